@@ -1,48 +1,29 @@
 //! The allocators of I/O virtual addresses, and where they put ranges, by the names that the command
 //! line and the reports use.
 
-use std::{fmt, str::FromStr};
-
 use ringfence_iova::{
     Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, SlabConfig, Slabs,
 };
 use ringfence_sync::cpu::OsCpu;
 
-use crate::list;
+use crate::list::named;
 
-/// An allocator by name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum AllocatorKind {
+named! {
+    /// An allocator by name: the peers first.
+    #[derive(Default)]
+    AllocatorKind, "no allocator is called {:?}: there are {}":
     /// The seed's first: the red-black tree alone.
-    RbTree,
+    RbTree = "rbtree",
     /// The seed's second: the bitmap, next fit.
-    Bitmap,
+    Bitmap = "bitmap",
     /// The tree with Linux's magazines in front.
-    Magazines,
+    Magazines = "magazines",
     /// Ours.
     #[default]
-    Ringfence,
+    Ringfence = "ringfence",
 }
 
 impl AllocatorKind {
-    /// All of them, the peers first.
-    pub const ALL: [AllocatorKind; 4] = [
-        AllocatorKind::RbTree,
-        AllocatorKind::Bitmap,
-        AllocatorKind::Magazines,
-        AllocatorKind::Ringfence,
-    ];
-
-    /// Its name on the command line and in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            AllocatorKind::RbTree => "rbtree",
-            AllocatorKind::Bitmap => "bitmap",
-            AllocatorKind::Magazines => "magazines",
-            AllocatorKind::Ringfence => "ringfence",
-        }
-    }
-
     /// An allocator of this kind over `aperture`. Only ours knows placements; the others have
     /// their own.
     pub fn make(self, aperture: Aperture, placement: Placement) -> Box<dyn Allocator> {
@@ -60,62 +41,24 @@ impl AllocatorKind {
             }
         }
     }
-
-    /// The kinds of a list such as `rbtree,ringfence`.
-    ///
-    /// # Errors
-    /// A name is none, or the list is empty or names one twice.
-    pub fn parse_list(text: &str) -> Result<Vec<AllocatorKind>, String> {
-        list::parse(text, "list of allocators")
-    }
 }
 
-impl fmt::Display for AllocatorKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for AllocatorKind {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
-            let names: Vec<_> = Self::ALL.iter().map(|kind| kind.name()).collect();
-            format!("no allocator is called {name:?}: there are {}", names.join(", "))
-        })
-    }
-}
-
-/// A placement by name.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PlacementName {
+named! {
+    /// A placement by name; `size-aligned` is what `replay` called `size` once.
+    #[derive(Default)]
+    PlacementName, "no placement is called {:?}: there are {}":
     /// Ranges of one size side by side.
     #[default]
-    Size,
+    Size = "size" | "size-aligned",
     /// The lowest place that fits.
-    Lowest,
+    Lowest = "lowest",
     /// The highest place that fits.
-    Highest,
+    Highest = "highest",
     /// One chunk for all that the disk has in flight, cut in turn.
-    Ring,
+    Ring = "ring",
 }
 
 impl PlacementName {
-    /// All of them.
-    pub const ALL: [PlacementName; 4] =
-        [PlacementName::Size, PlacementName::Lowest, PlacementName::Highest, PlacementName::Ring];
-
-    /// Its name on the command line and in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            PlacementName::Size => "size",
-            PlacementName::Lowest => "lowest",
-            PlacementName::Highest => "highest",
-            PlacementName::Ring => "ring",
-        }
-    }
-
     /// Where the allocator itself puts ranges.
     pub const fn of_ranges(self) -> Placement {
         match self {
@@ -127,36 +70,20 @@ impl PlacementName {
 
     /// The placement called `name`, one of `offered`: not every command has all of them.
     ///
-    /// `size-aligned`, as `replay` called `size` once, is still understood.
-    ///
     /// # Errors
     /// There is none of that name, or it is not offered.
     pub fn parse_of(name: &str, offered: &[PlacementName]) -> Result<PlacementName, String> {
-        let name = if name == "size-aligned" { "size" } else { name };
-        offered.iter().copied().find(|placement| placement.name() == name).ok_or_else(|| {
+        name.parse().ok().filter(|placement| offered.contains(placement)).ok_or_else(|| {
             let names: Vec<&str> = offered.iter().map(|placement| placement.name()).collect();
             format!("no placement is called {name:?}: there are {}", names.join(", "))
         })
     }
 }
 
-impl fmt::Display for PlacementName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for PlacementName {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        PlacementName::parse_of(name, &Self::ALL)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::list::parse;
     use ringfence_iova::Request;
 
     #[test]
@@ -172,11 +99,13 @@ mod tests {
 
     #[test]
     fn a_list_names_each_once() {
-        let kinds = AllocatorKind::parse_list("rbtree, ringfence").unwrap();
+        let kinds = parse::<AllocatorKind>("rbtree, ringfence", "list of allocators").unwrap();
         assert_eq!(kinds, [AllocatorKind::RbTree, AllocatorKind::Ringfence]);
-        assert!(AllocatorKind::parse_list("rbtree,rbtree").is_err());
-        assert!(AllocatorKind::parse_list("").is_err());
-        assert!(AllocatorKind::parse_list("tree").unwrap_err().contains("bitmap"));
+        assert!(parse::<AllocatorKind>("rbtree,rbtree", "list of allocators").is_err());
+        assert!(parse::<AllocatorKind>("", "list of allocators").is_err());
+        assert!(
+            parse::<AllocatorKind>("tree", "list of allocators").unwrap_err().contains("bitmap")
+        );
     }
 
     #[test]

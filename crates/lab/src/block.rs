@@ -137,41 +137,11 @@ impl Format {
         Format { unit: (unit as u32).clamp(MIN_UNIT, MAX_UNIT), generation }
     }
 
-    /// Bytes of a unit; a power of two.
-    pub fn unit(&self) -> u32 {
-        self.unit
-    }
-
-    /// The run's number.
-    pub fn generation(&self) -> u32 {
-        self.generation
-    }
-
-    /// Makes `buf` the block at `offset` of the disk, by write number `sequence`.
+    /// Makes memory, which may be shared, the block at `offset` of the disk, by write number `sequence`: each
+    /// unit is made beside it and copied.
     ///
     /// # Panics
-    /// If `buf` is no whole number of units.
-    pub fn fill(&self, buf: &mut [u8], offset: u64, sequence: u64) {
-        let unit = self.unit as usize;
-        assert!(buf.len().is_multiple_of(unit), "{} bytes in units of {unit}", buf.len());
-        for (unit, offset) in buf.chunks_exact_mut(unit).zip(self.offsets(offset)) {
-            self.fill_unit(unit, offset, sequence);
-        }
-    }
-
-    /// Checks every byte of `buf`, read from `offset` of the disk.
-    pub fn check(&self, buf: &[u8], offset: u64) -> Result<BlockInfo, BlockError> {
-        if !buf.len().is_multiple_of(self.unit as usize) {
-            return Err(BlockError::Length { len: buf.len(), unit: self.unit });
-        }
-        let mut info = BlockInfo::default();
-        for (unit, offset) in buf.chunks_exact(self.unit as usize).zip(self.offsets(offset)) {
-            info.note(self.check_unit(unit, offset)?);
-        }
-        Ok(info)
-    }
-
-    /// As [`fill`](Self::fill), of memory that is shared: each unit is made beside it and copied.
+    /// If it is no whole number of units.
     pub fn fill_piece(&self, to: HostSlice<'_>, offset: u64, sequence: u64) {
         let size = self.unit as usize;
         assert!(to.len().is_multiple_of(size), "{} bytes in units of {size}", to.len());
@@ -182,7 +152,8 @@ impl Format {
         }
     }
 
-    /// As [`check`](Self::check), of memory that is shared: what is checked is a copy of each unit.
+    /// Checks every byte of memory that was read from `offset` of the disk, and may be shared: what is
+    /// checked is a copy of each unit.
     pub fn check_piece(&self, from: HostSlice<'_>, offset: u64) -> Result<BlockInfo, BlockError> {
         let size = self.unit as usize;
         if !from.len().is_multiple_of(size) {
@@ -280,7 +251,7 @@ const WORDS: usize = (MAX_UNIT as usize - HEADER) / 8;
 /// A CRC is linear over XOR but for a constant: that of `pattern ^ key, key, key, ...` is that of
 /// the pattern, corrected by a linear function of the key; and that of header and payload together
 /// is that of the payload, corrected by a linear function of the header's. Both functions are
-/// tables by byte, made once for each size of unit. [`Format::check`] knows none of this: it reads
+/// tables by byte, made once for each size of unit. [`Format::check_piece`] knows none of this: it reads
 /// every byte, and so proves this arithmetic with each block.
 struct Sums {
     /// CRC of the payload with key 0.
@@ -364,6 +335,16 @@ mod tests {
 
     use super::*;
 
+    impl Format {
+        fn fill(&self, buf: &mut [u8], offset: u64, sequence: u64) {
+            self.fill_piece(buf.into(), offset, sequence);
+        }
+
+        fn check(&self, buf: &[u8], offset: u64) -> Result<BlockInfo, BlockError> {
+            self.check_piece((&mut buf.to_vec()[..]).into(), offset)
+        }
+    }
+
     const FORMAT: Format = Format { unit: 4096, generation: 7 };
 
     fn filled(offset: u64, sequence: u64) -> Vec<u8> {
@@ -374,7 +355,7 @@ mod tests {
 
     #[test]
     fn the_unit_is_the_largest_that_divides_all_sizes() {
-        let unit = |sizes: &[u64]| Format::for_sizes(sizes.iter().copied(), 0).unit();
+        let unit = |sizes: &[u64]| Format::for_sizes(sizes.iter().copied(), 0).unit;
         assert_eq!(unit(&[65536, 4096, 0]), 4096);
         assert_eq!(unit(&[65536, 3072]), 1024);
         assert_eq!(unit(&[512, 4096]), 512);

@@ -1,6 +1,6 @@
-//! Lists of names on the command line, separated by commas.
+//! Values on the command line: names, numbers with units, and lists of them, separated by commas.
 
-use std::{fmt::Display, str::FromStr};
+use std::{fmt::Display, ops::RangeInclusive, str::FromStr};
 
 /// The items of a list such as `rbtree,ringfence`. `what` is how errors call it: "list of
 /// allocators".
@@ -21,3 +21,107 @@ where
     }
     if items.is_empty() { Err(format!("an empty {what}")) } else { Ok(items) }
 }
+
+/// The letters of units, and how many of the one before it each is: `("km", 1000)`.
+pub type Units = (&'static str, u64);
+
+/// No units.
+pub const PLAIN: Units = ("", 1);
+
+/// A number of `range` that may have a unit behind it: `1k`.
+///
+/// # Errors
+/// It is none; `what` it should be.
+pub fn number(
+    text: &str,
+    what: &str,
+    (units, times): Units,
+    range: RangeInclusive<u64>,
+) -> Result<u64, String> {
+    let unit = text.chars().last().map(|last| last.to_ascii_lowercase());
+    let (digits, factor) = match unit.and_then(|unit| units.find(unit)) {
+        Some(power) => (&text[..text.len() - 1], times.pow(power as u32 + 1)),
+        None => (text, 1),
+    };
+    let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
+    number.filter(|number| range.contains(number)).ok_or_else(|| {
+        let [least, most] = [range.start(), range.end()].map(|n| short(*n, (units, times)));
+        format!("{text:?} is no {what} from {least} to {most}")
+    })
+}
+
+/// A number with the largest unit that it is a multiple of.
+pub fn short(n: u64, (units, times): Units) -> String {
+    let mut powers = units.char_indices().rev().map(|(at, unit)| (times.pow(at as u32 + 1), unit));
+    match powers.find(|(power, _)| n > 0 && n.is_multiple_of(*power)) {
+        Some((power, unit)) => format!("{}{unit}", n / power),
+        None => n.to_string(),
+    }
+}
+
+/// An enumeration with names: those of the command line and of JSON, and others that are understood as
+/// well. `$says` is the error for any other name: it takes that name and the list of all.
+macro_rules! named {
+    ($(#[$doc:meta])* $name:ident, $says:literal:
+        $($(#[$of:meta])* $variant:ident = $text:literal $(| $too:literal)*,)+) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $name {
+            $($(#[$of])* $variant,)+
+        }
+
+        impl $name {
+            /// All of them, in order.
+            pub const ALL: [$name; [$($text),+].len()] = [$($name::$variant),+];
+
+            /// Its name.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($name::$variant => $text,)+
+                }
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.pad(self.name())
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+
+            fn from_str(name: &str) -> Result<$name, String> {
+                match name {
+                    $($text $(| $too)* => Ok($name::$variant),)+
+                    other => Err(format!($says, other, Self::ALL.map(Self::name).join(", "))),
+                }
+            }
+        }
+    };
+}
+pub(crate) use named;
+
+/// A number of a range, on the command line by itself: what errors call it, its units, and the range.
+macro_rules! counted {
+    ($(#[$doc:meta])* $name:ident($of:ty), $what:literal, $units:expr, $range:expr) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct $name(pub $of);
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.pad(&$crate::list::short(self.0 as u64, $units))
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+
+            fn from_str(text: &str) -> Result<$name, String> {
+                $crate::list::number(text, $what, $units, $range).map(|n| $name(n as $of))
+            }
+        }
+    };
+}
+pub(crate) use counted;

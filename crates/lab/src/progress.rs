@@ -4,11 +4,11 @@
 
 use std::{
     io::{IsTerminal, Write},
-    sync::Mutex,
     time::{Duration, Instant},
 };
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use parking_lot::Mutex;
 
 /// How progress is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,14 +74,14 @@ impl Progress {
 
     /// What runs now: `randwrite_multi, lazy-mq, round 2 of 5`.
     pub fn begin(&self, what: &str) {
-        self.lock().what = what.to_owned();
+        self.state.lock().what = what.to_owned();
         self.show(false);
     }
 
     /// One step is done, which should have taken `expected`.
     pub fn step(&self, expected: Duration) {
         {
-            let mut state = self.lock();
+            let mut state = self.state.lock();
             state.done = (state.done + 1).min(self.total);
             state.expected = (state.expected + expected).min(self.expected);
         }
@@ -108,8 +108,9 @@ impl Progress {
     }
 
     /// Time left, by what was done so far; by what was expected until something is done.
-    pub fn left(&self) -> Duration {
-        self.left_after(self.started.elapsed(), self.lock().expected)
+    #[cfg(test)]
+    fn left(&self) -> Duration {
+        self.left_after(self.started.elapsed(), self.state.lock().expected)
     }
 
     fn left_after(&self, elapsed: Duration, done: Duration) -> Duration {
@@ -120,7 +121,7 @@ impl Progress {
     }
 
     fn show(&self, always: bool) {
-        let mut state = self.lock();
+        let mut state = self.state.lock();
         let left = self.left_after(self.started.elapsed(), state.expected);
         match &self.face {
             Face::Bar(bar) => {
@@ -144,11 +145,6 @@ impl Progress {
             Face::Silent => {}
         }
     }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        // A panic elsewhere leaves whole numbers and text here.
-        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
 }
 
 impl Drop for Progress {
@@ -166,9 +162,8 @@ fn bar(total: u64) -> ProgressBar {
 }
 
 fn print(out: &Mutex<Box<dyn Write + Send>>, line: &str) {
-    let mut out = out.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     // Nobody reads: no reason to stop a measurement.
-    let _ = writeln!(out, "{line}");
+    let _ = writeln!(out.lock(), "{line}");
 }
 
 /// `1:05`, `12 s`.
@@ -191,7 +186,7 @@ mod tests {
 
     impl Write for Shared {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
+            self.0.lock().extend_from_slice(bytes);
             Ok(bytes.len())
         }
         fn flush(&mut self) -> std::io::Result<()> {
@@ -208,7 +203,7 @@ mod tests {
         progress.step(Duration::from_secs(10));
         progress.note("careful");
         progress.finish();
-        let text = String::from_utf8(shared.0.lock().unwrap().clone()).unwrap();
+        let text = String::from_utf8(shared.0.lock().clone()).unwrap();
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines[0], "4 rounds, about 1:05 min");
         assert!(lines[1].starts_with("[0/4] a, off, round 1 of 2 (1:0"), "{}", lines[1]);

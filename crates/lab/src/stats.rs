@@ -162,8 +162,9 @@ impl Latencies {
         let _ = self.0.add(&other.0);
     }
 
-    /// Forgets everything, for the next round.
-    pub fn clear(&mut self) {
+    /// Forgets everything.
+    #[cfg(test)]
+    fn clear(&mut self) {
         self.0.reset();
     }
 

@@ -11,6 +11,7 @@
 use crate::{
     block::mix,
     job::{Job, Rw},
+    random::SplitMix,
 };
 
 /// What an I/O does.
@@ -43,7 +44,7 @@ pub struct Workload {
     bs: [u32; 2],
     offset: u64,
     size: u64,
-    random: Random,
+    random: SplitMix,
     /// Where the next sequential read and write go, each a stream of its own as in fio.
     next: [u64; 2],
     /// Permutation of this pass, if blocks do not repeat.
@@ -55,7 +56,7 @@ pub struct Workload {
 impl Workload {
     /// The I/Os of clone number `clone` (from 0) of `job`. With another `seed` come other offsets.
     pub fn new(job: &Job, clone: u32, seed: u64) -> Workload {
-        let mut random = Random(mix(seed ^ mix(u64::from(clone) + 1)));
+        let mut random = SplitMix(mix(seed ^ mix(u64::from(clone) + 1)));
         let bs = [job.bs.read, job.bs.write];
         let same = job.min_block() == job.max_block();
         let pass = (job.rw.is_random() && !job.norandommap && same)
@@ -121,22 +122,6 @@ impl Iterator for Workload {
             }
         };
         Some(Io { op, offset: self.offset + at, len })
-    }
-}
-
-/// splitmix64.
-#[derive(Clone, Debug)]
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    /// Below `n`, which is not 0; the bias of at most `n` in 2^64 is not seen in any run.
-    fn below(&mut self, n: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
     }
 }
 

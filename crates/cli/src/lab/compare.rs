@@ -7,7 +7,7 @@ use clap::Args;
 use ringfence_lab::{
     allocators::AllocatorKind,
     job::JobFile,
-    progress::Kind,
+    list::{number, parse},
     report,
     run::{
         DiskChoice, Ended, Notify, Options, Row, compare,
@@ -18,9 +18,9 @@ use ringfence_lab::{
 
 use crate::lab::{
     list::{self, List},
-    session::{Begun, Session, same_place},
+    session::{Begun, Session, conclude, untold},
 };
-use crate::output::{Output, print};
+use crate::output::Output;
 
 /// Rounds and seconds that let the default jobs end in under two minutes.
 const DEFAULT_REPEAT: u32 = 5;
@@ -212,16 +212,11 @@ pub(crate) struct Arguments {
 }
 
 fn parse_rows(text: &str) -> Result<List<Row>, String> {
-    Row::parse_list(text).map(List)
+    parse(text, "list of policies").map(List)
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "a number of seconds, such as 10 or 0.5")?;
-    if (0.01..=86_400.0).contains(&seconds) {
-        Ok(Duration::from_secs_f64(seconds))
-    } else {
-        Err("from 0.01 to 86400 seconds".to_owned())
-    }
+    list::time(text, ("seconds", 1.0), "10 or 0.5", 0.01..=86_400.0)
 }
 
 /// A size in bytes that is no less than a page: with a smaller bound nothing could wait, or be
@@ -236,16 +231,11 @@ fn parse_threshold(text: &str) -> Result<u64, String> {
 }
 
 fn parse_size(text: &str, least: u64) -> Result<u64, String> {
-    let (number, shift) = match text.char_indices().next_back() {
-        Some((at, 'k' | 'K')) => (&text[..at], 10),
-        Some((at, 'm' | 'M')) => (&text[..at], 20),
-        Some((at, 'g' | 'G')) => (&text[..at], 30),
-        _ => (text, 0),
-    };
     // No sign: the standard library's parser would take a `+`.
-    let digits = number.bytes().all(|byte| byte.is_ascii_digit());
-    let bytes = number.parse::<u64>().ok().filter(|_| digits);
-    let bytes = bytes.and_then(|n| n.checked_mul(1 << shift)).filter(|bytes| *bytes >= least);
+    let bytes = match text.starts_with('+') {
+        true => None,
+        false => number(text, "", ("kmg", 1024), least..=u64::MAX).ok(),
+    };
     bytes.ok_or_else(|| {
         format!("a number of bytes, at least {least}, with k, m or g (powers of 1024) if wanted")
     })
@@ -327,23 +317,15 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     comparison.warnings.extend(verdict.iter().cloned());
     let json = json.map_or(Ok(()), |output| output.write(&report::json::render(&comparison)));
     let html = html.map_or(Ok(()), |output| output.write(&report::html::render(&comparison)));
-    // Warnings were told at the beginning, unless that went elsewhere than the table does.
-    comparison.warnings = match progress != Kind::Silent && same_place() {
-        true => Vec::new(),
-        false => told,
-    };
-    let shown = match table && measured {
-        true => {
-            let why = arguments.explain.then(|| report::table::explain(&comparison));
-            print(&(report::table::render(&comparison) + &why.unwrap_or_default()))
+    comparison.warnings = untold(told, progress);
+    let mut shown = String::new();
+    if table && measured {
+        shown.push_str(&report::table::render(&comparison));
+        if arguments.explain {
+            shown.push_str(&report::table::explain(&comparison));
         }
-        false => Ok(()),
-    };
-    for line in &verdict {
-        eprintln!("{line}");
     }
-    json.and(html).and(shown)?;
-    Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    conclude(&shown, &verdict, json.and(html))
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
-//! Options that are lists: a type of their own, since clap takes a bare `Vec` for a repeated option.
+//! Options that are lists, a type of their own, since clap takes a bare `Vec` for a repeated option; and times.
 
-use std::str::FromStr;
+use std::{ops::RangeInclusive, str::FromStr, time::Duration};
 
-use ringfence_lab::{allocators::AllocatorKind, bench::iova::pattern::parse_list};
+use ringfence_lab::{allocators::AllocatorKind, list::parse};
 
 /// A list that is one option.
 #[derive(Clone)]
@@ -10,10 +10,24 @@ pub(crate) struct List<T>(pub(crate) Vec<T>);
 
 /// The items of a list.
 pub(crate) fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<List<T>, String> {
-    parse_list(text).map(List)
+    parse(text, "list").map(List)
 }
 
 /// The allocators asked for.
 pub(crate) fn allocators(text: &str) -> Result<List<AllocatorKind>, String> {
-    AllocatorKind::parse_list(text).map(List)
+    parse(text, "list of allocators").map(List)
+}
+
+/// A time in a range, in units of which a second has `each`; `such` are examples.
+pub(crate) fn time(
+    text: &str,
+    (units, each): (&str, f64),
+    such: &str,
+    range: RangeInclusive<f64>,
+) -> Result<Duration, String> {
+    let number: f64 = text.parse().map_err(|_| format!("a number of {units}, such as {such}"))?;
+    match range.contains(&number) {
+        true => Ok(Duration::from_secs_f64(number / each)),
+        false => Err(format!("from {} to {} {units}", range.start(), range.end())),
+    }
 }

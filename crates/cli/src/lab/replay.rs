@@ -6,15 +6,14 @@ use anyhow::Result;
 use clap::Args;
 use ringfence_lab::{
     allocators::{AllocatorKind, PlacementName},
-    progress::Kind,
     replay::{Ended, Options, Policy, options, replay, table},
 };
 
 use crate::lab::{
     list::{self, List},
-    session::{Begun, Session, same_place},
+    session::{Begun, Session, conclude, untold},
 };
-use crate::output::{Output, print};
+use crate::output::Output;
 
 /// Rounds of every allocator: with 15, the 95 % interval lies well within the extremes.
 const DEFAULT_REPEAT: u32 = 15;
@@ -116,19 +115,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let told = report.warnings.clone();
     report.warnings.extend(verdict.iter().cloned());
     let json = json.map_or(Ok(()), |output| output.write(&report.to_json()));
-    // Warnings were told when the recordings were read, unless that went elsewhere than the table
-    // does.
-    report.warnings = match progress != Kind::Silent && same_place() {
-        true => Vec::new(),
-        false => told,
-    };
+    report.warnings = untold(told, progress);
     let shown = match show && !report.traces.is_empty() {
-        true => print(&table::render(&report)),
-        false => Ok(()),
+        true => table::render(&report),
+        false => String::new(),
     };
-    for line in &verdict {
-        eprintln!("{line}");
-    }
-    json.and(shown)?;
-    Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    conclude(&shown, &verdict, json)
 }

@@ -7,6 +7,7 @@ use std::{
         unix::fs::MetadataExt,
     },
     path::PathBuf,
+    process::ExitCode,
     sync::{Arc, atomic::AtomicBool},
 };
 
@@ -14,7 +15,7 @@ use anyhow::{Context, Result};
 use clap::{ArgAction, Args};
 use ringfence_lab::progress::Kind;
 
-use crate::output::Output;
+use crate::output::{Output, print};
 
 /// Where results go, and whether progress is shown.
 #[derive(Args)]
@@ -48,7 +49,7 @@ impl Session {
 }
 
 /// Whether standard output and standard error go to the same terminal, file or pipe.
-pub(crate) fn same_place() -> bool {
+fn same_place() -> bool {
     let place = |fd: BorrowedFd<'_>| {
         let file = File::from(fd.try_clone_to_owned().ok()?);
         let about = file.metadata().ok()?;
@@ -56,4 +57,18 @@ pub(crate) fn same_place() -> bool {
     };
     let out = place(std::io::stdout().as_fd());
     out.is_some() && out == place(std::io::stderr().as_fd())
+}
+
+/// The warnings for a table: none if they were printed at the beginning, and to the same place.
+pub(crate) fn untold(warnings: Vec<String>, progress: Kind) -> Vec<String> {
+    if progress != Kind::Silent && same_place() { Vec::new() } else { warnings }
+}
+
+/// Prints `shown`, and the verdict on standard error: any is a failure of the command, as is an error with
+/// its files.
+pub(crate) fn conclude(shown: &str, verdict: &[String], files: Result<()>) -> Result<ExitCode> {
+    let printed = print(shown);
+    verdict.iter().for_each(|line| eprintln!("{line}"));
+    files.and(printed)?;
+    Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, clock_gettime};
+
 /// Counts ticks: of the processor's time stamp counter where that runs evenly, else nanoseconds of
 /// the operating system's clock.
 ///
@@ -96,14 +98,53 @@ fn counter() -> u64 {
 /// Whether the counter runs at one speed whatever the processor does.
 #[cfg(target_arch = "x86_64")]
 fn runs_evenly() -> bool {
-    let about = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let flags = about.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    let flags = crate::memory::field("/proc/cpuinfo", "flags").unwrap_or_default();
     ["constant_tsc", "nonstop_tsc"].iter().all(|flag| flags.split(' ').any(|word| word == *flag))
 }
 
 #[cfg(not(target_arch = "x86_64"))]
 fn runs_evenly() -> bool {
     false
+}
+
+/// What this thread has had of its CPU.
+pub(crate) fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// Calls `step` with how many times to do something, once at least and until that has taken `budget`: how
+/// many times it was, and how long it took. The time is looked at seldom, so that looking costs nothing, but
+/// often enough not to run long over: 64 times or so.
+///
+/// # Errors
+/// Those of `step`.
+#[inline]
+pub(super) fn fitting<E>(
+    budget: Duration,
+    mut step: impl FnMut(u64) -> Result<(), E>,
+) -> Result<(u64, Duration), E> {
+    let begun = Instant::now();
+    let (mut done, mut chunk) = (0u64, 1u64);
+    loop {
+        step(chunk)?;
+        done += chunk;
+        let took = begun.elapsed();
+        if took >= budget {
+            return Ok((done, took));
+        }
+        let fitting = done as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
+        chunk = (fitting as u64).clamp(1, chunk * 2);
+    }
+}
+
+/// The mean of the middle half of some times; it sorts them. A mean, since a virtual machine's counter may
+/// have steps of 10 ns; of the middle half, since some of what was timed was interrupted.
+pub(super) fn middle(values: &mut [u64]) -> f64 {
+    values.sort_unstable();
+    let quarter = values.len() / 4;
+    let half = &values[quarter..values.len() - quarter];
+    half.iter().sum::<u64>() as f64 / half.len().max(1) as f64
 }
 
 #[cfg(test)]

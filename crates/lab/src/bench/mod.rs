@@ -16,6 +16,7 @@
 //! | [`map`] | MAP and UNMAP of a virtio-iommu, beside devices of another design |
 //! | `ping` | where the host has put the CPUs |
 //! | `process` | a back end's process |
+//! | `window` | what a driver and a back end get done in a while |
 //! | [`net`] | network back ends with and without a device IOTLB, beside DPDK's |
 //! | [`blk`] | block back ends with and without a device IOTLB |
 //!
@@ -36,5 +37,6 @@ pub mod rounds;
 pub mod row;
 mod table;
 pub mod threads;
+mod window;
 
 pub use row::{Benchmark, Interval, Row};

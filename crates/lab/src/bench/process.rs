@@ -18,6 +18,24 @@ const START: Duration = Duration::from_secs(60);
 /// How long one that was stopped may take to stand still.
 const STANDS_STILL: Duration = Duration::from_secs(60);
 
+/// A folder for sockets that goes with this.
+pub(in crate::bench) struct Folder(pub(in crate::bench) PathBuf);
+
+impl Folder {
+    pub(in crate::bench) fn new() -> Result<Folder> {
+        let path = std::env::temp_dir().join(format!("ringfence-bench-{}", std::process::id()));
+        fs::create_dir(&path).with_context(|| format!("making {}", path.display()))?;
+        Ok(Folder(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        // What cannot be removed stays.
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
 /// Whether somebody listens at a socket, without a connection that he would serve. Its file is there a moment before.
 fn is_listened_at(socket: &Path) -> Result<bool> {
     const LISTENS: u32 = 1 << 16;

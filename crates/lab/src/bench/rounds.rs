@@ -1,5 +1,7 @@
 //! Values of interleaved rounds, and what they tell together.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::Interval;
 use crate::stats::Estimate;
 
@@ -11,6 +13,31 @@ pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
         turns.reverse();
     }
     turns
+}
+
+/// Has all take turns in `repeat` rounds and one before them, in which caches grow and which counts for
+/// nothing. What `measure` finds of one is `keep`t if all took part in the round: else it compares nothing.
+pub(super) fn contest<E, S>(
+    entrants: &mut [E],
+    repeat: u32,
+    stop: &AtomicBool,
+    mut measure: impl FnMut(&mut E) -> Option<S>,
+    mut keep: impl FnMut(&mut E, S),
+) {
+    for round in 0..=repeat {
+        let mut samples = Vec::new();
+        for entrant in turns(entrants.iter_mut(), round) {
+            if stop.load(Ordering::Relaxed) {
+                return;
+            }
+            if let Some(sample) = measure(entrant) {
+                samples.push((entrant, sample));
+            }
+        }
+        if round > 0 && !stop.load(Ordering::Relaxed) {
+            samples.into_iter().for_each(|(entrant, sample)| keep(entrant, sample));
+        }
+    }
 }
 
 /// What one implementation took in each round, in order.
@@ -34,6 +61,11 @@ impl Rounds {
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Why there are none, if there are none: `out`, or that the run was stopped.
+    pub(super) fn missing(&self, out: Option<&String>) -> Option<String> {
+        out.cloned().or_else(|| self.is_empty().then(|| "not measured: interrupted".to_owned()))
     }
 
     /// The median and its interval.

@@ -3,13 +3,13 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::{report::Machine, stats::Estimate};
+use crate::{report::Machine, stats::Estimate, text::json};
 
 /// The schema's name.
 pub const SCHEMA: &str = "ringfence.bench/1";
 
 /// Everything that one benchmark measured.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Benchmark {
     /// [`SCHEMA`].
     pub schema: String,
@@ -42,23 +42,13 @@ impl Benchmark {
             bench: bench.to_owned(),
             host: Machine::detect(),
             rounds,
-            interrupted: false,
-            settings: Map::new(),
-            rows: Vec::new(),
-            placement: None,
-            warnings: Vec::new(),
-            errors: Vec::new(),
+            ..Benchmark::default()
         }
     }
 
     /// All of it as JSON: one object, pretty-printed, with a newline at the end.
     pub fn json(&self) -> String {
-        let mut text = serde_json::to_string_pretty(self).unwrap_or_else(|error| {
-            // Only maps with keys that are not text can fail, and there is none.
-            unreachable!("a benchmark is plain data: {error}")
-        });
-        text.push('\n');
-        text
+        json(self)
     }
 }
 
@@ -117,6 +107,16 @@ impl From<Option<Estimate>> for Interval {
             hi: estimate.hi,
         })
     }
+}
+
+/// A JSON object of these entries.
+pub(super) fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+}
+
+/// An interval as a figure of a row.
+pub(super) fn value(interval: Interval) -> Value {
+    serde_json::json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

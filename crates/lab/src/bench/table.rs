@@ -1,77 +1,99 @@
 //! Blocks of a table for a terminal.
 
-use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
+use std::fmt::Write;
 
-use super::{Benchmark, Interval};
-pub(super) use crate::report::table::{number, wrap};
+use serde_json::Value;
 
-/// Rows of cells under each other, aligned to the right, one blank apart.
-pub(super) fn block(rows: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_preset(NOTHING);
-    table.set_content_arrangement(ContentArrangement::Disabled);
+use super::{Benchmark, Interval, Row};
+use crate::text::{dash, number, optional, plain, wrap};
+
+/// Rows by their keys, in the order in which these first come.
+pub(super) fn groups<'r, K: PartialEq>(
+    rows: impl IntoIterator<Item = &'r Row>,
+    key: impl Fn(&Row) -> K,
+) -> Vec<(K, Vec<&'r Row>)> {
+    let mut groups: Vec<(K, Vec<&Row>)> = Vec::new();
     for row in rows {
-        table.add_row(Row::from(row));
+        let key = key(row);
+        match groups.iter_mut().find(|(other, _)| *other == key) {
+            Some((_, rows)) => rows.push(row),
+            None => groups.push((key, vec![row])),
+        }
     }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((u16::from(index > 0), 0));
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+    groups
 }
 
 /// Keys of rows in the order in which they first come.
 pub(super) fn distinct<'r, K: PartialEq>(
-    rows: impl IntoIterator<Item = &'r super::Row>,
-    key: impl Fn(&super::Row) -> K,
+    rows: impl IntoIterator<Item = &'r Row>,
+    key: impl Fn(&Row) -> K,
 ) -> Vec<K> {
-    let mut keys = Vec::new();
-    for row in rows {
-        let key = key(row);
-        if !keys.contains(&key) {
-            keys.push(key);
-        }
-    }
-    keys
+    groups(rows, key).into_iter().map(|(key, _)| key).collect()
 }
 
-/// Where it ran: `2 CPUs (AMD EPYC), 23.5 GiB, Linux 6.18`.
-pub(super) fn machine(benchmark: &Benchmark) -> String {
-    let host = &benchmark.host;
-    let cpu = match host.cpu.as_str() {
-        "" => String::new(),
-        cpu => format!(" ({cpu})"),
-    };
-    let memory = crate::report::bytes(host.memory_bytes);
-    crate::report::table::plain(&format!(
-        "{} CPUs{cpu}, {memory}, Linux {}",
-        host.cpus, host.kernel
-    ))
+/// What was measured, in how many rounds (`each`: of how long), and where.
+pub(super) fn headline(benchmark: &Benchmark, about: &str, each: &str) -> String {
+    format!("{about}; {}; {}", rounds(benchmark, each), benchmark.host.describe())
+}
+
+/// `5 rounds of 8 ms, interrupted`.
+pub(super) fn rounds(benchmark: &Benchmark, each: &str) -> String {
+    let interrupted = if benchmark.interrupted { ", interrupted" } else { "" };
+    format!("{} rounds{each}{interrupted}", benchmark.rounds)
+}
+
+/// A number that was chosen for the whole run.
+pub(super) fn setting(benchmark: &Benchmark, key: &str) -> f64 {
+    benchmark.settings.get(key).and_then(Value::as_f64).unwrap_or(0.0)
+}
+
+/// Words that were chosen for the whole run.
+pub(super) fn setting_text<'b>(benchmark: &'b Benchmark, key: &str) -> &'b str {
+    benchmark.settings.get(key).and_then(Value::as_str).unwrap_or("?")
+}
+
+/// Adds each note once for each implementation that it is about, but for those that `is_told` already.
+pub(super) fn notes(out: &mut String, benchmark: &Benchmark, is_told: impl Fn(&str) -> bool) {
+    for (name, note) in
+        distinct(&benchmark.rows, |row| (row.implementation.clone(), row.note.clone()))
+    {
+        if let Some(note) = note.filter(|note| !is_told(note)) {
+            out.push_str(&wrap(&format!("note: {name}: {note}")));
+        }
+    }
+}
+
+/// Adds what a reader should know of the run.
+pub(super) fn warnings(out: &mut String, benchmark: &Benchmark) {
+    for warning in &benchmark.warnings {
+        out.push_str(&wrap(&format!("warning: {}", plain(warning))));
+    }
+}
+
+/// Adds a block of lines below a title.
+pub(super) fn section(out: &mut String, title: &str, block: &str) {
+    // Writing to a String does not fail.
+    let _ = write!(out, "\n{title}\n{block}");
 }
 
 /// A figure of a row that has an interval; empty if the row has none of that name.
-pub(super) fn interval(row: &super::Row, key: &str) -> Interval {
+pub(super) fn interval(row: &Row, key: &str) -> Interval {
     let value = row.figures.get(key).cloned();
     value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
 }
 
 /// What a row was measured with, in words.
-pub(super) fn text(row: &super::Row, key: &str) -> String {
+pub(super) fn text(row: &Row, key: &str) -> String {
     match row.params.get(key) {
-        Some(serde_json::Value::String(text)) => text.clone(),
+        Some(Value::String(text)) => text.clone(),
         Some(value) => value.to_string(),
         None => String::new(),
     }
 }
 
-/// A figure, or `-`.
-pub(super) fn optional(figure: Option<f64>) -> String {
-    figure.map_or("-".to_owned(), number)
-}
-
 /// `x1.23`, or `-`.
 pub(super) fn times(ratio: Option<f64>) -> String {
-    ratio.map_or("-".to_owned(), |ratio| format!("x{}", number(ratio)))
+    ratio.map_or(dash(), |ratio| format!("x{}", number(ratio)))
 }
 
 /// The `±` of a figure; nothing if there is no figure.
@@ -82,16 +104,44 @@ pub(super) fn half_width(interval: Interval) -> String {
     }
 }
 
+/// A number that a row was measured with, or that was counted; 0 if there is none.
+pub(super) fn count(row: &Row, key: &str) -> u64 {
+    row.figures.get(key).or(row.params.get(key)).and_then(Value::as_u64).unwrap_or(0)
+}
+
+/// A figure that has no interval.
+pub(super) fn single(row: &Row, key: &str) -> Option<f64> {
+    row.figures.get(key).and_then(Value::as_f64)
+}
+
+/// An interval's median and its `±`.
+pub(super) fn both(interval: Interval) -> [String; 2] {
+    [optional(interval.median), half_width(interval)]
+}
+
+/// A figure of a row in another unit, and its `±`.
+pub(super) fn figure(row: &Row, key: &str, factor: f64) -> [String; 2] {
+    both(interval(row, key).scaled(factor))
+}
+
+/// A ratio of a row, and its `±`.
+pub(super) fn ratio(row: &Row, key: &str) -> [String; 2] {
+    let ratio = interval(row, key);
+    [times(ratio.median), half_width(ratio)]
+}
+
+/// A label, unless it is that of the line before.
+pub(super) fn once(before: &mut String, label: String) -> String {
+    if *before == label {
+        return String::new();
+    }
+    before.clone_from(&label);
+    label
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn columns_are_aligned_and_lines_end_with_their_last_cell() {
-        let rows = [["a", "1", ""], ["bb", "22", "3"]];
-        let rows = rows.iter().map(|row| row.iter().map(|cell| cell.to_string()).collect());
-        assert_eq!(block(rows.collect()), " a  1\nbb 22 3\n");
-    }
 
     #[test]
     fn what_is_not_there_is_a_dash() {

@@ -9,6 +9,8 @@
 
 use std::{fmt, ops::Range, path::Path, time::Duration};
 
+use crate::list::named;
+
 mod ini;
 mod options;
 mod scale;
@@ -20,27 +22,24 @@ pub use options::{
 };
 pub use scale::Scale;
 
-/// The pattern of a job (`rw=`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Rw {
+named! {
+    /// The pattern of a job (`rw=`), by fio's words.
+    Rw, "{:?} is not allowed; allowed: {}":
     /// Sequential reads.
-    Read,
+    Read = "read",
     /// Sequential writes.
-    Write,
+    Write = "write",
     /// Random reads.
-    RandRead,
+    RandRead = "randread",
     /// Random writes.
-    RandWrite,
+    RandWrite = "randwrite",
     /// Sequential, reads and writes mixed.
-    Rw,
+    Rw = "rw" | "readwrite",
     /// Random, reads and writes mixed.
-    RandRw,
+    RandRw = "randrw",
 }
 
 impl Rw {
-    /// All patterns.
-    pub const ALL: [Rw; 6] = [Rw::Read, Rw::Write, Rw::RandRead, Rw::RandWrite, Rw::Rw, Rw::RandRw];
-
     /// Whether offsets are random.
     pub const fn is_random(self) -> bool {
         matches!(self, Rw::RandRead | Rw::RandWrite | Rw::RandRw)
@@ -54,24 +53,6 @@ impl Rw {
     /// Whether any I/O writes.
     pub const fn writes(self) -> bool {
         !matches!(self, Rw::Read | Rw::RandRead)
-    }
-
-    /// fio's word for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Rw::Read => "read",
-            Rw::Write => "write",
-            Rw::RandRead => "randread",
-            Rw::RandWrite => "randwrite",
-            Rw::Rw => "rw",
-            Rw::RandRw => "randrw",
-        }
-    }
-}
-
-impl fmt::Display for Rw {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

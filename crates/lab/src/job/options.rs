@@ -368,10 +368,7 @@ impl Reader<'_> {
 }
 
 fn pattern(text: &str) -> Result<Rw, String> {
-    if text == "readwrite" {
-        return Ok(Rw::Rw);
-    }
-    Rw::ALL.into_iter().find(|rw| rw.name() == text).ok_or_else(|| {
+    text.parse().map_err(|_: String| {
         format!(
             "{} is not allowed; allowed: {}, readwrite (no trims, no :N modifiers)",
             quote(text),

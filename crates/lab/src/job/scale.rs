@@ -1,7 +1,7 @@
 //! Fitting jobs to a machine.
 
 use super::{Job, JobFile};
-use crate::report::bytes;
+use crate::text::bytes;
 
 /// What a machine has for a comparison.
 ///

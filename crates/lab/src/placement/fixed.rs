@@ -11,7 +11,7 @@
 
 use std::{
     sync::{
-        Arc, Barrier,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -27,7 +27,9 @@ use super::{
     Entries, GRANULE, Options, Params, Row,
     model::{PageSize, pages},
 };
-use crate::{allocators::AllocatorKind, progress::Progress, stats::Estimate};
+use crate::{
+    allocators::AllocatorKind, bench::threads, memory, progress::Progress, stats::Estimate,
+};
 
 /// About what one round takes.
 pub(super) const STEP: Duration = Duration::from_millis(400);
@@ -302,13 +304,13 @@ impl Users {
     fn come_and_go(&mut self, n: usize) -> Result<()> {
         let cpus = self.lives[n].cpus;
         let mut segments = Vec::with_capacity(SEGMENTS);
-        let heap = heap();
+        let heap = memory::heap();
         let start = Instant::now();
         for _ in 0..SEGMENTS {
             segments.push(self.segment(cpus)?);
         }
         let created = start.elapsed();
-        let grown = self::heap().zip(heap).map(|(after, before)| after.saturating_sub(before));
+        let grown = memory::heap().zip(heap).map(|(after, before)| after.saturating_sub(before));
         let start = Instant::now();
         for Segment { first, space } in segments {
             drop(space);
@@ -403,21 +405,13 @@ fn ratio(values: &[f64], base: &[f64]) -> Option<f64> {
 
 /// ns of a pair of one page, a thread for each allocator, all at once.
 fn pairs(queues: &[Arc<dyn Allocator>]) -> Result<f64> {
-    let start = Barrier::new(queues.len());
-    let work = |queue: &Arc<dyn Allocator>| {
-        start.wait();
+    let times = threads::together(&[], queues.iter().collect(), |_, queue| {
         time(LEAST, || {
             let iova = queue.alloc(&Request::new(GRANULE))?;
             Ok(queue.free(iova, GRANULE)?)
         })
-    };
-    let times = std::thread::scope(|scope| {
-        let threads: Vec<_> = queues.iter().map(|queue| scope.spawn(|| work(queue))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<f64>>| {
-            thread.join().map_err(|_| anyhow!("a thread panicked"))?
-        };
-        threads.into_iter().map(join).collect::<Result<Vec<f64>>>()
-    })?;
+    });
+    let times = times.into_iter().collect::<Result<Vec<f64>>>()?;
     Ok(times.iter().sum::<f64>() / times.len() as f64)
 }
 
@@ -435,18 +429,6 @@ fn time(least: Duration, mut op: impl FnMut() -> Result<()>) -> Result<f64> {
         }
         count *= 2;
     }
-}
-
-/// Bytes of the heap that are in use, if the C library tells.
-fn heap() -> Option<u64> {
-    #[cfg(target_env = "gnu")]
-    {
-        // SAFETY: it takes nothing and returns a plain structure; the allocator locks its arenas.
-        let info = unsafe { libc::mallinfo2() };
-        Some((info.uordblks + info.hblkhd) as u64)
-    }
-    #[cfg(not(target_env = "gnu"))]
-    None
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ use super::{
     GRANULE, Misses, Options,
     model::{Caches, Counts, PageSize, pages, tables},
 };
-use crate::block::mix;
+use crate::random::SplitMix;
 
 /// CPUs of the modelled machine: streams are served by them in turn, so that per-CPU caches are
 /// used as they would be, and the addresses do not depend on where this process runs.
@@ -69,7 +69,7 @@ pub(super) struct Machine<'a> {
     options: &'a Options,
     pattern: &'a Pattern,
     cpu: Arc<FixedCpu>,
-    random: Random,
+    random: SplitMix,
     space: Arc<dyn Allocator>,
     rings: Vec<Arc<Ring<Arc<dyn Allocator>>>>,
     background: Vec<(u64, u64)>,
@@ -158,7 +158,7 @@ impl<'a> Machine<'a> {
         let cpu = Arc::new(FixedCpu::new(CPUS));
         let space = space(placement, aperture, &cpu)?;
         let mut machine =
-            Machine { random: Random(seed), ..Machine::over(options, pattern, cpu, space) };
+            Machine { random: SplitMix(seed), ..Machine::over(options, pattern, cpu, space) };
         machine.age()?;
         match placement {
             "ring" => machine.make_rings()?,
@@ -189,7 +189,7 @@ impl<'a> Machine<'a> {
             options,
             pattern,
             cpu,
-            random: Random(options.seed),
+            random: SplitMix(options.seed),
             streams: (0..options.streams).map(stream).collect(),
             space,
             rings: Vec::new(),
@@ -203,18 +203,18 @@ impl<'a> Machine<'a> {
     /// Ranges of mixed sizes come and go, so that nothing is where a fresh allocator would put it.
     fn age(&mut self) -> Result<()> {
         for step in 0..AGED_RANGES + AGED_STEPS {
-            self.cpu.set(self.random.below(CPUS));
+            self.cpu.set(self.random.index(CPUS));
             if step >= AGED_RANGES {
-                let (iova, size) = self.background.swap_remove(self.random.below(AGED_RANGES));
+                let (iova, size) = self.background.swap_remove(self.random.index(AGED_RANGES));
                 self.space.free(iova, size)?;
             }
             // Small ones are more frequent; not all are powers of two.
-            let most = 1 << self.random.below(7);
-            let size = (1 + self.random.below(most) as u64) * GRANULE;
+            let most = 1 << self.random.index(7);
+            let size = (1 + self.random.index(most) as u64) * GRANULE;
             self.background.push((self.space.alloc(&Request::new(size))?, size));
         }
         while self.background.len() > AGED_RANGES / 2 {
-            let which = self.random.below(self.background.len());
+            let which = self.random.index(self.background.len());
             let (iova, size) = self.background.swap_remove(which);
             self.space.free(iova, size)?;
         }
@@ -281,7 +281,7 @@ impl<'a> Machine<'a> {
         let mut turn = 0;
         while moved < bytes {
             let which = match order {
-                Order::Drifting => self.random.below(self.streams.len()),
+                Order::Drifting => self.random.index(self.streams.len()),
                 Order::Lockstep => turn % self.streams.len(),
             };
             turn += 1;
@@ -362,9 +362,9 @@ impl<'a> Machine<'a> {
     /// A stream that has run for a while: somewhere in its ring, its buffers of different ages.
     fn scatter(&mut self, which: usize) {
         let stream = &mut self.streams[which];
-        stream.at = self.random.below(self.pattern.slots);
+        stream.at = self.random.index(self.pattern.slots);
         for slot in stream.slots.iter_mut().flatten() {
-            slot.uses -= self.random.below(self.pattern.uses as usize) as u32;
+            slot.uses -= self.random.index(self.pattern.uses as usize) as u32;
         }
     }
 
@@ -414,17 +414,6 @@ fn space(placement: &str, aperture: Aperture, cpu: &Arc<FixedCpu>) -> Result<Arc
         "magazines" => Arc::new(Magazines::new(RbTree::new(aperture), Arc::clone(cpu))),
         other => anyhow::bail!("no placement is called {other:?}"),
     })
-}
-
-/// Random numbers that are the same everywhere.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        // The upper half of a product: no remainder, whose lowest values would be favoured.
-        ((u128::from(mix(self.0)) * n as u128) >> 64) as usize
-    }
 }
 
 #[cfg(test)]

@@ -214,24 +214,12 @@ pub fn plan(options: &Options) -> (u64, Duration) {
     (steps, streams::STEP * streams::steps() as u32 + fixed::STEP * fixed::steps(options) as u32)
 }
 
-/// Models the streams under every placement, and measures the static patterns.
+/// Models the streams under every placement, and measures the static patterns. What there is so far once
+/// `stop` is set: placements that were run, and static patterns of the rounds that were complete.
 ///
 /// # Errors
 /// [`Usage`] if the options make no sense; else an allocator did what it must not.
-pub fn measure(options: &Options, progress: &Progress) -> Result<Vec<Row>> {
-    measure_until(options, progress, &AtomicBool::new(false))
-}
-
-/// As [`measure`], and what there is so far once `stop` is set: placements that were run, and static
-/// patterns of the rounds that were complete.
-///
-/// # Errors
-/// As [`measure`].
-pub fn measure_until(
-    options: &Options,
-    progress: &Progress,
-    stop: &AtomicBool,
-) -> Result<Vec<Row>> {
+pub fn measure(options: &Options, progress: &Progress, stop: &AtomicBool) -> Result<Vec<Row>> {
     check(options)?;
     let mut rows = streams::measure(options, progress, stop)?;
     rows.extend(fixed::measure(options, progress, stop)?);
@@ -325,10 +313,10 @@ mod tests {
     fn nothing_is_begun_once_it_is_to_stop() {
         let options = Options::default();
         let progress = Progress::new(crate::progress::Kind::Silent, 1, Duration::ZERO);
-        let rows = measure_until(&options, &progress, &AtomicBool::new(true)).unwrap();
+        let rows = measure(&options, &progress, &AtomicBool::new(true)).unwrap();
         assert_eq!(rows, []);
         let wrong = Options { sets: 3, ..options };
-        assert!(measure_until(&wrong, &progress, &AtomicBool::new(true)).is_err());
+        assert!(measure(&wrong, &progress, &AtomicBool::new(true)).is_err());
     }
 
     #[test]
@@ -343,7 +331,7 @@ mod tests {
         };
         let (steps, expected) = plan(&options);
         let progress = Progress::new(crate::progress::Kind::Silent, steps, expected);
-        let mut rows = measure(&options, &progress).unwrap();
+        let mut rows = measure(&options, &progress, &AtomicBool::new(false)).unwrap();
         let placements = |pattern: &str, reuse| {
             let of = |row: &&Row| row.params.pattern == pattern && row.params.reuse == Some(reuse);
             rows.iter()
@@ -389,7 +377,7 @@ mod tests {
         });
         let text = render(&rows);
         for line in text.lines() {
-            assert!(line.chars().count() <= crate::report::table::WIDTH, "{line}");
+            assert!(line.chars().count() <= crate::text::WIDTH, "{line}");
         }
         assert!(text.contains("ring-apart") && text.contains("a segment a user"));
         assert_eq!(render(&[]), "");

@@ -1,8 +1,7 @@
 //! The rows for a terminal: a block for each pattern, no wider than the other tables.
 
-use comfy_table::{CellAlignment, ContentArrangement, Row as Line, Table, presets::NOTHING};
-
 use super::{Misses, Modelled, Row};
+use crate::text::{CellAlignment, bytes, cells, columns, dash};
 
 /// All rows, in blocks of those that belong together, and what the columns mean.
 pub fn render(rows: &[Row]) -> String {
@@ -76,7 +75,7 @@ fn title(row: &Row) -> String {
 
 fn streams(rows: &[Row]) -> String {
     let mut table = vec![
-        texts([
+        cells(&[
             "",
             "filled",
             "tables",
@@ -92,7 +91,7 @@ fn streams(rows: &[Row]) -> String {
             "",
             "fell",
         ]),
-        texts([
+        cells(&[
             "placement",
             "/GiB",
             "/GiB",
@@ -114,7 +113,7 @@ fn streams(rows: &[Row]) -> String {
         let model = row.model.unwrap_or_default();
         let name = row.params.placement.as_deref().unwrap_or(&row.implementation);
         let miss = |misses: Misses| [misses.iotlb, misses.conflict].map(three);
-        let mut line = texts([name]);
+        let mut line = cells(&[name]);
         line.push(format!("{:.0}", model.entries_filled_per_gib));
         line.push(format!("{:.0}", model.table_pages_per_gib));
         line.push(format!("{:.0}", model.table_pages_touched));
@@ -131,9 +130,9 @@ fn streams(rows: &[Row]) -> String {
 
 fn huge(rows: &[Row]) -> String {
     let mut table =
-        vec![texts(["allocator", "size", "ns a pair", "±", "vs ours", "1 GiB", "2 MiB", "4 KiB"])];
+        vec![cells(&["allocator", "size", "ns a pair", "±", "vs ours", "1 GiB", "2 MiB", "4 KiB"])];
     for row in rows {
-        let mut line = texts([&row.implementation, &row.params.size.map_or(String::new(), bytes)]);
+        let mut line = cells(&[&row.implementation, &row.params.size.map_or(String::new(), bytes)]);
         if row.failure.is_some() {
             line.push("fails".to_owned());
         } else {
@@ -154,7 +153,7 @@ fn huge(rows: &[Row]) -> String {
 }
 
 fn segment(rows: &[Row]) -> String {
-    let mut table = vec![texts([
+    let mut table = vec![cells(&[
         "allocator",
         "what",
         "CPUs",
@@ -168,7 +167,7 @@ fn segment(rows: &[Row]) -> String {
     for row in rows {
         let params = &row.params;
         let name = params.placement.as_deref().unwrap_or(&row.implementation);
-        let mut line = texts([name, &params.pattern]);
+        let mut line = cells(&[name, &params.pattern]);
         line.push(params.cpus.map_or(String::new(), |cpus| cpus.to_string()));
         line.push(params.threads.map_or(String::new(), |threads| threads.to_string()));
         line.push(params.space.clone().unwrap_or_default());
@@ -181,7 +180,6 @@ fn segment(rows: &[Row]) -> String {
 
 /// Median, half of its interval, ratio.
 fn timed(row: &Row) -> [String; 3] {
-    let dash = || "-".to_owned();
     [
         row.ns_per_op.map_or(dash(), |ns| ns_text(ns.median)),
         row.ns_per_op.and_then(|ns| ns.half_width()).map_or(dash(), ns_text),
@@ -198,32 +196,7 @@ fn three(n: f64) -> String {
     if n == 0.0 { "0".to_owned() } else { format!("{n:.3}") }
 }
 
-fn bytes(n: u64) -> String {
-    match n {
-        n if n >= 1 << 30 && n.is_multiple_of(1 << 30) => format!("{} GiB", n >> 30),
-        n if n >= 1 << 20 && n.is_multiple_of(1 << 20) => format!("{} MiB", n >> 20),
-        n => format!("{} KiB", n >> 10),
-    }
-}
-
-fn texts<const N: usize>(texts: [&str; N]) -> Vec<String> {
-    texts.map(str::to_owned).into()
-}
-
 /// Columns, the first to the left, the others to the right.
 fn block(lines: Vec<Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_preset(NOTHING);
-    table.set_content_arrangement(ContentArrangement::Disabled);
-    for line in lines {
-        table.add_row(Line::from(line));
-    }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((if index == 0 { 2 } else { 1 }, 0));
-        column.set_cell_alignment(match index {
-            0 => CellAlignment::Left,
-            _ => CellAlignment::Right,
-        });
-    }
-    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+    columns(lines, [(2, CellAlignment::Left), (1, CellAlignment::Right)])
 }

@@ -29,6 +29,7 @@ pub struct Options {
     pub progress: Kind,
 }
 
+#[cfg(test)]
 impl Default for Options {
     fn default() -> Options {
         Options {

@@ -1,8 +1,7 @@
 //! Reading a recording, whatever its format.
 
 use std::{
-    fmt, io,
-    io::Read,
+    io::{self, Read},
     sync::atomic::{AtomicBool, Ordering},
 };
 
@@ -13,6 +12,7 @@ use super::{
     qemu,
     stream::{Derivation, Stamp, Stream},
 };
+use crate::list::named;
 
 /// The most maps and unmaps that are read of a recording: some 600 MB of them.
 pub const MAX_EVENTS: u64 = 10_000_000;
@@ -21,26 +21,16 @@ pub const MAX_SILENCE: u64 = 256 << 20;
 /// Damaged lines that are told one by one.
 const TOLD: usize = 5;
 
-/// How a recording is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+named! {
+    /// How a recording is written, as reports call it.
+    Format, "{:?} is no format of recordings: there are {}":
     /// QEMU's log of its virtio-iommu device.
-    Qemu,
+    Qemu = "qemu-virtio-iommu",
     /// Text of the kernel's tracepoints `iommu:map` and `iommu:unmap`.
-    Ftrace,
+    Ftrace = "ftrace",
 }
 
 impl Format {
-    const ALL: [Format; 2] = [Format::Qemu, Format::Ftrace];
-
-    /// Its name in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Format::Qemu => "qemu-virtio-iommu",
-            Format::Ftrace => "ftrace",
-        }
-    }
-
     fn parse(self, line: &str) -> Parsed {
         match self {
             Format::Qemu => qemu::parse(line),
@@ -51,12 +41,6 @@ impl Format {
     /// Whether an unmap can remove a part of a mapping: page tables can, a virtio-iommu refuses.
     const fn cuts(self) -> bool {
         matches!(self, Format::Ftrace)
-    }
-}
-
-impl fmt::Display for Format {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 

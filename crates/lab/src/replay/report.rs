@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::space::Moment;
-use crate::{report::Machine, stats::Estimate};
+use super::{space::Moment, stream::LeftOut};
+use crate::{report::Machine, stats::Estimate, text::json};
 
 /// Name and version of the JSON contract.
 pub const SCHEMA: &str = "ringfence.replay/1";
@@ -12,7 +12,7 @@ pub const SCHEMA: &str = "ringfence.replay/1";
 pub const RECORDED: &str = "recorded";
 
 /// One run: the whole of `--json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// [`SCHEMA`].
     pub schema: String,
@@ -50,7 +50,7 @@ pub struct TraceReport {
     /// Events that the recorded kernel had dropped.
     pub lost_events: u64,
     /// Maps and unmaps that were not replayed.
-    pub left_out: LeftOutReport,
+    pub left_out: LeftOut,
     /// Allocations and frees: what times are divided by.
     pub operations: u64,
     /// Allocations.
@@ -83,19 +83,6 @@ pub struct TraceReport {
     pub allocators: Vec<AllocatorRow>,
     /// First the recorded guest's own requests, then one a policy.
     pub policies: Vec<PolicyRow>,
-}
-
-/// Maps and unmaps that were not replayed, by the reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeftOutReport {
-    /// Maps of addresses that were mapped already.
-    pub maps_of_mapped: u64,
-    /// Unmaps where nothing was mapped.
-    pub unmaps_of_nothing: u64,
-    /// Unmaps of a part of a mapping, which were refused.
-    pub unmaps_refused: u64,
-    /// Maps in more domains than are replayed.
-    pub maps_beyond_domains: u64,
 }
 
 /// A recording under one allocator. `null` in JSON: does not apply, or was not measured.
@@ -179,19 +166,12 @@ impl Report {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             host: Machine::detect(),
             rounds,
-            interrupted: false,
-            warnings: Vec::new(),
-            traces: Vec::new(),
+            ..Report::default()
         }
     }
 
     /// As JSON, one object, pretty-printed, with a newline at the end.
     pub fn to_json(&self) -> String {
-        let mut text = serde_json::to_string_pretty(self).unwrap_or_else(|error| {
-            // Only maps with keys that are not text can fail, and there is none.
-            unreachable!("a report is plain data: {error}")
-        });
-        text.push('\n');
-        text
+        json(self)
     }
 }

@@ -8,8 +8,7 @@ use std::sync::{
 
 use anyhow::{Context, Result};
 use ringfence_dma::{
-    Config, Device, Direction, DmaBuffer, Environment, FlushTuning, Mapping, OsThreadClock, Policy,
-    TimerKind,
+    Config, Device, Direction, DmaBuffer, Environment, Mapping, OsThreadClock, Policy, TimerKind,
 };
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,
@@ -27,17 +26,10 @@ use super::{
     report::PolicyRow,
     stream::{Piece, Stream},
 };
-use crate::allocators::AllocatorKind;
+use crate::{allocators::AllocatorKind, run::tuning::Tuning};
 
 /// No timer is armed.
 const NEVER: u64 = u64::MAX;
-
-/// How flush queues are tuned; `None`: as Linux does.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Tuning {
-    pub(super) slots: Option<usize>,
-    pub(super) ms: Option<u64>,
-}
 
 /// The recorded buffer of an allocation: where its pieces lay in the recorded guest's memory.
 struct Recorded<'a>(&'a [Piece]);
@@ -122,12 +114,7 @@ impl Rig {
             let domain = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
             let mut config = Config::new(policy);
             config.timer = TimerKind::Manual;
-            let linux = FlushTuning::of(policy);
-            config.flush = Some(FlushTuning {
-                slots: tuning.slots.unwrap_or(linux.slots),
-                interval_ms: tuning.ms.unwrap_or(linux.interval_ms),
-                ..linux
-            });
+            config.flush = Some(tuning.flush(policy));
             let environment = Environment {
                 clock: Arc::<ManualClock>::clone(&clock),
                 cpu: Arc::<FixedCpu>::clone(&cpu),
@@ -263,7 +250,7 @@ mod tests {
     #[test]
     fn timers_run_by_the_recordings_clock() {
         // An unmap every 4 ms: with 10 ms a flush covers three of them.
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         for at in 0..12u64 {
             let stamp = Stamp { time_ns: Some(at * 4_000_000), cpu: 0 };
             derivation.map(0, at * 4096, at * 4096 + 4095, 0, stamp);
@@ -274,17 +261,22 @@ mod tests {
         assert_eq!(counts(&lazy), [12, 12, 12, 0, 4]);
         assert_eq!(lazy.max_deferred_ms, Some(10.0));
         assert_eq!(lazy.max_deferred_bytes, Some(3 * 4096));
-        let short = row(&stream, Policy::LazyMq, Tuning { slots: None, ms: Some(1) });
+        let short =
+            row(&stream, Policy::LazyMq, Tuning { flush_queue_ms: Some(1), ..Tuning::default() });
         assert_eq!((short.flushes, short.max_deferred_ms), (Some(12), Some(1.0)));
         // A queue of four slots holds three ranges.
-        let small = row(&stream, Policy::LazySq, Tuning { slots: Some(4), ms: None });
+        let small = row(
+            &stream,
+            Policy::LazySq,
+            Tuning { flush_queue_slots: Some(4), ..Tuning::default() },
+        );
         assert_eq!(small.full_queue_flushes, Some(3));
         assert!(small.max_deferred_bytes.unwrap() <= 4 * 4096);
     }
 
     #[test]
     fn memory_that_follows_is_one_request() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, 0x1000, 0x1fff, 0x5000, Stamp::default());
         derivation.map(0, 0x2000, 0x2fff, 0x6000, Stamp::default());
         derivation.unmap(0, 0x1000, 0x2fff, false, Stamp::default());
@@ -294,7 +286,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_mapped_is_counted() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, 0, u64::MAX, 0, Stamp::default());
         derivation.unmap(0, 0, u64::MAX, false, Stamp::default());
         let failed = row(&derivation.finish(), Policy::Strict, Tuning::default());

@@ -16,13 +16,13 @@ use super::{
     Options,
     open::read_all,
     recording::Recording,
-    report::{AllocatorRow, LeftOutReport, PolicyRow, RECORDED, Report, TraceReport},
-    requests::{Tuning, requests},
+    report::{AllocatorRow, PolicyRow, RECORDED, Report, TraceReport},
+    requests::requests,
     space::{Moment, Space},
-    stream::{Allocation, LeftOut, Stream},
+    stream::{Allocation, Stream},
     timing::{Fastest, Round, Script, Server},
 };
-use crate::{allocators::AllocatorKind, progress::Progress, stats::Estimate};
+use crate::{allocators::AllocatorKind, progress::Progress, run::tuning::Tuning, stats::Estimate};
 
 /// Bytes of a granule: what recorded sizes are rounded up to.
 pub const GRANULE: u64 = 4096;
@@ -104,8 +104,6 @@ impl Replay<'_> {
     /// What the recording is, without any figure.
     fn describe(&self) -> TraceReport {
         let (recording, stream) = (self.recording, self.stream());
-        let LeftOut { maps_of_mapped, unmaps_of_nothing, unmaps_refused, maps_beyond_domains } =
-            stream.left_out;
         TraceReport {
             file: self.file.to_owned(),
             format: recording.format.name().to_owned(),
@@ -115,12 +113,7 @@ impl Replay<'_> {
             maps: recording.maps,
             unmaps: recording.unmaps,
             lost_events: recording.lost,
-            left_out: LeftOutReport {
-                maps_of_mapped,
-                unmaps_of_nothing,
-                unmaps_refused,
-                maps_beyond_domains,
-            },
+            left_out: stream.left_out,
             operations: stream.ops().len() as u64,
             allocations: stream.allocations().len() as u64,
             frees: stream.frees() as u64,
@@ -239,8 +232,11 @@ impl Replay<'_> {
             unmap_requests: self.recording.unmaps,
             ..PolicyRow::default()
         });
-        let tuning =
-            Tuning { slots: self.options.flush_queue_slots, ms: self.options.flush_queue_ms };
+        let tuning = Tuning {
+            flush_queue_slots: self.options.flush_queue_slots,
+            flush_queue_ms: self.options.flush_queue_ms,
+            ..Tuning::default()
+        };
         for policy in &self.options.policies {
             self.begin(&format!("what {policy} sends"));
             let (stream, timed) = (self.stream(), self.recording.timed);

@@ -5,7 +5,7 @@ use super::stream::{Derivation, Stamp, Stream};
 /// 40 buffers of 1, 2, 3 and 4 scattered pages in turn, the first 20 of them unmapped again: 20
 /// allocations of 50 mappings, and 50 mappings that stay. Two domains, two CPUs, 12 ms.
 pub(super) fn stream() -> Stream {
-    let mut derivation = Derivation::new();
+    let mut derivation = Derivation::default();
     let mut time_us = 0;
     let mut stamp = || {
         time_us += 100;

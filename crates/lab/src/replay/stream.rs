@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use serde::{Deserialize, Serialize};
+
 /// The most domains of a recording: each has its own allocator and table. A machine has one for a
 /// device or a group of them.
 pub const MAX_DOMAINS: usize = 256;
@@ -64,7 +66,7 @@ pub struct Op {
 }
 
 /// What a recording holds that is no part of its stream.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// Maps of addresses that were mapped already.
     pub maps_of_mapped: u64,
@@ -159,11 +161,6 @@ pub struct Derivation {
 }
 
 impl Derivation {
-    /// Nothing yet.
-    pub fn new() -> Derivation {
-        Derivation::default()
-    }
-
     /// From `first` to `last`, `target` and what follows it was mapped. (`last` not before `first`.)
     pub fn map(&mut self, domain: u32, first: u64, last: u64, target: u64, stamp: Stamp) {
         let mapped = self.event(stamp);
@@ -323,7 +320,7 @@ mod tests {
 
     /// `+2..5`: pages 2 to 4 are mapped; `-2..5`: unmapped. Their times are their places.
     fn derive(script: &str, cuts: bool) -> Stream {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         for (at, word) in script.split_whitespace().enumerate() {
             let stamp = Stamp { time_ns: Some(1000 + at as u64), cpu: (at % 2) as u16 };
             let (from, to) = word[1..].split_once("..").unwrap();
@@ -403,14 +400,14 @@ mod tests {
 
     #[test]
     fn every_address_can_be_one_mapping() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, 0, u64::MAX, 0, Stamp::default());
         derivation.map(0, 5, 5, 0, Stamp::default());
         derivation.unmap(0, 0, u64::MAX, false, Stamp::default());
         let stream = derivation.finish();
         assert_eq!((stream.allocations()[0].size(), stream.ops().len()), (u64::MAX, 2));
         assert_eq!(stream.left_out.maps_of_mapped, 1);
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, 0, u64::MAX, 0, Stamp::default());
         derivation.unmap(0, 1, u64::MAX - 1, true, Stamp::default());
         assert_eq!(derivation.finish().allocations().len(), 3);
@@ -418,7 +415,7 @@ mod tests {
 
     #[test]
     fn a_domain_that_comes_again_is_another() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         let stamp = Stamp::default();
         derivation.map(5, 0, 9, 0, stamp);
         derivation.gone(5);
@@ -431,7 +428,7 @@ mod tests {
 
     #[test]
     fn there_are_so_many_domains_and_no_more() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         for domain in 0..MAX_DOMAINS as u32 + 3 {
             derivation.map(domain, 0, 9, 0, Stamp::default());
         }
@@ -442,7 +439,7 @@ mod tests {
 
     #[test]
     fn time_never_goes_back() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         for (page, time_ns) in [Some(50), Some(40), None, Some(70)].into_iter().enumerate() {
             let first = page as u64 * PAGE;
             derivation.map(0, first, first, 0, Stamp { time_ns, cpu: 0 });
@@ -460,7 +457,7 @@ mod tests {
             // The oracle: which pages are mapped, and by which map, after each event.
             let mut pages = [None::<usize>; 32];
             let mut expected = Vec::new();
-            let mut derivation = Derivation::new();
+            let mut derivation = Derivation::default();
             for (at, &(map, from, count)) in script.iter().enumerate() {
                 let (first, last) = (from * PAGE, (from + count) * PAGE - 1);
                 let range = from as usize..(from + count) as usize;

@@ -1,14 +1,9 @@
 //! The report for people.
 
-use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
-
 use super::report::{AllocatorRow, PolicyRow, Report, TraceReport};
 use crate::{
-    report::{
-        bytes,
-        table::{number, plain, wrap},
-    },
     stats::Estimate,
+    text::{CellAlignment, bytes, cells, columns, count, dash, number, optional, plain, wrap},
 };
 
 const ALLOCATORS: &str = "\
@@ -73,11 +68,7 @@ fn title(trace: &TraceReport) -> String {
         trace.maps,
         trace.unmaps,
         time(trace.seconds),
-        if trace.domains == 1 {
-            "1 domain".to_owned()
-        } else {
-            format!("{} domains", trace.domains)
-        },
+        count(trace.domains, "domain"),
         trace.aperture_bits,
         trace.allocations,
         trace.frees,
@@ -91,21 +82,18 @@ fn time(seconds: f64) -> String {
 }
 
 fn allocators(trace: &TraceReport) -> String {
-    let mut table = empty();
-    table.add_row(Row::from(vec![
+    let mut lines = vec![cells(&[
         "", "ns", "±", "x", "±", "alloc", "free", "p99", "worst", "steady", "failed", "span",
         "tables", "frag",
-    ]));
-    for row in &trace.allocators {
-        table.add_row(Row::from(allocator_cells(row)));
-    }
-    finished(table)
+    ])];
+    lines.extend(trace.allocators.iter().map(allocator_cells));
+    block(lines)
 }
 
 fn allocator_cells(row: &AllocatorRow) -> Vec<String> {
     let [ns, ns_half] = both(row.ns_per_op);
     let [ratio, ratio_half] = both(row.ratio_to_ringfence);
-    let median = |estimate: Option<Estimate>| estimate.map_or(dash(), |e| number(e.median));
+    let median = |estimate: Option<Estimate>| optional(estimate.map(|e| e.median));
     vec![
         row.name.clone(),
         ns,
@@ -116,7 +104,7 @@ fn allocator_cells(row: &AllocatorRow) -> Vec<String> {
         median(row.free_ns),
         median(row.p99_ns),
         median(row.worst_ns),
-        row.worst_steady_ns.map_or(dash(), number),
+        optional(row.worst_steady_ns),
         row.failures.to_string(),
         bytes(row.span_bytes),
         row.table_pages.to_string(),
@@ -126,20 +114,19 @@ fn allocator_cells(row: &AllocatorRow) -> Vec<String> {
 
 fn both(estimate: Option<Estimate>) -> [String; 2] {
     estimate.map_or([dash(), String::new()], |estimate| {
-        [number(estimate.median), estimate.half_width().map_or(dash(), number)]
+        [number(estimate.median), optional(estimate.half_width())]
     })
 }
 
 fn policies(trace: &TraceReport) -> String {
-    let mut table = empty();
-    table.add_row(Row::from(vec!["", "requests", "", "syncs", "", "", "", "", "deferred", "", ""]));
-    table.add_row(Row::from(vec![
-        "", "map", "unmap", "all", "map", "unmap", "flush", "full", "ms", "most", "failed",
-    ]));
-    for row in &trace.policies {
-        table.add_row(Row::from(policy_cells(row)));
-    }
-    finished(table)
+    let mut lines = vec![
+        cells(&["", "requests", "", "syncs", "", "", "", "", "deferred", "", ""]),
+        cells(&[
+            "", "map", "unmap", "all", "map", "unmap", "flush", "full", "ms", "most", "failed",
+        ]),
+    ];
+    lines.extend(trace.policies.iter().map(policy_cells));
+    block(lines)
 }
 
 fn policy_cells(row: &PolicyRow) -> Vec<String> {
@@ -158,35 +145,20 @@ fn policy_cells(row: &PolicyRow) -> Vec<String> {
         count(row.unmap_syncs),
         count(row.flushes),
         count(row.full_queue_flushes),
-        row.max_deferred_ms.map_or(dash(), number),
+        optional(row.max_deferred_ms),
         row.max_deferred_bytes.map_or(dash(), bytes),
         count(row.failures),
     ]
 }
 
-fn dash() -> String {
-    "-".to_owned()
-}
-
-fn empty() -> Table {
-    let mut table = Table::new();
-    table.load_preset(NOTHING);
-    table.set_content_arrangement(ContentArrangement::Disabled);
-    table
-}
-
-fn finished(mut table: Table) -> String {
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((if index > 0 { 2 } else { 0 }, 0));
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+fn block(lines: Vec<Vec<String>>) -> String {
+    columns(lines, [(0, CellAlignment::Right), (2, CellAlignment::Right)])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::table::WIDTH;
+    use crate::text::WIDTH;
 
     fn report() -> Report {
         let mut report = Report::new(15);

@@ -1,6 +1,7 @@
 //! What was copied instead of mapped, and the memory that it took.
 
-use super::{JobReport, PolicyResult, bytes, table, waits::percent};
+use super::{JobReport, PolicyResult};
+use crate::text::{bytes, clauses, percent, plain};
 
 /// What one round says of copies, and of the pools they were made in. Jobs that ran at the same time
 /// share it.
@@ -22,13 +23,13 @@ pub struct BounceSample {
 
 /// What the rows of a job copied, a clause a row, as many of them in a line as fit.
 pub(super) fn told(job: &JobReport) -> Vec<String> {
-    table::clauses("bounce", job.results.iter().filter_map(|row| clause(job, row)))
+    clauses("bounce", job.results.iter().filter_map(|row| clause(job, row)))
 }
 
 /// `None` of a row that has no pools, or never touched them.
 fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
     let pools = row.pool_bytes.filter(|&bytes| bytes > 0)?;
-    let mut words = vec![table::plain(&job.label(row))];
+    let mut words = vec![plain(&job.label(row))];
     match row.taken_bytes {
         Some(taken) if taken > 0 => words.push(format!("in place, {} taken", bytes(taken))),
         _ => words.push(format!(

@@ -6,14 +6,13 @@
 
 use super::{
     Exposure, JobReport, Metric, PolicyResult, Reach,
-    html::{escape, family, put},
+    markup::{begin_table, end_table, escape, family, line, put},
     plot::{
         BOTTOM, Decades, EDGE, HEIGHT, LEFT, LETTER, LINE, RIGHT, Ratios, Rect, TOP, WIDTH,
         power_of_ten,
     },
-    table::number,
 };
-use crate::stats::Estimate;
+use crate::{stats::Estimate, text::number};
 
 /// Ratios beyond are drawn at the border: a round that met a pause must not flatten all others.
 const MOST: f64 = 4.0;
@@ -29,14 +28,12 @@ pub(super) fn figure(page: &mut String, job: &JobReport) {
         Metric::Bandwidth => "bandwidth",
         Metric::Iops => "I/Os a second",
     };
-    put(
+    put!(
         page,
-        format_args!(
-            "<figure class=\"wide\">\n<figcaption>The price of safety<small>{measure} against off, \
+        "<figure class=\"wide\">\n<figcaption>The price of safety<small>{measure} against off, \
              over what stays reachable after unmap: MiB × ms for each GiB mapped (1024: each byte \
              for a millisecond); the line is the best to be had for no more exposure</small>\
              </figcaption>\n"
-        ),
     );
     let points: Vec<Point> =
         rows.iter().filter_map(|(row, exposure)| Point::new(job, row, exposure)).collect();
@@ -106,12 +103,10 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
         .collect();
     let drawn: Vec<_> = points.iter().map(|point| (point.ratio, point.interval)).collect();
     let (decades, ratios) = (Decades::of(&logs), Ratios::of(&drawn));
-    put(
+    put!(
         page,
-        format_args!(
-            "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
+        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
              aria-label=\"Throughput against exposure; the table below has the numbers\">\n"
-        ),
     );
     axes(page, &decades, &ratios);
     // Side by side where the axis tells nothing.
@@ -143,17 +138,15 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
             let mut path = format!("M{x:.1} {:.1}V{:.1}", ratios.y(lo), ratios.y(hi));
             // An end that lies beyond the plot is none.
             for end in [lo, hi].into_iter().filter(|end| ratios.holds(*end)) {
-                put(&mut path, format_args!("M{one:.1} {:.1}H{other:.1}", ratios.y(end)));
+                put!(path, "M{one:.1} {:.1}H{other:.1}", ratios.y(end));
             }
-            put(page, format_args!("<path class=\"whisker\" d=\"{path}\"/>\n"));
+            put!(page, "<path class=\"whisker\" d=\"{path}\"/>\n");
         }
-        put(
+        put!(
             page,
-            format_args!(
-                "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\" class=\"{}\"><title>{}</title></circle>\n",
-                point.family,
-                escape(&point.about)
-            ),
+            "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\" class=\"{}\"><title>{}</title></circle>\n",
+            point.family,
+            escape(&point.about)
         );
     }
     labels(page, &marks);
@@ -166,53 +159,45 @@ fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {
         [(LEFT, "nothing", "strict"), (RIGHT - EDGE, "without bound", "off, persistent")]
     {
         let at = from + EDGE / 2.0;
-        put(
+        put!(
             page,
-            format_args!(
-                "<rect x=\"{from:.1}\" y=\"{TOP}\" width=\"{EDGE}\" height=\"{:.1}\" class=\"edge\"/>\n\
+            "<rect x=\"{from:.1}\" y=\"{TOP}\" width=\"{EDGE}\" height=\"{:.1}\" class=\"edge\"/>\n\
                  <text x=\"{at:.1}\" y=\"{:.1}\" class=\"tick\">{name}</text>\n\
                  <text x=\"{at:.1}\" y=\"{:.1}\" class=\"hint\">{hint}</text>\n",
-                BOTTOM - TOP,
-                BOTTOM + 18.0,
-                BOTTOM + 36.0
-            ),
+            BOTTOM - TOP,
+            BOTTOM + 18.0,
+            BOTTOM + 36.0
         );
     }
     for ratio in ratios.ticks() {
         let y = ratios.y(ratio);
         let class = if (ratio - 1.0).abs() < 1e-9 { "reference" } else { "grid" };
-        put(
+        put!(
             page,
-            format_args!(
-                "<path class=\"{class}\" d=\"M{LEFT:.1} {y:.1}H{RIGHT:.1}\"/>\n\
+            "<path class=\"{class}\" d=\"M{LEFT:.1} {y:.1}H{RIGHT:.1}\"/>\n\
                  <text x=\"{:.1}\" y=\"{:.1}\" class=\"label\">{:.0} %</text>\n",
-                LEFT - 8.0,
-                y + 4.5,
-                ratio * 100.0
-            ),
+            LEFT - 8.0,
+            y + 4.5,
+            ratio * 100.0
         );
     }
     for decade in decades.ticks() {
         let x = decades.x(f64::from(decade));
-        put(
+        put!(
             page,
-            format_args!(
-                "<path class=\"grid\" d=\"M{x:.1} {TOP:.1}V{BOTTOM:.1}\"/>\n\
+            "<path class=\"grid\" d=\"M{x:.1} {TOP:.1}V{BOTTOM:.1}\"/>\n\
                  <text x=\"{x:.1}\" y=\"{:.1}\" class=\"tick\">{}</text>\n",
-                BOTTOM + 18.0,
-                power_of_ten(decade)
-            ),
+            BOTTOM + 18.0,
+            power_of_ten(decade)
         );
     }
-    put(
+    put!(
         page,
-        format_args!(
-            "<text x=\"{:.1}\" y=\"{:.1}\" class=\"hint\">exposure, MiB × ms a GiB</text>\n\
+        "<text x=\"{:.1}\" y=\"{:.1}\" class=\"hint\">exposure, MiB × ms a GiB</text>\n\
              <text x=\"12\" y=\"{middle:.1}\" class=\"hint\" \
              transform=\"rotate(-90 12 {middle:.1})\">against off</text>\n",
-            (LEFT + RIGHT) / 2.0,
-            BOTTOM + 36.0
-        ),
+        (LEFT + RIGHT) / 2.0,
+        BOTTOM + 36.0
     );
 }
 
@@ -224,7 +209,7 @@ fn frontier(page: &mut String, marks: &[(f64, f64, Point)]) {
     let mut best = first.map(|mark| mark.1).fold(f64::MAX, f64::min);
     let mut path = String::new();
     if best < f64::MAX {
-        put(&mut path, format_args!("M{LEFT:.1} {best:.1}"));
+        put!(path, "M{LEFT:.1} {best:.1}");
     }
     for (x, y, point) in marks {
         // On the page less is higher.
@@ -232,13 +217,13 @@ fn frontier(page: &mut String, marks: &[(f64, f64, Point)]) {
             // What lies without bound is reached at its border, whatever its slot.
             let x = if point.place == Place::Unbounded { RIGHT - EDGE } else { *x };
             match path.is_empty() {
-                true => put(&mut path, format_args!("M{x:.1} {y:.1}")),
-                false => put(&mut path, format_args!("H{x:.1}V{y:.1}")),
+                true => put!(path, "M{x:.1} {y:.1}"),
+                false => put!(path, "H{x:.1}V{y:.1}"),
             }
             best = *y;
         }
     }
-    put(page, format_args!("<path class=\"frontier\" d=\"{path}H{RIGHT:.1}\"/>\n"));
+    put!(page, "<path class=\"frontier\" d=\"{path}H{RIGHT:.1}\"/>\n");
 }
 
 /// A name beside each point: where there is room, else farther off, with a line to its point.
@@ -263,18 +248,13 @@ fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
         let base = place.top + LINE - 4.0;
         if (place.top + LINE / 2.0 - y).abs() > 1.2 * LINE {
             let (to_x, to_y) = (x.clamp(place.left, place.right), place.top + LINE / 2.0);
-            put(
-                page,
-                format_args!("<path class=\"leader\" d=\"M{x:.1} {y:.1}L{to_x:.1} {to_y:.1}\"/>\n"),
-            );
+            put!(page, "<path class=\"leader\" d=\"M{x:.1} {y:.1}L{to_x:.1} {to_y:.1}\"/>\n");
         }
-        put(
+        put!(
             page,
-            format_args!(
-                "<text x=\"{:.1}\" y=\"{base:.1}\" class=\"point\">{}</text>\n",
-                place.left,
-                escape(&point.label)
-            ),
+            "<text x=\"{:.1}\" y=\"{base:.1}\" class=\"point\">{}</text>\n",
+            place.left,
+            escape(&point.label)
         );
         taken.push(place);
     }
@@ -282,23 +262,16 @@ fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
 
 /// The numbers of the chart, for those who cannot see it or want them exactly.
 fn numbers(page: &mut String, job: &JobReport, rows: &[(&PolicyResult, Exposure)]) {
-    page.push_str(
-        "<div class=\"inner\"><table>\n<thead><tr><th>policy</th><th>against off</th>\
-         <th>unmapped memory is reachable</th><th>MiB × ms a GiB</th><th>a byte on average, ms</th>\
-         <th>longest, ms</th><th>longer than the bound</th></tr></thead>\n<tbody>\n",
+    begin_table(
+        page,
+        "inner",
+        "policy|against off|unmapped memory is reachable|MiB × ms a GiB|a byte on average, ms|longest, ms|\
+         longer than the bound",
     );
     let dash = || "–".to_owned();
     for (row, exposure) in rows {
-        put(
-            page,
-            format_args!(
-                "<tr><th><i class=\"{}\"></i>{}</th>",
-                family(&row.policy),
-                escape(&job.label(row))
-            ),
-        );
         let per_gib = exposure.mib_ms_per_gib();
-        for cell in [
+        let cells = [
             row.ratio(job.metric).map_or_else(dash, percent),
             until(exposure.reach).to_owned(),
             per_gib.map_or_else(dash, number),
@@ -308,12 +281,10 @@ fn numbers(page: &mut String, job: &JobReport, rows: &[(&PolicyResult, Exposure)
                 0 => dash(),
                 n => n.to_string(),
             },
-        ] {
-            put(page, format_args!("<td>{}</td>", escape(&cell)));
-        }
-        page.push_str("</tr>\n");
+        ];
+        line(page, &row.policy, &job.label(row), cells);
     }
-    page.push_str("</tbody>\n</table></div>\n");
+    end_table(page);
 }
 
 /// What a reader must know of a reach, in a few words.

@@ -3,14 +3,16 @@
 //! The charts are written here rather than by a plotting crate, because their colours must follow
 //! the reader's light or dark theme, which only CSS can do.
 
-use std::fmt::{Display, Write};
-
 use super::{
-    Comparison, JobReport, Metric, PolicyResult, bounce, bytes, curve,
-    table::{explained, fallbacks, headline, marked, number, us, warnings},
-    waits::{percent, queues},
+    Comparison, JobReport, Metric, PolicyResult, bounce, curve,
+    markup::{begin_table, end_table, escape, family, line, put},
+    table::{explained, fallbacks, headline, marked, warnings},
+    waits::queues,
 };
-use crate::stats::Estimate;
+use crate::{
+    stats::Estimate,
+    text::{bytes, number, percent, us},
+};
 
 /// The whole page.
 pub fn render(comparison: &Comparison) -> String {
@@ -21,7 +23,7 @@ pub fn render(comparison: &Comparison) -> String {
     page.push_str(STYLE);
     page.push_str("</style>\n</head>\n<body>\n<main>\n");
     page.push_str("<h1>What DMA protection costs on this machine</h1>\n");
-    put(&mut page, format_args!("<p class=\"lead\">{}</p>\n", escape(&headline(comparison))));
+    put!(page, "<p class=\"lead\">{}</p>\n", escape(&headline(comparison)));
     page.push_str(KEY);
     for job in &comparison.jobs {
         section(&mut page, job);
@@ -30,19 +32,19 @@ pub fn render(comparison: &Comparison) -> String {
     if !warnings.is_empty() {
         page.push_str("<h2>Warnings</h2>\n<ul class=\"warnings\">\n");
         for warning in warnings {
-            put(&mut page, format_args!("<li>{}</li>\n", escape(&warning)));
+            put!(page, "<li>{}</li>\n", escape(&warning));
         }
         page.push_str("</ul>\n");
     }
     page.push_str(METHOD);
-    put(&mut page, format_args!("<footer>ringfence {}</footer>\n", escape(&comparison.version)));
+    put!(page, "<footer>ringfence {}</footer>\n", escape(&comparison.version));
     page.push_str("</main>\n</body>\n</html>\n");
     page
 }
 
 fn section(page: &mut String, job: &JobReport) {
-    put(page, format_args!("<section>\n<h2>{}</h2>\n", escape(&job.name)));
-    put(page, format_args!("<p>{}; {} rounds</p>\n", escape(&job.describe()), job.rounds));
+    put!(page, "<section>\n<h2>{}</h2>\n", escape(&job.name));
+    put!(page, "<p>{}; {} rounds</p>\n", escape(&job.describe()), job.rounds);
     page.push_str("<div class=\"charts\">\n");
     let measure = match job.metric {
         Metric::Bandwidth => "Bandwidth against off",
@@ -110,18 +112,6 @@ impl Bar {
     }
 }
 
-/// Policies of one promise have one colour.
-pub(super) fn family(policy: &str) -> &'static str {
-    match policy {
-        "host" | "off" => "none",
-        "persistent" | "zero-copy" => "persistent",
-        "bounce" | "auto" => "strict",
-        policy if policy.starts_with("strict") => "strict",
-        policy if policy.starts_with("lazy") => "lazy",
-        _ => "other",
-    }
-}
-
 /// Horizontal bars from 0, with whiskers where there is an interval.
 fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bars: &[Bar]) {
     const ROW: f64 = 26.0;
@@ -143,95 +133,66 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
         .min(highest * 1.4);
     let scale = if widest > 0.0 { plot / widest } else { 0.0 };
     let x = |value: f64| left + (value * scale).clamp(0.0, plot);
-    put(
+    put!(
         page,
-        format_args!(
-            "<figure>\n<figcaption>{title}<small>{hint}</small></figcaption>\n\
+        "<figure>\n<figcaption>{title}<small>{hint}</small></figcaption>\n\
              <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{title}\">\n"
-        ),
     );
     for (index, bar) in bars.iter().enumerate() {
         let top = ROW * index as f64 + 4.0;
         let (middle, base) = (top + ROW / 2.0 - 2.0, top + ROW / 2.0 + 2.5);
-        put(
+        put!(
             page,
-            format_args!(
-                "<text x=\"{}\" y=\"{base:.1}\" class=\"label\">{}</text>\n",
-                left - 8.0,
-                escape(&bar.label)
-            ),
+            "<text x=\"{}\" y=\"{base:.1}\" class=\"label\">{}</text>\n",
+            left - 8.0,
+            escape(&bar.label)
         );
         let Some((estimate, text)) = &bar.value else {
-            put(
-                page,
-                format_args!(
-                    "<text x=\"{}\" y=\"{base:.1}\" class=\"none\">–</text>\n",
-                    left + 6.0
-                ),
-            );
+            put!(page, "<text x=\"{}\" y=\"{base:.1}\" class=\"none\">–</text>\n", left + 6.0);
             continue;
         };
-        put(
+        put!(
             page,
-            format_args!(
-                "<rect x=\"{left}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" rx=\"2\" \
+            "<rect x=\"{left}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" rx=\"2\" \
                  class=\"bar {}\"><title>{}: {}</title></rect>\n",
-                top + 2.0,
-                x(estimate.median) - left,
-                ROW - 8.0,
-                bar.family,
-                escape(&bar.label),
-                escape(text)
-            ),
+            top + 2.0,
+            x(estimate.median) - left,
+            ROW - 8.0,
+            bar.family,
+            escape(&bar.label),
+            escape(text)
         );
         if let (Some(lo), Some(hi)) = (estimate.lo, estimate.hi) {
             let (from, to) = (x(lo), x(hi));
             let (up, down) = (middle - 4.0, middle + 4.0);
-            put(
+            put!(
                 page,
-                format_args!(
-                    "<path class=\"whisker\" d=\"M{from:.1} {middle:.1}H{to:.1}\
+                "<path class=\"whisker\" d=\"M{from:.1} {middle:.1}H{to:.1}\
                      M{from:.1} {up:.1}V{down:.1}M{to:.1} {up:.1}V{down:.1}\"/>\n"
-                ),
             );
         }
-        put(
-            page,
-            format_args!(
-                "<text x=\"{WIDTH}\" y=\"{base:.1}\" class=\"value\">{}</text>\n",
-                escape(text)
-            ),
-        );
+        put!(page, "<text x=\"{WIDTH}\" y=\"{base:.1}\" class=\"value\">{}</text>\n", escape(text));
     }
     if let Some(reference) = reference {
         let at = x(reference);
-        put(page, format_args!("<path class=\"reference\" d=\"M{at:.1} 0V{height:.1}\"/>\n"));
+        put!(page, "<path class=\"reference\" d=\"M{at:.1} 0V{height:.1}\"/>\n");
     }
     page.push_str("</svg>\n</figure>\n");
 }
 
 fn table(page: &mut String, job: &JobReport) {
-    page.push_str(
-        "<div class=\"scroll\"><table>\n<thead><tr><th>policy</th><th>MiB/s</th><th>IOPS</th>\
-         <th>against off</th><th>latency p50</th><th>p99</th><th>p99.9, µs</th><th>CPU in IOMMU \
-         code</th><th>in the allocator</th><th>ns/I/O</th><th>map</th><th>unmap, ms/GiB</th><th>requests</th><th>syncs</th>\
-         <th>kicks an I/O</th><th>sync wait p50</th><th>p99, µs</th><th>stale, ms</th>\
-         <th>IOTLB hits</th><th>errors</th></tr></thead>\n<tbody>\n",
+    begin_table(
+        page,
+        "scroll",
+        "policy|MiB/s|IOPS|against off|latency p50|p99|p99.9, µs|CPU in IOMMU code|in the allocator|ns/I/O|map|\
+         unmap, ms/GiB|requests|syncs|kicks an I/O|sync wait p50|p99, µs|stale, ms|IOTLB hits|errors",
     );
     let optional = |n: Option<f64>| n.map_or("–".to_owned(), number);
     for row in &job.results {
-        put(
-            page,
-            format_args!(
-                "<tr><th><i class=\"{}\"></i>{}</th>",
-                family(&row.policy),
-                escape(&marked(job, row))
-            ),
-        );
         let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
         let percent =
             |n: Option<f64>| n.map_or("–".to_owned(), |n| format!("{:.1} %", n * 100.0));
-        for cell in [
+        let cells = [
             number(row.bandwidth_bytes_per_s.median / (1 << 20) as f64),
             number(row.iops.median),
             percent(row.ratio(job.metric).map(|ratio| ratio.median)),
@@ -254,26 +215,22 @@ fn table(page: &mut String, job: &JobReport) {
                 (all > 0).then(|| iotlb.hits as f64 / all as f64)
             })),
             row.errors.to_string(),
-        ] {
-            put(page, format_args!("<td>{}</td>", escape(&cell)));
-        }
-        page.push_str("</tr>\n");
+        ];
+        line(page, &row.policy, &marked(job, row), cells);
     }
-    page.push_str("</tbody>\n</table></div>\n");
-    put(
+    end_table(page);
+    put!(
         page,
-        format_args!(
-            "<p class=\"fine\">Area {}, {} I/Os in flight.</p>\n",
-            bytes(job.size),
-            u64::from(job.iodepth) * u64::from(job.numjobs)
-        ),
+        "<p class=\"fine\">Area {}, {} I/Os in flight.</p>\n",
+        bytes(job.size),
+        u64::from(job.iodepth) * u64::from(job.numjobs)
     );
     for text in fallbacks(job).into_iter().chain(bounce::told(job)) {
-        put(page, format_args!("<p class=\"fine\">{}</p>\n", escape(&text)));
+        put!(page, "<p class=\"fine\">{}</p>\n", escape(&text));
     }
     for (row, lines) in explained(job) {
-        put(page, format_args!("<p class=\"fine\">{}:", escape(&row)));
-        lines.iter().for_each(|line| put(page, format_args!("<br/>{}", escape(line))));
+        put!(page, "<p class=\"fine\">{}:", escape(&row));
+        lines.iter().for_each(|line| put!(page, "<br/>{}", escape(line)));
         page.push_str("</p>\n");
     }
 }
@@ -283,23 +240,16 @@ fn waits(page: &mut String, job: &JobReport) {
     if job.results.iter().all(|row| row.sync_waits.is_none()) {
         return;
     }
-    page.push_str(
-        "<h3>Who waited, and for what</h3>\n<div class=\"scroll\"><table>\n<thead><tr>\
-         <th>policy</th><th>for</th><th>syncs</th><th>an I/O</th><th>of the job threads' time</th>\
-         <th>p50</th><th>p99, µs</th><th>all, ms</th></tr></thead>\n<tbody>\n",
+    page.push_str("<h3>Who waited, and for what</h3>\n");
+    begin_table(
+        page,
+        "scroll",
+        "policy|for|syncs|an I/O|of the job threads' time|p50|p99, µs|all, ms",
     );
     for row in &job.results {
         let Some(waits) = row.sync_waits else { continue };
         for (kind, waited) in waits.kinds().filter(|(_, waited)| waited.count > 0) {
-            put(
-                page,
-                format_args!(
-                    "<tr><th><i class=\"{}\"></i>{}</th>",
-                    family(&row.policy),
-                    escape(&job.label(row))
-                ),
-            );
-            for cell in [
+            let cells = [
                 kind.to_owned(),
                 waited.count.to_string(),
                 waited.per_io.map_or("–".to_owned(), number),
@@ -307,38 +257,14 @@ fn waits(page: &mut String, job: &JobReport) {
                 number(us(waited.p50)),
                 number(us(waited.p99)),
                 number(waited.total_ns as f64 / 1e6),
-            ] {
-                put(page, format_args!("<td>{}</td>", escape(&cell)));
-            }
-            page.push_str("</tr>\n");
+            ];
+            line(page, &row.policy, &job.label(row), cells);
         }
     }
-    page.push_str("</tbody>\n</table></div>\n");
+    end_table(page);
     if let Some(text) = queues(job) {
-        put(page, format_args!("<p class=\"fine\">{}.</p>\n", escape(&text)));
+        put!(page, "<p class=\"fine\">{}.</p>\n", escape(&text));
     }
-}
-
-pub(super) fn put(page: &mut String, what: impl Display) {
-    // Writing to a String does not fail.
-    let _ = write!(page, "{what}");
-}
-
-/// Names come from job files, disks from the command line: neither may become markup.
-pub(super) fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c if c.is_control() => out.push('?'),
-            c => out.push(c),
-        }
-    }
-    out
 }
 
 const STYLE: &str = include_str!("style.css");

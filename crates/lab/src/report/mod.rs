@@ -8,8 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     job::Job,
+    memory,
     run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
+    text::{bytes, count, plain},
 };
 
 mod bounce;
@@ -17,6 +19,7 @@ mod curve;
 mod exposure;
 pub mod html;
 pub mod json;
+mod markup;
 mod plot;
 pub mod table;
 mod waits;
@@ -40,7 +43,7 @@ pub const BANDWIDTH_FROM: u32 = 32 << 10;
 const GIB: f64 = (1u64 << 30) as f64;
 
 /// One comparison: the whole of `--json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
     /// [`SCHEMA`].
     pub schema: String,
@@ -346,22 +349,26 @@ impl PolicyRounds {
 impl Machine {
     /// This machine, as far as it tells.
     pub fn detect() -> Machine {
-        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
-        let field = |text: &str, key: &str| {
-            text.lines()
-                .find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':'))
-                .map(|value| value.trim().to_owned())
-                .unwrap_or_default()
-        };
-        let kib = field(&read("/proc/meminfo"), "MemTotal");
-        let kib = kib.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Machine {
-            cpu: field(&read("/proc/cpuinfo"), "model name"),
+            cpu: memory::field("/proc/cpuinfo", "model name").unwrap_or_default(),
             cpus: std::thread::available_parallelism()
                 .map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX)),
-            memory_bytes: kib.unwrap_or(0).saturating_mul(1024),
-            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+            memory_bytes: memory::number("/proc/meminfo", "MemTotal")
+                .unwrap_or(0)
+                .saturating_mul(1024),
+            kernel: kernel.trim().to_owned(),
         }
+    }
+
+    /// `2 CPUs (AMD EPYC), 23.5 GiB, Linux 6.18`.
+    pub(crate) fn describe(&self) -> String {
+        let cpu = match self.cpu.as_str() {
+            "" => String::new(),
+            cpu => format!(" ({cpu})"),
+        };
+        let memory = bytes(self.memory_bytes);
+        plain(&format!("{} CPUs{cpu}, {memory}, Linux {}", self.cpus, self.kernel))
     }
 }
 
@@ -374,17 +381,9 @@ impl Comparison {
             host: Machine::detect(),
             disk: disk.to_owned(),
             notify: notify.to_owned(),
-            allocators: Vec::new(),
-            placement: String::new(),
-            aperture_bits: 0,
-            live_ranges: 0,
-            load_threads: 0,
-            tuning: Tuning::default(),
             rounds,
             runtime_s,
-            interrupted: false,
-            warnings: Vec::new(),
-            jobs: Vec::new(),
+            ..Comparison::default()
         }
     }
 
@@ -446,10 +445,7 @@ impl JobReport {
             _ if self.bs_read == self.bs_write => bytes(self.bs_read.into()),
             _ => format!("{}/{}", bytes(self.bs_read.into()), bytes(self.bs_write.into())),
         };
-        let jobs = match self.numjobs {
-            1 => "1 job".to_owned(),
-            n => format!("{n} jobs"),
-        };
+        let jobs = count(self.numjobs, "job");
         format!("{bs} {}, {jobs} x {} deep, on {}", self.rw, self.iodepth, bytes(self.size))
     }
 }
@@ -575,16 +571,6 @@ fn per_second(n: u64, ns: u64) -> f64 {
     if ns == 0 { 0.0 } else { n as f64 * 1e9 / ns as f64 }
 }
 
-/// `64 KiB`, `1 GiB`, `1.5 GiB`: a size for people.
-pub fn bytes(n: u64) -> String {
-    const UNITS: [(&str, u32); 4] = [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    match UNITS.iter().find(|(_, shift)| n >> shift != 0) {
-        Some((unit, shift)) if n.is_multiple_of(1 << shift) => format!("{} {unit}", n >> shift),
-        Some((unit, shift)) => format!("{:.1} {unit}", n as f64 / (1u64 << shift) as f64),
-        None => format!("{n} B"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -675,12 +661,5 @@ mod tests {
         assert_eq!(metric(4096, Rw::RandRw), Metric::Iops);
         assert_eq!(metric(4096, Rw::Write), Metric::Bandwidth);
         assert_eq!(metric(32768, Rw::Read), Metric::Bandwidth);
-    }
-
-    #[test]
-    fn sizes_read_well() {
-        for (n, text) in [(0, "0 B"), (512, "512 B"), (65536, "64 KiB"), (3 << 29, "1.5 GiB")] {
-            assert_eq!(bytes(n), text);
-        }
     }
 }

@@ -1,5 +1,6 @@
 //! A made-up comparison for the tests of the reports; its figures are those of no machine.
 
+use ringfence_dma::Waits;
 use ringfence_virtio_iommu::driver::{Histogram, HistogramSnapshot};
 
 use super::*;
@@ -69,15 +70,14 @@ fn sample(policy: &str, speed: f64, syncs: f64, small: bool, round: u64) -> Samp
     };
     // Of a hundred I/Os.
     let maps = if lazy { syncs } else { (syncs - 1.0).max(0.0) };
-    let waits = WaitsSample {
+    let waits = Waits {
         map: waits(2000, (maps * 100.0) as u64),
         unmap: waits(3000, if lazy { 0 } else { 100 }),
         timer: waits(20_000, if lazy { 2 } else { 0 }),
         full: waits(9000, if lazy { 1 + 2 * u64::from(policy.contains("mq")) } else { 0 }),
         asked: HistogramSnapshot::default(),
-        ios: 100,
-        thread_ns: 10_000_000,
     };
+    let waits = WaitsSample { waits, ios: 100, thread_ns: 10_000_000 };
     let iommu = protected.then(|| IommuSample {
         cpu_ns: per_io(300.0 * syncs),
         map_ns: per_io(190.0 * syncs),

@@ -1,16 +1,12 @@
 //! The table, shaped like seed 000's: a row a policy, each figure against `off`, with its
-//! confidence beside it. At most [`WIDTH`] columns.
+//! confidence beside it. At most `text::WIDTH` columns.
 
-use comfy_table::{CellAlignment, ContentArrangement, Row, Table, presets::NOTHING};
-
-use super::{Comparison, JobReport, Metric, PolicyResult, Reach, bounce, bytes, waits};
+use super::{Comparison, JobReport, Metric, PolicyResult, Reach, bounce, waits};
 use crate::{
     run::tuning::{TrustChoice, Tuning},
     stats::Estimate,
+    text::{block, bytes, clauses, count, dash, number, optional, percent, plain, us, wrap},
 };
-
-/// Widest line.
-pub const WIDTH: usize = 120;
 
 /// The whole report for a terminal.
 pub fn render(comparison: &Comparison) -> String {
@@ -64,13 +60,8 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
 
 /// What was run, where: one sentence, on which every output agrees.
 pub(super) fn headline(comparison: &Comparison) -> String {
-    let host = &comparison.host;
-    let cpu = match host.cpu.as_str() {
-        "" => String::new(),
-        cpu => format!(" ({})", plain(cpu)),
-    };
     format!(
-        "disk {}, notify {}; {}{}{}{}{}; {}{} CPUs{cpu}, {}, Linux {}",
+        "disk {}, notify {}; {}{}{}{}{}; {}{}",
         plain(&comparison.disk),
         plain(&comparison.notify),
         addresses(comparison),
@@ -86,9 +77,7 @@ pub(super) fn headline(comparison: &Comparison) -> String {
             0 => String::new(),
             n => format!("beside {}; ", count(n, "busy thread")),
         },
-        host.cpus,
-        bytes(host.memory_bytes),
-        plain(&host.kernel),
+        comparison.host.describe(),
     )
 }
 
@@ -146,7 +135,7 @@ fn tuned(tuning: &Tuning) -> String {
 fn load(job: &JobReport) -> Vec<String> {
     let told = |row: &PolicyResult| {
         let part = row.load_fraction?;
-        Some(format!("{} {}", plain(&job.label(row)), super::waits::percent(part)))
+        Some(format!("{} {}", plain(&job.label(row)), percent(part)))
     };
     clauses("load", job.results.iter().filter_map(told))
 }
@@ -210,11 +199,6 @@ fn title(job: &JobReport) -> String {
     format!("{}: {}; {}", plain(&job.name), job.describe(), count(job.rounds, "round"))
 }
 
-/// `1 round`, `2 rounds`.
-fn count(n: u32, what: &str) -> String {
-    if n == 1 { format!("1 {what}") } else { format!("{n} {what}s") }
-}
-
 /// The columns between policy and the common ones differ: bandwidth for large blocks, IOPS for
 /// small ones; the latency stands beside both.
 fn rows(job: &JobReport) -> String {
@@ -222,9 +206,6 @@ fn rows(job: &JobReport) -> String {
         Metric::Bandwidth => "MiB/s",
         Metric::Iops => "kIOPS",
     };
-    let mut table = Table::new();
-    table.load_preset(NOTHING);
-    table.set_content_arrangement(ContentArrangement::Disabled);
     let headers = [
         ["", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/"],
         ["", "", "vs off", "±", "vs off", "±", "", "", "%", "%", "/I/O", "map"],
@@ -236,18 +217,12 @@ fn rows(job: &JobReport) -> String {
     let headers = headers.iter().zip(&rest).map(|(first, rest)| {
         first.iter().chain(rest).map(|word| (*word).to_owned()).collect::<Vec<_>>()
     });
-    for mut line in headers.chain(job.results.iter().map(|row| cells(job, row))) {
-        if job.compares_allocators() {
-            // Their names take the room.
-            line.drain(EXPOSED);
-        }
-        table.add_row(Row::from(line));
+    let mut lines: Vec<_> = headers.chain(job.results.iter().map(|row| cells(job, row))).collect();
+    if job.compares_allocators() {
+        // Their names take the room.
+        lines.iter_mut().for_each(|line| drop(line.drain(EXPOSED)));
     }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((u16::from(index > 0), 0));
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.lines().map(|line| line.trim_end().to_owned() + "\n").collect()
+    block(lines)
 }
 
 /// The columns that tell what lay exposed: it hardly depends on an allocator.
@@ -258,14 +233,14 @@ fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
         Metric::Bandwidth => number(row.bandwidth_bytes_per_s.median / (1 << 20) as f64),
         Metric::Iops => number(row.iops.median / 1e3),
     };
-    let percent = |estimate: Option<Estimate>| {
+    let parts = |estimate: Option<Estimate>| {
         let estimate = estimate.map(|e| (e.median * 100.0, e.half_width().map(|h| h * 100.0)));
         match estimate {
             Some((median, half)) => [format!("{median:.1}%"), half.map_or(dash(), one_digit)],
             None => [dash(), String::new()],
         }
     };
-    let [ratio, ratio_half] = percent(row.ratio(job.metric));
+    let [ratio, ratio_half] = parts(row.ratio(job.metric));
     let latency = row.ratio_to_off.map(|ratios| ratios.latency);
     let exposed = |figure: fn(&super::Exposure) -> Option<f64>| match row.exposure {
         Some(found) if is_open(found.reach) => "open".to_owned(),
@@ -299,89 +274,15 @@ fn is_open(reach: Reach) -> bool {
     matches!(reach, Reach::Persistent | Reach::Always | Reach::Leaked)
 }
 
-fn dash() -> String {
-    "-".to_owned()
-}
-
-pub(super) fn us(ns: u64) -> f64 {
-    ns as f64 / 1e3
-}
-
 fn one_digit(n: f64) -> String {
     if n < 99.95 { format!("{n:.1}") } else { number(n) }
-}
-
-fn optional(n: Option<f64>) -> String {
-    n.map_or(dash(), number)
-}
-
-/// At most five characters, three digits of them telling: `0`, `.012`, `1.23`, `45.6`, `7890`, `12.3k`.
-pub(crate) fn number(n: f64) -> String {
-    match n {
-        n if !n.is_finite() => dash(),
-        n if n < 0.0005 => "0".to_owned(),
-        n if n < 0.9995 => format!("{n:.3}").trim_start_matches('0').to_owned(),
-        n if n < 9.995 => format!("{n:.2}"),
-        n if n < 99.95 => format!("{n:.1}"),
-        n if n < 9999.5 => format!("{n:.0}"),
-        n if n < 99.95e3 => format!("{:.1}k", n / 1e3),
-        n if n < 999.5e3 => format!("{:.0}k", n / 1e3),
-        n if n < 999.5e6 => format!("{:.0}M", n / 1e6),
-        n if n < 999.5e9 => format!("{:.0}G", n / 1e9),
-        n => format!("{n:.0e}"),
-    }
-}
-
-/// Names come from job files: nothing in them may move a terminal's cursor.
-pub(crate) fn plain(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
-}
-
-/// Lines below the table, as many clauses in each as fit.
-pub(super) fn clauses(word: &str, clauses: impl Iterator<Item = String>) -> Vec<String> {
-    let columns = |text: &str| text.chars().count();
-    let mut lines: Vec<String> = Vec::new();
-    for clause in clauses {
-        match lines.last_mut() {
-            Some(line) if columns(line) + columns(&clause) + 2 <= WIDTH => {
-                line.extend(["; ", &clause]);
-            }
-            // Each begins with a word of its own: none looks like a row of the table.
-            _ => lines.push(format!("{word}: {clause}")),
-        }
-    }
-    lines
-}
-
-/// Breaks at blanks; what has none is broken where the line ends.
-pub(crate) fn wrap(text: &str) -> String {
-    let (mut out, mut column) = (String::new(), 0);
-    for word in text.split(' ') {
-        let mut word: Vec<char> = word.chars().collect();
-        if column > 0 && column + 1 + word.len() <= WIDTH {
-            out.push(' ');
-            column += 1;
-        } else if column > 0 {
-            out.push_str("\n  ");
-            column = 2;
-        }
-        while column + word.len() > WIDTH {
-            let rest = word.split_off(WIDTH - column);
-            out.extend(word);
-            out.push_str("\n  ");
-            (word, column) = (rest, 2);
-        }
-        column += word.len();
-        out.extend(word);
-    }
-    out.push('\n');
-    out
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::report::sample;
+    use crate::text::WIDTH;
 
     #[test]
     fn no_line_is_wider_than_a_terminal() {
@@ -572,23 +473,5 @@ mod tests {
         let mut comparison = sample::comparison();
         comparison.jobs[0].name = "a\u{1b}[2Jb".to_owned();
         assert!(!render(&comparison).contains('\u{1b}'));
-    }
-
-    #[test]
-    fn numbers_keep_three_digits_and_five_characters() {
-        for (n, text) in [
-            (0.0, "0"),
-            (0.0123, ".012"),
-            (0.9999, "1.00"),
-            (1.234, "1.23"),
-            (9.999, "10.0"),
-            (45.67, "45.7"),
-            (1234.4, "1234"),
-            (12_345.0, "12.3k"),
-            (123_456.0, "123k"),
-            (f64::NAN, "-"),
-        ] {
-            assert_eq!(number(n), text);
-        }
     }
 }

@@ -3,25 +3,19 @@
 //! A sync is one of five kinds. Only the flushes depend on the kind of flush queue: where map syncs
 //! take the time, a single queue and one per CPU come out equal.
 
+use ringfence_dma::Waits;
 use ringfence_virtio_iommu::driver::HistogramSnapshot;
 use serde::{Deserialize, Serialize};
 
-use super::{JobReport, PolicyResult, PolicyRounds, table};
+use super::{JobReport, PolicyResult, PolicyRounds};
+use crate::text::{clauses, number, percent, plain, us};
 
 /// How long syncs waited in one round, by kind, ns; and what they are parts of. Jobs that ran at the
 /// same time share it.
 #[derive(Clone, Debug, Default)]
 pub struct WaitsSample {
-    /// For the entries of a mapping to be visible.
-    pub map: HistogramSnapshot,
-    /// For what one strict unmap removed to be gone.
-    pub unmap: HistogramSnapshot,
-    /// Flushes by a queue's timer: its own thread waits.
-    pub timer: HistogramSnapshot,
-    /// Flushes that an unmap made because the queue was full or at its bound.
-    pub full: HistogramSnapshot,
-    /// Flushes that were asked for.
-    pub asked: HistogramSnapshot,
+    /// By kind.
+    pub waits: Waits,
     /// I/Os of all jobs.
     pub ios: u64,
     /// Time of all job threads together, ns: a thread that sleeps for a sync counts as well.
@@ -71,7 +65,8 @@ const KINDS: [(&str, bool); 5] = [
 
 impl WaitsSample {
     fn kinds(&self) -> [&HistogramSnapshot; 5] {
-        [&self.map, &self.unmap, &self.timer, &self.full, &self.asked]
+        let Waits { map, unmap, timer, full, asked } = &self.waits;
+        [map, unmap, timer, full, asked]
     }
 }
 
@@ -118,11 +113,11 @@ impl SyncWaits {
 
 /// What waited in the rows of a job, a clause a row, as many of them in a line as fit.
 pub(super) fn told(job: &JobReport) -> Vec<String> {
-    table::clauses("waits", job.results.iter().filter_map(|row| clause(job, row)))
+    clauses("waits", job.results.iter().filter_map(|row| clause(job, row)))
 }
 
 fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
-    let mut words = vec![table::plain(&job.label(row))];
+    let mut words = vec![plain(&job.label(row))];
     if let Some(waits) = row.sync_waits {
         let SyncWaits { map, unmap, timer, full, asked } = waits;
         // Callers wait alike for a full queue and for what they asked for.
@@ -134,13 +129,13 @@ fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
         };
         let kinds = [("map", map), ("unmap", unmap), ("flush", flush), ("timer", timer)];
         for (name, waited) in kinds.into_iter().filter(|(_, waited)| waited.count > 0) {
-            let per_io = waited.per_io.map_or_else(|| waited.count.to_string(), table::number);
+            let per_io = waited.per_io.map_or_else(|| waited.count.to_string(), number);
             let part = waited.thread_fraction.map(|part| format!(" ({})", percent(part)));
             words.push(format!("{name} {per_io}{}", part.unwrap_or_default()));
         }
     }
     if let Some(wait) = row.sync_wait_ns {
-        let [half, most] = [wait.p50, wait.p99].map(|ns| table::number(table::us(ns)));
+        let [half, most] = [wait.p50, wait.p99].map(|ns| number(us(ns)));
         words.push(format!("{half}/{most}µs"));
     }
     (words.len() > 1).then(|| words.join(" "))
@@ -162,21 +157,13 @@ pub(super) fn queues(job: &JobReport) -> Option<String> {
     Some(format!(
         "queues: {} and {}: flushes, which differ with the kind of queue, take {} and {} of the \
          threads' time, map syncs, which do not, {} and {}",
-        table::plain(&single),
-        table::plain(&each),
+        plain(&single),
+        plain(&each),
         percent(flush0),
         percent(flush1),
         percent(map0),
         percent(map1),
     ))
-}
-
-pub(super) fn percent(part: f64) -> String {
-    match part * 100.0 {
-        // A little is not nothing.
-        p if p > 0.0 && p < 0.05 => "<0.1%".to_owned(),
-        p => format!("{p:.1}%"),
-    }
 }
 
 #[cfg(test)]
@@ -210,13 +197,15 @@ mod tests {
         row(
             policy,
             WaitsSample {
-                map: waited(1000, 160),
-                timer: waited(50_000, 2),
-                full: waited(4000, 1),
-                asked: waited(6000, 1),
+                waits: Waits {
+                    map: waited(1000, 160),
+                    timer: waited(50_000, 2),
+                    full: waited(4000, 1),
+                    asked: waited(6000, 1),
+                    ..Waits::default()
+                },
                 ios: 10,
                 thread_ns: 1_000_000,
-                ..WaitsSample::default()
             },
         )
     }
@@ -237,11 +226,9 @@ mod tests {
     #[test]
     fn the_text_says_who_waited_and_what_the_kind_of_queue_changes() {
         let strict = WaitsSample {
-            map: waited(1000, 10),
-            unmap: waited(100, 10),
+            waits: Waits { map: waited(1000, 10), unmap: waited(100, 10), ..Waits::default() },
             ios: 10,
             thread_ns: 1_000_000,
-            ..WaitsSample::default()
         };
         let rows = [row("strict+map", strict), lazy("lazy-sq"), lazy("lazy-mq")];
         let job = JobReport::new(&Job::default(), 1, &rows);
@@ -265,7 +252,10 @@ mod tests {
 
     #[test]
     fn without_time_or_ios_there_is_no_share() {
-        let waits = WaitsSample { map: waited(5, 1), ..WaitsSample::default() };
+        let waits = WaitsSample {
+            waits: Waits { map: waited(5, 1), ..Waits::default() },
+            ..WaitsSample::default()
+        };
         let rows = [row("strict", waits)];
         let waits = SyncWaits::new(&rows[0]).unwrap();
         assert_eq!((waits.map.per_io, waits.map.thread_fraction), (None, None));
@@ -276,12 +266,5 @@ mod tests {
         job.results[0].sync_waits = None;
         job.results[0].sync_wait_ns = Some(WaitSummary { p50: 287, p99: 8190 });
         assert_eq!(told(&job), ["waits: strict .287/8.19µs"]);
-    }
-
-    #[test]
-    fn a_little_is_not_nothing() {
-        for (part, text) in [(0.0, "0.0%"), (0.0001, "<0.1%"), (0.163, "16.3%"), (1.0, "100.0%")] {
-            assert_eq!(percent(part), text);
-        }
     }
 }

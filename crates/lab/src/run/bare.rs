@@ -9,10 +9,9 @@ use ringfence_run::worker::Notify;
 
 use super::{
     DiskChoice,
-    link::{Dma, Link},
-    path::LinkPath,
+    link::{Link, LinkPath},
     plan::{Plan, Way},
-    space::Space,
+    space::{Dma, Space},
     target::Target,
     tuning::Tuning,
 };
@@ -75,7 +74,7 @@ impl Bare {
 
     /// Requests to the virtio-iommu so far.
     pub(crate) fn requests(&self) -> u64 {
-        self.link.iommu.stats().requests()
+        self.link.behind.iommu.stats().requests()
     }
 
     /// Ends it in order.

@@ -17,8 +17,8 @@ use ringfence_run::{slice, worker::Notify};
 use super::{
     Row, Usage,
     device::{DiskKind, open_disk},
-    engine::{self, Content, Control, JobClone, Phase},
-    figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample, waits_sample},
+    engine::{self, Control, JobClone, Phase},
+    figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample},
     link::{Link, local_buffers},
     load::Load,
     path::{FilePath, MemoryPath, Path},
@@ -26,7 +26,7 @@ use super::{
     probe::Found,
     row::Line,
     space::Space,
-    target::{DiskChoice, Target},
+    target::{Content, DiskChoice, Target},
     tuning::Tuning,
 };
 use crate::{
@@ -34,7 +34,9 @@ use crate::{
     block::Format,
     job::{Job, JobFile, Scale},
     progress::{Kind, Progress},
-    report::{Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow},
+    report::{
+        Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow, WaitsSample,
+    },
 };
 
 /// What to compare, and how.
@@ -172,7 +174,7 @@ pub(crate) fn compare_rounds(
         Progress::new(options.progress, u64::from(per_set * (options.repeat + 1)), expected);
     comparison.warnings.iter().for_each(|line| progress.note(line));
     if target.is_laid_out() {
-        progress.note(&format!("filling {} of the disk", crate::report::bytes(disk_bytes)));
+        progress.note(&format!("filling {} of the disk", crate::text::bytes(disk_bytes)));
         target.lay_out(disk_bytes, content, stop)?;
     }
 
@@ -415,14 +417,17 @@ impl Stage<'_> {
                 let notify = self.options.notify;
                 if row == Row::IoUring || self.target.kind == DiskKind::File {
                     let paths = (0..threads)
-                        .map(|_| FilePath::new(Arc::clone(&self.target.file), depth, notify))
+                        .map(|_| {
+                            FilePath::new(Arc::clone(&self.target.file), depth, notify)
+                                .map(Box::new)
+                        })
                         .collect::<Result<Vec<_>>>()?;
                     self.run_local(paths, &dealt, &mut buffers, round)
                 } else {
                     let file = self.target.file.try_clone()?;
                     let disk = open_disk(self.target.kind, file, self.target.bytes)?;
                     let paths = (0..threads)
-                        .map(|_| MemoryPath::new(disk.clone(), depth, notify))
+                        .map(|_| Box::new(MemoryPath::new(disk.clone(), depth, notify)))
                         .collect();
                     self.run_local(paths, &dealt, &mut buffers, round)
                 }
@@ -432,7 +437,7 @@ impl Stage<'_> {
 
     fn run_local<P: Path + Send>(
         &self,
-        mut paths: Vec<P>,
+        mut paths: Vec<Box<P>>,
         dealt: &[Vec<(usize, u32)>],
         buffers: &mut impl Iterator<Item = PagedBuffer>,
         round: u32,
@@ -454,18 +459,11 @@ impl Stage<'_> {
             clones,
             round,
             || link.device_cpu_ns(),
-            || (link.dma.stats(), link.dma.waits(), link.iommu.stats()),
+            || (link.dma.stats(), link.dma.waits(), link.behind.iommu.stats()),
             || link.lost(),
         );
-        let found =
-            paths.iter().filter_map(|path| path.probe()).fold(Found::default(), |sum, probe| {
-                let found = probe.found();
-                Found {
-                    probes: sum.probes + found.probes,
-                    accesses: sum.accesses + found.accesses,
-                    max_ns: sum.max_ns.max(found.max_ns),
-                }
-            });
+        let probes = paths.iter().filter_map(|path| path.probe());
+        let found = probes.fold(Found::default(), |sum, probe| sum.and(probe.found()));
         let leak = (link.dma.effective_policy().is_strict() && found.accesses > 0).then(|| {
             format!(
                 "after unmap had returned, the device reached the memory in {} of {} attempts, \
@@ -530,7 +528,8 @@ impl Stage<'_> {
                 let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
                 if protected {
                     let iommu = iommu_sample(dma0, dma1, iommu0, iommu1, share);
-                    let waits = waits_sample(waits0, waits1, all_ios, thread_ns);
+                    let waits =
+                        WaitsSample { waits: waits1.since(waits0), ios: all_ios, thread_ns };
                     let cpu_ns = iommu.cpu_ns + (memory_ns * share) as u64;
                     sample.iommu = Some(IommuSample { cpu_ns, waits, ..iommu });
                 }
@@ -547,9 +546,9 @@ impl Stage<'_> {
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
     /// measured part. `lost` tells how the device process ended, if it has.
-    fn conduct<P: Path + Send, S>(
+    fn conduct<P: Path + Send + ?Sized, S>(
         &self,
-        paths: &mut [P],
+        paths: &mut [Box<P>],
         clones: Vec<Vec<JobClone>>,
         round: u32,
         device_cpu: impl Fn() -> u64,
@@ -584,7 +583,7 @@ impl Stage<'_> {
                     let control = &control;
                     scope.spawn(move || {
                         slice::shorten();
-                        engine::run(path, clones, jobs, content, control)
+                        engine::run(&mut **path, clones, jobs, content, control)
                     })
                 })
                 .collect();

@@ -15,9 +15,10 @@ use ringfence_sync::clock::{Clock, MonotonicClock};
 use super::{
     path::{Completed, Path},
     pool::Pool,
+    target::Content,
 };
 use crate::{
-    block::{BlockError, Format},
+    block::BlockError,
     job::Job,
     stats::Latencies,
     workload::{Io, Op, Workload},
@@ -94,17 +95,6 @@ impl Control {
     }
 }
 
-/// What is on the disk.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Content {
-    /// How our blocks look.
-    pub(crate) format: Format,
-    /// The disk holds what others wrote, and is only read: that cannot be checked byte by byte.
-    pub(crate) foreign: bool,
-    /// The disk may hand out a block that a write is changing at that moment: a page cache does.
-    pub(crate) tears: bool,
-}
-
 /// How often a read that came back torn is repeated. A block that is damaged stays so.
 const REPEATS: u8 = 5;
 
@@ -178,7 +168,7 @@ enum Next {
 }
 
 /// Runs `clones` over `path` until the control says that it ends, or they end by themselves.
-pub(crate) fn run<P: Path>(
+pub(crate) fn run<P: Path + ?Sized>(
     path: &mut P,
     clones: Vec<JobClone>,
     jobs: usize,
@@ -224,7 +214,7 @@ impl<'c> Runner<'c> {
         }
     }
 
-    fn run<P: Path>(mut self, path: &mut P) -> Result<Ran> {
+    fn run<P: Path + ?Sized>(mut self, path: &mut P) -> Result<Ran> {
         // Every task keeps its place for as long as its clone has I/O left.
         let mut ready: VecDeque<u32> = VecDeque::new();
         let mut again: Vec<(u32, PagedBuffer)> = Vec::new();
@@ -329,7 +319,7 @@ impl<'c> Runner<'c> {
     }
 
     /// Starts the next I/O of a task; false if its clone has none left, or its time is over.
-    fn start<P: Path>(&mut self, path: &mut P, now_ns: u64, token: u32) -> Result<bool> {
+    fn start<P: Path + ?Sized>(&mut self, path: &mut P, now_ns: u64, token: u32) -> Result<bool> {
         let task = &mut self.tasks[token as usize];
         let clone = &mut self.clones[task.clone];
         let begun = self.control.measured_ns().unwrap_or(now_ns);
@@ -350,7 +340,12 @@ impl<'c> Runner<'c> {
         Ok(true)
     }
 
-    fn submit<P: Path>(&mut self, path: &mut P, token: u32, buffer: PagedBuffer) -> Result<()> {
+    fn submit<P: Path + ?Sized>(
+        &mut self,
+        path: &mut P,
+        token: u32,
+        buffer: PagedBuffer,
+    ) -> Result<()> {
         let task = &mut self.tasks[token as usize];
         let Io { op, offset, .. } = task.io;
         let data = path.bytes(&buffer, token);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ringfence_dma::{Stats as DmaStats, Waits};
+use ringfence_dma::Stats as DmaStats;
 use ringfence_virtio_iommu::driver::Stats as IommuStats;
 
 use super::engine::{Counted, Ran};
@@ -178,18 +178,6 @@ pub(super) fn exposure_sample(dma: &DmaStats) -> ExposureSample {
         mapped_bytes: dma.bytes,
         late_releases: dma.late_releases,
     }
-}
-
-/// Who waited between two takings of stock: all jobs of a round, which took their threads
-/// `thread_ns` altogether.
-pub(super) fn waits_sample(
-    waits0: &Waits,
-    waits1: &Waits,
-    ios: u64,
-    thread_ns: u64,
-) -> WaitsSample {
-    let Waits { map, unmap, timer, full, asked } = waits1.since(waits0);
-    WaitsSample { map, unmap, timer, full, asked, ios, thread_ns }
 }
 
 #[cfg(test)]

@@ -2,7 +2,6 @@
 //! DMA API.
 
 use std::{
-    net::Shutdown,
     os::{
         fd::{AsFd, AsRawFd},
         unix::net::UnixStream,
@@ -11,32 +10,31 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::{Context, Result, bail};
-use ringfence_dma::{
-    BounceLimits, BouncePools, Coherent, Config, Device, Direction, Environment, Policy,
-};
+use anyhow::{Context, Result};
+use ringfence_dma::{BounceLimits, Config, Direction, Policy};
 use ringfence_drivers::{
     blk::{DriverQueue, QueueLayout},
-    ram::{PagedBuffer, RamMemory, RamPart},
+    ram::{PagedBuffer, RamMemory},
 };
-use ringfence_iommu::Domain;
 use ringfence_mem::GuestRam;
 use ringfence_run::event;
-use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
-use ringfence_virtio_iommu::driver::{Driver, ViommuDomain};
+use ringfence_vhost_user::ProtocolFeatures;
+use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk::feature};
 
 use super::{
     device::{ENDPOINT, Report, Served},
-    path::{LinkPath, VirtioPath},
+    mapped::VirtioPath,
+    path::Path,
     persistent::PersistentPath,
     plan::{Plan, Way},
     probe::Probe,
-    process::{ANSWER, Process},
-    space::{AnyAllocator, Needs},
-    viommu::{OWN_BYTES, start_iommu, start_ring},
+    process::Process,
+    space::{Dma, dma},
+    viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
     zero_copy::ZeroCopyPath,
 };
+use crate::random::XorShift;
 
 /// Where guest memory begins for the device: beyond all that is special on a PC.
 pub(crate) const GUEST_BASE: u64 = 1 << 32;
@@ -46,39 +44,15 @@ const PAGE: usize = 4096;
 /// The most runs of pages that buffers are scattered in.
 const MOST_RUNS: usize = 30_000;
 
-/// The DMA API as the jobs use it.
-pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
+/// A way to the device process.
+pub(crate) type LinkPath = Box<dyn Path + Send>;
 
 /// A link to a running device process.
 pub(crate) struct Link {
     // In the order of an orderly end: queues and mappings first, then the sockets, then the child.
     pub(crate) dma: Dma,
     rings: Vec<RingMemory>,
-    pub(crate) iommu: Arc<Driver>,
-    domain: Arc<ViommuDomain>,
-    blk_front: Frontend,
-    _iommu_front: Frontend,
-    /// Both sockets, to be hung up at the end whoever else holds them.
-    sockets: [UnixStream; 2],
-    process: Process,
-    _ram: Arc<GuestRam>,
-}
-
-/// Holds a queue's memory for as long as the device may use it.
-// One a queue: the size of the larger costs nothing.
-#[allow(clippy::large_enum_variant)]
-pub(crate) enum RingMemory {
-    Plain(RamPart),
-    Mapped(Coherent<RamPart>),
-}
-
-impl RingMemory {
-    pub(crate) fn part(&self) -> &RamPart {
-        match self {
-            RingMemory::Plain(part) => part,
-            RingMemory::Mapped(coherent) => coherent.memory(),
-        }
-    }
+    pub(crate) behind: Behind<Process>,
 }
 
 impl Link {
@@ -100,30 +74,13 @@ impl Link {
             GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + OWN_BYTES + pools, GUEST_BASE)
                 .context("making the guest memory")?;
 
-        let (blk_socket, blk_theirs) = UnixStream::pair()?;
-        let (iommu_socket, iommu_theirs) = UnixStream::pair()?;
-        let process = Process::start(
-            Served::Disk { file: plan.disk.as_raw_fd(), kind: plan.kind, bytes: plan.disk_bytes },
-            plan.queues,
-            plan.notify,
-            blk_theirs.into(),
-            iommu_theirs.into(),
-        )?;
-
-        let alive = iommu_socket.try_clone()?;
-        let sockets = [blk_socket.try_clone()?, iommu_socket.try_clone()?];
-        let mut iommu_front = Frontend::new(iommu_socket, ANSWER);
-        let iommu =
-            start_iommu(&mut iommu_front, &ram, plan.notify, plan.lazy_domain, alive.into())
-                .context("setting up the virtio-iommu")?;
-        let domain = match plan.lazy_domain {
-            true => iommu.lazy_domain(),
-            false => iommu.domain(),
+        let start = |device: UnixStream, iommu: UnixStream| {
+            let file = plan.disk.as_raw_fd();
+            let served = Served::Disk { file, kind: plan.kind, bytes: plan.disk_bytes };
+            Process::start(served, plan.queues, plan.notify, device.into(), iommu.into())
         };
-        let domain = domain.context("making a domain")?;
-        if domain.is_lazy() != plan.lazy_domain {
-            bail!("the virtio-iommu knows no lazy domains");
-        }
+        let mut behind = Behind::open(Arc::clone(&ram), plan.notify, plan.lazy_domain, start)?;
+        let domain = &behind.domain;
         if protected {
             domain.attach(ENDPOINT).context("attaching the disk to its domain")?;
         }
@@ -133,38 +90,20 @@ impl Link {
             0 => None,
             bytes => Some(RamMemory::carve(&ram, bytes).context("memory for bounce slots")?),
         };
-        let dma = make_dma(plan, &domain, &mapped, memory)?;
+        let dma = make_dma(plan, domain, &mapped, memory)?;
 
-        let mut blk_front = Frontend::new(blk_socket, ANSWER);
         // A driver without FLUSH gets writes that are durable one by one: `host` has none such beside it.
         let mut features =
             feature::FLUSH | 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
         if protected {
             features |= 1 << F_ACCESS_PLATFORM;
         }
-        let agreed = blk_front
-            .negotiate(features, ProtocolFeatures::MQ | ProtocolFeatures::CONFIG)
-            .context("agreeing with the virtio-blk")?;
-        if agreed != features {
-            bail!("the virtio-blk lacks features: {:#x} of {features:#x}", agreed & features);
-        }
-        blk_front.set_mem_table(&[(ram.region(), ram.fd())]).context("sharing memory")?;
-
+        behind.agree(features, ProtocolFeatures::MQ | ProtocolFeatures::CONFIG, "virtio-blk")?;
         let mut rings = Vec::new();
         let mut queues = Vec::new();
         for index in 0..plan.queues {
-            // Whole pages: an untrusted device must see nothing beside them.
-            let bytes = queue_layout.bytes().next_multiple_of(PAGE);
-            let part = RamPart::carve(&ram, bytes, PAGE)?;
-            // Addresses of rings: IOVAs behind an IOMMU, else this process's own.
-            let (memory, bus, base) = if protected {
-                let coherent = dma.alloc_coherent(part).context("mapping a ring")?;
-                let iova = coherent.iova().0;
-                (RingMemory::Mapped(coherent), iova, iova)
-            } else {
-                let (gpa, user) = (part.gpa(), ram.user_addr() + (part.gpa() - ram.gpa()));
-                (RingMemory::Plain(part), gpa, user)
-            };
+            let (memory, bus, base) =
+                RingMemory::new(&ram, queue_layout.bytes(), protected.then_some(&dma))?;
             let (kick, call) = (Arc::new(event::new()?), Arc::new(event::new()?));
             let window = memory.part().window();
             let queue = DriverQueue::new(
@@ -175,14 +114,10 @@ impl Link {
                 Arc::clone(&call),
                 plan.notify,
             )?;
-            let addresses = RingAddresses {
-                desc: base,
-                avail: base + queue_layout.avail_at() as u64,
-                used: base + queue_layout.used_at() as u64,
-                log: None,
-            };
+            let addresses =
+                ring_addresses(base, [0, queue_layout.avail_at(), queue_layout.used_at()]);
             start_ring(
-                &mut blk_front,
+                &mut behind.front,
                 index,
                 queue_size,
                 &addresses,
@@ -195,7 +130,7 @@ impl Link {
         }
 
         let mut buffers = scatter(&ram, &lens, plan.run_pages)?;
-        let mut paths = Vec::new();
+        let mut paths: Vec<LinkPath> = Vec::new();
         if plan.way == Way::Persistent {
             let first = buffers.first().context("a buffer to map")?;
             // SAFETY: a job thread touches a buffer only while no request of its is under way, and
@@ -205,11 +140,11 @@ impl Link {
             let arena = Arc::new(arena.context("mapping the buffers")?);
             paths.extend(
                 queues.into_iter().map(|queue| {
-                    LinkPath::Persistent(PersistentPath::new(queue, Arc::clone(&arena)))
+                    Box::new(PersistentPath::new(queue, Arc::clone(&arena))) as LinkPath
                 }),
             );
         } else if plan.way == Way::ZeroCopy {
-            let path = |queue| LinkPath::ZeroCopy(ZeroCopyPath::new(dma.clone(), queue));
+            let path = |queue| Box::new(ZeroCopyPath::new(dma.clone(), queue)) as LinkPath;
             paths.extend(queues.into_iter().map(path));
         } else {
             for queue in queues {
@@ -218,26 +153,15 @@ impl Link {
                 let strict = dma.effective_policy().is_strict();
                 let probe = protected.then(|| Probe::new(page, strict));
                 let path = VirtioPath::new(dma.clone(), queue, probe, plan.batching);
-                paths.push(LinkPath::Mapped(path));
+                paths.push(Box::new(path));
             }
         }
-        let link = Link {
-            dma,
-            rings,
-            iommu,
-            domain,
-            blk_front,
-            _iommu_front: iommu_front,
-            sockets,
-            process,
-            _ram: ram,
-        };
-        Ok((link, paths, buffers))
+        Ok((Link { dma, rings, behind }, paths, buffers))
     }
 
     /// CPU time of the device process so far, in nanoseconds.
     pub(crate) fn device_cpu_ns(&self) -> u64 {
-        self.process.cpu_ns()
+        self.behind.peer.cpu_ns()
     }
 
     /// The most bytes of memory that the bounce pools had; `None` without pools.
@@ -252,31 +176,17 @@ impl Link {
 
     /// How the device process ended, if it has: it should not, before it is hung up.
     pub(crate) fn lost(&self) -> Option<ExitStatus> {
-        self.process.ended()
+        self.behind.peer.ended()
     }
 
     /// Ends the link in order: stops the rings, gives their memory back, hangs up, and reads what
     /// the device process has to report.
     pub(crate) fn close(mut self) -> Result<Report> {
         for index in 0..self.rings.len() {
-            self.blk_front.get_vring_base(index as u16).context("stopping a queue")?;
+            self.behind.front.get_vring_base(index as u16).context("stopping a queue")?;
         }
-        for ring in self.rings.drain(..) {
-            if let RingMemory::Mapped(coherent) = ring {
-                coherent.free().context("unmapping a ring")?;
-            }
-        }
-        if let Some(pools) = self.dma.pools() {
-            // While there is somebody to unmap them.
-            pools.trim();
-        }
-        if self.dma.effective_policy() != Policy::Off {
-            self.domain.detach(ENDPOINT).context("detaching the disk")?;
-        }
-        for socket in &self.sockets {
-            socket.shutdown(Shutdown::Both).context("hanging up")?;
-        }
-        self.process.finish()
+        self.behind.hang_up(self.rings, Some(&self.dma))?;
+        self.behind.peer.finish()
     }
 }
 
@@ -286,11 +196,8 @@ fn make_dma(
     mapped: &[usize],
     memory: Option<RamMemory>,
 ) -> Result<Dma> {
-    let reserved = domain.geometry().reserved;
-    let reserved: Vec<(u64, u64)> =
-        reserved.iter().map(|region| (region.range.first().0, region.range.last().0)).collect();
-    let needs = Needs { reserved: &reserved, mapped, lazy: plan.policy.is_lazy() };
-    let allocator = plan.space.make(plan.allocator, needs)?;
+    let lazy = plan.policy.is_lazy();
+    let allocator = plan.space.of_domain(plan.allocator, domain, mapped, lazy)?;
     let config = Config {
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
@@ -299,20 +206,9 @@ fn make_dma(
         bounce: plan.bounce(),
         ..Config::default()
     };
-    let device = match memory {
-        None => Device::new(Arc::clone(domain), allocator, config),
-        Some(memory) => {
-            let max_bytes = plan.pool_bytes() as u64;
-            let limits =
-                BounceLimits { max_bytes, idle_ms: plan.idle_ms, ..BounceLimits::default() };
-            let (for_domain, for_allocator) = (Arc::clone(domain), Arc::clone(&allocator));
-            let pools = BouncePools::new(for_domain, for_allocator, memory, limits)
-                .context("setting up the bounce pools")?;
-            let environment = Environment::default();
-            Device::with_pools(Arc::clone(domain), allocator, config, environment, &pools)
-        }
-    };
-    device.context("setting up the DMA API")
+    let max_bytes = plan.pool_bytes() as u64;
+    let limits = BounceLimits { max_bytes, idle_ms: plan.idle_ms, ..BounceLimits::default() };
+    dma(domain, allocator, config, memory.map(|memory| (memory, limits)))
 }
 
 /// Pages of guest memory in an order in which an application that has run for a while has them:
@@ -324,12 +220,9 @@ pub(crate) fn scatter(ram: &Arc<GuestRam>, lens: &[usize], run: usize) -> Result
     // Each run is a mapping of its own, and the kernel bounds these (vm.max_map_count, 65,530).
     let run = run.max(pages.div_ceil(MOST_RUNS)).max(1);
     let mut runs: Vec<usize> = (0..pages).step_by(run).collect();
-    let mut random = 0x9e37_79b9_7f4a_7c15u64;
+    let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
     for at in (1..runs.len()).rev() {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        runs.swap(at, (random % (at as u64 + 1)) as usize);
+        runs.swap(at, (random.next() % (at as u64 + 1)) as usize);
     }
     let frames: Vec<u64> = runs
         .into_iter()

@@ -9,7 +9,8 @@
 //! | [`space`] | the I/O virtual addresses of a link: which allocator, how many bits |
 //! | `figures` | what a round's figures are made of |
 //! | `engine` | one job thread |
-//! | `path` | the ways from a job to the disk: virtqueues, or none |
+//! | `path` | the ways from a job to the disk; those without virtqueues |
+//! | `mapped` | the way through the DMA API |
 //! | `probe` | whether unmapped memory is still reached |
 //! | `persistent`, `zero_copy` | ways in memory that stays mapped |
 //! | `plan` | what a link is for |
@@ -27,6 +28,7 @@ mod engine;
 mod figures;
 pub(crate) mod link;
 pub(crate) mod load;
+mod mapped;
 mod path;
 mod persistent;
 mod plan;
@@ -44,9 +46,9 @@ pub(crate) use bare::Bare;
 pub(crate) use compare::compare_rounds;
 pub use compare::{Ended, Options, compare};
 pub use device::device_main;
-pub(crate) use link::Dma;
 pub use ringfence_run::worker::Notify;
 pub use row::Row;
+pub(crate) use space::Dma;
 pub use target::DiskChoice;
 
 /// What was asked for cannot be done as it was asked: wrong usage, found before anything ran.

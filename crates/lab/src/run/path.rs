@@ -5,7 +5,7 @@ use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 use anyhow::{Context, Result, bail};
 use ringfence_devices::disk::{Disk, FileIo, FileOp, Image};
 use ringfence_drivers::{
-    blk::{Batching, Completion, DriverQueue, MappedQueue},
+    blk::{Done, DriverQueue},
     ram::PagedBuffer,
 };
 use ringfence_mem::HostSlice;
@@ -14,20 +14,54 @@ use ringfence_sync::{
     clock::{Clock, MonotonicClock},
     wait::{Next, Wait},
 };
-use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::blk;
 
-use super::{
-    link::Dma, persistent::PersistentPath, probe::Probe, space::AnyAllocator,
-    zero_copy::ZeroCopyPath,
-};
+use super::probe::Probe;
 use crate::workload::Op;
+
+/// How many requests are started, or taken back, before the other side, or the other direction,
+/// has its turn: a job that unmapped all of a deep queue before it mapped anything would leave the
+/// disk with nothing to do.
+pub(super) const TURN: usize = 16;
 
 /// What came back from the disk.
 pub(crate) struct Completed {
     pub(crate) token: u32,
     pub(crate) buffer: PagedBuffer,
     pub(crate) ok: bool,
+}
+
+/// The kind of a request of `len` bytes, and how many bytes the device must report as written: for a read
+/// all data and the status, for a write the status.
+pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
+    match op {
+        Op::Read => (blk::Kind::In, len + 1),
+        Op::Write => (blk::Kind::Out, 1),
+    }
+}
+
+/// Takes back what a queue has completed. `held` returns the buffer of a request under way, and how many
+/// bytes the device must report as written.
+pub(super) fn reap(
+    queue: &mut DriverQueue,
+    into: &mut Vec<Completed>,
+    mut held: impl FnMut(usize) -> Option<(PagedBuffer, u64)>,
+) -> Result<()> {
+    while let Some(Done { token, ok, written }) = queue.reap()? {
+        let (buffer, wanted) = held(token as usize).context("an answer to no request")?;
+        let ok = ok && u64::from(written) == wanted;
+        into.push(Completed { token: token as u32, buffer, ok });
+    }
+    Ok(())
+}
+
+/// The place of a token in a list that grows as far as it must.
+pub(super) fn place<T: Default>(list: &mut Vec<T>, token: u32) -> &mut T {
+    let at = token as usize;
+    if list.len() <= at {
+        list.resize_with(at + 1, T::default);
+    }
+    &mut list[at]
 }
 
 /// A way from one job thread to the disk.
@@ -73,180 +107,6 @@ pub(crate) trait Path {
     /// What the probe found.
     fn probe(&self) -> Option<&Probe> {
         None
-    }
-}
-
-/// A way to the device process.
-// One a job thread: the size of the larger costs nothing.
-#[allow(clippy::large_enum_variant)]
-pub(crate) enum LinkPath {
-    Mapped(VirtioPath),
-    Persistent(PersistentPath),
-    ZeroCopy(ZeroCopyPath),
-}
-
-impl LinkPath {
-    fn path(&mut self) -> &mut dyn Path {
-        match self {
-            LinkPath::Mapped(path) => path,
-            LinkPath::Persistent(path) => path,
-            LinkPath::ZeroCopy(path) => path,
-        }
-    }
-
-    fn look(&self) -> &dyn Path {
-        match self {
-            LinkPath::Mapped(path) => path,
-            LinkPath::Persistent(path) => path,
-            LinkPath::ZeroCopy(path) => path,
-        }
-    }
-}
-
-impl Path for LinkPath {
-    fn depth(&self) -> usize {
-        self.look().depth()
-    }
-    fn take(&mut self, op: Op, len: u32, token: u32) -> Result<()> {
-        self.path().take(op, len, token)
-    }
-    fn bytes<'a>(&'a self, own: &'a PagedBuffer, token: u32) -> HostSlice<'a> {
-        self.look().bytes(own, token)
-    }
-    fn give_back(&mut self, token: u32) {
-        self.path().give_back(token);
-    }
-    #[inline]
-    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
-        self.path().submit(op, offset, buffer, token)
-    }
-    fn publish(&mut self) -> Result<()> {
-        self.path().publish()
-    }
-    #[inline]
-    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        self.path().reap(into)
-    }
-    fn wait(&mut self) -> Result<()> {
-        self.path().wait()
-    }
-    fn tick(&mut self, now_ns: u64) -> Result<()> {
-        self.path().tick(now_ns)
-    }
-    fn is_settled(&self) -> bool {
-        self.look().is_settled()
-    }
-    fn kicks(&self) -> u64 {
-        self.look().kicks()
-    }
-    fn memory_ns(&self) -> u64 {
-        self.look().memory_ns()
-    }
-    fn probe(&self) -> Option<&Probe> {
-        self.look().probe()
-    }
-}
-
-/// A queue of the disk, behind the DMA API.
-pub(crate) type Queue = MappedQueue<Arc<ViommuDomain>, AnyAllocator, PagedBuffer>;
-
-/// Through the DMA API and a virtqueue to the device process.
-pub(crate) struct VirtioPath {
-    dma: Dma,
-    queue: Queue,
-    /// What was asked, by token: how many bytes an answer must say were written.
-    asked: Vec<u64>,
-    probe: Option<Probe>,
-}
-
-/// How many requests are started, or taken back, before the other side, or the other direction,
-/// has its turn: a job that unmapped all of a deep queue before it mapped anything would leave the
-/// disk with nothing to do.
-const TURN: usize = 16;
-
-/// Places in the queue that are the probe's.
-const PROBE_ROOM: usize = 1;
-
-impl VirtioPath {
-    pub(crate) fn new(
-        dma: Dma,
-        queue: DriverQueue,
-        probe: Option<Probe>,
-        batching: Batching,
-    ) -> VirtioPath {
-        let queue = MappedQueue::new(queue, &dma, batching);
-        VirtioPath { dma, queue, asked: Vec::new(), probe }
-    }
-}
-
-impl Path for VirtioPath {
-    fn depth(&self) -> usize {
-        self.queue.room() - PROBE_ROOM
-    }
-
-    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
-        // A read that says OK has written all data and the status; a write the status.
-        let (kind, written) = match op {
-            Op::Read => (blk::Kind::In, ringfence_dma::DmaBuffer::len(&buffer) + 1),
-            Op::Write => (blk::Kind::Out, 1),
-        };
-        let at = token as usize;
-        if self.asked.len() <= at {
-            self.asked.resize(at + 1, 0);
-        }
-        self.asked[at] = written;
-        Ok(self.queue.submit(kind, offset / blk::SECTOR, buffer, token.into())?)
-    }
-
-    fn publish(&mut self) -> Result<()> {
-        Ok(self.queue.publish()?)
-    }
-
-    fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        let (probe, asked) = (&mut self.probe, &self.asked);
-        let mut answer = None;
-        self.queue.reap(
-            TURN,
-            |_, done| answer = Some(done),
-            |Completion { token, buffer, outcome }| {
-                let wanted = asked[token as usize];
-                let ok = outcome.is_ok_and(|done| done.ok && u64::from(done.written) == wanted);
-                into.push(Completed { token: token as u32, buffer, ok });
-            },
-        )?;
-        if let Some(probe) = probe {
-            if let Some(done) = answer {
-                probe.answered(done.ok, &mut self.queue)?;
-            }
-            if let Some(returned) = self.queue.take_foreign() {
-                probe.unmapped(returned, &mut self.queue)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn wait(&mut self) -> Result<()> {
-        self.queue.wait(Duration::from_millis(100));
-        Ok(())
-    }
-
-    fn tick(&mut self, now_ns: u64) -> Result<()> {
-        match &mut self.probe {
-            Some(probe) => probe.tick(now_ns, &self.dma, &mut self.queue),
-            None => Ok(()),
-        }
-    }
-
-    fn is_settled(&self) -> bool {
-        self.probe.as_ref().is_none_or(Probe::is_settled)
-    }
-
-    fn kicks(&self) -> u64 {
-        self.queue.kicks()
-    }
-
-    fn probe(&self) -> Option<&Probe> {
-        self.probe.as_ref()
     }
 }
 
@@ -373,11 +233,7 @@ impl Path for FilePath {
             Op::Read => FileOp::Read(offset),
             Op::Write => FileOp::Write(offset),
         };
-        let at = token as usize;
-        if self.under_way.len() <= at {
-            self.under_way.resize_with(at + 1, || None);
-        }
-        let held = self.under_way[at].insert(held);
+        let held = place(&mut self.under_way, token).insert(held);
         // SAFETY: the box holds the iovec and, with the buffer, the memory until the completion;
         // both stay in `under_way`, which is dropped after `io`.
         if !unsafe { self.io.submit(op, &held.piece, token.into()) } {

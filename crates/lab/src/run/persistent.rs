@@ -2,15 +2,15 @@
 
 use std::{sync::Arc, time::Duration};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use ringfence_dma::{DmaBuffer, Persistent, Segment};
 use ringfence_drivers::{
-    blk::{Done, DriverQueue},
+    blk::DriverQueue,
     ram::{Arena, PagedBuffer},
 };
 use ringfence_virtq::blk;
 
-use super::path::{Completed, Path};
+use super::path::{Completed, Path, place, reap, transfer};
 use crate::workload::Op;
 
 /// Through a virtqueue to the device process, from buffers that stay mapped.
@@ -40,16 +40,9 @@ impl Path for PersistentPath {
         self.segments.clear();
         let parts = self.arena.segments_for(first..first + len);
         self.segments.extend(parts.context("a buffer of another arena")?);
-        let (kind, written) = match op {
-            Op::Read => (blk::Kind::In, len + 1),
-            Op::Write => (blk::Kind::Out, 1),
-        };
+        let (kind, written) = transfer(op, len);
         self.queue.submit(kind, offset / blk::SECTOR, &self.segments, token.into())?;
-        let at = token as usize;
-        if self.under_way.len() <= at {
-            self.under_way.resize_with(at + 1, || None);
-        }
-        self.under_way[at] = Some((buffer, written));
+        *place(&mut self.under_way, token) = Some((buffer, written));
         Ok(())
     }
 
@@ -59,13 +52,8 @@ impl Path for PersistentPath {
     }
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        while let Some(Done { token, ok, written }) = self.queue.reap()? {
-            let held = self.under_way.get_mut(token as usize).and_then(Option::take);
-            let Some((buffer, wanted)) = held else { bail!("an answer to no request") };
-            let ok = ok && u64::from(written) == wanted;
-            into.push(Completed { token: token as u32, buffer, ok });
-        }
-        Ok(())
+        let under_way = &mut self.under_way;
+        reap(&mut self.queue, into, |at| under_way.get_mut(at)?.take())
     }
 
     fn wait(&mut self) -> Result<()> {

@@ -23,7 +23,10 @@ use ringfence_drivers::{
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtq::blk;
 
-use super::{device::DISK_ID, link::Dma, path::Queue};
+use super::{
+    device::DISK_ID,
+    space::{Dma, Queue},
+};
 
 /// From the end of a probe to the next.
 const EVERY_NS: u64 = 2_000_000;
@@ -83,6 +86,17 @@ pub(crate) struct Found {
     pub(crate) accesses: u64,
     /// From the return of unmap to the completion of the last access that succeeded.
     pub(crate) max_ns: u64,
+}
+
+impl Found {
+    /// What two probes found.
+    pub(crate) fn and(self, other: Found) -> Found {
+        Found {
+            probes: self.probes + other.probes,
+            accesses: self.accesses + other.accesses,
+            max_ns: self.max_ns.max(other.max_ns),
+        }
+    }
 }
 
 /// The probe of one job thread.

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use ringfence_dma::Policy;
 
-use crate::{allocators::AllocatorKind, list};
+use crate::allocators::AllocatorKind;
 
 /// A row of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,14 +35,6 @@ impl Row {
     pub fn defaults() -> Vec<Row> {
         let policies = Policy::ALL.into_iter().map(Row::Policy);
         std::iter::once(Row::Host).chain(policies).collect()
-    }
-
-    /// The rows of a list such as `off,strict,lazy-mq+map`.
-    ///
-    /// # Errors
-    /// A name is none, or the list is empty or names one twice.
-    pub fn parse_list(text: &str) -> Result<Vec<Row>, String> {
-        list::parse(text, "list of policies")
     }
 }
 
@@ -119,9 +111,13 @@ impl fmt::Display for Line {
 mod tests {
     use super::*;
 
+    fn parse_list(text: &str) -> Result<Vec<Row>, String> {
+        crate::list::parse(text, "list of policies")
+    }
+
     #[test]
     fn what_maps_is_there_once_for_each_allocator() {
-        let rows = Row::parse_list("host,off,persistent,zero-copy,bounce").unwrap();
+        let rows = parse_list("host,off,persistent,zero-copy,bounce").unwrap();
         let lines = Line::all(&rows, &[AllocatorKind::RbTree, AllocatorKind::Ringfence]);
         let names: Vec<String> = lines.iter().map(Line::to_string).collect();
         let of = |row| [format!("{row}/rbtree"), format!("{row}/ringfence")];
@@ -131,22 +127,21 @@ mod tests {
 
     #[test]
     fn rows_are_named_as_the_table_names_them() {
-        let rows =
-            Row::parse_list("host, off,lazy-mq+map,io_uring,persistent,zero-copy,auto").unwrap();
+        let rows = parse_list("host, off,lazy-mq+map,io_uring,persistent,zero-copy,auto").unwrap();
         let names: Vec<String> = rows.iter().map(Row::to_string).collect();
         let wanted = ["host", "off", "lazy-mq+map", "io_uring", "persistent", "zero-copy", "auto"];
         assert_eq!(names, wanted);
-        assert!(Row::parse_list("off,off").is_err());
-        let lazy = Row::parse_list("lazy-mq+map+flush,lazy-sq+flush,lazy-sq").unwrap();
+        assert!(parse_list("off,off").is_err());
+        let lazy = parse_list("lazy-mq+map+flush,lazy-sq+flush,lazy-sq").unwrap();
         assert_eq!(lazy[0], Row::LazyDomain(Policy::LazyMqMap));
         let names: Vec<String> = lazy.iter().map(Row::to_string).collect();
         assert_eq!(names, ["lazy-mq+map+flush", "lazy-sq+flush", "lazy-sq"]);
         // Who waits for every unmap gains nothing by asking for it in another way.
         for none in ["strict+flush", "auto+flush", "host+flush", "+flush"] {
-            assert!(Row::parse_list(none).is_err(), "{none}");
+            assert!(parse_list(none).is_err(), "{none}");
         }
-        assert!(Row::parse_list("").is_err());
-        let error = Row::parse_list("of").unwrap_err();
+        assert!(parse_list("").is_err());
+        let error = parse_list("of").unwrap_err();
         assert!(error.contains("strict+map") && error.contains("zero-copy"), "{error}");
     }
 

@@ -4,15 +4,51 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
+use ringfence_dma::{BounceLimits, BouncePools, Config, Device, Environment};
+use ringfence_drivers::{
+    blk::MappedQueue,
+    ram::{PagedBuffer, RamMemory},
+};
+use ringfence_iommu::{Domain, ReservedRegion};
 use ringfence_iova::{Allocator, Aperture, Preferred32, Request, Ring};
+use ringfence_virtio_iommu::driver::ViommuDomain;
 
 use super::Usage;
-use crate::allocators::AllocatorKind;
 pub use crate::allocators::PlacementName;
+use crate::{allocators::AllocatorKind, random::XorShift};
 
 /// The allocator of a link, whichever it is, with Linux's preference of a PCI device for addresses
 /// below 4 GiB in front.
 pub(crate) type AnyAllocator = Arc<Preferred32<Box<dyn Allocator>>>;
+
+/// The DMA API as the jobs use it.
+pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
+
+/// A queue of the disk, behind the DMA API.
+pub(crate) type Queue = MappedQueue<Arc<ViommuDomain>, AnyAllocator, PagedBuffer>;
+
+/// The DMA API of a device, with bounce pools if there is memory for them.
+///
+/// # Errors
+/// It cannot be set up.
+pub(crate) fn dma(
+    domain: &Arc<ViommuDomain>,
+    allocator: AnyAllocator,
+    config: Config,
+    pools: Option<(RamMemory, BounceLimits)>,
+) -> Result<Dma> {
+    let (domain, environment) = (Arc::clone(domain), Environment::default());
+    let device = match pools {
+        None => Device::new(domain, allocator, config),
+        Some((memory, limits)) => {
+            let of_pools = (Arc::clone(&domain), Arc::clone(&allocator));
+            let pools = BouncePools::new(of_pools.0, of_pools.1, memory, limits)
+                .context("setting up the bounce pools")?;
+            Device::with_pools(domain, allocator, config, environment, &pools)
+        }
+    };
+    device.context("setting up the DMA API")
+}
 
 /// What devices map in: x86 and Arm translate 4 KiB at the least, and so does the lab's device.
 const GRANULE: u64 = 4096;
@@ -45,13 +81,13 @@ impl Default for Space {
 
 /// What the device of a link needs of its space.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Needs<'a> {
+struct Needs<'a> {
     /// Addresses that are never handed out, inclusive.
-    pub(crate) reserved: &'a [(u64, u64)],
+    reserved: &'a [(u64, u64)],
     /// The lengths of what is mapped at the same time.
-    pub(crate) mapped: &'a [usize],
+    mapped: &'a [usize],
     /// Whether ranges wait for a flush after they were unmapped.
-    pub(crate) lazy: bool,
+    lazy: bool,
 }
 
 impl Needs<'_> {
@@ -95,8 +131,21 @@ impl Space {
         Ok(())
     }
 
+    /// An allocator of this kind for a device in `domain`: see [`Needs`].
+    pub(crate) fn of_domain(
+        &self,
+        kind: AllocatorKind,
+        domain: &ViommuDomain,
+        mapped: &[usize],
+        lazy: bool,
+    ) -> Result<AnyAllocator> {
+        let bounds = |region: &ReservedRegion| (region.range.first().0, region.range.last().0);
+        let reserved: Vec<_> = domain.geometry().reserved.iter().map(bounds).collect();
+        self.make(kind, Needs { reserved: &reserved, mapped, lazy })
+    }
+
     /// An allocator of this kind over these addresses.
-    pub(crate) fn make(&self, kind: AllocatorKind, needs: Needs<'_>) -> Result<AnyAllocator> {
+    fn make(&self, kind: AllocatorKind, needs: Needs<'_>) -> Result<AnyAllocator> {
         let last = u64::MAX >> (u64::BITS - self.aperture_bits);
         let aperture = Aperture::new(0, last, GRANULE).context("the aperture")?;
         let allocator = kind.make(aperture, self.placement.of_ranges());
@@ -137,13 +186,8 @@ const FOOTPRINT: u64 = (1 + 1 + 1 + 1 + 2 + 2 + 4 + 8) * GRANULE / 8;
 /// Takes twice as many ranges as shall stay, and gives half of them back in no order: what stays
 /// lies scattered among holes of all these sizes. The same in every run of the program.
 fn age(allocator: &dyn Allocator, live: u32) -> Result<()> {
-    let mut random = 0x9e37_79b9_7f4a_7c15u64;
-    let mut below = |n: usize| {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        (random % n as u64) as usize
-    };
+    let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
+    let mut below = |n: usize| (random.next() % n as u64) as usize;
     let mut taken = Vec::with_capacity(2 * live as usize);
     for _ in 0..2 * u64::from(live) {
         let size = SIZES[below(SIZES.len())] * GRANULE;

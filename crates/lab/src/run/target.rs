@@ -15,13 +15,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use rustix::{
-    fs::{MemfdFlags, ftruncate, memfd_create},
-    io::Errno,
-};
+use rustix::{fs::ftruncate, io::Errno};
 
-use super::{Usage, device::DiskKind, engine::Content};
-use crate::{job::Job, report::bytes};
+use super::{Usage, device::DiskKind};
+use crate::{block::Format, job::Job, memory, text::bytes};
 
 /// Which disk to use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,6 +56,17 @@ impl DiskChoice {
     }
 }
 
+/// What is on the disk.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Content {
+    /// How our blocks look.
+    pub(crate) format: Format,
+    /// The disk holds what others wrote, and is only read: that cannot be checked byte by byte.
+    pub(crate) foreign: bool,
+    /// The disk may hand out a block that a write is changing at that moment: a page cache does.
+    pub(crate) tears: bool,
+}
+
 /// The disk, open.
 pub(crate) struct Target {
     pub(crate) kind: DiskKind,
@@ -81,8 +89,7 @@ impl Target {
         let path = match choice {
             DiskChoice::Path(path) => path,
             memory => {
-                let file = memfd_create("ringfence-disk", MemfdFlags::CLOEXEC)?;
-                ftruncate(&file, len)?;
+                let file = memory::file("ringfence-disk", len)?;
                 let paced = *memory == DiskChoice::Paced;
                 return Ok(Target {
                     kind: if paced { DiskKind::Paced } else { DiskKind::Ram },
@@ -163,7 +170,7 @@ impl Target {
         let mut at = 0;
         while at < len && !stop.load(Ordering::Relaxed) {
             let part = &mut buffer[skew..][..chunk.min((len - at) as usize)];
-            content.format.fill(part, at, 1);
+            content.format.fill_piece(part.into(), at, 1);
             file.write_all_at(part, at).context("laying out the disk")?;
             at += part.len() as u64;
         }

@@ -1,16 +1,15 @@
 //! How a policy is carried out, as far as its name does not say.
 
 use std::{
-    fmt,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::Path,
-    str::FromStr,
 };
 
 use ringfence_dma::{FlushTuning, Policy, Trust};
 use serde::{Deserialize, Serialize};
 
 use super::{DiskChoice, Row, Usage};
+use crate::list::named;
 
 /// How a policy is carried out, as far as its name does not say. `None`: as Linux tunes it, or
 /// without a bound.
@@ -124,32 +123,18 @@ impl Default for Tuning {
     }
 }
 
-/// Whether the disk is trusted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TrustChoice {
+named! {
+    /// Whether the disk is trusted.
+    #[derive(Default, Serialize, Deserialize)]
+    #[serde(rename_all = "lowercase")]
+    TrustChoice, "{:?} says nothing of trust: there are {}":
     /// As the machine tells.
     #[default]
-    Auto,
+    Auto = "auto",
     /// It may have any policy.
-    Trusted,
+    Trusted = "trusted",
     /// It gets a strict policy, whatever was asked for.
-    Untrusted,
-}
-
-impl TrustChoice {
-    /// All of them.
-    pub const ALL: [TrustChoice; 3] =
-        [TrustChoice::Auto, TrustChoice::Trusted, TrustChoice::Untrusted];
-
-    /// Its name on the command line and in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            TrustChoice::Auto => "auto",
-            TrustChoice::Trusted => "trusted",
-            TrustChoice::Untrusted => "untrusted",
-        }
-    }
+    Untrusted = "untrusted",
 }
 
 impl TrustChoice {
@@ -181,29 +166,12 @@ impl TrustChoice {
     }
 }
 
-impl fmt::Display for TrustChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for TrustChoice {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|trust| trust.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(TrustChoice::name).join(", ");
-            format!("{name:?} says nothing of trust: there are {names}")
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn rows(list: &str) -> Vec<Row> {
-        Row::parse_list(list).unwrap()
+        crate::list::parse(list, "list of policies").unwrap()
     }
 
     #[test]

@@ -1,22 +1,29 @@
 //! The virtio-iommu of a device process, from the driver's side.
 
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    net::Shutdown,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
     sync::Arc,
     time::Duration,
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
+use ringfence_dma::{Coherent, Policy};
 use ringfence_drivers::ram::RamPart;
 use ringfence_mem::GuestRam;
 use ringfence_run::{event, worker::Notify};
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::{
-    driver::{self, Buffers, Driver, Transport},
+    driver::{self, Buffers, Driver, Transport, ViommuDomain},
     wire::{CONFIG_LEN, Config as IommuConfig, Features},
 };
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{device::ENDPOINT, process::ANSWER, space::Dma};
 
 const PAGE: usize = 4096;
 /// Descriptors of the virtio-iommu's request queue: two a request, as Linux's driver has it.
@@ -24,6 +31,126 @@ const IOMMU_RING: u16 = 256;
 /// Bytes of guest memory that the driver takes for its ring and requests, generously: it is well
 /// under a page a descriptor.
 pub(crate) const OWN_BYTES: usize = 2 * PAGE * IOMMU_RING as usize;
+
+/// Holds a ring's memory for as long as the device may use it.
+// One a ring: the size of the larger costs nothing.
+#[allow(clippy::large_enum_variant)]
+pub(crate) enum RingMemory {
+    Plain(RamPart),
+    Mapped(Coherent<RamPart>),
+}
+
+impl RingMemory {
+    /// Whole pages, since an untrusted device must see nothing beside them; the address for the device, and
+    /// the one for its front end: an IOVA both behind an IOMMU, else guest-physical and of this process
+    /// (rule D2).
+    pub(crate) fn new(
+        ram: &Arc<GuestRam>,
+        bytes: usize,
+        dma: Option<&Dma>,
+    ) -> Result<(RingMemory, u64, u64)> {
+        let part = RamPart::carve(ram, bytes.next_multiple_of(PAGE), PAGE)?;
+        let Some(dma) = dma else {
+            let gpa = part.gpa();
+            return Ok((RingMemory::Plain(part), gpa, ram.user_addr() + (gpa - ram.gpa())));
+        };
+        let coherent = dma.alloc_coherent(part).context("mapping a ring")?;
+        let iova = coherent.iova().0;
+        Ok((RingMemory::Mapped(coherent), iova, iova))
+    }
+
+    pub(crate) fn part(&self) -> &RamPart {
+        match self {
+            RingMemory::Plain(part) => part,
+            RingMemory::Mapped(coherent) => coherent.memory(),
+        }
+    }
+}
+
+/// A device behind its virtio-iommu, both served at the other ends of two sockets.
+pub(crate) struct Behind<P> {
+    // In the order of an orderly end.
+    pub(crate) iommu: Arc<Driver>,
+    pub(crate) domain: Arc<ViommuDomain>,
+    /// The device's.
+    pub(crate) front: Frontend,
+    _iommu_front: Frontend,
+    /// To be hung up at the end whoever else holds them.
+    sockets: [UnixStream; 2],
+    /// The process or thread that serves them.
+    pub(crate) peer: P,
+    pub(crate) ram: Arc<GuestRam>,
+}
+
+impl<P> Behind<P> {
+    /// Has `start` serve the device's socket and the IOMMU's, and brings the latter's driver up, with a
+    /// domain that is lazy or not.
+    pub(crate) fn open(
+        ram: Arc<GuestRam>,
+        notify: Notify,
+        lazy: bool,
+        start: impl FnOnce(UnixStream, UnixStream) -> Result<P>,
+    ) -> Result<Behind<P>> {
+        let (socket, theirs) = UnixStream::pair()?;
+        let (iommu_socket, iommu_theirs) = UnixStream::pair()?;
+        let peer = start(theirs, iommu_theirs)?;
+        let alive = iommu_socket.try_clone()?;
+        let sockets = [socket.try_clone()?, iommu_socket.try_clone()?];
+        let mut iommu_front = Frontend::new(iommu_socket, ANSWER);
+        let iommu = start_iommu(&mut iommu_front, &ram, notify, lazy, alive.into())
+            .context("setting up the virtio-iommu")?;
+        let domain = if lazy { iommu.lazy_domain() } else { iommu.domain() };
+        let domain = domain.context("making a domain")?;
+        if domain.is_lazy() != lazy {
+            bail!("the virtio-iommu knows no lazy domains");
+        }
+        let front = Frontend::new(socket, ANSWER);
+        Ok(Behind { iommu, domain, front, _iommu_front: iommu_front, sockets, peer, ram })
+    }
+
+    /// Settles on just these features with the device, `what`ever it is, and shares the memory with it.
+    pub(crate) fn agree(
+        &mut self,
+        features: u64,
+        protocol: ProtocolFeatures,
+        what: &str,
+    ) -> Result<()> {
+        let agreed = self.front.negotiate(features, protocol);
+        let agreed = agreed.with_context(|| format!("agreeing with the {what}"))?;
+        if agreed != features {
+            bail!("the {what} lacks features: {:#x} of {features:#x}", agreed & features);
+        }
+        let memory = [(self.ram.region(), self.ram.fd())];
+        self.front.set_mem_table(&memory).context("sharing memory")
+    }
+
+    /// Ends it in order, once the rings were stopped and all buffers unmapped: gives the memory of the rings
+    /// back, and hangs up.
+    pub(crate) fn hang_up(&mut self, rings: Vec<RingMemory>, dma: Option<&Dma>) -> Result<()> {
+        for ring in rings {
+            if let RingMemory::Mapped(coherent) = ring {
+                coherent.free().context("unmapping a ring")?;
+            }
+        }
+        if let Some(pools) = dma.and_then(Dma::pools) {
+            // While the IOMMU is there to unmap them.
+            pools.trim();
+        }
+        if dma.is_some_and(|dma| dma.effective_policy() != Policy::Off) {
+            self.domain.detach(ENDPOINT).context("detaching the device")?;
+        }
+        for socket in &self.sockets {
+            socket.shutdown(Shutdown::Both).context("hanging up")?;
+        }
+        Ok(())
+    }
+}
+
+/// Addresses of a ring's areas, at these offsets from an address.
+pub(crate) fn ring_addresses(base: u64, offsets: [usize; 3]) -> RingAddresses {
+    let [desc, avail, used] = offsets.map(|at| base + at as u64);
+    RingAddresses { desc, avail, used, log: None }
+}
 
 /// Starts a ring of a device.
 pub(crate) fn start_ring(
@@ -75,7 +202,7 @@ impl Transport for Events {
 }
 
 /// Brings the driver up; `lazy`: with lazy domains, if the device knows them. `socket` is hung up when the device process is gone.
-pub(crate) fn start_iommu(
+fn start_iommu(
     front: &mut Frontend,
     ram: &Arc<GuestRam>,
     notify: Notify,
@@ -101,12 +228,7 @@ pub(crate) fn start_iommu(
     let buffers = RamPart::carve(ram, Driver::buffer_bytes(IOMMU_RING, &config), PAGE)?;
     let events = Arc::new(Events { kick: event::new()?, call: event::new()?, socket });
     let user = ram.user_addr() + (rings.gpa() - ram.gpa());
-    let addresses = RingAddresses {
-        desc: user,
-        avail: user + areas.avail as u64,
-        used: user + areas.used as u64,
-        log: None,
-    };
+    let addresses = ring_addresses(user, [0, areas.avail, areas.used]);
     start_ring(front, 0, IOMMU_RING, &addresses, events.kick.as_fd(), Some(events.call.as_fd()))?;
     let driver = Driver::new(
         events,

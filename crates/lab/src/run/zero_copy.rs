@@ -4,16 +4,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use ringfence_dma::{Direction, OsThreadClock, PoolBuffer, ThreadClock};
-use ringfence_drivers::{
-    blk::{Done, DriverQueue},
-    ram::PagedBuffer,
-};
+use ringfence_drivers::{blk::DriverQueue, ram::PagedBuffer};
 use ringfence_mem::HostSlice;
 use ringfence_virtq::blk;
 
 use super::{
-    link::Dma,
-    path::{Completed, Path},
+    path::{Completed, Path, place, reap, transfer},
+    space::Dma,
 };
 use crate::workload::Op;
 
@@ -65,6 +62,7 @@ impl Timed {
 
 struct Taken {
     memory: PoolBuffer,
+    kind: blk::Kind,
     /// How many bytes an answer must say were written.
     written: u64,
     /// The job's buffer, while the request is under way.
@@ -83,18 +81,14 @@ impl Path for ZeroCopyPath {
     }
 
     fn take(&mut self, op: Op, len: u32, token: u32) -> Result<()> {
-        let len = u64::from(len);
-        let (direction, written) = match op {
-            Op::Read => (Direction::FromDevice, len + 1),
-            Op::Write => (Direction::ToDevice, 1),
+        let direction = match op {
+            Op::Read => Direction::FromDevice,
+            Op::Write => Direction::ToDevice,
         };
-        let memory = self.timed.call(|| self.dma.take_buffer(len, direction));
+        let (kind, written) = transfer(op, len.into());
+        let memory = self.timed.call(|| self.dma.take_buffer(len.into(), direction));
         let memory = memory.context("a buffer of the pools")?;
-        let at = token as usize;
-        if self.taken.len() <= at {
-            self.taken.resize_with(at + 1, || None);
-        }
-        self.taken[at] = Some(Taken { memory, written, own: None });
+        *place(&mut self.taken, token) = Some(Taken { memory, kind, written, own: None });
         Ok(())
     }
 
@@ -111,16 +105,12 @@ impl Path for ZeroCopyPath {
         }
     }
 
-    fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
-        let kind = match op {
-            Op::Read => blk::Kind::In,
-            Op::Write => blk::Kind::Out,
-        };
+    fn submit(&mut self, _op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
         let Some(Some(taken)) = self.taken.get_mut(token as usize) else {
             bail!("a request without memory");
         };
         let segments = taken.memory.segments();
-        self.queue.submit(kind, offset / blk::SECTOR, segments, token.into())?;
+        self.queue.submit(taken.kind, offset / blk::SECTOR, segments, token.into())?;
         taken.own = Some(buffer);
         Ok(())
     }
@@ -131,16 +121,11 @@ impl Path for ZeroCopyPath {
     }
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        while let Some(Done { token, ok, written }) = self.queue.reap()? {
-            let taken = self.taken.get_mut(token as usize).and_then(Option::as_mut);
-            let wanted = taken.as_ref().map(|taken| taken.written);
-            let Some(buffer) = taken.and_then(|taken| taken.own.take()) else {
-                bail!("an answer to no request");
-            };
-            let ok = ok && Some(u64::from(written)) == wanted;
-            into.push(Completed { token: token as u32, buffer, ok });
-        }
-        Ok(())
+        let taken = &mut self.taken;
+        reap(&mut self.queue, into, |at| {
+            let taken = taken.get_mut(at)?.as_mut()?;
+            Some((taken.own.take()?, taken.written))
+        })
     }
 
     fn wait(&mut self) -> Result<()> {

@@ -5,13 +5,14 @@ use std::{process::ExitCode, time::Duration};
 use anyhow::Result;
 use clap::Args;
 use ringfence_lab::{
-    bench::bounce::{self, Options, Part, list, pool, seed, table},
+    bench::bounce::{self, Options, Part, list, pool, seed, seed::Op, table},
+    list::number,
     run::Notify,
 };
 
-use super::show;
+use super::show_rows;
 use crate::lab::{
-    list::{List, list},
+    list::{List, list, time},
     session::{Begun, Session},
 };
 
@@ -85,41 +86,16 @@ impl std::str::FromStr for Size {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Size, String> {
-        let (digits, unit) = match text.to_ascii_lowercase() {
-            text if text.ends_with('k') => (text[..text.len() - 1].to_owned(), 1 << 10),
-            text if text.ends_with('m') => (text[..text.len() - 1].to_owned(), 1 << 20),
-            text => (text, 1),
-        };
-        let bytes = digits.parse::<u32>().ok().and_then(|digits| digits.checked_mul(unit));
+        let bytes = number(text, "size", ("km", 1 << 10), 512..=1 << 20);
         match bytes {
-            Some(bytes) if (512..=1 << 20).contains(&bytes) && bytes.is_multiple_of(512) => {
-                Ok(Size(bytes))
-            }
+            Ok(bytes) if bytes.is_multiple_of(512) => Ok(Size(bytes as u32)),
             _ => Err(format!("{text:?} is no size: a multiple of 512 from 512 to 1m")),
         }
     }
 }
 
-/// Which way data goes.
-#[derive(Clone, Copy, PartialEq)]
-struct Op(seed::Op);
-
-impl std::str::FromStr for Op {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Op, String> {
-        let found = [seed::Op::Read, seed::Op::Write].into_iter().find(|op| op.name() == name);
-        found.map(Op).ok_or_else(|| format!("{name:?} is no way for data: there are read, write"))
-    }
-}
-
 fn parse_runtime(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "a number of seconds, such as 1 or 0.2")?;
-    if (0.01..=3600.0).contains(&seconds) {
-        Ok(Duration::from_secs_f64(seconds))
-    } else {
-        Err("from 0.01 to 3600 seconds".to_owned())
-    }
+    time(text, ("seconds", 1.0), "1 or 0.2", 0.01..=3600.0)
 }
 
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {
@@ -139,7 +115,7 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {
         options.pool.sizes = sizes.iter().map(|size| size.0 as usize).collect();
     }
     if let Some(List(ops)) = arguments.op {
-        options.seed.ops = ops.into_iter().map(|op| op.0).collect();
+        options.seed.ops = ops;
     }
     if let Some(runtime) = arguments.runtime {
         options.seed.runtime = runtime;
@@ -148,11 +124,7 @@ pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {
         (options.list.budget, options.pool.budget) = (budget, budget);
     }
     let benchmark = bounce::run(&options, &stop)?;
-    let measured = !benchmark.rows.is_empty();
-    show(benchmark, measured, json, progress, |benchmark| match measured {
-        true => table::render(benchmark),
-        false => String::new(),
-    })
+    show_rows(benchmark, json, progress, table::render)
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use ringfence_lab::bench::iotlb::{
     table,
 };
 
-use super::{or, show};
+use super::{or, show_rows};
 use crate::lab::{
     list::{List, list},
     session::{Begun, Session},
@@ -79,7 +79,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let Begun { json, progress, stop } = arguments.session.begin()?;
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
-        entries: or(&arguments.entries, &Entries::DEFAULTS),
+        entries: or(&arguments.entries, Entries::DEFAULTS),
         pages: or(&arguments.page, Page::ALL),
         orders: or(&arguments.order, Order::ALL),
         merges: or(&arguments.merge, Merge::ALL),
@@ -90,9 +90,5 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
         progress,
     };
     let benchmark = iotlb::run(&options, &stop)?;
-    let measured = !benchmark.rows.is_empty();
-    show(benchmark, measured, json, progress, |benchmark| match measured {
-        true => table::render(benchmark),
-        false => String::new(),
-    })
+    show_rows(benchmark, json, progress, table::render)
 }

@@ -10,7 +10,7 @@ use ringfence_lab::bench::map::{
     table,
 };
 
-use super::{or, show};
+use super::{or, show_rows};
 use crate::lab::{
     list::{List, list},
     session::{Begun, Session},
@@ -79,17 +79,13 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
         ops: or(&arguments.op, Op::ALL),
-        batches: or(&arguments.batch, &Batch::DEFAULTS),
+        batches: or(&arguments.batch, Batch::DEFAULTS),
         orders: or(&arguments.order, Order::ALL),
-        lives: or(&arguments.live, &Live::DEFAULTS),
+        lives: or(&arguments.live, Live::DEFAULTS),
         repeat: arguments.repeat,
         budget: arguments.budget.unwrap_or(DEFAULT_BUDGET),
         progress,
     };
     let benchmark = map::run(&options, &stop)?;
-    let measured = !benchmark.rows.is_empty();
-    show(benchmark, measured, json, progress, |benchmark| match measured {
-        true => table::render(benchmark),
-        false => String::new(),
-    })
+    show_rows(benchmark, json, progress, table::render)
 }

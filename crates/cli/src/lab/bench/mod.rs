@@ -7,7 +7,11 @@ mod map;
 mod net;
 mod pin;
 
-use std::{process::ExitCode, sync::atomic::Ordering, time::Duration};
+use std::{
+    process::ExitCode,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
 
 use anyhow::Result;
 use clap::{Args, Subcommand};
@@ -20,15 +24,16 @@ use ringfence_lab::{
             peers::Implementation,
         },
     },
+    list::{PLAIN, number},
     placement,
     progress::{Kind, Progress},
 };
 
 use crate::lab::{
-    list::{List, list},
-    session::{Begun, Session, same_place},
+    list::{List, list, time},
+    session::{Begun, Session, conclude, untold},
 };
-use crate::output::{Output, print};
+use crate::output::Output;
 
 /// What can be measured.
 #[derive(Subcommand)]
@@ -149,20 +154,12 @@ impl std::str::FromStr for Threads {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Threads, String> {
-        match text.parse() {
-            Ok(n) if (1..=64).contains(&n) => Ok(Threads(n)),
-            _ => Err(format!("{text:?} is no number of threads from 1 to 64")),
-        }
+        number(text, "number of threads", PLAIN, 1..=64).map(|n| Threads(n as usize))
     }
 }
 
 fn parse_budget(text: &str) -> Result<Duration, String> {
-    let ms: f64 = text.parse().map_err(|_| "a number of milliseconds, such as 8 or 0.5")?;
-    if (0.1..=60_000.0).contains(&ms) {
-        Ok(Duration::from_secs_f64(ms / 1e3))
-    } else {
-        Err("from 0.1 to 60000 milliseconds".to_owned())
-    }
+    time(text, ("milliseconds", 1e3), "8 or 0.5", 0.1..=60_000.0)
 }
 
 pub(crate) fn run(bench: Bench) -> Result<ExitCode> {
@@ -183,10 +180,10 @@ fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
     let Begun { json, progress, stop } = arguments.session.begin()?;
 
     let options = Options {
-        implementations: or(&arguments.allocator, &Implementation::ALL),
-        lives: or(&arguments.live, &Live::DEFAULTS),
-        sizes: or(&arguments.sizes, &Size::DEFAULTS),
-        patterns: or(&arguments.pattern, &Pattern::ALL),
+        implementations: or(&arguments.allocator, Implementation::ALL),
+        lives: or(&arguments.live, Live::DEFAULTS),
+        sizes: or(&arguments.sizes, Size::DEFAULTS),
+        patterns: or(&arguments.pattern, Pattern::ALL),
         all: chosen,
         threads: arguments.threads.0.iter().map(|threads| threads.0).collect(),
         repeat: arguments.repeat,
@@ -198,7 +195,7 @@ fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
     // First, as it is short and may refuse its options.
     let placement = arguments.placement.as_deref();
     let placements = match placement {
-        Some(_) => Some(measure_placements(arguments, progress)?),
+        Some(_) => Some(measure_placements(arguments, progress, &stop)?),
         None => None,
     };
     let mut benchmark = match placement {
@@ -242,19 +239,30 @@ fn show(
         });
     }
     let json = json.map_or(Ok(()), |output| output.write(&benchmark.json()));
-    // Warnings were told at the beginning, unless that went elsewhere than the table does.
-    if progress != Kind::Silent && same_place() {
-        benchmark.warnings.clear();
-    }
-    let shown = if table { print(&render(&benchmark)) } else { Ok(()) };
-    for line in &verdict {
-        eprintln!("{line}");
-    }
-    json.and(shown)?;
-    Ok(if verdict.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    benchmark.warnings = untold(benchmark.warnings, progress);
+    let shown = if table { render(&benchmark) } else { String::new() };
+    conclude(&shown, &verdict, json)
 }
 
-fn measure_placements(arguments: &Arguments, kind: Kind) -> Result<Vec<placement::Row>> {
+/// As [`show`]; without rows no text is printed.
+fn show_rows(
+    benchmark: Benchmark,
+    json: Option<Output>,
+    progress: Kind,
+    render: fn(&Benchmark) -> String,
+) -> Result<ExitCode> {
+    let measured = !benchmark.rows.is_empty();
+    show(benchmark, measured, json, progress, |benchmark| match measured {
+        true => render(benchmark),
+        false => String::new(),
+    })
+}
+
+fn measure_placements(
+    arguments: &Arguments,
+    kind: Kind,
+    stop: &AtomicBool,
+) -> Result<Vec<placement::Row>> {
     let defaults = placement::Options::default();
     let options = placement::Options {
         aperture_bits: arguments.aperture,
@@ -264,12 +272,12 @@ fn measure_placements(arguments: &Arguments, kind: Kind) -> Result<Vec<placement
     };
     let (steps, expected) = placement::plan(&options);
     let progress = Progress::new(kind, steps, expected);
-    let rows = placement::measure(&options, &progress);
+    let rows = placement::measure(&options, &progress, stop);
     progress.finish();
     rows
 }
 
 /// What was asked for, or all of it.
-fn or<T: Clone>(list: &Option<List<T>>, all: &[T]) -> Vec<T> {
-    list.as_ref().map_or(all, |list| &list.0).to_vec()
+fn or<T: Clone>(list: &Option<List<T>>, all: impl AsRef<[T]>) -> Vec<T> {
+    list.as_ref().map_or(all.as_ref(), |list| &list.0).to_vec()
 }

@@ -12,7 +12,7 @@ use ringfence_lab::bench::net::{
 
 use super::show;
 use crate::lab::{
-    list::{List, list},
+    list::{List, list, time},
     session::{Begun, Session},
 };
 
@@ -83,11 +83,7 @@ pub(crate) struct Arguments {
 }
 
 pub(super) fn parse_seconds(text: &str) -> Result<f64, String> {
-    let seconds: f64 = text.parse().map_err(|_| "a number of seconds, such as 1 or 0.2")?;
-    match (0.01..=3600.0).contains(&seconds) {
-        true => Ok(seconds),
-        false => Err("from 0.01 to 3600 seconds".to_owned()),
-    }
+    time(text, ("seconds", 1.0), "1 or 0.2", 0.01..=3600.0).map(|time| time.as_secs_f64())
 }
 
 pub(super) fn run(arguments: Arguments) -> Result<ExitCode> {

@@ -10,7 +10,7 @@ use ringfence_lab::bench::pin::{
     runs, table,
 };
 
-use super::{or, show};
+use super::{or, show_rows};
 use crate::lab::{
     list::{List, list},
     session::{Begun, Session},
@@ -85,26 +85,18 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let Begun { json, progress, stop } = arguments.session.begin()?;
     if let Some(traces) = &arguments.runs {
         let benchmark = runs::run(traces, progress, &stop)?;
-        let measured = !benchmark.rows.is_empty();
-        return show(benchmark, measured, json, progress, |benchmark| match measured {
-            true => table::render_runs(benchmark),
-            false => String::new(),
-        });
+        return show_rows(benchmark, json, progress, table::render_runs);
     }
     let options = Options {
         implementations: or(&arguments.implementations, Implementation::ALL),
-        pages: or(&arguments.pages, &Pages::DEFAULTS),
+        pages: or(&arguments.pages, Pages::DEFAULTS),
         backings: or(&arguments.memory, Backing::ALL),
         backings_named: arguments.memory.is_some(),
-        lists: or(&arguments.list, &PageList::ALL),
+        lists: or(&arguments.list, PageList::ALL),
         repeat: arguments.repeat,
         budget: arguments.budget.unwrap_or(DEFAULT_BUDGET),
         progress,
     };
     let benchmark = pin::run(&options, &stop)?;
-    let measured = !benchmark.rows.is_empty();
-    show(benchmark, measured, json, progress, |benchmark| match measured {
-        true => table::render(benchmark),
-        false => String::new(),
-    })
+    show_rows(benchmark, json, progress, table::render)
 }

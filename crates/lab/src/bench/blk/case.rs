@@ -1,7 +1,5 @@
 //! What is measured: what requests do, how many at a time, and by what addresses.
 
-use std::{fmt, str::FromStr};
-
 use crate::load::{
     blk::{self, BLOCK, MOST_DEPTH, MOST_QUEUES},
     net::Addressing,
@@ -9,11 +7,17 @@ use crate::load::{
 use serde_json::{Map, Value};
 
 pub use crate::bench::net::case::{Entry, Ring};
-use crate::bench::{iotlb::params::named, net::object};
+use crate::{
+    bench::{
+        net::case::{addresses, addressing_params},
+        row::object,
+    },
+    list::{PLAIN, counted, named},
+};
 
 named! {
     /// A part of the benchmark.
-    Part, "part":
+    Part, "{:?} is no part: there are {}":
     /// The IOTLB is there, but the driver does not ask for an IOMMU.
     Off = "off",
     /// Buffers are mapped once.
@@ -30,41 +34,21 @@ named! {
 
 named! {
     /// What requests do.
-    Kind, "kind":
+    Kind, "{:?} is no kind: there are {}":
     /// They read.
     Read = "read",
     /// They write.
     Write = "write",
 }
 
-/// How many requests are in flight in each queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Depth(pub usize);
-
-/// How many queues there are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Queues(pub u16);
-
-/// A number of a range, by its name.
-fn number(text: &str, what: &str, most: usize) -> Result<usize, String> {
-    let found = text.parse().ok().filter(|n| (1..=most).contains(n));
-    found.ok_or_else(|| format!("{text:?} is no {what} from 1 to {most}"))
+counted! {
+    /// How many requests are in flight in each queue.
+    Depth(usize), "number of requests", PLAIN, 1..=MOST_DEPTH as u64
 }
 
-impl FromStr for Depth {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Depth, String> {
-        number(text, "number of requests", MOST_DEPTH).map(Depth)
-    }
-}
-
-impl FromStr for Queues {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Queues, String> {
-        number(text, "number of queues", MOST_QUEUES.into()).map(|n| Queues(n as u16))
-    }
+counted! {
+    /// How many queues there are.
+    Queues(u16), "number of queues", PLAIN, 1..=MOST_QUEUES.into()
 }
 
 /// One contest between processes.
@@ -111,15 +95,7 @@ impl Case {
             Some(false) => return "unconfined".to_owned(),
             None => {}
         }
-        match self.addressing {
-            Addressing::Physical => "off".to_owned(),
-            Addressing::Static { entry, mergeable } => {
-                let kind = if mergeable { "mergeable" } else { "unmergeable" };
-                format!("{}/{kind}", Entry(entry))
-            }
-            Addressing::Fresh { push: false } => "dynamic/asked".to_owned(),
-            Addressing::Fresh { push: true } => "dynamic/pushed".to_owned(),
-        }
+        addresses(self.addressing).replace(' ', "/")
     }
 
     pub(super) fn name(&self) -> String {
@@ -148,15 +124,7 @@ impl Case {
             params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
         }
         params.extend(self.sandbox.map(|on| ("sandbox".to_owned(), on.into())));
-        match self.addressing {
-            Addressing::Physical => {}
-            Addressing::Static { entry, mergeable } => {
-                params.extend(object([("entry", entry.into()), ("mergeable", mergeable.into())]));
-            }
-            Addressing::Fresh { push } => {
-                params.extend(object([("entry", 4096.into()), ("pushed", push.into())]));
-            }
-        }
+        params.extend(addressing_params(self.addressing));
         params
     }
 
@@ -267,12 +235,6 @@ impl Choice {
             }
         };
         self.parts.iter().flat_map(of)
-    }
-}
-
-impl fmt::Display for Depth {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
     }
 }
 

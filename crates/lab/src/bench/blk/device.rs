@@ -11,11 +11,11 @@ use crate::load::blk::{Content, Tally};
 use anyhow::{Context, Result};
 
 use super::{
-    Measured, Outcome,
+    Outcome,
     case::{Case, Kind},
     load::Driver,
 };
-use crate::bench::{ping, process::Process, threads};
+use crate::bench::{ping, process::Process, threads, window::Measured};
 
 /// Blocks of a disk: 16 MiB, which the page cache holds. The less of the processor's own caches they
 /// take, the more of the time is the back end's.

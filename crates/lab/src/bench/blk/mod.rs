@@ -36,17 +36,15 @@ use anyhow::Result;
 use self::{
     case::{Case, Choice, Part},
     device::{BLOCKS, Device, Places},
-    load::Window,
 };
 use super::{
     Benchmark,
-    net::{Folder, object},
-    rounds, threads,
+    process::Folder,
+    rounds,
+    row::object,
+    window::{self, Measured},
 };
-use crate::{
-    progress::{Kind as Show, Progress},
-    run::Usage,
-};
+use crate::{progress::Kind as Show, run::Usage};
 
 /// What a measurement takes beside its window.
 const OVERHEAD: Duration = Duration::from_millis(14);
@@ -65,14 +63,6 @@ pub struct Options {
     pub window: Duration,
     /// How to show progress.
     pub progress: Show,
-}
-
-/// One window of a round, or why there is none.
-#[derive(Clone, Debug)]
-struct Measured {
-    window: Result<Window, String>,
-    /// Round trip of a cache line before and after, nanoseconds.
-    ping: [Option<f64>; 2],
 }
 
 /// What was measured of a case.
@@ -97,13 +87,12 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     if cases.is_empty() && !path {
         return Err(Usage("there is nothing to measure".into()).into());
     }
-    let cpus = threads::cpus();
-    let cpus = [cpus[0], *cpus.last().expect("at least one")];
     let temporary = std::env::temp_dir();
     let memory = Some(Path::new("/dev/shm")).filter(|at| at.is_dir()).unwrap_or(&temporary);
     let read = options.folder.as_deref().unwrap_or(&temporary);
     let written = options.folder.as_deref().unwrap_or(memory);
     let mut benchmark = Benchmark::new("blk", options.repeat);
+    let cpus = window::cpus(&mut benchmark);
     benchmark.settings = object([
         ("window_s", options.window.as_secs_f64().into()),
         ("block_bytes", BLOCK.into()),
@@ -113,19 +102,11 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         ("backend_cpu", cpus[0].into()),
         ("driver_cpu", cpus[1].into()),
     ]);
-    if cpus[0] == cpus[1] {
-        let why = "there is one CPU only: driver and back end take turns, and figures mean little";
-        benchmark.warnings.push(why.to_owned());
-    }
     let folder = Folder::new()?;
     let places = Places::new(&folder.0, read, written)?;
     let total = u64::from(options.repeat) * cases.len() as u64;
     let step = options.window + OVERHEAD;
-    let expected = step * u32::try_from(total).unwrap_or(u32::MAX);
-    let progress = Progress::new(options.progress, total, expected);
-    for warning in &benchmark.warnings {
-        progress.note(&format!("warning: {warning}"));
-    }
+    let progress = window::progress(options.progress, total, step, &benchmark);
     let mut outcomes = Vec::new();
     for contest in cases.chunk_by(|a, b| a.off() == b.off()) {
         let mut devices: Vec<Device> =

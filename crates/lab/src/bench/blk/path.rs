@@ -6,13 +6,11 @@
 //! (`off`), and with it. So the difference of the first two is what it costs that the IOTLB is there.
 
 use std::{
-    fs::File,
     os::fd::AsFd,
     sync::{Arc, atomic::AtomicBool},
     time::{Duration, Instant},
 };
 
-use crate::load::blk::BLOCK;
 use anyhow::{Context, Result, ensure};
 use ringfence_devices::{
     blk::request::{self, Action, Limits},
@@ -27,10 +25,18 @@ use ringfence_virtq::{
     blk::{self, HEADER_BYTES, SECTOR, Status},
     device, driver,
 };
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::case::Kind;
-use crate::bench::{Benchmark, Row, clock::Clock, net::object, net::rows::value, rounds::Rounds};
+use crate::{
+    bench::{
+        Benchmark, Row,
+        clock::Clock,
+        rounds::Rounds,
+        row::{object, value},
+    },
+    load::blk::BLOCK,
+    memory,
+};
 
 /// Requests that are taken at once, and descriptors of the ring.
 const BURST: usize = 32;
@@ -208,10 +214,9 @@ impl<T: Way> Timed for Rig<T> {
 
 /// The disk of all.
 fn disk() -> Result<Arc<Ram>> {
-    let file = memfd_create("bench", MemfdFlags::CLOEXEC).context("a file in memory")?;
     let len = BLOCKS * BLOCK as u64;
-    ftruncate(&file, len).context("a file in memory")?;
-    Ok(Arc::new(Ram::map(File::from(file).as_fd(), len).context("a disk in memory")?))
+    let file = memory::file("bench", len)?;
+    Ok(Arc::new(Ram::map(file.as_fd(), len).context("a disk in memory")?))
 }
 
 /// Where a page of requests lies for a device with an IOMMU: no two lead on from each other.
@@ -305,7 +310,7 @@ pub(super) fn measure(
                 ]),
                 ns_per_op: interval,
                 ratio_to_ringfence: (!rounds.is_empty()).then_some(1.0),
-                note: rounds.is_empty().then(|| "not measured: interrupted".to_owned()),
+                note: rounds.missing(None),
                 figures: object([
                     ("ratio_to_without", value(base.ratio_to(&rounds))),
                     ("rounds", rounds.len().into()),
@@ -336,7 +341,7 @@ mod tests {
     fn each_way_has_a_row_and_what_it_reads_is_what_is_on_the_disk() {
         let mut benchmark = Benchmark::new("blk", 2);
         let (how, stop) = ((2, Duration::from_micros(300)), AtomicBool::new(false));
-        measure(&mut benchmark, Kind::ALL, how, &stop, |_| ()).unwrap();
+        measure(&mut benchmark, &Kind::ALL, how, &stop, |_| ()).unwrap();
         assert_eq!(benchmark.rows.len(), 6);
         assert!(benchmark.rows.iter().all(|row| row.ns_per_op.median.is_some()));
 

@@ -1,13 +1,12 @@
 //! What the rounds tell.
 
-use super::{Measured, Outcome, load::Window};
+use super::Outcome;
 use crate::bench::{
     Benchmark, Row,
-    net::{
-        object,
-        rows::{FULL_SHARE, Figures, interval, ratio, value},
+    row::{object, value},
+    window::{
+        self, FULL_SHARE, Measured, Window, failures, figures, interval, messages_per, ratio,
     },
-    ping,
 };
 
 /// Adds the rows of all cases.
@@ -25,78 +24,35 @@ pub(super) fn fill(benchmark: &mut Benchmark, outcomes: &[Outcome]) {
                 benchmark.errors.push(format!("{name}: {number} {what}"));
             }
         }
-        let failed = windows.iter().filter_map(|measured| measured.window.as_ref().err());
-        benchmark.errors.extend(failed.map(|why| format!("{name}: {why}")));
+        benchmark.errors.extend(failures(windows).map(|why| format!("{name}: {why}")));
         benchmark.rows.push(row(outcome, off.map_or(&[], |off| &off.windows)));
     }
 }
 
-fn windows(of: &[Measured]) -> impl Iterator<Item = &Window> {
-    of.iter().filter_map(|measured| measured.window.as_ref().ok())
-}
-
-fn figures(of: &[Measured], figure: impl Fn(&Window) -> f64) -> Figures {
-    of.iter().map(|measured| Some(figure(measured.window.as_ref().ok()?))).collect()
+/// CPU time of the back end for a request, microseconds.
+fn backend_us(window: &Window) -> f64 {
+    window.backend_share * window.seconds * 1e6 / window.done.max(1) as f64
 }
 
 fn row(outcome: &Outcome, off: &[Measured]) -> Row {
     let Outcome { case, windows: own, tally, wrong_on_disk } = outcome;
-    let rate = figures(own, Window::rate);
-    let time = |measured: &Measured| {
-        let window = measured.window.as_ref().ok()?;
-        // A machine that does other work may leave no time for a request.
-        (window.requests > 0).then(|| 1e9 / window.rate())
-    };
-    let times: Figures = own.iter().map(time).collect();
-    let cpu = figures(own, Window::backend_us);
-    let sum = |count: fn(&Window) -> u64| windows(own).map(count).sum::<u64>();
-    let each = |count| sum(count) as f64 / sum(|window| window.requests).max(1) as f64;
-    let is_short = |window: &&Window| window.driver_share < FULL_SHARE;
-
-    // Where the CPUs were, and how often elsewhere.
-    let pings: Figures = own.iter().flat_map(|measured| measured.ping).collect();
-    let usual = interval(&pings);
-    let elsewhere = |measured: &&Measured| {
-        let differs = |ns: f64| usual.median.is_some_and(|usual| ping::differ(ns, usual));
-        measured.ping.into_iter().flatten().any(differs)
-    };
-    let failed = own.iter().filter_map(|measured| measured.window.as_ref().err());
-    let failed: Vec<&String> = failed.collect();
-    let note = match failed.first() {
-        Some(why) if failed.len() == own.len() => Some(format!("not measured: {why}")),
-        Some(why) => Some(format!("{} of {} windows failed: {why}", failed.len(), own.len())),
-        None => own.is_empty().then(|| "not measured: interrupted".to_owned()),
-    };
-    let mut row = Row {
-        name: case.name(),
-        implementation: "ringfence".to_owned(),
-        params: case.params(),
-        ns_per_op: interval(&times),
-        ratio_to_ringfence: (!own.is_empty() && failed.len() < own.len()).then_some(1.0),
-        note,
-        figures: object([
-            ("requests_per_s", value(interval(&rate))),
-            ("ratio_to_off", value(ratio(&rate, &figures(off, Window::rate)))),
-            ("backend_cpu_us", value(interval(&cpu))),
-            ("cpu_ratio_to_off", value(ratio(&cpu, &figures(off, Window::backend_us)))),
-            ("windows", own.len().into()),
-            ("windows_failed", failed.len().into()),
-            ("windows_short_of_cpu", windows(own).filter(is_short).count().into()),
-            ("windows_placed_elsewhere", own.iter().filter(elsewhere).count().into()),
-            ("ping_ns", value(usual)),
-            ("driver_cpu_share", value(interval(&figures(own, |window| window.driver_share)))),
-            ("backend_cpu_share", value(interval(&figures(own, |window| window.backend_share)))),
-            ("answered", tally.answered().into()),
-            ("wrong", (tally.wrong + wrong_on_disk).into()),
-            ("failed", tally.failed.into()),
-        ]),
-    };
+    let rates = |of: &[Measured]| figures(of, |window| Some(window.rate()));
+    let cpus = |of: &[Measured]| figures(of, |window| Some(backend_us(window)));
+    let (rate, cpu) = (rates(own), cpus(own));
+    let is_short = |window: &Window| window.driver_share < FULL_SHARE;
+    let mut row = window::row(case.name(), "ringfence", case.params(), own, is_short);
+    row.ratio_to_ringfence = window::windows(own).next().map(|_| 1.0);
+    row.figures.extend(object([
+        ("requests_per_s", value(interval(&rate))),
+        ("ratio_to_off", value(ratio(&rate, &rates(off)))),
+        ("backend_cpu_us", value(interval(&cpu))),
+        ("cpu_ratio_to_off", value(ratio(&cpu, &cpus(off)))),
+        ("answered", tally.answered().into()),
+        ("wrong", (tally.wrong + wrong_on_disk).into()),
+        ("failed", tally.failed.into()),
+    ]));
     if case.addressing.translated() {
-        row.figures.extend(object([
-            ("misses_per_request", each(|window| window.misses).into()),
-            ("updates_per_request", each(|window| window.updates).into()),
-            ("invalidations_per_request", each(|window| window.invalidations).into()),
-        ]));
+        row.figures.extend(messages_per(own, "request"));
     }
     row
 }
@@ -110,7 +66,7 @@ mod tests {
     fn measured(requests: u64) -> Measured {
         let window = Window {
             seconds: 2.0,
-            requests,
+            done: requests,
             driver_share: 1.0,
             backend_share: 0.5,
             ..Window::default()

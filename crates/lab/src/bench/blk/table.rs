@@ -1,12 +1,14 @@
 //! The benchmark for a terminal: a block for what requests do, and for each format of rings.
 
-use std::fmt::Write;
-
-use serde_json::Value;
-
-use crate::bench::{
-    Benchmark, Row,
-    table::{block, distinct, half_width, interval, machine, number, optional, text, times, wrap},
+use crate::{
+    bench::{
+        Benchmark, Row,
+        table::{
+            both, count, distinct, figure, groups, headline, once, ratio, section, setting,
+            setting_text, single, text, warnings,
+        },
+    },
+    text::{block, cells, number, wrap},
 };
 
 const ABOUT: &str = "\
@@ -35,81 +37,58 @@ itself. Each figure is the median of windows, each ratio that of the rounds' rat
 
 /// All of it.
 pub fn render(benchmark: &Benchmark) -> String {
-    let setting = |key: &str| benchmark.settings.get(key);
-    let mut out = wrap(&format!(
-        "block back end; disks that are read in {}, that are written in {}; {} rounds of {} s{}; {}",
-        setting("read_folder").and_then(Value::as_str).unwrap_or("?"),
-        setting("written_folder").and_then(Value::as_str).unwrap_or("?"),
-        benchmark.rounds,
-        setting("window_s").and_then(Value::as_f64).map_or("?".into(), number),
-        if benchmark.interrupted { ", interrupted" } else { "" },
-        machine(benchmark),
-    ));
-    let rows = &benchmark.rows;
-    let paths: Vec<&Row> = rows.iter().filter(|row| text(row, "part") == "path").collect();
-    let others = || rows.iter().filter(|row| text(row, "part") != "path");
-    for (ring, kind) in distinct(others(), |row| (text(row, "ring"), text(row, "kind"))) {
-        let of = |row: &Row| text(row, "ring") == ring && text(row, "kind") == kind;
-        let _ = write!(out, "\n{kind}, {ring} ring\n");
-        out.push_str(&contest(&others().filter(|row| of(row)).collect::<Vec<_>>()));
+    let about = format!(
+        "block back end; disks that are read in {}, that are written in {}",
+        setting_text(benchmark, "read_folder"),
+        setting_text(benchmark, "written_folder"),
+    );
+    let each = format!(" of {} s", number(setting(benchmark, "window_s")));
+    let mut out = wrap(&headline(benchmark, &about, &each));
+    let (paths, others): (Vec<&Row>, Vec<&Row>) =
+        benchmark.rows.iter().partition(|row| text(row, "part") == "path");
+    for ((ring, kind), rows) in groups(others, |row| (text(row, "ring"), text(row, "kind"))) {
+        section(&mut out, &format!("{kind}, {ring} ring"), &contest(&rows));
     }
     if !paths.is_empty() {
-        out.push_str("\ndata path, one thread\n");
-        out.push_str(&path(&paths));
+        section(&mut out, "data path, one thread", &path(&paths));
     }
-    let _ = write!(out, "\n{ABOUT}");
-    for note in distinct(rows, |row| row.note.clone()).into_iter().flatten() {
+    out.extend(["\n", ABOUT]);
+    for note in distinct(&benchmark.rows, |row| row.note.clone()).into_iter().flatten() {
         out.push_str(&wrap(&format!("note: {note}")));
     }
-    for warning in &benchmark.warnings {
-        out.push_str(&wrap(&format!("warning: {warning}")));
-    }
+    warnings(&mut out, benchmark);
     out
 }
 
 fn contest(rows: &[&Row]) -> String {
-    let head = ["", "", "kIOPS", "±", "x off", "±", "cpu", "±", "x off", "±", "misses"];
-    let mut lines = vec![head.map(str::to_owned).to_vec()];
-    lines[0].extend(["ping", "±", "short", "moved", "failed"].map(str::to_owned));
-    let mut before = None;
+    let mut lines = vec![cells(&[
+        "", "", "kIOPS", "±", "x off", "±", "cpu", "±", "x off", "±", "misses", "ping", "±",
+        "short", "moved", "failed",
+    ])];
+    let mut before = String::new();
     for row in rows {
         let mut parts = row.name.splitn(4, '/').skip(2);
-        let load = parts.next().unwrap_or_default().to_owned();
-        let addresses = parts.next().unwrap_or_default().replace('/', " ");
-        let label = if before.as_ref() == Some(&load) { String::new() } else { load.clone() };
-        before = Some(load);
-        let mut line = vec![label, addresses];
-        let rate = interval(row, "requests_per_s").scaled(1e-3);
-        let ratio = interval(row, "ratio_to_off");
-        let cpu = interval(row, "backend_cpu_us");
-        let cpu_ratio = interval(row, "cpu_ratio_to_off");
-        for (figure, median) in [
-            (rate, optional(rate.median)),
-            (ratio, times(ratio.median)),
-            (cpu, optional(cpu.median)),
-            (cpu_ratio, times(cpu_ratio.median)),
-        ] {
-            line.extend([median, half_width(figure)]);
-        }
-        let misses = row.figures.get("misses_per_request").and_then(Value::as_f64);
-        line.push(misses.map_or(String::new(), number));
-        let ping = interval(row, "ping_ns");
-        line.extend([optional(ping.median), half_width(ping)]);
-        for key in ["windows_short_of_cpu", "windows_placed_elsewhere", "windows_failed"] {
-            line.push(row.figures.get(key).and_then(Value::as_u64).unwrap_or(0).to_string());
-        }
+        let mut part = || parts.next().unwrap_or_default();
+        let mut line = vec![once(&mut before, part().to_owned()), part().replace('/', " ")];
+        line.extend(figure(row, "requests_per_s", 1e-3));
+        line.extend(ratio(row, "ratio_to_off"));
+        line.extend(figure(row, "backend_cpu_us", 1.0));
+        line.extend(ratio(row, "cpu_ratio_to_off"));
+        line.push(single(row, "misses_per_request").map_or(String::new(), number));
+        line.extend(figure(row, "ping_ns", 1.0));
+        let windows = ["windows_short_of_cpu", "windows_placed_elsewhere", "windows_failed"];
+        line.extend(windows.map(|key| count(row, key).to_string()));
         lines.push(line);
     }
     block(lines)
 }
 
 fn path(rows: &[&Row]) -> String {
-    let mut lines = vec![["", "ns", "±", "x without", "±"].map(str::to_owned).to_vec()];
+    let mut lines = vec![cells(&["", "ns", "±", "x without", "±"])];
     for row in rows {
         let mut line = vec![row.name.replacen("path/", "", 1).replace('/', " ")];
-        let ratio = interval(row, "ratio_to_without");
-        line.extend([optional(row.ns_per_op.median), half_width(row.ns_per_op)]);
-        line.extend([times(ratio.median), half_width(ratio)]);
+        line.extend(both(row.ns_per_op));
+        line.extend(ratio(row, "ratio_to_without"));
         lines.push(line);
     }
     block(lines)

@@ -11,9 +11,15 @@ use ringfence_dma::{Direction, Mapping, Policy};
 use ringfence_drivers::ram::PagedBuffer;
 use ringfence_run::worker::Notify;
 
-use super::{OURS, Part, linear::Linear, object, pool::cpu_time, value};
+use super::{Part, linear::Linear};
 use crate::{
-    bench::{Benchmark, Row, rounds::Rounds},
+    bench::{
+        Benchmark, Row,
+        clock::{cpu_time, fitting},
+        rounds::Rounds,
+        row::{object, value},
+    },
+    list::named,
     progress::{Kind, Progress},
     run::{Bare, Dma},
 };
@@ -44,28 +50,16 @@ impl Default for Options {
     }
 }
 
-/// How a list is bounced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+named! {
+    /// How a list is bounced.
+    Way, "{:?} is no way to bounce a list: there are {}":
     /// All of it in one slot.
-    Whole,
+    Whole = "ringfence",
     /// Each element in a slot of our pools.
-    Each,
-    /// Each element as Linux does it: a slot of a linear pool, mapped for this use and unmapped
-    /// after it, a sync each time.
-    SingleUse,
-}
-
-impl Way {
-    const ALL: [Way; 3] = [Way::Whole, Way::Each, Way::SingleUse];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Way::Whole => OURS,
-            Way::Each => "each",
-            Way::SingleUse => "single-use",
-        }
-    }
+    Each = "each",
+    /// Each element as Linux does it: a slot of a linear pool, mapped for this use and unmapped after it, a
+    /// sync each time.
+    SingleUse = "single-use",
 }
 
 const DIRECTIONS: [(Direction, &str); 2] =
@@ -151,7 +145,7 @@ fn row(way: Way, direction: &str, elements: usize, own: &Taken, ours: &Taken) ->
         ]),
         ns_per_op: own.wall.interval(),
         ratio_to_ringfence: own.wall.ratio_to(&ours.wall).median,
-        note: own.wall.is_empty().then(|| "not measured: interrupted".to_owned()),
+        note: own.wall.missing(None),
         figures: object([
             ("ratio_interval", value(own.wall.ratio_to(&ours.wall))),
             ("thread_cpu_ns", value(own.cpu.interval())),
@@ -264,20 +258,9 @@ impl Bench {
             self.pass(way, direction)?;
         }
         let before = (self.bare.device_cpu_ns(), self.bare.requests());
-        let (begun, cpu) = (Instant::now(), cpu_time());
-        let (mut passes, mut chunk) = (0u64, 1u64);
-        let took = loop {
-            for _ in 0..chunk {
-                self.pass(way, direction)?;
-            }
-            passes += chunk;
-            let took = begun.elapsed();
-            if took >= budget {
-                break took;
-            }
-            let fitting = passes as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
-            chunk = (fitting as u64).clamp(1, chunk * 2);
-        };
+        let cpu = cpu_time();
+        let (passes, took) =
+            fitting(budget, |passes| (0..passes).try_for_each(|_| self.pass(way, direction)))?;
         let each = |ns: f64| ns / passes as f64;
         let cpu = cpu_time().saturating_sub(cpu).as_nanos() as f64;
         let device = self.bare.device_cpu_ns().saturating_sub(before.0) as f64;

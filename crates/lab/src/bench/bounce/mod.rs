@@ -18,71 +18,28 @@ pub mod seed;
 pub mod subject;
 pub mod table;
 
-use std::{
-    fmt,
-    str::FromStr,
-    sync::atomic::{AtomicBool, Ordering},
-};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use ringfence_run::worker::Notify;
-use serde_json::{Map, Value, json};
 
-use super::{Benchmark, Interval};
-use crate::{list::parse, progress::Kind};
+use super::{Benchmark, row::object};
+use crate::{list::named, progress::Kind};
 
 /// What our pools are called, as in every benchmark.
 pub(super) const OURS: &str = "ringfence";
 /// What the linear pool is called.
 pub(super) const PEER: &str = "swiotlb-like";
 
-/// A part of the benchmark.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+named! {
+    /// A part of the benchmark.
+    Part, "no part is called {:?}: there are {}":
     /// Jobs under each policy.
-    Seed,
+    Seed = "seed",
     /// Lists for an untrusted device.
-    List,
+    List = "list",
     /// Pools in one process.
-    Pool,
-}
-
-impl Part {
-    /// All of them, in order.
-    pub const ALL: [Part; 3] = [Part::Seed, Part::List, Part::Pool];
-
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Part::Seed => "seed",
-            Part::List => "list",
-            Part::Pool => "pool",
-        }
-    }
-
-    /// The parts of a list such as `seed,pool`.
-    ///
-    /// # Errors
-    /// A name is none, or the list is empty or names one twice.
-    pub fn parse_list(text: &str) -> Result<Vec<Part>, String> {
-        parse(text, "list of parts")
-    }
-}
-
-impl fmt::Display for Part {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Part {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Part, String> {
-        let names = Part::ALL.map(Part::name).join(", ");
-        let found = Part::ALL.into_iter().find(|part| part.name() == name);
-        found.ok_or_else(|| format!("no part is called {name:?}: there are {names}"))
-    }
+    Pool = "pool",
 }
 
 /// What to measure, and how.
@@ -139,23 +96,16 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     Ok(benchmark)
 }
 
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::list::parse;
 
     #[test]
     fn parts_have_names() {
-        assert_eq!(Part::parse_list("pool,seed"), Ok(vec![Part::Pool, Part::Seed]));
-        let error = Part::parse_list("pools").unwrap_err();
+        assert_eq!(parse::<Part>("pool,seed", "list"), Ok(vec![Part::Pool, Part::Seed]));
+        let error = parse::<Part>("pools", "list").unwrap_err();
         assert!(error.contains("seed, list, pool"), "{error}");
-        assert!(Part::parse_list("pool,pool").is_err() && Part::parse_list("").is_err());
+        assert!(parse::<Part>("pool,pool", "list").is_err() && parse::<Part>("", "list").is_err());
     }
 }

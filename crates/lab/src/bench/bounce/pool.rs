@@ -3,24 +3,28 @@
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context, Result};
-use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     PEER, Part,
     check::check,
     linear::LONGEST,
-    object,
     subject::{Op, Ours, Subject, SwiotlbLike},
 };
 use crate::{
-    bench::{Benchmark, Row, rounds::Rounds, threads},
+    bench::{
+        Benchmark, Row,
+        clock::{cpu_time, fitting},
+        rounds::Rounds,
+        row::{object, value},
+        threads,
+    },
     block::mix,
     progress::{Kind, Progress},
-    report::bytes,
+    text::bytes,
 };
 
 /// Bytes of the linear pool: swiotlb's, if nothing else is asked for.
@@ -184,7 +188,7 @@ impl<'a> Contest<'a> {
             ns_per_op: own.interval(),
             ratio_to_ringfence: ratio.median,
             note: why,
-            figures: object([("ratio_interval", super::value(ratio))]),
+            figures: object([("ratio_interval", value(ratio))]),
         }
     }
 }
@@ -304,42 +308,29 @@ fn slice<S: Subject>(subject: &S, op: Op, size: usize, budget: Duration) -> Opti
     Some(Slice { passes, wall, cpu: cpu_time().saturating_sub(begun) })
 }
 
-/// At least one pass; the time is looked at 64 times or so.
+/// At least one pass.
 fn passes<S: Subject>(
     subject: &S,
     op: Op,
     buffer: &mut Vec<u8>,
     budget: Duration,
 ) -> Option<(u64, Duration)> {
-    let begun = Instant::now();
-    let (mut passes, mut chunk) = (0u64, 1u64);
-    loop {
+    let passes = |count| {
         // A loop for each: the choice is no part of an operation.
         if op == Op::Take {
-            for _ in 0..chunk {
-                subject.take(buffer.len()).then_some(())?;
+            for _ in 0..count {
+                subject.take(buffer.len()).then_some(()).ok_or(())?;
             }
         } else {
-            for _ in 0..chunk {
+            for _ in 0..count {
                 let len = buffer.len();
-                let held = subject.begin(std::mem::take(buffer), op)?;
-                *buffer = subject.end(held, op, len)?;
+                let held = subject.begin(std::mem::take(buffer), op).ok_or(())?;
+                *buffer = subject.end(held, op, len).ok_or(())?;
             }
         }
-        passes += chunk;
-        let took = begun.elapsed();
-        if took >= budget {
-            return Some((passes, took));
-        }
-        let fitting = passes as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
-        chunk = (fitting as u64).clamp(1, chunk * 2);
-    }
-}
-
-/// What this thread has had of its CPU.
-pub(in crate::bench) fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+        Ok::<(), ()>(())
+    };
+    fitting(budget, passes).ok()
 }
 
 #[cfg(test)]

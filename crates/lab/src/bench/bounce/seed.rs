@@ -6,11 +6,16 @@ use anyhow::{Context, Result};
 use ringfence_dma::Policy;
 use ringfence_run::worker::Notify;
 
-use super::{Part, object, value};
+use super::Part;
 use crate::{
     allocators::AllocatorKind,
-    bench::{Benchmark, Row as BenchRow, rounds::Rounds},
+    bench::{
+        Benchmark, Row as BenchRow,
+        rounds::Rounds,
+        row::{object, value},
+    },
     job::{Job, JobFile},
+    list::named,
     progress::Kind,
     report::{PolicyRounds, Sample},
     run::{self, DiskChoice, Row, compare_rounds, space::Space, tuning::Tuning},
@@ -33,23 +38,13 @@ pub(super) const ROWS: [Row; 7] = [
 /// The policy that `ratio_to_ringfence` refers to.
 const OURS: Policy = Policy::Auto;
 
-/// Which way the data goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Op {
+named! {
+    /// Which way the data goes, as fio calls it.
+    Op, "{:?} is no way for data: there are {}":
     /// Sequential reads.
-    Read,
+    Read = "read",
     /// Sequential writes.
-    Write,
-}
-
-impl Op {
-    /// Its name, as fio has it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Op::Read => "read",
-            Op::Write => "write",
-        }
-    }
+    Write = "write",
 }
 
 /// What to measure, and how.

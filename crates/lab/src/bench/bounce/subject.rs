@@ -13,37 +13,24 @@ use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 
 use super::linear::{LONGEST, Linear, SLOT};
+use crate::list::named;
 
-/// What is done with a buffer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Op {
+named! {
+    /// What is done with a buffer.
+    Op, "{:?} is nothing that is done with a buffer: there are {}":
     /// A slot is taken and given back, and nothing copied.
-    Take,
+    Take = "take",
     /// The device reads: copied in.
-    ToDevice,
+    ToDevice = "to",
     /// The device writes all of it, and says so: copied back.
-    FromDevice,
+    FromDevice = "from",
     /// The device writes, and nobody knows how much: copied in, and back.
-    Preloaded,
+    Preloaded = "preloaded",
     /// Copied in, and back.
-    Both,
+    Both = "both",
 }
 
 impl Op {
-    /// All of them.
-    pub const ALL: [Op; 5] = [Op::Take, Op::ToDevice, Op::FromDevice, Op::Preloaded, Op::Both];
-
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Op::Take => "take",
-            Op::ToDevice => "to",
-            Op::FromDevice => "from",
-            Op::Preloaded => "preloaded",
-            Op::Both => "both",
-        }
-    }
-
     /// What it does, in a few words.
     pub const fn about(self) -> &'static str {
         match self {

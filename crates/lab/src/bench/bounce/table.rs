@@ -1,52 +1,46 @@
 //! The benchmark for a terminal: a block for each part, size and direction.
 
-use std::fmt::Write;
-
-use serde_json::Value;
-
 use super::{OURS, PEER, Part, subject::Op};
 use crate::{
     bench::{
-        Benchmark, Interval, Row,
+        Benchmark, Row,
         table::{
-            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
+            both, count, distinct, figure, groups, headline, interval, once, ratio, section,
+            setting_text, text, warnings,
         },
     },
-    report::bytes,
+    text::{block, bytes, cells, dash, number, optional, wrap},
 };
 
 /// All of it.
 pub fn render(benchmark: &Benchmark) -> String {
-    let mut out = wrap(&headline(benchmark));
+    let about = format!("bounce pools; --notify {}", setting_text(benchmark, "notify"));
+    let mut out = wrap(&headline(benchmark, &about, ""));
     for part in Part::ALL {
         let name = part.name();
         let rows: Vec<&Row> =
             benchmark.rows.iter().filter(|row| text(row, "part") == name).collect();
         if !rows.is_empty() {
-            out.push_str(&match part {
-                Part::Seed => seed(&rows),
-                Part::List => list(&rows),
-                Part::Pool => pool(&rows),
-            });
+            let (show, legend): (fn(&mut String, &[&Row]), _) = match part {
+                Part::Seed => (seed, SEED),
+                Part::List => (list, LIST),
+                Part::Pool => (pool, POOL),
+            };
+            show(&mut out, &rows);
+            out.extend(["\n", legend]);
         }
     }
-    for line in notes(&benchmark.rows) {
-        out.push_str(&wrap(&line));
+    // Every note once, and how many rows it is about.
+    let key = |row: &Row| (row.implementation.clone(), text(row, "part"), row.note.clone());
+    for ((implementation, part, note), rows) in groups(&benchmark.rows, key) {
+        let rows =
+            if rows.len() == 1 { "one row".to_owned() } else { format!("{} rows", rows.len()) };
+        if let Some(note) = note {
+            out.push_str(&wrap(&format!("note: {part}, {implementation}: {note} ({rows})")));
+        }
     }
-    for warning in &benchmark.warnings {
-        out.push_str(&wrap(&format!("warning: {warning}")));
-    }
+    warnings(&mut out, benchmark);
     out
-}
-
-fn headline(benchmark: &Benchmark) -> String {
-    format!(
-        "bounce pools; --notify {}; {} rounds{}; {}",
-        benchmark.settings.get("notify").and_then(Value::as_str).unwrap_or("?"),
-        benchmark.rounds,
-        if benchmark.interrupted { ", interrupted" } else { "" },
-        machine(benchmark),
-    )
 }
 
 const SEED: &str = "\
@@ -59,36 +53,42 @@ Seed 004 measured its bounce pools, on its own machine, at 2.8, 4.7, 3.6 and 3.6
 and 128 KiB; a GiB's unmap time at -97, -94, -90 and -87 %, its map time beyond -99 %.
 ";
 
-fn seed(rows: &[&Row]) -> String {
-    let mut out = String::new();
-    for (op, size) in distinct(rows.iter().copied(), |row| (text(row, "op"), count(row, "size"))) {
-        let _ = write!(out, "\nsequential {op}s of {}, 64 deep, one job\n", bytes(size));
-        let mut head = vec!["", "MiB/s", "±", "x strict", "±", "x strict+map", "±", "x off", "±"];
-        head.extend(["map ms/GiB", "%", "unmap ms/GiB", "%", "CPU"]);
-        let mut lines = vec![head.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>()];
-        for row in
-            rows.iter().filter(|row| (text(row, "op"), count(row, "size")) == (op.clone(), size))
-        {
+fn seed(out: &mut String, rows: &[&Row]) {
+    let key = |row: &Row| (text(row, "op"), count(row, "size"));
+    for ((op, size), rows) in groups(rows.iter().copied(), key) {
+        let mut lines = vec![cells(&[
+            "",
+            "MiB/s",
+            "±",
+            "x strict",
+            "±",
+            "x strict+map",
+            "±",
+            "x off",
+            "±",
+            "map ms/GiB",
+            "%",
+            "unmap ms/GiB",
+            "%",
+            "CPU",
+        ])];
+        for row in rows {
             let mut line = vec![row.implementation.clone()];
-            let rate = interval(row, "bandwidth_bytes_per_s").scaled(1.0 / f64::from(1 << 20));
-            line.extend([optional(rate.median), half_width(rate)]);
+            line.extend(figure(row, "bandwidth_bytes_per_s", 1.0 / f64::from(1 << 20)));
             for key in ["ratio_to_strict", "ratio_to_strict_map", "ratio_to_off"] {
-                let ratio = interval(row, key);
-                line.extend([times(ratio.median), half_width(ratio)]);
+                line.extend(ratio(row, key));
             }
-            for (time, change) in [
-                ("map_ns_per_gib", "map_change_percent"),
-                ("unmap_ns_per_gib", "unmap_change_percent"),
-            ] {
-                line.push(optional(interval(row, time).scaled(1e-6).median));
-                line.push(percent(interval(row, change).median));
+            for what in ["map", "unmap"] {
+                let time = interval(row, &format!("{what}_ns_per_gib")).scaled(1e-6);
+                let change = interval(row, &format!("{what}_change_percent"));
+                line.extend([optional(time.median), percent(change.median)]);
             }
             line.push(optional(interval(row, "cpu_ns_per_io").scaled(1e-3).median));
             lines.push(line);
         }
-        out.push_str(&block(lines));
+        let title = format!("sequential {op}s of {}, 64 deep, one job", bytes(size));
+        section(out, &title, &block(lines));
     }
-    out + "\n" + SEED
 }
 
 /// `-97.1`, `+3.0`, or `-`.
@@ -97,7 +97,7 @@ fn percent(change: Option<f64>) -> String {
         Some(change) if change.abs() >= 999.5 => format!("+{}", number(change)),
         Some(change) if change.abs() >= 99.95 => format!("{change:+.0}"),
         Some(change) => format!("{change:+.1}"),
-        None => "-".to_owned(),
+        None => dash(),
     }
 }
 
@@ -110,44 +110,40 @@ and unmapped, nothing is transferred. µs a list: of the wall, of the thread's C
   x           against ringfence; ± is half of a 95 % interval    requests  to the virtio-iommu, a list
 ";
 
-fn list(rows: &[&Row]) -> String {
-    let mut out = String::from("\nlists for an untrusted device, by elements\n");
-    let mut head = vec!["", "elements", "", "wall µs", "±", "x", "±", "thread µs", "device µs"];
-    head.extend(["both µs", "±", "x", "±", "requests"]);
-    let mut lines = vec![head.into_iter().map(str::to_owned).collect::<Vec<_>>()];
-    let mut before = None;
-    for row in rows {
-        let direction = text(row, "direction");
-        let elements = count(row, "elements");
-        let key = Some((direction.clone(), elements));
-        let (direction, elements) = match before == key {
-            true => (String::new(), String::new()),
-            false => (format!("{direction} the device"), elements.to_string()),
-        };
-        before = key;
-        let us = |interval: Interval| interval.scaled(1e-3);
-        let wall = us(row.ns_per_op);
-        let (cpu, ratio) = (us(interval(row, "cpu_ns")), interval(row, "ratio_interval"));
-        let cpu_ratio = interval(row, "cpu_ratio");
-        lines.push(vec![
-            direction,
-            elements,
-            row.implementation.clone(),
-            optional(wall.median),
-            half_width(wall),
-            times(ratio.median),
-            half_width(ratio),
-            optional(us(interval(row, "thread_cpu_ns")).median),
-            optional(us(interval(row, "device_cpu_ns")).median),
-            optional(cpu.median),
-            half_width(cpu),
-            times(cpu_ratio.median),
-            half_width(cpu_ratio),
-            optional(interval(row, "requests_per_list").median),
-        ]);
+fn list(out: &mut String, rows: &[&Row]) {
+    let mut lines = vec![cells(&[
+        "",
+        "elements",
+        "",
+        "wall µs",
+        "±",
+        "x",
+        "±",
+        "thread µs",
+        "device µs",
+        "both µs",
+        "±",
+        "x",
+        "±",
+        "requests",
+    ])];
+    let key = |row: &Row| (text(row, "direction"), count(row, "elements"));
+    for ((direction, elements), rows) in groups(rows.iter().copied(), key) {
+        let mut labels = [format!("{direction} the device"), elements.to_string()];
+        for row in rows {
+            let mut line = std::mem::take(&mut labels).to_vec();
+            let us = |key| optional(interval(row, key).scaled(1e-3).median);
+            line.push(row.implementation.clone());
+            line.extend(both(row.ns_per_op.scaled(1e-3)));
+            line.extend(ratio(row, "ratio_interval"));
+            line.extend([us("thread_cpu_ns"), us("device_cpu_ns")]);
+            line.extend(figure(row, "cpu_ns", 1e-3));
+            line.extend(ratio(row, "cpu_ratio"));
+            line.push(optional(interval(row, "requests_per_list").median));
+            lines.push(line);
+        }
     }
-    out.push_str(&block(lines));
-    out + "\n" + LIST
+    section(out, "lists for an untrusted device, by elements", &block(lines));
 }
 
 const POOL: &str = "\
@@ -160,79 +156,52 @@ peer by itself. ns an operation takes a thread (of its CPU time; of the wall's i
   x             against ringfence in the same round; ± is half of a 95 % interval
 ";
 
-fn pool(rows: &[&Row]) -> String {
-    let mut out = String::new();
+fn pool(out: &mut String, rows: &[&Row]) {
     let threads = distinct(rows.iter().copied(), |row| count(row, "threads"));
-    for name in distinct(rows.iter().copied(), |row| text(row, "op")) {
-        let about = Op::ALL.into_iter().find(|op| op.name() == name).map_or("", Op::about);
-        let _ = write!(out, "\npools, {name}: {about}\n");
+    for (name, rows) in groups(rows.iter().copied(), |row| text(row, "op")) {
+        let about = name.parse().map_or("", Op::about);
         let mut numbers = vec![String::new(); 2];
         let mut names = numbers.clone();
-        let mut units = vec!["size".to_owned(), "held".to_owned()];
+        let mut units = cells(&["size", "held"]);
         for threads in &threads {
-            let who = format!("{threads} thread{}", if *threads == 1 { "" } else { "s" });
-            numbers.extend([&who, "", "", "", "", ""].map(str::to_owned));
-            names.extend([OURS, "", PEER, "", "", ""].map(str::to_owned));
-            units.extend(["ns", "±", "ns", "±", "x", "±"].map(str::to_owned));
+            let who = crate::text::count(*threads, "thread");
+            numbers.extend(cells(&[&who, "", "", "", "", ""]));
+            names.extend(cells(&[OURS, "", PEER, "", "", ""]));
+            units.extend(cells(&["ns", "±", "ns", "±", "x", "±"]));
         }
         let mut lines = vec![numbers, names, units];
-        let of_op = || rows.iter().copied().filter(|row| text(row, "op") == name);
-        let mut before = None;
-        for (size, held) in
-            distinct(of_op(), |row| (count(row, "size"), count(row, "held_percent")))
+        let mut before = String::new();
+        let nothing = Row::default();
+        for ((size, held), rows) in
+            groups(rows, |row| (count(row, "size"), count(row, "held_percent")))
         {
-            let label = if before == Some(size) { String::new() } else { bytes(size) };
-            before = Some(size);
-            let mut line = vec![label, format!("{held} %")];
+            let mut line = vec![once(&mut before, bytes(size)), format!("{held} %")];
             for threads in &threads {
                 let find = |peer: bool| {
-                    of_op().find(|row| {
-                        (count(row, "size"), count(row, "held_percent")) == (size, held)
-                            && count(row, "threads") == *threads
-                            && (row.implementation == PEER) == peer
-                    })
+                    let mut rows = rows.iter().filter(|row| count(row, "threads") == *threads);
+                    let found = rows.find(|row| (row.implementation == PEER) == peer);
+                    found.copied().unwrap_or(&nothing)
                 };
-                for peer in [false, true] {
-                    let ns = find(peer).map(|row| row.ns_per_op).unwrap_or_default();
-                    line.extend([optional(ns.median), half_width(ns)]);
-                }
-                let ratio =
-                    find(true).map(|row| interval(row, "ratio_interval")).unwrap_or_default();
-                line.extend([times(ratio.median), half_width(ratio)]);
+                line.extend(both(find(false).ns_per_op));
+                line.extend(both(find(true).ns_per_op));
+                line.extend(ratio(find(true), "ratio_interval"));
             }
             lines.push(line);
         }
-        out.push_str(&block(lines));
+        section(out, &format!("pools, {name}: {about}"), &block(lines));
     }
-    out + "\n" + POOL
-}
-
-/// Every note once, and how many rows it is about.
-fn notes(rows: &[Row]) -> Vec<String> {
-    let noted: Vec<&Row> = rows.iter().filter(|row| row.note.is_some()).collect();
-    let key = |row: &Row| (row.implementation.clone(), text(row, "part"), row.note.clone());
-    let told =
-        distinct(noted.iter().copied(), key).into_iter().map(|(implementation, part, note)| {
-            let same =
-                |row: &&&Row| key(row) == (implementation.clone(), part.clone(), note.clone());
-            let rows = noted.iter().filter(same).count();
-            let rows = if rows == 1 { "one row".to_owned() } else { format!("{rows} rows") };
-            format!("note: {part}, {implementation}: {} ({rows})", note.unwrap_or_default())
-        });
-    told.collect()
-}
-
-fn count(row: &Row, key: &str) -> u64 {
-    row.params.get(key).and_then(Value::as_u64).unwrap_or(0)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{
-        super::{object, value},
-        *,
+    use super::*;
+    use crate::{
+        bench::{
+            Interval,
+            row::{object, value},
+        },
+        text::WIDTH,
     };
-    use crate::report::table::WIDTH;
 
     /// A row of each kind, with figures of any size.
     fn rows(figure: f64) -> Vec<Row> {

@@ -20,7 +20,7 @@ use super::{
     peers::{Map, Shared, SingleLock, SortedList, Table, VmMemory},
     set::{Random, Set},
 };
-use crate::bench::{bounce::pool::cpu_time, threads::together};
+use crate::bench::{clock::cpu_time, threads::together};
 
 /// Operations between two looks at the clock; and between two quiet points, as between bursts of
 /// packets.
@@ -66,7 +66,7 @@ pub(super) fn subject(
         Implementation::VmMemory => Box::new(Peer(RwLock::new(filled::<VmMemory>(set)))),
         Implementation::BTreeMap => Box::new(Peer(RwLock::new(filled::<Map>(set)))),
         Implementation::SortedList => Box::new(Peer(RwLock::new(filled::<SortedList>(set)))),
-        Implementation::SingleLock => Box::new(Single(filled::<SingleLock>(set))),
+        Implementation::SingleLock => Box::new(Peer(filled::<SingleLock>(set))),
     };
     check(&mut *subject, set).with_context(|| implementation.name())?;
     Ok(subject)
@@ -282,34 +282,16 @@ fn time_shared<S: Shared>(
     })
 }
 
-/// A table by itself, and behind a lock for readers and writers where threads share it.
-struct Peer<T>(RwLock<T>);
+/// A table by itself, and behind its lock where threads share it.
+struct Peer<S>(S);
 
-impl<T: Table> Subject for Peer<T> {
+impl<S: Shared> Subject for Peer<S> {
     fn find(&mut self, addr: u64) -> Option<u64> {
-        Shared::lookup(&self.0, addr, 64)
+        self.0.lookup(addr, 64)
     }
 
     fn time(&mut self, set: &Set, order: Order, cursor: &mut Cursor, budget: Duration) -> Sample {
-        let table = self.0.get_mut().expect("no lookup panics");
-        time_table(table, set, order, cursor, budget)
-    }
-
-    fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {
-        time_shared(&self.0, set, (order, cpus), budget)
-    }
-}
-
-/// A table behind a lock in any case.
-struct Single(SingleLock);
-
-impl Subject for Single {
-    fn find(&mut self, addr: u64) -> Option<u64> {
-        Shared::lookup(&self.0, addr, 64)
-    }
-
-    fn time(&mut self, set: &Set, order: Order, cursor: &mut Cursor, budget: Duration) -> Sample {
-        time_table(&mut self.0, set, order, cursor, budget)
+        time_table(self.0.alone(), set, order, cursor, budget)
     }
 
     fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {

@@ -23,7 +23,7 @@ use std::{
 };
 
 use anyhow::Result;
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use self::{
     measure::{Cursor, Sample, Subject, check, subject},
@@ -31,7 +31,12 @@ use self::{
     peers::{SortedList, Table},
     set::Set,
 };
-use super::{Benchmark, Interval, Row, rounds::Rounds, threads};
+use super::{
+    Benchmark, Row,
+    rounds::{self, Rounds},
+    row::{object, value},
+    threads,
+};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -209,34 +214,23 @@ impl<'a> Contest<'a> {
     }
 
     fn run(mut self, options: &Options, stop: &AtomicBool, into: &mut Benchmark) {
-        let (order, budget) = (self.cell.order, options.budget);
-        // In the first round caches grow, and it counts for nothing.
-        for round in 0..=options.repeat {
-            for entrant in &mut self.entrants {
-                if stop.load(Ordering::Relaxed) {
-                    break;
-                }
-                let Some(subject) = &mut entrant.subject else { continue };
-                if !order.is_threads() {
-                    let cursor = &mut entrant.cursor;
-                    // The others had the processor's caches meanwhile.
-                    subject.time(&entrant.set, order, cursor, budget / 2);
-                    let sample = subject.time(&entrant.set, order, cursor, budget);
-                    if round > 0 {
-                        entrant.samples[0].add(sample);
-                    }
-                    continue;
-                }
-                for (threads, samples) in entrant.samples.iter_mut().enumerate() {
-                    let cpus = &self.cpus[..self.cpus.len().min(threads + 1)];
-                    let cpus = if cpus.len() <= threads { &[cpus[0]; 2] } else { cpus };
-                    let sample = subject.threads(&entrant.set, order, cpus, budget);
-                    if round > 0 {
-                        samples.add(sample);
-                    }
-                }
+        let (order, budget, cpus) = (self.cell.order, options.budget, self.cpus);
+        // Of one thread and, where there are any, of two.
+        let measure = |entrant: &mut Entrant| {
+            let (subject, set) = (entrant.subject.as_mut()?, &entrant.set);
+            if !order.is_threads() {
+                let cursor = &mut entrant.cursor;
+                // The others had the processor's caches meanwhile.
+                subject.time(set, order, cursor, budget / 2);
+                return Some(vec![subject.time(set, order, cursor, budget)]);
             }
-        }
+            let cpus = [cpus[0], *cpus.get(1).unwrap_or(&cpus[0])];
+            Some([1, 2].map(|n| subject.threads(set, order, &cpus[..n], budget)).to_vec())
+        };
+        let keep = |entrant: &mut Entrant, samples: Vec<Sample>| {
+            entrant.samples.iter_mut().zip(samples).for_each(|(all, sample)| all.add(sample));
+        };
+        rounds::contest(&mut self.entrants, options.repeat, stop, measure, keep);
         for entrant in &mut self.entrants {
             let Some(subject) = &mut entrant.subject else { continue };
             if let Err(error) = check(&mut **subject, &entrant.set) {
@@ -304,22 +298,12 @@ impl<'a> Contest<'a> {
                     ]),
                     ns_per_op: time(own).interval(),
                     ratio_to_ringfence: ratio.median,
-                    note: entrant.out.clone().or_else(|| {
-                        own.wall.is_empty().then(|| "not measured: interrupted".to_owned())
-                    }),
+                    note: own.wall.missing(entrant.out.as_ref()),
                     figures,
                 });
             }
         }
     }
-}
-
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

@@ -1,53 +1,10 @@
 //! What can be varied, by name.
 
-use std::{fmt, str::FromStr};
-
-/// Implements the names of an enumeration: what it is called on the command line and in JSON.
-macro_rules! named {
-    ($(#[$doc:meta])* $name:ident, $what:literal: $($(#[$of:meta])* $variant:ident = $text:literal,)+) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub enum $name {
-            $($(#[$of])* $variant,)+
-        }
-
-        impl $name {
-            /// All of them, in order.
-            pub const ALL: &'static [$name] = &[$($name::$variant),+];
-
-            /// Its name.
-            pub const fn name(self) -> &'static str {
-                match self {
-                    $($name::$variant => $text,)+
-                }
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(self.name())
-            }
-        }
-
-        impl FromStr for $name {
-            type Err = String;
-
-            fn from_str(name: &str) -> Result<$name, String> {
-                let found = Self::ALL.iter().find(|one| one.name() == name);
-                found.copied().ok_or_else(|| {
-                    let names: Vec<_> = Self::ALL.iter().map(|one| one.name()).collect();
-                    format!(concat!("{:?} is no ", $what, ": there are {}"), name, names.join(", "))
-                })
-            }
-        }
-    };
-}
-
-pub(in crate::bench) use named;
+use crate::list::{counted, named};
 
 named! {
     /// Who is measured.
-    Implementation, "implementation":
+    Implementation, "{:?} is no implementation: there are {}":
     /// Our views, over a table that all of a device share.
     Ringfence = "ringfence",
     /// The `Iotlb` of the crate vm-memory.
@@ -63,7 +20,7 @@ named! {
 
 named! {
     /// What an operation is.
-    Order, "order":
+    Order, "{:?} is no order: there are {}":
     /// A lookup of 64 bytes, in one entry after the other.
     Seq = "seq",
     /// A lookup of 64 bytes in a random entry.
@@ -91,7 +48,7 @@ impl Order {
 
 named! {
     /// How entries side by side are related.
-    Merge, "way":
+    Merge, "{:?} is no way: there are {}":
     /// They lead on from each other.
     Mergeable = "mergeable",
     /// No two of them do.
@@ -100,7 +57,7 @@ named! {
 
 named! {
     /// How large an entry is.
-    Page, "page":
+    Page, "{:?} is no page: there are {}":
     /// 4 KiB.
     Small = "4k",
     /// 2 MiB.
@@ -120,38 +77,15 @@ impl Page {
     }
 }
 
-/// A number of entries: `1`, `512`, `2k`, `64k`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entries(pub u64);
+counted! {
+    /// A number of entries: `1`, `512`, `2k`, `64k`.
+    Entries(u64), "number of entries", ("k", 1 << 10), 1..=1 << 20
+}
 
 impl Entries {
     /// Those that are measured if nothing else is asked for.
     pub const DEFAULTS: [Entries; 6] =
         [Entries(1), Entries(4), Entries(64), Entries(512), Entries(2 << 10), Entries(64 << 10)];
-}
-
-impl fmt::Display for Entries {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            n if n >= 1 << 10 && n.is_multiple_of(1 << 10) => f.pad(&format!("{}k", n >> 10)),
-            n => f.pad(&n.to_string()),
-        }
-    }
-}
-
-impl FromStr for Entries {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Entries, String> {
-        let (digits, unit) = match text.strip_suffix(['k', 'K']) {
-            Some(digits) => (digits, 1 << 10),
-            None => (text, 1),
-        };
-        match digits.parse::<u64>().ok().and_then(|digits| digits.checked_mul(unit)) {
-            Some(n) if (1..=1 << 20).contains(&n) => Ok(Entries(n)),
-            _ => Err(format!("{text:?} is no number of entries from 1 to 1024k")),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -161,7 +95,7 @@ mod tests {
     #[test]
     fn names_are_read_back() {
         for one in Implementation::ALL {
-            assert_eq!(one.to_string().parse(), Ok(*one));
+            assert_eq!(one.to_string().parse(), Ok(one));
         }
         assert!("dpdk".parse::<Implementation>().unwrap_err().contains("sorted-list"));
         assert!("4K".parse::<Page>().unwrap_err().contains("4k, 2m, 1g"));

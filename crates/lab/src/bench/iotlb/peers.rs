@@ -169,12 +169,23 @@ impl Drop for SortedList {
 
 /// A table that threads share.
 pub(super) trait Shared: Sync {
+    /// What a thread by itself uses.
+    type Alone: Table;
+
+    fn alone(&mut self) -> &mut Self::Alone;
+
     fn lookup(&self, addr: u64, len: u64) -> Option<u64>;
     /// Takes an entry out and puts it in again.
     fn renew(&self, iova: u64, len: u64, target: u64);
 }
 
 impl<T: Table> Shared for RwLock<T> {
+    type Alone = T;
+
+    fn alone(&mut self) -> &mut T {
+        self.get_mut().expect("no lookup panics")
+    }
+
     #[inline]
     fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
         self.read().expect("no lookup panics").lookup(addr, len)
@@ -207,6 +218,13 @@ impl Table for SingleLock {
 }
 
 impl Shared for SingleLock {
+    type Alone = SingleLock;
+
+    /// Its lock is taken in any case.
+    fn alone(&mut self) -> &mut SingleLock {
+        self
+    }
+
     #[inline]
     fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
         self.0.lock().lookup(addr, len)

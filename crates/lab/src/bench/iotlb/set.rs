@@ -1,12 +1,12 @@
 //! The entries that are looked up, and the memory they lead to.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use ringfence_mem::{Memory, Region};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::params::{Entries, Merge, Page};
+use crate::memory;
 
 /// The I/O virtual address of the first entry.
 pub(super) const BASE: u64 = 1 << 40;
@@ -46,9 +46,7 @@ impl Set {
     /// Memory for all of it, of which nothing is there until it is touched.
     pub(super) fn memory(&self) -> Result<Arc<Memory>> {
         let size = self.places() * self.page;
-        let file: OwnedFd =
-            memfd_create("bench", MemfdFlags::CLOEXEC).context("a file in memory")?;
-        ftruncate(&file, size).with_context(|| format!("a file of {size} bytes"))?;
+        let file = memory::file("bench", size)?;
         let region = Region { gpa: 0, size, user_addr: 0, mmap_offset: 0 };
         Memory::map(vec![(region, file)]).context("mapping memory")
     }
@@ -92,13 +90,13 @@ mod tests {
         for entries in Entries::DEFAULTS {
             for page in Page::ALL {
                 for merge in Merge::ALL {
-                    let set = Set::new(entries, *page, *merge);
+                    let set = Set::new(entries, page, merge);
                     if set.impossible().is_some() {
                         continue;
                     }
                     for n in 1..entries.0 {
                         let on = set.target(n) == set.target(n - 1) + set.page;
-                        assert_eq!(on, *merge == Merge::Mergeable, "{set:?} {n}");
+                        assert_eq!(on, merge == Merge::Mergeable, "{set:?} {n}");
                         assert!(set.target(n) + set.page <= set.places() * set.page);
                     }
                 }

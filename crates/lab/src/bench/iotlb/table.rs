@@ -1,37 +1,33 @@
 //! The benchmark for a terminal: a block for each order, size and way of merging.
 
-use std::fmt::Write;
-
-use serde_json::Value;
-
 use super::params::{Entries, Order};
-use crate::bench::{
-    Benchmark, Row,
-    table::{block, distinct, half_width, interval, machine, optional, text, times, wrap},
+use crate::{
+    bench::{
+        Benchmark, Row,
+        table::{
+            both, distinct, groups, headline, interval, notes, section, setting, text, times,
+            warnings,
+        },
+    },
+    text::{block, optional, wrap},
 };
 
 /// All of it as text.
 pub fn render(benchmark: &Benchmark) -> String {
-    let mut out = wrap(&headline(benchmark));
+    let each = format!(" of {} ms", setting(benchmark, "budget_ms"));
+    let mut out = wrap(&headline(benchmark, "lookups in a device's IOTLB", &each));
     let names = distinct(&benchmark.rows, |row| row.implementation.clone());
     let kind = |row: &Row| (text(row, "merge"), text(row, "page"), text(row, "order"));
-    for (merge, page, order) in distinct(&benchmark.rows, kind) {
+    for ((merge, page, order), rows) in groups(&benchmark.rows, kind) {
         let about = order.parse().map_or("", about);
-        let _ = write!(out, "\n{order}, {merge} entries of {page}: {about}\n");
-        let wanted = (merge, page, order);
-        let rows: Vec<&Row> = benchmark.rows.iter().filter(|row| kind(row) == wanted).collect();
-        out.push_str(&side_by_side(&names, &rows));
+        let title = format!("{order}, {merge} entries of {page}: {about}");
+        section(&mut out, &title, &side_by_side(&names, &rows));
     }
     if !benchmark.rows.is_empty() {
-        let _ = write!(out, "\n{LEGEND}");
+        out.extend(["\n", LEGEND]);
     }
-    let notes = distinct(&benchmark.rows, |row| (row.implementation.clone(), row.note.clone()));
-    for (name, note) in notes {
-        out.push_str(&note.map_or(String::new(), |note| wrap(&format!("note: {name}: {note}"))));
-    }
-    for warning in &benchmark.warnings {
-        out.push_str(&wrap(&format!("warning: {warning}")));
-    }
+    notes(&mut out, benchmark, |_| false);
+    warnings(&mut out, benchmark);
     out
 }
 
@@ -44,16 +40,6 @@ which all take turns.
   scaling   what two threads get done against what one does, by the wall's time and by their CPU time: on a
             machine that does other work, the first hides what the second tells
 ";
-
-fn headline(benchmark: &Benchmark) -> String {
-    let budget = benchmark.settings.get("budget_ms").and_then(Value::as_f64).unwrap_or(0.0);
-    format!(
-        "lookups in a device's IOTLB; {} rounds of {budget} ms{}; {}",
-        benchmark.rounds,
-        if benchmark.interrupted { ", interrupted" } else { "" },
-        machine(benchmark),
-    )
-}
 
 fn about(order: Order) -> &'static str {
     match order {
@@ -81,36 +67,27 @@ fn side_by_side(names: &[String], rows: &[&Row]) -> String {
     units.extend(extra.iter().map(|name| (*name).to_owned()));
     let mut lines = vec![head, units];
     let key = |row: &Row| (text(row, "entries"), text(row, "threads"));
-    for (entries, count) in distinct(rows.iter().copied(), key) {
-        let of = |name: &String| {
-            let wanted = (entries.clone(), count.clone());
-            rows.iter().find(|row| key(row) == wanted && row.implementation == *name).copied()
-        };
-        let label = entries.parse().map_or(entries.clone(), |n| Entries(n).to_string());
+    for ((entries, count), rows) in groups(rows.iter().copied(), key) {
+        let of = |name: &str| rows.iter().find(|row| row.implementation == name);
+        let label = entries.parse().map_or(entries, |n| Entries(n).to_string());
         let mut line = vec![if threads { format!("{label} x {count}") } else { label }];
         for (index, name) in names.iter().enumerate() {
             line.extend(match of(name) {
-                Some(row) if index == 0 => {
-                    [optional(row.ns_per_op.median), half_width(row.ns_per_op)]
-                }
+                Some(row) if index == 0 => both(row.ns_per_op),
                 Some(row) => [optional(row.ns_per_op.median), times(row.ratio_to_ringfence)],
                 None => [String::new(), String::new()],
             });
         }
+        let ratio = |name: &str, key| times(of(name).and_then(|row| interval(row, key).median));
         if !threads {
-            let ours = rows
-                .iter()
-                .find(|row| row.implementation == "ringfence" && text(row, "entries") == entries);
-            let figure = |key| ours.and_then(|row| interval(row, key).median);
-            line.push(times(figure("ratio_to_64_entries")));
-            line.push(times(figure("sorted_list_of_2048_to_this")));
+            let keys = ["ratio_to_64_entries", "sorted_list_of_2048_to_this"];
+            line.extend(keys.map(|key| ratio("ringfence", key)));
         }
         lines.push(line);
         if count == "2" {
             let mut line = vec!["scaling".to_owned()];
             for name in names {
-                let scaling = |key| times(of(name).and_then(|row| interval(row, key).median));
-                line.extend([scaling("scaling"), scaling("cpu_scaling")]);
+                line.extend(["scaling", "cpu_scaling"].map(|key| ratio(name, key)));
             }
             lines.push(line);
         }
@@ -123,7 +100,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
-    use crate::report::table::WIDTH;
+    use crate::text::WIDTH;
 
     #[test]
     fn no_line_is_wider_than_a_terminal_and_all_is_told() {

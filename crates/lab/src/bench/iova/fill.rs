@@ -6,39 +6,20 @@ use super::{
     pattern::{BESIDE, Live, Size},
     peers::{Contender, Subject, align, with_subject},
 };
+use crate::{block::mix, random::XorShift};
 
 /// Every implementation meets the same sequence of sizes, places and choices.
 const SEED: u64 = 0x001f_0c3a_10a7_10e5;
 
-/// Numbers that look random and are the same in every run.
-#[derive(Clone, Debug)]
-pub(super) struct Rng(u64);
-
-impl Rng {
-    /// A sequence of its own for every `part`.
-    pub(super) fn new(part: u64) -> Rng {
-        // Not 0, which xorshift never leaves.
-        Rng(crate::block::mix(SEED ^ part) | 1)
-    }
-
-    #[inline]
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0
-    }
-
-    /// Below `n`, all but equally likely.
-    #[inline]
-    pub(super) fn below(&mut self, n: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(n)) >> 64) as u64
-    }
+/// A sequence of its own for every `part`.
+pub(super) fn random(part: u64) -> XorShift {
+    // Not 0.
+    XorShift(mix(SEED ^ part) | 1)
 }
 
 /// Sizes drawn before anything is timed, used again and again.
 pub(super) fn draw(size: Size) -> Vec<u64> {
-    let mut rng = Rng::new(size.max << 16 | size.min);
+    let mut rng = random(size.max << 16 | size.min);
     (0..1024).map(|_| size.min + rng.below(size.max - size.min + 1)).collect()
 }
 
@@ -185,23 +166,10 @@ fn blocks(last: u64, block: u64) -> u64 {
 
 /// Fisher and Yates.
 fn shuffle(slots: &mut [Slot]) {
-    let mut rng = Rng::new(slots.len() as u64);
+    let mut rng = random(slots.len() as u64);
     for index in (1..slots.len()).rev() {
         slots.swap(index, rng.below(index as u64 + 1) as usize);
     }
-}
-
-/// Bytes that the heap holds for the program now; `None` where the C library does not tell.
-pub(super) fn heap() -> Option<u64> {
-    #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    {
-        // SAFETY: it takes nothing and returns a plain structure.
-        let info = unsafe { libc::mallinfo2() };
-        // What is in use of the heaps, and what was mapped for large blocks.
-        Some((info.uordblks + info.hblkhd) as u64)
-    }
-    #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-    None
 }
 
 #[cfg(test)]
@@ -275,14 +243,5 @@ mod tests {
         assert!(sizes.iter().all(|size| (33..=512).contains(size)));
         assert!(sizes.iter().any(|size| *size < 64) && sizes.iter().any(|size| *size > 480));
         assert_eq!(sizes, draw(Size { min: 33, max: 512 }), "the same for everyone");
-    }
-
-    #[test]
-    fn the_heap_grows_by_what_is_allocated() {
-        let Some(before) = heap() else { return };
-        // Never touched, so it takes no memory; larger than what other tests may free meanwhile.
-        let block = std::hint::black_box(vec![0u8; 1 << 30]);
-        assert!(heap().unwrap() >= before + (1 << 29));
-        drop(block);
     }
 }

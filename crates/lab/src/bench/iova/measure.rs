@@ -1,20 +1,27 @@
 //! One implementation over one live set: checked, timed, sampled, by one thread or several.
 
-use std::time::{Duration, Instant};
+use std::{
+    convert::Infallible,
+    time::{Duration, Instant},
+};
 
 use ringfence_iova::Aperture;
-use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     GRANULE,
-    fill::{LiveSet, Slot, Unfilled, draw, heap},
-    oracle::{Oracle, Seen, Violation, Watched},
+    fill::{LiveSet, Slot, Unfilled, draw},
+    oracle::{Oracle, Violation},
     pattern::{Live, Pattern, Size},
     peers::{Contender, Control, Implementation, Subject, with_subject},
-    work::{Operate, Plain, Timed, Worker},
+    work::{Checked, Operate, Plain, Timed, Watched, Worker},
 };
 use crate::{
-    bench::{clock::Clock, rounds::Rounds, threads::together},
+    bench::{
+        clock::{Clock, cpu_time, fitting},
+        rounds::Rounds,
+        threads::together,
+    },
+    memory::heap,
     stats::Latencies,
 };
 
@@ -144,18 +151,17 @@ impl Entrant {
         }
         let deadline = Instant::now() + method.budget * 2;
         let mut worker = Worker::new(&mut self.set.churned, &self.sizes, part);
-        let seen = with_subject!(&self.contender, subject => {
+        let violation = with_subject!(&self.contender, subject => {
             let mut watched = Watched::new(subject, &mut oracle);
             loop {
-                checked.operations += worker.step(pattern, &mut watched);
+                watched.checked.operations += worker.step(pattern, &mut watched);
+                checked = watched.checked;
                 let over = checked.operations >= CHECKED || Instant::now() > deadline;
-                if over || watched.seen.violation.is_some() {
-                    break watched.seen;
+                if over || watched.violation.is_some() {
+                    break watched.violation;
                 }
             }
         });
-        let Seen { failures, with_hole, violation } = seen;
-        (checked.failures, checked.with_hole) = (failures, with_hole);
         if let Some(violation) = violation {
             self.disqualify(pattern, violation);
         }
@@ -233,22 +239,6 @@ fn workers<'a>(
     workers
 }
 
-/// What a check saw.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Checked {
-    pub(super) operations: u64,
-    pub(super) failures: u64,
-    pub(super) with_hole: u64,
-}
-
-impl Checked {
-    pub(super) fn add(&mut self, more: Checked) {
-        self.operations += more.operations;
-        self.failures += more.failures;
-        self.with_hole += more.with_hole;
-    }
-}
-
 /// What was timed of one implementation with one number of threads.
 #[derive(Default)]
 pub(super) struct Samples {
@@ -276,12 +266,6 @@ struct Slice {
     refused: Option<Violation>,
 }
 
-/// What this thread has had of its CPU.
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
-}
-
 impl Worker<'_> {
     /// Runs for `budget`, and before that for a part of it untimed: caches are another's until then.
     fn slice<S: Subject + ?Sized>(&mut self, s: &S, pattern: Pattern, budget: Duration) -> Slice {
@@ -306,8 +290,7 @@ impl Worker<'_> {
         self.run(pattern, budget, &mut Timed::new(subject, clock, latencies));
     }
 
-    /// At least one step. The time is looked at seldom, so that looking costs nothing, but often
-    /// enough not to run long over: 64 times or so.
+    /// At least one step; how many operations, and how long they took.
     fn run(
         &mut self,
         pattern: Pattern,
@@ -328,20 +311,13 @@ impl Worker<'_> {
         budget: Duration,
         mut step: impl FnMut(&mut Self) -> u64,
     ) -> (u64, Duration) {
-        let begun = Instant::now();
-        let (mut operations, mut chunk, mut steps) = (0, 1, 0u64);
-        loop {
-            for _ in 0..chunk {
-                operations += step(self);
-            }
-            steps += chunk;
-            let took = begun.elapsed();
-            if took >= budget {
-                return (operations, took);
-            }
-            let fitting = steps as f64 * (budget.as_secs_f64() / 64.0) / took.as_secs_f64();
-            chunk = (fitting as u64).clamp(1, chunk * 2);
-        }
+        let mut operations = 0;
+        let stepped = fitting(budget, |steps| {
+            (0..steps).for_each(|_| operations += step(self));
+            Ok::<(), Infallible>(())
+        });
+        let Ok((_, took)) = stepped;
+        (operations, took)
     }
 }
 

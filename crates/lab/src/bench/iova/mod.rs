@@ -35,16 +35,23 @@ use std::{
 };
 
 use ringfence_iova::Aperture;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
-use super::{Benchmark, Interval, Row, clock::Clock, rounds::Rounds, threads};
+use super::{
+    Benchmark, Interval, Row,
+    clock::Clock,
+    rounds::Rounds,
+    row::{object, value},
+    threads,
+};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
 };
-use measure::{Checked, Entrant, Method, Samples};
+use measure::{Entrant, Method, Samples};
 use pattern::{Cell, Live, Pattern, Size};
 use peers::{Implementation, MOST_THREADS};
+use work::Checked;
 
 /// Bytes of a granule: a page of most machines.
 const GRANULE: u64 = 4096;
@@ -106,7 +113,15 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark, Usage> {
         fill_limit: options.fill_limit,
     };
     let mut benchmark = Benchmark::new("iova", options.repeat);
-    benchmark.settings = settings(options, &method);
+    benchmark.settings = object([
+        ("aperture_bits", options.aperture_bits.into()),
+        ("full_set_aperture_bits", FULL_BITS.into()),
+        ("granule", GRANULE.into()),
+        ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+        ("clock", method.clock.name().into()),
+        ("clock_ns", method.clock.cost_ns().into()),
+        ("cpus", method.cpus.clone().into()),
+    ]);
     if let Some(most) = options.threads.iter().max().filter(|most| **most > method.cpus.len()) {
         benchmark.warnings.push(format!(
             "{most} threads on {} processors: they take turns, and their scaling says nothing",
@@ -135,22 +150,6 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark, Usage> {
 fn aperture(bits: u32) -> Result<Aperture, ringfence_iova::ApertureError> {
     let last = 1u64.checked_shl(bits).map_or(u64::MAX, |end| end - 1);
     Aperture::new(0, last, GRANULE)
-}
-
-fn settings(options: &Options, method: &Method) -> Map<String, Value> {
-    let settings = json!({
-        "aperture_bits": options.aperture_bits,
-        "full_set_aperture_bits": FULL_BITS,
-        "granule": GRANULE,
-        "budget_ms": options.budget.as_secs_f64() * 1e3,
-        "clock": method.clock.name(),
-        "clock_ns": method.clock.cost_ns(),
-        "cpus": method.cpus,
-    });
-    match settings {
-        Value::Object(settings) => settings,
-        _ => Map::new(),
-    }
 }
 
 struct Run<'a> {
@@ -296,14 +295,13 @@ impl Contest {
 }
 
 fn params(cell: &Cell, threads: usize, bits: u32) -> Map<String, Value> {
-    let params = [
+    object([
         ("pattern", cell.pattern.name().into()),
         ("live", cell.live.value()),
         ("size", cell.size.value()),
         ("threads", threads.into()),
         ("aperture_bits", bits.into()),
-    ];
-    params.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
+    ])
 }
 
 fn note(entrant: &Entrant, samples: &Samples, threads: usize) -> Option<String> {
@@ -332,7 +330,7 @@ fn figures(
 ) -> Map<String, Value> {
     let single = |q: f64| samples.latencies.as_ref().map(|all| all.quantile(q));
     let was_checked = checked.operations > 0;
-    let figures = [
+    object([
         ("ratio_interval", value(ratio)),
         ("wall_ns_per_op", value(samples.wall.interval())),
         ("cpu_ns_per_op", value(samples.cpu.interval())),
@@ -346,12 +344,7 @@ fn figures(
         ("failures_with_hole", was_checked.then_some(checked.with_hole).into()),
         ("bytes_per_live", entrant.bytes_per_live.into()),
         ("empty_bytes", entrant.empty_bytes.into()),
-    ];
-    figures.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
+    ])
 }
 
 #[cfg(test)]

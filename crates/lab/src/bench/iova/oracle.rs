@@ -2,11 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{
-    pattern::LARGEST,
-    peers::{Subject, align},
-    work::Operate,
-};
+use super::{pattern::LARGEST, peers::align};
 
 /// One bit a granule, in pages that exist once something in them was taken.
 ///
@@ -142,56 +138,6 @@ fn fits(page: &Page, granules: u64) -> bool {
         let mask = (1u64 << (granules % 64)) - 1;
         whole.iter().all(free(u64::MAX)) && rest.first().is_none_or(free(mask))
     })
-}
-
-/// An allocator under the oracle's eyes.
-pub(super) struct Watched<'a, S: ?Sized> {
-    subject: &'a S,
-    oracle: &'a mut Oracle,
-    /// What is known so far.
-    pub(super) seen: Seen,
-}
-
-/// What came out of checked operations.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Seen {
-    /// Requests that failed.
-    pub(super) failures: u64,
-    /// Those of them that a hole could have met.
-    pub(super) with_hole: u64,
-    /// The first thing that was wrong.
-    pub(super) violation: Option<Violation>,
-}
-
-impl<'a, S: Subject + ?Sized> Watched<'a, S> {
-    pub(super) fn new(subject: &'a S, oracle: &'a mut Oracle) -> Self {
-        Watched { subject, oracle, seen: Seen::default() }
-    }
-}
-
-impl<S: Subject + ?Sized> Operate for Watched<'_, S> {
-    fn alloc(&mut self, granules: u64) -> Option<u64> {
-        let found = self.subject.take(granules);
-        match found.map(|first| self.oracle.take(first, granules)) {
-            Some(Ok(())) => {}
-            Some(Err(violation)) => {
-                self.seen.violation.get_or_insert(violation);
-            }
-            None => {
-                self.seen.failures += 1;
-                self.seen.with_hole += u64::from(self.oracle.has_hole(granules));
-            }
-        }
-        found
-    }
-
-    fn free(&mut self, first: u64, granules: u64) {
-        if self.subject.give(first, granules) {
-            self.oracle.give(first, granules);
-        } else {
-            self.seen.violation.get_or_insert(Violation::Refused { first, granules });
-        }
-    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use serde_json::Value;
 
-use crate::list;
+use crate::list::{Units, named, number, short};
 
 /// The largest range of a benchmark, in granules: the oracle's pages are that large.
 pub const LARGEST: u64 = 4096;
@@ -14,35 +14,24 @@ pub const BATCH: usize = 256;
 pub const BESIDE: u64 = 1024;
 /// The most live ranges that can be asked for.
 const MOST_LIVE: u64 = 10_000_000;
+/// Of numbers of live ranges.
+const UNITS: Units = ("km", 1000);
 
-/// In which order ranges are allocated and freed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Pattern {
+named! {
+    /// In which order ranges are allocated and freed, in the order they are run on one set: `random` changes
+    /// it and comes last.
+    Pattern, "no pattern is called {:?}: there are {}":
     /// The same range is allocated and freed, again and again.
-    Hot,
+    Hot = "hot",
     /// The same, of 16 granules aligned to 16.
-    Aligned16,
+    Aligned16 = "aligned16",
     /// 256 ranges are allocated, then freed in that order.
-    Batch,
+    Batch = "batch",
     /// A random live range is freed, another is allocated.
-    Random,
+    Random = "random",
 }
 
 impl Pattern {
-    /// All of them, in the order they are run on one set: `random` changes it and comes last.
-    pub const ALL: [Pattern; 4] =
-        [Pattern::Hot, Pattern::Aligned16, Pattern::Batch, Pattern::Random];
-
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Pattern::Hot => "hot",
-            Pattern::Aligned16 => "aligned16",
-            Pattern::Batch => "batch",
-            Pattern::Random => "random",
-        }
-    }
-
     /// What it does, in a few words.
     pub const fn about(self) -> &'static str {
         match self {
@@ -50,23 +39,6 @@ impl Pattern {
             Pattern::Batch => "256 ranges allocated, then freed",
             Pattern::Random => "a random live range freed, another allocated",
         }
-    }
-}
-
-impl fmt::Display for Pattern {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Pattern {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Pattern, String> {
-        Pattern::ALL
-            .into_iter()
-            .find(|pattern| pattern.name() == name)
-            .ok_or_else(|| format!("no pattern is called {name:?}: {}", names(&Pattern::ALL)))
     }
 }
 
@@ -183,11 +155,7 @@ impl Live {
 impl fmt::Display for Live {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match *self {
-            Live::Count(count) if count > 0 && count % 1_000_000 == 0 => {
-                format!("{}m", count / 1_000_000)
-            }
-            Live::Count(count) if count > 0 && count % 1000 == 0 => format!("{}k", count / 1000),
-            Live::Count(count) => count.to_string(),
+            Live::Count(count) => short(count, UNITS),
             Live::Full { percent, block: 16 } => format!("{percent}%"),
             Live::Full { percent, block } => format!("{percent}%x{block}"),
         };
@@ -218,13 +186,7 @@ fn parse_live(text: &str) -> Option<Live> {
         let right = (1..=99).contains(&percent) && (1..=LARGEST).contains(&block);
         return (right && u64::is_power_of_two(block)).then_some(Live::Full { percent, block });
     }
-    let (digits, factor) = match text.char_indices().last()? {
-        (at, 'k' | 'K') => (&text[..at], 1000),
-        (at, 'm' | 'M') => (&text[..at], 1_000_000),
-        _ => (text, 1),
-    };
-    let count = digits.parse::<u64>().ok()?.checked_mul(factor)?;
-    (count <= MOST_LIVE).then_some(Live::Count(count))
+    number(text, "", UNITS, 0..=MOST_LIVE).ok().map(Live::Count)
 }
 
 /// One thing to measure, for every implementation and number of threads.
@@ -287,23 +249,10 @@ impl Cell {
     }
 }
 
-/// `there are a, b, c`.
-fn names<T: fmt::Display>(all: &[T]) -> String {
-    let names: Vec<String> = all.iter().map(T::to_string).collect();
-    format!("there are {}", names.join(", "))
-}
-
-/// The items of a list such as `0,1k,48%`.
-///
-/// # Errors
-/// One is none, or the list is empty or names one twice.
-pub fn parse_list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<Vec<T>, String> {
-    list::parse(text, "list")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::list::parse;
 
     #[test]
     fn a_live_set_reads_as_it_is_written() {
@@ -339,10 +288,13 @@ mod tests {
 
     #[test]
     fn a_list_holds_each_once() {
-        assert_eq!(parse_list::<Size>("1, 16").unwrap().len(), 2);
-        assert!(parse_list::<Size>("1,1").unwrap_err().contains("twice"));
-        assert!(parse_list::<Pattern>(",").unwrap_err().contains("empty"));
-        assert!(parse_list::<Pattern>("cold").unwrap_err().contains("aligned16"));
+        fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<Vec<T>, String> {
+            parse(text, "list")
+        }
+        assert_eq!(list::<Size>("1, 16").unwrap().len(), 2);
+        assert!(list::<Size>("1,1").unwrap_err().contains("twice"));
+        assert!(list::<Pattern>(",").unwrap_err().contains("empty"));
+        assert!(list::<Pattern>("cold").unwrap_err().contains("aligned16"));
     }
 
     #[test]

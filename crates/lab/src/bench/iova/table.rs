@@ -1,42 +1,50 @@
 //! The benchmark for a terminal: peers beside each other, a block for each pattern and size.
 
-use std::fmt::Write;
-
 use serde_json::Value;
 
-use super::pattern::{Pattern, Size};
-use crate::bench::{
-    Benchmark, Interval, Row,
-    table::{block, distinct, half_width, machine, number, optional, times, wrap},
+use super::pattern::{Live, Pattern, Size};
+use crate::{
+    bench::{
+        Benchmark, Row,
+        table::{
+            both, count, distinct, groups, interval, ratio, rounds, section, setting, setting_text,
+            single, text, times, warnings,
+        },
+    },
+    text::{block, cells, number, optional, wrap},
 };
 
 /// All of it; with `details` every figure of every row as well.
 pub fn render(benchmark: &Benchmark, details: bool) -> String {
-    let mut out = wrap(&headline(benchmark));
+    let mut out = wrap(&format!(
+        "allocators of I/O virtual addresses; aperture of {} bits ({} for full sets), granule 4 KiB; \
+         {}; single operations by {}, which takes {} ns of each; {}",
+        setting(benchmark, "aperture_bits"),
+        setting(benchmark, "full_set_aperture_bits"),
+        rounds(benchmark, &format!(" of {} ms", setting(benchmark, "budget_ms"))),
+        setting_text(benchmark, "clock"),
+        number(setting(benchmark, "clock_ns")),
+        benchmark.host.describe(),
+    ));
     let names = distinct(&benchmark.rows, |row| row.implementation.clone());
-    let blocks = distinct(&benchmark.rows, kind);
-    for (pattern, size) in &blocks {
-        let rows =
-            || benchmark.rows.iter().filter(|row| kind(row) == (pattern.clone(), size.clone()));
-        let _ = write!(out, "\n{}", title(pattern, size));
-        out.push_str(&side_by_side(&names, rows().collect()));
+    let kind = |row: &Row| (text(row, "pattern"), text(row, "size"));
+    let blocks = groups(&benchmark.rows, kind);
+    for ((pattern, size), rows) in &blocks {
+        let words = size.parse().map_or(size.clone(), |size: Size| size.about());
+        let about = pattern.parse().map_or("", Pattern::about);
+        section(&mut out, &format!("{pattern}, {words}: {about}"), &side_by_side(&names, rows));
         if details {
-            let _ = write!(out, "\n{pattern}, {size}, in detail\n");
-            out.push_str(&in_detail(rows()));
+            section(&mut out, &format!("{pattern}, {size}, in detail"), &in_detail(rows));
         }
     }
     if !blocks.is_empty() {
-        out.push_str("\nmemory, bytes a live range (measured: the heap before and after)\n");
-        out.push_str(&memory(&names, &benchmark.rows));
-        out.push_str(&failures(&benchmark.rows));
-        let _ = write!(out, "\n{LEGEND}");
+        let title = "memory, bytes a live range (measured: the heap before and after)";
+        section(&mut out, title, &memory(&names, &benchmark.rows));
+        failures(&mut out, &benchmark.rows);
+        out.extend(["\n", LEGEND]);
     }
-    for line in notes(&benchmark.rows) {
-        out.push_str(&wrap(&line));
-    }
-    for warning in &benchmark.warnings {
-        out.push_str(&wrap(&format!("warning: {warning}")));
-    }
+    notes(&mut out, &benchmark.rows);
+    warnings(&mut out, benchmark);
     out
 }
 
@@ -55,66 +63,43 @@ several), the median of rounds, in which all take turns.
 /// Rows that a note names; the JSON has it at each.
 const MOST_NAMED: usize = 4;
 
-fn headline(benchmark: &Benchmark) -> String {
-    let setting = |key: &str| benchmark.settings.get(key).and_then(Value::as_f64).unwrap_or(0.0);
-    let clock = benchmark.settings.get("clock").and_then(Value::as_str).unwrap_or("");
-    format!(
-        "allocators of I/O virtual addresses; aperture of {} bits ({} for full sets), granule 4 KiB; \
-         {} rounds of {} ms{}; single operations by {clock}, which takes {} ns of each; {}",
-        setting("aperture_bits"),
-        setting("full_set_aperture_bits"),
-        benchmark.rounds,
-        setting("budget_ms"),
-        if benchmark.interrupted { ", interrupted" } else { "" },
-        number(setting("clock_ns")),
-        machine(benchmark),
-    )
-}
-
-fn title(pattern: &str, size: &str) -> String {
-    let size = size.parse().map_or(size.to_owned(), |size: Size| size.about());
-    let about = pattern.parse().map_or("", |pattern: Pattern| pattern.about());
-    format!("{pattern}, {size}: {about}\n")
-}
-
 /// A column pair for each implementation, a line for each live set and number of threads.
-fn side_by_side(names: &[String], rows: Vec<&Row>) -> String {
+fn side_by_side(names: &[String], rows: &[&Row]) -> String {
     let mut head = vec![String::new(), String::new()];
-    let mut units = vec!["live".to_owned(), "threads".to_owned()];
+    let mut units = cells(&["live", "threads"]);
     for (index, name) in names.iter().enumerate() {
         head.extend([name.clone(), String::new()]);
-        units.extend(["ns", if index == 0 { "±" } else { "x" }].map(str::to_owned));
+        units.extend(cells(&["ns", if index == 0 { "±" } else { "x" }]));
     }
     let mut lines = vec![head, units];
-    for live in distinct(rows.iter().copied(), |row| text(&row.params, "live")) {
-        let of_live = || rows.iter().copied().filter(|row| text(&row.params, "live") == live);
-        let mut label = live.clone();
-        for threads in distinct(of_live(), threads_of) {
-            let of = |name: &String| {
-                of_live().find(|row| threads_of(row) == threads && row.implementation == *name)
-            };
+    for (live, rows) in groups(rows.iter().copied(), live) {
+        let mut label = live;
+        for (threads, rows) in groups(rows, threads) {
+            let of = |name: &String| rows.iter().find(|row| row.implementation == *name).copied();
+            let first = !label.is_empty();
             let mut line = vec![std::mem::take(&mut label), threads.to_string()];
             for (index, name) in names.iter().enumerate() {
                 line.extend(match of(name) {
-                    Some(row) if index == 0 => [figure(row), half_width(row.ns_per_op)],
-                    Some(row) => [figure(row), times(row.ratio_to_ringfence)],
+                    Some(row) if index == 0 => [marked(row), both(row.ns_per_op)[1].clone()],
+                    Some(row) => [marked(row), times(row.ratio_to_ringfence)],
                     None => [String::new(), String::new()],
                 });
             }
             lines.push(line);
             // Once a live set: the rest is told in detail.
-            if lines.last().is_some_and(|line| !line[0].is_empty()) {
-                let mut line = vec![String::new(), "p99".to_owned()];
+            if first {
+                let mut line = cells(&["", "p99"]);
                 for name in names {
-                    let single = |key| of(name).and_then(|row| row.figures.get(key)?.as_f64());
-                    line.extend(["p99_ns", "worst_ns"].map(|key| optional(single(key))));
+                    let one = |key| optional(of(name).and_then(|row| single(row, key)));
+                    line.extend(["p99_ns", "worst_ns"].map(one));
                 }
                 lines.push(line);
             }
-            if names.iter().filter_map(of).any(|row| scaling(row).is_some()) {
-                let mut line = vec![String::new(), "scaling".to_owned()];
+            let scaling = |name| of(name).and_then(|row| interval(row, "scaling").median);
+            if names.iter().any(|name| scaling(name).is_some()) {
+                let mut line = cells(&["", "scaling"]);
                 for name in names {
-                    line.extend([times(of(name).and_then(scaling)), String::new()]);
+                    line.extend([times(scaling(name)), String::new()]);
                 }
                 lines.push(line);
             }
@@ -123,21 +108,19 @@ fn side_by_side(names: &[String], rows: Vec<&Row>) -> String {
     block(lines)
 }
 
-fn figure(row: &Row) -> String {
-    let mark = match (
-        count(row, "failures_with_hole"),
-        count(row, "failures"),
-        count(row, "timed_failures"),
-    ) {
-        (1.., _, _) => "!",
-        (_, 1.., _) | (_, _, 1..) => "*",
-        _ => "",
+/// Nanoseconds, with a mark if requests failed.
+fn marked(row: &Row) -> String {
+    let failed = |key| count(row, key) > 0;
+    let mark = match failed("failures_with_hole") {
+        true => "!",
+        false if failed("failures") || failed("timed_failures") => "*",
+        false => "",
     };
     optional(row.ns_per_op.median) + mark
 }
 
-fn in_detail<'a>(rows: impl Iterator<Item = &'a Row>) -> String {
-    let head = [
+fn in_detail(rows: &[&Row]) -> String {
+    let mut lines = vec![cells(&[
         "live",
         "threads",
         "impl",
@@ -150,138 +133,95 @@ fn in_detail<'a>(rows: impl Iterator<Item = &'a Row>) -> String {
         "scaling",
         "±",
         "operations",
-    ];
-    let mut lines = vec![head.map(str::to_owned).to_vec()];
+    ])];
     for row in rows {
-        let single = |key: &str| optional(row.figures.get(key).and_then(Value::as_f64));
-        let interval = |key: &str| -> Interval {
-            let value = row.figures.get(key).cloned();
-            value.and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default()
-        };
-        let scaling = interval("scaling");
-        lines.push(vec![
-            text(&row.params, "live"),
-            threads_of(row).to_string(),
-            row.implementation.clone(),
-            figure(row),
-            optional(row.ns_per_op.lo),
-            optional(row.ns_per_op.hi),
-            times(row.ratio_to_ringfence),
-            single("p99_ns"),
-            single("worst_ns"),
-            times(scaling.median),
-            half_width(scaling),
-            times(interval("cpu_scaling").median),
-            count(row, "operations").to_string(),
-        ]);
-    }
-    block(lines)
-}
-
-fn memory(names: &[String], rows: &[Row]) -> String {
-    let mut head = vec!["size".to_owned(), "live".to_owned()];
-    head.extend(names.iter().filter(|name| *name != "control").cloned());
-    let mut lines = vec![head];
-    let key = |row: &Row| (text(&row.params, "size"), text(&row.params, "live"));
-    for (size, live) in distinct(rows, key) {
-        let of = |name: &String| {
-            let mut same = rows.iter().filter(|row| key(row) == (size.clone(), live.clone()));
-            same.find(|row| row.implementation == *name)
-                .and_then(|row| row.figures.get("bytes_per_live")?.as_f64())
-        };
-        if live == "0" {
-            continue;
-        }
-        let mut line = vec![size.clone(), live.clone()];
-        line.extend(names.iter().filter(|name| *name != "control").map(|name| optional(of(name))));
+        let mut line = vec![live(row), threads(row).to_string(), row.implementation.clone()];
+        line.push(marked(row));
+        line.extend([row.ns_per_op.lo, row.ns_per_op.hi].map(optional));
+        line.push(times(row.ratio_to_ringfence));
+        line.extend(["p99_ns", "worst_ns"].map(|key| optional(single(row, key))));
+        line.extend(ratio(row, "scaling"));
+        line.push(times(interval(row, "cpu_scaling").median));
+        line.push(count(row, "operations").to_string());
         lines.push(line);
     }
     block(lines)
 }
 
-/// What failed when it was checked; nothing if nothing did.
-fn failures(rows: &[Row]) -> String {
-    let head = ["pattern", "size", "live", "impl", "checked", "failed", "with a hole"];
-    let mut lines = vec![head.map(str::to_owned).to_vec()];
-    for row in rows {
-        let failed = count(row, "failures");
-        // Checked once for all numbers of threads.
-        let first = rows.iter().find(|other| {
-            let same = |key| text(&other.params, key) == text(&row.params, key);
-            other.implementation == row.implementation
-                && same("pattern")
-                && same("size")
-                && same("live")
-        });
-        if failed > 0 && first.is_some_and(|first| std::ptr::eq(first, row)) {
-            let mut line = ["pattern", "size", "live"].map(|key| text(&row.params, key)).to_vec();
-            line.push(row.implementation.clone());
-            line.push(count(row, "checked_operations").to_string());
-            line.push(failed.to_string());
-            line.push(count(row, "failures_with_hole").to_string());
+fn memory(names: &[String], rows: &[Row]) -> String {
+    let names = || names.iter().filter(|name| *name != "control");
+    let mut head = cells(&["size", "live"]);
+    head.extend(names().cloned());
+    let mut lines = vec![head];
+    for ((size, live), rows) in groups(rows, |row| (text(row, "size"), live(row))) {
+        if live != "0" {
+            let of = |name: &String| {
+                single(rows.iter().find(|row| row.implementation == *name)?, "bytes_per_live")
+            };
+            let mut line = vec![size, live];
+            line.extend(names().map(|name| optional(of(name))));
             lines.push(line);
         }
     }
-    match lines.len() {
-        1 => "\nno request failed that was checked\n".to_owned(),
-        _ => format!(
-            "\nrequests that failed, and how many although a hole was free\n{}",
-            block(lines)
-        ),
+    block(lines)
+}
+
+/// What failed when it was checked, once for all numbers of threads.
+fn failures(out: &mut String, rows: &[Row]) {
+    let key = |row: &Row| {
+        let [pattern, size] = ["pattern", "size"].map(|key| text(row, key));
+        [pattern, size, live(row), row.implementation.clone()]
+    };
+    let mut lines = Vec::new();
+    for (key, rows) in groups(rows, key) {
+        if count(rows[0], "failures") > 0 {
+            let counts = ["checked_operations", "failures", "failures_with_hole"];
+            let counts = counts.map(|key| count(rows[0], key).to_string());
+            lines.push([&key[..], &counts].concat());
+        }
+    }
+    if lines.is_empty() {
+        out.push_str("\nno request failed that was checked\n");
+    } else {
+        let head = ["pattern", "size", "live", "impl", "checked", "failed", "with a hole"];
+        lines.insert(0, cells(&head));
+        let title = "requests that failed, and how many although a hole was free";
+        section(out, title, &block(lines));
     }
 }
 
 /// Every note once, with the rows that it is about.
-fn notes(rows: &[Row]) -> Vec<String> {
-    let parts = |row: &Row| -> Vec<(String, String)> {
+fn notes(out: &mut String, rows: &[Row]) {
+    let mut all: Vec<(&str, &str, Vec<&str>)> = Vec::new();
+    for row in rows {
         let note = row.note.as_deref().unwrap_or_default();
-        let parts = note.split("; ").filter(|part| !part.is_empty());
-        parts.map(|part| (row.implementation.clone(), part.to_owned())).collect()
-    };
-    let mut all: Vec<(String, String)> = Vec::new();
-    for part in rows.iter().flat_map(parts) {
-        if !all.contains(&part) {
-            all.push(part);
+        for part in note.split("; ").filter(|part| !part.is_empty()) {
+            let same = |(who, other, _): &&mut (&str, &str, _)| {
+                (*who, *other) == (row.implementation.as_str(), part)
+            };
+            match all.iter_mut().find(same) {
+                Some((_, _, about)) => about.push(&row.name),
+                None => all.push((&row.implementation, part, vec![&row.name])),
+            }
         }
     }
-    all.into_iter()
-        .map(|part| {
-            let same = rows.iter().filter(|row| parts(row).contains(&part));
-            let mut about: Vec<&str> = same.map(|row| row.name.as_str()).collect();
-            let more = about.len().saturating_sub(MOST_NAMED);
-            about.truncate(MOST_NAMED);
-            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-            format!("note: {}: {} ({}{more})", part.0, part.1, about.join(", "))
-        })
-        .collect()
+    for (who, part, mut about) in all {
+        let more = about.len().saturating_sub(MOST_NAMED);
+        about.truncate(MOST_NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        out.push_str(&wrap(&format!("note: {who}: {part} ({}{more})", about.join(", "))));
+    }
 }
 
-fn kind(row: &Row) -> (String, String) {
-    (text(&row.params, "pattern"), text(&row.params, "size"))
-}
-
-fn threads_of(row: &Row) -> u64 {
+fn threads(row: &Row) -> u64 {
     row.params.get("threads").and_then(Value::as_u64).unwrap_or(1)
 }
 
-fn scaling(row: &Row) -> Option<f64> {
-    row.figures.get("scaling")?.get("median")?.as_f64()
-}
-
-fn count(row: &Row, key: &str) -> u64 {
-    row.figures.get(key).and_then(Value::as_u64).unwrap_or(0)
-}
-
-/// A parameter as it was written on the command line.
-fn text(params: &serde_json::Map<String, Value>, key: &str) -> String {
-    match params.get(key) {
-        Some(Value::String(text)) => text.clone(),
-        Some(Value::Number(n)) if key == "live" => match n.as_u64() {
-            Some(live) => super::pattern::Live::Count(live).to_string(),
-            None => n.to_string(),
-        },
-        Some(value) => value.to_string(),
-        None => String::new(),
+/// The live set as it was written on the command line.
+fn live(row: &Row) -> String {
+    match row.params.get("live").and_then(Value::as_u64) {
+        Some(live) => Live::Count(live).to_string(),
+        None => text(row, "live"),
     }
 }
 
@@ -290,7 +230,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
-    use crate::report::table::WIDTH;
+    use crate::text::WIDTH;
 
     fn measured() -> Benchmark {
         super::super::run(&super::super::tests::tiny(), &AtomicBool::new(false)).unwrap()

@@ -1,12 +1,12 @@
 //! The patterns, operation by operation, the same whether they are timed or checked.
 
 use super::{
-    fill::{Rng, Slot},
-    oracle::Violation,
+    fill::{Slot, random},
+    oracle::{Oracle, Violation},
     pattern::{BATCH, Pattern},
     peers::Subject,
 };
-use crate::{bench::clock::Clock, stats::Latencies};
+use crate::{bench::clock::Clock, random::XorShift, stats::Latencies};
 
 /// Allocates and frees for a pattern. What stands between `begin` and `end` is one operation; an
 /// operation in two parts ends its first part with `hold`.
@@ -29,14 +29,14 @@ pub(super) struct Worker<'a> {
     slots: &'a mut [Slot],
     sizes: &'a [u64],
     next_size: usize,
-    rng: Rng,
+    rng: XorShift,
     batch: [Slot; BATCH],
 }
 
 impl<'a> Worker<'a> {
     /// `part` decides what is chosen.
     pub(super) fn new(slots: &'a mut [Slot], sizes: &'a [u64], part: u64) -> Worker<'a> {
-        let mut rng = Rng::new(part);
+        let mut rng = random(part);
         let next_size = rng.below(sizes.len() as u64) as usize;
         Worker { slots, sizes, next_size, rng, batch: [Slot::default(); BATCH] }
     }
@@ -197,6 +197,65 @@ impl<S: Subject + ?Sized> Operate for Timed<'_, S> {
     fn end_held(&mut self, index: usize) {
         let ticks = self.held[index] + self.lap();
         self.record(ticks);
+    }
+}
+
+/// What a check saw.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Checked {
+    pub(super) operations: u64,
+    /// Requests that failed.
+    pub(super) failures: u64,
+    /// Those of them that a hole could have met.
+    pub(super) with_hole: u64,
+}
+
+impl Checked {
+    pub(super) fn add(&mut self, more: Checked) {
+        self.operations += more.operations;
+        self.failures += more.failures;
+        self.with_hole += more.with_hole;
+    }
+}
+
+/// An allocator under the oracle's eyes.
+pub(super) struct Watched<'a, S: ?Sized> {
+    subject: &'a S,
+    oracle: &'a mut Oracle,
+    /// What is known so far.
+    pub(super) checked: Checked,
+    /// The first thing that was wrong.
+    pub(super) violation: Option<Violation>,
+}
+
+impl<'a, S: Subject + ?Sized> Watched<'a, S> {
+    pub(super) fn new(subject: &'a S, oracle: &'a mut Oracle) -> Self {
+        Watched { subject, oracle, checked: Checked::default(), violation: None }
+    }
+}
+
+impl<S: Subject + ?Sized> Operate for Watched<'_, S> {
+    fn alloc(&mut self, granules: u64) -> Option<u64> {
+        let found = self.subject.take(granules);
+        match found.map(|first| self.oracle.take(first, granules)) {
+            Some(Ok(())) => {}
+            Some(Err(violation)) => {
+                self.violation.get_or_insert(violation);
+            }
+            None => {
+                self.checked.failures += 1;
+                self.checked.with_hole += u64::from(self.oracle.has_hole(granules));
+            }
+        }
+        found
+    }
+
+    fn free(&mut self, first: u64, granules: u64) {
+        if self.subject.give(first, granules) {
+            self.oracle.give(first, granules);
+        } else {
+            self.violation.get_or_insert(Violation::Refused { first, granules });
+        }
     }
 }
 

@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn sets_are_apart_and_lie_as_they_are_said_to() {
         for batch in [1, 2, 3, 8, 64, 100, 256] {
-            for &order in Order::ALL {
+            for order in Order::ALL {
                 let load = Load::new(batch, order);
                 let pages = load.sets.iter().flat_map(|set| &set.places).copied();
                 let distinct: BTreeSet<Range> = pages.collect();

@@ -26,7 +26,10 @@ use super::{
     rig::{Rig, Server, Serving},
 };
 use crate::{
-    bench::{clock::Clock, threads::together},
+    bench::{
+        clock::{Clock, middle},
+        threads::together,
+    },
     block::mix,
 };
 
@@ -95,33 +98,6 @@ fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
 /// Pages from here on are used by nobody else.
 const FREE: u64 = 1 << 30;
 
-/// Driver and device take turns in one thread.
-fn alone<S: Server>(
-    rig: &mut Rig<S>,
-    load: &mut Load,
-    batch: usize,
-    how: How<'_>,
-) -> Result<Sample> {
-    let Rig { domain, server, .. } = rig;
-    let mut serving = server.begin()?;
-    let mut serve = || serving.serve().map(drop);
-    let steps = (64 / batch).max(1);
-    let (begun, budget) = (how.clock.now(), how.budget.as_nanos() as f64);
-    let mut operations = 0;
-    loop {
-        for _ in 0..steps {
-            load.step(domain, &mut serve)?;
-        }
-        operations += (steps * batch) as u64;
-        if how.clock.ns(how.clock.now().wrapping_sub(begun)) >= budget {
-            break;
-        }
-    }
-    load.finish(domain, &mut serve)?;
-    let ns = how.clock.ns(how.clock.now().wrapping_sub(begun)) / operations as f64;
-    Ok(Sample { ns, operations, ..Sample::default() })
-}
-
 /// Both ends on one core.
 pub(super) struct OneCore<S> {
     rig: Rig<S>,
@@ -137,7 +113,10 @@ impl<S: Server> OneCore<S> {
 
 impl<S: Server> Subject for OneCore<S> {
     fn sample(&mut self, how: How<'_>) -> Result<Sample> {
-        alone(&mut self.rig, &mut self.load, self.batch, how)
+        // Driver and device take turns in one thread.
+        let Rig { domain, server, .. } = &mut self.rig;
+        let mut serving = server.begin()?;
+        drive(domain, &mut self.load, self.batch, how, || serving.serve().map(drop))
     }
 
     fn check(&mut self) -> Result<()> {
@@ -161,7 +140,7 @@ impl<S: Server> Subject for TwoCores<S> {
         let sides = vec![Side::Driver(&rig.domain, load), Side::Device(&mut rig.server)];
         let mut results = together(how.cpus, sides, |_, side| {
             let result = match side {
-                Side::Driver(domain, load) => drive(domain, load, batch, how, stop),
+                Side::Driver(domain, load) => drive(domain, load, batch, how, spin(stop)),
                 Side::Device(server) => attend(server, stop),
             };
             stop.store(true, Ordering::Release);
@@ -177,28 +156,18 @@ impl<S: Server> Subject for TwoCores<S> {
     }
 }
 
-/// The driver's side, until the budget is spent.
+/// The driver's side, until the budget is spent; `wait` is called while the device has not answered.
 fn drive(
     domain: &ViommuDomain,
     load: &mut Load,
     batch: usize,
     how: How<'_>,
-    stop: &AtomicBool,
+    mut wait: impl FnMut() -> Result<()>,
 ) -> Result<Sample> {
-    let mut looks = 0_u32;
-    let mut wait = || {
-        hint::spin_loop();
-        looks = looks.wrapping_add(1);
-        if looks.is_multiple_of(1024) {
-            ensure!(!stop.load(Ordering::Acquire), "the device has stopped");
-            thread::yield_now();
-        }
-        Ok(())
-    };
     let steps = (64 / batch).max(1);
     let (begun, budget) = (how.clock.now(), how.budget.as_nanos() as f64);
     let mut operations = 0;
-    while how.clock.ns(how.clock.now().wrapping_sub(begun)) < budget {
+    while operations == 0 || how.clock.ns(how.clock.now().wrapping_sub(begun)) < budget {
         for _ in 0..steps {
             load.step(domain, &mut wait)?;
         }
@@ -207,6 +176,20 @@ fn drive(
     load.finish(domain, &mut wait)?;
     let ns = how.clock.ns(how.clock.now().wrapping_sub(begun)) / operations as f64;
     Ok(Sample { ns, operations, ..Sample::default() })
+}
+
+/// Waits for a device on another core.
+fn spin(stop: &AtomicBool) -> impl FnMut() -> Result<()> {
+    let mut looks = 0_u32;
+    move || {
+        hint::spin_loop();
+        looks = looks.wrapping_add(1);
+        if looks.is_multiple_of(1024) {
+            ensure!(!stop.load(Ordering::Acquire), "the device has stopped");
+            thread::yield_now();
+        }
+        Ok(())
+    }
 }
 
 /// The device's side, until it is stopped.
@@ -322,14 +305,6 @@ impl<S: Server> Subject for OneOf<S> {
     fn check(&mut self) -> Result<()> {
         check(&mut self.rig, self.live as u64)
     }
-}
-
-/// The mean of the middle half.
-fn middle(values: &mut [u64]) -> f64 {
-    values.sort_unstable();
-    let quarter = values.len() / 4;
-    let half = &values[quarter..values.len() - quarter];
-    half.iter().sum::<u64>() as f64 / half.len().max(1) as f64
 }
 
 /// A second endpoint joins a domain in which much is mapped, and leaves it.

@@ -28,13 +28,20 @@ use std::{
 };
 
 use anyhow::{Result, anyhow};
-use serde_json::{Map, Value, json};
+use serde_json::json;
 
 use self::{
     measure::{Attach, Domains, How, OneCore, OneOf, Sample, Subject, TwoCores},
     params::{Batch, Implementation, Live, Op, Order, Spread},
 };
-use super::{Benchmark, Interval, Row, clock::Clock, ping, rounds, rounds::Rounds, threads};
+use super::{
+    Benchmark, Interval, Row,
+    clock::Clock,
+    ping,
+    rounds::{self, Rounds},
+    row::{object, value},
+    threads,
+};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -256,34 +263,23 @@ impl Contest {
     }
 
     fn run(mut self, options: &Options, how: How<'_>, stop: &AtomicBool, into: &mut Benchmark) {
+        let cell = self.cell;
         let slice = |subject: &mut Box<dyn Subject>, budget| {
             let how = How { budget, ..how };
-            match self.cell.op {
+            match cell.op {
                 // Those bind their own threads.
                 Op::TwoCores | Op::TwoDomains => subject.sample(how),
                 _ => threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how)),
             }
         };
-        // In the first round caches grow, and it counts for nothing.
-        for round in 0..=options.repeat {
-            let mut samples = Vec::new();
-            for entrant in rounds::turns(self.entrants.iter_mut(), round) {
-                if stop.load(Ordering::Relaxed) {
-                    break;
-                }
-                let Some(subject) = &mut entrant.subject else { continue };
-                // The others had the processor's caches meanwhile.
-                let warm = slice(subject, options.budget / 4);
-                match warm.and_then(|_| slice(subject, options.budget)) {
-                    Ok(sample) => samples.push((entrant, sample)),
-                    Err(error) => entrant.fail(&error, self.cell, into),
-                }
-            }
-            // A round that not all took part in compares nothing.
-            if round > 0 && !stop.load(Ordering::Relaxed) {
-                samples.into_iter().for_each(|(entrant, sample)| entrant.push(sample));
-            }
-        }
+        let measure = |entrant: &mut Entrant| {
+            let subject = entrant.subject.as_mut()?;
+            // The others had the processor's caches meanwhile.
+            let warm = slice(subject, options.budget / 4);
+            let sample = warm.and_then(|_| slice(subject, options.budget));
+            sample.map_err(|error| entrant.fail(&error, cell, into)).ok()
+        };
+        rounds::contest(&mut self.entrants, options.repeat, stop, measure, Entrant::push);
         for entrant in &mut self.entrants {
             if let Some(Err(error)) = entrant.subject.as_mut().map(|subject| subject.check()) {
                 entrant.fail(&error, self.cell, into);
@@ -352,10 +348,7 @@ impl Contest {
                 params,
                 ns_per_op: own.ns.interval(),
                 ratio_to_ringfence: own.ns.ratio_to(ours).median,
-                note: own
-                    .out
-                    .clone()
-                    .or_else(|| own.ns.is_empty().then(|| "not measured: interrupted".to_owned())),
+                note: own.ns.missing(own.out.as_ref()),
                 figures,
             });
         }
@@ -426,7 +419,7 @@ fn of_device<S: rig::Server + 'static>(
 /// The rows of table memory.
 fn memory(options: &Options, into: &mut Benchmark) {
     let live = options.lives.iter().map(|live| live.0).max().unwrap_or(0);
-    for &spread in Spread::ALL {
+    for spread in Spread::ALL {
         let mut row = Row {
             name: format!("{}/{spread}", Op::Memory),
             implementation: Implementation::Ringfence.to_string(),
@@ -459,14 +452,6 @@ fn rate(ns: &Rounds) -> Interval {
     // An interval of few and unlike rounds may begin below nothing.
     let a_second = |ns: Option<f64>| ns.filter(|&ns| ns > 0.0).map(|ns| 1e9 / ns);
     Interval { median: a_second(median), lo: a_second(hi), hi: a_second(lo) }
-}
-
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

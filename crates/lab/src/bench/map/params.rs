@@ -1,12 +1,10 @@
 //! What can be varied, by name.
 
-use std::{fmt, str::FromStr};
-
-use crate::bench::iotlb::params::named;
+use crate::list::{PLAIN, counted, named};
 
 named! {
     /// Whose device answers.
-    Implementation, "implementation":
+    Implementation, "{:?} is no implementation: there are {}":
     /// Ours.
     Ringfence = "ringfence",
     /// A B-tree of mappings for each domain, all behind one lock for readers and writers; UNMAP
@@ -18,7 +16,7 @@ named! {
 
 named! {
     /// What is measured.
-    Op, "measurement":
+    Op, "{:?} is no measurement: there are {}":
     /// MAP and UNMAP, both ends on one core: driver and device take turns in one thread.
     OneCore = "one-core",
     /// MAP and UNMAP, driver and device on a core each.
@@ -36,7 +34,7 @@ named! {
 
 named! {
     /// How the pages of a batch lie.
-    Order, "order":
+    Order, "{:?} is no order: there are {}":
     /// Side by side.
     Contiguous = "contiguous",
     /// In random order, no two side by side.
@@ -45,7 +43,7 @@ named! {
 
 named! {
     /// How mappings whose table memory is told lie.
-    Spread, "spread":
+    Spread, "{:?} is no spread: there are {}":
     /// 4 KiB pages side by side, that lead to pages in no order.
     Dense = "dense",
     /// One page in each 2 MiB.
@@ -56,69 +54,24 @@ named! {
     Random = "random",
 }
 
-/// How many mappings come and go together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Batch(pub usize);
+counted! {
+    /// How many mappings come and go together.
+    Batch(usize), "batch", PLAIN, 1..=1024
+}
 
 impl Batch {
     /// Those that are measured if nothing else is asked for.
     pub const DEFAULTS: [Batch; 4] = [Batch(1), Batch(8), Batch(64), Batch(256)];
-    /// The largest.
-    pub const MOST: usize = 1024;
 }
 
-impl fmt::Display for Batch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
+counted! {
+    /// How many mappings a domain holds: `1k`, `1m`.
+    Live(usize), "number of mappings", ("km", 1000), 2..=4_000_000
 }
-
-impl FromStr for Batch {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Batch, String> {
-        match text.parse() {
-            Ok(n) if (1..=Batch::MOST).contains(&n) => Ok(Batch(n)),
-            _ => Err(format!("{text:?} is no batch from 1 to {}", Batch::MOST)),
-        }
-    }
-}
-
-/// How many mappings a domain holds: `1k`, `1m`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Live(pub usize);
 
 impl Live {
     /// Those that are measured if nothing else is asked for.
     pub const DEFAULTS: [Live; 2] = [Live(1_000), Live(1_000_000)];
-    /// The most.
-    pub const MOST: usize = 4_000_000;
-}
-
-impl fmt::Display for Live {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            n if n >= 1_000_000 && n % 1_000_000 == 0 => f.pad(&format!("{}m", n / 1_000_000)),
-            n if n >= 1_000 && n % 1_000 == 0 => f.pad(&format!("{}k", n / 1_000)),
-            n => f.pad(&n.to_string()),
-        }
-    }
-}
-
-impl FromStr for Live {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Live, String> {
-        let (digits, unit) = match text.to_ascii_lowercase() {
-            text if text.ends_with('k') => (text[..text.len() - 1].to_owned(), 1_000),
-            text if text.ends_with('m') => (text[..text.len() - 1].to_owned(), 1_000_000),
-            text => (text, 1),
-        };
-        match digits.parse::<usize>().ok().and_then(|digits| digits.checked_mul(unit)) {
-            Some(n) if (2..=Live::MOST).contains(&n) => Ok(Live(n)),
-            _ => Err(format!("{text:?} is no number of mappings from 2 to 4m")),
-        }
-    }
 }
 
 #[cfg(test)]

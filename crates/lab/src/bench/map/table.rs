@@ -1,7 +1,5 @@
 //! The benchmark for a terminal.
 
-use std::fmt::Write;
-
 use serde_json::Value;
 
 use super::params::{Implementation, Op};
@@ -9,38 +7,55 @@ use crate::{
     bench::{
         Benchmark, Row,
         table::{
-            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
+            both, figure, groups, headline, interval, section, setting, single, text, times,
+            warnings,
         },
     },
-    report::table::plain,
+    text::{block, cells, number, optional, wrap},
 };
 
 /// What was measured, as text.
 pub fn render(benchmark: &Benchmark) -> String {
-    let mut out = wrap(&headline(benchmark));
-    for &op in Op::ALL {
+    let trips: Vec<String> = benchmark
+        .settings
+        .get("round_trip_ns")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_f64)
+        .map(number)
+        .collect();
+    let apart = match trips[..] {
+        [] => String::new(),
+        _ => {
+            let trips = trips.join(", later ");
+            format!("; a cache line goes to the other CPU and back in {trips} ns")
+        }
+    };
+    let each = format!(" of {} ms", setting(benchmark, "budget_ms"));
+    let mut out = wrap(&(headline(benchmark, "MAP and UNMAP of a virtio-iommu", &each) + &apart));
+    for op in Op::ALL {
         let rows: Vec<&Row> =
             benchmark.rows.iter().filter(|row| text(row, "op") == op.name()).collect();
         if rows.iter().all(|row| row.ns_per_op.median.is_none()) {
             continue;
         }
-        let _ = write!(out, "\n{}\n", about(op));
-        out.push_str(&match op {
+        let block = match op {
             Op::OneCore | Op::TwoCores => pairs(&rows, &["batch", "order"], false),
             Op::TwoDomains => pairs(&rows, &["batch", "threads", "form"], true),
             Op::OneOf => one_of(&rows),
             Op::Attach => attach(&rows),
             Op::Memory => memory(&rows),
-        });
+        };
+        section(&mut out, about(op), &block);
     }
-    let _ = write!(out, "\n{LEGEND}");
-    for row in benchmark.rows.iter().filter(|row| row.note.is_some()) {
-        let note = row.note.as_deref().unwrap_or_default();
-        out.push_str(&wrap(&format!("note: {}, {}: {note}", row.implementation, row.name)));
+    out.extend(["\n", LEGEND]);
+    for row in &benchmark.rows {
+        if let Some(note) = &row.note {
+            out.push_str(&wrap(&format!("note: {}, {}: {note}", row.implementation, row.name)));
+        }
     }
-    for warning in &benchmark.warnings {
-        out.push_str(&wrap(&format!("warning: {}", plain(warning))));
-    }
+    warnings(&mut out, benchmark);
     out
 }
 
@@ -53,31 +68,6 @@ Medians of rounds in which all devices take turns; ± half of the 95 % interval;
   btreemap-range   the same, but UNMAP looks at what lies in its range
 ringfence answers an UNMAP when no thread uses the translation any more; the others cache none.
 ";
-
-fn headline(benchmark: &Benchmark) -> String {
-    let setting = |key: &str| benchmark.settings.get(key);
-    let budget = setting("budget_ms").and_then(Value::as_f64).unwrap_or(0.0);
-    let trips: Vec<String> = setting("round_trip_ns")
-        .and_then(Value::as_array)
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_f64)
-        .map(number)
-        .collect();
-    let apart = match trips[..] {
-        [] => String::new(),
-        _ => format!(
-            "; a cache line goes to the other CPU and back in {} ns",
-            trips.join(", later ")
-        ),
-    };
-    format!(
-        "MAP and UNMAP of a virtio-iommu; {} rounds of {budget} ms{}; {}{apart}",
-        benchmark.rounds,
-        if benchmark.interrupted { ", interrupted" } else { "" },
-        machine(benchmark),
-    )
-}
 
 fn about(op: Op) -> &'static str {
     match op {
@@ -96,68 +86,40 @@ fn about(op: Op) -> &'static str {
     }
 }
 
-fn cells(text: &[&str]) -> Vec<String> {
-    text.iter().map(|cell| (*cell).to_owned()).collect()
-}
-
-/// The rows of one implementation, in order.
-fn of<'r>(rows: &[&'r Row], who: Implementation) -> Vec<&'r Row> {
-    rows.iter().copied().filter(|row| row.implementation == who.name()).collect()
-}
-
 /// A line for each load, with the others' ratios behind ours.
 fn pairs(rows: &[&Row], keys: &[&str], scaling: bool) -> String {
+    let is_there = |who: &Implementation| rows.iter().any(|row| row.implementation == who.name());
+    let others = Implementation::ALL.into_iter().filter(|who| *who != Implementation::Ringfence);
+    let others: Vec<Implementation> = others.filter(is_there).collect();
+    // The last column of each.
+    let scaling = scaling.then_some("scaling");
     let mut head = cells(keys);
-    head.extend(cells(&["ns", "±", "M/s"]));
-    if scaling {
-        head.push("scaling".to_owned());
-    }
-    let others = others(rows);
+    head.extend(["ns", "±", "M/s"].into_iter().chain(scaling).map(str::to_owned));
     for who in &others {
-        head.extend(cells(&[who.name(), "x"]));
-        if scaling {
-            head.push("scaling".to_owned());
-        }
+        head.extend([who.name(), "x"].into_iter().chain(scaling).map(str::to_owned));
     }
     let mut lines = vec![head];
-    let names = distinct(rows.iter().copied(), |row| row.name.clone());
-    for name in names {
-        let find = |who: Implementation| {
-            rows.iter().find(|row| row.name == name && row.implementation == who.name())
+    for (_, rows) in groups(rows.iter().copied(), |row| row.name.clone()) {
+        let find = |who: Implementation| rows.iter().find(|row| row.implementation == who.name());
+        let scales = |row: Option<&&Row>| {
+            scaling.map(|key| row.map_or(String::new(), |row| times(interval(row, key).median)))
         };
-        let Some(any) = rows.iter().find(|row| row.name == name) else { continue };
-        let mut line: Vec<String> = keys.iter().map(|key| text(any, key)).collect();
-        let scales = |row: &Row| times(interval(row, "scaling").median);
-        match find(Implementation::Ringfence) {
-            Some(row) => {
-                line.extend([optional(row.ns_per_op.median), half_width(row.ns_per_op)]);
-                line.push(optional(interval(row, "pairs_per_s").scaled(1e-6).median));
-                if scaling {
-                    line.push(scales(row));
-                }
-            }
-            None => line.extend(vec![String::new(); if scaling { 4 } else { 3 }]),
-        }
+        let mut line: Vec<String> = keys.iter().map(|key| text(rows[0], key)).collect();
+        let own = find(Implementation::Ringfence);
+        line.extend(own.map_or([String::new(), String::new()], |row| both(row.ns_per_op)));
+        line.extend(own.map_or([String::new()], |row| {
+            [optional(interval(row, "pairs_per_s").scaled(1e-6).median)]
+        }));
+        line.extend(scales(own));
         for &who in &others {
-            match find(who) {
-                Some(row) => {
-                    line.extend([optional(row.ns_per_op.median), times(row.ratio_to_ringfence)]);
-                    if scaling {
-                        line.push(scales(row));
-                    }
-                }
-                None => line.extend(vec![String::new(); if scaling { 3 } else { 2 }]),
-            }
+            line.extend(find(who).map_or([String::new(), String::new()], |row| {
+                [optional(row.ns_per_op.median), times(row.ratio_to_ringfence)]
+            }));
+            line.extend(scales(find(who)));
         }
         lines.push(line);
     }
     block(lines)
-}
-
-fn others(rows: &[&Row]) -> Vec<Implementation> {
-    let others = Implementation::ALL.iter().copied();
-    let measured = |who: &Implementation| !of(rows, *who).is_empty();
-    others.filter(|who| *who != Implementation::Ringfence).filter(measured).collect()
 }
 
 fn one_of(rows: &[&Row]) -> String {
@@ -166,8 +128,7 @@ fn one_of(rows: &[&Row]) -> String {
     for row in rows {
         let mut line = vec![row.implementation.clone(), text(row, "live")];
         for what in ["unmap", "map"] {
-            let ns = interval(row, &format!("{what}_ns"));
-            line.extend([optional(ns.median), half_width(ns)]);
+            line.extend(figure(row, &format!("{what}_ns"), 1.0));
             line.push(times(interval(row, &format!("{what}_ratio_to_fewest")).median));
         }
         lines.push(line);
@@ -178,14 +139,10 @@ fn one_of(rows: &[&Row]) -> String {
 fn attach(rows: &[&Row]) -> String {
     let mut lines = vec![cells(&["live", "table", "ATTACH ns", "±", "ns a mapping"])];
     for row in rows {
-        let ns = interval(row, "attach_ns");
-        lines.push(vec![
-            text(row, "live"),
-            text(row, "form"),
-            optional(ns.median),
-            half_width(ns),
-            optional(row.ns_per_op.median),
-        ]);
+        let mut line = ["live", "form"].map(|key| text(row, key)).to_vec();
+        line.extend(figure(row, "attach_ns", 1.0));
+        line.push(optional(row.ns_per_op.median));
+        lines.push(line);
     }
     block(lines)
 }
@@ -193,13 +150,9 @@ fn attach(rows: &[&Row]) -> String {
 fn memory(rows: &[&Row]) -> String {
     let mut lines = vec![cells(&["mappings", "live", "bytes a mapping", "MAP ns"])];
     for row in rows {
-        let each = row.figures.get("bytes_per_mapping").and_then(Value::as_f64);
-        lines.push(vec![
-            text(row, "spread"),
-            text(row, "live"),
-            optional(each),
-            optional(row.ns_per_op.median),
-        ]);
+        let mut line = ["spread", "live"].map(|key| text(row, key)).to_vec();
+        line.extend([single(row, "bytes_per_mapping"), row.ns_per_op.median].map(optional));
+        lines.push(line);
     }
     block(lines)
 }
@@ -214,7 +167,7 @@ mod tests {
     fn each_block_has_a_line_for_each_load() {
         let benchmark = super::super::run(&tiny(), &AtomicBool::new(false)).unwrap();
         let text = render(&benchmark);
-        for &op in Op::ALL {
+        for op in Op::ALL {
             assert!(text.contains(about(op)), "{text}");
         }
         assert!(text.contains("btreemap-range") && text.contains("scattered"), "{text}");

@@ -4,11 +4,7 @@ use std::{os::unix::net::UnixStream, path::Path};
 
 use anyhow::{Context, Result};
 
-use super::{
-    case::{Direction, Implementation},
-    ringfence::Ringfence,
-    testpmd::Testpmd,
-};
+use super::case::Direction;
 use crate::bench::process::Process;
 
 /// What a back end says it has taken from the driver and given to it since it began.
@@ -49,16 +45,4 @@ pub(super) trait Backend {
         let path = self.socket();
         UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))
     }
-}
-
-/// Starts one in `folder`, on `cpu`.
-pub(super) fn start(
-    implementation: Implementation,
-    folder: &Path,
-    cpu: usize,
-) -> Result<Box<dyn Backend>> {
-    Ok(match implementation {
-        Implementation::Ringfence => Box::new(Ringfence::start(folder, cpu)?),
-        Implementation::Dpdk => Box::new(Testpmd::start(folder, cpu)?),
-    })
 }

@@ -5,105 +5,51 @@ use std::{fmt, str::FromStr};
 use crate::load::net::{Addressing, Options as DriverOptions};
 use serde_json::{Map, Value};
 
-use super::{notified::Mapped, object};
-use crate::list::parse;
+use super::notified::Mapped;
+use crate::bench::row::object;
+use crate::list::named;
 
-/// A name for each value of an enum, and back.
-macro_rules! names {
-    ($kind:ty, $what:literal, [$($value:path => $name:literal),+ $(,)?]) => {
-        impl $kind {
-            /// All of them, in order.
-            pub const ALL: &[$kind] = &[$($value),+];
-
-            /// Its name.
-            pub const fn name(self) -> &'static str {
-                match self {
-                    $($value => $name),+
-                }
-            }
-        }
-
-        impl fmt::Display for $kind {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(self.name())
-            }
-        }
-
-        impl FromStr for $kind {
-            type Err = String;
-
-            fn from_str(name: &str) -> Result<Self, String> {
-                let found = Self::ALL.iter().copied().find(|value| value.name() == name);
-                let names = Self::ALL.iter().map(|value| value.name()).collect::<Vec<_>>();
-                found.ok_or_else(|| {
-                    format!("no {} is called {name:?}: there are {}", $what, names.join(", "))
-                })
-            }
-        }
-    };
-}
-
-/// A part of the benchmark.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+named! {
+    /// A part of the benchmark.
+    Part, "no part is called {:?}: there are {}":
     /// The IOTLB is there, but the driver does not ask for an IOMMU.
-    Off,
+    Off = "off",
     /// Buffers are mapped once.
-    Static,
+    Static = "static",
     /// Each use of a buffer has an address of its own.
-    Dynamic,
+    Dynamic = "dynamic",
     /// As dynamic, with Ringfence's own IOMMU in the device's process.
-    Notified,
+    Notified = "notified",
 }
 
-names!(Part, "part", [
-    Part::Off => "off",
-    Part::Static => "static",
-    Part::Dynamic => "dynamic",
-    Part::Notified => "notified",
-]);
-
-/// Which way packets go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+named! {
+    /// Which way packets go.
+    Direction, "no direction is called {:?}: there are {}":
     /// The driver sends, the back end takes.
-    Tx,
+    Tx = "tx",
     /// The back end sends.
-    Rx,
+    Rx = "rx",
     /// What the driver sends comes back.
-    Loop,
+    Loop = "loop",
 }
 
-names!(Direction, "direction", [
-    Direction::Tx => "tx",
-    Direction::Rx => "rx",
-    Direction::Loop => "loop",
-]);
-
-/// The format of the rings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ring {
+named! {
+    /// The format of the rings.
+    Ring, "no ring is called {:?}: there are {}":
     /// Split.
-    Split,
+    Split = "split",
     /// Packed.
-    Packed,
+    Packed = "packed",
 }
 
-names!(Ring, "ring", [Ring::Split => "split", Ring::Packed => "packed"]);
-
-/// Who is measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Implementation {
+named! {
+    /// Who is measured.
+    Implementation, "no implementation is called {:?}: there are {}":
     /// `ringfence net`.
-    Ringfence,
+    Ringfence = "ringfence",
     /// DPDK's `testpmd` with its vhost library.
-    Dpdk,
+    Dpdk = "dpdk",
 }
-
-names!(Implementation, "implementation", [
-    Implementation::Ringfence => "ringfence",
-    Implementation::Dpdk => "dpdk",
-]);
 
 /// How much an entry covers: 4k, 64k, 2m, 1g.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,14 +80,6 @@ impl FromStr for Entry {
     }
 }
 
-/// Parses a list of names.
-///
-/// # Errors
-/// A name is none, or the list is empty or names one twice.
-pub fn parse_list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<Vec<T>, String> {
-    parse(text, "list")
-}
-
 /// One contest.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Case {
@@ -150,6 +88,30 @@ pub(super) struct Case {
     pub(super) addressing: Addressing,
     /// Behind Ringfence's own IOMMU, how buffers are mapped; `addressing` says nothing then.
     pub(super) mapped: Option<Mapped>,
+}
+
+/// Addresses in a word or two.
+pub(in crate::bench) fn addresses(addressing: Addressing) -> String {
+    match addressing {
+        Addressing::Physical => "off".to_owned(),
+        Addressing::Static { entry, mergeable } => {
+            let kind = if mergeable { "mergeable" } else { "unmergeable" };
+            format!("{} {kind}", Entry(entry))
+        }
+        Addressing::Fresh { push: false } => "dynamic asked".to_owned(),
+        Addressing::Fresh { push: true } => "dynamic pushed".to_owned(),
+    }
+}
+
+/// Addresses as parameters.
+pub(in crate::bench) fn addressing_params(addressing: Addressing) -> Map<String, Value> {
+    match addressing {
+        Addressing::Physical => Map::new(),
+        Addressing::Static { entry, mergeable } => {
+            object([("entry", entry.into()), ("mergeable", mergeable.into())])
+        }
+        Addressing::Fresh { push } => object([("entry", 4096.into()), ("pushed", push.into())]),
+    }
 }
 
 /// Pages of buffers in all. DPDK's cache of a queue holds 2048 entries and is given those of all
@@ -177,15 +139,7 @@ impl Case {
         if let Some(mapped) = self.mapped {
             return mapped.name();
         }
-        match self.addressing {
-            Addressing::Physical => "off".to_owned(),
-            Addressing::Static { entry, mergeable } => {
-                let kind = if mergeable { "mergeable" } else { "unmergeable" };
-                format!("{} {kind}", Entry(entry))
-            }
-            Addressing::Fresh { push: false } => "dynamic asked".to_owned(),
-            Addressing::Fresh { push: true } => "dynamic pushed".to_owned(),
-        }
+        addresses(self.addressing)
     }
 
     pub(super) fn name(&self) -> String {
@@ -219,15 +173,7 @@ impl Case {
         if let Some(mapped) = self.mapped {
             params.extend(mapped.params());
         }
-        match self.addressing {
-            Addressing::Physical => {}
-            Addressing::Static { entry, mergeable } => {
-                params.extend(object([("entry", entry.into()), ("mergeable", mergeable.into())]));
-            }
-            Addressing::Fresh { push } => {
-                params.extend(object([("entry", 4096.into()), ("pushed", push.into())]));
-            }
-        }
+        params.extend(addressing_params(self.addressing));
         params
     }
 
@@ -322,11 +268,12 @@ impl Choice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::list::parse;
 
     #[test]
     fn names_are_read_back() {
-        assert_eq!(parse_list::<Part>("dynamic,off"), Ok(vec![Part::Dynamic, Part::Off]));
-        let error = parse_list::<Part>("statics").unwrap_err();
+        assert_eq!(parse::<Part>("dynamic,off", "list"), Ok(vec![Part::Dynamic, Part::Off]));
+        let error = parse::<Part>("statics", "list").unwrap_err();
         assert!(error.contains("off, static, dynamic, notified"), "{error}");
         for text in ["4k", "64k", "2m", "1g"] {
             assert_eq!(text.parse::<Entry>().unwrap().to_string(), text);

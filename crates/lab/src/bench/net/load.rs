@@ -2,72 +2,28 @@
 
 use std::time::{Duration, Instant};
 
-use crate::load::net::{Expect, NetDriver};
 use anyhow::{Context, Result, ensure};
-use rustix::time::{ClockId, clock_gettime};
 
 use super::{
     backend::Backend,
     case::{Case, Direction},
+};
+use crate::{
+    bench::window::{LOOK, Mark, STUCK, TURNS, Window},
+    load::net::{Expect, NetDriver},
 };
 
 /// Packets that are sent at once.
 const BURST: usize = 64;
 /// How long packets go before they are counted.
 const WARM_UP: Duration = Duration::from_millis(40);
-/// From one look at the clock to the next, in turns of the driver.
-const TURNS: u32 = 16;
-/// How often the driver looks for misses while there should be none.
-const LOOK: Duration = Duration::from_micros(20);
 /// Frames that the back end has taken and not given back for so long are lost: a host of shared CPUs may
 /// keep its process waiting for less.
 const OVERDUE: Duration = Duration::from_secs(2);
-/// A back end that does nothing for so long, though there is something to do, is given up.
-const STUCK: Duration = Duration::from_secs(30);
 /// How long messages are timed.
 const MESSAGES: Duration = Duration::from_millis(25);
 /// Messages in flight when they are many.
 pub(super) const DEPTH: u64 = 64;
-
-/// What one window told.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Window {
-    pub(super) seconds: f64,
-    /// Packets of the window: that came back (loop), came (rx), were taken (tx).
-    pub(super) packets: u64,
-    /// Of the whole connection: frames that should have come, and those that did not.
-    pub(super) carried: u64,
-    pub(super) lost: u64,
-    pub(super) late: u64,
-    pub(super) corrupt: u64,
-    /// The part of the window in which each end had a CPU.
-    pub(super) driver_share: f64,
-    pub(super) backend_share: f64,
-    /// In the window.
-    pub(super) misses: u64,
-    pub(super) updates: u64,
-    pub(super) invalidations: u64,
-    /// UPDATEs and their answers a second: one after the other, and many in flight.
-    pub(super) single_rate: Option<f64>,
-    pub(super) many_rate: Option<f64>,
-}
-
-impl Window {
-    pub(super) fn rate(&self) -> f64 {
-        self.packets as f64 / self.seconds
-    }
-
-    /// Messages of the window on both sockets: each miss is one, each update and each invalidation two
-    /// with its answer.
-    pub(super) fn messages(&self) -> u64 {
-        self.misses + 2 * (self.updates + self.invalidations)
-    }
-
-    /// Lost frames of those that were carried.
-    pub(super) fn loss(&self) -> f64 {
-        if self.carried == 0 { 0.0 } else { self.lost as f64 / self.carried as f64 }
-    }
-}
 
 /// Drives `backend`, which goes on, for `length`.
 pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) -> Result<Window> {
@@ -83,7 +39,7 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
     let before = load.mark(backend);
     load.run(length)?;
     // A window in which nothing was carried has no rate: on a host whose CPUs others have it lasts until something is.
-    while load.packets() == before.packets {
+    while load.packets() == before.done {
         ensure!(before.at.elapsed() < length + STUCK, "the back end carries nothing");
         load.run(LOOK)?;
     }
@@ -93,19 +49,9 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
     let counted = backend.end().context("ending")?;
     // What the back end gave up to its end.
     load.drain()?;
-    let mut window = Window {
-        seconds: after.at.duration_since(before.at).as_secs_f64(),
-        packets: after.packets - before.packets,
-        misses: after.misses - before.misses,
-        updates: after.updates - before.updates,
-        invalidations: after.invalidations - before.invalidations,
-        late: load.driver.arrivals().late(),
-        corrupt: load.driver.arrivals().corrupt(),
-        ..Window::default()
-    };
-    let share = |ns: u64| ns as f64 / 1e9 / window.seconds;
-    window.driver_share = share(after.cpu_ns - before.cpu_ns);
-    window.backend_share = share(after.backend_ns.saturating_sub(before.backend_ns));
+    let mut window = before.until(&after);
+    window.late = load.driver.arrivals().late();
+    window.corrupt = load.driver.arrivals().corrupt();
     let arrivals = load.driver.arrivals();
     (window.carried, window.lost) = match (case.direction, counted) {
         (Direction::Loop, _) => (arrivals.sent(), arrivals.lost()),
@@ -126,17 +72,6 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
     }
     load.driver.stop().context("stopping the rings")?;
     Ok(window)
-}
-
-/// What is read at the ends of a window.
-struct Mark {
-    at: Instant,
-    packets: u64,
-    cpu_ns: u64,
-    backend_ns: u64,
-    misses: u64,
-    updates: u64,
-    invalidations: u64,
 }
 
 struct Load {
@@ -165,17 +100,7 @@ impl Load {
     }
 
     fn mark(&self, backend: &mut dyn Backend) -> Mark {
-        let messages = self.driver.messages();
-        let cpu = clock_gettime(ClockId::ThreadCPUTime);
-        Mark {
-            packets: self.packets(),
-            cpu_ns: cpu.tv_sec as u64 * 1_000_000_000 + cpu.tv_nsec as u64,
-            backend_ns: backend.process().cpu_ns(),
-            misses: messages.misses,
-            updates: messages.updates,
-            invalidations: messages.invalidations,
-            at: Instant::now(),
-        }
+        Mark::new(self.packets(), backend.process().cpu_ns(), self.driver.messages())
     }
 
     fn run(&mut self, length: Duration) -> Result<()> {

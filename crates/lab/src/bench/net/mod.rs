@@ -22,23 +22,24 @@ pub mod table;
 mod testpmd;
 
 use std::{
-    fs,
-    path::PathBuf,
+    path::Path,
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
-use anyhow::{Context, Result};
-use serde_json::{Map, Value};
+use anyhow::Result;
 
-use super::{Benchmark, ping, rounds, threads};
-use crate::{
-    progress::{Kind, Progress},
-    run::Usage,
+use super::{
+    Benchmark, ping,
+    process::Folder,
+    rounds,
+    row::object,
+    threads,
+    window::{self, Measured},
 };
+use crate::{progress::Kind, run::Usage};
 use backend::Backend;
 use case::{Case, Choice, Implementation};
-use load::Window;
 
 /// The most that may be lost: 0.005 %.
 const MOST_LOST: f64 = 5e-5;
@@ -62,32 +63,6 @@ pub struct Options {
     pub progress: Kind,
 }
 
-/// One window of a round, or why there is none.
-#[derive(Clone, Debug)]
-struct Measured {
-    window: Result<Window, String>,
-    /// Round trip of a cache line before and after, nanoseconds.
-    ping: [Option<f64>; 2],
-}
-
-/// A folder for sockets that goes with this.
-pub(super) struct Folder(pub(super) PathBuf);
-
-impl Folder {
-    pub(super) fn new() -> Result<Folder> {
-        let path = std::env::temp_dir().join(format!("ringfence-bench-{}", std::process::id()));
-        fs::create_dir(&path).with_context(|| format!("making {}", path.display()))?;
-        Ok(Folder(path))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        // What cannot be removed stays.
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
 /// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
@@ -101,9 +76,8 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         )
         .into());
     }
-    let cpus = threads::cpus();
-    let cpus = [cpus[0], *cpus.last().expect("at least one")];
     let mut benchmark = Benchmark::new("net", options.repeat);
+    let cpus = window::cpus(&mut benchmark);
     benchmark.settings = object([
         ("window_s", options.window.as_secs_f64().into()),
         ("frame_bytes", 64.into()),
@@ -113,10 +87,6 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         ("most_lost", MOST_LOST.into()),
         ("messages_in_flight", load::DEPTH.into()),
     ]);
-    if cpus[0] == cpus[1] {
-        let why = "there is one CPU only: driver and back end take turns, and figures mean little";
-        benchmark.warnings.push(why.to_owned());
-    }
     let folder = Folder::new()?;
     let mut backends = Vec::new();
     for &implementation in &options.implementations {
@@ -124,7 +94,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
             Implementation::Dpdk if !testpmd::is_there() => {
                 Err("DPDK's testpmd is not installed: apt-get install dpdk-dev".to_owned())
             }
-            _ => backend::start(implementation, &folder.0, cpus[0])
+            _ => start(implementation, &folder.0, cpus[0])
                 .and_then(|mut backend| backend.process().pause().map(|()| backend))
                 .map_err(|error| format!("{error:#}")),
         };
@@ -136,11 +106,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let of = |case: &Case| options.implementations.iter().filter(|who| case.is_for(**who)).count();
     let total = u64::from(options.repeat) * cases.iter().map(of).sum::<usize>() as u64;
     let step = options.window + OVERHEAD;
-    let expected = step * u32::try_from(total).unwrap_or(u32::MAX);
-    let progress = Progress::new(options.progress, total, expected);
-    for warning in &benchmark.warnings {
-        progress.note(&format!("warning: {warning}"));
-    }
+    let progress = window::progress(options.progress, total, step, &benchmark);
     let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
     'rounds: for round in 1..=options.repeat {
         for (case, found) in cases.iter().zip(&mut found) {
@@ -167,6 +133,14 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let implementations: Vec<_> = backends.iter().map(|(name, _)| *name).collect();
     rows::fill(&mut benchmark, &cases, &implementations, &found);
     Ok(benchmark)
+}
+
+/// Starts a back end in `folder`, on `cpu`.
+fn start(who: Implementation, folder: &Path, cpu: usize) -> Result<Box<dyn Backend>> {
+    Ok(match who {
+        Implementation::Ringfence => Box::new(ringfence::Ringfence::start(folder, cpu)?),
+        Implementation::Dpdk => Box::new(testpmd::Testpmd::start(folder, cpu)?),
+    })
 }
 
 /// One window, with the probe before and after it.
@@ -212,8 +186,4 @@ fn measure(
         })
     });
     Measured { window, ping }
-}
-
-pub(super) fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
 }

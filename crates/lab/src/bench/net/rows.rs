@@ -1,24 +1,20 @@
 //! What the rounds tell.
 
-use crate::load::net::FRAME;
-use serde_json::{Value, json};
-
 use super::{
-    MOST_LOST, Measured,
+    MOST_LOST,
     case::{Case, Implementation},
-    load::Window,
-    object,
 };
 use crate::{
-    bench::{Benchmark, Interval, Row, ping},
-    stats::Estimate,
+    bench::{
+        Benchmark, Row,
+        row::{object, value},
+        window::{
+            self, FULL_SHARE, Measured, Window, failures, figures, interval, messages_per, ratio,
+            windows,
+        },
+    },
+    load::net::FRAME,
 };
-
-/// Who has its CPU for less of a window was not measured alone.
-pub(in crate::bench) const FULL_SHARE: f64 = 0.95;
-
-/// A figure of each round, where there is one.
-pub(in crate::bench) type Figures = Vec<Option<f64>>;
 
 /// Adds the rows of all cases. `found`: for each case and implementation the windows, by rounds.
 pub(super) fn fill(
@@ -47,9 +43,9 @@ pub(super) fn fill(
                     Implementation::Dpdk => benchmark.warnings.push(what),
                 }
             }
-            let failed = own.iter().filter_map(|measured| measured.window.as_ref().err());
             if implementation == Implementation::Ringfence && windows(own).next().is_some() {
-                let failed = failed.map(|why| format!("{}, {implementation}: {why}", row.name));
+                let failed =
+                    failures(own).map(|why| format!("{}, {implementation}: {why}", row.name));
                 benchmark.errors.extend(failed);
             }
             benchmark.rows.push(row);
@@ -57,30 +53,8 @@ pub(super) fn fill(
     }
 }
 
-fn windows(of: &[Measured]) -> impl Iterator<Item = &Window> {
-    of.iter().filter_map(|measured| measured.window.as_ref().ok())
-}
-
-fn figures(of: &[Measured], figure: impl Fn(&Window) -> Option<f64>) -> Figures {
-    of.iter().map(|measured| figure(measured.window.as_ref().ok()?)).collect()
-}
-
-pub(in crate::bench) fn interval(figures: &Figures) -> Interval {
-    Estimate::of(&figures.iter().flatten().copied().collect::<Vec<_>>()).into()
-}
-
-/// The rounds' ratios; a round that one side lacks is left out.
-pub(in crate::bench) fn ratio(own: &Figures, base: &Figures) -> Interval {
-    let ratios = own.iter().zip(base).map(|(own, base)| Some((*own)? / (*base)?)).collect();
-    interval(&ratios)
-}
-
-pub(in crate::bench) fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
-}
-
-fn is_alone(window: &Window) -> bool {
-    window.driver_share.min(window.backend_share) >= FULL_SHARE
+fn is_short(window: &Window) -> bool {
+    window.driver_share.min(window.backend_share) < FULL_SHARE
 }
 
 fn row(
@@ -90,83 +64,46 @@ fn row(
     [off, ours, dpdk]: [&[Measured]; 3],
 ) -> Row {
     let rates = |of: &[Measured]| figures(of, |window| Some(window.rate()));
-    let times = |of: &[Measured]| {
-        let spent = |window: &Window| (window.packets > 0).then(|| 1e9 / window.rate());
-        figures(of, spent)
-    };
     let rate = rates(own);
-    let alone = figures(own, |window| is_alone(window).then(|| window.rate()));
+    let alone = figures(own, |window| (!is_short(window)).then(|| window.rate()));
     let sum = |count: fn(&Window) -> u64| windows(own).map(count).sum::<u64>();
-    let count = |which: &dyn Fn(&Window) -> bool| windows(own).filter(|w| which(w)).count();
-    let per_packet = |total: u64| total as f64 / sum(|window| window.packets).max(1) as f64;
-    let many = figures(own, |window| window.many_rate);
     let worst = windows(own).map(Window::loss).fold(0.0, f64::max);
-
-    // Where the CPUs were, and how often elsewhere.
-    let pings: Figures = own.iter().flat_map(|measured| measured.ping).collect();
-    let usual = interval(&pings);
-    let elsewhere = |measured: &&Measured| {
-        let differs = |ns: f64| usual.median.is_some_and(|usual| ping::differ(ns, usual));
-        measured.ping.into_iter().flatten().any(differs)
-    };
-
-    let failed: Vec<&String> =
-        own.iter().filter_map(|measured| measured.window.as_ref().err()).collect();
-    let note = match failed.first() {
-        Some(why) if failed.len() == own.len() => Some(format!("not measured: {why}")),
-        Some(why) => Some(format!("{} of {} windows failed: {why}", failed.len(), own.len())),
-        None if own.is_empty() => Some("not measured: interrupted".to_owned()),
-        None if worst > MOST_LOST => Some(format!(
-            "more than {} % of the frames were lost, up to {:.3} %",
-            MOST_LOST * 100.0,
-            worst * 100.0
-        )),
-        None => None,
-    };
-    let mut row = Row {
-        name: case.name(),
-        implementation: implementation.name().to_owned(),
-        params: case.params(),
-        ns_per_op: interval(&times(own)),
-        ratio_to_ringfence: ratio(&times(own), &times(ours)).median,
-        note,
-        figures: object([
-            ("packets_per_s", value(interval(&rate))),
-            ("packets_per_s_alone", value(interval(&alone))),
-            ("bits_per_s", value(interval(&rate).scaled((FRAME * 8) as f64))),
-            ("ratio_to_off", value(ratio(&rate, &rates(off)))),
-            ("ratio_to_dpdk", value(ratio(&rate, &rates(dpdk)))),
-            ("windows", own.len().into()),
-            ("windows_failed", failed.len().into()),
-            ("windows_short_of_cpu", count(&|window| !is_alone(window)).into()),
-            ("windows_placed_elsewhere", own.iter().filter(elsewhere).count().into()),
-            ("windows_over_loss", count(&|window| window.loss() > MOST_LOST).into()),
-            ("ping_ns", value(usual)),
-            ("driver_cpu_share", value(interval(&figures(own, |w| Some(w.driver_share))))),
-            ("backend_cpu_share", value(interval(&figures(own, |w| Some(w.backend_share))))),
-            ("carried", sum(|window| window.carried).into()),
-            ("lost", sum(|window| window.lost).into()),
-            ("late", sum(|window| window.late).into()),
-            ("corrupt", sum(|window| window.corrupt).into()),
-        ]),
-    };
+    let mut row = window::row(case.name(), implementation.name(), case.params(), own, is_short);
+    row.ratio_to_ringfence = ratio(&figures(own, Window::ns), &figures(ours, Window::ns)).median;
+    row.note = row.note.or_else(|| {
+        (worst > MOST_LOST).then(|| {
+            format!(
+                "more than {} % of the frames were lost, up to {:.3} %",
+                MOST_LOST * 100.0,
+                worst * 100.0
+            )
+        })
+    });
+    row.figures.extend(object([
+        ("packets_per_s", value(interval(&rate))),
+        ("packets_per_s_alone", value(interval(&alone))),
+        ("bits_per_s", value(interval(&rate).scaled((FRAME * 8) as f64))),
+        ("ratio_to_off", value(ratio(&rate, &rates(off)))),
+        ("ratio_to_dpdk", value(ratio(&rate, &rates(dpdk)))),
+        ("windows_over_loss", windows(own).filter(|w| w.loss() > MOST_LOST).count().into()),
+        ("carried", sum(|window| window.carried).into()),
+        ("lost", sum(|window| window.lost).into()),
+        ("late", sum(|window| window.late).into()),
+        ("corrupt", sum(|window| window.corrupt).into()),
+    ]));
     if case.translated() {
-        row.figures.extend(object([
-            ("misses_per_packet", per_packet(sum(|window| window.misses)).into()),
-            ("updates_per_packet", per_packet(sum(|window| window.updates)).into()),
-            ("invalidations_per_packet", per_packet(sum(|window| window.invalidations)).into()),
-        ]));
+        row.figures.extend(messages_per(own, "packet"));
     }
     if case.addressing.is_fresh() {
-        let single = figures(own, |window| window.single_rate);
-        let packets = sum(|window| window.packets).max(1);
+        let packets = sum(|window| window.done).max(1);
         // Like with like: misses, updates, invalidations and answers of the window against as many
         // messages as the socket moves: an UPDATE and its answer are two.
         let messages = figures(own, |window| Some(window.messages() as f64 / window.seconds));
         let pairs = figures(own, |window| Some(2.0 * window.many_rate?));
+        let of = |rate: fn(&Window) -> Option<f64>| value(interval(&figures(own, rate)));
         row.figures.extend(object([
-            ("messages_per_s_single", value(interval(&single))),
-            ("messages_per_s_many", value(interval(&many))),
+            ("messages_per_s_single", of(|window| window.single_rate)),
+            ("messages_per_s_many", of(|window| window.many_rate)),
             ("messages_per_packet", (sum(Window::messages) as f64 / packets as f64).into()),
             ("ratio_to_messages", value(ratio(&messages, &pairs))),
         ]));
@@ -177,12 +114,15 @@ fn row(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::net::case::{Choice, Direction, Part, Ring};
+    use crate::bench::{
+        Interval,
+        net::case::{Choice, Direction, Part, Ring},
+    };
 
     fn measured(packets: u64, lost: u64, share: f64, ping: f64) -> Measured {
         let window = Window {
             seconds: 2.0,
-            packets,
+            done: packets,
             carried: packets,
             lost,
             driver_share: share,
@@ -200,7 +140,7 @@ mod tests {
 
     fn filled(found: Vec<Vec<Vec<Measured>>>) -> Benchmark {
         let mut benchmark = Benchmark::new("net", 3);
-        fill(&mut benchmark, &cases(), Implementation::ALL, &found);
+        fill(&mut benchmark, &cases(), &Implementation::ALL, &found);
         benchmark
     }
 

@@ -1,13 +1,15 @@
 //! The benchmark for a terminal: a block for each way and ring.
 
-use std::fmt::Write;
-
-use serde_json::Value;
-
 use super::case::Implementation;
-use crate::bench::{
-    Benchmark, Row,
-    table::{block, distinct, half_width, interval, machine, number, optional, text, times, wrap},
+use crate::{
+    bench::{
+        Benchmark, Row,
+        table::{
+            count, figure, groups, headline, interval, once, ratio, section, setting, single, text,
+            warnings,
+        },
+    },
+    text::{block, cells, dash, number, optional, wrap},
 };
 
 const ABOUT: &str = "\
@@ -32,90 +34,64 @@ interval.
 
 /// All of it.
 pub fn render(benchmark: &Benchmark) -> String {
-    let mut out = wrap(&format!(
-        "network back ends; {} rounds of {} s{}; {}",
-        benchmark.rounds,
-        benchmark.settings.get("window_s").and_then(Value::as_f64).map_or("?".into(), number),
-        if benchmark.interrupted { ", interrupted" } else { "" },
-        machine(benchmark),
-    ));
+    let each = format!(" of {} s", number(setting(benchmark, "window_s")));
+    let mut out = wrap(&headline(benchmark, "network back ends", &each));
     let rows = &benchmark.rows;
-    for (ring, direction) in distinct(rows, |row| (text(row, "ring"), text(row, "direction"))) {
-        let of = |row: &&Row| text(row, "ring") == ring && text(row, "direction") == direction;
-        let _ = write!(out, "\n{direction}, {ring} ring\n");
-        out.push_str(&contest(&rows.iter().filter(of).collect::<Vec<_>>()));
+    for ((ring, direction), rows) in groups(rows, |row| (text(row, "ring"), text(row, "direction")))
+    {
+        section(&mut out, &format!("{direction}, {ring} ring"), &contest(&rows));
     }
-    let _ = write!(out, "\n{ABOUT}");
-    let noted = rows.iter().filter_map(|row| Some((&row.implementation, row.note.as_ref()?)));
-    let mut told: Vec<(&String, &String, usize)> = Vec::new();
-    for (who, note) in noted {
-        match told.iter_mut().find(|(other, same, _)| (*other, *same) == (who, note)) {
-            Some((_, _, count)) => *count += 1,
-            None => told.push((who, note, 1)),
+    out.extend(["\n", ABOUT]);
+    for ((who, note), rows) in groups(rows, |row| (row.implementation.clone(), row.note.clone())) {
+        if let Some(note) = note {
+            let rows = match rows.len() {
+                1 => "one row".to_owned(),
+                count => format!("{count} rows"),
+            };
+            out.push_str(&wrap(&format!("{who}, {rows}: {note}")));
         }
     }
-    for (who, note, count) in told {
-        let rows = if count == 1 { "one row".to_owned() } else { format!("{count} rows") };
-        out.push_str(&wrap(&format!("{who}, {rows}: {note}")));
-    }
-    for warning in &benchmark.warnings {
-        out.push_str(&wrap(&format!("warning: {warning}")));
-    }
+    warnings(&mut out, benchmark);
     out
 }
 
 fn contest(rows: &[&Row]) -> String {
     let dynamic = rows.iter().any(|row| row.figures.contains_key("messages_per_s_many"));
-    let mut head = vec!["", "", "Mpps", "±", "x off", "±", "x dpdk", "±", "lost"];
-    head.extend(["ping", "±", "short", "moved", "failed"]);
+    let mut head = cells(&[
+        "", "", "Mpps", "±", "x off", "±", "x dpdk", "±", "lost", "ping", "±", "short", "moved",
+        "failed",
+    ]);
     if dynamic {
-        head.extend(["msg/s 1", "64", "msg", "x msg", "±"]);
+        head.extend(cells(&["msg/s 1", "64", "msg", "x msg", "±"]));
     }
-    let mut lines = vec![head.into_iter().map(str::to_owned).collect::<Vec<_>>()];
-    let mut before = None;
+    let mut lines = vec![head];
+    let mut before = String::new();
     for row in rows {
         let addresses = row.name.splitn(3, '/').nth(2).unwrap_or_default().replace('/', " ");
-        let label =
-            if before.as_ref() == Some(&addresses) { String::new() } else { addresses.clone() };
-        before = Some(addresses);
-        let rate = interval(row, "packets_per_s").scaled(1e-6);
-        let mut line = vec![label, row.implementation.clone()];
-        line.extend([optional(rate.median), half_width(rate)]);
-        for key in ["ratio_to_off", "ratio_to_dpdk"] {
-            let ratio = interval(row, key);
-            let itself =
-                key == "ratio_to_dpdk" && row.implementation == Implementation::Dpdk.name();
-            match itself {
-                true => line.extend([String::new(), String::new()]),
-                false => line.extend([times(ratio.median), half_width(ratio)]),
-            }
-        }
+        let mut line = vec![once(&mut before, addresses), row.implementation.clone()];
+        line.extend(figure(row, "packets_per_s", 1e-6));
+        line.extend(ratio(row, "ratio_to_off"));
+        line.extend(match row.implementation == Implementation::Dpdk.name() {
+            true => [String::new(), String::new()],
+            false => ratio(row, "ratio_to_dpdk"),
+        });
         let ppm = count(row, "lost") as f64 / count(row, "carried").max(1) as f64 * 1e6;
-        line.push(rate.median.map_or("-".to_owned(), |_| number(ppm)));
-        let ping = interval(row, "ping_ns");
-        line.extend([optional(ping.median), half_width(ping)]);
-        for key in ["windows_short_of_cpu", "windows_placed_elsewhere", "windows_failed"] {
-            line.push(match count(row, key) {
-                0 => String::new(),
-                some => format!("{some}/{}", count(row, "windows")),
-            });
-        }
+        line.push(interval(row, "packets_per_s").median.map_or(dash(), |_| number(ppm)));
+        line.extend(figure(row, "ping_ns", 1.0));
+        let windows = ["windows_short_of_cpu", "windows_placed_elsewhere", "windows_failed"];
+        line.extend(windows.map(|key| match count(row, key) {
+            0 => String::new(),
+            some => format!("{some}/{}", count(row, "windows")),
+        }));
         if row.figures.contains_key("messages_per_s_many") {
-            for key in ["messages_per_s_single", "messages_per_s_many"] {
-                line.push(optional(interval(row, key).scaled(2.0).median));
-            }
-            let messages = row.figures.get("messages_per_packet").and_then(Value::as_f64);
-            line.push(optional(messages));
-            let ratio = interval(row, "ratio_to_messages");
-            line.extend([times(ratio.median), half_width(ratio)]);
+            let rates = ["messages_per_s_single", "messages_per_s_many"];
+            line.extend(rates.map(|key| optional(interval(row, key).scaled(2.0).median)));
+            line.push(optional(single(row, "messages_per_packet")));
+            line.extend(ratio(row, "ratio_to_messages"));
         } else if dynamic {
             line.extend(vec![String::new(); 5]);
         }
         lines.push(line);
     }
     block(lines)
-}
-
-fn count(row: &Row, key: &str) -> u64 {
-    row.figures.get(key).and_then(Value::as_u64).unwrap_or(0)
 }

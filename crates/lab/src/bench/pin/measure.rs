@@ -1,11 +1,14 @@
 //! Times one way to pin.
 
-use std::{fs, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::set::{PAGE, Set};
-use crate::bench::clock::Clock;
+use crate::{
+    bench::clock::{Clock, middle},
+    memory,
+};
 
 /// Someone who pins the pages of a set, and unpins them.
 ///
@@ -16,6 +19,55 @@ pub(super) trait Subject {
     fn pin(&mut self, set: &Set) -> Result<()>;
     /// Unpins all of them.
     fn unpin(&mut self, set: &Set) -> Result<()>;
+
+    /// Pins and unpins a list again and again for about so long, at least once.
+    ///
+    /// The figure is the mean of the middle half of the calls: a mean, since a virtual machine's counter
+    /// may have steps of 10 ns; of the middle half, since some calls are interrupted.
+    fn time(&mut self, set: &Set, how: How<'_>, times: &mut Times) -> Result<Sample> {
+        let How { clock, budget } = how;
+        times.pin.clear();
+        times.unpin.clear();
+        let (budget, start) = (budget.as_nanos() as f64, clock.now());
+        loop {
+            let begun = clock.now();
+            self.pin(set)?;
+            let pinned = clock.now();
+            self.unpin(set)?;
+            let unpinned = clock.now();
+            times.pin.push(pinned.wrapping_sub(begun));
+            times.unpin.push(unpinned.wrapping_sub(pinned));
+            if clock.ns(unpinned.wrapping_sub(start)) >= budget {
+                break;
+            }
+        }
+        let ns = |ticks: &mut [u64]| (clock.ns(1) * middle(ticks) - clock.cost_ns()).max(0.0);
+        let lists = times.pin.len() as u64;
+        Ok(Sample { pin: ns(&mut times.pin), unpin: ns(&mut times.unpin), lists })
+    }
+
+    /// Pins the list once, and asks the kernel whether it is pinned and, after that, unpinned.
+    /// `new`: pages that nobody has pinned before.
+    ///
+    /// # Errors
+    /// It cannot be pinned, or the kernel says otherwise.
+    fn check(&mut self, set: &Set, new: usize) -> Result<()> {
+        let before = pinned_bytes()?;
+        self.pin(set)?;
+        let with = pinned_bytes()?;
+        self.unpin(set)?;
+        let after = pinned_bytes()?;
+        // Of a huge page the kernel counts all pages, once.
+        ensure!(
+            with >= before + (new * PAGE) as u64,
+            "of {new} pages not all are pinned: the kernel has {with} bytes, and had {before}"
+        );
+        ensure!(
+            after == before,
+            "the kernel has {after} bytes pinned afterwards, and had {before}"
+        );
+        Ok(())
+    }
 }
 
 /// What a list took, ns.
@@ -33,24 +85,6 @@ pub(super) struct Times {
     unpin: Vec<u64>,
 }
 
-/// A [`Subject`] of whatever type, with a loop of its own.
-pub(super) trait Timed {
-    /// See [`time`].
-    fn time(&mut self, set: &Set, how: How<'_>, times: &mut Times) -> Result<Sample>;
-    /// See [`check`].
-    fn check(&mut self, set: &Set, new: usize) -> Result<()>;
-}
-
-impl<S: Subject> Timed for S {
-    fn time(&mut self, set: &Set, how: How<'_>, times: &mut Times) -> Result<Sample> {
-        time(self, set, how, times)
-    }
-
-    fn check(&mut self, set: &Set, new: usize) -> Result<()> {
-        check(self, set, new)
-    }
-}
-
 /// With which clock, and for about how long.
 #[derive(Clone, Copy)]
 pub(super) struct How<'a> {
@@ -58,69 +92,9 @@ pub(super) struct How<'a> {
     pub(super) budget: Duration,
 }
 
-/// Pins and unpins a list again and again for about so long, at least once.
-///
-/// The figure is the mean of the middle half of the calls: a mean, since a virtual machine's counter
-/// may have steps of 10 ns; of the middle half, since some calls are interrupted.
-fn time<S: Subject>(
-    subject: &mut S,
-    set: &Set,
-    How { clock, budget }: How<'_>,
-    times: &mut Times,
-) -> Result<Sample> {
-    times.pin.clear();
-    times.unpin.clear();
-    let (budget, start) = (budget.as_nanos() as f64, clock.now());
-    loop {
-        let begun = clock.now();
-        subject.pin(set)?;
-        let pinned = clock.now();
-        subject.unpin(set)?;
-        let unpinned = clock.now();
-        times.pin.push(pinned.wrapping_sub(begun));
-        times.unpin.push(unpinned.wrapping_sub(pinned));
-        if clock.ns(unpinned.wrapping_sub(start)) >= budget {
-            break;
-        }
-    }
-    let ns = |ticks: &mut [u64]| (clock.ns(1) * middle(ticks) - clock.cost_ns()).max(0.0);
-    let lists = times.pin.len() as u64;
-    Ok(Sample { pin: ns(&mut times.pin), unpin: ns(&mut times.unpin), lists })
-}
-
-/// The mean of the middle half.
-fn middle(values: &mut [u64]) -> f64 {
-    values.sort_unstable();
-    let quarter = values.len() / 4;
-    let half = &values[quarter..values.len() - quarter];
-    half.iter().sum::<u64>() as f64 / half.len().max(1) as f64
-}
-
-/// Pins the list once, and asks the kernel whether it is pinned and, after that, unpinned.
-/// `new`: pages that nobody has pinned before.
-///
-/// # Errors
-/// It cannot be pinned, or the kernel says otherwise.
-fn check<S: Subject>(subject: &mut S, set: &Set, new: usize) -> Result<()> {
-    let before = pinned_bytes()?;
-    subject.pin(set)?;
-    let with = pinned_bytes()?;
-    subject.unpin(set)?;
-    let after = pinned_bytes()?;
-    // Of a huge page the kernel counts all pages, once.
-    ensure!(
-        with >= before + (new * PAGE) as u64,
-        "of {new} pages not all are pinned: the kernel has {with} bytes, and had {before}"
-    );
-    ensure!(after == before, "the kernel has {after} bytes pinned afterwards, and had {before}");
-    Ok(())
-}
-
 /// How much of this process is pinned, as the kernel counts it.
 fn pinned_bytes() -> Result<u64> {
-    let status = fs::read_to_string("/proc/self/status").context("/proc/self/status")?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
-    let kib = line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok());
+    let kib = memory::number("/proc/self/status", "VmPin");
     kib.map(|kib| kib << 10).context("/proc/self/status has no VmPin")
 }
 

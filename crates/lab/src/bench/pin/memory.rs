@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use super::{params::Backing, set::PAGE};
-use crate::report;
+use crate::{memory, text};
 
 /// The size of a huge page where the kernel does not say.
 const HUGE: usize = 2 << 20;
@@ -55,8 +55,8 @@ impl Memory {
                 "thp did not run: {} of {} became huge pages; \
                  /sys/kernel/mm/transparent_hugepage/enabled must hold [madvise] or [always], and \
                  memory must not be fragmented (echo 1 > /proc/sys/vm/compact_memory)",
-                report::bytes(found as u64),
-                report::bytes(len as u64),
+                text::bytes(found as u64),
+                text::bytes(len as u64),
             ))));
         }
         Ok(Ok(memory))
@@ -112,24 +112,19 @@ fn hugetlb(len: usize, huge: usize) -> Option<Memory> {
 
 fn no_hugetlb(len: usize, huge: usize) -> Absent {
     let pages = len.div_ceil(huge);
-    let free = meminfo("HugePages_Free:").unwrap_or(0);
+    let free = memory::number("/proc/meminfo", "HugePages_Free").unwrap_or(0);
     Absent(format!(
         "hugetlb did not run: it takes {pages} huge pages of {}, and {free} are free; as root, \
          `sysctl vm.nr_hugepages={pages}` sets them apart (and 0 gives them back)",
-        report::bytes(huge as u64),
+        text::bytes(huge as u64),
     ))
 }
 
 /// The size of the system's huge pages.
 fn huge_page() -> usize {
-    meminfo("Hugepagesize:").map_or(HUGE, |kib| kib << 10).max(HUGE)
-}
-
-/// The number behind a word of `/proc/meminfo`.
-fn meminfo(word: &str) -> Option<usize> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let rest = text.lines().find_map(|line| line.strip_prefix(word))?;
-    rest.split_ascii_whitespace().next()?.parse().ok()
+    memory::number("/proc/meminfo", "Hugepagesize")
+        .map_or(HUGE, |kib| (kib as usize) << 10)
+        .max(HUGE)
 }
 
 /// The bytes of transparent huge pages in the mappings of `smaps` that share addresses with a range:

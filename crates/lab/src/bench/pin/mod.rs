@@ -31,10 +31,10 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use self::{
-    measure::{How, Timed, Times},
+    measure::{How, Subject, Times},
     memory::{Absent, Memory},
     ours::Ours,
     params::{Backing, Implementation, List, Pages},
@@ -42,7 +42,14 @@ use self::{
     ring::Name,
     set::Set,
 };
-use super::{Benchmark, Interval, Row, clock::Clock, rounds, rounds::Rounds, threads};
+use super::{
+    Benchmark, Row,
+    clock::Clock,
+    rounds,
+    rounds::Rounds,
+    row::{object, value},
+    threads,
+};
 use crate::{
     progress::{Kind, Progress},
     run::Usage,
@@ -200,7 +207,7 @@ fn told(one: &OneCall, fastest: &str) -> Value {
 /// Who pins a list.
 struct Entrant<'m> {
     implementation: Implementation,
-    subject: Option<Box<dyn Timed + 'm>>,
+    subject: Option<Box<dyn Subject + 'm>>,
     /// Why it is not measured.
     out: Option<String>,
     /// Of a list, ns.
@@ -234,11 +241,11 @@ impl<'m> Contest<'m> {
         for &implementation in &options.implementations {
             let made = match memory {
                 Ok(memory) => subject(implementation, cell, &set, memory, name),
-                Err(why) => Err(Out(why.clone())),
+                Err(why) => Err(why.clone()),
             };
             let (subject, out) = match made {
                 Ok(subject) => (Some(subject), None),
-                Err(Out(why)) => (None, Some(why)),
+                Err(why) => (None, Some(why)),
             };
             if let (Some(why), true) = (&out, memory.is_ok()) {
                 let Cell { backing, list, pages } = cell;
@@ -252,36 +259,26 @@ impl<'m> Contest<'m> {
     }
 
     fn run(mut self, options: &Options, clock: &Clock, stop: &AtomicBool, into: &mut Benchmark) {
-        let mut times = Times::default();
-        // In the first round caches grow, and it counts for nothing.
-        for round in 0..=options.repeat {
-            let mut samples = Vec::new();
-            for entrant in rounds::turns(self.entrants.iter_mut(), round) {
-                if stop.load(Ordering::Relaxed) {
-                    break;
-                }
-                let Some(subject) = &mut entrant.subject else { continue };
-                // The others had the processor's caches meanwhile.
-                let mut slice = |budget| subject.time(&self.set, How { clock, budget }, &mut times);
-                match slice(options.budget / 4).and_then(|_| slice(options.budget)) {
-                    Ok(sample) => samples.push((entrant, sample)),
-                    Err(error) => {
-                        let who = entrant.implementation;
-                        into.errors.push(format!("{who}, {}: {error:#}", self.cell.list));
-                        entrant.out = Some("not measured: it failed".to_owned());
-                        entrant.subject = None;
-                    }
+        let (set, list, mut times) = (&self.set, self.cell.list, Times::default());
+        let measure = |entrant: &mut Entrant<'_>| {
+            let subject = entrant.subject.as_mut()?;
+            // The others had the processor's caches meanwhile.
+            let mut slice = |budget| subject.time(set, How { clock, budget }, &mut times);
+            match slice(options.budget / 4).and_then(|_| slice(options.budget)) {
+                Ok(sample) => return Some(sample),
+                Err(error) => {
+                    into.errors.push(format!("{}, {list}: {error:#}", entrant.implementation));
                 }
             }
-            // A round that not all took part in compares nothing.
-            if round > 0 && !stop.load(Ordering::Relaxed) {
-                for (entrant, sample) in samples {
-                    entrant.pin.push(sample.pin);
-                    entrant.unpin.push(sample.unpin);
-                    entrant.lists += sample.lists;
-                }
-            }
-        }
+            entrant.out = Some("not measured: it failed".to_owned());
+            entrant.subject = None;
+            None
+        };
+        rounds::contest(&mut self.entrants, options.repeat, stop, measure, |entrant, sample| {
+            entrant.pin.push(sample.pin);
+            entrant.unpin.push(sample.unpin);
+            entrant.lists += sample.lists;
+        });
         self.rows(into);
     }
 
@@ -305,10 +302,7 @@ impl<'m> Contest<'m> {
                 ]),
                 ns_per_op: a_page(&both),
                 ratio_to_ringfence: both.ratio_to(&ours).median,
-                note: own
-                    .out
-                    .clone()
-                    .or_else(|| own.pin.is_empty().then(|| "not measured: interrupted".to_owned())),
+                note: own.pin.missing(own.out.as_ref()),
                 figures: object([
                     ("pin_ns_per_page", value(a_page(&own.pin))),
                     ("unpin_ns_per_page", value(a_page(&own.unpin))),
@@ -327,9 +321,6 @@ impl<'m> Contest<'m> {
     }
 }
 
-/// Why someone is not measured.
-struct Out(String);
-
 /// Makes and checks one who pins.
 fn subject<'m>(
     implementation: Implementation,
@@ -337,9 +328,9 @@ fn subject<'m>(
     set: &Set,
     memory: &'m Memory,
     name: Name,
-) -> Result<Box<dyn Timed + 'm>, Out> {
-    let made = || -> Result<Box<dyn Timed + 'm>> {
-        let mut subject: Box<dyn Timed + 'm> = match implementation {
+) -> Result<Box<dyn Subject + 'm>, String> {
+    let made = || -> Result<Box<dyn Subject + 'm>> {
+        let mut subject: Box<dyn Subject + 'm> = match implementation {
             Implementation::Ringfence => Box::new(Ours::new(set, memory, false)?),
             Implementation::RingfenceEach => Box::new(Ours::new(set, memory, true)?),
             Implementation::PageByPage => Box::new(PageByPage::new(name, set.fresh.len(), memory)?),
@@ -358,16 +349,8 @@ fn subject<'m>(
             true => "; the limit of locked memory (ulimit -l) may be in the way",
             false => "",
         };
-        Out(format!("not measured: {error:#}{help}"))
+        format!("not measured: {error:#}{help}")
     })
-}
-
-fn object<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
-    entries.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()
-}
-
-fn value(interval: Interval) -> Value {
-    json!({ "median": interval.median, "lo": interval.lo, "hi": interval.hi })
 }
 
 #[cfg(test)]

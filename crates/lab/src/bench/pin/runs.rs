@@ -23,9 +23,9 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{object, set::PAGE};
+use super::set::PAGE;
 use crate::{
-    bench::{Benchmark, Row},
+    bench::{Benchmark, Row, row::object},
     progress::Kind,
     replay::{self, Recording, Stream, stream::Allocation},
 };
@@ -320,7 +320,7 @@ mod tests {
 
     /// `+2..5>7`: pages 2 to 4 are mapped to pages 7 to 9; `-2..5`: unmapped.
     fn stream(script: &str) -> Stream {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         for word in script.split_whitespace() {
             let (range, target) = word[1..].split_once('>').unwrap_or((&word[1..], "0"));
             let (from, to) = range.split_once("..").unwrap();
@@ -375,7 +375,7 @@ mod tests {
 
     #[test]
     fn all_addresses_are_one_run() {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, 0, u64::MAX, 0, Stamp::default());
         let found = find(&derivation.finish());
         assert_eq!(found.buffer, lengths([(1 << 52, 1)]));

@@ -9,31 +9,27 @@ use crate::{
     bench::{
         Benchmark, Row,
         table::{
-            block, distinct, half_width, interval, machine, number, optional, text, times, wrap,
+            figure, groups, headline, interval, notes, ratio, section, setting, single, text, times,
         },
     },
-    report::table::plain,
+    text::{block, cells, number, optional, plain, wrap},
 };
 
 /// What was measured, as text.
 pub fn render(benchmark: &Benchmark) -> String {
-    let mut out = wrap(&headline(benchmark));
-    let kind = |row: &Row| (text(row, "backing"), text(row, "list"));
-    for (backing, list) in distinct(&benchmark.rows, kind) {
-        let about = list.parse().map_or("", about);
-        let wanted = (backing, list);
-        let rows: Vec<&Row> = benchmark.rows.iter().filter(|row| kind(row) == wanted).collect();
-        let (backing, list) = wanted;
-        if rows.iter().all(|row| row.ns_per_op.median.is_none()) {
-            continue;
-        }
-        let _ = write!(out, "\n{backing} memory, {list}: {about}\n");
-        out.push_str(&side_by_side(&rows));
-    }
-    let _ = write!(out, "\n{LEGEND}");
-    for call in
-        benchmark.settings.get("one_page_calls").and_then(Value::as_array).into_iter().flatten()
+    let about_all = "pinning pages by io_uring's registered buffers";
+    let each = format!(" of {} ms", setting(benchmark, "budget_ms"));
+    let mut out = wrap(&headline(benchmark, about_all, &each));
+    for ((backing, list), rows) in
+        groups(&benchmark.rows, |row| (text(row, "backing"), text(row, "list")))
     {
+        if rows.iter().any(|row| row.ns_per_op.median.is_some()) {
+            let about = list.parse().map_or("", about);
+            section(&mut out, &format!("{backing} memory, {list}: {about}"), &side_by_side(&rows));
+        }
+    }
+    out.extend(["\n", LEGEND]);
+    for call in listed(benchmark, "one_page_calls") {
         let figure = |key: &str| number(call[key].as_f64().unwrap_or(0.0));
         let _ = writeln!(
             out,
@@ -44,7 +40,7 @@ pub fn render(benchmark: &Benchmark) -> String {
             if call["page_by_page"] == true { ", which page-by-page uses" } else { "" },
         );
     }
-    notes(benchmark, &mut out);
+    remarks(benchmark, &mut out);
     out
 }
 
@@ -57,16 +53,6 @@ ns a page of the list, pin and unpin apart: the medians of rounds in which all t
   runs     the list's runs by hand, known beforehand, 64 in a call: what the kernel takes of ringfence's time
 ";
 
-fn headline(benchmark: &Benchmark) -> String {
-    let budget = benchmark.settings.get("budget_ms").and_then(Value::as_f64).unwrap_or(0.0);
-    format!(
-        "pinning pages by io_uring's registered buffers; {} rounds of {budget} ms{}; {}",
-        benchmark.rounds,
-        if benchmark.interrupted { ", interrupted" } else { "" },
-        machine(benchmark),
-    )
-}
-
 fn about(list: List) -> &'static str {
     match list {
         List::Contiguous => "pages side by side, in order",
@@ -78,7 +64,6 @@ fn about(list: List) -> &'static str {
 
 /// A line for each length of list.
 fn side_by_side(rows: &[&Row]) -> String {
-    let cells = |text: &[&str]| text.iter().map(|cell| (*cell).to_owned()).collect::<Vec<_>>();
     let mut lines = vec![
         cells(&["", "pin", "", "", "", "unpin", "", "", "", "page", "", "each", "", "runs", ""]),
         cells(&[
@@ -86,27 +71,23 @@ fn side_by_side(rows: &[&Row]) -> String {
             "pin", "unpin",
         ]),
     ];
-    for pages in distinct(rows.iter().copied(), |row| text(row, "pages")) {
+    for (pages, rows) in groups(rows.iter().copied(), |row| text(row, "pages")) {
+        let nothing = Row::default();
         let of = |name: &str| {
-            let found = rows.iter().copied();
-            let mut found = found.filter(|row| row.implementation == name);
-            found.find(|row| text(row, "pages") == pages)
+            rows.iter().find(|row| row.implementation == name).map_or(&nothing, |row| *row)
         };
-        let figure =
-            |name: &str, key: &str| of(name).map(|row| interval(row, key)).unwrap_or_default();
-        let mut line = vec![pages.clone()];
+        let mut line = vec![pages];
         for what in ["pin", "unpin"] {
-            let ns = figure("ringfence", &format!("{what}_ns_per_page"));
-            let speed = figure("ringfence", &format!("{what}_speedup"));
-            line.extend([optional(ns.median), half_width(ns)]);
-            line.extend([times(speed.median), half_width(speed)]);
+            line.extend(figure(of("ringfence"), &format!("{what}_ns_per_page"), 1.0));
+            line.extend(ratio(of("ringfence"), &format!("{what}_speedup")));
         }
         for what in ["pin", "unpin"] {
-            line.push(optional(figure("page-by-page", &format!("{what}_ns_per_page")).median));
+            let ns = interval(of("page-by-page"), &format!("{what}_ns_per_page"));
+            line.push(optional(ns.median));
         }
         for name in ["ringfence-each", "runs-by-hand"] {
             for what in ["pin", "unpin"] {
-                line.push(times(figure(name, &format!("{what}_speedup")).median));
+                line.push(times(interval(of(name), &format!("{what}_speedup")).median));
             }
         }
         lines.push(line);
@@ -117,16 +98,14 @@ fn side_by_side(rows: &[&Row]) -> String {
 /// Run lengths of recordings, as text.
 pub fn render_runs(benchmark: &Benchmark) -> String {
     let mut out = String::new();
-    for recording in distinct(&benchmark.rows, |row| text(row, "recording")) {
-        let rows = benchmark.rows.iter().filter(|row| text(row, "recording") == recording);
-        let rows: Vec<&Row> = rows.collect();
-        let format = rows.first().map_or(String::new(), |row| text(row, "format"));
-        let _ = writeln!(out, "{}", wrap(&format!("{}: {format}", plain(&recording))).trim_end());
-        let head = [
+    for ((recording, format), rows) in
+        groups(&benchmark.rows, |row| (text(row, "recording"), text(row, "format")))
+    {
+        out.push_str(&wrap(&format!("{}: {format}", plain(&recording))));
+        let mut lines = vec![cells(&[
             "", "runs", "pages", "mean", "p10", "p50", "p90", "p99", "most", "%>=2", "%>=8",
             "%>=16", "%>=64", "%>=512", "calls",
-        ];
-        let mut lines = vec![head.map(str::to_owned).to_vec()];
+        ])];
         for row in &rows {
             let Some(told) = distribution(row) else { continue };
             let mut line = vec![text(row, "measure")];
@@ -136,7 +115,7 @@ pub fn render_runs(benchmark: &Benchmark) -> String {
                 [told.p10, told.p50, told.p90, told.p99, told.longest].map(|n| number(n as f64)),
             );
             line.extend(told.from.iter().map(|share| format!("{:.1}", share.of_pages * 100.0)));
-            line.push(match text(row, "measure").as_str() {
+            line.push(match line[0].as_str() {
                 // Runs here are counted once for each buffer that they are part of.
                 "in flight" => String::new(),
                 _ => times(Some(told.pages as f64 / told.runs.max(1) as f64)),
@@ -144,19 +123,17 @@ pub fn render_runs(benchmark: &Benchmark) -> String {
             lines.push(line);
         }
         out.push_str(&block(lines));
-        for row in &rows {
-            if let Some(part) = row.figures.get("with_neighbour").and_then(Value::as_f64) {
-                let _ = writeln!(
-                    out,
-                    "{:.1} % of buffers were mapped beside another that was in flight",
-                    part * 100.0
-                );
-            }
+        for part in rows.iter().filter_map(|row| single(row, "with_neighbour")) {
+            let _ = writeln!(
+                out,
+                "{:.1} % of buffers were mapped beside another that was in flight",
+                part * 100.0
+            );
         }
         out.push('\n');
     }
     out.push_str(RUNS);
-    notes(benchmark, &mut out);
+    remarks(benchmark, &mut out);
     out
 }
 
@@ -171,23 +148,19 @@ Lengths of runs, in pages of 4 KiB; p50: half of the runs are no longer.
   calls         calls of page-by-page for each call of a run
 ";
 
-fn notes(benchmark: &Benchmark, out: &mut String) {
-    let notes = distinct(&benchmark.rows, |row| (row.implementation.clone(), row.note.clone()));
-    for (name, note) in notes {
-        let told = |note: &String| benchmark.warnings.iter().any(|why| note.contains(why.as_str()));
-        match note {
-            Some(note) if !told(&note) => out.push_str(&wrap(&format!("note: {name}: {note}"))),
-            _ => {}
-        }
-    }
-    for missing in
-        benchmark.settings.get("did_not_run").and_then(Value::as_array).into_iter().flatten()
-    {
+/// The items of a setting that is a list.
+fn listed<'b>(benchmark: &'b Benchmark, key: &str) -> impl Iterator<Item = &'b Value> {
+    benchmark.settings.get(key).and_then(Value::as_array).into_iter().flatten()
+}
+
+/// Notes, what did not run, and warnings; each of them once.
+fn remarks(benchmark: &Benchmark, out: &mut String) {
+    notes(out, benchmark, |note| benchmark.warnings.iter().any(|why| note.contains(why.as_str())));
+    for missing in listed(benchmark, "did_not_run") {
         out.push_str(&wrap(&format!("DID NOT RUN: {}", missing.as_str().unwrap_or_default())));
     }
     for warning in &benchmark.warnings {
-        let told = benchmark.settings.get("did_not_run").and_then(Value::as_array);
-        if !told.is_some_and(|told| told.iter().any(|one| one == warning.as_str())) {
+        if !listed(benchmark, "did_not_run").any(|one| one == warning.as_str()) {
             out.push_str(&wrap(&format!("warning: {}", plain(warning))));
         }
     }
@@ -202,7 +175,7 @@ mod tests {
     use std::sync::{Arc, atomic::AtomicBool};
 
     use super::*;
-    use crate::{progress::Kind, report::table::WIDTH};
+    use crate::{progress::Kind, text::WIDTH};
 
     fn fits(text: &str) {
         for line in text.lines() {

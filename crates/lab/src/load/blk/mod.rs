@@ -4,15 +4,13 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `content.rs` | what the disk holds |
-//! | `side.rs` | one queue with its buffers |
-//! | `tally.rs` | what became of requests |
+//! | `side.rs` | one queue with its buffers; what became of requests |
 //!
 //! The memory, its addresses, and the sockets are those of [`load::net`](crate::load::net). One
 //! thread does everything, so that nothing but the back end runs beside it.
 
 mod content;
 mod side;
-mod tally;
 
 use std::{
     io,
@@ -21,12 +19,12 @@ use std::{
 };
 
 pub use content::{BLOCK, Content};
-pub use tally::Tally;
+pub use side::Tally;
 
 use crate::load::net::{
     Addressing, Messages, NetDriverError, link::Link, prefill_all, space::Space,
 };
-use ringfence_virtq::{F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, driver};
+use ringfence_virtq::{F_INDIRECT_DESC, driver};
 use side::Side;
 
 /// Descriptors of each ring.
@@ -87,15 +85,8 @@ impl BlkLoad {
         assert!(alone && span.is_power_of_two() && u64::from(span) <= content.blocks());
         let pages = side::pages(BUFFERS * u32::from(queues), span);
         let space = Space::of_pages(addressing, pages)?;
-        let mut needed = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC;
-        if addressing.translated() {
-            needed |= 1 << F_ACCESS_PLATFORM;
-        }
-        if packed {
-            needed |= 1 << F_RING_PACKED;
-        }
         let config = driver::Config { size: RING, event_idx: false, packed };
-        let mut link = Link::open(stream, needed, needed, &space)?;
+        let mut link = Link::open(stream, 1 << F_INDIRECT_DESC, packed, &space)?;
         let mut sides = Vec::new();
         for queue in 0..queues {
             let first = BUFFERS * u32::from(queue);
@@ -148,8 +139,7 @@ impl BlkLoad {
 
     /// What happened on the sockets.
     pub fn messages(&self) -> Messages {
-        let Link { misses, updates, invalidations, .. } = self.link;
-        Messages { misses, updates, invalidations }
+        self.link.messages
     }
 
     /// Waits until all requests are answered.

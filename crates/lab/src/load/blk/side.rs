@@ -10,10 +10,7 @@ use ringfence_virtq::{
 };
 use zerocopy::IntoBytes;
 
-use super::{
-    content::{BLOCK, Content, bytes, ends},
-    tally::Tally,
-};
+use super::content::{BLOCK, Content, bytes, ends};
 use crate::load::net::{Addressing, NetDriverError, link::Link, ring::Ring, space::Space};
 
 /// Most requests that are taken back at once.
@@ -42,6 +39,34 @@ struct Buffer {
     at: [u64; 2],
     /// The first block of what is read into it or written from it.
     block: u64,
+}
+
+/// What became of requests.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Done, and what was looked at of their data is right.
+    pub good: u64,
+    /// Done, with other data than was written last.
+    pub wrong: u64,
+    /// Answered with an error, or with another length than was asked for.
+    pub failed: u64,
+}
+
+impl Tally {
+    /// How many were answered.
+    pub fn answered(&self) -> u64 {
+        self.good + self.wrong + self.failed
+    }
+
+    /// A request was done.
+    #[inline]
+    fn note(&mut self, right: bool) {
+        if right {
+            self.good += 1;
+        } else {
+            self.wrong += 1;
+        }
+    }
 }
 
 /// A queue, and the buffers that are its own.
@@ -136,7 +161,7 @@ impl Side {
                 false => tally.failed += 1,
             }
             if !self.addressing.is_fresh() {
-                self.ring.free.put(*token as u32);
+                self.ring.free.push_back(*token as u32);
             }
         }
         if self.addressing.is_fresh() {
@@ -172,7 +197,7 @@ impl Side {
         }
         let most = most.min(self.ring.queue.free_descs().into());
         for _ in 0..most {
-            let Some(number) = self.ring.free.take() else { break };
+            let Some(number) = self.ring.free.pop_front() else { break };
             let Side { ring, first, buffers, addressing, span, write } = self;
             let block = content.pick((*span).into());
             let buffer = &mut buffers[(number - *first) as usize];

@@ -12,12 +12,13 @@ use ringfence_mem::Access;
 use ringfence_vhost_user::{
     Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, msg::Header,
 };
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_RING_PACKED, F_VERSION_1};
 use rustix::net::SendFlags;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
-    Entry, NetDriverError,
-    pipe::{MESSAGE, Pipe, Records},
+    Entry, Messages, NetDriverError,
+    pipe::{Pipe, Records},
     space::Space,
 };
 
@@ -31,10 +32,8 @@ const BACKEND_IOTLB_MSG: u32 = 1;
 pub(crate) struct Link {
     front: Frontend,
     pipe: Pipe,
-    channel: Option<(UnixStream, Records<MESSAGE>)>,
-    pub(crate) misses: u64,
-    pub(crate) updates: u64,
-    pub(crate) invalidations: u64,
+    channel: Option<(UnixStream, Records)>,
+    pub(crate) messages: Messages,
 }
 
 /// What a ring of the device is made of.
@@ -46,17 +45,23 @@ pub(crate) struct RingParts<'a> {
 }
 
 impl Link {
-    /// Settles on `features`, of which the back end must have all in `needed`, and hands the memory
-    /// over.
+    /// Settles on the features in `own` and those that addresses and rings need, and hands the memory over.
     pub(crate) fn open(
         stream: UnixStream,
-        features: u64,
-        needed: u64,
+        own: u64,
+        packed: bool,
         space: &Space,
     ) -> Result<Link, NetDriverError> {
         let mut front = Frontend::new(stream, PATIENCE);
         let protocol = ProtocolFeatures::MQ | ProtocolFeatures::BACKEND_REQ;
-        let settled = front.negotiate(features, protocol)?;
+        let mut needed = 1 << F_VERSION_1 | own;
+        if space.addressing().translated() {
+            needed |= 1 << F_ACCESS_PLATFORM;
+        }
+        if packed {
+            needed |= 1 << F_RING_PACKED;
+        }
+        let settled = front.negotiate(needed, protocol)?;
         if settled & needed != needed {
             return Err(NetDriverError::Lacks { features: needed & !settled });
         }
@@ -68,9 +73,8 @@ impl Link {
             channel = Some((ours, Records::new()));
         }
         front.set_mem_table(&[(space.ram().region(), space.ram().fd())])?;
-        let (misses, updates, invalidations) = (0, 0, 0);
         let pipe = Pipe::new(front.iotlb_handle());
-        Ok(Link { front, pipe, channel, misses, updates, invalidations })
+        Ok(Link { front, pipe, channel, messages: Messages::default() })
     }
 
     /// Starts a ring; its areas are mapped first, as QEMU does it.
@@ -113,13 +117,13 @@ impl Link {
 
     /// Puts a translation into the pipe; returns its ticket.
     pub(crate) fn update(&mut self, entry: Entry) -> u64 {
-        self.updates += 1;
+        self.messages.updates += 1;
         self.pipe.put(update(entry))
     }
 
     /// Takes translations back: nothing uses them any more when the ticket is done.
     pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
-        self.invalidations += 1;
+        self.messages.invalidations += 1;
         self.pipe.put(Iotlb::Invalidate { first, last })
     }
 
@@ -138,9 +142,9 @@ impl Link {
     /// asked for meanwhile, and returns how many misses that were. One at an address that leads
     /// nowhere gets no UPDATE (rule D8).
     pub(crate) fn answer(&mut self, space: &Space) -> Result<u64, NetDriverError> {
-        let Link { pipe, channel, misses, updates, .. } = self;
+        let Link { pipe, channel, messages, .. } = self;
         let Some((channel, records)) = channel else { return Ok(0) };
-        let before = *misses;
+        let before = messages.misses;
         pipe.flush()?;
         records.receive(&*channel, |message| {
             let (head, wire) = message.split_at(Header::LEN);
@@ -154,10 +158,10 @@ impl Link {
             };
             let mut failed = 0_u64;
             if let Iotlb::Miss { iova, .. } = message {
-                *misses += 1;
+                messages.misses += 1;
                 match space.entry(iova) {
                     Some(entry) => {
-                        *updates += 1;
+                        messages.updates += 1;
                         pipe.put(update(entry));
                     }
                     None => failed = 1,
@@ -176,7 +180,7 @@ impl Link {
             Ok(())
         })?;
         pipe.flush()?;
-        Ok(*misses - before)
+        Ok(messages.misses - before)
     }
 }
 
@@ -188,7 +192,7 @@ fn update(Entry { first, last, user_addr }: Entry) -> Iotlb {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::net::Addressing;
+    use crate::load::net::{Addressing, pipe::MESSAGE};
     use std::io::{Read, Write};
 
     /// A link between the ends of two sockets, over which a memory was announced, and their other
@@ -202,8 +206,7 @@ mod tests {
         while !read(&mut main).is_empty() {}
         let pipe = Pipe::new(front.iotlb_handle());
         let channel = Some((channel, Records::new()));
-        let (misses, updates, invalidations) = (0, 0, 0);
-        (Link { front, pipe, channel, misses, updates, invalidations }, main, theirs)
+        (Link { front, pipe, channel, messages: Messages::default() }, main, theirs)
     }
 
     fn miss(iova: u64, ack: bool) -> Vec<u8> {
@@ -247,7 +250,7 @@ mod tests {
             [Header::reply(BACKEND_IOTLB_MSG, 8).as_bytes(), &value.to_ne_bytes()].concat()
         });
         assert_eq!(answers, done.concat(), "to those that wanted one, in order");
-        assert_eq!((link.misses, link.updates), (4, 2));
+        assert_eq!((link.messages.misses, link.messages.updates), (4, 2));
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `space.rs` | the memory, and the addresses by which the device sees it |
-//! | `fifo.rs` | free buffers |
 //! | `link.rs` | the sockets; misses and their answers |
 //! | `pipe.rs` | IOTLB messages in flight |
 //! | `side.rs` | one ring with its buffers |
@@ -14,7 +13,6 @@
 //! asks for a translation. So nothing but the back end runs beside it.
 
 mod arrivals;
-pub(crate) mod fifo;
 pub(crate) mod link;
 mod pipe;
 pub(crate) mod ring;
@@ -25,7 +23,7 @@ use std::{io, os::unix::net::UnixStream};
 
 use ringfence_mem::MemError;
 use ringfence_vhost_user::FrontendError;
-use ringfence_virtq::{AddError, F_ACCESS_PLATFORM, F_VERSION_1, RingError, driver::Config};
+use ringfence_virtq::{AddError, RingError, driver::Config};
 
 pub use arrivals::{Arrivals, Expect};
 pub use ringfence_devices::net::frame::{FRAME, HEADER, PACKET, number, one_buffer, packet};
@@ -37,8 +35,6 @@ use space::Space;
 
 /// VIRTIO_NET_F_MRG_RXBUF (bit 15): a packet may take several receive buffers.
 const F_MRG_RXBUF: u64 = 1 << 15;
-/// VIRTIO_F_RING_PACKED (bit 34).
-const F_RING_PACKED: u64 = ringfence_vhost_user::msg::F_RING_PACKED;
 
 /// The numbers of the first queue pair's rings.
 const RX: u16 = 0;
@@ -154,15 +150,8 @@ impl NetDriver {
     ) -> Result<NetDriver, NetDriverError> {
         let Options { addressing, ring, rx_buffers, tx_buffers, packed, prefill } = options;
         let mut space = Space::new(addressing, rx_buffers.saturating_add(tx_buffers))?;
-        let mut needed = 1 << F_VERSION_1 | F_MRG_RXBUF;
-        if addressing.translated() {
-            needed |= 1 << F_ACCESS_PLATFORM;
-        }
-        if packed {
-            needed |= F_RING_PACKED;
-        }
         let config = Config { size: ring, event_idx: false, packed };
-        let mut link = Link::open(stream, needed, needed, &space)?;
+        let mut link = Link::open(stream, F_MRG_RXBUF, packed, &space)?;
         let mut rx = Side::new(&space, RX, config, 0..rx_buffers)?;
         let mut tx = Side::new(&space, TX, config, rx_buffers..rx_buffers + tx_buffers)?;
         rx.start(&mut link, &space)?;
@@ -243,8 +232,7 @@ impl NetDriver {
 
     /// What happened on the sockets.
     pub fn messages(&self) -> Messages {
-        let Link { misses, updates, invalidations, .. } = self.link;
-        Messages { misses, updates, invalidations }
+        self.link.messages
     }
 
     /// Sends `count` UPDATEs of a page, at most `depth` of them in flight, and waits for the answers:

@@ -16,23 +16,23 @@ pub(super) const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
 /// How long the back end may take for an answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Messages of one size, from a stream that may cut them anywhere.
+/// Messages about an IOTLB, from a stream that may cut them anywhere.
 #[derive(Debug)]
-pub(super) struct Records<const N: usize> {
+pub(super) struct Records {
     buffer: Box<[u8]>,
     held: usize,
 }
 
-impl<const N: usize> Records<N> {
-    pub(super) fn new() -> Records<N> {
-        Records { buffer: vec![0; 64 * N].into(), held: 0 }
+impl Records {
+    pub(super) fn new() -> Records {
+        Records { buffer: vec![0; 64 * MESSAGE].into(), held: 0 }
     }
 
     /// Receives what is there, without waiting, and calls `each` with every whole message.
     pub(super) fn receive(
         &mut self,
         socket: impl AsFd,
-        mut each: impl FnMut(&[u8; N]) -> Result<(), NetDriverError>,
+        mut each: impl FnMut(&[u8; MESSAGE]) -> Result<(), NetDriverError>,
     ) -> Result<(), NetDriverError> {
         loop {
             let room = &mut self.buffer[self.held..];
@@ -44,8 +44,8 @@ impl<const N: usize> Records<N> {
             };
             let full = len == room.len();
             self.held += len;
-            let (whole, _) = self.buffer[..self.held].as_chunks::<N>();
-            let used = whole.len() * N;
+            let (whole, _) = self.buffer[..self.held].as_chunks::<MESSAGE>();
+            let used = whole.len() * MESSAGE;
             whole.iter().try_for_each(&mut each)?;
             self.buffer.copy_within(used..self.held, 0);
             self.held -= used;

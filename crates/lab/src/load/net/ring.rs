@@ -16,7 +16,6 @@ use ringfence_virtq::{
 
 use super::{
     NetDriverError,
-    fifo::Fifo,
     link::{Link, RingParts},
     space::Space,
 };
@@ -27,8 +26,8 @@ pub(crate) struct Ring {
     pub(crate) number: u16,
     pub(crate) queue: Queue,
     pub(crate) config: Config,
-    /// Buffers that can be used.
-    pub(crate) free: Fifo,
+    /// Buffers that can be used, the one that was free the longest first.
+    pub(crate) free: VecDeque<u32>,
     /// What was added is published when this ticket is done.
     pub(crate) held: u64,
     /// How much that is.
@@ -63,7 +62,7 @@ impl Ring {
             number,
             queue,
             config,
-            free: Fifo::new(own),
+            free: own.collect(),
             held: 0,
             unpublished: 0,
             kick: event::new()?,
@@ -93,7 +92,7 @@ impl Ring {
             && link.is_done(ticket)
         {
             self.parked.pop_front();
-            self.free.put(buffer);
+            self.free.push_back(buffer);
         }
     }
 

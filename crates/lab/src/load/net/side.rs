@@ -84,7 +84,7 @@ impl Side {
                 each(&bytes, *len);
             }
             if !self.addressing.is_fresh() {
-                self.ring.free.put(buffer);
+                self.ring.free.push_back(buffer);
             }
         }
         if self.addressing.is_fresh() {
@@ -161,7 +161,7 @@ impl Side {
             self;
         let fresh = addressing.is_fresh();
         let descs = std::iter::from_fn(|| {
-            let buffer = free.take()?;
+            let buffer = free.pop_front()?;
             let index = (buffer - *first) as usize;
             let write = each(&buffers[index]);
             if fresh {

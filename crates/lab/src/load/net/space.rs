@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use ringfence_mem::{GuestRam, MemError, PAGE_SIZE};
 
+use crate::random::XorShift;
+
 /// Bytes of memory: as much as the largest entry covers. Only what is used takes memory.
 const RAM: usize = 1 << 30;
 /// Where memory begins for a device without an IOMMU.
@@ -239,11 +241,9 @@ fn page_of(addr: u64, base: u64) -> Option<u64> {
 /// side at one end does not at the other. The same order each time.
 fn apart(n: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..n).rev().collect();
-    let mut random = 0x2545_f491_4f6c_dd1d_u64;
+    let mut random = XorShift(0x2545_f491_4f6c_dd1d);
     for _ in 0..4 * n {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
+        let random = random.next();
         let (a, b) = ((random % u64::from(n)) as usize, ((random >> 32) % u64::from(n)) as usize);
         order.swap(a, b);
         let follows = |at: usize| at > 0 && order[at] == order[at - 1] + 1;

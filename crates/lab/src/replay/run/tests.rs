@@ -116,7 +116,7 @@ fn an_aperture_that_is_too_small_makes_failures_not_an_error() {
 fn the_aperture_is_as_wide_as_the_recorded_addresses() {
     use crate::replay::stream::{Derivation, Stamp};
     for (first, bits) in [(0x1000, 32), (1 << 32, 39), (1 << 40, 48), (1 << 63, 64)] {
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         derivation.map(0, first, first + 4095, 0, Stamp::default());
         let trace = run(derivation.finish(), short(), false);
         assert_eq!(trace.aperture_bits, bits);
@@ -140,7 +140,7 @@ proptest! {
         bits in prop::option::of(13u32..=64),
     ) {
         use crate::replay::stream::{Derivation, Stamp};
-        let mut derivation = Derivation::new();
+        let mut derivation = Derivation::default();
         // Nothing to replay is no recording.
         derivation.map(0, 1 << 20, 1 << 21, 0, Stamp::default());
         let mut time_ns = 0;

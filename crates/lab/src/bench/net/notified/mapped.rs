@@ -3,7 +3,7 @@
 use ringfence_dma::Policy;
 use serde_json::{Map, Value};
 
-use crate::bench::net::object;
+use crate::bench::row::object;
 
 /// How many neighbouring buffers a driver maps at once: as many as it sends and receives at once.
 const BUNDLE: usize = 64;

@@ -56,7 +56,7 @@ fn end(mut driver: Driver) -> Account {
 fn every_row_carries_frames_and_maps_as_it_says() {
     const FRAMES: u64 = 3000;
     for mapped in Mapped::ALL {
-        for &direction in Direction::ALL {
+        for direction in Direction::ALL {
             let mut driver = open(mapped, direction);
             turns(&mut driver, |driver| driver.frames() >= FRAMES);
             let [maps, unmaps] = [driver.link.iommu().maps, driver.link.iommu().unmaps];

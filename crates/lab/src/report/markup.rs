@@ -1,0 +1,65 @@
+//! Text that becomes a page.
+
+/// Adds to a page.
+macro_rules! put {
+    ($page:expr, $($text:tt)+) => {{
+        use std::fmt::Write;
+        // Writing to a String does not fail.
+        _ = write!($page, $($text)+);
+    }};
+}
+pub(super) use put;
+
+/// Begins a table in a box of this class; `heads` are separated by bars.
+pub(super) fn begin_table(page: &mut String, class: &str, heads: &str) {
+    let heads = heads.replace('|', "</th><th>");
+    put!(
+        page,
+        "<div class=\"{class}\"><table>\n<thead><tr><th>{heads}</th></tr></thead>\n<tbody>\n"
+    );
+}
+
+/// A row: the colour of its policy, its name, its cells.
+pub(super) fn line(
+    page: &mut String,
+    policy: &str,
+    name: &str,
+    cells: impl IntoIterator<Item = String>,
+) {
+    put!(page, "<tr><th><i class=\"{}\"></i>{}</th>", family(policy), escape(name));
+    cells.into_iter().for_each(|cell| put!(page, "<td>{}</td>", escape(&cell)));
+    page.push_str("</tr>\n");
+}
+
+pub(super) fn end_table(page: &mut String) {
+    page.push_str("</tbody>\n</table></div>\n");
+}
+
+/// Names come from job files, disks from the command line: neither may become markup.
+pub(super) fn escape(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '&' => out.push_str("&amp;"),
+            '<' => out.push_str("&lt;"),
+            '>' => out.push_str("&gt;"),
+            '"' => out.push_str("&quot;"),
+            '\'' => out.push_str("&#39;"),
+            c if c.is_control() => out.push('?'),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+/// Policies of one promise have one colour.
+pub(super) fn family(policy: &str) -> &'static str {
+    match policy {
+        "host" | "off" => "none",
+        "persistent" | "zero-copy" => "persistent",
+        "bounce" | "auto" => "strict",
+        policy if policy.starts_with("strict") => "strict",
+        policy if policy.starts_with("lazy") => "lazy",
+        _ => "other",
+    }
+}
