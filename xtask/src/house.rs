@@ -27,8 +27,6 @@ struct House {
     most_lines: usize,
     /// How often `unsafe` stands in the product of each crate that has it.
     r#unsafe: BTreeMap<String, usize>,
-    /// How many files of each crate import each other, by whatever way.
-    circles: BTreeMap<String, usize>,
     /// Why a file is longer than others.
     long: BTreeMap<String, String>,
 }
@@ -41,8 +39,6 @@ impl fmt::Display for House {
         )?;
         writeln!(f, "most_lines = {}\n\n[unsafe]", self.most_lines)?;
         self.r#unsafe.iter().try_for_each(|(name, count)| writeln!(f, "{name} = {count}"))?;
-        writeln!(f, "\n[circles]")?;
-        self.circles.iter().try_for_each(|(name, count)| writeln!(f, "{name} = {count}"))?;
         writeln!(f, "\n[long]")?;
         self.long.iter().try_for_each(|(path, why)| writeln!(f, "{path:?} = {why:?}"))
     }
@@ -59,13 +55,14 @@ struct Found {
     tests: BTreeSet<String>,
 }
 
-/// Prints what there is, and which files are in circles if that is to be shown; fails if it is not as the tree says, or with `update` puts that in.
-pub(crate) fn check(update: bool, show: bool) -> Result<()> {
+/// Prints what there is; fails if it is not as the tree says, or with `update` puts that in, and in any case where
+/// files import each other, by whatever way.
+pub(crate) fn check(update: bool) -> Result<()> {
     let text = fs::read_to_string(root().join(COUNTS)).unwrap_or_default();
     let mut house: House = toml::from_str(&text).context(COUNTS)?;
     let mut wrong = Vec::new();
     let (mut all, mut found, mut table) = (0, BTreeMap::new(), String::new());
-    let (mut long, mut circles) = (BTreeSet::new(), BTreeMap::new());
+    let mut long = BTreeSet::new();
     for folder in folders(&root().join("crates"))? {
         let name = folder.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
         let mut sum = Found::default();
@@ -77,24 +74,19 @@ pub(crate) fn check(update: bool, show: bool) -> Result<()> {
                 long.insert(path);
             }
         }
-        let own = circles::of(&folder.join("src"))?;
-        let in_circles: usize = own.iter().map(Vec::len).sum();
-        if show {
-            own.iter().for_each(|circle| println!("{name}: {}", circle.join(" ")));
+        for circle in circles::of(&folder.join("src"))? {
+            wrong.push(format!("files of {name} import each other: {}", circle.join(" ")));
         }
         all += sum.lines;
-        let _ = writeln!(table, "{name:20} {:6} {:6} {in_circles:7}", sum.lines, sum.r#unsafe);
+        let _ = writeln!(table, "{name:20} {:6} {:6}", sum.lines, sum.r#unsafe);
         if sum.r#unsafe > 0 {
             found.insert(name.clone(), sum.r#unsafe);
         }
-        if in_circles > 0 {
-            circles.insert(name, in_circles);
-        }
     }
-    println!("{:20} {:>6} {:>6} circles\n{table}{:20} {all:6}", "crate", "lines", "unsafe", "all");
+    println!("{:20} {:>6} {:>6}\n{table}{:20} {all:6}", "crate", "lines", "unsafe", "all");
     if update {
         house.most_lines = all;
-        (house.r#unsafe, house.circles) = (found, circles);
+        house.r#unsafe = found;
         house.long.retain(|path, _| long.contains(path));
         fs::write(root().join(COUNTS), house.to_string())?;
     } else {
@@ -103,12 +95,6 @@ pub(crate) fn check(update: bool, show: bool) -> Result<()> {
         }
         if found != house.r#unsafe {
             wrong.push(format!("`unsafe` stands {found:?} times, and not {:?}", house.r#unsafe));
-        }
-        if circles != house.circles {
-            wrong.push(format!(
-                "files that import each other: {circles:?}, and not {:?} (`cargo xtask house --circles` names them)",
-                house.circles
-            ));
         }
     }
     let known: BTreeSet<String> = house.long.keys().cloned().collect();

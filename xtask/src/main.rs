@@ -54,15 +54,12 @@ enum Command {
         #[arg(long)]
         all: bool,
     },
-    /// Counts lines of the product, `unsafe` and files that import each other by crate; fails if there is more than
-    /// xtask/house.toml says, or a long file without a reason.
+    /// Counts lines of the product and `unsafe` by crate; fails if there is more than xtask/house.toml says, where files
+    /// import each other, or at a long file without a reason.
     House {
         /// Puts the new counts into xtask/house.toml.
         #[arg(long)]
         update: bool,
-        /// Names the files that import each other.
-        #[arg(long)]
-        circles: bool,
     },
     /// Compares what each published crate offers with docs/interface, and fails if that is not the same.
     Interface {
@@ -153,7 +150,7 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Test { only, all, list } => steps::test(only.as_deref(), all, list),
         Command::Rules { all } => rules::account(all),
-        Command::House { update, circles } => house::check(update, circles),
+        Command::House { update } => house::check(update),
         Command::Interface { update } => interface::check(update),
         Command::Deny => deny::check(),
         Command::Gate { update, only } => gate::run(only.as_deref(), update),

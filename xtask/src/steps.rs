@@ -104,7 +104,7 @@ const STEPS: &[Step] = &[
     }),
     step("lints of the fuzz targets", 90, fuzz_lints),
     step("floors", 5, |_| floors::check(COMMAND)),
-    step("house", 5, |_| house::check(false, false)),
+    step("house", 5, |_| house::check(false)),
     step("interfaces", 10, |_| interface::check(false)),
     step("rules", 5, |_| rules::account(false)),
     step("licences", 5, |_| deny::check()),
