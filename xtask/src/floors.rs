@@ -67,6 +67,9 @@ pub(crate) fn check(command: &str) -> Result<()> {
         count += 1;
         for dependency in manifest.dependencies.keys() {
             match floors.get(dependency.as_str()) {
+                None if dependency.starts_with("ringfence") => {
+                    wrong.push(format!("{name} imports {dependency}, which has no floor"));
+                }
                 Some(floor) if floor >= own => {
                     wrong
                         .push(format!("{name} (floor {own}) imports {dependency} (floor {floor})"));

@@ -97,10 +97,16 @@ const fn long(name: &'static str, budget: u32, run: fn(&Run) -> Result<()>) -> S
 /// day, where processors are shared, and the verdict must not depend on that.
 const STEPS: &[Step] = &[
     step("format", 10, |_| cargo(&["fmt", "--all", "--check"], &[])),
-    step("lints", 180, |_| {
+    step("lints", 300, |_| {
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
-        let package = ["clippy", "--package", COMMAND, "--no-default-features"];
-        cargo(&[&package[..], &["--", "-D", "warnings"]].concat(), &[])
+        // What a host, and each kind of user, builds.
+        let mut packages = vec![vec![COMMAND], vec!["ringfence-rust-vmm"]];
+        let kinds = ["driver", "vfio", "backend", "vmm", "rust-vmm"];
+        packages.extend(kinds.map(|kind| vec!["ringfence", "--features", kind]));
+        packages.iter().try_for_each(|package| {
+            let begin = ["clippy", "--no-default-features", "--package"];
+            cargo(&[&begin[..], package, &["--", "-D", "warnings"]].concat(), &[])
+        })
     }),
     step("lints of the fuzz targets", 90, fuzz_lints),
     step("floors", 5, |_| floors::check(COMMAND)),

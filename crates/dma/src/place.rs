@@ -82,7 +82,17 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         // Of one that was to be a copy and could not: that is part of what copying achieves.
         placed.slice = choice.slice;
         if let (Some(cell), Some(tally)) = (cell, &self.port().counters.tally) {
-            bouncer.auto.note(cell, placed.bounced.is_some(), tally, || shared.clock.now_ns());
+            // Only what another thread does waits for its turn: where nothing can be deferred, as with a system call,
+            // that a sync began is that it is over.
+            let waits =
+                || shared.domain.capabilities().deferred_flush && shared.sampler.is_shared();
+            bouncer.auto.note(
+                cell,
+                placed.bounced.is_some(),
+                tally,
+                || shared.clock.now_ns(),
+                waits,
+            );
         }
         Ok(placed)
     }

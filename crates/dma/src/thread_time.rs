@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_sync::clock::Clock;
+use ringfence_sync::{clock::Clock, wait};
 
 use crate::counter::{BriefCounter, TimeCounter};
 
@@ -10,6 +10,11 @@ use crate::counter::{BriefCounter, TimeCounter};
 pub trait ThreadClock: Send + Sync {
     /// The CPU time of the calling thread, in nanoseconds.
     fn thread_ns(&self) -> u64;
+
+    /// Whether others want the calling thread's CPU. A clock that does not know says no.
+    fn is_shared(&self) -> bool {
+        false
+    }
 }
 
 /// `CLOCK_THREAD_CPUTIME_ID`. A read is a system call of some 100 ns to 200 ns: hence sampling.
@@ -20,6 +25,10 @@ impl ThreadClock for OsThreadClock {
     fn thread_ns(&self) -> u64 {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
         (now.tv_sec as u64).saturating_mul(1_000_000_000).saturating_add(now.tv_nsec as u64)
+    }
+
+    fn is_shared(&self) -> bool {
+        wait::is_shared()
     }
 }
 
@@ -58,6 +67,11 @@ impl Sampler {
                 Reading { thread_ns: least(|r| r.thread_ns), wall_ns: least(|r| r.wall_ns) };
         }
         sampler
+    }
+
+    /// Whether others want the calling thread's CPU.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.clock.is_shared()
     }
 
     fn begin(&self) -> Reading {

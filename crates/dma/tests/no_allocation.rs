@@ -12,7 +12,7 @@ use std::{
 
 use ringfence_dma::{
     BounceLimits, BounceMemory, BouncePools, Chunk, Config, Device, Direction, DmaBuffer,
-    Environment, FlushTuning, HostMemory, Policy, TimerKind,
+    Environment, FlushTuning, HostMemory, OsThreadClock, Policy, ThreadClock, TimerKind,
 };
 use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, HostAddr, Iova, Map, PageSizes,
@@ -223,9 +223,19 @@ unsafe impl DmaBuffer<GuestPhys> for Copied {
     }
 }
 
+/// What the machine does beside the test changes nothing.
+struct Own;
+
+impl ThreadClock for Own {
+    fn thread_ns(&self) -> u64 {
+        OsThreadClock.thread_ns()
+    }
+}
+
 /// One CPU: were the thread moved to another, that would have to fill its cache of slots first.
 fn one_cpu() -> Environment {
-    Environment { cpu: Arc::new(OneCpu), ..Environment::default() }
+    let thread_clock = Arc::new(Own);
+    Environment { cpu: Arc::new(OneCpu), thread_clock, ..Environment::default() }
 }
 
 #[test]

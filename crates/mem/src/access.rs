@@ -48,7 +48,7 @@ pub enum AccessError {
     },
     /// Not yet: what is between this process and the memory, such as an IOTLB, has to be asked first. The
     /// access may be tried again when the answer has come.
-    #[error("{access:?} at {addr:#x}: the translation is not known yet")]
+    #[error("{access:?} at {addr:#x}: not reachable yet")]
     Again {
         /// The first address that cannot be reached yet.
         addr: u64,

@@ -353,7 +353,6 @@ impl Memory {
         Err(AccessError::Lost { addr: lost.map_or(0, |(_, region)| region.gpa) })
     }
 
-    /// The regions by guest-physical address.
     /// The `len` bytes at `addr` by `table`, held for as long as the window lives, and the region that has
     /// them.
     pub(crate) fn window(
@@ -385,6 +384,7 @@ impl Memory {
         Ok((unsafe { Window::new(base, bytes, keep) }, found.region))
     }
 
+    /// The regions by guest-physical address.
     pub(crate) fn by_gpa(&self) -> &Table {
         &self.by_gpa
     }

@@ -32,9 +32,12 @@ pub use ringfence_sync::cpu::OsCpu;
 /// The driver of a virtio-iommu, whose domains are [`Domain`]s.
 #[cfg(feature = "driver")]
 pub mod viommu {
-    pub use ringfence_virtio_iommu::driver::{
-        Buffers, Driver, EventReceiver, Options, Transport, ViommuDomain, negotiate,
+    pub use ringfence_mem::Window;
+    pub use ringfence_virtio_iommu::{
+        driver::{Buffers, Driver, EventReceiver, Options, Transport, ViommuDomain, negotiate},
+        wire::Config,
     };
+    pub use ringfence_virtq::driver::{Queue, Rings};
 }
 
 /// What the kernel has for drivers in user space.
@@ -61,7 +64,10 @@ pub mod backend {
 pub mod vmm {
     pub use ringfence_devices::iommu::{Endpoints, LocalIommu, LocalIommuError, Reach};
     pub use ringfence_iotlb::{Binding, Endpoint, View};
+    pub use ringfence_mem::{Access, Memory, Translate};
+    pub use ringfence_run::worker::Notify;
     pub use ringfence_virtio_iommu::device::{HostRegion, Mirror, Options};
+    pub use ringfence_virtq::device::Config as RingConfig;
 }
 
 /// Ringfence over rust-vmm's memory, queues and event descriptors.

@@ -1,5 +1,5 @@
 //! A device of rust-vmm behind an IOMMU: virtio-queue over an IOTLB whose front end is asked for
-//! every translation. `cargo run --package ringfence-iotlb --example rust_vmm_device`
+//! every translation. `cargo run --package ringfence-rust-vmm --example device`
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
 use ringfence_rust_vmm::{FailureScope, IotlbAddressSpace};

@@ -1,4 +1,4 @@
-//! virtio-iommu in a VMM of rust-vmm: `cargo run --package ringfence-devices --example vmm`
+//! virtio-iommu in a VMM of rust-vmm: `cargo run --package ringfence-rust-vmm --example vmm`
 use ringfence_devices::iommu::Endpoints;
 use ringfence_iommu::{Map, shootdown::Shootdown, table::Limits, *};
 use ringfence_iotlb::{Binding, Endpoint};
@@ -32,9 +32,9 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     let behind = Endpoints::new([Arc::clone(&endpoint)], shootdown, all, Limits::NONE);
     let iommu = VmmIommu::new(Arc::new(behind), Default::default(), Default::default())?;
     // The guest's driver reads the configuration, accepts features and sets up a queue.
-    let (config, (ring, at, size)) = (iommu.device().config(), (0x1_0000, 0x2_0000, 64));
-    let (config, features) = (Config::parse(&config)?, negotiate(iommu.features()));
-    iommu.ack_features(features.bits() | 1 << F_VERSION_1)?;
+    let (config, (ring, at, size)) = (iommu.local().device().config(), (0x1_0000, 0x2_0000, 64));
+    let (config, features) = (Config::parse(&config)?, negotiate(iommu.local().features()));
+    iommu.local().ack_features(features.bits() | 1 << F_VERSION_1)?;
     let (kick, bus) = (EventFd::new(EFD_NONBLOCK)?, GuestBus::new(memory.memory())?);
     let front = Rings::in_window(&bus.window(ring, 0x1000, ReadWrite)?, size)?;
     let (front, bell) = (Front::new(size, front, false)?, Arc::new(Guest(kick.try_clone()?)));

@@ -1,6 +1,6 @@
 //! For code that is written for rust-vmm's `IommuMemory`.
 
-use std::{fmt, ops::Deref, rc::Rc, sync::Arc};
+use std::{fmt, ops::Deref, sync::Arc};
 
 use ringfence_iommu::Prot;
 use vm_memory::{
@@ -58,7 +58,7 @@ impl UnleasedIommu {
 /// The translations of one access, kept in use while it lives.
 pub struct FilledIotlb {
     iotlb: Iotlb,
-    _held: Rc<Guard>,
+    _held: Guard,
 }
 
 impl Deref for FilledIotlb {

@@ -118,25 +118,36 @@ where
     /// # Errors
     /// [`LocalIommuError::Stuck`]: it is stopped, but answers that waited for an invalidation are lost.
     pub fn stop(&self) -> Result<Vec<(usize, Queue)>, VmmIommuError> {
-        let mut queues = std::mem::take(&mut *self.running.lock());
-        let stopped = self.local.stop()?;
-        queues.retain_mut(|(index, queue)| {
-            let next = stopped.iter().find_map(|(ring, next)| (ring == index).then_some(*next));
-            next.map(|next| {
+        let mut running = self.running.lock();
+        let stopped = match self.local.stop() {
+            Err(LocalIommuError::NoWorker) => return Err(LocalIommuError::NoWorker.into()),
+            stopped => stopped,
+        };
+        let mut queues = std::mem::take(&mut *running);
+        for (index, next) in stopped? {
+            for (_, queue) in queues.iter_mut().filter(|(other, _)| *other == index) {
                 queue.set_next_avail(next as u16);
                 // Whatever was taken is given back.
                 queue.set_next_used(next as u16);
-            })
-            .is_some()
-        });
+            }
+        }
         Ok(queues)
     }
-}
 
-impl<A: GuestAddressSpace> Deref for VmmIommu<A> {
-    type Target = LocalIommu<VmmMemory<A>>;
+    /// As [`LocalIommu::reset`].
+    ///
+    /// # Errors
+    /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: something may be reached still.
+    pub fn reset(&self) -> Result<(), VmmIommuError> {
+        let mut running = self.running.lock();
+        self.local.reset()?;
+        running.clear();
+        Ok(())
+    }
 
-    fn deref(&self) -> &LocalIommu<VmmMemory<A>> {
+    /// The device itself, for all that has nothing to do with queues: endpoints that come and go, features and
+    /// configuration, what it has counted. It is started, stopped and reset here and not there.
+    pub fn local(&self) -> &LocalIommu<VmmMemory<A>> {
         &self.local
     }
 }

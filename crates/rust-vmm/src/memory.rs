@@ -1,6 +1,6 @@
 //! The memory behind a guard, as rust-vmm's devices see it.
 
-use std::{iter::FusedIterator, rc::Rc, vec};
+use std::{iter::FusedIterator, vec};
 
 use ringfence_iommu::Prot;
 use vm_memory::{
@@ -22,7 +22,7 @@ use crate::error::into_error;
 /// of it is handed out. Once one failed, every later one fails.
 pub struct IotlbMemory<A: GuestAddressSpace> {
     /// Before `memory`: it is dropped first.
-    held: Rc<Guard>,
+    held: Guard,
     memory: A::T,
 }
 
@@ -30,7 +30,7 @@ impl<A> IotlbMemory<A>
 where
     A: GuestAddressSpace<M: GuestMemoryBackend>,
 {
-    pub(super) fn new(held: Rc<Guard>, memory: A::T) -> IotlbMemory<A> {
+    pub(super) fn new(held: Guard, memory: A::T) -> IotlbMemory<A> {
         IotlbMemory { held, memory }
     }
 

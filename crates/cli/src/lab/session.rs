@@ -38,7 +38,7 @@ pub(crate) struct Begun {
 }
 
 impl Session {
-    /// Opens the file now: a wrong path is told before anything runs, not after.
+    /// Opens the file now: a wrong path is an error before anything runs, not after.
     pub(crate) fn begin(&self) -> Result<Begun> {
         let json = self.json.as_deref().map(Output::open).transpose()?;
         let progress = if self.quiet { Kind::Silent } else { Kind::Auto };

@@ -188,6 +188,8 @@ pub(super) struct Judge {
     free_ns: u64,
     /// Until when the CPU is taken for a shared one.
     shared_until_ns: u64,
+    /// It was a shared one at the last look.
+    hurries: bool,
     random: u64,
 }
 
@@ -200,6 +202,7 @@ impl Judge {
             slice: 0,
             free_ns: 0,
             shared_until_ns: 0,
+            hurries: false,
             random: 0x9e37_79b9_7f4a_7c15,
         }
     }
@@ -244,7 +247,11 @@ impl Judge {
             self.shared_until_ns = now_ns.saturating_add(LINGER_NS);
         }
         if now_ns < self.shared_until_ns {
-            return self.hurry(cell, now_ns);
+            self.hurries = true;
+            return self.hurry(cell);
+        }
+        if std::mem::take(&mut self.hurries) {
+            self.restart_paces(now_ns);
         }
         if let Some(trial) = &self.trial {
             let quiet_ns = now_ns.saturating_sub(trial.turned_ns);
@@ -253,7 +260,6 @@ impl Judge {
         let free = now_ns >= self.free_ns;
         let record = &mut self.records[cell.index()];
         if std::mem::take(&mut record.hurried) {
-            record.pace.restart(now_ns);
             return Some(Order::end(cell, record.copy));
         }
         if !record.used {
@@ -305,10 +311,10 @@ impl Judge {
     }
 
     /// The CPU is shared: no trial, and copies where these are short.
-    fn hurry(&mut self, cell: Cell, now_ns: u64) -> Option<Order> {
-        if self.trial.is_some() {
+    fn hurry(&mut self, cell: Cell) -> Option<Order> {
+        if let Some(trial) = self.trial.take() {
             // What it saw so far was another world.
-            return self.give_up(now_ns);
+            return Some(Order::end(trial.cell, self.records[trial.cell.index()].copy));
         }
         let record = &mut self.records[cell.index()];
         let copies = record.prior.is_some_and(|prior| prior.copy_ns < WAKE_NS);

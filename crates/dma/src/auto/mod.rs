@@ -11,9 +11,9 @@
 //! mapping is part of a trial. Every so many mappings somebody [looks](Auto::note) whether a trial is
 //! due.
 //!
-//! Where others want the CPU ([`wait::is_shared`]) nothing is tried: a sync waits for a turn of the device's thread,
-//! and a trial for several. Then what copies sooner than a thread is woken is copied, and what was chosen before is
-//! in force again once the CPU is this thread's own.
+//! Where others want the CPU of one of the threads that map ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared))
+//! nothing is tried: a sync waits for a turn of the device's thread, and a trial for several. Then what copies sooner
+//! than a thread is woken is copied, and what was chosen before is in force again once no such thread shares its CPU.
 //!
 //! Whatever is chosen is strict.
 
@@ -34,7 +34,6 @@ use core::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
-use ringfence_sync::wait;
 
 use self::{
     cell::CELLS,
@@ -193,17 +192,25 @@ impl Auto {
     }
 
     /// Counts a mapping that was made, and looks from time to time whether a trial is due.
+    /// `shared`: whether a sync waits for a turn of another thread's.
     #[inline]
-    pub(crate) fn note(&self, cell: Cell, copied: bool, tally: &Tally, now_ns: impl Fn() -> u64) {
+    pub(crate) fn note(
+        &self,
+        cell: Cell,
+        copied: bool,
+        tally: &Tally,
+        now_ns: impl Fn() -> u64,
+        shared: impl Fn() -> bool,
+    ) {
         if tally.count(cell, copied) % LOOK_EVERY == LOOK_EVERY - 1 {
-            self.look(cell, now_ns());
+            self.look(cell, now_ns(), shared());
         }
     }
 
     #[cold]
-    fn look(&self, cell: Cell, now_ns: u64) {
+    fn look(&self, cell: Cell, now_ns: u64, shared: bool) {
         if let Some(mut judge) = self.judge.try_lock()
-            && let Some(order) = judge.look(cell, now_ns, wait::is_shared())
+            && let Some(order) = judge.look(cell, now_ns, shared)
         {
             self.carry_out(order);
         }

@@ -62,7 +62,7 @@ impl World {
         let (sync, written) = (Sync::Later, Written::Reported);
         let choice = self.auto.choose(cell, || Kind { direction, len, runs: 1, sync, written });
         let now_ns = self.now_ns;
-        self.auto.note(cell, choice.copy, &self.tally, || now_ns);
+        self.auto.note(cell, choice.copy, &self.tally, || now_ns, || false);
         if choice.slice != Slice::NONE {
             self.in_trials += 1;
             self.other_way += u64::from(choice.copy != self.copies(direction, len));
@@ -297,7 +297,7 @@ fn threads_choose_together_and_none_waits_for_another() {
             // A copy takes half as long.
             let took_ns = if choice.copy { 2_000 } else { 4_000 };
             let now_ns = now_ns.fetch_add(took_ns, Relaxed);
-            auto.note(cell, choice.copy, tally, || now_ns);
+            auto.note(cell, choice.copy, tally, || now_ns, || false);
             let clone = core::ptr::from_ref(tally).addr();
             auto.unmapping(choice.slice, len, || now_ns, || mark(clone, now_ns, n));
         }
@@ -357,7 +357,7 @@ proptest! {
                 let (sync, written) = (Sync::Now, Written::Unknown);
                 let kind = || Kind { direction, len, runs: 1, sync, written };
                 let choice = auto.choose(cell, kind);
-                auto.note(cell, choice.copy, &tally, || now_ns);
+                auto.note(cell, choice.copy, &tally, || now_ns, || false);
                 auto.unmapping(choice.slice, len, || now_ns, || mark(1, len, now_ns));
             }
         }
@@ -391,7 +391,7 @@ fn on_a_shared_cpu_what_copies_soon_is_copied_and_nothing_is_tried() {
     assert_eq!(chosen(judge.look(small, 7 * MS, true)), Some((small, true)));
     assert_eq!(judge.choice(small), Some((true, ChoiceReason::Shared)));
     assert_eq!(chosen(judge.look(large, 7 * MS, true)), None, "it takes longer than a wake-up");
-    // A moment in which nobody else was seen changes nothing.
+    // A moment in which no other thread was seen changes nothing.
     assert_eq!(chosen(judge.look(small, 8 * MS, false)), None);
     assert_eq!(chosen(judge.look(small, 106 * MS, false)), None);
     assert_eq!(chosen(judge.look(small, 108 * MS, false)), Some((small, false)));

@@ -5,6 +5,7 @@ use std::{
     cell::{Cell, RefCell},
     rc::{Rc, Weak},
     sync::{Arc, atomic::Ordering},
+    thread,
     time::Instant,
 };
 
@@ -31,15 +32,31 @@ const MISSES: usize = 1024;
 
 thread_local! {
     /// The guards of this thread. While it waits none of them is used.
-    static HERE: RefCell<Vec<Weak<Guard>>> = const { RefCell::new(Vec::new()) };
+    static HERE: RefCell<Vec<Weak<Held>>> = const { RefCell::new(Vec::new()) };
 }
 
-fn here() -> Vec<Rc<Guard>> {
+fn here() -> Vec<Rc<Held>> {
     HERE.with_borrow(|here| here.iter().filter_map(Weak::upgrade).collect())
 }
 
-/// What one piece of work has translated and keeps in use: it stays with its thread.
-pub struct Guard {
+/// What one piece of work has translated and keeps in use. It and its clones, which are the same, stay with the
+/// thread that made it.
+#[derive(Clone)]
+pub struct Guard(Rc<Held>);
+
+/// The guards of a thread that waits. A panic meanwhile leaves none of them usable.
+struct Waiting(Vec<Rc<Held>>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.0.iter().for_each(|held| held.failure.set(Some(Failure::Changed { addr: 0 })));
+        }
+    }
+}
+
+/// What a guard and its clones hold.
+struct Held {
     source: Arc<Guards>,
     /// Whether a target, with as many bytes as are given and one more, is in the same place of this
     /// process still.
@@ -94,9 +111,9 @@ impl Leases {
 
 impl Guard {
     /// One of `source`, for this thread. `same_place` says whether a target, with as many bytes as are given
-    /// and one more, still lies where it lay when the guard was made; it must not use a guard.
-    pub fn new(source: &Arc<Guards>, same_place: Box<dyn Fn(u64, u64) -> bool>) -> Rc<Guard> {
-        let held = Rc::new(Guard {
+    /// and one more, still lies where it lay when the guard was made; it is called after a wait.
+    pub fn new(source: &Arc<Guards>, same_place: Box<dyn Fn(u64, u64) -> bool>) -> Guard {
+        let held = Rc::new(Held {
             source: Arc::clone(source),
             same_place,
             inner: RefCell::default(),
@@ -105,16 +122,75 @@ impl Guard {
             fixed: Cell::new(false),
         });
         HERE.with_borrow_mut(|here| here.push(Rc::downgrade(&held)));
-        held
+        Guard(held)
     }
 
     /// Calls `each` with every target of the `count` bytes at `addr` and its number of bytes less
     /// one, and keeps them in use, waiting for what is missing. If one part cannot be had, none is, and the
-    /// guard has failed.
+    /// guard has failed. `each` must not use the guard.
     ///
     /// # Errors
     /// See [`Failure`]; so does every later access.
+    #[inline]
     pub fn translate(
+        &self,
+        addr: u64,
+        count: usize,
+        prot: Prot,
+        each: impl FnMut(u64, u64),
+    ) -> Result<(), Failure> {
+        self.0.translate(addr, count, prot, each)
+    }
+
+    /// As [`translate`](Self::translate), but nothing is handed out, and the guard does not fail if it
+    /// cannot be had.
+    ///
+    /// # Errors
+    /// See [`Failure`].
+    pub fn probe(
+        &self,
+        addr: u64,
+        count: usize,
+        prot: Prot,
+        each: impl FnMut(u64, u64),
+    ) -> Result<(), Failure> {
+        self.0.probe(addr, count, prot, each)
+    }
+
+    /// Translates all of `parts` (addresses, bytes, accesses), before the first of them is used; what is
+    /// missing of them is asked for together, and waited for once.
+    ///
+    /// # Errors
+    /// See [`Failure`]; so does every later access.
+    pub fn prefetch(&self, parts: &[(u64, usize, Prot)]) -> Result<(), Failure> {
+        self.0.prefetch(parts)
+    }
+
+    /// Whether every access so far was translated: to be asked before what came of them is made known.
+    ///
+    /// # Errors
+    /// Why not.
+    #[inline]
+    pub fn check(&self) -> Result<(), Failure> {
+        self.0.check()
+    }
+
+    /// Has it fail for good, and report the fault; returns the first failure, which is the one it is known
+    /// by.
+    pub fn fail(&self, failure: Failure, access: Prot) -> Failure {
+        self.0.fail(failure, access)
+    }
+
+    /// From here on what was handed out stays in use until the guard is dropped, even while this thread
+    /// waits: for asynchronous I/O that goes on meanwhile. In return an access that would have to wait
+    /// fails.
+    pub fn hold(&self) {
+        self.0.fixed.set(true);
+    }
+}
+
+impl Held {
+    fn translate(
         &self,
         addr: u64,
         count: usize,
@@ -136,6 +212,7 @@ impl Guard {
             each(addr.wrapping_add(recent.delta), range.extent());
             return Ok(());
         }
+        self.is_here(addr)?;
         // Mostly it is one piece, and mostly known.
         for known in [true, false] {
             if let Some(piece) = self.inner.borrow_mut().pieces.touch_one(range, prot) {
@@ -156,12 +233,7 @@ impl Guard {
         Ok(())
     }
 
-    /// As [`translate`](Self::translate), but nothing is handed out, and the guard does not fail if it
-    /// cannot be had.
-    ///
-    /// # Errors
-    /// See [`Failure`].
-    pub fn probe(
+    fn probe(
         &self,
         addr: u64,
         count: usize,
@@ -170,6 +242,7 @@ impl Guard {
     ) -> Result<(), Failure> {
         self.check()?;
         let Some(range) = self.range(addr, count)? else { return Ok(()) };
+        self.is_here(addr)?;
         if !self.inner.borrow().pieces.covers(range, prot) {
             self.ensure(&[(range, prot)])?;
         }
@@ -177,13 +250,9 @@ impl Guard {
         Ok(())
     }
 
-    /// Translates all of `parts` (addresses, bytes, accesses), before the first of them is used; what is
-    /// missing of them is asked for together, and waited for once.
-    ///
-    /// # Errors
-    /// See [`Failure`]; so does every later access.
-    pub fn prefetch(&self, parts: &[(u64, usize, Prot)]) -> Result<(), Failure> {
+    fn prefetch(&self, parts: &[(u64, usize, Prot)]) -> Result<(), Failure> {
         self.check()?;
+        self.is_here(parts.first().map_or(0, |part| part.0))?;
         let mut ranges = Vec::with_capacity(parts.len());
         for &(addr, count, prot) in parts {
             let range = self.range(addr, count).map_err(|failure| self.fail(failure, prot))?;
@@ -196,18 +265,12 @@ impl Guard {
         Ok(())
     }
 
-    /// Whether every access so far was translated: to be asked before what came of them is made known.
-    ///
-    /// # Errors
-    /// Why not.
     #[inline]
-    pub fn check(&self) -> Result<(), Failure> {
+    fn check(&self) -> Result<(), Failure> {
         self.failure.get().or_else(|| self.source.failure()).map_or(Ok(()), Err)
     }
 
-    /// Has it fail for good, and report the fault; returns the first failure, which is the one it is known
-    /// by.
-    pub fn fail(&self, failure: Failure, access: Prot) -> Failure {
+    fn fail(&self, failure: Failure, access: Prot) -> Failure {
         if let Some(first) = self.failure.get() {
             return first;
         }
@@ -216,11 +279,13 @@ impl Guard {
         failure
     }
 
-    /// From here on what was handed out stays in use until the guard is dropped, even while this thread
-    /// waits: for asynchronous I/O that goes on meanwhile. In return an access that would have to wait
-    /// fails.
-    pub fn hold(&self) {
-        self.fixed.set(true);
+    /// No lease stands on what was handed out while the thread waits: what it calls meanwhile (a sink of misses, the
+    /// VMM's memory) gets nothing of it.
+    fn is_here(&self, addr: u64) -> Result<(), Failure> {
+        match self.inner.borrow().let_go {
+            true => Err(Failure::WouldWait { addr }),
+            false => Ok(()),
+        }
     }
 
     fn range(&self, addr: u64, count: usize) -> Result<Option<Range>, Failure> {
@@ -236,13 +301,13 @@ impl Guard {
     /// it goes on, all of them lead where they led.
     fn ensure(&self, parts: &[(Range, Prot)]) -> Result<(), Failure> {
         self.bound();
-        let mut others = Vec::new();
+        let mut others = Waiting(Vec::new());
         let mut began = None;
         let since = self.source.questions();
         let result = loop {
             let answers = self.source.answers();
             let mut wanted = Vec::new();
-            match self.attempt(&others, (parts, since), &mut wanted) {
+            match self.attempt(&others.0, (parts, since), &mut wanted) {
                 Ok(true) => break Ok(()),
                 Err(failure) => break Err(failure),
                 Ok(false) if self.fixed.get() => {
@@ -254,11 +319,11 @@ impl Guard {
             let now = Instant::now();
             let (_, until) = *began.get_or_insert_with(|| {
                 self.source.counted.waits.fetch_add(1, Ordering::Relaxed);
-                others = here();
-                others.retain(|held| !held.fixed.get());
+                others.0 = here();
+                others.0.retain(|held| !held.fixed.get());
                 (now, now + self.source.patience())
             });
-            others.iter().for_each(|held| held.let_go());
+            others.0.iter().for_each(|held| held.let_go());
             if now >= until {
                 self.source.timed_out();
                 let addr = wanted.first().map_or(parts[0].0.first().0, |miss| miss.iova.0);
@@ -274,7 +339,7 @@ impl Guard {
             self.source.counted.waited_ns.fetch_add(waited, Ordering::Relaxed);
         }
         // Who cannot go on is not to find that out by using what is no longer his.
-        for held in others.iter().filter(|_| result.is_err()) {
+        for held in others.0.iter().filter(|_| result.is_err()) {
             held.settle();
         }
         result
@@ -283,7 +348,7 @@ impl Guard {
     /// One look at all that the guards of this thread need. `wanted` is what is missing of it.
     fn attempt(
         &self,
-        others: &[Rc<Guard>],
+        others: &[Rc<Held>],
         (parts, since): (&[(Range, Prot)], u64),
         wanted: &mut Vec<Miss>,
     ) -> Result<bool, Failure> {
@@ -307,6 +372,7 @@ impl Guard {
         inner.pieces.forget_untouched();
         inner.leases = Leases::default();
         inner.let_go = true;
+        self.recent.iter().for_each(|recent| recent.set(Recent::NONE));
     }
 
     /// Translates anew all that was handed out, if it was let go. False if some of it is missing,
@@ -317,7 +383,7 @@ impl Guard {
             return Ok(true);
         }
         let mut new = Inner::default();
-        let mut ready = true;
+        let (mut ready, mut places) = (true, Vec::new());
         self.source.look(since, |looker| {
             for old in inner.pieces.iter() {
                 for range in old.touched() {
@@ -334,8 +400,7 @@ impl Guard {
                     }
                     new.pieces.touch(range, old.used);
                     let target = range.first().0.wrapping_add(old.delta);
-                    let mut same = (self.same_place)(target, range.extent());
-                    let mut runs = 0;
+                    let (mut same, mut runs) = (true, 0);
                     new.pieces.targets(range, |first, _| {
                         same &= first == target;
                         runs += 1;
@@ -343,10 +408,17 @@ impl Guard {
                     if !same || runs != 1 {
                         return Err(changed);
                     }
+                    places.push((target, range.extent(), changed));
                 }
             }
             Ok(())
         })?;
+        // Under their leases by now, and under no lock: what is asked is the VMM's.
+        for (target, extent, changed) in places {
+            if !(self.same_place)(target, extent) {
+                return Err(changed);
+            }
+        }
         if ready {
             *inner = new;
         }
@@ -376,7 +448,7 @@ impl Guard {
     }
 }
 
-impl Drop for Guard {
+impl Drop for Held {
     fn drop(&mut self) {
         // Nobody looks at the list of a thread that ends.
         let _ = HERE.try_with(|here| {

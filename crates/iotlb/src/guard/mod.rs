@@ -55,7 +55,7 @@ pub enum Failure {
         /// The first address that does.
         addr: u64,
     },
-    /// It would have had to wait, and the guard is [held](Guard::hold).
+    /// It would have had to wait, and the guard is [held](Guard::hold); or its thread waits for another access.
     #[error("{addr:#x}: not translated yet, and the guard is held")]
     WouldWait {
         /// The first address that is missing.

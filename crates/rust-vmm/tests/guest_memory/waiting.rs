@@ -1,6 +1,8 @@
 //! Misses: waiting for them, and what happens meanwhile.
 
 use std::{
+    cell::RefCell,
+    rc::Rc,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -10,8 +12,8 @@ use std::{
 };
 
 use ringfence_iommu::{Prot, Range};
-use ringfence_iotlb::{IotlbConfig, Miss};
-use ringfence_rust_vmm::{Failure, IotlbAddressSpace};
+use ringfence_iotlb::{IotlbConfig, Miss, MissSink};
+use ringfence_rust_vmm::{Failure, IotlbAddressSpace, IotlbMemory};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, Permissions};
 
 use crate::front_end::*;
@@ -404,4 +406,42 @@ fn what_was_invalidated_is_not_written_while_devices_wait_and_fail_and_go_on() {
         });
     });
     assert_eq!(broken, 0);
+}
+
+thread_local! {
+    /// A guard that was handed something out, where a sink of misses finds it.
+    static OTHER: RefCell<Option<Rc<IotlbMemory<Plain>>>> = const { RefCell::new(None) };
+}
+
+/// Reads through the other guard while the thread that asks waits.
+struct Reads(Mutex<Vec<bool>>);
+
+impl MissSink for Reads {
+    fn ask(&self, misses: &[Miss]) -> usize {
+        let read = OTHER.with_borrow(|other| other.as_ref().map(|other| reads(other)));
+        self.0.lock().unwrap().extend(read);
+        misses.len()
+    }
+}
+
+fn reads(memory: &IotlbMemory<Plain>) -> bool {
+    memory.read_obj::<u64>(GuestAddress(0x1008)).is_ok()
+}
+
+// rule D15
+#[test]
+fn what_a_thread_calls_while_it_waits_gets_nothing_of_its_guards() {
+    let bench = impatient();
+    bench.map(0x1000, REGIONS[0].0, PAGE);
+    let other = bench.space().memory();
+    assert!(reads(&other));
+    OTHER.set(Some(Rc::clone(&other)));
+    let sink = Arc::new(Reads(Mutex::default()));
+    bench.iotlb.ask_through(Some(Arc::clone(&sink) as _));
+    let waits = bench.space().memory();
+    assert!(waits.read_obj::<u64>(GuestAddress(0x9000)).is_err(), "there is no answer");
+    OTHER.set(None);
+    let seen = sink.0.lock().unwrap();
+    assert!(!seen.is_empty() && seen.iter().all(|read| !read), "no lease stood on it: {seen:?}");
+    assert!(reads(&other), "it leads where it led");
 }

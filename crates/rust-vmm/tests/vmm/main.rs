@@ -43,7 +43,7 @@ fn unmap(at: u64) -> Request {
 /// One that is active, its driver having accepted all.
 fn active() -> Vmm {
     let mut vmm = Vmm::new(Notify::default());
-    vmm.bring_up(vmm.iommu.features()).unwrap();
+    vmm.bring_up(vmm.iommu.local().features()).unwrap();
     vmm
 }
 
@@ -68,7 +68,7 @@ fn it_keeps_every_rule() {
 #[test]
 fn it_is_activated_with_what_is_right_and_nothing_else() {
     let mut vmm = Vmm::new(Notify::default());
-    assert!(matches!(vmm.iommu.ack_features(0), Err(LocalIommuError::Legacy)));
+    assert!(matches!(vmm.iommu.local().ack_features(0), Err(LocalIommuError::Legacy)));
     vmm.bring_up(0).unwrap();
     let mut again = |queues: Vec<_>| vmm.activate(queues.into_iter()).unwrap_err().to_string();
     let good = || Vmm::queue(REQUESTS, false);
@@ -96,11 +96,11 @@ fn a_reset_takes_everything_away() {
     // rule V4
     vmm.iommu.reset().unwrap();
     assert_eq!(read(&vmm, IOVA), None);
-    assert_eq!(vmm.iommu.device().domains(), 0);
-    assert_eq!(vmm.iommu.faults(), [(1, 1), (8, 0)]);
-    vmm.bring_up(vmm.iommu.features()).unwrap();
+    assert_eq!(vmm.iommu.local().device().domains(), 0);
+    assert_eq!(vmm.iommu.local().faults(), [(1, 1), (8, 0)]);
+    vmm.bring_up(vmm.iommu.local().features()).unwrap();
     assert_ne!(vmm.ask(map(IOVA, BASE)), OK, "there is no such domain any more");
-    assert_eq!(vmm.iommu.counters().maps, 1);
+    assert_eq!(vmm.iommu.local().counters().maps, 1);
 }
 
 #[test]
@@ -124,9 +124,9 @@ fn a_guest_that_is_paused_or_moved_goes_on_where_it_was() {
     // To another process, of which the memory is a copy.
     assert_eq!(vmm.ask(map(IOVA, BASE)), OK);
     vmm.iommu.stop().unwrap();
-    let saved = vmm.iommu.device().save().unwrap();
+    let saved = vmm.iommu.local().device().save().unwrap();
     let there = Vmm::new(Notify::default());
-    there.iommu.device().restore(&saved).unwrap();
+    there.iommu.local().device().restore(&saved).unwrap();
     let mut bytes = vec![0; BYTES as usize];
     vmm.memory.memory().read_slice(&mut bytes, GuestAddress(BASE)).unwrap();
     there.memory.memory().write_slice(&bytes, GuestAddress(BASE)).unwrap();

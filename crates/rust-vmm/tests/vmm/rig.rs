@@ -192,7 +192,7 @@ impl Vmm {
     /// The guest's driver sets its queues up, and says DRIVER_OK.
     pub(crate) fn bring_up(&mut self, features: u64) -> Result<(), VmmIommuError> {
         let event_idx = features & 1 << F_EVENT_IDX != 0;
-        self.iommu.ack_features(features | 1 << F_VERSION_1)?;
+        self.iommu.local().ack_features(features | 1 << F_VERSION_1)?;
         let bus = GuestBus::new(self.memory.memory()).unwrap();
         self.lines = RINGS
             .iter()
@@ -261,7 +261,7 @@ impl Vmm {
 
 impl Subject for Vmm {
     fn offered(&self) -> u64 {
-        self.iommu.features() & Features::all().bits()
+        self.iommu.local().features() & Features::all().bits()
     }
 
     fn start(&mut self, features: u64) -> Result<(), Failed> {
@@ -271,12 +271,12 @@ impl Subject for Vmm {
     }
 
     fn read_config(&mut self, offset: usize, out: &mut [u8]) -> Result<(), Failed> {
-        self.iommu.read_config(offset as u64, out);
+        self.iommu.local().read_config(offset as u64, out);
         Ok(())
     }
 
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed> {
-        self.iommu.write_config(offset as u64, data).map_err(failed)
+        self.iommu.local().write_config(offset as u64, data).map_err(failed)
     }
 
     fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
@@ -333,7 +333,7 @@ impl Subject for Vmm {
     fn next_event(&mut self) -> Result<Option<Event>, Failed> {
         // A fault is noted when the access returns. The worker looks between two calls, and has
         // reported by the third what it may.
-        (0..3).for_each(|_| _ = self.iommu.counters());
+        (0..3).for_each(|_| _ = self.iommu.local().counters());
         let line = &mut self.lines[usize::from(EVENT_QUEUE)];
         let Some(used) = line.front.pop().map_err(failed)? else { return Ok(None) };
         let mut bytes = vec![0; self.posted[&used.token]];
@@ -343,6 +343,6 @@ impl Subject for Vmm {
 
     fn system_reset(&mut self) -> Option<Result<(), Failed>> {
         let stopped = self.iommu.reset().map_err(failed);
-        Some(stopped.and_then(|()| self.iommu.device().system_reset().map_err(failed)))
+        Some(stopped.and_then(|()| self.iommu.local().device().system_reset().map_err(failed)))
     }
 }
