@@ -1,14 +1,11 @@
 //! What was asked for and not answered yet.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, PoisonError},
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use ringfence_iommu::{Iova, Prot, Range};
 use ringfence_sync::{
     atomic::{AtomicU64, Ordering},
-    lock::{Mutex, MutexGuard},
+    lock::Mutex,
 };
 
 /// Misses are told apart by page.
@@ -267,10 +264,6 @@ impl Misses {
         Misses { list, questions, most, times }
     }
 
-    fn list(&self) -> MutexGuard<'_, List> {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// How many questions there were so far.
     pub(crate) fn questions(&self) -> u64 {
         // Whoever notes it enters the list, under its lock, after it.
@@ -284,7 +277,7 @@ impl Misses {
 
     /// How many questions there are, those that were refused a moment ago included.
     pub(crate) fn open(&self) -> usize {
-        self.list().pending.len()
+        self.list.lock().pending.len()
     }
 
     /// Whether what is lacking was refused to one who has waited `since` there were so many
@@ -297,7 +290,7 @@ impl Misses {
         now_ns: u64,
     ) -> Lack {
         let key = Miss { iova, access, again: None }.key();
-        let list = self.list();
+        let list = self.list.lock();
         let refused = list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
             (Some(since), _) => pending.refused.is_some_and(|question| since < question),
             (None, State::Refused { until_ns }) => now_ns < until_ns && pending.waits(waiter),
@@ -318,7 +311,7 @@ impl Misses {
         let mut woken = Woken::NOBODY;
         let noted = wanted.clone();
         {
-            let mut list = self.list();
+            let mut list = self.list.lock();
             if list.pending.len().saturating_add(wanted.len()) > self.most {
                 list.tidy(self.times, now_ns, &mut woken);
             }
@@ -383,7 +376,7 @@ impl Misses {
 
     /// `misses` could not be sent: who looks next asks.
     pub(crate) fn unsent(&self, misses: &[Miss]) {
-        let mut list = self.list();
+        let mut list = self.list.lock();
         for miss in misses {
             if let Some(found) = list.pending.get_mut(&miss.key())
                 && matches!(found.state, State::Asked { .. })
@@ -462,7 +455,7 @@ impl Misses {
 
     fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
         let mut woken = Woken::NOBODY;
-        self.list().drop_if(range, &mut woken, gone);
+        self.list.lock().drop_if(range, &mut woken, gone);
         woken.wake();
     }
 }

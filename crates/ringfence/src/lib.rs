@@ -5,10 +5,10 @@
 //! | feature | for | begins with |
 //! |---|---|---|
 //! | `driver` | drivers in user space | [`Device`], over a [`Domain`] |
-//! | `vfio` | those of real devices | [`vfio::Type1`], [`vfio::Iommufd`] |
-//! | `backend` | vhost-user back ends with a device IOTLB | [`backend::Device`] |
-//! | `vmm` | VMMs that offer a virtio-iommu | [`vmm::LocalIommu`] |
-//! | `rust-vmm` | VMMs and devices of rust-vmm | [`rust_vmm::VmmIommu`], [`rust_vmm::IotlbAddressSpace`] |
+//! | `vfio` | those of real devices | `vfio::Type1`, `vfio::Iommufd` |
+//! | `backend` | vhost-user back ends with a device IOTLB | `backend::Device` |
+//! | `vmm` | VMMs that offer a virtio-iommu | `vmm::LocalIommu` |
+//! | `rust-vmm` | VMMs and devices of rust-vmm | `rust_vmm::VmmIommu`, `rust_vmm::IotlbAddressSpace` |
 //!
 //! What is not here is in the crate whose idea it is: ARCHITECTURE.md has the list.
 #![forbid(unsafe_code)]

@@ -7,11 +7,11 @@ use core::{
 
 use imp::Imp;
 
-/// A lock for sections of any length: a thread that waits for it sleeps. The standard library's, or loom's.
+/// A lock for sections of any length: a thread that waits for it sleeps.
 #[cfg(loom)]
-pub use loom::sync::{Mutex, MutexGuard};
+pub use self::SpinLock as Mutex;
 #[cfg(all(feature = "std", not(loom)))]
-pub use std::sync::{Mutex, MutexGuard};
+pub use parking_lot::Mutex;
 
 /// A lock that is waited for by spinning, then by yielding the CPU ([`Backoff`](crate::Backoff)).
 ///

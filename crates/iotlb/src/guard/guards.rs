@@ -103,7 +103,7 @@ struct Bell {
     rung: Condvar,
 }
 
-/// Hands out [`Guard`]s of one endpoint's translations, that stop together if a failure
+/// Hands out [`Guard`](super::Guard)s of one endpoint's translations, that stop together if a failure
 /// [says so](FailureScope::Space), with one lock around what looks translations up: a device with a thread
 /// for each queue makes one for each.
 pub struct Guards {
