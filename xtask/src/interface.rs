@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use syn::{Attribute, Fields, ImplItem, Item, TraitItem, Type, Visibility};
 
 use crate::{
-    modules::{Name, absolute, defined, flatten, is_for_tests, read},
+    modules::{Name, absolute, are_for_tests, defined, flatten, is_for_tests, read},
     steps::root,
 };
 
@@ -355,7 +355,7 @@ fn offered_impl(of: &syn::ItemImpl) -> Option<Item> {
     } else {
         one.items.retain(|part| match part {
             ImplItem::Fn(part) => {
-                matches!(part.vis, Visibility::Public(_)) && !is_test(&part.attrs)
+                matches!(part.vis, Visibility::Public(_)) && !are_for_tests(&part.attrs)
             }
             ImplItem::Const(part) => matches!(part.vis, Visibility::Public(_)),
             ImplItem::Type(part) => matches!(part.vis, Visibility::Public(_)),
@@ -380,15 +380,6 @@ fn offered_impl(of: &syn::ItemImpl) -> Option<Item> {
         }
     }
     Some(Item::Impl(one))
-}
-
-fn is_test(attributes: &[Attribute]) -> bool {
-    attributes.iter().any(|one| match &one.meta {
-        syn::Meta::List(list) => {
-            one.path().is_ident("cfg") && list.tokens.to_string().starts_with("test")
-        }
-        _ => false,
-    })
 }
 
 /// The name of the type that an implementation is for.

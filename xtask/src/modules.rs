@@ -103,6 +103,11 @@ pub(crate) fn is_for_tests(item: &Item) -> bool {
         Item::Use(item) => &item.attrs,
         _ => return false,
     };
+    are_for_tests(attributes)
+}
+
+/// As [`is_for_tests`], of what these attributes belong to.
+pub(crate) fn are_for_tests(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let syn::Meta::List(list) = &attribute.meta else { return false };
         let what = list.tokens.to_string();

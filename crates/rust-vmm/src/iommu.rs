@@ -140,9 +140,12 @@ where
     /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: something may be reached still.
     pub fn reset(&self) -> Result<(), VmmIommuError> {
         let mut running = self.running.lock();
-        self.local.reset()?;
-        running.clear();
-        Ok(())
+        let reset = self.local.reset();
+        // Whatever failed, it is stopped; unless there is no thread to stop it.
+        if !matches!(reset, Err(LocalIommuError::NoWorker)) {
+            running.clear();
+        }
+        Ok(reset?)
     }
 
     /// The device itself, for all that has nothing to do with queues: endpoints that come and go, features and

@@ -41,7 +41,7 @@ const WINDOW_LOOKS: u32 = 8;
 /// For how long a CPU that was shared is expected to be shared again, after it last was.
 const LINGER_NS: u64 = 100 * MS;
 /// What a sync takes on a shared CPU at the least, the wake-up of a thread and the switches to it and back: a copy that
-/// takes less needs no turn of anybody's. What takes longer uses up CPU time, which others want.
+/// takes less waits for no other thread's turn. What takes longer uses up CPU time, which others want.
 const WAKE_NS: u64 = 10_000;
 /// By what ratio a pace must change, in two windows in a row, to be another.
 const OTHER_PACE: f64 = 1.5;
@@ -186,10 +186,8 @@ pub(super) struct Judge {
     pub(super) slice: u32,
     /// No trial but a cell's first before this.
     free_ns: u64,
-    /// Until when the CPU is taken for a shared one.
+    /// Until when the CPU is taken for a shared one; 0 once it is not.
     shared_until_ns: u64,
-    /// It was a shared one at the last look.
-    hurries: bool,
     random: u64,
 }
 
@@ -202,7 +200,6 @@ impl Judge {
             slice: 0,
             free_ns: 0,
             shared_until_ns: 0,
-            hurries: false,
             random: 0x9e37_79b9_7f4a_7c15,
         }
     }
@@ -247,10 +244,9 @@ impl Judge {
             self.shared_until_ns = now_ns.saturating_add(LINGER_NS);
         }
         if now_ns < self.shared_until_ns {
-            self.hurries = true;
             return self.hurry(cell);
         }
-        if std::mem::take(&mut self.hurries) {
+        if std::mem::take(&mut self.shared_until_ns) != 0 {
             self.restart_paces(now_ns);
         }
         if let Some(trial) = &self.trial {

@@ -280,11 +280,11 @@ impl Held {
     }
 
     /// No lease stands on what was handed out while the thread waits: what it calls meanwhile (a sink of misses, the
-    /// VMM's memory) gets nothing of it.
+    /// VMM's memory) gets nothing of it. Nor does what is called with a target.
     fn is_here(&self, addr: u64) -> Result<(), Failure> {
-        match self.inner.borrow().let_go {
-            true => Err(Failure::WouldWait { addr }),
-            false => Ok(()),
+        match self.inner.try_borrow_mut() {
+            Ok(inner) if !inner.let_go => Ok(()),
+            _ => Err(Failure::WouldWait { addr }),
         }
     }
 
