@@ -33,18 +33,12 @@ use std::{
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 use zerocopy::IntoBytes;
 
 /// What the server, not the device, offers.
 const OWN_FEATURES: u64 = msg::F_PROTOCOL_FEATURES | msg::F_LOG_ALL;
-
-/// How long to look for the next answer to a miss.
-const SPIN: Duration = Duration::from_micros(50);
-
-/// How many times as long to look for the next IOTLB message while they come one after the other.
-const TRAIN: u32 = 4;
 
 /// Most bytes of answers that wait for company.
 const MOST_UNSENT: usize = 4096;
@@ -148,12 +142,9 @@ pub struct Server<H> {
     /// Answers that are not sent yet, because the next request is there already.
     answers: Vec<u8>,
     backend: Option<Answers>,
-    spin: Duration,
+    /// For the next message: awake, as long as that has been worth while. Who answers several misses sends the answers
+    /// one by one, and an invalidation is followed by the next.
     wait: Wait,
-    /// When the last IOTLB message came.
-    last_iotlb: Instant,
-    /// Whether it came soon after the one before it.
-    train: bool,
     /// Those that came together, and what came of them: empty, but for their memory.
     together: Vec<Iotlb>,
     outcomes: Vec<Result<(), HandlerError>>,
@@ -192,10 +183,7 @@ impl<H: Handler> Server<H> {
             inbox: Inbox::new(),
             answers: Vec::new(),
             backend: None,
-            spin: SPIN,
             wait: Wait::new(Notify::Adaptive),
-            last_iotlb: Instant::now(),
-            train: false,
             together: Vec::new(),
             outcomes: Vec::new(),
             kept: None,
@@ -218,16 +206,6 @@ impl<H: Handler> Server<H> {
     /// While a table takes the place of another, and as long as a ring still uses that one, both are mapped.
     pub fn set_most_mapped(&mut self, bytes: u64) {
         self.most_mapped = bytes;
-    }
-
-    /// How long after an IOTLB message to look for the next one without sleeping, while misses are
-    /// open (50 µs unless told; 0: not at all), unless others want the CPU. Who answers several
-    /// misses sends the answers one by one, waiting for each to be acknowledged: a wake-up for each would cost more than the
-    /// answer. Invalidations come like that too, and the driver of the device waits meanwhile: what
-    /// follows another message within four times as long is followed by the next, and that is looked
-    /// for as long, whether misses are open or not.
-    pub fn set_spin(&mut self, spin: Duration) {
-        self.spin = spin;
     }
 
     /// A handle that ends [`serve`](Self::serve).
@@ -393,11 +371,6 @@ impl<H: Handler> Server<H> {
         }
         outcomes.extend(unreadable.map(Err));
         let any = !outcomes.is_empty();
-        if any {
-            let now = Instant::now();
-            self.train = now.duration_since(self.last_iotlb) < self.spin * TRAIN;
-            self.last_iotlb = now;
-        }
         for outcome in outcomes.drain(..) {
             if let Err(why) = &outcome {
                 self.handler.refused(code, why);
@@ -436,15 +409,11 @@ impl<H: Handler> Server<H> {
     fn wait(&mut self) -> Result<bool, ServeError> {
         loop {
             let open = self.backend.as_ref().is_some_and(|backend| backend.channel().is_open());
-            let spin = match (self.train, open) {
-                (true, _) => self.spin * TRAIN,
-                (false, true) => self.spin,
-                (false, false) => Duration::ZERO,
-            };
-            // It comes soon, if it comes: awake, unless others want the CPU.
-            let now = MonotonicClock.now_ns();
-            let spins =
-                self.last_iotlb.elapsed() < spin && self.wait.step(now, || Some(now)) == Next::Look;
+            let spins = self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look;
+            if !spins && let Some(backend) = &self.backend {
+                // Some misses never get an answer.
+                backend.channel().forget();
+            }
             if !(spins && open) {
                 self.handler.settled();
             }
@@ -493,14 +462,8 @@ impl<H: Handler> Server<H> {
                 }
             }
             if main {
-                self.wait.restart();
+                self.wait.found(|| MonotonicClock.now_ns());
                 return Ok(true);
-            }
-            if spins
-                && self.last_iotlb.elapsed() >= spin
-                && let Some(backend) = &self.backend
-            {
-                backend.channel().forget();
             }
         }
     }
