@@ -1,5 +1,7 @@
 //! Drivers in user space, for devices that reach memory through an IOMMU.
 //!
+//! - [`transfers`]: what drivers have in common: buffers that are mapped for the device and unmapped
+//!   after, with few syncs.
 //! - [`blk`]: a virtio-blk queue, and one that maps what it is given.
 //! - [`nvme`]: an NVMe controller and its queues.
 //! - [`ram`]: memory that a driver shares with a device in another process, as buffers and as bounce slots.
@@ -9,3 +11,4 @@ pub mod blk;
 pub mod nvme;
 #[allow(unsafe_code)]
 pub mod ram;
+pub mod transfers;

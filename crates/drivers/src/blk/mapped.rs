@@ -1,8 +1,7 @@
 //! The driver's end of a request queue behind the DMA API.
 
 use ringfence_dma::{
-    Device, Direction, DmaBuffer, Error, MapBatch, MapError, Mapping, Policy, Returned, Segment,
-    UnmapBatch, UnmapError,
+    Device, Direction, DmaBuffer, Error, MapError, Mapping, Policy, Returned, Segment, UnmapError,
 };
 use ringfence_iommu::{Address, Domain};
 use ringfence_iova::Allocator;
@@ -10,6 +9,7 @@ use ringfence_virtq::{AddError, RingError, blk::Kind};
 use std::time::Duration;
 
 use super::queue::{Done, DriverQueue};
+use crate::transfers::Transfers;
 
 /// How requests share mappings and syncs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +76,9 @@ pub type Unmapped<B> = Result<Returned<Vec<B>>, UnmapError<Vec<B>>>;
 /// [`raw`](MappedQueue::raw), and their answers are handed to the caller as they are.
 pub const FOREIGN: u64 = 1 << 63;
 
+/// Their numbers have 32 bits: memory ends before.
+const MOST_GROUPS: usize = u32::MAX as usize;
+
 struct Request {
     kind: Kind,
     sector: u64,
@@ -85,10 +88,10 @@ struct Request {
     outcome: Option<Result<Done, NotAsked>>,
 }
 
-/// Requests whose buffers are one mapping.
-struct Group<B> {
+/// Requests whose buffers are one transfer. None: a mapping of the caller's.
+#[derive(Default)]
+struct Group {
     requests: Vec<Request>,
-    mapping: Option<Mapping<Vec<B>>>,
     /// How many of them were not answered.
     left: usize,
 }
@@ -103,13 +106,6 @@ struct Staged<B> {
     next: Option<u64>,
 }
 
-/// Whose mapping comes back from an unmap.
-#[derive(Clone, Copy)]
-enum Whose {
-    Group(usize),
-    Foreign,
-}
-
 /// The driver's end of one request queue, which maps the buffers of requests and unmaps those of
 /// answers.
 ///
@@ -121,10 +117,7 @@ pub struct MappedQueue<D: Domain + 'static, A: Allocator + 'static, B> {
     queue: DriverQueue,
     batching: Batching,
     staged: Vec<Staged<B>>,
-    maps: MapBatch<D, A, Vec<B>, usize>,
-    unmaps: UnmapBatch<D, A, Vec<B>, Whose>,
-    groups: Vec<Group<B>>,
-    free: Vec<usize>,
+    transfers: Transfers<D, A, Vec<B>, Group>,
     /// Empty lists, to be used again.
     lists: Vec<Vec<B>>,
     segments: Vec<Segment>,
@@ -159,10 +152,7 @@ where
             queue,
             batching,
             staged: Vec::new(),
-            maps: device.map_batch(),
-            unmaps: device.unmap_batch(),
-            groups: Vec::new(),
-            free: Vec::new(),
+            transfers: Transfers::new(device, MOST_GROUPS),
             lists: Vec::new(),
             segments: Vec::new(),
             waiting: 0,
@@ -251,15 +241,11 @@ where
                 result = result.and(self.push(group, list, kind));
             }
             let (group, list, _, end) = open.get_or_insert_with(|| {
-                (
-                    new_group(&mut self.groups, &mut self.free),
-                    self.lists.pop().unwrap_or_default(),
-                    kind,
-                    None,
-                )
+                let group = self.transfers.take().expect("memory ends before");
+                (group, self.lists.pop().unwrap_or_default(), kind, None)
             });
             *end = next;
-            let requests = &mut self.groups[*group].requests;
+            let requests = &mut self.transfers.work(*group).requests;
             let from = requests.last().map_or(0, |request| request.bytes.end);
             let bytes = from..from.saturating_add(len);
             requests.push(Request { kind, sector, token, bytes, outcome: None });
@@ -269,7 +255,7 @@ where
         if let Some((group, list, kind, _)) = open {
             result = result.and(self.push(group, list, kind));
         }
-        self.maps.begin();
+        self.transfers.begin_maps();
         result
     }
 
@@ -278,48 +264,36 @@ where
             Kind::In | Kind::GetId => Direction::FromDevice,
             _ => Direction::ToDevice,
         };
-        self.waiting += list.len();
         let count = list.len();
-        match self.maps.push_sg(list, direction, group) {
-            Ok(()) => Ok(()),
-            Err((at, error)) => {
-                self.waiting -= count;
-                self.free.push(at);
-                refuse(&mut self.groups[at], &mut self.refused, error)
+        match self.transfers.map_sg(group, list, direction) {
+            Ok(()) => {
+                self.waiting += count;
+                Ok(())
+            }
+            Err(error) => {
+                let refused = refuse(self.transfers.work(group), &mut self.refused, error);
+                self.transfers.release(group);
+                refused
             }
         }
     }
 
     /// Tells the device of the requests whose mappings it knows by now.
     fn advance(&mut self) -> Result<(), MappedError> {
-        if self.maps.is_empty() {
-            return Ok(());
-        }
-        let (queue, groups, segments) = (&mut self.queue, &mut self.groups, &mut self.segments);
-        let (waiting, free, refused) = (&mut self.waiting, &mut self.free, &mut self.refused);
-        let unmaps = &mut self.unmaps;
-        let mut result = Ok(());
-        let told = self.maps.poll(|at, mapping| {
-            let group = &mut groups[at];
+        let (queue, segments, waiting) = (&mut self.queue, &mut self.segments, &mut self.waiting);
+        let (refused, mut result) = (&mut self.refused, Ok(()));
+        let told = self.transfers.poll_maps(|at, group, mapping| {
             *waiting -= group.requests.len();
             match mapping {
-                Ok(mut mapping) => {
-                    group.submit(at, queue, segments, &mapping);
-                    match group.left {
-                        // None of them fits the ring: back with all of them.
-                        0 => {
-                            // The device was never asked, and wrote nothing.
-                            let noted = mapping.note_written(0..0);
-                            debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
-                            _ = unmaps.push(mapping, Whose::Group(at));
-                        }
-                        _ => group.mapping = Some(mapping),
-                    }
+                Ok(mapping) => {
+                    group.submit(at, queue, segments, mapping);
+                    // None of them fits the ring: back with all of them.
+                    group.left > 0
                 }
                 Err(error) => {
-                    free.push(at);
                     let refused = refuse(group, refused, error);
                     result = std::mem::replace(&mut result, Ok(())).and(refused);
+                    false
                 }
             }
         });
@@ -349,14 +323,12 @@ where
                 continue;
             }
             let at = (done.token >> 32) as usize;
-            let group = self.groups.get_mut(at).ok_or(MappedError::Stray(done.token))?;
+            let stray = MappedError::Stray(done.token);
+            let Some((group, Some(mapping))) = self.transfers.asked(at) else { return Err(stray) };
             let request = group.requests.get_mut(done.token as u32 as usize);
-            let request = request.filter(|request| request.outcome.is_none());
-            let request = request.ok_or(MappedError::Stray(done.token))?;
+            let request = request.filter(|request| request.outcome.is_none()).ok_or(stray)?;
             request.outcome = Some(Ok(Done { token: request.token, ..done }));
-            if let Some(mapping) = &mut group.mapping
-                && matches!(request.kind, Kind::In | Kind::GetId)
-            {
+            if matches!(request.kind, Kind::In | Kind::GetId) {
                 // What the device says that it wrote, without the status; as much as there was room.
                 let core::ops::Range { start, end } = request.bytes;
                 let written = u64::from(done.written.saturating_sub(1)).min(end - start);
@@ -364,32 +336,21 @@ where
                 debug_assert!(noted.is_ok(), "a request's bytes lie in its mapping");
             }
             group.left -= 1;
-            if group.left == 0
-                && let Some(mapping) = group.mapping.take()
-            {
-                self.unmap(mapping, Whose::Group(at));
+            if group.left == 0 && self.transfers.end(at) >= self.batching.requests {
+                self.transfers.begin_unmaps();
             }
         }
-        self.unmaps.begin();
+        self.transfers.begin_unmaps();
         self.hand_out(&mut each)
-    }
-
-    fn unmap(&mut self, mapping: Mapping<Vec<B>>, whose: Whose) {
-        let pushed = match whose {
-            Whose::Group(_) => self.unmaps.push(mapping, whose),
-            Whose::Foreign => self.unmaps.push_watched(mapping, whose),
-        };
-        // Ours all of them. One that was not would be unmapped here, by itself.
-        debug_assert!(pushed.is_ok());
-        if self.unmaps.gathered() >= self.batching.requests {
-            self.unmaps.begin();
-        }
     }
 
     /// Has the queue unmap a mapping of the caller's with the next of its own, watched; what comes
     /// of it is got by [`take_foreign`](Self::take_foreign). One at a time.
     pub fn unmap_foreign(&mut self, mapping: Mapping<Vec<B>>) {
-        self.unmap(mapping, Whose::Foreign);
+        let at = self.transfers.take().expect("memory ends before");
+        // Of the same device. One that was not would be unmapped here, by itself.
+        let gathered = self.transfers.end_watched(at, mapping);
+        debug_assert!(gathered.is_ok());
     }
 
     /// What came of [`unmap_foreign`](Self::unmap_foreign), once it is over.
@@ -400,18 +361,13 @@ where
     fn hand_out(&mut self, each: &mut impl FnMut(Completion<B>)) -> Result<usize, MappedError> {
         let refused = self.refused.len();
         self.refused.drain(..).for_each(&mut *each);
-        if self.unmaps.is_empty() {
-            return Ok(refused);
-        }
-        let (groups, free, lists) = (&mut self.groups, &mut self.free, &mut self.lists);
-        let foreign = &mut self.foreign;
+        let (lists, foreign) = (&mut self.lists, &mut self.foreign);
         let (mut count, mut result) = (refused, Ok(()));
-        self.unmaps.poll(|whose, returned| {
-            let at = match whose {
-                Whose::Group(at) => at,
-                Whose::Foreign => return *foreign = Some(returned),
-            };
-            let group = &mut groups[at];
+        self.transfers.poll_unmaps(|_, group, returned| {
+            if group.requests.is_empty() {
+                *foreign = Some(returned);
+                return;
+            }
             match returned {
                 Ok(Returned { buffer: mut list, .. }) => {
                     for (request, buffer) in group.requests.drain(..).zip(list.drain(..)) {
@@ -426,7 +382,6 @@ where
                     result = Err(MappedError::Unmap(error.error()));
                 }
             }
-            free.push(at);
         });
         result.map(|()| count)
     }
@@ -434,21 +389,19 @@ where
     /// Waits until there may be something to reap, or for about `limit`: awake or asleep, as the notify
     /// mode says.
     pub fn wait(&mut self, limit: Duration) {
-        if self.maps.is_empty() && self.unmaps.is_empty() {
+        if !self.transfers.is_mapping() && !self.transfers.is_unmapping() {
             return self.queue.wait(limit);
         }
-        if self.queue.look_again() {
-            return;
+        if !self.queue.look_again() {
+            // The IOMMU answers soon, whatever the disk does.
+            self.transfers.wait();
         }
-        // The IOMMU answers soon, whatever the disk does. Maps first: the disk has nothing of what
-        // they hold back.
-        if self.maps.is_empty() { self.unmaps.wait() } else { self.maps.wait() }
     }
 }
 
-impl<B> Group<B> {
+impl Group {
     /// Puts the requests into the ring. One that does not fit it is answered already.
-    fn submit(
+    fn submit<B>(
         &mut self,
         at: usize,
         queue: &mut DriverQueue,
@@ -476,7 +429,7 @@ impl<B> Group<B> {
 
 /// Gives back the requests of a group whose buffers could not be mapped.
 fn refuse<B>(
-    group: &mut Group<B>,
+    group: &mut Group,
     refused: &mut Vec<Completion<B>>,
     error: MapError<Vec<B>>,
 ) -> Result<(), MappedError> {
@@ -489,11 +442,4 @@ fn refuse<B>(
         outcome: Err(NotAsked::Map(why)),
     }));
     Ok(())
-}
-
-fn new_group<B>(groups: &mut Vec<Group<B>>, free: &mut Vec<usize>) -> usize {
-    free.pop().unwrap_or_else(|| {
-        groups.push(Group { requests: Vec::new(), mapping: None, left: 0 });
-        groups.len() - 1
-    })
 }

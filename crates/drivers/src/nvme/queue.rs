@@ -6,7 +6,7 @@ mod submit;
 
 use std::{fmt, mem::forget, sync::Arc, thread, time::Duration};
 
-use ringfence_dma::{Device, DmaBuffer, MapBatch, Returned, UnmapBatch};
+use ringfence_dma::{Device, DmaBuffer, MapError, Returned};
 use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
 
@@ -17,8 +17,9 @@ use super::{
     pages::{PAGE, Pages},
     registers::check,
     ring::Pair,
-    slot::{Held, Slot, State, StatusError},
+    slot::{Noted, StatusError},
 };
+use crate::transfers::Transfers;
 
 /// How many pages a list of pages lists at most: it is a page itself.
 const LISTED: u64 = PAGE / 8;
@@ -43,10 +44,8 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     device: Device<D, A>,
     /// `None` once the queue is dropped.
     rings: Option<Rings<R>>,
-    slots: Vec<Slot<B>>,
-    free: Vec<u16>,
-    maps: MapBatch<D, A, Vec<B>, u16>,
-    unmaps: UnmapBatch<D, A, Vec<B>, u16>,
+    depth: usize,
+    transfers: Transfers<D, A, Vec<B>, Noted<B>>,
     /// Empty lists, to be used again.
     spare: Vec<Vec<B>>,
     /// What the controller was never told of.
@@ -116,10 +115,8 @@ where
         Ok(IoQueue {
             id: number,
             rings: Some(Rings { pair, lists, list_bytes }),
-            slots: (0..depth).map(|_| Slot::free()).collect(),
-            free: (0..depth as u16).rev().collect(),
-            maps: device.map_batch(),
-            unmaps: device.unmap_batch(),
+            depth: depth as usize,
+            transfers: Transfers::new(&device, depth as usize),
             device,
             spare: Vec::new(),
             refused: Vec::new(),
@@ -144,12 +141,12 @@ where
 
     /// How many commands it has room for.
     pub fn room(&self) -> usize {
-        self.free.len()
+        self.transfers.room()
     }
 
     /// Whether all that was submitted was handed out.
     pub fn is_idle(&self) -> bool {
-        self.free.len() == self.slots.len() && self.refused.is_empty()
+        self.transfers.under_way() == 0 && self.refused.is_empty()
     }
 
     /// The device that maps its data.
@@ -173,7 +170,7 @@ where
     /// # Errors
     /// The queue cannot go on.
     pub fn publish(&mut self) -> Result<(), Error> {
-        self.maps.begin();
+        self.transfers.begin_maps();
         self.advance()
     }
 
@@ -183,41 +180,27 @@ where
         if let Some(failed) = self.failed {
             return Err(failed);
         }
-        let (slots, free, unmaps) = (&mut self.slots, &mut self.free, &mut self.unmaps);
         let (refused, spare) = (&mut self.refused, &mut self.spare);
         let (mut asked, mut lost) = (0, Ok(()));
-        self.maps.poll(|at, mapping| {
-            let slot = &mut slots[usize::from(at)];
-            match mapping {
-                Ok(mut mapping) => {
-                    match rings.push(at, slot.command, mapping.segments().iter().copied()) {
-                        Ok(()) => {
-                            slot.state = State::Asked(Held::Mapped(mapping));
-                            asked += 1;
-                        }
-                        Err(why) => {
-                            // The device was never asked, and wrote nothing.
-                            let noted = mapping.note_written(0..0);
-                            debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
-                            slot.state = State::Over(Err(why.into()));
-                            let pushed = unmaps.push(mapping, at);
-                            debug_assert!(pushed.is_ok(), "a mapping of this device");
-                        }
+        self.transfers.poll_maps(|at, noted, mapping| match mapping {
+            Ok(mapping) => {
+                match rings.push(at, noted.command, mapping.segments().iter().copied()) {
+                    Ok(()) => {
+                        asked += 1;
+                        true
+                    }
+                    Err(why) => {
+                        noted.outcome = Err(why.into());
+                        false
                     }
                 }
-                Err(error) => {
-                    let why = error.error();
-                    match error.into_buffer() {
-                        Some(list) => refused.push(Completion {
-                            token: slot.token,
-                            data: slot.data_of(list, spare),
-                            outcome: Err(NotAsked::Map(why).into()),
-                        }),
-                        None => lost = Err(Error::Map(why)),
-                    }
-                    slot.state = State::Free;
-                    free.push(at);
+            }
+            Err(error) => {
+                match not_mapped(noted, error, spare) {
+                    Ok(completion) => refused.push(completion),
+                    Err(error) => lost = Err(error),
                 }
+                false
             }
         });
         rings.pair.ring();
@@ -264,25 +247,15 @@ where
                 status if status.is_ok() => Ok(()),
                 status => Err(Failure::Status(StatusError(status))),
             };
-            let slot = self.slots.get_mut(usize::from(answer.id));
-            let held = slot.and_then(|slot| Some((slot.take_asked(outcome)?, slot)));
-            let Some((held, slot)) = held else {
+            let Some(over) = end_of(&mut self.transfers, answer.id.into(), outcome) else {
                 result = Err(Error::Stray { queue: self.id, id: answer.id });
                 break;
             };
             answers += 1;
             self.asked -= 1;
-            match held {
-                Held::Mapped(mapping) => {
-                    let pushed = self.unmaps.push(mapping, answer.id);
-                    debug_assert!(pushed.is_ok(), "a mapping of this device");
-                }
-                Held::Kept(data) => {
-                    slot.state = State::Free;
-                    self.free.push(answer.id);
-                    *count += 1;
-                    each(Completion { token: slot.token, data, outcome });
-                }
+            if let Some(completion) = over {
+                *count += 1;
+                each(completion);
             }
         }
         rings.pair.release();
@@ -295,25 +268,11 @@ where
         count: &mut usize,
         each: &mut impl FnMut(Completion<B>),
     ) -> Result<(), Error> {
-        self.unmaps.begin();
-        let (slots, free, spare) = (&mut self.slots, &mut self.free, &mut self.spare);
-        let mut result = Ok(());
-        self.unmaps.poll(|at, returned| {
-            let slot = &mut slots[usize::from(at)];
-            let state = std::mem::replace(&mut slot.state, State::Free);
-            free.push(at);
-            match (returned, state) {
-                (Ok(Returned { buffer: list, .. }), State::Over(outcome)) => {
-                    *count += 1;
-                    each(Completion {
-                        token: slot.token,
-                        data: slot.data_of(list, spare),
-                        outcome,
-                    });
-                }
-                (Ok(_), _) => debug_assert!(false, "only what is over is unmapped"),
-                (Err(error), _) => result = Err(Error::Unmap(error.error())),
-            }
+        let (spare, mut result) = (&mut self.spare, Ok(()));
+        self.transfers.begin_unmaps();
+        *count += self.transfers.poll_unmaps(|_, noted, returned| match returned {
+            Ok(Returned { buffer: list, .. }) => each(noted.unmapped(list, spare)),
+            Err(error) => result = Err(Error::Unmap(error.error())),
         });
         result
     }
@@ -359,10 +318,8 @@ where
 
     /// Waits for the IOMMU if it is what everything waits for, and otherwise lets others run.
     pub fn pause(&mut self) {
-        if !self.maps.is_empty() {
-            self.maps.wait();
-        } else if !self.unmaps.is_empty() {
-            self.unmaps.wait();
+        if self.transfers.is_mapping() || self.transfers.is_unmapping() {
+            self.transfers.wait();
         } else {
             thread::yield_now();
         }
@@ -398,6 +355,36 @@ where
     }
 }
 
+/// Ends a command that the controller was told of. `None`: there is none of that number;
+/// `Some(None)`: its data is being unmapped.
+fn end_of<D: Domain + 'static, A: Allocator + 'static, B>(
+    transfers: &mut Transfers<D, A, Vec<B>, Noted<B>>,
+    at: usize,
+    outcome: Result<(), Failure>,
+) -> Option<Option<Completion<B>>> {
+    let (noted, mapping) = transfers.asked(at)?;
+    noted.outcome = outcome;
+    if mapping.is_some() {
+        transfers.end(at);
+        return Some(None);
+    }
+    let completion = noted.kept();
+    transfers.release(at);
+    Some(Some(completion))
+}
+
+/// The completion of a command whose data could not be mapped.
+fn not_mapped<B>(
+    noted: &Noted<B>,
+    error: MapError<Vec<B>>,
+    spare: &mut Vec<Vec<B>>,
+) -> Result<Completion<B>, Error> {
+    let why = error.error();
+    let list = error.into_buffer().ok_or(Error::Map(why))?;
+    let data = noted.data_of(list, spare);
+    Ok(Completion { token: noted.token, data, outcome: Err(NotAsked::Map(why).into()) })
+}
+
 impl<D, A, R, B> fmt::Debug for IoQueue<D, A, R, B>
 where
     D: Domain + 'static,
@@ -407,7 +394,7 @@ where
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("IoQueue")
             .field("id", &self.id)
-            .field("room", &self.free.len())
+            .field("transfers", &self.transfers)
             .field("asked", &self.asked)
             .field("failed", &self.failed)
             .finish_non_exhaustive()

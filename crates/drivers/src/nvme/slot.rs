@@ -1,8 +1,8 @@
 //! Commands, and what they take along and bring back.
 
-use std::{ops::Range as Bytes, sync::Arc};
+use std::{mem::take, ops::Range as Bytes, sync::Arc};
 
-use ringfence_dma::{Direction, DmaBuffer, Mapping, Persistent, PoolBuffer, Segment};
+use ringfence_dma::{Direction, DmaBuffer, Persistent, PoolBuffer, Segment};
 use ringfence_iommu::HostAddr;
 
 use super::{
@@ -55,9 +55,10 @@ impl Op {
 }
 
 /// What a command takes along, and its completion brings back.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub enum Data<B> {
     /// Nothing.
+    #[default]
     None,
     /// A buffer, mapped for this command under the device's policy.
     Buffer(B),
@@ -143,50 +144,36 @@ pub struct Refused<B> {
     pub data: Option<Data<B>>,
 }
 
-/// The place of a command: its number is the command's.
-pub(super) struct Slot<B> {
+/// What a queue notes of a command, whose number is that of its transfer.
+pub(super) struct Noted<B> {
     pub(super) token: u64,
     /// Ready but for its data.
     pub(super) command: Command,
     /// Whether what is mapped came as a list.
     pub(super) is_list: bool,
-    pub(super) state: State<B>,
+    /// Data that has not to be mapped.
+    pub(super) kept: Data<B>,
+    /// How it ended, once it has.
+    pub(super) outcome: Result<(), Failure>,
 }
 
-/// What becomes of a command.
-pub(super) enum State<B> {
-    /// There is none.
-    Free,
-    /// Its data is being mapped.
-    Mapping,
-    /// The device was told of it.
-    Asked(Held<B>),
-    /// It is over, and its data is being unmapped.
-    Over(Result<(), Failure>),
-}
-
-/// What a command holds while the device works on it.
-pub(super) enum Held<B> {
-    Mapped(Mapping<Vec<B>>),
-    /// Nothing that has to be unmapped.
-    Kept(Data<B>),
-}
-
-impl<B> Slot<B> {
-    pub(super) fn free() -> Slot<B> {
+impl<B> Default for Noted<B> {
+    fn default() -> Noted<B> {
         let command = Command::new(0, 0);
-        Slot { token: 0, command, is_list: false, state: State::Free }
+        Noted { token: 0, command, is_list: false, kept: Data::None, outcome: Ok(()) }
+    }
+}
+
+impl<B> Noted<B> {
+    /// The completion of a command whose data was not mapped.
+    pub(super) fn kept(&mut self) -> Completion<B> {
+        Completion { token: self.token, data: take(&mut self.kept), outcome: self.outcome }
     }
 
-    /// What the device has, if it was told of the command, which is over with that.
-    pub(super) fn take_asked(&mut self, outcome: Result<(), Failure>) -> Option<Held<B>> {
-        match std::mem::replace(&mut self.state, State::Over(outcome)) {
-            State::Asked(held) => Some(held),
-            other => {
-                self.state = other;
-                None
-            }
-        }
+    /// The completion of a command whose data came back as this list.
+    pub(super) fn unmapped(&self, list: Vec<B>, spare: &mut Vec<Vec<B>>) -> Completion<B> {
+        let data = self.data_of(list, spare);
+        Completion { token: self.token, data, outcome: self.outcome }
     }
 
     /// The data as it came, of the list that was mapped. The list is left behind if it was ours.

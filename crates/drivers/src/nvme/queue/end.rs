@@ -2,16 +2,13 @@
 
 use std::mem::{forget, take};
 
-use ringfence_dma::DmaBuffer;
+use ringfence_dma::{DmaBuffer, Returned};
 use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
 
 use super::{
-    super::{
-        Completion, Error, Failure, NotAsked, Registers,
-        slot::{Held, State},
-    },
-    IoQueue,
+    super::{Completion, Error, Failure, Registers},
+    IoQueue, end_of, not_mapped,
 };
 
 impl<D, A, R, B> IoQueue<D, A, R, B>
@@ -31,50 +28,28 @@ where
         self.failed.get_or_insert(Error::Stopped);
         self.inner.stop()?;
         self.asked = 0;
-        let (slots, free, spare) = (&mut self.slots, &mut self.free, &mut self.spare);
-        let unmaps = &mut self.unmaps;
-        let mut result = Ok(());
+        let (spare, mut result) = (&mut self.spare, Ok(()));
         self.refused.drain(..).for_each(&mut each);
-        self.maps.finish(|at, mapping| match mapping {
-            Ok(mapping) => slots[usize::from(at)].state = State::Asked(Held::Mapped(mapping)),
+        // Of what is mapped the controller never hears.
+        self.transfers.finish_maps(|_, noted, mapping| match mapping {
+            Ok(_) => true,
             Err(error) => {
-                let slot = &mut slots[usize::from(at)];
-                slot.state = State::Free;
-                free.push(at);
-                let why = error.error();
-                match error.into_buffer() {
-                    Some(list) => each(Completion {
-                        token: slot.token,
-                        data: slot.data_of(list, spare),
-                        outcome: Err(NotAsked::Map(why).into()),
-                    }),
-                    None => result = Err(Error::Map(why)),
-                }
+                let refused = not_mapped(noted, error, spare).map(&mut each);
+                result = std::mem::replace(&mut result, Ok(())).and(refused);
+                false
             }
         });
-        for (at, slot) in (0..).zip(&mut *slots) {
-            match slot.take_asked(Err(Failure::Abandoned)) {
-                Some(Held::Mapped(mapping)) => {
-                    let pushed = unmaps.push(mapping, at);
-                    debug_assert!(pushed.is_ok(), "a mapping of this device");
-                }
-                Some(Held::Kept(data)) => {
-                    slot.state = State::Free;
-                    free.push(at);
-                    let (token, outcome) = (slot.token, Err(Failure::Abandoned));
-                    each(Completion { token, data, outcome });
-                }
-                None => {}
+        for at in 0..self.depth {
+            if let Some(Some(completion)) = end_of(&mut self.transfers, at, Err(Failure::Abandoned))
+            {
+                each(completion);
             }
         }
-        let mut count = 0;
-        loop {
-            result = result.and(self.hand_out(&mut count, &mut each));
-            if self.unmaps.is_empty() {
-                return result;
-            }
-            self.unmaps.wait();
-        }
+        self.transfers.finish_unmaps(|_, noted, returned| match returned {
+            Ok(Returned { buffer: list, .. }) => each(noted.unmapped(list, spare)),
+            Err(error) => result = Err(Error::Unmap(error.error())),
+        });
+        result
     }
 }
 
@@ -98,13 +73,10 @@ where
         }
         // It may go on for ever. What is unmapped it cannot reach, unless nothing is translated.
         let confined = self.inner.is_confined();
-        for slot in take(&mut self.slots) {
-            match slot.state {
-                State::Asked(Held::Mapped(mapping)) if confined && !mapping.is_bounced() => {
-                    drop(mapping);
-                }
-                State::Asked(held) => forget(held),
-                _ => {}
+        for (noted, mapping) in self.transfers.take_asked() {
+            match mapping {
+                Some(mapping) if confined && !mapping.is_bounced() => drop(mapping),
+                held => forget((held, take(&mut noted.kept))),
             }
         }
         if !confined {

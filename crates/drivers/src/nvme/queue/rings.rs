@@ -18,11 +18,11 @@ impl<R: Registers> Rings<R> {
     /// Adds a command whose data lies in `segments`.
     pub(super) fn push(
         &mut self,
-        at: u16,
+        at: usize,
         command: Command,
         segments: impl Iterator<Item = Segment>,
     ) -> Result<(), NotAsked> {
-        let offset = u64::from(at) * self.list_bytes;
+        let offset = at as u64 * self.list_bytes;
         let (list, room) = (self.lists.memory(), (self.list_bytes / 8) as usize);
         let data = prp::entries(segments, self.lists.iova().0 + offset, room, |n, page| {
             list.long(offset as usize + 8 * n).store(page.to_le(), Ordering::Relaxed);
@@ -32,8 +32,8 @@ impl<R: Registers> Rings<R> {
     }
 
     /// Adds a command without data. What a deallocation speaks of is put where others have lists.
-    pub(super) fn push_bare(&mut self, at: u16, command: Command, op: Op) {
-        let offset = u64::from(at) * self.list_bytes;
+    pub(super) fn push_bare(&mut self, at: usize, command: Command, op: Op) {
+        let offset = at as u64 * self.list_bytes;
         let mut data = [0; 2];
         if let Op::Deallocate { lba, blocks } = op {
             let list = self.lists.memory();

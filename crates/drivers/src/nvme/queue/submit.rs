@@ -7,11 +7,7 @@ use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
 
 use super::{
-    super::{
-        Data, Error, Namespace, NotAsked, Op, Refused, Registers,
-        slot::{Held, Slot, State},
-        wire::Command,
-    },
+    super::{Data, Error, Namespace, NotAsked, Op, Refused, Registers, slot::Noted, wire::Command},
     IoQueue,
 };
 
@@ -34,43 +30,32 @@ where
         data: Data<B>,
         token: u64,
     ) -> Result<(), Refused<B>> {
-        let checked = self.check(namespace, op, &data);
-        let (command, at) = match checked {
-            Ok(command) => match self.free.pop() {
-                Some(at) => (command.id(at), at),
-                None => return Err(Refused { why: NotAsked::Full, data: Some(data) }),
-            },
+        let command = match self.check(namespace, op, &data) {
+            Ok(command) => command,
             Err(why) => return Err(Refused { why, data: Some(data) }),
         };
-        let submitted = self.begin(at, command, op, data);
-        match submitted {
-            Ok((state, is_list)) => {
-                if matches!(state, State::Asked(_)) {
-                    self.note_asked();
-                }
-                self.slots[usize::from(at)] = Slot { token, command, is_list, state };
-                Ok(())
-            }
-            Err(refused) => {
-                self.free.push(at);
-                Err(refused)
-            }
-        }
+        let Some(at) = self.transfers.take() else {
+            return Err(Refused { why: NotAsked::Full, data: Some(data) });
+        };
+        let command = command.id(at as u16);
+        let begun = self.begin(at, Noted { token, command, ..Noted::default() }, op, data);
+        begun.inspect_err(|_| self.transfers.release(at))
     }
 
     /// Begins to map a command's data, or puts the command into the ring if that is not needed.
     #[track_caller]
     fn begin(
         &mut self,
-        at: u16,
-        command: Command,
+        at: usize,
+        noted: Noted<B>,
         op: Op,
         data: Data<B>,
-    ) -> Result<(State<B>, bool), Refused<B>> {
+    ) -> Result<(), Refused<B>> {
         let stopped = NotAsked::Queue(Error::Stopped);
         let Some(rings) = &mut self.rings else {
             return Err(Refused { why: stopped, data: Some(data) });
         };
+        let command = noted.command;
         let pushed = match (&data, op.direction()) {
             (Data::None, None) => {
                 rings.push_bare(at, command, op);
@@ -98,21 +83,24 @@ where
                     }
                     other => return Err(Refused { why: NotAsked::Data, data: Some(other) }),
                 };
-                return match self.maps.push_sg(list, direction, at) {
-                    Ok(()) => Ok((State::Mapping, is_list)),
-                    Err((_, error)) => {
-                        let why = NotAsked::Map(error.error());
-                        let slot = Slot { is_list, ..Slot::free() };
-                        let data = error.into_buffer();
-                        let data = data.map(|list| slot.data_of(list, &mut self.spare));
-                        Err(Refused { why, data })
-                    }
-                };
+                let noted = Noted { is_list, ..noted };
+                let mapped = self.transfers.map_sg(at, list, direction).map_err(|error| {
+                    let why = NotAsked::Map(error.error());
+                    let list = error.into_buffer();
+                    Refused { why, data: list.map(|list| noted.data_of(list, &mut self.spare)) }
+                });
+                *self.transfers.work(at) = noted;
+                return mapped;
             }
             _ => Err(NotAsked::Data),
         };
         match pushed {
-            Ok(()) => Ok((State::Asked(Held::Kept(data)), false)),
+            Ok(()) => {
+                self.transfers.ask(at);
+                *self.transfers.work(at) = Noted { kept: data, ..noted };
+                self.note_asked();
+                Ok(())
+            }
             Err(why) => Err(Refused { why, data: Some(data) }),
         }
     }

@@ -3,11 +3,9 @@
 use std::{collections::VecDeque, sync::Arc};
 
 use crate::load::net::PACKET;
-use anyhow::{Context, Result, ensure};
-use ringfence_dma::{
-    Direction, DmaBuffer, MapBatch, Mapping, Returned, Segment, UnmapBatch, UnmapError,
-};
-use ringfence_drivers::ram::PagedBuffer;
+use anyhow::{Context, Result, bail};
+use ringfence_dma::{Direction, DmaBuffer, Returned, Segment, UnmapError};
+use ringfence_drivers::{ram::PagedBuffer, transfers::Transfers};
 use ringfence_mem::HostSlice;
 use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{
@@ -27,16 +25,12 @@ const AHEAD: usize = 128;
 /// What a device may write of a receive buffer: packets may take several.
 const ROOM: u32 = 1024;
 
-type Maps = MapBatch<Arc<ViommuDomain>, AnyAllocator, PagedBuffer, usize>;
-type Unmapped = core::result::Result<Returned<PagedBuffer>, UnmapError<PagedBuffer>>;
-type Unmaps = UnmapBatch<Arc<ViommuDomain>, AnyAllocator, PagedBuffer, usize>;
-
 /// Neighbouring buffers that are one mapping.
 struct Bundle {
     /// The buffers, a page each, while they are the driver's.
     own: Option<PagedBuffer>,
-    /// While they are the device's.
-    mapping: Option<Mapping<PagedBuffer>>,
+    /// The number of their transfer, while they are the device's.
+    transfer: usize,
     /// Where the device finds each frame.
     addrs: Vec<u64>,
     /// What the device says that it wrote to each.
@@ -48,8 +42,8 @@ struct Bundle {
 /// A ring, and the buffers that are its own.
 pub(super) struct Ring {
     queue: Queue,
-    /// What maps and unmaps; `None`: nobody.
-    batches: Option<(Maps, Unmaps)>,
+    /// What maps and unmaps, each the bundle of that number; `None`: nobody.
+    transfers: Option<Transfers<Arc<ViommuDomain>, AnyAllocator, PagedBuffer, usize>>,
     receives: bool,
     /// Whether frames are copied to where they are mapped.
     copied: bool,
@@ -84,13 +78,12 @@ impl Ring {
             own.for_each_segment(&mut |addr, len| segments.push(Segment { addr: addr.0, len }));
             let mut addrs = vec![0; mapped.bundle];
             locate(&segments, &mut addrs, |index| colour(copied, at, index));
-            let (own, mapping, lens) = (Some(own), None, vec![0; mapped.bundle]);
-            Bundle { own, mapping, addrs, lens, left: 0 }
+            Bundle { own: Some(own), transfer: 0, addrs, lens: vec![0; mapped.bundle], left: 0 }
         });
         let bundles: Vec<Bundle> = bundles.collect();
         Ring {
             queue,
-            batches: dma.map(|dma| (dma.map_batch(), dma.unmap_batch())),
+            transfers: dma.map(|dma| Transfers::new(dma, bundles.len())),
             receives,
             copied,
             size: mapped.bundle,
@@ -139,19 +132,21 @@ impl Ring {
                     piece.copy_from(&bytes);
                 }
             }
-            match &mut self.batches {
+            match &mut self.transfers {
                 None => self.ready.push_back(at),
-                Some((maps, _)) => {
+                Some(transfers) => {
                     let own = bundle.own.take().context("a free buffer")?;
-                    let pushed = maps.push(own, direction, at);
-                    pushed.map_err(|(_, error)| error.error()).context("mapping buffers")?;
+                    bundle.transfer = transfers.take().context("a number for each bundle")?;
+                    *transfers.work(bundle.transfer) = at;
+                    let mapped = transfers.map(bundle.transfer, own, direction);
+                    mapped.map_err(|error| error.error()).context("mapping buffers")?;
                     self.mapping += 1;
                 }
             }
             count += 1;
         }
-        if let Some((maps, _)) = &mut self.batches {
-            maps.begin();
+        if let Some(transfers) = &mut self.transfers {
+            transfers.begin_maps();
         }
         Ok(count * self.size)
     }
@@ -160,19 +155,20 @@ impl Ring {
     /// room.
     #[inline]
     pub(super) fn advance(&mut self) -> Result<()> {
-        if let Some((maps, _)) = &mut self.batches
-            && self.mapping > 0
-        {
+        if let Some(transfers) = &mut self.transfers {
             let (bundles, ready, copied) = (&mut self.bundles, &mut self.ready, self.copied);
             let mut failed = None;
-            self.mapping -= maps.poll(|at, mapping| match mapping {
+            self.mapping -= transfers.poll_maps(|_, &mut at, mapping| match mapping {
                 Ok(mapping) => {
-                    let Bundle { addrs, mapping: held, .. } = &mut bundles[at];
+                    let addrs = &mut bundles[at].addrs;
                     locate(mapping.segments(), addrs, |index| colour(copied, at, index));
-                    *held = Some(mapping);
                     ready.push_back(at);
+                    true
                 }
-                Err(error) => failed = Some(error.error()),
+                Err(error) => {
+                    failed = Some(error.error());
+                    false
+                }
             });
             failed.map_or(Ok(()), Err).context("mapping buffers")?;
         }
@@ -222,47 +218,53 @@ impl Ring {
 
     /// Begins to unmap a bundle.
     fn retire(&mut self, at: usize, each: &mut impl FnMut(&[u8; PACKET], u32)) -> Result<()> {
-        let bundle = &mut self.bundles[at];
-        let Some((_, unmaps)) = &mut self.batches else {
+        let Some(transfers) = &mut self.transfers else {
             self.take_back(at, each);
             return Ok(());
         };
-        let mut mapping = bundle.mapping.take().context("a buffer that was used is not mapped")?;
+        let bundle = &self.bundles[at];
+        let Some((_, Some(mapping))) = transfers.asked(bundle.transfer) else {
+            bail!("a buffer that was used is not mapped")
+        };
         if self.copied && self.receives {
             let written = u64::from(bundle.lens[0]).min(mapping.len());
             mapping.note_written(0..written)?;
         }
-        ensure!(unmaps.push(mapping, at).is_ok(), "a mapping of another device");
+        transfers.end(bundle.transfer);
         Ok(())
     }
 
     /// Begins to unmap what was gathered, and takes back what is unmapped.
     #[inline]
     fn hand_out(&mut self, each: &mut impl FnMut(&[u8; PACKET], u32)) -> Result<()> {
-        let Some((_, unmaps)) = &mut self.batches else { return Ok(()) };
-        unmaps.begin();
-        if unmaps.is_empty() {
-            Ok(())
-        } else {
-            self.hand_out_by(each, |unmaps, each| unmaps.poll(each))
-        }
+        let Some(transfers) = &mut self.transfers else { return Ok(()) };
+        transfers.begin_unmaps();
+        if transfers.is_unmapping() { self.take_unmapped(each, false) } else { Ok(()) }
     }
 
-    /// Takes back what `wait` finds unmapped.
-    fn hand_out_by<R>(
+    /// Takes back what is unmapped; all of it if it is to `wait`.
+    fn take_unmapped(
         &mut self,
         each: &mut impl FnMut(&[u8; PACKET], u32),
-        wait: impl FnOnce(&mut Unmaps, &mut dyn FnMut(usize, Unmapped)) -> R,
+        wait: bool,
     ) -> Result<()> {
-        let Some((_, unmaps)) = &mut self.batches else { return Ok(()) };
+        let Some(transfers) = &mut self.transfers else { return Ok(()) };
         let (bundles, unmapped, mut failed) = (&mut self.bundles, &mut self.unmapped, None);
-        wait(unmaps, &mut |at, returned| match returned {
-            Ok(Returned { buffer, .. }) => {
-                bundles[at].own = Some(buffer);
-                unmapped.push(at);
-            }
-            Err(error) => failed = Some(error.error()),
-        });
+        let take =
+            |_, at: &mut usize, returned: core::result::Result<Returned<_>, UnmapError<_>>| {
+                match returned {
+                    Ok(Returned { buffer, .. }) => {
+                        bundles[*at].own = Some(buffer);
+                        unmapped.push(*at);
+                    }
+                    Err(error) => failed = Some(error.error()),
+                }
+            };
+        if wait {
+            transfers.finish_unmaps(take);
+        } else {
+            transfers.poll_unmaps(take);
+        }
         for next in 0..self.unmapped.len() {
             self.take_back(self.unmapped[next], each);
         }
@@ -297,25 +299,21 @@ impl Ring {
                 count => taken += count as u64,
             }
         }
-        self.hand_out_by(&mut each, |unmaps, each| unmaps.finish(each))?;
-        if let Some((maps, _)) = &mut self.batches {
+        self.take_unmapped(&mut each, true)?;
+        if let Some(transfers) = &mut self.transfers {
             // The device never saw it.
-            maps.finish(|_, mapping| drop(mapping));
+            transfers.finish_maps(|_, _, _| false);
+            transfers.finish_unmaps(|_, _, _| ());
         }
         for at in 0..self.bundles.len() {
-            if self.bundles[at].left == 0 {
-                continue;
-            }
             // Some of it was used: what came in these is looked at too.
-            self.bundles[at].left = 0;
-            if let Some(mapping) = self.bundles[at].mapping.take() {
-                self.bundles[at].own = Some(mapping.unmap().map_err(|error| error.error())?);
+            if std::mem::take(&mut self.bundles[at].left) > 0 {
+                self.retire(at, &mut each)?;
             }
-            self.take_back(at, &mut each);
         }
-        for bundle in &mut self.bundles {
-            drop(bundle.mapping.take());
-        }
+        self.take_unmapped(&mut each, true)?;
+        // What was to go into the ring.
+        self.transfers.iter_mut().flat_map(Transfers::take_asked).for_each(drop);
         Ok(taken)
     }
 

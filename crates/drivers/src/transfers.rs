@@ -1,0 +1,487 @@
+//! What a device works on: buffers that are mapped before and unmapped after, syncs shared.
+
+use core::{fmt, mem};
+
+use ringfence_dma::{
+    Device, Direction, DmaBuffer, MapBatch, MapError, Mapping, Returned, UnmapBatch, UnmapError,
+};
+use ringfence_iommu::Domain;
+use ringfence_iova::Allocator;
+
+/// The transfers of one queue of a device: the part of a driver that is the same for every device.
+///
+/// A transfer has a number, by which the driver knows the device's answer again, a buffer of type
+/// `B` (`Vec<_>`: a scatter list) unless the device knows its memory already, and what the driver
+/// notes of it, `W`. It goes this way:
+///
+/// 1. [`take`](Self::take) gives it a number; the driver fills in [`work`](Self::work).
+/// 2. [`map`](Self::map) gathers its buffer, and [`begin_maps`](Self::begin_maps) starts one map sync
+///    for all that were gathered.
+/// 3. [`poll_maps`](Self::poll_maps) hands out those that the IOMMU knows; the driver puts them into
+///    the device's ring.
+/// 4. The device answers. [`end`](Self::end) gathers the buffer once more, and
+///    [`begin_unmaps`](Self::begin_unmaps) starts one invalidation for all that were gathered.
+/// 5. [`poll_unmaps`](Self::poll_unmaps) hands out the buffers that the device reaches no longer (under
+///    a lazy policy: for long), and the number is free again.
+///
+/// Nothing here waits but [`wait`](Self::wait), [`finish_maps`](Self::finish_maps) and
+/// [`finish_unmaps`](Self::finish_unmaps), and nothing is allocated once it has grown to what is under way at a time. Dropped, it unmaps what it holds: a
+/// driver first has the device forget the transfers, or keeps their memory
+/// ([`take_asked`](Self::take_asked)).
+pub struct Transfers<D: Domain + 'static, A: Allocator + 'static, B, W> {
+    maps: MapBatch<D, A, B, usize>,
+    unmaps: UnmapBatch<D, A, B, usize>,
+    slots: Vec<Slot<B, W>>,
+    free: Vec<usize>,
+    most: usize,
+}
+
+struct Slot<B, W> {
+    work: W,
+    state: State<B>,
+}
+
+impl<B, W> Slot<B, W> {
+    /// The state of a transfer that has a number, and nothing else yet.
+    #[track_caller]
+    fn taken(&mut self, at: usize) -> &mut State<B> {
+        assert!(matches!(self.state, State::Taken), "transfer {at} has begun before, or has ended");
+        &mut self.state
+    }
+}
+
+enum State<B> {
+    Free,
+    /// It has a number.
+    Taken,
+    Mapping,
+    /// The device was told, or is about to be.
+    Asked(Option<Mapping<B>>),
+    Unmapping,
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
+    /// At most `most` transfers at a time, whose buffers `device` maps.
+    pub fn new(device: &Device<D, A>, most: usize) -> Self {
+        Transfers {
+            maps: device.map_batch(),
+            unmaps: device.unmap_batch(),
+            slots: Vec::new(),
+            free: Vec::new(),
+            most,
+        }
+    }
+
+    /// How many more there can be.
+    pub fn room(&self) -> usize {
+        self.most - self.under_way()
+    }
+
+    /// How many have a number.
+    pub fn under_way(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// A number for a transfer, less than the most there can be; `None`: there is none free. Its
+    /// [`work`](Self::work) is that of the transfer that had the number before.
+    pub fn take(&mut self) -> Option<usize>
+    where
+        W: Default,
+    {
+        let at = match self.free.pop() {
+            Some(at) => at,
+            None if self.slots.len() < self.most => {
+                self.slots.push(Slot { work: W::default(), state: State::Free });
+                self.slots.len() - 1
+            }
+            None => return None,
+        };
+        self.slots[at].state = State::Taken;
+        Some(at)
+    }
+
+    /// What the driver notes of a transfer.
+    ///
+    /// # Panics
+    /// No transfer ever had the number.
+    pub fn work(&mut self, at: usize) -> &mut W {
+        &mut self.slots[at].work
+    }
+
+    /// Gives back the number of a transfer whose buffer is not, or could not be, mapped.
+    ///
+    /// # Panics
+    /// The number is not of such a transfer.
+    pub fn release(&mut self, at: usize) {
+        let slot = &mut self.slots[at];
+        assert!(
+            matches!(slot.state, State::Taken | State::Asked(None)),
+            "transfer {at} has a buffer, or has ended"
+        );
+        slot.state = State::Free;
+        self.free.push(at);
+    }
+
+    /// Notes that the device is told of a transfer which has no buffer that has to be mapped.
+    ///
+    /// # Panics
+    /// The number was not just [taken](Self::take).
+    pub fn ask(&mut self, at: usize) {
+        *self.slots[at].taken(at) = State::Asked(None);
+    }
+
+    /// Gathers a transfer's buffer, to be mapped.
+    ///
+    /// # Errors
+    /// As [`MapBatch::push`]. The transfer keeps its number.
+    ///
+    /// # Panics
+    /// The number was not just [taken](Self::take).
+    #[track_caller]
+    pub fn map(&mut self, at: usize, buffer: B, direction: Direction) -> Result<(), MapError<B>>
+    where
+        B: DmaBuffer<D::Target>,
+    {
+        let state = self.slots[at].taken(at);
+        self.maps.push(buffer, direction, at).map_err(|(_, error)| error)?;
+        *state = State::Mapping;
+        Ok(())
+    }
+
+    /// Starts to map what was gathered, by one sync.
+    pub fn begin_maps(&mut self) {
+        self.maps.begin();
+    }
+
+    /// Whether buffers are mapped, or wait for it.
+    pub fn is_mapping(&self) -> bool {
+        !self.maps.is_empty()
+    }
+
+    /// Hands out what is mapped; how many transfers. `told`: puts a transfer into the device's ring, and
+    /// says whether that was done. If not, or if the buffer could not be mapped, the transfer ends
+    /// here: a mapping of which the device never heard comes back by
+    /// [`poll_unmaps`](Self::poll_unmaps), and a number whose buffer could not be mapped is free.
+    pub fn poll_maps(
+        &mut self,
+        told: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
+    ) -> usize {
+        if self.maps.is_empty() {
+            return 0;
+        }
+        self.hand_out(told, |maps, each| maps.poll(each))
+    }
+
+    /// As [`poll_maps`](Self::poll_maps), of all that was gathered, and waits for it.
+    pub fn finish_maps(
+        &mut self,
+        told: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
+    ) {
+        self.hand_out(told, |maps, each| maps.finish(each));
+    }
+
+    fn hand_out<R>(
+        &mut self,
+        mut told: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
+        by: impl FnOnce(
+            &mut MapBatch<D, A, B, usize>,
+            &mut dyn FnMut(usize, Result<Mapping<B>, MapError<B>>),
+        ) -> R,
+    ) -> R {
+        let (slots, free, unmaps) = (&mut self.slots, &mut self.free, &mut self.unmaps);
+        by(&mut self.maps, &mut |at, mapping| {
+            let Slot { work, state } = &mut slots[at];
+            match mapping {
+                Ok(mut mapping) => {
+                    if told(at, work, Ok(&mut mapping)) {
+                        *state = State::Asked(Some(mapping));
+                        return;
+                    }
+                    // The device was never asked, and wrote nothing.
+                    let noted = mapping.note_written(0..0);
+                    debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
+                    *state = State::Unmapping;
+                    let pushed = unmaps.push(mapping, at);
+                    debug_assert!(pushed.is_ok(), "a mapping of this device");
+                }
+                Err(error) => {
+                    told(at, work, Err(error));
+                    *state = State::Free;
+                    free.push(at);
+                }
+            }
+        })
+    }
+
+    /// A transfer that the device was told of, and its mapping if it has one. `None`: that number is of
+    /// no such transfer; a device that names it is broken.
+    pub fn asked(&mut self, at: usize) -> Option<(&mut W, Option<&mut Mapping<B>>)> {
+        match self.slots.get_mut(at)? {
+            Slot { work, state: State::Asked(mapping) } => Some((work, mapping.as_mut())),
+            _ => None,
+        }
+    }
+
+    /// The device has answered: gathers the transfer's buffer, to be unmapped; how many are gathered.
+    /// One that has none keeps its number until [`release`](Self::release).
+    ///
+    /// # Panics
+    /// The device was not told of the transfer.
+    pub fn end(&mut self, at: usize) -> usize {
+        let State::Asked(mapping) = &mut self.slots[at].state else {
+            panic!("transfer {at}: the device was not told of it")
+        };
+        if let Some(mapping) = mapping.take() {
+            self.slots[at].state = State::Unmapping;
+            let pushed = self.unmaps.push(mapping, at);
+            debug_assert!(pushed.is_ok(), "a mapping of this device");
+        }
+        self.unmaps.gathered()
+    }
+
+    /// Gathers a mapping of the caller's, under a number that was just [taken](Self::take), and hands
+    /// out its IOVA too when it is unmapped, as [`Mapping::unmap_watched`] does.
+    ///
+    /// # Errors
+    /// The mapping is of another device.
+    #[allow(clippy::result_large_err, reason = "what is given back is moved as it came")]
+    pub fn end_watched(&mut self, at: usize, mapping: Mapping<B>) -> Result<usize, Mapping<B>> {
+        let state = self.slots[at].taken(at);
+        self.unmaps.push_watched(mapping, at)?;
+        *state = State::Unmapping;
+        Ok(self.unmaps.gathered())
+    }
+
+    /// Starts to unmap what was gathered, by one invalidation.
+    pub fn begin_unmaps(&mut self) {
+        self.unmaps.begin();
+    }
+
+    /// Whether buffers are unmapped, or wait for it.
+    pub fn is_unmapping(&self) -> bool {
+        !self.unmaps.is_empty()
+    }
+
+    /// Hands out the buffers that are unmapped, and frees their numbers; how many. Of one that could
+    /// not be unmapped `each` gets the error: the device may still reach it, and it is leaked with the
+    /// error.
+    pub fn poll_unmaps(
+        &mut self,
+        each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
+    ) -> usize {
+        if self.unmaps.is_empty() {
+            return 0;
+        }
+        self.take_back(each, |unmaps, each| unmaps.poll(each))
+    }
+
+    /// As [`poll_unmaps`](Self::poll_unmaps), of all that was gathered, and waits for it.
+    pub fn finish_unmaps(
+        &mut self,
+        each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
+    ) {
+        self.take_back(each, |unmaps, each| unmaps.finish(each));
+    }
+
+    fn take_back<R>(
+        &mut self,
+        mut each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
+        by: impl FnOnce(
+            &mut UnmapBatch<D, A, B, usize>,
+            &mut dyn FnMut(usize, Result<Returned<B>, UnmapError<B>>),
+        ) -> R,
+    ) -> R {
+        let (slots, free) = (&mut self.slots, &mut self.free);
+        by(&mut self.unmaps, &mut |at, returned| {
+            let slot = &mut slots[at];
+            slot.state = State::Free;
+            free.push(at);
+            each(at, &mut slot.work, returned);
+        })
+    }
+
+    /// Waits for the IOMMU: until the oldest map sync is over, or else the oldest invalidation, if one
+    /// was begun. Maps first: what they hold back the device does not have yet.
+    pub fn wait(&mut self) {
+        if self.maps.is_empty() { self.unmaps.wait() } else { self.maps.wait() }
+    }
+
+    /// Takes all that the device was told of, and whose memory it may be at work on: their numbers,
+    /// and their mappings, which the caller drops, keeps or forgets. The numbers are free.
+    pub fn take_asked(&mut self) -> impl Iterator<Item = (&mut W, Option<Mapping<B>>)> {
+        let free = &mut self.free;
+        self.slots.iter_mut().enumerate().filter_map(|(at, slot)| {
+            match mem::replace(&mut slot.state, State::Free) {
+                State::Asked(mapping) => {
+                    free.push(at);
+                    Some((&mut slot.work, mapping))
+                }
+                other => {
+                    slot.state = other;
+                    None
+                }
+            }
+        })
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, Vec<B>, W> {
+    /// As [`map`](Self::map), of a scatter list.
+    ///
+    /// # Errors
+    /// As [`MapBatch::push_sg`]. The transfer keeps its number.
+    ///
+    /// # Panics
+    /// As [`map`](Self::map).
+    #[track_caller]
+    pub fn map_sg(
+        &mut self,
+        at: usize,
+        list: Vec<B>,
+        direction: Direction,
+    ) -> Result<(), MapError<Vec<B>>>
+    where
+        B: DmaBuffer<D::Target>,
+    {
+        let state = self.slots[at].taken(at);
+        self.maps.push_sg(list, direction, at).map_err(|(_, error)| error)?;
+        *state = State::Mapping;
+        Ok(())
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static, B, W> fmt::Debug for Transfers<D, A, B, W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfers")
+            .field("under_way", &self.under_way())
+            .field("most", &self.most)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use ringfence_dma::{Config, Policy};
+    use ringfence_iommu::{
+        Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
+    };
+    use ringfence_iova::{Aperture, Slabs};
+    use ringfence_sync::cpu::OsCpu;
+
+    use super::*;
+
+    type Space = Slabs<OsCpu>;
+    type Soft = Arc<SoftDomain<HostAddr>>;
+    type Test = Transfers<Soft, Space, Vec<u8>, u64>;
+
+    /// A device with room for `pages` pages of addresses.
+    fn device(pages: u64, policy: Policy) -> Device<Soft, Space> {
+        let end = pages * 4096 - 1;
+        let aperture = Range::new(Iova(0), Iova(end)).unwrap();
+        let geometry = Geometry::new(PageSizes::from_granule(4096).unwrap(), aperture);
+        let domain = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
+        let space = Slabs::new(Aperture::new(0, end, 4096).unwrap(), OsCpu::new());
+        Device::new(domain, space, Config::new(policy)).unwrap()
+    }
+
+    fn map(transfers: &mut Test, work: u64) -> usize {
+        let at = transfers.take().unwrap();
+        *transfers.work(at) = work;
+        transfers.map(at, vec![0; 64], Direction::FromDevice).unwrap();
+        at
+    }
+
+    /// What is unmapped once all is: the notes of each.
+    fn unmapped(transfers: &mut Test) -> Vec<u64> {
+        let mut all = Vec::new();
+        transfers.finish_unmaps(|_, work, returned| {
+            assert_eq!(returned.unwrap().buffer.len(), 64);
+            all.push(*work);
+        });
+        all
+    }
+
+    #[test]
+    fn what_is_under_way_together_shares_its_syncs() {
+        let device = device(1 << 20, Policy::StrictMap);
+        let mut transfers = Test::new(&device, 8);
+        for round in 0..3 {
+            let numbers: Vec<usize> = (0..8).map(|work| map(&mut transfers, work)).collect();
+            assert_eq!((transfers.room(), transfers.take()), (0, None));
+            transfers.begin_maps();
+            let mut told = Vec::new();
+            transfers.finish_maps(|at, &mut work, mapping| {
+                assert!(mapping.unwrap().len() == 64);
+                told.push((at, work));
+                true
+            });
+            assert_eq!(told, numbers.iter().copied().zip(0..).collect::<Vec<_>>());
+            for (gathered, &at) in (1..).zip(&numbers) {
+                assert_eq!(transfers.end(at), gathered);
+                assert!(transfers.asked(at).is_none(), "it was answered");
+            }
+            assert_eq!(unmapped(&mut transfers), (0..8).collect::<Vec<_>>());
+            let stats = device.stats();
+            assert_eq!((stats.map_syncs, stats.unmap_syncs), (round + 1, round + 1));
+            assert_eq!(transfers.under_way(), 0);
+        }
+    }
+
+    #[test]
+    fn what_the_device_was_not_told_of_comes_back() {
+        let device = device(1 << 20, Policy::StrictMap);
+        let mut transfers = Test::new(&device, 8);
+        let [kept, refused] = [1, 2].map(|work| map(&mut transfers, work));
+        transfers.finish_maps(|at, _, _| at == kept);
+        assert!(transfers.asked(refused).is_none() && transfers.asked(kept).is_some());
+        assert!(transfers.asked(7).is_none() && transfers.asked(usize::MAX).is_none());
+        assert_eq!(unmapped(&mut transfers), [2]);
+        assert_eq!(transfers.under_way(), 1);
+        let held: Vec<_> = transfers.take_asked().map(|(work, mapping)| (*work, mapping)).collect();
+        assert!(matches!(held[..], [(1, Some(_))]));
+        assert_eq!(transfers.under_way(), 0);
+        drop(transfers);
+        assert_eq!(device.stats().unmaps, 1, "what was taken outlives the queue");
+    }
+
+    #[test]
+    fn a_buffer_that_cannot_be_mapped_comes_back_at_once() {
+        let device = device(2, Policy::Strict);
+        let mut transfers = Test::new(&device, 8);
+        let mut held = 0;
+        let refused = loop {
+            let at = transfers.take().unwrap();
+            match transfers.map(at, vec![0; 64], Direction::ToDevice) {
+                Ok(()) => held += 1,
+                Err(error) => break (at, error.into_buffer().unwrap().len()),
+            }
+            assert!(held <= 2, "two pages hold two mappings");
+        };
+        assert_eq!(refused.1, 64);
+        transfers.release(refused.0);
+        assert_eq!(transfers.under_way(), held);
+    }
+
+    #[test]
+    fn a_transfer_without_a_buffer_keeps_its_number_until_it_is_released() {
+        let mut transfers = Test::new(&device(16, Policy::Strict), 2);
+        let at = transfers.take().unwrap();
+        assert!(transfers.asked(at).is_none());
+        transfers.ask(at);
+        assert!(matches!(transfers.asked(at), Some((_, None))));
+        transfers.end(at);
+        assert_eq!(transfers.room(), 1);
+        transfers.release(at);
+        assert_eq!(transfers.room(), 2);
+    }
+
+    #[test]
+    #[should_panic(expected = "transfer 0: the device was not told of it")]
+    fn an_answer_before_the_question_is_refused() {
+        let mut transfers = Test::new(&device(16, Policy::Strict), 2);
+        let at = map(&mut transfers, 0);
+        transfers.end(at);
+    }
+}
