@@ -101,6 +101,13 @@ const STEPS: &[Step] = &[
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
         // What a host, and each kind of user, builds.
         let mut packages = vec![vec![COMMAND], vec!["ringfence-rust-vmm"]];
+        packages.extend(
+            [
+                ["ringfence-devices", "--features", "blk"],
+                ["ringfence-devices", "--features", "net"],
+            ]
+            .map(Vec::from),
+        );
         let kinds = ["driver", "vfio", "backend", "vmm", "rust-vmm"];
         packages.extend(kinds.map(|kind| vec!["ringfence", "--features", kind]));
         packages.iter().try_for_each(|package| {
