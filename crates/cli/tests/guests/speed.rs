@@ -5,6 +5,7 @@
 //! All disks of a table are in one guest, and take turns: what changes from a boot to the next, or
 //! while a machine warms up, meets them all.
 
+mod calls;
 mod guard;
 mod null;
 mod nvme;
@@ -81,17 +82,25 @@ fn threads(pid: u32, who: &str, into: &mut BTreeMap<String, f64>) {
     }
 }
 
-/// How often threads of a process, those whose name fits, have given their CPU away or lost it.
-fn switches(pid: u32, fits: impl Fn(&str) -> bool) -> f64 {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return 0.0 };
-    let of = |status: String| -> f64 {
-        let name = status.lines().find_map(|line| line.strip_prefix("Name:")).unwrap_or_default();
-        let counts = status.lines().filter_map(|line| line.split_once("ctxt_switches:"));
-        let sum = counts.filter_map(|(_, count)| count.trim().parse::<f64>().ok()).sum();
-        if fits(name.trim()) { sum } else { 0.0 }
+/// The threads of a process whose name fits.
+fn tasks(pid: u32, fits: impl Fn(&str) -> bool) -> Vec<u32> {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let named = |task: std::fs::DirEntry| {
+        let name = std::fs::read_to_string(task.path().join("comm")).ok()?;
+        fits(name.trim()).then(|| task.file_name().to_str()?.parse().ok())?
     };
-    let read = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("status"));
-    tasks.flatten().filter_map(|task| read(task).ok()).map(of).sum()
+    tasks.flatten().filter_map(named).collect()
+}
+
+/// How often these threads have given their CPU away or lost it.
+fn switches(tasks: &[u32]) -> f64 {
+    let of = |task: &u32| -> f64 {
+        // A thread's own directory is there under its number as well, though not listed.
+        let status = std::fs::read_to_string(format!("/proc/{task}/status")).unwrap_or_default();
+        let counts = status.lines().filter_map(|line| line.split_once("ctxt_switches:"));
+        counts.filter_map(|(_, count)| count.trim().parse::<f64>().ok()).sum()
+    };
+    tasks.iter().map(of).sum()
 }
 
 fn figures(service: Option<&Service>) -> BTreeMap<&'static str, f64> {

@@ -9,7 +9,7 @@
 use ringfence_lab::stats::Estimate;
 use std::{collections::BTreeMap, fmt::Write as _, fs::File};
 
-use super::{medians, null, switches, threads};
+use super::{calls::Calls, medians, null, switches, tasks, threads};
 use crate::{
     machine::Guest,
     place::{Guard, Place, Service},
@@ -73,8 +73,10 @@ const FIGURES: [&str; 5] = [
     "interrupts_total",
 ];
 
-/// Switches of all threads of QEMU and of the back end.
+/// Switches of all threads of QEMU and of the back end, and their system calls, which are counted while
+/// the machine warms up: to count them costs them time.
 const SWITCHES: &str = "switches";
+const CALLS: &str = "calls";
 
 type Spent = (BTreeMap<String, f64>, BTreeMap<&'static str, f64>);
 
@@ -123,6 +125,17 @@ impl Row {
         }
     }
 
+    /// The threads of QEMU and of the back end.
+    fn tasks(&self) -> Vec<u32> {
+        let mut all = tasks(self.guest.id(), |_| true);
+        match (&self.back, self.ours()) {
+            (Back::Null, _) => all.extend(tasks(std::process::id(), |name| name == null::NAME)),
+            (_, Some(service)) => all.extend(tasks(service.id(), |_| true)),
+            _ => {}
+        }
+        all
+    }
+
     fn spent(&self) -> Spent {
         let mut cpu = BTreeMap::new();
         threads(self.guest.id(), "qemu", &mut cpu);
@@ -131,13 +144,7 @@ impl Row {
             threads(std::process::id(), "test", &mut own);
             cpu.extend(own.into_iter().filter(|(name, _)| name.ends_with(null::NAME)));
         }
-        let own = match (&self.back, self.ours()) {
-            (Back::Null, _) => switches(std::process::id(), |name| name == null::NAME),
-            (_, Some(service)) => switches(service.id(), |_| true),
-            _ => 0.0,
-        };
-        let all = own + switches(self.guest.id(), |_| true);
-        let mut counted = BTreeMap::from([(SWITCHES, all)]);
+        let mut counted = BTreeMap::from([(SWITCHES, switches(&self.tasks()))]);
         if let Some(service) = self.ours() {
             threads(service.id(), "ours", &mut cpu);
             let page = service.figures();
@@ -155,9 +162,11 @@ impl Row {
     fn turn(&mut self, round: usize, job: usize) {
         self.guest.say("go on");
         self.guest.hear(&format!("run {round}.{job}"));
+        let calls = (round == 0).then(|| Calls::of(&self.tasks()));
         let (cpu, counted) = self.spent();
         self.guest.hear(&format!("ran {round}.{job}"));
         let (cpu_after, counted_after) = self.spent();
+        let calls = calls.map(|calls| calls.and_then(Calls::count));
         self.guest.hear(&format!("end {round}.{job}"));
         let more = |(name, after): (String, f64)| {
             let before = cpu.get(&name).copied().unwrap_or(0.0);
@@ -165,7 +174,13 @@ impl Row {
         };
         let cpu = cpu_after.into_iter().map(more).collect();
         let more = |(name, after)| (name, after - counted[name]);
-        self.spent.insert((round, job), (cpu, counted_after.into_iter().map(more).collect()));
+        let mut counted: BTreeMap<_, _> = counted_after.into_iter().map(more).collect();
+        match calls {
+            Some(Ok(calls)) => drop(counted.insert(CALLS, calls)),
+            Some(Err(error)) => eprintln!("system calls are not counted: {error}"),
+            None => {}
+        }
+        self.spent.insert((round, job), (cpu, counted));
     }
 
     /// Ends the guest; what its jobs found.
@@ -175,7 +190,7 @@ impl Row {
         assert_eq!(said.word("domain"), iommu.domain());
         let found = |job: usize| {
             let mut found = Found::default();
-            for round in 1..ROUNDS {
+            for round in 0..ROUNDS {
                 let done = &said.json(&format!("{round}.{job}"))["jobs"][0];
                 assert_eq!(done["error"], 0, "{done:#}");
                 let sum = |key: &str| {
@@ -187,6 +202,10 @@ impl Row {
                 let (mut cpu, mut figures) = spent.remove(&(round, job)).unwrap();
                 cpu.values_mut().for_each(|spent| *spent /= sum("total_ios"));
                 figures.values_mut().for_each(|count| *count /= sum("total_ios"));
+                if round == 0 {
+                    found.calls = figures.get(CALLS).copied();
+                    continue;
+                }
                 found.iops.push(sum("iops"));
                 found.cpu.push(cpu);
                 found.figures.push(figures);
@@ -202,9 +221,10 @@ impl Row {
     }
 }
 
-/// What a job found in all rounds but the first.
+/// What a job found in all rounds but the first, and system calls an I/O of the first.
 #[derive(Default)]
 struct Found {
+    calls: Option<f64>,
     iops: Vec<f64>,
     cpu: Vec<BTreeMap<String, f64>>,
     figures: Vec<BTreeMap<&'static str, f64>>,
@@ -254,8 +274,9 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
     let [(_, qemu), _, _, (_, null)] = rows;
     let mode = if own == Iommu::VirtioStrict { "strict" } else { "lazy" };
     println!("### {mode}, virtual CPUs: {cpus}\n");
-    println!("| job | disk | I/O a second | of qemu | of null | CPU µs an I/O | switches an I/O |");
-    println!("|---|---|--:|--:|--:|--:|--:|");
+    print!("| job | disk | I/O a second | of qemu | of null | CPU µs an I/O | requests | ");
+    println!("wake-ups | interrupts | system calls | switches |");
+    println!("|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
     let mut details = String::new();
     let mut ratios = [const { Vec::new() }; 4];
     for (job, (what, _)) in JOBS.iter().enumerate() {
@@ -269,9 +290,18 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
             let costs = medians(&found.cpu);
             let all: f64 = costs.values().sum();
             let figures = medians(&found.figures);
-            let turns = figures[SWITCHES];
             print!("| {what} | {name} | {rate:.0} | {of_qemu} | {of_null} | {all:.0} ");
-            println!("| {turns:.1} |");
+            let counts = [
+                figures.get("iommu_requests_total").or(figures.get("iotlb_misses_total")),
+                figures.get("waits_total"),
+                figures.get("interrupts_total"),
+                found.calls.as_ref(),
+                figures.get(SWITCHES),
+            ];
+            for count in counts {
+                print!("| {}", count.map_or(String::new(), |count| format!("{count:.1} ")));
+            }
+            println!("|");
             write!(details, "{what}, {name}:").unwrap();
             for (name, us) in costs.into_iter().filter(|(_, us)| *us >= 0.5) {
                 write!(details, "  {name} {us:.1} µs").unwrap();
@@ -284,7 +314,7 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
     }
     for ((name, _), ratios) in rows.iter().zip(ratios).skip(1) {
         let mean = ratios.iter().product::<f64>().powf(1.0 / ratios.len() as f64);
-        println!("| geometric mean of {} | {name} | | {mean:.2} | | | |", ratios.len());
+        println!("| geometric mean of {} | {name} | | {mean:.2} |{}", ratios.len(), " |".repeat(7));
     }
     eprintln!("an I/O, CPU time of each thread and counts of ours:\n{details}");
 }
