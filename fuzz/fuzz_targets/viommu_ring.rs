@@ -63,10 +63,10 @@ fn requests() -> Vec<Request> {
 }
 
 /// Fills memory; the ends of the two queues.
-fn set_up(ram: &Ram, event_idx: bool) -> (device::Config, device::Config) {
+fn set_up(ram: &Ram, event_idx: bool) -> (device::RingConfig, device::RingConfig) {
     ram.write(BASE, &[0; LEN]).expect("all of the memory");
     let (rings, requests_at) = areas(ram, BASE, SIZE, event_idx);
-    let config = driver::Config { size: SIZE, event_idx, packed: false };
+    let config = driver::QueueConfig { size: SIZE, event_idx, packed: false };
     let mut queue = driver::Queue::with_config(config, rings).expect("a legal queue");
     for (n, request) in requests().into_iter().enumerate() {
         let at = DATA + n as u64 * 0x100;
@@ -97,7 +97,7 @@ fn run(ram: &Ram, data: &[u8]) {
     let faults = FaultQueue::new(8);
     let indirect = flags & 2 != 0;
     let [requests_at, events_at] =
-        [requests_at, events_at].map(|config| device::Config { indirect, ..config });
+        [requests_at, events_at].map(|config| device::RingConfig { indirect, ..config });
     let queue = device::Queue::new(requests_at, ram).expect("a legal queue");
     let mut requests = RequestQueue::new(Arc::clone(&bench.device), queue);
     let queue = device::Queue::new(events_at, ram).expect("a legal queue");

@@ -34,7 +34,7 @@ fn run(ram: &testing::Ram, chain: &mut Chain, bits: u8, flags: u8, rounds: u8, c
     let at = layout::offsets(size);
     let mut used_idx = [0; 2];
     ram.read(BASE + at.used as u64 + 2, &mut used_idx).expect("the used ring");
-    let config = device::Config {
+    let config = device::RingConfig {
         size,
         desc: BASE + at.desc as u64,
         avail: BASE + at.avail as u64,

@@ -25,7 +25,7 @@ fuzz_target!(|data: &[u8]| {
     let Some((&[size, flags, rounds, place], content)) = data.split_first_chunk() else { return };
     let content = &content[..content.len().min(LEN)];
     let config =
-        driver::Config { size: u16::from(size) + 1, event_idx: flags & 1 != 0, packed: true };
+        driver::QueueConfig { size: u16::from(size) + 1, event_idx: flags & 1 != 0, packed: true };
     RAM.with(|ram| {
         ROOM.with_borrow_mut(|(chain, burst)| {
             serve(ram, chain, burst, config, [flags, rounds, place], content);
@@ -52,7 +52,7 @@ fn serve(
     ram: &testing::Ram,
     chain: &mut Chain,
     burst: &mut device::Burst,
-    config: driver::Config,
+    config: driver::QueueConfig,
     [flags, rounds, place]: [u8; 3],
     content: &[u8],
 ) {
@@ -61,7 +61,7 @@ fn serve(
     let size = config.size;
     let at = config.offsets();
     let place = u32::from(u16::from(place) % size) | u32::from(flags & 8 != 0) << 15;
-    let device = device::Config {
+    let device = device::RingConfig {
         size,
         desc: BASE,
         avail: BASE + at.avail as u64,
@@ -102,7 +102,7 @@ fn serve(
     let _ = queue.enable_kicks();
 }
 
-fn drive(ram: &testing::Ram, config: driver::Config, rounds: u8, content: &[u8]) {
+fn drive(ram: &testing::Ram, config: driver::QueueConfig, rounds: u8, content: &[u8]) {
     let memory = ram.window(BASE, LEN as u64, Access::ReadWrite).expect("all of the memory");
     let rings = driver::Rings::placed(&memory, &config).expect("there is room");
     let mut queue = driver::Queue::with_config(config, rings).expect("a legal queue");

@@ -17,11 +17,11 @@ use std::{env, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
 use ringfence_dma::{
-    BounceLimits, BouncePools, Config as DmaConfig, Device, Direction, Environment, HostMemory,
+    BounceLimits, BouncePools, DmaConfig, Device, Direction, Environment, HostMemory,
     Policy, Segment,
 };
 use ringfence_drivers::nvme::{
-    Buffer, Completion, Config, Controller, Data, IoQueue, Namespace, Op,
+    Buffer, Completion, ControllerConfig, Controller, Data, IoQueue, Namespace, Op,
 };
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
@@ -88,7 +88,7 @@ impl Machine {
             device.effective_policy(),
             device.fallback()
         );
-        let config = Config { limit: Duration::from_secs(20), ..Config::default() };
+        let config = ControllerConfig { limit: Duration::from_secs(20), ..ControllerConfig::default() };
         Ok(Controller::start(device, self.device.bar(0)?, config)?)
     }
 }

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use ringfence_dma::{
-    BounceConfig, Config as DmaConfig, Direction, Persistent, Policy, Sampled, Written,
+    BounceConfig, DmaConfig, Direction, Persistent, Policy, Sampled, Written,
 };
 use ringfence_drivers::nvme::{Buffer, Completion, Data, Namespace, Op};
 

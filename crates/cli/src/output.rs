@@ -8,7 +8,7 @@ use std::{
 
 use crate::usage::Usage;
 use anyhow::{Context, Result};
-use ringfence_devices::path::Place;
+use ringfence_devices::path::FolderEntry;
 use rustix::{
     fs::{AtFlags, Mode, OFlags, openat, renameat, unlinkat},
     io::Errno,
@@ -65,7 +65,7 @@ impl Drop for Output {
 /// Puts a file with these contents at `path`. What was there is replaced, not written to: where it is a
 /// link, the file that this names stays as it is; a folder on the way may be one of root's or of this user's.
 pub(crate) fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
-    let place = Place::of(path)?;
+    let place = FolderEntry::of(path)?;
     let folder = place.folder();
     let mut new = place.name().to_owned();
     new.push(format!(".{}", std::process::id()));

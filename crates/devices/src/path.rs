@@ -29,24 +29,24 @@ const STEP: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC)
 
 /// A name in a folder.
 #[derive(Debug)]
-pub struct Place {
+pub struct FolderEntry {
     folder: OwnedFd,
     name: OsString,
 }
 
-impl Place {
+impl FolderEntry {
     /// Finds the folder that `path` leads to; what its last part names need not be there.
     ///
     /// # Errors
     /// A link on the way is another user's; there is no such folder; the path ends in none or in `..`.
-    pub fn of(path: &Path) -> io::Result<Place> {
+    pub fn of(path: &Path) -> io::Result<FolderEntry> {
         let mut walk = Walk::new(path)?;
         let name = walk.left.pop_back().filter(|name| name != "/" && name != "..");
         let name = name.ok_or(Errno::INVAL)?;
         while let Some(step) = walk.left.pop_front() {
             walk.enter(&step)?;
         }
-        Ok(Place { folder: walk.at, name })
+        Ok(FolderEntry { folder: walk.at, name })
     }
 
     /// Its folder.
@@ -233,14 +233,14 @@ mod tests {
     fn a_place_is_a_name_in_a_folder() {
         let folder = tempfile::tempdir().unwrap();
         symlink(".", folder.path().join("link")).unwrap();
-        let place = Place::of(&folder.path().join("link/new")).unwrap();
+        let place = FolderEntry::of(&folder.path().join("link/new")).unwrap();
         assert_eq!(place.name(), "new");
         assert_eq!(place.look().unwrap_err().kind(), io::ErrorKind::NotFound);
         fs::write(folder.path().join("new"), "").unwrap();
         place.look().unwrap();
         for wrong in ["/", "..", "", "a/.."] {
-            assert!(Place::of(Path::new(wrong)).is_err(), "{wrong}");
+            assert!(FolderEntry::of(Path::new(wrong)).is_err(), "{wrong}");
         }
-        assert_eq!(Place::of(Path::new("Cargo.toml")).unwrap().name(), "Cargo.toml");
+        assert_eq!(FolderEntry::of(Path::new("Cargo.toml")).unwrap().name(), "Cargo.toml");
     }
 }

@@ -9,7 +9,7 @@ use ringfence_iommu::{
 };
 use ringfence_iotlb::{Binding as Way, Endpoint};
 use ringfence_vfio::{Iommufd, Tuning, Type1, kernel::Id};
-use ringfence_vfio_testing::fake::{self, Config, Group, Memory, Owner, Step};
+use ringfence_vfio_testing::fake::{self, FakeConfig, Group, Memory, Owner, Step};
 use ringfence_virtio_iommu::{
     device::{Device, HostRegion, Mirror, Options, Session},
     wire::{
@@ -79,7 +79,7 @@ impl Rig {
     fn new(pages: u64, tuning: Tuning) -> Rig {
         let owners = [Owner::new(pages), Owner::new(pages)];
         let config =
-            Config { owner: owners[0].clone(), memory: Memory::process(), ..Config::default() };
+            FakeConfig { owner: owners[0].clone(), memory: Memory::process(), ..FakeConfig::default() };
         let container = Arc::new(fake::Type1::new(config));
         container.attach(&Group::default()).unwrap();
         let type1 = Type1::new(Arc::clone(&container), tuning).unwrap();

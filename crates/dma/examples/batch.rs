@@ -1,6 +1,6 @@
 //! A driver's loop: one sync for what is submitted together, one for what completes together.
 
-use ringfence_dma::{Config, Device, Direction, Policy};
+use ringfence_dma::{DmaConfig, Device, Direction, Policy};
 use ringfence_iommu::{
     Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
 };
@@ -13,7 +13,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let geometry = Geometry::new(sizes, aperture);
     let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
     let allocator = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
-    let device = Device::new(domain, allocator, Config::new(Policy::StrictMap))?;
+    let device = Device::new(domain, allocator, DmaConfig::new(Policy::StrictMap))?;
 
     // Queues of this thread; `usize` is what it wants to have back with a buffer.
     let mut maps = device.map_batch::<Vec<u8>, usize>();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, Config, Device, Direction, Environment, HostMemory, Policy, Trust,
+    BounceLimits, BouncePools, DmaConfig, Device, Direction, Environment, HostMemory, Policy, Trust,
 };
 use ringfence_iommu::{
     Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // The pools of the domain, for all devices in it. No memory is taken before it is wanted.
     let pools = BouncePools::new(in_domain, at, HostMemory, BounceLimits::default())?;
     let device = |policy, trust| {
-        let config = Config { trust, ..Config::new(policy) };
+        let config = DmaConfig { trust, ..DmaConfig::new(policy) };
         let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
         Device::with_pools(domain, allocator, config, Environment::default(), &pools)
     };

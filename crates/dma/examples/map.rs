@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_dma::{Config, Device, Direction, Policy};
+use ringfence_dma::{DmaConfig, Device, Direction, Policy};
 use ringfence_iommu::{
     Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,
     table::Limits,
@@ -19,7 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let geometry = Geometry::new(sizes, aperture);
         let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
         let allocator = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
-        let device = Device::new(Arc::clone(&domain), allocator, Config::new(policy))?;
+        let device = Device::new(Arc::clone(&domain), allocator, DmaConfig::new(policy))?;
 
         // The mapping owns the buffer: nobody touches what the device may touch.
         let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?;

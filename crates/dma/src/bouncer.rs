@@ -8,7 +8,7 @@ use crate::{
     bounce::Client,
     mode::Mode,
     pieces::Measured,
-    wanted::Wanted,
+    map_call::MapCall,
 };
 
 /// The longest mapping that is copied where the policy leaves it open, in bytes: where so much moves,
@@ -40,7 +40,7 @@ impl<T: Address> Bouncer<T> {
     pub(crate) fn decide(
         &self,
         mode: Mode,
-        wanted: &Wanted<'_, T>,
+        wanted: &MapCall<'_, T>,
         measured: &Measured,
     ) -> Decided {
         let &Measured { len, runs, .. } = measured;
@@ -51,7 +51,7 @@ impl<T: Address> Bouncer<T> {
         if len > LONGEST {
             return Decided { choice: Choice { copy: false, slice: Slice::NONE }, cell: None };
         }
-        let &Wanted { direction, sync, .. } = wanted;
+        let &MapCall { direction, sync, .. } = wanted;
         let written = self.config.written;
         let cell = Cell::of(direction, len, runs);
         let choice = self.auto.choose(cell, || Kind { direction, len, runs, sync, written });

@@ -13,7 +13,7 @@ use crate::{BounceConfig, Detector, FlushTuning, OsThreadClock, Policy, ThreadCl
 
 /// How a [`Device`](crate::Device) maps.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct DmaConfig {
     /// What mappings cost and promise. Default: [`Policy::StrictMap`].
     pub policy: Policy,
     /// Whether the device is trusted; if not, it is strict whatever `policy` says. Default: it is.
@@ -50,9 +50,9 @@ pub struct Config {
     pub sample_every: u32,
 }
 
-impl Default for Config {
-    fn default() -> Config {
-        Config {
+impl Default for DmaConfig {
+    fn default() -> DmaConfig {
+        DmaConfig {
             policy: Policy::default(),
             trust: Trust::Trusted,
             demand: false,
@@ -68,10 +68,10 @@ impl Default for Config {
     }
 }
 
-impl Config {
+impl DmaConfig {
     /// The defaults, under `policy`.
-    pub fn new(policy: Policy) -> Config {
-        Config { policy, ..Config::default() }
+    pub fn new(policy: Policy) -> DmaConfig {
+        DmaConfig { policy, ..DmaConfig::default() }
     }
 }
 

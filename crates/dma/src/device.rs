@@ -7,7 +7,7 @@ use ringfence_iommu::{Domain, Fault};
 use ringfence_iova::Allocator;
 
 use crate::{
-    BouncePools, Choices, Coherent, Config, Direction, DmaBuffer, Environment, Error, Explained,
+    BouncePools, Choices, Coherent, DmaConfig, Direction, DmaBuffer, Environment, Error, Explained,
     Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused, SetupError,
     SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
     bounce::{Bytes, Client, ClientParts},
@@ -26,7 +26,7 @@ use crate::{
     shared::{Parts, Shared},
     thread_time::{BriefSampler, Sampler},
     trust::{self, Means},
-    wanted::{Failed, Lasting, Made, Wanted},
+    map_call::{Failed, Lasting, Made, MapCall},
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -56,7 +56,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ///
     /// # Errors
     /// The configuration makes no sense with this domain or allocator.
-    pub fn new(domain: D, allocator: A, config: Config) -> Result<Self, SetupError> {
+    pub fn new(domain: D, allocator: A, config: DmaConfig) -> Result<Self, SetupError> {
         Self::with_environment(domain, allocator, config, Environment::default())
     }
 
@@ -71,7 +71,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub fn with_pools(
         domain: D,
         allocator: A,
-        config: Config,
+        config: DmaConfig,
         environment: Environment,
         pools: &BouncePools<D::Target>,
     ) -> Result<Self, SetupError> {
@@ -85,7 +85,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub fn with_environment(
         domain: D,
         allocator: A,
-        config: Config,
+        config: DmaConfig,
         environment: Environment,
     ) -> Result<Self, SetupError> {
         Self::make(domain, allocator, config, environment, None)
@@ -94,7 +94,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     fn make(
         domain: D,
         allocator: A,
-        config: Config,
+        config: DmaConfig,
         environment: Environment,
         pools: Option<BouncePools<D::Target>>,
     ) -> Result<Self, SetupError> {
@@ -166,7 +166,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Mapping<B>, MapError<B>> {
         // Were something below to panic, the buffer would be leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
-        let placed = self.place(&Wanted {
+        let placed = self.place(&MapCall {
             pieces: &|each| buffer.for_each_segment(each),
             slices: &|each| buffer.for_each_slice(each),
             direction: made.direction,
@@ -193,7 +193,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Mapping<Vec<B>>, MapError<Vec<B>>> {
         let list = ManuallyDrop::new(list);
         let made = Made { direction, at: Location::caller(), bytes: Bytes::of_list::<D::Target>() };
-        let placed = self.place(&Wanted {
+        let placed = self.place(&MapCall {
             pieces: &|each| list.iter().for_each(|buffer| buffer.for_each_segment(each)),
             slices: &|each| (made.bytes.read)(&list, each),
             direction,
@@ -347,7 +347,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     }
 
     /// What an access was that the domain's fault tells of. `None` if it has to do with nothing that
-    /// is known, or if the device has no [`Config::detect`](crate::Config::detect).
+    /// is known, or if the device has no [`DmaConfig::detect`](crate::DmaConfig::detect).
     pub fn explain(&self, fault: &Fault) -> Option<Explained> {
         let shared = self.shared();
         shared.detector.as_ref()?.explain(fault, shared.clock.now_ns())
@@ -436,7 +436,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 }
 
 /// The policy in force, and why it is not the one asked for.
-fn choose(config: &Config, means: Means) -> Result<(Policy, Option<Fallback>), SetupError> {
+fn choose(config: &DmaConfig, means: Means) -> Result<(Policy, Option<Fallback>), SetupError> {
     let policy = config.policy;
     match trust::against(policy, config.trust, means) {
         None => Ok((policy, None)),
@@ -445,7 +445,7 @@ fn choose(config: &Config, means: Means) -> Result<(Policy, Option<Fallback>), S
     }
 }
 
-fn check(config: &Config, granule: u64, allocator: u64) -> Result<(), SetupError> {
+fn check(config: &DmaConfig, granule: u64, allocator: u64) -> Result<(), SetupError> {
     if !allocator.is_multiple_of(granule) || allocator == 0 {
         return Err(SetupError::Granule { allocator, domain: granule });
     }

@@ -2,7 +2,7 @@
 
 use ringfence_iommu::Range;
 
-use crate::{Config, Error, Segment, segment::Segments};
+use crate::{DmaConfig, Error, Segment, segment::Segments};
 
 /// What the pieces and segments of a mapping must keep to.
 #[derive(Clone, Copy, Debug)]
@@ -28,7 +28,7 @@ pub(crate) struct Run {
 }
 
 impl Limits {
-    pub(crate) fn new(config: &Config, granule: u64) -> Limits {
+    pub(crate) fn new(config: &DmaConfig, granule: u64) -> Limits {
         Limits {
             granule_mask: granule - 1,
             boundary: config.segment_boundary,

@@ -95,7 +95,7 @@ mod thread_time;
 mod trust;
 mod tuning;
 mod waits;
-mod wanted;
+mod map_call;
 
 pub use auto::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 pub use batch::{MapBatch, UnmapBatch};
@@ -104,9 +104,9 @@ pub use bounce::{
     DeviceShare, Holder, HostMemory, PoolBuffer, SlotHolder, SlotInfo, Written,
 };
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
-pub use config::{Config, Environment, TimerKind};
+pub use config::{DmaConfig, Environment, TimerKind};
 pub use counter::Sampled;
-pub use detect::{Detector, Explained, Misuse, Place, UseAfterUnmap};
+pub use detect::{Detector, Explained, Misuse, CallSite, UseAfterUnmap};
 pub use device::Device;
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};

@@ -60,10 +60,10 @@ pub(crate) struct DeviceId(pub(crate) usize);
 pub struct Mapping<B> {
     placed: Placed,
     /// Taken by `unmap`, so that `drop` finds nothing left to do.
-    held: Option<Held<B>>,
+    held: Option<LiveMapping<B>>,
 }
 
-struct Held<B> {
+struct LiveMapping<B> {
     buffer: B,
     owner: Arc<dyn Owner>,
     access: Access<B>,
@@ -76,7 +76,7 @@ impl<B> Mapping<B> {
         owner: Arc<dyn Owner>,
         access: Access<B>,
     ) -> Mapping<B> {
-        Mapping { placed, held: Some(Held { buffer, owner, access }) }
+        Mapping { placed, held: Some(LiveMapping { buffer, owner, access }) }
     }
 
     /// Whether the device works on a copy of the buffer, and never reaches the buffer itself.
@@ -144,7 +144,7 @@ impl<B> Mapping<B> {
         let (buffer, owner, unmapped) = if self.is_bounced() {
             self.note_unmapping();
             self.placed.slot = self.bring_back(true);
-            let Held { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
+            let LiveMapping { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
             (buffer, owner, None)
         } else {
             self.take(false, true)?
@@ -165,7 +165,7 @@ impl<B> Mapping<B> {
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_cpu(&mut self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
         self.check(bytes.clone())?;
-        let Some(Held { buffer, owner, access }) = &mut self.held else { return Ok(()) };
+        let Some(LiveMapping { buffer, owner, access }) = &mut self.held else { return Ok(()) };
         let copied = match &mut self.placed.bounced {
             Some(bounced) => bounced.sync_for_cpu(bytes, &mut |each| (access.write)(buffer, each)),
             None => 0,
@@ -181,7 +181,7 @@ impl<B> Mapping<B> {
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_device(&mut self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
         self.check(bytes.clone())?;
-        let Some(Held { buffer, owner, access }) = &mut self.held else { return Ok(()) };
+        let Some(LiveMapping { buffer, owner, access }) = &mut self.held else { return Ok(()) };
         let copied = match &mut self.placed.bounced {
             Some(bounced) => bounced.sync_for_device(bytes, &|each| (access.read)(buffer, each)),
             None => 0,
@@ -205,7 +205,7 @@ impl<B> Mapping<B> {
     pub fn note_written(&mut self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
         self.check(bytes.clone())?;
         if let Some(bounced) = &mut self.placed.bounced
-            && let Some(Held { buffer, owner, access }) = &mut self.held
+            && let Some(LiveMapping { buffer, owner, access }) = &mut self.held
         {
             owner.note_written(bounced, bytes, &mut |each| (access.write)(buffer, each));
         }
@@ -225,7 +225,7 @@ impl<B> Mapping<B> {
     /// device wrote, if it is `wanted`.
     fn bring_back(&mut self, wanted: bool) -> Option<Slot> {
         let bounced = self.placed.bounced.take()?;
-        let Held { buffer, owner, access } = self.held.as_mut()?;
+        let LiveMapping { buffer, owner, access } = self.held.as_mut()?;
         let mut slices = |each: &mut dyn FnMut(HostSlice<'_>)| (access.write)(buffer, each);
         Some(owner.end_bounce(bounced, wanted.then_some(&mut slices)))
     }
@@ -261,7 +261,7 @@ impl<B> Mapping<B> {
     #[allow(clippy::result_large_err, reason = "it is given back as it came")]
     pub(crate) fn into_parts(mut self, of: DeviceId) -> Result<Parts<B>, Mapping<B>> {
         match self.held.take() {
-            Some(Held { buffer, owner, access }) if owner.device_id() == of => {
+            Some(LiveMapping { buffer, owner, access }) if owner.device_id() == of => {
                 if self.placed.slice != Slice::NONE {
                     owner.unmapping(self.placed.slice, self.placed.len);
                 }
@@ -313,7 +313,7 @@ impl<B> Mapping<B> {
         // A copy has nothing else to unmap, nor to wait for.
         let bounced = self.placed.bounced.is_some();
         let slot = self.bring_back(at.is_some());
-        let Held { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
+        let LiveMapping { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
         if let Some(slot) = slot {
             owner.give_back_slot(slot);
         }

@@ -12,11 +12,11 @@ use crate::{
     pieces::{Measured, Pieces, measure},
     placed::Placed,
     span::Span,
-    wanted::{Failed, Lasting, Wanted},
+    map_call::{Failed, Lasting, MapCall},
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    pub(crate) fn place(&self, wanted: &Wanted<'_, D::Target>) -> Result<Placed, Failed> {
+    pub(crate) fn place(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
         let (shared, counters) = (self.shared(), &*self.port().counters);
         let start = shared.sampler.start(counters.maps.get());
         let placed = if shared.mode.get().is_off() {
@@ -56,7 +56,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     }
 
     /// Mapped, or copied to where it is mapped.
-    fn place_protected(&self, wanted: &Wanted<'_, D::Target>) -> Result<Placed, Failed> {
+    fn place_protected(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
         let shared = self.shared();
         let measured = measure(shared.limits, wanted.pieces)?;
         // Rules L48, L50: what would show its neighbours to an untrusted device is copied, or not
@@ -100,7 +100,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// A copy.
     fn place_bounced(
         &self,
-        wanted: &Wanted<'_, D::Target>,
+        wanted: &MapCall<'_, D::Target>,
         measured: &Measured,
     ) -> Result<Placed, Error> {
         let (shared, counters) = (self.shared(), &*self.port().counters);
@@ -129,7 +129,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     fn place_mapped(
         &self,
-        wanted: &Wanted<'_, D::Target>,
+        wanted: &MapCall<'_, D::Target>,
         measured: Measured,
     ) -> Result<Placed, Failed> {
         let (shared, pieces) = (self.shared(), wanted.pieces);

@@ -105,7 +105,7 @@ pub struct Stats {
     /// detector gets them first: [`withheld`](Self::withheld) of them are not there yet.)
     pub frees: u64,
     /// Time in the allocator's `alloc`, of which every map has one. Unlike the times above it is
-    /// wall time: see [`Config::sample_every`](crate::Config::sample_every).
+    /// wall time: see [`DmaConfig::sample_every`](crate::DmaConfig::sample_every).
     pub alloc_time: Sampled,
     /// Time in the allocator's `free`, as [`alloc_time`](Self::alloc_time).
     pub free_time: Sampled,

@@ -11,7 +11,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceLimits, BounceMemory, BouncePools, Chunk, Config, Device, Direction, DmaBuffer,
+    BounceLimits, BounceMemory, BouncePools, Chunk, DmaConfig, Device, Direction, DmaBuffer,
     Environment, FlushTuning, HostMemory, OsThreadClock, Policy, ThreadClock, TimerKind,
 };
 use ringfence_iommu::{
@@ -112,11 +112,11 @@ unsafe impl DmaBuffer<GuestPhys> for Piece {
 }
 
 fn device(policy: Policy, flush: FlushTuning) -> Device<Nothing, Endless> {
-    let config = Config {
+    let config = DmaConfig {
         timer: TimerKind::Manual,
         sample_every: 64,
         flush: Some(flush),
-        ..Config::new(policy)
+        ..DmaConfig::new(policy)
     };
     Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap()
 }
@@ -253,7 +253,7 @@ fn choosing_takes_nothing_from_the_heap_in_trials_either() {
         TimerKind::Manual,
     )
     .unwrap();
-    let config = Config { timer: TimerKind::Manual, ..Config::new(Policy::Auto) };
+    let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(Policy::Auto) };
     let device = Device::with_pools(domain, allocator, config, environment, &pools).unwrap();
     let run = |mut buffer, count| {
         for _ in 0..count {
@@ -288,7 +288,7 @@ fn bouncing_takes_nothing_from_the_heap_once_there_are_slots() {
         environment.clone(),
         TimerKind::Manual,
     );
-    let config = Config { timer: TimerKind::Manual, ..Config::new(Policy::Bounce) };
+    let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(Policy::Bounce) };
     let device =
         Device::with_pools(Nothing, allocator, config, environment, &pools.unwrap()).unwrap();
     for size in [4096, 100_000, 1 << 20] {

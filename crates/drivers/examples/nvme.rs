@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
-use ringfence_dma::{Config as DmaConfig, Device, Policy};
-use ringfence_drivers::nvme::{Buffer, Config, Controller, Data, Op};
+use ringfence_dma::{DmaConfig, Device, Policy};
+use ringfence_drivers::nvme::{Buffer, ControllerConfig, Controller, Data, Op};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vfio::{Tuning, Type1, kernel::Attached};
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let addresses = Slabs::new(Aperture::new(0, (1 << 39) - 1, 4096)?, OsCpu::new());
     let device = Device::new(domain, addresses, DmaConfig::new(Policy::StrictMap))?;
 
-    let disk = Controller::start(device, pci.bar(0)?, Config::default())?;
+    let disk = Controller::start(device, pci.bar(0)?, ControllerConfig::default())?;
     println!("{:?}", disk.identity());
     for space in disk.namespaces() {
         println!("namespace {}: {} blocks of {}", space.id(), space.blocks(), space.block_bytes());

@@ -363,7 +363,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> fmt::Debug for Transfers
 mod tests {
     use std::sync::Arc;
 
-    use ringfence_dma::{Config, Policy};
+    use ringfence_dma::{DmaConfig, Policy};
     use ringfence_iommu::{
         Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
     };
@@ -383,7 +383,7 @@ mod tests {
         let geometry = Geometry::new(PageSizes::from_granule(4096).unwrap(), aperture);
         let domain = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
         let space = Slabs::new(Aperture::new(0, end, 4096).unwrap(), OsCpu::new());
-        Device::new(domain, space, Config::new(policy)).unwrap()
+        Device::new(domain, space, DmaConfig::new(policy)).unwrap()
     }
 
     fn map(transfers: &mut Test, work: u64) -> usize {

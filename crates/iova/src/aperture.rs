@@ -164,11 +164,11 @@ impl Aperture {
     }
 
     /// Checks a request and expresses it in granules.
-    pub(crate) fn wanted(&self, request: &Request) -> Result<Wanted, AllocError> {
+    pub(crate) fn wanted(&self, request: &Request) -> Result<GranuleRequest, AllocError> {
         self.try_wanted(request).map_err(|reason| AllocError { request: *request, reason })
     }
 
-    fn try_wanted(&self, request: &Request) -> Result<Wanted, AllocReason> {
+    fn try_wanted(&self, request: &Request) -> Result<GranuleRequest, AllocReason> {
         if request.size == 0 {
             return Err(AllocReason::ZeroSize);
         }
@@ -189,7 +189,7 @@ impl Aperture {
         }
         let too_small = AllocReason::ApertureTooSmall { first: self.first(), last: self.last() };
         let limit = last_whole(request.limit, self.shift).ok_or(too_small)?.min(self.last);
-        let wanted = Wanted { count, align, limit, boundary: segment };
+        let wanted = GranuleRequest { count, align, limit, boundary: segment };
         // Could it be met if everything were free? If not, it never will be, and no search need say
         // so.
         match wanted.highest_in(self.first, limit) {
@@ -214,7 +214,7 @@ const fn last_whole(last: u64, shift: u32) -> Option<u64> {
 
 /// A [`Request`] in granules, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Wanted {
+pub(crate) struct GranuleRequest {
     /// How many; not 0, and no more than a segment holds.
     pub(crate) count: u64,
     /// What the first is a multiple of: a power of two.
@@ -225,7 +225,7 @@ pub(crate) struct Wanted {
     pub(crate) boundary: u64,
 }
 
-impl Wanted {
+impl GranuleRequest {
     /// The highest place in the hole `low..=high`.
     pub(crate) fn highest_in(&self, low: u64, high: u64) -> Option<u64> {
         let place = self.below(high)?;
@@ -267,7 +267,7 @@ impl Wanted {
 
     /// Whether everything that would meet this request would have met `other` too: if `other` found
     /// nothing, this will not either.
-    pub(crate) fn is_at_least(&self, other: &Wanted) -> bool {
+    pub(crate) fn is_at_least(&self, other: &GranuleRequest) -> bool {
         self.count >= other.count
             && self.align >= other.align
             && self.limit <= other.limit
@@ -350,7 +350,7 @@ mod tests {
             (boundary, count) in boundary_and_count(), align in 0..8u32,
         ) {
             let high = (low + extent).min(255);
-            let wanted = Wanted { count, align: 1 << align, limit: u64::MAX, boundary };
+            let wanted = GranuleRequest { count, align: 1 << align, limit: u64::MAX, boundary };
             let fits: Vec<u64> = (low..=high)
                 .filter(|n| n + (count - 1) <= high)
                 .map(|n| base + n)

@@ -11,7 +11,7 @@ use ringfence_sync::lock::SpinLock;
 
 use crate::{
     AllocError, Allocator, Aperture, FreeError, FreeReason, Request, ReserveError, Stats,
-    aperture::Wanted,
+    aperture::GranuleRequest,
 };
 
 /// A red-black tree of the ranges that are taken, searched from the top down: Linux's `iova.c`.
@@ -66,7 +66,7 @@ struct State {
     cached_32: Option<Cached>,
     cached: Option<Cached>,
     /// The last search that found nothing, until a range below 4 GiB is freed.
-    failed: Option<Wanted>,
+    failed: Option<GranuleRequest>,
     /// The first granule above 4 GiB.
     end_32: u64,
     /// The lowest granule that is handed out.
@@ -206,7 +206,7 @@ fn check(cursor: &Cursor<'_, ByFirst>, number: u64, count: Option<u64>) -> Resul
 
 impl State {
     /// Finds a place for `wanted` and puts `node` there; gives `node` back if there is none.
-    fn alloc(&mut self, wanted: &Wanted, mut node: Box<Node>) -> Result<u64, Box<Node>> {
+    fn alloc(&mut self, wanted: &GranuleRequest, mut node: Box<Node>) -> Result<u64, Box<Node>> {
         let is_32 = wanted.limit < self.end_32;
         if is_32 && self.failed.is_some_and(|failed| wanted.is_at_least(&failed)) {
             self.stats.skipped_searches += 1;
@@ -346,7 +346,7 @@ fn from_cached(tree: &mut RBTree<ByFirst>, cached: Cached) -> CursorMut<'_, ByFi
 /// below the top). Leaves the cursor on the node above the hole.
 fn search(
     cursor: &mut CursorMut<'_, ByFirst>,
-    wanted: &Wanted,
+    wanted: &GranuleRequest,
     low: u64,
     steps: &mut u64,
 ) -> Option<u64> {

@@ -28,7 +28,7 @@ pub struct Found<'m> {
 struct Mapped {
     region: Region,
     /// `None`: its file is none that is mapped here.
-    place: Option<Place>,
+    place: Option<RegionMapping>,
     /// Whether nothing that is mapped of it can be cut off.
     sealed: bool,
     /// Which file: its device and inode.
@@ -37,7 +37,7 @@ struct Mapped {
 
 /// Where a region is in this process.
 #[derive(Clone, Debug)]
-struct Place {
+struct RegionMapping {
     mapping: Arc<Mapping>,
     /// Where the region begins: a file of huge pages may have to be mapped from before it.
     base: NonNull<u8>,
@@ -455,7 +455,7 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
     mapping.watch(page as usize)?;
     // SAFETY: `mmap_offset - start` is less than `len`.
     let base = unsafe { mapping.base().add((region.mmap_offset - start) as usize) };
-    let place = Some(Place { mapping: Arc::new(mapping), base });
+    let place = Some(RegionMapping { mapping: Arc::new(mapping), base });
     Ok(Mapped { region, place, sealed, file })
 }
 

@@ -21,7 +21,7 @@ pub use ringfence_iommu::{
 
 #[cfg(feature = "driver")]
 pub use ringfence_dma::{
-    Config, Device, Direction, DmaBuffer, HostMemory, MapError, Mapping, Persistent, Policy,
+    Device, Direction, DmaBuffer, DmaConfig, HostMemory, MapError, Mapping, Persistent, Policy,
     Segment, UnmapError,
 };
 #[cfg(feature = "driver")]
@@ -35,7 +35,7 @@ pub mod viommu {
     pub use ringfence_mem::Window;
     pub use ringfence_virtio_iommu::{
         driver::{Buffers, Driver, EventReceiver, Options, Transport, ViommuDomain, negotiate},
-        wire::Config,
+        wire::IommuConfig,
     };
     pub use ringfence_virtq::driver::{Queue, Rings};
 }
@@ -67,7 +67,7 @@ pub mod vmm {
     pub use ringfence_mem::{Access, Memory, Translate};
     pub use ringfence_run::worker::Notify;
     pub use ringfence_virtio_iommu::device::{HostRegion, Mirror, Options};
-    pub use ringfence_virtq::device::Config as RingConfig;
+    pub use ringfence_virtq::device::RingConfig;
 }
 
 /// Ringfence over rust-vmm's memory, queues and event descriptors.

@@ -94,11 +94,11 @@ impl AsFd for Doorbell {
 /// kept from seeing what there is.
 #[derive(Default)]
 pub struct Bells {
-    held: Mutex<Held>,
+    held: Mutex<LateBells>,
 }
 
 #[derive(Default)]
-struct Held {
+struct LateBells {
     holds: bool,
     late: Vec<Arc<Doorbell>>,
     /// When the first of them was rung.

@@ -6,7 +6,7 @@ use ringfence_mem::{Access::ReadWrite, Translate};
 use ringfence_rust_vmm::GuestBus;
 use ringfence_rust_vmm::IotlbAddressSpace;
 use ringfence_rust_vmm::VmmIommu;
-use ringfence_virtio_iommu::{driver::*, wire::Config};
+use ringfence_virtio_iommu::{driver::*, wire::IommuConfig};
 use ringfence_virtq::{F_VERSION_1, driver::Queue as Front, driver::Rings, layout};
 use std::{sync::Arc, thread, time::Duration};
 use virtio_queue::{Queue, QueueT};
@@ -33,7 +33,7 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     let iommu = VmmIommu::new(Arc::new(behind), Default::default(), Default::default())?;
     // The guest's driver reads the configuration, accepts features and sets up a queue.
     let (config, (ring, at, size)) = (iommu.local().device().config(), (0x1_0000, 0x2_0000, 64));
-    let (config, features) = (Config::parse(&config)?, negotiate(iommu.local().features()));
+    let (config, features) = (IommuConfig::parse(&config)?, negotiate(iommu.local().features()));
     iommu.local().ack_features(features.bits() | 1 << F_VERSION_1)?;
     let (kick, bus) = (EventFd::new(EFD_NONBLOCK)?, GuestBus::new(memory.memory())?);
     let front = Rings::in_window(&bus.window(ring, 0x1000, ReadWrite)?, size)?;

@@ -90,7 +90,7 @@ where
             if !queue.ready() {
                 return Err(VmmIommuError::NotReady(index));
             }
-            let config = device::Config {
+            let config = device::RingConfig {
                 size: queue.size(),
                 desc: queue.desc_table(),
                 avail: queue.avail_ring(),

@@ -41,7 +41,7 @@ pub struct Events {
 /// What a ring of any device starts with.
 pub struct RingStart {
     /// Where it lies, and where it goes on.
-    pub config: device::Config,
+    pub config: device::RingConfig,
     /// Its descriptors.
     pub events: Events,
     /// Whether it may work at once.
@@ -99,7 +99,7 @@ impl FrontEnd {
     /// What `ring` starts with.
     pub fn start(&self, ring: u16, setup: RingSetup) -> RingStart {
         let RingSetup { size, addresses, base, kick, enabled, resumed: _ } = setup;
-        let config = device::Config {
+        let config = device::RingConfig {
             size,
             desc: addresses.desc,
             avail: addresses.avail,
@@ -107,7 +107,7 @@ impl FrontEnd {
             event_idx: self.has(F_EVENT_IDX),
             indirect: self.has(F_INDIRECT_DESC),
             packed: self.has(F_RING_PACKED),
-            base: base.unwrap_or(device::Config::start(self.has(F_RING_PACKED))),
+            base: base.unwrap_or(device::RingConfig::start(self.has(F_RING_PACKED))),
         };
         let kick = kick.map(Kick::from);
         let (call, err) = (self.calls.get(&ring).cloned(), self.errs.get(&ring).cloned());

@@ -451,13 +451,16 @@ impl<D: RawDevice> Handler for Backend<D> {
         // A request needs several updates, which come one by one: a worker that sleeps is not woken for
         // each. The front end has our answer first, too.
         let updates = messages.iter().all(|message| matches!(message, Iotlb::Update { .. }));
-        let bells = self.device.bells().filter(|_| updates);
-        if let Some(bells) = bells {
-            bells.hold();
-        }
-        translation.messages(messages, outcomes);
-        if let Some(bells) = bells {
-            bells.pass();
+        match self.device.bells() {
+            Some(bells) if updates => {
+                bells.hold();
+                translation.messages(messages, outcomes);
+                bells.pass();
+            }
+            bells => {
+                bells.into_iter().for_each(Bells::release);
+                translation.messages(messages, outcomes);
+            }
         }
     }
 

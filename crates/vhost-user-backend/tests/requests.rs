@@ -29,7 +29,7 @@ use ringfence_vhost_user::{
 use ringfence_vhost_user_backend::{Addresses, Device, Request, Requests};
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM, F_VERSION_1,
-    driver::{Config, Queue, Rings},
+    driver::{QueueConfig, Queue, Rings},
 };
 use zerocopy::FromBytes;
 
@@ -104,7 +104,7 @@ impl Rig {
             Some(thread::spawn(move || answer(asks, &main, &mapped)))
         };
         // The ring has the first page.
-        let config = Config { size: 128, event_idx: false, packed: false };
+        let config = QueueConfig { size: 128, event_idx: false, packed: false };
         let rings = Rings::placed(&ram.window(0, PAGE).unwrap(), &config).unwrap();
         let queue = Queue::with_config(config, rings).unwrap();
         let (kick, call) = (event::new().unwrap(), event::new().unwrap());

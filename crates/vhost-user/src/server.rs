@@ -27,6 +27,7 @@ use rustix::{
 };
 pub use shutdown::Shutdown;
 use std::{
+    mem,
     os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
@@ -240,7 +241,7 @@ impl<H: Handler> Server<H> {
             Failure::Refused(why) | Failure::Broken(why) => ServeError::NotResumed { why },
         });
         let result = loop {
-            match std::mem::replace(&mut resumed, Ok(())).and_then(|()| self.step()) {
+            match mem::replace(&mut resumed, Ok(())).and_then(|()| self.step()) {
                 Ok(true) => {}
                 Ok(false) => break Ok(()),
                 // Cut off in the middle, but by ourselves.
@@ -271,7 +272,7 @@ impl<H: Handler> Server<H> {
                 self.channel.leave();
                 // Its reader waits, receives nothing, and ends with the process: to end it would be to hang up.
                 if let Some(backend) = self.backend.take() {
-                    std::mem::forget(backend);
+                    mem::forget(backend);
                 }
             }
             false => {
@@ -307,6 +308,7 @@ impl<H: Handler> Server<H> {
             self.flush_unless_more()?;
             return Ok(true);
         }
+        self.handler.settled();
         let Some(Message { header, payload, fds }) = self.inbox.take(false)? else {
             return Ok(true);
         };
@@ -349,8 +351,8 @@ impl<H: Handler> Server<H> {
     /// (rules D13, D14).
     fn serve_iotlb(&mut self) -> bool {
         let code = msg::code::IOTLB_MSG;
-        let mut together = std::mem::take(&mut self.together);
-        let mut outcomes = std::mem::take(&mut self.outcomes);
+        let mut together = mem::take(&mut self.together);
+        let mut outcomes = mem::take(&mut self.outcomes);
         let mut unreadable = None;
         while unreadable.is_none()
             && let Some(wire) = self.inbox.take_plain::<IotlbWire>(code, false)
@@ -407,21 +409,27 @@ impl<H: Handler> Server<H> {
     /// Waits until the front end says something on its own channel; what it answers on the back end's
     /// is taken meanwhile. False if the connection is to be left instead.
     fn wait(&mut self) -> Result<bool, ServeError> {
+        let (mut looked, mut settled) = (false, false);
         loop {
-            let open = self.backend.as_ref().is_some_and(|backend| backend.channel().is_open());
-            let spins = self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look;
-            if !spins && let Some(backend) = &self.backend {
-                // Some misses never get an answer.
-                backend.channel().forget();
-            }
-            if !(spins && open) {
-                self.handler.settled();
-            }
             let backend = self.backend.as_ref();
             let leave = self.kept.as_ref().map(|kept| &*kept.leave);
             // Without either, receiving waits.
             if backend.is_none() && leave.is_none() {
+                self.handler.settled();
                 return Ok(true);
+            }
+            let spins = self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look;
+            let more = spins && backend.is_some_and(|backend| backend.channel().is_open());
+            if !more && !mem::replace(&mut settled, true) {
+                self.handler.settled();
+            }
+            if spins {
+                looked = true;
+            } else if mem::take(&mut looked)
+                && let Some(backend) = backend
+            {
+                // Looked for in vain: some misses never get an answer.
+                backend.channel().forget();
             }
             // Without a message to finish the channel is its reader's.
             let cut = backend.map(|backend| backend.channel()).filter(|channel| channel.is_cut());
@@ -460,6 +468,7 @@ impl<H: Handler> Server<H> {
                     }
                     Err(error) => return Err(error.into()),
                 }
+                settled = false;
             }
             if main {
                 self.wait.found(|| MonotonicClock.now_ns());
@@ -479,7 +488,7 @@ impl<H: Handler> Server<H> {
         if self.answers.is_empty() {
             return Ok(());
         }
-        let answers = std::mem::take(&mut self.answers);
+        let answers = mem::take(&mut self.answers);
         self.channel.send_bytes(0, &answers, &[])?;
         self.answers = answers;
         self.answers.clear();

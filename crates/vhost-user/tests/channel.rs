@@ -452,31 +452,6 @@ fn a_back_end_that_says_nonsense_on_the_channel_is_found_out() {
     assert!(matches!(says(header(1, 1, 1 << 20).as_bytes()), Err(WireError::Size { .. })));
 }
 
-#[test]
-fn a_server_does_not_wait_for_answers_that_never_come() {
-    let (ours, theirs) = UnixStream::pair().unwrap();
-    let ask: fn(&mut Device) = |device| {
-        // Never answered.
-        device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), None)));
-    };
-    let served = thread::spawn(move || {
-        Server::new(theirs, Device { on_stop: Some(ask), ..Device::default() }).serve()
-    });
-    let mut front = Frontend::new(ours, LONG);
-    front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
-    let (_channel, theirs) = FrontendChannel::pair(LONG).unwrap();
-    front.set_backend_channel(theirs.as_fd()).unwrap();
-    let ram = GuestRam::new(1 << 16, 0).unwrap();
-    front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
-    start(&mut front);
-    front.get_vring_base(0).unwrap();
-    for page in 0..20 {
-        front.iotlb(&update(page << 12, &ram)).unwrap();
-    }
-    drop(front);
-    served.join().unwrap().unwrap();
-}
-
 /// A device may put off what it tells its workers: so it must be told when nothing more is there,
 /// whether all its questions were answered or none.
 #[test]

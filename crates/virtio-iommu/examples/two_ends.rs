@@ -4,7 +4,7 @@ use std::{sync::Arc, thread, time::Duration};
 
 use ringfence_iommu::{Map, shootdown::Shootdown, table::Limits, *};
 use ringfence_mem::{Access, Translate};
-use ringfence_virtio_iommu::{device::*, driver, driver::*, wire::Config};
+use ringfence_virtio_iommu::{device::*, driver, driver::*, wire::IommuConfig};
 use ringfence_virtq::testing::{Ram, pair};
 
 /// One endpoint, number 1. A real backing would note the binding for its data path.
@@ -36,7 +36,7 @@ impl Transport for NoBell {
 
 fn main() -> Result<()> {
     let device = Device::new(OneEndpoint(Shootdown::new(1)), Default::default());
-    let config = Config::parse(&device.config()).expect("a legal configuration");
+    let config = IommuConfig::parse(&device.config()).expect("a legal configuration");
     let features = negotiate(device.features().bits());
     device.set_features(features.bits());
     let ram = Ram::new(0, 1 << 16);

@@ -17,7 +17,7 @@ use ringfence_iommu::{
 use ringfence_virtio_iommu::{
     device::{Binding, Options as DeviceOptions, RequestQueue},
     driver::{Notify, Options, ViommuDomain},
-    wire::{Config, Features, Status},
+    wire::{IommuConfig, Features, Status},
 };
 
 fn page(n: u64) -> Range {
@@ -353,7 +353,7 @@ fn what_the_device_finds_mapped_or_out_of_range_is_reported() {
     let input_range = range(0, (1 << 40) - 1);
     let options = DeviceOptions { input_range, ..DeviceOptions::default() };
     let bench = Bench::with(options, Limits::NONE);
-    let config = Config { input_range: Range::ALL, ..bench.config() };
+    let config = IommuConfig { input_range: Range::ALL, ..bench.config() };
     let served = Served::with_config(bench, 64, Options::default(), false, config);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();

@@ -8,7 +8,7 @@ use ringfence_iommu::{Error, Iova, PageSizes, Prot, Range, table::Limits};
 use ringfence_virtio_iommu::{
     device::Options,
     wire::{
-        AttachFlags, CONFIG_LEN, Config, Features, Kind, MAX_REQUEST_LEN, MapFlags, Properties,
+        AttachFlags, CONFIG_LEN, IommuConfig, Features, Kind, MAX_REQUEST_LEN, MapFlags, Properties,
         Property, Request, ResvKind, Status, TAIL_LEN,
     },
 };
@@ -568,7 +568,7 @@ fn limits_answer_with_no_memory_and_leave_everything_as_it_was() {
 #[test]
 fn the_configuration_says_what_the_options_say() {
     let bench = Bench::new();
-    let config = Config::parse(&bench.device.config()).unwrap();
+    let config = IommuConfig::parse(&bench.device.config()).unwrap();
     assert_eq!(config.page_sizes, PageSizes::X86);
     assert_eq!(config.input_range, Range::ALL);
     assert_eq!(config.probe_size, 512);

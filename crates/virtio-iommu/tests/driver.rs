@@ -284,7 +284,7 @@ fn a_granule_above_a_page_and_memory_too_small_are_refused() {
     assert!(make(config, needed).is_ok());
     assert!(matches!(make(config, needed - 1), Err(Error::NoMemory)));
     let page_sizes = ringfence_iommu::PageSizes::from_granule(1 << 16).unwrap();
-    let large = ringfence_virtio_iommu::wire::Config { page_sizes, ..config };
+    let large = ringfence_virtio_iommu::wire::IommuConfig { page_sizes, ..config };
     assert!(matches!(make(large, needed), Err(Error::Unsupported(_))));
 }
 

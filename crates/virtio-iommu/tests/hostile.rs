@@ -28,7 +28,7 @@ use ringfence_mem::{
 };
 use ringfence_virtio_iommu::device::RequestQueue;
 use ringfence_virtq::{
-    device::{Config, Queue},
+    device::{RingConfig, Queue},
     layout,
 };
 
@@ -406,7 +406,7 @@ fn serve(test: &str, scene: Scene) {
     all.write(0, &scene.image);
     let mem = Physical::new(Memory::of_ram(&ram).expect("the same memory"));
     let at = layout::offsets(SIZE);
-    let config = Config {
+    let config = RingConfig {
         size: SIZE,
         desc: GPA + at.desc as u64,
         avail: GPA + at.avail as u64,

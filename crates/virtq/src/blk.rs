@@ -135,7 +135,7 @@ impl Status {
 /// The configuration space up to `write_zeroes_may_unmap`.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub struct Config {
+pub struct BlkConfig {
     /// Sectors of 512 bytes.
     pub capacity: U64,
     /// Largest segment; 0 without its feature.
@@ -178,9 +178,9 @@ mod tests {
     fn the_sizes_are_those_of_the_specification() {
         assert_eq!(HEADER_BYTES, 16);
         assert_eq!(EXTENT_BYTES, 16);
-        assert_eq!(size_of::<Config>(), 60);
-        assert_eq!(std::mem::offset_of!(Config, write_zeroes_may_unmap), 56);
-        assert_eq!(std::mem::offset_of!(Config, num_queues), 34);
+        assert_eq!(size_of::<BlkConfig>(), 60);
+        assert_eq!(std::mem::offset_of!(BlkConfig, write_zeroes_may_unmap), 56);
+        assert_eq!(std::mem::offset_of!(BlkConfig, num_queues), 34);
     }
 
     #[test]

@@ -21,7 +21,7 @@ use crate::{Area, Chain, Desc, RingError, layout};
 
 /// Where the areas lie, as the device sees them, and what was negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct RingConfig {
     /// How many descriptors: at most 32768; a power of two if the ring is split.
     pub size: u16,
     /// Address of the descriptor table; of a packed queue, of its ring.
@@ -46,7 +46,7 @@ pub struct Config {
     pub base: u32,
 }
 
-impl Config {
+impl RingConfig {
     /// The `base` of a queue that was never used.
     pub const fn start(packed: bool) -> u32 {
         if packed { 0x8000_8000 } else { 0 }
@@ -54,7 +54,7 @@ impl Config {
 
     /// Where the three areas lie, how many bytes each has, and what the device does there.
     pub fn areas(&self) -> [(u64, usize, Access); 3] {
-        let Config { size, desc, avail, used, event_idx, packed, .. } = *self;
+        let RingConfig { size, desc, avail, used, event_idx, packed, .. } = *self;
         let descs = layout::desc_bytes(size);
         if packed {
             let event = layout::packed::EVENT_SIZE;
@@ -125,7 +125,7 @@ fn window(
 /// ([`Queue`] has the same and asks each time which it is).
 pub trait Ring {
     /// What the queue was made from, with the addresses of now.
-    fn config(&self) -> &Config;
+    fn config(&self) -> &RingConfig;
 
     /// Whether the areas were found and the translations of all three still stand. To be asked
     /// before each round of work (rules D21, D22). While it is false the areas are to be left alone
@@ -241,7 +241,7 @@ pub trait Ring {
     #[must_use]
     fn enable_kicks(&mut self) -> bool;
 
-    /// Where the queue stands: what `GET_VRING_BASE` answers when it stops (see [`Config::base`]).
+    /// Where the queue stands: what `GET_VRING_BASE` answers when it stops (see [`RingConfig::base`]).
     fn next_avail(&self) -> u32;
 
     /// How many chains are taken and not yet given back.
@@ -282,7 +282,7 @@ impl Queue {
     /// # Errors
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::Misaligned`],
     /// [`RingError::Unreachable`], [`RingError::Base`] or [`PackedBase`](RingError::PackedBase).
-    pub fn new(config: Config, mem: &impl Translate) -> Result<Queue, RingError> {
+    pub fn new(config: RingConfig, mem: &impl Translate) -> Result<Queue, RingError> {
         let mut queue = Queue::postponed(config)?;
         queue.revalidate(mem)?;
         Ok(queue)
@@ -295,7 +295,7 @@ impl Queue {
     /// # Errors
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::Base`] or
     /// [`PackedBase`](RingError::PackedBase).
-    pub fn postponed(config: Config) -> Result<Queue, RingError> {
+    pub fn postponed(config: RingConfig) -> Result<Queue, RingError> {
         Ok(match config.packed {
             false => Queue::Split(Split::postponed(config)?),
             true => Queue::Packed(Packed::postponed(config)?),
@@ -303,12 +303,12 @@ impl Queue {
     }
 
     /// As [`postponed`](Self::postponed), a split queue that an earlier device has left without saying where it
-    /// stood: it goes on at the used index, whatever [`Config::base`] says. What that device took and did not give
+    /// stood: it goes on at the used index, whatever [`RingConfig::base`] says. What that device took and did not give
     /// back is taken again.
     ///
     /// # Errors
     /// As there; [`RingError::Format`] if the ring is packed, which does not tell where it stands.
-    pub fn postponed_at_used(config: Config) -> Result<Queue, RingError> {
+    pub fn postponed_at_used(config: RingConfig) -> Result<Queue, RingError> {
         match config.packed {
             false => Ok(Queue::Split(Split::postponed_at_used(config)?)),
             true => Err(RingError::Format),
@@ -327,7 +327,7 @@ impl Queue {
     /// Takes into `chain` the chain at `head` of a split ring, which an earlier device took and did
     /// not give back: its descriptors, which are the device's still, are read again. It counts as
     /// in flight. To be called for all of them, on a queue that is valid, before others are taken;
-    /// [`Config::base`] is the used index, or that and the number of those chains.
+    /// [`RingConfig::base`] is the used index, or that and the number of those chains.
     ///
     /// # Errors
     /// As [`pop`](Self::pop); [`RingError::Format`] if the ring is packed.
@@ -348,7 +348,7 @@ impl Queue {
 
     /// Takes into `chain` the chain `id` of a packed ring, which an earlier device took and did not
     /// give back, from a record of it. It counts as in flight. To be called for all of them before
-    /// others are taken; [`Config::base`] has the used place twice, or that and where these chains
+    /// others are taken; [`RingConfig::base`] has the used place twice, or that and where these chains
     /// end.
     ///
     /// # Errors
@@ -370,7 +370,7 @@ impl Queue {
     }
 
     /// As [`Ring::config`].
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &RingConfig {
         either!(self, ring => ring.config())
     }
 

@@ -12,7 +12,7 @@ use crate::{AddError, Area, Desc, RingError, layout};
 
 /// The shape of a queue, and what was negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct QueueConfig {
     /// How many descriptors: at most 32768; a power of two if the ring is split.
     pub size: u16,
     /// Whether `EVENT_IDX` was negotiated.
@@ -21,7 +21,7 @@ pub struct Config {
     pub packed: bool,
 }
 
-impl Config {
+impl QueueConfig {
     /// Where the areas lie in one allocation, and how long that is.
     pub const fn offsets(&self) -> layout::Offsets {
         if self.packed { layout::packed::offsets(self.size) } else { layout::offsets(self.size) }
@@ -29,7 +29,7 @@ impl Config {
 
     /// Bytes of the three areas: of the descriptors, the second, and the third.
     const fn area_bytes(&self) -> [usize; 3] {
-        let Config { size, packed, .. } = *self;
+        let QueueConfig { size, packed, .. } = *self;
         let desc = layout::desc_bytes(size);
         match packed {
             false => [desc, layout::avail_bytes(size), layout::used_bytes(size)],
@@ -56,14 +56,14 @@ impl Rings {
     /// # Errors
     /// [`RingError::TooSmall`].
     pub fn in_window(memory: &Window, size: u16) -> Result<Rings, RingError> {
-        Rings::placed(memory, &Config { size, event_idx: true, packed: false })
+        Rings::placed(memory, &QueueConfig { size, event_idx: true, packed: false })
     }
 
-    /// The areas of a queue at the beginning of `memory`, placed as [`Config::offsets`] says.
+    /// The areas of a queue at the beginning of `memory`, placed as [`QueueConfig::offsets`] says.
     ///
     /// # Errors
     /// [`RingError::TooSmall`].
-    pub fn placed(memory: &Window, config: &Config) -> Result<Rings, RingError> {
+    pub fn placed(memory: &Window, config: &QueueConfig) -> Result<Rings, RingError> {
         let (at, [desc, avail, used]) = (config.offsets(), config.area_bytes());
         let small = RingError::TooSmall { area: Area::Used, len: memory.len(), needed: at.len };
         let part = |offset, len| memory.part(offset, len).ok_or(small);
@@ -228,7 +228,7 @@ impl Queue {
     /// # Errors
     /// As there.
     pub fn new(size: u16, rings: Rings, event_idx: bool) -> Result<Queue, RingError> {
-        Queue::with_config(Config { size, event_idx, packed: false }, rings)
+        Queue::with_config(QueueConfig { size, event_idx, packed: false }, rings)
     }
 
     /// A new queue over zeroed or old memory: the areas are initialised, so the device must not
@@ -237,7 +237,7 @@ impl Queue {
     /// # Errors
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::TooSmall`],
     /// [`RingError::Misaligned`].
-    pub fn with_config(config: Config, rings: Rings) -> Result<Queue, RingError> {
+    pub fn with_config(config: QueueConfig, rings: Rings) -> Result<Queue, RingError> {
         Ok(match config.packed {
             false => Queue::Split(Split::new(config, rings)?),
             true => Queue::Packed(Packed::new(config, rings)?),

@@ -94,7 +94,7 @@ pub enum RingError {
     /// than it is long.
     #[error("base {base:#x} is none for a packed queue of {size}")]
     PackedBase {
-        /// What was given: see [`device::Config::base`](crate::device::Config::base).
+        /// What was given: see [`device::RingConfig::base`](crate::device::RingConfig::base).
         base: u32,
         /// The queue's size.
         size: u16,

@@ -11,7 +11,7 @@ use loom::{
     thread,
 };
 
-use crate::packed::{Place, Wanted};
+use crate::packed::{RingPos, EventWord};
 
 /// How many descriptors the ring has.
 const SIZE: u16 = 3;
@@ -33,13 +33,13 @@ struct Shared {
 /// Runs every interleaving of an end that publishes two descriptors from `start` on, in such
 /// batches, and one that goes to sleep after it has taken `already` of them, and checks that it is
 /// told or sees for itself.
-fn check(event_idx: bool, start: Place, batches: &'static [usize], already: usize) {
+fn check(event_idx: bool, start: RingPos, batches: &'static [usize], already: usize) {
     loom::model(move || {
         let descriptor =
             || Descriptor { state: AtomicBool::new(false), content: AtomicBool::new(false) };
         let shared = Arc::new(Shared {
             ring: std::array::from_fn(|_| descriptor()),
-            event: AtomicU32::new(Wanted::NONE.0),
+            event: AtomicU32::new(EventWord::NONE.0),
         });
         let teller = {
             let shared = Arc::clone(&shared);
@@ -55,7 +55,7 @@ fn check(event_idx: bool, start: Place, batches: &'static [usize], already: usiz
                     shared.ring[first].state.store(true, Ordering::Release);
                     next = end;
                     fence(Ordering::SeqCst);
-                    let wanted = Wanted(shared.event.load(Ordering::Relaxed));
+                    let wanted = EventWord(shared.event.load(Ordering::Relaxed));
                     let now = start.forward(next as u16, SIZE);
                     if wanted.is_due(now, batch as u64, SIZE, event_idx) {
                         told = Some(next);
@@ -71,7 +71,7 @@ fn check(event_idx: bool, start: Place, batches: &'static [usize], already: usiz
             assert!(descriptor.content.load(Ordering::Relaxed), "there, without its content");
         }
         let next = start.forward(already as u16, SIZE);
-        let wanted = if event_idx { Wanted::at(next) } else { Wanted::ALL };
+        let wanted = if event_idx { EventWord::at(next) } else { EventWord::ALL };
         shared.event.store(wanted.0, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let sleeps =
@@ -93,8 +93,8 @@ fn check_all(event_idx: bool) {
     for wrap in [true, false] {
         for at in 0..SIZE {
             for already in 0..=COUNT {
-                check(event_idx, Place { at, wrap }, &[1, 1], already);
-                check(event_idx, Place { at, wrap }, &[2], already);
+                check(event_idx, RingPos { at, wrap }, &[1, 1], already);
+                check(event_idx, RingPos { at, wrap }, &[2], already);
             }
         }
     }

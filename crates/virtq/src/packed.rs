@@ -21,38 +21,38 @@ use crate::{
 
 /// A place in the ring: the descriptor, and the wrap counter of the lap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct RingPos {
     /// Below the queue's size.
     pub(crate) at: u16,
     /// True in the first lap, false in the second, and so on.
     pub(crate) wrap: bool,
 }
 
-impl Place {
+impl RingPos {
     /// Where both ends begin.
-    pub(crate) const START: Place = Place { at: 0, wrap: true };
+    pub(crate) const START: RingPos = RingPos { at: 0, wrap: true };
 
     /// `steps` descriptors further, at most the ring's length.
     #[inline]
-    pub(crate) fn forward(self, steps: u16, size: u16) -> Place {
+    pub(crate) fn forward(self, steps: u16, size: u16) -> RingPos {
         // Both are at most 2^15, and the place is less: no overflow.
         let at = self.at + steps;
-        if at < size { Place { at, ..self } } else { Place { at: at - size, wrap: !self.wrap } }
+        if at < size { RingPos { at, ..self } } else { RingPos { at: at - size, wrap: !self.wrap } }
     }
 
     /// `steps` descriptors back, at most the ring's length.
     #[inline]
-    pub(crate) fn back(self, steps: u16, size: u16) -> Place {
+    pub(crate) fn back(self, steps: u16, size: u16) -> RingPos {
         match self.at.checked_sub(steps) {
-            Some(at) => Place { at, ..self },
-            None => Place { at: self.at + size - steps, wrap: !self.wrap },
+            Some(at) => RingPos { at, ..self },
+            None => RingPos { at: self.at + size - steps, wrap: !self.wrap },
         }
     }
 
     /// How far it is from `self` on to `later`, if that is at most the ring's length. `self` may be
     /// foreign, and no place of the ring.
     #[inline]
-    pub(crate) fn distance(self, later: Place, size: u16) -> Option<u16> {
+    pub(crate) fn distance(self, later: RingPos, size: u16) -> Option<u16> {
         match self.wrap == later.wrap {
             true => later.at.checked_sub(self.at),
             // At most `size`, or `later` has passed this place more than once.
@@ -69,13 +69,13 @@ impl Place {
 
     /// As an event structure has it, which the peer writes: it may be no place of the ring.
     #[inline]
-    pub(crate) fn from_bits(bits: u16) -> Place {
-        Place { at: bits & 0x7fff, wrap: bits >> 15 != 0 }
+    pub(crate) fn from_bits(bits: u16) -> RingPos {
+        RingPos { at: bits & 0x7fff, wrap: bits >> 15 != 0 }
     }
 
     /// The place that `bits` are in a ring of `size`; `None` if it has no such descriptor.
-    pub(crate) fn in_ring(bits: u16, size: u16) -> Option<Place> {
-        Some(Place::from_bits(bits)).filter(|place| place.at < size)
+    pub(crate) fn in_ring(bits: u16, size: u16) -> Option<RingPos> {
+        Some(RingPos::from_bits(bits)).filter(|place| place.at < size)
     }
 }
 
@@ -205,7 +205,7 @@ impl DescRing {
     /// Word 0 or 1 of descriptor `at`.
     ///
     /// # Panics
-    /// If that passes the ring: a [`Place`] never does.
+    /// If that passes the ring: a [`RingPos`] never does.
     #[inline]
     fn word(&self, at: u16, word: usize) -> &AtomicU64 {
         assert!(at < self.size && word < 2, "descriptor {at} of a ring of {}", self.size);
@@ -273,40 +273,40 @@ impl Event {
     }
 
     #[inline]
-    pub(crate) fn load(&self) -> Wanted {
-        Wanted(u32::from_le(self.word().load(Ordering::Relaxed)))
+    pub(crate) fn load(&self) -> EventWord {
+        EventWord(u32::from_le(self.word().load(Ordering::Relaxed)))
     }
 
     #[inline]
-    pub(crate) fn store(&self, wanted: Wanted) {
+    pub(crate) fn store(&self, wanted: EventWord) {
         self.word().store(wanted.0.to_le(), Ordering::Relaxed);
     }
 }
 
 /// The contents of an event structure, in our byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Wanted(pub(crate) u32);
+pub(crate) struct EventWord(pub(crate) u32);
 
-impl Wanted {
-    pub(crate) const ALL: Wanted = Wanted((packed::EVENT_ENABLE as u32) << 16);
-    pub(crate) const NONE: Wanted = Wanted((packed::EVENT_DISABLE as u32) << 16);
+impl EventWord {
+    pub(crate) const ALL: EventWord = EventWord((packed::EVENT_ENABLE as u32) << 16);
+    pub(crate) const NONE: EventWord = EventWord((packed::EVENT_DISABLE as u32) << 16);
 
     /// One when the descriptor at `place` has been passed.
     #[inline]
-    pub(crate) fn at(place: Place) -> Wanted {
-        Wanted(u32::from(place.bits()) | u32::from(packed::EVENT_DESC) << 16)
+    pub(crate) fn at(place: RingPos) -> EventWord {
+        EventWord(u32::from(place.bits()) | u32::from(packed::EVENT_DESC) << 16)
     }
 
     /// Whether an end that has moved on by `moved` descriptors, to `now`, has to notify the one
     /// that wants this.
     #[inline]
-    pub(crate) fn is_due(self, now: Place, moved: u64, size: u16, event_idx: bool) -> bool {
+    pub(crate) fn is_due(self, now: RingPos, moved: u64, size: u16, event_idx: bool) -> bool {
         match (self.0 >> 16) as u16 & 3 {
             packed::EVENT_DISABLE => false,
             packed::EVENT_DESC if event_idx => {
                 // Whoever went round the whole ring has passed every place there is.
                 moved > u64::from(size)
-                    || Place::from_bits(self.0 as u16)
+                    || RingPos::from_bits(self.0 as u16)
                         .distance(now, size)
                         .is_some_and(|since| 1 <= since && u64::from(since) <= moved)
             }

@@ -155,23 +155,23 @@ impl Translate for Ram {
 ///
 /// # Panics
 /// If they do not fit.
-pub fn areas(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Rings, device::Config) {
-    areas_of(ram, addr, driver::Config { size, event_idx, packed: false })
+pub fn areas(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Rings, device::RingConfig) {
+    areas_of(ram, addr, driver::QueueConfig { size, event_idx, packed: false })
 }
 
 /// As [`areas`], for either format.
 ///
 /// # Panics
 /// If they do not fit.
-pub fn areas_of(ram: &Ram, addr: u64, config: driver::Config) -> (driver::Rings, device::Config) {
-    let driver::Config { size, event_idx, packed } = config;
+pub fn areas_of(ram: &Ram, addr: u64, config: driver::QueueConfig) -> (driver::Rings, device::RingConfig) {
+    let driver::QueueConfig { size, event_idx, packed } = config;
     let at = config.offsets();
     let whole = ram.window(addr, at.len as u64, Access::ReadWrite);
     let rings = driver::Rings::placed(&whole.expect("the areas lie in the memory"), &config);
     let [desc, avail, used] = [at.desc, at.avail, at.used].map(|offset| addr + offset as u64);
-    let base = device::Config::start(packed);
+    let base = device::RingConfig::start(packed);
     let config =
-        device::Config { size, desc, avail, used, event_idx, indirect: true, packed, base };
+        device::RingConfig { size, desc, avail, used, event_idx, indirect: true, packed, base };
     (rings.expect("there is room"), config)
 }
 
@@ -181,14 +181,14 @@ pub fn areas_of(ram: &Ram, addr: u64, config: driver::Config) -> (driver::Rings,
 /// # Panics
 /// If they do not fit.
 pub fn pair(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Queue, device::Queue) {
-    pair_of(ram, addr, driver::Config { size, event_idx, packed: false })
+    pair_of(ram, addr, driver::QueueConfig { size, event_idx, packed: false })
 }
 
 /// As [`pair`], for either format.
 ///
 /// # Panics
 /// If they do not fit.
-pub fn pair_of(ram: &Ram, addr: u64, config: driver::Config) -> (driver::Queue, device::Queue) {
+pub fn pair_of(ram: &Ram, addr: u64, config: driver::QueueConfig) -> (driver::Queue, device::Queue) {
     let (rings, at) = areas_of(ram, addr, config);
     let driver = driver::Queue::with_config(config, rings).expect("a legal queue");
     let device = device::Queue::new(at, ram).expect("a legal queue");

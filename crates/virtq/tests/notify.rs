@@ -10,7 +10,7 @@ use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_virtq::{Chain, Desc, device, driver, layout, testing};
 
 fn pair(size: u16, event_idx: bool, packed: bool) -> (testing::Ram, driver::Queue, device::Queue) {
-    let config = driver::Config { size, event_idx, packed };
+    let config = driver::QueueConfig { size, event_idx, packed };
     let ram = testing::Ram::new(0, config.offsets().len);
     let (driver, device) = testing::pair_of(&ram, 0, config);
     (ram, driver, device)

@@ -60,7 +60,7 @@ proptest! {
         let window = unsafe {
             Window::new(NonNull::new(base).unwrap(), LEN, Arc::<GuestMemoryMmap>::clone(&memory))
         };
-        let config = driver::Config { size, event_idx, packed: false };
+        let config = driver::QueueConfig { size, event_idx, packed: false };
         let rings = driver::Rings::placed(&window, &config).unwrap();
         let mut driver = driver::Queue::with_config(config, rings).unwrap();
         let mut device = Queue::new(size).unwrap();

@@ -38,7 +38,7 @@ struct Rig {
 
 fn rig(size: u16, packed: bool, event_idx: bool) -> Rig {
     let ram = testing::Ram::new(BASE, 0x20_0000);
-    let config = driver::Config { size, event_idx, packed };
+    let config = driver::QueueConfig { size, event_idx, packed };
     let (driver, device) = testing::pair_of(&ram, BASE, config);
     let at = config.offsets();
     let (ring, rest) = if packed {

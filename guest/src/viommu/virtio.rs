@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use ringfence_virtq::driver::{Config, Queue, Rings};
+use ringfence_virtq::driver::{QueueConfig, Queue, Rings};
 
 use crate::{
     memory::Memory,
@@ -111,7 +111,7 @@ impl Device {
     /// # Errors
     /// The device's queue is smaller.
     pub(crate) fn queue(&self, index: u16, memory: &Memory) -> Result<Queue> {
-        let config = Config { size: QUEUE_SIZE, event_idx: false, packed: false };
+        let config = QueueConfig { size: QUEUE_SIZE, event_idx: false, packed: false };
         let at = config.offsets();
         let queue = Queue::with_config(config, Rings::placed(memory.window(), &config)?)?;
         self.common.write(0x16, index);

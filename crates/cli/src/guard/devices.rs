@@ -22,7 +22,7 @@ use super::{
     Arguments,
     address::Address,
     qemu::{Behind, Kind},
-    spec::{BlkSpec, NetSpec, NetWay, Place},
+    spec::{BlkSpec, NetSpec, NetWay, DeviceSpec},
     usage,
 };
 use crate::{
@@ -244,7 +244,7 @@ impl<'a> Plan<'a> {
 }
 
 impl<'a> Wanted<'a> {
-    fn place(&self) -> Option<&'a Place> {
+    fn place(&self) -> Option<&'a DeviceSpec> {
         match self {
             Wanted::Blk(spec) => Some(&spec.place),
             Wanted::Net(spec, _) => Some(&spec.place),

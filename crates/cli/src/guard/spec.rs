@@ -8,7 +8,7 @@ use super::address::Address;
 
 /// What every device can be told.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct DeviceSpec {
     pub(super) socket: PathBuf,
     /// `None`: the next that is free.
     pub(super) address: Option<Address>,
@@ -20,7 +20,7 @@ pub(super) struct Place {
 /// A disk: `SOCKET=IMAGE[,OPTION]...`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BlkSpec {
-    pub(super) place: Place,
+    pub(super) place: DeviceSpec,
     pub(super) image: PathBuf,
     pub(super) read_only: bool,
     pub(super) direct: bool,
@@ -39,7 +39,7 @@ pub(super) enum NetWay {
 /// A network device: `SOCKET=WAY[,OPTION]...`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct NetSpec {
-    pub(super) place: Place,
+    pub(super) place: DeviceSpec,
     pub(super) way: NetWay,
 }
 
@@ -65,9 +65,9 @@ fn split(text: &str) -> Result<(PathBuf, String, Vec<String>), String> {
     }
 }
 
-impl Place {
-    fn new(socket: PathBuf) -> Place {
-        Place { socket, address: None, untrusted: false, queues: 1 }
+impl DeviceSpec {
+    fn new(socket: PathBuf) -> DeviceSpec {
+        DeviceSpec { socket, address: None, untrusted: false, queues: 1 }
     }
 
     /// Takes an option that every device has; `None` if it is none.
@@ -104,7 +104,7 @@ impl FromStr for BlkSpec {
     fn from_str(text: &str) -> Result<BlkSpec, String> {
         let (socket, image, options) = split(text)?;
         let mut spec = BlkSpec {
-            place: Place::new(socket),
+            place: DeviceSpec::new(socket),
             image: image.into(),
             read_only: false,
             direct: false,
@@ -136,7 +136,7 @@ impl FromStr for NetSpec {
             Some(("peer", path)) if !path.is_empty() => NetWay::Peer(path.into()),
             _ => return Err(format!("{way:?} is no way: loopback, tap:NAME or peer:SOCKET")),
         };
-        let mut spec = NetSpec { place: Place::new(socket), way };
+        let mut spec = NetSpec { place: DeviceSpec::new(socket), way };
         for option in options {
             let taken = spec.place.take(&option, 1);
             taken.unwrap_or_else(|| Err(unknown(&option, "addr=, untrusted")))?;
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(spec.image, PathBuf::from("disk,1=x.img"));
         assert_eq!(
             spec.place,
-            Place {
+            DeviceSpec {
                 socket: "a.sock".into(),
                 address: Some("07.1".parse().unwrap()),
                 untrusted: true,

@@ -15,7 +15,7 @@ use crate::usage::Usage;
 use anyhow::{Context, Result};
 use listenfd::ListenFd;
 use parking_lot::Mutex;
-use ringfence_devices::path::Place;
+use ringfence_devices::path::FolderEntry;
 use rustix::{
     fs::{AtFlags, FileType, Gid, Mode, Stat, Uid, chownat, statat, unlinkat},
     net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
@@ -25,7 +25,7 @@ use rustix::{
 /// A socket in the file system; removed in the end, if it is still ours.
 pub(crate) struct Placed {
     path: PathBuf,
-    place: Place,
+    place: FolderEntry,
     file: (u64, u64),
     /// It was removed: the next file of that name may have the same number.
     gone: AtomicBool,
@@ -44,7 +44,7 @@ impl Placed {
 
     /// The one that the process before has put there.
     fn there(path: &Path) -> io::Result<Placed> {
-        let place = Place::of(path)?;
+        let place = FolderEntry::of(path)?;
         let (_, about) = place.look()?;
         Ok(Placed {
             path: path.to_owned(),
@@ -102,7 +102,7 @@ impl Access {
 /// # Errors
 /// Somebody listens there; there is a file that is no socket; it cannot be made; another user's link leads there.
 pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
-    let place = Place::of(path)?;
+    let place = FolderEntry::of(path)?;
     if let Ok((_, about)) = place.look() {
         if !is_socket(&about) {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file, no socket"));

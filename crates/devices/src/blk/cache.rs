@@ -16,10 +16,10 @@ use std::{
 };
 
 use ringfence_vhost_user::{HandlerError, InflightRegion};
-use ringfence_virtq::blk::{Config, feature};
+use ringfence_virtq::blk::{BlkConfig, feature};
 
 /// Where the byte is.
-const AT: usize = offset_of!(Config, writeback);
+const AT: usize = offset_of!(BlkConfig, writeback);
 
 /// What is noted of it.
 const WRITEBACK: u64 = u64::from_le_bytes(*b"RFcache1");

@@ -15,7 +15,7 @@ use ringfence_vhost_user_backend::{
 };
 use ringfence_virtq::{
     F_VERSION_1,
-    blk::{Config, SECTOR, feature},
+    blk::{BlkConfig, SECTOR, feature},
 };
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -250,7 +250,7 @@ impl RawDevice for Blk {
     }
 
     fn config(&mut self, offset: u32, len: usize) -> Vec<u8> {
-        let mut config = Config::new_zeroed();
+        let mut config = BlkConfig::new_zeroed();
         config.capacity.set(self.options.disk.len() / SECTOR);
         config.size_max.set(SIZE_MAX);
         config.seg_max.set(SEG_MAX);

@@ -152,7 +152,7 @@ mod tests {
         }
 
         fn ring(ram: &Arc<GuestRam>) -> driver::Queue {
-            let config = driver::Config { size: SIZE, event_idx: false, packed: false };
+            let config = driver::QueueConfig { size: SIZE, event_idx: false, packed: false };
             let window = ram.window(0, layout::offsets(SIZE).len).unwrap();
             let rings = driver::Rings::placed(&window, &config).unwrap();
             driver::Queue::with_config(config, rings).unwrap()

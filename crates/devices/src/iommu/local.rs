@@ -154,7 +154,7 @@ impl<R: Reach> LocalIommu<R> {
     pub fn start(
         &self,
         reach: R,
-        rings: Vec<(usize, device::Config, OwnedFd)>,
+        rings: Vec<(usize, device::RingConfig, OwnedFd)>,
         interrupt: impl Fn(u16) + Send + Sync + 'static,
     ) -> Result<(), LocalIommuError> {
         let mut running = self.running.lock();

@@ -100,7 +100,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
     pub(super) fn start(
         &mut self,
         ring: u16,
-        config: device::Config,
+        config: device::RingConfig,
         at_used: bool,
         answered: Answers,
         kick: Option<Kick>,

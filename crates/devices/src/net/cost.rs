@@ -10,14 +10,14 @@ use ringfence_mem::{GuestRam, Memory, PAGE_SIZE, Physical};
 use ringfence_vhost_user_backend::{Events, RingLog};
 use ringfence_virtq::{
     Desc, device,
-    driver::{Config, Queue, Rings, Used},
+    driver::{QueueConfig, Queue, Rings, Used},
 };
 
 use super::{
     lane::forward,
     pieces::{Lasting, Plain},
     ring::NetRing,
-    round::{Lane, Patience, Place, Terms},
+    round::{Lane, Patience, BusRing, Terms},
     wire::feature,
 };
 
@@ -27,12 +27,12 @@ const BUFFERS: u64 = 1024;
 const PAGE: u64 = PAGE_SIZE as u64;
 
 fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queue, NetRing) {
-    let config = Config { size: SIZE, event_idx: true, packed };
+    let config = QueueConfig { size: SIZE, event_idx: true, packed };
     let window = ram.window(at as usize, config.offsets().len).unwrap();
     let mut queue = Queue::with_config(config, Rings::placed(&window, &config).unwrap()).unwrap();
     queue.suppress_notifications();
     let offsets = config.offsets();
-    let config = device::Config {
+    let config = device::RingConfig {
         size: SIZE,
         desc: at + offsets.desc as u64,
         avail: at + offsets.avail as u64,
@@ -40,7 +40,7 @@ fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queu
         event_idx: true,
         indirect: true,
         packed,
-        base: device::Config::start(packed),
+        base: device::RingConfig::start(packed),
     };
     let events = Events { kick: None, call: None, err: None };
     let ring = device::Queue::new(config, bus).unwrap();
@@ -74,8 +74,8 @@ fn measure<B: Lasting>(
         let start = Instant::now();
         quiet(bus);
         let bus = &*bus;
-        let mut src = Place::source(&mut transmit, bus, terms);
-        let mut dst = Place::target(&mut receive, bus, terms);
+        let mut src = BusRing::source(&mut transmit, bus, terms);
+        let mut dst = BusRing::target(&mut receive, bus, terms);
         assert!(forward(&mut lane, &mut src, &mut dst, (0, 0), 0, Patience::with_itself(0)));
         bursts.push(start.elapsed().as_nanos() as f64);
         assert_eq!(sender.pop_burst(&mut used).unwrap(), BURST);

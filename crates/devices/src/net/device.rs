@@ -16,7 +16,7 @@ use super::{
     round::Terms,
     stats::QueueCounters,
     unit::{Connected, NetUnit, Start, Way},
-    wire::{Config, LINK_UP, feature},
+    wire::{NetConfig, LINK_UP, feature},
 };
 use crate::iommu::Seat;
 
@@ -259,7 +259,7 @@ impl RawDevice for NetEnd {
 
     fn config(&mut self, _: u32, _: usize) -> Vec<u8> {
         let NetOptions { pairs, mac, mtu, .. } = &self.net.options;
-        let mut config = Config::new_zeroed();
+        let mut config = NetConfig::new_zeroed();
         config.mac = mac.unwrap_or_default();
         config.status.set(LINK_UP);
         config.max_virtqueue_pairs.set(*pairs);

@@ -8,7 +8,7 @@ use super::{
     pieces::{Lasting, copy, mark, recycle, soon, soon_written},
     receive::{read, receive},
     ring::Ready,
-    round::{AHEAD, BURST, Lane, Patience, Place, Round, Side, Step, Want, discard, give_up},
+    round::{AHEAD, BURST, Lane, Patience, BusRing, Round, Side, Step, Want, discard, give_up},
     stats::Lost,
     wire::{HEADER, Header, MAX_PACKET},
 };
@@ -19,8 +19,8 @@ const CHUNK: usize = 32;
 /// Moves packets from one ring to another. True if it did anything.
 pub(super) fn forward<S: Lasting, D: Lasting>(
     lane: &mut Lane,
-    src: &mut Place<'_, S>,
-    dst: &mut Place<'_, D>,
+    src: &mut BusRing<'_, S>,
+    dst: &mut BusRing<'_, D>,
     answers: (u64, u64),
     now_ns: u64,
     patience: Patience,
@@ -77,7 +77,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
 #[cold]
 fn drop_late<S: Lasting>(
     lane: &mut Lane,
-    src: &mut Place<'_, S>,
+    src: &mut BusRing<'_, S>,
     answers: (u64, u64),
     now_ns: u64,
     patience: Patience,
@@ -99,8 +99,8 @@ fn drop_late<S: Lasting>(
 #[inline]
 fn run<S: Lasting, D: Lasting>(
     lane: &mut Lane,
-    src: &mut Place<'_, S>,
-    dst: &mut Place<'_, D>,
+    src: &mut BusRing<'_, S>,
+    dst: &mut BusRing<'_, D>,
     round: &mut Round,
 ) -> Result<Option<Want>, (Side, RingError)> {
     let whole = src.ring.take(src.bus, BURST).map_err(|error| (Side::Source, error))?;
@@ -132,8 +132,8 @@ fn run<S: Lasting, D: Lasting>(
 /// many were moved.
 #[inline]
 fn quick<S: Lasting, D: Lasting>(
-    src: &mut Place<'_, S>,
-    dst: &mut Place<'_, D>,
+    src: &mut BusRing<'_, S>,
+    dst: &mut BusRing<'_, D>,
     round: &mut Round,
 ) -> usize {
     if src.terms.header() != HEADER || dst.terms.header() != HEADER {
@@ -188,8 +188,8 @@ fn quick<S: Lasting, D: Lasting>(
 #[cold]
 fn single<S: Lasting, D: Lasting>(
     lane: &mut Lane,
-    src: &mut Place<'_, S>,
-    dst: &mut Place<'_, D>,
+    src: &mut BusRing<'_, S>,
+    dst: &mut BusRing<'_, D>,
     round: &mut Round,
 ) -> Result<Step, RingError> {
     let mut source = recycle(std::mem::take(&mut lane.source));
@@ -214,8 +214,8 @@ fn single<S: Lasting, D: Lasting>(
 /// be seen; those that were asked for before only if `again`. Returns whether none is missing.
 #[cold]
 fn ask_ahead<S: Lasting, D: Lasting>(
-    src: &mut Place<'_, S>,
-    dst: &mut Place<'_, D>,
+    src: &mut BusRing<'_, S>,
+    dst: &mut BusRing<'_, D>,
     again: bool,
 ) -> bool {
     // A ring that is broken is found out, and told, when its turn comes.

@@ -12,7 +12,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     pieces::{Lasting, Writer, recycle},
     receive::{read, receive},
-    round::{Lane, Place, Round, Side, Step, Want},
+    round::{Lane, BusRing, Round, Side, Step, Want},
     stats::Lost,
     tap::{MAX_PIECES, Tap},
     wire::{Header, MAX_PACKET},
@@ -110,7 +110,7 @@ impl Outlet {
     pub(super) fn send<S: Lasting>(
         &mut self,
         lane: &mut Lane,
-        src: &mut Place<'_, S>,
+        src: &mut BusRing<'_, S>,
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {
@@ -183,7 +183,7 @@ impl Outlet {
     /// Packets come in to a driver. True if there were any.
     pub(super) fn take_in<D: Lasting>(
         &mut self,
-        dst: &mut Place<'_, D>,
+        dst: &mut BusRing<'_, D>,
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {

@@ -9,7 +9,7 @@ use super::{
     frame::{HEADER as HEAD, PACKET, packet},
     pieces::{Lasting, Writer, mark, recycle, soon, soon_written},
     receive::{read, receive},
-    round::{Lane, Place, Round, Side, Step, Want},
+    round::{Lane, BusRing, Round, Side, Step, Want},
     wire::{HEADER, Header, MAX_PACKET},
 };
 
@@ -35,7 +35,7 @@ impl Probe {
     pub(super) fn swallow<S: Lasting>(
         &mut self,
         lane: &mut Lane,
-        src: &mut Place<'_, S>,
+        src: &mut BusRing<'_, S>,
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {
@@ -69,7 +69,7 @@ impl Probe {
 
     /// The packets at the head that lie in one piece. Returns how many there were.
     #[inline]
-    fn swallow_quickly<S: Lasting>(&mut self, src: &mut Place<'_, S>, round: &mut Round) -> usize {
+    fn swallow_quickly<S: Lasting>(&mut self, src: &mut BusRing<'_, S>, round: &mut Round) -> usize {
         let (plan, found) = plan(src, soon, |packet| match packet.descs() {
             [packet] if !packet.write && (HEADER..=MAX_PACKET).contains(&(packet.len as usize)) => {
                 Some((packet.addr, packet.len))
@@ -87,7 +87,7 @@ impl Probe {
     /// A driver receives, for as long as there is room. True if there was.
     pub(super) fn emit<D: Lasting>(
         &mut self,
-        dst: &mut Place<'_, D>,
+        dst: &mut BusRing<'_, D>,
         now_ns: u64,
         patience_ns: u64,
     ) -> bool {
@@ -127,7 +127,7 @@ impl Probe {
 
     /// The buffers at the head that lie in one piece. Returns how many there were.
     #[inline]
-    fn emit_quickly<D: Lasting>(&mut self, dst: &mut Place<'_, D>, round: &mut Round) -> usize {
+    fn emit_quickly<D: Lasting>(&mut self, dst: &mut BusRing<'_, D>, round: &mut Round) -> usize {
         if dst.terms.header() != HEADER {
             return 0;
         }
@@ -154,7 +154,7 @@ impl Probe {
 /// one piece, and how many these are; `hint` tells the processor of each.
 #[inline]
 fn plan<'b, B: Lasting>(
-    place: &mut Place<'b, B>,
+    place: &mut BusRing<'b, B>,
     hint: impl Fn(HostSlice<'_>),
     wanted: impl Fn(Taken<'_>) -> Option<(u64, u32)>,
 ) -> ([Option<HostSlice<'b>>; CHUNK], usize) {

@@ -7,7 +7,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     pieces::{Lasting, Writer, gather, mark, recycle},
     ring::NetRing,
-    round::{Place, Round, Side, Step},
+    round::{BusRing, Round, Side, Step},
     stats::Lost,
     wire::{Header, MAX_PACKET},
 };
@@ -17,7 +17,7 @@ const CHUNK: usize = 32;
 
 /// The packet at the head of a transmit ring: its header, and the pieces of what follows.
 pub(super) fn read<'b, S: Lasting>(
-    src: &Place<'b, S>,
+    src: &BusRing<'b, S>,
     pieces: &mut Vec<HostSlice<'b>>,
 ) -> Result<Header, Step> {
     let chain = src.ring.chain(0);
@@ -55,7 +55,7 @@ fn unreachable(error: AccessError) -> Step {
 /// The receiver broke the rules.
 pub(super) fn receive<D: Lasting>(
     store: &mut Vec<HostSlice<'static>>,
-    dst: &mut Place<'_, D>,
+    dst: &mut BusRing<'_, D>,
     header: Header,
     bytes: usize,
     round: &mut Round,
@@ -147,7 +147,7 @@ enum Room {
 }
 
 /// How many of the receiver's buffers hold `wanted` bytes.
-fn find_room<D: Lasting>(dst: &mut Place<'_, D>, wanted: usize) -> Result<Room, RingError> {
+fn find_room<D: Lasting>(dst: &mut BusRing<'_, D>, wanted: usize) -> Result<Room, RingError> {
     let (mut room, mut count) = (0, 0);
     loop {
         if count == dst.ring.held() {

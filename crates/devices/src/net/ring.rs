@@ -366,20 +366,20 @@ fn missing_table(error: RingError) -> Result<bool, RingError> {
 #[cfg(test)]
 mod tests {
     use ringfence_mem::{GuestRam, Memory, Physical};
-    use ringfence_virtq::driver::{Config, Queue, Rings};
+    use ringfence_virtq::driver::{QueueConfig, Queue, Rings};
 
     use super::*;
     use crate::net::{
         pieces::Plain,
-        round::{Lane, Place, Round, Side, Terms, Want},
+        round::{Lane, BusRing, Round, Side, Terms, Want},
     };
 
     /// One of 8 descriptors that nobody has looked for yet.
     fn postponed(packed: bool, [desc, avail, used]: [u64; 3]) -> NetRing {
-        let base = device::Config::start(packed);
+        let base = device::RingConfig::start(packed);
         let (event_idx, indirect) = (false, false);
         let config =
-            device::Config { size: 8, desc, avail, used, event_idx, indirect, packed, base };
+            device::RingConfig { size: 8, desc, avail, used, event_idx, indirect, packed, base };
         let queue = device::Queue::postponed(config).unwrap();
         let events = Events { kick: None, call: None, err: None };
         NetRing::new(0, queue, events, Arc::default(), "test".into(), RingLog::default())
@@ -387,7 +387,7 @@ mod tests {
 
     /// The driver's end of a ring at the beginning of its memory, and the device's.
     fn both_ends(ram: &Arc<GuestRam>, packed: bool) -> (Queue, NetRing, [u64; 3]) {
-        let config = Config { size: 8, event_idx: false, packed };
+        let config = QueueConfig { size: 8, event_idx: false, packed };
         let offsets = config.offsets();
         let window = ram.window(0, offsets.len).unwrap();
         let rings = Rings::placed(&window, &config).unwrap();
@@ -414,7 +414,7 @@ mod tests {
         let (mut driver, mut ring, _) = both_ends(&ram, false);
         assert_eq!(ring.ready(&bus, 0), Ready::Yes);
         let (mut lane, mut place) =
-            (Lane::default(), Place::source(&mut ring, &bus, Terms::default()));
+            (Lane::default(), BusRing::source(&mut ring, &bus, Terms::default()));
         let mut round = Round::new((0, 0), 0);
         // A translation was missing not long ago.
         round.wants = Some(Want::Translation(Side::Source));

@@ -59,7 +59,7 @@ impl Terms {
 }
 
 /// A ring, and the memory that its addresses mean, for one round.
-pub(super) struct Place<'a, B> {
+pub(super) struct BusRing<'a, B> {
     pub(super) ring: &'a mut NetRing,
     pub(super) bus: &'a B,
     pub(super) terms: Terms,
@@ -67,15 +67,15 @@ pub(super) struct Place<'a, B> {
     pub(super) runs: Runs<'a, B>,
 }
 
-impl<'a, B: Lasting> Place<'a, B> {
+impl<'a, B: Lasting> BusRing<'a, B> {
     /// A ring whose packets are read.
-    pub(super) fn source(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> Place<'a, B> {
-        Place { ring, bus, terms, runs: Runs::new(bus, Access::Read) }
+    pub(super) fn source(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> BusRing<'a, B> {
+        BusRing { ring, bus, terms, runs: Runs::new(bus, Access::Read) }
     }
 
     /// A ring whose buffers are written.
-    pub(super) fn target(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> Place<'a, B> {
-        Place { ring, bus, terms, runs: Runs::new(bus, Access::Write) }
+    pub(super) fn target(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> BusRing<'a, B> {
+        BusRing { ring, bus, terms, runs: Runs::new(bus, Access::Write) }
     }
 }
 
@@ -416,7 +416,7 @@ impl Round {
     #[inline]
     pub(super) fn begin<B: Lasting>(
         lane: &mut Lane,
-        place: &mut Place<'_, B>,
+        place: &mut BusRing<'_, B>,
         now_ns: u64,
         patience_ns: u64,
     ) -> Option<Round> {
@@ -434,7 +434,7 @@ impl Round {
 
     /// Takes a burst; false if the driver broke the rules.
     #[inline]
-    pub(super) fn take<B: Lasting>(&mut self, place: &mut Place<'_, B>) -> bool {
+    pub(super) fn take<B: Lasting>(&mut self, place: &mut BusRing<'_, B>) -> bool {
         match place.ring.take(place.bus, BURST) {
             Ok(whole) => {
                 let lacks = !whole && place.ring.held() == 0;
@@ -492,14 +492,14 @@ impl Round {
 
     /// Counts what was done, and shows it to the driver.
     #[inline]
-    pub(super) fn publish<B: Lasting>(&self, place: &mut Place<'_, B>) {
+    pub(super) fn publish<B: Lasting>(&self, place: &mut BusRing<'_, B>) {
         place.ring.counters.passed(self.packets, self.bytes);
         place.ring.publish(place.bus);
     }
 
     /// Ends one of a single ring; true if anything was done.
     #[inline]
-    pub(super) fn end<B: Lasting>(self, lane: &mut Lane, place: &mut Place<'_, B>) -> bool {
+    pub(super) fn end<B: Lasting>(self, lane: &mut Lane, place: &mut BusRing<'_, B>) -> bool {
         let held = place.ring.held();
         let did = self.settle(lane, |again| ask_ahead(place, again));
         // What asking ahead has found came after the ring was found to be empty, and wakes nobody.
@@ -514,7 +514,7 @@ impl Round {
 /// Asks for all that can be seen to be missing; what was asked for before only if `again`. Returns
 /// whether nothing is.
 #[cold]
-fn ask_ahead<B: Lasting>(place: &mut Place<'_, B>, again: bool) -> bool {
+fn ask_ahead<B: Lasting>(place: &mut BusRing<'_, B>, again: bool) -> bool {
     // A ring that is broken is found out, and told, when its turn comes.
     let _ = place.ring.take(place.bus, AHEAD);
     place.ring.look_up(place.bus, AHEAD, again)
@@ -522,7 +522,7 @@ fn ask_ahead<B: Lasting>(place: &mut Place<'_, B>, again: bool) -> bool {
 
 /// Gives up on all that has waited for its translation in vain. Returns how many.
 #[cold]
-pub(super) fn give_up<B: Lasting>(place: &mut Place<'_, B>) -> u64 {
+pub(super) fn give_up<B: Lasting>(place: &mut BusRing<'_, B>) -> u64 {
     let mut count = 0;
     for at in (0..place.ring.held()).rev() {
         if !place.ring.prefetch(place.bus, at) {

@@ -190,7 +190,7 @@ impl Header {
 /// The configuration space.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub struct Config {
+pub struct NetConfig {
     /// The device's address.
     pub mac: [u8; 6],
     /// See [`LINK_UP`].
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn header_and_configuration_are_laid_out_as_virtio_says() {
-        assert_eq!((HEADER, LEGACY_HEADER, size_of::<Config>()), (12, 10, 17));
+        assert_eq!((HEADER, LEGACY_HEADER, size_of::<NetConfig>()), (12, 10, 17));
         let bytes: [u8; HEADER] = std::array::from_fn(|at| at as u8 + 1);
         let header = Header::read_from_bytes(&bytes).unwrap();
         assert_eq!((header.flags, header.gso_type), (1, 2));

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BouncePools, Config, Device, Distrust, Environment, Policy, Trust,
+    BounceConfig, BounceLimits, BouncePools, DmaConfig, Device, Distrust, Environment, Policy, Trust,
     Written,
 };
 use ringfence_drivers::{
@@ -77,7 +77,7 @@ impl Liar {
     }
 }
 
-fn bench(config: Config, lies: bool) -> Bench {
+fn bench(config: DmaConfig, lies: bool) -> Bench {
     let mut rig = Rig::new(Setup { event_idx: true, ..Setup::new(true) });
     let layout = QueueLayout::new(64, 2);
     let part = rig.pages(layout.bytes().div_ceil(PAGE));
@@ -92,7 +92,7 @@ fn bench(config: Config, lies: bool) -> Bench {
         let memory = Memory::of_ram(&rig.ram).unwrap();
         let mut view = View::new(endpoint, memory).expect("room for another view");
         let (size, event_idx, indirect, packed, base) = (64, true, true, false, 0);
-        let config = device::Config { size, desc, avail, used, event_idx, indirect, packed, base };
+        let config = device::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
         let ring = device::Queue::new(config, &view).unwrap();
         view.offline();
         Liar { view, ring }
@@ -110,7 +110,7 @@ fn bench(config: Config, lies: bool) -> Bench {
     let memory = RamMemory::carve(&rig.ram, 256 << 10).unwrap();
     let (domain, addresses) = (Arc::clone(&rig.domain), Arc::clone(&allocator));
     let pools = BouncePools::new(domain, addresses, memory, BounceLimits::default()).unwrap();
-    let config = Config { limit: Iova(FIRST + (1 << 24) - 1), ..config };
+    let config = DmaConfig { limit: Iova(FIRST + (1 << 24) - 1), ..config };
     let domain = Arc::clone(&rig.domain);
     let environment = Environment::default();
     let dma = Device::with_pools(domain, allocator, config, environment, &pools).unwrap();
@@ -118,9 +118,9 @@ fn bench(config: Config, lies: bool) -> Bench {
     Bench { queue, dma, pools, liar, rig }
 }
 
-fn config(policy: Policy, written: Written) -> Config {
+fn config(policy: Policy, written: Written) -> DmaConfig {
     let bounce = BounceConfig { written, ..BounceConfig::default() };
-    Config { bounce, ..Config::new(policy) }
+    DmaConfig { bounce, ..DmaConfig::new(policy) }
 }
 
 impl Bench {
@@ -189,7 +189,7 @@ fn data_gets_where_it_belongs() {
         (Policy::Bounce, untrusted),
     ] {
         for written in [Written::Unknown, Written::Reported] {
-            let mut bench = bench(Config { trust, ..config(policy, written) }, false);
+            let mut bench = bench(DmaConfig { trust, ..config(policy, written) }, false);
             let lens = [512, 4096, 1536, 8192, 512, 12_800];
             for (n, buffer) in bench.buffers(&lens).into_iter().enumerate() {
                 buffer.piece().fill(n as u8 + 1);
@@ -315,7 +315,7 @@ fn a_length_beyond_the_buffer_breaks_the_ring_and_loses_no_slot() {
 fn what_was_never_asked_is_left_alone() {
     // rule L49
     for written in [Written::Unknown, Written::Reported] {
-        let config = Config { max_segment: PAGE as u64, ..config(Policy::Bounce, written) };
+        let config = DmaConfig { max_segment: PAGE as u64, ..config(Policy::Bounce, written) };
         let mut bench = bench(config, false);
         // Three segments, and the ring takes two.
         let buffer = bench.buffers(&[3 * PAGE]).remove(0);

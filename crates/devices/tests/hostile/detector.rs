@@ -2,7 +2,7 @@
 
 use std::{panic::Location, sync::Arc};
 
-use ringfence_dma::{Config, Detector, Device, Direction, Explained, Place, Policy};
+use ringfence_dma::{DmaConfig, Detector, Device, Direction, Explained, CallSite, Policy};
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{Iova, Prot};
 use ringfence_iova::{Aperture, RbTree};
@@ -14,13 +14,13 @@ use crate::rig::*;
 type Dma = Device<Arc<ViommuDomain>, RbTree>;
 
 /// The DMA API over the rig's domain, at addresses where the rig itself maps nothing.
-fn dma(rig: &Rig, config: Config) -> Dma {
+fn dma(rig: &Rig, config: DmaConfig) -> Dma {
     let aperture = Aperture::new(1 << 36, (1 << 37) - 1, PAGE as u64).unwrap();
     Device::new(Arc::clone(&rig.domain), RbTree::new(aperture), config).unwrap()
 }
 
-fn detecting() -> Config {
-    Config { detect: Some(Detector::default()), ..Config::new(Policy::StrictMap) }
+fn detecting() -> DmaConfig {
+    DmaConfig { detect: Some(Detector::default()), ..DmaConfig::new(Policy::StrictMap) }
 }
 
 /// What the device's fault at `iova` was.
@@ -30,7 +30,7 @@ fn explain(rig: &mut Rig, dma: &Dma, iova: u64) -> Explained {
     dma.explain(&fault).unwrap()
 }
 
-fn is_here(place: &Place, line: u32) -> bool {
+fn is_here(place: &CallSite, line: u32) -> bool {
     place.at.is_some_and(|at: &Location<'_>| (at.file(), at.line()) == (file!(), line))
 }
 

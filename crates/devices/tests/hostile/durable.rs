@@ -6,14 +6,14 @@ use ringfence_devices::disk::{Disk, Image, ImageOptions};
 use ringfence_vhost_user::ProtocolFeatures;
 use ringfence_virtq::{
     F_VERSION_1,
-    blk::{Config, Kind, feature},
+    blk::{BlkConfig, Kind, feature},
 };
 
 use crate::rig::*;
 
 const LEN: u64 = 1 << 16;
 /// Where `writeback` is.
-const WRITEBACK: u32 = std::mem::offset_of!(Config, writeback) as u32;
+const WRITEBACK: u32 = std::mem::offset_of!(BlkConfig, writeback) as u32;
 
 /// How many pages of the file are in the page cache alone. `None`: the kernel does not say (it is older than
 /// 6.5), or the file system has nothing but the cache.

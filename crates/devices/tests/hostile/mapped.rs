@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use ringfence_dma::{Config, Device, Policy};
+use ringfence_dma::{DmaConfig, Device, Policy};
 use ringfence_drivers::{
     blk::{Batching, Completion, DriverQueue, MappedQueue, NotAsked, QueueLayout},
     ram::RamPart,
@@ -58,7 +58,7 @@ fn bench(policy: Policy, notify: Notify, batching: Batching) -> Bench {
     let last = FIRST + PAGES * PAGE as u64 - 1;
     let aperture = Aperture::new(FIRST, last, PAGE as u64).unwrap();
     let allocator = Arc::new(Slabs::new(aperture, OsCpu::new()));
-    let config = Config { limit: Iova(last), ..Config::new(policy) };
+    let config = DmaConfig { limit: Iova(last), ..DmaConfig::new(policy) };
     let dma = Device::new(Arc::clone(&rig.domain), Arc::clone(&allocator), config).unwrap();
     let queue = MappedQueue::new(ring, &dma, batching);
     Bench { queue, dma, allocator, layout, rig }

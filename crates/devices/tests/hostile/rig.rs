@@ -33,7 +33,7 @@ use ringfence_vhost_user::{Frontend, Handler, ProtocolFeatures, RingAddresses, S
 use ringfence_virtio_iommu::{
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, Config, FaultRecord},
+    wire::{CONFIG_LEN, IommuConfig, FaultRecord},
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk, driver as ring, layout,
@@ -408,7 +408,7 @@ impl Iommu {
         front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
         let mut config = [0; CONFIG_LEN];
         front.config(0, &mut config).unwrap();
-        let config = Config::parse(&config).unwrap();
+        let config = IommuConfig::parse(&config).unwrap();
         let given_up = Arc::new(AtomicBool::new(false));
         let events = Events {
             kick: event::new().unwrap(),

@@ -25,7 +25,7 @@ use ringfence_vhost_user::{
 };
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
-    driver::{Config, Queue, Rings},
+    driver::{QueueConfig, Queue, Rings},
 };
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -164,21 +164,21 @@ impl Driver {
     /// Starts a ring anew.
     pub(crate) fn start(&mut self, ring: u16) {
         let Setup { packed, event_idx, .. } = self.setup;
-        let config = Config { size: SIZE, event_idx, packed };
+        let config = QueueConfig { size: SIZE, event_idx, packed };
         let at = u64::from(ring) * 2 * PAGE;
         let memory = self.ram.window(at as usize, 2 * PAGE as usize).unwrap();
         let rings = Rings::placed(&memory, &config).unwrap();
         let mut queue = Queue::with_config(config, rings).unwrap();
         queue.suppress_notifications();
         self.rings[usize::from(ring)] = Some(queue);
-        let base = ringfence_virtq::device::Config::start(packed);
+        let base = ringfence_virtq::device::RingConfig::start(packed);
         self.go_on(ring, base);
     }
 
     /// Where a ring lies, and where its writes are marked.
     fn addresses(&self, ring: u16, log: Option<u64>) -> RingAddresses {
         let Setup { packed, event_idx, translated, .. } = self.setup;
-        let offsets = Config { size: SIZE, event_idx, packed }.offsets();
+        let offsets = QueueConfig { size: SIZE, event_idx, packed }.offsets();
         let at = u64::from(ring) * 2 * PAGE;
         let origin = if translated { IOVA } else { self.ram.user_addr() } + at;
         RingAddresses {

@@ -8,7 +8,7 @@ use std::{
 };
 
 use ringfence_devices::iommu::{Endpoints, IommuBackend, IommuOptions};
-use ringfence_dma::{BounceLimits, BouncePools, Config, Device, Environment, Trust};
+use ringfence_dma::{BounceLimits, BouncePools, DmaConfig, Device, Environment, Trust};
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
@@ -26,7 +26,7 @@ use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
 use ringfence_virtio_iommu::{
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, Config as WireConfig, FaultRecord, Features},
+    wire::{CONFIG_LEN, IommuConfig, FaultRecord, Features},
 };
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -73,7 +73,7 @@ pub(crate) enum Addresses {
 /// How a rig is set up.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
-    pub(crate) config: Config,
+    pub(crate) config: DmaConfig,
     pub(crate) granule: u64,
     pub(crate) addresses: Addresses,
     /// IOVAs end at 2^64-1.
@@ -156,7 +156,7 @@ impl Rig {
         backend.set_memory(Arc::clone(&memory)).unwrap();
         let mut config = [0; CONFIG_LEN];
         backend.config(0, &mut config).unwrap();
-        let config = WireConfig::parse(&config).unwrap();
+        let config = IommuConfig::parse(&config).unwrap();
 
         let transport = Events { kick: event::new().unwrap(), call: event::new().unwrap() };
         let size = setup.ring_size;

@@ -19,7 +19,7 @@ use std::{
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    BounceConfig, Coherent, Config, Direction, Environment, FlushTuning, Mapping, Policy, Segment,
+    BounceConfig, Coherent, DmaConfig, Direction, Environment, FlushTuning, Mapping, Policy, Segment,
     StaleIova, TimerKind, Written,
 };
 use ringfence_iommu::{
@@ -583,7 +583,7 @@ fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String
 
 prop_compose! {
     pub(crate) fn setup()(setup in program::setup(), ms in 1..5u64) -> Setup {
-        let config = Config {
+        let config = DmaConfig {
             timer: TimerKind::Thread,
             flush: setup.config.flush.map(|tuning| FlushTuning { interval_ms: ms, ..tuning }),
             // It keeps addresses, which the account of them at the end would have to know.

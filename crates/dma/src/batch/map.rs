@@ -14,7 +14,7 @@ use crate::{
     pieces::Sync,
     placed::Placed,
     waits::timed,
-    wanted::{Failed, Lasting, Made, Wanted},
+    map_call::{Failed, Lasting, Made, MapCall},
 };
 
 /// Maps buffers for one device together: one map sync for all of them, and only then are their
@@ -83,7 +83,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     ) -> Result<(), (T, MapError<B>)> {
         let buffer = ManuallyDrop::new(buffer);
         let made = Made { direction, at: Location::caller(), bytes };
-        let placed = self.device.place(&Wanted {
+        let placed = self.device.place(&MapCall {
             pieces: &|each| list(&buffer, each),
             slices: &|each| (bytes.read)(&buffer, each),
             direction,

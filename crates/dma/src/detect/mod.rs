@@ -40,7 +40,7 @@ impl Default for Detector {
 
 /// A place in the program, and who was there.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct CallSite {
     /// Where; `None` if that is not known: a mapping that was dropped tells no place.
     pub at: Option<&'static Location<'static>>,
     /// By the environment's clock, in nanoseconds.
@@ -74,9 +74,9 @@ pub struct UseAfterUnmap {
     /// What the device had been allowed.
     pub direction: Direction,
     /// Where it was mapped.
-    pub mapped: Place,
+    pub mapped: CallSite,
     /// Where it was unmapped.
-    pub unmapped: Place,
+    pub unmapped: CallSite,
     /// How long ago that was when the fault was explained, in nanoseconds. The access itself was no
     /// later.
     pub age_ns: u64,
@@ -92,7 +92,7 @@ pub struct Misuse {
     /// What the device is allowed.
     pub direction: Direction,
     /// Where it was mapped.
-    pub mapped: Place,
+    pub mapped: CallSite,
 }
 
 /// The detector of a device: its records, and a lock.
@@ -183,11 +183,11 @@ impl Watchman {
     }
 }
 
-fn place(mark: &Mark) -> Place {
-    Place { at: mark.at, ns: mark.ns, thread: mark.thread.clone() }
+fn place(mark: &Mark) -> CallSite {
+    CallSite { at: mark.at, ns: mark.ns, thread: mark.thread.clone() }
 }
 
-impl Display for Place {
+impl Display for CallSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.at {
             Some(at) => write!(f, "at {}:{}", at.file(), at.line())?,

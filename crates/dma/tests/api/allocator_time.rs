@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_dma::{Config, Device, Direction, Environment, Policy, TimerKind};
+use ringfence_dma::{DmaConfig, Device, Direction, Environment, Policy, TimerKind};
 use ringfence_iommu::{Capabilities, table::Limits};
 use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
 use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
@@ -52,7 +52,7 @@ fn device(policy: Policy, sample_every: u32) -> Device<Arc<MockDomain>, Slow> {
         cpu: Arc::new(FixedCpu::new(1)),
         thread_clock: Arc::new(TickingClock::default()),
     };
-    let config = Config { timer: TimerKind::Manual, sample_every, ..Config::new(policy) };
+    let config = DmaConfig { timer: TimerKind::Manual, sample_every, ..DmaConfig::new(policy) };
     Device::with_environment(domain, allocator, config, environment).unwrap()
 }
 

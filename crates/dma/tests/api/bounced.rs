@@ -1,7 +1,7 @@
 //! Mappings that are copies: which are, what the device is shown, what comes back.
 
 use ringfence_dma::{
-    BounceLimits, Config, Direction, Distrust, Error, Mapping, Policy, Trust, Written,
+    BounceLimits, DmaConfig, Direction, Distrust, Error, Mapping, Policy, Trust, Written,
 };
 use ringfence_iommu::Prot;
 
@@ -14,7 +14,7 @@ const UNTRUSTED: Trust = Trust::Untrusted { why: Distrust::Described };
 pub(crate) const DIRECTIONS: [Direction; 3] =
     [Direction::ToDevice, Direction::FromDevice, Direction::Bidirectional];
 
-pub(crate) fn setup(policy: Policy, change: impl FnOnce(&mut Config)) -> Setup {
+pub(crate) fn setup(policy: Policy, change: impl FnOnce(&mut DmaConfig)) -> Setup {
     let mut setup = Setup::new(policy);
     change(&mut setup.config);
     setup

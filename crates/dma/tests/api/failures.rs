@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use ringfence_dma::{
-    Config, Device, Direction, Error, ErrorKind, FlushTuning, MapError, Policy, QueueKind,
+    DmaConfig, Device, Direction, Error, ErrorKind, FlushTuning, MapError, Policy, QueueKind,
     SetupError, TuningError,
 };
 use ringfence_iommu::{Capabilities, Error as DomainError, Iova, table::Limits};
@@ -234,27 +234,27 @@ fn a_lazy_device_flushes_before_it_says_that_no_iova_is_left() {
 
 #[test]
 fn a_configuration_that_makes_no_sense_is_refused() {
-    let device = |config: Config| {
+    let device = |config: DmaConfig| {
         let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
         let allocator = EagerAllocator::new(4096, domain.log.clone());
         Device::new(domain, allocator, config).map(|_| ()).unwrap_err()
     };
-    let config = Config::default;
+    let config = DmaConfig::default;
     assert_eq!(
-        device(Config { segment_boundary: 0x1_0000, ..config() }),
+        device(DmaConfig { segment_boundary: 0x1_0000, ..config() }),
         SetupError::Boundary(0x1_0000)
     );
-    assert_eq!(device(Config { segment_boundary: 0x7ff, ..config() }), SetupError::Boundary(0x7ff));
-    assert_eq!(device(Config { max_segment: 4095, ..config() }), SetupError::MaxSegment(4095));
-    assert_eq!(device(Config { sample_every: 3, ..config() }), SetupError::SampleEvery(3));
+    assert_eq!(device(DmaConfig { segment_boundary: 0x7ff, ..config() }), SetupError::Boundary(0x7ff));
+    assert_eq!(device(DmaConfig { max_segment: 4095, ..config() }), SetupError::MaxSegment(4095));
+    assert_eq!(device(DmaConfig { sample_every: 3, ..config() }), SetupError::SampleEvery(3));
     let tuning = FlushTuning { slots: 1, ..FlushTuning::single() };
     assert_eq!(
-        device(Config { flush: Some(tuning), ..config() }),
+        device(DmaConfig { flush: Some(tuning), ..config() }),
         SetupError::Tuning(TuningError::Slots(1))
     );
     let policy = Policy::LazyMq;
     assert_eq!(
-        device(Config { flush: Some(FlushTuning::single()), ..Config::new(policy) }),
+        device(DmaConfig { flush: Some(FlushTuning::single()), ..DmaConfig::new(policy) }),
         SetupError::Tuning(TuningError::Kind { kind: QueueKind::Single, policy })
     );
     let domain = MockDomain::new(8192, Capabilities::FULL, Limits::NONE);

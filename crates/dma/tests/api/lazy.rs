@@ -5,7 +5,7 @@ use std::{
     thread,
 };
 
-use ringfence_dma::{Config, Device, Direction, Fallback, FlushTuning, Mapping, Policy, TimerKind};
+use ringfence_dma::{DmaConfig, Device, Direction, Fallback, FlushTuning, Mapping, Policy, TimerKind};
 use ringfence_iommu::{Capabilities, Iova, table::Limits};
 
 use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, Setup, eventually};
@@ -308,7 +308,7 @@ fn the_timers_thread_flushes_without_anybody_asking() {
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
     let tuning = FlushTuning { interval_ms: 1, ..FlushTuning::per_cpu() };
-    let config = Config { flush: Some(tuning), ..Config::new(Policy::LazyMqMap) };
+    let config = DmaConfig { flush: Some(tuning), ..DmaConfig::new(Policy::LazyMqMap) };
     let device = Device::new(Arc::clone(&domain), Arc::clone(&allocator), config).unwrap();
     for _ in 0..3 {
         let (sender, receiver) = mpsc::channel();

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use ringfence_dma::{
-    Config, Device, Direction, DmaBuffer, Environment, Mapping, Policy, SharedMemory, TimerKind,
+    DmaConfig, Device, Direction, DmaBuffer, Environment, Mapping, Policy, SharedMemory, TimerKind,
 };
 use ringfence_iommu::{
     Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,
@@ -71,7 +71,7 @@ impl Bench {
         let cpu = Arc::new(FixedCpu::new(1));
         let slabs = Slabs::new(Aperture::new(0, (1 << 40) - 1, 4096).unwrap(), Arc::clone(&cpu));
         let slabs = Arc::new(slabs);
-        let config = Config { timer: TimerKind::Manual, ..Config::new(policy) };
+        let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(policy) };
         let environment = Environment { cpu, ..Environment::default() };
         let device =
             Device::with_environment(Arc::clone(&faulty), Arc::clone(&slabs), config, environment);
@@ -215,7 +215,7 @@ fn an_exhausted_allocator_and_a_full_domain_leave_what_there_was() {
                 let soft = Soft::new(geometry, full, Shootdown::new(1));
                 let cpu = Arc::new(FixedCpu::new(1));
                 let slabs = Arc::new(Slabs::new(Aperture::new(0, last, 4096).unwrap(), cpu));
-                let config = Config { timer: TimerKind::Manual, ..Config::new(policy) };
+                let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(policy) };
                 let device = Device::new(Arc::clone(&soft), Arc::clone(&slabs), config).unwrap();
                 let count = Arc::new(AtomicUsize::new(0));
                 let mut failures = 0;

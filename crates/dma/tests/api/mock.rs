@@ -11,7 +11,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    Config, Device, DmaBuffer, Environment, Policy, SharedMemory, ThreadClock, TimerKind,
+    DmaConfig, Device, DmaBuffer, Environment, Policy, SharedMemory, ThreadClock, TimerKind,
 };
 use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Prot,
@@ -462,7 +462,7 @@ pub(crate) struct Setup {
     pub(crate) granule: u64,
     pub(crate) capabilities: Capabilities,
     pub(crate) limits: Limits,
-    pub(crate) config: Config,
+    pub(crate) config: DmaConfig,
 }
 
 impl Setup {
@@ -471,7 +471,7 @@ impl Setup {
             granule: 4096,
             capabilities: Capabilities::FULL,
             limits: Limits::NONE,
-            config: Config { timer: TimerKind::Manual, ..Config::new(policy) },
+            config: DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(policy) },
         }
     }
 

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    BounceConfig, BounceLimits, Config, Direction, Distrust, FlushTuning, Mapping, Policy,
+    BounceConfig, BounceLimits, DmaConfig, Direction, Distrust, FlushTuning, Mapping, Policy,
     StaleIova, Trust, Written,
 };
 use ringfence_iommu::Prot;
@@ -500,7 +500,7 @@ proptest! {
         // rules L17, L18, L19, L22, L27, L33, L48, L49, L50
         let written = if reported { Written::Reported } else { Written::Unknown };
         let mut setup = Setup { granule, ..Setup::new(policy) };
-        setup.config = Config {
+        setup.config = DmaConfig {
             flush: Some(FlushTuning { slots, ..FlushTuning::of(policy) }),
             bounce: BounceConfig { threshold, written, ..BounceConfig::default() },
             trust: match untrusted {

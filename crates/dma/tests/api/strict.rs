@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use ringfence_dma::{Config, Direction, OutOfBounds, Policy, Segment};
+use ringfence_dma::{DmaConfig, Direction, OutOfBounds, Policy, Segment};
 use ringfence_iommu::{Iova, Prot, Range};
 
 use crate::mock::{Bench, Buf, Event, MSI, Setup};
@@ -194,7 +194,7 @@ fn clones_count_together_and_their_counts_outlive_them() {
 
 #[test]
 fn the_default_is_strict_and_syncs_maps_once() {
-    assert_eq!(Config::default().policy, Policy::StrictMap);
+    assert_eq!(DmaConfig::default().policy, Policy::StrictMap);
 }
 
 #[test]

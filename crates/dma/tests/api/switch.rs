@@ -10,7 +10,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceLimits, Config, Device, Direction, Fallback, FlushTuning, Mapping, Policy, SwitchError,
+    BounceLimits, DmaConfig, Device, Direction, Fallback, FlushTuning, Mapping, Policy, SwitchError,
     TimerKind,
 };
 use ringfence_iommu::{Capabilities, table::Limits};
@@ -258,9 +258,9 @@ fn a_device_that_becomes_lazy_has_a_timer_of_its_own_from_then_on() {
     // rules L23, L30
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
-    let config = Config {
+    let config = DmaConfig {
         flush: Some(FlushTuning { interval_ms: 1, ..FlushTuning::single() }),
-        ..Config::new(Policy::StrictMap)
+        ..DmaConfig::new(Policy::StrictMap)
     };
     let device = Device::new(Arc::clone(&domain), Arc::clone(&allocator), config).unwrap();
     for _ in 0..3 {

@@ -1,7 +1,7 @@
 //! An untrusted device is strict, whatever it was given.
 
 use ringfence_dma::{
-    Config, Detector, Device, Direction, Distrust, Fallback, Policy, Refused, SetupError,
+    DmaConfig, Detector, Device, Direction, Distrust, Fallback, Policy, Refused, SetupError,
     SwitchError, Trust,
 };
 use ringfence_iommu::{Capabilities, table::Limits};
@@ -11,13 +11,13 @@ use crate::mock::{Bench, Buf, EagerAllocator, MockDomain, Setup};
 const UNTRUSTED: Trust = Trust::Untrusted { why: Distrust::Removable };
 const BECAUSE: Fallback = Fallback::Untrusted { why: Distrust::Removable };
 
-fn bench(policy: Policy, change: impl FnOnce(&mut Config)) -> Bench {
+fn bench(policy: Policy, change: impl FnOnce(&mut DmaConfig)) -> Bench {
     let mut setup = Setup::new(policy);
     change(&mut setup.config);
     setup.build()
 }
 
-fn refused(config: Config, capabilities: Capabilities) -> SetupError {
+fn refused(config: DmaConfig, capabilities: Capabilities) -> SetupError {
     let domain = MockDomain::new(4096, capabilities, Limits::NONE);
     let allocator = EagerAllocator::new(4096, domain.log.clone());
     Device::new(domain, allocator, config).map(|_| ()).unwrap_err()
@@ -53,7 +53,7 @@ fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
 fn a_driver_that_demands_what_an_untrusted_device_cannot_have_is_refused() {
     // rule L28
     for policy in Policy::ALL.into_iter().filter(|policy| !policy.bounces()) {
-        let demand = |trust| Config { trust, demand: true, ..Config::new(policy) };
+        let demand = |trust| DmaConfig { trust, demand: true, ..DmaConfig::new(policy) };
         if policy.is_strict() {
             let bench = bench(policy, |config| *config = demand(UNTRUSTED));
             assert_eq!(bench.device.effective_policy(), policy);
@@ -70,21 +70,21 @@ fn a_driver_that_demands_what_an_untrusted_device_cannot_have_is_refused() {
 #[test]
 fn nor_does_a_demand_become_something_else_for_another_reason() {
     let strict_only = Capabilities::default();
-    let demand = Config { demand: true, ..Config::new(Policy::LazyMqMap) };
+    let demand = DmaConfig { demand: true, ..DmaConfig::new(Policy::LazyMqMap) };
     let (policy, because) = (demand.policy, Fallback::NoDeferredFlush);
     let wanted = SetupError::Refused(Refused { policy, because });
     assert_eq!(refused(demand.clone(), strict_only), wanted);
     let because = Fallback::Detector;
     let wanted = SetupError::Refused(Refused { policy, because });
     let detect = Some(Detector::default());
-    assert_eq!(refused(Config { detect, ..demand }, Capabilities::FULL), wanted);
+    assert_eq!(refused(DmaConfig { detect, ..demand }, Capabilities::FULL), wanted);
 }
 
 #[test]
 fn distrust_is_the_reason_that_is_told_first() {
     let detect = Some(Detector::default());
     let bench = bench(Policy::LazySq, |config| {
-        *config = Config { trust: UNTRUSTED, detect, ..config.clone() };
+        *config = DmaConfig { trust: UNTRUSTED, detect, ..config.clone() };
     });
     assert_eq!(bench.device.fallback(), Some(BECAUSE));
     assert_eq!(bench.device.effective_policy(), Policy::Strict);

@@ -10,7 +10,7 @@ use std::{
 
 use proptest::prelude::*;
 use ringfence_dma::{
-    Config, Device, Direction, Environment, FlushTuning, Mapping, Policy, QueueKind, SwitchError,
+    DmaConfig, Device, Direction, Environment, FlushTuning, Mapping, Policy, QueueKind, SwitchError,
     TimerKind, TuningError,
 };
 use ringfence_iommu::{
@@ -73,7 +73,7 @@ fn the_mark_wakes_the_timers_thread() {
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
     // All of it on one CPU, so that one queue reaches its mark.
     let environment = Environment { cpu: Arc::new(FixedCpu::new(1)), ..Environment::default() };
-    let config = Config { flush: Some(tuning), ..Config::new(Policy::LazyMqMap) };
+    let config = DmaConfig { flush: Some(tuning), ..DmaConfig::new(Policy::LazyMqMap) };
     let device =
         Device::with_environment(domain, Arc::clone(&allocator), config, environment).unwrap();
     for _ in 0..3 {
@@ -229,9 +229,9 @@ fn gauged(
 ) -> (Device<Arc<Gauge>, Arc<EagerAllocator>>, Arc<Gauge>) {
     let domain = Arc::new(Gauge::default());
     let allocator = EagerAllocator::new(PAGE, Log::default());
-    let config = Config {
+    let config = DmaConfig {
         flush: Some(FlushTuning { kind: policy.queue_kind().unwrap(), ..tuning }),
-        ..Config::new(policy)
+        ..DmaConfig::new(policy)
     };
     (Device::new(Arc::clone(&domain), allocator, config).unwrap(), domain)
 }
@@ -577,7 +577,7 @@ fn waits_are_told_by_what_they_were_for() {
     };
     let tuning = FlushTuning { slots: 3, ..FlushTuning::single() };
     let config =
-        Config { timer: TimerKind::Manual, flush: Some(tuning), ..Config::new(Policy::Strict) };
+        DmaConfig { timer: TimerKind::Manual, flush: Some(tuning), ..DmaConfig::new(Policy::Strict) };
     let device = Device::with_environment(domain, allocator, config, environment).unwrap();
     let map = || {
         // On a clone, which goes; two pieces.

@@ -15,7 +15,7 @@ use super::{
 
 /// How a controller is driven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct ControllerConfig {
     /// How many I/O queues are asked for. The controller may grant fewer. Default: 8.
     pub queues: u16,
     /// For how long nothing may be completed while commands are under way, and the controller may
@@ -23,9 +23,9 @@ pub struct Config {
     pub limit: Duration,
 }
 
-impl Default for Config {
-    fn default() -> Config {
-        Config { queues: 8, limit: Duration::from_secs(30) }
+impl Default for ControllerConfig {
+    fn default() -> ControllerConfig {
+        ControllerConfig { queues: 8, limit: Duration::from_secs(30) }
     }
 }
 
@@ -40,7 +40,7 @@ pub struct Controller<D: Domain + 'static, A: Allocator + 'static, R: Registers>
 /// What a controller and its queues share.
 pub(super) struct Inner<D: Domain + 'static, A: Allocator + 'static, R: Registers> {
     pub(super) device: Device<D, A>,
-    pub(super) config: Config,
+    pub(super) config: ControllerConfig,
     pub(super) state: Mutex<State<R>>,
     identity: Identity,
     namespaces: Vec<Namespace>,
@@ -98,7 +98,7 @@ where
     ///
     /// # Errors
     /// It is gone, cannot be used, fails, or takes too long. Then it is stopped again.
-    pub fn start(device: Device<D, A>, registers: R, config: Config) -> Result<Self, Error> {
+    pub fn start(device: Device<D, A>, registers: R, config: ControllerConfig) -> Result<Self, Error> {
         let registers = Arc::new(registers);
         let capabilities = Capabilities::read(&*registers)?;
         let core = Core { registers, capabilities, limit: config.limit };
@@ -223,7 +223,7 @@ where
     R: Registers,
 {
     /// How many queues it grants, who it is, and what it has.
-    fn go(&mut self, config: Config) -> Result<(u16, Identity, Vec<Namespace>), Error> {
+    fn go(&mut self, config: ControllerConfig) -> Result<(u16, Identity, Vec<Namespace>), Error> {
         let core = self.core.as_ref().ok_or(Error::Stopped)?;
         let (registers, capabilities) = (&core.registers, core.capabilities);
         let doorbells = capabilities.doorbells(&**registers, 0)?;

@@ -27,7 +27,7 @@ mod slot;
 mod wire;
 
 pub use buffer::Buffer;
-pub use controller::{Config, Controller};
+pub use controller::{ControllerConfig, Controller};
 pub use error::{Error, NotAsked};
 pub use identify::{Identity, Namespace};
 pub use queue::IoQueue;

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, Config as DmaConfig, Device, Direction, Environment, Fallback,
+    BounceLimits, BouncePools, DmaConfig, Device, Direction, Environment, Fallback,
     HostMemory, Policy, Segment,
 };
-use ringfence_drivers::nvme::{Buffer, Config, Controller, Data, Namespace, Op};
+use ringfence_drivers::nvme::{Buffer, ControllerConfig, Controller, Data, Namespace, Op};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vfio::{Tuning, Type1};
@@ -56,7 +56,7 @@ fn start(policy: Policy) -> (Disk, Soft, Domain) {
     let fallback = policy.is_lazy().then_some(Fallback::NoDeferredFlush);
     assert_eq!(device.fallback(), fallback);
     let soft = Soft::new(BLOCKS, Bridge(Arc::clone(&domain)), Character::GOOD);
-    let config = Config { limit: LIMIT, ..Config::default() };
+    let config = ControllerConfig { limit: LIMIT, ..ControllerConfig::default() };
     (Controller::start(device, soft.bar(), config).unwrap(), soft, domain)
 }
 

@@ -7,10 +7,10 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, Config as DmaConfig, Device, DmaBuffer, Environment, HostMemory,
+    BounceLimits, BouncePools, DmaConfig, Device, DmaBuffer, Environment, HostMemory,
     Policy,
 };
-use ringfence_drivers::nvme::{Config, Controller, Data, Error, IoQueue, Namespace};
+use ringfence_drivers::nvme::{ControllerConfig, Controller, Data, Error, IoQueue, Namespace};
 use ringfence_iommu::{
     Geometry, HostAddr, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
 };
@@ -133,7 +133,7 @@ impl Rig {
         assert_eq!(device.effective_policy(), policy);
         let bus = SoftBus::new(&domain, policy == Policy::Off);
         let soft = Soft::new(BLOCKS, bus, character);
-        let config = Config { limit: LIMIT, ..Config::default() };
+        let config = ControllerConfig { limit: LIMIT, ..ControllerConfig::default() };
         let disk = Controller::start(device.clone(), soft.bar(), config);
         Rig { disk, device, soft, domain }
     }

@@ -22,17 +22,17 @@ pub(super) const LOG: usize = if cfg!(loom) { 2 } else { 256 };
 pub(super) struct Log {
     claimed: CachePadded<AtomicU64>,
     written: AtomicU64,
-    places: Box<[Place]>,
+    places: Box<[LogEntry]>,
 }
 
-struct Place {
+struct LogEntry {
     first: AtomicU64,
     last: AtomicU64,
 }
 
 impl Log {
     pub(super) fn new() -> Log {
-        let place = |_| Place { first: AtomicU64::new(0), last: AtomicU64::new(0) };
+        let place = |_| LogEntry { first: AtomicU64::new(0), last: AtomicU64::new(0) };
         Log {
             claimed: CachePadded::new(AtomicU64::new(0)),
             written: AtomicU64::new(0),
@@ -46,7 +46,7 @@ impl Log {
         self.written.load(Ordering::Acquire)
     }
 
-    fn place(&self, position: u64) -> &Place {
+    fn place(&self, position: u64) -> &LogEntry {
         &self.places[(position % LOG as u64) as usize]
     }
 

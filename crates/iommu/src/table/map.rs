@@ -12,7 +12,7 @@ use super::{
     pages::Chain,
     slot::{FANOUT, ROOT_LEVEL, Slot, Span, delta, index, shift},
     walk::{first_mapped, slots_of},
-    writer::{Place, Writer},
+    writer::{SlotRef, Writer},
 };
 
 /// How many nodes a map may need: two a level, for its two ends.
@@ -206,7 +206,7 @@ pub(super) struct Commit<'w> {
 
 impl Commit<'_> {
     /// Maps `part`, some or all of the slot at `place`.
-    pub(super) fn put(&mut self, place: Place<'_>, part: Span) {
+    pub(super) fn put(&mut self, place: SlotRef<'_>, part: Span) {
         let word = place.load();
         if part == place.span {
             let new = match self.stock.shared {
@@ -243,13 +243,13 @@ impl Commit<'_> {
                     let node = self.node(level, part);
                     let at = index(level, old.span().first);
                     // Before readers can get there, so that they meet `old` by one way or the other.
-                    self.writer.link(Place::of(node, at), old);
+                    self.writer.link(SlotRef::of(node, at), old);
                     self.writer.link(place, node);
                     node
                 }
             };
             for at in node.indices(part) {
-                let place = Place::of(node, at);
+                let place = SlotRef::of(node, at);
                 self.put(place, part.clip(place.span));
             }
         }

@@ -75,7 +75,7 @@ use self::{
     slot::{ROOT_LEVEL, Slot, Span},
     unmap::Removed,
     walk::{Leaf, first_mapped, leaf_at, run_at},
-    writer::{Place, Writer},
+    writer::{SlotRef, Writer},
 };
 use crate::{Address as _, Error, Iova, Prot, Range, Result};
 
@@ -346,7 +346,7 @@ impl Table {
                     return Err(Error::WouldSplit { range, at: Iova(at) });
                 }
                 let mut removed = Removed::default();
-                unmap::sweep(writer, Place::root(&self.root), span, &mut removed);
+                unmap::sweep(writer, SlotRef::root(&self.root), span, &mut removed);
                 removed
             }
         };
@@ -371,7 +371,7 @@ impl Table {
     /// Maps what may need memory, or may not be possible.
     fn map_slowly(&self, writer: &mut Writer, mapping: Mapping) -> Result<()> {
         let span = Span::from(mapping.range);
-        let root = Place::root(&self.root);
+        let root = SlotRef::root(&self.root);
         let fits = Slot::fits(slot::delta(&mapping));
         let mut need = Need::default();
         map::rehearse(root.load(), ROOT_LEVEL, span, fits, &mut need)
@@ -467,7 +467,7 @@ impl Drop for Table {
         let all = Span { first: 0, last: u64::MAX };
         let mut pages = {
             let mut writer = self.writer.lock();
-            unmap::sweep(&mut writer, Place::root(&self.root), all, &mut removed);
+            unmap::sweep(&mut writer, SlotRef::root(&self.root), all, &mut removed);
             if let Some(budget) = self.budget() {
                 budget.give_mappings(writer.granted);
             }

@@ -7,7 +7,7 @@ use super::{
     pages::Chain,
     slot::{Slot, Span},
     walk::{leaf_at, slots_of},
-    writer::{Place, Writer},
+    writer::{SlotRef, Writer},
 };
 
 /// What was removed.
@@ -79,7 +79,7 @@ pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option
 }
 
 /// Removes every mapping from `part`, some or all of the slot at `place`. None is split.
-pub(super) fn sweep(writer: &mut Writer, place: Place<'_>, part: Span, removed: &mut Removed) {
+pub(super) fn sweep(writer: &mut Writer, place: SlotRef<'_>, part: Span, removed: &mut Removed) {
     let word = place.load();
     if word.is_empty() {
     } else if word.is_leaf() {
@@ -97,14 +97,14 @@ pub(super) fn sweep(writer: &mut Writer, place: Place<'_>, part: Span, removed: 
             discard(writer, node, removed);
         } else if node.live.get() > 0 && span.overlaps(part) {
             for at in node.indices(part) {
-                let place = Place::of(node, at);
+                let place = SlotRef::of(node, at);
                 sweep(writer, place, part.clip(place.span), removed);
             }
         }
     }
 }
 
-fn sweep_block(writer: &mut Writer, place: Place<'_>, part: Span, removed: &mut Removed) {
+fn sweep_block(writer: &mut Writer, place: SlotRef<'_>, part: Span, removed: &mut Removed) {
     let word = place.load();
     // SAFETY: reachable, and the lock is held.
     let block = unsafe { word.block_ptr().as_ref() };

@@ -13,7 +13,7 @@ use super::{
 
 /// One slot of the tree.
 #[derive(Clone, Copy)]
-pub(super) struct Place<'t> {
+pub(super) struct SlotRef<'t> {
     slot: &'t AtomicU64,
     /// The node the slot is in; `None` for the root slot.
     node: Option<&'t Node>,
@@ -21,13 +21,13 @@ pub(super) struct Place<'t> {
     pub(super) span: Span,
 }
 
-impl<'t> Place<'t> {
-    pub(super) fn root(root: &'t AtomicU64) -> Place<'t> {
-        Place { slot: root, node: None, span: Span { first: 0, last: u64::MAX } }
+impl<'t> SlotRef<'t> {
+    pub(super) fn root(root: &'t AtomicU64) -> SlotRef<'t> {
+        SlotRef { slot: root, node: None, span: Span { first: 0, last: u64::MAX } }
     }
 
-    pub(super) fn of(node: &'t Node, at: usize) -> Place<'t> {
-        Place { slot: node.slot(at), node: Some(node), span: node.slot_span(at) }
+    pub(super) fn of(node: &'t Node, at: usize) -> SlotRef<'t> {
+        SlotRef { slot: node.slot(at), node: Some(node), span: node.slot_span(at) }
     }
 
     pub(super) fn load(&self) -> Slot {
@@ -40,11 +40,11 @@ impl<'t> Place<'t> {
     }
 
     /// Where a slot points to `node`.
-    fn that_holds(node: &Node, root: &'t AtomicU64) -> Place<'t> {
+    fn that_holds(node: &Node, root: &'t AtomicU64) -> SlotRef<'t> {
         // SAFETY: the node is linked, so its parent is, and the lock is held.
         match unsafe { node.parent.get().as_ref() } {
-            None => Place::root(root),
-            Some(parent) => Place::of(parent, index(parent.level(), node.base())),
+            None => SlotRef::root(root),
+            Some(parent) => SlotRef::of(parent, index(parent.level(), node.base())),
         }
     }
 }
@@ -67,7 +67,7 @@ impl Writer {
 
     /// Changes one slot. This is where everything becomes visible to readers.
     #[inline]
-    pub(super) fn set(&mut self, place: Place<'_>, word: Slot) {
+    pub(super) fn set(&mut self, place: SlotRef<'_>, word: Slot) {
         if let Some(node) = place.node {
             match (place.load().is_empty(), word.is_empty()) {
                 (true, false) => self.fill(node, 1),
@@ -127,7 +127,7 @@ impl Writer {
     }
 
     /// Lets a slot point to `node`, which is new or is being moved.
-    pub(super) fn link(&mut self, place: Place<'_>, node: &Node) {
+    pub(super) fn link(&mut self, place: SlotRef<'_>, node: &Node) {
         node.parent.set(place.node.map_or(ptr::null(), ptr::from_ref));
         self.set(place, Slot::child(node, place.level()));
     }
@@ -145,7 +145,7 @@ impl Writer {
     pub(super) fn scavenge(&mut self, root: &AtomicU64, pages: &mut Chain) {
         // SAFETY: the nodes on the list are linked, and the lock is held.
         while let Some(node) = unsafe { self.empties.as_ref() } {
-            let place = Place::that_holds(node, root);
+            let place = SlotRef::that_holds(node, root);
             self.set(place, Slot::EMPTY);
             self.retire(node, pages);
             if let Some(parent) = place.node.filter(|parent| parent.live.get() == 1) {
@@ -160,7 +160,7 @@ impl Writer {
         if let Some(word) = only.filter(|word| word.is_child()) {
             // SAFETY: reachable, and the lock is held.
             let child = unsafe { word.node() };
-            self.link(Place::that_holds(node, root), child);
+            self.link(SlotRef::that_holds(node, root), child);
             self.retire(node, pages);
         }
     }

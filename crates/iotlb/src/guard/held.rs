@@ -32,20 +32,20 @@ const MISSES: usize = 1024;
 
 thread_local! {
     /// The guards of this thread. While it waits none of them is used.
-    static HERE: RefCell<Vec<Weak<Held>>> = const { RefCell::new(Vec::new()) };
+    static HERE: RefCell<Vec<Weak<GuardState>>> = const { RefCell::new(Vec::new()) };
 }
 
-fn here() -> Vec<Rc<Held>> {
+fn here() -> Vec<Rc<GuardState>> {
     HERE.with_borrow(|here| here.iter().filter_map(Weak::upgrade).collect())
 }
 
 /// What one piece of work has translated and keeps in use. It and its clones, which are the same, stay with the
 /// thread that made it.
 #[derive(Clone)]
-pub struct Guard(Rc<Held>);
+pub struct Guard(Rc<GuardState>);
 
 /// The guards of a thread that waits. A panic meanwhile leaves none of them usable.
-struct Waiting(Vec<Rc<Held>>);
+struct Waiting(Vec<Rc<GuardState>>);
 
 impl Drop for Waiting {
     fn drop(&mut self) {
@@ -56,7 +56,7 @@ impl Drop for Waiting {
 }
 
 /// What a guard and its clones hold.
-struct Held {
+struct GuardState {
     source: Arc<Guards>,
     /// Whether a target, with as many bytes as are given and one more, is in the same place of this
     /// process still.
@@ -113,7 +113,7 @@ impl Guard {
     /// One of `source`, for this thread. `same_place` says whether a target, with as many bytes as are given
     /// and one more, still lies where it lay when the guard was made; it is called after a wait.
     pub fn new(source: &Arc<Guards>, same_place: Box<dyn Fn(u64, u64) -> bool>) -> Guard {
-        let held = Rc::new(Held {
+        let held = Rc::new(GuardState {
             source: Arc::clone(source),
             same_place,
             inner: RefCell::default(),
@@ -189,7 +189,7 @@ impl Guard {
     }
 }
 
-impl Held {
+impl GuardState {
     fn translate(
         &self,
         addr: u64,
@@ -348,7 +348,7 @@ impl Held {
     /// One look at all that the guards of this thread need. `wanted` is what is missing of it.
     fn attempt(
         &self,
-        others: &[Rc<Held>],
+        others: &[Rc<GuardState>],
         (parts, since): (&[(Range, Prot)], u64),
         wanted: &mut Vec<Miss>,
     ) -> Result<bool, Failure> {
@@ -448,7 +448,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for GuardState {
     fn drop(&mut self) {
         // Nobody looks at the list of a thread that ends.
         let _ = HERE.try_with(|here| {

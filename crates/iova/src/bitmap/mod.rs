@@ -10,7 +10,7 @@ use ringfence_sync::lock::SpinLock;
 
 use crate::{
     AllocError, AllocReason, Allocator, Aperture, FreeError, FreeReason, Request, ReserveError,
-    Stats, aperture::Wanted,
+    Stats, aperture::GranuleRequest,
 };
 
 /// The window that a [`Bitmap`] covers unless there is a reason for another: 4 GiB.
@@ -132,7 +132,7 @@ impl Bitmap {
     ///
     /// `seen` is the number of laps when the caller ran out; another thread may have made the next
     /// one meanwhile, and then there is something to find without a flush.
-    fn lap(&self, flush: &dyn Flush, wanted: &Wanted, seen: u64) -> Result<usize, AllocReason> {
+    fn lap(&self, flush: &dyn Flush, wanted: &GranuleRequest, seen: u64) -> Result<usize, AllocReason> {
         let _turn = self.lap.lock();
         let mut state = self.state.lock();
         if state.stats.laps != seen
@@ -247,7 +247,7 @@ impl Freed {
 
 impl State {
     /// Takes the next place above where the last search ended.
-    fn take_from_next(&mut self, window: &Aperture, wanted: &Wanted) -> Option<usize> {
+    fn take_from_next(&mut self, window: &Aperture, wanted: &GranuleRequest) -> Option<usize> {
         self.take_from(window, wanted, self.next)
     }
 
@@ -255,7 +255,7 @@ impl State {
     fn take_from_bottom(
         &mut self,
         window: &Aperture,
-        wanted: &Wanted,
+        wanted: &GranuleRequest,
     ) -> Result<usize, AllocReason> {
         self.stats.laps += 1;
         self.next = 0;
@@ -265,7 +265,7 @@ impl State {
         })
     }
 
-    fn take_from(&mut self, window: &Aperture, wanted: &Wanted, from: usize) -> Option<usize> {
+    fn take_from(&mut self, window: &Aperture, wanted: &GranuleRequest, from: usize) -> Option<usize> {
         self.stats.searches += 1;
         let base = window.low();
         // Within the window, so it fits: the limit of a checked request is not below it.

@@ -10,7 +10,7 @@ use super::{
     slab::{Handle, Slab},
     tree::{Tree, order_of},
 };
-use crate::aperture::Wanted;
+use crate::aperture::GranuleRequest;
 
 /// Slabs of a page: 4 KiB of them.
 #[cfg(not(loom))]
@@ -72,7 +72,7 @@ impl Core {
     }
 
     /// Where a request can be met.
-    pub(super) fn place(&mut self, wanted: &Wanted, placement: Placement) -> Option<u64> {
+    pub(super) fn place(&mut self, wanted: &GranuleRequest, placement: Placement) -> Option<u64> {
         self.searches += 1;
         let (count, limit) = (wanted.count, wanted.limit);
         let natural = 1u64.checked_shl(order_of(count))?;
@@ -95,7 +95,7 @@ impl Core {
     }
 
     /// The last resort, of requests for another alignment than their own: looks at every hole.
-    fn place_anywhere(&self, wanted: &Wanted, placement: Placement) -> Option<u64> {
+    fn place_anywhere(&self, wanted: &GranuleRequest, placement: Placement) -> Option<u64> {
         let mut place = None;
         let end = self.tree.runs_up(0, wanted.limit, &mut |low, high| {
             if placement == Placement::Lowest {

@@ -9,7 +9,7 @@ use ringfence_sync::{
 
 use super::{
     index::Hints,
-    key::Place,
+    key::Listing,
     slab::{Claimed, Handle, Slab},
 };
 
@@ -174,9 +174,9 @@ impl Cpu {
 impl Lists {
     /// Puts an attached slab in front.
     pub(super) fn push(&mut self, bin: Bin, slab: Handle) {
-        debug_assert_eq!(slab.place(), Place::NOWHERE);
+        debug_assert_eq!(slab.place(), Listing::NOWHERE);
         let list = &mut self.lists[bin.0];
-        slab.set_place(Place::new(self.cpu, 0));
+        slab.set_place(Listing::new(self.cpu, 0));
         link(None, Some(slab));
         link(Some(slab), list.head);
         if list.head.is_none() {
@@ -215,7 +215,7 @@ impl Lists {
             list.tail = previous;
         }
         list.idle -= slab.place().idle();
-        slab.set_place(Place::NOWHERE);
+        slab.set_place(Listing::NOWHERE);
     }
 
     /// Keeps a listed slab that is all free, behind those that are not so that these are used up
@@ -233,7 +233,7 @@ impl Lists {
         self.unlink(bin, slab);
         let list = &mut self.lists[bin.0];
         list.idle += ranges;
-        slab.set_place(Place::new(self.cpu, ranges));
+        slab.set_place(Listing::new(self.cpu, ranges));
         link(list.tail, Some(slab));
         link(Some(slab), None);
         if list.tail.is_none() {

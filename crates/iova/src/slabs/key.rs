@@ -72,11 +72,11 @@ pub(super) const fn slot_of(number: u64, class: u32) -> u32 {
 
 /// Where a slab is listed: a CPU, and for how many ranges it is counted as idle there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place(u32);
+pub(super) struct Listing(u32);
 
-impl Place {
-    pub(super) const fn from_bits(bits: u32) -> Place {
-        Place(bits)
+impl Listing {
+    pub(super) const fn from_bits(bits: u32) -> Listing {
+        Listing(bits)
     }
 
     pub(super) const fn bits(self) -> u32 {
@@ -84,20 +84,20 @@ impl Place {
     }
 
     /// In no list.
-    pub(super) const NOWHERE: Place = Place(0);
+    pub(super) const NOWHERE: Listing = Listing(0);
     /// Enough for all ranges of a slab.
     const IDLE_BITS: u32 = SLOT_BITS + 1;
 
-    pub(super) const fn new(cpu: usize, idle: u32) -> Place {
-        Place((cpu as u32 + 1) << Place::IDLE_BITS | idle)
+    pub(super) const fn new(cpu: usize, idle: u32) -> Listing {
+        Listing((cpu as u32 + 1) << Listing::IDLE_BITS | idle)
     }
 
     /// The CPU, if there is one.
     pub(super) fn cpu(self) -> Option<usize> {
-        (self.0 >> Place::IDLE_BITS).checked_sub(1).map(|cpu| cpu as usize)
+        (self.0 >> Listing::IDLE_BITS).checked_sub(1).map(|cpu| cpu as usize)
     }
 
     pub(super) const fn idle(self) -> u32 {
-        self.0 & ((1 << Place::IDLE_BITS) - 1)
+        self.0 & ((1 << Listing::IDLE_BITS) - 1)
     }
 }

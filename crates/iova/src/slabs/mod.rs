@@ -21,7 +21,7 @@ use ringfence_sync::{
 use self::core::{Core, LazyIndex};
 use crate::{
     Align, AllocError, Allocator, Aperture, ApertureError, FreeError, FreeReason, Request,
-    ReserveError, Stats, aperture::Wanted,
+    ReserveError, Stats, aperture::GranuleRequest,
 };
 use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
 use index::Hints;

@@ -116,7 +116,7 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    fn alloc_wanted(&self, request: &Request, wanted: &Wanted) -> Option<u64> {
+    fn alloc_wanted(&self, request: &Request, wanted: &GranuleRequest) -> Option<u64> {
         let odd = !wanted.count.is_power_of_two();
         let slab = self
             .class_of(request.size)

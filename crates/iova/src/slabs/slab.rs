@@ -29,7 +29,7 @@ use core::{
 use once_cell::race::OnceBox;
 use ringfence_sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-use super::key::{Key, Place, SLOTS};
+use super::key::{Key, Listing, SLOTS};
 
 use alloc::boxed::Box;
 
@@ -53,7 +53,7 @@ pub(super) struct Slab {
     owned: AtomicU32,
     /// Granules of the ranges whose size is not that of the class; 0 for those whose size it is.
     sizes: OnceBox<Sizes>,
-    /// In whose list it is: a [`Place`], under that CPU's lock, as its neighbours are. In one word,
+    /// In whose list it is: a [`Listing`], under that CPU's lock, as its neighbours are. In one word,
     /// as it is looked at without knowing whose lock to take.
     place: AtomicU32,
     pub(super) next: AtomicPtr<Slab>,
@@ -98,7 +98,7 @@ impl Slab {
             key: AtomicU64::new(0),
             owned: AtomicU32::new(0),
             sizes: OnceBox::new(),
-            place: AtomicU32::new(Place::NOWHERE.bits()),
+            place: AtomicU32::new(Listing::NOWHERE.bits()),
             next: AtomicPtr::new(ptr::null_mut()),
             previous: AtomicPtr::new(ptr::null_mut()),
         }
@@ -126,12 +126,12 @@ impl Slab {
     }
 
     /// Only certain under the lock of the CPU that it names.
-    pub(super) fn place(&self) -> Place {
-        Place::from_bits(self.place.load(Ordering::Relaxed))
+    pub(super) fn place(&self) -> Listing {
+        Listing::from_bits(self.place.load(Ordering::Relaxed))
     }
 
     /// Under the lock of the CPU that it names, or did.
-    pub(super) fn set_place(&self, place: Place) {
+    pub(super) fn set_place(&self, place: Listing) {
         self.place.store(place.bits(), Ordering::Relaxed);
     }
 
@@ -411,7 +411,7 @@ impl Slab {
 
     /// Ends [`freeze`](Self::freeze), detached and with no free range.
     pub(super) fn thaw_detached(&self) {
-        debug_assert_eq!(self.place(), Place::NOWHERE, "in a list and detached");
+        debug_assert_eq!(self.place(), Listing::NOWHERE, "in a list and detached");
         self.word.fetch_and(!(FROZEN | ATTACHED | CURRENT), Ordering::AcqRel);
     }
 

@@ -8,7 +8,7 @@ use std::sync::{
 
 use anyhow::{Context, Result};
 use ringfence_dma::{
-    Config, Device, Direction, DmaBuffer, Environment, Mapping, OsThreadClock, Policy, TimerKind,
+    DmaConfig, Device, Direction, DmaBuffer, Environment, Mapping, OsThreadClock, Policy, TimerKind,
 };
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,
@@ -112,7 +112,7 @@ impl Rig {
         let device = || {
             let geometry = Geometry::new(PageSizes::X86, range);
             let domain = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
-            let mut config = Config::new(policy);
+            let mut config = DmaConfig::new(policy);
             config.timer = TimerKind::Manual;
             config.flush = Some(tuning.flush(policy));
             let environment = Environment {

@@ -43,7 +43,7 @@ struct Step {
 
 /// What a slot holds; no bytes: nothing, its allocation failed.
 #[derive(Clone, Copy, Default)]
-struct Held {
+struct SlotRange {
     iova: u64,
     size: u64,
 }
@@ -134,7 +134,7 @@ impl Script {
         let mut spent = Duration::ZERO;
         for _ in 0..passes {
             let allocators = self.serve(server);
-            let mut held = vec![Held::default(); self.slots];
+            let mut held = vec![SlotRange::default(); self.slots];
             let begun = Instant::now();
             for steps in self.steps.chunks(BETWEEN_LOOKS) {
                 for step in steps {
@@ -158,7 +158,7 @@ impl Script {
         stop: &AtomicBool,
     ) -> Result<Option<Round>> {
         let allocators = self.serve(server);
-        let mut held = vec![Held::default(); self.slots];
+        let mut held = vec![SlotRange::default(); self.slots];
         let clock = clock_cost();
         let mut all = Latencies::new();
         let mut worst = 0;
@@ -197,7 +197,7 @@ impl Script {
 }
 
 #[inline]
-fn take(step: &Step, allocator: &dyn Allocator, held: &mut Held) -> Result<(), FreeError> {
+fn take(step: &Step, allocator: &dyn Allocator, held: &mut SlotRange) -> Result<(), FreeError> {
     if step.size == 0 {
         return match held.size {
             0 => Ok(()),
@@ -205,9 +205,9 @@ fn take(step: &Step, allocator: &dyn Allocator, held: &mut Held) -> Result<(), F
         };
     }
     *held = match allocator.alloc(&Request::new(step.size)) {
-        Ok(iova) => Held { iova, size: step.size },
+        Ok(iova) => SlotRange { iova, size: step.size },
         // Counted where nothing is timed.
-        Err(_) => Held::default(),
+        Err(_) => SlotRange::default(),
     };
     Ok(())
 }

@@ -46,7 +46,7 @@ pub(super) fn figure(page: &mut String, job: &JobReport) {
 
 /// Where on the exposure's axis.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Place {
+enum AxisPos {
     /// The left edge.
     Nothing,
     /// Decimal logarithm; what is too little for one lies at the axis's beginning, not at the edge.
@@ -58,7 +58,7 @@ enum Place {
 struct Point {
     label: String,
     family: &'static str,
-    place: Place,
+    place: AxisPos,
     ratio: f64,
     interval: Option<(f64, f64)>,
     about: String,
@@ -69,11 +69,11 @@ impl Point {
     fn new(job: &JobReport, row: &PolicyResult, exposure: &Exposure) -> Option<Point> {
         let ratio = row.ratio(job.metric).filter(|ratio| ratio.median.is_finite())?;
         let place = match exposure.reach {
-            Reach::None => Place::Nothing,
-            Reach::Persistent | Reach::Always | Reach::Leaked => Place::Unbounded,
+            Reach::None => AxisPos::Nothing,
+            Reach::Persistent | Reach::Always | Reach::Leaked => AxisPos::Unbounded,
             Reach::Flush => {
                 let figure = exposure.mib_ms_per_gib().filter(|figure| figure.is_finite())?;
-                Place::Log(if figure > 0.0 { figure.log10().clamp(-6.0, 12.0) } else { -6.0 })
+                AxisPos::Log(if figure > 0.0 { figure.log10().clamp(-6.0, 12.0) } else { -6.0 })
             }
         };
         let label = job.label(row);
@@ -97,7 +97,7 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
     let logs: Vec<f64> = points
         .iter()
         .filter_map(|point| match point.place {
-            Place::Log(log) => Some(log),
+            AxisPos::Log(log) => Some(log),
             _ => None,
         })
         .collect();
@@ -111,18 +111,18 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
     axes(page, &decades, &ratios);
     // Side by side where the axis tells nothing.
     let edge = |place| points.iter().filter(|point| point.place == place).count() as f64;
-    let (nothing, unbounded) = (edge(Place::Nothing), edge(Place::Unbounded));
+    let (nothing, unbounded) = (edge(AxisPos::Nothing), edge(AxisPos::Unbounded));
     let slot = |from: f64, n: f64, of: f64| from + EDGE * (n + 0.5) / of;
     let (mut left, mut right) = (0.0, 0.0);
     let xs: Vec<f64> = points
         .iter()
         .map(|point| match point.place {
-            Place::Nothing => {
+            AxisPos::Nothing => {
                 left += 1.0;
                 slot(LEFT, left - 1.0, nothing)
             }
-            Place::Log(log) => decades.x(log),
-            Place::Unbounded => {
+            AxisPos::Log(log) => decades.x(log),
+            AxisPos::Unbounded => {
                 right += 1.0;
                 slot(RIGHT - EDGE, right - 1.0, unbounded)
             }
@@ -205,7 +205,7 @@ fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {
 fn frontier(page: &mut String, marks: &[(f64, f64, Point)]) {
     let Some(place) = marks.first().map(|mark| mark.2.place) else { return };
     // Within an edge the order means nothing: its best is the beginning.
-    let first = marks.iter().filter(|mark| place == Place::Nothing && mark.2.place == place);
+    let first = marks.iter().filter(|mark| place == AxisPos::Nothing && mark.2.place == place);
     let mut best = first.map(|mark| mark.1).fold(f64::MAX, f64::min);
     let mut path = String::new();
     if best < f64::MAX {
@@ -215,7 +215,7 @@ fn frontier(page: &mut String, marks: &[(f64, f64, Point)]) {
         // On the page less is higher.
         if *y < best {
             // What lies without bound is reached at its border, whatever its slot.
-            let x = if point.place == Place::Unbounded { RIGHT - EDGE } else { *x };
+            let x = if point.place == AxisPos::Unbounded { RIGHT - EDGE } else { *x };
             match path.is_empty() {
                 true => put!(path, "M{x:.1} {y:.1}"),
                 false => put!(path, "H{x:.1}V{y:.1}"),

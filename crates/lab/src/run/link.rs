@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use ringfence_dma::{BounceLimits, Config, Direction, Policy};
+use ringfence_dma::{BounceLimits, DmaConfig, Direction, Policy};
 use ringfence_drivers::{
     blk::{DriverQueue, QueueLayout},
     ram::{PagedBuffer, RamMemory},
@@ -198,13 +198,13 @@ fn make_dma(
 ) -> Result<Dma> {
     let lazy = plan.policy.is_lazy();
     let allocator = plan.space.of_domain(plan.allocator, domain, mapped, lazy)?;
-    let config = Config {
+    let config = DmaConfig {
         policy: plan.policy,
         sample_every: SAMPLE_EVERY,
         flush: Some(plan.tuning.flush(plan.policy)),
         trust: plan.trust,
         bounce: plan.bounce(),
-        ..Config::default()
+        ..DmaConfig::default()
     };
     let max_bytes = plan.pool_bytes() as u64;
     let limits = BounceLimits { max_bytes, idle_ms: plan.idle_ms, ..BounceLimits::default() };

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use ringfence_dma::{BounceLimits, BouncePools, Config, Device, Environment};
+use ringfence_dma::{BounceLimits, BouncePools, DmaConfig, Device, Environment};
 use ringfence_drivers::{
     blk::MappedQueue,
     ram::{PagedBuffer, RamMemory},
@@ -34,7 +34,7 @@ pub(crate) type Queue = MappedQueue<Arc<ViommuDomain>, AnyAllocator, PagedBuffer
 pub(crate) fn dma(
     domain: &Arc<ViommuDomain>,
     allocator: AnyAllocator,
-    config: Config,
+    config: DmaConfig,
     pools: Option<(RamMemory, BounceLimits)>,
 ) -> Result<Dma> {
     let (domain, environment) = (Arc::clone(domain), Environment::default());

@@ -17,7 +17,7 @@ pub(super) struct Page {
 
 /// Where a page is held.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum PageHold {
     /// It is not.
     Nowhere,
     /// In a slot, together with others.
@@ -37,24 +37,24 @@ const SPECIAL: u32 = u32::MAX;
 
 impl Page {
     #[inline(always)]
-    pub(super) fn place(self) -> Place {
+    pub(super) fn place(self) -> PageHold {
         match self.place {
-            0 => Place::Nowhere,
-            LONE => Place::Lone,
-            PENDING => Place::Pending,
-            SPECIAL => Place::Special,
-            slot => Place::Slot(slot - 1),
+            0 => PageHold::Nowhere,
+            LONE => PageHold::Lone,
+            PENDING => PageHold::Pending,
+            SPECIAL => PageHold::Special,
+            slot => PageHold::Slot(slot - 1),
         }
     }
 
     #[inline(always)]
-    pub(super) fn put(&mut self, place: Place) {
+    pub(super) fn put(&mut self, place: PageHold) {
         self.place = match place {
-            Place::Nowhere => 0,
-            Place::Lone => LONE,
-            Place::Pending => PENDING,
-            Place::Special => SPECIAL,
-            Place::Slot(slot) => slot + 1,
+            PageHold::Nowhere => 0,
+            PageHold::Lone => LONE,
+            PageHold::Pending => PENDING,
+            PageHold::Special => SPECIAL,
+            PageHold::Slot(slot) => slot + 1,
         };
     }
 }

@@ -9,12 +9,12 @@ pub(super) struct Slots {
     /// No word before this one is free as a whole.
     whole: usize,
     len: u32,
-    held: Vec<Held>,
+    held: Vec<SlotPages>,
 }
 
 /// What a slot holds: pages of one window.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Held {
+pub(super) struct SlotPages {
     /// The first page, counted from the start of its window.
     pub(super) first: usize,
     /// How many there are.
@@ -34,7 +34,7 @@ impl Slots {
             *last = mask((rest % 64) as u32);
         }
         let numbers = if rest == 0 { all } else { 64 + rest };
-        Slots { free, first: 0, whole: 0, len: slots, held: vec![Held::default(); numbers] }
+        Slots { free, first: 0, whole: 0, len: slots, held: vec![SlotPages::default(); numbers] }
     }
 
     /// How many there are.
@@ -68,7 +68,7 @@ impl Slots {
     }
 
     #[inline(always)]
-    pub(super) fn held(&mut self, slot: u32) -> &mut Held {
+    pub(super) fn held(&mut self, slot: u32) -> &mut SlotPages {
         &mut self.held[slot as usize]
     }
 

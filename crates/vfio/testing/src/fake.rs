@@ -21,7 +21,7 @@ pub use faults::Step;
 pub use iommufd::Iommufd;
 pub use memory::{Kind, Memory};
 pub use owner::Owner;
-pub use type1::{Config, Group, Notify, Type1};
+pub use type1::{FakeConfig, Group, Notify, Type1};
 
 /// The size of a page of memory.
 const PAGE: u64 = 1 << SHIFT;

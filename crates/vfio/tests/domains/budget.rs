@@ -2,7 +2,7 @@
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{Tuning, Type1};
-use ringfence_vfio_testing::fake::{self, Config, Event, Group, Memory};
+use ringfence_vfio_testing::fake::{self, FakeConfig, Event, Group, Memory};
 
 use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, to, type1, unmap};
 
@@ -137,10 +137,10 @@ fn what_is_synced_by_one_is_not_what_another_has_noted() {
 #[test]
 fn a_budget_that_is_spent_says_so_and_leaves_nothing() {
     // rule L51
-    let kernel = fake::Type1::new(Config {
+    let kernel = fake::Type1::new(FakeConfig {
         budget: 3,
         memory: Memory::pretended(1 << 20),
-        ..Config::default()
+        ..FakeConfig::default()
     });
     kernel.attach(&Group::default()).unwrap();
     let tuning = Tuning { merge: false, chunk: PAGE };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Prot, Range, Result};
 use ringfence_vfio::{Iommufd, Tuning, Type1, kernel::Id};
-use ringfence_vfio_testing::fake::{self, Config, Group, Memory, Owner};
+use ringfence_vfio_testing::fake::{self, FakeConfig, Group, Memory, Owner};
 
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const GIB: u64 = 1 << 30;
@@ -24,7 +24,7 @@ pub(crate) fn process(pages: u64) -> (Kernel, Owner) {
 
 fn container(pages: u64, memory: Memory) -> (Kernel, Owner) {
     let owner = Owner::new(pages);
-    let config = Config { owner: owner.clone(), memory, ..Config::default() };
+    let config = FakeConfig { owner: owner.clone(), memory, ..FakeConfig::default() };
     let kernel = fake::Type1::new(config);
     kernel.attach(&Group::default()).unwrap();
     (Arc::new(kernel), owner)

@@ -247,7 +247,7 @@ fn an_address_space_goes_when_nothing_needs_it() {
 
 #[test]
 fn the_last_page_there_is_belongs_to_nobody() {
-    let fake = std::sync::Arc::new(fake::Type1::new(fake::Config::default()));
+    let fake = std::sync::Arc::new(fake::Type1::new(fake::FakeConfig::default()));
     let reserved = Vec::new();
     fake.attach(&fake::Group { aperture: Range::ALL, reserved, ..Default::default() }).unwrap();
     let domain = type1(&fake, MERGE);

@@ -15,7 +15,7 @@ use crate::common::{Ioas, Kernel, PAGE, memory, process, range, to, type1, unmap
 
 /// A container with a group of emulated devices only, which tells what it writes to.
 fn telling() -> Kernel {
-    let kernel = fake::Type1::new(fake::Config::default());
+    let kernel = fake::Type1::new(fake::FakeConfig::default());
     let notify: fake::Notify = Arc::new(|_, _, _| ());
     kernel.attach_emulated(GROUP, notify).unwrap();
     Arc::new(kernel)

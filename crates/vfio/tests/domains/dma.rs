@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, Config, Device, Direction, DmaBuffer, Environment, Fallback,
+    BounceLimits, BouncePools, DmaConfig, Device, Direction, DmaBuffer, Environment, Fallback,
     HostMemory, Policy, SwitchError,
 };
 use ringfence_iommu::HostAddr;
@@ -24,7 +24,7 @@ fn device(policy: Policy, tuning: Tuning) -> (Kernel, Arc<Type1<Kernel>>, Dma) {
     let limits = BounceLimits::default();
     let (in_domain, at) = (Arc::clone(&domain), Arc::clone(&allocator));
     let pools = BouncePools::new(in_domain, at, HostMemory, limits).unwrap();
-    let (config, environment) = (Config::new(policy), Environment::default());
+    let (config, environment) = (DmaConfig::new(policy), Environment::default());
     let device =
         Device::with_pools(Arc::clone(&domain), allocator, config, environment, &pools).unwrap();
     (fake, domain, device)

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use ringfence_dma::{Config, Device, Direction, DmaBuffer, Policy};
+use ringfence_dma::{DmaConfig, Device, Direction, DmaBuffer, Policy};
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
@@ -266,7 +266,7 @@ fn a_buffer_that_the_device_may_reach_in_part_is_not_given_back() {
         let odd = Odd::new(None, 6);
         let domain = Arc::new(over(&odd, CHUNKED));
         let allocator = Slabs::new(Aperture::new(0, (1 << 39) - 1, PAGE).unwrap(), OsCpu::new());
-        let config = Config::new(Policy::Strict);
+        let config = DmaConfig::new(Policy::Strict);
         let device = Device::new(Arc::clone(&domain), allocator, config).unwrap();
         odd.fails.store(1, Ordering::Relaxed);
         odd.sticks.store(!undone, Ordering::Relaxed);

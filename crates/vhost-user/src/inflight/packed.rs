@@ -53,18 +53,18 @@ pub struct PackedBuffer {
 
 /// A position in a packed ring, with its wrap counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
+struct RingPos {
     index: u16,
     wrap: bool,
 }
 
-impl Place {
-    fn advance(self, by: u16, size: u16) -> Place {
+impl RingPos {
+    fn advance(self, by: u16, size: u16) -> RingPos {
         // Both are at most 2^15.
         let index = self.index + by;
         match index.checked_sub(size) {
-            Some(index) => Place { index, wrap: !self.wrap },
-            None => Place { index, wrap: self.wrap },
+            Some(index) => RingPos { index, wrap: !self.wrap },
+            None => RingPos { index, wrap: self.wrap },
         }
     }
 }
@@ -80,8 +80,8 @@ pub struct PackedInflight {
     free_head: u16,
     /// Of each entry, as it was written: a peer may change what stands in the region.
     links: Box<[Link]>,
-    used: Place,
-    available: Place,
+    used: RingPos,
+    available: RingPos,
     /// Completed, not published.
     batch: Vec<u16>,
 }
@@ -104,7 +104,7 @@ impl PackedInflight {
     ) -> Result<(PackedInflight, Vec<PackedBuffer>), InflightError> {
         let size = part.size;
         if part.is_new()? {
-            let used = Place { index: (base >> 16 & 0x7fff) as u16, wrap: base >> 31 != 0 };
+            let used = RingPos { index: (base >> 16 & 0x7fff) as u16, wrap: base >> 31 != 0 };
             let used = Self::checked(used, size)?;
             part.clear(entry(size));
             for index in 0..size {
@@ -193,20 +193,20 @@ impl PackedInflight {
         Ok((inflight, buffers))
     }
 
-    fn checked(place: Place, size: u16) -> Result<Place, InflightError> {
+    fn checked(place: RingPos, size: u16) -> Result<RingPos, InflightError> {
         if place.index < size {
             return Ok(place);
         }
         Err(InflightError::Broken { what: "the used index", value: place.index.into() })
     }
 
-    fn get_used(part: &Part) -> (Place, Place) {
+    fn get_used(part: &Part) -> (RingPos, RingPos) {
         let [a, b, c, d, wrap, old_wrap, ..] = part.get64(USED).to_ne_bytes();
-        let place = |index, wrap| Place { index: u16::from_ne_bytes(index), wrap: wrap != 0 };
+        let place = |index, wrap| RingPos { index: u16::from_ne_bytes(index), wrap: wrap != 0 };
         (place([a, b], wrap), place([c, d], old_wrap))
     }
 
-    fn put_used(part: &Part, now: Place, old: Place) {
+    fn put_used(part: &Part, now: RingPos, old: RingPos) {
         let ([a, b], [c, d]) = (now.index.to_ne_bytes(), old.index.to_ne_bytes());
         let bytes = [a, b, c, d, now.wrap.into(), old.wrap.into(), 0, 0];
         part.put64(USED, u64::from_ne_bytes(bytes));
@@ -215,7 +215,7 @@ impl PackedInflight {
     /// Where the ring goes on: behind all that was taken, and where the next used descriptor goes
     /// (see [`RingSetup::base`](crate::RingSetup::base)).
     pub fn base(&self) -> u32 {
-        let half = |place: Place| u32::from(place.index) | u32::from(place.wrap) << 15;
+        let half = |place: RingPos| u32::from(place.index) | u32::from(place.wrap) << 15;
         half(self.available) | half(self.used) << 16
     }
 

@@ -21,14 +21,14 @@ pub(super) struct Kept {
     pub(super) keeper: Box<dyn Keeper>,
     /// Readable once the connection is to be left to another process.
     pub(super) leave: Arc<OwnedFd>,
-    held: Held,
+    held: KeptFds,
     /// Whether something else holds than was kept last.
     changed: bool,
 }
 
 /// What the state of the server does not tell: descriptors, each a duplicate of what the device has.
 #[derive(Default)]
-struct Held {
+struct KeptFds {
     regions: Vec<(Region, PeerFd)>,
     log: Option<(u64, u64, PeerFd)>,
     log_event: Option<PeerFd>,
@@ -57,9 +57,9 @@ impl Kept {
         Ok(Kept {
             keeper,
             leave: Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
-            held: Held {
+            held: KeptFds {
                 rings: (0..rings).map(|_| RingFds::default()).collect(),
-                ..Held::default()
+                ..KeptFds::default()
             },
             changed: true,
         })
@@ -70,7 +70,7 @@ impl Kept {
     }
 }
 
-impl Held {
+impl KeptFds {
     /// A request was carried out; `fds` are duplicates of what came with it. Whether that changes what holds.
     fn note(&mut self, request: Request, mut fds: Vec<PeerFd>) -> bool {
         match request {
@@ -223,7 +223,7 @@ impl<H: Handler> Server<H> {
     /// What holds, as requests. Of rings that are `astray` it is not said where they stand.
     fn state<'k>(
         &self,
-        kept: &'k Held,
+        kept: &'k KeptFds,
         astray: impl Fn(&Ring) -> bool,
         to_come: Option<u32>,
     ) -> ConnectionState<'k> {

@@ -13,7 +13,7 @@ use parking_lot::{Mutex, RwLock};
 use ringfence_iommu::{PageSizes, Range, ReservedRegion, Result, SyncToken};
 
 use super::{Backing, Binding, journal::Kept, lazy::Lazy};
-use crate::wire::{CONFIG_LEN, Config, Features};
+use crate::wire::{CONFIG_LEN, IommuConfig, Features};
 
 /// What a device offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -171,8 +171,8 @@ impl<B: Backing> Device<B> {
         self.configuration().emit()
     }
 
-    fn configuration(&self) -> Config {
-        Config {
+    fn configuration(&self) -> IommuConfig {
+        IommuConfig {
             page_sizes: self.options.page_sizes,
             input_range: self.options.input_range,
             domain_range: self.options.domain_range,
@@ -195,7 +195,7 @@ impl<B: Backing> Device<B> {
     /// An invalidation could not be begun: old translations may stay in use; the device needs a
     /// reset (rule V30).
     pub fn write_config(&self, offset: usize, data: &[u8]) -> Result<()> {
-        match Config::bypass_written(offset, data) {
+        match IommuConfig::bypass_written(offset, data) {
             Some(bypass) if self.has(Features::BYPASS_CONFIG) => match bypass == self.bypasses() {
                 true => self.put_bypass(bypass),
                 false => self.beyond_record(false, || self.put_bypass(bypass)),

@@ -22,7 +22,7 @@ use super::{
     ring::{Ring, SLOT, probe_bytes, slots},
     wait::Waiting,
 };
-use crate::wire::{Config, Features, Properties, Property, Request, Status};
+use crate::wire::{IommuConfig, Features, Properties, Property, Request, Status};
 
 /// The features that this driver accepts of those on `offer` (the whole 64 bits or the device
 /// type's): all but the old BYPASS (rule V31).
@@ -75,7 +75,7 @@ impl Default for Options {
 pub struct Driver {
     transport: Arc<dyn Transport>,
     pub(super) waiting: Waiting,
-    config: Config,
+    config: IommuConfig,
     features: Features,
     numbers: Mutex<Numbers>,
     /// The domain of each attached endpoint.
@@ -107,7 +107,7 @@ impl fmt::Debug for Driver {
 impl Driver {
     /// The bytes of shared memory that a request queue of `size` descriptors needs for its
     /// requests.
-    pub fn buffer_bytes(size: u16, config: &Config) -> usize {
+    pub fn buffer_bytes(size: u16, config: &IommuConfig) -> usize {
         slots(size) * SLOT + probe_bytes(config.probe_size as usize)
     }
 
@@ -120,7 +120,7 @@ impl Driver {
         transport: Arc<dyn Transport>,
         queue: Queue,
         buffers: Buffers,
-        config: Config,
+        config: IommuConfig,
         features: Features,
         options: Options,
     ) -> Result<Arc<Driver>> {
@@ -208,7 +208,7 @@ impl Driver {
     }
 
     /// The configuration as it was when the driver was made.
-    pub fn config(&self) -> &Config {
+    pub fn config(&self) -> &IommuConfig {
         &self.config
     }
 

@@ -27,7 +27,7 @@ struct RawConfig {
 
 /// What the configuration space says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Config {
+pub struct IommuConfig {
     /// The page sizes; the lowest is the granule, others are hints (rule V2).
     pub page_sizes: PageSizes,
     /// The addresses that can be mapped, if INPUT_RANGE is negotiated.
@@ -64,12 +64,12 @@ pub enum ConfigError {
     },
 }
 
-impl Config {
+impl IommuConfig {
     /// Parses the configuration space. Bits 1 to 7 of `bypass` are ignored (rule V32).
     ///
     /// # Errors
     /// [`ConfigError`].
-    pub fn parse(bytes: &[u8; CONFIG_LEN]) -> Result<Config, ConfigError> {
+    pub fn parse(bytes: &[u8; CONFIG_LEN]) -> Result<IommuConfig, ConfigError> {
         let raw: RawConfig = zerocopy::transmute!(*bytes);
         let page_sizes = PageSizes::new(raw.page_size_mask.get()).ok_or(ConfigError::NoPageSize)?;
         let (start, end) = (raw.input_start.get(), raw.input_end.get());
@@ -80,7 +80,7 @@ impl Config {
             let (start, end) = domain_range;
             return Err(ConfigError::DomainRange { start, end });
         }
-        Ok(Config {
+        Ok(IommuConfig {
             page_sizes,
             input_range,
             domain_range,
@@ -128,8 +128,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn config() -> Config {
-        Config {
+    fn config() -> IommuConfig {
+        IommuConfig {
             page_sizes: PageSizes::X86,
             input_range: Range::new(Iova(0x1000), Iova(u64::MAX)).unwrap(),
             domain_range: (1, 7),
@@ -147,7 +147,7 @@ mod tests {
         assert_eq!(bytes[16..24], [0xff; 8]);
         assert_eq!(bytes[24..32], [1, 0, 0, 0, 7, 0, 0, 0]);
         assert_eq!(bytes[32..40], [0, 2, 0, 0, 1, 0, 0, 0]);
-        assert_eq!(Config::parse(&bytes), Ok(config()));
+        assert_eq!(IommuConfig::parse(&bytes), Ok(config()));
     }
 
     #[test]
@@ -155,21 +155,21 @@ mod tests {
         // rule V32
         let mut bytes = config().emit();
         bytes[BYPASS_AT] = 0xfe;
-        assert!(!Config::parse(&bytes).unwrap().bypass);
+        assert!(!IommuConfig::parse(&bytes).unwrap().bypass);
         bytes[BYPASS_AT] = 0xff;
-        assert!(Config::parse(&bytes).unwrap().bypass);
+        assert!(IommuConfig::parse(&bytes).unwrap().bypass);
     }
 
     #[test]
     fn a_write_reaches_bypass_alone_and_only_with_zero_or_one() {
         // rule V32
-        assert_eq!(Config::bypass_written(36, &[0]), Some(false));
-        assert_eq!(Config::bypass_written(36, &[1, 9, 9, 9]), Some(true));
-        assert_eq!(Config::bypass_written(32, &[9, 9, 9, 9, 1]), Some(true));
-        assert_eq!(Config::bypass_written(36, &[2]), None);
-        assert_eq!(Config::bypass_written(37, &[1]), None);
-        assert_eq!(Config::bypass_written(usize::MAX, &[1]), None);
-        assert_eq!(Config::bypass_written(0, &[1; 8]), None);
+        assert_eq!(IommuConfig::bypass_written(36, &[0]), Some(false));
+        assert_eq!(IommuConfig::bypass_written(36, &[1, 9, 9, 9]), Some(true));
+        assert_eq!(IommuConfig::bypass_written(32, &[9, 9, 9, 9, 1]), Some(true));
+        assert_eq!(IommuConfig::bypass_written(36, &[2]), None);
+        assert_eq!(IommuConfig::bypass_written(37, &[1]), None);
+        assert_eq!(IommuConfig::bypass_written(usize::MAX, &[1]), None);
+        assert_eq!(IommuConfig::bypass_written(0, &[1; 8]), None);
     }
 
     #[test]
@@ -184,8 +184,8 @@ mod tests {
     proptest! {
         #[test]
         fn what_parses_is_emitted_again(bytes in any::<[u8; CONFIG_LEN]>()) {
-            if let Ok(config) = Config::parse(&bytes) {
-                prop_assert_eq!(Config::parse(&config.emit()), Ok(config));
+            if let Ok(config) = IommuConfig::parse(&bytes) {
+                prop_assert_eq!(IommuConfig::parse(&config.emit()), Ok(config));
                 prop_assert_eq!(&config.emit()[..BYPASS_AT], &bytes[..BYPASS_AT]);
             }
         }

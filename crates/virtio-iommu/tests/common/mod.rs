@@ -17,7 +17,7 @@ use ringfence_iommu::{
 use ringfence_virtio_iommu::{
     device::{Backing, Binding, Device, EndpointInfo, Options, Session},
     wire::{
-        AttachFlags, Config, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN,
+        AttachFlags, IommuConfig, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN,
         parse_tail,
     },
 };
@@ -134,8 +134,8 @@ impl Bench {
         Bench { endpoints, device: Arc::new(device), session: Session::new() }
     }
 
-    pub(crate) fn config(&self) -> Config {
-        Config::parse(&self.device.config()).expect("a legal configuration")
+    pub(crate) fn config(&self) -> IommuConfig {
+        IommuConfig::parse(&self.device.config()).expect("a legal configuration")
     }
 
     /// Sends bytes; the used length and what was written.

@@ -7,7 +7,7 @@ use std::{cell::RefCell, sync::Arc};
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use ringfence_virtio_iommu::device::RequestQueue;
 use ringfence_virtq::{
-    device::{Config, Queue},
+    device::{RingConfig, Queue},
     layout,
     testing::Ram,
 };
@@ -97,7 +97,7 @@ fn is_cut_off(pieces: &[Piece], len: usize) -> bool {
 }
 
 /// Lays a chain, directly or in an indirect table, and makes it available.
-fn offer(ram: &Ram, chain: &[(Piece, bool)], indirect: bool) -> Config {
+fn offer(ram: &Ram, chain: &[(Piece, bool)], indirect: bool) -> RingConfig {
     let at = layout::offsets(SIZE);
     let [table, avail, used] = [at.desc, at.avail, at.used].map(|offset| BASE + offset as u64);
     ram.write(BASE, &vec![0; at.len]).unwrap();
@@ -116,7 +116,7 @@ fn offer(ram: &Ram, chain: &[(Piece, bool)], indirect: bool) -> Config {
         put(table, TABLE, chain.len() as u32 * 16, layout::DESC_F_INDIRECT, 0);
     }
     ram.write(avail + layout::IDX as u64, &[1, 0]).unwrap();
-    Config {
+    RingConfig {
         size: SIZE,
         desc: table,
         avail,

@@ -14,7 +14,7 @@ use ringfence_mem::{Access, Translate, Window};
 use ringfence_virtio_iommu::{
     device::{Device, RequestQueue},
     driver::{Buffers, Driver, Options, Transport},
-    wire::{Config, Features},
+    wire::{IommuConfig, Features},
 };
 use ringfence_virtq::{
     device::Queue,
@@ -80,7 +80,7 @@ pub(crate) struct Link {
     pub(crate) used: Window,
 }
 
-pub(crate) fn link(size: u16, config: Config, features: Features, options: Options) -> Link {
+pub(crate) fn link(size: u16, config: IommuConfig, features: Features, options: Options) -> Link {
     let bytes = Driver::buffer_bytes(size, &config);
     let at = layout::offsets(size);
     let buffers = at.len.next_multiple_of(64);
@@ -124,7 +124,7 @@ impl Served {
         size: u16,
         options: Options,
         polling: bool,
-        config: Config,
+        config: IommuConfig,
     ) -> Served {
         let Link { ram, bells, driver, queue, .. } =
             link(size, config, bench.device.features(), options);

@@ -8,7 +8,7 @@ use core::{
 
 use ringfence_mem::Translate;
 
-use super::{Burst, Config, Glimpse, Ring, Written, flight::Flight, table::Table};
+use super::{Burst, RingConfig, Glimpse, Ring, Written, flight::Flight, table::Table};
 use crate::{Chain, ChainFault, Desc, RingError};
 
 /// What is different in a format: its areas, and where the device stands in them. The latter is
@@ -27,13 +27,13 @@ pub trait Format: Copy + fmt::Debug {
     ///
     /// # Errors
     /// The size or the base is none.
-    fn new(config: &Config) -> Result<Self, RingError>;
+    fn new(config: &RingConfig) -> Result<Self, RingError>;
 
     /// Finds the areas.
     ///
     /// # Errors
     /// They cannot be reached, or are not aligned.
-    fn translate(config: &Config, mem: &impl Translate) -> Result<Self::Areas, RingError>;
+    fn translate(config: &RingConfig, mem: &impl Translate) -> Result<Self::Areas, RingError>;
 
     /// Whether the translations of all areas still stand.
     fn is_valid(areas: &Self::Areas) -> bool;
@@ -45,7 +45,7 @@ pub trait Format: Copy + fmt::Debug {
     fn begin(
         &mut self,
         areas: &Self::Areas,
-        config: &Config,
+        config: &RingConfig,
         at_used: bool,
     ) -> Result<(), RingError>;
 
@@ -101,20 +101,20 @@ pub trait Format: Copy + fmt::Debug {
     }
 
     /// Makes visible what was given back; true if the driver wants to be told.
-    fn publish(&mut self, areas: &Self::Areas, config: &Config) -> bool;
+    fn publish(&mut self, areas: &Self::Areas, config: &RingConfig) -> bool;
 
     /// Says that no kicks are wanted.
     fn suppress(&self, areas: &Self::Areas);
 
     /// Says that a kick is wanted with the next chain.
-    fn ask(&self, areas: &Self::Areas, config: &Config);
+    fn ask(&self, areas: &Self::Areas, config: &RingConfig);
 
     /// As [`Ring::peek_from`], of the chains from `skip` to `ahead`.
     fn peek(
         &self,
         areas: &Self::Areas,
         chains: (u16, u16),
-        with: (&Config, &mut Table, &impl Translate),
+        with: (&RingConfig, &mut Table, &impl Translate),
         each: impl FnMut(Glimpse),
     ) -> u16;
 
@@ -122,12 +122,12 @@ pub trait Format: Copy + fmt::Debug {
     fn written<'w>(
         &mut self,
         areas: &'w Self::Areas,
-        config: &Config,
+        config: &RingConfig,
         each: impl FnMut(Written<'w>),
     );
 
     /// Where it is written what kicks are asked for.
-    fn wanted<'w>(areas: &'w Self::Areas, config: &Config) -> Written<'w>;
+    fn wanted<'w>(areas: &'w Self::Areas, config: &RingConfig) -> Written<'w>;
 
     /// The number of the place of the next chain, for errors.
     fn index(&self) -> u16;
@@ -143,7 +143,7 @@ pub struct End<F: Format> {
     areas: Option<F::Areas>,
     /// The addresses have changed since `areas` were found.
     moved: bool,
-    config: Config,
+    config: RingConfig,
     flight: Flight,
     table: Table,
     at: F,
@@ -164,7 +164,7 @@ impl<F: Format> End<F> {
     ///
     /// # Errors
     /// As there.
-    pub fn postponed(config: Config) -> Result<End<F>, RingError> {
+    pub fn postponed(config: RingConfig) -> Result<End<F>, RingError> {
         let at = F::new(&config)?;
         Ok(End {
             areas: None,
@@ -185,7 +185,7 @@ impl<F: Format> End<F> {
     ///
     /// # Errors
     /// As there.
-    pub fn new(config: Config, mem: &impl Translate) -> Result<End<F>, RingError> {
+    pub fn new(config: RingConfig, mem: &impl Translate) -> Result<End<F>, RingError> {
         let mut queue = End::postponed(config)?;
         queue.revalidate(mem)?;
         Ok(queue)
@@ -258,7 +258,7 @@ impl<F: Format> End<F> {
 }
 
 impl<F: Format> Ring for End<F> {
-    fn config(&self) -> &Config {
+    fn config(&self) -> &RingConfig {
         &self.config
     }
 
@@ -286,7 +286,7 @@ impl<F: Format> Ring for End<F> {
     }
 
     fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
-        self.config = Config { desc, avail, used, ..self.config };
+        self.config = RingConfig { desc, avail, used, ..self.config };
         self.moved = true;
         // What the new area says of kicks is not known.
         self.kicks = true;

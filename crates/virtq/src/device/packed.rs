@@ -5,7 +5,7 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Translate;
 
 use super::{
-    Config, End, Glimpse, PEEK_DESCS, Stored, Written,
+    RingConfig, End, Glimpse, PEEK_DESCS, Stored, Written,
     end::Format,
     flight::Flight,
     table::Table,
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     Area, Chain, ChainFault, Desc, RingError, layout,
-    packed::{DescRing, Event, Place, State, Wanted},
+    packed::{DescRing, Event, RingPos, State, EventWord},
 };
 
 /// The three areas, where they lie now.
@@ -29,8 +29,8 @@ pub struct Areas {
 #[derive(Clone, Copy, Debug)]
 pub struct Places {
     /// Where the next chain is taken from, and where the next one is given back.
-    next_avail: Place,
-    next_used: Place,
+    next_avail: RingPos,
+    next_used: RingPos,
     /// How many descriptors lie between the two: those of all chains in flight.
     held: u16,
     /// The first descriptor that was given back since [`publish`](Format::publish), which keeps
@@ -87,18 +87,18 @@ impl Format for Places {
     /// Its address and its state.
     type First = (u64, State);
 
-    fn new(config: &Config) -> Result<Places, RingError> {
-        let Config { size, base, .. } = *config;
+    fn new(config: &RingConfig) -> Result<Places, RingError> {
+        let RingConfig { size, base, .. } = *config;
         if !layout::packed::is_size(size) {
             return Err(RingError::PackedSize { size });
         }
         let none = RingError::PackedBase { base, size };
-        let next_avail = Place::in_ring(base as u16, size).ok_or(none)?;
+        let next_avail = RingPos::in_ring(base as u16, size).ok_or(none)?;
         let next_used = match (base >> 16) as u16 {
             // Some front ends leave out the high half. Behind this place it says nothing: there,
             // chains in flight would be a whole ring or more.
             0 if next_avail.wrap => next_avail,
-            bits => Place::in_ring(bits, size).ok_or(none)?,
+            bits => RingPos::in_ring(bits, size).ok_or(none)?,
         };
         match next_used.distance(next_avail, size) {
             Some(held) if held <= size => {
@@ -108,7 +108,7 @@ impl Format for Places {
         }
     }
 
-    fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
+    fn translate(config: &RingConfig, mem: &impl Translate) -> Result<Areas, RingError> {
         let [desc, avail, used] = config.areas();
         let ring = window(mem, Area::Descriptors, desc)?;
         let driver = window(mem, Area::DriverEvent, avail)?;
@@ -125,12 +125,12 @@ impl Format for Places {
         areas.ring.is_valid() && areas.driver.is_valid() && areas.device.is_valid()
     }
 
-    fn begin(&mut self, areas: &Areas, _: &Config, _: bool) -> Result<(), RingError> {
+    fn begin(&mut self, areas: &Areas, _: &RingConfig, _: bool) -> Result<(), RingError> {
         // Front ends that know nothing of packed rings and pass on what drivers negotiate (User-Mode
         // Linux) begin them as they begin split ones, at 0. Of a ring that was used before, that is
         // the beginning of every second lap.
         if Format::next_avail(self) == 0 && areas.ring.is_new() {
-            (self.next_avail, self.next_used) = (Place::START, Place::START);
+            (self.next_avail, self.next_used) = (RingPos::START, RingPos::START);
         }
         Ok(())
     }
@@ -143,7 +143,7 @@ impl Format for Places {
 
     #[inline]
     fn next(&self, areas: &Areas, size: u16) -> Option<(u64, State)> {
-        let Place { at, wrap } = self.next_avail;
+        let RingPos { at, wrap } = self.next_avail;
         if self.held >= size {
             return None;
         }
@@ -203,7 +203,7 @@ impl Format for Places {
 
     #[inline]
     fn put(&mut self, areas: &Areas, (id, len): (u16, u32), places: u16, size: u16) {
-        let Place { at, wrap } = self.next_used;
+        let RingPos { at, wrap } = self.next_used;
         // The place is free: it is that of a chain that was taken, and so copied.
         let state = State::used(len, id, wrap);
         match self.unpublished {
@@ -218,7 +218,7 @@ impl Format for Places {
     }
 
     #[inline]
-    fn publish(&mut self, areas: &Areas, config: &Config) -> bool {
+    fn publish(&mut self, areas: &Areas, config: &RingConfig) -> bool {
         let Some((at, state)) = self.unpublished.take() else { return false };
         // Release: a driver that sees this (with Acquire) sees what was given back with it and what
         // was written to all those buffers, and we read none of them later.
@@ -233,13 +233,13 @@ impl Format for Places {
 
     #[inline]
     fn suppress(&self, areas: &Areas) {
-        areas.device.store(Wanted::NONE);
+        areas.device.store(EventWord::NONE);
     }
 
-    fn ask(&self, areas: &Areas, config: &Config) {
+    fn ask(&self, areas: &Areas, config: &RingConfig) {
         areas.device.store(match config.event_idx {
-            true => Wanted::at(self.next_avail),
-            false => Wanted::ALL,
+            true => EventWord::at(self.next_avail),
+            false => EventWord::ALL,
         });
     }
 
@@ -247,7 +247,7 @@ impl Format for Places {
         &self,
         areas: &Areas,
         (skip, ahead): (u16, u16),
-        (config, table, mem): (&Config, &mut Table, &impl Translate),
+        (config, table, mem): (&RingConfig, &mut Table, &impl Translate),
         mut each: impl FnMut(Glimpse),
     ) -> u16 {
         let (mut place, mut chains) = (self.next_avail, 0);
@@ -283,7 +283,7 @@ impl Format for Places {
     fn written<'w>(
         &mut self,
         areas: &'w Areas,
-        config: &Config,
+        config: &RingConfig,
         mut each: impl FnMut(Written<'w>),
     ) {
         let size = config.size;
@@ -294,7 +294,7 @@ impl Format for Places {
         }
     }
 
-    fn wanted<'w>(areas: &'w Areas, _: &Config) -> Written<'w> {
+    fn wanted<'w>(areas: &'w Areas, _: &RingConfig) -> Written<'w> {
         let (window, len) = (areas.device.window(), layout::packed::EVENT_SIZE);
         Written::new(Area::DeviceEvent, window, 0, len)
     }
@@ -314,7 +314,7 @@ fn walk(
     ring: &DescRing,
     table: &mut Table,
     mem: &impl Translate,
-    (from, (addr, first)): (Place, (u64, State)),
+    (from, (addr, first)): (RingPos, (u64, State)),
     room: u16,
     chain: &mut Chain,
 ) -> Result<(), ChainFault> {

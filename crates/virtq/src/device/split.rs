@@ -5,7 +5,7 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Translate;
 
 use super::{
-    Config, End, Glimpse, PEEK_DESCS, Written,
+    RingConfig, End, Glimpse, PEEK_DESCS, Written,
     end::Format,
     flight::Flight,
     table::Table,
@@ -47,8 +47,8 @@ impl Split {
     ///
     /// # Errors
     /// As there.
-    pub fn postponed_at_used(config: Config) -> Result<Split, RingError> {
-        let mut queue = Split::postponed(Config { base: 0, ..config })?;
+    pub fn postponed_at_used(config: RingConfig) -> Result<Split, RingError> {
+        let mut queue = Split::postponed(RingConfig { base: 0, ..config })?;
         queue.goes_on_at_used();
         Ok(queue)
     }
@@ -78,8 +78,8 @@ impl Format for Indices {
     /// The head, and its descriptor.
     type First = (u16, RawDesc);
 
-    fn new(config: &Config) -> Result<Indices, RingError> {
-        let Config { size, base, .. } = *config;
+    fn new(config: &RingConfig) -> Result<Indices, RingError> {
+        let RingConfig { size, base, .. } = *config;
         if !layout::is_size(size) {
             return Err(RingError::Size { size });
         }
@@ -89,8 +89,8 @@ impl Format for Indices {
         Ok(Indices { next_avail: next, seen: next, next_used: next, published: next, told: next })
     }
 
-    fn translate(config: &Config, mem: &impl Translate) -> Result<Areas, RingError> {
-        let Config { size, event_idx, .. } = *config;
+    fn translate(config: &RingConfig, mem: &impl Translate) -> Result<Areas, RingError> {
+        let RingConfig { size, event_idx, .. } = *config;
         let [desc, avail, used] = config.areas();
         let descs = window(mem, Area::Descriptors, desc)?;
         let avails = window(mem, Area::Avail, avail)?;
@@ -107,10 +107,10 @@ impl Format for Indices {
         areas.desc.is_valid() && areas.avail.is_valid() && areas.used.is_valid()
     }
 
-    fn begin(&mut self, areas: &Areas, config: &Config, at_used: bool) -> Result<(), RingError> {
+    fn begin(&mut self, areas: &Areas, config: &RingConfig, at_used: bool) -> Result<(), RingError> {
         // Read once, now: from here on only we write it.
         let used = areas.used.idx().load(Ordering::Relaxed);
-        let Config { size, base, .. } = *config;
+        let RingConfig { size, base, .. } = *config;
         if at_used {
             (self.next_avail, self.seen) = (used, used);
         }
@@ -211,7 +211,7 @@ impl Format for Indices {
     }
 
     #[inline]
-    fn publish(&mut self, areas: &Areas, _: &Config) -> bool {
+    fn publish(&mut self, areas: &Areas, _: &RingConfig) -> bool {
         let (old, new) = (self.published, self.next_used);
         if old == new {
             return false;
@@ -243,7 +243,7 @@ impl Format for Indices {
         }
     }
 
-    fn ask(&self, areas: &Areas, _: &Config) {
+    fn ask(&self, areas: &Areas, _: &RingConfig) {
         match areas.used.avail_event() {
             Some(event) => event.store(self.next_avail, Ordering::Relaxed),
             None => areas.used.flags().store(0, Ordering::Relaxed),
@@ -254,7 +254,7 @@ impl Format for Indices {
         &self,
         areas: &Areas,
         (skip, ahead): (u16, u16),
-        (config, table, mem): (&Config, &mut Table, &impl Translate),
+        (config, table, mem): (&RingConfig, &mut Table, &impl Translate),
         mut each: impl FnMut(Glimpse),
     ) -> u16 {
         let size = config.size;
@@ -292,7 +292,7 @@ impl Format for Indices {
     fn written<'w>(
         &mut self,
         areas: &'w Areas,
-        config: &Config,
+        config: &RingConfig,
         mut each: impl FnMut(Written<'w>),
     ) {
         let (used, size) = (areas.used.window(), config.size);
@@ -307,7 +307,7 @@ impl Format for Indices {
         }
     }
 
-    fn wanted<'w>(areas: &'w Areas, config: &Config) -> Written<'w> {
+    fn wanted<'w>(areas: &'w Areas, config: &RingConfig) -> Written<'w> {
         let event = match config.event_idx {
             true => layout::avail_event(config.size),
             false => layout::FLAGS,

@@ -8,7 +8,7 @@ use core::{
 use ringfence_mem::Window;
 
 use super::{
-    Config, Ring, Rings, Used, checked,
+    QueueConfig, Ring, Rings, Used, checked,
     names::{Back, Names},
 };
 use crate::{AddError, Desc, RingError, layout};
@@ -23,7 +23,7 @@ pub trait Format: fmt::Debug + Sized {
     ///
     /// # Errors
     /// The size is none, or an area does not hold it.
-    fn new(config: Config, rings: Rings) -> Result<(Self, Self::At), RingError>;
+    fn new(config: QueueConfig, rings: Rings) -> Result<(Self, Self::At), RingError>;
 
     /// Writes a chain of several descriptors, for which there is room, under the first free name;
     /// returns its last name.
@@ -77,7 +77,7 @@ impl<F: Format> End<F> {
     ///
     /// # Errors
     /// As there.
-    pub fn new(config: Config, rings: Rings) -> Result<End<F>, RingError> {
+    pub fn new(config: QueueConfig, rings: Rings) -> Result<End<F>, RingError> {
         let (areas, at) = F::new(config, rings)?;
         Ok(End { areas, at, names: Names::new(config.size), notify: true, broken: None })
     }

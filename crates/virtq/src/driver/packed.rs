@@ -5,13 +5,13 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Window;
 
 use super::{
-    Config, Rings,
+    QueueConfig, Rings,
     end::{End, Format, write_flag},
     names::{Back, Names},
 };
 use crate::{
     Area, Desc, RingError, layout,
-    packed::{DescRing, Event, Place, State, Wanted},
+    packed::{DescRing, Event, RingPos, State, EventWord},
 };
 
 /// The three areas.
@@ -27,8 +27,8 @@ pub struct Areas {
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     /// Where the next chain is put, and where the next one comes back.
-    next_avail: Place,
-    next_used: Place,
+    next_avail: RingPos,
+    next_used: RingPos,
     /// The first descriptor of the first chain that was added since [`publish`](Format::publish),
     /// which keeps those after it from the device as long as it is not written.
     unpublished: Option<(u16, State)>,
@@ -45,7 +45,7 @@ impl Areas {
     /// Writes the first descriptor of a chain of `count`, or keeps it for [`publish`](Format::publish)
     /// if it is the first chain since; `end` is where the chain ends.
     #[inline]
-    fn put_first(&self, at: &mut At, state: State, count: u16, end: Place) {
+    fn put_first(&self, at: &mut At, state: State, count: u16, end: RingPos) {
         let place = at.next_avail.at;
         match at.unpublished {
             None => at.unpublished = Some((place, state)),
@@ -61,8 +61,8 @@ impl Areas {
 impl Format for Areas {
     type At = At;
 
-    fn new(config: Config, rings: Rings) -> Result<(Areas, At), RingError> {
-        let Config { size, event_idx, .. } = config;
+    fn new(config: QueueConfig, rings: Rings) -> Result<(Areas, At), RingError> {
+        let QueueConfig { size, event_idx, .. } = config;
         if !layout::packed::is_size(size) {
             return Err(RingError::PackedSize { size });
         }
@@ -80,11 +80,11 @@ impl Format for Areas {
             areas.ring.set_addr(at, 0);
             areas.ring.set_state(at, State::new(0, 0, 0), Ordering::Relaxed);
         }
-        areas.driver.store(Wanted::ALL);
-        areas.device.store(Wanted::ALL);
+        areas.driver.store(EventWord::ALL);
+        areas.device.store(EventWord::ALL);
         let at = At {
-            next_avail: Place::START,
-            next_used: Place::START,
+            next_avail: RingPos::START,
+            next_used: RingPos::START,
             unpublished: None,
             fresh: 0,
             waiting: 0,
@@ -164,7 +164,7 @@ impl Format for Areas {
 
     #[inline]
     fn next(&self, at: &At, _: &Names) -> Option<Back> {
-        let Place { at: index, wrap } = at.next_used;
+        let RingPos { at: index, wrap } = at.next_used;
         // Acquire pairs with the device's Release: what it wrote into the buffers, and what else it
         // gave back with this, is seen by the loads that follow.
         let state = self.ring.state(index, Ordering::Acquire);
@@ -182,11 +182,11 @@ impl Format for Areas {
 
     #[inline]
     fn suppress(&self, _: &Names) {
-        self.driver.store(Wanted::NONE);
+        self.driver.store(EventWord::NONE);
     }
 
     fn ask(&self, at: &At, _: &Names) {
-        let wanted = if self.event_idx { Wanted::at(at.next_used) } else { Wanted::ALL };
+        let wanted = if self.event_idx { EventWord::at(at.next_used) } else { EventWord::ALL };
         self.driver.store(wanted);
     }
 }

@@ -5,7 +5,7 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Window;
 
 use super::{
-    Config, Rings,
+    QueueConfig, Rings,
     end::{End, Format},
     names::{Back, Names},
 };
@@ -37,8 +37,8 @@ pub type Split = End<Areas>;
 impl Format for Areas {
     type At = At;
 
-    fn new(config: Config, rings: Rings) -> Result<(Areas, At), RingError> {
-        let Config { size, event_idx, .. } = config;
+    fn new(config: QueueConfig, rings: Rings) -> Result<(Areas, At), RingError> {
+        let QueueConfig { size, event_idx, .. } = config;
         if !layout::is_size(size) {
             return Err(RingError::Size { size });
         }

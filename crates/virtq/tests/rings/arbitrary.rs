@@ -150,7 +150,7 @@ proptest! {
     #[test]
     fn random_bytes_never_lead_outside(bytes in prop::collection::vec(any::<u8>(), 4096)) {
         let used = (4096 - layout::used_bytes(SIZE) as u64) & !3;
-        let config = device::Config {
+        let config = device::RingConfig {
             size: SIZE,
             desc: 4096 - 16 * u64::from(SIZE),
             avail: 4096 - layout::avail_bytes(SIZE) as u64,

@@ -39,7 +39,7 @@ fn a_packed_ring_starts_at_two_places_of_its_own_or_not_at_all() {
         for low in halves(size) {
             for base in halves(size).into_iter().map(|high| u32::from(high) << 16 | u32::from(low))
             {
-                let config = device::Config { base, ..at };
+                let config = device::RingConfig { base, ..at };
                 let queue = device::Queue::postponed(config);
                 let Some(held) = held(base, size) else {
                     let error = RingError::PackedBase { base, size };
@@ -86,7 +86,7 @@ fn a_split_ring_starts_at_most_its_size_behind_its_used_index_or_not_at_all() {
                 low.flat_map(|low| [0, 1, 0x8000, 0xffff].map(|high| high << 16 | u32::from(low)))
             {
                 ram.write(at.used + 2, &used.to_le_bytes()).unwrap();
-                let queue = device::Queue::new(device::Config { base, ..at }, &ram);
+                let queue = device::Queue::new(device::RingConfig { base, ..at }, &ram);
                 let held = u16::try_from(base).ok().map(|base| base.wrapping_sub(used));
                 let Some(held) = held.filter(|&held| held <= size) else {
                     assert!(matches!(queue, Err(RingError::Base { .. })), "{base:#x} at {used}");

@@ -65,7 +65,7 @@ fn the_base_of_a_split_ring_is_checked_when_its_used_index_is_there() {
     let (_, at) = testing::areas(&ram, BASE, 8, false);
     ram.write(at.used + 2, &20_u16.to_le_bytes()).unwrap();
     for (base, good) in [(19, false), (20, true), (28, true), (29, false)] {
-        let mut queue = device::Queue::postponed(device::Config { base, ..at }).unwrap();
+        let mut queue = device::Queue::postponed(device::RingConfig { base, ..at }).unwrap();
         let found = queue.revalidate(&ram);
         assert_eq!(found.is_ok(), good, "{base}");
         if let Err(error) = found {
@@ -75,7 +75,7 @@ fn the_base_of_a_split_ring_is_checked_when_its_used_index_is_there() {
             assert_eq!(u32::from(queue.in_flight()), base - 20);
         }
     }
-    let error = device::Queue::postponed(device::Config { base: 1 << 16, ..at }).unwrap_err();
+    let error = device::Queue::postponed(device::RingConfig { base: 1 << 16, ..at }).unwrap_err();
     assert!(matches!(error, RingError::Base { base: 0x1_0000, .. }), "{error}");
 }
 
@@ -89,7 +89,7 @@ fn a_split_ring_that_was_left_without_a_word_goes_on_at_its_used_index() {
     for round in 0..30_000_u64 {
         let mut device = match round {
             0 => device::Queue::postponed(at).unwrap(),
-            _ => device::Queue::postponed_at_used(device::Config { base: 77, ..at }).unwrap(),
+            _ => device::Queue::postponed_at_used(device::RingConfig { base: 77, ..at }).unwrap(),
         };
         assert_eq!((device.is_lost(), device.pop(&ram, &mut chain)), (round > 0, Ok(false)));
         device.revalidate(&ram).unwrap();
@@ -112,7 +112,7 @@ fn a_split_ring_that_was_left_without_a_word_goes_on_at_its_used_index() {
             assert_eq!(driver.pop(), Ok(Some(driver::Used { token, len: 8 })));
         }
     }
-    let packed = device::Config { packed: true, ..at };
+    let packed = device::RingConfig { packed: true, ..at };
     assert_eq!(device::Queue::postponed_at_used(packed).unwrap_err(), RingError::Format);
 }
 
@@ -120,7 +120,7 @@ fn a_split_ring_that_was_left_without_a_word_goes_on_at_its_used_index() {
 fn the_base_of_a_packed_ring_is_two_places() {
     let ram = ram();
     let (_, at) = testing::areas_of(&ram, BASE, config(6, true));
-    let flight = |base| device::Queue::new(device::Config { base, ..at }, &ram);
+    let flight = |base| device::Queue::new(device::RingConfig { base, ..at }, &ram);
     for base in [0x8000_8000, 0x8000_0000, 0x8005_8005, 0x0005_0005, 0x8003_0001, 0x0000_0005] {
         assert_eq!(flight(base).unwrap().next_avail(), base, "{base:#x}");
     }
@@ -134,7 +134,7 @@ fn the_base_of_a_packed_ring_is_two_places() {
         assert_eq!(error, RingError::PackedBase { base, size: 6 }, "{base:#x}");
     }
     for size in [0, 0x8001, 0xffff] {
-        let error = device::Queue::postponed(device::Config { size, ..at }).unwrap_err();
+        let error = device::Queue::postponed(device::RingConfig { size, ..at }).unwrap_err();
         assert_eq!(error, RingError::PackedSize { size });
     }
 }
@@ -147,10 +147,10 @@ fn a_packed_ring_at_0_is_new_if_nothing_was_given_back_in_it() {
         for lens in (1..=size).flat_map(|a| (1..=size).map(move |b| [a, b])) {
             let ram = ram();
             let (rings, at) = testing::areas_of(&ram, BASE, config(size, true));
-            let at = device::Config { base: 0, ..at };
+            let at = device::RingConfig { base: 0, ..at };
             let mut driver = driver::Queue::with_config(config(size, true), rings).unwrap();
             let mut device = device::Queue::new(at, &ram).unwrap();
-            assert_eq!(device.next_avail(), device::Config::start(true));
+            assert_eq!(device.next_avail(), device::RingConfig::start(true));
             let mut chain = Chain::new();
             for token in 0..60 {
                 let len = usize::from(lens[token as usize % 2]);
@@ -196,7 +196,7 @@ fn a_ring_that_moves_goes_on_where_its_contents_are() {
         let mut bytes = vec![0; config(8, packed).offsets().len];
         ram.read(BASE, &mut bytes).unwrap();
         other.write(other.base(), &bytes).unwrap();
-        let device::Config { desc, avail, used, .. } = *device.config();
+        let device::RingConfig { desc, avail, used, .. } = *device.config();
         let moved = |addr| addr - BASE + other.base();
         device.relocate(moved(desc), moved(avail), moved(used));
         assert!(!device.is_valid());
@@ -245,7 +245,7 @@ fn what_was_not_begun_goes_back_newest_first_and_comes_again() {
             // So a queue stops, and goes on as another.
             device.push_used(heads[0], 1);
             let _ = device.publish_used();
-            let at = device::Config { base: device.next_avail(), ..*device.config() };
+            let at = device::RingConfig { base: device.next_avail(), ..*device.config() };
             device = device::Queue::new(at, &ram).unwrap();
             assert_eq!(device.in_flight(), 0);
             assert!(device.pop(&ram, &mut chain).unwrap());
@@ -312,7 +312,7 @@ fn after_a_crash_a_split_ring_goes_on_with_the_heads_in_flight() {
         drop(device);
         let (_, at) = testing::areas(&ram, BASE, 8, true);
         let base = if knows { next } else { 1 };
-        let mut device = device::Queue::new(device::Config { base, ..at }, &ram).unwrap();
+        let mut device = device::Queue::new(device::RingConfig { base, ..at }, &ram).unwrap();
         for (token, head) in [(0, heads[0]), (2, heads[2]), (3, heads[3])] {
             device.take_head(&ram, head, &mut chain).unwrap();
             assert_eq!((chain.head(), chain.descs()[0].addr), (head, DATA + token));
@@ -386,7 +386,7 @@ fn after_a_crash_a_packed_ring_goes_on_with_what_was_recorded() {
         driver.publish();
         let (_, at) = testing::areas_of(&testing::Ram::new(BASE, 0x1000), BASE, config(7, true));
         let base = if knows { next } else { next >> 16 | next & 0xffff_0000 };
-        let mut device = device::Queue::new(device::Config { base, ..at }, &ram).unwrap();
+        let mut device = device::Queue::new(device::RingConfig { base, ..at }, &ram).unwrap();
         assert_eq!(device.take_head(&ram, 0, &mut chain), Err(RingError::Format));
         for (id, count, table, descs) in &records[..2] {
             assert_eq!((*table, usize::from(*count)), (None, descs.len()));

@@ -14,7 +14,7 @@ const SIZE: u16 = 8;
 /// A device's end whose rings the test writes by hand.
 struct Bench {
     ram: testing::Ram,
-    config: device::Config,
+    config: device::RingConfig,
     queue: device::Queue,
     chain: Chain,
 }
@@ -124,7 +124,7 @@ fn an_indirect_descriptor_is_held_to_its_rules() {
     }
     let mut bench = Bench::new();
     bench.queue =
-        device::Queue::new(device::Config { indirect: false, ..bench.config }, &bench.ram).unwrap();
+        device::Queue::new(device::RingConfig { indirect: false, ..bench.config }, &bench.ram).unwrap();
     bench.desc(bench.config.desc, 0, TABLE, 16, INDIRECT, 0);
     assert_eq!(bench.fault(), ChainFault::NotNegotiated { at: 0 });
 }

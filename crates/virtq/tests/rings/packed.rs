@@ -20,7 +20,7 @@ use crate::rig::{
 };
 
 const SIZE: u16 = 5;
-const CONFIG: driver::Config = driver::Config { size: SIZE, event_idx: true, packed: true };
+const CONFIG: driver::QueueConfig = driver::QueueConfig { size: SIZE, event_idx: true, packed: true };
 
 #[test]
 fn both_ends_write_what_virtio_says() {
@@ -354,7 +354,7 @@ proptest! {
     /// Random bytes throughout, in areas that end at a guard page.
     #[test]
     fn random_bytes_never_lead_outside(bytes in prop::collection::vec(any::<u8>(), 4096)) {
-        let config = device::Config {
+        let config = device::RingConfig {
             size: 17,
             desc: 4096 - layout::desc_bytes(17) as u64,
             avail: 4092,

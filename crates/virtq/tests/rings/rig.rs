@@ -18,8 +18,8 @@ pub(crate) fn ram() -> testing::Ram {
     testing::Ram::new(BASE, 0x20_0000)
 }
 
-pub(crate) fn config(size: u16, packed: bool) -> driver::Config {
-    driver::Config { size, event_idx: true, packed }
+pub(crate) fn config(size: u16, packed: bool) -> driver::QueueConfig {
+    driver::QueueConfig { size, event_idx: true, packed }
 }
 
 /// A descriptor's four fields, in their order in memory: address, length, and two of 16 bits, which
@@ -157,7 +157,7 @@ impl Added {
 
 /// A device that takes what it finds and gives it back at once, over random bytes in areas that end
 /// at a guard page.
-pub(crate) fn serve_random(config: device::Config, bytes: &[u8]) {
+pub(crate) fn serve_random(config: device::RingConfig, bytes: &[u8]) {
     let ram = testing::Ram::new(0, bytes.len());
     ram.write(0, bytes).unwrap();
     let mut queue = device::Queue::new(config, &ram).unwrap();

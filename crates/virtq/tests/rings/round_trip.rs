@@ -161,7 +161,7 @@ fn a_queue_of_any_legal_size_starts_and_of_no_other() {
         let (rings, config) = testing::areas(&ram, 0, 8, false);
         let error = RingError::Size { size };
         assert_eq!(driver::Queue::new(size, rings, false).unwrap_err(), error);
-        let config = device::Config { size, ..config };
+        let config = device::RingConfig { size, ..config };
         assert_eq!(device::Queue::new(config, &ram).unwrap_err(), error);
     }
 }
@@ -173,13 +173,13 @@ fn areas_that_are_unaligned_short_or_nowhere_are_refused() {
     let new = |config| device::Queue::new(config, &ram).map(drop).unwrap_err().to_string();
     let desc = config.desc + 8;
     let misaligned = "descriptor table at 0x40000008 is not aligned to 16 bytes";
-    assert_eq!(new(device::Config { desc, ..config }), misaligned);
+    assert_eq!(new(device::RingConfig { desc, ..config }), misaligned);
     let avail = config.avail + 1;
-    assert!(new(device::Config { avail, ..config }).ends_with("is not aligned to 2 bytes"));
+    assert!(new(device::RingConfig { avail, ..config }).ends_with("is not aligned to 2 bytes"));
     let used = config.used + 2;
-    assert!(new(device::Config { used, ..config }).ends_with("is not aligned to 4 bytes"));
+    assert!(new(device::RingConfig { used, ..config }).ends_with("is not aligned to 4 bytes"));
     for addr in [0, BASE + 0x20_0000 - 4, u64::MAX - 3] {
-        let error = new(device::Config { used: addr, ..config });
+        let error = new(device::RingConfig { used: addr, ..config });
         assert!(error.starts_with(&format!("used ring at {addr:#x} cannot be reached")), "{error}");
     }
     let avail = rings.avail.part(0, layout::avail_bytes(8) - 2).unwrap();
@@ -193,7 +193,7 @@ fn areas_that_are_unaligned_short_or_nowhere_are_refused() {
 fn without_event_idx_the_areas_may_end_before_the_events() {
     let ram = testing::Ram::new(0, 4096);
     let used = 4096 - (layout::used_bytes(8) as u64 - 2);
-    let config = device::Config {
+    let config = device::RingConfig {
         size: 8,
         desc: 0,
         avail: 512,
@@ -204,7 +204,7 @@ fn without_event_idx_the_areas_may_end_before_the_events() {
         base: 0,
     };
     assert!(device::Queue::new(config, &ram).is_ok());
-    assert!(device::Queue::new(device::Config { event_idx: true, ..config }, &ram).is_err());
+    assert!(device::Queue::new(device::RingConfig { event_idx: true, ..config }, &ram).is_err());
 }
 
 #[test]
@@ -240,10 +240,10 @@ fn a_stopped_queue_goes_on_from_its_base() {
         device.push_used(chain.head(), 0);
         let _ = device.publish_used();
         assert_eq!(driver.pop().unwrap().unwrap().token, token);
-        let config = device::Config { base: device.next_avail(), ..*device.config() };
+        let config = device::RingConfig { base: device.next_avail(), ..*device.config() };
         device = device::Queue::new(config, &ram).unwrap();
     }
-    let config = device::Config { base: 12, ..*device.config() };
+    let config = device::RingConfig { base: 12, ..*device.config() };
     let error = device::Queue::new(config, &ram).unwrap_err();
     assert_eq!(error, RingError::Base { base: 12, used: 7, size: 4 });
 }
@@ -302,7 +302,7 @@ proptest! {
         use std::collections::VecDeque;
         let ram = ram().fragmented(97);
         let size = if packed { size } else { size.next_power_of_two() };
-        let config = driver::Config { size, event_idx, packed };
+        let config = driver::QueueConfig { size, event_idx, packed };
         let (mut driver, mut device) = testing::pair_of(&ram, BASE, config);
         let (mut added, mut sent) = (VecDeque::new(), VecDeque::new());
         let (mut taken, mut given, mut back) = (Vec::new(), VecDeque::new(), VecDeque::new());

@@ -9,7 +9,7 @@ use super::{
         pieces::Plain,
         probe::Probe,
         ring::NetRing,
-        round::{Lane, Patience, Place, Terms, discard},
+        round::{Lane, Patience, BusRing, Terms, discard},
         stats::Lost,
     },
     End,
@@ -76,8 +76,8 @@ fn round(
             on!(bus, bus => discard(lane, (ring, bus), Lost::NoReceiver, answers, now_ns))
         }
         Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
-            let mut src = Place::source(ring, src, terms);
-            let mut dst = Place::target(target, dst, target_terms);
+            let mut src = BusRing::source(ring, src, terms);
+            let mut dst = BusRing::target(target, dst, target_terms);
             forward(lane, &mut src, &mut dst, answers, now_ns, patience)
         })),
     }
@@ -131,7 +131,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
         match transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
             Some(ring) if ring.enabled => {
                 busy |= on!(bus, bus => {
-                    outlet.send(lane, &mut Place::source(ring, bus, terms), now_ns, patience_ns)
+                    outlet.send(lane, &mut BusRing::source(ring, bus, terms), now_ns, patience_ns)
                 });
             }
             Some(ring) => {
@@ -144,7 +144,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
         match receive[pair].as_deref_mut().filter(works) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    outlet.take_in(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
+                    outlet.take_in(&mut BusRing::target(ring, bus, terms), now_ns, patience_ns)
                 });
             }
             None => outlet.has_no_ring(now_ns),
@@ -165,7 +165,7 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
         match transmit[pair].as_deref_mut().filter(works) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    probe.swallow(lane, &mut Place::source(ring, bus, terms), now_ns, patience_ns)
+                    probe.swallow(lane, &mut BusRing::source(ring, bus, terms), now_ns, patience_ns)
                 });
             }
             None => lane.end(now_ns),
@@ -173,7 +173,7 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
         match receive[pair].as_deref_mut().filter(works) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    probe.emit(&mut Place::target(ring, bus, terms), now_ns, patience_ns)
+                    probe.emit(&mut BusRing::target(ring, bus, terms), now_ns, patience_ns)
                 });
             }
             None => probe.inward.end(now_ns),

@@ -32,14 +32,14 @@ impl Packed {
             behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
         }
         let (page, window) = behind.mapped();
-        let config = driver::Config { size: SIZE, event_idx: false, packed: true };
+        let config = driver::QueueConfig { size: SIZE, event_idx: false, packed: true };
         let rings = driver::Rings::placed(&window, &config).unwrap();
         let ring = driver::Queue::with_config(config, rings).unwrap();
         let at = config.offsets();
         let offsets = [at.desc, at.avail, at.used].map(|offset| offset as u64);
         let kick = event::new().unwrap();
         let packed = Packed { behind, ring, at: iova(page), offsets, kick };
-        packed.start(device::Config::start(true));
+        packed.start(device::RingConfig::start(true));
         packed
     }
 

@@ -2,7 +2,7 @@
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    BounceConfig, BounceLimits, Config, Detector, Direction, Distrust, FlushTuning, Policy,
+    BounceConfig, BounceLimits, DmaConfig, Detector, Direction, Distrust, FlushTuning, Policy,
     QueueKind, TimerKind, Trust, Written,
 };
 use ringfence_iommu::wrap::{Kind, Stage};
@@ -274,7 +274,7 @@ prop_compose! {
         ring_size in prop_oneof![Just(8u16), Just(64)],
         probe_first in any::<bool>(),
     ) -> Setup {
-        let config = Config {
+        let config = DmaConfig {
             flush: Some(FlushTuning { kind: policy.queue_kind().unwrap_or_default(), ..tuning }),
             trust: match untrusted {
                 true => Trust::Untrusted { why: Distrust::Described },
@@ -285,7 +285,7 @@ prop_compose! {
             segment_boundary: boundary,
             max_segment,
             timer: TimerKind::Manual,
-            ..Config::new(policy)
+            ..DmaConfig::new(policy)
         };
         let lie = Lie::Nothing;
         Setup {

@@ -11,7 +11,7 @@ use ringfence_sync::{CachePadded, cpu::CpuId};
 
 use super::{
     BouncePools, Inner,
-    mark::{Held, Stamp},
+    mark::{SlotOwner, Stamp},
     shelf::Kind,
     zone::Zone,
 };
@@ -220,10 +220,10 @@ impl<T: Address> Client<T> {
     }
 
     #[inline]
-    fn held_at(&self, at: &'static Location<'static>) -> Held {
+    fn held_at(&self, at: &'static Location<'static>) -> SlotOwner {
         let inner = &*self.pools.0;
         inner.note_use();
-        Held { at, stamp: Stamp::new(self.number(), inner.tick.load(Ordering::Relaxed)) }
+        SlotOwner { at, stamp: Stamp::new(self.number(), inner.tick.load(Ordering::Relaxed)) }
     }
 }
 

@@ -5,13 +5,13 @@ use std::{collections::HashMap, sync::Weak};
 
 use ringfence_iommu::{Address, Iova};
 
-use super::{BouncePools, DeviceShare, Holder, SlotHolder, SlotInfo, mark::Held};
+use super::{BouncePools, DeviceShare, Holder, SlotHolder, SlotInfo, mark::SlotOwner};
 
 impl<T: Address> BouncePools<T> {
     /// Who holds slots, those who hold most bytes first.
     pub fn holders(&self) -> Vec<Holder> {
         let mut holders: HashMap<_, Holder> = HashMap::new();
-        let mut note = |held: Held, size: u64| {
+        let mut note = |held: SlotOwner, size: u64| {
             let at = held.at;
             let place = (at.file(), at.line(), at.column());
             let none = Holder { at, slots: 0, bytes: 0, oldest: Default::default() };
@@ -49,8 +49,8 @@ impl<T: Address> BouncePools<T> {
 
     /// The slot at `iova`, and who holds it: what a fault there is about. `None` if no slot is there.
     pub fn find(&self, iova: Iova) -> Option<SlotInfo> {
-        let info = |range, single_use, held: Option<Held>| {
-            let holder = held.map(|Held { at, stamp }| SlotHolder {
+        let info = |range, single_use, held: Option<SlotOwner>| {
+            let holder = held.map(|SlotOwner { at, stamp }| SlotHolder {
                 at,
                 device: stamp.device(),
                 age: self.0.age(stamp.tick()),

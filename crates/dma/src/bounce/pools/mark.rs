@@ -11,7 +11,7 @@ const BLOCK: usize = 64;
 
 /// Who holds a slot, and since when.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Held {
+pub(super) struct SlotOwner {
     /// Where in the program it was taken.
     pub(super) at: &'static Location<'static>,
     pub(super) stamp: Stamp,
@@ -73,7 +73,7 @@ impl Marks {
     }
 
     #[inline]
-    pub(super) fn set(&self, number: u32, held: Held) {
+    pub(super) fn set(&self, number: u32, held: SlotOwner) {
         if let Some(mark) = self.mark(number) {
             mark.stamp.store(held.stamp.0, Ordering::Relaxed);
             mark.at.store(ptr::from_ref(held.at).cast_mut(), Ordering::Relaxed);
@@ -87,16 +87,16 @@ impl Marks {
         }
     }
 
-    pub(super) fn get(&self, number: u32) -> Option<Held> {
+    pub(super) fn get(&self, number: u32) -> Option<SlotOwner> {
         let mark = self.mark(number)?;
         let at = mark.at.load(Ordering::Relaxed);
         // SAFETY: it is null, or what `set` stored: a reference to what lives for ever.
         let at = unsafe { at.as_ref() }?;
-        Some(Held { at, stamp: Stamp(mark.stamp.load(Ordering::Relaxed)) })
+        Some(SlotOwner { at, stamp: Stamp(mark.stamp.load(Ordering::Relaxed)) })
     }
 
     /// All that are held.
-    pub(super) fn held(&self) -> impl Iterator<Item = Held> + '_ {
+    pub(super) fn held(&self) -> impl Iterator<Item = SlotOwner> + '_ {
         let blocks = self.0.iter().enumerate().filter(|(_, block)| block.get().is_some());
         blocks.flat_map(move |(block, _)| {
             (0..BLOCK).filter_map(move |at| self.get((block * BLOCK + at) as u32))
@@ -118,14 +118,14 @@ mod tests {
     #[test]
     fn a_mark_tells_who_and_since_when_until_it_is_cleared() {
         let marks = Marks::new(100);
-        let held = |device| Held { at: Location::caller(), stamp: Stamp::new(device, 9) };
+        let held = |device| SlotOwner { at: Location::caller(), stamp: Stamp::new(device, 9) };
         marks.set(99, held(1));
         assert!(marks.get(99).is_none(), "it was not prepared");
         marks.prepare(99);
         marks.set(99, held(u32::MAX));
         marks.prepare(1000);
         marks.set(1000, held(3));
-        let found: Vec<Held> = marks.held().collect();
+        let found: Vec<SlotOwner> = marks.held().collect();
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].stamp.device(), found[0].stamp.tick()), (u32::MAX, 9));
         assert_eq!(found[0].at.file(), file!());

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use ringfence_iommu::{Address, Iova, Prot, Range};
 use ringfence_iova::{AllocError, AllocReason, Request};
 
-use super::{Inner, client::Charge, mark::Held};
+use super::{Inner, client::Charge, mark::SlotOwner};
 use crate::{
     Error,
     bounce::{Chunk, Slot},
@@ -19,7 +19,7 @@ pub(super) struct Singles<T>(Mutex<BTreeMap<u64, Single<T>>>);
 pub(super) struct Single<T> {
     pub(super) range: Range,
     chunk: Chunk<T>,
-    pub(super) held: Held,
+    pub(super) held: SlotOwner,
 }
 
 impl<T> Default for Singles<T> {
@@ -53,7 +53,7 @@ impl<T: Address> Inner<T> {
     pub(super) fn take_single(
         &self,
         (size, prot, limit): (u64, Prot, u64),
-        held: Held,
+        held: SlotOwner,
         charge: Charge<'_>,
     ) -> Result<Slot, Error> {
         let request = Request::new(size).limit(limit);

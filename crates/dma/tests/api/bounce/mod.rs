@@ -9,7 +9,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, Config, Device, Environment,
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, DmaConfig, Device, Environment,
     HostMemory, Policy, TimerKind,
 };
 use ringfence_iommu::{Capabilities, GuestPhys, HostAddr, Iova, table::Limits};
@@ -114,10 +114,10 @@ impl Rig {
         )
         .unwrap();
         let device = |limit| {
-            let config = Config {
+            let config = DmaConfig {
                 limit: Iova(limit),
                 bounce: BounceConfig { quota: QUOTA, ..BounceConfig::default() },
-                ..Config::new(Policy::Bounce)
+                ..DmaConfig::new(Policy::Bounce)
             };
             let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
             Device::with_pools(domain, allocator, config, environment(), &pools).unwrap()

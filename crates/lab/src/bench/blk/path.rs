@@ -104,11 +104,11 @@ impl<T: Way> Rig<T> {
         kind: Kind,
         at: impl Fn(u64) -> u64,
     ) -> Result<Rig<T>> {
-        let config = driver::Config { size: RING, event_idx: false, packed: false };
+        let config = driver::QueueConfig { size: RING, event_idx: false, packed: false };
         let window = ram.window(0, REQUESTS_AT as usize)?;
         let driver = driver::Queue::with_config(config, driver::Rings::placed(&window, &config)?)?;
         let (base, offsets) = (at(0), config.offsets());
-        let config = device::Config {
+        let config = device::RingConfig {
             size: RING,
             desc: base + offsets.desc as u64,
             avail: base + offsets.avail as u64,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, Config, Device, Direction,
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, DmaConfig, Device, Direction,
     Environment, HostMemory, Mapping, Policy, Written,
 };
 use ringfence_iommu::{
@@ -120,7 +120,7 @@ impl Ours {
         };
         let device = |written| {
             let bounce = BounceConfig { quota: 1 << 30, written, ..BounceConfig::default() };
-            let config = Config { bounce, ..Config::new(Policy::Bounce) };
+            let config = DmaConfig { bounce, ..DmaConfig::new(Policy::Bounce) };
             let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
             Device::with_pools(domain, allocator, config, Environment::default(), &pools)
         };

@@ -13,7 +13,7 @@ use ringfence_mem::{Access, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{
     device::{Device, HostRegion, Mirror, Options, RequestQueue},
     driver::negotiate,
-    wire::Config,
+    wire::IommuConfig,
 };
 
 use super::rig::{Link, Rig, Server, Serving};
@@ -57,9 +57,9 @@ impl Machine {
 
     /// A request queue of `size` descriptors, whose server translates for endpoint `id`.
     pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<Ours>> {
-        let config = Config::parse(&self.device.config()).context("our own configuration")?;
+        let config = IommuConfig::parse(&self.device.config()).context("our own configuration")?;
         // The drivers of several queues do not know each other.
-        let config = Config { domain_range: (id, id), ..config };
+        let config = IommuConfig { domain_range: (id, id), ..config };
         let features = negotiate(self.device.features().bits());
         let Link { driver, queue, alive, memory } = Link::new(size, config, features)?;
         let endpoint = Arc::clone(&self.endpoints[id as usize - 1]);
@@ -126,7 +126,7 @@ impl Serving for Worker<'_> {
 
 #[cfg(test)]
 mod tests {
-    use ringfence_dma::{Config as DmaConfig, Direction, DmaBuffer, Policy, TimerKind};
+    use ringfence_dma::{DmaConfig, Direction, DmaBuffer, Policy, TimerKind};
     use ringfence_iommu::{Domain, Map, Pending, Prot};
     use ringfence_iova::{Aperture, Slabs};
     use ringfence_sync::cpu::FixedCpu;

@@ -9,7 +9,7 @@ use anyhow::{Result, anyhow};
 use ringfence_iommu::{PageSizes, Range};
 use ringfence_mem::Physical;
 use ringfence_virtio_iommu::wire::{
-    Config, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, emit_tail,
+    IommuConfig, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, emit_tail,
 };
 use ringfence_virtq::{Chain, device::Queue};
 
@@ -115,7 +115,7 @@ impl Machine {
 
     /// A request queue of `size` descriptors, in whose driver's domain endpoint `id` is.
     pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<BTree>> {
-        let config = Config {
+        let config = IommuConfig {
             page_sizes: PageSizes::X86,
             input_range: Range::ALL,
             // The drivers of several queues do not know each other.

@@ -14,7 +14,7 @@ use ringfence_iommu::{Domain, GuestPhys, Iova};
 use ringfence_mem::{Access, GuestRam, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{
     driver::{self, Buffers, Driver, Notify, Transport, ViommuDomain},
-    wire::{Config, Features},
+    wire::{IommuConfig, Features},
 };
 use ringfence_virtq::{
     device as virtq,
@@ -82,7 +82,7 @@ pub(super) struct Link {
 
 impl Link {
     /// A split ring of `size` descriptors for a device with this configuration and these features.
-    pub(super) fn new(size: u16, config: Config, features: Features) -> Result<Link> {
+    pub(super) fn new(size: u16, config: IommuConfig, features: Features) -> Result<Link> {
         let ram = GuestRam::new(BYTES, 0)?;
         let memory = Memory::of_ram(&ram)?;
         let bus = Physical::new(Arc::clone(&memory));
@@ -97,7 +97,7 @@ impl Link {
         let front = front.context("the driver's end of the ring")?;
         let [desc, avail, used] = [areas.desc, areas.avail, areas.used].map(|at| at as u64);
         let (event_idx, indirect, packed, base) = (true, false, false, 0);
-        let at = virtq::Config { size, desc, avail, used, event_idx, indirect, packed, base };
+        let at = virtq::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
         let mut queue = virtq::Queue::new(at, &bus).context("the device's end of the ring")?;
         queue.suppress_kicks();
         let window = window(requests, Driver::buffer_bytes(size, &config))?;

@@ -85,7 +85,7 @@ impl BlkLoad {
         assert!(alone && span.is_power_of_two() && u64::from(span) <= content.blocks());
         let pages = side::pages(BUFFERS * u32::from(queues), span);
         let space = Space::of_pages(addressing, pages)?;
-        let config = driver::Config { size: RING, event_idx: false, packed };
+        let config = driver::QueueConfig { size: RING, event_idx: false, packed };
         let mut link = Link::open(stream, 1 << F_INDIRECT_DESC, packed, &space)?;
         let mut sides = Vec::new();
         for queue in 0..queues {

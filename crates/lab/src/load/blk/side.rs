@@ -6,7 +6,7 @@ use ringfence_mem::{PAGE_SIZE, Window};
 use ringfence_virtq::{
     Desc,
     blk::{HEADER_BYTES, Header, Kind, SECTOR, Status},
-    driver::{Config, Used},
+    driver::{QueueConfig, Used},
 };
 use zerocopy::IntoBytes;
 
@@ -99,7 +99,7 @@ impl Side {
     pub(super) fn new(
         space: &Space,
         ring: u16,
-        config: Config,
+        config: QueueConfig,
         own: Range<u32>,
         span: u32,
         write: bool,

@@ -23,7 +23,7 @@ use std::{io, os::unix::net::UnixStream};
 
 use ringfence_mem::MemError;
 use ringfence_vhost_user::FrontendError;
-use ringfence_virtq::{AddError, RingError, driver::Config};
+use ringfence_virtq::{AddError, RingError, driver::QueueConfig};
 
 pub use arrivals::{Arrivals, Expect};
 pub use ringfence_devices::net::frame::{FRAME, HEADER, PACKET, number, one_buffer, packet};
@@ -150,7 +150,7 @@ impl NetDriver {
     ) -> Result<NetDriver, NetDriverError> {
         let Options { addressing, ring, rx_buffers, tx_buffers, packed, prefill } = options;
         let mut space = Space::new(addressing, rx_buffers.saturating_add(tx_buffers))?;
-        let config = Config { size: ring, event_idx: false, packed };
+        let config = QueueConfig { size: ring, event_idx: false, packed };
         let mut link = Link::open(stream, F_MRG_RXBUF, packed, &space)?;
         let mut rx = Side::new(&space, RX, config, 0..rx_buffers)?;
         let mut tx = Side::new(&space, TX, config, rx_buffers..rx_buffers + tx_buffers)?;

@@ -11,7 +11,7 @@ use ringfence_run::event;
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
     device,
-    driver::{Config, Queue, Rings},
+    driver::{QueueConfig, Queue, Rings},
 };
 
 use super::{
@@ -25,7 +25,7 @@ use super::{
 pub(crate) struct Ring {
     pub(crate) number: u16,
     pub(crate) queue: Queue,
-    pub(crate) config: Config,
+    pub(crate) config: QueueConfig,
     /// Buffers that can be used, the one that was free the longest first.
     pub(crate) free: VecDeque<u32>,
     /// What was added is published when this ticket is done.
@@ -43,7 +43,7 @@ impl Ring {
     pub(crate) fn new(
         space: &Space,
         number: u16,
-        config: Config,
+        config: QueueConfig,
         own: Range<u32>,
     ) -> Result<Ring, NetDriverError> {
         let bytes = space.ring_bytes() / 2;
@@ -75,8 +75,8 @@ impl Ring {
     pub(crate) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
         // The driver polls.
         self.queue.suppress_notifications();
-        let Ring { config: Config { size, packed, .. }, addresses, .. } = *self;
-        let base = device::Config::start(packed);
+        let Ring { config: QueueConfig { size, packed, .. }, addresses, .. } = *self;
+        let base = device::RingConfig::start(packed);
         let parts = RingParts { size, base, addresses, kick: self.kick.as_fd() };
         link.start_ring(self.number, &parts, space)
     }

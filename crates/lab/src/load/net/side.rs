@@ -5,7 +5,7 @@ use std::ops::Range;
 use ringfence_mem::Window;
 use ringfence_virtq::{
     Desc,
-    driver::{Config, Used},
+    driver::{QueueConfig, Used},
 };
 
 use super::{
@@ -38,7 +38,7 @@ impl Side {
     pub(super) fn new(
         space: &Space,
         ring: u16,
-        config: Config,
+        config: QueueConfig,
         own: Range<u32>,
     ) -> Result<Side, NetDriverError> {
         let windows = own.clone().map(|buffer| {

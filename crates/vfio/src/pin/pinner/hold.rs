@@ -5,8 +5,8 @@ use ringfence_iommu::{HostAddr, Iova, Prot};
 use super::Pinner;
 use crate::pin::backing::{Backing, HoldError, Run};
 use crate::pin::error::PinError;
-use crate::pin::pages::{Place, Rights};
-use crate::pin::slots::Held;
+use crate::pin::pages::{PageHold, Rights};
+use crate::pin::slots::SlotPages;
 
 /// Runs gathered before they are held: more make the calls no cheaper.
 const BATCH: usize = 64;
@@ -72,13 +72,13 @@ impl<B: Backing> Pinner<B> {
             *counted += 1;
             window.pinned += u64::from(page.count == 1);
             match page.place() {
-                Place::Nowhere if self.backing.is_special(host) => page.put(Place::Special),
-                Place::Nowhere => {
-                    page.put(Place::Pending);
+                PageHold::Nowhere if self.backing.is_special(host) => page.put(PageHold::Special),
+                PageHold::Nowhere => {
+                    page.put(PageHold::Pending);
                     self.add(at, n, host, prot)?;
                     continue;
                 }
-                Place::Slot(slot) if page.count == 1 => {
+                PageHold::Slot(slot) if page.count == 1 => {
                     let slots = self.slots.as_mut().expect("the backing has slots");
                     slots.held(slot).live += 1;
                 }
@@ -181,12 +181,12 @@ impl<B: Backing> Pinner<B> {
             let window = &mut self.windows[window];
             done = (run.len >> self.shift) as usize;
             bytes += run.len;
-            let mut place = Place::Lone;
+            let mut place = PageHold::Lone;
             if let Some(slots) = &mut self.slots {
                 let slot = slot + n as u32;
                 let pages = done as u32;
-                *slots.held(slot) = Held { first, pages, live: pages };
-                place = Place::Slot(slot);
+                *slots.held(slot) = SlotPages { first, pages, live: pages };
+                place = PageHold::Slot(slot);
             }
             window.pages[first..first + done].iter_mut().for_each(|page| page.put(place));
             if prot.contains(Prot::WRITE) {

@@ -5,8 +5,8 @@ use ringfence_iommu::Iova;
 use super::Pinner;
 use crate::pin::backing::{Backing, Release, Run};
 use crate::pin::error::PinError;
-use crate::pin::pages::Place;
-use crate::pin::slots::Held;
+use crate::pin::pages::PageHold;
+use crate::pin::slots::SlotPages;
 
 /// Slots gathered before they are released: more make the calls no cheaper.
 const BATCH: usize = 64;
@@ -53,7 +53,7 @@ impl<B: Backing> Pinner<B> {
         page.count = page.count.checked_sub(1).ok_or(PinError::NotPinned(iova))?;
         if page.count == 0 {
             window.pinned -= 1;
-            if let (Place::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
+            if let (PageHold::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
                 slots.held(slot).live -= 1;
             }
         }
@@ -71,7 +71,7 @@ impl<B: Backing> Pinner<B> {
             page.count += 1;
             if page.count == 1 {
                 window.pinned += 1;
-                if let (Place::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
+                if let (PageHold::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
                     slots.held(slot).live += 1;
                 }
             }
@@ -88,10 +88,10 @@ impl<B: Backing> Pinner<B> {
             return;
         }
         match page.place() {
-            Place::Nowhere => {}
-            Place::Pending | Place::Special => page.put(Place::Nowhere),
-            Place::Lone => {
-                page.put(Place::Nowhere);
+            PageHold::Nowhere => {}
+            PageHold::Pending | PageHold::Special => page.put(PageHold::Nowhere),
+            PageHold::Lone => {
+                page.put(PageHold::Nowhere);
                 let addr = window.host(iova.0 - window.range.first().0);
                 let len = self.limits.page;
                 match &mut self.gone.run {
@@ -102,14 +102,14 @@ impl<B: Backing> Pinner<B> {
                     }
                 }
             }
-            Place::Slot(slot) => {
+            PageHold::Slot(slot) => {
                 let slots = self.slots.as_mut().expect("the backing has slots");
-                let Held { first, pages, live } = *slots.held(slot);
+                let SlotPages { first, pages, live } = *slots.held(slot);
                 if live != 0 {
                     return;
                 }
                 let pages = &mut window.pages[first..first + pages as usize];
-                pages.iter_mut().for_each(|page| page.put(Place::Nowhere));
+                pages.iter_mut().for_each(|page| page.put(PageHold::Nowhere));
                 let bytes = (pages.len() as u64) << self.shift;
                 if self.gone.slots.len() == BATCH {
                     self.release_now();

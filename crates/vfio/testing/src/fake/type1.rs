@@ -37,7 +37,7 @@ const BITMAP_BYTES: u64 = 1 << 28;
 
 /// What a container is like.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct FakeConfig {
     /// How many mappings there may be at once.
     pub budget: u32,
     /// Whether it is a type1v1 container, whose UNMAP differs (rule L55).
@@ -55,10 +55,10 @@ pub struct Config {
     pub runs: usize,
 }
 
-impl Default for Config {
+impl Default for FakeConfig {
     /// As Linux has it, for this process's memory, without a limit.
-    fn default() -> Config {
-        Config {
+    fn default() -> FakeConfig {
+        FakeConfig {
             budget: 65_535,
             v1: false,
             huge_pages: true,
@@ -100,7 +100,7 @@ struct State {
 
 impl Type1 {
     /// A container without a group.
-    pub fn new(config: Config) -> Type1 {
+    pub fn new(config: FakeConfig) -> Type1 {
         Type1 {
             v1: config.v1,
             unsafe_interrupts: config.unsafe_interrupts,
@@ -258,9 +258,9 @@ impl Type1Kernel for Type1 {
 }
 
 impl Default for Type1 {
-    /// A container as [`Config::default`] has it, with one [group](Group::default).
+    /// A container as [`FakeConfig::default`] has it, with one [group](Group::default).
     fn default() -> Type1 {
-        let container = Type1::new(Config::default());
+        let container = Type1::new(FakeConfig::default());
         // Nothing is mapped that could be in the way of a group.
         let attached = container.attach(&Group::default());
         debug_assert_eq!(attached, Ok(()));

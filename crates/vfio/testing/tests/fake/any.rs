@@ -5,7 +5,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
 use ringfence_vfio::kernel::{Bitmap, Id, IommufdKernel, MapFlags, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{Config, Group, Iommufd, Owner, Type1};
+use ringfence_vfio_testing::fake::{FakeConfig, Group, Iommufd, Owner, Type1};
 
 use crate::common::{PAGE, pages};
 
@@ -36,7 +36,7 @@ proptest! {
     ) {
         let owner = Owner::new(1 << 20);
         let memory = pages(1 << 16);
-        let config = Config { v1, owner: owner.clone(), memory, budget: 5, ..Config::default() };
+        let config = FakeConfig { v1, owner: owner.clone(), memory, budget: 5, ..FakeConfig::default() };
         let kernel = Type1::new(config);
         for (call, bits, a, b, c) in calls {
             let mut words = vec![0; (c % 9) as usize];

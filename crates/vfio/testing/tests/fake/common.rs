@@ -2,7 +2,7 @@
 
 use ringfence_iommu::{Iova, Range};
 use ringfence_vfio::kernel::{Answer, MapFlags, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{Config, Event, Group, Memory, Owner, Type1};
+use ringfence_vfio_testing::fake::{FakeConfig, Event, Group, Memory, Owner, Type1};
 
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const RW: MapFlags = MapFlags::READ.union(MapFlags::WRITE);
@@ -10,7 +10,7 @@ pub(crate) const RW: MapFlags = MapFlags::READ.union(MapFlags::WRITE);
 /// A container for memory that nobody has, with its owner and one group.
 pub(crate) fn pretended(limit: u64, memory: Memory) -> (Type1, Owner) {
     let owner = Owner::new(limit);
-    let kernel = Type1::new(Config { owner: owner.clone(), memory, ..Config::default() });
+    let kernel = Type1::new(FakeConfig { owner: owner.clone(), memory, ..FakeConfig::default() });
     kernel.attach(&Group::default()).unwrap();
     (kernel, owner)
 }

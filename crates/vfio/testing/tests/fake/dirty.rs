@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringfence_iommu::Range;
 use ringfence_vfio::kernel::{Answer, Bitmap, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{Config, Group, Memory, Step, Type1};
+use ringfence_vfio_testing::fake::{FakeConfig, Group, Memory, Step, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, group, map, pages, pretended, unmap};
@@ -19,7 +19,7 @@ fn read(kernel: &Type1, iova: u64, pages: u64, before: &[u64]) -> Answer<Vec<u64
 
 /// A container with an emulated group only.
 fn emulated(memory: Memory) -> Type1 {
-    let kernel = Type1::new(Config { memory, ..Config::default() });
+    let kernel = Type1::new(FakeConfig { memory, ..FakeConfig::default() });
     let notify = |kernel: &Type1, iova, size| kernel.unpin_pages(iova, size / PAGE);
     kernel.attach_emulated(1, Arc::new(notify)).unwrap();
     kernel

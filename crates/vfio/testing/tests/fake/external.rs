@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use ringfence_vfio::kernel::{MapFlags, Type1Kernel};
-use ringfence_vfio_testing::fake::{Config, Event, Notify, Step, Type1};
+use ringfence_vfio_testing::fake::{FakeConfig, Event, Notify, Step, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, assert_civil, group, map, pages, pretended, unmap};
@@ -72,7 +72,7 @@ fn an_unmap_tells_and_tries_again_until_nobody_holds_a_page() {
 #[test]
 fn who_never_gives_up_is_told_eleven_times() {
     let asked = Arc::new(AtomicU32::new(0));
-    let kernel = Type1::new(Config { memory: pages(100), ..Config::default() });
+    let kernel = Type1::new(FakeConfig { memory: pages(100), ..FakeConfig::default() });
     let count = asked.clone();
     let stubborn: Notify = Arc::new(move |_, _, _| {
         count.fetch_add(1, Ordering::Relaxed);

@@ -2,7 +2,7 @@
 
 use ringfence_iommu::{Iova, Range};
 use ringfence_vfio::kernel::{MapFlags, Type1Kernel};
-use ringfence_vfio_testing::fake::{Config, Event, Group, Kind, Type1};
+use ringfence_vfio_testing::fake::{FakeConfig, Event, Group, Kind, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, map, pages, pretended, unmap};
@@ -16,7 +16,7 @@ fn raw(kernel: &Type1, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Res
 // rule L51
 #[test]
 fn what_is_refused_in_which_order() {
-    let config = Config { budget: 2, memory: pages(1000), ..Config::default() };
+    let config = FakeConfig { budget: 2, memory: pages(1000), ..FakeConfig::default() };
     let kernel = Type1::new(config);
     assert_eq!(map(&kernel, 0, 0, 1), Err(Errno::INVAL), "before a group is there");
     kernel.attach(&Group::default()).unwrap();
@@ -79,7 +79,7 @@ fn runs_are_as_long_as_they_can_be_and_batches_have_512_pages() {
     // 1,000 pages side by side, 8 scattered by twos, 1 of a device, 3 more.
     let memory =
         pages(10_000).with(1000 * PAGE, 8, Kind::Scattered(2)).with(1008 * PAGE, 1, Kind::Reserved);
-    let kernel = Type1::new(Config { memory: memory.clone(), ..Config::default() });
+    let kernel = Type1::new(FakeConfig { memory: memory.clone(), ..FakeConfig::default() });
     kernel.attach(&Group::default()).unwrap();
     kernel.events();
     map(&kernel, 0, 0, 1012).unwrap();
@@ -106,7 +106,7 @@ fn runs_are_as_long_as_they_can_be_and_batches_have_512_pages() {
     let expected: Vec<_> = expected.chain([(1008, 1, true), (1009, 3, false)]).collect();
     assert_eq!(runs, expected);
 
-    let kernel = Type1::new(Config { memory, huge_pages: false, ..Config::default() });
+    let kernel = Type1::new(FakeConfig { memory, huge_pages: false, ..FakeConfig::default() });
     kernel.attach(&Group::default()).unwrap();
     map(&kernel, 0, 0, 1012).unwrap();
     let single = |event: &&Event| matches!(event, Event::Pinned { pages: 1, .. });

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use ringfence_iommu::HostAddr;
 use ringfence_vfio::kernel::{Answer, Bitmap, MapFlags, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{Config, Event, Owner, Step, Type1};
+use ringfence_vfio_testing::fake::{FakeConfig, Event, Owner, Step, Type1};
 use rustix::io::Errno;
 
 use self::pages::{Model, World};
@@ -31,11 +31,11 @@ impl Pair {
     fn new() -> Pair {
         let world = World::new();
         let owners = [40, 20].map(Owner::new);
-        let config = Config {
+        let config = FakeConfig {
             budget: BUDGET,
             owner: owners[0].clone(),
             memory: world.memory.clone(),
-            ..Config::default()
+            ..FakeConfig::default()
         };
         let model = Model { limits: [40, 20], ..Model::default() };
         Pair { kernel: Type1::new(config), world, owners, model }

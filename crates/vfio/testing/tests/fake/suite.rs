@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, sync::Arc};
 
 use ringfence_iommu::Range;
 use ringfence_vfio_testing::{
-    fake::{Config, Group, Iommufd, Type1},
+    fake::{FakeConfig, Group, Iommufd, Type1},
     suite::{self, Outcome, Verdict},
 };
 
@@ -33,7 +33,7 @@ fn type1_keeps_every_rule_that_shows() {
 #[test]
 fn type1_of_other_kinds_keeps_them_too() {
     // Larger pages and all of the address space; a small budget; superpages and two IOMMUs.
-    let kernel = Type1::new(Config { budget: 20, ..Config::default() });
+    let kernel = Type1::new(FakeConfig { budget: 20, ..FakeConfig::default() });
     let page_sizes = !0xffff;
     let all = Group { aperture: Range::ALL, reserved: vec![], page_sizes, ..Group::default() };
     kernel.attach(&all).unwrap();

@@ -1,7 +1,7 @@
 //! UNMAP.
 
 use ringfence_vfio::kernel::{Bitmap, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{Config, Event, Group, Kind, Step, Type1};
+use ringfence_vfio_testing::fake::{FakeConfig, Event, Group, Kind, Step, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, assert_civil, group, map, pages, pretended, unmap};
@@ -31,7 +31,7 @@ fn mappings_go_whole_or_not_at_all() {
 // rule L55
 #[test]
 fn version_1_looks_at_first_addresses_only() {
-    let kernel = Type1::new(Config { v1: true, memory: pages(100), ..Config::default() });
+    let kernel = Type1::new(FakeConfig { v1: true, memory: pages(100), ..FakeConfig::default() });
     kernel.attach(&Group::default()).unwrap();
     map(&kernel, 10, 0, 4).unwrap();
     map(&kernel, 20, 0, 4).unwrap();
@@ -112,7 +112,7 @@ fn without_memory_to_gather_a_region_it_is_synced_by_itself() {
 #[test]
 fn contiguous_frames_are_looked_for_unless_superpages_show() {
     for superpages in [false, true] {
-        let kernel = Type1::new(Config { memory: pages(5000), ..Config::default() });
+        let kernel = Type1::new(FakeConfig { memory: pages(5000), ..FakeConfig::default() });
         kernel.attach(&Group { superpages, ..Group::default() }).unwrap();
         assert!(kernel.events().contains(&Event::Probed { iommu: 0, both: superpages }));
         map(&kernel, 0, 0, 1000).unwrap();

@@ -55,7 +55,7 @@ impl Recorded {
     /// Finds out from the ring and the record where to go on: the queue of `config`, not yet found.
     pub(super) fn open(
         &mut self,
-        config: &device::Config,
+        config: &device::RingConfig,
         mem: &impl Translate,
     ) -> Result<device::Queue, QueueError> {
         let base = match config.packed {
@@ -98,7 +98,7 @@ impl Recorded {
                 base
             }
         };
-        Ok(device::Queue::postponed(device::Config { base, ..*config })?)
+        Ok(device::Queue::postponed(device::RingConfig { base, ..*config })?)
     }
 
     /// Takes the next chain that an earlier process had into `chain`; `None` if that were all. Its

@@ -81,7 +81,7 @@ impl<S: Serve> RequestQueue<S> {
 }
 
 /// Has all three areas asked for at once, as far as they are missing (rule D22).
-fn ask_for_ring(config: &device::Config, bus: &Bus) {
+fn ask_for_ring(config: &device::RingConfig, bus: &Bus) {
     for (addr, len, access) in config.areas() {
         bus.prefetch(addr, len as u64, access);
     }

@@ -79,7 +79,7 @@ fn lives(stores: &mut u64, part: impl FnOnce()) -> bool {
 struct Guest {
     ram: Ram,
     driver: driver::Queue,
-    at: device::Config,
+    at: device::RingConfig,
     file: OwnedFd,
     len: usize,
     /// Whether the journal could not go on.
@@ -97,7 +97,7 @@ impl Guest {
     fn new(shape: Shape, len: usize) -> Guest {
         let ram = Ram::new(BASE, 0x1000 + usize::from(SIZE) * BUFFER as usize);
         let (rings, at) = areas(&ram, BASE, SIZE, true);
-        let driver = driver::Config { size: SIZE, event_idx: true, packed: false };
+        let driver = driver::QueueConfig { size: SIZE, event_idx: true, packed: false };
         let driver = driver::Queue::with_config(driver, rings).unwrap();
         let (file, fd) = SharedFile::create(len).unwrap();
         let twin = Twin::new(shape);
@@ -186,7 +186,7 @@ impl Guest {
         device.recover(&recovered).unwrap();
         (self.twin.device, self.twin.endpoints) = (device, endpoints);
         self.set_journal(journal).unwrap();
-        let mut queue = Queue::postponed_at_used(device::Config { base: 77, ..self.at }).unwrap();
+        let mut queue = Queue::postponed_at_used(device::RingConfig { base: 77, ..self.at }).unwrap();
         queue.revalidate(&self.ram).unwrap();
         RequestQueue::resume(Arc::clone(&self.twin.device), queue, recovered.into_answers())
     }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use ringfence_dma::{BounceConfig, BounceLimits, Config, Policy, Written};
+use ringfence_dma::{BounceConfig, BounceLimits, DmaConfig, Policy, Written};
 use ringfence_drivers::ram::{PagedBuffer, RamMemory};
 use ringfence_mem::GuestRam;
 use ringfence_run::{event, worker::Notify};
@@ -85,7 +85,7 @@ impl Link {
         mapped: Mapped,
         peer: impl FnOnce(UnixStream, UnixStream) -> Result<Peer>,
     ) -> Result<(Link, [Queue; 2], [Vec<PagedBuffer>; 2])> {
-        let config = driver::Config { size: RING, event_idx: false, packed: false };
+        let config = driver::QueueConfig { size: RING, event_idx: false, packed: false };
         let ring_bytes = config.offsets().len.next_multiple_of(PAGE);
         let pools = if mapped.policy.bounces() { POOLS } else { 0 };
         let bytes = 2 * (BUFFERS * PAGE + ring_bytes) + OWN_BYTES + pools;
@@ -167,7 +167,7 @@ fn make_dma(
     let lazy = policy.is_lazy();
     let allocator = Space::default().of_domain(Default::default(), domain, &[], lazy)?;
     let bounce = BounceConfig { written: Written::Reported, ..BounceConfig::default() };
-    let config = Config { bounce, ..Config::new(policy) };
+    let config = DmaConfig { bounce, ..DmaConfig::new(policy) };
     let limits = BounceLimits { max_bytes: pools as u64, ..BounceLimits::default() };
     let memory = match pools {
         0 => None,

@@ -35,7 +35,7 @@ impl<B> Copy for Made<B> {}
 
 /// What a map call is to map.
 #[derive(Clone, Copy)]
-pub(crate) struct Wanted<'a, T> {
+pub(crate) struct MapCall<'a, T> {
     pub(crate) pieces: Pieces<'a, T>,
     pub(crate) slices: Slices<'a>,
     pub(crate) direction: Direction,
