@@ -24,8 +24,10 @@ use ringfence_iova::Allocator;
 /// 5. [`poll_unmaps`](Self::poll_unmaps) hands out the buffers that the device reaches no longer (under
 ///    a lazy policy: for long), and the number is free again.
 ///
-/// Nothing here waits but [`wait`](Self::wait), [`finish_maps`](Self::finish_maps) and
-/// [`finish_unmaps`](Self::finish_unmaps), and nothing is allocated once it has grown to what is under way at a time. Dropped, it unmaps what it holds: a
+/// Under a policy that shares its syncs ([`Policy::batches_maps`](ringfence_dma::Policy::batches_maps),
+/// [`batches_unmaps`](ringfence_dma::Policy::batches_unmaps)) nothing here waits but [`wait`](Self::wait),
+/// [`finish_maps`](Self::finish_maps) and [`finish_unmaps`](Self::finish_unmaps). Nothing is allocated once
+/// it has grown to what is under way at a time. Dropped, it unmaps what it holds, and waits for that: a
 /// driver first has the device forget the transfers, or keeps their memory
 /// ([`take_asked`](Self::take_asked)).
 pub struct Transfers<D: Domain + 'static, A: Allocator + 'static, B, W> {
@@ -104,6 +106,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     ///
     /// # Panics
     /// No transfer ever had the number.
+    #[track_caller]
     pub fn work(&mut self, at: usize) -> &mut W {
         &mut self.slots[at].work
     }
@@ -112,6 +115,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     ///
     /// # Panics
     /// The number is not of such a transfer.
+    #[track_caller]
     pub fn release(&mut self, at: usize) {
         let slot = &mut self.slots[at];
         assert!(
@@ -126,6 +130,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     ///
     /// # Panics
     /// The number was not just [taken](Self::take).
+    #[track_caller]
     pub fn ask(&mut self, at: usize) {
         *self.slots[at].taken(at) = State::Asked(None);
     }
@@ -200,9 +205,14 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
                     // The device was never asked, and wrote nothing.
                     let noted = mapping.note_written(0..0);
                     debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
-                    *state = State::Unmapping;
-                    let pushed = unmaps.push(mapping, at);
-                    debug_assert!(pushed.is_ok(), "a mapping of this device");
+                    match unmaps.push(mapping, at) {
+                        Ok(()) => *state = State::Unmapping,
+                        // The driver has put another device's in its place: it goes here.
+                        Err(_) => {
+                            *state = State::Free;
+                            free.push(at);
+                        }
+                    }
                 }
                 Err(error) => {
                     told(at, work, Err(error));
@@ -223,18 +233,24 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     }
 
     /// The device has answered: gathers the transfer's buffer, to be unmapped; how many are gathered.
-    /// One that has none keeps its number until [`release`](Self::release).
+    /// One that has none keeps its number, and counts as asked, until [`release`](Self::release).
     ///
     /// # Panics
     /// The device was not told of the transfer.
+    #[track_caller]
     pub fn end(&mut self, at: usize) -> usize {
         let State::Asked(mapping) = &mut self.slots[at].state else {
             panic!("transfer {at}: the device was not told of it")
         };
         if let Some(mapping) = mapping.take() {
-            self.slots[at].state = State::Unmapping;
-            let pushed = self.unmaps.push(mapping, at);
-            debug_assert!(pushed.is_ok(), "a mapping of this device");
+            self.slots[at].state = match self.unmaps.push(mapping, at) {
+                Ok(()) => State::Unmapping,
+                // The driver has put another device's in its place: it goes here.
+                Err(_) => {
+                    self.free.push(at);
+                    State::Free
+                }
+            };
         }
         self.unmaps.gathered()
     }
@@ -244,6 +260,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     ///
     /// # Errors
     /// The mapping is of another device.
+    #[track_caller]
     #[allow(clippy::result_large_err, reason = "what is given back is moved as it came")]
     pub fn end_watched(&mut self, at: usize, mapping: Mapping<B>) -> Result<usize, Mapping<B>> {
         let state = self.slots[at].taken(at);

@@ -76,8 +76,8 @@ pub type Unmapped<B> = Result<Returned<Vec<B>>, UnmapError<Vec<B>>>;
 /// [`raw`](MappedQueue::raw), and their answers are handed to the caller as they are.
 pub const FOREIGN: u64 = 1 << 63;
 
-/// Their numbers have 32 bits: memory ends before.
-const MOST_GROUPS: usize = u32::MAX as usize;
+/// Their numbers have 31 bits: memory ends before.
+const MOST_GROUPS: usize = 1 << 31;
 
 struct Request {
     kind: Kind,
@@ -348,9 +348,12 @@ where
     /// of it is got by [`take_foreign`](Self::take_foreign). One at a time.
     pub fn unmap_foreign(&mut self, mapping: Mapping<Vec<B>>) {
         let at = self.transfers.take().expect("memory ends before");
-        // Of the same device. One that was not would be unmapped here, by itself.
-        let gathered = self.transfers.end_watched(at, mapping);
-        debug_assert!(gathered.is_ok());
+        match self.transfers.end_watched(at, mapping) {
+            Ok(gathered) if gathered >= self.batching.requests => self.transfers.begin_unmaps(),
+            Ok(_) => {}
+            // Another device's, which is unmapped here, by itself.
+            Err(_) => self.transfers.release(at),
+        }
     }
 
     /// What came of [`unmap_foreign`](Self::unmap_foreign), once it is over.

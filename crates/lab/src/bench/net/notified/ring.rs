@@ -138,8 +138,10 @@ impl Ring {
                     let own = bundle.own.take().context("a free buffer")?;
                     bundle.transfer = transfers.take().context("a number for each bundle")?;
                     *transfers.work(bundle.transfer) = at;
-                    let mapped = transfers.map(bundle.transfer, own, direction);
-                    mapped.map_err(|error| error.error()).context("mapping buffers")?;
+                    if let Err(error) = transfers.map(bundle.transfer, own, direction) {
+                        transfers.release(bundle.transfer);
+                        return Err(error.error()).context("mapping buffers");
+                    }
                     self.mapping += 1;
                 }
             }
