@@ -92,15 +92,19 @@ fn tasks(pid: u32, fits: impl Fn(&str) -> bool) -> Vec<u32> {
     tasks.flatten().filter_map(named).collect()
 }
 
-/// How often these threads have given their CPU away or lost it.
-fn switches(tasks: &[u32]) -> f64 {
-    let of = |task: &u32| -> f64 {
+/// How often these threads have slept, and how often they have lost their CPU.
+fn switches(tasks: &[u32]) -> [f64; 2] {
+    let mut sum = [0.0; 2];
+    for task in tasks {
         // A thread's own directory is there under its number as well, though not listed.
         let status = std::fs::read_to_string(format!("/proc/{task}/status")).unwrap_or_default();
-        let counts = status.lines().filter_map(|line| line.split_once("ctxt_switches:"));
-        counts.filter_map(|(_, count)| count.trim().parse::<f64>().ok()).sum()
-    };
-    tasks.iter().map(of).sum()
+        let names = ["voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"];
+        for (sum, name) in sum.iter_mut().zip(names) {
+            let count = status.lines().find_map(|line| line.strip_prefix(name));
+            *sum += count.and_then(|count| count.trim().parse::<f64>().ok()).unwrap_or(0.0);
+        }
+    }
+    sum
 }
 
 fn figures(service: Option<&Service>) -> BTreeMap<&'static str, f64> {

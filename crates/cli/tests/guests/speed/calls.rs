@@ -47,6 +47,7 @@ fn open(event: u64, task: u32) -> io::Result<File> {
     }
     const TRACEPOINT: u32 = 2;
     const INHERIT: u64 = 1 << 1;
+    const CLOEXEC: libc::c_ulong = 1 << 3;
     const SIZE: u32 = size_of::<Attributes>() as u32;
     let attributes = Attributes {
         kind: TRACEPOINT,
@@ -59,8 +60,9 @@ fn open(event: u64, task: u32) -> io::Result<File> {
         more: [0; 2],
     };
     // SAFETY: the kernel reads `SIZE` bytes of the attributes, all of which are there.
-    let fd =
-        unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attributes, task, -1, -1, 0) };
+    let fd = unsafe {
+        libc::syscall(libc::SYS_perf_event_open, &raw const attributes, task, -1, -1, CLOEXEC)
+    };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }

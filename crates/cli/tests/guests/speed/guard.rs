@@ -76,6 +76,8 @@ const FIGURES: [&str; 5] = [
 /// Switches of all threads of QEMU and of the back end, and their system calls, which are counted while
 /// the machine warms up: to count them costs them time.
 const SWITCHES: &str = "switches";
+/// Those of the back end's threads that slept.
+const WAKE_UPS: &str = "wake-ups";
 const CALLS: &str = "calls";
 
 type Spent = (BTreeMap<String, f64>, BTreeMap<&'static str, f64>);
@@ -125,15 +127,18 @@ impl Row {
         }
     }
 
-    /// The threads of QEMU and of the back end.
-    fn tasks(&self) -> Vec<u32> {
-        let mut all = tasks(self.guest.id(), |_| true);
+    /// The threads of the back end.
+    fn backs_tasks(&self) -> Vec<u32> {
         match (&self.back, self.ours()) {
-            (Back::Null, _) => all.extend(tasks(std::process::id(), |name| name == null::NAME)),
-            (_, Some(service)) => all.extend(tasks(service.id(), |_| true)),
-            _ => {}
+            (Back::Null, _) => tasks(std::process::id(), |name| name == null::NAME),
+            (_, Some(service)) => tasks(service.id(), |_| true),
+            _ => Vec::new(),
         }
-        all
+    }
+
+    /// And those of QEMU.
+    fn tasks(&self) -> Vec<u32> {
+        [tasks(self.guest.id(), |_| true), self.backs_tasks()].concat()
     }
 
     fn spent(&self) -> Spent {
@@ -144,7 +149,9 @@ impl Row {
             threads(std::process::id(), "test", &mut own);
             cpu.extend(own.into_iter().filter(|(name, _)| name.ends_with(null::NAME)));
         }
-        let mut counted = BTreeMap::from([(SWITCHES, switches(&self.tasks()))]);
+        let [asleep, _] = switches(&self.backs_tasks());
+        let [all, lost] = switches(&self.tasks());
+        let mut counted = BTreeMap::from([(SWITCHES, all + lost), (WAKE_UPS, asleep)]);
         if let Some(service) = self.ours() {
             threads(service.id(), "ours", &mut cpu);
             let page = service.figures();
@@ -162,11 +169,11 @@ impl Row {
     fn turn(&mut self, round: usize, job: usize) {
         self.guest.say("go on");
         self.guest.hear(&format!("run {round}.{job}"));
-        let calls = (round == 0).then(|| Calls::of(&self.tasks()));
         let (cpu, counted) = self.spent();
+        let calls = (round == 0).then(|| Calls::of(&self.tasks()));
         self.guest.hear(&format!("ran {round}.{job}"));
-        let (cpu_after, counted_after) = self.spent();
         let calls = calls.map(|calls| calls.and_then(Calls::count));
+        let (cpu_after, counted_after) = self.spent();
         self.guest.hear(&format!("end {round}.{job}"));
         let more = |(name, after): (String, f64)| {
             let before = cpu.get(&name).copied().unwrap_or(0.0);
@@ -293,7 +300,7 @@ fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
             print!("| {what} | {name} | {rate:.0} | {of_qemu} | {of_null} | {all:.0} ");
             let counts = [
                 figures.get("iommu_requests_total").or(figures.get("iotlb_misses_total")),
-                figures.get("waits_total"),
+                figures.get(WAKE_UPS),
                 figures.get("interrupts_total"),
                 found.calls.as_ref(),
                 figures.get(SWITCHES),
