@@ -17,11 +17,11 @@ use std::{env, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
 use ringfence_dma::{
-    BounceLimits, BouncePools, DmaConfig, Device, Direction, Environment, HostMemory,
-    Policy, Segment,
+    BounceLimits, BouncePools, Device, Direction, DmaConfig, Environment, HostMemory, Policy,
+    Segment,
 };
 use ringfence_drivers::nvme::{
-    Buffer, Completion, ControllerConfig, Controller, Data, IoQueue, Namespace, Op,
+    Buffer, Completion, Controller, ControllerConfig, Data, IoQueue, Namespace, Op,
 };
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
@@ -88,7 +88,8 @@ impl Machine {
             device.effective_policy(),
             device.fallback()
         );
-        let config = ControllerConfig { limit: Duration::from_secs(20), ..ControllerConfig::default() };
+        let config =
+            ControllerConfig { limit: Duration::from_secs(20), ..ControllerConfig::default() };
         Ok(Controller::start(device, self.device.bar(0)?, config)?)
     }
 }

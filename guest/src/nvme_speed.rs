@@ -10,9 +10,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use ringfence_dma::{
-    BounceConfig, DmaConfig, Direction, Persistent, Policy, Sampled, Written,
-};
+use ringfence_dma::{BounceConfig, Direction, DmaConfig, Persistent, Policy, Sampled, Written};
 use ringfence_drivers::nvme::{Buffer, Completion, Data, Namespace, Op};
 
 use super::{Disk, Machine, PAGE, Queue, buffer, first};

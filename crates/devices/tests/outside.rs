@@ -78,8 +78,11 @@ impl Rig {
     /// Each owner may lock so many pages.
     fn new(pages: u64, tuning: Tuning) -> Rig {
         let owners = [Owner::new(pages), Owner::new(pages)];
-        let config =
-            FakeConfig { owner: owners[0].clone(), memory: Memory::process(), ..FakeConfig::default() };
+        let config = FakeConfig {
+            owner: owners[0].clone(),
+            memory: Memory::process(),
+            ..FakeConfig::default()
+        };
         let container = Arc::new(fake::Type1::new(config));
         container.attach(&Group::default()).unwrap();
         let type1 = Type1::new(Arc::clone(&container), tuning).unwrap();

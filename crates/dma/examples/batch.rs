@@ -1,6 +1,6 @@
 //! A driver's loop: one sync for what is submitted together, one for what completes together.
 
-use ringfence_dma::{DmaConfig, Device, Direction, Policy};
+use ringfence_dma::{Device, Direction, DmaConfig, Policy};
 use ringfence_iommu::{
     Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
 };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, DmaConfig, Device, Direction, Environment, HostMemory, Policy, Trust,
+    BounceLimits, BouncePools, Device, Direction, DmaConfig, Environment, HostMemory, Policy, Trust,
 };
 use ringfence_iommu::{
     Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,

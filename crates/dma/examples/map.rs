@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_dma::{DmaConfig, Device, Direction, Policy};
+use ringfence_dma::{Device, Direction, DmaConfig, Policy};
 use ringfence_iommu::{
     Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,
     table::Limits,

@@ -6,9 +6,9 @@ use crate::{
     BounceConfig,
     auto::{Auto, Cell, Choice, Kind, Slice},
     bounce::Client,
+    map_call::MapCall,
     mode::Mode,
     pieces::Measured,
-    map_call::MapCall,
 };
 
 /// The longest mapping that is copied where the policy leaves it open, in bytes: where so much moves,

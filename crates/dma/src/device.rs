@@ -7,7 +7,7 @@ use ringfence_iommu::{Domain, Fault};
 use ringfence_iova::Allocator;
 
 use crate::{
-    BouncePools, Choices, Coherent, DmaConfig, Direction, DmaBuffer, Environment, Error, Explained,
+    BouncePools, Choices, Coherent, Direction, DmaBuffer, DmaConfig, Environment, Error, Explained,
     Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused, SetupError,
     SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
     bounce::{Bytes, Client, ClientParts},
@@ -17,6 +17,7 @@ use crate::{
     detect::Watchman,
     flush::Lazy,
     layout::Limits,
+    map_call::{Failed, Lasting, Made, MapCall},
     mapping::Owner,
     mode::{Mode, ModeCell},
     pieces::Sync,
@@ -26,7 +27,6 @@ use crate::{
     shared::{Parts, Shared},
     thread_time::{BriefSampler, Sampler},
     trust::{self, Means},
-    map_call::{Failed, Lasting, Made, MapCall},
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own

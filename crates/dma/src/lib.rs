@@ -75,6 +75,7 @@ mod error;
 mod flush;
 mod layout;
 mod lazy;
+mod map_call;
 #[allow(unsafe_code)]
 mod mapper;
 mod mapping;
@@ -95,7 +96,6 @@ mod thread_time;
 mod trust;
 mod tuning;
 mod waits;
-mod map_call;
 
 pub use auto::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 pub use batch::{MapBatch, UnmapBatch};
@@ -106,7 +106,7 @@ pub use bounce::{
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use config::{DmaConfig, Environment, TimerKind};
 pub use counter::Sampled;
-pub use detect::{Detector, Explained, Misuse, CallSite, UseAfterUnmap};
+pub use detect::{CallSite, Detector, Explained, Misuse, UseAfterUnmap};
 pub use device::Device;
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};

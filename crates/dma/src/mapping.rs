@@ -144,7 +144,8 @@ impl<B> Mapping<B> {
         let (buffer, owner, unmapped) = if self.is_bounced() {
             self.note_unmapping();
             self.placed.slot = self.bring_back(true);
-            let LiveMapping { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
+            let LiveMapping { buffer, owner, .. } =
+                self.held.take().expect("a mapping is unmapped once");
             (buffer, owner, None)
         } else {
             self.take(false, true)?
@@ -313,7 +314,8 @@ impl<B> Mapping<B> {
         // A copy has nothing else to unmap, nor to wait for.
         let bounced = self.placed.bounced.is_some();
         let slot = self.bring_back(at.is_some());
-        let LiveMapping { buffer, owner, .. } = self.held.take().expect("a mapping is unmapped once");
+        let LiveMapping { buffer, owner, .. } =
+            self.held.take().expect("a mapping is unmapped once");
         if let Some(slot) = slot {
             owner.give_back_slot(slot);
         }

@@ -8,11 +8,11 @@ use crate::{
     bounce::Bounced,
     bouncer::Decided,
     counter::Count,
+    map_call::{Failed, Lasting, MapCall},
     mapper::Mapper,
     pieces::{Measured, Pieces, measure},
     placed::Placed,
     span::Span,
-    map_call::{Failed, Lasting, MapCall},
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {

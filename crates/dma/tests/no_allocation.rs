@@ -11,7 +11,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceLimits, BounceMemory, BouncePools, Chunk, DmaConfig, Device, Direction, DmaBuffer,
+    BounceLimits, BounceMemory, BouncePools, Chunk, Device, Direction, DmaBuffer, DmaConfig,
     Environment, FlushTuning, HostMemory, OsThreadClock, Policy, ThreadClock, TimerKind,
 };
 use ringfence_iommu::{

@@ -4,8 +4,8 @@
 
 use std::sync::Arc;
 
-use ringfence_dma::{DmaConfig, Device, Policy};
-use ringfence_drivers::nvme::{Buffer, ControllerConfig, Controller, Data, Op};
+use ringfence_dma::{Device, DmaConfig, Policy};
+use ringfence_drivers::nvme::{Buffer, Controller, ControllerConfig, Data, Op};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vfio::{Tuning, Type1, kernel::Attached};

@@ -29,7 +29,7 @@ use ringfence_vhost_user::{
 use ringfence_vhost_user_backend::{Addresses, Device, Request, Requests};
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM, F_VERSION_1,
-    driver::{QueueConfig, Queue, Rings},
+    driver::{Queue, QueueConfig, Rings},
 };
 use zerocopy::FromBytes;
 

@@ -17,7 +17,7 @@ use ringfence_iommu::{
 use ringfence_virtio_iommu::{
     device::{Binding, Options as DeviceOptions, RequestQueue},
     driver::{Notify, Options, ViommuDomain},
-    wire::{IommuConfig, Features, Status},
+    wire::{Features, IommuConfig, Status},
 };
 
 fn page(n: u64) -> Range {

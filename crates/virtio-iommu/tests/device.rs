@@ -8,8 +8,8 @@ use ringfence_iommu::{Error, Iova, PageSizes, Prot, Range, table::Limits};
 use ringfence_virtio_iommu::{
     device::Options,
     wire::{
-        AttachFlags, CONFIG_LEN, IommuConfig, Features, Kind, MAX_REQUEST_LEN, MapFlags, Properties,
-        Property, Request, ResvKind, Status, TAIL_LEN,
+        AttachFlags, CONFIG_LEN, Features, IommuConfig, Kind, MAX_REQUEST_LEN, MapFlags,
+        Properties, Property, Request, ResvKind, Status, TAIL_LEN,
     },
 };
 

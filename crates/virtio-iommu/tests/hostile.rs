@@ -28,7 +28,7 @@ use ringfence_mem::{
 };
 use ringfence_virtio_iommu::device::RequestQueue;
 use ringfence_virtq::{
-    device::{RingConfig, Queue},
+    device::{Queue, RingConfig},
     layout,
 };
 

@@ -11,7 +11,7 @@ use loom::{
     thread,
 };
 
-use crate::packed::{RingPos, EventWord};
+use crate::packed::{EventWord, RingPos};
 
 /// How many descriptors the ring has.
 const SIZE: u16 = 3;

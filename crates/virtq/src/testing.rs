@@ -155,7 +155,12 @@ impl Translate for Ram {
 ///
 /// # Panics
 /// If they do not fit.
-pub fn areas(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Rings, device::RingConfig) {
+pub fn areas(
+    ram: &Ram,
+    addr: u64,
+    size: u16,
+    event_idx: bool,
+) -> (driver::Rings, device::RingConfig) {
     areas_of(ram, addr, driver::QueueConfig { size, event_idx, packed: false })
 }
 
@@ -163,7 +168,11 @@ pub fn areas(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Rings
 ///
 /// # Panics
 /// If they do not fit.
-pub fn areas_of(ram: &Ram, addr: u64, config: driver::QueueConfig) -> (driver::Rings, device::RingConfig) {
+pub fn areas_of(
+    ram: &Ram,
+    addr: u64,
+    config: driver::QueueConfig,
+) -> (driver::Rings, device::RingConfig) {
     let driver::QueueConfig { size, event_idx, packed } = config;
     let at = config.offsets();
     let whole = ram.window(addr, at.len as u64, Access::ReadWrite);
@@ -188,7 +197,11 @@ pub fn pair(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Queue,
 ///
 /// # Panics
 /// If they do not fit.
-pub fn pair_of(ram: &Ram, addr: u64, config: driver::QueueConfig) -> (driver::Queue, device::Queue) {
+pub fn pair_of(
+    ram: &Ram,
+    addr: u64,
+    config: driver::QueueConfig,
+) -> (driver::Queue, device::Queue) {
     let (rings, at) = areas_of(ram, addr, config);
     let driver = driver::Queue::with_config(config, rings).expect("a legal queue");
     let device = device::Queue::new(at, ram).expect("a legal queue");

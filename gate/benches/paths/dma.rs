@@ -4,7 +4,7 @@ use std::{hint::black_box, sync::Arc};
 
 use gungraun::prelude::*;
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BouncePools, Config, Device, Direction, HostMemory, MapBatch,
+    BounceConfig, BounceLimits, BouncePools, Device, Direction, DmaConfig, HostMemory, MapBatch,
     Policy, Stats, TimerKind, UnmapBatch, Written,
 };
 use ringfence_iommu::{
@@ -47,7 +47,7 @@ impl Rig {
         let allocator: Allocator = Arc::new(Slabs::new(aperture, cpus()));
         let bounce = BounceConfig { written: Written::Reported, ..BounceConfig::default() };
         let config =
-            Config { timer: TimerKind::Manual, demand: true, bounce, ..Config::new(policy) };
+            DmaConfig { timer: TimerKind::Manual, demand: true, bounce, ..DmaConfig::new(policy) };
         let (in_domain, at) = (Arc::clone(&domain), Arc::clone(&allocator));
         let device = if policy.bounces() {
             let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));

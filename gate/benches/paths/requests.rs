@@ -20,7 +20,7 @@ use ringfence_mem::{Access, GuestRam, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{
     device::{self, Device, RequestQueue},
     driver::{self, Buffers, Driver, Notify, Transport, ViommuDomain, negotiate},
-    wire::Config,
+    wire::IommuConfig,
 };
 
 use crate::{fixed::mix, rings};
@@ -107,12 +107,13 @@ impl Rig {
         let device = Device::new(backing, device::Options::default());
         let features = negotiate(device.features().bits());
         device.set_features(features.bits());
-        let config = Config::parse(&device.config()).expect("our own configuration");
+        let config = IommuConfig::parse(&device.config()).expect("our own configuration");
 
         let ram = GuestRam::new(BYTES, 0).expect("memory");
         let memory = Memory::of_ram(&ram).expect("memory");
         let bus = Physical::new(Arc::clone(&memory));
-        let at = ringfence_virtq::driver::Config { size: SIZE, event_idx: true, packed: false };
+        let at =
+            ringfence_virtq::driver::QueueConfig { size: SIZE, event_idx: true, packed: false };
         let (front, mut queue) = rings::ends(&ram, &bus, at);
         queue.suppress_kicks();
         let requests = at.offsets().len.next_multiple_of(64);

@@ -40,7 +40,7 @@ impl Ring {
         let ram = GuestRam::new((BUFFERS_AT + CHAINS * PAGE) as usize, 0).expect("memory");
         let bus = Physical::new(Memory::of_ram(&ram).expect("memory"));
         let (driver, device) =
-            ends(&ram, &bus, driver::Config { size: SIZE, event_idx: true, packed });
+            ends(&ram, &bus, driver::QueueConfig { size: SIZE, event_idx: true, packed });
         let (taken, used) =
             (Vec::with_capacity(CHAINS as usize), Vec::with_capacity(CHAINS as usize));
         Box::new(Ring { bus, driver, device, chain: Chain::new(), taken, used })
@@ -101,7 +101,7 @@ impl Ring {
 pub(crate) fn driver_end(
     ram: &Arc<GuestRam>,
     at: u64,
-    config: driver::Config,
+    config: driver::QueueConfig,
 ) -> (driver::Queue, RingAddresses) {
     let offsets = config.offsets();
     let window = ram.window(at as usize, offsets.len).expect("the ring lies in the memory");
@@ -116,12 +116,12 @@ pub(crate) fn driver_end(
 pub(crate) fn ends(
     ram: &Arc<GuestRam>,
     bus: &Physical,
-    config: driver::Config,
+    config: driver::QueueConfig,
 ) -> (driver::Queue, device::Queue) {
     let (driver, RingAddresses { desc, avail, used, .. }) = driver_end(ram, 0, config);
-    let driver::Config { size, event_idx, packed } = config;
-    let (indirect, base) = (true, device::Config::start(packed));
-    let config = device::Config { size, desc, avail, used, event_idx, indirect, packed, base };
+    let driver::QueueConfig { size, event_idx, packed } = config;
+    let (indirect, base) = (true, device::RingConfig::start(packed));
+    let config = device::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
     (driver, device::Queue::new(config, bus).expect("a legal queue"))
 }
 

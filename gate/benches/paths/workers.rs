@@ -68,7 +68,7 @@ impl Guest {
 
     /// The driver's end of the ring at the start of page `page`, and where the device finds it.
     fn ring(&self, page: u64) -> (driver::Queue, RingAddresses) {
-        let config = driver::Config { size: SIZE, event_idx: false, packed: false };
+        let config = driver::QueueConfig { size: SIZE, event_idx: false, packed: false };
         rings::driver_end(&self.ram, page * PAGE, config)
     }
 
@@ -115,7 +115,8 @@ impl Blk {
         let (driver, RingAddresses { desc, avail, used, .. }) = guest.ring(0);
         let (event_idx, indirect, packed, base) = (false, true, false, 0);
         let size = SIZE;
-        let ring = device::Config { size, desc, avail, used, event_idx, indirect, packed, base };
+        let ring =
+            device::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
         let ring = device::Queue::new(ring, &bus).expect("a legal ring");
         let queue =
             BlkServer::queue(ring, (&Disk::Ram(Arc::clone(&disk)), false), "gate".into(), None);

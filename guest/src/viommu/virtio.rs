@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use ringfence_virtq::driver::{QueueConfig, Queue, Rings};
+use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
 
 use crate::{
     memory::Memory,

@@ -22,7 +22,7 @@ use super::{
     Arguments,
     address::Address,
     qemu::{Behind, Kind},
-    spec::{BlkSpec, NetSpec, NetWay, DeviceSpec},
+    spec::{BlkSpec, DeviceSpec, NetSpec, NetWay},
     usage,
 };
 use crate::{
@@ -51,10 +51,10 @@ impl<'a> Plan<'a> {
     /// # Errors
     /// There is no room on the bus, or two things are in one place.
     pub(super) fn new(arguments: &'a Arguments) -> Result<Plan<'a>> {
-        let blks = arguments.blk.iter().map(|spec| (spec.place.address, Wanted::Blk(spec)));
+        let blks = arguments.blk.iter().map(|spec| (spec.common.address, Wanted::Blk(spec)));
         let nets = arguments.net.iter().flat_map(|spec| {
             let ends = if matches!(spec.way, NetWay::Peer(_)) { 2 } else { 1 };
-            (0..ends).map(move |end| (spec.place.address, Wanted::Net(spec, end)))
+            (0..ends).map(move |end| (spec.common.address, Wanted::Net(spec, end)))
         });
         let idle = arguments.idle.iter().map(|&address| (Some(address), Wanted::Idle));
         let wanted: Vec<_> = blks.chain(nets).chain(idle).collect();
@@ -98,8 +98,8 @@ impl<'a> Plan<'a> {
 
     /// How many threads could have something to do.
     pub(super) fn queues(&self) -> u16 {
-        let places = self.devices.iter().filter_map(|(_, wanted)| wanted.place());
-        places.fold(1, |sum: u16, place| sum.saturating_add(place.queues))
+        let all = self.devices.iter().filter_map(|(_, wanted)| wanted.common());
+        all.fold(1, |sum: u16, common| sum.saturating_add(common.queues))
     }
 
     /// How many views of the IOMMU's tables there may be with so many workers.
@@ -118,7 +118,7 @@ impl<'a> Plan<'a> {
     /// The endpoints that never bypass.
     pub(super) fn untrusted(&self) -> impl Iterator<Item = u32> {
         let devices = self.devices.iter();
-        let marked = devices.filter(|(_, wanted)| wanted.place().is_some_and(|p| p.untrusted));
+        let marked = devices.filter(|(_, wanted)| wanted.common().is_some_and(|p| p.untrusted));
         marked.map(|(address, _)| address.number().into())
     }
 
@@ -129,12 +129,12 @@ impl<'a> Plan<'a> {
     pub(super) fn behind(&self) -> Result<Vec<Behind>> {
         let each = |(address, wanted): &(Address, Wanted<'_>)| {
             let (kind, queues) = match wanted {
-                Wanted::Blk(spec) => (Kind::Blk, spec.place.queues),
-                Wanted::Net(spec, _) => (Kind::Net, spec.place.queues),
+                Wanted::Blk(spec) => (Kind::Blk, spec.common.queues),
+                Wanted::Net(spec, _) => (Kind::Net, spec.common.queues),
                 Wanted::Idle => (Kind::Idle, 0),
             };
             let socket: Option<PathBuf> = wanted.socket().map(absolute).transpose()?;
-            let untrusted = wanted.place().is_some_and(|place| place.untrusted);
+            let untrusted = wanted.common().is_some_and(|common| common.untrusted);
             Ok(Behind { kind, address: *address, socket, queues, untrusted })
         };
         self.devices.iter().map(each).collect()
@@ -153,12 +153,12 @@ impl<'a> Plan<'a> {
                     wait: blk::LOCK_WAIT,
                     hand_over: false,
                     buffers: spec.buffers,
-                    reader: Some(reader(&absolute(&spec.place.socket)?)),
+                    reader: Some(reader(&absolute(&spec.common.socket)?)),
                 };
                 Ok(Opened::Image(Arc::new(blk::open(&spec.image, how)?)))
             }
-            Wanted::Net(NetSpec { way: NetWay::Tap(name), place }, _) => {
-                let tap = Tap::open(name, place.queues);
+            Wanted::Net(NetSpec { way: NetWay::Tap(name), common }, _) => {
+                let tap = Tap::open(name, common.queues);
                 Ok(Opened::Tap(Arc::new(tap.with_context(|| format!("the tap device {name}"))?)))
             }
             Wanted::Net(..) | Wanted::Idle => Ok(Opened::Nothing),
@@ -173,7 +173,7 @@ impl<'a> Plan<'a> {
     pub(super) fn make_rings(&self, opened: &[Opened]) -> Result<()> {
         for ((_, wanted), opened) in self.devices.iter().zip(opened) {
             if let (Wanted::Blk(spec), Opened::Image(image)) = (wanted, opened) {
-                make_rings(image, spec.place.queues).context("io_uring")?;
+                make_rings(image, spec.common.queues).context("io_uring")?;
             }
         }
         Ok(())
@@ -206,7 +206,7 @@ impl<'a> Plan<'a> {
                         endpoint: Some(endpoint),
                         iommu: Some(Arc::clone(iommu)),
                         unit,
-                        ..BlkOptions::new(disk, &id, spec.place.queues)
+                        ..BlkOptions::new(disk, &id, spec.common.queues)
                     };
                     Does::Blk(options, spec.image.display().to_string())
                 }
@@ -225,7 +225,7 @@ impl<'a> Plan<'a> {
                     let options = NetOptions {
                         name: format!("net {address}").into(),
                         way,
-                        pairs: spec.place.queues,
+                        pairs: spec.common.queues,
                         mac: None,
                         mtu: None,
                         iommu: true,
@@ -244,10 +244,10 @@ impl<'a> Plan<'a> {
 }
 
 impl<'a> Wanted<'a> {
-    fn place(&self) -> Option<&'a DeviceSpec> {
+    fn common(&self) -> Option<&'a DeviceSpec> {
         match self {
-            Wanted::Blk(spec) => Some(&spec.place),
-            Wanted::Net(spec, _) => Some(&spec.place),
+            Wanted::Blk(spec) => Some(&spec.common),
+            Wanted::Net(spec, _) => Some(&spec.common),
             Wanted::Idle => None,
         }
     }
@@ -255,7 +255,7 @@ impl<'a> Wanted<'a> {
     fn socket(&self) -> Option<&'a Path> {
         match self {
             Wanted::Net(NetSpec { way: NetWay::Peer(socket), .. }, 1) => Some(socket),
-            _ => self.place().map(|place| &*place.socket),
+            _ => self.common().map(|common| &*common.socket),
         }
     }
 }

@@ -20,7 +20,7 @@ pub(super) struct DeviceSpec {
 /// A disk: `SOCKET=IMAGE[,OPTION]...`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct BlkSpec {
-    pub(super) place: DeviceSpec,
+    pub(super) common: DeviceSpec,
     pub(super) image: PathBuf,
     pub(super) read_only: bool,
     pub(super) direct: bool,
@@ -39,7 +39,7 @@ pub(super) enum NetWay {
 /// A network device: `SOCKET=WAY[,OPTION]...`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct NetSpec {
-    pub(super) place: DeviceSpec,
+    pub(super) common: DeviceSpec,
     pub(super) way: NetWay,
 }
 
@@ -104,7 +104,7 @@ impl FromStr for BlkSpec {
     fn from_str(text: &str) -> Result<BlkSpec, String> {
         let (socket, image, options) = split(text)?;
         let mut spec = BlkSpec {
-            place: DeviceSpec::new(socket),
+            common: DeviceSpec::new(socket),
             image: image.into(),
             read_only: false,
             direct: false,
@@ -115,7 +115,7 @@ impl FromStr for BlkSpec {
                 ("read-only", _) => spec.read_only = true,
                 ("direct", _) => spec.direct = true,
                 (_, Some(("disk-buffers", place))) => spec.buffers = place.parse()?,
-                (other, _) => spec.place.take(other, 256).unwrap_or_else(|| {
+                (other, _) => spec.common.take(other, 256).unwrap_or_else(|| {
                     let known = "addr=, queues=, untrusted, read-only, direct, disk-buffers=";
                     Err(unknown(other, known))
                 })?,
@@ -136,12 +136,12 @@ impl FromStr for NetSpec {
             Some(("peer", path)) if !path.is_empty() => NetWay::Peer(path.into()),
             _ => return Err(format!("{way:?} is no way: loopback, tap:NAME or peer:SOCKET")),
         };
-        let mut spec = NetSpec { place: DeviceSpec::new(socket), way };
+        let mut spec = NetSpec { common: DeviceSpec::new(socket), way };
         for option in options {
-            let taken = spec.place.take(&option, 1);
+            let taken = spec.common.take(&option, 1);
             taken.unwrap_or_else(|| Err(unknown(&option, "addr=, untrusted")))?;
         }
-        if matches!((&spec.way, spec.place.address), (NetWay::Peer(_), Some(_))) {
+        if matches!((&spec.way, spec.common.address), (NetWay::Peer(_), Some(_))) {
             return Err("addr= says where one device is: a pair has the next two".into());
         }
         Ok(spec)
@@ -157,7 +157,7 @@ mod tests {
         let spec: BlkSpec = "a.sock=disk,,1=x.img,queues=4,untrusted,addr=7.1".parse().unwrap();
         assert_eq!(spec.image, PathBuf::from("disk,1=x.img"));
         assert_eq!(
-            spec.place,
+            spec.common,
             DeviceSpec {
                 socket: "a.sock".into(),
                 address: Some("07.1".parse().unwrap()),

@@ -18,14 +18,14 @@ pub(super) struct Gate {
     endpoints: Arc<Endpoints>,
     /// Endpoints that are blocked where others bypass.
     untrusted: BTreeSet<u32>,
-    wanted: Mutex<Bindings>,
+    wanted: Mutex<WantedBindings>,
     /// For the figures.
     domains: Mutex<Vec<Weak<JointDomain>>>,
 }
 
 /// Where the device wants the endpoints.
 #[derive(Default)]
-struct Bindings {
+struct WantedBindings {
     open: bool,
     bindings: BTreeMap<u32, Binding<JointDomain>>,
 }

@@ -10,14 +10,14 @@ use ringfence_mem::{GuestRam, Memory, PAGE_SIZE, Physical};
 use ringfence_vhost_user_backend::{Events, RingLog};
 use ringfence_virtq::{
     Desc, device,
-    driver::{QueueConfig, Queue, Rings, Used},
+    driver::{Queue, QueueConfig, Rings, Used},
 };
 
 use super::{
     lane::forward,
     pieces::{Lasting, Plain},
     ring::NetRing,
-    round::{Lane, Patience, BusRing, Terms},
+    round::{BusRing, Lane, Patience, Terms},
     wire::feature,
 };
 

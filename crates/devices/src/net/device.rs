@@ -16,7 +16,7 @@ use super::{
     round::Terms,
     stats::QueueCounters,
     unit::{Connected, NetUnit, Start, Way},
-    wire::{NetConfig, LINK_UP, feature},
+    wire::{LINK_UP, NetConfig, feature},
 };
 use crate::iommu::Seat;
 

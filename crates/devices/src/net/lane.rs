@@ -8,7 +8,7 @@ use super::{
     pieces::{Lasting, copy, mark, recycle, soon, soon_written},
     receive::{read, receive},
     ring::Ready,
-    round::{AHEAD, BURST, Lane, Patience, BusRing, Round, Side, Step, Want, discard, give_up},
+    round::{AHEAD, BURST, BusRing, Lane, Patience, Round, Side, Step, Want, discard, give_up},
     stats::Lost,
     wire::{HEADER, Header, MAX_PACKET},
 };

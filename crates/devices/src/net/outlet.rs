@@ -12,7 +12,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{
     pieces::{Lasting, Writer, recycle},
     receive::{read, receive},
-    round::{Lane, BusRing, Round, Side, Step, Want},
+    round::{BusRing, Lane, Round, Side, Step, Want},
     stats::Lost,
     tap::{MAX_PIECES, Tap},
     wire::{Header, MAX_PACKET},

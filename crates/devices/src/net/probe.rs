@@ -9,7 +9,7 @@ use super::{
     frame::{HEADER as HEAD, PACKET, packet},
     pieces::{Lasting, Writer, mark, recycle, soon, soon_written},
     receive::{read, receive},
-    round::{Lane, BusRing, Round, Side, Step, Want},
+    round::{BusRing, Lane, Round, Side, Step, Want},
     wire::{HEADER, Header, MAX_PACKET},
 };
 
@@ -69,7 +69,11 @@ impl Probe {
 
     /// The packets at the head that lie in one piece. Returns how many there were.
     #[inline]
-    fn swallow_quickly<S: Lasting>(&mut self, src: &mut BusRing<'_, S>, round: &mut Round) -> usize {
+    fn swallow_quickly<S: Lasting>(
+        &mut self,
+        src: &mut BusRing<'_, S>,
+        round: &mut Round,
+    ) -> usize {
         let (plan, found) = plan(src, soon, |packet| match packet.descs() {
             [packet] if !packet.write && (HEADER..=MAX_PACKET).contains(&(packet.len as usize)) => {
                 Some((packet.addr, packet.len))

@@ -366,12 +366,12 @@ fn missing_table(error: RingError) -> Result<bool, RingError> {
 #[cfg(test)]
 mod tests {
     use ringfence_mem::{GuestRam, Memory, Physical};
-    use ringfence_virtq::driver::{QueueConfig, Queue, Rings};
+    use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
 
     use super::*;
     use crate::net::{
         pieces::Plain,
-        round::{Lane, BusRing, Round, Side, Terms, Want},
+        round::{BusRing, Lane, Round, Side, Terms, Want},
     };
 
     /// One of 8 descriptors that nobody has looked for yet.

@@ -9,8 +9,8 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BouncePools, DmaConfig, Device, Distrust, Environment, Policy, Trust,
-    Written,
+    BounceConfig, BounceLimits, BouncePools, Device, Distrust, DmaConfig, Environment, Policy,
+    Trust, Written,
 };
 use ringfence_drivers::{
     blk::{Batching, Completion, DriverQueue, MappedError, MappedQueue, QueueLayout},
@@ -92,7 +92,8 @@ fn bench(config: DmaConfig, lies: bool) -> Bench {
         let memory = Memory::of_ram(&rig.ram).unwrap();
         let mut view = View::new(endpoint, memory).expect("room for another view");
         let (size, event_idx, indirect, packed, base) = (64, true, true, false, 0);
-        let config = device::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
+        let config =
+            device::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
         let ring = device::Queue::new(config, &view).unwrap();
         view.offline();
         Liar { view, ring }

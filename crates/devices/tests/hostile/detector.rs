@@ -2,7 +2,7 @@
 
 use std::{panic::Location, sync::Arc};
 
-use ringfence_dma::{DmaConfig, Detector, Device, Direction, Explained, CallSite, Policy};
+use ringfence_dma::{CallSite, Detector, Device, Direction, DmaConfig, Explained, Policy};
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{Iova, Prot};
 use ringfence_iova::{Aperture, RbTree};

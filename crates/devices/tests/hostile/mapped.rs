@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
-use ringfence_dma::{DmaConfig, Device, Policy};
+use ringfence_dma::{Device, DmaConfig, Policy};
 use ringfence_drivers::{
     blk::{Batching, Completion, DriverQueue, MappedQueue, NotAsked, QueueLayout},
     ram::RamPart,

@@ -33,7 +33,7 @@ use ringfence_vhost_user::{Frontend, Handler, ProtocolFeatures, RingAddresses, S
 use ringfence_virtio_iommu::{
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, IommuConfig, FaultRecord},
+    wire::{CONFIG_LEN, FaultRecord, IommuConfig},
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk, driver as ring, layout,

@@ -25,7 +25,7 @@ use ringfence_vhost_user::{
 };
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
-    driver::{QueueConfig, Queue, Rings},
+    driver::{Queue, QueueConfig, Rings},
 };
 use zerocopy::{FromBytes, IntoBytes};
 

@@ -15,7 +15,7 @@ use std::{
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    BounceConfig, BounceLimits, Coherent, DmaConfig, Direction, Environment, FlushTuning, MapError,
+    BounceConfig, BounceLimits, Coherent, Direction, DmaConfig, Environment, FlushTuning, MapError,
     Mapping, Persistent, Policy, PoolBuffer, Segment, StaleIova, TimerKind, Trust,
 };
 use ringfence_iommu::{
@@ -509,7 +509,11 @@ pub(crate) fn cases(default: u32) -> u32 {
 fn plain(policy: Policy) -> Setup {
     let flush = FlushTuning { slots: 8, ..FlushTuning::of(policy) };
     Setup {
-        config: DmaConfig { flush: Some(flush), timer: TimerKind::Manual, ..DmaConfig::new(policy) },
+        config: DmaConfig {
+            flush: Some(flush),
+            timer: TimerKind::Manual,
+            ..DmaConfig::new(policy)
+        },
         granule: 4096,
         addresses: Addresses::Slabs,
         at_the_top: false,

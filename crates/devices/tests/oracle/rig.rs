@@ -8,7 +8,7 @@ use std::{
 };
 
 use ringfence_devices::iommu::{Endpoints, IommuBackend, IommuOptions};
-use ringfence_dma::{BounceLimits, BouncePools, DmaConfig, Device, Environment, Trust};
+use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig, Environment, Trust};
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
@@ -26,7 +26,7 @@ use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
 use ringfence_virtio_iommu::{
     device::Options as DeviceOptions,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, IommuConfig, FaultRecord, Features},
+    wire::{CONFIG_LEN, FaultRecord, Features, IommuConfig},
 };
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -19,8 +19,8 @@ use std::{
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    BounceConfig, Coherent, DmaConfig, Direction, Environment, FlushTuning, Mapping, Policy, Segment,
-    StaleIova, TimerKind, Written,
+    BounceConfig, Coherent, Direction, DmaConfig, Environment, FlushTuning, Mapping, Policy,
+    Segment, StaleIova, TimerKind, Written,
 };
 use ringfence_iommu::{
     Prot,

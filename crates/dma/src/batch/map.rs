@@ -11,10 +11,10 @@ use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
     bounce::Bytes,
     counter::Count,
+    map_call::{Failed, Lasting, Made, MapCall},
     pieces::Sync,
     placed::Placed,
     waits::timed,
-    map_call::{Failed, Lasting, Made, MapCall},
 };
 
 /// Maps buffers for one device together: one map sync for all of them, and only then are their

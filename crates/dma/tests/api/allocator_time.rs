@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ringfence_dma::{DmaConfig, Device, Direction, Environment, Policy, TimerKind};
+use ringfence_dma::{Device, Direction, DmaConfig, Environment, Policy, TimerKind};
 use ringfence_iommu::{Capabilities, table::Limits};
 use ringfence_iova::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
 use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};

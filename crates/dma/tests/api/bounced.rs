@@ -1,7 +1,7 @@
 //! Mappings that are copies: which are, what the device is shown, what comes back.
 
 use ringfence_dma::{
-    BounceLimits, DmaConfig, Direction, Distrust, Error, Mapping, Policy, Trust, Written,
+    BounceLimits, Direction, Distrust, DmaConfig, Error, Mapping, Policy, Trust, Written,
 };
 use ringfence_iommu::Prot;
 

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use ringfence_dma::{
-    DmaConfig, Device, Direction, Error, ErrorKind, FlushTuning, MapError, Policy, QueueKind,
+    Device, Direction, DmaConfig, Error, ErrorKind, FlushTuning, MapError, Policy, QueueKind,
     SetupError, TuningError,
 };
 use ringfence_iommu::{Capabilities, Error as DomainError, Iova, table::Limits};
@@ -244,7 +244,10 @@ fn a_configuration_that_makes_no_sense_is_refused() {
         device(DmaConfig { segment_boundary: 0x1_0000, ..config() }),
         SetupError::Boundary(0x1_0000)
     );
-    assert_eq!(device(DmaConfig { segment_boundary: 0x7ff, ..config() }), SetupError::Boundary(0x7ff));
+    assert_eq!(
+        device(DmaConfig { segment_boundary: 0x7ff, ..config() }),
+        SetupError::Boundary(0x7ff)
+    );
     assert_eq!(device(DmaConfig { max_segment: 4095, ..config() }), SetupError::MaxSegment(4095));
     assert_eq!(device(DmaConfig { sample_every: 3, ..config() }), SetupError::SampleEvery(3));
     let tuning = FlushTuning { slots: 1, ..FlushTuning::single() };

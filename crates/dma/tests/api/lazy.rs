@@ -5,7 +5,9 @@ use std::{
     thread,
 };
 
-use ringfence_dma::{DmaConfig, Device, Direction, Fallback, FlushTuning, Mapping, Policy, TimerKind};
+use ringfence_dma::{
+    Device, Direction, DmaConfig, Fallback, FlushTuning, Mapping, Policy, TimerKind,
+};
 use ringfence_iommu::{Capabilities, Iova, table::Limits};
 
 use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, Setup, eventually};

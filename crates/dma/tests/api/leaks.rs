@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use ringfence_dma::{
-    DmaConfig, Device, Direction, DmaBuffer, Environment, Mapping, Policy, SharedMemory, TimerKind,
+    Device, Direction, DmaBuffer, DmaConfig, Environment, Mapping, Policy, SharedMemory, TimerKind,
 };
 use ringfence_iommu::{
     Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,

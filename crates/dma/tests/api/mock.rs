@@ -11,7 +11,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    DmaConfig, Device, DmaBuffer, Environment, Policy, SharedMemory, ThreadClock, TimerKind,
+    Device, DmaBuffer, DmaConfig, Environment, Policy, SharedMemory, ThreadClock, TimerKind,
 };
 use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Prot,

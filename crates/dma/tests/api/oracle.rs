@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    BounceConfig, BounceLimits, DmaConfig, Direction, Distrust, FlushTuning, Mapping, Policy,
+    BounceConfig, BounceLimits, Direction, Distrust, DmaConfig, FlushTuning, Mapping, Policy,
     StaleIova, Trust, Written,
 };
 use ringfence_iommu::Prot;

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use ringfence_dma::{DmaConfig, Direction, OutOfBounds, Policy, Segment};
+use ringfence_dma::{Direction, DmaConfig, OutOfBounds, Policy, Segment};
 use ringfence_iommu::{Iova, Prot, Range};
 
 use crate::mock::{Bench, Buf, Event, MSI, Setup};

@@ -10,8 +10,8 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceLimits, DmaConfig, Device, Direction, Fallback, FlushTuning, Mapping, Policy, SwitchError,
-    TimerKind,
+    BounceLimits, Device, Direction, DmaConfig, Fallback, FlushTuning, Mapping, Policy,
+    SwitchError, TimerKind,
 };
 use ringfence_iommu::{Capabilities, table::Limits};
 

@@ -1,7 +1,7 @@
 //! An untrusted device is strict, whatever it was given.
 
 use ringfence_dma::{
-    DmaConfig, Detector, Device, Direction, Distrust, Fallback, Policy, Refused, SetupError,
+    Detector, Device, Direction, Distrust, DmaConfig, Fallback, Policy, Refused, SetupError,
     SwitchError, Trust,
 };
 use ringfence_iommu::{Capabilities, table::Limits};

@@ -10,8 +10,8 @@ use std::{
 
 use proptest::prelude::*;
 use ringfence_dma::{
-    DmaConfig, Device, Direction, Environment, FlushTuning, Mapping, Policy, QueueKind, SwitchError,
-    TimerKind, TuningError,
+    Device, Direction, DmaConfig, Environment, FlushTuning, Mapping, Policy, QueueKind,
+    SwitchError, TimerKind, TuningError,
 };
 use ringfence_iommu::{
     Capabilities, Domain, Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Range,
@@ -576,8 +576,11 @@ fn waits_are_told_by_what_they_were_for() {
         thread_clock: Arc::new(TickingClock::default()),
     };
     let tuning = FlushTuning { slots: 3, ..FlushTuning::single() };
-    let config =
-        DmaConfig { timer: TimerKind::Manual, flush: Some(tuning), ..DmaConfig::new(Policy::Strict) };
+    let config = DmaConfig {
+        timer: TimerKind::Manual,
+        flush: Some(tuning),
+        ..DmaConfig::new(Policy::Strict)
+    };
     let device = Device::with_environment(domain, allocator, config, environment).unwrap();
     let map = || {
         // On a clone, which goes; two pieces.

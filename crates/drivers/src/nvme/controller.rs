@@ -98,7 +98,11 @@ where
     ///
     /// # Errors
     /// It is gone, cannot be used, fails, or takes too long. Then it is stopped again.
-    pub fn start(device: Device<D, A>, registers: R, config: ControllerConfig) -> Result<Self, Error> {
+    pub fn start(
+        device: Device<D, A>,
+        registers: R,
+        config: ControllerConfig,
+    ) -> Result<Self, Error> {
         let registers = Arc::new(registers);
         let capabilities = Capabilities::read(&*registers)?;
         let core = Core { registers, capabilities, limit: config.limit };

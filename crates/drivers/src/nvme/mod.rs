@@ -27,7 +27,7 @@ mod slot;
 mod wire;
 
 pub use buffer::Buffer;
-pub use controller::{ControllerConfig, Controller};
+pub use controller::{Controller, ControllerConfig};
 pub use error::{Error, NotAsked};
 pub use identify::{Identity, Namespace};
 pub use queue::IoQueue;

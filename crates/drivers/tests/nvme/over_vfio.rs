@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, DmaConfig, Device, Direction, Environment, Fallback,
-    HostMemory, Policy, Segment,
+    BounceLimits, BouncePools, Device, Direction, DmaConfig, Environment, Fallback, HostMemory,
+    Policy, Segment,
 };
-use ringfence_drivers::nvme::{Buffer, ControllerConfig, Controller, Data, Namespace, Op};
+use ringfence_drivers::nvme::{Buffer, Controller, ControllerConfig, Data, Namespace, Op};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vfio::{Tuning, Type1};

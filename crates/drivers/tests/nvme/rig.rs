@@ -7,10 +7,9 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, DmaConfig, Device, DmaBuffer, Environment, HostMemory,
-    Policy,
+    BounceLimits, BouncePools, Device, DmaBuffer, DmaConfig, Environment, HostMemory, Policy,
 };
-use ringfence_drivers::nvme::{ControllerConfig, Controller, Data, Error, IoQueue, Namespace};
+use ringfence_drivers::nvme::{Controller, ControllerConfig, Data, Error, IoQueue, Namespace};
 use ringfence_iommu::{
     Geometry, HostAddr, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
 };

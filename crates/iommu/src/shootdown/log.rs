@@ -17,12 +17,12 @@ pub(super) const LOG: usize = if cfg!(loom) { 2 } else { 256 };
 /// The last invalidated ranges, in a ring.
 ///
 /// Writers take turns (by the lock of [`Shootdown::pending`]); readers take no lock and may find a
-/// place overwritten under them. `claimed` tells: it is raised before a place is overwritten, as
+/// entry overwritten under them. `claimed` tells: it is raised before an entry is overwritten, as
 /// `written` is after.
 pub(super) struct Log {
     claimed: CachePadded<AtomicU64>,
     written: AtomicU64,
-    places: Box<[LogEntry]>,
+    entries: Box<[LogEntry]>,
 }
 
 struct LogEntry {
@@ -32,11 +32,11 @@ struct LogEntry {
 
 impl Log {
     pub(super) fn new() -> Log {
-        let place = |_| LogEntry { first: AtomicU64::new(0), last: AtomicU64::new(0) };
+        let entry = |_| LogEntry { first: AtomicU64::new(0), last: AtomicU64::new(0) };
         Log {
             claimed: CachePadded::new(AtomicU64::new(0)),
             written: AtomicU64::new(0),
-            places: (0..LOG).map(place).collect(),
+            entries: (0..LOG).map(entry).collect(),
         }
     }
 
@@ -46,8 +46,8 @@ impl Log {
         self.written.load(Ordering::Acquire)
     }
 
-    fn place(&self, position: u64) -> &LogEntry {
-        &self.places[(position % LOG as u64) as usize]
+    fn entry(&self, position: u64) -> &LogEntry {
+        &self.entries[(position % LOG as u64) as usize]
     }
 
     /// One writer at a time.
@@ -57,18 +57,18 @@ impl Log {
         // Pairs with the fence in `get`: a reader that sees one of the two stores below sees the
         // claim above.
         fence(Ordering::Release);
-        let place = self.place(position);
-        place.first.store(range.first().0, Ordering::Relaxed);
-        place.last.store(range.last().0, Ordering::Relaxed);
+        let entry = self.entry(position);
+        entry.first.store(range.first().0, Ordering::Relaxed);
+        entry.last.store(range.last().0, Ordering::Relaxed);
         // Release: a reader that sees the position sees the range, and what was removed before.
         self.written.store(position + 1, Ordering::Release);
     }
 
     /// The range at `position`, which was written; `None` if it was overwritten.
     fn get(&self, position: u64) -> Option<Range> {
-        let place = self.place(position);
-        let first = place.first.load(Ordering::Relaxed);
-        let last = place.last.load(Ordering::Relaxed);
+        let entry = self.entry(position);
+        let first = entry.first.load(Ordering::Relaxed);
+        let last = entry.last.load(Ordering::Relaxed);
         // Pairs with the fence in `push`.
         fence(Ordering::Acquire);
         if self.claimed.load(Ordering::Relaxed) - position > LOG as u64 {

@@ -132,7 +132,12 @@ impl Bitmap {
     ///
     /// `seen` is the number of laps when the caller ran out; another thread may have made the next
     /// one meanwhile, and then there is something to find without a flush.
-    fn lap(&self, flush: &dyn Flush, wanted: &GranuleRequest, seen: u64) -> Result<usize, AllocReason> {
+    fn lap(
+        &self,
+        flush: &dyn Flush,
+        wanted: &GranuleRequest,
+        seen: u64,
+    ) -> Result<usize, AllocReason> {
         let _turn = self.lap.lock();
         let mut state = self.state.lock();
         if state.stats.laps != seen
@@ -265,7 +270,12 @@ impl State {
         })
     }
 
-    fn take_from(&mut self, window: &Aperture, wanted: &GranuleRequest, from: usize) -> Option<usize> {
+    fn take_from(
+        &mut self,
+        window: &Aperture,
+        wanted: &GranuleRequest,
+        from: usize,
+    ) -> Option<usize> {
         self.stats.searches += 1;
         let base = window.low();
         // Within the window, so it fits: the limit of a checked request is not below it.

@@ -8,7 +8,7 @@ use std::sync::{
 
 use anyhow::{Context, Result};
 use ringfence_dma::{
-    DmaConfig, Device, Direction, DmaBuffer, Environment, Mapping, OsThreadClock, Policy, TimerKind,
+    Device, Direction, DmaBuffer, DmaConfig, Environment, Mapping, OsThreadClock, Policy, TimerKind,
 };
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,

@@ -11,7 +11,7 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use ringfence_dma::{BounceLimits, DmaConfig, Direction, Policy};
+use ringfence_dma::{BounceLimits, Direction, DmaConfig, Policy};
 use ringfence_drivers::{
     blk::{DriverQueue, QueueLayout},
     ram::{PagedBuffer, RamMemory},

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use ringfence_dma::{BounceLimits, BouncePools, DmaConfig, Device, Environment};
+use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig, Environment};
 use ringfence_drivers::{
     blk::MappedQueue,
     ram::{PagedBuffer, RamMemory},

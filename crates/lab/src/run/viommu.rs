@@ -18,7 +18,7 @@ use ringfence_run::{event, worker::Notify};
 use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::{
     driver::{self, Buffers, Driver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, IommuConfig, Features},
+    wire::{CONFIG_LEN, Features, IommuConfig},
 };
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

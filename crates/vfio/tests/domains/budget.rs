@@ -2,7 +2,7 @@
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{Tuning, Type1};
-use ringfence_vfio_testing::fake::{self, FakeConfig, Event, Group, Memory};
+use ringfence_vfio_testing::fake::{self, Event, FakeConfig, Group, Memory};
 
 use crate::common::{GIB, Ioas, MERGE, PAGE, bytes, kernel, map, range, to, type1, unmap};
 

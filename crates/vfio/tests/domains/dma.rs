@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, DmaConfig, Device, Direction, DmaBuffer, Environment, Fallback,
+    BounceLimits, BouncePools, Device, Direction, DmaBuffer, DmaConfig, Environment, Fallback,
     HostMemory, Policy, SwitchError,
 };
 use ringfence_iommu::HostAddr;

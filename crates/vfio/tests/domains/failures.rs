@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use ringfence_dma::{DmaConfig, Device, Direction, DmaBuffer, Policy};
+use ringfence_dma::{Device, Direction, DmaBuffer, DmaConfig, Policy};
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;

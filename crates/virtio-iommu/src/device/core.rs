@@ -13,7 +13,7 @@ use parking_lot::{Mutex, RwLock};
 use ringfence_iommu::{PageSizes, Range, ReservedRegion, Result, SyncToken};
 
 use super::{Backing, Binding, journal::Kept, lazy::Lazy};
-use crate::wire::{CONFIG_LEN, IommuConfig, Features};
+use crate::wire::{CONFIG_LEN, Features, IommuConfig};
 
 /// What a device offers.
 #[derive(Clone, Debug, PartialEq, Eq)]

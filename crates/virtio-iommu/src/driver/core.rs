@@ -22,7 +22,7 @@ use super::{
     ring::{Ring, SLOT, probe_bytes, slots},
     wait::Waiting,
 };
-use crate::wire::{IommuConfig, Features, Properties, Property, Request, Status};
+use crate::wire::{Features, IommuConfig, Properties, Property, Request, Status};
 
 /// The features that this driver accepts of those on `offer` (the whole 64 bits or the device
 /// type's): all but the old BYPASS (rule V31).

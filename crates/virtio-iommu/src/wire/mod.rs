@@ -12,7 +12,7 @@ mod kind;
 mod property;
 mod request;
 
-pub use config::{CONFIG_LEN, IommuConfig, ConfigError};
+pub use config::{CONFIG_LEN, ConfigError, IommuConfig};
 pub use fault::{FAULT_LEN, FaultRecord};
 pub use frame::{Frame, ParseError};
 pub use kind::Kind;

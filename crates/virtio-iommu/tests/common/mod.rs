@@ -17,7 +17,7 @@ use ringfence_iommu::{
 use ringfence_virtio_iommu::{
     device::{Backing, Binding, Device, EndpointInfo, Options, Session},
     wire::{
-        AttachFlags, IommuConfig, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN,
+        AttachFlags, Features, IommuConfig, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN,
         parse_tail,
     },
 };

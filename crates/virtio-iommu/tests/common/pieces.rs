@@ -7,7 +7,7 @@ use std::{cell::RefCell, sync::Arc};
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use ringfence_virtio_iommu::device::RequestQueue;
 use ringfence_virtq::{
-    device::{RingConfig, Queue},
+    device::{Queue, RingConfig},
     layout,
     testing::Ram,
 };

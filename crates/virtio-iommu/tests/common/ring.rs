@@ -14,7 +14,7 @@ use ringfence_mem::{Access, Translate, Window};
 use ringfence_virtio_iommu::{
     device::{Device, RequestQueue},
     driver::{Buffers, Driver, Options, Transport},
-    wire::{IommuConfig, Features},
+    wire::{Features, IommuConfig},
 };
 use ringfence_virtq::{
     device::Queue,

@@ -8,7 +8,7 @@ use core::{
 
 use ringfence_mem::Translate;
 
-use super::{Burst, RingConfig, Glimpse, Ring, Written, flight::Flight, table::Table};
+use super::{Burst, Glimpse, Ring, RingConfig, Written, flight::Flight, table::Table};
 use crate::{Chain, ChainFault, Desc, RingError};
 
 /// What is different in a format: its areas, and where the device stands in them. The latter is

@@ -5,7 +5,7 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Translate;
 
 use super::{
-    RingConfig, End, Glimpse, PEEK_DESCS, Stored, Written,
+    End, Glimpse, PEEK_DESCS, RingConfig, Stored, Written,
     end::Format,
     flight::Flight,
     table::Table,
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     Area, Chain, ChainFault, Desc, RingError, layout,
-    packed::{DescRing, Event, RingPos, State, EventWord},
+    packed::{DescRing, Event, EventWord, RingPos, State},
 };
 
 /// The three areas, where they lie now.

@@ -5,7 +5,7 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Translate;
 
 use super::{
-    RingConfig, End, Glimpse, PEEK_DESCS, Written,
+    End, Glimpse, PEEK_DESCS, RingConfig, Written,
     end::Format,
     flight::Flight,
     table::Table,
@@ -107,7 +107,12 @@ impl Format for Indices {
         areas.desc.is_valid() && areas.avail.is_valid() && areas.used.is_valid()
     }
 
-    fn begin(&mut self, areas: &Areas, config: &RingConfig, at_used: bool) -> Result<(), RingError> {
+    fn begin(
+        &mut self,
+        areas: &Areas,
+        config: &RingConfig,
+        at_used: bool,
+    ) -> Result<(), RingError> {
         // Read once, now: from here on only we write it.
         let used = areas.used.idx().load(Ordering::Relaxed);
         let RingConfig { size, base, .. } = *config;

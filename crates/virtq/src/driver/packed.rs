@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Area, Desc, RingError, layout,
-    packed::{DescRing, Event, RingPos, State, EventWord},
+    packed::{DescRing, Event, EventWord, RingPos, State},
 };
 
 /// The three areas.

@@ -124,7 +124,8 @@ fn an_indirect_descriptor_is_held_to_its_rules() {
     }
     let mut bench = Bench::new();
     bench.queue =
-        device::Queue::new(device::RingConfig { indirect: false, ..bench.config }, &bench.ram).unwrap();
+        device::Queue::new(device::RingConfig { indirect: false, ..bench.config }, &bench.ram)
+            .unwrap();
     bench.desc(bench.config.desc, 0, TABLE, 16, INDIRECT, 0);
     assert_eq!(bench.fault(), ChainFault::NotNegotiated { at: 0 });
 }

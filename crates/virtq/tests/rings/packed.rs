@@ -20,7 +20,8 @@ use crate::rig::{
 };
 
 const SIZE: u16 = 5;
-const CONFIG: driver::QueueConfig = driver::QueueConfig { size: SIZE, event_idx: true, packed: true };
+const CONFIG: driver::QueueConfig =
+    driver::QueueConfig { size: SIZE, event_idx: true, packed: true };
 
 #[test]
 fn both_ends_write_what_virtio_says() {

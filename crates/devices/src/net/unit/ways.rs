@@ -9,7 +9,7 @@ use super::{
         pieces::Plain,
         probe::Probe,
         ring::NetRing,
-        round::{Lane, Patience, BusRing, Terms, discard},
+        round::{BusRing, Lane, Patience, Terms, discard},
         stats::Lost,
     },
     End,

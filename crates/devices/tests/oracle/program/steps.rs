@@ -2,7 +2,7 @@
 
 use proptest::{collection::vec, prelude::*};
 use ringfence_dma::{
-    BounceConfig, BounceLimits, DmaConfig, Detector, Direction, Distrust, FlushTuning, Policy,
+    BounceConfig, BounceLimits, Detector, Direction, Distrust, DmaConfig, FlushTuning, Policy,
     QueueKind, TimerKind, Trust, Written,
 };
 use ringfence_iommu::wrap::{Kind, Stage};

@@ -9,7 +9,7 @@ use std::{
 };
 
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, DmaConfig, Device, Environment,
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, Device, DmaConfig, Environment,
     HostMemory, Policy, TimerKind,
 };
 use ringfence_iommu::{Capabilities, GuestPhys, HostAddr, Iova, table::Limits};

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, DmaConfig, Device, Direction,
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, Device, Direction, DmaConfig,
     Environment, HostMemory, Mapping, Policy, Written,
 };
 use ringfence_iommu::{

@@ -126,7 +126,7 @@ impl Serving for Worker<'_> {
 
 #[cfg(test)]
 mod tests {
-    use ringfence_dma::{DmaConfig, Direction, DmaBuffer, Policy, TimerKind};
+    use ringfence_dma::{Direction, DmaBuffer, DmaConfig, Policy, TimerKind};
     use ringfence_iommu::{Domain, Map, Pending, Prot};
     use ringfence_iova::{Aperture, Slabs};
     use ringfence_sync::cpu::FixedCpu;

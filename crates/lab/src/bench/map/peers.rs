@@ -9,7 +9,7 @@ use anyhow::{Result, anyhow};
 use ringfence_iommu::{PageSizes, Range};
 use ringfence_mem::Physical;
 use ringfence_virtio_iommu::wire::{
-    IommuConfig, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, emit_tail,
+    Features, IommuConfig, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, emit_tail,
 };
 use ringfence_virtq::{Chain, device::Queue};
 

@@ -14,7 +14,7 @@ use ringfence_iommu::{Domain, GuestPhys, Iova};
 use ringfence_mem::{Access, GuestRam, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{
     driver::{self, Buffers, Driver, Notify, Transport, ViommuDomain},
-    wire::{IommuConfig, Features},
+    wire::{Features, IommuConfig},
 };
 use ringfence_virtq::{
     device as virtq,

@@ -11,7 +11,7 @@ use ringfence_run::event;
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::{
     device,
-    driver::{QueueConfig, Queue, Rings},
+    driver::{Queue, QueueConfig, Rings},
 };
 
 use super::{

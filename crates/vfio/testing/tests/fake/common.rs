@@ -2,7 +2,7 @@
 
 use ringfence_iommu::{Iova, Range};
 use ringfence_vfio::kernel::{Answer, MapFlags, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{FakeConfig, Event, Group, Memory, Owner, Type1};
+use ringfence_vfio_testing::fake::{Event, FakeConfig, Group, Memory, Owner, Type1};
 
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const RW: MapFlags = MapFlags::READ.union(MapFlags::WRITE);

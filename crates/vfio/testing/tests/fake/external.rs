@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use ringfence_vfio::kernel::{MapFlags, Type1Kernel};
-use ringfence_vfio_testing::fake::{FakeConfig, Event, Notify, Step, Type1};
+use ringfence_vfio_testing::fake::{Event, FakeConfig, Notify, Step, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, assert_civil, group, map, pages, pretended, unmap};

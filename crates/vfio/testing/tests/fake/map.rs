@@ -2,7 +2,7 @@
 
 use ringfence_iommu::{Iova, Range};
 use ringfence_vfio::kernel::{MapFlags, Type1Kernel};
-use ringfence_vfio_testing::fake::{FakeConfig, Event, Group, Kind, Type1};
+use ringfence_vfio_testing::fake::{Event, FakeConfig, Group, Kind, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, map, pages, pretended, unmap};

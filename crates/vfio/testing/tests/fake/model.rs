@@ -7,7 +7,7 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use ringfence_iommu::HostAddr;
 use ringfence_vfio::kernel::{Answer, Bitmap, MapFlags, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{FakeConfig, Event, Owner, Step, Type1};
+use ringfence_vfio_testing::fake::{Event, FakeConfig, Owner, Step, Type1};
 use rustix::io::Errno;
 
 use self::pages::{Model, World};

@@ -1,7 +1,7 @@
 //! UNMAP.
 
 use ringfence_vfio::kernel::{Bitmap, Type1Kernel, UnmapFlags};
-use ringfence_vfio_testing::fake::{FakeConfig, Event, Group, Kind, Step, Type1};
+use ringfence_vfio_testing::fake::{Event, FakeConfig, Group, Kind, Step, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, assert_civil, group, map, pages, pretended, unmap};

@@ -186,7 +186,8 @@ impl Guest {
         device.recover(&recovered).unwrap();
         (self.twin.device, self.twin.endpoints) = (device, endpoints);
         self.set_journal(journal).unwrap();
-        let mut queue = Queue::postponed_at_used(device::RingConfig { base: 77, ..self.at }).unwrap();
+        let mut queue =
+            Queue::postponed_at_used(device::RingConfig { base: 77, ..self.at }).unwrap();
         queue.revalidate(&self.ram).unwrap();
         RequestQueue::resume(Arc::clone(&self.twin.device), queue, recovered.into_answers())
     }
