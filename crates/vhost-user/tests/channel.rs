@@ -6,7 +6,7 @@ use common::{Device, Event, LONG, connect};
 use ringfence_mem::{Access, GuestRam};
 use ringfence_vhost_user::{
     Asked, BackendChannel, BackendMessage, Frontend, FrontendChannel, FrontendError, Iotlb,
-    IotlbWire, ProtocolFeatures, RingAddresses, ServeError, Server, WireError,
+    IotlbWire, ProtocolFeatures, RingAddresses, ServeError, WireError,
     msg::{Header, code},
 };
 use std::{
