@@ -185,6 +185,8 @@ pub(crate) fn open_on(
     let Begun { name, sockets, passed, is_stored, mut inherited } = begun;
     enough_descriptors(rings, sockets)?;
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
+    // Before anybody can connect: who does may send the signal at once, and it is to be an end in order.
+    let signals = signals().context("preparing for signals")?;
     let left = inherited.as_mut().map(|left| std::mem::take(&mut left.listeners));
     let listeners = socket::open(paths, sockets, common.access(), passed, left)?;
     let fronts: Vec<_> = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
@@ -195,7 +197,6 @@ pub(crate) fn open_on(
         ),
         None => None,
     };
-    let signals = signals().context("preparing for signals")?;
     let stop = UnixStream::pair().context("preparing for the end")?;
     let manager = Manager::of_this_process();
     let door = common.hand_over.as_deref().map(|path| {
