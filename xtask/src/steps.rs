@@ -101,15 +101,16 @@ const STEPS: &[Step] = &[
         cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"], &[])?;
         // What a host, and each kind of user, builds.
         let mut packages = vec![vec![COMMAND], vec!["ringfence-rust-vmm"]];
-        packages.extend(
-            [
-                ["ringfence-devices", "--features", "blk"],
-                ["ringfence-devices", "--features", "net"],
-            ]
-            .map(Vec::from),
-        );
-        let kinds = ["driver", "vfio", "backend", "vmm", "rust-vmm"];
-        packages.extend(kinds.map(|kind| vec!["ringfence", "--features", kind]));
+        let kinds = [
+            ("ringfence-devices", "blk"),
+            ("ringfence-devices", "net"),
+            ("ringfence", "driver"),
+            ("ringfence", "vfio"),
+            ("ringfence", "backend"),
+            ("ringfence", "vmm"),
+            ("ringfence", "rust-vmm"),
+        ];
+        packages.extend(kinds.map(|(package, kind)| vec![package, "--features", kind]));
         packages.iter().try_for_each(|package| {
             let begin = ["clippy", "--no-default-features", "--package"];
             cargo(&[&begin[..], package, &["--", "-D", "warnings"]].concat(), &[])

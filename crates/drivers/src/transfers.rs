@@ -163,42 +163,23 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         !self.maps.is_empty()
     }
 
-    /// Hands out what is mapped; how many transfers. `told`: puts a transfer into the device's ring, and
+    /// Hands out what is mapped; how many transfers. `submit` puts a transfer into the device's ring, and
     /// says whether that was done. If not, or if the buffer could not be mapped, the transfer ends
     /// here: a mapping of which the device never heard comes back by
     /// [`poll_unmaps`](Self::poll_unmaps), and a number whose buffer could not be mapped is free.
     pub fn poll_maps(
         &mut self,
-        told: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
+        mut submit: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
     ) -> usize {
         if self.maps.is_empty() {
             return 0;
         }
-        self.hand_out(told, |maps, each| maps.poll(each))
-    }
-
-    /// As [`poll_maps`](Self::poll_maps), of all that was gathered, and waits for it.
-    pub fn finish_maps(
-        &mut self,
-        told: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
-    ) {
-        self.hand_out(told, |maps, each| maps.finish(each));
-    }
-
-    fn hand_out<R>(
-        &mut self,
-        mut told: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
-        by: impl FnOnce(
-            &mut MapBatch<D, A, B, usize>,
-            &mut dyn FnMut(usize, Result<Mapping<B>, MapError<B>>),
-        ) -> R,
-    ) -> R {
         let (slots, free, unmaps) = (&mut self.slots, &mut self.free, &mut self.unmaps);
-        by(&mut self.maps, &mut |at, mapping| {
+        self.maps.poll(|at, mapping| {
             let Slot { work, state } = &mut slots[at];
             match mapping {
                 Ok(mut mapping) => {
-                    if told(at, work, Ok(&mut mapping)) {
+                    if submit(at, work, Ok(&mut mapping)) {
                         *state = State::Asked(Some(mapping));
                         return;
                     }
@@ -215,12 +196,24 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
                     }
                 }
                 Err(error) => {
-                    told(at, work, Err(error));
+                    submit(at, work, Err(error));
                     *state = State::Free;
                     free.push(at);
                 }
             }
         })
+    }
+
+    /// As [`poll_maps`](Self::poll_maps), of all that was gathered, and waits for it.
+    pub fn finish_maps(
+        &mut self,
+        mut submit: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
+    ) {
+        self.maps.begin();
+        while !self.maps.is_empty() {
+            self.maps.wait();
+            self.poll_maps(&mut submit);
+        }
     }
 
     /// A transfer that the device was told of, and its mapping if it has one. `None`: that number is of
@@ -284,37 +277,30 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     /// error.
     pub fn poll_unmaps(
         &mut self,
-        each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
+        mut each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
     ) -> usize {
         if self.unmaps.is_empty() {
             return 0;
         }
-        self.take_back(each, |unmaps, each| unmaps.poll(each))
-    }
-
-    /// As [`poll_unmaps`](Self::poll_unmaps), of all that was gathered, and waits for it.
-    pub fn finish_unmaps(
-        &mut self,
-        each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
-    ) {
-        self.take_back(each, |unmaps, each| unmaps.finish(each));
-    }
-
-    fn take_back<R>(
-        &mut self,
-        mut each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
-        by: impl FnOnce(
-            &mut UnmapBatch<D, A, B, usize>,
-            &mut dyn FnMut(usize, Result<Returned<B>, UnmapError<B>>),
-        ) -> R,
-    ) -> R {
         let (slots, free) = (&mut self.slots, &mut self.free);
-        by(&mut self.unmaps, &mut |at, returned| {
+        self.unmaps.poll(|at, returned| {
             let slot = &mut slots[at];
             slot.state = State::Free;
             free.push(at);
             each(at, &mut slot.work, returned);
         })
+    }
+
+    /// As [`poll_unmaps`](Self::poll_unmaps), of all that was gathered, and waits for it.
+    pub fn finish_unmaps(
+        &mut self,
+        mut each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
+    ) {
+        self.unmaps.begin();
+        while !self.unmaps.is_empty() {
+            self.unmaps.wait();
+            self.poll_unmaps(&mut each);
+        }
     }
 
     /// Waits for the IOMMU: until the oldest map sync is over, or else the oldest invalidation, if one

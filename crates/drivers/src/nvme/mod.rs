@@ -14,6 +14,7 @@
 mod admin;
 #[allow(unsafe_code)]
 mod buffer;
+mod command;
 mod controller;
 mod error;
 mod identify;
@@ -23,14 +24,13 @@ mod prp;
 mod queue;
 mod registers;
 mod ring;
-mod slot;
 mod wire;
 
 pub use buffer::Buffer;
+pub use command::{Completion, Data, Failure, Op, Refused, StatusError};
 pub use controller::{Controller, ControllerConfig};
 pub use error::{Error, NotAsked};
 pub use identify::{Identity, Namespace};
 pub use queue::IoQueue;
 pub use registers::Registers;
-pub use slot::{Completion, Data, Failure, Op, Refused, StatusError};
 pub use wire::Status;

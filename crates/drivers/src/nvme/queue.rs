@@ -13,11 +13,11 @@ use ringfence_iova::Allocator;
 use self::rings::Rings;
 use super::{
     Completion, Data, Error, Failure, Namespace, NotAsked, Op, Refused, Registers,
+    command::{Noted, StatusError},
     controller::{Controller, Inner},
     pages::{PAGE, Pages},
     registers::check,
     ring::Pair,
-    slot::{Noted, StatusError},
 };
 use crate::transfers::Transfers;
 

@@ -76,9 +76,9 @@ const FIGURES: [&str; 5] = [
 /// Switches of all threads of QEMU and of the back end, and their system calls, which are counted while
 /// the machine warms up: to count them costs them time.
 const SWITCHES: &str = "switches";
-/// Those of the back end's threads that slept.
-const WAKE_UPS: &str = "wake-ups";
 const CALLS: &str = "calls";
+/// How often the back end's threads slept.
+const WAKE_UPS: &str = "wake-ups";
 
 type Spent = (BTreeMap<String, f64>, BTreeMap<&'static str, f64>);
 
@@ -150,8 +150,8 @@ impl Row {
             cpu.extend(own.into_iter().filter(|(name, _)| name.ends_with(null::NAME)));
         }
         let [asleep, _] = switches(&self.backs_tasks());
-        let [all, lost] = switches(&self.tasks());
-        let mut counted = BTreeMap::from([(SWITCHES, all + lost), (WAKE_UPS, asleep)]);
+        let [slept, lost] = switches(&self.tasks());
+        let mut counted = BTreeMap::from([(SWITCHES, slept + lost), (WAKE_UPS, asleep)]);
         if let Some(service) = self.ours() {
             threads(service.id(), "ours", &mut cpu);
             let page = service.figures();

@@ -7,7 +7,9 @@ use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
 
 use super::{
-    super::{Data, Error, Namespace, NotAsked, Op, Refused, Registers, slot::Noted, wire::Command},
+    super::{
+        Data, Error, Namespace, NotAsked, Op, Refused, Registers, command::Noted, wire::Command,
+    },
     IoQueue,
 };
 

@@ -42,7 +42,7 @@ struct Bundle {
 /// A ring, and the buffers that are its own.
 pub(super) struct Ring {
     queue: Queue,
-    /// What maps and unmaps, each the bundle of that number; `None`: nobody.
+    /// What maps and unmaps, and of each transfer the number of its bundle; `None`: nobody.
     transfers: Option<Transfers<Arc<ViommuDomain>, AnyAllocator, PagedBuffer, usize>>,
     receives: bool,
     /// Whether frames are copied to where they are mapped.
