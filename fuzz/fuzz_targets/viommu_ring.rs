@@ -15,7 +15,7 @@ use libfuzzer_sys::fuzz_target;
 use ringfence_iommu::{Fault, FaultReason, FaultSink, Iova, Prot, table::Limits};
 use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
-    device::{Backing as _, Binding, EventQueue, FaultQueue, Options, RequestQueue},
+    device::{Backing as _, Binding, EventQueue, FaultQueue, DeviceConfig, RequestQueue},
     wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request},
 };
 use ringfence_virtq::{
@@ -92,7 +92,7 @@ fuzz_target!(|data: &[u8]| RAM.with_borrow(|ram| run(ram, data)));
 fn run(ram: &Ram, data: &[u8]) {
     let Some((&flags, data)) = data.split_first() else { return };
     let (requests_at, events_at) = set_up(ram, flags & 1 != 0);
-    let options = Options { max_domains: DOMAINS, probe_size: 48, ..Options::default() };
+    let options = DeviceConfig { max_domains: DOMAINS, probe_size: 48, ..DeviceConfig::default() };
     let bench = Bench::with(options, LIMITS);
     let faults = FaultQueue::new(8);
     let indirect = flags & 2 != 0;

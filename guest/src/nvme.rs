@@ -17,8 +17,7 @@ use std::{env, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
 use ringfence_dma::{
-    BounceLimits, BouncePools, Device, Direction, DmaConfig, Environment, HostMemory, Policy,
-    Segment,
+    BounceLimits, BouncePools, Device, Direction, DmaConfig, HostMemory, Policy, Segment,
 };
 use ringfence_drivers::nvme::{
     Buffer, Completion, Controller, ControllerConfig, Data, IoQueue, Namespace, Op,
@@ -78,8 +77,8 @@ impl Machine {
         let (for_pools, its_space) = (Arc::clone(&self.domain), Arc::clone(&space));
         let limits = BounceLimits { max_bytes: 32 << 20, ..BounceLimits::default() };
         let pools = BouncePools::new(for_pools, its_space, HostMemory, limits)?;
-        let (domain, environment) = (Arc::clone(&self.domain), Environment::default());
-        let device = Device::with_pools(domain, space, config, environment, &pools)?;
+        let device = Device::builder(Arc::clone(&self.domain)).allocator(space);
+        let device = device.config(config).pools(&pools).build()?;
         // Nothing can be deferred here: what is lazy is strict, and says so.
         ensure!(
             device.effective_policy() == policy.to_strict()

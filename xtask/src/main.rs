@@ -5,6 +5,7 @@ mod bench_guest;
 mod circles;
 mod deny;
 mod floors;
+mod front_door;
 mod fuzz;
 mod gate;
 mod guests;

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use crate::{
-    deny, floors,
+    deny, floors, front_door,
     fuzz::{self, Length},
     gate, guests, house, interface,
     pace::Pace,
@@ -129,6 +129,7 @@ const STEPS: &[Step] = &[
     step("model checks", 220, |_| models()),
     step("documentation", 70, |_| documentation()),
     step("examples", 60, examples),
+    step("front door", 120, |_| front_door::check()),
     step("speed gate", 320, |_| gate::run(None, false)),
     step("huge pages", 10, huge_pages),
     step("disks that hang", 60, hanging_disks),

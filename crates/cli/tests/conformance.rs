@@ -26,7 +26,7 @@ use ringfence_run::{
     worker::{Notify, Worker},
 };
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup, Server};
-use ringfence_virtio_iommu::device::Options;
+use ringfence_virtio_iommu::device::DeviceConfig;
 use serde_json::Value;
 
 /// The endpoints behind the IOMMU; each is a disk.
@@ -51,7 +51,8 @@ fn serve<H: Handler + Send + 'static>(place: &Place, made: impl FnOnce(IommuBack
     let page_sizes = PageSizes::from_granule(4096).expect("a power of two");
     let geometry = Geometry { reserved: reserved.into(), ..Geometry::new(page_sizes, input_range) };
     let behind = Endpoints::new(endpoints.clone(), shootdown, geometry, Limits::NONE);
-    let device = Options { page_sizes, input_range, domain_range: (1, 64), ..Options::default() };
+    let device =
+        DeviceConfig { page_sizes, input_range, domain_range: (1, 64), ..DeviceConfig::default() };
     let options = IommuOptions { device, unit: 0 };
     let iommu = IommuBackend::new(Arc::new(behind), options, Arc::clone(&workers));
     listen(place.path("iommu.sock"), made(iommu));

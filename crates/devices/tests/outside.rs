@@ -11,7 +11,7 @@ use ringfence_iotlb::{Binding as Way, Endpoint};
 use ringfence_vfio::{Iommufd, Tuning, Type1, kernel::Id};
 use ringfence_vfio_testing::fake::{self, FakeConfig, Group, Memory, Owner, Step};
 use ringfence_virtio_iommu::{
-    device::{Device, HostRegion, Mirror, Options, Session},
+    device::{Device, DeviceConfig, HostRegion, Mirror, Session},
     wire::{
         AttachFlags, MAX_REQUEST_LEN, MapFlags, Properties, Property, Request, ResvKind, Status,
         TAIL_LEN, parse_tail,
@@ -110,7 +110,7 @@ impl Rig {
             endpoints.add_outside(id, Arc::clone(mirror), &[]).unwrap();
         }
         let endpoints = Arc::new(endpoints);
-        let options = Options::default();
+        let options = DeviceConfig::default();
         let features = options.features.bits();
         let device = Device::new(Arc::clone(&endpoints), options);
         device.set_features(features);

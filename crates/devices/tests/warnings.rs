@@ -8,7 +8,7 @@ use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{GuestRam, Memory, Region};
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::Handler;
-use ringfence_virtio_iommu::device::Options;
+use ringfence_virtio_iommu::device::DeviceConfig;
 use tracing::{
     Event, Level, Metadata, Subscriber,
     span::{Attributes, Id, Record},
@@ -61,7 +61,7 @@ fn net() -> Box<dyn Handler> {
 fn iommu() -> Box<dyn Handler> {
     let geometry = Geometry::new(PageSizes::X86, Range::ALL);
     let endpoints = Endpoints::new([], Shootdown::new(1), geometry, Limits::NONE);
-    let options = IommuOptions { device: Options::default(), unit: 0 };
+    let options = IommuOptions { device: DeviceConfig::default(), unit: 0 };
     Box::new(IommuBackend::new(Arc::new(endpoints), options, workers()))
 }
 

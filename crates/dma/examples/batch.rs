@@ -1,19 +1,11 @@
 //! A driver's loop: one sync for what is submitted together, one for what completes together.
 
-use ringfence_dma::{Device, Direction, DmaConfig, Policy};
-use ringfence_iommu::{
-    Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
-};
-use ringfence_iova::{Aperture, Slabs};
-use ringfence_sync::cpu::OsCpu;
+use ringfence_dma::{Device, Direction};
+use ringfence_iommu::{HostAddr, SoftDomain};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).expect("not empty");
-    let sizes = PageSizes::from_granule(4096).expect("a power of two");
-    let geometry = Geometry::new(sizes, aperture);
-    let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
-    let allocator = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
-    let device = Device::new(domain, allocator, DmaConfig::new(Policy::StrictMap))?;
+    let domain = SoftDomain::<HostAddr>::x86();
+    let device = Device::builder(domain).build()?;
 
     // Queues of this thread; `usize` is what it wants to have back with a buffer.
     let mut maps = device.map_batch::<Vec<u8>, usize>();

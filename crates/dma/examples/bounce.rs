@@ -3,19 +3,14 @@
 use std::sync::Arc;
 
 use ringfence_dma::{
-    BounceLimits, BouncePools, Device, Direction, DmaConfig, Environment, HostMemory, Policy, Trust,
+    BounceLimits, BouncePools, Device, Direction, DmaConfig, HostMemory, Policy, Trust,
 };
-use ringfence_iommu::{
-    Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,
-    table::Limits,
-};
+use ringfence_iommu::{Domain, HostAddr, SoftDomain};
 use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).expect("not empty");
-    let geometry = Geometry::new(PageSizes::from_granule(4096).expect("a power of two"), aperture);
-    let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
+    let domain = SoftDomain::<HostAddr>::x86();
     let slabs = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
     let allocator = Arc::new(slabs);
     let (in_domain, at) = (Arc::clone(&domain), Arc::clone(&allocator));
@@ -24,7 +19,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let device = |policy, trust| {
         let config = DmaConfig { trust, ..DmaConfig::new(policy) };
         let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
-        Device::with_pools(domain, allocator, config, Environment::default(), &pools)
+        Device::builder(domain).allocator(allocator).config(config).pools(&pools).build()
     };
 
     // 100 bytes share their granule with the rest of the heap: an untrusted device gets a copy.

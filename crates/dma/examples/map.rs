@@ -1,25 +1,16 @@
-//! Maps a buffer, lets the device at it, and takes it back: under each policy.
+//! Maps a buffer and takes it back, under each policy: when does the device lose it?
 
 use std::sync::Arc;
 
 use ringfence_dma::{Device, Direction, DmaConfig, Policy};
-use ringfence_iommu::{
-    Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,
-    table::Limits,
-};
-use ringfence_iova::{Aperture, Slabs};
-use ringfence_sync::cpu::OsCpu;
+use ringfence_iommu::{Domain, HostAddr, SoftDomain};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Copies have an example of their own.
     for policy in Policy::ALL.into_iter().filter(|policy| !policy.bounces()) {
-        // A domain in software, over 48 bits of addresses in granules of 4 KiB.
-        let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).expect("not empty");
-        let sizes = PageSizes::from_granule(4096).expect("a power of two");
-        let geometry = Geometry::new(sizes, aperture);
-        let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
-        let allocator = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
-        let device = Device::new(Arc::clone(&domain), allocator, DmaConfig::new(policy))?;
+        // A domain in software.
+        let domain = SoftDomain::<HostAddr>::x86();
+        let device = Device::builder(Arc::clone(&domain)).config(DmaConfig::new(policy)).build()?;
 
         // The mapping owns the buffer: nobody touches what the device may touch.
         let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?;

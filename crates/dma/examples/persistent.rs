@@ -2,21 +2,12 @@
 
 use std::sync::Arc;
 
-use ringfence_dma::{Device, Direction, DmaConfig, Policy};
-use ringfence_iommu::{
-    Domain, Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown,
-    table::Limits,
-};
-use ringfence_iova::{Aperture, Slabs};
-use ringfence_sync::cpu::OsCpu;
+use ringfence_dma::{Device, Direction};
+use ringfence_iommu::{Domain, HostAddr, SoftDomain};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).expect("not empty");
-    let sizes = PageSizes::from_granule(4096).expect("a power of two");
-    let geometry = Geometry::new(sizes, aperture);
-    let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
-    let allocator = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
-    let device = Device::new(Arc::clone(&domain), allocator, DmaConfig::new(Policy::StrictMap))?;
+    let domain = SoftDomain::<HostAddr>::x86();
+    let device = Device::builder(Arc::clone(&domain)).build()?;
 
     let arena = device.map_persistent(vec![0u8; 1 << 20], Direction::FromDevice)?;
     let requests = device.stats().map_calls;

@@ -34,7 +34,7 @@ pub struct DmaConfig {
     /// How the flush queues of a lazy policy are tuned; for a strict one, how they will be once it
     /// becomes lazy. `None`: as Linux tunes the kind that the policy has.
     pub flush: Option<FlushTuning>,
-    /// How the device bounces, if it has pools ([`Device::with_pools`](crate::Device::with_pools)).
+    /// How the device bounces, if it has pools ([`DeviceBuilder::pools`](crate::DeviceBuilder::pools)).
     pub bounce: BounceConfig,
     /// Who waits for the time to flush.
     pub timer: TimerKind,

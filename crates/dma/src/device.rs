@@ -4,12 +4,13 @@ use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::sync::Arc;
 
 use ringfence_iommu::{Domain, Fault};
-use ringfence_iova::Allocator;
+use ringfence_iova::{Allocator, Slabs};
+use ringfence_sync::cpu::OsCpu;
 
 use crate::{
-    BouncePools, Choices, Coherent, Direction, DmaBuffer, DmaConfig, Environment, Error, Explained,
-    Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer, Refused, SetupError,
-    SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
+    BouncePools, Choices, Coherent, DeviceBuilder, Direction, DmaBuffer, DmaConfig, Environment,
+    Error, Explained, Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer,
+    Refused, SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
     bounce::{Bytes, Client, ClientParts},
     bouncer::Bouncer,
     control::Control,
@@ -31,7 +32,7 @@ use crate::{
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
 /// clone, which has counters of its own, so that threads do not share a cache line.
-pub struct Device<D: Domain + 'static, A: Allocator + 'static> {
+pub struct Device<D: Domain + 'static, A: Allocator + 'static = Slabs<OsCpu>> {
     port: Arc<Port<D, A>>,
 }
 
@@ -50,55 +51,32 @@ impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
     }
 }
 
-impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    /// A device that maps through `domain` at addresses from `allocator`. The domain's reserved
-    /// regions are reserved in the allocator.
+impl<D: Domain + 'static> Device<D> {
+    /// A device that maps through `domain`: strict, trusted, at addresses of the domain's aperture,
+    /// unless the builder is given something else.
+    pub fn builder(domain: D) -> DeviceBuilder<D, Slabs<OsCpu>> {
+        DeviceBuilder::new(domain)
+    }
+}
+
+impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
+    /// The device.
     ///
     /// # Errors
     /// The configuration makes no sense with this domain or allocator.
-    pub fn new(domain: D, allocator: A, config: DmaConfig) -> Result<Self, SetupError> {
-        Self::with_environment(domain, allocator, config, Environment::default())
+    pub fn build(self) -> Result<Device<D, A>, SetupError> {
+        Device::make(self)
     }
+}
 
-    /// As [`with_environment`](Self::with_environment), for a device that can bounce: what
-    /// [`Policy::Bounce`] and [`Policy::Auto`] need, and an untrusted device whose buffers do not
-    /// fill their granules.
-    ///
-    /// The pools are of the same domain, and may be those of other devices in it.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn with_pools(
-        domain: D,
-        allocator: A,
-        config: DmaConfig,
-        environment: Environment,
-        pools: &BouncePools<D::Target>,
-    ) -> Result<Self, SetupError> {
-        Self::make(domain, allocator, config, environment, Some(pools.clone()))
-    }
-
-    /// As [`new`](Self::new), with clocks and CPU numbers of the caller's.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn with_environment(
-        domain: D,
-        allocator: A,
-        config: DmaConfig,
-        environment: Environment,
-    ) -> Result<Self, SetupError> {
-        Self::make(domain, allocator, config, environment, None)
-    }
-
-    fn make(
-        domain: D,
-        allocator: A,
-        config: DmaConfig,
-        environment: Environment,
-        pools: Option<BouncePools<D::Target>>,
-    ) -> Result<Self, SetupError> {
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
+    fn make(builder: DeviceBuilder<D, A>) -> Result<Self, SetupError> {
+        let DeviceBuilder { domain, allocator, config, environment, pools } = builder;
         let geometry = domain.geometry();
+        let allocator = match allocator {
+            Ok(given) => given,
+            Err(make) => make(&geometry)?,
+        };
         let granule = geometry.page_sizes.granule();
         check(&config, granule, allocator.granule())?;
         for region in geometry.reserved.iter() {
@@ -460,4 +438,45 @@ fn check(config: &DmaConfig, granule: u64, allocator: u64) -> Result<(), SetupEr
         return Err(SetupError::SampleEvery(config.sample_every));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use ringfence_iommu::{
+        Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
+    };
+
+    use ringfence_iova::ApertureError;
+
+    use super::*;
+
+    fn domain(first: u64, last: u64, granule: u64) -> Arc<SoftDomain<HostAddr>> {
+        let aperture = Range::new(Iova(first), Iova(last)).unwrap();
+        let geometry = Geometry::new(PageSizes::from_granule(granule).unwrap(), aperture);
+        SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1))
+    }
+
+    #[test]
+    fn without_an_allocator_addresses_are_those_of_the_geometry() {
+        for (first, last, granule) in [
+            (0x10_0000, 0x1f_ffff, 4096),
+            (0, u64::MAX, 1),
+            (u64::MAX - 0xf_ffff, u64::MAX, 0x1_0000),
+        ] {
+            let device = Device::builder(domain(first, last, granule)).build().unwrap();
+            assert_eq!(device.effective_policy(), Policy::StrictMap);
+            let mapping = device.map(vec![0u8; 4096], Direction::FromDevice).unwrap();
+            let range = mapping.iova();
+            assert!(range.0 >= first && range.0 + 4095 <= last, "{range:?} of {first:#x}");
+            mapping.unmap().unwrap();
+        }
+    }
+
+    #[test]
+    fn an_aperture_without_a_whole_page_is_refused() {
+        let error = Device::builder(domain(0x1001, 0x1fff, 1)).build().unwrap_err();
+        assert!(matches!(error, SetupError::Aperture(ApertureError::Empty { .. })), "{error}");
+    }
 }

@@ -3,7 +3,7 @@
 use core::{fmt, mem::ManuallyDrop};
 
 use ringfence_iommu::{Error as DomainError, Range};
-use ringfence_iova::{AllocError, ReserveError};
+use ringfence_iova::{AllocError, ApertureError, ReserveError};
 
 use crate::{Fallback, Policy, Refused, TuningError};
 
@@ -56,13 +56,13 @@ pub enum Error {
     #[error("there is no memory for a bounce slot of {0:#x} bytes")]
     Bounce(u64),
     /// A buffer in pool memory was asked for, and the device has no bounce pools.
-    #[error("the device has no bounce pools (Device::with_pools)")]
+    #[error("the device has no bounce pools (DeviceBuilder::pools)")]
     NoPools,
     /// The buffer does not fill its granules, so that the device would reach what lies beside it; an
     /// untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
     #[error(
         "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
-         the device has no bounce pools (Device::with_pools)"
+         the device has no bounce pools (DeviceBuilder::pools)"
     )]
     Neighbours {
         /// Bytes of a granule.
@@ -271,6 +271,9 @@ pub struct OutOfBounds {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SetupError {
+    /// No allocator was given, and none can be made for the domain's aperture.
+    #[error("cannot make an allocator for the domain's aperture: {0}")]
+    Aperture(#[from] ApertureError),
     /// The allocator hands out pieces smaller than the domain can map.
     #[error("the allocator's granule {allocator:#x} is no multiple of the domain's {domain:#x}")]
     Granule {

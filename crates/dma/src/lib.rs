@@ -1,5 +1,21 @@
 //! The DMA API in user space: mappings that own their buffers, strict and lazy invalidation.
 //!
+//! ```
+//! # use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
+//! # let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).unwrap();
+//! # let geometry = Geometry::new(PageSizes::X86, aperture);
+//! # let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
+//! use ringfence_dma::{Device, Direction};
+//!
+//! let device = Device::builder(domain).build()?; // strict, in the domain's own limits
+//! let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?; // takes the buffer
+//! for segment in mapping.segments() {
+//!     println!("{segment}"); // goes into a descriptor
+//! }
+//! let buffer = mapping.unmap()?; // from here on no access of the device succeeds
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! A [`Device`] stands for one device behind one [`Domain`](ringfence_iommu::Domain). It takes a
 //! buffer, gives it an I/O virtual address for as long as the device works on it, and gives the
 //! buffer back. The pieces, from the bottom:
@@ -65,6 +81,7 @@ mod bounce;
 mod bouncer;
 #[allow(unsafe_code)]
 mod buffer;
+mod builder;
 mod config;
 mod control;
 mod counter;
@@ -104,6 +121,7 @@ pub use bounce::{
     DeviceShare, Holder, HostMemory, PoolBuffer, SlotHolder, SlotInfo, Written,
 };
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
+pub use builder::DeviceBuilder;
 pub use config::{DmaConfig, Environment, TimerKind};
 pub use counter::Sampled;
 pub use detect::{CallSite, Detector, Explained, Misuse, UseAfterUnmap};

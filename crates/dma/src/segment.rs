@@ -1,5 +1,7 @@
 //! What goes into descriptors.
 
+use core::fmt;
+
 use arrayvec::ArrayVec;
 
 /// A piece of a mapping as the device sees it: what goes into one descriptor.
@@ -9,6 +11,12 @@ pub struct Segment {
     pub addr: u64,
     /// How many bytes; never 0.
     pub len: u64,
+}
+
+impl fmt::Display for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}+{:#x}", self.addr, self.len)
+    }
 }
 
 /// How many segments a mapping holds without a heap allocation. A buffer in one piece, or made of

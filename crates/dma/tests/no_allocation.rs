@@ -118,7 +118,11 @@ fn device(policy: Policy, flush: FlushTuning) -> Device<Nothing, Endless> {
         flush: Some(flush),
         ..DmaConfig::new(policy)
     };
-    Device::new(Nothing, Endless(AtomicU64::new(1 << 20)), config).unwrap()
+    Device::builder(Nothing)
+        .allocator(Endless(AtomicU64::new(1 << 20)))
+        .config(config)
+        .build()
+        .unwrap()
 }
 
 fn map_and_unmap(device: &Device<Nothing, Endless>) {
@@ -254,7 +258,13 @@ fn choosing_takes_nothing_from_the_heap_in_trials_either() {
     )
     .unwrap();
     let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(Policy::Auto) };
-    let device = Device::with_pools(domain, allocator, config, environment, &pools).unwrap();
+    let device = Device::builder(domain)
+        .allocator(allocator)
+        .config(config)
+        .environment(environment)
+        .pools(&pools)
+        .build()
+        .unwrap();
     let run = |mut buffer, count| {
         for _ in 0..count {
             let mapping = device.map(buffer, Direction::Bidirectional).unwrap();
@@ -289,8 +299,13 @@ fn bouncing_takes_nothing_from_the_heap_once_there_are_slots() {
         TimerKind::Manual,
     );
     let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(Policy::Bounce) };
-    let device =
-        Device::with_pools(Nothing, allocator, config, environment, &pools.unwrap()).unwrap();
+    let device = Device::builder(Nothing)
+        .allocator(allocator)
+        .config(config)
+        .environment(environment)
+        .pools(&pools.unwrap())
+        .build()
+        .unwrap();
     for size in [4096, 100_000, 1 << 20] {
         // More than a CPU keeps to itself.
         let mut buffers: Vec<Copied> = (0..80).map(|_| Copied(vec![0; size].leak())).collect();

@@ -20,7 +20,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     pci.set_bus_master(true)?;
     let domain = Arc::new(Type1::new(container, Tuning::default())?);
     let addresses = Slabs::new(Aperture::new(0, (1 << 39) - 1, 4096)?, OsCpu::new());
-    let device = Device::new(domain, addresses, DmaConfig::new(Policy::StrictMap))?;
+    let device = Device::builder(domain)
+        .allocator(addresses)
+        .config(DmaConfig::new(Policy::StrictMap))
+        .build()?;
 
     let disk = Controller::start(device, pci.bar(0)?, ControllerConfig::default())?;
     println!("{:?}", disk.identity());

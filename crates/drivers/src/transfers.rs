@@ -386,7 +386,7 @@ mod tests {
         let geometry = Geometry::new(PageSizes::from_granule(4096).unwrap(), aperture);
         let domain = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
         let space = Slabs::new(Aperture::new(0, end, 4096).unwrap(), OsCpu::new());
-        Device::new(domain, space, DmaConfig::new(policy)).unwrap()
+        Device::builder(domain).allocator(space).config(DmaConfig::new(policy)).build().unwrap()
     }
 
     fn map(transfers: &mut Test, work: u64) -> usize {

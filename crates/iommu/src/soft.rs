@@ -7,8 +7,8 @@ use arrayvec::ArrayVec;
 use ringfence_sync::{Backoff, lock::SpinLock};
 
 use crate::{
-    Address, Capabilities, Domain, Error, Gather, Geometry, Iova, Map, Partial, Range, Result,
-    SyncToken, Synced, Work,
+    Address, Capabilities, Domain, Error, Gather, Geometry, Iova, Map, PageSizes, Partial, Range,
+    Result, SyncToken, Synced, Work,
     shootdown::{Reader, Scope, Shootdown},
     table::{Budget, Limits, Mapping, PageList, Sharer, Table, Translation},
 };
@@ -57,6 +57,14 @@ impl<T: Address> SoftDomain<T> {
         shootdown: Arc<Shootdown>,
     ) -> Arc<SoftDomain<T>> {
         Arc::new(Self::over(Table::new(limits), geometry, shootdown))
+    }
+
+    /// An empty domain of 48 bits in pages of 4 KiB, 2 MiB and 1 GiB, as most IOMMUs of x86 have
+    /// them, for up to 64 threads that look addresses up, without limits.
+    pub fn x86() -> Arc<SoftDomain<T>> {
+        let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).expect("not empty");
+        let geometry = Geometry::new(PageSizes::X86, aperture);
+        Self::new(geometry, Limits::NONE, Shootdown::new(64))
     }
 
     /// An empty domain that, with all others of `budget`, holds no more than that says.

@@ -1,16 +1,43 @@
-//! DMA protection for user-space I/O.
+//! DMA protection for user-space I/O: what Linux's IOMMU stack does for the drivers inside of it,
+//! for programs outside.
 //!
+//! # A first mapping
+//! ```
+#![doc = include_str!("../examples/map.rs")]
+//! ```
+//! A [`Device`] maps through a [`Domain`] and takes from it which addresses it may use. Under
+//! [`Policy::StrictMap`], the default, the device reaches nothing of a buffer that was handed back.
+//!
+//! # What there is
 //! A feature for each kind of user, of which the first is on by default:
 //!
 //! | feature | for | begins with |
 //! |---|---|---|
 //! | `driver` | drivers in user space | [`Device`], over a [`Domain`] |
 //! | `vfio` | those of real devices | `vfio::Type1`, `vfio::Iommufd` |
-//! | `backend` | vhost-user back ends with a device IOTLB | `backend::Device` |
+//! | `backend` | vhost-user back ends with a device IOTLB | `backend::Device`, `backend::serve` |
 //! | `vmm` | VMMs that offer a virtio-iommu | `vmm::LocalIommu` |
 //! | `rust-vmm` | VMMs and devices of rust-vmm | `rust_vmm::VmmIommu`, `rust_vmm::IotlbAddressSpace` |
 //!
 //! What is not here is in the crate whose idea it is: ARCHITECTURE.md has the list.
+//!
+//! # A vhost-user back end
+//! Its device sees no address that was not translated, and a miss blocks the request, not the
+//! worker (feature `backend`):
+//! ```no_run
+#![cfg_attr(feature = "backend", doc = include_str!("../examples/rng.rs"))]
+//! ```
+//!
+//! # A virtio-iommu in a VMM
+//! The device, and what a guest's driver does with it (feature `rust-vmm`):
+//! ```no_run
+#![cfg_attr(feature = "rust-vmm", doc = include_str!("../examples/vmm.rs"))]
+//! ```
+//!
+//! # A device of rust-vmm behind an IOMMU
+//! ```no_run
+#![cfg_attr(feature = "rust-vmm", doc = include_str!("../examples/rust_vmm.rs"))]
+//! ```
 #![forbid(unsafe_code)]
 
 pub use ringfence_iommu::{
@@ -19,10 +46,22 @@ pub use ringfence_iommu::{
     Result, SoftDomain, shootdown::Shootdown, table::Limits,
 };
 
+/// A domain in software: what a first program maps in, and a test.
+pub mod soft {
+    use std::sync::Arc;
+
+    use crate::{HostAddr, SoftDomain};
+
+    /// An empty domain that leads to addresses of this process, as [`SoftDomain::x86`] makes it.
+    pub fn domain() -> Arc<SoftDomain<HostAddr>> {
+        SoftDomain::x86()
+    }
+}
+
 #[cfg(feature = "driver")]
 pub use ringfence_dma::{
-    Device, Direction, DmaBuffer, DmaConfig, HostMemory, MapError, Mapping, Persistent, Policy,
-    Segment, UnmapError,
+    Device, DeviceBuilder, Direction, DmaBuffer, DmaConfig, HostMemory, MapError, Mapping,
+    Persistent, Policy, Segment, UnmapError,
 };
 #[cfg(feature = "driver")]
 pub use ringfence_iova::{Allocator, Aperture, Placement, Slabs};
@@ -34,10 +73,15 @@ pub use ringfence_sync::cpu::OsCpu;
 pub mod viommu {
     pub use ringfence_mem::Window;
     pub use ringfence_virtio_iommu::{
-        driver::{Buffers, Driver, EventReceiver, Options, Transport, ViommuDomain, negotiate},
+        driver::{
+            Buffers, Driver, DriverConfig, EventReceiver, Transport, ViommuDomain, negotiate,
+        },
         wire::IommuConfig,
     };
-    pub use ringfence_virtq::driver::{Queue, Rings};
+    pub use ringfence_virtq::{
+        F_VERSION_1,
+        driver::{Queue, Rings},
+    };
 }
 
 /// What the kernel has for drivers in user space.
@@ -55,7 +99,7 @@ pub mod backend {
     pub use ringfence_run::worker::{Notify, Worker};
     pub use ringfence_vhost_user::{Server, Shutdown};
     pub use ringfence_vhost_user_backend::{
-        Addresses, Backend, Device, RawDevice, Request, Requests,
+        Addresses, Backend, Device, RawDevice, Request, Requests, serve,
     };
 }
 
@@ -66,8 +110,8 @@ pub mod vmm {
     pub use ringfence_iotlb::{Binding, Endpoint, View};
     pub use ringfence_mem::{Access, Memory, Translate};
     pub use ringfence_run::worker::Notify;
-    pub use ringfence_virtio_iommu::device::{HostRegion, Mirror, Options};
-    pub use ringfence_virtq::device::RingConfig;
+    pub use ringfence_virtio_iommu::device::{DeviceConfig, HostRegion, Mirror};
+    pub use ringfence_virtq::{device::RingConfig, layout};
 }
 
 /// Ringfence over rust-vmm's memory, queues and event descriptors.

@@ -12,7 +12,7 @@ use ringfence_devices::iommu::{Endpoints, LocalIommu, LocalIommuError, Reach};
 use ringfence_iommu::{GuestPhys, HostAddr};
 use ringfence_run::worker::Notify;
 use ringfence_virtio_iommu::{
-    device::{HostRegion, Options},
+    device::{DeviceConfig, HostRegion},
     wire::DEVICE_ID,
 };
 use ringfence_virtq::device;
@@ -65,7 +65,7 @@ where
     /// No thread or descriptor is left.
     pub fn new(
         endpoints: Arc<Endpoints>,
-        options: Options,
+        options: DeviceConfig,
         notify: Notify,
     ) -> io::Result<VmmIommu<A>> {
         let local = LocalIommu::new(endpoints, options, notify)?;

@@ -1,5 +1,30 @@
 //! What any vhost-user back end needs, whatever the device.
 //!
+//! ```no_run
+//! use std::{fs::File, io::Read, os::unix::net::UnixListener};
+//!
+//! use ringfence_iotlb::IotlbConfig;
+//! use ringfence_vhost_user_backend::{Device, Request, serve};
+//!
+//! struct Rng(File);
+//!
+//! impl Device for Rng {
+//!     /// Its buffers are translated and checked; a miss has parked the request, not the worker.
+//!     fn request(&mut self, _queue: u16, mut request: Request) {
+//!         let mut bytes = [0; 4096];
+//!         let len = request.writable_len().min(bytes.len());
+//!         match self.0.read_exact(&mut bytes[..len]) {
+//!             Ok(()) => _ = request.write(&bytes[..len]), // and completes it
+//!             Err(error) => request.fail(error),
+//!         }
+//!     }
+//! }
+//!
+//! let listener = UnixListener::bind("/run/rng.sock")?;
+//! serve("rng", &listener, IotlbConfig::default(), || Ok(Rng(File::open("/dev/urandom")?)))?;
+//! # Ok::<(), std::io::Error>(())
+//! ```
+//!
 //! - [`Backend`] is the device at the socket: it keeps what the front end has said, brings rings to the workers that
 //!   serve them, answers IOTLB messages, and has writes logged. A [`Device`] is given requests;
 //!   one that has its rings in hand itself is a [`RawDevice`], and its rings on a worker are [`Rings`].
@@ -17,6 +42,7 @@ mod front_end;
 mod handler;
 pub mod requests;
 mod ring_log;
+mod serve;
 mod tally;
 mod translation;
 
@@ -25,5 +51,6 @@ pub use device::{Device, Request, Requests};
 pub use front_end::{Events, FrontEnd, RingStart, of_ring, read_config};
 pub use handler::{Addresses, Backend, Connection, RawDevice, Rings, Shares};
 pub use ring_log::RingLog;
+pub use serve::serve;
 pub use tally::{IotlbTally, IotlbTotals};
 pub use translation::Translation;

@@ -46,7 +46,7 @@ fn main() -> Result<()> {
     let mut requests = RequestQueue::new(Arc::new(device), back);
     thread::spawn(move || while requests.poll(&ram).is_ok() {});
 
-    let (buffers, options) = (Buffers { window, addr: 0x8000 }, driver::Options::default());
+    let (buffers, options) = (Buffers { window, addr: 0x8000 }, driver::DriverConfig::default());
     let driver = Driver::new(Arc::new(NoBell), front, buffers, config, features, options)?;
     let domain = driver.domain()?;
     domain.attach(1)?;

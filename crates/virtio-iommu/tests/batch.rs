@@ -6,10 +6,15 @@ mod common;
 
 use common::{Bench, range, ring::Served};
 use ringfence_iommu::{Domain, Error, Gather, GuestPhys, Iova, Map, Prot, Range};
-use ringfence_virtio_iommu::driver::{Notify, Options, ViommuDomain};
+use ringfence_virtio_iommu::driver::{DriverConfig, Notify, ViommuDomain};
 
 fn served(size: u16) -> Served {
-    Served::start(Bench::new(), size, Options { notify: Notify::Poll, ..Options::default() }, true)
+    Served::start(
+        Bench::new(),
+        size,
+        DriverConfig { notify: Notify::Poll, ..DriverConfig::default() },
+        true,
+    )
 }
 
 fn page(n: u64) -> Range {

@@ -15,8 +15,8 @@ use ringfence_iommu::{
     Domain, Error, Gather, GuestPhys, Iova, Map, Pending, Prot, Range, ReservedKind, table::Limits,
 };
 use ringfence_virtio_iommu::{
-    device::{Binding, Options as DeviceOptions, RequestQueue},
-    driver::{Notify, Options, ViommuDomain},
+    device::{Binding, DeviceConfig, RequestQueue},
+    driver::{DriverConfig, Notify, ViommuDomain},
     wire::{Features, IommuConfig, Status},
 };
 
@@ -25,7 +25,7 @@ fn page(n: u64) -> Range {
 }
 
 fn served(notify: Notify, polling: bool) -> Served {
-    Served::start(Bench::new(), 64, Options { notify, ..Options::default() }, polling)
+    Served::start(Bench::new(), 64, DriverConfig { notify, ..DriverConfig::default() }, polling)
 }
 
 fn sleeping() -> Served {
@@ -111,7 +111,7 @@ fn a_sync_kicks_a_device_that_sleeps() {
     // rule L64
     let bench = Bench::new();
     let features = bench.device.features();
-    let link = link(64, bench.config(), features, Options::default());
+    let link = link(64, bench.config(), features, DriverConfig::default());
     let mut requests = RequestQueue::new(bench.device, link.queue);
     let domain = link.driver.domain().unwrap();
     let kicked = || link.bells.kick.wait(Duration::from_secs(120));
@@ -149,7 +149,7 @@ fn a_sync_that_was_begun_is_over_once_the_device_has_answered_and_not_before() {
     // rules L17, L64
     let bench = Bench::new();
     let features = bench.device.features();
-    let link = link(64, bench.config(), features, Options::default());
+    let link = link(64, bench.config(), features, DriverConfig::default());
     let mut requests = RequestQueue::new(bench.device, link.queue);
     let domain = link.driver.domain().unwrap();
     let mut serve = || {
@@ -206,8 +206,8 @@ fn a_sync_that_was_begun_is_over_once_the_device_has_answered_and_not_before() {
 fn what_a_begun_sync_finds_refused_is_told_to_its_ranges_and_to_no_other() {
     // rule L34
     let limits = Limits { mappings: 3, ..Limits::NONE };
-    let bench = Bench::with(DeviceOptions::default(), limits);
-    let served = Served::start(bench, 64, Options::default(), false);
+    let bench = Bench::with(DeviceConfig::default(), limits);
+    let served = Served::start(bench, 64, DriverConfig::default(), false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     (0..4).for_each(|n| map(&domain, page(n), n << 12).unwrap());
@@ -305,9 +305,9 @@ fn requests_never_leave_the_ranges_and_an_unmap_ends_where_mappings_do() {
     // rule V35
     // rule V40
     let input_range = range(0x1_0000, 0xffff_ffff);
-    let options = DeviceOptions { input_range, domain_range: (5, 6), ..DeviceOptions::default() };
+    let options = DeviceConfig { input_range, domain_range: (5, 6), ..DeviceConfig::default() };
     let bench = Bench::with(options, Limits::NONE);
-    let served = Served::start(bench, 64, Options::default(), false);
+    let served = Served::start(bench, 64, DriverConfig::default(), false);
     let domain = served.driver.domain().unwrap();
     assert_eq!(served.driver.domain().unwrap().id(), 6);
     let second = served.driver.domain().unwrap();
@@ -327,8 +327,8 @@ fn requests_never_leave_the_ranges_and_an_unmap_ends_where_mappings_do() {
 #[test]
 fn a_refused_map_is_reported_by_the_sync_that_covers_it_and_rolled_back() {
     let limits = Limits { mappings: 3, ..Limits::NONE };
-    let bench = Bench::with(DeviceOptions::default(), limits);
-    let served = Served::start(bench, 64, Options::default(), false);
+    let bench = Bench::with(DeviceConfig::default(), limits);
+    let served = Served::start(bench, 64, DriverConfig::default(), false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     for n in 0..4 {
@@ -351,10 +351,10 @@ fn a_refused_map_is_reported_by_the_sync_that_covers_it_and_rolled_back() {
 #[test]
 fn what_the_device_finds_mapped_or_out_of_range_is_reported() {
     let input_range = range(0, (1 << 40) - 1);
-    let options = DeviceOptions { input_range, ..DeviceOptions::default() };
+    let options = DeviceConfig { input_range, ..DeviceConfig::default() };
     let bench = Bench::with(options, Limits::NONE);
     let config = IommuConfig { input_range: Range::ALL, ..bench.config() };
-    let served = Served::with_config(bench, 64, Options::default(), false, config);
+    let served = Served::with_config(bench, 64, DriverConfig::default(), false, config);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     // Behind the driver's back.
@@ -453,8 +453,8 @@ fn a_late_refusal_does_not_take_back_a_later_mapping() {
 #[test]
 fn an_attach_whose_mappings_are_refused_does_not_happen() {
     let limits = Limits { mappings: 3, ..Limits::NONE };
-    let bench = Bench::with(DeviceOptions::default(), limits);
-    let served = Served::start(bench, 16, Options::default(), false);
+    let bench = Bench::with(DeviceConfig::default(), limits);
+    let served = Served::start(bench, 16, DriverConfig::default(), false);
     let domain = served.driver.domain().unwrap();
     for n in 0..40 {
         map(&domain, page(n), n << 12).unwrap();
@@ -525,9 +525,9 @@ fn an_identity_domain_bypasses_or_maps_around_reserved_regions() {
     assert_eq!(domain.iova_to_phys(Iova(7)), Some(GuestPhys(7)));
 
     let features = Features::all().difference(Features::BYPASS_CONFIG);
-    let options = DeviceOptions { features, ..DeviceOptions::default() };
+    let options = DeviceConfig { features, ..DeviceConfig::default() };
     let bench = Bench::with(options, Limits::NONE);
-    let served = Served::start(bench, 64, Options::default(), false);
+    let served = Served::start(bench, 64, DriverConfig::default(), false);
     let domain = served.driver.identity_domain().unwrap();
     domain.attach(8).unwrap();
     assert_eq!(reads(&served, 8, 0x1_0000), Some(0x1_0000));
@@ -542,8 +542,11 @@ fn an_identity_domain_bypasses_or_maps_around_reserved_regions() {
 #[test]
 fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
     for notify in [Notify::Sleep, Notify::Poll, Notify::default()] {
-        let options =
-            Options { notify, timeout: Some(Duration::from_millis(60)), ..Options::default() };
+        let options = DriverConfig {
+            notify,
+            timeout: Some(Duration::from_millis(60)),
+            ..DriverConfig::default()
+        };
         // One that a busy machine does not run in time is given up, too.
         let begin = |_| {
             let served = Served::start(Bench::new(), 16, options, false);
@@ -580,7 +583,8 @@ fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
 
 #[test]
 fn a_transport_that_knows_that_the_device_died_ends_the_wait_early() {
-    let options = Options { timeout: Some(Duration::from_secs(3600)), ..Options::default() };
+    let options =
+        DriverConfig { timeout: Some(Duration::from_secs(3600)), ..DriverConfig::default() };
     let mut served = Served::start(Bench::new(), 16, options, false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
@@ -594,7 +598,7 @@ fn a_transport_that_knows_that_the_device_died_ends_the_wait_early() {
 fn many_threads_share_the_ring_and_nobody_loses_a_wake_up() {
     for notify in [Notify::Sleep, Notify::Adaptive] {
         for polling in [false, true] {
-            let options = Options { notify, ..Options::default() };
+            let options = DriverConfig { notify, ..DriverConfig::default() };
             // So small a ring that it is full most of the time.
             let served = Served::start(Bench::new(), 8, options, polling);
             let domain = served.driver.domain().unwrap();
@@ -628,7 +632,7 @@ fn an_unmap_is_answered_only_once_no_reader_can_use_what_it_removed() {
     let bench = Bench::new();
     let features = bench.device.features();
     // It has no limit: only the reader below decides.
-    let link = link(64, bench.config(), features, Options::default());
+    let link = link(64, bench.config(), features, DriverConfig::default());
     let mut requests = RequestQueue::new(bench.device, link.queue);
     let domain = link.driver.domain().unwrap();
     map(&domain, page(1), 0x5000).unwrap();
@@ -674,8 +678,9 @@ fn reads_of(endpoints: &common::Endpoints, iova: u64) -> Option<u64> {
 fn a_device_without_map_and_unmap_is_used_for_bypass_or_refused() {
     // rule V31
     let features = Features::BYPASS_CONFIG | Features::PROBE;
-    let options = DeviceOptions { features, ..DeviceOptions::default() };
-    let served = Served::start(Bench::with(options, Limits::NONE), 16, Options::default(), false);
+    let options = DeviceConfig { features, ..DeviceConfig::default() };
+    let served =
+        Served::start(Bench::with(options, Limits::NONE), 16, DriverConfig::default(), false);
     assert!(matches!(served.driver.domain(), Err(Error::Unsupported(_))));
     let domain = served.driver.identity_domain().unwrap();
     domain.attach(1).unwrap();
@@ -689,8 +694,9 @@ fn a_device_without_map_and_unmap_is_used_for_bypass_or_refused() {
 fn flags_and_memory_types_are_kept_to() {
     // rule V39
     let features = Features::all().difference(Features::MMIO);
-    let options = DeviceOptions { features, ..DeviceOptions::default() };
-    let served = Served::start(Bench::with(options, Limits::NONE), 16, Options::default(), false);
+    let options = DeviceConfig { features, ..DeviceConfig::default() };
+    let served =
+        Served::start(Bench::with(options, Limits::NONE), 16, DriverConfig::default(), false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     let mmio = domain.map(Map::new(page(1), GuestPhys(0), Prot::RW | Prot::MMIO));

@@ -6,7 +6,7 @@ use common::{Bench, RESERVED, range};
 use proptest::prelude::*;
 use ringfence_iommu::{Error, Iova, PageSizes, Prot, Range, table::Limits};
 use ringfence_virtio_iommu::{
-    device::Options,
+    device::DeviceConfig,
     wire::{
         AttachFlags, CONFIG_LEN, Features, IommuConfig, Kind, MAX_REQUEST_LEN, MapFlags,
         Properties, Property, Request, ResvKind, Status, TAIL_LEN,
@@ -20,7 +20,7 @@ fn page(n: u64) -> Range {
 #[test]
 fn map_unmap_is_offered_and_the_old_bypass_never() {
     // rule V1
-    let options = Options { features: Features::all(), ..Options::default() };
+    let options = DeviceConfig { features: Features::all(), ..DeviceConfig::default() };
     let bench = Bench::with(options, Limits::NONE);
     assert!(bench.device.features().contains(Features::MAP_UNMAP));
     assert!(!bench.device.features().contains(Features::BYPASS));
@@ -77,7 +77,7 @@ fn after_a_reset_no_endpoint_is_attached() {
 #[test]
 fn an_unattached_endpoint_bypasses_if_bypass_is_offered_and_set() {
     // rule V5
-    let options = Options { bypass: true, ..Options::default() };
+    let options = DeviceConfig { bypass: true, ..DeviceConfig::default() };
     let mut bench = Bench::with(options, Limits::NONE);
     bench.device.set_features(Features::MAP_UNMAP.bits()); // not accepted: it counts all the same
     assert_eq!(bench.reads(1, 0x1234), Some(0x1234));
@@ -87,7 +87,7 @@ fn an_unattached_endpoint_bypasses_if_bypass_is_offered_and_set() {
     assert_eq!(bench.reads(1, 0x1234), Some(0x1234));
 
     let features = Features::all().difference(Features::BYPASS_CONFIG);
-    let options = Options { bypass: true, features, ..Options::default() };
+    let options = DeviceConfig { bypass: true, features, ..DeviceConfig::default() };
     assert_eq!(Bench::with(options, Limits::NONE).reads(1, 0x1234), None, "not offered");
 }
 
@@ -338,7 +338,8 @@ fn map_refuses_unknown_flags_missing_domains_and_bypass_domains() {
 fn map_leaves_reserved_regions_and_what_is_outside_of_the_input_range_alone() {
     // rule V18
     let input_range = range(0, (1 << 40) - 1);
-    let bench = &mut Bench::with(Options { input_range, ..Options::default() }, Limits::NONE);
+    let bench =
+        &mut Bench::with(DeviceConfig { input_range, ..DeviceConfig::default() }, Limits::NONE);
     assert_eq!(bench.attach(1, 1), Status::Ok);
     assert_eq!(bench.map(1, range(RESERVED.0, RESERVED.1), 0), Status::Ok, "nobody reserves it");
     assert_eq!(bench.unmap(1, range(RESERVED.0, RESERVED.1)), Status::Ok);
@@ -433,7 +434,7 @@ fn the_seven_examples_of_the_specification_hold() {
         let scaled = |(first, last): (u64, u64)| range(first * granule, (last + 1) * granule - 1);
         for (number, (maps, unmap, succeeds)) in EXAMPLES.into_iter().enumerate() {
             let page_sizes = PageSizes::from_granule(granule).unwrap();
-            let options = Options { page_sizes, ..Options::default() };
+            let options = DeviceConfig { page_sizes, ..DeviceConfig::default() };
             let mut bench = Bench::with(options, Limits::NONE);
             assert_eq!(bench.attach(1, 1), Status::Ok);
             for &mapping in maps {
@@ -455,7 +456,8 @@ fn the_seven_examples_of_the_specification_hold() {
 fn an_unmap_may_begin_and_end_anywhere_outside_of_mappings() {
     // rule V23
     let input_range = range(0, (1 << 32) - 1);
-    let bench = &mut Bench::with(Options { input_range, ..Options::default() }, Limits::NONE);
+    let bench =
+        &mut Bench::with(DeviceConfig { input_range, ..DeviceConfig::default() }, Limits::NONE);
     assert_eq!(bench.attach(1, 1), Status::Ok);
     for wanted in [range(0x1801, 0x6003), range(0, u64::MAX), range(0x1fff, 0x5000)] {
         assert_eq!(bench.map(1, range(0x2000, 0x4fff), 0), Status::Ok);
@@ -536,7 +538,7 @@ fn a_mapping_of_one_byte_needs_a_granule_of_one() {
     // rule V38
     for (granule, expected) in [(4096, Status::Inval), (1, Status::Ok)] {
         let page_sizes = PageSizes::from_granule(granule).unwrap();
-        let options = Options { page_sizes, ..Options::default() };
+        let options = DeviceConfig { page_sizes, ..DeviceConfig::default() };
         let mut bench = Bench::with(options, Limits::NONE);
         assert_eq!(bench.attach(1, 1), Status::Ok);
         assert_eq!(bench.map(1, range(5, 5), 5), expected);
@@ -546,7 +548,7 @@ fn a_mapping_of_one_byte_needs_a_granule_of_one() {
 #[test]
 fn limits_answer_with_no_memory_and_leave_everything_as_it_was() {
     let limits = Limits { mappings: 10, ..Limits::NONE };
-    let options = Options { max_domains: 2, domain_range: (1, 9), ..Options::default() };
+    let options = DeviceConfig { max_domains: 2, domain_range: (1, 9), ..DeviceConfig::default() };
     let bench = &mut Bench::with(options, limits);
     assert_eq!(bench.attach(0, 1), Status::Range);
     // rule V9: an endpoint that is not there is what is told.

@@ -21,8 +21,8 @@ use ringfence_iommu::{
 };
 use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
-    device::{Binding, EventQueue, FaultQueue, Options as DeviceOptions},
-    driver::{Buffers, Driver, EventReceiver, Notify, Options, Transport},
+    device::{Binding, DeviceConfig, EventQueue, FaultQueue},
+    driver::{Buffers, Driver, DriverConfig, EventReceiver, Notify, Transport},
     wire::{Features, Kind, MAX_REQUEST_LEN, Property, Request, ResvKind, Status},
 };
 use ringfence_virtq::{Chain, testing};
@@ -31,9 +31,9 @@ fn page(n: u64) -> Range {
     range(n << 12, (n << 12) + 0xfff)
 }
 
-fn options() -> Options {
+fn options() -> DriverConfig {
     // Long: only a lost wake-up would let it pass.
-    Options { notify: Notify::Poll, ..Options::default() }
+    DriverConfig { notify: Notify::Poll, ..DriverConfig::default() }
 }
 
 fn fresh() -> Link {
@@ -307,9 +307,9 @@ fn an_interrupt_doorbell_is_mapped_unless_the_device_names_a_window() {
     // rule V39
     let doorbell = GuestPhys(0x2_0000_0040);
     for features in [all_features(), all_features().difference(Features::MMIO)] {
-        let options = DeviceOptions { features, ..DeviceOptions::default() };
+        let options = DeviceConfig { features, ..DeviceConfig::default() };
         let bench = Bench::with(options, Limits::NONE);
-        let served = Served::start(bench, 64, Options::default(), false);
+        let served = Served::start(bench, 64, DriverConfig::default(), false);
         let domain = served.driver.domain().unwrap();
         assert!(matches!(domain.map_doorbell(doorbell), Err(Error::Unsupported(_))));
         domain.attach(1).unwrap();
@@ -337,16 +337,16 @@ fn an_interrupt_doorbell_is_mapped_unless_the_device_names_a_window() {
         assert_eq!(identity.map_doorbell(doorbell), Ok(Iova(doorbell.0)));
     }
     // A window that is full, and one that lies outside of what can be mapped.
-    let served = Served::start(Bench::new(), 64, Options::default(), false);
+    let served = Served::start(Bench::new(), 64, DriverConfig::default(), false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     for n in 0..256 {
         assert_eq!(domain.map_doorbell(GuestPhys(n << 12)), Ok(Iova(0x800_0000 + (n << 12))));
     }
     assert!(matches!(domain.map_doorbell(GuestPhys(256 << 12)), Err(Error::Full { .. })));
-    let options = DeviceOptions { input_range: range(0, 0x800_0fff), ..DeviceOptions::default() };
+    let options = DeviceConfig { input_range: range(0, 0x800_0fff), ..DeviceConfig::default() };
     let bench = Bench::with(options, Limits::NONE);
-    let served = Served::start(bench, 64, Options::default(), false);
+    let served = Served::start(bench, 64, DriverConfig::default(), false);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
     let outside = domain.map_doorbell(doorbell);

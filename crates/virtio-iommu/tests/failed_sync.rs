@@ -11,7 +11,9 @@ use ringfence_iommu::{
 };
 use ringfence_mem::{SharedFile, Translate};
 use ringfence_virtio_iommu::{
-    device::{Backing, Binding, Device, EndpointInfo, Journal, Options, RequestQueue, Session},
+    device::{
+        Backing, Binding, Device, DeviceConfig, EndpointInfo, Journal, RequestQueue, Session,
+    },
     wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, parse_tail},
 };
 use ringfence_virtq::{
@@ -69,7 +71,7 @@ impl Rig {
         let domain = Arc::new(Faulty::new(soft, 0));
         let reader = shootdown.reader().unwrap();
         let backing = Arc::new(One { domain, rebound: Mutex::default() });
-        let options = Options::default();
+        let options = DeviceConfig::default();
         let features = options.features.bits();
         let device = Device::new(Arc::clone(&backing), options);
         device.set_features(features);

@@ -15,8 +15,8 @@ use ringfence_iommu::{
     table::Limits,
 };
 use ringfence_virtio_iommu::{
-    device::{Binding, Options as DeviceOptions, RequestQueue, Session},
-    driver::{Options, negotiate, negotiate_proposed},
+    device::{Binding, DeviceConfig, RequestQueue, Session},
+    driver::{DriverConfig, negotiate, negotiate_proposed},
     wire::{
         AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, parse_tail,
     },
@@ -28,8 +28,8 @@ fn page(n: u64) -> Range {
 
 /// A device that offers what is proposed, too.
 fn proposed() -> Bench {
-    let features = DeviceOptions::default().features | Features::LAZY_IOTLB_FLUSH;
-    Bench::with(DeviceOptions { features, ..DeviceOptions::default() }, Limits::NONE)
+    let features = DeviceConfig::default().features | Features::LAZY_IOTLB_FLUSH;
+    Bench::with(DeviceConfig { features, ..DeviceConfig::default() }, Limits::NONE)
 }
 
 fn attach_lazily(bench: &mut Bench, domain: u32, endpoint: u32) -> Status {
@@ -73,7 +73,7 @@ fn without_the_feature_there_is_neither_a_lazy_domain_nor_a_flush() {
     for negotiated in [false, true] {
         if negotiated {
             bench = proposed();
-            bench.device.set_features(DeviceOptions::default().features.bits());
+            bench.device.set_features(DeviceConfig::default().features.bits());
         }
         assert_eq!(attach_lazily(&mut bench, 1, 1), Status::Inval);
         assert_eq!(bench.attach(1, 1), Status::Ok);
@@ -85,7 +85,7 @@ fn without_the_feature_there_is_neither_a_lazy_domain_nor_a_flush() {
         bytes[len - 1] = 1;
         assert_eq!(bench.raw(&bytes[..len], 8), (0, vec![0xee; 8]));
     }
-    let offer = DeviceOptions::default().features | Features::PROPOSED;
+    let offer = DeviceConfig::default().features | Features::PROPOSED;
     assert!(!negotiate(offer.bits()).intersects(Features::PROPOSED));
     assert!(negotiate_proposed(offer.bits(), Features::all()).contains(Features::PROPOSED));
     assert!(!negotiate_proposed(offer.bits(), Features::all()).contains(Features::BYPASS));
@@ -558,7 +558,7 @@ fn a_flush_that_ends_before_another_takes_nothing_away_from_it() {
 fn the_driver_waits_for_an_invalidation_only_when_it_flushes() {
     let bench = proposed();
     let features = bench.device.features();
-    let link = link(64, bench.config(), features, Options::default());
+    let link = link(64, bench.config(), features, DriverConfig::default());
     let mut requests = RequestQueue::new(bench.device, link.queue);
     let domain = link.driver.lazy_domain().unwrap();
     assert!(domain.is_lazy());
@@ -608,7 +608,7 @@ fn the_driver_waits_for_an_invalidation_only_when_it_flushes() {
 
 #[test]
 fn a_lazy_domain_is_a_domain_for_whoever_syncs_too() {
-    let served = Served::start(proposed(), 16, Options::default(), false);
+    let served = Served::start(proposed(), 16, DriverConfig::default(), false);
     let domain = served.driver.lazy_domain().unwrap();
     let others = || served.driver.stats().others;
     map(&domain, page(50), 0x5000).unwrap();
@@ -649,12 +649,12 @@ fn a_lazy_domain_is_a_domain_for_whoever_syncs_too() {
 fn a_device_that_knows_no_lazy_domains_gets_an_ordinary_one() {
     for bench in [Bench::new(), proposed()] {
         // The second one offers it, and it is not negotiated.
-        bench.device.set_features(DeviceOptions::default().features.bits());
+        bench.device.set_features(DeviceConfig::default().features.bits());
         let config = bench.config();
         let features = negotiate(bench.device.features().bits());
         assert!(!features.contains(Features::LAZY_IOTLB_FLUSH));
         let Bench { device, .. } = bench;
-        let link = link(16, config, features, Options::default());
+        let link = link(16, config, features, DriverConfig::default());
         let domain = link.driver.lazy_domain().unwrap();
         assert!(!domain.is_lazy());
         let mut requests = RequestQueue::new(device, link.queue);
@@ -680,7 +680,7 @@ fn a_device_that_knows_no_lazy_domains_gets_an_ordinary_one() {
 
 #[test]
 fn a_flush_that_the_device_refuses_is_an_error_of_every_kind_of_sync() {
-    let served = Served::start(proposed(), 16, Options::default(), false);
+    let served = Served::start(proposed(), 16, DriverConfig::default(), false);
     let domain = served.driver.lazy_domain().unwrap();
     domain.attach(1).unwrap();
     map(&domain, page(1), 0).unwrap();

@@ -6,7 +6,7 @@ use common::{Bench, range};
 use proptest::prelude::*;
 use ringfence_iommu::{Prot, table::Limits};
 use ringfence_virtio_iommu::{
-    device::{Options, RestoreError},
+    device::{DeviceConfig, RestoreError},
     wire::{Features, MapFlags, Request, Status},
 };
 
@@ -59,7 +59,7 @@ fn a_device_that_moved_answers_as_the_one_it_was() {
     }
 }
 
-fn restored(bytes: &[u8], options: Options, limits: Limits) -> Result<(), RestoreError> {
+fn restored(bytes: &[u8], options: DeviceConfig, limits: Limits) -> Result<(), RestoreError> {
     let bench = Bench::with(options, limits);
     let result = bench.device.restore(bytes);
     if result.is_err() {
@@ -75,21 +75,21 @@ fn restored(bytes: &[u8], options: Options, limits: Limits) -> Result<(), Restor
 #[test]
 fn a_device_that_is_another_takes_nothing_over() {
     let saved = worked().device.save().unwrap();
-    let plain = Options::default;
+    let plain = DeviceConfig::default;
     assert_eq!(restored(&saved, plain(), Limits::NONE), Ok(()));
     let features = plain().features.difference(Features::MMIO);
     let differs = |what| Err(RestoreError::Differs(what));
-    let options = Options { features, ..plain() };
+    let options = DeviceConfig { features, ..plain() };
     assert_eq!(restored(&saved, options, Limits::NONE), differs("its features"));
     for options in [
-        Options { input_range: range(0, 1 << 40), ..plain() },
-        Options { domain_range: (0, 7), ..plain() },
-        Options { probe_size: 256, ..plain() },
+        DeviceConfig { input_range: range(0, 1 << 40), ..plain() },
+        DeviceConfig { domain_range: (0, 7), ..plain() },
+        DeviceConfig { probe_size: 256, ..plain() },
     ] {
         assert_eq!(restored(&saved, options, Limits::NONE), differs("its configuration"));
     }
     let refused = |domain, status| Err(RestoreError::Refused { domain, status });
-    let options = Options { max_domains: 2, ..plain() };
+    let options = DeviceConfig { max_domains: 2, ..plain() };
     assert_eq!(restored(&saved, options, Limits::NONE), refused(u32::MAX, Status::NoMem));
     let limits = Limits { mappings: 999, ..Limits::NONE };
     assert_eq!(restored(&saved, plain(), limits), refused(7, Status::NoMem));
@@ -110,7 +110,7 @@ fn signed(mut bytes: Vec<u8>) -> Vec<u8> {
 #[test]
 fn another_version_and_bytes_that_are_lost_or_changed_are_found_out() {
     let saved = worked().device.save().unwrap();
-    let none = || (Options::default(), Limits::NONE);
+    let none = || (DeviceConfig::default(), Limits::NONE);
     let try_it = |bytes: &[u8]| restored(bytes, none().0, none().1);
     let mut other = saved.clone();
     other[4] = 9;
@@ -145,7 +145,7 @@ proptest! {
         for (at, to) in changes {
             bytes[at % len] = to;
         }
-        let moved = Bench::with(Options::default(), Limits { mappings: 100, table_bytes: 1 << 16 });
+        let moved = Bench::with(DeviceConfig::default(), Limits { mappings: 100, table_bytes: 1 << 16 });
         if moved.device.restore(&signed(bytes)).is_ok() {
             // Whatever it says, it says it again.
             let again = moved.device.save().unwrap();

@@ -19,8 +19,8 @@ use ringfence_iommu::{
     table::Limits,
 };
 use ringfence_virtio_iommu::{
-    device::{Binding, Options as DeviceOptions},
-    driver::{Notify, Options, ViommuDomain},
+    device::{Binding, DeviceConfig},
+    driver::{DriverConfig, Notify, ViommuDomain},
     wire::Features,
 };
 
@@ -33,9 +33,9 @@ struct Rig {
 
 impl Rig {
     fn new(features: Features, size: u16, notify: Notify) -> Rig {
-        let options = DeviceOptions { features, ..DeviceOptions::default() };
+        let options = DeviceConfig { features, ..DeviceConfig::default() };
         let bench = Bench::with(options, Limits::NONE);
-        let options = Options { notify, ..Options::default() };
+        let options = DriverConfig { notify, ..DriverConfig::default() };
         let served = Served::start(bench, size, options, false);
         let domain = match features.contains(Features::LAZY_IOTLB_FLUSH) {
             true => served.driver.lazy_domain().unwrap(),
@@ -86,12 +86,12 @@ fn passes(mut rig: Rig) {
 #[test]
 fn a_domain_of_a_virtio_iommu_keeps_it_over_rings_of_any_size() {
     for (size, notify) in [(4, Notify::Sleep), (16, Notify::Adaptive), (256, Notify::Poll)] {
-        passes(Rig::new(DeviceOptions::default().features, size, notify));
+        passes(Rig::new(DeviceConfig::default().features, size, notify));
     }
 }
 
 #[test]
 fn a_lazy_domain_keeps_it() {
-    let features = DeviceOptions::default().features | Features::LAZY_IOTLB_FLUSH;
+    let features = DeviceConfig::default().features | Features::LAZY_IOTLB_FLUSH;
     passes(Rig::new(features, 64, Notify::Sleep));
 }

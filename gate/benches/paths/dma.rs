@@ -60,9 +60,18 @@ impl Rig {
                 TimerKind::Manual,
             );
             let pools = pools.expect("pools of the default size");
-            Device::with_pools(in_domain, at, config, environment(), &pools)
+            Device::builder(in_domain)
+                .allocator(at)
+                .config(config)
+                .environment(environment())
+                .pools(&pools)
+                .build()
         } else {
-            Device::with_environment(in_domain, at, config, environment())
+            Device::builder(in_domain)
+                .allocator(at)
+                .config(config)
+                .environment(environment())
+                .build()
         };
         let device = device.expect("a device under the policy that was asked for");
         let (maps, unmaps) = (device.map_batch(), device.unmap_batch());

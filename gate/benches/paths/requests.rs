@@ -104,7 +104,7 @@ impl Rig {
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         let backing =
             Endpoints::new(vec![Arc::clone(&endpoint)], shootdown, geometry, Limits::NONE);
-        let device = Device::new(backing, device::Options::default());
+        let device = Device::new(backing, device::DeviceConfig::default());
         let features = negotiate(device.features().bits());
         device.set_features(features.bits());
         let config = IommuConfig::parse(&device.config()).expect("our own configuration");
@@ -122,8 +122,11 @@ impl Rig {
         let server = Server { requests: RequestQueue::new(Arc::new(device), queue), bus };
         let (server, gone) = (Mutex::new(Some(server)), AtomicBool::new(false));
         let transport = Arc::new(SameThread { server, gone });
-        let options =
-            driver::Options { notify: Notify::Sleep, timeout: None, ..driver::Options::default() };
+        let options = driver::DriverConfig {
+            notify: Notify::Sleep,
+            timeout: None,
+            ..driver::DriverConfig::default()
+        };
         let buffers = Buffers { window, addr: requests as u64 };
         let way = Arc::clone(&transport);
         let driver = Driver::new(way, front, buffers, config, features, options).expect("a driver");

@@ -22,7 +22,7 @@ use ringfence_devices::iommu::{Endpoints, Iommu, IommuFigures, IommuOptions};
 use ringfence_iommu::{Range, shootdown::Shootdown, table::Limits};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::Server;
-use ringfence_virtio_iommu::device::Options;
+use ringfence_virtio_iommu::device::DeviceConfig;
 use tracing::info;
 
 use self::{
@@ -187,13 +187,13 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
 
     let geometry = space::geometry(arguments.memory, &arguments.hole);
     let (least, region) = PROBE;
-    let device = Options {
+    let device = DeviceConfig {
         page_sizes: geometry.page_sizes,
         input_range: geometry.aperture,
         probe_size: least.max(region * geometry.reserved.len() as u32),
         bypass: !arguments.no_bypass,
         max_domains: arguments.max_domains as usize,
-        ..Options::default()
+        ..DeviceConfig::default()
     };
     let limits = Limits { table_bytes: arguments.max_tables, mappings: arguments.max_mappings };
     let behind = endpoints.iter().map(Arc::clone);

@@ -1,4 +1,4 @@
-//! A back end that is one trait (the example `rng` of its crate), in front of a stock guest.
+//! A back end that is one trait (as the example `rng`), in front of a stock guest.
 
 use std::{fs::File, io::Read, os::unix::net::UnixListener, sync::Arc, thread};
 

@@ -12,7 +12,7 @@ use ringfence_iommu::FaultSink;
 use ringfence_mem::Memory;
 use ringfence_run::{event, worker::Worker};
 use ringfence_vhost_user::HandlerError;
-use ringfence_virtio_iommu::device::{Answers, Counters, Device, FaultQueue, Options};
+use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig, FaultQueue};
 
 use super::{
     Endpoints,
@@ -28,7 +28,7 @@ pub(super) const WAITING_FAULTS: usize = 256;
 /// A virtio-iommu as it is set up.
 pub struct IommuOptions {
     /// What the device offers.
-    pub device: Options,
+    pub device: DeviceConfig,
     /// The number of its unit among the worker's.
     pub unit: u32,
 }
@@ -328,7 +328,7 @@ mod tests {
         // SAFETY: no device reaches it: it is pretended.
         let mirror = unsafe { Mirror::new(far.clone(), memory, false) };
         endpoints.add_outside(1, mirror, &[]).unwrap();
-        let options = IommuOptions { device: Options::default(), unit: 0 };
+        let options = IommuOptions { device: DeviceConfig::default(), unit: 0 };
         let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
         let iommu = Iommu::new(Arc::new(endpoints), BTreeSet::new(), options, workers);
         let _front_end = iommu.connect();

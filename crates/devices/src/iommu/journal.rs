@@ -103,7 +103,7 @@ mod tests {
     };
     use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
     use ringfence_virtio_iommu::{
-        device::Options,
+        device::DeviceConfig,
         wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status},
     };
     use ringfence_virtq::{Desc, F_VERSION_1, driver, layout};
@@ -134,7 +134,7 @@ mod tests {
         let endpoint = Endpoint::new(1, Arc::clone(&shootdown), Binding::Blocked);
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         let endpoints = Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, Limits::NONE);
-        let options = IommuOptions { device: Options::default(), unit: 0 };
+        let options = IommuOptions { device: DeviceConfig::default(), unit: 0 };
         let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
         let iommu = Iommu::new(Arc::new(endpoints), BTreeSet::new(), options, workers);
         Process { iommu, endpoint, backend: None }

@@ -8,7 +8,7 @@ use ringfence_run::{
     event,
     worker::{Notify, Worker},
 };
-use ringfence_virtio_iommu::device::{Answers, Counters, Device, FaultQueue, Options};
+use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig, FaultQueue};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, RingError, device};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
@@ -94,7 +94,7 @@ impl<R: Reach> LocalIommu<R> {
     /// No thread or descriptor is left.
     pub fn new(
         endpoints: Arc<Endpoints>,
-        options: Options,
+        options: DeviceConfig,
         notify: Notify,
     ) -> io::Result<LocalIommu<R>> {
         let faults = FaultQueue::new(WAITING_FAULTS);

@@ -114,7 +114,13 @@ fn bench(config: DmaConfig, lies: bool) -> Bench {
     let config = DmaConfig { limit: Iova(FIRST + (1 << 24) - 1), ..config };
     let domain = Arc::clone(&rig.domain);
     let environment = Environment::default();
-    let dma = Device::with_pools(domain, allocator, config, environment, &pools).unwrap();
+    let dma = Device::builder(domain)
+        .allocator(allocator)
+        .config(config)
+        .environment(environment)
+        .pools(&pools)
+        .build()
+        .unwrap();
     let queue = MappedQueue::new(ring, &dma, Batching { requests: 16, chunk: 4 });
     Bench { queue, dma, pools, liar, rig }
 }

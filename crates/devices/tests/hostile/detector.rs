@@ -16,7 +16,11 @@ type Dma = Device<Arc<ViommuDomain>, RbTree>;
 /// The DMA API over the rig's domain, at addresses where the rig itself maps nothing.
 fn dma(rig: &Rig, config: DmaConfig) -> Dma {
     let aperture = Aperture::new(1 << 36, (1 << 37) - 1, PAGE as u64).unwrap();
-    Device::new(Arc::clone(&rig.domain), RbTree::new(aperture), config).unwrap()
+    Device::builder(Arc::clone(&rig.domain))
+        .allocator(RbTree::new(aperture))
+        .config(config)
+        .build()
+        .unwrap()
 }
 
 fn detecting() -> DmaConfig {

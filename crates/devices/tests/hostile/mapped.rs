@@ -59,7 +59,11 @@ fn bench(policy: Policy, notify: Notify, batching: Batching) -> Bench {
     let aperture = Aperture::new(FIRST, last, PAGE as u64).unwrap();
     let allocator = Arc::new(Slabs::new(aperture, OsCpu::new()));
     let config = DmaConfig { limit: Iova(last), ..DmaConfig::new(policy) };
-    let dma = Device::new(Arc::clone(&rig.domain), Arc::clone(&allocator), config).unwrap();
+    let dma = Device::builder(Arc::clone(&rig.domain))
+        .allocator(Arc::clone(&allocator))
+        .config(config)
+        .build()
+        .unwrap();
     let queue = MappedQueue::new(ring, &dma, batching);
     Bench { queue, dma, allocator, layout, rig }
 }

@@ -31,7 +31,7 @@ use ringfence_run::{
 };
 use ringfence_vhost_user::{Frontend, Handler, ProtocolFeatures, RingAddresses, Server, Shutdown};
 use ringfence_virtio_iommu::{
-    device::Options as DeviceOptions,
+    device::DeviceConfig,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
     wire::{CONFIG_LEN, FaultRecord, IommuConfig},
 };
@@ -181,7 +181,7 @@ impl Rig {
         let other = Endpoint::new(OTHER_ENDPOINT, Arc::clone(&shootdown), Binding::Blocked);
         let both = [Arc::clone(&endpoint), other];
         let endpoints = Endpoints::new(both, shootdown, geometry, limits);
-        let device = DeviceOptions { page_sizes, ..DeviceOptions::default() };
+        let device = DeviceConfig { page_sizes, ..DeviceConfig::default() };
         let iommu_options = IommuOptions { device, unit: 0 };
         let backend = IommuBackend::new(Arc::new(endpoints), iommu_options, Arc::clone(&workers));
         let ram = GuestRam::new(1 << 20, GPA).unwrap();
@@ -423,7 +423,8 @@ impl Iommu {
             Notify::Poll => driver::Notify::Poll,
             Notify::Sleep => driver::Notify::Sleep,
         };
-        let options = driver::Options { notify, timeout: Some(LONG), ..driver::Options::default() };
+        let options =
+            driver::DriverConfig { notify, timeout: Some(LONG), ..driver::DriverConfig::default() };
         let driver = Driver::new(
             Arc::new(events),
             queue,

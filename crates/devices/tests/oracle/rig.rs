@@ -24,7 +24,7 @@ use ringfence_run::{
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
 use ringfence_virtio_iommu::{
-    device::Options as DeviceOptions,
+    device::DeviceConfig,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
     wire::{CONFIG_LEN, FaultRecord, Features, IommuConfig},
 };
@@ -143,8 +143,8 @@ impl Rig {
             Geometry { reserved: [reserved].into(), ..Geometry::new(page_sizes, Range::ALL) };
         let limits = Limits { table_bytes: 16 << 20, mappings: setup.mappings };
         let endpoints = Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, limits);
-        let features = DeviceOptions::default().features | Features::PROPOSED;
-        let device = DeviceOptions { page_sizes, features, ..DeviceOptions::default() };
+        let features = DeviceConfig::default().features | Features::PROPOSED;
+        let device = DeviceConfig { page_sizes, features, ..DeviceConfig::default() };
         let options = IommuOptions { device, unit: IOMMU_UNIT };
         let mut backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
 
@@ -163,7 +163,8 @@ impl Rig {
         let queue = start_ring(&mut backend, &ram, 0, size, &transport.kick, Some(&transport.call));
         let buffers = RamPart::carve(&ram, Driver::buffer_bytes(size, &config), 4096).unwrap();
         let buffers = Buffers { window: buffers.window().clone(), addr: buffers.gpa() };
-        let options = driver::Options { notify, timeout: Some(LONG), ..driver::Options::default() };
+        let options =
+            driver::DriverConfig { notify, timeout: Some(LONG), ..driver::DriverConfig::default() };
         let driver =
             Driver::new(Arc::new(transport), queue, buffers, config, features, options).unwrap();
 
@@ -202,11 +203,12 @@ impl Rig {
         if setup.lie == Lie::Trusts {
             config.trust = Trust::Trusted;
         }
-        let dma = match &pools {
-            Some(pools) => Device::with_pools(stack, addresses, config, environment, pools),
-            None => Device::with_environment(stack, addresses, config, environment),
-        };
-        let dma = dma.unwrap();
+        let mut dma =
+            Device::builder(stack).allocator(addresses).config(config).environment(environment);
+        if let Some(pools) = &pools {
+            dma = dma.pools(pools);
+        }
+        let dma = dma.build().unwrap();
         let rig = Rig {
             pools,
             slots,

@@ -53,7 +53,12 @@ fn device(policy: Policy, sample_every: u32) -> Device<Arc<MockDomain>, Slow> {
         thread_clock: Arc::new(TickingClock::default()),
     };
     let config = DmaConfig { timer: TimerKind::Manual, sample_every, ..DmaConfig::new(policy) };
-    Device::with_environment(domain, allocator, config, environment).unwrap()
+    Device::builder(domain)
+        .allocator(allocator)
+        .config(config)
+        .environment(environment)
+        .build()
+        .unwrap()
 }
 
 #[test]

@@ -133,8 +133,13 @@ impl World {
             thread_clock: Arc::new(TickingClock::default()),
         };
         let (for_domain, for_allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
-        let device =
-            Device::with_pools(for_domain, for_allocator, config, environment, &pools).unwrap();
+        let device = Device::builder(for_domain)
+            .allocator(for_allocator)
+            .config(config)
+            .environment(environment)
+            .pools(&pools)
+            .build()
+            .unwrap();
         World { device, domain, allocator, pools, clock, memory, written: 0 }
     }
 
@@ -293,8 +298,13 @@ fn calibrating_takes_no_more_than_it_may_and_undoes_all() {
     let environment = Environment { clock: clock as _, ..Environment::default() };
     let config = Setup::new(Policy::Auto).config;
     let (for_domain, for_allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
-    let device =
-        Device::with_pools(for_domain, for_allocator, config, environment, &pools).unwrap();
+    let device = Device::builder(for_domain)
+        .allocator(for_allocator)
+        .config(config)
+        .environment(environment)
+        .pools(&pools)
+        .build()
+        .unwrap();
     let calibration = device.choices().unwrap().calibration;
     assert!(calibration.took_ns < 200 * MS, "{calibration:?}");
     assert_eq!(calibration.failed, None);

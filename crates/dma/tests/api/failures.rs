@@ -237,7 +237,7 @@ fn a_configuration_that_makes_no_sense_is_refused() {
     let device = |config: DmaConfig| {
         let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
         let allocator = EagerAllocator::new(4096, domain.log.clone());
-        Device::new(domain, allocator, config).map(|_| ()).unwrap_err()
+        Device::builder(domain).allocator(allocator).config(config).build().map(|_| ()).unwrap_err()
     };
     let config = DmaConfig::default;
     assert_eq!(
@@ -263,7 +263,12 @@ fn a_configuration_that_makes_no_sense_is_refused() {
     let domain = MockDomain::new(8192, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, domain.log.clone());
     assert_eq!(
-        Device::new(domain, allocator, config()).map(|_| ()).unwrap_err(),
+        Device::builder(domain)
+            .allocator(allocator)
+            .config(config())
+            .build()
+            .map(|_| ())
+            .unwrap_err(),
         SetupError::Granule { allocator: 4096, domain: 8192 }
     );
 }

@@ -311,7 +311,11 @@ fn the_timers_thread_flushes_without_anybody_asking() {
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
     let tuning = FlushTuning { interval_ms: 1, ..FlushTuning::per_cpu() };
     let config = DmaConfig { flush: Some(tuning), ..DmaConfig::new(Policy::LazyMqMap) };
-    let device = Device::new(Arc::clone(&domain), Arc::clone(&allocator), config).unwrap();
+    let device = Device::builder(Arc::clone(&domain))
+        .allocator(Arc::clone(&allocator))
+        .config(config)
+        .build()
+        .unwrap();
     for _ in 0..3 {
         let (sender, receiver) = mpsc::channel();
         let hook = move || sender.send(thread::current().name().map(str::to_owned)).unwrap();

@@ -73,8 +73,11 @@ impl Bench {
         let slabs = Arc::new(slabs);
         let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(policy) };
         let environment = Environment { cpu, ..Environment::default() };
-        let device =
-            Device::with_environment(Arc::clone(&faulty), Arc::clone(&slabs), config, environment);
+        let device = Device::builder(Arc::clone(&faulty))
+            .allocator(Arc::clone(&slabs))
+            .config(config)
+            .environment(environment)
+            .build();
         Bench { device: device.unwrap(), faulty, soft, slabs, buffers: Arc::default() }
     }
 
@@ -216,7 +219,11 @@ fn an_exhausted_allocator_and_a_full_domain_leave_what_there_was() {
                 let cpu = Arc::new(FixedCpu::new(1));
                 let slabs = Arc::new(Slabs::new(Aperture::new(0, last, 4096).unwrap(), cpu));
                 let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(policy) };
-                let device = Device::new(Arc::clone(&soft), Arc::clone(&slabs), config).unwrap();
+                let device = Device::builder(Arc::clone(&soft))
+                    .allocator(Arc::clone(&slabs))
+                    .config(config)
+                    .build()
+                    .unwrap();
                 let count = Arc::new(AtomicUsize::new(0));
                 let mut failures = 0;
                 for _ in 0..20 {

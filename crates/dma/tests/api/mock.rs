@@ -486,13 +486,12 @@ impl Setup {
             cpu: Arc::clone(&cpu) as _,
             thread_clock: Arc::new(TickingClock::default()),
         };
-        let device = Device::with_environment(
-            Arc::clone(&domain),
-            Arc::clone(&allocator),
-            config,
-            environment,
-        )
-        .unwrap();
+        let device = Device::builder(Arc::clone(&domain))
+            .allocator(Arc::clone(&allocator))
+            .config(config)
+            .environment(environment)
+            .build()
+            .unwrap();
         Bench { device, domain, allocator, clock, cpu }
     }
 }

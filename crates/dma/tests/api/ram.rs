@@ -222,14 +222,13 @@ impl Pooled {
             cpu: Arc::clone(&cpu) as _,
             thread_clock: Arc::new(TickingClock::default()),
         };
-        let device = Device::with_pools(
-            Arc::clone(&domain),
-            Arc::clone(&allocator),
-            config,
-            environment,
-            &pools,
-        )
-        .unwrap();
+        let device = Device::builder(Arc::clone(&domain))
+            .allocator(Arc::clone(&allocator))
+            .config(config)
+            .environment(environment)
+            .pools(&pools)
+            .build()
+            .unwrap();
         Pooled { bench: Bench { device, domain, allocator, clock, cpu }, pools, memory, ram }
     }
 

@@ -262,7 +262,11 @@ fn a_device_that_becomes_lazy_has_a_timer_of_its_own_from_then_on() {
         flush: Some(FlushTuning { interval_ms: 1, ..FlushTuning::single() }),
         ..DmaConfig::new(Policy::StrictMap)
     };
-    let device = Device::new(Arc::clone(&domain), Arc::clone(&allocator), config).unwrap();
+    let device = Device::builder(Arc::clone(&domain))
+        .allocator(Arc::clone(&allocator))
+        .config(config)
+        .build()
+        .unwrap();
     for _ in 0..3 {
         device.set_policy(Policy::LazySqMap).unwrap();
         let (sender, receiver) = mpsc::channel();

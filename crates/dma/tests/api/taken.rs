@@ -5,9 +5,7 @@ use std::{
     sync::Arc,
 };
 
-use ringfence_dma::{
-    BounceConfig, BounceLimits, Device, Direction, Environment, Error, Policy, Written,
-};
+use ringfence_dma::{BounceConfig, BounceLimits, Device, Direction, Error, Policy, Written};
 use ringfence_iommu::Error as DomainError;
 
 use crate::{
@@ -172,14 +170,12 @@ fn a_copy_outlives_a_change_of_the_policy() {
 fn a_taken_buffer_never_holds_another_devices_bytes() {
     // One slot at a time, so that each gets what the other had.
     let pooled = Pooled::with(setup(Policy::Bounce, |_| ()), BounceLimits::default(), 0x1000);
-    let other = Device::with_pools(
-        Arc::clone(&pooled.bench.domain),
-        Arc::clone(&pooled.bench.allocator),
-        setup(Policy::Bounce, |_| ()).config,
-        Environment::default(),
-        &pooled.pools,
-    )
-    .unwrap();
+    let other = Device::builder(Arc::clone(&pooled.bench.domain))
+        .allocator(Arc::clone(&pooled.bench.allocator))
+        .config(setup(Policy::Bounce, |_| ()).config)
+        .pools(&pooled.pools)
+        .build()
+        .unwrap();
     for direction in DIRECTIONS {
         // What the one device's driver left, of a mapping and of a taken buffer.
         let buffer = filled(&pooled, &[(0x5000, 0x1000)], 0xaa);

@@ -20,7 +20,7 @@ fn bench(policy: Policy, change: impl FnOnce(&mut DmaConfig)) -> Bench {
 fn refused(config: DmaConfig, capabilities: Capabilities) -> SetupError {
     let domain = MockDomain::new(4096, capabilities, Limits::NONE);
     let allocator = EagerAllocator::new(4096, domain.log.clone());
-    Device::new(domain, allocator, config).map(|_| ()).unwrap_err()
+    Device::builder(domain).allocator(allocator).config(config).build().map(|_| ()).unwrap_err()
 }
 
 #[test]

@@ -74,8 +74,12 @@ fn the_mark_wakes_the_timers_thread() {
     // All of it on one CPU, so that one queue reaches its mark.
     let environment = Environment { cpu: Arc::new(FixedCpu::new(1)), ..Environment::default() };
     let config = DmaConfig { flush: Some(tuning), ..DmaConfig::new(Policy::LazyMqMap) };
-    let device =
-        Device::with_environment(domain, Arc::clone(&allocator), config, environment).unwrap();
+    let device = Device::builder(domain)
+        .allocator(Arc::clone(&allocator))
+        .config(config)
+        .environment(environment)
+        .build()
+        .unwrap();
     for _ in 0..3 {
         for _ in 0..4 {
             drop(device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap());
@@ -233,7 +237,10 @@ fn gauged(
         flush: Some(FlushTuning { kind: policy.queue_kind().unwrap(), ..tuning }),
         ..DmaConfig::new(policy)
     };
-    (Device::new(Arc::clone(&domain), allocator, config).unwrap(), domain)
+    (
+        Device::builder(Arc::clone(&domain)).allocator(allocator).config(config).build().unwrap(),
+        domain,
+    )
 }
 
 #[test]
@@ -581,7 +588,12 @@ fn waits_are_told_by_what_they_were_for() {
         flush: Some(tuning),
         ..DmaConfig::new(Policy::Strict)
     };
-    let device = Device::with_environment(domain, allocator, config, environment).unwrap();
+    let device = Device::builder(domain)
+        .allocator(allocator)
+        .config(config)
+        .environment(environment)
+        .build()
+        .unwrap();
     let map = || {
         // On a clone, which goes; two pieces.
         let buffer = Buf::new(&[(0x1000, 0x1000), (0x8000, 0x1000)]);

@@ -49,7 +49,12 @@ fn start(policy: Policy) -> (Disk, Soft, Domain) {
     let limits = BounceLimits::default();
     let pools = BouncePools::new(of_pools.0, of_pools.1, HostMemory, limits).unwrap();
     let (config, environment) = (DmaConfig::new(policy), Environment::default());
-    let device = Device::with_pools(Arc::clone(&domain), space, config, environment, &pools);
+    let device = Device::builder(Arc::clone(&domain))
+        .allocator(space)
+        .config(config)
+        .environment(environment)
+        .pools(&pools)
+        .build();
     let device = device.unwrap();
     // What the kernel has unmapped is unmapped: a lazy policy has nothing to put off.
     assert_eq!(device.effective_policy(), policy.to_strict());

@@ -127,8 +127,13 @@ impl Rig {
         let pools = BouncePools::new(for_pools.0, for_pools.1, HostMemory, limits).unwrap();
         let config = DmaConfig::new(policy);
         let environment = Environment::default();
-        let device =
-            Device::with_pools(Arc::clone(&domain), space, config, environment, &pools).unwrap();
+        let device = Device::builder(Arc::clone(&domain))
+            .allocator(space)
+            .config(config)
+            .environment(environment)
+            .pools(&pools)
+            .build()
+            .unwrap();
         assert_eq!(device.effective_policy(), policy);
         let bus = SoftBus::new(&domain, policy == Policy::Off);
         let soft = Soft::new(BLOCKS, bus, character);

@@ -122,7 +122,11 @@ impl Rig {
             };
             let allocator = AllocatorKind::Ringfence.make(aperture, Placement::default());
             let domain = Arc::new(Counted::new(domain));
-            Device::with_environment(domain, allocator, config, environment)
+            Device::builder(domain)
+                .allocator(allocator)
+                .config(config)
+                .environment(environment)
+                .build()
         };
         let devices: Result<Vec<_>, _> =
             std::iter::repeat_with(device).take(stream.domains).collect();

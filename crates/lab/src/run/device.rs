@@ -24,7 +24,7 @@ use ringfence_iommu::{
 use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::{Handler, Server};
-use ringfence_virtio_iommu::{device::Options, wire::Features};
+use ringfence_virtio_iommu::{device::DeviceConfig, wire::Features};
 use serde::{Deserialize, Serialize};
 
 /// The endpoint ID of the device.
@@ -180,8 +180,8 @@ impl Behind {
         let page_sizes = geometry.page_sizes;
         let endpoints = Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, LIMITS);
         // The driver decides what of it is used.
-        let features = Options::default().features | Features::PROPOSED;
-        let device = Options { page_sizes, features, ..Options::default() };
+        let features = DeviceConfig::default().features | Features::PROPOSED;
+        let device = DeviceConfig { page_sizes, features, ..DeviceConfig::default() };
         let options = IommuOptions { device, unit };
         let backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
         Ok(Behind { workers, endpoint, iommu: Server::new(iommu, backend) })

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig, Environment};
+use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig};
 use ringfence_drivers::{
     blk::MappedQueue,
     ram::{PagedBuffer, RamMemory},
@@ -37,17 +37,13 @@ pub(crate) fn dma(
     config: DmaConfig,
     pools: Option<(RamMemory, BounceLimits)>,
 ) -> Result<Dma> {
-    let (domain, environment) = (Arc::clone(domain), Environment::default());
-    let device = match pools {
-        None => Device::new(domain, allocator, config),
-        Some((memory, limits)) => {
-            let of_pools = (Arc::clone(&domain), Arc::clone(&allocator));
-            let pools = BouncePools::new(of_pools.0, of_pools.1, memory, limits)
-                .context("setting up the bounce pools")?;
-            Device::with_pools(domain, allocator, config, environment, &pools)
-        }
-    };
-    device.context("setting up the DMA API")
+    let mut device =
+        Device::builder(Arc::clone(domain)).allocator(allocator.clone()).config(config);
+    if let Some((memory, limits)) = pools {
+        let pools = BouncePools::new(domain.clone(), allocator, memory, limits);
+        device = device.pools(&pools.context("setting up the bounce pools")?);
+    }
+    device.build().context("setting up the DMA API")
 }
 
 /// What devices map in: x86 and Arm translate 4 KiB at the least, and so does the lab's device.

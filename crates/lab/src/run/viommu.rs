@@ -236,7 +236,7 @@ fn start_iommu(
         Buffers { window: buffers.window().clone(), addr: buffers.gpa() },
         config,
         driver::negotiate_proposed(agreed, proposed),
-        driver::Options { notify, ..driver::Options::default() },
+        driver::DriverConfig { notify, ..driver::DriverConfig::default() },
     )?;
     Ok(driver)
 }

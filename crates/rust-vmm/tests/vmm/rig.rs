@@ -20,7 +20,7 @@ use ringfence_rust_vmm::GuestBus;
 use ringfence_rust_vmm::{FailureScope, IotlbAddressSpace};
 use ringfence_rust_vmm::{VmmIommu, VmmIommuError};
 use ringfence_virtio_iommu::{
-    device::Options,
+    device::DeviceConfig,
     kit::{Event, Failed, Refused, Subject},
     wire::{EVENT_QUEUE, Features, MAX_REQUEST_LEN, REQUEST_QUEUE, Request, TAIL_LEN},
 };
@@ -169,7 +169,8 @@ impl Vmm {
             let device = IotlbAddressSpace::with_scope(endpoint, memory.clone(), scope);
             devices.insert(id, device.unwrap());
         }
-        let options = Options { input_range, domain_range: (1, 64), ..Options::default() };
+        let options =
+            DeviceConfig { input_range, domain_range: (1, 64), ..DeviceConfig::default() };
         let iommu = VmmIommu::new(Arc::new(endpoints), options, notify).unwrap();
         let (lines, posted) = (Vec::new(), HashMap::new());
         Vmm { memory, iommu, devices, lines, requests_at: REQUESTS, posted }

@@ -25,8 +25,13 @@ fn device(policy: Policy, tuning: Tuning) -> (Kernel, Arc<Type1<Kernel>>, Dma) {
     let (in_domain, at) = (Arc::clone(&domain), Arc::clone(&allocator));
     let pools = BouncePools::new(in_domain, at, HostMemory, limits).unwrap();
     let (config, environment) = (DmaConfig::new(policy), Environment::default());
-    let device =
-        Device::with_pools(Arc::clone(&domain), allocator, config, environment, &pools).unwrap();
+    let device = Device::builder(Arc::clone(&domain))
+        .allocator(allocator)
+        .config(config)
+        .environment(environment)
+        .pools(&pools)
+        .build()
+        .unwrap();
     (fake, domain, device)
 }
 

@@ -267,7 +267,11 @@ fn a_buffer_that_the_device_may_reach_in_part_is_not_given_back() {
         let domain = Arc::new(over(&odd, CHUNKED));
         let allocator = Slabs::new(Aperture::new(0, (1 << 39) - 1, PAGE).unwrap(), OsCpu::new());
         let config = DmaConfig::new(Policy::Strict);
-        let device = Device::new(Arc::clone(&domain), allocator, config).unwrap();
+        let device = Device::builder(Arc::clone(&domain))
+            .allocator(allocator)
+            .config(config)
+            .build()
+            .unwrap();
         odd.fails.store(1, Ordering::Relaxed);
         odd.sticks.store(!undone, Ordering::Relaxed);
         let failed = device.map(Pretended(8 * PAGE), Direction::ToDevice).unwrap_err();

@@ -17,7 +17,7 @@ use crate::wire::{CONFIG_LEN, Features, IommuConfig};
 
 /// What a device offers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct DeviceConfig {
     /// The features on offer. [`Features::BYPASS`] is left out: a new device should not offer it
     /// (rule V1). [`Features::PROPOSED`] ones are no part of the specification: with them the device
     /// is experimental.
@@ -36,11 +36,11 @@ pub struct Options {
     pub max_domains: usize,
 }
 
-impl Default for Options {
+impl Default for DeviceConfig {
     /// All features of the specification but the old BYPASS, 4 KiB to 1 GiB pages, all addresses, 65,536 domains, 512
     /// bytes of properties, no bypass.
-    fn default() -> Options {
-        Options {
+    fn default() -> DeviceConfig {
+        DeviceConfig {
             features: Features::all().difference(Features::BYPASS | Features::PROPOSED),
             page_sizes: PageSizes::X86,
             input_range: Range::ALL,
@@ -58,7 +58,7 @@ impl Default for Options {
 /// other; MAP and UNMAP take no lock of the device's but once after each ATTACH or DETACH.
 pub struct Device<B: Backing> {
     pub(super) backing: B,
-    pub(super) options: Options,
+    pub(super) options: DeviceConfig,
     pub(super) negotiated: AtomicU64,
     bypass: AtomicBool,
     pub(super) state: RwLock<State<B::Domain>>,
@@ -117,7 +117,7 @@ impl<B: Backing> fmt::Debug for Device<B> {
 
 impl<B: Backing> Device<B> {
     /// A device that offers what `options` say. All endpoints are unattached.
-    pub fn new(backing: B, mut options: Options) -> Device<B> {
+    pub fn new(backing: B, mut options: DeviceConfig) -> Device<B> {
         options.features.remove(Features::BYPASS);
         let device = Device {
             backing,

@@ -23,7 +23,7 @@ mod requests;
 mod saved;
 mod session;
 
-pub use self::core::{Device, Options};
+pub use self::core::{Device, DeviceConfig};
 pub use backing::{Backing, Binding, EndpointInfo};
 pub use error::RestoreError;
 pub use events::{EventQueue, FaultQueue};

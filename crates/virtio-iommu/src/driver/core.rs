@@ -48,7 +48,7 @@ pub struct Buffers {
 
 /// How a driver behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Options {
+pub struct DriverConfig {
     /// How threads wait for the device.
     pub notify: Notify,
     /// How long a device may go without answering anything before it counts as gone; `None`: for as long as
@@ -60,17 +60,17 @@ pub struct Options {
     pub cpu_page: u64,
 }
 
-impl Default for Options {
+impl Default for DriverConfig {
     /// Adaptive, no limit, 4 KiB.
-    fn default() -> Options {
-        Options { notify: Notify::default(), timeout: None, cpu_page: 4096 }
+    fn default() -> DriverConfig {
+        DriverConfig { notify: Notify::default(), timeout: None, cpu_page: 4096 }
     }
 }
 
 /// The driver of one virtio-iommu.
 ///
 /// A device that breaks the ring, whose transport has gone, or that answers nothing for
-/// [`Options::timeout`](Options#structfield.timeout), if that is a limit, is given up: from then on everything that
+/// [`DriverConfig::timeout`](DriverConfig#structfield.timeout), if that is a limit, is given up: from then on everything that
 /// needs it fails with [`Error::Gone`].
 pub struct Driver {
     transport: Arc<dyn Transport>,
@@ -122,7 +122,7 @@ impl Driver {
         buffers: Buffers,
         config: IommuConfig,
         features: Features,
-        options: Options,
+        options: DriverConfig,
     ) -> Result<Arc<Driver>> {
         if config.page_sizes.granule() > options.cpu_page {
             return Err(Error::Unsupported("the granule is larger than a page"));

@@ -22,7 +22,7 @@ mod stretches;
 mod transport;
 mod wait;
 
-pub use self::core::{Buffers, Driver, Options, negotiate, negotiate_proposed};
+pub use self::core::{Buffers, Driver, DriverConfig, negotiate, negotiate_proposed};
 pub use domain::ViommuDomain;
 pub use events::EventReceiver;
 pub use ringfence_sync::wait::Notify;

@@ -15,7 +15,7 @@ use ringfence_iommu::{
     ReservedRegion, Result, SoftDomain, SyncToken, shootdown::Shootdown, table::Limits,
 };
 use ringfence_virtio_iommu::{
-    device::{Backing, Binding, Device, EndpointInfo, Options, Session},
+    device::{Backing, Binding, Device, DeviceConfig, EndpointInfo, Session},
     wire::{
         AttachFlags, Features, IommuConfig, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN,
         parse_tail,
@@ -123,10 +123,10 @@ pub(crate) struct Bench {
 
 impl Bench {
     pub(crate) fn new() -> Bench {
-        Bench::with(Options::default(), Limits::NONE)
+        Bench::with(DeviceConfig::default(), Limits::NONE)
     }
 
-    pub(crate) fn with(options: Options, limits: Limits) -> Bench {
+    pub(crate) fn with(options: DeviceConfig, limits: Limits) -> Bench {
         let endpoints = Endpoints::new(options.page_sizes, limits);
         let features = options.features.bits();
         let device = Device::new(Arc::clone(&endpoints), options);
@@ -197,7 +197,7 @@ pub(crate) fn refused<T>(result: Result<T>) -> Option<u8> {
 }
 
 pub(crate) fn all_features() -> Features {
-    Options::default().features
+    DeviceConfig::default().features
 }
 
 /// Maps without the sync, for what is expected to be in order.

@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use ringfence_mem::{Access, Translate, Window};
 use ringfence_virtio_iommu::{
     device::{Device, RequestQueue},
-    driver::{Buffers, Driver, Options, Transport},
+    driver::{Buffers, Driver, DriverConfig, Transport},
     wire::{Features, IommuConfig},
 };
 use ringfence_virtq::{
@@ -80,7 +80,12 @@ pub(crate) struct Link {
     pub(crate) used: Window,
 }
 
-pub(crate) fn link(size: u16, config: IommuConfig, features: Features, options: Options) -> Link {
+pub(crate) fn link(
+    size: u16,
+    config: IommuConfig,
+    features: Features,
+    options: DriverConfig,
+) -> Link {
     let bytes = Driver::buffer_bytes(size, &config);
     let at = layout::offsets(size);
     let buffers = at.len.next_multiple_of(64);
@@ -114,7 +119,7 @@ pub(crate) struct Served {
 
 impl Served {
     /// `polling`: the device looks all the time; else it sleeps until it is kicked.
-    pub(crate) fn start(bench: Bench, size: u16, options: Options, polling: bool) -> Served {
+    pub(crate) fn start(bench: Bench, size: u16, options: DriverConfig, polling: bool) -> Served {
         let config = bench.config();
         Served::with_config(bench, size, options, polling, config)
     }
@@ -122,7 +127,7 @@ impl Served {
     pub(crate) fn with_config(
         bench: Bench,
         size: u16,
-        options: Options,
+        options: DriverConfig,
         polling: bool,
         config: IommuConfig,
     ) -> Served {

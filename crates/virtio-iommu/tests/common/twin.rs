@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use ringfence_iommu::{PageSizes, Prot, table::Limits};
 use ringfence_virtio_iommu::{
-    device::{Binding, Device, Options, Session},
+    device::{Binding, Device, DeviceConfig, Session},
     wire::Features,
 };
 
@@ -21,19 +21,19 @@ pub(crate) const ENDPOINTS: [u32; 4] = [1, 2, 3, 8];
 /// What a device is made with, but for its endpoints.
 #[derive(Clone, Debug)]
 pub(crate) struct Shape {
-    pub(crate) options: Options,
+    pub(crate) options: DeviceConfig,
     pub(crate) limits: Limits,
 }
 
 impl Default for Shape {
     fn default() -> Shape {
-        Shape { options: Options::default(), limits: Limits::NONE }
+        Shape { options: DeviceConfig::default(), limits: Limits::NONE }
     }
 }
 
 impl Shape {
     fn setup(&self) -> Setup {
-        let Options { features, page_sizes, input_range, domain_range, .. } = &self.options;
+        let DeviceConfig { features, page_sizes, input_range, domain_range, .. } = &self.options;
         let region = |first, last, msi| Region { first, last, msi };
         let mut endpoints = BTreeMap::from([1, 2, 3].map(|id| (id, vec![])));
         endpoints.insert(8, vec![region(0, 0xffff, false), region(0xfee0_0000, 0xfeef_ffff, true)]);

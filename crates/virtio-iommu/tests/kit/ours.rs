@@ -5,7 +5,7 @@ use std::{collections::HashMap, sync::Arc};
 use ringfence_iommu::{Fault, FaultReason, FaultSink, Iova, Prot, table::Limits};
 use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
-    device::{EventQueue, FaultQueue, Options, RequestQueue},
+    device::{DeviceConfig, EventQueue, FaultQueue, RequestQueue},
     kit::{Event, Failed, Refused, Subject},
 };
 use ringfence_virtq::{
@@ -45,7 +45,8 @@ pub(crate) struct Ours {
 impl Ours {
     pub(crate) fn new() -> Ours {
         let input_range = range(0x1000, (1 << 40) - 1);
-        let options = Options { input_range, domain_range: (1, 64), ..Options::default() };
+        let options =
+            DeviceConfig { input_range, domain_range: (1, 64), ..DeviceConfig::default() };
         let bench = Bench::with(options, Limits::NONE);
         let ram = Ram::new(BASE, (END - BASE) as usize);
         let faults = FaultQueue::new(8);

@@ -14,7 +14,7 @@ use ringfence_iommu::{
 };
 use ringfence_virtio_iommu::{
     device::{
-        Backing, Binding, Device, EndpointInfo, HostRegion, Joint, Mirror, Options, Outside,
+        Backing, Binding, Device, DeviceConfig, EndpointInfo, HostRegion, Joint, Mirror, Outside,
         Session,
     },
     wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN, parse_tail},
@@ -144,7 +144,7 @@ impl Rig {
     fn with(far: [(u32, Far); 2]) -> Rig {
         let (shootdown, near) = (Shootdown::new(0), Mutex::default());
         let endpoints = Arc::new(Endpoints { shootdown, near, far: far.into() });
-        let options = Options::default();
+        let options = DeviceConfig::default();
         let features = options.features.bits();
         let device = Device::new(Arc::clone(&endpoints), options);
         device.set_features(features);

@@ -120,7 +120,13 @@ impl Rig {
                 ..DmaConfig::new(Policy::Bounce)
             };
             let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
-            Device::with_pools(domain, allocator, config, environment(), &pools).unwrap()
+            Device::builder(domain)
+                .allocator(allocator)
+                .config(config)
+                .environment(environment())
+                .pools(&pools)
+                .build()
+                .unwrap()
         };
         let devices = [device(u64::MAX), device(NARROW)];
         Rig { devices, pools, domain, allocator, clock, cpu, memory }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringfence_dma::{
     BounceConfig, BounceLimits, BounceMemory, BouncePools, Chunk, Device, Direction, DmaConfig,
-    Environment, HostMemory, Mapping, Policy, Written,
+    HostMemory, Mapping, Policy, Written,
 };
 use ringfence_iommu::{
     Geometry, HostAddr, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
@@ -122,7 +122,7 @@ impl Ours {
             let bounce = BounceConfig { quota: 1 << 30, written, ..BounceConfig::default() };
             let config = DmaConfig { bounce, ..DmaConfig::new(Policy::Bounce) };
             let (domain, allocator) = (Arc::clone(&domain), Arc::clone(&allocator));
-            Device::with_pools(domain, allocator, config, Environment::default(), &pools)
+            Device::builder(domain).allocator(allocator).config(config).pools(&pools).build()
         };
         let (reported, unknown) = (device(Written::Reported)?, device(Written::Unknown)?);
         Ok(Ours { domain, reported, unknown })

@@ -11,7 +11,7 @@ use ringfence_iommu::{
 use ringfence_iotlb::{Binding, Endpoint, View};
 use ringfence_mem::{Access, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{
-    device::{Device, HostRegion, Mirror, Options, RequestQueue},
+    device::{Device, DeviceConfig, HostRegion, Mirror, RequestQueue},
     driver::negotiate,
     wire::IommuConfig,
 };
@@ -36,7 +36,7 @@ impl Machine {
             .collect();
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
         let backing = Endpoints::new(endpoints.clone(), shootdown, geometry, Limits::NONE);
-        let device = Device::new(backing, Options::default());
+        let device = Device::new(backing, DeviceConfig::default());
         device.set_features(negotiate(device.features().bits()).bits());
         Machine { device: Arc::new(device), endpoints }
     }
@@ -181,7 +181,11 @@ mod tests {
         let allocator = Arc::new(Slabs::new(aperture, FixedCpu::new(1)));
         let config = DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(Policy::StrictMap) };
         let domain = Arc::clone(&rig.domain);
-        let device = ringfence_dma::Device::new(domain, allocator, config).unwrap();
+        let device = ringfence_dma::Device::builder(domain)
+            .allocator(allocator)
+            .config(config)
+            .build()
+            .unwrap();
         let before = counts(&rig);
         let mut batch = device.map_batch();
         batch.push(Scattered(targets), Direction::Bidirectional, ()).map_err(|_| ()).unwrap();

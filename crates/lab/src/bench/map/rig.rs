@@ -102,10 +102,10 @@ impl Link {
         queue.suppress_kicks();
         let window = window(requests, Driver::buffer_bytes(size, &config))?;
         let buffers = Buffers { window, addr: requests as u64 };
-        let options = driver::Options {
+        let options = driver::DriverConfig {
             notify: Notify::Poll,
             timeout: Some(Duration::from_secs(60)),
-            ..driver::Options::default()
+            ..driver::DriverConfig::default()
         };
         let alive = Alive(Arc::new(Polled { gone: AtomicBool::new(false) }));
         let transport = Arc::clone(&alive.0);

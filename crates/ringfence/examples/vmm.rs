@@ -1,17 +1,12 @@
-//! virtio-iommu in a VMM of rust-vmm: `cargo run --package ringfence-rust-vmm --example vmm`
-use ringfence_devices::iommu::Endpoints;
-use ringfence_iommu::{Map, shootdown::Shootdown, table::Limits, *};
-use ringfence_iotlb::{Binding, Endpoint};
-use ringfence_mem::{Access::ReadWrite, Translate};
-use ringfence_rust_vmm::GuestBus;
-use ringfence_rust_vmm::IotlbAddressSpace;
-use ringfence_rust_vmm::VmmIommu;
-use ringfence_virtio_iommu::{driver::*, wire::IommuConfig};
-use ringfence_virtq::{F_VERSION_1, driver::Queue as Front, driver::Rings, layout};
+//! virtio-iommu in a VMM of rust-vmm:
+//! `cargo run -p ringfence --features rust-vmm --example vmm`
+use ringfence::rust_vmm::virtio_queue::{Queue as VmmQueue, QueueT};
+use ringfence::rust_vmm::vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+use ringfence::rust_vmm::vm_memory::{GuestMemoryAtomic, GuestMemoryMmap};
+use ringfence::rust_vmm::vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use ringfence::rust_vmm::{GuestBus, IotlbAddressSpace, VmmIommu};
+use ringfence::{viommu::*, vmm::*, *};
 use std::{sync::Arc, thread, time::Duration};
-use virtio_queue::{Queue, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// KVM would signal the descriptor when the guest writes to the doorbell.
 struct Guest(EventFd);
@@ -36,13 +31,13 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     let (config, features) = (IommuConfig::parse(&config)?, negotiate(iommu.local().features()));
     iommu.local().ack_features(features.bits() | 1 << F_VERSION_1)?;
     let (kick, bus) = (EventFd::new(EFD_NONBLOCK)?, GuestBus::new(memory.memory())?);
-    let front = Rings::in_window(&bus.window(ring, 0x1000, ReadWrite)?, size)?;
-    let (front, bell) = (Front::new(size, front, false)?, Arc::new(Guest(kick.try_clone()?)));
-    let window = bus.window(at, Driver::buffer_bytes(size, &config) as u64, ReadWrite)?;
-    let (buffers, options) = (Buffers { window, addr: at }, Options::default());
+    let front = Rings::in_window(&bus.window(ring, 0x1000, Access::ReadWrite)?, size)?;
+    let (front, bell) = (Queue::new(size, front, false)?, Arc::new(Guest(kick.try_clone()?)));
+    let window = bus.window(at, Driver::buffer_bytes(size, &config) as u64, Access::ReadWrite)?;
+    let (buffers, options) = (Buffers { window, addr: at }, DriverConfig::default());
     let driver = Driver::new(bell, front, buffers, config, features, options)?;
     // DRIVER_OK: the VMM knows the addresses from its transport.
-    let (mut queue, areas) = (Queue::new(size)?, layout::offsets(size));
+    let (mut queue, areas) = (VmmQueue::new(size)?, layout::offsets(size));
     queue.try_set_desc_table_address(GuestAddress(ring + areas.desc as u64))?;
     queue.try_set_avail_ring_address(GuestAddress(ring + areas.avail as u64))?;
     queue.try_set_used_ring_address(GuestAddress(ring + areas.used as u64))?;
