@@ -1,4 +1,4 @@
-//! Job files: whatever the bytes, the answer is jobs that hold their limits, or an error with a
+//! Job files: whatever the bytes, the result is jobs that keep to their limits, or an error with a
 //! line of the file; and jobs that are written out are read back.
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! Recordings: whatever the bytes, plain or gzip, the answer is a stream in which every range is
+//! Recordings: whatever the bytes, plain or gzip, the result is a stream in which every range is
 //! allocated once and freed at most once, or an error; and no line is counted that is not there.
 #![no_main]
 
@@ -55,7 +55,7 @@ fn check(recording: &Recording) {
         let pieces: u128 =
             stream.pieces(allocation).iter().map(|piece| u128::from(piece.len)).sum();
         let size = u128::from(allocation.last - allocation.first) + 1;
-        // All addresses are one byte more than a piece can tell.
+        // The whole address space is one byte more than a piece can hold.
         assert!(pieces == size || size == 1 << 64);
         assert!(usize::from(allocation.domain) < stream.domains);
         let slot = &mut slots[allocation.slot as usize];

@@ -1,6 +1,6 @@
-//! Arbitrary answers on the back end's channel, to a back end that has asked for translations.
+//! Arbitrary replies on the back end's channel, to a back end that has sent misses.
 //!
-//! The first byte says how many questions want an answer; the rest is what comes back.
+//! The first byte is the number of misses that await a reply; the rest is what comes back.
 
 #![no_main]
 
@@ -22,7 +22,7 @@ use ringfence_vhost_user::{
     RingAddresses, RingSetup, Server,
 };
 
-/// A device that asks when its ring starts.
+/// A device that sends misses when its ring starts.
 struct Device {
     questions: u64,
     answers: u64,
@@ -65,7 +65,7 @@ impl Handler for Device {
         Ok(())
     }
     fn channel_answer(&mut self, message: Iotlb, number: u64, _: bool) {
-        // In the order of the questions, and none twice.
+        // In the order of the misses, and none twice.
         let access = Access::Read;
         assert_eq!(message, Iotlb::Miss { iova: self.answers << 12, access });
         assert_eq!(number, self.answers);
@@ -84,7 +84,7 @@ fn run(data: &[u8]) {
     let served = thread::spawn(move || {
         let device = Device { questions: u64::from(questions) % 70, answers: 0, channel: None };
         let mut server = Server::new(back, device);
-        // A message that is cut is cut for good.
+        // The rest of a truncated message never comes.
         server.set_patience(Duration::from_millis(20));
         let _ = server.serve();
     });
@@ -97,7 +97,7 @@ fn run(data: &[u8]) {
     front.set_vring_addr(0, &RingAddresses::default()).expect("nothing is wrong yet");
     front.set_vring_kick(0, None).expect("nothing is wrong yet");
     let _ = ours.write_all(&answers[..answers.len().min(4096)]);
-    // Answered, or cut off: a time-out would be a hang.
+    // A reply, or a closed connection: a time-out would be a hang.
     if let Err(error) = front.queue_num() {
         assert!(!error.to_string().contains("within"), "{error}");
     }

@@ -1,6 +1,6 @@
 //! Arbitrary bytes from a back end, on both sockets, to a front end.
 //!
-//! The first byte says how many of the rest come on the back end's channel; the others are answers.
+//! The first byte says how many of the rest come on the back end's channel; the others are replies.
 
 #![no_main]
 

@@ -1,8 +1,8 @@
 //! Arbitrary messages, with arbitrary descriptors, to a vhost-user back end.
 //!
 //! The input is a row of records: how many descriptors of which kind, how many bytes, the bytes. A
-//! record need not be a message: several may make one, and one may hold several. The same bytes are what another process
-//! has kept of a connection, which the back end goes on with.
+//! record need not be a message: several may make one, and one may hold several. The same bytes
+//! also serve as a connection that another process has saved, and that the back end resumes.
 
 #![no_main]
 
@@ -31,7 +31,7 @@ use rustix::{
 
 const QUEUES: usize = 3;
 
-/// A device that only checks that it is asked what a device may be asked.
+/// A device that only checks that it gets no call that a device may not get.
 #[derive(Default)]
 struct Device {
     running: [bool; QUEUES],
@@ -146,7 +146,7 @@ fuzz_target!(|data: &[u8]| {
     goes_on(data, &kinds);
 });
 
-/// The same bytes as what another process has kept of a connection.
+/// Resumes a connection that another process has saved as these bytes.
 fn goes_on(data: &[u8], kinds: &[BorrowedFd<'_>]) {
     let kept = [b"RFvu", &1u32.to_ne_bytes()[..], data].concat();
     for count in 0..4 {

@@ -1,5 +1,5 @@
 //! Requests in any order, writes to the configuration, negotiations and resets, on devices of any
-//! shape: after each step the device is what the model says.
+//! shape: after each step the device is as the model has it.
 #![no_main]
 
 #[path = "../../crates/virtio-iommu/tests/common/mod.rs"]

@@ -1,5 +1,5 @@
 //! Requests to a virtio-iommu device through a ring, in any pieces, some of them out of reach, in
-//! memory that changes as soon as it was read: every answer is the model's.
+//! memory that changes as soon as it was read: every reply is the model's.
 #![no_main]
 
 #[path = "../../crates/virtio-iommu/tests/common/mod.rs"]

@@ -1,5 +1,5 @@
-//! Any bytes at all as requests to a virtio-iommu device: every answer is the model's, nothing
-//! grows past its limit, and what parses is emitted again as it was.
+//! Any bytes at all as requests to a virtio-iommu device: every reply is the model's, nothing grows
+//! past its limit, and what parses is emitted again as it was.
 #![no_main]
 
 #[path = "../../crates/virtio-iommu/tests/common/mod.rs"]

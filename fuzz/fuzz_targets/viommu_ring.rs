@@ -38,7 +38,7 @@ thread_local! {
     static RAM: RefCell<Ram> = RefCell::new(Ram::new(BASE, LEN));
 }
 
-/// What a sane driver asks for.
+/// A sane driver's requests.
 fn requests() -> Vec<Request> {
     let attach = |domain, endpoint| {
         let flags = AttachFlags::empty();
@@ -62,7 +62,7 @@ fn requests() -> Vec<Request> {
     ]
 }
 
-/// Fills memory; the ends of the two queues.
+/// Fills memory; returns the device's ends of the two queues.
 fn set_up(ram: &Ram, event_idx: bool) -> (device::RingConfig, device::RingConfig) {
     ram.write(BASE, &[0; LEN]).expect("all of the memory");
     let (rings, requests_at) = areas(ram, BASE, SIZE, event_idx);
@@ -110,7 +110,7 @@ fn run(ram: &Ram, data: &[u8]) {
             access: Prot::READ,
         });
         let handled = requests.poll(ram).map(|progress| {
-            // No reader is online: no invalidation is waited for.
+            // No reader is online: no invalidation has to wait.
             assert!(!progress.pending);
             progress.handled
         });

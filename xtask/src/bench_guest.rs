@@ -26,7 +26,7 @@ pub(crate) enum Mode {
     Lazy,
 }
 
-/// Prints a table for each mode and number of virtual CPUs, as it is known.
+/// Prints a table for each mode and number of virtual CPUs, once it is complete.
 pub(crate) fn run(cpus: &[u32], only: Option<Mode>, update: bool) -> Result<()> {
     let mut names = Vec::new();
     for mode in Mode::value_variants().iter().filter(|mode| only.is_none_or(|only| only == **mode))
@@ -58,7 +58,7 @@ pub(crate) fn run(cpus: &[u32], only: Option<Mode>, update: bool) -> Result<()> 
             .stdout(Stdio::piped())
             .spawn()
             .context("cargo")?;
-        // Beside tables there is what the test program says of itself.
+        // The output has the test program's own lines beside the tables.
         for line in BufReader::new(child.stdout.take().expect("piped")).lines() {
             let line = line?;
             if line.starts_with("### ") || line.starts_with('|') {

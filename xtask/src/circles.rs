@@ -1,7 +1,7 @@
 //! Modules that import each other.
 //!
-//! An import is resolved through what modules re-export to the file that defines what is imported. A file may use
-//! what the `mod.rs` of a folder that it lies in defines: that is the folder's own vocabulary.
+//! An import is resolved through re-exports to the file that defines the item. A file may use what
+//! the `mod.rs` of a folder that it lies in defines: that is the folder's own vocabulary.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,7 +19,7 @@ struct Module {
     defines: BTreeSet<String>,
     /// What its imports are called here, and where they come from.
     imports: BTreeMap<String, Name>,
-    /// All that it names of its crate, but for what it only re-exports.
+    /// All that it names of its crate, except what it only re-exports.
     uses: Vec<Name>,
 }
 
@@ -32,7 +32,7 @@ pub(crate) fn of(source: &Path) -> Result<Vec<Vec<String>>> {
     let mut edges: BTreeMap<&Name, BTreeSet<&Name>> = BTreeMap::new();
     for (name, module) in &modules {
         let targets = module.uses.iter().filter_map(|path| resolve(&modules, path, 0));
-        // What it lies in is what it is a part of.
+        // A module that contains this one does not count.
         edges.insert(name, targets.filter(|target| !name.starts_with(target)).collect());
     }
     let reach: BTreeMap<&Name, BTreeSet<&Name>> =

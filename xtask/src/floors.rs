@@ -48,8 +48,9 @@ struct Package {
     name: String,
 }
 
-/// Fails on a crate without a floor, or one that imports from its own floor or from above, or where the command for
-/// hosts has something of the laboratory in it. What a crate uses only in its tests may come from anywhere.
+/// Fails on a crate without a floor, or one that imports from its own floor or from above, or if
+/// the command for hosts links the laboratory. What a crate uses only in its tests may come from
+/// anywhere.
 pub(crate) fn check(command: &str) -> Result<()> {
     let floors: BTreeMap<&str, u32> = FLOORS.iter().copied().collect();
     let mut wrong = Vec::new();

@@ -18,7 +18,7 @@ const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// How long a target runs.
 #[derive(Clone, Copy)]
 pub(crate) enum Length {
-    /// The same runs each time, on cases of `fuzz/cases` and on what comes of them.
+    /// The same runs each time, on the cases in `fuzz/cases` and on mutations of them.
     Repeatable,
     /// As long as this with this seed; the corpus is kept for the next time.
     Explore { seconds: u64, seed: u64 },
@@ -34,7 +34,7 @@ fn runs(target: &str) -> u32 {
         "viommu_request" => 400_000,
         "fio_job" | "virtq_packed" => 600_000,
         "virtq_chain" => 2_500_000,
-        // One that is new: until it was measured.
+        // A new target, until it is measured.
         _ => 100_000,
     }
 }
@@ -52,7 +52,7 @@ pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder.join("fuzz_targets"))? {
         let path = entry?.path();
-        // A folder is what targets share.
+        // Folders hold what targets share.
         if path.is_dir() {
             continue;
         }
@@ -70,8 +70,8 @@ pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
             if nightly { "on" } else { "off, for want of a nightly toolchain" }
         );
     }
-    // What cargo-fuzz asks of a nightly compiler, in the words of the stable one: counters at every edge,
-    // and the comparisons traced.
+    // The flags that cargo-fuzz gives a nightly compiler, as the stable one takes them: counters at
+    // every edge, and traced comparisons.
     let mut flags = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
                      -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
                      -Cllvm-args=-sanitizer-coverage-pc-table \
@@ -134,12 +134,12 @@ impl Targets {
                 command.arg("-seed=1").arg(format!("-runs={}", runs(name)));
             }
             Length::Explore { seconds, seed } => {
-                // It takes 32 bits, and 0 for one of its own.
+                // libFuzzer takes 32 bits, and chooses a seed itself for 0.
                 let seed = (seed as u32).max(1);
                 command.arg(format!("-max_total_time={seconds}")).arg(format!("-seed={seed}"));
             }
         }
-        // An input that hangs is found by the minute that a loaded machine never takes for one.
+        // A run that takes a minute hangs: even on a loaded machine no other takes as long.
         let limits = ["-verbosity=0", "-print_final_stats=1", "-rss_limit_mb=2048", "-timeout=60"];
         command
             .arg(format!("-artifact_prefix={}/", cases.display()))
@@ -159,7 +159,7 @@ impl Targets {
         let executed =
             said.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
         println!("{name}: {} runs", executed.unwrap_or("?").trim());
-        // Only where there is nothing in it.
+        // Fails unless it is empty.
         let _ = std::fs::remove_dir(&cases);
         Ok(())
     }

@@ -1,9 +1,9 @@
 //! The gate for speed: what hot paths count in instructions, against the counts in the tree.
 //!
-//! `gate/` runs each path once under Callgrind. An instruction count does not depend on what else the
-//! machine does, so that a change of one percent is the code's. It does depend on the compiler, the C
-//! library and Valgrind: `gate/counts.toml` names those that it was made with, and is compared with
-//! nothing else.
+//! `gate/` runs each path once under Callgrind. An instruction count does not depend on what else
+//! the machine does, so that a change of one percent is the code's. It does depend on the compiler,
+//! the C library and Valgrind: `gate/counts.toml` names those that it was made with, and is
+//! compared under no others.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,13 +29,13 @@ const COUNTS: &str = "gate/counts.toml";
 const UPDATE: &str = "cargo xtask gate --update";
 /// The program that runs the paths, and the package it comes in.
 const RUNNER: &str = "gungraun-runner";
-/// How Cargo is told which paths these are.
+/// Cargo's arguments for the paths.
 const PATHS: [&str; 6] = ["--profile", "gate", "--package", "ringfence-gate", "--bench", "paths"];
 
 /// Instructions by path.
 type Instructions = BTreeMap<String, u64>;
 
-/// What counts depend on beside the code.
+/// What counts depend on besides the code.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 struct Toolchain {
     host: String,
@@ -116,7 +116,7 @@ impl Toolchain {
 }
 
 impl Counts {
-    /// Refuses counts that were made with something else than what is here.
+    /// Refuses counts that were made with another toolchain than the one here.
     fn is_of(&self, here: &Toolchain, only: Option<&str>, update: bool) -> Result<()> {
         let differs = |((name, there), (_, here)): ((&str, &str), (&str, &str))| {
             (there != here).then(|| format!("{name} {there:?}, not {here:?}"))
@@ -158,7 +158,7 @@ impl Counts {
     }
 }
 
-/// The runner, of exactly the version that the library in Cargo.lock speaks with. Installs it below
+/// The runner, of exactly the version that fits the library in Cargo.lock. Installs it below
 /// `target/tools` if it is not there.
 fn runner() -> Result<PathBuf> {
     #[derive(Deserialize)]
@@ -187,7 +187,7 @@ fn runner() -> Result<PathBuf> {
     }
     println!("building {RUNNER} {wanted} into target/tools: once, a minute or two");
     let (started, build) = (Instant::now(), tools.join("build"));
-    // It starts Valgrind and reads what that writes: optimised it is no faster, and takes twice as long
+    // It starts Valgrind and reads its output: optimised, it is no faster and takes twice as long
     // to build.
     let status = pristine("cargo")
         .args(["install", "--debug", "--locked", "--force", RUNNER])

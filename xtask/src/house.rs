@@ -16,16 +16,16 @@ use serde::Deserialize;
 use crate::{circles, steps::root};
 
 const COUNTS: &str = "xtask/house.toml";
-/// A file with more lines is to have a reason.
+/// A file with more lines needs a reason.
 const LONG: usize = 700;
 
-/// What is in the tree: a change that is not in there as well fails.
+/// The counts in the tree: a change that does not update them fails.
 #[derive(Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 struct House {
     /// The most lines of product that there may be.
     most_lines: usize,
-    /// How often `unsafe` stands in the product of each crate that has it.
+    /// How often `unsafe` occurs in the product of each crate that has it.
     r#unsafe: BTreeMap<String, usize>,
     /// Why a file is longer than others.
     long: BTreeMap<String, String>,
@@ -47,7 +47,7 @@ impl fmt::Display for House {
 /// What one file has.
 #[derive(Debug, Default, PartialEq)]
 struct Found {
-    /// Whatever is in them.
+    /// Lines of any kind.
     all: usize,
     lines: usize,
     r#unsafe: usize,
@@ -55,8 +55,8 @@ struct Found {
     tests: BTreeSet<String>,
 }
 
-/// Prints what there is; fails if it is not as the tree says, or with `update` puts that in, and in any case where
-/// files import each other, by whatever way.
+/// Prints the counts. Fails if they differ from the tree's, or with `update` writes them there;
+/// fails in any case if files import each other, directly or not.
 pub(crate) fn check(update: bool) -> Result<()> {
     let text = fs::read_to_string(root().join(COUNTS)).unwrap_or_default();
     let mut house: House = toml::from_str(&text).context(COUNTS)?;
@@ -133,7 +133,8 @@ fn files(folder: &Path) -> Result<Vec<(PathBuf, Found)>> {
                 open.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let found = look(&fs::read_to_string(&path)?);
-                // Its children lie in a folder of its name, or beside it if it stands for its folder.
+                // Its children are in a folder of its name, or beside it if it is its folder's own
+                // module.
                 let name = path.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
                 let children = match name {
                     "lib" | "main" | "mod" => folder.clone(),
@@ -150,7 +151,7 @@ fn files(folder: &Path) -> Result<Vec<(PathBuf, Found)>> {
     Ok(all)
 }
 
-/// What a file has for the product.
+/// Counts a file's part of the product.
 fn look(text: &str) -> Found {
     let mut found = Found { all: text.lines().count(), ..Found::default() };
     let mut lines = text.lines().peekable();
@@ -177,7 +178,7 @@ fn is_for_tests(code: &str) -> bool {
     ["#[cfg(test)]", "#[cfg(all(test", "#[cfg(any(test"].iter().any(|cfg| code.starts_with(cfg))
 }
 
-/// Passes over an item whose attribute was read; the name of a module in a file of its own is kept.
+/// Skips an item whose attribute was read; keeps the name of a module in a file of its own.
 fn skip_item<'a>(
     lines: &mut std::iter::Peekable<impl Iterator<Item = &'a str>>,
     indent: usize,

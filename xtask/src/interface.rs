@@ -1,7 +1,7 @@
 //! `cargo xtask interface`: what each published crate offers, as a text in the tree.
 //!
-//! A change of it fails until the text is committed, so that it is seen. The text is the crate's own items as they
-//! are written, without what is private; what a macro makes stands as the macro's call.
+//! A change fails until the text is committed, so that it is seen. The text is the crate's own
+//! items as they are written, without private ones; for what a macro makes it has the macro's call.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +21,8 @@ use crate::{
 /// Where the texts are.
 const FOLDER: &str = "docs/interface";
 
-/// Fails if a crate's interface is not as the tree says, or with `update` puts that in.
+/// Fails if a crate's interface differs from the text in the tree, or with `update` writes it
+/// there.
 pub(crate) fn check(update: bool) -> Result<()> {
     let (folder, mut wrong) = (root().join(FOLDER), Vec::new());
     fs::create_dir_all(&folder)?;
@@ -66,7 +67,7 @@ fn published() -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// What a crate offers, and how many items that is: those that have a name of their own, methods too.
+/// What a crate offers, and the number of its named items, methods included.
 fn text(source: &Path) -> Result<(String, usize)> {
     let mut modules = BTreeMap::new();
     read(source, &Name::new(), &mut modules)?;
@@ -104,7 +105,7 @@ fn text(source: &Path) -> Result<(String, usize)> {
     let mut count = 0;
     for (module, items) in shown {
         let name = if module.is_empty() { "the crate".to_owned() } else { module.join("::") };
-        // What a type has stands after it.
+        // A type's implementations follow it.
         let mut texts: Vec<(String, bool, String)> = items
             .into_iter()
             .map(|item| {
@@ -178,7 +179,7 @@ impl Surface<'_> {
         }
     }
 
-    /// Notes what stands at `path`, which is called `called` in `shown`.
+    /// Notes the item at `path`, which is called `called` in `shown`.
     fn import(&mut self, path: Name, called: &str, shown: &Name, depth: usize) {
         let modules = self.modules;
         if modules.contains_key(&path) && !path.is_empty() {
@@ -216,7 +217,7 @@ impl Surface<'_> {
                         return self.import(own, &name, shown, depth + 1);
                     }
                 }
-                // What it makes, its call says.
+                // The call names what it makes.
                 Item::Macro(call)
                     if call.ident.is_none() && call.mac.tokens.to_string().contains(&last) =>
                 {
@@ -265,7 +266,7 @@ fn is_offered(item: &Item) -> bool {
     }
 }
 
-/// Leaves of attributes what a user has to know.
+/// Keeps only the attributes that matter to a user.
 fn keep(attributes: &mut Vec<Attribute>) {
     attributes.retain(|one| {
         ["derive", "must_use", "non_exhaustive", "repr"]
@@ -274,7 +275,7 @@ fn keep(attributes: &mut Vec<Attribute>) {
     });
 }
 
-/// Takes away what is private of an item, what explains it, and what it does.
+/// Removes an item's private parts, its documentation and its bodies.
 fn bare(item: &mut Item) {
     match item {
         Item::Const(item) => {
@@ -324,7 +325,8 @@ fn nothing() -> syn::Expr {
     syn::parse_str("_").expect("an expression")
 }
 
-/// Fields of a variant are all public; of those of a struct the private ones go, in a tuple their types.
+/// A variant's fields are all public. Of a struct, the private fields are removed; of a tuple,
+/// their types.
 fn fields(of: &mut Fields, of_struct: bool) {
     let hides = |seen: &Visibility| of_struct && !matches!(seen, Visibility::Public(_));
     match of {
@@ -350,7 +352,7 @@ fn offered_impl(of: &syn::ItemImpl) -> Option<Item> {
     let mut one = of.clone();
     keep(&mut one.attrs);
     if one.trait_.is_some() {
-        // What its methods are, the trait says.
+        // The trait declares its methods.
         one.items.retain(|part| matches!(part, ImplItem::Type(_)));
     } else {
         one.items.retain(|part| match part {

@@ -42,7 +42,7 @@ enum Command {
         /// Only the steps whose name contains this (see --list).
         #[arg(long)]
         only: Option<String>,
-        /// Also what is long; the result goes to docs/all.txt, to be committed.
+        /// Also the long steps; the result goes to docs/all.txt, to be committed.
         #[arg(long)]
         all: bool,
         /// Names the steps and runs none.
@@ -55,16 +55,16 @@ enum Command {
         #[arg(long)]
         all: bool,
     },
-    /// Counts lines of the product and `unsafe` by crate; fails if there is more than xtask/house.toml says, where files
-    /// import each other, or at a long file without a reason.
+    /// Counts lines of the product and `unsafe` by crate; fails if there is more than in
+    /// xtask/house.toml, if files import each other, or if a long file has no reason.
     House {
         /// Puts the new counts into xtask/house.toml.
         #[arg(long)]
         update: bool,
     },
-    /// Compares what each published crate offers with docs/interface, and fails if that is not the same.
+    /// Compares what each published crate offers with docs/interface, and fails on a difference.
     Interface {
-        /// Puts what they offer there.
+        /// Puts the new interfaces there.
         #[arg(long)]
         update: bool,
     },
@@ -92,7 +92,7 @@ enum Command {
         /// Numbers of virtual CPUs.
         #[arg(long, value_delimiter = ',', default_value = "1,2,4")]
         cpus: Vec<u32>,
-        /// Only guests whose driver is as strict, or as lazy.
+        /// Only guests whose driver unmaps in this mode.
         #[arg(long)]
         only: Option<bench_guest::Mode>,
         /// Puts the tables into docs/guests.md.
@@ -115,7 +115,8 @@ enum Command {
         #[arg(long)]
         only: Option<String>,
     },
-    /// Traces the scheduler (as root), and prints how soon a thread runs that is woken, and who ran meanwhile.
+    /// Traces the scheduler (as root), and prints how soon a woken thread runs, and which threads
+    /// ran meanwhile.
     Timeline {
         /// The thread's name, as `top -H` shows it: guard-0, say.
         thread: String,

@@ -1,4 +1,4 @@
-//! The modules of a crate, as they are written.
+//! The modules of a crate, as written.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -88,7 +88,7 @@ pub(crate) fn defined(item: &Item) -> Option<String> {
     Some(ident.to_string())
 }
 
-/// Whether an item is there for tests, or for what rustdoc links to, alone.
+/// Whether an item is there only for tests, or only for rustdoc to link to.
 pub(crate) fn is_for_tests(item: &Item) -> bool {
     let attributes = match item {
         Item::Const(item) => &item.attrs,

@@ -1,8 +1,8 @@
 //! How fast the machine is at the moment: what a fixed piece of work takes.
 //!
-//! A processor works at half its pace where its other thread, or another guest of its host, works too, and where
-//! caches are shared. The seconds that a step takes are then not the step's. The piece looks keys up in a tree and
-//! allocates, as compilers do, so that it is slowed down by the same.
+//! A processor runs at half its pace while its other thread, or another guest of its host, runs
+//! too, and while caches are shared. A step's seconds then do not measure the step. The piece looks
+//! keys up in a tree and allocates, as compilers do, so that the same things slow it down.
 
 use std::{
     collections::BTreeMap,
@@ -17,7 +17,8 @@ use std::{
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// What the piece takes on the machine that the budgets of steps were taken on, when it was quiet, in seconds.
+/// Seconds that the piece takes on the machine on which the steps' budgets were measured, when
+/// quiet.
 const QUIET: f64 = 0.005;
 /// How often it is done.
 const EVERY: Duration = Duration::from_millis(500);
@@ -49,7 +50,7 @@ impl Pace {
         Pace { done, _stop: stop }
     }
 
-    /// How many times as long as on a quiet machine work took since this was asked last.
+    /// How many times as long as on a quiet machine work has taken since the last call.
     pub(crate) fn slowness(&self) -> f64 {
         let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
         let (seconds, pieces) = std::mem::take(&mut *done);
@@ -57,7 +58,7 @@ impl Pace {
     }
 }
 
-/// Does it; the processor's time that it took, in seconds.
+/// Does the piece; returns the processor time that it took, in seconds.
 fn piece() -> f64 {
     let begun = now();
     let mut tree = BTreeMap::new();

@@ -2,7 +2,7 @@
 
 use std::{path::Path, process::Command};
 
-/// A package and a file that tells whether it is there.
+/// A package, and a file that exists if it is installed.
 const NEEDED: &[(&str, &str)] = &[
     // The real fio reads the job files that we ship, so that "as people have them" is checked.
     ("fio", "/usr/bin/fio"),

@@ -4,7 +4,7 @@ use std::{fs, process::Command};
 
 use anyhow::{Context, Result, bail};
 
-/// Replaces what stands between `<!-- run: COMMAND -->` and `<!-- end -->` in README.md by a code
+/// Replaces the text between `<!-- run: COMMAND -->` and `<!-- end -->` in README.md by a code
 /// block with what the command prints; those whose command contains `only`, if that is given.
 pub(crate) fn regenerate(only: Option<&str>) -> Result<()> {
     let file = crate::steps::root().join("README.md");

@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, fs};
 
 use anyhow::{Context, Result, bail};
 
-/// What the table says of a rule.
+/// What the table has for a rule.
 #[derive(Debug, PartialEq, Eq)]
 enum Bound {
     /// A test must name it.

@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: random tests with seeds that nobody has tried, until the time is over.
+//! `cargo xtask soak`: random tests with new seeds, until the time is over.
 
 use std::{
     collections::BTreeSet,

@@ -78,7 +78,7 @@ impl Run {
 
 struct Step {
     name: &'static str,
-    /// What it may take, in seconds on two processors.
+    /// How long it may take, in seconds on two processors.
     budget: u32,
     /// Whether only `--all` runs it.
     long: bool,
@@ -178,12 +178,13 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
         let (started, worked) = (Instant::now(), work_of_children());
         let result = (step.run)(&run);
         let seconds = started.elapsed().as_secs_f32();
-        // What it takes where nothing else wants the two processors, at the pace of a quiet machine. The verdict is by
-        // this: it does not depend on what else the machine does, or its host.
+        // The time that it would take with two processors to itself, at the pace of a quiet
+        // machine. The verdict goes by this: it does not depend on what else the machine does, or
+        // its host.
         let slowness = pace.slowness();
         let worked = work_of_children().zip(worked).map_or(0.0, |(now, before)| now - before);
         let work = f64::from(worked) / 2.0 / slowness;
-        // By itself a step builds what the one before it would have.
+        // A step that runs alone builds what the steps before it would have built.
         let over = only.is_none() && work > f64::from(step.budget);
         let took = format!(
             "{seconds:.0} s, {work:.0} s of work (budget {} s), pace 1/{slowness:.2}",
@@ -233,8 +234,8 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     Ok(())
 }
 
-/// The seconds that processors have worked for processes which have ended and which this one has waited for,
-/// directly or not. `None` if the system does not say.
+/// The CPU seconds of ended processes that this one has waited for, directly or not. `None` if the
+/// system does not report them.
 fn work_of_children() -> Option<f32> {
     // The fields after the name, which may hold blanks: cutime and cstime are the 14th and 15th of these,
     // in hundredths of a second.
@@ -306,7 +307,7 @@ fn models() -> Result<()> {
     cargo(&arguments, &[&environment[..], &quick].concat())
 }
 
-/// The documentation of all crates without a warning, and what it shows compiles.
+/// The documentation of all crates builds without a warning, and its examples compile.
 fn documentation() -> Result<()> {
     cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
     cargo(&["test", "--workspace", "--doc", "--quiet"], &[])
@@ -321,7 +322,7 @@ fn examples(run: &Run) -> Result<()> {
     Ok(())
 }
 
-/// What needs huge pages. They are set apart for as long as it runs, unless there are some.
+/// Tests that need huge pages. Pages are reserved for as long as they run, unless there are some.
 fn huge_pages(run: &Run) -> Result<()> {
     const NEEDED: u64 = 4;
     let folder = Path::new("/sys/kernel/mm/hugepages/hugepages-2048kB");
@@ -372,7 +373,7 @@ fn systemd(run: &Run) -> Result<()> {
     run.ignored(COMMAND, "hostile", &["systemd::"])
 }
 
-/// Strangers in front of our back ends.
+/// Our back ends with QEMU and User-Mode Linux as front ends.
 fn real_guests(run: &Run) -> Result<()> {
     for package in ["g++", "make", "xz-utils"] {
         needs(run, package)?;
@@ -415,7 +416,8 @@ fn needs(run: &Run, package: &str) -> Result<()> {
     Ok(())
 }
 
-/// They are a workspace of their own: that they still fit is known before anything is built.
+/// The fuzz targets are a workspace of their own: this checks that they compile before the long
+/// builds.
 fn fuzz_lints(run: &Run) -> Result<()> {
     needs(run, "g++")?;
     let target = root().join("target").to_string_lossy().into_owned();

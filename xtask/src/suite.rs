@@ -1,7 +1,8 @@
 //! All test programs of the workspace: built once, run several at a time.
 //!
 //! `cargo test` runs one test program after the other, and most wait for something now and then. So
-//! they are built by one `cargo test --no-run`, with the command and the examples, and run from here.
+//! one `cargo test --no-run` builds them, with the command and the examples, and they run from
+//! here.
 
 use std::{
     collections::BTreeSet,
@@ -22,7 +23,7 @@ use serde_json::Value;
 
 use crate::steps::root;
 
-/// The variable that seeds every random test; `.cargo/config.toml` says which seed it is in a test run.
+/// The variable that seeds every random test; `.cargo/config.toml` sets it for a test run.
 pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";
 
 /// What one build made.
@@ -70,7 +71,7 @@ impl Program {
     }
 }
 
-/// What test programs said.
+/// What test programs reported.
 #[derive(Default)]
 pub(crate) struct Tally {
     pub(crate) passed: usize,
@@ -82,7 +83,7 @@ pub(crate) struct Tally {
     pub(crate) programs: Vec<String>,
 }
 
-/// A test that failed, or a program that ended without having said which did.
+/// A test that failed, or a program that ended without naming one.
 pub(crate) struct Failure {
     pub(crate) program: Program,
     pub(crate) test: Option<String>,
@@ -154,7 +155,7 @@ fn package(id: &str) -> String {
     name.unwrap_or_default().to_owned()
 }
 
-/// What takes long comes first, so that it is not waited for at the end.
+/// Programs that take long come first, so that none runs alone at the end.
 fn rank(program: &Program) -> usize {
     const LONG: &[&str] = &[
         "ringfence-lab --lib",

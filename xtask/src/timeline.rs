@@ -1,4 +1,4 @@
-//! `cargo xtask timeline THREAD`: how soon a thread runs that is woken, by the scheduler's trace points.
+//! `cargo xtask timeline THREAD`: how soon a woken thread runs, by the scheduler's trace points.
 
 use std::{collections::BTreeMap, fmt::Write, fs, path::Path, thread, time::Duration};
 
@@ -17,7 +17,7 @@ impl Trace {
     /// With the system calls of `threads`.
     fn begin(threads: &[String]) -> Result<Trace> {
         let trace = Trace(format!("{TRACING}/instances/ringfence"));
-        // Of one that was interrupted.
+        // Left behind by an interrupted run.
         let _ = fs::remove_dir(&trace.0);
         fs::create_dir(&trace.0).with_context(|| {
             format!("{}: as root, after `mount -t tracefs nodev {TRACING}`", trace.0)
@@ -27,7 +27,7 @@ impl Trace {
         let own = threads.iter().map(|thread| format!("common_pid == {thread}"));
         let own = own.collect::<Vec<_>>().join(" || ");
         trace.set("events/syscalls/filter", &own)?;
-        // What kicks: writes to eventfds, by anybody.
+        // Kicks: writes to eventfds, by any thread.
         let kicks = format!("count == 8 || {own}");
         trace.set("events/syscalls/sys_enter_write/filter", &kicks)?;
         for event in ["sched/sched_switch", "sched/sched_waking", "syscalls"] {
@@ -41,7 +41,7 @@ impl Trace {
         fs::write(&path, value).with_context(|| path.display().to_string())
     }
 
-    /// What comes in that time.
+    /// The events of that time.
     fn record(&self, length: Duration) -> Result<Vec<Event>> {
         self.set("tracing_on", "1")?;
         thread::sleep(length);
@@ -61,7 +61,7 @@ impl Drop for Trace {
 struct Event {
     us: f64,
     cpu: u32,
-    /// Whose it is: its name and number.
+    /// The thread's name and number.
     thread: String,
     what: What,
 }
@@ -106,7 +106,7 @@ impl Event {
                 asleep: !field(text, "prev_state=")?.starts_with('R'),
                 next: named(text, "next_comm=", "next_pid=")?,
             },
-            // What a call came to ends in no bracket.
+            // A call's result does not end in a bracket.
             _ if !rest.ends_with(')') => return None,
             "sys_write" if text.ends_with("count: 8)") => {
                 What::Kicks(text.split(',').next()?.to_owned())
@@ -132,7 +132,7 @@ impl Event {
     }
 }
 
-/// A time in which a thread had slept, and how soon it ran when it was woken.
+/// A sleep of a thread, and how soon the thread ran once it was woken.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Turn {
     /// How long it ran before it slept.
@@ -243,8 +243,9 @@ fn excerpt(events: &[Event], at: usize, lines: usize) -> String {
     out
 }
 
-/// Traces for so many `seconds`, and prints what became of the wake-ups of the thread of that name that has most, the
-/// system calls that it made, and so many `lines` of what happened around one that was late and around one that was not.
+/// Traces for `seconds`. For the thread called `name` with the most wake-ups, prints how late these
+/// were, the system calls that it made, and `lines` of trace around a wake-up that was late and
+/// around one that was not.
 ///
 /// # Errors
 /// No trace can be had; no such thread ran.

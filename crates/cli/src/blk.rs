@@ -22,13 +22,13 @@ use ringfence_virtq::blk::ID_BYTES;
 
 use crate::serve::{self, Connection, Kind, Options, Page, Service};
 
-/// How long the image's lock is waited for: the process before this one may just have been killed.
+/// How long to wait for the image's lock: the process before this one may just have been killed.
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(3);
 
 /// A block device for virtual machines, over vhost-user.
 ///
 /// Serves a file or block device as a virtio-blk disk, to one front end after the other. The driver
-/// may keep its IOMMU on: what the device reaches is what the front end translates for it.
+/// may keep its IOMMU on: the device accesses only what the front end translates for it.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence blk --socket disk.sock --image disk.img
@@ -43,7 +43,7 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     service: Options,
 
-    /// The file or block device that holds the disk; nobody else may write it meanwhile
+    /// The file or block device that holds the disk; no other process may write it meanwhile
     #[arg(long, value_name = "FILE")]
     image: PathBuf,
 
@@ -51,30 +51,31 @@ pub(crate) struct Arguments {
     #[arg(long)]
     read_only: bool,
 
-    /// The image is locked only while a guest uses it, so that the guest can move to another
-    /// process that serves it
+    /// Lock the image only while a guest uses it, so that the guest can move to another process
+    /// that serves it
     #[arg(long)]
     share_image: bool,
 
-    /// Past the page cache, where a request is aligned for that
+    /// Bypass the page cache where a request is aligned for that
     #[arg(long)]
     direct: bool,
 
-    /// Where data is while the disk has it: own (memory of the service: what the disk does not answer holds
-    /// up no invalidation), guest (the guest's memory: no copy, for disks that always answer), or auto
+    /// Where the data of requests in flight lies: own (memory of the service: a disk that does not
+    /// complete requests holds up no invalidation), guest (the guest's memory: no copy, for disks
+    /// that always complete them), or auto
     #[arg(long, value_name = "WHERE", default_value_t)]
     disk_buffers: DiskBuffers,
 
-    /// How many queues are offered
+    /// How many queues to offer
     #[arg(long, value_name = "N", default_value_t = 1,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: u16,
 
-    /// The disk's name, as the driver is told it, up to 20 bytes
+    /// The disk's name, as the driver reads it, up to 20 bytes
     #[arg(long, value_name = "TEXT", default_value = "ringfence", value_parser = id)]
     id: String,
 
-    /// The most translations that are kept
+    /// The most translations to keep in the IOTLB
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries,
           value_parser = clap::value_parser!(u64).range(64..=1 << 24))]
     iotlb_entries: u64,
@@ -85,12 +86,12 @@ pub(crate) struct Arguments {
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     iotlb_patience_ms: u64,
 
-    /// No IOMMU is offered to the driver: for front ends whose drivers would take it and cannot
+    /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
     /// translate, such as User-Mode Linux
     #[arg(long)]
     no_iommu: bool,
 
-    /// How many translations are asked for at a time
+    /// How many IOTLB misses may be outstanding at a time
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses as u16,
           value_parser = clap::value_parser!(u16).range(1..=1 << 14))]
     iotlb_misses: u16,
@@ -106,7 +107,7 @@ fn id(text: &str) -> Result<String, String> {
 /// Opens an image.
 ///
 /// # Errors
-/// [`Usage`] if it can be none; the system refuses.
+/// [`Usage`] if the file cannot be an image; errors of the system.
 pub(crate) fn open(path: &Path, how: ImageOptions) -> Result<Image> {
     match Image::open(path, how) {
         Ok(image) => Ok(image),
@@ -179,8 +180,8 @@ impl Service for Blk {
     }
 }
 
-/// The figures of block devices, but for those of their IOTLBs. A queue's name is its device's and its
-/// number.
+/// The metrics of block devices, except those of their IOTLBs. A queue is named by its device and
+/// its number.
 pub(crate) fn figures(page: &mut Page, devices: &[(String, &BlkFigures)]) {
     type Read = fn(&QueueStats) -> u64;
     for (name, help, of) in [

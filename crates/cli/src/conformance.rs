@@ -12,16 +12,16 @@ use ringfence_virtio_iommu::kit::{self, Check, Report};
 
 use crate::output::{Output, print};
 
-/// How a virtio-iommu keeps the rules of its specification.
+/// Checks how a virtio-iommu follows its specification.
 ///
-/// Asks the device at a vhost-user socket what section 5.13 of virtio 1.3 asks of devices, rule by
-/// rule: what it refuses and with which status, what it maps and unmaps, what PROBE and fault reports
-/// say. It is this program that plays the driver and owns the memory: no guest is needed, and none may
-/// use the device meanwhile.
+/// Checks the device at a vhost-user socket against section 5.13 of virtio 1.3, rule by rule: what
+/// it refuses and with which status, what it maps and unmaps, what PROBE and fault reports say.
+/// This program plays the driver and owns the memory: no guest is needed, and none may use the
+/// device meanwhile.
 ///
-/// What endpoints may reach is tried where a disk is given that the same back end serves as an
+/// What endpoints can access is checked if a disk is given that the same back end serves as an
 /// endpoint behind the IOMMU; without one, rules that need it are not applicable. The rules, and
-/// where other devices differ from them, are in docs/conformance.md.
+/// how other devices differ from them, are in docs/conformance.md.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence conformance iommu.sock --endpoint 0x30
@@ -36,7 +36,7 @@ pub(crate) struct Arguments {
     /// The virtio-iommu's socket.
     socket: PathBuf,
 
-    /// The number of an endpoint behind the device; two show more than one.
+    /// The number of an endpoint behind the device; with two, more rules can be checked.
     #[arg(long = "endpoint", value_name = "N", required = true, value_parser = number)]
     endpoints: Vec<u32>,
 
@@ -45,25 +45,25 @@ pub(crate) struct Arguments {
     #[arg(long = "blk", value_name = "SOCKET")]
     disks: Vec<PathBuf>,
 
-    /// A number that is no endpoint's.
+    /// A number that no endpoint has.
     #[arg(long, value_name = "N", default_value = "0xfffffff0", value_parser = number)]
     absent: u32,
 
-    /// Rules, by number: only these are tried.
+    /// Checks only these rules, by number.
     #[arg(long, value_name = "RULES", value_delimiter = ',', value_parser = rule)]
     only: Vec<u8>,
 
-    /// What a device should do counts like what it must do.
+    /// Treats what a device should do like what it must do.
     #[arg(long)]
     strict: bool,
 
-    /// How long an answer may take, in milliseconds; an access that is not answered in a tenth of it
+    /// How long a request may take, in milliseconds; an access that takes longer than a tenth of it
     /// counts as refused.
     #[arg(long, value_name = "MS", default_value_t = 2000,
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
     timeout: u64,
 
-    /// Writes all findings as JSON; `-` prints it instead of the text.
+    /// Writes all findings as JSON; `-` prints the JSON instead of the text.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }

@@ -35,11 +35,11 @@ use self::{
 };
 use crate::output::{Output, print};
 
-/// What this host lacks for protected I/O in user space, and what helps.
+/// What this host lacks for protected I/O in user space, and how to fix it.
 ///
 /// Looks at limits, huge pages, the IOMMU and its groups, VFIO, io_uring and what back ends need.
 /// Nothing is changed: no module is loaded, no device is touched. Each lack comes with the commands
-/// that end it. How a device is given to a program is told in docs/vfio.md.
+/// that fix it. docs/vfio.md describes how to give a device to a program.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence doctor
@@ -51,11 +51,11 @@ EXIT STATUS:
     1   something lacks, or cannot be seen from here
     2   wrong usage")]
 pub(crate) struct Arguments {
-    /// What the host is needed for.
+    /// What the host is to be used for.
     #[arg(long = "for", value_name = "PURPOSE", value_enum, default_value_t = For::All)]
     purpose: For,
 
-    /// A device, by its PCI address, that is to be given to a program.
+    /// A device to be given to a program, by its PCI address.
     #[arg(long, value_name = "ADDRESS")]
     device: Option<String>,
 
@@ -63,7 +63,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "SIZE", default_value = "64m", value_parser = parse_size)]
     memory: u64,
 
-    /// Writes all that was found as JSON; `-` prints it instead of the text.
+    /// Writes all findings as JSON; `-` prints the JSON instead of the text.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
@@ -118,7 +118,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     Ok(if report.is_ready() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Looks at this host, or at a copy of what another shows of itself.
+/// Examines this host, or a copy of another host's files.
 fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memory: u64) -> Report {
     let tree = Tree::new(root.unwrap_or(Path::new("/")));
     let kernel = Kernel::read(&tree);
@@ -131,12 +131,12 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
     let calls = Calls::read(&tree, &tried);
     let (memlock, huge_pages) = (Memlock::read(&tree), HugePages::read(&tree));
 
-    // What is dangerous comes first.
+    // Dangers come first.
     let mut checks: Vec<check::Check> = iommu::no_iommu(&iommu, &tree).into_iter().collect();
     checks.push(memory::memlock(memlock.as_ref(), memory));
     checks.push(memory::huge_pages(&huge_pages, memory::transparent(&tree).as_deref()));
     checks.push(iommu::present(&iommu, &kernel));
-    // What helps is done from above: a module's parameter is there once it is loaded.
+    // The order is that of the remedies: a module's parameter exists once the module is loaded.
     checks.push(vfio::modules(&vfio, &kernel));
     checks.extend(iommu::remapping(&iommu, &kernel, &tree));
     checks.extend(iommu::translation(&kernel));

@@ -59,7 +59,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// Whether an error is of the arguments, or of a file that they name, wherever it was found.
+/// Whether an error lies in the arguments, or in a file that they name, wherever it was found.
 fn is_usage(error: &anyhow::Error) -> bool {
     #[cfg(feature = "lab")]
     if lab::is_usage(error) {
@@ -68,8 +68,7 @@ fn is_usage(error: &anyhow::Error) -> bool {
     error.is::<usage::Usage>()
 }
 
-/// An error and its causes in one line. A cause that was told already, by an error that has it in
-/// its own words, is not told again.
+/// An error and its causes in one line. A cause that an outer error already quotes is not repeated.
 fn explain(error: &anyhow::Error) -> String {
     error.chain().fold(String::new(), |text, cause| {
         let cause = cause.to_string();

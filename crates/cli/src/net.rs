@@ -22,7 +22,7 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     service: serve::Options,
 
-    /// What a driver sends comes back to it
+    /// Return to the driver what it sends
     #[arg(long)]
     loopback: bool,
 
@@ -30,12 +30,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "PATH")]
     peer: Option<PathBuf>,
 
-    /// Pass packets to and from this tap device, which is made if it is not there
+    /// Pass packets to and from this tap device, which is created if it does not exist
     #[arg(long, value_name = "NAME")]
     tap: Option<String>,
 
-    /// What a driver sends is read and dropped, and it receives a frame again and again: to measure
-    /// one way at a time
+    /// Read and drop what the driver sends, and send it one frame again and again: to measure one
+    /// direction at a time
     #[arg(long)]
     probe: bool,
 
@@ -43,15 +43,15 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=127))]
     queues: u16,
 
-    /// The address that the device tells, such as 52:54:00:12:34:56 [default: the front end's own]
+    /// The device's MAC address, such as 52:54:00:12:34:56 [default: the front end's own]
     #[arg(long, value_name = "ADDRESS", value_parser = address)]
     mac: Option<[u8; 6]>,
 
-    /// The MTU that the device tells
+    /// The device's MTU
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..))]
     mtu: Option<u16>,
 
-    /// No IOMMU is offered to the driver: for front ends whose drivers would take it and cannot
+    /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
     /// translate, such as User-Mode Linux
     #[arg(long)]
     no_iommu: bool,
@@ -100,11 +100,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         (None, None) => Way::Loopback,
     };
     let more: Vec<&Path> = peer.as_deref().into_iter().collect();
-    // A pair has two, and all of them a third for control.
+    // A pair has two rings; the control queue adds one for each device.
     let rings = (1 + more.len()) * (2 * usize::from(queues) + 1);
     let ready = serve::open(begun, &service, &more, rings, || Ok(()))?;
-    // What one device sends on a pair the other receives on any: with one worker none is out of
-    // reach.
+    // A device may receive on any pair what the other sends on one: with one worker, all pairs are
+    // within its reach.
     let workers = match (&way, service.common.workers) {
         (Way::Peer, None) => ready.workers("net", 1)?,
         _ => ready.workers("net", queues)?,
@@ -147,8 +147,8 @@ impl Service for Serving {
     }
 }
 
-/// The figures of network devices, each with its name and which end it is, but for those of their
-/// IOTLBs. A queue's name is its device's and its ring's number.
+/// The metrics of network devices, each with its name and the number of its end, except those of
+/// their IOTLBs. A queue is named by its device and the number of its ring.
 pub(crate) fn figures(page: &mut Page, devices: &[(String, &Net, usize)]) {
     let of = |read: &dyn Fn(&QueueCounters) -> u64| {
         let each = devices.iter().flat_map(|(device, net, end)| {

@@ -1,4 +1,4 @@
-//! Where results go: files that are opened at the beginning, and standard output.
+//! Where results go: files, opened at the beginning, and standard output.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -14,8 +14,8 @@ use rustix::{
     io::Errno,
 };
 
-/// A file that is written at the end, opened at the beginning. What was in it stays until then, and
-/// if it was made and nothing came of it, it goes.
+/// A file that is opened at the beginning and written at the end. It keeps its content until then;
+/// if it was created here and nothing was written, it is removed.
 pub(crate) struct Output {
     path: PathBuf,
     /// `None`: standard output.
@@ -62,20 +62,21 @@ impl Drop for Output {
     }
 }
 
-/// Puts a file with these contents at `path`. What was there is replaced, not written to: where it is a
-/// link, the file that this names stays as it is; a folder on the way may be one of root's or of this user's.
+/// Puts a file with these contents at `path`. An existing file is replaced, not written to: if it
+/// is a link, its target stays unchanged; folders on the way must belong to root or to this user.
 pub(crate) fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
     let place = FolderEntry::of(path)?;
     let folder = place.folder();
     let mut new = place.name().to_owned();
     new.push(format!(".{}", std::process::id()));
     let remove = || unlinkat(folder, &new, AtFlags::empty());
-    // Of an earlier process with this number, say; a link goes itself.
+    // A leftover of an earlier process with the same number, say; of a link, only the link is
+    // removed.
     match remove() {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(error) => return Err(error.into()),
     }
-    // Made here or not at all: this follows no link.
+    // Must be created here: this follows no link.
     let how = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
     let mut file = File::from(openat(folder, &new, how, Mode::from_raw_mode(0o666))?);
     let placed =
@@ -83,7 +84,7 @@ pub(crate) fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
     placed.inspect_err(|_| _ = remove())
 }
 
-/// To standard output; a reader that has left (`| head`) is no failure of ours.
+/// Prints to standard output; a reader that has left (`| head`) is not an error.
 pub(crate) fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

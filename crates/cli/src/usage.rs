@@ -1,6 +1,6 @@
 //! Wrong usage.
 
-/// What was asked for cannot be done as it was asked: found before anything ran, and exit code 2.
+/// The request cannot be carried out as given: found before anything ran; exit code 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Usage(pub(crate) String);
 

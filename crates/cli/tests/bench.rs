@@ -1,4 +1,4 @@
-//! `ringfence bench`: what it prints is a contract, and wrong usage is refused.
+//! `ringfence bench`: its output is a contract, and wrong usage is refused.
 
 mod common;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 const NAMES: [&str; 7] =
     ["ringfence", "rbtree", "bitmap", "magazines", "vm-allocator", "btreemap", "control"];
 
-/// A run as short as one can be.
+/// The shortest possible run.
 const SHORT: [&str; 7] = ["bench", "iova", "--repeat", "2", "--budget", "0.5", "--quiet"];
 
 #[test]
@@ -16,7 +16,7 @@ fn the_json_holds_every_field_of_the_contract() {
     let place = Place::new();
     let json = place.bench(&SHORT, &["--live", "0,1k", "--sizes", "1,1-32"]);
     let rows = json["rows"].as_array().unwrap();
-    // hot and batch at two live sets, random at one, for two sizes; aligned16 for its own.
+    // hot and batch at two live sets, random at one, for two sizes; aligned16 for its own size.
     assert_eq!(rows.len(), ((2 + 2 + 1) * 2 + 2) * 2 * NAMES.len());
     for row in rows {
         assert!(NAMES.contains(&row["impl"].as_str().unwrap()), "{row}");
@@ -65,7 +65,7 @@ fn a_full_set_has_a_32_bit_space_whatever_the_aperture() {
 #[test]
 fn what_is_not_measured_has_a_row_with_nulls_and_a_note() {
     let place = Place::new();
-    // A window of 2^20 granules does not hold so many.
+    // A window of 2^20 granules does not hold that many.
     let arguments = ["--live", "100k", "--sizes", "16", "--pattern", "hot", "--threads", "1"];
     let json = place.bench(
         &SHORT,

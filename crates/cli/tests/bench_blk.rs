@@ -1,11 +1,11 @@
-//! `ringfence bench blk`: between real processes, what it prints is a contract.
+//! `ringfence bench blk`, between real processes: its output is a contract.
 
 mod common;
 
 use common::{Place, number};
 use serde_json::Value;
 
-/// A run as short as one can be.
+/// The shortest possible run.
 const SHORT: [&str; 7] = ["bench", "blk", "--repeat", "2", "--seconds", "0.2", "--quiet"];
 
 fn names(json: &Value) -> Vec<&str> {

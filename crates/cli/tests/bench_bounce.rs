@@ -1,4 +1,4 @@
-//! `ringfence bench bounce`: between real processes, what it prints is a contract.
+//! `ringfence bench bounce`, between real processes: its output is a contract.
 
 mod common;
 
@@ -6,7 +6,7 @@ use common::{Place, number};
 use ringfence_lab::bench::threads::bound_to;
 use serde_json::Value;
 
-/// A run as short as one can be.
+/// The shortest possible run.
 const SHORT: [&str; 9] =
     ["bench", "bounce", "--repeat", "2", "--runtime", "0.1", "--budget", "0.5", "--quiet"];
 
@@ -29,7 +29,8 @@ fn the_seeds_table_holds_every_row_and_figure() {
         let figures = ["ratio_to_strict", "ratio_to_strict_map", "ratio_to_off", "cpu_ns_per_io"];
         for key in figures {
             assert!(number(row, &format!("/{key}/median")) > 0.0, "{key}: {row}");
-            // A machine that stood still for a round leaves one: no interval, and a note of it.
+            // If the machine stood still for a round, one is left: no interval, and a note about
+            // it.
             if row["note"].is_null() {
                 number(row, &format!("/{key}/lo"));
             }
@@ -39,7 +40,7 @@ fn the_seeds_table_holds_every_row_and_figure() {
         let is = |name: &str| row["impl"] == name;
         assert!(!is("auto") || row["ratio_to_ringfence"] == 1.0, "{row}");
         assert!(!is("strict") || number(row, "/ratio_to_strict/median") == 1.0, "{row}");
-        // Off maps nothing; what is persistent was mapped before.
+        // `off` maps nothing, and `persistent` has mapped before.
         let maps = !is("off") && !is("persistent");
         for key in ["map_ns_per_gib", "unmap_ns_per_gib", "map_change_percent"] {
             assert_eq!(row[key]["median"].is_number(), maps, "{key}: {row}");
@@ -49,8 +50,8 @@ fn the_seeds_table_holds_every_row_and_figure() {
 
 #[test]
 fn a_list_bounced_whole_asks_nothing_of_the_device() {
-    // One CPU for both processes: the pools keep slots for each CPU, and map some when a thread comes to
-    // one where there are none.
+    // One CPU for both processes: the pools keep slots for each CPU, and map some when a thread
+    // comes to a CPU without any.
     let place = Place::new();
     let json = bound_to(rustix::thread::sched_getcpu(), || {
         place.bench(&SHORT, &["--only", "list", "--notify", "adaptive"])

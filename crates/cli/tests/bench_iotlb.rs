@@ -1,4 +1,4 @@
-//! `ringfence bench iotlb`: what it prints is a contract, and wrong usage is refused.
+//! `ringfence bench iotlb`: its output is a contract, and wrong usage is refused.
 
 mod common;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 const NAMES: [&str; 5] = ["ringfence", "vm-memory", "btreemap", "sorted-list", "single-lock"];
 
-/// A run as short as one can be.
+/// The shortest possible run.
 const SHORT: [&str; 7] = ["bench", "iotlb", "--repeat", "2", "--budget", "0.1", "--quiet"];
 
 #[test]
@@ -15,8 +15,8 @@ fn the_json_holds_every_row_and_figure() {
     let place = Place::new();
     let json = place.bench(&SHORT, &["--entries", "1,64,4k"]);
     let rows = json["rows"].as_array().unwrap();
-    // Both ways: five orders of 4k, and random of the two others; and threads and steady, of
-    // those that are not mergeable, at two numbers.
+    // Mergeable and not: five orders of 4k, and random of the two other sizes; and threads and
+    // steady, unmergeable only, at two numbers of entries.
     assert_eq!(rows.len(), (2 * 7 + 2 * 2) * 3 * NAMES.len());
     for row in rows {
         let name = row["impl"].as_str().unwrap();

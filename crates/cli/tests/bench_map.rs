@@ -1,10 +1,10 @@
-//! `ringfence bench map`: what it prints is a contract, and wrong usage is refused.
+//! `ringfence bench map`: its output is a contract, and wrong usage is refused.
 
 mod common;
 
 use common::{Place, number};
 
-/// A run as short as one can be.
+/// The shortest possible run.
 const SHORT: [&str; 7] = ["bench", "map", "--repeat", "2", "--budget", "0.1", "--quiet"];
 
 #[test]
@@ -13,7 +13,7 @@ fn the_json_holds_every_row_and_figure() {
     let json = place.bench(&SHORT, &["--batch", "1,64", "--live", "10,1k"]);
     let rows = json["rows"].as_array().unwrap();
     let names = ["ringfence", "btreemap", "btreemap-range"];
-    // With a device each for two threads, and with a table of its own for who attaches.
+    // Rows with a device for each of two threads ("apart"), and with a mirrored table for attach.
     let forms = |form: &str| rows.iter().filter(|row| row["params"]["form"] == form).count();
     assert_eq!([forms("apart"), forms("mirror")], [2, 2]);
     assert_eq!(rows.len(), (2 * 4 + 2 * 2 + 2) * names.len() + 2 + 2 + 2 + 4);

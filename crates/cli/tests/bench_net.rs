@@ -1,4 +1,4 @@
-//! `ringfence bench net`: between real processes, what it prints is a contract.
+//! `ringfence bench net`, between real processes: its output is a contract.
 
 mod common;
 
@@ -7,7 +7,7 @@ use std::path::Path;
 use common::{Place, number};
 use serde_json::Value;
 
-/// A run as short as one can be.
+/// The shortest possible run.
 const SHORT: [&str; 7] = ["bench", "net", "--repeat", "2", "--seconds", "0.2", "--quiet"];
 
 fn names(json: &Value) -> Vec<String> {
@@ -117,7 +117,7 @@ fn where_ringfence_is_the_iommu_each_use_of_a_buffer_is_mapped_and_nothing_is_lo
         assert_eq!(row.get("updates_per_packet").is_some(), !off, "{row}");
         let strict = row["params"]["policy"] == "strict+map";
         if strict {
-            // Of neighbours in memory one MAP for all, else one each; a frame in a loop has two.
+            // Adjacent buffers take one MAP for all, others one each; a frame in a loop has two.
             let maps = number(row, "/updates_per_packet");
             let one = row["params"]["bundle"] == 1 || row["params"]["page_run"] == 1;
             assert_eq!(maps > 0.5, one, "{row}");

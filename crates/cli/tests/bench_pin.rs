@@ -1,5 +1,5 @@
-//! `ringfence bench pin`: what it prints is a contract, who pins is checked by the kernel's count, and
-//! wrong usage is refused.
+//! `ringfence bench pin`: its output is a contract, the kernel's count checks each implementation,
+//! and wrong usage is refused.
 
 mod common;
 
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 const NAMES: [&str; 4] = ["ringfence", "page-by-page", "ringfence-each", "runs-by-hand"];
 
-/// A run as short as one can be.
+/// The shortest possible run.
 const SHORT: [&str; 7] = ["bench", "pin", "--repeat", "2", "--budget", "0.1", "--quiet"];
 
 #[test]
@@ -18,7 +18,7 @@ fn the_json_holds_every_row_and_figure() {
     let place = Place::new();
     let json = place.bench(&SHORT, &["--pages", "1,64"]);
     let rows = json["rows"].as_array().unwrap();
-    // One page lies as it lies.
+    // A single page has only one order.
     assert_eq!(rows.len(), 3 * (1 + 4) * NAMES.len());
     let missing = json["settings"]["did_not_run"].as_array().unwrap();
     for row in rows {
@@ -79,14 +79,15 @@ fn what_is_asked_for_is_measured_and_nothing_else() {
 #[test]
 fn huge_pages_that_are_missing_are_told_loudly_and_fail_the_run_if_named() {
     let place = Place::new();
-    // 16,384 pages take 64 huge pages: few machines have set so many apart.
+    // 16,384 pages take 64 huge pages: few machines have reserved that many.
     let list = ["--pages", "16384", "--list", "contiguous"];
     let ended = place.run(&[&SHORT[..], &list].concat());
     assert_eq!(ended.code(), 0, "{ended}");
     let missing = ended.out.contains("DID NOT RUN: hugetlb did not run");
     assert_eq!(missing, !ended.out.contains("hugetlb memory"), "{ended}");
     assert_eq!(missing, ended.out.contains("vm.nr_hugepages="), "{ended}");
-    // Meanwhile others may have taken or given back some: each run by what it found itself.
+    // Other processes may have taken or returned some meanwhile: each run is judged by what it
+    // found itself.
     let ended = place.run(&[&SHORT[..], &list, &["--memory", "hugetlb"]].concat());
     let missing = ended.err.contains("hugetlb did not run");
     assert_eq!(ended.code(), i32::from(missing), "{ended}");
@@ -114,7 +115,8 @@ fn run_lengths_of_recordings_are_told() {
         found.unwrap_or_else(|| panic!("no {measure} of {trace}"))
     };
     for trace in [&nvme, &qemu] {
-        // As many pages whatever they are joined to; a page may be mapped twice in a burst.
+        // The number of pages is the same however they are merged; a page may be mapped twice in a
+        // burst.
         let pages = number(row(trace, "map"), "/pages");
         assert_eq!(number(row(trace, "buffer"), "/pages"), pages);
         assert_eq!(number(row(trace, "burst"), "/pages"), pages);

@@ -1,4 +1,4 @@
-//! `ringfence blk`, served to a front end and a driver of ours as to a stranger's.
+//! `ringfence blk`, with our own front end and driver, which know only the protocol.
 
 mod common;
 
@@ -33,12 +33,12 @@ use zerocopy::IntoBytes;
 const LONG: Duration = LIMIT;
 const MIB: usize = 1 << 20;
 const PAGE: usize = 4096;
-/// Requests of a queue at a time.
+/// Most requests in flight in a queue.
 const DEPTH: u16 = 16;
 /// VERSION_1, EVENT_IDX, INDIRECT_DESC, ACCESS_PLATFORM.
 const PLAIN: u64 = 1 << 32 | 1 << 29 | 1 << 28;
 const PLATFORM: u64 = 1 << 33;
-/// Where the memory is, for a device behind an IOMMU.
+/// The memory's first address, for a device behind an IOMMU.
 const IOVA: u64 = 1 << 40;
 
 /// A virtual machine without a guest: memory and the driver's end of queues, which outlive the
@@ -60,7 +60,7 @@ struct Queue {
     call: Arc<OwnedFd>,
 }
 
-/// Its connection to a device.
+/// A machine's connection to a device.
 struct Connection {
     main: Arc<Mutex<Frontend>>,
     ended: Arc<AtomicBool>,
@@ -164,7 +164,7 @@ impl Machine {
             main.set_vring_call(index, Some(queue.call.as_fd())).unwrap();
             main.set_vring_kick(index, Some(queue.kick.as_fd())).unwrap();
             main.set_vring_enable(index, true).unwrap();
-            // What was kicked to the one before is not known to this one.
+            // This back end does not know of earlier kicks.
             event::signal(&queue.kick);
         }
         connection
@@ -203,7 +203,7 @@ impl Drop for Connection {
     }
 }
 
-/// What a front end keeps over a crash of the back end.
+/// What a front end keeps when the back end crashes.
 #[derive(Default)]
 struct Kept {
     region: Option<(ringfence_vhost_user::msg::Inflight, PeerFd)>,
@@ -284,7 +284,7 @@ fn requests_of_all_kinds_reach_the_image_for_one_client_after_the_other() {
             }
             assert!(!machine.request(0, Kind::Out, MIB as u64 / 512, 0, 512), "past the end");
         }
-        // A worker counts what it has answered once the driver has the answer.
+        // A worker counts a completion after the driver has got it.
         let begun = Instant::now();
         let text = loop {
             let text = figures(&place);
@@ -309,7 +309,7 @@ fn a_disk_that_is_only_read_is_not_written() {
     let place = Place::new();
     let image = place.write("disk.img", vec![7; MIB]);
     let running = started(&place, &["--read-only"]);
-    // Others may read it, too.
+    // Other processes may read it, too.
     let other = place.start(&["blk", "--socket", "t", "--image", "disk.img", "--read-only"]);
     let mut machine = Machine::new(1, true);
     for socket in ["s", "t"] {
@@ -328,8 +328,8 @@ fn a_disk_that_is_only_read_is_not_written() {
     assert_eq!(fs::read(image).unwrap(), vec![7; MIB]);
 }
 
-/// What a killed process of the same socket still reads into a guest's memory cannot be told from what one reads that
-/// runs.
+/// Reads into a guest's memory by a killed process of a socket cannot be told apart from those of
+/// its running process.
 #[test]
 fn a_reader_shares_its_image_but_not_with_another_of_its_socket() {
     let place = Place::new();
@@ -351,7 +351,7 @@ fn a_reader_shares_its_image_but_not_with_another_of_its_socket() {
     ends(running, &place);
 }
 
-/// Writes and reads past the page cache where that is possible, and beside it where not.
+/// Writes and reads bypass the page cache where possible, and go through it otherwise.
 #[test]
 fn direct_requests_need_not_be_aligned() {
     let place = Place::new();
@@ -368,7 +368,7 @@ fn direct_requests_need_not_be_aligned() {
     ends(running, &place);
 }
 
-/// One write a block at a time; what was acknowledged is remembered.
+/// One write at a time to each block; acknowledged versions are remembered.
 struct Load {
     versions: HashMap<u64, u32>,
     /// By token: the block and its new version.
@@ -380,7 +380,7 @@ struct Load {
 const BLOCKS: u64 = 64;
 
 impl Load {
-    /// Does what can be done now on a queue. Its blocks are `queue` modulo the number of queues.
+    /// Does what is possible now on a queue. Its blocks are `queue` modulo the number of queues.
     fn step(&mut self, machine: &mut Machine, submit: bool) {
         let count = machine.queues.len() as u64;
         for index in 0..machine.queues.len() {
@@ -489,7 +489,7 @@ fn an_image_has_one_writer_and_a_socket_one_server() {
     let place = Place::new();
     place.write("disk.img", vec![0; MIB]);
     place.write("other.img", vec![0; MIB]);
-    // Left behind by one that was killed.
+    // Left behind by a killed process.
     let killed = started(&place, &[]);
     killed.signal(Signal::KILL);
     killed.wait();
@@ -513,7 +513,7 @@ fn a_service_manager_hands_over_the_socket_and_is_told() {
     let listener = UnixListener::bind(place.path("s")).unwrap();
     let told = UnixDatagram::bind(place.path("n")).unwrap();
     told.set_read_timeout(Some(LONG)).unwrap();
-    // As descriptor 3, with the process's own number, as the service manager does it.
+    // Passed as descriptor 3, with the process's own number, as by the service manager.
     let mut child = std::process::Command::new("sh")
         .args(["-c", "LISTEN_FDS=1 LISTEN_PID=$$ NOTIFY_SOCKET=$PWD/n exec \"$0\" blk --image disk.img 3<&0 </dev/null"])
         .arg(env!("CARGO_BIN_EXE_ringfence"))
@@ -536,7 +536,7 @@ fn a_service_manager_hands_over_the_socket_and_is_told() {
     rustix::process::kill_process(id, Signal::TERM).unwrap();
     while !next().contains("STOPPING=1") {}
     assert!(child.wait().unwrap().success());
-    // It is not ours to remove.
+    // The service must not remove it.
     assert!(place.path("s").exists());
     drop(connection);
 }
@@ -553,7 +553,7 @@ fn a_truncated_image_fails_requests_and_truncated_memory_a_ring() {
     assert!(!machine.request(0, Kind::In, 1024, 0, PAGE));
     assert!(machine.request(0, Kind::In, 0, 0, PAGE));
     drop(connection);
-    // The service lives on.
+    // The service continues.
     let mut machine = Machine::new(1, true);
     let _connection = machine.connect(&place.path("s"), None);
     assert!(machine.request(0, Kind::In, 0, 0, PAGE));
@@ -569,7 +569,7 @@ fn bytes_that_are_no_protocol_end_their_connection_alone() {
         let mut stream = connected(&place.path("s"));
         stream.write_all(bytes).unwrap();
         let mut rest = Vec::new();
-        // Hung up, in one way or another.
+        // Hung up, by end of file or by an error.
         let _ = stream.read_to_end(&mut rest);
         assert!(rest.is_empty());
     }

@@ -1,15 +1,15 @@
-//! Rows whose I/O goes through the bounce pools: copied, or filled and read in place.
+//! Rows with I/O through the bounce pools: copied, or filled and read in place.
 
 mod common;
 
 use common::{Place, number, policies, probes_per_io, row};
 use serde_json::Value;
 
-/// One round, which is over when each clone has been through its area: so many I/Os, however long they
-/// take.
+/// One round, which ends when each clone has been through its area: a fixed number of I/Os, however
+/// long they take.
 const ONCE: [&str; 2] = ["--repeat", "1"];
-/// Rounds that end in the middle of it all: where it matters what is taken as the time is over. More than
-/// one, since for a moment all that was taken may have come back.
+/// Rounds that end with I/O in flight, for checks of what is still taken at the end. More than one,
+/// since for a moment everything may have been returned.
 const IN_THE_MIDDLE: [&str; 4] = ["--repeat", "3", "--runtime", "0.1"];
 const ROWS: [&str; 2] = ["--policy", "off,strict+map,bounce,auto,zero-copy"];
 
@@ -19,12 +19,12 @@ fn measure(lines: &str, arguments: &[&str]) -> Value {
     Place::new().measure(&job, &[&ONCE[..], arguments].concat())
 }
 
-/// Of the row `policy`, the number at `path`.
+/// The number at `path` in the row `policy`.
 fn of(json: &Value, policy: &str, path: &str) -> f64 {
     number(row(json, 0, policy), path)
 }
 
-/// That a row promised what strict promises, was probed, and kept it.
+/// Checks that a row promised what strict promises, was probed, and kept the promise.
 fn is_strict(json: &Value, policy: &str) {
     let row = row(json, 0, policy);
     assert_eq!(row["exposure"]["reach"], "none", "{row}");
@@ -44,7 +44,7 @@ fn what_is_copied_asks_for_nothing_and_is_as_safe_as_strict() {
     let bounce = row(&json, 0, "bounce");
     assert_eq!(bounce["effective_policy"], "bounce");
     assert_eq!(number(bounce, "/bounced_fraction"), 1.0);
-    // Once an I/O: 64 KiB there, or back. The probe's pages are among them.
+    // Once an I/O: 64 KiB in one direction. The probe's pages are included.
     let probes = probes_per_io(bounce, IOS);
     let copied = number(bounce, "/copied_bytes_per_io") - 4096.0 * probes;
     assert!((50e3..90e3).contains(&copied), "{copied}");
@@ -53,13 +53,13 @@ fn what_is_copied_asks_for_nothing_and_is_as_safe_as_strict() {
     assert_eq!(number(bounce, "/not_bounced"), 0.0);
     assert!(number(bounce, "/pool_bytes") >= 65536.0, "{bounce}");
     assert_eq!(number(bounce, "/taken_bytes"), 0.0);
-    // The pools' own growth is all that the IOMMU is asked for.
+    // Only the growth of the pools causes requests to the IOMMU.
     let requests = ["strict+map", "bounce"].map(|policy| of(&json, policy, "/requests_per_io"));
     assert!(requests[1] < requests[0] / 10.0, "{requests:?}");
     let auto = row(&json, 0, "auto");
     assert_eq!(auto["effective_policy"], "auto");
     assert!((0.0..=1.0).contains(&number(auto, "/bounced_fraction")), "{auto}");
-    // Who maps has no pools.
+    // A row that maps has no pools.
     assert_eq!(row(&json, 0, "strict+map")["pool_bytes"], Value::Null);
 }
 
@@ -76,7 +76,7 @@ fn what_is_filled_in_place_is_neither_copied_nor_called_strict() {
     assert_eq!(number(row, "/copied_bytes_per_io"), 0.0);
     assert_eq!(row["bounced_fraction"], Value::Null, "nothing is mapped");
     assert!(number(row, "/requests_per_io") < 0.5, "{row}");
-    // To take and to give back is timed; what that takes may be less than the clock does.
+    // Taking and giving back is timed; it may take less than the clock can show.
     assert!(number(row, "/iommu_ns_per_io") >= 0.0, "{row}");
     // No more than is in flight.
     let taken = number(row, "/taken_bytes");
@@ -122,14 +122,14 @@ fn what_is_longer_than_the_threshold_is_mapped() {
     let json = measure("bs=4k,64k size=32m", &rows);
     assert_eq!(json["tuning"]["bounce_threshold"], 16 << 10);
     is_strict(&json, "bounce");
-    // The reads are copied, the writes are not. The probe's pages are, and are as many as there are
-    // mappings beside one an I/O.
+    // The reads are copied, the writes are not. The probe's pages are copied too; their number is
+    // that of the mappings beyond one an I/O.
     let copies = of(&json, "bounce", "/bounced_per_io");
     let probes = copies / of(&json, "bounce", "/bounced_fraction") - 1.0;
     let copied = copies - probes;
     assert!((0.3..0.7).contains(&copied), "{copied}");
     assert!(of(&json, "bounce", "/requests_per_io") > 1.0);
-    // Nothing is so short, the probe's pages included.
+    // No mapping is that short, the probe's pages included.
     let rows = ["--policy", "bounce", "--bounce-threshold", "512"];
     assert_eq!(of(&measure("bs=4k,64k size=8m", &rows), "bounce", "/bounced_fraction"), 0.0);
 }
@@ -154,7 +154,7 @@ fn an_untrusted_disk_gets_copies_of_what_shares_a_page_in_every_row() {
         }
         for policy in ["strict", "strict+map", "lazy-mq", "bounce", "auto"] {
             is_strict(&json, policy);
-            // All but the probe's pages, which are whole: a MAP and an UNMAP each.
+            // A MAP and an UNMAP each only for the probe's pages, which are whole.
             let row = row(&json, 0, policy);
             assert!(number(row, "/bounced_per_io") > 0.9, "{lines}: {row}");
             let requests = number(row, "/requests_per_io") - 2.0 * probes_per_io(row, ios);
@@ -162,12 +162,12 @@ fn an_untrusted_disk_gets_copies_of_what_shares_a_page_in_every_row() {
         }
         assert_eq!(row(&json, 0, "off")["pool_bytes"], Value::Null);
     }
-    // Whole pages have nothing beside them: they are mapped.
+    // Whole pages contain nothing else: they are mapped.
     let json = measure("bs=4k size=4m", &untrusted);
     for policy in ["strict", "strict+map", "lazy-mq"] {
         assert_eq!(of(&json, policy, "/bounced_fraction"), 0.0, "{policy}");
     }
-    // And so is a part of a page, for a disk that is trusted.
+    // So is a part of a page, for a trusted disk.
     let json = measure("bs=512 size=1m", &["--policy", "strict"]);
     assert_eq!(row(&json, 0, "strict")["pool_bytes"], Value::Null);
     assert!(of(&json, "strict", "/requests_per_io") > 1.0);
@@ -184,7 +184,7 @@ fn people_are_told_what_was_copied() {
     assert!(ended.out.contains("zero-copy in place, "), "{ended}");
     assert!(ended.out.contains("mappings that were copies"), "{ended}");
     assert!(ended.out.replace("\n  ", " ").contains("slots of 64 MiB at most"), "{ended}");
-    // What is filled in place is open.
+    // Memory that is filled in place stays open.
     let mut lines = ended.out.lines();
     let line = lines.find(|line| line.trim_start().starts_with("zero-copy ")).unwrap();
     assert!(line.contains(" open "), "{ended}");

@@ -32,8 +32,8 @@ use serde_json::Value;
 /// The endpoints behind the IOMMU; each is a disk.
 const ENDPOINTS: [u32; 2] = [0x30, 0x38];
 
-/// A virtio-iommu at `iommu.sock` of a place, as `made` makes it, and a disk of each endpoint at
-/// `disk-N.sock`.
+/// Serves a virtio-iommu at `iommu.sock` of a place, made by `made`, and a disk for each endpoint
+/// at `disk-N.sock`.
 fn serve<H: Handler + Send + 'static>(place: &Place, made: impl FnOnce(IommuBackend) -> H) {
     let workers: Arc<[Worker]> =
         [Worker::spawn("worker", Notify::Adaptive).expect("a worker")].into();
@@ -68,7 +68,7 @@ fn serve<H: Handler + Send + 'static>(place: &Place, made: impl FnOnce(IommuBack
     }
 }
 
-/// Serves one front end after the other at a socket, as long as this process lives.
+/// Serves one front end after the other at a socket, for as long as this process lives.
 fn listen<H: Handler + Send + 'static>(socket: PathBuf, mut handler: H) {
     let listener = UnixListener::bind(socket).expect("a socket");
     thread::spawn(move || {
@@ -80,12 +80,12 @@ fn listen<H: Handler + Send + 'static>(socket: PathBuf, mut handler: H) {
     });
 }
 
-/// As a device, but not in everything.
+/// A device with deviations.
 struct Wrong {
     inner: IommuBackend,
-    /// What the field `bypass` reads.
+    /// The value that the field `bypass` reads as.
     bypass: Option<u8>,
-    /// Whether requests are taken at all.
+    /// Whether requests are left unserved.
     deaf: bool,
 }
 
@@ -140,8 +140,8 @@ impl Handler for Wrong {
 
 fn conformance(place: &Place, more: &[&str]) -> Ended {
     let mut arguments = vec!["conformance", "iommu.sock", "--endpoint", "0x30"];
-    // Answers that come may take their time. What an access is given is a tenth of it: a second, since
-    // there are some that are never answered, each of which takes all of that.
+    // Replies that come may take their time. Accesses get a tenth of the time-out: a second, since
+    // some are never completed, and each of these takes all of it.
     if !more.contains(&"--timeout") {
         arguments.extend(["--timeout", "10000"]);
     }
@@ -155,7 +155,7 @@ fn json(place: &Place, more: &[&str]) -> (Ended, Value) {
     (ended, found)
 }
 
-/// The checks that ended so.
+/// The checks that ended this way.
 fn ended_as<'a>(found: &'a Value, outcome: &str) -> Vec<&'a str> {
     let rules = found["rules"].as_array().expect("rules").iter();
     let those = rules.filter(|row| row["outcome"] == outcome);
@@ -183,7 +183,7 @@ fn our_own_device_conforms_to_the_letter_in_another_process() {
         "needs-reset",
     ];
     assert_eq!(ended_as(&found, "not applicable"), cannot);
-    // A second run finds what the first one found: nothing is left behind.
+    // A second run finds the same as the first: nothing is left behind.
     let (_, again) = json(&place, &[&WITH_DISKS[..], &["--strict"]].concat());
     assert_eq!(found, again);
 }

@@ -1,12 +1,13 @@
-//! What `compare` prints is a contract: scripts and people read it.
+//! The output of `compare` is a contract: scripts and people read it.
 
 mod common;
 
 use common::{MAPPING, POLICIES, Place, number, policies, probes_per_io, row};
 use serde_json::Value;
 
-/// 64 KiB, which is 16 pages that lie apart: what tells a batched map from single ones. So many I/Os,
-/// however long they take: figures an I/O say the same on a busy machine.
+/// 64 KiB in 16 pages that are not adjacent, which distinguishes a batched map from single ones.
+/// The number of I/Os is fixed, however long they take: figures per I/O are the same on a busy
+/// machine.
 const JOB: &str = "\
 [global]
 direct=1
@@ -86,7 +87,7 @@ fn the_json_holds_every_field_of_the_contract() {
         assert!(number(row, "/iotlb/hits") + number(row, "/iotlb/misses") > 0.0);
     }
 
-    // What lies open, and until when: a promise and a figure that agree.
+    // What stays open, and until when: the promise and the figure must agree.
     for policy in policies(&json, 0) {
         let row = row(&json, 0, policy);
         let wanted = match policy {
@@ -131,8 +132,9 @@ fn the_json_holds_every_field_of_the_contract() {
     assert_eq!((&default["batch"], &default["trust"]), (&64.into(), &"auto".into()));
     assert!(default["max_exposure_ms"].is_null() && default["flush_queue_slots"].is_null());
 
-    // Who waited: of each kind those that can, and all together as many as the driver counted,
-    // unless syncs are shared: those are asked after, and mostly nobody waits.
+    // The waits: each policy has those of the kinds that it can have, and all together as many as
+    // the driver counted. Shared syncs are the exception: they are polled, and mostly no thread
+    // waits.
     for policy in MAPPING {
         let row = row(&json, 0, policy);
         let of = |kind: &str, figure| number(row, &format!("/sync_waits/{kind}/{figure}"));
@@ -153,12 +155,12 @@ fn the_json_holds_every_field_of_the_contract() {
         let syncs = number(row, "/syncs_per_io");
         assert!(waits < 1.1 * syncs, "{policy}: {waits} of {syncs}");
         assert!(shared || waits > 0.9 * syncs, "{policy}: {waits} of {syncs}");
-        // Their time is the timer's, not the job threads'.
+        // The timer waits in its own time, not in that of the job threads.
         assert!(row["sync_waits"]["timer"]["thread_fraction"].is_null(), "{policy}");
     }
     assert!(row(&json, 0, "off")["sync_waits"].is_null());
 
-    // The probe looked, and what it found is what the policies promise.
+    // The probe looked, and found what the policies promise.
     for strict in ["strict", "strict+map", "bounce", "auto"] {
         let row = row(&json, 0, strict);
         assert!(number(row, "/stale_window/probes") > 0.0, "{strict}");
@@ -174,8 +176,8 @@ fn the_json_holds_every_field_of_the_contract() {
 
 #[test]
 fn the_policies_differ_in_what_they_ask_of_the_iommu() {
-    // Each I/O by itself, and queues that are flushed when they are full: neither what happens to be
-    // ready at the same time, nor how many I/Os there are in a timer's interval, decides.
+    // Each I/O on its own, and queues that are flushed when they are full: the result depends
+    // neither on what happens to be ready at the same time, nor on the I/Os in a timer's interval.
     let rows = "off,strict,strict+map,lazy-sq,lazy-mq,lazy-sq+map,lazy-mq+map";
     let each = ["--repeat", "1", "--policy", rows, "--batch", "1", "--flush-queue-ms", "1000"];
     let json = Place::new().measure(JOB, &each);
@@ -184,7 +186,7 @@ fn the_policies_differ_in_what_they_ask_of_the_iommu() {
         let syncs = ["strict", "strict+map", lazy].map(|policy| of(policy, "/syncs_per_io"));
         assert!(syncs[0] > syncs[1] && syncs[1] > syncs[2], "{lazy}: {syncs:?}");
         let requests = ["strict", "strict+map", lazy].map(|policy| of(policy, "/requests_per_io"));
-        // A lazy unmap is as much of a request as a strict one: only the sync is put off.
+        // A lazy unmap sends a request like a strict one: only the sync is postponed.
         assert!(requests[0] >= 0.99 * requests[2], "{lazy}: {requests:?}");
     }
     for lazy in ["lazy-sq", "lazy-mq"] {
@@ -203,12 +205,12 @@ fn the_table_has_a_row_for_each_policy_and_names_disk_and_notify_mode() {
     }
     assert!(ended.out.contains("disk paced"), "{ended}");
     assert!(ended.out.contains("notify sleep"), "{ended}");
-    // What off leaves open is no number.
+    // What `off` leaves open has no number.
     let line = ended.out.lines().find(|line| line.trim_start().starts_with("off ")).unwrap();
     assert!(line.contains(" open ") && ended.out.contains("lies  open"), "{ended}");
     assert!(ended.out.contains("\nwaits: strict map "), "{ended}");
     assert!(ended.out.contains("\nqueues: lazy-sq and lazy-mq: "), "{ended}");
-    // Progress went elsewhere, as plain lines.
+    // Progress went to standard error, as plain lines.
     assert!(ended.err.contains("warm-up") && !ended.err.contains('\u{1b}'), "{ended}");
     assert!(!ended.out.contains("warm-up") && !ended.out.contains('\u{1b}'), "{ended}");
 }
@@ -221,8 +223,8 @@ fn a_bound_of_exposure_is_kept_and_told() {
     assert_eq!(json["tuning"]["max_exposure_bytes"], 128 << 10);
     assert_eq!(json["tuning"]["max_exposure_ms"], 100);
     let row = row(&json, 0, "lazy-sq+map");
-    // Of two unmaps of 64 KiB the second cannot wait beside the first for long: somebody flushed,
-    // and not after a second, as a single queue does by itself.
+    // The second of two unmaps of 64 KiB cannot wait beside the first for long: there was a flush,
+    // and not only after a second, as in a single queue without a bound.
     assert!(number(row, "/sync_waits/full/count") > 0.0, "{row}");
     let late = number(row, "/exposure/late_releases");
     assert!(number(row, "/exposure/max_ms") <= 100.0 || late > 0.0, "{row}");
@@ -256,7 +258,7 @@ fn each_policy_that_maps_is_run_with_each_allocator_in_order() {
     let mut wanted = vec![("host", &Value::Null), ("off", &Value::Null)];
     wanted.extend(of("strict+map").chain(of("lazy-mq")));
     assert_eq!(rows, wanted);
-    // People see both names.
+    // The table shows both names.
     for name in ["strict+map/rbtree", "strict+map/ringfence", "lazy-mq/bitmap"] {
         let row = |line: &&str| line.split_whitespace().next() == Some(name);
         assert_eq!(ended.out.lines().filter(row).count(), 1, "{name}\n{ended}");
@@ -353,18 +355,18 @@ fn an_untrusted_disk_is_strict_whatever_is_asked_for_and_the_reason_is_told() {
 
 #[test]
 fn requests_that_are_submitted_together_share_their_syncs_and_neighbours_their_mapping() {
-    // All of a round's I/Os are submitted together: when they complete is another matter.
+    // All of a round's I/Os are submitted together; they may complete at any time.
     const IOS: u32 = 256;
     let job = "[pages]\nrw=randrw\nbs=64k\nsize=16m\niodepth=256\n";
     let rows = ["--repeat", "1", "--policy", "off,strict+map", "--page-run", "512"];
     let together = Place::new().measure(job, &rows);
     let each = Place::new().measure(job, &[&rows[..], &["--batch", "1"]].concat());
-    // A probe is a MAP and an UNMAP with a sync for each, too.
+    // A probe, too, is a MAP and an UNMAP with a sync each.
     let of = |json: &Value, path: &str| {
         let row = row(json, 0, "strict+map");
         number(row, path) - 2.0 * probes_per_io(row, IOS)
     };
-    // One MAP and one UNMAP an I/O, and a sync for each.
+    // One MAP and one UNMAP an I/O, and a sync each.
     for path in ["/syncs_per_io", "/requests_per_io"] {
         let (each, together) = (of(&each, path), of(&together, path));
         assert!((1.9..2.1).contains(&each) && together < each - 0.5, "{path}: {each} {together}");

@@ -1,4 +1,5 @@
-//! Real files as the disk: what is made goes, what is there is respected, what is read is checked.
+//! Real files as the disk: files made by the command are removed, existing ones are respected,
+//! reads are checked.
 
 mod common;
 
@@ -49,7 +50,7 @@ fn a_job_that_only_reads_may_read_what_others_wrote() {
 
 #[test]
 fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
-    // Whether it has direct I/O depends on the kernel: either way the job must run.
+    // Whether it supports direct I/O depends on the kernel: the job must run either way.
     let Ok(folder) = tempfile::tempdir_in("/dev/shm") else { return };
     let disk = folder.path().join("disk.img");
     let place = Place::new();
@@ -59,7 +60,7 @@ fn a_file_system_without_direct_io_is_used_through_the_page_cache() {
 
 #[test]
 fn reads_that_meet_writes_half_way_are_no_errors() {
-    // Eight clones on two blocks. A page cache hands out blocks that are being written.
+    // Eight clones on two blocks. A page cache returns blocks that are being written.
     let job = "[clash]\nrw=randrw\nbs=64k\nsize=128k\niodepth=4\nnumjobs=4\nnorandommap\n\
                time_based\nruntime=300ms\n";
     let place = Place::new();
@@ -75,7 +76,7 @@ fn reads_that_meet_writes_half_way_are_no_errors() {
 fn sectors_of_512_bytes_work_on_a_file() {
     let job = "[small]\nrw=randrw\nbs=512\nsize=1m\niodepth=4\ntime_based\nruntime=50ms\n";
     let place = Place::new();
-    // In memory: a disk of 4096-byte sectors refuses them with direct I/O.
+    // In memory: a disk with 4096-byte sectors refuses them with direct I/O.
     let shared = tempfile::tempdir_in("/dev/shm");
     let folder = shared.as_ref().map_or(place.path(""), |folder| folder.path().to_owned());
     let disk = folder.join("small.img");
@@ -93,15 +94,15 @@ fn bytes_that_are_wrong_are_found() {
             "job.fio",
             "--disk=disk.img",
             "--destroy-data",
-            // As long as it may take until the sector below is bad: it ends at the first error of
-            // the round that warms up.
+            // Long enough for the sector below to go bad: it ends at the first error of the warm-up
+            // round.
             "--runtime=60",
             "--repeat=2",
             "--policy",
             row,
             "--json=out.json",
         ]);
-        // The disk is laid out once it is ours from beginning to end; then a sector goes bad.
+        // The disk is laid out once all of it is allocated; then a sector goes bad.
         let file = File::options().read(true).write(true).open(&disk).unwrap();
         let deadline = Instant::now() + LIMIT;
         let mut last = [0; 512];
@@ -117,7 +118,7 @@ fn bytes_that_are_wrong_are_found() {
         let ended = running.wait();
         assert_eq!(ended.code(), 1, "{ended}");
         assert!(ended.err.contains("I/Os failed"), "{ended}");
-        // Where it is wrong is said, too.
+        // The message also says where it is wrong.
         let said = format!("{}{}{}", ended.err, ended.out, place.read("out.json"));
         assert!(said.contains("0x7b000"), "{row}\n{ended}");
     }

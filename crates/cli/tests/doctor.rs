@@ -1,4 +1,4 @@
-//! `doctor`, as a user runs it: on this host, and on copies of what others show of themselves.
+//! `doctor`, as a user runs it: on this host, and on copies of other hosts' files.
 
 mod common;
 
@@ -7,14 +7,14 @@ use std::{fs, os::unix::fs::symlink, path::PathBuf};
 use common::{Ended, Place};
 use serde_json::Value;
 
-/// What another host shows in /proc, /sys and /dev.
+/// The /proc, /sys and /dev of another host.
 struct Host {
     place: Place,
     root: PathBuf,
 }
 
 impl Host {
-    /// One of which nothing is to be seen.
+    /// A host of which nothing can be seen.
     fn bare() -> Host {
         let place = Place::new();
         let root = place.path("root");
@@ -56,7 +56,7 @@ impl Host {
         symlink(target, path).unwrap();
     }
 
-    /// A PCI device of a group.
+    /// Adds a PCI device of a group.
     fn device(&self, group: &str, address: &str, class: &str, driver: &str) {
         let folder = format!("sys/devices/pci0000:00/{address}");
         self.file(&format!("{folder}/class"), class);
@@ -117,11 +117,11 @@ fn this_host_is_told_of_and_the_exit_status_says_the_same() {
     {
         assert!(!json[key].is_null(), "{key} is missing\n{json}");
     }
-    // Where these tests run, back ends run.
+    // Back ends can run wherever these tests run.
     assert_eq!(state(&json, "io-uring"), "ok", "{json}");
     assert_eq!(state(&json, "memfd"), "ok", "{json}");
     assert!(["ok", "warning"].contains(&state(&json, "sandbox")), "{json}");
-    // Every lack says what helps.
+    // Every lack comes with a remedy.
     for check in json["checks"].as_array().unwrap() {
         let helpless = check["remedies"].as_array().unwrap().is_empty();
         assert!(check["state"] != "lack" || !helpless, "{check}");
@@ -144,7 +144,7 @@ fn a_host_with_a_half_bound_group_becomes_ready_by_what_it_is_told() {
     assert_eq!(state(&json, "group-3"), "lack", "{json}");
     assert_eq!(state(&json, "iommu"), "ok", "{json}");
     assert_eq!(state(&json, "interrupt-remapping"), "ok", "{json}");
-    // What the commands do.
+    // Do what the commands say.
     let told = commands(&json, "group-3");
     assert_eq!(
         told,

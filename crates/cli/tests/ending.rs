@@ -12,7 +12,7 @@ const JOB: &str = "[pages]\nrw=randrw\nbs=16k\nsize=16m\niodepth=8\ntime_based\n
 const LONG: [&str; 7] =
     ["compare", "job.fio", "--repeat", "1000", "--policy", "off,strict", "--json=out.json"];
 
-/// What may lie in the folder after a run.
+/// The files that may be in the folder after a run.
 const FILES: [&str; 2] = ["job.fio", "out.json"];
 
 fn start(place: &Place) -> Running {
@@ -20,7 +20,7 @@ fn start(place: &Place) -> Running {
     place.start(&LONG)
 }
 
-/// Lets a round of each row go by.
+/// Waits until each row has run a round.
 fn let_it_run(running: &mut Running) {
     running.wait_for(|line| {
         let round = line.split_once(", round ").and_then(|(_, rest)| rest.split(' ').next());
@@ -47,7 +47,7 @@ fn stopped_in_order(place: &Place, ended: &Ended) {
     nothing_is_left(place);
 }
 
-/// After an end in order: the command has waited for its device process.
+/// After an orderly end: the command has waited for its device process.
 fn nothing_is_left(place: &Place) {
     let left = place.processes();
     assert!(left.is_empty(), "{left:?}");
@@ -140,13 +140,13 @@ fn a_device_process_that_is_killed_is_an_error_that_says_so() {
     for row in ["off", "strict", "lazy-mq+map"] {
         let place = Place::new();
         place.write("job.fio", JOB);
-        // The warm-up is over soon; the round that follows takes an hour, and is the one that is hit.
+        // The warm-up is over soon; the following round takes an hour, and is interrupted.
         let running = place.start(&["compare", "job.fio", "--runtime", "3600", "--policy", row]);
         let warm_up = place.device_process().id;
         let begun = Instant::now();
         let device = loop {
             let device = place.device_process();
-            // In the middle: to begin does not take so much processor time.
+            // In the middle of the round: starting up takes less processor time than this.
             if device.id != warm_up && device.cpu_time() > Duration::from_millis(100) {
                 break device;
             }
@@ -154,7 +154,7 @@ fn a_device_process_that_is_killed_is_an_error_that_says_so() {
             std::thread::sleep(Duration::from_millis(5));
         };
         device.kill(Signal::KILL);
-        // That it ends is because of that.
+        // It ends because of that.
         let ended = running.wait();
         assert_eq!(ended.code(), 1, "{ended}");
         assert!(ended.err.contains("the device process ended in the middle"), "{ended}");

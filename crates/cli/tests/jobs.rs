@@ -1,4 +1,4 @@
-//! Jobs as people have them, under all policies: every byte that is read is right.
+//! Typical jobs, under all policies: every byte that is read is right.
 
 mod common;
 
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use common::{POLICIES, Place, number, policies, probes_per_io, row};
 
-/// As short as it can be, and still something is measured.
+/// As short as possible, while something is still measured.
 const SHORT: [&str; 4] = ["--repeat", "1", "--runtime", "0.05"];
 
 fn job(lines: &str) -> String {
@@ -25,7 +25,8 @@ fn one_pass(ios: u32, bs: &str, arguments: &[&str]) -> serde_json::Value {
     Place::new().measure(&job, &[&["--repeat", "1"], arguments].concat())
 }
 
-/// What a strict row's own I/Os asked of the IOMMU: the probe's page is mapped and unmapped, too.
+/// The requests of a strict row's own I/Os to the IOMMU: the probe's page is mapped and unmapped,
+/// too.
 fn requests_per_io(json: &serde_json::Value, ios: u32, policy: &str) -> f64 {
     let row = row(json, 0, policy);
     number(row, "/requests_per_io") - 2.0 * probes_per_io(row, ios)
@@ -115,7 +116,7 @@ fn busy_threads_beside_it_get_their_part_under_every_row() {
 
 #[test]
 fn a_buffer_smaller_than_a_page_is_one_map_and_one_unmap() {
-    // Each by itself: neighbours among the addresses would be unmapped as one.
+    // Each on its own: adjacent addresses would be unmapped as one.
     let rows = ["--policy", "off,strict,strict+map", "--batch", "1"];
     let json = one_pass(1024, "bs=1k", &rows);
     for policy in ["strict", "strict+map"] {
@@ -163,7 +164,7 @@ fn a_job_that_is_not_time_based_ends_by_itself() {
     let rows = ["--repeat", "2", "--policy", "host,off,strict,lazy-mq"];
     let json = Place::new().measure(text, &rows);
     assert_eq!(json["jobs"][0]["rounds"], 2);
-    // So small that it is over before one looks.
+    // So small that it is over at once.
     let text = "[pass]\nrw=randread\nbs=4k\nsize=16k\n";
     Place::new().measure(text, &rows);
 }

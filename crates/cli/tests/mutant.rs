@@ -1,5 +1,5 @@
-//! A build whose IOTLBs are not told of unmapped ranges must not pass: the probe is what stands
-//! between a policy that protects and one that only says so. And no such build can be had by features.
+//! A build whose IOTLBs ignore invalidations must not pass: only the probe distinguishes a policy
+//! that protects from one that merely claims to. And no feature can produce such a build.
 
 mod common;
 
@@ -13,7 +13,7 @@ use serde_json::Value;
 
 const JOB: &str = "[pages]\nrw=randrw\nbs=16k\nsize=16m\niodepth=4\n";
 
-/// Our crates that the command is made of: all that is built anew for the mutant.
+/// Our crates in the command: all that is rebuilt for the mutant.
 const OURS: [&str; 13] = [
     "ringfence-cli",
     "ringfence-devices",
@@ -55,7 +55,7 @@ fn target() -> &'static Path {
 
 /// Builds the command with the `--cfg` that breaks it, and returns where it is.
 fn build() -> PathBuf {
-    // It runs for a fraction of a second: to optimise it would take longer.
+    // It runs for a fraction of a second: optimising would take longer.
     let quickly = OURS.into_iter().flat_map(|name| {
         ["opt-level", "debug"].map(|key| format!("profile.test.package.{name}.{key}=0"))
     });
@@ -64,14 +64,14 @@ fn build() -> PathBuf {
         .args(["--profile", "test", "--package", "ringfence-cli", "--bin", "ringfence"])
         .args(["--message-format", "json-render-diagnostics"])
         .args(quickly.flat_map(|setting| ["--config".to_owned(), setting]))
-        // Only our crates get the `--cfg`, under names of their own, so that all that they take of
-        // others is there already. RUSTFLAGS would have everything built anew.
+        // Only our crates get the `--cfg`, under names of their own, so that their dependencies are
+        // already built. RUSTFLAGS would rebuild everything.
         .env(
             "RUSTC_WORKSPACE_WRAPPER",
             Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mutant/rustc.sh"),
         )
         .env("CARGO_BUILD_BUILD_DIR", target())
-        // Not beside the command, whose place it would take.
+        // Not in the directory of the command, which it would replace.
         .arg("--target-dir")
         .arg(target().join("mutant"));
     let built = cargo.output().expect("cargo runs");
@@ -92,13 +92,14 @@ fn a_build_that_invalidates_nothing_fails_as_a_leak() {
     assert_eq!(ended.code(), 1, "{ended}");
     assert!(ended.err.contains("LEAK: pages: strict"), "{ended}");
     assert!(place.read("out.json").contains("LEAK: pages: strict"), "{ended}");
-    // A copy has nothing to invalidate: the buffer was never reachable, whatever the device keeps.
+    // A copy has nothing to invalidate: the buffer was never reachable, whatever the IOTLB keeps.
     let ended = place.compare(JOB, &["--repeat", "1", "--policy", "bounce"]);
     assert_eq!(ended.code(), 0, "{ended}");
     assert!(!ended.err.contains("LEAK"), "{ended}");
 }
 
-/// Features of all dependants add up: what one of them switched off would be off for all, unnoticed.
+/// Features of all dependants add up: one that switched something off would do so for all,
+/// unnoticed.
 #[test]
 fn no_feature_takes_invalidation_away() {
     let output = cargo("metadata").args(["--no-deps", "--format-version", "1"]).output();
@@ -110,7 +111,7 @@ fn no_feature_takes_invalidation_away() {
         assert_eq!(mutant, None, "a feature of {}", package["name"]);
     }
 
-    // The tests of invalidation themselves, where every feature is on.
+    // The tests of invalidation themselves, with every feature on.
     let output = cargo("test")
         .args(["--package", "ringfence-iommu", "--all-features", "--lib"])
         .arg("--target-dir")

@@ -1,4 +1,4 @@
-//! `ringfence net` as front ends and operators meet it.
+//! `ringfence net`, as front ends and operators see it.
 
 mod common;
 #[allow(dead_code)]
@@ -20,7 +20,7 @@ use tempfile::TempDir;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_ringfence");
 
-/// A service that runs.
+/// A running service.
 struct Service {
     child: Child,
     folder: TempDir,
@@ -41,7 +41,7 @@ impl Service {
         Service { child, folder }
     }
 
-    /// With a tap device in a network namespace of its own, of which the kernel's end is 10.9.0.1.
+    /// With a tap device in a network namespace of its own; the kernel's end has 10.9.0.1.
     fn with_tap(arguments: &[&str]) -> Service {
         assert!(
             rustix::process::geteuid().is_root(),
@@ -53,7 +53,7 @@ impl Service {
         Service::start(&before, &[&["--tap", "rf0"], arguments].concat())
     }
 
-    /// It does next to nothing for a while.
+    /// Checks that it is nearly idle for a while.
     fn takes_no_time(&self) {
         let process = Process { id: self.child.id(), line: String::new() };
         process.takes_no_time("net", || std::thread::sleep(Duration::from_millis(100)));
@@ -87,7 +87,7 @@ impl Service {
         page
     }
 
-    /// Ends it in an orderly way.
+    /// Ends it in order.
     fn end(mut self) {
         kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
         assert_eq!(self.child.wait().unwrap().code(), Some(0));
@@ -102,7 +102,8 @@ impl Drop for Service {
     }
 }
 
-/// Sends packets from one driver to another (or itself), and checks each, until all have come and their buffers are back.
+/// Sends packets from one driver to another (or itself), and checks each, until all have arrived
+/// and their buffers are returned.
 fn exchange(drivers: &mut [&mut Driver], from: usize, to: usize, count: usize) {
     let (mut sent, mut got, mut back) = (0, 0, 0);
     until("all packets", drivers, |drivers| {
@@ -115,7 +116,7 @@ fn exchange(drivers: &mut [&mut Driver], from: usize, to: usize, count: usize) {
             assert_eq!(bytes, packet(got, 60 + got * 13 % 1400));
             got += 1;
         }
-        // The device may say so first of those that were filled.
+        // The device may return the filled ones first.
         (got, back) == (count, count)
     });
 }
@@ -169,7 +170,7 @@ fn two_sockets_are_back_to_back() {
     exchange(both, 0, 1, 200);
     exchange(both, 1, 0, 200);
     drop(second);
-    // One that crashed is followed by another, while the first stays.
+    // After a crash another connects, while the first stays.
     let mut second = service.driver("1", Setup::new(true));
     second.offer_all(0, 2048);
     exchange(&mut [&mut first, &mut second], 0, 1, 200);
@@ -182,7 +183,7 @@ fn ethernet(to: [u8; 6], kind: u16, payload: &[u8]) -> Vec<u8> {
     [&to[..], &OURS, &kind.to_be_bytes(), payload].concat()
 }
 
-/// The ones' complement sum of the Internet's protocols.
+/// The ones' complement sum of Internet protocols.
 fn checksum(bytes: &[u8]) -> [u8; 2] {
     let words = bytes
         .chunks(2)
@@ -207,21 +208,21 @@ fn ping(data: &[u8]) -> Vec<u8> {
     [ip, icmp].concat()
 }
 
-/// Who has 10.9.0.1? The kernel says.
+/// An ARP request: who has 10.9.0.1? The kernel replies.
 fn question() -> Vec<u8> {
     let arp = [0, 1, 8, 0, 6, 4, 0, 1];
     let arp = [&arp[..], &OURS, &[10, 9, 0, 2], &[0; 6], &[10, 9, 0, 1]].concat();
     ethernet([0xff; 6], 0x806, &arp)
 }
 
-/// Who answers to it, if this is an answer.
+/// The MAC address in the reply to it, if this is one.
 fn answered(bytes: &[u8]) -> Option<[u8; 6]> {
     let answer = bytes[12..14] == [8, 6] && bytes[20..22] == [0, 2];
     answer.then(|| bytes[6..12].try_into().unwrap())
 }
 
-/// Asks the kernel until it answers: an answer from before it has set the device going, which it does after
-/// its carrier is there, on a thread of its own, is lost.
+/// Repeats the request until the kernel replies: a reply from before it has started the device (on
+/// a thread of its own, after its carrier is up) is lost.
 fn find_kernel(driver: &mut Driver, pairs: u16) -> [u8; 6] {
     let mut asked: Option<Instant> = None;
     let mut kernel = None;
@@ -237,14 +238,14 @@ fn find_kernel(driver: &mut Driver, pairs: u16) -> [u8; 6] {
     kernel.unwrap()
 }
 
-/// Needs to be root, for a network namespace with a tap device in it.
+/// Takes root, for a network namespace with a tap device in it.
 #[test]
 fn what_a_tap_has_for_a_ring_that_has_failed_wakes_nobody() {
     let mut service = Service::with_tap(&[]);
     let mut driver = service.driver("0", Setup::new(false));
     driver.offer_all(0, 1024);
     find_kernel(&mut driver, 1);
-    // More buffers than the ring has descriptors, which is found once those before are used.
+    // More buffers than the ring has descriptors, which is noticed once the earlier ones are used.
     driver.put(u64::from(SIZE) * 16 + 2, &[0, 0x40]);
     let stopped = "ringfence_net_queue_stops_total{queue=\"0.0\"} 1";
     until("a ring that stops", &mut [&mut driver], |drivers| {
@@ -259,7 +260,7 @@ fn what_a_tap_has_for_a_ring_that_has_failed_wakes_nobody() {
     service.end();
 }
 
-/// Needs to be root, for a network namespace with a tap device in it.
+/// Takes root, for a network namespace with a tap device in it.
 #[test]
 fn what_a_tap_has_for_buffers_that_are_too_small_wakes_nobody() {
     let mut service = Service::with_tap(&[]);
@@ -267,7 +268,7 @@ fn what_a_tap_has_for_buffers_that_are_too_small_wakes_nobody() {
     let mut driver = service.driver("0", Setup { features: 0, ..setup });
     driver.offer(0, BUFFERS_AT, 1024);
     find_kernel(&mut driver, 1);
-    // The first answer has a buffer. The second waits for one, and those that come are too small.
+    // The first reply has a buffer. The second waits for one, and those that come are too small.
     (0..2).for_each(|_| driver.send(0, &question()));
     std::thread::sleep(Duration::from_millis(100));
     for at in 0..60 {
@@ -278,7 +279,7 @@ fn what_a_tap_has_for_buffers_that_are_too_small_wakes_nobody() {
     service.end();
 }
 
-/// Needs to be root, for a network namespace with a tap device in it.
+/// Takes root, for a network namespace with a tap device in it.
 #[test]
 fn a_tap_that_is_gone_wakes_nobody() {
     let mut service = Service::with_tap(&[]);
@@ -289,7 +290,7 @@ fn a_tap_that_is_gone_wakes_nobody() {
     let gone = ["-t", &process, "-n", "ip", "link", "del", "rf0"];
     assert!(Command::new("nsenter").args(gone).status().unwrap().success());
     service.takes_no_time();
-    // What goes out is given back all the same.
+    // Outgoing buffers are returned all the same.
     driver.send(0, &question());
     let mut back = 0;
     until("what was sent", &mut [&mut driver], |drivers| {
@@ -300,7 +301,7 @@ fn a_tap_that_is_gone_wakes_nobody() {
     service.end();
 }
 
-/// Needs to be root, for a network namespace with a tap device in it.
+/// Takes root, for a network namespace with a tap device in it.
 #[test]
 fn a_tap_leads_to_the_kernel_s_own_network() {
     for (queues, notify) in [("1", "adaptive"), ("2", "sleep")] {
@@ -315,7 +316,7 @@ fn a_tap_leads_to_the_kernel_s_own_network() {
         let next = |drivers: &mut [&mut Driver]| {
             (0..pairs).find_map(|pair| drivers[0].receive(pair)).map(|(_, bytes)| bytes)
         };
-        // Every byte of what is echoed, in buffers that hold a part of it each.
+        // Every byte of the echo, in buffers that hold a part of it each.
         for n in 0..30 {
             let data = packet(n, 40 * n);
             let request = ping(&data);
@@ -347,7 +348,7 @@ fn a_tap_that_cannot_be_had_is_told_with_what_to_do() {
         String::from_utf8(output.stderr).unwrap()
     };
     assert!(run("a name that no interface has").contains("1 to 15 letters"));
-    // There, and no tap.
+    // It exists, but is not a tap.
     let said = run("lo");
     assert!(said.contains("lo:") || said.contains("/dev/net/tun"), "{said}");
 }

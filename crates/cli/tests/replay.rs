@@ -1,5 +1,4 @@
-//! `replay`, as a user runs it: on the recordings that we ship, and on what is left of them after
-//! accidents.
+//! `replay`, as a user runs it: on the recordings that we ship, and on damaged copies of them.
 
 mod common;
 
@@ -77,7 +76,7 @@ fn json(ended: &Ended) -> Value {
     json
 }
 
-/// A replay that must succeed: its JSON, with nothing else on standard output.
+/// A replay that must succeed; returns its JSON, with nothing else on standard output.
 fn replay(place: &Place, arguments: &[&str]) -> Value {
     json(&place.run(&[&["replay"], &QUICK[..], &["--json", "-"], arguments].concat()))
 }
@@ -119,7 +118,7 @@ fn every_recording_that_we_ship_is_replayed_completely() {
         assert_eq!(names(&trace["allocators"], "impl"), expected);
         for row in rows {
             assert_eq!(count(row, "/failures"), 0, "{row:#}");
-            // Whoever serves them, the same ranges are in use.
+            // With every allocator the same ranges are in use.
             assert_eq!(count(row, "/peak_live_ranges"), of("/peak_live_ranges"));
             assert_eq!(count(row, "/peak_live_bytes"), of("/peak_live_bytes"));
             assert!(count(row, "/span_bytes") >= of("/peak_live_bytes"));
@@ -144,7 +143,7 @@ fn every_recording_that_we_ship_is_replayed_completely() {
         for row in &rows[1..] {
             assert_eq!(row["effective_policy"], row["policy"]);
             assert_eq!(count(row, "/failures"), 0);
-            // Physically contiguous pieces go as one; an unmap goes as recorded.
+            // Physically contiguous pieces are mapped as one; an unmap is as recorded.
             assert!(count(row, "/map_requests") <= shipped.maps);
             assert!(count(row, "/map_requests") >= of("/allocations"));
             assert_eq!(count(row, "/unmap_requests"), shipped.unmaps);
@@ -218,7 +217,7 @@ fn a_damaged_line_is_named_and_skipped() {
     let json = replay(&place, &["short.log"]);
     assert_eq!(count(&json, "/traces/0/damaged"), 1);
     assert_eq!(count(&json, "/traces/0/maps"), 2);
-    // Of many, the first are told.
+    // Only the first few are reported.
     place.write("bad.log", SHORT.to_owned() + &"nonsense\n".repeat(1000));
     let json = replay(&place, &["bad.log"]);
     assert_eq!(count(&json, "/traces/0/damaged"), 1000);
@@ -296,11 +295,11 @@ fn wrong_usage_is_answered_with_what_would_be_right() {
     refused(&["--allocator", "rbtree,rbtree"], &["twice"]);
     refused(&["--policy", "lazy"], &["lazy-mq+map"]);
     refused(&["--policy", "strict,strict"], &["twice"]);
-    // There is nothing to copy in a recording.
+    // A recording has no data to copy.
     refused(&["--policy", "strict,bounce"], &["bounce cannot be replayed", "ringfence compare"]);
     refused(&["--policy", "auto"], &["auto cannot be replayed", "no data"]);
     refused(&["--placement", "middle"], &["middle", "size, lowest, highest"]);
-    // Of buffers that `compare` has, a recording knows nothing.
+    // A recording does not show the buffers that `compare` knows.
     refused(&["--placement", "ring"], &["ring", "size, lowest, highest"]);
     refused(&["--aperture", "65"], &["65"]);
     refused(&["--aperture", "12"], &["12"]);
@@ -361,7 +360,7 @@ fn ctrl_c_ends_waiting_for_a_recording_that_does_not_come() {
     )
     .unwrap();
     let mut running = place.start(&["replay", "fifo"]);
-    // It waits: it has opened it, and nobody writes.
+    // It waits: it has opened the FIFO, which has no writer.
     let begun = Instant::now();
     while !running.process().has_open(&fifo) {
         assert!(running.is_running() && begun.elapsed() < LIMIT, "it is not opened");

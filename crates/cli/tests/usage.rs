@@ -1,4 +1,4 @@
-//! Wrong usage: said clearly, found before anything runs, exit code 2.
+//! Wrong usage: reported clearly, found before anything runs, exit code 2.
 
 mod common;
 
@@ -8,7 +8,7 @@ use common::{POLICIES, Place, bytes_of};
 
 const READS: &str = "[reads]\nrw=randread\nbs=4k\nsize=1m\ntime_based\nruntime=50ms\n";
 const WRITES: &str = "[writes]\nrw=randwrite\nbs=4k\nsize=1m\ntime_based\nruntime=50ms\n";
-/// The shortest run there is.
+/// The shortest possible run.
 const SHORT: [&str; 5] = ["--repeat", "1", "--quiet", "--policy", "off"];
 
 #[test]
@@ -31,7 +31,7 @@ fn an_unknown_key_is_named_once_and_the_run_goes_on() {
     let job = format!("{READS}iodepth_batch=3\niodepth_batch=4\n");
     let ended = place.compare(&job, &["--repeat", "1", "--policy", "off"]);
     assert_eq!(ended.code(), 0, "{ended}");
-    // Both streams are pipes of their own here: each is read by itself.
+    // Both streams are separate pipes here, so each is read on its own.
     for text in [&ended.out, &ended.err] {
         assert_eq!(text.matches("iodepth_batch").count(), 1, "{ended}");
         assert!(text.contains("job.fio:7:"), "{ended}");
@@ -65,7 +65,7 @@ fn an_allocator_or_a_placement_that_is_none_is_answered_with_their_names() {
     place.run(&["compare", "--allocator", ","]).refused(&["empty"]);
     let ended = place.run(&["compare", "--placement", "left"]);
     ended.refused(&["--placement", "left", "size", "lowest", "highest", "ring"]);
-    // Nobody there who could heed it.
+    // None of these allocators has placements.
     let arguments = ["--allocator", "rbtree,bitmap", "--placement", "lowest"];
     place.compare(READS, &arguments).refused(&["lowest", "ringfence"]);
 }
@@ -157,7 +157,7 @@ fn a_disk_that_exists_is_not_written_without_leave() {
         "--destroy-data",
     ]);
     assert!(bytes_of(&disk) == content, "the file was changed");
-    // Neither if only one of several jobs writes.
+    // Also if only one of several jobs writes.
     place.compare(&format!("{READS}{WRITES}"), &["--disk", "disk.img"]).refused(&["disk.img"]);
     assert!(bytes_of(&disk) == content, "the file was changed");
 }
@@ -258,7 +258,7 @@ fn help_says_what_there_is() {
     let ended = place.run(&[]);
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.err.contains("compare"), "{ended}");
-    // The inner command is not for people, and says so.
+    // The inner command is not for users, and says so.
     let ended = place.run(&["device"]);
     assert_eq!(ended.code(), 1, "{ended}");
     assert!(ended.err.contains("ringfence compare"), "{ended}");

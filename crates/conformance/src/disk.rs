@@ -1,4 +1,4 @@
-//! A virtio-blk device behind the IOMMU: its DMA are the accesses.
+//! A virtio-blk device behind the IOMMU: its DMA makes the accesses.
 
 use std::{os::unix::net::UnixStream, path::PathBuf, sync::Arc, time::Duration};
 
@@ -9,19 +9,19 @@ use ringfence_virtq::{Desc, F_VERSION_1};
 
 use super::{ANSWER, broken, ring::Ring};
 
-/// An access that is not answered in this part of the time for requests counts as refused: most of
-/// the refused ones are not answered.
+/// An access that does not complete within this fraction of the request time-out counts as refused:
+/// most refused accesses never complete.
 const SILENCE: u32 = 10;
-/// Descriptors of its ring.
+/// Descriptors in its ring.
 const SIZE: u16 = 16;
-/// What lies where in the disk's own memory.
+/// The layout of the disk's own memory.
 const HEADER: usize = 4096;
 const STATUS: usize = HEADER + 64;
 const STAGING: usize = HEADER + 1024;
-/// The bytes of it.
+/// Its size in bytes.
 pub(super) const BYTES: usize = 8192;
 
-/// The direction of a request, as the device knows it.
+/// A request's type: VIRTIO_BLK_T_IN or VIRTIO_BLK_T_OUT.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// The disk is read: memory is written.
@@ -40,7 +40,7 @@ pub(super) struct Disk {
     ram: Arc<GuestRam>,
     /// Where its own memory begins in `ram`.
     offset: usize,
-    /// What the first sector holds, as far as it is known.
+    /// What was last written to the first sector, or read from it.
     sector: [u8; ACCESS],
 }
 
@@ -65,7 +65,7 @@ impl Disk {
         }
     }
 
-    /// Connects, if that is to be done.
+    /// Connects, unless it is connected.
     pub(super) fn connect(&mut self) -> Result<(), Failed> {
         if self.front.is_some() {
             return Ok(());
@@ -92,7 +92,7 @@ impl Disk {
         Ok(())
     }
 
-    /// One access, the disk's own memory being mapped at its guest-physical addresses.
+    /// One access. The disk's own memory must be mapped at its guest-physical addresses.
     pub(super) fn access(
         &mut self,
         iova: u64,
@@ -115,7 +115,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Stops the ring, if it runs: nothing of the disk's is in use then.
+    /// Stops the ring, if it runs: the back end then uses none of the disk's memory.
     fn stop(&mut self) {
         self.ring = None;
         if self.front.as_mut().is_some_and(|front| front.get_vring_base(0).is_err()) {
@@ -125,7 +125,7 @@ impl Disk {
 
     /// The endpoint writes: what the disk holds goes to memory.
     fn write(&mut self, iova: u64, bytes: &mut [u8]) -> Result<(), Refused> {
-        // Where this fails the disk writes what it has.
+        // If this fails, the disk writes the sector's old content.
         if self.poke(STAGING, bytes).is_ok() && self.transfer(Kind::Out, self.own(STAGING)).is_ok()
         {
             self.sector.copy_from_slice(bytes);
@@ -169,8 +169,8 @@ impl Disk {
         ring.submit(&descs, 0).map_err(|_| Refused)?;
         match ring.wait(self.patience / SILENCE) {
             Ok(Some(_)) => {}
-            // It cannot reach its ring, or does not say that an access failed. Nor will it answer
-            // what is asked in this ring after it.
+            // The device cannot reach its ring, or does not complete a failed access. Nor will it
+            // complete later requests in this ring.
             _ => {
                 self.ring = None;
                 return Err(Refused);

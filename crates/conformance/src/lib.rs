@@ -32,37 +32,37 @@ use ringfence_virtq::{Desc, F_VERSION_1};
 use disk::Disk;
 use ring::Ring;
 
-/// How long the answer to a message may take.
+/// The time-out for the reply to a message.
 const ANSWER: Duration = Duration::from_secs(10);
-/// How long an event may take after what caused it.
+/// The time-out for an event after its cause.
 const EVENT: Duration = Duration::from_millis(200);
-/// Descriptors of each ring.
+/// Descriptors in each ring.
 const SIZE: u16 = 256;
 /// Pages of the kit.
 const KIT_PAGES: u64 = 32;
-/// Guest memory begins here where the device lets it.
+/// Guest memory begins here if the device's input range allows it.
 const BASE: u64 = 16 << 20;
-/// What lies where in the subject's own memory, behind the kit's.
+/// The layout of the subject's own memory, which follows the kit's.
 const EVENT_RING: usize = 8 << 10;
 const REQUEST: usize = 16 << 10;
 const REPLY: usize = 20 << 10;
 const EVENTS: usize = 40 << 10;
 const OWN: usize = 64 << 10;
-/// The room of an event buffer, and how many there are.
+/// The size of an event buffer, and their number.
 const EVENT_ROOM: usize = 256;
 const EVENT_BUFFERS: usize = 64;
 
-/// Where the device is, and who is behind it.
+/// Where the device is, and the endpoints behind it.
 #[derive(Clone, Debug)]
 pub struct Target {
     /// The virtio-iommu's socket.
     pub socket: PathBuf,
-    /// Endpoints that may be used, some with the socket of a disk that is this endpoint. Its first
-    /// sector is overwritten.
+    /// Endpoints that may be used, some with the socket of the disk that is this endpoint. The
+    /// disk's first sector is overwritten.
     pub endpoints: Vec<(u32, Option<PathBuf>)>,
-    /// A number that is no endpoint's.
+    /// A number that no endpoint has.
     pub absent: u32,
-    /// How long a request may take.
+    /// The time-out for a request.
     pub patience: Duration,
 }
 
@@ -73,13 +73,13 @@ fn broken(error: impl Display) -> Failed {
 /// A virtio-iommu at a socket, as the kit sees it.
 pub struct VhostSubject {
     target: Target,
-    /// `None` once an answer stayed away: the next start connects anew.
+    /// `None` once a reply has timed out: the next start reconnects.
     front: Option<Frontend>,
     offered: u64,
     ram: Arc<GuestRam>,
-    /// Where the subject's own memory begins, behind the kit's.
+    /// Where the subject's own memory begins, after the kit's.
     own: usize,
-    /// The bytes that each disk has, behind that.
+    /// The bytes of each disk's memory, which follows that.
     disk_bytes: usize,
     requests: Option<Ring>,
     events: Option<Ring>,
@@ -92,10 +92,10 @@ pub struct VhostSubject {
 }
 
 impl VhostSubject {
-    /// Connects, and looks at what is offered.
+    /// Connects, and reads the features that the device offers.
     ///
     /// # Errors
-    /// A socket cannot be reached, what is there is no virtio-iommu, or a disk is behind no IOMMU.
+    /// A socket cannot be reached, the device is no virtio-iommu, or a disk is not behind an IOMMU.
     pub fn open(target: Target) -> Result<VhostSubject, Failed> {
         let (mut front, offered) = connect(&target)?;
         let mut config = [0; CONFIG_LEN];
@@ -104,7 +104,7 @@ impl VhostSubject {
             Failed::Broken(format!("its configuration cannot be read, is it an IOMMU? {error}"))
         })?;
         let word = |at: usize| u64::from_le_bytes(config[at..at + 8].try_into().expect("eight"));
-        // Absurd ones are the kit's to tell of.
+        // The kit reports absurd granules.
         let granule = (word(0) & word(0).wrapping_neg()).clamp(4096, 1 << 20);
         let (first, last) = match offered & Features::INPUT_RANGE.bits() {
             0 => (0, u64::MAX),
@@ -161,7 +161,7 @@ impl VhostSubject {
         self.ram.gpa() + offset as u64
     }
 
-    /// What a device reset is over this socket: the message for it, else a new connection.
+    /// Resets the device: by the message for it, or else by a new connection.
     fn reset(&mut self) -> Result<(), Failed> {
         let running = self.requests.take().is_some() | self.events.take().is_some();
         let Some(front) = &mut self.front else { return Ok(()) };
@@ -237,7 +237,7 @@ impl VhostSubject {
         Ok(used.len)
     }
 
-    /// Who is where after a request that succeeded.
+    /// Notes which endpoint is in which domain after a request that succeeded.
     fn follow(&mut self, request: &[u8]) {
         match Request::parse(request) {
             Ok(Request::Attach { domain, endpoint, flags }) => {
@@ -249,14 +249,15 @@ impl VhostSubject {
         }
     }
 
-    /// Nothing is known of what hangs: the next start connects anew.
+    /// The state of a device that hangs is unknown: the next start reconnects.
     fn hang_up(&mut self) {
         self.requests = None;
         self.events = None;
         self.front = None;
     }
 
-    /// A request of the subject's own, to map or unmap a disk's memory; whether it succeeded.
+    /// Sends a request of the subject's own, to map or unmap a disk's memory; returns whether it
+    /// succeeded.
     fn own_request(&mut self, request: Request) -> bool {
         let mut bytes = [0; MAX_REQUEST_LEN];
         let len = request.emit(&mut bytes);
@@ -264,7 +265,7 @@ impl VhostSubject {
         self.send(usize::MAX, &bytes[..len], &mut tail).is_ok() && tail[0] == Status::Ok as u8
     }
 
-    /// The memory of disk `n`: in every domain it is mapped at its own addresses.
+    /// The memory of disk `n`: every domain maps it at its guest-physical addresses.
     fn disk_range(&self, n: usize) -> Option<Range> {
         let from = self.ram.len() - (self.disks.len() - n) * self.disk_bytes;
         let first = self.gpa(from);
@@ -319,7 +320,7 @@ impl Subject for VhostSubject {
     fn write_config(&mut self, offset: usize, data: &[u8]) -> Result<(), Failed> {
         let front = self.front.as_mut().ok_or(Failed::Timeout)?;
         match front.set_config(offset as u32, data) {
-            // A device need not take a write that it does not like.
+            // A device may refuse a write.
             Ok(()) | Err(ringfence_vhost_user::FrontendError::Refused { .. }) => Ok(()),
             Err(error) => Err(broken(error)),
         }

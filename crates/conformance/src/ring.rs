@@ -1,4 +1,4 @@
-//! A ring of ours: its memory, its notifications, and waiting for what comes back.
+//! A driver's ring: its memory, its notifications, and waiting for completions.
 
 use std::{
     os::fd::{AsFd, OwnedFd},
@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::broken;
 
-/// A split ring in memory that the back end was handed.
+/// A split ring in memory that the back end has.
 pub(super) struct Ring {
     queue: Queue,
     kick: OwnedFd,
@@ -27,8 +27,8 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// Starts ring `index` of a back end with its areas at `offset` in `ram`. The back end knows that
-    /// place as `address`: an address of this process, or an IOVA.
+    /// Starts ring `index` of a back end with its areas at `offset` in `ram`. `address` is that
+    /// place for the back end: an address of this process, or an IOVA.
     pub(super) fn start(
         front: &mut Frontend,
         ram: &Arc<GuestRam>,
@@ -80,7 +80,7 @@ impl Ring {
             }
             let left =
                 Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-            // An interruption is an early return: the ring is looked at again.
+            // EINTR is an early return: the loop looks at the ring again.
             let _ = poll(&mut [PollFd::new(&self.call, PollFlags::IN)], Some(&left));
             event::drain(&self.call);
         }

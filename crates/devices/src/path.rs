@@ -1,9 +1,10 @@
-//! Paths that lead where their writer meant: through no symbolic link that another user can have planted.
+//! Path lookup that follows no symbolic link that another user can have planted.
 //!
-//! A path on a command line is looked up with the rights of the service, often root's. Where a folder on the way is
-//! open to others (`/tmp`, a tenant's), a link there leads to whatever its maker likes: an image that is somebody
-//! else's disk, a socket in another service's place. So each link on the way must belong to root or to the user that
-//! the service runs as, and each step is taken from the folder that the one before has opened.
+//! A path on a command line is looked up with the rights of the service, often root's. If a folder
+//! on the way is writable by others (`/tmp`, a tenant's), a link there leads to whatever its
+//! creator likes: an image that is another tenant's disk, a socket in another service's place. So
+//! each link on the way must belong to root or to the user that the service runs as, and each step
+//! is taken from the folder that the one before has opened.
 
 use std::{
     collections::VecDeque,
@@ -59,10 +60,10 @@ impl FolderEntry {
         &self.name
     }
 
-    /// What is there, a link itself and not what it names.
+    /// What is there: a link itself and not what it names.
     ///
     /// # Errors
-    /// There is nothing, or the system says why not.
+    /// There is nothing, or the system's error.
     pub fn look(&self) -> io::Result<(OwnedFd, Stat)> {
         let file = openat(&self.folder, &self.name, STEP, Mode::empty())?;
         let about = fstat(&file)?;
@@ -73,7 +74,7 @@ impl FolderEntry {
 /// Opens the file at `path`, which may be a link as the folders on the way may.
 ///
 /// # Errors
-/// A link is another user's; the system says why not.
+/// A link belongs to another user, or the system's error.
 pub fn open(path: &Path, flags: OFlags) -> io::Result<File> {
     let mut walk = Walk::new(path)?;
     if path.as_os_str().is_empty() {
@@ -142,7 +143,7 @@ impl Walk {
         Ok(())
     }
 
-    /// Goes on as the link says. What it names if only the kernel knows that.
+    /// Follows the link. Returns what it names if only the kernel knows that.
     fn follow(&mut self, step: &OsStr, flags: OFlags) -> io::Result<Option<OwnedFd>> {
         self.links += 1;
         if self.links > MOST_LINKS {

@@ -1,4 +1,4 @@
-//! Who is at the other end of a socket.
+//! The process at the other end of a socket.
 
 use std::{io, mem, os::fd::AsRawFd, os::unix::net::UnixStream};
 
@@ -15,7 +15,7 @@ impl Peer {
     /// Asks the kernel (SO_PEERCRED).
     ///
     /// # Errors
-    /// As the system says.
+    /// The system call's.
     pub fn of(stream: &UnixStream) -> io::Result<Peer> {
         let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut len = mem::size_of_val(&peer) as libc::socklen_t;

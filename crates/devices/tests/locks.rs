@@ -1,5 +1,5 @@
-//! Images and QEMU's tools, which keep out of each other's way. A process of its own: one that is being
-//! started has a copy of each descriptor for a moment, and so of each lock.
+//! Mutual exclusion with QEMU's tools by locks on images. A test process of its own: a child that
+//! is being started has a copy of each descriptor for a moment, and so of each lock.
 
 use std::{
     io::{Read, Write},
@@ -22,7 +22,7 @@ fn open(file: &tempfile::NamedTempFile, read_only: bool) -> Result<Image, ImageE
     Image::open(file.path(), ImageOptions { read_only, ..ImageOptions::default() })
 }
 
-/// Says what was not tested where test output is not kept back.
+/// Reports what was not tested, past the capture of test output.
 fn absent(name: &str, error: &std::io::Error) {
     let text = format!("NOT TESTED: locks against {name}, which does not run: {error}\n");
     std::io::stderr().write_all(text.as_bytes()).unwrap();
@@ -33,7 +33,7 @@ fn run(name: &str, arguments: &[&str], image: &Path) -> Option<Output> {
     output.inspect_err(|error| absent(name, error)).ok()
 }
 
-/// Whether it was refused for want of the lock.
+/// Whether it failed for lack of the lock.
 fn refused(output: &Output) -> bool {
     let said = String::from_utf8_lossy(&output.stderr);
     let refused = said.contains("Failed to get") && said.contains("lock");
@@ -86,7 +86,7 @@ fn an_image_that_qemu_uses_is_not_taken() {
             Ok(child) => child,
             Err(error) => return absent("qemu-io", &error),
         };
-        // It asks for a command once it has the image, and ends when there is none.
+        // It prompts for a command once it has the image, and ends when there is none.
         let mut prompt = [0; 8];
         child.stdout.as_mut().unwrap().read_exact(&mut prompt).unwrap();
         assert_eq!(&prompt, b"qemu-io>");

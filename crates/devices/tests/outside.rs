@@ -1,4 +1,5 @@
-//! A virtio-iommu whose endpoints translate in this process, in a type1 container and in an iommufd.
+//! A virtio-iommu with endpoints that translate in this process, in a type1 container and in an
+//! iommufd.
 
 use std::sync::{Arc, OnceLock};
 
@@ -75,7 +76,7 @@ struct Seen {
 }
 
 impl Rig {
-    /// Each owner may lock so many pages.
+    /// Each owner may lock `pages`.
     fn new(pages: u64, tuning: Tuning) -> Rig {
         let owners = [Owner::new(pages), Owner::new(pages)];
         let config = FakeConfig {
@@ -101,7 +102,7 @@ impl Rig {
         let endpoints =
             Endpoints::new(near.iter().cloned(), Arc::clone(&shootdown), geometry, limits);
         let mirrors = [
-            // SAFETY: `halves` are there for ever, and nobody's.
+            // SAFETY: `halves` stay mapped for ever, and are used as guest memory only.
             unsafe { Mirror::new(Arc::new(type1), memory(), true) },
             // SAFETY: as above.
             unsafe { Mirror::new(Arc::new(space), memory(), true) },
@@ -194,7 +195,8 @@ impl Rig {
         Seen { pages: [near, other, type1, iommufd], charged }
     }
 
-    /// Whether those behind an IOMMU reach what those of this process do in the same domain.
+    /// Checks that an endpoint behind a real IOMMU reaches what one of this process does in the
+    /// same domain.
     fn assert_alike(&self, near: u32, far: u32) {
         for page in 0..200 {
             let expected = self.near(near, page).map(|phys| phys / PAGE);
@@ -219,7 +221,7 @@ fn all_members_of_a_domain_reach_the_same() {
         assert_eq!(rig.attach(1, TYPE1), Status::Ok);
         assert_eq!(rig.attach(1, IOMMUFD), Status::Ok);
         assert_eq!(rig.map(1, range(100, 8), HALF - 4), Status::Ok);
-        // Side by side, and unmapped one by one all the same.
+        // Adjacent, and still unmapped one by one.
         assert_eq!(rig.unmap(1, range(3, 1)), Status::Ok);
         assert_eq!(rig.unmap(1, range(5, 4)), Status::Ok);
         assert_eq!(rig.unmap(1, range(98, 4)), Status::Range);

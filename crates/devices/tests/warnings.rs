@@ -1,4 +1,4 @@
-//! What is wrong with the memory that a front end brings is said, whatever the device.
+//! Errors in the memory that a front end brings are logged, for every device.
 
 use std::{fs::File, sync::Arc};
 
@@ -21,7 +21,7 @@ use ringfence_devices::{
     net::{GRACE, Net, NetOptions, Way},
 };
 
-/// Keeps how loudly things were said here.
+/// Records the levels of log messages.
 #[derive(Default)]
 struct Said(Arc<Mutex<Vec<Level>>>);
 

@@ -7,7 +7,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let domain = SoftDomain::<HostAddr>::x86();
     let device = Device::builder(domain).build()?;
 
-    // Queues of this thread; `usize` is what it wants to have back with a buffer.
+    // This thread's queues; `usize` is the tag that comes back with a buffer.
     let mut maps = device.map_batch::<Vec<u8>, usize>();
     let mut unmaps = device.unmap_batch::<Vec<u8>, usize>();
     let mut free: Vec<Vec<u8>> = (0..16).map(|_| vec![0; 4096]).collect();
@@ -18,14 +18,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 .map_err(|(_, error)| error.error())?;
         }
         maps.begin();
-        // Another driver would look at its ring here. What the device knows of is handed out.
+        // Another driver would poll its ring here. Mappings that are synced are handed out.
         while !maps.is_empty() {
             maps.poll(|request, mapping| match mapping {
                 Ok(mapping) => on_the_ring.push((request, mapping)),
                 Err(error) => eprintln!("request {request}: {error}"),
             });
         }
-        // ... the device answers ...
+        // ... the device completes the requests ...
         for (request, mapping) in on_the_ring.drain(..) {
             unmaps.push(mapping, request).expect("a mapping of this device");
         }

@@ -1,4 +1,4 @@
-//! Copies instead of mappings: for an untrusted device, by choice, and not at all.
+//! Copies instead of mappings: for an untrusted device, by choice, and avoided.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let slabs = Slabs::new(Aperture::new(0, (1 << 48) - 1, 4096)?, OsCpu::new());
     let allocator = Arc::new(slabs);
     let (in_domain, at) = (Arc::clone(&domain), Arc::clone(&allocator));
-    // The pools of the domain, for all devices in it. No memory is taken before it is wanted.
+    // The pools of the domain, for all devices in it. They take no memory before it is needed.
     let pools = BouncePools::new(in_domain, at, HostMemory, BounceLimits::default())?;
     let device = |policy, trust| {
         let config = DmaConfig { trust, ..DmaConfig::new(policy) };
@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         stats.maps, stats.map_calls, stats.copied_bytes
     );
 
-    // Not at all: a buffer of the pool, written in place. It is exposed while it lives.
+    // Without a copy: a buffer of the pool, written in place. It is exposed while it lives.
     let mut buffer = trusted.take_buffer(1500, Direction::ToDevice)?;
     buffer.write(0, &[2; 1500]);
     println!("in place: {:x?}, {} bytes exposed", buffer.segments(), trusted.stats().taken_bytes);

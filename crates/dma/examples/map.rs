@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let domain = SoftDomain::<HostAddr>::x86();
         let device = Device::builder(Arc::clone(&domain)).config(DmaConfig::new(policy)).build()?;
 
-        // The mapping owns the buffer: nobody touches what the device may touch.
+        // The mapping owns the buffer: no other code can touch what the device may access.
         let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?;
         let target = domain.iova_to_phys(mapping.iova());
         if let Some(why) = device.fallback() {

@@ -1,4 +1,4 @@
-//! An arena that is mapped once, for all the I/Os in it; and what that exposes.
+//! An arena that is mapped once, for all I/Os in it; and what that exposes.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let requests = device.stats().map_calls;
     for io in 0..1000u64 {
         let part = (io % 16) << 16;
-        // What goes into descriptors. Who owns which part of the arena is the program's affair.
+        // For descriptors. The program tracks which part of the arena is in use.
         let segments: Vec<_> = arena.segments_for(part..part + (64 << 10))?.collect();
         assert_eq!(segments.len(), 1);
-        // ... the device writes there, and says so ...
+        // ... the device writes there and reports it ...
         arena.sync_for_cpu(part..part + (64 << 10))?;
     }
     let stats = device.stats();

@@ -1,5 +1,5 @@
-//! Which policy a device would get, and why: of the sysfs paths on the command line, or of every PCI
-//! device of this machine.
+//! Which policy a device would get, and why: for the sysfs paths on the command line, or for every
+//! PCI device of this machine.
 
 use std::{env, fs, path::PathBuf};
 
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 finding.trust
             }
             Err(error) => {
-                // What cannot be told is no reason to trust.
+                // A device whose trust cannot be determined is not trusted.
                 println!("\n{}: {error}", device.display());
                 Trust::Untrusted { why: Distrust::Unknown }
             }

@@ -11,23 +11,23 @@ use crate::{
     pieces::Measured,
 };
 
-/// The longest mapping that is copied where the policy leaves it open, in bytes: where so much moves,
-/// a sync is nothing.
+/// The longest mapping that [`Policy::Auto`](crate::Policy::Auto) copies, in bytes: for a longer
+/// one the cost of a sync is negligible.
 const LONGEST: u64 = 4 << 20;
 
-/// A device's part in its domain's pools.
+/// A device's share of its domain's pools.
 pub(crate) struct Bouncer<T: Address> {
     pub(crate) client: Client<T>,
     pub(crate) config: BounceConfig,
-    /// Who chooses, under a policy that leaves it open.
+    /// Chooses under a policy that leaves it open.
     pub(crate) auto: Auto,
 }
 
-/// What a mapping is to be that need not be a copy.
+/// The decision about a mapping that need not be a copy.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decided {
     pub(crate) choice: Choice,
-    /// Whose choice it was; `None` if it was the policy's.
+    /// The cell that made the choice; `None` if the policy did.
     pub(crate) cell: Option<Cell>,
 }
 
@@ -36,7 +36,7 @@ impl<T: Address> Bouncer<T> {
         Bouncer { client, config, auto: Auto::new() }
     }
 
-    /// Whether a streaming mapping that need not be a copy shall be one.
+    /// Decides whether a streaming mapping that need not be a copy becomes one.
     pub(crate) fn decide(
         &self,
         mode: Mode,

@@ -3,7 +3,7 @@
 use ringfence_iommu::{Address, HostAddr, Prot};
 use ringfence_mem::{HostSlice, ReadSlice};
 
-/// Which way data goes (rule L43).
+/// The direction of the data (rule L43).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// The device reads.
@@ -25,17 +25,17 @@ impl Direction {
     }
 }
 
-/// Memory that a device can be given: an owned buffer that knows where it lies, in the addresses
+/// Memory that can be mapped for a device: an owned buffer that knows its place in the addresses
 /// that a domain maps to.
 ///
 /// # Safety
 /// * The memory stays where it is, and stays memory, for as long as the buffer value exists,
 ///   wherever the value itself is moved, and also when the value is forgotten.
-/// * No one else uses the memory meanwhile, except through the value.
+/// * Nothing else uses the memory meanwhile, except through the value.
 /// * Each call of [`for_each_segment`](Self::for_each_segment) lists the same segments.
 pub unsafe trait DmaBuffer<T: Address> {
-    /// Calls `each` with the address and the length in bytes of every piece, in order. Pieces of
-    /// length 0 are skipped by who asks.
+    /// Calls `each` with the address and the length in bytes of every piece, in order. The caller
+    /// skips pieces of length 0.
     fn for_each_segment(&self, each: &mut dyn FnMut(T, u64));
 
     /// The number of bytes: the sum of the pieces.
@@ -45,18 +45,18 @@ pub unsafe trait DmaBuffer<T: Address> {
         len
     }
 
-    /// Calls `each` with the bytes themselves, to be copied from, piece by piece: the same bytes in the
-    /// same order as the segments, though perhaps in other pieces. False, and no call, if the CPU cannot
-    /// reach them: then the buffer cannot be bounced. The default says so.
+    /// Calls `each` with the bytes themselves, for copying from, piece by piece: the same bytes in
+    /// the same order as the segments, but perhaps in other pieces. Returns false without a call if
+    /// the CPU cannot reach them, as the default does: then the buffer cannot be bounced.
     ///
-    /// Pieces and not `&[u8]`, as the bytes may lie in memory that another process writes. A `&[u8]` of
-    /// memory that is this process's own becomes one by `into`.
+    /// Pieces, not `&[u8]`, as the bytes may lie in memory that another process writes. A `&[u8]`
+    /// of memory private to this process converts by `into`.
     fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
         let _ = each;
         false
     }
 
-    /// As [`for_each_slice`](Self::for_each_slice), to be copied to.
+    /// As [`for_each_slice`](Self::for_each_slice), for copying to.
     fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
         let _ = each;
         false
@@ -68,12 +68,12 @@ pub unsafe trait DmaBuffer<T: Address> {
     }
 }
 
-/// A buffer that may be looked at while the device works on it.
+/// A buffer that may be read while the device works on it.
 ///
 /// # Safety
-/// Whatever can be done to the memory through a shared reference to the buffer is done by atomic or
-/// volatile accesses or by copies that tolerate concurrent change: a device that writes meanwhile
-/// is then no data race.
+/// All accesses to the memory through a shared reference to the buffer are atomic or volatile, or
+/// copies that tolerate concurrent change, so that a device that writes meanwhile does not cause a
+/// data race.
 pub unsafe trait SharedMemory {}
 
 // SAFETY: a boxed slice owns its heap memory, which stays put when the box is moved or forgotten.

@@ -14,39 +14,39 @@ use crate::{BounceConfig, Detector, FlushTuning, OsThreadClock, Policy, ThreadCl
 /// How a [`Device`](crate::Device) maps.
 #[derive(Clone, Debug)]
 pub struct DmaConfig {
-    /// What mappings cost and promise. Default: [`Policy::StrictMap`].
+    /// What mappings cost and guarantee. Default: [`Policy::StrictMap`].
     pub policy: Policy,
-    /// Whether the device is trusted; if not, it is strict whatever `policy` says. Default: it is.
+    /// Whether the device is trusted; if not, it is strict whatever `policy` says. Default:
+    /// trusted.
     pub trust: Trust,
     /// Refuse to set the device up under another policy than `policy` (rule L28). Default: no, and
-    /// [`Device::fallback`](crate::Device::fallback) tells why.
+    /// [`Device::fallback`](crate::Device::fallback) returns the reason.
     pub demand: bool,
-    /// For debugging: finds out who uses what was unmapped. Default: no. It makes the device
-    /// strict, each map and unmap dearer, and holds back addresses.
+    /// For debugging: identifies accesses to unmapped buffers. Default: off. It makes the device
+    /// strict, makes each map and unmap more expensive, and holds back addresses.
     pub detect: Option<Detector>,
     /// The highest address that the device can put on the bus. Default: no limit but the domain's.
     pub limit: Iova,
-    /// A mask, 2^n-1: no segment holds addresses that differ above it (rule L44). Default: all
+    /// A mask, 2^n-1: no segment contains addresses that differ above it (rule L44). Default: all
     /// ones, no boundary.
     pub segment_boundary: u64,
     /// The largest segment, in bytes (rule L44). Default: no limit.
     pub max_segment: u64,
-    /// How the flush queues of a lazy policy are tuned; for a strict one, how they will be once it
-    /// becomes lazy. `None`: as Linux tunes the kind that the policy has.
+    /// The tuning of the flush queues of a lazy policy; for a strict one, the tuning for when it
+    /// becomes lazy. `None`: as Linux tunes the policy's kind.
     pub flush: Option<FlushTuning>,
     /// How the device bounces, if it has pools ([`DeviceBuilder::pools`](crate::DeviceBuilder::pools)).
     pub bounce: BounceConfig,
-    /// Who waits for the time to flush.
+    /// What runs the flush timer.
     pub timer: TimerKind,
-    /// On average one map and one unmap call in so many are timed in thread CPU time; a power of
+    /// On average one map and one unmap call in this many is timed in thread CPU time; a power of
     /// two, 0 for none. Default: 0.
     ///
     /// As many calls of the IOVA allocator are timed, in other maps and unmaps than those (unless
-    /// all are). They may take a tenth of what a reading of the thread's clock takes, so they are
-    /// timed by [`Environment::clock`], which needs no system call; the time between two readings
-    /// with nothing between them is taken beside each of them and subtracted. That is wall time:
-    /// a thread that loses its CPU in the middle of a call makes the call look longer, never
-    /// shorter.
+    /// all are). They may take a tenth of the time of reading the thread's clock, so they are timed
+    /// by [`Environment::clock`], which needs no system call; beside each, the time between two
+    /// readings with nothing in between is measured and subtracted. That is wall time: a thread
+    /// that loses its CPU during a call makes the call look longer, never shorter.
     pub sample_every: u32,
 }
 
@@ -69,25 +69,25 @@ impl Default for DmaConfig {
 }
 
 impl DmaConfig {
-    /// The defaults, under `policy`.
+    /// The defaults, with `policy`.
     pub fn new(policy: Policy) -> DmaConfig {
         DmaConfig { policy, ..DmaConfig::default() }
     }
 }
 
-/// Who flushes a lazy device's queues when their time has come.
+/// What flushes a lazy device's queues when they are due.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum TimerKind {
     /// A thread of the device's own, asleep while nothing is queued.
     #[default]
     Thread,
-    /// The caller: [`Device::timer_due_at_ns`](crate::Device::timer_due_at_ns) tells when,
+    /// The caller: [`Device::timer_due_at_ns`](crate::Device::timer_due_at_ns) returns when,
     /// [`Device::expire`](crate::Device::expire) does it. For tests and for programs with an event
     /// loop.
     Manual,
 }
 
-/// What a device asks of the operating system; tests put their own in place.
+/// What a device needs from the operating system; tests supply their own.
 #[derive(Clone)]
 pub struct Environment {
     /// Time, for ages and for the timer.

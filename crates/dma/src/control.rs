@@ -1,25 +1,25 @@
-//! What of a device can be changed while it is in use.
+//! The settings of a device that can change while it is in use.
 
 use crate::{Fallback, FlushTuning, Policy, QueueKind, SetupError, TuningError};
 
-/// What changes take turns at.
+/// The state that changes serialise on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Control {
-    /// Why the policy in force is not the one asked for.
+    /// Why the policy in force is not the requested one.
     pub(crate) fallback: Option<Fallback>,
-    /// The kind of queue that is in use, or was last, or will be.
+    /// The kind of queue that is in use, was last in use, or will be.
     pub(crate) kind: QueueKind,
     pub(crate) single: FlushTuning,
     pub(crate) per_cpu: FlushTuning,
-    /// What was queued under other bounds could not be flushed: the next change does it.
+    /// Entries queued under other bounds could not be flushed: the next change flushes them.
     pub(crate) unflushed: bool,
 }
 
 impl Control {
-    /// For a device that begins under `policy`.
+    /// The settings of a device that begins under `policy`.
     ///
     /// # Errors
-    /// The tuning makes no sense, or not with this policy.
+    /// The tuning is invalid, or does not fit this policy.
     pub(crate) fn new(
         policy: Policy,
         fallback: Option<Fallback>,

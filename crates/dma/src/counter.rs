@@ -1,4 +1,4 @@
-//! Counters that many threads read and one writes.
+//! Counters for statistics.
 
 // The atomics of `std` under loom too: counts are not a way for threads to agree.
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,9 +9,9 @@ pub struct Sampled {
     /// How many calls were timed.
     pub count: u64,
     /// Their time together, in nanoseconds, the cost of reading the clock subtracted: thread CPU
-    /// time, where nothing else is said.
+    /// time, unless stated otherwise.
     pub ns: u64,
-    /// Their time together by the wall's clock: more, if the thread slept or lost its CPU.
+    /// Their wall time together: more, if the thread slept or lost its CPU.
     pub wall_ns: u64,
 }
 
@@ -31,7 +31,7 @@ pub(crate) struct TimeCounter {
 }
 
 impl TimeCounter {
-    /// Notes the time of `calls` calls together; 0 for what belongs to calls counted already.
+    /// Adds the time of `calls` calls together; 0 for a part of calls that are already counted.
     pub(crate) fn note(&self, calls: u64, ns: u64, wall_ns: u64) {
         self.count.add(calls);
         self.ns.add(ns);
@@ -49,9 +49,9 @@ impl TimeCounter {
 #[derive(Debug, Default)]
 pub(crate) struct BriefCounter {
     count: AtomicU64,
-    /// The calls, and as much of the clock's own time as lies between two readings.
+    /// The calls, with the clock's own time between two readings.
     ns: AtomicU64,
-    /// What lay between two readings with nothing between them, once a sample.
+    /// The time between two readings with nothing in between, once a sample.
     clock_ns: AtomicU64,
 }
 
@@ -64,15 +64,15 @@ impl BriefCounter {
 
     pub(crate) fn add_to(&self, sum: &mut Sampled) {
         sum.count += self.count.get();
-        // The sums, not each sample: a clock's jitter may make a single difference negative, and
-        // to call that 0 would make the mean too large.
+        // Subtracts the sums, not each sample: a clock's jitter may make a single difference
+        // negative, and clamping it to 0 would make the mean too large.
         let ns = self.ns.get().saturating_sub(self.clock_ns.get());
         sum.ns += ns;
         sum.wall_ns += ns;
     }
 }
 
-/// Counting needs no order among threads.
+/// Counting with relaxed operations.
 pub(crate) trait Count {
     fn add(&self, n: u64);
     /// Undoes an [`add`](Self::add).

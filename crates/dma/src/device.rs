@@ -31,7 +31,7 @@ use crate::{
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
-/// clone, which has counters of its own, so that threads do not share a cache line.
+/// clone, which has its own counters, so that threads do not share a cache line.
 pub struct Device<D: Domain + 'static, A: Allocator + 'static = Slabs<OsCpu>> {
     port: Arc<Port<D, A>>,
 }
@@ -63,7 +63,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     /// The device.
     ///
     /// # Errors
-    /// The configuration makes no sense with this domain or allocator.
+    /// The configuration does not fit this domain or allocator.
     pub fn build(self) -> Result<Device<D, A>, SetupError> {
         Device::make(self)
     }
@@ -92,7 +92,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let control = Control::new(policy, fallback, config.flush)?;
         let granule_of_allocator = allocator.granule();
         let Environment { clock, cpu, thread_clock } = environment;
-        // Rule L27: it becomes lazy, if it is to, as one becomes it that is in use.
+        // Rule L27: if it is to be lazy, it becomes so in the same way as a device in use.
         let at_first = Mode::new(policy.to_strict(), false);
         let limit = config.limit.0.min(geometry.aperture.last().0);
         let bouncer = pools.map(|pools| {
@@ -121,8 +121,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         Ok(Device { port: Port::new(shared) })
     }
 
-    /// Maps one buffer. Its pieces are laid out in one contiguous IOVA range; where they follow
-    /// each other in memory they are mapped at once.
+    /// Maps one buffer. Its pieces are laid out in one contiguous IOVA range; pieces that are
+    /// adjacent in memory are mapped at once.
     ///
     /// # Errors
     /// Nothing is mapped, and the buffer is in the error.
@@ -142,7 +142,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         made: Made<B>,
         lasting: Lasting,
     ) -> Result<Mapping<B>, MapError<B>> {
-        // Were something below to panic, the buffer would be leaked rather than freed while mapped.
+        // If something below panics, the buffer is leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         let placed = self.place(&MapCall {
             pieces: &|each| buffer.for_each_segment(each),
@@ -157,9 +157,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     /// Maps a scatter list: several buffers at one contiguous IOVA range (rules L35, L44-L46).
     ///
-    /// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules the
-    /// device sees as many segments as there are buffers that do not join in whole granules; never
-    /// more than there are pieces, unless one is longer than a segment may be.
+    /// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules
+    /// there is a segment for each buffer that does not join the one before in whole granules;
+    /// there are never more segments than pieces, unless a piece is longer than a segment may be.
     ///
     /// # Errors
     /// As [`map`](Self::map); all buffers are in the error, in their order.
@@ -182,8 +182,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.finish(ManuallyDrop::into_inner(list), made, placed)
     }
 
-    /// Maps memory for as long as the result lives, for the device and the CPU at once: rings,
-    /// mailboxes. The device may read and write it.
+    /// Maps memory for as long as the result lives, shared by the device and the CPU, such as rings
+    /// and mailboxes. The device may read and write it.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -197,11 +197,11 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.map_one(memory, made, Lasting::Long).map(Coherent::new)
     }
 
-    /// Maps a buffer once for many I/Os: the result gives the segments of any part of it, and no
-    /// I/O needs a request to the IOMMU any more.
+    /// Maps a buffer once for many I/Os: the result returns the segments of any part of it, and no
+    /// I/O needs a request to the IOMMU.
     ///
-    /// That is a choice: until it is unmapped, the device reaches all of the buffer at any time,
-    /// under a strict policy too. [`Stats::persistent_bytes`] says how much that is.
+    /// The price: until it is unmapped, the device can reach all of the buffer at any time, under a
+    /// strict policy too. [`Stats::persistent_bytes`] counts these bytes.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -218,12 +218,11 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         Ok(Persistent::new(mapping))
     }
 
-    /// A buffer of `len` bytes in pool memory, mapped already, to be filled or read in place: no copy,
-    /// and no request to the IOMMU. It is exposed while it lives, and counted so.
+    /// A buffer of `len` bytes in pool memory, mapped already, to be written or read in place: no
+    /// copy, and no request to the IOMMU. It is exposed while it lives, and counted as such.
     ///
     /// # Errors
-    /// The device has no pools, or is under policy `off` ([`Error::NoPools`]), or there is no slot to
-    /// be had.
+    /// The device has no pools, or is under policy `off` ([`Error::NoPools`]), or there is no slot.
     #[track_caller]
     pub fn take_buffer(&self, len: u64, direction: Direction) -> Result<PoolBuffer, Error> {
         let shared = self.shared();
@@ -231,12 +230,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if len == 0 {
             return Err(Error::Empty);
         }
-        // Nothing is translated for the device then: the address of a slot would mean something else.
+        // The device's addresses are not translated then: a slot's address would lead elsewhere.
         if shared.mode.get().is_off() {
             return Err(Error::NoPools);
         }
         let mut slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
-        // Beyond its end nobody of this mapping would overwrite what a longer one left there.
+        // This mapping would not overwrite what a longer one left beyond its end.
         slot.zero(len..slot.dirty);
         slot.dirty = slot.dirty.min(len);
         let mut segments = Segments::new();
@@ -258,8 +257,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().choices()
     }
 
-    /// Which device this one and its clones are to their pools: what
-    /// [`DeviceShare`](crate::DeviceShare) and [`SlotHolder`](crate::SlotHolder) call it.
+    /// The number of this device and its clones in their pools, as in
+    /// [`DeviceShare`](crate::DeviceShare) and [`SlotHolder`](crate::SlotHolder).
     pub fn number_in_pools(&self) -> Option<u32> {
         self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.number())
     }
@@ -269,46 +268,47 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().policy()
     }
 
-    /// Why the policy in force is not the one asked for; `None` if it is.
+    /// Why the policy in force is not the requested one; `None` if it is.
     pub fn fallback(&self) -> Option<Fallback> {
         self.shared().fallback()
     }
 
     /// Changes the policy of the device and all its clones, in use or not (rule L27).
     ///
-    /// What is unmapped after this has returned keeps to the new policy, and everything that was
-    /// unmapped lazily before, with other queues or with none from now on, has been flushed and
-    /// released. An unmap that is under way meanwhile keeps to either policy.
+    /// Unmaps that begin after this has returned follow the new policy, and if queues were replaced
+    /// or removed, everything that was unmapped lazily before has been flushed and released. A
+    /// concurrent unmap follows either policy.
     ///
-    /// A change to a strict policy succeeds only when nothing that was unmapped before is reachable.
-    /// If its flush fails, every later call for a strict policy, the one in force included, flushes
-    /// again and fails until that is so.
+    /// A change to a strict policy succeeds only when nothing that was unmapped before is
+    /// reachable. If its flush fails, every later call with a strict policy, even the one in force,
+    /// flushes again, and fails until that holds.
     ///
     /// Each kind of flush queue keeps the tuning that was last set for it.
     ///
     /// # Errors
-    /// From `off` or to `off`; to a lazy policy on a domain that cannot defer flushes; a flush that
-    /// failed. See [`SwitchError`] for which policy is in force then.
+    /// A change from or to `off`; a change to a lazy policy on a domain that cannot defer flushes;
+    /// a flush that failed. See [`SwitchError`] for the policy in force then.
     pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
         self.shared().set_policy(policy)
     }
 
-    /// How the flush queues in use are tuned; under a policy that is not lazy, those that were last.
+    /// The tuning of the flush queues in use; under a policy that is not lazy, of those last in
+    /// use.
     pub fn flush_tuning(&self) -> FlushTuning {
         self.shared().flush_tuning()
     }
 
     /// Tunes the flush queues of one kind, for the device and all its clones.
     ///
-    /// If the policy is lazy, this is the kind in use from now on (the policy becomes its
+    /// If the policy is lazy, this becomes the kind in use (the policy becomes its
     /// [sibling](Policy::with_queue_kind)), and what was queued is flushed, so that the new bounds
-    /// hold for every unmap that begins when this has returned. (One that is under way, with none of
-    /// its bytes reserved, flushes before it returns instead of being queued.) If the policy is not
+    /// hold for every unmap that begins after this has returned. (A concurrent unmap without
+    /// reserved bytes flushes before it returns instead of being queued.) If the policy is not
     /// lazy, the tuning is kept until it is.
     ///
     /// # Errors
-    /// The tuning makes no sense, there is no memory for it, or that flush failed; see
-    /// [`TuningError`] for whether it is in force then.
+    /// The tuning is invalid, there is no memory for it, or that flush failed; see [`TuningError`]
+    /// for whether it is in force then.
     pub fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
         self.shared().set_flush_tuning(tuning)
     }
@@ -318,14 +318,14 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().trust
     }
 
-    /// Why the device cannot have `policy`: neither now nor by a change at run time. `None` if it
+    /// Why the device cannot have `policy`, neither now nor by a change at run time. `None` if it
     /// can.
     pub fn refuses(&self, policy: Policy) -> Option<Fallback> {
         self.shared().refuses(policy)
     }
 
-    /// What an access was that the domain's fault tells of. `None` if it has to do with nothing that
-    /// is known, or if the device has no [`DmaConfig::detect`](crate::DmaConfig::detect).
+    /// Explains the access behind a fault of the domain. `None` if no record relates to it, or if
+    /// the device has no [`DmaConfig::detect`](crate::DmaConfig::detect).
     pub fn explain(&self, fault: &Fault) -> Option<Explained> {
         let shared = self.shared();
         shared.detector.as_ref()?.explain(fault, shared.clock.now_ns())
@@ -363,13 +363,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().expire()
     }
 
-    /// Who waited for the device, how often and how long, in the calls of all clones and apart from
+    /// How often and how long threads waited for the device, in the calls of all clones and outside
     /// them.
     pub fn waits(&self) -> Waits {
         self.shared().waits()
     }
 
-    /// What was done so far, by all clones together.
+    /// Statistics so far, over all clones.
     pub fn stats(&self) -> Stats {
         self.shared().stats()
     }
@@ -382,7 +382,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         &self.port
     }
 
-    /// Makes a mapping, or an error, of what became of a buffer.
+    /// Makes a mapping, or an error, from the result for a buffer.
     pub(crate) fn finish<B>(
         &self,
         buffer: B,
@@ -407,13 +407,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         MapError::new(failed.error, buffer, failed.undone)
     }
 
-    /// The same clone, not another.
+    /// Another handle to the same clone.
     pub(crate) fn same(&self) -> Device<D, A> {
         Device { port: Arc::clone(&self.port) }
     }
 }
 
-/// The policy in force, and why it is not the one asked for.
+/// The policy in force, and why it is not the requested one.
 fn choose(config: &DmaConfig, means: Means) -> Result<(Policy, Option<Fallback>), SetupError> {
     let policy = config.policy;
     match trust::against(policy, config.trust, means) {

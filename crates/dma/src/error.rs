@@ -1,4 +1,4 @@
-//! What can go wrong, and where the buffer is then.
+//! Errors, and where the buffer is after them.
 
 use core::{fmt, mem::ManuallyDrop};
 
@@ -20,36 +20,36 @@ pub enum Error {
     /// The buffer did not list the same segments twice.
     #[error("the buffer's segments changed while it was mapped")]
     Unstable,
-    /// All I/O virtual addresses that would do are taken: unmap something and try again.
+    /// All suitable I/O virtual addresses are taken: unmap something and try again.
     #[error(
         "no I/O virtual addresses are free for {asked:#x} bytes at or below {limit:#x}: \
          {live_ranges} ranges are live, {live_bytes:#x} bytes are taken"
     )]
     Exhausted {
-        /// Bytes of address space that were asked for.
+        /// The requested bytes of address space.
         asked: u64,
-        /// The highest address that would have done.
+        /// The highest suitable address.
         limit: u64,
-        /// Ranges that the allocator has given out.
+        /// Ranges that the allocator has handed out.
         live_ranges: u64,
         /// Bytes of address space that are taken, by them and by what its caches keep.
         live_bytes: u64,
     },
-    /// There never can be an I/O virtual address for it (what was asked and why not are inside).
+    /// There can never be an I/O virtual address for it (the request and the reason are inside).
     #[error(transparent)]
     NoIova(AllocError),
-    /// It would have to be copied into a bounce slot, and the device holds all the memory of slots
-    /// that it may: unmap something and try again.
+    /// It would have to be copied into a bounce slot, and the device has reached its quota of slot
+    /// memory: unmap something and try again.
     #[error(
         "a bounce slot of {asked:#x} bytes: the device holds {held:#x} bytes of slots, and may hold \
          {quota:#x} (BounceConfig::quota)"
     )]
     BounceQuota {
-        /// Bytes of the slot that was asked for.
+        /// Bytes of the requested slot.
         asked: u64,
         /// Bytes of slots that the device holds.
         held: u64,
-        /// The most that it may.
+        /// The most that it may hold.
         quota: u64,
     },
     /// It would have to be copied into a bounce slot, and there is no memory for one.
@@ -58,8 +58,8 @@ pub enum Error {
     /// A buffer in pool memory was asked for, and the device has no bounce pools.
     #[error("the device has no bounce pools (DeviceBuilder::pools)")]
     NoPools,
-    /// The buffer does not fill its granules, so that the device would reach what lies beside it; an
-    /// untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
+    /// The buffer does not fill its granules, so that the device would reach what lies beside it;
+    /// an untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
     #[error(
         "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
          the device has no bounce pools (DeviceBuilder::pools)"
@@ -68,8 +68,8 @@ pub enum Error {
         /// Bytes of a granule.
         granule: u64,
     },
-    /// As [`Neighbours`](Self::Neighbours), of memory that is mapped for long, or that the CPU cannot
-    /// reach: such memory is never copied.
+    /// As [`Neighbours`](Self::Neighbours), for memory that is mapped for long, or that the CPU
+    /// cannot reach: such memory is never copied.
     #[error(
         "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
          cannot be copied: it is mapped for long, or out of the CPU's reach"
@@ -83,27 +83,26 @@ pub enum Error {
     Domain(#[from] ringfence_iommu::Error),
 }
 
-/// What an error means for who gets it: what he could do about it.
+/// What an error means for the caller, and what the caller can do about it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The buffer, or what was asked for, makes no sense. It will not do so later.
+    /// The buffer or the request is invalid, and will not become valid later.
     Senseless,
-    /// The address space is exhausted. When something is unmapped there will be room.
+    /// The address space is exhausted. An unmap will make room.
     AddressSpace,
-    /// The domain is at its limit of mappings or of table memory. When something is unmapped there
-    /// will be room.
+    /// The domain is at its limit of mappings or of table memory. An unmap will make room.
     DomainFull,
     /// There is no memory.
     NoMemory,
-    /// There is no bounce slot. When something is unmapped there may be one.
+    /// There is no bounce slot. After an unmap there may be one.
     BounceFull,
-    /// The device answered with an error; this is its own status (rule L34).
+    /// The device replied with an error; this is its own status (rule L34).
     Device {
         /// For a virtio-iommu, the status of its reply.
         status: u8,
     },
-    /// The device no longer answers, or answers what it must not. Nothing will help.
+    /// The device no longer replies, or its replies violate the protocol. This is final.
     Gone,
 }
 
@@ -121,7 +120,7 @@ impl ErrorKind {
 }
 
 impl Error {
-    /// What it means for who gets it.
+    /// What it means for the caller.
     pub const fn kind(&self) -> ErrorKind {
         match self {
             Error::Exhausted { .. } => ErrorKind::AddressSpace,
@@ -141,15 +140,15 @@ impl Error {
 /// A map that failed. Everything it had done was undone: the IOVA is free again, nothing is mapped,
 /// and the buffer is inside.
 ///
-/// Only where undoing failed too (the device did not acknowledge the invalidation) is the buffer
-/// kept back, for the device might still reach it; see [`into_buffer`](Self::into_buffer).
+/// Only if undoing failed too (the device did not acknowledge the invalidation) is the buffer
+/// withheld, as the device might still reach it; see [`into_buffer`](Self::into_buffer).
 pub struct MapError<B> {
     pub(crate) error: Error,
     pub(crate) buffer: Result<B, ManuallyDrop<B>>,
 }
 
 impl<B> MapError<B> {
-    /// Why.
+    /// The cause.
     pub fn error(&self) -> Error {
         self.error
     }
@@ -197,7 +196,7 @@ impl<B> core::error::Error for MapError<B> {
 /// An unmap whose invalidation failed: the device may still reach the buffer.
 ///
 /// The buffer is therefore not given back, and dropping this error leaks it on purpose: memory that
-/// a device can write must not become someone else's. Its IOVA is quarantined.
+/// a device can write must not be reused. Its IOVA is quarantined.
 pub struct UnmapError<B> {
     pub(crate) error: ringfence_iommu::Error,
     pub(crate) range: Range,
@@ -205,7 +204,7 @@ pub struct UnmapError<B> {
 }
 
 impl<B> UnmapError<B> {
-    /// What the domain said.
+    /// The domain's error.
     pub fn error(&self) -> ringfence_iommu::Error {
         self.error
     }
@@ -224,7 +223,7 @@ impl<B> UnmapError<B> {
     ///
     /// # Safety
     /// The caller has made sure by other means that the device no longer uses the buffer (it was
-    /// reset or is gone), or never again reads, writes or frees the memory as if it were private.
+    /// reset or is gone), or never again reads, writes or frees the memory as private memory.
     pub unsafe fn into_buffer(self) -> B {
         ManuallyDrop::into_inner(self.buffer)
     }
@@ -255,13 +254,13 @@ impl<B> core::error::Error for UnmapError<B> {
     }
 }
 
-/// A part of a buffer that does not lie in it.
+/// A range that does not lie in the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("bytes {start}..{end} do not lie in a mapping of {len} bytes")]
 pub struct OutOfBounds {
-    /// The first byte asked for.
+    /// The first byte of the request.
     pub start: u64,
-    /// The byte after the last one asked for.
+    /// The byte after the last one of the request.
     pub end: u64,
     /// How many bytes the mapping has.
     pub len: u64,
@@ -282,13 +281,13 @@ pub enum SetupError {
         /// The domain's granule in bytes.
         domain: u64,
     },
-    /// The segment boundary is no mask of ones, or finer than the granule.
+    /// The segment boundary is not a mask of ones, or is finer than the granule.
     #[error("the segment boundary {0:#x} must be 2^n-1 and at least the granule less one")]
     Boundary(u64),
     /// The largest segment is smaller than the granule.
     #[error("the largest segment of {0:#x} bytes is smaller than the granule")]
     MaxSegment(u64),
-    /// The flush queues cannot be tuned so.
+    /// The tuning of the flush queues is invalid.
     #[error(transparent)]
     Tuning(#[from] TuningError),
     /// The sampling interval is no power of two.
@@ -300,10 +299,11 @@ pub enum SetupError {
     /// A policy is demanded that the device cannot have (rule L28).
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The thread that flushes, or gives back idle bounce slots, in time could not be started.
+    /// The timer thread, which flushes or gives back idle bounce slots, could not be started.
     #[error("cannot start the timer thread of the flush queues or of the bounce pools")]
     Thread,
-    /// The largest slot is no power of two of whole granules, or larger than all slots may be.
+    /// The size of the largest slot is not a power of two of whole granules, or exceeds the limit
+    /// for all slots.
     #[error("bounce slots of {largest:#x} bytes: a power of two, from {granule:#x} to {max:#x}")]
     Slots {
         /// Bytes of the largest slot.
@@ -319,8 +319,8 @@ pub enum SetupError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SwitchError {
-    /// Under `off` nothing is mapped, and under every other policy everything is: mappings of the
-    /// one kind cannot go on under the other.
+    /// Under `off` nothing is mapped, and under every other policy everything is: mappings of one
+    /// kind cannot continue under the other.
     #[error(
         "a device cannot change from {from} to {to} while it lives: its mappings would not be \
          protected, or not be mapped; make another device"
@@ -328,13 +328,13 @@ pub enum SwitchError {
     Off {
         /// The policy in force.
         from: Policy,
-        /// The policy asked for.
+        /// The requested policy.
         to: Policy,
     },
-    /// The policy in force would not be the one asked for.
+    /// The policy in force would not be the requested one.
     #[error(transparent)]
     Fallback(Fallback),
-    /// The thread that flushes in time could not be started.
+    /// The timer thread could not be started.
     #[error("cannot start the flush queue's timer thread")]
     Thread,
     /// The flush queues cannot be made. If their flush failed, the policy is in force.
@@ -342,7 +342,7 @@ pub enum SwitchError {
     Queues(#[from] TuningError),
     /// The new policy is strict and in force, for every unmap that begins from now on; but what had
     /// been unmapped lazily could not be flushed, and stays exposed until a flush succeeds: the
-    /// timer's, or that of the next call.
+    /// timer's, or the next call's.
     #[error("the policy is strict now, but what was unmapped before could not be flushed: {0}")]
     Flush(ringfence_iommu::Error),
 }

@@ -1,10 +1,10 @@
-//! Where the pieces of a buffer lie in its IOVA range, and what the device is told about them.
+//! Where the pieces of a buffer lie in its IOVA range, and the segments for the device.
 
 use ringfence_iommu::Range;
 
 use crate::{DmaConfig, Error, Segment, segment::Segments};
 
-/// What the pieces and segments of a mapping must keep to.
+/// The limits on pieces and segments of a mapping.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// The domain's granule less one.
@@ -36,13 +36,13 @@ impl Limits {
         }
     }
 
-    /// The boundary as the allocator wants it for a range of `size` bytes: what fits between two
-    /// boundaries must not cross one; what is longer is aligned so that it begins on one.
+    /// The boundary to pass to the allocator for a range of `size` bytes: a range that fits between
+    /// two boundaries must not cross one; a longer one is aligned so that it begins on one.
     pub(crate) fn allocation_boundary(&self, size: u64) -> u64 {
         if size - 1 <= self.boundary { self.boundary } else { u64::MAX }
     }
 
-    /// Where in its granule `target` lies.
+    /// The offset of `target` in its granule.
     pub(crate) fn offset_in_granule(&self, target: u64) -> u64 {
         target & self.granule_mask
     }
@@ -62,7 +62,7 @@ impl Limits {
         Some(len.checked_add(self.granule_mask)? & !self.granule_mask)
     }
 
-    /// Whether `len` bytes from `first` hold addresses that differ above the boundary.
+    /// Whether `len` bytes from `first` contain addresses that differ above the boundary.
     fn crosses(&self, first: u64, len: u64) -> bool {
         (first ^ (first + (len - 1))) & !self.boundary != 0
     }
@@ -94,8 +94,8 @@ impl Limits {
 }
 
 /// Lays out the pieces of a buffer one after the other. The same pieces give the same layout: it is
-/// made once to learn how much address space is needed and again to map, so that nothing need be
-/// stored in between.
+/// made once to find how much address space is needed and again to map, so that nothing is stored
+/// in between.
 #[derive(Debug)]
 pub(crate) struct Layout {
     limits: Limits,
@@ -110,9 +110,9 @@ impl Layout {
 
     /// Takes the next piece; calls `each` with a run once it is complete.
     ///
-    /// Pieces that follow each other in memory become one run (rule L35), up to the largest
-    /// segment: so there are never more segments than pieces (rule L46), unless a piece alone is
-    /// larger than a segment may be.
+    /// Pieces that are adjacent in memory become one run (rule L35), up to the largest segment: so
+    /// there are never more segments than pieces (rule L46), unless a piece alone is larger than a
+    /// segment may be.
     pub(crate) fn piece(
         &mut self,
         target: u64,
@@ -139,7 +139,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Completes the last run; the address space needed in all, in whole granules.
+    /// Completes the last run; returns the address space needed in all, in whole granules.
     pub(crate) fn finish(
         mut self,
         each: &mut impl FnMut(Run) -> Result<(), Error>,
@@ -156,7 +156,7 @@ impl Layout {
             .checked_add(in_granule)
             .and_then(|len| limits.whole_granules(len))
             .ok_or(Error::TooLong)?;
-        // One that would cross a boundary begins on the next instead. The pad in between stays
+        // A run that would cross a boundary begins on the next instead. The pad in between stays
         // unmapped: Linux extends the mapping before it, which exposes the memory that follows it.
         let mut offset = self.used;
         let first = offset.checked_add(in_granule).ok_or(Error::TooLong)?;
@@ -170,8 +170,8 @@ impl Layout {
 }
 
 impl Run {
-    /// Its granules in the range that begins at `base`. `None` if that is not where it was laid out
-    /// for.
+    /// Its granules in the range that begins at `base`. `None` if it was not laid out for that
+    /// base.
     pub(crate) fn range(&self, base: u64) -> Option<Range> {
         let first = base.checked_add(self.offset)?;
         Range::from_len(ringfence_iommu::Iova(first), self.span)

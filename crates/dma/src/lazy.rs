@@ -1,4 +1,4 @@
-//! Unmapping lazily: what waits for a flush, and who flushes.
+//! Lazy unmaps: what waits for a flush, and when threads flush.
 
 use std::sync::Arc;
 
@@ -16,7 +16,8 @@ use crate::{
 };
 
 impl<D: Domain, A: Allocator> Shared<D, A> {
-    /// Rule L18: translations go now; only the invalidation, the IOVA and the table pages wait.
+    /// Rule L18: removes translations now; only the invalidation, the IOVA and the table pages
+    /// wait.
     pub(crate) fn unmap_lazily(
         &self,
         mode: Mode,
@@ -38,7 +39,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.queue(span, removed, reserved, watched, counters)
     }
 
-    /// Has what was removed of a range wait for a flush.
+    /// Queues what was removed of a range for a flush.
     pub(crate) fn queue(
         &self,
         span: Span,
@@ -53,7 +54,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         let mut entry =
             Some(Entry { range: span.range, bytes: span.mapped, since_ns, pages, watch, reserved });
         loop {
-            // Looked up each time: the queues may change while this thread flushes.
+            // Read each time: the queues may change while this thread flushes.
             let ring = if self.mode.get().is_per_cpu() { self.cpu.current() } else { 0 };
             let mut batch = Batch::new();
             let enqueued = self.lazy.queues.enqueue(ring, &mut entry, &mut batch);
@@ -63,10 +64,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                     self.watch_time(since_ns, arm, high, counters);
                     break;
                 }
-                // Rule L22. Not under the queue's lock: others may queue meanwhile, where a flush
-                // of somebody else made room.
+                // Rule L22. Flushes without the queue's lock: other threads may queue meanwhile, if
+                // another flush made room.
                 Enqueued::Full => counters.full_queue_flushes.add(1),
-                // Rule L27: the device became strict, or bounded, after this thread had looked.
+                // Rule L27: the device became strict, or bounded, after this thread had read the
+                // mode.
                 Enqueued::Closed => counters.bound_flushes.add(1),
             }
             if let Err(error) = self.flush_domain(&counters.waits.full) {
@@ -76,7 +78,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             if enqueued == Enqueued::Full {
                 self.reap(ring, &counters.frees);
             } else if let Some(entry) = entry.take() {
-                // The flush began after its translation was removed: it need not be queued.
+                // The flush began after the entry's translation was removed: it need not be queued.
                 let mut batch = Batch::new();
                 batch.released_ns = self.clock.now_ns();
                 self.lazy.queues.note_released(ring, &entry, batch.released_ns);
@@ -86,8 +88,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             }
         }
         if reserved && self.lazy.queues.budget.is_overdrawn() {
-            // The bound was lowered since this thread reserved. A flush that fails leaves to the
-            // timer what is queued.
+            // The bound was lowered since this thread reserved. If the flush fails, the timer
+            // flushes what is queued.
             counters.bound_flushes.add(1);
             let _ = self.flush_domain(&counters.waits.full);
             self.reap_all(&counters.frees);
@@ -95,8 +97,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Ok(unmapped)
     }
 
-    /// Keeps a range whose unmap failed from being used again. Its buffer is not given back, so
-    /// that nothing of it counts as exposed.
+    /// Quarantines a range whose unmap failed. Its buffer is not given back, so that it does not
+    /// count as exposed.
     fn give_up(&self, span: Span, reserved: bool) {
         self.quarantine(span.range);
         if reserved {
@@ -104,8 +106,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         }
     }
 
-    /// Reserves bytes that are to be exposed, with a flush if the bound is reached. Whether they
-    /// could be: else they must not be exposed at all.
+    /// Reserves bytes that are to be exposed, with a flush if the bound is reached. Returns whether
+    /// it succeeded; if not, they must not be exposed.
     fn reserve(&self, bytes: u64, counters: &Counters) -> bool {
         let budget = &self.lazy.queues.budget;
         if !budget.fits(bytes) {
@@ -115,7 +117,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             return true;
         }
         let _alone = self.lazy.at_bound.lock();
-        // Somebody may have made room while this thread waited for its turn.
+        // Another thread may have made room while this one waited for the lock.
         if budget.reserve(bytes) {
             return true;
         }
@@ -124,18 +126,18 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             return false;
         }
         self.reap_all(&counters.frees);
-        // Others may have taken it all: no thread waits for more than one flush.
+        // Others may have taken all of it; do not wait for more than one flush.
         budget.reserve(bytes)
     }
 
-    /// Has the timer be due in time for what was queued just now, and flushes itself if the timer
-    /// is overdue.
+    /// Makes the timer due in time for what was just queued, and flushes here if the timer is
+    /// overdue.
     fn watch_time(&self, since_ns: u64, arm: bool, high: bool, counters: &Counters) {
         let Lazy { pace, timer, .. } = &self.lazy;
         let due_ns = if high { since_ns } else { since_ns.saturating_add(pace.wait_ns()) };
         let patience_ns = pace.patience_ns();
-        // Most come while it is armed. If time is bounded it may have been armed for one that was
-        // unmapped later and queued sooner.
+        // Usually it is armed already. If time is bounded it may have been armed for an entry that
+        // was unmapped later but queued sooner.
         if arm || (high || patience_ns.is_some()) && timer.is_later_than(due_ns) {
             timer.arm(due_ns);
         }
@@ -144,7 +146,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             && timer.take_overdue(latest_ns)
         {
             counters.bound_flushes.add(1);
-            // One that fails is counted, and leaves to the timer what is queued.
+            // If it fails, it is counted, and the timer flushes what is queued.
             let _ = self.expire_in(&counters.waits.full, &counters.frees);
         }
     }
@@ -156,11 +158,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         }
         let mut number = frees.count.get();
         let (mut freed, mut reserved_bytes) = (0, 0);
-        // By reference: a batch is some kilobytes, and mostly empty.
+        // By reference: a batch takes some kilobytes, and is mostly empty.
         for Entry { range, pages, watch, reserved, bytes, .. } in batch.entries.drain(..) {
             drop(pages);
             if reserved {
-                // What is reserved together fits 63 bits.
+                // The sum of what is reserved fits 63 bits.
                 reserved_bytes += bytes;
             }
             if watch.is_none_or(|watch| watch.release(batch.released_ns)) {
@@ -175,7 +177,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         }
     }
 
-    /// Flushes the domain, without looking at what that covers; notes in `waits` how long it took.
+    /// Flushes the domain, without releasing anything; records in `waits` how long it took.
     pub(crate) fn flush_domain(&self, waits: &Histogram) -> Result<()> {
         let ticket = self.lazy.queues.start_flush();
         let begun_ns = self.clock.now_ns();
@@ -191,12 +193,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         result.map(|_synced| ())
     }
 
-    /// Rule L24: whoever flushed, every queue can be reaped, whether it is in use or was once.
+    /// Rule L24: after a flush by any thread, every queue can be reaped, in use or formerly in use.
     pub(crate) fn reap_all(&self, frees: &FreeCounters) {
         (0..self.lazy.queues.rings()).for_each(|ring| self.reap(ring, frees));
     }
 
-    /// Releases all of a queue that may be.
+    /// Releases all that may be released from a queue.
     fn reap(&self, ring: usize, frees: &FreeCounters) {
         loop {
             let mut batch = Batch::new();
@@ -209,7 +211,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         }
     }
 
-    /// Whether a flush has anything to do.
+    /// Whether a flush may have anything to do.
     pub(crate) fn wants_flush(&self) -> bool {
         self.mode.get().is_lazy() || self.has_queued()
     }
@@ -224,21 +226,21 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Ok(())
     }
 
-    /// As [`flush`](Self::flush), for a caller that cannot go on without what is queued.
+    /// As [`flush`](Self::flush), for a caller that needs the queued IOVAs to continue.
     pub(crate) fn flush_for_room(&self, counters: &Counters) -> Result<()> {
         self.flush_domain(&counters.waits.full)?;
         self.reap_all(&counters.frees);
         Ok(())
     }
 
-    /// What is to be done when the timer expires (rule L23).
+    /// To be called when the timer expires (rule L23).
     pub(crate) fn expire(&self) -> Result<()> {
         let now_ns = self.clock.now_ns();
         let late_ns = self.timer_due_ns().and_then(|due_ns| now_ns.checked_sub(due_ns));
         self.expire_late(late_ns.unwrap_or(0))
     }
 
-    /// The same, so many nanoseconds after it was to be done.
+    /// The same, `late_ns` nanoseconds after it was due.
     pub(crate) fn expire_late(&self, late_ns: u64) -> Result<()> {
         let start = self.sampler.start_always();
         self.lazy.pace.woke(late_ns);
@@ -247,12 +249,13 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         result
     }
 
-    /// An expiry, with whoever makes it told by where it counts.
+    /// An expiry; `waits` and `frees` are the counters of its caller.
     pub(crate) fn expire_in(&self, waits: &Histogram, frees: &FreeCounters) -> Result<()> {
         let Lazy { queues, pace, timer, .. } = &self.lazy;
         timer.disarm();
         queues.expiring();
-        // After the flag was cleared: who is lazy again meanwhile must find it clear.
+        // After the flag was cleared: if the device becomes lazy again meanwhile, its threads must
+        // find it clear.
         if !self.wants_flush() {
             return Ok(());
         }

@@ -21,57 +21,61 @@
 //! buffer back. The pieces, from the bottom:
 //!
 //! * [`DmaBuffer`]: memory that stays where it is, as a list of segments in the domain's target
-//!   addresses; [`Direction`]: which way the data goes, hence what the device may do.
-//! * [`Policy`]: what a mapping costs and what it promises. The default is
-//!   [`StrictMap`](Policy::StrictMap); lazy is had only by naming it.
+//!   addresses; [`Direction`]: the direction of the data, hence what the device may do.
+//! * [`Policy`]: what a mapping costs and what it guarantees. The default is
+//!   [`StrictMap`](Policy::StrictMap); a lazy policy must be chosen by name.
 //! * [`Device::map`] and [`Device::map_sg`] → [`Mapping`]: one contiguous IOVA range, the
 //!   [`Segment`]s to put in descriptors, and the buffer, which the mapping *owns*: the compiler
 //!   refuses to touch what the device may touch. [`Mapping::unmap`] gives it back; `Drop` unmaps.
 //! * [`MapBatch`] and [`UnmapBatch`]: many mappings, one sync, and no waiting for it.
 //! * [`Device::alloc_coherent`] → [`Coherent`]: memory shared with the device for long, such as a
 //!   ring.
-//! * [`Device::map_persistent`] → [`Persistent`]: a buffer that stays mapped from one I/O to the next.
+//! * [`Device::map_persistent`] → [`Persistent`]: a buffer that stays mapped from one I/O to the
+//!   next.
 //! * [`BouncePools`]: memory that stays mapped, for mappings that are copies;
 //!   [`Device::take_buffer`] → [`PoolBuffer`]: without a copy.
-//! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] tells why.
-//! * [`Detector`]: tells which lines mapped and unmapped what a device still uses.
+//! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] returns the
+//!   reason.
+//! * [`Detector`]: reports which source lines mapped and unmapped a buffer that a device still
+//!   uses.
 //! * [`Choices`]: what [`Policy::Auto`] copies and what it maps, and why.
 //! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
 //!   lazily unmapped memory stayed reachable.
 //!
-//! # What a policy promises
+//! # What a policy guarantees
 //!
 //! *Strict*: when `unmap` has returned, no device access to the buffer succeeds. *Lazy*: within a
 //! window bounded by the flush queue's timer it may; the IOVA is never given to another buffer
-//! meanwhile (rule L19). How large that window may be, in time and in bytes, is part of the
-//! [`FlushTuning`]. *Off*: nothing is mapped and nothing is protected. What is mapped persistently
-//! is reachable until it is unmapped, whatever the policy.
+//! meanwhile (rule L19). The [`FlushTuning`] sets how large that window may be, in time and in
+//! bytes. *Off*: nothing is mapped and nothing is protected. A persistent mapping is reachable
+//! until it is unmapped, whatever the policy.
 //!
-//! Policy and tuning can be changed while the device is in use ([`Device::set_policy`],
-//! [`Device::set_flush_tuning`]): what is unmapped after such a call has returned keeps to it.
+//! Policy and tuning can change while the device is in use ([`Device::set_policy`],
+//! [`Device::set_flush_tuning`]): unmaps that begin after such a call has returned follow it.
 //!
 //! A buffer that does not fill the granules it lies in is mapped rounded to them, as Linux does for
 //! trusted devices: its neighbours in the first and the last granule are exposed while it is
-//! mapped. For an untrusted device it is copied instead. A domain whose granule is one byte maps
+//! mapped. For an untrusted device it is copied instead. A domain with a granule of one byte maps
 //! exactly the buffer.
 //!
 //! # Copies
 //!
 //! [`BouncePools`] hold memory that stays mapped. Under [`Policy::Bounce`], under [`Policy::Auto`]
-//! where that is cheaper ([`Device::choices`] tells), and for what an untrusted device must not see
-//! around a buffer, a mapping is a copy in a slot of theirs: the device never reaches the buffer,
-//! and of the slot it sees the mapping's own bytes, zeros, and what it wrote itself. A copy begins
-//! where its slot does. The slot stays mapped after the unmap: the device may go on writing there,
-//! and reaches no buffer by it. [`Device::take_buffer`] hands out a slot to be filled in place.
-//! Devices of one domain share what it maps, slots included: the domain is the border, not the
-//! device.
+//! where that is cheaper (see [`Device::choices`]), and where a mapping would expose a buffer's
+//! neighbours to an untrusted device, a mapping is a copy in one of their slots: the device never
+//! reaches the buffer, and in the slot it sees the mapping's own bytes, zeros, and what it wrote
+//! itself. A copy begins where its slot does. The slot stays mapped after the unmap: the device may
+//! go on writing there, but reaches no buffer that way. [`Device::take_buffer`] hands out a slot to
+//! be written in place. Devices of one domain share its mappings, slots included: isolation is
+//! between domains, not between devices.
 //!
 //! # When the device fails
 //!
 //! A map that fails is undone completely and hands the buffer back with the device's own status
-//! ([`MapError`]); [`ErrorKind`] says what the caller could do about it. An unmap whose invalidation
+//! ([`MapError`]); [`ErrorKind`] says what the caller can do about it. An unmap whose invalidation
 //! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
-//! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and counted.
+//! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and
+//! counted.
 #![deny(unsafe_code)]
 
 mod auto;

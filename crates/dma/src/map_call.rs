@@ -1,4 +1,4 @@
-//! What a map call is asked for, and how it fails.
+//! The parameters of a map call, and its failure.
 
 use core::panic::Location;
 
@@ -8,20 +8,20 @@ use crate::{
     pieces::{Pieces, Sync},
 };
 
-/// For how long something is mapped.
+/// The lifetime of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lasting {
     /// For one I/O.
     Streaming,
-    /// For many: it is never a copy, since device and CPU use it with no call in between.
+    /// For many I/Os: never a copy, since device and CPU use it without calls in between.
     Long,
 }
 
-/// What a map call was asked for, and where in the program.
+/// What a map call maps, and the place of the call in the program.
 pub(crate) struct Made<B> {
     pub(crate) direction: Direction,
     pub(crate) at: &'static Location<'static>,
-    /// How to reach the bytes of what it was asked for.
+    /// How the CPU reaches the bytes of the buffer.
     pub(crate) bytes: Bytes<B>,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct MapCall<'a, T> {
 /// A map call that failed.
 pub(crate) struct Failed {
     pub(crate) error: Error,
-    /// Whether nothing of it is left.
+    /// Whether it was undone completely.
     pub(crate) undone: bool,
 }
 

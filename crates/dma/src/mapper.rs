@@ -16,7 +16,7 @@ use crate::{
     waits::timed,
 };
 
-/// So many runs are mapped by one call of the domain.
+/// How many runs one call of the domain maps.
 const TOGETHER: usize = 32;
 
 /// Maps the pieces of one buffer into the range that was allocated for them.
@@ -30,7 +30,7 @@ pub(crate) struct Mapper<'a, D: Domain> {
     /// Sync each map call by itself, rather than all at the end.
     sync_each: bool,
     sync: Sync,
-    /// Not mapped yet. Runs that follow each other in IOVA and in memory are one.
+    /// Not mapped yet. Runs that are adjacent in IOVA and in memory are one.
     list: ArrayVec<Map<D::Target>, TOGETHER>,
     /// Whether anything was mapped.
     pub(crate) any: bool,
@@ -91,7 +91,8 @@ impl<'a, D: Domain> Mapper<'a, D> {
         // Rule L43: the address keeps the buffer's offset in its granule.
         self.limits.add(self.segments, range.first().0 + in_granule, run.len);
         let target = run.target - in_granule;
-        // SAFETY: a piece of a buffer (`DmaBuffer`), which its mapping owns until an unmap has succeeded.
+        // SAFETY: it is a piece of a buffer (`DmaBuffer`), which the mapping owns until an unmap
+        // has succeeded.
         let map = |range, target| unsafe {
             Map::of(range, D::Target::from_u64(target), self.direction.prot())
         };
@@ -130,13 +131,13 @@ impl<'a, D: Domain> Mapper<'a, D> {
             self.mapped = self.mapped.saturating_add(map.range().extent()).saturating_add(1);
         }
         made.map_err(|partial| partial.error)?;
-        // The only one, then.
+        // With `sync_each` this is the only element.
         let first = self.list[0].range();
         self.list.clear();
         if self.sync_each { self.sync(first) } else { Ok(()) }
     }
 
-    /// Whether the device knows of what was mapped; else it is for the caller to sync.
+    /// Whether everything that was mapped is synced; if not, the caller must sync it.
     pub(crate) fn is_synced(&self) -> bool {
         self.sync_each || self.sync == Sync::Now
     }

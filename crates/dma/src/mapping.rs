@@ -14,11 +14,11 @@ use crate::{
     span::{Span, Unmapped},
 };
 
-/// What a mapping needs of its device. A trait object, so that a mapping's type tells only what it
-/// holds, not by which domain and allocator it was made.
+/// What a mapping needs from its device. A trait object, so that the type of a mapping depends only
+/// on the buffer, not on the domain and allocator that made it.
 pub(crate) trait Owner: Send + Sync {
     /// Unmaps; the IOVA is freed (or parked, if watched), or on failure quarantined. `at` is the
-    /// place in the program that wants it, if there is one.
+    /// place in the program that requested it, if there is one.
     fn unmap(
         &self,
         span: Option<Span>,
@@ -26,40 +26,40 @@ pub(crate) trait Owner: Send + Sync {
         watched: bool,
         at: Option<&'static Location<'static>>,
     ) -> DomainResult<Option<Unmapped>>;
-    /// That a mapping of so many bytes, made in a slice of a trial, is unmapped now.
+    /// Reports that a mapping of `len` bytes, made in a slice of a trial, is being unmapped.
     fn unmapping(&self, slice: Slice, len: u64);
     /// Frees an IOVA range that was parked.
     fn free(&self, range: Range);
-    /// Ends a mapping that is a copy, and brings back what is wanted of it. Its slot is left over.
+    /// Ends a mapping that is a copy, and copies back to `slices`, if given. Returns its slot.
     fn end_bounce(&self, bounced: Bounced, slices: Option<SlicesMut<'_>>) -> Slot;
-    /// Brings back what the device wrote there.
+    /// Copies back what the device wrote to `bytes`.
     fn note_written(&self, bounced: &mut Bounced, bytes: Bytes<u64>, slices: SlicesMut<'_>);
     /// Gives back a slot of a mapping that has ended.
     fn give_back_slot(&self, slot: Slot);
-    /// Gives back the slot of a buffer of so many bytes that was taken.
+    /// Gives back the slot of a taken buffer of `len` bytes.
     fn give_back_taken(&self, slot: Slot, len: u64);
-    /// Tells devices apart.
+    /// Identifies the device.
     fn device_id(&self) -> DeviceId;
     fn now_ns(&self) -> u64;
-    /// That it was done, and so many bytes copied for it.
+    /// Counts a sync for the CPU, and the bytes copied for it.
     fn note_sync_for_cpu(&self, copied: u64);
-    /// That it was done, and so many bytes copied for it.
+    /// Counts a sync for the device, and the bytes copied for it.
     fn note_sync_for_device(&self, copied: u64);
-    /// That so many bytes of a persistent mapping are unmapped.
+    /// Counts the end of a persistent mapping of `bytes`.
     fn note_persistent_end(&self, bytes: u64);
 }
 
-/// Where all that the clones of a device share lies: another place for each device that lives.
+/// The address of the state that all clones of a device share: unique among live devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceId(pub(crate) usize);
 
-/// A buffer that a device may touch. It owns the buffer: no one else does.
+/// A buffer that a device may access. The mapping is the only owner of the buffer.
 ///
 /// Forgetting a mapping leaks the buffer and leaves it mapped, which is wasteful but safe.
 #[must_use = "dropping a mapping unmaps it"]
 pub struct Mapping<B> {
     placed: Placed,
-    /// Taken by `unmap`, so that `drop` finds nothing left to do.
+    /// `None` once `unmap` has taken it, so that `drop` has nothing left to do.
     held: Option<LiveMapping<B>>,
 }
 
@@ -84,9 +84,9 @@ impl<B> Mapping<B> {
         self.placed.bounced.is_some()
     }
 
-    /// Where the mapping begins for the device: the address of the first byte, whose offset in its
-    /// granule is the buffer's (rule L43); of a copy, the beginning of its slot. Under policy `off`,
-    /// the first byte's target address.
+    /// The device's address of the first byte, which keeps the buffer's offset in its granule
+    /// (rule L43); for a copy, the beginning of its slot. Under policy `off`, the first byte's
+    /// target address.
     #[inline]
     pub fn iova(&self) -> Iova {
         self.placed.iova
@@ -109,8 +109,8 @@ impl<B> Mapping<B> {
         self.placed.segments.as_slice()
     }
 
-    /// As [`segments`](Self::segments), of some of the buffer's bytes only: `bytes` are offsets in
-    /// the buffer, what of them lies beyond its end is left out.
+    /// As [`segments`](Self::segments), for a part of the buffer only: `bytes` are offsets in the
+    /// buffer, clipped to its end.
     pub fn segments_of(&self, bytes: Bytes<u64>) -> impl Iterator<Item = Segment> + Clone + '_ {
         let mut at = 0u64;
         self.segments().iter().filter_map(move |segment| {
@@ -134,7 +134,7 @@ impl<B> Mapping<B> {
         self.take(false, false).map(|(buffer, ..)| buffer)
     }
 
-    /// As [`unmap`](Self::unmap), and hands out the IOVA too, so that someone can watch for how
+    /// As [`unmap`](Self::unmap), and hands out the IOVA too, so that the caller can watch for how
     /// long the device still reaches it.
     ///
     /// # Errors
@@ -156,11 +156,10 @@ impl<B> Mapping<B> {
         Ok((buffer, StaleIova { placed, unmapped, owner }))
     }
 
-    /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU: of a copy,
-    /// by copying them back, no more than these.
+    /// Makes what the device wrote to `bytes` (offsets in the buffer) visible to the CPU: for a
+    /// copy, by copying exactly these back.
     ///
-    /// All memory that this crate maps is coherent, so that otherwise there is nothing to do but to
-    /// check and to count.
+    /// All memory that this crate maps is coherent, so that otherwise it only checks and counts.
     ///
     /// # Errors
     /// `bytes` do not lie in the buffer.
@@ -175,8 +174,8 @@ impl<B> Mapping<B> {
         Ok(())
     }
 
-    /// Makes what the CPU wrote to `bytes` (offsets in the buffer) visible to the device, as
-    /// [`sync_for_cpu`](Self::sync_for_cpu) the other way.
+    /// Makes what the CPU wrote to `bytes` (offsets in the buffer) visible to the device:
+    /// [`sync_for_cpu`](Self::sync_for_cpu) in the other direction.
     ///
     /// # Errors
     /// `bytes` do not lie in the buffer.
@@ -191,15 +190,15 @@ impl<B> Mapping<B> {
         Ok(())
     }
 
-    /// Notes that the device says that it wrote `bytes` (offsets in the buffer), and no more than
-    /// what is noted: of a copy, these are brought back now, and the unmap brings back nothing else
-    /// (see [`Written`](crate::Written)).
+    /// Notes that the device reported to have written `bytes` (offsets in the buffer), and only the
+    /// ranges that are noted: for a copy, these are copied back now, and the unmap copies back
+    /// nothing else (see [`Written`](crate::Written)).
     ///
-    /// A byte is brought back once: what the device writes there later counts only after a
-    /// [`sync_for_device`](Self::sync_for_device) of it, as the DMA API has it for any buffer that is
-    /// given to the device again. So ranges that are noted may overlap (a length that grows).
+    /// A byte is copied back once: what the device writes there later counts only after a
+    /// [`sync_for_device`](Self::sync_for_device) of it, as the DMA API requires for any buffer
+    /// that goes back to the device. So noted ranges may overlap (a length that grows).
     ///
-    /// A device may say anything: hold it to the buffer's length first.
+    /// Do not trust the device: clamp its report to the buffer's length first.
     ///
     /// # Errors
     /// `bytes` do not lie in the buffer.
@@ -213,7 +212,7 @@ impl<B> Mapping<B> {
         Ok(())
     }
 
-    /// Tells of the unmap, if a trial wants to know.
+    /// Reports the unmap to a trial, if one is running.
     fn note_unmapping(&self) {
         if self.placed.slice != Slice::NONE
             && let Some(held) = &self.held
@@ -222,8 +221,8 @@ impl<B> Mapping<B> {
         }
     }
 
-    /// Ends a copy, if it is one: from then on its slot is the caller's. The buffer gets what the
-    /// device wrote, if it is `wanted`.
+    /// Ends a copy, if it is one, and hands its slot to the caller. The buffer gets what the device
+    /// wrote, if it is `wanted`.
     fn bring_back(&mut self, wanted: bool) -> Option<Slot> {
         let bounced = self.placed.bounced.take()?;
         let LiveMapping { buffer, owner, access } = self.held.as_mut()?;
@@ -231,7 +230,7 @@ impl<B> Mapping<B> {
         Some(owner.end_bounce(bounced, wanted.then_some(&mut slices)))
     }
 
-    /// As [`sync_for_cpu`](Self::sync_for_cpu), of what is no copy.
+    /// As [`sync_for_cpu`](Self::sync_for_cpu), for a mapping that is not a copy.
     pub(crate) fn note_sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
         self.check(bytes)?;
         if let Some(held) = &self.held {
@@ -240,7 +239,7 @@ impl<B> Mapping<B> {
         Ok(())
     }
 
-    /// As [`sync_for_device`](Self::sync_for_device), of what is no copy.
+    /// As [`sync_for_device`](Self::sync_for_device), for a mapping that is not a copy.
     pub(crate) fn note_sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
         self.check(bytes)?;
         if let Some(held) = &self.held {
@@ -258,7 +257,8 @@ impl<B> Mapping<B> {
         }
     }
 
-    /// Takes the mapping apart, if it is of the device `of`: who has the parts unmaps them.
+    /// Takes the mapping apart, if it belongs to the device `of`: the owner of the parts unmaps
+    /// them.
     #[allow(clippy::result_large_err, reason = "it is given back as it came")]
     pub(crate) fn into_parts(mut self, of: DeviceId) -> Result<Parts<B>, Mapping<B>> {
         match self.held.take() {
@@ -277,7 +277,7 @@ impl<B> Mapping<B> {
         }
     }
 
-    /// Unmaps on behalf of the caller. What is left of the mapping is empty.
+    /// Unmaps on behalf of the caller, and leaves the mapping empty.
     #[allow(clippy::type_complexity, reason = "three things that go separate ways")]
     #[track_caller]
     pub(crate) fn take(
@@ -288,17 +288,17 @@ impl<B> Mapping<B> {
         self.end(strictly, watched, Some(Location::caller()))
     }
 
-    /// Unmaps because the mapping is dropped: the program names no place for that. Nothing is
-    /// returned where nothing was left to unmap, or the device may still reach it.
+    /// Unmaps because the mapping is dropped, without a place in the program. Returns `None` if
+    /// nothing was left to unmap, or the device may still reach it.
     pub(crate) fn take_dropped(&mut self, strictly: bool) -> Option<Arc<dyn Owner>> {
         self.held.as_ref()?;
-        // The error keeps the buffer, and leaks it.
+        // The error holds the buffer, and leaks it.
         let (buffer, owner, _) = self.end(strictly, false, None).ok()?;
         drop(buffer);
         Some(owner)
     }
 
-    /// The buffer, which the device may touch.
+    /// The buffer, which the device may access.
     pub(crate) fn buffer_mut(&mut self) -> &mut B {
         &mut self.held.as_mut().expect("a mapping holds its buffer until it is unmapped").buffer
     }
@@ -311,7 +311,7 @@ impl<B> Mapping<B> {
         at: Option<&'static Location<'static>>,
     ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
         self.note_unmapping();
-        // A copy has nothing else to unmap, nor to wait for.
+        // A copy has nothing to unmap, and nothing to wait for.
         let bounced = self.placed.bounced.is_some();
         let slot = self.bring_back(at.is_some());
         let LiveMapping { buffer, owner, .. } =
@@ -322,7 +322,7 @@ impl<B> Mapping<B> {
         if bounced {
             return Ok((buffer, owner, None));
         }
-        // Were something below to panic, the buffer would be leaked rather than freed while mapped.
+        // If something below panics, the buffer is leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         match owner.unmap(self.placed.span, strictly, watched, at) {
             Ok(unmapped) => Ok((ManuallyDrop::into_inner(buffer), owner, unmapped)),
@@ -334,7 +334,7 @@ impl<B> Mapping<B> {
     }
 }
 
-/// A mapping that a batch unmaps. Dropped, it leaks its buffer: the device may still reach it.
+/// A mapping that a batch unmaps. Dropping it leaks its buffer, as the device may still reach it.
 pub(crate) struct Parts<B> {
     placed: Placed,
     buffer: ManuallyDrop<B>,
@@ -347,7 +347,7 @@ impl<B> Parts<B> {
         self.placed.span
     }
 
-    /// Ends a copy; false if it is none. The slot of one that is `watched` is kept.
+    /// Ends a copy; returns false if it is not one. If `watched`, keeps its slot.
     pub(crate) fn end_bounce(&mut self, watched: bool) -> bool {
         let Parts { placed, buffer, owner, access } = self;
         let Some(bounced) = placed.bounced.take() else { return false };
@@ -361,7 +361,7 @@ impl<B> Parts<B> {
         true
     }
 
-    /// The buffer, once it is known what became of it.
+    /// The buffer, or an error, once the outcome of its unmap is known.
     pub(crate) fn give_back(
         self,
         unmapped: DomainResult<Option<Unmapped>>,
@@ -380,18 +380,18 @@ impl<B> Parts<B> {
     }
 }
 
-/// A buffer that a batch has unmapped: the device can no longer reach it (under a lazy policy: for
-/// long).
+/// A buffer that a batch has unmapped: the device can no longer reach it (under a lazy policy, only
+/// for a bounded time).
 #[derive(Debug)]
 pub struct Returned<B> {
     /// The buffer.
     pub buffer: B,
-    /// Its IOVA, parked, if that was asked for.
+    /// Its IOVA, parked, if that was requested.
     pub stale: Option<StaleIova>,
 }
 
 impl<B: SharedMemory> Mapping<B> {
-    /// The buffer, to look at while the device works on it.
+    /// The buffer, for reading while the device works on it.
     pub fn shared(&self) -> &B {
         &self.held.as_ref().expect("a mapping holds its buffer until it is unmapped").buffer
     }
@@ -420,7 +420,7 @@ impl<B> MapError<B> {
     }
 }
 
-/// Memory that the device and the CPU share for as long as this lives.
+/// Memory that the device and the CPU share as long as this lives.
 #[derive(Debug)]
 pub struct Coherent<B>(Mapping<B>);
 
@@ -449,8 +449,8 @@ impl<B> Coherent<B> {
         self.0.segments()
     }
 
-    /// Takes the memory back. Always strict, whatever the policy, and so is dropping: it is rare,
-    /// and rings are what an attacker would want.
+    /// Takes the memory back. Always strict, whatever the policy, as is dropping: it is rare, and
+    /// rings are a worthwhile target for an attacker.
     ///
     /// # Errors
     /// As [`Mapping::unmap`].
@@ -475,9 +475,9 @@ impl<B> Drop for Coherent<B> {
 
 /// An IOVA after its unmap, parked: while this lives, no other buffer gets it.
 ///
-/// A probe uses it to find out for how long a device still reaches memory.
+/// A probe uses it to measure for how long a device can still reach memory.
 pub struct StaleIova {
-    /// Of a copy, with its slot: nobody else's meanwhile.
+    /// For a copy this includes its slot, which is not reused meanwhile.
     placed: Placed,
     unmapped: Unmapped,
     owner: Arc<dyn Owner>,
@@ -499,8 +499,8 @@ impl StaleIova {
         false
     }
 
-    /// The range that was unmapped, in whole granules; `None` under policy `off`, and of a copy, whose
-    /// slot stays mapped.
+    /// The range that was unmapped, in whole granules; `None` under policy `off`, and for a copy,
+    /// whose slot stays mapped.
     pub fn range(&self) -> Option<Range> {
         self.placed.span.map(|span| span.range)
     }
@@ -510,8 +510,8 @@ impl StaleIova {
         self.unmapped.since_ns
     }
 
-    /// When the device was known to reach it no longer; `None` if that time has not come. Under
-    /// policy `off` it never comes, nor for the slot of a copy (the buffer itself was never reached).
+    /// From when on the device could no longer reach it; `None` if it still may. Always `None`
+    /// under policy `off`, and for the slot of a copy (whose buffer the device never reached).
     pub fn released_at_ns(&self) -> Option<u64> {
         self.unmapped.watch.released_at_ns()
     }

@@ -1,4 +1,4 @@
-//! What every map and unmap asks first.
+//! The mode, which every map and unmap reads first.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -12,7 +12,7 @@ const BOUNDS_BYTES: u8 = 1 << 4;
 const BOUNCES: u8 = 1 << 5;
 const CHOOSES: u8 = 1 << 6;
 
-/// The policy in force, and whether exposed bytes are bounded: in one word, so that one load tells.
+/// The policy in force, and whether exposed bytes are bounded: in one word, for a single load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Mode(u8);
 
@@ -71,7 +71,7 @@ impl Mode {
         self.0 & BOUNCES != 0
     }
 
-    /// Whether for each mapping it is decided anew whether it is a copy.
+    /// Whether there is a new decision for each mapping whether to copy it.
     #[inline]
     pub(crate) fn chooses(self) -> bool {
         self.0 & CHOOSES != 0
@@ -93,7 +93,7 @@ impl ModeCell {
         ModeCell(AtomicU8::new(mode.0))
     }
 
-    /// Rule L27. Acquire: who sees a lazy mode sees its queues complete.
+    /// Rule L27. Acquire: a thread that sees a lazy mode sees its queues complete.
     #[inline]
     pub(crate) fn get(&self) -> Mode {
         Mode(self.0.load(Ordering::Acquire))

@@ -6,12 +6,12 @@ use ringfence_iommu::Iova;
 
 use crate::{Mapping, OutOfBounds, Segment, SharedMemory, UnmapError};
 
-/// A buffer that is mapped once and used for many I/Os: no I/O costs a request to the IOMMU, and
-/// none is protected from another. What a program registers once anyway (a pool of I/O buffers, an
-/// arena) is what it is for.
+/// A buffer that is mapped once and used for many I/Os: no I/O needs a request to the IOMMU, and
+/// none is protected from another. For buffers that a program registers once anyway (a pool of I/O
+/// buffers, an arena).
 ///
-/// As long as it lives the device reaches all of the buffer. The caller knows which parts the device
-/// works on; nothing else keeps them apart. Unmapping, and dropping, is strict whatever the policy.
+/// As long as it lives the device can reach all of the buffer. Only the caller tracks which parts
+/// the device works on. Unmapping and dropping are strict whatever the policy.
 #[must_use = "dropping a persistent mapping unmaps it"]
 pub struct Persistent<B> {
     mapping: Mapping<B>,
@@ -35,7 +35,7 @@ impl<B> Persistent<B> {
         Persistent { mapping, starts }
     }
 
-    /// Where the mapping begins for the device, as [`Mapping::iova`].
+    /// The device's address of the first byte, as [`Mapping::iova`].
     pub fn iova(&self) -> Iova {
         self.mapping.iova()
     }
@@ -55,8 +55,8 @@ impl<B> Persistent<B> {
         self.mapping.segments()
     }
 
-    /// What to put into descriptors for `bytes` (offsets in the buffer), in their order. Nothing is
-    /// allocated, and no segment is crossed.
+    /// What to put into descriptors for `bytes` (offsets in the buffer), in their order. Allocates
+    /// nothing, and crosses no segment.
     ///
     /// # Errors
     /// `bytes` do not lie in the buffer.
@@ -70,7 +70,7 @@ impl<B> Persistent<B> {
         let mut skip = bytes.start - self.starts.get(first).copied().unwrap_or(0);
         let mut left = bytes.end - bytes.start;
         Ok(self.segments()[first..].iter().map_while(move |segment| {
-            // Bytes are in the buffer, so that whatever is left begins in this segment.
+            // The bytes lie in the buffer, so that the rest begins in this segment.
             let len = left.min(segment.len - skip);
             let part = Segment { addr: segment.addr + skip, len };
             (left, skip) = (left - len, 0);
@@ -94,12 +94,12 @@ impl<B> Persistent<B> {
         self.mapping.note_sync_for_device(bytes)
     }
 
-    /// The buffer, which the device may touch all the while.
+    /// The buffer, which the device may access at any time.
     ///
     /// # Safety
     /// The caller touches no part of it that the device works on, does not move the buffer out, and
-    /// changes nothing of where it lies. What he reads there a device that misbehaves may have
-    /// written at any time: it must be valid whatever it is.
+    /// does not change where its memory lies. A misbehaving device may have written what the caller
+    /// reads there at any time: any value must be valid.
     pub unsafe fn buffer_mut(&mut self) -> &mut B {
         self.mapping.buffer_mut()
     }
@@ -118,7 +118,7 @@ impl<B> Persistent<B> {
 }
 
 impl<B: SharedMemory> Persistent<B> {
-    /// The buffer, to look at while the device works on it.
+    /// The buffer, for reading while the device works on it.
     pub fn shared(&self) -> &B {
         self.mapping.shared()
     }
@@ -127,7 +127,7 @@ impl<B: SharedMemory> Persistent<B> {
 impl<B> Drop for Persistent<B> {
     fn drop(&mut self) {
         let bytes = self.len();
-        // One that cannot be unmapped is still reachable, and still counts.
+        // A buffer that cannot be unmapped is still reachable, and still counts.
         if let Some(owner) = self.mapping.take_dropped(true) {
             owner.note_persistent_end(bytes);
         }

@@ -1,4 +1,4 @@
-//! The pieces of a buffer, and what they are together.
+//! The pieces of a buffer, and their total size.
 
 use ringfence_iommu::Address;
 
@@ -10,25 +10,25 @@ use crate::{
 /// The pieces of a buffer, or of a list of buffers, one after the other.
 pub(crate) type Pieces<'a, T> = &'a dyn Fn(&mut dyn FnMut(T, u64));
 
-/// When what a map call has queued is synced, if the policy leaves that open.
+/// When the mappings of a map call are synced, if the policy leaves that open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Sync {
     /// At the end of the call.
     Now,
-    /// By the caller, with others.
+    /// By the caller, together with others.
     Later,
 }
 
-/// What the pieces of a buffer are together.
+/// The pieces of a buffer, taken together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measured {
-    /// Bytes of address space that they need.
+    /// The bytes of address space that they need.
     pub(crate) size: u64,
-    /// Bytes of them.
+    /// Their length in bytes.
     pub(crate) len: u64,
-    /// How many there are, those as one that follow each other in memory.
+    /// How many there are, counting pieces that are adjacent in memory as one.
     pub(crate) runs: u64,
-    /// Whether they fill their granules, so that nothing else lies there.
+    /// Whether they fill their granules, so that there is nothing else in these.
     pub(crate) fills: bool,
 }
 

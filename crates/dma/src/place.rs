@@ -1,4 +1,4 @@
-//! From the pieces of a buffer to where they are mapped, or copied to.
+//! Placing the pieces of a buffer: mapping them, or copying them to a slot.
 
 use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Align, AllocReason, Allocator, Request};
@@ -55,12 +55,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         Ok(placed)
     }
 
-    /// Mapped, or copied to where it is mapped.
+    /// Maps the pieces, or copies them to a slot.
     fn place_protected(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
         let shared = self.shared();
         let measured = measure(shared.limits, wanted.pieces)?;
-        // Rules L48, L50: what would show its neighbours to an untrusted device is copied, or not
-        // mapped at all.
+        // Rules L48, L50: a buffer that would expose its neighbours to an untrusted device is
+        // copied, or not mapped at all.
         if shared.trust != Trust::Trusted && !measured.fills {
             return Ok(self.place_bounced(wanted, &measured)?);
         }
@@ -79,11 +79,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
             None => self.place_mapped(wanted, measured)?,
         };
-        // Of one that was to be a copy and could not: that is part of what copying achieves.
+        // Also if a copy was chosen and failed: failures count in the result of copying.
         placed.slice = choice.slice;
         if let (Some(cell), Some(tally)) = (cell, &self.port().counters.tally) {
-            // Only what another thread does waits for its turn: where nothing can be deferred, as with a system call,
-            // that a sync began is that it is over.
+            // A sync waits for a time slice only if another thread does the work. A domain that
+            // cannot defer flushes, such as one behind system calls, has finished the sync when it
+            // returns.
             let waits =
                 || shared.domain.capabilities().deferred_flush && shared.sampler.is_shared();
             bouncer.auto.note(
@@ -97,7 +98,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         Ok(placed)
     }
 
-    /// A copy.
+    /// Copies the pieces to a slot.
     fn place_bounced(
         &self,
         wanted: &MapCall<'_, D::Target>,
@@ -136,7 +137,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let Measured { size, len, .. } = measured;
         let base = self.allocate(size)?;
         let Some(range) = Range::from_len(Iova(base), size) else {
-            // An allocator that returns what would pass 2^64 is broken; do not believe in its range.
+            // An allocator whose range would pass 2^64 is broken: do not use the range.
             return Err(Error::TooLong.into());
         };
         let (direction, sync) = (wanted.direction, wanted.sync);
@@ -182,7 +183,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         };
         let allocated = match alloc(1) {
             Ok(base) => Ok(base),
-            // What is queued holds IOVAs that only wait for a flush: better now than not at all.
+            // Queued entries hold IOVAs that only wait for a flush: flush now rather than fail.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
                 shared.flush_for_room(counters)?;
                 alloc(0)

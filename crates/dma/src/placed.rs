@@ -1,5 +1,5 @@
-//! Where a buffer was mapped: on its way from the map to the unmap a mapping moves a dozen times,
-//! through batches and queues, and what is moved should be a pointer.
+//! Where a buffer was mapped. From map to unmap a mapping moves a dozen times, through batches and
+//! queues, so that what moves should be a pointer.
 
 use core::{
     cell::RefCell,
@@ -20,16 +20,16 @@ use crate::{
 pub(crate) struct Place {
     pub(crate) iova: Iova,
     pub(crate) len: u64,
-    /// `None` under policy `off`, and of a copy.
+    /// `None` under policy `off`, and for a copy.
     pub(crate) span: Option<Span>,
-    /// If the device works on a copy.
+    /// The copy, if the device works on one.
     pub(crate) bounced: Option<Bounced>,
-    /// Of a copy that has ended and is watched.
+    /// The slot of a copy that has ended and is watched.
     pub(crate) slot: Option<Slot>,
     pub(crate) segments: Segments,
-    /// Whether the device knows of it; else the caller syncs it, with others.
+    /// Whether it is synced; if not, the caller syncs it, with others.
     pub(crate) synced: bool,
-    /// Of which trial it is a part, if of any.
+    /// The slice of a trial that it belongs to, if any.
     pub(crate) slice: Slice,
 }
 
@@ -46,13 +46,13 @@ impl Place {
     };
 }
 
-/// How many places a thread keeps for the next mappings.
+/// How many places a thread keeps for later mappings.
 const SPARE: usize = 1024;
 
 thread_local! {
     #[allow(clippy::vec_box, reason = "a box goes to a mapping and comes back")]
-    /// Places to be used again: a mapping takes nothing from the heap, once there are as many as
-    /// the thread has mapped at a time.
+    /// Places for reuse: a mapping allocates nothing, once there are as many as the thread has
+    /// mapped at a time.
     static SPARES: RefCell<Vec<Box<Place>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -61,13 +61,13 @@ thread_local! {
 pub(crate) struct Placed(Option<Box<Place>>);
 
 impl Placed {
-    /// One that is yet to be told where that is.
+    /// A place that is yet to be filled in.
     pub(crate) fn new() -> Placed {
         let spare = SPARES.try_with(|spares| spares.borrow_mut().pop()).ok().flatten();
         Placed(Some(spare.unwrap_or_else(|| Box::new(Place::NOWHERE))))
     }
 
-    /// Moves it away; what is left is nowhere.
+    /// Moves the place out, and leaves an empty one.
     pub(crate) fn take(&mut self) -> Placed {
         Placed(self.0.take())
     }
@@ -96,9 +96,9 @@ impl Drop for Placed {
         let Place { iova: _, len: _, span, bounced, slot, segments, synced, slice } = &mut *place;
         (*span, *bounced, *slot) = (None, None, None);
         (*synced, *slice) = (true, Slice::NONE);
-        // What a long list took from the heap is kept too.
+        // Keeps the heap memory of a long list too.
         segments.clear();
-        // A thread that ends has no use for it.
+        // Fails on a thread that ends, which needs no spares.
         let _ = SPARES.try_with(|spares| {
             let mut spares = spares.borrow_mut();
             if spares.len() < SPARE {

@@ -2,19 +2,19 @@
 
 use core::{fmt, str::FromStr};
 
-/// How mappings are made and unmade: what they cost, and what they promise.
+/// How mappings are made and unmade: what they cost, and what they guarantee.
 ///
-/// The names are those of the measurements on the kernel's mailing list that this crate is
+/// The names are those used for measurements on the kernel's mailing list that this crate is
 /// compared with: `sq` is a single flush queue, `mq` one per CPU, `+map` one map sync per mapping
 /// instead of one per [`map_pages`](ringfence_iommu::Domain::map_pages).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Policy {
-    /// No mapping at all: devices get the buffer's own addresses. No protection.
+    /// No mapping at all: devices use the buffer's own addresses. No protection.
     Off,
     /// Invalidated before the buffer is returned; each map call synced by itself.
     Strict,
     /// Invalidated before the buffer is returned; one map sync for the whole mapping, and one sync
-    /// for all that is submitted, or completes, together.
+    /// for all buffers that are submitted, or complete, together.
     #[default]
     StrictMap,
     /// Invalidated later, through one flush queue; each map call synced by itself.
@@ -25,14 +25,15 @@ pub enum Policy {
     LazySqMap,
     /// Invalidated later, through a flush queue per CPU; one map sync for the whole mapping.
     LazyMqMap,
-    /// Copied into memory that stays mapped, and back: no request to the IOMMU, and nothing of the
-    /// buffer is ever reachable. What is longer than a threshold is mapped as under
+    /// Copied into memory that stays mapped, and back: no request to the IOMMU, and no part of the
+    /// buffer is ever reachable. Buffers above a threshold are mapped as under
     /// [`StrictMap`](Self::StrictMap).
     Bounce,
-    /// Each mapping as under [`Bounce`](Self::Bounce) or [`StrictMap`](Self::StrictMap), whichever is
-    /// faster on this machine, or as fast and cheaper: measured when the policy comes into force, then
-    /// corrected by trials, which take at most 3 % of the time once each kind of mapping had its
-    /// first. [`Device::choices`](crate::Device::choices) tells what was chosen, and why.
+    /// Each mapping as under [`Bounce`](Self::Bounce) or [`StrictMap`](Self::StrictMap), whichever
+    /// is faster on this machine, or as fast and cheaper: measured when the policy comes into
+    /// force, then corrected by trials, which take at most 3 % of the time once each kind of
+    /// mapping had its first. [`Device::choices`](crate::Device::choices) returns what was chosen,
+    /// and why.
     Auto,
 }
 
@@ -70,8 +71,8 @@ impl Policy {
         matches!(self, Policy::LazySq | Policy::LazyMq | Policy::LazySqMap | Policy::LazyMqMap)
     }
 
-    /// Whether when [`unmap`](crate::Mapping::unmap) has returned, no device access to the buffer
-    /// succeeds.
+    /// Whether no device access to the buffer succeeds once [`unmap`](crate::Mapping::unmap) has
+    /// returned.
     pub const fn is_strict(self) -> bool {
         matches!(self, Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto)
     }
@@ -81,7 +82,7 @@ impl Policy {
         matches!(self, Policy::Bounce | Policy::Auto)
     }
 
-    /// Whether one map sync serves a whole mapping, and all that is submitted together (see
+    /// Whether one map sync serves a whole mapping, and all buffers submitted together (see
     /// [`MapBatch`](crate::MapBatch)).
     pub const fn batches_maps(self) -> bool {
         matches!(
@@ -94,8 +95,8 @@ impl Policy {
         )
     }
 
-    /// Whether what completes together is invalidated together (see
-    /// [`UnmapBatch`](crate::UnmapBatch)). A lazy policy has nothing to wait for.
+    /// Whether buffers that complete together are invalidated together (see
+    /// [`UnmapBatch`](crate::UnmapBatch)). A lazy policy has no sync to share.
     pub const fn batches_unmaps(self) -> bool {
         matches!(self, Policy::StrictMap | Policy::Bounce | Policy::Auto)
     }
@@ -116,7 +117,7 @@ impl Policy {
         }
     }
 
-    /// The same policy with flush queues of this kind; what is not lazy stays as it is.
+    /// The same policy with flush queues of this kind; a policy that is not lazy is unchanged.
     pub const fn with_queue_kind(self, kind: QueueKind) -> Policy {
         match (self, kind) {
             (Policy::LazySq | Policy::LazyMq, QueueKind::Single) => Policy::LazySq,
@@ -148,7 +149,7 @@ impl fmt::Display for Policy {
     }
 }
 
-/// A name that is no policy.
+/// An unknown policy name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no policy is called {0:?}: it must be one of off, strict, strict+map, lazy-sq, lazy-mq, \
@@ -178,7 +179,7 @@ pub enum QueueKind {
 }
 
 impl QueueKind {
-    /// In words.
+    /// The kind in words.
     pub const fn name(self) -> &'static str {
         match self {
             QueueKind::Single => "a single flush queue",

@@ -1,4 +1,4 @@
-//! A clone of a device: what its mappings hold on to.
+//! A clone of a device, which its mappings hold on to.
 
 use core::{ops::Range as Span, panic::Location};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::{
     stats::Counters,
 };
 
-/// A clone of a device: what its mappings hold on to.
+/// A clone of a device, which its mappings hold on to.
 pub(crate) struct Port<D: Domain, A: Allocator> {
     pub(crate) shared: Arc<Shared<D, A>>,
     pub(crate) counters: Arc<Counters>,
@@ -29,7 +29,7 @@ impl<D: Domain, A: Allocator> Port<D, A> {
         Arc::new(Port { shared, counters })
     }
 
-    /// What follows the invalidation of something that was unmapped strictly, in a batch.
+    /// Completes the strict unmap of a member of a batch, after its invalidation.
     pub(crate) fn settle(
         &self,
         span: Option<span::Span>,
@@ -100,7 +100,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
 
     fn note_written(&self, bounced: &mut Bounced, bytes: Span<u64>, slices: SlicesMut<'_>) {
         let (shared, counters) = (&*self.shared, &*self.counters);
-        // The unmap's own number: both are timed, or neither is.
+        // The unmap's own number, so that either both are timed or neither.
         let start = shared.sampler.start(counters.unmaps.get());
         counters.copied_bytes.add(bounced.note_written(bytes, slices));
         shared.sampler.stop_many(start, 0, &counters.unmap_time);

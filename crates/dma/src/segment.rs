@@ -1,13 +1,13 @@
-//! What goes into descriptors.
+//! Segments, for descriptors.
 
 use core::fmt;
 
 use arrayvec::ArrayVec;
 
-/// A piece of a mapping as the device sees it: what goes into one descriptor.
+/// A piece of a mapping as the device sees it, for one descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Segment {
-    /// Where it begins: an IOVA, or under policy `off` a target address.
+    /// Its first byte: an IOVA, or under policy `off` a target address.
     pub addr: u64,
     /// How many bytes; never 0.
     pub len: u64,
@@ -35,7 +35,7 @@ impl Segments {
         Segments::Inline(ArrayVec::new_const())
     }
 
-    /// Forgets all of them.
+    /// Removes all segments.
     pub(crate) fn clear(&mut self) {
         match self {
             Segments::Inline(few) => few.clear(),

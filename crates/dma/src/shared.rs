@@ -1,4 +1,5 @@
-//! What all clones of a device share: the domain, the allocator, and the way back of an IOVA.
+//! The state that all clones of a device share: the domain, the allocator, and the release of
+//! IOVAs.
 
 use std::sync::{Arc, atomic::AtomicU64};
 
@@ -33,7 +34,7 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) trust: Trust,
     /// Where it gets bounce slots, if it has pools.
     pub(crate) bouncer: Option<Bouncer<D::Target>>,
-    /// Holds freed IOVAs back, if the device is to be watched.
+    /// Holds freed IOVAs back, if the use-after-unmap detector is on.
     pub(crate) detector: Option<Box<Watchman>>,
     pub(crate) limits: Limits,
     /// The highest IOVA to hand out.
@@ -44,16 +45,16 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) cpu: Arc<dyn CpuId>,
     pub(crate) lazy: Lazy,
     pub(crate) timer_kind: TimerKind,
-    /// What changes of policy and tuning take turns at.
+    /// The lock that serialises changes of policy and tuning.
     pub(crate) control: Mutex<Control>,
     pub(crate) flush_failures: AtomicU64,
     pub(crate) expiry_time: TimeCounter,
-    /// What was given back by nobody's clone: the timer, or a flush that was asked for.
+    /// What was freed outside the clones' calls: by the timer, or a requested flush.
     pub(crate) frees: FreeCounters,
-    /// Who waited for that.
+    /// The waits for that.
     pub(crate) waits: OtherWaits,
     quarantine: Quarantine,
-    /// The counters of all clones, those that are gone summed up.
+    /// The counters of all clones, with a sum for those that are gone.
     clones: Mutex<Clones>,
 }
 
@@ -145,8 +146,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         trust::against(policy, self.trust, means)
     }
 
-    /// Removes the translations of `span` and, at once or through a flush queue, what is cached of
-    /// them; then frees its IOVA. With `watched`, the IOVA stays parked with the watcher.
+    /// Removes the translations of `span` and, at once or through a flush queue, their cached
+    /// copies; then frees its IOVA. With `watched`, the IOVA stays parked with the watcher.
     ///
     /// # Errors
     /// The device may still reach the range, which was quarantined.
@@ -187,8 +188,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.settle(span.range, unmapped, result, counters)
     }
 
-    /// What follows the invalidation of a range that was unmapped strictly: it is free, or parked
-    /// with its watcher, or quarantined if the invalidation failed.
+    /// Completes a strict unmap after its invalidation: the range becomes free, or is parked with
+    /// its watcher, or quarantined if the invalidation failed.
     pub(crate) fn settle(
         &self,
         range: Range,
@@ -201,11 +202,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             return Err(error);
         }
         match &unmapped {
-            // Nobody unwatches before it gets the watch: the IOVA is never ours here.
+            // The watcher, which does not have the watch yet, cannot be gone: it will free the
+            // IOVA.
             Some(unmapped) => _ = unmapped.watch.release(self.clock.now_ns()),
             None => {
                 counters.frees.count.add(1);
-                // The number that decides whether the unmap is timed: they never both are.
+                // By the number that decides whether the unmap is timed, so that never both are.
                 let (number, time) = (counters.unmaps.get(), &counters.frees.time);
                 self.brief_sampler.time(number, 1, time, || self.free(range));
             }
@@ -218,8 +220,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.mode.get().policy()
     }
 
-    /// Takes back what a map call that failed had mapped. Rule L29: its IOVA is free at once, and
-    /// never goes through the flush queue. Whether it worked; if not, the range is quarantined.
+    /// Undoes a map call that failed. Rule L29: its IOVA is free at once, and never goes through
+    /// the flush queue. Returns whether that succeeded; if not, the range is quarantined.
     pub(crate) fn unwind(&self, range: Range, counters: &Counters) -> bool {
         let span = Span { range, mapped: 0 };
         self.unmap_strictly(span, false, counters).is_ok()
@@ -231,7 +233,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.free(range);
     }
 
-    /// Gives an IOVA range back to the allocator, or to the detector, which then gives back another.
+    /// Gives an IOVA range back to the allocator, or to the detector, which may then release
+    /// another.
     pub(crate) fn free(&self, range: Range) {
         match &self.detector {
             None => give_back(&self.allocator, range),
@@ -242,26 +245,26 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         }
     }
 
-    /// Has the allocator given back what the detector holds; whether it held anything.
+    /// Gives back to the allocator what the detector holds; returns whether it held anything.
     pub(crate) fn free_held(&self) -> bool {
         let detector = self.detector.as_ref();
         detector
             .is_some_and(|held| held.release_all(&mut |range| give_back(&self.allocator, range)))
     }
 
-    /// How much to ask the allocator for: whole granules of its own.
+    /// The size to request from the allocator: whole granules of the allocator.
     pub(crate) fn allocation_size(&self, size: u64) -> Option<u64> {
         size.checked_next_multiple_of(self.allocator.granule())
     }
 
-    /// Keeps an IOVA range from ever being used again. (Table pages need no such care: a list of
-    /// them that is dropped goes back to its table, which frees it no sooner than it may.)
+    /// Keeps an IOVA range from ever being used again. (Table pages need no such care: a dropped
+    /// list of them goes back to its table, which frees it no sooner than allowed.)
     pub(crate) fn quarantine(&self, range: Range) {
         self.quarantine.ranges.add(1);
         self.quarantine.bytes.add(range.extent().saturating_add(1));
     }
 
-    /// What was chosen, and why, if the policy chooses.
+    /// What was chosen, and why, if the policy makes choices.
     pub(crate) fn choices(&self) -> Option<Choices> {
         let bouncer = self.bouncer.as_ref().filter(|_| self.mode.get().chooses())?;
         let sum = Tally::default();
@@ -325,8 +328,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 }
 
 impl<D: Domain, A: Allocator> Drop for Shared<D, A> {
-    /// Rule L30. Unlike in Linux the domain and the allocator may outlive the device: so what is
-    /// queued is flushed one last time, and only what that covers is given back.
+    /// Rule L30. Unlike in Linux the domain and the allocator may outlive the device: so queued
+    /// entries are flushed one last time, and only what that flush covers is given back.
     fn drop(&mut self) {
         self.free_held();
         self.lazy.timer.stop();
@@ -348,8 +351,8 @@ fn give_back<A: Allocator>(allocator: &A, range: Range) {
     // It was allocated with a size that fits 64 bits, rounded in the same way.
     let size = range.extent().saturating_add(1);
     let size = size.checked_next_multiple_of(allocator.granule()).unwrap_or(size);
-    // An allocator refuses what it never gave out: then there is nothing to give back, and it has
-    // counted the attempt.
+    // An allocator refuses a range that it never handed out: then there is nothing to give back,
+    // and it has counted the attempt.
     let freed = allocator.free(range.first().0, size);
     debug_assert!(freed.is_ok(), "{freed:?}");
 }

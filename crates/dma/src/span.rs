@@ -1,4 +1,4 @@
-//! What is mapped where, and what was unmapped.
+//! The IOVA range of a mapping, mapped or unmapped.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ pub(crate) struct Span {
     pub(crate) mapped: u64,
 }
 
-/// An IOVA after its unmap, for who wants to watch it.
+/// An IOVA after its unmap, for a watcher.
 pub(crate) struct Unmapped {
     pub(crate) since_ns: u64,
     pub(crate) watch: Arc<Watch>,

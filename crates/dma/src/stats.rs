@@ -1,4 +1,4 @@
-//! What a device did, and what it cost.
+//! Statistics of a device.
 
 // The atomics of `std` under loom too: counts are not a way for threads to agree.
 use std::sync::atomic::AtomicU64;
@@ -13,13 +13,13 @@ use crate::{
 /// How much memory was reachable for how long after it was unmapped (lazy policies only).
 ///
 /// An unmapped range counts from the moment its translation was removed until the end of the flush
-/// that covers it (or of a later one, if its IOVA is only then released): what is given is never
-/// less than what was.
+/// that covers it (or of a later one, if its IOVA is only then released): the figures are never
+/// less than the real exposure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exposure {
     /// The sum of bytes × nanoseconds over all released ranges.
     pub byte_ns: u128,
-    /// The longest that a released range was exposed, in nanoseconds.
+    /// The longest exposure of a released range, in nanoseconds.
     pub max_age_ns: u64,
     /// Ranges released.
     pub released: u64,
@@ -50,21 +50,21 @@ pub struct Stats {
     pub syncs_for_device: u64,
     /// Whole-domain flushes, failed ones included.
     pub flushes: u64,
-    /// Whole-domain flushes that failed; what they should have released is still queued.
+    /// Whole-domain flushes that failed; the entries they should have released are still queued.
     pub flush_failures: u64,
     /// Flushes that a caller had to make because its queue was full.
     pub full_queue_flushes: u64,
-    /// Flushes that a caller had to make for the sake of a bound of exposure: in bytes, in time, or
-    /// because the policy or the tuning became stricter while it unmapped.
+    /// Flushes that a caller had to make to keep a bound of exposure: in bytes, in time, or because
+    /// the policy or the tuning became stricter while it unmapped.
     pub bound_flushes: u64,
     /// Unmaps under a lazy policy that were done strictly, as there was no room for them under the
     /// bound of exposed bytes.
     pub bound_unmaps: u64,
     /// Released ranges that had been exposed for longer than
-    /// [`max_exposure_ms`](crate::FlushTuning::max_exposure_ms), those included that were queued
-    /// before it was set.
+    /// [`max_exposure_ms`](crate::FlushTuning::max_exposure_ms), including those queued before it
+    /// was set.
     pub late_releases: u64,
-    /// What is unmapped and still waits in a flush queue, in ranges.
+    /// Unmapped ranges that still wait in a flush queue.
     pub queued: u64,
     /// The same in bytes.
     pub queued_bytes: u64,
@@ -72,23 +72,25 @@ pub struct Stats {
     pub quarantined: u64,
     /// The same in bytes of address space.
     pub quarantined_bytes: u64,
-    /// Freed IOVA ranges that the use-after-unmap detector holds back now.
+    /// Freed IOVA ranges that the use-after-unmap detector currently holds back.
     pub withheld: u64,
     /// The same in bytes of address space.
     pub withheld_bytes: u64,
-    /// Persistent mappings now. The device reaches them whatever the policy: they are exposed by
-    /// choice, and count as neither strict nor lazy.
+    /// Current persistent mappings. The device reaches them whatever the policy: they are exposed
+    /// by choice, and count as neither strict nor lazy.
     pub persistent: u64,
     /// The same in bytes of their buffers.
     pub persistent_bytes: u64,
-    /// Mappings that were copies in bounce slots: of [`maps`](Self::maps).
+    /// Mappings that were copies in bounce slots, a part of [`maps`](Self::maps).
     pub bounced: u64,
     /// Bytes that were copied for them, in and out.
     pub copied_bytes: u64,
-    /// Mappings that were to be copies, and were mapped for want of a slot or of a way to copy them.
+    /// Mappings that were to be copies, but were mapped for lack of a slot or of a way to copy
+    /// them.
     pub not_bounced: u64,
-    /// Buffers in pool memory that are taken now ([`Device::take_buffer`](crate::Device::take_buffer)):
-    /// reachable whatever the policy, as persistent mappings are.
+    /// Buffers in pool memory that are currently taken
+    /// ([`Device::take_buffer`](crate::Device::take_buffer)): reachable whatever the policy, as
+    /// persistent mappings are.
     pub taken: u64,
     /// The same in bytes.
     pub taken_bytes: u64,
@@ -98,14 +100,14 @@ pub struct Stats {
     pub map_time: Sampled,
     /// Thread time in unmap calls.
     pub unmap_time: Sampled,
-    /// Thread time of timer expiries (all of them are timed when sampling is on): work that a lazy
-    /// policy moves out of the unmap calls.
+    /// Thread time of timer expiries (all are timed when sampling is on): work that a lazy policy
+    /// moves out of the unmap calls.
     pub expiry_time: Sampled,
     /// IOVA ranges that went back to the allocator, by unmaps and by flushes. (A use-after-unmap
-    /// detector gets them first: [`withheld`](Self::withheld) of them are not there yet.)
+    /// detector gets them first: [`withheld`](Self::withheld) of them are not back yet.)
     pub frees: u64,
-    /// Time in the allocator's `alloc`, of which every map has one. Unlike the times above it is
-    /// wall time: see [`DmaConfig::sample_every`](crate::DmaConfig::sample_every).
+    /// Time in the allocator's `alloc`, which every map calls. Unlike the times above it is wall
+    /// time: see [`DmaConfig::sample_every`](crate::DmaConfig::sample_every).
     pub alloc_time: Sampled,
     /// Time in the allocator's `free`, as [`alloc_time`](Self::alloc_time).
     pub free_time: Sampled,
@@ -156,11 +158,11 @@ pub(crate) struct Counters {
     pub(crate) taken_bytes: AtomicU64,
     pub(crate) given_back: AtomicU64,
     pub(crate) given_back_bytes: AtomicU64,
-    /// What was copied and mapped where that is chosen; `None` of a device without pools.
+    /// What was copied and mapped by choice; `None` for a device without pools.
     pub(crate) tally: Option<Box<Tally>>,
 }
 
-/// What was given back to the allocator.
+/// Ranges given back to the allocator.
 #[derive(Debug, Default)]
 pub(crate) struct FreeCounters {
     /// How many ranges.
@@ -181,7 +183,7 @@ impl Counters {
         Counters { tally: chooses.then(Box::default), ..Counters::default() }
     }
 
-    /// Counts an unmap by how it ended.
+    /// Counts an unmap by its outcome.
     pub(crate) fn note_unmap<T>(&self, ended: &ringfence_iommu::Result<T>) {
         match ended {
             Ok(_) => self.unmaps.add(1),
@@ -207,7 +209,7 @@ impl Counters {
         self.unmap_time.add_to(&mut stats.unmap_time);
         self.alloc_time.add_to(&mut stats.alloc_time);
         self.frees.add_to(stats);
-        // What is unmapped was mapped by the same clone; but the counts are read one by one.
+        // A mapping is unmapped by the clone that made it, but the counts are read one by one.
         let now = |mapped: &AtomicU64, unmapped: u64| mapped.get().saturating_sub(unmapped);
         let (unmaps, bytes) = (self.persistent_unmaps.get(), self.persistent_unmapped_bytes.get());
         stats.persistent += now(&self.persistent_maps, unmaps);

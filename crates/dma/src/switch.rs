@@ -1,9 +1,8 @@
-//! What of a device can be changed while it is in use: its policy, and how its flush queues are
-//! tuned.
+//! Changes to a device in use: its policy, and the tuning of its flush queues.
 //!
-//! Changes take turns. Who maps and unmaps never waits for one: it reads the mode once, and what it
-//! queues is taken in or refused under a queue's own lock. So the order of a change is: what the new
-//! mode needs is made, the mode is set, and what the old one left behind is flushed.
+//! Changes are serialised. Threads that map and unmap never wait for one: they read the mode once,
+//! and a queue accepts or refuses their entries under its own lock. So the order of a change is:
+//! make what the new mode needs, set the mode, and flush what the old one left behind.
 
 use std::sync::Arc;
 
@@ -18,7 +17,7 @@ use crate::{
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
-    /// Brings a device that was made strict, or `off`, under the policy it is to begin with.
+    /// Puts a device that was made strict, or `off`, under its first policy.
     pub(crate) fn begin(self: &Arc<Self>, policy: Policy) -> Result<(), SetupError> {
         self.prepare(policy);
         if let Some(kind) = policy.queue_kind() {
@@ -30,7 +29,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     }
 
     pub(crate) fn set_policy(self: &Arc<Self>, policy: Policy) -> Result<(), SwitchError> {
-        // A change that comes to nothing has measured in vain.
+        // Skips the calibration for a change without effect.
         let switches = policy != self.mode.get().policy() && self.refuses(policy).is_none();
         if switches {
             self.prepare(policy);
@@ -59,7 +58,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
                 }
                 result?;
             }
-            // What an earlier change could not flush is still reachable, whatever is in force now.
+            // Entries that an earlier change could not flush are still reachable, whatever is in
+            // force now.
             None => self.stop_queueing(policy).map_err(SwitchError::Flush)?,
         }
         control.fallback = None;
@@ -93,11 +93,11 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         self.control.lock().fallback
     }
 
-    /// Queues under a lazy policy, as `tuning` says, whatever was done before.
+    /// Sets a lazy policy with `tuning`, whatever was in force before.
     ///
     /// # Errors
-    /// There is no memory for it, and nothing has changed; or the flush of what was queued before
-    /// failed, and the rest is done: then `unflushed` is set.
+    /// Either there is no memory for it, and nothing has changed; or the flush of what was queued
+    /// before failed, with everything else done: then `unflushed` is set.
     fn queue_as(
         &self,
         policy: Policy,
@@ -119,12 +119,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
             lazy.queues.budget.set(bytes);
         }
         lazy.pace.tune(tuning);
-        // Rule L27: from here on it can be seen.
+        // Rule L27: from here on other threads see it.
         self.mode.set(Mode::new(policy, bound.is_some()));
         if was_lazy {
-            // Only now: who has not seen the mode yet would flush in vain until it does.
+            // Only now: a thread that still sees the old mode would flush again and again until it
+            // sees the new one.
             lazy.queues.close(in_use);
-            // What was queued under other bounds.
+            // Flushes entries that were queued under other bounds.
             let flushed = self.expire_in(&self.waits.asked, &self.frees);
             *unflushed = flushed.is_err();
             flushed.map_err(TuningError::Flush)?;
@@ -133,12 +134,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         Ok(())
     }
 
-    /// Queues nothing any more, and flushes what is queued. What is under way either comes into a
-    /// queue before that is closed, and is flushed here, or finds it closed, and flushes itself.
+    /// Closes the queues, and flushes what is queued. A concurrent unmap either enters a queue
+    /// before that is closed, and is flushed here, or finds it closed, and flushes itself.
     ///
     /// # Errors
     /// The flush failed: the timer tries again, and so does the next change. The policy is in force
-    /// all the same.
+    /// anyway.
     fn stop_queueing(&self, policy: Policy) -> ringfence_iommu::Result<()> {
         self.mode.set(Mode::new(policy, false));
         self.lazy.queues.close(0);
@@ -147,12 +148,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         Ok(())
     }
 
-    /// Starts the timer's thread, if there is to be one and is none.
+    /// Starts the timer's thread, if there should be one but is not.
     fn start_timer(self: &Arc<Self>) -> std::io::Result<()> {
         if self.timer_kind == TimerKind::Manual {
             return Ok(());
         }
-        // A reference that keeps nothing alive: the thread ends with the device.
+        // A weak reference: the thread ends with the device.
         let weak = Arc::downgrade(self);
         self.lazy.timer.start(Arc::clone(&self.clock), move |late_ns| match weak.upgrade() {
             // A flush that fails is counted, and tried again: the timer is armed.

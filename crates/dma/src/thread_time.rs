@@ -11,7 +11,7 @@ pub trait ThreadClock: Send + Sync {
     /// The CPU time of the calling thread, in nanoseconds.
     fn thread_ns(&self) -> u64;
 
-    /// Whether others want the calling thread's CPU. A clock that does not know says no.
+    /// Whether other threads want the calling thread's CPU. Defaults to false.
     fn is_shared(&self) -> bool {
         false
     }
@@ -32,17 +32,17 @@ impl ThreadClock for OsThreadClock {
     }
 }
 
-/// Decides which calls are timed, and times them.
+/// Chooses which calls to time, and times them.
 pub(crate) struct Sampler {
     clock: Arc<dyn ThreadClock>,
     wall: Arc<dyn Clock>,
     /// Calls whose number, multiplied by [`SPREAD`], is at most this are timed; `None`: none are.
     at_most: Option<u64>,
-    /// What two readings in a row differ by.
+    /// The difference between two readings in a row.
     cost: Reading,
 }
 
-/// Both clocks at a moment, or what lies between two of them.
+/// Both clocks at one moment, or the difference between two moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reading {
     thread_ns: u64,
@@ -51,7 +51,7 @@ pub(crate) struct Reading {
 
 /// 2^64 divided by the golden ratio. Its multiples modulo 2^64 are spread evenly, so that one in N
 /// of them lies in the lowest N-th: on average every N-th call is timed, but not in step with
-/// batches and rings, whose sizes are powers of two as N is.
+/// batches and rings, whose sizes are powers of two like N.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
 impl Sampler {
@@ -60,7 +60,7 @@ impl Sampler {
         let at_most = (every != 0).then(|| u64::MAX >> every.trailing_zeros());
         let mut sampler = Sampler { clock, wall, at_most, cost: Reading::default() };
         if at_most.is_some() {
-            // The least of many: whatever disturbed the others was not the clocks' own cost.
+            // The least of many: disturbances are not part of the clocks' own cost.
             let all = [(); 64].map(|()| sampler.since(sampler.begin()));
             let least = |of: fn(&Reading) -> u64| all.iter().map(of).min().unwrap_or(0);
             sampler.cost =
@@ -69,7 +69,7 @@ impl Sampler {
         sampler
     }
 
-    /// Whether others want the calling thread's CPU.
+    /// Whether other threads want the calling thread's CPU.
     pub(crate) fn is_shared(&self) -> bool {
         self.clock.is_shared()
     }
@@ -93,7 +93,7 @@ impl Sampler {
         self.clock.thread_ns()
     }
 
-    /// The time now, if call `number` is one to be timed.
+    /// The time now, if call `number` is to be timed.
     #[inline]
     pub(crate) fn start(&self, number: u64) -> Option<Reading> {
         (number.wrapping_mul(SPREAD) <= self.at_most?).then(|| self.begin())
@@ -104,13 +104,13 @@ impl Sampler {
         self.at_most.map(|_| self.begin())
     }
 
-    /// Adds the time since `start` to `sum`, without what the clock itself took.
+    /// Adds the time since `start` to `sum`, less the clock's own time.
     #[inline]
     pub(crate) fn stop(&self, start: Option<Reading>, sum: &TimeCounter) {
         self.stop_many(start, 1, sum);
     }
 
-    /// As [`stop`](Self::stop), for something that stands for `calls` calls.
+    /// As [`stop`](Self::stop), for a section that counts as `calls` calls.
     #[inline]
     pub(crate) fn stop_many(&self, start: Option<Reading>, calls: u64, sum: &TimeCounter) {
         if let Some(start) = start {
@@ -123,9 +123,9 @@ impl Sampler {
 /// Times calls that may take less time than a reading of a clock does.
 pub(crate) struct BriefSampler {
     clock: Arc<dyn Clock>,
-    /// Calls whose number, multiplied by [`SPREAD`], is at least this are timed: the other end of
-    /// the numbers than [`Sampler`]'s, so that of calls with one number never both are, and neither
-    /// is in the other's figure. `None`: none are.
+    /// Calls whose number, multiplied by [`SPREAD`], is at least this are timed: the opposite end
+    /// of the range to [`Sampler`]'s, so that of two calls with the same number at most one is
+    /// timed, and neither affects the other's figure. `None`: none are.
     at_least: Option<u64>,
 }
 
@@ -136,8 +136,8 @@ impl BriefSampler {
         BriefSampler { clock, at_least }
     }
 
-    /// Makes a call, and times it if `number` is one to be timed: it counts as `calls`, which is 0
-    /// for what belongs to a call that was counted already.
+    /// Makes a call, and times it if `number` is to be timed: it counts as `calls`, which is 0 for
+    /// a part of a call that is already counted.
     #[inline]
     pub(crate) fn time<R>(
         &self,
@@ -156,7 +156,7 @@ impl BriefSampler {
 
     #[cold]
     fn timed<R>(&self, calls: u64, sum: &BriefCounter, call: impl FnOnce() -> R) -> R {
-        // The first reading finds its code and the kernel's page out of the cache: it is not used.
+        // The first reading finds the clock's code and the kernel's page uncached: it is not used.
         self.clock.now_ns();
         let empty = self.clock.now_ns();
         let start = self.clock.now_ns();
@@ -176,7 +176,7 @@ mod tests {
     use super::*;
     use crate::Sampled;
 
-    /// Each reading takes 100 ns, and nothing else takes any time.
+    /// Each reading takes 100 ns; nothing else takes any time.
     #[derive(Default)]
     struct SlowClock(AtomicU64);
 
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn sampling_does_not_beat_with_batches() {
-        // Every 16th call is another kind of call: the sample holds its share of them.
+        // Every 16th call is of another kind: the sample contains its share of them.
         let sampler = sampler(64);
         let timed = (0..1u64 << 16).filter(|&n| sampler.start(n).is_some());
         let first_of_batch = timed.filter(|n| n % 16 == 0).count();
@@ -284,7 +284,7 @@ mod tests {
     fn the_systems_clock_runs() {
         let start = OsThreadClock.thread_ns();
         let mut end = start;
-        // Bounded by the CPU time itself, not by the time of day.
+        // Bounded by CPU time, not by wall time.
         while end == start {
             end = OsThreadClock.thread_ns();
         }

@@ -1,10 +1,10 @@
-//! How flush queues are tuned.
+//! The tuning of flush queues.
 
 use std::collections::TryReserveError;
 
 use crate::{Policy, QueueKind};
 
-/// Slots of a single queue, as Linux has it.
+/// Slots of a single queue in Linux.
 const SINGLE_SLOTS: usize = 32_768;
 /// How long a single queue waits in Linux, in milliseconds.
 const SINGLE_MS: u64 = 1000;
@@ -15,30 +15,30 @@ const PER_CPU_MS: u64 = 10;
 
 /// How large flush queues are, when they are flushed, and how much may stay exposed in them.
 ///
-/// A device keeps one tuning for each kind of queue, at first Linux's. Which kind is in use is part
-/// of the [`Policy`].
+/// A device keeps one tuning for each kind of queue, initially Linux's. The [`Policy`] decides
+/// which kind is in use.
 ///
-/// The two `max_exposure` bounds are what a lazy policy costs in safety, at most: unmapped memory is
+/// The two `max_exposure` bounds limit what a lazy policy costs in safety: unmapped memory is
 /// *exposed* from the removal of its translation to the end of the flush that covers it. Without
-/// them exposure is bounded by the slots and by the interval, as in Linux.
+/// them the slots and the interval bound exposure, as in Linux.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FlushTuning {
     /// One queue, or one for each CPU.
     pub kind: QueueKind,
     /// Slots of each queue, which holds one entry less (rule L22). A thread that finds its queue
-    /// full flushes and waits for it.
+    /// full flushes and waits for that.
     pub slots: usize,
-    /// A queue that holds so many entries is flushed by the timer at once, so that no thread finds
-    /// it full. `None`: the timer waits for its interval, whatever the queues hold, as Linux's does.
+    /// When a queue holds this many entries, the timer flushes at once, so that no thread finds it
+    /// full. `None`: the timer waits for its interval, whatever the queues hold, as in Linux.
     pub high_water: Option<usize>,
-    /// How long, in milliseconds, an unmapped range waits at most for its flush to start.
+    /// The longest, in milliseconds, that an unmapped range waits for its flush to start.
     pub interval_ms: u64,
-    /// How long, in milliseconds, unmapped memory may stay exposed.
+    /// The longest, in milliseconds, that unmapped memory may stay exposed.
     ///
-    /// The timer is due early enough for what flushes and wake-ups were seen to take, and who
-    /// unmaps and finds it overdue flushes instead. That is as much as can be done without a
-    /// guarantee by the operating system: ranges that were exposed for longer all the same are
-    /// counted in [`Stats::late_releases`](crate::Stats::late_releases).
+    /// The timer is due early enough for the observed time of flushes and wake-ups, and a thread
+    /// that unmaps while it is overdue flushes instead. The operating system guarantees no more:
+    /// ranges that were exposed for longer anyway are counted in
+    /// [`Stats::late_releases`](crate::Stats::late_releases).
     pub max_exposure_ms: Option<u64>,
     /// How many bytes may be exposed at any moment, in all queues of the device together. Never
     /// exceeded: an unmap that would exceed it flushes first, and one that is larger than the bound
@@ -51,7 +51,7 @@ impl FlushTuning {
     pub const MIN_SLOTS: usize = 2;
     /// The most slots of a queue.
     pub const MAX_SLOTS: usize = 1 << 20;
-    /// The longest that ranges may be told to wait, in milliseconds: a day.
+    /// The longest allowed interval, in milliseconds: a day.
     pub const MAX_MS: u64 = 24 * 3600 * 1000;
     /// The largest bound of exposed bytes.
     pub const MAX_BYTES: u64 = i64::MAX as u64;
@@ -82,7 +82,7 @@ impl FlushTuning {
         }
     }
 
-    /// As Linux tunes the queues of `policy`; those of a single queue if it has none.
+    /// As Linux tunes the queues of `policy`; as a single queue if it has none.
     pub const fn of(policy: Policy) -> FlushTuning {
         match policy.queue_kind() {
             Some(kind) => FlushTuning::linux(kind),
@@ -90,10 +90,10 @@ impl FlushTuning {
         }
     }
 
-    /// Whether it makes sense.
+    /// Checks that it is valid.
     ///
     /// # Errors
-    /// The first value that does not, and what is allowed.
+    /// The first invalid value, and what is allowed.
     pub fn check(&self) -> Result<(), TuningError> {
         let slots = self.slots;
         if !(FlushTuning::MIN_SLOTS..=FlushTuning::MAX_SLOTS).contains(&slots) {
@@ -128,7 +128,7 @@ impl Default for FlushTuning {
     }
 }
 
-/// Why flush queues cannot be tuned so. Unless it says otherwise, nothing was changed.
+/// Why a tuning was refused. Unless stated otherwise, nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TuningError {
@@ -139,7 +139,7 @@ pub enum TuningError {
         max = FlushTuning::MAX_SLOTS
     )]
     Slots(usize),
-    /// A mark that is never reached, or always.
+    /// A mark that is never reached, or always reached.
     #[error(
         "a high-water mark of {mark} is of no use to a flush queue of {slots} slots: it must be \
          from 1 to {}", .slots - 1
@@ -147,7 +147,7 @@ pub enum TuningError {
     HighWater {
         /// The mark.
         mark: usize,
-        /// The slots it was given with.
+        /// The slots of the tuning.
         slots: usize,
     },
     /// No time at all, or more than a day.
@@ -159,26 +159,26 @@ pub enum TuningError {
          nothing)", max = FlushTuning::MAX_MS
     )]
     MaxExposureMs(u64),
-    /// No byte at all, or more than can be counted.
+    /// Zero bytes, or more than can be counted.
     #[error(
         "exposure cannot be bounded by {0} bytes: it must be from 1 to {max} (a strict policy \
          exposes nothing)", max = FlushTuning::MAX_BYTES
     )]
     MaxExposureBytes(u64),
-    /// The tuning is for one kind of queue and the policy wants the other.
+    /// The tuning is for one kind of queue, but the policy uses the other.
     #[error("the tuning is for {tuned}, but the policy {policy} has {wanted}", tuned = .kind.name(),
         wanted = .policy.queue_kind().map_or("no flush queue", QueueKind::name))]
     Kind {
-        /// What was tuned.
+        /// The kind of the tuning.
         kind: QueueKind,
-        /// What was to use it.
+        /// The policy that was to use it.
         policy: Policy,
     },
-    /// There is no memory for so many slots.
+    /// There is no memory for the slots.
     #[error("there is no memory for flush queues of {0} slots")]
     Memory(usize),
-    /// The tuning is in force, but the flush that begins it failed: what was queued before stays
-    /// queued, and the timer tries again.
+    /// The tuning is in force, but its initial flush failed: what was queued before stays queued,
+    /// and the timer tries again.
     #[error("the queues are tuned, but what they held could not be flushed: {0}")]
     Flush(ringfence_iommu::Error),
 }

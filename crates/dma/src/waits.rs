@@ -1,4 +1,4 @@
-//! Who waited for the device, and for what.
+//! Waits for the device, by cause.
 
 use ringfence_sync::{
     clock::Clock,
@@ -6,30 +6,32 @@ use ringfence_sync::{
 };
 
 /// How long calls of the domain that wait for the device took, in nanoseconds by the environment's
-/// clock, by what they were for. All clones of a device together; failed ones included.
+/// clock, by cause. All clones of a device together, including failed calls.
 ///
-/// The sync of a batch that is only asked after, and never waited for, is not here: nobody waited.
+/// The sync of a batch that was only polled is not included, as no thread waited for it.
 ///
-/// Of these, mappers wait for `map`, unmappers for `unmap` and `full`, and nobody for `timer`.
+/// Threads that map wait for `map`, those that unmap for `unmap` and `full` (the former too, if no
+/// I/O virtual address is left), and no caller for `timer`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Waits {
-    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map): each is for a mapping, for a
-    /// piece of one, or for a [`MapBatch`](crate::MapBatch) that was waited for.
+    /// [`iotlb_sync_map`](ringfence_iommu::Domain::iotlb_sync_map): each for a mapping, a piece of
+    /// one, or a [`MapBatch`](crate::MapBatch) that was waited for.
     pub map: HistogramSnapshot,
-    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync): strict unmaps, each or as an
-    /// [`UnmapBatch`](crate::UnmapBatch) that was waited for, and what undoes a map that failed.
+    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync): strict unmaps, single or in an
+    /// [`UnmapBatch`](crate::UnmapBatch) that was waited for, and the undoing of failed maps.
     pub unmap: HistogramSnapshot,
     /// Whole-domain flushes by the timer.
     pub timer: HistogramSnapshot,
-    /// Whole-domain flushes by somebody who had to: its flush queue was full, a bound of exposure
-    /// was reached, the policy became strict under it, or no I/O virtual address was left.
+    /// Whole-domain flushes that a caller had to make: its flush queue was full, a bound of
+    /// exposure was reached, the policy became strict meanwhile, or no I/O virtual address was
+    /// left.
     pub full: HistogramSnapshot,
-    /// Whole-domain flushes that were asked for, changes of policy and of tuning included.
+    /// Whole-domain flushes on request, including changes of policy and of tuning.
     pub asked: HistogramSnapshot,
 }
 
 impl Waits {
-    /// What was waited for after `earlier`, taken from the same device.
+    /// The waits after `earlier`, a snapshot of the same device.
     pub fn since(&self, earlier: &Waits) -> Waits {
         Waits {
             map: self.map.since(&earlier.map),
@@ -40,7 +42,7 @@ impl Waits {
         }
     }
 
-    /// The waits of both.
+    /// Adds the waits of `other`.
     pub fn merge(&mut self, other: &Waits) {
         self.map.merge(&other.map);
         self.unmap.merge(&other.unmap);
@@ -66,7 +68,7 @@ impl CallerWaits {
     }
 }
 
-/// The waits that are in no clone's calls.
+/// The waits outside the clones' calls.
 #[derive(Debug, Default)]
 pub(crate) struct OtherWaits {
     pub(crate) timer: Histogram,
@@ -80,7 +82,7 @@ impl OtherWaits {
     }
 }
 
-/// Makes a call that waits for the device, and notes how long it took.
+/// Makes a call that waits for the device, and records how long it took.
 #[inline]
 pub(crate) fn timed<R>(clock: &dyn Clock, waits: &Histogram, wait: impl FnOnce() -> R) -> R {
     let begun = clock.now_ns();

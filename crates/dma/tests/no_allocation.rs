@@ -1,4 +1,4 @@
-//! Mapping and unmapping take nothing from the heap once under way.
+//! Mapping and unmapping allocate nothing once they have started.
 #![cfg(not(loom))]
 
 use std::{
@@ -28,7 +28,7 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: every call goes to the system's allocator as it came.
+// SAFETY: every call is forwarded unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|count| count.set(count.get() + 1));
@@ -64,7 +64,7 @@ unsafe impl Domain for Nothing {
     fn unmap_pages(&self, ranges: &[Range], _: &mut Gather) -> Result<u128, Partial> {
         Ok(ranges.iter().map(|range| range.len()).sum())
     }
-    /// Never over at once: syncs that are waited for are to allocate nothing either.
+    /// Never over at once: waiting for syncs must not allocate either.
     fn sync_begin(&self, _: Work<'_>) -> Result<SyncToken> {
         Ok(SyncToken(1))
     }
@@ -103,7 +103,7 @@ impl Allocator for Endless {
 
 struct Piece(u64);
 
-// SAFETY: there is no memory behind these addresses that anybody could misuse.
+// SAFETY: there is no memory behind these addresses that could be misused.
 unsafe impl DmaBuffer<GuestPhys> for Piece {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
         each(GuestPhys(self.0), 0x1_0000);
@@ -127,7 +127,7 @@ fn device(policy: Policy, flush: FlushTuning) -> Device<Nothing, Endless> {
 
 fn map_and_unmap(device: &Device<Nothing, Endless>) {
     let policy = device.effective_policy();
-    // The first mapping of a thread makes the place that all others use.
+    // The first mapping of a thread allocates the place that all others reuse.
     drop(device.map(Piece(0), Direction::ToDevice).unwrap());
     let before = ALLOCATIONS.with(Cell::get);
     for n in 0..10_000 {
@@ -193,10 +193,10 @@ fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
     assert!(stats.bound_flushes >= 199, "{stats:?}");
 }
 
-/// The heap, called guest-physical.
+/// The heap, as guest-physical memory.
 struct Heap;
 
-// SAFETY: the memory is that of `HostMemory`, by another name.
+// SAFETY: the memory is that of `HostMemory`, under another address type.
 unsafe impl BounceMemory<GuestPhys> for Heap {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
         let chunk = HostMemory.take(len, align)?;
@@ -208,10 +208,10 @@ unsafe impl BounceMemory<GuestPhys> for Heap {
     }
 }
 
-/// Bytes of which the CPU knows where they are, and the device need not.
+/// Bytes that the CPU can reach, at an address that the device need not know.
 struct Copied(&'static mut [u8]);
 
-// SAFETY: there is no memory behind the address that anybody could misuse; the bytes are there for
+// SAFETY: there is no memory behind the address that could be misused; the bytes are there for
 // ever.
 unsafe impl DmaBuffer<GuestPhys> for Copied {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
@@ -227,7 +227,7 @@ unsafe impl DmaBuffer<GuestPhys> for Copied {
     }
 }
 
-/// What the machine does beside the test changes nothing.
+/// A clock by which the CPU is never shared, so that other load on the machine does not matter.
 struct Own;
 
 impl ThreadClock for Own {
@@ -236,7 +236,7 @@ impl ThreadClock for Own {
     }
 }
 
-/// One CPU: were the thread moved to another, that would have to fill its cache of slots first.
+/// One CPU: on another CPU the thread would first have to fill that CPU's cache of slots.
 fn one_cpu() -> Environment {
     let thread_clock = Arc::new(Own);
     Environment { cpu: Arc::new(OneCpu), thread_clock, ..Environment::default() }
@@ -307,7 +307,7 @@ fn bouncing_takes_nothing_from_the_heap_once_there_are_slots() {
         .build()
         .unwrap();
     for size in [4096, 100_000, 1 << 20] {
-        // More than a CPU keeps to itself.
+        // More than a CPU's cache holds.
         let mut buffers: Vec<Copied> = (0..80).map(|_| Copied(vec![0; size].leak())).collect();
         let mut mapped = Vec::with_capacity(buffers.len());
         let mut before = 0;

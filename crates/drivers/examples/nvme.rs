@@ -1,6 +1,6 @@
-//! Reads the first block of an NVMe disk that vfio-pci has: `nvme 0000:01:00.0`.
+//! Reads the first block of an NVMe disk that is bound to vfio-pci: `nvme 0000:01:00.0`.
 //!
-//! What the controller can reach is the block's buffer, while it reads it, and the queues.
+//! The controller can reach only the block's buffer, while it reads it, and the queues.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! What a device works on: buffers that are mapped before and unmapped after, syncs shared.
+//! Buffers that a device works on: mapped before and unmapped after, with shared syncs.
 
 use core::{fmt, mem};
 
@@ -10,25 +10,26 @@ use ringfence_iova::Allocator;
 
 /// The transfers of one queue of a device: the part of a driver that is the same for every device.
 ///
-/// A transfer has a number, by which the driver knows the device's answer again, a buffer of type
-/// `B` (`Vec<_>`: a scatter list) unless the device knows its memory already, and what the driver
-/// notes of it, `W`. It goes this way:
+/// A transfer has a number, by which the driver recognises the device's completion, a buffer of
+/// type `B` (`Vec<_>`: a scatter list) unless its memory is mapped already, and the driver's own
+/// record, `W`. Its steps are:
 ///
 /// 1. [`take`](Self::take) gives it a number; the driver fills in [`work`](Self::work).
 /// 2. [`map`](Self::map) gathers its buffer, and [`begin_maps`](Self::begin_maps) starts one map sync
 ///    for all that were gathered.
-/// 3. [`poll_maps`](Self::poll_maps) hands out those that the IOMMU knows; the driver puts them into
-///    the device's ring.
-/// 4. The device answers. [`end`](Self::end) gathers the buffer once more, and
+/// 3. [`poll_maps`](Self::poll_maps) hands out those that the IOMMU has mapped; the driver puts
+///    them into the device's ring.
+/// 4. The device completes it. [`end`](Self::end) gathers the buffer once more, and
 ///    [`begin_unmaps`](Self::begin_unmaps) starts one invalidation for all that were gathered.
-/// 5. [`poll_unmaps`](Self::poll_unmaps) hands out the buffers that the device reaches no longer (under
-///    a lazy policy: for long), and the number is free again.
+/// 5. [`poll_unmaps`](Self::poll_unmaps) hands out the buffers that the device reaches no longer
+///    (under a lazy policy: no longer for long), and the number is free again.
 ///
-/// Under a policy that shares its syncs ([`Policy::batches_maps`](ringfence_dma::Policy::batches_maps),
-/// [`batches_unmaps`](ringfence_dma::Policy::batches_unmaps)) nothing here waits but [`wait`](Self::wait),
-/// [`finish_maps`](Self::finish_maps) and [`finish_unmaps`](Self::finish_unmaps). Nothing is allocated once
-/// it has grown to what is under way at a time. Dropped, it unmaps what it holds, and waits for that: a
-/// driver first has the device forget the transfers, or keeps their memory
+/// Under a policy that shares its syncs
+/// ([`Policy::batches_maps`](ringfence_dma::Policy::batches_maps),
+/// [`batches_unmaps`](ringfence_dma::Policy::batches_unmaps)) only [`wait`](Self::wait),
+/// [`finish_maps`](Self::finish_maps) and [`finish_unmaps`](Self::finish_unmaps) wait here. Once it
+/// has grown to the number of transfers in flight it allocates nothing. Drop unmaps what it holds,
+/// and waits for that: a driver first has the device forget the transfers, or keeps their memory
 /// ([`take_asked`](Self::take_asked)).
 pub struct Transfers<D: Domain + 'static, A: Allocator + 'static, B, W> {
     maps: MapBatch<D, A, B, usize>,
@@ -44,7 +45,7 @@ struct Slot<B, W> {
 }
 
 impl<B, W> Slot<B, W> {
-    /// The state of a transfer that has a number, and nothing else yet.
+    /// The state of a transfer that has only a number so far.
     #[track_caller]
     fn taken(&mut self, at: usize) -> &mut State<B> {
         assert!(matches!(self.state, State::Taken), "transfer {at} has begun before, or has ended");
@@ -57,7 +58,7 @@ enum State<B> {
     /// It has a number.
     Taken,
     Mapping,
-    /// The device was told, or is about to be.
+    /// The device has it, or is about to get it.
     Asked(Option<Mapping<B>>),
     Unmapping,
 }
@@ -74,18 +75,18 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         }
     }
 
-    /// How many more there can be.
+    /// How many more transfers there can be.
     pub fn room(&self) -> usize {
         self.most - self.under_way()
     }
 
-    /// How many have a number.
+    /// How many transfers have a number.
     pub fn under_way(&self) -> usize {
         self.slots.len() - self.free.len()
     }
 
-    /// A number for a transfer, less than the most there can be; `None`: there is none free. Its
-    /// [`work`](Self::work) is that of the transfer that had the number before.
+    /// A number for a transfer, less than the maximum; `None`: none is free. Its
+    /// [`work`](Self::work) is that of the previous transfer with the number.
     pub fn take(&mut self) -> Option<usize>
     where
         W: Default,
@@ -102,19 +103,19 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         Some(at)
     }
 
-    /// What the driver notes of a transfer.
+    /// The driver's record of a transfer.
     ///
     /// # Panics
-    /// No transfer ever had the number.
+    /// The number was never taken.
     #[track_caller]
     pub fn work(&mut self, at: usize) -> &mut W {
         &mut self.slots[at].work
     }
 
-    /// Gives back the number of a transfer whose buffer is not, or could not be, mapped.
+    /// Gives back the number of a transfer whose buffer is not mapped, or could not be.
     ///
     /// # Panics
-    /// The number is not of such a transfer.
+    /// There is no such transfer with the number.
     #[track_caller]
     pub fn release(&mut self, at: usize) {
         let slot = &mut self.slots[at];
@@ -126,7 +127,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         self.free.push(at);
     }
 
-    /// Notes that the device is told of a transfer which has no buffer that has to be mapped.
+    /// Records that the device gets a transfer without a buffer to map.
     ///
     /// # Panics
     /// The number was not just [taken](Self::take).
@@ -153,20 +154,20 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         Ok(())
     }
 
-    /// Starts to map what was gathered, by one sync.
+    /// Starts to map what was gathered, with one sync.
     pub fn begin_maps(&mut self) {
         self.maps.begin();
     }
 
-    /// Whether buffers are mapped, or wait for it.
+    /// Whether buffers are being mapped, or are gathered for it.
     pub fn is_mapping(&self) -> bool {
         !self.maps.is_empty()
     }
 
-    /// Hands out what is mapped; how many transfers. `submit` puts a transfer into the device's ring, and
-    /// says whether that was done. If not, or if the buffer could not be mapped, the transfer ends
-    /// here: a mapping of which the device never heard comes back by
-    /// [`poll_unmaps`](Self::poll_unmaps), and a number whose buffer could not be mapped is free.
+    /// Hands out what is mapped; returns how many transfers. `submit` puts a transfer into the
+    /// device's ring, and returns whether it did. If not, or if the buffer could not be mapped, the
+    /// transfer ends here: [`poll_unmaps`](Self::poll_unmaps) returns a mapping that the device
+    /// never got, and a number whose buffer could not be mapped is free.
     pub fn poll_maps(
         &mut self,
         mut submit: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
@@ -183,12 +184,13 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
                         *state = State::Asked(Some(mapping));
                         return;
                     }
-                    // The device was never asked, and wrote nothing.
+                    // The device never got it, and wrote nothing.
                     let noted = mapping.note_written(0..0);
                     debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
                     match unmaps.push(mapping, at) {
                         Ok(()) => *state = State::Unmapping,
-                        // The driver has put another device's in its place: it goes here.
+                        // The driver has replaced it with another device's mapping: it is dropped
+                        // here.
                         Err(_) => {
                             *state = State::Free;
                             free.push(at);
@@ -204,7 +206,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         })
     }
 
-    /// As [`poll_maps`](Self::poll_maps), of all that was gathered, and waits for it.
+    /// As [`poll_maps`](Self::poll_maps) for all that was gathered, and waits for it.
     pub fn finish_maps(
         &mut self,
         mut submit: impl FnMut(usize, &mut W, Result<&mut Mapping<B>, MapError<B>>) -> bool,
@@ -216,8 +218,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         }
     }
 
-    /// A transfer that the device was told of, and its mapping if it has one. `None`: that number is of
-    /// no such transfer; a device that names it is broken.
+    /// A transfer that the device has, and its mapping if it has one. `None`: there is no such
+    /// transfer; a device that names it is broken.
     pub fn asked(&mut self, at: usize) -> Option<(&mut W, Option<&mut Mapping<B>>)> {
         match self.slots.get_mut(at)? {
             Slot { work, state: State::Asked(mapping) } => Some((work, mapping.as_mut())),
@@ -225,11 +227,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         }
     }
 
-    /// The device has answered: gathers the transfer's buffer, to be unmapped; how many are gathered.
-    /// One that has none keeps its number, and counts as asked, until [`release`](Self::release).
+    /// The device has completed it: gathers the transfer's buffer, to be unmapped; returns how many
+    /// are gathered. A transfer without a buffer keeps its number, and counts as asked, until
+    /// [`release`](Self::release).
     ///
     /// # Panics
-    /// The device was not told of the transfer.
+    /// The device does not have the transfer.
     #[track_caller]
     pub fn end(&mut self, at: usize) -> usize {
         let State::Asked(mapping) = &mut self.slots[at].state else {
@@ -238,7 +241,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         if let Some(mapping) = mapping.take() {
             self.slots[at].state = match self.unmaps.push(mapping, at) {
                 Ok(()) => State::Unmapping,
-                // The driver has put another device's in its place: it goes here.
+                // The driver has replaced it with another device's mapping: it is dropped here.
                 Err(_) => {
                     self.free.push(at);
                     State::Free
@@ -248,8 +251,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         self.unmaps.gathered()
     }
 
-    /// Gathers a mapping of the caller's, under a number that was just [taken](Self::take), and hands
-    /// out its IOVA too when it is unmapped, as [`Mapping::unmap_watched`] does.
+    /// Gathers a mapping of the caller's, under a number that was just [taken](Self::take); when it
+    /// is unmapped, its IOVA is handed out too, as [`Mapping::unmap_watched`] does.
     ///
     /// # Errors
     /// The mapping is of another device.
@@ -262,19 +265,19 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         Ok(self.unmaps.gathered())
     }
 
-    /// Starts to unmap what was gathered, by one invalidation.
+    /// Starts to unmap what was gathered, with one invalidation.
     pub fn begin_unmaps(&mut self) {
         self.unmaps.begin();
     }
 
-    /// Whether buffers are unmapped, or wait for it.
+    /// Whether buffers are being unmapped, or are gathered for it.
     pub fn is_unmapping(&self) -> bool {
         !self.unmaps.is_empty()
     }
 
-    /// Hands out the buffers that are unmapped, and frees their numbers; how many. Of one that could
-    /// not be unmapped `each` gets the error: the device may still reach it, and it is leaked with the
-    /// error.
+    /// Hands out the buffers that are unmapped, and frees their numbers; returns how many. If one
+    /// could not be unmapped, `each` gets the error: the device may still reach it, and it is
+    /// leaked with the error.
     pub fn poll_unmaps(
         &mut self,
         mut each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
@@ -291,7 +294,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         })
     }
 
-    /// As [`poll_unmaps`](Self::poll_unmaps), of all that was gathered, and waits for it.
+    /// As [`poll_unmaps`](Self::poll_unmaps) for all that was gathered, and waits for it.
     pub fn finish_unmaps(
         &mut self,
         mut each: impl FnMut(usize, &mut W, Result<Returned<B>, UnmapError<B>>),
@@ -303,14 +306,14 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         }
     }
 
-    /// Waits for the IOMMU: until the oldest map sync is over, or else the oldest invalidation, if one
-    /// was begun. Maps first: what they hold back the device does not have yet.
+    /// Waits for the IOMMU: until the oldest map sync is over, or else the oldest invalidation, if
+    /// one was begun. Maps first: the device is still without the transfers that wait for them.
     pub fn wait(&mut self) {
         if self.maps.is_empty() { self.unmaps.wait() } else { self.maps.wait() }
     }
 
-    /// Takes all that the device was told of, and whose memory it may be at work on: their numbers,
-    /// and their mappings, which the caller drops, keeps or forgets. The numbers are free.
+    /// Takes all transfers that the device has, and whose memory it may be working on: their
+    /// records, and their mappings, which the caller drops, keeps or forgets. The numbers are free.
     pub fn take_asked(&mut self) -> impl Iterator<Item = (&mut W, Option<Mapping<B>>)> {
         let free = &mut self.free;
         self.slots.iter_mut().enumerate().filter_map(|(at, slot)| {
@@ -329,7 +332,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, Vec<B>, W> {
-    /// As [`map`](Self::map), of a scatter list.
+    /// As [`map`](Self::map), for a scatter list.
     ///
     /// # Errors
     /// As [`MapBatch::push_sg`]. The transfer keeps its number.
@@ -396,7 +399,7 @@ mod tests {
         at
     }
 
-    /// What is unmapped once all is: the notes of each.
+    /// The records of all transfers that are unmapped in the end.
     fn unmapped(transfers: &mut Test) -> Vec<u64> {
         let mut all = Vec::new();
         transfers.finish_unmaps(|_, work, returned| {

@@ -7,8 +7,8 @@ use core::fmt;
 
 /// What an I/O virtual address can be translated to: a 64-bit address of some kind.
 ///
-/// A domain for a virtual machine maps to [`GuestPhys`]; one that stands for hardware behind VFIO
-/// maps to [`HostAddr`], an address of this process. The types keep the two from being mixed.
+/// A domain for a virtual machine maps to [`GuestPhys`]; one that represents hardware behind VFIO
+/// maps to [`HostAddr`], an address of this process. The types keep the two from being mixed up.
 pub trait Address: Copy + Eq + Ord + fmt::Debug + Send + Sync + 'static {
     /// The address as a number.
     fn as_u64(self) -> u64;
@@ -57,8 +57,8 @@ address! {
     Iova
 }
 address! {
-    /// A guest-physical address: what a virtual machine, or a driver process standing in for one,
-    /// calls an address of its memory.
+    /// A guest-physical address: an address of memory as a virtual machine, or a driver process in
+    /// its place, numbers it.
     GuestPhys
 }
 address! {
@@ -107,7 +107,7 @@ impl Range {
         Iova(self.last)
     }
 
-    /// The number of bytes less one: what always fits 64 bits.
+    /// The number of bytes less one, which always fits 64 bits.
     #[inline]
     pub const fn extent(self) -> u64 {
         self.last - self.first
@@ -150,10 +150,10 @@ impl Range {
             .then(|| Range { first: self.first.max(other.first), last: self.last.min(other.last) })
     }
 
-    /// Whether the two overlap or stand side by side, so that their union is one range.
+    /// Whether the two overlap or are adjacent, so that their union is one range.
     #[inline]
     pub const fn touches(self, other: Range) -> bool {
-        // An end at 2^64-1 has nothing after it: what begins there overlaps.
+        // Nothing follows an end at 2^64-1: a range that begins there overlaps.
         self.first <= other.last.saturating_add(1) && other.first <= self.last.saturating_add(1)
     }
 
@@ -163,8 +163,8 @@ impl Range {
         Range { first: self.first.min(other.first), last: self.last.max(other.last) }
     }
 
-    /// Whether both ends stand on a multiple of `granule`, a power of two: the first address is one
-    /// and the address after the last is one (2^64 counts).
+    /// Whether both ends are aligned to `granule`, a power of two: the first address is a multiple
+    /// of it and so is the address after the last (2^64 counts).
     #[inline]
     pub const fn is_aligned(self, granule: u64) -> bool {
         let mask = granule.wrapping_sub(1);

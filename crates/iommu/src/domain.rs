@@ -1,4 +1,4 @@
-//! The trait of everything that translates.
+//! The trait of everything that translates addresses.
 
 use alloc::{sync::Arc, vec::Vec};
 
@@ -9,7 +9,7 @@ use crate::{
 
 /// An address space for devices: I/O virtual addresses mapped to a target.
 ///
-/// The words and their order are Linux's (`struct iommu_domain_ops`):
+/// Terms and order of calls are Linux's (`struct iommu_domain_ops`):
 ///
 /// * [`map_pages`](Self::map_pages) any number of times, then
 ///   [`iotlb_sync_map`](Self::iotlb_sync_map) once: when that returns, the device can use them;
@@ -18,76 +18,82 @@ use crate::{
 /// * or, lazily, `unmap_pages` into a queued gather and, much later,
 ///   [`flush_iotlb_all`](Self::flush_iotlb_all) for all of them at once.
 ///
-/// A caller that has other work meanwhile begins a sync as a [`Pending`](crate::Pending).
+/// A caller with other work in the meantime begins a sync as a [`Pending`](crate::Pending).
 ///
 /// All methods take `&self`: a domain is shared by the threads that map and unmap.
 ///
 /// # What is required, and what is provided
-/// An implementation has `map_pages`, `unmap_pages`, the three parts of a sync and the look-ups. What
-/// is provided consists of those. (A domain around another may pass the call on, which is a little
-/// faster; nothing but a sync of this crate has a [`Synced`] to return.)
+/// An implementation supplies `map_pages`, `unmap_pages`, the three parts of a sync and the
+/// look-ups. The provided methods are built on those. (A domain that wraps another may override
+/// them to forward the call, which is a little faster; only this crate's syncs can make the
+/// [`Synced`] to return.)
 ///
 /// [`suite`](crate::suite) checks any domain.
 ///
 /// # Safety
-/// Safe code frees memory, and gives addresses to other buffers, when a sync has succeeded: when
+/// Safe code frees memory, and gives addresses to other buffers, once a sync has succeeded. So when
 /// [`sync_begin`](Self::sync_begin) has returned [`SyncToken::DONE`], or
-/// [`sync_poll`](Self::sync_poll) has returned true and reported no failure, what the [`Work`] says is
-/// true: no device access goes through what was unmapped, from then on; but for ranges that an earlier
-/// sync, or an unmap, reported as failed, which stay the caller's to keep from use. And nothing is
-/// reachable but what [`map_pages`](Self::map_pages) was given, with the permissions that it was given.
+/// [`sync_poll`](Self::sync_poll) has returned true and reported no failure, what the [`Work`]
+/// states must hold: from then on no device access goes through what was unmapped. Excepted are
+/// ranges that an earlier sync, or an unmap, reported as failed: the caller must keep those from
+/// use. And a device can reach only what was passed to [`map_pages`](Self::map_pages), with the
+/// permissions passed for it.
 pub unsafe trait Domain: Send + Sync {
     /// What an IOVA maps to.
     type Target: Address;
 
-    /// What can be mapped, and where. It changes only by what the owner of the domain does to it, such
-    /// as attaching an endpoint.
+    /// What can be mapped, and where. Only an action of the domain's owner changes it, such as
+    /// attaching an endpoint.
     fn geometry(&self) -> Geometry;
 
-    /// What the domain is able to do.
+    /// What the domain supports.
     fn capabilities(&self) -> Capabilities;
 
-    /// Makes mappings, in order, and takes its locks once for many; each whole or not at all.
+    /// Makes mappings, in order, each whole or not at all, taking its locks once for many.
     ///
-    /// They need not be usable before a sync of [`Work::Map`], and may be reported as failed only
+    /// They need not be usable before a sync of [`Work::Map`], and a failure may be reported only
     /// there.
     ///
     /// # Errors
-    /// The first that is refused: unaligned, without permission, outside the aperture
-    /// ([`Geometry::check_map`]), overlapping, full (rules L31, L36). Those before it are made.
+    /// The first mapping that is refused: unaligned, without permission, outside the aperture
+    /// ([`Geometry::check_map`]), overlapping, or the domain is full (rules L31, L36). Those before
+    /// it are made.
     fn map_pages(&self, maps: &[Map<Self::Target>]) -> Result<(), Partial>;
 
-    /// Removes every mapping in `ranges`, which may hold holes, in order, taking its locks once for many,
-    /// and returns how many bytes were mapped. What may still be cached is added to `gather`, with the
-    /// table pages that were unlinked: also of what was removed before an error.
+    /// Removes every mapping in `ranges`, which may contain holes, in order, taking its locks once
+    /// for many, and returns how many bytes were mapped. Adds to `gather` the ranges that may still
+    /// be cached and the table pages that were unlinked, also for what was removed before an error.
     ///
-    /// A range that was unmapped is not mapped again before its sync has succeeded.
+    /// The caller does not map an unmapped range again before its sync has succeeded.
     ///
     /// # Errors
-    /// The first range that is refused: unaligned ([`Geometry::check_unmap`]);
-    /// [`WouldSplit`](crate::Error::WouldSplit): nothing of it was removed. Another error, the device's:
-    /// what of it was removed is not known, and all of it is to be taken for reachable. Those before it
-    /// were removed.
+    /// The first range that is refused: unaligned ([`Geometry::check_unmap`]); or
+    /// [`WouldSplit`](crate::Error::WouldSplit): nothing in it was removed. After any other error,
+    /// the device's, it is unknown what was removed, and the caller must treat the whole range as
+    /// reachable. The ranges before it were removed.
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial>;
 
-    /// Begins a sync, without waiting for it; but the beginning of [`Work::All`] may wait, and any may wait
-    /// for room where requests to a device are queued. One that is over and has succeeded at once is
-    /// [`SyncToken::DONE`], which is not polled.
+    /// Begins a sync without waiting for it, except that [`Work::All`] may wait, and any work may
+    /// wait for room in a queue of requests to a device. Returns [`SyncToken::DONE`], which is not
+    /// polled, if the sync has already succeeded.
     ///
-    /// A token is polled until it is over: one that is dropped may cost the domain some bytes, and its
-    /// ranges are to be taken for reachable.
+    /// The caller polls a token until its sync is over. A token that is dropped before may cost the
+    /// domain some bytes, and its ranges must be treated as reachable.
     ///
     /// # Errors
-    /// Nothing was begun: what was unmapped may still be reachable, what was mapped is not to be used.
+    /// Nothing was begun: what was unmapped may still be reachable, what was mapped must not be
+    /// used.
     fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken>;
 
-    /// Whether the sync that gave `token` for this `work` is over. If so, and only then, `failed` is
-    /// called for each range that failed: what was mapped there is not mapped, what was unmapped may
-    /// still be reachable; and the token is spent. A failure of the whole is one of [`Range::ALL`]. What
-    /// was reported need not be reported by a later sync. `failed` must not call the domain.
+    /// Whether the sync that returned `token` for this `work` is over. If so, and only then, the
+    /// token is spent, and `failed` is called for each range that failed: what was mapped there is
+    /// not mapped, what was unmapped may still be reachable. [`Range::ALL`] means that the whole
+    /// sync failed. A later sync need not report the same failure again. `failed` must not call the
+    /// domain.
     ///
-    /// A poll may name other ranges than the beginning did, if all that the caller unmapped is in both:
-    /// those of a [`Gather`] that had to widen some, and those that it was given.
+    /// A poll may name other ranges than [`sync_begin`](Self::sync_begin) did, if both include all
+    /// that the caller unmapped: one may have the ranges of a [`Gather`] that had to widen some,
+    /// the other the ranges that were added to it.
     fn sync_poll(
         &self,
         token: SyncToken,
@@ -95,19 +101,19 @@ pub unsafe trait Domain: Send + Sync {
         failed: &mut dyn FnMut(Range, Error),
     ) -> bool;
 
-    /// Sleeps, or spins, until a poll of `token` will find its sync over. It has no time-out: a domain
-    /// whose device is gone fails the sync.
+    /// Sleeps or spins until a poll of `token` will find its sync over. There is no time-out: if
+    /// the device is gone, the domain fails the sync.
     fn sync_wait(&self, token: SyncToken);
 
-    /// Where `iova` leads.
+    /// The address that `iova` maps to.
     fn iova_to_phys(&self, iova: Iova) -> Option<Self::Target>;
 
-    /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it has
-    /// room for without growing: if room is left, there are no more. What other threads map or unmap
-    /// meanwhile may be among them or not.
+    /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it
+    /// has room for without growing: if room is left, there are no more. What other threads map or
+    /// unmap meanwhile may or may not be included.
     ///
     /// # Errors
-    /// [`Unsupported`](Error::Unsupported), and so it is by default: the domain keeps no list.
+    /// [`Unsupported`](Error::Unsupported), the default: the domain keeps no list.
     fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
         let _ = (iova, into);
         Err(Error::Unsupported("the domain does not list its mappings"))
@@ -122,7 +128,7 @@ pub unsafe trait Domain: Send + Sync {
         self.map_pages(&[map]).map_err(|partial| partial.error)
     }
 
-    /// Removes every mapping in one range; how many bytes were mapped. Provided.
+    /// Removes every mapping in one range and returns how many bytes were mapped. Provided.
     ///
     /// # Errors
     /// As [`unmap_pages`](Self::unmap_pages).
@@ -134,7 +140,7 @@ pub unsafe trait Domain: Send + Sync {
     /// Syncs and waits. Provided.
     ///
     /// # Errors
-    /// What the sync's beginning returned, or the first failure it reported.
+    /// The error from beginning the sync, or the first failure that it reported.
     #[inline]
     fn sync(&self, work: Work<'_>) -> Result<Synced> {
         match self.sync_begin(work)? {
@@ -143,11 +149,11 @@ pub unsafe trait Domain: Send + Sync {
         }
     }
 
-    /// Makes every mapping made in `range` since usable. Provided.
+    /// Makes every mapping made in `range` since the last sync usable. Provided.
     ///
     /// # Errors
-    /// At least one of them failed. The ones that failed are not mapped; the caller unmaps the
-    /// whole range to be rid of the others (rule L34).
+    /// At least one of them failed, and those that failed are not mapped; the caller unmaps the
+    /// whole range to remove the others (rule L34).
     #[inline]
     fn iotlb_sync_map(&self, range: Range) -> Result<Synced> {
         self.sync(Work::Map(&[range]))
@@ -187,7 +193,7 @@ fn end<D: Domain + ?Sized>(domain: &D, token: SyncToken, work: Work<'_>) -> Resu
     }
 }
 
-// SAFETY: it is the domain itself.
+// SAFETY: it forwards to the domain itself.
 unsafe impl<D: Domain + ?Sized> Domain for Arc<D> {
     type Target = D::Target;
 

@@ -5,14 +5,14 @@ use crate::{Iova, Range};
 /// The result of an operation on a domain.
 pub type Result<T, E = Error> = core::result::Result<T, E>;
 
-/// Why a domain refused or failed an operation. Each says what was wrong and where.
+/// Why a domain refused or failed an operation: what was wrong, and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An address or a size is not a multiple of the granule (rules L31, V15).
     #[error("{range} is not aligned to the granule of {granule:#x} bytes")]
     Unaligned {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
         /// The smallest page of the domain.
         granule: u64,
@@ -26,7 +26,7 @@ pub enum Error {
     /// Outside what the domain can map.
     #[error("{range} lies outside the aperture {aperture}")]
     OutsideAperture {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
         /// What can be mapped.
         aperture: Range,
@@ -34,7 +34,7 @@ pub enum Error {
     /// In a reserved region.
     #[error("{range} overlaps the reserved region {reserved}")]
     Reserved {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
         /// The region.
         reserved: Range,
@@ -42,7 +42,7 @@ pub enum Error {
     /// Something is mapped there already (rules L36, V16). Nothing was changed.
     #[error("{range} overlaps a mapping at {at}")]
     Exists {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
         /// An address of the mapping in the way.
         at: Iova,
@@ -50,7 +50,7 @@ pub enum Error {
     /// The unmap would split a mapping (rules V22, L65). Nothing was removed.
     #[error("{range} would split the mapping at {at}")]
     WouldSplit {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
         /// An address of the mapping that would be split.
         at: Iova,
@@ -68,15 +68,15 @@ pub enum Error {
     /// There is no memory.
     #[error("out of memory")]
     NoMemory,
-    /// The device answered with an error (for virtio-iommu: the status of its reply).
+    /// The device replied with an error (for virtio-iommu: the status of its reply).
     #[error("the device refused {range}: status {status}")]
     Device {
-        /// What was asked for.
+        /// The requested range.
         range: Range,
-        /// The status the device gave.
+        /// The device's status.
         status: u8,
     },
-    /// The device no longer answers, or answered what it must not.
+    /// The device no longer replies, or its reply violates the protocol.
     #[error("the device is gone or broken: {0}")]
     Gone(&'static str),
     /// The domain cannot do this.

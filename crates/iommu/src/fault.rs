@@ -23,12 +23,12 @@ pub struct Fault {
     pub endpoint: u32,
     /// The first address that could not be reached.
     pub iova: Iova,
-    /// What was wanted: [`Prot::READ`], [`Prot::WRITE`] or both.
+    /// The attempted access: [`Prot::READ`], [`Prot::WRITE`] or both.
     pub access: Prot,
 }
 
 /// Where faults go: the event queue of a virtio-iommu, a log, a test.
 pub trait FaultSink: Send + Sync {
-    /// Takes note of a fault. Must not block: it is called from the data path.
+    /// Records a fault. Must not block: it is called from the data path.
     fn report(&self, fault: Fault);
 }

@@ -4,8 +4,8 @@ use arrayvec::ArrayVec;
 
 use crate::{Range, Work, table::PageList};
 
-/// How many separate ranges a [`Gather`] keeps before it widens one: as many as a driver unmaps
-/// together if its buffers lie scattered.
+/// How many separate ranges a [`Gather`] keeps before it widens one: about as many scattered
+/// buffers as a driver unmaps together.
 const RANGES: usize = 32;
 
 /// Ranges that do not touch each other, at most `N`.
@@ -20,7 +20,7 @@ impl<const N: usize> Ranges<N> {
     /// are too many (rule L42).
     #[inline]
     pub(crate) fn add(&mut self, range: Range) {
-        // What a driver unmaps is often one range after all.
+        // Fast path: the ranges that a driver unmaps often form a single one.
         if let [only] = self.ranges.as_mut_slice()
             && only.touches(range)
         {
@@ -32,7 +32,7 @@ impl<const N: usize> Ranges<N> {
 
     fn add_to_many(&mut self, mut range: Range) {
         // Joining two may make the union touch a third: start over until nothing joins. The newest
-        // is the likeliest.
+        // range is the most likely to join.
         while let Some(at) = self.ranges.iter().rposition(|held| held.touches(range)) {
             range = range.hull(self.ranges.swap_remove(at));
         }
@@ -70,9 +70,9 @@ impl<const N: usize> Ranges<N> {
 /// were unlinked with them: filled by [`unmap_pages`](crate::Domain::unmap_pages), emptied by
 /// [`iotlb_sync`](crate::Domain::iotlb_sync).
 ///
-/// Linux's gather holds one range of one page size and syncs when the next does not join it
-/// (rule L39). This one holds several; when they are too many it widens one of them, so that it
-/// may over-invalidate and never under-invalidates (rule L42).
+/// Linux's gather holds one range of one page size and syncs when the next does not join
+/// it (rule L39). This one holds several; when there are too many it widens one of them, so that it
+/// may over-invalidate but never under-invalidates (rule L42).
 #[derive(Debug, Default)]
 pub struct Gather {
     ranges: Ranges<RANGES>,
@@ -81,13 +81,13 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// Nothing gathered; the caller will sync.
+    /// An empty gather, for a caller that will sync.
     pub fn new() -> Gather {
         Gather::default()
     }
 
-    /// Nothing gathered; the caller queues the unmap and later flushes the whole domain, so ranges
-    /// need not be noted (rule L26). Table pages still are.
+    /// An empty gather for a caller that queues the unmap and later flushes the whole domain, so
+    /// that it records no ranges (rule L26), only table pages.
     pub fn queued() -> Gather {
         Gather { queued: true, ..Gather::default() }
     }
@@ -97,7 +97,7 @@ impl Gather {
         self.queued
     }
 
-    /// Notes that `range` must be invalidated.
+    /// Adds a range to invalidate.
     #[inline]
     pub fn add(&mut self, range: Range) {
         if !self.queued {
@@ -105,20 +105,20 @@ impl Gather {
         }
     }
 
-    /// As [`add`](Self::add), of ranges which, unless they are `exact`, may be others' in part.
+    /// As [`add`](Self::add), for many ranges. Unless they are `exact`, parts of them may belong to
+    /// other threads.
     pub(crate) fn add_all(&mut self, ranges: &[Range], exact: bool) {
         ranges.iter().for_each(|&range| self.add(range));
         self.ranges.widened |= !exact;
     }
 
-    /// Whether the ranges are those that were added and nothing else: none had to be widened.
-    /// What lies in a range that was widened may be somebody else's.
+    /// Whether the ranges cover exactly what was added: none was widened. A widened range may
+    /// contain addresses that belong to another thread.
     pub fn is_exact(&self) -> bool {
         !self.ranges.widened
     }
 
-    /// Notes table pages that were unlinked: they are not reused before the invalidation
-    /// (rule L40).
+    /// Adds table pages that were unlinked: they are not reused before the invalidation (rule L40).
     pub fn add_pages(&mut self, pages: PageList) {
         self.pages.append(pages);
     }
@@ -133,7 +133,7 @@ impl Gather {
         self.ranges.as_slice()
     }
 
-    /// What a sync of it is to do.
+    /// The work for a sync of this gather.
     #[inline]
     pub fn work(&self) -> Work<'_> {
         match self.queued {
@@ -154,8 +154,8 @@ impl Gather {
         core::mem::take(&mut self.pages)
     }
 
-    /// Gives the table pages back to the table that they are of, whose domain frees them after a sync that
-    /// begins now, or later.
+    /// Gives the table pages back to their table, whose domain frees them after a sync that begins
+    /// now or later.
     #[inline]
     pub fn release_pages(&mut self) {
         if !self.pages.is_empty() {

@@ -60,7 +60,7 @@ impl fmt::Debug for PageSizes {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ReservedKind {
-    /// Not to be used: what is there is unknown or belongs to others.
+    /// Not usable: what is there is unknown or belongs to others.
     Reserved,
     /// Writes there raise message-signalled interrupts; translation does not apply.
     Msi,
@@ -99,12 +99,12 @@ impl Geometry {
         self.reserved.iter().copied().find(|region| region.range.overlaps(range))
     }
 
-    /// What can be said of a mapping without a look at what is mapped.
+    /// Checks a mapping without regard to what is already mapped.
     ///
     /// # Errors
     /// In this order: [`Unaligned`](Error::Unaligned), [`NoPermission`](Error::NoPermission) (rule
-    /// L31), [`TargetOverflow`](Error::TargetOverflow), [`OutsideAperture`](Error::OutsideAperture),
-    /// [`Reserved`](Error::Reserved).
+    /// L31), [`TargetOverflow`](Error::TargetOverflow),
+    /// [`OutsideAperture`](Error::OutsideAperture), [`Reserved`](Error::Reserved).
     #[inline]
     pub fn check_map<T: Address>(&self, map: &Map<T>) -> Result<()> {
         let (range, target) = (map.range(), map.target().as_u64());
@@ -128,7 +128,7 @@ impl Geometry {
         }
     }
 
-    /// What can be said of an unmap without a look at what is mapped.
+    /// Checks an unmap without regard to what is mapped.
     ///
     /// # Errors
     /// [`Unaligned`](Error::Unaligned).
@@ -141,20 +141,20 @@ impl Geometry {
         }
     }
 
-    /// Whether `iova` is one that this domain could ever map.
+    /// Whether this domain could ever map `iova`.
     pub fn is_mappable(&self, iova: Iova) -> bool {
         self.aperture.contains(iova) && !self.reserved.iter().any(|r| r.range.contains(iova))
     }
 }
 
-/// What a domain is able to do beyond mapping.
+/// What a domain supports beyond mapping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
     /// An unmap may be queued and made effective later by
     /// [`flush_iotlb_all`](crate::Domain::flush_iotlb_all): the condition for lazy policies.
-    /// Without it (VFIO type1, where each unmap is a system call that has done its work when it
-    /// returns) lazy falls back to strict, saying so.
+    /// Without it (VFIO type1, where each unmap is a system call that has completed when it
+    /// returns) lazy falls back to strict, and the caller can see that it did.
     pub deferred_flush: bool,
     /// [`Prot`](crate::Prot) is kept and enforced: a read-only mapping refuses writes.
     pub enforces_prot: bool,

@@ -11,8 +11,8 @@ pub struct Map<T> {
 }
 
 impl Map<GuestPhys> {
-    /// Maps `range` to the guest-physical addresses from `target` on. Safe: what a guest does to its
-    /// own memory is the guest's affair.
+    /// Maps `range` to the guest-physical addresses from `target` on. Safe, because a guest may do
+    /// anything to its own memory.
     #[inline]
     pub const fn new(range: Range, target: GuestPhys, prot: Prot) -> Map<GuestPhys> {
         Map { range, target, prot }
@@ -20,11 +20,12 @@ impl Map<GuestPhys> {
 }
 
 impl<T: Address> Map<T> {
-    /// Maps `range` to `target` and what follows it, whatever kind of address that is.
+    /// Maps `range` to `target` and the addresses after it, of any kind.
     ///
     /// # Safety
-    /// If the target is memory of this process, it stays mapped, and nothing else is made of it, until
-    /// a sync of the mapping's unmap is over ([`Synced`](crate::Synced)), or for ever if none succeeds.
+    /// If the target is memory of this process, it must stay mapped, and not be used for anything
+    /// else, until a sync of the mapping's unmap is over ([`Synced`](crate::Synced)), or for ever
+    /// if none succeeds.
     #[inline]
     pub const unsafe fn of(range: Range, target: T, prot: Prot) -> Map<T> {
         Map { range, target, prot }
@@ -36,19 +37,19 @@ impl<T: Address> Map<T> {
         self.range
     }
 
-    /// Where its first address leads.
+    /// The target of its first address.
     #[inline]
     pub const fn target(&self) -> T {
         self.target
     }
 
-    /// What is allowed.
+    /// The permitted accesses.
     #[inline]
     pub const fn prot(&self) -> Prot {
         self.prot
     }
 
-    /// The same, as a table has it.
+    /// The same, in the form that a table returns.
     #[inline]
     pub fn mapping(&self) -> Mapping {
         Mapping { range: self.range, target: self.target.as_u64(), prot: self.prot }
@@ -56,7 +57,7 @@ impl<T: Address> Map<T> {
 }
 
 /// A list that was carried out in part: the first `done` elements have taken effect, the next was
-/// refused, and it and those after it have changed nothing.
+/// refused, and the refused element and those after it have changed nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("after {done} of a list: {error}")]
 pub struct Partial {
@@ -67,10 +68,10 @@ pub struct Partial {
 }
 
 impl Partial {
-    /// Carries out `what` for each of a list, until it fails for one.
+    /// Calls `what` for each element of a list, until one fails.
     ///
     /// # Errors
-    /// That failure, and how many have not failed before.
+    /// That failure, and the number of elements before it.
     pub fn each<T>(list: &[T], mut what: impl FnMut(&T) -> Result<()>) -> Result<(), Partial> {
         let mut each = list.iter().enumerate();
         each.try_for_each(|(done, item)| what(item).map_err(|error| Partial { done, error }))

@@ -4,18 +4,18 @@ use alloc::vec::Vec;
 
 use crate::{Domain, Error, Gather, Range, Result, SyncToken, Synced, Work};
 
-/// A sync that was begun: it owns what it is for and, once it is over, its result, which is written
-/// once and stays the same however often it is asked for.
+/// A sync that was begun. It owns the list of its ranges and, once it is over, its result, which
+/// never changes after that.
 ///
-/// One that is dropped before it is over leaves it unknown whether its ranges can be reached: they
-/// must not be used again.
+/// If it is dropped before it is over, its ranges may still be reachable: they must not be used
+/// again.
 #[derive(Debug)]
 #[must_use = "what it is for may be reachable until it is over"]
 pub struct Pending {
     kind: Kind,
     ranges: Vec<Range>,
     state: State,
-    /// Nothing is allocated unless something fails.
+    /// Allocates only if something fails.
     failed: Vec<(Range, Error)>,
 }
 
@@ -35,7 +35,7 @@ enum State {
 }
 
 impl Pending {
-    /// Begins to make usable what was mapped in `ranges`. One that cannot begin has failed.
+    /// Begins to make usable what was mapped in `ranges`. If the sync cannot begin, it has failed.
     pub fn map<D: Domain + ?Sized>(domain: &D, ranges: Vec<Range>) -> Pending {
         let begun = match ranges.is_empty() {
             true => Ok(SyncToken::DONE),
@@ -44,8 +44,9 @@ impl Pending {
         Pending::new(Kind::Map, ranges, begun)
     }
 
-    /// Begins to invalidate what was unmapped into `gather`, which is emptied. `ranges` are those that the
-    /// caller unmapped into it: failures are reported of these. A queued gather is for everything.
+    /// Begins to invalidate what was unmapped into `gather`, which is emptied. `ranges` are those
+    /// that the caller unmapped into it: failures are reported for these. A queued gather
+    /// invalidates everything.
     pub fn unmap<D: Domain + ?Sized>(
         domain: &D,
         ranges: Vec<Range>,
@@ -62,8 +63,8 @@ impl Pending {
         Pending::new(kind, ranges, begun)
     }
 
-    /// As [`unmap`](Self::unmap), for a caller that knows no more of what it unmapped than the gather does.
-    /// Uses the memory of `list`.
+    /// As [`unmap`](Self::unmap), for a caller that has no list of what it unmapped besides the
+    /// gather. Uses the memory of `list`.
     pub fn gathered<D: Domain + ?Sized>(
         domain: &D,
         mut list: Vec<Range>,
@@ -88,7 +89,7 @@ impl Pending {
         Pending { kind, ranges, state, failed: Vec::new() }
     }
 
-    /// Whether it is over, without waiting; `domain` is the one that it was begun on.
+    /// Whether it is over, without waiting; `domain` is the domain it was begun on.
     #[inline]
     pub fn poll<D: Domain + ?Sized>(&mut self, domain: &D) -> bool {
         let State::Begun(token) = self.state else { return true };
@@ -105,7 +106,7 @@ impl Pending {
         over
     }
 
-    /// Whether it is known to be over.
+    /// Whether a poll has found it over.
     #[inline]
     pub fn is_over(&self) -> bool {
         !matches!(self.state, State::Begun(_))
@@ -119,11 +120,11 @@ impl Pending {
         }
     }
 
-    /// What became of `range`; `None` as long as that is not known.
+    /// The result for `range`; `None` until the sync is known to be over.
     ///
     /// # Errors
-    /// As the domain reported: what was mapped there is not mapped, what was unmapped there may still
-    /// be reachable.
+    /// As the domain reported: what was mapped there is not mapped, what was unmapped there may
+    /// still be reachable.
     #[inline]
     pub fn outcome(&self, range: Range) -> Option<Result<Synced>> {
         match self.state {
@@ -136,7 +137,7 @@ impl Pending {
         }
     }
 
-    /// Notes its ranges in `gather` again, for another sync to do what this one failed to.
+    /// Adds its ranges to `gather` again, so that another sync can do what this one failed to.
     pub fn gather_again(&self, gather: &mut Gather) {
         gather.add_all(&self.ranges, !matches!(self.kind, Kind::Unmap { exact: false }));
     }

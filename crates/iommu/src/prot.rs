@@ -17,8 +17,8 @@ impl Prot {
     /// Both reads and writes.
     pub const RW: Prot = Prot::READ.union(Prot::WRITE);
 
-    /// Whether every access in `wanted` is allowed ([`Prot::MMIO`] is a memory type, not an
-    /// access, and is not asked for).
+    /// Whether every access in `wanted` is allowed ([`Prot::MMIO`] is a memory type, not an access,
+    /// and is ignored).
     #[inline]
     pub const fn allows(self, wanted: Prot) -> bool {
         self.contains(wanted.intersection(Prot::RW))

@@ -13,35 +13,35 @@ use crate::{
     table::{Budget, Limits, Mapping, PageList, Sharer, Table, Translation},
 };
 
-/// How many batches of table pages can wait for their own grace period; later ones join the
+/// How many batches of table pages can wait each for its own grace period; later batches join the
 /// youngest.
 const LIMBO: usize = 8;
 
-/// So many elements of a list are mapped or unmapped before other threads have a chance.
+/// How many elements of a list are mapped or unmapped before the lock is released.
 const AT_ONCE: usize = 64;
 
-/// A [`Domain`] in software: what stands behind a virtio-iommu, or is one by itself in tests.
+/// A [`Domain`] in software: the one behind a virtio-iommu, or a domain by itself in tests.
 ///
-/// Mapping and unmapping change a [`Table`], which threads with a [`Reader`] of the same
-/// [`Shootdown`] [`translate`](Self::translate) with, without locks. A walk fails at once after an
-/// unmap, queued or not; what the syncs are for is the caches of the readers (rule L18).
+/// Mapping and unmapping change a [`Table`], with which threads that have a [`Reader`] of the same
+/// [`Shootdown`] [`translate`](Self::translate), without locks. A walk fails at once after an
+/// unmap, queued or not; the syncs are for the caches of the readers (rule L18).
 ///
 /// The waiting calls, [`iotlb_sync`](Domain::iotlb_sync) and
-/// [`flush_iotlb_all`](Domain::flush_iotlb_all), are not for a thread that has a reader online: it
-/// would wait for itself. Such a thread begins a [`Pending`](crate::Pending) sync, and polls its
-/// reader between two polls of that.
+/// [`flush_iotlb_all`](Domain::flush_iotlb_all), must not be called by a thread that has a reader
+/// online: it would wait for itself. Such a thread begins a [`Pending`](crate::Pending) sync, and
+/// polls its reader between two polls of the sync.
 ///
 /// # Table pages
-/// What an unmap unlinks travels in the caller's [`Gather`], which the caller may drop, keep for
-/// ever, or give to another domain's sync. None of that frees a page: a dropped list returns to
-/// its table's deferred pages. Pages are freed here and nowhere else: a sync drops the gather's
+/// The pages that an unmap unlinks travel in the caller's [`Gather`], which the caller may drop,
+/// keep for ever, or give to another domain's sync. None of that frees a page: a dropped list
+/// returns to its table's deferred pages. Pages are freed only here: a sync drops the gather's
 /// list, takes *all* pages that this domain's table has deferred, starts a grace period, and frees
 /// them after it (rules L21, L40).
 pub struct SoftDomain<T> {
     geometry: Geometry,
     table: Table,
     shootdown: Arc<Shootdown>,
-    /// Its readers say that they are here, or may be: others need not be waited for.
+    /// Its readers have entered this scope or [`Scope::ALL`]: invalidations wait for no others.
     scope: Scope,
     /// Pages with the token of a grace period that was started after they were unlinked; tokens
     /// ascend.
@@ -67,7 +67,7 @@ impl<T: Address> SoftDomain<T> {
         Self::new(geometry, Limits::NONE, Shootdown::new(64))
     }
 
-    /// An empty domain that, with all others of `budget`, holds no more than that says.
+    /// An empty domain that shares `budget` with others, all of which together stay within it.
     pub fn within(
         geometry: Geometry,
         budget: Arc<Budget>,
@@ -85,23 +85,25 @@ impl<T: Address> SoftDomain<T> {
         SoftDomain { geometry, table, shootdown, scope, limbo, target: PhantomData }
     }
 
-    /// Where `iova` leads, and which addresses around it lead there with it. Takes no lock.
+    /// The target of `iova`, and the addresses around it that translate with the same difference.
+    /// Takes no lock.
     ///
-    /// The answer holds until the reader's next quiet point, or as long as a
-    /// [`Lease`](crate::shootdown::Lease) on it that was taken before. Permissions are in the answer: the
-    /// caller compares them with the access it is about to make (rule V19).
+    /// The translation is valid until the reader's next quiet point, or for as long as a
+    /// [`Lease`](crate::shootdown::Lease) on it that was taken before then. It includes the
+    /// permissions: the caller compares them with the access it is about to make (rule V19).
     ///
     /// # Panics
-    /// If `reader` is one of another [`Shootdown`] than this domain's, is offline, or has said that it
-    /// is elsewhere: its quiet points would not be waited for.
+    /// If `reader` belongs to another [`Shootdown`] than this domain's, is offline, or has entered
+    /// another scope: invalidations would not wait for its quiet points.
     #[inline]
     pub fn translate(&self, reader: &Reader, iova: Iova) -> Option<Translation> {
         self.assert_reader(reader);
         self.table.lookup(iova)
     }
 
-    /// As [`translate`](Self::translate), with the neighbours in `within` that lead on in the same
-    /// way, be they other mappings. For filling a cache that has few and large entries.
+    /// As [`translate`](Self::translate), merged with the neighbours in `within` that continue with
+    /// the same difference and permission, even of other mappings. For filling a cache with few,
+    /// large entries.
     ///
     /// # Panics
     /// As [`translate`](Self::translate).
@@ -122,7 +124,7 @@ impl<T: Address> SoftDomain<T> {
     }
 
     /// Calls `f` with every mapping, in ascending order; it may call the domain. A mapping that
-    /// comes or goes meanwhile may be met or not.
+    /// comes or goes meanwhile may or may not be visited.
     pub fn for_each(&self, f: impl FnMut(Mapping)) {
         self.table.iter().for_each(f);
     }
@@ -137,18 +139,17 @@ impl<T: Address> SoftDomain<T> {
         self.table.table_bytes()
     }
 
-    /// Those of the [`table_bytes`](Self::table_bytes) that wait for their grace period.
+    /// The part of [`table_bytes`](Self::table_bytes) that waits for its grace period.
     pub fn retired_bytes(&self) -> u64 {
         self.table.retired_bytes()
     }
 
-    /// What tells this domain's readers about invalidations.
+    /// The shootdown that delivers invalidations to this domain's readers.
     pub fn shootdown(&self) -> &Arc<Shootdown> {
         &self.shootdown
     }
 
-    /// The scope of its translations: where a reader of nothing else says that it is
-    /// ([`Reader::enter`]).
+    /// The scope of its translations, which a reader of this domain alone [enters](Reader::enter).
     pub fn scope(&self) -> Scope {
         self.scope
     }
@@ -165,14 +166,15 @@ impl<T: Address> SoftDomain<T> {
     fn begin(&self, ranges: &[Range], all: bool) -> u64 {
         let pages =
             if self.nothing_retired() { PageList::default() } else { self.table.take_deferred() };
-        // After taking the pages: the grace period that this starts counts for all on the list.
+        // After taking the pages: the grace period that this starts covers all on the list.
         let token = self.shootdown.begin_in(self.scope, ranges, all);
         self.collect(Some((token, pages)));
         token
     }
 
-    /// Whether there are no table pages to free, now or later: mostly so, as a table keeps what a
-    /// small unmap empties. What other threads retire at this moment is for their own syncs.
+    /// Whether there are no table pages to free, now or later: the usual case, as a table keeps the
+    /// nodes that a small unmap empties. Pages that other threads retire at this moment are left to
+    /// their own syncs.
     fn nothing_retired(&self) -> bool {
         self.table.retired_bytes() == 0
     }
@@ -191,8 +193,8 @@ impl<T: Address> SoftDomain<T> {
             if let Some((token, pages)) = new.filter(|(_, pages)| !pages.is_empty()) {
                 let full = limbo.is_full();
                 match limbo.last_mut() {
-                    // Two threads may have begun in one order and come here in the other: the
-                    // later grace period will do for both.
+                    // Two threads may have begun in one order and arrived here in the other: the
+                    // later grace period covers both.
                     Some((last, list)) if full || *last >= token => {
                         *last = token.max(*last);
                         list.append(pages);
@@ -201,17 +203,17 @@ impl<T: Address> SoftDomain<T> {
                 }
             }
         }
-        // SAFETY: every page came from this table's `take_deferred` before the grace period that it
-        // was entered with, or one that started later, was started (`begin`), and that one is over
-        // (`is_quiet`, which also makes what its readers did before happen before). The lock-free
-        // look-ups of this table are made in `translate` and `translate_run` only, by a thread that
-        // borrows a reader of the same shootdown, online (`assert_reader`); a quiet point borrows
-        // the reader exclusively, so a look-up lies between two of them.
+        // SAFETY: every page came from this table's `take_deferred` before the start (`begin`) of
+        // the grace period that it was entered with, or of a later one that replaced it, and that
+        // grace period is over (`is_quiet`, which also makes what its readers did before it happen
+        // before this). Only `translate` and `translate_run` make lock-free look-ups of this table,
+        // on a thread that borrows an online reader of the same shootdown (`assert_reader`); a
+        // quiet point borrows the reader exclusively, so a look-up lies between two of them.
         unsafe { free.reclaim() };
     }
 
-    /// Frees what only waits for its grace period, if that is soon over: the calling thread may have
-    /// a reader itself.
+    /// Frees the retired pages if their grace period ends soon. It cannot wait longer, as the
+    /// calling thread may have a reader itself.
     fn free_retired(&self) {
         if self.nothing_retired() {
             return;
@@ -224,7 +226,7 @@ impl<T: Address> SoftDomain<T> {
         self.collect(None);
     }
 
-    /// As [`map_pages`](Domain::map_pages), for many.
+    /// As [`map_pages`](Domain::map_pages), for a list of any length.
     fn map_list(&self, maps: &[Map<T>]) -> Result<(), Partial> {
         let mut done = 0;
         while done < maps.len() {
@@ -254,7 +256,7 @@ impl<T: Address> SoftDomain<T> {
         Ok(())
     }
 
-    /// As [`unmap_pages`](Domain::unmap_pages), for many.
+    /// As [`unmap_pages`](Domain::unmap_pages), for a list of any length.
     fn unmap_list(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         let (mut done, mut bytes) = (0, 0);
         for chunk in ranges.chunks(AT_ONCE) {
@@ -275,7 +277,7 @@ impl<T: Address> SoftDomain<T> {
         Ok(bytes)
     }
 
-    /// Tries once more what was refused, if room can be made for it.
+    /// Makes room, if possible, and tries a refused map once more.
     #[cold]
     fn map_in_made_room(&self, map: &Map<T>, error: Error) -> Result<()> {
         match self.make_room(&error) {
@@ -284,7 +286,7 @@ impl<T: Address> SoftDomain<T> {
         }
     }
 
-    /// Makes room after a map was refused for want of it; whether there may be some.
+    /// Makes room after a map was refused for lack of it; returns whether to try again.
     #[cold]
     fn make_room(&self, error: &Error) -> bool {
         let full = matches!(error, Error::Full { .. });
@@ -305,8 +307,9 @@ impl<T: Address> Sharer for SoftDomain<T> {
     }
 }
 
-// SAFETY: a sync is over once the shootdown's readers, which alone look translations up, have passed a
-// quiet point or were elsewhere all the time; look-ups after it find what the table holds.
+// SAFETY: a sync is over once the shootdown's readers, the only ones to look translations up, have
+// passed a quiet point or were in another scope all the time; later look-ups find what the table
+// holds.
 unsafe impl<T: Address> Domain for SoftDomain<T> {
     type Target = T;
 
@@ -353,7 +356,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
         Ok(bytes)
     }
 
-    /// One look whether it is over, where the provided one has two.
+    /// Polls once for the end, where the provided method polls twice.
     #[inline]
     fn sync(&self, work: Work<'_>) -> Result<Synced> {
         let token = self.sync_begin(work)?;
@@ -364,8 +367,8 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
         Ok(Synced::PROOF)
     }
 
-    /// There is nothing to do for maps: a mapping can be used when [`map_pages`](Domain::map_pages)
-    /// returns, as readers do not cache that something is not there.
+    /// Maps need no work: a mapping is usable when [`map_pages`](Domain::map_pages) returns, as
+    /// readers do not cache the absence of a mapping.
     #[inline]
     fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
         let (ranges, all) = match work {
@@ -374,7 +377,8 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
             Work::All => (&[][..], true),
         };
         if !all && ranges.is_empty() {
-            // Tables that were empty already are freed when the time has come; nothing waits for it.
+            // Table pages deferred earlier are freed after this grace period; the caller does not
+            // wait for it.
             if !self.nothing_retired() {
                 self.begin(&[], false);
                 self.collect(None);

@@ -1,8 +1,8 @@
-//! What a sync is for, its name and its proof.
+//! What a sync is for, its token and its proof.
 
 use crate::Range;
 
-/// What a sync is to make true.
+/// What a sync ensures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work<'a> {
     /// The device can use what was mapped in these ranges before.
@@ -11,8 +11,8 @@ pub enum Work<'a> {
     Unmap {
         /// The ranges.
         ranges: &'a [Range],
-        /// Whether all in them was unmapped by the caller. Otherwise some may be another thread's, and
-        /// a failure that is reported to this sync is reported to that thread's too.
+        /// Whether the caller unmapped everything in them. Otherwise parts may be another thread's,
+        /// and a failure reported to this sync is reported to that thread's too.
         exact: bool,
     },
     /// No device access succeeds to anything that was unmapped before.
@@ -28,8 +28,8 @@ impl SyncToken {
     pub const DONE: SyncToken = SyncToken(0);
 }
 
-/// The proof that a sync of a domain is over and succeeded: without it an I/O virtual address is not
-/// used again, and a buffer not given back. Only the syncs of this crate make one.
+/// The proof that a sync of a domain is over and succeeded: without it an I/O virtual address is
+/// not used again, and a buffer not given back. Only the syncs of this crate make one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Synced(());
 

@@ -11,7 +11,7 @@ use ringfence_iommu::{
 
 type Soft = SoftDomain<GuestPhys>;
 
-/// More than the memory of a node, which says nothing of it to others.
+/// More than the size of a node, which is private to the crate.
 const NODE: u64 = 5 << 10;
 
 fn domains(budget: &Arc<Budget>, count: usize) -> Vec<Arc<Soft>> {
@@ -59,7 +59,7 @@ fn mappings_are_limited_in_all_domains_together_to_the_last_one() {
 
 #[test]
 fn what_one_domain_emptied_is_there_for_another() {
-    // Lone pages far apart: each costs a node, and more where the ways to them part.
+    // Lone pages far apart: each costs a node, and more where the paths to them branch.
     let budget = Budget::new(Limits { table_bytes: 64 * NODE, ..Limits::NONE });
     let domains = domains(&budget, 2);
     for (mine, other) in [(0, 1), (1, 0), (0, 1)] {

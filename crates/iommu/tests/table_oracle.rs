@@ -1,4 +1,4 @@
-//! The table against the simplest thing that can be right: an ordered map of mappings.
+//! The table against the simplest correct model: an ordered map of mappings.
 #![cfg(not(loom))]
 
 use std::{
@@ -146,7 +146,8 @@ fn ranges() -> impl Strategy<Value = Range> {
 #[derive(Clone, Debug)]
 enum Op {
     Map(Range, u64, Prot),
-    /// Identity, at a distance of whole pages or of some bytes: what merges, and what needs blocks.
+    /// Identity, shifted by whole pages or by some bytes: the former merges, the latter needs
+    /// blocks.
     MapAway(Range, i64, Prot),
     Unmap(Range),
     /// From the start of one mapping to the end of another.
@@ -173,7 +174,7 @@ fn ops() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Compares what both say about one address.
+/// Compares the results of both for one address.
 fn compare_at(table: &Table, oracle: &Oracle, iova: Iova) {
     let expected = oracle.at(iova);
     assert_eq!(table.mapping(iova).as_ref(), expected, "the mapping at {iova:?}");
@@ -217,7 +218,7 @@ fn compare(table: &Table, oracle: &Oracle, around: Range) {
     compare_at(table, oracle, Iova(around.first().0 + around.extent() / 2));
 }
 
-/// Maps in both, and compares; a table may be full, and then nothing was mapped.
+/// Maps in both, and compares; if the table is full, nothing was mapped.
 fn map(table: &Table, oracle: &mut Oracle, range: Range, target: u64, prot: Prot) {
     let expected = oracle.map(range, target, prot);
     match table.map(range, target, prot) {
@@ -281,7 +282,7 @@ fn run(sequence: Vec<Op>, limits: Limits) {
             compare_at(&table, &oracle, at);
         }
     }
-    // One by one, so that the nodes stay; then nothing is left but what scavenging finds.
+    // One by one, so that the nodes stay; then scavenging finds all that is left.
     for mapping in oracle.0.values() {
         assert_eq!(table.unmap(mapping.range, &mut pages), Ok(mapping.range.len()));
     }

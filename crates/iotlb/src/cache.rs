@@ -1,6 +1,6 @@
 //! The cache of a view, in front of the table.
 //!
-//! Three parts, asked in this order, for three kinds of mappings:
+//! Three parts, searched in this order, for three kinds of mappings:
 //!
 //! | part | what it holds | for |
 //! |---|---|---|
@@ -28,8 +28,8 @@ const BLOCK_SHIFT: u32 = 21;
 const PAGES: [usize; 2] = [1 << 8, 1 << 16];
 const BLOCKS: [usize; 2] = [1 << 6, 1 << 12];
 
-/// How many lookups in the table a block whose run was invalidated waits for before all of it is
-/// searched for a run again: searching must not cost more than what it may save.
+/// After its run was invalidated, how many table lookups a block waits for before all of it is
+/// searched for a run again: searching must not cost more than it may save.
 const HOLD: u32 = 16;
 /// Meanwhile the 128 KiB around an address are searched, which are four cache lines of the table: a
 /// driver that maps and unmaps all the time maps neighbours together, and uses one after the other.
@@ -139,9 +139,9 @@ pub(crate) struct Cache {
     whole: Cell<Entry>,
     blocks: Box<[Cell<Entry>]>,
     pages: Box<[Cell<Page>]>,
-    /// That of the pages that count, in its place in the tag; never 0, which is that of empty slots.
+    /// The generation of valid pages, in its place in the tag; never 0, which empty slots have.
     generation: Cell<u64>,
-    /// How often something made way for something else, in each of the two.
+    /// How many conflicts for a slot there were, in pages and in blocks.
     crowded: [Cell<usize>; 2],
 }
 
@@ -160,7 +160,7 @@ impl Cache {
         }
     }
 
-    /// One that holds nothing, in the place of another as long as nothing may be looked up.
+    /// An empty cache, which replaces another while nothing may be looked up.
     pub(crate) fn none() -> Cache {
         let (blocks, pages) = (slots(Entry::EMPTY, 1), slots(Page::EMPTY, 1));
         Cache { blocks, pages, ..Cache::new() }
@@ -289,8 +289,9 @@ impl Cache {
                 return false;
             }
         } else if !old.prot.is_empty() {
-            // Another block's. Parts of blocks only now and then, so that two of them do not drive
-            // each other out all the time; whole ones always, as there are too many pages in them.
+            // It is another block's. Parts of blocks replace it only now and then, so that two of
+            // them do not displace each other all the time; whole blocks always, as they hold too
+            // many pages.
             bump(&self.crowded[1]);
             let often = !self.crowded[1].get().is_multiple_of(8);
             if often && !run.holds(block) && run.holds(around(addr, PAGE_SHIFT)) {

@@ -1,4 +1,4 @@
-//! A device as the IOMMU knows it.
+//! A device as the IOMMU sees it.
 
 use std::{
     fmt,
@@ -25,12 +25,12 @@ pub enum Binding {
     Bypass,
     /// Through the table of a domain.
     Domain(Arc<SoftDomain<GuestPhys>>),
-    /// Through an IOTLB, which asks for what it lacks.
+    /// Through an IOTLB, which sends misses for what it does not hold.
     Iotlb(Arc<Iotlb>),
 }
 
 impl Binding {
-    /// Where who is bound so looks things up.
+    /// The scope in which an endpoint with this binding translates.
     pub(crate) fn scope(&self) -> Scope {
         match self {
             Binding::Blocked | Binding::Bypass => Scope::NONE,
@@ -51,7 +51,7 @@ impl fmt::Debug for Binding {
     }
 }
 
-/// A device as the IOMMU knows it, shared by the IOMMU that binds it and the views of its workers.
+/// A device as the IOMMU sees it, shared by the IOMMU that binds it and the views of its workers.
 pub struct Endpoint {
     id: u32,
     shootdown: Arc<Shootdown>,
@@ -94,8 +94,8 @@ impl Endpoint {
         self.binding.lock().clone()
     }
 
-    /// Binds it anew. The change has reached every view, and no in-flight I/O uses the old
-    /// binding, when [`Shootdown::is_over`] says so of the token returned (rule V14).
+    /// Changes the binding. The change has reached every view, and no in-flight I/O uses the old
+    /// binding, once [`Shootdown::is_over`] returns true for the token returned (rule V14).
     pub fn bind(&self, to: Binding) -> u64 {
         let old = {
             let mut binding = self.binding.lock();
@@ -143,7 +143,7 @@ mod tests {
         let endpoint = Endpoint::new(5, Shootdown::new(1), Binding::Blocked);
         let (reason, iova, access) = (FaultReason::Mapping, Iova(0), Prot::READ);
         let fault = Fault { reason, endpoint: 5, iova, access };
-        // Nobody is told yet.
+        // No sink is set yet.
         endpoint.report(fault);
         let [first, second] =
             ["first", "second"].map(|name| Arc::new(Names(name, Mutex::default())));

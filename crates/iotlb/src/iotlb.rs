@@ -1,4 +1,4 @@
-//! The IOTLB of a device: what its front end, or an IOMMU in this process, has told.
+//! The IOTLB of a device, filled by its front end or by an IOMMU in this process.
 
 use std::{
     collections::hash_map::RandomState,
@@ -35,15 +35,14 @@ pub struct IotlbConfig {
     pub entries: u64,
     /// The most bytes of table memory.
     pub table_bytes: u64,
-    /// The most questions that are open at a time (rule D17).
+    /// The most misses that are open at a time (rule D17).
     pub misses: usize,
     /// How long an access waits for its translation before it fails.
     pub patience: Duration,
-    /// After how long without an answer a question is asked again, this time for an answer in any
-    /// case.
+    /// After how long without an update a miss is sent again, this time for a reply in any case.
     pub again: Duration,
-    /// Determines which entries make room for others, for tests that are to repeat exactly; `None`:
-    /// a number that a guest cannot know.
+    /// Determines which entries are evicted, for tests that must repeat exactly; `None`: a number
+    /// that a guest cannot know.
     pub seed: Option<u64>,
 }
 
@@ -60,46 +59,46 @@ impl Default for IotlbConfig {
     }
 }
 
-/// For how long a refusal holds for those who do not say since when they wait: long enough to see it.
-/// The driver may map the address any time, and nobody tells.
+/// How long a refusal holds for accesses that do not say since when they wait: long enough to see
+/// it. The driver may map the address at any time, and no message reports that.
 const REFUSED: Duration = Duration::from_millis(2);
 
 /// What an [`Iotlb`] counts.
 #[derive(Debug, Default)]
 pub struct IotlbStats {
-    /// Entries that were put in.
+    /// Updates that were applied.
     pub updates: AtomicU64,
     /// Invalidations.
     pub invalidations: AtomicU64,
-    /// Entries that made room for others.
+    /// Entries that were evicted to make room for others.
     pub evictions: AtomicU64,
-    /// Questions that were sent.
+    /// Misses that were sent.
     pub misses: AtomicU64,
-    /// How often some were, with one call.
+    /// Calls of the sink that sent any.
     pub asks: AtomicU64,
-    /// Of these, those that had been asked before.
+    /// Of the misses, those that were sent again.
     pub asked_again: AtomicU64,
-    /// Answers that there is no such translation.
+    /// Replies that there is no such translation.
     pub refusals: AtomicU64,
-    /// Accesses that gave up waiting for an answer.
+    /// Accesses that timed out waiting for a translation.
     pub timeouts: AtomicU64,
 }
 
 /// The IOTLB of a device: one table, read by the [`View`](crate::View)s of all its workers without
 /// locks.
 ///
-/// It is fed in one of two ways. A front end answers its misses: set a [`MissSink`], and call
-/// [`update`](Self::update) and [`invalidate`](Self::invalidate) with what comes. When it is full, an
-/// entry picked at random makes room, which costs a miss later and nothing else (rule D24). Or an
-/// IOMMU in this process maps and unmaps through it as a [`Domain`]: then it holds all there is, an
-/// address that is not there is a fault, and when it is full a map fails (rule D30).
+/// It is fed in one of two ways. A front end resolves its misses: set a [`MissSink`], and call
+/// [`update`](Self::update) and [`invalidate`](Self::invalidate) with what arrives. When it is
+/// full, an entry picked at random is evicted, which only costs a miss later (rule D24). Or an
+/// IOMMU in this process maps and unmaps through it as a [`Domain`]: then it holds every mapping, a
+/// missing address is a fault, and when it is full a map fails (rule D30).
 pub struct Iotlb {
     domain: Arc<SoftDomain<GuestPhys>>,
     config: IotlbConfig,
     writer: Mutex<Writer>,
     misses: Misses,
     sink: Mutex<Option<Arc<dyn MissSink>>>,
-    /// Whether there is a sink: read on each miss.
+    /// Set once there has been a sink; read on each miss.
     asks: OnceLock<()>,
     stats: IotlbStats,
 }
@@ -128,12 +127,12 @@ impl Iotlb {
         })
     }
 
-    /// What it was made with.
+    /// The configuration it was made with.
     pub fn config(&self) -> &IotlbConfig {
         &self.config
     }
 
-    /// What it has counted.
+    /// Its counters.
     pub fn stats(&self) -> &IotlbStats {
         &self.stats
     }
@@ -143,23 +142,23 @@ impl Iotlb {
         self.domain.mappings()
     }
 
-    /// How many questions are open.
+    /// How many misses are open.
     pub fn open_misses(&self) -> usize {
         self.misses.open()
     }
 
-    /// What tells its views of invalidations.
+    /// What passes invalidations to its views.
     pub fn shootdown(&self) -> &Arc<Shootdown> {
         self.domain.shootdown()
     }
 
-    /// Where its views translate.
+    /// The scope in which its views translate.
     pub(crate) fn scope(&self) -> Scope {
         self.domain.scope()
     }
 
-    /// Has `sink` asked for what is lacking from now on; `None`: the one who answered is gone, and
-    /// accesses wait for another until their patience is over.
+    /// Sends misses to `sink` from now on; `None`: the front end is gone, and accesses wait for
+    /// another until they time out.
     pub fn ask_through(&self, sink: Option<Arc<dyn MissSink>>) {
         if sink.is_some() {
             let _ = self.asks.set(());
@@ -168,21 +167,21 @@ impl Iotlb {
         self.misses.clear();
     }
 
-    /// Whether what is not in it may be had by asking.
+    /// Whether a missing translation can be requested.
     #[inline]
     pub fn asks(&self) -> bool {
         self.asks.get().is_some()
     }
 
-    /// A translation, as the one who knows it tells it: replaces what was there. Returns a token:
-    /// if part of the range led elsewhere before, the update is in force when
-    /// [`Shootdown::is_over`] says so of it (0: at once).
+    /// Enters a translation and replaces what was there. Returns a token: if part of the range led
+    /// elsewhere before, the update is in force once [`Shootdown::is_over`] returns true for the
+    /// token (0: at once).
     ///
     /// # Errors
     /// [`NoPermission`](Error::NoPermission) or [`TargetOverflow`](Error::TargetOverflow): nothing was
-    /// changed (rule D14). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) where even eviction
-    /// makes no room, or views pass no quiet point for 0.1 s, which their table memory waits for: what
-    /// was there before may be gone.
+    /// changed (rule D14). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) if even eviction
+    /// makes no room, or views pass no quiet point for 0.1 s, which freed table memory waits for:
+    /// what was there before may be gone.
     pub fn update(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<u64> {
         if !prot.intersects(Prot::RW) {
             return Err(Error::NoPermission(range));
@@ -199,12 +198,12 @@ impl Iotlb {
         };
         let mut token = 0;
         if !self.domain.mapping(range.first()).is_some_and(same) {
-            // What was evicted may still be in use, as what is replaced may.
+            // Evicted entries may still be in use, as replaced ones may.
             if writer.was_evicted(range, self.shootdown()) {
                 token = self.remove(range)?;
             }
             loop {
-                // Whether something is in the way is for the map to find out: mostly there is not.
+                // The map itself finds what overlaps: mostly nothing does.
                 let mapped = match self.domain.mappings() < self.config.entries {
                     true => self.domain.map(Map::new(range, target, prot)),
                     false if self.overlaps(range) => {
@@ -217,7 +216,8 @@ impl Iotlb {
                 };
                 match mapped {
                     Ok(()) => break,
-                    // Its token is later than that of what was evicted, and is for all of the range.
+                    // This token is later than those of evicted entries, and covers the whole
+                    // range.
                     Err(Error::Exists { .. }) => token = self.remove(range)?,
                     Err(error) => self.make_room(&mut writer, range, error)?,
                 }
@@ -232,7 +232,7 @@ impl Iotlb {
 
     /// Removes every entry that overlaps `range`, as a whole, and begins to invalidate the range
     /// whether there were any or not: a view may hold what was evicted. Over when
-    /// [`Shootdown::is_over`] says so of the token (rule D15).
+    /// [`Shootdown::is_over`] returns true for the token (rule D15).
     ///
     /// # Errors
     /// The table failed.
@@ -242,8 +242,8 @@ impl Iotlb {
         self.remove(range)
     }
 
-    /// Removes everything, open questions included: who waits looks, and asks, again. Over as
-    /// [`invalidate`](Self::invalidate) is.
+    /// Removes everything, open misses included: accesses that wait look up, and miss, again. Over
+    /// as [`invalidate`](Self::invalidate) is.
     ///
     /// # Errors
     /// The table failed.
@@ -253,9 +253,8 @@ impl Iotlb {
         token
     }
 
-    /// Removes every entry that does not lead into what `keep` accepts, which is given the first and
-    /// the last address that an entry leads to (rule D25). Returns a token, as
-    /// [`invalidate`](Self::invalidate).
+    /// Removes every entry whose target `keep` rejects; `keep` gets the first and the last address
+    /// that an entry leads to (rule D25). Returns a token, as [`invalidate`](Self::invalidate).
     ///
     /// # Errors
     /// The table failed.
@@ -282,8 +281,8 @@ impl Iotlb {
         Ok(self.domain.sync_begin(Work::Unmap { ranges, exact: true })?.0)
     }
 
-    /// The one who knows says that there is no translation of `range` for `access`: who waits for
-    /// one, or for one that allows more, fails.
+    /// The front end has no translation of `range` for `access`: accesses that wait for one, or for
+    /// one that allows more, fail.
     pub fn refuse(&self, range: Range, access: Prot) {
         self.refuse_as(range, access, None);
     }
@@ -303,10 +302,11 @@ impl Iotlb {
 
     /// The reply to a miss that was sent again with this number ([`Miss::again`]).
     ///
-    /// `done`: the one who knows has sent whatever there is. If that is a translation that does not
-    /// allow the access, the access is refused; but not at the first time: the translation may still be on
-    /// its way. Otherwise there is none: who waited for it before the miss was sent again fails. What was
-    /// first asked for after it is not concerned: a translation may have come and gone meanwhile.
+    /// `done`: the front end has sent whatever there is. If that is a translation that does not
+    /// allow the access, the access is refused, but not at the first such reply: the translation
+    /// may still be on its way. Not `done`: there is none, and accesses that waited for it before
+    /// the miss was sent again fail. A miss that was first sent after this one is not concerned: a
+    /// translation may have come and gone meanwhile.
     pub fn reply(&self, iova: Iova, access: Prot, number: u64, done: bool) {
         let forbidden =
             || self.misses.acknowledge(iova, access, number) && self.forbids(iova, access);
@@ -315,7 +315,7 @@ impl Iotlb {
         }
     }
 
-    /// Whether there is an entry, and it does not allow `access`.
+    /// Whether there is an entry that does not allow `access`.
     fn forbids(&self, iova: Iova, access: Prot) -> bool {
         self.domain.mapping(iova).is_some_and(|mapping| !mapping.prot.allows(access))
     }
@@ -327,11 +327,12 @@ impl Iotlb {
     }
 
     fn remove(&self, range: Range) -> Result<u64> {
-        // Entries go as a whole: what goes too much costs a miss, no more.
+        // Entries are removed whole: what is removed in excess costs only a miss.
         let first = self.domain.mapping(range.first()).map_or(range.first(), |m| m.range.first());
         let last = self.domain.mapping(range.last()).map_or(range.last(), |m| m.range.last());
         let whole = Range::new(first, last).expect("they enclose a range");
-        // Whatever was there, and its pages: the whole range is what views may hold.
+        // Neither the ranges nor the table pages of the gather matter: `begin` covers the whole
+        // range, which is what views may hold.
         self.domain.unmap(whole, &mut Gather::queued())?;
         self.begin(&[whole])
     }
@@ -347,13 +348,15 @@ impl Iotlb {
         if let Some(all) = writer.evicted.iter().map(|&(range, _)| range).reduce(Range::hull)
             && writer.evicted.len() > EVICTED
         {
-            // Some views have not come by for long: told of all that lies between, one will do.
+            // Some views have passed no quiet point for long: one invalidation of the hull replaces
+            // all.
             writer.evicted = vec![(all, self.shootdown().begin(&[all], false))];
         }
         Ok(())
     }
 
-    /// Frees some of the table's memory. Fails with the `error` that is the reason if it cannot.
+    /// Frees some of the table's memory. Fails with `error`, which is why it was called, if it
+    /// cannot.
     fn make_room(&self, writer: &mut Writer, range: Range, error: Error) -> Result<()> {
         if !matches!(error, Error::Full { .. }) {
             return Err(error);
@@ -365,7 +368,7 @@ impl Iotlb {
             }
             return Ok(());
         }
-        // What was emptied is free once every view has passed a quiet point.
+        // Emptied table pages are free once every view has passed a quiet point.
         let mut gather = Gather::new();
         gather.add(range);
         let mut sync = Pending::unmap(&*self.domain, vec![range], &mut gather);
@@ -393,13 +396,13 @@ impl Iotlb {
         self.domain.translate_run(reader, iova, within)
     }
 
-    /// How many questions there were so far.
+    /// How many misses there were so far, those sent again included.
     pub(crate) fn questions(&self) -> u64 {
         self.misses.questions()
     }
 
-    /// What to do about an address that is not there, for one who has waited `since` there were so
-    /// many questions, if that is known.
+    /// The state of a missing translation, for an access that has waited `since` there were so many
+    /// misses, if given.
     pub(crate) fn lack(
         &self,
         wanted: (Iova, Prot),
@@ -412,8 +415,8 @@ impl Iotlb {
         self.misses.lack(wanted, since, waiter, MonotonicClock.now_ns())
     }
 
-    /// Asks for what a view lacks, and has `waiter` told of the answers; without one it is asked in
-    /// advance, and nobody waits. `wanted` is emptied.
+    /// Sends the misses of a view, and wakes `waiter` when they are resolved; without one they are
+    /// prefetches, and nothing waits. `wanted` is emptied.
     pub(crate) fn ask(
         &self,
         wanted: &mut Vec<Miss>,
@@ -436,21 +439,21 @@ impl Iotlb {
     }
 }
 
-/// What only the one who changes the table touches.
+/// What only the thread that changes the table touches.
 struct Writer {
     victims: Victims,
-    /// What was evicted, with the tokens of its invalidation: a view may still use it.
+    /// Evicted ranges, with the tokens of their invalidations: a view may still use them.
     evicted: Vec<(Range, u64)>,
 }
 
 /// How long a full table waits for views to pass a quiet point.
 const QUIET_WITHIN: Duration = Duration::from_millis(100);
 
-/// How many evictions are told apart.
+/// The most evictions that are tracked separately.
 const EVICTED: usize = 32;
 
 impl Writer {
-    /// Whether a view may still use an entry of `range` that was evicted.
+    /// Whether a view may still use an evicted entry of `range`.
     fn was_evicted(&mut self, range: Range, shootdown: &Shootdown) -> bool {
         let held =
             |&(evicted, token): &(Range, u64)| evicted.overlaps(range) && !shootdown.is_over(token);
@@ -463,8 +466,8 @@ fn nanos(duration: Duration) -> u64 {
 }
 
 /// Fed by an IOMMU in this process.
-// SAFETY: the table's promise; what is mapped besides, by the updates of a peer, is a matter between these
-// two.
+// SAFETY: calls pass to the table, which fulfils the contract; what a peer's updates map besides is
+// between the peer and the device.
 unsafe impl Domain for Iotlb {
     type Target = GuestPhys;
 

@@ -1,4 +1,4 @@
-//! What was asked for and not answered yet.
+//! Open misses: translations that were requested and have not arrived yet.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -8,23 +8,24 @@ use ringfence_sync::{
     lock::Mutex,
 };
 
-/// Misses are told apart by page.
+/// The granularity at which misses are distinguished.
 pub(crate) const PAGE: u64 = 4096;
 
-/// A translation that is lacking (rule D16).
+/// A missing translation (rule D16).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Miss {
     /// The address.
     pub iova: Iova,
-    /// What it is wanted for.
+    /// The access that needs it.
     pub access: Prot,
-    /// The number of this miss, if it is sent again: the first one got no update for a while, so this
-    /// one wants a reply in any case, which goes to [`Iotlb::reply`](crate::Iotlb::reply) with the number.
+    /// The number of this miss, if it is sent again because the first one got no update for a
+    /// while. It requires a reply in any case, which is passed to
+    /// [`Iotlb::reply`](crate::Iotlb::reply) with the number.
     pub again: Option<u64>,
 }
 
 impl Miss {
-    /// What it is found by: the page, and what it is wanted for (rule D17).
+    /// The key in the pending list: the page and the access (rule D17).
     pub(crate) fn key(&self) -> Key {
         (self.iova.0 / PAGE, self.access.bits())
     }
@@ -32,27 +33,26 @@ impl Miss {
 
 type Key = (u64, u32);
 
-/// Where misses go: to a front end, say, who answers with updates.
+/// Where misses go, such as a front end, which replies with updates.
 ///
-/// Called by workers between two accesses, and by whoever tells the IOTLB of refusals, with no lock
-/// held (rule D20). It must not block.
+/// Called with no lock held (rule D20), by workers between two accesses and by the threads that
+/// pass refusals to the IOTLB. It must not block.
 pub trait MissSink: Send + Sync {
-    /// Asks for translations; returns how many of them were sent, from the first on. The rest is
-    /// asked for again later.
+    /// Sends misses; returns how many were sent, counted from the first. The rest is sent later.
     fn ask(&self, misses: &[Miss]) -> usize;
 
-    /// There is a translation, but not for this access, and there will be none (rule D16). Told once
-    /// for each refusal, so no more often than it was asked; what cannot be sent is lost.
+    /// A translation exists, but does not allow this access and will not (rule D16). Called once
+    /// for each refusal, so at most once per miss; a failure that cannot be sent is lost.
     fn fail(&self, misses: &[Miss]) {
         let _ = misses;
     }
 }
 
-/// Who waits for answers: a view, as far as the IOTLB knows it.
+/// What the IOTLB needs of a view, or of guards, that waits for translations.
 pub(crate) struct Waiter {
-    /// Counts the answers that concern it.
+    /// Counts the updates and refusals that concern it.
     answers: AtomicU64,
-    /// Called with each of them; for a worker that may be asleep.
+    /// Called at each of them, to wake a worker that may be asleep.
     wake: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -66,13 +66,13 @@ impl Waiter {
     }
 
     fn answered(&self) {
-        // Release: whoever sees the count finds the translation in the table.
+        // Release: a thread that reads the new count finds the translation in the table.
         self.answers.fetch_add(1, Ordering::Release);
         (self.wake)();
     }
 }
 
-/// A list of mostly one, for which no memory is allocated.
+/// A list of mostly one item, which is stored without an allocation.
 struct Few<T> {
     one: Option<T>,
     more: Vec<T>,
@@ -97,8 +97,8 @@ impl<T> Few<T> {
     }
 }
 
-/// Waiters to be woken once the list is unlocked: waking is a system call. Each once, however many
-/// of its questions were answered.
+/// Waiters to wake once the list is unlocked, because waking is a system call. Each is woken once,
+/// however many of its misses are resolved.
 struct Woken(Few<Arc<Waiter>>);
 
 impl Woken {
@@ -117,15 +117,15 @@ impl Woken {
 
 #[derive(Clone, Copy)]
 enum State {
-    /// To be asked for by who looks next: it could not be sent.
+    /// It could not be sent: the next lookup sends it.
     Unsent,
-    /// Asked for at this time.
+    /// Sent at this time.
     Asked { at_ns: u64 },
-    /// There is no such translation, and until then those who waited are told so.
+    /// There is no such translation: lookups by its waiters fail until then.
     Refused { until_ns: u64 },
 }
 
-/// A view that waits for something in a page, and in which part of it.
+/// A waiter on a page, and the part of the page that it waits for.
 struct Waiting {
     waiter: Arc<Waiter>,
     first: Iova,
@@ -133,17 +133,17 @@ struct Waiting {
 }
 
 struct Pending {
-    /// The address that was asked for.
+    /// The address that was sent.
     iova: Iova,
     state: State,
-    /// When somebody last wanted it.
+    /// When it was last looked up.
     noted_ns: u64,
-    /// How often the one who knows said that it had answered.
+    /// 1 once the front end has acknowledged the miss, 0 before.
     acknowledged: u32,
     waiters: Few<Waiting>,
-    /// The number of the first question.
+    /// The number of the miss when it was first sent.
     question: u64,
-    /// The number of the question that was refused last.
+    /// The number of the miss that was refused last.
     refused: Option<u64>,
 }
 
@@ -176,34 +176,35 @@ impl Pending {
     }
 }
 
-/// What came of a lookup of something that is not in the table.
+/// The state of a translation that is not in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lack {
-    /// It may come.
+    /// It may arrive.
     Pending,
     /// It was refused.
     Refused,
 }
 
-/// How long things take.
+/// Time limits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
-    /// After how long without an answer it is asked again. Who still waits has looked again within
-    /// this time.
+    /// After this long without an update or a refusal a miss is sent again. A view that still waits
+    /// looks again within this time.
     pub(crate) again_ns: u64,
-    /// For how long those who waited are told of a refusal, if they do not say since when they do.
+    /// How long a refusal holds for waiters that do not pass `since`.
     pub(crate) refused_ns: u64,
 }
 
 #[derive(Default)]
 struct List {
     pending: BTreeMap<Key, Pending>,
-    /// Who found the list full, to be woken when it is not.
+    /// Waiters that found the list full, to be woken when it has room.
     crowd: Vec<Arc<Waiter>>,
 }
 
 impl List {
-    /// Forgets those that `gone` picks of the pages of `range`; who waited for them looks again.
+    /// Removes the entries in the pages of `range` for which `gone` returns true; their waiters,
+    /// added to `woken`, look again.
     fn drop_if(
         &mut self,
         range: Range,
@@ -224,8 +225,7 @@ impl List {
         }
     }
 
-    /// Forgets what nobody wants any more: what was refused a while ago, and questions whose askers
-    /// have given up.
+    /// Removes what is no longer needed: old refusals, and misses whose waiters have given up.
     fn tidy(&mut self, times: Times, now_ns: u64, woken: &mut Woken) {
         self.drop_if(Range::ALL, woken, |pending, _, _| match pending.state {
             State::Refused { until_ns } if now_ns < until_ns => false,
@@ -234,25 +234,25 @@ impl List {
     }
 }
 
-/// The pending list: at most one question for each page and access (rule D17), and a bounded number
-/// of them in all.
+/// The pending list: at most one miss for each page and access (rule D17), and a bounded number in
+/// total.
 ///
-/// # Why no answer is lost
-/// Who answers changes the table first and looks at the list then; who lacks something enters
-/// the list first and looks at the table once more then. Both look at the list under its lock: one of
-/// them sees what the other did.
+/// # Why no update is lost
+/// An update changes the table first and searches the list then; a view that finds a translation
+/// missing enters the list first and looks at the table again then. Both access the list under its
+/// lock, so one of them sees what the other did.
 ///
-/// # Whom a refusal concerns
-/// Those who waited before the question was asked, however late they look: what they wait for was
-/// wanted, and so had to be there, when it was asked. Who came later asks anew: there may be a
-/// translation by now. Questions are numbered, and who begins to wait notes how many there were; for
-/// who does not, those are told who were on the list, and for a moment only. An answer to a question that
-/// was asked again comes with its number: where the page was answered, unmapped and wanted again
-/// meanwhile, it is older than the question that is open now, and does not concern that.
+/// # Which waiters a refusal concerns
+/// Those that waited before the miss was sent, however late they look: what they wait for had to be
+/// mapped by then. One that came later sends a new miss, because there may be a translation by now.
+/// Misses are numbered, and a view that begins to wait notes how many there were; to one that does
+/// not, a refusal applies only if it was on the list, and only for a moment. The reply to a miss
+/// that was sent again carries its number: if the page was updated, unmapped and missed again
+/// meanwhile, the reply is older than the open miss and does not concern it.
 pub(crate) struct Misses {
-    /// Searched and added to under the lock, which therefore is one to sleep for.
+    /// Searched and extended under the lock, so threads that contend for it sleep.
     list: Mutex<List>,
-    /// How many questions there were.
+    /// How many misses there were, those sent again included.
     questions: AtomicU64,
     most: usize,
     times: Times,
@@ -264,24 +264,24 @@ impl Misses {
         Misses { list, questions, most, times }
     }
 
-    /// How many questions there were so far.
+    /// How many misses there were so far, those sent again included.
     pub(crate) fn questions(&self) -> u64 {
-        // Whoever notes it enters the list, under its lock, after it.
+        // A caller that notes the count enters the list, under its lock, after this.
         self.questions.load(Ordering::Relaxed)
     }
 
-    /// The number of the next question.
+    /// The number of the next miss.
     fn number(&self) -> u64 {
         self.questions.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// How many questions there are, those that were refused a moment ago included.
+    /// How many misses are in the list, those refused a moment ago included.
     pub(crate) fn open(&self) -> usize {
         self.list.lock().pending.len()
     }
 
-    /// Whether what is lacking was refused to one who has waited `since` there were so many
-    /// questions; `None`: to `waiter`, a moment ago.
+    /// Whether a missing translation was refused, to an access that has waited `since` there were
+    /// so many misses, or, with `None`, to `waiter` a moment ago.
     pub(crate) fn lack(
         &self,
         (iova, access): (Iova, Prot),
@@ -299,8 +299,9 @@ impl Misses {
         if refused { Lack::Refused } else { Lack::Pending }
     }
 
-    /// Notes that `waiter` waits for `wanted` (`None`: nobody does, it is asked for in advance);
-    /// leaves in it what is to be asked for now. `there` says what has come meanwhile.
+    /// Notes that `waiter` waits for `wanted` (`None`: a prefetch, for which nothing waits) and
+    /// leaves in `wanted` what to send now. `there` returns whether a translation has arrived
+    /// meanwhile.
     pub(crate) fn note(
         &self,
         wanted: &mut Vec<Miss>,
@@ -318,14 +319,14 @@ impl Misses {
             wanted.retain_mut(|miss| self.enter(&mut list, miss, waiter, now_ns));
         }
         woken.wake();
-        // Only now: see above.
+        // After the list was entered: see `Misses`.
         for miss in noted.into_iter().filter(|miss| there(miss)) {
             self.answer(point(miss.iova), miss.access);
             wanted.retain(|other| other.key() != miss.key());
         }
     }
 
-    /// Whether it is to be asked for.
+    /// Enters `miss`; returns whether it is to be sent.
     fn enter(
         &self,
         list: &mut List,
@@ -358,15 +359,14 @@ impl Misses {
                 late
             }
             State::Refused { .. } => {
-                // Another question than the one that was refused. Who has not seen that yet still
-                // will.
+                // A new miss. Waiters that have not seen the refusal yet still will, in `refused`.
                 let refused = found.refused;
                 *found = Pending { refused, ..Pending::new(iova, now_ns, self.number()) };
                 true
             }
         };
         if asks {
-            // What was asked for first, so that the answer finds it.
+            // The address that was sent first, so that an update matches the entry.
             miss.iova = found.iova;
             found.state = State::Asked { at_ns: now_ns };
         }
@@ -374,7 +374,7 @@ impl Misses {
         asks
     }
 
-    /// `misses` could not be sent: who looks next asks.
+    /// `misses` could not be sent: the next lookup sends them.
     pub(crate) fn unsent(&self, misses: &[Miss]) {
         let mut list = self.list.lock();
         for miss in misses {
@@ -386,15 +386,15 @@ impl Misses {
         }
     }
 
-    /// A translation of `range` with `prot` is there: wakes those whom it satisfies, in address
-    /// *and* permission (rule D18).
+    /// A translation of `range` with `prot` is there: wakes the waiters that it satisfies, in
+    /// address *and* permission (rule D18).
     pub(crate) fn answer(&self, range: Range, prot: Prot) {
         self.change(range, |pending, access, woken| {
             if !prot.allows(access) {
                 return false;
             }
-            // Pages of a front end are no smaller than ours, as a rule. Else some of those who wait
-            // may have been answered, and the question stays.
+            // A front end's pages are usually no smaller than ours. If they are, this may satisfy
+            // some of the waiters only, and the miss stays open.
             for waiting in pending.waiters.iter() {
                 if waiting.first <= range.last() && range.first() <= waiting.last {
                     woken.add(&waiting.waiter);
@@ -404,8 +404,8 @@ impl Misses {
         });
     }
 
-    /// There is no translation of `range` for `access`: the answer to the question of that number, or
-    /// `None`: to none in particular. Returns what was refused by that.
+    /// There is no translation of `range` for `access`: the reply to the miss with the number
+    /// `question`, or, with `None`, to no miss in particular. Returns the misses that this refuses.
     pub(crate) fn refuse(
         &self,
         range: Range,
@@ -416,10 +416,9 @@ impl Misses {
         let mut refused = Vec::new();
         self.change(range, |pending, wanted, woken| {
             let open = !matches!(pending.state, State::Refused { .. });
-            // A translation came after the question, and has gone again: what is wanted now was asked
-            // for later.
+            // A translation came after that miss and is gone again: the open miss is a later one.
             let stale = question.is_some_and(|question| question < pending.question);
-            // Who wants less may get it.
+            // An access that needs less may still be allowed.
             if !open || stale || !range.contains(pending.iova) || !wanted.contains(access) {
                 return false;
             }
@@ -433,8 +432,8 @@ impl Misses {
         refused
     }
 
-    /// The one who knows says that it has answered the question of that number. Returns whether it had
-    /// said so before, and the question is open all the same.
+    /// The front end has acknowledged the miss with the number `question`. Returns whether it had
+    /// done so before and the miss is still open.
     pub(crate) fn acknowledge(&self, iova: Iova, access: Prot, question: u64) -> bool {
         let mut again = false;
         self.change(point(iova), |pending, wanted, _| {
@@ -448,7 +447,7 @@ impl Misses {
         again
     }
 
-    /// Nobody will answer any more: all who wait are to look again.
+    /// Removes all misses: every waiter looks again.
     pub(crate) fn clear(&self) {
         self.change(Range::ALL, |_, _, _| true);
     }

@@ -17,7 +17,7 @@ impl Victims {
     pub(crate) fn add(&mut self, first: Iova, domain: &SoftDomain<GuestPhys>) {
         let (listed, there) = (self.firsts.len() as u64, domain.mappings());
         if listed > 2 * there + 64 {
-            // Most of them are gone, or stand here twice: looking at one is cheaper than to tidy up.
+            // Most of them are gone, or duplicates: checking one is cheaper than tidying up.
             let at = self.random();
             if domain.mapping(self.firsts[at]).is_none() {
                 self.firsts[at] = first;
@@ -30,7 +30,7 @@ impl Victims {
         self.firsts.push(first);
     }
 
-    /// Forgets those that are gone, and those that stand here twice.
+    /// Removes entries that are gone, and duplicates.
     #[cold]
     fn tidy(&mut self, domain: &SoftDomain<GuestPhys>) {
         self.firsts.sort_unstable_by_key(|first| first.0);
@@ -38,9 +38,9 @@ impl Victims {
         self.firsts.retain(|&first| domain.mapping(first).is_some());
     }
 
-    /// The place of one of them, which there must be.
+    /// The index of a random entry; there must be one.
     fn random(&mut self) -> usize {
-        // SplitMix64; seeded so that nobody can tell which entry goes.
+        // SplitMix64; seeded so that a guest cannot predict which entry is evicted.
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.random;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -21,12 +21,12 @@ use ringfence_mem::{Access, AccessError, DirtyLog, HostSlice, Memory, Translate,
 use self::find::{Region, piece};
 use crate::{Binding, Endpoint, Iotlb, Miss, cache::Cache, misses::Waiter};
 
-/// What a view has counted, for whoever watches.
+/// The counters of a view.
 #[derive(Debug, Default)]
 pub struct Counters {
     /// Translations that the cache gave, each for one access or for [several](View::around).
     pub hits: AtomicU64,
-    /// Translations that the domain's table had to give.
+    /// Translations that were looked up in the domain's table.
     pub misses: AtomicU64,
     /// Accesses that were refused.
     pub faults: AtomicU64,
@@ -45,21 +45,21 @@ pub struct View {
     binding: Binding,
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
-    /// While the view is offline, one that holds nothing: invalidations do not wait for it then, so no lookup
-    /// may find what it knew before. So each ends where the table is asked, which is where being online is
+    /// Empty while the view is offline: invalidations do not wait for the view then, so no lookup
+    /// may find an old translation. Each lookup therefore ends at the table, where being online is
     /// checked; a hit needs no check.
     cache: Cache,
-    /// The other of the two: while the view is offline, what it knew before.
+    /// While the view is offline, the cache that it had before.
     other: Cache,
-    /// The region of memory that was met last.
+    /// The region of memory that was used last.
     region: Cell<Option<Region>>,
     windows: RefCell<Vec<(Range, Window)>>,
-    /// What is lacking, and not asked for yet.
+    /// Misses that are not sent yet.
     wanted: RefCell<Vec<Miss>>,
-    /// What may be lacking soon, and is not asked for yet.
+    /// Prefetches that are not sent yet.
     ahead: RefCell<Vec<Miss>>,
     waiter: Arc<Waiter>,
-    /// How many questions there were when the access that is being made began to wait, if known.
+    /// How many misses there were when the current access began to wait, if known.
     since: Cell<Option<u64>>,
     hits: Cell<u64>,
     misses: Cell<u64>,
@@ -140,19 +140,19 @@ impl View {
         self.publish();
     }
 
-    /// Has `wake` called, by any thread, when something that this view asked for was answered: for a
-    /// worker that sleeps. To be set before the first access.
+    /// Sets `wake`, which any thread calls when a miss of this view is resolved, for a worker that
+    /// sleeps. To be set before the first access.
     pub fn wake_with(&mut self, wake: Box<dyn Fn() + Send + Sync>) {
         self.waiter = Waiter::new(wake);
     }
 
-    /// Asks for all that accesses found [missing](AccessError::Again) since the last call; a
-    /// [quiet point](Self::quiet) does so too.
+    /// Sends misses for all that accesses found [missing](AccessError::Again) since the last call,
+    /// as a [quiet point](Self::quiet) does.
     pub fn ask(&self) {
         let questions = [(&self.wanted, Some(&self.waiter)), (&self.ahead, None)];
         for (misses, waiter) in questions {
             let mut misses = misses.borrow_mut();
-            // Offline it has looked up nothing, and so lacks nothing.
+            // Offline it has looked up nothing, so nothing is missing.
             if let (false, true, Some(iotlb)) =
                 (misses.is_empty(), self.reader.is_online(), self.iotlb())
             {
@@ -162,31 +162,31 @@ impl View {
         }
     }
 
-    /// Counts the answers to what this view asked for: while it stays the same there is no need to
-    /// try again what was missing (but for [asking again](crate::IotlbConfig::again)). To be read
-    /// before the access: the answer may come before the access returns.
+    /// Counts the updates and refusals for this view's misses: while it stays the same there is no
+    /// need to retry an access (except to [send a miss again](crate::IotlbConfig::again)). To be
+    /// read before the access: the update may arrive before the access returns.
     #[inline]
     pub fn answers(&self) -> u64 {
         self.waiter.answers()
     }
 
-    /// Counts how often the endpoint was bound anew, as far as this view has seen it: what was found
-    /// before may mean something else now, or nothing, without anybody having unmapped it.
+    /// Counts changes of the endpoint's binding, as far as this view has seen them: what was found
+    /// before may lead elsewhere now, or nowhere, without an unmap.
     #[inline]
     pub fn bindings(&self) -> u64 {
         self.changes
     }
 
-    /// How many questions were asked so far. Who begins to wait for what is missing notes it, and
-    /// looks again [`since`](Self::since) then.
+    /// How many misses there were so far, those sent again included. An access that begins to wait
+    /// notes the number, and looks again [`since`](Self::since) then.
     pub fn questions(&self) -> u64 {
         self.iotlb().map_or(0, |iotlb| iotlb.questions())
     }
 
     /// Runs `job`, whose accesses have waited since there were so many
-    /// [`questions`](Self::questions): they fail if one that was asked later was refused, and no
-    /// other refusal concerns them. For what has not waited, `u64::MAX`. Accesses of which this is
-    /// not said fail if anything that this view asked for was refused a moment ago.
+    /// [`questions`](Self::questions): they fail if a later miss for their addresses was refused,
+    /// and no other refusal concerns them. For accesses that have not waited, `u64::MAX`. Accesses
+    /// outside `since` fail if a miss of this view for their addresses was refused a moment ago.
     pub fn since<R>(&self, questions: u64, job: impl FnOnce() -> R) -> R {
         let before = self.since.replace(Some(questions));
         let result = job();
@@ -194,7 +194,7 @@ impl View {
         result
     }
 
-    /// The IOTLB that it asks, if it is bound to one.
+    /// The IOTLB that it looks up, if it is bound to one.
     pub fn iotlb(&self) -> Option<&Arc<Iotlb>> {
         match &self.binding {
             Binding::Iotlb(iotlb) => Some(iotlb),
@@ -202,32 +202,33 @@ impl View {
         }
     }
 
-    /// Looks up all that an access will need, so that what is missing of it is asked for at once.
-    /// True if nothing is: each address was found, up to the first that is a fault, which is left to
-    /// the access itself.
+    /// Looks up all that an access will need, so that its misses are sent together. True if nothing
+    /// is: each address was found, up to the first that is a fault, which is left to the access
+    /// itself.
     ///
-    /// This is no promise that the access finds them too: it may be [`Again`](AccessError::Again)
-    /// after all, and has to be made again later then, as if it had not been looked up. Whatever left
-    /// the table since the last [quiet point](Self::quiet) (an entry that was invalidated, replaced or
-    /// evicted) may still be in the cache when it is looked up here, and have made room there for
-    /// another part of the same access before that is made. Right after a quiet point, and while the
-    /// table stays as it is, the access finds all that was found here.
+    /// This does not guarantee that the access finds them too: it may return
+    /// [`Again`](AccessError::Again) after all, and must then be retried later, as without the
+    /// prefetch. Whatever left the table since the last [quiet point](Self::quiet) (an entry that
+    /// was invalidated, replaced or evicted) may still be in the cache when it is looked up here,
+    /// and lose its place there to another part of the same access before the access is made. Right
+    /// after a quiet point, and while the table stays as it is, the access finds all that was found
+    /// here.
     ///
-    /// What is missing beyond the first 256 pages is asked for when these are there.
+    /// Misses beyond the first 256 pages are sent once these have arrived.
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
         self.look_ahead(addr, len, access, &self.wanted)
     }
 
-    /// As [`prefetch`](Self::prefetch), of all pieces of a descriptor chain, say: all that is missing
-    /// of any is asked for at once.
+    /// As [`prefetch`](Self::prefetch), for several pieces, such as those of a descriptor chain:
+    /// all their misses are sent together.
     pub fn prefetch_all(&self, pieces: impl IntoIterator<Item = (u64, u64, Access)>) -> bool {
         let all = |ready, (addr, len, access)| self.prefetch(addr, len, access) && ready;
         pieces.into_iter().fold(true, all)
     }
 
-    /// The largest piece of memory that is known around `addr` and may be accessed so, and its first
-    /// address: one look for the accesses of a whole burst. `None` if there is nothing to be had now:
-    /// no fault is reported and nothing asked for, the access itself will.
+    /// The largest cached piece of memory around `addr` that allows the access, and its first
+    /// address: one lookup for the accesses of a whole burst. `None` if there is none now: this
+    /// reports no fault and sends no miss, the access itself does.
     #[inline]
     pub fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
         let entry = match self.cache.get(addr, wanted(access)) {
@@ -241,16 +242,15 @@ impl View {
         Some((entry.first, unsafe { piece(entry, entry.first, entry.extent) }))
     }
 
-    /// Asks for what an access may need that nobody has wanted yet, such as the page after that of a
-    /// buffer: no access waits for the answer, and none fails because it was refused. True if nothing
-    /// is missing.
+    /// Prefetches what later accesses may need, such as the page after a buffer's: no access waits
+    /// for it, and none fails because it was refused. True if nothing is missing.
     pub fn expect(&self, addr: u64, len: u64, access: Access) -> bool {
         self.look_ahead(addr, len, access, &self.ahead)
     }
 
     /// The worker goes to sleep: invalidations no longer wait for it. Until it is back
-    /// [online](Self::online), an access through the view panics, and windows are not to be used: what they
-    /// lead to may be gone, and whether they are valid is known when it is back.
+    /// [online](Self::online), an access through the view panics, and windows must not be used:
+    /// what they lead to may be gone, and their validity is only updated when the view is back.
     pub fn offline(&mut self) {
         if self.reader.is_online() {
             self.ask();
@@ -292,8 +292,8 @@ impl View {
         &self.memory
     }
 
-    /// Runs `job`, and neither counts nor reports the faults that come of it: for whoever tries
-    /// again what has been reported once.
+    /// Runs `job`, and neither counts nor reports its faults: for retries after a fault that was
+    /// reported.
     pub fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
         let before = self.silent.replace(true);
         let result = job();
@@ -309,8 +309,8 @@ impl View {
         self.memory = memory;
     }
 
-    /// Where the pages that are written are marked from now on, by guest-physical address whatever
-    /// the IOMMU says (rule D26); `None`: nowhere. See [`mark`](Translate::mark).
+    /// Sets where written pages are marked from now on, by guest-physical address whatever the
+    /// IOMMU says (rule D26); `None`: nowhere. See [`mark`](Translate::mark).
     pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
         self.log = log;
     }
@@ -422,7 +422,7 @@ fn drop_range(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>, range: Ran
 
 fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
     cache.clear();
-    // Forgotten too: each keeps its memory mapped.
+    // Dropped too: each keeps its memory mapped.
     windows.borrow_mut().drain(..).for_each(|(_, window)| window.invalidate());
 }
 

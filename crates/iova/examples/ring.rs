@@ -1,4 +1,4 @@
-//! A queue of a device with a contiguous chunk of addresses, beside one without.
+//! A device queue with a contiguous chunk of addresses, and one without.
 //!
 //! Run with `cargo run -p ringfence-iova --example ring`.
 
@@ -12,13 +12,13 @@ const IN_FLIGHT: usize = 512;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let space = Arc::new(Slabs::new(Aperture::new(0, (1 << 48) - 1, PAGE)?, OsCpu::new()));
-    // Other devices of the domain: they take one page in turn with our queue.
+    // Another device of the domain, which takes a page after each page of our queue.
     let ring = Ring::new(Arc::clone(&space), IN_FLIGHT as u64 * PAGE)?;
     println!("the chunk is {:#x} to {:#x}", ring.chunk().first(), ring.chunk().last());
     show("without a ring", &run(&*space, &*space)?);
     show("with one", &run(&ring, &*space)?);
 
-    // More than the chunk holds comes from below, and is counted.
+    // A range larger than the chunk comes from below, and is counted.
     let large = ring.alloc(&Request::new(1 << 30))?;
     println!("1 GiB at {large:#x}; {} request fell back", ring.fallbacks());
     ring.free(large, 1 << 30)?;

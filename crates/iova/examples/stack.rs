@@ -1,4 +1,4 @@
-//! The allocator of a device: slabs per CPU, what is reserved, 32 bits first.
+//! The allocator of a device: slabs per CPU, a reserved range, 32 bits first.
 //!
 //! Run with `cargo run -p ringfence-iova --example stack`.
 
@@ -8,11 +8,11 @@ use ringfence_iova::{Allocator, Aperture, Preferred32, Request, SlabConfig, Slab
 use ringfence_sync::cpu::OsCpu;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    // What VFIO tells of a PC's IOMMU: 39 bits of 4 KiB pages, but for where interrupts are raised.
+    // What VFIO reports for a PC's IOMMU: 39 bits of 4 KiB pages, without the MSI window.
     let below = Aperture::new(0, 0xfedf_ffff, 4096)?;
     let above = Aperture::new(0xfef0_0000, (1 << 39) - 1, 4096)?;
     let space = Arc::new(Slabs::over(&[below, above], OsCpu::new(), SlabConfig::default())?);
-    // And page 16 is somebody else's.
+    // Page 16 belongs to something else.
     space.reserve(0x1_0000, 0x1_0fff)?;
     // One device in it; others would share the space and have a preference of their own.
     let device = Preferred32::new(Arc::clone(&space));
@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (iova, size) in &buffers {
         device.free(*iova, *size)?;
     }
-    // Once is enough, and another time is told.
+    // A second free is refused.
     let (iova, size) = buffers[0];
     println!("{}", device.free(iova, size).expect_err("it is free"));
     // Nothing that large exists: the error says so.

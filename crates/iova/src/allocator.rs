@@ -6,36 +6,36 @@ use crate::{AllocError, FreeError, Request, ReserveError, Stats};
 
 /// Hands out ranges of I/O virtual addresses, from many threads at once.
 ///
-/// Promised by every implementation: ranges that are allocated at the same time do not overlap each
+/// Every implementation guarantees: ranges that are allocated at the same time overlap neither each
 /// other nor any reserved granule (rule L15); they start at a multiple of the granule (rule L1) and
 /// of the alignment, end at or below the limit and the aperture's end, cross no segment boundary,
 /// and never contain IOVA 0 (rule L2).
 pub trait Allocator: Send + Sync {
-    /// A range of at least `request.size` bytes; returns its first address.
+    /// Allocates a range of at least `request.size` bytes and returns its first address.
     ///
     /// # Errors
-    /// The request makes no sense, or nothing is free for it: [`AllocError`] says which.
+    /// The request is invalid, or nothing is free for it: [`AllocError`] says which.
     fn alloc(&self, request: &Request) -> Result<u64, AllocError>;
 
-    /// Gives back the range of `size` bytes at `iova`: the size that was asked for, or that size
-    /// rounded up to the granule.
+    /// Gives back the range of `size` bytes at `iova`: the requested size, or that size rounded up
+    /// to the granule.
     ///
     /// # Errors
     /// That range is not allocated (never was, was freed before, has another size, is reserved).
-    /// Nothing has changed. [`Magazines`](crate::Magazines) finds this out for the ranges that they
-    /// cache only if told to, as it costs a search.
+    /// Nothing has changed. [`Magazines`](crate::Magazines) detect this for sizes that they cache
+    /// only if [`checked`](crate::MagazineConfig::checked), as it costs a search.
     fn free(&self, iova: u64, size: u64) -> Result<(), FreeError>;
 
-    /// Keeps the addresses from `first` to `last` (both included, rounded outwards to granules)
-    /// from ever being handed out. Reservations may overlap: they merge (rule L15). What lies
-    /// outside of the aperture is never handed out anyway.
+    /// Reserves the addresses from `first` to `last` (both included, rounded outwards to granules):
+    /// they are never handed out. Reservations may overlap: they merge (rule L15). Addresses
+    /// outside the aperture are never handed out anyway.
     ///
     /// # Errors
     /// The range is inverted, or part of it is allocated; or, in a lazy [`Bitmap`](crate::Bitmap),
     /// freed and not flushed.
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError>;
 
-    /// Tells what [`free`](Self::free) would say, without freeing.
+    /// Returns what [`free`](Self::free) would return, without freeing.
     ///
     /// # Errors
     /// As [`free`](Self::free).
@@ -44,16 +44,16 @@ pub trait Allocator: Send + Sync {
     /// The granule, in bytes: every range starts and ends at a multiple of it (rule L1).
     fn granule(&self) -> u64;
 
-    /// The largest size, in bytes, that is served by the fast path (rule L6); `u64::MAX` if all
-    /// sizes are alike.
+    /// The largest size, in bytes, that the fast path serves (rule L6); `u64::MAX` if all sizes are
+    /// alike.
     fn optimal_size(&self) -> u64 {
         u64::MAX
     }
 
-    /// What was done so far. Counters of several threads are read one after the other.
+    /// Statistics so far. Counters of several threads are read one after the other.
     fn stats(&self) -> Stats;
 
-    /// Gives what is cached back to the allocator below.
+    /// Gives cached ranges back to the allocator below.
     fn drain(&self) {}
 }
 

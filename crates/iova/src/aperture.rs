@@ -11,7 +11,7 @@ pub struct Aperture {
     shift: u32,
 }
 
-/// Why bounds and granule make no [`Aperture`].
+/// Why bounds and granule do not make an [`Aperture`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ApertureError {
@@ -21,7 +21,7 @@ pub enum ApertureError {
         /// The granule.
         granule: u64,
     },
-    /// No whole granule lies within, that of IOVA 0 left out.
+    /// No whole granule lies within, apart from that of IOVA 0.
     #[error("no usable granule of {granule:#x} bytes lies between {first:#x} and {last:#x}")]
     Empty {
         /// The lower bound.
@@ -34,7 +34,7 @@ pub enum ApertureError {
     /// There is no aperture.
     #[error("no aperture is given")]
     None,
-    /// Apertures that are to be one differ in their granule.
+    /// Apertures that are to be combined differ in their granule.
     #[error("one aperture has granules of {one:#x} bytes, another of {other:#x}")]
     Granules {
         /// The granule of one.
@@ -45,7 +45,7 @@ pub enum ApertureError {
 }
 
 impl Aperture {
-    /// The whole granules from `first` to `last`, both included, without that of IOVA 0 (rule L2).
+    /// The whole granules from `first` to `last`, both included, except that of IOVA 0 (rule L2).
     ///
     /// # Errors
     /// The granule is not a power of two, or nothing is left.
@@ -67,7 +67,7 @@ impl Aperture {
         }
     }
 
-    /// The smallest aperture that holds all of these.
+    /// The smallest aperture that contains all of these.
     pub(crate) fn hull(apertures: &[Aperture]) -> Result<Aperture, ApertureError> {
         let (one, rest) = apertures.split_first().ok_or(ApertureError::None)?;
         rest.iter().try_fold(*one, |hull, aperture| match aperture.shift == hull.shift {
@@ -109,13 +109,13 @@ impl Aperture {
 
     /// The first `granules` of this aperture, or all of it.
     pub(crate) const fn truncated(self, granules: u64) -> Aperture {
-        // `granules` is at least 1; the distance is compared so that nothing overflows.
+        // `granules` is at least 1; comparing distances avoids overflow.
         let extent = granules.saturating_sub(1);
         let last = if extent < self.last - self.first { self.first + extent } else { self.last };
         Aperture { last, ..self }
     }
 
-    /// The number of the granule that holds `address`.
+    /// The number of the granule that contains `address`.
     pub(crate) const fn number(&self, address: u64) -> u64 {
         address >> self.shift
     }
@@ -135,7 +135,7 @@ impl Aperture {
         (number << self.shift) | ((1 << self.shift) - 1)
     }
 
-    /// How many granules hold `size` bytes; 0 for 0.
+    /// How many granules `size` bytes take; 0 for 0.
     pub(crate) const fn granules(&self, size: u64) -> u64 {
         (size >> self.shift) + (size & (self.granule() - 1) != 0) as u64
     }
@@ -190,8 +190,7 @@ impl Aperture {
         let too_small = AllocReason::ApertureTooSmall { first: self.first(), last: self.last() };
         let limit = last_whole(request.limit, self.shift).ok_or(too_small)?.min(self.last);
         let wanted = GranuleRequest { count, align, limit, boundary: segment };
-        // Could it be met if everything were free? If not, it never will be, and no search need say
-        // so.
+        // A request that fails even if everything is free can never be met, and needs no search.
         match wanted.highest_in(self.first, limit) {
             Some(_) => Ok(wanted),
             None => Err(too_small),
@@ -215,11 +214,11 @@ const fn last_whole(last: u64, shift: u32) -> Option<u64> {
 /// A [`Request`] in granules, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GranuleRequest {
-    /// How many; not 0, and no more than a segment holds.
+    /// How many granules; not 0, and no more than fit a segment.
     pub(crate) count: u64,
-    /// What the first is a multiple of: a power of two.
+    /// The alignment of the first granule: a power of two.
     pub(crate) align: u64,
-    /// The last that may be used; within the aperture.
+    /// The last granule that may be used; within the aperture.
     pub(crate) limit: u64,
     /// The mask of a segment.
     pub(crate) boundary: u64,
@@ -232,8 +231,8 @@ impl GranuleRequest {
         let last = place + (self.count - 1);
         let place = if (place ^ last) & !self.boundary != 0 {
             // It crosses into the segment of its last granule: end just before that segment. One
-            // step is enough, as segments start at multiples of the alignment or the other way
-            // round, and the range is no larger than a segment.
+            // step is enough, as either the segment size is a multiple of the alignment or the
+            // other way round, and the range is no larger than a segment.
             self.below((last & !self.boundary).checked_sub(1)?)?
         } else {
             place
@@ -265,8 +264,8 @@ impl GranuleRequest {
         Some(low.checked_add(self.align - 1)? & !(self.align - 1))
     }
 
-    /// Whether everything that would meet this request would have met `other` too: if `other` found
-    /// nothing, this will not either.
+    /// Whether every range that meets this request also meets `other`: if `other` found nothing,
+    /// this request will not either.
     pub(crate) fn is_at_least(&self, other: &GranuleRequest) -> bool {
         self.count >= other.count
             && self.align >= other.align
@@ -324,7 +323,7 @@ mod tests {
         for request in [
             Request::new(u64::MAX),
             Request::new(1 << 32),
-            // Aligned to its size it would have to start at 0.
+            // Aligned to its size, it could start only at 0.
             Request::new((1 << 31) + 1),
             page.limit(0),
             page.limit(0x1ffe),
@@ -334,7 +333,7 @@ mod tests {
         }
     }
 
-    /// The mask of a segment, and no more granules than it holds.
+    /// The mask of a segment, and a number of granules that fits it.
     fn boundary_and_count() -> impl Strategy<Value = (u64, u64)> {
         let boundary =
             prop_oneof![8 => (0..8u32).prop_map(|bits| (1 << bits) - 1), 1 => Just(u64::MAX)];

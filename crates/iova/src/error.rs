@@ -11,9 +11,9 @@ use crate::{Align, Request};
     request.limit
 )]
 pub struct AllocError {
-    /// What was asked.
+    /// The request.
     pub request: Request,
-    /// Why there is no answer.
+    /// Why it failed.
     pub reason: AllocReason,
 }
 
@@ -21,7 +21,7 @@ pub struct AllocError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocReason {
-    /// Nothing of that size and place is free now; it may be later.
+    /// No suitable range is free now; one may be later.
     #[error("all taken between {first:#x} and {last:#x}")]
     Exhausted {
         /// The lowest address that was considered.
@@ -29,7 +29,7 @@ pub enum AllocReason {
         /// The highest.
         last: u64,
     },
-    /// The aperture (or the bitmap's window), cut at the limit, can never hold such a range.
+    /// The aperture (or the bitmap's window), up to the limit, can never hold such a range.
     #[error("the aperture from {first:#x} to {last:#x} is too small for it")]
     ApertureTooSmall {
         /// The lowest address that is ever handed out.
@@ -58,7 +58,7 @@ pub enum AllocReason {
 }
 
 impl AllocReason {
-    /// Whether the request itself makes no sense, so that no allocator could ever meet it.
+    /// Whether the request itself is invalid, so that no allocator could ever meet it.
     pub const fn is_invalid(self) -> bool {
         matches!(self, Self::ZeroSize | Self::TooBig | Self::BadAlign | Self::BadBoundary { .. })
     }
@@ -68,11 +68,11 @@ impl AllocReason {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{size:#x} bytes at {iova:#x} cannot be freed: {reason}")]
 pub struct FreeError {
-    /// The address that was to be freed.
+    /// The address of the free.
     pub iova: u64,
-    /// The size that was to be freed.
+    /// The size of the free.
     pub size: u64,
-    /// Why it was not.
+    /// Why it was refused.
     pub reason: FreeReason,
 }
 

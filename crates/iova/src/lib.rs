@@ -1,22 +1,24 @@
 //! Allocators of I/O virtual addresses.
 //!
-//! A device that sits behind an IOMMU is given I/O virtual addresses (IOVAs). Somebody has to say
-//! which ones are free: an [`Allocator`] hands out ranges of them and takes them back. It knows
-//! nothing of what they map to.
+//! A device behind an IOMMU uses I/O virtual addresses (IOVAs). An [`Allocator`] hands out ranges
+//! of them and takes them back; it does not track what they map to.
 //!
 //! | type | what it is | good at | bad at |
 //! |---|---|---|---|
 //! | [`Slabs`] | **the one to use**: slabs of equal ranges per CPU over a radix tree | everything; each free is checked | |
-//! | [`Ring`] | one contiguous chunk for a ring, cut into its buffers | what a device walks in order lies in order | one ring's own |
-//! | [`Preferred32`] | one device's preference for addresses below 4 GiB in front of any of them | short addresses as long as there are any | |
-//! | [`RbTree`] | red-black tree of the ranges that are taken, searched from the top down | any aperture, memory per live range only | a dense live set: a search walks it |
+//! | [`Ring`] | one contiguous chunk for a ring, cut into its buffers | buffers that a device
+//! accesses in order lie in order | serves one ring only |
+//! | [`Preferred32`] | one device's preference for addresses below 4 GiB in front of any of them |
+//! short addresses while there are any | |
+//! | [`RbTree`] | red-black tree of the taken ranges, searched from the top down | any aperture,
+//! memory per live range only | a dense live set: a search walks it |
 //! | [`Bitmap`] | one bit a granule, next fit, over a bounded window | small ranges, constant memory | a full window; large aligned ranges |
-//! | [`Magazines`] | a cache of freed ranges per CPU in front of either | alloc and free of up to 32 granules without a search or a shared lock | keeps what it caches; believes every free |
+//! | [`Magazines`] | a cache of freed ranges per CPU in front of either | alloc and free of up to
+//! 32 granules without a search or a shared lock | keeps what it caches; does not check frees |
 //!
-//! The last three follow the Linux 6.12 DMA path on purpose, with its limits; what holds for each is
-//! written at the type, by the number of its rule. They are what `ringfence bench iova` measures
-//! [`Slabs`] against, and stack: `Preferred32<Arc<Magazines<RbTree, OsCpu>>>` is what Linux gives a
-//! PCI device.
+//! The last three follow the Linux 6.12 DMA path on purpose, with its limits; each type documents
+//! its guarantees, by rule number. `ringfence bench iova` measures [`Slabs`] against them. They can
+//! be stacked: `Preferred32<Arc<Magazines<RbTree, OsCpu>>>` is what a PCI device has in Linux.
 //!
 //! ```
 //! use ringfence_iova::{Allocator, Aperture, Request, Slabs};

@@ -4,17 +4,17 @@ use ringfence_sync::atomic::{AtomicBool, Ordering};
 
 use crate::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
 
-/// The last address that 32 bits can say.
+/// The last 32-bit address.
 const LAST_32: u64 = 0xffff_ffff;
 
-/// Tries below 4 GiB first, as long as that works (rule L12).
+/// Tries below 4 GiB first, for as long as that succeeds (rule L12).
 ///
 /// Some devices and drivers handle addresses above 4 GiB badly, and short addresses cost less on
-/// the bus; so requests that could go anywhere are tried below 4 GiB first, without emptying the
-/// caches for it. The first time that fails, the preference is dropped for good: from then on every
-/// request would pay for a search of a full space.
+/// the bus; so requests without such a limit are first tried below 4 GiB, without draining the
+/// caches for it. The first time that fails, the preference is dropped for good: otherwise every
+/// later request would pay for a search of a full space.
 ///
-/// This is the state of one device. Devices that share a space each have their own in front of it:
+/// This is the state of one device. Each device that shares a space has its own in front of it:
 /// `Preferred32<Arc<A>>`.
 #[derive(Debug)]
 pub struct Preferred32<A> {
@@ -34,7 +34,7 @@ impl<A: Allocator> Preferred32<A> {
         Preferred32 { inner, preferred: AtomicBool::new(false) }
     }
 
-    /// Whether requests still are tried below 4 GiB first.
+    /// Whether requests are still tried below 4 GiB first.
     pub fn is_preferred(&self) -> bool {
         self.preferred.load(Ordering::Relaxed)
     }
@@ -51,14 +51,14 @@ impl<A: Allocator> Allocator for Preferred32<A> {
         if request.limit > LAST_32 && self.preferred.load(Ordering::Relaxed) {
             match self.inner.alloc(&request.limit(LAST_32).flush(false)) {
                 Ok(iova) => return Ok(iova),
-                // A request that makes no sense says nothing about the space below 4 GiB.
+                // An invalid request says nothing about the space below 4 GiB.
                 Err(error) if error.reason.is_invalid() => {
                     return Err(AllocError { request: *request, ..error });
                 }
                 Err(_) => self.preferred.store(false, Ordering::Relaxed),
             }
         }
-        // With draining, if the caller allows it: now it is the last resort.
+        // With draining, if the caller allows it: this is the last resort.
         self.inner.alloc(request)
     }
 
@@ -136,10 +136,11 @@ mod tests {
         for &iova in &all {
             device.free(iova, PAGE).unwrap();
         }
-        // All below 4 GiB is cached. Two pages are not there without draining: they come from above.
+        // All below 4 GiB is cached. Two pages are not available without draining: they come from
+        // above.
         assert!(device.alloc(&Request::new(2 * PAGE)).unwrap() > LAST_32);
         assert_eq!((shared.stats().drains, shared.stats().cached_ranges), (0, 16));
-        // Above, eight pages at a time are soon gone; then it drains and finds those below.
+        // Eight pages at a time soon exhaust the space above; then it drains and finds those below.
         let large = Request::new(8 * PAGE);
         assert!(device.alloc(&large).unwrap() > LAST_32);
         assert!(device.alloc(&large).unwrap() <= LAST_32);
@@ -160,7 +161,7 @@ mod tests {
             device.alloc(&page().limit(LAST_32)).unwrap();
         }
         assert!(device.alloc(&page().limit(LAST_32)).is_err());
-        // A device that cannot use more loses no preference, and asks once.
+        // A device limited to 32 bits keeps the preference, and searches once.
         assert!(device.is_preferred());
         assert_eq!(device.stats().failures, 1);
         assert_eq!(device.alloc(&Request::new(0)).unwrap_err().request, Request::new(0));

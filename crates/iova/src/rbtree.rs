@@ -1,4 +1,4 @@
-//! A red-black tree of the ranges that are taken.
+//! A red-black tree of the taken ranges.
 
 use alloc::boxed::Box;
 use core::{fmt, ptr::NonNull};
@@ -14,21 +14,21 @@ use crate::{
     aperture::GranuleRequest,
 };
 
-/// A red-black tree of the ranges that are taken, searched from the top down: Linux's `iova.c`.
+/// A red-black tree of the taken ranges, searched from the top down: Linux's `iova.c`.
 ///
 /// A search looks at the holes between taken ranges, from the limit downwards (rule L3), and takes
-/// the first that fits, at its upper end. It starts at a *cached node*: the range that was allocated
-/// last, or the one above the last that was freed; one such node for requests limited to 32 bits
-/// and one for the others. In the usual pattern (many allocations of the same few sizes) the first
-/// hole below it fits. If nothing below the cached node does, the part above is searched too, so
-/// that a failure means that there is no such hole (rule L14); and it is remembered, so that a
-/// request that asks for as much or more fails at once until an address below 4 GiB is freed (rule
-/// L13).
+/// the first that fits, at its upper end. It starts at a *cached node*: the range that was
+/// allocated last, or the one above the last that was freed; one such node for requests limited to
+/// 32 bits and one for the others. In the usual pattern (many allocations of the same few sizes)
+/// the first hole below it fits. If nothing below the cached node does, the part above is searched
+/// too, so that a failure means that there is no such hole (rule L14). The failed request is
+/// recorded, so that a request for as much or more fails at once until an address below 4 GiB is
+/// freed (rule L13).
 ///
-/// Its weakness is the reason why others exist: each free moves the cached node up, and the next
-/// search walks down again through everything that is live.
+/// Its weakness, for which the other allocators exist: each free moves the cached node up, and the
+/// next search walks down again through all live ranges.
 ///
-/// One lock around the tree; no memory but 64 bytes or so a live range.
+/// One lock around the tree; about 64 bytes of memory a live range, nothing else.
 pub struct RbTree {
     aperture: Aperture,
     state: SpinLock<State>,
@@ -51,8 +51,8 @@ impl<'a> KeyAdapter<'a> for ByFirst {
     }
 }
 
-/// A node to start searches from. It is in the tree: whoever removes a node from the tree moves the
-/// cached nodes away from it first.
+/// A node to start searches from. It is in the tree: code that removes a node from the tree also
+/// moves the cached nodes off it.
 #[derive(Clone, Copy)]
 struct Cached {
     node: NonNull<Node>,
@@ -80,7 +80,7 @@ struct State {
 unsafe impl Send for State {}
 
 impl RbTree {
-    /// Everything in `aperture` is free.
+    /// A tree with all of `aperture` free.
     pub fn new(aperture: Aperture) -> RbTree {
         RbTree {
             aperture,
@@ -96,13 +96,13 @@ impl RbTree {
         }
     }
 
-    /// What it hands out from.
+    /// The aperture from which it allocates.
     pub fn aperture(&self) -> Aperture {
         self.aperture
     }
 
-    /// Frees the whole range that holds `iova`, wherever in it that is (rule L15); returns its first
-    /// address and its size.
+    /// Frees the whole range that contains `iova`, at any place in it (rule L15); returns the
+    /// range's first address and size.
     ///
     /// # Errors
     /// Nothing is allocated there, or it is reserved.
@@ -128,7 +128,7 @@ impl Allocator for RbTree {
                 return Err(error);
             }
         };
-        // Made before the lock is taken and, if unused, dropped after it is released.
+        // Allocated before the lock is taken and, if unused, freed after it is released.
         let node = Box::new(Node { link: RBTreeLink::new(), first: 0, last: 0, reserved: false });
         let placed = self.state.lock().alloc(&wanted, node);
         match placed {
@@ -185,8 +185,8 @@ impl fmt::Debug for RbTree {
     }
 }
 
-/// Whether the range at the cursor, the last that starts at or below `number`, may be freed through
-/// `number` (and is `count` long).
+/// Checks that the range at the cursor, the last that starts at or below `number`, may be freed
+/// through `number`. If `count` is given, the range must start there and be that long.
 fn check(cursor: &Cursor<'_, ByFirst>, number: u64, count: Option<u64>) -> Result<(), FreeReason> {
     match cursor.get() {
         Some(node) if node.last >= number => {
@@ -215,7 +215,7 @@ impl State {
         }
         self.stats.searches += 1;
         let cached = if is_32 { self.cached_32 } else { self.cached };
-        // A cached node above the limit would only mean a longer way down.
+        // A cached node above the limit would only lengthen the walk.
         let cached = cached.filter(|cached| cached.first <= wanted.limit);
         let steps = &mut self.stats.search_steps;
         let mut found = match cached {
@@ -226,7 +226,7 @@ impl State {
             None => None,
         };
         if found.is_none() {
-            // What was not searched yet: everything, or what lies above the cached node.
+            // The part not searched yet: everything, or what lies above the cached node.
             let low = match cached {
                 Some(cached) => cached.last.checked_add(1),
                 None => Some(self.low),
@@ -259,8 +259,8 @@ impl State {
         Ok(first)
     }
 
-    /// Takes the range that holds `number` (and, if `count` is given, starts there and is so long)
-    /// out of the tree.
+    /// Takes the range that contains `number` (and, if `count` is given, starts there and is that
+    /// long) out of the tree.
     fn take(&mut self, number: u64, count: Option<u64>) -> Result<Box<Node>, FreeReason> {
         let mut cursor = self.tree.upper_bound_mut(Bound::Included(&number));
         if let Err(reason) = check(&cursor.as_cursor(), number, count) {
@@ -274,8 +274,8 @@ impl State {
             }
             _ => None,
         };
-        // A hole has come to be above (or at) the cached node: start above it next time. This also
-        // keeps the cached nodes off the node that leaves the tree.
+        // There is now a hole above (or at) the cached node: start above it next time. This also
+        // moves the cached nodes off the removed node.
         let is_32 = node.last < self.end_32;
         if self.cached_32.is_some_and(|c| c.first == node.first || (is_32 && c.first <= node.first))
         {
@@ -293,15 +293,15 @@ impl State {
         Ok(node)
     }
 
-    /// Reserves `low..=high`, merged with the reserved ranges it touches; tells a granule of it that
-    /// is allocated, if there is one.
+    /// Reserves `low..=high`, merged with the reserved ranges it touches; fails with a granule in
+    /// it that is allocated, if there is one.
     fn reserve(&mut self, low: u64, high: u64) -> Result<(), u64> {
         let (mut first, mut last) = (low, high);
         let mut cursor = self.tree.upper_bound(Bound::Included(&low));
         if cursor.get().is_none_or(|node| node.last < low) {
             cursor.move_next();
         }
-        // All that overlap, before anything changes.
+        // Checks all that overlap, before anything changes.
         while let Some(node) = cursor.get().filter(|node| node.first <= high) {
             if !node.reserved {
                 return Err(node.first.max(low));
@@ -322,7 +322,7 @@ impl State {
         }));
         cursor.move_prev();
         let merged = cursor.get_ptr().map(|node| Cached { node, first, last });
-        // Any node will do to start from, as long as it is in the tree.
+        // Any node in the tree will do as a start.
         for cached in [&mut self.cached_32, &mut self.cached] {
             if cached.is_some_and(|cached| first <= cached.first && cached.first <= last) {
                 *cached = merged;
@@ -343,7 +343,7 @@ fn from_cached(tree: &mut RBTree<ByFirst>, cached: Cached) -> CursorMut<'_, ByFi
 }
 
 /// The highest place for `wanted` at or above `low`, in the holes below the node at the cursor (or
-/// below the top). Leaves the cursor on the node above the hole.
+/// below the top). Leaves the cursor on the node above the hole it found.
 fn search(
     cursor: &mut CursorMut<'_, ByFirst>,
     wanted: &GranuleRequest,

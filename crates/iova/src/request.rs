@@ -1,34 +1,35 @@
-//! What is asked of an allocator.
+//! Requests to an allocator.
 
-/// What the first address of a range must be a multiple of.
+/// The alignment of a range's first address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Align {
-    /// The size, rounded up to a power of two (rule L4): what the DMA path wants, as a range can
+    /// The size, rounded up to a power of two (rule L4). The DMA path needs this: the range can
     /// then be mapped with the largest pages that its memory allows, and crosses no segment
-    /// boundary that is at least as far apart as it is long.
+    /// boundary with a spacing of at least its size.
     #[default]
     Size,
-    /// So many bytes, a power of two; less than the granule is the granule.
+    /// This many bytes, a power of two; at least the granule.
     Bytes(u64),
 }
 
-/// What is asked of an [`Allocator`](crate::Allocator).
+/// A request to an [`Allocator`](crate::Allocator).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Request {
     /// Bytes; rounded up to whole granules. Not 0.
     pub size: u64,
-    /// What the first address is a multiple of.
+    /// The alignment of the first address.
     pub align: Align,
     /// The last address the range may contain: the device's mask (rule L2).
     pub limit: u64,
     /// A mask 2^n-1: the range holds no two addresses that differ above it. All ones: no boundary.
     pub boundary: u64,
-    /// When nothing is free: take back what every CPU has cached, and try once more (rule L11).
+    /// When nothing is free: take back what all CPUs have cached, and try once more (rule L11).
     pub flush: bool,
 }
 
 impl Request {
-    /// `size` bytes, aligned to their size, anywhere, draining the caches before it fails.
+    /// A request for `size` bytes, aligned to their size, anywhere; drains the caches before it
+    /// fails.
     #[inline]
     pub const fn new(size: u64) -> Request {
         Request { size, align: Align::Size, limit: u64::MAX, boundary: u64::MAX, flush: true }

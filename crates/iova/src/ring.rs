@@ -13,37 +13,36 @@ use crate::{
 const MAX_GRANULES: u64 = 1 << 26;
 
 /// Ring-contiguous placement: one chunk of another allocator's addresses for one ring (a queue of a
-/// NIC, of an NVMe device), from which all of its buffers are cut.
+/// NIC, of an NVMe device), from which all its buffers are cut.
 ///
-/// The chunk is naturally aligned, and buffers are cut from it one after the other, next fit, around
-/// and around as the ring itself goes. So what the device walks in order lies in order: the tables
-/// for it are few and close together, their addresses stay in the IOMMU's page-walk caches, and a
-/// table page is not given up and made again as buffers come and go. That is the placement of Fast &
-/// Safe (SOSP 2024). A descriptor of many pages is one request: it is contiguous, and one ranged
-/// invalidation takes it back.
+/// The chunk is naturally aligned, and buffers are cut from it one after the other, next fit,
+/// wrapping around as the ring itself does. So buffers that the device accesses in order lie in
+/// order: their tables are few and close together, stay in the IOMMU's page-walk caches, and are
+/// not freed and reallocated as buffers come and go. That is the placement of Fast & Safe (SOSP
+/// 2024). A descriptor of many pages is one request: it is contiguous, and one ranged invalidation
+/// covers it.
 ///
-/// What does not fit (the chunk is full, the limit lies below it) comes from the allocator below;
-/// [`fallbacks`](Self::fallbacks) counts that. A chunk holds a ring without gaps if its size is that
-/// of a buffer, rounded up to the buffer's alignment, times the number in flight.
+/// A request that does not fit (the chunk is full, the limit lies below it) goes to the allocator
+/// below; [`fallbacks`](Self::fallbacks) counts these. A chunk holds a ring without gaps if its
+/// size is that of a buffer, rounded up to the buffer's alignment, times the number in flight.
 ///
-/// Rings that run in lock-step, at the same place of equally aligned chunks, ask for the same set of
-/// an IOTLB at the same time and push each other out: [`with_lead`](Self::with_lead) keeps them
-/// apart.
+/// Rings that run in lock-step, at the same offset in equally aligned chunks, use the same set of
+/// an IOTLB at the same time and evict each other: [`with_lead`](Self::with_lead) avoids that.
 ///
-/// The chunk stays allocated below as long as the ring lives (rule L9), and is given back when it is
-/// dropped. If a buffer of it is still allocated then, or part of it is reserved, it is kept for
-/// good: nobody else may be given what a device may still reach.
+/// The chunk stays allocated below as long as the ring lives (rule L9), and is given back when the
+/// ring is dropped. If a buffer in it is still allocated then, or part of it is reserved, it is
+/// never given back: addresses that a device may still reach must not be reused.
 ///
-/// Every free of a range within the chunk is checked; others are checked by the allocator below.
+/// Every free of a range within the chunk is checked; the allocator below checks others.
 pub struct Ring<A: Allocator> {
     inner: A,
-    /// Free and taken granules of the chunk without its lead: the window is all of it.
+    /// Free and taken granules of the chunk without its lead; the window covers exactly that.
     chunk: Bitmap,
-    /// What was taken from below: the first and the last address, and the size.
+    /// The range taken from below: its first and last address, and its size.
     first: u64,
     last: u64,
     size: u64,
-    /// Whether part of the chunk was reserved here, which the allocator below does not know.
+    /// Whether part of the chunk was reserved here, unknown to the allocator below.
     reserved: AtomicBool,
     fallbacks: AtomicU64,
     /// Ranges given back below.
@@ -56,19 +55,20 @@ impl<A: Allocator> Ring<A> {
     /// A ring with a chunk of `bytes`, rounded up to whole granules, from `inner`.
     ///
     /// # Errors
-    /// `inner` has no such range, or it is larger than 2^26 granules
+    /// `inner` has no such range, or the chunk is larger than 2^26 granules
     /// ([`TooBig`](AllocReason::TooBig)).
     pub fn new(inner: A, bytes: u64) -> Result<Self, AllocError> {
         Self::with_lead(inner, bytes, 0)
     }
 
-    /// As [`new`](Self::new), with `lead` bytes, rounded up to whole granules, in front of the chunk
-    /// that are never handed out; and aligned to the granule only, as the lead undoes more.
+    /// As [`new`](Self::new), with `lead` bytes, rounded up to whole granules, in front of the
+    /// chunk that are never handed out. The chunk is then aligned only to the granule, as the lead
+    /// offsets it.
     ///
-    /// Rings that are cut with a lead of a granule, one after the other, from one ring of all of
-    /// their device, lie so far apart that each begins in another set of an IOTLB, and fill the
-    /// tables for them without gaps. Their buffers must be asked for with the granule's alignment
-    /// ([`Align::Bytes`]) for that: one that is aligned to its size loses the difference again.
+    /// Rings that are cut with a lead of one granule, one after the other, from a common ring of
+    /// their device, each begin in a different set of an IOTLB, and fill their tables without gaps.
+    /// Their buffers must be requested with the granule's alignment ([`Align::Bytes`]): alignment
+    /// to the size would cancel the offset.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -82,12 +82,12 @@ impl<A: Allocator> Ring<A> {
         if bytes / granule > MAX_GRANULES {
             return Err(too_big);
         }
-        // Without bytes there is no ring, even with a lead.
+        // A ring of no bytes is invalid, even with a lead.
         let size = if bytes == 0 { 0 } else { size };
         let request = Request::new(size).align(align);
         let first = inner.alloc(&request)?;
         let last = first.saturating_add(size.saturating_sub(1));
-        // What was handed out is whole granules and not IOVA 0, so it is an aperture.
+        // The range consists of whole granules without IOVA 0, so it makes an aperture.
         let window = Aperture::new(first.saturating_add(lead), last, granule).map_err(|_| {
             AllocError { request, reason: AllocReason::ApertureTooSmall { first, last } }
         })?;
@@ -115,13 +115,13 @@ impl<A: Allocator> Ring<A> {
         &self.inner
     }
 
-    /// Requests that were met by the allocator below, as the chunk had no place for them.
+    /// Requests that the allocator below served, as the chunk had no place for them.
     pub fn fallbacks(&self) -> u64 {
         self.fallbacks.load(Ordering::Relaxed)
     }
 
     fn is_in_chunk(&self, iova: u64) -> bool {
-        // The lead belongs to it: nothing of it is a range of the callers.
+        // The lead belongs to the chunk: no caller's range lies in it.
         self.first <= iova && iova <= self.last
     }
 }
@@ -146,8 +146,9 @@ impl<A: Allocator> Allocator for Ring<A> {
         result.inspect_err(|_| count(&self.rejected))
     }
 
-    /// As all do, with one exception: a range that reaches out of the chunk is reserved in parts,
-    /// that within the chunk first. If a later part fails, those before it stay reserved.
+    /// As in other allocators, with one exception: a range that extends beyond the chunk is
+    /// reserved in parts, first the part within the chunk. If a later part fails, earlier ones stay
+    /// reserved.
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
         if first > last || last < self.first || first > self.last {
             return self.inner.reserve(first, last);
@@ -159,7 +160,7 @@ impl<A: Allocator> Allocator for Ring<A> {
         let (low, high) = (first.max(self.first), last.min(self.last));
         self.chunk.reserve(low, high).map_err(whole)?;
         self.reserved.store(true, Ordering::Relaxed);
-        // Neither is reached if the chunk borders on an end of the addresses.
+        // Neither overflows if the chunk borders on an end of the address space.
         if first < low {
             self.inner.reserve(first, low - 1).map_err(whole)?;
         }
@@ -181,13 +182,13 @@ impl<A: Allocator> Allocator for Ring<A> {
         self.inner.granule()
     }
 
-    /// All of the chunk: more never comes from it.
+    /// The size of the chunk: nothing larger comes from it.
     fn optimal_size(&self) -> u64 {
         let chunk = self.chunk();
         chunk.last() - chunk.first() + 1
     }
 
-    /// In place of the chunk, which is one range below, the ranges that are allocated from it count.
+    /// The ranges allocated from the chunk count in place of the chunk, which is one range below.
     fn stats(&self) -> Stats {
         let (chunk, below) = (self.chunk.stats(), self.inner.stats());
         Stats {
@@ -211,7 +212,7 @@ impl<A: Allocator> Allocator for Ring<A> {
 
 impl<A: Allocator> Drop for Ring<A> {
     fn drop(&mut self) {
-        // Whoever reserved or allocated from it did so before, and nobody else has it now.
+        // All reservations and allocations came before, as `&mut self` excludes other users now.
         if self.chunk.stats().live_ranges == 0 && !self.reserved.load(Ordering::Relaxed) {
             let freed = self.inner.free(self.first, self.size);
             debug_assert!(freed.is_ok(), "the chunk was freed by somebody else: {freed:?}");
@@ -228,7 +229,7 @@ impl<A: Allocator> fmt::Debug for Ring<A> {
     }
 }
 
-/// Relaxed: a number to be looked at, that orders nothing.
+/// Relaxed: a statistic that orders nothing.
 fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }

@@ -1,9 +1,9 @@
-//! What an allocator has done.
+//! Statistics of an allocator.
 
 /// What an allocator has done since it was made, and what it holds now.
 ///
-/// A stack of allocators adds up: each wrapper reports what its own callers see and adds what the
-/// allocator below knows. What an allocator does not have stays 0.
+/// A stack of allocators adds up: each wrapper reports what its own callers see and adds the
+/// figures of the allocator below. Figures that an allocator does not have stay 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {
@@ -15,14 +15,14 @@ pub struct Stats {
     pub failures: u64,
     /// Frees that were refused: double, unknown, or of the wrong size.
     pub rejected_frees: u64,
-    /// Ranges that are taken in the tree or bitmap; those that wait in magazines included. The
-    /// bitmap's freed ranges that wait for a flush are included too.
+    /// Ranges that are taken in the tree or bitmap, including those that wait in magazines and the
+    /// bitmap's freed ranges that wait for a flush.
     pub live_ranges: u64,
-    /// Bytes of them.
+    /// The bytes of these ranges.
     pub live_bytes: u64,
     /// Searches of the tree or bitmap.
     pub searches: u64,
-    /// Holes (tree) or candidate places (bitmap) looked at by them.
+    /// Holes (tree) or candidate places (bitmap) that they examined.
     pub search_steps: u64,
     /// Requests refused without a search, because a weaker one had just failed (rule L13).
     pub skipped_searches: u64,

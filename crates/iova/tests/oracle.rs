@@ -1,4 +1,4 @@
-//! Every allocator, and stacks of them, against a list of what is taken.
+//! Every allocator, and stacks of them, against a list of the taken ranges.
 #![cfg(not(loom))]
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -10,7 +10,7 @@ use ringfence_iova::{
 };
 use ringfence_sync::cpu::{CpuId, FixedCpu};
 
-/// What can be done to an allocator; all numbers in granules from the aperture's start.
+/// Operations on an allocator; all numbers in granules from the aperture's start.
 #[derive(Clone, Debug)]
 enum Op {
     Alloc { size: u64, align: Option<u32>, limit: Option<u64>, boundary: Option<u32>, flush: bool },
@@ -44,7 +44,8 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Where the aperture lies: at the bottom, across 4 GiB, at the top; with granules of 4 KiB and 1 B.
+/// Where the aperture lies: at the bottom, across 4 GiB, at the top; with granules of 4 KiB and 1
+/// B.
 fn apertures() -> impl Strategy<Value = (u64, u64)> {
     prop_oneof![
         Just((0, 4096)),
@@ -93,7 +94,7 @@ impl Oracle {
             Align::Size => u128::from(granules.next_power_of_two()) * u128::from(self.granule),
             Align::Bytes(bytes) => u128::from(bytes.max(self.granule)),
         };
-        // What may be cached is aligned to its size, whatever was asked.
+        // A size that may be cached is aligned to itself, whatever the request.
         let cached = self.rounds && granules <= LARGEST_CACHED;
         let align = if cached { align.max(bytes) } else { align };
         if iova == 0 {
@@ -129,7 +130,7 @@ impl Oracle {
 struct Case<'a> {
     allocator: &'a dyn Allocator,
     rounds: bool,
-    /// Freed ranges may still be in the way of a reservation.
+    /// Whether freed ranges may still be in the way of a reservation.
     lazy: bool,
     cpu: &'a FixedCpu,
 }
@@ -148,7 +149,7 @@ fn run(case: &Case<'_>, base: u64, granule: u64, ops: &[Op]) -> Result<(), TestC
         match *op {
             Op::Alloc { size, align, limit, boundary, flush } => {
                 let request = Request {
-                    // Not always whole granules.
+                    // Not always a multiple of the granule.
                     size: size * granule - u64::from(granule > 1 && size % 2 == 0),
                     align: align.map_or(Align::Size, |bit| Align::Bytes(granule << bit)),
                     limit: limit.map_or(u64::MAX, |n| at(n).saturating_sub(n % 2)),
@@ -186,7 +187,7 @@ fn run(case: &Case<'_>, base: u64, granule: u64, ops: &[Op]) -> Result<(), TestC
                 let size = last - first + 1;
                 prop_assert_eq!(case.allocator.check_free(first, size), Ok(()));
                 prop_assert_eq!(case.allocator.free(first, size), Ok(()));
-                // Once is enough.
+                // A second free is refused.
                 prop_assert!(case.allocator.free(first, size).is_err());
             }
             Op::FreeWrongly { at: n, size } => {
@@ -273,7 +274,7 @@ proptest! {
         let tree = Arc::new(RbTree::new(aperture(base, granule)));
         let stack = magazines(Arc::clone(&tree), &cpu);
         run(&Case { allocator: &stack, rounds: true, lazy: false, cpu: &cpu }, base, granule, &ops)?;
-        // What is not live with the caller is cached; dropping the caches gives it back.
+        // Ranges that the caller has freed are cached; dropping the caches gives them back.
         let stats = stack.stats();
         prop_assert_eq!(stats.live_ranges, stats.allocs - stats.frees + stats.cached_ranges);
         drop(stack);
@@ -302,7 +303,7 @@ proptest! {
     }
 }
 
-/// Slabs of up to 64 granules in an aperture of 256, so that they are of some use.
+/// Slabs of up to 64 granules in an aperture of 256, so that slabs are used at all.
 fn slabs(aperture: Aperture, cpu: &FixedCpu, placement: Placement) -> Slabs<&FixedCpu> {
     let config = SlabConfig {
         largest_slab: Some(64 * aperture.granule()),

@@ -1,4 +1,4 @@
-//! A ring over the tree, against a list of what is taken.
+//! A ring over the tree, against a list of the taken ranges.
 #![cfg(not(loom))]
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -10,7 +10,7 @@ use ringfence_iova::{Align, Allocator, Aperture, RbTree, Request, ReserveError, 
 const PAGES: u64 = 256;
 const PAGE: u64 = 4096;
 
-/// What can be done; numbers in pages from the aperture's start.
+/// Operations; numbers in pages from the aperture's start.
 #[derive(Clone, Debug)]
 enum Op {
     Alloc { size: u64, align: Option<u32>, limit: Option<u64>, boundary: Option<u32> },
@@ -38,7 +38,7 @@ struct Oracle {
     first: u64,
     last: u64,
     chunk: Aperture,
-    /// The first address of what was taken from below: that of the lead.
+    /// The first address of the range taken from below: that of the lead.
     taken: u64,
     live: BTreeMap<u64, u64>,
     reserved: Vec<(u64, u64)>,
@@ -78,7 +78,7 @@ impl Oracle {
         met.then_some(last)
     }
 
-    /// A place for it within the chunk, or outside of it.
+    /// A place for the request within the chunk, or outside it.
     fn hole(&self, request: &Request, within: bool) -> Option<u64> {
         (0..PAGES)
             .map(|n| self.first + n * PAGE)
@@ -106,7 +106,7 @@ fn run(base: u64, chunk_pages: u64, lead: u64, ops: &[Op]) -> Result<(), TestCas
         match *op {
             Op::Alloc { size, align, limit, boundary } => {
                 let request = Request {
-                    // Not always whole granules.
+                    // Not always a multiple of the page.
                     size: size * PAGE - u64::from(size % 2 == 0),
                     align: align.map_or(Align::Size, |bit| Align::Bytes(PAGE << bit)),
                     limit: limit.map_or(u64::MAX, |n| at(n).saturating_sub(n % 2)),
@@ -120,7 +120,7 @@ fn run(base: u64, chunk_pages: u64, lead: u64, ops: &[Op]) -> Result<(), TestCas
                         let last = last.ok_or_else(|| {
                             TestCaseError::fail(format!("{iova:#x} for {request:x?}"))
                         })?;
-                        // What fits into the chunk comes from there.
+                        // A request that fits into the chunk comes from there.
                         prop_assert_eq!(oracle.side(iova, last), Some(within.is_some()));
                         fallbacks += u64::from(within.is_none());
                         oracle.live.insert(iova, last);
@@ -165,7 +165,8 @@ fn run(base: u64, chunk_pages: u64, lead: u64, ops: &[Op]) -> Result<(), TestCas
                         prop_assert!(oracle.overlaps_live(first, last));
                         prop_assert!(first <= at && at <= last);
                         if oracle.side(first, last).is_none() {
-                            // Across an end of the chunk: its part within stays, if that was free.
+                            // Across an end of the chunk: the part within stays reserved, if that
+                            // was free.
                             let part = (first.max(taken), last.min(chunk.last()));
                             if !oracle.overlaps_live(part.0, part.1) {
                                 oracle.reserved.push(part);

@@ -24,13 +24,13 @@ named! {
 }
 
 impl AllocatorKind {
-    /// An allocator of this kind over `aperture`. Only ours knows placements; the others have
-    /// their own.
+    /// An allocator of this kind over `aperture`. Only ours takes a placement; the others have one
+    /// of their own.
     pub fn make(self, aperture: Aperture, placement: Placement) -> Box<dyn Allocator> {
         match self {
             AllocatorKind::RbTree => Box::new(RbTree::new(aperture)),
-            // All of the aperture, as far as a bitmap can be asked to hold it (256 GiB of pages):
-            // its default window is too small for a hundred thousand ranges.
+            // All of the aperture, up to the most that a bitmap can hold (256 GiB of pages): its
+            // default window is too small for a hundred thousand ranges.
             AllocatorKind::Bitmap => Box::new(Bitmap::new(aperture, u64::MAX)),
             AllocatorKind::Magazines => {
                 Box::new(Magazines::new(RbTree::new(aperture), OsCpu::new()))
@@ -71,7 +71,7 @@ impl PlacementName {
     /// The placement called `name`, one of `offered`: not every command has all of them.
     ///
     /// # Errors
-    /// There is none of that name, or it is not offered.
+    /// No placement has that name, or it is not offered.
     pub fn parse_of(name: &str, offered: &[PlacementName]) -> Result<PlacementName, String> {
         name.parse().ok().filter(|placement| offered.contains(placement)).ok_or_else(|| {
             let names: Vec<&str> = offered.iter().map(|placement| placement.name()).collect();

@@ -251,8 +251,8 @@ const WORDS: usize = (MAX_UNIT as usize - HEADER) / 8;
 /// A CRC is linear over XOR but for a constant: that of `pattern ^ key, key, key, ...` is that of
 /// the pattern, corrected by a linear function of the key; and that of header and payload together
 /// is that of the payload, corrected by a linear function of the header's. Both functions are
-/// tables by byte, made once for each size of unit. [`Format::check_piece`] knows none of this: it reads
-/// every byte, and so proves this arithmetic with each block.
+/// tables by byte, made once for each size of unit. [`Format::check_piece`] uses none of this: it
+/// reads every byte, and so proves this arithmetic with each block.
 struct Sums {
     /// CRC of the payload with key 0.
     pattern: u32,

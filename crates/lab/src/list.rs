@@ -2,11 +2,10 @@
 
 use std::{fmt::Display, ops::RangeInclusive, str::FromStr};
 
-/// The items of a list such as `rbtree,ringfence`. `what` is how errors call it: "list of
-/// allocators".
+/// The items of a list such as `rbtree,ringfence`. Errors call it `what`: "list of allocators".
 ///
 /// # Errors
-/// One is none, or the list is empty or names one twice.
+/// An item is invalid, or the list is empty or names one twice.
 pub fn parse<T>(text: &str, what: &str) -> Result<Vec<T>, String>
 where
     T: FromStr<Err: Display> + PartialEq,
@@ -28,10 +27,10 @@ pub type Units = (&'static str, u64);
 /// No units.
 pub const PLAIN: Units = ("", 1);
 
-/// A number of `range` that may have a unit behind it: `1k`.
+/// A number in `range` that may have a unit after it: `1k`.
 ///
 /// # Errors
-/// It is none; `what` it should be.
+/// It is no such number; the error names `what` it should be.
 pub fn number(
     text: &str,
     what: &str,
@@ -59,8 +58,9 @@ pub fn short(n: u64, (units, times): Units) -> String {
     }
 }
 
-/// An enumeration with names: those of the command line and of JSON, and others that are understood as
-/// well. `$says` is the error for any other name: it takes that name and the list of all.
+/// An enumeration with names: those of the command line and of JSON, and others that are understood
+/// as well. `$says` is the error for any other name: its arguments are that name and the list of
+/// all.
 macro_rules! named {
     ($(#[$doc:meta])* $name:ident, $says:literal:
         $($(#[$of:meta])* $variant:ident = $text:literal $(| $too:literal)*,)+) => {

@@ -5,7 +5,7 @@ use std::{fs, os::fd::OwnedFd};
 use anyhow::{Context, Result};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-/// A file of so many bytes in memory, of which nothing is there until it is touched.
+/// A file of so many bytes in memory, of which no page is present until it is touched.
 ///
 /// # Errors
 /// The system refused.
@@ -15,7 +15,7 @@ pub(crate) fn file(name: &str, len: u64) -> Result<OwnedFd> {
     Ok(file)
 }
 
-/// A field of a file in `/proc`: what stands behind its name and a colon.
+/// A field of a file in `/proc`: what follows its name and a colon.
 pub(crate) fn field(path: &str, word: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let said =
@@ -28,13 +28,13 @@ pub(crate) fn number(path: &str, word: &str) -> Option<u64> {
     field(path, word)?.split_ascii_whitespace().next()?.parse().ok()
 }
 
-/// Bytes that the heap holds for the program now; `None` where the C library does not tell.
+/// Bytes that the heap holds for the program now; `None` if the C library does not report it.
 pub(crate) fn heap() -> Option<u64> {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         // SAFETY: it takes nothing and returns a plain structure.
         let info = unsafe { libc::mallinfo2() };
-        // What is in use of the heaps, and what was mapped for large blocks.
+        // The used part of the heaps, and mappings for large blocks.
         Some((info.uordblks + info.hblkhd) as u64)
     }
     #[cfg(not(all(target_os = "linux", target_env = "gnu")))]

@@ -91,7 +91,7 @@ impl Progress {
         }
     }
 
-    /// Something to be read: it is printed, above the bar, unless progress is silent.
+    /// Prints a line, above the bar, unless progress is silent.
     pub fn note(&self, line: &str) {
         match &self.face {
             Face::Bar(bar) => bar.println(line),
@@ -100,7 +100,7 @@ impl Progress {
         }
     }
 
-    /// The run is over, or was stopped: the bar goes.
+    /// The run is over, or was stopped: removes the bar.
     pub fn finish(&self) {
         if let Face::Bar(bar) = &self.face {
             bar.finish_and_clear();
@@ -162,7 +162,7 @@ fn bar(total: u64) -> ProgressBar {
 }
 
 fn print(out: &Mutex<Box<dyn Write + Send>>, line: &str) {
-    // Nobody reads: no reason to stop a measurement.
+    // Without a reader: no reason to stop a measurement.
     let _ = writeln!(out.lock(), "{line}");
 }
 

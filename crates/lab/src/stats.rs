@@ -1,7 +1,7 @@
-//! What rounds tell: medians with intervals, ratios, latencies.
+//! Statistics of rounds: medians with intervals, ratios, latencies.
 //!
-//! A figure of a comparison is the **median over its rounds**: one round that met a backup or a
-//! thermal limit does not move it. Beside it stands a 95 % confidence interval:
+//! A figure of a comparison is the **median over its rounds**: one round with a backup or a thermal
+//! limit in it does not move it. Beside it is a 95 % confidence interval:
 //!
 //! - from 6 rounds on, the interval between order statistics, interpolated after Hettmansperger and
 //!   Sheather to 95 %: no assumption about the distribution. (With 6, the extremes cover 96.9 %;
@@ -11,8 +11,8 @@
 //!   mean. It is wide, and should be.
 //! - from one round there is none.
 //!
-//! A **ratio to `off`** is taken in each round, between runs that stood next to each other
-//! (A B C A B C ...), and then summarised: what slows a machine for minutes cancels out.
+//! A **ratio to `off`** is taken in each round, between runs that were next to each other (A B C A
+//! B C ...), and then summarised: what slows a machine for minutes cancels out.
 
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
@@ -118,7 +118,7 @@ fn order_interval(sorted: &[f64]) -> (f64, f64) {
 #[derive(Clone, Debug)]
 pub struct Latencies(Histogram<u64>);
 
-/// What a report says of a [`Latencies`], ns.
+/// The summary of a [`Latencies`] in reports, ns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LatencySummary {
     /// Mean.

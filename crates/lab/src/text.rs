@@ -12,8 +12,8 @@ pub(crate) fn block(rows: impl IntoIterator<Item = Vec<String>>) -> String {
     columns(rows, [(0, CellAlignment::Right), (1, CellAlignment::Right)])
 }
 
-/// Rows of cells under each other. For the first column, and for the others: how many blanks stand before it,
-/// and where its cells are aligned.
+/// Rows of cells under each other. For the first column, and for the others: how many blanks
+/// precede it, and how its cells are aligned.
 pub(crate) fn columns(
     rows: impl IntoIterator<Item = Vec<String>>,
     [first, others]: [(u16, CellAlignment); 2],
@@ -39,7 +39,8 @@ pub(crate) fn cells(texts: &[&str]) -> Vec<String> {
     texts.iter().map(|text| (*text).to_owned()).collect()
 }
 
-/// At most five characters, three digits of them telling: `0`, `.012`, `1.23`, `45.6`, `7890`, `12.3k`.
+/// At most five characters, three of them significant digits: `0`, `.012`, `1.23`, `45.6`, `7890`,
+/// `12.3k`.
 pub(crate) fn number(n: f64) -> String {
     match n {
         n if !n.is_finite() => dash(),
@@ -77,7 +78,7 @@ pub(crate) fn clauses(word: &str, clauses: impl Iterator<Item = String>) -> Vec<
     lines
 }
 
-/// Breaks at blanks; what has none is broken where the line ends.
+/// Breaks at blanks; text without blanks is broken where the line ends.
 pub(crate) fn wrap(text: &str) -> String {
     let (mut out, mut column) = (String::new(), 0);
     for word in text.split(' ') {

@@ -4,7 +4,7 @@
 //! the job, the clone and a seed only: under every policy of a round the same I/Os are done.
 //!
 //! As in fio, random offsets visit each block once before any comes again, unless the job says
-//! `norandommap` or its reads and writes differ in size; a sequential job goes round when it
+//! `norandommap` or its reads and writes differ in size; a sequential job starts over when it
 //! reaches the end of its area. fio keeps a bitmap for the former; here each pass is a permutation
 //! computed as it goes, so that a workload is a few words, whatever its area.
 
@@ -96,7 +96,7 @@ impl Iterator for Workload {
         let len = self.bs[stream];
         let bytes = u64::from(len);
         if let Some(left) = self.left {
-            // What is left behind the last whole block is not used.
+            // What is left after the last whole block is not used.
             self.left = Some(left.saturating_sub(bytes));
             if left < bytes {
                 return None;

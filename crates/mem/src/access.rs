@@ -1,4 +1,4 @@
-//! How a device's end reaches memory: by address, checked, and never otherwise.
+//! How a device end reaches memory: always by address, always checked.
 
 use core::{fmt, ptr::NonNull};
 use std::{
@@ -11,7 +11,7 @@ use std::{
 
 use crate::HostSlice;
 
-/// What an access wants to do.
+/// What an access does to memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// The device reads.
@@ -43,24 +43,24 @@ pub enum AccessError {
     Unmapped {
         /// The first address without a translation.
         addr: u64,
-        /// What was wanted.
+        /// The access that failed.
         access: Access,
     },
-    /// Not yet: what is between this process and the memory, such as an IOTLB, has to be asked first. The
-    /// access may be tried again when the answer has come.
+    /// Not reachable yet, for instance after an IOTLB miss. The access may be retried once the
+    /// translation has arrived.
     #[error("{access:?} at {addr:#x}: not reachable yet")]
     Again {
         /// The first address that cannot be reached yet.
         addr: u64,
-        /// What was wanted.
+        /// The access that failed.
         access: Access,
     },
-    /// There is a translation, but not for this access.
+    /// There is a translation, but it does not permit this access.
     #[error("{access:?} at {addr:#x}: not permitted")]
     NotPermitted {
-        /// The first address that refuses.
+        /// The first address that does not permit it.
         addr: u64,
-        /// What was wanted.
+        /// The access that failed.
         access: Access,
     },
     /// The (translated) address lies in no memory region.
@@ -68,7 +68,7 @@ pub enum AccessError {
     OutsideMemory {
         /// The first address outside.
         addr: u64,
-        /// What was wanted.
+        /// The access that failed.
         access: Access,
     },
     /// Address plus length passes 2^64.
@@ -79,7 +79,7 @@ pub enum AccessError {
         /// The length.
         len: u64,
     },
-    /// What must lie in one piece (a ring) does not.
+    /// Bytes that must lie in one piece (a ring) do not.
     #[error("{len} bytes at {addr:#x} do not lie in one piece")]
     Fragmented {
         /// The address.
@@ -95,10 +95,10 @@ pub enum AccessError {
     },
 }
 
-/// How a device's end of something reaches memory. Implemented by a plain table of regions (where
-/// addresses are guest-physical) and by an IOTLB (where they are I/O virtual).
+/// How a device end reaches memory. A plain table of regions implements it for guest-physical
+/// addresses, an IOTLB for IOVAs.
 ///
-/// One worker thread has one of these; it keeps its caches inside, hence `&self`.
+/// Each worker thread has its own value, which caches inside, hence `&self`.
 pub trait Translate {
     /// Calls `each` with every piece of the `len` bytes at `addr`, in order.
     ///
@@ -117,8 +117,8 @@ pub trait Translate {
     /// Some address cannot be reached, or the bytes do not lie in one piece.
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError>;
 
-    /// Checks the accesses made since the last call: an error if any touched memory that is gone
-    /// (a truncated file). To be called before results are published.
+    /// Checks the accesses made since the last call: an error if any touched memory that is gone (a
+    /// truncated file). Call it before results are published.
     ///
     /// # Errors
     /// [`AccessError::Lost`].
@@ -126,8 +126,9 @@ pub trait Translate {
         Ok(())
     }
 
-    /// The `len` bytes at `addr`, more than none, if [`slices`](Self::slices) would give them as one
-    /// piece and that can be told at once; else it is to be called. It need not ever be told.
+    /// A fast path: the `len` bytes at `addr` (`len` > 0), if a quick lookup finds that
+    /// [`slices`](Self::slices) would give them as one piece. On `None` the caller uses `slices`;
+    /// an implementation may always return `None`.
     #[inline]
     fn piece(&self, addr: u64, len: u64, access: Access) -> Option<HostSlice<'_>> {
         let _ = (addr, len, access);
@@ -141,7 +142,7 @@ pub trait Translate {
     #[inline(always)]
     fn read(&self, addr: u64, out: &mut [u8]) -> Result<(), AccessError> {
         let len = out.len() as u64;
-        // Of a length that the compiler knows if the caller does.
+        // Inlined, so that the copy has a constant length where the caller's buffer has one.
         if let Some(piece) = self.piece(addr, len, Access::Read)
             && piece.len() == out.len()
         {
@@ -169,9 +170,9 @@ pub trait Translate {
     }
 
     /// Marks bytes in the dirty log, if writes are logged (rule D26): a piece that
-    /// [`slices`](Self::slices) gave for a write, or a part of it. To be called by whoever writes
-    /// otherwise than by [`write`](Self::write), after the bytes are there and before the driver is
-    /// told of them.
+    /// [`slices`](Self::slices) gave for a write, or a part of it. Code that writes otherwise than
+    /// by [`write`](Self::write) calls this once the bytes are there and before the driver is
+    /// notified.
     #[inline]
     fn mark(&self, piece: HostSlice<'_>) {
         let _ = piece;
@@ -207,8 +208,8 @@ where
 
 /// A lasting view of one piece of shared memory, such as a ring area.
 ///
-/// It keeps the mapping of this process alive by itself. Whether the *address* it was made from
-/// still leads there is told by [`is_valid`](Self::is_valid), which an invalidation clears.
+/// It keeps the bytes mapped in this process. [`is_valid`](Self::is_valid) says whether the
+/// *address* that it was made from still leads there; an invalidation clears that.
 #[derive(Clone)]
 pub struct Window {
     base: NonNull<u8>,
@@ -251,13 +252,13 @@ impl Window {
     }
 
     /// Whether the view begins at a multiple of `align` in this process's addresses, as
-    /// [`u16_at`](Self::u16_at) and [`u32_at`](Self::u32_at) need. An address that a peer chose
-    /// says little about that: check before a ring is built on a view.
+    /// [`u16_at`](Self::u16_at) and [`u32_at`](Self::u32_at) need. Alignment of the address that a
+    /// peer chose implies little about that: check before a ring is built on a view.
     pub fn is_aligned(&self, align: usize) -> bool {
         (self.base.as_ptr() as usize).is_multiple_of(align)
     }
 
-    /// Whether the translation that this view came from still stands.
+    /// Whether the translation that this view came from is still valid.
     #[inline]
     pub fn is_valid(&self) -> bool {
         self.valid.load(Ordering::Acquire)
@@ -268,7 +269,7 @@ impl Window {
         self.valid.store(false, Ordering::Release);
     }
 
-    /// Whether no other clone of this view is alive, so that whoever made it may forget it.
+    /// Whether this is the only clone of this view, so that its maker may forget it.
     pub fn is_last(&self) -> bool {
         Arc::strong_count(&self.valid) == 1
     }

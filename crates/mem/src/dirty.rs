@@ -1,4 +1,4 @@
-//! Which pages a device has written, for a front end that moves the memory elsewhere meanwhile.
+//! Which pages a device has written, for a front end that migrates the memory meanwhile.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,7 +7,7 @@ use crate::{HostSlice, Memory, SharedFile};
 /// What a dirty log is indexed by where a device's addresses are not guest-physical (rule D26).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogIndex {
-    /// By guest-physical address, which is what the memory that is being moved has.
+    /// By guest-physical address: that of the memory that is being migrated.
     #[default]
     Physical,
     /// By the address that the device used.
@@ -47,11 +47,11 @@ impl DirtyLog {
     }
 
     /// Marks the pages of `len` bytes at `addr`, an address of the kind that [`index`](Self::index)
-    /// says; to be called after they were written. Pages that the log is too short for are only
-    /// counted; see [`outside`](Self::outside).
+    /// names; call it after they were written. Pages past the end of the log are only counted; see
+    /// [`outside`](Self::outside).
     pub fn mark(&self, addr: u64, len: u64) {
         let Some(more) = len.checked_sub(1) else { return };
-        // What would wrap was never written.
+        // Bytes past 2^64 were never written.
         let last = addr.saturating_add(more) / Self::PAGE;
         let end = self.file.len() as u64 * 8 - 1;
         let mut page = addr / Self::PAGE;
@@ -63,20 +63,20 @@ impl DirtyLog {
             let stop = last.min(page | 7);
             let bits = 0xff << (page % 8) & 0xff >> (7 - stop % 8);
             // Read-modify-write even if the bits are set already: it orders the bytes before the
-            // mark, whereas a look could be done before the bytes are visible, and the bit cleared
+            // mark. A plain load could happen before the bytes are visible, and the bit be cleared
             // in between.
             self.file.u8_at((page / 8) as usize).fetch_or(bits as u8, Ordering::SeqCst);
             page = stop + 1;
         }
     }
 
-    /// Marks bytes of this process's mapping of `memory`, by their guest-physical addresses; to be
-    /// called after they were written.
+    /// Marks bytes of this process's mapping of `memory`, by their guest-physical addresses; call
+    /// it after they were written.
     pub fn mark_piece(&self, memory: &Memory, piece: HostSlice<'_>) {
         memory.gpas(piece).for_each(|(gpa, len)| self.mark(gpa, len));
     }
 
-    /// Marks what an access through an IOMMU wrote, by whichever of its addresses the log goes.
+    /// Marks what an access through an IOMMU wrote, by the address that the log is indexed by.
     pub fn mark_access(&self, iova: u64, gpa: u64, len: u64) {
         match self.index {
             LogIndex::Physical => self.mark(gpa, len),
@@ -84,7 +84,7 @@ impl DirtyLog {
         }
     }
 
-    /// How many marks the log was too short for: what they stand for is missing at the other end.
+    /// How many marks lay past the end of the log: the other end misses these pages.
     pub fn outside(&self) -> u64 {
         self.outside.load(Ordering::Relaxed)
     }
@@ -163,7 +163,7 @@ mod tests {
             assert_eq!(marked(&file), pages.into_iter().collect(), "{gpa:#x}");
             (0..16).for_each(|at| file.u8_at(at).store(0, Relaxed));
         }
-        // Bytes that are no part of it, and all of this process's, however they are mapped.
+        // Bytes outside of this memory, and the whole address space of this process.
         let other = GuestRam::new(4096, 0).unwrap();
         log.mark_piece(&memory, other.slice(0, 4096).unwrap());
         assert!(marked(&file).is_empty());

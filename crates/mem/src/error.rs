@@ -67,7 +67,7 @@ pub enum MemError {
         /// How long it is.
         actual: u64,
     },
-    /// The descriptor is of a file whose pages may take long to come: of a disk, a network, FUSE.
+    /// The file is on a file system (disk, network, FUSE) that may take long to provide a page.
     #[error("the file is no memory: it must be a memfd, or on tmpfs or hugetlbfs")]
     NotMemory,
     /// A piece that does not lie within the memory.
@@ -115,12 +115,12 @@ pub enum MemError {
         /// How many it holds.
         max: usize,
     },
-    /// The operating system refused.
+    /// The operating system refused a call.
     #[error("{what}: {source}")]
     Os {
-        /// What was asked.
+        /// The call.
         what: &'static str,
-        /// What it said.
+        /// The error that it returned.
         source: io::Error,
     },
 }

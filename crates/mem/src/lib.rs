@@ -1,12 +1,12 @@
 //! Memory shared with a guest or another process: sealed files, regions, checked access, SIGBUS.
 //!
 //! The end that owns the memory (a driver, a VMM, a front end) makes a [`GuestRam`]: a sealed
-//! memory file, mapped. It hands the file over with a [`Region`] that says where the bytes lie in
-//! the guest's physical addresses and in its own. The end that serves (a back end) checks and maps
-//! what it was handed as a [`Memory`], and reaches it only through a [`Translate`]: [`Physical`]
-//! for guest-physical addresses, [`UserAddresses`] for addresses of the front end's process, or an
-//! IOTLB from another crate.
-//! `ringfence-rust-vmm` has what reaches the memory of a VMM that is built on rust-vmm.
+//! memory file, mapped. It hands the file over with a [`Region`] that gives the position of the
+//! bytes in the guest's physical addresses and in its own. The end that serves (a back end) checks
+//! and maps the file as a [`Memory`], and reaches it only through a [`Translate`]: [`Physical`] for
+//! guest-physical addresses, [`UserAddresses`] for addresses of the front end's process, or an
+//! IOTLB from another crate. `ringfence-rust-vmm` reaches the memory of a VMM that is built on
+//! rust-vmm.
 //!
 //! The bytes may change under us at any time: they are copied or accessed as atomics, never
 //! borrowed. The *file* may shrink under us too, if it was not sealed; [`sigbus`], once installed,

@@ -19,7 +19,7 @@ use std::{
 pub(crate) struct Mapping {
     base: NonNull<u8>,
     len: usize,
-    /// Where a truncation is noticed, if somebody else owns the file.
+    /// Notices a truncation, if another process owns the file.
     watch: Option<Registered>,
 }
 
@@ -80,8 +80,8 @@ impl Mapping {
         len: usize,
     ) -> Result<(), rustix::io::Errno> {
         assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "past the span");
-        // SAFETY: only addresses of this span are replaced (checked above), and `&mut self` says
-        // that nobody uses them yet.
+        // SAFETY: only addresses of this span are replaced (checked above), and `&mut self` means
+        // that nothing uses them yet.
         unsafe {
             mm::mmap(
                 self.base.as_ptr().add(at).cast(),
@@ -109,7 +109,7 @@ impl Mapping {
         self.len
     }
 
-    /// Whether the file behind the span was truncated, and somebody noticed by touching it.
+    /// Whether the file behind the span was truncated and an access has run into that.
     pub(crate) fn is_lost(&self) -> bool {
         self.watch.as_ref().is_some_and(Registered::is_lost)
     }
@@ -119,7 +119,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         let span = Span { base: self.base, len: self.len, watch: self.watch.take() };
         if let Some(unmapper) = ELSEWHERE.get() {
-            // Should nobody take it, it is unmapped here.
+            // If the unmapper has ended, the span is unmapped here.
             let _ = unmapper.send(span);
         }
     }
@@ -132,50 +132,50 @@ struct Span {
     watch: Option<Registered>,
 }
 
-// SAFETY: the span is plain memory that nobody uses any more, and only unmapped.
+// SAFETY: the span is plain memory that nothing uses any more; it is only unmapped.
 unsafe impl Send for Span {}
 
 impl Drop for Span {
     fn drop(&mut self) {
-        // Before the span is free: another thread may map the same addresses at once, and watch
-        // them itself.
+        // Before the span is free: another thread may map and watch the same addresses at once.
         self.watch = None;
         UNMAPPED.set(UNMAPPED.get() + 1);
-        // SAFETY: the span is ours, from `at` on still, and its last owner is gone. Where it fails the
-        // memory only stays mapped.
+        // SAFETY: the span is ours, still mapped from `at` on, and its last owner is gone. If the
+        // call fails, the memory only stays mapped.
         let unmap = |at, len| unsafe { mm::munmap(self.base.as_ptr().add(at).cast(), len) };
         let (mut at, mut piece) = (0, PIECE);
         while at < self.len {
             let (left, begun) = (self.len - at, Instant::now());
-            // A piece of a page that is larger is refused. Of such pages there are few.
+            // The kernel refuses to unmap a part of a larger page. Mappings of such pages have few
+            // of them.
             if unmap(at, piece.min(left)).is_err() {
                 let _ = unmap(at, left);
                 break;
             }
             at += piece.min(left);
-            // Where nothing was ever touched there is nothing to take away, and may be any amount of it.
+            // Untouched memory has no pages to free, and may be any amount.
             piece = if begun.elapsed() < SHORT { piece.saturating_mul(2) } else { PIECE };
         }
     }
 }
 
-/// A piece that takes less may be larger.
+/// If a piece takes less time than this, the next may be larger.
 const SHORT: Duration = Duration::from_micros(100);
 
-/// How much is unmapped at a time at first: as long as it takes, nobody else in the process can map or unmap anything,
-/// such as a ring for io_uring.
+/// How much one call unmaps at first: for as long as it takes, no other thread of the process can
+/// map or unmap anything, such as a ring for io_uring.
 const PIECE: usize = 64 << 20;
 
 thread_local! {
-    /// Who unmaps what the thread is the last to drop; `None`: the thread itself.
+    /// The thread that unmaps what this thread is the last to drop; `None`: this thread itself.
     static ELSEWHERE: Cell<Option<&'static Sender<Span>>> = const { Cell::new(None) };
     static UNMAPPED: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Has memory that the calling thread is the last to drop, from now on, unmapped by a thread that does
-/// nothing else: for one that serves several peers. To unmap a whole guest takes seconds.
+/// From now on, a thread that does nothing else unmaps the memory that the calling thread is the
+/// last to drop: for a thread that serves several peers. Unmapping a whole guest takes seconds.
 ///
-/// Where no such thread can be started the calling thread unmaps by itself.
+/// Where no such thread can be started, the calling thread unmaps by itself.
 pub fn unmap_elsewhere() {
     static UNMAPPER: OnceLock<Option<Sender<Span>>> = OnceLock::new();
     let unmapper = UNMAPPER.get_or_init(|| {

@@ -27,15 +27,15 @@ pub struct Found<'m> {
 #[derive(Clone, Debug)]
 struct Mapped {
     region: Region,
-    /// `None`: its file is none that is mapped here.
+    /// `None`: its file is not memory, and is not mapped.
     place: Option<RegionMapping>,
-    /// Whether nothing that is mapped of it can be cut off.
+    /// Whether seals keep the mapped part of the file from being truncated.
     sealed: bool,
     /// Which file: its device and inode.
     file: (u32, u32, u64),
 }
 
-/// Where a region is in this process.
+/// The place of a region in this process.
 #[derive(Clone, Debug)]
 struct RegionMapping {
     mapping: Arc<Mapping>,
@@ -137,7 +137,7 @@ impl Table {
     }
 }
 
-/// Refuses ranges (in order) that share addresses.
+/// Refuses ranges (in order) that overlap.
 fn disjoint(what: &'static str, ranges: impl Iterator<Item = (u64, u64)>) -> Result<(), MemError> {
     let mut before: Option<u64> = None;
     for (first, last) in ranges {
@@ -151,7 +151,7 @@ fn disjoint(what: &'static str, ranges: impl Iterator<Item = (u64, u64)>) -> Res
 
 /// An immutable set of mapped regions: what a back end may touch of the front end's memory.
 ///
-/// A change makes a new one, and whoever still works with the old one keeps it alive by its `Arc`.
+/// A change makes a new one; the `Arc` of whoever still works with the old one keeps it alive.
 #[derive(Debug)]
 pub struct Memory {
     /// In guest-physical order.
@@ -171,10 +171,12 @@ impl Memory {
     pub const MAX_REGIONS: usize = 509;
 
     /// Checks regions, each with the descriptor of its file, and maps them.
+    /// Checks regions, each with the descriptor of its file, and maps them.
     ///
-    /// Only files that are memory are mapped: of tmpfs, where memfds are, and hugetlbfs. A page of any other
-    /// file may take as long to come as whoever serves the file likes, and what touches it waits: such a
-    /// region [is there](Self::regions), and [no address in it](Self::unmapped) leads anywhere.
+    /// Only files that are memory are mapped: of tmpfs, which has memfds, and hugetlbfs. A page of
+    /// any other file may take as long to come as its file system likes, and an access would wait
+    /// for it. Such a region [is in the table](Self::regions), but [none of its
+    /// addresses](Self::unmapped) leads anywhere.
     ///
     /// # Errors
     /// No region or too many; a region of zero bytes, one whose addresses wrap or are not
@@ -188,7 +190,7 @@ impl Memory {
             let count = regions.len();
             return Err(MemError::TooManyRegions { count, max: Self::MAX_REGIONS });
         }
-        // All checks that cost nothing before the first mapping.
+        // All checks that cost nothing come before the first mapping.
         for (region, _) in &regions {
             region.check()?;
         }
@@ -207,7 +209,7 @@ impl Memory {
         Self::from_mapped(vec![map_region(ram.region(), ram.fd())?])
     }
 
-    /// This memory and one region more (ADD_MEM_REG); what was mapped stays where it is.
+    /// This memory and one region more (ADD_MEM_REG); existing mappings stay where they are.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -222,24 +224,24 @@ impl Memory {
         Self::from_mapped(mapped)
     }
 
-    /// Whether it has this very region already, of the same file; of what is not mapped the file is no
-    /// matter.
+    /// Whether it has this very region already, of the same file. For a region that is not mapped,
+    /// the file does not matter.
     pub fn has(&self, region: &Region, fd: BorrowedFd<'_>) -> bool {
         let mut same = self.mapped.iter().filter(|m| m.region == *region);
         same.any(|m| m.place.is_none() || stat(fd).is_ok_and(|stat| identity(&stat) == m.file))
     }
 
-    /// Whether the two say the same of every guest-physical address that both have: that it is the
-    /// same byte of the same file. Of one guest's memories one may have regions that the other does
-    /// not have yet; what is not mapped in either contradicts nothing.
+    /// Whether the two agree on every guest-physical address that both have: that it is the same
+    /// byte of the same file. One memory of a guest may have regions that the other does not have
+    /// yet; a region that is not mapped in either contradicts nothing.
     pub fn agrees_with(&self, other: &Memory) -> bool {
         self.mapped.iter().all(|a| {
             let mut overlapping = other.mapped.iter().filter(|b| {
                 let (first, last) = (a.region.gpa, a.region.gpa + (a.region.size - 1));
                 first <= b.region.gpa + (b.region.size - 1) && b.region.gpa <= last
             });
-            // What begins at the same distance from the file's begin; no difference that wraps can
-            // be equal by chance, since both lie below 2^63 in their files.
+            // Equal distances from the beginning of the file. Wrapped differences cannot be equal
+            // by chance, since both positions in the files lie below 2^63.
             let lies = |m: &Mapped| m.region.mmap_offset.wrapping_sub(m.region.gpa);
             let nowhere = |b: &Mapped| a.place.is_none() || b.place.is_none();
             overlapping.all(|b| nowhere(b) || a.file == b.file && lies(a) == lies(b))
@@ -276,12 +278,12 @@ impl Memory {
         self.mapped.iter().map(|m| &m.region)
     }
 
-    /// The regions that are not mapped, since their files are no memory.
+    /// The regions that are not mapped, since their files are not memory.
     pub fn unmapped(&self) -> impl Iterator<Item = &Region> + Clone {
         self.mapped.iter().filter(|m| m.place.is_none()).map(|m| &m.region)
     }
 
-    /// Whether every region's file is sealed against truncation, so that nothing of it can be
+    /// Whether every region's file is sealed against truncation, so that none of it can be
     /// [`lost`](Self::lost) unless the machine itself runs out of (huge) pages.
     pub fn is_sealed(&self) -> bool {
         self.mapped.iter().all(|m| m.sealed)
@@ -307,12 +309,12 @@ impl Memory {
     }
 
     /// The guest-physical ranges, each with its length, of bytes that this process reaches as
-    /// `piece`. They are several where regions lie side by side by chance; what is no memory of this
-    /// has none.
+    /// `piece`. They are several where regions lie side by side by chance; bytes outside of this
+    /// memory have none.
     pub fn gpas(&self, piece: HostSlice<'_>) -> impl Iterator<Item = (u64, u64)> + '_ {
         let (first, end) = span(piece.as_ptr(), piece.len());
         self.mapped.iter().filter_map(move |m| {
-            // Mapped, so that its length is one of this process's.
+            // Mapped, so its length fits this process's address space.
             let place = m.place.as_ref()?;
             let (base, limit) = span(place.base.as_ptr(), m.region.size as usize);
             let (from, to) = (first.max(base), end.min(limit));
@@ -320,9 +322,9 @@ impl Memory {
         })
     }
 
-    /// Whether any region's file was truncated under us, and somebody noticed by touching it after
-    /// [`sigbus::install`](crate::sigbus::install) (without which that ends the process). One
-    /// load as long as nothing in this process ever was.
+    /// Whether any region's file was truncated under us and an access has run into that after
+    /// [`sigbus::install`](crate::sigbus::install) (without which such an access ends the process).
+    /// One load as long as nothing in this process was ever lost.
     #[inline]
     pub fn lost(&self) -> bool {
         sigbus::any_lost() && self.mapped.iter().any(Mapped::is_lost)
@@ -337,14 +339,14 @@ impl Memory {
         sigbus::any_lost() && self.mapped[region].is_lost()
     }
 
-    /// Fails if any region was lost, for a device that does not know which it has touched: it is
-    /// the driver that must not truncate any. To be asked after the accesses it is to vouch for.
+    /// Fails if any region was lost, for a device that does not know which regions it has touched:
+    /// the driver must not truncate any. Call it after the accesses that it covers.
     ///
     /// # Errors
     /// [`AccessError::Lost`], with the guest-physical address of the first region that is.
     pub fn check(&self) -> Result<(), AccessError> {
-        // Another thread may have met the hole first and put the zeroes there that we read: its
-        // mark, set before, must not be looked for before our own accesses are done.
+        // Another thread may have met the hole first and put the zeroes there that we read. It has
+        // set the mark before that: we must look for the mark only after our own accesses.
         fence(Ordering::Acquire);
         if !self.lost() {
             return Ok(());
@@ -400,8 +402,8 @@ fn span(base: *mut u8, len: usize) -> (usize, usize) {
     (base as usize, (base as usize).saturating_add(len))
 }
 
-/// Which file a descriptor is of, as far as that is known without asking whoever serves its file system:
-/// FUSE may take as long as it likes to answer.
+/// The file of a descriptor, as far as the kernel knows it without a request to the file system:
+/// FUSE may take as long as it likes to reply.
 fn stat(fd: BorrowedFd<'_>) -> Result<Statx, MemError> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     fs::statx(fd, c"", flags, StatxFlags::BASIC_STATS)
@@ -412,7 +414,7 @@ fn identity(stat: &Statx) -> (u32, u32, u64) {
     (stat.stx_dev_major, stat.stx_dev_minor, stat.stx_ino)
 }
 
-/// The size of the pages that a file is mapped in. The file is memory.
+/// The size of the pages that a file is mapped in. The file must be memory.
 fn page_of(fd: BorrowedFd<'_>) -> Result<u64, MemError> {
     const HUGETLBFS_MAGIC: u64 = 0x958458f6;
     // SAFETY: a call without pointers.
@@ -422,20 +424,22 @@ fn page_of(fd: BorrowedFd<'_>) -> Result<u64, MemError> {
     if stat.f_type as u64 & 0xffff_ffff != HUGETLBFS_MAGIC {
         return Ok(system);
     }
-    // A power of two, says the kernel; anything else would make a mask of nonsense.
+    // The kernel gives a power of two; anything else would make a wrong mask.
     Ok(u64::try_from(stat.f_bsize).ok().filter(|size| size.is_power_of_two()).unwrap_or(system))
 }
 
 /// Maps a region that passed [`Region::check`].
 fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
-    // tmpfs, where memfds are, and hugetlbfs have seals; no other file system has, and none is asked for more.
+    // Only tmpfs (which has memfds) and hugetlbfs have seals; a file of any other file system is
+    // left alone.
     let Ok(seals) = fs::fcntl_get_seals(fd) else {
         return Ok(Mapped { region, place: None, sealed: true, file: Default::default() });
     };
     let file = identity(&stat(fd)?);
     let sealed = seals.contains(SealFlags::SHRINK);
     let needed = region.mmap_offset + region.size;
-    // First the seals, then the size: a file sealed now cannot become shorter than what we see.
+    // First the seals, then the size: a file that is sealed now cannot become shorter than what we
+    // see.
     let actual = stat(fd)?.stx_size;
     if needed > actual {
         return Err(MemError::FileTooShort { needed, actual });
@@ -451,7 +455,7 @@ fn map_region(region: Region, fd: BorrowedFd<'_>) -> Result<Mapped, MemError> {
         return Err(wraps);
     };
     let mut mapping = Mapping::file(fd, start, len)?;
-    // Sealed or not: a hole punched in a file of huge pages faults too once the pool is empty.
+    // Sealed or not: a hole punched in a file of huge pages also faults once the pool is empty.
     mapping.watch(page as usize)?;
     // SAFETY: `mmap_offset - start` is less than `len`.
     let base = unsafe { mapping.base().add((region.mmap_offset - start) as usize) };
@@ -491,7 +495,7 @@ mod tests {
 
     #[test]
     fn a_file_that_is_no_memory_is_not_mapped_and_no_address_in_it_leads_anywhere() {
-        // A file of a disk: its owner may be a process.
+        // A file on a disk, which a process (FUSE) may serve.
         let disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         disk.set_len(4 * PAGE).unwrap();
         let disk: OwnedFd = disk.into();
@@ -512,7 +516,7 @@ mod tests {
             assert!(memory.user_to_gpa(64 * PAGE + addr).is_none());
         }
         assert!(memory.find_gpa(2 * PAGE).is_some() && memory.find_user(0).is_some());
-        // It takes its place all the same.
+        // It takes up its addresses all the same.
         let over = memory.with(region(PAGE, PAGE, 128 * PAGE, 0), file(1));
         assert!(matches!(over, Err(MemError::Overlap { .. })));
         assert_eq!(memory.without(&foreign).unwrap().unmapped().count(), 0);

@@ -30,7 +30,7 @@ impl fmt::Debug for GuestRam {
 
 impl GuestRam {
     /// Makes memory of `len` bytes that begins at guest-physical address `gpa`; both multiples of
-    /// [`PAGE_SIZE`]. The file is sealed: nobody can change its size any more.
+    /// [`PAGE_SIZE`]. The file is sealed: its size can no longer change.
     ///
     /// # Errors
     /// A length of zero, misalignment, addresses that wrap, or a refusal of the system.
@@ -78,7 +78,7 @@ impl GuestRam {
         self.map.base().as_ptr() as u64
     }
 
-    /// What SET_MEM_TABLE says about this memory.
+    /// This memory as SET_MEM_TABLE describes it.
     pub fn region(&self) -> Region {
         Region {
             gpa: self.gpa,
@@ -114,8 +114,8 @@ impl GuestRam {
     }
 
     /// Sets `len` bytes aside, for good, and returns their offset, a multiple of `align`. Threads
-    /// may carve at once. Memory that is not carved is nobody's: who uses offsets of its own must
-    /// not carve beside.
+    /// may carve at once. Do not mix this with offsets of your own choice: memory that is not
+    /// carved may be carved later.
     ///
     /// # Errors
     /// [`MemError::Full`].
@@ -138,15 +138,15 @@ impl GuestRam {
         }
     }
 
-    /// Gives the pages of the `len` bytes at `offset` back to the system, whoever maps them: they are
-    /// zero, and take memory again when they are touched. Both are multiples of [`PAGE_SIZE`]. The
-    /// memory stays as long as it is: the seals allow holes.
+    /// Gives the pages of the `len` bytes at `offset` back to the system, whatever maps them: they
+    /// read as zero, and take memory again when they are touched. Both are multiples of
+    /// [`PAGE_SIZE`]. The size of the memory does not change: the seals allow holes.
     ///
-    /// Who else uses these bytes sees them change, as by a write.
+    /// Other users of these bytes see them change, as by a write.
     ///
     /// # Errors
-    /// [`MemError::Misaligned`], [`MemError::OutOfBounds`], or a refusal of the system: then the bytes
-    /// are as they were.
+    /// [`MemError::Misaligned`], [`MemError::OutOfBounds`], or a refusal of the system; the bytes
+    /// are unchanged then.
     pub fn discard(&self, offset: usize, len: usize) -> Result<(), MemError> {
         self.check(offset, len)?;
         let align = PAGE_SIZE as u64;
@@ -164,7 +164,7 @@ impl GuestRam {
     }
 
     /// Maps pages of this memory (`frames`: their offsets, in any order) once more, into one
-    /// contiguous span of this process's addresses: a buffer as an application has it, whose pages
+    /// contiguous span of this process's addresses. It is like an application's buffer, whose pages
     /// lie anywhere in guest-physical memory. Frames that follow each other need only one mapping.
     ///
     /// # Errors
@@ -193,7 +193,7 @@ impl GuestRam {
         if mappings > max_map_count() {
             return Err(too_many(mappings));
         }
-        // Cannot wrap where frames are distinct; they need not be.
+        // Cannot wrap where frames are distinct; they may repeat.
         let Some(len) = frames.len().checked_mul(PAGE_SIZE) else {
             return Err(too_many(mappings));
         };
@@ -202,7 +202,7 @@ impl GuestRam {
         for run in runs() {
             let bytes = run.len() * PAGE_SIZE;
             map.place(at, self.fd(), run[0], bytes).map_err(|errno| match errno {
-                // The process has other mappings too: the kernel says so only now.
+                // The process has other mappings too: only this call finds that they are too many.
                 rustix::io::Errno::NOMEM => too_many(mappings),
                 other => MemError::os("mmap of a scattered page")(other),
             })?;
@@ -387,7 +387,7 @@ mod tests {
         ram.discard(2 * PAGE_SIZE, 3 * PAGE_SIZE).unwrap();
         assert_eq!(pages(), 5);
         assert_eq!([1, 2, 3, 4, 5].map(byte), [7, 0, 0, 0, 7]);
-        // It is the same memory as before, through every mapping.
+        // Every mapping shows the same memory.
         view.slice().part(5, 1).copy_from(&[9]);
         assert_eq!((byte(3), ram.len()), (9, 8 * PAGE_SIZE));
         ram.discard(8 * PAGE_SIZE, 0).unwrap();

@@ -10,8 +10,8 @@ use crate::{Access, GuestRam, MemError, Memory, PAGE_SIZE, Region, Window};
 
 /// Bytes of a file, mapped, that another process may change or truncate at any time.
 ///
-/// They are reached as atomics only. What a file had that was truncated reads as zeroes, once
-/// [`sigbus::install`](crate::sigbus::install) was called (without which it ends the process).
+/// They are reached as atomics only. Once [`sigbus::install`](crate::sigbus::install) was called,
+/// the truncated part of a file reads as zeroes; without it, touching that part ends the process.
 #[derive(Debug)]
 pub struct SharedFile {
     window: Window,
@@ -38,8 +38,8 @@ impl SharedFile {
     /// Maps `len` bytes of a file that a peer made, from `offset`, a multiple of [`PAGE_SIZE`].
     ///
     /// # Errors
-    /// A length of zero, a range that wraps or is not aligned, a file that is no memory (of neither tmpfs nor
-    /// hugetlbfs) or too short, or a refusal of the system.
+    /// A length of zero, a range that wraps or is not aligned, a file that is not memory (neither
+    /// tmpfs nor hugetlbfs) or too short, or a refusal of the system.
     pub fn map(fd: impl AsFd, offset: u64, len: u64) -> Result<SharedFile, MemError> {
         let region = Region { gpa: 0, size: len, user_addr: 0, mmap_offset: offset };
         SharedFile::of(Memory::map(vec![(region, fd)])?, len)
@@ -61,7 +61,7 @@ impl SharedFile {
         self.window.len()
     }
 
-    /// Whether the file was truncated under us, and somebody noticed by touching it.
+    /// Whether the file was truncated under us and an access has run into that.
     pub fn is_lost(&self) -> bool {
         self.memory.lost()
     }
@@ -69,7 +69,7 @@ impl SharedFile {
     /// The byte at an offset.
     ///
     /// # Panics
-    /// If that passes the end: whoever keeps books here computes the offset, a peer never does.
+    /// If that passes the end: this process computes the offset, a peer never does.
     #[inline]
     pub fn u8_at(&self, at: usize) -> &AtomicU8 {
         // SAFETY: in bounds (checked by `ptr_at`), mapped while `self` lives; every access of this

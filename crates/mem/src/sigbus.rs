@@ -1,29 +1,31 @@
 //! Surviving a memory file that is truncated under us.
 //!
 //! A process that touches a page of a mapping beyond the end of its file gets SIGBUS, and dies of
-//! it. Sealed memory cannot be truncated, but not every front end seals, and a seal does not keep
-//! anybody from punching holes into huge pages and using up the pool. So every mapping of a
-//! [`Memory`](crate::Memory) stands in a registry, and the handler that [`install`] installs looks
-//! the faulting address up there. If it is one of ours, the pages from there to the end of the
-//! mapping are replaced by zeroes of our own, and the mapping is marked lost: the access that
-//! faulted goes on with zeroes, and [`Translate::check`](crate::Translate::check) tells before its
-//! results are published. Everything else is passed to the handler that was there before.
+//! it. Sealed memory cannot be truncated, but not every front end seals, and a seal does not keep a
+//! peer from punching holes into huge pages and using up the pool. So every mapping of a
+//! [`Memory`](crate::Memory) has a slot in a registry, in which the handler that [`install`]
+//! installs looks up the faulting address. If it is one of ours, the handler replaces the pages
+//! from there to the end of the mapping by zeroes of our own, and marks the mapping as lost: the
+//! access that faulted continues with zeroes, and [`Translate::check`](crate::Translate::check)
+//! fails before its results are published. Every other fault goes to the handler that was there
+//! before.
 //!
-//! A file that shrinks loses all that lies behind its end, hence "to the end of the mapping": one
+//! A file that shrinks loses everything behind its new end, hence "to the end of the mapping": one
 //! signal for each time that the file shrinks below what was touched, and neighbouring pieces merge
 //! in the kernel, so that a peer cannot make us run out of mappings.
 //!
-//! **Where the zeroes come from.** Private memory would be charged as a whole, since all of it could be
-//! written: with `vm.overcommit_memory=2`, which knows no MAP_NORESERVE, the
-//! kernel refuses as much as a guest has, and the process dies of the very thing that this is for. So
-//! they are a memory file, the *stand-in*, that [`install`] makes: a shared mapping of a file is charged
-//! to nothing, the file is charged by the page, and only pages that are touched exist. Its size is that
-//! of the address space and a page of it stands at its own address, so that no two mappings share one.
-//! What is left is that there is not one page: the handler asks for that page itself, and
-//! if there is none the signal ends the process, rather than coming back for ever.
+//! **Where the zeroes come from.** Private memory would be charged as a whole, since all of it
+//! could be written: with `vm.overcommit_memory=2`, which ignores MAP_NORESERVE, the kernel refuses
+//! as much memory as a guest has, and the process would die after all. So the zeroes are a memory
+//! file, the *stand-in*, that [`install`] makes: a shared mapping of a file is not charged, the
+//! file is charged by the page, and only pages that are touched exist. It is as large as the
+//! address space, and the page for an address lies at the offset equal to that address, so that no
+//! two mappings share one. One case remains: there may be no memory for a single page. The handler
+//! allocates that page itself, and if that fails the signal ends the process, rather than coming
+//! back for ever.
 //!
-//! The handler runs in the middle of anything: it takes no lock, allocates nothing, and calls
-//! `mmap` and `fallocate` only.
+//! The handler may run at any point: it takes no lock, allocates no heap memory, and calls `mmap`
+//! and `fallocate` only.
 
 use crate::MemError;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering, fence};
@@ -71,7 +73,7 @@ static REGISTRY: [Slot; SLOTS] = [const {
 /// No slot from here on was ever used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
-/// How many mappings that are there are lost: the one word that the fast path looks at.
+/// How many existing mappings are lost: the one word that the fast path looks at.
 static LOST: AtomicUsize = AtomicUsize::new(0);
 
 /// The descriptor of the stand-in, for as long as the process lives; below 0 if there is none. Set before
@@ -115,7 +117,7 @@ impl Registered {
             slot.len.store(len, Ordering::Relaxed);
             slot.page.store(page, Ordering::Relaxed);
             slot.lost.store(false, Ordering::Relaxed);
-            // Release: whoever sees LIVE sees the fields.
+            // Release: a thread that sees LIVE sees the fields.
             slot.state.store((state & !PHASE) | LIVE, Ordering::Release);
             USED.fetch_max(index + 1, Ordering::Release);
             return Ok(Registered { slot });
@@ -134,11 +136,11 @@ impl Drop for Registered {
         if self.is_lost() {
             let start = self.slot.start.load(Ordering::Relaxed);
             forget(start, self.slot.len.load(Ordering::Relaxed));
-            // No access to it is under way, and none can lose it again.
+            // No access to it is under way, so it cannot be lost again.
             LOST.fetch_sub(1, Ordering::Relaxed);
         }
         let next = (self.slot.state.load(Ordering::Relaxed) & !PHASE) + (PHASE + 1);
-        // Release: the next owner, who acquires in `new`, comes after all that we did. A handler
+        // Release: all that we did comes before the next owner, which acquires in `new`. A handler
         // that looks at this slot meanwhile serves another mapping: ours is no longer touched.
         self.slot.state.store(next | FREE, Ordering::Release);
     }
@@ -155,16 +157,17 @@ fn replace(addr: usize) -> bool {
         let start = slot.start.load(Ordering::Relaxed);
         let len = slot.len.load(Ordering::Relaxed);
         let page = slot.page.load(Ordering::Relaxed);
-        // The three belong together only if the slot did not change hands meanwhile. If it did, it
-        // is not the mapping of the access that faulted: its owner keeps that one alive.
+        // The three belong together only if the slot did not change hands meanwhile. If it did,
+        // this is not the mapping of the access that faulted: its owner keeps that one alive.
         fence(Ordering::Acquire);
         if slot.state.load(Ordering::Relaxed) != state || addr.wrapping_sub(start) >= len {
             continue;
         }
         let first = addr & !(page - 1);
         let rest = len - (first - start);
-        // Before the zeroes can be seen, so that nobody takes them for data: the count first, since another
-        // thread that finds the mark goes on at once. Acquire: it sees the count of who set it.
+        // Before the zeroes become visible, so that no thread takes them for data. The count comes
+        // first, since another thread that finds the mark continues at once. Acquire: that thread
+        // also sees the count of the one that set the mark.
         LOST.fetch_add(1, Ordering::Relaxed);
         if slot.lost.swap(true, Ordering::AcqRel) {
             LOST.fetch_sub(1, Ordering::Relaxed);
@@ -183,11 +186,11 @@ fn replace(addr: usize) -> bool {
     false
 }
 
-/// Maps `len` bytes at an address, of a file from the offset that is the address, or of none.
-/// Async-signal-safe: `mmap` is a bare system call.
+/// Maps `len` bytes at an address: of a file, from the offset that equals the address, or
+/// anonymous. Async-signal-safe: `mmap` is a bare system call.
 ///
 /// # Safety
-/// What is mapped there now is the caller's, and nothing but raw pointers leads there.
+/// The existing mapping there is the caller's, and nothing but raw pointers leads there.
 unsafe fn put(at: usize, len: usize, how: libc::c_int, file: libc::c_int) -> bool {
     let offset = if file < 0 { 0 } else { at as libc::off_t };
     let how = how | libc::MAP_FIXED | libc::MAP_NORESERVE;
@@ -197,7 +200,8 @@ unsafe fn put(at: usize, len: usize, how: libc::c_int, file: libc::c_int) -> boo
     mapped != libc::MAP_FAILED
 }
 
-/// Has the stand-in have the page of an address; false if there is no memory for it. Async-signal-safe.
+/// Allocates the stand-in's page for an address; false if there is no memory for it.
+/// Async-signal-safe.
 fn has_page(file: libc::c_int, addr: usize) -> bool {
     loop {
         // SAFETY: a bare system call about a file; `errno` is put back by the handler.
@@ -205,7 +209,7 @@ fn has_page(file: libc::c_int, addr: usize) -> bool {
             if libc::fallocate(file, 0, addr as libc::off_t, 1) == 0 {
                 return true;
             }
-            // Another signal came, which is handled before this goes on.
+            // Another signal came, and was handled first.
             if *libc::__errno_location() != libc::EINTR {
                 return false;
             }
@@ -213,7 +217,8 @@ fn has_page(file: libc::c_int, addr: usize) -> bool {
     }
 }
 
-/// Gives the stand-in's pages for a mapping that ends back: the next one at these addresses finds zeroes.
+/// Gives the stand-in's pages for a mapping that ends back: the next mapping at these addresses
+/// reads zeroes.
 fn forget(start: usize, len: usize) {
     let file = STAND_IN.load(Ordering::Relaxed);
     if file >= 0 {
@@ -225,8 +230,8 @@ fn forget(start: usize, len: usize) {
     }
 }
 
-/// Makes the stand-in. Where files may not be as large as the address space (RLIMIT_FSIZE) there is none,
-/// and private memory has to do: to make it would end the process by SIGXFSZ.
+/// Makes the stand-in. Where files may not be as large as the address space (RLIMIT_FSIZE) there is
+/// no stand-in, and private memory has to do: making it would end the process by SIGXFSZ.
 fn make_stand_in() -> io::Result<()> {
     let limit = getrlimit(Resource::Fsize).current;
     if limit.is_none_or(|limit| limit >= ADDRESSES) {
@@ -247,7 +252,7 @@ extern "C" fn on_sigbus(
     let ours = unsafe {
         let errno = libc::__errno_location();
         let saved = *errno;
-        // A signal sent by a process (`si_code` <= 0) carries no address.
+        // A signal sent by a process (`si_code` <= 0) has no address.
         let ours = (*info).si_code > 0 && replace((*info).si_addr() as usize);
         *errno = saved;
         ours
@@ -257,7 +262,7 @@ extern "C" fn on_sigbus(
     }
 }
 
-/// Does what would have been done without us.
+/// Does what the signal would have done without us.
 fn chain(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let Some(previous) = PREVIOUS.get() else { return };
     // SAFETY: the previous action was read from the kernel, so its handler has the type that its
@@ -367,7 +372,7 @@ mod tests {
         assert_eq!(bus.check(), Err(AccessError::Lost { addr: 0 }));
         assert!(memory.lost() && memory.is_lost(0) && !memory.is_lost(1));
 
-        // From now on the region is refused at once, the other is as it was.
+        // From now on the region is refused at once; the other is unchanged.
         assert_eq!(bus.read(8, &mut bytes), Err(AccessError::Lost { addr: 8 }));
         assert!(bus.window(0, 16, Access::Read).is_err());
         bus.read(0x10_0000, &mut bytes[..PAGE_SIZE]).unwrap();
@@ -379,7 +384,7 @@ mod tests {
 
     #[test]
     fn what_is_lost_is_nothing_to_anybody_once_it_is_gone() {
-        // By itself: other tests lose mappings of their own.
+        // In a process of its own: other tests lose mappings too.
         if !is_child() {
             let ended = in_child("what_is_lost_is_nothing_to_anybody_once_it_is_gone");
             assert!(ended.success(), "{ended}");
@@ -412,7 +417,7 @@ mod tests {
         fs::ftruncate(&file, 0).unwrap();
         window.write(0, &[1; 64]);
         assert_eq!(bus.check(), Err(AccessError::Lost { addr: 0 }));
-        // Another worker, who never touched it, is not bothered.
+        // Another worker, which never touched it, is not affected.
         let other = Physical::new(Arc::clone(bus.memory()));
         other.read(0x10_0000, &mut [0]).unwrap();
         assert_eq!(other.check(), Ok(()));
@@ -428,7 +433,7 @@ mod tests {
                 let memory = Arc::clone(&memory);
                 scope.spawn(move || {
                     let bus = Physical::new(memory);
-                    // Either it met the hole itself, or was told that another did.
+                    // Either it met the hole itself, or sees that another thread did.
                     let read = bus.read(thread * PAGE, &mut [0; 16]);
                     assert!(read.is_err() || bus.check().is_err());
                 });
@@ -443,8 +448,8 @@ mod tests {
         }
     }
 
-    /// Runs a test of this module once more, alone in a process of its own, in which [`is_child`] is true;
-    /// how it ended.
+    /// Runs a test of this module once more, alone in a process of its own, in which [`is_child`]
+    /// is true; returns how it ended.
     fn in_child(test: &str) -> ExitStatus {
         Command::new(std::env::current_exe().unwrap())
             .args(["--exact", &format!("sigbus::tests::{test}")])
@@ -461,8 +466,8 @@ mod tests {
 
     const CHILD: &str = "RINGFENCE_TEST_SIGBUS_CHILD";
 
-    /// Has the kernel refuse this process private mappings of 512 MiB and more, as with
-    /// `vm.overcommit_memory=2` it does all processes, where little is left.
+    /// Makes the kernel refuse this process private mappings of 512 MiB and more, as it does for
+    /// all processes with `vm.overcommit_memory=2` where little memory is left.
     fn refuse_large_private_mappings() {
         let load = |at| libc::sock_filter { code: 0x20, jt: 0, jf: 0, k: at };
         let jump = |code, k, jt, jf| libc::sock_filter { code, jt, jf, k };
@@ -515,7 +520,7 @@ mod tests {
         assert_eq!(bytes[..PAGE_SIZE], [7; PAGE_SIZE]);
         assert_eq!(bus.check(), Err(AccessError::Lost { addr: 0 }));
 
-        // The stand-in has what was touched, and nothing once the mapping is gone.
+        // The stand-in holds only what was touched, and nothing once the mapping is gone.
         let file = super::STAND_IN.load(super::Ordering::Relaxed);
         // SAFETY: it stays open as long as the process lives.
         let blocks = || fs::fstat(unsafe { BorrowedFd::borrow_raw(file) }).unwrap().st_blocks;
@@ -530,7 +535,7 @@ mod tests {
         if is_child() {
             super::install().unwrap();
             let file = unsealed(1);
-            // Mapped, but not watched: what any other library might do.
+            // Mapped, but not watched, as by any other library.
             let map = crate::mapping::Mapping::file(std::os::fd::AsFd::as_fd(&file), 0, PAGE_SIZE)
                 .unwrap();
             fs::ftruncate(&file, 0).unwrap();

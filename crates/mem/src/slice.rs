@@ -1,13 +1,13 @@
 //! Pieces of memory that another process may write at any time: copied from and to, never borrowed.
 //!
-//! A `&[u8]` to such memory would be a lie to the compiler, which may read it twice and take both for
-//! the same. What was copied is settled: bytes that were checked are the bytes that are used
-//! ([`settle`]).
+//! A `&[u8]` to such memory would be undefined behaviour: the compiler may read the memory twice
+//! and assume that both reads agree. A copy is settled: the bytes that were checked are the bytes
+//! that are used ([`settle`]).
 
 use core::{arch::asm, fmt, marker::PhantomData, ptr::NonNull};
 
-/// A piece of shared memory in this process. Its bytes may change at any time under us, so they
-/// are only ever copied, never borrowed.
+/// A piece of shared memory in this process. Another process may change its bytes at any time, so
+/// they are only ever copied, never borrowed.
 #[derive(Clone, Copy)]
 pub struct HostSlice<'m> {
     base: NonNull<u8>,
@@ -88,7 +88,7 @@ impl<'m> HostSlice<'m> {
         len
     }
 
-    /// Writes `byte` all over the piece.
+    /// Writes `byte` to every byte of the piece.
     pub fn fill(&self, byte: u8) {
         // SAFETY: the piece is mapped writable for its whole length (contract of `new`).
         unsafe { self.base.as_ptr().write_bytes(byte, self.len) };
@@ -106,7 +106,7 @@ impl<'m> HostSlice<'m> {
     }
 }
 
-/// Bytes that are borrowed exclusively are as well a piece to copy from and to.
+/// Exclusively borrowed bytes can also serve as a piece to copy from and to.
 impl<'m> From<&'m mut [u8]> for HostSlice<'m> {
     #[inline]
     fn from(bytes: &'m mut [u8]) -> HostSlice<'m> {
@@ -166,7 +166,7 @@ impl<'m> From<HostSlice<'m>> for ReadSlice<'m> {
 impl<'m> From<&'m [u8]> for ReadSlice<'m> {
     #[inline]
     fn from(bytes: &'m [u8]) -> ReadSlice<'m> {
-        // Nothing of a `ReadSlice` writes.
+        // `ReadSlice` has no method that writes.
         ReadSlice(HostSlice {
             base: NonNull::from(bytes).cast(),
             len: bytes.len(),
@@ -175,8 +175,8 @@ impl<'m> From<&'m [u8]> for ReadSlice<'m> {
     }
 }
 
-/// Copies `len` bytes, of which either side may lie in memory that another process writes meanwhile:
-/// each byte of the copy is then an old or a new one, and stays what it is.
+/// Copies `len` bytes, of which either side may lie in memory that another process writes
+/// meanwhile: each byte of the copy is then either old or new, and does not change afterwards.
 ///
 /// # Safety
 /// `from` may be read and `to` be written for `len` bytes, and they do not overlap.
@@ -187,20 +187,20 @@ unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     settle(to);
 }
 
-/// Has the compiler take the bytes at `at` for what lies there, and for nothing that it knows.
+/// Makes the compiler forget what it knows about the bytes at `at`.
 ///
-/// To the compiler a copy is an equation: as nothing seems to change the source, it may read that again
-/// where the copy is read, and what was checked is then not what is used. This is a piece of assembly, of
-/// no instruction, that is given the address of the copy and may, for all that the compiler knows, read
-/// and write whatever it leads to. So the copy must be complete in memory before, and what is read of it
-/// after can only come from there: that it ever equalled the source is no longer known. The same holds for
-/// a copy into shared memory: what is read of the original later is not read from what another process may
-/// have changed.
+/// To the compiler a copy is an equation: as nothing seems to change the source, it may read the
+/// source again where the copy is read, and then the bytes that are used are not those that were
+/// checked. This empty piece of assembly gets the address of the copy and may, as far as the
+/// compiler knows, read and write what it points to. So the copy must be complete in memory before
+/// it, and later reads of the copy can only come from there: the compiler no longer knows that it
+/// ever equalled the source. The same holds for a copy into shared memory: later reads of the
+/// original do not come from memory that another process may have changed.
 ///
 /// Volatile reads would say the same, word by word; this leaves the copy to `memcpy`.
 #[inline(always)]
 fn settle(at: *mut u8) {
-    // SAFETY: it does nothing. It is neither `nomem` nor `readonly`, which is the point.
+    // SAFETY: it does nothing. It is neither `nomem` nor `readonly`, on purpose.
     unsafe { asm!("/* {0} */", in(reg) at, options(nostack, preserves_flags)) };
 }
 
@@ -225,8 +225,8 @@ mod tests {
         assert_eq!(ReadSlice::from(&out[..]).part(7, 9).to_vec(), [0]);
     }
 
-    /// Without [`settle`] an optimised build copies `kept` from the source again, as that is what `copy` was
-    /// copied from, and what was looked at is not what is kept.
+    /// Without [`settle`] an optimised build copies `kept` from the source again, since `copy` was
+    /// copied from there, and the bytes that are kept are not those that were checked.
     #[test]
     fn what_was_checked_is_what_is_used_while_another_writes() {
         #[inline(never)]

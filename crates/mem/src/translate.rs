@@ -15,13 +15,13 @@ fn bit(region: usize) -> u64 {
     1 << region.min(63)
 }
 
-/// A memory, and what was touched of it.
+/// A memory, and which regions of it were touched.
 #[derive(Debug)]
 struct Direct {
     memory: Arc<Memory>,
     /// Since the last `check`.
     touched: Cell<u64>,
-    /// By windows, which are touched without our knowing.
+    /// By windows, whose accesses we do not see.
     held: Cell<u64>,
     /// Where writes are marked.
     log: Option<Arc<DirtyLog>>,
@@ -76,8 +76,8 @@ impl Direct {
 
     fn check(&self, first: impl Fn(usize) -> u64) -> Result<(), AccessError> {
         let touched = self.touched.replace(0) | self.held.get();
-        // Another thread may have met the hole first and put the zeroes there that we read: its
-        // mark, set before, must not be looked for before our own accesses are done.
+        // Another thread may have met the hole first and put the zeroes there that we read. It has
+        // set the mark before that: we must look for the mark only after our own accesses.
         fence(Ordering::Acquire);
         if !sigbus::any_lost() {
             return Ok(());
@@ -95,8 +95,8 @@ macro_rules! direct {
     ($(#[$doc:meta])* $name:ident, $table:ident, $field:ident) => {
         $(#[$doc])*
         ///
-        /// One per worker thread: it may move between threads, but not be shared by them.
-        /// [`check`](Translate::check) tells of a truncated file only where a region was touched
+        /// One per worker thread: it may move between threads, but they cannot share it.
+        /// [`check`](Translate::check) reports a truncated file only where a region was touched
         /// through this value since the last call, or holds a window made by it. (Regions after the
         /// 63rd count as one.) Once a region is known to be lost, every access to it is refused.
         #[derive(Debug)]
@@ -118,8 +118,8 @@ macro_rules! direct {
                 self.0 = Direct { log: self.0.log.take(), ..Direct::new(memory) };
             }
 
-            /// Where the pages that are written are marked from now on (rule D26); `None`: nowhere.
-            /// See [`mark`](Translate::mark).
+            /// Sets the log in which written pages are marked (rule D26); `None`: nowhere. See
+            /// [`mark`](Translate::mark).
             pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
                 self.0.log = log;
             }
@@ -168,8 +168,8 @@ direct! {
     Physical, by_gpa, gpa
 }
 direct! {
-    /// Reaches memory by address of the front end's process: what SET_VRING_ADDR carries where no
-    /// IOMMU is negotiated (rule D2).
+    /// Reaches memory by address of the front end's process: SET_VRING_ADDR carries such addresses
+    /// where no IOMMU is negotiated (rule D2).
     UserAddresses, by_user, user_addr
 }
 
@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(back, [1, 2, 3, 4]);
         let window = bus.window(PAGE - 2, 4, Access::Read).unwrap_err();
         assert_eq!(window, AccessError::Fragmented { addr: PAGE - 2, len: 4 });
-        // The same bytes are elsewhere in the front end's addresses, where the regions do not touch.
+        // The same bytes have other addresses in the front end, where the regions do not touch.
         let user = UserAddresses::new(Arc::clone(bus.memory()));
         user.read(0x8000 + PAGE - 2, &mut back[..2]).unwrap();
         user.read(0, &mut back[2..]).unwrap();
@@ -246,7 +246,7 @@ mod tests {
         )
     }
 
-    /// What one byte's address leads to: the region and the offset in it. Slow and plain.
+    /// The region and the offset that an address leads to. Slow and plain.
     fn oracle(regions: &[Region], addr: u128, start: fn(&Region) -> u64) -> Option<(usize, u64)> {
         regions.iter().enumerate().find_map(|(index, region)| {
             let first = u128::from(start(region));
@@ -272,7 +272,7 @@ mod tests {
         ends(|r| r.gpa) && ends(|r| r.user_addr)
     }
 
-    /// The content of every byte: tells region and offset apart well enough.
+    /// The content of every byte: different enough for every region and offset.
     fn content(region: usize, offset: u64) -> u8 {
         (region as u64 * 61 + offset + offset / 251) as u8
     }

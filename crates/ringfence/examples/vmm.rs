@@ -43,7 +43,7 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     queue.try_set_used_ring_address(GuestAddress(ring + areas.used as u64))?;
     queue.set_ready(true);
     iommu.activate(memory.clone(), vec![(0, queue, kick)], |_queue| { /* its irqfd */ })?;
-    // The guest has a page mapped for endpoint 8, the device of rust-vmm there uses it.
+    // The guest has mapped a page for endpoint 8, and rust-vmm's device there uses it.
     let device = IotlbAddressSpace::new(endpoint, memory.clone()).ok_or("a reader too many")?;
     let range = Range::from_len(Iova(0x10_0000), 0x1000).ok_or("no range")?;
     let domain = driver.domain()?;
@@ -53,5 +53,5 @@ fn main() -> core::result::Result<(), Box<dyn std::error::Error>> {
     device.memory().write_obj(*b"dma", GuestAddress(0x10_0040))?;
     let found: [u8; 3] = memory.memory().read_obj(GuestAddress(0x7040))?;
     println!("written at 0x100040, found at 0x7040: {:?}", std::str::from_utf8(&found)?);
-    Ok(()) // The driver ends before its device, which answers it.
+    Ok(()) // The driver ends before its device, which completes its requests.
 }

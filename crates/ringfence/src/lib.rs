@@ -84,7 +84,7 @@ pub mod viommu {
     };
 }
 
-/// What the kernel has for drivers in user space.
+/// The kernel's interfaces for drivers in user space.
 #[cfg(feature = "vfio")]
 pub mod vfio {
     pub use ringfence_vfio::{Account, DirtyMap, Iommufd, Tuning, Type1, kernel, pin};
@@ -103,7 +103,7 @@ pub mod backend {
     };
 }
 
-/// A virtio-iommu inside a VMM, and what translates behind it.
+/// A virtio-iommu inside a VMM, and the translation behind it.
 #[cfg(feature = "vmm")]
 pub mod vmm {
     pub use ringfence_devices::iommu::{Endpoints, LocalIommu, LocalIommuError, Reach};

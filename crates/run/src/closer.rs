@@ -1,4 +1,4 @@
-//! What takes as long to drop as a peer likes is dropped by a thread of its own.
+//! A thread that drops what a peer can make slow to drop.
 
 use std::{
     collections::VecDeque,
@@ -8,25 +8,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How many things wait to be dropped before nothing more is taken from the peers that they are of. What one
-/// message brings comes on top: 253 descriptors, the most that the kernel passes at a time.
+/// How many things may wait to be dropped before their peers' messages are left unread. One message
+/// more adds up to 253 descriptors, the most that the kernel passes at a time.
 const MOST: usize = 64;
 
-/// How long that is so before it is said.
+/// How long a closer is full before it reports that.
 const LONG: Duration = Duration::from_secs(1);
 
-/// Drops things in the order that they come, for a socket or for a single connection.
+/// Drops things in order of arrival, for a socket or for a single connection.
 ///
-/// The server of a file (of FUSE, of NFS) decides how long closing it takes: the wait can be neither
-/// interrupted nor refused. So it is with a socket that has such files in its queue, and with what is in an
-/// epoll that its owner holds up. A `Closer` begins a thread once there is something to drop and ends it with
-/// the last.
+/// The server of a file (FUSE, NFS) decides how long closing it takes: the wait can be neither
+/// interrupted nor refused. The same holds for a socket with such files in its queue, and for a
+/// file in an epoll that its owner holds up. A `Closer` starts a thread once there is something to
+/// drop and ends it after the last.
 ///
-/// A thing that is never dropped holds up those behind it, and with [64](Self::is_full) of them a
-/// server of vhost-user takes no further request: it waits as long as the peer lets it, or until it is
-/// shut down. Give each socket of a service its own and accept no connection while it is full, since that is
-/// one thing more to close: then this befalls only the front end that did it, and those after it. A process
-/// that ends closes its files too: it is gone, but for its number, when the last is.
+/// A thing that is never dropped holds up those behind it, and with [64](Self::is_full) of these a
+/// vhost-user server takes no further request: it waits until the peer lets go, or until it is shut
+/// down. Give each socket of a service its own `Closer` and accept no connection while it is full,
+/// since a connection is one thing more to close: then only the front end that caused this is
+/// affected, and those after it. A process that ends closes its files too: it becomes a zombie only
+/// once the last is closed.
 #[derive(Clone, Default)]
 pub struct Closer(Arc<Inner>);
 
@@ -41,25 +42,26 @@ struct Waiting {
     things: VecDeque<Box<dyn Send>>,
     /// Whether there is a thread.
     runs: bool,
-    /// Since when it was found full, and whether that was said.
+    /// Since when it has been full, and whether that was reported.
     full: Option<(Instant, bool)>,
 }
 
 impl Closer {
-    /// One that calls `full`, with the number of things that wait, once it has been found
+    /// A closer that calls `full`, with the number of things that wait, once it has been
     /// [full](Self::is_full) for a second.
     pub fn new(full: impl Fn(usize) + Send + Sync + 'static) -> Closer {
         Closer(Arc::new(Inner { full: Some(Box::new(full)), ..Inner::default() }))
     }
 
-    /// Has a thing dropped, now or later.
+    /// Drops a thing on the closer's thread, now or later.
     pub fn close(&self, thing: impl Send + 'static) {
         let mut waiting = self.0.waiting();
         waiting.things.push_back(Box::new(thing));
         self.work(&mut waiting);
     }
 
-    /// Sees that there is a thread if there is something to drop. If none can be had, the next look tries again.
+    /// Starts a thread if there is something to drop and none runs. If that fails, the next call
+    /// tries again.
     fn work(&self, waiting: &mut Waiting) {
         if !waiting.runs && !waiting.things.is_empty() {
             let inner = Arc::clone(&self.0);
@@ -68,15 +70,15 @@ impl Closer {
         }
     }
 
-    /// Whether nothing waits, nor is being dropped.
+    /// Whether nothing waits or is being dropped.
     pub fn is_idle(&self) -> bool {
         let mut waiting = self.0.waiting();
         self.work(&mut waiting);
         !waiting.runs && waiting.things.is_empty()
     }
 
-    /// Whether so much waits that nothing more is to be taken from the peers that it is of. Whoever waits
-    /// for that to change asks now and then.
+    /// Whether so much waits that the peers' messages should be left unread. A caller that waits
+    /// for this to change polls now and then.
     pub fn is_full(&self) -> bool {
         let mut waiting = self.0.waiting();
         self.work(&mut waiting);
@@ -131,7 +133,7 @@ mod tests {
 
     use super::*;
 
-    /// Is dropped once it is let go, and says so.
+    /// Its drop waits until it is let go, and reports then.
     struct Held(Receiver<()>, Sender<usize>, usize);
 
     impl Drop for Held {
@@ -171,7 +173,7 @@ mod tests {
         let numbers: Vec<_> = (0..=MOST + 10).map(|_| dropped.recv().unwrap()).collect();
         assert!(numbers.is_sorted(), "{numbers:?}");
         assert!(!closer.is_full());
-        // Its thread may have ended by now: there is another.
+        // The thread may have ended by now: another is started.
         closer.close(Held(channel().1, said, 0));
         assert_eq!(dropped.recv(), Ok(0));
         while !closer.is_idle() {

@@ -16,7 +16,7 @@ use rustix::{
     io::ReadWriteFlags,
 };
 
-/// A new one: non-blocking, closed on exec.
+/// A new eventfd: non-blocking, closed on exec.
 ///
 /// # Errors
 /// No descriptor is left.
@@ -24,29 +24,29 @@ pub fn new() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-/// Wakes whoever waits for it. A full counter means that they were woken already.
+/// Wakes the threads that wait for it. A full counter means that they were woken already.
 pub fn signal(event: impl AsFd) {
     let _ = rustix::io::write(event, &1u64.to_ne_bytes());
 }
 
-/// Takes what was signalled. Does not block, also where a peer that shares the description has made it
+/// Resets the counter. Does not block, even where a peer that shares the description has made it
 /// blocking and has taken the count first.
 pub fn drain(event: impl AsFd) {
     let mut count = [0; 8];
     let mut into = [IoSliceMut::new(&mut count)];
-    // The offset of what has none.
+    // The offset for files that have none.
     let _ = rustix::io::preadv2(event, &mut into, u64::MAX, ReadWriteFlags::NOWAIT);
 }
 
-/// An event by which other threads of this process wake one that sleeps, and which costs them
-/// nothing while it is awake.
+/// An event by which other threads of this process wake a thread that sleeps, without a system call
+/// while it is awake.
 pub struct Doorbell {
     event: OwnedFd,
     asleep: AtomicBool,
 }
 
 impl Doorbell {
-    /// Of a thread that is awake.
+    /// The doorbell of a thread that is awake.
     ///
     /// # Errors
     /// No descriptor is left.
@@ -54,7 +54,7 @@ impl Doorbell {
         Ok(Doorbell { event: new()?, asleep: AtomicBool::new(false) })
     }
 
-    /// The owner is about to sleep: to be called before it looks for the last time.
+    /// The owner is about to sleep. It calls this before it looks for work one last time.
     pub fn arm(&self) {
         self.asleep.store(true, Ordering::Relaxed);
         // Either the owner sees what is written before `ring`, or `ring` sees that it sleeps.
@@ -66,7 +66,7 @@ impl Doorbell {
         self.asleep.store(false, Ordering::Relaxed);
     }
 
-    /// There is something to look at, written before this call.
+    /// Wakes the owner, if it sleeps, for what was written before this call.
     pub fn ring(&self) {
         if self.is_wanted() {
             signal(&self.event);
@@ -86,12 +86,12 @@ impl AsFd for Doorbell {
     }
 }
 
-/// Doorbells that one thread rings a little late, all at once: who tells of many things one after
-/// the other, each of which wakes somebody for little, wakes him once for all of them.
+/// Doorbells that one thread rings a little late, all at once: a thread that signals many small
+/// things one after the other wakes each owner once for all of them.
 ///
-/// Only what is rung between [`hold`](Self::hold) and [`pass`](Self::pass) is late, and whoever has
-/// called these calls [`release`](Self::release) before it waits for anything. Nobody who is awake is
-/// kept from seeing what there is.
+/// Only what is rung between [`hold`](Self::hold) and [`pass`](Self::pass) is late, and a thread
+/// that has called these calls [`release`](Self::release) before it waits for anything. An owner
+/// that is awake sees everything at once.
 #[derive(Default)]
 pub struct Bells {
     held: Mutex<LateBells>,
@@ -101,7 +101,7 @@ pub struct Bells {
 struct LateBells {
     holds: bool,
     late: Vec<Arc<Doorbell>>,
-    /// When the first of them was rung.
+    /// When the first of `late` was rung.
     since: Option<Instant>,
 }
 
@@ -125,12 +125,12 @@ impl Bells {
         }
     }
 
-    /// From now on bells are late.
+    /// Rings are late from now on.
     pub fn hold(&self) {
         self.held.lock().holds = true;
     }
 
-    /// Bells are rung at once again; those that are late are rung now if they have been so for long.
+    /// Bells ring at once again. Late ones ring now if the first has waited for half a millisecond.
     pub fn pass(&self) {
         self.pass_after(LATE);
     }
@@ -145,7 +145,7 @@ impl Bells {
         }
     }
 
-    /// Rings those that are late.
+    /// Rings the late bells.
     pub fn release(&self) {
         let mut held = self.held.lock();
         held.since = None;
@@ -179,7 +179,7 @@ mod tests {
         bells.ring(&bell);
         assert!(!rung(&bell));
         bells.pass_after(Duration::MAX);
-        // What is rung by others meanwhile is not late.
+        // Another bell that is rung meanwhile is not late.
         let other = Arc::new(Doorbell::new().unwrap());
         other.arm();
         bells.ring(&other);
@@ -188,7 +188,7 @@ mod tests {
         assert!(rung(&bell) && !rung(&other));
         bells.release();
         assert!(!rung(&bell));
-        // Its owner came by itself: it need not be woken.
+        // The owner woke by itself: no ring is needed.
         bells.hold();
         bells.ring(&bell);
         bell.disarm();

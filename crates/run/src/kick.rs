@@ -1,4 +1,4 @@
-//! What a driver wakes its ring's worker with.
+//! The eventfd by which a driver wakes its ring's worker.
 
 use std::{
     cell::Cell,
@@ -9,35 +9,38 @@ use crate::PeerFd;
 
 use crate::event;
 
-/// How often a kick may wake the worker without anything in the ring, beyond what [`MAKES_UP`] for it. A driver kicks
-/// once for something that the worker, still awake, has found by itself, and hardly more often.
+/// How often a kick may wake the worker with nothing in the ring, beyond what chains make up for
+/// ([`MAKES_UP`]). A driver kicks once for a chain that the worker, still awake, has found by
+/// itself, and hardly more often.
 const IN_VAIN: u32 = 64;
 /// How many wake-ups in vain each chain makes up for.
 const MAKES_UP: u32 = 2;
-/// The worker listens again at each multiple of this, ns: until it is woken once, whichever kick does it.
+/// At each multiple of this, in ns, the worker listens to kicks in vain again, until one of them
+/// has woken it.
 const REST_NS: u64 = 4_000_000;
 
-/// The eventfd of one ring. Those who have it write to it as often as they like, or have made it such that it
-/// stays readable (`EFD_SEMAPHORE`). One that wakes the worker again and again though there is nothing in the
-/// ring is listened to once in a while only, until there is: what comes with it is late by 4 ms at most.
+/// The eventfd of one ring. A peer can write to it as often as it likes, or have made it such that
+/// it stays readable (`EFD_SEMAPHORE`). If a kick wakes the worker again and again with nothing in
+/// the ring, the worker listens to it only once in a while until the ring holds something: that is
+/// then late by 4 ms at most.
 pub struct Kick {
     event: PeerFd,
     in_vain: Cell<u32>,
 }
 
-/// What a worker knows of all its kicks: when one of those in vain has woken it last, as a number of times
-/// [`REST_NS`].
+/// A worker's state for all its kicks: when a kick in vain last woke it, in units of [`REST_NS`].
 #[derive(Default)]
 pub(crate) struct Rest(Option<u64>);
 
 impl Rest {
-    /// Until when a worker that begins to sleep now does not listen to kicks in vain, if it should not.
+    /// Until when a worker that goes to sleep now ignores kicks in vain; `None` if it listens to
+    /// them.
     pub(crate) fn until(&self, now_ns: u64) -> Option<u64> {
         let rest = now_ns / REST_NS;
         (self.0 == Some(rest)).then(|| (rest + 1).saturating_mul(REST_NS))
     }
 
-    /// This one has woken a worker that began to sleep at that time.
+    /// `kick` has woken a worker that went to sleep at `slept_ns`.
     pub(crate) fn ends(&mut self, kick: &Kick, slept_ns: u64) {
         event::drain(kick);
         if kick.is_in_vain() {
@@ -48,7 +51,7 @@ impl Rest {
 }
 
 impl Kick {
-    /// There were so many chains in the ring.
+    /// The ring held so many chains.
     #[inline]
     pub fn found(&self, chains: usize) {
         if self.in_vain.get() != 0 {

@@ -1,10 +1,11 @@
 //! Threads that move data: what a device, a driver or a back end in user space runs on.
 //!
-//! - [`worker`]: a thread polls the rings that it is given ([`Unit`](worker::Unit)s) and sleeps when that is right;
-//!   [`Notify`](worker::Notify) says how long it looks before it sleeps.
+//! - [`worker`]: a thread polls the rings that it is given ([`Unit`](worker::Unit)s) and sleeps
+//!   when they are idle; [`Notify`](worker::Notify) sets how long it polls before it sleeps.
 //! - [`event`]: event descriptors of this process.
-//! - [`notifier`]: event descriptors of a peer, signalled so that the peer can hold up nobody.
-//! - [`PeerFd`] and [`Closer`]: what a peer has sent, closed where that holds up nobody.
+//! - [`notifier`]: event descriptors of a peer, signalled such that the peer cannot block the
+//!   caller.
+//! - [`PeerFd`] and [`Closer`]: what a peer has sent, closed on a thread that may block.
 //! - [`slice`](mod@slice): the scheduler's time slice of a thread that others wait for.
 //! - [`restricted`]: io_uring instances that can do only what they are made for.
 

@@ -1,6 +1,7 @@
-//! Descriptors that a peer is notified with. It can make a write to its eventfd block: by taking O_NONBLOCK back, which the
-//! ends share, and filling the counter. The kernel's own way to signal one never blocks, and a full
-//! counter stays full. A process has it by I/O that the kernel completes at once.
+//! Descriptors that notify a peer. The peer can make a write to its eventfd block: it clears
+//! O_NONBLOCK, which both ends share, and fills the counter. The kernel's own way to signal an
+//! eventfd never blocks, and a full counter stays full. A process reaches it by I/O that the kernel
+//! completes at once.
 
 use std::{
     io,
@@ -32,17 +33,17 @@ pub enum NotifierError {
 #[derive(Debug)]
 pub struct Notifier(Way);
 
-/// Rings for notifiers to come.
+/// Rings for future notifiers.
 static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), are_all: false });
 
 struct Spare {
     rings: Vec<IoUring>,
-    /// Whether no more are made than these.
+    /// Whether these are all the rings that will be made.
     are_all: bool,
 }
 
 impl Spare {
-    /// Keeps one that signals nothing any more, for the next notifier.
+    /// Keeps a ring that no longer signals anything, for the next notifier.
     fn keep(&mut self, ring: IoUring) {
         if self.are_all {
             self.rings.push(ring);
@@ -50,8 +51,8 @@ impl Spare {
     }
 }
 
-/// Makes all that `count` notifiers at a time take: for a process that gives the right to make io_urings up. Those that
-/// come on top signal by AIO, at three times the cost.
+/// Makes the rings for `count` notifiers at a time, for a process that then gives up the right to
+/// make io_urings. Further notifiers signal by AIO, at three times the cost.
 ///
 /// # Errors
 /// The kernel has neither io_uring nor AIO for this process.
@@ -94,7 +95,7 @@ fn ring_for(event: RawFd) -> io::Result<IoUring> {
     Ok(ring)
 }
 
-// One a ring, and nearly all of them are of the first kind.
+// One for each virtqueue, and nearly all are of the first kind.
 #[allow(clippy::large_enum_variant)]
 enum Way {
     /// A ring whose completions signal the eventfd.
@@ -146,7 +147,7 @@ impl Notifier {
                     aio.signal(event.as_fd());
                 }
             }
-            // One that is full is as good as a full counter.
+            // A full stream is as good as a full counter.
             Way::Stream(stream) => {
                 let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
                 let _ = rustix::net::send(stream, &1u64.to_ne_bytes(), flags);
@@ -156,11 +157,11 @@ impl Notifier {
 }
 
 impl Drop for Notifier {
-    /// The next notifier has its ring.
+    /// Leaves its ring to the next notifier.
     fn drop(&mut self) {
         let Way::Uring(ring) = &mut self.0 else { return };
         let Some(ring) = ring.get_mut().take() else { return };
-        // It fails where there is none.
+        // Fails if no eventfd is registered.
         let _ = ring.submitter().unregister_eventfd();
         SPARE.lock().keep(ring);
     }
@@ -184,7 +185,7 @@ fn complete_nothing(ring: &mut IoUring) {
 /// The process's context of Linux AIO.
 struct Aio {
     context: Mutex<libc::c_ulong>,
-    /// A file of which nothing is read at once.
+    /// A file from which a read of no bytes completes at once.
     nothing: OwnedFd,
 }
 
@@ -197,7 +198,7 @@ struct AioRing {
     tail: AtomicU32,
 }
 
-/// `struct iocb`, where the order of bytes is the little one.
+/// `struct iocb` on a little-endian machine.
 #[repr(C)]
 #[derive(Default)]
 struct Iocb {
@@ -232,7 +233,7 @@ impl Aio {
         }
         let nothing = rustix::fs::memfd_create("nothing", rustix::fs::MemfdFlags::CLOEXEC)?;
         let mut context: libc::c_ulong = 0;
-        // SAFETY: the kernel writes the context's name into `context`.
+        // SAFETY: the kernel writes the context's ID into `context`.
         let made = unsafe { libc::syscall(libc::SYS_io_setup, 16, &raw mut context) };
         match made {
             0 => Ok(Aio { context: Mutex::new(context), nothing }),
@@ -240,7 +241,7 @@ impl Aio {
         }
     }
 
-    /// Has a read of nothing complete, which signals `event`.
+    /// Completes a read of no bytes, which signals `event`.
     fn signal(&self, event: BorrowedFd<'_>) {
         let mut read = Iocb {
             // IOCB_CMD_PREAD is 0.
@@ -262,10 +263,11 @@ impl Aio {
                 _ => return,
             }
         }
-        // SAFETY: the name of a context is the address of its ring, which the kernel has mapped for this
-        // process as long as there is the context, for ever. Both ends use its places atomically.
+        // SAFETY: the ID of a context is the address of its ring, which the kernel maps into this
+        // process for as long as the context exists: for ever. Both ends access its fields
+        // atomically.
         let ring = unsafe { &*std::ptr::with_exposed_provenance::<AioRing>(*context as usize) };
-        // All that has completed is taken; what it says does not matter.
+        // Takes all completions; their results do not matter.
         ring.head.store(ring.tail.load(Ordering::Acquire), Ordering::Release);
     }
 }
@@ -317,7 +319,7 @@ mod tests {
             fcntl_setfl(&event, OFlags::empty()).unwrap();
             (0..3).for_each(|_| notifier.notify());
             assert_eq!(count(&event), u64::MAX);
-            // Nor does taking what another has taken.
+            // Nor does draining what the other end has drained.
             event::drain(&event);
             notifier.notify();
             assert_eq!(count(&event), 1);

@@ -15,13 +15,14 @@ use rustix::{
 
 use crate::Closer;
 
-/// What `/proc` says where an eventfd comes from; nothing else has that name.
+/// What `/proc` shows for an eventfd, and for nothing else.
 const EVENTFD: &[u8] = b"anon_inode:[eventfd]";
 
-/// A descriptor that a peer has sent, or a socket whose other end a peer has. Closing it may take as long as
-/// the peer likes: the server of a file answers when it likes, a socket has others in its queue, and of what
-/// can be polled the last close waits for each epoll that has it, which the peer can hold up. Dropping this
-/// leaves it to the connection's [`Closer`], but for memory, of which none of that is so.
+/// A descriptor that a peer has sent, or a socket whose other end a peer has. Closing it may take
+/// as long as the peer likes: the server of a file replies when it likes, a socket has other
+/// descriptors in its queue, and the last close of a pollable file waits for each epoll that has
+/// it, which the peer can hold up. Dropping a `PeerFd` leaves closing it to the connection's
+/// [`Closer`], except for memory, to which none of this applies.
 pub struct PeerFd {
     /// `None` only while it is dropped.
     fd: Option<OwnedFd>,
@@ -31,7 +32,7 @@ pub struct PeerFd {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
-    /// Of tmpfs, where memfds are, or hugetlbfs: what the kernel itself serves.
+    /// On tmpfs, where memfds are, or hugetlbfs: the kernel itself serves these.
     Memory,
     Event,
     /// Its queue may hold descriptors of any kind.
@@ -40,7 +41,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// What is asked of the file reaches no server of it.
+    /// None of these calls reaches a file's server.
     fn of(fd: BorrowedFd<'_>) -> Kind {
         // Only memory has seals.
         if fcntl_get_seals(fd).is_ok() {
@@ -58,7 +59,7 @@ impl Kind {
 }
 
 impl PeerFd {
-    /// A descriptor that is closed by `closer`, if closing it may take long.
+    /// A descriptor that `closer` closes, if closing it may take long.
     pub fn new(fd: impl Into<OwnedFd>, closer: &Closer) -> PeerFd {
         let fd = fd.into();
         PeerFd { kind: Kind::of(fd.as_fd()), fd: Some(fd), closer: closer.clone() }
@@ -149,7 +150,7 @@ mod tests {
 
     #[test]
     fn only_what_may_take_long_is_closed_elsewhere() {
-        // A closer that is held up: what is given to it stays open.
+        // A closer that is held up: its descriptors stay open.
         let closer = Closer::default();
         let (hold, held) = std::sync::mpsc::channel::<()>();
         struct Held(std::sync::mpsc::Receiver<()>);
@@ -164,7 +165,7 @@ mod tests {
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let (stream, _) = UnixStream::pair().unwrap();
         let (pipe, _) = rustix::pipe::pipe().unwrap();
-        // Numbers far from those that other tests are given.
+        // Numbers far from those in other tests.
         let apart = |fd: OwnedFd, least: i32| rustix::io::fcntl_dupfd_cloexec(&fd, least).unwrap();
         for (at, (fd, kept)) in
             [(memory, false), (event, true), (stream.into(), true), (pipe, true)]

@@ -8,8 +8,8 @@ use io_uring::{Builder, IoUring, cqueue, register::Restriction, squeue};
 const REGISTER_EVENTFD: u8 = 4;
 const UNREGISTER_EVENTFD: u8 = 5;
 
-/// One of `entries` that carries out `operations` alone, for good, and whose event may be changed. Kernels before 5.10
-/// know no restrictions: there it may do all that io_uring can.
+/// A ring of `entries` that is restricted to `operations` for good, though its event may be
+/// changed. Kernels before 5.10 have no restrictions: there it can do all that io_uring can.
 ///
 /// # Errors
 /// The kernel has no io_uring, or forbids it here.

@@ -1,7 +1,7 @@
 //! The scheduler's time slice of a thread that others wait for.
 
-/// The slice that a thread asks for which does little at a time: the shortest that Linux grants. Many
-/// answers fit it, and a wake-up costs a fiftieth of it.
+/// The slice for a thread that does little at a time: the shortest that Linux grants. Many
+/// completions fit into it, and a wake-up costs a fiftieth of it.
 const SLICE_NS: u64 = 100_000;
 
 /// `struct sched_attr` in its first size (sched_setattr(2)).
@@ -18,19 +18,19 @@ struct Attributes {
     period: u64,
 }
 
-/// Has this thread, and those that it starts, run in short slices instead of the 3 ms or so that are
-/// usual. Its share of a CPU stays the same. What changes is when it gets it: woken, it takes the CPU
-/// from one that has a longer slice at once, where it would otherwise wait for the end of that slice.
+/// Gives this thread, and those that it starts, short slices instead of the usual 3 ms or so. Its
+/// share of a CPU stays the same, but it gets the CPU earlier: once woken, it preempts a thread
+/// with a longer slice at once, instead of waiting for the end of that slice.
 ///
-/// That needs no privilege. It is for threads that answer soon and then sleep. One under a real-time
-/// policy, and any before Linux 6.12, stays as it is; false then.
+/// This needs no privilege. It is for threads that respond quickly and then sleep. Returns false,
+/// and changes nothing, for a thread under a real-time policy and before Linux 6.12.
 pub fn shorten() -> bool {
     set(SLICE_NS)
 }
 
 fn set(slice_ns: u64) -> bool {
     let Some(now) = get() else { return false };
-    // SCHED_OTHER and SCHED_BATCH; what others mean by a run time is a promise.
+    // SCHED_OTHER and SCHED_BATCH only: to SCHED_DEADLINE the run time is a reservation.
     if now.policy != libc::SCHED_OTHER as u32 && now.policy != libc::SCHED_BATCH as u32 {
         return false;
     }

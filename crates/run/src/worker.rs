@@ -1,4 +1,4 @@
-//! The threads that move data: each polls the rings it is given, and sleeps when that is right.
+//! The threads that move data: each polls the rings it is given, and sleeps when they are idle.
 
 use std::{
     any::Any,
@@ -24,35 +24,35 @@ pub use crate::kick::Kick;
 use crate::kick::Rest;
 use crate::{event, slice};
 
-/// Something that a worker polls: the rings of one device, as far as they are this worker's.
+/// What a worker polls: those rings of one device that belong to this worker.
 pub trait Unit: Any {
-    /// Does what there is to do; says whether there was anything.
+    /// Does the pending work; returns whether there was any.
     fn poll(&mut self, now_ns: u64) -> bool;
     /// A quiet point: nothing translated before is in use any more.
     fn quiet(&mut self) {}
-    /// When there will be something to do even if nobody notifies, by the monotonic clock.
+    /// When work is due even without a notification, by the monotonic clock.
     fn next_due(&self) -> Option<u64> {
         None
     }
-    /// Asks for notifications before a sleep; true if there is something to do already.
+    /// Enables notifications before a sleep; returns true if there is work already.
     fn arm(&mut self) -> bool;
-    /// Asks for no notifications while awake.
+    /// Disables notifications while awake.
     fn disarm(&mut self);
-    /// What wakes this unit, of this process.
+    /// The events of this process that wake this unit.
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>);
-    /// What its drivers wake it with.
+    /// The kicks by which its drivers wake it.
     fn kicks<'a>(&'a self, _: &mut Vec<&'a Kick>) {}
-    /// The worker sleeps: nobody need wait for it.
+    /// The worker sleeps: no grace period need wait for it.
     fn offline(&mut self) {}
     /// The worker is back.
     fn online(&mut self) {}
-    /// Whether it waits for what another thread of this process brings, such as a translation: the
-    /// worker then offers its CPU, which that thread may need, at once.
+    /// Whether it waits for another thread of this process, for a translation say: the worker then
+    /// yields its CPU at once, since that thread may need it.
     fn waits(&self) -> bool {
         false
     }
-    /// Whether somebody waits for a quiet point of this worker: it then polls this unit again at
-    /// once.
+    /// Whether something waits for a quiet point of this worker: the worker then passes one and
+    /// polls this unit again at once.
     fn wants_quiet(&self) -> bool {
         false
     }
@@ -167,8 +167,9 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
     // SAFETY: `prctl` with this option reads two numbers and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
     slice::shorten();
-    // Who serves several front ends may be the last to let go of the memory of one: a ring that has failed
-    // or waits for a translation, and I/O that the kernel still has, keep it as long as they need it.
+    // A worker that serves several front ends may drop the last reference to the memory of one: a
+    // ring that has failed or waits for a translation, and I/O in the kernel, keep it as long as
+    // they need it.
     ringfence_mem::unmap_elsewhere();
     #[cfg(feature = "sandbox")]
     ringfence_sandbox::confine(ringfence_sandbox::Role::Worker);
@@ -180,8 +181,8 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
             if bell.stop.load(Ordering::Acquire) {
                 return;
             }
-            // What is there now, and no more: who calls again and again does not hold up the rings,
-            // and between a call and the next the rings are looked at.
+            // Only the mail that is there now: a caller that calls again and again does not hold up
+            // the rings, which are polled between one call and the next.
             mail.try_iter().collect::<Vec<_>>().into_iter().for_each(|job| job(&mut work));
             wait.restart();
         }
@@ -194,7 +195,8 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
             busy |= unit.poll(now);
         }
         if work.units.values().any(|unit| unit.wants_quiet()) {
-            // Somebody waits for this worker's own quiet point, perhaps across a ring: pass it now.
+            // Something waits for this worker's own quiet point, perhaps across a ring: pass it
+            // now.
             for unit in work.units.values_mut() {
                 unit.quiet();
             }
@@ -210,7 +212,7 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
             continue;
         }
         sleep(&mut work, bell, now);
-        // Who is woken and finds nothing sleeps again at once, unless more answers are on their way.
+        // A worker that wakes and finds nothing sleeps again at once, unless a unit still waits.
         if work.units.values().any(|unit| unit.waits()) {
             wait.restart();
         }
@@ -247,7 +249,7 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
                     tv_nsec: (left % 1_000_000_000) as i64,
                 }
             });
-            // An interruption is a wake-up like any other: everything is looked at anyway.
+            // EINTR is a wake-up like any other: every unit is polled anyway.
             let _ = poll(&mut fds, timeout.as_ref());
             let is_readable = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
             let (own, theirs) = fds.split_at(wakers.len());
@@ -353,7 +355,7 @@ mod tests {
         }
     }
 
-    /// How often a worker sleeps that has spun for as long as it spins, with something due `left_ns`
+    /// How often a worker sleeps once its spinning time is over, with something due `left_ns`
     /// later; counted after it has looked a few times.
     fn sleeps_before(notify: Notify, left_ns: u64) -> u64 {
         let clock = Arc::new(ManualClock::new(1));
@@ -370,7 +372,7 @@ mod tests {
         };
         // It has begun to spin.
         looks(2);
-        // In steps that are no time that is missing.
+        // In steps too short to count as time that the thread did not run.
         for _ in 0..spin_ns / 10_000 {
             clock.advance(10_000);
             looks(2);

@@ -1,5 +1,5 @@
-//! A device of rust-vmm behind an IOMMU: virtio-queue over an IOTLB whose front end is asked for
-//! every translation. `cargo run --package ringfence-rust-vmm --example device`
+//! A device of rust-vmm behind an IOMMU: virtio-queue over an IOTLB whose front end supplies each
+//! translation on a miss. `cargo run --package ringfence-rust-vmm --example device`
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
 use ringfence_rust_vmm::{FailureScope, IotlbAddressSpace};
@@ -7,7 +7,7 @@ use std::{error::Error, io::Read, ops::Deref, sync::Arc, sync::mpsc, thread};
 use virtio_queue::{Queue, QueueT, desc::split::Descriptor};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryMmap};
 
-/// The driver's address 0 is here in the guest's memory.
+/// The guest-physical address of the driver's address 0.
 const BASE: u64 = 0x10_0000;
 
 struct FrontEnd(mpsc::Sender<Miss>);
@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             table.update(page, GuestPhys(BASE + page.first().0), Prot::RW).expect("room");
         }
     });
-    // The device, as it would be written over plain memory.
+    // The device, as it would be written for plain memory.
     let endpoint = Endpoint::new(1, shootdown, Binding::Iotlb(iotlb));
     let space = IotlbAddressSpace::with_scope(endpoint, Arc::clone(&memory), FailureScope::Guard)
         .ok_or("a reader too many")?;

@@ -15,19 +15,19 @@ use ringfence_iotlb::{
 
 use crate::{error::into_iommu_error, memory::prot_of};
 
-/// An [`Iommu`] over an endpoint's translations, **which is not strict**: slices of memory that
-/// `IommuMemory` hands out are kept in use only as long as the iterator that they come from, so that an
-/// invalidation may be over while a device still has them (rule D15). An
-/// [`IotlbAddressSpace`](super::IotlbAddressSpace) keeps them by leases; this is for code that cannot
-/// be given one.
+/// An [`Iommu`] over an endpoint's translations, **which is not strict**: slices of memory from
+/// `IommuMemory` are kept in use only as long as the iterator that they come from, so that an
+/// invalidation may complete while a device still has them (rule D15). An
+/// [`IotlbAddressSpace`](super::IotlbAddressSpace) keeps them in use through leases; this is for
+/// code that cannot use one.
 ///
-/// rust-vmm's trait wants its own [`Iotlb`], so each access gets one, filled with as much of ours as
-/// it needs: an allocation and a tree of ranges for what an
-/// [`IotlbAddressSpace`](super::IotlbAddressSpace) does with neither. It waits for what is missing, as
-/// that does, and stops after a failure in the same way: until [`recover`](Self::recover).
+/// rust-vmm's trait needs its own [`Iotlb`], so each access gets one, filled with as much of ours
+/// as it needs: an allocation and a tree of ranges, where an
+/// [`IotlbAddressSpace`](super::IotlbAddressSpace) needs neither. An access waits for missing
+/// translations as there, and a failure stops it in the same way: until [`recover`](Self::recover).
 ///
-/// Nor is there a guard whose failure is that of one request, and a range that ends at 2^64 is
-/// refused, as `Iotlb` has no words for it.
+/// Nor is there a guard that limits a failure to one request, and a range that ends at 2^64 is
+/// refused, as `Iotlb` cannot express it.
 pub struct UnleasedIommu {
     source: Arc<Guards>,
 }
@@ -39,7 +39,7 @@ impl UnleasedIommu {
         Some(UnleasedIommu { source: Guards::new(endpoint, FailureScope::Space)? })
     }
 
-    /// What it has counted.
+    /// Its counters.
     pub fn counters(&self) -> &Arc<GuardCounters> {
         self.source.counters()
     }
@@ -49,7 +49,7 @@ impl UnleasedIommu {
         self.source.failure()
     }
 
-    /// Goes on after a failure, which is returned.
+    /// Resumes after a failure, which it returns.
     pub fn recover(&self) -> Option<Failure> {
         self.source.recover()
     }
@@ -80,7 +80,7 @@ impl Iommu for UnleasedIommu {
     ) -> Result<IotlbIterator<FilledIotlb>, Error> {
         let refused = |failure: Failure| into_iommu_error(failure, iova.0, length);
         let held = Guard::new(&self.source, Box::new(|_, _| true));
-        // `Iotlb` counts from the address to the one behind the last.
+        // `Iotlb` needs the address behind the last one.
         if iova.0.checked_add(length as u64).is_none() {
             let failure = Failure::Overflow { addr: iova.0, count: length };
             return Err(refused(held.fail(failure, Prot::empty())));
@@ -98,7 +98,7 @@ impl Iommu for UnleasedIommu {
         }
         let filled = FilledIotlb { iotlb, _held: held };
         Iotlb::lookup(filled, iova, length, access).map_err(|IotlbFails { .. }| {
-            // Not met: it was filled with all of the range.
+            // Unreachable: it was filled with all of the range.
             refused(Failure::Refused { addr: iova.0 })
         })
     }

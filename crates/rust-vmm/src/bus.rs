@@ -1,6 +1,6 @@
-//! The memory of a VMM that is built on rust-vmm, reached as everything here is.
+//! The memory of a VMM that is built on rust-vmm, as a bus for our rings and devices.
 //!
-//! The other way round, an IOTLB as rust-vmm's memory, is [`IotlbMemory`](crate::IotlbMemory).
+//! The reverse, an IOTLB as rust-vmm's memory, is [`IotlbMemory`](crate::IotlbMemory).
 
 use std::{any::Any, ops::Deref, ptr::NonNull, sync::Arc};
 
@@ -14,11 +14,11 @@ use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 /// Guest-physical memory of rust-vmm: addresses need no translation.
 ///
 /// `T` holds a memory map: an `Arc<GuestMemoryMmap>`, or what a
-/// [`GuestAddressSpace`](vm_memory::GuestAddressSpace) gives. Whatever happens to the VMM's own map, the
-/// regions of this one stay mapped as long as the bus, or a [`Window`] made by it, lives. What is
-/// written is marked in the regions' bitmaps.
+/// [`GuestAddressSpace`](vm_memory::GuestAddressSpace) returns. Whatever happens to the VMM's own
+/// map, the regions of this one stay mapped as long as the bus, or a [`Window`] made by it, lives.
+/// Writes are marked in the regions' bitmaps.
 ///
-/// A file behind a region must not shrink: rust-vmm maps its own memory, and has no answer to that.
+/// A file behind a region must not shrink: rust-vmm maps its own memory, and does not handle that.
 pub struct GuestBus<T> {
     map: Arc<Map<T>>,
 }
@@ -27,7 +27,7 @@ pub struct GuestBus<T> {
 struct Map<T> {
     /// In ascending order of addresses.
     regions: Box<[Region]>,
-    /// Goes after the guards of its regions.
+    /// Dropped after the guards of its regions.
     memory: T,
 }
 
@@ -37,7 +37,7 @@ struct Region {
     base: NonNull<u8>,
     /// Its place in the memory map.
     index: usize,
-    /// Holds the bytes, where mapping them is a matter of holding this.
+    /// Keeps the bytes mapped, where that takes a guard.
     _guard: PtrGuardMut,
 }
 
@@ -51,7 +51,7 @@ impl<T> GuestBus<T>
 where
     T: Deref<Target: GuestMemoryBackend> + Send + Sync + 'static,
 {
-    /// Reaches `memory`.
+    /// A bus over `memory`.
     ///
     /// # Errors
     /// A region has no address in this process.
@@ -70,18 +70,19 @@ where
         Ok(GuestBus { map: Arc::new(Map { regions: regions.into(), memory }) })
     }
 
-    /// The memory that it reaches.
+    /// The memory behind it.
     pub fn memory(&self) -> &T {
         &self.map.memory
     }
 
-    /// The first and the last guest-physical address of each region, and where it lies in this process.
+    /// The first and the last guest-physical address of each region, and its address in this
+    /// process.
     pub fn regions(&self) -> impl ExactSizeIterator<Item = (u64, u64, NonNull<u8>)> + '_ {
         self.map.regions.iter().map(|region| (region.first, region.last, region.base))
     }
 
-    /// Marks guest-physical addresses as written, for who wrote them through a [`Window`]. What lies
-    /// outside of memory is left out.
+    /// Marks guest-physical addresses as written, for writes through a [`Window`]. Addresses
+    /// outside of memory are ignored.
     pub fn mark_range(&self, addr: u64, len: u64) {
         let _ = self.walk(addr, len, Access::Write, |region, offset, len| {
             self.mark_in(region, offset, len);
@@ -112,8 +113,8 @@ where
             let region = regions.get(next).filter(|region| region.first <= at);
             let region = region.ok_or(AccessError::OutsideMemory { addr: at, access })?;
             let end = region.last.min(last);
-            // Both are less than the region's length, which is a `usize`; not so their sum with 1 of
-            // the largest of all regions, which no process can hold.
+            // Both are less than the region's length, which is a `usize`; their sum with 1
+            // overflows only for a region of the whole address space, which no process can hold.
             each(region, (at - region.first) as usize, (end - at) as usize + 1);
             if end == last {
                 return Ok(());
@@ -126,9 +127,9 @@ where
 
 /// A piece of a region.
 fn piece(region: &Region, offset: usize, len: usize) -> HostSlice<'_> {
-    // SAFETY: `walk` found the bytes in the region, whose slice said that they are mapped, for as long
-    // as the map that holds `region` lives. Nobody makes references to guest memory: rust-vmm has the
-    // same rule.
+    // SAFETY: `walk` found the bytes in the region, which the region's slice reported as mapped,
+    // for as long as the map that holds `region` lives. No code makes references to guest memory:
+    // rust-vmm has the same rule.
     unsafe { HostSlice::new(region.base.add(offset), len) }
 }
 
@@ -146,17 +147,17 @@ where
 
     fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
         let bytes = usize::try_from(len).map_err(|_| AccessError::Overflow { addr, len })?;
-        // An empty window still needs an address that leads somewhere.
+        // An empty window still needs a valid address.
         let some = len.max(1);
         let Some(found) = self.piece(addr, some, access) else {
-            // It leads out of memory, or into several regions.
+            // It lies outside of memory, or in several regions.
             self.walk(addr, some, access, |_, _, _| ())?;
             return Err(AccessError::Fragmented { addr, len });
         };
         let base = NonNull::new(found.as_ptr()).expect("a slice has an address");
         let keep: Arc<dyn Any + Send + Sync> = Arc::clone(&self.map) as _;
-        // SAFETY: the bytes, of which one region has them all, stay mapped while `keep` lives, and
-        // nobody makes references to them.
+        // SAFETY: the bytes, all of them in one region, stay mapped while `keep` lives, and no code
+        // makes references to them.
         Ok(unsafe { Window::new(base, bytes, keep) })
     }
 

@@ -1,4 +1,4 @@
-//! How rust-vmm hears of a failure.
+//! Failures as rust-vmm's errors.
 
 use ringfence_iotlb::guard::Failure;
 use vm_memory::{
@@ -6,7 +6,7 @@ use vm_memory::{
     iommu::{Error, IovaRange},
 };
 
-/// Of the `count` bytes at `addr`.
+/// The error of an access to the `count` bytes at `addr`.
 pub(crate) fn into_iommu_error(failure: Failure, addr: u64, count: usize) -> Error {
     let iova_range = IovaRange { base: GuestAddress(addr), length: count };
     Error::CannotResolve { iova_range, reason: failure.to_string() }

@@ -25,17 +25,17 @@ use crate::GuestBus;
 /// A virtio-iommu in front of the VMM's memory `A`, such as `GuestMemoryAtomic<GuestMemoryMmap>`, whose
 /// map may change at any time.
 ///
-/// It is started and stopped with the queues and event descriptors of rust-vmm; for all else it is a
-/// [`LocalIommu`]. Devices behind it translate as rust-vmm's memory, with an
-/// [`IotlbAddressSpace`](crate::IotlbAddressSpace); those handed through by VFIO have a
-/// [`Mirror`](ringfence_virtio_iommu::device::Mirror) of [`host_regions`].
+/// It is started and stopped with the queues and event descriptors of rust-vmm; otherwise it is a
+/// [`LocalIommu`]. Devices behind it translate through an
+/// [`IotlbAddressSpace`](crate::IotlbAddressSpace), as rust-vmm's memory; devices passed through
+/// with VFIO have a [`Mirror`](ringfence_virtio_iommu::device::Mirror) of [`host_regions`].
 pub struct VmmIommu<A: GuestAddressSpace> {
     local: LocalIommu<VmmMemory<A>>,
     /// The queues that run, by index.
     running: Mutex<Vec<(usize, Queue)>>,
 }
 
-/// Why a device in a VMM does not do what it is asked for.
+/// Why an operation on a VMM's device failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VmmIommuError {
@@ -45,7 +45,7 @@ pub enum VmmIommuError {
     /// A region of the guest's memory has no address in this process.
     #[error("the guest's memory: {0}")]
     Memory(#[from] GuestMemoryError),
-    /// As the device itself says.
+    /// The device's own error.
     #[error(transparent)]
     Iommu(#[from] LocalIommuError),
 }
@@ -72,13 +72,14 @@ where
         Ok(VmmIommu { local, running: Mutex::default() })
     }
 
-    /// Serves the queues from now on: each with its index and the descriptor of its kicks. `interrupt`
-    /// is called with the index of a queue when the driver is to look at it, from the device's thread.
+    /// Serves the queues from now on: each with its index and the descriptor of its kicks. The
+    /// device's thread calls `interrupt` with the index of a queue to interrupt the driver.
     ///
-    /// What the device holds stays: after [`stop`](Self::stop), or a restore, it goes on where it was.
+    /// The device keeps its state: after [`stop`](Self::stop), or a restore, it goes on where it
+    /// was.
     ///
     /// # Errors
-    /// It does not run, and the queues are gone; see [`VmmIommuError`].
+    /// It is not started, and the queues are lost; see [`VmmIommuError`].
     pub fn activate(
         &self,
         memory: A,
@@ -100,7 +101,7 @@ where
                 packed: false,
                 base: queue.next_avail().into(),
             };
-            // SAFETY: the descriptor was the `EventFd`'s own, which is no more.
+            // SAFETY: the `EventFd` owned the descriptor, and gave it up.
             let kick = unsafe { OwnedFd::from_raw_fd(kick.into_raw_fd()) };
             rings.push((index, config, kick));
             started.push((index, queue));
@@ -111,12 +112,13 @@ where
         Ok(())
     }
 
-    /// Stops to serve the queues, once what was carried out is answered, and gives them back with
-    /// their indices: for a pause, or to move the guest. What the device holds stays. Without queues
-    /// it was not active.
+    /// Stops serving the queues, once the requests that were carried out are completed, and returns
+    /// them with their indices: for a pause, or to migrate the guest. The device keeps its state.
+    /// Without queues it was not active.
     ///
     /// # Errors
-    /// [`LocalIommuError::Stuck`]: it is stopped, but answers that waited for an invalidation are lost.
+    /// [`LocalIommuError::Stuck`]: it is stopped, but completions that waited for an invalidation
+    /// are lost.
     pub fn stop(&self) -> Result<Vec<(usize, Queue)>, VmmIommuError> {
         let mut running = self.running.lock();
         let stopped = match self.local.stop() {
@@ -127,7 +129,7 @@ where
         for (index, next) in stopped? {
             for (_, queue) in queues.iter_mut().filter(|(other, _)| *other == index) {
                 queue.set_next_avail(next as u16);
-                // Whatever was taken is given back.
+                // All taken chains were given back.
                 queue.set_next_used(next as u16);
             }
         }
@@ -137,7 +139,8 @@ where
     /// As [`LocalIommu::reset`].
     ///
     /// # Errors
-    /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: something may be reached still.
+    /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: some memory may still be
+    /// reachable.
     pub fn reset(&self) -> Result<(), VmmIommuError> {
         let mut running = self.running.lock();
         let reset = self.local.reset();
@@ -148,15 +151,15 @@ where
         Ok(reset?)
     }
 
-    /// The device itself, for all that has nothing to do with queues: endpoints that come and go, features and
-    /// configuration, what it has counted. It is started, stopped and reset here and not there.
+    /// The device itself, for everything except queues: endpoints that come and go, features and
+    /// configuration, its counters. Start, stop and reset it here, not there.
     pub fn local(&self) -> &LocalIommu<VmmMemory<A>> {
         &self.local
     }
 }
 
-/// Where the guest's memory lies in this process: for the
-/// [`Mirror`](ringfence_virtio_iommu::device::Mirror) of a device that is handed through.
+/// The addresses of the guest's memory in this process: for the
+/// [`Mirror`](ringfence_virtio_iommu::device::Mirror) of a device that is passed through.
 ///
 /// # Errors
 /// A region has no address in this process.
@@ -209,7 +212,7 @@ where
     #[inline]
     fn refresh(&mut self) -> bool {
         let now = self.space.memory();
-        // The old one is held: no other can have its address.
+        // The old map is held, so that no other can have its address.
         if std::ptr::eq::<A::M>(&*now, &**self.bus.memory()) {
             return false;
         }

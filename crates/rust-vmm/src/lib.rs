@@ -1,4 +1,4 @@
-//! What rust-vmm's VMMs and devices need of Ringfence: the only crate that names their types.
+//! Ringfence for rust-vmm's VMMs and devices: the only crate that names their types.
 //!
 //! ```
 //! use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
@@ -22,31 +22,31 @@
 //! ```
 //!
 //! * A device of rust-vmm behind an IOMMU, unchanged: [`IotlbAddressSpace`], which is a
-//!   [`GuestAddressSpace`](vm_memory::GuestAddressSpace); [`shared_regions`] makes the memory behind it
-//!   of what a vhost-user front end shared. For code that is written for `IommuMemory` there is an
-//!   [`UnleasedIommu`], which is not strict.
+//!   [`GuestAddressSpace`](vm_memory::GuestAddressSpace); [`shared_regions`] makes the memory
+//!   behind it from what a vhost-user front end shared. For code that is written for `IommuMemory`
+//!   there is an [`UnleasedIommu`], which is not strict.
 //! * Our rings and devices over a VMM's memory: [`GuestBus`].
 //! * A virtio-iommu in a VMM (feature `iommu`, on by default): [`VmmIommu`].
 //!
 //! # A device behind an IOMMU
-//! It takes its memory from the address space for each piece of work. The [`IotlbMemory`] that it gets
-//! translates IOVAs as a [`Guard`](ringfence_iotlb::guard::Guard): an access that meets a missing translation
-//! asks for it and waits, and what was handed out stays in use for as long as the memory, or a clone of
-//! it, lives. Slices come from the regions behind it and mark what is written in their bitmaps, by
+//! It takes its memory from the address space for each piece of work. The [`IotlbMemory`] that it
+//! gets translates IOVAs as a [`Guard`](ringfence_iotlb::guard::Guard): an access that misses sends
+//! the miss and waits, and memory that was handed out stays in use for as long as the memory, or a
+//! clone of it, lives. Slices come from the regions behind it and mark writes in their bitmaps, by
 //! guest-physical address.
 //!
 //! # An error is not an end
 //! `virtio-queue`'s iterator over a chain ends where the next descriptor cannot be read, as if the
-//! chain ended there: the device would serve a shorter request than was made. So whatever follows
-//! a translation that failed fails as well, and such a request cannot be published:
+//! chain ended there: the device would serve a shorter request than was made. So after a failed
+//! translation everything else fails as well, and such a request cannot be published:
 //!
-//! * by default ([`FailureScope::Space`]) no guard of the
-//!   address space works until the device, or a reset of it, calls [`IotlbAddressSpace::recover`]: right for
-//!   a device that was written without an IOMMU in mind;
-//! * with [`FailureScope::Guard`] only the guard that it
-//!   happened to. The device takes a guard for each request, walks the chain, reads, writes *and publishes*
-//!   through it, and asks [`IotlbMemory::check`] where it would have to distinguish an error from an end. If
-//!   it failed, it answers the request with an error through a new guard.
+//! * by default ([`FailureScope::Space`]) no guard of the address space works until the device, or
+//!   a reset of it, calls [`IotlbAddressSpace::recover`]: right for a device that was written
+//!   without an IOMMU in mind;
+//! * with [`FailureScope::Guard`] only the guard in which the failure happened. The device takes a
+//!   guard for each request, walks the chain, reads, writes *and publishes* through it, and calls
+//!   [`IotlbMemory::check`] where it would have to distinguish an error from an end. If it failed,
+//!   it completes the request with an error through a new guard.
 #![deny(unsafe_code)]
 
 mod adapter;

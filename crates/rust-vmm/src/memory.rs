@@ -17,11 +17,11 @@ use crate::error::into_error;
 /// Guest memory as a device behind an IOMMU sees it: addresses are IOVAs. See the
 /// [module](super) for how a device uses it.
 ///
-/// An access that meets a missing translation asks for it and waits, for as long as
-/// [`IotlbConfig::patience`](ringfence_iotlb::IotlbConfig::patience). All of an access is translated before any
-/// of it is handed out. Once one failed, every later one fails.
+/// An access that meets a missing translation sends a miss and waits, at most for
+/// [`IotlbConfig::patience`](ringfence_iotlb::IotlbConfig::patience). All of an access is
+/// translated before any of it is handed out. Once one failed, every later one fails.
 pub struct IotlbMemory<A: GuestAddressSpace> {
-    /// Before `memory`: it is dropped first.
+    /// Declared before `memory`, to be dropped first.
     held: Guard,
     memory: A::T,
 }
@@ -34,20 +34,20 @@ where
         IotlbMemory { held, memory }
     }
 
-    /// Whether every access so far was translated. To be asked before what came of them is made
-    /// known, by a device that may have overlooked an error: a chain that ended early, say.
+    /// Whether every access so far was translated. A device that may have overlooked an error, such
+    /// as a chain that ended early, checks this before it publishes the results.
     ///
     /// # Errors
-    /// Why not.
+    /// The failure.
     pub fn check(&self) -> Result<(), Failure> {
         self.held.check()
     }
 
-    /// Translates all of `parts`, before the first of them is used: what is missing is asked for in
-    /// one go, and waited for once. A device that has read a chain calls it with its buffers.
+    /// Translates all of `parts`, before the first of them is used: sends all misses at once, and
+    /// waits once. A device that has read a chain calls it with its buffers.
     ///
     /// # Errors
-    /// One of them could not be had; every later access fails.
+    /// One of them could not be translated; every later access fails.
     pub fn prefetch(
         &self,
         parts: impl IntoIterator<Item = (GuestAddress, usize, Permissions)>,
@@ -57,9 +57,9 @@ where
         self.held.prefetch(&parts)
     }
 
-    /// From here on what was handed out stays in use until the guard is dropped, even while this
-    /// thread waits: for asynchronous I/O that goes on meanwhile. In return an access that would have
-    /// to wait fails.
+    /// From here on memory that was handed out stays in use until the guard is dropped, even while
+    /// this thread waits: for asynchronous I/O that goes on meanwhile. In return an access that
+    /// would have to wait fails.
     pub fn hold(&self) {
         self.held.hold();
     }
@@ -77,7 +77,7 @@ where
     type PhysicalMemory = A::M;
     type Bitmap = <<A::M as GuestMemoryBackend>::R as GuestMemoryRegion>::B;
 
-    /// Waits as an access does. That it is not so fails no later access.
+    /// Waits as an access does. A negative result fails no later access.
     fn check_range(&self, addr: GuestAddress, count: usize, access: Permissions) -> bool {
         let mut there = true;
         let found = self.held.probe(addr.0, count, prot_of(access), |target, extent| {
@@ -121,7 +121,7 @@ where
         Ok(slices)
     }
 
-    /// None: nobody goes round the translation.
+    /// None: no access bypasses the translation.
     fn physical_memory(&self) -> Option<&Self::PhysicalMemory> {
         None
     }

@@ -33,14 +33,14 @@ pub fn shared_regions<B: NewBitmap>(
 }
 
 impl<B> SharedRegion<B> {
-    /// The memory that it is a region of.
+    /// The memory that it belongs to.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
     fn host(&self, offset: MemoryRegionAddress, count: usize) -> Option<*mut u8> {
         let last = offset.0.checked_add(count as u64)?;
-        // One past the end is an address too, of nothing.
+        // One past the end is an address too, with no bytes.
         let base = self.memory.find_gpa(self.region.gpa).filter(|_| last <= self.region.size)?;
         Some(base.slice.as_ptr().wrapping_add(offset.0 as usize))
     }
@@ -73,7 +73,7 @@ impl<B: Bitmap> GuestMemoryRegion for SharedRegion<B> {
         let host = self.host(offset, count).ok_or(GuestMemoryError::InvalidBackendAddress)?;
         let bitmap = self.bitmap.slice_at(offset.0 as usize);
         // SAFETY: `host` found that the bytes lie in the region, which is mapped for as long as
-        // `self.memory` lives; everybody reaches them by volatile or atomic accesses.
+        // `self.memory` lives; all code accesses them by volatile or atomic operations.
         Ok(unsafe { VolatileSlice::with_bitmap(host, count, bitmap, None) })
     }
 }

@@ -1,4 +1,4 @@
-//! What a device keeps instead of its memory, and takes guards of.
+//! A device's address space, which replaces its memory and hands out guards.
 
 use std::{fmt, rc::Rc, sync::Arc};
 
@@ -11,13 +11,12 @@ use ringfence_iotlb::{
 
 use crate::IotlbMemory;
 
-/// An address space behind an IOMMU: what a rust-vmm device is given in place of its guest memory.
-/// `A` is the guest-physical memory behind it, such as `Arc<GuestMemoryMmap>`, or a
-/// `GuestMemoryAtomic` where regions come and go.
+/// An address space behind an IOMMU: a rust-vmm device gets it in place of its guest memory. `A` is
+/// the guest-physical memory behind it, such as `Arc<GuestMemoryMmap>`, or a `GuestMemoryAtomic`
+/// where regions come and go.
 ///
-/// Clones share what looks translations up, with a lock around it, and
-/// [stop](FailureScope::Space) together. A device with a thread for each queue makes
-/// [another](Self::another) for each.
+/// Clones share one translation lookup, with a lock around it, and [stop](FailureScope::Space)
+/// together. A device with a thread for each queue makes [another](Self::another) for each.
 #[derive(Clone)]
 pub struct IotlbAddressSpace<A> {
     source: Arc<Guards>,
@@ -29,12 +28,12 @@ where
     A: GuestAddressSpace<M: GuestMemoryBackend> + 'static,
 {
     /// `memory` as `endpoint` sees it; `None` if the process's shootdown has no place for another
-    /// reader. A translation that fails stops all of it ([`FailureScope::Space`]).
+    /// reader. A failed translation stops the whole address space ([`FailureScope::Space`]).
     pub fn new(endpoint: Arc<Endpoint>, memory: A) -> Option<IotlbAddressSpace<A>> {
         IotlbAddressSpace::with_scope(endpoint, memory, FailureScope::Space)
     }
 
-    /// As [`new`](Self::new), for a device that knows what `scope` asks of it.
+    /// As [`new`](Self::new), for a device that meets the requirements of `scope`.
     pub fn with_scope(
         endpoint: Arc<Endpoint>,
         memory: A,
@@ -50,7 +49,7 @@ where
         IotlbAddressSpace::with_scope(endpoint, memory.clone(), source.scope())
     }
 
-    /// What it has counted.
+    /// Its counters.
     pub fn counters(&self) -> &Arc<GuardCounters> {
         self.source.counters()
     }
@@ -60,8 +59,8 @@ where
         self.source.failure()
     }
 
-    /// Goes on after a failure, which is returned: the device has done with the request that met it,
-    /// or was reset. Guards that failed themselves stay so.
+    /// Resumes after a failure, which it returns: the device is done with the request that met it,
+    /// or was reset. Guards that failed themselves stay failed.
     pub fn recover(&self) -> Option<Failure> {
         self.source.recover()
     }
@@ -80,7 +79,7 @@ where
         let (space, then) = (self.memory.clone(), memory.clone());
         let same_place = Box::new(move |target, extent: u64| {
             let host = |memory: &A::M| -> Vec<_> {
-                // Of what no slice can be had there is nothing to compare.
+                // Memory without a slice cannot be compared.
                 let count = (extent as usize).saturating_add(1);
                 GuestMemoryBackend::get_slices(memory, GuestAddress(target), count)
                     .map(|slice| slice.ok().map(|slice| (slice.ptr_guard().as_ptr(), slice.len())))

@@ -1,4 +1,4 @@
-//! A process that opens what it needs, gives up the rest, and goes on with threads of every role.
+//! A process that opens what it needs, gives up the rest, and continues with threads of every role.
 
 use std::{error::Error, fs::File, io::Read as _, sync::Arc, thread};
 

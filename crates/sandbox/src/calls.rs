@@ -1,8 +1,8 @@
-//! Which system calls a service makes, by what a thread does.
+//! Which system calls a service makes, by thread role.
 //!
-//! A filter sees the number of a call and its arguments as numbers, not what they point to. So a call is listed with
-//! conditions where its arguments decide what it is good for, and left out where what it is given by a pointer would
-//! (`openat2`, `clone3`).
+//! A filter sees a call's number and its arguments as numbers, but not the memory that they point
+//! to. So a call is listed with conditions where its arguments decide what it can do, and left out
+//! where the memory behind a pointer would decide (`openat2`, `clone3`).
 
 use std::collections::BTreeMap;
 
@@ -16,35 +16,38 @@ use seccompiler::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Role {
-    /// The process's first thread, which starts and ends the others: all that any thread calls.
+    /// The process's first thread, which starts and ends the others: all calls that any thread
+    /// makes.
     Main,
     /// Accepts the front ends of a socket and answers their messages.
     Front,
-    /// Serves figures.
+    /// Serves metrics.
     Figures,
     /// Moves data.
     Worker,
-    /// Hands requests to the kernel for a disk that may not answer.
+    /// Submits requests to the kernel for a disk that may not complete them.
     Disk,
     /// Writes the log.
     Log,
 }
 
 impl Role {
-    /// Each of them.
+    /// All roles.
     pub(super) const ALL: [Role; 6] =
         [Role::Main, Role::Front, Role::Figures, Role::Worker, Role::Disk, Role::Log];
 }
 
-/// How a call may be made: by any arguments if its list of rules is empty, else by those that one of the rules admits.
+/// Which arguments a call may have: any if its list of rules is empty, else those that one of the
+/// rules admits.
 type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
-/// Calls that a filter of their own has fail with ENOSYS: the C library then uses `clone`, whose flags a filter can see,
-/// where those of `clone3` lie in memory. The lists of roles admit them, since the kernel would prefer a trap to ENOSYS.
+/// Calls that a separate filter makes fail with ENOSYS: the C library then uses `clone`. A filter
+/// can see the flags of `clone`, but those of `clone3` lie in memory. The lists of roles admit
+/// them, since the kernel would prefer a trap to ENOSYS.
 pub(super) const NOT_THERE: [c_long; 1] = [libc::SYS_clone3];
 
-/// What every thread needs: memory, time, locks, its own beginning and end, and to say something on a descriptor, where
-/// that takes it: a thread that panics does.
+/// What every thread needs: memory, time, locks, starting and ending a thread, and writing to a
+/// descriptor (a thread that panics does).
 const BASE: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_clock_getres,
@@ -57,10 +60,10 @@ const BASE: &[c_long] = &[
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
-    // Of a waiter whose CPU may have been taken.
+    // A waiting loop checks whether its CPU was taken away.
     libc::SYS_getrusage,
     libc::SYS_madvise,
-    // musl registers for it with the first thread.
+    // musl registers for membarrier with the first thread.
     #[cfg(target_env = "musl")]
     libc::SYS_membarrier,
     libc::SYS_mremap,
@@ -81,10 +84,10 @@ const BASE: &[c_long] = &[
     libc::SYS_write,
 ];
 
-/// To move bytes.
+/// For moving bytes.
 const DESCRIPTORS: &[c_long] = &[libc::SYS_read, libc::SYS_readv, libc::SYS_writev];
 
-/// Rings in memory, disks, taps, and what a guest's memory that was cut short takes.
+/// Rings in memory, disks, taps, and recovery from truncated guest memory.
 const WORKER: &[c_long] = &[
     libc::SYS_epoll_create1,
     libc::SYS_epoll_ctl,
@@ -94,12 +97,12 @@ const WORKER: &[c_long] = &[
     libc::SYS_io_submit,
     libc::SYS_io_uring_enter,
     libc::SYS_preadv2,
-    // Of a channel that takes no more misses.
+    // Shuts down a channel that takes no more misses.
     libc::SYS_shutdown,
     libc::SYS_statx,
 ];
 
-/// Connections, the memory that comes by them, and images that are handed over.
+/// Connections, the memory that front ends share over them, and images that are handed over.
 const FRONT: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_fdatasync,
@@ -109,11 +112,11 @@ const FRONT: &[c_long] = &[
     libc::SYS_ftruncate,
     libc::SYS_getsockopt,
     libc::SYS_memfd_create,
-    // What kind a descriptor is of.
+    // Finds the kind of a descriptor.
     libc::SYS_readlinkat,
     libc::SYS_recvfrom,
     libc::SYS_recvmsg,
-    // To whom a socket is connected, with descriptors.
+    // Messages with descriptors, on connected sockets.
     libc::SYS_sendmsg,
 ];
 
@@ -121,17 +124,17 @@ const FRONT: &[c_long] = &[
 const FIGURES: &[c_long] =
     &[libc::SYS_accept4, libc::SYS_getsockopt, libc::SYS_recvfrom, libc::SYS_shutdown];
 
-/// A ring of io_uring and a bell.
+/// An io_uring ring and an eventfd.
 const DISK: &[c_long] = &[libc::SYS_io_uring_enter, libc::SYS_read];
 
-/// The names of the sockets, and their end.
+/// The names of the sockets, and their removal.
 const MAIN: &[c_long] = &[libc::SYS_getsockname, libc::SYS_newfstatat, libc::SYS_unlinkat];
 
 /// What threads of a role may call.
 pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
     let plain: &[&[c_long]] = match role {
         Role::Main => &[DESCRIPTORS, WORKER, FRONT, FIGURES, DISK, MAIN],
-        // Threads that a front end's starts are those of disks, too.
+        // The threads of a front end start those of disks, too.
         Role::Front => &[DESCRIPTORS, FRONT, WORKER],
         Role::Figures => &[DESCRIPTORS, FIGURES],
         Role::Worker => &[DESCRIPTORS, WORKER],
@@ -141,11 +144,11 @@ pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
     let plain = [BASE, &NOT_THERE].iter().chain(plain).copied().flatten();
     let mut rules: Rules = plain.map(|&call| (call, Vec::new())).collect();
 
-    // Memory is never executed that was not from the beginning.
+    // No memory becomes executable later.
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![masked(2, libc::PROT_EXEC, 0)?]);
     }
-    // Threads of this process, in the namespaces that there are.
+    // Threads of this process, in its existing namespaces.
     const NAMESPACES: c_int = libc::CLONE_NEWNS
         | libc::CLONE_NEWCGROUP
         | libc::CLONE_NEWUTS
@@ -155,24 +158,25 @@ pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
         | libc::CLONE_NEWNET;
     const THREAD: c_int = libc::CLONE_VM | libc::CLONE_THREAD;
     rules.insert(libc::SYS_clone, vec![masked(0, THREAD | NAMESPACES, THREAD)?]);
-    // To itself, by which a process ends.
+    // Signals to the process itself, by which it ends.
     let own = std::process::id() as c_int;
     rules.insert(libc::SYS_tgkill, one_of(0, &[own])?);
     if role == Role::Main {
-        // Threads that answer ask for short slices, each for itself, before they confine themselves to less.
+        // Threads that serve requests ask for short time slices, each for itself, before they
+        // confine themselves further.
         for call in [libc::SYS_sched_getattr, libc::SYS_sched_setattr] {
             rules.insert(call, one_of(0, &[0])?);
         }
     }
-    // Names of threads and of memory.
+    // Names of threads and of memory areas.
     let options = [libc::PR_SET_NAME, libc::PR_SET_TIMERSLACK, libc::PR_SET_VMA];
     rules.insert(libc::SYS_prctl, one_of(0, &options)?);
 
-    // To whom a socket is connected. On every list: a signal that is to end the service is passed on by it, in
-    // whichever thread it comes.
+    // Only on connected sockets. On every list: the handler of a signal that ends the service
+    // passes it on with this call, in whichever thread it runs.
     let none = SeccompCondition::new(4, Qword, SeccompCmpOp::Eq, 0)?;
     rules.insert(libc::SYS_sendto, vec![SeccompRule::new(vec![none])?]);
-    // Whether standard error is a terminal, a socket that is not to block, and taps.
+    // Whether standard error is a terminal, non-blocking sockets, and taps.
     let (terminal, nonblocking) = (libc::TCGETS as c_int, libc::FIONBIO as c_int);
     let taps = [libc::TUNSETVNETHDRSZ, libc::TUNSETOFFLOAD, libc::TUNSETQUEUE];
     let [header, offload, queue] = taps.map(|request| request as c_int);
@@ -184,23 +188,23 @@ pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
     };
     rules.insert(libc::SYS_ioctl, one_of(1, requests)?);
     let commands = match role {
-        // By which a build with debug assertions sees that what it closes is open.
+        // A build with debug assertions checks that a descriptor is open before it closes it.
         Role::Disk | Role::Log => &[libc::F_GETFD][..],
         _ => &COMMANDS,
     };
     rules.insert(libc::SYS_fcntl, one_of(1, commands)?);
     if matches!(role, Role::Main | Role::Front) {
-        // What comes out of band of a connection.
+        // Out-of-band data of a connection.
         let equals = |argument, value: c_int| {
             SeccompCondition::new(argument, Dword, SeccompCmpOp::Eq, value as u32 as u64)
         };
         let inline = vec![equals(1, libc::SOL_SOCKET)?, equals(2, libc::SO_OOBINLINE)?];
         rules.insert(libc::SYS_setsockopt, vec![SeccompRule::new(inline)?]);
-        // Threads that it starts confine themselves to less.
+        // The threads that it starts confine themselves further.
         rules.insert(libc::SYS_seccomp, one_of(0, &[libc::SECCOMP_SET_MODE_FILTER as c_int])?);
     }
     if matches!(role, Role::Main | Role::Front | Role::Worker) {
-        // What notifies a driver, and says that a disk has answered.
+        // Eventfds that notify a driver, or signal completions of a disk.
         let operations = [REGISTER_EVENTFD, UNREGISTER_EVENTFD];
         rules.insert(libc::SYS_io_uring_register, one_of(1, &operations)?);
     }

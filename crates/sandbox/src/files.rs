@@ -1,4 +1,4 @@
-//! Landlock: no file, TCP port, abstract socket or process of others is reached any more.
+//! Landlock: refuses files, TCP ports, abstract sockets and processes of others.
 
 use std::{io, os::fd::BorrowedFd};
 
@@ -9,10 +9,11 @@ use landlock::{
 
 use crate::{Lack, SandboxError};
 
-/// The newest rights that are asked for.
+/// The newest set of rights that we ask for.
 const NEWEST: ABI = ABI::V6;
 
-/// Refuses all that Landlock knows, but for removing files in the folders `removes`. What the kernel lacks.
+/// Refuses all that Landlock can refuse, except removing files in the folders `removes`. Returns
+/// what the kernel lacks.
 pub(super) fn refuse(removes: &[BorrowedFd<'_>]) -> Result<Option<Lack>, SandboxError> {
     let status = restrict(removes)
         .map_err(|error| SandboxError::of("restricting by Landlock")(io::Error::other(error)))?;

@@ -1,4 +1,4 @@
-//! The filters of system calls, as the kernel runs them.
+//! The system call filters, as the kernel runs them.
 
 use std::{io, sync::OnceLock};
 
@@ -11,10 +11,10 @@ use crate::{
     refused,
 };
 
-/// What each role may call; there once the process has entered its sandbox.
+/// What each role may call; set once the process has entered its sandbox.
 static FILTERS: OnceLock<Vec<(Role, Vec<sock_filter>)>> = OnceLock::new();
 
-/// What is filtered, in the kernel's words; `None`: there are no lists for it.
+/// The architecture to filter for, in the kernel's terms; `None`: there are no lists for it.
 const ARCHITECTURE: Option<TargetArch> = if cfg!(target_arch = "x86_64") {
     Some(TargetArch::x86_64)
 } else if cfg!(target_arch = "aarch64") {
@@ -23,7 +23,8 @@ const ARCHITECTURE: Option<TargetArch> = if cfg!(target_arch = "x86_64") {
     None
 };
 
-/// Confines the calling thread, and all that it starts, to what a service calls. What the kernel lacks.
+/// Confines the calling thread, and all that it starts, to the calls of a service. Returns what the
+/// kernel lacks.
 pub(super) fn enter() -> Result<Option<Lack>, SandboxError> {
     let Some(target) = ARCHITECTURE else {
         return Ok(Some(Lack::Architecture(std::env::consts::ARCH)));
@@ -54,14 +55,14 @@ pub(super) fn lack() -> Option<Lack> {
         return Some(Lack::Architecture(std::env::consts::ARCH));
     }
     let action = libc::SECCOMP_RET_TRAP;
-    // SAFETY: the kernel reads the action and looks whether it knows it.
+    // SAFETY: the kernel reads the action and checks whether it knows it.
     let known = unsafe {
         libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &raw const action)
     };
     (known != 0).then_some(Lack::Seccomp)
 }
 
-/// Confines the calling thread to what its role takes, if there are filters.
+/// Confines the calling thread to the calls of its role, if there are filters.
 pub(super) fn confine(role: Role) -> io::Result<()> {
     let filters = FILTERS.get().into_iter().flatten();
     for (_, filter) in filters.filter(|(of, _)| *of == role) {
@@ -71,14 +72,14 @@ pub(super) fn confine(role: Role) -> io::Result<()> {
     Ok(())
 }
 
-/// A call on the list is made, any other raises SIGSYS.
+/// Admits the calls on the list; any other raises SIGSYS.
 fn list(role: Role, target: TargetArch) -> Result<Vec<sock_filter>, BackendError> {
     let rules = calls::allowed(role)?;
     compile(SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, target)?)
 }
 
-/// Calls that are as if the kernel did not know them, whatever another filter says: the C library then uses older
-/// ones, whose arguments a filter can see.
+/// Makes some calls fail as if the kernel did not have them, whatever another filter says: the C
+/// library then uses older calls, whose arguments a filter can see.
 fn not_there(target: TargetArch) -> Result<Vec<sock_filter>, BackendError> {
     let rules = calls::NOT_THERE.iter().map(|&call| (call, Vec::new())).collect();
     let refuse = SeccompAction::Errno(libc::ENOSYS as u32);
@@ -96,8 +97,9 @@ fn compile(filter: SeccompFilter) -> Result<Vec<sock_filter>, BackendError> {
 fn install(filter: &[sock_filter]) -> io::Result<()> {
     let len = filter.len().try_into().map_err(io::Error::other)?;
     let program = sock_fprog { len, filter: filter.as_ptr().cast_mut() };
-    // Without the flag, kernels before 5.16 turn store bypass off for the thread, which slows it down by more than the
-    // filter does. It protects from code that the process was given to run, of which there is none.
+    // Without the flag, kernels before 5.16 turn off speculative store bypass for the thread, which
+    // slows it down by more than the filter does. Turning it off protects against untrusted code in
+    // the process, and a service runs none.
     let flags = libc::SECCOMP_FILTER_FLAG_SPEC_ALLOW;
     // SAFETY: the kernel reads the program, which outlives the call, and copies it.
     let done = unsafe {

@@ -1,5 +1,5 @@
-//! What a service gives up once all that it needs is open, so that a fault in what reads foreign bytes is worth little
-//! to who finds it.
+//! What a service gives up once all that it needs is open, so that an attacker gains little from a
+//! bug in the code that parses untrusted bytes.
 //!
 //! ```no_run
 //! use ringfence_sandbox::{Role, Sandbox};
@@ -15,19 +15,23 @@
 //! # Ok::<(), ringfence_sandbox::SandboxError>(())
 //! ```
 //!
-//! [`Sandbox::enter`] is called once, by the only thread, and in this order changes the user, drops all
-//! capabilities, sets `no_new_privs`, has Landlock refuse all files, TCP ports, abstract sockets and signals to others, and
-//! installs a seccomp filter with the system calls that a service makes. Threads that are started later have all of it
-//! from their first instruction on; those with a [`Role`] [`confine`] themselves to what that takes.
+//! [`Sandbox::enter`] is called once, by the only thread. In this order it changes the user, drops
+//! all capabilities, sets `no_new_privs`, has Landlock refuse all files, TCP ports, abstract
+//! sockets and signals to other processes, and installs a seccomp filter with the system calls that
+//! a service makes. Threads that start later are confined from their first instruction on; those
+//! with a [`Role`] [`confine`] themselves further, to the calls of that role.
 //!
-//! What is open stays open: a taken-over service reads and writes what it was given, the guest's memory above all. What
-//! it cannot do is to open, connect, execute, trace, or make an io_uring that would do so for it.
+//! What is open stays open: an attacker in the service can still read and write what it was given,
+//! the guest's memory above all. It cannot open, connect, execute, trace, or make an io_uring that
+//! would do so for it.
 //!
-//! A system call on no list fails with `EPERM`, is counted ([`refusals`]) and can be waited for ([`Refusals`]); in a
-//! build with debug assertions it ends the process, so that a call which a change adds fails a test.
+//! A system call on no list fails with `EPERM`, is counted ([`refusals`]) and can be waited for
+//! ([`Refusals`]); in a build with debug assertions it ends the process, so that a call which a
+//! change adds fails a test.
 //!
-//! The lists of roles are a second line: threads share their memory, so that who has taken one over for long enough has
-//! what the process may call. The process's own list is the wall.
+//! The lists of roles are a second line of defence: threads share their memory, so an attacker that
+//! controls one thread for long enough can make every call that the process may make. The process's
+//! own list is the wall.
 #![deny(unsafe_code)]
 
 mod calls;
@@ -54,37 +58,38 @@ pub use self::{
     refused::{Refusal, Refusals, go_on_when_refused, refusals},
 };
 
-/// What a process is to give up.
+/// What a process gives up.
 #[derive(Debug, Default)]
 pub struct Sandbox<'a> {
-    /// Whom the process runs as from then on; as before if there is none. It takes the right to change that.
+    /// The user that the process runs as from then on; `None`: unchanged. Changing it takes the
+    /// privilege to do so.
     pub user: Option<Uid>,
-    /// The group that it runs as, with no others; as before if there is none.
+    /// The group that it runs as, with no others; `None`: unchanged.
     pub group: Option<Gid>,
-    /// Folders in which, and below which, it may remove files, such as its sockets in the end.
+    /// Folders in which, and below which, it may remove files, such as its sockets at exit.
     pub removes: Vec<BorrowedFd<'a>>,
 }
 
-/// Something that this kernel does not have: the rest holds.
+/// A feature that this kernel does not have; the rest is in force.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Lack {
-    /// Files are guarded by the filter of system calls and the user's rights alone.
+    /// No Landlock: only the system call filter and the user's rights guard files.
     #[error(
         "this kernel has no Landlock (5.13, in the list of lsm=): files are refused by system call alone"
     )]
     Landlock,
-    /// It has an older Landlock.
+    /// An older Landlock.
     #[error(
         "this kernel's Landlock does not know all (6.12): the rest is refused by system call alone"
     )]
     LandlockPartly,
-    /// There is no filter of system calls.
+    /// No system call filters.
     #[error(
         "this kernel has no seccomp filters (CONFIG_SECCOMP_FILTER): any system call is possible"
     )]
     Seccomp,
-    /// There is no list of calls for this architecture.
+    /// No list of calls for this architecture.
     #[error("there is no list of system calls for {0}: any system call is possible")]
     Architecture(&'static str),
 }
@@ -93,7 +98,7 @@ pub enum Lack {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SandboxError {
-    /// Other threads would stay as they are.
+    /// Other threads run already, and would not be confined.
     #[error("{0} threads run already, which would stay outside of the sandbox")]
     Threads(usize),
     /// It was called before.
@@ -102,32 +107,33 @@ pub enum SandboxError {
     /// The system refused a step.
     #[error("{step}: {source}")]
     Step {
-        /// What was to be done.
+        /// The step.
         step: &'static str,
-        /// What the kernel said.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
 impl SandboxError {
-    /// That `step` failed.
+    /// Makes the error of a failed `step`.
     fn of(step: &'static str) -> impl Fn(io::Error) -> SandboxError {
         move |source| SandboxError::Step { step, source }
     }
 }
 
 impl Sandbox<'_> {
-    /// Gives all of it up, for good. What this kernel lacks is returned, to be said.
+    /// Gives all of it up, for good. Returns what this kernel lacks, to be reported.
     ///
     /// # Errors
-    /// [`SandboxError`]; the process may then have given up a part, and is to end.
+    /// [`SandboxError`]; the process may have given up a part by then, and should end.
     pub fn enter(self) -> Result<Vec<Lack>, SandboxError> {
         let mut lacks = self.enter_but_calls()?;
         lacks.extend(filter::enter()?);
         Ok(lacks)
     }
 
-    /// The same, but for system calls: for a process that makes others than a service does.
+    /// As [`enter`](Self::enter), without the system call filter: for a process that makes other
+    /// calls than a service does.
     ///
     /// # Errors
     /// As [`enter`](Self::enter).
@@ -136,14 +142,14 @@ impl Sandbox<'_> {
         if ENTERED.load(Ordering::Relaxed) {
             return Err(SandboxError::Twice);
         }
-        // Where there is no /proc it is not known.
+        // Without /proc the count is unknown.
         let threads = fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
         if threads > 1 {
             return Err(SandboxError::Threads(threads));
         }
         ENTERED.store(true, Ordering::Relaxed);
         settle::settle();
-        // Those that it will have no right to drop as another user.
+        // While it still has the right: as another user it could not drop them.
         rights::bound_capabilities()?;
         rights::change_user(self.user, self.group)?;
         rights::drop_capabilities()?;
@@ -152,13 +158,13 @@ impl Sandbox<'_> {
     }
 }
 
-/// What this kernel lacks for a sandbox, found without entering one.
+/// What this kernel lacks for a sandbox, checked without entering one.
 pub fn lacks() -> Vec<Lack> {
     files::lack().into_iter().chain(filter::lack()).collect()
 }
 
-/// Confines the calling thread to what its role takes, for good. Without an [entered](Sandbox::enter) sandbox this
-/// does nothing.
+/// Confines the calling thread to the calls of its role, for good. Without an
+/// [entered](Sandbox::enter) sandbox this does nothing.
 pub fn confine(role: Role) {
     if let Err(error) = filter::confine(role) {
         // It keeps the process's list.

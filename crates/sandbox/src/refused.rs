@@ -1,4 +1,4 @@
-//! System calls that were on no list: SIGSYS has them fail, and counts them.
+//! System calls on no list: SIGSYS makes them fail, and counts them.
 
 use std::{
     cell::Cell,
@@ -19,10 +19,10 @@ use crate::calls::Role;
 static COUNT: AtomicU64 = AtomicU64::new(0);
 /// The last one's number, and its thread's role.
 static LAST: AtomicI64 = AtomicI64::new(-1);
-/// Written to by the handler.
+/// The handler writes to it.
 static EVENT: OnceLock<OwnedFd> = OnceLock::new();
 
-/// `SYS_SECCOMP`: the signal is a filter's.
+/// `SYS_SECCOMP`: a filter raised the signal.
 const BY_FILTER: libc::c_int = 1;
 
 thread_local! {
@@ -32,7 +32,8 @@ thread_local! {
 /// Whether a refusal ends the process.
 static ENDS: AtomicBool = AtomicBool::new(cfg!(debug_assertions));
 
-/// Has the process go on when a system call is refused, in a build with debug assertions too: for tests of that.
+/// Lets the process continue when a system call is refused, in a build with debug assertions too:
+/// for tests of that.
 pub fn go_on_when_refused() {
     ENDS.store(false, Ordering::Relaxed);
 }
@@ -48,7 +49,7 @@ pub fn refusals() -> u64 {
 pub struct Refusal {
     /// Its number on this architecture.
     pub call: i64,
-    /// What its thread does, or the one that has started it, if that is all that is known.
+    /// The role of its thread, or of the thread that started it, if only that is known.
     pub role: Role,
 }
 
@@ -59,17 +60,17 @@ impl std::fmt::Display for Refusal {
     }
 }
 
-/// What becomes readable with a refusal.
+/// Becomes readable with a refusal.
 #[derive(Debug, Default)]
 pub struct Refusals;
 
 impl Refusals {
-    /// To be polled for reading; `None` if the process has no filter.
+    /// Poll this for reading; `None` if the process has no filter.
     pub fn fd(&self) -> Option<BorrowedFd<'static>> {
         EVENT.get().map(OwnedFd::as_fd)
     }
 
-    /// Takes what there is: how many refusals since the last call, and the last of them.
+    /// Takes what is new: how many refusals since the last call, and the last of them.
     pub fn take(&self) -> Option<(u64, Refusal)> {
         let mut count = [0; 8];
         rustix::io::read(EVENT.get()?, &mut count).ok()?;
@@ -79,7 +80,7 @@ impl Refusals {
     }
 }
 
-/// The calling thread is confined to this from now on.
+/// The calling thread has this role from now on.
 pub(super) fn acts_as(role: Role) {
     ROLE.set(role);
 }
@@ -88,8 +89,9 @@ pub(super) fn acts_as(role: Role) {
 pub(super) fn install() -> io::Result<()> {
     let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     let _ = EVENT.set(event);
-    // SAFETY: plain calls with valid pointers; the handler has the type that SA_SIGINFO says, and does only what a
-    // handler may. SIGSYS is blocked meanwhile: were a call of the handler's own refused, the kernel would end the process.
+    // SAFETY: plain calls with valid pointers; the handler has the type that SA_SIGINFO requires,
+    // and is async-signal-safe. SIGSYS is blocked meanwhile: if a call of the handler itself were
+    // refused, the kernel would end the process.
     unsafe {
         let mut action: libc::sigaction = mem::zeroed();
         action.sa_sigaction = on_sigsys as *const () as libc::sighandler_t;
@@ -103,11 +105,12 @@ pub(super) fn install() -> io::Result<()> {
 }
 
 extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel hands a valid `siginfo_t` and `ucontext_t` to a handler with SA_SIGINFO; nothing else uses them
-    // while it runs. Before the signal the kernel has restored the registers of the moment before the call, so that the
-    // call returns what the handler puts into the register of the result.
+    // SAFETY: the kernel hands a valid `siginfo_t` and `ucontext_t` to a handler with SA_SIGINFO;
+    // nothing else uses them while it runs. Before the signal the kernel has restored the registers
+    // as they were before the call, so that the call returns the value that the handler puts into
+    // the result register.
     let call = unsafe {
-        // Sent by a process: nobody's call.
+        // Sent by a process, not raised by a refused call.
         if (*info).si_code != BY_FILTER {
             return;
         }
@@ -119,8 +122,8 @@ extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mu
     COUNT.fetch_add(1, Ordering::Relaxed);
     if let Some(event) = EVENT.get() {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: `write` is async-signal-safe, and reads eight bytes. The result of the call that was refused is set in
-        // the context, so that `errno` is not what its caller reads.
+        // SAFETY: `write` is async-signal-safe, and reads eight bytes. The context holds the result
+        // of the call that was refused, so its caller does not read `errno` as left here.
         unsafe {
             let errno = libc::__errno_location();
             let saved = *errno;
@@ -133,21 +136,21 @@ extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mu
     }
 }
 
-/// Has the call fail with EPERM; its number.
+/// Makes the call fail with EPERM; returns its number.
 #[cfg(target_arch = "x86_64")]
 fn refuse(context: &mut libc::ucontext_t) -> i64 {
     let register = &mut context.uc_mcontext.gregs[libc::REG_RAX as usize];
     mem::replace(register, -i64::from(libc::EPERM))
 }
 
-/// Has the call fail with EPERM; its number.
+/// Makes the call fail with EPERM; returns its number.
 #[cfg(target_arch = "aarch64")]
 fn refuse(context: &mut libc::ucontext_t) -> i64 {
     context.uc_mcontext.regs[0] = (-i64::from(libc::EPERM)) as u64;
     context.uc_mcontext.regs[8] as i64
 }
 
-/// There are no filters on others.
+/// There are no filters on other architectures.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn refuse(_: &mut libc::ucontext_t) -> i64 {
     -1

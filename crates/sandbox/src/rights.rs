@@ -1,4 +1,4 @@
-//! Whom a process runs as, and what that lets it do.
+//! The user that a process runs as, and the rights that come with it.
 
 use rustix::{
     fs::{Gid, Uid},
@@ -12,7 +12,7 @@ use rustix::{
 
 use crate::SandboxError;
 
-/// The only thread runs as `user` and `group` from now on, with no other groups.
+/// Makes the only thread run as `user` and `group` from now on, with no other groups.
 pub(super) fn change_user(user: Option<Uid>, group: Option<Gid>) -> Result<(), SandboxError> {
     if user.is_some() || group.is_some() {
         set_thread_groups(&[]).map_err(|error| {
@@ -32,11 +32,11 @@ pub(super) fn change_user(user: Option<Uid>, group: Option<Gid>) -> Result<(), S
     Ok(())
 }
 
-/// Gives up all capabilities that a program could be executed with.
+/// Gives up all capabilities that an executed program could gain.
 pub(super) fn bound_capabilities() -> Result<(), SandboxError> {
     let step = SandboxError::of("dropping capabilities");
     match clear_ambient_capability_set() {
-        // The kernel is older than such sets.
+        // EINVAL: the kernel is too old for ambient sets.
         Ok(()) | Err(Errno::INVAL) => {}
         Err(error) => return Err(step(error.into())),
     }
@@ -44,7 +44,8 @@ pub(super) fn bound_capabilities() -> Result<(), SandboxError> {
         let capability = CapabilitySet::from_bits_retain(1 << number);
         match remove_capability_from_bounding_set(capability) {
             Ok(()) => {}
-            // It was the last. Who may not do this has none, and no_new_privs keeps it from getting any.
+            // EINVAL: past the last one. EPERM: the process has no capabilities to drop, and
+            // no_new_privs keeps it from getting any.
             Err(Errno::INVAL | Errno::PERM) => break,
             Err(error) => return Err(step(error.into())),
         }
@@ -60,7 +61,7 @@ pub(super) fn drop_capabilities() -> Result<(), SandboxError> {
     set_capabilities(None, sets).map_err(|error| step(error.into()))
 }
 
-/// Executing a program gives no rights.
+/// Executing a program gives no new rights.
 pub(super) fn no_new_privileges() -> Result<(), SandboxError> {
     set_no_new_privs(true).map_err(|error| SandboxError::of("setting no_new_privs")(error.into()))
 }

@@ -1,15 +1,15 @@
-//! What libraries do by themselves later: the C library's heap, for one, opens files.
+//! Makes libraries do early what they would do later: the C library's heap, for one, opens files.
 
-/// Has libraries do now what they would do later, or not at all.
+/// Makes libraries do now what they would do later, or not at all.
 ///
-/// All threads share one heap. With several heaps glibc opens /sys to count the CPUs when it makes another, and /proc to
-/// see how memory is committed when it gives memory of one back. The path of data allocates nothing, and small pieces
-/// come from a cache of the thread's own.
+/// All threads share one heap. With several heaps glibc opens /sys to count the CPUs when it makes
+/// another, and /proc to read the overcommit mode when one returns memory. The data path allocates
+/// nothing, and small pieces come from a per-thread cache.
 ///
-/// rustix looks once for the clock in what the kernel has passed to the process.
+/// rustix looks up the clock once, in what the kernel has passed to the process.
 pub(super) fn settle() {
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    // Inherited, it would have all memory that is read be executable.
+    // If inherited, this flag would make all readable memory executable.
     // SAFETY: it sets flags of this process, and there is no other thread.
     unsafe {
         let persona = libc::personality(0xffff_ffff);

@@ -1,4 +1,5 @@
-//! What a process that has entered its sandbox can still do. Each test forks one for that: it has a single thread then.
+//! What a process that has entered its sandbox can still do. Each test forks a process for that,
+//! since it must have a single thread.
 
 use std::{
     fs,
@@ -20,8 +21,8 @@ use ringfence_sandbox::{
 /// Runs `inside` in a process of its own, and passes its panic on.
 fn forked(inside: impl FnOnce()) {
     let (mut reader, mut writer) = io::pipe().unwrap();
-    // SAFETY: the child has this thread alone. The C library frees its own locks for it, and the tests of this program
-    // hold none of Rust's: they print nothing but by way of the pipe.
+    // SAFETY: the child has this thread alone. The C library frees its own locks for it, and the
+    // tests of this program hold none of Rust's: they print only through the pipe.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "{}", io::Error::last_os_error());
     if child == 0 {
@@ -33,7 +34,7 @@ fn forked(inside: impl FnOnce()) {
             let _ = writer.write_all(text.unwrap_or_default().as_bytes());
         }
         let _ = writer.write_all(b"ended");
-        // SAFETY: it ends without what the harness does at its end.
+        // SAFETY: it ends without running the harness's exit code.
         unsafe { libc::_exit(0) };
     }
     drop(writer);
@@ -48,7 +49,8 @@ fn is_refused<T>(done: io::Result<T>) -> bool {
     done.is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
 }
 
-/// A process that has given up all but system calls, which are another test's: what is opened is refused by Landlock.
+/// A process that has given up all but system calls, which another test covers: Landlock refuses to
+/// open anything.
 #[test]
 fn landlock_refuses_files_ports_and_abstract_sockets_but_for_what_may_be_removed() {
     if ringfence_sandbox::lacks().iter().any(|lack| lack.to_string().contains("Landlock")) {
@@ -82,7 +84,7 @@ fn landlock_refuses_files_ports_and_abstract_sockets_but_for_what_may_be_removed
         assert_eq!(unsafe { libc::kill(libc::getppid(), 0) }, -1);
         assert!(is_refused(fs::remove_file(other.path().join("file"))));
         fs::remove_file(own.path().join("file")).unwrap();
-        // What was open is as it was.
+        // What was open still works.
         let mut text = String::new();
         (&open).read_to_string(&mut text).unwrap();
         assert_eq!(text, "kept");
@@ -126,7 +128,7 @@ fn it_is_entered_by_the_only_thread() {
         assert!(matches!(Sandbox::default().enter(), Err(SandboxError::Threads(2))));
         drop(stop);
         let _ = thread.join();
-        // Nothing is entered: this confines to nothing.
+        // No sandbox was entered: this does nothing.
         confine(Role::Log);
         fs::read_dir(Path::new("/")).unwrap();
     });

@@ -17,7 +17,7 @@ pub use loom::{
     },
 };
 
-/// The spin hint under the path that `core` has it.
+/// The spin hint, at the same path as in `core`.
 pub mod hint {
     pub use super::spin_loop;
 }

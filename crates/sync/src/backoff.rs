@@ -5,8 +5,8 @@ use core::cell::Cell;
 /// How a thread waits for something that another is about to do: a few spins, then more, then
 /// (with the feature `std`) giving the CPU away each time.
 ///
-/// On a machine with few CPUs the thread waited for may be the one that this CPU should run:
-/// spinning on for longer than a wake-up of the scheduler costs gains nothing.
+/// On a machine with few CPUs the thread waited for may need this very CPU: spinning for longer
+/// than a scheduler wake-up takes gains nothing.
 #[derive(Debug, Default)]
 pub struct Backoff {
     step: Cell<u32>,
@@ -27,7 +27,7 @@ impl Backoff {
         self.step.set(0);
     }
 
-    /// Whether it has spun for so long that the caller should rather sleep, if it can.
+    /// Whether it has spun for so long that a caller that can sleep should do so.
     pub fn is_completed(&self) -> bool {
         self.step.get() > SPINS
     }
@@ -70,8 +70,8 @@ fn yield_now() {
     spin(SPINS);
 }
 
-// The model checker must be told at every turn of a loop that this thread makes no progress by
-// itself, or it would explore spinning for ever.
+// Under loom every turn of a spin loop must yield, or the model checker would explore spinning for
+// ever.
 #[cfg(loom)]
 fn spin(_step: u32) {
     loom::thread::yield_now();

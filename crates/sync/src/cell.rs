@@ -3,8 +3,8 @@
 #[cfg(loom)]
 pub use loom::cell::UnsafeCell;
 
-/// [`core::cell::UnsafeCell`] behind the interface of loom's, whose accesses have a beginning and
-/// an end: under `cfg(loom)` two that overlap, or are not ordered, fail the model.
+/// [`core::cell::UnsafeCell`] with the interface of loom's cell, in which an access has a beginning
+/// and an end: under `cfg(loom)` two accesses that overlap, or are not ordered, fail the model.
 #[cfg(not(loom))]
 #[derive(Debug)]
 #[repr(transparent)]

@@ -4,7 +4,7 @@
 // clock may live in a static.
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// Tells the time.
+/// A source of time.
 pub trait Clock: Send + Sync {
     /// Nanoseconds since some moment in the past. Never goes back.
     fn now_ns(&self) -> u64;
@@ -22,11 +22,11 @@ impl<C: Clock + ?Sized> Clock for alloc::sync::Arc<C> {
     }
 }
 
-/// A clock that stands still until it is told to move: for tests.
+/// A clock that moves only when a test moves it.
 #[derive(Debug, Default)]
 pub struct ManualClock {
     ns: AtomicU64,
-    /// How far each reading moves the clock, so that loops that wait for time to pass end.
+    /// How far each reading moves the clock, so that a loop that waits for time to pass ends.
     step: AtomicU64,
 }
 

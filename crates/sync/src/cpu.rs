@@ -2,10 +2,10 @@
 
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-/// Tells on which CPU the caller runs, to choose among per-CPU structures.
+/// The number of the CPU that the caller runs on, to choose among per-CPU structures.
 ///
-/// The answer is a hint: the thread may move at any moment, so whatever is chosen by it still
-/// needs its own lock or atomics.
+/// The number is a hint: the thread may move at any moment, so a structure chosen by it still needs
+/// its own lock or atomics.
 pub trait CpuId: Send + Sync {
     /// The CPU the caller runs on: always below [`count`](Self::count).
     fn current(&self) -> usize;
@@ -52,12 +52,12 @@ pub struct FixedCpu {
 }
 
 impl FixedCpu {
-    /// A machine of `count` CPUs (at least one), on the first of which everybody runs.
+    /// A machine of `count` CPUs (at least one), on the first of which every caller runs.
     pub const fn new(count: usize) -> FixedCpu {
         FixedCpu { current: AtomicUsize::new(0), count: if count == 0 { 1 } else { count } }
     }
 
-    /// Moves everybody to `cpu`, modulo the number of CPUs.
+    /// Moves every caller to `cpu`, modulo the number of CPUs.
     pub fn set(&self, cpu: usize) {
         self.current.store(cpu % self.count, Ordering::Relaxed);
     }
@@ -107,8 +107,8 @@ impl CpuId for OsCpu {
     #[inline]
     fn current(&self) -> usize {
         let cpu = rustix::thread::sched_getcpu();
-        // A number out of range (were the list above wrong) must still choose something; a division
-        // would cost more than all the rest of it.
+        // A number out of range (if the list above is wrong) must still yield a valid one. The
+        // branch avoids a division, which would cost more than the rest of this function.
         if cpu < self.count { cpu } else { cpu % self.count }
     }
     fn count(&self) -> usize {

@@ -1,10 +1,10 @@
-//! Values that many threads record, to be asked for means and quantiles.
+//! Values that many threads record, for means and quantiles.
 
 use alloc::boxed::Box;
 // The atomics of `core` even under loom: counts are not a way for threads to agree.
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// Sub-buckets a power of two: a value is known to within an eighth.
+/// Sub-buckets a power of two: a value is kept to within an eighth.
 const SUB_BITS: u32 = 3;
 const BUCKETS: usize = (64 - SUB_BITS as usize + 1) << SUB_BITS;
 
@@ -147,7 +147,8 @@ mod tests {
 
     #[test]
     fn a_bucket_holds_its_values_to_within_an_eighth() {
-        // Buckets follow each other, so that what holds for both ends of each holds for every value.
+        // Buckets follow each other, so that what holds for both ends of each holds for every
+        // value.
         let mut first = 0;
         for at in 0..BUCKETS {
             let last = last_of(at);

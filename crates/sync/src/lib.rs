@@ -1,16 +1,16 @@
-//! What threads share, and how they agree when it may go away: the bottom floor of Ringfence.
+//! What threads share, and how they agree when it may be freed: the bottom layer of Ringfence.
 //!
-//! * [`qsbr`]: quiescent states. Readers of a lock-free structure never wait; whoever removes
-//!   something from it waits until every reader has passed a quiet point, and only then reuses the
-//!   memory, or tells its caller that nobody can see the removed thing any more.
+//! * [`qsbr`]: quiescent states. Readers of a lock-free structure never wait; a writer that removes
+//!   an object from it waits until every reader has passed a quiet point, and only then reuses the
+//!   memory, or reports that no reader can see the object any more.
 //! * [`lock`]: a spin lock for sections of a few instructions, with a back-off that yields.
-//! * [`clock`] and [`cpu`]: time and the number of the CPU as traits, so that what depends on them
+//! * [`clock`] and [`cpu`]: time and the CPU number as traits, so that code that depends on them
 //!   can be tested without either.
 //! * `wait` (with `std`): waiting for the other end of a ring, awake or asleep.
 //! * [`histogram`]: values that many threads record, each with two additions.
 //! * [`atomic`], [`cell`]: the atomics of `core`, or those of the [loom] model checker when built
-//!   with `--cfg loom`. This crate is the only place that knows of the difference: everything
-//!   lock-free in Ringfence imports its atomics from here and can so be model-checked.
+//!   with `--cfg loom`. No other crate sees the difference: all lock-free code in Ringfence imports
+//!   its atomics from here, which makes it checkable by loom.
 //!
 //! The crate needs no operating system. The feature `std` (on by default) adds the system's clock
 //! and CPU number, `wait`, and lets waiting threads yield instead of spinning on.
@@ -33,11 +33,11 @@ pub mod qsbr;
 #[cfg(feature = "std")]
 pub mod wait;
 
-/// The reference-counted pointer to use for what threads share.
+/// The reference-counted pointer for what threads share.
 ///
 /// Always the one of `alloc`, under loom too: loom's own can neither be turned into a pointer to a
-/// trait object nor be a method's receiver. A model so does not explore the orders in which
-/// reference counts change; nothing here relies on them beyond what `Arc` promises.
+/// trait object nor be a method's receiver. A model therefore does not explore the orders in which
+/// reference counts change; no code here relies on them beyond what `Arc` promises.
 pub use alloc::sync::Arc;
 pub use backoff::Backoff;
 pub use crossbeam_utils::CachePadded;

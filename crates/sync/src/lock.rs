@@ -7,24 +7,24 @@ use core::{
 
 use imp::Imp;
 
-/// A lock for sections of any length: a thread that waits for it sleeps.
+/// A lock for sections of any length: a waiting thread sleeps.
 #[cfg(loom)]
 pub use self::SpinLock as Mutex;
 #[cfg(all(feature = "std", not(loom)))]
 pub use parking_lot::Mutex;
 
-/// A lock that is waited for by spinning, then by yielding the CPU ([`Backoff`](crate::Backoff)).
+/// A lock whose waiters spin first, then yield the CPU ([`Backoff`](crate::Backoff)).
 ///
-/// For short sections only. It does not hand over in order: on a machine with few CPUs a queue in
-/// which the next owner is not running would stall everybody behind it. Waiters only read until
-/// they see the lock free, so that they do not take the cache line from its owner.
+/// For short sections only. It is not fair: on a machine with few CPUs, a queue whose next owner is
+/// not running would stall every waiter behind it. Waiters only read until they see the lock free,
+/// so as not to take the cache line from the owner.
 ///
-/// A panic inside a section leaves the value as it is and the lock free.
+/// A panic inside a section releases the lock and leaves the value as it is.
 pub struct SpinLock<T> {
     imp: Imp<T>,
 }
 
-/// The right to use what a [`SpinLock`] holds, given back when dropped.
+/// Access to the value in a [`SpinLock`]; dropping it releases the lock.
 #[must_use = "the lock is released when the guard is dropped"]
 pub struct SpinGuard<'a, T> {
     guard: imp::Guard<'a, T>,
@@ -60,7 +60,7 @@ impl<T> SpinLock<T> {
         self.imp.into_inner()
     }
 
-    /// The value, which nobody else can be using.
+    /// The value, without locking: `&mut self` excludes other users.
     pub fn get_mut(&mut self) -> &mut T {
         self.imp.get_mut()
     }
@@ -102,7 +102,7 @@ impl<T: fmt::Debug> fmt::Debug for SpinGuard<'_, T> {
     }
 }
 
-/// The bare lock. On its own, so that the model can check exactly this.
+/// The bare lock, separate so that the model can check exactly this.
 #[cfg_attr(loom, allow(dead_code, reason = "models use a lock that loom understands"))]
 mod raw {
     use crate::{
@@ -127,7 +127,7 @@ mod raw {
 
         #[inline]
         pub(super) fn try_lock(&self) -> bool {
-            // Acquire pairs with the Release of `unlock`: what the last owner wrote is seen.
+            // Acquire pairs with the Release of `unlock`: this owner sees what the last one wrote.
             self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         }
 
@@ -142,7 +142,7 @@ mod raw {
         fn lock_slow(&self) {
             let backoff = Backoff::new();
             loop {
-                // Relaxed: this only waits; the exchange that follows does the ordering.
+                // Relaxed: this only waits; the exchange that follows orders.
                 while self.held.load(Ordering::Relaxed) {
                     backoff.snooze();
                 }
@@ -155,7 +155,7 @@ mod raw {
         /// To be called by the owner only.
         #[inline]
         pub(super) fn unlock(&self) {
-            // Release: what this owner wrote is seen by the next.
+            // Release: the next owner sees what this one wrote.
             self.held.store(false, Ordering::Release);
         }
     }
@@ -176,14 +176,14 @@ mod imp {
         value: UnsafeCell<T>,
     }
 
-    // SAFETY: the value is reached only by the owner of the lock, one thread at a time; it thereby
-    // goes from thread to thread, hence `T: Send`.
+    // SAFETY: only the owner of the lock reaches the value, one thread at a time; the value thereby
+    // moves from thread to thread, hence `T: Send`.
     unsafe impl<T: Send> Sync for Imp<T> {}
 
     pub(super) struct Guard<'a, T> {
         lock: &'a Imp<T>,
-        /// A guard that is shared shares `&T`: it may be so only if `T` may. The reference to the
-        /// lock alone would ask only for `T: Send`.
+        /// A shared guard shares `&T`, so it may be `Sync` only if `T` is. The reference to the
+        /// lock alone would require only `T: Send`.
         _value: PhantomData<&'a mut T>,
     }
 
@@ -237,7 +237,7 @@ mod imp {
     }
 }
 
-/// In a model a lock is loom's: it parks the waiter instead of exploring every way to spin.
+/// In a model the lock is loom's, which parks the waiter instead of exploring every way to spin.
 #[cfg(loom)]
 mod imp {
     pub(super) use loom::sync::MutexGuard as Guard;
@@ -281,7 +281,7 @@ mod tests {
                 std::thread::spawn(move || {
                     for _ in 0..10_000 {
                         let mut value = lock.lock();
-                        // Two steps: an update lost between them would show.
+                        // Two steps, so that a lost update would show.
                         let old = *value;
                         *value = old + 1;
                     }

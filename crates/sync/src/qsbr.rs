@@ -2,29 +2,29 @@
 //!
 //! A *reader* is a thread that walks a shared structure without locks. Between two *quiet points*
 //! it may hold pointers into the structure, or copies of what it read there; at a quiet point it
-//! holds none. A *writer* unlinks something, starts a *grace period*, and once every reader has
-//! passed a quiet point since, nobody can see what was unlinked: its memory may be reused, or an
+//! holds none. A *writer* unlinks something and starts a *grace period*; once every reader has
+//! passed a quiet point since, no reader can see what was unlinked: its memory may be reused, or an
 //! IOMMU may report that the unmapped address is out of reach.
 //!
 //! # The invariant
-//! There is one counter, the epoch. A grace period is the epoch its start made. Each reader has a
-//! slot that holds the epoch it last announced, or 0 while it is offline. Then:
+//! There is one counter, the epoch. A grace period is the epoch that its start produced. Each
+//! reader has a slot that holds the epoch it last announced, or 0 while it is offline. Then:
 //!
 //! 1. *A reader that announced epoch e sees everything that was unlinked before the start of any
 //!    grace period g <= e*, in all reads after the announcement. It loaded e with Acquire from a
-//!    counter that is only changed by read-modify-writes with Release, so every start up to e
-//!    happens before those reads.
+//!    counter that only read-modify-writes with Release change, so every start up to e happens
+//!    before those reads.
 //! 2. *What a reader read before it announced e happens before the writer sees e*: the slot is
 //!    stored with Release and scanned with Acquire.
 //!
-//! So when a scan finds every slot at g or above, the accesses of the old kind are over (2) and
-//! new ones cannot reach what was unlinked (1). A reader that stays online needs no full fence:
-//! if the store of its slot is late, that only delays the writer.
+//! So when a scan finds every slot at g or above, accesses from before the announcement are over
+//! (2) and later ones cannot reach what was unlinked (1). A reader that stays online needs no full
+//! fence: a late store of its slot only delays the writer.
 //!
 //! A reader that comes *online* is different, because a writer may have skipped its slot: either
-//! the scan sees the slot in use, or the reader's first read sees what was unlinked before. This
-//! is Dekker's pattern (each side writes one place and reads the other's) and takes a SeqCst fence
-//! on both sides: in [`Reader::online`] between slot and reads, in [`Qsbr::start`] between the
+//! the scan sees the slot in use, or the reader's first read sees what was unlinked before. This is
+//! Dekker's pattern (each side writes one place and reads the other's) and needs a SeqCst fence on
+//! both sides: in [`Reader::online`] between slot and reads, in [`Qsbr::start`] between the
 //! unlinking and the scan.
 
 use alloc::{boxed::Box, sync::Arc};
@@ -35,33 +35,35 @@ use crate::{
     atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
 };
 
-/// What the slot of a reader holds while the reader is offline or there is none.
+/// What a slot holds while its reader is offline or it has no reader.
 const OFFLINE: u64 = 0;
 
-/// A grace period: names a moment, and is over when every reader has passed a quiet point since.
+/// A grace period: it begins at one moment, and is over when every reader has passed a quiet point
+/// since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Grace(u64);
 
 impl Grace {
-    /// The grace period as a number. Later ones have larger numbers; 0 is none and always over.
+    /// The grace period as a number. Later ones have larger numbers; 0 stands for none, and is
+    /// always over.
     pub const fn as_u64(self) -> u64 {
         self.0
     }
 
-    /// The grace period of a number that [`as_u64`](Self::as_u64) gave. One that was never started
-    /// is not over.
+    /// The grace period with a number that [`as_u64`](Self::as_u64) returned. One that was never
+    /// started is not over.
     pub const fn from_u64(raw: u64) -> Grace {
         Grace(raw)
     }
 }
 
-/// Keeps track of the readers of a lock-free structure, or of several.
+/// Tracks the readers of one or more lock-free structures.
 pub struct Qsbr {
     /// Counts grace periods. Changed only by read-modify-writes, see the module's invariant.
     epoch: CachePadded<AtomicU64>,
-    /// A grace period up to which all are known to be over, so that most questions need no scan.
+    /// All grace periods up to this one are over, so that most checks need no scan.
     over: CachePadded<AtomicU64>,
-    /// How many slots, from the first, were ever used: the others need no scan.
+    /// How many slots, from the first, were ever used: a scan skips the others.
     used: AtomicUsize,
     slots: Box<[CachePadded<Slot>]>,
 }
@@ -69,7 +71,7 @@ pub struct Qsbr {
 struct Slot {
     /// The epoch that the reader announced last, or [`OFFLINE`].
     seen: AtomicU64,
-    /// Whether a [`Reader`] has this slot.
+    /// Whether a [`Reader`] owns this slot.
     taken: AtomicBool,
 }
 
@@ -88,63 +90,65 @@ impl Qsbr {
         }
     }
 
-    /// How many readers there can be at a time.
+    /// The maximum number of readers at a time.
     pub fn max_readers(&self) -> usize {
         self.slots.len()
     }
 
-    /// How many of the readers' [indices](Reader::index), from 0, were ever used. Who knows that a
-    /// grace period is over knows all that counted for it.
+    /// How many of the readers' [indices](Reader::index), from 0, were ever used. A caller that has
+    /// seen a grace period over sees here every reader that the period waited for.
     pub fn slots_used(&self) -> usize {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Adds a reader, online; `None` if there are as many as there can be.
+    /// Adds a reader, online; `None` if all slots are taken.
     pub fn register(self: &Arc<Self>) -> Option<Reader> {
         let index = self.slots.iter().position(|slot| {
             // Acquire pairs with the Release in `Reader::drop`: the last owner is done with it.
             slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
         })?;
-        // A scan must not miss this slot. That it sees the new count follows, as it does for the
-        // slot itself, from the fence in `online`.
+        // A scan must not miss this slot. The fence in `online` makes it see the new count, as it
+        // does for the slot itself.
         self.used.fetch_max(index + 1, Ordering::Relaxed);
         let mut reader = Reader { qsbr: Arc::clone(self), index, last: OFFLINE, online: false };
         reader.online();
         Some(reader)
     }
 
-    /// Starts a grace period: what the caller unlinked before is covered by it.
+    /// Starts a grace period. It covers what the caller unlinked before.
     #[inline]
     pub fn start(&self) -> Grace {
         // The writer's half of the pattern in the module's comment: the unlinking comes before
         // this fence, every scan for the grace period after it (`is_over` loads the epoch that
         // the next line stores, with Acquire). It pairs with the fence in `Reader::online`.
         fence(Ordering::SeqCst);
-        // Release: a reader that sees this epoch sees what was unlinked. Acquire: it so sees what
-        // was unlinked before earlier starts too, whoever made them.
+        // Release: a reader that sees this epoch sees the unlinking. Acquire: it sees the unlinking
+        // before every earlier start too, on whatever thread.
         Grace(self.epoch.fetch_add(1, Ordering::AcqRel) + 1)
     }
 
     /// Whether every reader has passed a quiet point since `grace` was started. If so, everything
-    /// they read before it happens before the return.
+    /// they read before that point happens before the return.
     #[inline]
     pub fn is_over(&self, grace: Grace) -> bool {
-        // Acquire pairs with the Release of the scan that found it over, which had itself acquired
-        // the readers' slots.
+        // Acquire pairs with the Release of the scan that found it over, which acquired the
+        // readers' slots.
         self.over.load(Ordering::Acquire) >= grace.0 || self.scan(grace)
     }
 
-    /// As [`is_over`](Self::is_over), but only of readers whose [index](Reader::index) `concerns` says
-    /// true of: the caller knows of the others that they cannot have read what was unlinked.
+    /// As [`is_over`](Self::is_over), but only for readers for whose [index](Reader::index)
+    /// `concerns` returns true: the caller guarantees that the others cannot have read what was
+    /// unlinked.
     ///
-    /// `concerns` is asked after the start of the grace period; what it loads with Acquire and the
-    /// reader stored with Release comes into the happens-before as the reader's slot does.
+    /// `concerns` is called after the start of the grace period. What it loads with Acquire and the
+    /// reader stored with Release is ordered as the reader's slot is.
     #[inline]
     pub fn is_over_for(&self, grace: Grace, concerns: impl Fn(usize) -> bool) -> bool {
         if self.over.load(Ordering::Acquire) >= grace.0 {
             return true;
         }
-        // As in `scan`; what is found of some readers is not noted for all.
+        // As in `scan`, but a result for some readers must not be stored in `over`, which stands
+        // for all.
         if self.epoch.load(Ordering::Acquire) < grace.0 {
             return false;
         }
@@ -155,8 +159,8 @@ impl Qsbr {
         })
     }
 
-    /// Starts a grace period and waits until it is over. Never to be called by a thread that has
-    /// a reader online: it would wait for itself.
+    /// Starts a grace period and waits until it is over. A thread that has a reader online must not
+    /// call it: it would wait for itself.
     pub fn synchronize(&self) {
         let grace = self.start();
         let backoff = Backoff::new();
@@ -167,7 +171,7 @@ impl Qsbr {
 
     fn scan(&self, grace: Grace) -> bool {
         // All grace periods up to this one were started before the scan, fences included. The
-        // Acquire makes that so even if the caller got the number on some unordered way.
+        // Acquire ensures it even if the caller obtained the number through some unordered path.
         let mut oldest = self.epoch.load(Ordering::Acquire);
         if oldest < grace.0 {
             return false;
@@ -182,7 +186,7 @@ impl Qsbr {
                 }
             }
         }
-        // AcqRel: whoever is answered from `over` has all that the scans before saw.
+        // AcqRel: a thread that finds the period in `over` has acquired all that earlier scans saw.
         self.over.fetch_max(oldest, Ordering::AcqRel);
         true
     }
@@ -198,10 +202,10 @@ impl fmt::Debug for Qsbr {
     }
 }
 
-/// A thread that reads what the [`Qsbr`] protects. It is online from birth.
+/// A thread that reads what the [`Qsbr`] protects. It is online from the start.
 ///
-/// The thread that has it must come by a quiet point often, or go [`offline`](Self::offline)
-/// before it sleeps: writers wait for it. Dropping it is going offline for good.
+/// Its thread must pass a quiet point often, or go [`offline`](Self::offline) before it sleeps:
+/// writers wait for it. Dropping the reader takes it offline for good.
 pub struct Reader {
     qsbr: Arc<Qsbr>,
     index: usize,
@@ -211,29 +215,30 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// A quiet point: the reader holds nothing that it read before.
+    /// A quiet point: the reader no longer holds anything that it read before.
     ///
-    /// One Acquire load; and, only if a grace period was started since the last quiet point, one
-    /// Release store. Without effect while offline.
+    /// One Acquire load, and, only if a grace period was started since the last quiet point, one
+    /// Release store. No effect while offline.
     #[inline]
     pub fn quiescent(&mut self) {
         self.quiescent_with(|| ());
     }
 
-    /// A quiet point for a reader with something to do first, such as dropping from its caches
-    /// what has been unlinked. `before` is called only if a grace period was started since the last
-    /// quiet point, and sees everything that its writer did before starting it. Returns whether
-    /// it was called.
+    /// A quiet point for a reader that has work to do first, such as dropping from its caches what
+    /// was unlinked. `before` is called only if a grace period was started since the last quiet
+    /// point, and sees everything that its writer did before starting it. Returns whether it was
+    /// called.
     #[inline]
     pub fn quiescent_with(&mut self, before: impl FnOnce()) -> bool {
         if !self.online {
             return false;
         }
-        // Acquire: part 1 of the invariant. This load must come before `before`, too: an epoch
-        // loaded after it could be one whose invalidations `before` had not yet seen.
+        // Acquire: part 1 of the invariant. This load must precede `before`: an epoch loaded after
+        // it could be one whose invalidations `before` had not yet seen.
         let epoch = self.qsbr.epoch.load(Ordering::Acquire);
         if epoch == self.last {
-            // Nothing was started since the last announcement, so nobody waits for a newer one.
+            // No grace period was started since the last announcement, so no writer waits for a
+            // newer one.
             return false;
         }
         before();
@@ -243,28 +248,27 @@ impl Reader {
         true
     }
 
-    /// Leaves: until it is back [`online`](Self::online), the reader reads nothing and writers do
-    /// not wait for it.
+    /// Goes offline: until it is [`online`](Self::online) again, the reader reads nothing and
+    /// writers do not wait for it.
     pub fn offline(&mut self) {
-        // Release: part 2 of the invariant, for a scan that sees the reader gone.
+        // Release: part 2 of the invariant, for a scan that sees the reader offline.
         self.slot().seen.store(OFFLINE, Ordering::Release);
         self.online = false;
     }
 
-    /// Comes back. Without effect while online.
+    /// Goes online again. No effect while online.
     pub fn online(&mut self) {
         if self.online {
             return;
         }
-        // The epoch may be old by the time it is stored; then writers wait for the next quiet
-        // point where they need not, which does no harm.
+        // The epoch may be old by the time it is stored; then writers wait needlessly for the next
+        // quiet point, which does no harm.
         let epoch = self.qsbr.epoch.load(Ordering::Acquire);
-        // Release, so that the chain of part 2 is not cut for a scan that saw the reader neither
-        // leave nor be away.
+        // Release, so that part 2 also holds for a scan that never saw the reader offline.
         self.slot().seen.store(epoch, Ordering::Release);
-        // The reader's half of the pattern in the module's comment. Take a writer whose fence in
-        // `start` comes before this one: the reads below see what it unlinked. Take one whose
-        // fence comes after: its scan sees the slot in use and waits.
+        // The reader's half of the pattern in the module's comment. If a writer's fence in `start`
+        // comes before this one, the reads below see what it unlinked. If it comes after, the
+        // writer's scan sees the slot in use and waits.
         fence(Ordering::SeqCst);
         self.last = epoch;
         self.online = true;
@@ -276,8 +280,8 @@ impl Reader {
         self.online
     }
 
-    /// The newest grace period that this reader is known to have passed: what it read since its
-    /// last quiet point was linked, or unlinked after the start of that one.
+    /// The newest grace period that this reader has passed: what it read since its last quiet point
+    /// was still linked, or was unlinked after the start of that period.
     #[inline]
     pub fn passed(&self) -> Grace {
         Grace(self.last)
@@ -290,7 +294,7 @@ impl Reader {
         self.index
     }
 
-    /// The [`Qsbr`] that this is a reader of.
+    /// The [`Qsbr`] that this reader belongs to.
     #[inline]
     pub fn qsbr(&self) -> &Arc<Qsbr> {
         &self.qsbr
@@ -412,7 +416,7 @@ mod tests {
     #[test]
     fn a_retired_value_is_never_seen_again_under_load() {
         use core::sync::atomic::{AtomicBool, AtomicUsize};
-        // The value an index leads to is set to zero once its grace period is over: no reader may
+        // The value that an index leads to is zeroed once its grace period is over: no reader may
         // ever find a zero.
         let qsbr = Arc::new(Qsbr::new(4));
         let values: Arc<Vec<AtomicUsize>> = Arc::new((0..8).map(|_| AtomicUsize::new(1)).collect());
@@ -428,8 +432,8 @@ mod tests {
                         let at = current.load(Ordering::Acquire);
                         assert_ne!(values[at].load(Ordering::Relaxed), 0);
                         turns += 1;
-                        // Else, with more threads than CPUs, each turn of the writer takes a time
-                        // slice or two.
+                        // Otherwise, with more threads than CPUs, each turn of the writer takes a
+                        // time slice or two.
                         std::thread::yield_now();
                         if turns.is_multiple_of(n + 2) {
                             reader.offline();
@@ -462,9 +466,9 @@ mod model {
     use alloc::vec::Vec;
     use loom::thread;
 
-    /// A structure with one pointer in it, as small as can be: `root` says which of two cells is
-    /// linked. Reclaiming a cell writes to it; loom fails the model if a reader's access to the
-    /// cell overlaps that write or is not ordered with it.
+    /// The smallest structure with one pointer: `root` says which of two cells is linked.
+    /// Reclaiming a cell writes to it; loom fails the model if a reader's access to the cell
+    /// overlaps that write or is not ordered with it.
     struct Shared {
         root: AtomicUsize,
         cells: [UnsafeCell<u32>; 2],
@@ -494,8 +498,8 @@ mod model {
         assert_ne!(value, 0, "reclaimed memory was read");
     }
 
-    /// Unlinks the cell that is linked, and reclaims it if the grace period is seen to end within
-    /// `polls` looks. (A bounded number: each look is a scan for loom to explore.)
+    /// Unlinks the linked cell, and reclaims it if the grace period ends within `polls` checks.
+    /// (Bounded, as loom explores a scan for each check.)
     fn replace(shared: &Shared, qsbr: &Qsbr, polls: usize) {
         // Relaxed would do for the cell that is linked now, which was there from the beginning.
         shared.root.store(1, Ordering::Release);
@@ -595,7 +599,7 @@ mod model {
 
     #[test]
     fn whoever_is_told_that_it_is_over_may_reclaim() {
-        // The answer may come from another thread's scan, through `over`.
+        // The result may come from another thread's scan, through `over`.
         check(Some(3), || {
             let qsbr = Arc::new(Qsbr::new(1));
             let shared = shared();

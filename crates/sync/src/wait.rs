@@ -1,52 +1,54 @@
-//! Waiting for the other end of a ring: awake while that is short, asleep where others need the CPU.
+//! Waiting for the other end of a ring: awake if the wait is short, asleep if other threads need
+//! the CPU.
 //!
-//! Who waits awake answers soonest, if the CPU is its own. If it is shared, waiting awake is the worst
-//! that a thread can do: it uses up its share of the CPU, and when there is work at last it stands
-//! behind those that used less of theirs. Who sleeps keeps its share, and a wake-up puts it in front.
-//! So [`Notify::Adaptive`] waits awake for a time that it earns by finding something meanwhile, and not
-//! at all on a CPU that others want.
+//! A thread that waits awake responds soonest, if it has the CPU to itself. On a shared CPU,
+//! waiting awake is the worst choice: it uses up the thread's share of the CPU, and when work
+//! arrives the scheduler prefers the threads that used less of theirs. A thread that sleeps keeps
+//! its share, and its wake-up puts it in front. So [`Notify::Adaptive`] waits awake for a time that
+//! grows when waits turn out short, and not at all on a CPU that other threads want.
 //!
-//! That others want a CPU cannot be seen, but that it was taken can: whoever looks at a ring again and
-//! again notices that time is missing between two looks, and the kernel counts how often a thread
-//! lost its CPU (`ru_nivcsw`, getrusage(2)). The system call that tells the count is made only where
-//! time is missing. From then on all waits of the thread are asleep for a while, which is a
-//! millisecond at first, and twice as long each time that it is found again.
+//! A thread cannot see that others want its CPU, but it can see that they took it: time is missing
+//! between two looks at the ring, and the kernel counts how often a thread lost its CPU
+//! (`ru_nivcsw`, getrusage(2)). The system call that reads the count is made only where time is
+//! missing. After such a loss the thread sleeps in all its waits for a while: a millisecond at
+//! first, and twice as long after each further loss.
 
 use core::{cell::Cell, fmt, str::FromStr, time::Duration};
 use std::{format, fs::File, os::unix::fs::FileExt, string::String};
 
 use crate::clock::{Clock, MonotonicClock};
 
-/// The longest that [`Notify::Adaptive`] waits awake. A wake-up between two processes costs about this
-/// much, so that both together never cost more than twice what the best choice would have.
+/// The longest that [`Notify::Adaptive`] waits awake. A wake-up between two processes costs about
+/// this much, so that spinning and then sleeping never costs more than twice the better of the two.
 pub const SPIN: Duration = Duration::from_micros(50);
 
 const SPIN_NS: u64 = SPIN.as_nanos() as u64;
-/// Where a time awake begins anew that had gone down to nothing.
+/// Where the time awake starts again after it has gone down to zero.
 const FIRST_SPIN_NS: u64 = 10_000;
-/// How long a waiter looks before it offers its CPU between looks: longer than any answer takes that
-/// comes from another CPU.
+/// How long a waiter looks before it yields its CPU between looks: longer than any response from
+/// another CPU takes.
 const YIELD_AFTER_NS: u64 = 5_000;
-/// Time that is missing between two looks, as it is where another thread has a turn of its own: more
-/// than looks or an interrupt take, and more than a thread that this one has woken has to do (io_uring's,
-/// the front end's), which leaves the CPU again at once.
+/// A gap between two looks that counts as missing time, in which another thread had a time slice of
+/// its own. Longer than a look or an interrupt takes, and longer than a thread woken by this one
+/// (io_uring's, the front end's) runs before it leaves the CPU again.
 const GAP_NS: u64 = 200_000;
-/// How long a thread sleeps in all its waits after its CPU was taken: at first, so that a chance
-/// neighbour costs next to nothing, and at most, so that a CPU that others want all the time costs a
-/// turn of theirs (3 or 4 ms) in half a second, and one that they left is noticed before anybody does.
+/// For how long a thread sleeps in all its waits after its CPU was taken. The first time: short, so
+/// that a passing neighbour costs next to nothing. At most: so long that a CPU in constant demand
+/// costs one time slice of another thread (3 or 4 ms) every half second, and short enough that a
+/// CPU that became free is noticed soon.
 const SHARED_NS: (u64, u64) = (1_000_000, 512_000_000);
-/// How often [`is_shared`] asks the kernel at most: that takes a microsecond.
+/// The shortest time between two reads of schedstat by [`is_shared`]: each takes a microsecond.
 const SAMPLE_NS: u64 = 1_000_000;
-/// A thread that was ready and did not run for such a part of the time shares its CPU. That each wake-up takes a few
-/// microseconds is less.
+/// A thread that was ready but did not run for one part in this many of the time shares its CPU.
+/// The few microseconds of each wake-up are less than that.
 const SHARED_PART: u64 = 5;
-/// Time awake in which nobody took the CPU, after which nobody is expected to.
+/// After so long awake without losing the CPU, a thread expects to keep it.
 const CALM_NS: u64 = 10_000_000;
 
-/// How someone waits for the other end of a ring.
+/// How to wait for the other end of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Notify {
-    /// Looks for a bounded time, [`SPIN`] at most, then sleeps until it is notified; sleeps at once while
+    /// Looks for a bounded time, [`SPIN`] at most, then sleeps until notified; sleeps at once while
     /// its CPU is shared.
     #[default]
     Adaptive,
@@ -88,13 +90,13 @@ pub enum Next {
     Sleep,
 }
 
-/// One who waits, again and again, for the other end of a ring.
+/// The state of a thread that waits, again and again, for the other end of a ring.
 #[derive(Debug)]
 pub struct Wait {
     notify: Notify,
     /// How long it waits awake.
     spin_ns: u64,
-    /// The wait that goes on: its beginning, the last look, and whether it slept in it.
+    /// The current wait: its beginning, the last look, and whether the thread slept in it.
     now: Option<(u64, u64, bool)>,
 }
 
@@ -109,7 +111,7 @@ impl Wait {
         self.notify
     }
 
-    /// What was waited for is there. `now_ns` reads the monotonic clock, where that is needed.
+    /// Ends a wait: the event has arrived. `now_ns` reads the monotonic clock, if that is needed.
     #[inline]
     pub fn found(&mut self, now_ns: impl FnOnce() -> u64) {
         if let Some((began, _, true)) = self.now.take() {
@@ -120,7 +122,7 @@ impl Wait {
     #[cold]
     fn slept(&mut self, waited_ns: u64) {
         self.spin_ns = if waited_ns <= SPIN_NS {
-            // As long as that, awake, would have saved the sleep.
+            // Waiting awake for that long would have saved the sleep.
             (self.spin_ns * 2).clamp(FIRST_SPIN_NS, SPIN_NS)
         } else if self.spin_ns > FIRST_SPIN_NS {
             self.spin_ns / 2
@@ -129,14 +131,14 @@ impl Wait {
         };
     }
 
-    /// Begins anew, as if it had not waited yet: something changed, if not what it waits for.
+    /// Starts over, as if it had not waited yet: something changed, though not what it waits for.
     pub fn restart(&mut self) {
         self.now = None;
     }
 
-    /// A look at `now_ns` found nothing: pauses a moment and says that it is to look again, or that it
-    /// is to sleep. At `due_ns`, if that is known, there will be something without a notification: a
-    /// sleep that is as short as waiting awake may be saves nothing.
+    /// A look at `now_ns` found nothing: pauses for a moment and returns whether to look again or
+    /// to sleep. `due_ns` is when something will happen without a notification, if that is known: a
+    /// sleep no longer than [`SPIN`] saves nothing.
     pub fn step(&mut self, now_ns: u64, due_ns: impl FnOnce() -> Option<u64>) -> Next {
         SHARING.with(|sharing| self.step_on(sharing, now_ns, due_ns, lost_cpu))
     }
@@ -172,16 +174,16 @@ impl Wait {
                     std::thread::yield_now();
                 }
             }
-            // It lasts; the time is not missing.
+            // Time spent asleep does not count as missing.
             Next::Sleep => self.now = Some((began, u64::MAX, true)),
         }
         next
     }
 }
 
-/// Whether the calling thread takes its CPU for one that others want: an adaptive [`Wait`] of this thread missed time a
-/// while ago, or the thread was ready to run for a good part of a millisecond, and another ran. For threads that work
-/// without waiting, too.
+/// Whether the calling thread considers its CPU shared: an adaptive [`Wait`] of this thread lost
+/// its CPU a while ago, or the thread was ready for a good part of the time since it last checked,
+/// while another ran. It works for threads that do not wait, too.
 pub fn is_shared() -> bool {
     SHARING.with(|sharing| {
         let now_ns = MonotonicClock.now_ns();
@@ -190,17 +192,17 @@ pub fn is_shared() -> bool {
     })
 }
 
-/// What a thread knows of who else wants its CPU.
+/// What a thread has observed about other threads on its CPU.
 #[derive(Debug)]
 struct Sharing {
-    /// How often it had lost its CPU when that was last looked at.
+    /// How often the thread had lost its CPU when it last read the count.
     lost: Cell<u64>,
-    /// Until when it takes its CPU for a shared one, and how long that is at a time.
+    /// Until when it considers its CPU shared, and how long that lasts next time.
     until_ns: Cell<u64>,
     rest_ns: Cell<u64>,
-    /// How long it was awake since without losing its CPU.
+    /// How long it has been awake since without losing its CPU.
     calm_ns: Cell<u64>,
-    /// When it was last looked at how long the thread was ready and did not run, and how long that was.
+    /// When [`ready_ns`] was last read, and what it returned.
     sample: Cell<(u64, u64)>,
 }
 
@@ -223,8 +225,8 @@ impl Sharing {
         now_ns < self.until_ns.get()
     }
 
-    /// The thread has looked at `last_ns` and at `now_ns`, and paused in between. `lost` tells how often
-    /// it has lost its CPU.
+    /// The thread has looked at `last_ns` and at `now_ns`, and paused in between. `lost` returns
+    /// how often it has lost its CPU.
     fn looked(&self, last_ns: u64, now_ns: u64, lost: impl FnOnce() -> u64) {
         let between = now_ns.saturating_sub(last_ns);
         if between < GAP_NS {
@@ -242,14 +244,14 @@ impl Sharing {
         }
     }
 
-    /// The thread is at work. `ready` tells how long it was ready so far and did not run.
+    /// The thread is at work. `ready` returns for how long in all it was ready but did not run.
     fn worked(&self, now_ns: u64, ready: impl FnOnce() -> Option<u64>) {
         let (at_ns, before) = self.sample.get();
         let between = now_ns.saturating_sub(at_ns);
         if between < SAMPLE_NS {
             return;
         }
-        // Where the kernel does not say, the waits have to notice.
+        // Without schedstat, only the waits can detect it.
         let ready_ns = ready().unwrap_or(before);
         self.sample.set((now_ns, ready_ns));
         let ready_ns = ready_ns.saturating_sub(before);
@@ -258,7 +260,7 @@ impl Sharing {
         }
     }
 
-    /// The CPU is a shared one for a while.
+    /// Considers the CPU shared for a while.
     fn taken(&self, now_ns: u64) {
         self.calm_ns.set(0);
         self.until_ns.set(now_ns.saturating_add(self.rest_ns.get()));
@@ -266,8 +268,9 @@ impl Sharing {
     }
 }
 
-/// How long this thread was ready to run and did not, in nanoseconds: the second number of its schedstat (Linux,
-/// Documentation/scheduler/sched-stats.rst). `None` if the system does not say.
+/// How long this thread was ready to run but did not, in nanoseconds: the second number of its
+/// schedstat (Linux, Documentation/scheduler/sched-stats.rst). `None` if the system has no
+/// schedstat.
 fn ready_ns() -> Option<u64> {
     std::thread_local! {
         static FILE: Option<File> = File::open("/proc/thread-self/schedstat").ok();
@@ -281,7 +284,7 @@ fn ready_ns() -> Option<u64> {
 #[cfg(target_os = "linux")]
 fn lost_cpu() -> u64 {
     let mut usage = core::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: the kernel writes one `rusage`, for which there is room; all zeroes are one, too.
+    // SAFETY: the kernel writes one `rusage`, for which there is room; all zeroes are a valid one.
     let usage = unsafe {
         libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
         usage.assume_init()
@@ -289,7 +292,7 @@ fn lost_cpu() -> u64 {
     usage.ru_nivcsw as u64
 }
 
-/// Nobody tells: wherever time is missing, the CPU was lost.
+/// Without a count: wherever time is missing, the CPU counts as lost.
 #[cfg(not(target_os = "linux"))]
 fn lost_cpu() -> u64 {
     std::thread_local!(static COUNT: Cell<u64> = const { Cell::new(0) });
@@ -304,7 +307,8 @@ mod tests {
 
     const US: u64 = 1000;
 
-    /// Waits from `from` on, looking once a microsecond, without losing the CPU; when it slept.
+    /// Waits from `from` on, looking once a microsecond, without losing the CPU; returns how long
+    /// it was awake.
     fn awake_ns(wait: &mut Wait, sharing: &Sharing, from: u64) -> u64 {
         let look =
             |at: &u64| wait.step_on(sharing, *at, || None, || sharing.lost.get()) == Next::Sleep;
@@ -336,20 +340,20 @@ mod tests {
         let sharing = Sharing::new();
         let mut wait = Wait::new(Notify::Adaptive);
         let mut at = US;
-        // What takes long costs time awake, less each time.
+        // Long waits shorten the time awake, each time by half.
         for expected in [50, 25, 13, 7, 0, 0] {
             let awake = awake_ns(&mut wait, &sharing, at);
             assert_eq!(awake.div_ceil(US), expected);
             at += 10_000 * US;
             wait.found(|| at);
         }
-        // What comes soon earns it again.
+        // Short waits lengthen it again.
         for expected in [0, 10, 20, 40, 50, 50] {
             assert_eq!(awake_ns(&mut wait, &sharing, at), expected * US);
             wait.found(|| at + 50 * US);
             at += 100 * US;
         }
-        // What comes while it looks changes nothing.
+        // An event that arrives during a look changes nothing.
         assert_eq!(wait.step_on(&sharing, at, || None, || 0), Next::Look);
         wait.found(|| at + US);
         assert_eq!(awake_ns(&mut wait, &sharing, at + 2 * US), 50 * US);
@@ -366,7 +370,7 @@ mod tests {
             at += 3000 * US;
             assert_eq!(wait.step_on(&sharing, at, || None, || lost), Next::Sleep);
             wait.found(|| at + 5 * US);
-            // To its end, and no further.
+            // Up to its end, and no further.
             assert!(sharing.is_shared(at + rest - 1) && !sharing.is_shared(at + rest));
             assert_eq!(awake_ns(&mut wait, &sharing, at + 6 * US), 0);
             wait.found(|| at + 10 * US);
@@ -374,7 +378,7 @@ mod tests {
             rest = (2 * rest).min(SHARED_NS.1);
         }
         assert_eq!(rest, SHARED_NS.1);
-        // Nobody wants it any more: the next time is the first.
+        // No thread wants it any more: the next loss counts as the first.
         for _ in 0..CALM_NS / (40 * US) {
             at += 100 * US;
             assert_eq!(awake_ns(&mut wait, &sharing, at), 50 * US);
@@ -407,7 +411,7 @@ mod tests {
         assert_eq!(wait.step_on(&sharing, US, || None, || 7), Next::Look);
         assert_eq!(wait.step_on(&sharing, 31 * US, || None, || 7), Next::Look);
         assert_eq!(wait.step_on(&sharing, 51 * US, || None, || 7), Next::Sleep);
-        // Woken for nothing after a while: it sleeps again, and has not looked at the count.
+        // Woken for nothing after a while: it sleeps again, without reading the count.
         assert_eq!(wait.step_on(&sharing, 9000 * US, || None, || unreachable!()), Next::Sleep);
         assert!(!sharing.is_shared(9000 * US));
     }
@@ -422,7 +426,7 @@ mod tests {
         assert!(!sample(10, 90_000), "what was before is not known");
         assert!(!sample(11, 90_199), "wake-ups");
         assert!(sample(12, 90_399));
-        // For a millisecond, and for two when it is so again.
+        // For a millisecond, and for two after the next loss.
         assert!(!sample(13, 90_400));
         assert!(sample(14, 90_900) && sample(15, 90_900) && !sample(16, 90_900));
         assert!(!sample(26, 92_800), "less than a fifth of the time");

@@ -7,27 +7,27 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::privilege::ignores_memlock;
 
-/// What an owner of pinned memory has pinned, in bytes, and the limit it keeps (rules L53, L54).
+/// What an owner of pinned memory has pinned, in bytes, and its limit (rules L53, L54).
 ///
-/// One for each owner, shared by its pinners. Memory is charged before it is pinned, and the sum is
-/// never above the limit, not even for a moment, whoever else charges meanwhile.
+/// One for each owner, shared by its pinners. Memory is charged before it is pinned, and the sum
+/// never exceeds the limit, not even for a moment while other threads charge.
 ///
 /// The kernel has accounts of its own, each with RLIMIT_MEMLOCK as its limit: VFIO and mlock charge
 /// the process; io_uring, unless CAP_IPC_LOCK was held when the ring was made, charges the *user*,
 /// all processes together, and a whole huge page as soon as one page of it is pinned. So a charge
-/// that succeeds here can fail there. This account says how much of it is whose.
+/// that succeeds here can fail there. This account says how much each owner has pinned.
 #[derive(Debug)]
 pub struct Account {
     owner: String,
     used: AtomicU64,
     limit: AtomicU64,
-    /// The limit is RLIMIT_MEMLOCK, and is read again before anything is refused.
+    /// The limit is RLIMIT_MEMLOCK, and is read again before a charge is refused.
     follows: bool,
 }
 
 impl Account {
-    /// An account whose limit is RLIMIT_MEMLOCK of this process. A limit that is raised later counts
-    /// from the next charge that would have been refused.
+    /// An account whose limit is RLIMIT_MEMLOCK of this process. If the limit is raised later, the
+    /// account notices it at the next charge that it would refuse.
     pub fn new(owner: impl Into<String>) -> Account {
         Account {
             owner: owner.into(),
@@ -37,7 +37,7 @@ impl Account {
         }
     }
 
-    /// An account with a limit of its own, in bytes.
+    /// An account with a given limit, in bytes.
     pub fn with_limit(owner: impl Into<String>, limit: u64) -> Account {
         Account {
             owner: owner.into(),
@@ -47,7 +47,7 @@ impl Account {
         }
     }
 
-    /// Whose it is.
+    /// The owner's name.
     pub fn owner(&self) -> &str {
         &self.owner
     }
@@ -57,27 +57,27 @@ impl Account {
         self.used.load(Relaxed)
     }
 
-    /// Most bytes; `u64::MAX`: there is no limit.
+    /// Most bytes; `u64::MAX`: no limit.
     pub fn limit(&self) -> u64 {
         self.limit.load(Relaxed)
     }
 
-    /// Whether CAP_IPC_LOCK is held now, and counts: who holds it may go beyond RLIMIT_MEMLOCK. A limit that was
-    /// given to [`with_limit`](Self::with_limit) binds in any case.
+    /// Whether CAP_IPC_LOCK is held now, and counts: with it the owner may exceed RLIMIT_MEMLOCK. A
+    /// limit that was given to [`with_limit`](Self::with_limit) binds in any case.
     pub fn may_exceed(&self) -> bool {
         self.follows && ignores_memlock()
     }
 
-    /// Charges `bytes`. `exceed`: whether the limit does not bind, as
-    /// [`may_exceed`](Self::may_exceed) had it when that was to be known (rule L53).
+    /// Charges `bytes`. With `exceed` the limit does not bind: pass the result of
+    /// [`may_exceed`](Self::may_exceed) from the time at which the rule decides it (rule L53).
     ///
     /// # Errors
-    /// It would be more than the limit; nothing is charged then.
+    /// The sum would exceed the limit; nothing is charged then.
     #[inline]
     pub fn charge(&self, bytes: u64, exceed: bool) -> Result<(), LimitError> {
         let mut used = self.used.load(Relaxed);
         loop {
-            // What wraps is above every limit.
+            // A sum that wraps is above every limit.
             let sum = used.checked_add(bytes);
             let fits = sum.is_some_and(|sum| exceed || sum <= self.limit.load(Relaxed));
             let (Some(sum), true) = (sum, fits) else {
@@ -100,7 +100,7 @@ impl Account {
         debug_assert!(before >= bytes, "{bytes} of {before} bytes given back");
     }
 
-    /// Whether RLIMIT_MEMLOCK is above what it was.
+    /// Whether RLIMIT_MEMLOCK was raised.
     #[cold]
     fn is_raised(&self) -> bool {
         self.follows && {
@@ -136,16 +136,16 @@ fn memlock() -> u64 {
     getrlimit(Resource::Memlock).current.unwrap_or(u64::MAX)
 }
 
-/// An owner would pin more than it may.
+/// An owner would pin more than its limit allows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitError {
-    /// Whose account it is.
+    /// The name of the account's owner.
     pub owner: String,
     /// Most bytes.
     pub limit: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Bytes that were asked for.
+    /// Bytes that the charge asked for.
     pub asked: u64,
     /// Whether the limit is RLIMIT_MEMLOCK.
     pub memlock: bool,

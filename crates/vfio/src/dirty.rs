@@ -2,11 +2,11 @@
 
 use ringfence_iommu::{Iova, Range};
 
-/// Which pages of a range were written to, a bit each: the one form in which every source of dirty
-/// bits (type1, iommufd, the pinner) tells them.
+/// Which pages of a range were written to, a bit each: the common form in which every source of
+/// dirty bits (type1, iommufd, the pinner) reports them.
 ///
-/// Bits are only ever set, until [`clear`](Self::clear): an error may leave bits that say too much,
-/// never one that says too little.
+/// Bits are only ever set, until [`clear`](Self::clear): after an error, a clean page may be
+/// marked, but a dirty page never goes unmarked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DirtyMap {
     first: u64,
@@ -25,8 +25,8 @@ impl DirtyMap {
             return None;
         }
         let shift = page.trailing_zeros();
-        // The number of pages less one always fits, also of the whole address space; of pages of
-        // one byte the number itself need not.
+        // The number of pages minus one always fits, even for the whole address space; with pages
+        // of one byte the number itself may not.
         let pages = (range.extent() >> shift).checked_add(1)?;
         let words = vec![0; usize::try_from(pages.div_ceil(64)).ok()?];
         Some(DirtyMap { first: range.first().0, shift, pages, words })
@@ -42,13 +42,13 @@ impl DirtyMap {
         self.pages
     }
 
-    /// The bits: page n is bit n % 64 of word n / 64, as the kernel's interfaces have it.
+    /// The bits: page n is bit n % 64 of word n / 64, as in the kernel's interfaces.
     pub fn words(&self) -> &[u64] {
         &self.words
     }
 
-    /// The bits, for the kernel to write. Bits of pages beyond the last stay zero for whoever counts:
-    /// call [`trim`](Self::trim) after it.
+    /// The bits, for the kernel to write. Counting assumes that the bits beyond the last page are
+    /// zero: call [`trim`](Self::trim) afterwards.
     pub fn words_mut(&mut self) -> &mut [u64] {
         &mut self.words
     }
@@ -61,7 +61,7 @@ impl DirtyMap {
         }
     }
 
-    /// Marks every page that `range` touches; what lies outside of the map is passed over.
+    /// Marks every page that `range` touches; ignores what lies outside of the map.
     pub fn mark(&mut self, range: Range) {
         let Some(end) = (range.last().0).checked_sub(self.first) else { return };
         let begin = range.first().0.saturating_sub(self.first) >> self.shift;
@@ -69,7 +69,7 @@ impl DirtyMap {
         if begin > end {
             return;
         }
-        // A whole word at a time: a run costs what its words cost.
+        // A whole word at a time: the cost of a run is that of its words.
         let (from, to) = ((begin / 64) as usize, (end / 64) as usize);
         let (low, high) = (u64::MAX << (begin % 64), u64::MAX >> (63 - end % 64));
         if from == to {
@@ -92,7 +92,7 @@ impl DirtyMap {
         self.words.iter().map(|word| u64::from(word.count_ones())).sum()
     }
 
-    /// Every marked page's first address, in order.
+    /// The first address of every marked page, in order.
     pub fn iter(&self) -> impl Iterator<Item = Iova> + '_ {
         self.words.iter().zip(0_u64..).flat_map(move |(&word, at)| {
             (0..64)
@@ -101,7 +101,7 @@ impl DirtyMap {
         })
     }
 
-    /// Marks what `other` has marked, whatever its page size and place.
+    /// Marks the pages that are marked in `other`, whatever its page size and range.
     pub fn merge(&mut self, other: &DirtyMap) {
         for iova in other.iter() {
             // A page's last byte always has an address.
@@ -112,7 +112,7 @@ impl DirtyMap {
         }
     }
 
-    /// Marks nothing any more.
+    /// Unmarks all pages.
     pub fn clear(&mut self) {
         self.words.fill(0);
     }

@@ -1,10 +1,10 @@
-//! Why something of VFIO could not be opened or used.
+//! Why a VFIO or iommufd object could not be opened or used.
 
 use std::fmt;
 
 use rustix::io::Errno;
 
-/// What was asked of the kernel, what it answered, and what to do about it.
+/// What was asked of the kernel, the error that it returned, and what to do about it.
 #[derive(Debug)]
 pub struct Error {
     asked: String,
@@ -12,7 +12,7 @@ pub struct Error {
     remedy: String,
 }
 
-/// The result of what can fail so.
+/// The result of a call that can fail in this way.
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
@@ -21,19 +21,20 @@ impl Error {
         Error { asked: asked.into(), answer: None, remedy: String::new() }
     }
 
-    /// What the kernel answered.
+    /// Sets the error that the kernel returned.
     pub(crate) fn answer(mut self, errno: Errno) -> Error {
         self.answer = Some(errno);
         self
     }
 
-    /// What is in the way and what to do about it, in a sentence without a point at its end.
+    /// Sets the obstacle and its remedy, in a sentence without a full stop.
     pub(crate) fn remedy(mut self, remedy: impl Into<String>) -> Error {
         self.remedy = remedy.into();
         self
     }
 
-    /// What the kernel answered; `None` if it was not asked for lack of something else.
+    /// The error that the kernel returned; `None` if the kernel was not asked, since something else
+    /// was missing.
     pub fn errno(&self) -> Option<Errno> {
         self.answer
     }

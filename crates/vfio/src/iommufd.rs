@@ -14,21 +14,21 @@ use crate::{
     space::{self, Backend, Space, Tuning, Usage, lost, size},
 };
 
-/// The smallest page there is: an address space without devices takes any address, and no device keeps
-/// less than a page apart.
+/// The smallest page: an address space without devices takes any address, and no device has a
+/// smaller granule.
 const PAGE: u64 = 4096;
 
 /// A domain over an address space (IOAS) of an iommufd, real
-/// ([`IommuFile`](crate::kernel::IommuFile)) or a fake of it. It maps to addresses of this
-/// process, whose pages the kernel pins while a device is attached.
+/// ([`IommuFile`](crate::kernel::IommuFile)) or a fake of it. It maps to addresses of this process,
+/// whose pages the kernel pins while a device is attached.
 ///
-/// As with [`Type1`](crate::Type1), everything has happened when a call returns. Mappings may be made
-/// before a device is attached; [`refresh`](Self::refresh) tells what can be mapped since.
+/// As with [`Type1`](crate::Type1), the work is done when a call returns. Mappings may be made
+/// before a device is attached; [`refresh`](Self::refresh) reads the geometry anew after that.
 ///
 /// Dropping it unmaps everything, and removes the address space once no device is attached to it.
 pub struct Iommufd<K: IommufdKernel> {
     space: Space<Ioas<K>>,
-    /// The tables that note dirty pages.
+    /// The page tables that track dirty pages.
     tables: Mutex<Vec<Id>>,
 }
 
@@ -61,7 +61,7 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// A domain over a new address space.
     ///
     /// # Errors
-    /// [`Error::Gone`]: the kernel knows no such thing. [`Error::NoMemory`].
+    /// [`Error::Gone`]: the kernel does not have address spaces. [`Error::NoMemory`].
     pub fn new(kernel: K, tuning: Tuning) -> Result<Iommufd<K>> {
         let id = kernel.new_ioas().map_err(|errno| lost(errno, Range::ALL))?;
         let geometry = match geometry_of(&kernel, id) {
@@ -80,26 +80,27 @@ impl<K: IommufdKernel> Iommufd<K> {
         &self.space.backend.kernel
     }
 
-    /// The name of the address space, to attach devices to.
+    /// The id of the address space, to attach devices to.
     pub fn ioas(&self) -> Id {
         self.space.backend.id
     }
 
-    /// Asks the kernel anew what can be mapped: after a device was attached or detached.
+    /// Reads anew from the kernel what can be mapped: call it after a device was attached or
+    /// detached.
     ///
     /// # Errors
-    /// The kernel's; the geometry is what it was.
+    /// The kernel's; the geometry is unchanged then.
     pub fn refresh(&self) -> Result<()> {
         self.space.set_geometry(geometry_of(self.kernel(), self.ioas())?);
         Ok(())
     }
 
-    /// How its mappings stand.
+    /// How many mappings there are, and how many of the kernel's they take.
     pub fn usage(&self) -> Usage {
         self.space.usage()
     }
 
-    /// Maps many ranges with as few mappings of the kernel's as there can be: as
+    /// Maps many ranges with as few kernel mappings as possible: as
     /// [`Type1::map_batch`](crate::Type1::map_batch).
     ///
     /// # Errors
@@ -120,17 +121,17 @@ impl<K: IommufdKernel> Iommufd<K> {
         self.space.map_in_steps(&map, &mut progress)
     }
 
-    /// Unmaps everything at one go; how many bytes were mapped. Whoever maps or unmaps meanwhile gets
-    /// an error.
+    /// Unmaps everything at one go; returns how many bytes were mapped. Concurrent calls to map or
+    /// unmap fail.
     ///
     /// # Errors
-    /// The kernel's; what is left mapped is still known here.
+    /// The kernel's; mappings that remain are still known here.
     pub fn unmap_all(&self) -> Result<u128> {
         self.space.unmap_all(|| self.space.backend.unmap(0, u64::MAX))
     }
 
-    /// A table of this address space for a device that is bound, by its hardware, which notes dirty
-    /// pages: to be attached in place of [`ioas`](Self::ioas). The domain removes it.
+    /// A page table of this address space for a bound device, whose hardware tracks dirty pages in
+    /// it: attach the device to it instead of [`ioas`](Self::ioas). The domain removes it.
     ///
     /// # Errors
     /// [`Error::Unsupported`]: the hardware cannot. Otherwise the kernel's.
@@ -144,8 +145,8 @@ impl<K: IommufdKernel> Iommufd<K> {
         Ok(table)
     }
 
-    /// Starts to note which pages devices with a [`dirty_table`](Self::dirty_table) write to; again is
-    /// fine.
+    /// Starts to track which pages devices with a [`dirty_table`](Self::dirty_table) write to;
+    /// calling it twice is fine.
     ///
     /// # Errors
     /// [`Error::Unsupported`]: there is no such table. Otherwise the kernel's.
@@ -153,7 +154,7 @@ impl<K: IommufdKernel> Iommufd<K> {
         self.track(true)
     }
 
-    /// Stops it.
+    /// Stops tracking.
     ///
     /// # Errors
     /// As [`start_dirty`](Self::start_dirty).
@@ -169,12 +170,12 @@ impl<K: IommufdKernel> Iommufd<K> {
         self.dirty_tables()?.into_iter().try_for_each(track)
     }
 
-    /// Marks in `map` what devices have written to in `range` since they were last asked, while they go
-    /// on. Each bit is told once.
+    /// Marks in `map` the pages in `range` that devices have written since the last call; they may
+    /// keep writing. Each bit is reported once.
     ///
     /// # Errors
-    /// [`Error::WouldSplit`]: a mapping lies in `range` in part, and nothing was asked. Otherwise the
-    /// kernel's; what it had told before is marked.
+    /// [`Error::WouldSplit`]: a mapping lies only partly in `range`, and nothing was read.
+    /// Otherwise the kernel's; bits that were read before the error are marked.
     pub fn read_dirty(&self, range: Range, map: &mut DirtyMap) -> Result<()> {
         let tables = self.dirty_tables()?;
         for piece in self.space.made_in(range)? {
@@ -183,11 +184,11 @@ impl<K: IommufdKernel> Iommufd<K> {
         Ok(())
     }
 
-    /// Unmaps `range`, and marks in `map` what devices had written to in it that was not told before;
-    /// how many bytes were mapped.
+    /// Unmaps `range`, and marks in `map` the pages that devices had written in it and that were
+    /// not reported before; returns how many bytes were mapped.
     ///
-    /// An iommufd tells and unmaps in two steps: what a device writes in between is not told. It must
-    /// have been told before to leave the memory alone.
+    /// An iommufd reads the bits and unmaps in two steps: a write between them is not reported. So
+    /// stop the device's DMA to this memory before the call.
     ///
     /// # Errors
     /// As [`unmap_pages`](ringfence_iommu::Domain::unmap_pages); what was removed before is marked.
@@ -235,7 +236,7 @@ impl<K: IommufdKernel> Drop for Iommufd<K> {
         {
             tracing::warn!(%error, "a domain goes, and what it mapped stays mapped");
         }
-        // Where a device is still attached, the kernel keeps them until the iommufd is closed.
+        // If a device is still attached, the kernel keeps the tables until the iommufd is closed.
         for table in std::mem::take(self.tables.get_mut()) {
             let _ = self.kernel().destroy(table);
         }

@@ -1,7 +1,8 @@
-//! What VFIO type1 and iommufd are asked, as the kernel's `include/uapi/linux/{vfio,iommufd}.h` has
-//! it: the seam between the domains and a kernel, real or a fake of it.
+//! The requests to VFIO type1 and iommufd, after the kernel's
+//! `include/uapi/linux/{vfio,iommufd}.h`: the seam between the domains and a kernel, real or fake.
 //!
-//! Errors are the kernel's own numbers here: what they mean is said where it is known what was asked.
+//! Errors are the kernel's own numbers here: the caller knows what it asked for, and interprets
+//! them.
 
 mod bar;
 mod chain;
@@ -29,7 +30,7 @@ pub use memlock::Locked;
 pub use region::Region;
 pub use sysfs::{Member, Sysfs};
 
-/// What a kernel answers.
+/// The result of a request to the kernel.
 pub type Answer<T> = Result<T, Errno>;
 
 bitflags! {
@@ -40,7 +41,7 @@ bitflags! {
         const READ = 1;
         /// The device may write.
         const WRITE = 2;
-        /// The mapping is there and gets another process address (rule L60).
+        /// The mapping exists and gets another process address (rule L60).
         const VADDR = 4;
         /// Bits that have no meaning: a kernel refuses them.
         const _ = !0;
@@ -49,28 +50,28 @@ bitflags! {
     /// How to unmap (`VFIO_DMA_UNMAP_FLAG_*`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct UnmapFlags: u32 {
-        /// Tell which pages were written to (rule L63).
+        /// Return which pages were written to (rule L63).
         const GET_DIRTY = 1;
         /// Everything (rule L56).
         const ALL = 2;
-        /// Only mark the process address as gone (rule L59).
+        /// Only mark the process address as invalid (rule L59).
         const VADDR = 4;
         /// Bits that have no meaning: a kernel refuses them.
         const _ = !0;
     }
 }
 
-/// Where dirty bits go: `VFIO_IOMMU_DIRTY_PAGES_FLAG_GET_BITMAP` and an unmap that tells.
+/// Where dirty bits go: for `VFIO_IOMMU_DIRTY_PAGES_FLAG_GET_BITMAP` and an unmap with `GET_DIRTY`.
 #[derive(Debug)]
 pub struct Bitmap<'a> {
     /// The size of a page in bytes.
     pub page: u64,
-    /// The bits: zeros, to be merged after it. A kernel may overwrite the words in which bits of its
-    /// mappings lie.
+    /// The bits, zero before the call; the caller merges them afterwards. A kernel may overwrite
+    /// the words that hold bits of its mappings.
     pub words: &'a mut [u64],
 }
 
-/// What a type1 container is able to do (`VFIO_IOMMU_GET_INFO`).
+/// What a type1 container supports (`VFIO_IOMMU_GET_INFO`).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Type1Info {
     /// Page sizes, as a bitmap; the lowest bit is the granule.
@@ -92,7 +93,7 @@ pub struct DirtyInfo {
     pub max_bytes: u64,
 }
 
-/// What not every kernel can (`VFIO_CHECK_EXTENSION`).
+/// What not every kernel supports (`VFIO_CHECK_EXTENSION`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Extension {
@@ -104,7 +105,7 @@ pub enum Extension {
 
 /// A type1v2 container with a group in it (rules L51-L63).
 pub trait Type1Kernel: Send + Sync {
-    /// What it is able to do, and how much of it is left.
+    /// What it supports, and how many mappings are left.
     ///
     /// # Errors
     /// The kernel's.
@@ -116,14 +117,14 @@ pub trait Type1Kernel: Send + Sync {
     /// Maps `size` bytes at `iova` to the process address `vaddr`.
     ///
     /// # Safety
-    /// Until it is unmapped, the memory belongs to whoever uses the devices of the container: they
-    /// read and, if `flags` say so, write it behind the compiler's back.
+    /// Until it is unmapped, the memory belongs to the users of the container's devices: these read
+    /// and, if `flags` say so, write it behind the compiler's back.
     ///
     /// # Errors
     /// The kernel's (rules L51, L53, L60, L61).
     unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()>;
 
-    /// Unmaps; how many bytes were mapped (rules L55-L57, L59). `dirty` goes with
+    /// Unmaps; returns how many bytes were mapped (rules L55-L57, L59). `dirty` goes with
     /// [`UnmapFlags::GET_DIRTY`].
     ///
     /// # Errors
@@ -136,7 +137,7 @@ pub trait Type1Kernel: Send + Sync {
         dirty: Option<Bitmap<'_>>,
     ) -> Answer<u64>;
 
-    /// Starts or stops tracking dirty pages; doing so twice is fine (rule L63).
+    /// Starts or stops tracking dirty pages; a repeated call is fine (rule L63).
     ///
     /// # Errors
     /// The kernel's.
@@ -148,14 +149,14 @@ pub trait Type1Kernel: Send + Sync {
     /// The kernel's.
     fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
 
-    /// The regions that its devices must not have mapped, as far as it names them: what the gaps
-    /// between the ranges of [`info`](Self::info) are for. In ascending order.
+    /// The regions that must not be mapped for its devices, as far as they are known by name: the
+    /// reasons for the gaps between the ranges of [`info`](Self::info). In ascending order.
     fn reserved_regions(&self) -> Vec<ReservedRegion> {
         Vec::new()
     }
 
-    /// How much memory is locked for whom mappings are charged to, and may be; `None` if no limit
-    /// holds.
+    /// How much memory is locked on the account that mappings are charged to, and the limit; `None`
+    /// if no limit applies.
     fn locked(&self) -> Option<Locked> {
         None
     }
@@ -195,11 +196,11 @@ impl<K: Type1Kernel + ?Sized> Type1Kernel for Arc<K> {
     }
 }
 
-/// The name of an object in an iommufd.
+/// The id of an object in an iommufd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Id(pub u32);
 
-/// Which IOVAs an address space can have (`IOMMU_IOAS_IOVA_RANGES`).
+/// Which IOVAs can be mapped in an address space (`IOMMU_IOAS_IOVA_RANGES`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IovaRanges {
     /// In ascending order.
@@ -208,7 +209,7 @@ pub struct IovaRanges {
     pub alignment: u64,
 }
 
-/// An iommufd: address spaces (IOAS) and the hardware's page tables (HWPT) made of them.
+/// An iommufd: address spaces (IOAS) and the hardware page tables (HWPT) made from them.
 pub trait IommufdKernel: Send + Sync {
     /// A new address space.
     ///
@@ -222,14 +223,14 @@ pub trait IommufdKernel: Send + Sync {
     /// The kernel's: EBUSY while it is used.
     fn destroy(&self, id: Id) -> Answer<()>;
 
-    /// What can be mapped, as far as the devices attached now let it.
+    /// What can be mapped, given the devices attached now.
     ///
     /// # Errors
     /// The kernel's.
     fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges>;
 
-    /// Maps `size` bytes at the process address `vaddr`: at `iova`, or where the kernel likes.
-    /// Returns where.
+    /// Maps `size` bytes at the process address `vaddr`: at `iova`, or where the kernel chooses.
+    /// Returns the IOVA.
     ///
     /// # Safety
     /// As [`Type1Kernel::map`].
@@ -245,15 +246,15 @@ pub trait IommufdKernel: Send + Sync {
         size: u64,
     ) -> Answer<u64>;
 
-    /// Unmaps; how many bytes were mapped. All of the address space: `iova` 0 and `size`
-    /// `u64::MAX`. A mapping is never cut, and nothing there is ENOENT.
+    /// Unmaps; returns how many bytes were mapped. `iova` 0 and `size` `u64::MAX`: the whole
+    /// address space. A mapping is never split, and a range without mappings is ENOENT.
     ///
     /// # Errors
     /// The kernel's.
     fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64>;
 
-    /// A page table for a device that is bound, made of an address space; `dirty`: one that tracks
-    /// dirty pages.
+    /// A hardware page table for a bound device, made from an address space; `dirty`: one that
+    /// tracks dirty pages.
     ///
     /// # Errors
     /// The kernel's: EOPNOTSUPP if the hardware cannot track.
@@ -323,7 +324,7 @@ impl<K: IommufdKernel + ?Sized> IommufdKernel for Arc<K> {
     }
 }
 
-/// Opens a file of the kernel's for reading and writing.
+/// Opens a file of the kernel for reading and writing.
 fn open(path: &str) -> Answer<File> {
     let file = File::options().read(true).write(true).open(path);
     file.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))

@@ -1,9 +1,9 @@
 //! Page pinning with accounting, and the kernel's IOMMU interfaces as domains.
 //!
 //! * [`pin`]: pages of this process held in place by IOVA, in runs, over io_uring, mlock or a fake;
-//!   [`Account`]: what an owner has pinned, and may.
-//! * [`kernel`]: VFIO containers, groups and devices, and iommufd, as the kernel has them: a container
-//!   maps only once a group is in it, or it does not compile.
+//!   [`Account`]: how much an owner has pinned, and its limit.
+//! * [`kernel`]: VFIO containers, groups and devices, and iommufd, close to the kernel's interface:
+//!   a container has methods to map only once a group is in it.
 //! * [`Type1`] and [`Iommufd`]: both as a [`Domain`](ringfence_iommu::Domain) whose targets are
 //!   addresses of this process; [`DirtyMap`]: what devices have written to.
 //!

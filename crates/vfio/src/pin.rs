@@ -1,10 +1,10 @@
 //! Pinning pages of this process.
 //!
-//! A [`Pinner`] holds pages in place by IOVA, over a [`Backing`] that is able to: [`Uring`], on every
-//! machine; [`Mlock`], where there is no io_uring; [`Fake`], for tests. There is one path: the pages
-//! asked for are put into runs of contiguous ones in one pass, and the runs are held by as few calls
-//! as the backing can; a single page is a run of one, and nothing is allocated for it. A run ends
-//! where a page is held already, which only counts up, and where one is special.
+//! A [`Pinner`] holds pages in place by IOVA, over a [`Backing`]: [`Uring`], on every machine;
+//! [`Mlock`], where there is no io_uring; [`Fake`], for tests. There is one path: one pass gathers
+//! the requested pages into contiguous runs, and the backing holds the runs in as few calls as it
+//! can; a single page is a run of one, and nothing is allocated for it. A run ends at a page that
+//! is held already, whose count only rises, and at a special page.
 
 mod backing;
 mod error;

@@ -1,5 +1,5 @@
-//! What the domains over a kernel have in common: which mappings there are, how they become few, and
-//! how large ones are made in steps.
+//! What the domains over a kernel share: which mappings there are, how they are merged, and how
+//! large ones are made in steps.
 
 mod answer;
 mod domain;
@@ -33,25 +33,25 @@ pub(crate) trait Backend: Send + Sync {
     /// As [`Type1Kernel::map`](crate::kernel::Type1Kernel::map).
     unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()>;
 
-    /// Unmaps whole mappings; how many bytes were there.
+    /// Unmaps whole mappings; returns how many bytes were mapped.
     fn unmap(&self, iova: u64, size: u64) -> Answer<u64>;
 
-    /// What `errno` means as the answer to a map of `range`, while there are so many entries.
+    /// The error that `errno` means for a map of `range`, while there are this many entries.
     fn refusal(&self, errno: Errno, range: Range, entries: u64) -> Error;
 }
 
-/// Who is told how many bytes of a mapping are made, and may end it.
+/// Called with how many bytes of a mapping are made; may end it.
 pub(crate) type Progress<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
 
-/// An address space of a kernel's, and what is mapped there.
+/// An address space of the kernel, and what is mapped there.
 ///
-/// Every target is one that a [`Map`] was made of, with its promise.
+/// Every target comes from a [`Map`], with its promise.
 #[derive(Debug)]
 pub(crate) struct Space<B> {
     pub(crate) backend: B,
     tuning: Tuning,
     state: Mutex<State>,
-    /// Some unit is busy no more.
+    /// A unit is no longer busy.
     settled: Condvar,
     mismatches: AtomicU64,
 }
@@ -61,10 +61,10 @@ struct State {
     geometry: Geometry,
     shadow: Shadow,
     entries: u64,
-    /// Maps of which some is left that could not be undone, and why they failed: their sync says so,
-    /// until they are unmapped.
+    /// Maps that failed and could not be undone completely, with their errors: their sync returns
+    /// the error, until they are unmapped.
     left: Vec<(Range, Error)>,
-    /// Nothing is mapped or unmapped meanwhile, and why.
+    /// If set, nothing can be mapped or unmapped; the reason.
     frozen: Option<&'static str>,
 }
 
@@ -115,7 +115,7 @@ impl<B: Backend> Space<B> {
         if !self.tuning.merge {
             let made = self.map_now(map, &mut |_| ControlFlow::Continue(()));
             return made.or_else(|Failed { error, left }| match left {
-                // A map that fails leaves nothing; a sync that fails has the caller unmap.
+                // A map that fails must leave nothing; if a sync fails, the caller unmaps.
                 true => {
                     self.state.lock().left.push((map.range(), error));
                     Ok(())
@@ -130,7 +130,7 @@ impl<B: Backend> Space<B> {
         Ok(())
     }
 
-    /// Maps, and has the kernel know it at once.
+    /// Maps in the kernel at once.
     fn map_now(
         &self,
         map: &Map<HostAddr>,
@@ -147,7 +147,7 @@ impl<B: Backend> Space<B> {
         made
     }
 
-    /// Maps, as long as `progress` has it go on; whether it did.
+    /// Maps in steps, as long as `progress` continues; returns whether it was completed.
     pub(crate) fn map_in_steps(&self, map: &Map<HostAddr>, progress: Progress<'_>) -> Result<bool> {
         let mut ended = false;
         let made = self.map_now(map, &mut |bytes| {
@@ -161,15 +161,14 @@ impl<B: Backend> Space<B> {
         }
     }
 
-    /// Maps many, those as one that follow each other in the order in which they are given. All or
-    /// nothing.
+    /// Maps many ranges, those as one that follow each other in the given order. All or nothing.
     pub(crate) fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
         let units: Vec<Unit> = batch.iter().map(|map| Unit::new(map, Stage::Busy)).collect();
         let runs: Vec<Map<HostAddr>> = units.chunk_by(Unit::leads_to).map(Unit::joined).collect();
         for (done, run) in runs.iter().enumerate() {
             let go_on = &mut |_| ControlFlow::Continue(());
             if let Err(failed) = self.map_now(run, go_on) {
-                // What is left mapped is in the shadow: it can be unmapped again.
+                // What stays mapped is in the shadow: it can still be unmapped.
                 for run in &runs[..done] {
                     let _ = self.unmap(run.range());
                 }
@@ -179,10 +178,10 @@ impl<B: Backend> Space<B> {
         Ok(())
     }
 
-    /// `Domain::iotlb_sync_map`: has the kernel know what was noted in `range`.
+    /// `Domain::iotlb_sync_map`: makes in the kernel what was noted in `range`.
     pub(crate) fn sync_map(&self, range: Range) -> Result<()> {
         if !self.tuning.merge {
-            // It knows; but of what could not be undone.
+            // The kernel has these mappings; what could not be undone is an error.
             let state = self.state.lock();
             let left = state.left.iter().find(|(left, _)| left.overlaps(range));
             return left.map_or(Ok(()), |&(_, error)| Err(error));
@@ -207,7 +206,7 @@ impl<B: Backend> Space<B> {
         result
     }
 
-    /// Replaces the busy units of a run by what has become of it.
+    /// Replaces the busy units of a run according to the outcome.
     fn settle(&self, run: &[Unit], whole: &Unit, made: &std::result::Result<(), Failed>) {
         let mut state = self.state.lock();
         run.iter().for_each(|unit| state.shadow.remove(unit.range));
@@ -218,7 +217,7 @@ impl<B: Backend> Space<B> {
         self.settled.notify_all();
     }
 
-    /// The mappings of the kernel's that a unit consists of.
+    /// The kernel mappings that a unit consists of.
     fn pieces(&self, whole: Range) -> impl Iterator<Item = Range> + use<B> {
         let chunk = self.tuning.chunk - 1;
         let mut next = Some(whole.first());
@@ -230,12 +229,12 @@ impl<B: Backend> Space<B> {
         })
     }
 
-    /// How many they are.
+    /// How many kernel mappings a unit takes.
     fn entries(&self, whole: Range) -> u64 {
         whole.extent() / self.tuning.chunk + 1
     }
 
-    /// Has the kernel make a unit, piece by piece. All or nothing (rule L33).
+    /// Makes a unit in the kernel, piece by piece. All or nothing (rule L33).
     fn make(&self, unit: &Unit, progress: Progress<'_>) -> std::result::Result<(), Failed> {
         let flags = flags(unit.prot);
         for (done, piece) in self.pieces(unit.range).enumerate() {
@@ -245,8 +244,8 @@ impl<B: Backend> Space<B> {
             let error = if progress(offset).is_break() {
                 Error::Unsupported("the caller ended it")
             } else {
-                // SAFETY: the promise that the `Map` was made with. That the target does not pass the end of
-                // the address space has been checked.
+                // SAFETY: the promise that the `Map` was made with. The target has been checked not
+                // to pass the end of the address space.
                 let made = unsafe { self.backend.map(flags, iova, vaddr, size(piece)) };
                 let Err(errno) = made else { continue };
                 let entries = self.state.lock().entries + done as u64;
@@ -257,18 +256,18 @@ impl<B: Backend> Space<B> {
                 !self.pieces(unit.range).take(done).map(undone).fold(true, |all, it| all & it);
             return Err(Failed { error, left });
         }
-        // The last word can change nothing any more.
+        // At the end `progress` can no longer stop anything.
         let _ = progress(unit.range.extent().saturating_add(1));
         Ok(())
     }
 
-    /// `Domain::unmap_pages`, over when it returns; how many bytes were mapped.
+    /// `Domain::unmap_pages`, complete when it returns; returns how many bytes were mapped.
     pub(crate) fn unmap(&self, range: Range) -> Result<u128> {
         self.unmap_with(range, &mut |piece| self.remove(piece))
     }
 
-    /// As [`unmap`](Self::unmap), with another way to remove whole mappings of the kernel's, one or
-    /// several that follow each other, of a chunk at most.
+    /// As [`unmap`](Self::unmap), with another way to remove whole kernel mappings, one or several
+    /// that follow each other, of a chunk at most.
     pub(crate) fn unmap_with(
         &self,
         range: Range,
@@ -286,7 +285,8 @@ impl<B: Backend> Space<B> {
         result.map(|()| bytes)
     }
 
-    /// Removes everything in one step, in which nobody maps or unmaps; how many bytes were mapped.
+    /// Removes everything in one step, during which maps and unmaps fail; returns how many bytes
+    /// were mapped.
     pub(crate) fn unmap_all(&self, mut remove: impl FnMut() -> Answer<u64>) -> Result<u128> {
         let units = self.freeze("everything is being unmapped")?;
         let made = units.iter().filter(|it| it.stage == Stage::Made).map(|it| it.range.len()).sum();
@@ -300,8 +300,9 @@ impl<B: Backend> Space<B> {
         Ok(units.iter().map(|unit| unit.range.len()).sum())
     }
 
-    /// Marks all that lies in `range` as somebody's who is about to remove it, once nobody else is.
-    /// What the kernel does not know yet goes at once; how many bytes that was.
+    /// Waits until no unit in `range` is busy, then marks them all as busy, for the caller to
+    /// remove. Units that the kernel does not have yet are removed at once; returns their bytes
+    /// too.
     fn take(&self, range: Range) -> Result<(Vec<Unit>, u128)> {
         let mut state = self.state.lock();
         state.geometry.check_unmap(range)?;
@@ -342,8 +343,7 @@ impl<B: Backend> Space<B> {
         self.settled.notify_all();
     }
 
-    /// Units that touch, together, as far as they are a chunk at most: what lies in a gap may be
-    /// somebody else's by now.
+    /// Joins units that touch, up to a chunk: a gap may belong to another mapping by now.
     fn runs<'a>(
         &self,
         units: &'a [Unit],
@@ -377,13 +377,13 @@ impl<B: Backend> Space<B> {
         Ok(self.runs(&units).flat_map(|(run, _)| self.pieces(run)).collect())
     }
 
-    /// Removes whole mappings of the kernel's.
+    /// Removes whole kernel mappings.
     pub(crate) fn remove(&self, piece: Range) -> Result<()> {
         self.remove_by(piece, &mut || self.backend.unmap(piece.first().0, size(piece)))
     }
 
-    /// Asks until there is nothing left: an answer that is short of what was mapped may mean that some
-    /// of it is still there.
+    /// Asks until nothing is left: if the kernel reports fewer bytes than were mapped, some of them
+    /// may still be there.
     pub(crate) fn remove_by(
         &self,
         piece: Range,
@@ -411,7 +411,7 @@ impl<B: Backend> Space<B> {
         Err(Error::Gone("the kernel removes a mapping again and again"))
     }
 
-    /// Notes whether the kernel has removed what was mapped as far as is known here.
+    /// Compares what the kernel has removed with what was mapped according to the shadow.
     fn compare(&self, known: u128, removed: u128) {
         if known != removed {
             self.mismatches.fetch_add(1, Ordering::Relaxed);
@@ -419,7 +419,7 @@ impl<B: Backend> Space<B> {
         }
     }
 
-    /// Keeps everybody from mapping and unmapping, once nobody is any more; what there is.
+    /// Waits until no unit is busy, then makes maps and unmaps fail; returns the units.
     pub(crate) fn freeze(&self, why: &'static str) -> Result<Vec<Unit>> {
         let mut state = self.state.lock();
         while state.shadow.iter().any(|unit| unit.stage == Stage::Busy) {
@@ -434,15 +434,15 @@ impl<B: Backend> Space<B> {
         }
     }
 
-    /// Ends it; these units lead elsewhere now.
+    /// Ends [`freeze`](Self::freeze); the given units have new targets from now on.
     pub(crate) fn thaw(&self, moved: impl IntoIterator<Item = (Range, HostAddr)>) {
         let mut state = self.state.lock();
         state.frozen = None;
         moved.into_iter().for_each(|(range, target)| state.shadow.retarget(range, target));
     }
 
-    /// The mappings of the kernel's that `unit` consists of, each with where it begins in it; none if
-    /// the kernel does not know it yet.
+    /// The kernel mappings that `unit` consists of, each with its offset in the unit; none if the
+    /// kernel does not have it yet.
     pub(crate) fn pieces_of(&self, unit: &Unit) -> impl Iterator<Item = (Range, u64)> + use<B> {
         let first = unit.range.first().0;
         let made = unit.stage != Stage::Noted;
@@ -451,13 +451,13 @@ impl<B: Backend> Space<B> {
     }
 }
 
-/// How often a kernel may answer that it has removed a part.
+/// How many times a kernel may report a partial removal.
 const MOST_ANSWERS: usize = 8;
 
 /// A unit that was not made.
 struct Failed {
     error: Error,
-    /// Some of it is mapped nevertheless: what was made could not be unmade.
+    /// Some of it is mapped nevertheless: not all pieces could be undone.
     left: bool,
 }
 
@@ -468,7 +468,7 @@ impl From<Error> for Failed {
 }
 
 impl State {
-    /// Whether a unit could be mapped, as far as can be told without the kernel.
+    /// Whether a unit could be mapped, as far as that can be checked without the kernel.
     fn check(&self, map: &Map<HostAddr>) -> Result<()> {
         let range = map.range();
         if let Some(why) = self.frozen {

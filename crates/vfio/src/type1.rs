@@ -13,16 +13,16 @@ use crate::{
     space::{self, Backend, Space, Tuning, Usage, lost, size},
 };
 
-/// A domain over a VFIO type1 container, real ([`Attached`](crate::kernel::Attached)) or
-/// a fake of it. It maps to addresses of this process, whose pages the kernel pins.
+/// A domain over a VFIO type1 container, real ([`Attached`](crate::kernel::Attached)) or a fake of
+/// it. It maps to addresses of this process, whose pages the kernel pins.
 ///
-/// A map and an unmap are system calls that have done their work when they return: nothing can be
-/// deferred ([`deferred_flush`](ringfence_iommu::Capabilities::deferred_flush)), and a lazy policy over it
-/// becomes a strict one. The last page of the address space is outside of the aperture, whatever the kernel says: what Linux maps there
-/// it cannot unmap. What the kernel refuses with an error number that has no name here is
-/// [`Error::Device`], with the number as its status.
+/// A map and an unmap are system calls that are complete when they return: nothing can be deferred
+/// ([`deferred_flush`](ringfence_iommu::Capabilities::deferred_flush)), and a lazy policy over it
+/// becomes a strict one. The last page of the address space is outside of the aperture, whatever
+/// the kernel says: Linux can map it but not unmap it. An error number of the kernel that has no
+/// name here becomes [`Error::Device`], with the number as its status.
 ///
-/// Dropping it unmaps everything, so that devices that live longer reach nothing.
+/// Dropping it unmaps everything, so that devices that live longer can access nothing.
 pub struct Type1<K: Type1Kernel> {
     pub(crate) space: Space<Container<K>>,
     dirty: Option<DirtyInfo>,
@@ -52,13 +52,13 @@ impl<K: Type1Kernel> Type1<K> {
     /// A domain over a container in which nothing is mapped.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]: the kernel names no page size, or no address that could be mapped.
-    /// [`Error::Gone`]: it does not answer.
+    /// [`Error::Unsupported`]: the kernel reports no page size, or no address that can be mapped.
+    /// [`Error::Gone`]: it does not respond.
     pub fn new(kernel: K, tuning: Tuning) -> Result<Type1<K>> {
         let info = kernel.info().map_err(|errno| lost(errno, Range::ALL))?;
         let geometry = geometry_of(&kernel, &info)?;
         let granule = geometry.page_sizes.granule();
-        // A mapping whose bits fit no bitmap could never tell them.
+        // The bits of a mapping must fit a bitmap, or they could never be read.
         let bits = info.dirty.map_or(u64::MAX, |dirty| dirty.max_bytes.saturating_mul(8));
         let chunk = tuning.chunk.min(bits.saturating_mul(granule));
         let space = Space::new(Container(kernel), geometry, Tuning { chunk, ..tuning });
@@ -70,17 +70,17 @@ impl<K: Type1Kernel> Type1<K> {
         &self.space.backend.0
     }
 
-    /// Asks the kernel anew what can be mapped: after a group has come or gone.
+    /// Reads anew from the kernel what can be mapped: call it after a group was added or removed.
     ///
     /// # Errors
-    /// As [`new`](Self::new); the geometry is what it was.
+    /// As [`new`](Self::new); the geometry is unchanged then.
     pub fn refresh(&self) -> Result<()> {
         let info = self.kernel().info().map_err(|errno| lost(errno, Range::ALL))?;
         self.space.set_geometry(geometry_of(self.kernel(), &info)?);
         Ok(())
     }
 
-    /// How its mappings stand.
+    /// How many mappings there are, and how many of the kernel's they take.
     pub fn usage(&self) -> Usage {
         self.space.usage()
     }
@@ -90,8 +90,8 @@ impl<K: Type1Kernel> Type1<K> {
         self.kernel().info().ok()?.available.map(u64::from)
     }
 
-    /// Maps many ranges with as few mappings of the kernel's as there can be: those that follow each
-    /// other (address, target, permission) become one, which is unmapped as one. All or nothing.
+    /// Maps many ranges with as few kernel mappings as possible: those that follow each other
+    /// (address, target, permission) become one, which is unmapped as one. All or nothing.
     ///
     /// # Errors
     /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
@@ -99,9 +99,10 @@ impl<K: Type1Kernel> Type1<K> {
         self.space.map_batch(batch)
     }
 
-    /// Maps a large range, step by step ([`Tuning::chunk`]); other threads map and unmap in between.
-    /// Before each step `progress` is told how many bytes are mapped, and once more at the end; where
-    /// it breaks off, nothing stays mapped, and the result is false. It must not unmap there.
+    /// Maps a large range, step by step ([`Tuning::chunk`]); other threads map and unmap in
+    /// between. `progress` is called before each step, and once more at the end, with how many
+    /// bytes are mapped; if it breaks, nothing stays mapped, and the result is false. It must not
+    /// unmap this range.
     ///
     /// # Errors
     /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
@@ -113,11 +114,11 @@ impl<K: Type1Kernel> Type1<K> {
         self.space.map_in_steps(&map, &mut progress)
     }
 
-    /// Unmaps everything, at one go if the kernel can (rule L56); how many bytes were mapped. Whoever
-    /// maps or unmaps meanwhile gets an error.
+    /// Unmaps everything, at one go if the kernel can (rule L56); returns how many bytes were
+    /// mapped. Concurrent calls to map or unmap fail.
     ///
     /// # Errors
-    /// The kernel's; what is left mapped is still known here.
+    /// The kernel's; mappings that remain are still known here.
     pub fn unmap_all(&self) -> Result<u128> {
         match self.kernel().has(Extension::UnmapAll) {
             true => self.space.unmap_all(|| self.kernel().unmap(UnmapFlags::ALL, 0, 0, None)),
@@ -125,7 +126,7 @@ impl<K: Type1Kernel> Type1<K> {
         }
     }
 
-    /// Starts to note which pages devices write to (rule L63); again is fine.
+    /// Starts to track which pages devices write to (rule L63); calling it twice is fine.
     ///
     /// # Errors
     /// [`Error::Unsupported`], or the kernel's.
@@ -133,7 +134,7 @@ impl<K: Type1Kernel> Type1<K> {
         self.track(true)
     }
 
-    /// Stops it.
+    /// Stops tracking.
     ///
     /// # Errors
     /// As [`start_dirty`](Self::start_dirty).
@@ -146,12 +147,12 @@ impl<K: Type1Kernel> Type1<K> {
         self.kernel().track_dirty(on).map_err(|errno| lost(errno, Range::ALL))
     }
 
-    /// Marks in `map` what devices have written to in `range` since they were last asked, while they go
-    /// on. Each bit is told once.
+    /// Marks in `map` the pages in `range` that devices have written since the last call; they may
+    /// keep writing. Each bit is reported once.
     ///
     /// # Errors
-    /// [`Error::WouldSplit`]: a mapping lies in `range` in part, and nothing was asked. Otherwise the
-    /// kernel's; what it had told before is marked.
+    /// [`Error::WouldSplit`]: a mapping lies only partly in `range`, and nothing was read.
+    /// Otherwise the kernel's; bits that were read before the error are marked.
     pub fn read_dirty(&self, range: Range, map: &mut DirtyMap) -> Result<()> {
         let page = self.page()?;
         for piece in self.space.made_in(range)? {
@@ -163,8 +164,8 @@ impl<K: Type1Kernel> Type1<K> {
         Ok(())
     }
 
-    /// Unmaps `range`, and marks in `map` what devices had written to in it that was not told before
-    /// (rule L63); how many bytes were mapped.
+    /// Unmaps `range`, and marks in `map` the pages that devices had written in it and that were
+    /// not reported before (rule L63); returns how many bytes were mapped.
     ///
     /// # Errors
     /// As [`unmap_pages`](ringfence_iommu::Domain::unmap_pages); what was removed before is marked.
@@ -185,7 +186,7 @@ impl<K: Type1Kernel> Type1<K> {
         })
     }
 
-    /// The page of dirty bits: the smallest of the kernel's (rule L63).
+    /// The page size of dirty bits: the smallest that the kernel offers (rule L63).
     fn page(&self) -> Result<u64> {
         let sizes = self.dirty.and_then(|dirty| PageSizes::new(dirty.page_sizes));
         let sizes = sizes.ok_or(Error::Unsupported("the kernel notes no dirty pages"))?;
@@ -197,8 +198,8 @@ fn geometry_of<K: Type1Kernel>(kernel: &K, info: &Type1Info) -> Result<Geometry>
     let sizes = PageSizes::new(info.page_sizes)
         .ok_or(Error::Unsupported("the kernel names no page size"))?;
     let ranges = info.ranges.as_deref().unwrap_or(&[Range::ALL]);
-    // Linux makes a mapping that ends with the address space, and never finds it again: nothing removes
-    // it. So none may: the last page is nobody's.
+    // Linux makes a mapping that ends with the address space, but never finds it again: nothing
+    // removes it. So the last page cannot be mapped.
     let below = Range::new(Iova(0), Iova(u64::MAX - sizes.granule()));
     let findable = |range: &Range| range.intersection(below?);
     let ranges: Vec<Range> = ranges.iter().filter_map(findable).collect();

@@ -1,4 +1,4 @@
-//! Giving mappings other addresses of this process (rules L59, L60).
+//! Changing the process addresses of mappings (rules L59, L60).
 
 use std::fmt;
 
@@ -12,26 +12,26 @@ use crate::{
 
 /// An update of process addresses that is under way: [`Type1::begin_vaddr_update`].
 ///
-/// Dropping it gives back the old addresses to whatever has not got a new one.
+/// Dropping it gives the old addresses back to mappings that have no new one yet.
 pub struct VaddrUpdate<'d, K: Type1Kernel> {
     domain: &'d Type1<K>,
     units: Vec<Moved>,
 }
 
-/// A unit, and where it leads from now on.
+/// A unit, and its new target.
 struct Moved {
     unit: Unit,
     target: Option<HostAddr>,
-    /// How many of its pieces have got their address.
+    /// How many of its pieces have their new address.
     done: usize,
 }
 
 const WHY: &str = "process addresses are being updated";
 
 impl<K: Type1Kernel> Type1<K> {
-    /// Begins to give all mappings other addresses of this process, as when the memory behind them has
-    /// moved (rules L59, L60). DMA goes on; until it is [finished](VaddrUpdate::finish), nothing can be
-    /// mapped or unmapped, and no group be attached.
+    /// Begins to change the process addresses of all mappings, as when the memory behind them has
+    /// moved (rules L59, L60). DMA continues; until the update is [finished](VaddrUpdate::finish),
+    /// nothing can be mapped or unmapped, and no group be attached.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY with
@@ -57,15 +57,16 @@ impl<'d, K: Type1Kernel> VaddrUpdate<'d, K> {
         Ok(VaddrUpdate { domain, units: units.into_iter().map(moved).collect() })
     }
 
-    /// Gives each mapping the address that `moved` says for its range and its old address; it is asked
-    /// once for each. After an error what is left can be tried again.
+    /// Gives each mapping the address that `moved` returns for its range and its old address; it is
+    /// called once for each. After an error, call again to retry those that are left.
     ///
     /// # Safety
     /// At the new address lies the very memory that was mapped, and the promise of
     /// [`Map::of`](ringfence_iommu::Map::of) holds for it there.
     ///
     /// # Errors
-    /// The kernel's; [`Error::Unaligned`], [`Error::TargetOverflow`]: there cannot be such an address.
+    /// The kernel's; [`Error::Unaligned`], [`Error::TargetOverflow`]: `moved` returned an
+    /// impossible address.
     pub unsafe fn finish(
         &mut self,
         mut moved: impl FnMut(Range, HostAddr) -> HostAddr,
@@ -89,7 +90,7 @@ impl<'d, K: Type1Kernel> VaddrUpdate<'d, K> {
 }
 
 impl Moved {
-    /// Tells the kernel the address of the pieces that have none.
+    /// Gives the kernel the address of the pieces that have none.
     ///
     /// # Safety
     /// As [`VaddrUpdate::finish`].
@@ -111,7 +112,8 @@ impl<K: Type1Kernel> Drop for VaddrUpdate<'_, K> {
     fn drop(&mut self) {
         for entry in &mut self.units {
             let target = entry.target.unwrap_or(entry.unit.target);
-            // SAFETY: the address that it had, or that was promised to lead to the same memory.
+            // SAFETY: the address that it had before, or one that was promised to lead to the same
+            // memory.
             if let Err(error) = unsafe { entry.give(self.domain, target) } {
                 tracing::warn!(%error, "a mapping is left without a process address");
             }

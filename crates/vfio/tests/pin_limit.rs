@@ -1,4 +1,4 @@
-//! The limit of locked memory, as the process has it.
+//! The limit of locked memory that the process has.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ fn the_limit_of_locked_memory_binds_whoever_lacked_the_capability_when_the_windo
     let window = |n: u64| Range::from_len(Iova(n << 30), 2 << 20).unwrap();
     let held = account.may_exceed();
     pinner.add_window(window(0), HostAddr(1 << 32), Prot::RW).unwrap();
-    // The capability goes, of this thread only.
+    // Drops the capability of this thread only.
     let mut without = capabilities(None).unwrap();
     without.effective.remove(CapabilitySet::IPC_LOCK);
     set_capabilities(None, without).unwrap();
@@ -36,16 +36,16 @@ fn the_limit_of_locked_memory_binds_whoever_lacked_the_capability_when_the_windo
     let PinError::Limit(why) = &error else { panic!("{error}") };
     assert_eq!((why.limit, why.used, why.asked, why.memlock), (1 << 20, 1 << 20, 4096, true));
     assert!(error.to_string().contains("ulimit -l"), "{error}");
-    // The other window came while the capability was held, if it was.
+    // The other window was added while the capability was held, if it was.
     let exceeded = pinner.pin(&[window(0).first()], Prot::RW);
     assert_eq!(exceeded.is_ok(), held, "{exceeded:?}");
-    // In one list, each page has the right of its own window.
+    // Within one list, each page has the right of its own window.
     let next = Iova(window(0).first().0 + 4096);
     assert!(pinner.pin(&[next, more], Prot::RW).is_err());
     assert!(pinner.pin(&[more, next], Prot::RW).is_err());
     assert_eq!(pinner.count(next), 0);
 
-    // A limit that is raised binds no more.
+    // A raised limit no longer binds.
     low.current = Some(4 << 20);
     if old.maximum.is_none_or(|most| most >= 4 << 20) {
         setrlimit(Resource::Memlock, low).unwrap();

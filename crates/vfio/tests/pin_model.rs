@@ -1,5 +1,5 @@
-//! Random sequences of everything that a pinner can be asked, with failures at any step, against a
-//! model that knows single pages only.
+//! Random sequences of all operations of a pinner, with failures at any step, against a model of
+//! single pages.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use ringfence_vfio::pin::{Fake, Limits, Pinner};
 use ringfence_vfio::{Account, DirtyMap};
 
 const PAGE: u64 = 4096;
-/// First page, pages, first page of memory, what is allowed. The first two touch, and share memory;
-/// the last ends where addresses do.
+/// First page, pages, first page of memory, permission. The first two touch, and share memory; the
+/// last ends at the last address.
 const WINDOWS: [(u64, u64, u64, Prot); 4] = [
     (0, 16, 100, Prot::RW),
     (16, 16, 108, Prot::RW),
@@ -58,21 +58,21 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What one pinner ought to have.
+/// The expected state of one pinner.
 #[derive(Clone, Default)]
 struct Model {
     windows: BTreeSet<usize>,
     counts: BTreeMap<u64, u32>,
-    /// Pages that are held together; each alone, without slots.
+    /// Pages that are held together; without slots, each on its own.
     groups: Vec<Vec<u64>>,
-    /// Written to, perhaps, since that was last read.
+    /// Possibly written since the last read.
     dirty: BTreeSet<u64>,
-    /// Pinned, and for writing.
+    /// Pinned for writing.
     written: BTreeSet<u64>,
 }
 
 impl Model {
-    /// A page's memory, what is allowed, and its window.
+    /// A page's memory, its permission, and its window.
     fn host(&self, page: u64) -> Option<(u64, Prot, usize)> {
         self.windows.iter().find_map(|&n| {
             let (first, pages, host, prot) = WINDOWS[n];
@@ -85,8 +85,8 @@ impl Model {
         self.groups.iter().any(|group| group.contains(&page))
     }
 
-    /// Pins one after the other, of which `may` can be held and charged; false, and nonsense left
-    /// behind, if one fails.
+    /// Pins one after the other, of which `may` can be held and charged; if one fails, returns
+    /// false and leaves the model invalid.
     fn pin(&mut self, list: &[u64], prot: Prot, limits: Limits, mut may: u64) -> bool {
         let mut latest = None;
         for &page in list {
@@ -159,7 +159,8 @@ fn pinner(limits: Limits, account: &Arc<Account>) -> Pinner<Fake> {
     Pinner::new(fake, account.clone())
 }
 
-/// Asks both; whether the pinner succeeded, whether it ought to, and how the model is then.
+/// Runs the operation on both; returns whether the pinner succeeded, whether it should have, and
+/// the model afterwards.
 fn ask(
     op: &Op,
     pinner: &mut Pinner<Fake>,
@@ -214,7 +215,7 @@ fn ask(
     Ok((is.is_ok(), ought, after))
 }
 
-/// The pinner has what the model has.
+/// Checks that the pinner's state is the model's.
 fn compare(pinner: &Pinner<Fake>, model: &Model) -> Result<(), TestCaseError> {
     for &(first, pages, ..) in &WINDOWS {
         for page in first..first + pages {
@@ -268,7 +269,7 @@ proptest! {
             if ought {
                 models[who] = after;
             }
-            // After a failure all is as before it.
+            // After a failure everything is as before.
             compare(&pinners[who], &models[who])?;
             let held = models.iter().map(Model::held).sum::<u64>();
             prop_assert_eq!(account.used(), held * PAGE);

@@ -1,4 +1,4 @@
-//! The pinner over what this machine has.
+//! The pinner over the interfaces of this machine's kernel.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +23,7 @@ fn kernel_counts(what: &str) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 4
 }
 
-/// Memory of this process, some of which may be taken away.
+/// Memory of this process, parts of which can be made inaccessible.
 struct Memory(*mut u8, usize);
 
 impl Memory {
@@ -34,7 +34,7 @@ impl Memory {
         memory
     }
 
-    /// Of pages that were set apart, 2 MiB each.
+    /// Of preallocated huge pages, 2 MiB each.
     fn huge(pages: usize) -> Memory {
         Memory::mapped(pages << 21, MapFlags::HUGETLB)
     }
@@ -42,7 +42,7 @@ impl Memory {
     fn mapped(len: usize, how: MapFlags) -> Memory {
         let rw = ProtFlags::READ | ProtFlags::WRITE;
         let how = MapFlags::PRIVATE | how;
-        // SAFETY: new memory, wherever the kernel likes.
+        // SAFETY: new memory, wherever the kernel chooses.
         let at = unsafe { mmap_anonymous(std::ptr::null_mut(), len, rw, how) };
         Memory(at.expect("memory, and huge pages if any").cast(), len)
     }
@@ -55,16 +55,16 @@ impl Memory {
         Range::from_len(iova(0), self.1 as u64).unwrap()
     }
 
-    /// Nothing of a page can be accessed any more.
+    /// Makes a page inaccessible.
     fn take_away(&self, page: usize) {
-        // SAFETY: nobody has a reference to it.
+        // SAFETY: there is no reference to it.
         unsafe { mprotect(self.0.add(page * 4096).cast(), 4096, MprotectFlags::empty()) }.unwrap();
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: it was mapped in `new`, and nobody has a reference to it.
+        // SAFETY: it was mapped in `new`, and there is no reference to it.
         unsafe { munmap(self.0.cast(), self.1) }.unwrap();
     }
 }
@@ -107,7 +107,7 @@ fn runs_are_pinned_and_what_is_no_memory_undoes_all() {
     assert_eq!(pinner.account().used(), 0);
 }
 
-/// Pages keep the huge page that they lie in, until the last of them is let go.
+/// Pages pin the huge page that they lie in, until the last of them is released.
 // rule L62
 #[test]
 #[ignore = "needs four huge pages: `cargo xtask test --only huge` sets them apart, as root"]
@@ -167,7 +167,7 @@ fn a_pinner_goes_from_thread_to_thread_and_leaves_nothing_in_one_that_stays() {
     let memory = Memory::new(64);
     let before = kernel_counts("VmPin");
     let pinned = || kernel_counts("VmPin") - before;
-    // More than a thread has places for rings that it names.
+    // More rings than a thread can register.
     let mut many: Vec<_> = (0..20).map(|_| pinner(Uring::new().unwrap(), &memory)).collect();
     let (here, there) = (channel(), channel::<()>());
     std::thread::scope(|scope| {
@@ -176,7 +176,7 @@ fn a_pinner_goes_from_thread_to_thread_and_leaves_nothing_in_one_that_stays() {
                 pinner.pin(&[iova(0), iova(2)], Prot::RW).unwrap();
             }
             here.0.send(many).unwrap();
-            // It keeps what it has named.
+            // This thread keeps its registered rings.
             let _ = there.1.recv();
         });
         let mut many = here.1.recv().unwrap();
@@ -224,17 +224,17 @@ fn a_forked_child_neither_unpins_its_parents_pages_nor_pins_its_own_in_their_pla
     let before = kernel_counts("VmPin");
     ours.pin_range(iova(0), 3 * 4096, Prot::RW).unwrap();
     ours.pin(&[iova(3)], Prot::RW).unwrap();
-    // SAFETY: the child leaves by `_exit`, and meanwhile uses nothing that another thread may have locked:
-    // glibc keeps its allocator usable across a fork.
+    // SAFETY: the child leaves by `_exit`, and until then uses nothing that another thread may have
+    // locked: glibc keeps its allocator usable across a fork.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // A panic must not unwind into the harness, which is the parent's.
+        // A panic must not unwind into the harness, which belongs to the parent.
         let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            // What is pinned goes by slots, what is left when the pinner is dropped.
+            // Pinned pages are released by slots, the rest when the pinner is dropped.
             let _ = ours.unpin(&[iova(3)]);
             let refused = ours.pin(&[iova(3)], Prot::RW).is_err();
             drop(ours);
-            // A pinner of its own does all that it should.
+            // A pinner made in the child works.
             let mut own = pinner(Uring::new().unwrap(), &memory);
             refused && own.pin(&[iova(2)], Prot::RW).is_ok()
         }));

@@ -1,4 +1,4 @@
-//! How a device reaches memory: through the IOMMU, or plainly.
+//! A device's way to memory: through the IOMMU, or directly.
 
 use std::{sync::Arc, time::Duration};
 
@@ -8,7 +8,7 @@ use ringfence_mem::{
     Access, AccessError, DirtyLog, HostSlice, Memory, Physical, Translate, Window,
 };
 
-/// How one worker reaches memory for one device.
+/// One worker's way to memory for one device.
 pub enum Bus {
     /// Addresses are I/O virtual (`VIRTIO_F_ACCESS_PLATFORM`).
     Iommu(Box<View>),
@@ -39,8 +39,8 @@ impl Bus {
         }
     }
 
-    /// Keeps a translation in use for asynchronous I/O. `None` where no lease is needed, or where
-    /// there is no such range.
+    /// Keeps a translation in use for asynchronous I/O. `None` if no lease is needed, or the range
+    /// is not mapped.
     pub fn lease(&self, addr: u64, len: u64) -> Option<Lease> {
         match self {
             Bus::Iommu(view) => view.lease(addr, len),
@@ -48,8 +48,8 @@ impl Bus {
         }
     }
 
-    /// As [`lease`](Self::lease), in the place of one that was [put to rest](Lease::rest), which is
-    /// cheaper; false where [`lease`](Self::lease) has none.
+    /// As [`lease`](Self::lease), reusing one that was [put to rest](Lease::rest), which is
+    /// cheaper; false where [`lease`](Self::lease) returns `None`.
     pub fn renew(&self, lease: &mut Lease, addr: u64, len: u64) -> bool {
         match self {
             Bus::Iommu(view) => view.renew(lease, addr, len),
@@ -57,7 +57,7 @@ impl Bus {
         }
     }
 
-    /// The memory that it reaches.
+    /// The memory behind it.
     pub fn memory(&self) -> &Arc<Memory> {
         match self {
             Bus::Iommu(view) => view.memory(),
@@ -65,7 +65,7 @@ impl Bus {
         }
     }
 
-    /// Runs `job` without reporting the faults that come of it; see [`View::silently`].
+    /// Runs `job` without reporting its faults; see [`View::silently`].
     pub fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
         match self {
             Bus::Iommu(view) => view.silently(job),
@@ -82,7 +82,7 @@ impl Bus {
         }
     }
 
-    /// Counts the answers to what was missing; see [`View::answers`].
+    /// Counts the updates and refusals for misses; see [`View::answers`].
     #[inline]
     pub fn answers(&self) -> u64 {
         match self {
@@ -100,7 +100,7 @@ impl Bus {
         }
     }
 
-    /// Counts what was asked for; see [`View::questions`].
+    /// Counts the misses; see [`View::questions`].
     #[inline]
     pub fn questions(&self) -> u64 {
         match self {
@@ -109,8 +109,7 @@ impl Bus {
         }
     }
 
-    /// Runs `job`, whose accesses have waited since there were so many questions; see
-    /// [`View::since`].
+    /// Runs `job`, whose accesses have waited since there were so many misses; see [`View::since`].
     #[inline]
     pub fn since<R>(&self, questions: u64, job: impl FnOnce() -> R) -> R {
         match self {
@@ -119,7 +118,7 @@ impl Bus {
         }
     }
 
-    /// The IOTLB that it asks for what is missing, if there is one.
+    /// The IOTLB that sends its misses, if there is one.
     pub fn iotlb(&self) -> Option<&Arc<Iotlb>> {
         match self {
             Bus::Iommu(view) => view.iotlb(),
@@ -127,7 +126,7 @@ impl Bus {
         }
     }
 
-    /// How long an access waits for its translation before it fails.
+    /// The time-out of an access that waits for its translation.
     pub fn patience(&self) -> Duration {
         self.iotlb().map_or(Duration::ZERO, |iotlb| iotlb.config().patience)
     }
@@ -140,7 +139,7 @@ impl Bus {
         }
     }
 
-    /// Where the pages that are written are marked from now on; `None`: nowhere. See
+    /// Sets where pages that are written are marked; `None`: nowhere. See
     /// [`mark`](Translate::mark).
     pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
         match self {
@@ -190,7 +189,7 @@ impl Translate for Bus {
             Bus::Iommu(view) => view.check(),
             Bus::Physical(physical) => {
                 physical.check()?;
-                // Rings were found by other addresses, so that it does not know of them.
+                // Rings are found by other addresses, which `physical` does not track.
                 physical.memory().check()
             }
         }

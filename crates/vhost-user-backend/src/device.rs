@@ -1,4 +1,4 @@
-//! Devices that are given requests.
+//! Devices that serve requests.
 
 use std::{
     collections::VecDeque,
@@ -23,14 +23,16 @@ use crate::{
     requests::{Missing, Next, RequestFigures, RequestRings, RequestUnit, Serve, Slot},
 };
 
-/// A device that is given requests, one after the other, and completes them when it likes.
+/// A device that receives requests, one after the other, and completes them at any time, in any
+/// order.
 ///
-/// It never sees an address: all buffers of a request are translated and checked before, and stay what they are until it
-/// is completed, however long that takes: an unmap waits for it. When its connection has ended, a request that is still
-/// there has no buffers any more. A missing translation parks the request, not the worker.
+/// It never sees an address: all buffers of a request are translated and checked before, and stay
+/// valid until it is completed, however long that takes: an unmap waits for it. When its connection
+/// has ended, a request that is still there has no buffers any more. A missing translation parks
+/// the request, not the worker.
 ///
-/// A request may be given to the device again: by another process that goes on after a crash of this one or, where a
-/// guest moves, at the other end.
+/// A request may be given to the device again: by another process that takes over after a crash of
+/// this one or, when a guest migrates, at the destination.
 ///
 /// [`Requests::backend`] makes it a vhost-user back end.
 pub trait Device: Send + 'static {
@@ -38,23 +40,24 @@ pub trait Device: Send + 'static {
     fn queues(&self) -> u16 {
         1
     }
-    /// The features that it offers beside those of rings (virtio 1.3, bits 0 to 23 and from 50 on).
+    /// The features that it offers besides those of rings (virtio 1.3, bits 0 to 23 and from 50
+    /// on).
     fn features(&self) -> u64 {
         0
     }
-    /// Its configuration space; empty: it has none.
+    /// Its configuration space; empty: none.
     fn config(&self) -> Vec<u8> {
         Vec::new()
     }
-    /// The most bytes that the buffers of a request have together: one with more fails.
+    /// The most bytes that the buffers of a request may have together: a larger request fails.
     fn most_bytes(&self) -> u64 {
         1 << 20
     }
-    /// Serves a request of a queue, or begins to. Called by a worker, which does nothing else meanwhile: what takes long
-    /// goes elsewhere, with the request.
+    /// Serves a request of a queue, or begins to. A worker calls it and does nothing else
+    /// meanwhile: slow work goes elsewhere, with the request.
     fn request(&mut self, queue: u16, request: Request);
-    /// The driver takes a queue back, and waits until all requests of it are completed: those that wait for something that
-    /// may never come are completed now.
+    /// The driver stops a queue, and waits until all its requests are completed: complete those
+    /// that wait for something that may never come.
     fn stop(&mut self, queue: u16) {
         let _ = queue;
     }
@@ -74,7 +77,7 @@ struct Piece {
 struct Buffers {
     readable: Vec<Piece>,
     writable: Vec<Piece>,
-    /// Keep the translations as they are.
+    /// Keep the translations valid.
     leases: Vec<Lease>,
     /// Keeps the pieces mapped.
     memory: Option<Arc<Memory>>,
@@ -85,8 +88,8 @@ struct Buffers {
 unsafe impl Send for Buffers {}
 
 impl Buffers {
-    /// Translates all buffers of a chain, or nothing. Leases come first: what is translated after them is not invalidated
-    /// unseen.
+    /// Translates all buffers of a chain, or none. Leases come first: an invalidation cannot then
+    /// overlook what is translated after them.
     fn translate(chain: &Chain, bus: &Bus) -> Result<Buffers, ringfence_mem::AccessError> {
         let mut buffers = Buffers { memory: Some(Arc::clone(bus.memory())), ..Buffers::default() };
         for &Desc { addr, len, write } in chain.descs() {
@@ -104,7 +107,7 @@ impl Buffers {
     }
 }
 
-/// The parts of `pieces` that `len` bytes from `skip` on lie in.
+/// The parts of `pieces` that hold `len` bytes from `skip` on.
 fn parts(pieces: &[Piece], mut skip: usize, mut len: usize) -> impl Iterator<Item = HostSlice<'_>> {
     pieces.iter().filter_map(move |piece| {
         let from = skip.min(piece.len);
@@ -115,12 +118,13 @@ fn parts(pieces: &[Piece], mut skip: usize, mut len: usize) -> impl Iterator<Ite
     })
 }
 
-/// Bytes of `pieces` in all.
+/// The bytes of all `pieces` together.
 fn len(pieces: &[Piece]) -> usize {
     pieces.iter().map(|piece| piece.len).sum()
 }
 
-/// A request of a driver's. It is completed by any thread, in any order; dropped, it is completed with what was written.
+/// A driver's request. Any thread may complete it, in any order; dropping it completes it with what
+/// was written.
 pub struct Request {
     /// Empty once the ring was given up.
     buffers: Arc<Mutex<Buffers>>,
@@ -142,8 +146,8 @@ impl Request {
         len(&self.buffers.lock().writable)
     }
 
-    /// Reads what comes next of the bytes that the driver has sent; how many there were. The driver may change them
-    /// at any time: what is to be checked is what was read.
+    /// Reads the next bytes that the driver has sent; returns how many there were. The driver may
+    /// change the buffer at any time: check what was read.
     pub fn read(&mut self, into: &mut [u8]) -> usize {
         let (buffers, mut done) = (self.buffers.lock(), 0);
         for part in parts(&buffers.readable, self.read, into.len()) {
@@ -153,7 +157,7 @@ impl Request {
         done
     }
 
-    /// Writes what comes next of the bytes that the driver takes; for how many there was room.
+    /// Writes the next bytes that the driver takes; returns for how many there was room.
     pub fn write(&mut self, bytes: &[u8]) -> usize {
         let (buffers, mut done) = (self.buffers.lock(), 0);
         for part in parts(&buffers.writable, self.written, bytes.len()) {
@@ -163,11 +167,11 @@ impl Request {
         done
     }
 
-    /// It is done: the driver learns how many bytes were written.
+    /// Completes the request: the driver learns how many bytes were written.
     pub fn complete(self) {}
 
-    /// It is done, and counts as failed; `why` is for logs. What the driver learns of it stands in the bytes that were
-    /// written, if its kind of device has a status.
+    /// Completes the request as failed; `why` is for logs. The driver learns of the failure from
+    /// the bytes that were written, if its kind of device has a status.
     pub fn fail(mut self, why: impl Error) {
         tracing::debug!("a request failed: {why}");
         self.ok = false;
@@ -193,42 +197,42 @@ struct Returned {
     buffers: Buffers,
 }
 
-/// Where the requests of a ring come back.
+/// Where a ring's completed requests arrive.
 #[derive(Default)]
 struct Returns {
     done: Mutex<VecDeque<Returned>>,
-    /// Rung for the worker.
+    /// The worker's bell.
     bell: OnceLock<Arc<Doorbell>>,
 }
 
-/// What serves a ring of a [`Device`].
+/// Serves a ring of a [`Device`].
 pub struct Given<D> {
     device: Arc<Mutex<D>>,
     ring: u16,
     most_bytes: u64,
     returns: Arc<Returns>,
-    /// What was completed: its number, whether it succeeded, how many bytes were written.
+    /// Completed requests: the number, whether it succeeded, how many bytes were written.
     done: VecDeque<(u16, bool, usize)>,
-    /// Of the one that goes on, how many bytes were written.
+    /// How many bytes were written of the request that goes on.
     written: usize,
-    /// How many the device has.
+    /// How many requests the device has.
     away: u32,
     bytes: u64,
 }
 
-/// The buffers of a request that the device has. Dropped, there are none any more: neither does the device reach memory
-/// by them, nor does an unmap wait.
+/// The buffers of a request that the device has. Dropping it removes them: the device no longer
+/// reaches memory through them, and no unmap waits.
 pub struct Away(Arc<Mutex<Buffers>>);
 
 impl Drop for Away {
     fn drop(&mut self) {
-        // Not under the lock: the last to let go of memory unmaps it.
+        // Not under the lock: dropping the last reference unmaps the memory.
         let buffers = std::mem::take(&mut *self.0.lock());
         drop(buffers);
     }
 }
 
-/// What is kept of a request that the device has, or has had.
+/// The state of a request that the device has, or has had.
 #[derive(Default)]
 pub enum Kept {
     /// It has not been given to the device.
@@ -287,7 +291,7 @@ impl<D: Device> Serve for Given<D> {
 
     fn complete(&mut self, request: &mut Kept, ok: bool) {
         self.bytes += self.written as u64;
-        // The buffers have as many at least, and they have fewer than that.
+        // The buffers have at least as many bytes, and fewer than `u32::MAX`.
         let written = u32::try_from(self.written).unwrap_or(u32::MAX);
         *request = Kept::Done { ok, written };
     }
@@ -304,7 +308,7 @@ impl<D: Device> Serve for Given<D> {
         !matches!(request, Kept::New)
     }
 
-    /// Takes what was completed: from now on no unmap waits for it.
+    /// Takes completed requests: from now on no unmap waits for them.
     fn reap(&mut self, _: &mut [Slot<Kept>], log: &RingLog) -> bool {
         let returned = std::mem::take(&mut *self.returns.done.lock());
         let any = !returned.is_empty();
@@ -330,7 +334,7 @@ impl<D: Device> Serve for Given<D> {
         self.away
     }
 
-    /// What a round has left, which nothing would wake the worker for.
+    /// At once, if a round has left completed requests: no other event would wake the worker.
     fn next_due(&self) -> Option<u64> {
         (!self.done.is_empty()).then_some(0)
     }
@@ -345,8 +349,9 @@ pub struct Requests<D: Device> {
 }
 
 impl<D: Device> Requests<D> {
-    /// A device as a vhost-user back end, whose queues are served by `workers` in turn, as their unit number `unit`, which
-    /// no other back end has on these workers at the same time; `name` stands in messages.
+    /// A device as a vhost-user back end. `workers` serve its queues in turn, as their unit number
+    /// `unit`, which no other back end has on these workers at the same time; `name` appears in
+    /// messages.
     pub fn backend(
         device: D,
         name: &str,
@@ -360,7 +365,7 @@ impl<D: Device> Requests<D> {
         Backend::new(Requests { device, name, rings, figures }, addresses)
     }
 
-    /// What it has done.
+    /// The device's figures.
     pub fn figures(&self) -> &Arc<RequestFigures<Given<D>>> {
         &self.figures
     }
@@ -388,7 +393,7 @@ impl<D: Device> RawDevice for Requests<D> {
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
-        // QEMU warns of a configuration space for which it has no use.
+        // QEMU warns about a configuration space that it does not use.
         let config = match self.device.lock().config().is_empty() {
             true => ProtocolFeatures::empty(),
             false => ProtocolFeatures::CONFIG,
@@ -426,7 +431,8 @@ impl<D: Device> RawDevice for Requests<D> {
         self.rings.start(ring, start, on, |_| Ok(serve))
     }
 
-    /// What the device has is waited for as long as the front end is there: its memory is the device's until then.
+    /// Waits for the device's requests as long as the front end is there: its memory is the
+    /// device's until then.
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError> {
         self.device.lock().stop(ring);
         self.rings.stop(ring, || self.rings.is_given_up(connection).unwrap_or(false))

@@ -1,4 +1,4 @@
-//! What a back end keeps of what its front end has said: the same for every device.
+//! A back end's state from its front end's messages: the same for every device.
 
 use std::{collections::HashMap, fmt, sync::Arc};
 
@@ -9,7 +9,7 @@ use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PA
 
 use crate::{RingLog, Translation};
 
-/// What a front end has said that holds for longer than a ring runs.
+/// The front end's settings that outlive a run of a ring.
 #[derive(Default)]
 pub struct FrontEnd {
     memory: Option<Arc<Memory>>,
@@ -20,68 +20,69 @@ pub struct FrontEnd {
     warned: Warned,
 }
 
-/// What was warned of on a connection: a front end may say the same as often as it likes.
+/// Which warnings a connection has caused: a front end may repeat the cause as often as it likes.
 #[derive(Default)]
 struct Warned {
     unsealed: bool,
     unmapped: bool,
 }
 
-/// The descriptors of a ring: what it is kicked with, where interrupts go, and where the front end
-/// is told that it has failed.
+/// The descriptors of a ring: for kicks, for interrupts, and for signalling a failure to the front
+/// end.
 pub struct Events {
-    /// What its driver kicks it with; `None`: it is to be polled.
+    /// The descriptor of the driver's kicks; `None`: poll.
     pub kick: Option<Kick>,
-    /// Where interrupts go.
+    /// The descriptor for interrupts.
     pub call: Option<Arc<Notifier>>,
-    /// Where the front end learns that it has failed.
+    /// The descriptor that signals its failure to the front end.
     pub err: Option<Arc<Notifier>>,
 }
 
 /// What a ring of any device starts with.
 pub struct RingStart {
-    /// Where it lies, and where it goes on.
+    /// Its addresses, and where it goes on.
     pub config: device::RingConfig,
     /// Its descriptors.
     pub events: Events,
     /// Whether it may work at once.
     pub enabled: bool,
-    /// Where what it writes is marked.
+    /// Where its writes are marked.
     pub log: RingLog,
-    /// It goes on at the used index, where a process has left it that is dead; the configuration's base says nothing.
+    /// It goes on at the used index, where a dead process has left it; the configuration's base is
+    /// meaningless.
     pub at_used: bool,
 }
 
 impl FrontEnd {
-    /// The features that were settled on.
+    /// The features that were negotiated.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Whether this feature is among them.
+    /// Whether this feature was negotiated.
     pub fn has(&self, feature: u32) -> bool {
         self.features & (1 << feature) != 0
     }
 
-    /// True if addresses mean something else from now on.
+    /// Sets the features; true if that changes the meaning of addresses.
     pub fn set_features(&mut self, features: u64) -> bool {
         let before = std::mem::replace(&mut self.features, features);
         (before ^ features) & (1 << F_ACCESS_PLATFORM) != 0
     }
 
-    /// The memory that was brought last.
+    /// The current memory.
     ///
     /// # Errors
-    /// None was.
+    /// There is none.
     pub fn memory(&self) -> Result<Arc<Memory>, HandlerError> {
         self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))
     }
 
-    /// New memory: what leads there, if it is translated, knows it from now on, and then the
-    /// workers are to be told. What is wrong with it is said, in the name of the device `name`.
+    /// Sets new memory, for a translation too; the workers are to be updated afterwards. Warnings
+    /// about the memory name the device `name`.
     ///
     /// # Errors
-    /// As the translation says.
+    /// As [`Translation::set_memory`].
     pub fn set_memory(
         &mut self,
         name: &str,
@@ -115,18 +116,18 @@ impl FrontEnd {
         let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);
         let at_used = base.is_none();
         if let Some(call) = call.as_ref().filter(|_| at_used) {
-            // Of what was given back last the driver may not have been told.
+            // The driver may not have been notified of the last used buffers.
             call.notify();
         }
         RingStart { config, events: Events { kick, call, err }, enabled, log, at_used }
     }
 
-    /// Keeps where writes are marked, for rings that start later.
+    /// Stores where writes are marked, for rings that start later.
     pub fn set_log(&mut self, log: Option<&Arc<DirtyLog>>) {
         self.log = log.cloned();
     }
 
-    /// Keeps where a ring's interrupts go, for its next start too.
+    /// Stores a ring's interrupt descriptor, for its next start too.
     ///
     /// # Errors
     /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
@@ -138,7 +139,7 @@ impl FrontEnd {
         keep(&mut self.calls, ring, call)
     }
 
-    /// Keeps where a ring's failure is told.
+    /// Stores the descriptor that signals a ring's failure.
     ///
     /// # Errors
     /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
@@ -165,7 +166,7 @@ fn keep(
 }
 
 impl Warned {
-    /// Says what is wrong with new memory.
+    /// Warns about problems with new memory.
     fn look_at(&mut self, name: &str, memory: &Memory) {
         if !memory.is_sealed() {
             say(
@@ -189,7 +190,7 @@ impl Warned {
     }
 }
 
-/// Warns, unless that was `said`.
+/// Warns, or logs for debugging if that was `said`.
 fn say(said: &mut bool, source: &str, what: fmt::Arguments<'_>) {
     match std::mem::replace(said, true) {
         false => tracing::warn!(source = %source, "{what}"),
@@ -197,7 +198,7 @@ fn say(said: &mut bool, source: &str, what: fmt::Arguments<'_>) {
     }
 }
 
-/// What a front end brings to be notified of a ring with.
+/// The notifier for a descriptor that the front end brings for a ring.
 ///
 /// # Errors
 /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
@@ -206,11 +207,11 @@ pub fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, Han
     notifier.map_err(|error| HandlerError::new(format!("the event of ring {ring}: {error}")))
 }
 
-/// Copies a part of a configuration space. Front ends ask for the whole of a later, longer layout:
-/// what we do not have reads as 0, and of `config` there are 256 bytes at most.
+/// Copies a part of a configuration space. Front ends read the whole of a later, longer layout:
+/// bytes beyond `config` read as 0, and only its first 256 bytes count.
 ///
 /// # Errors
-/// It lies past the 256 bytes that there can be.
+/// The part lies beyond the 256 bytes that there can be.
 pub fn read_config(config: &[u8], offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
     let mut space = [0; 256];
     let len = config.len().min(space.len());

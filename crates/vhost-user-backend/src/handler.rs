@@ -1,4 +1,4 @@
-//! The one handler of all devices.
+//! The handler that all devices share.
 
 use std::{marker::PhantomData, sync::Arc};
 
@@ -23,24 +23,25 @@ use crate::{FrontEnd, IotlbTally, RingStart, Translation, read_config};
 
 /// The rings of a device that one worker serves.
 pub trait Rings: Unit {
-    /// Which of several devices whose rings one worker serves together; `()` where there is one.
+    /// Which one of several devices whose rings a worker serves together; `()` if there is only
+    /// one.
     type Part: Copy + Send + 'static;
 
-    /// Lets a ring work, or not.
+    /// Enables or disables a ring.
     fn enable(&mut self, part: Self::Part, ring: u16, enabled: bool);
-    /// Replaces the descriptor that a ring's interrupts go to.
+    /// Replaces the descriptor for a ring's interrupts.
     fn set_call(&mut self, part: Self::Part, ring: u16, call: Option<Arc<Notifier>>);
-    /// Replaces the descriptor by which the front end learns that a ring has failed.
+    /// Replaces the descriptor that signals a ring's failure to the front end.
     fn set_err(&mut self, part: Self::Part, ring: u16, err: Option<Arc<Notifier>>);
-    /// Replaces the memory under running rings. A ring that is not in the new memory stops, as one does whose
-    /// driver breaks the rules.
+    /// Replaces the memory under running rings. A ring that is not in the new memory stops, like
+    /// one whose driver breaks the rules.
     fn set_memory(&mut self, part: Self::Part, memory: &Arc<Memory>);
-    /// Where the pages that are written are marked from now on; `None`: nowhere (rule D26).
+    /// Sets where pages that are written are marked from now on; `None`: nowhere (rule D26).
     fn set_log(&mut self, part: Self::Part, log: Option<&Arc<DirtyLog>>);
-    /// Where a running ring's writes to its used ring are marked from now on; `None`: nowhere.
+    /// Sets where a running ring's writes to its used ring are marked from now on; `None`: nowhere.
     fn log_ring(&mut self, part: Self::Part, ring: u16, at: Option<u64>);
-    /// A running ring lies elsewhere from now on (rule D21). `memory` is asked for the ring if its addresses are the
-    /// front end's own.
+    /// Moves a running ring (rule D21). If its addresses are the front end's own, `memory`
+    /// translates them.
     ///
     /// # Errors
     /// The ring cannot be reached: it stops.
@@ -53,27 +54,28 @@ pub trait Rings: Unit {
     ) -> Result<(), HandlerError>;
 }
 
-/// What a device is to a [`Backend`], for one connection.
+/// The interface between a device and a [`Backend`], for one connection.
 pub trait RawDevice {
     /// Its rings on a worker.
     type Rings: Rings;
 
     /// Its name in messages.
     fn name(&self) -> Arc<str>;
-    /// Where its rings are served.
+    /// The workers' shares that serve its rings.
     fn shares(&self) -> &Shares<Self::Rings>;
-    /// Which device it is among those whose rings its workers serve together.
+    /// Which one it is of the devices whose rings its workers serve together.
     fn part(&self) -> <Self::Rings as Rings>::Part;
-    /// Which share a ring is of, modulo their number: rings that one worker has to serve together have the same.
+    /// Which share a ring belongs to, modulo their number: rings that one worker must serve
+    /// together have the same one.
     fn share_of(&self, ring: u16) -> usize {
         ring.into()
     }
-    /// Where what its IOTLB counts is summed.
+    /// Where its IOTLB's counters are summed.
     fn tally(&self) -> &IotlbTally;
-    /// The features that it offers beside those of rings.
+    /// The features that it offers besides those of rings.
     fn features(&self) -> u64;
-    /// The protocol features that it offers beside REPLY_ACK, MQ, CONFIGURE_MEM_SLOTS, RESET_DEVICE, LOG_SHMFD and
-    /// BACKEND_REQ.
+    /// The protocol features that it offers besides REPLY_ACK, MQ, CONFIGURE_MEM_SLOTS,
+    /// RESET_DEVICE, LOG_SHMFD and BACKEND_REQ.
     fn protocol_features(&self) -> ProtocolFeatures {
         ProtocolFeatures::CONFIG
     }
@@ -81,7 +83,7 @@ pub trait RawDevice {
     fn queues(&self) -> u16;
     /// The largest ring that it takes.
     fn max_ring_size(&self) -> u16;
-    /// These features are settled on, while no ring runs.
+    /// These features were negotiated, while no ring runs.
     ///
     /// # Errors
     /// The device cannot work with them.
@@ -89,7 +91,7 @@ pub trait RawDevice {
         let _ = features;
         Ok(())
     }
-    /// The device is reset, as no driver had used it.
+    /// The device is reset, as if no driver had used it.
     fn reset(&mut self) {}
     /// The front end brings this memory.
     ///
@@ -110,13 +112,13 @@ pub trait RawDevice {
         on: Connection<'_>,
         resumed: bool,
     ) -> Result<(), HandlerError>;
-    /// Stops a ring; the next available entry.
+    /// Stops a ring; returns the next available entry.
     ///
     /// # Errors
     /// As [`Handler::stop_ring`].
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError>;
-    /// Nothing that its shares have of this connection is to be used again: the connection is over, the device is reset, or
-    /// addresses mean something else from now on.
+    /// Has its shares drop all that they have of this connection: the connection is over, the
+    /// device is reset, or the meaning of addresses changes.
     fn forget(&mut self);
     /// The last ring has stopped.
     fn suspended(&mut self, connection: Option<&Shutdown>) {
@@ -132,15 +134,15 @@ pub trait RawDevice {
         let _ = (offset, data);
         Err(HandlerError::new("the configuration space cannot be written"))
     }
-    /// Where the device notes what it has taken; see [`Handler::set_inflight`].
+    /// Sets where the device records what it has taken; see [`Handler::set_inflight`].
     ///
     /// # Errors
-    /// It keeps no account.
+    /// It keeps no such record.
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
         let _ = inflight;
         Err(HandlerError::new("the device keeps no account of requests in flight"))
     }
-    /// A guest with this address has come here by migration; see [`Handler::send_rarp`].
+    /// A guest with this address has arrived by migration; see [`Handler::send_rarp`].
     ///
     /// # Errors
     /// It cannot be announced.
@@ -148,11 +150,12 @@ pub trait RawDevice {
         let _ = (mac, features);
         Ok(())
     }
-    /// A request of the front end's was refused, which it learns of; for logs.
+    /// A request of the front end was refused, and the front end notified; for logs.
     fn refused(&self, request: u32, why: &HandlerError) {
         tracing::debug!(source = %self.name(), "request {request} was refused: {why}");
     }
-    /// Through which its workers are woken when a translation comes, if several updates are to wake one once.
+    /// The bells that wake its workers when a translation comes, if several updates are to wake one
+    /// once.
     fn bells(&self) -> Option<&Bells> {
         None
     }
@@ -162,15 +165,16 @@ pub trait RawDevice {
 pub struct Connection<'a> {
     /// The memory.
     pub memory: Arc<Memory>,
-    /// What addresses mean something to; `None`: they are guest-physical, and a ring's the front end's own.
+    /// What translates addresses; `None`: they are guest-physical, and a ring's are the front end's
+    /// own.
     pub endpoint: Option<Arc<Endpoint>>,
-    /// The features that were settled on.
+    /// The features that were negotiated.
     pub features: u64,
-    /// The front end's, once it is served.
+    /// The front end's connection, once it is served.
     pub shutdown: Option<&'a Shutdown>,
 }
 
-/// Where the rings of a device are served: a share of each of some workers.
+/// Where the rings of a device are served: one share of each of some workers.
 pub struct Shares<R> {
     workers: Arc<[Worker]>,
     unit: u32,
@@ -189,7 +193,7 @@ impl<R: Unit> Shares<R> {
         Shares { workers, unit, rings: PhantomData }
     }
 
-    /// How many there are.
+    /// How many shares there are.
     pub fn count(&self) -> usize {
         self.workers.len()
     }
@@ -225,7 +229,7 @@ impl<R: Unit> Shares<R> {
         self.on_worker(share, move |work| work.unit::<R>(unit).map(job))
     }
 
-    /// Runs `job` on each share in turn, whatever becomes of the others.
+    /// Runs `job` on each share in turn, even if another fails.
     ///
     /// # Errors
     /// A worker is gone.
@@ -241,13 +245,13 @@ impl<R: Unit> Shares<R> {
     }
 }
 
-/// What a device's addresses mean where ACCESS_PLATFORM was negotiated.
+/// What translates a device's addresses where ACCESS_PLATFORM was negotiated.
 pub enum Addresses {
-    /// It is not offered.
+    /// ACCESS_PLATFORM is not offered.
     Physical,
-    /// By an IOMMU of this process, as this endpoint of it; what the front end sends changes nothing.
+    /// An IOMMU of this process, with this endpoint; the front end's messages change nothing.
     Behind(Arc<Endpoint>),
-    /// By a device IOTLB, which the front end fills.
+    /// A device IOTLB, which the front end fills.
     Iotlb(IotlbConfig),
 }
 
@@ -263,7 +267,7 @@ pub struct Backend<D: RawDevice> {
     device: D,
     translated: Translated,
     front: FrontEnd,
-    /// The front end's, once it is served.
+    /// The front end's connection, once it is served.
     connection: Option<Shutdown>,
 }
 
@@ -274,7 +278,7 @@ impl<D: RawDevice> Backend<D> {
             Addresses::Physical => Translated::Plain,
             Addresses::Behind(endpoint) => Translated::Behind(endpoint),
             Addresses::Iotlb(config) => {
-                // A shootdown of its own: what waits for this front end's invalidations waits for no other's.
+                // A shootdown of its own: this front end's invalidations wait for no other's.
                 let translation = Translation::new(config, Shootdown::new(device.shares().count()));
                 device.tally().begin(translation.iotlb());
                 Translated::Own(translation)
@@ -303,7 +307,7 @@ impl<D: RawDevice> Backend<D> {
         }
     }
 
-    /// Runs `job` on the share that `ring` is of, if there is one.
+    /// Runs `job` on the share of `ring`, if there is one.
     fn on(
         &self,
         ring: u16,
@@ -315,7 +319,7 @@ impl<D: RawDevice> Backend<D> {
     }
 }
 
-/// The connection is over: nothing is answered any more, and what the workers have of it goes.
+/// The connection is over: no answers are sent any more, and the workers drop their part of it.
 impl<D: RawDevice> Drop for Backend<D> {
     fn drop(&mut self) {
         if let Some(translation) = self.own() {
@@ -351,7 +355,7 @@ impl<D: RawDevice> Handler for Backend<D> {
             | ProtocolFeatures::CONFIGURE_MEM_SLOTS
             | ProtocolFeatures::LOG_SHMFD
             | ProtocolFeatures::RESET_DEVICE
-            // Whether or not there is something to ask for: User-Mode Linux has no interrupt without it.
+            // Even without IOTLB misses: User-Mode Linux has no interrupt without it.
             | ProtocolFeatures::BACKEND_REQ
     }
 
@@ -365,7 +369,7 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
         self.device.set_features(features)?;
-        // Rings are stopped. What addresses mean may not change under a way to memory that is left.
+        // Rings are stopped. The meaning of addresses may not change for a bus that is left.
         if self.front.set_features(features) {
             self.device.forget();
         }
@@ -448,8 +452,8 @@ impl<D: RawDevice> Handler for Backend<D> {
             outcomes.extend(messages.iter().map(|_| Ok(())));
             return;
         };
-        // A request needs several updates, which come one by one: a worker that sleeps is not woken for
-        // each. The front end has our answer first, too.
+        // A request needs several updates, which come one by one: a sleeping worker is not woken
+        // for each. The front end gets our answer sooner, too.
         let updates = messages.iter().all(|message| matches!(message, Iotlb::Update { .. }));
         match self.device.bells() {
             Some(bells) if updates => {
@@ -465,7 +469,7 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
-        // An IOMMU in this process knows better: QEMU sends one at the start of a ring.
+        // An IOMMU in this process is authoritative: QEMU sends one at the start of a ring.
         self.own().map_or(Ok(()), |translation| translation.message(message))
     }
 

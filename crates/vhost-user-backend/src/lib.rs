@@ -25,14 +25,18 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 //!
-//! - [`Backend`] is the device at the socket: it keeps what the front end has said, brings rings to the workers that
-//!   serve them, answers IOTLB messages, and has writes logged. A [`Device`] is given requests;
-//!   one that has its rings in hand itself is a [`RawDevice`], and its rings on a worker are [`Rings`].
-//! - [`Bus`] is a worker's way to the front end's memory: through the device IOTLB, through an IOMMU of this process, or
-//!   plainly. It translates, checks, takes leases and marks what it writes.
-//! - [`Translation`] is the device IOTLB of a connection: what its front end has sent, and what is asked of it.
-//! - [`requests`] has rings of requests in hand, for a device that knows what a request is.
-//! - [`RingLog`] marks what a device writes to its rings; [`IotlbTally`] sums figures over connections.
+//! - [`Backend`] is the device at the socket: it keeps the front end's settings, brings rings to
+//!   the workers that serve them, carries out IOTLB messages, and has writes logged. A [`Device`]
+//!   receives requests; one that handles its rings itself is a [`RawDevice`], and its rings on a
+//!   worker are [`Rings`].
+//! - [`Bus`] is a worker's way to the front end's memory: through the device IOTLB, through an
+//!   IOMMU of this process, or directly. It translates, checks, takes leases and marks what it
+//!   writes.
+//! - [`Translation`] is the device IOTLB of a connection: its front end's updates and its own
+//!   misses.
+//! - [`requests`] handles rings of requests, for a device that implements the requests themselves.
+//! - [`RingLog`] marks what a device writes to its rings; [`IotlbTally`] sums figures over
+//!   connections.
 #![deny(unsafe_code)]
 
 mod bus;

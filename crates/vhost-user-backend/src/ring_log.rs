@@ -1,5 +1,5 @@
-//! The pages that a device dirties in its rings, and by what the kernel does for it (rule D26).
-//! What it writes by itself is marked by its way to memory ([`Translate::mark`]).
+//! The pages that a device dirties in its rings, and those that the kernel dirties for it
+//! (rule D26). The device's other writes are marked by its way to memory ([`Translate::mark`]).
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use ringfence_mem::Translate;
 /// Where the writes of one ring are marked.
 #[derive(Default)]
 pub struct RingLog {
-    /// The log, and the memory that it is of; `None`: nothing is logged.
+    /// The log, and the memory that it covers; `None`: nothing is logged.
     to: Option<(Arc<DirtyLog>, Arc<Memory>)>,
     /// Where the front end wants writes to the used ring marked; `None`: nowhere.
     at: Option<u64>,
@@ -21,7 +21,8 @@ pub struct RingLog {
 }
 
 impl RingLog {
-    /// Of a ring that has written nothing; `at` is [`log`](ringfence_vhost_user::RingAddresses::log).
+    /// For a ring that has written nothing; `at` is
+    /// [`log`](ringfence_vhost_user::RingAddresses::log).
     pub fn new(
         log: Option<Arc<DirtyLog>>,
         memory: Option<&Arc<Memory>>,
@@ -36,7 +37,7 @@ impl RingLog {
         self.to.as_ref().map(|(log, _)| Arc::clone(log))
     }
 
-    /// What `queue` writes from now on is marked there.
+    /// Sets the log for what `queue` writes from now on.
     pub fn set_log(
         &mut self,
         queue: &mut device::Queue,
@@ -47,20 +48,20 @@ impl RingLog {
         self.to = log.map(|log| (log, Arc::clone(memory)));
     }
 
-    /// Where what `queue` writes into its used ring is marked from now on.
+    /// Sets where what `queue` writes into its used ring is marked from now on.
     pub fn set_at(&mut self, queue: &mut device::Queue, at: Option<u64>) {
         queue.written(|_| ());
         self.at = at;
     }
 
-    /// The memory is another from now on.
+    /// Replaces the memory.
     pub fn set_memory(&mut self, new: &Arc<Memory>) {
         if let Some((_, memory)) = &mut self.to {
             *memory = Arc::clone(new);
         }
     }
 
-    /// Marks what `queue` has written into the ring: to be called when it has.
+    /// Marks what `queue` has written into the ring; to be called after the writes.
     #[inline]
     pub fn mark(&self, queue: &mut device::Queue) {
         if let (Some((log, memory)), Some(at)) = (&self.to, self.at) {
@@ -71,7 +72,7 @@ impl RingLog {
     #[cold]
     fn mark_ring(&self, queue: &mut device::Queue, log: &DirtyLog, memory: &Memory, at: u64) {
         queue.written(|written| match written.area {
-            // A front end may well name another page than the one that it maps for the ring.
+            // A front end may name a page other than the one that it maps for the ring.
             Area::Used if !self.translated => {
                 let first = at.saturating_add(written.offset as u64);
                 log.mark(first, written.piece.len() as u64);
@@ -80,7 +81,8 @@ impl RingLog {
         });
     }
 
-    /// Marks what somebody else wrote: into the memory, or into one that was there before it.
+    /// Marks what the kernel or a device wrote: into the memory, or into one that was there before
+    /// it.
     pub fn mark_piece(&self, before: &[Arc<Memory>], piece: HostSlice<'_>) {
         if let Some((log, memory)) = &self.to {
             log.mark_piece(memory, piece);

@@ -10,11 +10,11 @@ use ringfence_iotlb::{Counters, Iotlb};
 pub struct IotlbTotals {
     /// Translations in the table now.
     pub entries: u64,
-    /// Misses that are not answered yet.
+    /// Misses without an update or a refusal so far.
     pub open: u64,
-    /// Lookups that a worker's own cache answered.
+    /// Lookups that hit a worker's own cache.
     pub hits: u64,
-    /// Lookups that had to look in the table.
+    /// Lookups that went to the table.
     pub walks: u64,
     /// Accesses that were refused.
     pub faults: u64,
@@ -22,9 +22,9 @@ pub struct IotlbTotals {
     pub misses: u64,
     /// How often misses were sent, one or many together.
     pub asks: u64,
-    /// Of these, those that had been sent before.
+    /// Misses that had been sent before.
     pub asked_again: u64,
-    /// Translations that were told.
+    /// Updates received.
     pub updates: u64,
     /// Invalidations.
     pub invalidations: u64,
@@ -32,7 +32,7 @@ pub struct IotlbTotals {
     pub evictions: u64,
     /// Misses for which there is no translation.
     pub refusals: u64,
-    /// Requests that gave up waiting.
+    /// Requests that timed out.
     pub timeouts: u64,
 }
 
@@ -58,8 +58,8 @@ impl std::ops::Add for IotlbTotals {
     }
 }
 
-/// Sums what the IOTLBs of a device count, one a connection. Shared by the device's back ends, one
-/// after the other, and whoever shows the figures.
+/// Sums the counters of a device's IOTLBs, one per connection. Shared by the device's back ends,
+/// one after the other, and by readers of the figures.
 #[derive(Default)]
 pub struct IotlbTally {
     inner: Mutex<Inner>,
@@ -81,7 +81,7 @@ impl IotlbTally {
         inner.iotlb = Some(Arc::clone(iotlb));
     }
 
-    /// A worker's view of the table counts too.
+    /// Counts a worker's view of the table too.
     pub fn view(&self, counters: Arc<Counters>) {
         let mut inner = self.inner.lock();
         let Inner { past, views, .. } = &mut *inner;

@@ -1,4 +1,4 @@
-//! The device IOTLB of a back end: what its front end tells, and asking for what is lacking.
+//! The device IOTLB of a back end: its front end's updates and invalidations, and its own misses.
 
 use std::{
     sync::Arc,
@@ -15,25 +15,27 @@ use ringfence_sync::{
 use ringfence_vhost_user as vhost_user;
 use ringfence_vhost_user::{BackendChannel, HandlerError, Shutdown};
 
-/// How long an invalidation is waited for awake, where the CPU is not shared: longer than workers take.
+/// How long a wait for an invalidation polls, where the CPU is not shared: longer than workers
+/// take.
 const AWAKE: Duration = Duration::from_millis(1);
 /// How long the sleeps are after that. I/O takes longer.
 const NAP: Duration = Duration::from_micros(50);
 
-/// The device IOTLB of one vhost-user connection, to be told what the front end says.
+/// The device IOTLB of one vhost-user connection, which takes the front end's messages.
 ///
-/// Its [`Endpoint`] is what the views of the device's workers are made of.
+/// The views of the device's workers are made from its [`Endpoint`].
 pub struct Translation {
     iotlb: Arc<Iotlb>,
     endpoint: Arc<Endpoint>,
     memory: Option<Arc<Memory>>,
-    /// Of the front end, once it is served.
+    /// The front end's connection, once it is served.
     connection: Option<Shutdown>,
-    /// What was begun and has still to be waited for: empty, but for its memory.
+    /// Messages that were begun and are still to be waited for: empty between uses, kept for its
+    /// allocation.
     begun: Vec<Result<u64, HandlerError>>,
 }
 
-/// Asks the front end.
+/// Sends misses to the front end.
 struct Asking(Arc<BackendChannel>);
 
 impl MissSink for Asking {
@@ -45,7 +47,7 @@ impl MissSink for Asking {
     }
 
     fn fail(&self, misses: &[Miss]) {
-        // What there is no room for is lost: nobody answers it.
+        // What there is no room for is dropped: it needs no answer.
         self.0.try_send(misses.iter().map(|miss| {
             let (iova, access) = (miss.iova.0, access_of(miss.access));
             (vhost_user::Iotlb::AccessFail { iova, access }, None)
@@ -82,24 +84,24 @@ impl Translation {
         &self.iotlb
     }
 
-    /// What views are made of.
+    /// What views are made from.
     pub fn endpoint(&self) -> &Arc<Endpoint> {
         &self.endpoint
     }
 
-    /// The front end whose messages come from now on. What they make untrue is waited for as long as it
-    /// is there.
+    /// Sets the front end whose messages come from now on. Waits for the effect of its messages
+    /// last as long as it is there.
     pub fn set_connection(&mut self, connection: Shutdown) {
         self.connection = Some(connection);
     }
 
-    /// The channel to ask through; `None`: the front end is gone.
+    /// Sets the channel for misses; `None`: the front end is gone.
     pub fn set_channel(&self, channel: Option<Arc<BackendChannel>>) {
         self.iotlb.ask_through(channel.map(|channel| Arc::new(Asking(channel)) as _));
     }
 
-    /// New memory: what leads out of it is forgotten (rule D25). Views are to be given the same
-    /// memory after it.
+    /// New memory: drops translations that lead out of it (rule D25). Views are to be given the
+    /// same memory after it.
     ///
     /// # Errors
     /// The table failed.
@@ -113,11 +115,11 @@ impl Translation {
         self.wait(token)
     }
 
-    /// The last ring has stopped: the front end tells of nothing that becomes untrue until one starts
-    /// again. All is forgotten.
+    /// The last ring has stopped: the front end sends no invalidations until one starts again, so
+    /// all translations are dropped.
     ///
-    /// Workers are waited for, so that none of them translates by what was there before. I/O is not: that
-    /// of a ring that has stopped is over, or the connection is, and then nobody waits for an answer
+    /// Waits for workers, so that none of them uses an earlier translation, but not for I/O: that
+    /// of a ring that has stopped is over, or the connection is, and then no answer is expected
     /// (rule D28).
     pub fn suspend(&self) {
         match self.iotlb.forget() {
@@ -129,19 +131,19 @@ impl Translation {
         }
     }
 
-    /// An IOTLB message of the front end, as [`Handler::iotlb`](vhost_user::Handler::iotlb) gives it.
-    /// Carried out when it returns.
+    /// Carries out an IOTLB message of the front end, as
+    /// [`Handler::iotlb`](vhost_user::Handler::iotlb) gets it. It has taken effect on return.
     ///
     /// # Errors
-    /// An update outside of memory; a table that is full; the connection is over before I/O that uses
-    /// what was invalidated.
+    /// An update outside of memory; a table that is full; the connection ended before I/O that uses
+    /// the invalidated range.
     pub fn message(&self, message: vhost_user::Iotlb) -> Result<(), HandlerError> {
         self.begin(message).and_then(|token| self.wait(token))
     }
 
-    /// As [`message`](Self::message), several, as
-    /// [`Handler::iotlb_all`](vhost_user::Handler::iotlb_all) gives them: the workers are waited for
-    /// when all are begun, so mostly once.
+    /// As [`message`](Self::message) for several messages, as
+    /// [`Handler::iotlb_all`](vhost_user::Handler::iotlb_all) gets them: waits for the workers when
+    /// all are begun, so mostly once.
     pub fn messages(
         &mut self,
         messages: &[vhost_user::Iotlb],
@@ -153,7 +155,7 @@ impl Translation {
         self.begun = begun;
     }
 
-    /// Carries a message out but for waiting for the workers: it is in force when the token is over.
+    /// Carries a message out except for the wait: it has taken effect when the token is over.
     fn begin(&self, message: vhost_user::Iotlb) -> Result<u64, HandlerError> {
         let range = |first, last| {
             Range::new(Iova(first), Iova(last)).ok_or_else(|| HandlerError::new("an empty range"))
@@ -165,7 +167,7 @@ impl Translation {
             vhost_user::Iotlb::Update { first, last, access: None, .. } => {
                 let range = range(first, last)?;
                 let token = self.iotlb.invalidate(range)?;
-                // Neither of them, and so not both.
+                // Neither access, and so not both.
                 self.iotlb.refuse(range, Prot::READ);
                 self.iotlb.refuse(range, Prot::WRITE);
                 token
@@ -177,8 +179,8 @@ impl Translation {
         })
     }
 
-    /// Waits until what gave `token` is in force, without a limit: a front end that is answered sooner gives
-    /// the memory to somebody else (rule D15).
+    /// Waits until the operation of `token` has taken effect, without a limit: a front end that
+    /// gets its answer sooner reuses the memory (rule D15).
     ///
     /// # Errors
     /// The connection is over.
@@ -193,17 +195,17 @@ impl Translation {
         }
     }
 
-    /// The front end's answer to a question that was asked again, as
-    /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gives it: if there is no such
-    /// translation, who waits for it need not wait longer.
+    /// The front end's answer to a miss that was sent again, as
+    /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gets it: if there is no
+    /// such translation, requests stop waiting for it.
     pub fn answer(&self, message: vhost_user::Iotlb, number: u64, done: bool) {
         if let vhost_user::Iotlb::Miss { iova, access } = message {
             self.iotlb.reply(Iova(iova), prot_of(access), number, done);
         }
     }
 
-    /// One entry for each region that the update lies in; all of it is looked at before any is
-    /// changed (rule D14). Returns a token, as [`begin`](Self::begin).
+    /// Adds one entry for each region that the update lies in; checks all of it before any change
+    /// (rule D14). Returns a token, as [`begin`](Self::begin).
     fn update(&self, first: u64, last: u64, user: u64, prot: Prot) -> Result<u64, HandlerError> {
         let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
         let outside = || HandlerError::new("an update outside of memory");
@@ -222,7 +224,7 @@ impl Translation {
             at = end + 1;
         };
         for (range, target) in parts {
-            // Each by itself: that one is over says nothing of the leases on another.
+            // Each is waited for: one token does not cover the leases on another range.
             let token = self.iotlb.update(range, target, prot)?;
             self.wait(token)?;
         }
@@ -231,8 +233,8 @@ impl Translation {
     }
 }
 
-/// Waits for workers, which take a few microseconds, or for I/O, which takes its time: until `is_over`,
-/// or until `is_given_up` (false).
+/// Waits until `is_over` (true) or `is_given_up` (false): for workers, which take a few
+/// microseconds, or for I/O, which takes longer.
 fn pause_until(is_over: impl Fn() -> bool, is_given_up: impl Fn() -> bool) -> bool {
     let (begun, mut wait) = (Instant::now(), Wait::new(Notify::Adaptive));
     while !is_over() {
@@ -315,7 +317,7 @@ mod tests {
                 std::thread::yield_now();
             }
             assert!(!served.is_finished(), "the worker has not passed a quiet point");
-            // One is enough for all of them.
+            // One quiet point is enough for all of them.
             reader.poll(|_| ());
             assert_eq!(served.join().unwrap(), [true, false, true, true]);
         });
@@ -341,7 +343,7 @@ mod tests {
             std::thread::scope(|scope| {
                 let logged = translation.iotlb().shootdown().logged();
                 let served = scope.spawn(|| translation.message(invalidate));
-                // Until it is begun, and far longer than any wait that it begins with.
+                // Until it is begun, and far longer than any polling that it begins with.
                 let begun = Instant::now();
                 while translation.iotlb().shootdown().logged() == logged && !served.is_finished()
                     || begun.elapsed() < 20 * AWAKE
@@ -375,12 +377,12 @@ mod tests {
         let access = Some(Access::ReadWrite);
         let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };
         translation.message(update).unwrap();
-        // As a queue that is kept, while the worker that has the view does something else.
+        // Like a queue that is kept, while the worker that has the view does something else.
         let lease = view.lease(0x5000, 8).unwrap();
         view.write(0x5000, &[1]).unwrap();
         // A stop that waited for the lease would never end.
         std::thread::scope(|scope| {
-            // Dropped, too, when what follows fails.
+            // Dropped even if the rest of the test fails.
             let lease = lease;
             let (stopped, stops) = mpsc::channel();
             let translation = &translation;
@@ -388,7 +390,7 @@ mod tests {
                 translation.suspend();
                 stopped.send(()).unwrap();
             });
-            // As every round of a worker begins.
+            // As at the beginning of each round of a worker.
             while stops.try_recv() == Err(mpsc::TryRecvError::Empty) {
                 view.quiet();
             }

@@ -1,4 +1,4 @@
-//! A device that is given requests, behind a device IOTLB, and its front end.
+//! A device that serves requests behind a device IOTLB, and its front end.
 
 use std::{
     collections::BTreeMap,
@@ -35,9 +35,9 @@ use zerocopy::FromBytes;
 
 const PAGE: usize = 4096;
 const FEATURES: u64 = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM;
-/// Where the memory is for the device: page n at this address and n times two pages.
+/// The memory in IOVAs: page n is at this address plus n times two pages.
 const IOVA: u64 = 1 << 40;
-/// A guard against hanging, and no measure.
+/// A guard against hanging, not a measurement.
 const LONG: Duration = Duration::from_secs(60);
 
 fn iova(page: usize) -> u64 {
@@ -59,7 +59,7 @@ impl Device for Given {
     }
 }
 
-/// The front end and the driver. What it is asked for it answers from `mapped`.
+/// The front end and the driver. It sends updates for misses from `mapped`.
 struct Rig {
     main: Arc<Mutex<Frontend>>,
     mapped: Arc<Mutex<BTreeMap<u64, u64>>>,
@@ -103,7 +103,7 @@ impl Rig {
             let (main, mapped) = (Arc::clone(&main), Arc::clone(&mapped));
             Some(thread::spawn(move || answer(asks, &main, &mapped)))
         };
-        // The ring has the first page.
+        // The ring occupies the first page.
         let config = QueueConfig { size: 128, event_idx: false, packed: false };
         let rings = Rings::placed(&ram.window(0, PAGE).unwrap(), &config).unwrap();
         let queue = Queue::with_config(config, rings).unwrap();
@@ -142,7 +142,7 @@ impl Rig {
         self.ram.user_addr() + (page * PAGE) as u64
     }
 
-    /// From now on misses of this page are answered.
+    /// From now on misses of this page get an update.
     fn map(&self, page: usize) {
         self.mapped.lock().unwrap().insert(iova(page), self.user(page));
     }
@@ -161,7 +161,7 @@ impl Rig {
         self.requests.recv_timeout(LONG).expect("a request")
     }
 
-    /// The next that is answered, and how many bytes were written.
+    /// The next completed request, and how many bytes were written.
     fn answered(&mut self) -> (u64, u32) {
         let begun = Instant::now();
         loop {
@@ -183,7 +183,7 @@ impl Drop for Rig {
     }
 }
 
-/// Answers misses until the back end hangs up.
+/// Sends updates for misses until the back end hangs up.
 fn answer(mut asks: UnixStream, main: &Mutex<Frontend>, mapped: &Mutex<BTreeMap<u64, u64>>) {
     let mut bytes = [0; 12 + size_of::<IotlbWire>()];
     while asks.read_exact(&mut bytes).is_ok() {
@@ -191,7 +191,7 @@ fn answer(mut asks: UnixStream, main: &Mutex<Frontend>, mapped: &Mutex<BTreeMap<
         let Ok(Iotlb::Miss { iova, .. }) = wire.parse() else { continue };
         let first = iova & !0xfff;
         let begun = Instant::now();
-        // What is not mapped yet is answered when it is.
+        // A page that is not mapped yet gets its update when it is.
         let user_addr = loop {
             match mapped.lock().unwrap().get(&first) {
                 Some(user_addr) => break *user_addr,
@@ -263,7 +263,7 @@ fn requests_are_completed_by_any_thread_in_any_order() {
 fn a_request_whose_translation_is_missing_holds_up_no_other() {
     let mut rig = Rig::new();
     rig.map(1);
-    // Nothing answers for page 9 yet, and whoever answers does so in order: page 1 is asked for first.
+    // There is no update for page 9 yet, and misses are served in order: page 1 comes first.
     rig.send(&[Desc::writable(iova(1), 8)], 0);
     rig.next().complete();
     assert_eq!(rig.answered(), (0, 0));
@@ -337,7 +337,7 @@ fn answers_that_wait_for_their_turn_come_when_it_has_come() {
         assert_eq!(request.write(&[token as u8; 16 * PAGE]), 16 * PAGE);
         others.push(request);
     }
-    // All at once, as far as the worker can see.
+    // All at once, as the worker sees it.
     rig.workers[0].call(move |_| others.into_iter().for_each(Request::complete)).unwrap();
     thread::sleep(Duration::from_millis(50));
     assert!(rig.queue.pop().unwrap().is_none(), "writes are logged: answers are in order");
@@ -365,7 +365,7 @@ fn what_the_device_still_has_of_a_front_end_that_has_gone_reaches_nothing() {
     let mut request = rig.next();
     let page = rig.page(1);
     drop(rig);
-    // The guest lives on, and has given the page to somebody else.
+    // The guest lives on, and has reused the page.
     assert_eq!((request.writable_len(), request.write(b"nowhere?")), (0, 0));
     let mut bytes = [0; 8];
     page.read(0, &mut bytes);

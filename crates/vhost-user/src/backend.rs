@@ -1,4 +1,4 @@
-//! What a device is to a [`Server`](crate::Server).
+//! The interface between a [`Server`](crate::Server) and its device.
 
 use crate::{
     BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
@@ -8,38 +8,42 @@ use ringfence_mem::{DirtyLog, LogIndex, Memory};
 use ringfence_run::PeerFd;
 use std::sync::Arc;
 
-/// What a ring starts with.
+/// The state in which a ring starts.
 #[derive(Debug)]
 pub struct RingSetup {
-    /// How many descriptors: at most [`Handler::max_ring_size`], and of a split ring a power of two.
+    /// The number of descriptors: at most [`Handler::max_ring_size`], and for a split ring a power
+    /// of two.
     pub size: u16,
-    /// Where its three areas are: addresses of the front end's process, or IOVAs if
-    /// ACCESS_PLATFORM was negotiated.
+    /// Where its three areas are: addresses in the front end's process, or IOVAs if ACCESS_PLATFORM
+    /// was negotiated.
     pub addresses: RingAddresses,
-    /// The index of the first entry of the available ring to look at (split rings), or the packed
-    /// ring's two positions with their wrap bits, each below its size. `None`: a device that has ended without
-    /// saying where it stood ran the ring ([`Server::resume`](crate::Server::resume)). What it took and did not
-    /// give back is to be taken again, and the driver is to be told once: what was given back last it may not have
-    /// been told of.
+    /// The index of the first available-ring entry to look at (split rings), or the packed ring's
+    /// two positions with their wrap bits, each below its size. `None`: a process that died without
+    /// reporting its position ran the ring ([`Server::resume`](crate::Server::resume)). The device
+    /// takes again what that process had taken and not given back, and notifies the driver once, as
+    /// the notification of what was given back last may be missing.
     pub base: Option<u32>,
-    /// The eventfd that the driver notifies the device with; `None`: the device must poll. Reading it may
-    /// block: the front end has its flags too (RWF_NOWAIT does not look at them).
+    /// The eventfd with which the driver notifies the device; `None`: the device must poll. A plain
+    /// read may block, as the front end shares the flags of the open file (one with RWF_NOWAIT
+    /// ignores them).
     pub kick: Option<PeerFd>,
     /// Whether the ring may have side effects yet.
     pub enabled: bool,
-    /// Whether it goes on from [another process](crate::Server::resume), and no driver has started it now.
+    /// Whether the ring continues from [another process](crate::Server::resume), without a driver
+    /// having started it now.
     pub resumed: bool,
 }
 
-/// The device behind a [`Server`](crate::Server). All values were checked against the protocol and the state of
-/// the connection before a method is called; all methods are called on the thread that serves.
+/// The device behind a [`Server`](crate::Server). The server checks all values against the protocol
+/// and the state of the connection before it calls a method, and calls all methods on the thread
+/// that serves.
 ///
-/// An error refuses the request: the front end is told if it asked to be (REPLY_ACK), and
-/// otherwise the connection ends.
+/// An error refuses the request: the server reports it to the front end if that asked for an
+/// acknowledgement (REPLY_ACK), and otherwise ends the connection.
 pub trait Handler {
     /// A connection is about to be served. Until [`disconnected`](Self::disconnected), `connection`
-    /// says whether the front end is there. What a device waits for on the front end's behalf has no
-    /// other limit (rule D15), so that it keeps the handle if it may wait.
+    /// says whether the front end is there. Nothing else limits what a device waits for on the
+    /// front end's behalf (rule D15), so a device that may wait keeps the handle.
     fn connected(&mut self, connection: Shutdown) {
         let _ = connection;
     }
@@ -60,13 +64,13 @@ pub trait Handler {
     /// How many rings the device has.
     fn queues(&self) -> u16;
 
-    /// Whether another process can [go on](crate::Keeper) with what was settled on.
+    /// Whether another process can [take over](crate::Keeper) with what was negotiated.
     fn can_be_resumed(&self) -> bool {
         true
     }
 
-    /// Another process goes on with the connection: its rings are about to be stopped for that, and for no other
-    /// reason.
+    /// Another process takes over the connection: the server is about to stop the rings, for that
+    /// reason only.
     fn leaves(&mut self) {}
 
     /// The largest ring that the device takes.
@@ -74,14 +78,14 @@ pub trait Handler {
         32768
     }
 
-    /// The front end has settled on these virtio features (a subset of those offered, bits 30 and
-    /// 26 removed). No ring runs.
+    /// The front end has negotiated these virtio features (a subset of those offered, without bits
+    /// 30 and 26). No ring runs.
     ///
     /// # Errors
     /// The device cannot work with them.
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError>;
 
-    /// New memory, checked and mapped; replaces the memory before, also under running rings.
+    /// New memory, checked and mapped; it replaces the previous memory, also under running rings.
     ///
     /// # Errors
     /// The device cannot take it.
@@ -93,10 +97,10 @@ pub trait Handler {
     /// waits for the translations.
     ///
     /// # Errors
-    /// The addresses lead nowhere, say.
+    /// For example, the addresses lie outside the memory.
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError>;
 
-    /// The ring stops, for good: when this returns, the device touches it no more. Returns the
+    /// Stops the ring for good: once this returns, the device no longer touches it. Returns the
     /// index of the next available entry (see [`RingSetup::base`]). Called for running rings only,
     /// also when the connection ends or the device is reset.
     ///
@@ -113,20 +117,21 @@ pub trait Handler {
     /// A running ring's areas move.
     ///
     /// # Errors
-    /// The addresses lead nowhere, say.
+    /// For example, the addresses lie outside the memory.
     fn move_ring(&mut self, ring: u16, addresses: RingAddresses) -> Result<(), HandlerError> {
         let _ = (ring, addresses);
         Err(HandlerError::new("a running ring cannot be moved"))
     }
 
-    /// What the device notifies the driver with, of any kind; `None`: not at all. May come at any time, before
-    /// the ring starts and while it runs, and holds over stops and starts.
+    /// The descriptor, of any kind, with which the device notifies the driver; `None`: no
+    /// notifications. May be set at any time, before the ring starts and while it runs, and stays
+    /// set across stops and starts.
     ///
     /// # Errors
     /// The device cannot use it.
     fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError>;
 
-    /// What the device tells the front end with that a ring is broken. As
+    /// The descriptor with which the device signals to the front end that a ring is broken. As
     /// [`set_call`](Self::set_call); by default dropped.
     ///
     /// # Errors
@@ -139,7 +144,7 @@ pub trait Handler {
     /// Fills `out` from the configuration space at `offset`; at most 256 bytes.
     ///
     /// # Errors
-    /// There is no such part: the front end is told so.
+    /// There is no such part; the server reports that to the front end.
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
         let _ = (offset, out);
         Err(HandlerError::new("no configuration space"))
@@ -159,7 +164,7 @@ pub trait Handler {
         Err(HandlerError::new("the configuration space cannot be written"))
     }
 
-    /// The device is reset: every ring was stopped before; features are unset, rings disabled.
+    /// The device is reset. The server has stopped every ring; features are unset, rings disabled.
     ///
     /// # Errors
     /// The device cannot.
@@ -176,10 +181,10 @@ pub trait Handler {
         Ok(())
     }
 
-    /// An IOTLB message, well-formed, and only after ACCESS_PLATFORM was negotiated; an update
-    /// lies within the memory. When this returns `Ok`, it has taken effect: no worker uses a
-    /// translation any more that it made untrue (rule D15), however long that takes: a device gives up
-    /// only when the connection [is over](Shutdown::is_over).
+    /// Carries out an IOTLB message, which is well-formed; called only after ACCESS_PLATFORM was
+    /// negotiated. An update lies within the memory. When this returns `Ok`, the message has taken
+    /// effect: no worker uses a translation that it made stale (rule D15). A device waits for that
+    /// without a limit, and gives up only when the connection [is over](Shutdown::is_over).
     ///
     /// # Errors
     /// Refused: the front end gets a non-zero answer.
@@ -188,32 +193,34 @@ pub trait Handler {
         Err(HandlerError::new("the device has no IOTLB"))
     }
 
-    /// Messages as [`iotlb`](Self::iotlb) takes them that came together, in their order; pushes an
-    /// outcome for each to `outcomes`, which is empty. Each has taken effect when this returns: a
-    /// device whose workers have to be waited for can wait once for all of them.
+    /// Carries out IOTLB messages that arrived together, in their order, each as
+    /// [`iotlb`](Self::iotlb) does; pushes an outcome for each to `outcomes`, which is empty. All
+    /// have taken effect when this returns: a device that has to wait for its workers can wait once
+    /// for all messages.
     fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
         outcomes.extend(messages.iter().map(|message| self.iotlb(*message)));
     }
 
-    /// No IOTLB message is there, and no answer to a miss is about to come: a device whose workers
-    /// are better told of several answers at once tells them now at the latest. Called often.
+    /// No IOTLB message is pending, and no update for a miss is about to come: a device that
+    /// collects updates before it wakes its workers wakes them now at the latest. Called often.
     fn settled(&mut self) {}
 
-    /// The front end has answered a message of the [`BackendChannel`] whose answer was wanted (rule
-    /// D9), sent with `number`: whether it could do what was asked, such as to send a translation.
+    /// The front end has answered a message that was sent on the [`BackendChannel`] with `number`
+    /// and asked for an answer (rule D9). `done`: whether it did what the message requires, such as
+    /// sending an update for a miss.
     fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
         let _ = (message, number, done);
     }
 
-    /// The [`BackendChannel`] is gone: the front end has closed it. What was asked on it will not be
-    /// answered; the connection goes on.
+    /// The [`BackendChannel`] is gone: the front end has closed it. Its unanswered messages stay
+    /// unanswered; the connection goes on.
     fn channel_lost(&mut self, why: &WireError) {
         let _ = why;
     }
 
-    /// Where the device notes what it has taken and not yet completed, so that another process can
-    /// go on after a crash of this one (see [`InflightRegion`]). Comes before the rings start; only
-    /// if the device offers INFLIGHT_SHMFD.
+    /// Where the device records what it has taken and not yet completed, so that another process
+    /// can go on if this one crashes (see [`InflightRegion`]). Set before the rings start; only if
+    /// the device offers INFLIGHT_SHMFD.
     ///
     /// # Errors
     /// The device cannot use it.
@@ -222,17 +229,19 @@ pub trait Handler {
         Err(HandlerError::new("the device keeps no account of requests in flight"))
     }
 
-    /// What a dirty log is indexed by (rule D26), if the front end brings one.
+    /// What a dirty log that the front end brings is indexed by (rule D26).
     fn log_index(&self) -> LogIndex {
         LogIndex::Physical
     }
 
-    /// Where every write to guest memory is logged from now on (rule D26); `None`: nowhere. Comes
-    /// also while rings run: when it returns, all workers log. Only if the device offers LOG_SHMFD.
+    /// Where every write to guest memory is logged from now on (rule D26); `None`: nowhere. Also
+    /// called while rings run: when it returns, all workers log. Only if the device offers
+    /// LOG_SHMFD.
     ///
-    /// The device marks what it writes to buffers by their addresses, and, for a ring whose
-    /// [`RingAddresses::log`] is there, what it writes to the used ring: at that address and on. (With
-    /// ACCESS_PLATFORM it is an IOVA as well: what is marked is what the ring's own translation says.)
+    /// The device marks its writes to buffers by the buffers' addresses. For a ring that has a
+    /// [`RingAddresses::log`], it also marks its writes to the used ring, from that address on.
+    /// (With ACCESS_PLATFORM that address is an IOVA as well; the pages marked are those that the
+    /// ring's own translation gives.)
     ///
     /// # Errors
     /// The device cannot log.
@@ -243,7 +252,7 @@ pub trait Handler {
         }
     }
 
-    /// A running ring's [`RingAddresses::log`] changes: nothing else about it does.
+    /// A running ring's [`RingAddresses::log`] changes, and nothing else about it.
     ///
     /// # Errors
     /// The device cannot log.
@@ -252,8 +261,8 @@ pub trait Handler {
         Ok(())
     }
 
-    /// What the front end wants to be told with that something was logged, of any kind; by default
-    /// dropped, as front ends look when they need to know.
+    /// The descriptor, of any kind, with which the device signals to the front end that it has
+    /// logged something; by default dropped, as front ends read the log when they need it.
     ///
     /// # Errors
     /// The device cannot use it.
@@ -272,7 +281,7 @@ pub trait Handler {
         Ok(())
     }
 
-    /// A guest with this address has come here by migration (RARP): the device announces it.
+    /// A guest with this address has arrived by migration (RARP): the device announces it.
     ///
     /// # Errors
     /// The device cannot.
@@ -290,17 +299,17 @@ pub trait Handler {
         Ok(())
     }
 
-    /// The last ring that ran has stopped. Until a ring starts again the front end tells of no
-    /// invalidation: what it had told of translations may be untrue by then (rule D21).
+    /// The last running ring has stopped. Until a ring starts again the front end sends no
+    /// invalidations, so translations may be stale by then (rule D21).
     fn suspended(&mut self) {}
 
-    /// The connection has ended; every ring is stopped, and logging too. The device may be given to
-    /// another [`Server`](crate::Server) then. What belonged to the connection is to be forgotten:
+    /// The connection has ended; every ring is stopped, and so is logging. The device may then be
+    /// given to another [`Server`](crate::Server). It must forget what belonged to the connection:
     /// the channel, descriptors, translations.
     fn disconnected(&mut self) {}
 
-    /// A request was refused, by the device or for its content, and the front end was told; the
-    /// connection goes on. For logs.
+    /// A request was refused, by the device or for its content, and the front end has been
+    /// notified; the connection goes on. For logs.
     fn refused(&mut self, request: u32, why: &HandlerError) {
         let _ = (request, why);
     }

@@ -1,4 +1,4 @@
-//! The back end's own channel, on which it makes requests of the front end.
+//! The back end's own channel, on which it sends requests to the front end.
 
 use std::{
     collections::VecDeque,
@@ -26,14 +26,16 @@ use crate::{
     msg::{Header, code},
 };
 
-/// Most messages that wait for an answer. Beyond it nothing more is asked.
+/// Most messages that ask for an answer and have none yet, or whose answer is not taken yet. Beyond
+/// it no such message is sent.
 pub(crate) const MOST_ANSWERS: u32 = 256;
 
-/// How long a receive may take that a channel is left behind. It takes what is there, some bytes; only a front end that
-/// receives on our end itself, into memory that never comes, makes it longer, and loses its own connection by it.
+/// How long a receive may take while the channel is left. A receive takes the bytes that are there;
+/// it takes longer only if the front end receives on our end itself, into memory that never comes,
+/// and that front end loses its own connection by it.
 const LEAVE: Duration = Duration::from_secs(2);
 
-/// Most messages that go with one call.
+/// Most messages that one system call sends.
 const BATCH: usize = 64;
 
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
@@ -43,7 +45,7 @@ const BATCH: usize = 64;
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: PeerFd,
-    /// Whether the front end answers where it is asked to (REPLY_ACK).
+    /// Whether the front end answers messages that ask for it (REPLY_ACK).
     acks: bool,
     outbox: Mutex<Outbox>,
     received: Mutex<Received>,
@@ -55,10 +57,11 @@ pub struct BackendChannel {
 
 #[derive(Debug)]
 struct Received {
-    /// What came and is no whole message yet; `None` once the channel is left to another process.
+    /// What was received and is no whole message yet; `None` once the channel is left to another
+    /// process.
     inbox: Option<Inbox>,
-    /// How many answers come first, and say nothing here: they are to what another process has asked. `None`: no answer
-    /// that comes is to us.
+    /// How many of the next answers to skip: they belong to requests of another process. `None`:
+    /// all of them do.
     foreign: Option<u32>,
 }
 
@@ -68,7 +71,7 @@ struct Outbox {
     rest: Vec<u8>,
     /// What was sent with need_reply, in order, each with its number.
     asked: VecDeque<(Iotlb, u64)>,
-    /// What was answered and is still to be taken, and whether it could be done.
+    /// What was answered and not taken yet, and whether the front end could do it.
     answered: Vec<(Iotlb, u64, bool)>,
     /// The front end is gone.
     broken: bool,
@@ -78,14 +81,15 @@ impl BackendChannel {
     /// A channel over `stream`; `acks`: whether REPLY_ACK was negotiated.
     ///
     /// # Errors
-    /// It is no Unix stream: other sockets may have something to be read by other ways than this one, so that
-    /// waiting for them never sleeps.
+    /// It is no Unix stream. Other sockets may report something to read that a receive does not
+    /// return, so that a wait on them would never sleep.
     pub fn new(stream: impl Into<PeerFd>, acks: bool) -> io::Result<BackendChannel> {
         BackendChannel::with(stream, acks, Some(0))
     }
 
-    /// A channel that another process has had, to which so many answers are still to come. If that is not known
-    /// (`None`), as the process has died, it could not be told which answers are for whom: none are asked for.
+    /// A channel that another process has used, with so many answers still to come. If that process
+    /// has died, their number is unknown (`None`), and answers could not be matched to requests:
+    /// this channel asks for none.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -119,10 +123,10 @@ impl BackendChannel {
         })
     }
 
-    /// Sends IOTLB messages (misses and access failures, rule D16), each with a number if an answer is
-    /// wanted (rule D9), which is given to [`Handler::channel_answer`](crate::Handler::channel_answer)
-    /// with that: without blocking, many with one call. Returns how many were sent, from the first on:
-    /// the rest finds no room now.
+    /// Sends IOTLB messages (misses and access failures, rule D16) without blocking, many with one
+    /// call. A number asks for an answer (rule D9), which
+    /// [`Handler::channel_answer`](crate::Handler::channel_answer) gets with that number. Returns
+    /// how many were sent, from the first on: for the rest there is no room now.
     pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, Option<u64>)>) -> usize {
         let mut messages = messages.into_iter().fuse();
         let mut outbox = self.outbox();
@@ -168,27 +172,27 @@ impl BackendChannel {
         }
     }
 
-    /// Tells the front end that the configuration space has changed (BACKEND_CONFIG_CHANGE_MSG);
-    /// false if that finds no room, or no ring runs (rule D27): try again later. Needs CONFIG.
+    /// Notifies the front end that the configuration space has changed (BACKEND_CONFIG_CHANGE_MSG);
+    /// false if there is no room, or no ring runs (rule D27): try again later. Needs CONFIG.
     pub fn config_changed(&self) -> bool {
         let header = Header::request(code::BACKEND_CONFIG_CHANGE_MSG, false, 0);
         self.send(&mut self.outbox(), header.as_bytes(), Header::LEN) == 1
     }
 
-    /// Sends messages of `each` bytes; returns how many are on their way. One of which only a part
-    /// found room is: its rest goes before everything else.
+    /// Sends messages of `each` bytes; returns how many are on their way. If only a part of the
+    /// last one finds room, its rest goes before everything else.
     fn send(&self, outbox: &mut Outbox, bytes: &[u8], each: usize) -> usize {
         if self.silent.load(Ordering::Acquire) || !self.flush_rest(outbox) {
             return 0;
         }
         let sent = self.put(outbox, bytes);
-        // Nothing of it was sent if the front end is gone.
+        // If the front end is gone, nothing of it was sent.
         let begun = sent.div_ceil(each);
         outbox.rest.extend_from_slice(&bytes[sent..begun * each]);
         begun
     }
 
-    /// Finishes the message that was begun; whether nothing of it is left.
+    /// Sends the rest of a cut message; returns whether all of it is sent.
     fn flush_rest(&self, outbox: &mut Outbox) -> bool {
         if !outbox.rest.is_empty() {
             let rest = std::mem::take(&mut outbox.rest);
@@ -221,16 +225,16 @@ impl BackendChannel {
         !self.outbox().rest.is_empty()
     }
 
-    /// Finishes the message that was cut, as far as there is room.
+    /// Sends the rest of the cut message, as far as there is room.
     pub(crate) fn finish(&self) {
         self.flush_rest(&mut self.outbox());
     }
 
-    /// Waits until something can be received, and keeps the answers that are in it. False if the channel is another
-    /// process's by then.
+    /// Waits until something can be received, and stores the answers in it. False if another
+    /// process has taken over the channel by then.
     ///
     /// # Errors
-    /// The front end hung up, or answered what was not asked.
+    /// The front end hung up, or sent an answer that no message asked for.
     pub(crate) fn read(&self) -> Result<bool, WireError> {
         let os = |what| move |errno: Errno| WireError::Os { what, source: errno.into() };
         loop {
@@ -240,10 +244,10 @@ impl BackendChannel {
                 Err(errno) => return Err(os("poll")(errno)),
             }
         }
-        // Locked while something is received, which may take as long as the front end likes.
+        // The lock is held during the receive, which the front end can make arbitrarily long.
         let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         let Received { inbox: Some(inbox), foreign } = &mut *received else { return Ok(false) };
-        // Descriptors have no business here: a receive that does not ask for them closes them.
+        // No descriptors are expected here: a receive that does not ask for them closes them.
         match net::recv(&self.stream, inbox.room(), RecvFlags::DONTWAIT) {
             Ok((0, _)) | Err(Errno::CONNRESET) => {
                 self.hang_up();
@@ -251,7 +255,7 @@ impl BackendChannel {
             }
             Ok((bytes, _)) => inbox.filled(bytes, Vec::new())?,
             Err(Errno::INTR) => {}
-            // It must not be looked for for ever.
+            // Polling for it again would never end.
             Err(Errno::AGAIN) => {
                 let why = "what came on the back end's channel cannot be received";
                 return Err(WireError::State { request: code::BACKEND_IOTLB_MSG, why });
@@ -282,10 +286,11 @@ impl BackendChannel {
         Ok(true)
     }
 
-    /// Leaves the channel to another process: nothing more is received here. To be called when nothing more is sent.
+    /// Leaves the channel to another process: nothing more is received here. To be called when
+    /// nothing more is sent.
     ///
-    /// False if a message was begun, by either end, of which the other part is here, or if the front end does not let
-    /// us receive ([`LEAVE`]): the connection ends with the process then.
+    /// False if either end has sent part of a message, whose other part is here, or if the front
+    /// end blocks our receive ([`LEAVE`]): the connection then ends with the process.
     pub(crate) fn leave(&self) -> bool {
         let deadline = Instant::now() + LEAVE;
         let inbox = loop {
@@ -298,8 +303,8 @@ impl BackendChannel {
         inbox.is_some_and(|inbox| inbox.is_empty()) && self.flush_rest(&mut self.outbox())
     }
 
-    /// How many answers are still to come on a channel that was [left](Self::leave); `None`: that is not known, or
-    /// they are more than one process asks for.
+    /// How many answers are still to come on a channel that was [left](Self::leave); `None`:
+    /// unknown, or more than one process asks for.
     pub(crate) fn to_come(&self) -> Option<u32> {
         let foreign = self.received.lock().unwrap_or_else(PoisonError::into_inner).foreign?;
         let asked = self.outbox().asked.len() as u32;
@@ -311,18 +316,19 @@ impl BackendChannel {
         self.outbox().broken
     }
 
-    /// The answers that have come, each with its message's number and with whether the front end could do what
-    /// it was asked.
+    /// The answers that have come, each with its message and number and whether the front end could
+    /// do it.
     pub(crate) fn take_answers(&self) -> Vec<(Iotlb, u64, bool)> {
         std::mem::take(&mut self.outbox().answered)
     }
 
-    /// Ends the channel, for both ends: nothing more is sent, and whoever reads finds its end.
+    /// Ends the channel, for both ends: nothing more is sent, and a reader sees the end of the
+    /// stream.
     pub(crate) fn hang_up(&self) {
         self.end(&mut self.outbox());
     }
 
-    /// What was begun is not finished, and the reader learns it by the end of the stream.
+    /// Drops a cut message; the reader sees the end of the stream.
     fn end(&self, outbox: &mut Outbox) {
         outbox.broken = true;
         outbox.rest.clear();
@@ -340,21 +346,21 @@ impl BackendChannel {
         self.open.load(Ordering::Relaxed) != 0
     }
 
-    /// So many updates came.
+    /// The front end has sent so many updates.
     pub(crate) fn answered(&self, updates: u32) {
         let less = |open: u32| (open != 0).then(|| open.saturating_sub(updates));
         let _ = self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
     }
 
-    /// Nothing came for a while: some misses never get an answer.
+    /// Nothing came for a while: some misses never get an update.
     pub(crate) fn forget(&self) {
         let less = |open: u32| (open != 0).then_some(open / 2);
         let _ = self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
     }
 
-    /// Whether every ring is stopped (rule D27).
+    /// Sets whether every ring is stopped (rule D27).
     pub(crate) fn set_silent(&self, silent: bool) {
-        // Under the lock: who sends has either sent, or sees it.
+        // Under the lock: a sender has either sent already, or sees the flag.
         let _outbox = self.outbox();
         self.silent.store(silent, Ordering::Release);
     }

@@ -23,8 +23,8 @@ use std::{
 };
 use zerocopy::IntoBytes;
 
-/// The most descriptors that come with one call (Linux's SCM_MAX_FD). With room for less the kernel would close
-/// the rest, here and now.
+/// The most descriptors that come with one call (Linux's SCM_MAX_FD). With less room the kernel
+/// would close the rest, within the receive.
 const MOST_FDS: usize = 253;
 
 /// Until when to wait.
@@ -38,15 +38,16 @@ struct Deadline {
 #[derive(Debug)]
 pub(crate) struct Channel {
     stream: Arc<PeerFd>,
-    /// How long a peer may take to finish a message that it began, to take one, or to answer.
+    /// The time-out for a peer to finish a message that it began, to take one, or to answer.
     patience: Duration,
-    /// Another process goes on with it.
+    /// Another process takes over the connection.
     left: bool,
 }
 
 impl Channel {
     pub(crate) fn new(stream: PeerFd, patience: Duration) -> Channel {
-        // An urgent byte is one as any other: out of the line it would be there to be read and be none.
+        // Receive urgent bytes inline: out of band, one would make the socket readable without
+        // anything to read.
         let _ = sockopt::set_socket_oobinline(&stream, true);
         Channel { stream: Arc::new(stream), patience, left: false }
     }
@@ -60,7 +61,7 @@ impl Channel {
     }
 
     fn deadline(&self) -> Deadline {
-        // A patience beyond what a clock can say is as good as none.
+        // A time-out beyond the clock's range is none.
         Deadline { at: Instant::now().checked_add(self.patience), patience: self.patience }
     }
 
@@ -124,7 +125,8 @@ impl Channel {
         Ok(())
     }
 
-    /// Sends what there is room for now, of messages without descriptors; returns how many bytes.
+    /// Sends as much as there is room for now of messages without descriptors; returns how many
+    /// bytes.
     pub(crate) fn send_some(&self, bytes: &[u8]) -> Result<usize, WireError> {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         loop {
@@ -140,7 +142,7 @@ impl Channel {
         }
     }
 
-    /// Receives what is there, without waiting; false if that is nothing.
+    /// Receives what is there, without waiting; false if there is nothing.
     pub(crate) fn receive_some(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
         let now = Deadline { at: Some(Instant::now()), patience: Duration::ZERO };
         match self.fill(inbox, now, "answer") {
@@ -151,20 +153,20 @@ impl Channel {
         }
     }
 
-    /// Waits until there is something to receive or, if `sends`, room to send; not longer than a peer
-    /// may take to answer.
+    /// Waits until there is something to receive or, if `sends`, room to send; at most for the
+    /// time-out.
     pub(crate) fn await_progress(&self, sends: bool) -> Result<(), WireError> {
         let flags = if sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         self.wait(flags, self.deadline(), "answer")
     }
 
-    /// Receives one request, however long it takes to begin; `None` if the peer hung up instead.
+    /// Receives one request, without a limit on when it begins; `None` if the peer hung up instead.
     pub(crate) fn recv_request(&self, inbox: &mut Inbox) -> Result<Option<Message>, WireError> {
         self.recv(inbox, false, Deadline { at: None, patience: self.patience })
     }
 
-    /// Waits until all of a request is there, however long it takes to begin; false if the peer hung
-    /// up instead.
+    /// Waits until all of a request is there, without a limit on when it begins; false if the peer
+    /// hung up instead.
     pub(crate) fn await_request(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
         self.arrive(inbox, false, Deadline { at: None, patience: self.patience })
     }
@@ -179,7 +181,7 @@ impl Channel {
         self.recv(inbox, false, begin)
     }
 
-    /// Receives an answer, in time.
+    /// Receives an answer, within the time-out.
     pub(crate) fn recv_reply(&self, inbox: &mut Inbox) -> Result<Message, WireError> {
         let answer = self.recv(inbox, true, self.deadline())?;
         answer.ok_or(WireError::HungUp { what: "an answer" })
@@ -236,7 +238,8 @@ impl Channel {
                             fds.extend(rights.map(|fd| PeerFd::new(fd, self.stream.closer())));
                         }
                     }
-                    // Those that found no number, because the process has too many, are closed already.
+                    // Descriptors that got no number, because the process has too many, are closed
+                    // already.
                     if message.flags.contains(ReturnFlags::CTRUNC) {
                         return Err(WireError::Fds { request: 0, count: fds.len() + 1 });
                     }
@@ -252,7 +255,7 @@ impl Channel {
         }
     }
 
-    /// Leaves the connection to another process: it does not end when this is dropped.
+    /// Leaves the connection to another process: dropping this does not end it.
     pub(crate) fn leave(&mut self) {
         self.left = true;
     }

@@ -1,7 +1,7 @@
 //! Errors that both ends share.
 use std::{fmt, io};
 
-/// Why the bytes that a peer sent, or their time, are wrong. The connection ends with it.
+/// What is wrong with a peer's bytes or their timing. The connection ends with it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
@@ -22,7 +22,7 @@ pub enum WireError {
     /// The header's version is not 1.
     #[error("protocol version {version}; only 1 is known")]
     Version {
-        /// What the header says.
+        /// The version in the header.
         version: u32,
     },
     /// Flag bits that no version defines, or the reply bit on a request, or none on a reply.
@@ -33,13 +33,13 @@ pub enum WireError {
         /// The header's flags.
         flags: u32,
     },
-    /// A request that is not known, or not negotiated.
+    /// A request that is unknown, or was not negotiated.
     #[error("request {request} is not known, or was not negotiated")]
     Request {
         /// The request's number.
         request: u32,
     },
-    /// An answer to another request than the one that was made.
+    /// An answer to a different request.
     #[error("an answer to request {got}, where request {wanted} was made")]
     WrongReply {
         /// The request that was made.
@@ -73,20 +73,20 @@ pub enum WireError {
         /// Its value.
         value: u64,
     },
-    /// A request that is known but makes no sense now.
+    /// A known request that is invalid in the current state.
     #[error("request {request}: {why}")]
     State {
         /// The request.
         request: u32,
-        /// What does not suit.
+        /// What is wrong.
         why: &'static str,
     },
     /// The operating system's socket failed.
     #[error("{what}: {source}")]
     Os {
-        /// What was tried.
+        /// The call that failed.
         what: &'static str,
-        /// What it said.
+        /// Its error.
         source: io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! The front end: asks and waits.
+//! The front end: sends requests and waits for their answers.
 
 mod device;
 mod iotlb;
@@ -67,22 +67,23 @@ type Result<T> = std::result::Result<T, FrontendError>;
 #[derive(Debug)]
 pub struct Frontend {
     link: Arc<Link>,
-    /// The virtio features that were settled on.
+    /// The virtio features that were negotiated.
     features: u64,
-    /// The protocol features that were settled on.
+    /// The protocol features that were negotiated.
     protocol: ProtocolFeatures,
 }
 
 impl Frontend {
-    /// A front end on a connected socket, which the [`Closer`](ringfence_run::Closer) of `stream` closes; every answer must come within `timeout`.
+    /// A front end on a connected socket, which the [`Closer`](ringfence_run::Closer) of `stream`
+    /// closes; every answer must come within `timeout`.
     pub fn new(stream: impl Into<PeerFd>, timeout: Duration) -> Frontend {
         let link = Arc::new(Link::new(stream.into(), timeout));
         Frontend { link, features: 0, protocol: ProtocolFeatures::empty() }
     }
 
-    /// The usual beginning: SET_OWNER, features and protocol features. Settles on what both ends
-    /// have of `features` and `protocol`, and returns the virtio features; REPLY_ACK is taken
-    /// wherever there is one. Logging is not switched on yet (see
+    /// The usual beginning: SET_OWNER, features and protocol features. Negotiates what both ends
+    /// have of `features` and `protocol`, and returns the virtio features; REPLY_ACK is always
+    /// negotiated if the back end offers it. Logging is not switched on yet (see
     /// [`set_log_base`](Self::set_log_base)).
     ///
     /// # Errors
@@ -100,7 +101,7 @@ impl Frontend {
         Ok(common)
     }
 
-    /// The protocol features that were settled on.
+    /// The protocol features that were negotiated.
     pub fn protocol(&self) -> ProtocolFeatures {
         self.protocol
     }
@@ -233,8 +234,7 @@ impl Frontend {
         self.need(request, ProtocolFeatures::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")
     }
 
-    /// Ends the connection: nothing that comes after a fault can be trusted to belong to a request
-    /// of ours (rule D12).
+    /// Ends the connection: after an error, bytes cannot be matched to our requests (rule D12).
     fn fail(&self, error: WireError) -> FrontendError {
         self.link.fail(error)
     }
@@ -277,7 +277,7 @@ impl Frontend {
 }
 
 impl Drop for Frontend {
-    /// Hangs up, also where an [`IotlbHandle`] is left.
+    /// Hangs up, even if an [`IotlbHandle`] still exists.
     fn drop(&mut self) {
         self.link.close();
     }

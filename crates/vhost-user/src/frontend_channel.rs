@@ -19,25 +19,25 @@ use crate::{
     msg::{Header, code},
 };
 
-/// What a back end says on its own channel.
+/// What a back end sends on its own channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackendMessage {
-    /// It lacks a translation, or may not use the one it has (rule D16): [`Iotlb::Miss`] or
+    /// A miss, or an access that the translation does not permit (rule D16): [`Iotlb::Miss`] or
     /// [`Iotlb::AccessFail`].
     Iotlb(Iotlb),
     /// The configuration space has changed: read it again.
     ConfigChange,
 }
 
-/// A message of the back end, and whether it wants an answer.
+/// A message of the back end, and whether it asks for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "it may want an answer"]
 pub struct Asked {
-    /// What it says.
+    /// Its content.
     pub message: BackendMessage,
-    /// Whether it wants to be told when that is done, or cannot be (rule D9). Answers go in the
-    /// order of the messages.
+    /// Whether it asks for an answer once that is done, or cannot be done (rule D9). Answers go in
+    /// the order of the messages.
     pub wants_answer: bool,
 }
 
@@ -51,8 +51,8 @@ pub struct FrontendChannel {
 }
 
 impl FrontendChannel {
-    /// A channel, and the end of it that is for the back end. A message that was begun must be
-    /// complete within `timeout`, and an answer taken.
+    /// A channel, and the end of it that is for the back end. The back end must complete a message
+    /// that it began, and take an answer, within `timeout`.
     ///
     /// # Errors
     /// No descriptor is left.
@@ -69,13 +69,13 @@ impl FrontendChannel {
     /// Waits for a message; `None` if the back end has hung up.
     ///
     /// # Errors
-    /// What came is no message that a back end sends: the connection is to be ended.
+    /// The back end sent no valid message: end the connection.
     pub fn recv(&mut self) -> Result<Option<Asked>, WireError> {
         self.channel.recv_request(&mut self.inbox)?.map(|message| parse(&message)).transpose()
     }
 
     /// Waits for messages, and appends all that are there then; false if the back end has hung up.
-    /// Who answers them all at once saves a turn for each.
+    /// Answering them all at once saves a round trip for each.
     ///
     /// # Errors
     /// As [`recv`](Self::recv); what came before is appended.
@@ -109,8 +109,8 @@ impl FrontendChannel {
         Ok(true)
     }
 
-    /// Answers a message, if it wants that: whether what it asked for was done. For a miss, the
-    /// update has been sent by then (rule D9).
+    /// Answers a message, if it asks for that, with whether it was done. For a miss, send the
+    /// update first (rule D9).
     ///
     /// # Errors
     /// The back end has hung up, or takes no answers.

@@ -1,4 +1,4 @@
-//! What was received and not looked at yet.
+//! Bytes and descriptors that were received and not parsed yet.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use crate::{
 /// Room for many small messages, so that one call receives all that are there.
 const ROOM: usize = 8192;
 
-/// A message as it came: its header was checked, its payload was not.
+/// A received message: its header was checked, its payload was not.
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) header: Header,
@@ -31,7 +31,8 @@ pub(crate) struct Inbox {
     end: usize,
     /// Where `start` is in the stream.
     position: u64,
-    /// Descriptors, each with the position in the stream that had been received when it came.
+    /// Descriptors, each with the end of what had been received when it came, as a position in the
+    /// stream.
     fds: VecDeque<(u64, PeerFd)>,
 }
 
@@ -45,7 +46,7 @@ impl Inbox {
         self.start == self.end
     }
 
-    /// Which request (or answer) comes next, if all of it is there. It was not checked.
+    /// The code of the next message, if all of it is there. Unchecked.
     pub(crate) fn next_code(&self) -> Option<u32> {
         let there = &self.buffer[self.start..self.end];
         let (header, rest) = Header::read_from_prefix(there).ok()?;
@@ -54,7 +55,7 @@ impl Inbox {
 
     /// Where to receive to; never empty.
     pub(crate) fn room(&mut self) -> &mut [u8] {
-        // Whatever is left is less than a message, or it would have been taken.
+        // The rest is less than a message, or it would have been taken.
         if ROOM - self.end < Header::LEN + MAX_PAYLOAD {
             self.buffer.copy_within(self.start..self.end, 0);
             self.end -= self.start;
@@ -63,19 +64,20 @@ impl Inbox {
         &mut self.buffer[self.end..]
     }
 
-    /// So many bytes were received, and these descriptors with them.
+    /// Records that so many bytes were received, with these descriptors.
     pub(crate) fn filled(&mut self, bytes: usize, fds: Vec<PeerFd>) -> Result<(), WireError> {
         self.end += bytes;
         let received = self.position + (self.end - self.start) as u64;
         self.fds.extend(fds.into_iter().map(|fd| (received, fd)));
-        // A message may come in pieces that bring descriptors each: they must not add up.
+        // A message may come in pieces that bring descriptors each: limit their sum.
         match self.fds.len() {
             count if count > MAX_FDS => Err(WireError::Fds { request: 0, count }),
             _ => Ok(()),
         }
     }
 
-    /// The head and the payload of the next message, if all of it is there; `reply`: what it must be.
+    /// The header and the payload of the next message, if all of it is there; `reply`: whether it
+    /// must be an answer.
     fn next(&self, reply: bool) -> Result<Option<(Header, &[u8])>, WireError> {
         let there = &self.buffer[self.start..self.end];
         let Ok((header, rest)) = Header::read_from_prefix(there) else { return Ok(None) };
@@ -83,12 +85,12 @@ impl Inbox {
         Ok(rest.get(..header.size as usize).map(|payload| (header, payload)))
     }
 
-    /// Whether all of a message is there; `reply`: what it must be.
+    /// Whether all of a message is there; `reply`: whether it must be an answer.
     pub(crate) fn has_message(&self, reply: bool) -> Result<bool, WireError> {
         self.next(reply).map(|next| next.is_some())
     }
 
-    /// The next message, if all of it is there; `reply`: what it must be.
+    /// The next message, if all of it is there; `reply`: whether it must be an answer.
     ///
     /// The kernel ends a receive behind a piece that has descriptors: they belong to the last
     /// message that was begun by then.
@@ -101,9 +103,9 @@ impl Inbox {
         Ok(Some(Message { header, payload, fds }))
     }
 
-    /// The payload of the next message, if it is that request (`reply`: the answer to it), all of it is
-    /// there, it has that size and no descriptors; otherwise it stays for [`take`](Self::take). No
-    /// detour for messages that come by the dozen.
+    /// The payload of the next message, if it is that request (`reply`: the answer to it), all of
+    /// it is there, it has that size and no descriptors; otherwise it stays for
+    /// [`take`](Self::take). A fast path for messages that come by the dozen.
     pub(crate) fn take_plain<T: FromBytes>(&mut self, request: u32, reply: bool) -> Option<T> {
         let (header, payload) = self.next(reply).ok()??;
         let payload = T::read_from_bytes(payload).ok()?;
@@ -116,7 +118,7 @@ impl Inbox {
         Some(payload)
     }
 
-    /// So many bytes were taken.
+    /// Consumes so many bytes.
     fn pass(&mut self, len: usize) {
         self.start += len;
         self.position += len as u64;
@@ -180,7 +182,7 @@ mod tests {
             inbox.filled(bytes.len(), fds).unwrap();
         };
         let mut inbox = Inbox::new();
-        // Two without and the head of one with, received at once.
+        // Two without descriptors and the head of one with, received at once.
         let last = message(3, 8);
         let bytes = [message(1, 4), message(2, 0), last[..12].to_vec()].concat();
         put(&mut inbox, &bytes, vec![fd()]);
@@ -190,7 +192,7 @@ mod tests {
         assert_eq!(counts(&mut inbox), None);
         put(&mut inbox, &last[12..], vec![fd()]);
         assert_eq!(counts(&mut inbox), Some(2));
-        // Pieces with descriptors each do not add up without end.
+        // Pieces with descriptors each do not add up without a limit.
         for _ in 0..MAX_FDS {
             put(&mut inbox, &message(1, 9)[..1], vec![fd()]);
         }

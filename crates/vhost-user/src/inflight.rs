@@ -1,17 +1,17 @@
-//! What a back end has taken and not completed, kept where a crash of the back end leaves it: so that
-//! the next one completes it.
+//! What a back end has taken and not completed, recorded where it survives a crash of the back end,
+//! so that the next one completes it.
 //!
-//! The front end keeps the memory over a crash (GET_INFLIGHT_FD and SET_INFLIGHT_FD). A queue's part
-//! has an entry for each descriptor, and is written so that whoever finds it, between any two stores,
-//! can tell what was taken and not completed. What is found is foreign bytes all the same: it is read
-//! once, checked, and from then on only written.
+//! The front end keeps the memory over a crash (GET_INFLIGHT_FD and SET_INFLIGHT_FD). A queue's
+//! part has an entry for each descriptor. It is written so that between any two stores it
+//! determines what was taken and not completed. The contents are untrusted all the same: they are
+//! read once, checked, and from then on only written.
 //!
-//! Behind the queues' parts there is a word of the device's own, for what else the next process is to know.
-//! The front end keeps as many bytes as the back end has asked for, and nothing looks at these: a region that
-//! another program made has none, or zeroes.
+//! Behind the queues' parts there is a word for the device, for anything else that the next process
+//! needs. The front end keeps as many bytes as the back end has asked for, and no other program
+//! interprets these: a region that another program made has no such word, or zeroes.
 //!
 //! A process that dies has done every store before some point of its program and none behind it. So
-//! it suffices that the compiler keeps their order, which release stores make it do.
+//! it suffices that the compiler keeps the stores in order, which release stores ensure.
 
 mod packed;
 mod split;
@@ -30,14 +30,14 @@ use crate::msg;
 pub use packed::{PackedBuffer, PackedDescriptor, PackedInflight};
 pub use split::SplitInflight;
 
-/// The version of the layout that is known.
+/// The only supported version of the layout.
 const VERSION: u16 = 1;
 
-/// What every queue's part begins with: features, unused (u64), then these.
+/// The beginning of every queue's part: features, unused (u64), then these.
 const VERSION_AT: usize = 8;
 const DESC_NUM_AT: usize = 10;
 
-/// Queues' parts begin at multiples of this, as with other back ends.
+/// Queues' parts begin at multiples of this, as in other back ends.
 const ALIGN: usize = 64;
 
 /// Why an in-flight region cannot be used.
@@ -63,13 +63,13 @@ pub enum InflightError {
         /// How many it needs.
         needed: u64,
     },
-    /// A queue that it has no part for, or a ring of the other format.
+    /// A queue without a part, or a ring of the other format.
     #[error("the in-flight region has no part for queue {0}")]
     NoQueue(u16),
-    /// A layout that is not known.
+    /// An unsupported layout version.
     #[error("an in-flight region of version {0}; only 1 is known")]
     Version(u16),
-    /// What stands in it cannot have been written by a back end.
+    /// Contents that no back end can have written.
     #[error("a broken in-flight region: {what} is {value}")]
     Broken {
         /// What.
@@ -91,10 +91,10 @@ pub struct InflightRegion {
 
 impl InflightRegion {
     /// Makes a region for so many queues of `size` descriptors each, with nothing in flight;
-    /// `packed`: the format of the rings. Returns the file for the front end too.
+    /// `packed`: the format of the rings. Also returns the file for the front end.
     ///
     /// # Errors
-    /// No queue or descriptor, or a refusal of the system.
+    /// No queue or descriptor, or a system call failed.
     pub fn allocate(
         queues: u16,
         size: u16,
@@ -110,7 +110,7 @@ impl InflightRegion {
     /// Maps a region that the front end has kept.
     ///
     /// # Errors
-    /// A place that does not lie in the file or is too short, or a refusal of the system.
+    /// A place that does not lie in the file or is too short, or a system call failed.
     pub fn open(
         fd: impl AsFd,
         place: &msg::Inflight,
@@ -127,34 +127,33 @@ impl InflightRegion {
         Ok(InflightRegion { file, place: *place, packed, note })
     }
 
-    /// Where it lies in its file, and what it is for.
+    /// Where it lies in its file, and its queues' number and size.
     pub fn place(&self) -> msg::Inflight {
         self.place
     }
 
-    /// The word of the device's own: foreign bytes, as all that stands here. 0 if nothing was noted, or there
-    /// is no room for it.
+    /// The device's own word: untrusted, as everything here. 0 if nothing was written, or there is
+    /// no room for it.
     pub fn note(&self) -> u64 {
         self.note.map_or(0, |at| self.file.u64_at(at).load(Ordering::Acquire))
     }
 
-    /// Notes a word for the next process, if there is room for it.
+    /// Writes the device's word for the next process, if there is room for it.
     pub fn set_note(&self, word: u64) {
         if let Some(at) = self.note {
             self.file.u64_at(at).store(word, Ordering::Release);
         }
     }
 
-    /// Whether the file was truncated under us: a crash would lose what is in flight.
+    /// Whether the file was truncated: a crash would lose what is in flight.
     pub fn is_lost(&self) -> bool {
         self.file.is_lost()
     }
 
-    /// The part of a split ring's queue, brought up to date, with the heads of the descriptor chains
-    /// that were taken and not completed, in the order in which they were taken: they are to be
-    /// carried out again, and are in flight still. `used_idx` is the index that stands in the used
-    /// ring now. The ring goes on at [`SplitInflight::base`], whatever the front end says.
-    ///
+    /// The part of a split ring's queue, brought up to date, with the heads of the descriptor
+    /// chains that were taken and not completed, in the order in which they were taken: the caller
+    /// carries them out again, and they are still in flight. `used_idx` is the current index of the
+    /// used ring. The ring goes on at [`SplitInflight::base`], whatever the front end sends.
     /// # Errors
     /// [`InflightError::NoQueue`], [`InflightError::Version`], [`InflightError::Broken`].
     pub fn split(
@@ -167,8 +166,8 @@ impl InflightRegion {
 
     /// The part of a packed ring's queue, brought up to date, with the buffers that were taken and
     /// not completed, as [`split`](Self::split). `flags_at` reads the flags of a descriptor of the
-    /// ring; `base` is where the ring stands (see [`RingSetup::base`](crate::RingSetup::base)), for
-    /// a region in which nothing was noted yet.
+    /// ring; `base` is the ring's position (see [`RingSetup::base`](crate::RingSetup::base)), used
+    /// for a region that was never written.
     ///
     /// # Errors
     /// [`InflightError::NoQueue`], [`InflightError::Version`], [`InflightError::Broken`].
@@ -190,14 +189,14 @@ impl InflightRegion {
     }
 }
 
-/// How many bytes a queue's part has.
+/// The size of a queue's part, in bytes.
 fn part_len(size: u16, packed: bool) -> usize {
     let (head, each) =
         if packed { (packed::HEAD, packed::ENTRY) } else { (split::HEAD, split::ENTRY) };
     (head + usize::from(size) * each).next_multiple_of(ALIGN)
 }
 
-/// How many bytes all have.
+/// The size of all parts, in bytes.
 fn shape(queues: u16, size: u16, packed: bool) -> Result<usize, InflightError> {
     if queues == 0 || size == 0 || size > 1 << 15 {
         return Err(InflightError::Shape { queues, size });
@@ -238,7 +237,7 @@ impl Part {
         (get64, put64, u64_at, u64)
     }
 
-    /// Whether anything was ever noted here.
+    /// Whether this part was never written.
     fn is_new(&self) -> Result<bool, InflightError> {
         match self.get16(VERSION_AT) {
             0 => Ok(true),
@@ -253,8 +252,8 @@ impl Part {
         }
     }
 
-    /// Makes it a part with nothing in flight. The version comes last, by [`born`](Self::born):
-    /// before it nothing counts.
+    /// Makes it a part with nothing in flight. [`born`](Self::born) writes the version last: before
+    /// that the part does not count.
     fn clear(&self, len: usize) {
         for at in (0..len).step_by(8) {
             self.put64(at, 0);

@@ -17,7 +17,7 @@ pub struct IotlbWire {
     pub perm: u8,
     /// 1 miss, 2 update, 3 invalidate, 4 access-fail.
     pub kind: u8,
-    /// Whatever the sender had there.
+    /// Ignored.
     pub padding: [u8; 6],
 }
 
@@ -26,17 +26,17 @@ const UPDATE: u8 = 2;
 const INVALIDATE: u8 = 3;
 const ACCESS_FAIL: u8 = 4;
 
-/// A message of the device IOTLB.
+/// A device IOTLB message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Iotlb {
-    /// The back end lacks a translation (rule D16).
+    /// A miss of the back end's IOTLB (rule D16).
     Miss {
         /// The address.
         iova: u64,
         /// For which access.
         access: Access,
     },
-    /// A translation (rule D5).
+    /// An IOTLB update (rule D5).
     Update {
         /// Its first address.
         first: u64,
@@ -48,7 +48,7 @@ pub enum Iotlb {
         /// What it permits; `None`: nothing.
         access: Option<Access>,
     },
-    /// Translations that are no longer true (rule D6).
+    /// An invalidation (rule D6).
     Invalidate {
         /// The first address.
         first: u64,
@@ -64,11 +64,11 @@ pub enum Iotlb {
     },
 }
 
-/// Why an IOTLB message is refused (rule D14): by an answer, the connection goes on.
+/// Why an IOTLB message is refused (rule D14): with an answer; the connection goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BadIotlb {
-    /// A type that is not known.
+    /// An unknown type.
     #[error("IOTLB message of unknown type {0}")]
     Kind(u8),
     /// Permissions other than 0 to 3, or none where some are needed.
@@ -88,8 +88,8 @@ pub enum BadIotlb {
 }
 
 impl IotlbWire {
-    /// Reads the message. What a type has no use for is not looked at: in the invalidations of
-    /// real front ends it is garbage.
+    /// Reads the message. Fields that its type does not use are ignored: in the invalidations of
+    /// real front ends they are garbage.
     ///
     /// # Errors
     /// See [`BadIotlb`].
@@ -145,7 +145,8 @@ impl Iotlb {
         })
     }
 
-    /// The message, in two if it is about all of [0, 2^64-1], which one cannot say (rule D30).
+    /// The message, split in two if it covers all of [0, 2^64-1], whose size does not fit the field
+    /// (rule D30).
     pub fn halves(self) -> impl Iterator<Item = Iotlb> {
         const MIDDLE: u64 = 1 << 63;
         let (one, two) = match self {
@@ -153,7 +154,7 @@ impl Iotlb {
                 Iotlb::Invalidate { first: 0, last: MIDDLE - 1 },
                 Some(Iotlb::Invalidate { first: MIDDLE, last: u64::MAX }),
             ),
-            // Only with `user_addr` 0 does such an update not wrap.
+            // With any other `user_addr` such an update would wrap.
             Iotlb::Update { first: 0, last: u64::MAX, user_addr: 0, access } => (
                 Iotlb::Update { first: 0, last: MIDDLE - 1, user_addr: 0, access },
                 Some(Iotlb::Update { first: MIDDLE, last: u64::MAX, user_addr: MIDDLE, access }),

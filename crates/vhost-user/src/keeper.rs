@@ -1,9 +1,11 @@
-//! What another process needs to go on with a connection, when the one that serves it ends or dies.
+//! What another process needs to take over a connection when the process that serves it ends or
+//! dies.
 //!
-//! It is kept as the requests by which a front end would say all that holds to a new back end: who goes on carries them
-//! out, and checks them, as if they had just come. Requests that say the same again change nothing, so that no order
-//! of events has to be remembered but this: whether requests were under way. Of those nobody knows which were carried
-//! out and answered, and the connection cannot go on.
+//! The state is kept as requests: those by which a front end would bring a new back end into this
+//! state. The successor carries them out, with all checks, as if they had just arrived. A request
+//! that repeats what already holds changes nothing, so the order of events does not matter, with
+//! one exception: requests that were in progress. Which of those were carried out and answered is
+//! unknown, and the connection cannot go on.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -16,30 +18,30 @@ use crate::{
     msg::{Header, Request},
 };
 
-/// What the bytes begin with, and the version of the format.
+/// The first bytes, and the version of the format.
 const MAGIC: [u8; 4] = *b"RFvu";
 const VERSION: u32 = 2;
-/// Stands where it is not known how many answers are to come.
+/// Stands for an unknown number of answers that are still to come.
 const NOT_KNOWN: u32 = u32::MAX;
 
-/// Keeps what another process needs to go on with a connection. The [`Server`](crate::Server) calls it on its own
-/// thread; what takes long here holds up the front end.
+/// Keeps what another process needs to take over a connection. The [`Server`](crate::Server) calls
+/// it on its own thread; a slow keeper holds up the front end.
 pub trait Keeper: Send {
-    /// From now on requests may be under way, until [`settled`](Self::settled). To be on record at once: a process may
-    /// die at any moment. It is called for each batch of requests.
+    /// From now on requests may be in progress, until [`settled`](Self::settled). Record it at
+    /// once: a process may die at any moment. Called for each batch of requests.
     fn unsettled(&mut self);
 
-    /// All requests were carried out and answered, and what holds is kept.
+    /// All requests were carried out and answered, and the current state is kept.
     fn settled(&mut self);
 
-    /// This holds from now on; `None`: the connection cannot go on elsewhere, or is over.
+    /// This is the state from now on; `None`: the connection cannot go on elsewhere, or is over.
     fn keep(&mut self, state: Option<&ConnectionState<'_>>);
 }
 
-/// What holds of a connection, and the descriptors that go with it.
+/// The state of a connection, and the descriptors that belong to it.
 #[derive(Debug, Default)]
 pub struct ConnectionState<'a> {
-    /// How many answers the front end owes on the back end's channel; `None`: not known.
+    /// How many answers the front end owes on the back end's channel; `None`: unknown.
     pub(crate) to_come: Option<u32>,
     pub(crate) requests: Vec<(Request, Vec<BorrowedFd<'a>>)>,
 }
@@ -60,7 +62,7 @@ impl<'a> ConnectionState<'a> {
     }
 }
 
-/// What held of a connection, for [`Server::resume`](crate::Server::resume).
+/// The saved state of a connection, for [`Server::resume`](crate::Server::resume).
 #[derive(Debug)]
 pub struct SavedConnection {
     pub(crate) to_come: Option<u32>,
@@ -71,7 +73,7 @@ pub struct SavedConnection {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ResumeError {
-    /// They begin with something else.
+    /// They do not begin with the magic number.
     #[error("no saved connection")]
     Magic,
     /// Another version made them.
@@ -80,7 +82,7 @@ pub enum ResumeError {
     /// They end within a request.
     #[error("a saved connection that is cut off after {0} bytes")]
     Short(usize),
-    /// They hold something else than requests.
+    /// They hold anything but requests.
     #[error("a saved connection: {0}")]
     Wire(#[from] WireError),
     /// Its requests need more descriptors than came, or fewer.
@@ -93,7 +95,8 @@ pub enum ResumeError {
     },
 }
 
-/// How many answers are to come, and what stands behind the beginning, which is of this version.
+/// Checks magic number and version; returns how many answers are to come, and the rest of the
+/// bytes.
 fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
     let word = |rest| u32::read_from_prefix(rest).map_err(|_| ResumeError::Short(bytes.len()));
     let (version, rest) = word(bytes.strip_prefix(&MAGIC[..]).ok_or(ResumeError::Magic)?)?;
@@ -106,7 +109,7 @@ fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
 }
 
 impl SavedConnection {
-    /// The same, but where rings stand that are to run.
+    /// The same, without the bases of the rings that will run.
     pub(crate) fn astray(&self) -> ConnectionState<'_> {
         let runs = |number: u32| {
             self.requests.iter().any(|(request, _)| {
@@ -121,7 +124,7 @@ impl SavedConnection {
         state
     }
 
-    /// Whether bytes begin as those of a version do that [`parse`](Self::parse) knows.
+    /// Whether the bytes begin with a version that [`parse`](Self::parse) supports.
     ///
     /// # Errors
     /// [`ResumeError::Magic`], [`ResumeError::Version`], [`ResumeError::Short`].
@@ -129,7 +132,7 @@ impl SavedConnection {
         begin(bytes).map(|_| ())
     }
 
-    /// What [`ConnectionState::emit`] gave.
+    /// Reads what [`ConnectionState::emit`] wrote.
     ///
     /// # Errors
     /// See [`ResumeError`].

@@ -1,26 +1,26 @@
 //! The vhost-user protocol, front end and back end.
 //!
-//! vhost-user moves the rings of a virtio device into another process: the *front end* (a VMM, or
-//! a user-space driver) tells the *back end* (the device) over a Unix socket where the rings are,
-//! and hands it the memory and the event descriptors.
+//! vhost-user moves the rings of a virtio device into another process: the *front end* (a VMM, or a
+//! user-space driver) sends the *back end* (the device) the places of the rings over a Unix socket,
+//! with the memory and the event descriptors.
 //!
 //! - [`msg`]: the wire: header, payloads, the IOTLB messages; parse and emit are inverses.
-//! - [`Frontend`]: asks, with a time limit, and waits for the answer where there is one.
-//! - [`Server`]: answers, and calls a [`Handler`] with values that were checked: whatever bytes
-//!   and descriptors arrive, the worst outcome is a closed connection with a reason.
+//! - [`Frontend`]: sends requests, and waits with a time-out for the answer where there is one.
+//! - [`Server`]: answers requests, and calls a [`Handler`] with values that were checked: whatever
+//!   bytes and descriptors arrive, the worst outcome is a closed connection with a reason.
 //! - [`BackendChannel`] and [`FrontendChannel`]: the two ends of the channel on which the back end
-//!   asks: for translations that it lacks, above all.
+//!   sends requests: IOTLB misses, above all.
 //! - [`InflightRegion`]: what a back end has taken and not completed, so that another can go on.
-//! - [`Keeper`]: is told what another process needs to go on with a connection.
+//! - [`Keeper`]: keeps what another process needs to take over a connection.
 //!
 //! Rings are stopped and disabled at first, start with SET_VRING_KICK and stop with GET_VRING_BASE
-//! (rule D28); the [`Server`] keeps that state, so that a [`Handler`] is never asked to start what
-//! runs or to stop what does not, and stops every ring when the connection ends.
+//! (rule D28). The [`Server`] keeps that state: it never starts a running ring of a [`Handler`] or
+//! stops a stopped one, and stops every ring when the connection ends.
 //!
-//! The IOTLB messages are read, checked and answered here; the cache that they feed is for the
-//! device to bring.
+//! The IOTLB messages are read, checked and answered here; the device provides the cache that they
+//! fill.
 //!
-//! The text is QEMU's `docs/interop/vhost-user.rst`.
+//! The specification is QEMU's `docs/interop/vhost-user.rst`.
 
 #![forbid(unsafe_code)]
 

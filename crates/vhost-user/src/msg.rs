@@ -1,8 +1,8 @@
 //! The wire: header, requests, the IOTLB messages.
 //!
 //! Everything is in native byte order: both ends are on one machine. [`Request::parse`] accepts
-//! exactly what [`Request::payload`] makes, and nothing that would have to be checked again later,
-//! apart from what depends on the state of the connection.
+//! exactly what [`Request::payload`] makes, and leaves no check for later, apart from those that
+//! depend on the state of the connection.
 
 mod parse;
 mod payload;
@@ -19,7 +19,7 @@ use crate::WireError;
 use bitflags::bitflags;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// VHOST_USER_F_PROTOCOL_FEATURES: the back end knows protocol features (a bit of the virtio
+/// VHOST_USER_F_PROTOCOL_FEATURES: the back end supports protocol features (a bit of the virtio
 /// features, number 30).
 pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
 /// VHOST_F_LOG_ALL: writes are logged for migration (bit 26).
@@ -35,7 +35,7 @@ pub const MAX_FDS: usize = 8;
 pub const MAX_TABLE_REGIONS: usize = 8;
 /// Most bytes of configuration space in one message.
 pub const MAX_CONFIG: usize = 256;
-/// The longest payload of any message that is known here.
+/// The longest payload of any supported message.
 pub const MAX_PAYLOAD: usize = 512;
 
 bitflags! {
@@ -64,7 +64,7 @@ bitflags! {
         const CONFIGURE_MEM_SLOTS = 1 << 15;
         /// SET_STATUS and GET_STATUS.
         const STATUS = 1 << 16;
-        /// Bits of peers that know more.
+        /// Bits that are unknown here.
         const _ = !0;
     }
 }
@@ -84,7 +84,7 @@ impl ProtocolFeatures {
         .union(ProtocolFeatures::STATUS);
 }
 
-/// What stands before every message.
+/// The header of every message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Header {
@@ -99,7 +99,7 @@ pub struct Header {
 impl Header {
     /// Bytes of a header.
     pub const LEN: usize = 12;
-    /// The version that is spoken here, in the lowest two bits of the flags.
+    /// The supported version, in the lowest two bits of the flags.
     pub const VERSION: u32 = 1;
     /// The message is an answer (rule D4).
     pub const REPLY: u32 = 1 << 2;
@@ -122,7 +122,7 @@ impl Header {
         self.flags & Self::NEED_REPLY != 0
     }
 
-    /// Checks the version, the flags and the size; `reply`: what the message must be.
+    /// Checks the version, the flags and the size; `reply`: whether the message must be an answer.
     ///
     /// # Errors
     /// [`WireError::Version`], [`WireError::Flags`], [`WireError::Size`].
@@ -157,7 +157,7 @@ pub struct RingAddresses {
     pub log: Option<u64>,
 }
 
-/// Who writes the configuration space, and why.
+/// What a write to the configuration space is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConfigWrite {
     /// The driver writes a writable field.
@@ -166,13 +166,12 @@ pub enum ConfigWrite {
     Migration,
 }
 
-/// Where the in-flight regions of a device's queues lie, as GET_INFLIGHT_FD and SET_INFLIGHT_FD say
-/// it.
+/// Where the in-flight regions of a device's queues lie, as in GET_INFLIGHT_FD and SET_INFLIGHT_FD.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Inflight {
-    /// How many bytes of the file; 0 in a question.
+    /// How many bytes of the file; 0 in a GET_INFLIGHT_FD request.
     pub len: u64,
-    /// Where they begin in it; 0 in a question.
+    /// Where they begin in it; 0 in a GET_INFLIGHT_FD request.
     pub offset: u64,
     /// How many queues.
     pub queues: u16,

@@ -1,4 +1,4 @@
-//! The back end: serves one connection, and keeps the state of the rings straight.
+//! The back end: serves one connection, and keeps the state of the rings consistent.
 
 mod answers;
 mod kept;
@@ -38,16 +38,16 @@ use std::{
 };
 use zerocopy::IntoBytes;
 
-/// What the server, not the device, offers.
+/// The features that the server itself offers.
 const OWN_FEATURES: u64 = msg::F_PROTOCOL_FEATURES | msg::F_LOG_ALL;
 
-/// Most bytes of answers that wait for company.
+/// Most bytes of answers that wait to be sent together.
 const MOST_UNSENT: usize = 4096;
 
-/// How long a front end may take to finish a message that it began, or to take an answer.
+/// Time-out for a front end to finish a message that it began, or to take an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How often to look whether descriptors that took long were closed.
+/// How often to check whether descriptors that are slow to close are closed.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Why serving ended before the front end hung up.
@@ -57,7 +57,7 @@ pub enum ServeError {
     /// The peer's bytes are no valid message, or not valid now.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// The device refused a request whose sender did not ask to be told.
+    /// The device refused a request that did not ask for an acknowledgement.
     #[error("request {request} was refused: {why}")]
     Refused {
         /// The request.
@@ -65,7 +65,7 @@ pub enum ServeError {
         /// Why.
         why: HandlerError,
     },
-    /// What another process has kept of the connection cannot be had here.
+    /// The connection's saved state cannot be restored here.
     #[error("the connection cannot go on here: {why}")]
     NotResumed {
         /// Why.
@@ -73,9 +73,9 @@ pub enum ServeError {
     },
 }
 
-/// What came of a request.
+/// The outcome of a request.
 enum Outcome {
-    /// Nothing to say, unless an acknowledgement is wanted.
+    /// No answer, unless an acknowledgement is wanted.
     Done,
     /// The request's own answer.
     Reply(Vec<u8>),
@@ -85,9 +85,9 @@ enum Outcome {
 
 /// Why a request was not carried out.
 enum Failure {
-    /// It can be told, and the connection goes on.
+    /// An answer can report it, and the connection goes on.
     Refused(HandlerError),
-    /// The device is in a state that no answer tells of: the connection ends.
+    /// The device is in a state that no answer can report: the connection ends.
     Broken(HandlerError),
     /// It must not have been sent: the connection ends.
     Wire(WireError),
@@ -113,7 +113,7 @@ struct Ring {
     base: u32,
     running: bool,
     enabled: bool,
-    /// It is to go on where a process has left it that is dead: the base says nothing.
+    /// It is to go on where a dead process has left it: the base is meaningless.
     lost: bool,
 }
 
@@ -127,43 +127,44 @@ pub struct Server<H> {
     /// Offered, `F_PROTOCOL_FEATURES` included.
     offered: u64,
     offered_protocol: ProtocolFeatures,
-    /// Settled on.
+    /// Negotiated.
     features: u64,
-    /// Settled on; `None` until SET_PROTOCOL_FEATURES.
+    /// Negotiated; `None` until SET_PROTOCOL_FEATURES.
     protocol: Option<ProtocolFeatures>,
     memory: Option<Arc<Memory>>,
-    /// How many bytes of its files may be mapped, and are.
+    /// How many bytes of the front end's files may be mapped, and are.
     most_mapped: u64,
     mapped: Arc<AtomicU64>,
     rings: Vec<Ring>,
-    /// SET_LOG_BASE's; used while F_LOG_ALL is settled on.
+    /// SET_LOG_BASE's; used while F_LOG_ALL is negotiated.
     log: Option<Arc<DirtyLog>>,
     status: u8,
     inbox: Inbox,
     /// Answers that are not sent yet, because the next request is there already.
     answers: Vec<u8>,
     backend: Option<Answers>,
-    /// For the next message: awake, as long as that has been worth while. Who answers several misses sends the answers
-    /// one by one, and an invalidation is followed by the next.
+    /// The wait for the next message: polling, as long as that has paid off. A front end sends the
+    /// updates for several misses one by one, and invalidations follow each other.
     wait: Wait,
-    /// Those that came together, and what came of them: empty, but for their memory.
+    /// Messages that arrived together, and their outcomes: empty between uses, kept for their
+    /// allocations.
     together: Vec<Iotlb>,
     outcomes: Vec<Result<(), HandlerError>>,
-    /// For another process, if it is to be able to go on.
+    /// What is kept for another process, if one is to be able to take over.
     kept: Option<Kept>,
-    /// What is to be done again first.
+    /// The saved state to restore first.
     saved: Option<SavedConnection>,
-    /// It is left to another process.
+    /// The connection is left to another process.
     left: bool,
-    /// What the front end had said is done again.
+    /// The saved state is being restored.
     resuming: bool,
-    /// How many answers the front end owes to the process before, if that is known.
+    /// How many answers the front end owes to the previous process, if that is known.
     to_come: Option<u32>,
 }
 
 impl<H: Handler> Server<H> {
-    /// A server for one connection. Its socket, and what the front end sends that takes long to close, is
-    /// closed by the [`Closer`](ringfence_run::Closer) that `stream` has.
+    /// A server for one connection. The [`Closer`](ringfence_run::Closer) of `stream` closes its
+    /// socket, and those of the front end's descriptors that are slow to close.
     pub fn new(stream: impl Into<PeerFd>, handler: H) -> Server<H> {
         let offered_protocol = handler.protocol_features() & ProtocolFeatures::KNOWN;
         let log = offered_protocol.contains(ProtocolFeatures::LOG_SHMFD);
@@ -196,15 +197,16 @@ impl<H: Handler> Server<H> {
         }
     }
 
-    /// How long the front end may take to finish a message that it began, or to take an answer
-    /// (10 s unless told). How long it is silent between messages does not matter.
+    /// Sets the time-out for the front end to finish a message that it began, or to take an answer
+    /// (10 s by default). Silence between messages is not limited.
     pub fn set_patience(&mut self, patience: Duration) {
         self.channel.set_patience(patience);
     }
 
-    /// How many bytes of the front end's files are mapped at most, its memory and its log (2^64 - 1 unless set): what
-    /// exceeds that is refused. They are address space, which is scarce before memory is: a sparse file has any size.
-    /// While a table takes the place of another, and as long as a ring still uses that one, both are mapped.
+    /// Limits how many bytes of the front end's files are mapped, its memory and its log (2^64 - 1
+    /// by default): what exceeds that is refused. The limit is on address space, which runs out
+    /// before memory does: a sparse file has any size. While a table replaces another, and as long
+    /// as a ring still uses the old one, both are mapped.
     pub fn set_most_mapped(&mut self, bytes: u64) {
         self.most_mapped = bytes;
     }
@@ -228,8 +230,8 @@ impl<H: Handler> Server<H> {
     }
 
     /// Serves until the front end hangs up or [`Shutdown`] is used (`Ok`), or the connection must
-    /// end for another reason. All rings are stopped, and the connection is closed, when it
-    /// returns. A request that has no answer may not be carried out if the front end hangs up behind it
+    /// end for another reason. When it returns, all rings are stopped and the connection is closed.
+    /// A request that has no answer may not be carried out if the front end hangs up behind it
     /// while its [`Closer`](ringfence_run::Closer) is full.
     ///
     /// # Errors
@@ -244,12 +246,12 @@ impl<H: Handler> Server<H> {
             match mem::replace(&mut resumed, Ok(())).and_then(|()| self.step()) {
                 Ok(true) => {}
                 Ok(false) => break Ok(()),
-                // Cut off in the middle, but by ourselves.
+                // Cut off in the middle of a message, by our own shutdown.
                 Err(_) if self.stopping.load(Ordering::Acquire) => break Ok(()),
                 Err(error) => break Err(error),
             }
         };
-        // What was carried out is said, if somebody still listens.
+        // Answers what was carried out, if the front end still reads.
         let _ = self.flush();
         self.left &= self.handler.can_be_resumed();
         match self.left {
@@ -258,7 +260,8 @@ impl<H: Handler> Server<H> {
         }
         let ran: Vec<bool> = self.rings.iter().map(|ring| ring.running).collect();
         for ring in 0..self.rings.len() {
-            // Where it is left unknown nobody can go on. Else nobody is left to be told.
+            // No process can go on from an unknown ring state. Without `left`, no one is there to
+            // report it to.
             self.left &= self.stop(ring).is_ok();
         }
         if self.backend.as_ref().is_some_and(|own| own.channel().is_lost()) {
@@ -270,7 +273,8 @@ impl<H: Handler> Server<H> {
                 let to_come = self.backend.as_ref().map_or(Some(0), |own| own.channel().to_come());
                 self.keep_stopped(&ran, to_come);
                 self.channel.leave();
-                // Its reader waits, receives nothing, and ends with the process: to end it would be to hang up.
+                // The reader waits, receives nothing, and ends with the process: ending it would
+                // hang up.
                 if let Some(backend) = self.backend.take() {
                     mem::forget(backend);
                 }
@@ -321,8 +325,8 @@ impl<H: Handler> Server<H> {
         let asked = header.needs_reply() && !request.has_reply();
         let acks = self.has(ProtocolFeatures::REPLY_ACK);
         let outcome = self.carry_out_kept(request, fds);
-        // As it was negotiated when the request was sent, or by the request itself: User-Mode Linux
-        // wants the very request that negotiates it acknowledged.
+        // As negotiated when the request was sent, or by the request itself: User-Mode Linux wants
+        // the very request that negotiates REPLY_ACK acknowledged.
         let ack = asked && (acks || self.has(ProtocolFeatures::REPLY_ACK));
         match outcome {
             Ok(Outcome::Reply(payload)) => self.answer(code, &payload),
@@ -347,8 +351,8 @@ impl<H: Handler> Server<H> {
     }
 
     /// Carries out the IOTLB messages that come next, all that are there together; false if
-    /// something else comes next. Their answers say how it went: refusing one is no reason to hang up
-    /// (rules D13, D14).
+    /// something else comes next. Their answers carry the outcomes: refusing one is no reason to
+    /// hang up (rules D13, D14).
     fn serve_iotlb(&mut self) -> bool {
         let code = msg::code::IOTLB_MSG;
         let mut together = mem::take(&mut self.together);
@@ -384,8 +388,8 @@ impl<H: Handler> Server<H> {
         any
     }
 
-    /// Sends the answers, unless an IOTLB message is there whose answer can go with them. All else
-    /// may take its time.
+    /// Sends the answers, unless an IOTLB message is there whose answer can go with them. Other
+    /// requests may take long.
     fn flush_unless_more(&mut self) -> Result<(), WireError> {
         let next = self.inbox.next_code();
         match next == Some(msg::code::IOTLB_MSG) && self.answers.len() <= MOST_UNSENT {
@@ -394,8 +398,8 @@ impl<H: Handler> Server<H> {
         }
     }
 
-    /// Waits until not too many of the front end's descriptors wait to be closed; false if the connection is
-    /// over instead.
+    /// Waits while too many of the front end's descriptors are being closed; false if the
+    /// connection is over.
     fn await_closer(&self) -> bool {
         while self.channel.stream().closer().is_full() {
             if self.shutdown_handle().is_over() {
@@ -406,14 +410,14 @@ impl<H: Handler> Server<H> {
         true
     }
 
-    /// Waits until the front end says something on its own channel; what it answers on the back end's
-    /// is taken meanwhile. False if the connection is to be left instead.
+    /// Waits until the front end sends something on the main channel; takes its answers on the back
+    /// end's channel meanwhile. False if the connection is to be left instead.
     fn wait(&mut self) -> Result<bool, ServeError> {
         let (mut looked, mut settled) = (false, false);
         loop {
             let backend = self.backend.as_ref();
             let leave = self.kept.as_ref().map(|kept| &*kept.leave);
-            // Without either, receiving waits.
+            // Without either, the receive itself waits.
             if backend.is_none() && leave.is_none() {
                 self.handler.settled();
                 return Ok(true);
@@ -428,10 +432,10 @@ impl<H: Handler> Server<H> {
             } else if mem::take(&mut looked)
                 && let Some(backend) = backend
             {
-                // Looked for in vain: some misses never get an answer.
+                // Polled in vain: some misses never get an update.
                 backend.channel().forget();
             }
-            // Without a message to finish the channel is its reader's.
+            // Only its reader polls the channel, unless a message is cut.
             let cut = backend.map(|backend| backend.channel()).filter(|channel| channel.is_cut());
             let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
             let main = || PollFd::new(&self.channel, PollFlags::IN);
@@ -495,7 +499,7 @@ impl<H: Handler> Server<H> {
         Ok(())
     }
 
-    /// Whether a protocol feature was settled on.
+    /// Whether a protocol feature was negotiated.
     fn has(&self, feature: ProtocolFeatures) -> bool {
         self.protocol.is_some_and(|protocol| protocol.contains(feature))
     }

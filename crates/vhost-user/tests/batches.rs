@@ -1,5 +1,5 @@
 //! IOTLB messages in batches, at both ends: carried out together, answered in order, however they are
-//! cut and whatever stands between them.
+//! cut and whatever comes between them.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn request(message: &Iotlb) -> Request {
     Request::Iotlb(message.emit().unwrap())
 }
 
-/// A message that is refused for what it says (rule D14).
+/// A message that is refused for its content (rule D14).
 fn empty() -> Request {
     Request::Iotlb(IotlbWire { size: 0, ..invalidate(1).emit().unwrap() })
 }
@@ -46,7 +46,7 @@ fn words(stream: &mut UnixStream, count: usize) -> Vec<(u32, u64)> {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
-    /// Rule D13: one answer each, in order; a request with a descriptor stands between them.
+    /// Rule D13: one answer each, in order; a request with a descriptor comes between them.
     #[test]
     fn a_batch_is_answered_in_order_however_it_is_cut(
         kinds in prop::collection::vec(0..8u8, 1..150),
@@ -91,8 +91,8 @@ proptest! {
                 }
             }
         }
-        // Who hangs up with requests under way that have no answer may find them not carried out: the
-        // descriptors of all these tests are closed by one thread, which may not have run for a while.
+        // After a hang-up, requests without answers may not be carried out: one thread closes the
+        // descriptors of all these tests, and may not have run for a while.
         rest.extend(message(&Request::GetFeatures, false));
         answers.push((code::GET_FEATURES, offered));
         write(&mut rest);
@@ -138,7 +138,7 @@ fn a_descriptor_with_an_iotlb_message_ends_the_connection_after_those_before_it(
     assert!(!device.events.contains(&Event::Iotlb(invalidate(2))));
 }
 
-/// A front end that has settled on ACCESS_PLATFORM alone, and the other end of its connection.
+/// A front end that has negotiated ACCESS_PLATFORM alone, and the other end of its connection.
 fn alone() -> (Frontend, IotlbHandle, UnixStream) {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let mut front = Frontend::new(ours, LONG);
@@ -227,7 +227,7 @@ fn requests_behind_posts_are_answered_though_nobody_looks_after_the_posts() {
     front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
     let handle = front.iotlb_handle();
     handle.post(&(0..100).map(invalidate).collect::<Vec<_>>()).unwrap();
-    // The posts go before it, and their answers come before its own.
+    // The posts go before this request, and their answers before its own.
     let mut config = [0; 4];
     front.config(8, &mut config).unwrap();
     assert_eq!(config, [8, 9, 10, 11]);

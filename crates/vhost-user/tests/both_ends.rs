@@ -44,7 +44,7 @@ fn described(front: &mut Frontend) {
     front.set_vring_addr(0, &RINGS).unwrap();
 }
 
-/// Hangs up, and returns what the device was asked.
+/// Hangs up, and returns the calls that the device got.
 fn finish(front: Frontend, served: common::Served) -> Vec<Event> {
     drop(front);
     let (result, device) = served.join().unwrap();
@@ -263,7 +263,7 @@ fn regions_come_and_go_one_by_one() {
     assert_eq!(front.max_mem_slots().unwrap(), 509);
     front.add_mem_region(one.region(), one.fd()).unwrap();
     front.add_mem_region(two.region(), two.fd()).unwrap();
-    // The same again, as for another pair of queues, changes nothing; another file is another.
+    // The same again, as for another pair of queues, changes nothing; another file is a conflict.
     front.add_mem_region(two.region(), two.fd()).unwrap();
     front.add_mem_region(one.region(), other.fd()).unwrap_err();
     front.remove_mem_region(one.region()).unwrap();
@@ -306,7 +306,7 @@ fn no_more_is_mapped_than_may_be() {
     front.remove_mem_region(rams[0].region()).unwrap();
     assert_eq!(handle.mapped(), 2 * LEN);
     add(&mut front, 2).unwrap();
-    // That a log is refused no answer says.
+    // No answer reports that a log is refused.
     front.set_log_base(log.fd(), 0, LEN + 1).unwrap_err();
     let (ended, device) = served.join().unwrap();
     let Err(ServeError::Refused { request: code::SET_LOG_BASE, why }) = ended else {
@@ -474,7 +474,7 @@ fn another_thread_ends_a_server_that_waits() {
 
 #[test]
 fn the_request_that_negotiates_acknowledgements_is_acknowledged() {
-    // As User-Mode Linux asks: it waits for the answer before it says anything else.
+    // As User-Mode Linux does: it waits for the answer before it sends anything else.
     let (mut front, served) = serve(Device::default());
     front.set_read_timeout(Some(LONG)).unwrap();
     let ack = ProtocolFeatures::REPLY_ACK.bits();

@@ -91,7 +91,7 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
             sent += count;
             if count < wanted {
                 full += 1;
-                // As many as there are: the stream must go on where it was cut.
+                // Read all that there is: the stream must go on where it was cut.
                 while front.recv_all_within(Duration::ZERO, &mut asked).unwrap() {
                     if asked.len() as u64 + 1 >= sent {
                         break;
@@ -101,7 +101,7 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
         }
     }
     assert!(full > 0, "the socket took all at once");
-    // Whatever was begun is finished before one more goes.
+    // A cut message is finished before another one goes.
     while channel.try_send([(miss(sent << 12), None)]) == 0 {
         let _ = front.recv_all_within(Duration::ZERO, &mut asked).unwrap();
     }
@@ -121,7 +121,7 @@ fn no_more_answers_are_asked_for_than_can_be_kept() {
     let messages = |ack| (0..1000).map(move |page| (miss(page << 12), ack));
     assert_eq!(channel.try_send(messages(Some(1))), 256);
     assert_eq!(channel.try_send(messages(Some(1))), 0);
-    // Those that want none may still go.
+    // Messages that ask for no answer may still go.
     assert!(channel.try_send(messages(None).take(10)) > 0);
 }
 
@@ -166,7 +166,7 @@ fn nothing_is_sent_while_every_ring_is_stopped() {
     assert_eq!(stopped.try_send([(miss(0), None)]), 0);
     assert!(!stopped.config_changed());
 
-    // A device asks while its ring starts, and when it stops: the former goes out.
+    // A miss that the device sends while its ring stops goes out; a later one does not.
     let on_stop: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
         assert_eq!(channel.try_send([(miss(1 << 12), None)]), 1);
@@ -217,7 +217,7 @@ fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
         channel.answer(asked, index == 0).unwrap();
     }
     drop(channel);
-    // Its answers are read though nothing comes on the main socket.
+    // The back end reads the answers though nothing comes on the main socket.
     await_loss(&lost);
     drop(front);
     let (_, device) = served.join().unwrap();
@@ -240,7 +240,7 @@ fn await_loss(lost: &AtomicU64) {
     }
 }
 
-/// What the front end's bytes on the channel do to a back end that has asked one question.
+/// What the front end's bytes on the channel do to a back end that has sent one miss.
 fn channel_says(bytes: &[u8]) -> Result<(), ServeError> {
     let ask: fn(&mut Device) = |device| {
         device.channel.as_ref().unwrap().try_send([(miss(0), Some(1))]);
@@ -249,7 +249,7 @@ fn channel_says(bytes: &[u8]) -> Result<(), ServeError> {
         with_channel(Device { on_stop: Some(ask), ..Device::default() }, true);
     front.get_vring_base(0).unwrap();
     channel.write_all(bytes).unwrap();
-    // Nothing else is said: the back end must notice by itself.
+    // Nothing else is sent: the back end must notice by itself.
     let (sender, receiver) = mpsc::channel();
     thread::spawn(move || sender.send(served.join().unwrap().0));
     let result = receiver.recv_timeout(LONG).expect("the back end hangs");
@@ -322,7 +322,7 @@ fn a_channel_that_takes_no_more_is_lost_also_in_the_middle_of_a_message() {
         front.get_vring_base(0).unwrap();
         ours.shutdown(std::net::Shutdown::Read).unwrap();
         if cut {
-            // There is room again, and for nothing.
+            // There is room again, but nothing more comes.
             while !matches!((&ours).read(&mut [0; 4096]), Ok(0)) {}
         } else {
             ours.shutdown(std::net::Shutdown::Write).unwrap();
@@ -336,7 +336,7 @@ fn a_channel_that_takes_no_more_is_lost_also_in_the_middle_of_a_message() {
 #[test]
 fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
     // rules D7, D8, D9, D19
-    // The device asks when its ring is to stop, so that two threads are at work on one socket.
+    // The device sends a miss when its ring is to stop, so that two threads use one socket.
     let ask: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
         let questions = (0..200).map(|page| (miss(page << 12), (page % 2 == 0).then_some(page)));
@@ -400,7 +400,7 @@ fn many_messages_are_under_way_at_once_and_a_refusal_is_told() {
     result.unwrap();
     let count = device.events.iter().filter(|event| matches!(event, Event::Iotlb(_))).count();
     assert_eq!(count, 1000);
-    // Who still has a handle is told that the connection is over.
+    // A handle that still exists reports that the connection is over.
     assert!(handle.send(&[Iotlb::Invalidate { first: 0, last: 1 }]).is_err());
 }
 
@@ -440,7 +440,7 @@ fn a_back_end_that_says_nonsense_on_the_channel_is_found_out() {
     };
     assert!(says(&wire(1, 3)).unwrap().is_some());
     assert!(says(&[]).unwrap().is_none());
-    // A back end only asks.
+    // A back end only sends misses and access failures.
     for (kind, perm) in [(2, 3), (3, 0), (1, 0), (1, 4), (0, 1), (5, 1)] {
         assert!(matches!(says(&wire(kind, perm)), Err(WireError::Value { .. })), "{kind} {perm}");
     }
@@ -452,8 +452,8 @@ fn a_back_end_that_says_nonsense_on_the_channel_is_found_out() {
     assert!(matches!(says(header(1, 1, 1 << 20).as_bytes()), Err(WireError::Size { .. })));
 }
 
-/// A device may put off what it tells its workers: so it must be told when nothing more is there,
-/// whether all its questions were answered or none.
+/// A device may delay waking its workers, so the server must call it when nothing more is there,
+/// whether all its misses were answered or none.
 #[test]
 fn a_device_is_told_when_no_more_answers_come() {
     let ask: fn(&mut Device) = |device| {

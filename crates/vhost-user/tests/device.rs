@@ -54,7 +54,7 @@ fn writes_are_logged_while_the_feature_is_on_also_under_a_running_ring() {
     front.set_log_event(eventfd(0, EventfdFlags::empty()).unwrap().as_fd()).unwrap();
     front.set_features(on).unwrap();
     front.set_features(on).unwrap();
-    // A larger one while writes are logged.
+    // A larger log while writes are logged.
     let (second, fd) = SharedFile::create(8192).unwrap();
     front.set_log_base(fd.as_fd(), 4096, 4096).unwrap();
     front.set_features(off).unwrap();
@@ -143,7 +143,7 @@ fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_answers_are_want
 fn a_log_that_cannot_be_had_ends_the_connection() {
     let (mut front, served) = negotiated(Device::default());
     let (_, fd) = SharedFile::create(4096).unwrap();
-    // Front ends do not look at the answer.
+    // Front ends ignore the answer's value.
     assert!(front.set_log_base(fd.as_fd(), 0, 4097).is_err());
     let error = served.join().unwrap().0.unwrap_err();
     assert!(matches!(error, ServeError::Refused { request: code::SET_LOG_BASE, .. }), "{error}");
@@ -169,7 +169,7 @@ fn what_is_in_flight_survives_the_back_end() {
     [5, 9, 7].into_iter().for_each(|head| queue.take(head));
     queue.complete(9);
     queue.publish(|| 101);
-    // The process is gone; the next one is given the file.
+    // The process is gone; the next one gets the file.
     drop((queue, region));
     let (mut front, served) = negotiated(Device::default());
     front.set_inflight(&place, file.as_fd()).unwrap();

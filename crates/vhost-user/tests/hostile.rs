@@ -1,5 +1,5 @@
-//! Peers that send what they must not: either end answers with an error and a closed connection,
-//! and keeps nothing. Also what the exact bytes of the answers are.
+//! Invalid messages: either end reports an error, closes the connection and keeps no resources.
+//! Also the exact bytes of the answers.
 
 mod common;
 
@@ -41,7 +41,7 @@ fn answer_word(stream: &UnixStream, request: u32) -> u64 {
     u64::from_ne_bytes(answer(stream, request).try_into().unwrap())
 }
 
-/// A connection whose back end has settled on these features.
+/// A connection whose back end has negotiated these features.
 fn settled(features: u64, protocol: ProtocolFeatures) -> (UnixStream, common::Served) {
     let (stream, served) = common::serve(Device::default());
     send(&stream, &message(&Request::SetProtocolFeatures(protocol), false), &[]);
@@ -221,8 +221,8 @@ fn a_backend_channel_is_acknowledged_and_surplus_descriptors_are_not_kept() {
         send(&stream, &message(&request, true), &[ram.fd()]);
         assert_eq!(answer_word(&stream, request.code()), 0);
     }
-    // Ours: two channels, the memory; the back end's: its end, the channel that it was given, and the news of
-    // answers. Not the two descriptors of the region.
+    // Ours: two channels, the memory; the back end's: its end, the channel that it was given, and
+    // the eventfd that announces answers. Not the two descriptors of the region.
     assert_eq!(open_fds(), before + 7);
     finish(stream, served);
     drop((ours, theirs, ram));
@@ -317,7 +317,7 @@ fn a_front_end_that_takes_no_answers_is_cut_off() {
     server.set_patience(Duration::from_millis(20));
     let asking = thread::spawn(move || {
         let request = message(&Request::GetFeatures, false);
-        // Until the back end has had enough.
+        // Until the back end closes the connection.
         while (&stream).write_all(&request).is_ok() {}
     });
     let result = server.serve();
@@ -326,7 +326,7 @@ fn a_front_end_that_takes_no_answers_is_cut_off() {
     asking.join().unwrap();
 }
 
-/// What a front end says to an answer to GET_FEATURES; afterwards it must have hung up.
+/// A front end's outcome for an answer to GET_FEATURES; afterwards it must have hung up.
 fn front_end_on(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<u64, FrontendError> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut front = Frontend::new(common::end(ours), Duration::from_millis(50));

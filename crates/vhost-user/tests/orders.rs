@@ -1,5 +1,5 @@
-//! A ring is described by several messages, in any order: whatever they say, a device is asked to start
-//! only what can be a ring, and refusing anything else ends the connection with the reason.
+//! A ring is described by several messages, in any order: whatever they hold, the device is only
+//! asked to start a valid ring, and any refusal ends the connection with the reason.
 
 mod common;
 
@@ -9,10 +9,10 @@ use ringfence_vhost_user::{RingAddresses, ServeError, Server, WireError, msg::Re
 use std::{os::unix::net::UnixStream, sync::Arc};
 
 const PACKED: u64 = 1 << 34;
-/// The device's.
+/// The device's limit.
 const MOST: u32 = 1024;
 
-/// What a front end says of a ring, one message each.
+/// One message about a ring.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Say {
     Memory,
@@ -23,11 +23,11 @@ enum Say {
     Kick,
 }
 
-/// What the server knows, as far as the ring is concerned.
+/// The server's state, as far as the ring is concerned.
 #[derive(Default)]
 struct Model {
     memory: bool,
-    /// What was negotiated, if anything was.
+    /// Whether packed rings were negotiated, if anything was.
     features: Option<bool>,
     size: Option<u32>,
     base: u32,
@@ -36,7 +36,7 @@ struct Model {
 }
 
 impl Model {
-    /// Whether it may be said now.
+    /// Whether the message is valid now.
     fn hear(&mut self, say: Say) -> bool {
         let power = |size: u32| size.is_power_of_two();
         let is_packed = self.features == Some(true);
@@ -85,7 +85,7 @@ impl Model {
     }
 }
 
-/// Says all that to a device, and compares what came of it with the model.
+/// Sends all that to a server, and compares the outcome with the model.
 fn check(ram: &Arc<GuestRam>, said: &[Say]) {
     let (stream, theirs) = UnixStream::pair().unwrap();
     let device = Device { features: VERSION_1 | PACKED, ..Device::default() };
@@ -172,7 +172,7 @@ fn messages_of_a_ring_may_come_in_any_order_and_before_or_after_its_start() {
         let mut said =
             [packed, Say::Memory, Say::Num(num), Say::Base(base), Say::Addr(addr), Say::Kick];
         orders(&mut said, 0, &mut |said| check(&ram, said));
-        // Said again, and otherwise, behind a start.
+        // The same and different values again, after a start.
         let again =
             [Say::Packed(false), Say::Packed(true), Say::Num(16), Say::Base(1), Say::Addr(80)];
         for more in again {

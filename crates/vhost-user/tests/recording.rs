@@ -1,4 +1,4 @@
-//! What a real front end sends, message by message: all of it must be accepted.
+//! A recording of a real front end, message by message: all of it must be accepted.
 
 mod common;
 
@@ -26,7 +26,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const RECORDING: &str = include_str!("data/qemu-7.2-blk-intel-lazy.txt");
 
-/// As a front end sends: whether it wants an acknowledgement, and the answer, if one comes.
+/// Sends a request as a front end does; returns the answer, if one comes.
 fn say(
     mut stream: &UnixStream,
     request: &Request,
@@ -157,7 +157,7 @@ fn every_message_of_a_qemu_is_accepted() {
         let answer = say(&stream, &request, acks, fds.as_slice());
         match request {
             Request::GetVringBase { .. } => assert_eq!(answer.unwrap(), [0u32, 1].as_bytes()),
-            // Garbage where nothing is expected is no reason to refuse.
+            // Garbage in unused fields is no reason to refuse.
             _ if acks => assert_eq!(word(answer), 0, "{line}"),
             _ => {}
         }
@@ -173,7 +173,7 @@ fn every_message_of_a_qemu_is_accepted() {
     assert_eq!(count(|event| matches!(event, Event::Start { .. })), 2);
     assert_eq!(count(|event| *event == Event::Stop(0)), 2);
     let invalidate = |first, last| Event::Iotlb(Iotlb::Invalidate { first, last });
-    // The whole address space, but for the window of interrupts, in two pieces.
+    // The whole address space except the interrupt window, in two pieces.
     assert!(device.events.contains(&invalidate(0, 0xfedf_ffff)));
     assert!(device.events.contains(&invalidate(0xfef0_0000, u64::MAX)));
 }

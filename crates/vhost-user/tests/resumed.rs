@@ -1,4 +1,4 @@
-//! A connection that another server goes on with.
+//! A connection that another server takes over.
 
 mod common;
 
@@ -21,11 +21,11 @@ use std::{
     time::Instant,
 };
 
-/// What was kept last.
+/// The state that was kept last.
 #[derive(Default)]
 struct Last {
     kept: Option<(Vec<u8>, Vec<OwnedFd>)>,
-    /// Whether requests are under way.
+    /// Whether requests are in progress.
     unsettled: bool,
 }
 
@@ -57,13 +57,13 @@ impl Notes {
         SavedConnection::parse(bytes, fds).unwrap()
     }
 
-    /// Waits until all that was sent is carried out and answered.
+    /// Waits until all requests that were sent are carried out and answered.
     fn await_settled(&self) {
         until(|| !self.0.lock().unwrap().unsettled);
     }
 }
 
-/// A server of a connection, from its beginning or from what was kept of it.
+/// A server of a connection, from its beginning or from its kept state.
 fn served(
     stream: UnixStream,
     device: Device,
@@ -108,7 +108,7 @@ fn begun(stream: UnixStream) -> Frontend {
     front
 }
 
-/// What a device is told that goes on where ring 0 stood at `base`.
+/// The calls that a device gets when it resumes with ring 0 at `base`.
 fn told_again(base: Option<u32>) -> Vec<Event> {
     let start = Event::Start { ring: 0, size: 256, base, kick: true, enabled: true, desc: 0x1000 };
     let memories = [Event::Memory(1), Event::Memory(2)];
@@ -129,7 +129,7 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
     result.unwrap();
     assert_eq!(device.events.last(), Some(&Event::Stop(0)));
     assert!(!notes.0.lock().unwrap().unsettled);
-    // Where ring 0 was stopped is known.
+    // The position at which ring 0 was stopped is known.
     let stream = theirs.try_clone().unwrap();
     let (kept, handle, second) = served(stream, Device::default(), Some(notes.saved()));
     let mut config = [0; 4];
@@ -137,7 +137,7 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
     assert_eq!(config, [8, 9, 10, 11]);
     assert_eq!(front.get_vring_base(1).unwrap(), 8);
     kept.await_settled();
-    // That process dies: where ring 0 was is not known.
+    // That process dies: the position of ring 0 is unknown.
     let saved = kept.saved();
     handle.leave();
     let (result, device) = second.join().unwrap();
@@ -153,7 +153,8 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
     assert_eq!(device.events[..told], told_again(None));
 }
 
-/// A front end whose device has started ring 0 and asks on the channel, this end of which is returned with the other.
+/// A front end whose device has started ring 0 and sends misses on the channel; returns this end of
+/// the channel with both.
 fn with_channel(stream: UnixStream) -> (Frontend, FrontendChannel, UnixStream) {
     let mut front = Frontend::new(end(stream), LONG);
     front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
@@ -167,7 +168,7 @@ fn with_channel(stream: UnixStream) -> (Frontend, FrontendChannel, UnixStream) {
     (front, FrontendChannel::new(channel, LONG), back)
 }
 
-/// Waits until that is so.
+/// Waits until `so` holds.
 fn until(so: impl Fn() -> bool) {
     let begun = Instant::now();
     while !so() {
@@ -195,14 +196,14 @@ fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_ask
     while asked.len() < 2 {
         assert!(channel.recv_all(&mut asked).unwrap());
     }
-    // What the first has asked is answered when the second is there.
+    // The misses of the first are answered when the second is there.
     channel.answer(&asked[0], true).unwrap();
     channel.answer(&asked[1], false).unwrap();
     until(|| answered.load(Ordering::Relaxed) > 0);
     let taken_back = Iotlb::Invalidate { first: 0x2000, last: 0x2fff };
     front.iotlb(&taken_back).unwrap();
     kept.await_settled();
-    // It dies: nobody knows what is still to be answered, neither the next process nor those after it.
+    // It dies: how many answers are still to come stays unknown for all later processes.
     let mut saved = kept.saved();
     handle.leave();
     let (result, device) = second.join().unwrap();
@@ -286,7 +287,7 @@ fn what_cannot_go_on_says_so_and_ends() {
     let mut front = begun(ours);
     handle.leave();
     first.join().unwrap().0.unwrap();
-    // It offers less than was settled on; it has no rings.
+    // It offers less than was negotiated; it has no rings.
     let less = Device { features: 0, ..Device::default() };
     let none = Device { refuses_rings: true, ..Device::default() };
     for device in [less, none] {

@@ -96,7 +96,7 @@ fn any_piece() -> impl Strategy<Value = (Piece, Vec<u8>)> {
     (piece, prop_oneof![3 => Just(vec![255]), 1 => prop::collection::vec(0..3u8, 0..11)])
 }
 
-/// Whether it is the answer to an IOTLB message, whatever that says.
+/// Whether it is the answer to an IOTLB message, whatever its value.
 fn is_answer(bytes: &[u8]) -> bool {
     bytes.len() == 20 && bytes.starts_with(&[1, 0, 0, 0, 1 | 1 << 2, 0, 0, 0, 8, 0, 0, 0])
 }
@@ -140,10 +140,10 @@ proptest! {
                 };
                 send(&stream, &bytes, if bytes.is_empty() { &[] } else { &fds });
             }
-            // Hung up: answers are lost, what was sent is served.
+            // Hung up: answers are lost, requests that were sent are served.
             stream.shutdown(std::net::Shutdown::Write).unwrap();
             let _ = server.serve();
-            // Whatever started was stopped.
+            // Every ring that started was stopped.
             let events = &server.handler().events;
             for ring in 0..2 {
                 let starts = events.iter().filter(|e| matches!(e, Event::Start { ring: r, .. } if *r == ring));
@@ -160,7 +160,7 @@ proptest! {
         pieces in prop::collection::vec(
             prop_oneof![
                 4 => any::<u64>().prop_map(|word| bytes(Header::reply(1, 8), &word.to_ne_bytes())),
-                // Nearly one.
+                // An almost valid one.
                 1 => (0..12usize, 0..8u32).prop_map(|(at, bit)| {
                     let mut bytes = bytes(Header::reply(1, 8), &[0; 8]);
                     bytes[at] ^= 1 << bit;
@@ -202,12 +202,12 @@ proptest! {
         let sent = pieces.concat();
         let _ = channel.write_all(&sent);
         drop(channel);
-        // Served until all is read, or cut off: in time either way.
+        // Served until all is read, or cut off: within the time-out either way.
         while lost.load(Ordering::Relaxed) == 0 && front.queue_num().is_ok() {}
         drop(front);
         let events = served.join().unwrap();
         let answers = events.iter().filter(|event| matches!(event, Event::Answer(..))).count();
-        // Read until they are nonsense, or nothing was asked.
+        // Read until the answers are nonsense, or no message is unanswered.
         let good = sent.chunks(20).take_while(|piece| is_answer(piece)).count();
         prop_assert_eq!(answers as u64, questions.min(good as u64));
     }

@@ -27,7 +27,7 @@ impl Backing for OneEndpoint {
     }
 }
 
-/// The device polls its ring, so nobody needs to be woken.
+/// The device polls its ring, so no thread needs to be woken.
 struct NoBell;
 impl Transport for NoBell {
     fn kick(&self, _queue: u16) {}

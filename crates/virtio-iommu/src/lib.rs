@@ -16,23 +16,23 @@
 //! * [`kit`]: the conformance kit. The device's rules as checks that run on any virtio-iommu, this
 //!   one or another, behind a small trait.
 //!
-//! The way of a mapping from end to end: `map_pages` notes it in the domain's shadow and queues a
+//! The path of a mapping from end to end: `map_pages` notes it in the domain's shadow and queues a
 //! MAP; `iotlb_sync_map` kicks (if the device sleeps) and waits until everything queued before it
 //! is answered; on the other side [`device::RequestQueue::poll`] applies it to the domain and
 //! publishes the reply. An UNMAP's reply is published only once the invalidation is over, so that
 //! `iotlb_sync` returning means that no access succeeds any more.
 //!
 //! In a *lazy* domain (a proposal, oasis-tcs/virtio-spec#204, behind the feature bit
-//! [`LAZY_IOTLB_FLUSH`](wire::Features::LAZY_IOTLB_FLUSH) of our own choice, which neither end takes
-//! up unless told to) an UNMAP is answered at once, and a request of its own, IOTLB_FLUSH, waits for
-//! the invalidation of all that was unmapped before it.
+//! [`LAZY_IOTLB_FLUSH`](wire::Features::LAZY_IOTLB_FLUSH) of our own choice, which both ends use
+//! only if an option enables it) an UNMAP is answered at once, and a request of its own,
+//! IOTLB_FLUSH, waits for the invalidation of all that was unmapped before it.
 //!
 //! Rule numbers in comments and tests (`rule V22`, `rule L64`) are those of the project's table of
 //! rules; V rules stem from section 5.13 of the specification.
-// But for `unsafe impl Domain`, and for what names host memory as a target.
+// Exceptions: `unsafe impl Domain`, and code that names host memory as a target.
 #![deny(unsafe_code)]
 
-// The kit of the tests at the feet of modules is that of the tests beside them.
+// Unit tests inside the modules use the same kit as the integration tests.
 #[cfg(test)]
 extern crate self as ringfence_virtio_iommu;
 

@@ -120,7 +120,7 @@ fn what_only_the_device_refuses_is_told_by_the_sync() {
     let served = served(64);
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
-    // The device's domain has something there that the driver knows nothing of.
+    // The device's domain has a mapping there that the driver does not have.
     let binding = served.endpoints.bindings.lock()[&1].clone();
     let ringfence_virtio_iommu::device::Binding::Domain(behind) = binding else { panic!() };
     behind.map(Map::new(page(2), GuestPhys(0), Prot::READ)).unwrap();

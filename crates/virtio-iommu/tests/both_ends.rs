@@ -402,7 +402,7 @@ fn a_refused_unmap_is_told_to_its_thread_whatever_others_were_told_meanwhile() {
     let served = sleeping();
     let domain = served.driver.domain().unwrap();
     domain.attach(1).unwrap();
-    // Thread A unmaps more than a gather tells apart, so that it holds what lies between.
+    // Thread A unmaps more ranges than a gather holds, so that it also covers what lies between.
     let mut theirs = Gather::new();
     for n in 0..100 {
         map(&domain, page(4 * n), 0).unwrap();
@@ -422,7 +422,7 @@ fn a_refused_unmap_is_told_to_its_thread_whatever_others_were_told_meanwhile() {
         assert_eq!(domain.unmap(mine, &mut gather), Ok(4096));
         gather
     };
-    // Thread B's UNMAP is refused, and A comes by first.
+    // Thread B's UNMAP is refused, and A syncs first.
     let mut gather = refuse();
     assert_eq!(refused(domain.iotlb_sync(&mut theirs)), Some(Status::Range as u8));
     assert_eq!(refused(domain.iotlb_sync(&mut gather)), Some(Status::Range as u8));
@@ -547,7 +547,7 @@ fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
             timeout: Some(Duration::from_millis(60)),
             ..DriverConfig::default()
         };
-        // One that a busy machine does not run in time is given up, too.
+        // A device that a busy machine does not run in time is given up, too.
         let begin = |_| {
             let served = Served::start(Bench::new(), 16, options, false);
             let domain = served.driver.domain().ok()?;

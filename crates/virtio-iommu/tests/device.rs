@@ -253,7 +253,7 @@ fn an_endpoint_that_goes_takes_its_domain_with_it_and_one_that_comes_is_unattach
     bench.endpoints.bindings.lock().remove(&1);
     bench.device.endpoint_added(1).unwrap();
     assert_eq!(bench.reads(1, 0x1234), Some(0x1234));
-    // Told twice, it changes nothing.
+    // A second call for an attached endpoint changes nothing.
     assert_eq!(bench.attach(1, 1), Status::Ok);
     bench.device.endpoint_added(1).unwrap();
     assert_eq!(bench.reads(1, 0x1234), None);
@@ -517,7 +517,7 @@ fn regions_that_overlap_and_a_second_window_for_msis_are_never_told() {
         assert_eq!(reply[512], Status::DevErr as u8);
         assert_eq!(Properties::new(&reply[..512]).count(), 0);
     }
-    // What is told is refused to all members, and leads nowhere.
+    // Reported regions cannot be mapped for any member, and lead nowhere.
     assert_eq!(bench.attach(1, 8), Status::Ok);
     assert_eq!(bench.attach(1, 1), Status::Ok);
     assert_eq!(bench.map(1, page(RESERVED.0 >> 12), 0), Status::Inval);
@@ -551,7 +551,7 @@ fn limits_answer_with_no_memory_and_leave_everything_as_it_was() {
     let options = DeviceConfig { max_domains: 2, domain_range: (1, 9), ..DeviceConfig::default() };
     let bench = &mut Bench::with(options, limits);
     assert_eq!(bench.attach(0, 1), Status::Range);
-    // rule V9: an endpoint that is not there is what is told.
+    // rule V9: the status reports the missing endpoint.
     assert_eq!(bench.attach(0, 77), Status::NoEnt);
     assert_eq!(bench.attach(10, 1), Status::Range);
     assert_eq!(bench.attach(1, 1), Status::Ok);

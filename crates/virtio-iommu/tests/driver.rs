@@ -44,12 +44,12 @@ fn fresh() -> Link {
 /// reply, that is at the tail.
 type Answer = (u32, Vec<u8>);
 
-/// The answer of a device that does as it should.
+/// The reply of a conforming device.
 fn ok(room: u64) -> Answer {
     (room as u32, vec![0; 4])
 }
 
-/// Serves `link` with a device that answers what `answer` says, while `driver` runs.
+/// Serves `link` with a device that replies with `answer`, while `driver` runs.
 fn against(
     link: Link,
     answer: impl Fn(Request, u64) -> Answer + Sync,
@@ -210,7 +210,7 @@ fn an_endpoint_that_cannot_be_detached_after_a_failed_attach_still_counts() {
         (1..3).for_each(|n| map(&domain, page(n), 0).unwrap());
         let failed = Some(Status::DevErr as u8);
         assert_eq!(refused(domain.attach(1)), failed);
-        // The device has the first mapping still: an unmap has to tell it so.
+        // The device still has the first mapping: an unmap must be sent to it.
         let before = link.driver.stats().unmaps;
         domain.unmap(page(1), &mut Gather::new()).unwrap();
         assert_eq!(link.driver.stats().unmaps, before + 1);
@@ -291,7 +291,7 @@ fn a_granule_above_a_page_and_memory_too_small_are_refused() {
 #[test]
 fn bypass_is_the_only_field_that_is_ever_written_and_only_if_negotiated() {
     // rule V32
-    // The transport has no way to write anything else; without the feature it is not asked.
+    // The transport has no way to write anything else; without the feature it is not called.
     let link = fresh();
     let cannot = link.driver.set_bypass(true);
     assert_eq!(cannot, Err(Error::Unsupported("this transport cannot write the configuration")));
@@ -323,11 +323,11 @@ fn an_interrupt_doorbell_is_mapped_unless_the_device_names_a_window() {
             other => panic!("{other:?}"),
         };
         assert_eq!(held.prot.contains(Prot::MMIO), features.contains(Features::MMIO));
-        // Once, wherever in the granule; another granule gets a place of its own.
+        // Once for the whole granule; another granule gets a place of its own.
         assert_eq!(domain.map_doorbell(GuestPhys(0x2_0000_0ff0)), Ok(Iova(0x800_0ff0)));
         assert_eq!(domain.map_doorbell(GuestPhys(0x3_0000_0000)), Ok(Iova(0x800_1000)));
         assert_eq!(served.driver.stats().maps, 2);
-        // An endpoint whose device has the window elsewhere: there it is not translated.
+        // This endpoint has the MSI window elsewhere, and writes to it are not translated.
         domain.detach(1).unwrap();
         domain.attach(8).unwrap();
         assert_eq!(domain.map_doorbell(GuestPhys(0xfee0_1000)), Ok(Iova(0xfee0_1000)));
@@ -388,7 +388,7 @@ fn faults_reach_the_driver_but_for_those_to_be_ignored() {
     for n in 0..16 {
         faults.report(fault(n));
         events.poll(&ram).unwrap();
-        // A record that is to be ignored, on the wire like any other, is nobody's.
+        // A record that is to be ignored, otherwise like any other.
         if n == 5 {
             ram.write(0xc000 + 5 * 32 + 2, &[1]).unwrap();
         }
@@ -409,7 +409,7 @@ fn a_probe_that_was_not_answered_in_full_tells_nothing() {
             assert_eq!(room, u64::from(size) + 4);
             let mut reply = vec![0; room as usize];
             match endpoint {
-                // No tail: what looks like one lies where properties are.
+                // No tail: bytes that look like one lie among the properties.
                 1 => (4, vec![]),
                 2 => (0, reply),
                 _ => {
@@ -425,7 +425,7 @@ fn a_probe_that_was_not_answered_in_full_tells_nothing() {
         assert_eq!(probe(1), Some(0xff));
         assert_eq!(probe(2), Some(Status::IoErr as u8));
         assert_eq!(probe(3), Some(Status::NoEnt as u8));
-        // Rule V33: who cannot be probed is not attached.
+        // Rule V33: an endpoint that cannot be probed is not attached.
         let domain = link.driver.domain().unwrap();
         assert!(refused(domain.attach(3)).is_some());
         assert_eq!(link.driver.stats().others, 4, "four PROBEs and no ATTACH");
@@ -454,8 +454,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Whatever a device answers: the driver never believes in a mapping that was refused once it
-    /// has synced, reports errors where they belong, and neither hangs nor panics.
+    /// Whatever a device answers: after a sync the driver keeps no mapping that was refused, it
+    /// reports errors where they belong, and neither hangs nor panics.
     #[test]
     fn any_answers_leave_the_driver_consistent(
         answers in proptest::collection::vec((0u32..6, prop_oneof![Just(0u8), any::<u8>()]), 64),

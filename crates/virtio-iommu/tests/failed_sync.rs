@@ -1,4 +1,4 @@
-//! The device over domains whose invalidations fail.
+//! The device over domains with failing invalidations.
 
 use std::sync::Arc;
 
@@ -110,7 +110,7 @@ fn an_unmap_that_is_sent_again_waits_for_the_invalidation_that_failed() {
         rig.backing.domain.inject(kind, When::Nth(1), Stage::Before);
         rig.begin(unmap);
         if failing {
-            // It was begun, and what came of it nobody knows.
+            // It was begun, and its result is unknown.
             assert_eq!(rig.poll(), Ok(false));
             rig.reader.poll(|_| ());
         }
@@ -184,7 +184,7 @@ fn a_process_after_the_one_whose_invalidation_failed_answers_that_it_did() {
     let (_, recovered) = Journal::open(SharedFile::map(fd, 0, LEN as u64).unwrap()).unwrap();
     assert_eq!(recovered.requests(), 3);
     let Rig { backing, device, reader, .. } = Rig::new();
-    // Nobody has anything cached.
+    // No reader has anything cached.
     drop(reader);
     device.recover(&recovered).unwrap();
     let device = Arc::new(device);

@@ -1,10 +1,10 @@
 //! A driver in another process that changes bytes while the device reads them.
 //!
 //! The other process stores one of a few values into bytes of a request, or of its descriptors, as
-//! fast as it can. Whatever the device does must be what it would have done for *one* value of each
-//! byte: all of them are tried on a model beforehand, which gives the set of what may happen. A
-//! device that reads a field twice does something else sooner or later: it maps what was checked
-//! under another value.
+//! fast as it can. The device must do what it would have done for *one* value of each byte: all of
+//! them are tried on a model beforehand, which gives the set of allowed outcomes. A device that
+//! reads a field twice does something else sooner or later: it maps what was checked under another
+//! value.
 
 mod common;
 
@@ -37,18 +37,18 @@ const SIZE: u16 = 8;
 const LEN: usize = 2 * PAGE_SIZE;
 
 // Where things lie in the shared memory; buffers are 256 bytes apart, so that one byte of a
-// descriptor's address tells them apart.
+// descriptor's address distinguishes them.
 const REQUESTS: [usize; 2] = [0x800, 0x900];
 const REPLIES: [usize; 2] = [0xa00, 0xb00];
 const TABLE: usize = 0xc00;
 /// How often the other process has stored something, and a byte that ends it.
 const FLIPS: usize = PAGE_SIZE;
 const STOP: usize = PAGE_SIZE + 8;
-/// Counts requests: while this grows somebody is there.
+/// Counts requests: while this grows the first process is alive.
 const BEAT: usize = PAGE_SIZE + 16;
 
-/// Which site changes at the moment; where there is none of this number, all of them. One alone
-/// changes faster: the more often between two reads of it.
+/// Which site changes at the moment; all of them if no site has this number. One alone changes
+/// faster, hence more often between two reads of it.
 const TURN: usize = PAGE_SIZE + 24;
 /// How many requests a turn lasts.
 const TURN_LEN: u64 = 256;
@@ -56,8 +56,8 @@ const TURN_LEN: u64 = 256;
 /// The bytes of a reply's buffer that are looked at.
 const SEEN: usize = 12;
 
-/// A byte, and the values that the other process stores there; one that is there twice is stored
-/// twice as often.
+/// A byte, and the values that the other process stores there; a value that is listed twice is
+/// stored twice as often.
 type Site = (usize, &'static [u8]);
 
 /// What memory holds at first, and which bytes of it change.
@@ -124,7 +124,7 @@ impl Scene {
         scene
     }
 
-    /// The descriptors change: which request, its length, what follows, where the answer goes.
+    /// The descriptors change: which request, its length, what follows, where the reply goes.
     fn descriptors(indirect: bool) -> Scene {
         let mut scene = Scene::new();
         let table = if indirect { TABLE } else { 0 };
@@ -162,7 +162,7 @@ impl Scene {
     }
 }
 
-/// What there is to see of a request afterwards.
+/// The observable outcome of a request.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Outcome {
     /// The name and the used length of what was given back; `None`: the ring is broken.
@@ -270,8 +270,8 @@ fn all_outcomes(scene: &Scene, model: &Model) -> BTreeSet<Outcome> {
 /// The name of the scene, in the environment of the process that changes bytes.
 const CHILD: &str = "RINGFENCE_TEST_FLIPS";
 
-/// What the other process does, with the memory as its standard input, until it is told to stop or
-/// nobody is there any more.
+/// What the other process does, with the memory as its standard input, until it is stopped or the
+/// first process is gone.
 fn flip(scene: &Scene) {
     let fd = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor");
     let shared = SharedFile::map(fd, 0, LEN as u64).expect("shared memory");
@@ -389,7 +389,7 @@ fn device_mappings(twin: &Twin) -> [Option<Vec<Mapping>>; 2] {
     [8, 1].map(|endpoint| twin.domain_of(endpoint).map(|domain| all_mappings(&domain)))
 }
 
-/// So many requests were changed while they were served.
+/// How many requests must have been changed while they were served.
 const CHANGED: u64 = 200;
 
 fn serve(test: &str, scene: Scene) {
@@ -399,7 +399,7 @@ fn serve(test: &str, scene: Scene) {
     let mut twin = twin();
     let base = device_mappings(&twin);
     let allowed = all_outcomes(&scene, &twin.model);
-    // Several mappings, in several states of the answer, and several ways to be refused.
+    // Several mappings, in several states of the reply, and several refusals.
     assert!(allowed.len() >= 8, "{allowed:x?}");
     let ram = GuestRam::new(LEN, GPA).expect("shared memory");
     let all = ram.window(0, LEN).expect("all of it");

@@ -1,5 +1,4 @@
-//! Requests in a ring, cut into whatever pieces a driver likes, in memory that changes as soon as
-//! it was read.
+//! Requests in a ring, cut into arbitrary pieces, in memory that changes as soon as it was read.
 
 mod common;
 

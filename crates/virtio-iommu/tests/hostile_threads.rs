@@ -148,7 +148,7 @@ impl World {
         assert!(!self.returned[id].load(SeqCst), "{id} is reached after its UNMAP was answered");
     }
 
-    /// A device's thread: it keeps what it found until it is told, and believes it until then.
+    /// A device's thread: it uses what it looked up until that is invalidated.
     fn accesses(&self, number: usize) -> [u64; 2] {
         let mut reader = self.endpoints.shootdown.reader().expect("a free reader");
         let domains = [OWN[0], OWN[1], SHARED].map(|(_, endpoint)| self.domain_of(endpoint));
@@ -187,12 +187,12 @@ impl World {
                 }
             }
             self.turns[number].fetch_add(1, SeqCst);
-            // A quiet point. One that lasts: nobody waits for a thread that does not run.
+            // A quiet point that lasts: no invalidation waits for a thread that does not run.
             reader.offline();
             thread::yield_now();
             reader.online(|gone| {
                 caches.iter_mut().for_each(|cache| cache.0.retain(|(n, _)| !gone.hits(page(*n))));
-                // Nothing is mapped there: everything is meant, and so are bindings.
+                // Nothing is mapped there: this invalidates everything, bindings included.
                 if gone.hits(range(u64::MAX, u64::MAX)) {
                     guest = None;
                     caches[3].0.clear();
@@ -240,7 +240,7 @@ fn nothing_is_reached_after_its_unmap_or_its_detach_was_answered() {
         let devices = [0, 1].map(|number| scope.spawn(move || world.accesses(number)));
         let churn = scope.spawn(|| {
             let rounds = panic::catch_unwind(AssertUnwindSafe(|| world.churn()));
-            // Nobody is to wait for it in vain.
+            // No thread may wait for it in vain.
             rounds.inspect_err(|_| world.over.store(true, SeqCst))
         });
         let queues = [0, 1].map(|number| scope.spawn(move || world.queue(number)));

@@ -36,7 +36,7 @@ fn attach_lazily(bench: &mut Bench, domain: u32, endpoint: u32) -> Status {
     bench.send(Request::Attach { domain, endpoint, flags: AttachFlags::LAZY })
 }
 
-/// What translates for an endpoint: keeps what it looked up until it hears that it is gone.
+/// Translates for an endpoint: keeps what it looked up until that is invalidated.
 struct Cache {
     reader: Reader,
     held: BTreeMap<u64, u64>,
@@ -67,7 +67,7 @@ impl Cache {
 
 #[test]
 fn without_the_feature_there_is_neither_a_lazy_domain_nor_a_flush() {
-    // rule V8: a type that is not known is returned unwritten; rule V9: an unknown flag is refused
+    // rule V8: an unknown type is returned unwritten; rule V9: an unknown flag is refused
     let mut bench = Bench::new();
     assert!(!bench.device.features().intersects(Features::PROPOSED), "off by default");
     for negotiated in [false, true] {
@@ -111,7 +111,7 @@ fn a_domain_is_lazy_or_not_for_all_its_endpoints() {
     assert_eq!(statuses, [Status::Ok, Status::Inval, Status::Inval, Status::NoEnt]);
     let reserved = bench.changed(Request::IotlbFlush { domain: 1 }, |bytes| bytes[8] = 1);
     assert_eq!(reserved, Status::Inval);
-    // The number is free again with the last member, and says nothing of what it was.
+    // The number is free again after the last member, and keeps nothing of the old domain.
     assert_eq!(bench.detach(1, 1), Status::Ok);
     assert_eq!(bench.attach(1, 1), Status::Ok);
     assert_eq!(bench.attach_bypass(1, 2), Status::Inval);
@@ -127,7 +127,8 @@ fn however_much_was_unmapped_a_flush_covers_it_all() {
         assert_eq!(bench.map(1, page(n), n << 12), Status::Ok);
         assert_eq!(cache.look(&bench.endpoints, 1, n), Some(n));
     }
-    // `send` waits for what an answer has to wait for, which is nothing, as the reader is not quiet.
+    // `send` waits for what a reply must wait for: nothing here, as the reader passes no quiet
+    // point.
     for n in (0..500).map(scattered) {
         assert_eq!(bench.unmap(1, page(n)), Status::Ok);
     }
@@ -251,9 +252,9 @@ fn step() -> impl Strategy<Value = Step> {
 /// A request queue, as far as the device is concerned.
 struct Queue {
     session: Session<Arc<Endpoints>>,
-    /// Whether its last request is not answered yet.
+    /// Whether its last request still waits for a reply.
     waits: bool,
-    /// What is unreachable once it is.
+    /// What is unreachable once the reply is there.
     releases: Vec<u64>,
 }
 
@@ -262,13 +263,14 @@ struct Stale {
     id: u64,
     endpoint: u32,
     /// The domain that it was unmapped of, if that is why: a flush there is to release it. Else the
-    /// endpoint has left the domain, or the domain is gone, and the answer to that releases it.
+    /// endpoint has left the domain, or the domain is gone, and the reply to that request releases
+    /// it.
     domain: Option<u32>,
     page: u64,
     target: u64,
 }
 
-/// The device with two queues and three endpoints, and what is to be expected of it.
+/// The device with two queues and three endpoints, and what is expected of it.
 struct World {
     bench: Bench,
     queues: [Queue; 2],

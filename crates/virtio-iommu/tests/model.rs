@@ -35,8 +35,7 @@ proptest! {
     }
 }
 
-/// The programs are worth running: every answer that there is occurs, and what is compared is
-/// more than nothing.
+/// The programs are worth running: every status occurs, and there are mappings to compare.
 #[test]
 fn programs_meet_every_answer() {
     let mut met = Met::default();

@@ -1,9 +1,9 @@
-//! What real guests asked of their IOMMU, asked of the device, through a ring; compared with the
+//! The requests of real guests to their IOMMU, sent to the device through a ring; compared with the
 //! model after every request.
 //!
-//! QEMU's log of its own virtio-iommu also tells which mappings each UNMAP removed: the model is
-//! held to that. Linux's tracepoints tell what its drivers mapped and unmapped behind another
-//! IOMMU: its requests are those that the same guest would have sent.
+//! QEMU's log of its own virtio-iommu also lists which mappings each UNMAP removed: the model must
+//! agree. Linux's tracepoints list what its drivers mapped and unmapped behind another IOMMU: the
+//! requests are those that the same guest would have sent.
 
 mod common;
 
@@ -26,12 +26,12 @@ use ringfence_virtq::{
 const SIZE: u16 = 64;
 const BASE: u64 = 0x8000;
 const DATA: u64 = BASE + 0x4000;
-/// A request and its reply have so many bytes of memory.
+/// The bytes of memory for a request and its reply.
 const SLOT: u64 = 64;
-/// Everything is compared after so many requests.
+/// After how many requests everything is compared.
 const ALL: usize = 1000;
 
-/// What a line of a recording says.
+/// A line of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Event {
     Reset,
@@ -146,9 +146,9 @@ struct Replay {
     driver: driver::Queue,
     queue: RequestQueue<Arc<Endpoints>>,
     outcome: Outcome,
-    /// Whether the recording tells of what was removed, and is replayed request by request.
+    /// Whether the recording lists what was removed, and is replayed request by request.
     tells: bool,
-    /// What the model removed for the newest UNMAP and the recorded device has not told of.
+    /// What the model removed for the newest UNMAP and the recording has not listed yet.
     removed: BTreeMap<u64, u64>,
 }
 
@@ -229,7 +229,7 @@ impl Replay {
         self.twin.compare_access(last);
     }
 
-    /// Replays a recording in batches of at most so many requests.
+    /// Replays a recording in batches of at most `batch` requests.
     fn run(&mut self, events: &[Event], batch: usize) {
         let mut waiting: Vec<Event> = vec![];
         let mut compared = 0;

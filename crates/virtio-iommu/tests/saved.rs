@@ -131,7 +131,7 @@ fn another_version_and_bytes_that_are_lost_or_changed_are_found_out() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
-    /// Forged, so that the checksum says nothing: what is taken over is legal, whatever it is.
+    /// Forged, with a valid checksum: whatever is taken over is legal.
     #[test]
     fn forged_bytes_do_no_harm(changes in proptest::collection::vec((0usize..400, any::<u8>()), 0..6)) {
         let mut bench = Bench::new();
@@ -147,7 +147,7 @@ proptest! {
         }
         let moved = Bench::with(DeviceConfig::default(), Limits { mappings: 100, table_bytes: 1 << 16 });
         if moved.device.restore(&signed(bytes)).is_ok() {
-            // Whatever it says, it says it again.
+            // Saved again, the state is the same.
             let again = moved.device.save().unwrap();
             let third = Bench::new();
             prop_assert_eq!(third.device.restore(&again), Ok(()));

@@ -1,5 +1,5 @@
-//! Requests a second through one queue between two threads, neither of them ever asleep:
-//! `cargo run --release -p ringfence-virtq --example pingpong [SECONDS]`
+//! Requests per second through one queue between two threads that never sleep: `cargo run --release
+//! -p ringfence-virtq --example pingpong [SECONDS]`
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -11,7 +11,7 @@ use ringfence_virtq::{Chain, Desc, device, driver, layout, testing};
 
 const SIZE: u16 = 256;
 
-/// Adds requests of two buffers while it may; returns how many came back.
+/// Adds requests of two buffers for `time`; returns how many came back.
 fn drive(queue: &mut driver::Queue, data: u64, time: Duration) -> u64 {
     let request = [Desc::readable(data, 16), Desc::writable(data + 16, 1)];
     let (start, mut sent, mut done) = (Instant::now(), 0, 0);
@@ -31,7 +31,7 @@ fn drive(queue: &mut driver::Queue, data: u64, time: Duration) -> u64 {
     }
 }
 
-/// Gives every request back until told to stop.
+/// Gives every request back until `stop` is set.
 fn serve(queue: &mut device::Queue, ram: &testing::Ram, stop: &AtomicBool) {
     let mut chain = Chain::new();
     while !stop.load(Ordering::Relaxed) {

@@ -9,7 +9,7 @@ use zerocopy::{
 pub const DEVICE_ID: u32 = 2;
 /// The unit of `sector` and `capacity`, whatever the block size.
 pub const SECTOR: u64 = 512;
-/// How many bytes the answer to [`Kind::GetId`] has.
+/// The length of the data of [`Kind::GetId`].
 pub const ID_BYTES: usize = 20;
 
 /// Feature bits.
@@ -34,7 +34,7 @@ pub mod feature {
     pub const WRITE_ZEROES: u64 = 1 << 14;
 }
 
-/// What stands before the data of every request.
+/// The header of every request.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Header {
@@ -42,14 +42,14 @@ pub struct Header {
     pub kind: U32,
     /// Ignored by the device.
     pub reserved: U32,
-    /// Where, in sectors.
+    /// The first sector.
     pub sector: U64,
 }
 
 /// The size of a [`Header`].
 pub const HEADER_BYTES: usize = size_of::<Header>();
 
-/// What a discard, or a request to write zeroes, says of a range.
+/// A range of a discard, or of a request to write zeroes.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Extent {
@@ -63,10 +63,10 @@ pub struct Extent {
 
 /// The size of an [`Extent`].
 pub const EXTENT_BYTES: usize = size_of::<Extent>();
-/// Zeroes may be written by giving the space back.
+/// Zeroes may be written by deallocating the range.
 pub const EXTENT_UNMAP: u32 = 1;
 
-/// What a request wants.
+/// The type of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Read.
@@ -77,7 +77,7 @@ pub enum Kind {
     Flush,
     /// The name of the disk, [`ID_BYTES`] long.
     GetId,
-    /// What a range holds does not matter any more.
+    /// The content of a range no longer matters.
     Discard,
     /// Make a range read as zeroes.
     WriteZeroes,
@@ -96,7 +96,7 @@ impl Kind {
         }
     }
 
-    /// What a number means; `None` for what this device does not know.
+    /// The kind of a number; `None` if this device does not support it.
     pub const fn from_code(code: u32) -> Option<Kind> {
         match code {
             0 => Some(Kind::In),
@@ -110,14 +110,14 @@ impl Kind {
     }
 }
 
-/// What the device answers, in the last byte of the request.
+/// A request's status, in its last byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
     /// Done.
     Ok,
     /// It failed.
     IoErr,
-    /// The request is not one this device knows.
+    /// The device does not support the request.
     Unsupported,
 }
 
@@ -142,7 +142,7 @@ pub struct BlkConfig {
     pub size_max: U32,
     /// Most segments of data in a request.
     pub seg_max: U32,
-    /// Cylinders, heads, sectors: history.
+    /// Cylinders, heads, sectors: obsolete.
     pub geometry: [u8; 4],
     /// Bytes of a block.
     pub blk_size: U32,
@@ -158,13 +158,13 @@ pub struct BlkConfig {
     pub max_discard_sectors: U32,
     /// The most ranges of a discard.
     pub max_discard_seg: U32,
-    /// What discards are best aligned to, in sectors.
+    /// The preferred alignment of discards, in sectors.
     pub discard_sector_alignment: U32,
     /// The most sectors of a request to write zeroes.
     pub max_write_zeroes_sectors: U32,
     /// The most ranges of one.
     pub max_write_zeroes_seg: U32,
-    /// Whether one may give space back.
+    /// Whether such a request may deallocate.
     pub write_zeroes_may_unmap: u8,
     /// Nothing.
     pub unused1: [u8; 3],

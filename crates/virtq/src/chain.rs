@@ -29,17 +29,17 @@ impl Desc {
     /// Whether the buffer passes the end of the address space. It may end with its last byte.
     #[inline]
     pub(crate) fn wraps(&self) -> bool {
-        // Of an empty one, whether its address does, which it cannot.
+        // For an empty buffer: whether its address does, which it cannot.
         self.addr.checked_add(u64::from(self.len.saturating_sub(1))).is_none()
     }
 }
 
 /// A chain as the device's end took it from the ring: our own copy, checked, the indirect table
-/// flattened. Made once and filled again by every [`pop`](crate::device::Queue::pop), so that no
+/// flattened. Made once and refilled by every [`pop`](crate::device::Queue::pop), so that no
 /// request allocates.
 ///
-/// The addresses in it are *not* checked: whoever uses one goes through
-/// [`Translate`] and learns there if it leads nowhere.
+/// The addresses in it are *not* checked: every use goes through [`Translate`], which returns an
+/// error if an address leads nowhere.
 #[derive(Clone, Debug, Default)]
 pub struct Chain {
     pub(crate) head: u16,
@@ -59,8 +59,8 @@ impl Chain {
         Chain::default()
     }
 
-    /// The index of its first descriptor, or in a packed ring its buffer id: its name when it is
-    /// given back.
+    /// The index of its first descriptor, or in a packed ring its buffer id: identifies it when it
+    /// is given back.
     pub fn head(&self) -> u16 {
         self.head
     }
@@ -71,7 +71,7 @@ impl Chain {
     }
 
     /// Address and length in bytes of the indirect table, if it has one. In a packed ring all its
-    /// buffers lie in that; so a record of what is in flight can name the chain by it
+    /// buffers lie in that table; so an in-flight record can refer to the chain by it
     /// ([`Stored`](crate::device::Stored)).
     pub fn table(&self) -> Option<(u64, u32)> {
         self.table
@@ -142,7 +142,7 @@ impl Chain {
         Ok(done)
     }
 
-    /// Makes it empty; the memory stays.
+    /// Makes it empty; keeps its allocation.
     #[inline]
     pub(crate) fn clear(&mut self) {
         self.descs.clear();
@@ -150,7 +150,7 @@ impl Chain {
         (self.readable, self.readable_len, self.writable_len) = (0, 0, 0);
     }
 
-    /// Appends descriptor `at` of some table, our copy of it, if it may stand here.
+    /// Appends descriptor `at` of some table, our copy of it, if it is allowed here.
     #[inline]
     pub(crate) fn push(&mut self, at: u16, desc: Desc) -> Result<(), ChainFault> {
         let Desc { addr, len, .. } = desc;
@@ -174,8 +174,7 @@ impl Chain {
         Ok(())
     }
 
-    /// As [`push`](Self::push) to an empty chain of a buffer that is read, and then of one that is
-    /// written.
+    /// As [`push`](Self::push) to an empty chain, of a readable buffer and then of a writable one.
     #[inline]
     pub(crate) fn push_pair(
         &mut self,
@@ -199,7 +198,7 @@ impl Chain {
 }
 
 /// The buffers that hold `len` bytes of `descs` from byte `offset` on, the first and last cut to
-/// fit; fewer if `descs` ends before. So a device leaves out the header or the status byte.
+/// fit; fewer if `descs` ends before. With it a device skips the header or the status byte.
 ///
 /// Yields no empty buffers. The descriptors are to be those of a [`Chain`], none of which passes
 /// the end of the address space.
@@ -210,8 +209,8 @@ pub fn cut(descs: &[Desc], offset: u64, len: u64) -> impl Iterator<Item = Desc> 
         skip -= u64::from(from);
         let take = left.min((desc.len - from).into()) as u32;
         left -= u64::from(take);
-        // A part that is not empty begins inside of the buffer: the sum saturates only for one
-        // that is no chain's, and its use fails then.
+        // A part that is not empty begins inside the buffer: the sum saturates only for a buffer of
+        // no chain, and its use fails then.
         let addr = desc.addr.saturating_add(from.into());
         (take > 0).then_some(Desc { addr, len: take, ..*desc })
     })

@@ -19,7 +19,7 @@ pub use self::{
 };
 use crate::{Area, Chain, Desc, RingError, layout};
 
-/// Where the areas lie, as the device sees them, and what was negotiated.
+/// The addresses of the areas, as the device sees them, and what was negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingConfig {
     /// How many descriptors: at most 32768; a power of two if the ring is split.
@@ -36,13 +36,13 @@ pub struct RingConfig {
     pub indirect: bool,
     /// Whether `RING_PACKED` was negotiated.
     pub packed: bool,
-    /// Where to start from, as vhost-user's `SET_VRING_BASE` has it: what
-    /// [`next_avail`](Queue::next_avail) said when the queue was stopped, or [`start`](Self::start)
-    /// of a new one. Of a split queue, the available index. Of a packed one, the place of the next
-    /// available descriptor in the low 16 bits, of the next used one in the high 16, each with its
-    /// wrap counter in bit 15; if the high half is 0 and the low one has its wrap counter set, both
-    /// places are the same. 0 for a packed queue in which nothing was ever given back is its start
-    /// too: some front ends begin all queues so.
+    /// Where to start from, as in vhost-user's `SET_VRING_BASE`: what
+    /// [`next_avail`](Queue::next_avail) returned when the queue was stopped, or
+    /// [`start`](Self::start) for a new one. For a split queue, the available index. For a packed
+    /// one, the place of the next available descriptor in the low 16 bits, of the next used one in
+    /// the high 16, each with its wrap counter in bit 15; if the high half is 0 and the low one has
+    /// its wrap counter set, both places are the same. 0 for a packed queue in which nothing was
+    /// ever given back is its start too: some front ends start all queues with 0.
     pub base: u32,
 }
 
@@ -52,7 +52,7 @@ impl RingConfig {
         if packed { 0x8000_8000 } else { 0 }
     }
 
-    /// Where the three areas lie, how many bytes each has, and what the device does there.
+    /// The address of each of the three areas, its size in bytes, and the device's access to it.
     pub fn areas(&self) -> [(u64, usize, Access); 3] {
         let RingConfig { size, desc, avail, used, event_idx, packed, .. } = *self;
         let descs = layout::desc_bytes(size);
@@ -66,7 +66,7 @@ impl RingConfig {
         }
         // Without EVENT_IDX the events need not exist.
         let events = if event_idx { 0 } else { 2 };
-        // What each area is for is all that is asked: a used ring need only be writable.
+        // Require only the access that each area is for: a used ring need only be writable.
         [
             (desc, descs, Access::Read),
             (avail, layout::avail_bytes(size) - events, Access::Read),
@@ -75,10 +75,10 @@ impl RingConfig {
     }
 }
 
-/// The most descriptors that one [`peek`](Ring::peek) looks at in the rings, and in indirect tables.
+/// The most descriptors that one [`peek`](Ring::peek) reads in the rings, and in indirect tables.
 pub const PEEK_DESCS: usize = 512;
 
-/// What [`peek`](Ring::peek) sees. It is unchecked and may be gone by the time that the chain is
+/// What [`peek`](Ring::peek) shows. It is unchecked and may be gone by the time that the chain is
 /// taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Glimpse {
@@ -93,8 +93,8 @@ pub enum Glimpse {
     },
 }
 
-/// A chain of a packed ring as a record of what was in flight has it: its place in the ring may be
-/// written over.
+/// A chain of a packed ring as stored in an in-flight record: its place in the ring may be
+/// overwritten.
 #[derive(Clone, Copy, Debug)]
 pub enum Stored<'a> {
     /// Its buffers, one for each descriptor.
@@ -121,20 +121,20 @@ fn window(
     })
 }
 
-/// What the ends of both formats can do, for a data path that is compiled for each
-/// ([`Queue`] has the same and asks each time which it is).
+/// What the ends of both formats can do, for a data path that is compiled for each ([`Queue`] has
+/// the same methods and dispatches on each call).
 pub trait Ring {
-    /// What the queue was made from, with the addresses of now.
+    /// The configuration that the queue was made from, with the current addresses.
     fn config(&self) -> &RingConfig;
 
-    /// Whether the areas were found and the translations of all three still stand. To be asked
-    /// before each round of work (rules D21, D22). While it is false the areas are to be left alone
-    /// (they may not be the driver's any more, though accesses stay sound) until
+    /// Whether the areas were found and the translations of all three are still valid. To be
+    /// checked before each round of work (rules D21, D22). While it is false the areas must be left
+    /// alone (they may not be the driver's any more, though accesses stay sound) until
     /// [`revalidate`](Self::revalidate) has found them again.
     fn is_valid(&self) -> bool;
 
     /// Translates the areas' addresses: for the first time if the queue was
-    /// [postponed](Queue::postponed), or again, after an invalidation. Indices go on.
+    /// [postponed](Queue::postponed), or again after an invalidation. Indices continue.
     ///
     /// # Errors
     /// [`RingError::Unreachable`] or [`RingError::Misaligned`]: this does not break the queue, a
@@ -142,9 +142,9 @@ pub trait Ring {
     /// that broke the queue, if one did.
     fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError>;
 
-    /// The areas lie elsewhere from now on (`SET_VRING_ADDR` on a ring that runs): the queue is not
-    /// valid until [`revalidate`](Self::revalidate) has found them. Indices and chains in flight go
-    /// on, so that the driver must have moved the contents.
+    /// Moves the areas (`SET_VRING_ADDR` on a running ring): the queue is not valid until
+    /// [`revalidate`](Self::revalidate) has found them. Indices and chains in flight stay the same,
+    /// so that the driver must have moved the contents.
     fn relocate(&mut self, desc: u64, avail: u64, used: u64);
 
     /// What broke the queue, if something did.
@@ -152,7 +152,7 @@ pub trait Ring {
 
     /// Takes the next available chain into `chain`; false if there is none. The head stays this
     /// device's until [`push_used`](Self::push_used), and no other chain with it is taken
-    /// meanwhile: a device may keep what belongs to a request under its head.
+    /// meanwhile: a device may store a request's state under its head.
     ///
     /// # Errors
     /// [`RingError`]: the driver broke the rules; every later call returns the same (but see
@@ -188,18 +188,18 @@ pub trait Ring {
         burst: &mut Burst,
     ) -> Result<usize, RingError>;
 
-    /// Shows `each` what lies in up to `ahead` available chains that are not taken yet, and in
-    /// their indirect tables as far as these can be read, without taking them: to ask for all
-    /// translations that they will need at once. Nothing is checked, errors are passed over, and no
-    /// more than [`PEEK_DESCS`] descriptors are looked at.
+    /// Shows `each` the buffers of up to `ahead` available chains that are not taken yet, and of
+    /// their indirect tables as far as these can be read, without taking them: to request all
+    /// translations that they will need at once. Nothing is checked, errors are ignored, and no
+    /// more than [`PEEK_DESCS`] descriptors are read.
     ///
-    /// Tables are read through `mem` after `each` was shown them: a read that meets a gap may be
-    /// noted there.
+    /// Tables are read through `mem` after `each` was shown them: `mem` may note a miss in such a
+    /// read.
     fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse)) {
         self.peek_from(mem, 0, ahead, each);
     }
 
-    /// As [`peek`](Self::peek), but for the first `skip` of these chains. Returns how many were
+    /// As [`peek`](Self::peek), except for the first `skip` of these chains. Returns how many were
     /// seen, these included: what to skip when more have come, as long as none is taken.
     fn peek_from(
         &mut self,
@@ -210,8 +210,8 @@ pub trait Ring {
     ) -> u16;
 
     /// Puts the chain `head` back, untouched, as if it had not been taken: the next
-    /// [`pop`](Self::pop) takes it again. Only for the one that was taken last, so that several go
-    /// back in reverse order; false if `head` is another, and nothing has changed then.
+    /// [`pop`](Self::pop) takes it again. Only for the chain that was taken last, so that several
+    /// are put back in reverse order; for any other `head` returns false and changes nothing.
     fn untake(&mut self, head: u16) -> bool;
 
     /// Gives the chain `head` back, `len` bytes of it written. The driver sees it after
@@ -219,7 +219,7 @@ pub trait Ring {
     /// taken before.
     ///
     /// # Panics
-    /// If `head` is not in flight: the device's own mistake.
+    /// `head` is not in flight: the device's own mistake.
     fn push_used(&mut self, head: u16, len: u32);
 
     /// Gives chains back, in this order: each its head, and the bytes written.
@@ -232,30 +232,31 @@ pub trait Ring {
     #[must_use]
     fn publish_used(&mut self) -> bool;
 
-    /// Asks the driver for no kicks. A hint: one may still come.
+    /// Disables kicks. A hint: one may still come.
     fn suppress_kicks(&mut self);
 
-    /// Asks the driver for a kick with the next available chain. True if one is there already, for
-    /// which none may come: look again before going to sleep. To be called before each sleep, also
-    /// when the last call was not followed by [`suppress_kicks`](Self::suppress_kicks).
+    /// Enables a kick with the next available chain. True if one is there already, for which none
+    /// may come: look again before going to sleep. To be called before each sleep, also when the
+    /// last call was not followed by [`suppress_kicks`](Self::suppress_kicks).
     #[must_use]
     fn enable_kicks(&mut self) -> bool;
 
-    /// Where the queue stands: what `GET_VRING_BASE` answers when it stops (see [`RingConfig::base`]).
+    /// The queue's position, for `GET_VRING_BASE` when it stops (see [`RingConfig::base`]).
     fn next_avail(&self) -> u32;
 
     /// How many chains are taken and not yet given back.
     fn in_flight(&self) -> u16;
 
-    /// Shows `each` what this end has written into the areas since the last call, as far as it was
+    /// Shows `each` what this end has written into the areas since the last call and
     /// [published](Self::publish_used): for a dirty log (rule D26). To be called after each
-    /// publication, before more is given back, and before the areas are looked for again. Of a packed ring these are all
-    /// descriptors that were given back, of which only the first of each chain was written.
+    /// publication, before more is given back, and before the areas are looked up again. For a
+    /// packed ring it shows all descriptors that were given back, of which only the first of each
+    /// chain was written.
     fn written(&mut self, each: impl FnMut(Written<'_>));
 }
 
 /// The device's end: takes chains, gives them back in batches.
-// Queues are few, and live as long as their device: one that is larger costs nothing.
+// Queues are few, and live as long as their device: the larger variant costs nothing.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug)]
 pub enum Queue {
@@ -265,7 +266,7 @@ pub enum Queue {
     Packed(Packed),
 }
 
-/// The same call to either format.
+/// Forwards a call to either format.
 macro_rules! either {
     ($queue:expr, $ring:ident => $call:expr) => {
         match $queue {
@@ -276,8 +277,8 @@ macro_rules! either {
 }
 
 impl Queue {
-    /// A queue over the areas that `config` names. The used index of a split ring goes on from what
-    /// the used ring holds. Kicks are wanted at first (`enable_kicks` need not be called).
+    /// A queue over the areas that `config` names. The used index of a split ring continues from
+    /// the value in the used ring. Kicks are enabled at first (`enable_kicks` need not be called).
     ///
     /// # Errors
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::Misaligned`],
@@ -302,12 +303,12 @@ impl Queue {
         })
     }
 
-    /// As [`postponed`](Self::postponed), a split queue that an earlier device has left without saying where it
-    /// stood: it goes on at the used index, whatever [`RingConfig::base`] says. What that device took and did not give
-    /// back is taken again.
+    /// As [`postponed`](Self::postponed), for a split queue that an earlier device has left without
+    /// reporting its position: it continues at the used index, whatever [`RingConfig::base`] is.
+    /// What that device took and did not give back is taken again.
     ///
     /// # Errors
-    /// As there; [`RingError::Format`] if the ring is packed, which does not tell where it stands.
+    /// As there; [`RingError::Format`] if the ring is packed, which does not hold its position.
     pub fn postponed_at_used(config: RingConfig) -> Result<Queue, RingError> {
         match config.packed {
             false => Ok(Queue::Split(Split::postponed_at_used(config)?)),
@@ -315,7 +316,7 @@ impl Queue {
         }
     }
 
-    /// Whether nobody knows where the queue stands: it is [to go on at the used
+    /// Whether the queue's position is unknown: it is [to continue at the used
     /// index](Self::postponed_at_used) and was not found yet.
     pub fn is_lost(&self) -> bool {
         match self {
@@ -325,15 +326,15 @@ impl Queue {
     }
 
     /// Takes into `chain` the chain at `head` of a split ring, which an earlier device took and did
-    /// not give back: its descriptors, which are the device's still, are read again. It counts as
-    /// in flight. To be called for all of them, on a queue that is valid, before others are taken;
-    /// [`RingConfig::base`] is the used index, or that and the number of those chains.
+    /// not give back: its descriptors, which are still the device's, are read again. It counts as
+    /// in flight. To be called for all of them, on a valid queue, before others are taken;
+    /// [`RingConfig::base`] is the used index, or that plus the number of those chains.
     ///
     /// # Errors
     /// As [`pop`](Self::pop); [`RingError::Format`] if the ring is packed.
     ///
     /// # Panics
-    /// If chains were taken from the ring already, or it was never valid.
+    /// Chains were taken from the ring already, or it was never valid.
     pub fn take_head(
         &mut self,
         mem: &impl Translate,
@@ -348,14 +349,14 @@ impl Queue {
 
     /// Takes into `chain` the chain `id` of a packed ring, which an earlier device took and did not
     /// give back, from a record of it. It counts as in flight. To be called for all of them before
-    /// others are taken; [`RingConfig::base`] has the used place twice, or that and where these chains
-    /// end.
+    /// others are taken; [`RingConfig::base`] has the used place twice, or that and where these
+    /// chains end.
     ///
     /// # Errors
     /// As [`pop`](Self::pop); [`RingError::Format`] if the ring is split.
     ///
     /// # Panics
-    /// If chains were taken from the ring already.
+    /// Chains were taken from the ring already.
     pub fn take_stored(
         &mut self,
         mem: &impl Translate,

@@ -50,8 +50,8 @@ pub struct Rings {
 }
 
 impl Rings {
-    /// The areas of a split queue of `size` at the beginning of `memory`, placed as
-    /// [`layout::offsets`] says.
+    /// The areas of a split queue of `size` at the beginning of `memory`, placed by
+    /// [`layout::offsets`].
     ///
     /// # Errors
     /// [`RingError::TooSmall`].
@@ -59,7 +59,7 @@ impl Rings {
         Rings::placed(memory, &QueueConfig { size, event_idx: true, packed: false })
     }
 
-    /// The areas of a queue at the beginning of `memory`, placed as [`QueueConfig::offsets`] says.
+    /// The areas of a queue at the beginning of `memory`, placed by [`QueueConfig::offsets`].
     ///
     /// # Errors
     /// [`RingError::TooSmall`].
@@ -78,14 +78,14 @@ impl Rings {
 /// A chain that the device has given back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Used {
-    /// What [`add`](Queue::add) was given with the chain.
+    /// The token passed to [`add`](Queue::add) with the chain.
     pub token: u64,
-    /// How many bytes the device says it wrote: at most the chain's writable bytes.
+    /// How many bytes the device reports as written: at most the chain's writable bytes.
     pub len: u32,
 }
 
-/// What the ends of both formats can do, for a data path that is compiled for each
-/// ([`Queue`] has the same and asks each time which it is).
+/// What the ends of both formats can do, for a data path that is compiled for each ([`Queue`] has
+/// the same methods and dispatches on each call).
 pub trait Ring {
     /// How many descriptors the queue has.
     fn size(&self) -> u16;
@@ -99,15 +99,15 @@ pub trait Ring {
     /// What broke the queue, if something did.
     fn broken(&self) -> Option<RingError>;
 
-    /// Adds a chain of buffers, readable ones first. `token` comes back with it from
-    /// [`pop`](Self::pop). The device sees it after [`publish`](Self::publish).
+    /// Adds a chain of buffers, readable ones first. [`pop`](Self::pop) returns `token` with it.
+    /// The device sees it after [`publish`](Self::publish).
     ///
     /// # Errors
     /// [`AddError`]; nothing has changed then.
     fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError>;
 
-    /// Adds a chain through an indirect table, which takes one descriptor of the queue only. The
-    /// table is written to `table`, which the device sees at `table_addr`, and must stay as it is
+    /// Adds a chain through an indirect table, which takes only one descriptor of the queue. The
+    /// table is written to `table`, which the device sees at `table_addr`, and must not change
     /// until the chain comes back. `INDIRECT_DESC` must have been negotiated.
     ///
     /// # Errors
@@ -124,8 +124,8 @@ pub trait Ring {
     /// full; returns how many. Nothing is taken from `buffers` that is not added.
     ///
     /// # Errors
-    /// [`AddError::Broken`]; [`AddError::Wraps`] with the position of the buffer that is refused,
-    /// those before which are added.
+    /// [`AddError::Broken`]; [`AddError::Wraps`] with the position of the refused buffer; those
+    /// before it are added.
     fn add_burst(
         &mut self,
         buffers: impl IntoIterator<Item = (Desc, u64)>,
@@ -151,13 +151,12 @@ pub trait Ring {
     /// returned, and the next call fails.
     fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError>;
 
-    /// Asks the device for no interrupts. A hint: one may still come.
+    /// Disables interrupts. A hint: one may still come.
     fn suppress_notifications(&mut self);
 
-    /// Asks the device for an interrupt with the next used chain. True if one is there already,
-    /// for which none may come: look again before going to sleep. To be called before each sleep,
-    /// also when the last call was not followed by
-    /// [`suppress_notifications`](Self::suppress_notifications).
+    /// Enables an interrupt with the next used chain. True if one is there already, for which none
+    /// may come: look again before going to sleep. To be called before each sleep, also when the
+    /// last call was not followed by [`suppress_notifications`](Self::suppress_notifications).
     #[must_use]
     fn enable_notifications(&mut self) -> bool;
 }
@@ -202,7 +201,7 @@ fn checked(queue: &impl Ring, descs: &[Desc], wanted: usize) -> Result<u32, AddE
 ///
 /// Chains come back in any order. Dropping the queue forgets the chains in flight: stop the device
 /// first, or it goes on using their buffers.
-// Queues are few, and live as long as their device: one that is larger costs nothing.
+// Queues are few, and live as long as their device: the larger variant costs nothing.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug)]
 pub enum Queue {
@@ -212,7 +211,7 @@ pub enum Queue {
     Packed(Packed),
 }
 
-/// The same call to either format.
+/// Forwards a call to either format.
 macro_rules! either {
     ($queue:expr, $ring:ident => $call:expr) => {
         match $queue {
@@ -231,8 +230,8 @@ impl Queue {
         Queue::with_config(QueueConfig { size, event_idx, packed: false }, rings)
     }
 
-    /// A new queue over zeroed or old memory: the areas are initialised, so the device must not
-    /// yet use them. Interrupts are wanted at first.
+    /// A new queue over zeroed or old memory: the areas are initialised, so the device must not yet
+    /// use them. Interrupts are enabled at first.
     ///
     /// # Errors
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::TooSmall`],

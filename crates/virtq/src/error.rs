@@ -1,4 +1,4 @@
-//! What can be wrong with a ring, and what with a request to add to one.
+//! The errors of a ring, and of adding a request to one.
 
 use core::fmt;
 
@@ -13,9 +13,9 @@ pub enum Area {
     Avail,
     /// The used ring, written by the device.
     Used,
-    /// Of a packed queue: what the driver says of the interrupts that it wants.
+    /// Of a packed queue: the driver's event structure, which controls interrupts.
     DriverEvent,
-    /// Of a packed queue: what the device says of the kicks that it wants.
+    /// Of a packed queue: the device's event structure, which controls kicks.
     DeviceEvent,
 }
 
@@ -31,23 +31,23 @@ impl fmt::Display for Area {
     }
 }
 
-/// Why a queue cannot be set up, or what the peer did to break it.
+/// Why a queue cannot be set up, or how the peer broke it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
     /// A split queue's size must be a power of two from 1 to 32768 (virtio 2.7).
     #[error("queue size {size} is not a power of two from 1 to 32768")]
     Size {
-        /// The size that was asked for.
+        /// The requested size.
         size: u16,
     },
     /// A packed queue's size must be from 1 to 32768 (virtio 2.8.10.1).
     #[error("packed queue size {size} is not from 1 to 32768")]
     PackedSize {
-        /// The size that was asked for.
+        /// The requested size.
         size: u16,
     },
-    /// The queue has the other format: only a split one knows heads, only a packed one ids.
+    /// The queue has the other format: only a split one has heads, only a packed one ids.
     #[error("the queue has the other format")]
     Format,
     /// An area does not have the alignment of virtio 2.7 or 2.8.10.
@@ -57,7 +57,7 @@ pub enum RingError {
         area: Area,
         /// Its address, as the device sees it or in this process.
         addr: u64,
-        /// What it must be a multiple of.
+        /// The alignment that it needs.
         align: u64,
     },
     /// A window given for an area does not hold it.
@@ -70,7 +70,7 @@ pub enum RingError {
         /// How many bytes the area takes.
         needed: usize,
     },
-    /// An area's address cannot be reached (now: a later attempt may succeed).
+    /// An area's address cannot be reached now; a later attempt may succeed.
     #[error("{area} at {addr:#x} cannot be reached: {error}")]
     Unreachable {
         /// Which area.
@@ -90,16 +90,16 @@ pub enum RingError {
         /// The queue's size.
         size: u16,
     },
-    /// The places to start from are none in a packed ring of this size, or further from each other
+    /// The places to start from do not exist in a packed ring of this size, or are further apart
     /// than it is long.
     #[error("base {base:#x} is none for a packed queue of {size}")]
     PackedBase {
-        /// What was given: see [`device::RingConfig::base`](crate::device::RingConfig::base).
+        /// The base: see [`device::RingConfig::base`](crate::device::RingConfig::base).
         base: u32,
         /// The queue's size.
         size: u16,
     },
-    /// The available index claims more chains than the queue can hold beside those in flight.
+    /// The available index announces more chains than the queue can hold besides those in flight.
     #[error("available index {idx} at {next}: {in_flight} in flight, the queue holds {size}")]
     AvailJump {
         /// The next index to be taken.
@@ -168,7 +168,7 @@ pub enum RingError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChainFault {
-    /// The head is no descriptor of the queue.
+    /// The head is not a descriptor of the queue.
     #[error("the queue has {size} descriptors")]
     Head {
         /// The queue's size.
@@ -182,7 +182,7 @@ pub enum ChainFault {
     Next {
         /// The descriptor.
         at: u16,
-        /// What its `next` field says.
+        /// Its `next` field.
         next: u16,
         /// How many entries its table has.
         entries: u16,
@@ -211,14 +211,14 @@ pub enum ChainFault {
         /// The entry of the table.
         at: u16,
     },
-    /// An indirect descriptor that says it is followed by another, or in a packed ring one that
-    /// follows another.
+    /// An indirect descriptor that is followed by another, or in a packed ring one that follows
+    /// another.
     #[error("descriptor {at} is indirect and not the last, or not alone in a packed ring")]
     IndirectNext {
         /// The descriptor.
         at: u16,
     },
-    /// An indirect table of no entries, of a broken one, or of too many.
+    /// An indirect table with no entries, with a partial one, or with too many.
     #[error("the indirect table of descriptor {at} has {len} bytes")]
     IndirectLength {
         /// The descriptor.

@@ -1,4 +1,4 @@
-//! How large the areas of a virtqueue are, and where their parts lie (virtio 1.3, 2.7 and 2.8).
+//! The sizes of a virtqueue's areas, and the offsets of their parts (virtio 1.3, 2.7 and 2.8).
 
 /// The largest queue.
 pub const MAX_SIZE: u16 = 32768;
@@ -7,11 +7,11 @@ pub const MAX_SIZE: u16 = 32768;
 pub const MAX_INDIRECT: u16 = 1024;
 /// Bytes of one descriptor.
 pub const DESC_SIZE: usize = 16;
-/// What the address of the descriptor table is a multiple of.
+/// Alignment of the descriptor table.
 pub const DESC_ALIGN: usize = 16;
-/// What the address of the available ring is a multiple of.
+/// Alignment of the available ring.
 pub const AVAIL_ALIGN: usize = 2;
-/// What the address of the used ring is a multiple of.
+/// Alignment of the used ring.
 pub const USED_ALIGN: usize = 4;
 
 /// Descriptor flag: the chain goes on at `next`.
@@ -47,12 +47,12 @@ pub const fn used_bytes(size: u16) -> usize {
     avail_event(size) + 2
 }
 
-/// Offset of the used event (where the driver asks for an interrupt) in the available ring.
+/// Offset of the used event (at which the driver wants an interrupt) in the available ring.
 pub const fn used_event(size: u16) -> usize {
     RING + 2 * size as usize
 }
 
-/// Offset of the available event (where the device asks for a kick) in the used ring.
+/// Offset of the available event (at which the device wants a kick) in the used ring.
 pub const fn avail_event(size: u16) -> usize {
     RING + 8 * size as usize
 }
@@ -62,7 +62,7 @@ pub const fn is_size(size: u16) -> bool {
     size.is_power_of_two() && size <= MAX_SIZE
 }
 
-/// Where the three areas lie in one allocation.
+/// The offsets of the three areas in one allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Offsets {
     /// The descriptor table.
@@ -77,7 +77,7 @@ pub struct Offsets {
 
 /// Places the areas of a queue of `size` one after the other. Each begins on 128 bytes (two cache
 /// lines, since processors fetch them in pairs), so that the driver's writes to the available ring
-/// and the device's to the used ring do not meet in one. The allocation must be so aligned too.
+/// and the device's to the used ring do not share one. The allocation must have that alignment too.
 pub const fn offsets(size: u16) -> Offsets {
     const APART: usize = 128;
     let avail = desc_bytes(size).next_multiple_of(APART);
@@ -85,8 +85,9 @@ pub const fn offsets(size: u16) -> Offsets {
     Offsets { desc: 0, avail, used, len: used + used_bytes(size).next_multiple_of(APART) }
 }
 
-/// Whether an index that went from `old` to `new` passed the place where the peer asked to be
-/// told: whether `event` is one of `old ..= new - 1`, all modulo 2^16 (virtio 2.7.7.2, 2.7.10).
+/// Whether an index that went from `old` to `new` passed the peer's event, so that the peer wants a
+/// notification: whether `event` is one of `old ..= new - 1`, all modulo 2^16 (virtio 2.7.7.2,
+/// 2.7.10).
 pub const fn passed_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }
@@ -105,7 +106,7 @@ pub mod packed {
 
     /// Bytes of an event structure: a place in the ring (its wrap counter in bit 15), then flags.
     pub const EVENT_SIZE: usize = 4;
-    /// What the address of an event structure is a multiple of.
+    /// Alignment of an event structure.
     pub const EVENT_ALIGN: usize = 4;
     /// Event flags: notifications are wanted.
     pub const EVENT_ENABLE: u16 = 0;

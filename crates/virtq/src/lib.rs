@@ -14,9 +14,9 @@
 //! ```
 //!
 //! A packed one (2.8) is a single ring of descriptors: the driver makes them available in their
-//! order, and the device writes over them what it gives back; a flag of each, compared with the
-//! parity of the lap, says whose it is. Two small structures beside it say who wants to be notified
-//! of what. The two ends have the same methods as those of a split ring.
+//! order, and the device overwrites them with what it gives back; a flag of each, compared with the
+//! parity of the lap, shows whose turn it is. Two small structures beside it hold which
+//! notifications each end wants. The two ends have the same methods as those of a split ring.
 //!
 //! - [`driver::Queue`] makes buffers available and takes them back; it trusts nothing that the
 //!   device writes.
@@ -25,19 +25,19 @@
 //!   guest-physical addresses and I/O virtual ones.
 //! - Both are enums of the two formats. A data path that is to be compiled for each takes a
 //!   [`driver::Ring`] or a [`device::Ring`] instead, and moves bursts.
-//! - [`layout`] says how large the areas are and where their parts lie.
+//! - [`layout`] has the sizes of the areas and the offsets of their parts.
 //!
-//! What both ends hold to:
+//! What both ends guarantee:
 //!
 //! - **No field is read twice.** The peer may change any byte at any time: every field is copied
-//!   once, and what is checked is the copy.
-//! - **A peer that breaks the rules breaks the queue, not the process**: a [`RingError`] says
+//!   once, and the copy is checked.
+//! - **A peer that breaks the rules breaks the queue, not the process**: a [`RingError`] reports
 //!   where and what, and every later call returns it again.
 //! - **Nothing is allocated per request**, and an index is published once for a batch.
-//! - **No wake-up is lost.** Whoever goes to sleep first says so (`enable_*`), and then looks
-//!   again; the fences that this needs stand, with their argument, where they are executed.
+//! - **No wake-up is lost.** An end that goes to sleep first enables notifications (`enable_*`),
+//!   and then looks again; the fences that this needs are explained where they are executed.
 //!
-//! All fields are little-endian, as virtio 1.x has them.
+//! All fields are little-endian, as in virtio 1.x.
 
 mod chain;
 mod error;
@@ -60,7 +60,7 @@ pub use error::{AddError, Area, ChainFault, RingError};
 
 /// Feature bit: descriptors may refer to a table of descriptors (`VIRTIO_F_INDIRECT_DESC`).
 pub const F_INDIRECT_DESC: u32 = 28;
-/// Feature bit: notifications are asked for by index (`VIRTIO_F_EVENT_IDX`).
+/// Feature bit: notifications are requested by index (`VIRTIO_F_EVENT_IDX`).
 pub const F_EVENT_IDX: u32 = 29;
 /// Feature bit: the device follows virtio 1.x (`VIRTIO_F_VERSION_1`).
 pub const F_VERSION_1: u32 = 32;

@@ -1,10 +1,10 @@
-//! Why no wake-up is lost, checked in every interleaving: what one end executes when it has
-//! something to tell, and what the other executes before it sleeps.
+//! Why no wake-up is lost, checked in every interleaving: what one end executes when it publishes
+//! something, and what the other executes before it sleeps.
 //!
-//! The fields of a real ring lie in shared memory, where loom cannot watch them; these are the same
-//! stores, fences and loads in the same order, on fields that it can. Driver and device mirror each
-//! other (`needs_kick` and `enable_kicks`, `publish_used` and `enable_notifications`), so that one
-//! model stands for both.
+//! The fields of a real ring lie in shared memory, where loom cannot track them; these are the same
+//! stores, fences and loads in the same order, on fields that it can track. Driver and device
+//! mirror each other (`needs_kick` and `enable_kicks`, `publish_used` and `enable_notifications`),
+//! so that one model covers both.
 
 use loom::{
     sync::{
@@ -16,19 +16,19 @@ use loom::{
 
 use crate::layout;
 
-/// What the two share: the index of the one end, and what the other asks for.
+/// The shared fields: the index of the one end, and the notification that the other wants.
 struct Shared {
     idx: AtomicU16,
     /// The event, or the flags.
     asked: AtomicU16,
-    /// An entry of the ring, to see that the index publishes it.
+    /// An entry of the ring, to check that the index publishes it.
     entry: AtomicU16,
 }
 
 const SUPPRESSED: u16 = 1;
 
 /// Runs every interleaving of an end that publishes `start + 1` and `start + 2` and one that goes
-/// to sleep after `start + already`, and checks that it is told or sees for itself.
+/// to sleep after `start + already`, and checks that the latter is notified or sees for itself.
 fn check(event_idx: bool, start: u16, already: u16) {
     loom::model(move || {
         let asked = if event_idx { start ^ 0x8000 } else { SUPPRESSED };
@@ -56,7 +56,7 @@ fn check(event_idx: bool, start: u16, already: u16) {
                 told
             })
         };
-        // It has taken `already` chains, as it saw the index go so far; now it wants to sleep.
+        // It has taken `already` chains, since it saw the index reach that; now it wants to sleep.
         while shared.idx.load(Ordering::Acquire).wrapping_sub(start) < already {
             thread::yield_now();
         }

@@ -1,7 +1,8 @@
-//! As `model`, for packed rings: the first descriptor of a batch stands in the place of the index.
+//! As `model`, for packed rings: the first descriptor of a batch takes the place of the index.
 //!
-//! What is checked beside wake-ups: a batch becomes visible at once. Its other descriptors are
-//! stored before the first, without an order of their own; who has seen the first finds them all.
+//! Besides wake-ups it checks that a batch becomes visible at once. Its other descriptors are
+//! stored before the first, unordered among themselves; an end that has seen the first finds them
+//! all.
 
 use loom::{
     sync::{
@@ -19,9 +20,9 @@ const SIZE: u16 = 3;
 const COUNT: usize = 2;
 
 struct Descriptor {
-    /// The word that says that it is there.
+    /// The word that shows that it is there.
     state: AtomicBool,
-    /// Its address, and what its buffer holds.
+    /// Its address, and the content of its buffer.
     content: AtomicBool,
 }
 
@@ -31,8 +32,8 @@ struct Shared {
 }
 
 /// Runs every interleaving of an end that publishes two descriptors from `start` on, in such
-/// batches, and one that goes to sleep after it has taken `already` of them, and checks that it is
-/// told or sees for itself.
+/// batches, and one that goes to sleep after it has taken `already` of them, and checks that the
+/// latter is notified or sees for itself.
 fn check(event_idx: bool, start: RingPos, batches: &'static [usize], already: usize) {
     loom::model(move || {
         let descriptor =
@@ -88,7 +89,7 @@ fn check(event_idx: bool, start: RingPos, batches: &'static [usize], already: us
     });
 }
 
-/// Both ways to publish, wherever in the ring they begin.
+/// Both ways to publish, from every place of the ring.
 fn check_all(event_idx: bool) {
     for wrap in [true, false] {
         for at in 0..SIZE {

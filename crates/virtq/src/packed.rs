@@ -1,10 +1,10 @@
-//! A packed ring as fields in memory (virtio 1.3, 2.8), and what a place in it is.
+//! A packed ring as fields in memory (virtio 1.3, 2.8), and the places in it.
 //!
-//! All that says in which state a descriptor is, its length, id and flags, is one aligned 64-bit
-//! word: one load is one look at all of them, and one store changes all of them. So no field of it
-//! is read twice, and none is seen without the others.
+//! A descriptor's state, with its length, id and flags, is one aligned 64-bit word: one load reads
+//! all of them, and one store changes all of them. So no field of it is read twice, and none is
+//! seen without the others.
 //!
-//! As for a split ring, the *order* of accesses is the caller's, who argues it.
+//! As for a split ring, the caller is responsible for the *order* of accesses, and explains it.
 
 use core::{
     ptr::NonNull,
@@ -49,8 +49,8 @@ impl RingPos {
         }
     }
 
-    /// How far it is from `self` on to `later`, if that is at most the ring's length. `self` may be
-    /// foreign, and no place of the ring.
+    /// The distance from `self` on to `later`, if that is at most the ring's length. `self` may be
+    /// written by the peer, and lie outside the ring.
     #[inline]
     pub(crate) fn distance(self, later: RingPos, size: u16) -> Option<u16> {
         match self.wrap == later.wrap {
@@ -61,19 +61,19 @@ impl RingPos {
         }
     }
 
-    /// As event structures and vhost-user have it: the wrap counter in bit 15.
+    /// As in event structures and vhost-user: the wrap counter in bit 15.
     #[inline]
     pub(crate) fn bits(self) -> u16 {
         self.at | u16::from(self.wrap) << 15
     }
 
-    /// As an event structure has it, which the peer writes: it may be no place of the ring.
+    /// From an event structure, which the peer writes: it may lie outside the ring.
     #[inline]
     pub(crate) fn from_bits(bits: u16) -> RingPos {
         RingPos { at: bits & 0x7fff, wrap: bits >> 15 != 0 }
     }
 
-    /// The place that `bits` are in a ring of `size`; `None` if it has no such descriptor.
+    /// The place `bits` in a ring of `size`; `None` if it has no such descriptor.
     pub(crate) fn in_ring(bits: u16, size: u16) -> Option<RingPos> {
         Some(RingPos::from_bits(bits)).filter(|place| place.at < size)
     }
@@ -89,8 +89,8 @@ impl State {
         State(u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48)
     }
 
-    /// Of a buffer that is made available in the lap of `wrap`; `flags` are those beside the two
-    /// that say so.
+    /// Of a buffer that is made available in the lap of `wrap`; `flags` are the others, besides
+    /// AVAIL and USED.
     #[inline]
     pub(crate) fn available(len: u32, id: u16, flags: u16, wrap: bool) -> State {
         let lap = if wrap { packed::DESC_F_AVAIL } else { packed::DESC_F_USED };
@@ -101,7 +101,7 @@ impl State {
     #[inline]
     pub(crate) fn used(len: u32, id: u16, wrap: bool) -> State {
         let lap = if wrap { packed::DESC_F_AVAIL | packed::DESC_F_USED } else { 0 };
-        // Virtio 2.8.5: the length counts if the device wrote something.
+        // Virtio 2.8.5: the length is valid if the device wrote something.
         let written = if len > 0 { layout::DESC_F_WRITE } else { 0 };
         State::new(len, id, lap | written)
     }
@@ -144,7 +144,7 @@ impl State {
         Desc { addr, len: self.len(), write: self.has(layout::DESC_F_WRITE) }
     }
 
-    /// A descriptor of an indirect table, of which only the flag for writing counts.
+    /// A descriptor of an indirect table, in which only the write flag is used.
     pub(crate) fn to_bytes(self, addr: u64) -> [u8; layout::DESC_SIZE] {
         (u128::from(addr) | u128::from(self.0) << 64).to_le_bytes()
     }
@@ -194,7 +194,7 @@ impl DescRing {
         &self.window
     }
 
-    /// Whether nothing was ever given back in it; asked where both ends stand at the beginning of a
+    /// Whether nothing was ever given back in it; called when both ends are at the beginning of a
     /// lap. In the lap before at least one descriptor was given back, as no step is longer than the
     /// ring; that set this flag, and making it available in the new lap leaves it set. A driver
     /// clears the ring before it begins.
@@ -205,7 +205,7 @@ impl DescRing {
     /// Word 0 or 1 of descriptor `at`.
     ///
     /// # Panics
-    /// If that passes the ring: a [`RingPos`] never does.
+    /// `at` lies beyond the ring: a [`RingPos`] never does.
     #[inline]
     fn word(&self, at: u16, word: usize) -> &AtomicU64 {
         assert!(at < self.size && word < 2, "descriptor {at} of a ring of {}", self.size);
@@ -237,8 +237,7 @@ impl DescRing {
     }
 }
 
-/// What one end says of the notifications that it wants, written by it and read by the other. A
-/// single word too.
+/// The notifications that one end wants, written by it and read by the other. A single word too.
 #[derive(Debug)]
 pub(crate) struct Event {
     base: NonNull<u8>,
@@ -291,26 +290,26 @@ impl EventWord {
     pub(crate) const ALL: EventWord = EventWord((packed::EVENT_ENABLE as u32) << 16);
     pub(crate) const NONE: EventWord = EventWord((packed::EVENT_DISABLE as u32) << 16);
 
-    /// One when the descriptor at `place` has been passed.
+    /// A notification once the descriptor at `place` has been passed.
     #[inline]
     pub(crate) fn at(place: RingPos) -> EventWord {
         EventWord(u32::from(place.bits()) | u32::from(packed::EVENT_DESC) << 16)
     }
 
-    /// Whether an end that has moved on by `moved` descriptors, to `now`, has to notify the one
-    /// that wants this.
+    /// Whether an end that has moved on by `moved` descriptors, to `now`, must notify the one that
+    /// wants this.
     #[inline]
     pub(crate) fn is_due(self, now: RingPos, moved: u64, size: u16, event_idx: bool) -> bool {
         match (self.0 >> 16) as u16 & 3 {
             packed::EVENT_DISABLE => false,
             packed::EVENT_DESC if event_idx => {
-                // Whoever went round the whole ring has passed every place there is.
+                // A move longer than the ring has passed every place.
                 moved > u64::from(size)
                     || RingPos::from_bits(self.0 as u16)
                         .distance(now, size)
                         .is_some_and(|since| 1 <= since && u64::from(since) <= moved)
             }
-            // What is reserved loses no wake-up.
+            // Reserved values must not lose a wake-up.
             _ => true,
         }
     }

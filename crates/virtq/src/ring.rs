@@ -1,9 +1,9 @@
-//! The three areas of a split queue as fields in memory: each checked once for size and alignment, then read and
-//! written without a check.
+//! The three areas of a split queue as fields in memory: each checked once for size and alignment,
+//! then read and written without a check.
 //!
-//! Every accessor reduces its index modulo the queue's size, so none can leave its area whatever
-//! it is given; and all fields are atomics, since the peer may access them at any time. The
-//! *order* of accesses is the caller's, who argues it; only single fields are here.
+//! Every accessor reduces its index modulo the queue's size, so none can leave its area for any
+//! index; and all fields are atomics, since the peer may access them at any time. The caller is
+//! responsible for the *order* of accesses, and explains it; only single fields are here.
 //!
 //! Fields are little-endian (virtio 1.x); conversion is free on little-endian machines.
 
@@ -17,7 +17,7 @@ use ringfence_mem::Window;
 use crate::{Area, Desc, RingError, layout};
 
 /// Checks that `window` can be the area: at least `needed` bytes, aligned here and, at `addr`, for
-/// the device. Returns where it begins.
+/// the device. Returns its address in this process.
 pub(crate) fn check(
     window: &Window,
     area: Area,
@@ -219,7 +219,7 @@ impl<const ENTRY: usize> Ring<ENTRY> {
         Field(unsafe { AtomicU16::from_ptr(self.base.add(layout::IDX).cast().as_ptr()) })
     }
 
-    /// Where the entry of a running index lies: inside of the area, whatever the index.
+    /// The address of the entry of a running index: inside the area, for any index.
     #[inline]
     fn entry(&self, index: u16) -> NonNull<u8> {
         // SAFETY: the index is reduced below the queue's size, for which `new` checked the area.
@@ -274,7 +274,7 @@ impl AvailRing {
         Field(unsafe { AtomicU16::from_ptr(self.0.entry(index).cast().as_ptr()) })
     }
 
-    /// Where the driver wants to be interrupted, if `EVENT_IDX` was negotiated.
+    /// The index at which the driver wants an interrupt, if `EVENT_IDX` was negotiated.
     #[inline]
     pub(crate) fn used_event(&self) -> Option<Field<'_>> {
         self.0.event()
@@ -284,12 +284,12 @@ impl AvailRing {
 /// How many used elements a line of the processor's cache holds.
 const PER_LINE: usize = 8;
 
-/// Asks the processor for a line that no other processor has. A hint.
+/// Fetches a cache line for exclusive access. A hint.
 #[inline]
 fn soon_written(line: *mut u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch has no effect on the program, whatever the address. Processors that do not
-    // know this one take it for a NOP.
+    // know this one execute it as a NOP.
     unsafe {
         core::arch::asm!(
             "prefetchw [{line}]",
@@ -355,17 +355,17 @@ impl UsedRing {
         len_word.store(len.to_le(), Ordering::Relaxed);
     }
 
-    /// Asks the processor for the lines of `count` elements from a running index on, which are about
-    /// to be written: the driver has read them. A hint.
+    /// Fetches the cache lines of `count` elements from a running index on, which are about to be
+    /// written: the driver has read them. A hint.
     #[inline]
     pub(crate) fn soon(&self, index: u16, count: usize) {
-        // One too many rather than one too few.
+        // Rather one line too many than one too few.
         for line in (0..count + PER_LINE).step_by(PER_LINE) {
             soon_written(self.0.entry(index.wrapping_add(line as u16)).as_ptr());
         }
     }
 
-    /// Where the device wants to be kicked, if `EVENT_IDX` was negotiated.
+    /// The index at which the device wants a kick, if `EVENT_IDX` was negotiated.
     #[inline]
     pub(crate) fn avail_event(&self) -> Option<Field<'_>> {
         self.0.event()

@@ -1,4 +1,4 @@
-//! Memory for the tests of whoever drives a queue: a mapping between two guard pages.
+//! Memory for tests of queues: a mapping between two guard pages.
 
 use core::{ffi::c_void, ptr, ptr::NonNull};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,8 +47,8 @@ impl Drop for Mapping {
     }
 }
 
-/// Memory that a device sees at one address. An access past either end of the mapping, through
-/// whatever pointer, hits a guard page. Clones share the memory.
+/// Memory that a device sees at one address. An access past either end of the mapping, through any
+/// pointer, hits a guard page. Clones share the memory.
 #[derive(Clone, Debug)]
 pub struct Ram {
     base: u64,
@@ -62,7 +62,7 @@ impl Ram {
     /// multiple of 4096, so that the alignment of addresses is that of memory.
     ///
     /// # Panics
-    /// If there is no memory, or `base` is none for so much.
+    /// There is no memory, or `base` is invalid for so much.
     pub fn new(base: u64, len: usize) -> Ram {
         let len = len.max(1).next_multiple_of(PAGE);
         assert!(base.is_multiple_of(PAGE as u64), "{base:#x} is not on a page");
@@ -71,8 +71,8 @@ impl Ram {
         Ram { base, piece: u64::MAX, mapping, windows: Arc::default() }
     }
 
-    /// The same memory, seen in pieces that do not cross a multiple of `piece` bytes from its
-    /// base, as if each were mapped elsewhere. Windows still lie in one piece.
+    /// The same memory, seen in pieces that do not cross a multiple of `piece` bytes from its base,
+    /// as if each were mapped elsewhere. Windows are still contiguous.
     pub fn fragmented(self, piece: u64) -> Ram {
         assert!(piece > 0, "pieces of no bytes");
         Ram { piece, ..self }
@@ -99,7 +99,7 @@ impl Ram {
         windows.drain(..).for_each(|window| window.invalidate());
     }
 
-    /// Where the bytes begin in the mapping.
+    /// The offset of the bytes in the mapping.
     fn offset(&self, addr: u64, len: u64, access: Access) -> Result<usize, AccessError> {
         if len > 0 && addr.checked_add(len - 1).is_none() {
             return Err(AccessError::Overflow { addr, len });
@@ -150,11 +150,11 @@ impl Translate for Ram {
 }
 
 /// Windows of the areas of a split queue of `size` that begin at `addr` in `ram`, and the
-/// configuration by which the device's end finds them; indirect descriptors allowed. The areas lie
-/// as [`layout::offsets`](crate::layout::offsets) says.
+/// configuration with which the device's end finds them; indirect descriptors allowed.
+/// [`layout::offsets`](crate::layout::offsets) places the areas.
 ///
 /// # Panics
-/// If they do not fit.
+/// They do not fit.
 pub fn areas(
     ram: &Ram,
     addr: u64,
@@ -167,7 +167,7 @@ pub fn areas(
 /// As [`areas`], for either format.
 ///
 /// # Panics
-/// If they do not fit.
+/// They do not fit.
 pub fn areas_of(
     ram: &Ram,
     addr: u64,
@@ -188,7 +188,7 @@ pub fn areas_of(
 /// [`offsets(size).len`](crate::layout::offsets) bytes there; indirect descriptors allowed.
 ///
 /// # Panics
-/// If they do not fit.
+/// They do not fit.
 pub fn pair(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Queue, device::Queue) {
     pair_of(ram, addr, driver::QueueConfig { size, event_idx, packed: false })
 }
@@ -196,7 +196,7 @@ pub fn pair(ram: &Ram, addr: u64, size: u16, event_idx: bool) -> (driver::Queue,
 /// As [`pair`], for either format.
 ///
 /// # Panics
-/// If they do not fit.
+/// They do not fit.
 pub fn pair_of(
     ram: &Ram,
     addr: u64,

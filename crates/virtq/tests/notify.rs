@@ -1,4 +1,4 @@
-//! Notifications: asked for, suppressed, and never lost.
+//! Notifications: enabled, suppressed, and never lost.
 
 use std::{
     sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
@@ -22,7 +22,7 @@ fn passing_an_event_is_what_counting_one_by_one_says() {
         for steps in [0, 1, 2, 31, 0x7fff, 0x8000, 0xffff_u16] {
             let new = old.wrapping_add(steps);
             for event in (0..=40).map(|n| old.wrapping_sub(4).wrapping_add(n)).chain([new, old]) {
-                // The event is "tell me when entry `event` has been added".
+                // The event means "notify me when entry `event` has been added".
                 let passed = event.wrapping_sub(old) < steps;
                 assert_eq!(layout::passed_event(event, new, old), passed, "{event} {new} {old}");
             }
@@ -36,7 +36,7 @@ fn with_event_idx_each_end_is_told_once_across_the_wrap_of_the_index() {
         let (ram, mut driver, mut device) = pair(4, true, packed);
         let mut chain = Chain::new();
         for token in 0..140_000 {
-            // Both want to be told of the next one.
+            // Both want a notification of the next one.
             assert!(!device.enable_kicks() && !driver.enable_notifications());
             driver.add(&[Desc::readable(0, 1)], token).unwrap();
             driver.publish();
@@ -145,15 +145,15 @@ fn bell() -> (impl Fn() + Send, impl Fn() + Send) {
     let (ring, wait): (SyncSender<()>, Receiver<()>) = sync_channel(1);
     let ring = move || match ring.try_send(()) {
         Ok(()) | Err(TrySendError::Full(())) => {}
-        // The other end has all it wanted.
+        // The other end has finished.
         Err(TrySendError::Disconnected(())) => {}
     };
-    // Reached only if a wake-up is lost: nobody is ever kept waiting so long by load.
+    // Reached only if a wake-up is lost: load never delays one that long.
     let wait = move || wait.recv_timeout(Duration::from_secs(120)).expect("a lost wake-up");
     (ring, wait)
 }
 
-/// Two threads that sleep whenever they find nothing, and batches of changing length.
+/// Two threads that sleep whenever they find nothing, and batches of varying length.
 fn ping_pong(event_idx: bool, packed: bool, size: u16, requests: u64) {
     let (ram, mut driver, mut device) = pair(size, event_idx, packed);
     let (kick, wait_kick) = bell();

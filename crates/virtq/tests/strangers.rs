@@ -1,4 +1,4 @@
-//! Our driver's end against another device's end: rust-vmm's.
+//! Our driver's end against rust-vmm's device end.
 
 use std::{collections::VecDeque, ptr::NonNull, sync::Arc};
 
@@ -11,7 +11,7 @@ use vm_memory::{GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 const DATA: u64 = 0x1_0000;
 const LEN: usize = 0x10_0000;
 
-/// What one step does.
+/// One step of the test.
 #[derive(Clone, Debug)]
 enum Step {
     Add { readable: u8, writable: u8, indirect: bool },
@@ -42,8 +42,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
-    /// What we add, virtio-queue finds in order and complete; what it gives back, we take back, in
-    /// any order; and who went to sleep after it said so is told.
+    /// virtio-queue finds what we add in order and complete; what it gives back, we take back, in
+    /// any order; and an end that enabled notifications before it slept is notified.
     #[test]
     fn virtio_queue_understands_our_driver(
         steps in prop::collection::vec(step(), 1..300),

@@ -1,4 +1,4 @@
-//! What the device's end says that it has written into the areas, against what has changed there.
+//! What the device's end reports as written into the areas, against what has changed there.
 
 use std::collections::BTreeSet;
 
@@ -13,9 +13,9 @@ const DATA: u64 = BASE + 0x10_0000;
 enum Step {
     /// The driver makes a chain of so many buffers available.
     Add(usize),
-    /// The device takes chains, and gives these of them back that it has.
+    /// The device takes chains, and gives back so many of those that it has.
     Work(usize),
-    /// Kicks are asked for, or not.
+    /// Enables or suppresses kicks.
     Kicks(bool),
     Tell,
 }
@@ -63,7 +63,7 @@ impl Rig {
         self.areas.iter().map(read).collect()
     }
 
-    /// The bytes of both areas that are told.
+    /// The reported bytes of both areas.
     fn told(&mut self) -> BTreeSet<(usize, usize)> {
         let mut told = BTreeSet::new();
         let areas = &self.areas;
@@ -102,7 +102,7 @@ proptest! {
                     let _ = rig.driver.add(&descs, 0);
                     rig.driver.publish();
                     while rig.driver.pop().unwrap().is_some() {}
-                    // What the driver writes into a packed ring is not the device's.
+                    // Only the device's writes to a packed ring count.
                     continue;
                 }
                 Step::Work(back) => {
@@ -111,7 +111,7 @@ proptest! {
                         taken.push((chain.head(), chain.descs().len() as u16));
                     }
                     for (head, count) in taken.drain(..back.min(taken.len())) {
-                        // A length that differs from what stood there.
+                        // A length that differs from the old content.
                         given += 1;
                         descs_given += usize::from(count);
                         rig.device.push_used(head, given << 8 | 0x55);
@@ -125,7 +125,7 @@ proptest! {
                     prop_assert!(changed.is_subset(&told), "{:?}", &changed - &told);
                     if !packed {
                         // An element in which a byte has changed was written, and the index, and
-                        // what says something of kicks.
+                        // the field that controls kicks.
                         let field = |byte: usize| match byte {
                             4.. if byte < 4 + 8 * usize::from(size) => (byte - 4) / 8 + 1,
                             0..2 | 4.. => usize::MAX,

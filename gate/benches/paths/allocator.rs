@@ -6,7 +6,7 @@ use ringfence_sync::cpu::FixedCpu;
 
 use crate::fixed::cpus;
 
-/// How many ranges are taken, and then given back.
+/// How many ranges are allocated, and then freed.
 const RANGES: usize = 64;
 
 pub(crate) struct Space {
@@ -27,13 +27,13 @@ impl Space {
     }
 }
 
-/// A space from which nothing was taken yet.
+/// A space without allocations.
 fn fresh(size: u64) -> Box<Space> {
     let aperture = Aperture::new(0, (1 << 48) - 1, 4096).expect("48 bits of pages");
     Box::new(Space { slabs: Slabs::new(aperture, cpus()), size, taken: Vec::with_capacity(RANGES) })
 }
 
-/// A space whose slabs are there.
+/// A space with its slabs allocated.
 fn used(size: u64) -> Box<Space> {
     let mut space = fresh(size);
     space.take_and_free();
@@ -46,7 +46,7 @@ fn check(space: Box<Space>) {
     assert_eq!(taken.len(), RANGES);
     taken.sort_unstable();
     assert!(taken.windows(2).all(|pair| pair[0] + size <= pair[1]), "ranges overlap");
-    // Each was given back: a second time it is refused.
+    // Each was freed: a second free is refused.
     assert!(taken.iter().all(|&iova| slabs.free(iova, size).is_err()));
 }
 

@@ -26,14 +26,14 @@ const BASE: u64 = 1 << 40;
 /// Lookups, updates and invalidations that are counted.
 const STEPS: u64 = 64;
 
-/// How IOVAs lead to memory.
+/// How IOVAs map to memory.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Lie {
-    /// All pages lead on from each other.
+    /// All pages are contiguous.
     Run,
-    /// The pages of each 2 MiB lead on from each other, and no 2 MiB from the one before.
+    /// The pages of each 2 MiB are contiguous, and no two blocks of 2 MiB are.
     Blocks,
-    /// No page leads on from the one before.
+    /// No page is contiguous with the one before.
     Scattered,
 }
 
@@ -55,7 +55,7 @@ impl Lie {
     }
 }
 
-/// Counts what it is asked for.
+/// Counts misses.
 #[derive(Default)]
 struct Asked(AtomicUsize);
 
@@ -75,7 +75,7 @@ pub(crate) struct Rig {
     pages: Vec<u64>,
     /// Where they were found.
     found: Vec<u64>,
-    /// Lookups that the view's caches and the table had answered when the counted part began.
+    /// Lookups that the view's caches and the table had served when the counted part began.
     before: (u64, u64),
 }
 
@@ -133,7 +133,7 @@ impl Rig {
     }
 }
 
-/// All entries are there, and a view has met none of them yet.
+/// All entries are there, and the view has cached none of them yet.
 fn cold(lie: Lie) -> Box<Rig> {
     let mut rig = Rig::new(lie);
     (0..PAGES).for_each(|page| _ = rig.update(page));
@@ -141,7 +141,7 @@ fn cold(lie: Lie) -> Box<Rig> {
     rig
 }
 
-/// All entries are there, and the view has met them.
+/// All entries are there, and the view has cached them.
 fn warm(lie: Lie) -> Box<Rig> {
     let mut rig = cold(lie);
     let mut pages = std::mem::replace(&mut rig.pages, (0..PAGES).collect());
@@ -185,10 +185,10 @@ fn check_updated(rig: Box<Rig>) {
     rig.check();
 }
 
-/// Some entries, which the view has met.
+/// Some entries, which the view has cached.
 fn few(lie: Lie) -> Box<Rig> {
     let mut rig = empty(lie);
-    // Table memory that waits for a quiet point is there from now on.
+    // Table memory that waits for a quiet point exists from now on.
     for _ in 0..2 {
         (0..STEPS).for_each(|page| _ = rig.update(page));
         rig.look_up();

@@ -85,7 +85,7 @@ impl Rig {
             addrs: Vec::with_capacity(buffers),
             before: Stats::default(),
         };
-        // Slabs, table pages, slots and the boxes of mappings are there from now on.
+        // Slabs, table pages, slots and the boxes of mappings are allocated from now on.
         rig.one_by_one();
         rig.together();
         rig.device.flush().expect("a flush");
@@ -127,13 +127,13 @@ impl Rig {
         });
     }
 
-    /// What the counted part has done: each buffer was mapped once, and is whole. Returns what the
-    /// device has counted meanwhile.
+    /// Checks the counted part: each buffer was mapped once, and is whole. Returns what the device
+    /// has counted meanwhile.
     fn check(self: Box<Self>) -> Stats {
         let count = self.buffers.len() as u64;
         assert_eq!(self.addrs.len() as u64, count);
         for (n, buffer) in self.buffers.iter().enumerate() {
-            // What a device does not write and is said to have written is what the slot held.
+            // The device has written nothing, so that unmapping copied what the slot held.
             let written = self.direction == Direction::FromDevice && self.before.bounced > 0;
             let expected = if written { 0 } else { n as u8 };
             assert!(buffer.len() == LEN && buffer.iter().all(|&byte| byte == expected), "{n}");

@@ -40,8 +40,8 @@ pub(crate) const fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Takes the place of the C library's function in this program. The standard library takes the seeds
-/// of its hash maps from it: with these seeds, entries collide in the same way in every run.
+/// Replaces the C library's function in this program. The standard library seeds its hash maps from
+/// it: with these seeds, entries collide in the same way in every run.
 ///
 /// # Safety
 /// `buffer` is valid for writes of `len` bytes.

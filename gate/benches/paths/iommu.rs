@@ -44,7 +44,7 @@ fn rig() -> Box<Rig> {
     let pages = (0..STEPS as u64).map(|n| mix(n) % PAGES).collect();
     let found = Vec::with_capacity(STEPS);
     let mut rig = Box::new(Rig { domain, reader, gather: Gather::new(), pages, found });
-    // What a quiet point grows is there from now on.
+    // What grows at a quiet point has grown from now on.
     rig.renew();
     rig
 }

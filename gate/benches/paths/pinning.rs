@@ -1,4 +1,4 @@
-//! Pinning, over a backing that only counts what it is asked for.
+//! Pinning, over a backing that only counts its calls.
 
 use std::{hint::black_box, sync::Arc};
 
@@ -15,7 +15,7 @@ const PAGES: u64 = 512;
 const BASE: u64 = 1 << 32;
 const MEMORY: HostAddr = HostAddr(1 << 40);
 
-/// Holds whatever it is asked to, with the limits of io_uring's registered buffers.
+/// Accepts every request, within the limits of io_uring's registered buffers.
 #[derive(Default)]
 struct Counting {
     holds: u64,

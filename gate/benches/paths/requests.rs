@@ -27,11 +27,11 @@ use crate::{fixed::mix, rings};
 
 /// Descriptors of the ring.
 const SIZE: u16 = 256;
-/// Memory for the ring, for requests and for what mappings lead to.
+/// Memory for the ring, for requests and for the mapped pages.
 const BYTES: usize = 1 << 20;
 /// Mappings, no two of which touch: a request each.
 const PAGES: u64 = 32;
-/// Where they lie.
+/// Where they begin.
 const BASE: u64 = 1 << 32;
 
 fn page(n: u64) -> Range {
@@ -48,7 +48,7 @@ struct Server {
     bus: Physical,
 }
 
-/// Where a driver that waits has the device work.
+/// Runs the device while the driver waits.
 struct SameThread {
     server: Mutex<Option<Server>>,
     gone: AtomicBool,
@@ -75,7 +75,7 @@ pub(crate) struct Rig {
     driver: Arc<Driver>,
     transport: Arc<SameThread>,
     server: Server,
-    /// What the device translates by for its endpoint.
+    /// The device's view of its endpoint.
     view: View,
     endpoint: Arc<Endpoint>,
     maps: Vec<Map<GuestPhys>>,
@@ -132,7 +132,7 @@ impl Rig {
         let driver = Driver::new(way, front, buffers, config, features, options).expect("a driver");
         let domain = driver.domain().expect("a domain");
         domain.attach(1).expect("the endpoint is there");
-        // From now on nothing waits, and the device's end works when it is told to.
+        // From now on nothing waits, and the device's end runs only when it is called.
         let server = transport.server.lock().expect("nothing panics").take().expect("it is there");
         let view = View::new(Arc::clone(&endpoint), memory).expect("the first view");
         let maps: Vec<_> = (0..PAGES).map(|n| Map::new(page(n), target(n), Prot::RW)).collect();
@@ -223,7 +223,7 @@ impl Rig {
     }
 }
 
-/// Goes on from where the counted part has ended, and looks at what both ends have done.
+/// Continues after the counted part, and checks what both ends have done.
 fn check(mut rig: Box<Rig>) {
     if rig.step < Step::Mapped {
         rig.until(Step::Mapped);
@@ -248,7 +248,7 @@ fn check(mut rig: Box<Rig>) {
     std::mem::forget(rig);
 }
 
-/// A rig that has done all of it once, and is at a step.
+/// A rig that has done a whole lap, and is at a step.
 fn at(step: Step) -> Box<Rig> {
     let mut rig = Rig::new();
     rig.until(Step::Unmapped);

@@ -12,7 +12,7 @@ use ringfence_virtq::{
 
 /// Descriptors of a ring.
 const SIZE: u16 = 256;
-/// Chains of three descriptors that lie in it at a time.
+/// Chains of three descriptors in the ring at a time.
 const CHAINS: u64 = 64;
 /// The ring lies before the buffers.
 const BUFFERS_AT: u64 = 1 << 16;
@@ -73,7 +73,7 @@ impl Ring {
         }
     }
 
-    /// Goes on until all chains are back, and looks at each.
+    /// Continues until all chains are back, and checks each.
     fn check(mut self: Box<Self>) {
         if self.taken.is_empty() {
             self.take();
@@ -97,7 +97,7 @@ impl Ring {
     }
 }
 
-/// The driver's end of a ring at `at` in `ram`, and where it lies for a device that sees memory as it is.
+/// The driver's end of a ring at `at` in `ram`, and its addresses for a device without an IOMMU.
 pub(crate) fn driver_end(
     ram: &Arc<GuestRam>,
     at: u64,
@@ -127,7 +127,7 @@ pub(crate) fn ends(
 
 fn empty(packed: bool) -> Box<Ring> {
     let mut ring = Ring::new(packed);
-    // A lap, so that what the ends note of a chain is there.
+    // A lap, so that the ends' records of chains are allocated.
     ring.add();
     ring.take();
     ring.complete();

@@ -25,11 +25,11 @@ use crate::{fixed::mix, rings};
 const PAGE: u64 = 4096;
 /// Descriptors of a ring.
 const SIZE: u16 = 256;
-/// Pages before this one are for rings, and lie in memory as they do for the device.
+/// Pages before this one hold rings: their IOVA is their address in memory.
 const RINGS: u64 = 32;
-/// Pages for data, no two of which lead on from each other.
+/// Pages for data, no two of which are contiguous in memory.
 const PAGES: u64 = 256;
-/// The time, in ns, that the steps are told.
+/// The time, in ns, that the steps are given.
 const NOW: u64 = 1_000_000_000;
 
 /// Memory of a driver, and the endpoint by which a device reaches it through an IOTLB that has all of
@@ -45,7 +45,7 @@ fn place(page: u64) -> u64 {
     (RINGS + page * 89 % PAGES) * PAGE
 }
 
-/// Where the device sees it.
+/// Its IOVA.
 fn iova(page: u64) -> u64 {
     (RINGS + page) * PAGE
 }
@@ -122,7 +122,7 @@ impl Blk {
             BlkServer::queue(ring, (&Disk::Ram(Arc::clone(&disk)), false), "gate".into(), None);
         let queue = queue.expect("no descriptor is needed");
         let mut blk = Box::new(Blk { guest, bus, disk, driver, queue, write, busy: false });
-        // What the view caches and the queue allocates is there from now on.
+        // From now on the view's caches and the queue's allocations are there.
         blk.submit();
         blk.step();
         blk.finish();
@@ -213,10 +213,10 @@ const BUFFER: u32 = 2048;
 /// Receive buffers lie in pages from this one on.
 const BUFFERS: u64 = 128;
 
-/// A network device that gives back what is sent, and its driver.
+/// A network device that loops packets back, and its driver.
 ///
-/// The device's rings can only be had on the thread of a worker. So the driver works there too,
-/// in one call: nothing else looks at the rings in between.
+/// The device's rings can only be reached on a worker's thread. So the driver runs there too, in
+/// one call: nothing else touches the rings in between.
 pub(crate) struct Loop {
     workers: Arc<[Worker]>,
     backend: Backend<NetEnd>,
@@ -266,7 +266,7 @@ impl Loop {
         let [receive, transmit] = [0, 1].map(&mut start);
         let driver = Some(NetDriver { guest, receive, transmit });
         let mut rig = Box::new(Loop { workers, backend, driver });
-        // What the view caches and the unit allocates is there from now on.
+        // From now on the view's caches and the unit's allocations are there.
         rig.on_worker(|driver, unit| {
             driver.submit(0);
             unit.quiet();

@@ -1,7 +1,7 @@
 //! Debian's packages, fetched and unpacked without being installed.
 //!
-//! apt gets lists and a cache of its own: what the machine's are, how old, and who may write them,
-//! does not matter. It keeps the machine's sources, keys and proxy.
+//! apt gets lists and a cache of its own: the machine's, with their age and permissions, do not
+//! matter. It keeps the machine's sources, keys and proxy.
 
 use std::{
     fs,
@@ -30,11 +30,11 @@ impl Debian {
         Debian::open(folder, &[])
     }
 
-    /// Another release from the same mirror, below `folder`: one of whose packages the machine has
-    /// none, so that all that a package needs is fetched with it.
+    /// Another release from the same mirror, below `folder`. None of its packages counts as
+    /// installed, so that a package is fetched with all that it needs.
     ///
-    /// The newest keys that the machine's own release has, which its own keys vouch for, are those
-    /// that the other one must be signed with.
+    /// That release must be signed with the newest keys of the machine's own release, which the
+    /// machine's keys vouch for.
     ///
     /// # Errors
     /// The machine's sources name no mirror, or it cannot be reached, or has no such release that
@@ -56,7 +56,7 @@ impl Debian {
             keys.display()
         );
         fs::write(sources.join("0.sources"), text)?;
-        // Nothing is installed, and what is preferred on this machine is about its own release.
+        // Nothing counts as installed, and this machine's preferences are for its own release.
         let nothing = ["Dir::State::status", "Dir::Etc::preferences", "Dir::Etc::preferencesparts"];
         let mut more: Vec<String> = nothing.map(|name| format!("{name}=/dev/null")).into();
         more.push(format!("APT::Default-Release={release}"));
@@ -76,10 +76,10 @@ impl Debian {
         options.extend(option("Dir::Cache", ""));
         options.extend(option("Dir::Etc::sourceparts", "sources"));
         options.extend(["-o", "Dir::Etc::sourcelist=/dev/null"].map(String::from));
-        // It writes where only this user may.
+        // apt writes to folders that only this user may write to.
         options.extend(["-o", "APT::Sandbox::User=root"].map(String::from));
         options.extend(["-o", "Acquire::Languages=none", "-q"].map(String::from));
-        // What programs look like is nothing to us, and half of a release's lists.
+        // AppStream data is half of a release's lists, and not needed here.
         let looks = "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false";
         options.extend(["-o", looks].map(String::from));
         options.extend(more.iter().flat_map(|option| ["-o".to_owned(), option.clone()]));
@@ -94,12 +94,12 @@ impl Debian {
         command
     }
 
-    /// The newest kernel for clouds of the series that the tests know, or else of all.
+    /// The newest cloud kernel of the series that the tests know, or else of all.
     pub(crate) fn newest_kernel(&self) -> Result<String> {
         let pattern = "^linux-image-[0-9].*-cloud-amd64$";
         let found = output(self.apt("apt-cache").args(["search", "--names-only", pattern]))?;
         let names = found.lines().filter_map(|line| line.split_once(" - ").map(|(name, _)| name));
-        // A name with two numbers is one that leads to the newest of its series, and holds nothing.
+        // A name with two numbers is a metapackage that depends on the newest of its series.
         let mut kernels: Vec<(bool, Vec<u64>, &str)> = names
             .map(|name| (name.starts_with("linux-image-6.12."), numbers(name), name))
             .filter(|(_, numbers, _)| numbers.len() > 3)
@@ -109,7 +109,7 @@ impl Debian {
         Ok((*newest).to_owned())
     }
 
-    /// A package, and those that it needs and this machine has not.
+    /// A package, and those that it needs and this machine lacks.
     pub(crate) fn with_what_it_needs(&self, package: &str) -> Result<Vec<String>> {
         let plan = output(self.apt("apt-get").args([
             "install",
@@ -122,7 +122,7 @@ impl Debian {
             .lines()
             .filter_map(|line| line.strip_prefix("Inst ")?.split(' ').next().map(String::from))
             .collect();
-        // Those of its own parts that the machine has may be of another version.
+        // The machine may have its parts in another version.
         packages.extend(
             [package, "qemu-system-common", "qemu-system-data", "seabios"].map(String::from),
         );
@@ -131,7 +131,7 @@ impl Debian {
         Ok(packages)
     }
 
-    /// Fetches packages; where they lie.
+    /// Fetches packages; returns their paths.
     pub(crate) fn fetch(&self, packages: &[String]) -> Result<Vec<PathBuf>> {
         let archives = self.folder.join("archives");
         output(self.apt("apt-get").arg("download").args(packages))?;
@@ -147,7 +147,7 @@ impl Debian {
         Ok(files)
     }
 
-    /// Fetches a package's upstream source; where it lies.
+    /// Fetches a package's upstream source; returns its path.
     pub(crate) fn fetch_source(&self, package: &str) -> Result<PathBuf> {
         output(self.apt("apt-get").args(["source", "--download-only", package]))?;
         let is_source = |file: &PathBuf| {
@@ -166,7 +166,7 @@ pub(crate) fn extract(package: &Path, into: &Path) -> Result<()> {
     output(Command::new("dpkg-deb").arg("--extract").arg(package).arg(into)).map(|_| ())
 }
 
-/// What a command prints; its complaints are in the error.
+/// What a command prints; the error has what it printed to stderr.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let ended = command.output().with_context(|| format!("{command:?}"))?;
     if !ended.status.success() {
@@ -175,8 +175,8 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     String::from_utf8(ended.stdout).with_context(|| format!("{command:?} printed no UTF-8"))
 }
 
-/// Debian's own sources as the machine has them, with the sources of packages: other archives need
-/// not be reachable.
+/// The machine's entries for Debian's own archives, with source packages: other archives need not
+/// be reachable.
 fn own_sources(into: &Path) -> Result<()> {
     let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
     files.extend(entries(Path::new("/etc/apt/sources.list.d")).unwrap_or_default());
@@ -222,7 +222,7 @@ fn of_debian(line: &str) -> bool {
     line.contains("/debian")
 }
 
-/// Where the main archive lies, as sources of either kind tell it.
+/// The main archive's address in sources of either format.
 fn mirror(sources: &str) -> Option<&str> {
     let named = sources.lines().filter(|l| l.starts_with("URIs:") || l.starts_with("deb "));
     let mut words = named.flat_map(str::split_whitespace);
@@ -233,7 +233,7 @@ fn numbers(text: &str) -> Vec<u64> {
     text.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()
 }
 
-/// What lies in a folder, in order.
+/// A folder's entries, sorted.
 pub(crate) fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).with_context(|| format!("{}", folder.display()))?;
     let mut paths = entries.map(|e| Ok(e?.path())).collect::<Result<Vec<_>>>()?;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail};
 
 use super::debian::{Debian, entries, output};
 
-/// What a guest has no use for, and what differs from one machine that builds to another.
+/// What a guest has no use for, and what differs between build machines.
 const WITHOUT: &[&str] = &[
     "--disable-native",
     "--disable-numa",

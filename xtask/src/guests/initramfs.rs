@@ -57,7 +57,7 @@ pub(crate) fn make(
         order.push_str(&format!("{}.ko: {}\n", module.name, needs.join(" ")));
     }
     archive.file(&format!("{place}/modules.dep"), order.as_bytes());
-    // One kernel has built in what is a module of another: modprobe is to know.
+    // One kernel has built in what is a module of another: modprobe has to know.
     let built_in = fs::read(modules.join("modules.builtin")).unwrap_or_default();
     archive.file(&format!("{place}/modules.builtin"), &built_in);
     let file = fs::File::create(folder.join(name))?;
@@ -72,7 +72,7 @@ struct Module {
     bytes: Vec<u8>,
 }
 
-/// Every module of a kernel, by the name that others know it by.
+/// Every module of a kernel, by the name under which others depend on it.
 fn find(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
     let mut found = BTreeMap::new();
     for path in entries(folder)? {
@@ -88,8 +88,8 @@ fn find(folder: &Path) -> Result<BTreeMap<String, PathBuf>> {
     Ok(found)
 }
 
-/// The modules that are wanted and those that they need, each with all that go before it, the
-/// nearest first. What the kernel has built in is nowhere and not wanted.
+/// `wanted`, the modules of all guests and what they need, each with all that must be loaded before
+/// it, the nearest first. Modules that the kernel has built in have no file and are left out.
 fn with_needs(
     all: &BTreeMap<String, PathBuf>,
     wanted: &[&str],
@@ -110,7 +110,7 @@ fn with_needs(
         let (mut order, mut seen) = (Vec::new(), BTreeSet::new());
         let mut open: Vec<String> = nearest[name].clone();
         while let Some(need) = open.pop() {
-            // One that is needed twice is loaded before both.
+            // A module that two others need is loaded before both.
             if let Some(its) = nearest.get(&need) {
                 open.extend(its.iter().cloned());
                 if !seen.insert(need.clone()) {

@@ -1,4 +1,4 @@
-//! What `cargo xtask bench-guest` needs beside: an initramfs with stress-ng and ext4.
+//! What `cargo xtask bench-guest` needs besides: an initramfs with stress-ng and ext4.
 
 use std::{
     fs,

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::{debian, initramfs, only_folder};
 
-/// What a test of this kernel has in its name.
+/// The names of tests of this kernel contain this.
 pub(crate) const TESTS: &str = "with_iommufd";
 
 /// Whether there is one.

@@ -38,7 +38,7 @@ pub(crate) fn folder() -> PathBuf {
     crate::steps::root().join("target/guests")
 }
 
-/// Changes whenever what is made changes: what an older checkout made is then made again.
+/// Changes whenever the output changes, so that what an older checkout made is made again.
 const RECIPE: &str = "4";
 
 /// Makes what is not there yet, and our own programs as their sources are now. `iommufd`: the packages
@@ -89,7 +89,7 @@ fn parts() -> Result<()> {
     qemu(&folder)?;
     println!("guests: a newer QEMU");
     qemu11::make(&debian, &folder)?;
-    // What went into the initramfs, and what nobody asked for.
+    // What went into the initramfs, and what no test needs.
     for spent in ["lib/modules", "usr/lib/uml", "boot", "usr/share/doc", "usr/share/locale"] {
         let _ = fs::remove_dir_all(root.join(spent));
     }
@@ -101,7 +101,7 @@ fn parts() -> Result<()> {
 /// Our programs that run in guests: without libraries, as a guest has none.
 fn programs() -> Result<()> {
     let build = folder().join("build");
-    // A target named in full: what runs while it is built is built as usual.
+    // With an explicit target, RUSTFLAGS do not apply to build scripts and procedural macros.
     let target = "x86_64-unknown-linux-gnu";
     let status = Command::new("cargo")
         .args(["build", "--quiet", "--package", "ringfence-guest", "--target", target])
@@ -131,8 +131,8 @@ fn qemu(folder: &Path) -> Result<()> {
     starter(folder, text).map(|_| ())
 }
 
-/// Writes `folder/qemu-system-x86_64`, which is to find its parts beside itself, and tries it; what it
-/// says it is.
+/// Writes `folder/qemu-system-x86_64`, which finds its parts beside itself, and tries it; returns
+/// the version that it prints.
 fn starter(folder: &Path, text: &str) -> Result<String> {
     let program = folder.join("qemu-system-x86_64");
     fs::write(&program, text)?;

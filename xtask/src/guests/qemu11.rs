@@ -15,7 +15,7 @@ use super::{
 
 /// The Debian release whose QEMU is new enough.
 const RELEASE: &str = "forky";
-/// The first QEMU that has what is asked of it.
+/// The first QEMU that has the devices needed here.
 const VERSION: (u32, u32) = (11, 1);
 
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
@@ -85,7 +85,7 @@ fn needed(all: &Path) -> Result<Vec<String>> {
     Ok(needed)
 }
 
-/// The first two numbers of what QEMU says it is.
+/// The first two numbers of the version that QEMU prints.
 fn version(says: &str) -> Option<(u32, u32)> {
     let mut numbers = says.split_once("version ")?.1.split('.');
     let mut next = || numbers.next()?.parse().ok();

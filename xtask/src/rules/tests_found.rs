@@ -1,5 +1,4 @@
-//! The tests that name rules: what a comment says counts if it stands in a test that is compiled, and
-//! runs.
+//! The tests that name rules: a comment counts if it is in a test that is compiled and runs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,7 +10,7 @@ use anyhow::{Context, Result};
 
 use super::Id;
 
-/// What the sources say of rules.
+/// Where the sources name rules.
 #[derive(Default)]
 pub(super) struct Found {
     /// Where each rule is named by a test that runs.
@@ -99,7 +98,7 @@ fn follow(file: &Path, is_root: bool, into: &mut BTreeSet<PathBuf>) -> Result<()
     Ok(())
 }
 
-/// The name in `mod name;`, whoever may see it.
+/// The name in `mod name;`, whatever its visibility.
 fn module(line: &str) -> Option<&str> {
     let (seen_by, name) = line.strip_suffix(';')?.split_once("mod ")?;
     let name = name.trim();
@@ -118,7 +117,7 @@ fn plain(path: &Path) -> PathBuf {
     })
 }
 
-/// Whether what a comment stands in is run.
+/// Whether the code around a comment is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Runs {
     Yes,
@@ -126,8 +125,8 @@ enum Runs {
     NoTest,
 }
 
-/// The comments of a file that name rules: line, rules, and whether the function around it is a test
-/// that runs. What encloses what is known by the indentation, as rustfmt leaves it.
+/// The comments of a file that name rules: line, rules, and whether the function around it is a
+/// test that runs. Nesting is read from the indentation, as rustfmt leaves it.
 fn named_in(text: &str) -> Vec<(usize, Vec<Id>, Runs)> {
     let lines: Vec<&str> = text.lines().collect();
     let indent = |line: &str| line.len() - line.trim_start().len();
@@ -141,7 +140,7 @@ fn named_in(text: &str) -> Vec<(usize, Vec<Id>, Runs)> {
             let there = lines[above];
             indent(there) < indent(line) && is_function(there)
         });
-        // Or it stands before the test, among its attributes.
+        // Or it is before the test, among its attributes.
         let is_part = |line: &str| line.trim_start().starts_with(['#', '/']);
         let below = (at + 1..lines.len()).find(|&below| !is_part(lines[below]));
         let below = below

@@ -1,11 +1,11 @@
-//! Findings, for people and for programs.
+//! Findings, as text and as JSON.
 
 use std::fmt::Write as _;
 
 use ringfence_virtio_iommu::kit::{Finding, Level, Outcome, Report};
 use serde::Serialize;
 
-/// What `--json` writes.
+/// The JSON that `--json` writes.
 #[derive(Serialize)]
 struct Json<'a> {
     schema: &'static str,
@@ -84,7 +84,7 @@ pub(super) fn to_json(report: &Report, device: &str, strict: bool) -> String {
     serde_json::to_string_pretty(&json).expect("strings and numbers") + "\n"
 }
 
-/// The findings in lines.
+/// The findings as text.
 pub(super) fn to_text(report: &Report, device: &str, strict: bool) -> String {
     let mut out = String::new();
     let mut line = |text: &str| writeln!(out, "{}", text.trim_end()).expect("a String takes all");

@@ -1,4 +1,4 @@
-//! What system calls are needed: io_uring, memfd; and who is in front of a back end.
+//! The system calls that are needed (io_uring, memfd), and the front ends.
 
 use ringfence_sandbox::Lack;
 use rustix::io::Errno;
@@ -10,15 +10,15 @@ use super::{
     tried::{MOST_BUFFERS, Tried},
 };
 
-/// What rules over system calls, and front ends.
+/// What restricts system calls, and which front ends there are.
 #[derive(Debug, Serialize)]
 pub(super) struct Calls {
-    /// kernel.io_uring_disabled: 0 for all, 1 for some, 2 for nobody. `None`: an older kernel has no
-    /// such switch.
+    /// kernel.io_uring_disabled: 0 allows all users, 1 some, 2 none. `None`: an older kernel
+    /// without this switch.
     io_uring_disabled: Option<u64>,
-    /// A filter of system calls (seccomp) is on this process.
+    /// A seccomp filter is installed on this process.
     filtered: bool,
-    /// The kernel's own back end for networks.
+    /// The kernel's own network back end.
     vhost_net: bool,
     qemu: Option<String>,
 }
@@ -36,7 +36,7 @@ impl Calls {
     }
 }
 
-/// Whether there is an io_uring: what pins memory, and what reads and writes a disk's file.
+/// Whether io_uring works: it pins memory, and reads and writes a disk's file.
 pub(super) fn io_uring(calls: &Calls, tried: &Tried) -> Check {
     const FOR: &[Purpose] = &[Purpose::Pin, Purpose::VhostUser];
     let check = |state, found: String| Check::new("io-uring", FOR, state, found);
@@ -115,7 +115,7 @@ pub(super) fn memfd(calls: &Calls, tried: &Tried) -> Check {
     }
 }
 
-/// What services confine themselves by. They serve without it, less confined.
+/// What services confine themselves with. They serve without it too, less confined.
 pub(super) fn sandbox(tried: &Tried) -> Check {
     let check = |state, found: &str| Check::new("sandbox", &[Purpose::VhostUser], state, found);
     match tried.sandbox.as_deref() {
@@ -133,7 +133,7 @@ pub(super) fn sandbox(tried: &Tried) -> Check {
     }
 }
 
-/// Which front end is here. It may as well be elsewhere, in a container of its own.
+/// Whether there is a front end on this host. It may as well be elsewhere, in its own container.
 pub(super) fn qemu(calls: &Calls, tried: &Tried) -> Check {
     let check = |state, found: &str| Check::new("qemu", &[Purpose::VhostUser], state, found);
     match (&calls.qemu, &tried.qemu) {
@@ -144,7 +144,7 @@ pub(super) fn qemu(calls: &Calls, tried: &Tried) -> Check {
     }
 }
 
-/// The kernel's own back end, which needs nothing of this.
+/// The kernel's own back end, which needs none of this.
 pub(super) fn vhost_net(calls: &Calls) -> Check {
     let found = match calls.vhost_net {
         true => "/dev/vhost-net is there (the kernel's back end; `ringfence net` does not use it)",
@@ -176,7 +176,7 @@ mod tests {
         let lack = state(&made, Some(Err(Errno::PERM)));
         assert_eq!(lack.state, State::Lack);
         assert_eq!(lack.remedies.len(), 2, "{lack:?}");
-        // Nothing was tried: the switch alone tells that nobody may, not who may.
+        // Nothing was tried: the switch alone shows that no user may, but not which users may.
         assert_eq!(state(&made, None).state, State::Note);
         made.file("proc/sys/kernel/io_uring_disabled", "2\n");
         assert_eq!(state(&made, None).state, State::Lack);

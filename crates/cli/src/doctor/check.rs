@@ -1,9 +1,9 @@
-//! What is looked at, and what it came to.
+//! Checks, and their results.
 
 use clap::ValueEnum;
 use serde::Serialize;
 
-/// What a host is needed for.
+/// What a host is to be used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Purpose {
@@ -27,37 +27,37 @@ impl Purpose {
     }
 }
 
-/// What a check came to.
+/// The result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum State {
-    /// It is there.
+    /// Present.
     Ok,
     /// Good to know; nothing depends on it.
     Note,
-    /// It works, and is dangerous.
+    /// It works, but is dangerous.
     Warning,
-    /// It cannot be seen from here; what needs it cannot be called ready.
+    /// Not visible from here; a purpose that needs it cannot be called ready.
     Unknown,
-    /// It is not there.
+    /// Missing.
     Lack,
 }
 
-/// Something that helps.
+/// A way to fix a lack.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Remedy {
-    /// When, and what it does.
+    /// When it applies, and what it does.
     pub(super) text: String,
-    /// For a shell, as root where nothing else is said. Where it names what only the user knows,
-    /// that is in capitals.
+    /// Shell commands, to be run as root unless stated otherwise. Words in capitals stand for what
+    /// only the user knows.
     pub(super) commands: Vec<String>,
 }
 
-/// One thing that was looked at.
+/// One check.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Check {
     pub(super) name: String,
-    /// Who needs it.
+    /// The purposes that need it.
     #[serde(rename = "for")]
     pub(super) needed_for: &'static [Purpose],
     pub(super) state: State,
@@ -85,7 +85,7 @@ impl Check {
         self
     }
 
-    /// A remedy that no command is.
+    /// A remedy without commands.
     pub(super) fn advice(self, text: impl Into<String>) -> Check {
         self.remedy(text, [""; 0])
     }
@@ -95,14 +95,14 @@ impl Check {
     }
 }
 
-/// Bytes, in the largest unit that shows at least one whole.
+/// Bytes, in the largest unit of which there is at least one.
 pub(super) fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let unit = (bytes.checked_ilog2().unwrap_or(0) / 10) as usize;
     let one = 1u64 << (10 * unit);
     match (bytes / one, bytes % one) {
         (whole, 0) => format!("{whole} {}", UNITS[unit]),
-        // The tenth is cut off, so that it is never shown as more than it is.
+        // Rounded down to a tenth, so that it never shows more than there is.
         (whole, rest) => {
             format!("{whole}.{} {}", u128::from(rest) * 10 / u128::from(one), UNITS[unit])
         }

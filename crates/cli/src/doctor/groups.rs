@@ -1,4 +1,4 @@
-//! IOMMU groups: the devices that can only be given away together.
+//! IOMMU groups: devices that can only be given away together.
 
 use serde::Serialize;
 
@@ -28,20 +28,21 @@ pub(super) struct Device {
     address: String,
     /// `pci`, `platform` and so on.
     bus: Option<String>,
-    /// A PCI device's class, as sysfs has it.
+    /// A PCI device's class, as in sysfs.
     class: Option<String>,
     driver: Option<String>,
-    /// What the host uses it for.
+    /// What the host uses it for, if anything.
     used: Vec<String>,
 }
 
 impl Device {
-    /// A driver of VFIO's has it.
+    /// Whether it is bound to a driver of VFIO's.
     fn is_ours(&self) -> bool {
         self.driver.as_deref().is_some_and(|driver| driver.starts_with("vfio"))
     }
 
-    /// A driver that does DMA has it: as long as it does, nobody else gets anything of its group.
+    /// Whether it is bound to a driver that does DMA: while it is, no other user can get any device
+    /// of its group.
     fn is_held(&self) -> bool {
         let harmless = |driver: &str| matches!(driver, "pcieport" | "pci-stub");
         !self.is_ours() && self.driver.as_deref().is_some_and(|driver| !harmless(driver))
@@ -66,7 +67,7 @@ impl Device {
         }
     }
 
-    /// In a line: what it is, who has it, and what for.
+    /// In a line: what it is, its driver, and what it is used for.
     fn describe(&self) -> String {
         let driver = self.driver.as_deref().unwrap_or("no driver");
         let used = match &self.used[..] {
@@ -76,7 +77,7 @@ impl Device {
         format!("{} ({}, {driver}{used})", self.address, self.kind())
     }
 
-    /// What gives it to VFIO.
+    /// The commands that bind it to VFIO.
     fn commands(&self) -> Option<Vec<String>> {
         if self.bus.as_deref() != Some("pci") || !is_plain(&self.address) {
             return None;
@@ -92,7 +93,7 @@ impl Device {
 }
 
 impl Group {
-    /// Those that there are, without those of the no-IOMMU mode.
+    /// All groups, except those of the no-IOMMU mode.
     pub(super) fn read_all(tree: &Tree) -> Vec<Group> {
         let users = uses::Users::read(tree);
         let read = |number: String| {
@@ -115,12 +116,12 @@ impl Group {
         groups.filter(|group| !is_unprotected(tree, group)).map(read).collect()
     }
 
-    /// VFIO has a device of it.
+    /// Whether VFIO has a device of it.
     pub(super) fn is_begun(&self) -> bool {
         self.devices.iter().any(Device::is_ours)
     }
 
-    /// VFIO can have all of it.
+    /// Whether VFIO can have all of it.
     pub(super) fn is_viable(&self) -> bool {
         !self.devices.iter().any(Device::is_held)
     }
@@ -129,7 +130,7 @@ impl Group {
         self.is_begun() && self.is_viable()
     }
 
-    /// The node by which programs have it.
+    /// The node by which programs open it.
     pub(super) fn node(&self) -> String {
         format!("dev/vfio/{}", self.number)
     }
@@ -139,7 +140,7 @@ impl Group {
         devices.join(", ")
     }
 
-    /// In a line, for a table of groups. `None`: there is nothing in it to be given away.
+    /// In a line, for a table of groups. `None`: it has no device that could be given away.
     pub(super) fn line(&self) -> Option<String> {
         if self.devices.iter().all(Device::is_bridge) {
             return None;
@@ -152,7 +153,7 @@ impl Group {
         Some(format!("{:<4} {state:<7}{}", self.number, self.describe()))
     }
 
-    /// A check of one group, with what makes it ready.
+    /// A check of one group, with the commands that make it ready.
     fn check(&self, found: String) -> Check {
         let name = format!("group-{}", self.number);
         if self.is_ready() {
@@ -184,7 +185,7 @@ impl Group {
     }
 }
 
-/// Whether a device can be had, any or `wanted`.
+/// Whether a device (any, or `wanted`) can be used.
 pub(super) fn check(groups: &[Group], wanted: Option<&str>) -> Vec<Check> {
     if let Some(wanted) = wanted {
         let its = |group: &&Group| group.devices.iter().any(|device| device.address == wanted);
@@ -194,7 +195,8 @@ pub(super) fn check(groups: &[Group], wanted: Option<&str>) -> Vec<Check> {
             Some(group) => group.check(group.describe()),
         }];
     }
-    // A group that was begun and not finished is nobody's, and the usual mistake.
+    // A group with only some of its devices given to VFIO is usable by neither, and the usual
+    // mistake.
     let half = groups.iter().filter(|group| group.is_begun() && !group.is_viable());
     let half = half.map(|group| {
         let held = group.devices.iter().filter(|device| device.is_held());
@@ -263,7 +265,7 @@ mod tests {
         assert_eq!(checks.len(), 1, "{checks:?}");
         assert_eq!((&checks[0].name[..], checks[0].state), ("group-12", State::Lack));
         assert!(checks[0].found.contains("0000:03:00.1 (network, e1000e)"), "{checks:?}");
-        // Neither the bridge, nor what has no driver, nor what is VFIO's already.
+        // Not the bridge, nor a device without a driver, nor one that VFIO has already.
         let commands: Vec<&String> = checks[0].remedies.iter().flat_map(|r| &r.commands).collect();
         assert_eq!(
             commands,
@@ -306,7 +308,7 @@ mod tests {
         assert_eq!(checks[0].state, State::Lack);
         assert!(checks[0].remedies[0].text.contains("IN USE: nvme0n1p2 is mounted on /"));
         assert_eq!(checks[0].remedies[1].commands.len(), 3);
-        // Nobody is told to give it away who did not name it.
+        // Commands to give it away appear only if the user named it.
         let checks = check(&groups, None);
         assert_eq!((checks.len(), &checks[0].name[..]), (1, "groups"));
         assert!(!format!("{checks:?}").contains("unbind"));

@@ -1,4 +1,4 @@
-//! The IOMMU: whether there is one, and what it does for interrupts.
+//! The IOMMU: whether there is one, and whether it remaps interrupts.
 
 use serde::Serialize;
 
@@ -9,7 +9,7 @@ use super::{
 };
 
 const FOR: &[Purpose] = &[Purpose::Vfio];
-/// What QEMU needs to be told to give its guest an IOMMU that VFIO can use.
+/// The QEMU arguments that give a guest an IOMMU that VFIO can use.
 const QEMU: &str =
     "qemu-system-x86_64 -machine q35,kernel-irqchip=split -device intel-iommu,intremap=on ...";
 
@@ -24,7 +24,7 @@ pub(super) struct Iommu {
     unprotected: usize,
     /// The firmware's table that describes an IOMMU.
     table: Option<&'static str>,
-    /// Whether interrupts are remapped; `None`: it cannot be seen, or the machine is another one.
+    /// Whether interrupts are remapped; `None`: not visible, or not this kind of machine.
     remapping: Option<bool>,
     #[serde(skip)]
     sysfs: bool,
@@ -59,13 +59,13 @@ impl Iommu {
     }
 }
 
-/// Whether a group is one of VFIO's no-IOMMU mode.
+/// Whether a group belongs to VFIO's no-IOMMU mode.
 pub(super) fn is_unprotected(tree: &Tree, group: &str) -> bool {
     let name = tree.word(&format!("sys/kernel/iommu_groups/{group}/name"));
     name.as_deref() == Some("vfio-noiommu")
 }
 
-/// Whether there is one.
+/// Whether there is an IOMMU.
 pub(super) fn present(iommu: &Iommu, kernel: &Kernel) -> Check {
     let check = |state, found: String| Check::new("iommu", FOR, state, found);
     if !iommu.sysfs {
@@ -124,7 +124,7 @@ pub(super) fn present(iommu: &Iommu, kernel: &Kernel) -> Check {
     check
 }
 
-/// Whether the kernel's own drivers are behind it too; what VFIO does is the same either way.
+/// Whether the kernel's own drivers are behind the IOMMU too; VFIO works the same either way.
 pub(super) fn translation(kernel: &Kernel) -> Option<Check> {
     const PASS: [&str; 3] = ["iommu=pt", "iommu.passthrough=1", "iommu.passthrough=on"];
     let told = PASS.into_iter().find(|told| kernel.was_told(told));
@@ -277,7 +277,7 @@ mod tests {
         assert_eq!(state(&made), Some(State::Lack));
         made.file("sys/module/vfio_iommu_type1/parameters/allow_unsafe_interrupts", "Y\n");
         assert_eq!(state(&made), Some(State::Warning));
-        // Another kind of machine: its controller isolates messages by itself.
+        // Another kind of machine, whose controller isolates messages by itself.
         made.file("proc/interrupts", " 24:  1 0  GICv3   5-edge  acpi\n");
         assert_eq!(state(&made), None);
     }

@@ -25,9 +25,9 @@ impl Part {
 
 /// The kernel that runs.
 pub(super) struct Kernel {
-    /// As `uname -r` says.
+    /// As printed by `uname -r`.
     pub(super) release: Option<String>,
-    /// What it was started with.
+    /// Its command line.
     pub(super) parameters: Vec<String>,
     /// Whether it runs in a virtual machine.
     pub(super) is_guest: bool,
@@ -85,7 +85,7 @@ impl Kernel {
                 file.split_once(".ko").is_some_and(|(stem, _)| same(stem))
             }))
         };
-        // What is built in may have a folder too, for its parameters.
+        // A built-in module may have a folder too, for its parameters.
         match (listed(&self.built_in), listed(&self.loadable)) {
             (Some(true), _) => Part::BuiltIn,
             _ if self.loaded.iter().any(|other| same(other)) => Part::Loaded,
@@ -95,7 +95,7 @@ impl Kernel {
         }
     }
 
-    /// Whether a kernel was built with an option; `None`: its configuration is not here.
+    /// Whether the kernel was built with an option; `None`: its configuration is not here.
     pub(super) fn option(&self, name: &str) -> Option<bool> {
         let configuration = self.configuration.as_deref()?;
         let set =
@@ -103,7 +103,7 @@ impl Kernel {
         Some(configuration.lines().any(set))
     }
 
-    /// What it was told of IOMMUs; the rest of its command line is nobody's business.
+    /// Its parameters about IOMMUs; the rest of the command line is not reported.
     pub(super) fn told_of_iommus(&self) -> Vec<String> {
         let words = ["iommu", "remap", "vfio", "x2apic"];
         let of_iommus = |told: &&String| words.iter().any(|word| told.contains(word));

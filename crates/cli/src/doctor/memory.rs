@@ -10,15 +10,15 @@ use super::{
 /// The bit of CAP_IPC_LOCK in a set of capabilities.
 const IPC_LOCK: u32 = 14;
 
-/// Who may lock how much.
+/// How much memory this user may lock.
 #[derive(Debug, Serialize)]
 pub(super) struct Memlock {
     /// RLIMIT_MEMLOCK, bytes; `None`: no limit.
     soft: Option<u64>,
     hard: Option<u64>,
-    /// CAP_IPC_LOCK, with which no limit holds.
+    /// CAP_IPC_LOCK, which lifts any limit.
     capability: bool,
-    /// Processes in a user namespace have their capabilities there and nowhere else.
+    /// In a user namespace, where capabilities count only inside of it.
     user_namespace: bool,
     /// What this user's processes have locked (VmLck) and pinned (VmPin), bytes.
     locked: u64,
@@ -55,8 +55,8 @@ impl Memlock {
         })
     }
 
-    /// What io_uring pins is counted by user, what type1 maps by process: whoever comes last has
-    /// what is left after all that is pinned now.
+    /// What is left after all that is pinned now: io_uring's pins are counted per user, type1's
+    /// mappings per process, and a new program may run into either.
     fn left(&self, limit: Option<u64>) -> u64 {
         limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.pinned))
     }
@@ -129,7 +129,7 @@ pub(super) struct HugePages {
     /// Bytes of one.
     size: u64,
     total: u64,
-    /// Neither used nor promised to anyone.
+    /// Neither used nor reserved.
     free: u64,
 }
 
@@ -155,15 +155,15 @@ impl HugePages {
     }
 }
 
-/// How transparent huge pages are had: `always`, `madvise` or `never`.
+/// The mode of transparent huge pages: `always`, `madvise` or `never`.
 pub(super) fn transparent(tree: &Tree) -> Option<String> {
     let text = tree.word("sys/kernel/mm/transparent_hugepage/enabled")?;
     let (_, rest) = text.split_once('[')?;
     Some(rest.split_once(']')?.0.to_owned())
 }
 
-/// Nothing needs huge pages. What is pinned in them is pinned in fewer steps, and an IOMMU
-/// translates it with fewer entries.
+/// Nothing needs huge pages. Memory in huge pages is pinned in fewer steps, and an IOMMU translates
+/// it with fewer entries.
 pub(super) fn huge_pages(reserved: &[HugePages], transparent: Option<&str>) -> Check {
     const FOR: &[Purpose] = &[Purpose::Vfio, Purpose::Pin];
     let told = |pages: &HugePages| {

@@ -1,4 +1,4 @@
-//! What the doctor says: for people, and as JSON (`ringfence.doctor/1`).
+//! The doctor's report: as text, and as JSON (`ringfence.doctor/1`).
 
 use std::{collections::BTreeMap, fmt::Write};
 
@@ -21,9 +21,9 @@ const MOST_GROUPS: usize = 40;
 pub(super) struct Report {
     pub(super) schema: &'static str,
     pub(super) host: Host,
-    /// Bytes that the program is to pin.
+    /// Bytes that the program will pin.
     pub(super) memory: u64,
-    /// For what was asked, whether all that it needs is there.
+    /// For each purpose asked about, whether all that it needs is there.
     pub(super) ready: BTreeMap<&'static str, bool>,
     pub(super) checks: Vec<Check>,
     pub(super) memlock: Option<Memlock>,
@@ -36,17 +36,17 @@ pub(super) struct Report {
     pub(super) purposes: Vec<Purpose>,
 }
 
-/// Which host it is.
+/// The host that was examined.
 #[derive(Debug, Serialize)]
 pub(super) struct Host {
     pub(super) kernel: Option<String>,
-    /// What the kernel was told of IOMMUs when it was started.
+    /// The kernel's parameters about IOMMUs.
     pub(super) parameters: Vec<String>,
     pub(super) guest: bool,
 }
 
 impl Report {
-    /// Whether all is there that was asked for.
+    /// Whether all that was asked about is ready.
     pub(super) fn is_ready(&self) -> bool {
         self.ready.values().all(|ready| *ready)
     }
@@ -54,11 +54,11 @@ impl Report {
     /// One object, with a newline at its end.
     pub(super) fn to_json(&self) -> String {
         let text = serde_json::to_string_pretty(self);
-        // Only maps with keys that are not text can fail, and there is none.
+        // Only maps with keys that are not text can fail, and there are none here.
         text.unwrap_or_else(|error| unreachable!("a report is plain data: {error}")) + "\n"
     }
 
-    /// Lines for people.
+    /// As text.
     pub(super) fn to_text(&self) -> String {
         let mut out = String::new();
         let kernel = self.host.kernel.as_deref().unwrap_or("(release unknown)");
@@ -123,7 +123,7 @@ impl Report {
     }
 }
 
-/// What stands in the way of a purpose.
+/// The names of the checks that fail for a purpose.
 pub(super) fn in_the_way(checks: &[Check], purpose: Purpose) -> impl Iterator<Item = &str> {
     let its = move |check: &&Check| check.needed_for.contains(&purpose);
     checks.iter().filter(its).filter(|check| check.stands_in_the_way()).map(|check| &check.name[..])

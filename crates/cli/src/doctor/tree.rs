@@ -11,10 +11,10 @@ const LONGEST: u64 = 16 << 20;
 /// Most names of a folder that are read.
 const MOST: usize = 1 << 16;
 
-/// A file system that is looked at: this machine's, or a folder with a copy of one.
+/// A file system to be examined: this machine's, or a folder with a copy of one.
 ///
-/// What is not there, or cannot be read, is `None` or empty: a container may show anything. What
-/// comes back holds no control characters, so that it can be printed.
+/// Files that do not exist, or cannot be read, are `None` or empty: a container may show anything.
+/// Results hold no control characters, so that they can be printed.
 #[derive(Clone, Debug)]
 pub(super) struct Tree {
     root: PathBuf,
@@ -29,38 +29,38 @@ impl Tree {
         self.root.join(name).exists()
     }
 
-    /// What a file holds.
+    /// The content of a file.
     pub(super) fn text(&self, name: &str) -> Option<String> {
         read(self.open(name)?)
     }
 
-    /// What a file holds that is packed with gzip.
+    /// The content of a file that is packed with gzip.
     pub(super) fn packed_text(&self, name: &str) -> Option<String> {
         read(flate2::read::GzDecoder::new(self.open(name)?))
     }
 
     fn open(&self, name: &str) -> Option<File> {
         let path = self.root.join(name);
-        // Nothing but a file: to open a pipe would wait for its writer.
+        // Only regular files: opening a pipe would wait for its writer.
         if !fs::metadata(&path).ok()?.is_file() {
             return None;
         }
         File::open(path).ok()
     }
 
-    /// What a file of one value holds.
+    /// The content of a file with a single value.
     pub(super) fn word(&self, name: &str) -> Option<String> {
         let text = self.text(name)?;
         let word = text.lines().next().unwrap_or_default().trim();
         (!word.is_empty()).then(|| word.chars().take(256).collect())
     }
 
-    /// What a file of one decimal number holds.
+    /// The content of a file with a single decimal number.
     pub(super) fn number(&self, name: &str) -> Option<u64> {
         self.word(name)?.parse().ok()
     }
 
-    /// Whether a parameter of a module is on; `None`: there is none of that name.
+    /// Whether a parameter of a module is on; `None`: it does not exist.
     pub(super) fn switch(&self, name: &str) -> Option<bool> {
         Some(matches!(self.word(name)?.as_str(), "Y" | "y" | "1"))
     }
@@ -81,13 +81,13 @@ impl Tree {
         names
     }
 
-    /// Where a symbolic link leads, as it stands there.
+    /// The target of a symbolic link, unresolved.
     pub(super) fn link(&self, name: &str) -> Option<String> {
         let target = fs::read_link(self.root.join(name)).ok()?;
         target.to_str().map(printable)
     }
 
-    /// The last part of where a symbolic link leads: how sysfs names a device's driver.
+    /// The last component of a symbolic link's target: sysfs names a device's driver this way.
     pub(super) fn link_name(&self, name: &str) -> Option<String> {
         let target = self.link(name)?;
         target.rsplit('/').find(|part| !part.is_empty()).map(String::from)
@@ -105,13 +105,13 @@ fn printable(text: &str) -> String {
     text.chars().map(show).collect()
 }
 
-/// Whether a name may stand in a command that the user is told to run.
+/// Whether a name is safe in a command that the user is advised to run.
 pub(super) fn is_plain(name: &str) -> bool {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, ':' | '.' | '_' | '-' | '+');
     !name.is_empty() && !name.starts_with('-') && name.chars().all(plain)
 }
 
-/// A made-up file system, for the tests of all that reads one.
+/// A made-up file system, for the tests of code that reads one.
 #[cfg(test)]
 pub(super) struct MadeUp(tempfile::TempDir);
 

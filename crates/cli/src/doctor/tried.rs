@@ -1,4 +1,4 @@
-//! What only a try can tell: system calls, device nodes, and QEMU.
+//! What can only be found by trying: system calls, device nodes, and QEMU.
 
 use std::{
     collections::BTreeMap,
@@ -16,26 +16,26 @@ use rustix::{
 
 /// Most buffers that an io_uring registers.
 pub(super) const MOST_BUFFERS: u32 = 1 << 14;
-/// A QEMU tells its version at once, or is none.
+/// A QEMU prints its version at once; a program that takes longer is not one.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What was tried here. `None`: it was not, since another tree is looked at.
+/// What was tried here. `None`: nothing, since another tree is examined.
 #[derive(Debug, Default)]
 pub(super) struct Tried {
-    /// An io_uring, and whether it takes a table of as many buffers as there may be.
+    /// Whether io_uring works, and accepts a table of the largest size.
     pub(super) io_uring: Option<Result<bool, Errno>>,
     /// Memory that can be shared and sealed.
     pub(super) memfd: Option<Result<(), Errno>>,
     /// What a service's sandbox lacks.
     pub(super) sandbox: Option<Vec<Lack>>,
-    /// What the QEMU that is found first calls itself.
+    /// The version string of the first QEMU in the path.
     pub(super) qemu: Option<Option<String>>,
     /// Nodes in /dev, and whether this user may read and write them.
     pub(super) nodes: BTreeMap<String, Result<(), Errno>>,
 }
 
 impl Tried {
-    /// Tries all of it. Nothing stays of it, and no module is loaded by it.
+    /// Tries all of it. Leaves nothing behind, and loads no module.
     pub(super) fn here(nodes: impl IntoIterator<Item = String>) -> Tried {
         Tried {
             io_uring: Some(io_uring()),
@@ -64,9 +64,9 @@ fn memfd() -> Result<(), Errno> {
     rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::SEAL)
 }
 
-/// A node is opened where that does nothing: it tells what a container's device rules forbid. A
-/// group can be open only once, and may belong to somebody who works: there the permissions are
-/// looked at.
+/// Opens a node where that has no effect: this shows what a container's device rules forbid. A
+/// group can be open only once, and another program may be about to use it: for a group only the
+/// permissions are checked.
 fn node(name: &str) -> Result<(), Errno> {
     let path = Path::new("/").join(name);
     if matches!(name, "dev/vfio/vfio" | "dev/iommu") {
@@ -84,7 +84,7 @@ fn qemu(program: &str) -> Option<String> {
         .spawn()
         .ok()?;
     let begun = Instant::now();
-    // What it says fits into the pipe: nobody need read it meanwhile.
+    // Its output fits into the pipe, so it need not be read meanwhile.
     while child.try_wait().ok()?.is_none() {
         if begun.elapsed() > PATIENCE {
             let _ = child.kill();

@@ -1,8 +1,8 @@
-//! What the host uses a device for: nobody should be told how to take away the disk he stands on.
+//! What the host uses a device for: the commands must not take away the disk that it runs from.
 
 use super::tree::Tree;
 
-/// Where each thing in use lies in the tree of devices, and what it is.
+/// For each thing in use, its place in the tree of devices, and what it is.
 pub(super) struct Users(Vec<(String, String)>);
 
 impl Users {
@@ -13,7 +13,7 @@ impl Users {
         for line in tree.text("proc/self/mountinfo").unwrap_or_default().lines() {
             let words: Vec<&str> = line.split(' ').collect();
             let (Some(number), Some(place)) = (words.get(2), words.get(4)) else { continue };
-            // Some file systems have numbers of their own, and name their disk only.
+            // Some file systems have device numbers of their own, and show their disk by name only.
             let source =
                 words.iter().position(|word| *word == "-").and_then(|at| words.get(at + 2));
             let disk = source.and_then(|source| source.strip_prefix("/dev/"));

@@ -16,7 +16,7 @@ use super::{
 const FOR: &[Purpose] = &[Purpose::Vfio];
 const MODULES: [&str; 4] = ["vfio", "vfio_pci", "vfio_iommu_type1", "iommufd"];
 
-/// What there is of VFIO.
+/// The state of VFIO.
 #[derive(Debug, Serialize)]
 pub(super) struct Vfio {
     modules: BTreeMap<&'static str, Part>,
@@ -24,9 +24,9 @@ pub(super) struct Vfio {
     container: bool,
     /// /dev/iommu.
     iommufd: bool,
-    /// Devices as nodes of their own, as iommufd has them.
+    /// Device nodes, as iommufd needs them.
     devices: Vec<String>,
-    /// Most mappings in a container.
+    /// Most mappings of a container.
     dma_entry_limit: Option<u64>,
 }
 
@@ -46,8 +46,7 @@ impl Vfio {
         self.modules.get(name).copied().unwrap_or(Part::Unseen)
     }
 
-    /// The nodes that tell something when they are tried: not those whose module is not in memory,
-    /// which would be loaded by it.
+    /// The nodes worth trying: not those with an unloaded module, which trying would load.
     pub(super) fn nodes(&self, groups: &[Group]) -> Vec<String> {
         let mut nodes = Vec::new();
         if self.container && self.part("vfio").is_there() {
@@ -61,10 +60,10 @@ impl Vfio {
     }
 }
 
-/// Whether the kernel has it, and it is loaded.
+/// Whether the kernel has VFIO, and it is loaded.
 pub(super) fn modules(vfio: &Vfio, kernel: &Kernel) -> Check {
     let check = |state, found: String| Check::new("vfio", FOR, state, found);
-    // The container's node is there as long as VFIO is; a kernel that has it built in shows nothing
+    // The container's node exists as long as VFIO does; a kernel with built-in VFIO shows nothing
     // else.
     let part = |name: &str| match vfio.part(name) {
         Part::Unseen | Part::Absent if name == "vfio" && vfio.container => Part::BuiltIn,
@@ -101,7 +100,7 @@ pub(super) fn modules(vfio: &Vfio, kernel: &Kernel) -> Check {
     )
 }
 
-/// Whether this user may use its nodes.
+/// Whether this user may open its nodes.
 pub(super) fn nodes(vfio: &Vfio, groups: &[Group], tried: &Tried, tree: &Tree) -> Vec<Check> {
     let mut checks = Vec::new();
     if vfio.part("vfio").is_there() || vfio.container {
@@ -150,7 +149,7 @@ fn refused(name: &str, node: &str, error: Errno) -> Check {
     }
 }
 
-/// What the second interface needs. Nothing needs it: type1 is there too.
+/// What the second interface needs. It is never required: type1 is there too.
 pub(super) fn iommufd(vfio: &Vfio, kernel: &Kernel, tried: &Tried) -> Check {
     let check = |state, found: String| Check::new("iommufd", FOR, state, found);
     let module = vfio.part("iommufd");
@@ -174,9 +173,9 @@ pub(super) fn iommufd(vfio: &Vfio, kernel: &Kernel, tried: &Tried) -> Check {
     }
 }
 
-/// How many mappings a container takes.
+/// How many mappings a container can have.
 pub(super) fn entries(vfio: &Vfio) -> Option<Check> {
-    /// What the kernel allows by itself.
+    /// The kernel's default.
     const USUAL: u64 = 65_535;
     let limit = vfio.dma_entry_limit?;
     let check =

@@ -1,8 +1,8 @@
-//! Where a device is on the guest's PCI bus.
+//! The address of a device on the guest's PCI bus.
 
 use std::{fmt, str::FromStr};
 
-/// A device and a function of it on bus 0, written as QEMU does: `06.0`, in hexadecimal digits.
+/// A device and its function on bus 0, written as in QEMU: `06.0`, in hexadecimal digits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Address {
     pub(super) device: u8,
@@ -10,7 +10,7 @@ pub(crate) struct Address {
 }
 
 impl Address {
-    /// The last device that is free on a q35 machine: the one above is the chip set's.
+    /// The last free device of a q35 machine: the next one is the chip set's.
     pub(super) const LAST: u8 = 0x1e;
 
     /// The function 0 of a device.

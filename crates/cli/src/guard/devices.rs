@@ -30,20 +30,20 @@ use crate::{
     serve::{Connection, Page, Ready, reader},
 };
 
-/// The units of devices among a worker's: the IOMMU's is the one before.
+/// The first device's unit among those of a worker: the unit before it is the IOMMU's.
 const FIRST_UNIT: u32 = 1;
 
-/// One device as it was asked for.
+/// One device as requested.
 enum Wanted<'a> {
     Blk(&'a BlkSpec),
-    /// One end of a network device, which has two if packets go from one to the other.
+    /// One end of a network device, which has two if packets pass from one to the other.
     Net(&'a NetSpec, usize),
     Idle,
 }
 
-/// Which devices there are, and where.
+/// The devices and their addresses.
 pub(super) struct Plan<'a> {
-    /// Those with a socket first.
+    /// The devices with a socket come first.
     devices: Vec<(Address, Wanted<'a>)>,
 }
 
@@ -86,23 +86,23 @@ impl<'a> Plan<'a> {
         Ok(plan)
     }
 
-    /// Where the endpoints are.
+    /// The addresses of the endpoints.
     pub(super) fn addresses(&self) -> Vec<Address> {
         self.devices.iter().map(|&(address, _)| address).collect()
     }
 
-    /// The sockets of those that have one, in order.
+    /// The sockets of the devices that have one, in order.
     pub(super) fn sockets(&self) -> impl Iterator<Item = &'a Path> {
         self.devices.iter().filter_map(|(_, wanted)| wanted.socket())
     }
 
-    /// How many threads could have something to do.
+    /// How many threads could have work.
     pub(super) fn queues(&self) -> u16 {
         let all = self.devices.iter().filter_map(|(_, wanted)| wanted.common());
         all.fold(1, |sum: u16, common| sum.saturating_add(common.queues))
     }
 
-    /// How many views of the IOMMU's tables there may be with so many workers.
+    /// How many views of the IOMMU's tables there may be with this many workers.
     pub(super) fn views(&self, workers: usize) -> usize {
         self.sockets().count() * workers
     }
@@ -115,14 +115,14 @@ impl<'a> Plan<'a> {
         self.devices.iter().map(made).collect()
     }
 
-    /// The endpoints that never bypass.
+    /// The endpoints that never bypass the IOMMU.
     pub(super) fn untrusted(&self) -> impl Iterator<Item = u32> {
         let devices = self.devices.iter();
         let marked = devices.filter(|(_, wanted)| wanted.common().is_some_and(|p| p.untrusted));
         marked.map(|(address, _)| address.number().into())
     }
 
-    /// What QEMU is to be told.
+    /// The devices, as QEMU's arguments need them.
     ///
     /// # Errors
     /// There is no current folder.
@@ -143,7 +143,7 @@ impl<'a> Plan<'a> {
     /// Opens what the devices need, in their order.
     ///
     /// # Errors
-    /// An image or a tap device cannot be had.
+    /// An image or a tap device cannot be opened.
     pub(super) fn open(&self) -> Result<Vec<Opened>> {
         let opened = self.devices.iter().map(|(_, wanted)| match wanted {
             Wanted::Blk(spec) => {
@@ -179,7 +179,8 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Makes those that have a socket, in the order of the sockets, with what they have `opened`. `endpoints` are all.
+    /// Makes the devices that have a socket, in the order of the sockets, with what is `opened` for
+    /// them. `endpoints` are those of all devices.
     ///
     /// # Errors
     /// No thread or descriptor is left.
@@ -217,8 +218,8 @@ impl<'a> Plan<'a> {
                 (Wanted::Net(spec, _), opened, _) => {
                     let (way, workers) = match (opened, &spec.way) {
                         (Opened::Tap(tap), _) => (Way::Tap(tap), Arc::clone(workers)),
-                        // What one device sends on a pair the other receives on any: with one
-                        // worker none is out of reach.
+                        // A device may receive on any pair what the other sends on one: with one
+                        // worker, all pairs are within its reach.
                         (_, NetWay::Peer(_)) => (Way::Peer, ready.workers("peer", 1)?),
                         _ => (Way::Loopback, Arc::clone(workers)),
                     };
@@ -260,14 +261,14 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// What a device has that is outside of the process.
+/// What a device uses outside of the process.
 pub(super) enum Opened {
     Image(Arc<Image>),
     Tap(Arc<Tap>),
     Nothing,
 }
 
-/// A device behind the IOMMU, as it is served.
+/// A device behind the IOMMU, as served.
 pub(super) struct Device {
     address: Address,
     does: Does,
@@ -297,7 +298,7 @@ impl Device {
     }
 }
 
-/// Disks that have not answered, and how many rings wait for each.
+/// Disks that have not completed their requests, and how many rings wait for each.
 pub(super) fn left(devices: &[Device]) -> Vec<(String, usize)> {
     let all = devices.iter().filter_map(|device| match &device.does {
         Does::Blk(options, image) => Some((image.clone(), options.figures.stuck())),
@@ -306,7 +307,7 @@ pub(super) fn left(devices: &[Device]) -> Vec<(String, usize)> {
     all.filter(|(_, rings)| *rings > 0).collect()
 }
 
-/// The figures of all devices; a queue's name is its device's address and its number.
+/// The metrics of all devices; a queue is named by its device's address and its number.
 pub(super) fn figures(page: &mut Page, devices: &[Device]) {
     let name = |device: &Device| format!("{}/", device.address);
     let blks: Vec<(String, &BlkFigures)> = devices

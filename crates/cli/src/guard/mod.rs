@@ -35,17 +35,18 @@ use crate::{
     serve::{self, Common, Connection, Kind, Page, Service},
 };
 
-/// The least memory of a guest: the lowest MiB is not for mapping.
+/// The least memory of a guest: the lowest MiB cannot be mapped.
 const LEAST_MEMORY: u64 = 16 << 20;
-/// What a driver can be told of reserved regions, in bytes, at least, and what a region takes.
+/// The least size of the PROBE properties that list reserved regions, and the size of one region,
+/// in bytes.
 const PROBE: (u32, u32) = (512, 24);
 
 /// An IOMMU and the devices behind it, for a stock virtual machine.
 ///
-/// One process serves a virtio-iommu, disks and network devices to QEMU 11.1 or later, and writes the
-/// ACPI table (VIOT) by which a stock Linux finds that the devices are behind the IOMMU. The devices
-/// translate in the IOMMU's own table: what the guest's driver has mapped is all that they reach, from
-/// the moment that it is answered.
+/// One process serves a virtio-iommu, disks and network devices to QEMU 11.1 or later, and writes
+/// the ACPI table (VIOT) by which a stock Linux finds that the devices are behind the IOMMU. The
+/// devices translate in the IOMMU's own table: they can access only what the guest's driver has
+/// mapped, from the moment that its request is completed.
 #[derive(Args)]
 #[command(after_help = "EXAMPLE:
     ringfence guard --iommu vm.iommu --blk vm.disk=disk.img --net vm.net=tap:vm0 --memory 1G
@@ -95,12 +96,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "DD.F")]
     idle: Vec<Address>,
 
-    /// The guest's memory, as QEMU is told
+    /// The guest's memory, as in QEMU's -m
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = memory)]
     memory: u64,
 
-    /// Addresses below its end that are no memory to the guest, FIRST-LAST in hexadecimal: what
-    /// firmware keeps for itself at the end of memory, say
+    /// Addresses below its end that are not memory to the guest, FIRST-LAST in hexadecimal: for
+    /// example those that firmware reserves at the end of memory
     #[arg(long, value_name = "RANGE", value_parser = space::hole)]
     hole: Vec<Range>,
 
@@ -108,16 +109,16 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "DD", default_value = "05.0")]
     slot: Address,
 
-    /// Devices reach nothing until the guest has a driver for the IOMMU: its firmware cannot use
+    /// Devices access nothing until the guest has a driver for the IOMMU: its firmware cannot use
     /// them
     #[arg(long)]
     no_bypass: bool,
 
-    /// Where the VIOT goes [default: beside the IOMMU's socket, with .viot after its name]
+    /// Where to write the VIOT [default: beside the IOMMU's socket, with .viot after its name]
     #[arg(long, value_name = "FILE")]
     viot: Option<PathBuf>,
 
-    /// QEMU's arguments as JSON
+    /// Print QEMU's arguments as JSON
     #[arg(long)]
     json: bool,
 
@@ -175,7 +176,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let text = announcement(&arguments, &plan, &viot_file)?;
     let sockets = plan.sockets();
     let paths: Vec<&Path> = [&*arguments.iommu].into_iter().chain(sockets).collect();
-    // Of a network device each queue is a pair; the IOMMU has two.
+    // Each queue of a network device is a pair; the IOMMU has two.
     let rings = 2 * usize::from(plan.queues());
     let mut ready =
         serve::open_on(begun, &arguments.common, &paths, rings, || plan.make_rings(&opened))?;
@@ -222,7 +223,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     serve::run(ready, Guard { iommu, devices, text })
 }
 
-/// What is told of the machine on standard output.
+/// The description of the machine for standard output.
 fn announcement(arguments: &Arguments, plan: &Plan, viot: &Path) -> Result<String> {
     let (viot, socket) = (absolute(viot)?, absolute(&arguments.iommu)?);
     let behind = plan.behind()?;
@@ -257,7 +258,7 @@ fn announcement(arguments: &Arguments, plan: &Plan, viot: &Path) -> Result<Strin
 
 struct Guard {
     iommu: Arc<Iommu>,
-    /// By the number of their sockets, less one for the IOMMU's.
+    /// Indexed by the number of the socket, less one for the IOMMU's.
     devices: Vec<Device>,
     text: String,
 }
@@ -313,7 +314,7 @@ impl Service for Guard {
     }
 }
 
-/// An error of whoever wrote the command line.
+/// An error in the command line.
 fn usage(text: impl Into<String>) -> anyhow::Error {
     Usage(text.into()).into()
 }

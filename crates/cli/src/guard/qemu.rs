@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::address::Address;
 
-/// What a device is to QEMU.
+/// The kind of a device in QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Kind {
@@ -23,15 +23,15 @@ pub(super) enum Kind {
 pub(super) struct Behind {
     pub(super) kind: Kind,
     pub(super) address: Address,
-    /// `None`: nobody serves it.
+    /// `None`: no socket serves it.
     pub(super) socket: Option<PathBuf>,
     pub(super) queues: u16,
     pub(super) untrusted: bool,
 }
 
-/// The arguments, each option followed by its value. The IOMMU comes before the devices: QEMU starts
-/// them in this order when a paused guest goes on. `bypass`: devices that are trusted reach memory
-/// before there is a driver for the IOMMU.
+/// The arguments, each option followed by its value. The IOMMU comes before the devices: QEMU
+/// starts them in this order when a paused guest continues. `bypass`: trusted devices access memory
+/// before the IOMMU has a driver.
 pub(super) fn arguments(
     memory: u64,
     viot: &Path,
@@ -49,8 +49,8 @@ pub(super) fn arguments(
         ["-machine".into(), "q35,memory-backend=ringfence-memory".into()],
         ["-m".into(), size],
         ["-object".into(), memory],
-        // With an IOMMU of its own, which the guest leaves idle, QEMU passes ring addresses on as
-        // they are; it does not resolve them itself.
+        // With an IOMMU of its own, which the guest leaves idle, QEMU passes ring addresses on
+        // unchanged; it does not resolve them itself.
         ["-device".into(), "intel-iommu,intremap=off,device-iotlb=on".into()],
         ["-acpitable".into(), format!("file={}", escaped(viot))],
         ["-chardev".into(), format!("socket,id=ringfence-iommu,path={}", escaped(socket))],
@@ -62,14 +62,15 @@ pub(super) fn arguments(
             ),
         ],
     ];
-    // SeaBIOS starts every disk that it could boot from and waits for ever when something reads from
-    // one that does not answer, be it a boot loader or the first code of Linux, which looks at all.
+    // SeaBIOS starts every disk that it could boot from. A read from one that does not respond
+    // waits for ever, whether by a boot loader or by the early code of Linux, which probes all
+    // disks.
     let reached = |device: &Behind| bypass && !device.untrusted;
     let strict = devices.iter().any(|device| device.kind == Kind::Blk && !reached(device));
     if strict {
         all.push(["-boot".into(), "strict=on".into()]);
     }
-    // It could boot from nothing else then, but for what has a number.
+    // With that, firmware boots only from devices that have a boot index.
     let mut order = 1..;
     for device in devices {
         let Behind { kind, address, socket, queues, .. } = device;
@@ -102,13 +103,13 @@ pub(super) fn arguments(
     all
 }
 
-/// The control queue of a network device is QEMU's own, and it would read the driver's addresses as its
-/// idle IOMMU has them: a driver that waits for an answer would wait for ever. Neither it nor what needs
-/// it is offered.
+/// QEMU itself serves the control queue of a network device, and would translate the driver's
+/// addresses by its idle IOMMU: the driver would wait for ever for a reply. Neither the queue nor
+/// features that need it are offered.
 const NO_CONTROL: &str = "ctrl_vq=off,ctrl_rx=off,ctrl_rx_extra=off,ctrl_vlan=off,\
                           ctrl_mac_addr=off,ctrl_guest_offloads=off,guest_announce=off,mq=off";
 
-/// A name in a value of QEMU's.
+/// A name as part of a QEMU option's value.
 fn escaped(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
@@ -183,7 +184,7 @@ mod tests {
         assert!(said[1].contains("addr=06.0,bootindex=1"), "{said:?}");
         assert!(said[2].contains("addr=08.0,bootindex=2"), "{said:?}");
         assert_eq!(boot(&all, false), ["-boot strict=on"]);
-        // Firmware does not start a network device that it does not boot from.
+        // Firmware starts only network devices that it boots from.
         let net = [untrusted(all[3].clone()), all[4].clone()];
         assert!(boot(&net, true).is_empty() && boot(&net, false).is_empty());
     }

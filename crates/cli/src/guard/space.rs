@@ -4,20 +4,20 @@ use std::sync::Arc;
 
 use ringfence_iommu::{Geometry, Iova, PageSizes, Range, ReservedKind, ReservedRegion};
 
-/// From this much on a q35 machine has only 2 GiB of its memory below 4 GiB.
+/// From this size on, a q35 machine has only 2 GiB of its memory below 4 GiB.
 const SPLIT: u64 = 0xb000_0000;
 const GIB: u64 = 1 << 30;
 const GRANULE: u64 = 4096;
 /// Not memory: display and firmware.
 const LEGACY: (u64, u64) = (0xa_0000, 0xf_ffff);
-/// Where a PC has its message-signalled interrupts.
+/// The window of message-signalled interrupts on a PC.
 const MSI: (u64, u64) = (0xfee0_0000, 0xfeef_ffff);
 
-/// What can be mapped in the guest of a q35 machine with `memory` bytes, `holes` left out.
+/// What can be mapped in the guest of a q35 machine with `memory` bytes, except `holes`.
 ///
-/// When a ring starts QEMU looks its addresses up in its own idle IOMMU, which translates nothing,
-/// and gives up unless it finds memory there. So an I/O virtual address has to be that of some
-/// memory too, whatever it is mapped to, and there is no other use of that memory's address.
+/// When a ring starts, QEMU looks its addresses up in its own idle IOMMU, which translates nothing,
+/// and gives up unless it finds memory there. So an I/O virtual address must also be the address of
+/// some memory, whatever it is mapped to; the memory's own address is not used otherwise.
 pub(super) fn geometry(memory: u64, holes: &[Range]) -> Geometry {
     let below = if memory < SPLIT { memory } else { 2 * GIB };
     let range = |(first, last)| Range::new(Iova(first), Iova(last)).expect("in order");

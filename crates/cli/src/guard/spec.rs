@@ -6,13 +6,13 @@ use ringfence_devices::disk::DiskBuffers;
 
 use super::address::Address;
 
-/// What every device can be told.
+/// The options of every device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct DeviceSpec {
     pub(super) socket: PathBuf,
-    /// `None`: the next that is free.
+    /// `None`: the next free one.
     pub(super) address: Option<Address>,
-    /// Never reaches memory past the IOMMU.
+    /// Never bypasses the IOMMU.
     pub(super) untrusted: bool,
     pub(super) queues: u16,
 }
@@ -27,7 +27,7 @@ pub(super) struct BlkSpec {
     pub(super) buffers: DiskBuffers,
 }
 
-/// Where packets of a network device go.
+/// Where a network device sends its packets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum NetWay {
     Loopback,
@@ -43,8 +43,8 @@ pub(super) struct NetSpec {
     pub(super) way: NetWay,
 }
 
-/// Takes a specification apart: the socket, what is there, and the options. A comma that is written
-/// twice is part of a name, as QEMU has it.
+/// Splits a specification: the socket, what it serves, and the options. A doubled comma is part of
+/// a name, as in QEMU.
 fn split(text: &str) -> Result<(PathBuf, String, Vec<String>), String> {
     let mut parts = vec![String::new()];
     let mut characters = text.chars().peekable();
@@ -70,7 +70,7 @@ impl DeviceSpec {
         DeviceSpec { socket, address: None, untrusted: false, queues: 1 }
     }
 
-    /// Takes an option that every device has; `None` if it is none.
+    /// Parses an option that every device has; `None` if it is another.
     fn take(&mut self, option: &str, most_queues: u16) -> Option<Result<(), String>> {
         Some(match option.split_once('=') {
             None if option == "untrusted" => {

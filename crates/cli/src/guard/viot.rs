@@ -1,14 +1,14 @@
-//! The ACPI table that tells a guest which PCI functions are behind its virtio-iommu.
+//! The ACPI table that lists the PCI functions behind a guest's virtio-iommu.
 
 use super::address::Address;
 
-/// The table's header, of ACPI's and its own, in bytes. The node of the IOMMU comes next.
+/// The table's header (ACPI's and the VIOT's own) in bytes. The node of the IOMMU comes next.
 const HEADER: u16 = 48;
 /// A range of PCI functions, in bytes.
 const PCI_RANGE: u16 = 24;
 /// A virtio-iommu that is a PCI function, in bytes.
 const VIRTIO_PCI: u16 = 16;
-/// Where the checksum is.
+/// The offset of the checksum.
 const CHECKSUM: usize = 9;
 
 /// The VIOT of a virtio-iommu at `iommu` with a PCI function as endpoint at each of `endpoints`, on

@@ -22,11 +22,11 @@ use crate::lab::{
 };
 use crate::output::Output;
 
-/// Rounds and seconds that let the default jobs end in under two minutes.
+/// Rounds and seconds for which the default jobs take under two minutes.
 const DEFAULT_REPEAT: u32 = 5;
 const DEFAULT_RUNTIME: Duration = Duration::from_millis(650);
 
-/// More busy threads than this tell nothing more: a row's threads then hardly run.
+/// More busy threads than this show nothing new: a row's threads then hardly run.
 const MOST_LOAD: i64 = 1024;
 
 /// Runs a fio job under every DMA policy and prints what each costs.
@@ -55,21 +55,23 @@ pub(crate) struct Arguments {
     job: Option<PathBuf>,
 
     /// The rows of the table, separated by commas: host, io_uring, persistent, zero-copy, off,
-    /// strict, strict+map, lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map, bounce, auto [default: all but
-    /// io_uring, which --disk ram adds, persistent and zero-copy].
+    /// strict, strict+map, lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map, bounce, auto [default: all
+    /// but io_uring, which --disk ram adds, persistent and zero-copy].
     ///
     /// `bounce` copies each buffer into a slot that stays mapped, and back; `auto` copies or maps,
     /// whichever is cheaper.
     ///
     /// `persistent` maps the job's buffers once, before its first I/O, and unmaps them after its
-    /// last: nothing is asked of the IOMMU in between, and the device reaches them all the while.
+    /// last: the IOMMU gets no request in between, and the device can access the buffers all the
+    /// while.
     ///
-    /// `zero-copy` takes memory of the bounce pools for each I/O, fills or reads it in place and gives
-    /// it back: nothing is copied or mapped, and the device reaches that memory all the while.
+    /// `zero-copy` takes memory of the bounce pools for each I/O, fills or reads it in place and
+    /// gives it back: nothing is copied or mapped, and the device can access that memory all the
+    /// while.
     ///
     /// A lazy policy with `+flush` behind it, such as `lazy-mq+map+flush`, runs in a lazy domain of
-    /// the virtio-iommu: a proposal (virtio-spec issue 204), not part of the specification. The device
-    /// answers an UNMAP at once, and invalidates when an IOTLB_FLUSH asks for it.
+    /// the virtio-iommu: a proposal (virtio-spec issue 204), not part of the specification. The
+    /// device completes an UNMAP at once, and invalidates when an IOTLB_FLUSH asks for it.
     #[arg(long, value_name = "LIST", value_parser = parse_rows)]
     policy: Option<List<Row>>,
 
@@ -77,16 +79,16 @@ pub(crate) struct Arguments {
     /// magazines, ringfence. With several, each policy that maps is run with each of them, in rows
     /// such as `strict+map/rbtree`.
     ///
-    /// `rbtree` searches a red-black tree of the ranges taken from the top down, `bitmap` a bit for
+    /// `rbtree` searches a red-black tree of the used ranges from the top down, `bitmap` a bit for
     /// each page by next fit (in at most 256 GiB of the aperture), `magazines` is the tree with
-    /// Linux's caches per CPU in front, `ringfence` is Ringfence's own. All of them stand behind a
-    /// PCI device's preference for addresses below 4 GiB.
+    /// Linux's caches per CPU in front, `ringfence` is Ringfence's own. All of them first try
+    /// addresses below 4 GiB, as for a PCI device.
     #[arg(long, value_name = "LIST", default_value = "ringfence", value_parser = list::allocators)]
     allocator: List<AllocatorKind>,
 
-    /// Where `ringfence` puts ranges: `size`, side by side by size, from the top; `lowest` or
-    /// `highest`, at the lowest or the highest place that fits; `ring`, in one chunk for all that is
-    /// in flight, cut in turn (what does not fit it as under `size`).
+    /// Where `ringfence` puts ranges: `size`, adjacent by size, from the top; `lowest` or
+    /// `highest`, at the lowest or the highest place that fits; `ring`, in one chunk for all that
+    /// is in flight, cut in turn (what does not fit it as under `size`).
     #[arg(long, value_name = "NAME", default_value_t = PlacementName::default())]
     placement: PlacementName,
 
@@ -96,8 +98,9 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(i64::from(NARROWEST)..=i64::from(WIDEST)))]
     aperture: u32,
 
-    /// Ranges of 1 to 6 pages that are taken before a round begins and stay taken, scattered among as
-    /// many holes: the mappings of the rest of the system. They are not the device's to reach.
+    /// Ranges of 1 to 6 pages that are allocated before a round begins and stay allocated,
+    /// scattered among as many holes: the mappings of the rest of the system. The device cannot
+    /// access them.
     #[arg(long, value_name = "N", default_value_t = 0,
         value_parser = clap::value_parser!(u32).range(..=i64::from(MOST_LIVE)))]
     live: u32,
@@ -107,12 +110,13 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "paced|ram|PATH", default_value = "paced")]
     disk: String,
 
-    /// Lets jobs write to a file or device that exists. What is on it is lost.
+    /// Lets jobs write to a file or device that exists. Its content is lost.
     #[arg(long)]
     destroy_data: bool,
 
-    /// How both ends of a ring wait: `adaptive` spins for a while and then sleeps, and does not spin
-    /// where others want the CPU; `poll` only spins; `sleep` always sleeps, so that each wait costs a wake-up.
+    /// How both ends of a ring wait: `adaptive` spins for a while and then sleeps, and does not
+    /// spin where other threads want the CPU; `poll` only spins; `sleep` always sleeps, so that
+    /// each wait costs a wake-up.
     #[arg(long, value_name = "MODE", default_value_t = Notify::Adaptive)]
     notify: Notify,
 
@@ -121,7 +125,7 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
 
-    /// Seconds that each job runs in a round [default: as the job file says; 0.65 without one].
+    /// Seconds that each job runs in a round [default: as in the job file; 0.65 without one].
     #[arg(long, value_name = "S", value_parser = parse_seconds)]
     runtime: Option<Duration>,
 
@@ -130,21 +134,21 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     queues: Option<u16>,
 
-    /// Pages of a buffer that lie side by side in guest memory. An application that has run for a
-    /// while has single ones.
+    /// Adjacent pages of a buffer in guest memory. An application that has run for a while has
+    /// single ones.
     #[arg(long, value_name = "PAGES", default_value_t = 1,
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1 << 20))]
     page_run: usize,
 
-    /// The most requests that share one map sync, under a policy with `+map`, and the most that are
-    /// unmapped with one under `strict+map`: as many as are there, never waiting for more. 1 maps and
-    /// unmaps each by itself, as on the mailing list.
+    /// The most requests that share one map sync, under a policy with `+map`, and the most that
+    /// share one unmap sync under `strict+map`: as many as are there, never waiting for more. 1
+    /// maps and unmaps each on its own, as on the mailing list.
     #[arg(long, value_name = "N", default_value_t = Tuning::BATCH,
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     batch: usize,
 
-    /// The most buffers that become one mapping, where they lie side by side in guest memory (see
-    /// --page-run) and go the same way; it is unmapped whole, after its last I/O.
+    /// The most buffers that become one mapping, where they are adjacent in guest memory (see
+    /// --page-run) and have the same direction; it is unmapped whole, after its last I/O.
     #[arg(long, value_name = "N", default_value_t = Tuning::CHUNK,
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     chunk: usize,
@@ -159,7 +163,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
     flush_queue_ms: Option<u64>,
 
-    /// Entries of a flush queue from which on its flush is started, before it is full and an unmap
+    /// Entries of a flush queue at which its flush starts, before the queue is full and an unmap
     /// must wait for one.
     #[arg(long, value_name = "N",
         value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..1 << 20))]
@@ -175,31 +179,31 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
     max_exposure_bytes: Option<u64>,
 
-    /// The longest mapping that `bounce` copies; what is longer is mapped, strictly. A number of
+    /// The longest mapping that `bounce` copies; longer ones are mapped, strictly. A number of
     /// bytes, or one with k, m or g (powers of 1024) [default: 1m].
     #[arg(long, value_name = "BYTES", value_parser = parse_threshold)]
     bounce_threshold: Option<u64>,
 
-    /// The most bytes of bounce slots that the disk may hold at a time, as a size like the above, at
-    /// least a page. What finds no slot is mapped; an I/O that must not be fails [default: 256m, for
-    /// `zero-copy` at least what the jobs need].
+    /// The most bytes of bounce slots that the disk may hold at a time, as a size like the above,
+    /// at least a page. A buffer without a slot is mapped; an I/O that must not be mapped fails
+    /// [default: 256m, for `zero-copy` at least what the jobs need].
     #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
     bounce_quota: Option<u64>,
 
-    /// Busy threads that run beside every row, `off` and `host` included: what the ratios tell is then
-    /// the price of protection on a host whose CPUs are shared. How much of their time these threads
-    /// had a CPU stands under the table.
+    /// Busy threads that run beside every row, `off` and `host` included: the ratios then show the
+    /// price of protection on a host with shared CPUs. The share of time that these threads had a
+    /// CPU is printed under the table.
     #[arg(long, value_name = "N", default_value_t = 0,
         value_parser = clap::value_parser!(u32).range(..=MOST_LOAD))]
     load: u32,
 
-    /// Tells what `auto` chose for which mappings, and why.
+    /// Prints what `auto` chose for which mappings, and why.
     #[arg(long)]
     explain: bool,
 
-    /// Whether the disk is trusted: `auto`, as the machine tells; `trusted`; `untrusted`, which is
-    /// lazy in no row, whatever its name (the table says so), and reaches no buffer that shares a page:
-    /// it gets a copy.
+    /// Whether the disk is trusted: `auto`, as the machine says; `trusted`; `untrusted`, which is
+    /// lazy in no row, whatever its name (the table says so), and gets a copy of any buffer that
+    /// shares a page.
     #[arg(long, value_name = "auto|trusted|untrusted", default_value_t = TrustChoice::Auto)]
     trust: TrustChoice,
 
@@ -219,13 +223,12 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
     list::time(text, ("seconds", 1.0), "10 or 0.5", 0.01..=86_400.0)
 }
 
-/// A size in bytes that is no less than a page: with a smaller bound nothing could wait, or be
-/// copied, at all.
+/// A size in bytes, at least a page: with a smaller bound no range could wait, or be copied.
 fn parse_bound(text: &str) -> Result<u64, String> {
     parse_size(text, 4096)
 }
 
-/// A size in bytes that is no less than the shortest I/O.
+/// A size in bytes, at least that of the shortest I/O.
 fn parse_threshold(text: &str) -> Result<u64, String> {
     parse_size(text, 512)
 }
@@ -245,7 +248,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let (jobs, runtime) = match &arguments.job {
         Some(path) => (JobFile::load(path)?, arguments.runtime),
         None => {
-            // What our own file says is no news.
+            // Warnings about our own file are not worth printing.
             let jobs = JobFile { warnings: Vec::new(), ..JobFile::seed() };
             (jobs, arguments.runtime.or(Some(DEFAULT_RUNTIME)))
         }
@@ -312,7 +315,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         verdict.push(format!("error: {errors} I/Os failed or came back wrong"));
     }
 
-    // Files stay when the terminal is closed: they say all of it.
+    // Files outlive the terminal: they contain all warnings.
     let told = comparison.warnings.clone();
     comparison.warnings.extend(verdict.iter().cloned());
     let json = json.map_or(Ok(()), |output| output.write(&report::json::render(&comparison)));
@@ -344,7 +347,7 @@ mod tests {
         }
         assert_eq!(parse_threshold("512"), Ok(512));
         assert!(parse_threshold("511").unwrap_err().contains("at least 512"));
-        // More than 2^64.
+        // Larger than 2^64.
         assert!(parse_bound("99999999999999g").is_err());
         assert!(parse_bound("18446744073709551616").is_err());
     }

@@ -1,10 +1,11 @@
-//! Options that are lists, a type of their own, since clap takes a bare `Vec` for a repeated option; and times.
+//! Options that are lists (with a type of their own, since clap takes a bare `Vec` for a repeated
+//! option); and times.
 
 use std::{ops::RangeInclusive, str::FromStr, time::Duration};
 
 use ringfence_lab::{allocators::AllocatorKind, list::parse};
 
-/// A list that is one option.
+/// A list given as one option.
 #[derive(Clone)]
 pub(crate) struct List<T>(pub(crate) Vec<T>);
 
@@ -13,12 +14,12 @@ pub(crate) fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<L
     parse(text, "list").map(List)
 }
 
-/// The allocators asked for.
+/// The allocators that were asked for.
 pub(crate) fn allocators(text: &str) -> Result<List<AllocatorKind>, String> {
     parse(text, "list of allocators").map(List)
 }
 
-/// A time in a range, in units of which a second has `each`; `such` are examples.
+/// A time within a range, in units of which a second has `each`; `such` are examples.
 pub(crate) fn time(
     text: &str,
     (units, each): (&str, f64),

@@ -1,4 +1,4 @@
-//! What measures: `compare`, `replay` and `bench`, over `ringfence-lab`.
+//! The commands that measure: `compare`, `replay` and `bench`, over `ringfence-lab`.
 
 mod bench;
 mod compare;
@@ -19,7 +19,7 @@ pub(crate) enum Command {
     Replay(replay::Arguments),
     #[command(subcommand, about = "The tables of the components, with their peers beside them")]
     Bench(bench::Bench),
-    /// The device process of `compare`, which starts it.
+    /// The device process that `compare` starts.
     #[command(hide = true)]
     Device,
 }
@@ -36,7 +36,7 @@ pub(crate) fn run(command: Command) -> Result<ExitCode> {
     }
 }
 
-/// Whether the laboratory found an error in what it was asked for.
+/// Whether the laboratory rejected its input.
 pub(crate) fn is_usage(error: &anyhow::Error) -> bool {
     error.is::<ringfence_lab::job::JobError>() || error.is::<ringfence_lab::run::Usage>()
 }

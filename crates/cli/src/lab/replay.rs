@@ -27,7 +27,7 @@ const DEFAULT_REPEAT: u32 = 15;
 ///
 /// Recordings are QEMU's log of its virtio-iommu device, and text of the kernel's tracepoints
 /// iommu:map and iommu:unmap (from tracefs, trace-cmd report or perf script); with gzip or without.
-/// Which, is seen from what is in them. A damaged line is told with its number and skipped.
+/// The format is detected from the content. A damaged line is reported with its number and skipped.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence replay examples/traces/*.gz
@@ -61,9 +61,9 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BITS", value_parser = clap::value_parser!(u32).range(13..=64))]
     aperture: Option<u32>,
 
-    /// Where `ringfence` puts ranges: `size`, side by side by size, from the top (as the DMA API needs
-    /// them, fastest); `lowest` or `highest`, at the lowest or the highest place that fits. The other
-    /// allocators have placements of their own.
+    /// Where `ringfence` puts ranges: `size`, adjacent by size, from the top (as the DMA API needs
+    /// them, fastest); `lowest` or `highest`, at the lowest or the highest place that fits. The
+    /// other allocators have placements of their own.
     #[arg(long, value_name = "NAME", value_parser = options::parse_placement,
         default_value_t = PlacementName::default())]
     placement: PlacementName,

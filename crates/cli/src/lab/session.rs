@@ -1,4 +1,4 @@
-//! What every command that measures begins with.
+//! The common start of every command that measures.
 
 use std::{
     fs::File,
@@ -17,10 +17,10 @@ use ringfence_lab::progress::Kind;
 
 use crate::output::{Output, print};
 
-/// Where results go, and whether progress is shown.
+/// Where results go, and whether to show progress.
 #[derive(Args)]
 pub(crate) struct Session {
-    /// Writes everything that was measured as JSON; `-` prints it instead of the table.
+    /// Writes everything that was measured as JSON; `-` prints the JSON instead of the table.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 
@@ -59,13 +59,13 @@ fn same_place() -> bool {
     out.is_some() && out == place(std::io::stderr().as_fd())
 }
 
-/// The warnings for a table: none if they were printed at the beginning, and to the same place.
+/// The warnings for a table: none if they were printed to the same place at the beginning.
 pub(crate) fn untold(warnings: Vec<String>, progress: Kind) -> Vec<String> {
     if progress != Kind::Silent && same_place() { Vec::new() } else { warnings }
 }
 
-/// Prints `shown`, and the verdict on standard error: any is a failure of the command, as is an error with
-/// its files.
+/// Prints `shown`, and the verdict on standard error: the command fails if there is a verdict, or
+/// an error with its files.
 pub(crate) fn conclude(shown: &str, verdict: &[String], files: Result<()>) -> Result<ExitCode> {
     let printed = print(shown);
     verdict.iter().for_each(|line| eprintln!("{line}"));

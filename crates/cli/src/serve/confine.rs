@@ -1,4 +1,4 @@
-//! What a service gives up once all is open.
+//! What a service gives up once everything is open.
 
 use std::{fmt, os::fd::BorrowedFd, str::FromStr};
 
@@ -8,15 +8,15 @@ use clap::Args;
 use ringfence_sandbox::Sandbox;
 use rustix::fs::{Gid, Uid};
 
-/// What of it the command line decides.
+/// The part of it that the command line decides.
 #[derive(Args)]
 pub(crate) struct Confinement {
-    /// Whether the process gives up capabilities, files, and system calls that it does not need, once all is open: on
-    /// or off
+    /// Whether the process gives up capabilities, files, and system calls that it does not need,
+    /// once all is open: on or off
     #[arg(long, value_name = "WHETHER", default_value_t = Switch::On)]
     sandbox: Switch,
 
-    /// Run as this user, by name or number, once all is open; the sockets are this user's, too
+    /// Run as this user, by name or number, once all is open; the sockets belong to this user, too
     #[arg(long, value_name = "USER", value_parser = account)]
     user: Option<Account>,
 
@@ -52,7 +52,7 @@ impl FromStr for Switch {
     }
 }
 
-/// A user, and the group that comes with it, if that is known.
+/// A user, and the group that comes with it, if known.
 #[derive(Clone, Copy, Debug)]
 struct Account {
     user: Uid,
@@ -66,7 +66,7 @@ fn account(text: &str) -> Result<Account, String> {
 }
 
 impl Confinement {
-    /// The user that it will run as, if that is another.
+    /// The user that it will run as, if different.
     pub(super) fn user(&self) -> Option<Uid> {
         self.user.map(|account| account.user)
     }
@@ -75,7 +75,7 @@ impl Confinement {
         self.group.or(self.user.and_then(|account| account.group))
     }
 
-    /// Whether the options fit each other.
+    /// Whether the options are consistent.
     ///
     /// # Errors
     /// [`Usage`].
@@ -93,10 +93,11 @@ impl Confinement {
         Ok(())
     }
 
-    /// Gives it up, but for removing files in `removes` and below. What the kernel lacks is said.
+    /// Enters the sandbox, except for removing files in `removes` and below. Logs what the kernel
+    /// lacks.
     ///
     /// # Errors
-    /// The system refuses.
+    /// Those of the system.
     pub(super) fn enter(&self, removes: Vec<BorrowedFd<'_>>) -> Result<()> {
         if self.sandbox == Switch::Off {
             return Ok(());

@@ -1,6 +1,7 @@
-//! What of a service outlives its process: the sockets that it listens on, the connections of its front ends, and the
-//! memory in which its devices keep what a successor needs. All of it lies in queues of sockets ([`Memo`]), of which
-//! only two ends have to be held by somebody else: by the service manager, or by a successor that they are handed to.
+//! What outlives the process of a service: its listening sockets, the connections of its front
+//! ends, and the memory in which its devices keep what a successor needs. All of it lies in the
+//! queues of sockets ([`Memo`]); another process (the service manager, or a successor) needs to
+//! hold only the two ends of one of them.
 
 use std::{
     io,
@@ -21,17 +22,17 @@ use tracing::warn;
 
 use super::memo::{Memo, Message};
 
-/// What the service's own message begins with, and its version.
+/// The magic number of the service's own message, with its version.
 const MAGIC: [u8; 4] = *b"RFsv";
 const VERSION: u32 = 1;
 
-/// A connection's page: whether requests are under way on it.
+/// A connection's page: no requests are under way on it.
 const SETTLED: u64 = 0;
 const UNSETTLED: u64 = 1;
-/// What holds could not be written down.
+/// Its state could not be written down.
 const UNKNOWN: u64 = 2;
 
-/// What there is for who comes after this process.
+/// What this process leaves to its successor.
 pub(super) struct Estate {
     service: Memo,
     name: &'static str,
@@ -48,18 +49,18 @@ pub(super) struct Inherited {
     memory: Option<OwnedFd>,
 }
 
-/// A connection to go on with.
+/// A connection to resume.
 pub(super) struct Resumed {
     pub(super) stream: PeerFd,
     pub(super) saved: SavedConnection,
 }
 
 impl Inherited {
-    /// Looks at what is left for a service of that name with so many sockets, without changing it. Its
-    /// versions have to be known: it may be another program that has left it.
+    /// Checks what is left for a service of that name with that many sockets, without changing it.
+    /// Versions must match: another program may have left it.
     ///
     /// # Errors
-    /// It cannot be read, or is another service's.
+    /// It cannot be read, or belongs to another service.
     pub(super) fn check(ends: &[OwnedFd; 2], name: &str, sockets: usize) -> Result<()> {
         let [write, read] = ends;
         let memo = Memo::of([write.try_clone()?, read.try_clone()?], None);
@@ -78,7 +79,7 @@ impl Inherited {
         Ok(())
     }
 
-    /// Takes what is left; `None` if nothing is.
+    /// Takes what is left; `None` if there is nothing.
     ///
     /// # Errors
     /// As [`check`](Self::check).
@@ -93,10 +94,10 @@ impl Inherited {
         Ok(Some(Inherited { service, fronts, listeners, memory }))
     }
 
-    /// The connections that can go on, by socket.
+    /// The connections that can be resumed, by socket.
     ///
     /// # Errors
-    /// The system refuses.
+    /// Those of the system.
     pub(super) fn connections(
         &mut self,
         names: &[&str],
@@ -121,7 +122,7 @@ impl Inherited {
                         let stream = PeerFd::new(stream, closer);
                         return Ok(Some(Resumed { stream, saved }));
                     }
-                    // To end would be to be started again, and to find it again.
+                    // An exit would not help: the restarted process would find the same.
                     Err(error) => format!("the process before has left {error}"),
                 }
             } else {
@@ -139,7 +140,7 @@ impl Inherited {
 
 type Parsed = (Vec<UnixListener>, Vec<Memo>, Option<OwnedFd>);
 
-/// Reads the service's own message.
+/// Parses the service's own message.
 fn parse(message: Message, name: &str, sockets: usize) -> Result<Parsed> {
     let (bytes, fds) = message;
     let number = |at: usize| {
@@ -180,10 +181,10 @@ fn next_three(fds: &mut impl Iterator<Item = OwnedFd>) -> Option<[OwnedFd; 3]> {
 }
 
 impl Estate {
-    /// For these listeners, each with its closer: what was inherited, or anew.
+    /// An estate for these listeners, each with its closer: the inherited one, or a new one.
     ///
     /// # Errors
-    /// The system refuses.
+    /// Those of the system.
     pub(super) fn new<'l>(
         name: &'static str,
         listeners: impl Iterator<Item = BorrowedFd<'l>>,
@@ -204,15 +205,16 @@ impl Estate {
         Ok(estate)
     }
 
-    /// The ends of the queue in which all lies.
+    /// The ends of the queue that leads to everything else.
     pub(super) fn ends(&self) -> [BorrowedFd<'_>; 2] {
         self.service.ends()
     }
 
-    /// Memory for what a successor needs of the devices, and whether the process before has left it.
+    /// Memory for what a successor needs of the devices, and whether the process before has left
+    /// it.
     ///
     /// # Errors
-    /// The system refuses.
+    /// Those of the system.
     pub(super) fn memory(&mut self, bytes: usize) -> Result<(SharedFile, bool)> {
         if let Some(memory) = &self.memory {
             match SharedFile::map(memory, 0, bytes as u64) {
@@ -223,10 +225,10 @@ impl Estate {
         self.new_memory(bytes)
     }
 
-    /// The same, whatever the process before has left.
+    /// As [`memory`](Self::memory), ignoring what the process before has left.
     ///
     /// # Errors
-    /// The system refuses.
+    /// Those of the system.
     pub(super) fn new_memory(&mut self, bytes: usize) -> Result<(SharedFile, bool)> {
         let (file, fd) = SharedFile::create(bytes).context("the devices' memory")?;
         self.memory = Some(fd);
@@ -234,10 +236,10 @@ impl Estate {
         Ok((file, false))
     }
 
-    /// Keeps what holds of a connection of socket `at`.
+    /// Keeps the state of a connection of socket `at`.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// Out of descriptors.
     pub(super) fn keeper(
         &self,
         at: usize,
@@ -265,8 +267,8 @@ impl Estate {
     }
 }
 
-/// Whose turn it is to go on: one socket's connection after the other, since an IOMMU's has to be there before those of
-/// the devices behind it.
+/// Which socket's connection may resume: one after the other, since that of an IOMMU must come
+/// before those of the devices behind it.
 #[derive(Default)]
 pub(super) struct Turn {
     at: Mutex<usize>,
@@ -282,7 +284,7 @@ impl Turn {
         }
     }
 
-    /// Socket `at` has gone on, or has nothing to go on with.
+    /// Socket `at` has resumed, or has nothing to resume.
     pub(super) fn over(&self, at: usize) {
         let mut now = self.at.lock();
         *now = (*now).max(at + 1);
@@ -290,16 +292,16 @@ impl Turn {
     }
 }
 
-/// Keeps what holds of a connection.
+/// Keeps the state of a connection.
 pub(super) struct FrontKeeper {
     memo: Arc<Mutex<Memo>>,
     name: String,
     stream: OwnedFd,
     page: SharedFile,
     page_fd: OwnedFd,
-    /// What the page says between requests.
+    /// The value of the page between requests.
     settles: u64,
-    /// Whose turn ends once the connection goes on.
+    /// The turn to end once the connection has resumed.
     turn: Option<Arc<Turn>>,
     at: usize,
 }

@@ -1,4 +1,4 @@
-//! A fault of this program: a thread that panics.
+//! A panic of a thread of this program.
 
 use std::{io::IsTerminal as _, panic};
 
@@ -9,12 +9,12 @@ use super::log;
 
 /// The exit code of a process in which a thread has panicked (`EX_SOFTWARE` of sysexits.h).
 pub(crate) const EXIT_CODE: i32 = 70;
-/// A pipe that can be written to has room for that much.
+/// A writable pipe has room for this many bytes.
 const LINE: usize = 512;
 
-/// From now on a thread that panics ends the process, with a line and [`EXIT_CODE`]. A process that lives
-/// on without one of its threads serves nobody any more, and nobody notices; one that ends is
-/// started again, and its guest goes on by the record of what was in flight.
+/// From now on a thread that panics ends the process, with a line and [`EXIT_CODE`]. Without one of
+/// its threads a process no longer serves, and this goes unnoticed; one that ends is restarted, and
+/// its guest continues by the record of requests in flight.
 pub(crate) fn end_process_on_panic() {
     panic::set_hook(Box::new(|what| {
         log::end();
@@ -33,7 +33,7 @@ pub(crate) fn end_process_on_panic() {
         line.push('\n');
         let stderr = std::io::stderr();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // Nothing is waited for, nor are other threads, which may hold any lock.
+        // Waits for nothing, not even for other threads, which may hold any lock.
         if stderr.is_terminal()
             || poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&now)) == Ok(1)
         {

@@ -1,4 +1,4 @@
-//! The sockets of a service, each with its front ends, from the first to the last; and an orderly end.
+//! The sockets of a service and their front ends, from start to orderly end.
 
 use std::{
     io,
@@ -35,47 +35,47 @@ use super::{
     socket::Listener,
 };
 
-/// How long the service may take to end: longer than each of its parts waits for anything.
+/// How long the service may take to end: longer than any single wait in it.
 const LAST: Duration = Duration::from_secs(5);
 
-/// How often to look whether enough was closed to accept a connection again.
+/// How often to check whether enough was closed to accept a connection again.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// How many bytes of front ends' files are mapped at most, those of all sockets together: half of a process's address
-/// space, which has 47 bits or more where guests are that large. A socket has its part, and no more than half of it,
-/// since a table takes the place of another while both are mapped.
+/// The most bytes of front ends' files that are mapped, over all sockets: half of a process's
+/// address space, which has 47 bits or more where guests are that large. Each socket has its share,
+/// at most half of it, since a memory table replaces another while both are mapped.
 const MAPPED: u64 = 1 << 46;
 
-/// How long the closing of descriptors is waited for in the end.
+/// How long to wait at the end until descriptors are closed.
 const CLOSED: Duration = Duration::from_secs(1);
 
 struct Frame<S> {
     service: S,
     manager: Manager,
-    /// The users that may connect; none: whom the sockets let.
+    /// The users that may connect; if empty, the sockets' permissions decide.
     users: Vec<u32>,
     begun: Instant,
     listeners: Vec<Listener>,
     fronts: Vec<Front>,
     estate: Option<Estate>,
-    /// Whose turn it is to go on with a connection.
+    /// Which socket's connection may resume.
     turn: Arc<Turn>,
-    /// Connections are left to a successor.
+    /// Leave connections to a successor.
     leaves: AtomicBool,
     stopping: AtomicBool,
 }
 
-/// Serves until SIGTERM or SIGINT. What is under way then is finished and answered; a second signal ends the process at
-/// once.
+/// Serves until SIGTERM or SIGINT. Requests that are under way then are completed; a second signal
+/// ends the process at once.
 ///
 /// # Errors
-/// I/O does not end.
+/// Some I/O does not complete.
 pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
     let Ready { listeners, fronts, endpoint, signals, manager, users, estate, door, .. } = ready;
     let ((stop, running), resumed) = (ready.stop, ready.resumed);
     let frame = Frame {
         service,
-        // Who stores what is left starts the next process.
+        // A manager that stores what is left also starts the next process.
         leaves: AtomicBool::new(manager.stores()),
         manager,
         users,
@@ -103,7 +103,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         for (at, resumed) in resumed.into_iter().enumerate() {
             let (frame, stop) = (&frame, stop.as_fd());
             let accept = move || {
-                // A front end that waits for an answer may hold up all of its machine.
+                // A front end that waits for a reply may hold up its whole machine.
                 slice::shorten();
                 ringfence_sandbox::confine(Role::Front);
                 frame.turn.wait(at);
@@ -139,7 +139,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         wait_for(&signals);
         info!("{name}: ending");
         frame.manager.say("STOPPING=1");
-        // Not of the scope, which would wait for it.
+        // Not a thread of the scope, which would wait for it.
         thread::spawn(move || {
             thread::sleep(LAST);
             error!("{name}: it has not ended for {LAST:?}: giving up");
@@ -164,13 +164,14 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         }
     }
     frame.close();
-    // Images and taps are closed, and nothing is served: the successor need not wait for what is still being closed.
+    // Images and taps are closed, and nothing is served: the successor need not wait for the
+    // remaining closes.
     drop(successor.into_inner().map(|stream| stream.shutdown(std::net::Shutdown::Both)));
     info!("{name}: ended");
     Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Waits for a signal. What the sandbox refuses meanwhile is said.
+/// Waits for a signal. Logs what the sandbox refuses meanwhile.
 fn wait_for(signals: &UnixStream) {
     loop {
         let refused = Refusals.fd();
@@ -191,15 +192,15 @@ fn wait_for(signals: &UnixStream) {
 }
 
 impl<S: Service> Frame<S> {
-    /// Serves the front ends of a socket, one after the other, until `stop` is hung up. A connection is served once it
-    /// has sent something: one that is silent holds up no other.
+    /// Serves the front ends of a socket, one after the other, until `stop` is hung up. A
+    /// connection is served once it has sent something: a silent one does not hold up others.
     fn accept(&self, at: usize, stop: BorrowedFd<'_>) {
         let Listener { socket, name, .. } = &self.listeners[at];
         let front = &self.fronts[at];
-        // The one that has been silent for longest is the first.
+        // The longest silent one comes first.
         let mut silent: Vec<PeerFd> = Vec::new();
         while !self.stopping.load(Ordering::Acquire) {
-            // One more connection is one more thing to close.
+            // Each further connection is another one to close.
             let full = front.closer.is_full();
             let watched = if full { &[] } else { &silent[..] };
             let wanted = if full { PollFlags::empty() } else { PollFlags::IN };
@@ -235,7 +236,7 @@ impl<S: Service> Frame<S> {
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    // No descriptor is left, say: not at full speed.
+                    // Out of descriptors, for example: slow down.
                     warn!(source = %name, "{error}");
                     thread::sleep(Duration::from_millis(100));
                 }
@@ -243,7 +244,7 @@ impl<S: Service> Frame<S> {
         }
     }
 
-    /// Whether it is of a user that may connect.
+    /// Whether the peer's user may connect.
     fn allows(&self, stream: &UnixStream, name: &str) -> bool {
         if self.users.is_empty() {
             return true;
@@ -303,11 +304,12 @@ impl<S: Service> Frame<S> {
         connection.set_most_mapped(MAPPED / self.listeners.len().max(2) as u64);
         let shutdown = connection.shutdown_handle();
         {
-            // Whoever ends the service sets the flag first and then looks here.
+            // The thread that ends the service sets the flag first and then checks this.
             let mut now = front.now.lock();
             if self.stopping.load(Ordering::Acquire) {
                 if self.is_leaving() {
-                    // What is kept of it is what the process before has left: to drop it would be to hang up.
+                    // The saved state is still that of the process before: dropping the connection
+                    // would hang up.
                     std::mem::forget(connection);
                 }
                 return Ok(());
@@ -332,13 +334,13 @@ impl<S: Service> Frame<S> {
         }
     }
 
-    /// Whether the process ends and connections are left to its successor.
+    /// Whether the process is ending and leaves its connections to a successor.
     fn is_leaving(&self) -> bool {
         self.stopping.load(Ordering::Acquire) && self.leaves.load(Ordering::Acquire)
     }
 
-    /// Closes sockets and images before the process ends, and waits for what is being closed as long as that
-    /// takes when nobody holds it up. What is held up is left to the kernel.
+    /// Closes sockets and images before the process ends. Waits for pending closes for a while; any
+    /// that are held up are left to the kernel.
     fn close(self) {
         let leaves = self.is_leaving();
         let Frame { service, listeners, fronts, .. } = self;
@@ -346,11 +348,11 @@ impl<S: Service> Frame<S> {
         let begun = Instant::now();
         for (front, Listener { socket, name, placed }) in fronts.iter().zip(listeners) {
             match leaves {
-                // Its file is the successor's.
+                // The successor needs the file.
                 true => std::mem::forget(placed),
                 false => drop(placed),
             }
-            // Connections that nobody has accepted lie in it.
+            // It still holds connections that were never accepted.
             drop(PeerFd::new(socket, &front.closer));
             while !front.closer.is_idle() && begun.elapsed() < CLOSED {
                 thread::sleep(Duration::from_millis(1));

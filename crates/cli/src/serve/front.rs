@@ -1,4 +1,4 @@
-//! A socket's front ends.
+//! The front ends of a socket.
 
 use std::sync::atomic::AtomicU64;
 
@@ -7,17 +7,17 @@ use ringfence_run::Closer;
 use ringfence_vhost_user::Shutdown;
 use tracing::warn;
 
-/// What the frame has for each socket.
+/// The state that the frame keeps for each socket.
 pub(super) struct Front {
-    /// Closes what its front ends have sent.
+    /// Closes descriptors that its front ends have sent.
     pub(super) closer: Closer,
     pub(super) connections: AtomicU64,
-    /// Those that the process before had served.
+    /// Connections taken over from the process before.
     pub(super) resumed: AtomicU64,
     pub(super) broken: AtomicU64,
-    /// Those that sent nothing and gave way.
+    /// Connections that sent nothing and gave way to others.
     pub(super) silent: AtomicU64,
-    /// The connection that is served now.
+    /// The connection being served.
     pub(super) now: Mutex<Option<Shutdown>>,
 }
 

@@ -1,8 +1,9 @@
-//! `--hand-over`: a successor takes a service over from the process that runs.
+//! `--hand-over`: a successor takes a service over from the running process.
 //!
-//! Both are told the same path. Who begins looks whether somebody listens there: that one shows what there is to take
-//! over, and goes on serving. The successor looks whether it can read it, and only then has the other end; it goes on
-//! once that process is gone, which lets go of the images too.
+//! Both get the same path. A starting process checks whether another one listens there. If so, that
+//! one sends its estate, and continues to serve. The successor checks that it can read the estate,
+//! and only then asks for the handover; it resumes once the old process has ended, which also
+//! releases the images.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -27,28 +28,28 @@ use super::{
     socket::{self, Access, Placed},
 };
 
-/// What the process that runs says first, with the ends of its [`Estate`]'s queue, and what the successor says when it
-/// can take it over.
+/// The running process's first message, which comes with the ends of its [`Estate`]'s queue. The
+/// successor's reply if it can take over is `GO`.
 const HELLO: &[u8] = b"RFho\x01";
 const GO: &[u8] = b"go";
 
-/// How long a successor may take to look at what there is: until then no other one is heard.
+/// How long a successor may take to check the estate: until then no other one is heard.
 const LOOKS: Duration = Duration::from_secs(10);
 
-/// How often it is said that the process before has not ended.
+/// How often to log that the process before has not ended.
 const SAID_EVERY: Duration = Duration::from_secs(5);
 
-/// Where a successor asks.
+/// The socket on which successors ask.
 pub(super) struct Door {
     listener: UnixListener,
     placed: Placed,
 }
 
-/// Takes a service over from the process that listens at `path`; `None` if none does. When it returns, that process is
-/// gone.
+/// Takes a service over from the process that listens at `path`; `None` if none does. When this
+/// returns, that process is gone.
 ///
 /// # Errors
-/// What it would leave cannot be read here, or is another service's: it goes on.
+/// Its estate cannot be read here, or belongs to another service: the process continues.
 pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[OwnedFd; 2]>> {
     let mut stream = match UnixStream::connect(path) {
         Ok(stream) => stream,
@@ -85,14 +86,14 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
                 warn!("{name}: the process before has not ended yet");
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // It was killed with something unread.
+            // It was killed with unread data.
             Err(_) => return Ok(Some(ends)),
         }
     }
 }
 
 impl Door {
-    /// Listens at `path`, for this user alone.
+    /// Listens at `path`, for those that `access` admits.
     ///
     /// # Errors
     /// As [`socket::bind`].
@@ -103,18 +104,18 @@ impl Door {
         Ok(Door { listener, placed })
     }
 
-    /// The folder that it is in.
+    /// The folder of its socket.
     pub(super) fn folder(&self) -> BorrowedFd<'_> {
         self.placed.folder()
     }
 
-    /// Nobody finds it any more.
+    /// Removes the socket's file.
     pub(super) fn remove(&self) {
         self.placed.remove();
     }
 
-    /// Shows successors what there is, until one goes or `stop` is hung up. Returns that one: it waits for the end of
-    /// its connection.
+    /// Sends the estate to successors, until one takes over or `stop` is hung up. Returns the
+    /// connection of that one, which waits for it to close.
     pub(super) fn await_successor(
         &self,
         stop: BorrowedFd<'_>,
@@ -138,13 +139,13 @@ impl Door {
     }
 }
 
-/// Shows one successor what there is, and waits for its word.
+/// Sends the estate to one successor, and waits for its reply.
 fn show(mut stream: &UnixStream, estate: &Estate) -> Result<()> {
     memo::send(stream.as_fd(), HELLO, &[], &estate.ends())?;
     let mut fds = [PollFd::new(stream, PollFlags::IN)];
     let limit = Timespec { tv_sec: LOOKS.as_secs() as i64, tv_nsec: 0 };
     ensure!(poll(&mut fds, Some(&limit))? > 0, "it has not answered for {LOOKS:?}");
-    // It is sent at once.
+    // The reply comes in one piece.
     let mut word = [0; GO.len()];
     let there = stream.read(&mut word).context("it has left")?;
     ensure!(there > 0, "it cannot, and has left");

@@ -1,4 +1,4 @@
-//! The metrics endpoint: as much HTTP as it takes to be scraped.
+//! The metrics endpoint: just enough HTTP for scrapers.
 
 use std::{
     fmt, fs,
@@ -21,16 +21,16 @@ use rustix::{
 
 use super::socket::{self, Access};
 
-/// How long a scraper may take from its connection until it has all of the response.
+/// How long a scraper may take from its connection until it has the whole response.
 const TIME_OUT: Duration = Duration::from_secs(2);
 /// The longest request that is read, in bytes, and the most headers that it may have.
 const LONGEST: usize = 8 << 10;
 const HEADERS: usize = 64;
-/// How many scrapers are served at a time. Another one takes the place of one that is silent, or else of the first:
-/// it asks again.
+/// How many scrapers are served at a time. A further one replaces a silent one, or else the first,
+/// which will ask again.
 const SCRAPERS: usize = 16;
 
-/// Where figures are served: `HOST:PORT`, or `unix:PATH`.
+/// Where metrics are served: `HOST:PORT`, or `unix:PATH`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Address {
     Tcp(String),
@@ -61,10 +61,11 @@ impl fmt::Display for Address {
     }
 }
 
-/// Serves the figures.
+/// Serves the metrics.
 pub(crate) struct Endpoint {
     listener: Listener,
-    /// The names that a scraper may ask for it by; any, where none can lead here by itself.
+    /// The host names that requests may use; `None`: any, where a browser cannot reach the
+    /// endpoint.
     names: Option<Vec<String>>,
     time_out: Duration,
 }
@@ -75,10 +76,10 @@ enum Listener {
 }
 
 impl Endpoint {
-    /// Listens at `address`, for scrapers that ask for it by one of its names or of `more`.
+    /// Listens at `address`, and serves requests for one of its names or of `more`.
     ///
     /// # Errors
-    /// It is taken, or makes no sense.
+    /// The address is taken or invalid.
     pub(crate) fn open(
         address: &Address,
         more: &[String],
@@ -102,7 +103,7 @@ impl Endpoint {
         }
     }
 
-    /// Where it listens: with port 0 the kernel chose.
+    /// Its address; the kernel chooses the port if it is given as 0.
     pub(crate) fn address(&self) -> Address {
         match &self.listener {
             Listener::Tcp(listener) => Address::Tcp(
@@ -158,7 +159,7 @@ impl Endpoint {
                     scrapers.push(Scraper::new(stream, self.time_out));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                // No descriptor is left, say: not at full speed.
+                // Out of descriptors, for example: slow down.
                 Err(_) => std::thread::sleep(Duration::from_millis(100)),
             }
         }
@@ -185,7 +186,7 @@ struct Scraper {
     stream: Stream,
     until: Instant,
     request: Vec<u8>,
-    /// What is left to be written of the response, once there is one.
+    /// The rest of the response to be written, once there is one.
     response: Option<Vec<u8>>,
 }
 
@@ -203,7 +204,7 @@ impl Scraper {
         }
     }
 
-    /// Reads or writes what can be without waiting. False once it is over.
+    /// Reads or writes what is possible without blocking. False once it is over.
     fn goes_on(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> bool {
         match self.step(names, page) {
             Ok(over) => !over,
@@ -250,7 +251,7 @@ impl Stream {
     }
 }
 
-/// The response to a request, once all of it is there.
+/// The response to a request, once the request is complete.
 fn respond(request: &[u8], names: Option<&[String]>, page: impl Fn() -> String) -> Option<String> {
     let mut headers = [EMPTY_HEADER; HEADERS];
     let mut parsed = Request::new(&mut headers);
@@ -275,8 +276,9 @@ fn respond(request: &[u8], names: Option<&[String]>, page: impl Fn() -> String) 
     })
 }
 
-/// Whether a request for that host is meant for the endpoint of these names. A page in somebody's browser
-/// can ask whatever its own name is made to lead to (DNS rebinding); it cannot ask by address, nor by our names.
+/// Whether a request for that host is meant for the endpoint of these names. A web page can send
+/// requests to whatever its own name is made to resolve to (DNS rebinding), but not to our address,
+/// nor to our names.
 fn is_meant(host: &[u8], names: &[String]) -> bool {
     let Ok(host) = std::str::from_utf8(host) else { return false };
     let host = without_port(host);
@@ -284,13 +286,13 @@ fn is_meant(host: &[u8], names: &[String]) -> bool {
     literal.parse::<IpAddr>().is_ok() || names.iter().any(|name| host.eq_ignore_ascii_case(name))
 }
 
-/// This machine's own name, as `uname -n` says it; `None` where the kernel has no file that says it.
+/// This machine's own name, as `uname -n` prints it; `None` where the kernel has no file with it.
 fn node() -> Option<String> {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     Some(name.trim_end().to_owned())
 }
 
-/// The host of `HOST:PORT`, or of a host alone.
+/// The host of `HOST:PORT`, or of a lone host.
 fn without_port(host: &str) -> &str {
     match host.rsplit_once(':') {
         Some((host, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => host,
@@ -358,7 +360,7 @@ mod tests {
         }
         let two = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nhost: evil\r\n\r\n";
         assert!(respond(two, Some(&["localhost".into()]), String::new).unwrap().contains(" 421 "));
-        // A browser always says.
+        // A browser always sends a host.
         let none = b"GET /metrics HTTP/1.0\r\n\r\n";
         assert!(respond(none, Some(&[]), String::new).unwrap().contains(" 200 "));
     }
@@ -366,12 +368,12 @@ mod tests {
     #[test]
     fn those_who_are_silent_or_say_too_much_hold_up_nobody() {
         let address: Address = "127.0.0.1:0".parse().unwrap();
-        // Not by the time that they have.
+        // The time-out is not what ends it.
         let time_out = Duration::from_secs(3600);
         let endpoint = Endpoint { time_out, ..Endpoint::open(&address, &[], None).unwrap() };
         let Address::Tcp(at) = endpoint.address() else { unreachable!() };
         let (stop, held) = UnixStream::pair().unwrap();
-        // More than the sockets hold.
+        // More than the sockets' buffers hold.
         let figures = "x 1\n".repeat(1 << 20);
         std::thread::scope(|scope| {
             scope.spawn(|| endpoint.serve(stop.as_fd(), || figures.clone()));

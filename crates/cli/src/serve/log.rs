@@ -1,6 +1,7 @@
-//! What a service says, on standard error: a line an event. A thread of its own writes the lines: whatever
-//! standard error is may block, and holds up nothing else. Of each kind of line there may be only so many; others are
-//! left out and counted ([`mod@limit`]), but for `debug` and `trace`: whoever asks for those wants all of them.
+//! The log of a service, on standard error: one line an event. A thread of its own writes the
+//! lines: standard error may block, which must hold up nothing else. Lines of each kind are
+//! limited; excess lines are left out and counted ([`mod@limit`]), except for `debug` and `trace`:
+//! a user that asks for those wants all of them.
 
 mod limit;
 
@@ -27,34 +28,34 @@ use tracing::{
 
 use self::limit::{Kind, Limits};
 
-/// How many lines wait to be written: more than a burst has, some 100 KiB. Those that come when there is no
-/// room are dropped, and counted in the next line that is written.
+/// How many lines wait to be written: more than a burst has, some 100 KiB. Lines that find no room
+/// are dropped, and counted in the next line that is written.
 const ROOM: usize = 1024;
-/// How long the lines that wait are waited for when the process ends.
+/// How long to wait for the waiting lines when the process ends.
 const LAST_LINES: Duration = Duration::from_millis(500);
 
-/// The field of an event that names what it is about, which comes before the message.
+/// The field of an event that names its source, which is printed before the message.
 const SOURCE: &str = "source";
 
-/// Lines that were dropped and not counted in the log yet.
+/// Dropped lines that the log has not counted yet.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 /// Lines that were dropped or left out so far.
 static NOT_SAID: AtomicU64 = AtomicU64::new(0);
 static LIMITS: Mutex<Limits> = Mutex::new(Limits::new());
-/// Peers have a part in what is said.
+/// Whether lines are limited: peers can cause them.
 static LIMITED: AtomicBool = AtomicBool::new(false);
 static WRITER: OnceLock<SyncSender<Entry>> = OnceLock::new();
-/// What there is to write, until a thread does.
+/// The queue of lines, until a thread writes them.
 static UNWRITTEN: Mutex<Option<Receiver<Entry>>> = Mutex::new(None);
 
 enum Entry {
     Line(String),
-    /// All before it were written.
+    /// All lines before it were written.
     Written(SyncSender<()>),
 }
 
-/// Has everything down to `level` said from now on, and written once there is [a thread](start) for that; the first call
-/// decides.
+/// Logs everything down to `level` from now on; lines are written once there is [a thread](start)
+/// for that. Only the first call has an effect.
 pub(crate) fn begin(level: LevelFilter) {
     let (sender, entries) = mpsc::sync_channel(ROOM);
     if WRITER.set(sender).is_ok() {
@@ -63,37 +64,38 @@ pub(crate) fn begin(level: LevelFilter) {
     }
 }
 
-/// Starts the thread that writes.
+/// Starts the thread that writes lines.
 pub(crate) fn start() {
     let Some(entries) = UNWRITTEN.lock().take() else { return };
     let named = thread::Builder::new().name("log".into());
-    // Without a thread nothing is said: there will hardly be one to serve with either.
+    // Without a thread nothing is logged: then there is hardly one to serve with either.
     let _ = named.spawn(move || {
         sandbox::confine(sandbox::Role::Log);
         write(&entries, &mut std::io::stderr());
     });
 }
 
-/// From now on there may be only so many lines of each kind: peers can connect.
+/// From now on the lines of each kind are limited: peers can connect.
 pub(crate) fn limit() {
     LIMITED.store(true, Ordering::Relaxed);
 }
 
-/// How many lines were not said so far: more than their source may have, or than standard error takes.
+/// How many lines were not logged so far: over their source's limit, or more than standard error
+/// accepts.
 pub(crate) fn not_said() -> u64 {
     NOT_SAID.load(Ordering::Relaxed)
 }
 
-/// Waits until what was said is written, for a while.
+/// Waits for a while until the pending lines are written.
 pub(crate) fn end() {
-    // A thread that panics may hold it.
+    // A thread that panics may hold the lock.
     if let Some(mut limits) = LIMITS.try_lock() {
         for (source, count) in limits.rest() {
             let text = beginning(Level::WARN, &source);
             say(format!("{text}{count} lines were left out: there were too many\n"));
         }
     }
-    // A service that has not begun, or only its first thread, has none to write.
+    // Before the writer has started, this thread writes the lines.
     if let Some(entries) = UNWRITTEN.try_lock().and_then(|mut unwritten| unwritten.take()) {
         return write(entries.try_iter(), &mut std::io::stderr());
     }
@@ -105,12 +107,12 @@ pub(crate) fn end() {
     }
 }
 
-/// Writes what comes, until nothing can come any more.
+/// Writes entries until their channel is closed.
 fn write(entries: impl IntoIterator<Item = Entry>, to: &mut impl Write) {
     for entry in entries {
         match entry {
-            // In one call, so that lines of several processes stay whole. That nobody reads them cannot
-            // be said anywhere.
+            // In one call, so that lines of several processes stay whole. A failed write cannot be
+            // reported anywhere.
             Entry::Line(line) => _ = to.write_all(line.as_bytes()),
             Entry::Written(done) => _ = done.try_send(()),
         }
@@ -121,7 +123,7 @@ fn write(entries: impl IntoIterator<Item = Entry>, to: &mut impl Write) {
     }
 }
 
-/// Has a line written.
+/// Queues a line.
 fn say(line: String) {
     let sent = WRITER.get().map(|writer| writer.try_send(Entry::Line(line)));
     if let Some(Err(_)) = sent {
@@ -130,7 +132,7 @@ fn say(line: String) {
     }
 }
 
-/// How a line begins that is said now.
+/// The beginning of a line logged now.
 fn beginning(level: Level, source: &str) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let mut text = timestamp(now.as_millis());
@@ -148,7 +150,7 @@ fn beginning(level: Level, source: &str) -> String {
     text
 }
 
-/// Has each event written as one line. Spans are not used here, and not told.
+/// Writes each event as one line. Spans are not used here, and ignored.
 struct Lines {
     level: LevelFilter,
     begun: Instant,
@@ -206,7 +208,7 @@ struct Line {
 }
 
 impl Line {
-    /// What a peer had a part in stays on its line.
+    /// Keeps text from peers on its line.
     fn push(&mut self, value: &str) {
         for letter in value.chars() {
             match letter.is_control() {
@@ -229,7 +231,7 @@ impl Visit for Line {
     }
 }
 
-/// What an event is about, if it says so.
+/// The source of an event, if it has one.
 struct Source(Line);
 
 impl Visit for Source {
@@ -244,7 +246,7 @@ impl Visit for Source {
 fn timestamp(ms: u128) -> String {
     let seconds = ms / 1000;
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Years that begin with March, so that the day of a leap year is the last (Richards' algorithm).
+    // Years that begin with March, so that the leap day is the last (Richards' algorithm).
     let from_march = days + 719_468;
     let (era, day_of_era) = (from_march / 146_097, from_march % 146_097);
     let year_of_era =

@@ -1,4 +1,4 @@
-//! The service manager, as far as it wants to know how the service is (`sd_notify(3)`).
+//! The service manager, and what it is notified of (`sd_notify(3)`).
 
 use std::{
     env, io,
@@ -18,17 +18,17 @@ use tracing::warn;
 
 use super::memo;
 
-/// The names of what it keeps.
+/// The names of the descriptors that it keeps.
 pub(super) const ENDS: [&str; 2] = ["ringfence-write", "ringfence-read"];
 
-/// A socket to it, if there is one. Opened before the process gives up to open any.
+/// A socket to it, if there is one. Opened before the process gives up opening sockets.
 pub(super) struct Manager {
     socket: Option<UnixDatagram>,
     stores: bool,
 }
 
 impl Manager {
-    /// The one that has started this process and named its socket.
+    /// The manager that has started this process and named its socket.
     pub(super) fn of_this_process() -> Manager {
         let none = Manager { socket: None, stores: false };
         let Some(path) = env::var_os("NOTIFY_SOCKET") else { return none };
@@ -43,22 +43,24 @@ impl Manager {
         }
     }
 
-    /// Whether it keeps descriptors for the next process: it has said so in `FDSTORE`, as systemd does since version
-    /// 254, and for [both](Self::store).
+    /// Whether it keeps descriptors for the next process: `FDSTORE` says so, set by systemd since
+    /// version 254, and that there is room for [both](Self::store).
     pub(super) fn stores(&self) -> bool {
         self.stores
     }
 
-    /// Has it keep the ends of an estate, each by the name that [`socket::passed`](super::socket::passed) looks for. A
-    /// manager that does not read is waited for, for a while: without this a successor has nothing to go on with.
+    /// Makes it keep the ends of an estate, each by the name that
+    /// [`socket::passed`](super::socket::passed) looks for. Waits for a while for a manager that
+    /// does not read: without this, a successor has nothing to resume.
     pub(super) fn store(&self, ends: [BorrowedFd<'_>; 2]) {
         let Some(socket) = self.socket.as_ref().filter(|_| self.stores) else { return };
-        // Of processes before, which have left nothing or only half of it: there is room for two.
+        // Those of earlier processes, which have left nothing or only half of it: there is room for
+        // two.
         for name in ENDS {
             self.send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), SendFlags::empty());
         }
         for (name, end) in ENDS.into_iter().zip(ends) {
-            // Nothing is to be learnt from its being hung up.
+            // FDPOLL=0: a hang-up of it means nothing.
             let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
             if let Err(error) = memo::send(socket.as_fd(), state.as_bytes(), &[], &[end]) {
                 warn!("the service manager takes no descriptor: {error}");
@@ -66,13 +68,14 @@ impl Manager {
         }
     }
 
-    /// Says that the service is ready. It would be taken for one that is not if this were lost: a manager that does not
-    /// read is waited for, for a while.
+    /// Reports that the service is ready. Waits for a while for a manager that does not read: if
+    /// the message were lost, the manager would consider the service not ready.
     pub(super) fn is_ready(&self, state: &str) {
         self.send(state, SendFlags::empty());
     }
 
-    /// Says how the service is: assignments, a line each. A manager that does not read holds up nobody.
+    /// Reports the service's state: assignments, a line each. Never blocks on a manager that does
+    /// not read.
     pub(super) fn say(&self, state: &str) {
         self.send(state, SendFlags::DONTWAIT);
     }
@@ -86,7 +89,7 @@ impl Manager {
     }
 }
 
-/// How long the manager is waited for.
+/// How long to wait for the manager.
 const TIME_OUT: Duration = Duration::from_secs(10);
 
 fn connect(path: &[u8]) -> io::Result<UnixDatagram> {

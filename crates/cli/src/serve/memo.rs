@@ -1,5 +1,5 @@
-//! A message that outlives its writer: bytes and descriptors in the queue of a socket, of which another process, such
-//! as the service manager, has both ends too.
+//! A message that outlives its writer: bytes and descriptors in the queue of a socket, both ends of
+//! which another process, such as the service manager, has too.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -17,61 +17,61 @@ use rustix::{
     },
 };
 
-/// The most descriptors of a part (Linux's SCM_MAX_FD), and the most bytes: well within a socket's buffer, with the
-/// parts before.
+/// The most descriptors of a part (Linux's SCM_MAX_FD), and the most bytes: well within a socket's
+/// buffer, together with the earlier parts.
 const PART_FDS: usize = 253;
 const PART_BYTES: usize = 16 << 10;
 
-/// What a part begins with: the number of its message, its own, and how many the message has.
+/// The head of a part: the number of its message, its own, and how many parts the message has.
 const HEAD: usize = 16;
 
 /// Bytes and descriptors.
 pub(super) type Message = (Vec<u8>, Vec<OwnedFd>);
 
-/// Its two ends. What was written last is there to be read by whoever has them, until the next is written: there is no
-/// moment at which neither is.
+/// The two ends. Anyone who holds them can read the last message, until the next one is written: at
+/// every moment one of the two can be read.
 pub(super) struct Memo {
     write: OwnedFd,
     read: OwnedFd,
-    /// Closes descriptors, if peers have sent them: that may take long.
+    /// Closes descriptors that came from peers, which may take long.
     closer: Option<Closer>,
     /// The number of the last message, and how many parts of it are in the queue.
     last: u64,
     parts: usize,
-    /// Descriptors that nobody needs any more.
+    /// Descriptors that are no longer needed.
     spent: Vec<OwnedFd>,
 }
 
 impl Memo {
-    /// One in which nothing was written.
+    /// A memo in which nothing was written.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// Out of descriptors.
     pub(super) fn new(closer: Option<&Closer>) -> io::Result<Memo> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (write, read) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
         Ok(Memo::of([write, read], closer))
     }
 
-    /// One that another process has left: the two ends, as [`ends`](Self::ends) has them.
+    /// A memo that another process has left: its two ends, as in [`ends`](Self::ends).
     pub(super) fn of([write, read]: [OwnedFd; 2], closer: Option<&Closer>) -> Memo {
         Memo { write, read, closer: closer.cloned(), last: 0, parts: 0, spent: Vec::new() }
     }
 
-    /// Has what is read from now on closed by another.
+    /// From now on, `closer` closes the descriptors that are read.
     pub(super) fn set_closer(&mut self, closer: &Closer) {
         self.closer = Some(closer.clone());
     }
 
-    /// Its ends, for whoever is to outlive this process.
+    /// Its ends, for a process that outlives this one.
     pub(super) fn ends(&self) -> [BorrowedFd<'_>; 2] {
         [self.write.as_fd(), self.read.as_fd()]
     }
 
-    /// Writes a message, which takes the place of the last.
+    /// Writes a message, which replaces the last one.
     ///
     /// # Errors
-    /// The system takes no more: the message before may be there still.
+    /// The system accepts no more: the message before may still be there.
     pub(super) fn write(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let written = self.put(bytes, fds);
         for spent in self.spent.drain(..) {
@@ -83,7 +83,8 @@ impl Memo {
         written
     }
 
-    /// As [`write`](Self::write). What was there before is not closed yet: a closer begins threads.
+    /// As [`write`](Self::write), but does not yet close the earlier descriptors: a closer starts
+    /// threads.
     fn put(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
         let count = bytes.len().div_ceil(PART_BYTES).max(fds.len().div_ceil(PART_FDS)).max(1);
         let before = std::mem::take(&mut self.parts);
@@ -96,7 +97,7 @@ impl Memo {
             let (number, part) = (self.last.to_ne_bytes(), part.to_ne_bytes());
             let head = [&number[..], &part, &(count as u32).to_ne_bytes()].concat();
             if let Err(error) = send(self.write.as_fd(), &head, some, with) {
-                // What there is of it is passed over by who reads.
+                // Readers skip the incomplete message.
                 self.parts += before;
                 return Err(error);
             }
@@ -105,7 +106,7 @@ impl Memo {
         for taken in 0..before {
             match self.receive() {
                 Ok(part) => self.spent.extend(part.into_iter().flat_map(|(_, fds)| fds)),
-                // Those that are left go with the next.
+                // The remaining parts are taken with the next message.
                 Err(_) => {
                     self.parts += before - taken;
                     break;
@@ -115,13 +116,14 @@ impl Memo {
         Ok(())
     }
 
-    /// The message that was written last, by whomever. It stays. Nothing is closed, and no thread begun.
+    /// The last message, from whichever writer. It stays in the queue. This closes nothing, and
+    /// starts no thread.
     ///
     /// # Errors
-    /// The system refuses; what is there was not written by a memo.
+    /// Those of the system; the content was not written by a memo.
     pub(super) fn read(&mut self) -> io::Result<Option<Message>> {
         let wrong = || io::Error::new(io::ErrorKind::InvalidData, "no message of this program");
-        // Mostly there is one message, of one part, and nothing to be taken.
+        // Usually there is one message of one part, and nothing to remove.
         if let Some((mut data, fds)) = self.look(RecvFlags::PEEK, true)? {
             let alone = ioctl_fionread(&self.read)? == data.len() as u64;
             if let Some(head) = data.first_chunk::<HEAD>().filter(|_| alone)
@@ -172,7 +174,7 @@ impl Memo {
         Ok(whole)
     }
 
-    /// Has descriptors closed with the next message that is written.
+    /// Closes these descriptors with the next write.
     pub(super) fn spend_all(&mut self, fds: impl IntoIterator<Item = OwnedFd>) {
         self.spent.extend(fds);
     }
@@ -181,8 +183,8 @@ impl Memo {
         self.spent.extend(of.into_iter().flat_map(|(.., (_, fds))| fds));
     }
 
-    /// The first part of the first message that is there, while another process writes more; without its descriptors,
-    /// unless these are `wanted`.
+    /// The first part of the first message in the queue, while another process may write more; its
+    /// descriptors only if `wanted`.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -200,7 +202,7 @@ impl Memo {
     fn look(&self, how: RecvFlags, wanted: bool) -> io::Result<Option<Message>> {
         let how = how | RecvFlags::DONTWAIT;
         match receive(self.read.as_fd(), HEAD + PART_BYTES, how, wanted) {
-            // Or the other end is closed, and nothing is left.
+            // Or the other end is closed, and the queue is empty.
             Ok((bytes, _)) if bytes.is_empty() => Ok(None),
             Ok(part) => Ok(Some(part)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
@@ -209,7 +211,7 @@ impl Memo {
     }
 }
 
-/// Receives at most so many bytes, with their descriptors if these are `wanted`.
+/// Receives at most that many bytes, and their descriptors if `wanted`.
 pub(super) fn receive(
     from: BorrowedFd<'_>,
     most: usize,
@@ -297,7 +299,7 @@ mod tests {
             let fds: Vec<_> = events[..count].iter().map(|event| event.as_fd()).collect();
             let bytes: Vec<u8> = (0..len).map(|at| at as u8).collect();
             memo.write(&bytes, &fds).unwrap();
-            // By the next process, and by the one after it.
+            // By the next process, and by the one after that.
             for _ in 0..2 {
                 let mut next = left(&memo);
                 for _ in 0..2 {
@@ -313,7 +315,7 @@ mod tests {
     fn a_message_that_was_not_finished_leaves_the_one_before() {
         let mut memo = Memo::new(None).unwrap();
         memo.write(b"one", &[]).unwrap();
-        // Of two parts its writer has sent the first, and died.
+        // The writer has sent the first of two parts, and died.
         for (number, part, count) in [(2_u64, 0_u32, 2_u32), (3, 1, 2), (4, 2, 2), (5, 9, 0)] {
             let head = [&number.to_ne_bytes()[..], &part.to_ne_bytes(), &count.to_ne_bytes()];
             send(memo.write.as_fd(), &head.concat(), b"x", &[]).unwrap();

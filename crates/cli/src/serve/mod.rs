@@ -1,4 +1,4 @@
-//! The frame of a vhost-user service: its sockets, one front end after the other, figures, logs,
+//! The frame of a vhost-user service: its sockets, one front end after the other, metrics, logs,
 //! and an orderly end.
 
 mod confine;
@@ -30,11 +30,11 @@ pub(crate) use frame::run;
 pub(crate) use page::{Kind, Page};
 pub(crate) use ready::{Ready, begin, open, open_on, reader};
 
-/// How many connections of a socket that have not sent anything are kept at a time. Another one takes the place of
-/// the first of them.
+/// How many connections of a socket that have not sent anything are kept at a time. A further one
+/// replaces the first of them.
 const SILENT: usize = 16;
 
-/// What a service of one socket can be told.
+/// The options of a service with one socket.
 #[derive(Args)]
 pub(crate) struct Options {
     /// The socket that front ends connect to [default: what the service manager passes]
@@ -45,10 +45,11 @@ pub(crate) struct Options {
     pub(crate) common: Common,
 }
 
-/// What every service can be told.
+/// The options of every service.
 #[derive(Args)]
 pub(crate) struct Common {
-    /// Who may connect: the socket's permission bits [default: 600, with --socket-group 660]
+    /// The sockets' permission bits, which decide who may connect [default: 600, with
+    /// --socket-group 660]
     #[arg(long, value_name = "OCTAL", value_parser = octal)]
     socket_mode: Option<u32>,
 
@@ -56,24 +57,24 @@ pub(crate) struct Common {
     #[arg(long, value_name = "GROUP", value_parser = group)]
     socket_group: Option<Gid>,
 
-    /// Serve only processes of this user, by name or number; of these, if it is there more than once
+    /// Serve only processes of this user, by name or number; may be repeated
     #[arg(long, value_name = "USER", value_parser = user)]
     allow_uid: Vec<u32>,
 
-    /// Serve figures for Prometheus: HOST:PORT (port 0: any) or unix:PATH
+    /// Serve metrics for Prometheus: HOST:PORT (port 0: any) or unix:PATH
     #[arg(long, value_name = "ADDR")]
     pub(crate) metrics: Option<http::Address>,
 
-    /// A host name by which scrapers ask for the figures, beside addresses, localhost, what `uname -n` prints and the
-    /// host of --metrics; of these, if it is there more than once
+    /// A host name that scrapers may use, beside addresses, localhost, what `uname -n` prints and
+    /// the host of --metrics; may be repeated
     #[arg(long, value_name = "NAME", requires = "metrics")]
     metrics_host: Vec<String>,
 
     #[command(flatten)]
     confine: confine::Confinement,
 
-    /// Where the next process of this service, told the same, takes over connections and all: the socket by which the
-    /// two find each other
+    /// A socket on which the next process of this service, started with the same option, takes over
+    /// connections and all
     #[arg(long, value_name = "PATH")]
     hand_over: Option<PathBuf>,
 
@@ -85,7 +86,7 @@ pub(crate) struct Common {
     #[arg(long, value_name = "HOW", default_value_t = Notify::Adaptive)]
     pub(crate) notify: Notify,
 
-    /// How much is said on standard error: off, error, warn, info, debug or trace
+    /// The level of the log on standard error: off, error, warn, info, debug or trace
     #[arg(long, value_name = "LEVEL", default_value = "info")]
     pub(crate) log: LevelFilter,
 }
@@ -107,7 +108,8 @@ fn user(text: &str) -> Result<u32, String> {
     number_or(text, named).ok_or_else(|| format!("there is no user {text:?}"))
 }
 
-/// A user's or group's number, as it is or by its name. The last number means none to the kernel.
+/// A user's or group's number, given as such or by name. The highest number means none to the
+/// kernel.
 fn number_or(text: &str, named: impl FnOnce() -> Option<u32>) -> Option<u32> {
     text.parse().ok().filter(|&number| number != u32::MAX).or_else(named)
 }
@@ -123,25 +125,26 @@ impl Common {
 
 /// One front end's connection, whatever the device is.
 pub(crate) trait Connection {
-    /// What ends it from another thread.
+    /// A handle that ends it from another thread.
     fn shutdown_handle(&self) -> Shutdown;
 
-    /// How many bytes of its files are mapped at most. To be called before it is served.
+    /// Sets how many bytes of its files may be mapped. Call it before the connection is served.
     fn set_most_mapped(&mut self, bytes: u64);
 
-    /// Has another process told what it needs to go on with it. To be called before it is served.
+    /// Sets where the connection's state is kept for a successor. Call it before the connection is
+    /// served.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// Out of descriptors.
     fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()>;
 
-    /// Goes on with what was kept of it.
+    /// Resumes from the saved state.
     fn resume(&mut self, saved: SavedConnection);
 
     /// Serves it until its end.
     ///
     /// # Errors
-    /// It ended for another reason than that the front end has hung up.
+    /// It ended for another reason than a hang-up by the front end.
     fn serve(&mut self) -> Result<(), ServeError>;
 }
 
@@ -172,44 +175,45 @@ pub(crate) trait Service: Send + Sync {
     /// The service's name in messages.
     fn name(&self) -> &'static str;
 
-    /// All sockets are listened on.
+    /// Called once all sockets are listened on.
     ///
     /// # Errors
-    /// The service cannot go on: it ends.
+    /// The service cannot continue: it ends.
     fn listening(&self) -> Result<()> {
         Ok(())
     }
 
-    /// A front end has connected to the socket of that number; the one before it is gone. Called and
-    /// used on the socket's own thread.
+    /// Called when a front end has connected to the socket of that number; the one before it is
+    /// gone. Called and used on the socket's own thread.
     ///
     /// # Errors
     /// It cannot be served: the connection is closed.
     fn connect(&self, socket: usize, stream: PeerFd) -> Result<Box<dyn Connection>>;
 
-    /// All connections have ended: images that have not answered, and how many rings wait for each; none if only
-    /// its lock does. The process may not end before they have, if the kernel does not let go of it.
+    /// Called when all connections have ended: images with incomplete requests, and how many rings
+    /// wait for each; none if only the lock waits. The kernel may not let the process end before
+    /// these are complete.
     fn left(&self) -> Vec<(String, usize)> {
         Vec::new()
     }
 
-    /// The service's own figures.
+    /// The service's own metrics.
     fn figures(&self, page: &mut Page);
 }
 
-/// Has what was said written, before the process ends.
+/// Makes sure that the log is written, before the process ends.
 pub(crate) fn end_log() {
     log::end();
 }
 
-/// The log of a process that serves another of this command.
+/// The log of a process that serves another one of the same command.
 #[cfg(feature = "lab")]
 pub(crate) fn begin_quiet_log() {
     log::begin(LevelFilter::WARN);
     log::start();
 }
 
-/// The figures of a device's IOTLB.
+/// The metrics of a device's IOTLB.
 pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
     for (name, help, value) in [
         ("iotlb_entries", "Translations in the table.", totals.entries),

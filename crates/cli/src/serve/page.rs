@@ -1,29 +1,29 @@
-//! The figures of a service, in the text format of Prometheus.
+//! The metrics of a service, in the text format of Prometheus.
 
 use std::fmt::{Display, Write};
 
-/// What a figure is to whoever collects it.
+/// The type of a metric.
 #[derive(Clone, Copy)]
 pub(crate) enum Kind {
-    /// Only grows, until the service starts anew. Its name ends in `_total`.
+    /// Only grows, until the service restarts. Its name ends in `_total`.
     Counter,
     /// Goes up and down.
     Gauge,
 }
 
-/// A page of figures. Names begin with `ringfence_`, which is put before them here.
+/// A page of metrics. Names get the prefix `ringfence_` here.
 #[derive(Default)]
 pub(crate) struct Page {
     text: String,
 }
 
 impl Page {
-    /// A figure without labels.
+    /// A metric without labels.
     pub(crate) fn one(&mut self, kind: Kind, name: &str, help: &str, value: impl Display) {
         self.many(kind, name, help, "", [("", value)]);
     }
 
-    /// A figure for each value of a label; `label` is its name.
+    /// A metric with a value for each value of a label; `label` is the label's name.
     pub(crate) fn many<L: Display, V: Display>(
         &mut self,
         kind: Kind,

@@ -1,4 +1,5 @@
-//! A service makes ready: it takes over what the process before has left, opens what it needs, and gives up the rest.
+//! Preparing a service: it takes over what the process before has left, opens what it needs, and
+//! gives up the rest.
 
 use std::{
     io,
@@ -31,24 +32,26 @@ use super::{
     socket::{self, Access, Listener, Passed},
 };
 
-/// How many descriptors a ring takes: its kick, io_urings for its call and its error event, two of its image with a
-/// duplicate, two of a worker's, and a duplicate of each that its front end sends, for a successor.
+/// Descriptors of a ring: its kick, io_urings for its call and its error event, two of its image
+/// with a duplicate, two of a worker's, and a duplicate of each that its front end sends, for a
+/// successor.
 const OF_A_RING: usize = 11;
-/// How many a socket takes beside its rings: itself, its connection, channels, logs, those that are silent,
-/// io_urings of rings that its front ends have left behind, and what a successor needs.
+/// Descriptors of a socket beside those of its rings: itself, its connection, channels, logs,
+/// silent connections, io_urings of rings that its front ends have left behind, and what a
+/// successor needs.
 const OF_A_SOCKET: usize = 8 + SILENT + 17 + 10;
-/// How many more while its front end sends such as take long to close: those that wait, those of one message, and what a
-/// successor needs of each region of its memory.
+/// Further ones while its front end sends descriptors that take long to close: those that wait,
+/// those of one message, and what a successor needs of each region of its memory.
 const OF_A_HOSTILE: usize = 64 + 253 + Memory::MAX_REGIONS;
-/// How many there are beside: streams, images, signals, scrapers.
+/// Descriptors of the process beside these: streams, images, signals, scrapers.
 const OF_ITS_OWN: usize = 48;
 
-/// What was there before this process.
+/// What the process started with.
 pub(crate) struct Begun {
     name: &'static str,
     sockets: usize,
     passed: Passed,
-    /// Whether the service manager has what is inherited.
+    /// Whether the service manager keeps what is inherited.
     is_stored: bool,
     inherited: Option<Inherited>,
 }
@@ -60,15 +63,16 @@ impl Begun {
     }
 }
 
-/// A number that stands for the socket of that name, in every process.
+/// A number for the socket of that name, the same in every process.
 pub(crate) fn reader(socket: &Path) -> u64 {
-    // FNV-1a, which does not change with the library.
+    // FNV-1a, which does not depend on the library's version.
     let step = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     socket.as_os_str().as_bytes().iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// Says from now on what `--log` asks for, has as many descriptors as the system allows, and takes over what the process
-/// before has left of the service `name` with so many `sockets`. To be called before anything is made.
+/// Starts the log at the level of `--log`, raises the limit of descriptors as far as the system
+/// allows, and takes over what the process before has left of the service `name` with that many
+/// `sockets`. Call it before anything is made.
 ///
 /// # Errors
 /// Wrong usage; what is left cannot be read.
@@ -88,20 +92,21 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
     Ok(Begun { name, sockets, passed, is_stored: is_stored && inherited.is_some(), inherited })
 }
 
-/// What the frame needs is open, and the sandbox is entered, unless there is none: threads can be started.
+/// Everything that the frame needs is open, and the sandbox, if there is one, is entered: threads
+/// can be started.
 pub(crate) struct Ready {
     pub(super) listeners: Vec<Listener>,
     pub(super) fronts: Vec<Front>,
     pub(super) endpoint: Option<http::Endpoint>,
     pub(super) signals: UnixStream,
-    /// Hung up in the end, so that all who wait see it.
+    /// Hung up at the end, which wakes every waiting thread.
     pub(super) stop: (UnixStream, UnixStream),
     pub(super) manager: Manager,
     pub(super) users: Vec<u32>,
-    /// What outlives the process, if somebody holds it.
+    /// What outlives the process, if another process holds it.
     pub(super) estate: Option<Estate>,
     pub(super) door: Option<Door>,
-    /// Connections to go on with, by socket.
+    /// Connections to resume, by socket.
     pub(super) resumed: Vec<Option<Resumed>>,
     /// How many workers there may be, and how they wait.
     workers: usize,
@@ -109,10 +114,10 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// Threads for a device of that many queues: no more than have something to do.
+    /// Threads for a device of that many queues: no more than have work.
     ///
     /// # Errors
-    /// No thread is left.
+    /// Out of threads.
     pub(crate) fn workers(&self, name: &str, queues: u16) -> Result<Arc<[Worker]>> {
         (0..self.workers.min(queues.into()).max(1))
             .map(|at| Worker::spawn(&format!("{name}-{at}"), self.notify))
@@ -120,39 +125,39 @@ impl Ready {
             .context("starting a worker")
     }
 
-    /// Whether the connection of socket `at` goes on from the process before.
+    /// Whether the connection of socket `at` is resumed from the process before.
     pub(crate) fn goes_on(&self, at: usize) -> bool {
         self.resumed[at].is_some()
     }
 
-    /// The connection of socket `at` does not go on: its front end is hung up on.
+    /// The connection of socket `at` is not resumed: hangs up on its front end.
     pub(crate) fn does_not_go_on(&mut self, at: usize) {
         if let Some(Resumed { stream, saved }) = self.resumed[at].take() {
             let _ = rustix::net::shutdown(&stream, rustix::net::Shutdown::Both);
-            // What it had is closed with the process: to close it may take long.
+            // The exit of the process closes its descriptors: closing them here may take long.
             std::mem::forget((stream, saved));
         }
     }
 
-    /// Memory for what a successor needs of the devices, if there may be one, and whether the process before has left
-    /// it with something in it.
+    /// Memory for what a successor needs of the devices, if there may be one, and whether the
+    /// process before has left content in it.
     ///
     /// # Errors
-    /// The system refuses.
+    /// Those of the system.
     pub(crate) fn memory(&mut self, bytes: usize) -> Result<Option<(SharedFile, bool)>> {
         self.estate.as_mut().map(|estate| estate.memory(bytes)).transpose()
     }
 
-    /// The same, with nothing in it.
+    /// As [`memory`](Self::memory), but empty.
     ///
     /// # Errors
-    /// The system refuses.
+    /// Those of the system.
     pub(crate) fn new_memory(&mut self, bytes: usize) -> Result<Option<(SharedFile, bool)>> {
         self.estate.as_mut().map(|estate| estate.new_memory(bytes)).transpose()
     }
 }
 
-/// Makes ready to serve on `--socket`, which has the number 0, and `more`, as [`open_on`] does.
+/// Prepares to serve on `--socket`, which has the number 0, and `more`, as [`open_on`] does.
 ///
 /// # Errors
 /// As [`open_on`].
@@ -168,12 +173,12 @@ pub(crate) fn open(
     open_on(begun, &options.common, &paths, rings, make)
 }
 
-/// Listens on the sockets at `paths`, or on those that the service manager has opened, and gives up to open anything
-/// more. What the service itself needs is open already, and no thread runs. Its devices have so many `rings`, all
-/// together; `make` makes the io_urings that they take.
+/// Listens on the sockets at `paths`, or on those that the service manager has opened, and gives up
+/// opening anything more. What the service itself needs is open already, and no thread runs. Its
+/// devices have `rings` rings, all together; `make` makes the io_urings that they need.
 ///
 /// # Errors
-/// Wrong usage; a socket or the endpoint of the figures cannot be had; the sandbox cannot be entered.
+/// Wrong usage; a socket or the metrics endpoint cannot be opened; the sandbox cannot be entered.
 pub(crate) fn open_on(
     begun: Begun,
     common: &Common,
@@ -185,7 +190,8 @@ pub(crate) fn open_on(
     let Begun { name, sockets, passed, is_stored, mut inherited } = begun;
     enough_descriptors(rings, sockets)?;
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
-    // Before anybody can connect: who does may send the signal at once, and it is to be an end in order.
+    // Before any front end can connect: the signal may come right after, and must end the service
+    // in order.
     let signals = signals().context("preparing for signals")?;
     let left = inherited.as_mut().map(|left| std::mem::take(&mut left.listeners));
     let listeners = socket::open(paths, sockets, common.access(), passed, left)?;
@@ -200,7 +206,8 @@ pub(crate) fn open_on(
     let stop = UnixStream::pair().context("preparing for the end")?;
     let manager = Manager::of_this_process();
     let door = common.hand_over.as_deref().map(|path| {
-        // Who gets in has all that the service has: nobody but its own user, whoever may connect to its sockets.
+        // A process that gets in receives all that the service has: only its own user may, whoever
+        // may connect to its sockets.
         Door::open(path, Access { owner: common.confine.user(), ..Access::OWN })
     });
     let door = door.transpose()?;
@@ -222,7 +229,7 @@ pub(crate) fn open_on(
     }
     let cpus = || thread::available_parallelism().map_or(1, |cpus| cpus.get());
     let workers = common.workers.map_or_else(cpus, usize::from);
-    // Two a ring, and one of each socket that takes the place of another.
+    // Two a ring, and for each socket one of a replacement.
     notifier::make_ahead(2 * rings + sockets)?;
     make()?;
     let removes = listeners.iter().filter_map(Listener::folder);
@@ -247,10 +254,11 @@ pub(crate) fn open_on(
     })
 }
 
-/// Looks whether the process may have the descriptors that it takes: some for each ring, and for what front ends send.
+/// Checks whether the process may have the descriptors that it needs: some for each ring, and those
+/// that front ends send.
 ///
 /// # Errors
-/// There are too few for all rings: it is better said now than by the last of them.
+/// Too few for all rings: better to fail now than at the last ring.
 fn enough_descriptors(rings: usize, sockets: usize) -> Result<()> {
     use rustix::process::{Resource, getrlimit};
     let least = OF_ITS_OWN + sockets * OF_A_SOCKET + rings * OF_A_RING;
@@ -274,13 +282,13 @@ fn enough_descriptors(rings: usize, sockets: usize) -> Result<()> {
     Ok(())
 }
 
-/// What becomes readable with the first SIGTERM or SIGINT. The second ends the process.
+/// Becomes readable with the first SIGTERM or SIGINT. The second ends the process.
 fn signals() -> io::Result<UnixStream> {
     use signal_hook::{flag, low_level::pipe};
     let (read, write) = UnixStream::pair()?;
     let seen = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT] {
-        // In this order: when the flag is set already, the first acts.
+        // In this order: a signal ends the process only if the flag was set before it.
         flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&seen))?;
         flag::register(signal, Arc::clone(&seen))?;
         pipe::register(signal, write.try_clone()?)?;

@@ -22,27 +22,27 @@ use rustix::{
     process::{geteuid, umask},
 };
 
-/// A socket in the file system; removed in the end, if it is still ours.
+/// A socket in the file system; removed at the end, if it is still ours.
 pub(crate) struct Placed {
     path: PathBuf,
     place: FolderEntry,
     file: (u64, u64),
-    /// It was removed: the next file of that name may have the same number.
+    /// It was removed: the next file of that name may have the same inode number.
     gone: AtomicBool,
 }
 
 impl Placed {
-    /// Where it is.
+    /// Its path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The folder that it is in.
+    /// Its folder.
     pub(super) fn folder(&self) -> BorrowedFd<'_> {
         self.place.folder()
     }
 
-    /// The one that the process before has put there.
+    /// The socket that the process before has put there.
     fn there(path: &Path) -> io::Result<Placed> {
         let place = FolderEntry::of(path)?;
         let (_, about) = place.look()?;
@@ -54,7 +54,7 @@ impl Placed {
         })
     }
 
-    /// Takes it out of the file system, if it is still ours.
+    /// Removes it from the file system, if it is still ours.
     pub(super) fn remove(&self) {
         if self.gone.swap(true, Ordering::Relaxed) {
             return;
@@ -93,14 +93,15 @@ pub(crate) struct Access {
 }
 
 impl Access {
-    /// This user alone.
+    /// Only this user.
     pub(crate) const OWN: Access = Access { mode: 0o600, owner: None, group: None };
 }
 
-/// Listens at `path`. A socket that nobody listens on any more is replaced.
+/// Listens at `path`. Replaces a socket that no process listens on any more.
 ///
 /// # Errors
-/// Somebody listens there; there is a file that is no socket; it cannot be made; another user's link leads there.
+/// Another process listens there; there is a file that is not a socket; it cannot be made; another
+/// user's link leads there.
 pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
     let place = FolderEntry::of(path)?;
     if let Ok((_, about)) = place.look() {
@@ -124,7 +125,7 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     bind_with(&socket, &SocketAddrUnix::new(path)?, Mode::from_raw_mode(access.mode))?;
-    // It is where it was to be, unless a folder on the way is another by now.
+    // It is in its place, unless a folder on the way was replaced meanwhile.
     let (file, about) = place.look()?;
     if !is_socket(&about) || about.st_uid != geteuid().as_raw() {
         return Err(io::Error::new(
@@ -138,7 +139,7 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
         file: identity(&about),
         gone: AtomicBool::new(false),
     };
-    // Nobody can connect before it listens.
+    // No peer can connect before it listens.
     if access.owner.is_some() || access.group.is_some() {
         chownat(&file, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
     }
@@ -146,15 +147,15 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
     Ok((UnixListener::from(socket), placed))
 }
 
-/// Binds a socket whose file has the permission bits `mode` from its first moment on. Linux gives the file
-/// those of the socket, less the umask. They cannot be set afterwards: by then another file may have
-/// the name, or a link to one.
+/// Binds a socket whose file has the permission bits `mode` from its first moment on. Linux gives
+/// the file those of the socket, less the umask. They cannot be set afterwards: by then another
+/// file may have the name, or a link to one.
 fn bind_with(socket: &OwnedFd, at: &SocketAddrUnix, mode: Mode) -> io::Result<()> {
-    // The umask is the process's: two that change it at a time would leave it changed.
+    // The umask is per process: two threads that change it at a time would leave it changed.
     static UMASK: Mutex<()> = Mutex::new(());
     let _alone = UMASK.lock();
     rustix::fs::fchmod(socket, mode)?;
-    // What another thread makes meanwhile has at most the bits of the socket.
+    // Files that other threads make meanwhile have at most the bits of the socket.
     let before = umask(mode.complement() & Mode::from_raw_mode(0o777));
     let bound = net::bind(socket, at);
     umask(before);
@@ -170,12 +171,12 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// The folder that it is in, if the service has put it there.
+    /// Its folder, if the service has put it there.
     pub(super) fn folder(&self) -> Option<BorrowedFd<'_>> {
         self.placed.as_ref().map(Placed::folder)
     }
 
-    /// The service ends: nobody finds the socket any more.
+    /// The service ends: removes the socket's file.
     pub(super) fn remove(&self) {
         if let Some(placed) = &self.placed {
             placed.remove();
@@ -202,7 +203,8 @@ fn name(socket: &UnixListener) -> Option<PathBuf> {
     Some(socket.local_addr().ok()?.as_pathname()?.to_owned())
 }
 
-/// What the service manager has passed (`LISTEN_FDS`): sockets to listen on, and what it has kept.
+/// What the service manager has passed (`LISTEN_FDS`): sockets to listen on, and descriptors that
+/// it has kept.
 ///
 /// # Errors
 /// A descriptor is something else.
@@ -228,10 +230,11 @@ pub(super) fn passed() -> Result<Passed> {
     Ok(Passed { listeners, ends: write.zip(read).map(|(write, read)| [write, read]) })
 }
 
-/// The sockets that were passed, or those that the process before has left, or those at `paths`; there must be `count`.
+/// The sockets that were passed, or those that the process before has left, or those at `paths`;
+/// there must be `count`.
 ///
 /// # Errors
-/// [`Usage`] if there are not so many; a socket cannot be had.
+/// [`Usage`] if their number differs; a socket cannot be opened.
 pub(super) fn open(
     paths: &[&Path],
     count: usize,
@@ -281,7 +284,7 @@ mod tests {
         drop(UnixListener::bind(&path).unwrap());
         let (listener, placed) = bind(&path, Access { mode: 0o640, ..Access::OWN }).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
-        // More than the umask would leave.
+        // More than the umask would allow.
         let all = folder.path().join("all");
         let _kept = bind(&all, Access { mode: 0o777, ..Access::OWN }).unwrap();
         assert_eq!(fs::metadata(&all).unwrap().mode() & 0o777, 0o777);

@@ -1,5 +1,5 @@
-//! A service manager, as far as services want one: it keeps descriptors for the next process (`sd_notify(3)`,
-//! FDSTORE).
+//! A service manager, as far as services need one: it keeps descriptors for the next process
+//! (`sd_notify(3)`, FDSTORE).
 
 use std::{
     io::IoSliceMut,
@@ -13,14 +13,14 @@ use std::{
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
-/// What services have given it.
+/// The descriptors that services have stored.
 pub(crate) struct Manager {
     path: PathBuf,
     kept: Arc<Mutex<Vec<(String, OwnedFd)>>>,
 }
 
 impl Manager {
-    /// One whose socket is in this folder.
+    /// A manager with its socket in this folder.
     pub(crate) fn new(folder: &Path) -> Manager {
         let path = folder.join("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
@@ -43,7 +43,7 @@ impl Manager {
         Manager { path, kept }
     }
 
-    /// Starts a program's next process: arguments are to follow.
+    /// Starts a program's next process: arguments follow.
     pub(crate) fn command(&self, program: &str) -> Command {
         let kept = self.kept.lock().unwrap();
         let mut command = match &kept[..] {

@@ -1,4 +1,4 @@
-//! Running the command as a user does, within a time limit, and finding what it leaves behind.
+//! Runs the command as a user does, within a time limit, and finds what it leaves behind.
 // Every test file is a program of its own, and none uses all of this.
 #![allow(dead_code)]
 
@@ -34,20 +34,20 @@ pub(crate) const POLICIES: [&str; 9] = [
     "auto",
 ];
 
-/// Those of them under which every buffer is mapped.
+/// The policies under which every buffer is mapped.
 pub(crate) const MAPPING: &[&str] = POLICIES.split_at(7).0.split_at(1).1;
 
-/// A guard against hanging, and no measure: nothing that these tests wait for takes longer, however
+/// A guard against hanging, not a measure: nothing that these tests wait for takes longer, however
 /// busy the machine is.
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 
-/// One test at a time: each run has two processes that spin. No verdict depends on it, since others may run
-/// beside this program.
+/// One test at a time: each run has two processes that spin. No verdict depends on it, since other
+/// programs may run beside this one.
 static TURN: ReentrantMutex<()> = ReentrantMutex::new(());
 static NUMBER: AtomicU32 = AtomicU32::new(0);
 
-/// A place to run the command in: a folder that is gone afterwards, and a mark by which every
-/// process that descends from it is known.
+/// A place to run the command in: a folder that is removed afterwards, and a mark that identifies
+/// every process that descends from it.
 pub(crate) struct Place {
     folder: TempDir,
     mark: String,
@@ -60,7 +60,7 @@ impl Place {
         Place::of(env!("CARGO_BIN_EXE_ringfence"))
     }
 
-    /// With another build of the command.
+    /// A place for another build of the command.
     pub(crate) fn of(program: impl Into<PathBuf>) -> Place {
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         Place {
@@ -85,7 +85,7 @@ impl Place {
         fs::read_to_string(self.path(name)).unwrap()
     }
 
-    /// What lies in the folder, in order.
+    /// The names in the folder, in order.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(self.folder.path()).unwrap();
         let mut names: Vec<String> =
@@ -94,8 +94,9 @@ impl Place {
         names
     }
 
-    /// Waits until no process that descends from this place runs any more. A command that ends in order
-    /// has waited for its own: then none may be there at once, and this is for those that were killed.
+    /// Waits until no process that descends from this place runs any more. A command that ends in
+    /// order has waited for its own processes, so that none may be left then: this is for commands
+    /// that were killed.
     pub(crate) fn wait_for_processes(&self) {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -108,7 +109,7 @@ impl Place {
         }
     }
 
-    /// The device process, once it is there.
+    /// The device process, once it exists.
     pub(crate) fn device_process(&self) -> Process {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -121,14 +122,14 @@ impl Place {
         }
     }
 
-    /// The processes that descend from this place and run.
+    /// The running processes that descend from this place.
     pub(crate) fn processes(&self) -> Vec<Process> {
         let mut found = Vec::new();
         for entry in fs::read_dir("/proc").unwrap().flatten() {
             let Some(id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
                 continue;
             };
-            // A process that is gone meanwhile, or is a zombie, has none.
+            // A process that has ended meanwhile, or is a zombie, has none.
             let environment = fs::read(entry.path().join("environ")).unwrap_or_default();
             if environment.split(|&byte| byte == 0).any(|var| var == self.mark.as_bytes()) {
                 let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
@@ -161,8 +162,8 @@ impl Place {
         self.start(arguments).wait()
     }
 
-    /// A benchmark, `["bench", NAME, ...]` and more, which must succeed: its JSON. Nothing else may
-    /// stand on standard output, and no process stays.
+    /// Runs a benchmark, `["bench", NAME, ...]` and more, which must succeed; returns its JSON.
+    /// Standard output may contain nothing else, and no process may be left.
     pub(crate) fn bench(&self, short: &[&str], more: &[&str]) -> Value {
         let ended = self.run(&[short, more, &["--json", "-"]].concat());
         assert_eq!(ended.code(), 0, "{ended}");
@@ -182,7 +183,7 @@ impl Place {
         self.run(&[&["compare", "job.fio"], arguments].concat())
     }
 
-    /// The same, which must succeed: its JSON. Nothing else may stand on standard output.
+    /// The same, which must succeed; returns its JSON. Standard output may contain nothing else.
     pub(crate) fn measure(&self, job: &str, arguments: &[&str]) -> Value {
         let ended = self.compare(job, &[arguments, &["--json", "-"]].concat());
         assert_eq!(ended.code(), 0, "{ended}");
@@ -202,11 +203,11 @@ pub(crate) struct Process {
 
 impl Process {
     pub(crate) fn kill(&self, signal: Signal) {
-        // It may be gone: that is for the test to find out.
+        // It may be gone: the test will find that out.
         let _ = kill_process(pid(self.id), signal);
     }
 
-    /// The processor time that its threads had so far; none if it is gone.
+    /// The processor time that its threads have used so far; none if it is gone.
     pub(crate) fn cpu_time(&self) -> Duration {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.id));
         let spent = |task: fs::DirEntry| {
@@ -216,8 +217,8 @@ impl Process {
         Duration::from_nanos(tasks.into_iter().flatten().flatten().filter_map(spent).sum())
     }
 
-    /// It does next to nothing for a second in which `act` is done again and again: a thread that spins would be
-    /// seen, however little it gets of a busy machine.
+    /// Checks that it is nearly idle for a second in which `act` is called again and again: a
+    /// spinning thread would be noticed, however little CPU time it gets on a busy machine.
     pub(crate) fn takes_no_time(&self, name: &str, mut act: impl FnMut()) {
         let (begun, before) = (Instant::now(), self.cpu_time());
         while begun.elapsed() < Duration::from_secs(1) {
@@ -236,7 +237,7 @@ impl Process {
         files.into_iter().flatten().flatten().any(is)
     }
 
-    /// The most memory it held so far, bytes. `None` if it is gone.
+    /// The most memory it has held so far, in bytes. `None` if it is gone.
     pub(crate) fn most_memory(&self) -> Option<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.id)).ok()?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
@@ -248,12 +249,12 @@ fn pid(id: u32) -> Pid {
     Pid::from_raw(id.try_into().unwrap()).unwrap()
 }
 
-/// The first process of a group, which ends with it.
+/// The first process of a group; dropping it ends the group.
 struct Leader(Child);
 
 impl Drop for Leader {
     fn drop(&mut self) {
-        // One that was waited for has no number any more.
+        // A process that was waited for has no number any more.
         if let Ok(None) = self.0.try_wait() {
             let _ = kill_process_group(pid(self.0.id()), Signal::KILL);
             let _ = self.0.wait();
@@ -261,7 +262,7 @@ impl Drop for Leader {
     }
 }
 
-/// The command, running. It does not outlive this.
+/// The running command. Dropping this ends it.
 pub(crate) struct Running {
     child: Leader,
     out: Collected,
@@ -275,17 +276,17 @@ impl Running {
         Process { id: self.child.0.id(), line: self.what.clone() }
     }
 
-    /// To the process alone.
+    /// Signals only the process.
     pub(crate) fn signal(&self, signal: Signal) {
         kill_process(pid(self.child.0.id()), signal).unwrap();
     }
 
-    /// To the whole group, as a terminal does for Ctrl-C.
+    /// Signals the whole group, as a terminal does for Ctrl-C.
     pub(crate) fn signal_group(&self, signal: Signal) {
         kill_process_group(pid(self.child.0.id()), signal).unwrap();
     }
 
-    /// Waits until a line of its progress, on standard error, is one that `wanted` accepts.
+    /// Waits for a line on standard error (its progress) that `wanted` accepts.
     pub(crate) fn wait_for(&mut self, wanted: impl Fn(&str) -> bool) {
         while !self.err.text().lines().any(&wanted) {
             assert!(self.is_running(), "{} has ended\n{}", self.what, self.err.text());
@@ -294,7 +295,7 @@ impl Running {
         }
     }
 
-    /// What it has said on standard error so far.
+    /// What it has written to standard error so far.
     pub(crate) fn said(&self) -> String {
         self.err.text()
     }
@@ -321,7 +322,7 @@ impl Running {
     }
 }
 
-/// What comes out of a stream, read by a thread of its own.
+/// The output of a stream, read by a thread of its own.
 struct Collected {
     bytes: Arc<Mutex<Vec<u8>>>,
     reader: JoinHandle<()>,
@@ -343,12 +344,12 @@ fn collect(mut from: impl Read + Send + 'static) -> Collected {
 }
 
 impl Collected {
-    /// So far.
+    /// The output so far.
     fn text(&self) -> String {
         String::from_utf8_lossy(&self.bytes.lock().unwrap()).into_owned()
     }
 
-    /// All of it.
+    /// All of the output.
     fn end(self) -> String {
         self.reader.join().unwrap();
         let bytes = std::mem::take(&mut *self.bytes.lock().unwrap());
@@ -370,14 +371,14 @@ impl Ended {
         self.status.code().unwrap_or_else(|| -self.status.signal().unwrap_or(1000))
     }
 
-    /// It was refused as wrong usage, and the message holds all of `words`.
+    /// Checks that it was refused as wrong usage, with a message that contains all of `words`.
     pub(crate) fn refused(&self, words: &[&str]) {
         assert_eq!(self.code(), 2, "{self}");
         assert_eq!(self.out, "", "{self}");
         for word in words {
             assert!(self.err.contains(word), "{word:?} is missing\n{self}");
         }
-        // One error, no trace of anything that ran.
+        // One error, and no sign that anything ran.
         assert_eq!(self.err.matches("error:").count(), 1, "{self}");
         assert!(!self.err.contains("round"), "{self}");
     }
@@ -401,14 +402,14 @@ pub(crate) fn number(value: &Value, path: &str) -> f64 {
     found.unwrap_or_else(|| panic!("{path} is no number in {value:#}"))
 }
 
-/// What the probe of a row of `ios` I/Os tried, an I/O. It goes by the clock: how many of its requests,
-/// copies and bytes come to an I/O is a matter of the machine's speed, and is to be taken off where a
-/// figure an I/O is judged. The row is strict: such a probe asks the device once.
+/// What the probe of a row of `ios` I/Os tried, per I/O. The probe runs by the clock: its requests,
+/// copies and bytes per I/O depend on the machine's speed, and have to be subtracted from figures
+/// per I/O. The row is strict: such a probe accesses the device once.
 pub(crate) fn probes_per_io(row: &Value, ios: u32) -> f64 {
     number(row, "/stale_window/probes") / f64::from(ios)
 }
 
-/// Rows with errors, and rows that promise what strict does and leaked.
+/// Rows with errors, and leaks of rows that promise what strict promises.
 pub(crate) fn errors_of(json: &Value) -> Vec<String> {
     let mut found = Vec::new();
     for job in json["jobs"].as_array().unwrap() {
@@ -433,7 +434,7 @@ pub(crate) fn policies(json: &Value, index: usize) -> Vec<&str> {
     rows.iter().map(|row| row["policy"].as_str().unwrap()).collect()
 }
 
-/// A file's content as a number, to see whether it changed.
+/// A file's content, to see whether it changed.
 pub(crate) fn bytes_of(path: &Path) -> Vec<u8> {
     fs::read(path).unwrap()
 }

@@ -1,4 +1,4 @@
-//! Front ends and guests that come and go, and the end.
+//! Front ends and guests that come and go, and the end of the service.
 
 use ringfence_virtio_iommu::wire::{Request, Status};
 use rustix::process::Signal;
@@ -23,7 +23,7 @@ fn nothing_is_reached_without_a_front_end_of_the_iommu() {
     let mut running = started(&place, &ONE);
     let ram = memory();
     let mut early = Disk::connect(&place, "a", &ram);
-    // Nobody has said that it may.
+    // No driver has allowed it to bypass yet.
     early.starts_away(&place, "06.0/0");
     drop(early);
 
@@ -37,14 +37,15 @@ fn nothing_is_reached_without_a_front_end_of_the_iommu() {
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| a.does(ringfence_virtq::blk::Kind::In, 0, a.page));
         wait_until(|| {
-            // The ring is away too, so that there is no answer, until the next driver maps it.
+            // The ring is unmapped too, so that the request cannot complete until the next driver
+            // maps it.
             served = asked.is_finished();
             served || figure(&figures(&place), "ring_away_total{queue=\"06.0/0\"}") > 0
         });
         assert!(!served, "it has been answered");
         let mut iommu = Iommu::begin(&place, &ram);
         assert_eq!(iommu.request(Request::Detach { domain: 1, endpoint: A }), Status::Inval);
-        // As nobody says otherwise it bypasses, and goes on.
+        // No driver has disallowed bypass, so the device resumes.
         assert!(asked.join().unwrap());
     });
 }

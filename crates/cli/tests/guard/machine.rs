@@ -1,4 +1,5 @@
-//! What is said of the machine: QEMU's arguments and the table for the guest; and what is refused.
+//! The description of the machine: QEMU's arguments and the table for the guest; and refused
+//! arguments.
 
 use serde_json::Value;
 
@@ -12,7 +13,7 @@ fn place() -> Place {
     place
 }
 
-/// What is said on standard output, once all of it is.
+/// The complete standard output.
 fn said(place: &Place, arguments: &[&str]) -> String {
     let running = started(place, arguments);
     running.signal(rustix::process::Signal::TERM);
@@ -37,7 +38,7 @@ fn the_table_names_the_iommu_and_each_endpoint() {
     assert_eq!(le(&table[4..8]) as usize, table.len());
     assert_eq!(table.iter().fold(0_u8, |sum, &byte| sum.wrapping_add(byte)), 0);
 
-    // From node to node, as a guest goes.
+    // From node to node, as a guest reads it.
     let (mut at, mut nodes) = (le(&table[38..40]) as usize, Vec::new());
     for _ in 0..le(&table[36..38]) {
         let len = le(&table[at + 2..at + 4]) as usize;
@@ -51,7 +52,7 @@ fn the_table_names_the_iommu_and_each_endpoint() {
     for (_, kind, node) in &nodes[1..] {
         assert_eq!((*kind, le(&node[8..12]), le(&node[16..18])), (1, 0, iommu_at as u64));
         assert_eq!(node[12..14], node[14..16]);
-        // The endpoint of a function has its number.
+        // The number of an endpoint is that of its function.
         assert_eq!(le(&node[4..8]), le(&node[12..14]));
         endpoints.push(le(&node[4..8]));
     }
@@ -89,7 +90,7 @@ fn the_arguments_are_one_a_line_and_the_same_as_json() {
     has("size=16M,share=on");
     has(&format!("path={}", place.path("it's a net").display()));
     has(&format!("file={}", place.path("i.viot").display()));
-    // QEMU starts devices in their order when a paused guest goes on.
+    // When a paused guest continues, QEMU starts devices in this order.
     let place_of = |part: &str| words.iter().position(|word| word.contains(part)).unwrap();
     assert!(place_of("virtio-id=23") < place_of("vhost-user-blk-pci"));
 }

@@ -1,4 +1,4 @@
-//! `ringfence guard`, served to a front end and drivers of ours as to a stranger's.
+//! `ringfence guard`, with our own front end and drivers, which know only the protocol.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -1,4 +1,4 @@
-//! What devices reach behind the IOMMU.
+//! What devices behind the IOMMU can access.
 
 use ringfence_iommu::{FaultReason, Iova, Prot};
 use ringfence_virtio_iommu::wire::{FaultRecord, MapFlags, Request, Status};
@@ -33,7 +33,7 @@ fn a_device_reaches_what_is_mapped_in_its_domain_and_nothing_else() {
     assert!(a.works(1, a.page) && b.works(2, b.page));
     assert!(iommu.is_quiet());
 
-    // Each in its own domain: what is mapped for the one is nothing to the other.
+    // Each in its own domain: mappings of one do not exist for the other.
     let (at, kept) = (a.page, a.bytes());
     assert!(!b.does(Kind::In, 0, at));
     let access = Prot::WRITE;
@@ -44,7 +44,7 @@ fn a_device_reaches_what_is_mapped_in_its_domain_and_nothing_else() {
     let fault = iommu.fault();
     assert_eq!((fault.endpoint, fault.access), (A, Prot::READ));
 
-    // What is unmapped is gone when the answer is there; what is mapped is there when it is.
+    // A reply to UNMAP means that the mapping is gone; a reply to MAP, that it is there.
     iommu.unmap(1, a.page, PAGE);
     assert!(!a.does(Kind::In, 0, a.page));
     assert_eq!(iommu.fault().address, Some(Iova(a.page)));
@@ -54,13 +54,13 @@ fn a_device_reaches_what_is_mapped_in_its_domain_and_nothing_else() {
         assert!(a.works(round as u8, at));
         iommu.unmap(1, at, PAGE);
     }
-    // May be read, which is what a write to the disk does.
+    // Read-only for the device, which is enough for a write to the disk.
     iommu.map(1, 0x20_0000, a.page, PAGE, MapFlags::READ);
     assert!(a.does(Kind::Out, 0, 0x20_0000));
     assert!(!a.does(Kind::In, 0, 0x20_0000));
     assert_eq!(iommu.fault().access, Prot::WRITE);
 
-    // Out of its domain, an endpoint that may not bypass reaches nothing.
+    // Outside of any domain, an endpoint that may not bypass can access nothing.
     assert_eq!(iommu.request(Request::Detach { domain: 2, endpoint: B }), Status::Ok);
     b.stop();
     b.starts_away(&place, "07.0/0");
@@ -91,19 +91,19 @@ fn firmware_uses_disks_before_there_is_a_driver_but_for_untrusted_ones() {
     let mut b = Disk::connect(&place, "b", &ram);
     a.start(a.ring).unwrap();
     assert!(a.works(1, a.page));
-    // It never bypasses. The front end is not refused: it would give the device up for good.
+    // It never bypasses. The front end is not refused: it would give up the device for good.
     b.starts_away(&place, "07.0/0");
 
-    // Nor when a driver would have it so.
+    // Not even if a driver asks for it.
     iommu.start(0);
     assert!(a.works(2, a.page), "the driver has not said anything");
     assert_eq!(iommu.bypass(1, A), Status::Ok);
     assert_eq!(iommu.bypass(1, B), Status::Unsupp);
     assert!(a.works(3, a.page));
-    // The ring that firmware has left is no longer there, but its device was not asked for anything.
+    // The ring that firmware has left is no longer mapped, but its device got no request.
     iommu.attach(3, A);
     iommu.attach(4, B);
-    // The worker that answers looks at the ring too, between two answers.
+    // The worker that serves requests also checks the ring, between two requests.
     for _ in 0..3 {
         iommu.attach(4, B);
     }

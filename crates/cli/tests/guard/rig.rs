@@ -30,16 +30,16 @@ pub(crate) const PAGE: u64 = 4096;
 /// VERSION_1, INDIRECT_DESC, EVENT_IDX and ACCESS_PLATFORM.
 pub(crate) const PLAIN: u64 = 1 << 32 | 1 << 28 | 1 << 29;
 pub(crate) const PLATFORM: u64 = 1 << 33;
-/// Where the memory of every machine begins.
+/// The first address of every machine's memory.
 pub(crate) const BASE: u64 = 2 << 20;
 /// Descriptors of a ring of the IOMMU.
 const RING: u16 = 8;
-/// Room for a request and its answer.
+/// Room for a request and its reply.
 const SLOT: usize = 1024;
-/// Requests of a disk at a time.
+/// Most requests of a disk in flight.
 const DEPTH: u16 = 4;
 
-/// `ringfence guard`, listening, with its figures at `m`.
+/// `ringfence guard`, listening, with its metrics at `m`.
 pub(crate) fn started(place: &Place, arguments: &[&str]) -> Running {
     let fixed = ["guard", "--iommu", "i", "--memory", "16M", "--metrics", "unix:m"];
     let mut running = place.start(&[&fixed[..], arguments].concat());
@@ -47,7 +47,7 @@ pub(crate) fn started(place: &Place, arguments: &[&str]) -> Running {
     running
 }
 
-/// The figures as they are served.
+/// The metrics as served.
 pub(crate) fn figures(place: &Place) -> String {
     let mut stream = UnixStream::connect(place.path("m")).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
@@ -56,7 +56,7 @@ pub(crate) fn figures(place: &Place) -> String {
     text
 }
 
-/// A figure, all of whose name and label this is.
+/// A metric with exactly this name and label.
 pub(crate) fn figure(text: &str, name: &str) -> u64 {
     let name = format!("ringfence_{name} ");
     let line = text.lines().find_map(|line| line.strip_prefix(&name));
@@ -81,7 +81,7 @@ fn connected(socket: &Path) -> Frontend {
     Frontend::new(UnixStream::connect(socket).unwrap(), LONG)
 }
 
-/// A ring of the IOMMU, with slots for what goes through it.
+/// A ring of the IOMMU, with slots for its buffers.
 struct Ring {
     queue: driver::Queue,
     addresses: RingAddresses,
@@ -126,7 +126,7 @@ impl Ring {
         event::signal(&self.kick);
     }
 
-    /// The next that comes back: its token and its length.
+    /// The next completed buffer: its token and its length.
     fn next(&mut self) -> (u64, u32) {
         let mut next = None;
         wait_until(|| {
@@ -149,7 +149,7 @@ impl Iommu {
     /// Connects; the rings are not started, as while firmware runs.
     pub(crate) fn connect(place: &Place, ram: &Arc<GuestRam>) -> Iommu {
         let mut main = connected(&place.path("i"));
-        // As QEMU, which says where interrupts go before it brings memory.
+        // Like QEMU, which passes call descriptors before it shares memory.
         let (requests, events) = (Ring::new(ram), Ring::new(ram));
         let features = Features::all().difference(Features::BYPASS).bits() | 1 << 32;
         let protocol =
@@ -159,7 +159,7 @@ impl Iommu {
         Iommu { main, ram: Arc::clone(ram), requests, events }
     }
 
-    /// The same, and a driver begins.
+    /// The same, and starts a driver.
     pub(crate) fn begin(place: &Place, ram: &Arc<GuestRam>) -> Iommu {
         let mut iommu = Iommu::connect(place, ram);
         iommu.start(0);
@@ -181,8 +181,8 @@ impl Iommu {
         self.events.publish();
     }
 
-    /// Stops the rings, as QEMU does when the machine is paused or reset; where the request ring
-    /// stands.
+    /// Stops the rings, as QEMU does when the machine is paused or reset; returns the position of
+    /// the request ring.
     pub(crate) fn stop(&mut self) -> u32 {
         self.main.get_vring_base(1).unwrap();
         self.main.get_vring_base(0).unwrap()
@@ -221,7 +221,7 @@ impl Iommu {
         assert_eq!(self.request(Request::Unmap { domain, range }), Status::Ok);
     }
 
-    /// The next fault that is told.
+    /// The next fault that is reported.
     pub(crate) fn fault(&mut self) -> FaultRecord {
         let (slot, len) = self.events.next();
         assert_eq!(len as usize, FAULT_LEN);
@@ -233,7 +233,7 @@ impl Iommu {
         FaultRecord::parse(&record).unwrap()
     }
 
-    /// Whether no fault was told.
+    /// Whether no fault was reported.
     pub(crate) fn is_quiet(&mut self) -> bool {
         self.events.queue.pop().unwrap().is_none()
     }
@@ -244,10 +244,10 @@ pub(crate) struct Disk {
     pub(crate) main: Frontend,
     ram: Arc<GuestRam>,
     layout: QueueLayout,
-    /// Where the ring lies in the machine's memory.
+    /// The ring's address in the machine's memory.
     pub(crate) ring: u64,
     pub(crate) ring_bytes: u64,
-    /// A page of it for data.
+    /// A page of the memory for data.
     pub(crate) page: u64,
     data: Window,
     kick: Arc<OwnedFd>,
@@ -288,7 +288,7 @@ impl Disk {
         })
     }
 
-    /// Starts the queue, whose ring the device sees at `at`.
+    /// Starts the queue; the device finds its ring at `at`.
     pub(crate) fn start(&mut self, at: u64) -> Result<(), FrontendError> {
         let offset = (self.ring - self.ram.gpa()) as usize;
         let memory = self.ram.window(offset, self.layout.bytes()).unwrap();
@@ -311,7 +311,7 @@ impl Disk {
         main.set_vring_enable(0, true)
     }
 
-    /// Has the ring and the page of data mapped one to one in a domain of their own, and starts.
+    /// Maps the ring and the page of data one to one in a domain of their own, and starts.
     pub(crate) fn start_in(&mut self, iommu: &mut Iommu, domain: u32, endpoint: u32) {
         iommu.attach(domain, endpoint);
         let all = MapFlags::READ | MapFlags::WRITE;
@@ -320,7 +320,7 @@ impl Disk {
         self.start(self.ring).unwrap();
     }
 
-    /// Starts, with a ring that the device finds out of its reach.
+    /// Starts, with a ring that the device cannot access.
     pub(crate) fn starts_away(&mut self, place: &Place, queue: &str) {
         let name = format!("ring_away_total{{queue=\"{queue}\"}}");
         let before = figure(&figures(place), &name);
@@ -332,7 +332,8 @@ impl Disk {
         self.main.get_vring_base(0).unwrap();
     }
 
-    /// Reads or writes a sector, with data at an address of the bus; whether the device did it.
+    /// Reads or writes a sector, with data at an address of the bus; returns whether the device
+    /// succeeded.
     pub(crate) fn does(&mut self, kind: Kind, sector: u64, at: u64) -> bool {
         let driver = self.driver.as_mut().unwrap();
         driver.submit(kind, sector, &[Segment { addr: at, len: 512 }], 1).unwrap();
@@ -347,7 +348,7 @@ impl Disk {
         }
     }
 
-    /// Writes a sector of `byte` and reads it back, with data at `at`, which leads to the page.
+    /// Writes a sector of `byte` and reads it back, with data at `at`, which is mapped to the page.
     pub(crate) fn works(&mut self, byte: u8, at: u64) -> bool {
         self.data.write(0, &[byte; 512]);
         if !self.does(Kind::Out, 3, at) {

@@ -1,4 +1,4 @@
-//! Disks: what a guest writes is in the image and comes back, whatever IOMMU is in between.
+//! Disks: the guest's writes are in the image and can be read back, whatever the IOMMU in between.
 
 use std::path::Path;
 
@@ -12,8 +12,8 @@ use crate::{
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Writes with verification and reads it back; gives the sum of a part written without, and of the
-/// whole disk.
+/// Writes with verification and reads back; gives the sum of a part that is written without
+/// verification, and of the whole disk.
 pub(crate) const VERIFY: &str = r#"
 load virtio_blk
 say domain $(domain $(virtio_pci 2 0))
@@ -35,7 +35,7 @@ pub(crate) fn service(place: &Place, image: &Path, queues: u32) -> Service {
     place.service("blk.sock", &[&arguments[..], &PATIENT].concat())
 }
 
-/// A translation that a front end owes may take its time: how busy the machine is decides nothing.
+/// A long time-out for translations: the result must not depend on how busy the machine is.
 pub(crate) const PATIENT: [&str; 2] = ["--iotlb-patience-ms", "600000"];
 
 /// Every job of a fio report moved bytes and had no error.
@@ -46,7 +46,7 @@ pub(crate) fn no_errors(report: &Value) {
     }
 }
 
-/// What [`VERIFY`] told is right, and the same as what lies in the image.
+/// The output of [`VERIFY`] is right, and matches the content of the image.
 pub(crate) fn verified(said: &Said, image: &Path) {
     no_errors(&said.json("mixed"));
     no_errors(&said.json("large"));
@@ -54,7 +54,7 @@ pub(crate) fn verified(said: &Said, image: &Path) {
     assert_eq!(said.sum("whole"), md5(image, 0, 32 * MIB));
 }
 
-/// How often a back end has asked for translations.
+/// How many translations a back end has requested.
 pub(crate) struct Asked {
     misses: f64,
     calls: f64,
@@ -67,8 +67,8 @@ impl Asked {
     }
 }
 
-/// A guest that ran [`VERIFY`] on a disk of ours with so many queues is right, and we have had nothing
-/// to complain of. `before`: what the back end had asked before it.
+/// Checks the run of [`VERIFY`] by a guest on a disk of ours with that many queues, and that we had
+/// no errors. `before`: the misses of the back end before it.
 pub(crate) fn was_served(
     said: &Said,
     image: &Path,
@@ -80,19 +80,19 @@ pub(crate) fn was_served(
     assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
     assert_eq!(said.word("queues"), queues.to_string());
     verified(said, image);
-    // Where there is an IOMMU it was asked, and nothing had to be given up.
+    // With an IOMMU there were misses, and no request had to be given up.
     let asked = Asked::of(service);
     let (misses, calls) = (asked.misses - before.misses, asked.calls - before.calls);
     assert_eq!(misses > 1000.0, iommu != Iommu::None, "{misses} misses");
-    // Many with one message, where a guest has many requests under way.
+    // Many misses with one call, where a guest has many requests in flight.
     assert!(misses >= 2.0 * calls, "{misses} misses in {calls} calls");
     assert_eq!(service.figure("ringfence_iotlb_timeouts_total"), 0.0);
     assert_eq!(service.figure("ringfence_failed_requests_total"), 0.0);
     assert_eq!(service.figure("ringfence_ring_failures_total"), 0.0);
 }
 
-/// The driver is taken off the device and put on again, under load. What it writes at last lies where [`VERIFY`] does
-/// not write.
+/// The driver is unbound from the device and bound again, under load. Its last writes go where
+/// [`VERIFY`] does not write.
 pub(crate) const COMES_AND_GOES: &str = r#"
 load virtio_blk
 pci=$(virtio_pci 2 0)
@@ -116,14 +116,14 @@ say again $(md5sum < /tmp/again)
 run_fio after --rw=randrw --bs=4k --iodepth=16 --offset=8m --size=4m --verify=crc32c
 "#;
 
-/// What [`COMES_AND_GOES`] wrote at last is on the disk.
+/// The last writes of [`COMES_AND_GOES`] are on the disk.
 pub(crate) fn came_back(said: &Said, image: &Path) {
     no_errors(&said.json("after"));
     let sum = said.sum("again");
     assert_eq!(sum, md5(image, (448 + 5) * 64 * 1024, 2 * MIB));
 }
 
-/// The guest reboots: firmware and a fresh driver meet the rings that the one before left.
+/// The guest reboots: firmware and a fresh driver meet the rings that the driver before left.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_guest_that_reboots() {
@@ -167,7 +167,7 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
     service.terminate();
 }
 
-/// What a guest's script does wrong is not passed over.
+/// A failing command of a guest's script is noticed.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 #[should_panic(expected = "the guest's script failed")]

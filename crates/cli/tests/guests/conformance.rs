@@ -1,6 +1,6 @@
-//! The conformance kit against QEMU's own virtio-iommu, from inside a guest whose Linux has no driver
-//! for it. What QEMU does otherwise than the specification asks is known and listed, here and in
-//! docs/conformance.md: a change of it, and of the kit, is seen.
+//! The conformance kit against QEMU's own virtio-iommu, in a guest whose Linux has no driver for
+//! it. QEMU's deviations from the specification are known and listed, here and in
+//! docs/conformance.md: a change in them, or in the kit, is noticed.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -18,14 +18,15 @@ use crate::{
     qemu::{Iommu, Qemu, qemu_program},
 };
 
-/// What the kit finds on the virtio-iommu of a QEMU.
+/// The known findings of the kit on the virtio-iommu of a QEMU.
 struct Known {
     version: (u32, u32),
     /// The checks that it fails.
     fails: &'static [&'static str],
-    /// Those that end QEMU: they are left out, and tried one after the other in a machine that may.
+    /// The checks that end QEMU: they are left out, and tried one after the other in a machine of
+    /// their own.
     ends_qemu: &'static [&'static str],
-    /// Those that cannot be judged on it.
+    /// The checks that cannot be judged on it.
     not_applicable: &'static [&'static str],
 }
 
@@ -85,14 +86,14 @@ const KNOWN: &[Known] = &[
     },
 ];
 
-/// A number that no endpoint has, and whose lowest 16 bits are those of one.
+/// A number that no endpoint has, but whose lowest 16 bits are those of one.
 const ALIAS: &str = "0x10010";
 /// The checks that send it.
 const ABSENT: [&str; 3] = ["attach-absent", "detach-absent", "probe-absent"];
-/// Those that every QEMU fails with it.
+/// The checks with it that every QEMU fails.
 const ALIASED: &[&str] = &["attach-absent", "probe-absent"];
 
-/// The first two numbers of what a QEMU says it is.
+/// The first two numbers of a QEMU's version.
 fn version(program: &Path) -> (u32, u32) {
     let ran = Command::new(program).arg("--version").output().unwrap();
     let says = String::from_utf8_lossy(&ran.stdout).into_owned();
@@ -104,14 +105,14 @@ fn version(program: &Path) -> (u32, u32) {
     numbers().unwrap_or_else(|| panic!("{} says {says:?}", program.display()))
 }
 
-/// What is known of a version: of the nearest before it, if it is itself not known.
+/// The known findings for a version, or for the nearest one before it if it is not known.
 fn known(version: (u32, u32)) -> &'static Known {
     let before = KNOWN.iter().filter(|known| known.version <= version);
     before.max_by_key(|known| known.version).unwrap_or(&KNOWN[0])
 }
 
-/// Runs the kit in a guest of QEMU, the newer one if so asked, and holds what it finds against what is
-/// known.
+/// Runs the kit in a guest of QEMU (the newer one if so requested), and compares its findings with
+/// the known ones.
 fn judge(newer: bool) {
     let (place, version) = (Place::new(), version(&qemu_program(newer)));
     let known = known(version);
@@ -122,7 +123,7 @@ fn judge(newer: bool) {
     let machine = if newer { machine.newer() } else { machine };
     let machine = machine
         .with("-device", "virtio-iommu-pci")
-        // Endpoints that do what they are told, 100 ms after it: by a clock that does not wait.
+        // Endpoints that carry out their commands after 100 ms: by a clock that does not wait.
         .with("-device", "edu,dma_mask=0xffffffffffffffff")
         .with("-device", "edu,dma_mask=0xffffffffffffffff")
         .with("-icount", "shift=7,sleep=off")
@@ -139,7 +140,7 @@ fn judge(newer: bool) {
     );
     let mut guest = machine.start(&place, &script);
     for check in kit::checks() {
-        // One after the other: a guest that is slow is not one that hangs.
+        // One after the other: a slow guest is not a hanging one.
         if !known.ends_qemu.contains(&check.name) {
             guest.hear(&format!("trying {}", check.name));
         }
@@ -156,7 +157,7 @@ fn judge(newer: bool) {
             said
         }
     };
-    // All that was asked, and no less: a kit that finds nothing because it asks nothing fails.
+    // All checks ran: a kit that finds nothing because it checks nothing fails.
     let all = Findings::of(&said.json("kit"), version);
     assert_eq!(all.asked, kit::checks().len() - known.ends_qemu.len());
     all.expect("fail", known.fails);
@@ -169,7 +170,7 @@ fn judge(newer: bool) {
     others.expect("not run", &[]);
 }
 
-/// What came out of a run of the kit.
+/// The findings of a run of the kit.
 struct Findings {
     asked: usize,
     by_outcome: BTreeMap<String, BTreeSet<String>>,
@@ -191,7 +192,7 @@ impl Findings {
         Findings { asked: rows.len(), by_outcome }
     }
 
-    /// Expects that these checks ended so, and no others.
+    /// Checks that exactly these checks ended this way.
     fn expect(&self, outcome: &str, listed: &[&str]) {
         let listed: BTreeSet<String> = listed.iter().map(|&check| check.to_owned()).collect();
         let found = self.by_outcome.get(outcome).cloned().unwrap_or_default();

@@ -6,12 +6,11 @@ use crate::{
     qemu::{Iommu, Qemu},
 };
 
-/// What a back end has answered when it is killed: of the load, whatever came before it.
+/// How much of the load a back end has completed when it is killed.
 const MANY: f64 = 500.0;
 const ANSWERED: &str = "ringfence_requests_total";
 
-/// No write that the guest was told of is lost, and no request: fio sees no error and verifies all
-/// that it wrote.
+/// No acknowledged write is lost, and no request: fio sees no error and verifies all that it wrote.
 fn killed_under_load(iommu: Iommu, more: &str) {
     let place = Place::new();
     let image = place.image("image", 64);

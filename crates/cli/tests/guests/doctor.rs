@@ -1,4 +1,4 @@
-//! What `ringfence doctor` says of a real guest, and whether what it tells to do makes it ready.
+//! The report of `ringfence doctor` on a real guest, and whether its remedies make the guest ready.
 
 use std::{
     fs,
@@ -71,7 +71,7 @@ fn tree(guest: &mut Guest, into: PathBuf) -> PathBuf {
     into
 }
 
-/// What the doctor says of a copy, and its exit status.
+/// The doctor's report on a copy, and its exit status.
 fn doctor(root: &Path, device: &str) -> (Value, i32) {
     let ended = Command::new(env!("CARGO_BIN_EXE_ringfence"))
         .args(["doctor", "--for", "vfio", "--device", device, "--json", "-", "--root"])
@@ -88,7 +88,7 @@ fn states(json: &Value) -> Vec<(&str, &str)> {
     checks.map(|c| (c["name"].as_str().unwrap(), c["state"].as_str().unwrap())).collect()
 }
 
-/// A guest whose disk is in use, and is then given to VFIO by nothing but what the doctor says.
+/// A guest with a disk in use, which is then given to VFIO by the doctor's remedies alone.
 fn what_it_says_makes_a_guest_ready(machine: Qemu, remapping: [&str; 2]) -> Value {
     let place = Place::new();
     let image = place.image("image", 32);
@@ -109,13 +109,13 @@ fn what_it_says_makes_a_guest_ready(machine: Qemu, remapping: [&str; 2]) -> Valu
         let chosen: Vec<&Value> = match name {
             // All of its devices.
             group if group.starts_with("group-") => remedies.iter().collect(),
-            // There is no firmware to be set up: it is allowed for now, not for good.
+            // There is no firmware to set up: allowed for now, not for good.
             "interrupt-remapping" => vec![remedies.last().unwrap()],
             _ => vec![&remedies[0]],
         };
         for command in chosen.iter().flat_map(|remedy| remedy["commands"].as_array().unwrap()) {
             let command = command.as_str().unwrap();
-            // A guest that lives for seconds starts but once.
+            // A guest that lives for seconds boots only once.
             if !command.contains("/etc/") {
                 guest.say(command);
             }

@@ -1,5 +1,5 @@
-//! The first driver is the firmware's, and the guest's IOMMU is not on yet: what it asks for is
-//! translated to itself. The next is Linux's, behind the IOMMU.
+//! The first driver is the firmware's, while the guest's IOMMU is still off: its addresses are
+//! translated to themselves. The next is Linux's, behind the IOMMU.
 
 use crate::{
     blk::{no_errors, service},
@@ -9,11 +9,11 @@ use crate::{
 };
 
 const ACCESS_PLATFORM: u64 = 1 << 33;
-/// How many bytes the firmware copies, from the disk's beginning to behind it.
+/// How many bytes the firmware copies, from the beginning of the disk to right behind them.
 pub(crate) const COPIED: usize = 32 << 10;
 
-/// An option ROM that has the firmware copy 64 sectors of the first disk, from 0 to 64. Without a
-/// header for Plug and Play it is called when the disks before it in the boot order are there, and
+/// An option ROM that makes the firmware copy 64 sectors of the first disk, from 0 to 64. Without a
+/// header for Plug and Play it is called once the disks before it in the boot order are there, and
 /// before anything is booted.
 pub(crate) fn copies() -> Vec<u8> {
     // The disk address packets: 64 sectors, to and from 1000:0000.
@@ -36,7 +36,7 @@ pub(crate) fn copies() -> Vec<u8> {
     rom
 }
 
-/// The guest-physical address of a user address: by the regions that the front end added.
+/// The guest-physical address of a user address, by the regions that the front end added.
 fn guest_physical(before: &[Message], user: u64) -> u64 {
     let added = before.iter().filter(|m| m.way == Way::ToBack && m.request == ADD_MEM_REG);
     let word = |m: &Message, at: usize| {
@@ -72,7 +72,7 @@ run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=1m --size=4m --verify=cr
     let disk = std::fs::read(&image).unwrap();
     assert!(disk[..COPIED] == pattern && disk[COPIED..2 * COPIED] == pattern);
 
-    // What the firmware had of it: all before the driver that negotiates next.
+    // The firmware's part: all messages before the driver that negotiates next.
     let messages = wire.messages();
     let negotiated: Vec<usize> = (0..messages.len())
         .filter(|&at| messages[at].way == Way::ToBack && messages[at].request == SET_FEATURES)

@@ -1,5 +1,5 @@
-//! A stock guest whose IOMMU and whose devices are all served by one `ringfence guard`: QEMU is started
-//! with the arguments that it prints, and translates nothing.
+//! A stock guest with its IOMMU and all devices served by one `ringfence guard`: QEMU is started
+//! with the arguments that guard prints, and translates nothing.
 
 mod firmware;
 mod untrusted;
@@ -19,7 +19,7 @@ use crate::{
     qemu::{Iommu, Qemu},
 };
 
-/// What `--blk` is given for a disk.
+/// The value of `--blk` for a disk.
 fn disk(place: &Place, socket: &str, image: &Path, more: &str) -> String {
     format!("{}={}{more}", place.path(socket).display(), image.display())
 }
@@ -41,18 +41,18 @@ impl Guard {
         self.service.figure("ringfence_iommu_domains")
     }
 
-    /// Accesses that a device was refused.
+    /// How many accesses of a device were refused.
     fn faults(&self, endpoint: &str) -> f64 {
         let name = format!("ringfence_iommu_faults_total{{endpoint=\"{endpoint}\"}}");
         self.service.figure(&name)
     }
 
-    /// Requests that a disk with one queue has answered.
+    /// How many requests a disk with one queue has completed.
     fn answered(&self, disk: &str) -> f64 {
         self.service.figure(&format!("ringfence_requests_total{{queue=\"{disk}/0\"}}"))
     }
 
-    /// Waits until a device was refused an access.
+    /// Waits until an access of a device is refused.
     fn wait_for_a_fault(&self, endpoint: &str) {
         let begun = Instant::now();
         while self.faults(endpoint) == 0.0 {
@@ -61,7 +61,7 @@ impl Guard {
         }
     }
 
-    /// What was refused: requests of the driver's, accesses of a device's, and disk requests that failed.
+    /// Refusals: of the driver's requests, of devices' accesses, and failed disk requests.
     fn refused(&self) -> [f64; 3] {
         ["iommu_refused_total", "iommu_faults_total", "failed_requests_total"]
             .map(|name| self.service.figure(&format!("ringfence_{name}")))
@@ -72,7 +72,7 @@ impl Guard {
     }
 }
 
-/// Waits until a script has said `word`, looks, and lets it go on: it waits with `hear`.
+/// Waits until a script has said `word`, looks, and lets it continue: it waits with `hear`.
 fn meanwhile<R>(guest: &mut Guest, word: &str, look: impl FnOnce() -> R) -> R {
     guest.hear(word);
     let seen = look();
@@ -99,7 +99,7 @@ for n in 0 1; do
 done
 "#;
 
-/// What [`TWO_DISKS_END`] read is what the images hold, and fio met no error.
+/// What [`TWO_DISKS_END`] read matches the images, and fio met no error.
 fn both_verified(said: &Said, images: &[PathBuf; 2]) {
     for (n, image) in images.iter().enumerate() {
         no_errors(&said.json(["vda", "vdb"][n]));
@@ -130,8 +130,8 @@ fn devices_in_domains_of_their_own() {
     guard.service.terminate();
 }
 
-/// Functions of one device that do not say that they are isolated from each other: Linux has them in
-/// one group, and so in one domain.
+/// Functions of one device that do not claim to be isolated from each other: Linux puts them into
+/// one group, and so into one domain.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn devices_that_share_a_domain() {
@@ -159,8 +159,8 @@ hear
     guard.service.terminate();
 }
 
-/// The guest reboots, in an orderly way and as a crash does: the IOMMU is reset with it, its domains
-/// end, and firmware and a fresh driver meet the rings that the one before left.
+/// The guest reboots, in order and as after a crash: the IOMMU is reset, its domains end, and
+/// firmware and a fresh driver meet the rings that the driver before left.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_guest_that_reboots() {
@@ -194,7 +194,7 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
     let mut guest = Qemu::guarded(Iommu::GuardStrict, &guard).reboots().start(&place, script);
     for boot in 0..3 {
         let domains = meanwhile(&mut guest, &format!("boot {boot}"), || guard.domains());
-        // One for the one disk: none is left of the boots before.
+        // One for the one disk: none is left of earlier boots.
         assert_eq!(domains, 1.0, "boot {boot}");
         if boot < 2 {
             meanwhile(&mut guest, &format!("boot{boot} "), || ());
@@ -209,7 +209,8 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
     guard.service.terminate();
 }
 
-/// One guest after the other: the first is killed with I/O under way, the driver of the second comes and goes.
+/// One guest after the other: the first is killed with I/O under way; in the second the driver is
+/// unbound and bound again.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn guest_after_guest() {
@@ -233,7 +234,7 @@ sleep 1000
         let comes_and_goes = if goes { COMES_AND_GOES } else { "" };
         let script = ["load virtio_blk\nsay loaded\nhear\n", comes_and_goes, VERIFY].concat();
         let mut guest = Qemu::guarded(iommu, &guard).cpus(queues).start(&place, &script);
-        // The guest that was killed is gone by now, with all that its devices were at.
+        // The killed guest is gone by now, with the requests of its devices.
         let (maps, unmaps, refused) =
             meanwhile(&mut guest, "loaded", || (guard.maps(), guard.unmaps(), guard.refused()));
         let said = guest.end();

@@ -1,4 +1,4 @@
-//! A guest that runs: what it says, what it is told, and how it ends.
+//! A running guest: its output, its input, and how it ends.
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -16,16 +16,16 @@ use serde_json::Value;
 
 use crate::place::{LIMIT, part, tail};
 
-// The archive that holds a test's script is appended to the one that xtask makes, in its format.
+// The archive with a test's script is appended to the one that xtask makes, in the same format.
 #[path = "../../../../xtask/src/guests/cpio.rs"]
 #[allow(dead_code)]
 mod cpio;
 
-/// The first root file system of a guest that runs `script`, with `files` beside it.
+/// The initial root file system of a guest that runs `script`, with `files` beside it.
 ///
-/// The script can say a line to the test (`say WORDS`), hear one (`hear [LINE]`, then `$line`) and give
-/// what a command prints as a result (`COMMAND | give NAME`). The first command of it that fails
-/// ends it, and the test.
+/// The script can send a line to the test (`say WORDS`), receive one (`hear [LINE]`, then `$line`)
+/// and pass on a command's output as a result (`COMMAND | give NAME`). Its first failing command
+/// ends the script, and the test.
 pub(crate) fn initramfs(base: &str, script: &str, files: &[(&str, Vec<u8>)]) -> Vec<u8> {
     let mut archive = cpio::Cpio::new();
     archive.file("run.sh", script.as_bytes());
@@ -33,21 +33,21 @@ pub(crate) fn initramfs(base: &str, script: &str, files: &[(&str, Vec<u8>)]) -> 
         archive.file(name, content);
     }
     let mut all = std::fs::read(part(base)).unwrap();
-    // Packed as well: an unpacked archive that does not begin on a word is passed over in silence.
+    // Also packed: an unpacked archive that is not word-aligned would be silently skipped.
     let mut packed = GzEncoder::new(&mut all, Compression::fast());
     packed.write_all(&archive.end()).unwrap();
     packed.finish().unwrap();
     all
 }
 
-/// A guest, running. It does not outlive this.
+/// A running guest. Dropping this ends it.
 pub(crate) struct Guest {
     child: Child,
     talk: Option<ChildStdin>,
     heard: Arc<Heard>,
     /// How many of its lines were looked at.
     seen: usize,
-    /// What its kernel prints, where that is not what it says.
+    /// The output of its kernel, where that is separate.
     console: Option<PathBuf>,
 }
 
@@ -58,7 +58,7 @@ struct Heard {
 }
 
 impl Heard {
-    /// Also after a test that waited for it has failed.
+    /// Works even after a test that waited for it has failed.
     fn told(&self) -> MutexGuard<'_, Told> {
         self.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
@@ -71,7 +71,7 @@ struct Told {
 }
 
 impl Guest {
-    /// Starts a machine that talks on standard input and output.
+    /// Starts a machine that uses standard input and output.
     pub(crate) fn start(command: &mut Command, console: Option<PathBuf>) -> Guest {
         // A group of its own: User-Mode Linux is several processes.
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -95,7 +95,7 @@ impl Guest {
     }
 
     /// Waits until the guest says a line that begins with `words`, after those looked at before;
-    /// the line.
+    /// returns the line.
     pub(crate) fn hear(&mut self, words: &str) -> String {
         let begun = Instant::now();
         let mut told = self.heard.told.lock().unwrap();
@@ -118,14 +118,14 @@ impl Guest {
         self.child.id()
     }
 
-    /// Says a line that the guest waits for.
+    /// Sends a line that the guest waits for.
     pub(crate) fn say(&mut self, line: &str) {
         let talk = self.talk.as_mut().expect("a guest that can be talked to");
         talk.write_all(format!("{line}\n").as_bytes()).unwrap();
         talk.flush().unwrap();
     }
 
-    /// Everything the guest said, once its script has ended well and the machine is off.
+    /// Everything the guest said, once its script has succeeded and the machine is off.
     pub(crate) fn end(mut self) -> Said {
         let status = self.hear("done ");
         assert_eq!(status, "done 0", "the guest's script failed");
@@ -142,7 +142,7 @@ impl Guest {
         Said { lines: self.lines() }
     }
 
-    /// How the machine ended that does not live through its script, and what it said until then.
+    /// The exit status of a machine that does not survive its script, and what it said until then.
     pub(crate) fn dies(mut self) -> (ExitStatus, Said) {
         let begun = Instant::now();
         let mut told = self.heard.told();
@@ -159,7 +159,8 @@ impl Guest {
     }
 }
 
-/// What the threads of a process do: their names, states and times so far, and where in the kernel they wait.
+/// The state of a process's threads: names, states and times so far, and where in the kernel they
+/// wait.
 fn threads(process: u32) -> String {
     let tasks = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
     let read = |task: &std::fs::DirEntry, name: &str| {
@@ -200,12 +201,12 @@ impl Said {
         first
     }
 
-    /// The first of the words: of what `md5sum` prints, the sum.
+    /// The first of the words: in `md5sum`'s output, the sum.
     pub(crate) fn sum(&self, word: &str) -> &str {
         self.word(word).split(' ').next().unwrap()
     }
 
-    /// What was given under a name.
+    /// The result with this name.
     pub(crate) fn given(&self, name: &str) -> String {
         let at = |mark: String| self.lines.iter().position(|line| *line == mark);
         let (Some(begin), Some(end)) = (at(format!("begin {name}")), at(format!("end {name}")))
@@ -218,7 +219,7 @@ impl Said {
     /// The same as JSON.
     pub(crate) fn json(&self, name: &str) -> Value {
         let text = self.given(name);
-        // fio says what it thinks of a job before it reports.
+        // fio may print remarks about a job before its report.
         let report = &text[text.find('{').unwrap_or_default()..];
         serde_json::from_str(report).unwrap_or_else(|error| panic!("{name}: {error}\n{text}"))
     }

@@ -1,7 +1,9 @@
-//! Machine after machine, one behind every IOMMU, at one back end for their disks and one for their networks: what a
-//! guest writes is in the image and comes back, and what it sends arrives, byte for byte.
+//! Machine after machine, one behind every IOMMU, all with one back end for their disks and one for
+//! their networks: the guest's writes are in the image and can be read back, and its packets
+//! arrive, byte for byte.
 //!
-//! An emulated machine takes seconds to boot: what needs none of its own is done in one of these.
+//! An emulated machine takes seconds to boot: tests that do not need one of their own run in one of
+//! these.
 
 use std::path::PathBuf;
 
@@ -20,16 +22,16 @@ say before $(md5sum < /dev/vda)
 
 struct Machine {
     iommu: Iommu,
-    /// Of the disk and of each network device; and processors.
+    /// Queues of the disk and of each network device; and processors.
     queues: u32,
     /// More of QEMU's options for the disk, and for the network devices.
     options: [&'static str; 2],
-    /// What is done in it, one after the other.
+    /// The scripts that it runs, one after the other.
     scripts: &'static [&'static str],
 }
 
 const MACHINES: &[Machine] = &[
-    // The first: what went over each of its queues is what was counted.
+    // The first machine: the traffic of each of its queues must match what was counted.
     Machine {
         iommu: Iommu::IntelLazy,
         queues: 2,
@@ -63,7 +65,7 @@ struct Ends {
     disk: Service,
     network: Service,
     peer: PathBuf,
-    /// A network that gives back what it is sent.
+    /// A network that returns what it receives.
     loopback: Service,
 }
 
@@ -116,7 +118,7 @@ fn machine_after_machine_behind_every_iommu() {
     [disk, network, loopback].into_iter().for_each(Service::terminate);
 }
 
-/// The guests can run at all, and what these tests look at can be seen: on devices of QEMU's own.
+/// The guests can run at all, and these tests can see what they check: on QEMU's own devices.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn qemus_own_devices_pass() {

@@ -1,10 +1,10 @@
-//! Strangers: a stock QEMU, a stock Linux and User-Mode Linux in front of `ringfence blk`,
+//! Third-party peers: a stock QEMU, a stock Linux and User-Mode Linux in front of `ringfence blk`,
 //! `ringfence net` and `ringfence guard`.
 //!
-//! Guests are made by `cargo xtask guests` and run by `cargo xtask test --only guests`; a test of
-//! these that is run without them fails and says so. A guest is emulated and takes a processor: as many
-//! run at a time as there are, but one of `ringfence guard` alone; what a test says of one does not depend on
-//! the others.
+//! `cargo xtask guests` makes the guests and `cargo xtask test --only guests` runs them; a test
+//! that runs without them fails and says so. A guest is emulated and takes a processor: as many run
+//! at a time as there are processors, but a guest of `ringfence guard` runs alone; no test's
+//! verdict depends on the others.
 
 mod machine;
 #[path = "../common/manager.rs"]

@@ -1,5 +1,5 @@
-//! A guest that moves to another QEMU, and to other back ends, while it works: what our devices write
-//! into its memory meanwhile arrives there (rule D26).
+//! A guest that moves to another QEMU, and to other back ends, while it works: what our devices
+//! write into its memory meanwhile arrives there (rule D26).
 
 use std::{
     io::{BufRead, BufReader, Write},
@@ -45,21 +45,21 @@ impl Monitor {
         serde_json::from_str(&line).unwrap()
     }
 
-    /// Has a command carried out; its answer.
+    /// Runs a command; returns its reply.
     fn ask(&mut self, command: &str, arguments: Value) -> Value {
         let asked = json!({ "execute": command, "arguments": arguments });
         writeln!(self.0.get_mut(), "{asked}").unwrap();
         loop {
             let mut line = self.line();
             assert!(line.get("error").is_none(), "{asked}: {line}");
-            // Events come between.
+            // Events come in between.
             if let Some(answer) = line.get_mut("return") {
                 return answer.take();
             }
         }
     }
 
-    /// Waits until what a query answers is as wanted; the answer.
+    /// Waits until a query's reply is as wanted; returns the reply.
     fn wait(&mut self, query: &str, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let begun = Instant::now();
         loop {
@@ -74,15 +74,15 @@ impl Monitor {
     }
 }
 
-/// Memory that is not zero, and free again: copying it takes its time, and what is read into it later
-/// differs from what was copied.
+/// Memory that is not zero, and then free again: copying it takes time, and what is read into it
+/// later differs from what was copied.
 const FILL: &str = r#"
 dd if=/dev/urandom of=/tmp/piece bs=1M count=4
 for n in $(seq 20); do cat /tmp/piece; done > /tmp/fill
 rm /tmp/fill
 "#;
 
-/// A guest that works, between two machines.
+/// A working guest, between two machines.
 struct Move {
     guest: Guest,
     monitor: Monitor,
@@ -99,22 +99,22 @@ impl Move {
         guest.hear("ready");
         let target = after.monitor(&arrives).incoming().start(place, &script);
         let monitor = Monitor::connect(&monitor);
-        // The socket is there before it listens: it does when this is answered.
+        // The socket's file exists before it listens; it listens once this has returned.
         let uri = format!("unix:{}", place.path("incoming").display());
         let mut arrival = Monitor::connect(&arrives);
         arrival.ask("migrate-incoming", json!({ "uri": uri }));
         Move { guest, monitor, target, arrival }
     }
 
-    /// Moves the guest. Most of its memory was copied when it is told to go on; when it has said
-    /// `said`, the rest is, and what was written since. When it is there it is told so.
+    /// Moves the guest. Most of its memory has been copied when it gets "go"; once it has said
+    /// `said`, the rest is copied, and what was written since. After its arrival it gets "there".
     ///
-    /// Which memory was written is looked at once and no more, after the guest was stopped: an
-    /// emulated processor of QEMU 7.2 does not tell of all that it writes after the first look. With a
-    /// pause of 0 there is no other.
+    /// QEMU looks for written memory only once, after it has stopped the guest: an emulated
+    /// processor of QEMU 7.2 does not report everything that it writes after the first look. With a
+    /// pause of 0 there is no second look.
     fn go(mut self, place: &Place, said: &str) -> (Said, Value) {
         let bytes_a_second = |most: u64| json!({ "downtime-limit": 0, "max-bandwidth": most });
-        // The rest would take two seconds: until it is held up there is time to look.
+        // The rest would take two seconds: time enough to throttle it.
         self.monitor.ask("migrate-set-parameters", bytes_a_second(32 << 20));
         let uri = format!("unix:{}", place.path("incoming").display());
         self.monitor.ask("migrate", json!({ "uri": uri }));
@@ -123,7 +123,7 @@ impl Move {
             left.is_some_and(|left| (1..64 * MIB).contains(&left))
         };
         self.monitor.wait("query-migrate", "a copy of most memory", copied);
-        // A page now and then.
+        // From here on, a page now and then.
         self.monitor.ask("migrate-set-parameters", bytes_a_second(1000));
         self.guest.say("go");
         self.guest.hear(said);
@@ -132,8 +132,8 @@ impl Move {
         self.monitor.ask("migrate-set-parameters", bytes_a_second(1 << 32));
         let completed = |state: &Value| state["status"] == "completed";
         let state = self.monitor.wait("query-migrate", "the end", completed);
-        // It is all sent, and may not all have arrived: until the machine runs, its serial line takes
-        // a byte and loses it to the state that comes in.
+        // Everything is sent, but may not have arrived: until the machine runs, its serial line
+        // accepts a byte and loses it to the incoming state.
         let running = |state: &Value| state["status"] == "running";
         self.arrival.wait("query-status", "the machine's arrival", running);
         self.target.say("there");
@@ -141,12 +141,12 @@ impl Move {
     }
 }
 
-/// What the guest reads into its page cache while it moves is there afterwards, though nothing but
-/// the device has written it; and fio finds all that it wrote.
+/// What the guest reads into its page cache during the move is there afterwards, though only the
+/// device has written it; and fio finds all that it wrote.
 fn disk(iommu: Iommu, more: &str) {
     let place = Place::new();
     let image = place.image("image", 32);
-    // Nothing that a page would hold by chance.
+    // Content that no page has by chance.
     let content: Vec<u8> = (0..16 * MIB as u32 / 4)
         .flat_map(|word| word.wrapping_mul(0x9e37_79b9).to_le_bytes())
         .collect();
@@ -214,7 +214,7 @@ fn a_disk_with_packed_rings_moves() {
     disk(Iommu::None, ",packed=on");
 }
 
-/// Files go to and fro between two devices of a guest while it moves, and arrive as they were.
+/// Files travel between two devices of a guest while it moves, and arrive unchanged.
 fn network(iommu: Iommu, more: &str) {
     let place = Place::new();
     let services: Vec<_> = ["before", "after"]

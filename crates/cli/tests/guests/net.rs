@@ -8,8 +8,8 @@ use crate::{
     place::{Place, Service},
 };
 
-/// Two devices of one guest, the second in a network of its own, where `$there` runs a command; a
-/// file for each to give to the other.
+/// Two devices of one guest, the second in its own network namespace, in which `$there` runs a
+/// command; and for each a file to send to the other.
 pub(crate) const PAIR: &str = r#"
 load virtio_net
 unshare -n sh -c 'echo $$ > /tmp/pid; exec sleep 100000' &
@@ -29,7 +29,7 @@ httpd -h /tmp/www
 $there httpd -h /tmp/www
 "#;
 
-/// Between those two: files both ways over TCP with their sums, and datagrams in fragments.
+/// Between those two: files both ways over TCP with their sums, and fragmented datagrams.
 pub(crate) const TRAFFIC: &str = r#"
 say sent $(md5sum < /tmp/www/file)
 say there $(wget -q -O - http://10.0.0.2/file | md5sum)
@@ -49,7 +49,7 @@ for name in tx_packets rx_packets rx_errors rx_dropped tx_errors; do
 done
 "#;
 
-/// What is sent to that comes back, all of it: counted by the guest, in packets and in bytes, on a third device.
+/// Everything that is sent to it comes back: the guest counts packets and bytes, on a third device.
 pub(crate) const LOOPBACK: &str = r#"
 ip addr add 10.0.1.1/24 dev eth2
 ip link set eth2 up
@@ -76,7 +76,8 @@ done
 sed 's/^/looped_/' /tmp/counted >&3
 "#;
 
-/// Two processors to send on two pairs of queues; then one device uses one of its pairs only, and both again.
+/// Two processors that send on two pairs of queues; then one device uses only one of its pairs, and
+/// both again.
 pub(crate) const TWO_PAIRS: &str = r#"
 say both $(channels eth0 2) $($there channels eth1 2)
 for step in both-2 one-1 again-2; do
@@ -90,7 +91,7 @@ for step in both-2 one-1 again-2; do
 done
 "#;
 
-/// The driver is taken off the first device and put on again, under traffic.
+/// The driver is unbound from the first device and bound again, under traffic.
 pub(crate) const COMES_AND_GOES: &str = r#"
 load virtio_net
 pci=$(virtio_pci 1 0)
@@ -117,7 +118,7 @@ pub(crate) fn back_to_back(place: &Place, more: &[&str]) -> (Service, PathBuf) {
     (place.service("net.sock", &[&arguments, &PATIENT[..], more].concat()), peer)
 }
 
-/// What went between the two arrived.
+/// All traffic between the two arrived.
 pub(crate) fn arrived(said: &Said) {
     let sent = said.word("sent");
     assert_eq!(said.word("there"), sent);
@@ -128,7 +129,7 @@ pub(crate) fn arrived(said: &Said) {
     assert!(said.word("rx_packets").parse::<u64>().unwrap() > 100);
 }
 
-/// All files of [`TWO_PAIRS`] arrived, and went over all queues.
+/// All files of [`TWO_PAIRS`] arrived, and all queues were used.
 pub(crate) fn used_both_pairs(said: &Said, service: &Service) {
     assert_eq!(said.word("both"), "2 2");
     for step in ["both-2", "one-1", "again-2"] {
@@ -144,7 +145,7 @@ pub(crate) fn used_both_pairs(said: &Said, service: &Service) {
     }
 }
 
-/// What [`LOOPBACK`] sent came back.
+/// Everything that [`LOOPBACK`] sent came back.
 pub(crate) fn all_came_back(said: &Said) {
     assert!(said.word("looped_tx_packets").parse::<u64>().unwrap() >= 50);
     for what in ["packets", "bytes"] {

@@ -1,5 +1,5 @@
-//! The NVMe driver in user space against QEMU's controller, behind an IOMMU of QEMU's, over the VFIO of
-//! a stock Linux: real DMA, as far as there is any in a guest.
+//! The NVMe driver in user space against QEMU's controller, behind an IOMMU of QEMU, over the VFIO
+//! of a stock Linux: real DMA, as far as a guest has any.
 
 use std::fs;
 
@@ -27,7 +27,7 @@ pinned() {
 pub(crate) fn machine(iommu: Iommu, place: &Place) -> Qemu {
     let image = place.image("disk", 32);
     let program = fs::read(part("vfio-nvme")).unwrap();
-    // QEMU 7.2's controller stands still with one processor.
+    // QEMU 7.2's controller stalls with one processor.
     Qemu::new(iommu).cpus(2).nvme(&image).file("bin/vfio-nvme", program)
 }
 
@@ -37,7 +37,7 @@ give nvme < /tmp/nvme
 dmesg | grep -i -e dmar -e iommu | tail -40 | give log
 "#;
 
-/// What is written comes back under every policy, and what is not mapped is out of reach.
+/// Written data comes back under every policy, and unmapped memory cannot be accessed.
 fn data_and_isolation(given: &Said) {
     let said = given.given("nvme");
     for policy in ["strict", "strict+map", "lazy-mq+map", "bounce", "auto"] {
@@ -46,7 +46,7 @@ fn data_and_isolation(given: &Said) {
     }
     assert!(said.contains("unmapped is out of reach"), "{said}");
     assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
-    // The IOMMU's own account of it names the address.
+    // The IOMMU's own report of it has the address.
     let address =
         said.lines().find_map(|line| line.strip_prefix("address 0x")).expect("an address");
     let log = given.given("log");
@@ -86,7 +86,7 @@ done
 drive isolation
 "#;
 
-/// A driver that is killed leaves nothing pinned, whenever it is.
+/// A driver that is killed at any time leaves nothing pinned.
 fn nothing_stays_pinned(guest: &mut Guest) {
     let mut clean = 0;
     for _ in 0..3 {
@@ -94,8 +94,8 @@ fn nothing_stays_pinned(guest: &mut Guest) {
         let counts: Vec<i64> =
             line.split(' ').skip(1).map(|word| word.parse().expect("a number")).collect();
         let [before, during, locked_kib, after] = counts[..] else { panic!("{line}") };
-        // 32 MiB and more were pinned, and charged; then nothing. The kernel adds its counts up while
-        // the driver pins and unpins: not to the page.
+        // 32 MiB and more were pinned, and charged; then nothing. The kernel sums its counts while
+        // the driver pins and unpins: they are not exact to the page.
         assert!(during - before >= 4096 && locked_kib >= 32 << 10, "{line}");
         assert_eq!(after, before, "{line}");
         clean = before;

@@ -1,4 +1,4 @@
-//! Where a test runs: a folder that is gone afterwards, and our back ends, which do not outlive it.
+//! Where a test runs: a folder that is removed afterwards, and our back ends, which end with it.
 
 use std::{
     fs::File,
@@ -17,34 +17,36 @@ use crate::manager::Manager;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A guard against hanging, and no measure. The longest that is waited for at a time is a boot and what
-/// comes before a script's first word, or all that follows its last: with an emulated processor and a
-/// real one for it half a minute. Ten times as long where others want that processor too; and as long
-/// again, since who has waited has only lost time.
+/// A guard against hanging, not a measure. The longest single wait is for a boot and what comes
+/// before a script's first word, or for all that follows its last: half a minute with an emulated
+/// processor and a real one for it. Ten times as long where other programs want that processor too;
+/// and twice that, since a longer limit only costs time.
 pub(crate) const LIMIT: Duration = Duration::from_secs(600);
 
 /// As many tests at a time as there are processors: a guest is emulated, and takes one.
 ///
-/// One with `ringfence guard` takes all of them. Its Linux spins until a request to the IOMMU is answered; where
-/// another guest has the other processor, whoever answers waits for a time slice of a spinning one, each time: two at a
-/// time take five times as long as one after the other.
+/// A test with `ringfence guard` takes all of them. Its Linux spins until a request to the IOMMU
+/// completes; if another guest has the other processor, the thread that serves the request waits
+/// each time for a time slice of a spinning one: two at a time take five times as long as one after
+/// the other.
 static GATE: Gate = Gate { door: Mutex::new(()), inside: Mutex::new(0), left: Condvar::new() };
 
 struct Gate {
-    /// Whoever waits holds it: who wants all is not overtaken by those who want one.
+    /// Held while waiting: a test that needs all processors is not overtaken by those that need
+    /// one.
     door: Mutex<()>,
     inside: Mutex<usize>,
     left: Condvar,
 }
 
-/// Being one of those, or several.
+/// A share of one or several processors.
 struct Turn(usize);
 
 impl Gate {
     fn enter(&self, alone: bool) -> Turn {
         let most = thread::available_parallelism().map_or(1, usize::from);
         let takes = if alone { most } else { 1 };
-        // Nothing fails with either in hand: the number is right.
+        // Nothing panics while it holds either lock: the number is right.
         let _door = self.door.lock().unwrap();
         let inside = self.inside.lock().unwrap();
         *self.left.wait_while(inside, |inside| *inside + takes > most).unwrap() += takes;
@@ -62,7 +64,7 @@ impl Drop for Turn {
 /// A folder of a test's own, and its turn.
 pub(crate) struct Place {
     folder: TempDir,
-    /// Who starts back ends, and keeps for the next what one leaves.
+    /// Starts back ends, and keeps for the next one what one leaves.
     manager: Option<Manager>,
     _turn: Turn,
 }
@@ -72,7 +74,7 @@ impl Place {
         Place::entered(GATE.enter(false))
     }
 
-    /// One for a guard, with no other test beside it.
+    /// A place for a guard, with no other test beside it.
     pub(crate) fn alone() -> Place {
         Place::entered(GATE.enter(true))
     }
@@ -82,7 +84,7 @@ impl Place {
         Place { folder: tempfile::tempdir().unwrap(), manager: None, _turn: turn }
     }
 
-    /// Back ends go on where the one before them has ended.
+    /// Back ends resume where the one before them has ended.
     pub(crate) fn managed(mut self) -> Place {
         self.manager = Some(Manager::new(self.folder.path()));
         self
@@ -105,7 +107,7 @@ impl Place {
     }
 
     /// `ringfence guard` with an IOMMU at `iommu.sock` and more ARGUMENTS, once it listens and has
-    /// printed QEMU's.
+    /// printed QEMU's arguments.
     pub(crate) fn guard(&self, arguments: &[&str]) -> Guard {
         let printed = self.path("guard.json");
         let arguments = [&["guard", "--json", "--log", "debug"], arguments].concat();
@@ -133,7 +135,7 @@ impl Place {
         let program = env!("CARGO_BIN_EXE_ringfence");
         let mut command = match &self.manager {
             None => {
-                // One that was killed has left its sockets behind: what is waited for are the new ones.
+                // A killed one has left its sockets behind: the new ones must be waited for.
                 for old in [&path, &figures] {
                     let _ = std::fs::remove_file(old);
                 }
@@ -144,7 +146,7 @@ impl Place {
         let written = File::options().create(true).append(true).open(&log).unwrap();
         command.args(arguments).arg(option).arg(&path);
         command.arg("--metrics").arg(format!("unix:{}", figures.display())).stderr(written);
-        // What is passed on takes the places of these.
+        // Descriptors that are passed on take the places of these.
         if !command.get_envs().any(|(name, _)| name == "LISTEN_FDS") {
             command.stdin(Stdio::null());
             command.stdout(out.map_or_else(Stdio::null, Stdio::from));
@@ -161,7 +163,7 @@ impl Place {
     }
 }
 
-/// The guests' parts.
+/// A part of the guests, by name.
 pub(crate) fn part(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guests");
     assert!(
@@ -172,14 +174,14 @@ pub(crate) fn part(name: &str) -> PathBuf {
     folder.canonicalize().unwrap().join(name)
 }
 
-/// A `ringfence guard`, running.
+/// A running `ringfence guard`.
 pub(crate) struct Guard {
     pub(crate) service: Service,
-    /// What it has printed for QEMU.
+    /// The arguments that it has printed for QEMU.
     pub(crate) arguments: Vec<String>,
 }
 
-/// A back end of ours, running.
+/// A running back end of ours.
 pub(crate) struct Service {
     child: Child,
     pub(crate) socket: PathBuf,
@@ -188,12 +190,12 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// What it has said so far.
+    /// Its log so far.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Its figures as it serves them.
+    /// Its metrics as served.
     pub(crate) fn figures(&self) -> String {
         let ask = || -> std::io::Result<String> {
             let mut socket = UnixStream::connect(&self.figures)?;
@@ -206,13 +208,13 @@ impl Service {
         ask().unwrap_or_else(|error| format!("no figures: {error}"))
     }
 
-    /// The sum of a figure over its labels.
+    /// The sum of a metric over its labels.
     pub(crate) fn figure(&self, name: &str) -> f64 {
         let page = self.figures();
         sum(&page, name).unwrap_or_else(|| panic!("no figure {name} in\n{page}"))
     }
 
-    /// Waits until a figure is as high.
+    /// Waits until a metric reaches a value.
     pub(crate) fn reaches(&self, name: &str, wanted: f64) {
         let begun = Instant::now();
         loop {
@@ -234,18 +236,18 @@ impl Service {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// As a crash does.
+    /// Kills it, as a crash does.
     pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    /// As an operator does: it must end by itself, without an error.
+    /// Ends it as an operator does: it must end by itself, without an error.
     pub(crate) fn terminate(mut self) {
         self.ends();
     }
 
-    /// The same, of one that another goes on from.
+    /// The same, for one that another process resumes.
     pub(crate) fn ends(&mut self) {
         assert!(self.is_running(), "it has ended already:\n{}", self.log());
         let id = Pid::from_raw(self.child.id().try_into().unwrap()).unwrap();
@@ -270,7 +272,7 @@ impl Drop for Service {
     }
 }
 
-/// The sum of a figure over its labels, if it is there.
+/// The sum of a metric over its labels, if it is there.
 fn sum(page: &str, name: &str) -> Option<f64> {
     let values = page.lines().filter_map(|line| {
         let rest = line.strip_prefix(name)?;
@@ -288,7 +290,7 @@ pub(crate) fn tail(text: &str, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
-/// The MD5 of a part of a file: by the program, which a guest's own result is compared with.
+/// The MD5 of a part of a file, by the program, to compare with a guest's own result.
 pub(crate) fn md5(path: &Path, first: u64, length: u64) -> String {
     let mut file = File::open(path).unwrap();
     file.seek(SeekFrom::Start(first)).unwrap();

@@ -1,5 +1,5 @@
-//! A recording of what goes over the wire between a stock front end and our back end: it stands
-//! between them, passes everything on, and changes nothing.
+//! Records the traffic between a stock front end and our back end: it stands between them, passes
+//! everything on, and changes nothing.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -19,7 +19,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-/// Requests by number, as far as tests look at them.
+/// Requests by number, as far as tests need them.
 pub(crate) const SET_FEATURES: u32 = 2;
 pub(crate) const SET_VRING_BASE: u32 = 10;
 pub(crate) const GET_VRING_BASE: u32 = 11;
@@ -32,7 +32,7 @@ const BACKEND_IOTLB_MSG: u32 = 1;
 pub(crate) const REPLY: u32 = 4;
 pub(crate) const NEED_REPLY: u32 = 8;
 
-/// A message, and which way it went.
+/// A message, and its direction.
 #[derive(Clone, Debug)]
 pub(crate) struct Message {
     pub(crate) at: Instant,
@@ -44,17 +44,17 @@ pub(crate) struct Message {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    /// The front end's, on the main socket.
+    /// From the front end, on the main socket.
     ToBack,
-    /// The back end's, on the main socket.
+    /// From the back end, on the main socket.
     ToFront,
-    /// The back end's, on its channel.
+    /// From the back end, on its channel.
     Asked,
-    /// The front end's answer there.
+    /// The front end's reply there.
     Told,
 }
 
-/// What an IOTLB message says, field by field as it stands there.
+/// The fields of an IOTLB message, as they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Iotlb {
     pub(crate) iova: u64,
@@ -70,7 +70,7 @@ pub(crate) const UPDATE: u8 = 2;
 pub(crate) const INVALIDATE: u8 = 3;
 
 impl Message {
-    /// The request, if this is an IOTLB message and no reply to one.
+    /// The request, if this is an IOTLB message and not a reply to one.
     pub(crate) fn iotlb(&self) -> Option<Iotlb> {
         let code = match self.way {
             Way::ToBack => IOTLB_MSG,
@@ -97,11 +97,11 @@ impl Message {
     }
 }
 
-/// Everything that went by, in order.
+/// All traffic, in order.
 pub(crate) struct Recording(Arc<Mutex<Vec<Message>>>);
 
 impl Recording {
-    /// Listens at `socket`, and connects whoever comes to `back`.
+    /// Listens at `socket`, and connects each front end to `back`.
     pub(crate) fn between(socket: PathBuf, back: &Path) -> Recording {
         let listener = UnixListener::bind(socket).unwrap();
         let (log, back) = (Arc::new(Mutex::new(Vec::new())), back.to_owned());
@@ -109,7 +109,7 @@ impl Recording {
         // It ends with the process: nothing wakes it.
         thread::spawn(move || {
             for front in listener.incoming() {
-                // A back end that is gone refuses: the front end then sees its connection end.
+                // If the back end is gone, it refuses: the front end then sees its connection end.
                 let (Ok(front), Ok(back)) = (front, UnixStream::connect(&back)) else { continue };
                 pump(&front, &back, Way::ToBack, &log);
                 pump(&back, &front, Way::ToFront, &log);
@@ -231,7 +231,7 @@ pub(crate) fn send(to: &UnixStream, message: &Message, descriptors: &[OwnedFd]) 
             &mut ancillary,
             SendFlags::NOSIGNAL,
         )?;
-        // They went with the first byte.
+        // The descriptors went with the first byte.
         ancillary.clear();
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! The machines that QEMU makes.
+//! The machines that QEMU runs.
 
 use std::{
     fmt,
@@ -19,23 +19,23 @@ pub(crate) enum Iommu {
     IntelLazy,
     VirtioStrict,
     VirtioLazy,
-    /// `ringfence guard`'s: QEMU has none that the guest uses.
+    /// `ringfence guard`'s: QEMU's own IOMMU is not used by the guest.
     GuardStrict,
     GuardLazy,
     /// The same, where Linux wants devices to bypass it.
     GuardPassthrough,
-    /// The same, where Linux neither has a driver for it nor is told that it is there.
+    /// The same, where Linux has no driver for it and no table that describes it.
     GuardUnknown,
 }
 
 impl Iommu {
-    /// `ringfence guard`'s.
+    /// Whether it is `ringfence guard`'s.
     fn is_guards(self) -> bool {
         use Iommu::*;
         matches!(self, GuardStrict | GuardLazy | GuardPassthrough | GuardUnknown)
     }
 
-    /// What Linux calls the domain of a device behind it.
+    /// Linux's name for the domain of a device behind it.
     pub(crate) fn domain(self) -> &'static str {
         match self {
             Iommu::None | Iommu::GuardUnknown => "none",
@@ -74,8 +74,8 @@ impl fmt::Display for Iommu {
     }
 }
 
-/// What every script begins with: the IOMMU is there before the drivers, and which domain devices
-/// are in is said.
+/// The beginning of every script: the IOMMU is there before the drivers, and the script says which
+/// domain devices are in.
 const BEGIN: &str = r#"
 for cpu in /sys/devices/system/cpu/cpu[1-9]*; do
     [ ! -e $cpu/online ] || echo 1 > $cpu/online
@@ -180,7 +180,8 @@ impl Qemu {
         }
     }
 
-    /// Whose IOMMU and devices are `ringfence guard`'s, by the arguments that it has printed.
+    /// A machine with the IOMMU and devices of `ringfence guard`, by the arguments that it has
+    /// printed.
     pub(crate) fn guarded(iommu: Iommu, guard: &Guard) -> Qemu {
         assert!(iommu.is_guards(), "{iommu}");
         let mut machine = Qemu::new(iommu).newer();
@@ -196,7 +197,7 @@ impl Qemu {
         self
     }
 
-    /// Of a QEMU that can have its IOMMU served by another process.
+    /// On a QEMU whose IOMMU another process can serve.
     pub(crate) fn newer(mut self) -> Qemu {
         self.newer = true;
         self
@@ -207,7 +208,7 @@ impl Qemu {
         self
     }
 
-    /// A reboot of the guest is one of the machine, and does not end it.
+    /// A reboot of the guest reboots the machine instead of ending it.
     pub(crate) fn reboots(mut self) -> Qemu {
         self.reboots = true;
         self
@@ -225,13 +226,13 @@ impl Qemu {
         self
     }
 
-    /// What QEMU is told by hangs on a socket.
+    /// With QEMU's monitor on a socket.
     pub(crate) fn monitor(mut self, socket: &Path) -> Qemu {
         self.add("-qmp", format!("unix:{},server=on,wait=off", socket.display()));
         self
     }
 
-    /// It takes over a machine that comes in where its monitor is told, and boots none.
+    /// Waits for an incoming machine, on the command of its monitor, and boots none.
     pub(crate) fn incoming(mut self) -> Qemu {
         self.console = "console.after";
         self.add("-incoming", "defer".to_owned());
@@ -256,7 +257,7 @@ impl Qemu {
         self
     }
 
-    /// A disk whose back end listens on a socket, with more of QEMU's options for it.
+    /// A disk, with its back end listening on a socket, and with more of QEMU's options for it.
     pub(crate) fn blk(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();
         self.chardev(n, socket);
@@ -268,16 +269,16 @@ impl Qemu {
         self
     }
 
-    /// What a back end is connected to by, again after a crash of the back end.
+    /// The chardev of a back end's connection, which reconnects after a crash of the back end.
     fn chardev(&mut self, n: u32, socket: &Path) {
         let again = if self.newer { "reconnect-ms=1000" } else { "reconnect=1" };
         self.add("-chardev", format!("socket,id=c{n},path={},{again}", socket.display()));
     }
 
-    /// A source of random bytes whose back end listens on a socket.
+    /// A source of random bytes, with its back end listening on a socket.
     pub(crate) fn rng(mut self, socket: &Path) -> Qemu {
         let n = self.port();
-        // Its device wants a connection at once, and does not connect again.
+        // Its device needs a connection at once, and does not connect again.
         self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
         // It has never been a device of virtio 0.9.
         let own = self.own().replace(",disable-legacy=on", "");
@@ -285,7 +286,7 @@ impl Qemu {
         self
     }
 
-    /// A thread of QEMU's, for a disk of its own.
+    /// A thread of QEMU's for one disk.
     pub(crate) fn thread(mut self, name: &str) -> Qemu {
         self.add("-object", format!("iothread,id={name}"));
         self
@@ -308,7 +309,8 @@ impl Qemu {
         self
     }
 
-    /// A network device whose back end listens on a socket, with more of QEMU's options for it.
+    /// A network device, with its back end listening on a socket, and with more of QEMU's options
+    /// for it.
     pub(crate) fn net(mut self, socket: &Path, queues: u32, more: &str) -> Qemu {
         let n = self.port();
         self.chardev(n, socket);
@@ -335,7 +337,7 @@ impl Qemu {
         self
     }
 
-    /// Code for the firmware, which it calls once the disks with a lower `bootindex` are there.
+    /// Code for the firmware, which calls it once the disks with a lower `bootindex` are there.
     pub(crate) fn option_rom(mut self, place: &Place, content: &[u8]) -> Qemu {
         let path = place.path("option.rom");
         std::fs::write(&path, content).unwrap();
@@ -347,7 +349,7 @@ impl Qemu {
         self.arguments.extend([option.to_owned(), value]);
     }
 
-    /// A port of its own for the next device: address translation services exist behind one only.
+    /// A port of its own for the next device: address translation services only exist behind one.
     fn port(&mut self) -> u32 {
         self.devices += 1;
         let n = self.devices;
@@ -371,12 +373,12 @@ impl Qemu {
         let base = format!("initramfs{}", self.kernel);
         std::fs::write(&initrd, initramfs(&base, &script, &self.files)).unwrap();
         let mut command = Command::new(qemu_program(self.newer));
-        // Its threads have names, by which they are told apart.
+        // Names its threads, to distinguish them.
         command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split"]);
         command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
         command.args(["-smp", &self.cpus.to_string()]);
-        // Memory and devices of others are by the arguments that were printed.
+        // With guard, the printed arguments define memory and devices.
         if !self.iommu.is_guards() {
             let size = self.memory_mib.to_string();
             let memory = format!("memory-backend-memfd,id=mem,size={size}M,share=on");
@@ -392,9 +394,10 @@ impl Qemu {
             Iommu::VirtioStrict | Iommu::VirtioLazy => true,
             iommu => iommu.is_guards() && iommu != Iommu::GuardUnknown,
         };
-        // On a machine that is busy, Linux would wait for too few ticks of its timer, and give up. As long as it
-        // patches itself it has one processor: an emulated one may still run what another has just taken back
-        // (`Oops: int3` before the first process, in one of some hundred boots). The script has all.
+        // On a busy machine, Linux would wait for too few ticks of its timer, and give up. While it
+        // patches itself it has one processor: an emulated one may still run code that another has
+        // just restored (`Oops: int3` before the first process, in one of some hundred boots). The
+        // script has all processors.
         let line = format!(
             "console=ttyS0 loglevel=5 panic=-1 no_timer_check maxcpus=1 viommu={} {} {}",
             u8::from(viommu),
@@ -408,8 +411,8 @@ impl Qemu {
     }
 }
 
-/// The QEMU that starts machines, the newer one of two if so asked. Another can be tried in place of
-/// the older.
+/// The QEMU for machines, the newer one of two if requested. Another can be tried in place of the
+/// older.
 pub(crate) fn qemu_program(newer: bool) -> PathBuf {
     let own = part(if newer { "qemu11/qemu-system-x86_64" } else { "qemu-system-x86_64" });
     let other = std::env::var_os("RINGFENCE_QEMU").filter(|_| !newer);

@@ -51,7 +51,7 @@ fn served(iommu: Iommu) {
     let (queue, iotlb) = serving.join().unwrap();
     assert_eq!(said.word("domain"), iommu.domain());
     assert_eq!(said.word("bytes"), "65536");
-    // Random bytes cannot be made shorter.
+    // Random bytes cannot be compressed.
     assert!(said.word("packed").parse::<u32>().unwrap() > 65536);
     assert!(queue.requests > 0 && queue.bytes >= 65536 && queue.failed == 0, "{queue:?}");
     assert_eq!(iotlb.updates > 0, iommu != Iommu::None, "{iotlb:?}");

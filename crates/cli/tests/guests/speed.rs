@@ -1,9 +1,9 @@
-//! What protection costs a guest: not tests, but the tables that the project is judged by. Each is
-//! printed by `cargo test --release --package ringfence-cli --test guests -- --ignored --nocapture
-//! --test-threads=1 speed::NAME`, takes under a minute, and wants a machine to itself.
+//! The cost of protection in a guest: not tests, but the tables by which the project is judged.
+//! Each is printed by `cargo test --release --package ringfence-cli --test guests -- --ignored
+//! --nocapture --test-threads=1 speed::NAME`, takes under a minute, and needs a machine to itself.
 //!
-//! All disks of a table are in one guest, and take turns: what changes from a boot to the next, or
-//! while a machine warms up, meets them all.
+//! All disks of a table are in one guest, and take turns: what changes from one boot to the next,
+//! or while a machine warms up, affects all of them.
 
 mod calls;
 mod guard;
@@ -18,10 +18,10 @@ use crate::{
     qemu::{Iommu, Qemu},
 };
 
-/// How often every disk has its turn; the first one brings caches and clocks to where they stay.
+/// How often every disk has its turn; the first round warms up caches and clocks.
 const ROUNDS: usize = 4;
 
-/// Runs each disk's rounds, and says when one begins and ends.
+/// Runs each disk's rounds, and says when each begins and ends.
 const SCRIPT: &str = r#"
 load virtio_blk
 disk() { ls /sys/bus/pci/devices/$(virtio_pci 2 $1)/virtio*/block; }
@@ -37,26 +37,26 @@ for round in $(seq 0 $((ROUNDS - 1))); do
 done
 "#;
 
-/// What serves a disk.
+/// The server of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Disk {
     /// QEMU, in its own process, on its main loop: it looks translations up in its own memory.
     Qemu,
     /// The same, on a thread of its own.
     QemuThread,
-    /// We do.
+    /// Ours.
     Ours,
-    /// We do, asking for one translation at a time.
+    /// Ours, with one outstanding miss at a time.
     OneMiss,
 }
 
-/// One disk's results, of each round.
+/// The results of a disk in each round.
 #[derive(Default)]
 struct Row {
     iops: Vec<f64>,
-    /// What the round cost, by whom: CPU time in microseconds an I/O.
+    /// The cost of the round by thread: CPU time in microseconds an I/O.
     cpu: Vec<BTreeMap<String, f64>>,
-    /// What our back end has counted, an I/O.
+    /// The metrics of our back end, per I/O.
     figures: Vec<BTreeMap<&'static str, f64>>,
 }
 
@@ -82,7 +82,7 @@ fn threads(pid: u32, who: &str, into: &mut BTreeMap<String, f64>) {
     }
 }
 
-/// The threads of a process whose name fits.
+/// The threads of a process with a matching name.
 fn tasks(pid: u32, fits: impl Fn(&str) -> bool) -> Vec<u32> {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
     let named = |task: std::fs::DirEntry| {
@@ -96,7 +96,7 @@ fn tasks(pid: u32, fits: impl Fn(&str) -> bool) -> Vec<u32> {
 fn switches(tasks: &[u32]) -> [f64; 2] {
     let mut sum = [0.0; 2];
     for task in tasks {
-        // A thread's own directory is there under its number as well, though not listed.
+        // A thread's own directory also exists under its number, though it is not listed.
         let status = std::fs::read_to_string(format!("/proc/{task}/status")).unwrap_or_default();
         let names = ["voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"];
         for (sum, name) in sum.iter_mut().zip(names) {
@@ -249,7 +249,7 @@ fn virtio_lazy() {
     table(Iommu::VirtioLazy, DEEP, &ALL);
 }
 
-/// One request at a time: what a miss costs cannot be hidden.
+/// One request at a time: the cost of a miss cannot be hidden.
 #[test]
 #[ignore = "measures: see above"]
 fn one_request_at_a_time() {

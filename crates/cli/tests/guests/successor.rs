@@ -1,5 +1,5 @@
-//! Back ends that end and are started again by a service manager, under load: the guest sees a pause, and neither it
-//! nor QEMU has to connect again, which QEMU does not for an IOMMU.
+//! A service manager ends and restarts back ends under load: the guest sees a pause, and neither it
+//! nor QEMU has to connect again, which QEMU does not do for an IOMMU.
 
 use crate::{
     blk::{MIB, no_errors},
@@ -10,10 +10,10 @@ use crate::{
 
 /// How often each way.
 const TIMES: usize = 10;
-/// What each process answers before it ends.
+/// How much each process does before it ends.
 const SOME: f64 = 200.0;
 
-/// Writes, reads back and verifies until told that it is enough.
+/// Writes, reads back and verifies until the test ends it.
 const LOAD: &str = r#"
 load virtio_blk
 passes() {
@@ -37,9 +37,9 @@ echo 3 > /proc/sys/vm/drop_caches
 say whole $(md5sum < /dev/vda)
 "#;
 
-/// Kills the process ten times and asks it to end ten times, each time once it has done some of what `figure` counts, and
-/// starts the next. Each of its `sockets` goes on each time, unless it was killed in the midst of a translation's message:
-/// then QEMU connects again.
+/// Kills the process ten times and asks it to end ten times, each time once `figure` has counted
+/// some of its work, and starts the next one. Each of its `sockets` is resumed each time, unless it
+/// was killed in the middle of an IOTLB message: then QEMU connects again.
 fn ends_often(
     iommu: Iommu,
     sockets: usize,
@@ -66,7 +66,7 @@ fn ends_often(
         assert_eq!((new, on), (sockets + cut[0], all - cut[0]), "{log}");
     }
     eprintln!("{} of {} connections were in the middle of requests", cut[0], TIMES * sockets);
-    // In an orderly end nothing is, and without translations of QEMU's nothing ever.
+    // None in an orderly end, and none without translations by QEMU.
     assert_eq!(cut[0], cut[1]);
     assert!(cut[0] == 0 || iommu == Iommu::VirtioStrict && cut[0] < TIMES * sockets);
     service
@@ -120,7 +120,7 @@ fn a_disk_whose_translations_come_from_qemu() {
     unguarded(Iommu::VirtioStrict);
 }
 
-/// QEMU is not told to connect again, and does not for the IOMMU.
+/// QEMU gets no option to connect again, and does not for the IOMMU.
 fn guarded(iommu: Iommu) {
     let place = Place::alone().managed();
     let image = place.image("image", 32);
@@ -143,7 +143,7 @@ fn a_guard_whose_guest_is_lazy() {
     guarded(Iommu::GuardLazy);
 }
 
-/// Fetches a file and compares it until told that it is enough.
+/// Fetches a file and compares it until the test ends it.
 const FETCHES: &str = r#"
 sum=$(md5sum < /tmp/www/file)
 passes() {

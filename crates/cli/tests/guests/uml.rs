@@ -1,6 +1,6 @@
 //! User-Mode Linux: a front end of its own, without an IOMMU and at native speed.
 //!
-//! Its drivers would take an IOMMU that is offered, and it has no way to translate.
+//! Its drivers would accept an IOMMU, but it cannot translate.
 
 use std::{path::Path, process::Command};
 
@@ -12,12 +12,12 @@ use crate::{
     proxy::{Message, Recording, SET_FEATURES, SET_VRING_BASE},
 };
 
-/// Virtio's numbers of the kinds of devices.
+/// Virtio's numbers of device types.
 const NET: u32 = 1;
 const BLK: u32 = 2;
 const RING_PACKED: u64 = 1 << 34;
 
-/// Runs `script` on a machine with these devices, each of a kind and behind a socket.
+/// Runs `script` on a machine with these devices, each of a type and behind a socket.
 fn run(place: &Place, devices: &[(&Path, u32)], script: &str) -> Said {
     let (root, state) = (place.path("initramfs"), place.path("uml"));
     // As in the other machines; here it finds its devices at once.
@@ -33,8 +33,8 @@ fn run(place: &Place, devices: &[(&Path, u32)], script: &str) -> Said {
     Guest::start(&mut command, None).end()
 }
 
-/// It passes on whatever its driver negotiates, packed rings too, and begins all of them at 0: of a
-/// packed ring that was used before, that would be another place than the start.
+/// It passes on whatever its driver negotiates, packed rings too, and starts all of them at 0: for
+/// a packed ring that was used before, that is not the start.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_disk_is_written_and_read() {

@@ -1,5 +1,5 @@
-//! What the device IOTLB was made for: a driver in user space, inside the guest, over VFIO, and no
-//! unsafe mode. What it maps the device reaches, and nothing else.
+//! The device IOTLB's purpose: a driver in user space, inside the guest, over VFIO, without unsafe
+//! mode. The device can access what the driver maps, and nothing else.
 
 use std::fs;
 
@@ -10,7 +10,7 @@ use crate::{
     qemu::{Iommu, Qemu},
 };
 
-/// A shell function that gives what a run of our driver says, by a name.
+/// A shell function that gives the output of a run of our driver, by a name.
 pub(crate) const TRY: &str = r#"
 try() {
     name=$1
@@ -25,7 +25,7 @@ pci=$(virtio_pci 2 0)
 to_vfio $pci
 "#;
 
-/// What our driver says of a disk of 32 MiB.
+/// Checks our driver's output for a disk of 32 MiB.
 pub(crate) fn reached_what_was_mapped(said: &str) {
     for found in ["capacity 65536", "static 4096 256", "unmapped is out of reach"] {
         assert!(said.contains(found), "{found}\n{said}");
@@ -33,8 +33,8 @@ pub(crate) fn reached_what_was_mapped(said: &str) {
     assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
 }
 
-/// Static mappings and isolation by the device; then, in the same machine, the figures and the behaviour
-/// that the tests of the domain have from a fake kernel, from a real one.
+/// Static mappings, and isolation by the device; then, in the same machine, the same figures and
+/// behaviour from a real kernel that the tests of the domain get from a fake one.
 fn a_driver_and_a_domain(iommu: Iommu) {
     let place = Place::new();
     let image = place.image("image", 32);
@@ -47,8 +47,8 @@ fn a_driver_and_a_domain(iommu: Iommu) {
     let all = machine.start(&place, &script).end();
     let said = all.given("driver");
     reached_what_was_mapped(&said);
-    // The page that was taken away was asked for, and asked for again in a way that must be
-    // answered: the first question never is.
+    // There was a miss for the page that was removed, and a second one with NEED_REPLY, which must
+    // get a reply: the first never gets one.
     let asked = wire.iotlb(MISS);
     let asked: Vec<_> = asked.iter().filter(|miss| miss.iova & !0xfff == 0x0500_0000).collect();
     assert!(asked.iter().any(|miss| miss.need_reply), "{asked:?}");

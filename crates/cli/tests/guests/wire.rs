@@ -1,5 +1,6 @@
 //! What a stock front end really sends: recorded between QEMU and our back end while a guest works,
-//! so that what the back end is made for is what there is; and the guest is served as without a recorder.
+//! so that the back end is made for real front ends; with the recorder, the guest is served as
+//! without it.
 
 use std::collections::VecDeque;
 
@@ -33,7 +34,7 @@ fn record(iommu: Iommu) -> Recording {
     wire
 }
 
-/// How many pages were asked for and not there yet, at most.
+/// The most outstanding misses at any time.
 fn most_open(messages: &[Message]) -> usize {
     let (mut open, mut most) = (std::collections::BTreeSet::new(), 0);
     for message in messages.iter().filter_map(Message::iotlb) {
@@ -47,7 +48,7 @@ fn most_open(messages: &[Message]) -> usize {
     most
 }
 
-/// Updates of pages that nobody had asked for.
+/// Updates for pages without a miss.
 fn unasked(messages: &[Message]) -> Vec<Iotlb> {
     let (mut open, mut found) = (std::collections::BTreeMap::<u64, u32>::new(), Vec::new());
     for message in messages.iter().filter_map(Message::iotlb) {
@@ -64,26 +65,25 @@ fn unasked(messages: &[Message]) -> Vec<Iotlb> {
     found
 }
 
-/// What is so whatever the IOMMU.
+/// What holds for every IOMMU.
 fn always(wire: &Recording) {
     // Every update is one page, readable and writable whatever the guest has mapped.
     for update in wire.iotlb(UPDATE) {
         assert_eq!((update.size, update.perm, update.iova & 0xfff), (4096, 3, 0), "{update:?}");
         assert!(update.need_reply, "{update:?}");
     }
-    // What the guest takes away is announced, and waited for; what stands in the other fields means
-    // nothing.
+    // Each unmap of the guest is announced, and waited for; the other fields have no meaning.
     let gone = wire.iotlb(INVALIDATE);
     assert!(gone.len() > 10, "{}", gone.len());
     assert!(gone.iter().all(|i| i.need_reply));
-    // Rule D17 kept by us: what is open is bounded, and asked for once at a time. Each answer is
-    // used: there are not many more questions than answers. How many are asked again, for an answer in
-    // any case, depends on how long a busy machine takes for one.
+    // Rule D17 on our side: outstanding misses are bounded, and each page has one at a time. Each
+    // update is used: there are not many more misses than updates. How many misses are repeated
+    // with NEED_REPLY depends on how long a busy machine takes for an update.
     let asked = wire.iotlb(MISS).iter().filter(|miss| !miss.need_reply).count();
     let told = wire.iotlb(UPDATE).len();
     assert!(asked > 100, "{asked}");
     assert!(asked <= told + told / 10 + 10, "{asked} misses, {told} updates");
-    // Misses are asked in one go, not one after the other's answer.
+    // Misses are sent in one go, not each after the update for the one before.
     let open = most_open(&wire.messages());
     assert!(open >= 4, "only {open} misses open at a time");
 }
@@ -94,15 +94,15 @@ fn always(wire: &Recording) {
 fn intels_iommu_strict() {
     let wire = record(Iommu::IntelStrict);
     always(&wire);
-    // One update comes unasked when a ring begins, for its used ring; no more.
+    // When a ring starts, one update comes without a miss, for its used ring; no more.
     let starts = wire.requests(SET_VRING_KICK).len();
     let unasked = unasked(&wire.messages());
     assert!(unasked.len() <= 3 * starts, "{} for {starts} starts", unasked.len());
     assert!(wire.iotlb(INVALIDATE).iter().any(|gone| gone.size == 4096));
 }
 
-/// A lazy IOMMU flushes the whole space, in two pieces around the window of interrupts: the rings'
-/// addresses go as well and must come back, and no ring is lost by it.
+/// A lazy IOMMU flushes the whole space, in two pieces around the MSI window: the rings' addresses
+/// are invalidated too and must come back, and no ring is lost.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn intels_iommu_lazy() {
@@ -134,13 +134,13 @@ fn a_virtio_iommu_strict() {
     always(&wire);
 }
 
-// rule D9: where an answer to a miss is wanted, the update goes before it
+// rule D9: where a miss wants a reply, the update goes before it
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn an_update_goes_before_the_answer() {
     let wire = record(Iommu::VirtioLazy);
     always(&wire);
-    // Answers come in the order of the questions that want one.
+    // Replies come in the order of the misses that want one.
     let (mut open, mut answered) = (VecDeque::new(), 0);
     for message in &wire.messages() {
         match message.iotlb() {

@@ -42,7 +42,7 @@ fn only_users_that_are_named_are_served() {
             false => {
                 let mut stream = UnixStream::connect(place.path("s")).unwrap();
                 stream.set_read_timeout(Some(LIMIT)).unwrap();
-                // It may be hung up on before it has said anything, or be reset.
+                // It may be hung up on before it has sent anything, or be reset.
                 let read = stream.read(&mut [0]);
                 assert!(matches!(&read, Ok(0)) || read.is_err_and(|e| e.kind() == ConnectionReset));
                 running.wait_for(|line| line.contains("is not among those of --allow-uid"));
@@ -54,7 +54,7 @@ fn only_users_that_are_named_are_served() {
 
 #[test]
 fn a_socket_has_the_group_that_it_is_given() {
-    // Another one, where that is allowed.
+    // Another group, where that is allowed.
     let group = if geteuid().is_root() { 54321 } else { getegid().as_raw() };
     for (more, mode) in [(&[][..], 0o660), (&["--socket-mode", "620"], 0o620)] {
         let place = Place::new();
@@ -81,7 +81,7 @@ fn a_link_of_another_user_leads_nowhere() {
     let arguments = |socket, image, figures| {
         ["blk", "--socket", socket, "--image", image, "--metrics", figures]
     };
-    // As long as they are of root's, they lead somewhere.
+    // As long as the links belong to root, they are followed.
     let mut running = place.start(&arguments("folder/s", "image", "unix:folder/m"));
     running.wait_for(|line| line.contains("listening on folder/s"));
     assert!(place.path("real/s").exists() && place.path("real/m").exists());

@@ -1,4 +1,5 @@
-//! What a peer can take of a service: at each bound something of its own ends or waits, and nobody else's.
+//! Bounds on what a peer can take of a service: at each of them the peer's own work ends or waits,
+//! and no other's.
 
 use std::{fs::File, os::fd::AsFd as _};
 
@@ -17,7 +18,7 @@ use crate::{
 
 const FIGURES: [&str; 2] = ["--metrics", "unix:figures"];
 
-/// Of a kind of device, with figures.
+/// A service with a kind of device, with metrics.
 fn service(device: Device) -> Service {
     let place = Place::new();
     ["disk.img", "other.img"].iter().for_each(|name| _ = place.write(name, vec![0; 4 << 20]));
@@ -32,10 +33,11 @@ fn connections_that_send_nothing_hold_up_nobody() {
         let socket = service.path("hostile");
         let silent: Vec<Client> = (0..40).map(|_| Client::connect(&socket)).collect();
         service.still_serves("silent connections");
-        // The first have given way to those behind them, one of them to the front end that was just served.
+        // The first connections have given way to later ones, one of them to the front end that was
+        // just served.
         silent[..25].iter().for_each(Client::drain);
         assert_eq!(service.figure("silent_connections_total"), 25);
-        // One of the others speaks late, and is served; from now on it can be silent.
+        // A late one of the others sends something, and is served; from now on it may be silent.
         assert!(silent[39].number(GET_FEATURES).is_some());
         let later: Vec<Client> = (0..40).filter_map(|_| Client::connect_now(&socket)).collect();
         assert!(silent[39].number(GET_FEATURES).is_some());
@@ -48,7 +50,7 @@ fn connections_that_send_nothing_hold_up_nobody() {
 
 #[test]
 fn memory_beyond_the_part_of_a_connection_is_refused() {
-    // Finding B9. The parts of one socket, of three and of two.
+    // Finding B9. The shares of one socket, of three and of two.
     let half = 1 << 46;
     for (device, part) in
         [(Device::Disk, half / 2), (Device::Guarded, half / 3), (Device::Net, half / 2)]
@@ -60,20 +62,20 @@ fn memory_beyond_the_part_of_a_connection_is_refused() {
         let session = service.target().open(LOG_ALL);
         let region = |at: u64, size: u64| words(&[0, at, size, at, 0]);
         let add = |at, size| session.client.set(ADD_MEM_REG, &region(at, size), &fd);
-        // What the session has already counts.
+        // The session's existing memory counts.
         let (at, rest) = (1 << 50, (part - SIZE) & !0xfff);
         assert!(add(at, rest));
         assert!(!add(1 << 51, 4096));
         assert_eq!(service.figure("mapped_bytes") as u64 % SIZE, rest % SIZE);
         let table = |size| [words(&[1]), words(&[at, size, at, 0])].concat();
         assert!(!session.client.set(SET_MEM_TABLE, &table(part + 4096), &fd));
-        // It has what it had, and goes on.
+        // It keeps its memory, and continues.
         let mut ring = session.ring(service.target().index());
         service.target().works(&session, &mut ring);
         assert!(session.client.set(REM_MEM_REG, &region(at, rest), &[]));
         assert!(add(at, rest - 4096) && add(1 << 51, 4096));
         assert!(session.stop(ring.index).is_some());
-        // A log has no answer that says it is refused.
+        // SET_LOG_BASE has no reply that could say that it is refused.
         session.client.send(SET_LOG_BASE, &words(&[4096, 0]), &fd);
         session.client.drain();
         service.still_serves("too much memory");
@@ -137,7 +139,7 @@ fn a_service_that_may_not_have_the_descriptors_for_its_rings_does_not_begin() {
         assert!(ended.err.contains(said), "{ended}");
     }
     assert!(!place.path("s").exists());
-    // So many are enough for it, and not for one whose front end does harm.
+    // That many are enough for the service, but not if a front end is hostile.
     let running = run("3000", "256");
     drop(Client::connect(&place.path("s")));
     running.signal(Signal::TERM);

@@ -1,4 +1,4 @@
-//! Descriptors whose closing takes as long as their sender likes, wherever a front end can put them.
+//! Descriptors that take as long to close as their sender likes, wherever a front end can put them.
 
 use std::{
     fs::File,
@@ -30,14 +30,14 @@ use crate::{
     wire::{Client, MOST_FDS, header, in_flight, request::*, state, words},
 };
 
-/// Makes descriptors that nobody can close until they are let go.
+/// Makes descriptors that cannot be closed until they are released.
 trait Holds {
     fn held(&mut self) -> Held;
 
     fn let_go(&mut self);
 }
 
-/// One of them. Of those in which only the last close waits, that may be ours.
+/// One of them. For kinds in which only the last close waits, that close may be ours.
 struct Held(Option<OwnedFd>);
 
 impl AsFd for Held {
@@ -53,8 +53,8 @@ impl Drop for Held {
     }
 }
 
-/// TCP sockets that wait until the other end has read what was written, which it never does: also where
-/// they are in the queue of another socket.
+/// TCP sockets that wait until the other end has read what was written, which never happens: even
+/// in the queue of another socket.
 struct Linger {
     listener: TcpListener,
     peers: Vec<TcpStream>,
@@ -75,7 +75,7 @@ impl Holds for Linger {
         set_socket_send_buffer_size(&socket, 1).unwrap();
         socket.set_nonblocking(true).unwrap();
         while (&socket).write(&[0; 4096]).is_ok() {}
-        // For longer than any test.
+        // Longer than any test.
         set_socket_linger(&socket, Some(10 * LIMIT)).unwrap();
         Held(Some(socket.into()))
     }
@@ -115,7 +115,7 @@ fn put(stream: &UnixStream, fds: &[BorrowedFd<'_>]) {
     sendmsg(stream.as_fd(), &bytes, &mut control, SendFlags::NOSIGNAL).unwrap();
 }
 
-/// Requests that take a descriptor, each with the rest of what it says.
+/// Requests that carry a descriptor, each with its payload.
 fn takers(target: &Target) -> Vec<(u32, Vec<u8>)> {
     let ring = words(&[target.index().into()]);
     vec![
@@ -185,7 +185,7 @@ const ATTACKS: &[(&str, Attack)] = &[
         session.client.send(SET_VRING_CALL, &call, &[outer.as_fd()]);
     }),
     ("in the queue of the connection", |target, holds| {
-        // What is wrong ends the connection, and what comes after it is never read.
+        // The invalid part ends the connection, and what comes after it is never read.
         let session = target.open(0);
         let bytes = [header(GET_FEATURES, 0, 0), vec![0; 1 << 14]].concat();
         let (held, kept) = (holds.held(), bytes.len() - 1);
@@ -212,8 +212,8 @@ const ATTACKS: &[(&str, Attack)] = &[
     }),
 ];
 
-/// Every attack on every device; while nothing can be closed the others are served, and when it can be the
-/// process has what it had before.
+/// Every attack on every device; while nothing can be closed the other devices are served, and once
+/// it can, the process has what it had before.
 fn all(mut holds: impl FnMut(&Target) -> Box<dyn Holds>) {
     for device in [Device::Disk, Device::Guarded, Device::Net] {
         let mut service = Service::start(device);
@@ -292,7 +292,7 @@ fn a_service_that_ends_lets_go_of_sockets_and_images_though_a_file_cannot_be_clo
     service.still_serves(ATTACKS[0].0);
     service.terminate();
     service.ends_or_says("cannot be closed");
-    // Another takes its place; in the end both are gone.
+    // Another process takes its place; in the end both are gone.
     let mut next = service.again();
     next.still_serves("a service that could not close a file");
     next.end();
@@ -300,8 +300,8 @@ fn a_service_that_ends_lets_go_of_sockets_and_images_though_a_file_cannot_be_clo
     service.ended_with(0);
 }
 
-/// The front end has our end of the channel too, and receives from it into memory that never comes: the
-/// kernel lets nobody else receive meanwhile.
+/// The front end has our end of the channel too, and receives from it into memory whose pages never
+/// come: meanwhile the kernel blocks every other receiver.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
@@ -317,7 +317,7 @@ fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
         (&ours).write_all(&[0; 20]).unwrap();
         fuse.await_held(1);
         session.client.set(SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]);
-        // So that there is something to receive.
+        // Something to receive.
         (&ours).write_all(&[0; 20]).unwrap();
         service.neighbour_goes_on("a channel that another reads");
         drop(session);
@@ -329,8 +329,8 @@ fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
     service.end();
 }
 
-/// Who closes an eventfd last waits for each epoll that has it, and an epoll that gives out its events into
-/// memory that never comes is held up.
+/// The last close of an eventfd waits for each epoll that has it, and an epoll that writes its
+/// events into memory whose pages never come is held up.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
 fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
@@ -351,7 +351,8 @@ fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
                 fuse.hold_own(true);
                 scope.spawn(|| {
                     into_page(&file, |page| {
-                        // SAFETY: it is large enough for an event, aligned, and the kernel fills it.
+                        // SAFETY: it is large enough for an event, aligned, and the kernel fills
+                        // it.
                         let events =
                             unsafe { page.cast::<[MaybeUninit<epoll::Event>; 1]>().as_mut() };
                         epoll::wait(&set, &mut events.unwrap()[..], None).unwrap();
@@ -382,13 +383,13 @@ fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
 /// Receives into a page of a file.
 fn receive_into(mut stream: &UnixStream, file: &File) {
     into_page(file, |page| {
-        // SAFETY: all of the page is mapped, for as long as this is called, and nothing else refers to it.
+        // SAFETY: all of the page is mapped until this returns, and nothing else refers to it.
         let bytes = unsafe { std::slice::from_raw_parts_mut(page.cast::<u8>(), 4096) };
         assert_ne!(stream.read(bytes).unwrap(), 0);
     });
 }
 
-/// Calls `f` with a page of a file, mapped.
+/// Calls `f` with a mapped page of a file.
 fn into_page(file: &File, f: impl FnOnce(*mut std::ffi::c_void)) {
     use rustix::mm::{MapFlags, MsyncFlags, ProtFlags, mmap, msync, munmap};
     let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -396,7 +397,8 @@ fn into_page(file: &File, f: impl FnOnce(*mut std::ffi::c_void)) {
     let page = unsafe { mmap(std::ptr::null_mut(), 4096, access, MapFlags::SHARED, file, 0) };
     let page = page.unwrap();
     f(page);
-    // To unmap would write it as well, and nobody could map anything meanwhile: not even who answers.
+    // Unmapping would write it too, and block every mmap of the process meanwhile: even in the
+    // thread that answers.
     // SAFETY: nothing refers to it any more.
     unsafe { msync(page, 4096, MsyncFlags::SYNC) }.unwrap();
     // SAFETY: as above.

@@ -1,5 +1,5 @@
-//! Attacks by descriptors: of other kinds than they are said to be, and of files that change while they
-//! are in use.
+//! Attacks by descriptors: of other kinds than the message claims, and of files that change while
+//! they are in use.
 
 use std::{
     fs::{File, OpenOptions},
@@ -26,7 +26,7 @@ use crate::{
     wire::{addresses, in_flight, request::*, words},
 };
 
-/// Descriptors of every kind, and what keeps them as they are.
+/// Descriptors of every kind, and what keeps them in their state.
 fn kinds() -> Vec<(OwnedFd, Vec<OwnedFd>)> {
     let mut kinds = Vec::new();
     let (end, start) = rustix::pipe::pipe().unwrap();
@@ -44,7 +44,7 @@ fn kinds() -> Vec<(OwnedFd, Vec<OwnedFd>)> {
     kinds.push((end, vec![]));
     let (end, start) = rustix::pipe::pipe().unwrap();
     drop(end);
-    // A pipe that nobody reads.
+    // A pipe without a reader.
     kinds.push((start, vec![]));
     for name in ["/dev/zero", "/dev/null", "/dev/urandom", "/proc/self/mem", "/proc/self/status"] {
         let file = File::open(name).unwrap();
@@ -54,7 +54,7 @@ fn kinds() -> Vec<(OwnedFd, Vec<OwnedFd>)> {
     // A folder.
     kinds.push((folder.into(), vec![]));
     let udp = UdpSocket::bind("127.0.0.1:0").unwrap();
-    // Answers that there is nobody go to its queue of errors.
+    // The replies that the port is closed go to its error queue.
     let gone = UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     udp.connect(gone).unwrap();
     let _ = udp.send(&[0]);
@@ -91,14 +91,14 @@ fn kinds() -> Vec<(OwnedFd, Vec<OwnedFd>)> {
     kinds
 }
 
-/// An eventfd to which nothing can be added: whoever writes to it waits.
+/// An eventfd to which nothing can be added: a write to it blocks.
 fn full() -> OwnedFd {
     let event = eventfd(0, EventfdFlags::empty()).unwrap();
     rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
     event
 }
 
-/// With a ring that has its place and does not run yet, so that nothing else is refused.
+/// With a ring that has its addresses and does not run yet, so that nothing else is refused.
 fn in_place_of(target: &Target, request: u32) {
     for (fd, _kept) in kinds() {
         let session = target.open(0);
@@ -156,7 +156,8 @@ pub(crate) const KINDS: &[(&str, Attack)] = &[
         }
     }),
     ("a call that can no longer be written to without waiting", |target| {
-        // Findings B2: what two processes share of a descriptor is changed after it was taken.
+        // Findings B2: state that two processes share through a descriptor changes after the
+        // descriptor was accepted.
         let session = target.open(0);
         let event = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
         let mut ring = Ring::new(target.index());

@@ -1,5 +1,5 @@
-//! Disks that hang: files of a file system that answers when the test wants it to. It takes root to
-//! mount one.
+//! Disks that hang: files of a file system that responds when the test wants it to. Mounting one
+//! takes root.
 
 use std::{
     fs::File,
@@ -23,9 +23,9 @@ use crate::{
     wire::{in_flight, request::*, state, words},
 };
 
-/// Requests of a disk, by their numbers.
+/// Request types of a disk, by their numbers.
 const KINDS: [(&str, u32); 3] = [("a read", 0), ("a write", 1), ("a flush", 4)];
-/// Sectors that no next front end uses, far enough apart that what is read ahead is none of them.
+/// Sectors that no next front end uses, far enough apart to stay clear of read-ahead.
 const FAR: u64 = 2048;
 
 fn hanging(device: Device) -> (Service, Fuse) {
@@ -39,7 +39,7 @@ fn hanging_with(device: Device, options: &str) -> (Service, Fuse) {
     (Service::with(place, device, &format!("fuse/image{options}")), fuse)
 }
 
-/// Of which the image is locked while a driver uses it.
+/// The image is locked only while a driver uses it.
 fn handing_over() -> (Service, Fuse) {
     let place = Place::new();
     let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
@@ -50,11 +50,11 @@ fn lock(image: &File) -> Result<(), Errno> {
     flock(image, FlockOperation::NonBlockingLockExclusive)
 }
 
-/// A driver of which the disk has a request.
+/// A driver with a request that the disk holds.
 fn stuck(service: &Service, fuse: &Fuse, device: Device, kind: u32, number: u64) -> DiskDriver {
     let mut driver = DiskDriver::start(BASE, &service.path("hostile"), device);
     if kind == 4 {
-        // There has to be something to flush.
+        // There must be something to flush.
         driver.submit(1, FAR);
         assert_eq!(driver.finish(), 0);
     }
@@ -82,7 +82,8 @@ fn a_disk_that_hangs_holds_up_nobody_else() {
                 }
                 drop(driver);
                 service.neighbour_goes_on(name);
-                // The next one is there at once; its rings start when no old write can come after a new one.
+                // The next one is there at once; its rings start once no old write can come after a
+                // new one.
                 let next = service.target().open(0);
                 let _ring = next.ring(0);
                 service.neighbour_goes_on(name);
@@ -106,7 +107,7 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
         service.ends_or_names("fuse/image");
         assert!(begun.elapsed() < Duration::from_secs(15), "{name}: {:?}", begun.elapsed());
         fuse.hold(false);
-        // Not in order: what the kernel has was not answered.
+        // Not in order: the request that the kernel holds was not completed.
         service.ended_with(1);
     }
 }
@@ -119,7 +120,7 @@ fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
         let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
         driver.writes_and_reads(FAR, 1);
         fuse.hold(true);
-        // It is answered when what was written is on the disk.
+        // The reply comes once the written data is on the disk.
         driver.session.client.send(GET_VRING_BASE, &state(0, 0), &[]);
         fuse.await_held(1);
         drop(driver);
@@ -167,7 +168,7 @@ fn an_image_that_has_lost_writes_is_handed_over_to_nobody() {
     fuse.refuse_a_flush();
     assert!(driver.session.stop(0).is_some());
     drop(driver);
-    // The kernel tells of it once. Who is served next comes after all that the last one left.
+    // The kernel reports the error once. The next front end comes after all that the last one left.
     drop(service.target().open(0));
     let other = fuse.open();
     assert_eq!(lock(&other), Err(Errno::AGAIN), "the image was let go of");

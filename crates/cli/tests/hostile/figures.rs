@@ -1,6 +1,6 @@
-//! What an invalidation costs while a disk hangs for more than a minute, and what its neighbour's requests cost a
-//! front end that does no harm. Not a test: `cargo test --release -p ringfence-cli --test hostile
-//! -- --ignored --nocapture figures` prints it, as root.
+//! The cost of an invalidation while a disk hangs for more than a minute, and the cost of a
+//! neighbour's requests to an honest front end. Not a test: `cargo test --release -p ringfence-cli
+//! --test hostile -- --ignored --nocapture figures` prints it, as root.
 
 use std::{
     process::Command,
@@ -28,9 +28,9 @@ use crate::{
 
 const ROUNDS: usize = 11;
 const EACH: Duration = Duration::from_secs(2);
-/// Reads that are under way.
+/// Reads in flight.
 const DEPTH: u16 = 16;
-/// What rings and data need; what is invalidated lies behind it.
+/// The size of rings and data; invalidations are for addresses behind it.
 const USED: u64 = 512 << 10;
 
 /// The least, the median and the greatest.
@@ -40,7 +40,7 @@ fn median(all: impl Iterator<Item = f64>) -> [f64; 3] {
     [0, all.len() / 2, all.len() - 1].map(|at| all[at])
 }
 
-/// Reads at so many places at a time, all of them again and again.
+/// Reads at that many places at a time, all of them again and again.
 fn read(session: &Session, ring: &mut Ring, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         offer_reads(session, ring, 100 << 10);
@@ -54,7 +54,7 @@ fn read(session: &Session, ring: &mut Ring, over: &AtomicBool) {
     }
 }
 
-/// Puts as many reads into the ring as are under way at a time, of sectors below `sectors`.
+/// Puts as many reads into the ring as may be in flight, of sectors below `sectors`.
 fn offer_reads(session: &Session, ring: &mut Ring, sectors: u64) {
     let ram = &session.ram;
     for slot in 0..DEPTH {
@@ -72,7 +72,7 @@ fn offer_reads(session: &Session, ring: &mut Ring, sectors: u64) {
     }
 }
 
-/// Reads a second that were done for a while, with a kick for all that are put in at a time.
+/// Reads a second over a while, with one kick for all that are put in at a time.
 fn rate(session: &Session, ring: &mut Ring, time: Duration) -> f64 {
     let (begun, mut count) = (Instant::now(), 0);
     while begun.elapsed() < time {
@@ -89,12 +89,12 @@ fn rate(session: &Session, ring: &mut Ring, time: Duration) -> f64 {
     count as f64 / begun.elapsed().as_secs_f64()
 }
 
-/// What the sandbox costs: reads of 512 bytes by way of io_uring, 16 at a time, in a service that has one and in one
-/// that has none, in turns.
+/// The cost of the sandbox: reads of 512 bytes through io_uring, 16 at a time, in a service with a
+/// sandbox and in one without, in turns.
 #[test]
 #[ignore = "figures"]
 fn a_disk_with_a_sandbox_and_without() {
-    // Of so many rounds the median lies between the 10th and the 22nd with 95 %.
+    // With that many rounds the median lies between the 10th and the 22nd with 95 %.
     const ROUNDS: usize = 31;
     let services = ["on", "off"].map(|how| {
         let place = Place::new();
@@ -116,8 +116,8 @@ fn a_disk_with_a_sandbox_and_without() {
     services.into_iter().for_each(Service::end);
 }
 
-/// How long invalidations took for a while, from the message to its answer, µs: the median and the slowest
-/// hundredth.
+/// How long invalidations took over a while, from the message to its reply, µs: the median and the
+/// slowest hundredth.
 fn invalidate(session: &Session) -> [f64; 2] {
     let begun = Instant::now();
     let mut took = Vec::new();
@@ -132,7 +132,7 @@ fn invalidate(session: &Session) -> [f64; 2] {
     [50, 99].map(|part| took[took.len() * part / 100])
 }
 
-/// A service whose disk is a file system of its own.
+/// A service with its disk on a file system of its own.
 fn service() -> (Fuse, Service) {
     let place = Place::new();
     let fuse = Fuse::mount(&place.path("fuse"), 64 << 20);
@@ -159,7 +159,7 @@ fn an_invalidation_beside_a_disk_that_hangs() {
         scope.spawn(|| read(&sessions[2], &mut held, &over));
         hangs.hold(true);
         hangs.await_held(1);
-        // By itself, so that the others end whatever happens here.
+        // In a thread of its own, so that the others end whatever happens here.
         let rounds = scope.spawn(|| rounds(&sessions)).join();
         over.store(true, Ordering::Relaxed);
         rounds.expect("it has panicked")
@@ -177,8 +177,8 @@ fn an_invalidation_beside_a_disk_that_hangs() {
     }
 }
 
-/// Prints the figures of each, and returns how many times as long as with the others the slowest hundredth
-/// took where the disk hangs.
+/// Prints the figures of each, and returns how many times as long the slowest hundredth took where
+/// the disk hangs, compared with the others.
 fn rounds(sessions: &[Session; 3]) -> [Vec<f64>; 2] {
     println!("{:>16}{:>18}{:>18}", "answers", "idle", "hangs");
     println!("{}", format!("{:>8}{:>10}", "p50", "p99 us").repeat(3));
@@ -192,10 +192,11 @@ fn rounds(sessions: &[Session; 3]) -> [Vec<f64>; 2] {
     ratios
 }
 
-/// Under attack, beside nothing, and beside connections of an honest front end one after the other. Whose requests
-/// are timed never waits for a CPU (it has a real-time priority, which takes root), and who serves it shares a CPU
-/// with none but itself: the attacker and who talks to it are on the other. What is left is what the service itself
-/// takes from one for the other.
+/// Under attack, alone, and beside consecutive connections of an honest front end. The neighbour
+/// whose requests are timed never waits for a CPU (it has a real-time priority, which takes root),
+/// and the threads that serve it share a CPU only with each other: the attacker and the threads
+/// that talk to it are on the other. The rest of the cost is what the service itself takes from one
+/// for the other.
 #[test]
 #[ignore = "figures; gives threads a real-time priority, which takes root"]
 fn a_neighbour_of_one_that_is_attacked() {
@@ -209,7 +210,7 @@ fn a_neighbour_of_one_that_is_attacked() {
         place(None, 1);
         let service = Service::start(device);
         place(None, 0);
-        // Those that talk to front ends, and what they start.
+        // The threads that talk to front ends, and those that they start.
         let talks = |(_, name): &(Pid, String)| name == "front";
         service.threads().filter(talks).for_each(|(id, _)| place(Some(id), 0));
         for (id, _) in threads("self".into()).filter(|(_, name)| name == NEIGHBOUR) {
@@ -235,14 +236,14 @@ fn a_neighbour_of_one_that_is_attacked() {
     }
 }
 
-/// Has a thread, or this one, run on one CPU.
+/// Makes a thread, or this one, run on one CPU.
 fn place(thread: Option<Pid>, cpu: usize) {
     let mut cpus = CpuSet::new();
     cpus.set(cpu);
     sched_setaffinity(thread, &cpus).unwrap();
 }
 
-/// Whenever this thread can run, it does.
+/// Makes a thread run whenever it can.
 fn goes_first(thread: Pid) {
     let id = thread.as_raw_nonzero().to_string();
     assert!(Command::new("chrt").args(["--fifo", "--pid", "1", &id]).status().unwrap().success());

@@ -1,4 +1,4 @@
-//! A file system of the test's own, with one file, that answers when the test wants it to.
+//! A file system of the test's own, with one file, that responds when the test wants it to.
 
 use std::{
     ffi::CString,
@@ -33,7 +33,7 @@ struct Header {
     extension: u32,
 }
 
-/// `struct fuse_read_in` and the begin of `struct fuse_write_in`.
+/// `struct fuse_read_in` and the beginning of `struct fuse_write_in`.
 #[derive(FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Transfer {
@@ -83,15 +83,15 @@ mod opcode {
 
 const ROOT: u64 = 1;
 const FILE: u64 = 2;
-/// For longer than any test.
+/// Longer than any test.
 const VALID: u64 = 1 << 30;
 
 #[derive(Default)]
 struct State {
     data: Vec<u8>,
-    /// Whether what is not about names and sizes is answered later.
+    /// Whether requests other than those about names and sizes are held.
     holds: bool,
-    /// Of this process too.
+    /// Also those of this process.
     holds_own: bool,
     /// Whether the next flush fails.
     refuses: bool,
@@ -105,14 +105,14 @@ struct Shared {
     held: AtomicUsize,
 }
 
-/// A mounted file system with the file `image`; unmounted in the end, whatever is under way.
+/// A mounted file system with the file `image`; unmounted on drop, whatever is under way.
 pub(crate) struct Fuse {
     folder: PathBuf,
     shared: Arc<Shared>,
 }
 
 impl Fuse {
-    /// Needs to be root.
+    /// Mounts it; takes root.
     pub(crate) fn mount(folder: &Path, size: usize) -> Fuse {
         std::fs::create_dir_all(folder).unwrap();
         let device = OpenOptions::new().read(true).write(true).open("/dev/fuse").unwrap();
@@ -131,29 +131,29 @@ impl Fuse {
         Fuse { folder: folder.to_owned(), shared }
     }
 
-    /// From now on all requests wait that are not about names and sizes, or do not.
+    /// From now on holds all requests except those about names and sizes, or none.
     pub(crate) fn hold(&self, holds: bool) {
         self.shared.state.lock().unwrap().holds = holds;
         self.shared.changed.notify_all();
     }
 
-    /// So with those of this process, which otherwise never wait.
+    /// The same for requests of this process, which otherwise never wait.
     pub(crate) fn hold_own(&self, holds: bool) {
         self.shared.state.lock().unwrap().holds_own = holds;
         self.hold(holds);
     }
 
-    /// Its file, to be read and written.
+    /// Opens its file for reading and writing.
     pub(crate) fn open(&self) -> File {
         File::options().read(true).write(true).open(self.folder.join("image")).unwrap()
     }
 
-    /// The next flush of its file fails.
+    /// Makes the next flush of its file fail.
     pub(crate) fn refuse_a_flush(&self) {
         self.shared.state.lock().unwrap().refuses = true;
     }
 
-    /// Waits until so many requests wait for an answer.
+    /// Waits until `count` requests are held.
     pub(crate) fn await_held(&self, count: usize) {
         let begun = Instant::now();
         while self.held() < count {
@@ -162,7 +162,7 @@ impl Fuse {
         }
     }
 
-    /// How many requests wait for an answer.
+    /// How many requests are held.
     pub(crate) fn held(&self) -> usize {
         self.shared.held.load(Ordering::Acquire)
     }
@@ -172,19 +172,19 @@ impl Drop for Fuse {
     fn drop(&mut self) {
         self.shared.state.lock().unwrap().over = true;
         self.shared.changed.notify_all();
-        // What is still open keeps it no longer than until that is closed.
+        // Open files keep it only until they are closed.
         let _ = rustix::mount::unmount(&self.folder, rustix::mount::UnmountFlags::DETACH);
     }
 }
 
 fn serve(shared: &Arc<Shared>) {
     let mut bytes = vec![0; (1 << 20) + 4096];
-    // It ends when the file system is unmounted.
+    // Ends when the file system is unmounted.
     while let Ok(len) = (&shared.device).read(&mut bytes) {
         let (header, rest) = Header::read_from_prefix(&bytes[..len]).unwrap();
         match header.opcode {
             opcode::READ | opcode::WRITE | opcode::FSYNC | opcode::FLUSH | opcode::STATFS => {
-                // Each by itself: one that is held holds up no other.
+                // A thread for each: a held request holds up no other.
                 let (shared, rest) = (Arc::clone(shared), rest.to_vec());
                 thread::spawn(move || data(&shared, &header, &rest));
             }
@@ -200,7 +200,7 @@ fn answer(shared: &Shared, header: &Header, result: Result<&[u8], i32>) {
     bytes.extend(error.to_ne_bytes());
     bytes.extend(header.unique.to_ne_bytes());
     bytes.extend(payload);
-    // The request may have been given up.
+    // The request may have been abandoned.
     let _ = (&shared.device).write_all(&bytes);
 }
 
@@ -257,7 +257,7 @@ fn names(shared: &Shared, header: &Header) {
 fn data(shared: &Shared, header: &Header, rest: &[u8]) {
     shared.held.fetch_add(1, Ordering::AcqRel);
     let state = shared.state.lock().unwrap();
-    // What this process does with the file, as to close it, is not held.
+    // Requests of this process for the file, such as closing it, are not held.
     let own = Path::new("/proc/self/task").join(header.process.to_string()).exists();
     let mut state = shared
         .changed

@@ -1,4 +1,4 @@
-//! A guest's memory, and rings in it, written by the byte.
+//! A guest's memory, and rings in it, written byte by byte.
 
 use std::{
     fs::File,
@@ -20,16 +20,16 @@ use crate::{
     wire::{Client, addresses, request, state, words},
 };
 
-/// Where an attacker's memory lies for the guest and, so that there is one kind of address, for its
-/// front end.
+/// The address of an attacker's memory in the guest and also, so that there is only one kind of
+/// address, in its front end.
 pub(crate) const BASE: u64 = 2 << 20;
-/// Where that of others lies: memories of one machine must not contradict each other.
+/// The address of other machines' memory: memories of one service must not contradict each other.
 pub(crate) const OTHER: u64 = 32 << 20;
 pub(crate) const IOMMU: u64 = 64 << 20;
 pub(crate) const SIZE: u64 = 1 << 20;
 /// Descriptors of a ring.
 pub(crate) const RING: u16 = 64;
-/// Where data lies: below it a ring has 16 KiB.
+/// The address of data: below it there are 16 KiB for each ring.
 pub(crate) const DATA: u64 = BASE + (256 << 10);
 
 pub(crate) const INDIRECT_DESC: u64 = 1 << 28;
@@ -70,12 +70,12 @@ impl Ram {
         bytes
     }
 
-    /// `struct vhost_memory` with this memory alone.
+    /// `struct vhost_memory` with only this memory.
     pub(crate) fn table(&self) -> Vec<u8> {
         words(&[1, self.base, SIZE, self.base, 0])
     }
 
-    /// Where data lies.
+    /// The address of data.
     pub(crate) fn data(&self) -> u64 {
         self.base + (DATA - BASE)
     }
@@ -134,14 +134,15 @@ impl Ring {
         ram.put(self.descs() + 16 * u64::from(at), &bytes);
     }
 
-    /// Has it go on where others are said to have stopped.
+    /// Makes it continue where another ring is said to have stopped.
     pub(crate) fn goes_on_at(&mut self, ram: &Ram, base: u16) {
         ram.put(self.avail() + 2, &base.to_le_bytes());
         ram.put(self.used() + 2, &base.to_le_bytes());
         (self.available, self.taken) = (base, base);
     }
 
-    /// Makes a chain available in a packed ring, at a place with its lap in the highest bit.
+    /// Makes a chain available in a packed ring, at a position with its wrap counter in the highest
+    /// bit.
     pub(crate) fn offer_packed(&self, ram: &Ram, place: u16, chain: &[Desc]) {
         let (first, lap) = (place & 0x7fff, place >> 15);
         // The head last: the device looks at it first.
@@ -164,11 +165,11 @@ impl Ring {
     }
 
     pub(crate) fn kick(&self) {
-        // It may be full: then it need not be written to.
+        // It may be full: then no write is needed.
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// The next chain that came back, and how many bytes were written.
+    /// The next completed chain, and how many bytes were written.
     pub(crate) fn take(&mut self, ram: &Ram) -> Option<(u32, u32)> {
         if u16::from_le_bytes(ram.get(self.used() + 2)) == self.taken {
             return None;
@@ -181,7 +182,7 @@ impl Ring {
     /// Gives the device time to look at what was offered: it may also refuse it, and stop.
     pub(crate) fn settle(&mut self, ram: &Ram) {
         for _ in 0..20 {
-            // What a packed ring has there is no index: it says anything.
+            // In a packed ring these bytes are not an index: any value may be there.
             (0..RING).map_while(|_| self.take(ram)).for_each(drop);
             if self.taken == self.available {
                 return;
@@ -190,7 +191,7 @@ impl Ring {
         }
     }
 
-    /// Waits for it.
+    /// Waits for the next completed chain.
     pub(crate) fn wait(&mut self, ram: &Ram) -> (u32, u32) {
         let begun = Instant::now();
         loop {
@@ -203,7 +204,7 @@ impl Ring {
     }
 }
 
-/// A connection of which features and memory are settled.
+/// A connection with features and memory set.
 pub(crate) struct Session {
     pub(crate) client: Client,
     pub(crate) ram: Ram,
@@ -211,12 +212,12 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// With all features of `wanted` that the device has, and every feature of the protocol.
+    /// With all features of `wanted` that the device has, and every protocol feature.
     pub(crate) fn open(path: &Path, wanted: u64) -> Session {
         Session::open_at(BASE, path, wanted)
     }
 
-    /// The same, with memory at another place.
+    /// The same, with memory at another address.
     pub(crate) fn open_at(base: u64, path: &Path, wanted: u64) -> Session {
         Session::try_open(base, path, wanted).expect("the device serves the next front end")
     }
@@ -233,14 +234,14 @@ impl Session {
         Some(Session { client, ram, features })
     }
 
-    /// The front end's end of a channel of the back end's own.
+    /// Gives the back end a channel; returns the front end's end.
     pub(crate) fn give_channel(&self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         assert!(self.client.set(request::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]));
         ours
     }
 
-    /// A ring that runs, unless the device has ended the connection.
+    /// A running ring, unless the device has ended the connection.
     pub(crate) fn ring(&self, index: u32) -> Ring {
         let ring = Ring::at(self.ram.base, index);
         self.start(&ring, 0);
@@ -251,7 +252,7 @@ impl Session {
         self.place(ring, base, RING.into()) && self.run(ring)
     }
 
-    /// Says where a ring is, and how long.
+    /// Sets a ring's addresses, base and length.
     pub(crate) fn place(&self, ring: &Ring, base: u32, len: u32) -> bool {
         let set = |request, payload: &[u8]| self.client.set(request, payload, &[]);
         set(request::SET_VRING_NUM, &state(ring.index, len))
@@ -259,7 +260,7 @@ impl Session {
             && set(request::SET_VRING_ADDR, &ring.addresses())
     }
 
-    /// Has a ring run that has its place.
+    /// Starts a ring that has its addresses.
     pub(crate) fn run(&self, ring: &Ring) -> bool {
         let Ring { index, kick, .. } = ring;
         let (kick, number) = ([kick.as_fd()], words(&[(*index).into()]));
@@ -267,7 +268,7 @@ impl Session {
             && self.client.set(request::SET_VRING_ENABLE, &state(*index, 1), &[])
     }
 
-    /// Stops a ring; where it stood.
+    /// Stops a ring; returns its position.
     pub(crate) fn stop(&self, index: u32) -> Option<u32> {
         let answer = self.client.ask(request::GET_VRING_BASE, &state(index, 0))?;
         Some(u32::from_ne_bytes(answer.get(4..8)?.try_into().unwrap()))

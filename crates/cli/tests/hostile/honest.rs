@@ -1,4 +1,4 @@
-//! Front ends and drivers that do no harm: what they are owed is judged by bytes.
+//! Honest front ends and drivers: the service that they get is checked by its bytes.
 
 use std::{
     os::fd::AsFd as _,
@@ -20,14 +20,14 @@ use crate::{
     wire::{in_flight, request::SET_INFLIGHT_FD},
 };
 
-/// What a device is.
+/// The kind of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// A disk of its own process.
+    /// A disk with its own process.
     Disk,
-    /// A disk behind `guard`'s IOMMU, which it bypasses: no driver is there.
+    /// A disk behind `guard`'s IOMMU, which it bypasses: there is no driver.
     Guarded,
-    /// A network device whose peer is another.
+    /// A network device with another one as its peer.
     Net,
 }
 
@@ -55,7 +55,8 @@ impl DiskDriver {
         DiskDriver { session, ring }
     }
 
-    /// One whose front end keeps a record of what is in flight, by which another process goes on.
+    /// One with a front end that keeps a record of requests in flight, so that another process can
+    /// resume.
     fn start_recorded(base: u64, path: &Path, device: Device) -> DiskDriver {
         const BYTES: u64 = 8192;
         let session = Session::open_at(base, path, device.features());
@@ -84,7 +85,7 @@ impl DiskDriver {
         self.ring.offer(ram, 0);
     }
 
-    /// Its status.
+    /// Waits for it; returns its status.
     pub(crate) fn finish(&mut self) -> u8 {
         assert_eq!(self.ring.wait(&self.session.ram).0, 0);
         self.session.ram.get::<1>(self.session.ram.data() + 16)[0]
@@ -103,7 +104,7 @@ impl DiskDriver {
     }
 }
 
-/// A driver of a network device: sends frames that say where they come from.
+/// A driver of a network device: sends frames that name their sender.
 pub(crate) struct NetDriver {
     session: Session,
     receive: Ring,
@@ -111,7 +112,7 @@ pub(crate) struct NetDriver {
     from: u8,
 }
 
-/// Where a buffer for a frame lies.
+/// The address of a frame's buffer.
 fn buffer(session: &Session, slot: u16) -> u64 {
     session.ram.data() + 4096 + 2048 * u64::from(slot)
 }
@@ -142,16 +143,17 @@ impl NetDriver {
         assert_eq!(self.send.wait(ram).0, 0);
     }
 
-    /// Takes what was received, each a frame of `from`; how many.
+    /// Takes the received frames, each of which must be one of `from`; returns how many.
     pub(crate) fn receives(&mut self, from: u8) -> u32 {
         let mut count = 0;
         while let Some((slot, len)) = self.receive.take(&self.session.ram) {
             let slot = u16::try_from(slot).unwrap();
-            // The header says how many buffers it takes.
+            // The header has the number of buffers.
             let mut expected = NetDriver::frame(from);
             expected[10] = 1;
             let found = self.session.ram.get::<FRAME>(buffer(&self.session, slot));
-            // What the peer was made to send is not this driver's: only an honest one's is judged.
+            // Frames that an attacker made the peer send are ignored: only an honest driver's are
+            // checked.
             if len as usize == FRAME && found[12] == from {
                 assert_eq!(found, expected);
                 count += 1;
@@ -162,7 +164,7 @@ impl NetDriver {
     }
 }
 
-/// The device's next front end, which is served as if nothing had been.
+/// The device's next front end, which must be served as if nothing had happened.
 pub(crate) fn next_front_end(path: &Path, device: Device, number: u8) {
     match device {
         Device::Disk | Device::Guarded => {
@@ -189,7 +191,7 @@ pub(crate) fn next_front_end(path: &Path, device: Device, number: u8) {
 /// The name of a neighbour's threads.
 pub(crate) const NEIGHBOUR: &str = "neighbour";
 
-/// A driver of another device of the process, at work all the time.
+/// A driver of another device of the process, always at work.
 pub(crate) struct Neighbour {
     shared: Arc<Shared>,
     working: Option<JoinHandle<()>>,
@@ -200,14 +202,14 @@ pub(crate) struct Neighbour {
 struct Shared {
     over: AtomicBool,
     done: AtomicU64,
-    /// How long each of its requests has taken since it was looked at, µs.
+    /// How long each of its requests has taken since the last look, µs.
     took: Mutex<Vec<u64>>,
-    /// How long, since then, a thread of this process that only sleeps was not woken when it should have
-    /// been, µs: what the machine itself has taken.
+    /// How late, since then, a thread of this process that only sleeps was woken, µs: the delay
+    /// caused by the machine itself.
     late: AtomicU64,
 }
 
-/// A thread that sleeps is woken later than it asked on any machine.
+/// On any machine a sleeping thread is woken somewhat late.
 const LATE: Duration = Duration::from_millis(10);
 
 impl Neighbour {
@@ -220,7 +222,7 @@ impl Neighbour {
         Neighbour { shared, working: Some(working), beating: Some(beating) }
     }
 
-    /// Known by its name, as where it runs matters for figures.
+    /// The name identifies the threads whose placement matters for figures.
     fn spawn(job: impl FnOnce() + Send + 'static) -> JoinHandle<()> {
         std::thread::Builder::new().name(NEIGHBOUR.into()).spawn(job).unwrap()
     }
@@ -256,15 +258,15 @@ impl Neighbour {
         }
     }
 
-    /// Waits for two more requests, the second of which began after this was asked; the longest that one
-    /// has taken since it was asked the last time, beyond what the machine has taken.
+    /// Waits for two more requests, the second of which began after this call; returns the longest
+    /// time that a request has taken since the last call, less the delay of the machine.
     pub(crate) fn goes_on(&self) -> Duration {
         let longest = self.two_more().into_iter().max().unwrap_or_default();
         let late = self.shared.late.swap(0, Ordering::Relaxed);
         Duration::from_micros(longest.saturating_sub(late))
     }
 
-    /// How long each has taken, µs, since that was asked the last time, in their order: of two more at least.
+    /// How long each request has taken since the last call, µs, in order: at least two more.
     pub(crate) fn two_more(&self) -> Vec<u64> {
         let done = || self.shared.done.load(Ordering::Relaxed);
         let (begun, before) = (Instant::now(), done());

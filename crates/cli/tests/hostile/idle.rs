@@ -1,4 +1,5 @@
-//! States in which a front end leaves a device while it stays: none of them takes processor time.
+//! States in which a front end leaves a device while it stays connected: none of them takes
+//! processor time.
 
 use std::{
     any::Any,
@@ -19,7 +20,7 @@ use crate::{
     wire::{iotlb, request::*, state, words},
 };
 
-/// What has to be kept for the state to last; its connection is there as long, and answers.
+/// What must be kept for the state to last; its connection stays up meanwhile, and responds.
 type Kept = (Option<Session>, Box<dyn Any>);
 type State = fn(&Target) -> Kept;
 
@@ -54,7 +55,7 @@ fn kicked_for_ever(target: &Target) -> DiskDriver {
     DiskDriver { session, ring }
 }
 
-/// A ring that nothing was put into.
+/// A ring with no buffers.
 fn asked_nothing(target: &Target) -> Kept {
     let session = target.open(0);
     let ring = started(&session, 0);
@@ -103,7 +104,7 @@ const ANY: &[(&str, State)] = &[
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let channel = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (other, _) = listener.accept().unwrap();
-        // What was not read is lost: it is no orderly end.
+        // Unread data is lost: this is not an orderly end.
         (&channel).write_all(b"x").unwrap();
         assert_eq!(other.peek(&mut [0]).unwrap(), 1);
         drop(other);
@@ -146,7 +147,7 @@ const ANY: &[(&str, State)] = &[
     }),
 ];
 
-/// How a receiver is there, to whom the other end sends.
+/// The states of a receiver while the other end sends to it.
 const RECEIVERS: &[(&str, State)] = &[
     ("packets for nobody", |_| (None, Box::new(()))),
     ("packets for one whose rings do not run", |target| kept(target.open(0), ())),
@@ -184,7 +185,7 @@ const RECEIVERS: &[(&str, State)] = &[
     }),
 ];
 
-/// The service does next to nothing for a while.
+/// Checks that the service is nearly idle for a while.
 pub(crate) fn takes_no_time(service: &Service, name: &str) {
     service.process().takes_no_time(name, || thread::sleep(Duration::from_millis(100)));
 }
@@ -202,7 +203,7 @@ fn a_kick_that_was_in_vain_is_late_and_not_lost() {
         service.drop_neighbour();
         let mut driver = kicked_for_ever(&service.target());
         for byte in 0..20 {
-            // Long enough for it to be at rest.
+            // Long enough for it to settle.
             thread::sleep(Duration::from_millis(20));
             driver.writes_and_reads(0, byte);
         }
@@ -252,7 +253,7 @@ fn packets_that_do_not_arrive() {
     }
 }
 
-/// A transmit ring, of which each descriptor is a packet.
+/// A transmit ring in which each descriptor is a packet.
 fn packets(sender: &Session) -> Ring {
     let ring = sender.ring(1);
     let packet = || Desc(sender.ram.data(), 76, 0, 0);
@@ -268,7 +269,8 @@ fn packets_of_a_ring_that_goes_away_while_they_wait() {
     let sender = Session::open_at(OTHER, &service.path("other"), PLATFORM);
     let _channel = sender.give_channel();
     let mut ring = packets(&sender);
-    // It goes before the receiver is given up, unless the machine is very busy.
+    // The ring is unmapped before the device gives up on the receiver, unless the machine is very
+    // busy.
     for _ in 0..3 {
         assert!(sender.client.set(IOTLB_MSG, &iotlb(OTHER, SIZE, OTHER, 3, 2), &[]));
         ring.offer(&sender.ram, 0);

@@ -1,4 +1,4 @@
-//! Attacks on the IOMMU of `guard`, by its own front end: the guest's disks are served all the same, as
+//! Attacks on the IOMMU of `guard`, by its own front end: the guest's disks are still served, as
 //! far as the guest may use them.
 
 use rustix::fd::AsFd as _;
@@ -10,7 +10,7 @@ use crate::{
     wire::{request::*, words},
 };
 
-/// Puts a request with room for so many bytes of an answer into the ring.
+/// Puts a request with room for a reply of that many bytes into the ring.
 pub(crate) fn submit(session: &Session, ring: &mut Ring, bytes: &[u8], room: u32) {
     let at = session.ram.data();
     session.ram.put(at, bytes);
@@ -31,7 +31,7 @@ pub(crate) fn request(session: &Session, ring: &mut Ring, bytes: &[u8], room: u3
     status(session)
 }
 
-/// What the last answer says.
+/// The status in the last reply.
 pub(crate) fn status(session: &Session) -> u8 {
     session.ram.get::<1>(session.ram.data() + 0x8000)[0]
 }
@@ -42,7 +42,7 @@ fn open(target: &Target) -> (Session, Ring) {
     (session, ring)
 }
 
-/// All but those that change what rings look like: PACKED, EVENT_IDX, IN_ORDER.
+/// All but those that change the layout of rings: PACKED, EVENT_IDX, IN_ORDER.
 pub(crate) const FEATURES: u64 = !(1 << 34 | 1 << 29 | 1 << 35);
 
 /// `struct virtio_iommu_req_map`: kind, domain, first, last, physical, flags.

@@ -1,4 +1,4 @@
-//! What front ends have the log say.
+//! What front ends can make the service log.
 
 use std::{
     path::Path,
@@ -14,7 +14,7 @@ use crate::{
     wire::{Client, iotlb, request::IOTLB_MSG},
 };
 
-/// Says so often where memory is that there is none of.
+/// Sends that many IOTLB updates for memory that does not exist.
 fn refused(base: u64, socket: &Path, times: usize) {
     let session = Session::open_at(base, socket, PLATFORM);
     let _channel = session.give_channel();
@@ -34,7 +34,7 @@ fn a_flood_of_warnings_leaves_room_for_others() {
         refused(BASE, &service.path("hostile"), 500);
     }
     refused(OTHER, &service.path("other"), 1);
-    // Another kind of line, of the one that floods.
+    // Another kind of line, from the source that floods.
     Client::connect(&service.path("hostile")).raw(&[0xff; 12], &[]);
     let says = |what: &str| {
         while !service.said().contains(what) {
@@ -45,7 +45,7 @@ fn a_flood_of_warnings_leaves_room_for_others() {
     says("net 1: request ");
     says("hostile: connection ended: ");
     let lines = service.said().lines().filter(|line| line.contains("net 0: request ")).count();
-    // And one each ten seconds.
+    // And one every ten seconds.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     assert!((16..=most).contains(&lines), "{lines} lines in {:?}", begun.elapsed());
     let count = service.figure("log_lines_left_out_total");

@@ -1,7 +1,7 @@
-//! Peers that mean harm, against the command as another process. Each attack is on a disk by itself, on a
-//! disk of `guard` beside another, and on one end of `net --peer`; after each the neighbour, if there is
-//! one, and the next front end are served as if nothing had been, and the process has the threads and
-//! descriptors that it had before.
+//! Hostile peers, against the command as another process. Each attack is on a disk alone, on a disk
+//! of `guard` beside another, and on one end of `net --peer`; after each, the neighbour (if there
+//! is one) and the next front end are served as if nothing had happened, and the process has the
+//! threads and descriptors that it had before.
 
 mod access;
 mod bounds;

@@ -1,4 +1,4 @@
-//! Attacks by messages: what they say, when they come, and how many.
+//! Attacks by messages: their content, their order, and their number.
 
 use std::os::{
     fd::{AsFd as _, BorrowedFd},
@@ -13,7 +13,7 @@ use crate::{
     wire::{Client, MOST_FDS, addresses, header, in_flight, iotlb, request::*, state, words},
 };
 
-/// Values at which a check of a number may be wrong.
+/// Values at which a numeric check may be off.
 const EDGES: [u64; 22] = [
     0,
     1,
@@ -49,7 +49,7 @@ pub(crate) const MESSAGES: &[(&str, Attack)] = &[
             for len in [0, 1, 7, 8, 12, 16, 40, 44, 256] {
                 let session = target.open(0);
                 session.client.send(number, &vec![0xff; len], &[]);
-                // To another question, if it takes one.
+                // Another request, if the connection still takes one.
                 let _ = session.client.ask(GET_FEATURES, &[]);
             }
         }
@@ -132,7 +132,8 @@ fn messages_that_are_none() {
     all(MESSAGES);
 }
 
-/// Places to start at, also those at the ring's end, of the same lap and of the other (finding B1).
+/// Positions to start at, also those at the ring's end, with the same and the other wrap counter
+/// (finding B1).
 fn bases() -> impl Iterator<Item = u32> {
     let end = u32::from(RING);
     let ends = [0, 1, end - 1, end, end | 1 << 15, 1 << 15];
@@ -445,7 +446,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
     ("rings of which no translation comes", |target| {
         let (session, _channel) = target.open_with_channel();
         let _rings = [session.ring(0), session.ring(1)];
-        // For longer than a neighbour may wait.
+        // Longer than a neighbour may wait.
         std::thread::sleep(std::time::Duration::from_millis(1500));
     }),
     ("channels that say nonsense", |target| {

@@ -1,4 +1,4 @@
-//! Attacks by what lies in the rings.
+//! Attacks by the content of rings.
 
 use crate::{
     guest::{
@@ -7,7 +7,7 @@ use crate::{
     service::{Attack, Target, all},
 };
 
-/// Starts a ring, has `fill` write to it, and stops it.
+/// Starts a ring, lets `fill` write to it, and stops it.
 fn with(target: &Target, features: u64, fill: impl Fn(&Session, &mut Ring)) {
     for index in 0..2 {
         let session = target.open(features);
@@ -19,7 +19,7 @@ fn with(target: &Target, features: u64, fill: impl Fn(&Session, &mut Ring)) {
     }
 }
 
-/// A chain, and two that are well made behind it.
+/// A chain, followed by two valid ones.
 fn chain(target: &Target, features: u64, descs: &[Desc]) {
     with(target, features, |session, ring| {
         ring.place(&session.ram, 0, descs);
@@ -131,7 +131,7 @@ pub(crate) const RINGS: &[(&str, Attack)] = &[
     }),
     ("rings over their own data", |target| {
         with(target, 0, |session, ring| {
-            // A request whose data is the ring itself.
+            // A request with the ring itself as its data.
             let data = Desc(ring.descs(), 0x3000, NEXT | WRITE, 2);
             let chain = [Desc(DATA, 16, NEXT, 1), data, Desc(ring.used() + 2, 1, WRITE, 0)];
             ring.place(&session.ram, 0, &chain);

@@ -1,4 +1,4 @@
-//! Sequences of messages and rings that are drawn at random.
+//! Random sequences of messages and rings.
 
 use std::os::fd::{AsFd as _, BorrowedFd};
 
@@ -23,7 +23,7 @@ const SEQUENCES: usize = 150;
 enum Step {
     /// A message: number, payload, how many descriptors and of which kind.
     Message(u32, Vec<u8>, usize, u8),
-    /// A well-made ring.
+    /// A valid ring.
     Start(u32, u32),
     Descs(u32, u16, Vec<(u64, u32, u16, u16)>),
     Offer(u32, u16),
@@ -118,10 +118,10 @@ fn run(target: &Target, features: u64, steps: &[Step]) {
                 if *request == SET_PROTOCOL_FEATURES
                     && let Some(first) = payload.first_mut()
                 {
-                    // REPLY_ACK stays: without it nothing that follows is answered.
+                    // REPLY_ACK stays: without it no later message gets a reply.
                     *first |= 1 << 3;
                 }
-                // Some are always answered: the answers may then be another request's.
+                // Some always get a reply: replies may then be to another request.
                 session.client.set(*request, &payload, &fds);
             }
             Step::Start(index, base) => {
@@ -144,7 +144,7 @@ fn run(target: &Target, features: u64, steps: &[Step]) {
             }
         }
     }
-    // All of it is taken before the end, if it is taken at all.
+    // All of it is read before the end, if it is read at all.
     let _ = session.client.stream.shutdown(std::net::Shutdown::Write);
     session.client.drain();
     drop(start);

@@ -1,4 +1,4 @@
-//! The service that is attacked, and what has to hold after each attack.
+//! The service under attack, and what must hold after each attack.
 
 use std::{
     fs,
@@ -18,15 +18,15 @@ use crate::{
     iommu::FEATURES,
 };
 
-/// What a request of a neighbour may take, whatever happens beside it, beyond what the machine takes. On a
-/// quiet machine it takes less than a millisecond; a worker that something holds up stands still for good,
-/// or for one of the times after which something is given up, the least of which is 3 s.
+/// How long a neighbour's request may take, whatever happens beside it, beyond the delay of the
+/// machine. On a quiet machine it takes less than a millisecond; a worker that is held up stalls
+/// for good, or for one of the time-outs, the shortest of which is 3 s.
 const BOUND: Duration = Duration::from_secs(1);
 
 /// An attack on the device at a socket.
 pub(crate) type Attack = fn(&Target);
 
-/// What is attacked.
+/// The device under attack.
 pub(crate) struct Target {
     pub(crate) socket: PathBuf,
     pub(crate) device: Device,
@@ -35,12 +35,12 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// The ring whose requests come back by themselves.
+    /// The ring on which requests complete without further input.
     pub(crate) fn index(&self) -> u32 {
         u32::from(self.device == Device::Net)
     }
 
-    /// What such a ring is asked.
+    /// A request for such a ring.
     pub(crate) fn chain(&self, session: &Session) -> Vec<Desc> {
         let at = session.ram.data();
         session.ram.put(at, &[0; 32]);
@@ -53,7 +53,7 @@ impl Target {
         vec![Desc(at, 16, NEXT, 1), data, Desc(at + 128, 1, WRITE, 0)]
     }
 
-    /// Has the device do something with a ring of that index, so that it notifies.
+    /// Makes the device do something with a ring of that index, so that it notifies.
     pub(crate) fn works(&self, session: &Session, ring: &mut Ring) {
         ring.place(&session.ram, 0, &self.chain(session));
         for _ in 0..4 {
@@ -62,12 +62,12 @@ impl Target {
         ring.settle(&session.ram);
     }
 
-    /// A connection with features and memory settled, and all of `wanted` that the device has.
+    /// A connection with features and memory set, and all of `wanted` that the device has.
     pub(crate) fn open(&self, wanted: u64) -> Session {
         Session::open(&self.socket, self.device.features() | wanted)
     }
 
-    /// Such a connection behind an IOMMU, and the front end's end of the channel of the back end's own.
+    /// Such a connection behind an IOMMU, and the front end's end of the back end's channel.
     pub(crate) fn open_with_channel(&self) -> (Session, UnixStream) {
         let session = self.open(PLATFORM);
         let channel = session.give_channel();
@@ -75,7 +75,7 @@ impl Target {
     }
 }
 
-/// What a process has.
+/// The resources of a process.
 #[derive(Debug, PartialEq, Eq)]
 struct Holds {
     threads: usize,
@@ -83,12 +83,13 @@ struct Holds {
 }
 
 pub(crate) struct Service {
-    // It ends before the process does.
+    // Dropped before the process.
     neighbour: Option<Neighbour>,
     running: Running,
     place: Rc<Place>,
     device: Device,
-    /// The front end of `guard`'s IOMMU: without one there is no machine that its disks would serve.
+    /// The front end of `guard`'s IOMMU: without one there is no machine that its disks could
+    /// serve.
     iommu: Option<Session>,
     /// Before the first attack.
     holds: Holds,
@@ -100,8 +101,8 @@ impl Service {
         Service::with(Place::new(), device, "disk.img")
     }
 
-    /// With a device at the socket `hostile`, with this image if it is a disk, and unless it is by itself
-    /// another at `other`.
+    /// With a device at the socket `hostile`, with this image if it is a disk, and another at
+    /// `other` unless it is alone.
     pub(crate) fn with(place: Place, device: Device, image: &str) -> Service {
         for name in ["disk.img", "other.img"] {
             place.write(name, vec![0; 4 << 20]);
@@ -114,7 +115,7 @@ impl Service {
         Service::run(Rc::new(place), device, image, more)
     }
 
-    /// Another in its place, which is free again.
+    /// Another service in its place, which is free again.
     pub(crate) fn again(&self) -> Service {
         Service::run(Rc::clone(&self.place), self.device, "disk.img", &[])
     }
@@ -146,7 +147,7 @@ impl Service {
         service
     }
 
-    /// What serves no attacker.
+    /// Starts what is not attacked.
     fn begin(&mut self) {
         if self.device == Device::Guarded {
             self.iommu = Some(Session::open_at(IOMMU, &self.place.path("iommu"), PLATFORM));
@@ -168,7 +169,7 @@ impl Service {
         self.place.path(name)
     }
 
-    /// Attacks, and sees that nothing but the attacker's connection has suffered.
+    /// Attacks, and checks that only the attacker's connection has suffered.
     pub(crate) fn attack(&mut self, name: &str, attack: impl Fn(&Target)) {
         eprint!("{:?}: {name}: ", self.device);
         let begun = Instant::now();
@@ -178,7 +179,8 @@ impl Service {
         eprintln!(", all well after {:.1?}", begun.elapsed());
     }
 
-    /// The same, where the IOMMU's front end attacks: its devices are served again for the next.
+    /// The same, with the IOMMU's front end as the attacker: the next one's devices are served
+    /// again.
     pub(crate) fn attack_iommu(&mut self, name: &str, attack: impl Fn(&Target)) {
         eprintln!("IOMMU: {name}");
         self.neighbour = None;
@@ -205,7 +207,7 @@ impl Service {
         }
     }
 
-    /// The neighbour and the next front end are served.
+    /// Checks that the neighbour and the next front end are served.
     pub(crate) fn still_serves(&mut self, after: &str) {
         self.number = self.number.wrapping_add(1);
         self.is_there(after);
@@ -220,15 +222,15 @@ impl Service {
         assert!(self.running.is_running(), "the service has ended after {after}:\n{said}");
     }
 
-    /// A front end of its own for `guard`'s IOMMU, in place of the one that does nothing; the neighbour
-    /// is gone.
+    /// A front end for `guard`'s IOMMU, in place of the one that does nothing; the neighbour is
+    /// dropped.
     pub(crate) fn take_iommu(&mut self) -> Session {
         self.drop_neighbour();
         self.iommu = None;
         Session::open_at(IOMMU, &self.place.path("iommu"), FEATURES)
     }
 
-    /// Nobody but the test asks it for anything.
+    /// Only the test sends it requests from now on.
     pub(crate) fn drop_neighbour(&mut self) {
         self.neighbour = None;
     }
@@ -237,7 +239,7 @@ impl Service {
         self.running.process()
     }
 
-    /// How long the neighbour's requests take, µs, while something is done again and again, for so long.
+    /// How long the neighbour's requests take, µs, while `something` is repeated for that time.
     pub(crate) fn neighbour_beside(&self, time: Duration, something: impl Fn(&Target)) -> Vec<u64> {
         let (neighbour, target) = (self.neighbour.as_ref().unwrap(), self.target());
         neighbour.two_more();
@@ -255,7 +257,7 @@ impl Service {
         }
     }
 
-    /// What it holds once that stays the same.
+    /// Its resources once they stay the same.
     fn settled(&self) -> Holds {
         let mut last = self.holds();
         loop {
@@ -278,18 +280,18 @@ impl Service {
         let names = |folder: &Path| fs::read_dir(folder).unwrap().flatten().collect::<Vec<_>>();
         let links = names(&process.join("fd")).into_iter().filter_map(|file| {
             let link = fs::read_link(file.path()).ok()?;
-            // Sockets and pipes have numbers of their own, each time others.
+            // Sockets and pipes have numbers, which are new each time.
             let link = link.to_string_lossy().into_owned();
             Some(link.split(':').next().unwrap_or_default().to_owned())
         });
         let mut descriptors: Vec<String> = links.collect();
         descriptors.sort();
-        // The kernel's own for I/O come and go.
+        // The kernel's own threads for I/O come and go.
         let threads = self.threads().filter(|(_, name)| !name.starts_with("iou-")).count();
         Holds { threads, descriptors }
     }
 
-    /// A figure of its `--metrics unix:figures`: the sum, if it is there more than once.
+    /// A metric of its `--metrics unix:figures`: the sum, if it has several values.
     pub(crate) fn figure(&self, name: &str) -> usize {
         let mut stream = UnixStream::connect(self.path("figures")).unwrap();
         stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
@@ -306,18 +308,19 @@ impl Service {
         values.reduce(|sum, value| sum + value).unwrap_or_else(|| panic!("no {name}: {page}"))
     }
 
-    /// What it has said so far.
+    /// Its log so far.
     pub(crate) fn said(&self) -> String {
         self.running.said()
     }
 
-    /// Has it end. The neighbour goes first: what it asks for now is answered no more.
+    /// Asks it to end. The neighbour goes first: its later requests are no longer served.
     pub(crate) fn terminate(&mut self) {
         self.neighbour.take();
         self.running.signal(Signal::TERM);
     }
 
-    /// Waits until its sockets are gone and it has ended, or has named an image that the kernel holds.
+    /// Waits until its sockets are gone and it has ended, or has named an image that the kernel
+    /// holds.
     pub(crate) fn ends_or_names(&mut self, image: &str) {
         self.ends_or_says(&format!("{image}: the disk has not answered"));
     }
@@ -332,13 +335,13 @@ impl Service {
         sockets_are_gone(&self.place);
     }
 
-    /// It ends as it should.
+    /// Ends it and checks that this succeeds.
     pub(crate) fn end(mut self) {
         self.terminate();
         self.ended_with(0);
     }
 
-    /// It ends by itself. What it has said.
+    /// Waits for its end; returns its log.
     pub(crate) fn ended_with(self, code: i32) -> String {
         let ended = self.running.wait();
         assert_eq!(ended.code(), code, "{ended}");

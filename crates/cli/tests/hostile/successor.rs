@@ -1,4 +1,4 @@
-//! Services that survive their own end: front ends that do not know of it are served by the next process.
+//! Services that survive their own end: the next process serves front ends, which do not notice.
 
 use std::{
     fs::File,
@@ -25,7 +25,7 @@ use crate::{
 enum End {
     /// It is killed, and the service manager starts another.
     Killed,
-    /// It is asked to end by the service manager, which starts another.
+    /// The service manager asks it to end, and starts another.
     Restarted,
     /// The next one takes over.
     HandedOver,
@@ -78,7 +78,7 @@ impl Line {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
     }
 
-    /// The next process.
+    /// Starts the next process.
     fn goes_on(&mut self) {
         let Line { place, manager, arguments, end, now } = self;
         let before = Pid::from_child(now);
@@ -102,7 +102,7 @@ impl Line {
         assert!(well, "{}", self.log());
     }
 
-    /// Every connection went on from each process to the next: nobody had to connect again.
+    /// Every connection was resumed by each next process: none was made anew.
     fn nobody_connected_again(&self, sockets: usize) {
         let log = self.log();
         let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
@@ -121,7 +121,8 @@ impl Drop for Line {
     }
 }
 
-/// Has the service go on ten times beside what the neighbours do, and waits each time until all of them are served.
+/// Lets the service be replaced ten times while the neighbours work, and waits each time until all
+/// of them are served.
 fn ten_times(line: &mut Line, neighbours: &[Neighbour]) {
     for _ in 0..TIMES {
         neighbours.iter().for_each(|one| drop(one.two_more()));
@@ -131,7 +132,7 @@ fn ten_times(line: &mut Line, neighbours: &[Neighbour]) {
     eprintln!("{:?}: the longest request took {:?}", line.end, Duration::from_micros(longest));
 }
 
-/// A process of the same folder that is to take over, with other arguments: what it says.
+/// Starts a process in the same folder that is to take over, with other arguments; returns its log.
 fn cannot_take_over(line: &Line, arguments: &[&str]) -> String {
     let program = env!("CARGO_BIN_EXE_ringfence");
     let arguments = [arguments, &["--hand-over", "door"]].concat();
@@ -177,7 +178,7 @@ fn an_iommu_and_its_devices_go_on_in_the_next_process() {
         let mut line = Line::start(&guard, end);
         let _iommu = Session::open_at(IOMMU, &line.path("iommu"), PLATFORM);
         let neighbours = [Neighbour::start(line.path("disk"), Device::Guarded)];
-        // Its driver has not come yet, as while firmware waits.
+        // It has no driver yet, as while firmware waits.
         let early = Client::connect(&line.path("other"));
         let offered = early.number(GET_FEATURES).unwrap();
         ten_times(&mut line, &neighbours);
@@ -200,7 +201,7 @@ fn who_cannot_take_over_says_so_and_the_process_before_goes_on() {
         assert!(said.contains(says) && said.contains("goes on"), "{said}");
         neighbours.iter().for_each(|one| drop(one.two_more()));
     }
-    // One that says nothing, and one that says something else.
+    // One that sends nothing, and one that sends something else.
     for words in ["", "no"] {
         let mut stream = UnixStream::connect(line.path("door")).unwrap();
         stream.write_all(words.as_bytes()).unwrap();
@@ -212,15 +213,15 @@ fn who_cannot_take_over_says_so_and_the_process_before_goes_on() {
 /// How many mappings the IOMMU holds.
 const MAPPINGS: u64 = 100_000;
 
-/// An IOMMU's front end that has mapped so much.
+/// An IOMMU's front end that has made that many mappings.
 fn mapped(line: &Line) -> (Session, Ring) {
     let session = Session::open_at(IOMMU, &line.path("iommu"), FEATURES);
     let mut ring = session.ring(0);
-    // The disk that has no front end.
+    // The disk without a front end.
     let mut ask = |bytes: &[u8]| iommu::request(&session, &mut ring, bytes, 4);
     assert_eq!(ask(&iommu::attach(1, 1, 0x38, 0)), 0);
     for page in 0..MAPPINGS {
-        // Not side by side, so that none is merged with the next.
+        // Not adjacent, so that no mapping is merged with the next.
         let at = (1 << 20) + (page << 13);
         assert_eq!(ask(&iommu::map(1, at, at + 0xfff, IOMMU, 3)), 0, "{page}");
     }

@@ -1,4 +1,4 @@
-//! Services of systemd itself, which starts them anew and keeps what they leave.
+//! Services of systemd itself, which restarts them and keeps what they leave.
 
 use std::{
     fs,
@@ -20,7 +20,8 @@ use crate::{
 /// How often each way.
 const TIMES: usize = 10;
 
-/// Becomes the first process of namespaces of its own, so that the machine's own manager, if it has one, does not notice.
+/// Becomes the first process of namespaces of its own, so that the machine's own manager, if it has
+/// one, does not notice.
 const FIRST: &str = r#"
 set -e
 mount --make-rprivate /
@@ -37,7 +38,7 @@ export container=other
 exec /lib/systemd/systemd --system --unit=all.target --log-target=console --show-status=no
 "#;
 
-/// As docs/services.md has it.
+/// As in docs/services.md.
 const UNIT: &str = "\
 [Unit]
 DefaultDependencies=no
@@ -95,7 +96,7 @@ impl Systemd {
         fs::read_to_string(self.path(&format!("{name}.log"))).unwrap_or_default()
     }
 
-    /// Waits until that is so.
+    /// Waits until `so` returns something.
     fn until<T>(&self, what: &str, so: impl Fn() -> Option<T>) -> T {
         let begun = Instant::now();
         loop {
@@ -108,7 +109,7 @@ impl Systemd {
         }
     }
 
-    /// The process of a service that serves `socket`, another than `before`.
+    /// The process of a service that serves `socket`, other than `before`.
     fn process(&self, socket: &str, before: Option<Pid>) -> Pid {
         let path = self.path("").display().to_string();
         self.until("no process", || {

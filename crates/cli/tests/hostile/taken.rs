@@ -1,4 +1,5 @@
-//! A service that was taken over: each of its threads is made to call what an attacker would call, by ptrace.
+//! A service under an attacker's control: each of its threads is made, by ptrace, to make the calls
+//! that an attacker would make.
 
 #![cfg(target_arch = "x86_64")]
 
@@ -14,27 +15,27 @@ use crate::{
     service::Service,
 };
 
-/// A thread of another process that does what we say, and then goes on as if nothing had been.
+/// A thread of another process that makes our calls, and then continues as if nothing had happened.
 struct Puppet {
     thread: pid_t,
     before: user_regs_struct,
-    /// Where there is a system call in its program.
+    /// The address of a system call instruction in its program.
     at: u64,
     /// Memory of its own that it does not use now.
     room: u64,
 }
 
-/// What came of a call.
+/// The result of a call.
 #[derive(Debug, PartialEq, Eq)]
 enum Outcome {
     /// The filter has raised SIGSYS.
     Trapped,
-    /// The kernel has returned this.
+    /// The kernel has returned this value.
     Returned(i64),
 }
 
 /// # Safety
-/// As the request of ptrace says.
+/// As the ptrace request requires.
 unsafe fn ptrace(request: libc::c_uint, thread: pid_t, at: u64, data: u64) -> c_long {
     // SAFETY: the caller's promise.
     let done = unsafe { libc::ptrace(request, thread, at as *mut c_void, data as *mut c_void) };
@@ -43,7 +44,7 @@ unsafe fn ptrace(request: libc::c_uint, thread: pid_t, at: u64, data: u64) -> c_
 }
 
 impl Puppet {
-    /// Takes a thread that waits in the kernel, once it does.
+    /// Attaches to a thread once it waits in the kernel.
     fn seize(thread: Pid) -> Puppet {
         loop {
             let mut puppet = Puppet::stop(thread.as_raw_nonzero().get());
@@ -59,7 +60,7 @@ impl Puppet {
     }
 
     fn stop(thread: pid_t) -> Puppet {
-        // SAFETY: these requests have no pointers but to `before`, which is the kernel's to write.
+        // SAFETY: the only pointer in these requests is to `before`, which the kernel writes.
         unsafe {
             ptrace(libc::PTRACE_SEIZE, thread, 0, 0);
             ptrace(libc::PTRACE_INTERRUPT, thread, 0, 0);
@@ -70,7 +71,7 @@ impl Puppet {
         }
     }
 
-    /// It goes on where it was; what it waited in is begun again.
+    /// Lets it continue where it was; the call that it waited in is restarted.
     fn let_go(&mut self) {
         // SAFETY: the kernel reads `before`.
         unsafe {
@@ -90,7 +91,7 @@ impl Puppet {
         word
     }
 
-    /// Puts bytes where the thread can name them.
+    /// Copies bytes to where the thread can point to them.
     fn put(&self, bytes: &[u8]) -> u64 {
         let (own, other) =
             (iovec(bytes.as_ptr() as u64, bytes.len()), iovec(self.room, bytes.len()));
@@ -107,7 +108,7 @@ impl Puppet {
         // SAFETY: the kernel reads and writes `now` and `info` alone.
         unsafe {
             ptrace(libc::PTRACE_SETREGS, self.thread, 0, &raw mut now as u64);
-            // The trap of a step before may come first.
+            // The trap of an earlier step may come first.
             while now.rip == self.at {
                 ptrace(libc::PTRACE_SINGLESTEP, self.thread, 0, 0);
                 let signal = stopped(self.thread);
@@ -130,7 +131,7 @@ impl Drop for Puppet {
         if std::thread::panicking() {
             return;
         }
-        // No trap is left, which would end the process.
+        // No trap may be left: it would end the process.
         assert!(matches!(self.call(libc::SYS_getpid, [0; 6]), Outcome::Returned(1..)));
         self.let_go();
     }
@@ -140,7 +141,7 @@ fn iovec(at: u64, len: usize) -> libc::iovec {
     libc::iovec { iov_base: ptr::with_exposed_provenance_mut(at as usize), iov_len: len }
 }
 
-/// Waits until the thread has stopped; the signal by which.
+/// Waits until the thread has stopped; returns the signal.
 fn stopped(thread: pid_t) -> i32 {
     let mut status = 0;
     // SAFETY: the kernel writes `status`.
@@ -149,7 +150,8 @@ fn stopped(thread: pid_t) -> i32 {
     libc::WSTOPSIG(status)
 }
 
-/// What an attacker would call, by name. A path is the argument `PATH`, of a file that the service may read.
+/// An attacker's calls, by name. The argument `PATH` stands for the path of a file that the service
+/// may read.
 const PATH: u64 = u64::MAX - 1;
 const HERE: u64 = libc::AT_FDCWD as u64;
 const CALLS: [(&str, c_long, [u64; 6]); 42] = {
@@ -205,7 +207,7 @@ const CALLS: [(&str, c_long, [u64; 6]); 42] = {
     ]
 };
 
-/// A service each of whose threads has something to do, and those of them that are its own.
+/// A service with work for each of its threads, and the list of its own threads.
 fn service(device: Device, more: &[&str]) -> (Service, Option<DiskDriver>) {
     let place = Place::new();
     for name in ["disk.img", "other.img"] {
@@ -223,7 +225,7 @@ fn service(device: Device, more: &[&str]) -> (Service, Option<DiskDriver>) {
 }
 
 fn threads(service: &Service) -> Vec<(Pid, String)> {
-    // The kernel's own for I/O return to no program, and one that closes ends when it has.
+    // The kernel's own threads for I/O return to no program, and a closer ends when it is done.
     let stays = |name: &str| !name.starts_with("iou-") && name != "closer";
     service.threads().filter(|(_, name)| stays(name)).collect()
 }
@@ -249,7 +251,7 @@ fn no_thread_of_a_service_opens_connects_executes_or_traces() {
                 let outcome = puppet.call(number, arguments);
                 assert_eq!(outcome, wanted, "{device:?}: thread {name}: {what}");
             }
-            // By which a thread that panics says so and ends the process.
+            // The calls by which a panicking thread reports and ends the process.
             for (what, number, arguments, returns) in [
                 ("poll", libc::SYS_poll, [0; 6], 0),
                 ("ioctl TCGETS", libc::SYS_ioctl, [u64::MAX, libc::TCGETS, 0, 0, 0, 0], -9),
@@ -265,7 +267,7 @@ fn no_thread_of_a_service_opens_connects_executes_or_traces() {
         }
         assert!(driver.is_none() || names.iter().any(|name| name == "disk"), "{names:?}");
         assert!(names.iter().any(|name| name.ends_with("-0")), "no worker: {names:?}");
-        // It has noticed nothing, and serves on.
+        // It has noticed nothing, and continues to serve.
         if let Some(mut driver) = driver {
             driver.writes_and_reads(1, 8);
         }
@@ -282,7 +284,7 @@ fn without_a_sandbox_the_same_calls_reach_the_kernel() {
     for (thread, name) in threads(&service) {
         let puppet = Puppet::seize(thread);
         let at = puppet.put(&path);
-        // Of those that have an effect: open and socket alone.
+        // Only those that have an effect: open and socket.
         for (what, number, arguments) in CALLS {
             let returns = match what {
                 "open" | "open to read" | "open to write" | "socket of Unix"

@@ -1,4 +1,4 @@
-//! vhost-user by the byte: a front end that sends what no library would.
+//! vhost-user byte by byte: a front end that sends what no library would.
 
 use std::{
     io::{ErrorKind, IoSlice, Read as _},
@@ -55,7 +55,7 @@ pub(crate) mod request {
 
 const VERSION: u32 = 1;
 const NEED_REPLY: u32 = 1 << 3;
-/// The most descriptors that one `sendmsg` takes.
+/// The most descriptors that one `sendmsg` can carry.
 pub(crate) const MOST_FDS: usize = 253;
 
 pub(crate) fn words(words: &[u64]) -> Vec<u8> {
@@ -88,7 +88,7 @@ pub(crate) fn header(request: u32, flags: u32, size: u32) -> Vec<u8> {
     [request, flags, size].iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// A connection. What is sent to a back end that has hung up is lost: that is its right.
+/// A connection. What is sent to a back end that has hung up is lost, rightly.
 pub(crate) struct Client {
     pub(crate) stream: UnixStream,
 }
@@ -109,7 +109,7 @@ impl Client {
         Client { stream }
     }
 
-    /// A connection, unless as many as have room wait to be accepted.
+    /// A connection, unless the queue of connections to be accepted is full.
     pub(crate) fn connect_now(path: &Path) -> Option<Client> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
@@ -123,8 +123,8 @@ impl Client {
         Some(Client { stream })
     }
 
-    /// Sends these bytes, the descriptors with the first of them; whether there was somebody to take
-    /// them.
+    /// Sends these bytes, the descriptors with the first of them; returns whether the peer was
+    /// still there.
     pub(crate) fn raw(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -173,7 +173,7 @@ impl Client {
         }
     }
 
-    /// A request that is always answered.
+    /// A request that always gets a reply.
     pub(crate) fn ask(&self, request: u32, payload: &[u8]) -> Option<Vec<u8>> {
         self.send(request, payload, &[]).then(|| self.receive()).flatten()
     }
@@ -183,15 +183,15 @@ impl Client {
         Some(u64::from_ne_bytes(self.ask(request, &[])?.try_into().ok()?))
     }
 
-    /// A request that is answered if REPLY_ACK was negotiated; whether the back end says that it
-    /// has done it.
+    /// A request that gets a reply if REPLY_ACK was negotiated; returns whether the back end
+    /// reports success.
     pub(crate) fn set(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
         let header = header(request, VERSION | NEED_REPLY, payload.len() as u32);
         self.raw(&[&header, payload].concat(), fds)
             && self.receive().is_some_and(|answer| answer == [0; 8])
     }
 
-    /// Waits until it hangs up; what it still says is lost.
+    /// Waits until it hangs up; what it still sends is lost.
     pub(crate) fn drain(&self) {
         while self.receive().is_some() {}
     }

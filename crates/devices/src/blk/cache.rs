@@ -1,11 +1,13 @@
-//! When a write is durable: once it is answered, or once a flush that comes after it is (virtio 1.2, 5.2.6.2).
+//! When a write is durable: once it is completed, or once a flush after it is (virtio 1.2,
+//! 5.2.6.2).
 //!
-//! A driver that has not taken FLUSH cannot ask for it, so that what is answered must be durable. One that
-//! has taken CONFIG_WCE too says which it wants, in the byte `writeback` of the configuration space, at any
-//! time. It sees that byte where the front end keeps a copy; a front end that connects anew, to a service that
-//! was started again, says nothing of it. So `writeback` counts once it was read or written on the connection
-//! at hand. Until then the driver may take every write for durable, and it is. A front end that keeps an
-//! in-flight region for the service keeps the mode there too, so that it holds over a restart.
+//! A driver that has not accepted FLUSH cannot send one, so completed writes must be durable. One
+//! that has accepted CONFIG_WCE too chooses the mode, in the byte `writeback` of the configuration
+//! space, at any time. The front end may keep a copy of that byte for the driver; when it
+//! reconnects, to a restarted service, it does not send the byte. So `writeback` counts once it was
+//! read or written on this connection. Until then the driver may take every write for durable, and
+//! it is. A front end that keeps an in-flight region for the service keeps the mode there too, so
+//! that it holds over a restart.
 
 use std::{
     mem::offset_of,
@@ -21,7 +23,7 @@ use ringfence_virtq::blk::{BlkConfig, feature};
 /// Where the byte is.
 const AT: usize = offset_of!(BlkConfig, writeback);
 
-/// What is noted of it.
+/// The values of the note in the region.
 const WRITEBACK: u64 = u64::from_le_bytes(*b"RFcache1");
 const THROUGH: u64 = u64::from_le_bytes(*b"RFcache0");
 
@@ -30,16 +32,16 @@ const THROUGH: u64 = u64::from_le_bytes(*b"RFcache0");
 pub(super) struct Cache {
     /// What was settled on; 0 before.
     features: u64,
-    /// The byte, as the front end knows it.
+    /// The byte, as the front end has it.
     writeback: Option<bool>,
-    /// Whether writes are durable when they are answered, as queues see it.
+    /// Whether writes are durable when they are completed, as queues see it.
     through: Arc<AtomicBool>,
     /// Where the byte is noted for the next process.
     region: Option<Arc<InflightRegion>>,
 }
 
 impl Cache {
-    /// Whether writes are durable when they are answered, now and later.
+    /// Whether writes are durable when they are completed, now and later.
     pub(super) fn through(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.through)
     }
@@ -63,7 +65,8 @@ impl Cache {
         value.into()
     }
 
-    /// The front end writes a part of the configuration space. What is answered from then on is as it says.
+    /// The front end writes a part of the configuration space, which applies to all later
+    /// completions.
     ///
     /// # Errors
     /// It is not this byte; it cannot have that value.
@@ -85,10 +88,11 @@ impl Cache {
         Ok(())
     }
 
-    /// The front end keeps this: what is noted there holds, and what is so is noted there.
+    /// Uses a region that the front end keeps: takes over the mode that is noted there, and notes
+    /// the current one.
     pub(super) fn keep_in(&mut self, region: Arc<InflightRegion>) {
         match region.note() {
-            // Whatever was read since: a driver that goes on may know no better.
+            // Whatever was read since: a driver that goes on may still rely on it.
             THROUGH => self.writeback = Some(false),
             WRITEBACK => self.writeback = self.writeback.or(Some(true)),
             // Nothing, or no word of ours.
@@ -110,7 +114,7 @@ impl Cache {
         }
         let has = |feature| self.features & feature != 0;
         let writeback = !has(feature::CONFIG_WCE) || self.writeback == Some(true);
-        // Release: whatever is told of the change afterwards, a queue that hears of it sees it.
+        // Release: a queue that is notified of the change afterwards sees it.
         self.through.store(!has(feature::FLUSH) || !writeback, Ordering::Release);
     }
 }
@@ -189,7 +193,7 @@ mod tests {
                 next.keep_in(Arc::clone(&kept));
                 assert_eq!((is_through(&next), next.read(0, 60)), (value == 0, value));
             }
-            // A record of a guest that begins anew.
+            // The region of a guest that starts afresh.
             first.keep_in(region());
             assert_eq!(is_through(&first), value == 0);
         }
@@ -205,13 +209,13 @@ mod tests {
     fn what_the_front_end_may_know_of_an_earlier_connection_is_not_contradicted() {
         let mut cache = Cache::default();
         cache.set_features(BOTH);
-        // The driver may have been promised that.
+        // The driver may rely on that.
         assert!(is_through(&cache));
         for (offset, len) in [(0, AT), (AT as u32 + 1, 8), (AT as u32, 0)] {
             cache.read(offset, len);
             assert!(is_through(&cache), "{offset} {len}");
         }
-        // It learns what is so now.
+        // Now it reads the current mode.
         assert_eq!(cache.read(8, AT), 1);
         assert!(!is_through(&cache));
     }

@@ -1,4 +1,4 @@
-//! A block device, as a back end knows it.
+//! A block device, as a back end sees it.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -27,15 +27,16 @@ use crate::{
 
 /// The most buffers of data in a request: what fits a queue's chain beside header and status.
 const SEG_MAX: u32 = 254;
-/// The most bytes of each. With [`SEG_MAX`] of them a request is shorter than [`request::MOST_MOVED`]. Not less: a FreeBSD
-/// does without a device whose buffers are shorter than its longest request, 1 MiB.
+/// The most bytes of each. With [`SEG_MAX`] of them a request is shorter than
+/// [`request::MOST_MOVED`]. Not less: FreeBSD does not use a device if its buffers are shorter than
+/// the longest request, 1 MiB.
 const SIZE_MAX: u32 = 1 << 20;
 const _: () = assert!(SEG_MAX as u64 * SIZE_MAX as u64 <= request::MOST_MOVED);
 
-/// How long the disk is waited for when a front end stops a ring whose data is in buffers of the service's own:
-/// then the connection ends, without an answer. What the kernel has is no longer the front end's affair, but it
-/// must not take the ring for one that has done everything. (Where the data is in the guest's memory, the
-/// stop waits: the memory is not the guest's before.)
+/// How long a front end that stops a ring waits for the disk, if the data is in buffers of the
+/// service's own: then the connection ends, without a reply. I/O of the kernel no longer concerns
+/// the front end, but it must not take the ring for one that has done everything. (If the data is
+/// in the guest's memory, the stop waits: the memory is still in use.)
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
 
 /// A block device as it is set up.
@@ -84,9 +85,9 @@ impl BlkOptions {
 /// The most requests that a ring has.
 const RING_SIZE: u16 = 1024;
 
-/// Makes all io_urings that a device of so many queues takes, for a process that gives the right to make them up. There
-/// is one for each ring, for each that is [left behind](BlkFigures::stuck) before that holds up the others, and for the
-/// rings whose requests the disk has when it does.
+/// Makes all io_urings that a device of so many queues takes, for a process that gives up the right
+/// to make them. There is one for each ring, for each one [left behind](BlkFigures::stuck) before
+/// that holds up the others, and for the rings with requests at the disk when it does.
 ///
 /// # Errors
 /// The kernel has no io_uring, or forbids it here.
@@ -103,7 +104,7 @@ pub struct Blk {
 }
 
 impl Blk {
-    /// As a vhost-user back end, whose queues are served by `workers`, in turn.
+    /// As a vhost-user back end with queues that are served by `workers`, in turn.
     pub fn backend(options: BlkOptions, workers: Arc<[Worker]>) -> Backend<Blk> {
         let addresses = match (&options.endpoint, options.iotlb) {
             (Some(endpoint), _) => Addresses::Behind(Arc::clone(endpoint)),
@@ -120,7 +121,7 @@ impl Blk {
         Backend::new(device, addresses)
     }
 
-    /// Whether a disk that does not answer is waited for no longer by a ring that began to stop at `begun`.
+    /// Whether a ring that began to stop at `begun` gives up a disk that does not answer.
     fn is_given_up(&self, begun: Instant, connection: Option<&Shutdown>) -> bool {
         self.rings.is_given_up(connection).unwrap_or_else(|| {
             let own = matches!(&self.options.disk, Disk::File(image) if image.has_own_buffers());

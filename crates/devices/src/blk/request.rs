@@ -16,8 +16,9 @@ use crate::disk::{Disk, Holes, Ram};
 /// The most sectors that a discard, or a request to write zeroes, may have: 1 GiB.
 pub const MOST_ZEROED: u32 = 1 << 21;
 
-/// The most bytes that a transfer may have: 1 GiB. Firmware that knows none of the limits in the configuration space asks
-/// for no more (OVMF; it reads a whole file at once), and drivers that do know them for less than that.
+/// The most bytes that a transfer may have: 1 GiB. Firmware that ignores the limits in the
+/// configuration space sends no longer ones (OVMF; it reads a whole file at once), and drivers that
+/// read the limits send shorter ones.
 pub const MOST_MOVED: u64 = 1 << 30;
 
 /// What a disk can do, as far as requests are concerned.
@@ -32,13 +33,13 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Those of `disk`.
+    /// The limits of `disk`.
     pub fn of(disk: &Disk, read_only: bool) -> Limits {
         Limits { capacity: disk.len(), read_only, holes: disk.holes() }
     }
 }
 
-/// What a chain asks for, checked against the disk.
+/// The request in a chain, checked against the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Move `len` bytes between the disk at `offset` and the data of the chain.
@@ -52,7 +53,7 @@ pub enum Action {
     },
     /// Make what was written durable.
     Flush,
-    /// Tell the name of the disk.
+    /// Return the name of the disk.
     Identify,
     /// Make a range read as zeroes.
     Zero {
@@ -67,10 +68,10 @@ pub enum Action {
     Nothing,
 }
 
-/// Why a step of a request did not come to its end.
+/// Why a step of a request did not finish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// It is answered with this status.
+    /// It is completed with this status.
     Status(Status),
     /// A translation is missing: the step is to be tried again.
     Missing(Missing),
@@ -82,7 +83,7 @@ impl From<Status> for Stop {
     }
 }
 
-/// An address that leads nowhere is an I/O error; one that may yet lead somewhere is waited for.
+/// An unmapped address is an I/O error; a missing translation is waited for.
 impl From<AccessError> for Stop {
     fn from(error: AccessError) -> Stop {
         Missing::of(error).map_or(Stop::Status(Status::IoErr), Stop::Missing)
@@ -92,7 +93,7 @@ impl From<AccessError> for Stop {
 /// Reads the header of a chain and checks it against a disk.
 ///
 /// # Errors
-/// The status to answer, or what is missing.
+/// The status of the request, or what is missing.
 pub fn parse(chain: &Chain, mem: &impl Translate, limits: &Limits) -> Result<Action, Stop> {
     let mut bytes = [0; HEADER_BYTES];
     if chain.read_at(mem, 0, &mut bytes)? != HEADER_BYTES {
@@ -127,7 +128,8 @@ fn place(sector: u64, len: u64, limits: &Limits) -> Result<u64, Status> {
     }
 }
 
-/// A discard, or a request to write zeroes: of one range, as the configuration space says.
+/// A discard, or a request to write zeroes: of one range, which is the limit in the configuration
+/// space.
 fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Result<Action, Stop> {
     let Holes { punch, zero } = limits.holes;
     let can = if kind == Kind::Discard { punch } else { punch || zero };
@@ -152,7 +154,7 @@ fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Res
     if len == 0 {
         return Ok(Action::Nothing);
     }
-    // To keep the space is a wish; that zeroes are read is none.
+    // Keeping the space allocated is optional; reading zeroes is required.
     let wanted = kind == Kind::Discard || extent.flags.get() & EXTENT_UNMAP != 0;
     Ok(Action::Zero { offset, len, punch: punch && (wanted || !zero) })
 }
@@ -162,7 +164,7 @@ pub fn data(chain: &Chain, write: bool, len: u64) -> impl Iterator<Item = Desc> 
     part(chain, write, 0, len)
 }
 
-/// Those of `len` bytes of it, from `at` on: both lie within the chain.
+/// The descriptors of `len` bytes of the chain, from `at` on: both lie within it.
 pub fn part(chain: &Chain, write: bool, at: u64, len: u64) -> impl Iterator<Item = Desc> + '_ {
     match write {
         true => cut(chain.readable(), HEADER_BYTES as u64 + at, len),
@@ -407,7 +409,7 @@ mod tests {
         let mut bytes = [0xff; 9];
         mem.read(at + 512, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 0, 0, 0, 0, 0, 0, 0, 2]);
-        // Without a place for it nothing was done, as far as the driver is told.
+        // Without room for the status, a used length of 0 reports that nothing was done.
         let nowhere = chain(&mem, &[header, Desc::writable(1 << 40, 1)]);
         assert_eq!(answer(&nowhere, &mem, Status::Ok, 0), Ok(0));
         let readable = chain(&mem, &[header]);

@@ -34,7 +34,7 @@ impl BlkServer {
     /// A queue of `disk` on `ring`. Interrupts go to `call`.
     ///
     /// # Errors
-    /// The kernel gives no io_uring.
+    /// The kernel refuses an io_uring.
     pub fn queue(
         ring: device::Queue,
         (disk, read_only): (&Disk, bool),
@@ -46,10 +46,11 @@ impl BlkServer {
         Ok(RequestQueue::new(ring, serve, id, call))
     }
 
-    /// For a ring of so many requests. Writes are durable when they are answered, while `through` is set.
+    /// For a ring of `size` requests. Writes are durable when they are completed, while `through`
+    /// is set.
     ///
     /// # Errors
-    /// The kernel gives no io_uring.
+    /// The kernel refuses an io_uring.
     pub(super) fn new(
         (disk, read_only): (&Disk, bool),
         id: &Arc<str>,
@@ -84,7 +85,7 @@ impl BlkServer {
         }
     }
 
-    /// Begins what a request asks for: what comes next, or nothing for now.
+    /// Begins a request; returns the next step, or nothing for now.
     fn start(
         &mut self,
         at: u16,
@@ -125,8 +126,8 @@ impl BlkServer {
     }
 
     /// Moves the data of a transfer now. The addresses are translated here, at the moment of the
-    /// access, so that a mapping that is gone by then is refused however old the request is. What
-    /// meets a missing translation in the middle is done again from its beginning.
+    /// access, so that a mapping that is gone by then is refused however old the request is. A
+    /// transfer that meets a missing translation in the middle is done again from its beginning.
     fn move_now(&mut self, action: Action, chain: &Chain, bus: &Bus) -> Result<Step, Stop> {
         let (Store::Ram(ram) | Store::Paced { ram, .. }) = &self.store else {
             unreachable!("only memory is moved by us")
@@ -139,8 +140,8 @@ impl BlkServer {
         Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
     }
 
-    /// A disk has read or written data in buffers of the service's own: it is brought to the driver, and what
-    /// is left goes on.
+    /// The disk has read or written data in buffers of the service's own: copies it to the driver,
+    /// and starts the rest.
     fn deliver(
         &mut self,
         action: Action,
@@ -216,7 +217,7 @@ impl Serve for BlkServer {
         }
     }
 
-    /// What a disk or its clock is done with, all of it or a part: what comes next.
+    /// The disk, or its clock, has finished a request or a part of it: sets the next step.
     fn complete(&mut self, request: &mut BlkRequest, ok: bool) {
         request.step = match (&mut self.store, request.step) {
             (Store::Paced { .. }, Step::Busy(action)) => Step::Move(action),

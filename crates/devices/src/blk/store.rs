@@ -25,9 +25,9 @@ use crate::disk::{Buffers, Disk, FileIo, FileOp, Pacer, Ram};
 /// The most pieces of memory that one request to a file may have (Linux's `UIO_MAXIOV`).
 const MAX_PIECES: usize = 1024;
 
-/// The most bytes of a request that the kernel is handed at a time: of what lies in its page cache it copies all before
-/// it returns to the worker. As many as Linux asks for at once unless told otherwise, so that few requests have
-/// more parts than one.
+/// The most bytes of a request that the kernel is handed at a time: of what lies in its page cache
+/// it copies all before it returns to the worker. The default limit of Linux for a request, so that
+/// few requests have more than one part.
 const PART: u64 = 4 << 20;
 /// How many bytes a round hands to the kernel, or copies, before others have their turn; with the last request it may be
 /// [`PART`] more. A round costs a system call, so that it is not less.
@@ -51,17 +51,17 @@ pub(super) enum Store {
 /// A file, and what the kernel is doing with it.
 pub(super) struct FileStore {
     pub(super) io: FileIo,
-    /// Completed, and not answered yet, the oldest first.
+    /// Completed by the disk, but not to the driver yet, the oldest first.
     pub(super) done: VecDeque<(u16, bool)>,
-    /// What the bus no longer reaches, and the kernel perhaps still does.
+    /// Memory that the bus no longer reaches, but the kernel perhaps still does.
     pub(super) old: Vec<Arc<Memory>>,
-    /// Whether what is written is durable when it is answered.
+    /// Whether writes are durable when they are completed.
     pub(super) through: Arc<AtomicBool>,
     /// Where data is while the kernel has it, if not where the driver has it.
     pub(super) buffers: Option<Buffers>,
     /// How many bytes this round has handed to the kernel, or copied.
     pub(super) round: u64,
-    /// How many pieces the requests have whose memory is bounded, all together.
+    /// How many pieces all requests have together, of those that count towards the bound.
     held: usize,
 }
 
@@ -95,7 +95,7 @@ impl Store {
         }
     }
 
-    /// How many pieces the requests have whose memory is bounded, all together.
+    /// How many pieces all requests have together, of those that count towards the bound.
     #[cfg(test)]
     pub(super) fn held(&self) -> usize {
         match self {
@@ -111,18 +111,18 @@ impl Store {
         }
     }
 
-    /// Whether the round has moved enough: others have their turn, and then this goes on.
+    /// Whether the round has moved enough: others have their turn before this goes on.
     pub(super) fn is_spent(&self) -> bool {
         matches!(self, Store::File(file) if file.round >= ROUND)
     }
 }
 
-/// What the kernel was told of a request.
+/// What the kernel has of a request.
 #[derive(Default)]
 pub(super) struct Transfer {
     /// The memory; kept until the completion.
     pieces: Vec<libc::iovec>,
-    /// How many of them count among those that all requests have together.
+    /// How many of the pieces count towards the bound on all requests.
     held: usize,
     /// Keep the translations of `pieces` alive.
     leases: Leases,
@@ -134,7 +134,7 @@ pub(super) struct Transfer {
     left: u64,
     offset: u64,
     write: bool,
-    /// Whether it is to be durable when it is answered.
+    /// Whether it is to be durable when it is completed.
     through: bool,
 }
 
@@ -150,9 +150,9 @@ pub(super) enum Step {
     Busy(Action),
     /// Move the data now.
     Move(Action),
-    /// Bring what the disk has read to where the driver wants it, and go on.
+    /// Copy what the disk has read into the driver's buffers, and go on.
     Deliver(Action),
-    /// Write this status, after so many bytes of data.
+    /// Write this status, after this many bytes of data.
     Answer(Status, u32),
 }
 
@@ -164,13 +164,13 @@ pub struct BlkRequest {
 }
 
 impl BlkRequest {
-    /// Whether what the kernel has of it moves data.
+    /// Whether the kernel is moving data for it.
     pub(super) fn moves_data(&self) -> bool {
         matches!(self.step, Step::Busy(Action::Transfer { .. }))
     }
 }
 
-/// The leases of a request: of one that is over the first is kept, to be renewed.
+/// The leases of a request: after its end the first one is kept, to be renewed.
 #[derive(Default)]
 struct Leases {
     first: Option<Lease>,
@@ -218,7 +218,7 @@ impl Transfer {
         }
     }
 
-    /// So many bytes were moved.
+    /// Accounts for `moved` bytes.
     fn advance(&mut self, moved: u64) {
         self.left -= moved;
         self.offset += moved;
@@ -253,8 +253,8 @@ impl Transfer {
         }
     }
 
-    /// Translates the next part of the data of `chain`, all of it or nothing. The leases are taken first: what is
-    /// translated after them is not invalidated unseen.
+    /// Translates the next part of the data of `chain`, all of it or nothing. The leases are taken
+    /// first, so that an invalidation of what is translated after them waits.
     fn translate(
         &mut self,
         chain: &Chain,
@@ -366,7 +366,7 @@ impl FileStore {
         }
     }
 
-    /// Begins a transfer by way of own buffers, or goes on with it.
+    /// Begins or continues a transfer through own buffers.
     fn fill(
         &mut self,
         (chain, transfer): (&Chain, &mut Transfer),
@@ -412,11 +412,11 @@ impl FileStore {
         Ok(true)
     }
 
-    /// What the kernel has moved of a transfer by way of own buffers is brought to the driver, through the
-    /// translations that there are now. True if that was the last of it.
+    /// Copies what the kernel has moved of a transfer through own buffers to the driver, by the
+    /// current translations. True if that was the last part.
     ///
     /// # Errors
-    /// It is refused, or a translation is missing: then it is to be tried again.
+    /// It is refused, or a translation is missing: then it must be retried.
     pub(super) fn deliver(
         &mut self,
         (chain, transfer): (&Chain, &mut Transfer),
@@ -441,7 +441,8 @@ impl FileStore {
         Ok(transfer.left == 0)
     }
 
-    /// The kernel has moved a part of a transfer of `len` bytes at `offset`. True if that was the last of it.
+    /// The kernel has moved a part of a transfer of `len` bytes at `offset`. True if that was the
+    /// last part.
     pub(super) fn part_is_done(&mut self, transfer: &mut Transfer, offset: u64, len: u64) -> bool {
         self.let_go(transfer);
         // Neither wraps: a part lies within its request.
@@ -496,7 +497,7 @@ impl FileStore {
             let moved = result.as_ref().map_or(0, |&moved| u64::from(moved));
             if moves && own {
                 transfer.moved = moved.min(transfer.left);
-                // What was moved in part goes on when that is delivered.
+                // A partial transfer goes on when that part is delivered.
                 done.push_back((at, result.is_ok() && (moved > 0 || transfer.left == 0)));
                 return;
             }
@@ -522,7 +523,7 @@ impl FileStore {
             let transfer = &mut slots[usize::from(at)].request.transfer;
             // SAFETY: as in `hand_over`; the leases were kept.
             if !unsafe { self.io.submit(transfer.op(), &transfer.pieces, at.into()) } {
-                // It had a place, which nobody else can have taken.
+                // It had a place before, so this does not happen.
                 transfer.leases.end();
                 self.done.push_back((at, false));
             }

@@ -25,7 +25,7 @@ const STATUS: u64 = GPA + PAGE - 1;
 /// Where data and tables lie.
 const DATA: u64 = GPA + MIB;
 
-/// A front end that takes all misses and sends nothing.
+/// A front end that takes all misses and sends no updates.
 struct Silent;
 
 impl MissSink for Silent {
@@ -46,7 +46,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// With a disk of so many bytes, none of which is zero.
+    /// With `image` as its disk, and `memory` bytes of guest memory.
     fn new(image: Image, ring: u16, memory: u64) -> Rig {
         let areas = testing::Ram::new(0, 1 << 16);
         let (driver, device) = testing::pair(&areas, 0, ring, false);
@@ -57,14 +57,15 @@ impl Rig {
         Rig { pipe: None, driver, queue, bus, ram, now_ns: 1 }
     }
 
-    /// With a disk that answers nothing before its pipe is dropped.
+    /// With a disk that does not answer before its pipe is dropped.
     fn silent(ring: u16) -> Rig {
         let (read, write) = rustix::pipe::pipe().unwrap();
         let rig = Rig::new(Image::new(read, MIB), ring, 8 * MIB);
         Rig { pipe: Some(write.into()), ..rig }
     }
 
-    /// Its data is translated, as far as `pages` of it: the nth of them from the end lies at the nth place.
+    /// Translates its data through an IOTLB with `pages` pages of it, in reverse order: the nth
+    /// page from the end lies at the nth place.
     fn translated(&mut self, pages: u64) -> Arc<Iotlb> {
         let shootdown = Shootdown::new(1);
         let patience = Duration::from_nanos(1000);
@@ -129,7 +130,7 @@ impl Rig {
         busy
     }
 
-    /// Until so many are answered, all of them with this status.
+    /// Runs until `count` requests are completed, all with this status.
     fn finish(&mut self, mut count: usize, status: Status) {
         while count > 0 {
             self.round();
@@ -215,7 +216,7 @@ fn a_round_hands_over_no_more_than_a_mebibyte_and_a_request() {
         rig.round();
         assert_eq!(rig.queue.in_kernel(), handed);
     }
-    // What waits for the disk is let go of.
+    // Ends the requests that wait for the disk.
     rig.pipe = None;
     rig.finish(16, Status::IoErr);
 }
@@ -256,7 +257,7 @@ fn a_ring_is_not_read_further_while_too_many_descriptors_are_held() {
         (32, 32, 1 << 15)
     );
     assert_eq!(rig.queue.stats().full, 1);
-    // Nobody is to look again and again: a worker may sleep.
+    // No polling is needed: a worker may sleep.
     assert!(!rig.round() && !rig.queue.arm(&rig.bus));
     // There is a translation, so that they go on, and then the others.
     let range = Range::from_len(Iova(DATA), MIB).unwrap();

@@ -12,14 +12,14 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 /// Where the data of requests is while the disk has them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DiskBuffers {
-    /// In memory of the service, and copied once more: what the disk does not answer holds no memory of the
-    /// guest. An invalidation never waits for the disk.
+    /// In memory of the service, and copied once more: requests that the disk does not answer hold
+    /// no memory of the guest. An invalidation never waits for the disk.
     Own,
-    /// Where the driver has it. An invalidation waits until the disk is done with what it makes
-    /// unreachable, however long that takes, and whoever sent it waits as well.
+    /// Where the driver has it. An invalidation waits until the disk is done with the memory in
+    /// question, however long that takes, and so does the sender of the invalidation.
     Guest,
-    /// [`Guest`](Self::Guest) for disks that always answer: memory, and local devices whose driver in the
-    /// kernel ends each request after a time; [`Own`](Self::Own) for all others.
+    /// [`Guest`](Self::Guest) for disks that always answer: memory, and local devices with a kernel
+    /// driver that ends each request after a time; [`Own`](Self::Own) for all others.
     #[default]
     Auto,
 }
@@ -45,12 +45,12 @@ impl FromStr for DiskBuffers {
     }
 }
 
-/// Bytes of a buffer. A larger request has several of them, if there are, and otherwise goes in pieces.
+/// Bytes of a buffer. A larger request has several, if available, and is otherwise done in pieces.
 const BUFFER: usize = 16 << 10;
-/// How many a queue has: 4 MiB, of which what was never used takes no memory. As many small requests are
-/// under way at a time as a ring mostly has; those that find no buffer wait for one of the queue's own.
+/// How many a queue has: 4 MiB, where buffers that were never used take no memory. Enough for as
+/// many small requests as a ring usually has; those that find no buffer wait for one.
 const BUFFERS: u32 = 256;
-/// The most that one request has at a time: 1 MiB, as much as Linux asks for at once.
+/// The most that one request has at a time: 1 MiB, as much as Linux requests at once.
 const MOST: usize = 64;
 
 const LEN: usize = BUFFERS as usize * BUFFER;
@@ -68,7 +68,7 @@ impl Buffers {
     /// All of them free.
     ///
     /// # Errors
-    /// There is not so much address space.
+    /// There is not enough address space.
     pub(crate) fn new() -> io::Result<Buffers> {
         let how = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh mapping, at an address that the kernel chooses.

@@ -67,10 +67,10 @@ impl FileIo {
         Ok(io)
     }
 
-    /// Has the kernel write to `event` whenever something completes.
+    /// Makes the kernel write to `event` whenever something completes.
     ///
     /// # Errors
-    /// As the kernel says.
+    /// The system call's.
     pub fn notify(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         self.ring.submitter().register_eventfd(event.as_raw_fd())
     }
@@ -123,9 +123,10 @@ impl FileIo {
         queued
     }
 
-    /// Whether what a request changes is there to be changed. Looked at once for all that are handed over
-    /// together: a file that is made shorter between that and the request still grows by it. The locks are
-    /// there to prevent that; this keeps an image that was shrunk in spite of them from growing for good.
+    /// Whether the range that a request changes is within the file. Checked once for all requests
+    /// that are submitted together: a file that is made shorter between that and the request still
+    /// grows by it. The locks prevent that; this keeps an image that was shrunk in spite of them
+    /// from growing for good.
     fn fits(&mut self, op: FileOp, pieces: &[libc::iovec]) -> bool {
         let (offset, len) = match op {
             FileOp::Read(_) | FileOp::Flush => return true,
@@ -275,7 +276,7 @@ mod tests {
             file.as_file().set_len(1 << 16).unwrap();
             let options = ImageOptions { direct, ..ImageOptions::default() };
             let image = match Image::open(file.path(), options) {
-                // A file system that knows no direct I/O.
+                // A file system without direct I/O.
                 Err(_) if direct => continue,
                 image => image.unwrap(),
             };

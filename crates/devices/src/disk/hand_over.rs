@@ -10,15 +10,15 @@ use super::{
     options::{ImageError, ImageOptions},
 };
 
-/// How often to look whether nobody waits any more, or whether the disk has answered.
+/// How often to check whether the caller has given up, or the disk has answered.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Whether the image is locked. What was written reaches the disk before the lock is let go of. All of it is
-/// asked of the disk by a thread of its own, while there is something to do: one that does not answer keeps
-/// the lock as it is, and holds up nobody else.
+/// Whether the image is locked. What was written reaches the disk before the lock is released. A
+/// thread of its own makes these requests to the disk, while there is something to do: a disk that
+/// does not answer keeps the lock as it is, and holds up no other thread.
 pub(super) struct HandOver {
-    /// The same open file description as the image's, to which the locks belong. Once [`set`](Self::set) has returned
-    /// what came of it, the thread no longer holds it.
+    /// The same open file description as the image's, to which the locks belong. Once
+    /// [`set`](Self::set) has returned the outcome, the thread no longer holds it.
     file: Arc<File>,
     shared: Arc<Shared>,
 }
@@ -42,20 +42,20 @@ pub(super) type Busy = Box<dyn Fn() -> bool + Send>;
 struct State {
     /// A driver wants it.
     used: bool,
-    /// Until it is false, the lock is not let go of.
+    /// The lock is not released while this returns true.
     busy: Option<Busy>,
     locked: bool,
-    /// There is a thread that makes the one what the other is.
+    /// There is a thread that makes `locked` follow `used`.
     works: bool,
     /// It is past the point of no return.
     releases: bool,
-    /// What was written may never reach the disk: asked again, the kernel forgets that it did not.
+    /// What was written may never reach the disk: the kernel reports such an error only once.
     lost: bool,
-    /// The number of the last wish.
+    /// The number of the last call of `set`.
     wish: u64,
-    /// Whether somebody waits for what comes of it.
+    /// Whether its caller waits for the outcome.
     waits: bool,
-    /// What came of it.
+    /// Its outcome.
     outcome: Option<Result<(), ImageError>>,
 }
 
@@ -66,9 +66,9 @@ impl HandOver {
         Ok(HandOver { file: Arc::new(file.try_clone()?), shared })
     }
 
-    /// Has the image locked or, once it is no longer `busy`, let go of: for one caller at a time. Waits until
-    /// that has succeeded or failed, or until `given_up`: then it is done once the disk answers, unless the
-    /// next wish is another.
+    /// Locks the image or, once it is no longer `busy`, releases it: for one caller at a time.
+    /// Waits until that has succeeded or failed, or until `given_up`: then it is done once the disk
+    /// answers, unless the next call wants the opposite.
     ///
     /// # Errors
     /// [`ImageError::NoAnswer`] if it was given up. Why it failed: the lock is as it was.
@@ -83,13 +83,13 @@ impl HandOver {
             return Ok(());
         }
         if used && state.locked && !state.releases {
-            // Whatever the disk still has of it, the lock is not let go of any more.
+            // Whatever the disk still has of it, the lock is not released any more.
             state.used = true;
             state.wish += 1;
             self.shared.changed.notify_all();
             return Ok(());
         }
-        // A wish that is being fulfilled is not made again.
+        // A change that is under way is not started again.
         if !state.works || state.used != used {
             state.used = used;
             state.busy = busy;
@@ -114,7 +114,7 @@ impl HandOver {
         }
     }
 
-    /// Whether it is still being let go of.
+    /// Whether it is still being released.
     pub(super) fn is_ending(&self) -> bool {
         let state = self.shared.state.lock();
         state.works && !state.used
@@ -134,7 +134,7 @@ impl Shared {
                 _ => Ok(locked),
             };
             state = self.state.lock();
-            // Where that has begun, nobody may rely on the lock, whatever came of it.
+            // Once the release has begun the lock is not reliable, whatever the outcome.
             let unlocked = std::mem::take(&mut state.releases);
             let ended = state.wish == wish;
             state.locked = *done.as_ref().unwrap_or(&(locked && !unlocked));
@@ -145,7 +145,7 @@ impl Shared {
                 tracing::error!(source = %"hand-over", "{error}: the image's lock stays as it is");
             }
             if ended {
-                // An image that is dropped once this is known takes its locks with it.
+                // An image that is dropped after this outcome takes its locks with it.
                 drop(file);
                 state.outcome = Some(outcome);
                 state.works = false;
@@ -155,7 +155,7 @@ impl Shared {
         }
     }
 
-    /// Whether it is still locked, because another wish has come meanwhile.
+    /// Returns whether it is still locked, because of another call of `set` meanwhile.
     fn let_go(&self, file: &File, wish: u64, busy: Option<Busy>) -> Result<bool, ImageError> {
         while busy.as_ref().is_some_and(|busy| busy()) {
             let mut state = self.state.lock();
@@ -246,7 +246,7 @@ mod tests {
         one.take(|| false).unwrap();
         assert!(matches!(one.release(is_busy(), || true), Err(ImageError::NoAnswer)));
         assert!(matches!(other.take(|| false), Err(ImageError::Locked)));
-        // It is wanted again: nobody lets go of it.
+        // It is in use again, and not released.
         one.take(|| false).unwrap();
         busy.store(false, Ordering::Release);
         for _ in 0..20 {

@@ -30,7 +30,7 @@ use crate::path;
 
 /// The unit in which a disk is addressed.
 const SECTOR: u64 = 512;
-/// What direct I/O is aligned to where the kernel does not say.
+/// The alignment of direct I/O if the kernel does not report one.
 const PAGE: u32 = 4096;
 
 /// A file or block device that holds a disk.
@@ -44,8 +44,8 @@ pub struct Image {
     holes: Holes,
     /// Of an image that is handed over.
     hand_over: Option<HandOver>,
-    /// Whether it may not answer: its data goes by way of [`Buffers`](super::Buffers) then, and its requests by a
-    /// thread that begins with the first who needs it.
+    /// Whether it may not answer: its data goes through [`Buffers`](super::Buffers) then, and its
+    /// requests through a thread that is started when it is first needed.
     own_buffers: bool,
     submitter: Mutex<Option<Arc<Submitter>>>,
     rings: Rings,
@@ -75,8 +75,8 @@ pub struct Holes {
 }
 
 impl Image {
-    /// `len` bytes of a file that is open for what will be asked of it, and always answers. Nothing else is
-    /// known of it.
+    /// `len` bytes of a file that is open for the requests to come, and always answers. It is not
+    /// examined further.
     pub fn new(file: OwnedFd, len: u64) -> Image {
         let (file, holes) = (file.into(), Holes::default());
         let (direct, hand_over, submitter, rings) =
@@ -90,8 +90,8 @@ impl Image {
         Image { own_buffers: true, ..self }
     }
 
-    /// Makes all io_urings that there will be, `count`, each for up to `depth` requests: for a process that gives the
-    /// right to make them up.
+    /// Makes all io_urings that there will be, `count`, each for up to `depth` requests: for a
+    /// process that gives up the right to make them.
     ///
     /// # Errors
     /// The kernel has no io_uring, or forbids it here.
@@ -131,8 +131,8 @@ impl Image {
         // Elsewhere no read reaches a guest's memory that its process does not see the end of.
         let reader = options.reader.filter(|_| options.direct && !own_buffers);
         let options = ImageOptions { reader, ..options };
-        // What the kernel has of a process that died keeps the description that it goes by, and its locks with
-        // it: direct I/O, if there is any. What goes through the page cache ends with the process.
+        // I/O of a dead process that the kernel still has keeps its open file description, and so
+        // its locks: direct I/O, if there is any. I/O through the page cache ends with the process.
         let locked = direct.as_ref().map_or(&file, |direct| &direct.file);
         let hand_over = match options.hand_over {
             true => Some(HandOver::new(locked, options)?),
@@ -152,20 +152,20 @@ impl Image {
         Ok(Image { direct, shrinks, holes, hand_over, own_buffers, ..plain })
     }
 
-    /// A driver is about to use an image that is handed over: it is locked until
-    /// [`release`](Self::release). That is waited for until `given_up`.
+    /// A driver is about to use an image that is handed over: locks it until
+    /// [`release`](Self::release). Waits for the lock until `given_up`.
     ///
     /// # Errors
-    /// [`ImageError::Locked`] if the process that has it does not let go of it in time,
+    /// [`ImageError::Locked`] if the process that has it does not release it in time,
     /// [`ImageError::NoAnswer`] if it was given up.
     pub fn take(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
         self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(None, given_up))
     }
 
     /// The driver has ended: another process may have the image, with all that was written, wherever it runs,
-    /// once none of its I/O is under way (`busy`). That is waited for until `given_up`: a disk that does not
-    /// answer keeps the lock until it does, or longer if the next driver has [taken](Self::take) the image by
-    /// then.
+    /// once none of its I/O is under way (`busy`). This waits until `given_up`: a disk that does
+    /// not answer keeps the lock until it does, or longer if the next driver has
+    /// [taken](Self::take) the image by then.
     ///
     /// # Errors
     /// What was written is not on the disk, [`ImageError::NoAnswer`] if it may be later; the lock stays. Once the
@@ -179,7 +179,7 @@ impl Image {
         hand_over.set(Some(Box::new(busy)), given_up)
     }
 
-    /// Whether the disk is still to answer before another process may have the image.
+    /// Whether the disk must still answer before another process may have the image.
     pub fn is_releasing(&self) -> bool {
         self.hand_over.as_ref().is_some_and(|hand_over| hand_over.is_ending())
     }
@@ -219,7 +219,8 @@ impl Image {
     /// shorter must not grow again by a write behind its end, with a hole before it.
     pub(super) fn bytes(&self) -> u64 {
         match self.shrinks {
-            // As far as is known here: what is behind a network or FUSE is not asked, which may take long.
+            // As far as is cached here: a query over a network or FUSE may take long, and is not
+            // made.
             true => {
                 let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
                 let about = statx(&self.file, "", flags, StatxFlags::SIZE);
@@ -275,7 +276,7 @@ impl Direct {
 }
 
 impl Holes {
-    /// What the file says when it is asked for nothing: a range past its end.
+    /// Tried without effect: on a range past the end of the file.
     fn of(file: &File, len: u64) -> Holes {
         let past = len.next_multiple_of(u64::from(PAGE));
         let can =
@@ -340,7 +341,7 @@ mod tests {
         file.as_file().set_len(1 << 16).unwrap();
         let direct = ImageOptions { direct: true, ..ImageOptions::default() };
         let image = match Image::open(file.path(), direct) {
-            // A file system that knows no direct I/O.
+            // A file system without direct I/O.
             Err(ImageError::Io(error)) if error.raw_os_error() == Some(libc::EINVAL) => return,
             image => image.unwrap(),
         };
@@ -353,7 +354,8 @@ mod tests {
             assert!(matches!(refused, Err(ImageError::Locked)), "{refused:?}");
         }
         drop(kept);
-        // One that is only read is shared with others, and not with what is left of oneself.
+        // An image that is only read is shared with others, but not with I/O left by its own
+        // earlier process.
         let buffers = DiskBuffers::Guest;
         let reads =
             |reader| ImageOptions { read_only: true, reader: Some(reader), buffers, ..direct };
@@ -384,7 +386,7 @@ mod tests {
         std::fs::rename(&path, folder.path().join("moved")).unwrap();
         std::fs::write(&path, vec![2; 4096]).unwrap();
         let direct = match Direct::of(&image.file, false) {
-            // A file system that knows no direct I/O.
+            // A file system without direct I/O.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => return,
             direct => direct.unwrap(),
         };

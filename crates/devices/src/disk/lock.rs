@@ -1,7 +1,7 @@
 //! Locks on an image, of two kinds.
 //!
-//! *flock* keeps services of this program apart. QEMU and its tools do not look at it: they say what they do
-//! with an image by read locks on single bytes of it, which need not exist:
+//! *flock* keeps services of this program apart. QEMU and its tools ignore it: they announce what
+//! they do with an image by read locks on single bytes of it, which need not exist:
 //!
 //! | byte | its holder |
 //! |---|---|
@@ -11,11 +11,11 @@
 //! where n is 0 to read what is consistent, 1 to write, 2 to write what is there already, 3 to change the size
 //! and 4 to change what lies behind an image. A newcomer locks its own bytes and then looks whether another
 //! has forbidden what it does, or does what it forbids: of two that come at a time, one at least sees the
-//! other. (It is so since QEMU 2.10; seen in what `qemu-img` and `qemu-io` 10.0 ask of the kernel.)
+//! other. (It is so since QEMU 2.10; seen in the system calls of `qemu-img` and `qemu-io` 10.0.)
 //!
-//! Who reads an image shares it with others that do, and would not see that a process of its own that was killed still
-//! has reads under way, into memory of the same guest. So it also locks a byte of its own, far behind every image, and
-//! waits until no other description holds that.
+//! A reader of an image shares it with other readers, and could not detect that a killed
+//! predecessor still has reads under way, into memory of the same guest. So it also locks a byte of
+//! its own, far behind every image, and waits until no other description holds that.
 //!
 //! All of them belong to the open file description: they end with it, that is, when its last I/O has ended, and
 //! not when another descriptor of the same file is closed.
@@ -39,7 +39,7 @@ const KINDS: i64 = 5;
 const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
-/// Where the bytes are of those who read: the upper half of what a lock can name.
+/// Where the readers' bytes are: the upper half of what a lock can name.
 const READERS: i64 = 1 << 62;
 
 /// What a service does with its image.
@@ -54,7 +54,7 @@ const FORBIDDEN: [i64; 2] = [WRITE, RESIZE];
 /// process of the same `reader` still does.
 ///
 /// # Errors
-/// As the system says.
+/// The system call's.
 pub(super) fn take(file: &File, read_only: bool, reader: Option<u64>) -> io::Result<bool> {
     let how = match read_only {
         true => FlockOperation::NonBlockingLockShared,
@@ -90,10 +90,10 @@ fn take_bytes(file: &File, read_only: bool, reader: Option<i64>) -> io::Result<b
     Ok(true)
 }
 
-/// Lets go of all of them.
+/// Releases all locks.
 ///
 /// # Errors
-/// As the system says.
+/// The system call's.
 pub(super) fn release(file: &File) -> io::Result<()> {
     for (first, len) in [(DOES, KINDS), (FORBIDS, KINDS), (READERS, 0)] {
         set(file, libc::F_UNLCK, first, len)?;
@@ -139,7 +139,7 @@ fn is_locked(file: &File, byte: i64) -> io::Result<bool> {
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
-/// Locks an image, once those who have it let go of it, if they do in time.
+/// Locks an image, once its holders release it, if they do in time.
 pub(super) fn wait_for_lock(file: &File, options: ImageOptions) -> Result<(), ImageError> {
     let deadline = Instant::now() + options.wait;
     while !take(file, options.read_only, options.reader)? {
@@ -197,7 +197,8 @@ mod tests {
 
     #[test]
     fn what_another_does_or_forbids_is_looked_at() {
-        // One that writes; that changes the size; that lets no other read; that lets no other write.
+        // A process that writes; that changes the size; that lets no other read; that lets no other
+        // write.
         for (byte, keeps_readers, keeps_writers) in [
             (101, true, true),
             (103, true, true),

@@ -18,10 +18,10 @@ pub enum ImageError {
     /// Another process uses it: for writing, or for reading what we would write.
     #[error("another process uses it (it is locked)")]
     Locked,
-    /// The disk did not answer as long as somebody waited.
+    /// The disk did not answer in time.
     #[error("the disk does not answer")]
     NoAnswer,
-    /// It was to be on the disk before another process has the image, and the disk has refused.
+    /// Data that must be on the disk before another process has the image was refused by it.
     #[error("what was written has not reached the disk")]
     Lost,
     /// It does not hold a sector.
@@ -37,11 +37,12 @@ pub struct ImageOptions {
     /// Past the page cache (`O_DIRECT`) where a request is aligned for that; others go through it.
     pub direct: bool,
     /// How long the lock is waited for. A process that was killed holds it until the kernel has
-    /// ended its I/O: who comes after it and goes on with what it had under way is to wait for that.
+    /// ended its I/O: a successor that goes on with its requests must wait for that.
     pub wait: Duration,
-    /// Who reads an image that others read too: a number that the next process of the same service has as well, such as
-    /// one made of its socket's name. What a killed one still reads into a guest's memory is waited for as above: with
-    /// direct I/O, and without buffers of its own.
+    /// Identifies a reader of an image that others read too: a number that the next process of the
+    /// same service has as well, such as a hash of its socket's name. Reads of a killed process
+    /// into a guest's memory are waited for as above: with direct I/O, and without buffers of its
+    /// own.
     pub reader: Option<u64>,
     /// It is locked from [`take`](Image::take) to [`release`](Image::release) only, so that a guest
     /// can move to another process.

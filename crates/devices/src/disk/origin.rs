@@ -1,4 +1,4 @@
-//! Whether what holds an image always answers.
+//! Whether the storage of an image always answers.
 
 use std::{
     fs,
@@ -10,8 +10,8 @@ use rustix::fs::{FileType, fstat, fstatfs, major, minor};
 
 /// File systems in memory: tmpfs, ramfs, hugetlbfs.
 const IN_MEMORY: [u64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
-/// File systems on a device of this machine: ext2 to ext4, XFS, F2FS. Not Btrfs and ZFS, whose files say
-/// nothing of their devices.
+/// File systems on a device of this machine: ext2 to ext4, XFS, F2FS. Not Btrfs and ZFS: their
+/// files do not show their devices.
 const LOCAL: [u64; 3] = [0xef53, 0x5846_5342, 0xf2f5_2010];
 /// Drivers of hosts of SCSI devices that end each request after a time, by a reset of the device if it must
 /// be. (Devices behind a network are ended by their transport's settings, or never: a virtual machine's
@@ -31,8 +31,8 @@ const SCSI_HOSTS: [&str; 12] = [
     "usb-storage",
 ];
 
-/// Whether every request to `file`, a file or a block device, ends after a time, whatever happens to what is
-/// behind it. What is not known does not.
+/// Whether every request to `file`, a file or a block device, ends after a time, whatever happens
+/// to the storage behind it. False if unknown.
 pub(super) fn always_answers(file: impl AsFd) -> bool {
     let Ok(about) = fstat(&file) else { return false };
     let device = match FileType::from_raw_mode(about.st_mode) {

@@ -1,7 +1,7 @@
 //! When a disk of given bandwidth, rate and latency would be done.
 
-/// What a paced disk can do. The default is the SSD of the measurements that Ringfence answers:
-/// 2.5 GiB/s, 600,000 I/Os a second, 80 µs.
+/// What a paced disk can do. The default is the SSD of the measurements that Ringfence is compared
+/// with: 2.5 GiB/s, 600,000 I/Os a second, 80 µs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pace {
     /// Bytes a second.

@@ -32,7 +32,7 @@ impl Ram {
     /// first request does not pay for it.
     ///
     /// # Errors
-    /// The file is shorter, or there is not so much memory.
+    /// The file is shorter, or there is not enough memory.
     pub fn map(file: BorrowedFd<'_>, len: u64) -> io::Result<Ram> {
         let size = rustix::fs::fstat(file)?.st_size;
         if u64::try_from(size).unwrap_or(0) < len || len == 0 {

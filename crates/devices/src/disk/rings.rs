@@ -1,5 +1,5 @@
-//! io_uring instances for an image's requests. Each may do to files what requests ask for, and nothing else: who takes the
-//! process over finds none by which the kernel would open or connect something.
+//! io_uring instances for an image's requests. Each is restricted to the operations that requests
+//! need: an attacker in the process finds none that can open or connect something.
 
 use std::io;
 
@@ -14,7 +14,7 @@ pub(super) struct Rings(Mutex<State>);
 #[derive(Default)]
 struct State {
     spare: Vec<IoUring>,
-    /// How many were made ahead; with none, each is made when it is asked for.
+    /// How many were made ahead; with none, each is made when it is needed.
     made: usize,
 }
 
@@ -36,7 +36,7 @@ fn make(depth: u32) -> io::Result<IoUring> {
 }
 
 impl Rings {
-    /// Makes `count` of them, each for up to `depth` requests: from now on there are no others.
+    /// Makes `count` rings, each for up to `depth` requests: from now on no others are made.
     ///
     /// # Errors
     /// The kernel has no io_uring, or forbids it here.

@@ -1,8 +1,9 @@
 //! A thread that hands requests to the kernel, for an image that may not answer.
 //!
-//! `io_uring_enter` may block where a file system does not keep its word, and what it does not finish at
-//! once is done by kernel threads that belong to the thread that called it, so many and no more. So an
-//! image that may hang has such a thread of its own: neither the worker nor another image waits for it.
+//! `io_uring_enter` may block if a file system ignores the request not to, and what it does not
+//! finish at once is done by a limited number of kernel threads that belong to the calling thread.
+//! So an image that may hang has a submitting thread of its own: neither the worker nor another
+//! image waits for it.
 
 use std::{
     io,
@@ -37,7 +38,7 @@ struct Shared {
     rings: Mutex<Vec<Weak<Pending>>>,
 }
 
-/// A ring whose requests it hands over.
+/// A ring that it submits requests of.
 #[derive(Debug)]
 pub(super) struct Pending {
     ring: OwnedFd,
@@ -57,8 +58,7 @@ impl Submitter {
         Ok(Submitter { shared })
     }
 
-    /// Takes `ring` on: what is queued in it from now on is handed over when that is
-    /// [said](Pending::hand_over).
+    /// Adds `ring`: [`Pending::hand_over`] submits what is queued in it from now on.
     ///
     /// # Errors
     /// No descriptor is left.
@@ -99,7 +99,7 @@ impl Shared {
             let rings: Vec<Arc<Pending>> =
                 self.rings.lock().iter().filter_map(Weak::upgrade).collect();
             for pending in rings {
-                // Before the ring is looked at: what is queued later is said again.
+                // Before the ring is entered: what is queued later sets the flag again.
                 if pending.queued.swap(false, Ordering::AcqRel) {
                     enter(pending.ring.as_fd());
                 }

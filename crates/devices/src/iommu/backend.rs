@@ -20,7 +20,7 @@ use super::{
 pub struct IommuBackend {
     seat: Seat,
     front: FrontEnd,
-    /// Where interrupts go: front ends say so before they bring memory.
+    /// Where interrupts go: front ends set this before they bring memory.
     calls: [Option<Call>; 2],
 }
 
@@ -127,7 +127,7 @@ impl Handler for IommuBackend {
         let RingStart { config, events: Events { kick, .. }, enabled, at_used, .. } =
             self.front.start(ring, setup);
         if at_used && let Some(Some(call)) = self.calls.get(usize::from(ring)) {
-            // Of what was given back last the driver may not have been told.
+            // The driver may not have been notified of the last used entries.
             call();
         }
         let answered = match ring {

@@ -18,9 +18,9 @@ pub type JointDomain = Joint<SoftDomain<GuestPhys>>;
 /// The endpoints behind one virtio-iommu, which may come and go. Those of this process translate in the
 /// domains' own tables; those behind a real IOMMU have them repeated there.
 ///
-/// Who adds or removes one while the device is there tells it with
-/// [`endpoint_added`](ringfence_virtio_iommu::device::Device::endpoint_added) and
-/// [`endpoint_removed`](ringfence_virtio_iommu::device::Device::endpoint_removed) afterwards.
+/// After adding or removing one while the device exists, call
+/// [`endpoint_added`](ringfence_virtio_iommu::device::Device::endpoint_added) or
+/// [`endpoint_removed`](ringfence_virtio_iommu::device::Device::endpoint_removed) of the device.
 pub struct Endpoints {
     slots: Mutex<BTreeMap<u32, Slot>>,
     shootdown: Arc<Shootdown>,
@@ -57,8 +57,9 @@ enum Way {
 }
 
 impl Endpoints {
-    /// Endpoints whose views all belong to `shootdown`. Each domain maps what `geometry` says, whose
-    /// reserved regions are every endpoint's, and all domains together hold no more than `limits`.
+    /// Endpoints with views that all belong to `shootdown`. Each domain has this `geometry`, its
+    /// reserved regions apply to every endpoint, and all domains together hold no more than
+    /// `limits`.
     pub fn new(
         endpoints: impl IntoIterator<Item = Arc<Endpoint>>,
         shootdown: Arc<Shootdown>,
@@ -81,14 +82,14 @@ impl Endpoints {
     /// Adds an endpoint of this process, with reserved regions of its own besides those of all.
     ///
     /// # Errors
-    /// [`Error::Unsupported`]: there is one with its number, or which has not been detached yet; or the
-    /// regions are not such as can be told (rule V27).
+    /// [`Error::Unsupported`]: there is one with its number, or which has not been detached yet; or
+    /// PROBE could not report the regions (rule V27).
     pub fn add(&self, endpoint: Arc<Endpoint>, reserved: &[ReservedRegion]) -> Result<()> {
         self.insert(endpoint.id(), Way::Here(endpoint), reserved)
     }
 
-    /// Adds the endpoint `id`, whose DMA a real IOMMU translates. What cannot be mapped there is
-    /// reserved, with regions of its own and those of all.
+    /// Adds the endpoint `id`, for DMA that a real IOMMU translates. What cannot be mapped there is
+    /// reserved, besides regions of its own and those of all.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -125,17 +126,18 @@ impl Endpoints {
         Ok(())
     }
 
-    /// Removes an endpoint: no request finds it any more. Whether there was one. It reaches what it did
-    /// until the device is told.
+    /// Removes an endpoint: no request finds it any more. Returns whether there was one. It reaches
+    /// what it did until `endpoint_removed` is called.
     pub fn remove(&self, id: u32) -> bool {
         let mut slots = self.slots.lock();
         let slot = slots.get_mut(&id).filter(|slot| slot.is_there());
         slot.map(|slot| slot.presence = Presence::Leaving).is_some()
     }
 
-    /// Has an endpoint never bypass: it is refused bypass domains with UNSUPP, and reaches nothing while
-    /// it is attached to none (rule V6). For devices that are not trusted; to be called before the
-    /// device is there, or told of the endpoint. Whether there is such an endpoint.
+    /// Forbids an endpoint to bypass: bypass domains are refused with UNSUPP, and reaches nothing
+    /// while it is attached to none (rule V6). For devices that are not trusted; to be called
+    /// before the device exists, or before `endpoint_added`. Returns whether there is such an
+    /// endpoint.
     pub fn forbid_bypass(&self, id: u32) -> bool {
         let mut slots = self.slots.lock();
         slots.get_mut(&id).map(|slot| slot.may_bypass = false).is_some()
@@ -146,13 +148,13 @@ impl Endpoints {
         &self.budget
     }
 
-    /// Whether every change of binding so far has reached all who translate, and no I/O under way
-    /// uses an older one.
+    /// Whether every change of binding so far has reached all views, and no I/O under way uses an
+    /// older one.
     pub fn is_settled(&self) -> bool {
         self.slots.lock().values().all(|slot| self.is_over(slot.change))
     }
 
-    /// Has all endpoints, those too that come later, report their faults to `faults`.
+    /// Makes all endpoints, later ones too, report their faults to `faults`.
     pub fn report_to(&self, faults: &Arc<dyn FaultSink>) {
         let slots = self.slots.lock();
         *self.faults.lock() = Some(Arc::clone(faults));

@@ -33,8 +33,8 @@ pub struct IommuOptions {
     pub unit: u32,
 }
 
-/// A virtio-iommu. Its front ends come and go, one at a time, and while there is none all
-/// endpoints are blocked: nobody could say what they may reach.
+/// A virtio-iommu. Its front ends come and go, one at a time, and while there is none all endpoints
+/// are blocked: no driver defines what they may reach.
 pub struct Iommu {
     pub(super) device: Arc<Device<Arc<Gate>>>,
     pub(super) faults: Arc<FaultQueue>,
@@ -54,9 +54,9 @@ pub(super) type FrontUnit = IommuUnit<Arc<Gate>, Shared>;
 pub(super) struct State {
     /// What has become of the request queue.
     pub(super) requests: Requests,
-    /// What a process before this one has answered, until the request queue goes on.
+    /// Answers of an earlier process, until the request queue goes on.
     pub(super) answered: Answers,
-    /// Whether a process after this one takes over what there is.
+    /// Whether a later process takes over the state.
     pub(super) handed_over: bool,
     /// The memory that each connection brought, by its seat.
     memories: BTreeMap<u64, Arc<Memory>>,
@@ -72,9 +72,9 @@ pub(super) enum Requests {
     #[default]
     Reset,
     Running,
-    /// It was stopped here, and may go on.
+    /// It was stopped at this index, and may go on.
     Stopped(u32),
-    /// It ran in a process before this one, and may go on.
+    /// It ran in an earlier process, and may go on.
     Left,
 }
 
@@ -91,7 +91,7 @@ pub struct IommuFigures {
     pub table_bytes: u64,
     /// How many accesses of each endpoint were refused.
     pub faults: Vec<(u32, u64)>,
-    /// How many faults found no room, so that the driver was not told.
+    /// How many faults found no room, and were not reported to the driver.
     pub dropped_faults: u64,
 }
 
@@ -146,8 +146,8 @@ impl Iommu {
             .ok_or_else(|| HandlerError::new("the worker is gone"))
     }
 
-    /// The memory of a connection. All must be the same guest's: a mapping names guest-physical
-    /// memory, and is to mean the same to whoever uses it.
+    /// The memory of a connection. All must belong to the same guest: a mapping names
+    /// guest-physical memory, which must be the same for every device.
     ///
     /// # Errors
     /// It is another guest's.
@@ -186,15 +186,15 @@ impl Iommu {
                 self.note(&mut state, Requests::Reset);
                 Ok(())
             }
-            // What a process has left goes on, in whichever order.
+            // A queue left by an earlier process goes on, in whichever order rings start.
             Requests::Reset | Requests::Running | Requests::Left => Ok(()),
         }
     }
 
-    /// The request queue is about to start, at this place of its ring, or `at_used`, where a process before this one
-    /// has left it; what it was answered by that one. Unless it goes on where it was stopped or left, the driver is a
-    /// new one, for which no endpoint is attached (rule V4): front ends that reset a device say no more than that its
-    /// rings stop.
+    /// The request queue is about to start, at this place of its ring, or `at_used`, where an
+    /// earlier process has left it; returns that process's answers. Unless it goes on where it was
+    /// stopped or left, the driver is a new one, for which no endpoint is attached (rule V4): front
+    /// ends that reset a device only stop its rings.
     ///
     /// # Errors
     /// I/O under way does not end.
@@ -236,8 +236,8 @@ impl Iommu {
         Ok(())
     }
 
-    /// The front end is gone: what its driver said holds no longer, and nothing is reachable until
-    /// there is another.
+    /// The front end is gone: its driver's mappings are void, and nothing is reachable until there
+    /// is another front end.
     pub(super) fn front_end_gone(&self, seat: u64) {
         let handed_over = self.state.lock().handed_over;
         if handed_over {
@@ -277,8 +277,8 @@ impl Iommu {
         self.settle()
     }
 
-    /// When the front end hears of a reset, nothing is reachable any more (rule V4), and of what was
-    /// refused before there is nobody to tell.
+    /// When a reset is acknowledged to the front end, nothing is reachable any more (rule V4), and
+    /// older faults are dropped: their driver is gone.
     fn settle(&self) -> Result<(), HandlerError> {
         if !in_time(|| self.device.backing().is_settled()) {
             return Err(HandlerError::new("I/O under way does not end"));
@@ -288,7 +288,7 @@ impl Iommu {
     }
 }
 
-/// Whether what is waited for comes within our patience.
+/// Waits until `come` returns true; false if that takes longer than `PATIENCE`.
 pub(super) fn in_time(come: impl Fn() -> bool) -> bool {
     let deadline = Instant::now() + PATIENCE;
     while !come() {

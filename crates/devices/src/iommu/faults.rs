@@ -1,4 +1,4 @@
-//! Faults on their way to the event queue: counted, and told in the log now and then.
+//! Faults on their way to the event queue: counted, and logged at a limited rate.
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use ringfence_run::event;
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtio_iommu::device::FaultQueue;
 
-/// An endpoint's faults are told in the log once in this time: a driver makes as many as it likes.
+/// An endpoint's faults are logged once in this time: a driver can cause any number.
 const TOLD_EVERY_NS: u64 = 1_000_000_000;
 
 /// Keeps faults for the event queue, wakes the worker that serves it, and counts by endpoint.
@@ -27,7 +27,7 @@ pub(super) struct Reported {
 #[derive(Default)]
 struct Account {
     faults: AtomicU64,
-    /// When the log was told last, and how many there were then.
+    /// When a fault was logged last, and how many there were then.
     told_ns: AtomicU64,
     told: AtomicU64,
 }

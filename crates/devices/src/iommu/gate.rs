@@ -1,5 +1,5 @@
-//! What stands between the virtio-iommu and the endpoints: whether it is there at all, and which of
-//! them may never go past it.
+//! The gate between the virtio-iommu and the endpoints: whether there is a front end, and which
+//! endpoints may never bypass.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,11 +12,11 @@ use ringfence_virtio_iommu::device::{Backing, Binding, EndpointInfo};
 
 use super::{Endpoints, JointDomain};
 
-/// A [`Backing`] over [`Endpoints`]. While it is shut, as when nobody is there who could say what
-/// endpoints may reach, all of them are blocked, whatever the device says.
+/// A [`Backing`] over [`Endpoints`]. While it is shut, as without a front end, all endpoints are
+/// blocked, whatever the device requests.
 pub(super) struct Gate {
     endpoints: Arc<Endpoints>,
-    /// Endpoints that are blocked where others bypass.
+    /// Endpoints that are blocked when others bypass.
     untrusted: BTreeSet<u32>,
     wanted: Mutex<WantedBindings>,
     /// For the figures.
@@ -54,8 +54,8 @@ impl Gate {
         wanted.bindings.iter().map(bind).fold(Ok(()), Result::and)
     }
 
-    /// Blocks every endpoint until the gate is open again. What was translated before is in use
-    /// until [`is_settled`](Self::is_settled) says otherwise.
+    /// Blocks every endpoint until the gate is open again. Earlier translations may be in use until
+    /// [`is_settled`](Self::is_settled) returns true.
     ///
     /// # Errors
     /// One cannot be blocked.

@@ -8,7 +8,8 @@ use super::{
     device::{Requests, State},
 };
 
-/// What a note in the journal says of the request queue. The upper half is where it was stopped.
+/// The values of the journal's note, the state of the request queue. The upper half is where it was
+/// stopped.
 const RESET: u64 = 0;
 const RUNS: u64 = 1;
 const STOPPED: u64 = 2;
@@ -37,7 +38,7 @@ fn lost(error: &JournalError) {
 }
 
 impl Iommu {
-    /// How long the file of a journal must be if there are at most so many mappings, in all domains together.
+    /// How long the file of a journal must be for at most `mappings`, in all domains together.
     pub fn journal_bytes(&self, mappings: u64) -> usize {
         Journal::bytes_for(mappings, self.device.backing().endpoints().len())
     }
@@ -51,18 +52,19 @@ impl Iommu {
         self.device.set_journal(Journal::new(file)?, lost)
     }
 
-    /// Goes on where the process was that [kept](Self::keep_in) its state in `file`, and keeps it there from now on. To
-    /// be called before a front end connects, and only if the connection of that process's goes on: if its request queue
-    /// ran, the next to start is that one. Until a front end connects all endpoints are blocked.
+    /// Goes on from the state that an earlier process [kept](Self::keep_in) in `file`, and keeps it
+    /// there from now on. To be called before a front end connects, and only if that process's
+    /// connection goes on: if its request queue ran, the next one to start is taken for it. Until a
+    /// front end connects all endpoints are blocked.
     ///
     /// # Errors
-    /// See [`JournalError`]. All is as if it had not been called.
+    /// See [`JournalError`]. Nothing has changed.
     pub fn recover(&self, file: SharedFile) -> Result<(), JournalError> {
         let (journal, recovered) = Journal::open(file)?;
         let mut state = self.state.lock();
         self.device.recover(&recovered)?;
         let (note, requests) = (recovered.note(), recovered.requests());
-        // What is there is there, whether the next process gets it or not.
+        // The recovered state holds even if the next process cannot get it.
         self.device.set_journal(journal, lost).unwrap_or_else(|error| lost(&error));
         state.requests = left_by(note);
         state.answered = recovered.into_answers();
@@ -75,8 +77,8 @@ impl Iommu {
         Ok(())
     }
 
-    /// Another process is to go on with the guest, in an orderly way. To be called before rings are stopped: that
-    /// they are, and that front ends are gone, is not written to the journal any more.
+    /// Hands the guest over to another process, in an orderly way. To be called before rings are
+    /// stopped: their stop, and the end of front ends, is not written to the journal any more.
     pub fn hand_over(&self) {
         self.state.lock().handed_over = true;
     }
@@ -270,7 +272,7 @@ mod tests {
         guest.connect(&mut process, Some(0));
         assert_eq!((process.is_bound(), process.iommu.device.domains()), (false, 0));
         assert_eq!([attach(), map(0x1000)].map(|request| guest.send(request)), [OK, OK]);
-        // The end of the front end is the end of all that its driver said.
+        // When the front end ends, all state of its driver ends.
         drop(process);
         assert_eq!(guest.successor().iommu.device.domains(), 0);
     }
@@ -289,7 +291,7 @@ mod tests {
         assert_eq!([map(0x1000), map(0x2000)].map(|request| guest.send(request)), [INVAL, OK]);
         let base = process.backend.as_mut().unwrap().stop_ring(0).unwrap();
         process.dies();
-        // A guest that was paused goes on, and one whose disk is used first was reset.
+        // A paused guest goes on; if a device starts a ring first, the guest was reset.
         let mut process = guest.successor();
         guest.connect(&mut process, Some(base));
         assert_eq!(process.iommu.device.domains(), 1);

@@ -1,4 +1,4 @@
-//! virtio-iommu as a device inside a VMM, whatever its memory is made of.
+//! virtio-iommu as a device inside a VMM, for any kind of memory.
 
 use std::{io, marker::PhantomData, os::fd::OwnedFd, sync::Arc};
 
@@ -22,12 +22,12 @@ use super::{
 
 /// A virtio-iommu of this process, with a thread that serves its rings.
 ///
-/// Its methods are those that VMMs ask of their virtio devices: features offered and accepted, the
-/// configuration space, [`start`](Self::start) when the driver says DRIVER_OK, [`reset`](Self::reset). `R` is
-/// how the guest's memory is reached, which may change at any time.
+/// Its methods are those that VMMs need of their virtio devices: features offered and accepted, the
+/// configuration space, [`start`](Self::start) when the driver says DRIVER_OK,
+/// [`reset`](Self::reset). `R` is how the guest's memory is reached, which may change at any time.
 ///
 /// Devices behind it are [`Endpoints`]: those of the VMM translate through an
-/// [`Endpoint`](ringfence_iotlb::Endpoint), those handed through by VFIO have a
+/// [`Endpoint`](ringfence_iotlb::Endpoint), those passed through by VFIO have a
 /// [`Mirror`](ringfence_virtio_iommu::device::Mirror).
 pub struct LocalIommu<R> {
     device: Arc<Device<Arc<Endpoints>>>,
@@ -40,7 +40,7 @@ pub struct LocalIommu<R> {
     reach: PhantomData<fn() -> R>,
 }
 
-/// Why a device in a VMM does not do what it is asked for.
+/// Why a call to a device in a VMM failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LocalIommuError {
@@ -107,13 +107,13 @@ impl<R: Reach> LocalIommu<R> {
         Ok(LocalIommu { device, faults, wake, reported, worker, running, reach: PhantomData })
     }
 
-    /// The device itself: to say which endpoints come and go, for a system reset, and to save and
-    /// restore what it holds (while it is not active).
+    /// The device itself: to add and remove endpoints, for a system reset, and to save and restore
+    /// its state (while it is not active).
     pub fn device(&self) -> &Arc<Device<Arc<Endpoints>>> {
         &self.device
     }
 
-    /// The feature bits on offer, those of the transport included that it needs.
+    /// The feature bits on offer, including those of the transport that it needs.
     pub fn features(&self) -> u64 {
         self.device.features().bits() | 1 << F_VERSION_1 | 1 << F_EVENT_IDX
     }
@@ -147,7 +147,8 @@ impl<R: Reach> LocalIommu<R> {
     /// Serves the rings from now on: each with its index and the descriptor of its kicks. `interrupt`
     /// is called with the index of a ring when the driver is to look at it, from the device's thread.
     ///
-    /// What the device holds stays: after [`stop`](Self::stop), or a restore, it goes on where it was.
+    /// The device keeps its state: after [`stop`](Self::stop), or a restore, it goes on where it
+    /// was.
     ///
     /// # Errors
     /// It does not run; see [`LocalIommuError`].
@@ -188,19 +189,20 @@ impl<R: Reach> LocalIommu<R> {
         Ok(())
     }
 
-    /// Stops to serve the rings, once what was carried out is answered, and returns their indices and
-    /// the next descriptor of each, which is that of both its areas: for a pause, or to move the guest.
-    /// What the device holds stays. Without rings it was not active.
+    /// Stops serving the rings, once requests that were carried out are answered, and returns their
+    /// indices and the next descriptor of each, which is the same in both its areas: for a pause,
+    /// or to migrate the guest. The device keeps its state. Without rings it was not active.
     ///
     /// # Errors
-    /// [`LocalIommuError::Stuck`]: it is stopped, but answers that waited for an invalidation are lost.
+    /// [`LocalIommuError::Stuck`]: it is stopped, but replies that waited for an invalidation are
+    /// lost.
     pub fn stop(&self) -> Result<Vec<(usize, u32)>, LocalIommuError> {
         let mut running = self.running.lock();
         let (mut stuck, mut stopped) = (false, Vec::new());
         for &ring in running.iter() {
             if let Some((next, lost)) = Unit::<R>::stop_on(&self.worker, UNIT, ring)? {
                 stuck |= lost;
-                // Whatever was taken is given back.
+                // All chains that were taken are given back.
                 stopped.push((usize::from(ring), next));
             }
         }
@@ -215,7 +217,7 @@ impl<R: Reach> LocalIommu<R> {
     /// # Errors
     /// [`LocalIommuError::Stuck`] or [`LocalIommuError::Iommu`]: something may be reached still.
     pub fn reset(&self) -> Result<(), LocalIommuError> {
-        // The driver that waits for a lost answer was reset, too.
+        // The driver that waits for a lost reply was reset, too.
         match self.stop() {
             Ok(_) | Err(LocalIommuError::Stuck) => {}
             Err(error) => return Err(error),
@@ -239,7 +241,7 @@ impl<R: Reach> LocalIommu<R> {
         self.reported.by_endpoint()
     }
 
-    /// How many faults found no room, so that the driver does not learn of them (rule V29).
+    /// How many faults found no room, and were not reported to the driver (rule V29).
     pub fn dropped_faults(&self) -> u64 {
         self.faults.dropped()
     }

@@ -1,4 +1,4 @@
-//! What a device behind an IOMMU of this process has to do with it.
+//! How a device behind an IOMMU of this process interacts with it.
 
 use std::sync::Arc;
 
@@ -39,12 +39,12 @@ impl Seat {
     /// The memory that the connection brings.
     ///
     /// # Errors
-    /// It is another guest's than that of the other connections.
+    /// It belongs to another guest than that of the other connections.
     pub fn set_memory(&self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
         self.iommu.set_memory(self.number, memory)
     }
 
-    /// The features that a device behind the IOMMU is to work with.
+    /// The features that the driver of a device behind the IOMMU has accepted.
     ///
     /// # Errors
     /// Its addresses would not be translated.

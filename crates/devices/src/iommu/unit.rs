@@ -54,8 +54,8 @@ pub(super) struct IommuUnit<B: Backing, R> {
     past: Counters,
 }
 
-/// An invalidation that takes longer waits for a disk that has the guest's memory. One that waits for
-/// other workers only takes less, and is waited for awake.
+/// An invalidation that takes longer waits for a disk that has the guest's memory. One that waits
+/// only for other workers takes less, and the worker stays awake for it.
 const LONG_NS: u64 = 200_000;
 
 /// The most that the end of such an invalidation is noticed late, unless the disk is this worker's own,
@@ -71,7 +71,7 @@ pub(super) const REQUESTS: u16 = 0;
 pub(super) const EVENTS: u16 = 1;
 
 impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
-    /// A unit without rings yet. Who reports to `faults` writes to `reported` afterwards.
+    /// A unit without rings yet. After a report to `faults`, `reported` must be written.
     pub(super) fn new(
         device: Arc<Device<B>>,
         faults: Arc<FaultQueue>,
@@ -92,8 +92,8 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         }
     }
 
-    /// Starts ring 0 (requests) or 1 (events); `at_used`: at its used index. What lies in the ring of requests and was
-    /// carried out by another process is answered as `answered` says.
+    /// Starts ring 0 (requests) or 1 (events); `at_used`: at its used index. Requests in the ring
+    /// that another process has carried out get the answers in `answered`.
     ///
     /// # Errors
     /// The ring cannot be reached or makes no sense.
@@ -124,7 +124,8 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         Ok(())
     }
 
-    /// Stops a ring; returns the next available index, and what it was kicked with, to let go of it elsewhere.
+    /// Stops a ring; returns the next available index, and the kick descriptor, to be dropped
+    /// elsewhere.
     pub(super) fn stop(&mut self, ring: u16) -> Option<(u32, Option<Kick>)> {
         if ring == REQUESTS {
             let mut stopped = self.requests.take()?;
@@ -237,8 +238,8 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
     }
 }
 
-/// Marks the used ring, before the driver is told of what is in it. (Where kicks are asked for it is
-/// written too; who goes on with the ring elsewhere asks anew.)
+/// Marks the used ring, before its entries are published. (Enabling kicks writes to it too; a
+/// successor that goes on with the ring enables them again.)
 fn mark_used(reach: &impl Reach, progress: &Progress, queue: &device::Queue) {
     if progress.published > 0 {
         let [_, _, (used, len, _)] = queue.config().areas();
@@ -250,7 +251,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     fn poll(&mut self, now_ns: u64) -> bool {
         let (mut requests, mut buffers) = (usize::MAX, usize::MAX);
         if R::CHANGES {
-            // What is there now lies in memory that is there now. What comes later may not.
+            // Requests that are there now lie in the current memory. Later ones may not.
             let mem = self.reach.buffers();
             requests = self.requests.as_mut().map_or(0, |ring| ring.queue.ready(mem));
             buffers = self.events.as_mut().map_or(0, |ring| ring.queue.ready(mem));
@@ -260,7 +261,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
         }
         let mut busy = false;
         if let Some(ring) = &mut self.requests
-            // What was carried out is answered, enabled or not.
+            // Requests that were carried out are answered, enabled or not.
             && (ring.enabled || self.pending)
             && !ring.failed
         {

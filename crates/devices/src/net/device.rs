@@ -1,4 +1,4 @@
-//! A network device, as a back end knows it.
+//! A network device, as a back end sees it.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -29,9 +29,9 @@ pub struct NetOptions {
     pub way: Way,
     /// How many pairs of queues it offers.
     pub pairs: u16,
-    /// The address that it tells; `None`: none.
+    /// The MAC address in its configuration space; `None`: none.
     pub mac: Option<[u8; 6]>,
-    /// The MTU that it tells; `None`: none.
+    /// The MTU in its configuration space; `None`: none.
     pub mtu: Option<u16>,
     /// Whether it offers `VIRTIO_F_ACCESS_PLATFORM`.
     pub iommu: bool,
@@ -58,8 +58,8 @@ struct End {
 }
 
 impl Net {
-    /// A device whose pairs of queues are served by `workers`, in turn. They serve nothing else but
-    /// units of other numbers than 0.
+    /// A device with pairs of queues that are served by `workers`, in turn. Other units of these
+    /// workers must have numbers other than 0.
     ///
     /// # Errors
     /// No descriptor is left.
@@ -104,9 +104,9 @@ impl Net {
     }
 
     /// As [`connect`](Self::connect), behind an IOMMU of this process: addresses mean what they mean
-    /// to `endpoint`, whose shootdown has a place for each worker. The front end is asked for nothing,
-    /// and what it says of translations changes nothing. With a `seat`, for front ends alone of the guest whose IOMMU it
-    /// is of, and whose addresses are translated.
+    /// to `endpoint`, whose shootdown has a place for each worker. No misses are sent to the front
+    /// end, and its IOTLB messages change nothing. With a `seat`, only front ends of the IOMMU's
+    /// guest are accepted, and only with translated addresses.
     pub fn connect_behind(
         self: &Arc<Self>,
         end: usize,
@@ -117,7 +117,7 @@ impl Net {
         Backend::new(device, Addresses::Behind(endpoint))
     }
 
-    /// What it was made with.
+    /// The options it was made with.
     pub fn options(&self) -> &NetOptions {
         &self.options
     }
@@ -274,7 +274,7 @@ impl RawDevice for NetEnd {
     }
 
     fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {
-        // Between two drivers there is nobody to learn it.
+        // Between two drivers no switch needs to learn it.
         if let Way::Tap(tap) = &self.net.options.way {
             tap.announce(mac, Terms { features })?;
         }

@@ -13,8 +13,8 @@ const NUM_BUFFERS: usize = 10;
 const ETHERNET: [u64; 2] = [0x0002_0000_0000_0002, 0xb588_0000_0000];
 /// The frame's number is this 64-bit word of it.
 const NUMBER: usize = 2;
-/// What tells a word of a frame from the same word of another: odd, so that no two numbers give
-/// the same.
+/// Makes each word of a frame differ from the same word of another: odd, so that no two numbers
+/// give the same.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The words of frame `number`.

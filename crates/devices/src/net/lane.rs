@@ -56,14 +56,14 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
                 Side::Source => src.ring.fail(error),
                 Side::Target => dst.ring.fail(error),
             }
-            // What is held goes elsewhere.
+            // The next round gives back what is held.
             more = true;
         }
     }
     let held = src.ring.held();
     lane.too_few = dst.ring.held();
     let did = round.settle(lane, |again| ask_ahead(src, dst, again));
-    // What asking ahead has found came after the ring was found to be empty, and wakes nobody.
+    // Chains that `ask_ahead` found arrived after the ring was seen empty, and cause no wake-up.
     more |= src.ring.held() > held;
     if did {
         round.publish(dst);
@@ -95,7 +95,7 @@ fn drop_late<S: Lasting>(
     late && discard(lane, (src.ring, src.bus), Lost::Unanswered, answers, now_ns)
 }
 
-/// Moves a burst; what it ended for want of.
+/// Moves a burst; returns what was missing when it ended.
 #[inline]
 fn run<S: Lasting, D: Lasting>(
     lane: &mut Lane,
@@ -149,7 +149,7 @@ fn quick<S: Lasting, D: Lasting>(
         if packet.write || !buffer.write || !fits {
             break;
         }
-        // Whatever is wrong is found, and told, when the packet's turn has come.
+        // Errors are detected, and reported, when the packet's turn has come.
         let Some(source) = from.piece(packet.addr, len) else { break };
         let Some(target) = to.piece(buffer.addr, len) else { break };
         soon(source);
@@ -160,7 +160,7 @@ fn quick<S: Lasting, D: Lasting>(
     (src.runs, dst.runs) = (from, to);
     let mut done = 0;
     for (source, target) in plan[..found].iter().flatten() {
-        // Copied once, and then believed.
+        // Copied once: the checks below apply to the copy.
         let mut header = Header::new_zeroed();
         source.copy_to(header.as_mut_bytes());
         let bytes = source.len() - HEADER;
@@ -184,7 +184,7 @@ fn quick<S: Lasting, D: Lasting>(
     done
 }
 
-/// The packet at the head, whatever it looks like.
+/// Moves the packet at the head, of any shape.
 #[cold]
 fn single<S: Lasting, D: Lasting>(
     lane: &mut Lane,
@@ -210,15 +210,16 @@ fn single<S: Lasting, D: Lasting>(
     step
 }
 
-/// Asks for the translations of packets, and of the buffers that they will go to, as far as they can
-/// be seen; those that were asked for before only if `again`. Returns whether none is missing.
+/// Looks up the translations of packets, and of the buffers that they will go to, as far as they
+/// are visible, and sends misses; for those looked up before only if `again`. Returns whether none
+/// is missing.
 #[cold]
 fn ask_ahead<S: Lasting, D: Lasting>(
     src: &mut BusRing<'_, S>,
     dst: &mut BusRing<'_, D>,
     again: bool,
 ) -> bool {
-    // A ring that is broken is found out, and told, when its turn comes.
+    // A broken ring is detected, and reported, when its turn comes.
     let _ = src.ring.take(src.bus, AHEAD);
     let _ = dst.ring.take(dst.bus, AHEAD);
     let packets = src.ring.held();

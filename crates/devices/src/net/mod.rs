@@ -1,8 +1,8 @@
 //! virtio-net: a back end that moves packets from driver to driver.
 //!
 //! A packet is copied once, from the sender's memory into the receiver's buffers. A worker takes a
-//! burst of packets and of buffers, looks all of them up, and copies; it never waits: where a
-//! translation is missing it asks for what the whole burst lacks, and goes on with other queues.
+//! burst of packets and of buffers, looks all of them up, and copies; it never waits: if a
+//! translation is missing it sends the misses of the whole burst, and goes on with other queues.
 
 #[cfg(test)]
 mod cost;

@@ -22,31 +22,31 @@ use super::{
 pub(super) struct Outlet {
     tap: Arc<Tap>,
     queue: usize,
-    /// Readable while the tap is. Unlike the tap itself it loses nothing when somebody reads from it
-    /// to be rid of a notification.
+    /// Readable while the tap is. Unlike the tap itself it loses nothing when it is read to clear a
+    /// notification.
     readable: OwnedFd,
     /// What came from the tap, and its packet that has no room yet.
     packet: Box<[u8]>,
     waiting: Option<usize>,
     vectors: Vec<libc::iovec>,
-    /// What the way in remembers. The way out has the pair's own.
+    /// The state of the way in. The way out uses the pair's lane.
     pub(super) inward: Lane,
     /// Whether a driver takes packets at all.
     open: bool,
-    /// What has to come before more can be taken in.
+    /// What is needed before more can be taken in.
     lacks: Lacks,
     /// The tap is gone, as far as this driver has found.
     gone: bool,
 }
 
-/// What is lacking for a packet to come in.
+/// What is missing to take in a packet.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Lacks {
     /// A packet.
     Packet,
     /// Buffers.
     Buffers,
-    /// The ring, its translation, or that of a buffer: what looks for these is due by the clock.
+    /// The ring, its translation, or that of a buffer: these are retried by time.
     Ring,
 }
 
@@ -201,7 +201,7 @@ impl Outlet {
                     self.lacks = Lacks::Packet;
                     break;
                 }
-                // The kernel cannot say what kind of packet it is, and has dropped it.
+                // The kernel cannot describe the packet, and has dropped it.
                 Err(Errno::INVAL) => {
                     dst.ring.counters.lose(Lost::Malformed, 1);
                     round.lost += 1;

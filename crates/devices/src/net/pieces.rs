@@ -7,30 +7,30 @@ use ringfence_iotlb::View;
 use ringfence_mem::{Access, AccessError, HostSlice, Physical, Translate, Window};
 use ringfence_virtq::Desc;
 
-/// Memory whose pieces may be kept for a while, so that those of a whole burst are looked up before
-/// the first is touched.
+/// Memory with pieces that may be kept for a while, so that those of a whole burst are looked up
+/// before the first is touched.
 ///
 /// # Safety
 /// A piece that [`Translate::slices`] gives stays mapped, without a Rust reference to it, for as
 /// long as `self` is borrowed.
 pub(super) unsafe trait Lasting: Translate {
-    /// Notes all that an access lacks, so that it is asked for at once. True if it lacks nothing.
+    /// Notes all misses of an access, so that they are sent together. True if nothing is missing.
     fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool;
 
-    /// Counts the answers to what was asked for.
+    /// Counts the updates and refusals for misses.
     fn answers(&self) -> u64;
 
-    /// Counts an access that gave up waiting.
+    /// Counts an access that timed out.
     fn gave_up(&self);
 
     /// Counts how often the endpoint was bound anew.
     fn bindings(&self) -> u64;
 
-    /// Runs `job` without reporting the faults that come of it.
+    /// Runs `job` without reporting its faults.
     fn silently<R>(&self, job: impl FnOnce() -> R) -> R;
 
-    /// A piece of memory around `addr`, and its first address; `None` if it is not to be had now.
-    /// Reports no faults: the access itself will.
+    /// A piece of memory around `addr`, and its first address; `None` if there is none now. Reports
+    /// no faults: the access itself does.
     fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)>;
 }
 
@@ -65,8 +65,8 @@ unsafe impl Lasting for View {
     }
 }
 
-/// Where the packets of one way lie in one piece: as they mostly lie where the last one lay, what was
-/// found for that is looked at first. So a burst in memory that is mapped in one piece costs one
+/// Finds packets of one direction that lie in one piece. Most lie near the previous one, so the
+/// memory found for that is tried first. So a burst in memory that is mapped in one piece costs one
 /// lookup, whether it is behind an IOMMU or not.
 pub(super) struct Runs<'b, B> {
     bus: &'b B,
@@ -90,8 +90,8 @@ impl<'b, B: Lasting> Runs<'b, B> {
         Runs { bus, access, run: None, first: 0 }
     }
 
-    /// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not, or are none, or
-    /// are not to be had now.
+    /// The `len` bytes at `addr`, if they lie in one piece; `None` if they do not, if `len` is 0,
+    /// or if their translation is missing.
     #[inline(always)]
     pub(super) fn piece(&mut self, addr: u64, len: u32) -> Option<HostSlice<'b>> {
         if let Some(piece) = self.known(addr, len) {
@@ -156,7 +156,7 @@ impl Translate for Plain<'_> {
     #[inline]
     fn check(&self) -> Result<(), AccessError> {
         self.physical.check()?;
-        // Rings were found by other addresses, so that it does not know of them.
+        // Rings were found by user addresses, which `physical` does not track.
         self.physical.memory().check()
     }
 }
@@ -183,7 +183,7 @@ unsafe impl Lasting for Plain<'_> {
 
     #[inline]
     fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
-        // So that `check` knows that the region is touched, and what is lost is refused.
+        // So that `check` covers the region, and lost memory is refused.
         self.physical.slices(addr, 1, access, |_| ()).ok()?;
         Some((addr, self.physical.memory().find_gpa(addr)?.slice))
     }
@@ -226,7 +226,7 @@ pub(super) fn recycle<'new>(mut old: Vec<HostSlice<'_>>) -> Vec<HostSlice<'new>>
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 64;
 
-/// Asks the processor for memory that is about to be read. A hint.
+/// Prefetches memory that is about to be read. A hint to the processor.
 #[inline]
 pub(super) fn soon(piece: HostSlice<'_>) {
     #[cfg(target_arch = "x86_64")]
@@ -242,8 +242,8 @@ pub(super) fn soon(piece: HostSlice<'_>) {
     let _ = piece;
 }
 
-/// Asks the processor for memory that is about to be written: for lines that no other processor
-/// has, which would have to be asked for once more by each store, one after the other. A hint.
+/// Prefetches memory that is about to be written: it acquires the lines exclusively, which
+/// otherwise each store would have to do, one after the other. A hint to the processor.
 #[inline]
 pub(super) fn soon_written(piece: HostSlice<'_>) {
     #[cfg(target_arch = "x86_64")]

@@ -18,7 +18,7 @@ const CHUNK: usize = 32;
 
 /// What lies behind a pair.
 pub(super) struct Probe {
-    /// What the way in remembers. The way out has the pair's own.
+    /// The state of the way in. The way out uses the pair's lane.
     pub(super) inward: Lane,
     /// Where what was sent is copied to.
     read: Box<[u8]>,
@@ -154,8 +154,8 @@ impl Probe {
     }
 }
 
-/// Where the first chains that are held lie, as far as `wanted` has a use for them and they lie in
-/// one piece, and how many these are; `hint` tells the processor of each.
+/// Where the first chains that are held lie, as far as `wanted` accepts them and they lie in one
+/// piece, and how many these are; `hint` prefetches each.
 #[inline]
 fn plan<'b, B: Lasting>(
     place: &mut BusRing<'b, B>,
@@ -166,7 +166,7 @@ fn plan<'b, B: Lasting>(
     let mut runs = place.runs;
     for (slot, taken) in plan.iter_mut().zip(place.ring.chains()) {
         let Some((addr, len)) = wanted(taken) else { break };
-        // Whatever is wrong is found, and told, when the packet's turn has come.
+        // Errors are detected, and reported, when the packet's turn has come.
         let Some(piece) = runs.piece(addr, len) else { break };
         hint(piece);
         *slot = Some(piece);

@@ -134,7 +134,7 @@ fn reach<'b, D: Lasting>(
 }
 
 enum Room {
-    /// In so many buffers.
+    /// In this many buffers.
     Found(usize),
     /// This one is none.
     Spoilt(usize),

@@ -19,10 +19,10 @@ use super::{
     wire::MAX_PACKET,
 };
 
-/// How many chains are held at most: what may be asked for at once.
+/// The most chains that are held, and so the most for which misses are sent at once.
 pub(super) const DEPTH: usize = 256;
 
-/// How often, in ns, a ring whose address leads nowhere is looked for again.
+/// How often, in ns, the address of an unmapped ring is looked up again.
 const AWAY_NS: u64 = 1_000_000;
 
 /// Whether a ring can be worked on.
@@ -36,8 +36,8 @@ pub(super) enum Ready {
     No,
 }
 
-/// The next of the times that come every `period_ns`: what is looked for then is so together, however many lack
-/// something, and a worker wakes once for all.
+/// The next multiple of `period_ns`: everything that is due is then looked up together, and a
+/// worker wakes once for all.
 pub(super) fn next_tick(now_ns: u64, period_ns: u64) -> u64 {
     (now_ns - now_ns % period_ns).saturating_add(period_ns)
 }
@@ -48,7 +48,7 @@ pub(super) struct NetRing {
     queue: device::Queue,
     /// Chains that were taken and not given back, in the order of the ring.
     taken: Burst,
-    /// How many of them, the oldest, were looked up for what they lack.
+    /// For how many of them, the oldest, misses were looked up.
     looked_up: usize,
     kick: Option<Kick>,
     call: Option<Arc<Notifier>>,
@@ -56,11 +56,11 @@ pub(super) struct NetRing {
     pub(super) enabled: bool,
     /// It broke the rules, and does nothing any more.
     failed: bool,
-    /// When the ring, whose address leads nowhere, is looked for again.
+    /// When the address of the ring, which is unmapped, is looked up again.
     away_until: Option<u64>,
-    /// Whether it was told that it is not mapped, since it was mapped last.
+    /// Whether a fault was reported since it was mapped last.
     told: bool,
-    /// How often the endpoint had been bound anew when it was found last.
+    /// The count of binding changes of the endpoint when it was found last.
     found: Option<u64>,
     pub(super) counters: Arc<QueueCounters>,
     name: Arc<str>,
@@ -124,7 +124,7 @@ impl NetRing {
     /// A chain that is held, counted from the oldest.
     ///
     /// # Panics
-    /// If so many are not held.
+    /// If fewer are held.
     #[inline]
     pub(super) fn chain(&self, at: usize) -> Taken<'_> {
         self.taken.get(at).expect("a chain that is held")
@@ -141,7 +141,7 @@ impl NetRing {
         self.held() >= DEPTH.min(self.queue.config().size.into())
     }
 
-    /// This ring stops; all else goes on.
+    /// Stops this ring; everything else goes on.
     #[cold]
     pub(super) fn fail(&mut self, why: impl std::fmt::Display) {
         if !std::mem::replace(&mut self.failed, true) {
@@ -153,7 +153,7 @@ impl NetRing {
         }
     }
 
-    /// Looks whether the ring is where it was, and for where it is else (rules D21, D22).
+    /// Checks whether the ring is where it was, and looks it up if not (rules D21, D22).
     #[inline]
     pub(super) fn ready<B: Lasting>(&mut self, bus: &B, now_ns: u64) -> Ready {
         if self.failed {
@@ -167,8 +167,8 @@ impl NetRing {
         if self.away_until.is_some_and(|until| now_ns < until) {
             return Ready::No;
         }
-        // One that was elsewhere's, where the endpoint was bound before, is looked for of our own
-        // accord: firmware has left it, and the driver has not asked for anything.
+        // A ring that was found under an earlier binding of the endpoint is looked up without
+        // reporting faults: firmware has left it, and the driver did not cause the access.
         let quietly = self.told || self.found.is_some_and(|at| at != bus.bindings());
         let queue = &mut self.queue;
         let found = match quietly {
@@ -179,12 +179,14 @@ impl NetRing {
             Ok(()) => {
                 (self.away_until, self.told) = (None, false);
                 self.found = Some(bus.bindings());
-                // Nobody could say so while it was not there, and who looks for work is awake.
+                // Kicks could not be suppressed while it was not there, and the polling worker is
+                // awake.
                 self.disarm();
                 Ready::Yes
             }
             Err(RingError::Unreachable { error: AccessError::Again { .. }, .. }) => {
-                // The other areas will be wanted next, to their last page: one question for all.
+                // The other areas are needed next, to their last page: their misses are sent
+                // together.
                 for (addr, len, access) in self.queue.config().areas() {
                     bus.prefetch(addr, len as u64, access);
                 }
@@ -202,7 +204,7 @@ impl NetRing {
         }
     }
 
-    /// When a ring that is away is looked for again, if somebody does.
+    /// When an unmapped ring is looked up again, if at all.
     pub(super) fn next_look(&self) -> Option<u64> {
         self.away_until.filter(|_| !self.failed)
     }
@@ -228,7 +230,7 @@ impl NetRing {
         }
     }
 
-    /// Gives the oldest chain that is held back, `len` bytes of it written.
+    /// Returns the oldest held chain to the driver, with `len` bytes of it written.
     #[inline]
     pub(super) fn give_back(&mut self, len: u32) {
         self.give_back_all(std::iter::once(len));
@@ -260,7 +262,8 @@ impl NetRing {
         self.give_back(0);
     }
 
-    /// Asks for all translations that a held chain can need. True if none is missing.
+    /// Looks up all translations that a held chain can need, and notes misses. True if none is
+    /// missing.
     pub(super) fn prefetch<B: Lasting>(&self, bus: &B, at: usize) -> bool {
         // No packet reaches further, whatever the driver says of its buffers' lengths.
         cut(self.chain(at).descs(), 0, MAX_PACKET as u64).fold(true, |ready, desc| {
@@ -269,8 +272,8 @@ impl NetRing {
         })
     }
 
-    /// Asks for what those of the first `many` held chains lack that were not looked up yet, or of all
-    /// of them if `again`. Returns whether none lacks anything, as far as they were looked up now.
+    /// Looks up the translations of those of the first `many` held chains that were not looked up
+    /// yet, or of all of them if `again`. Returns whether none was missing.
     pub(super) fn look_up<B: Lasting>(&mut self, bus: &B, many: usize, again: bool) -> bool {
         let many = many.min(self.held());
         let from = if again { 0 } else { self.looked_up };
@@ -278,10 +281,10 @@ impl NetRing {
         (from..many).fold(true, |ready, at| self.prefetch(bus, at) & ready)
     }
 
-    /// Shows the driver what was given back, and tells it if it wants to be told.
+    /// Publishes the used chains, and notifies the driver if it wants that.
     #[inline]
     pub(super) fn publish<B: Translate>(&mut self, bus: &B) {
-        // Nothing is published that may have been read from memory that is gone.
+        // Nothing is published that may have been read from lost memory.
         if let Err(error) = bus.check() {
             return self.fail(error);
         }
@@ -292,7 +295,7 @@ impl NetRing {
         }
     }
 
-    /// Asks for kicks; true if there is something to do already.
+    /// Enables kicks; true if there is something to do already.
     pub(super) fn arm(&mut self) -> bool {
         if self.failed || !self.queue.is_valid() {
             return false;
@@ -302,7 +305,7 @@ impl NetRing {
         more
     }
 
-    /// Asks for no kicks.
+    /// Suppresses kicks.
     pub(super) fn disarm(&mut self) {
         if !self.failed && self.queue.is_valid() {
             self.queue.suppress_kicks();
@@ -315,7 +318,7 @@ impl NetRing {
         self.kick.as_ref().filter(|_| !self.failed)
     }
 
-    /// The ring lies elsewhere from now on, and is looked for there.
+    /// Moves the ring to these addresses, where it is looked up next.
     pub(super) fn relocate(&mut self, addresses: RingAddresses) {
         let RingAddresses { desc, avail, used, log } = addresses;
         self.log.set_at(&mut self.queue, log);
@@ -332,10 +335,11 @@ impl NetRing {
         }
     }
 
-    /// Puts back what is held, so that it is taken again when the ring goes on; returns where that
-    /// is, unless nobody knows, and what it was kicked with, to let go of it elsewhere.
+    /// Puts back what is held, so that it is taken again when the ring goes on; returns that index,
+    /// unless it is unknown, and the kick descriptor, to be dropped elsewhere.
     pub(super) fn stop(mut self, bus: &impl Translate) -> (Option<u32>, Option<Kick>) {
-        // The newest first. One that cannot go back, as a later one was given up, is lost.
+        // The newest first. A chain that cannot be put back, because a later one was given up, is
+        // lost.
         while let Some(last) = self.held().checked_sub(1) {
             if !self.queue.untake(self.chain(last).head()) {
                 break;
@@ -374,7 +378,7 @@ mod tests {
         round::{BusRing, Lane, Round, Side, Terms, Want},
     };
 
-    /// One of 8 descriptors that nobody has looked for yet.
+    /// A ring of 8 descriptors that was not looked up yet.
     fn postponed(packed: bool, [desc, avail, used]: [u64; 3]) -> NetRing {
         let base = device::RingConfig::start(packed);
         let (event_idx, indirect) = (false, false);

@@ -1,8 +1,8 @@
 //! A round of work on a ring: what it waits for, how it begins and how it ends.
 //!
 //! Nothing here waits. A packet that cannot go on now stays at the head of its ring, so that order
-//! is kept, and the lane says what it waits for: a translation (then all that the packets behind it
-//! lack is asked for too), or a buffer of the receiver.
+//! is kept, and the lane records what it waits for: a translation (then the misses of the packets
+//! behind it are sent too), or a buffer of the receiver.
 
 use std::time::Duration;
 
@@ -17,28 +17,29 @@ use super::{
 
 /// How many packets are moved before others have their turn.
 pub(super) const BURST: usize = 64;
-/// How many are asked for together once a translation is missing.
+/// For how many packets misses are sent together once a translation is missing.
 pub(super) const AHEAD: usize = 128;
-/// For how many packets after a translation was missing they are asked for before they are needed.
+/// For how many packets after a miss translations are prefetched.
 const WARY: u64 = 1024;
-/// Who goes on by fewer packets than this from one missing translation to the next has lost those that
-/// it had asked for, as when a driver's IOMMU is flushed: all are asked for anew.
+/// Fewer packets than this between two misses mean that prefetched translations are gone, as when a
+/// driver's IOMMU is flushed: all are requested again.
 const FEW: u64 = 8;
 /// How long the receiver may be without buffers before packets are dropped, unless
-/// [`NetOptions`](super::NetOptions) says otherwise. They are until it has some, or none have come for a second, and
-/// it is not waited for again in the second after that.
+/// [`NetOptions`](super::NetOptions) says otherwise. They are dropped until it has some, or none
+/// have come for a second, and it is not waited for again in the second after that.
 pub const GRACE: Duration = Duration::from_millis(10);
-/// The part of the patience for another driver: its front end's silence is not the sender's fault.
+/// The fraction of the time-out for another driver's translations: the sender does not cause that
+/// front end's silence.
 const ANOTHERS_PART: u64 = 50;
-/// What it has in any case, ns.
+/// The least of that time-out, ns.
 const ANOTHERS_LEAST: u64 = 10_000_000;
-/// For how long, in ns, a receiver that was waited for in vain is not waited for again: one that is late again and
-/// again holds up the others for a small part of the time only.
+/// For how long, in ns, a receiver that timed out is not waited for again: a receiver that is late
+/// repeatedly holds up the others for a small part of the time only.
 const DISTRUST_NS: u64 = 1_000_000_000;
-/// How often, in ns, what is missing is looked for again without an answer.
+/// How often, in ns, a missing translation is looked up again without an update.
 const RETRY_NS: u64 = 5_000_000;
 
-/// What a driver settled on, as far as its packets look different.
+/// The negotiated features, as far as they affect packets.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Terms {
     pub(super) features: u64,
@@ -68,12 +69,12 @@ pub(super) struct BusRing<'a, B> {
 }
 
 impl<'a, B: Lasting> BusRing<'a, B> {
-    /// A ring whose packets are read.
+    /// The ring that packets are read from.
     pub(super) fn source(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> BusRing<'a, B> {
         BusRing { ring, bus, terms, runs: Runs::new(bus, Access::Read) }
     }
 
-    /// A ring whose buffers are written.
+    /// The ring with the buffers to write.
     pub(super) fn target(ring: &'a mut NetRing, bus: &'a B, terms: Terms) -> BusRing<'a, B> {
         BusRing { ring, bus, terms, runs: Runs::new(bus, Access::Write) }
     }
@@ -82,37 +83,37 @@ impl<'a, B: Lasting> BusRing<'a, B> {
 /// How long translations are waited for, in ns.
 #[derive(Clone, Copy)]
 pub(super) struct Patience {
-    /// Before who lacks one is told so.
+    /// Before the access fails.
     pub(super) whole_ns: u64,
-    /// Before packets to a receiver that lacks one are dropped, though it is not told.
+    /// Before packets to a receiver without one are dropped; its access does not fail yet.
     pub(super) receiver_ns: u64,
 }
 
 impl Patience {
-    /// Of a driver that receives what it sends.
+    /// For a driver that receives what it sends.
     pub(super) fn with_itself(whole_ns: u64) -> Patience {
         Patience { whole_ns, receiver_ns: u64::MAX }
     }
 
-    /// Of one that sends to another.
+    /// For a driver that sends to another.
     pub(super) fn with_another(whole_ns: u64) -> Patience {
         Patience { whole_ns, receiver_ns: (whole_ns / ANOTHERS_PART).max(ANOTHERS_LEAST) }
     }
 }
 
-/// Whose a ring is.
+/// Which side a ring is on.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Source,
     Target,
 }
 
-/// What a round ended for want of.
+/// What was missing when a round ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Want {
     /// A translation of this side's.
     Translation(Side),
-    /// Buffers of the receiver's: it has none that were not looked at.
+    /// Buffers of the receiver's: there are none left to try.
     Buffers,
 }
 
@@ -137,19 +138,19 @@ pub(super) enum Step {
     Full,
 }
 
-/// Something of the receiver's for which packets wait: for a while, after which they are dropped until it comes.
-/// Who lets it get so far is not waited for again at once.
+/// Something of the receiver's for which packets wait: for a while, after which they are dropped
+/// until it comes. A receiver that has been too late is not waited for again at once.
 #[derive(Default)]
 struct Late {
     since_ns: Option<u64>,
-    /// How long those were waited for, together, who went away before it came.
+    /// The sum of the waits that ended before it came.
     spent_ns: u64,
     /// When it was last found to be too late.
     in_vain_ns: Option<u64>,
 }
 
 impl Late {
-    /// It has not come; whether packets are dropped, as it should have in `most_ns`.
+    /// It has not come; returns whether packets are dropped, because `most_ns` are over.
     fn is_too_late(&mut self, now_ns: u64, most_ns: u64) -> bool {
         if self.since_ns.is_none()
             && self.in_vain_ns.take_if(|at| now_ns.saturating_sub(*at) >= DISTRUST_NS).is_some()
@@ -182,12 +183,12 @@ impl Late {
     }
 }
 
-/// What a lane remembers between two rounds.
+/// The state of a lane between two rounds.
 pub(super) struct Lane {
     stall: Option<Stall>,
-    /// Translations are asked for in advance until so many packets have passed.
+    /// For how many more packets translations are prefetched.
     wary: u64,
-    /// How many have passed since a translation was missing.
+    /// How many packets have passed since a translation was missing.
     passed: u64,
     /// How long the receiver may be without buffers.
     grace: Duration,
@@ -207,7 +208,7 @@ impl Default for Lane {
 }
 
 impl Lane {
-    /// One whose receiver may be without buffers for so long.
+    /// A lane with a receiver that may be without buffers for `grace`.
     pub(super) fn new(grace: Duration) -> Lane {
         Lane {
             stall: None,
@@ -226,7 +227,7 @@ impl Lane {
         u64::try_from(self.grace.as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// When there is something to do though nobody says so.
+    /// When there is something to do without a notification.
     pub(super) fn next_due(&self) -> Option<u64> {
         let starved = self.buffers.since_ns.filter(|_| self.buffers.holds());
         let left = self.grace_ns().saturating_sub(self.buffers.spent_ns);
@@ -253,7 +254,7 @@ impl Lane {
         self.stall.is_some()
     }
 
-    /// Whether an answer has come since it began to wait.
+    /// Whether an update or a refusal has arrived since it began to wait.
     pub(super) fn may_go_on(&self, answers: (u64, u64)) -> bool {
         self.stall.is_some_and(|stall| stall.answers != answers)
     }
@@ -281,12 +282,14 @@ impl Lane {
         self.stall.is_some_and(|stall| stall.side == Side::Target)
     }
 
-    /// A packet lacks a translation of the receiver's; whether it is dropped, as that is too late.
+    /// A packet misses a translation of the receiver's; returns whether it is dropped, because that
+    /// is too late.
     pub(super) fn lacks_receivers(&mut self, now_ns: u64, most_ns: u64) -> bool {
         self.translations.is_too_late(now_ns, most_ns)
     }
 
-    /// No packet waits for the receiver any more: there is none, or the receiver is gone, or a ring is at rest.
+    /// No packet waits for the receiver any more: there is no packet, or the receiver is gone, or a
+    /// ring is at rest.
     pub(super) fn pause(&mut self, now_ns: u64) {
         self.stall.take_if(|stall| stall.side == Side::Target);
         self.translations.pause(now_ns);
@@ -304,8 +307,8 @@ impl Lane {
         self.pause(now_ns);
     }
 
-    /// Takes chains of the packets' ring; whether there are any. A table's translation that is missing is waited
-    /// for.
+    /// Takes chains of the packets' ring; returns whether there are any. If a table's translation
+    /// is missing, the lane waits for it.
     pub(super) fn takes<B: Lasting>(
         &mut self,
         ring: &mut NetRing,
@@ -329,8 +332,8 @@ impl Lane {
         self.stall.is_some_and(|stall| now_ns.saturating_sub(stall.since_ns) >= patience_ns)
     }
 
-    /// Asks for what packets lack that are not looked at yet, while translations were missing lately:
-    /// the answers come while others are moved.
+    /// Sends the misses of later packets, while translations were missing lately: the updates
+    /// arrive while other packets are moved.
     #[inline]
     fn look_ahead(&mut self, look: impl FnOnce() -> bool) {
         if self.wary > 0 && !look() {
@@ -338,13 +341,13 @@ impl Lane {
         }
     }
 
-    /// A translation is missing; whether all are to be asked for anew.
+    /// A translation is missing; returns whether all are to be requested again.
     fn lacks(&mut self) -> bool {
         self.wary = WARY;
         std::mem::take(&mut self.passed) < FEW
     }
 
-    /// So many packets have passed.
+    /// Counts packets that have passed.
     #[inline]
     fn pass(&mut self, packets: u64) {
         self.wary = self.wary.saturating_sub(packets);
@@ -364,12 +367,13 @@ impl Lane {
         self.translations.come();
     }
 
-    /// The receiver has no buffers; whether packets are dropped, as it has had none for too long.
+    /// The receiver has no buffers; returns whether packets are dropped, because it has had none
+    /// for too long.
     pub(super) fn lacks_buffers(&mut self, now_ns: u64) -> bool {
         self.buffers.is_too_late(now_ns, self.grace_ns())
     }
 
-    /// Whether the ring is there; if its own translation is on its way, that is waited for.
+    /// Whether the ring is there; if its own translation is on its way, the lane waits for that.
     #[inline]
     pub(super) fn finds<B: Lasting>(
         &mut self,
@@ -397,22 +401,22 @@ pub(super) struct Round {
     pub(super) bytes: u64,
     /// Also buffers.
     pub(super) lost: u64,
-    /// Why it ended, if not for want of packets, or of time.
+    /// What was missing when it ended, other than packets or time.
     pub(super) wants: Option<Want>,
     answers: (u64, u64),
     pub(super) now_ns: u64,
 }
 
 impl Round {
-    /// One with nothing done yet. `answers` were counted before anything was looked up: one that
-    /// comes meanwhile makes us look again.
+    /// A round with nothing done yet. `answers` was read before anything was looked up, so that a
+    /// later update causes another look.
     #[inline]
     pub(super) fn new(answers: (u64, u64), now_ns: u64) -> Round {
         Round { packets: 0, bytes: 0, lost: 0, wants: None, answers, now_ns }
     }
 
-    /// Begins one of a single ring; `None` if that is not there, or waits for what is still missing.
-    /// What waited for too long is given up.
+    /// Begins a round of a single ring; `None` if that is not there, or still waits for a
+    /// translation. What waited for too long is given up.
     #[inline]
     pub(super) fn begin<B: Lasting>(
         lane: &mut Lane,
@@ -468,8 +472,8 @@ impl Round {
         self.lost += 1;
     }
 
-    /// Whether anything was done. If it waits, `ask` asks for all that is knowable: also for what was
-    /// asked for before, if it is given true. It returns whether nothing is missing.
+    /// Returns whether anything was done. If the lane waits, `ask` sends all misses that can be
+    /// found: also those sent before, if called with true. It returns whether nothing is missing.
     #[inline]
     pub(super) fn settle(&self, lane: &mut Lane, ask: impl FnOnce(bool) -> bool) -> bool {
         lane.pass(self.packets + self.lost);
@@ -497,12 +501,13 @@ impl Round {
         place.ring.publish(place.bus);
     }
 
-    /// Ends one of a single ring; true if anything was done.
+    /// Ends a round of a single ring; true if anything was done.
     #[inline]
     pub(super) fn end<B: Lasting>(self, lane: &mut Lane, place: &mut BusRing<'_, B>) -> bool {
         let held = place.ring.held();
         let did = self.settle(lane, |again| ask_ahead(place, again));
-        // What asking ahead has found came after the ring was found to be empty, and wakes nobody.
+        // Chains that `ask_ahead` found arrived after the ring was seen empty, and cause no
+        // wake-up.
         let found = place.ring.held() > held;
         if did {
             self.publish(place);
@@ -511,16 +516,16 @@ impl Round {
     }
 }
 
-/// Asks for all that can be seen to be missing; what was asked for before only if `again`. Returns
-/// whether nothing is.
+/// Sends all misses that can be found, those sent before only if `again`. Returns whether nothing
+/// is missing.
 #[cold]
 fn ask_ahead<B: Lasting>(place: &mut BusRing<'_, B>, again: bool) -> bool {
-    // A ring that is broken is found out, and told, when its turn comes.
+    // A broken ring is detected, and reported, when its turn comes.
     let _ = place.ring.take(place.bus, AHEAD);
     place.ring.look_up(place.bus, AHEAD, again)
 }
 
-/// Gives up on all that has waited for its translation in vain. Returns how many.
+/// Drops all packets whose translation timed out. Returns how many.
 #[cold]
 pub(super) fn give_up<B: Lasting>(place: &mut BusRing<'_, B>) -> u64 {
     let mut count = 0;
@@ -575,7 +580,7 @@ mod tests {
         late.pause(5 * DISTRUST_NS + 60);
         assert!(!late.holds() && !late.is_too_late(7 * DISTRUST_NS, 100) && late.holds());
         assert!(late.is_too_late(7 * DISTRUST_NS + 40, 100));
-        // Nobody is distrusted for ever.
+        // The distrust ends.
         late.pause(7 * DISTRUST_NS + 50);
         assert!(!late.is_too_late(9 * DISTRUST_NS, 100));
     }
@@ -587,7 +592,7 @@ mod tests {
         lane.wait(Side::Target, answers, 5);
         assert!(!lane.lacks_receivers(5, 100) && lane.holds_packets());
         assert!(lane.lacks_receivers(105, 100) && !lane.holds_packets());
-        // Those of the packets' own driver are waited for.
+        // The lane waits for translations of the sender.
         lane.wait(Side::Source, answers, 106);
         assert!(lane.holds_packets());
         lane.pause(107);

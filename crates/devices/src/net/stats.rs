@@ -8,19 +8,20 @@ use std::{
 /// Why a packet, or a receive buffer, was given back without use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lost {
-    /// A packet that is none: too short, its chain is the wrong way round, or its header does not suit it.
+    /// Not a valid packet: too short, its chain has the wrong direction, or its header does not
+    /// suit it.
     Malformed,
     /// Longer than what the receiver's buffers can hold.
     TooLong,
     /// The receiver had no buffers for a while.
     NoRoom,
-    /// Nobody receives.
+    /// There is no receiver.
     NoReceiver,
     /// Its memory cannot be reached.
     Unreachable,
-    /// The translation of its memory was asked for, and did not come.
+    /// A miss for its memory was sent, and timed out.
     Unanswered,
-    /// The receiver cannot do what the sender left to be done.
+    /// The receiver did not negotiate the offload that the packet needs.
     Offload,
     /// The queue is disabled (rule D28).
     Disabled,
@@ -71,7 +72,7 @@ impl fmt::Display for Lost {
     }
 }
 
-/// What one queue counts. One thread writes at a time; anybody may read.
+/// What one queue counts. One thread writes at a time; any thread may read.
 #[derive(Debug, Default)]
 pub struct QueueCounters {
     packets: AtomicU64,

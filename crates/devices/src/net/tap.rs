@@ -1,4 +1,4 @@
-//! A tap device of the kernel's, by which packets leave the machine or come to it.
+//! A tap device of the kernel, through which packets leave or enter the machine.
 
 use std::{
     fs::OpenOptions,
@@ -40,7 +40,7 @@ pub struct Tap {
     uso: bool,
 }
 
-/// Why a tap cannot be had.
+/// Why a tap cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TapError {
@@ -72,7 +72,7 @@ pub enum TapError {
 }
 
 impl Tap {
-    /// Opens the tap `name`, which is made if it is not there, with so many queues.
+    /// Opens the tap `name`, which is made if it is not there, with `queues`.
     ///
     /// # Errors
     /// See [`TapError`].
@@ -92,7 +92,7 @@ impl Tap {
         for _ in 0..queues {
             let fd = device()?;
             let joined = match join(fd.as_fd(), name, many) {
-                // One that was made without `multi_queue` has one queue.
+                // A tap that was made without `multi_queue` has one queue.
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) && queues == 1 => {
                     join(fd.as_fd(), name, 0)
                 }
@@ -161,13 +161,13 @@ impl Tap {
         check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETOFFLOAD as _, offloads) })
     }
 
-    /// Whether the kernel is to use a queue: what it puts into one that nobody reads is lost.
+    /// Sets whether the kernel uses a queue: packets in a queue without a reader are lost.
     pub(super) fn attach(&self, queue: usize, attached: bool) {
         let (Some(fd), true) = (self.queues.get(queue), self.queues.len() > 1) else { return };
         let flags = if attached { libc::IFF_ATTACH_QUEUE } else { libc::IFF_DETACH_QUEUE };
         let request = IfReq { name: [0; 16], flags: flags as libc::c_short, rest: [0; 22] };
-        // It fails where it is so already.
-        // SAFETY: the ioctl reads an ifreq, which outlives the call.
+        // Fails if it is already in that state. SAFETY: the ioctl reads an ifreq, which outlives
+        // the call.
         let _ = unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETQUEUE as _, &request) };
     }
 
@@ -179,7 +179,8 @@ impl Tap {
     /// Takes the next packet, with its header; `None` if there is none.
     ///
     /// # Errors
-    /// `INVAL`: the kernel has dropped it, as it cannot describe it. Others: there is no such device any more.
+    /// `INVAL`: the kernel has dropped it, because it cannot describe it. Others: the device is
+    /// gone.
     pub(super) fn read(&self, queue: usize, into: &mut [u8]) -> Result<Option<usize>, Errno> {
         match rustix::io::read(&self.queues[queue], into) {
             Ok(len) => Ok(Some(len).filter(|&len| len > 0)),
@@ -188,7 +189,7 @@ impl Tap {
         }
     }
 
-    /// Tells the network that the station with this address is here now.
+    /// Announces to the network that the station with this address is here now.
     ///
     /// # Errors
     /// The kernel does not take it.

@@ -121,7 +121,7 @@ pub struct NetUnit {
     polled_ns: u64,
 }
 
-/// Wakes the worker when what it asked for was answered.
+/// Wakes the worker when its misses are resolved.
 struct Wake {
     event: OwnedFd,
     asleep: AtomicBool,
@@ -129,8 +129,9 @@ struct Wake {
 
 impl Wake {
     fn wake(&self) {
-        // The answer was counted before. Of this fence and the one of `NetUnit::arm` one comes
-        // first: either we see that the worker is about to sleep, or it sees the count.
+        // The update was counted before. Of this fence and the one of `NetUnit::arm` one comes
+        // first: either this thread sees that the worker is about to sleep, or the worker sees the
+        // count.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) {
             event::signal(&self.event);
@@ -165,8 +166,8 @@ impl NetUnit {
         Ok(NetUnit { ends, way, grace, outlets: outlets?, probes, wake, polled_ns: 0 })
     }
 
-    /// Starts a ring; the first of a driver says how its memory is reached, and gives the counters of
-    /// the view, if one was made.
+    /// Starts a ring; the first one of a driver determines how its memory is reached, and returns
+    /// the counters of the view, if one was made.
     ///
     /// # Errors
     /// What is wrong with the ring, or that there are too many workers for one IOMMU.
@@ -202,7 +203,7 @@ impl NetUnit {
         let Start { ring: RingStart { config, events, enabled, log, at_used }, counters, name } =
             start;
         bus.set_log(log.log());
-        // Behind an IOMMU a ring may be where nobody has said yet (rule D22).
+        // Behind an IOMMU the translation of a ring may not have arrived yet (rule D22).
         let queue = match at_used {
             false => device::Queue::postponed(config),
             true => device::Queue::postponed_at_used(config),
@@ -363,8 +364,8 @@ impl Unit for NetUnit {
     fn next_due(&self) -> Option<u64> {
         let rings = self.ends.iter().flat_map(End::rings).filter_map(NetRing::next_look);
         let due = self.lanes().filter_map(Lane::next_due).chain(rings);
-        // What was due when work was looked for last was looked at, or nobody looks for it: its ring is disabled,
-        // or no packets come.
+        // What was due at the last poll was handled by it, or needs no handling: its ring is
+        // disabled, or no packets come.
         due.filter(|&due| due > self.polled_ns).min()
     }
 

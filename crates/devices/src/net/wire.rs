@@ -9,7 +9,7 @@ use super::stats::Lost;
 
 /// Feature bits (virtio 1.3, 5.1.3).
 pub mod feature {
-    /// The device takes packets whose checksum is not computed yet.
+    /// The device takes packets with a checksum that is still to be computed.
     pub const CSUM: u64 = 1 << 0;
     /// The driver takes such packets.
     pub const GUEST_CSUM: u64 = 1 << 1;
@@ -55,8 +55,7 @@ pub mod feature {
 
 /// Bytes of the header before each packet.
 pub const HEADER: usize = size_of::<Header>();
-/// Bytes of the header of a driver that knows neither virtio 1.x nor mergeable buffers: it has no
-/// `num_buffers`.
+/// Bytes of the header without virtio 1.x and mergeable buffers: it has no `num_buffers`.
 pub const LEGACY_HEADER: usize = HEADER - 2;
 /// The most bytes of a packet with its header: what a segment that is not cut yet may have.
 pub const MAX_PACKET: usize = HEADER + 65_550 + 18;
@@ -72,13 +71,13 @@ const GSO_TCP6_ECN: u8 = 4 | GSO_ECN;
 /// Bytes of an Ethernet header.
 const ETHERNET: usize = 14;
 
-/// What stands before each packet.
+/// The header before each packet.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 #[repr(C)]
 pub struct Header {
-    /// Whether the checksum is to be computed, say.
+    /// Such as whether the checksum is to be computed.
     pub flags: u8,
     /// What is still to be cut into segments.
     pub gso_type: u8,
@@ -95,12 +94,12 @@ pub struct Header {
 }
 
 impl Header {
-    /// What a receiver that negotiated `features` is told of a packet of `bytes` bytes that a sender
-    /// describes so.
+    /// The header for a receiver that negotiated `features`, of a packet of `bytes` bytes with this
+    /// header of the sender's.
     ///
     /// # Errors
-    /// Why the packet is lost: it is not as it is described, or the receiver cannot do what is left to be
-    /// done.
+    /// Why the packet is lost: the description is wrong, or the receiver did not negotiate the
+    /// offload that it needs.
     #[inline]
     pub(super) fn received(
         self,
@@ -116,19 +115,19 @@ impl Header {
         Ok(header)
     }
 
-    /// The description of a packet of `bytes` bytes as anybody may believe it: nothing in it leads out of the
+    /// The description of a packet of `bytes` bytes, sanitized: nothing in it leads out of the
     /// packet, and fields that mean nothing are 0.
     ///
     /// Virtio 1.2, 5.1.6.2 and 5.1.6.4: the checksum at `csum_start` + `csum_offset` is over what begins at
     /// `csum_start`. A packet that is to be cut has one too, by which its parts are made: of TCP or UDP, behind
-    /// headers of Ethernet and IP; and a size of the parts. `hdr_len` is a hint that nobody may rely on.
-    /// A receiver's kernel would look for those headers where it is told.
+    /// headers of Ethernet and IP; and a size of the parts. `hdr_len` is only a hint. A receiver's
+    /// kernel would look for those headers where the description says.
     ///
     /// # Errors
     /// [`Lost::Malformed`].
     #[inline]
     pub(super) fn described(self, bytes: usize) -> Result<Header, Lost> {
-        // Also where a sender says that a checksum is right, for which it cannot vouch.
+        // Also drops the claim that the checksum is valid, which cannot be trusted.
         if self.flags & NEEDS_CSUM == 0 && self.gso_type == 0 {
             return Ok(Header::default());
         }
@@ -245,7 +244,7 @@ mod tests {
             received(0, 0, 0).unwrap(),
             Header { num_buffers: 3.into(), ..Header::default() }
         );
-        // That the checksum is right is nothing that a sender can say.
+        // A sender's claim that the checksum is right is dropped.
         assert_eq!(received(2, 0, 0).unwrap().flags, 0);
         assert_eq!(received(3, 0, GUEST_CSUM).unwrap().flags, 1);
         for (flags, gso_type, needed) in [
@@ -279,7 +278,7 @@ mod tests {
             // Behind the end.
             (|h| h.csum_start.set(93), &[0, 1, 4, 3, 5]),
             (|h| h.csum_start.set(u16::MAX), &[0, 1, 4, 3, 5]),
-            // Another place than that of TCP's or UDP's.
+            // Neither the offset of TCP's nor of UDP's checksum.
             (|h| h.csum_offset.set(h.csum_offset.get() + 1), &[1, 4, 3, 5]),
         ];
         for (at, (change, types)) in changes.into_iter().enumerate() {

@@ -1,5 +1,5 @@
-//! A queue whose buffers are copied: over the real device and its worker, and over a device that
-//! says what it likes of what it has written.
+//! A queue with bounced buffers: over the real device and its worker, and over a device that lies
+//! about what it has written.
 
 use std::{
     collections::BTreeMap,
@@ -40,17 +40,17 @@ struct Bench {
     queue: Queue,
     dma: Dma,
     pools: BouncePools<GuestPhys>,
-    /// A device in place of the real one, if it is one that lies.
+    /// The device in place of the real one, if it lies.
     liar: Option<Liar>,
     rig: Rig,
 }
 
-/// What the liar does with a request, and what it says that it did.
+/// What the liar does with a request, and what it reports.
 #[derive(Clone, Copy, Debug)]
 struct Answer {
-    /// So many bytes it writes to the data, from the beginning.
+    /// How many bytes it writes to the data, from the beginning.
     writes: usize,
-    /// So many it says it wrote, the status included.
+    /// How many it reports as written, the status included.
     says: u32,
     status: u8,
 }
@@ -61,7 +61,7 @@ struct Liar {
 }
 
 impl Liar {
-    /// Answers what there is, each request by the next of `answers`.
+    /// Completes all requests, each with the next of `answers`.
     fn serve(&mut self, answers: &mut dyn Iterator<Item = Answer>) {
         self.view.online();
         let mut chain = Chain::new();
@@ -162,7 +162,7 @@ impl Bench {
         all
     }
 
-    /// One request and its answer.
+    /// One request and its completion.
     fn once(&mut self, kind: Kind, sector: u64, buffer: PagedBuffer) -> Completion<PagedBuffer> {
         self.queue.submit(kind, sector, buffer, 1).unwrap();
         self.queue.publish().unwrap();

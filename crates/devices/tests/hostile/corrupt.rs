@@ -1,4 +1,4 @@
-//! Rings whose driver breaks the rules.
+//! Rings with a driver that breaks the rules.
 
 use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_iommu::{FaultReason, Prot};
@@ -168,7 +168,7 @@ fn an_address_that_leads_nowhere_fails_its_request_and_no_more() {
             }
             assert_eq!(queue.read(0, piece(good, 512)), OK);
         }
-        // Half of it leads somewhere.
+        // Only half of it is mapped.
         let over = good + PAGE as u64 - 512;
         let beyond = if translated { over } else { GPA + rig.ram.len() as u64 - 512 };
         assert_eq!(queue.read(0, piece(beyond, 1024)), IOERR);

@@ -1,4 +1,5 @@
-//! Who used what was unmapped: from the device's access through the event queue to the line.
+//! A use after unmap, from the device's access through the event queue to the lines that mapped and
+//! unmapped.
 
 use std::{panic::Location, sync::Arc};
 
@@ -100,11 +101,11 @@ fn what_a_live_mapping_does_not_allow_is_told_too() {
     assert_eq!(queue.read(0, piece(iova, 512)), IOERR);
     let explained = explain(&mut rig, &dma, iova);
     assert!(matches!(explained, Explained::WrongDirection(_)), "{explained}");
-    // A length that is wrong by a sector: the first byte that is out of reach is told of.
+    // A length that is wrong by a sector: the fault reports the first byte that is out of reach.
     assert_eq!(queue.write(0, piece(iova, PAGE + 512)), IOERR);
     let explained = explain(&mut rig, &dma, iova + PAGE as u64);
     assert!(matches!(explained, Explained::OutOfBounds(_)), "{explained}");
-    // An address from nowhere.
+    // An address that was never mapped.
     assert_eq!(queue.write(0, piece(1 << 38, 512)), IOERR);
     let fault = rig.fault_at(1 << 38).fault().unwrap();
     assert!(dma.explain(&fault).is_none());

@@ -90,8 +90,8 @@ impl Moving {
         }
     }
 
-    /// A log anew, though in the same place. When this returns the worker has ended the round in
-    /// which it marked something in the old one.
+    /// Sets a new log, though in the same place. When this returns the worker has ended the round
+    /// in which it marked something in the old one.
     fn set_base(&mut self) {
         let (len, file) = (self.log.len() as u64, self.file.try_clone().unwrap());
         self.front(|front| front.set_log_base(file.as_fd(), 0, len)).unwrap();
@@ -105,7 +105,7 @@ impl Moving {
         let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | platform | F_PROTOCOL_FEATURES;
         self.front(|front| {
             front.set_features(features | if on { F_LOG_ALL } else { 0 }).unwrap();
-            // Where requests are not acknowledged, the next one's answer comes after it.
+            // Without acknowledgements, the reply to the next request comes after it.
             front.features().unwrap();
         });
     }
@@ -118,7 +118,7 @@ impl Moving {
         });
     }
 
-    /// Asks the unit of the worker.
+    /// Runs `ask` on the worker's unit.
     fn ask<R: Send + 'static>(&self, ask: impl FnOnce(&mut BlkUnit) -> R + Send + 'static) -> R {
         match &self.way {
             Way::Plain(rig) => rig.ask(0, ask),
@@ -185,7 +185,7 @@ proptest! {
         // rule D26
         let disk = disk(file);
         let mut moving = if translated { Moving::behind(disk) } else { Moving::plain(disk) };
-        // No memory of the driver's: a front end may have marks where it likes.
+        // Not memory of the driver: a front end may choose any place for marks.
         let elsewhere = (FIRST + ALL - 2) * PAGE as u64;
         for (on, rings, requests) in rounds {
             moving.log_ring(rings.then_some(elsewhere));
@@ -253,7 +253,7 @@ fn a_read_under_way_when_logging_begins_is_marked() {
         moving.set(true);
         assert!(moving.take().is_empty());
         if broken {
-            // The queue has stopped: nobody answers, and the kernel writes all the same.
+            // The queue has stopped: nothing is completed, and the kernel writes all the same.
             let at = layout::offsets(SIZE).avail + layout::RING + 2;
             moving.queue.page.write(at, &[0xff, 0xff]);
             moving.queue.set_avail(2);
@@ -280,8 +280,8 @@ fn flush(queue: &mut RawQueue) {
     until("the flush", || holds(&queue.page.part(3000, 1).unwrap(), 0));
 }
 
-/// While a guest may be moved, what waits for a translation when its ring stops goes on in the next
-/// place: nothing that was taken after it was answered, so that it can be put back.
+/// While a guest may be migrated, a request that waits for a translation when its ring stops goes
+/// on at the destination: no later request was completed, so that it can be put back.
 #[test]
 fn what_waits_when_a_guest_moves_is_put_back_with_all_that_came_after_it() {
     let mut moving = Moving::behind(ram_disk(1 << 20));
@@ -306,13 +306,13 @@ fn what_waits_when_a_guest_moves_is_put_back_with_all_that_came_after_it() {
     assert!(holds(&data, 0));
 }
 
-/// What was done before its turn is answered when the guest stays, after all.
+/// Requests that were done out of order are completed when the guest stays, after all.
 #[test]
 fn answers_that_were_held_back_are_given_when_logging_ends() {
     let mut moving = Moving::behind(ram_disk(1 << 20));
     moving.set(true);
     let Moving { way: Way::Behind(behind), queue, .. } = &mut moving else { unreachable!() };
-    // The ring itself is there before answers are held back.
+    // The ring itself is translated before updates are held back.
     queue.go_round();
     let answered = queue.used_index();
     behind.answers(Answers::Held);

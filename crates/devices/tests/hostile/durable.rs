@@ -1,4 +1,4 @@
-//! When a write is durable: the kernel is asked how much of the image it has not written back.
+//! When a write is durable, by how much of the image the kernel has not written back.
 
 use std::{fs::File, os::fd::AsRawFd, sync::Arc};
 
@@ -15,8 +15,8 @@ const LEN: u64 = 1 << 16;
 /// Where `writeback` is.
 const WRITEBACK: u32 = std::mem::offset_of!(BlkConfig, writeback) as u32;
 
-/// How many pages of the file are in the page cache alone. `None`: the kernel does not say (it is older than
-/// 6.5), or the file system has nothing but the cache.
+/// How many pages of the file are in the page cache alone. `None`: the kernel does not report it
+/// (it is older than 6.5), or the file system consists of the cache.
 fn dirty(file: &File) -> Option<u64> {
     const CACHESTAT: libc::c_long = 451;
     let (range, mut stat) = ([0_u64, 0], [0_u64; 5]);
@@ -57,9 +57,9 @@ impl Durable {
         self.rig.share(&[]);
     }
 
-    /// Whether writes that were answered are durable.
+    /// Whether completed writes are durable.
     fn is_durable(&self, queue: &mut RawQueue) -> bool {
-        // What the kernel writes back by itself, just then, is no proof.
+        // The kernel may write back by itself just then, so one result is no proof.
         (0..8).all(|sector| {
             self.file.as_file().sync_all().unwrap();
             assert_eq!(queue.write(sector, piece(queue.bus + 1024, 512)), OK);
@@ -101,7 +101,7 @@ fn a_driver_that_can_flush_chooses_at_any_time() {
         assert_eq!(durable.is_durable(&mut queue), mode == 0);
     }
     durable.rig.blk.set_config(WRITEBACK, &[0]).unwrap();
-    // The data of a request that zeroes, too: it is answered behind a flush.
+    // The data of a request that zeroes, too: it is completed after a flush.
     queue.page.write(1024, &[0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(queue.request(Kind::WriteZeroes, 0, &[piece(queue.bus + 1024, 16)]), OK);
     assert_eq!(dirty(durable.file.as_file()), Some(0));
@@ -113,7 +113,7 @@ fn a_driver_that_can_flush_chooses_at_any_time() {
 #[test]
 fn a_front_end_that_has_not_looked_gets_durable_writes() {
     let Some(mut durable) = Durable::new(false) else { return };
-    // As one that connects to a service that was started again: its driver may have asked for that.
+    // As a front end that reconnects to a restarted service: its driver may have set that.
     durable.negotiate(feature::FLUSH | feature::CONFIG_WCE);
     let mut queue = durable.rig.queue(0);
     assert!(durable.is_durable(&mut queue));

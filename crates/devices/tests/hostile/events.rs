@@ -45,7 +45,7 @@ fn what_is_no_eventfd_is_refused_and_the_connection_goes_on() {
     let queue = RawQueue::new(0, ring.window().clone(), ring.gpa(), user);
     rig.blk.set_vring_num(0, SIZE).unwrap();
     rig.blk.set_vring_addr(0, &queue.addresses()).unwrap();
-    // One that is hung up would be readable for ever.
+    // A descriptor that is hung up would be readable for ever.
     drop(writer);
     assert!(rig.blk.set_vring_kick(0, Some(reader.as_fd())).is_err());
     good.go_round();

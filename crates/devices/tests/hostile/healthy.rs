@@ -28,7 +28,7 @@ fn written_and_read_through_two_queues(translated: bool) {
     }
     fill(from.window(), 0x5a);
     assert_eq!(one.write(3, piece(out, len)), OK);
-    // In pieces that end where they like, the last of them with the last address there is.
+    // In pieces that end anywhere, the last one, if translated, up to address 2^64 - 1.
     let pieces = [piece(back, 100), piece(back + 100, 412), piece(back + 512, len - 512)];
     assert_eq!(two.request(Kind::In, 3, &pieces), OK);
     assert!(holds(to.window(), 0x5a));
@@ -94,8 +94,8 @@ fn a_unit_does_not_outlive_the_meaning_of_its_addresses() {
     assert_eq!(queue.read(0, piece(data.gpa(), PAGE)), IOERR);
 }
 
-/// Runs requests through the driver's end that programs use, which asks for notifications and is
-/// asked for them.
+/// Runs requests through the driver library that programs use, with notifications enabled on both
+/// sides.
 fn requests_are_answered(translated: bool, workers: usize, notify: Notify, count: u64) {
     let setup = Setup { workers, notify, event_idx: true, ..Setup::new(translated) };
     let mut rig = Rig::new(setup);

@@ -53,7 +53,7 @@ impl Slow {
         self.other.go_round_with(piece(ID_PAGE, 20));
     }
 
-    /// Lets the disk answer.
+    /// Completes the read.
     fn complete(&mut self, byte: u8) {
         self.disk.write_all(&[byte; PAGE]).unwrap();
     }
@@ -172,7 +172,7 @@ fn a_detach_waits_for_io_under_way() {
 fn io_under_way_survives_a_new_memory_table() {
     let mut slow = slow(1);
     for byte in 1..10 {
-        // The same memory, mapped anew: what the kernel was told of is another place now.
+        // The same memory, mapped anew: the kernel still has the old address.
         slow.rig.share(&[]);
         slow.go_round();
         slow.complete(byte);
@@ -188,7 +188,7 @@ fn io_under_way_survives_a_new_memory_table() {
 #[test]
 fn a_ring_that_stops_answers_what_is_under_way() {
     let mut slow = slow(1);
-    // The answer is in the pipe, but not yet in the ring: the stop has to wait for it.
+    // The data is in the pipe, but the completion not yet in the ring: the stop has to wait for it.
     slow.rig.blk.set_vring_enable(0, false).unwrap();
     slow.complete(3);
     let next = slow.rig.blk.get_vring_base(0).unwrap();
@@ -215,7 +215,7 @@ fn many_requests_to_a_file_race_with_unmaps_of_their_memory() {
             std::thread::yield_now();
         }
         rig.unmap(DATA, len as u64);
-        // Whatever came before the unmap was answered; nothing comes after.
+        // Clears what arrived before the unmap was answered; nothing may arrive after.
         fill(data.window(), 0);
         let status = queue.finish();
         assert!(status == OK || status == IOERR);

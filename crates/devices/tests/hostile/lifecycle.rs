@@ -25,7 +25,7 @@ fn a_ring_goes_on_at_the_index_where_it_was_stopped() {
             queue.go_round();
             let base = rig.blk.get_vring_base(0).unwrap();
             assert_eq!(base, round * 3);
-            // Stopped: whatever happens to the ring, nobody looks.
+            // Stopped: the device does not read the ring, whatever happens to it.
             queue.submit(Kind::Flush, 0, &[]);
             rig.round(0);
             assert_eq!(queue.used_index(), (round * 3) as u16);
@@ -53,7 +53,8 @@ fn a_base_that_the_used_ring_contradicts_is_refused() {
     queue.go_round();
 }
 
-/// Whatever a front end says of a ring, it is refused, or the ring works or stops: the worker serves on.
+/// Whatever a front end sets for a ring, the request is refused, or the ring works or stops: the
+/// worker goes on.
 #[test]
 fn no_base_and_no_address_of_a_ring_ends_its_worker() {
     let mut rig = Rig::new(Setup::new(false));
@@ -195,7 +196,7 @@ fn requests_that_a_paced_disk_has_not_answered_yet_are_when_the_ring_stops() {
     let file = memfd_create("disk", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&file, 1 << 20).unwrap();
     let ram = Arc::new(Ram::map(file.as_fd(), 1 << 20).unwrap());
-    // An hour for an answer.
+    // An hour of latency.
     let pace = Pace { latency_ns: 3_600_000_000_000, ..Pace::default() };
     let disk = Disk::Paced(ram, Arc::new(Mutex::new(Pacer::new(pace))));
     for translated in [false, true] {

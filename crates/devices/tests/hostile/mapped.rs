@@ -31,7 +31,7 @@ struct Bench {
     dma: Dma,
     allocator: Arc<Slabs<OsCpu>>,
     layout: QueueLayout,
-    // Last: the others let go of the domain, for which they need the device.
+    // Dropped last: the others release the domain, which needs the device.
     rig: Rig,
 }
 

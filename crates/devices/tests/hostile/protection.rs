@@ -202,7 +202,7 @@ fn a_ring_that_is_unmapped_waits_and_goes_on_when_it_is_mapped_again() {
     queue.go_round();
     for round in 0..20 {
         rig.unmap(queue.bus, PAGE as u64);
-        // What the driver now writes to the page is its own affair.
+        // The device does not read what the driver now writes to the page.
         queue.submit(Kind::Flush, 0, &[]);
         let mut before = vec![0; PAGE];
         queue.page.read(0, &mut before);
@@ -228,7 +228,7 @@ fn a_ring_that_is_unmapped_waits_and_goes_on_when_it_is_mapped_again() {
         queue.go_round();
         assert!(holds(&old, 0xdb), "round {round}: the device used the old page");
     }
-    // While it was away each time, this was told once.
+    // Each time it was unmapped, one fault was reported.
     let fault = rig.fault_at(queue.bus);
     assert_eq!(fault.reason, FaultReason::Mapping);
 }

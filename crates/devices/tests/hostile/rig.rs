@@ -1,4 +1,4 @@
-//! A device process in this process, and a driver that can write whatever it likes into its rings.
+//! A back end in this process, and a driver that can write anything into its rings.
 
 use std::{
     os::{
@@ -60,7 +60,7 @@ pub(crate) const BLK_UNIT: u32 = 1;
 pub(crate) const SIZE: u16 = 16;
 /// The name that the disk gives.
 pub(crate) const ID: &str = "hostile";
-/// Longer than any answer takes on a busy machine; a test that waits so long has failed.
+/// Longer than any reply takes on a busy machine; a test that waits so long has failed.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 
 /// Where the parts of a raw queue lie in its page.
@@ -85,8 +85,8 @@ pub(crate) fn ram_disk(len: u64) -> Disk {
     Disk::Ram(Arc::new(Ram::map(file.as_fd(), len).unwrap()))
 }
 
-/// How many mappings these workers have unmapped: none, whatever front ends do with their memory, as the
-/// rings of others would wait meanwhile.
+/// How many mappings these workers have unmapped: must be 0, whatever front ends do with their
+/// memory, because the rings of others would wait meanwhile.
 pub(crate) fn unmapped_by(workers: &[Worker]) -> u64 {
     workers.iter().map(|worker| worker.call(|_| ringfence_mem::unmapped_here()).unwrap()).sum()
 }
@@ -268,7 +268,7 @@ impl Rig {
         queue
     }
 
-    /// Asks the unit of the worker that serves a queue.
+    /// Runs `ask` on the unit of the worker that serves a queue.
     pub(crate) fn ask<R: Send + 'static>(
         &self,
         queue: u16,
@@ -461,13 +461,13 @@ pub(crate) fn piece(addr: u64, len: usize) -> Piece {
     Piece { addr, len: len as u32 }
 }
 
-/// A queue whose every byte is at the test's disposal.
+/// A queue in which the test controls every byte.
 pub(crate) struct RawQueue {
     pub(crate) index: u16,
     pub(crate) page: Window,
-    /// Where the device sees the page in descriptors.
+    /// The address of the page in descriptors.
     pub(crate) bus: u64,
-    /// What SET_VRING_ADDR is told.
+    /// The address in SET_VRING_ADDR.
     pub(crate) addr: u64,
     pub(crate) kick: OwnedFd,
     pub(crate) call: OwnedFd,
@@ -509,13 +509,13 @@ impl RawQueue {
         front.set_vring_kick(index, Some(self.kick.as_fd())).unwrap();
     }
 
-    /// Begins anew, over zeroed memory: start it again afterwards.
+    /// Resets the ring to zeroed memory: start it again afterwards.
     pub(crate) fn clear(&mut self) {
         self.page.slice().fill_zero();
         (self.avail, self.taken) = (0, 0);
     }
 
-    /// After [`clear`](Self::clear): goes on as if so many requests had been answered.
+    /// After [`clear`](Self::clear): goes on as if `index` requests had been completed.
     pub(crate) fn resume_at(&mut self, index: u16) {
         (self.avail, self.taken) = (index, index);
         let at = layout::offsets(SIZE);
@@ -622,7 +622,7 @@ impl RawQueue {
         self.request(blk::Kind::Out, sector, &[data])
     }
 
-    /// Some requests without data. When they are answered, the worker has been through all its
+    /// Some requests without data. When they are completed, the worker has been through all its
     /// queues, and through a quiet point, since this was called.
     pub(crate) fn go_round(&mut self) {
         for _ in 0..3 {

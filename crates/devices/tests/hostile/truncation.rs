@@ -1,4 +1,4 @@
-//! Memory whose file is truncated under the device.
+//! Memory in a file that is truncated under the device.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -90,7 +90,7 @@ fn a_truncated_ring_stops_and_the_reason_is_said() {
     rig.blk.get_vring_base(0).unwrap();
 }
 
-/// Without its record a device that goes on would lose, in a crash, what it has promised to keep.
+/// A device that went on without its record would lose, in a crash, what it must keep.
 #[test]
 fn a_queue_whose_record_is_truncated_stops_and_the_reason_is_said() {
     sigbus::install().unwrap();

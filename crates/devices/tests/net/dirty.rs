@@ -36,8 +36,8 @@ impl Moving {
         moving
     }
 
-    /// A log anew, though in the same place. When this returns every worker has ended the round in
-    /// which it marked something in the old one.
+    /// Sets a new log, though in the same place. When this returns every worker has ended the round
+    /// in which it marked something in the old one.
     fn set_base(&mut self) {
         let len = self.log.len() as u64;
         self.driver.front.set_log_base(self.file.as_fd(), 0, len).unwrap();

@@ -1,4 +1,4 @@
-//! A driver that writes whatever it likes into its rings.
+//! A driver that writes arbitrary descriptors into its rings.
 
 use proptest::prelude::*;
 use ringfence_devices::net::{GRACE, NetOptions, Way};
@@ -10,7 +10,7 @@ use crate::rig::{
     BUFFERS_AT, Driver, IOVA, PAGE, Setup, device, options, packet, unanswered, until,
 };
 
-/// A page that nobody was ever told of.
+/// A page that no update ever covers.
 const SECRET: u64 = BUFFERS_AT + 200 * PAGE;
 
 fn any_desc() -> impl Strategy<Value = Desc> {
@@ -55,13 +55,13 @@ proptest! {
         let secret = vec![0x5a; PAGE as usize];
         driver.put(SECRET, &secret);
         let [_, sent] = [(0, &offered), (1, &sent)].map(|(ring, chains)| {
-            // Some our own end refuses to write.
+            // The driver's own end refuses to write some of them.
             let added = chains.iter().filter(|chain| driver.queue(ring).add(chain, 0).is_ok()).count();
             driver.publish(ring);
             added
         });
-        // Nothing that is asked for is answered. All packets come back in the end, used or not,
-        // unless a queue was stopped.
+        // No miss gets an update. All packets come back in the end, used or not, unless a queue was
+        // stopped.
         let mut back = 0;
         unanswered("all packets, or a stop", &mut driver, |driver| {
             back += driver.reclaim(0);

@@ -1,5 +1,5 @@
-//! The driver that loads back ends: what it sends comes back whole, by whatever addresses; and what
-//! does not is found.
+//! The driver that loads back ends: what it sends comes back whole, with every kind of addresses;
+//! and it detects what does not.
 
 use std::{
     os::unix::net::UnixStream,
@@ -27,7 +27,7 @@ fn small(addressing: Addressing, packed: bool, prefill: bool) -> Options {
     Options { addressing, ring, rx_buffers, tx_buffers, packed, prefill }
 }
 
-/// Turns until that is so.
+/// Runs the driver until `done` returns true.
 fn until(driver: &mut NetDriver, what: &str, mut done: impl FnMut(&mut NetDriver) -> bool) {
     let begun = Instant::now();
     while !done(driver) {
@@ -144,7 +144,7 @@ fn one_way_at_a_time() {
     }
 }
 
-/// What comes back is what somebody made of it.
+/// Echoes packets after `tamper` has changed them.
 fn tampered(tamper: impl Fn(u64, Vec<u8>) -> Option<Vec<u8>>) -> NetDriver {
     const COUNT: usize = 40;
     let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);

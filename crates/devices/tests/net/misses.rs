@@ -24,21 +24,20 @@ fn impatient(pairs: u16, patience: Duration) -> NetOptions {
     NetOptions { iotlb, ..options(Way::Loopback, pairs) }
 }
 
-/// Tells the translations of so many pages.
+/// Sends updates for this many pages.
 fn tell(driver: &mut Driver, first: u64, pages: u64) {
     for page in first..first + pages {
         driver.update(IOVA + page * PAGE, Access::ReadWrite);
     }
 }
 
-/// Tells the translations of all rings.
+/// Sends updates for all rings.
 fn tell_rings(driver: &mut Driver, rings: u64) {
     tell(driver, 0, 2 * rings);
 }
 
-/// Tells the translations of all that `pairs` pairs need whose buffers are 2048 bytes long, but for
-/// what is sent beyond the first page: where the time for an answer is short, nothing else may need
-/// one.
+/// Sends updates for all that `pairs` pairs need with buffers of 2048 bytes, except what is sent
+/// beyond the first page: with a short time-out, nothing else may miss.
 fn tell_all(driver: &mut Driver, pairs: u64) {
     tell_rings(driver, 2 * pairs);
     tell(driver, SENT_AT / PAGE, 1);
@@ -118,7 +117,7 @@ fn a_translation_that_never_comes_costs_the_packets_that_need_it() {
     tell_all(&mut driver, 2);
     driver.offer_all(0, 2048);
     driver.offer_all(1, 2048);
-    // An address of which nothing is known: no answer ever comes.
+    // An unknown address: no update ever arrives.
     let nowhere = IOVA + (1 << 40);
     driver.queue(1).add(&[ringfence_virtq::Desc::readable(nowhere, 100)], 0).unwrap();
     driver.publish(1);
@@ -143,7 +142,7 @@ fn silence_is_given_up_on_after_a_while() {
     tell_rings(&mut driver, 2);
     tell(&mut driver, BUFFERS_AT / PAGE, 32);
     driver.offer_all(0, 2048);
-    // Three packets that wait together are given up together. Nobody reads what is asked.
+    // Three packets that wait together time out together. No thread reads the misses.
     (0..3).for_each(|n| driver.send(0, &packet(n, 100)));
     let mut back = 0;
     unanswered("packets given up", &mut driver, |driver| {
@@ -152,7 +151,7 @@ fn silence_is_given_up_on_after_a_while() {
     });
     assert_eq!(net.counters(0)[1].lost(Lost::Unanswered), 3);
     assert_eq!(net.iotlb(0).timeouts, 3);
-    // One that is answered goes through: the first, unless a busy machine answers too late.
+    // With an update a packet goes through: the first, unless a busy machine sends it too late.
     driver.asked.clear();
     driver.send(0, &packet(9, 100));
     until("the packet", &mut [&mut driver], |drivers| {
@@ -165,7 +164,7 @@ fn silence_is_given_up_on_after_a_while() {
 
 #[test]
 fn a_refusal_is_no_reason_to_wait() {
-    // rule D9: asked again, the front end says that there is none.
+    // rule D9: when the miss is sent again, the front end refuses it.
     let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
     driver.offer_all(0, 2048);
@@ -180,7 +179,7 @@ fn a_refusal_is_no_reason_to_wait() {
     assert_eq!(net.counters(0)[1].lost(Lost::Unreachable), 1);
 }
 
-/// What a front end does that can say so: an update without any permission.
+/// How a front end that can do so refuses a miss: by an update without any permission.
 fn refuse_unknown(driver: &mut Driver) {
     driver.listen();
     for (iova, _) in std::mem::take(&mut driver.asked) {
@@ -254,7 +253,7 @@ fn after_an_invalidation_is_answered_nothing_is_written_there() {
             }
             let mark = vec![0xa5; PAGE as usize];
             driver.put(page, &mark);
-            // The device works on until it asks for the page, which is among those offered.
+            // The device works on until it sends a miss for the page, which is among those offered.
             unanswered("a miss", &mut driver, |driver| {
                 driver.reclaim(0);
                 if driver.queue(1).free_descs() > 0 {
@@ -311,7 +310,7 @@ fn no_packet_is_lost_when_all_translations_go() {
 
 #[test]
 fn a_sender_s_misses_and_a_receiver_s_are_told_apart() {
-    // The receiver's permission to write is asked for, the sender's to read.
+    // The receiver's misses are for writing, the sender's for reading.
     let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
     let mut sender = Driver::running(&net, 0, Setup::new(true));
     let mut receiver = Driver::running(&net, 1, Setup::new(true));
@@ -351,7 +350,7 @@ fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
             back += sender.reclaim(0);
             back == 8
         });
-        // The receiver's own patience is not over.
+        // The receiver's own time-out is not over.
         assert_eq!((lost(), net.iotlb(1).timeouts), (8 * round, 0));
         tell_rings(&mut receiver, 1);
     }
@@ -390,7 +389,7 @@ fn an_invalidation_is_not_answered_while_a_worker_may_be_using_it() {
             answered.store(true, Ordering::Release);
         });
         until("the invalidation", &mut [], |_| net.iotlb(0).invalidations > 0);
-        // It waits; one that did not would be over soon.
+        // It waits: otherwise it would have returned by then.
         std::thread::sleep(Duration::from_millis(50));
         let early = answered.load(Ordering::Acquire);
         release.send(()).unwrap();

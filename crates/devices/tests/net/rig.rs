@@ -1,5 +1,5 @@
-//! A network device in this process, and drivers that are their own front ends: they answer misses,
-//! or do not.
+//! A network device in this process, and drivers that are their own front ends: they resolve
+//! misses, or do not.
 
 use std::{
     collections::VecDeque,
@@ -29,7 +29,7 @@ use ringfence_virtq::{
 };
 use zerocopy::{FromBytes, IntoBytes};
 
-/// Longer than any answer takes on a busy machine; a test that waits so long has failed.
+/// Longer than any reply takes on a busy machine; a test that waits so long has failed.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 pub(crate) const PAGE: u64 = 4096;
 /// Pages of a driver's memory.
@@ -86,11 +86,11 @@ pub(crate) struct Driver {
     rings: Vec<Option<Queue>>,
     kicks: Vec<OwnedFd>,
     channel: Option<UnixStream>,
-    /// Misses that were read and not answered.
+    /// Misses that were read and not resolved.
     pub(crate) asked: VecDeque<(u64, Access)>,
     /// How many misses there were.
     pub(crate) misses: usize,
-    /// Those of them that wanted an answer in any case, which they got.
+    /// Those of them that required a reply in any case, which they got.
     pub(crate) acked: usize,
     next_sent: u64,
     _serving: Option<Serving>,
@@ -161,7 +161,7 @@ impl Driver {
         self
     }
 
-    /// Starts a ring anew.
+    /// Starts a new ring.
     pub(crate) fn start(&mut self, ring: u16) {
         let Setup { packed, event_idx, .. } = self.setup;
         let config = QueueConfig { size: SIZE, event_idx, packed };
@@ -195,7 +195,7 @@ impl Driver {
         self.front.set_vring_addr(ring, &addresses).unwrap();
     }
 
-    /// Has the device go on with a ring.
+    /// Makes the device go on with a ring.
     pub(crate) fn go_on(&mut self, ring: u16, base: u32) {
         let addresses = self.addresses(ring, None);
         let front = &mut self.front;
@@ -256,7 +256,7 @@ impl Driver {
         }
     }
 
-    /// Sends a packet whose header and bytes lie in pieces of these lengths (and the rest).
+    /// Sends a packet with its header and bytes in pieces of these lengths (and the rest).
     pub(crate) fn send_as(&mut self, pair: u16, header: wire::Header, bytes: &[u8], cuts: &[u32]) {
         let whole = [header.as_bytes(), bytes].concat();
         if self.next_sent + whole.len() as u64 > SENT_END {
@@ -326,7 +326,7 @@ impl Driver {
         Some((header, bytes.split_off(wire::HEADER)))
     }
 
-    /// Reads what was asked.
+    /// Reads misses.
     pub(crate) fn listen(&mut self) {
         let Some(mut channel) = self.channel.as_ref() else { return };
         let mut message = [0; 12 + size_of::<IotlbWire>()];
@@ -340,7 +340,8 @@ impl Driver {
             self.misses += 1;
             self.asked.push_back((iova, access));
             if message[4] & 8 != 0 {
-                // Told that there is none now: who answers later does so by an update.
+                // For an unknown address the reply is that there is none now; an update may follow
+                // later.
                 self.acked += 1;
                 let answer: [u32; 5] = [1, 1 | 4, 8, u32::from(!self.knows(iova)), 0];
                 channel.write_all(answer.as_bytes()).unwrap();
@@ -352,7 +353,7 @@ impl Driver {
         iova.checked_sub(IOVA).is_some_and(|offset| offset < PAGES * PAGE)
     }
 
-    /// Tells the translation of a page.
+    /// Sends an update for a page.
     pub(crate) fn update(&mut self, iova: u64, access: Access) {
         let first = iova & !(PAGE - 1);
         let place = self.place(first - IOVA) as u64;
@@ -366,7 +367,7 @@ impl Driver {
         self.front.iotlb(&Iotlb::Invalidate { first, last }).unwrap();
     }
 
-    /// Answers what was asked and is known.
+    /// Sends updates for misses with known addresses.
     pub(crate) fn answer(&mut self) {
         self.listen();
         while let Some((iova, access)) = self.asked.pop_front() {
@@ -388,7 +389,7 @@ impl Drop for Serving {
     }
 }
 
-/// Waits for something, while the drivers answer what they are asked.
+/// Waits for something, while the drivers resolve misses.
 pub(crate) fn until(
     what: &str,
     drivers: &mut [&mut Driver],
@@ -403,7 +404,7 @@ pub(crate) fn until(
     }
 }
 
-/// Waits for something, while the driver answers nothing.
+/// Waits for something, while the driver resolves no miss.
 pub(crate) fn unanswered(
     what: &str,
     driver: &mut Driver,

@@ -224,7 +224,8 @@ fn work_that_the_receiver_cannot_do_is_not_left_to_it() {
     assert_eq!(net.counters(0)[1].lost(Lost::Offload), 1);
 }
 
-/// Whatever a guest says of its packets, another gets none that names places outside of them.
+/// Whatever the headers of a guest's packets, another guest gets none with offsets outside the
+/// packet.
 #[test]
 fn offsets_that_lead_out_of_a_packet_do_not_pass_from_one_guest_to_another() {
     use wire::feature::{CSUM, GUEST_CSUM, GUEST_TSO4, HOST_TSO4};
@@ -281,11 +282,11 @@ fn a_receiver_without_buffers_holds_up_the_sender_for_a_moment_only() {
     let made = NetOptions { grace: GRACE, ..options(Way::Peer, 1) };
     let net = device(made, 1, Notify::Adaptive);
     let mut sender = Driver::running(&net, 0, Setup::new(false));
-    // Nobody is there.
+    // No receiver.
     sender.send(0, &packet(1, 100));
     until("dropped", &mut [&mut sender], |drivers| drivers[0].reclaim(0) == 1);
     assert_eq!(net.counters(0)[1].lost(Lost::NoReceiver), 1);
-    // There, without buffers.
+    // A receiver without buffers.
     let mut receiver = Driver::running(&net, 1, Setup::new(false));
     (2..30).for_each(|n| sender.send(0, &packet(n, 100)));
     let both = &mut [&mut sender, &mut receiver];

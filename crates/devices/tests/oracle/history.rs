@@ -1,4 +1,4 @@
-//! What a domain was asked, and when: the witness that every judgement calls on.
+//! The requests to a domain, and when they were made: every judgement is based on this.
 
 use std::{
     sync::{
@@ -23,23 +23,23 @@ impl Sequence {
     }
 }
 
-/// One mapping that was asked for.
+/// One mapping that was requested.
 #[derive(Clone, Debug)]
 pub(crate) struct Piece {
     pub(crate) range: Range,
     pub(crate) target: u64,
     pub(crate) prot: Prot,
-    /// Who asked.
+    /// The thread that mapped it.
     pub(crate) by: ThreadId,
-    /// Before it was asked for.
+    /// Before it was requested.
     pub(crate) mapped: u64,
-    /// Whether a sync has told that the device knows of it.
+    /// Whether a sync has reported that the device has it.
     pub(crate) ready: bool,
-    /// After its removal was asked for.
+    /// After its removal was requested.
     pub(crate) unmapped: Option<u64>,
-    /// Whether an invalidation that covers it has begun, without anybody waiting for it yet.
+    /// Whether an invalidation that covers it has begun, without a wait for it yet.
     pub(crate) begun: bool,
-    /// After the invalidation that covers it: from then on nobody may reach it.
+    /// After the invalidation that covers it: from then on no device may reach it.
     pub(crate) closed: Option<u64>,
 }
 
@@ -99,7 +99,7 @@ impl History {
         self.told.lock().pieces[from..].to_vec()
     }
 
-    /// From now on what leads there leads to slots, and to nobody's buffer.
+    /// From now on, mappings to this memory are slots, and not buffers.
     pub(crate) fn set_slots(&self, slots: core::ops::Range<u64>) {
         self.told.lock().slots = slots;
     }
@@ -135,7 +135,7 @@ impl History {
         self.told.lock().slots.contains(&piece.target)
     }
 
-    /// Memory of a slot goes back to whom it was taken from: no device may reach it.
+    /// Memory of a slot goes back to where it was taken from: no device may reach it.
     pub(crate) fn gives_back(&self, gpa: u64, len: u64) {
         let mut told = self.told.lock();
         let held = told.open_slots().find(|slot| slot.gpa < gpa + len && gpa < slot.gpa + slot.len);
@@ -150,7 +150,7 @@ impl History {
         numbers.iter().all(|&at| told.pieces[at].closed.is_some())
     }
 
-    /// Whether the device is known to know of all that is mapped from `first` to `last`.
+    /// Whether syncs have reported that the device has all that is mapped from `first` to `last`.
     pub(crate) fn is_ready(&self, first: u64, last: u64) -> bool {
         let range = Range::new(Iova(first), Iova(last)).expect("ordered");
         let told = self.told.lock();
@@ -203,7 +203,7 @@ impl History {
     }
 }
 
-/// A domain that writes down what it is asked.
+/// A domain that records its calls.
 pub(crate) struct Recorded<D> {
     inner: D,
     history: History,
@@ -230,7 +230,7 @@ impl<D> Recorded<D> {
     }
 }
 
-// SAFETY: the inner domain's promise.
+// SAFETY: all calls pass to the inner domain, which fulfils the contract.
 unsafe impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
     type Target = GuestPhys;
 

@@ -4,16 +4,16 @@ use ringfence_iommu::{
     Domain, Gather, GuestPhys, Map, Partial, Prot, Range, Result, SyncToken, Work,
 };
 
-/// What a domain is wrong in, or what is made of it.
+/// A defect of a domain, or of what is built on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lie {
-    /// It does all that it says.
+    /// No defect.
     Nothing,
-    /// A sync after an unmap waits for nobody.
+    /// A sync after an unmap waits for no reader.
     NoSync,
-    /// A flush of everything waits for nobody.
+    /// A flush of everything waits for no reader.
     NoFlush,
-    /// A sync after a map waits for nobody, and hears of no refusal.
+    /// A sync after a map does not wait for the device, and reports no refusal.
     NoSyncMap,
     /// What is unmapped stays.
     NoUnmap,
@@ -23,7 +23,7 @@ pub(crate) enum Lie {
     OneMore,
     /// A mapping leads to the page after the one that it should lead to.
     Elsewhere,
-    /// A device that is not trusted is taken for one that is.
+    /// An untrusted device is treated as trusted.
     Trusts,
     /// All memory for slots is the same.
     OneSlot,
@@ -40,8 +40,8 @@ impl<D> Lying<D> {
     }
 }
 
-// SAFETY: none of its own: it lies, so that the oracle is seen to find it. Nothing but pretended memory of a
-// guest is behind it.
+// SAFETY: the contract is broken on purpose, so that the oracle is seen to find it. Only simulated
+// guest memory is behind it.
 unsafe impl<D: Domain<Target = GuestPhys>> Domain for Lying<D> {
     type Target = GuestPhys;
 

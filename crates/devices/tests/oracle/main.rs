@@ -1,12 +1,12 @@
 //! What a device may touch, over time, with every part real: the DMA API over the virtio-iommu
-//! driver, virtqueues in shared memory, and on worker threads the IOMMU's unit and a device that
+//! driver, virtqueues in shared memory, and, on worker threads, the IOMMU's unit and a device that
 //! keeps trying addresses through its IOTLB.
 //!
 //! * [`program`]: random programs of one driver; after each step the device tries everything that it
 //!   may reach and much that it may not, and each refusal must come back as a fault record.
 //! * [`together`]: two drivers at once, while two workers never stop; judged afterwards, access by
 //!   access.
-//! * [`mutants`]: a stack that lies in one thing must not pass either of them.
+//! * [`mutants`]: a stack with one deliberate defect must not pass either of them.
 //!
 //! `PROPTEST_CASES` sets how many programs are run.
 

@@ -47,10 +47,10 @@ fn is_found_out(lie: Lie, found: Option<String>, says: &[&str]) {
     assert!(says.iter().any(|says| what.contains(says)), "{lie:?}: {what}");
 }
 
-/// By what a slot that shows another mapping is told.
+/// Messages that show that a slot is shared with another mapping.
 const REACHES_OTHERS: &[&str] =
     &["the device reaches", "where nobody writes", "has written to", "was written after"];
-/// By what a breach of protection is told.
+/// Messages that show a breach of protection.
 const REACHES: &[&str] = &["the device reaches", "was written after its unmap"];
 
 #[test]

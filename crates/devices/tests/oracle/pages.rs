@@ -1,4 +1,4 @@
-//! Buffers of guest memory that nobody else has, and that are never given out again if they leak.
+//! Exclusive buffers of guest memory, which are never given out again if they leak.
 
 use std::sync::Arc;
 

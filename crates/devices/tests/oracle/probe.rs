@@ -54,7 +54,7 @@ impl Touch {
     }
 }
 
-/// What became of it: the bytes that were read.
+/// The result of an access: the bytes that were read.
 pub(crate) type Touched = Result<[u8; MOST], AccessError>;
 
 struct Batch {
@@ -92,7 +92,7 @@ impl Probe {
         Probe { post, wake }
     }
 
-    /// Has the device make all of these accesses, in their order and without a quiet point.
+    /// Makes the device do all of these accesses, in their order and without a quiet point.
     pub(crate) fn touch(&self, touches: Vec<Touch>) -> Vec<Touched> {
         let (reply, answer) = mpsc::channel();
         self.post.send(Batch { touches, reply }).expect("the worker is there");
@@ -106,7 +106,8 @@ struct Held {
     at: NonNull<u8>,
     until_ns: u64,
     last: [u8; 8],
-    // Dropped after the end was told: what waits for it finds it told.
+    // Dropped after the end was recorded, so that an invalidation that waits for it finds it
+    // recorded.
     _lease: Lease,
 }
 
@@ -130,10 +131,10 @@ fn hold(
     Ok(Held { at, until_ns, last, _lease: lease })
 }
 
-/// Who is told of the end of what was held.
+/// Where the end of what was held is recorded.
 enum Over {
     Flag(Arc<AtomicBool>),
-    /// The record whose end is to be noted.
+    /// In the record with this number.
     Record(usize),
 }
 
@@ -212,7 +213,7 @@ impl Unit for ProbeUnit {
         let mut busy = self.let_go(now_ns);
         while let Some(batch) = self.next.take().or_else(|| self.mail.try_recv().ok()) {
             let touched = batch.touches.iter().map(|touch| self.touch(touch)).collect();
-            // Whoever asked may have failed meanwhile.
+            // The test thread may have failed meanwhile.
             let _ = batch.reply.send(touched);
             busy = true;
         }
@@ -280,7 +281,7 @@ pub(crate) struct Roaming {
     pub(crate) records: Vec<Record>,
 }
 
-/// So many accesses are recorded at most.
+/// The most accesses that are recorded.
 const RECORDS: usize = 400_000;
 /// Of each page: where what is written begins.
 pub(crate) const HALF: u64 = 2048;

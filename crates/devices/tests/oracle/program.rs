@@ -89,8 +89,8 @@ pub(crate) struct Program {
     cpu: Arc<FixedCpu>,
     granule: u64,
     untrusted: bool,
-    /// Whether all that is stale was unmapped under the bounds in force: not so after a change of
-    /// them whose flush has failed.
+    /// Whether all that is stale was unmapped under the bounds in force: not after a change of them
+    /// with a failed flush.
     bounded: bool,
     set: Set,
     /// What the data pages must hold.
@@ -100,7 +100,7 @@ pub(crate) struct Program {
     /// Which entries are copies.
     copies: BTreeMap<usize, Copied>,
     bounce: BounceConfig,
-    /// How many copies were wanted, and mapped for want of a slot.
+    /// How many buffers should have been bounced, and were mapped for lack of a slot.
     not_bounced: u64,
     /// Whether what fails may cost a pool its addresses.
     may_fail: bool,
@@ -168,7 +168,7 @@ impl Program {
             refused: 0,
             stale: 0,
         };
-        // No two places hold the same, so that a byte tells where it came from.
+        // No two places hold the same, so that a byte shows where it came from.
         let chunks: Vec<_> =
             (0..program.shadow.bytes.len() / 8).map(|_| program.draw().to_le_bytes()).collect();
         program.shadow.bytes.copy_from_slice(chunks.as_flattened());
@@ -374,7 +374,7 @@ impl Program {
         Ok(())
     }
 
-    /// Rule L34: what is handed out the device knows of.
+    /// Rule L34: the device has the mappings of all that is handed out.
     fn is_ready(&self, runs: &[Run]) -> Result<(), String> {
         match runs.iter().find(|run| !self.rig.history.is_ready(run.iova, run.last())) {
             Some(run) => Err(format!("{run:x?} was handed out, and no sync has told of it")),
@@ -382,7 +382,7 @@ impl Program {
         }
     }
 
-    /// What was asked of the domain since then, in whole granules.
+    /// What was mapped in the domain since then, in whole granules.
     fn recorded(&self, before: usize) -> Vec<Run> {
         let run = |piece: &Piece| Run {
             iova: piece.range.first().0,
@@ -500,12 +500,12 @@ pub(crate) fn run(setup: &Setup, steps: &[Step]) -> Result<Count, String> {
     program.finish()
 }
 
-/// How many programs or seeds to try: as the environment says, else so many.
+/// How many programs or seeds to try: from the environment, or `default`.
 pub(crate) fn cases(default: u32) -> u32 {
     std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(default)
 }
 
-/// A setup to which nothing is added that a program does not ask for.
+/// A setup that does nothing besides what a program requests.
 fn plain(policy: Policy) -> Setup {
     let flush = FlushTuning { slots: 8, ..FlushTuning::of(policy) };
     Setup {

@@ -45,9 +45,9 @@ pub(crate) const ENDPOINT: u32 = 7;
 const GPA: u64 = 1 << 32;
 /// The IOMMU's unit; probes come before it or after it in a worker's turn.
 const IOMMU_UNIT: u32 = 5;
-/// Longer than any answer takes on a busy machine; a test that waits so long has failed.
+/// Longer than any reply takes on a busy machine; a test that waits so long has failed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
-/// Named by the device: never to be mapped.
+/// Reserved by the device: never to be mapped.
 pub(crate) const RESERVED: Range = match Range::new(Iova(0x4_0000), Iova(0x4_ffff)) {
     Some(range) => range,
     None => panic!("not empty"),
@@ -234,7 +234,7 @@ impl Rig {
         }
     }
 
-    /// So many fault records, in their order; an error if they do not come.
+    /// Waits for `count` fault records, in order; an error if they do not arrive.
     pub(crate) fn wait_for_events(&mut self, count: usize) -> Result<Vec<FaultRecord>, String> {
         let start = Instant::now();
         let mut records = Vec::new();

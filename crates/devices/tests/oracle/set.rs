@@ -52,13 +52,13 @@ pub(crate) fn runs(segments: &[Segment], pieces: &[(u64, u64)]) -> Option<Vec<Ru
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// In a batch: asked for, and nobody's yet.
+    /// In a batch: requested, and not handed out yet.
     Coming,
     Live,
-    /// In a batch whose invalidation has begun. What is not shared with others is over then, and
-    /// under a lazy policy the addresses may be free before the buffer is handed out.
+    /// In a batch, after its invalidation has begun. Granules that are not shared are over then,
+    /// and under a lazy policy the addresses may be free before the buffer is handed out.
     Going,
-    /// Unmapped lazily, or not known to be unmapped: reachable until the history says otherwise.
+    /// Unmapped lazily, or not known to be unmapped: reachable until the history closes it.
     Stale,
     /// As stale, and its addresses are never to be used again.
     Quarantined,
@@ -84,7 +84,7 @@ pub(crate) enum Verdict {
     Must(u64),
     /// If it succeeds, then here: it shares a granule with a buffer, or is in a batch under way.
     May(u64),
-    /// If it succeeds, then here: it was unmapped, and no invalidation has told of it.
+    /// If it succeeds, then here: it was unmapped, and no invalidation has completed since.
     Stale(u64),
     Never,
 }

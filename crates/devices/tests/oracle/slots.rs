@@ -1,4 +1,4 @@
-//! Memory for bounce slots that knows what of it is taken.
+//! Memory for bounce slots that tracks what of it is taken.
 
 use std::{collections::BTreeMap, ptr::NonNull, sync::Arc};
 
@@ -9,7 +9,7 @@ use ringfence_mem::{GuestRam, Window};
 
 use crate::{history::History, lying::Lie, pages::PAGE};
 
-/// What it holds when it is taken: whatever its last owner left there.
+/// What memory holds when it is taken, as if left by an earlier owner.
 const LEFT: u8 = 0xee;
 
 /// Pages of guest memory for slots.
@@ -25,7 +25,7 @@ pub(crate) struct SlotMemory {
 struct Book {
     /// What is taken: address and length.
     out: BTreeMap<u64, u64>,
-    /// What was taken since somebody asked.
+    /// What was taken since the last call of `fresh`.
     fresh: Vec<(u64, u64)>,
 }
 
@@ -60,7 +60,7 @@ impl SlotMemory {
         self.book.lock().out.is_empty()
     }
 
-    /// What was taken since this was asked last: address and length.
+    /// What was taken since the last call: address and length.
     pub(crate) fn fresh(&self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.book.lock().fresh)
     }

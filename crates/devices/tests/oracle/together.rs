@@ -37,7 +37,7 @@ use crate::{
     together::judge::{Judge, check_stamps},
 };
 
-/// Each driver tells the probes of so many pages at a time.
+/// How many pages each driver hands to the probes at a time.
 const TARGETS: usize = 24;
 /// Marks what the CPU writes to a buffer that it has to itself.
 const PRIVATE: u64 = 0xcc << 56;
@@ -48,7 +48,7 @@ const STAMP: u64 = 0xd0 << 56;
 
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
-    /// Buffers of so many pages each.
+    /// Buffers of `counts` pages.
     Map {
         counts: Vec<u64>,
         direction: Direction,
@@ -78,7 +78,7 @@ pub(crate) enum Step {
         direction: Direction,
         us: u64,
     },
-    /// Unmaps so many together, and does something else meanwhile.
+    /// Unmaps `count` mappings together, and does something else meanwhile.
     Complete {
         count: usize,
         us: u64,
@@ -274,25 +274,25 @@ impl Driver<'_> {
             Step::Complete { count, us } => self.complete(*count, *us)?,
             Step::Switch { policy } => {
                 self.switches.begun.fetch_add(1, Ordering::SeqCst);
-                // One that fails leaves the timer to flush.
+                // If it fails, the timer flushes.
                 let _ = self.dma.set_policy(*policy);
                 self.switches.done.fetch_add(1, Ordering::SeqCst);
             }
-            // One that fails is tried again by the timer.
+            // If it fails, the timer tries again.
             Step::Flush => drop(self.dma.flush()),
             Step::Linger { us } => linger(Duration::from_micros(*us)),
         }
         Ok(())
     }
 
-    /// If the policy is strict and nobody changes it: how often it was changed so far.
+    /// If the policy is strict and no thread is changing it: how often it was changed so far.
     fn is_strict(&self) -> Option<u64> {
         let begun = self.switches.begun.load(Ordering::SeqCst);
         let settled = self.switches.done.load(Ordering::SeqCst) == begun;
         (settled && self.dma.effective_policy().is_strict()).then_some(begun)
     }
 
-    /// Whether it has been strict since [`is_strict`](Self::is_strict) was asked.
+    /// Whether it has been strict since [`is_strict`](Self::is_strict) was called.
     fn stays_strict(&self, since: Option<u64>) -> bool {
         since == Some(self.switches.begun.load(Ordering::SeqCst))
     }
@@ -307,7 +307,7 @@ impl Driver<'_> {
         }
         batch.begin();
         let mut mapped = Vec::new();
-        // Asks again and again, or does something else and then waits.
+        // Polls until all are done, or does something else and then waits.
         if us.is_multiple_of(2) {
             while !batch.is_empty() {
                 batch.poll(|there, mapping| mapped.extend(mapping.ok().map(|m| (there, m))));
@@ -437,7 +437,7 @@ fn linger(time: Duration) {
 pub(crate) struct Count {
     pub(crate) succeeded: u64,
     pub(crate) refused: u64,
-    /// Successes after the unmap had been asked for.
+    /// Successes after the unmap had been requested.
     pub(crate) stale: u64,
 }
 
@@ -557,7 +557,7 @@ fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String
     let Some(pools) = rig.pools.take() else { return Ok(()) };
     let start = Instant::now();
     while pools.stats().slots != 0 {
-        // The timer, at work for the device, may be the last to let go of it.
+        // The timer, which may be running for the device, may drop it last.
         if start.elapsed() > LONG {
             return Err(format!("slots are lost: {:?}", pools.stats()));
         }
@@ -573,7 +573,7 @@ fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String
         if taken == quarantined && left.is_empty() || !exact && taken >= quarantined {
             return Ok(());
         }
-        // A thread of the pools' own may be the last to let go of them.
+        // A thread of the pools may drop them last.
         if start.elapsed() > LONG {
             return Err(format!("{taken} ranges are taken, {quarantined} quarantined; {left:x?}"));
         }
@@ -586,11 +586,11 @@ prop_compose! {
         let config = DmaConfig {
             timer: TimerKind::Thread,
             flush: setup.config.flush.map(|tuning| FlushTuning { interval_ms: ms, ..tuning }),
-            // It keeps addresses, which the account of them at the end would have to know.
+            // It keeps addresses, which the final count of addresses does not expect.
             detect: None,
             // The words that name their address stay where they are.
             bounce: BounceConfig { written: Written::Unknown, ..setup.config.bounce },
-            // Whole pages, as the probes think of them.
+            // Whole pages, as the probes assume.
             max_segment: setup.config.max_segment & !(PAGE - 1),
             ..setup.config
         };

@@ -1,4 +1,4 @@
-//! Measuring what copies and maps cost, before there is anything to do.
+//! Measuring what copies and maps cost, before the policy is used.
 
 use core::panic::Location;
 
@@ -18,24 +18,25 @@ use crate::{
 };
 
 const MS: u64 = 1_000_000;
-/// After so long nothing new is begun: with what is under way then it stays below 200 ms.
+/// No measurement begins after this long, so that the whole, with the last one, stays below 200 ms.
 const BUDGET_NS: u64 = 150 * MS;
-/// For so long, and so often, one thing is measured at the most.
+/// The longest time for one measurement, and the most repeats.
 const EACH_NS: u64 = 2 * MS;
 const REPEATS: usize = 9;
 /// How many granules share a sync in a batch.
 const BATCH: u64 = 32;
-/// What is copied is taken from here in turn, so that not all of it is in the nearest caches.
-/// More than most caches hold together: in 8 MiB a copy was found to take a quarter of the time.
+/// Copies take their source from successive places in a buffer of this size, so that it is not all
+/// in the nearest caches. It is larger than most caches together: with 8 MiB a copy took a quarter
+/// of the time.
 const SOURCE: usize = 32 << 20;
-/// Half of it.
+/// Half of the source.
 const FAR: u64 = (SOURCE / 2) as u64;
-/// From so many bytes on a copy goes to and from far memory.
+/// From this size on a copy is taken to go to and from far memory.
 const LARGE: u64 = 32 << 10;
 
 impl<D: Domain, A: Allocator> Shared<D, A> {
-    /// Measures what copies and maps cost, if the policy needs to know that: to be called without
-    /// a lock that anybody waits for who maps.
+    /// Measures what copies and maps cost, if the policy depends on it. The caller must hold no
+    /// lock that mapping threads wait for.
     pub(crate) fn prepare(&self, policy: Policy) {
         if policy == Policy::Auto
             && let Some(bouncer) = &self.bouncer
@@ -45,8 +46,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     }
 }
 
-/// Measures what copies and maps cost on this machine and in this domain, in slots of `client`'s.
-/// Whatever cannot be measured lacks in the result.
+/// Measures what copies and maps cost on this machine and in this domain, in slots of `client`.
+/// What cannot be measured is missing from the result.
 fn calibrate<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
     client: &Client<D::Target>,
@@ -55,7 +56,8 @@ fn calibrate<D: Domain, A: Allocator>(
     let began_ns = clock.now_ns();
     let is_late = || clock.now_ns().saturating_sub(began_ns) >= BUDGET_NS;
     let mut calibration = Calibration::default();
-    // Maps first: a slow domain must not be left out for the sake of copies, which are never slow.
+    // Maps first: in a slow domain they take long, and copies, which never do, must not use up the
+    // time.
     match maps(shared, client, &is_late) {
         Ok(cost) => {
             calibration.map_call_ns = Some(cost.call_ns);
@@ -64,8 +66,8 @@ fn calibrate<D: Domain, A: Allocator>(
         }
         Err(error) => calibration.failed = Some(error),
     }
-    // Not the system's zeros: these would be one page, in the nearest cache, until written. But
-    // zeros, so that slots hold nothing of it, however this ends.
+    // Not the system's zero pages: until written, these would be one page, in the nearest cache.
+    // But zeros all the same, so that slots are left without data however this ends.
     let mut source = vec![1u8; SOURCE];
     core::hint::black_box(&mut source).fill(0);
     let far = far_copy(clock, &mut source);
@@ -83,8 +85,8 @@ fn calibrate<D: Domain, A: Allocator>(
         };
         let both = one(Direction::ToDevice).and_then(|in_ns| {
             one(Direction::FromDevice).map(|out_ns| {
-                // A slot that is used again and again is near, as small ones are in real use too.
-                // Large ones are not: the many that are under way do not fit into any cache.
+                // A slot that is used again and again is in a near cache, as small ones are in real
+                // use too. Large ones are not: the many in flight do not fit into any cache.
                 let least_ns = if bytes >= LARGE { far.saturating_mul(bytes) / FAR } else { 0 };
                 let (in_ns, out_ns) = (in_ns.max(least_ns), out_ns.max(least_ns));
                 CopyCost { bytes, in_ns, out_ns }
@@ -102,7 +104,7 @@ fn calibrate<D: Domain, A: Allocator>(
     calibration
 }
 
-/// What it takes to copy [`FAR`] bytes that were not used for a while.
+/// The time to copy [`FAR`] bytes that were not used for a while.
 fn far_copy(clock: &dyn Clock, memory: &mut [u8]) -> u64 {
     let (from, to) = memory.split_at_mut(FAR as usize);
     let start_ns = clock.now_ns();
@@ -111,7 +113,7 @@ fn far_copy(clock: &dyn Clock, memory: &mut [u8]) -> u64 {
     clock.now_ns().saturating_sub(start_ns)
 }
 
-/// The median time of several calls, of which the first does not count.
+/// The median time of several calls, not counting the first.
 fn median(clock: &dyn Clock, mut call: impl FnMut() -> Result<(), Error>) -> Result<u64, Error> {
     call()?;
     let began_ns = clock.now_ns();
@@ -131,7 +133,7 @@ fn median(clock: &dyn Clock, mut call: impl FnMut() -> Result<(), Error>) -> Res
     Ok(times[count / 2])
 }
 
-/// A mapping that is a copy, from its beginning to its end.
+/// Does all that a copied mapping does, from map to unmap.
 fn copy<T: Address>(
     client: &Client<T>,
     buffer: &mut [u8],
@@ -153,16 +155,16 @@ fn copy<T: Address>(
     Ok(())
 }
 
-/// What it takes to map and unmap.
+/// The time to map and unmap.
 struct MapCost {
     /// In a batch: the calls, and what each granule adds to them.
     call_ns: u64,
     run_ns: u64,
-    /// A granule alone, with the waits for its syncs.
+    /// For a single granule, with the waits for its syncs.
     lone_ns: u64,
 }
 
-/// What it takes to map and unmap, in a batch and alone.
+/// Measures the time to map and unmap, in a batch and alone.
 fn maps<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
     client: &Client<D::Target>,
@@ -170,9 +172,9 @@ fn maps<D: Domain, A: Allocator>(
 ) -> Result<MapCost, Error> {
     let granule = shared.limits.granule();
     let size = granule.checked_mul(BATCH).ok_or(Error::TooLong)?;
-    // Memory that devices of the domain reach anyway, for as long as it is a slot.
+    // Memory that the domain's devices can reach anyway while it is a slot.
     let mut slot = client.take(size, Direction::ToDevice.prot(), Location::caller())?;
-    // It is mapped anew, and nobody's bytes are to be read there.
+    // It is mapped at another address, where no earlier data may be readable.
     slot.zero(0..slot.dirty);
     slot.dirty = 0;
     let mut safe = true;
@@ -180,7 +182,7 @@ fn maps<D: Domain, A: Allocator>(
     if safe {
         client.give_back(slot);
     } else {
-        // The device may still reach it by an address that is nobody's.
+        // The device may still reach it through a quarantined address.
         client.quarantine(slot);
     }
     result
@@ -193,7 +195,7 @@ fn measure<D: Domain, A: Allocator>(
     safe: &mut bool,
 ) -> Result<MapCost, Error> {
     let clock = &*shared.clock;
-    // In the calls, and in all: the medians of either.
+    // The medians of the time in the calls, and of the time in all.
     let mut timed = |count: u64| -> Result<(u64, u64), Error> {
         let (mut calls, mut number) = ([0; REPEATS + 1], 0);
         let all_ns = median(clock, || {
@@ -201,7 +203,7 @@ fn measure<D: Domain, A: Allocator>(
             number += 1;
             Ok(())
         })?;
-        // But for the first.
+        // Without the first.
         let calls = &mut calls[1..number];
         calls.sort_unstable();
         Ok((calls[calls.len() / 2], all_ns))
@@ -212,15 +214,15 @@ fn measure<D: Domain, A: Allocator>(
     Ok(MapCost { call_ns: one_ns.saturating_sub(run_ns), run_ns, lone_ns })
 }
 
-/// Maps so many granules of a slot, each by itself, and unmaps them: two syncs for all of them. How
-/// long that took but for the syncs. `safe` becomes false if the device may still reach them.
+/// Maps `count` granules of a slot one by one, and unmaps them, with two syncs for all. Returns the
+/// time without the syncs. `safe` becomes false if the device may still reach them.
 fn pair<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
     slot: &Slot,
     count: u64,
     safe: &mut bool,
 ) -> Result<u64, Error> {
-    // It counts nowhere: nobody asked for these mappings.
+    // Counted nowhere: no caller asked for these mappings.
     let counters = Counters::default();
     let clock = &*shared.clock;
     let start_ns = clock.now_ns();
@@ -259,7 +261,7 @@ fn map<D: Domain, A: Allocator>(
     let target = at(slot.range).and_then(|iova| shared.domain.iova_to_phys(iova));
     let granule = at(range).and_then(|iova| Range::from_len(iova, granule));
     let (Some(target), Some(granule)) = (target, granule) else { return Err(Error::Unstable) };
-    // SAFETY: memory of the slot's, which its owner keeps; where the unmap fails (`safe`), for ever.
+    // SAFETY: memory of the slot, which its owner keeps, for ever if the unmap fails (`safe`).
     Ok(shared.domain.map(unsafe { Map::of(granule, target, slot.prot) })?)
 }
 

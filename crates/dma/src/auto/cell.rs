@@ -1,4 +1,4 @@
-//! Cells: mappings that are decided about together.
+//! Cells: classes of mappings, for each of which there is one choice.
 
 use crate::Direction;
 
@@ -10,7 +10,7 @@ const LARGEST: u64 = 1 << 20;
 /// How many cells there are.
 pub(crate) const CELLS: usize = 3 * SIZES * 2;
 
-/// Mappings of one direction, of one class of sizes, that are one run of memory or several.
+/// Mappings of one direction and one size class that are one run of memory, or several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cell(u8);
 
@@ -21,13 +21,13 @@ impl Cell {
             Direction::FromDevice => 1,
             Direction::Bidirectional => 2,
         };
-        // Held to the classes first: what is longer has no next power of two.
+        // Clamped first: a longer size might have no next power of two.
         let bytes = len.clamp(SMALLEST, LARGEST).next_power_of_two();
         let size = (bytes / SMALLEST).trailing_zeros() as usize;
         Cell(((direction * SIZES + size) * 2 + usize::from(runs > 1)) as u8)
     }
 
-    /// All of them.
+    /// All cells.
     pub(crate) fn all() -> impl Iterator<Item = Cell> {
         (0..CELLS as u8).map(Cell)
     }
@@ -44,12 +44,12 @@ impl Cell {
         }
     }
 
-    /// The most bytes that a mapping of the class has; the last class has no bound.
+    /// The largest size of the class, in bytes; the last class is unbounded.
     pub(crate) fn bytes(self) -> u64 {
         SMALLEST << (self.index() / 2 % SIZES)
     }
 
-    /// Whether its mappings are several runs.
+    /// Whether its mappings have several runs.
     pub(crate) fn is_scattered(self) -> bool {
         self.index() % 2 == 1
     }

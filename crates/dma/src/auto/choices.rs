@@ -1,38 +1,39 @@
-//! What was chosen, and why, for people and programs to look at.
+//! What was chosen, and why, for people and programs to read.
 
 use core::fmt;
 
 use crate::{Direction, Error};
 
-/// What [`Policy::Auto`](crate::Policy::Auto) chose for each kind of mapping, and why. Its `Display`
-/// is a table.
+/// What [`Policy::Auto`](crate::Policy::Auto) chose for each kind of mapping, and why. Its
+/// `Display` is a table.
 #[derive(Clone, Debug, Default)]
 pub struct Choices {
     /// What was measured when the policy came into force.
     pub calibration: Calibration,
-    /// The kinds of mappings that there were, in no order that matters.
+    /// The kinds of mappings so far, in no particular order.
     pub cells: Vec<CellChoice>,
 }
 
 /// What copying and mapping cost the driver, measured when the policy came into force.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Calibration {
-    /// The cost of a copy, the smallest first; those that there was no slot or no time for lack.
+    /// The cost of a copy, the smallest first; sizes for which there was no slot or no time are
+    /// missing.
     pub copies: Vec<CopyCost>,
-    /// Wall time to map and unmap, in a batch: of the calls, without waiting for the syncs, for which
-    /// nobody waits then, and without the pieces. In nanoseconds.
+    /// Wall time to map and unmap in a batch, in nanoseconds: of the calls alone, without the cost
+    /// per piece and without waiting for syncs, as no thread waits for them then.
     pub map_call_ns: Option<u64>,
-    /// The same for each granule by itself.
+    /// The same for each granule.
     pub map_run_ns: Option<u64>,
-    /// Wall time to map and unmap one granule, with two syncs of its own, in nanoseconds.
+    /// Wall time to map and unmap one granule with its own two syncs, in nanoseconds.
     pub map_lone_ns: Option<u64>,
-    /// How long it all took, in nanoseconds.
+    /// How long the calibration took, in nanoseconds.
     pub took_ns: u64,
-    /// Why something of it lacks.
+    /// Why a part of it is missing.
     pub failed: Option<Error>,
 }
 
-/// What it costs to copy so many bytes, all that belongs to a copied mapping included.
+/// The cost of a copied mapping of a size, from map to unmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyCost {
     /// How many bytes.
@@ -48,15 +49,15 @@ pub struct CopyCost {
 pub struct CellChoice {
     /// Which way the data goes.
     pub direction: Direction,
-    /// The most bytes that a mapping of this kind has, and more than half of which it has: a power of
-    /// two. The smallest class (512 B) holds all that is shorter, the largest (1 MiB) all that is
-    /// longer.
+    /// The size class: mappings of more than half this many bytes and at most this many, a power of
+    /// two. The smallest class (512 B) includes all shorter ones, the largest (1 MiB) all longer
+    /// ones.
     pub bytes: u64,
     /// Whether its mappings are several runs of memory, rather than one.
     pub scattered: bool,
     /// How many were copied so far.
     pub copied: u64,
-    /// How many were mapped so far, for want of a slot too.
+    /// How many were mapped so far, including those that found no slot.
     pub mapped: u64,
     /// Whether mappings are copies now, trials aside.
     pub copies: bool,
@@ -68,38 +69,39 @@ pub struct CellChoice {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum ChoiceReason {
-    /// They are mapped, as nothing is known: the calibration failed, and there was no trial yet.
+    /// They are mapped: the calibration failed, and there was no trial yet.
     Untried,
-    /// The calibration says that it is cheaper; there was no trial yet, or none that told anything.
+    /// The calibration says that it is cheaper; there was no trial yet, or none with a result.
     Prior {
         /// What a copy is expected to cost the driver, in nanoseconds.
         copy_ns: u64,
-        /// What a map and its unmap are.
+        /// What a map and its unmap are expected to cost.
         map_ns: u64,
     },
-    /// Others want the CPU: a copy waits for no other thread, and it takes less than waking one.
+    /// Other threads want the CPU: a copy waits for no other thread, and takes less time than
+    /// waking one.
     Shared,
-    /// Trials say that it moves more bytes in the same time.
+    /// Trials show that it moves more bytes in the same time.
     Faster {
         /// How many times as many as the other way.
         ratio: f64,
-        /// By what part of itself the ratio may be off (about two standard errors).
+        /// The relative error of the ratio (about two standard errors).
         plus_minus: f64,
         /// How many trials say so.
         trials: u32,
     },
-    /// Trials say that neither way is faster, and that it leaves the threads more CPU time.
+    /// Trials show that neither way is faster, and that this one leaves the threads more CPU time.
     Cheaper {
-        /// CPU time of a thread for each mapping that is a copy, all that the thread does for its
-        /// I/O included, in nanoseconds.
+        /// A thread's CPU time per copied mapping, including all that the thread does for its I/O,
+        /// in nanoseconds.
         copy_ns: u64,
-        /// The same where it is mapped.
+        /// The same per mapped one.
         map_ns: u64,
         /// How many trials say so.
         trials: u32,
     },
-    /// Trials say that neither way is faster, nor leaves the threads more CPU time (they may spin
-    /// rather than sleep): it is as the calibration says.
+    /// Trials show that neither way is faster or leaves the threads more CPU time (they may spin
+    /// rather than sleep): the calibration decides.
     Even {
         /// How many trials say so.
         trials: u32,

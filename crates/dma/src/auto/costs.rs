@@ -1,9 +1,9 @@
-//! What copying and mapping cost the driver, as calibrated.
+//! The calibrated costs of copying and mapping to the driver.
 
 use super::choices::{Calibration, ChoiceReason};
 use crate::{Direction, bounce::Written, pieces::Sync};
 
-/// What a mapping is expected to cost the driver in either way, in nanoseconds.
+/// What a mapping is expected to cost the driver either way, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Prior {
     pub(super) copy_ns: u64,
@@ -21,7 +21,7 @@ impl Prior {
     }
 }
 
-/// A mapping about which something is expected.
+/// A mapping whose cost is to be estimated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kind {
     pub(crate) direction: Direction,
@@ -29,12 +29,12 @@ pub(crate) struct Kind {
     pub(crate) runs: u64,
     /// Whether it shares its syncs with others.
     pub(crate) sync: Sync,
-    /// Whether what the device may write is loaded first.
+    /// Whether the slot is loaded first where the device may write.
     pub(crate) written: Written,
 }
 
 impl Calibration {
-    /// What a mapping is expected to cost; `None` if that was not to be found out.
+    /// What a mapping is expected to cost; `None` if the calibration does not cover it.
     pub(super) fn expect(&self, kind: Kind) -> Option<Prior> {
         let Kind { direction, len, runs, sync, written } = kind;
         let loads = direction != Direction::FromDevice || written == Written::Unknown;
@@ -49,8 +49,7 @@ impl Calibration {
         Some(Prior { copy_ns: copy_in.saturating_add(copy_out), map_ns })
     }
 
-    /// The cost of the class that holds `len`; beyond the largest, as many times that as it is
-    /// longer.
+    /// The cost of the class that contains `len`; beyond the largest, scaled by the length.
     fn copy_ns(&self, len: u64, of: impl Fn(&super::choices::CopyCost) -> u64) -> Option<u64> {
         if let Some(cost) = self.copies.iter().find(|cost| len <= cost.bytes) {
             return Some(of(cost));
@@ -91,7 +90,7 @@ mod tests {
         assert_eq!(expect(kind(Direction::ToDevice, 1)), 10);
         assert_eq!(expect(kind(Direction::FromDevice, 512)), 20);
         assert_eq!(expect(kind(Direction::Bidirectional, 513)), 70);
-        // rule L49: what may be left unwritten is loaded first.
+        // rule L49: bytes that the device may leave unwritten are loaded first.
         let unknown = Kind { written: Written::Unknown, ..kind(Direction::FromDevice, 512) };
         assert_eq!(expect(unknown), 30);
         assert_eq!(expect(kind(Direction::ToDevice, 4096)), 120, "beyond the largest");

@@ -1,26 +1,26 @@
-//! What trials have shown.
+//! The evidence from trials.
 
-/// How many trials the mean is over, at the most: what was longer ago counts less and less.
+/// How many trials the mean covers at most: older ones count less and less.
 const MEMORY: f64 = 8.0;
-/// What a trial's result may be off by though nothing else tells so: variance is not known from one
-/// or two results.
+/// An error to assume for a trial's result beyond the measured one, as one or two results do not
+/// show their variance.
 const DOUBT: f64 = 0.05;
 
-/// Logarithms of ratios, one a trial: their mean, and how far it may be off.
+/// Logarithms of ratios, one a trial: their mean, and its error.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Evidence {
     trials: u32,
     mean: f64,
     variance: f64,
-    /// The mean of the variances that the trials themselves told.
+    /// The mean of the variances that the trials themselves reported.
     noise: f64,
 }
 
 impl Evidence {
     pub(crate) const NONE: Evidence = Evidence { trials: 0, mean: 0.0, variance: 0.0, noise: 0.0 };
 
-    /// Adds the result of a trial, whose variance is `noise` as far as the trial alone tells; what is
-    /// no number is none.
+    /// Adds the result of a trial; `noise` is its variance as estimated from the trial alone.
+    /// Results that are not finite are ignored.
     pub(crate) fn add(&mut self, result: f64, noise: f64) {
         if !result.is_finite() || !noise.is_finite() {
             return;
@@ -33,12 +33,12 @@ impl Evidence {
         self.variance = (1.0 - weight) * (self.variance + weight * off * off);
     }
 
-    /// Has what is known weigh no more than two trials do: things may have changed.
+    /// Reduces the weight of past results to that of two trials: conditions may have changed.
     pub(crate) fn fade(&mut self) {
         self.trials = self.trials.min(2);
     }
 
-    /// Whether a result is such that what it is to be added to no longer holds.
+    /// Whether a result contradicts the evidence so far.
     pub(crate) fn contradicts(&self, result: f64) -> bool {
         self.trials > 0
             && (result - self.mean).abs()
@@ -53,8 +53,8 @@ impl Evidence {
         self.mean
     }
 
-    /// How far the mean may be off: more than two standard errors, as many more as they are
-    /// themselves known from few results.
+    /// The error of the mean: two standard errors, and more the fewer results they are estimated
+    /// from.
     pub(crate) fn margin(&self) -> f64 {
         if self.trials == 0 {
             return f64::INFINITY;
@@ -64,7 +64,7 @@ impl Evidence {
         (2.0 + 2.5 / count) * (variance / count).sqrt()
     }
 
-    /// Whether the mean is above 0 (or below), by more than `least` and more than it may be off.
+    /// Whether the mean is above 0 (or below), by more than `least` and more than its error.
     pub(crate) fn verdict(&self, least: f64) -> Option<bool> {
         (self.mean.abs() > least.max(self.margin())).then_some(self.mean > 0.0)
     }

@@ -1,13 +1,13 @@
-//! Who decides: from the calibration first, then from trials.
+//! The judge, which decides from the calibration first, then from trials.
 //!
-//! A cell is tried until it is known which way is faster, or that neither is: then that which costs
-//! the threads less CPU time is taken. After that trials become rarer as long as they confirm what is
-//! known, and soon come again when they do not, or when the cell's pace changes.
+//! Trials of a cell go on until one way is shown to be faster, or neither is: then the one that
+//! costs the threads less CPU time is taken. After that trials become rarer as long as they confirm
+//! the choice, and more frequent when they do not, or when the cell's pace changes.
 //!
-//! One cell is tried at a time, so that no trial is disturbed by another. But for a cell's first
-//! trials, of which there are at most [`FIRST_TRIALS`] in [`EARLY_NS`], there is none before [`PAUSE`] times as much
-//! time has passed as the one before took: at most 3 % of the time is spent in trials, and half of
-//! that with the way in force.
+//! One cell is tried at a time, so that trials do not disturb each other. A cell's first trials, at
+//! most [`FIRST_TRIALS`] in [`EARLY_NS`], follow at once; any other waits for [`PAUSE`] times the
+//! duration of the one before: at most 3 % of the time is spent in trials, and half of that with
+//! the way in force.
 
 use super::{
     Order,
@@ -19,34 +19,36 @@ use super::{
 };
 
 const MS: u64 = 1_000_000;
-/// The time from one trial of a cell to the next, at the least and at the most.
+/// The shortest and the longest time from one trial of a cell to the next.
 const SOON_NS: u64 = 100 * MS;
 const RARELY_NS: u64 = 4000 * MS;
-/// How many times its own duration a trial keeps others away.
+/// The pause after a trial, in multiples of its duration.
 const PAUSE: u64 = 32;
-/// A cell's first trials may take so long together without any pause.
+/// A cell's first trials may take this long together without a pause.
 const EARLY_NS: u64 = 200 * MS;
-/// So many trials without a result are a result: it is a tie.
+/// After this many trials without a result it is a tie.
 const FIRST_TRIALS: u32 = 8;
-/// Who is known as well as this is faster by nothing that matters, if he is not known to be faster.
+/// If the error of the ratio is below this and neither way is shown to be faster, any difference is
+/// negligible.
 const KNOWN: f64 = 0.05;
-/// By how much a way must be faster, and cheaper, to be taken for that.
+/// By how much a way must be faster, and cheaper, to count as such.
 const FASTER: f64 = 0.03;
 const CHEAPER: f64 = 0.05;
-/// A slice during which nothing happens for so long is given up.
+/// A trial is abandoned if nothing happens in a slice for this long.
 const STALE_NS: u64 = 1000 * MS;
-/// For how long, and over how many looks, a pace is taken.
+/// The least time, and the least number of looks, over which a pace is measured.
 const WINDOW_NS: u64 = 50 * MS;
 const WINDOW_LOOKS: u32 = 8;
-/// For how long a CPU that was shared is expected to be shared again, after it last was.
+/// For how long a CPU counts as shared after it was last seen to be.
 const LINGER_NS: u64 = 100 * MS;
-/// What a sync takes on a shared CPU at the least, the wake-up of a thread and the switches to it and back: a copy that
-/// takes less waits for no other thread's turn. What takes longer uses up CPU time, which others want.
+/// The least that a sync takes on a shared CPU, for the wake-up of a thread and the switches to it
+/// and back: a shorter copy is the better choice, as it waits for no other thread's time slice. A
+/// longer one uses up CPU time that others want.
 const WAKE_NS: u64 = 10_000;
-/// By what ratio a pace must change, in two windows in a row, to be another.
+/// By what ratio a pace must change, in two windows in a row, to count as changed.
 const OTHER_PACE: f64 = 1.5;
 
-/// All that is known of a cell.
+/// The state of a cell.
 #[derive(Clone, Copy)]
 struct Record {
     used: bool,
@@ -54,17 +56,17 @@ struct Record {
     copy: bool,
     reason: ChoiceReason,
     speed: Evidence,
-    /// Logarithms of how many times the CPU time of a map a copy takes.
+    /// Logarithms of the ratio of a copy's CPU time to a map's.
     cost: Evidence,
     cpu: Option<Cpu>,
     /// Whether its first trials are over.
     settled: bool,
-    /// How long these took.
+    /// How long its first trials took.
     early_ns: u64,
     interval_ns: u64,
     due_ns: u64,
     pace: Pace,
-    /// It is copied while the CPU is shared.
+    /// Whether its mappings are copied because the CPU is shared.
     hurried: bool,
 }
 
@@ -73,14 +75,14 @@ struct Record {
 struct Pace {
     since_ns: u64,
     looks: u32,
-    /// Looks per nanosecond, 0 before it is known.
+    /// Looks per nanosecond; 0 until it is measured.
     usual: f64,
-    /// The last window had another.
+    /// Whether the last window had a different pace.
     strayed: bool,
 }
 
 impl Pace {
-    /// Notes a look; whether the pace has become another.
+    /// Counts a look; returns whether the pace has changed.
     fn look(&mut self, now_ns: u64) -> bool {
         self.looks = self.looks.saturating_add(1);
         let elapsed_ns = now_ns.saturating_sub(self.since_ns);
@@ -124,13 +126,13 @@ const NEW: Record = Record {
 };
 
 impl Record {
-    /// Whether its trials need not wait for their share of the time: where they take long, as with
-    /// large blocks deep in a queue, what is known before must do until it comes.
+    /// Whether its trials may follow without a pause. Where trials take long, as with large blocks
+    /// deep in a queue, this ends early, and the choice so far stands until the next trial.
     fn is_early(&self) -> bool {
         !self.settled && self.early_ns < EARLY_NS
     }
 
-    /// Takes in what a trial has shown; whether that changed the choice.
+    /// Adds the outcome of a trial; returns whether that changed the choice.
     fn learn(&mut self, outcome: Outcome) -> bool {
         if self.speed.contradicts(outcome.speed) {
             (self.speed, self.cost) = (Evidence::NONE, Evidence::NONE);
@@ -144,7 +146,8 @@ impl Record {
         let trials = self.speed.trials();
         let faster = self.speed.verdict(FASTER);
         let is_known = trials >= FIRST_TRIALS || trials > 1 && self.speed.margin() < KNOWN;
-        // What is clear at once is chosen at once; but the next trial is long in coming.
+        // A result that is clear at once takes effect at once, but the next trial is a long time
+        // away.
         self.settled |= trials > 1 && faster.is_some() || is_known;
         let before = self.copy;
         if let Some(copy) = faster {
@@ -168,8 +171,8 @@ impl Record {
                 self.reason = ChoiceReason::Cheaper { copy_ns, map_ns, trials };
             }
             _ => {
-                // A thread that spins has no CPU time left to compare: what the driver alone does
-                // with it was calibrated.
+                // For a thread that spins, CPU time says nothing: the calibrated costs of the
+                // driver decide.
                 self.copy = self.prior.map_or(self.copy, Prior::copies);
                 self.reason = ChoiceReason::Even { trials };
             }
@@ -184,9 +187,9 @@ pub(super) struct Judge {
     trial: Option<Trial>,
     /// The number of the last slice.
     pub(super) slice: u32,
-    /// No trial but a cell's first before this.
+    /// No trial begins before this, except a cell's first ones.
     free_ns: u64,
-    /// Until when the CPU is taken for a shared one; 0 once it is not.
+    /// Until when the CPU counts as shared; 0 once it does not.
     shared_until_ns: u64,
     random: u64,
 }
@@ -204,7 +207,7 @@ impl Judge {
         }
     }
 
-    /// Forgets everything but the number of the last slice: mappings of it may be under way.
+    /// Forgets everything except the number of the last slice, whose mappings may be in flight.
     pub(super) fn restart(&mut self, calibration: Calibration) {
         *self = Judge { slice: self.slice, calibration, ..Judge::new() };
     }
@@ -227,7 +230,7 @@ impl Judge {
         record.copy
     }
 
-    /// The choice for a cell that is used, and why.
+    /// The choice for a cell in use, and why.
     pub(super) fn choice(&self, cell: Cell) -> Option<(bool, ChoiceReason)> {
         let record = &self.records[cell.index()];
         let chosen = match record.hurried {
@@ -237,8 +240,8 @@ impl Judge {
         record.used.then_some(chosen)
     }
 
-    /// Looks whether a trial of a cell is due, a certain number of mappings after it did so last. `shared`: others
-    /// want the CPU.
+    /// Checks whether a trial of a cell is due; called every [`LOOK_EVERY`](super::LOOK_EVERY)
+    /// mappings. `shared`: other threads want the CPU.
     pub(super) fn look(&mut self, cell: Cell, now_ns: u64, shared: bool) -> Option<Order> {
         if shared {
             self.shared_until_ns = now_ns.saturating_add(LINGER_NS);
@@ -275,7 +278,7 @@ impl Judge {
         Some(self.slice(cell, copy))
     }
 
-    /// A mapping of the slice under way is unmapped.
+    /// A mapping of the current slice is unmapped.
     pub(super) fn unmapped(&mut self, seen: Seen, mark: impl Fn() -> Mark) -> Option<Order> {
         let trial = self.trial.as_mut()?;
         let cell = trial.cell;
@@ -306,10 +309,10 @@ impl Judge {
         }
     }
 
-    /// The CPU is shared: no trial, and copies where these are short.
+    /// The CPU is shared: no trials, and copies where these are short.
     fn hurry(&mut self, cell: Cell) -> Option<Order> {
         if let Some(trial) = self.trial.take() {
-            // What it saw so far was another world.
+            // Its slices so far were measured under other conditions.
             return Some(Order::end(trial.cell, self.records[trial.cell.index()].copy));
         }
         let record = &mut self.records[cell.index()];
@@ -333,7 +336,7 @@ impl Judge {
         Some(order)
     }
 
-    /// During a trial nobody's looks were counted.
+    /// Restarts all paces: no cell's looks were counted during a trial.
     fn restart_paces(&mut self, now_ns: u64) {
         self.records.iter_mut().for_each(|record| record.pace.restart(now_ns));
     }
@@ -343,7 +346,7 @@ impl Judge {
         Order { cell: Some((cell, copy)), slice: self.slice, wake_ns: 0 }
     }
 
-    /// 3 to 5, so that what has a rhythm of its own is not always tried at the same beat.
+    /// 3 to 5, so that trials do not fall into step with a periodic load.
     fn jitter(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;

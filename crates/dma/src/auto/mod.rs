@@ -1,21 +1,24 @@
 //! [`Policy::Auto`](crate::Policy::Auto): which mappings are copies.
 //!
-//! What is cheaper depends on the size, on the way the data goes, and on the device: on its caches
-//! and its IOTLB, which no model of the driver's own costs knows. So there are two layers. When the
-//! policy comes into force, [`calibrate()`] measures what copies and maps cost the driver: that is the
-//! first choice for each [`Cell`], a kind of mapping. Then [trials](trial) correct it while mappings
-//! are made: for a few milliseconds a cell's mappings are made in one way and in the other, and what
-//! moves more bytes is chosen; where that is the same, what leaves the threads more CPU time.
+//! What is cheaper depends on the size, on the direction, and on the device: on its caches and its
+//! IOTLB, which no model of the driver's own costs covers. So there are two layers. When the policy
+//! comes into force, [`calibrate()`] measures what copies and maps cost the driver: that is the
+//! first choice for each [`Cell`], a kind of mapping. Then [trials](trial) correct it while
+//! mappings are made: for a few milliseconds a cell's mappings are made in one way and in the
+//! other, and the way that moves more bytes is chosen; if both move the same, the one that leaves
+//! the threads more CPU time.
 //!
-//! A map call asks [`Auto::choose`]: one load. An unmap does nothing but compare a number, unless its
-//! mapping is part of a trial. Every so many mappings somebody [looks](Auto::note) whether a trial is
-//! due.
+//! A map call reads its choice from [`Auto::choose`] with one load. An unmap only compares a
+//! number, unless its mapping is part of a trial. Every [`LOOK_EVERY`] mappings a map call
+//! [checks](Auto::note) whether a trial is due.
 //!
-//! Where others want the CPU of one of the threads that map ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared))
-//! nothing is tried: a sync waits for a turn of the device's thread, and a trial for several. Then what copies sooner
-//! than a thread is woken is copied, and what was chosen before is in force again once no such thread shares its CPU.
+//! While other threads want the CPU of a mapping thread
+//! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)) there are no trials: a sync waits
+//! for a time slice of the device's thread, and a trial for several. Mappings that take less time
+//! to copy than a thread takes to wake are then copied, and the earlier choices return once no
+//! mapping thread shares its CPU.
 //!
-//! Whatever is chosen is strict.
+//! Both choices are strict.
 
 #[allow(unsafe_code)]
 mod calibrate;
@@ -29,8 +32,8 @@ mod trial;
 mod world;
 
 use core::fmt;
-// The atomics of `std` under loom too: what they hold is advice. Nothing is made known through them,
-// and a choice that is a moment old is as safe as a new one.
+// The atomics of `std` under loom too: what they hold is advice. They publish nothing, and a choice
+// that is a moment old is as safe as a new one.
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
@@ -43,8 +46,8 @@ use self::{
 pub(crate) use self::{cell::Cell, costs::Kind};
 pub use choices::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 
-/// How many mappings of a cell a clone of a device makes from one look at the clock to the next; a
-/// power of two.
+/// How many mappings of a cell a clone of a device makes between two looks at the clock; a power of
+/// two.
 const LOOK_EVERY: u64 = 32;
 
 /// The slice of a trial that a mapping was made in, by its number.
@@ -52,7 +55,7 @@ const LOOK_EVERY: u64 = 32;
 pub(crate) struct Slice(u32);
 
 impl Slice {
-    /// That of a mapping that no trial looks at.
+    /// The slice of a mapping that no trial counts.
     pub(crate) const NONE: Slice = Slice(0);
 }
 
@@ -63,7 +66,7 @@ pub(crate) struct Choice {
     pub(crate) slice: Slice,
 }
 
-/// A cell's choice in a word: whether there is one, what it is, and of which slice.
+/// A cell's choice in a word: whether there is one, what it is, and its slice.
 #[derive(Clone, Copy)]
 struct Word(u32);
 
@@ -82,13 +85,13 @@ impl Word {
     }
 }
 
-/// What changes for those who map and unmap.
+/// A decision of the judge, for the threads that map and unmap.
 struct Order {
-    /// A cell whose mappings are to be made in another way, or for another slice.
+    /// A cell whose mappings are to be made in a new way, or for a new slice.
     cell: Option<(Cell, bool)>,
-    /// The slice under way, 0 if none is.
+    /// The current slice, 0 if there is none.
     slice: u32,
-    /// No unmap is of interest before that, other than to be counted.
+    /// Before this time unmaps are only counted.
     wake_ns: u64,
 }
 
@@ -98,7 +101,7 @@ impl Order {
         Order { cell: Some((cell, copy)), slice: 0, wake_ns: u64::MAX }
     }
 
-    /// The number after `slice`: as many bits as a [`Word`] has for it, and not 0.
+    /// The number after `slice`, within the bits that a [`Word`] has for it, and not 0.
     fn next_slice(slice: u32) -> u32 {
         let next = slice.wrapping_add(1) & (u32::MAX >> Word::SLICE_SHIFT);
         if next == 0 { 1 } else { next }
@@ -139,14 +142,14 @@ impl Tally {
 /// Decides for a device which of its mappings are copies.
 pub(crate) struct Auto {
     words: [AtomicU32; CELLS],
-    /// The slice under way, 0 if none is.
+    /// The current slice, 0 if there is none.
     slice: AtomicU32,
     wake_ns: AtomicU64,
-    /// Mappings that were unmapped in their slice, of all slices, and their bytes. One that is late
-    /// counts for the slice that follows: it is one of hundreds.
+    /// Mappings that were unmapped in their slice, over all slices, and their bytes. A late one
+    /// counts for the next slice, which hardly matters among hundreds.
     mappings: AtomicU64,
     bytes: AtomicU64,
-    /// Nobody who maps or unmaps waits for it: what is to be judged is there the next time too.
+    /// Threads that map or unmap only try this lock: a decision can wait for the next mapping.
     judge: Mutex<Judge>,
 }
 
@@ -162,7 +165,7 @@ impl Auto {
         }
     }
 
-    /// Begins anew, with what was calibrated.
+    /// Starts over, with a new calibration.
     pub(crate) fn restart(&self, calibration: Calibration) {
         let mut judge = self.judge.lock();
         judge.restart(calibration);
@@ -192,7 +195,7 @@ impl Auto {
     }
 
     /// Counts a mapping that was made, and looks from time to time whether a trial is due.
-    /// `shared`: whether a sync waits for a turn of another thread's.
+    /// `shared`: whether a sync would wait for a time slice of another thread.
     #[inline]
     pub(crate) fn note(
         &self,
@@ -216,8 +219,8 @@ impl Auto {
         }
     }
 
-    /// A mapping of a slice is being unmapped: at the same point whichever way it was made, when the
-    /// driver has said so.
+    /// A mapping of a slice is being unmapped. Called at the same point for copies and maps: when
+    /// the driver requests the unmap.
     #[cold]
     pub(crate) fn unmapping(
         &self,
@@ -244,7 +247,7 @@ impl Auto {
         }
     }
 
-    /// Only with the judge at hand.
+    /// The caller holds the judge's lock.
     fn carry_out(&self, order: Order) {
         let Order { cell, slice, wake_ns } = order;
         self.slice.store(slice, Relaxed);
@@ -254,7 +257,7 @@ impl Auto {
         }
     }
 
-    /// What was chosen, and why; `tally` is the sum of all clones'.
+    /// What was chosen, and why; `tally` is the sum over all clones.
     pub(crate) fn choices(&self, tally: &Tally) -> Choices {
         let judge = self.judge.lock();
         let cells = Cell::all().filter_map(|cell| {
@@ -280,12 +283,12 @@ impl fmt::Debug for Auto {
     }
 }
 
-/// What the calling thread has done by now, as a clone of a device saw it.
+/// What the calling thread has done by now, as counted by a clone of a device.
 pub(crate) fn mark(clone: usize, cpu_ns: u64, bytes: u64) -> Mark {
     thread_local! {
         static HERE: core::cell::Cell<u8> = const { core::cell::Cell::new(0) };
     }
-    // Where a variable of its own lies tells threads apart, and takes nothing from the heap.
+    // The address of a thread-local variable identifies the thread, without a heap allocation.
     let thread = HERE.with(|here| core::ptr::from_ref(here).addr());
     Mark { who: (thread, clone), cpu_ns, bytes }
 }

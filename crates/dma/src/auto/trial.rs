@@ -1,29 +1,28 @@
 //! One trial: slices of time in which a cell's mappings are made in one way and in the other.
 //!
-//! Slices alternate A B B A, so that what drifts meanwhile favours neither. A slice lasts until enough
-//! of *its own* mappings were unmapped: first those come back that were under way before; then, as
-//! long again as the first of its own took, the pipeline fills with work of its kind; then it counts.
-//! So what is compared is what a way does from end to end, the device's part included, whatever the
-//! depth.
+//! Slices alternate A B B A, so that drift favours neither. A slice lasts until enough of *its own*
+//! mappings were unmapped: first the mappings from before come back; then, for as long again as its
+//! own first mapping took, the pipeline fills with work of its kind; then it counts. So the trial
+//! compares the two ways end to end, with the device's part, whatever the queue depth.
 //!
-//! No trial ends early, however slow a slice was: another thread may have had the CPU meanwhile, and
-//! to stop whenever the way on trial looks bad is to find it bad too often.
+//! No trial ends early, however slow a slice was: another thread may have had the CPU meanwhile,
+//! and stopping whenever the way on trial looks bad would reject it too often.
 
 use super::cell::Cell;
 
 const MS: u64 = 1_000_000;
-/// How long a slice counts at the least; and no less than its pipeline takes from end to end.
+/// The shortest time that a slice counts, if its pipeline is not longer from end to end.
 const LEAST_NS: u64 = 2 * MS;
-/// So many mappings it counts at the least, or fewer if that takes too long.
+/// The least number of mappings that it counts; fewer if that takes too long.
 const ENOUGH: u64 = 16;
 const FEW: u64 = 8;
 const LONG_NS: u64 = 32 * MS;
-/// The longest that it waits, beyond its first unmap, before it counts.
+/// The longest that it waits, after its first unmap, before it counts.
 const WARM_NS: u64 = 2 * MS;
-/// What a thread had done by some moment.
+/// What a thread has done up to some moment.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Mark {
-    /// Which thread, by which clone of the device.
+    /// The thread, and the clone of the device.
     pub(crate) who: (usize, usize),
     /// Its CPU time.
     pub(crate) cpu_ns: u64,
@@ -31,7 +30,7 @@ pub(crate) struct Mark {
     pub(crate) bytes: u64,
 }
 
-/// What was unmapped of the trial's cell before some moment.
+/// What of the trial's cell was unmapped before some moment.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Seen {
     pub(crate) now_ns: u64,
@@ -42,9 +41,9 @@ pub(crate) struct Seen {
 /// What comes next.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Next {
-    /// Nothing before that moment.
+    /// Nothing before this time.
     Wait(u64),
-    /// Another slice; whether its mappings are copies.
+    /// Another slice, and whether its mappings are copies.
     Slice(bool),
     Over(Outcome),
 }
@@ -52,15 +51,15 @@ pub(crate) enum Next {
 /// What a trial has shown.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Outcome {
-    /// The logarithm of how many times as many bytes a second went by copies as by maps.
+    /// The logarithm of the ratio of bytes per second by copies to bytes per second by maps.
     pub(crate) speed: f64,
-    /// The variance of that, as far as the slices tell.
+    /// The variance of that, estimated from the slices.
     pub(crate) noise: f64,
-    /// What a mapping cost the threads, if that could be seen.
+    /// What a mapping cost the threads, if that could be measured.
     pub(crate) cpu: Option<Cpu>,
 }
 
-/// CPU time of a thread for each mapping, all that it does for and with it included.
+/// A thread's CPU time per mapping, including all that it does for and with it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Cpu {
     pub(crate) copy_ns: f64,
@@ -69,9 +68,10 @@ pub(crate) struct Cpu {
 
 #[derive(Clone, Copy)]
 enum Phase {
-    /// What comes back was made before the slice.
+    /// The mappings that come back were made before the slice.
     Filling,
-    /// Its first came back, so long after the slice began; the pipeline is not yet as it will be.
+    /// Its first mapping came back, `through_ns` after the slice began; the pipeline has not
+    /// settled yet.
     Warming {
         through_ns: u64,
     },
@@ -94,7 +94,7 @@ pub(crate) struct Trial {
     /// The way in force: that of the first and the last slice.
     pub(crate) in_force: bool,
     pub(crate) began_ns: u64,
-    /// When the slice under way began.
+    /// When the current slice began.
     pub(crate) turned_ns: u64,
     phase: Phase,
     over: usize,
@@ -114,7 +114,7 @@ impl Trial {
         }
     }
 
-    /// A mapping of the slice under way is unmapped; `seen` is what was before it.
+    /// A mapping of the current slice is unmapped; `seen` is what was unmapped before it.
     pub(crate) fn unmapped(&mut self, seen: Seen, mark: impl Fn() -> Mark) -> Next {
         let now_ns = seen.now_ns;
         match self.phase {
@@ -132,8 +132,8 @@ impl Trial {
                 let mappings = seen.mappings.saturating_sub(from.mappings);
                 let enough = if elapsed_ns < LONG_NS { ENOUGH } else { FEW };
                 if mappings < enough {
-                    // The end is a moment that was chosen before, not an unmap that was waited for:
-                    // these come in bursts, and a count that ends with one is too high.
+                    // The end is a time chosen beforehand, not the unmap that completes the count:
+                    // unmaps come in bursts, and a count that ends with one is too high.
                     return Next::Wait(now_ns.saturating_add(elapsed_ns));
                 }
                 let bytes = seen.bytes.saturating_sub(from.bytes).max(1) as f64;
@@ -156,7 +156,7 @@ impl Trial {
             _ => {
                 let [a, b, other_b, other_a] = self.slices;
                 let square = |one: Slice, other: Slice| (one.speed - other.speed).powi(2);
-                // Of each mean of two, a quarter of the square of their difference.
+                // For each mean of two, a quarter of their squared difference.
                 let noise = (square(a, other_a) + square(b, other_b)) / 4.0;
                 Next::Over(self.outcome(&[a, other_a], &[b, other_b], noise))
             }
@@ -174,7 +174,7 @@ impl Trial {
 }
 
 fn cpu_per_byte(first: Mark, last: Mark) -> Option<f64> {
-    // Another thread has another CPU time.
+    // The CPU times of two threads cannot be compared.
     let bytes = last.bytes.checked_sub(first.bytes).filter(|&bytes| bytes > 0)?;
     let cpu_ns = last.cpu_ns.checked_sub(first.cpu_ns).filter(|&ns| ns > 0)?;
     (first.who == last.who).then(|| cpu_ns as f64 / bytes as f64)
@@ -198,7 +198,8 @@ mod tests {
         Cell::of(Direction::ToDevice, LEN, 1)
     }
 
-    /// Runs a trial where mappings come back in bursts of `burst`, and each takes so long.
+    /// Runs a trial with the given times per mapping, in which mappings come back in bursts of
+    /// `burst`.
     fn run(in_force: bool, burst: u64, copy_ns: u64, map_ns: u64) -> (Outcome, u32) {
         let mut trial = Trial::new(cell(), in_force, 0);
         let (mut now_ns, mut mappings, mut cpu_ns) = (0, 0, 0);
@@ -219,7 +220,7 @@ mod tests {
                     Next::Wait(until_ns) => wake_ns = until_ns,
                     Next::Slice(copy) => {
                         (copies, wake_ns, slices) = (copy, 0, slices + 1);
-                        // The rest of the burst was made before.
+                        // The rest of the burst was made in the slice before.
                         break;
                     }
                     Next::Over(outcome) => return (outcome, slices),
@@ -239,7 +240,7 @@ mod tests {
             let map_ns = copy_ns * percent / 100;
             let (outcome, slices) = run(in_force, burst, copy_ns, map_ns);
             let expected = (map_ns as f64 / copy_ns as f64).ln();
-            // A burst more or less in a slice.
+            // A slice may have a burst more or less.
             prop_assert!((outcome.speed - expected).abs() < 0.02, "{} {expected}", outcome.speed);
             prop_assert_eq!(slices, 4);
             let cpu = outcome.cpu.unwrap();

@@ -1,4 +1,4 @@
-//! Tests in a world where what a mapping costs is known.
+//! Tests in a simulated world with known costs of mappings.
 
 use std::collections::VecDeque;
 
@@ -9,14 +9,14 @@ use crate::{Direction, bounce::Written, pieces::Sync};
 
 const MS: u64 = 1_000_000;
 
-/// What a mapping costs: the time that it takes the whole pipeline, and CPU time of the thread.
+/// What a mapping costs: time of the whole pipeline, and CPU time of the thread.
 #[derive(Clone, Copy)]
 struct Cost {
     wall_ns: u64,
     cpu_ns: u64,
 }
 
-/// A driver with so many mappings under way, which come back in their order.
+/// A driver with a number of mappings in flight, which come back in order.
 struct World {
     auto: Auto,
     tally: Tally,
@@ -28,7 +28,7 @@ struct World {
     random: u64,
     /// Percent by which a cost may be off.
     noise: u64,
-    /// Mappings that a trial made in the way that was not in force, and in all trials.
+    /// Mappings that trials made in the way that was not in force, and all mappings in trials.
     other_way: u64,
     in_trials: u64,
 }
@@ -80,7 +80,7 @@ impl World {
         self.auto.unmapping(choice.slice, len, || now_ns, || mark(1, cpu_ns, bytes));
     }
 
-    /// Reads of 64 KiB for so long.
+    /// Reads of 64 KiB for `ms` milliseconds.
     fn read(&mut self, ms: u64, costs: impl Fn(bool) -> Cost) {
         let until_ns = self.now_ns + ms * MS;
         while self.now_ns < until_ns {
@@ -106,7 +106,7 @@ impl World {
     }
 }
 
-/// Mappings that take so long as copies, and so long as maps.
+/// Mappings with these times as copies and as maps.
 fn wall(copy_ns: u64, map_ns: u64) -> impl Fn(bool) -> Cost + Copy {
     move |copy| {
         let wall_ns = if copy { copy_ns } else { map_ns };
@@ -143,14 +143,14 @@ fn trials_become_rare_and_the_loss_is_bounded() {
     assert!(in_trials > 0, "none are left");
     assert!(in_trials * 33 < mappings, "{in_trials} of {mappings} in trials");
     assert!(other_way * 60 < mappings, "{other_way} of {mappings} in the slow way");
-    // All that it may lose, against the faster way alone.
+    // The most that it may lose against the faster way alone.
     let io = world.bytes / 65536;
     assert!(world.now_ns < io * 8_000 * 102 / 100, "{} ns for {io}", world.now_ns);
 }
 
 #[test]
 fn where_a_trial_takes_long_the_next_is_long_in_coming() {
-    // A slice takes as long to fill as others take altogether.
+    // Filling the pipeline takes a slice as long as other slices take in total.
     let mut world = World::new(128, 10);
     let costs = wall(800_000, 1_000_000);
     world.read(6_000, costs);
@@ -166,11 +166,11 @@ fn another_world_is_found_out() {
     let mut world = World::new(16, 10);
     world.read(30_000, wall(5_000, 10_000));
     assert!(world.reads().copies);
-    // The pace tells.
+    // The change of pace shows it.
     world.read(1000, wall(20_000, 10_000));
     assert!(!world.reads().copies, "{:?}", world.reads());
     world.read(30_000, wall(20_000, 10_000));
-    // The pace of what is in force does not: a trial does, when its time has come.
+    // The pace of the way in force does not: a trial shows it, when it is due.
     world.read(8_000, wall(5_000, 10_000));
     assert!(world.reads().copies, "{:?}", world.reads());
 }
@@ -206,7 +206,7 @@ fn where_nothing_can_be_told_the_calibration_decides() {
             map_lone_ns: Some(map_ns),
             ..Calibration::default()
         });
-        // At first it is faster the other way.
+        // At first the other way is faster.
         world.io(Direction::FromDevice, 65536, wall(10_000, 10_000));
         let reason = ChoiceReason::Prior { copy_ns: 10, map_ns };
         assert_eq!((world.reads().copies, world.reads().reason), (copies, reason));
@@ -229,7 +229,7 @@ fn a_machine_that_is_busy_with_other_things_is_seen_through() {
         world.random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let until_ns = world.now_ns + 400 * MS;
         while world.now_ns < until_ns {
-            // More than half of the time is others', in pieces of 3 ms: longer than a slice.
+            // Other threads get more than half of the time, in pieces of 3 ms: longer than a slice.
             if world.random().is_multiple_of(300) {
                 world.now_ns += 3 * MS;
             }
@@ -245,7 +245,7 @@ fn cells_are_independent() {
     let mut world = World::new(32, 10);
     let until_ns = world.now_ns + 2000 * MS;
     while world.now_ns < until_ns {
-        // Both ways of either are in the same time as everything else under way.
+        // Both ways of each take the same time as everything else in flight.
         match world.random() % 3 {
             0 => world.io(Direction::FromDevice, 65536, wall(5_000, 10_000)),
             1 => world.io(Direction::ToDevice, 65536, wall(10_000, 5_000)),
@@ -260,7 +260,7 @@ fn cells_are_independent() {
 #[test]
 fn a_cell_that_falls_silent_does_not_keep_others_from_being_tried() {
     let mut world = World::new(4, 0);
-    // Just long enough to begin its first trial.
+    // Just enough mappings to begin its first trial.
     (0..40).for_each(|_| world.io(Direction::ToDevice, 512, wall(1_000, 2_000)));
     assert_ne!(world.auto.slice.load(Relaxed), 0);
     world.read(1_500, wall(5_000, 10_000));
@@ -306,10 +306,11 @@ fn threads_choose_together_and_none_waits_for_another() {
         for tally in &tallies {
             scope.spawn(|| choose(tally));
         }
-        // Who asks takes the judge away, who else would need him goes on without.
+        // `choices` holds the judge's lock, and a thread that needs the judge meanwhile continues
+        // without it.
         (0..100).for_each(|_| _ = auto.choices(&tallies[0]));
     });
-    // All of them may have gone on without, where the one that had the judge had no CPU.
+    // All threads may have continued without it, if the one that held the lock had no CPU.
     choose(&tallies[0]);
     let sum = Tally::default();
     tallies.iter().for_each(|tally| tally.add_to(&sum));
@@ -385,13 +386,13 @@ fn on_a_shared_cpu_what_copies_soon_is_copied_and_nothing_is_tried() {
         cell
     });
     let chosen = |order: Option<Order>| order.and_then(|order| order.cell);
-    // A trial that is under way ends, and its cell is as it was.
+    // A running trial ends, and its cell is as it was.
     assert_eq!(chosen(judge.look(small, 5 * MS, false)), Some((small, false)));
     assert_eq!(chosen(judge.look(large, 6 * MS, true)), Some((small, false)));
     assert_eq!(chosen(judge.look(small, 7 * MS, true)), Some((small, true)));
     assert_eq!(judge.choice(small), Some((true, ChoiceReason::Shared)));
     assert_eq!(chosen(judge.look(large, 7 * MS, true)), None, "it takes longer than a wake-up");
-    // A moment in which no other thread was seen changes nothing.
+    // A moment without another thread on the CPU changes nothing.
     assert_eq!(chosen(judge.look(small, 8 * MS, false)), None);
     assert_eq!(chosen(judge.look(small, 106 * MS, false)), None);
     assert_eq!(chosen(judge.look(small, 108 * MS, false)), Some((small, false)));

@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 
 use ringfence_iommu::{Pending, Range};
 
-/// A sync that was begun for so many members of a batch.
+/// A sync that was begun for some members of a batch.
 pub(super) struct Flight {
     pub(super) sync: Pending,
-    /// How many members it covers that were not handed out yet.
+    /// How many of the members it covers were not handed out yet.
     pub(super) members: usize,
-    /// Whether it is known what became of each of them.
+    /// Whether the outcome of each of them is recorded.
     pub(super) settled: bool,
-    /// Whether its time counts for those that are not measured.
+    /// Whether settling it is timed, as its beginning was.
     pub(super) timed: bool,
 }
 
@@ -42,14 +42,14 @@ impl Flights {
         self.queue.front_mut()
     }
 
-    /// Takes out the oldest, all of which was handed out.
+    /// Takes out the oldest, once all of it was handed out.
     pub(super) fn land(&mut self) {
         if let Some(flight) = self.queue.pop_front() {
             self.reuse(flight.sync.into_ranges());
         }
     }
 
-    /// Has `wait` wait for the oldest, unless it is over.
+    /// Calls `wait` on the oldest, unless it is over.
     pub(super) fn wait(&mut self, wait: impl FnOnce(&mut Pending)) {
         if let Some(flight) = self.queue.front_mut()
             && !flight.sync.is_over()
@@ -63,10 +63,10 @@ impl Flights {
     }
 }
 
-/// Sorts ranges and joins those that touch. Touching ranges of a batch are whole mappings all of
-/// them, so that their union holds nothing of anybody else.
+/// Sorts ranges and joins those that touch. All ranges of a batch are whole mappings, so that their
+/// union contains no one else's.
 pub(super) fn join(ranges: &mut Vec<Range>) {
-    // What was mapped together is mostly in order already.
+    // Ranges that were mapped together are usually in order already.
     if !ranges.is_sorted_by_key(|range| range.first()) {
         ranges.sort_unstable_by_key(|range| range.first());
     }
@@ -89,7 +89,7 @@ mod tests {
     proptest! {
         #[test]
         fn joined_ranges_hold_the_same_addresses_and_do_not_touch(
-            // Granules that are taken, each a range of its own, in any order.
+            // Taken granules, each a range of its own, in any order.
             granules in proptest::collection::btree_set(0..40u64, 0..30),
             seed in any::<u64>(),
             at_the_end in any::<bool>(),

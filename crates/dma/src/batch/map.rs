@@ -17,15 +17,15 @@ use crate::{
     waits::timed,
 };
 
-/// Maps buffers for one device together: one map sync for all of them, and only then are their
-/// addresses handed out (rule L34, for the batch).
+/// Maps buffers for one device together: one map sync for all of them, after which their addresses
+/// are handed out (rule L34, for the batch).
 ///
-/// `B` is the buffer, `T` what the caller wants to have back with it: a request, say. A batch whose
-/// `B` is `Vec<B>` maps scatter lists: a submission's buffers that follow each other in memory,
-/// pushed as one list, are one request to the device, and unmapped whole they are another.
+/// `B` is the buffer, `T` a tag that comes back with it, such as a request. A batch whose `B` is
+/// `Vec<B>` maps scatter lists: buffers of a submission that are adjacent in memory, pushed as one
+/// list, need one request to the device to map, and one to unmap.
 ///
-/// Made by [`Device::map_batch`]. Dropping it unmaps what it holds. Nothing is allocated once it has
-/// grown to what is pushed at a time.
+/// Made by [`Device::map_batch`]. Dropping it unmaps what it holds. It allocates nothing once it
+/// has grown to the number of buffers pushed at a time.
 pub struct MapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
     device: Device<D, A>,
     gathered: Vec<Member<B, T>>,
@@ -34,8 +34,7 @@ pub struct MapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    /// A queue in which mappings of this device, once they were pushed, are made known to it
-    /// together.
+    /// A queue that makes mappings of this device with shared syncs.
     pub fn map_batch<B, T>(&self) -> MapBatch<D, A, B, T> {
         MapBatch::new(self.clone())
     }
@@ -43,7 +42,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
 struct Member<B, T> {
     tag: T,
-    /// Leaked rather than dropped while it is mapped, should something panic.
+    /// After a panic it is leaked rather than dropped while mapped.
     buffer: ManuallyDrop<B>,
     placed: Placed,
     made: Made<B>,
@@ -59,7 +58,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         }
     }
 
-    /// Adds a buffer: as [`Device::map`], but the device is not told yet.
+    /// Adds a buffer: as [`Device::map`], but not synced yet.
     ///
     /// # Errors
     /// As [`Device::map`]; nothing was added, and `tag` is given back.
@@ -100,7 +99,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         }
     }
 
-    /// How many buffers were pushed and not begun.
+    /// How many buffers were pushed but not begun.
     pub fn gathered(&self) -> usize {
         self.gathered.len()
     }
@@ -110,11 +109,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         self.gathered.is_empty() && self.begun.is_empty()
     }
 
-    /// Starts to make all that was pushed known to the device, by one sync. (Under a policy that
-    /// does not share syncs ([`Policy::batches_maps`](crate::Policy::batches_maps)) the device knows
-    /// already.)
+    /// Begins one map sync for all that was pushed. (Under a policy that does not share syncs
+    /// ([`Policy::batches_maps`](crate::Policy::batches_maps)) it is synced already.)
     ///
-    /// What fails is told by [`poll`](Self::poll).
+    /// [`poll`](Self::poll) reports failures.
     pub fn begin(&mut self) {
         if self.gathered.is_empty() {
             return;
@@ -124,24 +122,24 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let mut ranges = self.flights.ranges();
         let start = shared.sampler.start(counters.map_batches.get());
         counters.map_batches.add(1);
-        // Whatever the policy is by now: it may have changed since they were pushed.
+        // By the members, not the policy, which may have changed since they were pushed.
         let unsynced = self.gathered.iter().filter(|member| !member.placed.synced);
         ranges.extend(unsynced.filter_map(|member| Some(member.placed.span?.range)));
         join(&mut ranges);
         counters.map_syncs.add(u64::from(!ranges.is_empty()));
         let sync = Pending::map(&shared.domain, ranges);
-        // The calls were counted, and some of them timed, as they were pushed.
+        // The calls were counted, and some timed, when they were pushed.
         shared.sampler.stop_many(start, 0, &counters.map_time);
         self.begun.extend(self.gathered.drain(..));
         self.flights.push(Flight { sync, members, settled: false, timed: false });
     }
 
-    /// Hands out, in the order in which they were pushed, the mappings that the device knows of; how
+    /// Hands out, in the order in which they were pushed, the mappings that are synced; returns how
     /// many. Never waits.
     ///
-    /// If the device refuses one of those that were begun together, all of them are undone, and each
-    /// buffer is in an error with the device's own status (rule L34); but for copies in bounce slots,
-    /// which need no sync.
+    /// If the device refuses one of those that were begun together, all of them are undone, and
+    /// each buffer is in an error with the device's own status (rule L34), except copies in bounce
+    /// slots, which need no sync.
     pub fn poll(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) -> usize {
         let device = self.device.same();
         let (shared, counters) = (device.shared(), &*device.port().counters);
@@ -152,7 +150,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
             }
             let Some(over) = flight.sync.outcome(Range::ALL) else { break };
             while flight.members > 0 {
-                // Counted first: should the caller's code panic, the rest is still in step.
+                // Counted first, so that the count stays right if the caller's code panics.
                 flight.members -= 1;
                 let Some(Member { tag, buffer, placed, made }) = self.begun.pop_front() else {
                     break;
@@ -160,7 +158,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
                 handed_out += 1;
                 let outcome = match over {
                     Ok(_synced) => Ok(placed),
-                    // A copy had no part in that sync: its slot is mapped, and stays so.
+                    // A copy does not depend on that sync: its slot is mapped, and stays so.
                     Err(_) if placed.bounced.is_some() => Ok(placed),
                     Err(error) => {
                         counters.maps.take_back(1);
@@ -184,7 +182,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         self.flights.wait(|sync| timed(&*shared.clock, waits, || sync.wait(&shared.domain)));
     }
 
-    /// Makes all that is left known to the device, waits for it, and hands it out.
+    /// Syncs all that is left, waits for it, and hands it out.
     pub fn finish(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) {
         self.begin();
         while !self.flights.is_empty() {
@@ -195,7 +193,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, Vec<B>, T> {
-    /// Adds a scatter list: as [`Device::map_sg`], but the device is not told yet.
+    /// Adds a scatter list: as [`Device::map_sg`], but not synced yet.
     ///
     /// # Errors
     /// As [`Device::map_sg`]; nothing was added, and `tag` is given back.

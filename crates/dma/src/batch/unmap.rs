@@ -19,24 +19,25 @@ use crate::{
     waits::timed,
 };
 
-/// Unmaps mappings of one device together: touching ranges as one, one invalidation for all, and
-/// only then do the buffers go back to their owner (rule L17, for each of them).
+/// Unmaps mappings of one device together: touching ranges as one, with one invalidation for all,
+/// after which the buffers go back to their owner (rule L17, for each of them).
 ///
-/// `B` is the buffer, `T` what the caller wants to have back with it: the number of a request, say.
+/// `B` is the buffer, `T` a tag that comes back with it, such as a request number.
 ///
 /// Made by [`Device::unmap_batch`](crate::Device::unmap_batch). Dropping it unmaps what it holds,
-/// and waits for that. Nothing is allocated once it has grown to what is pushed at a time.
+/// and waits for that. It allocates nothing once it has grown to the number of mappings pushed at a
+/// time.
 pub struct UnmapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
     port: Arc<Port<D, A>>,
-    /// Pushed and not begun; then begun and not handed out. Leaked rather than dropped while the
-    /// device may reach the buffers, should something panic.
+    /// Members pushed but not begun; then begun but not handed out. After a panic they are leaked
+    /// rather than dropped while the device may reach the buffers.
     gathered: Vec<Member<B, T>>,
     begun: VecDeque<Member<B, T>>,
     flights: Flights,
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    /// A queue in which mappings of this device are unmapped together.
+    /// A queue that unmaps mappings of this device together.
     pub fn unmap_batch<B, T>(&self) -> UnmapBatch<D, A, B, T> {
         UnmapBatch::new(Arc::clone(self.port()))
     }
@@ -50,18 +51,18 @@ struct Member<B, T> {
 }
 
 impl<B, T> Member<B, T> {
-    /// Whether nothing is known of how it ended.
+    /// Whether its outcome is still unknown.
     fn is_open(&self) -> bool {
         matches!(self.state, State::Open(_))
     }
 }
 
-/// Ranges whose unmap failed. Mostly none: then nothing is allocated.
+/// Ranges whose unmap failed. Usually none: then it allocates nothing.
 #[derive(Default)]
 struct Failed(Vec<(Range, ringfence_iommu::Error)>);
 
 impl Failed {
-    /// The range of a mapping and why it could not be unmapped, if it could not.
+    /// The range of a mapping and the error, if its unmap failed.
     fn of<B>(&self, parts: &Parts<B>) -> Option<(Range, ringfence_iommu::Error)> {
         let range = parts.span()?.range;
         let (_, error) = self.0.iter().find(|(held, _)| held.covers(range))?;
@@ -69,11 +70,11 @@ impl Failed {
     }
 }
 
-/// What became of a member.
+/// The outcome of a member.
 enum State {
-    /// Nothing yet, or its flight will tell; `Some` for who watches.
+    /// None yet: its flight decides. `Some` if its IOVA is watched.
     Open(Option<Unmapped>),
-    /// That was known before its flight was over.
+    /// Known before its flight was over.
     Known(Result<Option<Unmapped>>),
 }
 
@@ -90,7 +91,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     /// Adds a mapping. Nothing happens to it before [`begin`](Self::begin).
     ///
     /// # Errors
-    /// The mapping is of another device; it is given back.
+    /// The mapping belongs to another device; it is given back.
     #[track_caller]
     pub fn push(&mut self, mapping: Mapping<B>, tag: T) -> core::result::Result<(), Mapping<B>> {
         self.add(mapping, tag, false)
@@ -126,7 +127,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         Ok(())
     }
 
-    /// How many mappings were pushed and not begun.
+    /// How many mappings were pushed but not begun.
     pub fn gathered(&self) -> usize {
         self.gathered.len()
     }
@@ -136,12 +137,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         self.gathered.is_empty() && self.begun.is_empty()
     }
 
-    /// Starts to unmap all that was pushed. Their translations are removed and one invalidation is
-    /// begun for all of them ([`Policy::batches_unmaps`](crate::Policy::batches_unmaps)), or they
-    /// are queued for one; under a policy that shares nothing, or with a bound of exposed bytes,
-    /// they are unmapped one by one.
+    /// Starts to unmap all that was pushed. Removes their translations and begins one invalidation
+    /// for all ([`Policy::batches_unmaps`](crate::Policy::batches_unmaps)), or queues them for one;
+    /// under a policy that shares no syncs, or with a bound of exposed bytes, it unmaps them one by
+    /// one.
     ///
-    /// What fails is told by [`poll`](Self::poll).
+    /// [`poll`](Self::poll) reports failures.
     pub fn begin(&mut self) {
         if self.gathered.is_empty() {
             return;
@@ -157,8 +158,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         }
     }
 
-    /// Copies back what the device wrote to copies: they have nothing to wait for. (But they are
-    /// handed out in order.)
+    /// Ends the copies, which have nothing to wait for: copies back what the device wrote. (They
+    /// are still handed out in order.)
     fn end_bounces(&mut self) {
         let clock = &self.port.shared.clock;
         for member in &mut self.gathered {
@@ -181,7 +182,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         self.push_settled(members);
     }
 
-    /// Notes a flight of members whose ends are known.
+    /// Adds a flight of members whose outcomes are known.
     fn push_settled(&mut self, members: usize) {
         let ranges = self.flights.ranges();
         let sync = Pending::map(&self.port.shared.domain, ranges);
@@ -233,7 +234,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         self.flights.push(Flight { sync, members, settled: false, timed: start.is_some() });
     }
 
-    /// Rule L18, for many: all translations go, and then each range waits in the flush queue.
+    /// Rule L18, for many: all translations are removed, and then each range waits in the flush
+    /// queue.
     fn queue_together(&mut self) {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
@@ -253,8 +255,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 shared.quarantine(range);
                 Err(error)
             } else if let Some(span) = member.parts.span() {
-                // Rule L21: the pages of all go with the first, which is queued after all of them
-                // were unlinked.
+                // Rule L21: the first entry carries the pages of all, as it is queued after all of
+                // them were unlinked.
                 let removed = Removed { since_ns, pages: gather.take_pages() };
                 shared.queue(span, removed, false, member.watched, counters)
             } else {
@@ -270,9 +272,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
-    /// how many. Never waits.
+    /// returns how many. Never waits.
     ///
-    /// An error says that the device may still reach that buffer, which is therefore not handed
+    /// An error means that the device may still reach the buffer, which is therefore not handed
     /// back as safe.
     pub fn poll(
         &mut self,
@@ -291,7 +293,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 Some(port.settle(parts.span(), watcher, sync.outcome(range)?))
             };
             if !mem::replace(settled, true) {
-                // All of them before the first is handed out: what the caller does is not timed.
+                // Settles all of them before the first is handed out, so as not to time the
+                // caller's code.
                 let start = if *timed { shared.sampler.start_always() } else { None };
                 for Member { parts, state, .. } in self.begun.iter_mut().take(*members) {
                     if let State::Open(watcher) = state
@@ -303,13 +306,13 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 shared.sampler.stop_many(start, 0, &counters.unmap_time);
             }
             while *members > 0 {
-                // Counted first: should the caller's code panic, the rest is still in step.
+                // Counted first, so that the count stays right if the caller's code panics.
                 *members -= 1;
                 let Some(Member { tag, parts, state, .. }) = self.begun.pop_front() else { break };
                 handed_out += 1;
                 let unmapped = match state {
                     State::Known(unmapped) => Some(unmapped),
-                    // Something panicked when all were to be settled.
+                    // A panic interrupted the settling above.
                     State::Open(watcher) => settle(&parts, watcher),
                 };
                 each(tag, parts.give_back(unmapped.expect("the sync is over")));
@@ -340,7 +343,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> Drop for UnmapBatch<D, A, B, T> {
     fn drop(&mut self) {
-        // An error keeps its buffer, and leaks it: the device may still reach it.
+        // Errors keep their buffers and leak them, as the device may still reach them.
         self.finish(|_, _| ());
     }
 }

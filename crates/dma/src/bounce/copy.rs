@@ -1,4 +1,4 @@
-//! Between a buffer and a slot.
+//! Copying between a buffer and a slot.
 
 use core::ops::Range as Span;
 
@@ -10,10 +10,10 @@ use crate::{Direction, DmaBuffer};
 
 /// The bytes of a buffer, piece by piece; false if the CPU cannot reach them.
 pub(crate) type Slices<'a> = &'a dyn Fn(&mut dyn FnMut(ReadSlice<'_>)) -> bool;
-/// The same to be written.
+/// The same, for writing.
 pub(crate) type SlicesMut<'a> = &'a mut dyn FnMut(&mut dyn FnMut(HostSlice<'_>)) -> bool;
 
-/// How the CPU reaches the bytes of what a mapping owns.
+/// How the CPU reaches the bytes that a mapping owns.
 #[allow(clippy::type_complexity, reason = "the two methods of a buffer, as they are")]
 pub(crate) struct Bytes<B> {
     pub(crate) read: fn(&B, &mut dyn FnMut(ReadSlice<'_>)) -> bool,
@@ -48,23 +48,23 @@ impl<B> Bytes<B> {
 }
 
 impl Slot {
-    /// The bytes from `at`, to be copied from and to. A device may look on and write meanwhile: each byte is
+    /// The bytes from `at`, for copies. A device may read and write them meanwhile: each byte is
     /// then an old or a new one.
     pub(super) fn piece(&self, at: u64, len: u64) -> HostSlice<'_> {
         debug_assert!(at.checked_add(len).is_some_and(|end| end <= self.range.extent() + 1));
-        // SAFETY: the caller keeps `at + len` within the slot, whose memory is this value's as long as it
-        // lives, and of which nothing makes a reference.
+        // SAFETY: the caller keeps `at + len` within the slot, whose memory belongs to this value
+        // as long as it lives, and no reference to that memory exists.
         unsafe { HostSlice::new(self.ptr.add(at as usize), len as usize) }
     }
 
     /// Copies `bytes` of a buffer (offsets) to the same place of the slot. False if the CPU cannot
-    /// reach the buffer, or it is not as long as it said.
+    /// reach the buffer, or the buffer is shorter than it claimed.
     pub(crate) fn fill(&mut self, bytes: Span<u64>, slices: Slices<'_>) -> bool {
         self.dirty = self.dirty.max(bytes.end);
         let mut copier = Walk::new(bytes);
         let reached = slices(&mut |slice| {
             if let Some((skip, at, len)) = copier.step(slice.len() as u64) {
-                // `at + len` is at most the end asked for, which the caller keeps within the slot.
+                // `at + len` is at most the end of `bytes`, which the caller keeps within the slot.
                 self.piece(at, len).copy_from_piece(slice.part(skip as usize, len as usize));
             }
         });
@@ -79,7 +79,7 @@ impl Slot {
         scrub: bool,
         slices: SlicesMut<'_>,
     ) -> bool {
-        /// What is copied, and scrubbed, at a time: it is still in the nearest cache then.
+        /// How much is copied, then scrubbed, at a time, so that it is still in the nearest cache.
         const PIECE: usize = 4096;
         let mut copier = Walk::new(bytes);
         let reached = slices(&mut |slice| {
@@ -106,9 +106,9 @@ impl Slot {
 }
 
 impl Bounced {
-    /// Gives the slot what the device may see, and nothing else: the buffer's bytes, if the device
-    /// reads them or may leave some of them as they are, and zeros. How many bytes were copied;
-    /// `None` if the CPU cannot reach the buffer.
+    /// Fills the slot with what the device may see, and nothing else: the buffer's bytes, if the
+    /// device reads them or may leave some of them unwritten, and zeros. Returns how many bytes
+    /// were copied; `None` if the CPU cannot reach the buffer.
     pub(crate) fn load(
         &mut self,
         direction: Direction,
@@ -119,22 +119,22 @@ impl Bounced {
         if direction == Direction::FromDevice && written == Written::Reported {
             self.slot.zero(0..dirty);
             self.slot.dirty = 0;
-            // Whether the buffer can be reached is to be known now, not when its bytes are there.
+            // Checks now that the buffer can be reached, not when its bytes have arrived.
             return slices(&mut |_| ()).then_some(0);
         }
-        // What another mapping left behind it.
+        // What an earlier mapping left behind the buffer's bytes.
         self.slot.zero(len..dirty);
         self.slot.dirty = len;
         self.slot.fill(0..len, slices).then_some(len)
     }
 
-    /// Copies back what the device wrote to `bytes`, for good: what is scrubbed by that is not
-    /// brought back again. How many bytes.
+    /// Copies back what the device wrote to `bytes`, for good: bytes that this scrubs are not
+    /// brought back again. Returns how many bytes.
     pub(crate) fn note_written(&mut self, bytes: Span<u64>, slices: SlicesMut<'_>) -> u64 {
         self.noted = true;
         let Some(bytes) = self.to_bring_back(bytes) else { return 0 };
-        // What does not follow the rest is scrubbed with it in the end: were it zero now, a range
-        // noted later that holds it would bring back zeros.
+        // A range that does not continue the scrubbed part is scrubbed at the end: if it were
+        // zeroed now, a later note that includes it would bring back zeros.
         let scrub = self.scrubs() && bytes.start == self.clean;
         if scrub {
             self.clean = bytes.end;
@@ -145,13 +145,14 @@ impl Bounced {
         len
     }
 
-    /// What of `bytes` the slot holds still: the rest is in the buffer already, and zero here.
+    /// The part of `bytes` that is still in the slot: the rest is in the buffer already, and zero
+    /// here.
     fn to_bring_back(&self, bytes: Span<u64>) -> Option<Span<u64>> {
         let bytes = bytes.start.max(self.clean)..bytes.end;
         (self.back && !bytes.is_empty()).then_some(bytes)
     }
 
-    /// Copies `bytes` back for the CPU to look at. How many bytes.
+    /// Copies `bytes` back for the CPU to read. Returns how many bytes.
     pub(crate) fn sync_for_cpu(&mut self, bytes: Span<u64>, slices: SlicesMut<'_>) -> u64 {
         let Some(bytes) = self.to_bring_back(bytes) else { return 0 };
         let len = bytes.end - bytes.start;
@@ -159,13 +160,13 @@ impl Bounced {
         len
     }
 
-    /// Copies `bytes` anew for the device to read, or to leave as they are. How many bytes.
+    /// Copies `bytes` again for the device to read, or to leave unwritten. Returns how many bytes.
     pub(crate) fn sync_for_device(&mut self, bytes: Span<u64>, slices: Slices<'_>) -> u64 {
         if bytes.is_empty() {
             return 0;
         }
-        // With what lies behind it and is scrubbed, or that would be brought back as zeros later. (The
-        // device cannot look at it: only then is anything scrubbed.)
+        // Includes the scrubbed bytes behind it, which would otherwise be brought back as zeros
+        // later. (The device cannot read them: slots are scrubbed only for devices that cannot.)
         let bytes = bytes.start..bytes.end.max(self.clean);
         let len = bytes.end - bytes.start;
         self.clean = self.clean.min(bytes.start);
@@ -173,14 +174,14 @@ impl Bounced {
         len
     }
 
-    /// Whether the slot is left zeroed: a device that may read it too is shown what was there before
-    /// by the next copy only.
+    /// Whether the slot is left zeroed. Not if the device may read it: then the next copy
+    /// overwrites what is there.
     fn scrubs(&self) -> bool {
         !self.slot.prot.contains(ringfence_iommu::Prot::READ)
     }
 
-    /// The end of it: brings back what is left to bring back, to `slices` if the buffer is wanted,
-    /// and leaves the slot fit for the next. And how many bytes were copied.
+    /// Ends the copy: brings back what remains, to `slices` if the buffer is wanted, and leaves the
+    /// slot ready for the next mapping. Also returns how many bytes were copied.
     pub(crate) fn finish(mut self, slices: Option<SlicesMut<'_>>) -> (Slot, u64) {
         let mut copied = 0;
         if let Some(slices) = slices
@@ -198,7 +199,7 @@ impl Bounced {
     }
 }
 
-/// Where the slices of a buffer meet a part of it.
+/// Finds the part of each slice of a buffer that lies in a wanted range.
 struct Walk {
     wanted: Span<u64>,
     at: u64,
@@ -209,7 +210,7 @@ impl Walk {
         Walk { wanted, at: 0 }
     }
 
-    /// Of the next slice, of `len` bytes: where in it to begin, where that lies in the buffer, and
+    /// For the next slice, of `len` bytes: where in it to begin, where that lies in the buffer, and
     /// how many bytes are wanted.
     fn step(&mut self, len: u64) -> Option<(u64, u64, u64)> {
         let (first, next) = (self.at, self.at.saturating_add(len));

@@ -5,34 +5,35 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 
 use ringfence_iommu::{Address, HostAddr};
 
-/// Memory that the CPU and, once it is mapped, a device reach: the same bytes for both.
+/// Memory that the CPU can access and, once it is mapped, a device: the same bytes for both.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<T> {
-    /// Where it begins in the addresses that a domain maps to.
+    /// Its first byte, in the addresses that a domain maps to.
     pub target: T,
-    /// Where it begins for this process.
+    /// Its first byte, for this process.
     pub ptr: NonNull<u8>,
     /// How many bytes.
     pub len: u64,
-    /// What `target` is a multiple of, at the least: as it was asked for.
+    /// The requested alignment of `target`.
     pub align: u64,
 }
 
-// SAFETY: it names memory, as its maker promised ([`BounceMemory`]), and may do so in any thread.
+// SAFETY: it refers to memory, as its maker promised ([`BounceMemory`]), which any thread may
+// access.
 unsafe impl<T: Send> Send for Chunk<T> {}
 
-/// Who supplies the memory of bounce slots: on demand, and gets it back when it has been idle.
+/// Supplies the memory of bounce slots: on demand, and gets it back when it has been idle.
 ///
 /// # Safety
-/// What [`take`](Self::take) returns is memory of that length, in one piece at `target`, aligned as
-/// asked for, and at `ptr`; it stays there, readable and writable, and is nobody else's until it
-/// is given back (for good, if it never is).
+/// [`take`](Self::take) returns memory of that length, in one piece at `target`, aligned as
+/// requested, and at `ptr`; it stays there, readable and writable, and nothing else uses it until
+/// it is given back (for ever, if it never is).
 pub unsafe trait BounceMemory<T: Address>: Send + Sync {
-    /// `len` bytes, whose `target` is a multiple of `align`, a power of two; `None` if there are none. What they hold does
-    /// not matter.
+    /// `len` bytes, whose `target` is a multiple of `align`, a power of two; `None` if there is no
+    /// memory. Their contents do not matter.
     fn take(&self, len: u64, align: u64) -> Option<Chunk<T>>;
 
-    /// Takes back what [`take`](Self::take) gave: no device reaches it any more.
+    /// Takes back what [`take`](Self::take) returned: no device reaches it any more.
     fn give_back(&self, chunk: Chunk<T>);
 }
 
@@ -47,7 +48,7 @@ impl HostMemory {
     }
 }
 
-// SAFETY: heap memory stays where it is until it is freed, in `give_back` alone.
+// SAFETY: heap memory stays where it is until it is freed, which only `give_back` does.
 unsafe impl BounceMemory<HostAddr> for HostMemory {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<HostAddr>> {
         let layout = Self::layout(len, align)?;

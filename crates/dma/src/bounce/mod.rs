@@ -1,4 +1,4 @@
-//! Bounce pools: memory that stays mapped, into which and out of which buffers are copied.
+//! Bounce pools: memory that stays mapped, to and from which buffers are copied.
 
 #[allow(unsafe_code)]
 mod copy;
@@ -26,11 +26,11 @@ pub use taken::PoolBuffer;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BounceConfig {
     /// Under [`Policy::Bounce`](crate::Policy::Bounce), the longest mapping that is copied, in
-    /// bytes; what is longer is mapped, strictly. Default: 1 MiB.
+    /// bytes; a longer one is mapped, strictly. Default: 1 MiB.
     pub threshold: u64,
     /// The most bytes of bounce slots that the device may hold at a time. Default: 256 MiB.
     pub quota: u64,
-    /// Whether the driver tells how much the device wrote.
+    /// Whether the driver reports how much the device wrote.
     pub written: Written,
 }
 
@@ -40,43 +40,44 @@ impl Default for BounceConfig {
     }
 }
 
-/// Whether it is known how much of a buffer the device wrote (rule L49, as far as it holds here).
+/// Whether the driver reports how much of a buffer the device wrote (rule L49, as far as it applies
+/// here).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Written {
-    /// It is not: what the device may write is loaded with the buffer's own bytes first, and all of
-    /// it is brought back, so that what it did not write stays as it was.
+    /// It does not: a slot that the device may write is first loaded with the buffer's bytes, and
+    /// all of it is copied back, so that what the device did not write stays as it was.
     #[default]
     Unknown,
-    /// The driver says so, by [`Mapping::note_written`](crate::Mapping::note_written) before the
-    /// unmap (virtio's used length). Nothing is loaded, and only what was noted is brought back. If
-    /// nothing is ever noted of a mapping, all of it is brought back, zeros where the device wrote
+    /// It does, by [`Mapping::note_written`](crate::Mapping::note_written) before the unmap
+    /// (virtio's used length). Nothing is loaded, and only what was noted is copied back. If
+    /// nothing is noted for a mapping, all of it is copied back, zeros where the device wrote
     /// nothing.
     Reported,
 }
 
-/// A piece of memory that a pool has given out. Not to be copied but by the pool: who holds one holds
-/// the memory.
+/// A piece of memory that a pool has handed out. Only the pool may duplicate this value, as holding
+/// it means owning the memory.
 #[derive(Debug)]
 pub(crate) struct Slot {
-    /// Its granules, as the device sees them.
+    /// Its granules, in the device's addresses.
     pub(crate) range: Range,
-    /// As the CPU does.
+    /// Its memory, for the CPU.
     pub(crate) ptr: NonNull<u8>,
     /// What the device may do.
     pub(crate) prot: Prot,
-    /// So many bytes from its beginning may not be zero.
+    /// How many bytes from its beginning may be non-zero.
     pub(crate) dirty: u64,
-    /// The number of the device that had it last; the pools' business.
+    /// The number of the device that had it last; used by the pools only.
     pub(crate) key: u64,
 }
 
-// SAFETY: who holds a slot is the only one of this process to touch its memory, from any thread.
+// SAFETY: within this process only the holder of a slot touches its memory, from any thread.
 unsafe impl Send for Slot {}
 // SAFETY: nothing is done to its memory through a shared reference.
 unsafe impl Sync for Slot {}
 
 impl Bounced {
-    /// Of `len` bytes, in a slot that was taken for that.
+    /// A copy of `len` bytes, in a slot that was taken for it.
     pub(crate) fn new(slot: Slot, len: u64, direction: Direction) -> Bounced {
         let back = direction != Direction::ToDevice;
         Bounced { slot, len, back, noted: false, clean: 0 }
@@ -87,12 +88,13 @@ impl Bounced {
 #[derive(Debug)]
 pub(crate) struct Bounced {
     pub(crate) slot: Slot,
-    /// Bytes of the buffer.
+    /// The length of the buffer, in bytes.
     pub(crate) len: u64,
-    /// Whether the device may write, so that there is something to bring back.
+    /// Whether the device may write, so that bytes must be copied back.
     pub(crate) back: bool,
-    /// Whether it was told what to bring back; then that is done, and the unmap brings back nothing.
+    /// Whether the driver has noted what the device wrote; then that was copied back already, and
+    /// the unmap copies nothing.
     pub(crate) noted: bool,
-    /// So many bytes from the beginning were brought back, and are zero in the slot.
+    /// How many bytes from the beginning were copied back and zeroed in the slot.
     pub(crate) clean: u64,
 }

@@ -1,4 +1,4 @@
-//! Pool memory that the caller fills and reads in place.
+//! Pool memory that the caller writes and reads in place.
 
 use core::fmt;
 use std::sync::Arc;
@@ -9,15 +9,14 @@ use ringfence_mem::HostSlice;
 use super::Slot;
 use crate::{Segment, mapping::Owner, segment::Segments};
 
-/// A buffer in pool memory, mapped already: filled or read in place, it needs no copy and no request
-/// to the IOMMU.
+/// A buffer in pool memory, mapped already: the program writes or reads it in place, without a copy
+/// and without a request to the IOMMU.
 ///
-/// As long as it lives the device reaches it: it is exposed by choice, and counted so
-/// ([`Stats::taken`](crate::Stats::taken)). The device that had it before had it last: what it holds
-/// at first is what this very device's driver left there, or zeros. Dropping it gives it back to the
-/// pool.
+/// As long as it lives the device can reach it: it is exposed by choice, and counted as such
+/// ([`Stats::taken`](crate::Stats::taken)). Its initial contents are what this device's own driver
+/// left there, or zeros. Dropping it gives it back to the pool.
 pub struct PoolBuffer {
-    /// Taken by `drop`.
+    /// `None` once `drop` has taken it.
     slot: Option<Slot>,
     len: u64,
     segments: Segments,
@@ -55,9 +54,9 @@ impl PoolBuffer {
 
     /// The bytes, to copy from and to.
     ///
-    /// The slot is mapped as long as the buffer lives, and stays so behind it: a device may write to it at any
-    /// time, between two looks too. So there is no `&[u8]` of it. What is to be checked is copied first
-    /// ([`read`](Self::read)), and what was copied stays what it is.
+    /// The slot is mapped as long as the buffer lives, and stays so afterwards: a device may write
+    /// to it at any time, even between two reads. So there is no `&[u8]` of it. Copy out what is to
+    /// be checked ([`read`](Self::read)): the copy does not change.
     pub fn piece(&self) -> HostSlice<'_> {
         self.slot().piece(0, self.len)
     }
@@ -65,7 +64,7 @@ impl PoolBuffer {
     /// Copies bytes out from `offset`.
     ///
     /// # Panics
-    /// If that passes the end.
+    /// If that exceeds the length.
     pub fn read(&self, offset: u64, bytes: &mut [u8]) {
         self.part(offset, bytes.len()).copy_to(bytes);
     }
@@ -73,7 +72,7 @@ impl PoolBuffer {
     /// Copies bytes in at `offset`.
     ///
     /// # Panics
-    /// If that passes the end.
+    /// If that exceeds the length.
     pub fn write(&mut self, offset: u64, bytes: &[u8]) {
         self.part(offset, bytes.len()).copy_from(bytes);
     }

@@ -1,4 +1,4 @@
-//! What is mapped, and what was lately.
+//! The records of current and recent mappings.
 
 use core::{fmt, panic::Location};
 use std::{
@@ -11,16 +11,16 @@ use ringfence_iommu::{Iova, Range};
 use super::Detector;
 use crate::Direction;
 
-/// When, where and by whom something was done to a mapping.
+/// When, where and on which thread something was done to a mapping.
 #[derive(Clone, Debug)]
 pub(crate) struct Mark {
-    /// `None` where the program did not say: the mapping was dropped.
+    /// `None` if the program named no place, as the mapping was dropped.
     pub(crate) at: Option<&'static Location<'static>>,
     pub(crate) ns: u64,
     pub(crate) thread: Thread,
 }
 
-/// What is known of an IOVA range.
+/// The record of an IOVA range.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
     pub(crate) range: Range,
@@ -30,14 +30,14 @@ pub(crate) struct Record {
     pub(crate) unmapped: Option<Mark>,
 }
 
-/// The records of what is mapped, and of freed ranges that are held back.
+/// The records of mapped ranges, and of freed ranges that are held back.
 ///
 /// No two of them overlap: a range that is held back is not allocated again.
 pub(crate) struct Ledger {
     bounds: Detector,
     /// By the first address of the range.
     records: BTreeMap<u64, Record>,
-    /// What is held back, oldest first.
+    /// The ranges held back, oldest first.
     held: VecDeque<Range>,
     held_bytes: u128,
 }
@@ -51,25 +51,26 @@ impl Ledger {
         self.records.insert(record.range.first().0, record);
     }
 
-    /// Takes note of an unmap before it is done: it may be what the device trips over. Where several
-    /// places tell of it, the first is where it was wanted.
+    /// Records an unmap before it is done, as the device may already fault on it. If several places
+    /// record it, the first is the one that requested it.
     pub(crate) fn unmap(&mut self, range: Range, mark: Mark) {
         if let Some(record) = self.records.get_mut(&range.first().0) {
             record.unmapped.get_or_insert(mark);
         }
     }
 
-    /// Takes a range that is free now, and calls `free` with what the allocator gets instead:
-    /// the oldest, as far as the bounds demand. `mark` is for a range whose unmap nobody told of.
+    /// Takes a range that is free now, and calls `free` with the ranges that the allocator gets
+    /// instead: the oldest, as far as the bounds demand. `mark` is for a range whose unmap was not
+    /// recorded.
     pub(crate) fn retire(&mut self, range: Range, mark: Mark, free: &mut impl FnMut(Range)) {
         let bytes = size(range);
         let Some(record) = self.records.get_mut(&range.first().0) else {
-            // A map that failed: no device was told of it.
+            // A map that failed: no device ever got the address.
             return free(range);
         };
         record.unmapped.get_or_insert(mark);
         if self.bounds.ranges == 0 || bytes > self.bounds.bytes.into() {
-            // It would push out all others for nothing.
+            // It would evict all others without fitting itself.
             self.records.remove(&range.first().0);
             return free(range);
         }
@@ -80,7 +81,7 @@ impl Ledger {
         }
     }
 
-    /// Gives everything that is held back to the allocator; whether there was anything.
+    /// Gives everything that is held back to the allocator; returns whether there was anything.
     pub(crate) fn release_all(&mut self, free: &mut impl FnMut(Range)) -> bool {
         let any = !self.held.is_empty();
         while !self.held.is_empty() {
@@ -92,13 +93,13 @@ impl Ledger {
     fn release_oldest(&mut self, free: &mut impl FnMut(Range)) {
         if let Some(oldest) = self.held.pop_front() {
             self.held_bytes -= size(oldest);
-            // First forgotten, then free: whoever gets it next has a record of his own.
+            // Removed before it is freed: the next mapping of the range has its own record.
             self.records.remove(&oldest.first().0);
             free(oldest);
         }
     }
 
-    /// The record of the range that `iova` lies in.
+    /// The record of the range that contains `iova`.
     pub(crate) fn at(&self, iova: Iova) -> Option<&Record> {
         let (_, record) = self.records.range(..=iova.0).next_back()?;
         record.range.contains(iova).then_some(record)
@@ -166,7 +167,7 @@ mod tests {
         ledger.map(record(Range::ALL));
         let mut freed = Vec::new();
         ledger.retire(Range::ALL, mark(3), &mut |range| freed.push(range));
-        // All of memory is a byte more than the bound.
+        // All addresses are one byte more than the bound.
         assert_eq!((freed, ledger.held()), (vec![Range::ALL], (1, 0x1000)));
     }
 
@@ -201,7 +202,7 @@ mod tests {
     }
 
     proptest! {
-        // Against two plain lists, of what is mapped and of what is held back in its order.
+        // Against two plain lists: of mapped ranges, and of those held back, in order.
         #[test]
         fn it_does_what_two_lists_would_do(
             ranges in 0usize..6,
@@ -216,7 +217,7 @@ mod tests {
                 let mut want = Vec::new();
                 match step {
                     Step::Map(place) => {
-                        // Places of four granules each, of which one to four are used.
+                        // Places of four granules each, with one to four in use.
                         let range = pages(place * 4, place % 4 + 1);
                         if live.iter().chain(&held).any(|taken| taken.overlaps(range)) {
                             continue;

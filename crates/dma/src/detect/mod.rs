@@ -1,11 +1,11 @@
-//! Who used what was unmapped.
+//! Detecting use after unmap.
 //!
-//! A device that goes on using a buffer after its unmap has a bug, or its driver has; under a strict
-//! policy the access is refused, and the IOMMU's driver gets a [`Fault`] that names an address and
-//! no culprit. With a [`Detector`] in the configuration, the device's allocator gets freed addresses
-//! back only after a while, so that the address still means what it meant, and
-//! [`Device::explain`](crate::Device::explain) tells which mapping it was, where it was made and
-//! where it was unmapped.
+//! If a device goes on using a buffer after its unmap, the device or its driver has a bug; under a
+//! strict policy the access is refused, and the IOMMU's driver gets a [`Fault`] with an address but
+//! no cause. With a [`Detector`] in the configuration, the device's allocator gets freed addresses
+//! back only after a while, so that the address still identifies its mapping, and
+//! [`Device::explain`](crate::Device::explain) reports where that was made and where it was
+//! unmapped.
 
 mod ledger;
 
@@ -21,13 +21,13 @@ use ringfence_iommu::{Fault, FaultReason, Iova, Prot, Range};
 use self::ledger::{Ledger, Mark, Record};
 use crate::Direction;
 
-/// How much address space the detector holds back. The oldest goes back to the allocator first, and
-/// all of it when the allocator has nothing else: then it is forgotten.
+/// How much address space the detector holds back. The oldest range goes back to the allocator
+/// first, and all of them when the allocator has nothing else; their records are dropped then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Detector {
     /// How many unmapped ranges at most.
     pub ranges: usize,
-    /// How many bytes of address space at most. A range that is larger by itself is not held back.
+    /// How many bytes of address space at most. A range that alone is larger is not held back.
     pub bytes: u64,
 }
 
@@ -38,24 +38,24 @@ impl Default for Detector {
     }
 }
 
-/// A place in the program, and who was there.
+/// A place in the program, with time and thread.
 #[derive(Clone, Debug)]
 pub struct CallSite {
-    /// Where; `None` if that is not known: a mapping that was dropped tells no place.
+    /// Where; `None` if that is not known, as for the drop of a mapping.
     pub at: Option<&'static Location<'static>>,
-    /// By the environment's clock, in nanoseconds.
+    /// When, by the environment's clock, in nanoseconds.
     pub ns: u64,
-    /// Who did it.
+    /// The thread that did it.
     pub thread: Thread,
 }
 
-/// What a refused access was, as far as the detector can tell.
+/// What a refused access was, as far as the detector knows.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Explained {
-    /// The device used a buffer that had been taken from it.
+    /// The device used a buffer that had been unmapped.
     UseAfterUnmap(UseAfterUnmap),
-    /// The device did to a mapped buffer what its direction forbids.
+    /// The access violates the direction of a mapped buffer.
     WrongDirection(Misuse),
     /// The device went beyond a mapped buffer, by less than a granule of the allocator.
     OutOfBounds(Misuse),
@@ -64,32 +64,32 @@ pub enum Explained {
     Mapped(Misuse),
 }
 
-/// An access to what was unmapped.
+/// An access to an unmapped buffer.
 #[derive(Clone, Debug)]
 pub struct UseAfterUnmap {
     /// The access.
     pub fault: Fault,
-    /// The addresses of the mapping that it was, in whole granules.
+    /// The addresses of the former mapping, in whole granules.
     pub range: Range,
-    /// What the device had been allowed.
+    /// The direction of the former mapping.
     pub direction: Direction,
     /// Where it was mapped.
     pub mapped: CallSite,
     /// Where it was unmapped.
     pub unmapped: CallSite,
-    /// How long ago that was when the fault was explained, in nanoseconds. The access itself was no
-    /// later.
+    /// How long before the explanation it was unmapped, in nanoseconds. The access itself was
+    /// earlier than the explanation.
     pub age_ns: u64,
 }
 
-/// An access that a mapping explains, though not one that it allows.
+/// An access that relates to a mapping but is not allowed by it.
 #[derive(Clone, Debug)]
 pub struct Misuse {
     /// The access.
     pub fault: Fault,
     /// The addresses of the mapping, in whole granules.
     pub range: Range,
-    /// What the device is allowed.
+    /// The direction of the mapping.
     pub direction: Direction,
     /// Where it was mapped.
     pub mapped: CallSite,
@@ -108,7 +108,7 @@ impl Watchman {
         Box::new(Watchman { ledger: Mutex::new(Ledger::new(bounds)), granule })
     }
 
-    /// Takes note of a mapping before its user knows its address.
+    /// Records a mapping before its user gets the address.
     pub(crate) fn mapped(
         &self,
         range: Range,
@@ -120,7 +120,7 @@ impl Watchman {
         self.ledger.lock().map(Record { range, direction, mapped, unmapped: None });
     }
 
-    /// Takes note of an unmap that begins.
+    /// Records an unmap that begins.
     pub(crate) fn unmapping(
         &self,
         range: Range,
@@ -130,13 +130,14 @@ impl Watchman {
         self.ledger.lock().unmap(range, Mark { at, ns: now_ns, thread: thread::current() });
     }
 
-    /// Takes a range that was unmapped, and calls `free` with what may be allocated again.
+    /// Takes a range that was unmapped, and calls `free` with the ranges that may be allocated
+    /// again.
     pub(crate) fn retire(&self, range: Range, now_ns: u64, free: &mut impl FnMut(Range)) {
         let mark = Mark { at: None, ns: now_ns, thread: thread::current() };
         self.ledger.lock().retire(range, mark, free);
     }
 
-    /// Calls `free` with all that is held back; whether there was anything.
+    /// Calls `free` with all that is held back; returns whether there was anything.
     pub(crate) fn release_all(&self, free: &mut impl FnMut(Range)) -> bool {
         self.ledger.lock().release_all(free)
     }
@@ -146,7 +147,7 @@ impl Watchman {
         self.ledger.lock().held()
     }
 
-    /// What a fault was; `None` if it has to do with nothing that is known.
+    /// Explains a fault; `None` if no record relates to it.
     pub(crate) fn explain(&self, fault: &Fault, now_ns: u64) -> Option<Explained> {
         if fault.reason == FaultReason::NoDomain {
             return None;
@@ -160,8 +161,8 @@ impl Watchman {
             mapped: place(&record.mapped),
         };
         let Some(record) = ledger.at(fault.iova) else {
-            // The first address that is out of reach, after an access that began in reach; or the
-            // last one before it.
+            // The fault's address may be the first beyond the mapping, after an access that began
+            // within; or the last one before it.
             let beside = ledger.below(fault.iova, self.granule);
             let beside = beside.or_else(|| ledger.above(fault.iova, self.granule));
             return beside.map(|record| Explained::OutOfBounds(misuse(record)));
@@ -217,7 +218,7 @@ impl Display for Deed {
     }
 }
 
-/// A time span as people say it.
+/// A time span in readable form.
 struct Age(u64);
 
 impl Display for Age {
@@ -298,7 +299,7 @@ mod tests {
         Range::new(Iova(0x10_000), Iova(0x11_fff)).unwrap()
     }
 
-    /// A watchman who knows one mapping, and where that was made.
+    /// A watchman with one mapping, and the place where that was made.
     fn watchman(direction: Direction) -> (Box<Watchman>, String) {
         let watchman = Watchman::new(Detector::default(), 0x1000);
         let here = Location::caller();
@@ -334,7 +335,7 @@ mod tests {
     fn a_drop_tells_no_place_and_says_so() {
         let (watchman, _) = watchman(Direction::ToDevice);
         watchman.unmapping(range(), None, 2_000);
-        // Not over yet, and yet it is what the device tripped over.
+        // The unmap is not over yet, but the device already faulted on it.
         let said = watchman.explain(&fault(0x10_000, Prot::READ), 2_900).unwrap().to_string();
         assert!(said.contains("at most 900 ns after it was unmapped by a drop"), "{said}");
     }
@@ -353,7 +354,7 @@ mod tests {
         assert!(said.to_string().contains("0x1 bytes beyond"), "{said}");
         let said = say(0xf_ff8, Prot::READ).unwrap();
         assert!(said.to_string().contains("0x8 bytes before"), "{said}");
-        // Too far from anything: nothing is made up.
+        // Too far from any mapping: no explanation.
         assert!(say(0x13_000, Prot::READ).is_none());
         assert!(say(0xe_fff, Prot::READ).is_none());
         assert!(say(0, Prot::READ).is_none());

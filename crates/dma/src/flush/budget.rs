@@ -6,16 +6,17 @@ use ringfence_sync::atomic::{AtomicI64, Ordering};
 
 use super::counters::{Rules, Sound};
 
-/// The bytes that may still be exposed, of a bound that can be changed meanwhile.
+/// The bytes that may still be exposed, under a bound that can change meanwhile.
 ///
 /// Bytes are reserved before their translation is removed, and given back after the flush that
-/// covers it has finished: so what is exposed is never more than what is reserved, and that never
-/// more than the bound.
+/// covers it has finished: so the exposed bytes never exceed the reserved ones, and those never
+/// exceed the bound.
 pub(crate) struct Budget<R = Sound> {
-    /// The bound less what is reserved: one number, so that neither can change unseen by who looks
-    /// at the other. Negative after the bound was lowered below what was reserved.
+    /// The bound less what is reserved: one number, so that a thread sees both in step. Negative
+    /// after the bound was lowered below what was reserved.
     left: AtomicI64,
-    /// The bound itself. Told and compared with, never decided upon: hence no atomic of the model's.
+    /// The bound itself. Only reported and compared with, it decides nothing: hence an atomic of
+    /// `core`, not the model's.
     bound: core::sync::atomic::AtomicI64,
     rules: PhantomData<R>,
 }
@@ -34,17 +35,17 @@ impl<R: Rules> Budget<R> {
     pub(crate) fn set(&self, bytes: u64) {
         let bound = i64::try_from(bytes).unwrap_or(i64::MAX);
         let before = self.bound.swap(bound, Ordering::Relaxed);
-        // Neither the difference nor the sum can overflow: what is left is a bound, at least 0, less
-        // what was reserved of bounds, at most 2^63-1.
+        // Neither the difference nor the sum can overflow: what is left is a bound, at least 0,
+        // less what was reserved under bounds, at most 2^63-1.
         self.left.fetch_add(bound - before, Ordering::AcqRel);
     }
 
-    /// Whether so many bytes ever fit.
+    /// Whether the bound ever allows `bytes`.
     pub(crate) fn fits(&self, bytes: u64) -> bool {
         i64::try_from(bytes).is_ok_and(|bytes| bytes <= self.bound.load(Ordering::Relaxed))
     }
 
-    /// Reserves so many bytes, if they are left.
+    /// Reserves `bytes`, if they are left.
     #[must_use]
     pub(crate) fn reserve(&self, bytes: u64) -> bool {
         let Ok(bytes) = i64::try_from(bytes) else { return false };
@@ -57,7 +58,7 @@ impl<R: Rules> Budget<R> {
                 self.left.fetch_sub(bytes, Ordering::Acquire);
                 return true;
             }
-            // Acquire: the flush that made room, if one did, was over before.
+            // Acquire: a flush that made room was over before.
             match self.left.compare_exchange_weak(
                 left,
                 left - bytes,
@@ -72,11 +73,11 @@ impl<R: Rules> Budget<R> {
 
     /// Gives back bytes that were reserved.
     pub(crate) fn give_back(&self, bytes: u64) {
-        // What was reserved fits: it was converted then.
+        // What was reserved fits: `reserve` converted it.
         self.left.fetch_add(i64::try_from(bytes).unwrap_or(i64::MAX), Ordering::Release);
     }
 
-    /// Whether more is reserved than a bound that was lowered meanwhile.
+    /// Whether more is reserved than the bound, after that was lowered.
     pub(crate) fn is_overdrawn(&self) -> bool {
         self.left.load(Ordering::Relaxed) < 0
     }

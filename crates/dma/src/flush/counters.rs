@@ -1,16 +1,16 @@
-//! Which flush covers what was queued.
+//! Which flush covers which queued entry.
 
 use core::marker::PhantomData;
 
 use ringfence_sync::atomic::{AtomicU64, Ordering, fence};
 
-/// What makes the counters sound, as constants: the models replace one at a time by a wrong one and
-/// show that the checker notices.
+/// The rules that make the counters sound, as constants: the models break one at a time and show
+/// that the checker detects it.
 pub(crate) trait Rules {
     /// Rule L25: the removal of a translation is visible before the stamp is read.
     const BARRIER: bool = true;
     /// Rule L20: the stamp counts the flushes that were started, not those that have finished: one
-    /// in flight does not cover what is queued meanwhile.
+    /// in flight does not cover entries queued meanwhile.
     fn stamp(started: &AtomicU64, _finished: &AtomicU64) -> u64 {
         // Acquire pairs with the Release in `Counters::start`.
         started.load(Ordering::Acquire)
@@ -20,29 +20,30 @@ pub(crate) trait Rules {
     fn covers(stamp: u64, finished: u64) -> bool {
         stamp < finished
     }
-    /// Rule L27: a closed queue takes nothing, whoever comes late.
+    /// Rule L27: a closed queue takes no late entries.
     const CLOSES: bool = true;
-    /// Bytes are looked for and taken in one step.
+    /// Bytes are checked for and reserved in one step.
     const RESERVES_AT_ONCE: bool = true;
 }
 
-/// The rules as they must be.
+/// The correct rules.
 pub(crate) struct Sound;
 
 impl Rules for Sound {}
 
-/// Counts the whole-domain flushes that were started, and remembers the newest that finished.
+/// Counts the whole-domain flushes that were started, and tracks the newest that finished.
 ///
 /// Flushes are numbered from 1 in the order in which they start. What is unmapped is stamped with
-/// the number of flushes started so far, *after* its translation was removed; so exactly the flushes
-/// with a number above the stamp began when the translation was gone already, and once one of them
-/// has finished nothing stale can be left. Keeping the highest number that finished, rather than
-/// counting how many did, needs no care for flushes that overtake each other and none for flushes
-/// that fail: those simply never finish.
+/// the number of flushes started so far, *after* its translation was removed; so exactly the
+/// flushes with a number above the stamp began after the translation was gone, and once one of them
+/// has finished nothing stale can be left. With the highest number that finished, rather than a
+/// count, flushes may overtake each other, and failed flushes need no care: they simply never
+/// finish.
 pub(crate) struct Counters<R = Sound> {
     started: AtomicU64,
     finished: AtomicU64,
-    /// When the newest flush finished. Told, never decided upon: hence no atomic of the model's.
+    /// When the newest flush finished. Only reported, it decides nothing: hence an atomic of
+    /// `core`, not the model's.
     finished_ns: core::sync::atomic::AtomicU64,
     rules: PhantomData<R>,
 }
@@ -63,12 +64,12 @@ impl<R: Rules> Counters<R> {
 
     /// To be called before the domain is flushed.
     pub(crate) fn start(&self) -> Ticket {
-        // Relaxed in itself; but Release, so that whoever reads a stamp that counts this flush also
-        // sees what its thread did before (the timer's expiry clears its flag before, see
-        // `FlushQueues::expiring`).
+        // Release, not for the count itself, but so that a thread that reads a stamp that counts
+        // this flush also sees what its thread did before (the timer's expiry clears its flag
+        // before, see `FlushQueues::expiring`).
         let number = self.started.fetch_add(1, Ordering::Release) + 1;
         // The other half of the barrier in `removed`: either that thread's stamp counts this flush,
-        // or this flush, and every walk of the table after it, sees the translation gone.
+        // or this flush and every later walk of the table see the translation gone.
         if R::BARRIER {
             fence(Ordering::SeqCst);
         }
@@ -78,38 +79,38 @@ impl<R: Rules> Counters<R> {
     /// To be called when the domain's flush has succeeded, with the time.
     pub(crate) fn finish(&self, ticket: Ticket, now_ns: u64) {
         self.finished_ns.fetch_max(now_ns, Ordering::Relaxed);
-        // Release: who sees the number also sees what the flush did.
+        // Release: a thread that sees the number also sees what the flush did.
         self.finished.fetch_max(ticket.0, Ordering::Release);
     }
 
     /// To be called after a translation was removed and before [`stamp`](Self::stamp).
     ///
     /// Rule L25. Without it the removal may still sit in this CPU's store buffer while the stamp is
-    /// read: a flush could start in between, be counted by nobody, let the device walk the table
-    /// and cache the dead translation again, and finish: the entry would be released with the
-    /// device still reaching it.
+    /// read: a flush could start in between, uncounted by the stamp, let the device walk the table
+    /// and cache the dead translation again, and finish: the entry would be released while the
+    /// device can still reach it.
     pub(crate) fn removed(&self) {
         if R::BARRIER {
             fence(Ordering::SeqCst);
         }
     }
 
-    /// The stamp for what was just removed.
+    /// The stamp for a translation that was just removed.
     pub(crate) fn stamp(&self) -> u64 {
         R::stamp(&self.started, &self.finished)
     }
 
-    /// The newest flush that has finished: to be asked once for many [`covers`](Self::covers).
+    /// The newest flush that has finished: to be read once for many [`covers`](Self::covers).
     pub(crate) fn finished(&self) -> u64 {
         self.finished.load(Ordering::Acquire)
     }
 
-    /// When that was, or later: a flush may have finished since. To be asked after it.
+    /// When that was, or later, as a flush may have finished since. To be read after it.
     pub(crate) fn finished_ns(&self) -> u64 {
         self.finished_ns.load(Ordering::Relaxed)
     }
 
-    /// Whether what was stamped `stamp` may be released.
+    /// Whether an entry stamped `stamp` may be released.
     pub(crate) fn covers(stamp: u64, finished: u64) -> bool {
         R::covers(stamp, finished)
     }

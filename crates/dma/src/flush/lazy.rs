@@ -1,21 +1,22 @@
-//! What a lazy policy has.
+//! The state of a lazy policy.
 
 use parking_lot::Mutex;
 use ringfence_iommu::table::PageList;
 
 use super::{Entry, FlushQueues, Pace, Timer};
 
-/// What a lazy policy needs. A device that is strict has it too, closed and without memory, so that
-/// it can become lazy.
+/// The state of a lazy policy. A strict device has it too, closed and without memory, so that it
+/// can become lazy.
 pub(crate) struct Lazy {
     pub(crate) queues: FlushQueues<Entry>,
     pub(crate) pace: Pace,
     pub(crate) timer: Timer,
-    /// Held by who flushes because the bound of bytes is reached, so that one does it for all.
+    /// Held by the thread that flushes because the bound of bytes is reached, so that one flush
+    /// serves all.
     pub(crate) at_bound: Mutex<()>,
 }
 
-/// Translations that were removed, before their invalidation waits in a queue.
+/// Translations that were removed, but are not in a queue yet.
 pub(crate) struct Removed {
     /// When.
     pub(crate) since_ns: u64,

@@ -1,10 +1,10 @@
-//! Lazy invalidation: what was unmapped waits in a queue for a flush of the whole domain.
+//! Lazy invalidation: unmapped ranges wait in a queue for a flush of the whole domain.
 //!
-//! * [`counters`]: which flush covers what; the heart of it.
+//! * [`counters`]: which flush covers which entry; the core.
 //! * [`ring`], [`queues`]: the queues, reaped from the front, opened and closed at run time.
 //! * [`budget`]: how many bytes may be exposed in all of them together.
-//! * [`timer`], [`pace`]: flushes in time when nothing fills the queue.
-//! * [`watch`]: lets someone learn when an IOVA was released, and keeps it from being reused.
+//! * [`timer`], [`pace`]: timely flushes when the queues do not fill.
+//! * [`watch`]: reports when an IOVA was released, and keeps it from being reused.
 
 mod budget;
 mod counters;
@@ -40,9 +40,9 @@ pub(crate) struct Entry {
     pub(crate) since_ns: u64,
     /// Table pages that were unlinked with it (rule L21).
     pub(crate) pages: PageList,
-    /// Who wants to know.
+    /// The watcher of the IOVA, if there is one.
     pub(crate) watch: Option<Arc<Watch>>,
-    /// Whether its bytes were reserved of the budget.
+    /// Whether its bytes were reserved from the budget.
     pub(crate) reserved: bool,
 }
 

@@ -1,10 +1,10 @@
-//! The flush queues under the model checker: every interleaving, and every order in which a CPU may
-//! make its memory accesses visible.
+//! The flush queues under the model checker: every interleaving, and every order in which memory
+//! accesses may become visible.
 //!
 //! The world is a device with a translation cache over two translations, each with a table page of
-//! its own. It is the worst device: as soon as its cache has been invalidated it walks the table and
-//! caches again whatever it finds. Releasing an entry asserts that the cache holds nothing of it,
-//! and a walk asserts that it meets no page that was released.
+//! its own. It is the worst possible device: as soon as its cache has been invalidated it walks the
+//! table and caches again whatever it finds. Releasing an entry asserts that the cache does not
+//! hold it, and a walk asserts that it reaches no released page.
 
 use loom::{
     model::Builder,
@@ -42,7 +42,7 @@ impl Queued for Unmapped {
 
 struct World<R> {
     queues: FlushQueues<Unmapped, R>,
-    /// The table: whether each translation is there.
+    /// The table: whether each translation is present.
     present: [AtomicBool; 2],
     /// Whether each one's table page went back to its owner.
     freed: [AtomicBool; 2],
@@ -58,7 +58,7 @@ impl<R: Rules> World<R> {
         Arc::new(world)
     }
 
-    /// A world whose queues take nothing.
+    /// A world with closed queues.
     fn closed(rings: usize) -> Self {
         World {
             queues: FlushQueues::new(rings),
@@ -75,14 +75,14 @@ impl<R: Rules> World<R> {
         self.queues.open(rings, shape).unwrap();
     }
 
-    /// Whether the caller must arm the timer.
+    /// Unmaps; returns whether the caller must arm the timer.
     fn unmap(&self, ring: usize, which: usize) -> bool {
         self.remove(which);
         self.enqueue(ring, which)
     }
 
     fn remove(&self, which: usize) {
-        // Relaxed: a domain's table promises no more.
+        // Relaxed: a domain's table guarantees no more.
         self.present[which].store(false, Ordering::Relaxed);
     }
 
@@ -149,7 +149,7 @@ fn check(f: impl Fn() + Sync + Send + 'static) {
     Builder::new().check(f);
 }
 
-/// For three threads, which would take minutes: every interleaving with up to three preemptions.
+/// For three threads, as all interleavings would take minutes: those with up to three preemptions.
 fn check_bounded(f: impl Fn() + Sync + Send + 'static) {
     let mut builder = Builder::new();
     builder.preemption_bound = Some(3);
@@ -202,7 +202,7 @@ fn two_that_unmap_and_one_that_flushes_lose_nothing_and_release_nothing_early() 
 fn of_two_that_share_a_full_queue_each_gets_its_entry_in() {
     // rules L19, L22
     check(|| {
-        // One slot to use.
+        // One usable slot.
         let world = World::<Sound>::new(1, 2);
         let other = Arc::clone(&world);
         let unmapper = thread::spawn(move || {
@@ -235,7 +235,7 @@ fn what_an_expiry_leaves_behind_finds_the_timer_armed_again() {
     check(|| expire_while_another_unmaps(World::expire));
 }
 
-// What follows shows that the models can fail: each takes one rule away.
+// The following show that the models can fail: each breaks one rule.
 
 #[test]
 #[should_panic(expected = "released while the device still reaches it")]

@@ -9,17 +9,17 @@ const NEVER: u64 = u64::MAX;
 
 const NS_PER_MS: u64 = 1_000_000;
 
-/// How long what was unmapped waits for its flush, given how long it may be exposed and what
+/// How long an unmapped range waits for its flush, given how long it may be exposed and how long
 /// flushes and wake-ups took so far.
 ///
-/// Everything here is an estimate that nobody agrees by: the atomics are those of `std`.
+/// All values are estimates that synchronise nothing: hence the atomics of `std`.
 pub(crate) struct Pace {
     interval_ns: AtomicU64,
     /// How long memory may be exposed, or [`NEVER`].
     bound_ns: AtomicU64,
-    /// How long flushes take: the longest lately.
+    /// The longest recent flush.
     flush_ns: AtomicU64,
-    /// How late the timer wakes up: the latest lately.
+    /// The longest recent delay of the timer's wake-up.
     wake_ns: AtomicU64,
 }
 
@@ -39,12 +39,12 @@ impl Pace {
         self.bound_ns.store(bound_ns(tuning), Ordering::Relaxed);
     }
 
-    /// Notes how long a flush took.
+    /// Records how long a flush took.
     pub(crate) fn flushed(&self, ns: u64) {
         note(&self.flush_ns, ns);
     }
 
-    /// Notes how late the timer was.
+    /// Records how late the timer was.
     pub(crate) fn woke(&self, late_ns: u64) {
         note(&self.wake_ns, late_ns);
     }
@@ -58,21 +58,21 @@ impl Pace {
         }
     }
 
-    /// How late the timer may be before somebody else has to flush. `None` without a bound.
+    /// How late the timer may be before another thread has to flush. `None` without a bound.
     pub(crate) fn patience_ns(&self) -> Option<u64> {
         let bound_ns = self.bound_ns.load(Ordering::Relaxed);
         if bound_ns == NEVER {
             return None;
         }
-        // The flush itself must still fit.
+        // The flush itself must still fit into the bound.
         let flush_ns = with_margin(self.flush_ns.load(Ordering::Relaxed));
         let latest_ns = bound_ns.saturating_sub(flush_ns.max(bound_ns / 16));
         Some(latest_ns.saturating_sub(self.wait_ns()))
     }
 
-    /// How much earlier than the bound the timer is to be due: what a wake-up and a flush took
-    /// lately and a margin. Never less than an eighth of the bound, as they may take longer than
-    /// ever; and never more than three quarters, as then an earlier flush would not help.
+    /// How much earlier than the bound the timer is to be due: the recent time of a wake-up and a
+    /// flush, plus a margin. At least an eighth of the bound, as they may take longer than before;
+    /// at most three quarters, as an earlier flush would not help then.
     fn lead_ns(&self, bound_ns: u64) -> u64 {
         let (flush_ns, wake_ns) = (&self.flush_ns, &self.wake_ns);
         let seen_ns =
@@ -81,7 +81,7 @@ impl Pace {
     }
 }
 
-/// How long memory may be exposed under a tuning, in nanoseconds; `u64::MAX` if as long as it takes.
+/// How long memory may be exposed under a tuning, in nanoseconds; `u64::MAX` if there is no bound.
 pub(crate) fn bound_ns(tuning: &FlushTuning) -> u64 {
     tuning.max_exposure_ms.map_or(NEVER, |ms| ms.saturating_mul(NS_PER_MS).min(NEVER - 1))
 }
@@ -90,11 +90,11 @@ fn with_margin(ns: u64) -> u64 {
     ns.saturating_add(ns / 4)
 }
 
-/// A maximum that forgets: an eighth each time.
+/// A decaying maximum: it loses an eighth with each sample.
 fn note(estimate: &AtomicU64, sample: u64) {
     let before = estimate.load(Ordering::Relaxed);
     let now = sample.max(before - before.div_ceil(8));
-    // Most change nothing, and leave the line where it is.
+    // Most samples change nothing, and need not take the cache line.
     if now != before {
         estimate.store(now, Ordering::Relaxed);
     }

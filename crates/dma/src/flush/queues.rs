@@ -1,8 +1,8 @@
 //! The flush queues of a device, and the flag of their timer.
 //!
-//! What must hold, and what the models check: **no entry (and with it no IOVA and no table page)
-//! is released before a flush that started after it was queued has finished**, and none is lost:
-//! as long as one is queued, the timer is armed or about to be.
+//! The invariant, which the models check: **no entry (and with it no IOVA and no table page) is
+//! released before a flush that started after it was queued has finished**, and none is lost: as
+//! long as one is queued, the timer is armed or about to be.
 
 use std::collections::TryReserveError;
 
@@ -19,13 +19,13 @@ use super::{
 };
 use crate::Exposure;
 
-/// A ring for each CPU, of which only the first is used where there is to be a single queue: so
-/// nothing need be replaced, and nothing is lost, when that changes.
+/// A ring for each CPU, of which a single queue uses only the first: so nothing is replaced or lost
+/// when that changes.
 pub(crate) struct FlushQueues<E, R = Sound> {
     counters: CachePadded<Counters<R>>,
     /// Whether the timer runs (rule L23).
     armed: CachePadded<AtomicBool>,
-    /// What may be exposed in all rings together, where that is bounded.
+    /// The bytes that may be exposed in all rings together, if that is bounded.
     pub(crate) budget: CachePadded<Budget<R>>,
     rings: Box<[CachePadded<SpinLock<Ring<E>>>]>,
 }
@@ -40,7 +40,7 @@ pub(crate) enum Enqueued {
         /// The queue is at its mark: the caller makes the timer due.
         high: bool,
     },
-    /// The queue is full and holds nothing that may be released: the caller flushes and comes again.
+    /// The queue is full and holds nothing that may be released: the caller flushes and retries.
     Full,
     /// The queue takes no such entries any more (rule L27): the caller flushes and releases it.
     Closed,
@@ -59,14 +59,14 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         }
     }
 
-    /// Has the first `in_use` rings take entries in, as `shape` says. The others stay as they are,
-    /// but for the bounds, until they are [`close`](Self::close)d. When it returns the queues are
-    /// complete (rule L27).
+    /// Opens the first `in_use` rings to entries, according to `shape`. The others change only
+    /// their bounds until they are [`close`](Self::close)d. When it returns the queues are complete
+    /// (rule L27).
     ///
     /// # Errors
     /// There is no memory for them; nothing has changed.
     pub(crate) fn open(&self, in_use: usize, shape: Shape) -> Result<(), TryReserveError> {
-        // All of it before any ring changes, and under no lock: nobody allocates afterwards.
+        // All of it before any ring changes, and without a lock: nothing is allocated afterwards.
         let memories: Result<Vec<_>, _> =
             self.rings.iter().take(in_use).map(|_| memory(shape.capacity)).collect();
         for (ring, mut memory) in self.rings.iter().zip(memories?) {
@@ -76,8 +76,7 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         Ok(())
     }
 
-    /// Has all but the first `in_use` rings take no entries any more. What they hold waits for a
-    /// flush.
+    /// Closes all but the first `in_use` rings to entries. What they hold waits for a flush.
     pub(crate) fn close(&self, in_use: usize) {
         self.rings.iter().skip(in_use).for_each(|ring| ring.lock().close());
     }
@@ -85,15 +84,14 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
     /// Gives back the memory of the rings that are closed and empty.
     pub(crate) fn trim(&self) {
         for ring in &self.rings {
-            // Freed after the lock is.
+            // Freed after the lock is released.
             let memory = ring.lock().trim();
             drop(memory);
         }
     }
 
-    /// Queues what was unmapped just now, after taking out entries that may be released (rule L22).
-    /// `entry` is taken if it is queued. `ring` is any number; it is taken modulo the number of
-    /// rings.
+    /// Queues what was just unmapped, after taking out entries that may be released (rule L22).
+    /// Takes `entry` if it is queued. `ring` is any number, taken modulo the number of rings.
     pub(crate) fn enqueue(
         &self,
         ring: usize,
@@ -104,14 +102,14 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         let high = {
             let mut ring = self.ring(ring).lock();
             ring.reap(&self.counters, batch);
-            // Under the lock, so that stamps never fall from the front of a ring to its end.
+            // Under the lock, so that stamps never decrease from the front of a ring to its end.
             match ring.push::<R>(self.counters.stamp(), entry) {
                 Pushed::In { high } => high,
                 Pushed::Full => return Enqueued::Full,
                 Pushed::Closed => return Enqueued::Closed,
             }
         };
-        // Most find it armed and only read the line that they share.
+        // Most threads find it armed and only read the shared cache line.
         let arm = !self.armed.load(Ordering::Relaxed) && !self.armed.swap(true, Ordering::AcqRel);
         Enqueued::Queued { arm, high }
     }
@@ -125,8 +123,8 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         self.ring(ring).lock().note_released(entry, released_ns);
     }
 
-    /// Takes out of one ring what may be released, at most a batch. A batch that comes back full
-    /// may not have been all.
+    /// Takes out of one ring what may be released, at most a batch. If the batch comes back full,
+    /// there may be more.
     pub(crate) fn reap(&self, ring: usize, batch: &mut Batch<E>) {
         self.ring(ring).lock().reap(&self.counters, batch);
     }
@@ -145,15 +143,16 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
     ///
     /// An entry that this expiry does not release was queued with a stamp that counts its flush, or
     /// came into its ring after it was reaped. Both happen after this store, through the counter
-    /// and through the ring's lock, so that who queued it finds the flag clear and arms the timer
-    /// again.
+    /// and through the ring's lock, so that the thread that queued it finds the flag clear and arms
+    /// the timer again.
     pub(crate) fn expiring(&self) {
-        // A swap, as arming is one: changes of the flag then follow each other, and who arms it after
-        // this also sets the timer after whoever calls this has unset it.
+        // A swap, as arming is one: changes of the flag then follow each other, and a thread that
+        // arms it after this also sets the timer after the caller has unset it.
         self.armed.swap(false, Ordering::AcqRel);
     }
 
-    /// Sets the timer's flag for what an expiry had to leave behind; whether the caller must arm it.
+    /// Sets the timer's flag for what an expiry had to leave behind; returns whether the caller
+    /// must arm it.
     pub(crate) fn rearm(&self) -> bool {
         self.len() != 0 && !self.armed.swap(true, Ordering::AcqRel)
     }
@@ -176,12 +175,12 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         self.rings.iter().map(|ring| ring.lock().bytes()).sum()
     }
 
-    /// What was released so far.
+    /// The exposure of what was released so far.
     pub(crate) fn exposure(&self) -> Exposure {
         self.rings.iter().fold(Exposure::default(), |sum, ring| sum.plus(ring.lock().exposure()))
     }
 
-    /// How many of those had been exposed for longer than they should.
+    /// How many of these ranges were exposed for too long.
     pub(crate) fn late(&self) -> u64 {
         self.rings.iter().map(|ring| ring.lock().late()).sum()
     }

@@ -7,24 +7,24 @@ use arrayvec::ArrayVec;
 use super::counters::{Counters, Rules};
 use crate::Exposure;
 
-/// What waits in a flush queue.
+/// An entry of a flush queue.
 pub(crate) trait Queued {
     /// How many bytes stay reachable.
     fn bytes(&self) -> u64;
     /// Since when, by the device's clock.
     fn since_ns(&self) -> u64;
-    /// Whether its bytes were reserved of the [`Budget`](super::Budget).
+    /// Whether its bytes were reserved from the [`Budget`](super::Budget).
     fn is_reserved(&self) -> bool;
 }
 
-/// How many entries are taken out in one go, so that the queue's lock is held shortly whatever the
+/// How many entries are taken out at a time, so that the queue's lock is held briefly whatever the
 /// length of the queue, and released ranges need no allocation.
 pub(crate) const BATCH: usize = 32;
 
-/// Entries whose flush has finished, out of the queue and to be released by who took them.
+/// Entries whose flush has finished, out of the queue, for the caller to release.
 pub(crate) struct Batch<E> {
     pub(crate) entries: ArrayVec<E, BATCH>,
-    /// When the newest flush finished: since then at the latest nothing reaches them.
+    /// When the newest flush finished: at the latest from then on the device cannot reach them.
     pub(crate) released_ns: u64,
 }
 
@@ -45,28 +45,28 @@ pub(crate) type Memory<E> = VecDeque<Slot<E>>;
 /// Memory for `capacity` entries.
 ///
 /// # Errors
-/// There is none.
+/// There is no memory.
 pub(crate) fn memory<E>(capacity: usize) -> Result<Memory<E>, TryReserveError> {
     let mut memory = VecDeque::new();
     memory.try_reserve_exact(capacity)?;
     Ok(memory)
 }
 
-/// What a ring takes in.
+/// Which entries a ring accepts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     /// How many entries; never more than its memory holds.
     pub(crate) capacity: usize,
-    /// How many make the timer due; `usize::MAX`: none do.
+    /// How many entries make the timer due; `usize::MAX`: none do.
     pub(crate) high_water: usize,
-    /// Entries that were exposed for longer are counted; `u64::MAX`: none are.
+    /// Entries exposed for longer are counted as late; `u64::MAX`: none are.
     pub(crate) late_after_ns: u64,
-    /// Only entries whose bytes were reserved.
+    /// Whether only entries with reserved bytes are accepted.
     pub(crate) reserved_only: bool,
 }
 
 impl Shape {
-    /// Nothing.
+    /// Accepts nothing.
     const NONE: Shape = Shape {
         capacity: 0,
         high_water: usize::MAX,
@@ -75,21 +75,21 @@ impl Shape {
     };
 }
 
-/// What became of an entry that was pushed.
+/// The outcome of a push.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Pushed {
-    /// It is in; whether the ring is at its mark.
+    /// It is queued; `high`: the ring is at its mark.
     In { high: bool },
     /// There is no room for it.
     Full,
-    /// The ring takes no entries, or none such as this.
+    /// The ring takes no entries, or not this kind.
     Closed,
 }
 
 /// A ring of entries in the order of their stamps.
 ///
-/// Who takes entries in and who changes what is taken in agree by the ring's lock: an entry that was
-/// under way while its device became strict, or bounded, meets a ring that refuses it.
+/// The ring's lock serialises pushes and changes of what is accepted: an entry in flight while its
+/// device becomes strict, or bounded, finds a ring that refuses it.
 pub(crate) struct Ring<E> {
     slots: Memory<E>,
     shape: Shape,
@@ -112,9 +112,9 @@ impl<E: Queued> Ring<E> {
         }
     }
 
-    /// Takes entries in from now on, as `shape` says. `memory` must hold as many; what comes back in
-    /// its place is not needed any more. Entries beyond a smaller capacity stay until they are
-    /// released. Never allocates.
+    /// Accepts entries from now on, according to `shape`. `memory` must have room for as many, and
+    /// is exchanged for the memory that is no longer needed. Entries beyond a smaller capacity stay
+    /// until they are released. Never allocates.
     pub(crate) fn open(&mut self, shape: Shape, memory: &mut Memory<E>) {
         if memory.capacity() > self.slots.capacity() {
             memory.append(&mut self.slots);
@@ -125,34 +125,35 @@ impl<E: Queued> Ring<E> {
         self.open = true;
     }
 
-    /// As `shape` says from now on, but for the capacity, and without being opened.
+    /// Changes all of the shape except the capacity, without opening the ring.
     pub(crate) fn reshape(&mut self, shape: Shape) {
         self.shape = Shape { capacity: self.shape.capacity, ..shape };
     }
 
-    /// Takes no more entries in; what is queued stays.
+    /// Accepts no more entries; what is queued stays.
     pub(crate) fn close(&mut self) {
         self.open = false;
     }
 
-    /// The memory, if nothing is in it and nothing can come in.
+    /// Takes the memory, if the ring is empty and closed.
     pub(crate) fn trim(&mut self) -> Memory<E> {
         let unused = !self.open && self.slots.is_empty();
         if unused { core::mem::take(&mut self.slots) } else { Memory::new() }
     }
 
-    /// Takes out the entries that finished flushes cover, oldest first, as many as `batch` still
-    /// holds.
+    /// Takes out the entries that finished flushes cover, oldest first, as many as `batch` has room
+    /// for.
     pub(crate) fn reap<R: Rules>(&mut self, counters: &Counters<R>, batch: &mut Batch<E>) {
         if self.slots.is_empty() {
             return;
         }
-        // Read under the ring's lock: what a flush that has finished covers is in the ring already.
+        // Read under the ring's lock: all entries that a finished flush covers are in the ring
+        // already.
         let finished = counters.finished();
         let released_ns = counters.finished_ns();
         batch.released_ns = released_ns;
-        // Stamps are read under that lock too and so never fall: the first one that is not covered
-        // ends it.
+        // Stamps are read under that lock too and so never decrease: stop at the first one that is
+        // not covered.
         while !batch.entries.is_full()
             && let Some(oldest) = self.slots.front()
             && Counters::<R>::covers(oldest.stamp, finished)
@@ -164,7 +165,7 @@ impl<E: Queued> Ring<E> {
         }
     }
 
-    /// Counts what was released, from this ring or past it.
+    /// Counts an entry that was released, from this ring or bypassing it.
     pub(crate) fn note_released(&mut self, entry: &E, released_ns: u64) {
         let age = released_ns.saturating_sub(entry.since_ns());
         self.exposure.byte_ns += u128::from(entry.bytes()) * u128::from(age);
@@ -173,14 +174,14 @@ impl<E: Queued> Ring<E> {
         self.late += u64::from(age > self.shape.late_after_ns);
     }
 
-    /// Takes the entry in, if there is one; leaves it where it is if the ring is full or takes none
-    /// such. (By reference: entries are moved once, into their slot.)
+    /// Takes the entry, if there is one; leaves it in place if the ring is full or refuses it. (By
+    /// reference: entries are moved once, into their slot.)
     pub(crate) fn push<R: Rules>(&mut self, stamp: u64, entry: &mut Option<E>) -> Pushed {
         let Some(pushed) = entry else { return Pushed::In { high: false } };
         if R::CLOSES && !(self.open && (pushed.is_reserved() || !self.shape.reserved_only)) {
             return Pushed::Closed;
         }
-        // More than its capacity if that was lowered.
+        // May exceed the capacity if that was lowered.
         if self.slots.len() >= self.shape.capacity {
             return Pushed::Full;
         }
@@ -203,12 +204,12 @@ impl<E: Queued> Ring<E> {
         self.exposure
     }
 
-    /// How many of those that were released had been exposed for too long.
+    /// How many of the released entries had been exposed for too long.
     pub(crate) fn late(&self) -> u64 {
         self.late
     }
 
-    /// Takes out everything, covered or not: only for who gives the whole domain up.
+    /// Takes out everything, covered or not: only for when the whole domain is given up.
     pub(crate) fn drain(&mut self) -> impl Iterator<Item = E> + '_ {
         self.bytes = 0;
         self.slots.drain(..).map(|slot| slot.entry)

@@ -18,7 +18,7 @@ const NEVER: u64 = u64::MAX;
 
 /// Expires once, some time after it was armed; a thread, if it has one, then calls back.
 pub(crate) struct Timer {
-    /// The thread's.
+    /// The thread's name.
     name: &'static str,
     state: Arc<State>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -32,7 +32,7 @@ struct State {
 }
 
 impl Timer {
-    /// A timer that somebody polls, or that is yet to be [`start`](Self::start)ed.
+    /// A timer that the caller polls, or that is yet to be [`start`](Self::start)ed.
     pub(crate) fn new() -> Timer {
         Timer::named("ringfence-flush")
     }
@@ -50,8 +50,8 @@ impl Timer {
         }
     }
 
-    /// Starts a thread, unless there is one, that calls `expire` when the timer is due, with how
-    /// late that is in nanoseconds, until it returns false or the timer is stopped.
+    /// Starts a thread, unless there is one, that calls `expire` when the timer is due, with the
+    /// delay in nanoseconds, until it returns false or the timer is stopped.
     pub(crate) fn start(
         &self,
         clock: Arc<dyn Clock>,
@@ -80,7 +80,7 @@ impl Timer {
         self.state.due_ns.load(Ordering::Relaxed) > due_ns
     }
 
-    /// Unsets it if it was due at `latest_ns` or before. Of several that try, one does.
+    /// Unsets it if it was due at `latest_ns` or before. Of several threads that try, one succeeds.
     pub(crate) fn take_overdue(&self, latest_ns: u64) -> bool {
         let due = self.state.due_ns.load(Ordering::Relaxed);
         let relaxed = Ordering::Relaxed;
@@ -102,15 +102,15 @@ impl Timer {
         }
     }
 
-    /// Stops the timer and waits for its thread, unless called by that (rule L30).
+    /// Stops the timer and waits for its thread, unless called on that thread (rule L30).
     pub(crate) fn stop(&mut self) {
         *self.state.stop.lock() = true;
         self.state.changed.notify_one();
         if let Some(thread) = self.thread.get_mut().take()
             && thread.thread().id() != thread::current().id()
         {
-            // The thread runs nothing of ours that panics; and if it did, there is nothing left to
-            // be told.
+            // Our code on that thread does not panic; and if it did, there would be nothing left to
+            // notify.
             let _ = thread.join();
         }
     }
@@ -123,8 +123,8 @@ impl Drop for Timer {
 }
 
 impl State {
-    /// Sleeps until the timer is due; how late that was, in nanoseconds. `None` if the timer was
-    /// stopped instead.
+    /// Sleeps until the timer is due; returns how late that was, in nanoseconds. `None` if the
+    /// timer was stopped instead.
     fn wait(&self, clock: &dyn Clock) -> Option<u64> {
         let mut stop = self.stop.lock();
         loop {

@@ -2,13 +2,13 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Nothing happened yet.
+/// Neither released nor unwatched yet.
 const WAITING: u64 = 0;
-/// Nobody watches any more.
+/// The watcher is gone.
 const UNWATCHED: u64 = u64::MAX;
 
-/// What the flush queue and a watcher of one of its entries share. The IOVA goes back to the
-/// allocator when both are done with it; the second one to be done gives it back.
+/// Shared by the flush queue and a watcher of one of its entries. The IOVA goes back to the
+/// allocator when both are done with it; the second one gives it back.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
     /// [`WAITING`], [`UNWATCHED`], or the time of the release plus one.
@@ -16,14 +16,14 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// Says that the flush has finished. Whether the IOVA is the caller's to give back.
+    /// Records that the flush has finished. Returns whether the caller must give back the IOVA.
     #[must_use]
     pub(crate) fn release(&self, now_ns: u64) -> bool {
         let released = now_ns.saturating_add(1).min(UNWATCHED - 1);
         self.state.compare_exchange(WAITING, released, Ordering::AcqRel, Ordering::Acquire).is_err()
     }
 
-    /// Says that nobody watches any more. Whether the IOVA is the caller's to give back.
+    /// Records that the watcher is gone. Returns whether the caller must give back the IOVA.
     #[must_use]
     pub(crate) fn unwatch(&self) -> bool {
         self.state.swap(UNWATCHED, Ordering::AcqRel) != WAITING

@@ -1,13 +1,12 @@
-//! Which device is trusted with what.
+//! Trust: which policies a device may have.
 //!
-//! A device that anybody can plug in, or that somebody else serves, may be after memory that is not
-//! meant for it. A stale window is what it would use: so an untrusted device is never lazy and never
-//! unprotected, whatever was asked for (rule L28). Devices are trusted unless something says
-//! otherwise; *lazy* is nobody's default.
+//! A device that anyone can plug in, or that another party implements, may try to reach memory that
+//! is not meant for it. The stale window of lazy invalidation would let it: so an untrusted device
+//! is never lazy and never unprotected, whatever was requested (rule L28). Devices are trusted
+//! unless something marks them otherwise; *lazy* is never a default.
 //!
-//! Three things may speak: a description ([`Trust::described`]), sysfs ([`Trust::from_sysfs`]) and
-//! the platform ([`Platform::detect`]). [`decide`] makes a policy of what they say and what is
-//! wanted.
+//! There are three sources: a description ([`Trust::described`]), sysfs ([`Trust::from_sysfs`]) and
+//! the platform ([`Platform::detect`]). [`decide`] combines them with the requested policy.
 //!
 //! A buffer of an untrusted device that does not fill its granules is copied into a bounce slot,
 //! whatever the policy, so that its neighbours stay out of reach (rule L48); without pools, or
@@ -26,22 +25,22 @@ use crate::Policy;
 pub use platform::{Guest, Platform};
 pub use sysfs::Finding;
 
-/// Why a device works under another policy than the one asked for.
+/// Why a device works under another policy than the requested one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum Fallback {
-    /// Lazy was asked for, but the domain has done its work when an unmap returns: there is nothing
-    /// to defer.
+    /// A lazy policy was requested, but the domain invalidates before an unmap returns: there is
+    /// nothing to defer.
     #[error("the domain cannot defer its flushes, so lazy falls back to strict")]
     NoDeferredFlush,
-    /// The device is untrusted: it gets strict protection, whatever was asked for (rule L28).
+    /// The device is untrusted: it gets strict protection, whatever was requested (rule L28).
     #[error("the device is untrusted ({why}), so it gets strict protection")]
     Untrusted {
-        /// What speaks against it.
+        /// Why it is not trusted.
         why: Distrust,
     },
-    /// What is unmapped can be told from what was never mapped only if the device no longer
-    /// reaches it.
+    /// The detector is on: it sees a use after unmap only if the device can no longer reach the
+    /// memory.
     #[error("the use-after-unmap detector is on, which needs strict protection")]
     Detector,
     /// The device was made without bounce pools.
@@ -49,43 +48,43 @@ pub enum Fallback {
     NoPools,
 }
 
-/// Whether a device is expected to keep to what it is told.
+/// Whether a device is expected to follow its driver's instructions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Trust {
-    /// It may have whatever policy is asked for.
+    /// It may have any policy.
     #[default]
     Trusted,
     /// It gets strict protection only.
     Untrusted {
-        /// What spoke against it.
+        /// Why it is not trusted.
         why: Distrust,
     },
 }
 
-/// What speaks against a device.
+/// A reason not to trust a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum Distrust {
-    /// Whoever described it said so.
+    /// Its description says so.
     #[error("it was described as untrusted")]
     Described,
-    /// It, or what it hangs on, can be removed by the user; as Linux says of all that lies behind
-    /// an external-facing PCI port.
+    /// The user can remove it, or something it is attached to; Linux reports this for everything
+    /// behind an external-facing PCI port.
     #[error("it can be removed by the user")]
     Removable,
-    /// It lies behind a port that the device tree calls external-facing.
+    /// It lies behind a port that the device tree marks as external-facing.
     #[error("it lies behind an external-facing port")]
     ExternalFacing,
-    /// The kernel calls it, or what it hangs on, untrusted.
+    /// The kernel marks it, or something it is attached to, as untrusted.
     #[error("the kernel calls it untrusted")]
     Marked,
-    /// Nothing could be found out about it: what [`TrustError`] is a good reason for.
+    /// Nothing could be determined about it, for example after a [`TrustError`].
     #[error("nothing could be found out about it")]
     Unknown,
 }
 
 impl Trust {
-    /// What an explicit description says.
+    /// The trust from an explicit description.
     pub const fn described(trusted: bool) -> Trust {
         if trusted { Trust::Trusted } else { Trust::Untrusted { why: Distrust::Described } }
     }
@@ -109,7 +108,7 @@ impl Trust {
         }
     }
 
-    /// The policy in force where `policy` is wanted, and why if it is another one.
+    /// The policy in force when `policy` is requested, and why if it is another one.
     pub const fn confine(self, policy: Policy) -> (Policy, Option<Fallback>) {
         match against(policy, self, Means::ALL) {
             Some(because) => (confined(policy), Some(because)),
@@ -130,16 +129,16 @@ impl fmt::Display for Trust {
 /// The strict policy nearest to `policy`.
 pub(crate) const fn confined(policy: Policy) -> Policy {
     match policy {
-        // Distrust is no reason not to bounce; what is, is one for mapping.
+        // Distrust alone does not rule out bouncing; other reasons do, and then the device maps.
         Policy::Off | Policy::Bounce | Policy::Auto => Policy::StrictMap,
         other => other.to_strict(),
     }
 }
 
-/// What a device has that decides which policies it can have, besides trust.
+/// The properties of a device, besides trust, that decide which policies it can have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Means {
-    /// Whether it is watched for uses after an unmap.
+    /// Whether the use-after-unmap detector is on.
     pub(crate) detecting: bool,
     /// Whether its domain can defer flushes.
     pub(crate) deferred_flush: bool,
@@ -148,15 +147,15 @@ pub(crate) struct Means {
 }
 
 impl Means {
-    /// What speaks against nothing.
+    /// Means that rule out no policy.
     pub(crate) const ALL: Means = Means { detecting: false, deferred_flush: true, pools: true };
 }
 
-/// Why a device cannot have `policy`; `None` if it can. Distrust is the reason that is told first.
+/// Why a device cannot have `policy`; `None` if it can. Distrust is the first reason reported.
 pub(crate) const fn against(policy: Policy, trust: Trust, means: Means) -> Option<Fallback> {
     match trust {
         Trust::Untrusted { why } if !trust.allows(policy) => Some(Fallback::Untrusted { why }),
-        // A slot that is used after its unmap is used by the next mapping too.
+        // A slot used after its unmap may already belong to the next mapping.
         _ if means.detecting && (!policy.is_strict() || policy.bounces()) => {
             Some(Fallback::Detector)
         }
@@ -166,28 +165,29 @@ pub(crate) const fn against(policy: Policy, trust: Trust, means: Means) -> Optio
     }
 }
 
-/// A policy, and how it came about.
+/// A policy, and the reason for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decision {
     /// The policy in force.
     pub policy: Policy,
-    /// Why it is this one.
+    /// Why it was chosen.
     pub reason: Reason,
 }
 
-/// Why a device works under the policy that it works under.
+/// Why a device works under its policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reason {
-    /// It was asked for.
+    /// It was requested.
     Asked,
-    /// Nothing was asked for.
+    /// No policy was requested.
     Default,
-    /// Nothing was asked for, in a guest that does not trust the machine that serves its devices.
+    /// No policy was requested, in a guest that does not trust the machine that implements its
+    /// devices.
     ConfidentialGuest(Guest),
-    /// Another one was asked for, and could not be had.
+    /// Another one was requested, but is not possible.
     Instead {
-        /// What was asked for.
+        /// The requested policy.
         of: Policy,
         /// Why not.
         because: Fallback,
@@ -195,7 +195,7 @@ pub enum Reason {
 }
 
 impl Decision {
-    /// Why the policy is not the one asked for; `None` if it is, or nothing was.
+    /// Why the policy is not the requested one; `None` if it is, or if none was requested.
     pub const fn fallback(&self) -> Option<Fallback> {
         match self.reason {
             Reason::Instead { because, .. } => Some(because),
@@ -216,24 +216,24 @@ impl fmt::Display for Decision {
     }
 }
 
-/// A policy that was demanded, and that the device cannot have (rule L28).
+/// A policy that was demanded but that the device cannot have (rule L28).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the policy {policy} is demanded and cannot be had: {because}")]
 pub struct Refused {
-    /// What was demanded.
+    /// The demanded policy.
     pub policy: Policy,
     /// Why not.
     pub because: Fallback,
 }
 
-/// The policy of a device: of what is known of it and of the platform that serves it, and of what
-/// is wanted. Where something is `wanted` and `demanded`, nothing else will do.
+/// Decides the policy of a device from its trust, the platform, and the wanted policy. If
+/// `demanded`, only the wanted policy is acceptable.
 ///
-/// A confidential guest has a default of its own, no more: what is named for a trusted device there
-/// is had.
+/// A confidential guest only has a different default: a policy named for a trusted device there is
+/// granted.
 ///
 /// # Errors
-/// What is demanded cannot be had.
+/// The demanded policy is not possible.
 pub fn decide(
     trust: Trust,
     platform: Platform,
@@ -257,27 +257,27 @@ pub fn decide(
     }
 }
 
-/// Why it cannot be told whether a device is trusted. Never a reason to believe that it is.
+/// Why the trust of a device could not be determined. Never a reason to trust it.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrustError {
-    /// The path leads to no device of sysfs.
+    /// The path does not lead to a device in sysfs.
     #[error("{} is no device in sysfs", .0.display())]
     NotADevice(PathBuf),
-    /// A file is there and cannot be read.
+    /// A file exists but cannot be read.
     #[error("cannot read {}: {error}", .file.display())]
     Unreadable {
         /// Which file.
         file: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: Arc<io::Error>,
     },
-    /// A file says what it never should.
+    /// A file has invalid contents.
     #[error("{} says {says:?}, which makes no sense there", .file.display())]
     Senseless {
         /// Which file.
         file: PathBuf,
-        /// What it says.
+        /// Its contents.
         says: String,
     },
 }

@@ -1,4 +1,4 @@
-//! Who serves the devices.
+//! The platform that implements the devices.
 
 use core::fmt;
 use std::path::Path;
@@ -9,13 +9,13 @@ use super::{
 };
 use crate::Policy;
 
-/// What a program and its devices run on.
+/// The platform that a program and its devices run on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Platform {
     /// A machine, or a guest that trusts the machine below it.
     #[default]
     Ordinary,
-    /// A guest whose memory is kept from the machine below it, which serves its devices.
+    /// A guest whose memory is protected from the machine below it, which implements its devices.
     Confidential(Guest),
 }
 
@@ -49,16 +49,16 @@ impl fmt::Display for Guest {
 }
 
 impl Platform {
-    /// Looks at the system whose root directory is `root`; `/` is the one that the caller runs on.
+    /// Examines the system whose root directory is `root`; `/` is the one that the caller runs on.
     ///
     /// # Errors
-    /// A file is unreadable or senseless. One that is not there says nothing.
+    /// A file is unreadable or invalid. A missing file says nothing.
     pub fn detect(root: impl AsRef<Path>) -> Result<Platform, TrustError> {
         let root = root.as_ref();
         let guest = if is_there(&root.join("dev/tdx_guest"))? || cpu_flag(root, "tdx_guest")? {
             Guest::Tdx
         } else if is_there(&root.join("dev/sev-guest"))?
-            // Guests have it, hosts do not; the flags that begin with "sev" are the host's too.
+            // Guests have this file, hosts do not; hosts also have the flags that begin with "sev".
             || is_there(&root.join("sys/devices/system/cpu/sev/vmpl"))?
         {
             Guest::Sev
@@ -72,8 +72,8 @@ impl Platform {
         Ok(Platform::Confidential(guest))
     }
 
-    /// The policy of a device for which none is named: strict, wherever that is. Bounce buffers
-    /// will be the default of a confidential guest.
+    /// The default policy for a device: strict on every platform. Bounce buffers will be the
+    /// default in a confidential guest.
     pub const fn default_policy(self) -> Policy {
         match self {
             Platform::Ordinary | Platform::Confidential(_) => Policy::StrictMap,

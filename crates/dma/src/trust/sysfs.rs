@@ -1,4 +1,4 @@
-//! What sysfs says of a device.
+//! Trust from sysfs.
 
 use core::fmt;
 use std::{
@@ -9,12 +9,12 @@ use std::{
 
 use super::{Distrust, Trust, TrustError};
 
-/// What was found out about a device, and where.
+/// What sysfs says about a device, and where.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// What it comes to.
+    /// The resulting trust.
     pub trust: Trust,
-    /// The file that says so. `None`: none speaks against the device, and so it is trusted.
+    /// The file that is the reason. `None`: no file marks the device, so it is trusted.
     pub file: Option<PathBuf>,
 }
 
@@ -28,20 +28,20 @@ impl fmt::Display for Finding {
 }
 
 impl Trust {
-    /// What sysfs says of the device in the directory `device`, such as
-    /// `/sys/bus/pci/devices/0000:01:00.0`, and of everything that it hangs on:
+    /// Reads what sysfs says about the device in the directory `device`, such as
+    /// `/sys/bus/pci/devices/0000:01:00.0`, and about everything that it is attached to:
     ///
-    /// * `removable` (sysfs-devices-removable): `removable` is what Linux says of a USB device that
-    ///   can be unplugged and of every PCI device behind an external-facing port, be that declared
-    ///   by ACPI or by the device tree. `fixed` and `unknown` speak for nothing.
-    /// * `of_node/external-facing` of a port above it: the device tree's own word for that.
-    /// * `untrusted`: 0 or 1. Linux itself has no such file; it is believed where a kernel has it.
+    /// * `removable` (sysfs-devices-removable): Linux reports `removable` for a USB device that can
+    ///   be unplugged and for every PCI device behind an external-facing port, declared by ACPI or
+    ///   by the device tree. `fixed` and `unknown` have no effect.
+    /// * `of_node/external-facing` of a port above it: the device tree's own property.
+    /// * `untrusted`: 0 or 1. Mainline Linux has no such file; if a kernel has it, it counts.
     ///
-    /// A block device's `removable` is about its medium (0 or 1), and is passed over.
+    /// A block device's `removable` is about its medium (0 or 1), and is ignored.
     ///
     /// # Errors
-    /// The path is no device, or a file is unreadable or senseless. Then nothing is known, and the
-    /// caller should not trust the device.
+    /// The path is not a device, or a file is unreadable or invalid. Then the caller should not
+    /// trust the device.
     pub fn from_sysfs(device: impl AsRef<Path>) -> Result<Finding, TrustError> {
         let device = device.as_ref();
         let home = fs::canonicalize(device).map_err(|error| unreadable(device, error))?;
@@ -65,8 +65,8 @@ impl Trust {
     }
 }
 
-/// What a device's directory says against the device, or if it is `above` it, against what hangs on
-/// it.
+/// The reason in a directory not to trust the device; `above`: the directory belongs to something
+/// that the device is attached to.
 fn against(dir: &Path, above: bool) -> Result<Option<(Distrust, PathBuf)>, TrustError> {
     let file = dir.join("removable");
     if let Some(says) = read(&file)? {
@@ -85,7 +85,7 @@ fn against(dir: &Path, above: bool) -> Result<Option<(Distrust, PathBuf)>, Trust
             _ => return Err(TrustError::Senseless { file, says }),
         }
     }
-    // The port itself is part of the machine; what lies behind it is not.
+    // The port itself is part of the machine; devices behind it are not.
     let file = dir.join("of_node/external-facing");
     if above && is_there(&file)? {
         return Ok(Some((Distrust::ExternalFacing, file)));
@@ -123,7 +123,7 @@ mod tests {
     const PORT: &str = "sys/devices/pci0000:00/0000:00:1c.0";
     const DEVICE: &str = "sys/devices/pci0000:00/0000:00:1c.0/0000:01:00.0";
 
-    /// A machine with a port and a device behind it, of which nothing is said.
+    /// A machine with a port and a device behind it, without any marks.
     fn machine() -> Tree {
         let tree = Tree::new();
         for dir in [ROOT, PORT, DEVICE] {
@@ -163,7 +163,7 @@ mod tests {
             let file = format!("{dir}/removable");
             tree.file(&file, "removable\n");
             assert_eq!(because(&tree), (Distrust::Removable, file));
-            // A device that is fixed to one that is not is not fixed.
+            // A device fixed to a removable one is removable.
             tree.file(&format!("{DEVICE}/removable"), "fixed\n");
             assert_eq!(ask(&tree).unwrap().trust == Trust::Trusted, dir == DEVICE);
         }
@@ -192,7 +192,7 @@ mod tests {
     #[test]
     fn a_link_leads_to_the_device_and_directories_between_devices_are_passed() {
         let tree = machine();
-        // A class device, below a directory that is none.
+        // A class device, below a directory that is not a device.
         let disk = format!("{DEVICE}/block/vda");
         tree.file(&format!("{disk}/uevent"), "");
         tree.link("sys/class/block/vda", &disk);

@@ -7,7 +7,7 @@ use std::{
 
 use tempfile::TempDir;
 
-/// A directory that is gone when this is.
+/// A directory that is removed on drop.
 pub(super) struct Tree {
     root: PathBuf,
     _dir: TempDir,
@@ -23,7 +23,7 @@ impl Tree {
         self.root.join(name)
     }
 
-    /// Where `path` lies in here.
+    /// The full name of `path` in this tree.
     pub(super) fn name(&self, path: &Path) -> String {
         path.strip_prefix(&self.root).unwrap().to_str().unwrap().to_owned()
     }

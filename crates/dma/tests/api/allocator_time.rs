@@ -1,4 +1,4 @@
-//! How long the allocator takes.
+//! The allocator's time.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::mock::{Buf, EagerAllocator, MockDomain, TickingClock};
 const ALLOC_NS: u64 = 5;
 const FREE_NS: u64 = 7;
 
-/// An allocator whose calls take their time.
+/// An allocator with slow calls.
 struct Slow {
     inner: Arc<EagerAllocator>,
     clock: Arc<ManualClock>,
@@ -72,7 +72,7 @@ fn the_allocators_time_is_told_whoever_frees() {
         let queued = device.stats().queued;
         assert_eq!(queued != 0, policy.is_lazy(), "{policy}");
         assert_eq!(device.stats().frees + queued, if policy == Policy::Off { 0 } else { 100 });
-        // What waited in a queue is freed by nobody's unmap, and counted all the same.
+        // Queued ranges are freed outside any unmap, but are counted all the same.
         device.flush().unwrap();
         let stats = device.stats();
         let calls = if policy == Policy::Off { 0 } else { 100 };

@@ -1,4 +1,4 @@
-//! The policy that chooses.
+//! The policy `Auto`.
 
 use std::{
     ptr::NonNull,
@@ -24,13 +24,13 @@ use crate::mock::{Broken, EagerAllocator, Event, MockDomain, Setup, TestDevice, 
 const MS: u64 = 1_000_000;
 const LEN: usize = 16384;
 
-/// The process's memory as that of a guest whose addresses are the process's own.
+/// The process's memory, as guest memory with the process's own addresses.
 #[derive(Clone, Default)]
 struct Memory {
     exhausted: Arc<AtomicBool>,
 }
 
-// SAFETY: the heap's promise is passed on.
+// SAFETY: the heap's guarantee is passed on.
 unsafe impl BounceMemory<GuestPhys> for Memory {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
         if self.exhausted.load(Ordering::Relaxed) {
@@ -107,7 +107,7 @@ struct World {
     pools: BouncePools<GuestPhys>,
     clock: Arc<ManualClock>,
     memory: Memory,
-    /// The device wrote it last.
+    /// The byte that the device wrote last.
     written: u8,
 }
 
@@ -143,7 +143,7 @@ impl World {
         World { device, domain, allocator, pools, clock, memory, written: 0 }
     }
 
-    /// What the device does to a mapping, as far as it gets; and whether the buffer is exposed.
+    /// Writes to a mapping as the device does, and checks whether the buffer is exposed.
     fn access(&self, iova: Iova, buffer: u64, copied: bool, byte: u8) {
         let (at, _) = self.domain.reach(iova.0).expect("a mapping is reachable");
         assert_eq!(at == buffer, !copied, "it is a copy, or it is not");
@@ -151,12 +151,12 @@ impl World {
             *target < buffer + LEN as u64 && buffer <= target.saturating_add(range.extent())
         });
         assert_eq!(exposed, !copied, "a copied buffer is never reachable");
-        // SAFETY: the addresses are the process's own; slot or buffer, it is mapped memory that
-        // nobody looks at while the device has it.
+        // SAFETY: the addresses are the process's own; slot or buffer, it is mapped memory that no
+        // other code accesses while the device has it.
         unsafe { core::ptr::with_exposed_provenance_mut::<u8>(at as usize).write_bytes(byte, LEN) };
     }
 
-    /// A read of the disk, and how it was done.
+    /// A read from the disk; returns whether it was copied.
     fn read(&mut self) -> bool {
         self.written = self.written % 200 + 1;
         let buffer = Bytes::new(0xee);
@@ -172,7 +172,7 @@ impl World {
         copied
     }
 
-    /// Reads for so long, where copies and maps take so much time.
+    /// Reads for `ms`, with these times for copies and maps.
     fn reads(&mut self, ms: u64, copy_ns: u64, map_ns: u64) {
         let until_ns = self.clock.now_ns() + ms * MS;
         while self.clock.now_ns() < until_ns {
@@ -254,7 +254,7 @@ fn a_copy_that_finds_no_slot_is_mapped() {
     let choices = world.device.choices().unwrap();
     assert!(choices.calibration.failed.is_some(), "{choices}");
     assert_eq!(choices.calibration.copies, []);
-    // Were there slots, it would be faster by far; so trials want copies.
+    // With slots, copying would be far faster, so trials attempt copies.
     world.reads(200, 10_000, 200_000);
     let stats = world.device.stats();
     assert_eq!(stats.bounced, 0);
@@ -288,7 +288,7 @@ fn a_calibration_that_fails_is_told_and_leaves_nothing_reachable() {
 
 #[test]
 fn calibrating_takes_no_more_than_it_may_and_undoes_all() {
-    // A call of the clock takes a millisecond: so does everything.
+    // A reading of the clock takes a millisecond, and so does everything that is timed.
     let clock = Arc::new(ManualClock::stepping(MS));
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
@@ -327,7 +327,7 @@ fn a_policy_that_is_switched_to_calibrates_then() {
     assert!(maps > 32, "it has measured");
     world.reads(200, 50_000, 200_000);
     assert_eq!(world.copies(), Some(true));
-    // What is there already costs nothing.
+    // Setting the policy in force again costs nothing.
     world.domain.forget_events();
     world.device.set_policy(Policy::Auto).unwrap();
     assert_eq!((world.domain.events(), world.copies()), (Vec::new(), Some(true)));

@@ -1,4 +1,4 @@
-//! Batches: the promise of each mapping, at the price of one sync.
+//! Batches: the guarantee of single mappings, for one sync.
 
 use std::{collections::BTreeSet, sync::atomic::Ordering};
 
@@ -13,13 +13,13 @@ type Maps = MapBatch<std::sync::Arc<MockDomain>, std::sync::Arc<EagerAllocator>,
 /// Buffers that came back, and those that did not, by their tags.
 type Polled = (Vec<(usize, Buf)>, Vec<(usize, UnmapError<Buf>)>);
 
-/// Maps pages far apart in memory, which the allocator puts side by side.
+/// Maps pages that are far apart in memory, and that the allocator places side by side.
 fn map_pages(bench: &Bench, count: u64) -> Vec<Mapping<Buf>> {
     let page = |n: u64| Buf::new(&[(0x10_0000 * (n + 1), 0x1000)]);
     (0..count).map(|n| bench.device.map(page(n), Direction::FromDevice).unwrap()).collect()
 }
 
-/// The buffers that come back, by tag, and the tags of those that do not.
+/// The buffers that come back, and the errors of those that do not, by tag.
 fn poll(batch: &mut Unmaps) -> Polled {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     batch.poll(|tag, returned| match returned {
@@ -210,7 +210,7 @@ fn a_mapping_of_another_device_is_given_back() {
     assert!(batch.is_empty());
     mapping.unmap().unwrap();
     one.assert_nothing_leaked();
-    // Another clone is the same device.
+    // Another clone belongs to the same device.
     let mapping = map_pages(&other, 1).remove(0);
     let mut batch: Unmaps = other.device.clone().unmap_batch();
     batch.push(mapping, 0).unwrap();
@@ -287,7 +287,7 @@ fn neighbours_pushed_as_one_list_are_one_map_call_and_one_unmap() {
     batch.finish(|(), made| mapping = Some(made.unwrap()));
     let mapping = mapping.unwrap();
     assert_eq!(count(&bench, |event| matches!(event, Event::Map(..))), 1);
-    // Each buffer's own bytes are found in it.
+    // Each mapping leads to its buffer's own bytes.
     for n in 0..4 {
         let bytes = n * 0x1000 + 0x10..n * 0x1000 + 0x30;
         let segments: Vec<_> = mapping.segments_of(bytes).collect();
@@ -344,7 +344,7 @@ fn what_was_pushed_before_the_policy_changed_is_synced_all_the_same() {
     let (mut maps, mut unmaps): (Maps, Unmaps) =
         (bench.device.map_batch(), bench.device.unmap_batch());
     for n in 0..4u64 {
-        // Every second one under a policy that syncs each by itself.
+        // Every second one under a policy that syncs each alone.
         let policy = if n % 2 == 0 { Policy::StrictMap } else { Policy::Strict };
         bench.device.set_policy(policy).unwrap();
         let buffer = Buf::new(&[(0x10_0000 * (n + 1), 0x1000)]);
@@ -418,7 +418,7 @@ proptest! {
         let mut maps: Maps = bench.device.map_batch();
         let mut unmaps: Unmaps = bench.device.unmap_batch();
         let mut mapped: Vec<Mapping<Buf>> = Vec::new();
-        // Each buffer has pages that no other has: what the device reaches tells whose it is.
+        // Each buffer has pages of its own, so that what the device reaches identifies the buffer.
         let mut next = 1u64;
         let mut safe: BTreeSet<u64> = BTreeSet::new();
         let note = |safe: &mut BTreeSet<u64>, buffer: &Buf| {

@@ -1,4 +1,4 @@
-//! Mappings that are copies: which are, what the device is shown, what comes back.
+//! Mappings that are copies: which ones, what the device sees, what comes back.
 
 use ringfence_dma::{
     BounceLimits, Direction, Distrust, DmaConfig, Error, Mapping, Policy, Trust, Written,
@@ -28,7 +28,7 @@ fn untrusted(policy: Policy) -> Pooled {
     Pooled::new(setup(policy, |config| config.trust = UNTRUSTED))
 }
 
-/// A buffer whose bytes all are `byte`, its neighbours' 0x77.
+/// A buffer filled with `byte`, with neighbours of 0x77.
 pub(crate) fn filled(pooled: &Pooled, pieces: &[(u64, u64)], byte: u8) -> RamBuf {
     for &(addr, len) in pieces {
         pooled.ram.write(addr & !0xfff, &vec![0x77; (len as usize).next_multiple_of(4096) + 4096]);
@@ -37,7 +37,8 @@ pub(crate) fn filled(pooled: &Pooled, pieces: &[(u64, u64)], byte: u8) -> RamBuf
     pooled.ram.buffer(pieces)
 }
 
-/// What the device reads of the slot beyond a mapping's `len` bytes, to the end of its last granule.
+/// What the device reads of the slot beyond a mapping's `len` bytes, to the end of its last
+/// granule.
 fn beyond<B>(pooled: &Pooled, mapping: &Mapping<B>, len: u64) -> Vec<u8> {
     let end = len.next_multiple_of(4096);
     pooled.device_reads(mapping.iova().0 + len, end - len).unwrap()
@@ -50,7 +51,7 @@ fn an_untrusted_device_never_sees_what_lies_beside_a_buffer() {
         for direction in DIRECTIONS {
             let pooled = untrusted(policy);
             let device = &pooled.bench.device;
-            // Neither its beginning nor its end, then only one of them, is on a granule's edge.
+            // Neither the beginning nor the end, then only one of them, lies on a granule boundary.
             for (addr, len) in [(0x5100, 0x300), (0x5000, 0x300), (0x5100, 0xf00), (0x5800, 0x1000)]
             {
                 let mapping = device.map(filled(&pooled, &[(addr, len)], 1), direction).unwrap();
@@ -66,7 +67,7 @@ fn an_untrusted_device_never_sees_what_lies_beside_a_buffer() {
                     assert!(beyond(&pooled, &mapping, len).iter().all(|&byte| byte == 0));
                 }
                 assert_eq!(pooled.device_writes(iova, &[2]), direction != Direction::ToDevice);
-                // Nothing of the buffer's own memory is mapped anywhere.
+                // The buffer's own memory is not mapped anywhere.
                 assert!(pooled.bench.domain.cached().iter().all(|(_, target, _)| *target >= SLOTS));
                 drop(mapping.unmap().unwrap());
             }
@@ -82,7 +83,7 @@ fn what_fills_its_granules_is_mapped_itself() {
     for policy in [Policy::Strict, Policy::StrictMap] {
         let pooled = untrusted(policy);
         let pieces = [(0x5000, 0x1000), (0x9000, 0x2000), (0x7800, 0x800), (0x8000, 0x800)];
-        // The last two follow each other, and fill a granule together: not so here.
+        // Unlike here, the last two are adjacent and fill a granule together.
         let mapping =
             pooled.bench.device.map(filled(&pooled, &pieces[..2], 1), Direction::ToDevice);
         assert!(!mapping.unwrap().is_bounced());
@@ -124,7 +125,7 @@ fn a_list_with_one_piece_that_fits_ill_is_one_slot() {
     let bytes = [vec![1; 0x1000], vec![2; 0x80], vec![3; 0x2000]].concat();
     assert_eq!(pooled.device_reads(iova, len).unwrap(), bytes);
     assert!(beyond(&pooled, &mapping, len).iter().all(|&byte| byte == 0));
-    // Back to where each piece came from.
+    // Each piece is copied back to its place.
     assert!(pooled.device_writes(iova + 0xff0, &[9; 0x100]));
     let list = mapping.unmap().unwrap();
     assert_eq!(list[0].bytes(), [vec![1; 0xff0], vec![9; 0x10]].concat());
@@ -186,7 +187,7 @@ fn what_is_noted_twice_is_not_lost() {
             let buffer = filled(&pooled, &[(0x5100, 0x400)], 5);
             let mut mapping = pooled.bench.device.map(buffer, direction).unwrap();
             assert!(pooled.device_writes(mapping.iova().0, &[6; 0x400]));
-            // A length that grows, one that does not follow, and one that the CPU looks at.
+            // A range that grows, one that does not continue it, and one that overlaps both.
             for noted in [0..0x100, 0..0x180, 0x200..0x280, 0x240..0x2c0, 0..0x40] {
                 mapping.note_written(noted).unwrap();
             }
@@ -209,7 +210,7 @@ fn a_buffer_is_given_to_the_device_again_by_a_sync() {
         let iova = mapping.iova().0;
         assert!(pooled.device_writes(iova, &[6; 0x400]));
         mapping.note_written(0..0x300).unwrap();
-        // A part of it, and more is noted than the device writes this time.
+        // Only a part, and more is noted than the device writes this time.
         mapping.sync_for_device(0x80..0x100).unwrap();
         assert!(pooled.device_writes(iova + 0x80, &[7; 0x40]));
         mapping.note_written(0x80..0x280).unwrap();
@@ -240,7 +241,7 @@ fn a_sync_moves_what_it_names_and_no_more() {
         assert!(mapping.sync_for_device(bad.clone()).is_err());
         assert!(mapping.note_written(bad).is_err());
     }
-    // The other way of a direction there is nothing to move.
+    // Against the direction of a mapping there is nothing to copy.
     let buffer = filled(&pooled, &[(0xd000, 0x400)], 5);
     let mut reads = pooled.bench.device.map(buffer, Direction::ToDevice).unwrap();
     pooled.ram.write(0xd000, &[8; 0x400]);
@@ -272,8 +273,8 @@ fn a_slot_shows_its_next_owner_nothing_of_the_last() {
 
 #[test]
 fn a_late_write_into_a_slot_is_no_bytes_of_anybody() {
-    // What a device writes where it has nothing to write any more reaches no buffer by itself; the
-    // next owner of the slot gets it only where the device claims to have written, and has not.
+    // A late write of a device to a slot does not reach any buffer by itself; the slot's next owner
+    // gets it only where the device reports to have written but has not.
     let pooled = bounce(Written::Reported);
     let device = &pooled.bench.device;
     let map = |at| device.map(filled(&pooled, &[(at, 0x1000)], 5), Direction::FromDevice).unwrap();
@@ -303,7 +304,7 @@ fn without_a_slot_there_is_an_error_and_never_the_buffer_itself() {
     assert!(matches!(error.error(), Error::Bounce(_)), "{:?}", error.error());
     assert!(error.into_buffer().is_some());
     assert!(pooled.bench.domain.cached().iter().all(|(_, target, _)| *target >= SLOTS));
-    // When there is one again, it goes on.
+    // Once there is a slot again, it succeeds.
     drop(held);
     drop(map(0x7000).unwrap());
     pooled.assert_no_slot_is_lost();
@@ -311,7 +312,7 @@ fn without_a_slot_there_is_an_error_and_never_the_buffer_itself() {
 
 #[test]
 fn a_trusted_device_maps_what_finds_no_slot() {
-    // rule L50 binds where the device must not see the buffer's neighbours.
+    // rule L50 applies only if the device must not see the buffer's neighbours.
     let pooled = Pooled::with(Setup::new(Policy::Bounce), BounceLimits::default(), 4096);
     let device = &pooled.bench.device;
     let map = |at| device.map(filled(&pooled, &[(at, 0x100)], 5), Direction::ToDevice).unwrap();
@@ -349,7 +350,7 @@ fn what_is_mapped_for_long_is_never_a_copy() {
         assert_eq!(device.stats().bounced, 0);
         drop((ring, arena));
         pooled.assert_no_slot_is_lost();
-        // Untrusted: refused, unless nothing lies beside it.
+        // Untrusted: refused, unless it fills its granules.
         let pooled = untrusted(policy);
         let device = &pooled.bench.device;
         let error = device.alloc_coherent(filled(&pooled, &[(0x5100, 0x100)], 5)).unwrap_err();
@@ -370,7 +371,7 @@ fn what_the_cpu_cannot_reach_is_mapped_or_refused() {
     for direction in DIRECTIONS {
         let hidden = filled(&pooled, &[(0x5100, 0x100)], 5).hidden();
         assert!(!pooled.bench.device.map(hidden, direction).unwrap().is_bounced());
-        // Nor a list of which it is a part: what was loaded of the rest is nobody's.
+        // Nor a list that contains it: what was loaded of the rest is cleared.
         let hidden = filled(&pooled, &[(0x5100, 0x100)], 5).hidden();
         let list = vec![filled(&pooled, &[(0x7000, 0x100)], 0xaa), hidden];
         assert!(!pooled.bench.device.map_sg(list, direction).unwrap().is_bounced());
@@ -431,7 +432,7 @@ fn the_threshold_is_the_longest_copy() {
         let mapping = device.map(filled(&pooled, &[(0x5000, len)], 5), Direction::ToDevice);
         assert_eq!(mapping.unwrap().is_bounced(), bounced, "{len:#x}");
     }
-    // A device that is not trusted bounces what it must, however long.
+    // An untrusted device bounces what it must, of any length.
     let pooled = Pooled::new(setup(Policy::Bounce, |config| {
         config.bounce.threshold = 0x1000;
         config.trust = UNTRUSTED;

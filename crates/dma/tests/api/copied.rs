@@ -1,13 +1,13 @@
-//! The naive model of mappings that are copies: what of a buffer and of its slot may be which byte.
+//! The naive model of mappings that are copies: which bytes a buffer and its slot may hold.
 //!
-//! The oracles of this crate and of `ringfence-devices` both judge by it.
+//! The oracles of this crate and of `ringfence-devices` both use it.
 
 use core::ops::Range;
 use std::collections::BTreeMap;
 
 use ringfence_dma::{Direction, Written};
 
-/// Bytes as they must be, from an address on.
+/// Expected bytes, from an address on.
 pub(crate) struct Shadow {
     pub(crate) base: u64,
     pub(crate) bytes: Vec<u8>,
@@ -37,7 +37,7 @@ impl Shadow {
 
 /// The memory of slots.
 pub(crate) struct Slots {
-    /// What was last put there, by a driver or by the device.
+    /// What a driver or the device last put there.
     pub(crate) now: Shadow,
     /// What the device itself has written since a driver last overwrote it.
     wrote: Vec<Option<u8>>,
@@ -62,25 +62,26 @@ impl Slots {
         *self.wrote(addr) = None;
     }
 
-    /// The device has.
+    /// The device has written `byte` there.
     pub(crate) fn written(&mut self, addr: u64, byte: u8) {
         *self.now.at(addr) = byte;
         *self.wrote(addr) = Some(byte);
     }
 
-    /// The memory was taken anew: who had it before does not matter any more.
+    /// The memory was newly taken: its earlier contents do not matter any more.
     pub(crate) fn fresh(&mut self, (addr, len): (u64, u64)) {
         (addr..addr + len).for_each(|addr| self.put(addr, 0));
     }
 
-    /// Whether `byte` may be found there: a zero, what was put there last, or what the device wrote.
+    /// Whether `byte` is allowed there: a zero, what was put there last, or what the device wrote.
     pub(crate) fn may_hold(&self, addr: u64, byte: u8) -> bool {
         let at = (addr - self.now.base) as usize;
         byte == 0 || byte == self.now.bytes[at] || self.wrote[at] == Some(byte)
     }
 }
 
-/// Which of the mappings, by their numbers, a step is about, if any is a copy; and which of its bytes.
+/// Picks the copy among the numbered mappings that a step applies to, if there is one, and its
+/// bytes.
 pub(crate) fn pick(
     copies: &BTreeMap<usize, Copied>,
     mapped: impl Iterator<Item = usize>,
@@ -96,20 +97,21 @@ pub(crate) fn pick(
 
 /// A mapping that is a copy.
 pub(crate) struct Copied {
-    /// Where each byte of the buffer is.
+    /// The address of each byte of the buffer.
     bytes: Vec<u64>,
-    /// What its slot is loaded with; `None` until it is known which slot that is.
+    /// What its slot is loaded with, and the slot's address, once it is known.
     first: Vec<u8>,
     slot: Option<u64>,
     direction: Direction,
     preloads: bool,
     noted: bool,
-    /// Bytes that were noted: their buffer is the driver's again, and their place in the slot nobody's.
+    /// Bytes that were noted: in the buffer they belong to the driver again, and in the slot to no
+    /// mapping.
     done: Vec<bool>,
 }
 
 impl Copied {
-    /// Of a buffer of these pieces, with the bytes that it has now.
+    /// A copy of a buffer of these pieces, with its current bytes.
     pub(crate) fn new(
         pieces: &[(u64, u64)],
         direction: Direction,
@@ -127,12 +129,12 @@ impl Copied {
         self.bytes.len() as u64
     }
 
-    /// Where each byte of the buffer is.
+    /// The address of each byte of the buffer.
     pub(crate) fn bytes(&self) -> &[u64] {
         &self.bytes
     }
 
-    /// The slot's bytes that are the buffer's; none before it is known which slot that is.
+    /// The addresses of the buffer's bytes in the slot; empty until the slot is known.
     pub(crate) fn place(&self) -> Range<u64> {
         self.slot.map_or(0..0, |slot| slot..slot + self.len())
     }
@@ -141,11 +143,11 @@ impl Copied {
         self.direction != Direction::FromDevice
     }
 
-    /// It was handed out: it is in the slot at that address, of so many bytes. `found` tells what is
+    /// It was handed out, in the slot with that address and length. `found` returns the bytes
     /// there.
     ///
     /// # Errors
-    /// Something is there that must not be.
+    /// A byte is there that must not be.
     pub(crate) fn load(
         &mut self,
         (slot, len): (u64, u64),
@@ -162,20 +164,20 @@ impl Copied {
                         slots.put(addr, byte);
                     }
                 }
-                // The device may have written there meanwhile, or before where nothing is loaded.
+                // The device may have written there meanwhile, or, if nothing is loaded, before.
                 Some(_) if *slots.wrote(addr) == Some(byte) => *slots.now.at(addr) = byte,
                 Some(first) => {
                     return Err(format!("{byte:#x} is found at {addr:#x}, and not {first:#x}"));
                 }
-                // Behind the buffer: nobody's.
+                // Behind the buffer's bytes.
                 None => *slots.now.at(addr) = 0,
             }
         }
         Ok(())
     }
 
-    /// The device's bytes are brought back, as far as that was not done. `found` tells what the buffer
-    /// holds.
+    /// Copies the device's bytes back, except those that were before. `found` returns the buffer's
+    /// bytes.
     fn bring_back(
         &mut self,
         bytes: Range<u64>,
@@ -191,7 +193,7 @@ impl Copied {
             if !self.done[n as usize] {
                 *data.at(to) = byte;
             } else if found(to) == byte {
-                // Brought back again, which it need not be.
+                // Copied back again, which is allowed but not required.
                 *data.at(to) = byte;
             }
         }
@@ -221,14 +223,14 @@ impl Copied {
         }
         for n in bytes {
             if !self.reads() && !self.done[n as usize] {
-                // Scrubbed now, or in the end. What the device writes later it writes too late.
+                // Scrubbed now, or at the end. Later writes of the device do not count.
                 *slots.wrote(self.place().start + n) = None;
             }
             self.done[n as usize] = true;
         }
     }
 
-    /// `found` tells what the slot holds.
+    /// `found` returns the slot's bytes.
     pub(crate) fn sync_for_device(
         &mut self,
         bytes: Range<u64>,
@@ -245,7 +247,7 @@ impl Copied {
                 slots.put(addr, byte);
                 self.done[n as usize] = false;
             } else if self.done[n as usize] && !self.reads() && found(addr) == byte {
-                // What was brought back is the buffer's in any case; the device cannot look.
+                // Copied-back bytes may be loaded again; the device cannot read them.
                 slots.put(addr, byte);
             }
         }
@@ -263,7 +265,7 @@ impl Copied {
             self.bring_back(0..self.len(), data, slots, found);
         }
         if !self.reads() {
-            // Scrubbed, but for what was written too late.
+            // Scrubbed, except for late writes.
             for (addr, done) in self.place().zip(&self.done) {
                 *slots.now.at(addr) = 0;
                 if !done {
@@ -273,13 +275,13 @@ impl Copied {
         }
     }
 
-    /// Whether the value of that byte of its slot is known: it was loaded, or the device wrote it.
+    /// Whether that byte of its slot has a known value: it was loaded, or the device wrote it.
     pub(crate) fn knows(&self, addr: u64) -> bool {
         !self.done[(addr - self.place().start) as usize]
     }
 
-    /// Whether `byte` may be found in a slot, so many bytes from its beginning, because this is being
-    /// loaded there: it is not known where.
+    /// Whether `byte` may be in a slot, `offset` bytes from its beginning, because this copy, whose
+    /// slot is not known yet, is being loaded there.
     pub(crate) fn is_loading(&self, offset: u64, byte: u8) -> bool {
         self.slot.is_none() && self.first.get(offset as usize) == Some(&byte)
     }

@@ -1,4 +1,4 @@
-//! Who used what was unmapped.
+//! The use-after-unmap detector.
 
 use std::sync::Arc;
 
@@ -74,13 +74,13 @@ fn every_way_to_map_and_to_unmap_tells_its_place() {
             assert!((after - 13..after).contains(&at.line()), "{at}");
         }
     }
-    // A watched address is the watcher's first, the detector's then.
+    // A watched address belongs to the watcher first, then to the detector.
     assert_eq!(bench.device.stats().withheld, 2);
     let iova = stale.iova().0;
     drop(stale);
     assert_eq!(bench.device.stats().withheld, 3);
     assert!(used(&bench, iova).is_some());
-    // A drop has none.
+    // A drop has no place.
     let mapping = bench.device.map(page(), Direction::FromDevice).unwrap();
     let iova = mapping.iova().0;
     drop(mapping);
@@ -116,7 +116,8 @@ fn what_goes_in_a_batch_was_mapped_and_unmapped_where_it_was_pushed() {
 
 #[test]
 fn an_address_is_held_back_until_newer_ones_push_it_out() {
-    // The allocator gives out at once what was freed last: without the detector, always the same.
+    // The allocator reuses at once what was freed last: without the detector, always the same
+    // range.
     let bench = detecting(Policy::StrictMap, 3, 1 << 20);
     let mut iovas = Vec::new();
     for _ in 0..4 {
@@ -154,7 +155,7 @@ fn an_exhausted_allocator_gets_all_of_it_back() {
     let Bench { device, domain, allocator, .. } = bench;
     assert_eq!(allocator.live(), 2);
     drop(device);
-    // It outlives the device, and so it has everything again.
+    // The allocator outlives the device, and has everything back.
     assert_eq!((allocator.live(), domain.table.mappings()), (0, 0));
 }
 
@@ -164,7 +165,7 @@ fn a_detecting_device_is_strict() {
         let bench = detecting(policy, 8, 1 << 20);
         assert!(bench.device.effective_policy().is_strict());
         let fallback = bench.device.fallback();
-        // What a slot reaches after its unmap would be the next mapping's.
+        // A slot used after its unmap would already belong to the next mapping.
         let refused = !policy.is_strict() || policy.bounces();
         assert_eq!(fallback, refused.then_some(Fallback::Detector));
         let mapping = bench.device.map(page(), Direction::FromDevice).unwrap();
@@ -180,7 +181,7 @@ fn failures_stay_failures() {
     let bench = detecting(Policy::StrictMap, 8, 1 << 20);
     bench.domain.fail_after(1);
     drop(bench.device.map(page(), Direction::FromDevice).unwrap_err());
-    // No device was ever told of it: nothing to hold back.
+    // No device ever got the address: nothing to hold back.
     assert_eq!((bench.device.stats().withheld, bench.allocator.live()), (0, 0));
     let mapping = bench.device.map(page(), Direction::FromDevice).unwrap();
     let iova = mapping.iova().0;

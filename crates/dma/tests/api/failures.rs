@@ -1,4 +1,4 @@
-//! What fails is undone, or kept apart.
+//! Failures are undone, or quarantined.
 
 use std::sync::atomic::Ordering;
 
@@ -53,7 +53,7 @@ fn a_map_that_fails_at_any_step_is_undone_and_reports_the_devices_status() {
             assert_eq!((stats.maps, stats.map_failures), (0, 1));
             let buffer = error.into_buffer().expect("it was undone");
             assert_eq!(drops.load(Ordering::Relaxed), 0);
-            // And the device works on.
+            // The device still works.
             bench.domain.fail_after(i64::MAX);
             drop(bench.device.map(buffer, Direction::ToDevice).unwrap());
             bench.device.flush().unwrap();
@@ -197,7 +197,7 @@ fn an_error_says_what_it_means_for_who_gets_it() {
     let mapping = map(&bench).unwrap();
     bench.domain.fail_after(1);
     assert_eq!(mapping.unmap().unwrap_err().kind(), ErrorKind::Device { status: STATUS });
-    // What never can be had is not what one could wait for.
+    // An impossible request is not a matter of waiting.
     let error = Error::NoIova(AllocError {
         request: Request::new(0x2000).limit(0xfff),
         reason: AllocReason::ApertureTooSmall { first: 0x1000, last: 0xfff },
@@ -225,7 +225,7 @@ fn a_lazy_device_flushes_before_it_says_that_no_iova_is_left() {
         drop(mapping);
         assert_eq!(bench.device.stats().flushes, n - 1);
     }
-    // What is mapped rather than queued is not to be had by flushing.
+    // A flush does not release what is mapped rather than queued.
     let held = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap();
     let error = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap_err();
     assert!(matches!(error.error(), Error::Exhausted { .. }));

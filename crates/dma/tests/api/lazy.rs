@@ -85,7 +85,7 @@ fn table_pages_wait_for_the_flush_as_iovas_do() {
     // rule L21
     for policy in LAZY {
         let bench = Bench::new(policy);
-        // 2 MiB in 4 KiB pages fill a page of the table, and unmapping all of them unlinks it.
+        // 2 MiB in 4 KiB pages fill a table page, and unmapping all of them unlinks it.
         let pieces: Vec<_> = (0..512).map(|n| (0x4000_0000 - n * 0x2000, 0x1000)).collect();
         let mapping = bench.device.map(Buf::new(&pieces), Direction::ToDevice).unwrap();
         drop(mapping);

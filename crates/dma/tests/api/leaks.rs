@@ -1,4 +1,4 @@
-//! Whatever fails, and wherever: what was there before is there after, and no more.
+//! Whatever fails, and wherever: afterwards exactly what was there before is there.
 
 use std::sync::{
     Arc,
@@ -34,7 +34,7 @@ impl Drop for Counted {
     }
 }
 
-// SAFETY: there is no memory behind these addresses that anybody could misuse.
+// SAFETY: there is no memory behind these addresses that could be misused.
 unsafe impl DmaBuffer<GuestPhys> for Counted {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
         self.pieces.iter().for_each(|&(addr, len)| each(GuestPhys(addr), len));
@@ -89,10 +89,10 @@ impl Bench {
         Counted { pieces, count: Arc::clone(&self.buffers) }
     }
 
-    /// What there is, when nothing waits any more.
+    /// The assets, when nothing is queued any more.
     ///
-    /// A table that an unmap covers only in part stays, for the next mapping there (rule L41): what
-    /// is compared has mapped the same before.
+    /// A table that an unmap covers only in part stays, for the next mapping there (rule L41): the
+    /// states compared have mapped the same before.
     fn assets(&self) -> Assets {
         self.faulty.clear();
         self.device.flush().unwrap();
@@ -109,13 +109,13 @@ impl Bench {
 }
 
 impl Bench {
-    /// Five mappings at once, and none.
+    /// Makes five mappings at once, then none.
     fn five_maps(&self) {
         let map = |n| self.device.map(self.buffer(n), Direction::ToDevice).unwrap();
         drop((0..5).map(map).collect::<Vec<_>>());
     }
 
-    /// Every page of the tables can be reached from their root: an unmap of all frees all.
+    /// Checks that every table page can be reached from the root: an unmap of everything frees all.
     fn assert_no_table_is_lost(&self) {
         let mut gather = Gather::new();
         self.soft.unmap(Range::ALL, &mut gather).unwrap();
@@ -125,7 +125,7 @@ impl Bench {
     }
 }
 
-/// What is done to a device; whether it failed.
+/// A name, and an operation on a device that returns whether it failed.
 type Operation = (&'static str, fn(&Bench, &mut Vec<Mapping<Counted>>) -> bool);
 
 const MAPS: [Operation; 4] = [
@@ -170,14 +170,15 @@ fn a_map_of_any_kind_that_fails_anywhere_leaves_what_there_was() {
         for (name, operation) in MAPS {
             for kind in [Kind::Map, Kind::SyncMap] {
                 for stage in [Stage::Before, Stage::After] {
-                    // A `map_pages` that fails has changed nothing, or it is no domain.
+                    // A failing `map_pages` must have changed nothing, so this is not a valid
+                    // domain.
                     if (kind, stage) == (Kind::Map, Stage::After) {
                         continue;
                     }
                     let mut failures = 0;
                     for nth in 1.. {
                         let bench = Bench::new(policy);
-                        // Something is mapped already, and stays.
+                        // A mapping that exists before, and stays.
                         let mut kept = Vec::new();
                         let buffer = bench.buffer(9);
                         kept.push(bench.device.map(buffer, Direction::ToDevice).unwrap());
@@ -268,7 +269,7 @@ fn an_unmap_that_fails_keeps_exactly_its_own_and_says_how_much() {
                 assert_eq!(after.iova_bytes, held.iova_bytes, "its addresses are not reused");
                 assert_eq!(stats.quarantined_bytes, error.quarantined().extent() + 1);
                 assert_eq!(after.buffers, held.buffers, "nor is its memory");
-                // Where the domain did its part, the tables are as they were.
+                // If the domain did its part, the tables are as they were.
                 if kind == Kind::Sync || stage == Stage::After {
                     assert_eq!(
                         (after.mappings, after.table_bytes),
@@ -280,7 +281,7 @@ fn an_unmap_that_fails_keeps_exactly_its_own_and_says_how_much() {
     }
 }
 
-/// Maps two buffers as a batch; the mappings, and how many could not be made.
+/// Maps two buffers as a batch; returns the mappings, and how many could not be made.
 fn map_two(bench: &Bench) -> (Vec<Mapping<Counted>>, usize) {
     let (mut mappings, mut failed) = (Vec::new(), 0);
     let mut batch = bench.device.map_batch();

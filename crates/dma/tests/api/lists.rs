@@ -42,7 +42,7 @@ fn elements_that_follow_each_other_in_memory_are_mapped_at_once() {
 fn elements_join_only_where_one_ends_on_a_granule_edge_and_the_next_begins_on_one() {
     // rule L45
     let bench = Bench::new(Policy::StrictMap);
-    // Ends on an edge; begins on one but ends within; begins on one; begins within.
+    // Ends on a boundary; begins on one but ends within; begins on one; begins within.
     let pieces = [(0x5800, 0x800), (0x9000, 0x10), (0x3000, 0x1000), (0x7100, 0x10)];
     let mapping = bench.device.map(Buf::new(&pieces), Direction::ToDevice).unwrap();
     let base = mapping.iova().0 & !0xfff;

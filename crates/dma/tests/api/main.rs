@@ -1,5 +1,5 @@
 //! The DMA API against a domain that behaves as badly as a device may, and an allocator that reuses
-//! addresses as eagerly as one can.
+//! addresses as eagerly as possible.
 #![cfg(not(loom))]
 
 mod allocator_time;

@@ -1,4 +1,4 @@
-//! A domain with a cache, an eager allocator, buffers that count their drops.
+//! A domain with a cache, an eager allocator, and buffers that count their drops.
 
 use std::{
     collections::BTreeMap,
@@ -23,7 +23,7 @@ use ringfence_iova::{
 };
 use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
 
-/// The status that the device gives when it is told to fail.
+/// The status of the device's failures on command.
 pub(crate) const STATUS: u8 = 7;
 
 /// The reserved region of every mock domain.
@@ -46,22 +46,22 @@ pub(crate) type Log = Arc<Mutex<Vec<Event>>>;
 
 type Hook = Box<dyn FnOnce() + Send>;
 
-/// A domain whose device caches every translation as soon as it is made, loses it only when it is
-/// told to, and fails on command.
+/// A domain whose device caches every translation as soon as it is made, drops it only when it is
+/// invalidated, and fails on command.
 pub(crate) struct MockDomain {
     geometry: Geometry,
     capabilities: Capabilities,
     pub(crate) table: Table,
     /// What the device can reach, whatever the table says.
     cached: Mutex<Vec<(Range, u64, Prot)>>,
-    /// The device does one invalidation at a time: what one has walked is not cached after the next.
+    /// Serialises invalidations: what one has walked is not cached after the next.
     invalidating: Mutex<()>,
     pub(crate) log: Log,
-    /// How many operations go well before one fails.
+    /// How many operations succeed before one fails.
     fail_after: AtomicI64,
     /// The operations that always fail.
     pub(crate) broken: Mutex<Broken>,
-    /// Syncs that were begun and are not over, while [`hold`](Self::hold) keeps them so.
+    /// Syncs that were begun but are not over, kept so by [`hold`](Self::hold).
     begun: Mutex<Begun>,
     /// Runs in the middle of the next flush.
     pub(crate) during_flush: Mutex<Option<Hook>>,
@@ -71,7 +71,7 @@ pub(crate) struct MockDomain {
 struct Begun {
     held: bool,
     last: u64,
-    /// What each is for, and whether it is for maps.
+    /// The ranges of each, and whether it is for maps.
     under_way: BTreeMap<u64, (Vec<Range>, bool)>,
 }
 
@@ -101,13 +101,13 @@ impl MockDomain {
         })
     }
 
-    /// From now on syncs that are begun are over only after [`let_go`](Self::let_go) (or when
-    /// somebody waits for them).
+    /// From now on syncs that are begun are over only after [`let_go`](Self::let_go), or when a
+    /// caller waits for them.
     pub(crate) fn hold(&self) {
         self.begun.lock().unwrap().held = true;
     }
 
-    /// Carries out the oldest sync that is held; whether there was one.
+    /// Carries out the oldest sync that is held; returns whether there was one.
     pub(crate) fn let_go(&self) -> bool {
         let oldest = self.begun.lock().unwrap().under_way.pop_first();
         if let Some((_, (ranges, false))) = &oldest {
@@ -136,12 +136,12 @@ impl MockDomain {
         cached.retain(|(held, ..)| ranges.iter().all(|range| !range.overlaps(*held)));
     }
 
-    /// The operation after `good` good ones fails, once.
+    /// Makes the operation after `good` successful ones fail, once.
     pub(crate) fn fail_after(&self, good: i64) {
         self.fail_after.store(good, Ordering::Relaxed);
     }
 
-    /// Whether the failure asked for is still to come.
+    /// Whether the requested failure is still to come.
     pub(crate) fn failure_pending(&self) -> bool {
         self.fail_after.load(Ordering::Relaxed) >= 0
     }
@@ -156,7 +156,7 @@ impl MockDomain {
         Ok(())
     }
 
-    /// Where the device gets to at `iova`, by its cache or by the table.
+    /// The target that the device reaches at `iova`.
     pub(crate) fn reach(&self, iova: u64) -> Option<(u64, Prot)> {
         let hit = self.cached().into_iter().find(|(range, ..)| range.contains(Iova(iova)));
         hit.map(|(range, target, prot)| (target + (iova - range.first().0), prot))
@@ -181,7 +181,7 @@ impl MockDomain {
         let (range, target, prot) = (map.range(), map.target(), map.prot());
         self.step(Event::Map(range, target.0, prot), |_| false)?;
         self.geometry.check_map(map)?;
-        // Locked first: a flush on another CPU must not find the one without the other.
+        // Locked first: a flush on another CPU must not see one change without the other.
         let mut cached = self.cached.lock().unwrap();
         self.table.map(range, target.0, prot)?;
         assert!(
@@ -205,7 +205,7 @@ impl MockDomain {
     fn sync_map(&self, range: Range) -> Result<()> {
         let result = self.step(Event::SyncMap(range), |_| false);
         if result.is_err() {
-            // The device refuses the last of them: that one is not mapped.
+            // The device refuses the last mapping, which is then not mapped.
             let mut cached = self.cached.lock().unwrap();
             if let Some(at) = cached.iter().rposition(|(held, ..)| range.covers(*held)) {
                 let (refused, ..) = cached.swap_remove(at);
@@ -223,7 +223,7 @@ impl MockDomain {
         if let Some(hook) = self.during_flush.lock().unwrap().take() {
             hook();
         }
-        // ... and has it cached after.
+        // ... and caches that afterwards.
         *self.cached.lock().unwrap() = walked;
         Ok(())
     }
@@ -306,7 +306,7 @@ unsafe impl Domain for MockDomain {
     }
 }
 
-/// Gives out at once what was freed last, so that anything reused too early is reused.
+/// Reuses at once what was freed last, so that a premature free shows.
 pub(crate) struct EagerAllocator {
     state: Mutex<State>,
     granule: u64,
@@ -414,7 +414,7 @@ impl Buf {
         Buf { pieces: pieces.to_vec(), drops: Arc::default() }
     }
 
-    /// Tells how often this buffer was dropped.
+    /// The counter of how often this buffer was dropped.
     pub(crate) fn drops(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.drops)
     }
@@ -426,7 +426,7 @@ impl Drop for Buf {
     }
 }
 
-// SAFETY: there is no memory behind these addresses that anybody could misuse.
+// SAFETY: there is no memory behind these addresses that could be misused.
 unsafe impl DmaBuffer<GuestPhys> for Buf {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
         self.pieces.iter().for_each(|&(addr, len)| each(GuestPhys(addr), len));
@@ -448,7 +448,7 @@ impl ThreadClock for TickingClock {
 
 pub(crate) type TestDevice = Device<Arc<MockDomain>, Arc<EagerAllocator>>;
 
-/// A device with everything around it in the test's hand.
+/// A device with everything around it under the test's control.
 pub(crate) struct Bench {
     pub(crate) device: TestDevice,
     pub(crate) domain: Arc<MockDomain>,
@@ -501,7 +501,7 @@ impl Bench {
         Setup::new(policy).build()
     }
 
-    /// Asserts that nothing is left of anything.
+    /// Asserts that nothing is left.
     pub(crate) fn assert_nothing_leaked(&self) {
         assert_eq!(self.allocator.live(), 0, "an IOVA leaked");
         assert_eq!(self.domain.table.mappings(), 0, "a translation leaked");
@@ -518,7 +518,7 @@ pub(crate) fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// Tells threads to stop when it goes, so that a failed assertion does not wait for them.
+/// Stops threads when dropped, so that a failed assertion does not wait for them.
 pub(crate) struct Stop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for Stop<'_> {

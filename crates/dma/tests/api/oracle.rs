@@ -1,12 +1,12 @@
 //! Random programs against a naive oracle: the set of bytes that the device may touch, over time.
 //!
 //! The oracle keeps a list of every mapping ever made, with its pieces rounded to granules. A live
-//! one may be reached. One that was unmapped strictly may not; one unmapped lazily may until a flush
-//! that started later has finished. After each step everything that the device has cached (and it
-//! caches all it can) must be on the list.
+//! mapping is reachable. One that was unmapped strictly is not; one unmapped lazily may be until a
+//! flush that started later has finished. After each step everything that the device has cached
+//! (and it caches all it can) must be on the list.
 //!
-//! A mapping may be a copy in a slot. Then nothing of its buffer may be reached, and what the slots
-//! and all buffers hold is what the model of copies says ([`copied`](crate::copied)).
+//! A mapping may be a copy in a slot. Then its buffer must not be reachable, and the slots and all
+//! buffers must hold what the model of copies says ([`copied`](crate::copied)).
 
 use std::collections::BTreeMap;
 
@@ -51,24 +51,25 @@ enum Step {
         slots: usize,
         pages: Option<u64>,
     },
-    /// The device writes where it can.
+    /// The device writes somewhere it can.
     Write {
         which: usize,
         at: u64,
         byte: u8,
     },
-    /// Some of a copy's bytes are made visible to the CPU, or, after it wrote all, to the device.
+    /// Some of a copy's bytes are made visible to the CPU, or, after the CPU wrote all, to the
+    /// device.
     Sync {
         which: usize,
         part: (u64, u64),
         for_cpu: bool,
     },
-    /// The device is said to have written some of a copy.
+    /// A part of a copy is noted as written by the device.
     Note {
         which: usize,
         part: (u64, u64),
     },
-    /// The program goes out of a mapping's scope.
+    /// A mapping is dropped.
     Drop {
         which: usize,
     },
@@ -114,7 +115,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What the device may touch: granules of an IOVA range, and where they lead.
+/// What the device may access: granules of an IOVA range, and their targets.
 #[derive(Clone, Debug)]
 struct Allowed {
     /// First IOVA, first target byte, bytes; in whole granules.
@@ -126,7 +127,7 @@ struct Allowed {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum State {
     Live,
-    /// Unmapped when so many flushes had begun.
+    /// Unmapped when `after_flush` flushes had begun.
     Stale {
         after_flush: u64,
     },
@@ -139,12 +140,12 @@ struct Oracle {
     pooled: Pooled,
     granule: u64,
     trusted: bool,
-    /// Whether calls of the domain fail at times.
+    /// Whether calls of the domain sometimes fail.
     fails: bool,
     written: Written,
     allowed: Vec<Allowed>,
     mappings: Vec<(usize, Mapping<RamBuf>)>,
-    /// Those of the allowed that are copies.
+    /// The entries of `allowed` that are copies.
     copies: BTreeMap<usize, Copied>,
     watched: Vec<StaleIova>,
     data: Shadow,
@@ -210,7 +211,7 @@ impl Oracle {
             Step::Wait(ns) => self.pooled.bench.clock.advance(ns),
             Step::FailAfter(good) if self.fails => self.pooled.bench.domain.fail_after(good),
             Step::FailAfter(_) => {}
-            // Whatever fails of these, the policy in force decides.
+            // If these fail, the policy in force still decides.
             Step::SetPolicy(policy) => _ = self.pooled.bench.device.set_policy(policy),
             Step::Tune { slots, pages } => {
                 let max_exposure_bytes = pages.map(|pages| pages * 0x1000);
@@ -253,7 +254,7 @@ impl Oracle {
                 self.mappings.push((self.allowed.len() - 1, mapping));
             }
             Err(_) if self.pooled.bench.device.stats().quarantined != failures => {
-                // Its undoing failed too: the oracle does not know how far it got.
+                // Undoing failed too: the oracle does not know how far it got.
                 self.allowed.push(Allowed {
                     pieces: vec![(0, 0, u64::MAX)],
                     prot: Prot::RW,
@@ -265,13 +266,13 @@ impl Oracle {
         Ok(())
     }
 
-    /// What a pool took anew belongs to nobody of before.
+    /// Clears the record of memory that a pool newly took.
     fn refresh(&mut self) {
         self.pooled.memory.fresh().into_iter().for_each(|fresh| self.slots.fresh(fresh));
     }
 
     fn write(&mut self, which: usize, at: u64, byte: u8) {
-        // A calibration takes memory when nobody maps.
+        // A calibration takes memory outside of maps.
         self.refresh();
         let mut there = self.pooled.bench.domain.cached();
         there.retain(|(.., prot)| prot.contains(Prot::WRITE));
@@ -286,7 +287,7 @@ impl Oracle {
         }
     }
 
-    /// One of the copies, and which of its bytes a step is about.
+    /// The copy, and its bytes, that a step applies to.
     fn copy(&self, which: usize, part: (u64, u64)) -> Option<(usize, core::ops::Range<u64>)> {
         pick(&self.copies, self.mappings.iter().map(|(number, _)| *number), which, part)
     }
@@ -323,7 +324,7 @@ impl Oracle {
         copied.note_written(bytes, &mut self.data, &mut self.slots, &found);
     }
 
-    /// A copy has ended; false if it is none.
+    /// Ends a copy; returns false if it is not one.
     fn ended(&mut self, allowed: usize, dropped: bool) -> bool {
         let Some(mut copied) = self.copies.remove(&allowed) else { return false };
         let ram = &self.pooled.ram;
@@ -334,7 +335,7 @@ impl Oracle {
     }
 
     fn allow(&mut self, mapping: &Mapping<RamBuf>, pieces: &[(u64, u64)], direction: Direction) {
-        // Where a byte of the buffer lies follows from the segments alone.
+        // The address of a buffer's byte follows from the segments alone.
         let mask = self.granule - 1;
         let mut iovas = mapping.segments().iter().map(|s| (s.addr, s.len));
         let (mut iova, mut left) = iovas.next().unwrap();
@@ -366,7 +367,7 @@ impl Oracle {
         let (allowed, mapping) = self.mappings.swap_remove(which % self.mappings.len());
         let lazy = self.pooled.bench.device.effective_policy().is_lazy();
         let strictly = self.pooled.bench.device.stats().bound_unmaps;
-        // Whatever flush the unmap itself makes, it makes for others.
+        // A flush by the unmap itself is for earlier entries.
         let unmapped = how(mapping);
         if self.ended(allowed, false) {
             let unmapped = unmapped.ok().expect("a copy cannot fail to be unmapped");
@@ -384,7 +385,7 @@ impl Oracle {
         };
     }
 
-    /// Flushes that did what they should.
+    /// Flushes that succeeded.
     fn flushes(&self) -> u64 {
         let stats = self.pooled.bench.device.stats();
         stats.flushes - stats.flush_failures
@@ -428,7 +429,7 @@ impl Oracle {
         self.check_slots()
     }
 
-    /// No slot holds anything but what its owner put there, or its last, or the device.
+    /// Checks that slots hold only what their owner, their last owner or the device put there.
     fn check_slots(&self) -> Result<(), TestCaseError> {
         for (slot, len) in self.pooled.memory.out() {
             let there = self.pooled.ram.read(slot, len);
@@ -449,7 +450,7 @@ impl Oracle {
         Ok(())
     }
 
-    /// What is left goes away without a trace, but for what is quarantined.
+    /// Releases what is left, and checks that only what is quarantined remains.
     fn finish(mut self) -> Result<(), TestCaseError> {
         self.pooled.bench.domain.fail_after(i64::MAX);
         self.mappings.clear();
@@ -457,7 +458,7 @@ impl Oracle {
         self.pooled.bench.device.flush().unwrap();
         let stats = self.pooled.bench.device.stats();
         prop_assert_eq!(self.pooled.pools.stats().slots, 0, "a slot is lost");
-        // Where slots were ever wanted, even by a calibration, the pools keep addresses.
+        // If slots were ever requested, even by a calibration, the pools keep addresses.
         let never_bounced = self.pooled.pools.classes().is_empty() && self.trusted;
         if never_bounced {
             prop_assert_eq!(self.pooled.bench.allocator.live() as u64, stats.quarantined);

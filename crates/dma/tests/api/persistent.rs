@@ -94,7 +94,7 @@ fn parts_that_are_not_in_it_have_no_segments() {
 fn its_buffer_can_be_filled_between_ios() {
     let bench = Bench::new(Policy::StrictMap);
     let mut persistent = bench.device.map_persistent(buffer(), Direction::ToDevice).unwrap();
-    // SAFETY: there is no device and no memory, and the pieces are only looked at.
+    // SAFETY: there is no device and no memory, and the pieces are only read.
     assert_eq!(unsafe { persistent.buffer_mut() }.pieces.len(), 3);
     assert_eq!(persistent.shared().pieces.len(), 3);
 }
@@ -111,7 +111,7 @@ proptest! {
         let mut at = 0x10_0000u64;
         let mut pieces = Vec::new();
         for (gap, offset, len) in lens {
-            // Now and then right behind the one before.
+            // Sometimes directly behind the one before.
             let first = if gap == 0 { at } else { at.next_multiple_of(0x1000) + offset };
             pieces.push((first, len));
             at = first + len;

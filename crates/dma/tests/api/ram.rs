@@ -16,14 +16,14 @@ use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
 
 use crate::mock::{Bench, EagerAllocator, MockDomain, Setup, TickingClock};
 
-/// Where the memory of slots begins; what lies below is for buffers.
+/// The first address of slot memory; buffers lie below.
 pub(crate) const SLOTS: u64 = 0x80_0000;
-/// Where all of it ends.
+/// The end of all memory.
 pub(crate) const END: u64 = 0xa0_0000;
-/// What memory for slots holds when it is taken: whatever its last owner left there.
+/// The contents of slot memory when it is taken, as left by its last owner.
 const LEFT: u8 = 0xee;
 
-/// Memory, by addresses from 0 on. It is only ever copied, a byte at a time or many.
+/// Memory, with addresses from 0 on, accessed only by copies.
 #[derive(Debug)]
 pub(crate) struct Ram(NonNull<u8>);
 
@@ -50,7 +50,7 @@ impl Ram {
 
     pub(crate) fn read(&self, addr: u64, len: u64) -> Vec<u8> {
         let mut bytes = vec![0; len as usize];
-        // SAFETY: so many bytes are there.
+        // SAFETY: that many bytes are there.
         unsafe {
             self.at(addr, bytes.len())
                 .copy_to_nonoverlapping(NonNull::new(bytes.as_mut_ptr()).unwrap(), bytes.len())
@@ -59,7 +59,7 @@ impl Ram {
     }
 
     pub(crate) fn write(&self, addr: u64, bytes: &[u8]) {
-        // SAFETY: so many bytes are there, and not those that they are copied from.
+        // SAFETY: that many bytes are there, and they do not overlap the source.
         unsafe {
             self.at(addr, bytes.len())
                 .as_ptr()
@@ -90,7 +90,7 @@ pub(crate) struct RamBuf {
 }
 
 impl RamBuf {
-    /// The same, out of the CPU's reach.
+    /// The same buffer, out of the CPU's reach.
     pub(crate) fn hidden(self) -> RamBuf {
         RamBuf { hidden: true, ..self }
     }
@@ -100,8 +100,8 @@ impl RamBuf {
     }
 }
 
-// SAFETY: the memory stays where it is while `ram` lives; a test that gives a byte to two buffers
-// makes no reference to it outlive a call.
+// SAFETY: the memory stays where it is while `ram` lives; in a test that gives a byte to two
+// buffers no reference to it outlives a call.
 unsafe impl DmaBuffer<GuestPhys> for RamBuf {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
         self.pieces.iter().for_each(|&(addr, len)| each(GuestPhys(addr), len));
@@ -110,7 +110,7 @@ unsafe impl DmaBuffer<GuestPhys> for RamBuf {
     fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
         for &(addr, len) in self.pieces.iter().filter(|_| !self.hidden) {
             let at = self.ram.at(addr, len as usize);
-            // SAFETY: so many bytes are there, of which nothing makes a reference.
+            // SAFETY: that many bytes are there, and no reference to them exists.
             each(unsafe { HostSlice::new(at, len as usize) }.into());
         }
         !self.hidden
@@ -126,10 +126,10 @@ unsafe impl DmaBuffer<GuestPhys> for RamBuf {
     }
 }
 
-// SAFETY: its bytes are only ever copied.
+// SAFETY: its bytes are accessed only by copies.
 unsafe impl SharedMemory for RamBuf {}
 
-/// Memory for slots that writes down what is taken of it.
+/// Memory for slots that records what is taken.
 pub(crate) struct RamSlots {
     ram: Arc<Ram>,
     book: Mutex<Book>,
@@ -141,7 +141,7 @@ pub(crate) struct RamSlots {
 struct Book {
     /// What is taken: address and length.
     out: BTreeMap<u64, u64>,
-    /// What was taken since somebody asked.
+    /// What was taken since the last call of `fresh`.
     fresh: Vec<(u64, u64)>,
 }
 
@@ -151,7 +151,7 @@ impl RamSlots {
         self.book.lock().unwrap().out.clone()
     }
 
-    /// What was taken since this was asked last.
+    /// What was taken since the last call.
     pub(crate) fn fresh(&self) -> Vec<(u64, u64)> {
         std::mem::take(&mut self.book.lock().unwrap().fresh)
     }
@@ -159,8 +159,8 @@ impl RamSlots {
 
 struct Shared(Arc<RamSlots>);
 
-// SAFETY: what is taken lies in the memory for slots, in nothing else that is taken, and stays there
-// while `ram` lives.
+// SAFETY: what is taken lies in the memory for slots, does not overlap anything else that is taken,
+// and stays there while `ram` lives.
 unsafe impl BounceMemory<GuestPhys> for Shared {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
         let RamSlots { ram, book, room } = &*self.0;
@@ -202,7 +202,7 @@ impl Pooled {
         Pooled::with(setup, BounceLimits::default(), END - SLOTS)
     }
 
-    /// With pools of these limits, and so much memory for them.
+    /// With pools of these limits, and `room` bytes of memory for them.
     pub(crate) fn with(setup: Setup, limits: BounceLimits, room: u64) -> Pooled {
         let Setup { granule, capabilities, limits: table, config } = setup;
         let domain = MockDomain::new(granule, capabilities, table);
@@ -232,7 +232,7 @@ impl Pooled {
         Pooled { bench: Bench { device, domain, allocator, clock, cpu }, pools, memory, ram }
     }
 
-    /// Where the device gets to at `iova`, to read or to write.
+    /// The target that the device reaches at `iova`, to read or to write.
     fn reach(&self, iova: u64, write: bool) -> Option<u64> {
         use ringfence_iommu::Prot;
         let (target, prot) = self.bench.domain.reach(iova)?;
@@ -245,7 +245,7 @@ impl Pooled {
         (0..len).map(byte).collect()
     }
 
-    /// Has the device write there; false if it may not.
+    /// Writes there as the device; false if it may not.
     pub(crate) fn device_writes(&self, iova: u64, bytes: &[u8]) -> bool {
         (iova..).zip(bytes).all(|(iova, byte)| match self.reach(iova, true) {
             Some(target) => {
@@ -256,7 +256,7 @@ impl Pooled {
         })
     }
 
-    /// The end: no slot is lost, nor what slots were made of.
+    /// Ends the test: neither slots nor their memory are lost.
     pub(crate) fn assert_no_slot_is_lost(self) {
         let stats = self.pools.stats();
         assert_eq!((stats.slots, stats.slot_bytes), (0, 0), "a slot is lost");

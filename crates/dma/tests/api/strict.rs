@@ -1,4 +1,4 @@
-//! Mapping, and the promise of the strict policies.
+//! Mapping, and the guarantee of the strict policies.
 
 use std::sync::atomic::Ordering;
 
@@ -206,7 +206,7 @@ fn sampled_thread_time_is_told_for_maps_and_unmaps_apart() {
         .map(|n| bench.device.map(Buf::new(&[(n * 0x1000, 0x1000)]), Direction::ToDevice).unwrap())
         .collect();
     let stats = bench.device.stats();
-    // The clock moves by its own cost only, which is subtracted.
+    // The clock moves only by its own cost, which is subtracted.
     assert_eq!((stats.map_time.count, stats.map_time.ns), (8, 0));
     assert_eq!(stats.unmap_time.count, 0);
     drop(mappings);

@@ -125,7 +125,7 @@ fn what_was_pushed_under_another_policy_is_synced_all_the_same() {
         let mut mappings = Vec::new();
         maps.finish(|(), mapping| mappings.push(mapping.unwrap()));
         assert_eq!(bench.device.stats().map_syncs, 1, "from {before} to {after}");
-        // And what is unmapped together keeps to the policy that it finds.
+        // Mappings unmapped together follow the policy in force.
         let mut unmaps = bench.device.unmap_batch();
         mappings.into_iter().for_each(|mapping| unmaps.push(mapping, ()).unwrap());
         bench.device.set_policy(before).unwrap();
@@ -169,7 +169,7 @@ fn a_domain_that_cannot_defer_flushes_stays_strict_and_says_why() {
         assert_eq!(bench.device.set_policy(lazy), Err(error));
         assert!(error.to_string().contains("cannot defer its flushes"));
         assert_eq!(bench.device.effective_policy(), lazy.to_strict());
-        // Strict is what is in force, once it is asked for.
+        // A strict policy is in force once it is requested.
         bench.device.set_policy(lazy.to_strict()).unwrap();
         assert_eq!(bench.device.fallback(), None);
         drop(map(&bench));
@@ -215,7 +215,7 @@ fn no_strict_policy_is_answered_with_success_while_what_was_queued_is_reachable(
         let iova = mapping.iova().0;
         drop(mapping);
         rig.domain.broken.lock().unwrap().flush = true;
-        // As often as it is asked for: the one in force, too.
+        // As often as it is requested, even if it is in force.
         for strict in [first, second, second, first] {
             let switched = device.set_policy(strict);
             assert!(
@@ -245,7 +245,7 @@ fn the_queue_of_a_cpu_that_went_away_is_released_by_any_flush() {
             let bench = Bench::new(policy);
             bench.cpu.set(1);
             drop((map(&bench), map(&bench)));
-            // From now on nobody runs there.
+            // From now on no thread runs there.
             bench.cpu.set(0);
             flush(&bench);
             bench.assert_nothing_leaked();
@@ -356,7 +356,7 @@ fn threads_unmap_while_the_policy_goes_round() {
         }
         drop(stop_at_end);
     });
-    // Whoever is lazy at the end left nothing without a timer.
+    // Under a lazy policy at the end, no entry is left without a timer.
     assert!(bench.device.stats().queued == 0 || bench.device.timer_due_at_ns().is_some());
     bench.device.flush().unwrap();
     bench.assert_nothing_leaked();

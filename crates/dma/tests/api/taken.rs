@@ -49,7 +49,7 @@ fn a_taken_buffer_is_exposed_and_counted_and_shows_nothing_beyond_its_end() {
     assert_eq!(bytes, [7, 8, 7]);
     drop(taken);
     assert_eq!((device.stats().taken, device.stats().taken_bytes), (0, 0));
-    // Who maps next has nothing of it.
+    // The next mapping sees none of it.
     let next = device.map(filled(&pooled, &[(0x9000, 1)], 1), Direction::Bidirectional).unwrap();
     assert_eq!(next.iova().0, iova);
     assert_eq!(pooled.device_reads(iova, 0x1000), Some([vec![1], vec![0; 0xfff]].concat()));
@@ -114,7 +114,7 @@ fn a_batch_that_fails_loses_no_slot_and_harms_no_copy() {
             config.bounce = BounceConfig { threshold: 0x1000, ..BounceConfig::default() };
         }));
         let device = &pooled.bench.device;
-        // So that the slot is there.
+        // So that there is a slot.
         drop(device.map(filled(&pooled, &[(0x5000, 0x100)], 5), Direction::ToDevice).unwrap());
         let mut batch = device.map_batch();
         let buffers = [(0x5000, 0x100), (0x9000, 0x2000)];
@@ -168,7 +168,7 @@ fn a_copy_outlives_a_change_of_the_policy() {
 
 #[test]
 fn a_taken_buffer_never_holds_another_devices_bytes() {
-    // One slot at a time, so that each gets what the other had.
+    // One slot at a time, so that each device gets the other's last slot.
     let pooled = Pooled::with(setup(Policy::Bounce, |_| ()), BounceLimits::default(), 0x1000);
     let other = Device::builder(Arc::clone(&pooled.bench.domain))
         .allocator(Arc::clone(&pooled.bench.allocator))
@@ -177,13 +177,13 @@ fn a_taken_buffer_never_holds_another_devices_bytes() {
         .build()
         .unwrap();
     for direction in DIRECTIONS {
-        // What the one device's driver left, of a mapping and of a taken buffer.
+        // What one device's driver left, from a mapping and from a taken buffer.
         let buffer = filled(&pooled, &[(0x5000, 0x1000)], 0xaa);
         drop(pooled.bench.device.map(buffer, direction).unwrap());
         let mut taken = pooled.bench.device.take_buffer(0x1000, direction).unwrap();
         taken.write(0, &[0xab; 0x1000]);
         drop(taken);
-        // The other's finds none of it.
+        // The other's driver finds none of it.
         let taken = other.take_buffer(0x800, direction).unwrap();
         assert!(taken.piece().to_vec().iter().all(|&byte| byte == 0), "{direction:?}");
         let slot = pooled.bench.domain.reach(taken.iova().0).unwrap().0;

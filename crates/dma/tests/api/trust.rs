@@ -1,4 +1,4 @@
-//! An untrusted device is strict, whatever it was given.
+//! An untrusted device is strict, whatever was configured.
 
 use ringfence_dma::{
     Detector, Device, Direction, Distrust, DmaConfig, Fallback, Policy, Refused, SetupError,
@@ -30,14 +30,14 @@ fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
         let bench = bench(policy, |config| config.trust = UNTRUSTED);
         let in_force = bench.device.effective_policy();
         assert!(in_force.is_strict(), "{policy} became {in_force}");
-        // Distrust would let it bounce; it has no pools.
+        // An untrusted device may bounce, but it has no pools.
         let no_pools = policy.bounces().then_some(Fallback::NoPools);
         let because = (!policy.is_strict()).then_some(BECAUSE).or(no_pools);
         assert_eq!(bench.device.fallback(), because);
         assert_eq!(bench.device.trust(), UNTRUSTED);
-        // And for a change at run time it would be the same.
+        // The same applies to a change at run time.
         assert_eq!(bench.device.refuses(policy), bench.device.fallback());
-        // Not in name only.
+        // In effect, not only in name.
         let mapping = bench.device.map(Buf::new(&[(0x5000, 0x1000)]), Direction::FromDevice);
         let mapping = mapping.unwrap();
         let iova = mapping.iova().0;

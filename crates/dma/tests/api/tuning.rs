@@ -1,4 +1,4 @@
-//! Flush queues as they are tuned, and exposure as it is bounded.
+//! The tuning of flush queues, and bounds of exposure.
 
 use std::{
     sync::{
@@ -98,7 +98,7 @@ fn an_unmap_that_would_exceed_the_bound_of_bytes_flushes_first() {
             tuned(policy, |linux| FlushTuning { max_exposure_bytes: Some(3 * PAGE), ..linux });
         let mappings: Vec<_> = (0..4).map(|_| map(&bench)).collect();
         for (n, mapping) in mappings.into_iter().enumerate() {
-            // Wherever they are queued.
+            // On any CPU.
             bench.cpu.set(n);
             drop(mapping);
             let stats = bench.device.stats();
@@ -109,7 +109,7 @@ fn an_unmap_that_would_exceed_the_bound_of_bytes_flushes_first() {
         assert_eq!(bench.device.waits().full.count(), 1, "that one waited");
         bench.device.expire().unwrap();
         bench.assert_nothing_leaked();
-        // And what was given back can be had again.
+        // What was given back can be used again.
         drop(map_pages(&bench, 3));
         assert_eq!(bench.device.stats().bound_flushes, 1);
         assert_eq!(bench.device.stats().queued_bytes, 3 * PAGE);
@@ -175,7 +175,7 @@ fn what_fails_to_unmap_gives_its_bytes_back() {
     assert_eq!((stats.bound_flushes, stats.bound_unmaps), (0, 0), "both pages were left");
 }
 
-/// A domain that keeps account of what is exposed: unmapped lazily, and not flushed since.
+/// A domain that accounts for what is exposed: unmapped lazily, and not flushed since.
 #[derive(Default)]
 struct Gauge {
     /// Bytes, by a number of their own.
@@ -205,7 +205,7 @@ unsafe impl Domain for Gauge {
             let sum = exposed.iter().map(|(_, bytes)| bytes).sum();
             self.most.fetch_max(sum, Ordering::Relaxed);
         }
-        // So that others are in the middle of an unmap, too.
+        // So that other threads are in the middle of an unmap, too.
         thread::yield_now();
         Ok(ranges.iter().map(|range| range.len()).sum())
     }
@@ -331,10 +331,10 @@ fn bounds_may_change_while_threads_unmap() {
             device.set_flush_tuning(tuning).unwrap();
             assert_eq!(device.flush_tuning(), tuning);
             let begun = domain.flushes.load(Ordering::Relaxed);
-            // Whatever was under way has ended once there were some more flushes.
+            // Concurrent unmaps have ended after a few more flushes.
             eventually("flushes", || {
                 if let Some(bytes) = max_exposure_bytes {
-                    // Not one entry was let in without its bytes, even if it was under way.
+                    // No entry was accepted without reserved bytes, even from a concurrent unmap.
                     let queued = device.stats().queued_bytes;
                     assert!(queued <= bytes + 3 * PAGE, "{queued:#x} of {bytes:#x}");
                 }
@@ -405,7 +405,7 @@ fn who_unmaps_and_finds_the_timer_overdue_flushes() {
         assert_eq!((stats.exposure.max_age_ns, stats.late_releases), (75 * MS + 1, 0));
         assert_eq!(bench.device.waits().full.count(), 1);
         bench.assert_nothing_leaked();
-        // The timer begins anew.
+        // The timer starts over.
         assert_eq!(bench.device.timer_due_at_ns(), None);
         drop(map(&bench));
         assert_eq!(bench.device.timer_due_at_ns(), Some(MS + 145 * MS + 1));
@@ -434,7 +434,8 @@ fn what_was_exposed_for_too_long_is_told_whatever_the_machine_does() {
             }
         });
         device.set_policy(Policy::StrictMap).unwrap();
-        // A flush is counted when it begins, and its wait when it ends: the timer's thread may be in one.
+        // A flush is counted when it begins, and its wait when it ends: the timer's thread may be
+        // in one.
         let (stats, waits) = loop {
             let (stats, waits) = (device.stats(), device.waits());
             let waited = waits.timer.count() + waits.full.count() + waits.asked.count();
@@ -445,7 +446,7 @@ fn what_was_exposed_for_too_long_is_told_whatever_the_machine_does() {
         };
         assert_eq!(stats.flushes, domain.flushes.load(Ordering::Relaxed));
         assert_eq!(stats.exposure.released, stats.unmaps);
-        // How well it was kept is up to the machine; not what is told about it.
+        // How well the bound was kept depends on the machine; the report must be right.
         assert_eq!(stats.late_releases > 0, stats.exposure.max_age_ns > 2 * MS, "{stats:?}");
         let (timer, full) = (waits.timer.count(), waits.full.count());
         assert_eq!(full, stats.bound_flushes + stats.full_queue_flushes);
@@ -595,7 +596,7 @@ fn waits_are_told_by_what_they_were_for() {
         .build()
         .unwrap();
     let map = || {
-        // On a clone, which goes; two pieces.
+        // On a clone that is dropped; two pieces.
         let buffer = Buf::new(&[(0x1000, 0x1000), (0x8000, 0x1000)]);
         drop(device.clone().map(buffer, Direction::ToDevice).unwrap());
     };
@@ -641,7 +642,7 @@ proptest! {
             ..linux
         });
         for &(pages, cpu, wait_ms) in &steps {
-            // The timer is a program that looks when it has nothing else to do: never too late.
+            // The timer is polled whenever it is due, so it is never late.
             let mut now = bench.device.timer_due_at_ns().unwrap_or(u64::MAX);
             let until = bench.clock.now_ns() + wait_ms * MS;
             while now <= until {

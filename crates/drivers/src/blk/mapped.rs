@@ -16,9 +16,9 @@ use crate::transfers::Transfers;
 pub struct Batching {
     /// The most requests that are mapped, or unmapped, with one sync. 1: each by itself.
     pub requests: usize,
-    /// The most buffers that become one mapping, where they follow each other in memory and go the
-    /// same way: one MAP and one UNMAP for all of them. Such a mapping is unmapped whole, so that a
-    /// buffer waits for the last of its neighbours. 1: none.
+    /// The most buffers that become one mapping, where they are adjacent in memory and have the
+    /// same direction: one MAP and one UNMAP for all of them. Such a mapping is unmapped as a
+    /// whole, so that a buffer waits for the last of its neighbours. 1: none.
     pub chunk: usize,
 }
 
@@ -29,19 +29,19 @@ impl Default for Batching {
     }
 }
 
-/// A request that has been answered, and whose buffer the device can no longer reach (under a lazy
-/// policy: for long).
+/// A request that is completed, and whose buffer the device can no longer reach (under a lazy
+/// policy: no longer for long).
 #[derive(Debug)]
 pub struct Completion<B> {
     /// The number that the request was submitted with.
     pub token: u64,
     /// Its buffer.
     pub buffer: B,
-    /// What the device says of it, or why it was not asked.
+    /// The device's result, or why the request was not submitted.
     pub outcome: Result<Done, NotAsked>,
 }
 
-/// Why the device was never told of a request.
+/// Why a request was never submitted to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotAsked {
     /// Its buffer, or one that was to be mapped with it, could not be mapped.
@@ -55,7 +55,7 @@ pub enum NotAsked {
 /// Why a queue cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum MappedError {
-    /// A buffer could not be mapped, and what was mapped of it not unmapped again: it is leaked.
+    /// A buffer could not be mapped, and the mapped part of it not unmapped again: it is leaked.
     #[error("mapping a buffer: {0}")]
     Map(Error),
     /// A buffer could not be unmapped: the device may still reach it, and it is leaked.
@@ -64,35 +64,35 @@ pub enum MappedError {
     /// The device broke the ring.
     #[error("the ring: {0}")]
     Ring(#[from] RingError),
-    /// The device answered a request that is not under way.
+    /// The device completed a request that is not in flight.
     #[error("the device answered a request that is not under way ({0:#x})")]
     Stray(u64),
 }
 
-/// What came of a mapping that was unmapped for the caller.
+/// The outcome of unmapping a mapping of the caller's.
 pub type Unmapped<B> = Result<Returned<Vec<B>>, UnmapError<Vec<B>>>;
 
 /// Requests whose number has this bit are not the queue's: they were put into
-/// [`raw`](MappedQueue::raw), and their answers are handed to the caller as they are.
+/// [`raw`](MappedQueue::raw), and their completions are handed to the caller unchanged.
 pub const FOREIGN: u64 = 1 << 63;
 
-/// Their numbers have 31 bits: memory ends before.
+/// Group numbers have 31 bits: memory runs out before.
 const MOST_GROUPS: usize = 1 << 31;
 
 struct Request {
     kind: Kind,
     sector: u64,
     token: u64,
-    /// Where its buffer begins and ends among the bytes of its group.
+    /// Its buffer's range among the bytes of its group.
     bytes: core::ops::Range<u64>,
     outcome: Option<Result<Done, NotAsked>>,
 }
 
-/// Requests whose buffers are one transfer. None: a mapping of the caller's.
+/// Requests whose buffers are one transfer. Without requests: a mapping of the caller's.
 #[derive(Default)]
 struct Group {
     requests: Vec<Request>,
-    /// How many of them were not answered.
+    /// How many of them are not completed.
     left: usize,
 }
 
@@ -101,31 +101,31 @@ struct Staged<B> {
     sector: u64,
     buffer: B,
     token: u64,
-    /// Where the buffer begins and ends in memory; ends with a wrong value where it is in pieces.
+    /// Where the buffer begins and ends in memory; the end is wrong if the buffer is in pieces.
     first: u64,
     next: Option<u64>,
 }
 
 /// The driver's end of one request queue, which maps the buffers of requests and unmaps those of
-/// answers.
+/// completions.
 ///
-/// Requests that are submitted before a [`publish`](Self::publish) share one map sync; answers that
-/// are found by one [`reap`](Self::reap) share one invalidation. Neither is waited for: the device
-/// is told of a request once its mapping is known to the IOMMU, and a buffer comes back once its
-/// invalidation is over, both by a later `reap`. An answer is never held back to let others join it.
+/// Requests that are submitted before a [`publish`](Self::publish) share one map sync; completions
+/// that one [`reap`](Self::reap) finds share one invalidation. Neither call waits: a later `reap`
+/// submits a request to the device once the IOMMU has its mapping, and returns a buffer once its
+/// invalidation is over. A completion is never held back so that others can join it.
 pub struct MappedQueue<D: Domain + 'static, A: Allocator + 'static, B> {
     queue: DriverQueue,
     batching: Batching,
     staged: Vec<Staged<B>>,
     transfers: Transfers<D, A, Vec<B>, Group>,
-    /// Empty lists, to be used again.
+    /// Empty lists, for reuse.
     lists: Vec<Vec<B>>,
     segments: Vec<Segment>,
-    /// Requests that were mapped, or are being, and that the device does not know of.
+    /// Requests that were mapped, or are being mapped, and are not submitted to the device yet.
     waiting: usize,
-    /// Requests that were not made, with their buffers.
+    /// Requests that could not be submitted, with their buffers.
     refused: Vec<Completion<B>>,
-    /// What came back of a foreign mapping.
+    /// The outcome of unmapping a foreign mapping.
     foreign: Option<Unmapped<B>>,
 }
 
@@ -139,8 +139,7 @@ where
     pub fn new(queue: DriverQueue, device: &Device<D, A>, batching: Batching) -> Self {
         let batching = Batching {
             requests: batching.requests.max(1),
-            // Without a sync to share there is nothing to wait for neighbours for.
-            // And a copy has no neighbours.
+            // Without a shared sync there is no reason to wait for neighbours. And a copy has none.
             chunk: match device.effective_policy() {
                 policy if policy.batches_maps() && policy != Policy::Bounce => {
                     batching.chunk.clamp(1, batching.requests.max(1))
@@ -176,8 +175,8 @@ where
         &mut self.queue
     }
 
-    /// Adds a request; [`publish`](Self::publish) starts it. One that cannot be made comes back by
-    /// [`reap`](Self::reap), with the reason.
+    /// Adds a request; [`publish`](Self::publish) starts it. If it cannot be submitted,
+    /// [`reap`](Self::reap) returns it, with the reason.
     ///
     /// # Errors
     /// The queue cannot go on.
@@ -210,7 +209,7 @@ where
         Ok(())
     }
 
-    /// Maps what was submitted, and tells the device of all requests whose mappings it knows.
+    /// Maps what was submitted, and gives the device all requests whose mappings are complete.
     ///
     /// # Errors
     /// The queue cannot go on.
@@ -223,7 +222,7 @@ where
 
     fn map_staged(&mut self) -> Result<(), MappedError> {
         if self.batching.chunk > 1 {
-            // The order of requests under way together means nothing; that of buffers does.
+            // The order of requests in flight together means nothing; that of their buffers does.
             let key = |staged: &Staged<B>| (staged.kind.code(), staged.first);
             if !self.staged.is_sorted_by_key(key) {
                 self.staged.sort_unstable_by_key(key);
@@ -278,7 +277,7 @@ where
         }
     }
 
-    /// Tells the device of the requests whose mappings it knows by now.
+    /// Gives the device the requests whose mappings are complete by now.
     fn advance(&mut self) -> Result<(), MappedError> {
         let (queue, segments, waiting) = (&mut self.queue, &mut self.segments, &mut self.waiting);
         let (refused, mut result) = (&mut self.refused, Ok(()));
@@ -287,7 +286,7 @@ where
             match mapping {
                 Ok(mapping) => {
                     group.submit(at, queue, segments, mapping);
-                    // None of them fits the ring: back with all of them.
+                    // If none of them fits the ring, all come back.
                     group.left > 0
                 }
                 Err(error) => {
@@ -303,9 +302,9 @@ where
         result
     }
 
-    /// Does what can be done without waiting: tells the device of mapped requests, unmaps what was
-    /// answered, and hands out what is unmapped; how many. `foreign` gets the answers to requests of
-    /// others. Looks at no more than `limit` answers.
+    /// Does what can be done without waiting: gives the device mapped requests, unmaps completed
+    /// ones, and hands out what is unmapped; returns how many. `foreign` gets the completions of
+    /// others' requests. Takes no more than `limit` completions.
     ///
     /// # Errors
     /// The queue cannot go on.
@@ -329,7 +328,8 @@ where
             let request = request.filter(|request| request.outcome.is_none()).ok_or(stray)?;
             request.outcome = Some(Ok(Done { token: request.token, ..done }));
             if matches!(request.kind, Kind::In | Kind::GetId) {
-                // What the device says that it wrote, without the status; as much as there was room.
+                // As many bytes as the device reports, without the status; limited to the request's
+                // buffer.
                 let core::ops::Range { start, end } = request.bytes;
                 let written = u64::from(done.written.saturating_sub(1)).min(end - start);
                 let noted = mapping.note_written(start..start + written);
@@ -344,19 +344,19 @@ where
         self.hand_out(&mut each)
     }
 
-    /// Has the queue unmap a mapping of the caller's with the next of its own, watched; what comes
-    /// of it is got by [`take_foreign`](Self::take_foreign). One at a time.
+    /// Has the queue unmap a mapping of the caller's together with the next of its own, watched;
+    /// [`take_foreign`](Self::take_foreign) returns the outcome. One at a time.
     pub fn unmap_foreign(&mut self, mapping: Mapping<Vec<B>>) {
         let at = self.transfers.take().expect("memory ends before");
         match self.transfers.end_watched(at, mapping) {
             Ok(gathered) if gathered >= self.batching.requests => self.transfers.begin_unmaps(),
             Ok(_) => {}
-            // Another device's, which is unmapped here, by itself.
+            // It belongs to another device: it is unmapped here, by itself.
             Err(_) => self.transfers.release(at),
         }
     }
 
-    /// What came of [`unmap_foreign`](Self::unmap_foreign), once it is over.
+    /// The outcome of [`unmap_foreign`](Self::unmap_foreign), once it is over.
     pub fn take_foreign(&mut self) -> Option<Unmapped<B>> {
         self.foreign.take()
     }
@@ -389,21 +389,21 @@ where
         result.map(|()| count)
     }
 
-    /// Waits until there may be something to reap, or for about `limit`: awake or asleep, as the notify
-    /// mode says.
+    /// Waits until there may be something to reap, or for about `limit`: polls or sleeps, depending
+    /// on the notify mode.
     pub fn wait(&mut self, limit: Duration) {
         if !self.transfers.is_mapping() && !self.transfers.is_unmapping() {
             return self.queue.wait(limit);
         }
         if !self.queue.look_again() {
-            // The IOMMU answers soon, whatever the disk does.
+            // The IOMMU completes soon, whatever the disk does.
             self.transfers.wait();
         }
     }
 }
 
 impl Group {
-    /// Puts the requests into the ring. One that does not fit it is answered already.
+    /// Puts the requests into the ring. One that does not fit gets its outcome at once.
     fn submit<B>(
         &mut self,
         at: usize,
@@ -430,7 +430,7 @@ impl Group {
     }
 }
 
-/// Gives back the requests of a group whose buffers could not be mapped.
+/// Returns the requests of a group whose buffers could not be mapped.
 fn refuse<B>(
     group: &mut Group,
     refused: &mut Vec<Completion<B>>,

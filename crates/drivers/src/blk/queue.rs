@@ -17,18 +17,18 @@ use ringfence_virtq::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use zerocopy::IntoBytes;
 
-/// Where the status byte stands in a slot, behind the header.
+/// Offset of the status byte in a slot, behind the header.
 const STATUS_AT: usize = HEADER_BYTES;
-/// Where the indirect table stands in a slot.
+/// Offset of the indirect table in a slot.
 const TABLE_AT: usize = 32;
 /// Bytes of a descriptor.
 const DESC_BYTES: usize = 16;
-/// What the status byte is set to before a request: no status has this value.
+/// The status byte's value before a request: no status has it.
 const NO_STATUS: u8 = 0xff;
 
-/// How a queue's shared memory is laid out: the three ring areas, then a slot for each request
-/// (header, status, indirect table). Mapped once for as long as the queue lives, so that a request
-/// maps its data and nothing else.
+/// The layout of a queue's shared memory: the three ring areas, then a slot for each request
+/// (header, status, indirect table). Mapped once for the lifetime of the queue, so that a request
+/// maps only its data.
 #[derive(Clone, Copy, Debug)]
 pub struct QueueLayout {
     size: u16,
@@ -70,14 +70,14 @@ impl QueueLayout {
     }
 }
 
-/// What became of a request.
+/// The result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Done {
     /// The number that the request was submitted with.
     pub token: u64,
-    /// Whether the device said that it was done.
+    /// Whether the device reported success.
     pub ok: bool,
-    /// How many bytes the device says it wrote, the status byte included.
+    /// How many bytes the device reports as written, the status byte included.
     pub written: u32,
 }
 
@@ -191,7 +191,7 @@ impl DriverQueue {
         self.scratch.clear();
         self.scratch.push(Desc::readable(slot.bus, HEADER_BYTES as u32));
         for segment in data {
-            // A piece longer than 4 GiB cannot be described by one descriptor; buffers are not.
+            // One descriptor cannot describe a piece longer than 4 GiB; buffers are shorter.
             let len =
                 u32::try_from(segment.len).map_err(|_| AddError::TooLong { total: segment.len })?;
             self.scratch.push(Desc { addr: segment.addr, len, write });
@@ -204,7 +204,7 @@ impl DriverQueue {
         Ok(())
     }
 
-    /// Makes what was added visible, and kicks the device if it asks for that.
+    /// Makes added requests visible, and kicks the device if it wants that.
     pub fn publish(&mut self) {
         self.ring.publish();
         if self.ring.needs_kick() {
@@ -213,7 +213,7 @@ impl DriverQueue {
         }
     }
 
-    /// Takes the next answer, if there is one.
+    /// Takes the next completion, if there is one.
     ///
     /// # Errors
     /// The device broke the rules of the ring.
@@ -233,8 +233,8 @@ impl DriverQueue {
         Ok(Some(done))
     }
 
-    /// Waits a moment for an answer, or asleep until one is there or for about `limit`, as the notify
-    /// mode says.
+    /// Polls for a moment, or sleeps until a completion is there or for about `limit`, depending on
+    /// the notify mode.
     pub fn wait(&mut self, limit: Duration) {
         if self.look_again() {
             return;
@@ -252,7 +252,7 @@ impl DriverQueue {
         self.ring.suppress_notifications();
     }
 
-    /// Waits a moment if it is to be awake; false if it is to sleep.
+    /// Polls for a moment; false if the caller is to sleep.
     pub(super) fn look_again(&mut self) -> bool {
         self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look
     }

@@ -1,4 +1,4 @@
-//! The controller's own queue: one command at a time, waited for.
+//! The controller's admin queue: one command at a time, waited for.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -19,13 +19,13 @@ use super::{
     wire::{Command, admin},
 };
 
-/// Entries of the queue: one command is under way, and one entry is always free. Some more, so that
-/// what comes twice or too late is seen for what it is.
+/// Entries of the queue: one command is in flight, and one entry is always free. A few more, so
+/// that a duplicate or late completion is recognised.
 const ENTRIES: u32 = 16;
-/// Namespaces that one answer lists.
+/// Namespaces in one list.
 const LISTED: usize = BYTES / 4;
 
-/// What Identify can be asked for.
+/// What Identify returns data about.
 #[derive(Clone, Copy)]
 enum About {
     Namespace = 0,
@@ -37,7 +37,7 @@ enum About {
 pub(super) struct Admin<R> {
     registers: Arc<R>,
     pair: Pair<R>,
-    /// Where answers to Identify are put.
+    /// Receives the data of Identify.
     answer: Coherent<Pages>,
     limit: Duration,
     next_id: u16,
@@ -72,12 +72,12 @@ impl<R: Registers> Admin<R> {
         &self.pair
     }
 
-    /// The controller was stopped: no command comes through any more.
+    /// The controller was stopped: every further command fails.
     pub(super) fn fail(&mut self, why: Error) {
         self.failed.get_or_insert(why);
     }
 
-    /// Carries out a command; its result.
+    /// Carries out a command; returns its result.
     fn run(&mut self, what: &'static str, command: Command) -> Result<u32, Error> {
         if let Some(failed) = self.failed {
             return Err(failed);
@@ -110,7 +110,7 @@ impl<R: Registers> Admin<R> {
                 return Ok(answer);
             }
             match self.registers.now().saturating_sub(begun) {
-                // It mostly answers at once; a look at the registers takes longer than that.
+                // Most commands complete at once; reading the registers takes longer than that.
                 waited if waited < Duration::from_micros(200) => thread::yield_now(),
                 waited if waited < self.limit => {
                     check(&*self.registers)?;
@@ -128,17 +128,17 @@ impl<R: Registers> Admin<R> {
         let data = [self.answer.iova().0, 0];
         let command = Command::new(admin::IDENTIFY, namespace).data(data).word(10, about as u32);
         self.run("identify", command)?;
-        // Copied before it is looked at: the device may change it at any time.
+        // Copied before it is parsed: the device may change it at any time.
         let mut page = [0; BYTES];
         let (words, _) = page.as_chunks_mut::<4>();
         for (n, word) in words.iter_mut().enumerate() {
-            // In memory as the device wrote it, whatever the CPU's byte order.
+            // In the byte order in which the device wrote it, whatever the CPU's.
             *word = self.answer.memory().word(4 * n).load(Ordering::Relaxed).to_ne_bytes();
         }
         Ok(page)
     }
 
-    /// Who the controller is.
+    /// The controller's identity.
     ///
     /// # Errors
     /// The command failed.
@@ -146,10 +146,10 @@ impl<R: Registers> Admin<R> {
         self.identify(About::Controller, 0).map(|page| Identity::parse(&page))
     }
 
-    /// Its namespaces that can be used: of the first 1024 that are active.
+    /// Its usable namespaces, of the first 1024 active ones.
     ///
     /// # Errors
-    /// A command failed, or what it told makes no sense.
+    /// A command failed, or its data is invalid.
     pub(super) fn namespaces(&mut self) -> Result<Vec<Namespace>, Error> {
         let ids = list(&self.identify(About::ActiveNamespaces, 0)?)?;
         debug_assert!(ids.len() <= LISTED);
@@ -160,7 +160,7 @@ impl<R: Registers> Admin<R> {
         Ok(found)
     }
 
-    /// Asks for so many I/O queues, at least 1; how many there may be.
+    /// Requests so many I/O queues, at least 1; returns how many there may be.
     ///
     /// # Errors
     /// The command failed.
@@ -172,15 +172,15 @@ impl<R: Registers> Admin<R> {
             .word(10, NUMBER_OF_QUEUES)
             .word(11, last << 16 | last);
         let granted = self.run("set the number of queues", command)?;
-        // Each less one; it may grant more than was asked for.
+        // Both are zero-based; the controller may grant more than requested.
         let granted = (granted as u16).min((granted >> 16) as u16);
         Ok(granted.saturating_add(1).min(wanted))
     }
 
-    /// Makes an I/O queue known to the controller.
+    /// Creates an I/O queue in the controller.
     ///
     /// # Errors
-    /// A command failed; the controller does not know the queue.
+    /// A command failed; the controller does not have the queue.
     pub(super) fn create<S: Registers>(&mut self, id: u16, pair: &Pair<S>) -> Result<(), Error> {
         const CONTIGUOUS: u32 = 1;
         let (submit, complete) = pair.places();
@@ -191,12 +191,12 @@ impl<R: Registers> Admin<R> {
         let submissions =
             create(admin::CREATE_SUBMIT, submit).word(11, u32::from(id) << 16 | CONTIGUOUS);
         self.run("create a submission queue", submissions).map(drop).inspect_err(|_| {
-            // Should that fail as well, the caller sees it by `failed`.
+            // If this fails as well, `failed` reports it to the caller.
             let _ = self.delete_one(admin::DELETE_COMPLETE, id);
         })
     }
 
-    /// Has the controller forget an I/O queue: what was under way is over when this returns.
+    /// Deletes an I/O queue in the controller: its commands are over when this returns.
     ///
     /// # Errors
     /// A command failed: the controller may still use the queue.

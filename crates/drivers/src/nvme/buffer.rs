@@ -1,4 +1,4 @@
-//! A buffer that lies as a controller likes it.
+//! A buffer in the layout that suits a controller.
 
 use core::{
     fmt,
@@ -13,8 +13,8 @@ use ringfence_mem::{HostSlice, ReadSlice};
 
 use super::pages::PAGE;
 
-/// Bytes of this process, at first zero, in whole pages of 4 KiB of their own: nothing else lies beside
-/// them in what a device reaches, and several make a list that one command can have.
+/// Bytes of this process, at first zero, in whole pages of 4 KiB of their own: the device can reach
+/// nothing beside them, and several of them make a list for one command.
 pub struct Buffer {
     ptr: NonNull<u8>,
     len: usize,

@@ -1,4 +1,4 @@
-//! Commands, and what they take along and bring back.
+//! Commands, their data, and their completions.
 
 use std::{mem::take, ops::Range as Bytes, sync::Arc};
 
@@ -23,9 +23,9 @@ pub enum Op {
         /// The first block.
         lba: u64,
     },
-    /// Has everything that was written before stay, whatever happens to the power. Without data.
+    /// Makes everything written before durable. Without data.
     Flush,
-    /// Says that these blocks are of no use any more. Without data.
+    /// Marks these blocks as unused. Without data.
     Deallocate {
         /// The first block.
         lba: u64,
@@ -35,7 +35,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// Which way its data goes, if it has any.
+    /// The direction of its data, if it has any.
     pub(super) fn direction(self) -> Option<Direction> {
         match self {
             Op::Read { .. } => Some(Direction::FromDevice),
@@ -54,7 +54,7 @@ impl Op {
     }
 }
 
-/// What a command takes along, and its completion brings back.
+/// The data of a command, which its completion returns.
 #[derive(Debug, Default)]
 pub enum Data<B> {
     /// Nothing.
@@ -69,9 +69,9 @@ pub enum Data<B> {
     Pooled(PoolBuffer),
     /// So many bytes, by their offsets, of a buffer that stays mapped.
     ///
-    /// Who else works on those bytes meanwhile is the caller's affair.
+    /// The caller must keep others from using those bytes meanwhile.
     Persistent(Arc<Persistent<B>>, Bytes<u64>),
-    /// Whatever the controller finds at that address, which is nobody's in particular: for probes of
+    /// Whatever the controller finds at that address, which belongs to no buffer: for probes of
     /// what it reaches. Refused under policy `off`, where that would be any memory of this process.
     At(Segment),
 }
@@ -105,32 +105,33 @@ impl<B> Data<B> {
     }
 }
 
-/// A command that is over.
+/// A command that has ended.
 #[derive(Debug)]
 pub struct Completion<B> {
     /// The number that it was submitted with.
     pub token: u64,
-    /// What it took along. The controller reaches it no longer, as far as the device's policy has it.
+    /// Its data. The controller no longer reaches it, as far as the device's policy ensures that.
     pub data: Data<B>,
     /// How it ended.
     pub outcome: Result<(), Failure>,
 }
 
-/// Why a command did not do what it was to do.
+/// Why a command failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// The controller says so.
+    /// The controller reports an error.
     #[error(transparent)]
     Status(#[from] StatusError),
-    /// The controller was never told of it.
+    /// The command was never submitted to the controller.
     #[error(transparent)]
     NotAsked(#[from] NotAsked),
-    /// The controller was stopped while it was under way: it may have been carried out, or in part.
+    /// The controller was stopped while the command was in flight: it may have been carried out, or
+    /// in part.
     #[error("the controller was stopped meanwhile")]
     Abandoned,
 }
 
-/// A status that is no success.
+/// A status other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct StatusError(pub Status);
@@ -140,18 +141,18 @@ pub struct StatusError(pub Status);
 pub struct Refused<B> {
     /// Why.
     pub why: NotAsked,
-    /// What it was to take along. `None`: it could not be unmapped again, and is leaked.
+    /// Its data. `None`: it could not be unmapped again, and is leaked.
     pub data: Option<Data<B>>,
 }
 
-/// What a queue notes of a command, whose number is that of its transfer.
+/// A queue's record of a command, whose number is that of its transfer.
 pub(super) struct Noted<B> {
     pub(super) token: u64,
-    /// Ready but for its data.
+    /// Complete except for its data.
     pub(super) command: Command,
     /// Whether what is mapped came as a list.
     pub(super) is_list: bool,
-    /// Data that has not to be mapped.
+    /// Data that need not be mapped.
     pub(super) kept: Data<B>,
     /// How it ended, once it has.
     pub(super) outcome: Result<(), Failure>,
@@ -176,7 +177,8 @@ impl<B> Noted<B> {
         Completion { token: self.token, data, outcome: self.outcome }
     }
 
-    /// The data as it came, of the list that was mapped. The list is left behind if it was ours.
+    /// The data as it was submitted, from the list that was mapped. If the list was ours, it goes
+    /// to `spare`.
     pub(super) fn data_of(&self, mut list: Vec<B>, spare: &mut Vec<Vec<B>>) -> Data<B> {
         if self.is_list {
             return Data::List(list);

@@ -1,4 +1,4 @@
-//! A controller: brought up, asked who it is, and brought down before its memory goes.
+//! A controller: started, identified, and stopped before its memory goes.
 
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -16,10 +16,10 @@ use super::{
 /// How a controller is driven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControllerConfig {
-    /// How many I/O queues are asked for. The controller may grant fewer. Default: 8.
+    /// How many I/O queues to request. The controller may grant fewer. Default: 8.
     pub queues: u16,
-    /// For how long nothing may be completed while commands are under way, and the controller may
-    /// take to become ready or to stop, whatever time it asks for. Default: 30 s.
+    /// Time-out for commands in flight without any completion, and for the controller to become
+    /// ready or to stop, even if it claims to need longer. Default: 30 s.
     pub limit: Duration,
 }
 
@@ -47,18 +47,18 @@ pub(super) struct Inner<D: Domain + 'static, A: Allocator + 'static, R: Register
     pub(super) core: Core<R>,
 }
 
-/// What it takes to talk to a controller at all.
+/// What is needed to operate a controller.
 pub(super) struct Core<R> {
     pub(super) registers: Arc<R>,
     pub(super) capabilities: Capabilities,
     limit: Duration,
 }
 
-/// What changes.
+/// The part that changes.
 pub(super) struct State<R> {
     /// Taken once the controller has stopped.
     pub(super) admin: Option<Admin<R>>,
-    /// Which I/O queues are in use: number n+1 is the nth.
+    /// Which I/O queues are in use: index n is queue n+1.
     pub(super) queues: Vec<bool>,
 }
 
@@ -93,11 +93,11 @@ where
     A: Allocator + 'static,
     R: Registers,
 {
-    /// Resets the controller with these registers, which reaches memory through `device`, and starts
-    /// it.
+    /// Resets the controller with these registers, which reaches memory through `device`, and
+    /// starts it.
     ///
     /// # Errors
-    /// It is gone, cannot be used, fails, or takes too long. Then it is stopped again.
+    /// It is gone, cannot be used, fails, or takes too long. It is stopped again in that case.
     pub fn start(
         device: Device<D, A>,
         registers: R,
@@ -120,17 +120,17 @@ where
         Ok(Controller { inner: Arc::new(inner) })
     }
 
-    /// Who it says it is.
+    /// The controller's identity.
     pub fn identity(&self) -> &Identity {
         &self.inner.identity
     }
 
-    /// The namespaces that can be used: active ones, of blocks without metadata.
+    /// The usable namespaces: active ones, of blocks without metadata.
     pub fn namespaces(&self) -> &[Namespace] {
         &self.inner.namespaces
     }
 
-    /// The device that it reaches memory through.
+    /// The device through which it reaches memory.
     pub fn device(&self) -> &Device<D, A> {
         &self.inner.device
     }
@@ -140,13 +140,13 @@ where
         self.inner.state.lock().queues.len()
     }
 
-    /// The most commands that may be under way in one queue.
+    /// The most commands that may be in flight in one queue.
     pub fn depth(&self) -> u32 {
         self.inner.core.capabilities.entries - 1
     }
 
-    /// Shuts the controller down in order: its caches are written, and it has stopped. Commands that
-    /// are under way are lost, and queues answer with [`Error::Stopped`] from now on.
+    /// Shuts the controller down in order: its caches are written, and it has stopped. Commands in
+    /// flight are lost, and queues fail with [`Error::Stopped`] from now on.
     ///
     /// # Errors
     /// It does not stop, or had failed before.
@@ -156,7 +156,7 @@ where
 }
 
 impl<R: Registers> Core<R> {
-    /// How long the controller may take to become ready or to stop.
+    /// Time-out for the controller to become ready or to stop.
     fn patience(&self) -> Duration {
         self.capabilities.ready.min(self.limit)
     }
@@ -167,12 +167,12 @@ impl<R: Registers> Core<R> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
-    /// Who the controller says it is.
+    /// The controller's identity.
     pub(super) fn identity(&self) -> &Identity {
         &self.identity
     }
 
-    /// Stops the controller, whatever it is at: when this returns it uses no memory any more.
+    /// Stops the controller in any state: when this returns it uses no memory any more.
     ///
     /// # Errors
     /// It does not stop.
@@ -190,11 +190,11 @@ impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
             Some(_) => shut_down(&*self.core.registers, self.core.limit),
             None => Ok(()),
         };
-        // Whatever came of it.
+        // Whether or not that succeeded.
         self.stop().and(shut_down)
     }
 
-    /// Whether the device reaches no more than what is mapped, so that what is unmapped is safe from a
+    /// Whether the device reaches only what is mapped, so that unmapped memory is safe from a
     /// controller that does not stop.
     pub(super) fn is_confined(&self) -> bool {
         self.device.effective_policy() != Policy::Off
@@ -206,14 +206,14 @@ impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Drop for Inner<D
         if let Err(error) = self.end() {
             tracing::warn!(%error, "an NVMe controller that is given up");
         }
-        // One that does not stop keeps its memory, where nothing else keeps it from it.
+        // A controller that does not stop keeps its memory, if nothing else keeps it out.
         if !self.is_confined() {
             std::mem::forget(self.state.lock().admin.take());
         }
     }
 }
 
-/// A controller until it runs. Dropped before, it is stopped before its memory goes.
+/// A controller that is starting. If dropped, it is stopped before its memory goes.
 struct BringingUp<D: Domain + 'static, A: Allocator + 'static, R: Registers> {
     core: Option<Core<R>>,
     admin: Option<Admin<R>>,
@@ -226,7 +226,7 @@ where
     A: Allocator + 'static,
     R: Registers,
 {
-    /// How many queues it grants, who it is, and what it has.
+    /// The number of queues it grants, its identity, and its namespaces.
     fn go(&mut self, config: ControllerConfig) -> Result<(u16, Identity, Vec<Namespace>), Error> {
         let core = self.core.as_ref().ok_or(Error::Stopped)?;
         let (registers, capabilities) = (&core.registers, core.capabilities);

@@ -11,10 +11,10 @@ pub enum Error {
     /// Its registers read as ones: it was taken away, or its memory space is not enabled.
     #[error("the controller does not answer: its registers read as ones")]
     Gone,
-    /// It is one that this driver does not know how to use.
+    /// This driver cannot use it.
     #[error("the controller cannot be used: {0}")]
     Unsupported(&'static str),
-    /// Its registers end before one that is needed.
+    /// It has fewer registers than the driver needs.
     #[error("the controller has {size:#x} bytes of registers, and {needed:#x} are needed")]
     Registers {
         /// Bytes that are needed.
@@ -22,7 +22,7 @@ pub enum Error {
         /// Bytes that there are.
         size: u64,
     },
-    /// It says that it has failed (`CSTS.CFS`). Only a reset helps.
+    /// It reports a fatal error (`CSTS.CFS`). Only a reset helps.
     #[error("the controller says that it has failed (CSTS.CFS)")]
     Fatal,
     /// It does not become ready.
@@ -31,8 +31,8 @@ pub enum Error {
     /// It does not stop: it may still use what it was given.
     #[error("the controller had not stopped after {0:?}")]
     NotStopped(Duration),
-    /// Nothing was completed for that long although commands were under way. It was not told to stop
-    /// yet.
+    /// No command completed for that long although some were in flight. The controller was not
+    /// stopped yet.
     #[error("queue {queue}: no command was completed for {after:?}")]
     Timeout {
         /// Which queue; 0 is the controller's own.
@@ -48,7 +48,7 @@ pub enum Error {
         /// How.
         status: Status,
     },
-    /// It completed a command that was not under way: nothing that it says can be believed.
+    /// It completed a command that was not in flight: nothing it reports can be trusted.
     #[error("queue {queue}: command {id} was completed, and was not under way")]
     Stray {
         /// Which queue.
@@ -56,16 +56,16 @@ pub enum Error {
         /// The number that it gave.
         id: u16,
     },
-    /// What it says of itself makes no sense.
+    /// Its identity data is invalid.
     #[error("the controller says of itself what cannot be: {0}")]
     Nonsense(&'static str),
     /// All the I/O queues that it has are in use.
     #[error("all of the controller's {0} I/O queues are in use")]
     NoQueue(u16),
-    /// A queue of that many commands cannot be.
+    /// A queue cannot have that many commands.
     #[error("a queue for {asked} commands: there may be 1 to {most}")]
     Depth {
-        /// Commands that were asked for.
+        /// Commands that were requested.
         asked: u32,
         /// The most that there can be.
         most: u32,
@@ -85,14 +85,14 @@ pub enum Error {
     Stopped,
 }
 
-/// Why the controller was never told of a command.
+/// Why a command was never submitted to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NotAsked {
-    /// As many commands are under way as the queue has room for: reap some.
+    /// The queue has no room for more commands in flight: reap some.
     #[error("the queue is full")]
     Full,
-    /// Its blocks do not lie in the namespace.
+    /// Its blocks lie beyond the namespace.
     #[error("{blocks} blocks at {lba} do not lie in a namespace of {there} blocks")]
     BeyondEnd {
         /// The first block.
@@ -118,12 +118,11 @@ pub enum NotAsked {
         /// The most that there may be.
         most: u64,
     },
-    /// Data was given to a command that has none, or the part of a buffer is none of it.
+    /// Data was given to a command that has none, or the part lies outside its buffer.
     #[error("that is no data for that command")]
     Data,
-    /// Its data lies so that no list of pages describes it: it begins at an address that is no
-    /// multiple of 4, or a piece that is not the first begins, or one that is not the last ends, within
-    /// a page of 4 KiB.
+    /// No PRP list can describe its data: it begins at an address that is no multiple of 4, or a
+    /// piece other than the first begins, or one other than the last ends, within a page of 4 KiB.
     #[error("the data's pieces are no whole pages of 4 KiB")]
     Shape,
     /// Its data, or some that was to be mapped with it, could not be mapped.

@@ -1,11 +1,11 @@
-//! What a controller says of itself and its namespaces (NVMe 1.4, section 5.15).
+//! The Identify data of a controller and its namespaces (NVMe 1.4, section 5.15).
 
 use super::Error;
 
-/// Bytes of an answer to Identify.
+/// Bytes of Identify data.
 pub(super) const BYTES: usize = 4096;
 
-/// A controller, in its own words.
+/// A controller's identity, as it reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// The serial number.
@@ -14,7 +14,7 @@ pub struct Identity {
     pub model: String,
     /// The version of its firmware.
     pub firmware: String,
-    /// How many bytes a command moves at most, by its own account; `None`: any number.
+    /// How many bytes a command moves at most, as reported; `None`: no limit.
     pub max_transfer: Option<u64>,
     /// Whether it has a cache that a flush empties.
     pub volatile_cache: bool,
@@ -23,10 +23,10 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// Of an answer: whatever its bytes are, it is one.
+    /// Parses Identify data: any bytes are valid.
     pub(super) fn parse(page: &[u8; BYTES]) -> Identity {
         let text = |bytes: &[u8]| {
-            // What is no printable ASCII is somebody's joke.
+            // Replace anything but printable ASCII.
             let clean = |&byte: &u8| if (0x20..0x7f).contains(&byte) { byte as char } else { '?' };
             bytes.iter().map(clean).collect::<String>().trim_end().to_owned()
         };
@@ -46,7 +46,7 @@ impl Identity {
     }
 }
 
-/// The namespaces in a list of those that are active: ascending, and zeros after the last.
+/// Parses a list of active namespaces: ascending ids, and zeros after the last.
 ///
 /// # Errors
 /// They do not ascend.
@@ -84,12 +84,12 @@ impl Namespace {
         1 << self.shift
     }
 
-    /// Of an answer; `None` if the namespace is not there, or its blocks cannot be used: they have
-    /// metadata, or a size that no block has.
+    /// Parses Identify data; `None` if the namespace does not exist, or its blocks cannot be used:
+    /// they have metadata, or an impossible size.
     pub(super) fn parse(id: u32, page: &[u8; BYTES]) -> Option<Namespace> {
         let (longs, _) = page.as_chunks::<8>();
         let blocks = u64::from_le_bytes(longs[0]);
-        // The formats' number has four bits: none lies beyond the page.
+        // The format's number has four bits, so that its entry lies within the page.
         let format = usize::from(page[26] & 0xf);
         let (words, _) = page[128..192].as_chunks::<4>();
         let [metadata, more_metadata, shift, _] = words[format];
@@ -119,7 +119,7 @@ mod tests {
         assert_eq!((identity.serial.as_str(), identity.model.as_str()), ("serial-1", "a disk?"));
         assert_eq!(identity.max_transfer, Some(128 << 10));
         assert!(identity.volatile_cache && identity.deallocates);
-        // More than there are addresses is no limit.
+        // A limit beyond the address space is none.
         page[77] = 255;
         assert_eq!(Identity::parse(&page).max_transfer, None);
 

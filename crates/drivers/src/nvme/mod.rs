@@ -1,15 +1,15 @@
 //! A driver of NVMe disks in user space (NVMe 1.4) behind the DMA API: polled, no interrupts.
 //!
-//! [`Controller::start`] resets a controller, whose registers are a [`Registers`] (a BAR that VFIO has
-//! opened, or a software controller in a test), and learns its namespaces. [`Controller::queue`] makes
-//! an I/O queue, for one thread each. A command takes its data along and its completion brings it
-//! back; in between it is mapped as the device's policy has it, commands that are published together
-//! by one sync and with one doorbell.
+//! [`Controller::start`] resets a controller, whose registers are a [`Registers`] (a BAR opened
+//! through VFIO, or a software controller in a test), and reads its namespaces.
+//! [`Controller::queue`] makes an I/O queue, for one thread each. A command owns its data, and its
+//! completion returns it; in between the data is mapped under the device's policy. Commands that
+//! are published together share one sync and one doorbell write.
 //!
-//! The controller is foreign: whatever it writes into a completion queue or into what it says of
-//! itself, it gets an [`Error`], never memory that it was not given. What it may reach is up to the
-//! [`Domain`](ringfence_iommu::Domain) alone: rings and lists of pages stay mapped as long as a queue
-//! lives, data as long as a command is under way.
+//! The controller is untrusted: whatever it writes into a completion queue or its Identify data,
+//! the worst outcome is an [`Error`], never access to memory that it was not given. Only the
+//! [`Domain`](ringfence_iommu::Domain) determines what it may reach: rings and PRP lists stay
+//! mapped as long as a queue lives, data as long as a command is in flight.
 
 mod admin;
 #[allow(unsafe_code)]

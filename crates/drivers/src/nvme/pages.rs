@@ -12,10 +12,10 @@ use ringfence_iova::Allocator;
 
 use super::Error;
 
-/// A page of the controller's, whatever the IOMMU's are.
+/// A page of the controller, whatever the IOMMU's granule.
 pub(super) const PAGE: u64 = 4096;
 
-/// Whole pages of this process, at first zero, reached as atomics only.
+/// Whole pages of this process, at first zero, accessed only as atomics.
 #[derive(Debug)]
 pub(super) struct Pages {
     ptr: NonNull<u8>,
@@ -37,7 +37,7 @@ impl Pages {
         D: Domain<Target = HostAddr> + 'static,
         A: Allocator + 'static,
     {
-        // Whole granules too: nothing else lies beside what the device reaches.
+        // Whole granules too: the device can reach nothing beside them.
         let page = device.domain().geometry().page_sizes.granule().max(PAGE);
         let pages = usize::try_from(page).ok().and_then(|page| Pages::new(len, page));
         let pages = pages.ok_or(Error::NoMemory(len))?;

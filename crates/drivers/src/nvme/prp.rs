@@ -1,15 +1,15 @@
-//! Lists of pages: how a command says where its data lies (NVMe 1.4, section 4.3).
+//! PRP lists: how a command describes its data (NVMe 1.4, section 4.3).
 //!
-//! The first entry may begin anywhere in a page; it ends with the page. Every other is a page, of which
-//! the last need not be full. One more than the first stands in the command; more stand in a list.
+//! The first entry may begin anywhere in a page; it ends with the page. Every other entry is a
+//! page, of which the last need not be full. The command holds two entries; if there are more, a
+//! list holds all but the first.
 
 use ringfence_dma::Segment;
 
 use super::{NotAsked, pages::PAGE};
 
-/// The two entries of a command for data in `segments`. What comes after the first entry is handed to
-/// `list` with its index, of which there may be `room`; the list itself lies at `list_at` for the
-/// device.
+/// The two entries of a command for data in `segments`. `list` gets each entry after the first,
+/// with its index, of which there may be `room`; the list's address for the device is `list_at`.
 ///
 /// # Errors
 /// The segments are no whole pages where they must be, or too many.
@@ -74,7 +74,7 @@ mod tests {
 
     const LIST: u64 = 0xdead_b000;
 
-    /// The addresses of all bytes that a device finds by two entries and a list.
+    /// The addresses of all bytes that a device finds through two entries and a list.
     fn walk([first, second]: [u64; 2], list: &[u64], len: u64) -> Vec<u64> {
         let mut pages = vec![first];
         let in_first = PAGE - first % PAGE;
@@ -98,7 +98,7 @@ mod tests {
             pieces in prop::collection::vec((1..4_u64, 1..1000_u64), 1..5),
             tail in 1..=PAGE,
         ) {
-            // All whole pages, but for the beginning of the first and the end of the last.
+            // All whole pages, except for the beginning of the first and the end of the last.
             let mut segments: Vec<Segment> = pieces
                 .iter()
                 .zip(0_u64..)
@@ -133,7 +133,7 @@ mod tests {
         assert_eq!(refused(&[Segment { addr: 0x1000, len: 8 }, whole], 1), NotAsked::Shape);
         assert_eq!(refused(&[whole, whole, whole], 1), NotAsked::Shape, "no room");
         assert_eq!(refused(&[Segment { addr: u64::MAX - 3, len: 8 }], 1), NotAsked::Shape);
-        // The last page of all is one like any other.
+        // The last page of the address space is a page like any other.
         let top = Segment { addr: u64::MAX - 0x1fff, len: 0x2000 };
         let made = entries([top].into_iter(), LIST, 1, |_, _| {});
         assert_eq!(made, Ok([u64::MAX - 0x1fff, u64::MAX - 0xfff]));

@@ -21,24 +21,25 @@ use super::{
 };
 use crate::transfers::Transfers;
 
-/// How many pages a list of pages lists at most: it is a page itself.
+/// How many pages a PRP list holds at most: it is a page itself.
 const LISTED: u64 = PAGE / 8;
-/// Bytes of a list of pages, at least: room for what says which blocks to deallocate too.
+/// The smallest PRP list, in bytes: also has room for the range of a deallocation.
 const SMALLEST_LIST: u64 = 64;
 /// The most commands of a queue: their numbers have 16 bits, one entry is always free.
 const DEEPEST: u32 = u16::MAX as u32;
-/// How long nothing comes before the controller is asked how it is.
+/// How long without a completion before the controller's status is checked.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// An I/O queue of a controller, for one thread.
 ///
 /// [`submit`](Self::submit) takes a command with its data; [`publish`](Self::publish) maps what was
-/// submitted, with one sync, and tells the controller, with one doorbell; [`reap`](Self::reap) hands
-/// out what is over, unmapped, with one invalidation for all that is found at a time.
+/// submitted, with one sync, and notifies the controller, with one doorbell write;
+/// [`reap`](Self::reap) hands out completed commands, unmapped, with one invalidation for all that
+/// it finds.
 ///
-/// Dropped, it has the controller forget the queue before it unmaps anything; a controller that does
-/// not answer is stopped. One that cannot be stopped either keeps what nothing but its good will
-/// keeps it from: bounce slots and persistent buffers that it works on are leaked.
+/// Drop deletes the queue in the controller before it unmaps anything; a controller that does not
+/// respond is stopped. If that fails too, memory that unmapping does not protect is leaked: bounce
+/// slots and persistent buffers that the controller works on.
 pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B> {
     id: u16,
     device: Device<D, A>,
@@ -46,11 +47,11 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     rings: Option<Rings<R>>,
     depth: usize,
     transfers: Transfers<D, A, Vec<B>, Noted<B>>,
-    /// Empty lists, to be used again.
+    /// Empty lists, for reuse.
     spare: Vec<Vec<B>>,
-    /// What the controller was never told of.
+    /// Commands that were never submitted to the controller.
     refused: Vec<Completion<B>>,
-    /// Commands that the controller was told of.
+    /// How many commands the controller has.
     asked: usize,
     max_transfer: u64,
     /// When something was last completed, or the first command was published, by the clock of
@@ -59,7 +60,7 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     looked: Duration,
     /// Why it cannot go on.
     failed: Option<Error>,
-    // The last to be dropped: with the last of them the controller stops.
+    // Dropped last: with the last of them the controller stops.
     inner: Arc<Inner<D, A, R>>,
 }
 
@@ -67,7 +68,7 @@ impl<D: Domain<Target = HostAddr>, A: Allocator, R: Registers> Controller<D, A, 
     /// A new I/O queue with room for `depth` commands whose buffers are of type `B`.
     ///
     /// # Errors
-    /// There is none left, the depth cannot be, there is no memory for it, or the controller fails.
+    /// No queue is left, the depth is invalid, there is no memory for it, or the controller fails.
     pub fn queue<B: DmaBuffer<HostAddr>>(&self, depth: u32) -> Result<IoQueue<D, A, R, B>, Error> {
         IoQueue::new(&self.inner, depth)
     }
@@ -85,8 +86,8 @@ where
         if !(1..=most).contains(&depth) {
             return Err(Error::Depth { asked: depth, most });
         }
-        // As much as a list of one page describes wherever in a page it begins, and no more than the
-        // controller takes.
+        // As much as a list of one page describes wherever in a page it begins, and no more than
+        // the controller accepts.
         let max_transfer = LISTED * PAGE;
         let max_transfer = inner.identity().max_transfer.unwrap_or(u64::MAX).min(max_transfer);
         let list_bytes = (max_transfer / PAGE * 8).next_power_of_two().max(SMALLEST_LIST);
@@ -102,7 +103,7 @@ where
         let admin = state.admin.as_mut().ok_or(Error::Stopped)?;
         if let Err(error) = admin.create(number, &pair) {
             drop(state);
-            // Whatever the controller remembers of the queue: unmapped, it is out of its reach.
+            // Even if the controller still has the queue, unmapped memory is out of its reach.
             if !inner.is_confined() {
                 forget((pair, lists));
             }
@@ -139,12 +140,12 @@ where
         self.max_transfer
     }
 
-    /// How many commands it has room for.
+    /// How many more commands it has room for.
     pub fn room(&self) -> usize {
         self.transfers.room()
     }
 
-    /// Whether all that was submitted was handed out.
+    /// Whether all submitted commands were handed out.
     pub fn is_idle(&self) -> bool {
         self.transfers.under_way() == 0 && self.refused.is_empty()
     }
@@ -165,7 +166,7 @@ where
         self.asked += 1;
     }
 
-    /// Maps what was submitted, and tells the controller of all commands whose data is mapped.
+    /// Maps what was submitted, and gives the controller all commands whose data is mapped.
     ///
     /// # Errors
     /// The queue cannot go on.
@@ -174,7 +175,7 @@ where
         self.advance()
     }
 
-    /// Tells the controller of the commands whose data is mapped by now.
+    /// Gives the controller the commands whose data is mapped by now.
     fn advance(&mut self) -> Result<(), Error> {
         let Some(rings) = &mut self.rings else { return Err(Error::Stopped) };
         if let Some(failed) = self.failed {
@@ -211,10 +212,10 @@ where
         lost.map_err(|error| self.fail(error))
     }
 
-    /// Hands out the commands that are over, their data unmapped; how many. Never waits.
+    /// Hands out the commands that are over, their data unmapped; returns how many. Never waits.
     ///
     /// # Errors
-    /// The queue cannot go on: [`abandon`](Self::abandon) brings back what it holds.
+    /// The queue cannot go on: [`abandon`](Self::abandon) returns what it holds.
     pub fn reap(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<usize, Error> {
         self.advance()?;
         let mut count = self.refused.len();
@@ -232,8 +233,8 @@ where
         Ok(count)
     }
 
-    /// Takes what the controller says to be over. Data that has to be unmapped is on its way then;
-    /// other data is handed out.
+    /// Takes the controller's completions. Data that has to be unmapped is gathered for that; other
+    /// data is handed out.
     fn take_answers(
         &mut self,
         count: &mut usize,
@@ -241,7 +242,7 @@ where
     ) -> (usize, Result<(), Error>) {
         let Some(rings) = &mut self.rings else { return (0, Err(Error::Stopped)) };
         let (mut answers, mut result) = (0, Ok(()));
-        // No more can be over than were under way: more are lies, and end it.
+        // Each command completes once: a surplus completion is an error, which ends the loop.
         while let Some(answer) = rings.pair.pop() {
             let outcome = match answer.status {
                 status if status.is_ok() => Ok(()),
@@ -277,7 +278,7 @@ where
         result
     }
 
-    /// Nothing came: whether the controller still works.
+    /// Nothing has completed: checks whether the controller still works.
     fn look(&mut self) -> Result<(), Error> {
         let now = self.now();
         if now.saturating_sub(self.looked.max(self.progress)) < LOOK {
@@ -285,7 +286,7 @@ where
         }
         self.looked = now;
         let after = self.inner.config.limit;
-        // Whoever makes or deletes a queue meanwhile may wait for the controller.
+        // A thread that creates or deletes a queue may hold this lock while it waits.
         let state = self.inner.state.try_lock();
         let result = if state.is_some_and(|state| state.admin.is_none()) {
             Err(Error::Stopped)
@@ -302,7 +303,7 @@ where
         error
     }
 
-    /// Publishes what was submitted, and waits until all of it was handed out.
+    /// Publishes what was submitted, and waits until all of it has been handed out.
     ///
     /// # Errors
     /// As [`reap`](Self::reap).
@@ -316,7 +317,7 @@ where
         Ok(())
     }
 
-    /// Waits for the IOMMU if it is what everything waits for, and otherwise lets others run.
+    /// Waits for the IOMMU if all transfers wait for it, and otherwise yields to other threads.
     pub fn pause(&mut self) {
         if self.transfers.is_mapping() || self.transfers.is_unmapping() {
             self.transfers.wait();
@@ -328,7 +329,7 @@ where
     /// Carries out one command in a queue that is idle.
     ///
     /// # Errors
-    /// The queue cannot go on. A command that fails is none: its completion says so.
+    /// The queue cannot go on. A command that fails is no error: its completion has the status.
     #[track_caller]
     pub fn carry_out(
         &mut self,
@@ -355,8 +356,8 @@ where
     }
 }
 
-/// Ends a command that the controller was told of. `None`: there is none of that number;
-/// `Some(None)`: its data is being unmapped.
+/// Ends a command that the controller has. `None`: there is no such command; `Some(None)`: its data
+/// is being unmapped.
 fn end_of<D: Domain + 'static, A: Allocator + 'static, B>(
     transfers: &mut Transfers<D, A, Vec<B>, Noted<B>>,
     at: usize,

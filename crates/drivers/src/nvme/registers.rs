@@ -1,4 +1,4 @@
-//! The controller's registers (NVMe 1.4, section 3.1), and what it says of itself there.
+//! The controller's registers (NVMe 1.4, section 3.1), and the capabilities in them.
 
 use std::{thread, time::Duration};
 
@@ -8,8 +8,8 @@ use super::Error;
 
 /// The registers of an NVMe controller: its BAR 0.
 ///
-/// Each access is one access of that width to the device, in the order of the program, and whatever
-/// was stored to memory before a write is visible to the device when it sees the write.
+/// Each access is one access of that width to the device, in program order, and stores to memory
+/// before a write are visible to the device when it sees the write.
 pub trait Registers: Send + Sync {
     /// How many bytes of registers there are. Nothing at or beyond is ever accessed.
     fn size(&self) -> u64;
@@ -18,7 +18,7 @@ pub trait Registers: Send + Sync {
     /// Writes the 32 bits at `at`, a multiple of 4.
     fn write32(&self, at: u64, value: u32);
 
-    /// The clock by which the controller is given up that does not answer in time. The default is the
+    /// The clock for the time-outs of a controller that does not respond. The default is the
     /// system's.
     fn now(&self) -> Duration {
         Duration::from_nanos(MonotonicClock.now_ns())
@@ -41,7 +41,7 @@ impl Registers for ringfence_vfio::kernel::Bar {
         Self::size(self)
     }
 
-    // A device that does not answer reads as ones, and nothing that is written gets there.
+    // Reads of a device that does not respond return ones, and writes have no effect.
     fn read32(&self, at: u64) -> u32 {
         Self::read32(self, at).unwrap_or(u32::MAX)
     }
@@ -70,7 +70,7 @@ const DOORBELLS: u64 = 0x1000;
 const CC_ENABLE: u32 = 1;
 const CC_SHUTDOWN: u32 = 3 << 14;
 const CC_SHUTDOWN_NORMAL: u32 = 1 << 14;
-/// Entries of 64 bytes to submit, of 16 to complete.
+/// Entries of 64 bytes for submissions, of 16 for completions.
 const CC_ENTRIES: u32 = 6 << 16 | 4 << 20;
 
 const CSTS_READY: u32 = 1;
@@ -78,25 +78,25 @@ const CSTS_FATAL: u32 = 2;
 const CSTS_SHUTDOWN: u32 = 3 << 2;
 const CSTS_SHUTDOWN_OVER: u32 = 2 << 2;
 
-/// What reads of a device that is not there give.
+/// The value of reads from a device that is not there.
 const NOTHING: u32 = u32::MAX;
 
-/// What a controller is able to do (`CAP`).
+/// A controller's capabilities (`CAP`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Capabilities {
     /// The most entries of a queue: at least 2.
     pub(super) entries: u32,
-    /// How many bytes one doorbell is from the next.
+    /// The distance between doorbells, in bytes.
     pub(super) stride: u64,
-    /// How long it may take to become ready, or the opposite.
+    /// How long it may take to become ready, or to stop.
     pub(super) ready: Duration,
 }
 
 impl Capabilities {
-    /// What the controller says.
+    /// Reads the controller's capabilities.
     ///
     /// # Errors
-    /// It is not there, or is one that this driver does not know how to use.
+    /// It is not there, or this driver cannot use it.
     pub(super) fn read(registers: &impl Registers) -> Result<Capabilities, Error> {
         if registers.size() < DOORBELLS {
             return Err(Error::Registers { needed: DOORBELLS, size: registers.size() });
@@ -123,10 +123,10 @@ impl Capabilities {
         Ok(Capabilities { entries, stride: 4 << (cap >> 32 & 0xf), ready })
     }
 
-    /// Where the doorbells of a queue lie: that of its submissions and that of its completions.
+    /// The offsets of a queue's doorbells: that of its submissions and that of its completions.
     ///
     /// # Errors
-    /// Beyond the registers.
+    /// They lie beyond the registers.
     pub(super) fn doorbells(
         &self,
         registers: &impl Registers,
@@ -146,7 +146,7 @@ impl Capabilities {
 /// Whether the controller still works.
 ///
 /// # Errors
-/// It is gone, or says itself that it has failed.
+/// It is gone, or reports that it has failed.
 pub(super) fn check(registers: &impl Registers) -> Result<(), Error> {
     match registers.read32(CSTS) {
         NOTHING => Err(Error::Gone),
@@ -155,7 +155,7 @@ pub(super) fn check(registers: &impl Registers) -> Result<(), Error> {
     }
 }
 
-/// Waits until `CSTS & mask` is `value`; whether that came within `limit`.
+/// Waits until `CSTS & mask` is `value`; returns whether that happened within `limit`.
 ///
 /// # Errors
 /// The controller is gone; or it has failed, unless it is being `reset`.
@@ -184,7 +184,7 @@ fn wait(
     }
 }
 
-/// Stops the controller: when this returns it has forgotten its queues and uses no memory any more.
+/// Stops the controller: when this returns it has no queues and uses no memory any more.
 ///
 /// # Errors
 /// It is gone, or does not stop.
@@ -221,10 +221,10 @@ pub(super) fn enable(
     }
 }
 
-/// Tells the controller that its power may go, and waits until it has put its caches in order.
+/// Notifies the controller of a shutdown, and waits until it has flushed its caches.
 ///
 /// # Errors
-/// It is gone, has failed, or does not come to an end.
+/// It is gone, has failed, or does not finish.
 pub(super) fn shut_down(registers: &impl Registers, limit: Duration) -> Result<(), Error> {
     let configuration = registers.read32(CC) & !CC_SHUTDOWN;
     registers.write32(CC, configuration | CC_SHUTDOWN_NORMAL);

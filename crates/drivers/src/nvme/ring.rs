@@ -1,4 +1,4 @@
-//! A pair of queues: commands go into one, completions come out of the other.
+//! A queue pair: commands go into one queue, completions come out of the other.
 
 use std::sync::{
     Arc,
@@ -15,20 +15,21 @@ use super::{
     wire::{Answer, COMMAND_BYTES, COMPLETION_BYTES, Command},
 };
 
-/// A pair of queues of as many entries each.
+/// A pair of queues with the same number of entries.
 ///
-/// With at most [`depth`](Self::depth) commands under way neither can overflow: the device has read
-/// what it has completed, and of what it has not there is less than a ring.
+/// With at most [`depth`](Self::depth) commands in flight neither can overflow: the device has
+/// consumed what it has completed, and the rest is less than a ring.
 pub(super) struct Pair<R> {
     registers: Arc<R>,
     memory: Coherent<Pages>,
     entries: u32,
     /// Where completions begin in the memory.
     completions: usize,
-    /// Where the next command goes, and what the device was told of.
+    /// Where the next command goes, and the tail in the last doorbell write.
     tail: u32,
     told: u32,
-    /// Where the next completion comes, the phase that makes it new, and what the device was told of.
+    /// Where the next completion comes, the phase that marks it as new, and the head in the last
+    /// doorbell write.
     head: u32,
     phase: bool,
     taken: u32,
@@ -68,7 +69,7 @@ impl<R: Registers> Pair<R> {
         })
     }
 
-    /// Where the commands lie for the device, and where the completions.
+    /// The device addresses of the commands and of the completions.
     pub(super) fn places(&self) -> (u64, u64) {
         let first = self.memory.iova().0;
         (first, first + self.completions as u64)
@@ -79,12 +80,12 @@ impl<R: Registers> Pair<R> {
         self.entries
     }
 
-    /// How many commands may be under way.
+    /// How many commands may be in flight.
     pub(super) fn depth(&self) -> u32 {
         self.entries - 1
     }
 
-    /// Adds a command; [`ring`](Self::ring) tells the device. The caller keeps to the depth.
+    /// Adds a command; [`ring`](Self::ring) notifies the device. The caller observes the depth.
     pub(super) fn push(&mut self, command: &Command) {
         let at = self.tail as usize * COMMAND_BYTES;
         for (n, word) in command.0.iter().enumerate() {
@@ -93,21 +94,21 @@ impl<R: Registers> Pair<R> {
         self.tail = (self.tail + 1) % self.entries;
     }
 
-    /// Tells the device of all commands that were added: one doorbell for them.
+    /// Notifies the device of all commands that were added, with one doorbell write.
     pub(super) fn ring(&mut self) {
         if self.told != self.tail {
-            // The commands, and the data that they speak of, before the doorbell.
+            // The commands, and their data, before the doorbell.
             fence(Ordering::SeqCst);
             self.registers.write32(self.submit_doorbell, self.tail);
             self.told = self.tail;
         }
     }
 
-    /// The next completion, as the device wrote it: it may say anything.
+    /// The next completion, as the device wrote it: untrusted.
     pub(super) fn pop(&mut self) -> Option<Answer> {
         let at = self.completions + self.head as usize * COMPLETION_BYTES;
         let memory = self.memory.memory();
-        // The word with the phase first: what the device wrote before it is there then.
+        // The word with the phase first: what the device wrote before it is then visible.
         let last = u32::from_le(memory.word(at + 12).load(Ordering::Acquire));
         if (last >> 16 & 1 != 0) != self.phase {
             return None;
@@ -120,7 +121,7 @@ impl<R: Registers> Pair<R> {
         Some(Answer { result, id: last as u16, status: Status::new((last >> 16) as u16) })
     }
 
-    /// Tells the device that there is room again for the completions that were taken.
+    /// Returns the room of the completions that were taken to the device.
     pub(super) fn release(&mut self) {
         if self.taken != self.head {
             fence(Ordering::SeqCst);

@@ -43,12 +43,12 @@ impl Command {
         self
     }
 
-    /// Its data, as two entries (see [`prp`](super::prp)).
+    /// Its data, as two PRP entries (see [`prp`](super::prp)).
     pub(super) fn data(self, [first, second]: [u64; 2]) -> Command {
         self.pair(6, first).pair(8, second)
     }
 
-    /// One of its words; those of its own begin with the tenth.
+    /// One of its words; those specific to the command begin with the tenth.
     pub(super) fn word(mut self, at: usize, value: u32) -> Command {
         self.0[at] = value;
         self
@@ -60,38 +60,38 @@ impl Command {
     }
 }
 
-/// What the device says at a command's end.
+/// A completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Answer {
-    /// What the command was to find out.
+    /// The result specific to the command.
     pub(super) result: u32,
-    /// The command's number, if the device tells the truth.
+    /// The command's number, as the device reports it.
     pub(super) id: u16,
     pub(super) status: Status,
 }
 
-/// How a command ended.
+/// A command's status.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Status(u16);
 
 impl Status {
-    /// Of the upper half of a completion's last word: the phase is its lowest bit, and no part of it.
+    /// From the upper half of a completion's last word, whose lowest bit is the phase, not status.
     pub(super) fn new(half: u16) -> Status {
         Status(half >> 1)
     }
 
-    /// Whether the command did what it was to do.
+    /// Whether the command succeeded.
     pub fn is_ok(self) -> bool {
         self.kind() == 0 && self.code() == 0
     }
 
-    /// The status code type: 0 generic, 1 of the command, 2 of the medium or of the data, 7 the
-    /// vendor's.
+    /// The status code type: 0 generic, 1 command specific, 2 media and data integrity, 7 vendor
+    /// specific.
     pub fn kind(self) -> u8 {
         (self.0 >> 8) as u8 & 7
     }
 
-    /// The status code, which means another thing with each [`kind`](Self::kind).
+    /// The status code, whose meaning depends on the [`kind`](Self::kind).
     pub fn code(self) -> u8 {
         self.0 as u8
     }

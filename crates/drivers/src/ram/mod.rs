@@ -56,7 +56,7 @@ unsafe impl DmaBuffer<GuestPhys> for RamPart {
 // SAFETY: a window is only ever copied from and to, or accessed atomically.
 unsafe impl SharedMemory for RamPart {}
 
-/// A data buffer as an application has them: contiguous for the CPU, scattered in physical pages.
+/// A data buffer as applications have them: contiguous for the CPU, scattered in physical pages.
 #[derive(Debug)]
 pub struct PagedBuffer {
     view: Arc<ScatteredView>,
@@ -85,11 +85,10 @@ impl PagedBuffer {
         buffers
     }
 
-    /// All the memory that this buffer and others were cut from, to be mapped once for all of them,
-    /// and where in it this buffer begins.
+    /// All the memory that this buffer and others were cut from, to be mapped once for all of them.
     ///
     /// # Safety
-    /// The caller sees to it that nobody touches a buffer of it that the device works on, and drops
+    /// The caller ensures that no thread touches a buffer of it that the device works on, and drops
     /// no buffer's view of it while the arena is mapped to be used as private memory afterwards.
     pub unsafe fn arena(&self) -> Arena {
         Arena(Arc::clone(&self.view))
@@ -100,18 +99,19 @@ impl PagedBuffer {
         self.offset
     }
 
-    /// Uses only the first `len` bytes from now on, or more again, up to what it was cut with.
+    /// Limits the buffer to its first `len` bytes, which may be more again, up to what it was cut
+    /// with.
     ///
     /// # Panics
-    /// If there is not so much room.
+    /// There is not so much room.
     pub fn set_len(&mut self, len: usize) {
         assert!(len <= self.room, "{len} bytes in a buffer of {}", self.room);
         self.len = len;
     }
 
-    /// The bytes, to copy from and to. There is no `&[u8]` of them: the memory is shared with the device's
-    /// process, which a protocol keeps from writing there while no mapping owns the buffer, and nothing else
-    /// does. What is to be checked is copied first ([`read`](Self::read)).
+    /// The bytes, to copy from and to. There is no `&[u8]` of them: the memory is shared with the
+    /// device's process, and only a protocol keeps that from writing there while no mapping owns
+    /// the buffer. Copy what is to be checked first ([`read`](Self::read)).
     pub fn piece(&self) -> HostSlice<'_> {
         self.view.slice().part(self.offset, self.len)
     }
@@ -119,7 +119,7 @@ impl PagedBuffer {
     /// Copies bytes out from `offset`.
     ///
     /// # Panics
-    /// If that passes the end.
+    /// The range passes the end.
     #[inline]
     pub fn read(&self, offset: usize, bytes: &mut [u8]) {
         self.part(offset, bytes.len()).copy_to(bytes);
@@ -128,7 +128,7 @@ impl PagedBuffer {
     /// Copies bytes in at `offset`.
     ///
     /// # Panics
-    /// If that passes the end.
+    /// The range passes the end.
     #[inline]
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         self.part(offset, bytes.len()).copy_from(bytes);
@@ -145,8 +145,8 @@ impl PagedBuffer {
 #[derive(Debug)]
 pub struct Arena(Arc<ScatteredView>);
 
-// SAFETY: the view keeps the pages where they are. That others use parts of it meanwhile, who made
-// the arena has promised to keep in order ([`PagedBuffer::arena`]).
+// SAFETY: the view keeps the pages where they are. The caller that made the arena has promised to
+// keep other uses of its parts in order ([`PagedBuffer::arena`]).
 unsafe impl DmaBuffer<GuestPhys> for Arena {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
         self.0
@@ -159,7 +159,7 @@ unsafe impl DmaBuffer<GuestPhys> for Arena {
     }
 }
 
-/// Pages are what a scattered view is made of.
+/// The page size of a scattered view.
 const PAGE: usize = 4096;
 
 // SAFETY: the view keeps the pages where they are, and this buffer's bytes are its own. Its length

@@ -10,8 +10,8 @@ use ringfence_mem::{GuestRam, MemError};
 
 use super::PAGE;
 
-/// Guest memory for bounce slots: a region that was carved, of which no page is used before it is
-/// wanted, and none after it was given back.
+/// Guest memory for bounce slots: a carved region, of which pages are populated only while they are
+/// taken.
 #[derive(Debug)]
 pub struct RamMemory {
     ram: Arc<GuestRam>,
@@ -32,9 +32,9 @@ impl RamMemory {
     }
 }
 
-// SAFETY: what is taken lies in the region, which was carved for this value, and in nothing else
-// that was taken and not given back; the memory stays mapped as long as `ram` lives, and who takes
-// from it holds it.
+// SAFETY: what is taken lies in the region, which was carved for this value, and overlaps nothing
+// else that was taken and not given back; the memory stays mapped as long as `ram` lives, and the
+// pool that takes from this value holds it.
 unsafe impl BounceMemory<GuestPhys> for RamMemory {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
         let gpa = self.ram.gpa();
@@ -53,18 +53,19 @@ unsafe impl BounceMemory<GuestPhys> for RamMemory {
     fn give_back(&self, chunk: Chunk<GuestPhys>) {
         let offset = (chunk.target.0 - self.ram.gpa()) as usize;
         let pages = (chunk.len as usize).next_multiple_of(PAGE);
-        // Before anybody else gets it. If the system refuses, the pages stay: that is a waste only.
+        // Before it can be taken again. If the system refuses, the pages stay, which only wastes
+        // them.
         let _ = self.ram.discard(offset, pages);
         self.free.lock().add(offset, pages);
     }
 }
 
-/// What is free: lengths by offset. No two extents touch.
+/// Free extents: lengths by offset. No two extents touch.
 #[derive(Debug, Default)]
 struct Extents(BTreeMap<usize, usize>);
 
 impl Extents {
-    /// `len` bytes, as low as there are, from where `align` moves the beginning of an extent to.
+    /// Takes `len` bytes at the lowest place; `align` moves the beginning of an extent up.
     fn take(&mut self, len: usize, align: impl Fn(usize) -> Option<usize>) -> Option<usize> {
         let fits = |(&start, &room): (&usize, &usize)| {
             let at = align(start)?;
@@ -124,7 +125,7 @@ mod tests {
         assert_eq!(blocks(&ram), 0, "nothing is set aside");
         let chunk = memory.take(3 * PAGE as u64, PAGE as u64).unwrap();
         assert_eq!(chunk.target.0, GPA + PAGE as u64, "the lowest");
-        // SAFETY: it is ours, and so long.
+        // SAFETY: the chunk is ours, and so long.
         unsafe { chunk.ptr.as_ptr().write_bytes(7, 3 * PAGE) };
         assert_eq!(blocks(&ram), 3);
         memory.give_back(chunk);
@@ -159,7 +160,7 @@ mod tests {
                             && end <= all.end
                             && live.iter().all(|c| c.target.0 + pages(c) <= at || end <= c.target.0)
                     };
-                    // The oracle looks at every page there is.
+                    // The oracle checks every page.
                     let expected = all.clone().step_by(PAGE).find(|&at| free(at));
                     let taken = memory.take(len, align);
                     prop_assert_eq!(taken.map(|chunk| chunk.target.0), expected);

@@ -1,4 +1,4 @@
-//! How the software controller reaches memory: through a domain's translation.
+//! The software controller's way to memory: through a domain's translation.
 
 use std::sync::{
     Arc,
@@ -9,11 +9,12 @@ use ringfence_iommu::{HostAddr, Iova, Prot, SoftDomain, shootdown::Reader};
 
 /// A device's way to memory.
 pub(crate) trait Bus: Send {
-    /// Reads; whether all of it is allowed.
+    /// Reads; returns whether all of it is allowed.
     fn read(&mut self, iova: u64, into: &mut [u8]) -> bool;
-    /// Writes; whether all of it is allowed. Four bytes are one store, after all that went before.
+    /// Writes; returns whether all of it is allowed. Four bytes are one store, after all earlier
+    /// ones.
     fn write(&mut self, iova: u64, from: &[u8]) -> bool;
-    /// Nothing that was translated is used any more.
+    /// A quiet point: earlier translations are no longer used.
     fn quiet(&mut self);
     /// There is nothing to do for a while.
     fn rest(&mut self);
@@ -25,7 +26,7 @@ pub(crate) trait Bus: Send {
 pub(crate) struct SoftBus {
     domain: Arc<SoftDomain<HostAddr>>,
     reader: Reader,
-    /// Whether what is not mapped is an address of the process, as where nothing is translated.
+    /// Whether an unmapped address is one of the process, as where nothing is translated.
     bypass: bool,
 }
 
@@ -35,7 +36,8 @@ impl SoftBus {
         SoftBus { domain: Arc::clone(domain), reader, bypass }
     }
 
-    /// Calls `each` with where the bytes lie, in pieces: address, and offset and length in the bytes.
+    /// Calls `each` for each piece of the range: its address, and its offset and length in the
+    /// range.
     fn pieces(
         &mut self,
         iova: u64,

@@ -1,5 +1,5 @@
-//! An NVMe controller in software, which may misbehave: registers in memory, and a thread that looks
-//! at its doorbells and reaches memory through a domain, as a device does.
+//! An NVMe controller in software, which may misbehave: registers in memory, and a thread that
+//! polls its doorbells and reaches memory through a domain, as a device does.
 
 use std::{
     collections::BTreeMap,
@@ -26,9 +26,9 @@ const ACQ: u64 = 0x30;
 const DOORBELLS: u64 = 0x1000;
 const SIZE: u64 = 0x2000;
 
-/// How often it looks for commands before it knows that it has carried out all that came.
+/// How many times it looks for commands in vain before it concludes that all were carried out.
 const IDLE: u32 = 200;
-/// How much time passes, in ns, when it does not do what it is told: more than anybody waits.
+/// How much time passes, in ns, when it does not obey: longer than any time-out.
 const PASSES: u64 = 10 * LIMIT.as_nanos() as u64;
 
 /// Queues besides the admin queue.
@@ -43,40 +43,40 @@ pub(crate) const BLOCK: usize = 512;
 pub(crate) enum Evil {
     /// Not at all.
     None,
-    /// Completes a command that there never was.
+    /// Completes a command that does not exist.
     Stray(u16),
     /// Completes each command twice.
     Twice,
-    /// Completes a command, and does what it says and more when it is something else again.
+    /// Completes a command, and carries it out, and more, when its memory has another use again.
     Late,
     /// Completes none.
     Silent,
-    /// Says that it has failed.
+    /// Reports a fatal error.
     Fatal,
-    /// Is pulled out.
+    /// Is unplugged.
     Gone,
     /// Writes what looks like completions all over the queue: this word, and any numbers.
     Flood(u32),
     /// Every command fails, with this status.
     Status(u16),
-    /// Completes, answers and forgets by chance.
+    /// Completes, responds and drops commands by chance.
     Dice(u64),
 }
 
-/// What the controller says of itself, and how it comes up and goes down.
+/// What the controller reports about itself, and how it starts and stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Character {
-    /// What fills its answers to Identify; `None`: the truth.
+    /// The seed of its Identify data; `None`: valid data.
     pub(crate) identify: Option<u64>,
-    /// Whether it ever becomes ready. Where it does not do what it is told, time passes.
+    /// Whether it ever becomes ready. Where it does not obey, time passes.
     pub(crate) starts: bool,
-    /// Whether it stops when it is told to.
+    /// Whether it stops on command.
     pub(crate) stops: bool,
-    /// Whether it deletes queues when it is told to.
+    /// Whether it deletes queues on command.
     pub(crate) deletes: bool,
     /// The most that it moves at a time: 4096 << this; 0: anything.
     pub(crate) mdts: u8,
-    /// How far its doorbells are apart: 4 << this.
+    /// The distance of its doorbells: 4 << this.
     pub(crate) stride: u64,
 }
 
@@ -85,7 +85,7 @@ impl Character {
         Character { identify: None, starts: true, stops: true, deletes: true, mdts: 0, stride: 0 };
 }
 
-/// What became of it, for tests to look at.
+/// What it has done, for tests to check.
 #[derive(Default)]
 pub(crate) struct Told {
     /// Accesses that the IOMMU refused.
@@ -98,7 +98,7 @@ pub(crate) struct Told {
     pub(crate) flushes: AtomicU64,
     /// Whether it was shut down in order.
     pub(crate) shut_down: AtomicBool,
-    /// How much was mapped when it last stopped, or forgot a queue.
+    /// How many mappings there were when it last stopped, or deleted a queue.
     pub(crate) mapped_at_stop: AtomicU64,
     /// How often it was stopped.
     pub(crate) stops: AtomicU64,
@@ -174,7 +174,7 @@ impl Soft {
             told: Told::default(),
             disk: Mutex::new(vec![0; blocks * BLOCK]),
         });
-        // It asks for as much time as it can to start and to stop: 127 s.
+        // It reports the longest possible time to start and to stop: 127 s.
         let cap = 1 << 37 | character.stride << 32 | 0xff << 24 | u64::from(ENTRIES - 1);
         shared.put(CAP, cap as u32);
         shared.put(CAP + 4, (cap >> 32) as u32);
@@ -272,8 +272,8 @@ impl Engine {
                 idle += 1;
                 if idle == IDLE && matches!(*self.shared.evil.lock(), Evil::Silent | Evil::Dice(_))
                 {
-                    // What the driver waits for now does not come. Once: what it waits for next, the
-                    // end of the queue, does.
+                    // The driver's current wait times out. Only once: its next wait, for the end of
+                    // the queue, succeeds.
                     let ahead = &self.shared.ahead;
                     let _ = ahead.compare_exchange(0, PASSES, Ordering::AcqRel, Ordering::Acquire);
                 }
@@ -297,7 +297,7 @@ impl Engine {
         true
     }
 
-    /// Whether it did.
+    /// Returns whether it stopped.
     fn stop(&mut self) -> bool {
         if !self.character.stops {
             self.shared.pass_time();
@@ -319,12 +319,12 @@ impl Engine {
         DOORBELLS + (2 * u64::from(queue) + u64::from(complete)) * self.stride
     }
 
-    /// Carries out what there is; whether there was any.
+    /// Carries out commands; returns whether there were any.
     fn serve(&mut self) -> bool {
         let mut any = false;
         let evil = *self.shared.evil.lock();
         if let (Evil::Dice(_), false) = (evil, self.late.is_empty()) {
-            // Later the driver has its buffer back, most likely.
+            // By then the driver most likely has its buffer back.
             self.bus.rest();
             thread::sleep(Duration::from_millis(20));
             self.bus.quiet();
@@ -351,7 +351,7 @@ impl Engine {
                 fetched.push(command);
             }
             any |= !fetched.is_empty();
-            // In another order than they came: a driver has no right to theirs.
+            // In a different order than they came: a driver must not rely on it.
             if id > 0 {
                 fetched.reverse();
             }
@@ -365,7 +365,7 @@ impl Engine {
         any
     }
 
-    /// Carries out what was completed before; whether there was any.
+    /// Carries out commands that were completed before; returns whether there were any.
     fn try_late(&mut self) -> bool {
         let late = std::mem::take(&mut self.late);
         late.iter().for_each(|command| _ = self.transfer(command));
@@ -519,7 +519,7 @@ impl Engine {
                 let (base, entries) = (queue.base, queue.entries);
                 let (tail, new) = (queue.tail, queue.phase);
                 for n in 0..entries {
-                    // New in this lap, and in the next.
+                    // New in this lap and in the next.
                     let phase = if n < tail { !new } else { new };
                     let last = word.wrapping_add(n) & !(1 << 16) | u32::from(phase) << 16;
                     let _ = self.write(base + u64::from(n) * 16 + 12, &last.to_le_bytes());
@@ -529,7 +529,7 @@ impl Engine {
         }
     }
 
-    /// The pages of a command's data, with how much of each is meant.
+    /// The pages of a command's data, with the length used in each.
     fn pages(&mut self, command: &Command, len: u64) -> Option<Vec<(u64, usize)>> {
         let long = |at: usize| u64::from(command[at]) | u64::from(command[at + 1]) << 32;
         let (first, second) = (long(6), long(8));
@@ -555,7 +555,7 @@ impl Engine {
         Some(pages)
     }
 
-    /// Does what a command says; its status.
+    /// Carries out a command; returns its status.
     fn transfer(&mut self, command: &Command) -> u16 {
         const RANGE: u16 = 0x80;
         const TRANSFER: u16 = 4;

@@ -1,4 +1,4 @@
-//! What is written is read back, however it lies in memory and under whatever policy.
+//! Written data is read back, whatever its layout in memory and the policy.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -16,7 +16,7 @@ fn ok(completion: Completion<Buffer>) -> Data<Buffer> {
     completion.data
 }
 
-/// Writes and reads back, many at a time, of several sizes and places in a page.
+/// Writes and reads back, many at a time, with several sizes and offsets in a page.
 fn write_and_read(rig: &Rig, queue: &mut Queue) {
     let space = rig.space();
     for (size, offset) in [(512, 0), (512, 3584), (4096, 0), (4096, 512), (12288, 4), (65536, 2048)]
@@ -59,7 +59,7 @@ fn data_comes_back_under_every_policy() {
         if policy == Policy::StrictMap {
             assert_eq!(rig.domain.mappings(), 0, "nothing of a driver that is gone stays mapped");
         }
-        // The policy was really in force.
+        // The policy was really in effect.
         match policy {
             Policy::Off => assert_eq!(stats.map_calls, 0),
             Policy::Bounce => assert!(stats.map_calls < 100, "{stats:?}"),
@@ -108,7 +108,7 @@ fn lists_pools_and_persistent_buffers_carry_data_too() {
     let rig = Rig::new(Policy::StrictMap);
     let (mut queue, space) = (rig.queue(8), rig.space());
     let all = pattern(5 * 4096, 3);
-    // Pieces that are whole pages but for the first's beginning and the last's end.
+    // Pieces of whole pages, except for the beginning of the first and the end of the last.
     let pieces = |with: &[u8]| {
         let (first, rest) = with.split_at(1024);
         let (second, third) = rest.split_at(8192);
@@ -202,7 +202,7 @@ fn what_makes_no_sense_is_refused_before_the_controller_hears_of_it() {
     let none = NotAsked::Blocks { bytes: 0, block: 512 };
     assert_eq!(refused(read(0), Data::None), none);
     assert_eq!(refused(Op::Flush, buffer(0, 512)), NotAsked::Data);
-    // Nobody could describe these: an odd address, and a piece that ends within a page.
+    // No PRP list can describe these: an odd address, and a piece that ends within a page.
     assert_eq!(refused(read(0), buffer(2, 512)), NotAsked::Shape);
     let list = Data::List(vec![Buffer::new(0, 512), Buffer::new(0, 512)]);
     assert_eq!(refused(read(0), list), NotAsked::Shape);
@@ -231,7 +231,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Hands out all that is under way, and compares what was read.
+/// Hands out all commands in flight, and checks what was read.
 fn settle(queue: &mut Queue, expected: &mut Vec<(std::ops::Range<usize>, Option<Vec<u8>>)>) {
     queue
         .finish(|completion| {
@@ -249,7 +249,7 @@ fn settle(queue: &mut Queue, expected: &mut Vec<(std::ops::Range<usize>, Option<
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// Against a disk that is a vector; commands that overlap are not under way together.
+    /// Against a model disk, a vector; overlapping commands are not in flight together.
     #[test]
     fn a_disk_is_what_was_written_to_it(
         policy in prop::sample::select(vec![Policy::StrictMap, Policy::Bounce, Policy::LazyMqMap]),

@@ -1,4 +1,4 @@
-//! Controllers that are broken or hostile.
+//! Broken or hostile controllers.
 
 use std::sync::atomic::Ordering;
 
@@ -26,7 +26,7 @@ fn reads(rig: &Rig, queue: &mut Queue, count: u64) -> (Vec<Completion<Buffer>>, 
     (over, failed)
 }
 
-/// Everything comes back in the end, and nothing stays mapped.
+/// Every command comes back in the end, and nothing stays mapped.
 fn all_come_back(rig: Rig, mut queue: Queue, mut over: Vec<Completion<Buffer>>, count: usize) {
     queue.abandon(|completion| over.push(completion)).unwrap();
     let mut tokens: Vec<u64> = over.iter().map(|completion| completion.token).collect();
@@ -90,7 +90,7 @@ fn one_that_fails_goes_or_says_nothing_is_told_apart() {
         assert_eq!(failed, Some(error));
         assert!(over.is_empty());
         if evil == Evil::Gone {
-            // Nobody knows what it does: what it had stays out of its reach, and is not handed out.
+            // Its state is unknown: its memory stays out of its reach, and is not handed out.
             assert_eq!(queue.abandon(|_| unreachable!()), Err(Error::Gone));
             drop(queue);
             drop(rig.disk);
@@ -117,7 +117,7 @@ fn a_command_that_fails_is_no_error_of_the_queue() {
     assert!(failed.is_none() && over.iter().all(|completion| completion.outcome.is_ok()));
 }
 
-/// One that says that it is done, and writes then.
+/// A controller that completes commands first, and writes afterwards.
 #[test]
 fn what_came_back_is_out_of_reach() {
     for policy in [Policy::Strict, Policy::StrictMap, Policy::Bounce] {
@@ -126,8 +126,8 @@ fn what_came_back_is_out_of_reach() {
         rig.soft.be(Evil::Late);
         let (over, failed) = reads(&rig, &mut queue, 4);
         assert_eq!((over.len(), failed), (4, None));
-        // The device looks at nothing else before it has tried. A flush: another buffer would get the
-        // addresses of these.
+        // The device carries out its late writes before it looks at anything else. A flush: another
+        // buffer would get the same addresses.
         rig.soft.be(Evil::None);
         let flushed = queue.carry_out(&rig.space(), Op::Flush, Data::None).unwrap();
         assert_eq!(flushed.outcome, Ok(()));
@@ -144,7 +144,7 @@ fn what_came_back_is_out_of_reach() {
 
 #[test]
 fn an_admin_queue_that_lies_ends_the_start() {
-    // It fails before anything is mapped for long, or is one whose words make sense by chance.
+    // The start fails before any lasting mapping, or the random data happens to be valid.
     for seed in 0..40 {
         let character = Character { identify: Some(seed), ..Character::GOOD };
         let rig = Rig::with(Policy::StrictMap, character);
@@ -162,7 +162,7 @@ fn an_admin_queue_that_lies_ends_the_start() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
-    /// Whatever it does by chance, everything comes back once, and nothing stays mapped.
+    /// Whatever it does by chance, every command comes back once, and nothing stays mapped.
     #[test]
     fn no_controller_makes_the_driver_lose_or_double_a_buffer(
         seed in any::<u64>(),

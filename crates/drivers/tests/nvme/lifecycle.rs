@@ -75,7 +75,7 @@ fn a_shutdown_is_in_order_and_ends_all_queues() {
     assert_eq!(rig.disk().shut_down(), Ok(()), "once more is none");
 }
 
-/// A queue, and then a controller, that is dropped with commands under way is stopped before any of
+/// A queue, and then a controller, that is dropped with commands in flight is stopped before any of
 /// their memory is unmapped.
 #[test]
 fn what_is_dropped_in_the_middle_is_stopped_first() {
@@ -94,7 +94,7 @@ fn what_is_dropped_in_the_middle_is_stopped_first() {
         drop(queue);
         assert_eq!(rig.soft.told().mapped_at_stop.load(Ordering::Acquire), mapped, "{deletes}");
         assert_eq!(rig.soft.told().stops.load(Ordering::Acquire), u64::from(!deletes));
-        // Of the queue nothing is left; the controller's own is, if it still runs.
+        // Nothing is left of the queue; the admin queue stays mapped if the controller still runs.
         let own = rig.domain.mappings();
         assert_eq!(own > 0, deletes);
         drop(rig.disk);
@@ -126,6 +126,6 @@ fn one_that_never_starts_or_never_stops_is_an_error() {
     );
     drop(queue);
     drop(rig.disk);
-    // It goes on, and reaches nothing.
+    // The controller goes on, and reaches nothing.
     assert_eq!(rig.domain.mappings(), 0);
 }

@@ -1,6 +1,5 @@
-//! The NVMe driver against a controller in software: data in order under every policy, and whatever a
-//! controller that is broken or hostile says, no panic, no endless wait, and no byte where none was
-//! asked for.
+//! The NVMe driver against a controller in software: data in order under every policy, and with a
+//! broken or hostile controller no panic, no endless wait, and no stray byte.
 
 mod bus;
 mod controller;

@@ -1,5 +1,5 @@
-//! The driver over a type1 container, of a kernel in this process: what a program for a real disk does,
-//! but for the disk.
+//! The driver over a type1 container, with a kernel in this process: what a program for a real disk
+//! does, except for the disk.
 
 use std::sync::Arc;
 
@@ -39,7 +39,7 @@ impl Bus for Bridge {
     }
 }
 
-/// The driver, the software that it drives, and the domain.
+/// The driver, the software controller, and the domain.
 fn start(policy: Policy) -> (Disk, Soft, Domain) {
     let domain = Type1::new(fake::Type1::default(), Tuning::default());
     let domain = Arc::new(domain.unwrap());
@@ -56,7 +56,7 @@ fn start(policy: Policy) -> (Disk, Soft, Domain) {
         .pools(&pools)
         .build();
     let device = device.unwrap();
-    // What the kernel has unmapped is unmapped: a lazy policy has nothing to put off.
+    // The kernel's unmap is final: a lazy policy has nothing to defer.
     assert_eq!(device.effective_policy(), policy.to_strict());
     let fallback = policy.is_lazy().then_some(Fallback::NoDeferredFlush);
     assert_eq!(device.fallback(), fallback);
@@ -129,7 +129,7 @@ fn an_address_that_was_unmapped_leads_nowhere() {
     assert!(refused.len() == 2 && refused.iter().all(|access| access.iova == at.addr));
     drop(queue);
     drop(disk);
-    // Nor is it any memory of this process where nothing is translated.
+    // Without translation the address would be any memory of this process: the command is refused.
     let rig = crate::rig::Rig::new(Policy::Off);
     let mut queue = rig.queue(1);
     let ended = queue.carry_out(&rig.space(), Op::Read { lba: 0 }, Data::At(at)).unwrap();

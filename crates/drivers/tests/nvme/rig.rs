@@ -1,4 +1,4 @@
-//! A controller in software, and the driver of it behind a device of the DMA API.
+//! A controller in software, and its driver behind a device of the DMA API.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc},
@@ -27,13 +27,13 @@ pub(crate) type Space = Arc<Slabs<OsCpu>>;
 pub(crate) type Disk = Controller<Domain, Space, Bar>;
 pub(crate) type Queue<B = Buffer> = IoQueue<Domain, Space, Bar, B>;
 
-/// Longer than a controller takes that answers, on a busy machine. One that does not answer lets the
+/// Longer than a responsive controller takes on a busy machine. One that does not respond lets the
 /// time pass.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 /// Blocks of the disk.
 pub(crate) const BLOCKS: usize = 8192;
 
-/// A buffer that begins where it likes in its first page.
+/// A buffer that begins at any offset in its first page.
 pub(crate) struct Buffer {
     memory: *mut u8,
     offset: usize,
@@ -103,7 +103,7 @@ unsafe impl DmaBuffer<HostAddr> for Buffer {
     }
 }
 
-/// All of it. What is dropped first is declared first.
+/// The whole setup. Fields are declared in the order of their drop.
 pub(crate) struct Rig {
     pub(crate) disk: Result<Disk, Error>,
     pub(crate) device: Device<Domain, Space>,
@@ -155,7 +155,7 @@ impl Rig {
     }
 }
 
-/// Bytes that say where they belong.
+/// Bytes that identify their place.
 pub(crate) fn pattern(len: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {

@@ -1,4 +1,4 @@
-//! Who still uses a translation after its reader's quiet point.
+//! Leases: translations still in use after their reader's quiet point.
 
 use alloc::boxed::Box;
 use core::ptr;
@@ -27,20 +27,20 @@ struct Chunk {
 struct LeaseSlot {
     first: AtomicU64,
     last: AtomicU64,
-    /// A token: the scope of the reader when it took the lease, and the epoch that it had announced last; 0
-    /// while the slot is being filled, is free or is kept for a later one.
+    /// A token: the scope of the reader when it took the lease, and the epoch that it had announced
+    /// last; 0 while the slot is being filled, is free or is kept for a later lease.
     mark: AtomicU64,
 }
 
 impl LeaseSlot {
-    /// Enters a lease, where none is.
+    /// Enters a lease in a slot without one.
     fn fill(&self, range: Range, mark: u64) {
-        // Pairs with the fence in `stand_on`: whoever sees one of the two stores below sees that
-        // the lease before this one, if it was looking at that, is over.
+        // Pairs with the fence in `stand_on`: a thread that was checking the previous lease here
+        // and sees one of the two stores below sees that the previous lease is over.
         fence(Ordering::Release);
         self.first.store(range.first().0, Ordering::Relaxed);
         self.last.store(range.last().0, Ordering::Relaxed);
-        // Release: whoever sees the mark sees the range.
+        // Release: a thread that sees the mark sees the range.
         self.mark.store(mark, Ordering::Release);
     }
 }
@@ -67,8 +67,8 @@ impl Chunk {
             if slot >= CHUNK {
                 return None;
             }
-            // Acquire pairs with the Release in `give_back`: the last lease in this slot is over,
-            // and what we write to the slot comes after.
+            // Acquire pairs with the Release in `give_back`: the last lease in this slot is over
+            // before we write to the slot.
             match self.used.compare_exchange_weak(
                 used,
                 used | 1 << slot,
@@ -82,10 +82,10 @@ impl Chunk {
     }
 
     fn next(&self) -> Option<&Chunk> {
-        // Acquire pairs with the Release in `grow`: the chunk is seen as it was made.
+        // Acquire pairs with the Release in `grow`: the chunk is seen initialised.
         let next = self.next.load(Ordering::Acquire);
-        // SAFETY: null, or a chunk that `grow` made and that is freed only when the chain is
-        // dropped, which `self` being borrowed rules out.
+        // SAFETY: null, or a chunk that `grow` made. It is freed only when the chain is dropped,
+        // which the borrow of `self` rules out.
         unsafe { next.as_ref() }
     }
 
@@ -98,9 +98,9 @@ impl Chunk {
             // SAFETY: it is part of the chain now; see `next`.
             Ok(_) => unsafe { &*new },
             Err(other) => {
-                // SAFETY: made above by `Box::into_raw`, and nobody else has seen it.
+                // SAFETY: made above by `Box::into_raw`, and no other thread has seen it.
                 drop(unsafe { Box::from_raw(new) });
-                // SAFETY: not null, as it was not what was expected; see `next`.
+                // SAFETY: not null, since the exchange, which expected null, failed; see `next`.
                 unsafe { &*other }
             }
         }
@@ -131,44 +131,45 @@ impl Leases {
         base + at
     }
 
-    /// Where the lease of this index is: its chunk, and its place there.
+    /// The chunk and the slot in it of the lease with this index.
     #[cfg_attr(loom, allow(clippy::modulo_one, reason = "a chunk holds one lease in a model"))]
     fn place(&self, index: usize) -> (&Chunk, usize) {
         let chunk = self.chunks().nth(index / CHUNK).expect("chunks are never taken away");
         (chunk, index % CHUNK)
     }
 
-    /// Ends a lease whose place is kept.
+    /// Ends a lease but keeps its slot.
     pub(super) fn rest(&self, index: usize) {
         let (chunk, at) = self.place(index);
-        // Release: what was done under the lease comes before it is seen to be over.
+        // Release: a thread that sees the lease over sees all that was done under it.
         chunk.slots[at].mark.store(0, Ordering::Release);
     }
 
-    /// Enters a lease in a place that was kept.
+    /// Enters a lease in a slot that was kept.
     pub(super) fn renew(&self, index: usize, range: Range, mark: u64) {
         let (chunk, at) = self.place(index);
-        // The last lease in this place is over, and that was seen: the caller has it exclusively.
+        // The last lease in this slot is over, visibly to the caller, which owns the slot.
         chunk.slots[at].fill(range, mark);
     }
 
     pub(super) fn give_back(&self, index: usize) {
         let (chunk, at) = self.place(index);
-        // Release, both: what was done under the lease comes before it is seen to be over.
+        // Release, both: a thread that sees the lease over sees all that was done under it.
         chunk.slots[at].mark.store(0, Ordering::Release);
         chunk.used.fetch_and(!(1 << at), Ordering::Release);
     }
 
-    /// Whether a lease of a translation in `scope` that was taken before its reader had passed the grace
-    /// period `grace` stands on one of `ranges`. May say so of one that is just being given back.
+    /// Whether a lease of a translation in `scope`, taken before its reader had passed the grace
+    /// period `grace`, stands on one of `ranges`. May return true for a lease that is just being
+    /// given back.
     ///
-    /// The caller knows that the grace period is over. So every lease that counts is complete and
-    /// visible here: its reader made it before the quiet point that the caller knows of. What is
-    /// seen half-made was begun after, and does not count.
+    /// The caller has seen that the grace period is over. So every lease that counts is complete
+    /// and visible here: its reader took it before the quiet point that the caller has seen. A
+    /// half-filled slot was begun after that point, and does not count.
     pub(super) fn stand_on(&self, ranges: &[Range], grace: u64, scope: Scope) -> bool {
         self.chunks().any(|chunk| {
-            // Acquire: a slot seen as free is one whose lease is over. (All changes of `used` are
-            // read-modify-writes, so this holds of earlier ones too.)
+            // Acquire: the lease of a slot seen as free is over. (All changes of `used` are
+            // read-modify-writes, so this holds for earlier leases too.)
             let mut used = chunk.used.load(Ordering::Acquire);
             while used != 0 {
                 let slot = &chunk.slots[used.trailing_zeros() as usize];
@@ -181,14 +182,14 @@ impl Leases {
                 let first = slot.first.load(Ordering::Relaxed);
                 let last = slot.last.load(Ordering::Relaxed);
                 fence(Ordering::Acquire);
-                // If the slot has changed hands meanwhile, the two numbers mean nothing: say yes,
-                // the caller asks again.
+                // If the slot was reused meanwhile, the two numbers mean nothing: return true, and
+                // the caller will check again.
                 if slot.mark.load(Ordering::Relaxed) != mark {
                     return true;
                 }
-                // Both ends of one lease; or, if the slot went to a lease with the same mark, of
-                // whatever: then the first one is over, as the fences have shown us, and the
-                // other does not count.
+                // Usually both ends of one lease. If the slot was reused by a lease with the same
+                // mark, the ends may be mixed: then the fences show that the first lease is over,
+                // and the other does not count.
                 if Range::new(Iova(first), Iova(last))
                     .is_none_or(|held| ranges.iter().any(|range| range.overlaps(held)))
                 {
@@ -204,8 +205,8 @@ impl Drop for Leases {
     fn drop(&mut self) {
         let mut next = self.head.next.load(Ordering::Acquire);
         while !next.is_null() {
-            // SAFETY: made by `Box::into_raw` in `grow`, reached from its one predecessor, which
-            // is gone after this; nobody else is left, as `self` is borrowed exclusively.
+            // SAFETY: made by `Box::into_raw` in `grow`, reached from its one predecessor, which is
+            // gone after this; no other thread can reach it, as `self` is borrowed exclusively.
             let chunk = unsafe { Box::from_raw(next) };
             next = chunk.next.load(Ordering::Acquire);
         }

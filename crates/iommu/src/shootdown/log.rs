@@ -1,4 +1,4 @@
-//! What was invalidated last, for the readers to replay.
+//! A log of the latest invalidations, which the readers replay.
 
 use alloc::boxed::Box;
 
@@ -10,15 +10,15 @@ use ringfence_sync::{
 use super::Invalidation;
 use crate::{Iova, Range};
 
-/// How many invalidated ranges the log remembers. A reader that comes by more rarely than that
-/// drops everything. (A model checker explores lapping with fewer.)
+/// How many invalidated ranges the log holds. A reader that falls further behind drops everything.
+/// (Under the model checker fewer, so that it can explore lapping.)
 pub(super) const LOG: usize = if cfg!(loom) { 2 } else { 256 };
 
 /// The last invalidated ranges, in a ring.
 ///
-/// Writers take turns (by the lock of [`Shootdown::pending`]); readers take no lock and may find a
-/// entry overwritten under them. `claimed` tells: it is raised before an entry is overwritten, as
-/// `written` is after.
+/// Writers take turns (by the lock of [`Shootdown::pending`]); readers take no lock, so an entry
+/// may be overwritten while they read it. `claimed` shows that: it is raised before an entry is
+/// overwritten, and `written` after.
 pub(super) struct Log {
     claimed: CachePadded<AtomicU64>,
     written: AtomicU64,
@@ -41,7 +41,7 @@ impl Log {
     }
 
     /// How many ranges were logged so far. Acquire: the caller sees all that was done before they
-    /// were.
+    /// were logged.
     pub(super) fn position(&self) -> u64 {
         self.written.load(Ordering::Acquire)
     }
@@ -64,7 +64,7 @@ impl Log {
         self.written.store(position + 1, Ordering::Release);
     }
 
-    /// The range at `position`, which was written; `None` if it was overwritten.
+    /// The range at `position`, which has been written; `None` if it was overwritten.
     fn get(&self, position: u64) -> Option<Range> {
         let entry = self.entry(position);
         let first = entry.first.load(Ordering::Relaxed);
@@ -77,7 +77,7 @@ impl Log {
         Range::new(Iova(first), Iova(last))
     }
 
-    /// Calls `f` with every range from `*replayed` on, and moves that to the end.
+    /// Calls `f` with every range from `*replayed` on, and moves `*replayed` to the end.
     #[inline(never)]
     pub(super) fn replay(&self, replayed: &mut u64, mut f: impl FnMut(Invalidation)) {
         let end = self.position();
@@ -85,7 +85,8 @@ impl Log {
         for position in *replayed..end {
             match self.get(position) {
                 Some(range) if range != Range::ALL => f(Invalidation::Range(range)),
-                // All that follows is part of it. And so is what was lost if we were lapped.
+                // `All` includes everything that follows, and everything that was overwritten if we
+                // were lapped.
                 _ => {
                     f(Invalidation::All);
                     break;

@@ -1,42 +1,43 @@
-//! Telling every cache of translations what is no longer true, and knowing when all have heard.
+//! Invalidating every cache of translations, and detecting when all have dropped what was removed.
 //!
 //! A process has one [`Shootdown`]. Each thread that translates on behalf of a device has a
-//! [`Reader`] of it, and whatever it likes as a cache. The reader comes by a quiet point
-//! ([`Reader::poll`]) between two pieces of work; there it is told what was invalidated since the
-//! last one, and drops that from its cache. Readers never wait.
+//! [`Reader`] of it, and a cache of any kind. The reader passes a quiet point ([`Reader::poll`])
+//! between two pieces of work, where it receives what was invalidated since the last one and drops
+//! that from its cache. Readers never wait.
 //!
-//! Whoever removed a translation calls [`Shootdown::begin`], which writes the range to a short log
-//! and starts a grace period ([`ringfence_sync::qsbr`]). The invalidation is over when every reader
-//! has passed a quiet point since, and when the [`Lease`]s that such readers had taken on the range
-//! before are given back: a lease stands for asynchronous I/O, which goes on using a translation
-//! after the reader's quiet point.
+//! A writer that has removed a translation calls [`Shootdown::begin`], which writes the range to a
+//! short log and starts a grace period ([`ringfence_sync::qsbr`]). The invalidation is over when
+//! every reader has passed a quiet point since, and the [`Lease`]s that readers took on the range
+//! before that point are given back: a lease stands for asynchronous I/O, which goes on using a
+//! translation after the reader's quiet point.
 //!
 //! # Why a removed translation is not served
-//! Take an invalidation that is over, and a reader. Its grace period g is over, so the reader has
-//! announced an epoch at or above g (or was offline; below). It loaded that epoch *before* it
-//! looked at the log, and the log was written *before* g was started: so it has replayed the range,
-//! and what its cache held from before is gone. And whatever it looked up in a table since then
-//! comes after the start of g, and so after the removal: it found nothing.
+//! Consider an invalidation that is over, and a reader. Its grace period g is over, so the reader
+//! has announced an epoch at or above g (or was offline; see below). It loaded that epoch *before*
+//! it read the log, and the log was written *before* g was started: so it has replayed the range
+//! and dropped what its cache held from before. Whatever it looked up in a table since then came
+//! after the start of g, and so after the removal: it found nothing.
 //!
-//! A reader that was offline replays the log after the fence of its coming online, which is paired
-//! with the one in the start of g: either the writer saw it online and waited, or the replay sees
-//! the range, and later look-ups the removal.
+//! A reader that was offline replays the log after the fence in its `online`, which pairs with the
+//! one in the start of g: either the writer saw it online and waited, or the replay sees the range,
+//! and later look-ups see the removal.
 //!
-//! # Why a lease is not overlooked, and not waited for in vain
+//! # Why no lease is overlooked, and none waited for needlessly
 //! A lease is marked with the epoch that its reader had announced last when it was taken. If that
-//! is below g the lease may stand on a translation that g removes: it is waited for. It was taken
-//! before the reader announced g, so whoever knows that g is over sees it. If the mark is g or
-//! above, the lease was taken after the reader had dropped the removed translation; it stands on a
-//! newer one (the same address may be mapped again by now) and is not waited for.
+//! is below g, the lease may stand on a translation removed before g, and the invalidation waits
+//! for it. It was taken before the reader announced g, so a thread that has seen g over sees the
+//! lease. If the mark is g or above, the lease was taken after the reader had dropped the removed
+//! translation; it stands on a newer one (the same address may be mapped again by now), and the
+//! invalidation does not wait for it.
 //!
-//! # Whom an invalidation need not wait for
-//! A reader may say in which [`Scope`] it translates: in one domain, say. An invalidation in another
-//! scope does not wait for it. The reader says so before it looks anything up there
-//! ([`Reader::enter`]), with a fence between: either the scan finds it in the scope and waits for its
-//! quiet point, or its look-ups come after the removal. It leaves with a Release store, when it has
-//! done with what it found there; so the leases that it has taken are seen, too. A lease stands on what
-//! was found in the scope in which it was taken: invalidations in others do not wait for it. Everybody
-//! replays the same log.
+//! # Which readers an invalidation need not wait for
+//! A reader may declare the [`Scope`] in which it translates, such as one domain; an invalidation
+//! in another scope does not wait for it. The reader enters the scope ([`Reader::enter`]) before
+//! its first look-up there, with a fence between: either the scan finds it in the scope and waits
+//! for its quiet point, or its look-ups come after the removal. It leaves with a Release store,
+//! once it no longer uses what it found there, so that the leases it took are visible, too. A lease
+//! stands on a translation of the scope in which it was taken: invalidations in other scopes do not
+//! wait for it. All readers replay the same log.
 
 mod leases;
 mod log;
@@ -56,16 +57,16 @@ pub use self::scope::Scope;
 use self::{leases::Leases, log::Log, scope::Scopes};
 use crate::{Range, gather::Ranges};
 
-/// How many invalidations with ranges can be told apart while they are under way; more are merged.
+/// How many invalidations with ranges are tracked separately while under way; more are merged.
 const PENDING: usize = if cfg!(loom) { 2 } else { 32 };
 
-/// How many ranges of an invalidation are told apart.
+/// How many ranges of an invalidation are tracked separately.
 const RANGES: usize = 16;
 
 /// The ranges of an invalidation.
 type Gone = ArrayVec<Range, RANGES>;
 
-/// Notes `ranges` where nothing is noted, joined and widened if they do not fit (rule L42).
+/// Fills the empty `gone` with `ranges`, joined and widened if they do not fit (rule L42).
 fn fill(gone: &mut Gone, ranges: &[Range]) {
     if gone.try_extend_from_slice(ranges).is_err() {
         let mut joined = Ranges::<RANGES>::default();
@@ -98,7 +99,7 @@ impl Invalidation {
 pub struct Shootdown {
     qsbr: Arc<Qsbr>,
     log: Log,
-    /// Also makes writers of the log take turns.
+    /// Its lock also serialises the writers of the log.
     pending: SpinLock<Pending>,
     /// One for each reader, by its index.
     leases: Box<[Arc<Leases>]>,
@@ -117,23 +118,22 @@ impl Shootdown {
         })
     }
 
-    /// A scope for one more domain. There are some thousands; then they are given again, and who has
-    /// the same as another waits for its readers too.
+    /// A scope for one more domain. There are some thousands; then they are reused, and an
+    /// invalidation in a shared scope waits for the readers of all its domains.
     pub fn scope(&self) -> Scope {
         self.scopes.next()
     }
 
-    /// Adds a reader, online, which has an empty cache; `None` if there are as many as there can
-    /// be.
+    /// Adds a reader, online, with an empty cache; `None` if there is no room for another.
     pub fn reader(self: &Arc<Self>) -> Option<Reader> {
         let inner = self.qsbr.register()?;
-        // The one before at this index may have been elsewhere.
+        // The previous reader at this index may have been in another scope.
         self.scopes.enter(inner.index(), Scope::ALL);
         Some(Reader {
             scope: Scope::ALL,
             leases: Arc::clone(&self.leases[inner.index()]),
             // After going online: what is logged from here on is replayed. What was logged before
-            // was removed before, as the Acquire in `position` lets every later look-up see; and
+            // was removed before; the Acquire in `position` lets every later look-up see that, and
             // nothing has been looked up yet.
             replayed: self.log.position(),
             inner,
@@ -141,17 +141,17 @@ impl Shootdown {
         })
     }
 
-    /// Begins to invalidate `ranges`, or every address if `all`, and returns a token that names the
-    /// invalidation (never 0). The translations have been removed from their table before. Without
-    /// ranges it is a grace period alone.
+    /// Begins to invalidate `ranges`, or every address if `all`, and returns a token for the
+    /// invalidation (never 0). The caller has already removed the translations from their table.
+    /// Without ranges this only starts a grace period.
     ///
-    /// Never under-invalidates; if there are many ranges it invalidates addresses between them too
+    /// Never under-invalidates; with many ranges it may also invalidate addresses between them
     /// (rule L42).
     pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
         self.begin_in(Scope::ALL, ranges, all)
     }
 
-    /// As [`begin`](Self::begin), of translations that only readers in `scope` can have.
+    /// As [`begin`](Self::begin), for translations that only readers in `scope` can have.
     pub fn begin_in(&self, scope: Scope, ranges: &[Range], all: bool) -> u64 {
         let ranges = if all { &[Range::ALL][..] } else { ranges };
         let mut pending = self.pending.lock();
@@ -162,8 +162,8 @@ impl Shootdown {
             pending.entries.retain(|entry| !self.entry_is_over(entry));
         }
         let entry = pending.add(scope, ranges);
-        // A `--cfg` and not a feature: features of all dependants add up, so that any of them, or
-        // `--all-features`, would switch invalidation off.
+        // A `--cfg`, not a feature: features are unified over all dependants, so that any of them,
+        // or `--all-features`, would switch invalidation off.
         if !cfg!(ringfence_mutant = "no-invalidation") {
             entry.gone.iter().for_each(|&range| self.log.push(range));
         }
@@ -174,10 +174,11 @@ impl Shootdown {
         scope.token(grace)
     }
 
-    /// Whether the invalidation that gave `token` is over: no reader serves what was removed, now or
-    /// later, and no lease stands on it. 0 is always over; a token that was not given yet, never.
+    /// Whether the invalidation that `token` stands for is over: no reader serves what was removed,
+    /// now or later, and no lease stands on it. 0 is always over; a token that was not returned
+    /// yet, never.
     pub fn is_over(&self, token: u64) -> bool {
-        // The leases only after the grace period: until then a reader may take further ones.
+        // Checks the leases only after the grace period: until then a reader may take further ones.
         let (grace, scope) = Scope::of_token(token);
         self.is_quiet_in(scope, grace) && {
             let mut pending = self.pending.lock();
@@ -193,15 +194,16 @@ impl Shootdown {
         }
     }
 
-    /// Whether every reader, in whatever scope, has passed a quiet point since `token` was given,
-    /// whatever leases there are: the condition for reusing memory that only readers reach, such as
+    /// Whether every reader, in any scope, has passed a quiet point since `token` was returned,
+    /// regardless of leases: the condition for reusing memory that only readers reach, such as
     /// table pages.
     #[inline]
     pub fn is_quiet(&self, token: u64) -> bool {
         self.qsbr.is_over(Scope::of_token(token).0)
     }
 
-    /// Whether every reader that can have what was removed in `scope` has passed a quiet point since.
+    /// Whether every reader that can have what was removed in `scope` has passed a quiet point
+    /// since.
     #[inline]
     fn is_quiet_in(&self, scope: Scope, grace: Grace) -> bool {
         match scope {
@@ -210,8 +212,8 @@ impl Shootdown {
         }
     }
 
-    /// Waits until the invalidation that gave `token` is over. Never to be called by a thread that
-    /// has a reader online, which would wait for itself.
+    /// Waits until the invalidation that `token` stands for is over. A thread that has a reader
+    /// online must not call it: it would wait for itself.
     pub fn wait(&self, token: u64) {
         let backoff = Backoff::new();
         while !self.is_over(token) {
@@ -243,36 +245,36 @@ impl fmt::Debug for Shootdown {
 
 /// A thread that translates: see the [module](self).
 ///
-/// It is online from birth: the thread must poll often, or go [`offline`](Self::offline) before it
-/// sleeps. Translations, and what was derived from them, are used only between two quiet points, or
-/// under a [`Lease`] taken before the next one.
+/// It is online from the start: the thread must poll often, or go [`offline`](Self::offline) before
+/// it sleeps. It uses translations, and what is derived from them, only between two quiet points,
+/// or under a [`Lease`] taken before the next one.
 pub struct Reader {
     shootdown: Arc<Shootdown>,
     inner: qsbr::Reader,
     leases: Arc<Leases>,
     /// The position in the log up to which `poll` has replayed it.
     replayed: u64,
-    /// Where it translates.
+    /// The scope in which it translates.
     scope: Scope,
 }
 
 impl Reader {
     /// A quiet point: calls `f` with what was invalidated since the last one, oldest first, then
-    /// lets the writers know. With nothing new it is a single load.
+    /// announces the quiet point to the writers. With nothing new it is a single load.
     ///
-    /// Without effect while offline.
+    /// No effect while offline.
     #[inline]
     pub fn poll(&mut self, f: impl FnMut(Invalidation)) {
         let Reader { shootdown, inner, replayed, .. } = self;
         // `quiescent_with` loads the epoch before it calls us, and announces it afterwards. If the
-        // epoch is still the same there may be a range in the log already, whose writer has not
-        // started its grace period: it is replayed next time, as the writer will wait for that.
+        // epoch has not changed, the log may still have a new range whose writer has not started
+        // its grace period yet: the next poll replays it, and the writer will wait for that.
         inner.quiescent_with(|| shootdown.log.replay(replayed, f));
     }
 
-    /// Translates in `scope` from now on, and nowhere else; at first it is [`Scope::ALL`]. The caller
-    /// has done with all that it looked up before, and its cache is empty. Leases stay, of the scope in
-    /// which they were taken.
+    /// Translates in `scope` from now on, and nowhere else; the initial scope is [`Scope::ALL`].
+    /// The caller no longer uses anything that it looked up before, and its cache is empty. Leases
+    /// remain, in the scope in which they were taken.
     pub fn enter(&mut self, scope: Scope) {
         if self.scope != scope {
             self.shootdown.scopes.enter(self.inner.index(), scope);
@@ -280,23 +282,24 @@ impl Reader {
         }
     }
 
-    /// Where it translates.
+    /// The scope in which it translates.
     #[inline]
     pub fn scope(&self) -> Scope {
         self.scope
     }
 
-    /// Leaves: until the reader is back [`online`](Self::online) it translates nothing, and writers
-    /// do not wait for it. Leases stay.
+    /// Goes offline: until the reader is [`online`](Self::online) again it translates nothing, and
+    /// writers do not wait for it. Leases remain.
     pub fn offline(&mut self) {
         self.inner.offline();
     }
 
-    /// Comes back, and calls `f` with what was invalidated meanwhile. Without effect while online.
+    /// Goes online again, and calls `f` with what was invalidated meanwhile. No effect while
+    /// online.
     pub fn online(&mut self, f: impl FnMut(Invalidation)) {
         if !self.inner.is_online() {
-            // In this order: a writer that finds us offline has logged its ranges before it
-            // looked, and the fence in `online` lets us see them; see the module's comment.
+            // In this order: a writer that finds us offline has logged its ranges before its scan,
+            // and the fence in `online` lets us see them; see the module's comment.
             self.inner.online();
             let guard = LeaveOnPanic(&mut self.inner);
             self.shootdown.log.replay(&mut self.replayed, f);
@@ -310,19 +313,18 @@ impl Reader {
         self.inner.is_online()
     }
 
-    /// Keeps the translations of `range` that the reader has looked up since its last quiet point in
-    /// use beyond the next one: their invalidation is not over before the lease is dropped. For
-    /// asynchronous I/O that was started with them.
+    /// Allows the translations of `range` that the reader has looked up since its last quiet point
+    /// to stay in use beyond the next one: their invalidation is not over before the lease is
+    /// dropped. For asynchronous I/O that was started with them.
     ///
-    /// Takes no lock. It allocates only when more leases are held at a time than ever before by
-    /// this reader.
+    /// Takes no lock. Allocates only when this reader holds more leases at a time than ever before.
     pub fn lease(&self, range: Range) -> Lease {
         let index = self.leases.take(range, self.scope.token(self.inner.passed()));
         Lease { leases: Arc::clone(&self.leases), index, range }
     }
 
-    /// As [`lease`](Self::lease), in the place of one that was [put to rest](Lease::rest): cheaper,
-    /// since no place is looked for. One that is not over ends.
+    /// As [`lease`](Self::lease), in the slot of a lease that was [put to rest](Lease::rest):
+    /// cheaper, since there is no search for a slot. A lease that is not over ends.
     pub fn renew(&self, lease: &mut Lease, range: Range) {
         if !Arc::ptr_eq(&lease.leases, &self.leases) {
             *lease = self.lease(range);
@@ -333,7 +335,7 @@ impl Reader {
         lease.range = range;
     }
 
-    /// What this is a reader of.
+    /// The shootdown that this reader belongs to.
     #[inline]
     pub fn shootdown(&self) -> &Arc<Shootdown> {
         &self.shootdown
@@ -349,7 +351,8 @@ impl fmt::Debug for Reader {
     }
 }
 
-/// A reader whose cache could not be told what it must drop may not be online.
+/// Takes a reader offline if its callback panics: its cache may still hold what it should have
+/// dropped.
 struct LeaveOnPanic<'a>(&'a mut qsbr::Reader);
 
 impl Drop for LeaveOnPanic<'_> {
@@ -358,8 +361,8 @@ impl Drop for LeaveOnPanic<'_> {
     }
 }
 
-/// Holds up the invalidation of a range: see [`Reader::lease`]. It may be dropped by any thread, and
-/// after the reader itself.
+/// Holds up the invalidation of a range: see [`Reader::lease`]. Any thread may drop it, even after
+/// the reader is gone.
 #[must_use = "the lease ends when it is dropped"]
 pub struct Lease {
     leases: Arc<Leases>,
@@ -373,7 +376,7 @@ impl Lease {
         self.range
     }
 
-    /// Ends it, as dropping it does, and keeps its place for [`Reader::renew`].
+    /// Ends it, as dropping it does, but keeps its slot for [`Reader::renew`].
     pub fn rest(&mut self) {
         self.leases.rest(self.index);
     }
@@ -399,7 +402,7 @@ struct Pending {
 
 /// One invalidation, or several that were merged.
 struct Entry {
-    /// The grace periods of those in it.
+    /// The first and the last grace period of the invalidations in it.
     first: u64,
     last: u64,
     scope: Scope,
@@ -413,10 +416,10 @@ impl Entry {
 }
 
 impl Pending {
-    /// An entry for `ranges`, whose grace period is not known yet.
+    /// Adds an entry for `ranges`, whose grace period is not known yet.
     fn add(&mut self, scope: Scope, ranges: &[Range]) -> &mut Entry {
         if self.entries.is_full() {
-            // The two oldest: they are the likeliest to have been forgotten by their callers.
+            // Merges the two oldest: their callers have most likely abandoned them.
             let oldest = self.entries.remove(0);
             let heir = &mut self.entries[0];
             heir.first = oldest.first;
@@ -429,7 +432,7 @@ impl Pending {
             fill(&mut heir.gone, &both);
         }
         self.entries.push(Entry { first: 0, last: 0, scope, gone: Gone::new() });
-        // Filled where it stays: ranges that were just written are slow to copy.
+        // Filled in place: ranges that were just written are slow to copy.
         let at = self.entries.len() - 1;
         let entry = &mut self.entries[at];
         fill(&mut entry.gone, ranges);

@@ -23,11 +23,11 @@ const OTHER: Range = match Range::new(Iova(0x8000), Iova(0x8fff)) {
 struct World {
     mapped: AtomicBool,
     memory: UnsafeCell<u32>,
-    /// Set by the owner once it has its memory back.
+    /// The owner sets this once it has its memory back.
     returned: AtomicBool,
 }
 
-// SAFETY: who may touch the memory when is what the model checks.
+// SAFETY: the model checks which thread may touch the memory when.
 unsafe impl Sync for World {}
 // SAFETY: as above.
 unsafe impl Send for World {}
@@ -58,8 +58,8 @@ impl World {
         assert_ne!(self.memory.with(|memory| unsafe { *memory }), 0);
     }
 
-    /// The owner unmaps the page and, if the invalidation is seen to end within a few looks,
-    /// uses its memory again.
+    /// The owner unmaps the page and, if the invalidation ends within `looks` checks, uses its
+    /// memory again.
     fn unmap(&self, shootdown: &Shootdown, looks: usize) {
         self.unmap_in(Scope::ALL, shootdown, looks);
     }
@@ -75,7 +75,7 @@ impl World {
         for _ in 0..looks {
             if shootdown.is_over(token) {
                 self.returned.store(true, Ordering::Relaxed);
-                // SAFETY: the invalidation is over: no device reaches it.
+                // SAFETY: the invalidation is over, so no device reaches the memory.
                 self.memory.with_mut(|memory| unsafe { *memory = 0 });
                 return;
             }
@@ -163,7 +163,7 @@ fn nor_that_of_a_reader_which_is_lapped() {
             reader.poll(|gone| forget(&mut cache, gone));
             theirs.access(&mut cache);
         });
-        // Two ranges fit the log of a model: the third overwrites the one that matters.
+        // The log of a model holds two ranges: the third overwrites the one that matters.
         world.mapped.store(false, Ordering::Relaxed);
         let token = shootdown.begin(&[PAGE], false);
         shootdown.begin(&[OTHER], false);
@@ -222,8 +222,8 @@ fn a_lease_that_is_renewed_is_not_overlooked() {
 
 #[test]
 fn a_lease_is_found_in_a_place_that_others_use_and_leave() {
-    // A chunk holds one lease in a model: the first is on another page and makes way, or does
-    // not, so that the one that matters goes to the same place or to a further chunk.
+    // A chunk holds one lease in a model: the first lease is on another page and ends, or does not,
+    // so that the one that matters goes to the same slot or to a further chunk.
     check(3, || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let mut reader = shootdown.reader().unwrap();

@@ -1,4 +1,4 @@
-//! Where a reader translates.
+//! The scopes in which readers translate.
 
 use alloc::boxed::Box;
 
@@ -13,38 +13,38 @@ use ringfence_sync::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Scope(u16);
 
-/// A token has a scope in so many low bits, and a grace period above them: with ten million
-/// invalidations a second they suffice for fourteen years.
+/// A token has a scope in this many low bits, and a grace period in the bits above: at ten million
+/// invalidations a second those last fourteen years.
 const BITS: u32 = 12;
 
 impl Scope {
-    /// Of a reader: it may translate anywhere, every invalidation waits for it. Of an invalidation:
-    /// it waits for every reader.
+    /// For a reader: it may translate anywhere, and every invalidation waits for it. For an
+    /// invalidation: it waits for every reader.
     pub const ALL: Scope = Scope(0);
-    /// Of a reader that looks nothing up in any domain.
+    /// For a reader that makes no look-ups in any domain.
     pub const NONE: Scope = Scope((1 << BITS) - 1);
 
-    /// Whether a translation that was found in this scope may be one that is removed in the other.
+    /// Whether a translation found in this scope may be removed by an invalidation in the other.
     pub(super) fn meets(self, other: Scope) -> bool {
         self == other || self == Scope::ALL || other == Scope::ALL
     }
 
-    /// What names an invalidation.
+    /// The token of an invalidation.
     pub(super) fn token(self, grace: Grace) -> u64 {
         grace.as_u64() << BITS | u64::from(self.0)
     }
 
-    /// What a token names.
+    /// The grace period and scope of a token.
     pub(super) fn of_token(token: u64) -> (Grace, Scope) {
         (Grace::from_u64(token >> BITS), Scope((token & u64::from(Scope::NONE.0)) as u16))
     }
 }
 
-/// Where the readers are.
+/// The scopes of the readers.
 pub(super) struct Scopes {
-    /// By the reader's index.
+    /// Indexed by reader.
     of: Box<[CachePadded<AtomicU64>]>,
-    /// How many were given.
+    /// How many scopes were handed out.
     given: AtomicU64,
 }
 
@@ -59,23 +59,23 @@ impl Scopes {
         Scope(1 + (given % u64::from(Scope::NONE.0 - 1)) as u16)
     }
 
-    /// The reader of this index is there, before it looks anything up there.
+    /// Moves the reader with this index to `scope`, before its first look-up there.
     pub(super) fn enter(&self, index: usize, scope: Scope) {
         let of = &self.of[index];
         let scope = scope.0.into();
-        // Only who has the index writes here.
+        // Only the reader with this index writes here.
         if of.load(Ordering::Relaxed) == scope {
             return;
         }
-        // Release: what it did elsewhere comes before, for a scan that finds it here.
+        // Release: a scan that finds the reader here sees what it did in its last scope.
         of.store(scope, Ordering::Release);
-        // Pairs with the fence in `Qsbr::start`, as that of a reader that comes online does: a scan
-        // that finds the reader elsewhere began before this fence, and so its removal is seen by what
-        // the reader looks up after it.
+        // Pairs with the fence in `Qsbr::start`, as does the one of a reader that goes online: if a
+        // scan finds the reader elsewhere, its `start` came before this fence, and so the reader's
+        // later look-ups see its removal.
         fence(Ordering::SeqCst);
     }
 
-    /// Whether the reader of this index may have what was removed in `scope`.
+    /// Whether the reader with this index may have what was removed in `scope`.
     #[inline]
     pub(super) fn may_be_in(&self, index: usize, scope: Scope) -> bool {
         // Acquire pairs with the Release in `enter`.

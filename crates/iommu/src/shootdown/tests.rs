@@ -66,7 +66,7 @@ fn a_reader_that_was_lapped_drops_everything() {
         (0..=LOG as u64).map(|n| shootdown.begin(&[range(n * 10, n * 10)], false)).collect();
     assert_eq!(polled(&mut reader), [Invalidation::All]);
     assert!(tokens.iter().all(|&token| shootdown.is_over(token)));
-    // Exactly as many as the log holds are still told apart.
+    // Exactly as many as the log holds are still separate.
     for n in 0..LOG as u64 {
         shootdown.begin(&[range(n * 10, n * 10)], false);
     }
@@ -141,7 +141,7 @@ fn an_invalidation_waits_for_older_leases_on_its_ranges_and_for_no_others() {
     // Taken before the quiet point: it may stand on what was removed.
     let late = reader.lease(range(60, 60));
     polled(&mut reader);
-    // Taken after it: it stands on what was mapped there since.
+    // Taken after it: it stands on what has been mapped there since.
     let newer = reader.lease(range(0, 50));
     assert!(!shootdown.is_over(token) && shootdown.is_quiet(token));
     drop(on_it);
@@ -170,7 +170,7 @@ fn a_lease_is_renewed_on_another_range_and_for_a_later_time() {
     lease.rest();
     assert!(shootdown.is_over(old), "it is over, though its place is kept");
 
-    // On what is there by now: older invalidations do not wait for it, newer ones do.
+    // On the current mapping: older invalidations do not wait for it, newer ones do.
     let older = shootdown.begin(&[range(20, 29)], false);
     reader.poll(|_| ());
     reader.renew(&mut lease, range(20, 29));
@@ -184,7 +184,7 @@ fn a_lease_is_renewed_on_another_range_and_for_a_later_time() {
     assert!(shootdown.is_over(newer[0]));
     assert_eq!(reader.lease(range(0, 0)).index, index, "its place is free");
 
-    // Of another reader it is a new one; one that is held ends.
+    // Renewed by another reader it is a new lease; one that is still held ends.
     let mut other = shootdown.reader().unwrap();
     let mut lease = reader.lease(range(0, 9));
     other.renew(&mut lease, range(30, 39));
@@ -234,7 +234,7 @@ fn forgotten_tokens_are_merged_and_none_is_over_too_early() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
     let lease = reader.lease(range(0, 0));
-    // The first one is held up by the lease, the others by nothing but their quiet point.
+    // The lease holds up the first one; the others wait only for the quiet point.
     let tokens: Vec<_> =
         (0..3 * PENDING as u64).map(|n| shootdown.begin(&[range(n * 16, n * 16)], false)).collect();
     polled(&mut reader);
@@ -242,7 +242,7 @@ fn forgotten_tokens_are_merged_and_none_is_over_too_early() {
     assert!(shootdown.is_over(*tokens.last().unwrap()));
     drop(lease);
     assert!(tokens.iter().all(|&token| shootdown.is_over(token)));
-    // Those that are over make room by themselves.
+    // Invalidations that are over make room by themselves.
     for _ in 0..3 * PENDING {
         shootdown.begin(&[range(7, 7)], false);
         polled(&mut reader);
@@ -253,8 +253,8 @@ fn forgotten_tokens_are_merged_and_none_is_over_too_early() {
 #[test]
 fn caches_and_leases_keep_their_promise_under_load() {
     use core::sync::atomic::{AtomicBool, AtomicU64 as Plain, Ordering};
-    // Each of 16 pages is mapped to the version it had when mapped, or to 0. Once an
-    // invalidation is over the version's memory is poisoned, which no reader may ever see.
+    // Each of 16 pages is mapped to the version it had when mapped, or to 0. Once an invalidation
+    // is over the version's memory is poisoned, and no reader may ever see that.
     const PAGES: usize = 16;
     const VERSIONS: usize = 1 << 13;
     struct World {
@@ -306,7 +306,7 @@ fn caches_and_leases_keep_their_promise_under_load() {
                         std::thread::yield_now();
                         reader.online(|gone| drop_from(&mut cache, gone));
                     } else if turn >> 33 & 1 == 0 {
-                        // Else, with more threads than CPUs, others wait a time slice for us.
+                        // Otherwise, with more threads than CPUs, others wait a time slice for us.
                         std::thread::yield_now();
                         reader.poll(|gone| drop_from(&mut cache, gone));
                     }
@@ -353,13 +353,13 @@ fn an_invalidation_in_a_scope_waits_for_who_may_be_there() {
     assert!(!shootdown.is_over(token), "the one that may be anywhere");
     polled(&mut readers[3]);
     assert!(shootdown.is_over(token) && !shootdown.is_quiet(token));
-    // One that comes later finds nothing there.
+    // A reader that enters later finds nothing there.
     readers[1].enter(here);
     let all = shootdown.begin(&[range(20, 29)], false);
     polled(&mut readers[0]);
     polled(&mut readers[3]);
     assert!(!shootdown.is_over(all));
-    // Everybody is told of everything.
+    // Every reader receives every invalidation.
     let told = [range(0, 9), range(20, 29)].map(Invalidation::Range);
     assert_eq!(polled(&mut readers[1]), told);
     assert_eq!(polled(&mut readers[2]), told);
@@ -373,7 +373,7 @@ fn a_lease_holds_up_its_own_scope_and_those_that_are_everywhere() {
     let mut reader = shootdown.reader().unwrap();
     reader.enter(here);
     let mut lease = reader.lease(range(0, 9));
-    // It stays where it was taken.
+    // The lease stays in the scope in which it was taken.
     reader.enter(there);
     let begin = |scope| shootdown.begin_in(scope, &[range(0, 9)], false);
     let [own, other, all] = [here, there, Scope::ALL].map(begin);
@@ -393,7 +393,7 @@ fn merged_invalidations_of_several_scopes_wait_for_the_leases_of_each() {
     let shootdown = Shootdown::new(2);
     let mut reader = shootdown.reader().unwrap();
     let scopes: Vec<_> = (0..2 * PENDING).map(|_| shootdown.scope()).collect();
-    // It may be of any of them.
+    // It may stand on a translation of any scope.
     let lease = reader.lease(range(0, 9));
     let tokens: Vec<_> =
         scopes.iter().map(|&scope| shootdown.begin_in(scope, &[range(0, 9)], false)).collect();

@@ -124,7 +124,7 @@ fn nothing_is_mapped_outside_the_aperture_or_in_a_reserved_region() {
     for free in [page(0x10), page(0xf_edff), page(0xf_ef00), page(0xf_ffff)] {
         try_map(free).unwrap();
     }
-    // An unmap may well reach beyond.
+    // An unmap may reach beyond it.
     assert_eq!(domain.unmap(Range::ALL, &mut Gather::new()), Ok(4 * 4096));
 }
 
@@ -197,7 +197,7 @@ fn a_strict_sync_tells_the_ranges_and_a_flush_tells_everything() {
     // Nothing gathered, nothing to wait for.
     assert_eq!(begin(&domain, &mut gather), SyncToken::DONE);
     domain.iotlb_sync(&mut gather).unwrap();
-    // A queued gather knows no ranges: a flush is for everything, and so is a sync of it.
+    // A queued gather has no ranges: a sync of it, like a flush, covers everything.
     let mut gather = Gather::queued();
     domain.unmap(page(9), &mut gather).unwrap();
     assert!(heard(&mut reader).is_empty());
@@ -248,7 +248,7 @@ fn whatever_becomes_of_a_gather_its_table_pages_wait_for_their_own_readers() {
     drop(retire());
     assert!(ours.table_bytes() > 0);
     drop(retire().take_pages());
-    // The sync of a domain whose readers are others (here, none) is over at once.
+    // The sync of a domain with other readers (here, none) is over at once.
     let mut astray = retire();
     map(&other, 3);
     other.unmap(Range::ALL, &mut astray).unwrap();
@@ -272,7 +272,7 @@ fn table_pages_that_only_wait_do_not_fill_the_domain_for_long() {
     let domain = Soft::new(geometry, limits, Arc::clone(&shootdown));
     let mut reader = shootdown.reader().unwrap();
     let mut turns = 0;
-    // Never synced, so that pages pile up until the limit is met.
+    // Never synced, so that pages pile up until the limit is reached.
     while domain.map(Map::new(page(1), GuestPhys(0), Prot::RW)).is_ok() {
         domain.unmap(Range::ALL, &mut Gather::new()).unwrap();
         turns += 1;
@@ -324,7 +324,7 @@ fn so_is_one_that_is_offline() {
 #[test]
 fn when_a_sync_returns_no_reader_reaches_what_was_unmapped() {
     use core::sync::atomic::{AtomicBool, Ordering};
-    // Each mapping leads to a page of its own, which is marked once its sync has returned.
+    // Each mapping has a target page of its own, which is marked once its sync has returned.
     const PAGES: u64 = 32;
     const TURNS: usize = 500;
     let (domain, shootdown) = domain(2);
@@ -350,7 +350,7 @@ fn when_a_sync_returns_no_reader_reaches_what_was_unmapped() {
                             assert!(!stale, "{version} was reached after its sync");
                         }
                     }
-                    // Else, with more threads than CPUs, each sync takes a time slice or two.
+                    // Otherwise, with more threads than CPUs, each sync takes a time slice or two.
                     std::thread::yield_now();
                     reader.poll(|gone| {
                         let hit = |t: &Translation| gone.hits(t.range);
@@ -448,7 +448,7 @@ proptest! {
                 cache: vec![None; PAGES as usize],
             })
             .collect();
-        // Every mapping leads elsewhere, so that its target names it.
+        // Every mapping has a target of its own, which identifies it.
         let mut next = 1u64;
         let mut mapped: Vec<Option<u64>> = vec![None; PAGES as usize];
         let mut gather = Gather::new();
@@ -526,7 +526,7 @@ proptest! {
                 prop_assert!(!returned.contains(target), "{} is leased", target);
             }
         }
-        // And everything ends once the readers have been quiet and the leases are gone.
+        // All syncs end once the readers have been quiet and the leases are gone.
         leases.clear();
         devices.iter_mut().for_each(|device| device.reader.poll(|_| ()));
         for (token, _) in syncs {

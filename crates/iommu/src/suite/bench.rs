@@ -1,4 +1,4 @@
-//! What the checks ask a subject.
+//! The operations that the checks use on a subject.
 
 use alloc::{
     format,
@@ -9,11 +9,11 @@ use core::fmt::Display;
 use super::subject::{MEMORY, Subject};
 use crate::{Address, Domain, Error, Gather, Geometry, Iova, Prot, Range, Result};
 
-/// Why a check ended before its end.
+/// Why a check ended early.
 pub(super) enum Stop {
-    /// The domain does not do what it owes.
+    /// The domain violates the contract.
     Fail(String),
-    /// It cannot be asked that.
+    /// The check does not apply to the domain.
     NotApplicable(&'static str),
 }
 
@@ -93,7 +93,7 @@ impl<S: Subject> Bench<'_, S> {
         self.domain().iotlb_sync_map(range).map(drop)
     }
 
-    /// As [`map`](Self::map), where nothing but success will do.
+    /// As [`map`](Self::map), where only success passes.
     pub(super) fn must_map(&mut self, range: Range, to: u64, prot: Prot) -> Result<(), Stop> {
         self.map(range, to, prot).map_err(|error| fail(format!("mapping {range}"), error))
     }
@@ -105,7 +105,7 @@ impl<S: Subject> Bench<'_, S> {
         self.domain().iotlb_sync(&mut gather).map(|_synced| bytes)
     }
 
-    /// As [`unmap`](Self::unmap), where nothing but success will do.
+    /// As [`unmap`](Self::unmap), where only success passes.
     pub(super) fn must_unmap(&mut self, range: Range) -> Result<u128, Stop> {
         self.unmap(range).map_err(|error| fail(format!("unmapping {range}"), error))
     }
@@ -114,7 +114,8 @@ impl<S: Subject> Bench<'_, S> {
     pub(super) fn reaches(&mut self, n: u64, to: u64) -> Result<(), Stop> {
         let page = self.page(n);
         let wanted = self.subject.map(page, to, Prot::RW).target().as_u64();
-        // Words, so that a subject may look at memory; not the first, so that an offset is seen.
+        // Aligned to words, so that a subject may access memory; the second is not the first word
+        // of the granule, so that an offset shows.
         for offset in [0, self.granule() / 2] {
             let offset = offset & !7;
             let iova = Iova(page.first().0 + offset);
@@ -133,7 +134,7 @@ impl<S: Subject> Bench<'_, S> {
         ensure(found.is_none(), || format!("{iova} leads to {}", shown(found)))
     }
 
-    /// A call was refused with such an error.
+    /// Checks that a call was refused with such an error.
     pub(super) fn must_refuse<T>(
         &self,
         what: &str,
@@ -147,7 +148,7 @@ impl<S: Subject> Bench<'_, S> {
     }
 }
 
-/// An error where there must be none.
+/// Reports an error where none is allowed.
 pub(super) fn fail(what: String, error: impl Display) -> Stop {
     Stop::Fail(format!("{what}: {error}"))
 }

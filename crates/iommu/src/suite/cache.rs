@@ -8,8 +8,8 @@ use crate::{
     table::Translation,
 };
 
-/// A device that translates by a [`SoftDomain`], and keeps whatever it found until it is invalidated: the
-/// least friendly one that there may be.
+/// A device that translates through a [`SoftDomain`] and caches everything it finds until it is
+/// invalidated: the worst case.
 #[derive(Debug)]
 pub struct Cache {
     reader: Reader,
@@ -17,12 +17,12 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// An empty one; `reader` is one of the domain's readers.
+    /// An empty cache; `reader` is one of the domain's readers.
     pub fn new(reader: Reader) -> Cache {
         Cache { reader, found: Vec::new() }
     }
 
-    /// Where an access leads, by the cache or by `domain`.
+    /// The target of an access, from the cache or from `domain`.
     pub fn access<T: Address>(
         &mut self,
         domain: &SoftDomain<T>,
@@ -34,7 +34,7 @@ impl Cache {
             Some(hit) => hit,
             None => {
                 let found = domain.translate(&self.reader, iova)?;
-                // No more than was looked for: what lies around it may come and go.
+                // Only the address that was accessed: its neighbours may come and go.
                 self.found.push((Range::new(iova, iova)?, found));
                 found
             }
@@ -42,7 +42,7 @@ impl Cache {
         translation.prot.allows(prot).then(|| translation.target(iova))
     }
 
-    /// A quiet point: whatever was invalidated is forgotten.
+    /// A quiet point: drops what was invalidated.
     pub fn quiet(&mut self) {
         let found = &mut self.found;
         self.reader.poll(|gone| match gone {

@@ -16,7 +16,7 @@ type Checked = Result<(), Stop>;
 pub struct Check<S> {
     /// Its name.
     pub name: &'static str,
-    /// What it asks, in a sentence.
+    /// What it checks, in a sentence.
     pub says: &'static str,
     pub(super) run: fn(&mut Bench<'_, S>) -> Result<(), Stop>,
 }
@@ -253,7 +253,7 @@ fn ends_a_sync_that_was_begun<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
 }
 
 fn syncs_a_list<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
-    // More than a gather tells apart, and all of them apart.
+    // More ranges than a gather can hold, none of which touch.
     let numbers = || (0..MEMORY).step_by(2);
     let list: Vec<Map<_>> =
         numbers().map(|n| bench.subject.map(bench.page(n), n, Prot::RW)).collect();
@@ -299,7 +299,7 @@ fn reports_a_sync_that_failed<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
             let synced = bench.domain().iotlb_sync(&mut gather);
             ensure(synced.is_err(), || "a sync that failed succeeds".into())?;
         }
-        // The next, of everything, does what that one did not.
+        // The next flush does what the failed sync did not.
         let flushed = bench.domain().flush_iotlb_all();
         flushed.map_err(|error| fail("flushing after a failure".into(), error))?;
         [4, 8].into_iter().try_for_each(|n| bench.refused(n))?;

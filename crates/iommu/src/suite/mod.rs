@@ -1,7 +1,7 @@
-//! What any [`Domain`] owes, as checks that see it as a device does: by accesses.
+//! The contract of any [`Domain`], as checks from a device's point of view: by accesses.
 //!
-//! A [`Subject`] is a domain and a device behind it. [`run`] does all [`checks`], each in granules where
-//! nothing is mapped, and returns what came of them. It is for the tests of a domain.
+//! A [`Subject`] is a domain and a device behind it. [`run`] runs all [`checks`], each in granules
+//! where nothing is mapped, and returns their outcomes. It is for the tests of a domain.
 
 mod bench;
 mod cache;
@@ -17,14 +17,14 @@ pub use subject::{MEMORY, Subject};
 
 use bench::{Area, Bench, Stop};
 
-/// What came of a check.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The domain does what it owes.
+    /// The domain keeps the contract.
     Pass,
-    /// It does not.
+    /// It violates the contract.
     Fail(String),
-    /// It cannot be asked that, and why.
+    /// The check does not apply, and why.
     NotApplicable(&'static str),
 }
 
@@ -37,10 +37,10 @@ pub struct Outcome {
     pub verdict: Verdict,
 }
 
-/// Does all checks; the names of those that are not applicable.
+/// Runs all checks, and returns the names of those that do not apply.
 ///
 /// # Errors
-/// What the domain fails, each with the reason; or as [`run`].
+/// The checks that the domain fails, each with the reason; or as [`run`].
 pub fn pass<S: Subject>(subject: &mut S) -> Result<Vec<&'static str>, String> {
     let (mut left, mut failed) = (Vec::new(), String::new());
     for Outcome { check, verdict } in run(subject)? {
@@ -53,7 +53,7 @@ pub fn pass<S: Subject>(subject: &mut S) -> Result<Vec<&'static str>, String> {
     if failed.is_empty() { Ok(left) } else { Err(failed) }
 }
 
-/// Does all checks.
+/// Runs all checks.
 ///
 /// # Errors
 /// The domain has no [`MEMORY`] granules in a row that could be mapped, or cannot be emptied.

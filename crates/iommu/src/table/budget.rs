@@ -13,15 +13,15 @@ use ringfence_sync::{
 
 use super::Limits;
 
-/// How many mappings a table takes out of a budget at a time, so that threads that map in different
-/// tables rarely meet in its counter. A table keeps at most twice as many that it does not use.
+/// How many mappings a table takes from a budget at a time, so that threads that map in different
+/// tables rarely contend for its counter. A table keeps at most twice as many unused.
 pub(super) const CHUNK: u64 = 64;
 
-/// [`Limits`] for several tables together: a limit for each would be none if there may be many.
+/// [`Limits`] for several tables together: limits for each alone would not bound the total.
 ///
-/// Bytes are counted when memory is allocated and freed, which in the long run maps and unmaps do not
-/// do. Mappings are taken in chunks, and what a table has taken and not used comes back
-/// when another finds nothing left. So neither is ever exceeded.
+/// Bytes are counted when memory is allocated and freed, which maps and unmaps in a steady state do
+/// not do. Mappings are taken in chunks, and a table returns its unused ones when another finds
+/// none left. So neither limit is ever exceeded.
 pub struct Budget {
     limits: Limits,
     bytes: AtomicU64,
@@ -30,14 +30,14 @@ pub struct Budget {
     sharers: SpinLock<Vec<Weak<dyn Sharer>>>,
 }
 
-/// One whose table shares a budget.
+/// The owner of a table that shares a budget.
 pub(crate) trait Sharer: Send + Sync {
-    /// Gives back what its table has taken and does not need.
+    /// Gives back what its table has taken but does not need.
     fn give_back(&self);
 }
 
 impl Budget {
-    /// A budget of which nothing is taken.
+    /// A budget from which nothing has been taken.
     pub fn new(limits: Limits) -> Arc<Budget> {
         Arc::new(Budget {
             limits,
@@ -62,7 +62,7 @@ impl Budget {
         self.mappings.load(Ordering::Relaxed)
     }
 
-    /// Takes `bytes`; false if there are not so many.
+    /// Takes `bytes`; false if fewer are left.
     pub(super) fn take_bytes(&self, bytes: u64) -> bool {
         let room =
             |taken: u64| taken.checked_add(bytes).filter(|&sum| sum <= self.limits.table_bytes);
@@ -73,7 +73,7 @@ impl Budget {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Takes at most `wanted` mappings: how many.
+    /// Takes at most `wanted` mappings; returns how many.
     pub(super) fn take_mappings(&self, wanted: u64) -> u64 {
         let room = |taken: u64| wanted.min(self.limits.mappings.saturating_sub(taken));
         let take = |taken: u64| Some(taken + room(taken)).filter(|&sum| sum != taken);
@@ -87,10 +87,10 @@ impl Budget {
         }
     }
 
-    /// Has `sharer` give back what it does not need when others find nothing left.
+    /// Registers `sharer`, which gives back what it does not need when others find nothing left.
     pub(crate) fn enter(&self, sharer: Weak<dyn Sharer>) {
         let mut sharers = self.sharers.lock();
-        // Not each time: there may be very many. Then there is room for as many more.
+        // Not each time, as there may be very many: only when full, and then the capacity doubles.
         if sharers.len() == sharers.capacity() {
             sharers.retain(|held| held.strong_count() > 0);
             let more = sharers.len();
@@ -99,9 +99,9 @@ impl Budget {
         sharers.push(sharer);
     }
 
-    /// Has all who share give back what they do not need.
+    /// Makes all sharers give back what they do not need.
     pub(crate) fn relieve(&self) {
-        // Not under the lock: the last reference to a sharer may go here.
+        // Not under the lock: this may drop the last reference to a sharer.
         let sharers: Vec<_> = self.sharers.lock().iter().filter_map(Weak::upgrade).collect();
         sharers.iter().for_each(|sharer| sharer.give_back());
     }

@@ -1,4 +1,4 @@
-//! Reading mappings off the tree, many at a time.
+//! Listing the mappings of the tree, many at a time.
 
 use alloc::vec::Vec;
 
@@ -8,15 +8,16 @@ use super::{
 };
 use crate::Prot;
 
-/// Collects mappings in ascending order, from the first address of one on.
+/// Collects mappings in ascending order, starting at the first address of one.
 pub(super) struct List<'a> {
     into: &'a mut Vec<Mapping>,
-    /// Where the mapping began whose end has not been met, its difference and its permission.
+    /// The mapping whose end has not been reached yet: its first address, difference and
+    /// permission.
     open: Option<(u64, u64, Prot)>,
 }
 
 impl List<'_> {
-    /// A list that ends when `into` is as long as it can be without growing.
+    /// A list that ends when `into` is at its capacity.
     pub(super) fn new(into: &mut Vec<Mapping>) -> List<'_> {
         List { into, open: None }
     }
@@ -49,8 +50,8 @@ impl List<'_> {
             // SAFETY: reachable, and the lock is held.
             let block = unsafe { word.block_ptr().as_ref() };
             for record in block.records() {
-                // Several slots may hold a record of one mapping: it counts where it begins, or at
-                // its end if it began with a leaf.
+                // Several slots may hold records of one mapping: it is counted where it begins, or
+                // at its end if it began with a leaf.
                 let first = record.span.first;
                 let counts = first >= within.first.max(slot.first)
                     || self.open.is_some_and(|(open, ..)| open == first);

@@ -1,4 +1,4 @@
-//! Mapping: look whether it fits and what it needs, get that, then do what cannot fail.
+//! Mapping: check that it fits and what it needs, allocate that, then do what cannot fail.
 
 use alloc::boxed::Box;
 use core::ptr::NonNull;
@@ -18,7 +18,7 @@ use super::{
 /// How many nodes a map may need: two a level, for its two ends.
 const NODES: usize = 2 * ROOT_LEVEL as usize;
 
-/// What a map will need, found by walking through it without changing anything.
+/// What a map will need, found by a dry run.
 #[derive(Default)]
 pub(super) struct Need {
     nodes: usize,
@@ -29,14 +29,14 @@ pub(super) struct Need {
 }
 
 impl Need {
-    /// What it costs of the table's limit.
+    /// What it counts against the table's limit.
     pub(super) fn bytes(&self) -> u64 {
         let parts = self.parts.iter().map(|&records| Block::bytes_for(records)).sum::<u64>();
         let shared = if self.shared { Block::bytes_for(1) } else { 0 };
         self.nodes as u64 * Node::BYTES + parts + shared
     }
 
-    /// Gets it all; `None` if there is no memory.
+    /// Allocates it all; `None` if there is no memory.
     pub(super) fn allocate(&self, mapping: &Mapping) -> Option<Stock> {
         let mut stock = Stock::default();
         for _ in 0..self.nodes {
@@ -54,7 +54,7 @@ impl Need {
     }
 }
 
-/// What a map needs, in hand.
+/// What a map needs, allocated.
 #[derive(Default)]
 pub(super) struct Stock {
     nodes: ArrayVec<Box<Node>, NODES>,
@@ -62,7 +62,7 @@ pub(super) struct Stock {
     shared: Option<NonNull<Block>>,
 }
 
-/// Gives a block to the tree.
+/// Hands a block over to the tree.
 fn link(block: Box<Block>) -> NonNull<Block> {
     NonNull::from(Box::leak(block))
 }
@@ -71,24 +71,24 @@ fn record(mapping: &Mapping) -> Record {
     Record::new(mapping.range.into(), delta(mapping), mapping.prot)
 }
 
-/// The level of the node to make for `part` of a mapping in an empty slot: the lowest that has all
-/// of it, or one above where the part is all of that node and so is one slot of the next.
+/// The level of the node to make for `part` of a mapping in an empty slot: the lowest that contains
+/// it, or the next if the part fills that node and so is one slot of the next.
 fn level_for(part: Span) -> u32 {
     let level = part.level();
     if part == Span::of_node(level, part.first) { level + 1 } else { level }
 }
 
-/// How a map goes on below a slot of which it takes a part.
+/// How a map continues below a slot of which it covers a part.
 enum Step<'t> {
-    /// Into the node that is there.
+    /// Into the existing node.
     Into(&'t Node),
-    /// By a new node, in place of what is there: nothing, or a node without mappings.
+    /// By a new node that replaces what is there: nothing, or a node without mappings.
     New { level: u32, old: Option<&'t Node> },
-    /// By a new node above the one that is there, which becomes its child.
+    /// By a new node above the existing one, which becomes its child.
     Above { level: u32, old: &'t Node },
 }
 
-/// Decides that, the same for the rehearsal and for the real thing. The slot holds no leaf or block.
+/// Decides that, for the rehearsal and for the real map alike. The slot holds no leaf or block.
 fn step<'t>(word: Slot, part: Span) -> Step<'t> {
     if word.is_empty() {
         return Step::New { level: level_for(part), old: None };
@@ -105,8 +105,8 @@ fn step<'t>(word: Slot, part: Span) -> Step<'t> {
     }
 }
 
-/// Adds to `need` what mapping `part`, some or all of a slot of `level` that holds `word`, takes.
-/// Fails with the first address of it that is mapped already.
+/// Adds to `need` what it takes to map `part`, some or all of a slot of `level` that holds `word`.
+/// Fails with the first address in it that is already mapped.
 pub(super) fn rehearse(
     word: Slot,
     level: u32,
@@ -136,7 +136,7 @@ pub(super) fn rehearse(
             return Ok(());
         }
         Step::New { level, old } => {
-            // Only an old node without mappings gives way.
+            // Only an old node without mappings is replaced.
             if let Some(at) = old.and_then(|_| mapped(word)) {
                 return Err(at);
             }
@@ -145,7 +145,7 @@ pub(super) fn rehearse(
         Step::Above { level, old } => (level, Some(old)),
     };
     need.nodes += 1;
-    // The slots of a node that is not there yet: empty, but for the one of the node it carries.
+    // The slots of the node to be made: empty, except the one for the old node below it.
     for at in index(new_level, part.first)..=index(new_level, part.last) {
         let slot = slot_in(new_level, part, at);
         let word = match carried {
@@ -157,13 +157,13 @@ pub(super) fn rehearse(
     Ok(())
 }
 
-/// What slot `at` stands for in the node of `level` that has `part`.
+/// What slot `at` stands for in the node of `level` that contains `part`.
 fn slot_in(level: u32, part: Span, at: usize) -> Span {
     let base = Span::of_node(level, part.first).first;
     Span::of_slot(level, base | (at as u64) << shift(level))
 }
 
-/// How many living records the block of a slot has.
+/// How many live records the block of a slot has.
 fn living(word: Slot) -> usize {
     if word.is_empty() {
         return 0;
@@ -173,15 +173,15 @@ fn living(word: Slot) -> usize {
     block.records().iter().filter(|record| record.is_live()).count()
 }
 
-/// The short way for what is by far the commonest: the range is one or more slots of a node that is
-/// there, all of them empty, and leaves can hold the difference. False: nothing was done.
+/// The fast path for by far the commonest case: the range is one or more slots of an existing node,
+/// all of them empty, and leaves can hold the difference. False: nothing was done.
 #[inline(always)]
 pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, mapping: &Mapping) -> bool {
     let span = Span::from(mapping.range);
     // SAFETY: the lock is held.
     let Some(part) = (unsafe { slots_of(root, span) }) else { return false };
     let (node, slots) = (part.node, part.indices());
-    // All of a node is one slot of the next higher.
+    // A whole node is one slot of the next level up.
     if !Slot::fits(delta(mapping))
         || part.are_all()
         || !slots.clone().all(|at| node.load(at).is_empty())
@@ -200,7 +200,7 @@ pub(super) struct Commit<'w> {
     pub(super) writer: &'w mut Writer,
     pub(super) mapping: Mapping,
     pub(super) stock: Stock,
-    /// Takes what is replaced.
+    /// Collects what is replaced.
     pub(super) pages: Chain,
 }
 
@@ -226,8 +226,8 @@ impl Commit<'_> {
             }
             self.writer.set(place, Slot::block(link(block)));
             if !word.is_empty() {
-                // SAFETY: no slot holds it any more: a block with living records beside a mapping's
-                // part of a page is that page's own.
+                // SAFETY: no slot holds it any more: a block with live records beside a mapping's
+                // part of a page belongs to that page alone.
                 unsafe { self.pages.push_block(word) };
             }
         } else {
@@ -242,7 +242,7 @@ impl Commit<'_> {
                 Step::Above { level, old } => {
                     let node = self.node(level, part);
                     let at = index(level, old.span().first);
-                    // Before readers can get there, so that they meet `old` by one way or the other.
+                    // Before readers can get there, so that they reach `old` one way or the other.
                     self.writer.link(SlotRef::of(node, at), old);
                     self.writer.link(place, node);
                     node
@@ -265,7 +265,7 @@ impl Commit<'_> {
         if !word.is_child() {
             return;
         }
-        // SAFETY: reachable until a moment ago, and the lock is held.
+        // SAFETY: it was reachable until a moment ago, and the lock is held.
         let node = unsafe { word.node() };
         if node.live.get() > 0 {
             for at in 0..FANOUT {

@@ -8,41 +8,43 @@
 //!
 //! * nothing;
 //! * a *leaf*: permission bits and the **difference** of addresses (target = IOVA + difference,
-//!   modulo 2^64). Because it is a difference, the target needs no alignment to the slot's size, and
-//!   every slot of a mapping holds the same number. A leaf may stand at every level, the root
+//!   modulo 2^64). Because it is a difference, the target needs no alignment to the slot's size,
+//!   and every slot of a mapping holds the same number. A leaf may stand at every level, the root
 //!   included: [0, 2^64-1] is one entry, and a mapping is cut into the fewest, largest slots;
-//! * a *block* of records {first, last, difference, permission} for what a leaf cannot say: mappings
-//!   that begin or end inside a 4 KiB page, and differences that are no multiple of 4 KiB. The table
-//!   is exact to the byte; the granule is a matter for the domain above it;
-//! * a *child*: another node. A child need not be of the next level: a chain of nodes with one child
-//!   each is never built, the slot says how far it skips and the node what addresses it is for. A
-//!   lone page costs one node wherever it lies, and a walk has as many steps as there are places
-//!   where the mappings differ, not as the address has bits.
+//! * a *block* of records {first, last, difference, permission} for what a leaf cannot encode:
+//!   mappings that begin or end inside a 4 KiB page, and differences that are not a multiple of 4
+//!   KiB. The table is exact to the byte; the domain above it enforces the granule;
+//! * a *child*: another node. A child need not be of the next level: chains of nodes with one child
+//!   each are never built; the slot encodes how far it skips, and the node its addresses. A lone
+//!   page costs one node wherever it lies, and the length of a walk depends on where the mappings
+//!   differ, not on the bits of the address.
 //!
 //! # Boundaries
 //!
-//! What was mapped is remembered: leaves carry a bit for "a mapping begins here" and one for "ends
-//! here". An unmap that would split a mapping is refused before anything is touched, mappings side
-//! by side stay separate though their differences agree (rules V22, V40, L65).
+//! The table keeps the boundaries of mappings: leaves carry a bit for "a mapping begins here" and
+//! one for "ends here". An unmap that would split a mapping is refused before anything is touched,
+//! and adjacent mappings stay separate even if their differences agree (rules V22, V40, L65).
 //!
 //! # Concurrency
 //!
 //! [`Table::lookup`] and [`Table::lookup_run`] are lock-free: one acquire load a level. Everything
-//! else takes the table's lock, a spin lock that is held as long as the work takes: some ten
-//! nanoseconds for a page, and for a large range as long as it has slots and nodes. A writer publishes slot by slot: a reader sees each slot as it was
-//! or as it is, never a mixture; a mapping of several slots becomes visible slot by slot, as it
-//! does on hardware, and is complete when [`Table::map`] returns.
+//! else takes the table's lock, a spin lock that is held for the whole operation: some ten
+//! nanoseconds for a page, and in proportion to the slots and nodes of a large range. A writer
+//! publishes slot by slot: a reader sees each slot as it was or as it is, never a mixture; a
+//! mapping of several slots becomes visible slot by slot, as on hardware, and is complete when
+//! [`Table::map`] returns.
 //!
-//! What is unlinked goes onto a [`PageList`] and is freed by [`PageList::reclaim`] after a grace
-//! period, whose contract is stated there (rules L21, L40).
+//! Unlinked pages go onto a [`PageList`], and [`PageList::reclaim`], which states the contract,
+//! frees them after a grace period (rules L21, L40).
 //!
 //! # Bounds
 //!
 //! [`Limits`] bound the bytes of nodes and blocks, unlinked ones included until they are freed, and
-//! the number of mappings; a [`Budget`] bounds both for several tables together. An unmap frees a node only if it covers all of the node's addresses
-//! (rule L41): otherwise the emptied node stays for the next mapping, so that a map/unmap pair
-//! allocates nothing. When a map would exceed the limit, all empty nodes are unlinked ("scavenged")
-//! and the map fails; see [`Table::map`] for how the caller goes on. Unmapping never allocates.
+//! the number of mappings; a [`Budget`] bounds both for several tables together. An unmap frees a
+//! node only if it covers all of the node's addresses (rule L41): otherwise the emptied node stays
+//! for the next mapping, so that a map/unmap pair allocates nothing. When a map would exceed the
+//! limit, all empty nodes are unlinked ("scavenged") and the map fails; see [`Table::map`] for how
+//! the caller proceeds. Unmapping never allocates.
 
 mod budget;
 mod list;
@@ -86,17 +88,17 @@ pub use pages::PageList;
 /// What a lookup found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Translation {
-    /// Addresses around the one looked up that share `delta` and `prot`: all of the leaf, or what
-    /// was merged. Neither clipped to what was asked nor to a mapping's own boundaries.
+    /// Addresses around the one looked up that share `delta` and `prot`: all of the leaf, or of the
+    /// merged leaves. Clipped neither to the requested range nor to a mapping's boundaries.
     pub range: Range,
     /// What to add to an IOVA, modulo 2^64, to reach its target.
     pub delta: u64,
-    /// What is allowed.
+    /// The permitted accesses.
     pub prot: Prot,
 }
 
 impl Translation {
-    /// Where `iova`, an address in [`range`](Self::range), leads.
+    /// The target of `iova`, an address in [`range`](Self::range).
     #[inline]
     pub const fn target(&self, iova: Iova) -> u64 {
         iova.0.wrapping_add(self.delta)
@@ -108,9 +110,9 @@ impl Translation {
 pub struct Mapping {
     /// What is mapped.
     pub range: Range,
-    /// Where its first address leads.
+    /// The target of its first address.
     pub target: u64,
-    /// What is allowed.
+    /// The permitted accesses.
     pub prot: Prot,
 }
 
@@ -124,16 +126,17 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// No limit but the memory of the machine. For tables whose mappings come from a trusted source.
+    /// No limit but the memory of the machine. For tables whose mappings come from a trusted
+    /// source.
     pub const NONE: Limits = Limits { table_bytes: u64::MAX, mappings: u64::MAX };
 }
 
-/// A translation table. See the [module](self) for how it is made.
+/// A translation table. See the [module](self) for its structure.
 pub struct Table {
     root: AtomicU64,
     mappings: AtomicU64,
     limits: Limits,
-    /// How many mappings it may have taken from a budget and not use.
+    /// How many unused mappings it may hold back from a budget.
     spare: u64,
     ledger: Arc<Ledger>,
     writer: SpinLock<Writer>,
@@ -145,7 +148,7 @@ impl Table {
         Table::with(limits, None)
     }
 
-    /// An empty table that, with all others of `budget`, holds no more than that says.
+    /// An empty table that shares `budget` with others, all of which together stay within it.
     pub fn within(budget: Arc<Budget>) -> Table {
         Table::with(budget.limits(), Some(budget))
     }
@@ -165,23 +168,25 @@ impl Table {
         }
     }
 
-    /// The limits it was made with.
+    /// The limits that it was created with.
     pub fn limits(&self) -> Limits {
         self.limits
     }
 
-    /// Maps `range` to `target` and what follows it, byte-exact. All or nothing.
+    /// Maps `range` to `target` and the addresses after it, byte-exact. All or nothing.
     ///
     /// # Errors
     /// Nothing was changed. In this order:
-    /// * [`NoPermission`](crate::Error::NoPermission): neither reads nor writes are allowed (rule L31).
+    /// * [`NoPermission`](crate::Error::NoPermission): neither reads nor writes are allowed
+    ///   (rule L31).
     /// * [`TargetOverflow`](crate::Error::TargetOverflow): the target would pass 2^64.
     /// * [`Exists`](crate::Error::Exists): part of the range is mapped; `at` is the first mapped
     ///   address in it (rule L36).
-    /// * [`Full`](crate::Error::Full) of "mappings" or of "table bytes", its own or its budget's. In the
-    ///   latter case all empty nodes have been unlinked and, with whatever else waits, can be had from
-    ///   [`take_deferred`](Self::take_deferred): a caller that finds that list not empty passes a
-    ///   grace period, [reclaims](PageList::reclaim) it and tries once more.
+    /// * [`Full`](crate::Error::Full) of "mappings" or of "table bytes", its own or its budget's.
+    ///   In the latter case all empty nodes have been unlinked and are in
+    ///   [`take_deferred`](Self::take_deferred), with whatever else waits: if that list is not
+    ///   empty, the caller passes a grace period, [reclaims](PageList::reclaim) it and tries once
+    ///   more.
     /// * [`NoMemory`](crate::Error::NoMemory): the allocator failed.
     pub fn map(&self, range: Range, target: u64, prot: Prot) -> Result<()> {
         if !prot.intersects(Prot::RW) {
@@ -193,20 +198,21 @@ impl Table {
         self.map_checked(Mapping { range, target, prot })
     }
 
-    /// As [`map`](Self::map), of what [`Geometry::check_map`](crate::Geometry::check_map) has let pass.
+    /// As [`map`](Self::map), for a mapping that passed
+    /// [`Geometry::check_map`](crate::Geometry::check_map).
     #[inline]
     pub(crate) fn map_checked(&self, mapping: Mapping) -> Result<()> {
         self.locked().map(mapping)
     }
 
-    /// Removes every mapping in `range`, which may hold holes, and returns how many bytes were
-    /// mapped (0 if none). Nodes and blocks that were unlinked are added to `pages`. All or nothing;
-    /// the cost is in proportion to the nodes in the range, not to its span.
+    /// Removes every mapping in `range`, which may contain holes, and returns how many bytes were
+    /// mapped (0 if none). Nodes and blocks that were unlinked are added to `pages`. All or
+    /// nothing; the cost is in proportion to the nodes in the range, not to its span.
     ///
     /// # Errors
     /// [`WouldSplit`](crate::Error::WouldSplit): `at` is the first address of `range` if a mapping
     /// reaches into the range from below, else the last if one reaches out of it above. Nothing was
-    /// removed (rules V22, L65). Never fails for want of memory.
+    /// removed (rules V22, L65). Never fails for lack of memory.
     pub fn unmap(&self, range: Range, pages: &mut PageList) -> Result<u128> {
         let removed = self.remove_in(&mut self.writer.lock(), range)?;
         Ok(self.retire(removed, pages))
@@ -218,7 +224,7 @@ impl Table {
         Locked { table: self, writer: self.writer.lock() }
     }
 
-    /// Where `iova` leads: lock-free. The calling thread must be one that the grace periods of
+    /// Translates `iova`, lock-free. The calling thread must be one that the grace periods of
     /// [`PageList::reclaim`] wait for, between two of its quiet points.
     #[inline]
     pub fn lookup(&self, iova: Iova) -> Option<Translation> {
@@ -228,16 +234,16 @@ impl Table {
     }
 
     /// As [`lookup`](Self::lookup), merged with the leaves on both sides that have the same
-    /// difference and the same permission, as far as they lie in `within` (the result may reach out
-    /// of `within` by a leaf on each side). Costs a load for each of a node's leaves, and a lookup where
-    /// it goes on into another node.
+    /// difference and the same permission, as far as they lie in `within` (the result may extend
+    /// beyond `within` by a leaf on each side). Costs a load for each leaf of a node, and a lookup
+    /// where the run continues in another node.
     #[inline]
     pub fn lookup_run(&self, iova: Iova, within: Range) -> Option<Translation> {
         // SAFETY: as in `lookup`.
         unsafe { run_at(&self.root, iova.0, within.into()) }.map(Leaf::translation)
     }
 
-    /// As [`lookup`](Self::lookup), under the table's lock: may be called by any thread at any time.
+    /// As [`lookup`](Self::lookup), under the table's lock: any thread may call it at any time.
     pub fn lookup_locked(&self, iova: Iova) -> Option<Translation> {
         let _writer = self.writer.lock();
         // SAFETY: the lock is held.
@@ -260,8 +266,8 @@ impl Table {
         self.whole(at)
     }
 
-    /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it has
-    /// room for without growing: if room is left, there are no more. Takes the lock, once.
+    /// Adds to `into` the mappings that end at or after `iova`, in ascending order, as many as it
+    /// has room for without growing: if room is left, there are no more. Takes the lock, once.
     pub fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) {
         let _writer = self.writer.lock();
         let root = Slot(self.root.load(Ordering::Acquire));
@@ -274,13 +280,14 @@ impl Table {
         unsafe { List::new(into).visit(root, all, Span { first: range.first().0, ..all }) };
     }
 
-    /// All mappings in ascending order. Takes the lock for each step and holds it for none: a
-    /// mapping that is there all the while is met once, one that comes or goes may be met or not.
+    /// All mappings in ascending order. Takes the lock anew for each step: a mapping that exists
+    /// throughout is visited once, one that comes or goes meanwhile may or may not be.
     pub fn iter(&self) -> Mappings<'_> {
         Mappings { table: self, next: Some(Iova(0)) }
     }
 
-    /// Calls `f(range, target, prot)` for every mapping in ascending order; see [`iter`](Self::iter).
+    /// Calls `f(range, target, prot)` for every mapping in ascending order; see
+    /// [`iter`](Self::iter).
     pub fn for_each(&self, mut f: impl FnMut(Range, u64, Prot)) {
         for mapping in self {
             f(mapping.range, mapping.target, mapping.prot);
@@ -297,18 +304,18 @@ impl Table {
         self.ledger.used()
     }
 
-    /// Those of the [`table_bytes`](Self::table_bytes) that were unlinked and not freed yet, be they
-    /// on a [`PageList`] or deferred.
+    /// The part of [`table_bytes`](Self::table_bytes) that was unlinked but not freed yet, on a
+    /// [`PageList`] or deferred.
     pub fn retired_bytes(&self) -> u64 {
         self.ledger.retired()
     }
 
-    /// Unlinks every empty node and defers it. Returns how many bytes that were.
+    /// Unlinks every empty node and defers it. Returns how many bytes those were.
     pub fn scavenge(&self) -> u64 {
         self.scavenge_with(&mut self.writer.lock())
     }
 
-    /// Gives back the mappings that were taken from the budget and are not there.
+    /// Gives back the mappings that were taken from the budget but are not in use.
     pub(crate) fn give_back_spare(&self) {
         self.give_back_mappings(&mut self.writer.lock(), 0);
     }
@@ -318,9 +325,9 @@ impl Table {
         self.ledger.budget()
     }
 
-    /// What was unlinked but handed to nobody: by maps (which replace blocks and empty nodes), by
-    /// scavenging, and from page lists that were dropped. The caller frees it after a grace period
-    /// that starts after this call.
+    /// The unlinked pages that no list holds: from maps (which replace blocks and empty nodes),
+    /// from scavenging, and from page lists that were dropped. The caller frees them after a grace
+    /// period that starts after this call.
     pub fn take_deferred(&self) -> PageList {
         PageList::of(self.ledger.take_deferred(), &self.ledger)
     }
@@ -331,7 +338,7 @@ impl Table {
         if mappings >= writer.granted || !map::quick(writer, &self.root, &mapping) {
             self.map_slowly(writer, mapping)?;
         }
-        // The lock is held: nobody else changes it.
+        // The lock is held: no other thread changes it.
         self.mappings.store(mappings + 1, Ordering::Relaxed);
         Ok(())
     }
@@ -358,7 +365,7 @@ impl Table {
         Ok(removed)
     }
 
-    /// Adds to `pages` what was unlinked; how many bytes were mapped.
+    /// Adds to `pages` what was unlinked, and returns how many bytes were mapped.
     #[inline]
     fn retire(&self, removed: Removed, pages: &mut PageList) -> u128 {
         if !removed.pages.is_empty() {
@@ -368,7 +375,7 @@ impl Table {
         removed.bytes
     }
 
-    /// Maps what may need memory, or may not be possible.
+    /// The slow path of a map: it may need memory, and may fail.
     fn map_slowly(&self, writer: &mut Writer, mapping: Mapping) -> Result<()> {
         let span = Span::from(mapping.range);
         let root = SlotRef::root(&self.root);
@@ -402,7 +409,7 @@ impl Table {
         Ok(())
     }
 
-    /// Keeps `spare` of the mappings that were taken from the budget and are not there.
+    /// Keeps `spare` of the mappings that were taken from the budget but are not in use.
     fn give_back_mappings(&self, writer: &mut Writer, spare: u64) {
         if let Some(budget) = self.budget() {
             let more = (writer.granted - self.mappings()).saturating_sub(spare);
@@ -420,13 +427,13 @@ impl Table {
         bytes
     }
 
-    /// All of the mapping that has `address`. The lock is held.
+    /// The whole mapping that contains `address`. The lock is held.
     fn whole(&self, address: u64) -> Option<Mapping> {
         // SAFETY: the lock is held.
         let look = |address| unsafe { leaf_at(&self.root, address) };
         let leaf = look(address)?;
         let (mut low, mut high) = (leaf, leaf);
-        // A leaf knows only its own slot, a record all of its mapping.
+        // A leaf stands for its own slot only, a record for its whole mapping.
         while !low.starts {
             low = look(low.span.first.checked_sub(1)?)?;
         }

@@ -1,6 +1,6 @@
-//! Publication, retiring and reclaiming under the model checker, on a tree of the same code whose
-//! nodes have four slots and whose pages have 2^56 bytes. The checker sees every access to a node
-//! and to a block: one that it cannot order before the free, or after the making, fails the model.
+//! Publication, retiring and reclaiming under the model checker, on a tree of the same code with
+//! nodes of four slots and pages of 2^56 bytes. The checker sees every access to a node and to a
+//! block: one that it cannot order before the free, or after the creation, fails the model.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p ringfence-iommu --release --lib model`
 
@@ -56,7 +56,7 @@ fn reclaim(table: &Table, mut list: PageList, qsbr: &Qsbr) {
     unsafe { list.reclaim() };
 }
 
-/// What is at page `n`: nothing, or the one difference that all mappings of the model have.
+/// Whether page `n` is mapped, with the one difference that all mappings of the model have.
 fn is_mapped(table: &Table, n: u64) -> bool {
     let at = Iova(n * PAGE + 5);
     table.lookup(at).is_some_and(|found| {
@@ -116,7 +116,7 @@ fn an_empty_node_gives_way_to_a_leaf_and_to_scavenging() {
             table.unmap(pages(1, 1), &mut PageList::default()).unwrap();
         },
         |table, qsbr| {
-            // All of the empty node: its place is taken by one leaf.
+            // All of the empty node: one leaf takes its place.
             table.map(pages(0, 3), 0, RW).unwrap();
             reclaim(table, PageList::default(), qsbr);
             assert!(is_mapped(table, 1));
@@ -133,7 +133,7 @@ fn an_empty_node_gives_way_to_a_leaf_and_to_scavenging() {
             table.unmap(pages(1, 1), &mut PageList::default()).unwrap();
         },
         |table, qsbr| {
-            // The empty node, and the one above that is left with a single child.
+            // The empty node, and the one above it that is left with a single child.
             assert_eq!(table.scavenge(), 2 * node::Node::BYTES);
             reclaim(table, PageList::default(), qsbr);
         },

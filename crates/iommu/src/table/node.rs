@@ -12,11 +12,11 @@ use ringfence_sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use super::slot::{FANOUT, Slot, Span, index, shift};
 use crate::Prot;
 
-/// A node: an array of slots for the addresses `base` and what follows.
+/// A node: an array of slots for the addresses from `base` on.
 ///
 /// Readers touch the slots, `base` and `level`; the last two do not change once the node is linked.
-/// The cells are the writer's: they are touched only under the table's lock, or, once the node is
-/// unlinked, by the owner of the list it is on.
+/// The cells belong to the writer: they are accessed only under the table's lock, or, once the node
+/// is unlinked, by the owner of the list it is on.
 #[repr(C, align(128))]
 pub(super) struct Node {
     // First, so that a slot's address is the pointer plus a scaled index.
@@ -30,21 +30,21 @@ pub(super) struct Node {
     /// Neighbours in the list of empty nodes.
     pub(super) before: Cell<*const Node>,
     pub(super) after: Cell<*const Node>,
-    /// What follows in a list of retired pages.
+    /// The next entry in a list of retired pages.
     pub(super) next: Cell<u64>,
     #[cfg(loom)]
     canary: ringfence_sync::cell::UnsafeCell<()>,
 }
 
 impl Node {
-    /// What a node costs of the table's limit.
+    /// What a node counts against the table's limit.
     pub(super) const BYTES: u64 = size_of::<Node>() as u64;
 
     /// An empty node; `None` if there is no memory.
     #[cfg(not(loom))]
     pub(super) fn new() -> Option<Box<Node>> {
-        // SAFETY: a node has a size. All-zero is a valid node: numbers, null pointers and atomics of
-        // zero. The box frees it with the layout it was allocated with.
+        // SAFETY: a node has a size. All-zero is a valid node: numbers, null pointers and atomics
+        // of zero. The box frees it with the layout it was allocated with.
         unsafe {
             let memory = alloc::alloc::alloc_zeroed(Layout::new::<Node>()).cast::<Node>();
             if memory.is_null() { None } else { Some(Box::from_raw(memory)) }
@@ -66,15 +66,15 @@ impl Node {
         }))
     }
 
-    /// Makes a node that is not linked yet the one of `level` that stands for `address`, and gives
-    /// it to the tree, which frees it through [`Slot`] words.
+    /// Makes a node that is not linked yet the one of `level` that stands for `address`, and hands
+    /// it over to the tree, which frees it through [`Slot`] words.
     pub(super) fn place<'n>(mut self: Box<Self>, level: u32, address: u64) -> &'n Node {
         self.base = Span::of_node(level, address).first;
         self.level = level;
         let node = Box::into_raw(self);
-        // The pointer that freeing it will need, which one made from a reference would not be.
+        // Freeing needs this pointer's provenance; one made from a reference would not do.
         node.expose_provenance();
-        // SAFETY: the box's memory, given up and valid until the tree frees it.
+        // SAFETY: the box's memory, released from the box and valid until the tree frees it.
         unsafe { &*node }
     }
 
@@ -88,7 +88,7 @@ impl Node {
         self.base
     }
 
-    /// The addresses the node is for.
+    /// The addresses that the node stands for.
     #[inline]
     pub(super) fn span(&self) -> Span {
         Span::of_node(self.level, self.base)
@@ -96,7 +96,7 @@ impl Node {
 
     #[inline]
     pub(super) fn slot(&self, at: usize) -> &AtomicU64 {
-        // The mask spares the bounds check.
+        // The mask avoids the bounds check.
         &self.slots[at & (FANOUT - 1)]
     }
 
@@ -107,7 +107,7 @@ impl Node {
     }
 
     /// Changes the content of a slot. Release: a reader that sees the word sees what is behind it.
-    /// The caller keeps `live` true.
+    /// The caller keeps `live` correct.
     #[inline]
     pub(super) fn store(&self, at: usize, word: Slot) {
         self.slot(at).store(word.0, Ordering::Release);
@@ -127,7 +127,7 @@ impl Node {
         Span::of_slot(self.level, address)
     }
 
-    /// Tells the model checker that the node is being read.
+    /// Marks the node as being read, for the model checker.
     #[inline(always)]
     pub(super) fn touch(&self) {
         #[cfg(loom)]
@@ -137,7 +137,7 @@ impl Node {
     /// Frees a node.
     ///
     /// # Safety
-    /// It came from [`place`](Self::place), nobody can reach it, and nobody is reading it.
+    /// It came from [`place`](Self::place), no thread can reach it, and none is reading it.
     pub(super) unsafe fn free(node: *mut Node) {
         // SAFETY: the pointer came from `Box::into_raw` in `place`; the caller owns it.
         let node = unsafe { Box::from_raw(node) };
@@ -147,13 +147,13 @@ impl Node {
     }
 }
 
-/// A mapping, or part of one, that a leaf cannot say.
+/// A mapping, or part of one, that a leaf cannot encode.
 pub(super) struct Record {
     /// All of the mapping, not only the part in this slot.
     pub(super) span: Span,
     pub(super) delta: u64,
-    /// The permission; 0 once it is unmapped. What a record maps never changes: it dies, and a later
-    /// mapping in the same page makes a new block. So an unmap needs no memory.
+    /// The permission; 0 once it is unmapped. A record never maps anything else: it dies, and a
+    /// later mapping in the same page makes a new block. So an unmap needs no memory.
     prot: AtomicU32,
 }
 
@@ -184,22 +184,22 @@ impl Record {
     }
 }
 
-/// Records of mappings that do not overlap, in ascending order; never changed once linked, but for
-/// records that die.
+/// Records of mappings that do not overlap, in ascending order; once linked, the only change is
+/// that records die.
 ///
 /// A block is for one slot of a level-0 node, or it holds one record and is shared by all the slots
-/// that the record's mapping covers wholly. As a mapping is only removed whole, the unmap that
-/// removes it meets those slots one after the other and retires the block once.
+/// that the record's mapping covers wholly. As a mapping is only removed whole, the unmap visits
+/// those slots one after the other and retires the block once.
 pub(super) struct Block {
     records: Vec<Record>,
-    /// What follows in a list of retired pages; the owner's of the list.
+    /// The next entry in a list of retired pages; it belongs to the owner of the list.
     pub(super) next: Cell<u64>,
     #[cfg(loom)]
     canary: ringfence_sync::cell::UnsafeCell<()>,
 }
 
 impl Block {
-    /// What a block of `records` costs of the table's limit.
+    /// What a block of `records` counts against the table's limit.
     pub(super) const fn bytes_for(records: usize) -> u64 {
         size_of::<Block>() as u64 + records as u64 * size_of::<Record>() as u64
     }
@@ -226,7 +226,7 @@ impl Block {
         }
     }
 
-    /// Fills a new block with the living of `old` and one more.
+    /// Fills a new block with the live records of `old` and one more.
     pub(super) fn fill(&mut self, old: &[Record], new: Record) {
         let (below, above) = old.split_at(old.partition_point(|r| r.span.first < new.span.first));
         self.records.extend(below.iter().filter_map(Record::copy));
@@ -240,7 +240,7 @@ impl Block {
         &self.records
     }
 
-    /// The living record that holds `address`.
+    /// The live record that contains `address`.
     pub(super) fn find(&self, address: u64) -> Option<(&Record, Prot)> {
         let records = self.records();
         let at = records.partition_point(|record| record.span.first <= address);
@@ -249,7 +249,7 @@ impl Block {
         (address <= record.span.last).then_some((record, prot))
     }
 
-    /// What it costs of the table's limit.
+    /// What it counts against the table's limit.
     pub(super) fn bytes(&self) -> u64 {
         Self::bytes_for(self.records.len())
     }
@@ -257,7 +257,7 @@ impl Block {
     /// Frees a block.
     ///
     /// # Safety
-    /// It came from a box, nobody can reach it, and nobody is reading it.
+    /// It came from a box, no thread can reach it, and none is reading it.
     pub(super) unsafe fn free(block: *mut Block) {
         // SAFETY: the caller's promise.
         let block = unsafe { Box::from_raw(block) };
@@ -270,7 +270,7 @@ impl Block {
 const _: () = assert!(align_of::<Node>() >= 128, "a child pointer has seven low bits to spare");
 const _: () = assert!(align_of::<Block>() >= 4, "a block pointer has two low bits to spare");
 
-/// What a word points to.
+/// Pointers in words.
 impl Slot {
     /// A pointer to `node` for a slot of `level`.
     pub(super) fn child(node: &Node, level: u32) -> Slot {
@@ -287,13 +287,13 @@ impl Slot {
     /// Of a child: the node.
     ///
     /// # Safety
-    /// The word is a child that was read from a slot, and the node has not been freed and is not for
-    /// as long as `'n`: it is reachable and the lock is held, or the call is part of a lookup that
+    /// The word is a child that was read from a slot, and the node has not been freed and will not
+    /// be during `'n`: it is reachable and the lock is held, or the call is part of a lookup that
     /// reclaiming waits for.
     #[inline]
     pub(super) unsafe fn node<'n>(self) -> &'n Node {
         // SAFETY: the word was made by `child` from a reference to a node on the heap, and the
-        // caller vouches for its life. The acquire load that gave the word saw the node initialised.
+        // caller vouches for its life. The acquire load of the word saw the node initialised.
         let node = unsafe { &*self.node_ptr() };
         node.touch();
         node
@@ -305,7 +305,8 @@ impl Slot {
         ptr::with_exposed_provenance_mut((self.0 & !127) as usize)
     }
 
-    /// Of a block: the block. The pointer is good to dereference as in [`node`](Self::node).
+    /// Of a block: the block. The pointer is valid to dereference under the terms of
+    /// [`node`](Self::node).
     #[inline]
     pub(super) fn block_ptr(self) -> NonNull<Block> {
         let address = self.0 as usize;

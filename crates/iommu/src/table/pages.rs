@@ -14,15 +14,15 @@ use super::{
     slot::Slot,
 };
 
-/// What a table shares with the page lists that came from it, and outlives the table with them.
+/// Shared by a table and the page lists that came from it, which keep it alive after the table.
 pub(super) struct Ledger {
     /// Bytes of all nodes and blocks that are allocated.
     used: AtomicU64,
-    /// Those of them that were unlinked.
+    /// The part of them that was unlinked.
     retired: AtomicU64,
-    /// Unlinked pages that are on nobody's list.
+    /// Unlinked pages that are on no list.
     deferred: SpinLock<Chain>,
-    /// What is shared with other tables.
+    /// The budget shared with other tables.
     budget: Option<Arc<Budget>>,
 }
 
@@ -48,8 +48,8 @@ impl Ledger {
         self.budget.as_ref()
     }
 
-    /// Counts `bytes` that are about to be allocated; false, and nothing is counted, if that passes
-    /// `limit` or the budget. The table's lock is held: nobody else counts up.
+    /// Counts `bytes` that are about to be allocated; returns false, with nothing counted, if that
+    /// exceeds `limit` or the budget. The table's lock is held: no other thread counts up.
     pub(super) fn charge(&self, bytes: u64, limit: u64) -> bool {
         let fits = bytes <= limit.saturating_sub(self.used())
             && self.budget.as_ref().is_none_or(|budget| budget.take_bytes(bytes));
@@ -66,14 +66,14 @@ impl Ledger {
         }
     }
 
-    /// Notes that the pages of `chain` were unlinked.
+    /// Counts the pages of `chain` as unlinked.
     pub(super) fn retire(&self, chain: &Chain) {
         if chain.bytes > 0 {
             self.retired.fetch_add(chain.bytes, Ordering::Relaxed);
         }
     }
 
-    /// Keeps pages that were retired, for whoever asks for the deferred ones.
+    /// Keeps retired pages until a caller takes the deferred ones.
     pub(super) fn defer(&self, chain: Chain) {
         if !chain.is_empty() {
             self.deferred.lock().append(chain);
@@ -87,7 +87,7 @@ impl Ledger {
     /// Frees pages that were retired.
     ///
     /// # Safety
-    /// Nobody can reach them and nobody is reading them.
+    /// No thread can reach them and none is reading them.
     pub(super) unsafe fn free(&self, chain: Chain) {
         self.retired.fetch_sub(chain.bytes, Ordering::Relaxed);
         self.discharge(chain.bytes);
@@ -100,7 +100,7 @@ impl Drop for Ledger {
     fn drop(&mut self) {
         let deferred = self.take_deferred();
         // SAFETY: the table is gone (it holds the ledger), and with it every lookup, which borrows
-        // the table: nobody reads what was unlinked from it.
+        // the table: no thread reads what was unlinked from it.
         unsafe { self.free(deferred) };
     }
 }
@@ -133,7 +133,7 @@ impl Chain {
         });
     }
 
-    /// Adds the block of a block word that stands in no slot any more.
+    /// Adds the block of a block word that is no longer in any slot.
     ///
     /// # Safety
     /// The lock is held and the block is on no other list.
@@ -159,12 +159,12 @@ impl Chain {
     }
 
     /// # Safety
-    /// Nobody can reach the pages and nobody is reading them.
+    /// No thread can reach the pages and none is reading them.
     unsafe fn free(self) {
         let mut word = Slot(self.head);
         while !word.is_empty() {
-            // SAFETY: the page is alive and its `next` is ours; the caller promises that nobody
-            // else has to do with it.
+            // SAFETY: the page is alive and its `next` is ours; the caller promises that no other
+            // thread accesses it.
             unsafe {
                 let next = Slot(next_of(word).get());
                 if word.is_block() {
@@ -197,7 +197,7 @@ unsafe fn next_of<'p>(word: Slot) -> &'p core::cell::Cell<u64> {
 #[derive(Default)]
 pub struct PageList {
     pages: Chain,
-    /// Whose they are; `None` only if there are none.
+    /// The ledger of the pages' table; `None` only if there are no pages.
     ledger: Option<Arc<Ledger>>,
 }
 
@@ -209,8 +209,8 @@ impl PageList {
         PageList { pages, ledger: Some(ledger.clone()) }
     }
 
-    /// Adds the pages of `other`. If those are of another table than this list's, they are deferred
-    /// in their own table instead, as if `other` had been dropped.
+    /// Adds the pages of `other`. If they belong to another table than this list's, they are
+    /// deferred in their own table instead, as if `other` had been dropped.
     pub fn append(&mut self, mut other: PageList) {
         match (&self.ledger, &other.ledger) {
             (_, None) => {}
@@ -223,7 +223,7 @@ impl PageList {
         }
     }
 
-    /// Whether there are none.
+    /// Whether there are no pages.
     pub fn is_empty(&self) -> bool {
         self.pages.is_empty()
     }
@@ -240,16 +240,17 @@ impl PageList {
     /// [`Table::lookup_run`](super::Table::lookup_run) on the pages' table that began before the
     /// pages were put on the list (when [`Table::unmap`](super::Table::unmap) or
     /// [`Table::take_deferred`](super::Table::take_deferred) returned) has returned, and what those
-    /// calls did happens-before this call. That is: a grace period that *started* after the list was
-    /// filled is over, and every thread that uses the lock-free lookups takes part in it, making them
-    /// only between two of its quiet points. Appending makes the younger of the two lists count.
+    /// calls did happens-before this call. That is: a grace period that *started* after the list
+    /// was filled is over, and every thread that uses the lock-free lookups takes part in it,
+    /// making them only between two of its quiet points. After an append the younger of the two
+    /// lists counts.
     ///
-    /// No other method of the table matters: they take its lock, under which nothing is reachable
-    /// that was unlinked before. Nor does the table's life: its pages may outlive it.
+    /// The other methods of the table do not matter: they take its lock, under which nothing
+    /// unlinked before is reachable. Nor does the table's lifetime: its pages may outlive it.
     pub unsafe fn reclaim(mut self) {
         if let Some(ledger) = self.ledger.take() {
-            // SAFETY: unlinked, so out of reach of lookups that began later; the caller promises
-            // that those that began earlier are over.
+            // SAFETY: the pages are unlinked, so out of reach of later lookups; the caller promises
+            // that earlier lookups are over.
             unsafe { ledger.free(core::mem::take(&mut self.pages)) };
         }
     }
@@ -265,7 +266,7 @@ impl PageList {
 }
 
 impl Drop for PageList {
-    // Mostly there are none, and that is seen where a list is dropped.
+    // Usually empty; inlined, so that the check happens where the list is dropped.
     #[inline]
     fn drop(&mut self) {
         if self.ledger.is_some() {

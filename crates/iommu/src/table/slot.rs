@@ -1,4 +1,4 @@
-//! One 64-bit word of the tree: what it can say, and the arithmetic of levels.
+//! One 64-bit word of the tree: what it encodes, and the arithmetic of levels.
 
 use super::Mapping;
 use crate::{Iova, Prot, Range};
@@ -30,7 +30,7 @@ pub(super) const fn index(level: u32, address: u64) -> usize {
     (address >> shift(level)) as usize & (FANOUT - 1)
 }
 
-/// A range of addresses, both ends included, whose ends this module may compute with.
+/// A range of addresses, both ends included, as plain numbers to compute with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
     pub(super) first: u64,
@@ -45,19 +45,19 @@ impl Span {
         Span { first: address & !low, last: address | low }
     }
 
-    /// What a slot at `level` that stands for `address` stands for.
+    /// The addresses of the slot at `level` that contains `address`.
     #[inline]
     pub(super) const fn of_slot(level: u32, address: u64) -> Span {
         Span::around(address, shift(level))
     }
 
-    /// What the node of `level` that stands for `address` stands for.
+    /// The addresses of the node of `level` that contains `address`.
     #[inline]
     pub(super) const fn of_node(level: u32, address: u64) -> Span {
         Span::around(address, shift(level + 1))
     }
 
-    /// The level of the lowest node that has all of the span.
+    /// The level of the lowest node that contains the span.
     #[inline]
     pub(super) const fn level(self) -> u32 {
         let differ = self.first ^ self.last;
@@ -115,9 +115,9 @@ impl Slot {
     /// Nothing is mapped there.
     pub(super) const EMPTY: Slot = Slot(0);
 
-    /// `pointer (bits 7..64) | shift (bits 1..7) | CHILD`. The shift is the child's where levels are
-    /// left out between the slot and the child, so that not every address of the slot is one of
-    /// the child; it is 0 where the child is of the next level.
+    /// `pointer (bits 7..64) | shift (bits 1..7) | CHILD`. The shift is the child's if levels are
+    /// skipped between the slot and the child, so that the child does not contain every address of
+    /// the slot; it is 0 if the child is of the next level.
     pub(super) const CHILD: u64 = 1;
     /// `difference (bits 12..64) | ENDS | STARTS | permission (bits 2..5) | LEAF`.
     const LEAF: u64 = 2;
@@ -129,8 +129,8 @@ impl Slot {
     /// A mapping ends with the last address of the slot.
     const ENDS: u64 = 1 << 6;
 
-    /// A leaf for a slot that stands for `slot`, wholly covered by `mapping`. Only if the difference
-    /// [fits](Self::fits).
+    /// A leaf for a slot that stands for `slot`, wholly covered by `mapping`. Only if the
+    /// difference [fits](Self::fits).
     #[inline]
     pub(super) fn leaf(slot: Span, mapping: &Mapping) -> Slot {
         let whole = Span::from(mapping.range);
@@ -161,7 +161,7 @@ impl Slot {
         self.0 & Self::CHILD != 0
     }
 
-    /// Whether it is a child of the next level, and every address of the slot one of the child's.
+    /// Whether it is a child of the next level, which contains every address of the slot.
     #[inline]
     pub(super) const fn is_next(self) -> bool {
         self.0 & 127 == Self::CHILD
@@ -183,7 +183,7 @@ impl Slot {
         (self.0 ^ other.0) & !(Self::STARTS | Self::ENDS) == 0
     }
 
-    /// Of a child: its shift if levels are left out between the slot and the child, else 0.
+    /// Of a child: its shift if levels are skipped between the slot and the child, else 0.
     #[inline]
     pub(super) const fn skip(self) -> u32 {
         (self.0 >> 1) as u32 & 63

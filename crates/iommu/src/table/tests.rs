@@ -66,7 +66,7 @@ fn the_seven_unmap_examples_of_the_virtio_specification() {
             let table = table();
             for mapping in mapped {
                 let range = scaled(mapping);
-                // Equal differences: only the boundaries tell the mappings apart.
+                // Equal differences: only the boundaries separate the mappings.
                 table.map(range, range.first().0, RW).unwrap();
             }
             assert_eq!(unmap(&table, scaled(&unmapped)), result, "{mapped:?} - {unmapped:?}");
@@ -112,7 +112,7 @@ fn the_whole_space_is_one_entry_and_costs_nothing() {
 #[test]
 fn a_range_is_cut_into_the_largest_slots_and_targets_need_no_alignment() {
     let table = table();
-    // One slot of a level-2 node, though the target is aligned to a page only.
+    // One slot of a level-2 node, although the target is aligned to a page only.
     table.map(range(GIB, 2 * GIB - 1), 0x1234_5000, RW).unwrap();
     assert_eq!(table.table_bytes(), Node::BYTES);
     let found = table.lookup(Iova(GIB + 0x1234)).unwrap();
@@ -125,7 +125,7 @@ fn a_lone_page_costs_one_node_wherever_it_lies() {
     let table = table();
     for (n, at) in [0, 1 << 30, 1 << 47, u64::MAX >> 12].into_iter().enumerate() {
         table.map(page(at & u64::MAX >> 12), 0, RW).unwrap();
-        // One for the page, and at most one for where the way to it parts from the others.
+        // One for the page, and at most one where the path to it branches off the others.
         assert!(table.table_bytes() <= (2 * n as u64 + 1) * Node::BYTES, "{n}");
     }
 }
@@ -140,7 +140,7 @@ fn byte_exact_ranges_share_a_page() {
     assert_eq!(table.lookup(Iova(0x2fff)), None);
     assert_eq!(table.lookup(Iova(0x1001)).unwrap().target(Iova(0x1001)), 0x9999);
     assert_eq!(table.lookup(Iova(0x2abc)).unwrap().target(Iova(0x2abc)), 0x2abc - 0x1003 + 7);
-    // One mapping, though its second half is a block that its pages share.
+    // One mapping, although its second half is a block that its pages share.
     assert_eq!(table.lookup(Iova(0x2abc)).unwrap().range, range(0x1003, 0x2ffe));
     assert_eq!(table.mappings(), 3);
     assert_eq!(unmap(&table, range(0x1002, 0x2ffe)), Ok(0x1ffc));
@@ -174,7 +174,7 @@ fn mappings_are_limited() {
     table.map(page(1), 0, RW).unwrap();
     let full = Error::Full { what: "mappings", used: 2, limit: 2 };
     assert_eq!(table.map(page(2), 0, RW), Err(full));
-    // What is there already is said first.
+    // An existing mapping is reported first.
     assert!(matches!(table.map(page(1), 0, RW), Err(Error::Exists { .. })));
     unmap(&table, page(0)).unwrap();
     table.map(page(2), 0, RW).unwrap();
@@ -207,7 +207,7 @@ fn a_node_is_reclaimed_only_by_an_unmap_that_covers_it() {
 #[test]
 fn emptied_nodes_give_way_when_the_limit_is_reached() {
     let table = table_of(6);
-    // Each pair leaves an empty node, and the nodes where the ways to them part.
+    // Each pair leaves an empty node, and the nodes where the paths to them branch.
     let lone = |n: u64| page(n << 20);
     let mut full = 0;
     for n in 0..1000 {
@@ -261,7 +261,7 @@ fn a_dropped_page_list_is_deferred_and_not_freed() {
         table.map(range(0x800, 0xfff), 0, RW).unwrap();
         table.unmap(Range::ALL, &mut pages).unwrap();
     }
-    // A list holds the pages of one table: those of the other have gone home.
+    // A list holds the pages of one table: those of the other are deferred in it.
     assert_eq!(pages.bytes(), table.retired_bytes());
     assert_eq!(other.take_deferred().bytes(), other.retired_bytes());
     drop(pages);
@@ -327,8 +327,8 @@ fn mappings_come_in_order_with_their_targets() {
 #[test]
 fn a_reader_sees_a_mapping_that_was_made_or_none() {
     // Every mapping ever made at `iova` leads to `iova + 1 TiB` or, where pages are split into
-    // bytes, to `iova + 2 TiB + 1`; the permissions tell which. Nodes are linked above and beside
-    // the reader, replaced by leaves, unlinked and freed, always with the readers' consent.
+    // bytes, to `iova + 2 TiB + 1`; the permissions show which. Nodes are linked above and beside
+    // the reader, replaced by leaves, unlinked and, after a grace period, freed.
     let table = table();
     let stop = AtomicBool::new(false);
     let qsbr = Arc::new(ringfence_sync::qsbr::Qsbr::new(2));
@@ -380,7 +380,7 @@ fn a_reader_sees_a_mapping_that_was_made_or_none() {
             if !pages.is_empty() {
                 qsbr.synchronize();
                 // SAFETY: the grace period began after the list was filled, and both readers look
-                // up only between their quiet points. The writer is in no lookup.
+                // up only between their quiet points. The writer makes no lookup.
                 unsafe { pages.reclaim() };
             }
         }

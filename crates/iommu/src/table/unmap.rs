@@ -1,4 +1,4 @@
-//! Unmapping: look whether a mapping would be split, then do what cannot fail.
+//! Unmapping: check that no mapping would be split, then do what cannot fail.
 
 use ringfence_sync::atomic::AtomicU64;
 
@@ -29,8 +29,8 @@ impl Removed {
     fn retire_block(&mut self, word: Slot) {
         if self.block != Some(word) {
             self.block = Some(word);
-            // SAFETY: the lock is held and no slot that is left will hold the block. All slots that
-            // share it are met one after the other, so this is the first time.
+            // SAFETY: the lock is held and no remaining slot will hold the block. All slots that
+            // share it are visited one after the other, so this is the first time.
             unsafe { self.pages.push_block(word) };
         }
     }
@@ -49,7 +49,7 @@ pub(super) fn splits(root: &AtomicU64, span: Span) -> Option<u64> {
     }
 }
 
-/// The short way for what is by far the commonest: the range is one or more slots of a node, not all
+/// The fast path for by far the commonest case: the range is one or more slots of a node, not all
 /// of them, that hold leaves or nothing. `None`: nothing was done (a split is refused elsewhere).
 #[inline(always)]
 pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option<Removed> {
@@ -78,7 +78,8 @@ pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option
     Some(removed)
 }
 
-/// Removes every mapping from `part`, some or all of the slot at `place`. None is split.
+/// Removes every mapping from `part`, some or all of the slot at `place`. The caller has checked
+/// that this splits none.
 pub(super) fn sweep(writer: &mut Writer, place: SlotRef<'_>, part: Span, removed: &mut Removed) {
     let word = place.load();
     if word.is_empty() {
@@ -127,7 +128,7 @@ fn sweep_block(writer: &mut Writer, place: SlotRef<'_>, part: Span, removed: &mu
     }
 }
 
-/// Counts and retires all that is under a node that no slot points to any more. Its slots stay as
+/// Counts and retires everything under a node that no slot points to any more. Its slots stay as
 /// they are: readers may be in it.
 fn discard(writer: &mut Writer, node: &Node, removed: &mut Removed) {
     if node.live.get() > 0 {
@@ -136,7 +137,7 @@ fn discard(writer: &mut Writer, node: &Node, removed: &mut Removed) {
             if word.is_leaf() {
                 removed.leaf(word, slot);
             } else if word.is_block() {
-                // SAFETY: reachable until a moment ago, and the lock is held.
+                // SAFETY: it was reachable until a moment ago, and the lock is held.
                 let block = unsafe { word.block_ptr().as_ref() };
                 for record in block.records().iter().filter(|record| record.is_live()) {
                     removed.bytes += record.span.clip(slot).len();

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::Prot;
 
-/// What a slot says about an address: a leaf, or the record of a block.
+/// What a slot holds for an address: a leaf, or the record of a block.
 #[derive(Clone, Copy)]
 pub(super) struct Leaf {
     /// The slot's addresses, or all of the record's mapping.
@@ -28,14 +28,14 @@ impl Leaf {
         Translation { range: self.span.range(), delta: self.delta, prot: self.prot }
     }
 
-    /// Whether two leaves lead on from each other.
+    /// Whether two leaves have the same difference and permission.
     #[inline]
     fn joins(&self, other: &Leaf) -> bool {
         self.delta == other.delta && self.prot == other.prot
     }
 }
 
-/// What the content of a slot that is no child says about `address`.
+/// What a slot that holds no child holds for `address`.
 #[inline]
 fn leaf_of(word: Slot, shift: u32, address: u64) -> Option<Leaf> {
     if word.is_leaf() {
@@ -50,7 +50,7 @@ fn leaf_of(word: Slot, shift: u32, address: u64) -> Option<Leaf> {
     if word.is_empty() { None } else { record_of(word, address) }
 }
 
-/// What a block says about `address`: rare, so it is kept out of the walk.
+/// What a block holds for `address`: rare, so it is kept out of the walk.
 #[cold]
 fn record_of(word: Slot, address: u64) -> Option<Leaf> {
     // SAFETY: read from a slot by a lookup or by the writer, as in `leaf_at`.
@@ -63,7 +63,7 @@ fn record_of(word: Slot, address: u64) -> Option<Leaf> {
 struct End<'n> {
     word: Slot,
     shift: u32,
-    /// The node whose slot it is; `None` for the root's, and where no node has the address.
+    /// The node that has the slot; `None` for the root slot, and if no node contains the address.
     node: Option<&'n Node>,
 }
 
@@ -84,20 +84,20 @@ pub(super) unsafe fn leaf_at(root: &AtomicU64, address: u64) -> Option<Leaf> {
 
 /// The slot where the walk to `address` ends.
 ///
-/// The three lowest levels are written out for the commonest case, that nothing skips among them. The
-/// shifts are then constants, and the index into a node is computed while the word that leads to it
-/// is still on its way.
+/// The three lowest levels are written out for the commonest case, without skips among them. The
+/// shifts are then constants, and the index into a node is computed while the word that points to
+/// it is still being loaded.
 ///
 /// # Safety
 /// As [`leaf_at`].
 #[inline(always)]
 unsafe fn end_at<'n>(root: &AtomicU64, address: u64) -> End<'n> {
-    // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
+    // SAFETY: it was reachable a moment ago; the caller promises that it is not freed meanwhile.
     let enter = |word: Slot| unsafe { word.node::<'n>() };
     // SAFETY: the caller's promise.
     let walk_on = |node, word, shift| unsafe { walk_on(node, word, shift, address) };
-    // Every load is Acquire and pairs with the Release store of `Writer::set`: the node that a
-    // pointer leads to is seen as it was made.
+    // Every load is Acquire and pairs with the Release store of `Writer::set`: the node behind a
+    // pointer is seen initialised.
     let mut word = Slot(root.load(Ordering::Acquire));
     let mut top = shift(ROOT_LEVEL);
     let mut node: Option<&'n Node> = None;
@@ -138,8 +138,8 @@ unsafe fn end_at<'n>(root: &AtomicU64, address: u64) -> End<'n> {
     End { word: inner.load(index(0, address)), shift: shift(0), node: Some(inner) }
 }
 
-/// Whether `address` is one of the node's, whose shift the word that led there told: what must be
-/// asked after levels were left out, as nothing on the way has compared those bits.
+/// Whether the node contains `address`; `shift` is from the word that points to the node. Needed
+/// where levels were skipped, as the walk has not compared those bits.
 #[inline]
 fn node_has(node: &Node, shift: u32, address: u64) -> bool {
     (address ^ node.base()) >> shift < FANOUT as u64
@@ -159,7 +159,7 @@ unsafe fn walk_on<'n>(node: &'n Node, word: Slot, shift: u32, address: u64) -> E
     }
 }
 
-/// The walk for every tree there can be, from a child on.
+/// The walk for any tree, from a child on.
 ///
 /// # Safety
 /// As [`leaf_at`].
@@ -167,7 +167,8 @@ unsafe fn walk_on<'n>(node: &'n Node, word: Slot, shift: u32, address: u64) -> E
 unsafe fn walk_down<'n>(mut word: Slot, mut shift: u32, address: u64) -> End<'n> {
     let mut node = None;
     while word.is_child() {
-        // SAFETY: reachable a moment ago; the caller promises that it is not freed meanwhile.
+        // SAFETY: it was reachable a moment ago; the caller promises that it is not freed
+        // meanwhile.
         let inner = unsafe { word.node::<'n>() };
         shift = if word.skip() == 0 { shift - RADIX_BITS } else { word.skip() };
         if word.skip() != 0 && !node_has(inner, shift, address) {
@@ -212,8 +213,8 @@ pub(super) unsafe fn run_at(root: &AtomicU64, address: u64, within: Span) -> Opt
     Some(run)
 }
 
-/// The slots of `node` around that of `address`, which holds the leaf `word`, that hold the same; and
-/// whether the run may go on below and above, in another node or in a block.
+/// The slots of `node` around the one of `address`, which holds the leaf `word`, that hold the
+/// same; and whether the run may continue below and above, in another node or in a block.
 #[inline]
 fn run_in(node: &Node, word: Slot, address: u64, within: Span) -> (Span, bool, bool) {
     let inside = node.indices(within);
@@ -277,10 +278,10 @@ pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Span) -> Optio
     }
 }
 
-/// Slots of a node, side by side.
+/// Adjacent slots of a node.
 ///
-/// What they stand for was told by the way to the node. Its header lies elsewhere than its slots: who
-/// asked it first would wait for memory twice.
+/// What they stand for follows from the walk to the node. The node's header lies apart from its
+/// slots, so that reading it first would wait for memory twice.
 pub(super) struct Slots<'n> {
     pub(super) node: &'n Node,
     shift: u32,
@@ -295,7 +296,7 @@ impl Slots<'_> {
         index(self.span.first)..=index(self.span.last)
     }
 
-    /// Whether they are all of the node's.
+    /// Whether they are all slots of the node.
     #[inline]
     pub(super) fn are_all(&self) -> bool {
         self.span == self.node_span()
@@ -313,8 +314,8 @@ impl Slots<'_> {
     }
 }
 
-/// The slots that `span` is made of, if there are such: of the deepest node that has all of it, if the
-/// span has more than one of its slots or exactly one. `None` where the walk ends before.
+/// The slots that `span` consists of, if it does: slots of the deepest node that contains it, one
+/// or more. `None` if the walk ends before that node.
 ///
 /// # Safety
 /// The lock is held.

@@ -1,4 +1,4 @@
-//! What only the holder of the lock does: linking and unlinking, and the books about it.
+//! Linking and unlinking, with the accounting: only for the holder of the lock.
 
 use alloc::boxed::Box;
 use core::ptr;
@@ -39,7 +39,7 @@ impl<'t> SlotRef<'t> {
         self.node.map_or(ROOT_LEVEL, Node::level)
     }
 
-    /// Where a slot points to `node`.
+    /// The slot that points to `node`.
     fn that_holds(node: &Node, root: &'t AtomicU64) -> SlotRef<'t> {
         // SAFETY: the node is linked, so its parent is, and the lock is held.
         match unsafe { node.parent.get().as_ref() } {
@@ -53,11 +53,11 @@ impl<'t> SlotRef<'t> {
 pub(super) struct Writer {
     /// The nodes that have no slot in use, linked through `before` and `after`.
     empties: *const Node,
-    /// How many mappings there may be: the table's limit, or what it has taken from a budget.
+    /// How many mappings are allowed: the table's limit, or what it has taken from a budget.
     pub(super) granted: u64,
 }
 
-// SAFETY: the nodes belong to the tree, and the writer goes with the lock from thread to thread.
+// SAFETY: the nodes belong to the tree, and the writer moves from thread to thread with the lock.
 unsafe impl Send for Writer {}
 
 impl Writer {
@@ -65,7 +65,7 @@ impl Writer {
         Writer { empties: ptr::null(), granted }
     }
 
-    /// Changes one slot. This is where everything becomes visible to readers.
+    /// Changes one slot. Every change becomes visible to readers here.
     #[inline]
     pub(super) fn set(&mut self, place: SlotRef<'_>, word: Slot) {
         if let Some(node) = place.node {
@@ -79,7 +79,7 @@ impl Writer {
         place.slot.store(word.0, Ordering::Release);
     }
 
-    /// Notes that `slots` more slots of a node are in use.
+    /// Counts `slots` more slots of a node as in use.
     #[inline]
     pub(super) fn fill(&mut self, node: &Node, slots: u32) {
         if node.live.get() == 0 {
@@ -88,7 +88,7 @@ impl Writer {
         node.live.set(node.live.get() + slots);
     }
 
-    /// Notes that `slots` slots of a node are no longer in use.
+    /// Counts `slots` slots of a node as no longer in use.
     #[inline]
     pub(super) fn drain(&mut self, node: &Node, slots: u32) {
         node.live.set(node.live.get() - slots);
@@ -119,14 +119,14 @@ impl Writer {
         }
     }
 
-    /// Makes a node of `level` around `address`, not linked yet, with no slot in use.
+    /// Turns `node` into one of `level` around `address`, not linked yet, with no slot in use.
     pub(super) fn adopt<'t>(&mut self, node: Box<Node>, level: u32, address: u64) -> &'t Node {
         let node = node.place(level, address);
         self.note_empty(node);
         node
     }
 
-    /// Lets a slot point to `node`, which is new or is being moved.
+    /// Makes a slot point to `node`, which is new or is being moved.
     pub(super) fn link(&mut self, place: SlotRef<'_>, node: &Node) {
         node.parent.set(place.node.map_or(ptr::null(), ptr::from_ref));
         self.set(place, Slot::child(node, place.level()));
@@ -140,8 +140,8 @@ impl Writer {
         pages.push_node(node);
     }
 
-    /// Unlinks every empty node, those that become empty thereby, and those that are left with one
-    /// child, which takes their place.
+    /// Unlinks every empty node, those that become empty thereby, and those left with one child,
+    /// which takes their place.
     pub(super) fn scavenge(&mut self, root: &AtomicU64, pages: &mut Chain) {
         // SAFETY: the nodes on the list are linked, and the lock is held.
         while let Some(node) = unsafe { self.empties.as_ref() } {
@@ -154,7 +154,7 @@ impl Writer {
         }
     }
 
-    /// Takes a node with one slot in use out of the way, if what is there is a child.
+    /// Removes a node that has only one slot in use, if that slot holds a child.
     fn shorten(&mut self, node: &Node, root: &AtomicU64, pages: &mut Chain) {
         let only = (0..FANOUT).map(|at| node.load(at)).find(|word| !word.is_empty());
         if let Some(word) = only.filter(|word| word.is_child()) {

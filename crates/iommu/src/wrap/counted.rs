@@ -1,4 +1,4 @@
-//! How often, how much, how many failed.
+//! Counting calls, bytes and failures.
 
 use core::{
     fmt,
@@ -14,8 +14,8 @@ use crate::{Domain, Error, Gather, Iova, Map, Partial, Range, Result, SyncToken,
 
 /// A domain that counts the calls that go through it.
 ///
-/// A call costs two or three relaxed atomic additions on a cache line of its kind; threads that make
-/// the same kind of call at the same time share that line.
+/// A call costs two or three relaxed atomic additions on a cache line of its kind; threads that
+/// make the same kind of call at the same time share that line.
 pub struct Counted<D> {
     inner: D,
     counters: [CachePadded<Counters>; Kind::ALL.len()],
@@ -35,8 +35,8 @@ pub struct Count {
     pub calls: u64,
     /// How many of them returned an error.
     pub errors: u64,
-    /// How many bytes were mapped, or unmapped by lists without an error; 0 for other kinds. Stops at
-    /// 2^64-1.
+    /// How many bytes were mapped, or unmapped by lists without an error; 0 for other kinds. Stops
+    /// at 2^64-1.
     pub bytes: u64,
 }
 
@@ -79,7 +79,7 @@ impl<D> Counted<D> {
         &self.inner
     }
 
-    /// The counters as they stand.
+    /// The current counts.
     pub fn counts(&self) -> Counts {
         let mut counts = Counts::default();
         for (count, counters) in counts.of.iter_mut().zip(&self.counters) {

@@ -19,21 +19,21 @@ pub enum When {
     Nth(u64),
     /// Every nth call from when the rule was made on; 0 is never.
     Every(u64),
-    /// A call in so many of a million, by a pseudo-random generator: the same calls in the same
-    /// order with the same seed fail again.
+    /// This many calls in a million, by a pseudo-random generator: with the same seed, the same
+    /// calls in the same order fail.
     PerMillion(u32),
     /// Every call.
     Always,
 }
 
-/// Whether the inner domain sees a call that fails.
+/// Whether a failing call reaches the inner domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// It does not: the call fails, and nothing was done.
+    /// It does not: the call fails with nothing done.
     Before,
-    /// It does, whatever it says: the call is reported as failed though it was done, as by a device
-    /// whose answer is lost. A failed `map_pages` so breaks the promise that nothing was changed;
-    /// that is for testing what stands above the driver that gave the promise.
+    /// It does, but its result is discarded and the call is reported as failed, as by a device
+    /// whose response is lost. A failed `map_pages` then breaks the promise that nothing was
+    /// changed; use it to test the layers above the driver that makes this promise.
     After,
 }
 
@@ -47,7 +47,7 @@ struct Rule {
     since: u64,
 }
 
-/// A domain some calls of which fail, as told by rules. It does not go around another of its kind.
+/// A domain that fails some of its calls, by rules. It must not wrap another `Faulty`.
 ///
 /// A failing [`iova_to_phys`](Domain::iova_to_phys) finds nothing; a failing end of a sync reports
 /// [`Range::ALL`], whatever the inner domain reports.
@@ -77,8 +77,8 @@ impl<D> Faulty<D> {
         self.inject_error(kind, when, stage, Error::Gone("injected fault"));
     }
 
-    /// Makes calls of `kind` fail with `error`. Where several rules apply to a call, the one made
-    /// first does it.
+    /// Makes calls of `kind` fail with `error`. If several rules apply to a call, the first one
+    /// made wins.
     pub fn inject_error(&self, kind: Kind, when: When, stage: Stage, error: Error) {
         let since = self.calls[kind.index()].load(Ordering::Relaxed);
         self.rules.lock().push(Rule { kind, when, stage, error, since });
@@ -103,7 +103,8 @@ impl<D> Faulty<D> {
         let call = self.calls[kind.index()].fetch_add(1, Ordering::Relaxed) + 1;
         let rules = self.rules.lock();
         let rule = rules.iter().filter(|rule| rule.kind == kind).find(|rule| {
-            // A call that began before the rule was made may come here after: it is none of its.
+            // A call that began before the rule was made may arrive here after it: the rule does
+            // not apply.
             let Some(nth) = call.checked_sub(rule.since).filter(|&nth| nth != 0) else {
                 return false;
             };
@@ -128,7 +129,7 @@ impl<D> Faulty<D> {
     }
 }
 
-/// A sync that was over as soon as it began, and may fail nevertheless.
+/// A sync that was over as soon as it began, but may still fail.
 const OVER: SyncToken = SyncToken(u64::MAX);
 
 impl<D: Domain> Faulty<D> {
@@ -144,7 +145,7 @@ impl<D: Domain> Faulty<D> {
     }
 }
 
-// SAFETY: the inner domain's promise, of which it keeps less only by reporting a failure.
+// SAFETY: the inner domain's promise; it does less only where it reports a failure.
 unsafe impl<D: Domain> Domain for Faulty<D> {
     type Target = D::Target;
 

@@ -17,7 +17,7 @@ pub use faulty::{Faulty, Stage, When};
 #[doc(hidden)]
 pub use alloc::vec::Vec;
 
-/// Methods of a domain around another, which lies in a field: `pass_on!(inner: geometry, sync_wait)` in the
+/// Forwards methods to a wrapped domain in a field: `pass_on!(inner: geometry, sync_wait)` in the
 /// implementation of [`Domain`](crate::Domain).
 #[macro_export]
 macro_rules! pass_on {
@@ -121,7 +121,7 @@ impl Kind {
         }
     }
 
-    /// That of the beginning of a sync.
+    /// The kind of a sync's beginning.
     const fn of(work: Work<'_>) -> Kind {
         match work {
             Work::Map(_) => Kind::SyncMap,
@@ -160,7 +160,7 @@ pub(crate) mod fake {
         pub(crate) mappings: SpinLock<BTreeMap<u64, (Range, GuestPhys)>>,
     }
 
-    /// What a sync of everything is named.
+    /// The token of a sync of everything.
     pub(crate) const ALL: SyncToken = SyncToken(7);
 
     // SAFETY: there is no device that could reach anything.

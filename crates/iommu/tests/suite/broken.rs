@@ -1,4 +1,4 @@
-//! Domains that are wrong in one thing.
+//! Domains with one defect each.
 
 use std::sync::Arc;
 
@@ -9,36 +9,36 @@ use ringfence_iommu::{
 
 use crate::Soft;
 
-/// What a domain is wrong in.
+/// The defect of a domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wrong {
     /// A sync of unmaps does nothing.
     NoSync,
     /// A flush does nothing.
     NoFlush,
-    /// A sync is of the first range of its list.
+    /// A sync covers only the first range of its list.
     FirstOnly,
-    /// A mapping goes on for a granule.
+    /// A mapping extends by one granule too many.
     OneMore,
-    /// A mapping leads to the next granule.
+    /// A mapping translates to the next granule.
     Elsewhere,
-    /// Whatever is mapped may be written.
+    /// Every mapping may be written.
     AllPermitted,
     /// An unaligned range is rounded.
     Rounds,
-    /// What is there already is replaced.
+    /// A map replaces an existing mapping.
     Replaces,
-    /// A list goes on after what was refused.
+    /// A list continues after a refused element.
     MapsOn,
-    /// The same, of unmaps.
+    /// The same, for unmaps.
     UnmapsOn,
-    /// An unmap removes all of what it splits.
+    /// An unmap that would split a mapping removes all of it.
     Splits,
-    /// An unmap takes the next granule with it.
+    /// An unmap also removes the next granule.
     TakesMore,
     /// An unmap returns the size of its range.
     Miscounts,
-    /// A sync that fails has succeeded.
+    /// A sync that fails is reported as a success.
     Swallows,
     /// The first target of an address is its target for ever.
     KeepsOld,
@@ -49,7 +49,7 @@ pub(crate) enum Wrong {
 }
 
 impl Wrong {
-    /// Each with the check that is about it.
+    /// Each with the check that detects it.
     pub(crate) const ALL: [(Wrong, &str); 17] = [
         (Wrong::NoSync, "unmaps_for_good"),
         (Wrong::NoFlush, "flushes_what_was_queued"),
@@ -108,7 +108,7 @@ impl Broken {
     fn unmap_one(&self, mut range: Range, gather: &mut Gather) -> Result<u128> {
         match self.wrong {
             Wrong::Rounds => range = rounded(range),
-            // What it has mapped too much goes, too.
+            // Widened to the whole mappings at both ends.
             Wrong::Splits | Wrong::OneMore => {
                 for end in [range.first(), range.last()] {
                     let there = self.soft().mapping(end);
@@ -117,7 +117,7 @@ impl Broken {
             }
             Wrong::TakesMore => {
                 if let Some(next) = next_to(range) {
-                    // What it cannot take it leaves.
+                    // If that fails, the next granule stays mapped.
                     let _ = self.inner.unmap(next, gather);
                 }
             }
@@ -136,7 +136,7 @@ fn rounded(range: Range) -> Range {
     Range::new(Iova(range.first().0 & !4095), Iova(range.last().0 | 4095)).unwrap()
 }
 
-// SAFETY: none: they are wrong. No memory is behind their targets.
+// SAFETY: none: these domains are broken on purpose. Their targets are not memory.
 unsafe impl Domain for Broken {
     type Target = GuestPhys;
 

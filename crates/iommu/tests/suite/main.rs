@@ -1,5 +1,5 @@
-//! The suite of what a domain owes: ours keep it, and each domain that is wrong in one thing fails the check
-//! that is about it.
+//! The contract suite for domains: ours pass it, and each domain with one defect fails the check
+//! for that defect.
 #![cfg(not(loom))]
 
 mod broken;
@@ -118,7 +118,8 @@ fn each_domain_that_is_wrong_in_one_thing_fails_the_check_of_it() {
         let mut rig = Rig::new(&soft, Broken::new(Arc::clone(&faulty), wrong));
         rig.fail_next = Some(faulty);
         let outcomes = run(&mut rig);
-        // One may be so wrong that nothing can be cleaned up after it: that is a failure of the suite.
+        // A domain may be so broken that nothing can be cleaned up after it: that is a failure of
+        // the suite.
         let outcomes = outcomes.unwrap_or_else(|why| panic!("{wrong:?}: {why}"));
         let failed = failures(&outcomes);
         assert!(failed.iter().any(|it| it.check == check), "{wrong:?} passes {check}: {failed:?}");
@@ -126,7 +127,8 @@ fn each_domain_that_is_wrong_in_one_thing_fails_the_check_of_it() {
         met.push(check);
     }
     assert!(met.len() >= 10);
-    // The others are for domains whose device may refuse, and for addresses that need no help to be wrong.
+    // No broken domain stands for the other two, which concern domains whose device may refuse, and
+    // the last granule.
     let every: Vec<_> = checks::<Rig<Arc<Soft>>>().iter().map(|check| check.name).collect();
     assert!(met.iter().all(|check| every.contains(check)));
     let missed: Vec<_> = every.into_iter().filter(|check| !met.contains(check)).collect();

@@ -139,7 +139,7 @@ fn a_cache_that_is_too_small_grows_and_keeps_what_it_has() {
         assert_eq!(cache.get(n << 12, Prot::READ).unwrap().host, host((1 << 40) - (n << 12)));
         assert!(cache.get(n << 12, Prot::WRITE).is_none());
     }
-    // As often as generations can be told apart, and once more.
+    // More often than there are distinct generations.
     for _ in 0..600 {
         put(&cache, 7);
         assert!(cache.get(7 << 12, Prot::READ).is_some());
@@ -224,7 +224,7 @@ proptest! {
                 for wanted in [Prot::READ, Prot::WRITE] {
                     let Some(held) = cache.get(addr, wanted) else { continue };
                     prop_assert!(held.covers(addr, wanted));
-                    // All that it says it covers, at its ends and here.
+                    // The entry is right at both its ends and here.
                     for byte in [held.first, addr, held.last()] {
                         let last = done.iter().rev().find(|(range, _)| range.contains(Iova(byte)));
                         let target = last.and_then(|(_, target)| *target);

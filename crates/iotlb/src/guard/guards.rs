@@ -30,17 +30,17 @@ pub struct GuardCounters {
     pub waits: AtomicU64,
     /// How long they waited, in nanoseconds, all together.
     pub waited_ns: AtomicU64,
-    /// Of these, those whose patience was over first.
+    /// Of these, those that timed out.
     pub timeouts: AtomicU64,
     /// Guards that failed.
     pub failures: AtomicU64,
 }
 
-/// What came of a look.
+/// The result of a lookup.
 pub(super) enum Found {
     /// It leads there, and the access is allowed.
     There(Translation),
-    /// It may be had by asking.
+    /// It can be requested by a miss.
     Missing,
     /// There is no such translation.
     Refused,
@@ -53,7 +53,7 @@ pub(super) struct Looker {
     waiter: Arc<Waiter>,
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
-    /// How many questions there were when who looks began to.
+    /// How many misses there were when the access began to look.
     since: u64,
 }
 
@@ -82,7 +82,7 @@ impl Looker {
     }
 }
 
-/// A question without an access cannot be asked.
+/// A miss without an access cannot be sent.
 fn asked_for(prot: Prot) -> Prot {
     if prot.intersects(Prot::RW) { prot } else { Prot::READ }
 }
@@ -96,16 +96,16 @@ impl Drop for Online<'_> {
     }
 }
 
-/// Wakes threads that wait for an answer.
+/// Wakes threads that wait for an update.
 #[derive(Default)]
 struct Bell {
     lock: Mutex<()>,
     rung: Condvar,
 }
 
-/// Hands out [`Guard`](super::Guard)s of one endpoint's translations, that stop together if a failure
-/// [says so](FailureScope::Space), with one lock around what looks translations up: a device with a thread
-/// for each queue makes one for each.
+/// Hands out [`Guard`](super::Guard)s of one endpoint's translations, which stop together if the
+/// scope of failures is the [space](FailureScope::Space), with one lock around lookups: a device
+/// with a thread for each queue makes one `Guards` for each.
 pub struct Guards {
     endpoint: Arc<Endpoint>,
     looker: Mutex<Looker>,
@@ -119,14 +119,14 @@ pub struct Guards {
 }
 
 impl Guards {
-    /// Those of `endpoint`; `None` if the process's shootdown has no place for another reader.
+    /// Guards of `endpoint`; `None` if the process's shootdown has no place for another reader.
     pub fn new(endpoint: Arc<Endpoint>, scope: FailureScope) -> Option<Arc<Guards>> {
         let mut reader = endpoint.shootdown().reader()?;
         reader.offline();
         let bell = Arc::<Bell>::default();
         let ring = Arc::clone(&bell);
         let waiter = Waiter::new(Box::new(move || {
-            // Under the lock: who has looked and not yet gone to sleep holds it.
+            // Under the lock: a thread that has looked and does not sleep yet holds it.
             let _lock = ring.lock.lock();
             ring.rung.notify_all();
         }));
@@ -144,7 +144,7 @@ impl Guards {
         }))
     }
 
-    /// Whose translations they are.
+    /// The endpoint that they translate for.
     pub fn endpoint(&self) -> &Arc<Endpoint> {
         &self.endpoint
     }
@@ -154,8 +154,8 @@ impl Guards {
         self.scope
     }
 
-    /// Runs `job` with a looker. What it finds may be used after it under leases taken in it; what
-    /// was refused since there were so many questions is refused to it.
+    /// Runs `job` with a looker. What it finds may be used afterwards under leases taken in it. It
+    /// sees refusals of misses that were sent since there were `since` of them.
     pub(super) fn look<R>(&self, since: u64, job: impl FnOnce(&Looker) -> R) -> R {
         let mut looker = self.looker.lock();
         looker.since = since;
@@ -170,7 +170,7 @@ impl Guards {
         job(online.0)
     }
 
-    /// How many questions were asked so far.
+    /// How many misses there were so far, those sent again included.
     pub(super) fn questions(&self) -> u64 {
         match &self.looker.lock().binding {
             Binding::Iotlb(iotlb) => iotlb.questions(),
@@ -186,13 +186,13 @@ impl Guards {
         }
     }
 
-    /// Counts answers; to be called before the look that finds something missing.
+    /// Counts updates and refusals; to be called before the lookup that finds something missing.
     pub(super) fn answers(&self) -> u64 {
         self.waiter.answers()
     }
 
-    /// Asks for `wanted` and waits for an answer after the one that `answers` counted, for a few
-    /// milliseconds at most: what could not be asked for, or goes unanswered, is asked again.
+    /// Sends misses for `wanted` and waits until the count exceeds `answers`, for a few
+    /// milliseconds at most: what could not be sent, or is not resolved, is sent again.
     pub(super) fn ask(&self, wanted: &mut Vec<Miss>, answers: u64, until: Instant) {
         const ROUND: Duration = Duration::from_millis(5);
         wanted.iter_mut().for_each(|miss| miss.access = asked_for(miss.access));
@@ -239,13 +239,13 @@ impl Guards {
         &self.counted
     }
 
-    /// Why none of them may be used any more, if so.
+    /// Why none of its guards may be used any more, if so.
     #[inline]
     pub fn failure(&self) -> Option<Failure> {
         if self.stopped.load(Ordering::Acquire) { *self.failure.lock() } else { None }
     }
 
-    /// Goes on after a failure, which is returned: the device has done with the request that met it,
+    /// Goes on after a failure, which is returned: the device has finished the request that met it,
     /// or was reset. Guards that failed themselves stay so.
     pub fn recover(&self) -> Option<Failure> {
         let mut failure = self.failure.lock();

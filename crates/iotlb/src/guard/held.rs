@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{Miss, misses::PAGE};
 
-/// The most leases of a guard: instead of one more it takes one on all there is.
+/// The most leases of a guard: instead of one more it takes one on the whole address space.
 const LEASES: usize = 256;
 /// The most pieces of a guard and runs of pages in them: with more it keeps what it has, and cannot
 /// wait any more.
@@ -27,7 +27,7 @@ const REMEMBERED: usize = 1 << 14;
 const PIECES: usize = 1 << 16;
 /// How many addresses are found without a search.
 const RECENT: usize = 8;
-/// The most that is asked for at a time.
+/// The most misses that are sent at a time.
 const MISSES: usize = 1024;
 
 thread_local! {
@@ -66,7 +66,7 @@ struct GuardState {
     /// wait it is good again, as all that was handed out, or nothing is.
     recent: [Cell<Recent>; RECENT],
     failure: Cell<Option<Failure>>,
-    /// Never lets go, and so never waits.
+    /// Never drops its leases, and so never waits.
     fixed: Cell<bool>,
 }
 
@@ -88,7 +88,7 @@ impl Recent {
 struct Inner {
     pieces: Pieces,
     leases: Leases,
-    /// The pieces are what was handed out; no lease stands on them.
+    /// The pieces are what was handed out; no lease covers them.
     let_go: bool,
 }
 
@@ -102,16 +102,17 @@ impl Leases {
     fn take(&mut self, looker: &Looker, range: Range) {
         if !self.all {
             self.all = self.held.len() >= LEASES;
-            // One on everything stands on what is looked up later too: whatever removes that is
-            // begun after this lease was taken.
+            // A lease on everything also covers what is looked up later: an invalidation of that
+            // begins after this lease was taken.
             self.held.push(looker.lease(if self.all { Range::ALL } else { range }));
         }
     }
 }
 
 impl Guard {
-    /// One of `source`, for this thread. `same_place` says whether a target, with as many bytes as are given
-    /// and one more, still lies where it lay when the guard was made; it is called after a wait.
+    /// A guard of `source`, for this thread. `same_place(target, extent)` returns whether the
+    /// `extent + 1` bytes at a target still lie where they lay when the guard was made; it is
+    /// called after a wait.
     pub fn new(source: &Arc<Guards>, same_place: Box<dyn Fn(u64, u64) -> bool>) -> Guard {
         let held = Rc::new(GuardState {
             source: Arc::clone(source),
@@ -126,8 +127,8 @@ impl Guard {
     }
 
     /// Calls `each` with every target of the `count` bytes at `addr` and its number of bytes less
-    /// one, and keeps them in use, waiting for what is missing. If one part cannot be had, none is, and the
-    /// guard has failed. `each` must not use the guard.
+    /// one, and keeps them in use, waiting for what is missing. If one part cannot be translated,
+    /// none is, and the guard has failed. `each` must not use the guard.
     ///
     /// # Errors
     /// See [`Failure`]; so does every later access.
@@ -142,8 +143,8 @@ impl Guard {
         self.0.translate(addr, count, prot, each)
     }
 
-    /// As [`translate`](Self::translate), but nothing is handed out, and the guard does not fail if it
-    /// cannot be had.
+    /// As [`translate`](Self::translate), but nothing is handed out, and the guard does not fail if
+    /// there is no translation.
     ///
     /// # Errors
     /// See [`Failure`].
@@ -157,8 +158,8 @@ impl Guard {
         self.0.probe(addr, count, prot, each)
     }
 
-    /// Translates all of `parts` (addresses, bytes, accesses), before the first of them is used; what is
-    /// missing of them is asked for together, and waited for once.
+    /// Translates all of `parts` (addresses, bytes, accesses), before the first of them is used;
+    /// their misses are sent together, and waited for once.
     ///
     /// # Errors
     /// See [`Failure`]; so does every later access.
@@ -166,7 +167,7 @@ impl Guard {
         self.0.prefetch(parts)
     }
 
-    /// Whether every access so far was translated: to be asked before what came of them is made known.
+    /// Whether every access so far was translated: to be called before their results are published.
     ///
     /// # Errors
     /// Why not.
@@ -175,8 +176,8 @@ impl Guard {
         self.0.check()
     }
 
-    /// Has it fail for good, and report the fault; returns the first failure, which is the one it is known
-    /// by.
+    /// Makes it fail for good, and reports the fault; returns the first failure, which every later
+    /// access returns.
     pub fn fail(&self, failure: Failure, access: Prot) -> Failure {
         self.0.fail(failure, access)
     }
@@ -259,7 +260,7 @@ impl GuardState {
             ranges.extend(range.map(|range| (range, prot)));
         }
         self.ensure(&ranges).map_err(|failure| self.fail(failure, Prot::empty()))?;
-        // As if handed out: otherwise a wait would forget them.
+        // As if handed out: otherwise a wait would drop them.
         let pieces = &mut self.inner.borrow_mut().pieces;
         ranges.iter().for_each(|&(range, prot)| pieces.touch(range, prot));
         Ok(())
@@ -279,8 +280,9 @@ impl GuardState {
         failure
     }
 
-    /// No lease stands on what was handed out while the thread waits: what it calls meanwhile (a sink of misses, the
-    /// VMM's memory) gets nothing of it. Nor does what is called with a target.
+    /// While the thread waits no lease covers what was handed out: code that it calls meanwhile (a
+    /// sink of misses, the VMM's memory) gets none of it. Nor does code that is called with a
+    /// target.
     fn is_here(&self, addr: u64) -> Result<(), Failure> {
         match self.inner.try_borrow_mut() {
             Ok(inner) if !inner.let_go => Ok(()),
@@ -296,9 +298,9 @@ impl GuardState {
         range.map(Some).ok_or(Failure::Overflow { addr, count })
     }
 
-    /// Has `parts` translated and leased. While it waits for one of them no guard of this thread
-    /// holds a lease, so that an invalidation that the one who answers waits for can complete; when
-    /// it goes on, all of them lead where they led.
+    /// Translates and leases `parts`. While it waits for one of them no guard of this thread holds
+    /// a lease, so that an invalidation that the front end waits for can complete; when it goes on,
+    /// all of them lead where they led.
     fn ensure(&self, parts: &[(Range, Prot)]) -> Result<(), Failure> {
         self.bound();
         let mut others = Waiting(Vec::new());
@@ -338,14 +340,15 @@ impl GuardState {
             let waited = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
             self.source.counted.waited_ns.fetch_add(waited, Ordering::Relaxed);
         }
-        // Who cannot go on is not to find that out by using what is no longer his.
+        // Guards that cannot go on fail here, before they use memory whose leases are gone.
         for held in others.0.iter().filter(|_| result.is_err()) {
             held.settle();
         }
         result
     }
 
-    /// One look at all that the guards of this thread need. `wanted` is what is missing of it.
+    /// One look at all that the guards of this thread need. `wanted` receives what is missing of
+    /// it.
     fn attempt(
         &self,
         others: &[Rc<GuardState>],
@@ -375,8 +378,8 @@ impl GuardState {
         self.recent.iter().for_each(|recent| recent.set(Recent::NONE));
     }
 
-    /// Translates anew all that was handed out, if it was let go. False if some of it is missing,
-    /// which is added to `wanted`.
+    /// Translates all that was handed out again, if its leases were dropped. False if some of it is
+    /// missing, which is added to `wanted`.
     fn take_up(&self, since: u64, wanted: &mut Vec<Miss>) -> Result<bool, Failure> {
         let mut inner = self.inner.borrow_mut();
         if !inner.let_go || self.failure.get().is_some() {
@@ -413,7 +416,7 @@ impl GuardState {
             }
             Ok(())
         })?;
-        // Under their leases by now, and under no lock: what is asked is the VMM's.
+        // Under their leases by now, and under no lock: this calls the VMM's code.
         for (target, extent, changed) in places {
             if !(self.same_place)(target, extent) {
                 return Err(changed);
@@ -425,7 +428,7 @@ impl GuardState {
         Ok(ready)
     }
 
-    /// After a wait that came to nothing: goes on if it can, and has failed if not.
+    /// After a wait that failed: goes on if it can, and fails if not.
     fn settle(&self) {
         let result = self.take_up(u64::MAX, &mut Vec::new());
         let addr = || self.inner.borrow().pieces.iter().next().map_or(0, |p| p.range().first().0);
@@ -436,13 +439,13 @@ impl GuardState {
         }
     }
 
-    /// Keeps what a guard remembers within bounds.
+    /// Bounds the number of pieces that a guard keeps.
     fn bound(&self) {
         let mut inner = self.inner.borrow_mut();
         if inner.pieces.len() > REMEMBERED {
             debug_assert!(inner.leases.all, "there were more pieces than leases");
             self.fixed.set(true);
-            // They are a cache now: what is not let go is not taken up.
+            // The pieces are only a cache now: leases that are never dropped are not taken again.
             inner.pieces = Pieces::default();
         }
     }
@@ -450,7 +453,7 @@ impl GuardState {
 
 impl Drop for GuardState {
     fn drop(&mut self) {
-        // Nobody looks at the list of a thread that ends.
+        // The list of a thread that ends is not used any more.
         let _ = HERE.try_with(|here| {
             here.borrow_mut().retain(|held| held.strong_count() != 0);
         });
@@ -480,7 +483,8 @@ fn cover(
     loop {
         let last = match pieces.find(at) {
             Some(piece) if piece.prot.allows(prot) => piece.range().last().0,
-            // Narrower than what is wanted: nothing may be held of it while it is replaced.
+            // It allows less than the access needs: nothing of it may be leased while it is
+            // replaced.
             known => match (looker.find(Iova(at), prot), known.map(|piece| piece.range())) {
                 (Found::There(found), None) => {
                     if pieces.len() >= most {

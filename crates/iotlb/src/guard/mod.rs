@@ -2,21 +2,21 @@
 //!
 //! [`Guards`] are made of an [`Endpoint`](crate::Endpoint). A device takes a [`Guard`] for each piece of
 //! work; what it translates comes straight from the table that invalidations act on, and is kept in use
-//! by leases for as long as the guard lives: an invalidation of it is not over before (rule D15), one of
-//! anything else is.
+//! by leases for as long as the guard lives: an invalidation of it is not over before (rule D15);
+//! other invalidations do not wait.
 //!
 //! # Waiting
-//! An access that meets a gap asks for it and waits (a [`View`](crate::View) does not; a device written
-//! for it serves other requests meanwhile). The front end may want to invalidate before it answers, even
-//! all there is. So while a thread waits its guards hold nothing. When the answer is there, all that they
-//! had handed out is translated anew: if it leads to the same places the access goes on, and if not the
-//! guard has failed, and so has the access. Nothing is touched in between, because guards stay with their
-//! thread; for asynchronous I/O there is [`Guard::hold`]. A device that keeps targets of a guard that
-//! failed must not use them any more.
+//! An access whose translation is missing sends a miss and waits (a [`View`](crate::View) does not;
+//! a device written for it serves other requests meanwhile). The front end may invalidate before it
+//! updates, even everything. So while a thread waits its guards hold no leases. When the update has
+//! arrived, all that they had handed out is translated anew: if it leads to the same places the
+//! access goes on, and if not the guard has failed, and so has the access. Nothing is touched in
+//! between, because guards stay with their thread; for asynchronous I/O there is [`Guard::hold`]. A
+//! device must not use targets of a guard that failed any more.
 //!
-//! What the guards of a thread have handed out must be in the table all at once to be taken up
-//! again: a request must not need more entries than
-//! [`IotlbConfig::entries`](crate::IotlbConfig::entries), or it runs out of patience.
+//! What the guards of a thread have handed out must be in the table all at once to be leased again:
+//! a request must not need more entries than [`IotlbConfig::entries`](crate::IotlbConfig::entries),
+//! or it times out.
 
 mod guards;
 mod held;
@@ -43,7 +43,7 @@ pub enum Failure {
         /// The first address without.
         addr: u64,
     },
-    /// Nobody said whether there is one in time.
+    /// No update or refusal arrived in time.
     #[error("{addr:#x}: no answer to a miss in time")]
     TimedOut {
         /// The first address that is missing.

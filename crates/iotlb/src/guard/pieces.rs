@@ -47,8 +47,8 @@ impl Piece {
             .map(|(first, last)| Range::new(Iova(first), Iova(last)).expect("runs are ordered"))
     }
 
-    /// Notes that what lies in it of the addresses from `first` to `last` is handed out. Returns how
-    /// many runs there are more.
+    /// Notes that its part of the addresses from `first` to `last` is handed out. Returns how many
+    /// runs there are more than before.
     fn touch(&mut self, first: u64, last: u64) -> isize {
         let whole = (self.first, self.last);
         let (first, last) = ((first & !(PAGE - 1)).max(whole.0), (last | (PAGE - 1)).min(whole.1));
@@ -94,7 +94,7 @@ pub(super) struct Pieces {
 }
 
 impl Pieces {
-    /// How much there is to remember.
+    /// How many pieces and runs there are.
     pub(super) fn len(&self) -> usize {
         self.pieces.len() + self.runs
     }
@@ -209,7 +209,7 @@ impl Pieces {
         piece
     }
 
-    /// Forgets what was never handed out.
+    /// Drops what was never handed out.
     pub(super) fn forget_untouched(&mut self) {
         self.pieces.retain(|piece| !matches!(piece.touched, Touched::Nothing));
         self.order.clear();

@@ -26,7 +26,7 @@ struct World {
     returned: AtomicBool,
 }
 
-// SAFETY: who may touch the memory when is what the model checks.
+// SAFETY: the model checks that accesses to the memory do not overlap.
 unsafe impl Sync for World {}
 // SAFETY: as above.
 unsafe impl Send for World {}

@@ -64,7 +64,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// What the front end has told and not taken back: by atom, where it leads and what it allows.
+/// What the front end has updated and not invalidated: by atom, where it leads and what it allows.
 type Truth = BTreeMap<u64, (u64, Prot)>;
 
 proptest! {
@@ -92,8 +92,8 @@ fn holds(table: &Table, addr: u64, access: Access) -> bool {
     table.iter().any(|(range, prot)| range.contains(Iova(addr)) && prot.allows(wanted(access)))
 }
 
-/// Runs `ops` on an IOTLB of at most so many entries, and on the oracle beside it. Returns how many
-/// prefetches found all of an access that found less.
+/// Runs `ops` on an IOTLB of at most `entries`, and on the oracle beside it. Returns how many
+/// prefetches found everything although the access then found less.
 fn run(entries: u64, ops: &[Op]) -> std::result::Result<usize, TestCaseError> {
     let again = Duration::from_secs(1000);
     let mut bench = bench_with(IotlbConfig { entries, again, ..IotlbConfig::default() });
@@ -116,7 +116,7 @@ fn run(entries: u64, ops: &[Op]) -> std::result::Result<usize, TestCaseError> {
                 truths.push(then);
                 tokens.push(bench.iotlb.update(range, GuestPhys(gpa), prot).unwrap());
                 prop_assert!(bench.iotlb.entries() <= entries);
-                // The newest is there, whatever made room for it.
+                // The newest entry is there, whatever was evicted for it.
                 for n in 0..count {
                     let access = if prot == Prot::READ { Access::Read } else { Access::Write };
                     prop_assert!(

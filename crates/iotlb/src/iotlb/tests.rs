@@ -12,7 +12,7 @@ pub(super) const PAGE: u64 = 4096;
 /// The first address of the first region.
 pub(super) const GPA: u64 = REGIONS[0].0 * PAGE;
 
-/// A front end that only writes down what it is asked.
+/// A front end that only records misses and failures.
 #[derive(Default)]
 struct Asked {
     misses: Mutex<Vec<Miss>>,
@@ -31,7 +31,7 @@ impl MissSink for Asked {
 }
 
 impl Asked {
-    /// The pages that were asked for since the last call.
+    /// The pages of the misses since the last call.
     fn pages(&self) -> Vec<u64> {
         self.misses.lock().drain(..).map(|miss| miss.iova.0 / PAGE).collect()
     }
@@ -64,7 +64,7 @@ pub(super) fn bench_with(config: IotlbConfig) -> Bench {
 }
 
 fn bench() -> Bench {
-    // Nothing here depends on time: what is asked is asked once.
+    // Nothing here depends on time: each miss is sent once.
     bench_with(IotlbConfig { again: Duration::from_secs(1000), ..IotlbConfig::default() })
 }
 
@@ -237,7 +237,7 @@ fn what_was_evicted_is_not_served_beside_what_replaces_it() {
     bench.view.quiet();
     assert!(bench.shootdown.is_over(token));
     assert_eq!(bench.pieces(0, 1).unwrap()[0].0, bench.host(GPA + PAGE));
-    // Nobody has passed a quiet point through many evictions: the same.
+    // No view passes a quiet point during many evictions: the same.
     for page in 0..100 {
         bench.update(page * PAGE, GPA, 1, Prot::RW);
         assert!(bench.reads(page * PAGE));
@@ -362,7 +362,7 @@ fn a_refusal_is_a_fault_and_what_is_there_but_forbidden_is_told() {
     // rule D16
     let bench = bench();
     bench.update(PAGE, GPA, 1, Prot::READ);
-    // Said of each access that is to fail, so that it does however late it comes after the refusal.
+    // With `since`, an access fails however late it comes after the refusal.
     let since = bench.view.questions();
     assert!(!bench.reads(0) && !bench.writes(PAGE));
     bench.view.ask();
@@ -407,7 +407,7 @@ fn what_is_asked_for_in_advance_fails_nobody() {
     bench.view.quiet();
     assert_eq!(bench.asked.pages(), [0, 1]);
     bench.iotlb.refuse(pages(0, 1), Prot::READ);
-    // Mapped since, perhaps: it is asked for.
+    // It may have been mapped since: a miss is sent.
     let missing = AccessError::Again { addr: 0, access: Access::Read };
     assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
     bench.view.quiet();

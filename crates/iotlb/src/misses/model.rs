@@ -1,4 +1,4 @@
-//! A miss, its answer and the wake-up, explored by loom.
+//! A miss, its update and the wake-up, explored by loom.
 
 use loom::thread;
 use ringfence_sync::atomic::AtomicBool;
@@ -15,7 +15,7 @@ fn page() -> Range {
     Range::from_len(Iova(0x1000), PAGE).unwrap()
 }
 
-/// A table of one page, and the list of who waits for it.
+/// A table of one page, and its list of misses.
 struct World {
     mapped: AtomicBool,
     misses: Misses,
@@ -39,7 +39,7 @@ impl World {
         self.misses.lack((miss().iova, Prot::READ), since, waiter, 1) == Lack::Refused
     }
 
-    /// Looks once. Returns whether it was there, and whether somebody must be asked.
+    /// Looks once. Returns whether the page was there, and whether a miss must be sent.
     fn look(&self, waiter: &Arc<Waiter>) -> (bool, bool) {
         if self.there() {
             return (true, false);
@@ -56,7 +56,7 @@ fn check(f: impl Fn() + Send + Sync + 'static) {
     builder.check(f);
 }
 
-/// Who lacks something either finds it, or is woken and finds it then, or has asked for it after the
+/// A view with a miss finds the page, or is woken and finds it then, or sends the miss after the
 /// update was over.
 #[test]
 fn no_answer_is_lost() {
@@ -73,7 +73,7 @@ fn no_answer_is_lost() {
     });
 }
 
-/// Two views want the same page, one question is asked, and its answer wakes both.
+/// Two views miss the same page, one miss is sent, and its update wakes both.
 #[test]
 fn one_question_answers_all_who_wait() {
     check(|| {
@@ -84,7 +84,7 @@ fn one_question_answers_all_who_wait() {
             thread::spawn(move || {
                 let (there, asks) = world.look(&waiter);
                 if asks {
-                    // The front end answers what it is asked, and nothing else.
+                    // The front end sends updates for misses only.
                     world.update();
                 }
                 there
@@ -97,7 +97,7 @@ fn one_question_answers_all_who_wait() {
     });
 }
 
-/// Who sees that it was woken finds what it was woken for.
+/// A waiter that sees that it was woken finds the translation.
 #[test]
 fn who_is_woken_finds_the_translation() {
     check(|| {
@@ -113,7 +113,7 @@ fn who_is_woken_finds_the_translation() {
     });
 }
 
-/// A refusal reaches who waits: it looks again and is told, or has asked after it.
+/// A refusal reaches the waiter: it looks again and sees it, or has sent its miss afterwards.
 #[test]
 fn a_refusal_is_not_lost_either() {
     check(|| {
@@ -130,7 +130,7 @@ fn a_refusal_is_not_lost_either() {
     });
 }
 
-/// Nor is it if another asks for the same before it is seen.
+/// It is not lost either if another view sends the same miss before it is seen.
 #[test]
 fn a_refusal_outlives_the_next_question() {
     check(|| {

@@ -18,7 +18,7 @@ fn pages(first: u64, count: u64) -> Range {
     Range::from_len(Iova(first * PAGE), count * PAGE).unwrap()
 }
 
-/// What is asked for if `waiter` wants `wanted` at that time.
+/// The misses to send if `waiter` waits for `wanted` at that time.
 fn note(misses: &Misses, wanted: &[Miss], waiter: &Arc<Waiter>, now_ns: u64) -> Vec<Miss> {
     let mut wanted = wanted.to_vec();
     misses.note(&mut wanted, Some(waiter), now_ns, |_| false);
@@ -38,7 +38,7 @@ fn one_question_for_a_page_and_an_access_however_many_want_it() {
         assert_eq!(note(&misses, &[miss(0x1800, Prot::READ)], &second, now), []);
     }
     assert_eq!(misses.open(), 2);
-    // Asked again, with the address that was asked for first.
+    // Sent again, with the address that was sent first.
     assert_eq!(
         note(&misses, &[miss(0x1800, Prot::READ)], &second, 20),
         [Miss { again: Some(3), ..read }]
@@ -77,7 +77,7 @@ fn an_answer_for_part_of_a_page_leaves_nobody_behind() {
     misses.answer(Range::from_len(Iova(0x1800), 0x800).unwrap(), Prot::READ);
     assert_eq!((low.answers(), high.answers(), misses.open()), (0, 1, 1));
     note(&misses, &[miss(0x1900, Prot::READ)], &high, 0);
-    // The question is answered, not all that waited with it: they ask anew.
+    // The miss is resolved, but not for all waiters: the others send a new one.
     misses.answer(Range::from_len(Iova(0x1000), 0x800).unwrap(), Prot::READ);
     assert_eq!((low.answers(), high.answers(), misses.open()), (1, 2, 0));
 }
@@ -165,7 +165,7 @@ fn who_did_not_wait_is_not_refused() {
     assert_eq!(misses.lack((Iova(0x5000), Prot::READ), None, &waiter(), 1), Lack::Pending);
 }
 
-/// Two who wait by the same waiter, and say since when.
+/// Two accesses that share a waiter, and say since when they wait.
 #[test]
 fn a_refusal_is_seen_however_late_by_who_waited_and_by_nobody_else() {
     let misses = Misses::new(100, TIMES);
@@ -175,22 +175,22 @@ fn a_refusal_is_seen_however_late_by_who_waited_and_by_nobody_else() {
     let first = misses.questions();
     note(&misses, &read, &waiter, 0);
     let second = misses.questions();
-    // It waits for the answer to the same question, which was asked before it was wanted.
+    // It waits for the same miss, which was sent before.
     assert_eq!(note(&misses, &read, &waiter, 1), []);
     assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 2).len(), 1);
     assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
     assert_eq!(lack(u64::MAX), Lack::Pending, "it has not waited at all");
-    // It asks anew, and the first has not looked yet.
+    // It sends a new miss, and the first has not looked yet.
     assert_eq!(note(&misses, &read, &waiter, 3), read);
     assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
     assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 4).len(), 1);
     assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Refused));
-    // What is there is there.
+    // An update ends the refusal.
     misses.answer(pages(1, 1), Prot::READ);
     assert_eq!(lack(first), Lack::Pending);
 }
 
-/// Asked again and again: each answer is to its question.
+/// Sent several times: each reply belongs to its number.
 #[test]
 fn an_answer_that_took_long_does_not_concern_who_came_meanwhile() {
     let misses = Misses::new(100, TIMES);
@@ -207,8 +207,8 @@ fn an_answer_that_took_long_does_not_concern_who_came_meanwhile() {
     assert_eq!((lack(before), lack(between)), (Lack::Refused, Lack::Pending));
 }
 
-/// A page was translated, unmapped and mapped again, and only then the answer to a question comes that
-/// was asked in between.
+/// A page was translated, unmapped and mapped again, and only then the reply arrives to a miss that
+/// was sent in between.
 #[test]
 fn an_answer_to_an_older_question_concerns_nobody_who_asked_after_it() {
     let misses = Misses::new(100, TIMES);

@@ -155,8 +155,8 @@ impl View {
         ready
     }
 
-    /// The pieces of an access that begins in `entry` and leaves it. Those that follow each other in
-    /// this process are one, whatever they were found as.
+    /// The pieces of an access that begins in `entry` and leaves it. Pieces that are contiguous in
+    /// this process are merged.
     pub(super) fn pieces<F>(
         &self,
         mut entry: Entry,
@@ -201,10 +201,10 @@ impl View {
     }
 }
 
-/// The most questions that are gathered before they are sent.
+/// The most misses that are gathered before they are sent.
 const BATCH: usize = 256;
 
-/// Among how many of the last ones a question is looked for before it is noted.
+/// How many of the last misses are searched for a duplicate before one is added.
 const NEAR: usize = 4;
 
 /// Notes what is missing; false if there is no room for it now.
@@ -213,7 +213,7 @@ fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
     let miss = Miss { iova: Iova(addr), access: wanted(access), again: None };
     let mut misses = misses.borrow_mut();
     let room = misses.len() < BATCH;
-    // One that stands further back is told apart when they are asked for; here it only takes room.
+    // A duplicate further back is found when they are sent; here it only takes room.
     if room && !misses.iter().rev().take(NEAR).any(|other| other.key() == miss.key()) {
         misses.push(miss);
     }

@@ -110,7 +110,7 @@ fn a_window_and_what_was_cached_go_before_the_invalidation_is_over() {
     let other = view.window(0x20_1000, 10, Access::Read).unwrap();
     assert_eq!(window.slice().as_ptr() as usize, host(&memory, 16 * PAGE));
     let token = unmap(&domain, 0x10_0000, 2);
-    // Until the quiet point the device may go on, and nobody is told that it does not.
+    // Until the quiet point the device may go on, and the sync does not complete.
     assert!(!is_over(&domain, token));
     assert!(window.is_valid());
     assert!(view.read(0x10_0000, &mut [0]).is_ok(), "cached");
@@ -211,7 +211,7 @@ fn an_invalidation_waits_for_views_of_its_domain_and_for_no_others() {
     view.quiet();
     assert!(shootdown.is_over(gone.0) && read(&view).is_err());
 
-    // Who is bound to none looks nothing up.
+    // An endpoint that is bound to no domain looks nothing up.
     endpoint.bind(Binding::Bypass);
     [&mut view, &mut elsewhere].into_iter().for_each(View::quiet);
     map(&there, 0x1000, 17 * PAGE, 1, Prot::RW);
@@ -329,7 +329,7 @@ fn the_last_address_is_an_address_and_none_follows_it() {
 #[test]
 fn a_window_lies_in_one_piece_however_many_mappings_it_spans() {
     let Bench { domain, view, .. } = bench();
-    // Two mappings whose memory follows, and then one whose memory does not.
+    // Two mappings with contiguous memory, and then one that breaks it.
     map(&domain, 0x1_f000, 17 * PAGE, 1, Prot::RW);
     map(&domain, 0x2_0000, 18 * PAGE, 1, Prot::RW);
     map(&domain, 0x2_1000, 16 * PAGE, 1, Prot::RW);

@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-/// A fixed number of bits, with searches that look at 64 at once.
+/// A fixed number of bits, with searches that examine 64 at once.
 pub(super) struct Bits {
     words: Vec<u64>,
 }
@@ -60,7 +60,7 @@ impl Bits {
         self.next(first, last, u64::MAX)
     }
 
-    /// The first bit in `first..=last` that differs from those of `plain`.
+    /// The first bit in `first..=last` that differs from the bits of `plain`.
     fn next(&self, first: usize, last: usize, plain: u64) -> Option<usize> {
         if first > last {
             return None;

@@ -13,26 +13,26 @@ use crate::{
     Stats, aperture::GranuleRequest,
 };
 
-/// The window that a [`Bitmap`] covers unless there is a reason for another: 4 GiB.
+/// The default window of a [`Bitmap`]: 4 GiB.
 ///
-/// Why 4 GiB: any device can address it, as few have masks below 32 bits; and at a granule of 4 KiB
-/// it costs 128 KiB a bitmap while 4 GiB of memory can be mapped at once, which is more than the
-/// devices of this world have in flight. A device that keeps more mapped needs a larger window,
-/// which costs memory and, once it is well filled, time.
+/// Why 4 GiB: nearly every device can address it, as few have masks below 32 bits; and at a granule
+/// of 4 KiB it costs 128 KiB a bitmap for 4 GiB of memory mapped at once, more than devices usually
+/// have in flight. A device that keeps more mapped needs a larger window, which costs memory and,
+/// once it is well filled, time.
 pub const DEFAULT_WINDOW: u64 = 1 << 32;
 
 /// The most granules that a window covers: 2^26, 8 MiB a bitmap (256 GiB at a granule of 4 KiB).
-/// A bound, so that an aperture of 57 bits given as the window does not ask for petabytes.
+/// Without a bound, an aperture of 57 bits given as the window would need an enormous bitmap.
 const MAX_GRANULES: u64 = 1 << 26;
 
-/// What makes the IOMMU forget every translation; called by a lazy [`Bitmap`] once a lap.
+/// Invalidates every cached translation of the IOMMU; a lazy [`Bitmap`] calls it once a lap.
 ///
-/// It may free ranges of the bitmap that calls it, but not allocate from it.
+/// It may free ranges of the calling bitmap, but not allocate from it.
 pub trait Flush: Send + Sync {
     /// Returns once nothing that was unmapped before the call can be reached any more.
     ///
     /// # Errors
-    /// It failed: nothing may be reused.
+    /// The flush failed: nothing may be reused.
     fn flush(&self) -> Result<(), FlushFailed>;
 }
 
@@ -50,15 +50,16 @@ impl<F: Fn() -> Result<(), FlushFailed> + Send + Sync> Flush for F {
 /// One bit a granule, next fit, over the lowest part of an aperture: the *window*.
 ///
 /// A search goes upwards from where the last one ended; at the end of the window it starts again at
-/// the bottom: a *lap*. In lazy mode a freed range keeps its bits until the next lap; then one flush
-/// makes the IOMMU forget everything, and all that was freed before that flush becomes free at once
-/// (rule L16, the policy of s390 and SPARC). So one flush pays for a whole lap of mappings.
+/// the bottom: a *lap*. In lazy mode a freed range keeps its bits until the next lap; then one
+/// flush invalidates everything, and all ranges freed before it become available at once (rule L16,
+/// the policy of s390 and SPARC). So the cost of one flush is spread over a whole lap of mappings.
 ///
-/// A second bitmap marks where each range ends, so that a free is known to be of exactly one range.
+/// A second bitmap marks where each range ends, so that a free can be checked to cover exactly one
+/// range.
 pub struct Bitmap {
     window: Aperture,
     flush: Option<Box<dyn Flush>>,
-    /// Held by who makes the flush of a lap, so that there is one and others wait for it. Taken
+    /// Held by the thread that flushes at the end of a lap; others wait for that flush. Taken
     /// before `state`.
     lap: SpinLock<()>,
     state: SpinLock<State>,
@@ -74,14 +75,14 @@ struct State {
     reserved: Vec<(usize, usize)>,
     /// What was freed since the last lap's flush began.
     freed: Freed,
-    /// What the flush that is running will release; empty if none is.
+    /// What the running flush will release; empty if there is none.
     flushing: Freed,
     /// Where the next search starts.
     next: usize,
     stats: Stats,
 }
 
-/// Freed ranges that wait for a flush. Without bits in a bitmap that is not lazy.
+/// Freed ranges that wait for a flush. Has no bits in a bitmap that is not lazy.
 struct Freed {
     bits: Bits,
     ranges: u64,
@@ -89,15 +90,15 @@ struct Freed {
 }
 
 impl Bitmap {
-    /// The lowest `window` bytes of `aperture` ([`DEFAULT_WINDOW`] says what that costs); a freed
-    /// range may be used again at once.
+    /// A bitmap over the lowest `window` bytes of `aperture` (for the cost see [`DEFAULT_WINDOW`]);
+    /// a freed range may be reused at once.
     ///
     /// The window is rounded up to whole granules and is at most 2^26 of them.
     pub fn new(aperture: Aperture, window: u64) -> Bitmap {
         Bitmap::with(aperture, window, None)
     }
 
-    /// As [`new`](Self::new), but a freed range is used again only after the flush of the next lap
+    /// As [`new`](Self::new), but a freed range is reused only after the flush of the next lap
     /// (rule L16).
     pub fn lazy(aperture: Aperture, window: u64, flush: Box<dyn Flush>) -> Bitmap {
         Bitmap::with(aperture, window, Some(flush))
@@ -123,15 +124,15 @@ impl Bitmap {
         }
     }
 
-    /// The part of the aperture that it hands out from.
+    /// The part of the aperture from which it allocates.
     pub fn window(&self) -> Aperture {
         self.window
     }
 
     /// Ends the lap: everything that was freed so far is flushed and becomes free.
     ///
-    /// `seen` is the number of laps when the caller ran out; another thread may have made the next
-    /// one meanwhile, and then there is something to find without a flush.
+    /// `seen` is the number of laps when the caller found nothing; if another thread has completed
+    /// a lap since, there may be free ranges without a flush.
     fn lap(
         &self,
         flush: &dyn Flush,
@@ -145,8 +146,8 @@ impl Bitmap {
         {
             return Ok(place);
         }
-        // Ranges that are freed while the flush runs belong to the next one: the flush may have
-        // passed them already. The state is not locked meanwhile, so there may be such ranges.
+        // Ranges that are freed while the flush runs belong to the next one: this one may have
+        // passed them already. There may be such ranges, as the state is not locked meanwhile.
         state.begin_flush();
         drop(state);
         let result = flush.flush();
@@ -251,7 +252,7 @@ impl Freed {
 }
 
 impl State {
-    /// Takes the next place above where the last search ended.
+    /// Takes the first place above the end of the last search.
     fn take_from_next(&mut self, window: &Aperture, wanted: &GranuleRequest) -> Option<usize> {
         self.take_from(window, wanted, self.next)
     }
@@ -278,7 +279,7 @@ impl State {
     ) -> Option<usize> {
         self.stats.searches += 1;
         let base = window.low();
-        // Within the window, so it fits: the limit of a checked request is not below it.
+        // No overflow: the limit of a checked request lies within the window.
         let limit = (wanted.limit - base) as usize;
         let mut at = from;
         let (first, last) = loop {
@@ -324,16 +325,16 @@ impl State {
         }
     }
 
-    /// What was freed so far is what the flush that follows will release.
+    /// Assigns everything freed so far to the flush that follows.
     fn begin_flush(&mut self) {
         if self.flushing.ranges != 0 {
-            // A flush before this one panicked: what it was to release waits for this one.
+            // An earlier flush panicked: what it was to release waits for this one.
             self.end_flush(false);
         }
         mem::swap(&mut self.freed, &mut self.flushing);
     }
 
-    /// Releases it if the flush was done; keeps it for the next if not.
+    /// Releases it if the flush succeeded; otherwise keeps it for the next.
     fn end_flush(&mut self, done: bool) {
         let State { used, ends, freed, flushing, stats, .. } = self;
         if done {
@@ -364,7 +365,7 @@ impl State {
         }
     }
 
-    /// Reserves `low..=high`; tells a granule of it that is taken otherwise, if there is one.
+    /// Reserves `low..=high`; fails with a granule in it that is taken but not reserved.
     fn reserve(&mut self, low: usize, high: usize) -> Result<(), usize> {
         let mut at = low;
         while let Some(taken) = self.used.next_set(at, high) {

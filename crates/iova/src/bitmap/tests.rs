@@ -49,7 +49,7 @@ fn a_search_goes_on_where_the_last_one_ended() {
 fn a_lazily_freed_range_is_not_reused_before_the_lap_and_a_lap_flushes_once() {
     // rule L16
     let (bitmap, flushes) = lazy();
-    // Each page is freed at once, and still every page of a lap is another one.
+    // Each page is freed at once, yet no page occurs twice in a lap.
     for lap in 0..5 {
         for number in 1..=16 {
             assert_eq!(page(&bitmap), number);
@@ -57,11 +57,11 @@ fn a_lazily_freed_range_is_not_reused_before_the_lap_and_a_lap_flushes_once() {
             assert_eq!((bitmap.stats().laps, flushes.load(Ordering::Relaxed)), (lap, lap));
         }
     }
-    // Until a flush a freed page is taken; after it only those that were not freed are.
+    // Until a flush freed pages stay taken; after it only the others do.
     assert_eq!(bitmap.stats().live_ranges, 16);
     assert_eq!(page(&bitmap), 1);
     assert_eq!(bitmap.stats().live_ranges, 1);
-    // A lap that finds nothing is one all the same.
+    // A lap that finds nothing counts all the same.
     for _ in 2..=16 {
         page(&bitmap);
     }
@@ -79,7 +79,7 @@ fn what_is_freed_while_the_flush_runs_waits_for_the_next_one() {
         let bitmap = inside.get().expect("set before the first lap");
         if bitmap.stats().laps == 0 {
             bitmap.free(5 * PAGE, PAGE).unwrap();
-            // Neither page is free again, and neither can be freed again.
+            // Neither page is available yet, and neither can be freed again.
             let again = bitmap.free(5 * PAGE, PAGE).unwrap_err();
             assert_eq!(again.reason, FreeReason::AlreadyFree);
             let flushing = bitmap.free(4 * PAGE, PAGE).unwrap_err();
@@ -95,7 +95,7 @@ fn what_is_freed_while_the_flush_runs_waits_for_the_next_one() {
     bitmap.free(4 * PAGE, PAGE).unwrap();
     assert_eq!(page(bitmap), 4);
     assert_eq!(bitmap.stats().laps, 1);
-    // Page 5 was freed during that flush: it takes another.
+    // Page 5 was freed during that flush: it needs another one.
     assert_eq!(page(bitmap), 5);
     assert_eq!(bitmap.stats().laps, 2);
     assert!(bitmap.alloc(&Request::new(PAGE)).is_err());
@@ -182,7 +182,7 @@ fn the_window_is_a_part_of_the_aperture_and_bounded() {
     assert_eq!(window.last(), PAGE * (MAX_GRANULES + 1) - 1);
     let small = Bitmap::new(aperture(), u64::MAX);
     assert_eq!(small.window(), aperture());
-    // What the window can never hold is said to be so, and costs no lap.
+    // A size that the window can never hold is reported as such, and costs no lap.
     let error = small.alloc(&Request::new(17 * PAGE)).unwrap_err();
     assert!(matches!(error.reason, AllocReason::ApertureTooSmall { .. }));
     assert_eq!(small.stats().laps, 0);
@@ -217,6 +217,6 @@ fn threads_that_end_a_lap_together_flush_once_for_it() {
     let stats = bitmap.stats();
     assert_eq!((stats.allocs, stats.frees), (4000, 4000));
     assert_eq!(stats.laps, flushes.load(Ordering::Relaxed));
-    // A lap gives at most sixteen pages and here at least fifteen, as one may be in use.
+    // A lap hands out at most sixteen pages and here at least fifteen, as one may be in use.
     assert!(stats.laps >= 4000 / 16 - 1 && stats.laps <= 4000 / 15 + 1, "{} laps", stats.laps);
 }

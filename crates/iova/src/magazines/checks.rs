@@ -1,4 +1,4 @@
-//! What is cached, so that a wrong free is found out.
+//! The set of cached ranges, to detect wrong frees.
 
 use alloc::collections::BTreeSet;
 
@@ -8,9 +8,9 @@ use crate::FreeError;
 
 /// The addresses that are cached.
 ///
-/// The allocator below cannot tell: for it a cached range is allocated. Every step that changes
-/// whether a range is cached *and* allocated below is made under this lock, so that a second free
-/// never finds a range between the two.
+/// The allocator below cannot detect them: for it a cached range is allocated. Every step that
+/// changes whether a range is cached *and* allocated below happens under this lock, so that a
+/// second free never finds a range between the two.
 pub(super) struct Checks {
     cached: SpinLock<BTreeSet<u64>>,
 }
@@ -20,8 +20,8 @@ impl Checks {
         Checks { cached: SpinLock::new(BTreeSet::new()) }
     }
 
-    /// Notes that `iova` is about to be cached, if `check` has nothing against it; `false` if it
-    /// already is.
+    /// Records that `iova` is about to be cached, if `check` succeeds; returns `false` if it is
+    /// cached already.
     pub(super) fn insert(
         &self,
         iova: u64,
@@ -35,7 +35,7 @@ impl Checks {
         Ok(cached.insert(iova))
     }
 
-    /// As [`insert`](Self::insert), without noting anything.
+    /// As [`insert`](Self::insert), without recording anything.
     pub(super) fn look(
         &self,
         iova: u64,
@@ -48,12 +48,12 @@ impl Checks {
         check().map(|()| true)
     }
 
-    /// Notes that `iova` has left the caches for a caller.
+    /// Records that `iova` has left the caches for a caller.
     pub(super) fn taken(&self, iova: u64) {
         self.cached.lock().remove(&iova);
     }
 
-    /// Notes that `iova` has left the caches for below, where `free` puts it.
+    /// Records that `iova` has left the caches for the allocator below, to which `free` returns it.
     pub(super) fn remove(
         &self,
         iova: u64,

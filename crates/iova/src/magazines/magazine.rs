@@ -4,19 +4,19 @@ use alloc::vec::Vec;
 
 use ringfence_sync::atomic::{AtomicUsize, Ordering};
 
-/// How many ranges a magazine holds: with its length 1 KiB, as in Linux.
+/// How many ranges a magazine holds: 1 KiB with its length, as in Linux.
 pub const MAGAZINE_SLOTS: usize = 127;
 
 /// The addresses of some ranges of one size class, newest last.
 ///
-/// Starts without memory: of a CPU that never frees a size it costs nothing.
+/// Starts without memory, so that sizes a CPU never frees cost nothing.
 #[derive(Default)]
 pub(super) struct Magazine {
     slots: Vec<u64>,
 }
 
 impl Magazine {
-    /// A magazine with memory; `None` if there is none to be had.
+    /// A magazine with memory; `None` if the allocation fails.
     fn try_new() -> Option<Magazine> {
         let mut slots = Vec::new();
         slots.try_reserve_exact(MAGAZINE_SLOTS).ok()?;
@@ -39,7 +39,7 @@ impl Magazine {
         self.slots.len() >= MAGAZINE_SLOTS
     }
 
-    /// Only with memory and while not full.
+    /// Only for a magazine with memory that is not full.
     pub(super) fn push(&mut self, iova: u64) {
         debug_assert!(self.has_memory() && !self.is_full());
         self.slots.push(iova);
@@ -47,7 +47,7 @@ impl Magazine {
 
     /// The newest range of `size` bytes that ends at or below `limit` (rule L8).
     pub(super) fn pop(&mut self, size: u64, limit: u64) -> Option<u64> {
-        // As first address: ranges are aligned to their size, so that their ends do not wrap.
+        // Compares first addresses: ranges are aligned to their size, so their ends do not wrap.
         let highest = limit.checked_sub(size - 1)?;
         let index = self.slots.iter().rposition(|iova| *iova <= highest)?;
         Some(self.slots.swap_remove(index))
@@ -58,7 +58,7 @@ impl Magazine {
     }
 }
 
-/// Makes magazines, up to a number of them.
+/// Makes magazines, up to a limit.
 pub(super) struct Budget {
     left: AtomicUsize,
 }
@@ -68,9 +68,9 @@ impl Budget {
         Budget { left: AtomicUsize::new(magazines) }
     }
 
-    /// A new magazine, unless there are too many or no memory.
+    /// A new magazine, unless the limit is reached or there is no memory.
     pub(super) fn make(&self) -> Option<Magazine> {
-        // Relaxed: it counts; nothing else depends on it.
+        // Relaxed: only a count; nothing else depends on it.
         self.left
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
             .ok()?;
@@ -81,7 +81,7 @@ impl Budget {
         made
     }
 
-    /// Whether `magazine` has room for one more; gives it memory if it has none yet.
+    /// Whether `magazine` has room for one more range; allocates its memory if it has none yet.
     pub(super) fn has_room(&self, magazine: &mut Magazine) -> bool {
         if !magazine.has_memory()
             && let Some(made) = self.make()
@@ -91,7 +91,7 @@ impl Budget {
         magazine.has_memory() && !magazine.is_full()
     }
 
-    /// Takes back a magazine whose ranges are no longer needed.
+    /// Takes back a magazine that is no longer needed.
     pub(super) fn retire(&self, magazine: Magazine) {
         if magazine.has_memory() {
             self.left.fetch_add(1, Ordering::Relaxed);
@@ -129,8 +129,8 @@ impl Depot {
         core::mem::take(&mut self.full)
     }
 
-    /// A magazine to give back, if there are more than `keep` and none was for `interval` (rule
-    /// L10).
+    /// A magazine to give back, if there are more than `keep` and none was given back for
+    /// `interval` (rule L10).
     pub(super) fn trim(&mut self, now_ns: u64, keep: usize, interval: u64) -> Option<Magazine> {
         let due = self.trimmed_ns.is_none_or(|then| now_ns.saturating_sub(then) >= interval);
         if !due || self.full.len() <= keep {

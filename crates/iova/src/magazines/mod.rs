@@ -30,11 +30,11 @@ pub const TRIM_INTERVAL_NS: u64 = 100_000_000;
 /// How [`Magazines`] are set up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MagazineConfig {
-    /// How many magazines may exist (1 KiB each), full or not; at that number a free that needs one
-    /// more goes to the allocator below (rule L7). Default: no bound, as in Linux.
+    /// How many magazines may exist (1 KiB each), full or not; beyond that, a free that needs
+    /// another one goes to the allocator below (rule L7). Default: no bound, as in Linux.
     pub max_magazines: usize,
-    /// Whether a free is checked before it is cached: a set of what is cached, and a look-up below.
-    /// Default: in builds with debug assertions.
+    /// Whether a free is checked before it is cached, by a set of the cached ranges and a look-up
+    /// below. Default: only in builds with debug assertions.
     pub checked: bool,
 }
 
@@ -47,23 +47,22 @@ impl Default for MagazineConfig {
 /// Per-CPU caches of freed ranges in front of another allocator: Bonwick's magazines as in Linux's
 /// `iova.c`.
 ///
-/// A size of up to [`LARGEST_CACHED`] granules is rounded up to a power of two before it is asked
-/// for below (rule L5) and aligned to that, even if less is asked: there are six classes of ranges,
-/// and within one all are alike. A request for less alignment so fails when only places without it
-/// are left. Each CPU
-/// has two magazines a class, *loaded* and *previous*; when a freed range finds both full, one goes
-/// to the *depot*, and when a request finds both empty, one comes from there. Two are needed so that
-/// a CPU at the edge does not run to the depot for every range. Larger ranges go straight to the
-/// allocator below (rule L6).
+/// A size of up to [`LARGEST_CACHED`] granules is rounded up to a power of two before it is
+/// requested below (rule L5) and aligned to that, even if the request needs less: there are six
+/// classes of ranges, and within a class all are alike. Hence a request with a smaller alignment
+/// fails when only less aligned places are left. Each CPU has two magazines a class, *loaded* and
+/// *previous*; when a freed range finds both full, one goes to the *depot*, and when a request
+/// finds both empty, one comes from there. Two are needed so that a CPU on the boundary does not go
+/// to the depot for every range. Larger ranges go straight to the allocator below (rule L6).
 ///
-/// A cached range stays allocated below (rule L9), and so nothing else can be given out there. The
-/// allocator below sees a free only from what the caches give back: [`tick`](Self::tick) trims the
-/// depot, [`offline`](Self::offline) empties a CPU, and a request that finds nothing anywhere
+/// A cached range stays allocated below (rule L9), so nothing else can be allocated there. The
+/// allocator below sees a free only when the caches give ranges back: [`tick`](Self::tick) trims
+/// the depot, [`offline`](Self::offline) empties a CPU, and a request that finds nothing anywhere
 /// drains everything and tries once more (rule L11). Dropping the caches gives back everything.
 ///
-/// A wrong free of a cached size is found out only if [`checked`](MagazineConfig::checked), or, as
-/// far as it concerns the alignment, always. Unchecked, freeing a range twice hands it out twice: it
-/// is for callers that cannot do that, as the owner of a mapping in `ringfence-dma`.
+/// A wrong free of a cached size is detected only if [`checked`](MagazineConfig::checked), except
+/// that a wrong alignment always is. Unchecked, a range that is freed twice is handed out twice:
+/// this is for callers that cannot do that, such as the owner of a mapping in `ringfence-dma`.
 pub struct Magazines<A: Allocator, C: CpuId> {
     inner: A,
     cpu: C,
@@ -73,7 +72,7 @@ pub struct Magazines<A: Allocator, C: CpuId> {
     checks: Option<Checks>,
     granule_shift: u32,
     online: AtomicUsize,
-    /// Ranges given back below, and what failed: all off the fast path.
+    /// Ranges given back below, and failures: all off the fast path.
     returned: AtomicU64,
     failures: AtomicU64,
     rejected: AtomicU64,
@@ -93,7 +92,7 @@ struct Pair {
     previous: Magazine,
 }
 
-/// A size that is cached.
+/// A cached size class.
 #[derive(Clone, Copy)]
 struct Class {
     index: usize,
@@ -133,9 +132,10 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
     }
 
     /// Trims the depot (rule L10): of each size class, one full magazine goes back to the allocator
-    /// below if there are more than CPUs online and none went in the last [`TRIM_INTERVAL_NS`].
+    /// below if there are more than CPUs online and none went back in the last
+    /// [`TRIM_INTERVAL_NS`].
     ///
-    /// To be called now and then, by whoever has a timer.
+    /// To be called now and then, for example by a timer.
     pub fn tick(&self, now_ns: u64) {
         let online = self.online.load(Ordering::Relaxed);
         for (index, depot) in self.depots.iter().enumerate() {
@@ -146,8 +146,9 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         }
     }
 
-    /// Gives back what `cpu` has cached (rule L9). It caches nothing until [`online`](Self::online):
-    /// a thread that still runs there uses the allocator below. No effect if there is no such CPU.
+    /// Gives back what `cpu` has cached (rule L9). It caches nothing until
+    /// [`online`](Self::online): a thread that still runs there uses the allocator below. No effect
+    /// if there is no such CPU.
     pub fn offline(&self, cpu: usize) {
         let Some(cpu) = self.cpus.get(cpu) else { return };
         let mut cpu = cpu.lock();
@@ -174,9 +175,9 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         if last >= LARGEST_CACHED {
             return None;
         }
-        // Granules less one: 0 is class 0, 1 class 1, 2 and 3 class 2, and so on.
+        // By granules less one: 0 is class 0, 1 is class 1, 2 and 3 are class 2, and so on.
         let class = self.class((u64::BITS - last.leading_zeros()) as usize);
-        // With a granule so large that the size does not fit, nothing of the class exists.
+        // If the granule is so large that the size does not fit 64 bits, the class does not exist.
         (class.size != 0).then_some(class)
     }
 
@@ -188,7 +189,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
 
     #[inline]
     fn this_cpu(&self) -> &SpinLock<Cpu> {
-        // The number is a hint and not to be trusted with an index.
+        // The number is only a hint, so the index is checked.
         self.cpus.get(self.cpu.current()).unwrap_or(&self.cpus[0])
     }
 
@@ -210,7 +211,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         Some(iova)
     }
 
-    /// Caches a range (rule L7); `false` if there is no room and none can be made.
+    /// Caches a range (rule L7); returns `false` if there is no room and none can be made.
     #[inline]
     fn put(&self, class: Class, iova: u64) -> bool {
         let mut cpu = self.this_cpu().lock();
@@ -250,7 +251,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
                 Some(checks) => checks.remove(iova, || self.inner.free(iova, class.size)),
                 None => self.inner.free(iova, class.size),
             };
-            // Not so only if the caller freed what it did not have, unchecked: count it.
+            // Fails only if the caller, unchecked, freed what it did not own: counted.
             let counter = if freed.is_ok() { &self.returned } else { &self.rejected };
             counter.fetch_add(1, Ordering::Relaxed);
         }
@@ -264,7 +265,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         }
     }
 
-    /// Everything that is cached goes back below.
+    /// Gives all cached ranges back below.
     fn drain_all(&self) {
         for cpu in &self.cpus {
             let classes = mem::take(&mut cpu.lock().classes);
@@ -289,7 +290,7 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         }
         result.map_err(|error| {
             self.failures.fetch_add(1, Ordering::Relaxed);
-            // What the caller asked, not what it was rounded up to.
+            // The caller's request, not the rounded one.
             AllocError { request: *request, ..error }
         })
     }
@@ -300,14 +301,14 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
         let Some(class) = self.class_of(request.size) else {
             return self.alloc_below(request, request);
         };
-        // What the range is aligned to whatever is asked, so that all of a class are alike.
+        // The alignment of the range regardless of the request, so that all of a class are alike.
         let (align, cached) = match request.align {
             Align::Bytes(bytes) if bytes > class.size => (Align::Bytes(bytes), false),
             Align::Bytes(bytes) if !bytes.is_power_of_two() => (Align::Bytes(bytes), false),
             _ => (Align::Bytes(class.size), true),
         };
-        // A range that is aligned to its size crosses no boundary that is as far apart. A mask that
-        // is none is for the allocator below to refuse.
+        // A range aligned to its size crosses no boundary of at least that spacing. The allocator
+        // below refuses an invalid mask.
         let boundary = request.boundary;
         let whole = boundary >= class.size - 1 && boundary & boundary.wrapping_add(1) == 0;
         if cached
@@ -355,7 +356,7 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
 
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
         match self.inner.reserve(first, last) {
-            // Perhaps what is in the way is only cached.
+            // The range in the way may only be cached.
             Err(ReserveError::InUse { .. }) => {
                 self.drain_all();
                 self.inner.reserve(first, last)
@@ -405,7 +406,7 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
         }
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         stats.allocs += stats.cache_hits;
-        // What was given back below was counted there, but it was no free of the caller's.
+        // Ranges given back below were counted as frees there, but the caller did not free them.
         stats.frees = (stats.frees + cached_frees).saturating_sub(load(&self.returned));
         stats.failures = load(&self.failures);
         stats.rejected_frees = load(&self.rejected);
@@ -421,7 +422,7 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
 
 impl<A: Allocator, C: CpuId> Drop for Magazines<A, C> {
     fn drop(&mut self) {
-        // The allocator below may be shared and live on.
+        // The allocator below may be shared and outlive this.
         self.drain_all();
     }
 }

@@ -33,7 +33,7 @@ fn free_all<A: Allocator, C: CpuId>(magazines: &Magazines<A, C>, iovas: &[u64]) 
     }
 }
 
-/// Loaded, previous, depot, of the class of one page on the first CPU.
+/// The fill of loaded, previous and depot, for the class of one page on the first CPU.
 fn fill<A: Allocator, C: CpuId>(magazines: &Magazines<A, C>) -> (usize, usize, usize) {
     let cpu = magazines.cpus[0].lock();
     let Pair { loaded, previous } = &cpu.classes[0];
@@ -50,7 +50,7 @@ fn small_sizes_are_rounded_up_and_freed_into_the_class_they_came_from() {
         assert_eq!(iova % (rounded * PAGE), 0);
         assert_eq!(magazines.inner().check_free(iova, rounded * PAGE), Ok(()));
         magazines.free(iova, count * PAGE - 1).unwrap();
-        // It comes back for every size of its class.
+        // It is returned for every size of its class.
         let again = magazines.alloc(&Request::new(rounded * PAGE)).unwrap();
         assert_eq!(again, iova, "{count} pages");
         magazines.free(again, rounded * PAGE).unwrap();
@@ -171,12 +171,12 @@ fn only_the_chosen_magazine_is_scanned_for_a_range_below_the_limit() {
     let below = magazines.alloc(&Request::new(PAGE).limit(limit)).unwrap();
     assert!(below <= limit && !low.contains(&below));
     assert_eq!((fill(&magazines), magazines.stats().cache_hits), ((3, 127, 0), 0));
-    // Within a magazine the newest that fits is taken, whatever lies on top.
+    // Within a magazine the newest that fits is taken, even if it is not on top.
     magazines.free(below, PAGE).unwrap();
     magazines.free(pages(&magazines, 1)[0], PAGE).unwrap();
     let again = magazines.alloc(&Request::new(PAGE).limit(below + PAGE - 1)).unwrap();
     assert_eq!(again, below);
-    // The limit is inclusive: the last address of the range may be it, not the one before.
+    // The limit is inclusive: the last address of the range may equal it.
     magazines.free(again, PAGE).unwrap();
     let other = magazines.alloc(&Request::new(PAGE).limit(below + PAGE - 2)).unwrap();
     assert!(other < below);
@@ -198,7 +198,7 @@ fn cached_ranges_stay_allocated_below_until_their_cpu_goes_offline() {
     assert_eq!(magazines.inner().stats().live_ranges, 24);
     assert_eq!(magazines.stats().cached_ranges, 24);
     assert!(magazines.inner().alloc(&Request::new(PAGE)).is_ok());
-    // A straggler there caches nothing, until the CPU is back.
+    // A thread still on that CPU caches nothing until the CPU is back online.
     cpu.set(0);
     let iova = pages(&magazines, 1)[0];
     magazines.free(iova, PAGE).unwrap();
@@ -210,7 +210,7 @@ fn cached_ranges_stay_allocated_below_until_their_cpu_goes_offline() {
     assert_eq!(magazines.stats().cached_ranges, 25);
     assert_eq!(magazines.online.load(Ordering::Relaxed), 2);
     magazines.offline(7);
-    // What is dropped leaves nothing behind.
+    // Dropping the caches leaves nothing allocated.
     let shared = Arc::new(tree(64));
     let magazines = checked(Arc::clone(&shared), &cpu, usize::MAX);
     let iovas = pages(&magazines, 10);
@@ -235,7 +235,7 @@ fn the_depot_is_trimmed_by_one_magazine_in_100_ms_down_to_the_cpus_online() {
         magazines.tick(now * ms);
         assert_eq!(depot(), 4);
     }
-    // However late, it is one; and a clock that goes back is no reason for more.
+    // However late, it trims one; and a clock that goes back trims none.
     magazines.tick(5000 * ms);
     assert_eq!(depot(), 3);
     magazines.tick(100 * ms);
@@ -297,7 +297,7 @@ fn a_request_that_fails_drains_every_cache_and_tries_exactly_once_more() {
     magazines.alloc(&large).unwrap();
     assert_eq!((tries(), magazines.stats().drains), (2, 1));
     assert_eq!(magazines.stats().cached_ranges, 0);
-    // In vain: once more, not twice.
+    // In vain: it tries once more, not twice.
     assert!(magazines.alloc(&Request::new(512 * PAGE)).is_err());
     assert_eq!((tries(), magazines.stats().drains), (1, 1)); // too large for the aperture, ever
     assert!(magazines.alloc(&Request::new(128 * PAGE).limit(400 * PAGE)).is_ok());
@@ -366,7 +366,7 @@ fn granules_too_large_for_a_class_are_not_cached() {
     let tree = RbTree::new(Aperture::new(0, u64::MAX, 1 << 61).unwrap());
     let magazines = checked(tree, OneCpu, usize::MAX);
     let size = 3u64 << 61;
-    // Rounded up it is half the space; four granules of it, at the only place.
+    // Rounded up, it takes half the space; four granules, at the only possible place.
     let iova = magazines.alloc(&Request::new(size)).unwrap();
     assert_eq!(iova, 1 << 63);
     magazines.free(iova, size).unwrap();
@@ -374,9 +374,9 @@ fn granules_too_large_for_a_class_are_not_cached() {
     assert_eq!(magazines.optimal_size(), u64::MAX);
 }
 
-/// Two threads, each on "its" CPU by turns, share one space; a third party drains and trims.
+/// Two threads that switch between CPUs share one space; a third drains and trims.
 fn no_iova_twice<A: Allocator>(magazines: &Magazines<A, Hopping>) {
-    // One flag a page: set while somebody holds it.
+    // One flag a page: set while a thread holds it.
     let held: Vec<AtomicBool> = (0..=4096).map(|_| AtomicBool::new(false)).collect();
     let index = |iova: u64| (iova / PAGE) as usize;
     let give_back = |(iova, pages): (u64, u64)| {
@@ -427,7 +427,8 @@ fn no_iova_twice<A: Allocator>(magazines: &Magazines<A, Hopping>) {
     assert_eq!(stats.allocs, stats.frees);
 }
 
-/// Gives every call another CPU, so that ranges are freed elsewhere than they came from.
+/// Returns another CPU for every call, so that ranges are freed on other CPUs than they were
+/// allocated on.
 struct Hopping(AtomicUsize);
 
 impl CpuId for Hopping {

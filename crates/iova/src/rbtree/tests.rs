@@ -36,7 +36,7 @@ fn every_range_is_aligned_to_its_size_rounded_up() {
     for pages in [1u64, 2, 3, 5, 7, 16, 31, 33, 64, 100, 513, 1 << 18] {
         let iova = alloc(&tree, Request::new(pages * PAGE));
         assert_eq!(iova % (pages.next_power_of_two() * PAGE), 0, "{pages} pages");
-        // An explicit alignment packs closer.
+        // An explicit smaller alignment packs more tightly.
         let iova = alloc(&tree, Request::new(pages * PAGE).align(Align::Bytes(1)));
         assert_eq!(iova % PAGE, 0);
     }
@@ -83,7 +83,7 @@ fn a_failed_search_is_not_repeated_until_something_below_4_gib_is_freed() {
 #[test]
 fn a_failed_search_does_not_refuse_a_request_that_is_easier_to_meet() {
     // rule L14
-    // A size that failed says nothing about the same size where more places are allowed.
+    // A failed size says nothing about the same size with more places allowed.
     let tree = tree(0, LAST_32);
     let page = Request::new(PAGE);
     assert!(tree.alloc(&page.limit(PAGE - 1)).is_err());
@@ -102,7 +102,7 @@ fn a_failed_search_does_not_refuse_a_request_that_is_easier_to_meet() {
 fn a_hole_above_the_cached_node_is_found_by_the_second_search() {
     // rule L14
     let tree = tree(PAGE, 8 * PAGE - 1);
-    // Fill the bottom by a low limit: the cached node is then the lowest range, with nothing free
+    // Fill the bottom with a low limit: the cached node is then the lowest range, with nothing free
     // below and everything free above.
     assert_eq!(alloc(&tree, Request::new(PAGE).limit(2 * PAGE - 1)), PAGE);
     assert_eq!(alloc(&tree, Request::new(PAGE).limit(3 * PAGE - 1)), 2 * PAGE);
@@ -131,7 +131,7 @@ fn a_freed_range_is_the_next_to_be_found() {
     let iovas: Vec<u64> = (0..100).map(|_| alloc(&tree, Request::new(PAGE))).collect();
     tree.free(iovas[40], PAGE).unwrap();
     assert_eq!(alloc(&tree, Request::new(PAGE)), iovas[40]);
-    // The same below 4 GiB, where both cached nodes may be the one that goes.
+    // The same below 4 GiB, where the removed node may be either cached node.
     let iovas: Vec<u64> =
         (0..10).map(|_| alloc(&tree, Request::new(PAGE).limit(LAST_32))).collect();
     for &iova in &iovas {
@@ -176,7 +176,7 @@ fn a_reservation_over_an_allocated_range_is_refused_and_changes_nothing() {
     assert!(matches!(tree.reserve(1, 0), Err(ReserveError::Inverted { .. })));
     tree.free(iova, 2 * PAGE).unwrap();
     tree.reserve(5 * PAGE, 7 * PAGE).unwrap();
-    // The node that searches started from is gone; they start elsewhere.
+    // The node that searches started from is gone; they start at another one.
     assert_eq!(alloc(&tree, Request::new(PAGE).limit(8 * PAGE - 1)), 3 * PAGE);
 }
 
@@ -215,7 +215,7 @@ fn a_wrong_free_is_an_error_and_changes_nothing() {
     }
     assert_eq!(tree.stats().rejected_frees, 8);
     assert_eq!(tree.stats().live_bytes, 4 * PAGE);
-    // Rounded up to the granule it is the same size.
+    // Rounded up to the granule, the size is the same.
     tree.free(iova, 3 * PAGE + 1).unwrap();
     assert_eq!(tree.free(iova, 4 * PAGE).unwrap_err().reason, FreeReason::NotAllocated);
     assert_eq!(tree.stats().live_bytes, 0);

@@ -40,7 +40,7 @@ fn a_place_that_is_still_in_use_is_stepped_over() {
     let ring = Ring::new(tree(), 4 * PAGE).unwrap();
     let base = ring.chunk().first();
     let all: Vec<u64> = (0..4).map(|_| ring.alloc(&pages(1)).unwrap()).collect();
-    // They come back out of order; the second is slow.
+    // They are freed out of order; the second late.
     for n in [3, 0, 2] {
         ring.free(all[n], PAGE).unwrap();
     }
@@ -91,7 +91,7 @@ fn alignment_limit_and_boundary_hold_within_the_chunk() {
     assert_eq!(ring.alloc(&pages(1)), Ok(base));
     assert_eq!(ring.alloc(&pages(3)), Ok(base + 4 * PAGE), "aligned to four");
     assert_eq!(ring.alloc(&pages(3).align(Align::Bytes(1))), Ok(base + 7 * PAGE));
-    // From 10 on, four pages would cross the segment that ends before page 12.
+    // From page 10 on, four pages would cross the segment that ends before page 12.
     let request = pages(4).align(Align::Bytes(PAGE)).boundary(4 * PAGE - 1);
     assert_eq!(ring.alloc(&request), Ok(base + 12 * PAGE));
     let low = base + 4 * PAGE - 1;
@@ -172,7 +172,7 @@ fn wrong_frees_are_refused_and_harm_nothing() {
         assert_eq!(ring.check_free(iova, size), error, "{n}");
         assert_eq!(ring.free(iova, size), error, "{n}");
     }
-    // Nor is the chunk itself a range of the ring's callers.
+    // Nor can callers of the ring free the chunk itself.
     assert!(ring.free(base, 8 * PAGE).is_err());
     assert_eq!(ring.stats().rejected_frees, wrong.len() as u64 + 1);
     for (iova, count) in [(two, 2), (one, 1), (outside, 16)] {
@@ -230,7 +230,8 @@ fn reservations_hold_within_the_chunk_and_around_it() {
     let (first, last) = (chunk.first() + PAGE, u64::MAX);
     assert_eq!(ring.reserve(first, last), Err(ReserveError::InUse { first, last, taken }));
     assert_eq!(ring.reserve(2, 1), Err(ReserveError::Inverted { first: 2, last: 1 }));
-    // The allocator below knows nothing of what was reserved in the chunk: it does not get it back.
+    // The allocator below does not know what was reserved in the chunk, so it does not get the
+    // chunk back.
     for page in 3..8 {
         ring.free(chunk.first() + page * PAGE, PAGE).unwrap();
     }
@@ -251,7 +252,7 @@ fn a_fall_back_drains_the_caches_below_only_if_it_may() {
     for iova in singles {
         ring.free(iova, PAGE).unwrap();
     }
-    // All that is not of the chunk is cached, page by page.
+    // Everything outside the chunk is cached, page by page.
     let request = pages(16);
     assert!(ring.alloc(&request.flush(false)).is_err());
     let drains = ring.stats().drains;

@@ -1,4 +1,4 @@
-//! What all CPUs share, under one lock: the free granules, and what is in no slab.
+//! The state that all CPUs share, under one lock: the free granules, and what is in no slab.
 
 use alloc::{boxed::Box, collections::BTreeMap, sync::Arc, vec::Vec};
 use core::ops::ControlFlow;
@@ -12,23 +12,23 @@ use super::{
 };
 use crate::aperture::GranuleRequest;
 
-/// Slabs of a page: 4 KiB of them.
+/// Slabs in a page: 4 KiB of them.
 #[cfg(not(loom))]
 const PAGE: usize = 64;
 #[cfg(loom)]
 const PAGE: usize = 2;
 
-/// What all CPUs share.
+/// The state that all CPUs share.
 pub(super) struct Core {
     pub(super) tree: Tree,
     /// Ranges that are in no slab: first and last granule of each.
     pub(super) exact: BTreeMap<u64, u64>,
-    /// What is never handed out: first and last granule of each, apart from one another.
+    /// Reserved ranges: first and last granule of each, not touching one another.
     pub(super) reserved: BTreeMap<u64, u64>,
-    /// Slabs, in memory that neither moves nor goes: see [`Handle`]. Shared pointers, as a unique
-    /// one would forbid the handles.
+    /// Slabs, in memory that is neither moved nor freed: see [`Handle`]. Shared pointers, as unique
+    /// ones would forbid the handles.
     pub(super) pages: Vec<Arc<[Slab]>>,
-    /// Those that are none.
+    /// Slabs not in use.
     unused: Vec<Handle>,
     /// Searches of the tree.
     pub(super) searches: u64,
@@ -51,7 +51,7 @@ impl Core {
         self.pages.iter().flat_map(|page| page.iter()).filter(|slab| slab.owned() != 0)
     }
 
-    /// That slab; a new one, detached, if there is none.
+    /// The slab with that key; a new one, detached, if there is none.
     pub(super) fn slab_at(&mut self, index: &Index, key: Key) -> Handle {
         if let Some(slab) = index.get(key.region()) {
             return slab;
@@ -71,7 +71,7 @@ impl Core {
         first
     }
 
-    /// Where a request can be met.
+    /// Finds a place for a request.
     pub(super) fn place(&mut self, wanted: &GranuleRequest, placement: Placement) -> Option<u64> {
         self.searches += 1;
         let (count, limit) = (wanted.count, wanted.limit);
@@ -80,12 +80,13 @@ impl Core {
             Placement::Lowest => tree.lowest(count, limit),
             Placement::SizeAligned | Placement::Highest => tree.highest(count, limit),
         };
-        // A naturally aligned range crosses no boundary, as no boundary is closer than it is long.
+        // A naturally aligned range crosses no boundary, as boundaries are at least its size apart.
         if wanted.align == natural {
             return find(&self.tree, count);
         }
         if placement == Placement::SizeAligned {
-            // With more alignment than its own: where something fits that has so much by itself.
+            // With more alignment than its natural one: a place for a size that is aligned that
+            // much naturally.
             let sure = if wanted.align > natural { wanted.align / 2 + 1 } else { count };
             if let Some(place) = find(&self.tree, sure) {
                 return Some(place);
@@ -94,7 +95,8 @@ impl Core {
         self.place_anywhere(wanted, placement)
     }
 
-    /// The last resort, of requests for another alignment than their own: looks at every hole.
+    /// The last resort, for requests with another alignment than their natural one: examines every
+    /// hole.
     fn place_anywhere(&self, wanted: &GranuleRequest, placement: Placement) -> Option<u64> {
         let mut place = None;
         let end = self.tree.runs_up(0, wanted.limit, &mut |low, high| {
@@ -113,8 +115,8 @@ impl Core {
         }
     }
 
-    /// Takes a range at `number` and enters it: as a range of a slab if it is aligned as such, and
-    /// by itself if not.
+    /// Takes a range at `number` and records it: as a range of a slab if its alignment allows,
+    /// otherwise on its own.
     pub(super) fn enter(&mut self, indexes: &[LazyIndex], number: u64, count: u64) {
         self.tree.take(number, count);
         let class = order_of(count);
@@ -135,13 +137,13 @@ impl Core {
         }
     }
 
-    /// Takes the free ranges out of a slab that is in no list, and the slab away from its CPU.
+    /// Takes the free ranges out of a slab that is in no list, and detaches the slab from its CPU.
     pub(super) fn withdraw(&mut self, indexes: &[LazyIndex], slab: Handle) {
         let free = slab.freeze();
         self.take_back(indexes, slab, free);
     }
 
-    /// Ends the freezing of a slab that is in no list: these of its ranges go back to the tree.
+    /// Ends the freezing of a slab that is in no list: its `free` ranges go back to the tree.
     pub(super) fn take_back(&mut self, indexes: &[LazyIndex], slab: Handle, free: u32) {
         let class = slab.class();
         slab.disown(free);
@@ -159,14 +161,14 @@ impl Core {
         }
     }
 
-    /// Ends a frozen slab that owns nothing.
+    /// Retires a frozen slab that owns nothing.
     fn retire(&mut self, indexes: &[LazyIndex], slab: Handle) {
         let key = slab.key();
         indexes[key.class() as usize].make().set(key.region(), None);
         self.unused.push(slab);
     }
 
-    /// Ends a slab that owns nothing and is attached to no CPU, if it is such a one.
+    /// Retires a slab if it owns nothing and is attached to no CPU.
     pub(super) fn retire_lost(&mut self, indexes: &[LazyIndex], slab: Handle) {
         if slab.owned() == 0 && !slab.is_attached() && !slab.is_frozen() {
             let free = slab.freeze();
@@ -175,7 +177,7 @@ impl Core {
         }
     }
 
-    /// Cuts off what lies behind all ranges that are shorter than their class.
+    /// Cuts off the unused tails of all ranges that are shorter than their class.
     pub(super) fn trim(&mut self) {
         let Core { pages, tree, .. } = self;
         for slab in pages.iter().flat_map(|page| page.iter()) {
@@ -210,7 +212,7 @@ impl Core {
         parts
     }
 
-    /// Enters a reservation, merged with those that it meets.
+    /// Records a reservation, merged with those that it touches.
     pub(super) fn note_reserved(&mut self, mut low: u64, mut high: u64) {
         while let Some((&first, &last)) = self.reserved.range(..=high.saturating_add(1)).next_back()
             && last.saturating_add(1) >= low
@@ -231,7 +233,7 @@ impl Core {
     }
 }
 
-/// Whether a range of `ranges`, by their first and last granule, holds `number`.
+/// Whether one of `ranges`, by first and last granule, contains `number`.
 fn holds(ranges: &BTreeMap<u64, u64>, number: u64) -> bool {
     ranges.range(..=number).next_back().is_some_and(|(_, last)| *last >= number)
 }

@@ -1,4 +1,4 @@
-//! What a CPU has: the slabs that it takes ranges from, and those that it will.
+//! Per-CPU state: the current slabs, and lists of further slabs with free ranges.
 
 use core::ptr;
 
@@ -13,20 +13,20 @@ use super::{
     slab::{Claimed, Handle, Slab},
 };
 
-/// Size classes there can be: from one granule to 1 GiB of granules of one byte.
+/// The maximum number of size classes: from one granule to 1 GiB of granules of one byte.
 #[cfg(not(loom))]
 pub(super) const MAX_CLASSES: usize = 31;
-/// A model has few things, as every one of them is followed.
+/// A model has few of everything, as the checker follows each.
 #[cfg(loom)]
 pub(super) const MAX_CLASSES: usize = 3;
-/// Zones there can be: see [`SlabConfig::limits`](super::SlabConfig::limits).
+/// The maximum number of zones: see [`SlabConfig::limits`](super::SlabConfig::limits).
 #[cfg(not(loom))]
 pub(super) const MAX_ZONES: usize = 4;
 #[cfg(loom)]
 pub(super) const MAX_ZONES: usize = 1;
 const LISTS: usize = MAX_CLASSES * MAX_ZONES;
 
-/// Where a class of a zone has its slabs.
+/// The list index of a class in a zone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Bin(usize);
 
@@ -41,17 +41,17 @@ impl Bin {
     }
 }
 
-/// What a CPU has.
+/// The state of a CPU.
 pub(super) struct Cpu {
-    /// The slab that ranges are taken from, by bin. Written under the lock of the lists.
+    /// The slab to take ranges from, by bin. Written under the lock of the lists.
     current: [AtomicPtr<Slab>; LISTS],
-    /// Written without a locked instruction, which would take as long as the allocation itself: a
-    /// thread that is moved between CPUs in the middle may cost the count an event.
+    /// Updated without a locked instruction, which would take as long as the allocation itself: a
+    /// thread that migrates between CPUs in the middle may lose a count.
     pub(super) allocs: AtomicU64,
     pub(super) lists: SpinLock<Lists>,
 }
 
-/// The slabs with free ranges that a CPU has besides the current ones.
+/// A CPU's slabs with free ranges, besides the current ones.
 pub(super) struct Lists {
     /// Whether the CPU keeps slabs at all.
     pub(super) online: bool,
@@ -64,7 +64,7 @@ pub(super) struct Lists {
 struct List {
     head: Option<Handle>,
     tail: Option<Handle>,
-    /// How many ranges those have that are all free.
+    /// How many ranges the idle slabs (all of them free) have.
     idle: u32,
 }
 
@@ -83,7 +83,7 @@ impl Cpu {
 
     #[inline]
     pub(super) fn current(&self, bin: Bin) -> Option<Handle> {
-        // Acquire: the slab is seen as it was set up.
+        // Acquire: the slab is seen initialised.
         Handle::from_ptr(self.current[bin.0].load(Ordering::Acquire))
     }
 
@@ -101,7 +101,7 @@ impl Cpu {
 
     /// A range of the current slab, or of the next in the list, which may become the current one.
     ///
-    /// `lost` is told of slabs that have nothing left and may own nothing either.
+    /// Calls `lost` for slabs that have nothing left and may own nothing either.
     pub(super) fn take(
         &self,
         lists: &mut Lists,
@@ -129,7 +129,8 @@ impl Cpu {
                 Claimed::None if slab.owned() == 0 => lost(slab),
                 Claimed::None => {}
                 Claimed::Frozen => {
-                    // Whoever froze it is about to tell what becomes of it, under the core's lock.
+                    // The thread that froze it, under the core's lock, is about to decide what
+                    // becomes of it.
                     lists.push(bin, slab);
                     return None;
                 }
@@ -138,7 +139,7 @@ impl Cpu {
         None
     }
 
-    /// Makes a slab, attached and marked as current, the current one. The one that was goes into
+    /// Makes a slab, attached and marked as current, the current one. The previous one goes into
     /// the list if it has free ranges.
     pub(super) fn install(
         &self,
@@ -154,12 +155,12 @@ impl Cpu {
         }
     }
 
-    /// Whether the CPU has nothing to take from at once. Under the lock of the lists.
+    /// Whether the CPU's current slab has no free range. Under the lock of the lists.
     pub(super) fn is_exhausted(&self, bin: Bin) -> bool {
         self.current(bin).is_none_or(|slab| slab.free() == 0)
     }
 
-    /// Takes the CPU's slabs of a bin away from it; they stay attached.
+    /// Takes one of the CPU's slabs of a bin away from it; the slab stays attached.
     pub(super) fn strip(&self, lists: &mut Lists, bin: Bin) -> Option<Handle> {
         match self.current(bin) {
             Some(slab) => {
@@ -172,7 +173,7 @@ impl Cpu {
 }
 
 impl Lists {
-    /// Puts an attached slab in front.
+    /// Puts an attached slab at the front of its list.
     pub(super) fn push(&mut self, bin: Bin, slab: Handle) {
         debug_assert_eq!(slab.place(), Listing::NOWHERE);
         let list = &mut self.lists[bin.0];
@@ -185,7 +186,7 @@ impl Lists {
         list.head = Some(slab);
     }
 
-    /// Where a slab goes that was the current one: into the list, if it has free ranges.
+    /// Moves a slab that was current into the list, if it has free ranges.
     fn displace(&mut self, bin: Bin, slab: Handle, lost: &mut impl FnMut(Handle)) {
         if !slab.displace() {
             self.push(bin, slab);
@@ -194,14 +195,14 @@ impl Lists {
         }
     }
 
-    /// Takes the first one out.
+    /// Takes the first slab out.
     pub(super) fn pop(&mut self, bin: Bin) -> Option<Handle> {
         let slab = self.lists[bin.0].head?;
         self.unlink(bin, slab);
         Some(slab)
     }
 
-    /// Takes one out.
+    /// Takes a slab out.
     pub(super) fn unlink(&mut self, bin: Bin, slab: Handle) {
         debug_assert_eq!(slab.place().cpu(), Some(self.cpu), "not in this list");
         let list = &mut self.lists[bin.0];
@@ -218,14 +219,14 @@ impl Lists {
         slab.set_place(Listing::NOWHERE);
     }
 
-    /// Keeps a listed slab that is all free, behind those that are not so that these are used up
-    /// first; or false if there are too many of them already: more than `most` ranges.
+    /// Keeps a listed slab that is all free, behind the others so that those are used up first.
+    /// Returns false if idle slabs would then have more than `most` ranges.
     pub(super) fn keep_idle(&mut self, bin: Bin, slab: Handle, most: u32) -> bool {
         if slab.place().idle() != 0 {
             return true;
         }
-        // It may get more later, of which the list then has no count: what is subtracted is what
-        // was added.
+        // The slab may own more ranges later, which the list does not count: `place` keeps the
+        // number to subtract.
         let ranges = slab.owned().count_ones();
         if self.lists[bin.0].idle + ranges > most {
             return false;
@@ -244,7 +245,7 @@ impl Lists {
     }
 }
 
-/// Makes two slabs neighbours, or one the first or the last.
+/// Links two slabs as neighbours, or makes one the first or the last.
 fn link(previous: Option<Handle>, next: Option<Handle>) {
     let pointer = |slab: Option<Handle>| slab.map_or(ptr::null_mut(), Handle::as_ptr);
     if let Some(previous) = previous {

@@ -1,7 +1,7 @@
 //! From a region to its slab, for readers that never wait.
 //!
-//! A radix tree for each class. Its nodes are made when they are first needed and stay, so that a
-//! reader needs no protection from writers: it meets a slab, or none. Writers hold the core's lock.
+//! A radix tree for each class. Its nodes are made when first needed and never freed, so that a
+//! reader needs no protection from writers: it finds a slab, or none. Writers hold the core's lock.
 
 use alloc::boxed::Box;
 use core::ptr;
@@ -14,7 +14,7 @@ use super::{
     slab::{Handle, Slab},
 };
 
-/// Bits of a region's number that a node looks at: 9, and so a node is a page of 4 KiB.
+/// Bits of a region's number that a node decodes: 9, so that a node is a page of 4 KiB.
 #[cfg(not(loom))]
 const BITS: u32 = 9;
 #[cfg(loom)]
@@ -43,7 +43,7 @@ impl Level for L1 {
 
     #[inline]
     fn get(&self, region: u64, _shift: u32) -> *mut Slab {
-        // Acquire: the slab is seen as it was when it was stored, or later.
+        // Acquire: the slab is seen in the state in which it was stored, or a later one.
         self[region as usize % FAN].load(Ordering::Acquire)
     }
 
@@ -123,12 +123,12 @@ impl Index {
     }
 }
 
-/// Slabs that some CPU takes from, or did a moment ago: most frees are of these, and found here with
-/// one load. Written only when a CPU gets another slab, so that readers on other CPUs keep their
-/// copy of the cache line.
+/// The current slabs of the CPUs, or recent ones: most frees are of these, and one load finds them
+/// here. Written only when a CPU gets another slab, so that readers on other CPUs keep their copy
+/// of the cache line.
 pub(super) struct Hints([AtomicPtr<Slab>; HINTS]);
 
-/// 2 KiB: they stay in the first cache.
+/// 2 KiB, so that they stay in the nearest cache.
 #[cfg(not(loom))]
 const HINTS: usize = 256;
 #[cfg(loom)]
@@ -139,19 +139,19 @@ impl Hints {
         Hints(core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())))
     }
 
-    /// The slab, if it is there: at its own place or beside it.
+    /// The slab, if it is here, at its own place or the one beside it.
     #[inline]
     pub(super) fn get(&self, key: Key) -> Option<Handle> {
         let place = key.hash() % HINTS;
         [place, place ^ 1].into_iter().find_map(|place| {
-            // Acquire: the slab is seen as it was set up, or later.
+            // Acquire: the slab is seen initialised, or in a later state.
             let slab = Handle::from_ptr(self.0[place].load(Ordering::Acquire))?;
             (slab.key() == key).then_some(slab)
         })
     }
 
-    /// Two that are in use and want the same place both find one: else each free of theirs would
-    /// push the other out.
+    /// Two current slabs with the same place both find one: otherwise each free would evict the
+    /// other's.
     pub(super) fn set(&self, slab: Handle) {
         let place = slab.key().hash() % HINTS;
         let there = |place: usize| Handle::from_ptr(self.0[place].load(Ordering::Acquire));

@@ -1,16 +1,16 @@
-//! What a slab is and where it is listed, each in one word.
+//! The identity of a slab and its listing, each in one word.
 
-/// Ranges of a slab: a power of two, so that they are one aligned block; and half a word, so that
-/// the other half holds flags and the version.
+/// Ranges of a slab: a power of two, so that they form one aligned block; and half a word of bits,
+/// so that the other half holds flags and the version.
 #[cfg(not(loom))]
 pub(super) const SLOTS: u32 = 32;
-/// A model is to have several slabs and yet few ranges.
+/// A model needs several slabs but few ranges.
 #[cfg(loom)]
 pub(super) const SLOTS: u32 = 4;
 pub(super) const SLOT_BITS: u32 = SLOTS.trailing_zeros();
 
-/// What a slab is: the number of its first granule, and the class in the bits that this leaves, as
-/// it is a multiple of 32 at least. In one word, so that they are loaded and compared at once.
+/// The identity of a slab: the number of its first granule, which is a multiple of 32 at least, and
+/// the class in its low bits. In one word, so that they are loaded and compared at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Key(u64);
 
@@ -27,10 +27,10 @@ impl Key {
 
     const CLASS: u64 = SLOTS as u64 - 1;
 
-    /// That of the slab of a class which the granule is in.
+    /// The key of the slab of a class that contains the granule.
     #[inline]
     pub(super) const fn of(number: u64, class: u32) -> Key {
-        // The class's shift is less than 32, and with the slots' less than 64.
+        // The class is less than 32, and with the slots' bits the shift is less than 64.
         Key(number & !((1 << (class + SLOT_BITS)) - 1) | class as u64)
     }
 
@@ -44,10 +44,10 @@ impl Key {
         self.0 & !Key::CLASS
     }
 
-    /// Spread over the bits of a byte and more.
+    /// A hash of the key, of 16 bits.
     #[inline]
     pub(super) const fn hash(self) -> usize {
-        // Fibonacci hashing: neighbours get far apart.
+        // Fibonacci hashing: neighbours end up far apart.
         (self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize
     }
 
@@ -70,7 +70,7 @@ pub(super) const fn slot_of(number: u64, class: u32) -> u32 {
     (number >> class) as u32 & (SLOTS - 1)
 }
 
-/// Where a slab is listed: a CPU, and for how many ranges it is counted as idle there.
+/// Where a slab is listed: a CPU, and how many ranges it counts as idle there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Listing(u32);
 

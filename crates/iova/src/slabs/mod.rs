@@ -32,27 +32,27 @@ use tree::{Tree, order_of};
 /// The largest size class: 1 GiB, what the largest page of an IOMMU maps. Larger ranges are few and
 /// live long; they come from the tree.
 const LARGEST_CLASS: u64 = 1 << 30;
-/// A slab is at most this part of the aperture, so that the classes in use and the CPUs do not
-/// divide a small one among them: 1/1024 leaves 32 ranges of 32 pages in a 32-bit aperture.
+/// A slab is at most this part of the aperture, so that a few classes and CPUs do not use up a
+/// small one: 1/1024 allows 32 ranges of 32 pages in a 32-bit aperture.
 const SLAB_SHARE_BITS: u32 = 10;
 /// And at most this part of the largest hole.
 const HOLE_SHARE_BITS: u32 = 2;
-/// Slabs that are all free and yet kept, for each CPU and class: 4096 ranges, so that queues of
-/// some thousand requests drain and fill again without the tree.
+/// How many slabs are kept although all free, for each CPU and class: 4096 ranges, so that queues
+/// of some thousand requests drain and fill again without the tree.
 const IDLE_SLABS: u32 = 128;
 /// They are at most this part of the aperture.
 const IDLE_SHARE_BITS: u32 = 6;
 
-/// Where [`Slabs`] put ranges.
+/// Where [`Slabs`] place ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Ranges of one size class side by side, from the top of the aperture down, each CPU in slabs
     /// of its own. The fastest.
     #[default]
     SizeAligned,
-    /// Always the lowest place that meets the request, and nothing kept for the next one.
+    /// Always the lowest place that meets the request, with nothing kept for later requests.
     Lowest,
-    /// Always the highest place that meets the request, and nothing kept for the next one.
+    /// Always the highest place that meets the request, with nothing kept for later requests.
     Highest,
 }
 
@@ -61,19 +61,19 @@ pub enum Placement {
 pub struct SlabConfig {
     /// Where ranges go.
     pub placement: Placement,
-    /// The DMA masks of the devices that use the allocator, besides that of all of the aperture: at
-    /// most three, others are ignored. Default: 2^32-1, as so many devices have it and
-    /// [`Preferred32`](crate::Preferred32) asks for it first.
+    /// The DMA masks of the devices that use the allocator, besides the end of the aperture: at
+    /// most three, others are ignored. Default: 2^32-1, as many devices have it and
+    /// [`Preferred32`](crate::Preferred32) tries it first.
     ///
-    /// They cut the aperture into zones with slabs of their own. A [limit](Request::limit) that is
-    /// none of them is kept as well, but by a search of the tree for each request.
+    /// They cut the aperture into zones with slabs of their own. Any other [limit](Request::limit)
+    /// is respected too, but by a search of the tree for each request.
     pub limits: Vec<u64>,
-    /// No slab is larger, in bytes. Default: 1/1024 of the aperture. A slab of less than 32 ranges
+    /// The largest slab, in bytes. Default: 1/1024 of the aperture. A slab of fewer than 32 ranges
     /// is refilled more often.
     pub largest_slab: Option<u64>,
-    /// Slabs that are all free and still kept, for each CPU, size class and zone; what is beyond
-    /// goes back, so that other sizes can have it. In a small aperture it is less: at most 1/64 of
-    /// it. Default: 128.
+    /// How many slabs are kept although all free, for each CPU, size class and zone; more go back,
+    /// so that other sizes can use them. In a small aperture it is less: at most 1/64 of it.
+    /// Default: 128.
     pub idle_slabs: u32,
 }
 
@@ -88,26 +88,26 @@ impl Default for SlabConfig {
     }
 }
 
-/// The allocator to use: slabs per CPU in front of a radix tree of what is free.
+/// The allocator to use: slabs per CPU in front of a radix tree of the free granules.
 ///
-/// A size is of the *class* of the power of two that it rounds up to, from one granule to 1 GiB. A
-/// *slab* is 32 ranges of one class side by side, with a word that says which of them are free.
-/// Each CPU takes from its current slab of the class: one compare-and-exchange, the lowest free
-/// range first, so that buffers that are mapped one after the other are neighbours, and lie in one
-/// page of the translation table. A free finds the slab by the address and sets its bit: another
-/// exchange, by which a double free, a wrong size and what was never allocated are found out too,
-/// always. Neither waits for anybody.
+/// The *class* of a size is the power of two that it rounds up to, from one granule to 1 GiB. A
+/// *slab* is 32 adjacent ranges of one class, with a word that says which of them are free. Each
+/// CPU takes from its current slab of the class: one compare-and-exchange, the lowest free range
+/// first, so that buffers mapped one after the other are neighbours, in one page of the translation
+/// table. A free finds the slab by the address and sets its bit: another exchange, which always
+/// detects a double free, a wrong size and a range that was never allocated. Neither waits for
+/// another thread.
 ///
-/// Slabs are the magazines here: those with free ranges wait in a list of the CPU, those that are
-/// all free are kept up to a [bound](SlabConfig::idle_slabs) and then go back. They come from a
-/// tree of what is free, under one lock, in which everything takes logarithmic time: no live set
-/// makes it slow. All memory is in proportion to the most that was allocated at once, none to the
-/// aperture.
+/// Slabs play the part of magazines: those with free ranges wait in a list of the CPU; those that
+/// are all free are kept up to a [bound](SlabConfig::idle_slabs), beyond which they go back. They
+/// come from a tree of the free granules, under one lock, in which every operation takes
+/// logarithmic time: no live set makes it slow. Memory is in proportion to the most that was
+/// allocated at once, not to the aperture.
 ///
-/// When nothing is left, what all CPUs keep is taken back (rule L11), and then even what lies
-/// behind ranges that are shorter than their class: a naturally aligned request
-/// ([`Align::Size`]) fails only if there is no aligned hole. So does one with another alignment; but
-/// when nothing aligned to its size is left, it looks at every hole there is.
+/// When nothing is left, the allocator takes back what all CPUs keep (rule L11), and then even the
+/// unused tails of ranges that are shorter than their class: a naturally aligned request
+/// ([`Align::Size`]) fails only if there is no aligned hole. The same holds for other alignments,
+/// but when nothing aligned to its size is left, such a request examines every hole.
 ///
 /// Ranges larger than 1 GiB, and those that are not aligned to their size, are kept apart, in a
 /// sorted map.
@@ -127,26 +127,27 @@ impl Default for SlabConfig {
 pub struct Slabs<C: CpuId> {
     aperture: Aperture,
     shift: u32,
-    /// The last granule that any range may hold.
+    /// The last granule that any range may contain.
     top: u64,
     /// The last granule of each zone; that of the last zone, and of those that are not used, is
     /// `top`.
     zones: [u64; MAX_ZONES],
     last_zone: usize,
-    /// As a power of two, in granules.
+    /// As an exponent of two, in granules.
     largest_slab: u32,
     placement: Placement,
     idle_slabs: u32,
     /// In granules.
     idle_share: u64,
-    /// One for each class: none if placement leaves nothing to slabs.
+    /// One for each class: none if the placement does not use slabs.
     indexes: Box<[LazyIndex]>,
     hints: Hints,
     cpus: Box<[CachePadded<Cpu>]>,
     cpu: C,
-    /// Taken before the lock of a CPU's lists, if both are. Apart from what hot paths read.
+    /// Taken before the lock of a CPU's lists, if both are taken. On a cache line apart from what
+    /// hot paths read.
     core: CachePadded<SpinLock<Core>>,
-    /// Space was so short that tails were cut off: ranges are given exactly what they need.
+    /// Space was so short that tails were cut off: ranges take exactly what they need.
     tight: AtomicBool,
     failures: AtomicU64,
     rejected: AtomicU64,
@@ -154,7 +155,7 @@ pub struct Slabs<C: CpuId> {
 }
 
 impl<C: CpuId> Slabs<C> {
-    /// All of `aperture`, for the CPUs of `cpu`, all online.
+    /// An allocator for all of `aperture`, for the CPUs of `cpu`, all online.
     pub fn new(aperture: Aperture, cpu: C) -> Self {
         Self::with_config(aperture, cpu, SlabConfig::default())
     }
@@ -164,7 +165,7 @@ impl<C: CpuId> Slabs<C> {
         let granules = aperture.high() - aperture.low();
         let largest_slab = match config.largest_slab {
             Some(bytes) => (bytes >> aperture.granule().trailing_zeros()).checked_ilog2(),
-            // Granule 0 is never there: 32 bits are not to count as 31.
+            // Granule 0 is never included: this keeps 32 bits from counting as 31.
             None => Some(granules.saturating_add(2).ilog2().saturating_sub(SLAB_SHARE_BITS)),
         };
         let shift = aperture.granule().trailing_zeros();
@@ -201,11 +202,11 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    /// Several apertures as one: what lies between them is reserved. This is how VFIO and iommufd
-    /// tell what a device may use.
+    /// Several apertures as one, with the gaps between them reserved. VFIO and iommufd report the
+    /// usable addresses of a device in this form.
     ///
     /// # Errors
-    /// There are none, or they differ in their granule.
+    /// There are no apertures, or they differ in their granule.
     pub fn over(apertures: &[Aperture], cpu: C, config: SlabConfig) -> Result<Self, ApertureError> {
         let hull = Aperture::hull(apertures)?;
         let slabs = Self::with_config(hull, cpu, config);
@@ -248,7 +249,7 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    /// What all CPUs keep goes back.
+    /// Takes back what all CPUs keep.
     fn withdraw_all(&self, core: &mut Core) {
         for cpu in &self.cpus {
             let mut lists = cpu.lists.lock();
@@ -267,11 +268,11 @@ impl<C: CpuId> Slabs<C> {
         self.zones[..MAX_ZONES - 1].iter().map(|end| usize::from(last > *end)).sum()
     }
 
-    /// The bin of a slab. By who holds a range of it, or the core's lock.
+    /// The bin of a slab. The caller holds a range of it, or the core's lock.
     fn bin_of(&self, slab: Handle) -> Bin {
         let class = slab.class();
         let last = slab.key().number(SLOTS - 1) | ((1 << class) - 1);
-        // A slab's place may go on beyond the top.
+        // A slab may extend beyond the top.
         Bin::new(self.zone_of(last.min(self.top)), class)
     }
 
@@ -286,13 +287,13 @@ impl<C: CpuId> Slabs<C> {
         match self.holder(core, number) {
             Some(_) => FreeReason::WrongRange,
             None if core.is_reserved(number) => FreeReason::Reserved,
-            // The tree knows of it, or a slab keeps it.
+            // Taken in the tree, but by no range: a slab keeps it free.
             None if core.tree.first_taken(number, number).is_some() => FreeReason::AlreadyFree,
             None => FreeReason::NotAllocated,
         }
     }
 
-    /// What holds a granule that is allocated.
+    /// Whether an allocated range contains a granule.
     fn holder(&self, core: &Core, number: u64) -> Option<()> {
         let in_slab = self.indexes.iter().zip(0u32..).any(|(index, class)| {
             let (key, slot) = (Key::of(number, class), slot_of(number, class));
@@ -341,7 +342,7 @@ impl<C: CpuId> Allocator for Slabs<C> {
         let taken =
             |core: &Core| parts.iter().find_map(|&(low, high)| core.tree.first_taken(low, high));
         if taken(&core).is_some() {
-            // Perhaps what is in the way is only kept.
+            // The range in the way may only be kept in a slab.
             self.withdraw_all(&mut core);
             self.trim(&mut core);
         }
@@ -415,9 +416,9 @@ impl<C: CpuId> Allocator for Slabs<C> {
         stats.live_ranges = live + stats.cached_ranges;
         stats.live_bytes = granules.saturating_mul(self.granule());
         stats.allocs = self.cpus.iter().map(|cpu| cpu.allocs.load(Ordering::Relaxed)).sum();
-        // Not counted, which would cost a free more than a little.
+        // Computed: counting would slow down every free.
         stats.frees = stats.allocs.saturating_sub(live);
-        // What did not come from the tree came from a slab that a CPU had.
+        // Ranges that did not come from the tree came from a slab of a CPU.
         stats.cache_hits = stats.allocs.saturating_sub(core.searches);
         stats
     }

@@ -1,8 +1,8 @@
-//! The slabs under the model checker: every interleaving of a few threads that allocate, free,
-//! take back and steal, within the bounds below.
+//! The slabs under the model checker: all interleavings of a few threads that allocate, free, take
+//! back and steal, within the bounds below.
 //!
-//! Each model ends the same way: whatever happened, no two ranges overlapped, and once all is freed
-//! and taken back the tree has every granule again, in one piece.
+//! Each model ends with the same check: no two ranges overlapped, and once all is freed and taken
+//! back the tree has every granule again, in one piece.
 
 use loom::{model::Builder, thread};
 use ringfence_sync::Arc;
@@ -17,7 +17,7 @@ loom::thread_local! {
     static CPU: Cell<usize> = Cell::new(0);
 }
 
-/// Two CPUs, on which a thread runs where it says.
+/// Two CPUs; each thread chooses the one it runs on.
 struct TwoCpus;
 
 impl CpuId for TwoCpus {
@@ -33,8 +33,8 @@ fn on(cpu: usize) {
     CPU.with(|current| current.set(cpu));
 }
 
-/// Slabs, and what was handed out and not taken back yet. The list is no part of the model: it is
-/// changed between its steps.
+/// Slabs, and the ranges handed out and not freed yet. The list is not part of the model: it
+/// changes between its steps.
 struct Space {
     slabs: Slabs<TwoCpus>,
     held: Mutex<Vec<(u64, u64)>>,
@@ -53,7 +53,7 @@ impl Space {
         iova
     }
 
-    /// As [`alloc`](Self::alloc), never to be freed by the model itself.
+    /// As [`alloc`](Self::alloc), but the model itself never frees the range.
     fn take(&self, granules: u64) {
         self.alloc(granules);
     }
@@ -88,13 +88,13 @@ fn space(slab: u64, idle: u32) -> Arc<Space> {
     Arc::new(Space { slabs, held: Mutex::new(Vec::new()) })
 }
 
-/// Takes back what is kept; then the tree has every granule that is not handed out, and no slab a
-/// range that is not. Twice, as the second time finds what the first has lost.
+/// Takes back what is kept, and checks that the tree has every granule that is not handed out and
+/// that slabs own only ranges that are. Twice, as the second time finds what the first has lost.
 fn is_whole(space: &Space) {
     for held in [space.held(), 0] {
         let mut core = space.slabs.core.lock();
         space.slabs.withdraw_all(&mut core);
-        // A trimmed range is as long as it was asked for.
+        // A trimmed range has exactly the requested length.
         let length = |slab: &Slab, slot| match slab.size(slot) {
             (size, true) => size,
             (_, false) => 1 << slab.class(),
@@ -154,7 +154,7 @@ fn model_two_threads_that_need_a_new_slab_each_get_their_range() {
     explore(2, || {
         let space = space(4, 1);
         (0..3).for_each(|_| space.take(1));
-        // One range is left for the two of them.
+        // One range is left for the two threads.
         both(&space, |space| space.take(1), |space| space.take(1));
         is_whole(&space);
     });
@@ -180,7 +180,7 @@ fn model_of_two_who_free_a_range_one_is_told_so() {
 
 #[test]
 fn model_a_free_while_everything_is_taken_back_loses_nothing() {
-    // Of a current slab, of one in a list, and of a detached one.
+    // A range of a current slab, of one in a list, and of a detached one.
     for taken in [2, 5, 8] {
         explore(3, move || {
             let space = space(4, 1);
@@ -231,7 +231,7 @@ fn model_two_frees_of_a_detached_slab_agree_on_whose_it_is() {
 fn model_the_last_range_of_a_listed_slab_is_taken_while_another_is_freed() {
     explore(3, || {
         let space = space(4, 1);
-        // Two slabs are detached, then in the list with a free range each; the current one is
+        // Two slabs are detached, then in the list with one free range each; the current one is
         // exhausted.
         let ranges: Vec<u64> = (0..12).map(|_| space.alloc(1)).collect();
         space.free(ranges[0], 1);
@@ -261,7 +261,7 @@ fn model_a_free_while_its_slab_makes_place_for_another_is_not_lost() {
                 on(1);
                 space.free(first, 1);
             },
-            // The current slab has nothing left, or just got that one.
+            // The current slab has nothing left, or just got that range.
             |space| space.take(1),
         );
         is_whole(&space);
@@ -275,7 +275,7 @@ fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
         let first = space.alloc(1);
         both(
             &space,
-            // On the same CPU: with the slab in hand that is about to become another.
+            // On the same CPU: it holds a pointer to the slab that is about to be reused.
             |space| space.take(1),
             move |space| {
                 space.free(first, 1);
@@ -291,7 +291,7 @@ fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
 
 #[test]
 fn model_what_another_cpu_keeps_is_found_when_nothing_else_is_left() {
-    // In its current slab, and in its list.
+    // A range in its current slab, and one in its list.
     for taken in [1, 8] {
         explore(2, move || {
             let space = space(4, 1);
@@ -324,13 +324,13 @@ fn model_a_cpu_that_others_take_from_gives_no_range_of_another_class() {
     explore(3, || {
         let space = space(4, 0);
         let first = space.alloc(1);
-        // Nothing is left but what CPU 0 has: the others are three of its slab, and two pages.
+        // Left are the other three ranges of CPU 0's slab, and two pages.
         [32, 16, 4, 4, 2].into_iter().for_each(|rest| space.take(rest));
         both(
             &space,
             |space| {
                 on(1);
-                // There may be none at this moment.
+                // There may be none free at this moment.
                 let _ = space.slabs.alloc(&Request::new(4096).flush(false)).map(|iova| {
                     space.slabs.free(iova, 4096).expect("it is allocated");
                 });
@@ -368,7 +368,7 @@ fn model_a_free_on_an_offline_cpu_leaves_a_slab_to_who_has_it() {
 fn model_a_slab_that_is_given_back_is_not_taken_from() {
     explore(3, || {
         let space = space(4, 0);
-        // The first slab is in the list, all but one range of it free; the current one exhausted.
+        // The first slab is in the list, with all but one range free; the current one is exhausted.
         let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
         ranges[..3].iter().for_each(|range| space.free(*range, 1));
         let last = ranges[3];
@@ -376,7 +376,7 @@ fn model_a_slab_that_is_given_back_is_not_taken_from() {
             &space,
             // The last free gives the slab back, as none is kept idle,
             move |space| space.free(last, 1),
-            // unless this one takes from it.
+            // unless this thread takes from it.
             |space| space.take(1),
         );
         is_whole(&space);
@@ -389,12 +389,12 @@ fn model_a_slab_that_others_take_over_is_not_settled_where_it_was() {
         let space = space(4, 1);
         let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
         ranges[..2].iter().for_each(|range| space.free(*range, 1));
-        // Nothing is left but those.
+        // Only those are left.
         [32, 16, 4, 4].into_iter().for_each(|rest| space.take(rest));
         let (third, last) = (ranges[2], ranges[3]);
         both(
             &space,
-            // CPU 1 takes the slab over, and gives back what it took.
+            // CPU 1 takes the slab over, and frees what it took.
             |space| {
                 on(1);
                 let iova = space.alloc(1);
@@ -456,8 +456,8 @@ fn model_a_tail_is_cut_off_or_freed_but_not_both() {
     });
 }
 
-/// A range that was trimmed is freed as it should be; meanwhile somebody frees it with the size of its class,
-/// and must not get what lies behind it into the slab.
+/// A trimmed range is freed correctly; meanwhile another thread frees it with the size of its
+/// class, which must not return the tail behind it to the slab.
 #[test]
 fn a_free_of_the_wrong_size_is_refused_while_the_trimmed_range_ends() {
     Builder::new().check(|| {
@@ -465,7 +465,7 @@ fn a_free_of_the_wrong_size_is_refused_while_the_trimmed_range_ends() {
         let key = Key::of(32, CLASS);
         let slab = Arc::new(Slab::none());
         slab.set_up(key);
-        // Another range is free, so that the slab is attached: a free is one exchange.
+        // Another range is free, so that the slab is attached and a free is one exchange.
         slab.own(1 << 1);
         slab.add_free_as_current(1 << 1);
         slab.own_trimmed(0, 3);

@@ -1,4 +1,4 @@
-//! The ways of a request and of a free, from the hot one to the last resort.
+//! The paths of a request and of a free, from the hot path to the last resort.
 
 use super::*;
 use crate::AllocReason;
@@ -6,7 +6,7 @@ use crate::AllocReason;
 impl<C: CpuId> Slabs<C> {
     #[inline]
     fn this_cpu(&self) -> (usize, &Cpu) {
-        // The number is a hint and not to be trusted with an index.
+        // The number is only a hint, so the index is checked.
         let number = self.cpu.current();
         match self.cpus.get(number) {
             Some(cpu) => (number, cpu),
@@ -14,7 +14,7 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    /// The size class of `size` bytes and the granules they take; no class is `None`.
+    /// The size class of `size` bytes and the granules they take; `None` if there is no such class.
     #[inline]
     fn class_of(&self, size: u64) -> Option<(u32, u64)> {
         let last = size.checked_sub(1)? >> self.shift;
@@ -22,7 +22,7 @@ impl<C: CpuId> Slabs<C> {
         ((class as usize) < self.indexes.len()).then_some((class, last + 1))
     }
 
-    /// Whether a request can be met by a range that is aligned to its class, whichever.
+    /// Whether any range that is aligned to its class meets the request.
     #[inline]
     fn is_natural(&self, request: &Request, class: u32) -> bool {
         if request.align == Align::Size && request.boundary == u64::MAX {
@@ -33,7 +33,7 @@ impl<C: CpuId> Slabs<C> {
             Align::Size => true,
             Align::Bytes(bytes) => bytes.is_power_of_two() && bytes <= size,
         };
-        // Aligned to its size, it crosses no boundary that is at least as far away.
+        // Aligned to its size, it crosses no boundary of at least that spacing.
         let boundary = request.boundary;
         let whole = boundary == u64::MAX
             || (boundary >= size - 1 && boundary & boundary.wrapping_add(1) == 0);
@@ -49,14 +49,14 @@ impl<C: CpuId> Slabs<C> {
         self.zones[..self.last_zone].iter().rposition(|last| *last <= limit)
     }
 
-    /// One exchange: from the CPU's current slab.
+    /// Allocates from the CPU's current slab, with one exchange.
     #[inline(always)]
     pub(super) fn alloc_hot(&self, request: &Request) -> Option<u64> {
         let (class, count) = self.class_of(request.size)?;
         if !self.is_natural(request, class) {
             return None;
         }
-        // Perhaps one granule too high: what was taken is looked at below.
+        // Perhaps one granule too high: the range is checked below.
         let zone = self.highest_zone(request.limit >> self.shift)?;
         let odd = count != 1 << class;
         if odd && self.tight.load(Ordering::Relaxed) {
@@ -68,10 +68,10 @@ impl<C: CpuId> Slabs<C> {
             Some(taken) => taken,
             None => self.take_listed(cpu, bin)?,
         };
-        // Only now is it certain what slab this is.
+        // Only now is the identity of the slab certain.
         let key = slab.key();
         let iova = key.number(slot) << self.shift;
-        // Whole granules count, also where less of the last one is asked for.
+        // Whole granules count, even if the request needs only part of the last one.
         if key.class() != class || iova + ((count << self.shift) - 1) > request.limit {
             self.put_back(slab, slot);
             return None;
@@ -83,10 +83,10 @@ impl<C: CpuId> Slabs<C> {
         Some(iova)
     }
 
-    /// A range that is not what was wanted.
+    /// Puts back a range that does not fit the request.
     #[cold]
     fn put_back(&self, slab: Handle, slot: u32) {
-        // It is held, and so all this stays as it is.
+        // Holding the range keeps the slab's identity fixed.
         let key = slab.key();
         let iova = key.number(slot) << self.shift;
         let size = 1 << (key.class() + self.shift);
@@ -135,7 +135,8 @@ impl<C: CpuId> Slabs<C> {
                     .take_listed(self.this_cpu().1, Bin::new(zone, class))
                     .or_else(|| self.grow(&mut self.core.lock(), zone, class))
                     .or_else(|| self.take_over(Bin::new(zone, class)))
-                    // Rather than to share what another CPU is using, take back what all keep.
+                    // Prefers taking back what all CPUs keep over sharing a slab that another CPU
+                    // is using.
                     .or_else(
                         || if request.flush { None } else { self.pick(Bin::new(zone, class)) },
                     );
@@ -150,7 +151,7 @@ impl<C: CpuId> Slabs<C> {
         }
         let mut place = core.place(wanted, self.placement);
         if place.is_none() && request.flush {
-            // Rule L11, and more: what was taken back is exact.
+            // Rule L11, and more: tails are cut off if that is not enough.
             self.drains.fetch_add(1, Ordering::Relaxed);
             self.withdraw_all(&mut core);
             if let Some((class, zone)) = slab
@@ -169,13 +170,13 @@ impl<C: CpuId> Slabs<C> {
         Some(place)
     }
 
-    /// Cuts tails off, and has no new ones until there is room again.
+    /// Cuts tails off, and allows no new ones until there is room again.
     pub(super) fn trim(&self, core: &mut Core) {
         self.tight.store(true, Ordering::Relaxed);
         core.trim();
     }
 
-    /// From a slab that the CPU has.
+    /// Takes a range from a slab that the CPU has.
     #[inline(never)]
     fn take_listed(&self, cpu: &Cpu, bin: Bin) -> Option<(Handle, u32)> {
         let mut lost = Vec::new();
@@ -193,14 +194,14 @@ impl<C: CpuId> Slabs<C> {
         }
     }
 
-    /// From a new slab.
+    /// Takes a range from a new slab.
     fn grow(&self, core: &mut Core, zone: usize, class: u32) -> Option<(Handle, u32)> {
         let (_, cpu) = self.this_cpu();
         let mut lists = cpu.lists.lock();
         core.searches += 1;
         let fit = core.tree.fit().checked_ilog2()?;
         self.relax(fit);
-        // A CPU that keeps nothing gets what it needs.
+        // An offline CPU keeps nothing, so it gets only what it needs.
         let most = match lists.online {
             true => (class + SLOT_BITS)
                 .min(self.largest_slab)
@@ -232,14 +233,14 @@ impl<C: CpuId> Slabs<C> {
         Some((slab, slot))
     }
 
-    /// There is room again if a hole as large as 64 of the largest slabs is free.
+    /// Allows tails again once a hole as large as 64 of the largest slabs is free.
     fn relax(&self, fit: u32) {
         if fit >= self.largest_slab + 6 && self.tight.load(Ordering::Relaxed) {
             self.tight.store(false, Ordering::Relaxed);
         }
     }
 
-    /// From a slab in another CPU's list, which then is this one's.
+    /// Takes over a slab from another CPU's list, and a range from it.
     fn take_over(&self, bin: Bin) -> Option<(Handle, u32)> {
         let (mine, cpu) = self.this_cpu();
         (0..self.cpus.len()).filter(|other| *other != mine).find_map(|other| {
@@ -259,18 +260,19 @@ impl<C: CpuId> Slabs<C> {
         })
     }
 
-    /// A range of what another CPU is using.
+    /// Takes a range of a slab that another CPU is using.
     fn pick(&self, bin: Bin) -> Option<(Handle, u32)> {
         let (mine, _) = self.this_cpu();
         self.cpus.iter().enumerate().filter(|(other, _)| *other != mine).find_map(|(_, cpu)| {
-            // Under the lock the slab stays what it is.
+            // Under the lock the slab keeps its identity.
             let _lists = cpu.lists.lock();
             let slab = cpu.current(bin)?;
             Some((slab, slab.take()?))
         })
     }
 
-    /// One exchange: a bit of the range's slab. `odd` is what is left to check of the size.
+    /// Frees with one exchange that sets the range's bit in its slab. `odd` is what remains to be
+    /// checked of the size.
     #[inline(always)]
     pub(super) fn free_hot(&self, iova: u64, size: u64, odd: &mut u32) -> bool {
         let Some((class, count)) = self.class_of(size) else { return false };
@@ -333,7 +335,7 @@ impl<C: CpuId> Slabs<C> {
                 }
                 (_, Freed::Unclear) => {
                     let mut core = self.core.lock();
-                    // Nothing is frozen now.
+                    // No slab is frozen now.
                     let Some(slab) = index.get(key).filter(|slab| slab.key() == key) else {
                         return self.reject(&core, iova, size);
                     };
@@ -348,7 +350,7 @@ impl<C: CpuId> Slabs<C> {
                             return Ok(());
                         }
                         (length, false) if length == count => {}
-                        // The size has been checked and forgotten: see `Slab::give`.
+                        // The size has been checked and cleared: see `Slab::give`.
                         (_, false) if odd == 0 && !count.is_power_of_two() => {}
                         _ => return self.reject(&core, iova, size),
                     }
@@ -372,14 +374,15 @@ impl<C: CpuId> Slabs<C> {
         Err(FreeError { iova, size, reason: self.why_not_free(core, iova, size) })
     }
 
-    /// Frees a range of a slab that no CPU knows, which gets it with that; or false if it is no
-    /// such slab any more.
+    /// Frees a range of a detached slab and attaches the slab to this CPU; returns false if it is
+    /// not that slab any more.
     #[inline(never)]
     fn attach(&self, slab: Handle, key: Key, slot: u32) -> bool {
         let (_, cpu) = self.this_cpu();
         let mut lists = cpu.lists.lock();
         if lists.online {
-            // As the current slab if that has nothing left: the next request is met at once.
+            // As the current slab if that has nothing left, so that the next request is met at
+            // once.
             let bin = self.bin_of(slab);
             let current = cpu.is_exhausted(bin);
             match slab.give_and_attach(key, slot, current) {
@@ -418,16 +421,16 @@ impl<C: CpuId> Slabs<C> {
         true
     }
 
-    /// How many ranges of a class a CPU may keep in slabs that are all free.
+    /// How many ranges of a class a CPU may keep in all-free slabs.
     fn most_idle(&self, class: u32) -> u32 {
         let share = u32::try_from(self.idle_share >> class).unwrap_or(u32::MAX);
         share.min(self.idle_slabs.saturating_mul(SLOTS))
     }
 
-    /// Keeps or gives back a slab that is all free.
+    /// Keeps or gives back an all-free slab.
     #[cold]
     fn settle(&self, slab: Handle, key: Key) {
-        // Another thread may have it by now: everything is looked at again under its lock.
+        // Another thread may have it by now: everything is checked again under its lock.
         let Some(home) = slab.place().cpu() else { return };
         let here = |slab: Handle| {
             slab.place().cpu() == Some(home) && slab.key() == key && slab.is_all_free()

@@ -1,24 +1,26 @@
-//! A slab: 32 ranges of one size class, side by side, and which of them are free.
+//! A slab: 32 adjacent ranges of one size class, and which of them are free.
 //!
 //! Everything that a hot path changes is in one word: a bit for each range (set: free), and flags.
 //! Taking a range clears its bit, giving it back sets it; each is one compare-and-exchange, and
-//! neither waits for anybody.
+//! neither waits for another thread.
 //!
-//! **Who holds a range holds the slab.** Slabs are used again for other places and classes, but only
-//! once no range of them is taken. A thread that came by an old pointer may so take a range of a
-//! slab that is something else by now; once it has one, the slab no longer changes, and it can look
-//! what it got. Whoever frees a range that was never his is told so: the word's version changes
-//! whenever the slab does, and with it every compare-and-exchange based on what was before fails.
+//! **Holding a range pins the slab.** Slabs are reused for other places and classes, but only once
+//! no range of them is taken. A thread with an old pointer may therefore take a range of a slab
+//! that has been reused; once it holds a range, the slab no longer changes, and the thread can
+//! check what it got. A free of a range that the caller does not hold fails: the word's version
+//! changes whenever the slab does, so that every compare-and-exchange based on an earlier state
+//! fails.
 //!
 //! The flags:
 //!
 //! | flag | meaning | set and cleared |
 //! |---|---|---|
-//! | `ATTACHED` | a CPU knows the slab: it is current, or in a list | under that CPU's lock |
-//! | `CURRENT` | it is the one that a CPU takes from | under that CPU's lock |
-//! | `FROZEN` | its free ranges are being taken out; or it is none at all | under the core's lock |
+//! | `ATTACHED` | a CPU has the slab: it is current, or in a list | under that CPU's lock |
+//! | `CURRENT` | a CPU takes ranges from it | under that CPU's lock |
+//! | `FROZEN` | its free ranges are being taken out; or it is unused | under the core's lock |
 //!
-//! A slab without free ranges is nobody's: it is *detached*, and the first free attaches it again.
+//! A slab without free ranges belongs to no CPU: it is *detached*, and the first free attaches it
+//! again.
 
 use core::{
     fmt,
@@ -39,59 +41,59 @@ const CURRENT: u64 = 1 << 33;
 const FROZEN: u64 = 1 << 34;
 const VERSION: u64 = 1 << 35;
 
-/// Set in a size: what lies behind the range is not the slab's.
+/// Set in a size: the slab does not own what lies behind the range.
 const TRIMMED: u32 = 1 << 31;
 
-/// 32 ranges of one class. On a cache line of its own.
+/// 32 ranges of one class, on a cache line of its own.
 #[repr(align(64))]
 pub(super) struct Slab {
     /// Free ranges, flags, version.
     word: AtomicU64,
-    /// Where it is and of what size its ranges are: its [`Key`].
+    /// Its place and the size class of its ranges: its [`Key`].
     key: AtomicU64,
-    /// The ranges that are the slab's at all. Changed under the core's lock.
+    /// The ranges that the slab owns. Changed under the core's lock.
     owned: AtomicU32,
-    /// Granules of the ranges whose size is not that of the class; 0 for those whose size it is.
+    /// The sizes, in granules, of ranges that are shorter than the class; 0 for the others.
     sizes: OnceBox<Sizes>,
-    /// In whose list it is: a [`Listing`], under that CPU's lock, as its neighbours are. In one word,
-    /// as it is looked at without knowing whose lock to take.
+    /// The list it is in: a [`Listing`], under that CPU's lock, as its neighbours are. In one word,
+    /// as threads read it to find out which lock to take.
     place: AtomicU32,
     pub(super) next: AtomicPtr<Slab>,
     pub(super) previous: AtomicPtr<Slab>,
 }
 
-/// The sizes of a slab's ranges. On cache lines of their own: those of the next slab may be
-/// another CPU's.
+/// The sizes of a slab's ranges, on cache lines of their own, as another CPU may use those of the
+/// next slab.
 #[repr(align(64))]
 struct Sizes([AtomicU32; SLOTS as usize]);
 
-/// What became of an attempt to free a range.
+/// The outcome of an attempt to free a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Freed {
-    /// It is free. `last`: it was the last one taken of a slab in a list. `current`: of a slab that
-    /// a CPU takes from.
+    /// It is free. `last`: it was the last taken range of a slab in a list. `current`: its slab is
+    /// the current one of a CPU.
     Done { last: bool, current: bool },
     /// The slab has to be attached.
     Detached,
-    /// It is not as simple as that: to be looked at under the core's lock.
+    /// Not decidable here: to be checked under the core's lock.
     Unclear,
 }
 
-/// What became of an attempt to take a range of a slab in a list.
+/// The outcome of an attempt to take a range of a slab in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Claimed {
-    /// There is this one, and more: the slab is current now.
+    /// This range, with more left: the slab is current now.
     Current(u32),
-    /// It was the only one: the slab is detached now.
+    /// This range, the only one: the slab is detached now.
     Last(u32),
-    /// There was none: the slab is detached now.
+    /// No range was free: the slab is detached now.
     None,
-    /// Somebody is about to take its ranges out.
+    /// Another thread is about to take its ranges out.
     Frozen,
 }
 
 impl Slab {
-    /// None: to be [set up](Self::set_up) before it is one.
+    /// An unused slab, which must be [set up](Self::set_up) before use.
     pub(super) fn none() -> Slab {
         Slab {
             word: AtomicU64::new(FROZEN),
@@ -104,18 +106,18 @@ impl Slab {
         }
     }
 
-    /// Makes a slab of what was none: detached, nothing of it owned. Under the core's lock.
+    /// Sets up an unused slab: detached, owning nothing. Under the core's lock.
     pub(super) fn set_up(&self, key: Key) {
         let word = self.word.load(Ordering::Relaxed);
         debug_assert_eq!((word & (FROZEN | FREE), self.owned()), (FROZEN, 0));
         self.key.store(key.bits(), Ordering::Relaxed);
-        // Release: whoever sees the new word sees the new key. Nobody else changes a
-        // frozen word but for flags that it does not have now.
+        // Release: a thread that sees the new word sees the new key. Other threads change only
+        // flags of a frozen word, which this one does not have now.
         let word = (word & !(FROZEN | ATTACHED | CURRENT)).wrapping_add(VERSION);
         self.word.store(word, Ordering::Release);
     }
 
-    /// What it is. Only certain to who holds a range of it or the core's lock.
+    /// Its identity. Only stable while the caller holds a range of it or the core's lock.
     #[inline]
     pub(super) fn key(&self) -> Key {
         Key::from_bits(self.key.load(Ordering::Relaxed))
@@ -125,12 +127,12 @@ impl Slab {
         self.key().class()
     }
 
-    /// Only certain under the lock of the CPU that it names.
+    /// Only stable under the lock of the CPU that it names.
     pub(super) fn place(&self) -> Listing {
         Listing::from_bits(self.place.load(Ordering::Relaxed))
     }
 
-    /// Under the lock of the CPU that it names, or did.
+    /// Under the lock of the CPU that it names, or named before.
     pub(super) fn set_place(&self, place: Listing) {
         self.place.store(place.bits(), Ordering::Relaxed);
     }
@@ -155,18 +157,19 @@ impl Slab {
         self.word.load(Ordering::Relaxed) & FROZEN != 0
     }
 
-    /// Whether a range of it ever had another size than the class's.
+    /// Whether a range of it was ever shorter than the class.
     pub(super) fn has_sizes(&self) -> bool {
         self.sizes.get().is_some()
     }
 
-    /// Whether all that it owns is free, and something is.
+    /// Whether it owns ranges and all of them are free.
     pub(super) fn is_all_free(&self) -> bool {
         let owned = self.owned();
         owned != 0 && self.free() == owned
     }
 
-    /// Takes the lowest free range: neighbours in time become neighbours in the address space.
+    /// Takes the lowest free range, so that neighbours in time become neighbours in the address
+    /// space.
     #[inline]
     pub(super) fn take(&self) -> Option<u32> {
         let mut word = self.word.load(Ordering::Relaxed);
@@ -176,8 +179,8 @@ impl Slab {
             if free == 0 {
                 return None;
             }
-            // Acquire: the key of this word's slab is seen. Release: the loads before a
-            // free that this pairs with stay before it.
+            // Acquire: the key that belongs to this word is seen. Release: the loads before a free
+            // that this pairs with stay before it.
             match self.word.compare_exchange_weak(
                 word,
                 word & !(1 << free.trailing_zeros()),
@@ -190,16 +193,16 @@ impl Slab {
         }
     }
 
-    /// Frees a range of `count` granules, if that is simple. `odd`: as [`note_odd`](Self::note_odd)
-    /// was told, else 0; set to 0 once the size has been checked and forgotten.
+    /// Frees a range, if that is simple. `odd`: the size passed to [`note_odd`](Self::note_odd),
+    /// else 0; set to 0 once the size has been checked and cleared.
     #[inline]
     pub(super) fn give(&self, key: Key, slot: u32, odd: &mut u32) -> Freed {
-        // Acquire: what is read below belongs to this word's slab or a later one; if it is a later
-        // one's, the exchange fails, as the version is another.
+        // Acquire: what is read below belongs to this word's slab or to a later one; in the latter
+        // case the exchange fails, as the version has changed.
         let mut word = self.word.load(Ordering::Acquire);
         loop {
             let bit = 1u32 << slot;
-            // Acquire: of a range that is owned, its size is seen.
+            // Acquire: the size of an owned range is seen.
             let owned = self.owned.load(Ordering::Acquire);
             let known = word & FROZEN == 0 && self.key() == key;
             if !known || owned & bit == 0 || word as u32 & bit != 0 {
@@ -212,8 +215,8 @@ impl Slab {
                 return Freed::Detached;
             }
             let after = word | u64::from(bit);
-            // Release: what its owner did with the range comes before the next one's. Acquire: as
-            // above.
+            // Release: what this owner did with the range comes before what the next one does.
+            // Acquire: as above.
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
             {
                 Ok(_) => {
@@ -225,8 +228,8 @@ impl Slab {
         }
     }
 
-    /// Frees a range of a detached slab and attaches it, as the current one or to be listed. Under
-    /// the lock of the CPU that it is attached to by this.
+    /// Frees a range of a detached slab and attaches the slab, as current or for the list. Under
+    /// the lock of the CPU to which it becomes attached.
     pub(super) fn give_and_attach(&self, key: Key, slot: u32, current: bool) -> Freed {
         let flags = if current { ATTACHED | CURRENT } else { ATTACHED };
         let mut word = self.word.load(Ordering::Acquire);
@@ -236,7 +239,7 @@ impl Slab {
             if !known || self.owned() & bit == 0 || word as u32 & bit != 0 {
                 return Freed::Unclear;
             }
-            // Somebody else was faster with another range: then it is simple.
+            // Another thread has just attached it with another range: then a free is simple.
             let attached = word & ATTACHED != 0;
             let after = word | u64::from(bit) | if attached { 0 } else { flags };
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
@@ -248,7 +251,7 @@ impl Slab {
         }
     }
 
-    /// Notes the size of a range that is not that of the class. By who has just taken it.
+    /// Records the size of a range that is shorter than the class. The caller has just taken it.
     #[inline]
     pub(super) fn note_odd(&self, slot: u32, count: u32) {
         self.sizes()[slot as usize].store(count, Ordering::Relaxed);
@@ -264,18 +267,18 @@ impl Slab {
         &self.sizes.get_or_init(Self::make_sizes).0
     }
 
-    /// Checks that the range has the size `odd`, and forgets it: 0 is what a range of the class's
-    /// own size has, and one whose size is not known yet.
+    /// Checks that the range has the size `odd`, and clears it: 0 stands for the full size of the
+    /// class, and for a size that was not recorded yet.
     ///
-    /// An exchange and not a store, so that of two who free a range only one goes on, and so that
-    /// [`trim`](Self::trim) either sees a size that stays, or none.
+    /// An exchange, not a store, so that of two threads that free a range only one continues, and
+    /// so that [`trim`](Self::trim) sees either a size that stays, or none.
     #[inline]
     fn forget_odd(&self, slot: u32, odd: &mut u32) -> bool {
         let Some(Sizes(sizes)) = self.sizes.get() else { return *odd == 0 };
         let size = &sizes[slot as usize];
         if *odd == 0 {
-            // Acquire: where the size is gone because the range is no longer owned, the word's new version
-            // is seen by the exchange that follows.
+            // Acquire: if the size is gone because the range is no longer owned, the exchange that
+            // follows sees the word's new version.
             return size.load(Ordering::Acquire) == 0;
         }
         if size.compare_exchange(*odd, 0, Ordering::Relaxed, Ordering::Relaxed).is_err() {
@@ -294,31 +297,31 @@ impl Slab {
         }
     }
 
-    /// Makes ranges the slab's: they are taken then. Under the core's lock.
+    /// Adds ranges to the slab, as taken. Under the core's lock.
     pub(super) fn own(&self, slots: u32) {
-        // Release: whoever sees that a range is owned sees its size.
+        // Release: a thread that sees that a range is owned sees its size.
         self.owned.store(self.owned() | slots, Ordering::Release);
     }
 
-    /// As [`own`](Self::own) for one that was trimmed from the start.
+    /// As [`own`](Self::own), for a range that is trimmed from the start.
     pub(super) fn own_trimmed(&self, slot: u32, count: u32) {
         self.note_odd(slot, count | TRIMMED);
         self.own(1 << slot);
     }
 
-    /// Ends a trimmed range: it is no longer the slab's. Under the core's lock.
+    /// Removes a trimmed range from the slab. Under the core's lock.
     ///
-    /// A free with the class's own size, which is the wrong one, may be under way: it may have seen that the
-    /// range is owned, and may see now that it has no size of its own. The version changes in between, so
-    /// that its exchange fails.
+    /// A free with the class's full size, which is wrong, may be under way: it may have seen that
+    /// the range is owned, and may see now that it has no size of its own. The version changes in
+    /// between, so that its exchange fails.
     pub(super) fn disown_trimmed(&self, slot: u32) {
         self.owned.store(self.owned() & !(1 << slot), Ordering::Release);
         self.word.fetch_add(VERSION, Ordering::AcqRel);
         self.sizes()[slot as usize].store(0, Ordering::Release);
     }
 
-    /// Lets ranges that are the slab's and taken be free. If it is detached, it becomes a CPU's
-    /// current one, and this is true. Under that CPU's and the core's lock.
+    /// Frees ranges that the slab owns and that are taken. If the slab is detached, it becomes a
+    /// CPU's current one, and this returns true. Under that CPU's and the core's lock.
     pub(super) fn add_free_as_current(&self, slots: u32) -> bool {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -332,11 +335,11 @@ impl Slab {
         }
     }
 
-    /// Takes a range of a slab that was in a list. Under that list's lock, and no longer in the list:
-    /// once it is detached, another CPU may attach it.
+    /// Takes a range of a slab that was just taken out of a list, under that list's lock: once it
+    /// is detached, another CPU may attach it.
     ///
-    /// Its only one leaves it detached, unless `keep`: to make it current only to find it exhausted
-    /// the next time would be idle work.
+    /// Taking the only free range detaches the slab, unless `keep`: making it current would be
+    /// wasted work, as it is exhausted.
     pub(super) fn claim(&self, keep: bool) -> Claimed {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -359,12 +362,12 @@ impl Slab {
         }
     }
 
-    /// Ends its being current: detaches it if it has no free range, which is then true. Under the
-    /// lock of the CPU that it is current of.
+    /// Makes the slab no longer current; if it has no free range, detaches it and returns true.
+    /// Under the lock of the CPU that had it as current.
     pub(super) fn displace(&self) -> bool {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
-            // What is frozen may get its ranges back.
+            // A frozen slab may get its ranges back.
             let detach = word as u32 == 0 && word & FROZEN == 0;
             let flags = if detach { ATTACHED | CURRENT } else { CURRENT };
             match self.word.compare_exchange_weak(
@@ -379,13 +382,13 @@ impl Slab {
         }
     }
 
-    /// Takes all free ranges at once, and lets nobody change the slab until it is
+    /// Takes all free ranges at once, and keeps other threads from changing the slab until it is
     /// [thawed](Self::thaw). Under the core's lock.
     pub(super) fn freeze(&self) -> u32 {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
             debug_assert_eq!(word & FROZEN, 0, "frozen twice");
-            // Acquire: the frees that this has seen are complete.
+            // Acquire: the frees that this sees are complete.
             let after = ((word & !FREE) | FROZEN).wrapping_add(VERSION);
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Relaxed)
             {
@@ -401,7 +404,7 @@ impl Slab {
         while let Err(now) = self.word.compare_exchange_weak(
             word,
             (word & !FROZEN) | u64::from(free),
-            // Release: ranges that are no longer owned are seen as such by who sees this.
+            // Release: a thread that sees this sees which ranges are no longer owned.
             Ordering::AcqRel,
             Ordering::Relaxed,
         ) {
@@ -420,9 +423,9 @@ impl Slab {
         self.owned.store(self.owned() & !slots, Ordering::Release);
     }
 
-    /// Cuts off what lies behind the ranges that are taken and shorter than the class: calls
-    /// `tail` with the number of the first granule behind each and how many there are. Only while
-    /// frozen, `free` being what was free.
+    /// Cuts off the tails of taken ranges that are shorter than the class: calls `tail` with the
+    /// first granule behind each range and the number of granules. Only while frozen; `free` is
+    /// what [`freeze`](Self::freeze) returned.
     pub(super) fn trim(&self, free: u32, mut tail: impl FnMut(u64, u64)) {
         let Some(Sizes(sizes)) = self.sizes.get() else { return };
         let mut taken = self.owned() & !free;
@@ -431,7 +434,7 @@ impl Slab {
             taken &= taken - 1;
             let size = &sizes[slot as usize];
             let count = size.load(Ordering::Relaxed);
-            // 0: of the class's size; or just being taken or freed.
+            // 0: the full size of the class, or the range is just being taken or freed.
             if count == 0 || count & TRIMMED != 0 {
                 continue;
             }
@@ -455,10 +458,10 @@ impl fmt::Debug for Slab {
     }
 }
 
-/// A slab of the allocator at hand.
+/// A reference to a slab of the same allocator.
 ///
-/// Slabs lie in pages that live as long as the allocator does (`Core::pages`), and handles are only
-/// ever in that allocator and in its methods.
+/// Slabs lie in pages that live as long as the allocator does (`Core::pages`), and handles exist
+/// only in that allocator and in its methods.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Handle(NonNull<Slab>);
 
@@ -491,7 +494,7 @@ impl Deref for Handle {
     fn deref(&self) -> &Slab {
         // SAFETY: a handle is made from a reference to a slab in a page of the allocator, or from a
         // pointer that was stored for such a handle; pages are neither moved nor freed before the
-        // allocator is dropped, and no handle outlives it. Slabs are only changed through atomics.
+        // allocator is dropped, and no handle outlives it. Slabs change only through atomics.
         #[allow(unsafe_code)]
         unsafe {
             self.0.as_ref()

@@ -25,7 +25,7 @@ fn what_is_allocated_in_turn_lies_side_by_side() {
     let slabs = one_cpu(48);
     let ranges: Vec<u64> = (0..32).map(|_| slabs.alloc(&pages(1)).unwrap()).collect();
     assert!(ranges.windows(2).all(|pair| pair[1] == pair[0] + PAGE));
-    // What is free again comes first, the lowest first.
+    // Freed ranges are reused first, the lowest before the others.
     for index in [20, 7] {
         slabs.free(ranges[index], PAGE).unwrap();
     }
@@ -76,7 +76,7 @@ fn apertures_of_all_widths_take_memory_for_what_is_allocated_only() {
 
 #[test]
 fn a_small_aperture_is_not_divided_among_classes() {
-    // 1 MiB for pages: no slab has more than one range.
+    // An aperture of 1 MiB: no slab has more than one range.
     let slabs = Slabs::new(Aperture::new(0, (1 << 20) - 1, PAGE).unwrap(), OneCpu);
     let ranges: Vec<u64> = (0..100).map(|_| slabs.alloc(&pages(1)).unwrap()).collect();
     assert_eq!(slabs.stats().cached_ranges, 0);
@@ -111,7 +111,7 @@ fn frees_that_are_wrong_are_told_and_harm_nothing() {
     assert_eq!(why(four, 4 * PAGE), FreeReason::AlreadyFree);
     let stats = slabs.stats();
     assert_eq!((stats.allocs, stats.frees, stats.rejected_frees), (2, 2, 15));
-    // Nothing was harmed: all of it can be had.
+    // Nothing was damaged: all of it can be allocated.
     slabs.drain();
     let core = slabs.core.lock();
     assert_eq!(core.tree.free(), (1 << 36) - 1 - 256);
@@ -130,7 +130,7 @@ fn what_is_kept_idle_is_bounded() {
     slabs.drain();
     assert_eq!(slabs.stats().live_ranges, 0);
     assert_eq!(slabs.core.lock().tree.free(), (1 << 36) - 1);
-    // In a small aperture less is kept than that.
+    // In a small aperture less is kept.
     let slabs = one_cpu(32);
     let ranges: Vec<u64> = (0..1000).map(|_| slabs.alloc(&pages(512)).unwrap()).collect();
     for iova in ranges {
@@ -146,7 +146,7 @@ fn one_cpus_frees_serve_another_when_nothing_else_is_left() {
     // rule L11
     let cpu = FixedCpu::new(2);
     let slabs = Slabs::new(Aperture::new(0, 0xffff_ffff, PAGE).unwrap(), &cpu);
-    // All of it, by CPU 0.
+    // CPU 0 takes all of it.
     let mut ranges = Vec::new();
     while let Ok(iova) = slabs.alloc(&pages(1).flush(false)) {
         ranges.push(iova);
@@ -172,7 +172,7 @@ fn what_lies_behind_short_ranges_is_found_when_nothing_else_is_left() {
     while let Ok(iova) = slabs.alloc(&pages(33)) {
         short.push(iova);
     }
-    // Not in the first 64, as granule 0 is never handed out.
+    // None in the first 64, as granule 0 is never handed out.
     assert_eq!(short.len(), (1 << 14) - 1);
     // 16 of the 31 behind each, and three times 16 in the first 64.
     let behind: Vec<u64> = (0..(1 << 14) + 2).map(|_| slabs.alloc(&pages(16)).unwrap()).collect();
@@ -186,7 +186,7 @@ fn what_lies_behind_short_ranges_is_found_when_nothing_else_is_left() {
     }
     slabs.drain();
     assert_eq!(slabs.core.lock().tree.free(), (1 << 20) - 1);
-    // There is room again: slabs are of use again.
+    // There is room again, so that slabs are used again.
     let ranges: Vec<u64> = (0..16).map(|_| slabs.alloc(&pages(33)).unwrap()).collect();
     assert!(slabs.stats().cached_ranges > 0);
     drop(ranges);
@@ -207,7 +207,7 @@ fn zones_keep_ranges_for_devices_of_less_bits_apart() {
         assert!(ranges.iter().all(|iova| (low..=limit).contains(iova)));
         assert_eq!(slabs.stats().searches, before + 1);
     }
-    // A limit that is none of them is kept as well.
+    // A limit that is not one of them is respected too.
     let limit = (1 << 30) - 1;
     let iova = slabs.alloc(&pages(4).limit(limit)).unwrap();
     assert_eq!(iova + 4 * PAGE - 1, limit);
@@ -260,7 +260,7 @@ fn reservations_merge_and_are_kept_from_everybody() {
     let error = slabs.reserve(iova + 5, iova + 10).unwrap_err();
     assert_eq!(error, ReserveError::InUse { first: iova + 5, last: iova + 10, taken: iova + 5 });
     slabs.free(iova, PAGE).unwrap();
-    // It is only kept: no reason to refuse.
+    // The range is only kept in a slab: no reason to refuse.
     for (first, last) in [(0x1_0000, 0x1_ffff), (0x3_0000, 0x3_ffff), (0x1_8000, 0x3_0000)] {
         slabs.reserve(first, last).unwrap();
     }
@@ -320,7 +320,7 @@ fn other_alignments_are_met_where_there_is_room_for_them() {
     let wide = slabs.alloc(&pages(1).align(Align::Bytes(1 << 30))).unwrap();
     assert_eq!(wide % (1 << 30), 0);
     slabs.free(wide, PAGE).unwrap();
-    // 3 pages at any page: no aligned place is left but an unaligned one is.
+    // 3 pages at any page: no aligned place is left, but an unaligned one is.
     let config = SlabConfig { largest_slab: Some(PAGE), ..SlabConfig::default() };
     let slabs = Slabs::with_config(Aperture::new(0, 0x7fff, PAGE).unwrap(), OneCpu, config);
     let taken = slabs.alloc(&pages(1).limit(0x4fff)).unwrap();
@@ -333,7 +333,7 @@ fn other_alignments_are_met_where_there_is_room_for_them() {
     assert_eq!(slabs.core.lock().tree.free(), 7);
 }
 
-/// Threads that allocate, hand over and free as fast as they can, and look that no granule is
+/// Threads that allocate, hand over and free as fast as they can, and check that no granule is
 /// handed out twice.
 #[test]
 fn threads_that_pass_ranges_to_each_other_never_get_the_same_one() {
@@ -376,7 +376,7 @@ fn threads_that_pass_ranges_to_each_other_never_get_the_same_one() {
                             let at = (random >> 20) as usize % mine.len().max(1);
                             if let Some(range) = mine.get(at).copied() {
                                 mine.swap_remove(at);
-                                // Some to whoever is next, the others back.
+                                // Hands some to the next thread, frees the others.
                                 if random & 1 << 41 != 0 && next.send(range).is_ok() {
                                     continue;
                                 }
@@ -397,12 +397,12 @@ fn threads_that_pass_ranges_to_each_other_never_get_the_same_one() {
                         mark(iova, count, 1, 0);
                         slabs.free(iova, count * PAGE).unwrap();
                     }
-                    // What arrives later stays allocated: it is counted below.
+                    // Ranges that arrive later stay allocated and are counted below.
                     inbox
                 });
             }
         });
-        // What was sent to a thread that had ended was never freed.
+        // Ranges sent to a thread that had ended were never freed.
         let left = owners.iter().filter(|owner| owner.load(Ordering::Relaxed) == 1).count() as u64;
         slabs.drain();
         let core = slabs.core.lock();

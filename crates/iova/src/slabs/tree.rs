@@ -1,17 +1,17 @@
-//! The free granules of an address space, in a radix tree that knows what fits where.
+//! The free granules of an address space, in a radix tree that tracks what fits where.
 //!
 //! A request of `c` granules is *naturally aligned* if it starts at a multiple of the next power of
-//! two. What fits so can be told by one number: the **fit** of a piece of address space is the
-//! largest `c` that fits into it, naturally aligned. Whatever is smaller fits too, as it is aligned
-//! to less; so a node need only know the fit of each child, and a search descends straight to a
-//! place, with no turning back. The fit of a node is the largest of its children's, or that of a run
-//! of children that are free from end to end; for these a child also has its **prefix**, the number
-//! of free granules that it begins with.
+//! two. One number describes what fits so: the **fit** of a piece of address space is the largest
+//! `c` that fits into it, naturally aligned. Anything smaller fits too, as its alignment is
+//! smaller; so a node need only store the fit of each child, and a search descends straight to a
+//! place, without backtracking. The fit of a node is the largest of its children's, or that of a
+//! run of children that are free from end to end; for the latter a node also stores each child's
+//! **prefix**, the number of free granules that it begins with.
 //!
-//! Every operation takes a number of steps that is bounded by the depth, which is logarithmic in the
-//! size of the address space: 9 levels for 48 bits of 4 KiB granules. What is free or taken as a
-//! whole has no node, so the memory grows with the number of places where free and taken meet, and
-//! not with the address space.
+//! The depth bounds the steps of every operation and is logarithmic in the size of the address
+//! space: 9 levels for 48 bits of 4 KiB granules. A piece that is wholly free or wholly taken has
+//! no node, so the memory grows with the number of boundaries between free and taken, not with the
+//! address space.
 
 mod leaf;
 
@@ -20,18 +20,18 @@ use core::ops::ControlFlow;
 
 use leaf::Leaf;
 
-/// Children of a node: 16. Fewer make the tree deeper, more make a node's sums longer: 16 is where
-/// both take about the same time.
+/// Children of a node: 16. Fewer make the tree deeper, more make a node's sums longer: with 16 both
+/// take about the same time.
 const FAN_BITS: u32 = 4;
 const FAN: usize = 1 << FAN_BITS;
-/// Granules of a word: one a bit.
+/// Granules of a word, one a bit.
 const WORD_BITS: u32 = 6;
 /// Granules of a leaf, which holds words instead of children.
 const LEAF_BITS: u32 = WORD_BITS + FAN_BITS;
-/// No node: the child is free or taken as a whole.
+/// No node: the child is wholly free or wholly taken.
 const NONE: u32 = u32::MAX;
 
-/// What is known of a piece of address space.
+/// The summary of a piece of address space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Sum {
     /// The largest request that fits, naturally aligned.
@@ -55,7 +55,7 @@ struct Inner {
     children: [u32; FAN],
 }
 
-/// Nodes of one kind, those that are not in use in a list.
+/// Nodes of one kind, with a list of the unused ones.
 struct Nodes<N> {
     nodes: Vec<N>,
     unused: Vec<u32>,
@@ -96,7 +96,7 @@ pub(super) struct Tree {
 }
 
 impl Tree {
-    /// An address space that reaches up to the granule `high`, all of it taken.
+    /// An address space up to the granule `high`, all of it taken.
     pub(super) fn new(high: u64) -> Tree {
         let bits = u64::BITS - high.leading_zeros();
         let depth = bits.saturating_sub(LEAF_BITS).div_ceil(FAN_BITS);
@@ -123,7 +123,7 @@ impl Tree {
         self.free
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes of memory in use.
     #[cfg(all(test, not(loom)))]
     pub(super) fn memory(&self) -> usize {
         self.inners.nodes.capacity() * size_of::<Inner>()
@@ -160,7 +160,7 @@ impl Tree {
             return None;
         }
         let place = self.lowest_in(self.depth, self.root, &Natural::new(count));
-        // What is not at the lowest place ends even higher.
+        // Any other place ends even higher.
         place.filter(|place| place + (count - 1) <= limit)
     }
 
@@ -188,8 +188,8 @@ impl Tree {
         self.runs_up(first, first + (count - 1), &mut |_, _| ControlFlow::Break(())).is_continue()
     }
 
-    /// Calls `run` with every free run in `first..=last`, from the lowest to the highest, cut at
-    /// both ends. Takes time for each of them: for requests that cannot be met otherwise.
+    /// Calls `run` with every free run in `first..=last`, from the lowest to the highest, clipped
+    /// at both ends. Takes time for each run: for requests that cannot be met otherwise.
     pub(super) fn runs_up<B>(
         &self,
         first: u64,
@@ -219,13 +219,13 @@ impl Tree {
         }
     }
 
-    /// `limit`, or the last granule that the tree has a place for.
+    /// `limit`, or the last granule of the tree if that is lower.
     fn clamp(&self, limit: u64) -> u64 {
         let bits = LEAF_BITS + FAN_BITS * self.depth;
         if bits >= u64::BITS { limit } else { limit.min((1 << bits) - 1) }
     }
 
-    /// A node `level` levels above the leaves that is free or taken as a whole.
+    /// A node `level` levels above the leaves, wholly free or wholly taken.
     fn make(&mut self, level: u32, free: bool) -> u32 {
         if level == 0 {
             return self.leaves.add(Leaf::new(free));
@@ -234,7 +234,7 @@ impl Tree {
         self.inners.add(Inner { fits: [size; FAN], prefixes: [size; FAN], children: [NONE; FAN] })
     }
 
-    /// Removes a node that knows nothing more than its parent does.
+    /// Removes a node that is wholly free or wholly taken, and all below it.
     fn remove(&mut self, level: u32, id: u32) {
         if level == 0 {
             self.leaves.remove(id);
@@ -303,7 +303,7 @@ impl Tree {
             if node.fits[index] < wanted.count {
                 continue;
             }
-            // Only the child that holds the limit may have no place after all.
+            // Only the child that contains the limit may turn out to have no place.
             let within = if index == top { limit & ((1 << bits) - 1) } else { (1 << bits) - 1 };
             let place = match node.children[index] {
                 NONE => wanted.highest(within),
@@ -323,7 +323,7 @@ impl Tree {
         let node = &self.inners.nodes[id as usize];
         let bits = child_bits(level);
         if wanted.order > bits {
-            // The last that is told from above is the lowest.
+            // The runs come from the highest on, so the last one is the lowest.
             let mut lowest = None;
             node.run(bits, wanted, |index| {
                 lowest = Some((index as u64) << bits);
@@ -339,8 +339,8 @@ impl Tree {
         Some(((index as u64) << bits) + place)
     }
 
-    /// Calls `run` with free runs in `first..=last` of a node that begins at `base`. Runs that go
-    /// on in the next node come in pieces.
+    /// Calls `run` with free runs in `first..=last` of a node that begins at `base`. Runs that
+    /// continue in the next node come in pieces.
     fn visit<B>(
         &self,
         level: u32,
@@ -380,7 +380,7 @@ const fn child_bits(level: u32) -> u32 {
 /// A request that is aligned to its size.
 struct Natural {
     count: u64,
-    /// Its size and alignment, rounded up to a power of two.
+    /// The exponent of its size, rounded up to a power of two, and so of its alignment.
     order: u32,
 }
 
@@ -402,14 +402,14 @@ pub(super) const fn order_of(count: u64) -> u32 {
 
 impl Inner {
     fn sum(&self, size: u64) -> Sum {
-        // From the highest child to the lowest: what is free from the start of each on.
+        // From the highest child to the lowest: `run` is what is free from the start of each on.
         let (mut fit, mut run) = (0, 0u64);
         for index in (0..FAN).rev() {
             fit = fit.max(self.fits[index]);
             if self.prefixes[index] == size {
                 // Granule 0 is always taken, so no run is 2^64 granules long.
                 run += size;
-                // A request that starts here is no larger than what the place is aligned to.
+                // A request that starts here is no larger than the alignment of the place.
                 let aligned = match index {
                     0 => u64::MAX,
                     _ => size.saturating_mul(1 << index.trailing_zeros()),
@@ -422,8 +422,8 @@ impl Inner {
         Sum { fit, prefix: run }
     }
 
-    /// The highest place for a request larger than a child that `accept` takes, by the number of
-    /// its first child.
+    /// The highest place for a request larger than a child for which `accept`, called with the
+    /// index of its first child, returns true.
     fn run(
         &self,
         bits: u32,

@@ -7,8 +7,8 @@ use rustix::time::{ClockId, clock_gettime};
 /// Counts ticks: of the processor's time stamp counter where that runs evenly, else nanoseconds of
 /// the operating system's clock.
 ///
-/// An operation of 10 ns cannot be timed by a clock of 25 ns without it being most of what is seen.
-/// What is left of that error is said with the figures: [`cost_ns`](Self::cost_ns).
+/// If a clock of 25 ns timed an operation of 10 ns, it would mostly time itself. What is left of
+/// that error is printed with the figures: [`cost_ns`](Self::cost_ns).
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     counter: bool,
@@ -49,8 +49,8 @@ impl Clock {
         clock
     }
 
-    /// The system's clock and this one, at one moment: the closest of some looks at both, as a thread
-    /// may be interrupted between them.
+    /// The system's clock and this one, at one moment: the closest of some readings of both, as a
+    /// thread may be interrupted between them.
     fn both(&self) -> (Instant, u64) {
         let looks = (0..32).map(|_| {
             let (before, at, after) = (self.now(), Instant::now(), self.now());
@@ -107,15 +107,15 @@ fn runs_evenly() -> bool {
     false
 }
 
-/// What this thread has had of its CPU.
+/// This thread's CPU time.
 pub(crate) fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Calls `step` with how many times to do something, once at least and until that has taken `budget`: how
-/// many times it was, and how long it took. The time is looked at seldom, so that looking costs nothing, but
-/// often enough not to run long over: 64 times or so.
+/// Calls `step` with how many times to do something, once at least and until that has taken
+/// `budget`; returns how many times it was, and how long it took. The clock is read seldom, so that
+/// reading costs nothing, but often enough not to overrun by much: 64 times or so.
 ///
 /// # Errors
 /// Those of `step`.

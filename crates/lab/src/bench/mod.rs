@@ -1,11 +1,11 @@
 //! Benchmarks of components, with their peers in the same run.
 //!
-//! What every benchmark shares, and then a room for each:
+//! What every benchmark shares, and then a module for each:
 //!
 //! | module | what it holds |
 //! |---|---|
 //! | [`row`] | the data model (`ringfence.bench/1`) and its text |
-//! | [`rounds`] | values of interleaved rounds, and what they tell together |
+//! | [`rounds`] | values of interleaved rounds, and their intervals and ratios |
 //! | [`clock`] | a clock cheap enough for single operations |
 //! | [`threads`] | threads that start together, each on a CPU of its own |
 //! | `table` | blocks of a table for a terminal |

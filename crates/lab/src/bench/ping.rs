@@ -1,7 +1,8 @@
 //! Where the host has put the two CPUs: what a cache line costs between them.
 //!
-//! A guest's CPUs may share a core, a cluster of cores or a socket, and the host moves them. What
-//! two processes do over shared memory goes by that. So it is measured before and after each window.
+//! A guest's CPUs may share a core, a cluster of cores or a socket, and the host moves them. How
+//! fast two processes communicate over shared memory depends on that. So it is measured before and
+//! after each window.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,17 +11,17 @@ use crate::bench::threads;
 /// Round trips of a block; the median of blocks counts, since some are interrupted.
 const BLOCK: u64 = 200;
 const BLOCKS: usize = 11;
-/// Nobody waits longer for the other: it may have no CPU for a while.
+/// Neither thread waits longer for the other, which may have no CPU for a while.
 const PATIENCE: std::time::Duration = std::time::Duration::from_millis(200);
 
-/// Two states of which one is so many times the other, or more, differ.
+/// Two round trips differ if one takes so many times the other, or more.
 const APART: f64 = 1.5;
 
 #[repr(align(128))]
 struct Line(AtomicU64);
 
 /// Nanoseconds of a round trip of a cache line between two CPUs; `None` if there is but one, or the
-/// machine is too busy to tell.
+/// machine is too busy to measure it.
 pub(in crate::bench) fn round_trip_ns(cpus: [usize; 2]) -> Option<f64> {
     if cpus[0] == cpus[1] {
         return None;
@@ -52,7 +53,7 @@ pub(in crate::bench) fn round_trip_ns(cpus: [usize; 2]) -> Option<f64> {
     (blocks.len() == BLOCKS).then(|| blocks[BLOCKS / 2])
 }
 
-/// Whether the CPUs lay elsewhere: a round trip of `a` is none of `b`.
+/// Whether the CPUs were placed differently for round trips of `a` and of `b`.
 pub(in crate::bench) fn differ(a: f64, b: f64) -> bool {
     a.max(b) >= APART * a.min(b)
 }
@@ -66,7 +67,7 @@ mod tests {
         assert_eq!(round_trip_ns([0, 0]), None);
         let cpus = threads::cpus();
         if let [a, b, ..] = cpus[..] {
-            // A busy machine may not tell.
+            // On a busy machine there may be no result.
             assert!(round_trip_ns([a, b]).is_none_or(|ns| ns > 1.0));
         }
     }

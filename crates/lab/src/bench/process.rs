@@ -18,7 +18,7 @@ const START: Duration = Duration::from_secs(60);
 /// How long one that was stopped may take to stand still.
 const STANDS_STILL: Duration = Duration::from_secs(60);
 
-/// A folder for sockets that goes with this.
+/// A folder for sockets, removed when this is dropped.
 pub(in crate::bench) struct Folder(pub(in crate::bench) PathBuf);
 
 impl Folder {
@@ -36,7 +36,8 @@ impl Drop for Folder {
     }
 }
 
-/// Whether somebody listens at a socket, without a connection that he would serve. Its file is there a moment before.
+/// Whether a process listens at a socket, found without connecting to it. The socket's file is
+/// there a moment earlier.
 fn is_listened_at(socket: &Path) -> Result<bool> {
     const LISTENS: u32 = 1 << 16;
     let sockets = fs::read("/proc/net/unix").context("/proc/net/unix")?;
@@ -52,12 +53,12 @@ fn is_listened_at(socket: &Path) -> Result<bool> {
 pub(in crate::bench) struct Process {
     name: &'static str,
     pub(in crate::bench) child: Child,
-    /// What it says on standard error.
+    /// Its standard error.
     log: PathBuf,
 }
 
 impl Process {
-    /// Starts a program on `cpu` (`None`: it knows where) and waits until it listens at `socket`.
+    /// Starts a program on `cpu` (`None`: it binds itself) and waits until it listens at `socket`.
     /// `talks`: its standard input and output are pipes.
     pub(in crate::bench) fn start(
         name: &'static str,
@@ -67,8 +68,8 @@ impl Process {
         socket: &Path,
         talks: bool,
     ) -> Result<Process> {
-        // It must not outlive this process, however that ends; and what it says must not lie in a
-        // buffer of its own while it is waited for.
+        // It must not outlive this process, however that ends; and its output must not stay in a
+        // buffer of its own while we wait for it.
         let mut words = Vec::new();
         if Path::new("/usr/bin/setpriv").exists() {
             words.extend(["/usr/bin/setpriv", "--pdeathsig", "KILL", "--"].map(OsStr::new));
@@ -79,7 +80,7 @@ impl Process {
         words.push(program.as_os_str());
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).args(arguments);
-        // A file takes all that it says; a pipe that nobody empties would stop it.
+        // A file takes all of its output; a full pipe would stop it.
         let log = socket.with_extension("log");
         command.stderr(File::create(&log).context("a file for its messages")?);
         // Where DPDK keeps what it needs while it runs.
@@ -105,7 +106,7 @@ impl Process {
         Ok(process)
     }
 
-    /// The last that it said on standard error.
+    /// The end of its standard error.
     pub(in crate::bench) fn last_words(&self) -> String {
         let text = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
@@ -113,9 +114,9 @@ impl Process {
         lines.into_iter().rev().collect::<Vec<_>>().join("; ")
     }
 
-    /// Stops it, so that it takes no CPU. When this returns it takes none: a thread that the kernel
-    /// is busy for, with memory that is unmapped for example, stops only after that, and would be
-    /// in the way of whoever is measured next.
+    /// Stops it, so that it takes no CPU. When this returns it takes none: a thread for which the
+    /// kernel is busy, unmapping memory for example, stops only after that, and would slow what is
+    /// measured next.
     pub(in crate::bench) fn pause(&self) -> Result<()> {
         self.signal(Signal::STOP)?;
         let begun = Instant::now();

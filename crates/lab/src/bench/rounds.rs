@@ -1,12 +1,12 @@
-//! Values of interleaved rounds, and what they tell together.
+//! Values of interleaved rounds, and their intervals and ratios.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Interval;
 use crate::stats::Estimate;
 
-/// Those who are measured in a round, in the order of their turns. It is the other one in each next round: who comes second
-/// is a percent or two slower, whatever it is.
+/// What is measured in a round, in the order of turns. Each round reverses the order of the one
+/// before: the second in turn is a percent or two slower, whatever it is.
 pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
     let mut turns: Vec<T> = of.into_iter().collect();
     if round % 2 == 1 {
@@ -15,8 +15,9 @@ pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
     turns
 }
 
-/// Has all take turns in `repeat` rounds and one before them, in which caches grow and which counts for
-/// nothing. What `measure` finds of one is `keep`t if all took part in the round: else it compares nothing.
+/// Lets all take turns in `repeat` rounds, after one in which caches grow and which does not count.
+/// What `measure` returns is `keep`t only if the round was not stopped: otherwise it has nothing to
+/// compare with.
 pub(super) fn contest<E, S>(
     entrants: &mut [E],
     repeat: u32,

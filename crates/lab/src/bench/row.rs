@@ -28,14 +28,14 @@ pub struct Benchmark {
     /// What each placement costs the hardware, if that was asked for (`iova`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Vec<crate::placement::Row>>,
-    /// What a reader should know of the run.
+    /// What a reader should know about the run.
     pub warnings: Vec<String>,
-    /// What an implementation did that it must not do: each makes the run a failure.
+    /// The rules that implementations broke: each makes the run a failure.
     pub errors: Vec<String>,
 }
 
 impl Benchmark {
-    /// One without rows, of this machine.
+    /// A benchmark without rows, on this machine.
     pub fn new(bench: &str, rounds: u32) -> Benchmark {
         Benchmark {
             schema: SCHEMA.to_owned(),
@@ -74,7 +74,7 @@ pub struct Row {
     pub figures: Map<String, Value>,
 }
 
-/// A median with its 95 % interval, of which all may be missing.
+/// A median with its 95 % interval, each of which may be missing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
     /// The median; `null` without a round.

@@ -52,7 +52,8 @@ pub(super) fn setting_text<'b>(benchmark: &'b Benchmark, key: &str) -> &'b str {
     benchmark.settings.get(key).and_then(Value::as_str).unwrap_or("?")
 }
 
-/// Adds each note once for each implementation that it is about, but for those that `is_told` already.
+/// Adds each note once for each implementation that it is about, except notes that `is_told`
+/// already.
 pub(super) fn notes(out: &mut String, benchmark: &Benchmark, is_told: impl Fn(&str) -> bool) {
     for (name, note) in
         distinct(&benchmark.rows, |row| (row.implementation.clone(), row.note.clone()))
@@ -63,7 +64,7 @@ pub(super) fn notes(out: &mut String, benchmark: &Benchmark, is_told: impl Fn(&s
     }
 }
 
-/// Adds what a reader should know of the run.
+/// Adds what a reader should know about the run.
 pub(super) fn warnings(out: &mut String, benchmark: &Benchmark) {
     for warning in &benchmark.warnings {
         out.push_str(&wrap(&format!("warning: {}", plain(warning))));

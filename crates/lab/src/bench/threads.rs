@@ -15,7 +15,7 @@ pub fn cpus() -> Vec<usize> {
 }
 
 /// Runs `work` for every one of `parts` in a thread of its own, each bound to the next of `cpus`.
-/// None begins before all are there. The answers are in the order of the parts.
+/// None begins before all are there. The results are in the order of the parts.
 ///
 /// # Panics
 /// If a thread panics.
@@ -56,15 +56,15 @@ pub fn together<T: Send, R: Send>(
     })
 }
 
-/// Binds this thread; where that is not allowed, it runs where it is put.
+/// Binds this thread; where that is not allowed, the scheduler places it.
 fn pin(cpu: usize) {
     let mut set = CpuSet::new();
     set.set(cpu);
     let _ = sched_setaffinity(None, &set);
 }
 
-/// Runs `work` with this thread bound to `cpu`, and lets the thread go where it might before. What
-/// `work` starts (threads, processes) inherits the bond.
+/// Runs `work` with this thread bound to `cpu`, and restores the thread's CPUs afterwards. What
+/// `work` starts (threads, processes) inherits the binding.
 pub fn bound_to<R>(cpu: usize, work: impl FnOnce() -> R) -> R {
     let before = sched_getaffinity(None);
     pin(cpu);

@@ -1,5 +1,5 @@
-//! What a driver and a back end get done in a while, each on a CPU of its own, and the figures of rounds of
-//! that.
+//! What a driver and a back end get done in a window, each on a CPU of its own, and the figures of
+//! rounds of windows.
 
 use std::time::{Duration, Instant};
 
@@ -38,7 +38,7 @@ pub(super) fn cpus(benchmark: &mut Benchmark) -> [usize; 2] {
     cpus
 }
 
-/// The progress over so many windows, each of which takes about `step`; the warnings are printed first.
+/// The progress over so many windows of about `step` each; the warnings are printed first.
 pub(super) fn progress(
     kind: Kind,
     windows: u64,
@@ -69,7 +69,7 @@ pub(super) struct Window {
     pub(super) lost: u64,
     pub(super) late: u64,
     pub(super) corrupt: u64,
-    /// UPDATEs and their answers a second: one after the other, and many in flight.
+    /// UPDATEs with their replies a second: one after the other, and many in flight.
     pub(super) single_rate: Option<f64>,
     pub(super) many_rate: Option<f64>,
 }
@@ -84,8 +84,8 @@ impl Window {
         (self.done > 0).then(|| 1e9 / self.rate())
     }
 
-    /// Messages of the window on both sockets: each miss is one, each update and each invalidation two
-    /// with its answer.
+    /// Messages of the window on both sockets: each miss is one, each update and each invalidation
+    /// is two with its reply.
     pub(super) fn messages(&self) -> u64 {
         let Messages { misses, updates, invalidations } = self.messages;
         misses + 2 * (updates + invalidations)
@@ -150,7 +150,7 @@ pub(super) fn figures(of: &[Measured], figure: impl Fn(&Window) -> Option<f64>) 
     of.iter().map(|measured| figure(measured.window.as_ref().ok()?)).collect()
 }
 
-/// Why windows came to nothing.
+/// Why windows failed.
 pub(super) fn failures(of: &[Measured]) -> impl Iterator<Item = &String> {
     of.iter().filter_map(|measured| measured.window.as_ref().err())
 }
@@ -159,7 +159,7 @@ pub(super) fn interval(figures: &Figures) -> Interval {
     Estimate::of(&figures.iter().flatten().copied().collect::<Vec<_>>()).into()
 }
 
-/// The rounds' ratios; a round that one side lacks is left out.
+/// The rounds' ratios; a round that one side does not have is left out.
 pub(super) fn ratio(own: &Figures, base: &Figures) -> Interval {
     interval(&own.iter().zip(base).map(|(own, base)| Some((*own)? / (*base)?)).collect())
 }
@@ -173,7 +173,7 @@ pub(super) fn row(
     own: &[Measured],
     is_short: fn(&Window) -> bool,
 ) -> Row {
-    // Where the CPUs were, and how often elsewhere.
+    // The usual round trip between the CPUs, and how often it differed.
     let pings: Figures = own.iter().flat_map(|measured| measured.ping).collect();
     let usual = interval(&pings);
     let elsewhere = |measured: &&Measured| {
@@ -205,7 +205,7 @@ pub(super) fn row(
     }
 }
 
-/// Messages about translations for each that was done, `what`ever that is.
+/// Messages about translations for each `what` that was done.
 pub(super) fn messages_per(own: &[Measured], what: &str) -> [(String, Value); 3] {
     let done = windows(own).map(|window| window.done).sum::<u64>().max(1) as f64;
     let each = |name: &str, count: fn(&Messages) -> u64| {

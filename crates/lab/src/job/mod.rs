@@ -254,8 +254,8 @@ impl JobFile {
         let file = path.display().to_string();
         let failed = |error: std::io::Error| JobError::new(&file, 0, error.to_string());
         let mut text = Vec::new();
-        // One byte more than allowed tells a file that is too large from one that just fits;
-        // /dev/zero is not read to its end.
+        // One byte more than allowed distinguishes a file that is too large from one that just
+        // fits; /dev/zero is not read to its end.
         std::fs::File::open(path)
             .map_err(failed)?
             .take(MAX_FILE as u64 + 1)

@@ -309,7 +309,7 @@ impl Reader<'_> {
                     );
                 }
             }
-            // Of [global] it names nothing.
+            // In [global] it names nothing.
             "name" if draft.is_global => {}
             "name" => job.name = value.to_owned(),
             // For people.

@@ -6,8 +6,8 @@ use crate::text::bytes;
 /// What a machine has for a comparison.
 ///
 /// The rule: `iodepth`, `numjobs` and block sizes make a job what it is and are kept, always; if
-/// the disk lies in memory, areas shrink until disk and buffers together fit. The largest areas
-/// go first: there is one limit to where an area may end, and areas that end before it are not
+/// the disk is in memory, areas shrink until disk and buffers together fit. The largest areas go
+/// first: there is one limit to where an area may end, and areas that end before it are not
 /// touched. An area never shrinks below [`Scale::MIN_BLOCKS`] blocks, so that a random job stays
 /// random.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,13 +1,13 @@
 //! Static patterns: huge ranges, and a segment for each user.
 //!
-//! A **huge range** is a VM's memory: allocated once, mapped with the largest pages, kept. What
-//! matters is that it is aligned to them, and that it is found at all in a space where others live.
+//! A **huge range** is a VM's memory: allocated once, mapped with the largest pages, kept. It must
+//! be aligned to them, and be found at all in a space with other ranges.
 //!
-//! A **segment** is one large aligned range that a user (a thread, a tenant) takes from the allocator
-//! of all, to run an allocator of his own in it: nobody else's lock, cache line or fragmentation. It
-//! costs its creation and its memory, and pays with every pair since.
+//! A **segment** is one large aligned range that a user (a thread, a tenant) takes from the shared
+//! allocator, to run an allocator of its own in it: it shares no lock, cache line or fragmentation.
+//! It costs its creation and its memory, and saves time with every pair after that.
 //!
-//! All of it is measured by the clock, in rounds in which everything has its turn.
+//! All of it is measured by the clock, in rounds in which everything is measured in turn.
 
 use std::{
     sync::{
@@ -36,7 +36,7 @@ pub(super) const STEP: Duration = Duration::from_millis(400);
 
 /// The huge ranges, GiB.
 const HUGE: [u64; 4] = [1, 4, 16, 64];
-/// Small ranges that others have while huge ones are asked for.
+/// Small ranges that are allocated while huge ones are requested.
 const OTHERS: u64 = 1024;
 /// A figure of a round is taken over no less than this.
 const LEAST: Duration = Duration::from_millis(4);
@@ -65,7 +65,7 @@ pub(super) fn measure(
     let mut cells = huge_cells(aperture)?;
     let mut users = Users::new(aperture, options)?;
     for round in 1..=options.repeat {
-        // One round at least: rows without a figure say nothing.
+        // One round at least: rows without a figure are useless.
         if round > 1 && stop.load(Ordering::Relaxed) {
             break;
         }
@@ -130,7 +130,7 @@ impl Huge {
     fn pair(&mut self) -> Result<f64> {
         let size = self.gib << 30;
         let request = Request::new(size);
-        // The reason alone: what was asked stands in the row.
+        // The reason alone: the row has the request.
         let iova = self.space.alloc(&request).map_err(|error| anyhow!(error.reason))?;
         self.entries = Some(entries(iova, size));
         self.space.free(iova, size)?;
@@ -141,7 +141,7 @@ impl Huge {
     }
 }
 
-/// What a mapping of all of it takes.
+/// The entries that a mapping of all of it takes.
 fn entries(iova: u64, size: u64) -> Entries {
     let mut entries = Entries::default();
     for (_, page) in pages(iova, size) {
@@ -180,9 +180,9 @@ fn huge_rows(options: &Options, cells: &[Huge]) -> Vec<Row> {
 
 /// Users with segments of their own, and the same without.
 struct Users {
-    /// The allocator of all.
+    /// The shared allocator.
     global: Arc<Slabs<OsCpu>>,
-    /// Asked once: it reads a file.
+    /// Made once: that reads a file.
     cpu: OsCpu,
     magazines: Arc<Magazines<RbTree, OsCpu>>,
     segment: u64,
@@ -231,7 +231,7 @@ enum Space {
     Own(Cpus),
     /// A ring of its own.
     Ring,
-    /// The allocator of all.
+    /// The shared allocator.
     Shared,
     /// Linux's design, shared by all.
     Magazines,
@@ -470,7 +470,7 @@ mod tests {
         assert_eq!((of("create"), of("destroy"), of("hot")), (2, 2, 10));
         let timed = |row: &&Row| row.name == "segment";
         assert!(rows.iter().filter(timed).all(|row| row.ns_per_op.is_some()));
-        // 4 GiB have no place for 4 GiB and more: that is said, not left out.
+        // 4 GiB have no room for 4 GiB and more: such rows report that, and are not left out.
         let failed = rows.iter().filter(|row| row.failure.is_some()).count();
         assert_eq!(failed, 3 * AllocatorKind::ALL.len());
     }

@@ -2,9 +2,9 @@
 //!
 //! A stream is a ring of buffers. The device moves a burst of one buffer, page after page in order,
 //! then a burst of another stream's. A buffer that was used often enough is unmapped (its entries
-//! are invalidated: strict) and freed, some at a time, as completions come; when half of the ring is
-//! empty it is filled again, as drivers do. Between the two other streams allocate and free, so an
-//! allocator that keeps no order loses it here as it does in a machine.
+//! are invalidated: strict) and freed, some at a time, as completions come; when half of the ring
+//! is empty it is filled again, as drivers do. Between the two other streams allocate and free, so
+//! an allocator that does not keep an order loses it here as it does in a machine.
 //!
 //! Before that the allocator is aged: ranges of mixed sizes come and go on all CPUs, and some stay.
 //! Every placement sees the same random numbers.
@@ -35,7 +35,7 @@ use crate::random::SplitMix;
 /// used as they would be, and the addresses do not depend on where this process runs.
 const CPUS: usize = 4;
 /// Ranges that are allocated at any time while the allocator ages, of 1 to 64 pages; half of them
-/// stay. (Tests look at no figure that depends on it, and age less.)
+/// stay. (Tests check no figure that depends on it, and age less.)
 const AGED_RANGES: usize = if cfg!(test) { 256 } else { 4096 };
 /// Times that ageing frees a range and allocates another.
 const AGED_STEPS: usize = if cfg!(test) { 1000 } else { 40_000 };
@@ -45,7 +45,7 @@ pub(super) const LEAST_LAPS: u32 = 8;
 /// What all streams do.
 #[derive(Clone, Debug)]
 pub(super) struct Pattern {
-    /// As rows call it.
+    /// Its name in rows.
     pub(super) name: &'static str,
     /// Ranges in flight of each stream.
     pub(super) slots: usize,
@@ -80,7 +80,7 @@ pub(super) struct Machine<'a> {
     totals: Totals,
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Totals {
     /// Bytes.
@@ -111,7 +111,7 @@ impl Totals {
         n as f64 / (self.bytes_in_flight as f64 / (1u64 << 30) as f64)
     }
 
-    /// Adds what another run came to.
+    /// Adds the result of another run.
     pub(super) fn add(&mut self, run: &Totals) {
         self.moved += run.moved;
         self.counts.add(run.counts);
@@ -232,8 +232,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// The same, cut from one chunk of all, a granule apart; and buffers are cut without more
-    /// alignment than the granule's, which would undo that.
+    /// The same, cut from one shared chunk, a granule apart. Buffers are cut without more alignment
+    /// than the granule's, since more would undo that.
     fn make_rings_apart(&mut self) -> Result<()> {
         let bytes = self.pattern.slots as u64 * self.pattern.bytes;
         let all = self.streams.len() as u64 * (bytes + GRANULE);
@@ -318,7 +318,7 @@ impl<'a> Machine<'a> {
         Ok(burst)
     }
 
-    /// Completions are looked at an eighth of a ring at a time, and half a ring is filled at once.
+    /// Completions are handled an eighth of a ring at a time, and half a ring is filled at once.
     fn complete(&mut self, which: usize) -> Result<()> {
         let slots = self.pattern.slots;
         if self.streams[which].done.len() < (slots / 8).max(1) {
@@ -375,7 +375,7 @@ impl<'a> Machine<'a> {
         for slot in self.streams.iter().flat_map(|stream| stream.slots.iter().flatten()) {
             let of = pages(slot.iova, self.pattern.bytes);
             needed.extend(of.flat_map(|(at, size)| tables(at, size)));
-            // Memory that lies as the IOVAs do: where it lies does not matter to this table.
+            // Targets equal to the IOVAs: to this table targets do not matter.
             let range = Range::from_len(Iova(slot.iova), self.pattern.bytes);
             table.map(range.context("a buffer without bytes")?, slot.iova, Prot::RW)?;
             self.totals.bytes_in_flight += self.pattern.bytes;
@@ -385,7 +385,7 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Everything is freed: an allocator that has lost count says so here.
+    /// Frees everything: an allocator whose record is wrong fails here.
     fn finish(mut self) -> Result<Totals> {
         for stream in &self.streams {
             for slot in stream.slots.iter().flatten() {
@@ -520,7 +520,7 @@ mod tests {
         let options = options(8, 4, 16 * GRANULE);
         let pattern = &patterns(&options)[0];
         let totals = bump(&options, pattern, Order::Lockstep);
-        // All but a few accesses miss: what an unmap leaves room for.
+        // All but a few accesses miss: an unmap leaves room for these few.
         let counts = totals.counts;
         assert!(counts.iotlb_misses > counts.accesses / 100 * 98, "{counts:?}");
         assert!(counts.conflict_misses > counts.accesses / 8 * 6, "{counts:?}");

@@ -3,8 +3,8 @@
 //!
 //! Two allocators that are equally fast may still differ in *where* they put ranges, and the device
 //! pays for that: a walk that misses a cache reads memory while the device waits. No hardware is
-//! asked here: real addresses from real allocators are fed to a model of the hardware's caches, and
-//! everything that comes of it is marked as a model's.
+//! measured here: real addresses from real allocators are fed to a model of the hardware's caches,
+//! and all its results are marked as a model's.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -98,7 +98,7 @@ pub struct Row {
     pub implementation: String,
     /// Under which circumstances.
     pub params: Params,
-    /// What the model says of it (`streams`).
+    /// What the model computes for it (`streams`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<Modelled>,
     /// ns an operation (`huge`, `segment`).
@@ -159,7 +159,7 @@ pub struct Params {
     pub space: Option<String>,
 }
 
-/// What the model says. A page is one of 4 KiB that the device has moved.
+/// The model's results. A page is one of 4 KiB that the device has moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Modelled {
     /// IOTLB entries filled, a GiB moved.
@@ -183,7 +183,7 @@ pub struct Modelled {
 pub struct Misses {
     /// Of the IOTLB.
     pub iotlb: f64,
-    /// Those of them that a fully associative IOTLB of the same size would not have had.
+    /// Misses that would have hit in a fully associative IOTLB of the same size.
     pub conflict: f64,
     /// Of the walk caches L1, L2 and L3.
     pub walk: [f64; 3],
@@ -214,11 +214,11 @@ pub fn plan(options: &Options) -> (u64, Duration) {
     (steps, streams::STEP * streams::steps() as u32 + fixed::STEP * fixed::steps(options) as u32)
 }
 
-/// Models the streams under every placement, and measures the static patterns. What there is so far once
-/// `stop` is set: placements that were run, and static patterns of the rounds that were complete.
+/// Models the streams under every placement, and measures the static patterns. Once `stop` is set,
+/// returns what is there so far: placements that were run, and static patterns of complete rounds.
 ///
 /// # Errors
-/// [`Usage`] if the options make no sense; else an allocator did what it must not.
+/// [`Usage`] if the options make no sense; else an allocator broke a rule.
 pub fn measure(options: &Options, progress: &Progress, stop: &AtomicBool) -> Result<Vec<Row>> {
     check(options)?;
     let mut rows = streams::measure(options, progress, stop)?;

@@ -2,19 +2,20 @@
 //! misses.
 //!
 //! * The **IOTLB** has sets of a few ways, the least recently used entry of a set goes first. One
-//!   entry is one page: 4 KiB, 2 MiB or 1 GiB, as the table maps it. The set is chosen by the lowest
-//!   bits of the page's number, so pages that are as far apart as all sets together cover ask for
-//!   the same one: they *alias*. A shadow of the same size with a single set tells which misses
+//!   entry is one page: 4 KiB, 2 MiB or 1 GiB, as the table maps it. The set is chosen by the
+//!   lowest bits of the page's number, so pages that are as far apart as all sets together cover
+//!   use the same set: they *alias*. A shadow of the same size with a single set shows which misses
 //!   come of that alone.
-//! * The **walk caches** hold pointers to table pages: L3 those of the tables for 2 MiB, L2 for
-//!   1 GiB, L1 for 512 GiB; the root is always known. A walk starts from the lowest pointer that is
-//!   cached and reads one entry from memory for each level below it. That gives the M of Fast & Safe
-//!   (SOSP 2024): IOTLB misses and walk-cache misses together are the reads a device waits for.
+//! * The **walk caches** hold pointers to table pages: L3 those of the tables for 2 MiB, L2 for 1
+//!   GiB, L1 for 512 GiB; the root is always cached. A walk starts from the lowest pointer that is
+//!   cached and reads one entry from memory for each level below it. That gives the M of Fast &
+//!   Safe (SOSP 2024): IOTLB misses and walk-cache misses together are the reads a device waits
+//!   for.
 //! * An **invalidation** takes a page's entry from the IOTLB. The walk caches keep what they have:
-//!   a table page that is not freed needs no more (rule L41 keeps it).
+//!   while a table page is not freed, nothing else is needed (rule L41 keeps it).
 //!
 //! What is not in it: prefetching, several devices behind one IOMMU, caches in the device, and the
-//! time that a read takes. Nobody publishes how an IOTLB is built; the shape is a parameter.
+//! time that a read takes. Vendors do not publish how an IOTLB is built; the shape is a parameter.
 
 /// The size of a page, of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -96,9 +97,9 @@ fn region(iova: u64, level: usize) -> u64 {
 pub struct Counts {
     /// Accesses of the device.
     pub accesses: u64,
-    /// Those that the IOTLB had no entry for.
+    /// Accesses that missed in the IOTLB.
     pub iotlb_misses: u64,
-    /// Those of them that a fully associative IOTLB of the same size would have had.
+    /// Misses that would have hit in a fully associative IOTLB of the same size.
     pub conflict_misses: u64,
     /// Look-ups in the walk caches L1, L2 and L3 that found nothing.
     pub walk_misses: [u64; 3],
@@ -176,7 +177,7 @@ impl Caches {
     }
 }
 
-/// The number of a page, and what tells its entry from those of other sizes.
+/// The number of a page, and a tag that distinguishes its entry from those of other sizes.
 fn entry(iova: u64, size: PageSize) -> (u64, u64) {
     let number = iova >> size.shift();
     (number, number << 2 | size as u64)
@@ -231,7 +232,7 @@ mod tests {
     const KIB4: PageSize = PageSize::Kib4;
     const WALK: [usize; 3] = [4, 4, 4];
 
-    /// Touches pages of 4 KiB by number; tells which missed.
+    /// Touches pages of 4 KiB by number; returns which missed.
     fn misses(caches: &mut Caches, numbers: &[u64]) -> Vec<bool> {
         let miss = |&number: &u64| {
             let before = caches.counts().iotlb_misses;

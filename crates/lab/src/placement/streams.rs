@@ -1,4 +1,4 @@
-//! Competing streams under each placement: which patterns are run, and what comes of them.
+//! Competing streams under each placement: which patterns are run, and their results.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -50,7 +50,7 @@ pub(super) fn measure(
     Ok(rows.into_iter().flatten().collect())
 }
 
-/// The buffers as they are asked for, and the same bytes page by page; strict, and kept for a while.
+/// The buffers as configured, and the same bytes page by page; strict, and kept for a while.
 pub(super) fn patterns(options: &Options) -> Vec<Pattern> {
     let bytes = options.buffer_bytes.next_multiple_of(GRANULE);
     let pages = options.buffers * (bytes / GRANULE) as usize;

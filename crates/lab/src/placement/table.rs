@@ -191,7 +191,7 @@ fn ns_text(ns: f64) -> String {
     if ns < 99.95 { format!("{ns:.1}") } else { format!("{ns:.0}") }
 }
 
-/// Nothing at all is told from very little.
+/// Distinguishes zero from very little.
 fn three(n: f64) -> String {
     if n == 0.0 { "0".to_owned() } else { format!("{n:.3}") }
 }

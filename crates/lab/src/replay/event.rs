@@ -1,6 +1,6 @@
-//! What a line of a recording can say, and the words that its formats share.
+//! What a line of a recording can hold, and the words that its formats share.
 
-/// What a line says.
+/// What a line holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     /// Something was mapped, unmapped, attached or taken away.
@@ -9,18 +9,18 @@ pub(super) enum Said {
     Other,
 }
 
-/// What became of a line: what it says; `None` if it is no line of that format at all; or, if it
-/// is one about a mapping, what is wrong with it.
+/// A parsed line: what it holds; `None` if it is not a line of that format; or, if it is one about
+/// a mapping, what is wrong with it.
 pub(super) type Parsed = Result<Option<Said>, String>;
 
 /// Something that was recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Event {
-    /// Nanoseconds since some moment; `None` if the recording does not tell.
+    /// Nanoseconds since some moment; `None` if the recording has no times.
     pub(super) time_ns: Option<u64>,
-    /// The CPU that it happened on, where the recording tells.
+    /// The CPU that it happened on, if the recording has it.
     pub(super) cpu: u16,
-    /// The domain by the recording's number; 0 where it does not tell.
+    /// The domain by the recording's number; 0 if it has none.
     pub(super) domain: u32,
     pub(super) what: What,
 }
@@ -72,7 +72,7 @@ pub(super) fn seconds(text: &str) -> Option<u64> {
     whole.parse::<u64>().ok()?.checked_mul(1_000_000_000)?.checked_add(fraction)
 }
 
-/// A map, checked: a mapping that passes the end of the addresses is none.
+/// A map, checked: a mapping must not pass the end of the addresses.
 pub(super) fn map(first: u64, last: u64, target: u64) -> Result<What, String> {
     check(first, last)?;
     match target.checked_add(last - first) {

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The second address is the first that is *not* mapped any more (older kernels leave it out). No
-//! line names a domain or a device: all are taken for one.
+//! line names a domain or a device: all count as one.
 
 use super::event::{Event, MOST_CPUS, Parsed, Said, What, field, map, number, seconds, unmap};
 
@@ -48,7 +48,7 @@ pub(super) fn parse(line: &str) -> Parsed {
 struct Stamped<'a> {
     time_ns: u64,
     cpu: Result<u16, String>,
-    /// The event, and what it says.
+    /// The event's name, and its text.
     name: &'a str,
     said: &'a str,
 }
@@ -71,7 +71,7 @@ impl<'a> Stamped<'a> {
             } else if let Some(number) = word.strip_prefix('[').and_then(|w| w.strip_suffix(']')) {
                 cpu = Some(cpu_number(number));
             }
-            // What an event says may look like anything: it comes after.
+            // An event's text may look like anything: it comes after.
             if found.is_some() && word == "IOMMU:" {
                 break;
             }
@@ -106,7 +106,7 @@ pub(super) fn is_note(line: &str) -> bool {
         || line.starts_with("CPU ") && line.ends_with("is empty")
 }
 
-/// How many events the kernel dropped before this line, as far as a note says.
+/// How many events the kernel dropped before this line, according to a note.
 pub(super) fn lost(line: &str) -> u64 {
     let line = line.trim_ascii();
     let first_number = |text: &str| -> Option<u64> {
@@ -242,8 +242,8 @@ mod tests {
     fn a_line_that_was_cut_is_no_line() {
         for line in [MAP, UNMAP] {
             let start = line.find("map:").unwrap() + "map:".len();
-            // Where the last number is cut, the first size still tells; in an unmap it stands
-            // before, and there the last number is not used.
+            // If the last number is cut, the first size shows that; in an unmap that comes first,
+            // and the last number is not used.
             let end = line.len() - if line == MAP { 1 } else { "65536".len() };
             for end in start..end {
                 assert!(parse(&line[..end]).is_err(), "{}", &line[..end]);

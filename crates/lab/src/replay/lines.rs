@@ -1,5 +1,5 @@
-//! A recording's bytes as lines: whether they are gzip is told by their first two, not by a name;
-//! memory stays small whatever they hold.
+//! A recording's bytes as lines: gzip is detected by the first two, not by a name; memory stays
+//! small whatever they hold.
 
 use std::{
     fmt,
@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// What is kept of a line, bytes; those of a recording have under 300.
 pub const MAX_LINE: usize = 4096;
-/// A line longer than this is no text, and nothing after it is looked for.
+/// A line longer than this is no text, and reading stops there.
 pub const MAX_SKIPPED: usize = 1 << 20;
 
 const GZIP: [u8; 2] = [0x1f, 0x8b];
@@ -93,7 +93,7 @@ impl<'a> Lines<'a> {
     /// The next line; `None` after the last.
     ///
     /// # Errors
-    /// The rest cannot be read. What was begun of a line is not handed out.
+    /// The rest cannot be read. The beginning of a line is not handed out.
     pub fn next_line(&mut self) -> Result<Option<Line<'_>>, Broken> {
         self.line.clear();
         let mut length = 0;
@@ -164,7 +164,7 @@ impl Read for Stoppable {
             let mut waiting = [PollFd::from_borrowed_fd(self.file.as_fd(), PollFlags::IN)];
             match poll(&mut waiting, Some(&patience)) {
                 Ok(0) | Err(rustix::io::Errno::INTR) => {}
-                // Whatever else it is, reading tells.
+                // For anything else, the read reports it.
                 _ => match self.file.read(into) {
                     Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                     read => return read,

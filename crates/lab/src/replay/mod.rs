@@ -3,7 +3,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`lines`] | a recording's bytes as lines: gzip or not, no line and no file too long |
-//! | `event` | what a line can say |
+//! | `event` | what a line can hold |
 //! | `qemu`, `ftrace` | the formats, a file each |
 //! | `open` | files, pipes, standard input |
 //! | [`recording`] | reading a recording, whatever its format; what in it is damaged |
@@ -17,11 +17,11 @@
 //!
 //! # From maps and unmaps to allocations and frees
 //!
-//! A recording shows what reached the IOMMU, not what its guest asked of its allocator. That is
+//! A recording shows what reached the IOMMU, not the guest's calls to its allocator. That is
 //! derived: **the mappings that one unmap removes, as far as they lie side by side, were one
-//! allocation**. It was made when the first of them was mapped and freed when they were unmapped
-//! (a buffer of scattered memory is allocated once, mapped page by page and unmapped at once). What
-//! is never unmapped is live to the end, each mapping an allocation of its own.
+//! allocation**. It was made when the first of them was mapped and freed when they were unmapped (a
+//! buffer of scattered memory is allocated once, mapped page by page and unmapped at once). What is
+//! never unmapped is live to the end, each mapping an allocation of its own.
 //!
 //! What cannot be known from a recording:
 //!

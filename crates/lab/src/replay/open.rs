@@ -20,14 +20,14 @@ use super::{
 };
 use crate::{progress::Kind, run::Usage};
 
-/// A long recording is told of while it is read, so often.
+/// How often the progress of a long recording is reported.
 const BETWEEN_LINES: Duration = Duration::from_secs(2);
 
-/// Reads recordings, each with its name; `-` is standard input. What is wrong with one is told at
-/// once, and kept in `warnings`. `stop` ends it early.
+/// Reads recordings, each with its name; `-` is standard input. What is wrong with one is reported
+/// at once, and kept in `warnings`. `stop` ends it early.
 ///
 /// # Errors
-/// One cannot be read, or is none ([`Usage`]).
+/// A file cannot be read, or is no recording ([`Usage`]).
 pub(crate) fn read_all(
     traces: &[PathBuf],
     progress: Kind,
@@ -77,7 +77,7 @@ fn read(trace: &Path, stop: &Arc<AtomicBool>, tell: &mut dyn FnMut(u64)) -> Resu
         // A descriptor of our own: it is closed when all is read.
         File::from(rustix::io::dup(std::io::stdin()).map_err(std::io::Error::from).map_err(usage)?)
     } else {
-        // A FIFO is opened without waiting for its writer: it is waited for where Ctrl-C ends that.
+        // A FIFO is opened without waiting for its writer: a later wait can be ended by Ctrl-C.
         OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)

@@ -17,7 +17,7 @@ pub struct Options {
     pub policies: Vec<Policy>,
     /// Bits of the aperture; `None`: as many as the recorded addresses have, at least 32.
     pub aperture_bits: Option<u32>,
-    /// Where ours puts ranges; the others have placements of their own.
+    /// Where our allocator puts ranges; the others have placements of their own.
     pub placement: PlacementName,
     /// Measured rounds of every allocator; one more before them warms up.
     pub repeat: u32,
@@ -45,7 +45,7 @@ impl Default for Options {
     }
 }
 
-/// Whether what `policy` does can be replayed: a recording holds no data that could be copied.
+/// Whether `policy` can be replayed: a recording holds no data that could be copied.
 pub(super) fn is_replayable(policy: Policy) -> bool {
     !policy.bounces()
 }
@@ -59,7 +59,7 @@ pub fn default_policies() -> Vec<Policy> {
 /// The policies of a list such as `strict,lazy-mq+map`.
 ///
 /// # Errors
-/// A name is none or that of a policy that cannot be replayed, or the list is empty or names one
+/// A name is unknown or that of a policy that cannot be replayed, or the list is empty or names one
 /// twice.
 pub fn parse_policies(text: &str) -> Result<Vec<Policy>, String> {
     let policies: Vec<Policy> = list::parse(text, "list of policies")?;
@@ -75,7 +75,7 @@ pub fn parse_policies(text: &str) -> Result<Vec<Policy>, String> {
 /// The placement called `name`; a recording's buffers are in no ring that could be one chunk.
 ///
 /// # Errors
-/// There is none of that name here.
+/// No placement here has that name.
 pub fn parse_placement(name: &str) -> Result<PlacementName, String> {
     use PlacementName::{Highest, Lowest, Size};
     PlacementName::parse_of(name, &[Size, Lowest, Highest])

@@ -5,8 +5,8 @@
 //! 4312@1795242885.393309:virtio_iommu_unmap domain=0 virt_start=0xfffe0000 virt_end=0xfffeffff
 //! ```
 //!
-//! `virt_end` is the last address. Each of the other events (`virtio_iommu_unmap_done` follows, one
-//! a mapping removed) is passed over. What precedes the colon, a process and a time, is not there
+//! `virt_end` is the last address. The other events (`virtio_iommu_unmap_done` follows, one for
+//! each mapping removed) are skipped. The part before the colon, a process and a time, is missing
 //! without `-msg timestamp=on`.
 
 use super::event::{Event, Parsed, Said, What, field, map, number, seconds, unmap};
@@ -14,7 +14,7 @@ use super::event::{Event, Parsed, Said, What, field, map, number, seconds, unmap
 pub(super) fn parse(line: &str) -> Parsed {
     let (time_ns, said) = match prefix(line) {
         Some((time_ns, said)) => (Some(time_ns), said),
-        // Without a prefix only our own events tell that this is QEMU's.
+        // Without a prefix, only events of the virtio-iommu show that this is QEMU's.
         None if line.starts_with("virtio_iommu_") => (None, line),
         None if line.contains("virtio_iommu_map ") || line.contains("virtio_iommu_unmap ") => {
             return Err("PID@SECONDS.MICROSECONDS: before the event is damaged".to_owned());
@@ -26,7 +26,7 @@ pub(super) fn parse(line: &str) -> Parsed {
         "virtio_iommu_map" => {
             let (first, last) = bounds(values)?;
             let target = number(field(values, "phys_start")?)?;
-            // Not used, but the last of the line: whether it is whole.
+            // Not used, but the last word: it shows that the line is whole.
             number(field(values, "flags")?)?;
             map(first, last, target)?
         }
@@ -37,7 +37,7 @@ pub(super) fn parse(line: &str) -> Parsed {
         "virtio_iommu_attach" => What::Attach,
         "virtio_iommu_detach" => What::Detach,
         "virtio_iommu_put_domain" => What::Gone,
-        // The beginning of an event's name is a line that was cut; nothing has such a name.
+        // The beginning of an event's name is a line that was cut: no event has such a name.
         "virtio_iommu_ma" | "virtio_iommu_unma" | "virtio_iommu_m" | "virtio_iommu_unm" => {
             return Err("the line ends within the event's name".to_owned());
         }
@@ -130,8 +130,7 @@ mod tests {
 
     #[test]
     fn a_line_that_was_cut_is_no_line() {
-        // Only where the cut falls within a number is there nothing to notice; the last of a map
-        // is one digit.
+        // A cut is only undetectable within a number; the last number of a map has one digit.
         for end in MAP.find("virtio_iommu_m").unwrap() + "virtio_iommu_m".len()..MAP.len() {
             assert!(parse(&MAP[..end]).is_err(), "{}", &MAP[..end]);
         }

@@ -16,13 +16,13 @@ use crate::list::named;
 
 /// The most maps and unmaps that are read of a recording: some 600 MB of them.
 pub const MAX_EVENTS: u64 = 10_000_000;
-/// So many bytes without a map or an unmap, and no more is read.
+/// After so many bytes without a map or an unmap, reading stops.
 pub const MAX_SILENCE: u64 = 256 << 20;
-/// Damaged lines that are told one by one.
+/// Damaged lines that are reported one by one.
 const TOLD: usize = 5;
 
 named! {
-    /// How a recording is written, as reports call it.
+    /// The format of a recording, as reports call it.
     Format, "{:?} is no format of recordings: there are {}":
     /// QEMU's log of its virtio-iommu device.
     Qemu = "qemu-virtio-iommu",
@@ -44,7 +44,7 @@ impl Format {
     }
 }
 
-/// A line that should have told something and did not.
+/// A line that should have held an event and did not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Damage {
     /// Its number, from 1.
@@ -64,7 +64,7 @@ pub struct Recording {
     pub damaged: u64,
     /// The first of them.
     pub damage: Vec<Damage>,
-    /// Maps, also those that are no part of the stream.
+    /// Maps, also those that are not part of the stream.
     pub maps: u64,
     /// Unmaps, likewise.
     pub unmaps: u64,
@@ -76,7 +76,7 @@ pub struct Recording {
     pub timed: bool,
     /// Why the rest was not read; `None`: all was.
     pub incomplete: Option<String>,
-    /// What it tells.
+    /// Its allocations and frees.
     pub stream: Stream,
 }
 
@@ -92,7 +92,7 @@ pub enum ReadError {
 }
 
 impl Recording {
-    /// Reads `source`: text or gzip of it, in one of the formats; which, its lines tell. Ends early
+    /// Reads `source`: text or gzip of it, in a format that is detected from its lines. Ends early
     /// if `stop` is set.
     ///
     /// # Errors
@@ -101,7 +101,7 @@ impl Recording {
         Recording::read_telling(source, stop, &mut |_| {})
     }
 
-    /// As [`read`](Self::read), and tells now and then how many lines were read so far.
+    /// As [`read`](Self::read), and reports now and then how many lines were read so far.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -147,7 +147,7 @@ impl Recording {
         reader.finish(incomplete)
     }
 
-    /// What a reader of the figures must know, each in a sentence; `file` is how it is called.
+    /// What a reader of the figures must know, each in a sentence; they call the recording `file`.
     pub fn warnings(&self, file: &str) -> Vec<String> {
         let mut told: Vec<String> = self
             .damage
@@ -202,7 +202,7 @@ struct Reader {
     maps: u64,
     unmaps: u64,
     attached: u64,
-    /// Events dropped, as a header and as notes between the lines tell.
+    /// Events dropped, by a header and by notes between the lines.
     lost_before: u64,
     lost_between: u64,
     timed: bool,
@@ -214,11 +214,11 @@ struct Reader {
 }
 
 impl Reader {
-    /// Takes in a line. Whether it was about a mapping.
+    /// Takes in a line; returns whether it was about a mapping.
     fn line(&mut self, line: Line<'_>) -> bool {
         self.lines = line.number;
-        // What is not UTF-8 can be a task's name, which nobody needs, or a number, which is then
-        // found to be none.
+        // What is not UTF-8 can be a task's name, which is not needed, or a number, which then
+        // fails to parse.
         let text = String::from_utf8_lossy(line.text);
         let text = text.as_ref();
         if text.trim_ascii().is_empty() {
@@ -228,7 +228,7 @@ impl Reader {
             Some(format) => format.parse(text),
             None => self.detect(text),
         };
-        // Nothing that we know is so long; were it an event, half of it would be missing.
+        // No line that we parse is so long; if it were an event, half of it would be missing.
         let parsed = if line.cut { Err("the line is too long".to_owned()) } else { parsed };
         match parsed {
             Ok(Some(Said::Event(event))) => return self.event(event),
@@ -246,7 +246,7 @@ impl Reader {
             if matches!(parsed, Ok(None)) {
                 continue;
             }
-            // A comment proves nothing: other files have such lines too.
+            // A comment does not show the format: other files have such lines too.
             if !ftrace::is_note(text) {
                 self.format = Some(format);
             }
@@ -308,7 +308,7 @@ impl Reader {
                     self.shapeless.push(number);
                 }
             }
-            // Messages of other kinds may stand in a log whose lines have no mark.
+            // A log whose lines have no prefix may contain messages of other kinds.
             Some(Format::Qemu) if !self.prefixed => {}
             Some(_) => self.damaged(number, self.no_line()),
         }
@@ -426,7 +426,7 @@ mod tests {
         assert_eq!((recording.damaged, recording.maps), (1, 1));
         let told = &recording.warnings("trace.log")[0];
         assert!(told.starts_with("trace.log:3: skipped") && told.contains("0x1ffz"), "{told}");
-        // What is no line at all is damage too, also before the first that is one.
+        // What is not a line of the format is damage too, even before the first line that is one.
         let recording = read(format!("rubbish\n{QEMU}more\n")).unwrap();
         let lines: Vec<u64> = recording.damage.iter().map(|damage| damage.line).collect();
         assert_eq!((recording.damaged, lines), (2, vec![1, 9]));

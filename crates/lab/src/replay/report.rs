@@ -33,7 +33,7 @@ pub struct Report {
 /// One recording.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TraceReport {
-    /// As it was called on the command line.
+    /// Its name on the command line.
     pub file: String,
     /// `qemu-virtio-iommu` or `ftrace`.
     pub format: String,
@@ -61,9 +61,9 @@ pub struct TraceReport {
     pub live_at_end: u64,
     /// Domains.
     pub domains: u64,
-    /// Devices that were attached, as far as the recording tells.
+    /// Devices that were attached, as far as the recording has them.
     pub attached: u64,
-    /// CPUs, as far as the recording tells.
+    /// CPUs, as far as the recording has them.
     pub cpus: u64,
     /// From the first operation to the last, by the recording's clock.
     pub seconds: f64,
@@ -73,7 +73,7 @@ pub struct TraceReport {
     pub peak_live_bytes: u64,
     /// Bits of the aperture that the allocators had.
     pub aperture_bits: u32,
-    /// Where `ringfence` was told to put ranges: `size`, `lowest` or `highest`.
+    /// The placement that `ringfence` was given: `size`, `lowest` or `highest`.
     pub placement: String,
     /// Rounds measured.
     pub rounds: u32,
@@ -93,7 +93,7 @@ pub struct AllocatorRow {
     pub name: String,
     /// An operation, allocations and frees together.
     pub ns_per_op: Option<Estimate>,
-    /// An allocation, measured one by one; what the clock takes is taken off.
+    /// An allocation, measured one by one; the clock's cost is subtracted.
     pub alloc_ns: Option<Estimate>,
     /// A free, likewise.
     pub free_ns: Option<Estimate>,
@@ -106,8 +106,8 @@ pub struct AllocatorRow {
     pub worst_steady_ns: Option<f64>,
     /// `ns_per_op` against that of `ringfence`, paired by round: above 1 is slower.
     pub ratio_to_ringfence: Option<Estimate>,
-    /// Allocations that found no place. (`recorded`: whose place was in use still, so that the
-    /// derivation was wrong about them.)
+    /// Allocations that found no place. (`recorded`: those whose place was still in use, about
+    /// which the derivation was wrong.)
     pub failures: u64,
     /// Most ranges that were in use at once.
     pub peak_live_ranges: u64,
@@ -152,7 +152,7 @@ pub struct PolicyRow {
     pub max_deferred_ms: Option<f64>,
     /// The most memory that was unmapped and still reachable, bytes.
     pub max_deferred_bytes: Option<u64>,
-    /// Bytes times ms that lay exposed.
+    /// Exposed bytes times ms.
     pub deferred_byte_ms: Option<f64>,
     /// Maps that failed.
     pub failures: Option<u64>,

@@ -34,8 +34,8 @@ const NEVER: u64 = u64::MAX;
 /// The recorded buffer of an allocation: where its pieces lay in the recorded guest's memory.
 struct Recorded<'a>(&'a [Piece]);
 
-// SAFETY: there is no memory. The addresses are numbers out of a recording, and the domain that they
-// are mapped in belongs to a table that no device and no reader ever looks up. The pieces are those
+// SAFETY: there is no memory. The addresses are numbers out of a recording, and they are mapped in
+// the table of a domain in which no device and no reader ever looks them up. The pieces are those
 // of a slice that is borrowed for as long as this lives, so each call lists the same.
 unsafe impl DmaBuffer<GuestPhys> for Recorded<'_> {
     fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
@@ -53,7 +53,7 @@ struct Rig {
     /// When each device's timer runs out, and the soonest of them.
     due: Vec<u64>,
     soonest: u64,
-    /// What waits for a flush, a device, in bytes, and the most there ever was of all together.
+    /// Bytes that wait for a flush, for each device, and the most of all devices together.
     queued: Vec<u64>,
     most_queued: u64,
 }
@@ -94,12 +94,12 @@ pub(super) fn requests(
             return Ok(None);
         }
     }
-    // What waits at the end waits for its timer, as it would have.
+    // What is queued at the end waits for its timer, as it would have in the guest.
     if timed {
         rig.move_to(NEVER - 1, 0)?;
     }
     let row = rig.row(policy, timed, failures);
-    // Not part of the recording: what is still mapped goes without being counted.
+    // Not part of the recording: what is still mapped is unmapped without being counted.
     drop(held);
     Ok(Some(row))
 }
@@ -141,7 +141,7 @@ impl Rig {
         })
     }
 
-    /// Lets time pass, and every timer run out that is due meanwhile.
+    /// Advances the time, and lets every timer run out that is due meanwhile.
     fn move_to(&mut self, time_ns: u64, cpu: u16) -> Result<()> {
         while self.soonest <= time_ns {
             let (domain, due) = self
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn each_policy_sends_what_it_is_named_for() {
         let stream = sample::stream();
-        // What stays is an allocation a page.
+        // What stays mapped is an allocation a page.
         let (buffers, pages, unmaps) = (20 + 50, 50 + 50, 20);
         let sent = |policy| row(&stream, policy, Tuning::default());
         assert_eq!(counts(&sent(Policy::Off)), [0; 5]);

@@ -26,11 +26,11 @@ use crate::{allocators::AllocatorKind, progress::Progress, run::tuning::Tuning, 
 
 /// Bytes of a granule: what recorded sizes are rounded up to.
 pub const GRANULE: u64 = 4096;
-/// Widths that an aperture is given when nobody asks for one: the narrowest of them that holds all
-/// recorded addresses. 32 bits are what Linux tries first for a PCI device, the others what IOMMUs
-/// of three, four and five levels translate.
+/// Default widths of an aperture: the narrowest of them that holds all recorded addresses is taken.
+/// 32 bits are what Linux tries first for a PCI device, the others what IOMMUs of three, four and
+/// five levels translate.
 const WIDTHS: [u32; 5] = [32, 39, 48, 57, 64];
-/// Moments that fragmentation over time is told for.
+/// Moments for which fragmentation is reported over time.
 const MOMENTS: usize = 20;
 /// What an operation of a pass takes, roughly, for the time left.
 const EXPECTED_NS: u64 = 500;
@@ -47,10 +47,10 @@ pub struct Ended {
 /// Replays recordings; `-` is standard input. `stop` ends it early: what is complete is returned.
 ///
 /// # Errors
-/// A recording cannot be read, or is none ([`Usage`](crate::run::Usage)): nothing was replayed.
+/// A file cannot be read, or is no recording ([`Usage`](crate::run::Usage)): nothing was replayed.
 pub fn replay(traces: &[PathBuf], options: &Options, stop: &Arc<AtomicBool>) -> Result<Ended> {
     let mut ended = Ended { report: Report::new(options.repeat), failure: None };
-    // All of them before the first is replayed: what is wrong with one is told at once.
+    // All of them before the first is replayed: what is wrong with one is reported at once.
     let recordings = read_all(traces, options.progress, stop, &mut ended.report.warnings)?;
     let steps = |stream: &Stream| {
         let kinds = options.allocators.len() as u64;
@@ -271,7 +271,7 @@ impl Replay<'_> {
                 });
                 match script.round(*server, fastest, self.stop)? {
                     Some(figures) => round.push(figures),
-                    // A round that not all took part in compares nothing.
+                    // A round in which not all took part compares nothing.
                     None => break 'rounds,
                 }
                 self.done();
@@ -293,7 +293,7 @@ impl Replay<'_> {
         let estimate = |index, figure| Estimate::of(&column(index, figure));
         trace.rounds = rounds.len() as u32;
         trace.loop_ns_per_op = estimate(0, |round| round.both);
-        // Behind the recorded guest's row; fewer, if it was stopped before.
+        // After the recorded guest's row; fewer, if the run was stopped.
         let ours =
             trace.allocators.iter().position(|row| row.name == AllocatorKind::Ringfence.name());
         for (index, row) in trace.allocators.iter_mut().enumerate().skip(1) {

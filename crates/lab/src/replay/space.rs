@@ -66,7 +66,7 @@ impl Space {
     /// Takes the addresses from `first` to `last`.
     ///
     /// # Errors
-    /// The address, which is taken already, of a range that overlaps. Nothing has changed.
+    /// An address that is already taken. Nothing has changed.
     pub fn insert(&mut self, domain: usize, first: u64, last: u64) -> Result<(), u64> {
         let domain = &mut self.domains[domain];
         if let Some((start, end)) = domain.ranges.range(..=last).next_back()
@@ -86,7 +86,7 @@ impl Space {
         Ok(())
     }
 
-    /// Gives back the range that begins at `first`. Whether there is one.
+    /// Frees the range that begins at `first`; returns whether there is one.
     pub fn remove(&mut self, domain: usize, first: u64) -> bool {
         let domain = &mut self.domains[domain];
         let before = domain.span();
@@ -100,8 +100,8 @@ impl Space {
     /// The part of the span that is not in use: 0 where all ranges lie side by side (or there are
     /// none), towards 1 where they are far apart.
     ///
-    /// A measure of placement, not of what an allocator could still give: it tells how much more
-    /// table memory and how many more IOTLB entries the ranges take than they would have to.
+    /// A measure of placement, not of what an allocator could still give: it shows how much more
+    /// table memory and how many more IOTLB entries the ranges take than needed.
     pub fn fragmentation(&self) -> f64 {
         match self.span {
             0 => 0.0,
@@ -109,7 +109,7 @@ impl Space {
         }
     }
 
-    /// What it is like now.
+    /// The space at this moment.
     pub fn moment(&self, time_ns: u64) -> Moment {
         Moment {
             seconds: time_ns as f64 / 1e9,

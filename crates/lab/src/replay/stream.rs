@@ -1,5 +1,5 @@
-//! From maps and unmaps to allocations and frees. How, and what is left out, is told in the
-//! [module above](super).
+//! From maps and unmaps to allocations and frees. The [module above](super) describes how, and what
+//! is left out.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -46,13 +46,13 @@ pub struct Allocation {
 /// A mapping of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// What it led to.
+    /// Its target.
     pub target: u64,
     /// Bytes; 2^64-1 for all addresses.
     pub len: u64,
 }
 
-/// An allocation is made or freed.
+/// The start or the end of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Op {
     /// Since the first operation; never less than that of the one before.
@@ -61,7 +61,7 @@ pub struct Op {
     pub allocation: u32,
     /// The CPU it happened on; 0 if unknown.
     pub cpu: u16,
-    /// Freed, or made.
+    /// Whether it is freed; else it is made.
     pub free: bool,
 }
 
@@ -147,8 +147,8 @@ struct Event {
 #[derive(Default)]
 pub struct Derivation {
     stream: Stream,
-    /// Operations, not in order yet: an allocation is known when it ends only, its beginning is
-    /// then far back.
+    /// Operations, not in order yet: an allocation is known only when it ends, long after its
+    /// beginning.
     ops: Vec<(u32, Op)>,
     /// Domains by the recording's number.
     named: HashMap<u32, u16>,
@@ -177,7 +177,7 @@ impl Derivation {
             }
         };
         let live = &mut self.live[domain];
-        // The last that begins at or below the end: if that does not reach, no one does.
+        // The last that begins at or below the end: if that does not reach `first`, none does.
         let below = live.range(..=last).next_back();
         if below.is_some_and(|(_, below)| below.last >= first) {
             self.stream.left_out.maps_of_mapped += 1;
@@ -233,7 +233,7 @@ impl Derivation {
     }
 
     /// The domain was taken away. What is still mapped there is never freed; if its number comes
-    /// again it is another domain.
+    /// again, that is another domain.
     pub fn gone(&mut self, domain: u32) {
         self.named.remove(&domain);
     }
@@ -386,7 +386,7 @@ mod tests {
         let stream = derive("+1..9 -3..5 -0..2 +3..4 -2..9", true);
         let expected = "+3..5@0 +1..2@0 +2..4@0 +5..9@0 -3..5@1 -1..2@2 -2..4@4 -5..9@4";
         assert_eq!(told(&stream), expected);
-        // The rest leads to where it led.
+        // The rest keeps its target.
         let target = |index: usize| stream.pieces(&stream.allocations()[index])[0].target;
         assert_eq!(target(0), (1 << 40) + 3 * PAGE);
         assert_eq!(stream.left_out, LeftOut::default());

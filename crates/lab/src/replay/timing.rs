@@ -2,8 +2,8 @@
 //!
 //! Two kinds of pass, each with fresh allocators: one between two readings of the clock, for the
 //! time an operation takes, and one that reads the clock around every operation, for the split
-//! between allocations and frees and for the slow ones. What the clock itself takes is measured
-//! in the same pass and taken off.
+//! between allocations and frees and for the slow ones. The cost of the clock itself is measured in
+//! the same pass and subtracted.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -20,7 +20,7 @@ use crate::{allocators::AllocatorKind, stats::Latencies};
 
 /// A pass of fewer operations is repeated, so that a round takes long enough to be timed.
 const FEWEST_OPS: usize = 20_000;
-/// But no more than so often: each pass begins with fresh allocators, which take time to make.
+/// But no more often than this: each pass begins with fresh allocators, which take time to make.
 const MOST_PASSES: usize = 32;
 /// So many operations, then a look at whether to stop.
 const BETWEEN_LOOKS: usize = 4096;
@@ -48,12 +48,12 @@ struct SlotRange {
     size: u64,
 }
 
-/// Who serves the operations.
+/// What serves the operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Server {
     /// An allocator.
     Kind(AllocatorKind),
-    /// Nobody: what the loop itself takes.
+    /// No allocator: what the loop itself takes.
     Nobody,
 }
 
@@ -206,7 +206,7 @@ fn take(step: &Step, allocator: &dyn Allocator, held: &mut SlotRange) -> Result<
     }
     *held = match allocator.alloc(&Request::new(step.size)) {
         Ok(iova) => SlotRange { iova, size: step.size },
-        // Counted where nothing is timed.
+        // Counted elsewhere, where nothing is timed.
         Err(_) => SlotRange::default(),
     };
     Ok(())
@@ -219,7 +219,7 @@ fn refused(server: Server, error: FreeError) -> anyhow::Error {
     }
 }
 
-/// What two readings of the clock take with nothing between them: half the time no more.
+/// The median time of two readings of the clock with nothing between them.
 fn clock_cost() -> Duration {
     let mut costs: Vec<Duration> = (0..1001)
         .map(|_| {

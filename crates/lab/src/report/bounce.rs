@@ -3,8 +3,8 @@
 use super::{JobReport, PolicyResult};
 use crate::text::{bytes, clauses, percent, plain};
 
-/// What one round says of copies, and of the pools they were made in. Jobs that ran at the same time
-/// share it.
+/// The counts of one round for copies, and for the pools they were made in. Jobs that ran at the
+/// same time share them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BounceSample {
     /// Mappings of all kinds.
@@ -13,7 +13,7 @@ pub struct BounceSample {
     pub bounced: u64,
     /// Bytes that were copied for them, in and out.
     pub copied_bytes: u64,
-    /// Mappings that were to be copies, and were mapped for want of a slot.
+    /// Mappings that were to be copies, and were mapped since no slot was free.
     pub not_bounced: u64,
     /// The most memory that the pools had at a time, bytes: from the round's beginning to its end.
     pub pool_bytes: u64,
@@ -26,7 +26,7 @@ pub(super) fn told(job: &JobReport) -> Vec<String> {
     clauses("bounce", job.results.iter().filter_map(|row| clause(job, row)))
 }
 
-/// `None` of a row that has no pools, or never touched them.
+/// `None` for a row that has no pools, or never touched them.
 fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
     let pools = row.pool_bytes.filter(|&bytes| bytes > 0)?;
     let mut words = vec![plain(&job.label(row))];

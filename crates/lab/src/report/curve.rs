@@ -1,8 +1,8 @@
 //! The price of safety as a curve: what each row exposes, against how fast it is.
 //!
-//! Exposure is on a log scale between two edges that are no numbers: on the left what exposes
-//! nothing, on the right what is exposed without bound. A row stands at an edge for what it
-//! promises and kept, never because a figure is missing or small.
+//! Exposure is on a log scale between two edges that are no numbers: on the left, rows that expose
+//! nothing; on the right, rows that expose memory without bound. A row is at an edge for what it
+//! promised and kept, never because a figure is missing or small.
 
 use super::{
     Exposure, JobReport, Metric, PolicyResult, Reach,
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{stats::Estimate, text::number};
 
-/// Ratios beyond are drawn at the border: a round that met a pause must not flatten all others.
+/// Ratios beyond are drawn at the border: a round with a pause in it must not flatten all others.
 const MOST: f64 = 4.0;
 
 /// The figure of a job: the chart if there is something to compare with, and its numbers.
@@ -44,12 +44,12 @@ pub(super) fn figure(page: &mut String, job: &JobReport) {
     page.push_str("</figure>\n");
 }
 
-/// Where on the exposure's axis.
+/// A place on the exposure's axis.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum AxisPos {
     /// The left edge.
     Nothing,
-    /// Decimal logarithm; what is too little for one lies at the axis's beginning, not at the edge.
+    /// Decimal logarithm; what is too little for one is at the axis's beginning, not at the edge.
     Log(f64),
     /// The right edge.
     Unbounded,
@@ -109,7 +109,7 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
              aria-label=\"Throughput against exposure; the table below has the numbers\">\n"
     );
     axes(page, &decades, &ratios);
-    // Side by side where the axis tells nothing.
+    // Side by side within an edge, where the axis has no values.
     let edge = |place| points.iter().filter(|point| point.place == place).count() as f64;
     let (nothing, unbounded) = (edge(AxisPos::Nothing), edge(AxisPos::Unbounded));
     let slot = |from: f64, n: f64, of: f64| from + EDGE * (n + 0.5) / of;
@@ -136,7 +136,7 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
         if let Some((lo, hi)) = point.interval {
             let (one, other) = (x - 4.0, x + 4.0);
             let mut path = format!("M{x:.1} {:.1}V{:.1}", ratios.y(lo), ratios.y(hi));
-            // An end that lies beyond the plot is none.
+            // An end beyond the plot is not drawn.
             for end in [lo, hi].into_iter().filter(|end| ratios.holds(*end)) {
                 put!(path, "M{one:.1} {:.1}H{other:.1}", ratios.y(end));
             }
@@ -214,7 +214,7 @@ fn frontier(page: &mut String, marks: &[(f64, f64, Point)]) {
     for (x, y, point) in marks {
         // On the page less is higher.
         if *y < best {
-            // What lies without bound is reached at its border, whatever its slot.
+            // Exposure without bound begins at its edge's border, whatever the point's slot.
             let x = if point.place == AxisPos::Unbounded { RIGHT - EDGE } else { *x };
             match path.is_empty() {
                 true => put!(path, "M{x:.1} {y:.1}"),
@@ -241,7 +241,7 @@ fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
         let places: Vec<Rect> = steps.flat_map(beside).collect();
         let within = || places.iter().filter(|place| frame.holds(place));
         let free = within().find(|place| taken.iter().all(|other| !place.meets(other)));
-        // A crowd without any room: what overlaps is still in the table.
+        // Without any room the label overlaps: the table has the numbers.
         let Some(place) = free.or_else(|| within().next()).or(places.first()).copied() else {
             continue;
         };
@@ -375,12 +375,12 @@ mod tests {
         {
             let mut job = job();
             let found = job.results[3].exposure.as_mut().unwrap();
-            // Whatever else its figures say.
+            // Whatever its other figures are.
             (found.reach, found.byte_ms_per_gib) = (reach, Some(0.0));
             let page = drawn(&job);
             assert!(is_unbounded(point(&page, "strict+map").0) && page.contains(word), "{word}");
         }
-        // Lazy, and nothing was exposed as it happened: on the axis, not at the edge.
+        // Lazy, and by chance nothing was exposed: on the axis, not at the edge.
         let mut job = job();
         job.results[5].exposure.as_mut().unwrap().byte_ms_per_gib = Some(0.0);
         let x = point(&drawn(&job), "lazy-mq").0;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{PolicyRounds, Sample};
 
-/// Until when a device reaches memory that was unmapped.
+/// How long a device reaches memory after it was unmapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Reach {
@@ -24,16 +24,16 @@ pub enum Reach {
     Leaked,
 }
 
-/// How much memory stayed reachable after it was unmapped, and for how long, by the account of the
-/// DMA API: all of a round, its run-in and its last flush included. Jobs that ran at the same time
-/// share it.
+/// How much memory stayed reachable after it was unmapped, and for how long, as the DMA API counts
+/// it: all of a round, its run-in and its last flush included. Jobs that ran at the same time share
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Exposure {
     /// Until when.
     pub reach: Reach,
-    /// The longest that any of it did, ms. `null`: no account can say.
+    /// The longest time, ms. `null`: it cannot be counted.
     pub max_ms: Option<f64>,
-    /// Bytes times ms, all rounds together. `null`: no account can say.
+    /// Bytes times ms, all rounds together. `null`: it cannot be counted.
     pub byte_ms: Option<f64>,
     /// The same for each GiB mapped: what compares rows of different speed.
     pub byte_ms_per_gib: Option<f64>,
@@ -41,7 +41,7 @@ pub struct Exposure {
     pub late_releases: u64,
 }
 
-/// What one round says of exposure.
+/// The exposure in one round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExposureSample {
     /// The longest that unmapped memory stayed reachable, ns.
@@ -55,13 +55,13 @@ pub struct ExposureSample {
 }
 
 impl Exposure {
-    /// What the rounds of a row say. `None`: nothing of it goes through the DMA API.
+    /// From the rounds of a row. `None`: none of its I/O goes through the DMA API.
     pub(super) fn new(row: &PolicyRounds) -> Option<Exposure> {
         let samples = || row.rounds.iter().filter_map(|round| round.exposure);
         let reached = row.rounds.iter().any(reached);
         let reach = match (row.policy.as_str(), row.in_force()) {
             ("host" | "io_uring", _) => return None,
-            // Whatever maps and unmaps the buffers: in between they are open.
+            // Whatever maps and unmaps the buffers, the device reaches them in between.
             ("persistent" | "zero-copy", _) => Reach::Persistent,
             (_, "off") => Reach::Always,
             (_, policy) if promises_none(policy) => match reached {
@@ -97,12 +97,12 @@ impl Exposure {
     }
 }
 
-/// Whether a policy of this name promises that nothing is reached any more when unmap has returned.
+/// Whether a policy of this name promises that nothing is reachable once unmap has returned.
 fn promises_none(policy: &str) -> bool {
     policy.starts_with("strict") || matches!(policy, "bounce" | "auto")
 }
 
-/// Whether memory was reached, or lay open, after it was unmapped.
+/// Whether memory was reached, or was reachable, after it was unmapped.
 fn reached(round: &Sample) -> bool {
     round.stale.is_some_and(|stale| stale.accesses > 0)
         || round.exposure.is_some_and(|exposure| exposure.byte_ns > 0)
@@ -136,7 +136,7 @@ mod tests {
 
     #[test]
     fn exposure_is_summed_over_rounds_and_taken_per_gib() {
-        // Each byte of 512 MiB lay open for 2 ms, then each for 4 ms.
+        // Each byte of 512 MiB was exposed for 2 ms, then each for 4 ms.
         let each = |ms: u128| round(u128::from(512 * MIB) * ms * 1_000_000, 5_000_000);
         let found = Exposure::new(&row("lazy-mq", "lazy-mq", vec![each(2), each(4)])).unwrap();
         assert_eq!((found.reach, found.max_ms), (Reach::Flush, Some(5.0)));
@@ -171,14 +171,15 @@ mod tests {
         let stale = StaleWindow { accesses: 1, probes: 9, ..StaleWindow::default() };
         let probed = Sample { stale: Some(stale), ..round(0, 0) };
         assert_eq!(strict(vec![probed]), Reach::Leaked);
-        // A copy promises the same of the buffer: who chooses between the two promised it as well.
+        // A copy promises the same for the buffer, and so does a policy that chooses between the
+        // two.
         for policy in ["bounce", "auto"] {
             assert_eq!(reach(&row(policy, policy, vec![round(0, 0)])), Reach::None, "{policy}");
             assert_eq!(reach(&row(policy, policy, vec![round(1, 1)])), Reach::Leaked, "{policy}");
         }
         // By the policy in force, not by its name.
         assert_eq!(reach(&row("lazy-mq", "strict", vec![round(0, 0)])), Reach::None);
-        // One that nobody knows, and a lazy one that had nothing to expose, promised nothing.
+        // An unknown policy, and a lazy one that had nothing to expose, promised nothing.
         assert_eq!(reach(&row("brisk", "brisk", vec![round(0, 0)])), Reach::Flush);
         assert_eq!(reach(&row("lazy-sq", "lazy-sq", vec![round(0, 0)])), Reach::Flush);
     }

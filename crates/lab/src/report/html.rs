@@ -235,7 +235,7 @@ fn table(page: &mut String, job: &JobReport) {
     }
 }
 
-/// Who waited for the device, and for what: a line for each kind of wait that a row had.
+/// The waits for the device: a line for each kind of wait that a row had.
 fn waits(page: &mut String, job: &JobReport) {
     if job.results.iter().all(|row| row.sync_waits.is_none()) {
         return;

@@ -64,7 +64,7 @@ pub struct Comparison {
     /// Bits of an I/O virtual address.
     #[serde(default)]
     pub aperture_bits: u32,
-    /// Ranges of I/O virtual addresses that others held throughout.
+    /// Ranges of I/O virtual addresses that were taken before the run, and kept.
     #[serde(default)]
     pub live_ranges: u32,
     /// How policies were carried out, as far as it was asked for.
@@ -140,11 +140,11 @@ pub struct JobReport {
 pub struct PolicyResult {
     /// The policy asked for; `host` is the job without virtqueues.
     pub policy: String,
-    /// Who handed out I/O virtual addresses, where any were needed.
+    /// The allocator of I/O virtual addresses, if any were needed.
     pub allocator: Option<String>,
     /// The policy that was in force (a domain may refuse lazy flushing).
     pub effective_policy: String,
-    /// Why it was another than the one asked for.
+    /// Why it was not the one asked for.
     pub fallback: Option<String>,
     /// I/Os a second.
     pub iops: Estimate,
@@ -183,7 +183,7 @@ pub struct PolicyResult {
     pub sync_wait_ns: Option<WaitSummary>,
     /// The same by what it waited for.
     pub sync_waits: Option<SyncWaits>,
-    /// How much unmapped memory stayed reachable, by the account of the DMA API.
+    /// How much unmapped memory stayed reachable, as the DMA API counts it.
     pub exposure: Option<Exposure>,
     /// How long unmapped memory stayed reachable, as the probe found it.
     pub stale_window: Option<StaleWindow>,
@@ -193,7 +193,7 @@ pub struct PolicyResult {
     pub bounced_fraction: Option<f64>,
     /// Bytes that were copied for them, in and out, an I/O.
     pub copied_bytes_per_io: Option<f64>,
-    /// Mappings that were to be copies, and were mapped for want of a slot.
+    /// Mappings that were to be copies, and were mapped since no slot was free.
     pub not_bounced: Option<u64>,
     /// The most memory that the bounce pools had at a time, bytes.
     pub pool_bytes: Option<u64>,
@@ -238,7 +238,7 @@ pub struct WaitSummary {
 pub struct StaleWindow {
     /// Longest time after `unmap` returned at which an access still succeeded, ms (0: none did).
     pub max_ms: f64,
-    /// Bytes times ms that lay exposed, the whole run.
+    /// Exposed bytes times ms, the whole run.
     pub byte_ms: f64,
     /// Accesses of the probe that succeeded after `unmap` had returned. A strict policy's must be 0.
     pub accesses: u64,
@@ -246,12 +246,12 @@ pub struct StaleWindow {
     pub probes: u64,
 }
 
-/// Lookups of the device's IOTLB, and what it had to forget.
+/// Lookups of the device's IOTLB, and its invalidations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Iotlb {
-    /// Answered by the cache.
+    /// Lookups served by the cache.
     pub hits: u64,
-    /// Answered by the table.
+    /// Lookups served by the table.
     pub misses: u64,
     /// Invalidations that the virtio-iommu waited for, one for requests that came together.
     #[serde(default)]
@@ -281,7 +281,7 @@ pub struct Sample {
     pub kicks: Option<u64>,
     /// The probe's findings.
     pub stale: Option<StaleWindow>,
-    /// The DMA API's account of what stayed reachable.
+    /// The DMA API's count of what stayed reachable.
     pub exposure: Option<ExposureSample>,
     /// What was copied in bounce slots.
     pub bounce: Option<BounceSample>,
@@ -325,11 +325,11 @@ pub struct IommuSample {
 pub struct PolicyRounds {
     /// The policy asked for.
     pub policy: String,
-    /// Who handed out I/O virtual addresses, where any were needed.
+    /// The allocator of I/O virtual addresses, if any were needed.
     pub allocator: Option<String>,
     /// The policy in force; "" where it is the one asked for.
     pub effective_policy: String,
-    /// Why it is another than the one asked for.
+    /// Why it is not the one asked for.
     pub fallback: Option<String>,
     /// What `auto` chose, and why, in words.
     pub explain: Option<String>,
@@ -347,7 +347,7 @@ impl PolicyRounds {
 }
 
 impl Machine {
-    /// This machine, as far as it tells.
+    /// This machine, as far as it is known.
     pub fn detect() -> Machine {
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Machine {
@@ -395,10 +395,10 @@ impl Comparison {
 }
 
 impl JobReport {
-    /// What `rounds` say about `job`. Rows without a round are left out.
+    /// The report of `job` from its `rounds`. Rows without a round are left out.
     pub fn new(job: &Job, stage: u32, rounds: &[PolicyRounds]) -> JobReport {
         let measured = || rounds.iter().filter(|row| !row.rounds.is_empty());
-        // An `off` that was replaced is no measure for the others.
+        // An `off` that was replaced is no base for the others.
         let off = measured().find(|row| row.policy == BASELINE && row.in_force() == BASELINE);
         let smallest = match job.rw {
             rw if !rw.writes() => job.bs.read,
@@ -546,7 +546,7 @@ impl PolicyResult {
         other.then_some(&self.effective_policy)
     }
 
-    /// Against `off` in what decides the job.
+    /// The ratio to `off` in the job's metric.
     pub fn ratio(&self, metric: Metric) -> Option<Estimate> {
         self.ratio_to_off.map(|ratios| match metric {
             Metric::Bandwidth => ratios.bandwidth,

@@ -24,7 +24,7 @@ impl Decades {
     /// Decades that hold all of these logarithms.
     pub(super) fn of(logs: &[f64]) -> Decades {
         let all = || logs.iter().copied();
-        // Without any, the axis still says what it would be.
+        // Without any, the axis still shows its scale.
         let [first, last] = match logs {
             [] => [0.0, 3.0],
             _ => [all().fold(f64::MAX, f64::min).floor(), all().fold(f64::MIN, f64::max).ceil()],
@@ -34,7 +34,7 @@ impl Decades {
 
     /// Where a logarithm is.
     pub(super) fn x(&self, log: f64) -> f64 {
-        // A little within, so that nothing stands on an edge's border.
+        // A little within, so that nothing is on an edge's border.
         let (from, to) = (LEFT + EDGE + 12.0, RIGHT - EDGE - 12.0);
         from + (log - self.first) / (self.last - self.first) * (to - from)
     }
@@ -55,11 +55,11 @@ pub(super) struct Ratios {
 }
 
 impl Ratios {
-    /// A scale that holds 1, all of these ratios, and of their intervals what tells something.
+    /// A scale that holds 1, all of these ratios, and the useful part of their intervals.
     pub(super) fn of(ratios: &[(f64, Option<(f64, f64)>)]) -> Ratios {
         let low = ratios.iter().map(|ratio| ratio.0).fold(1.0, f64::min);
         let high = ratios.iter().map(|ratio| ratio.0).fold(1.0, f64::max);
-        // Intervals as far as they are no wider than what they are about.
+        // Intervals, up to about the range of the ratios themselves.
         let room = (high - low).max(0.04) * 0.6;
         let intervals = || ratios.iter().filter_map(|ratio| ratio.1);
         let low = intervals().map(|(lo, _)| lo.max(low - room)).fold(low, f64::min);
@@ -88,7 +88,7 @@ impl Ratios {
     }
 }
 
-/// What is taken.
+/// An area that is taken.
 #[derive(Clone, Copy)]
 pub(super) struct Rect {
     pub(super) left: f64,

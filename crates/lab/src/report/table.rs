@@ -58,7 +58,7 @@ Ratios are medians of rounds, each paired with the off of its round (policies ta
   load       part of their time that the busy threads beside it had a CPU
 ";
 
-/// What was run, where: one sentence, on which every output agrees.
+/// What was run, and where: one sentence, the same in every output.
 pub(super) fn headline(comparison: &Comparison) -> String {
     format!(
         "disk {}, notify {}; {}{}{}{}{}; {}{}",
@@ -101,7 +101,7 @@ fn addresses(comparison: &Comparison) -> String {
     )
 }
 
-/// What of the tuning was asked for.
+/// The part of the tuning that was asked for.
 fn tuned(tuning: &Tuning) -> String {
     let Tuning {
         flush_queue_slots,
@@ -131,7 +131,7 @@ fn tuned(tuning: &Tuning) -> String {
     if parts.is_empty() { String::new() } else { format!("{}; ", parts.join(", ")) }
 }
 
-/// How far the busy threads beside each row got.
+/// How much CPU the busy threads beside each row got.
 fn load(job: &JobReport) -> Vec<String> {
     let told = |row: &PolicyResult| {
         let part = row.load_fraction?;
@@ -150,7 +150,7 @@ pub(super) fn fallbacks(job: &JobReport) -> Vec<String> {
     job.results.iter().filter_map(told).collect()
 }
 
-/// The rows of a job that chose, and what each says of it, line by line.
+/// The rows of a job that chose, and the explanation of each, line by line.
 pub(super) fn explained(job: &JobReport) -> Vec<(String, Vec<String>)> {
     let told = |row: &PolicyResult| {
         let lines = row.explain.as_ref()?.lines().map(plain).collect();
@@ -159,7 +159,7 @@ pub(super) fn explained(job: &JobReport) -> Vec<(String, Vec<String>)> {
     job.results.iter().filter_map(told).collect()
 }
 
-/// What the rows that chose say of it, a job after the other, for a terminal.
+/// The explanations of rows that chose, job by job, for a terminal.
 pub fn explain(comparison: &Comparison) -> String {
     let mut out = String::new();
     for job in &comparison.jobs {
@@ -225,7 +225,7 @@ fn rows(job: &JobReport) -> String {
     block(lines)
 }
 
-/// The columns that tell what lay exposed: it hardly depends on an allocator.
+/// The columns of exposure, which hardly depends on an allocator.
 const EXPOSED: std::ops::Range<usize> = 16..18;
 
 fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
@@ -349,7 +349,7 @@ mod tests {
         for line in text.lines() {
             assert!(line.chars().count() <= WIDTH, "{}: {line}", line.chars().count());
         }
-        // What lay exposed makes room; the columns are those of the row.
+        // Exposure makes room; the columns are those of the row.
         let (first, second) = text.split_once("randrw_page").unwrap();
         assert!(!first.contains("lies") && second.contains("lies"), "{text}");
         comparison.jobs.truncate(1);

@@ -1,4 +1,4 @@
-//! Who waited for the device, and for what.
+//! The waits for the device, by kind.
 //!
 //! A sync is one of five kinds. Only the flushes depend on the kind of flush queue: where map syncs
 //! take the time, a single queue and one per CPU come out equal.
@@ -27,7 +27,7 @@ pub struct WaitsSample {
 pub struct SyncWaits {
     /// For the entries of a mapping to be visible.
     pub map: Waited,
-    /// For what one strict unmap removed to be gone.
+    /// For the invalidation of what one strict unmap removed.
     pub unmap: Waited,
     /// Flushes by a queue's timer: its own thread waits.
     pub timer: Waited,
@@ -71,7 +71,7 @@ impl WaitsSample {
 }
 
 impl SyncWaits {
-    /// What the rounds of a row say. `None`: nothing waited.
+    /// From the rounds of a row. `None`: nothing waited.
     pub(super) fn new(row: &PolicyRounds) -> Option<SyncWaits> {
         let samples = || row.rounds.iter().filter_map(|round| Some(&round.iommu.as_ref()?.waits));
         let ios: f64 = samples().map(|sample| sample.ios as f64).sum();
@@ -141,8 +141,8 @@ fn clause(job: &JobReport, row: &PolicyResult) -> Option<String> {
     (words.len() > 1).then(|| words.join(" "))
 }
 
-/// Why a single queue and one per CPU come out as they do, if the job has both: what of the threads'
-/// time depends on the kind of queue, beside what does not.
+/// Why a single queue and one per CPU come out as they do, if the job has both: the part of the
+/// threads' time that depends on the kind of queue, beside the part that does not.
 pub(super) fn queues(job: &JobReport) -> Option<String> {
     let pair = |single: &str, each: &str| {
         let find = |name: &str| {
@@ -261,7 +261,7 @@ mod tests {
         assert_eq!((waits.map.per_io, waits.map.thread_fraction), (None, None));
         let job = JobReport::new(&Job::default(), 1, &rows);
         assert_eq!(told(&job), ["waits: strict map 2"]);
-        // How long, even where nobody knows for what.
+        // How long, even where the kind is unknown.
         let mut job = job;
         job.results[0].sync_waits = None;
         job.results[0].sync_wait_ns = Some(WaitSummary { p50: 287, p99: 8190 });

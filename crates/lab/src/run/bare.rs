@@ -16,10 +16,10 @@ use super::{
     tuning::Tuning,
 };
 
-/// Bytes of its disk, which nobody reads.
+/// Bytes of its disk, which is never read.
 const DISK: u64 = 1 << 20;
 
-/// A device process that serves a disk and its virtio-iommu, and nothing for it to do.
+/// A device process that serves a disk and its virtio-iommu, without a load.
 pub(crate) struct Bare {
     link: Link,
     paths: Vec<LinkPath>,
@@ -30,7 +30,7 @@ impl Bare {
     /// memory, each in pages of its own.
     ///
     /// # Errors
-    /// The device process cannot be had.
+    /// The device process cannot be started.
     pub(crate) fn untrusted(
         policy: Policy,
         notify: Notify,

@@ -50,7 +50,7 @@ pub struct Options {
     pub space: Space,
     /// The disk.
     pub disk: DiskChoice,
-    /// Whether what is on it may go.
+    /// Whether its data may be overwritten.
     pub destroy_data: bool,
     /// How both ends wait.
     pub notify: Notify,
@@ -66,7 +66,7 @@ pub struct Options {
     pub tuning: Tuning,
     /// Busy threads beside every row, `off` included.
     pub load: u32,
-    /// Whether it is to be told what `auto` chose, and why.
+    /// Whether to report what `auto` chose, and why.
     pub explain: bool,
     /// How to show progress.
     pub progress: Kind,
@@ -85,7 +85,7 @@ pub struct Ended {
 
 /// Time that a round runs before it is measured, at most: queues fill, caches warm.
 const RUN_IN: Duration = Duration::from_millis(100);
-/// How long the round that is thrown away runs, at most.
+/// How long the discarded round runs, at most.
 const WARM_UP: Duration = Duration::from_millis(300);
 /// What setting a round up takes, roughly, for the time left.
 const ROUND_OVERHEAD: Duration = Duration::from_millis(120);
@@ -96,13 +96,13 @@ const MOST_PIECES: usize = 1000;
 /// `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
-/// Nothing could be measured at all: the jobs do not fit, the disk cannot be had.
+/// Nothing could be measured at all: the jobs do not fit, or the disk cannot be opened.
 pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
     compare_rounds(file, options, stop, &mut |_, _| ())
 }
 
-/// As [`compare`]; `each` is shown what the rounds of each job counted, row by row, where a report
-/// has only what they tell together.
+/// As [`compare`]; `each` gets the counts of each job's rounds, row by row, of which a report has
+/// only a summary.
 pub(crate) fn compare_rounds(
     file: JobFile,
     options: &Options,
@@ -146,7 +146,7 @@ pub(crate) fn compare_rounds(
         job.block_sizes().map(u64::from).chain(std::iter::once(job.offset)).collect::<Vec<_>>()
     });
     let format = Format::for_sizes(sizes, generation());
-    // Files may lie in a page cache, with or without O_DIRECT (tmpfs): reads there are not atomic.
+    // Files may be in a page cache, with or without O_DIRECT (tmpfs): reads there are not atomic.
     let tears = target.kind == DiskKind::File && jobs.iter().any(|job| job.rw.writes());
     let content = Content { format, foreign: target.foreign, tears };
     let stages = JobFile::stages(&jobs);
@@ -204,13 +204,13 @@ pub(crate) fn compare_rounds(
 
 /// What a round of a row of these jobs takes, roughly.
 fn expected(jobs: &[Job], round: u32) -> Duration {
-    // One that ends by itself: nobody knows.
+    // The length of a job that ends by itself is unknown.
     let longest = jobs.iter().map(|job| job.runtime.unwrap_or(WARM_UP)).max().unwrap_or_default();
     let measured = if round == 0 { longest.min(WARM_UP) } else { longest };
     measured + RUN_IN + ROUND_OVERHEAD
 }
 
-/// A number that tells this run's blocks from those of runs before it.
+/// A number that distinguishes this run's blocks from those of earlier runs.
 fn generation() -> u32 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(1, |now| now.as_secs() as u32 ^ now.subsec_nanos()) | 1
@@ -259,7 +259,7 @@ impl Stage<'_> {
                 progress.begin(&what);
                 let measured = match self.run_row(*line, round) {
                     Ok(measured) => measured,
-                    // What goes wrong while everything is being stopped is no finding.
+                    // An error while everything is being stopped is no finding.
                     Err(_) if self.stop.load(Ordering::Relaxed) => return rows,
                     Err(error) => {
                         ended.failure = Some(error.context(what));
@@ -278,13 +278,13 @@ impl Stage<'_> {
                 for (kept, (sample, notes)) in results.iter_mut().zip(samples) {
                     kept.effective_policy.clone_from(&measured.effective);
                     kept.fallback.clone_from(&measured.fallback);
-                    // It has learnt the most in the last round.
+                    // `auto` has learnt the most in the last round.
                     kept.explain.clone_from(&measured.explain);
                     if notes.torn && !kept.warnings.iter().any(|warning| warning == TORN) {
                         kept.warnings.push(TORN.to_owned());
                     }
                     let first = notes.first_error.map(|error| format!("the first error: {error}"));
-                    // The first round warms up, and is thrown away; its errors are not.
+                    // The first round warms up, and is discarded, except for its errors.
                     if round == 0 && sample.errors > 0 {
                         let first = first.unwrap_or_default();
                         ended.failure =
@@ -347,7 +347,7 @@ impl Stage<'_> {
             .map(|&(index, number)| {
                 let job = &self.jobs[index];
                 let own = buffers.by_ref().take(job.iodepth as usize).collect();
-                // One that ends before the others ends by itself, the rest when told.
+                // A job that ends before the others ends by itself, the rest are stopped.
                 let runtime = job.runtime.filter(|&own| self.runtime() != Some(own));
                 // The same I/Os for all rows of a round, others in the next.
                 JobClone::new(index, job, number, u64::from(round), runtime, own)
@@ -368,7 +368,7 @@ impl Stage<'_> {
         let lens: Vec<Vec<usize>> = dealt.iter().map(|clones| self.lens(clones)).collect();
         let depth = lens.iter().map(Vec::len).max().unwrap_or(1);
         let all: Vec<usize> = lens.iter().flatten().copied().collect();
-        // A buffer must fit a chain of descriptors, whatever its pages' order.
+        // A buffer must fit into a chain of descriptors, whatever its pages' order.
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         match row {
@@ -376,7 +376,7 @@ impl Stage<'_> {
                 let plan = Plan {
                     policy: match row {
                         Row::Policy(policy) | Row::LazyDomain(policy) => policy,
-                        // What is mapped once needs one sync, and is unmapped for good.
+                        // What is mapped once needs one sync, and is unmapped only at the end.
                         _ => Policy::StrictMap,
                     },
                     way: match row {
@@ -385,7 +385,7 @@ impl Stage<'_> {
                         _ => Way::Streaming,
                     },
                     lazy_domain: matches!(row, Row::LazyDomain(_)),
-                    // Under `off` it is never asked.
+                    // Not used under `off`.
                     allocator: allocator.unwrap_or_default(),
                     space: self.options.space,
                     notify: self.options.notify,
@@ -398,7 +398,7 @@ impl Stage<'_> {
                     buffers: all,
                     run_pages,
                     tuning: self.options.tuning,
-                    // `off` is what all else is measured by: it is run, and warned of.
+                    // `off` is the base of all ratios: it is run, with a warning.
                     trust: match row {
                         Row::Policy(Policy::Off) => Trust::Trusted,
                         _ => self.trust,
@@ -473,7 +473,7 @@ impl Stage<'_> {
                 found.max_ns as f64 / 1e6
             )
         });
-        // Memory that was reached when it must not is the finding, whatever else went wrong.
+        // Memory that was reached after its unmap is the finding, whatever else failed.
         let conducted = match (conducted, leak.is_some()) {
             (Err(failure), true) => {
                 return Ok(Measured { leak, failure: Some(failure), ..Measured::default() });
@@ -481,7 +481,7 @@ impl Stage<'_> {
             (conducted, _) => conducted?,
         };
         drop(paths);
-        // What is queued still was exposed until now.
+        // What is still queued was exposed until now.
         link.dma.flush().context("the last flush")?;
         if let Some(pools) = link.dma.pools() {
             let slots = pools.stats().slots;
@@ -491,7 +491,7 @@ impl Stage<'_> {
         let pool_bytes = link.most_pool_bytes();
         let explain = link.choices();
         let fallback = link.dma.fallback().map(|why| why.to_string());
-        // What keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
+        // A way that keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
         let effective = match plan.way {
             Way::Persistent => Row::Persistent.to_string(),
             Way::ZeroCopy => Row::ZeroCopy.to_string(),
@@ -523,8 +523,8 @@ impl Stage<'_> {
         let (samples, notes) = conducted.samples(
             self.jobs,
             |sample, ((dma0, waits0, iommu0), (dma1, waits1, iommu1))| {
-                // Jobs that run at the same time share one IOMMU: each gets the part that its I/Os are
-                // of all.
+                // Jobs that run at the same time share one IOMMU: each gets its I/Os' share of all
+                // I/Os.
                 let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
                 if protected {
                     let iommu = iommu_sample(dma0, dma1, iommu0, iommu1, share);
@@ -545,7 +545,7 @@ impl Stage<'_> {
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
-    /// measured part. `lost` tells how the device process ended, if it has.
+    /// measured part. `lost` returns how the device process ended, if it has.
     fn conduct<P: Path + Send + ?Sized, S>(
         &self,
         paths: &mut [Box<P>],
@@ -632,8 +632,8 @@ impl Stage<'_> {
                 }
             }
             if let Some(error) = failure {
-                // The device process's end is the cause, whoever noticed it first; it may take a
-                // moment until its parent knows.
+                // The device process's end is the cause, whatever noticed it first; it may take a
+                // moment until its parent can see it.
                 for _ in 0..50 {
                     if let Some(status) = lost() {
                         bail!("the device process ended in the middle ({status})");
@@ -658,7 +658,7 @@ impl Stage<'_> {
     }
 }
 
-/// Said of a row in which reads came back torn.
+/// The warning of a row in which reads came back torn.
 const TORN: &str = "reads that met a write to the same block half-way were repeated";
 
 /// One round of one row.
@@ -669,7 +669,7 @@ struct Measured {
     /// One a job.
     notes: Vec<Notes>,
     effective: String,
-    /// Why that is another policy than the one asked for.
+    /// Why that is not the policy asked for.
     fallback: Option<String>,
     /// What `auto` chose, and why.
     explain: Option<String>,

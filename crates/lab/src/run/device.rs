@@ -29,11 +29,11 @@ use serde::{Deserialize, Serialize};
 
 /// The endpoint ID of the device.
 pub(crate) const ENDPOINT: u32 = 1;
-/// What the block device answers to GET_ID; the probe looks for it.
+/// The block device's ID for GET_ID; the probe looks for it.
 pub(crate) const DISK_ID: &str = "ringfence-lab";
 /// Where a machine has its message-signalled interrupts, and no device its data.
 const MSI_WINDOW: (u64, u64) = (0xfee0_0000, 0xfeef_ffff);
-/// More than any job needs; a bound all the same, since a driver decides what is used of it.
+/// More than any job needs; a bound all the same, since a driver decides how much of it is used.
 const LIMITS: Limits = Limits { table_bytes: 256 << 20, mappings: 1 << 20 };
 
 /// Which disk the device process serves.
@@ -41,13 +41,13 @@ const LIMITS: Limits = Limits { table_bytes: 256 << 20, mappings: 1 << 20 };
 pub(crate) enum DiskKind {
     /// The file is memory.
     Ram,
-    /// The file is memory; answers come at a real disk's pace.
+    /// The file is memory; completions come at a real disk's pace.
     Paced,
     /// The file is a file or a block device.
     File,
 }
 
-/// What the device process serves, beside the virtio-iommu in front of it.
+/// What the device process serves, besides the virtio-iommu in front of it.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum Served {
     /// A virtio-blk.
@@ -59,13 +59,13 @@ pub(crate) enum Served {
     },
     /// A virtio-net with one pair of queues.
     Net {
-        /// Whether it gives back what is sent; else it drops that, and gives one frame again and
+        /// Whether it loops back what is sent; else it drops that, and sends one frame again and
         /// again.
         loops: bool,
     },
 }
 
-/// What the device process is told, as JSON on its standard input.
+/// The setup of the device process, as JSON on its standard input.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Setup {
     pub(crate) device: RawFd,
@@ -106,7 +106,7 @@ pub(crate) struct Report {
     pub(crate) lost: u64,
 }
 
-/// The disk that a descriptor stands for.
+/// Opens the disk of a descriptor.
 pub(crate) fn open_disk(kind: DiskKind, file: OwnedFd, len: u64) -> Result<Disk> {
     Ok(match kind {
         DiskKind::File => Disk::File(Arc::new(Image::new(file, len))),
@@ -135,7 +135,8 @@ pub fn device_main() -> Result<()> {
     // not the standard ones (checked above), and nothing else here owns them.
     let own = |fd: RawFd| unsafe { OwnedFd::from_raw_fd(fd) };
     let [device, iommu, report] = [setup.device, setup.iommu, setup.report].map(own);
-    // Should the parent die without hanging up (it cannot), or this process hang, it goes too.
+    // This process ends with its parent, even if it hangs. (A parent that dies hangs up in any
+    // case.)
     // SAFETY: `prctl` with this option takes a number.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     ringfence_mem::sigbus::install().context("installing the SIGBUS handler")?;
@@ -152,8 +153,8 @@ pub fn device_main() -> Result<()> {
     Ok(())
 }
 
-/// What stands behind the sockets of a device process: workers, and an IOMMU whose tables the device
-/// at its only endpoint translates in. Nothing need be told of a mapping, and nothing ever misses.
+/// What stands behind the sockets of a device process: workers, and an IOMMU whose tables the
+/// device at its only endpoint translates in. No mapping needs an UPDATE, and nothing ever misses.
 struct Behind {
     workers: Arc<[Worker]>,
     endpoint: Arc<Endpoint>,
@@ -187,7 +188,7 @@ impl Behind {
         Ok(Behind { workers, endpoint, iommu: Server::new(iommu, backend) })
     }
 
-    /// Serves both sockets until both are hung up. `what` the device is, is said where it fails.
+    /// Serves both sockets until both are hung up. Errors name the device `what`.
     fn serve<H: Handler>(&mut self, device: &mut Server<H>, what: &'static str) -> Result<()> {
         let (device_ended, iommu_ended) = std::thread::scope(|scope| {
             let iommu = scope.spawn(|| self.iommu.serve());
@@ -260,7 +261,7 @@ pub(crate) fn serve_net(
     let device = Net::new(options, Arc::clone(&behind.workers))?;
     let mut server = Server::new(net, device.connect_behind(0, Arc::clone(&behind.endpoint), None));
     behind.serve(&mut server, "network device")?;
-    // So that its views have told all that they counted.
+    // So that its views have added their counts.
     drop(server);
     let (iotlb, rings) = (device.iotlb(0), device.counters(0));
     let lost = |ring: &QueueCounters| Lost::ALL.iter().map(|&why| ring.lost(why)).sum::<u64>();

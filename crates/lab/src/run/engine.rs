@@ -1,4 +1,4 @@
-//! One job thread: keeps its requests under way, checks every byte that comes back.
+//! One job thread: keeps its requests in flight, checks every byte that comes back.
 
 use std::{
     collections::VecDeque,
@@ -24,7 +24,7 @@ use crate::{
     workload::{Io, Op, Workload},
 };
 
-/// A disk that has not answered for so long will not.
+/// A disk that has completed nothing for so long will not.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// What the threads of a stage share with the thread that conducts them.
@@ -33,7 +33,7 @@ pub(crate) struct Control {
     /// Threads that have nothing left to start.
     finished: AtomicU32,
     failed: AtomicBool,
-    /// The other side is gone: nothing will be answered any more.
+    /// The other side is gone: nothing will complete any more.
     abandoned: AtomicBool,
     /// When the measured part began (`MonotonicClock`), 0 before.
     measured_ns: AtomicU64,
@@ -73,7 +73,7 @@ impl Control {
         Some(self.measured_ns.load(Ordering::Relaxed)).filter(|&at| at != 0)
     }
 
-    /// Lets the threads go without waiting for answers.
+    /// Lets the threads end without waiting for completions.
     pub(crate) fn abandon(&self) {
         self.abandoned.store(true, Ordering::Relaxed);
     }
@@ -103,7 +103,7 @@ pub(crate) struct JobClone {
     /// Which job of the stage.
     pub(crate) job: usize,
     pub(crate) workload: Workload,
-    /// How long it goes on from the beginning of the measured part, if not until its end.
+    /// How long it runs from the beginning of the measured part, if not until its end.
     pub(crate) runtime_ns: u64,
     /// A buffer for each I/O in flight.
     pub(crate) buffers: Vec<PagedBuffer>,
@@ -161,13 +161,13 @@ struct Task {
 
 /// What becomes of an I/O that has completed.
 enum Next {
-    /// Its place is free.
+    /// Its slot is free.
     Free,
-    /// It is done once more.
+    /// It is repeated.
     Again,
 }
 
-/// Runs `clones` over `path` until the control says that it ends, or they end by themselves.
+/// Runs `clones` over `path` until the control ends them, or they end by themselves.
 pub(crate) fn run<P: Path + ?Sized>(
     path: &mut P,
     clones: Vec<JobClone>,
@@ -248,7 +248,7 @@ impl<'c> Runner<'c> {
             }
             let now = self.clock.now_ns();
             let mut started = false;
-            // What was begun is ended, in any phase.
+            // What was begun is completed, in any phase.
             while let Some((token, buffer)) = again.pop() {
                 self.submit(path, token, buffer)?;
                 started = true;
@@ -381,7 +381,7 @@ impl<'c> Runner<'c> {
             (true, Op::Write) => None,
             (true, Op::Read) => match format.check_piece(data, task.io.offset) {
                 Ok(_) => None,
-                // What others wrote cannot be judged, only whether it came.
+                // Foreign data cannot be checked, only that it was transferred.
                 Err(error) if foreign && !matches!(error, BlockError::NotTransferred { .. }) => {
                     None
                 }

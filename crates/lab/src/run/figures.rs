@@ -12,7 +12,7 @@ use crate::{
     stats::Latencies,
 };
 
-/// What there is to say of a job in a round.
+/// Notes about a job in a round.
 pub(super) struct Notes {
     /// The first of its errors.
     pub(super) first_error: Option<String>,
@@ -23,7 +23,7 @@ pub(super) struct Notes {
 pub(super) struct Conducted<S> {
     /// How long the measured part was.
     pub(super) elapsed: Duration,
-    /// How long it was to be, if its end was not the jobs' own.
+    /// How long it was meant to be, if the jobs did not end by themselves.
     pub(super) limit: Option<Duration>,
     /// When it began (`MonotonicClock`).
     pub(super) begun_ns: u64,
@@ -49,7 +49,7 @@ impl<S> Conducted<S> {
         (self.elapsed.as_nanos() as u64).saturating_mul(self.ran.len() as u64)
     }
 
-    /// A sample for each job, and what there is to say of it; `add` adds what only some rows have.
+    /// A sample for each job, and notes about it; `add` adds what only some rows have.
     pub(super) fn samples(
         &self,
         jobs: &[Job],
@@ -123,7 +123,7 @@ pub(super) fn iommu_sample(
     let wall = |of| times(of).1;
     let map_ns = time(|stats| (stats.map_time, stats.maps));
     let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
-    // A copy lies where its slot does.
+    // A copy has its slot's address: it needs no allocation.
     let alloc_ns = time(|stats| (stats.alloc_time, stats.maps.saturating_sub(stats.bounced)));
     let free_ns = time(|stats| (stats.free_time, stats.frees));
     let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
@@ -169,8 +169,8 @@ pub(super) fn bounce_sample(
     }
 }
 
-/// What lay exposed in a round, by the account at its very end: after the last flush, when all that
-/// was mapped is unmapped and nothing is queued any more.
+/// The exposure in a round, counted at its very end: after the last flush, when all that was mapped
+/// is unmapped and nothing is queued any more.
 pub(super) fn exposure_sample(dma: &DmaStats) -> ExposureSample {
     ExposureSample {
         max_ns: dma.exposure.max_age_ns,
@@ -210,7 +210,7 @@ mod tests {
         assert_eq!(sample.allocator_ns, 5000);
         let half = iommu_sample(&before, &after, &iommu, &iommu, 0.5);
         assert_eq!(half.allocator_ns, 2500);
-        // Where all are copies there is nothing to be a part of.
+        // Where all mappings are copies, nothing is allocated.
         assert_eq!(iommu_sample(&before, &stats(9, 9), &iommu, &iommu, 1.0).allocator_ns, 0);
     }
 

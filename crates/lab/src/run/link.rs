@@ -49,7 +49,8 @@ pub(crate) type LinkPath = Box<dyn Path + Send>;
 
 /// A link to a running device process.
 pub(crate) struct Link {
-    // In the order of an orderly end: queues and mappings first, then the sockets, then the child.
+    // In the order of an orderly shutdown: queues and mappings first, then the sockets, then the
+    // child.
     pub(crate) dma: Dma,
     rings: Vec<RingMemory>,
     pub(crate) behind: Behind<Process>,
@@ -92,7 +93,7 @@ impl Link {
         };
         let dma = make_dma(plan, domain, &mapped, memory)?;
 
-        // A driver without FLUSH gets writes that are durable one by one: `host` has none such beside it.
+        // Without FLUSH each write would be made durable by itself, which `host` does not do.
         let mut features =
             feature::FLUSH | 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
         if protected {
@@ -133,8 +134,8 @@ impl Link {
         let mut paths: Vec<LinkPath> = Vec::new();
         if plan.way == Way::Persistent {
             let first = buffers.first().context("a buffer to map")?;
-            // SAFETY: a job thread touches a buffer only while no request of its is under way, and
-            // when the arena goes the paths and their requests are gone.
+            // SAFETY: a job thread touches a buffer only while no request of that buffer is in
+            // flight, and the paths and their requests are gone before the arena is dropped.
             let arena = unsafe { first.arena() };
             let arena = dma.map_persistent(arena, Direction::Bidirectional);
             let arena = Arc::new(arena.context("mapping the buffers")?);
@@ -149,7 +150,7 @@ impl Link {
         } else {
             for queue in queues {
                 let page = buffers.pop().context("a page for each probe")?;
-                // As it is in force: distrust may have made it another one.
+                // The policy in force: it may be another for an untrusted device.
                 let strict = dma.effective_policy().is_strict();
                 let probe = protected.then(|| Probe::new(page, strict));
                 let path = VirtioPath::new(dma.clone(), queue, probe, plan.batching);
@@ -174,13 +175,13 @@ impl Link {
         self.dma.choices().map(|choices| choices.to_string())
     }
 
-    /// How the device process ended, if it has: it should not, before it is hung up.
+    /// How the device process ended, if it has: it should not end before its sockets are hung up.
     pub(crate) fn lost(&self) -> Option<ExitStatus> {
         self.behind.peer.ended()
     }
 
-    /// Ends the link in order: stops the rings, gives their memory back, hangs up, and reads what
-    /// the device process has to report.
+    /// Ends the link in order: stops the rings, frees their memory, hangs up, and reads the device
+    /// process's report.
     pub(crate) fn close(mut self) -> Result<Report> {
         for index in 0..self.rings.len() {
             self.behind.front.get_vring_base(index as u16).context("stopping a queue")?;
@@ -211,9 +212,9 @@ fn make_dma(
     dma(domain, allocator, config, memory.map(|memory| (memory, limits)))
 }
 
-/// Pages of guest memory in an order in which an application that has run for a while has them:
-/// side by side for the CPU, anywhere in physical memory, in runs of `run` pages. The order is the
-/// same in every run of the program.
+/// Pages of guest memory as an application that has run for a while has them: side by side for the
+/// CPU, scattered in physical memory, in runs of `run` pages. The order is the same in every run of
+/// the program.
 pub(crate) fn scatter(ram: &Arc<GuestRam>, lens: &[usize], run: usize) -> Result<Vec<PagedBuffer>> {
     let pages = pages_of(lens);
     let first = ram.carve(pages * PAGE, PAGE)? / PAGE;

@@ -22,7 +22,7 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Starts `count` threads, of the default scheduling policy and slice.
+    /// Starts `count` threads with the default scheduling policy and slice.
     ///
     /// # Errors
     /// No thread is left.

@@ -20,12 +20,12 @@ use crate::workload::Op;
 pub(crate) struct VirtioPath {
     dma: Dma,
     queue: Queue,
-    /// What was asked, by token: how many bytes an answer must say were written.
+    /// By token: how many bytes a completion must report as written.
     asked: Vec<u64>,
     probe: Option<Probe>,
 }
 
-/// Places in the queue that are the probe's.
+/// Slots in the queue for the probe.
 const PROBE_ROOM: usize = 1;
 
 impl VirtioPath {

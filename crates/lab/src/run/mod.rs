@@ -5,7 +5,7 @@
 //! |---|---|
 //! | [`mod@compare`] | rounds: every row once, then every row again |
 //! | `row` | the rows, by name |
-//! | [`tuning`] | how a policy is carried out, as far as its name does not say |
+//! | [`tuning`] | how a policy is carried out, beyond its name |
 //! | [`space`] | the I/O virtual addresses of a link: which allocator, how many bits |
 //! | `figures` | what a round's figures are made of |
 //! | `engine` | one job thread |
@@ -51,7 +51,7 @@ pub use row::Row;
 pub(crate) use space::Dma;
 pub use target::DiskChoice;
 
-/// What was asked for cannot be done as it was asked: wrong usage, found before anything ran.
+/// The options cannot be carried out: wrong usage, found before anything ran.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Usage(pub String);

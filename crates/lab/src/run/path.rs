@@ -19,9 +19,9 @@ use ringfence_virtq::blk;
 use super::probe::Probe;
 use crate::workload::Op;
 
-/// How many requests are started, or taken back, before the other side, or the other direction,
-/// has its turn: a job that unmapped all of a deep queue before it mapped anything would leave the
-/// disk with nothing to do.
+/// How many requests are started, or taken back, before the other side, or the other direction, has
+/// its turn: a job that unmapped all of a deep queue before it mapped anything would leave the disk
+/// idle.
 pub(super) const TURN: usize = 16;
 
 /// What came back from the disk.
@@ -40,8 +40,8 @@ pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
     }
 }
 
-/// Takes back what a queue has completed. `held` returns the buffer of a request under way, and how many
-/// bytes the device must report as written.
+/// Takes back what a queue has completed. `held` returns the buffer of a request in flight, and how
+/// many bytes the device must report as written.
 pub(super) fn reap(
     queue: &mut DriverQueue,
     into: &mut Vec<Completed>,
@@ -66,19 +66,19 @@ pub(super) fn place<T: Default>(list: &mut Vec<T>, token: u32) -> &mut T {
 
 /// A way from one job thread to the disk.
 pub(crate) trait Path {
-    /// How many requests can be under way at a time.
+    /// How many requests can be in flight at a time.
     fn depth(&self) -> usize;
     /// Readies the memory of a request of `len` bytes. Unless a path has other memory, that is the
     /// job's own buffer, and there is nothing to do.
     fn take(&mut self, _op: Op, _len: u32, _token: u32) -> Result<()> {
         Ok(())
     }
-    /// The memory of a request that is not under way: to be filled before it is submitted, to be
+    /// The memory of a request that is not in flight: to be filled before it is submitted, to be
     /// checked when it has completed. `own` is the job's buffer for it.
     fn bytes<'a>(&'a self, own: &'a PagedBuffer, _token: u32) -> HostSlice<'a> {
         own.piece()
     }
-    /// Lets go of what [`take`](Self::take) took.
+    /// Releases what [`take`](Self::take) took.
     fn give_back(&mut self, _token: u32) {}
     /// Starts a request; there is room for it.
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()>;
@@ -86,13 +86,13 @@ pub(crate) trait Path {
     fn publish(&mut self) -> Result<()>;
     /// Takes back what has completed.
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()>;
-    /// Waits a moment for a completion, or asleep until one is there.
+    /// Waits for a completion: for a moment awake, or asleep until there is one.
     fn wait(&mut self) -> Result<()>;
     /// Does what must be done now and then.
     fn tick(&mut self, _now_ns: u64) -> Result<()> {
         Ok(())
     }
-    /// Whether something besides requests is under way.
+    /// Whether nothing but requests is in flight.
     fn is_settled(&self) -> bool {
         true
     }
@@ -116,7 +116,7 @@ pub(crate) struct MemoryPath {
     depth: usize,
     wait: Wait,
     clock: MonotonicClock,
-    /// Under way, in order of completion.
+    /// In flight, in order of completion.
     due: VecDeque<(u64, Op, u64, PagedBuffer, u32)>,
 }
 
@@ -165,8 +165,8 @@ impl Path for MemoryPath {
                 Op::Write => ram.write(offset, buffer.piece()),
             }
             into.push(Completed { token, buffer, ok: true });
-            // As the device process does between its rounds: what has completed is looked at
-            // before it has left the cache.
+            // As the device process does between its rounds: what has completed is checked before
+            // it has left the cache.
             if into.len() >= TURN {
                 break;
             }
@@ -207,7 +207,7 @@ unsafe impl Send for UnderWay {}
 
 impl FilePath {
     pub(crate) fn new(file: Arc<OwnedFd>, depth: usize, notify: Notify) -> Result<FilePath> {
-        // How long it is does not matter here: offsets are the job's.
+        // Its length does not matter here: offsets are the job's.
         let image = Image::new(file.try_clone().context("the disk's descriptor")?, u64::MAX);
         let io = FileIo::new(Arc::new(image), depth as u32).context("setting up io_uring")?;
         let wait = Wait::new(notify);

@@ -18,7 +18,7 @@ pub(crate) struct PersistentPath {
     queue: DriverQueue,
     /// All buffers of all paths.
     arena: Arc<Persistent<Arena>>,
-    /// Requests under way by token, and how many bytes an answer must say were written.
+    /// Requests in flight by token, and how many bytes a completion must report as written.
     under_way: Vec<Option<(PagedBuffer, u64)>>,
     segments: Vec<Segment>,
 }

@@ -11,7 +11,7 @@ use crate::allocators::AllocatorKind;
 
 const PAGE: usize = 4096;
 /// Addresses of guest memory for bounce slots, at the least. No page of it is used before it is
-/// wanted.
+/// needed.
 const POOLS: usize = 512 << 20;
 
 /// How the memory of a job's I/O is mapped.
@@ -32,7 +32,7 @@ pub(crate) struct Plan {
     pub(crate) way: Way,
     /// Whether the domain is lazy.
     pub(crate) lazy_domain: bool,
-    /// Who hands out I/O virtual addresses, and from where.
+    /// The allocator of I/O virtual addresses, and their space.
     pub(crate) allocator: AllocatorKind,
     pub(crate) space: Space,
     pub(crate) notify: Notify,
@@ -41,7 +41,7 @@ pub(crate) struct Plan {
     pub(crate) disk_bytes: u64,
     /// Queues, with a job thread and a worker each.
     pub(crate) queues: u16,
-    /// Requests under way in each queue.
+    /// Requests in flight in each queue.
     pub(crate) depth: usize,
     /// The most pieces that a buffer lies in.
     pub(crate) pieces: usize,
@@ -55,7 +55,7 @@ pub(crate) struct Plan {
     pub(crate) trust: Trust,
     /// How requests share mappings and syncs.
     pub(crate) batching: Batching,
-    /// How long bounce slots are kept that nobody uses, milliseconds.
+    /// How long unused bounce slots are kept, milliseconds.
     pub(crate) idle_ms: u64,
 }
 
@@ -64,7 +64,7 @@ impl Plan {
     pub(super) fn pool_bytes(&self) -> usize {
         let pools =
             self.policy.bounces() || self.trust != Trust::Trusted || self.way == Way::ZeroCopy;
-        // For reads and for writes, of which neither leaves its slots to the other.
+        // Half for reads and half for writes, which do not share slots.
         if pools { POOLS.max(2 * self.slot_bytes()) } else { 0 }
     }
 
@@ -76,7 +76,7 @@ impl Plan {
     /// How the disk bounces.
     pub(super) fn bounce(&self) -> BounceConfig {
         let default = BounceConfig::default();
-        // What must have a slot falls back to nothing: without a quota of the user's own the job
+        // Without a fallback every buffer must have a slot: the default quota grows until the job
         // fits.
         let must = self.way == Way::ZeroCopy || self.trust != Trust::Trusted;
         let quota = if must { default.quota.max(self.slot_bytes() as u64) } else { default.quota };

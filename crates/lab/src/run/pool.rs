@@ -1,12 +1,12 @@
-//! The buffers of a job that are not under way.
+//! The buffers of a job that are not in flight.
 
 use ringfence_drivers::ram::PagedBuffer;
 
 use crate::workload::Op;
 
-/// Free buffers in the order in which they lie in memory. Reads take the lowest and writes the
-/// highest, so that I/Os of one kind that are started together have neighbours where there are
-/// any, as an allocator by address gives them.
+/// Free buffers in the order of their addresses. Reads take the lowest and writes the highest, so
+/// that I/Os of one kind that are started together have neighbours where there are any, as an
+/// allocator by address gives them.
 pub(super) struct Pool {
     buffers: Vec<Option<PagedBuffer>>,
     /// A bit for each buffer that is there.
@@ -24,7 +24,7 @@ impl Pool {
         self.buffers.len()
     }
 
-    /// Takes a free buffer for `op`, and its number; `None` if all are under way.
+    /// Takes a free buffer for `op`, and its number; `None` if all are in flight.
     pub(super) fn take(&mut self, op: Op) -> Option<(u32, PagedBuffer)> {
         let word = |word: &u64| *word != 0;
         let at = match op {

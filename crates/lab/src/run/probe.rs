@@ -1,18 +1,19 @@
 //! The probe: does the device still reach memory that was unmapped, and for how long?
 //!
-//! It maps a page, has the device write to it (a GET_ID request through the very queue that the
-//! job uses, so that the worker's caches are warm), unmaps it as the policy says, in one batch with
-//! the job's own, and then hands the device the same descriptor again and again until it is refused. The
-//! IOVA is parked meanwhile, so that no buffer of the job can have it. GET_ID goes to no disk and is not
-//! paced.
+//! It maps a page, lets the device write to it (a GET_ID request through the queue that the job
+//! uses, so that the worker's caches are warm), unmaps it under the policy, in one batch with the
+//! job's own, and then gives the device the same descriptor again and again until it is refused.
+//! The IOVA is parked meanwhile, so that no buffer of the job can have it. GET_ID does not reach
+//! the disk and is not paced.
 //!
-//! Every eighth probe goes by the disk: the page is unmapped, as no driver does it, while the disk reads into
-//! it. Until the unmap has returned it may; under a strict policy the unmap waits for it where the disk has
-//! the page itself. What is written later is an access. Then the device is asked for the same read again.
+//! Every eighth probe uses the disk: the page is unmapped, as no driver would do it, while the disk
+//! reads into it. It may do so until the unmap has returned; under a strict policy the unmap waits
+//! for the disk if that has the page itself. A later write is an access. Then the driver submits
+//! the same read again.
 //!
-//! Of a mapping that is a copy the address stays valid, and leads to the slot: the device carries
-//! the descriptor out, and what counts is that the page itself stays as it was. No slot is given back while
-//! the disk reads into it: the next owner would have the data.
+//! The address of a mapping that is a copy stays valid, and maps to the slot: the device carries
+//! out the descriptor, and the page itself must stay as it was. No slot is freed while the disk
+//! reads into it: the next owner would get the data.
 
 use anyhow::{Context, Result};
 use ringfence_dma::{Direction, DmaBuffer, Mapping, Segment, StaleIova};
@@ -35,9 +36,9 @@ const GIVE_UP_NS: u64 = 5_000_000_000;
 /// Before the device writes, the page holds this.
 const BLANK: u8 = 0xa5;
 
-/// One of so many probes goes by the disk: few enough that the job has the disk's time.
+/// One in so many probes uses the disk: few enough that the job has the disk's time.
 const BY_DISK: u64 = 8;
-/// How much of the page is looked at.
+/// How much of the page is checked.
 const LOOKED_AT: usize = 4096;
 
 enum State {
@@ -55,20 +56,20 @@ enum State {
         /// Whether the disk still reads into it.
         reads: bool,
     },
-    /// The device writes, or is asked to, where it may no longer.
+    /// The device writes, or has a request to write, where it may no longer.
     Stale {
         buffer: PagedBuffer,
         iova: StaleIova,
         aim: Aim,
         unmapped_ns: u64,
-        /// Whether it was asked before the page was unmapped.
+        /// Whether the request was submitted before the page was unmapped.
         reads: bool,
     },
     /// Something went wrong; the error was returned.
     Broken,
 }
 
-/// What the device is asked for.
+/// The request to the device.
 #[derive(Clone, Copy)]
 struct Aim {
     kind: blk::Kind,
@@ -80,7 +81,8 @@ struct Aim {
 /// What the probe found so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Found {
-    /// Descriptors that the device was to carry out, or to end, after their address was unmapped.
+    /// Descriptors that the device had to carry out, or to complete, after their address was
+    /// unmapped.
     pub(crate) probes: u64,
     /// Those of them that the device carried out.
     pub(crate) accesses: u64,
@@ -138,7 +140,7 @@ impl Probe {
         self.found
     }
 
-    /// Whether no probe is under way.
+    /// Whether no probe is in flight.
     pub(crate) fn is_settled(&self) -> bool {
         matches!(self.state, State::Idle { .. } | State::Broken)
     }
@@ -170,7 +172,7 @@ impl Probe {
         Ok(())
     }
 
-    /// Takes the answer to the probe's request.
+    /// Takes the completion of the probe's request.
     pub(crate) fn answered(&mut self, ok: bool, queue: &mut Queue) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Broken) {
             State::Warm { mapping } => {
@@ -185,8 +187,8 @@ impl Probe {
             }
             State::Stale { mut buffer, iova, aim, unmapped_ns, reads } => {
                 let now = self.clock.now_ns();
-                // Either is a breach: the device says so (of a slot it may; of what it was asked for in time it
-                // did it in time, perhaps), or the bytes do.
+                // Either is a breach: the status (except with a slot, or for a read submitted
+                // before the unmap, which may have completed in time), or changed bytes.
                 let reached = ok && !aim.bounced && !reads || !is_blank(&buffer);
                 blank(&mut buffer);
                 if reached {
@@ -208,7 +210,7 @@ impl Probe {
         Ok(())
     }
 
-    /// Takes the page back, which from now on the device must not reach: at once if strict.
+    /// Takes back the page, which the device must not reach from now on: if strict, at once.
     pub(crate) fn unmapped(
         &mut self,
         returned: Unmapped<PagedBuffer>,
@@ -236,7 +238,7 @@ impl Probe {
         self.ask_in_vain(queue, buffer, iova, aim, unmapped_ns)
     }
 
-    /// Has the device write where it may no longer.
+    /// Submits a write to where the device may no longer write.
     fn ask_in_vain(
         &mut self,
         queue: &mut Queue,

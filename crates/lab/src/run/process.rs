@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::device::{Report, Served, Setup};
 
-/// How long the device process may take for any answer on its sockets, and to end.
+/// The time-out for any reply of the device process on its sockets, and for its end.
 pub(crate) const ANSWER: Duration = Duration::from_secs(60);
 
 /// The device process.
@@ -27,8 +27,8 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts one that serves `served`, at the socket `device`, behind a virtio-iommu at the socket
-    /// `iommu`.
+    /// Starts a process that serves `served`, at the socket `device`, behind a virtio-iommu at the
+    /// socket `iommu`.
     ///
     /// # Errors
     /// The system refused.
@@ -56,8 +56,8 @@ impl Process {
         // spawn.
         unsafe {
             command.pre_exec(move || {
-                // A Ctrl-C, or a terminal that goes, reaches the whole group. The driver process
-                // then ends this one in order, by hanging up; what is ignored stays so over exec.
+                // A Ctrl-C, or a closed terminal, reaches the whole group. The driver process then
+                // ends this one in order, by hanging up; ignored signals stay ignored over exec.
                 for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
                     libc::signal(signal, libc::SIG_IGN);
                 }

@@ -23,15 +23,15 @@ pub enum Row {
     /// The job through virtqueues and the DMA API under a policy.
     Policy(Policy),
     /// The same under a lazy policy, in a lazy domain of the virtio-iommu: a proposal, not part of
-    /// the specification. The device answers an UNMAP before its invalidation.
+    /// the specification. The device completes an UNMAP before its invalidation.
     LazyDomain(Policy),
 }
 
-/// What the name of a lazy domain's row has behind its policy's.
+/// The suffix of a lazy domain's row after its policy's name.
 const FLUSH: &str = "+flush";
 
 impl Row {
-    /// What `compare` runs without being told.
+    /// What `compare` runs by default.
     pub fn defaults() -> Vec<Row> {
         let policies = Policy::ALL.into_iter().map(Row::Policy);
         std::iter::once(Row::Host).chain(policies).collect()
@@ -75,7 +75,7 @@ impl FromStr for Row {
     }
 }
 
-/// A row, and who hands out the addresses in it.
+/// A row, and the allocator of its addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Line {
     pub(crate) row: Row,
@@ -136,7 +136,7 @@ mod tests {
         assert_eq!(lazy[0], Row::LazyDomain(Policy::LazyMqMap));
         let names: Vec<String> = lazy.iter().map(Row::to_string).collect();
         assert_eq!(names, ["lazy-mq+map+flush", "lazy-sq+flush", "lazy-sq"]);
-        // Who waits for every unmap gains nothing by asking for it in another way.
+        // A policy that waits for every unmap gains nothing from a lazy domain.
         for none in ["strict+flush", "auto+flush", "host+flush", "+flush"] {
             assert!(parse_list(none).is_err(), "{none}");
         }

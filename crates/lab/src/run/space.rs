@@ -1,4 +1,4 @@
-//! The space of I/O virtual addresses of a link: who hands them out, how many there are, and what is
+//! The space of I/O virtual addresses of a link: their allocator, how many there are, and what is
 //! taken already.
 
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use super::Usage;
 pub use crate::allocators::PlacementName;
 use crate::{allocators::AllocatorKind, random::XorShift};
 
-/// The allocator of a link, whichever it is, with Linux's preference of a PCI device for addresses
-/// below 4 GiB in front.
+/// The allocator of a link, of any kind, behind Linux's preference for addresses below 4 GiB for a
+/// PCI device.
 pub(crate) type AnyAllocator = Arc<Preferred32<Box<dyn Allocator>>>;
 
 /// The DMA API as the jobs use it.
@@ -59,7 +59,7 @@ pub const WIDEST: u32 = 57;
 /// The addresses that a link has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
-    /// Where ranges go, if the allocator can be told.
+    /// Where ranges go, if the allocator takes a placement.
     pub placement: PlacementName,
     /// How many bits an address has: [`NARROWEST`] to [`WIDEST`].
     pub aperture_bits: u32,
@@ -68,8 +68,8 @@ pub struct Space {
 }
 
 impl Default for Space {
-    /// 48 bits: what IOMMUs with tables of four levels translate, on x86 as on Arm. Allocators that
-    /// cost memory in proportion to the aperture cannot have that much, and say so.
+    /// 48 bits: what IOMMUs with tables of four levels translate, on x86 as on Arm. Allocators
+    /// whose memory grows with the aperture refuse that much.
     fn default() -> Space {
         Space { placement: PlacementName::default(), aperture_bits: 48, live: 0 }
     }
@@ -100,10 +100,10 @@ impl Needs<'_> {
 const WAITING: u64 = 8;
 
 impl Space {
-    /// Whether `kinds` can be had like this.
+    /// Whether these `kinds` can have such a space.
     ///
     /// # Errors
-    /// Wrong usage: out of bounds, or nobody there to heed it.
+    /// Wrong usage: out of bounds, or without effect on any of them.
     pub fn check(&self, kinds: &[AllocatorKind]) -> Result<(), Usage> {
         let Space { placement, aperture_bits: bits, live } = *self;
         if !(NARROWEST..=WIDEST).contains(&bits) {
@@ -145,7 +145,7 @@ impl Space {
         let last = u64::MAX >> (u64::BITS - self.aperture_bits);
         let aperture = Aperture::new(0, last, GRANULE).context("the aperture")?;
         let allocator = kind.make(aperture, self.placement.of_ranges());
-        // First of all: what others hold must not lie there.
+        // First: ranges that others hold must not be there.
         for &(first, last) in needs.reserved {
             allocator.reserve(first, last).context("keeping reserved addresses free")?;
         }
@@ -161,7 +161,7 @@ impl Space {
 
 /// A ring with a chunk of `bytes`, or of the largest part of it that there is room for.
 fn cut(allocator: Box<dyn Allocator>, bytes: u64) -> Result<Box<dyn Allocator>> {
-    // The chunk is asked for as a PCI device's buffers are: below 4 GiB if it can be had there.
+    // The chunk is allocated as a PCI device's buffers are: below 4 GiB if there is room.
     let below = Arc::new(Preferred32::new(allocator));
     let mut bytes = bytes.max(GRANULE);
     loop {
@@ -179,8 +179,8 @@ const SIZES: [u64; 8] = [1, 1, 1, 1, 2, 2, 3, 6];
 /// What such a range takes on average where ranges are aligned to their size, bytes.
 const FOOTPRINT: u64 = (1 + 1 + 1 + 1 + 2 + 2 + 4 + 8) * GRANULE / 8;
 
-/// Takes twice as many ranges as shall stay, and gives half of them back in no order: what stays
-/// lies scattered among holes of all these sizes. The same in every run of the program.
+/// Takes twice as many ranges as shall stay, and frees half of them in no order: what stays is
+/// scattered among holes of all these sizes. The same in every run of the program.
 fn age(allocator: &dyn Allocator, live: u32) -> Result<()> {
     let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
     let mut below = |n: usize| (random.next() % n as u64) as usize;

@@ -61,7 +61,7 @@ impl DiskChoice {
 pub(crate) struct Content {
     /// How our blocks look.
     pub(crate) format: Format,
-    /// The disk holds what others wrote, and is only read: that cannot be checked byte by byte.
+    /// The disk holds foreign data, and is only read: that cannot be checked byte by byte.
     pub(crate) foreign: bool,
     /// The disk may hand out a block that a write is changing at that moment: a page cache does.
     pub(crate) tears: bool,
@@ -72,7 +72,7 @@ pub(crate) struct Target {
     pub(crate) kind: DiskKind,
     pub(crate) file: Arc<OwnedFd>,
     pub(crate) bytes: u64,
-    /// Whether it holds what others wrote, which is only read.
+    /// Whether it holds foreign data, which is only read.
     pub(crate) foreign: bool,
     /// What a reader must know.
     pub(crate) warnings: Vec<String>,

@@ -1,4 +1,4 @@
-//! How a policy is carried out, as far as its name does not say.
+//! How a policy is carried out, beyond its name.
 
 use std::{
     os::unix::fs::{FileTypeExt, MetadataExt},
@@ -11,8 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::{DiskChoice, Row, Usage};
 use crate::list::named;
 
-/// How a policy is carried out, as far as its name does not say. `None`: as Linux tunes it, or
-/// without a bound.
+/// How a policy is carried out, beyond its name. `None`: as Linux tunes it, or without a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tuning {
     /// Slots of a flush queue, which holds one entry less.
@@ -38,15 +37,15 @@ pub struct Tuning {
 }
 
 impl Tuning {
-    /// What [`batch`](Self::batch) is without being told.
+    /// The default of [`batch`](Self::batch).
     pub const BATCH: usize = 64;
-    /// What [`chunk`](Self::chunk) is without being told.
+    /// The default of [`chunk`](Self::chunk).
     pub const CHUNK: usize = 16;
 
     /// Whether `rows` can be run like this.
     ///
     /// # Errors
-    /// Wrong usage: values that exclude each other, or nobody there to heed them.
+    /// Wrong usage: values that exclude each other, or that have no effect on any of the rows.
     pub fn check(&self, rows: &[Row]) -> Result<(), Usage> {
         let policies = rows.iter().filter_map(|row| match row {
             Row::Policy(policy) | Row::LazyDomain(policy) if policy.is_lazy() => Some(*policy),
@@ -91,8 +90,8 @@ impl Tuning {
         Ok(())
     }
 
-    /// How the flush queues of `policy` are tuned: as Linux does it, as far as nothing else is asked
-    /// for.
+    /// How the flush queues of `policy` are tuned: as Linux does it, except where something else is
+    /// asked for.
     pub(crate) fn flush(&self, policy: Policy) -> FlushTuning {
         let linux = FlushTuning::of(policy);
         FlushTuning {
@@ -128,7 +127,7 @@ named! {
     #[derive(Default, Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
     TrustChoice, "{:?} says nothing of trust: there are {}":
-    /// As the machine tells.
+    /// As the machine reports it.
     #[default]
     Auto = "auto",
     /// It may have any policy.
@@ -138,11 +137,11 @@ named! {
 }
 
 impl TrustChoice {
-    /// Whether `disk` is trusted. What sysfs cannot tell of a block device is an error: whoever runs
-    /// this can say it.
+    /// Whether `disk` is trusted. If sysfs does not show that for a block device, it is an error:
+    /// the user can then say it.
     ///
     /// # Errors
-    /// What sysfs says makes no sense, or cannot be read.
+    /// sysfs makes no sense, or cannot be read.
     pub(crate) fn trust(self, disk: &DiskChoice) -> Result<Trust, Usage> {
         match (self, disk) {
             (TrustChoice::Trusted, _) => Ok(Trust::Trusted),
@@ -220,7 +219,7 @@ mod tests {
         at(255).check(&rows("lazy-sq")).unwrap();
         let error = at(256).check(&rows("off,lazy-sq")).unwrap_err().0;
         assert!(error.contains("lazy-sq") && error.contains("from 1 to 255"), "{error}");
-        // Linux's queues, where nothing else is said: 32,768 slots, or 256 a CPU.
+        // Linux's queues by default: 32,768 slots, or 256 a CPU.
         let mark = Tuning { high_water: Some(300), ..Tuning::default() };
         mark.check(&rows("lazy-sq+map")).unwrap();
         assert!(mark.check(&rows("lazy-sq,lazy-mq")).unwrap_err().0.contains("lazy-mq"));

@@ -28,12 +28,12 @@ use super::{device::ENDPOINT, process::ANSWER, space::Dma};
 const PAGE: usize = 4096;
 /// Descriptors of the virtio-iommu's request queue: two a request, as Linux's driver has it.
 const IOMMU_RING: u16 = 256;
-/// Bytes of guest memory that the driver takes for its ring and requests, generously: it is well
-/// under a page a descriptor.
+/// Bytes of guest memory for the driver's ring and requests, generously: it takes well under a page
+/// a descriptor.
 pub(crate) const OWN_BYTES: usize = 2 * PAGE * IOMMU_RING as usize;
 
 /// Holds a ring's memory for as long as the device may use it.
-// One a ring: the size of the larger costs nothing.
+// There is one for each ring: the size of the larger variant costs nothing.
 #[allow(clippy::large_enum_variant)]
 pub(crate) enum RingMemory {
     Plain(RamPart),
@@ -69,13 +69,13 @@ impl RingMemory {
 
 /// A device behind its virtio-iommu, both served at the other ends of two sockets.
 pub(crate) struct Behind<P> {
-    // In the order of an orderly end.
+    // In the order of an orderly shutdown.
     pub(crate) iommu: Arc<Driver>,
     pub(crate) domain: Arc<ViommuDomain>,
     /// The device's.
     pub(crate) front: Frontend,
     _iommu_front: Frontend,
-    /// To be hung up at the end whoever else holds them.
+    /// To be shut down at the end, even if others hold them.
     sockets: [UnixStream; 2],
     /// The process or thread that serves them.
     pub(crate) peer: P,
@@ -83,8 +83,8 @@ pub(crate) struct Behind<P> {
 }
 
 impl<P> Behind<P> {
-    /// Has `start` serve the device's socket and the IOMMU's, and brings the latter's driver up, with a
-    /// domain that is lazy or not.
+    /// Lets `start` serve the device's socket and the IOMMU's, and brings up the latter's driver,
+    /// with a domain that is lazy or not.
     pub(crate) fn open(
         ram: Arc<GuestRam>,
         notify: Notify,
@@ -108,7 +108,8 @@ impl<P> Behind<P> {
         Ok(Behind { iommu, domain, front, _iommu_front: iommu_front, sockets, peer, ram })
     }
 
-    /// Settles on just these features with the device, `what`ever it is, and shares the memory with it.
+    /// Negotiates exactly these features with the device (`what`, in errors), and shares the memory
+    /// with it.
     pub(crate) fn agree(
         &mut self,
         features: u64,
@@ -124,8 +125,8 @@ impl<P> Behind<P> {
         self.front.set_mem_table(&memory).context("sharing memory")
     }
 
-    /// Ends it in order, once the rings were stopped and all buffers unmapped: gives the memory of the rings
-    /// back, and hangs up.
+    /// Ends it in order, once the rings were stopped and all buffers unmapped: frees the memory of
+    /// the rings, and hangs up.
     pub(crate) fn hang_up(&mut self, rings: Vec<RingMemory>, dma: Option<&Dma>) -> Result<()> {
         for ring in rings {
             if let RingMemory::Mapped(coherent) = ring {
@@ -188,7 +189,7 @@ impl Transport for Events {
             [PollFd::new(&self.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::HUP)];
         let timeout =
             Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
-        // An interruption is an early return, which is allowed.
+        // EINTR is an early return, which is allowed.
         if poll(&mut fds, Some(&timeout)).is_ok() && fds[0].revents().contains(PollFlags::IN) {
             event::drain(&self.call);
         }
@@ -201,7 +202,8 @@ impl Transport for Events {
     }
 }
 
-/// Brings the driver up; `lazy`: with lazy domains, if the device knows them. `socket` is hung up when the device process is gone.
+/// Brings the driver up; `lazy`: with lazy domains, if the device has them. `socket` is hung up
+/// when the device process is gone.
 fn start_iommu(
     front: &mut Frontend,
     ram: &Arc<GuestRam>,

@@ -24,7 +24,7 @@ pub(crate) struct ZeroCopyPath {
     timed: Timed,
 }
 
-/// One call in so many is timed: odd, so that both kinds of call have their turn.
+/// One call in so many is timed: odd, so that both kinds of call are sampled.
 const SAMPLE_EVERY: u64 = 63;
 
 /// What taking and giving back cost, by a sample of the calls.
@@ -46,7 +46,7 @@ impl Timed {
         let begun = clock.thread_ns();
         let result = what();
         let ended = clock.thread_ns();
-        // What a reading takes by itself is not the call's.
+        // The time of a clock reading is not the call's.
         let reading = begun.saturating_sub(before);
         self.ns += ended.saturating_sub(begun).saturating_sub(reading);
         self.sampled += 1;
@@ -63,9 +63,9 @@ impl Timed {
 struct Taken {
     memory: PoolBuffer,
     kind: blk::Kind,
-    /// How many bytes an answer must say were written.
+    /// How many bytes a completion must report as written.
     written: u64,
-    /// The job's buffer, while the request is under way.
+    /// The job's buffer, while the request is in flight.
     own: Option<PagedBuffer>,
 }
 

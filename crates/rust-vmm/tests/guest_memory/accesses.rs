@@ -1,4 +1,4 @@
-//! What an access reads and writes, and what it refuses.
+//! Which bytes an access reads and writes, and which accesses fail.
 
 use std::{
     os::fd::AsFd,
@@ -25,7 +25,7 @@ use crate::front_end::*;
 fn an_access_crosses_entries_and_regions_at_any_alignment() {
     // rule D23
     let bench = bench();
-    // Three entries that do not follow each other in memory, and the first spans two regions.
+    // Three entries that are not adjacent in memory, and the first spans two regions.
     bench.map(0x4000, 0x10_7000, 0x2000);
     bench.map(0x6000, 0x20_0000, 0x1000);
     bench.map(0x7000, 0x20_8000, 0x1000);
@@ -48,7 +48,7 @@ fn an_access_crosses_entries_and_regions_at_any_alignment() {
         bench.memory.read_slice(&mut written[..len], GuestAddress(gpa)).unwrap();
         assert_eq!(written[..len], [7; 9][..len]);
     }
-    // What follows in memory is one slice, and a region ends one.
+    // Adjacent memory is one slice, and the end of a region ends a slice.
     let lens: Vec<_> = memory
         .get_slices(GuestAddress(0x4000), 0x4000, Permissions::ReadWrite)
         .unwrap()
@@ -101,7 +101,7 @@ fn a_range_that_ends_with_the_last_address_works() {
     assert!(memory.read(&mut [0; 2], GuestAddress(u64::MAX)).is_err(), "it would wrap");
     let failure = Failure::Overflow { addr: u64::MAX, count: 2 };
     assert_eq!(memory.check(), Err(failure));
-    // All there is, as one entry that leads to itself.
+    // The whole space, as one identity entry.
     bench.unmap(0, 1);
     let token = bench.iotlb.update(Range::ALL, GuestPhys(0), Prot::RW).unwrap();
     drop(memory);
@@ -114,7 +114,7 @@ fn a_range_that_ends_with_the_last_address_works() {
 
 #[test]
 fn an_empty_iotlb_serves_nothing_at_the_top_and_nothing_it_is_told_panics() {
-    // What vm-memory's own does not hold to.
+    // Properties that vm-memory's own `Iotlb` lacks.
     let bench = bench();
     let memory = bench.space().memory();
     let near = GuestAddress(u64::MAX - 10);
@@ -142,7 +142,7 @@ fn permissions_are_kept_and_a_failure_stays() {
     assert_eq!(memory.read_obj::<u64>(GuestAddress(0)).unwrap(), 0x20_0000);
     memory.write_obj(5u64, GuestAddress(PAGE)).unwrap();
     let clone = memory.clone();
-    // Over both: the second may not be read, so that nothing of the first is.
+    // Across both: the second may not be read, so nothing of the first is either.
     let mut bytes = [0xaa; 16];
     assert!(memory.read(&mut bytes, GuestAddress(PAGE - 8)).is_err());
     assert_eq!(bytes, [0xaa; 16]);

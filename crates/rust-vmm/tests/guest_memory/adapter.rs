@@ -20,7 +20,7 @@ fn it_reads_and_writes_over_entries_and_waits_for_misses() {
     let memory = iommu_memory(&bench);
     bench.map(0x1000, 0x20_8000, PAGE);
     let answer = |bench: &Bench, misses: Vec<_>| {
-        // The whole space goes before each answer, and nobody who waits is in its way.
+        // Unmaps the whole space before each update; no waiting access blocks that.
         bench.shootdown.wait(bench.unmap(0, u64::MAX));
         bench.map(0x1000, 0x20_8000, PAGE);
         misses.iter().for_each(|miss| bench.map(page_of(miss), 0x20_0000, PAGE));
@@ -44,7 +44,7 @@ fn what_vm_memory_gets_wrong_by_itself_is_right_over_it() {
     assert!(memory.read(&mut [0; 4096], near).is_err());
     assert!(iommu.recover().is_some());
     bench.map(u64::MAX - 0xfff, 0x20_0000, PAGE);
-    // What it has no words for is an error. All before the last byte works.
+    // A range that it cannot express is an error. Everything before the last byte works.
     assert!(memory.read_obj::<u64>(GuestAddress(u64::MAX - 7)).is_err());
     assert_eq!(iommu.failure(), Some(Failure::Overflow { addr: u64::MAX - 7, count: 8 }));
     assert!(memory.read_obj::<u8>(GuestAddress(u64::MAX - 7)).is_err(), "until it recovers");

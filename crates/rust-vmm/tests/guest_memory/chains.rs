@@ -1,4 +1,4 @@
-//! A translation that fails in the middle of a chain never makes a shorter request of it.
+//! A translation that fails in the middle of a chain never makes the request shorter.
 
 use std::{
     ops::Deref,
@@ -13,10 +13,10 @@ use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, IommuMemory, Permissions
 
 use crate::{front_end::*, rings::*};
 
-/// IOVA 0 and on leads here.
+/// IOVA 0 maps to this address, and so on.
 const BASE: u64 = 0x20_0000;
 const INDIRECT_TABLE: u64 = 0x5000;
-/// Where the chain's buffers lie, a page each: four to read, two to write.
+/// The addresses of the chain's buffers, a page each: four to read, two to write.
 const BUFFERS: [u64; 6] = [0x6000, 0x7000, 0x8000, 0x9000, 0xa000, 0xb000];
 const LEN: u32 = 100;
 const HEAD: u16 = 3;
@@ -63,7 +63,8 @@ fn a_chain_that_is_not_translated_to_its_end_is_never_served_as_a_shorter_one() 
         chain(&bench, indirect);
         map_around(&bench, hole);
         let before: Vec<u8> = BUFFERS[4..].iter().flat_map(|&at| bytes(&bench, at)).collect();
-        // A table that all was put in, whose gaps are faults; then one whose owner says no.
+        // First with gaps in the table, which are faults; then with a front end that refuses the
+        // misses.
         serve(&space, &mut queue(), style);
         assert_eq!(used(&*bench.memory, BASE + USED), [], "{hole:#x} {style:?}");
         space.recover();
@@ -79,7 +80,7 @@ fn a_chain_that_is_not_translated_to_its_end_is_never_served_as_a_shorter_one() 
             let after: Vec<u8> = BUFFERS[4..].iter().flat_map(|&at| bytes(&bench, at)).collect();
             assert!(before == after || hole == 0, "{hole:#x} {style:?}");
         }
-        // Whoever mends it has it served whole.
+        // Once the translation is there, the request is served completely.
         space.recover();
         let mends = |bench: &Bench, misses: Vec<Miss>| {
             misses.iter().for_each(|miss| bench.map(page_of(miss), BASE + page_of(miss), PAGE));
@@ -140,7 +141,7 @@ fn nor_is_one_that_was_changed_while_a_part_of_it_was_waited_for() {
         chain(&bench, false);
         map_around(&bench, BUFFERS[2]);
         let answer = |bench: &Bench, misses: Vec<Miss>| {
-            // What was read already leads elsewhere by the time the rest is there.
+            // A translation that was used already has changed by the time the rest is there.
             bench.map(BUFFERS[0], BASE + 0xf000, PAGE);
             misses.iter().for_each(|miss| bench.map(page_of(miss), BASE + page_of(miss), PAGE));
         };
@@ -168,7 +169,7 @@ fn a_device_that_knows_answers_the_request_with_an_error_and_serves_the_next() {
         let parts = buffers.iter().map(|d| (d.addr(), d.len() as usize, access(d.is_write_only())));
         let served = memory.prefetch(parts).map(|()| count);
         assert_eq!(memory.check().is_ok(), served.is_ok());
-        // Through a new guard where the request's own has failed.
+        // Through a new guard if the request's own has failed.
         let memory = if served.is_ok() { memory } else { space.memory() };
         queue.add_used(memory.deref(), head, served.map_or(0, |count| count as u32)).unwrap();
     }

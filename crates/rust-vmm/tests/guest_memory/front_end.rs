@@ -1,4 +1,4 @@
-//! What the tests stand on: an IOTLB over two regions of memory, and a front end that answers.
+//! The base of the tests: an IOTLB over two regions of memory, and a front end that serves misses.
 
 use std::{
     sync::{Arc, mpsc},
@@ -12,7 +12,7 @@ use ringfence_rust_vmm::{FailureScope, IotlbAddressSpace};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 pub(crate) const PAGE: u64 = 4096;
-/// Two regions that touch, and one by itself.
+/// Two adjacent regions, and a separate one.
 pub(crate) const REGIONS: [(u64, u64); 3] =
     [(0x10_0000, 0x8000), (0x10_8000, 0x8000), (0x20_0000, 0x1_0000)];
 
@@ -26,7 +26,7 @@ pub(crate) struct Bench {
     pub(crate) memory: Plain,
 }
 
-/// Memory whose every 8 bytes are their guest-physical address.
+/// Memory in which every 8 bytes hold their guest-physical address.
 pub(crate) fn memory() -> Plain {
     let ranges = REGIONS.map(|(first, len)| (GuestAddress(first), len as usize));
     let memory = GuestMemoryMmap::from_ranges(&ranges).unwrap();
@@ -47,7 +47,7 @@ pub(crate) fn bench_with(config: IotlbConfig) -> Bench {
 }
 
 pub(crate) fn bench() -> Bench {
-    // Longer than any test takes, where it is not what is tested.
+    // Longer than any test takes, unless the time-out is what is tested.
     bench_with(IotlbConfig { patience: Duration::from_secs(60), ..IotlbConfig::default() })
 }
 
@@ -78,7 +78,7 @@ impl Bench {
         self.shootdown.wait(token);
     }
 
-    /// Begins to invalidate.
+    /// Begins an invalidation; returns its token.
     pub(crate) fn unmap(&self, iova: u64, len: u64) -> u64 {
         self.iotlb.invalidate(range(iova, len)).unwrap()
     }
@@ -106,7 +106,7 @@ impl Bench {
     }
 }
 
-/// Ends the front end's thread, also where the test fails.
+/// Ends the front end's thread, even if the test fails.
 struct HangUp<'a>(&'a Iotlb);
 
 impl Drop for HangUp<'_> {

@@ -1,4 +1,4 @@
-//! What a guard keeps in use, and what it does not.
+//! The memory that a guard keeps in use, and the rest.
 
 use ringfence_iommu::{GuestPhys, Prot};
 use ringfence_iotlb::{Binding, IotlbConfig};
@@ -22,7 +22,7 @@ fn an_invalidation_waits_for_the_guards_that_used_the_range_and_for_no_other() {
     assert!(bench.shootdown.is_over(unused));
     drop(memory);
     assert!(!bench.shootdown.is_over(used), "the clone counts");
-    // Until then what it has stays good, for its clones too.
+    // Until then it can use what it has, through its clones too.
     assert_eq!(clone.read_obj::<u64>(GuestAddress(8)).unwrap(), 0x20_0008);
     drop(clone);
     assert!(bench.shootdown.is_over(used));
@@ -66,7 +66,7 @@ fn an_idle_address_space_is_in_nobodys_way() {
 #[test]
 fn entries_that_an_access_meets_are_told_apart_where_they_differ() {
     let bench = bench();
-    // Entries to the byte, some of which lead on, and some of which were known before.
+    // Byte-granular entries, some of them adjacent in memory, and some used before.
     let places = [(0u64, 100u64, 0x20_0000u64), (100, 60, 0x20_0064), (160, 40, 0x20_1000)];
     places.iter().for_each(|&(at, len, gpa)| bench.map(at, gpa, len));
     for known in [None, Some(0), Some(99), Some(120), Some(160), Some(199)] {
@@ -93,7 +93,7 @@ fn what_a_guard_has_stays_as_it_is_whatever_comes_around_it() {
     bench.map(last, 0x20_3000, PAGE);
     let memory = bench.space().memory();
     assert_eq!(memory.read_obj::<u64>(GuestAddress(last)).unwrap(), 0x20_3000);
-    // One large entry that ends with the same page, which leads elsewhere by it.
+    // One large entry that ends with the same page, which it maps elsewhere.
     let range = range(0x20_0000, 0x20_0000);
     let token = bench.iotlb.update(range, GuestPhys(0x1_0000), Prot::RW).unwrap();
     assert!(!bench.shootdown.is_over(token));
@@ -151,7 +151,7 @@ fn a_guard_remembers_so_much_and_no_more() {
     }
     let tokens = [bench.unmap(0, 16), bench.unmap(16 * (ENTRIES - 1), 16)];
     assert!(tokens.iter().all(|&token| !bench.shootdown.is_over(token)));
-    // It could not tell whether what it has handed out is the same after a wait.
+    // After a wait it could not check whether what it has handed out is unchanged.
     assert!(memory.read_obj::<u64>(GuestAddress(1 << 40)).is_err());
     assert_eq!(memory.check(), Err(Failure::WouldWait { addr: 1 << 40 }));
     drop(memory);

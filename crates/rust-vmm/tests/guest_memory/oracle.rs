@@ -1,5 +1,5 @@
-//! The same random requests, served over plain memory and over an IOTLB that knows little, forgets
-//! much and is invalidated all the time: the same bytes in the end.
+//! The same random requests, served over plain memory and over an IOTLB that is small, evicts much
+//! and is invalidated all the time: the same bytes in the end.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,7 +13,7 @@ use crate::{front_end::*, rings::*};
 
 /// All pages of the memory, in another order; they are the pages from IOVA 0 on.
 const PAGES: u64 = 32;
-/// Where tables of indirect descriptors lie, one page for all; the buffers follow.
+/// The address of the tables of indirect descriptors, one page for all; the buffers follow.
 const TABLES: u64 = END;
 
 #[derive(Clone, Debug)]
@@ -84,12 +84,12 @@ proptest! {
         let order = if in_order { pages() } else { order };
         let plain = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), (PAGES * PAGE) as usize)]);
         let plain: Plain = Arc::new(plain.unwrap());
-        // Each byte its own, more or less.
+        // Mostly distinct bytes.
         for at in (0..PAGES * PAGE).step_by(8) {
             let word = at.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
             plain.write_obj(if at < END { 0 } else { word }, GuestAddress(at)).unwrap();
         }
-        // What is asked, and what makes room for it, is the same in each run of a case.
+        // Misses and evictions are the same in each run of a case.
         let (patience, again) = (Duration::from_secs(60), Duration::from_secs(60));
         let seed = Some(1);
         let bench =
@@ -104,7 +104,7 @@ proptest! {
             for miss in misses {
                 let iova = page_of(&miss);
                 bench.map(iova, order[(iova / PAGE) as usize], PAGE);
-                // What nobody asked for makes it evict what is needed.
+                // Unneeded entries make it evict needed ones.
                 if asked.is_multiple_of(4) {
                     bench.map((1 << 30) + u64::from(asked) * PAGE, order[0], PAGE);
                 }

@@ -1,4 +1,4 @@
-//! A driver of a split ring, in plain memory, and a device as one would write it for rust-vmm
+//! A driver of a split ring, in plain memory, and a device as it would be written for rust-vmm
 //! without an IOMMU in mind.
 
 use std::{
@@ -13,7 +13,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory};
 
 pub(crate) const SIZE: u16 = 512;
-/// Where the device finds the ring: its descriptors fill two pages.
+/// The ring's addresses for the device: its descriptors fill two pages.
 pub(crate) const TABLE: u64 = 0;
 pub(crate) const AVAIL: u64 = 0x2000;
 pub(crate) const USED: u64 = 0x3000;
@@ -67,14 +67,14 @@ pub(crate) fn queue() -> Queue {
 pub(crate) enum Style {
     /// Once for a run over the ring.
     OneGuard,
-    /// For each use anew, as devices on vhost-user-backend do.
+    /// Once for each use, as devices on vhost-user-backend do.
     ManyGuards,
-    /// It walks the chain twice and believes the lengths that it sees.
+    /// Walks the chain twice and trusts the lengths that it sees.
     ByDescriptor,
 }
 
-/// Serves all that is available, and takes whatever goes wrong with a request for the end of it: it
-/// answers with the bytes it was given, each plus one.
+/// Serves all available requests, and takes any error in a request for its end: it writes the bytes
+/// that it has read, each plus one.
 pub(crate) fn serve<S>(space: &S, queue: &mut Queue, style: Style)
 where
     S: GuestAddressSpace<M: GuestMemory<Bitmap = ()>>,

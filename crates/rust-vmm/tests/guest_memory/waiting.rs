@@ -45,7 +45,7 @@ fn an_access_waits_for_its_answer() {
 
 #[test]
 fn all_that_an_access_lacks_is_asked_for_together() {
-    // Nothing is asked twice, however slow the machine.
+    // Sends no miss twice, however slow the machine.
     let patience = Duration::from_secs(60);
     let bench = bench_with(IotlbConfig { patience, again: patience, ..IotlbConfig::default() });
     let batches = Mutex::new(Vec::new());
@@ -110,14 +110,14 @@ fn a_refusal_ends_the_wait() {
     assert_eq!(space.counters().timeouts.load(Ordering::Relaxed), 0);
 }
 
-/// A front end that flushes all there is, as QEMU does in lazy mode, and answers a miss when that
-/// is over; what it had said before it says again, `moved` by so much, as far as it is asked.
+/// A front end that first flushes everything, as QEMU does in lazy mode, and serves a miss when
+/// that is over; pages that were mapped before are then mapped again on a miss, `moved` by so much.
 fn flushes_first(moved: u64) -> impl FnMut(&Bench, Vec<Miss>) + Send {
     let mut flushed = false;
     move |bench, misses| {
         if !std::mem::replace(&mut flushed, true) {
             let token = bench.iotlb.invalidate(Range::ALL).unwrap();
-            // Hangs if anybody who waits for us holds a lease.
+            // Hangs if an access that waits for us holds a lease.
             bench.shootdown.wait(token);
         }
         for miss in misses {
@@ -141,7 +141,7 @@ fn an_invalidation_completes_while_a_guard_waits_and_the_guard_goes_on() {
         assert_eq!(read(&*memory, 0x5008), Some(0x20_5008));
         assert_eq!(slices[0].read_obj::<u64>(0).unwrap(), 0x20_1ff8);
         assert_eq!(memory.check(), Ok(()));
-        // And it is in use again.
+        // It is in use again.
         let token = bench.unmap(0x2000, PAGE);
         assert!(!bench.shootdown.is_over(token));
         drop(slices);
@@ -177,7 +177,7 @@ fn all_guards_of_a_thread_let_go_while_it_waits() {
     bench.answered(flushes_first(0), || {
         let guards = [space.memory(), other.memory()];
         assert!(guards.iter().all(|memory| read(&**memory, 0x2008) == Some(0x20_2008)));
-        // A guard of its own, as to publish.
+        // A guard of its own, as a device takes to publish.
         assert_eq!(read(&*space.memory(), 0x5008), Some(0x20_5008));
         assert!(guards.iter().all(|memory| memory.check().is_ok()));
     });
@@ -187,7 +187,8 @@ fn all_guards_of_a_thread_let_go_while_it_waits() {
     bench.answered(flushes_first(0x8000), || {
         let guards = [space.memory(), other.memory()];
         assert!(guards.iter().all(|memory| read(&**memory, 0x2008) == Some(0x20_2008)));
-        // Whoever waited is told, since whoever has slices of the other may not ask it again.
+        // The access that waited fails too, since slices of the other guards may be in use without
+        // another check.
         assert_eq!(read(&*space.memory(), 0x7008), None);
         let changed = Err(Failure::Changed { addr: 0x2000 });
         assert!(guards.iter().all(|memory| memory.check() == changed));
@@ -202,10 +203,10 @@ fn other_threads_keep_what_they_use() {
     let other = space.another().unwrap();
     let (used, done) = (AtomicBool::new(false), AtomicBool::new(false));
     let answer = |bench: &Bench, misses: Vec<_>| {
-        // Not when it is asked again.
+        // Only for the first miss.
         if !done.load(Ordering::Acquire) {
             let token = bench.unmap(0x1000, PAGE);
-            // Held up by the other thread, whoever waits.
+            // The other thread blocks it, whichever thread waits.
             assert!(!bench.shootdown.is_over(token));
             done.store(true, Ordering::Release);
             bench.shootdown.wait(token);
@@ -260,7 +261,7 @@ fn a_wider_permission_is_had_by_asking() {
     bench.answered(answer, || {
         let memory = bench.space().memory();
         assert_eq!(read(&*memory, 0x1000), Some(0x20_1000));
-        // It holds the very entry that the answer replaces.
+        // It holds the very entry that the update replaces.
         memory.write_obj(5u64, GuestAddress(0x1008)).unwrap();
         assert_eq!(read(&*memory, 0x1008), Some(5));
     });
@@ -409,11 +410,11 @@ fn what_was_invalidated_is_not_written_while_devices_wait_and_fail_and_go_on() {
 }
 
 thread_local! {
-    /// A guard that was handed something out, where a sink of misses finds it.
+    /// A guard that has handed out memory, for use by a miss sink.
     static OTHER: RefCell<Option<Rc<IotlbMemory<Plain>>>> = const { RefCell::new(None) };
 }
 
-/// Reads through the other guard while the thread that asks waits.
+/// Reads through the other guard while the thread that sent the miss waits.
 struct Reads(Mutex<Vec<bool>>);
 
 impl MissSink for Reads {

@@ -1,5 +1,5 @@
-//! The virtio-iommu of a VMM that is built on rust-vmm: rust-vmm's memory, queues and event descriptors
-//! around it, rust-vmm's devices behind it.
+//! The virtio-iommu of a VMM that is built on rust-vmm: rust-vmm's memory, queues and event
+//! descriptors around it, rust-vmm's devices behind it.
 
 mod rig;
 
@@ -40,7 +40,7 @@ fn unmap(at: u64) -> Request {
     Request::Unmap { domain: 1, range: page(at) }
 }
 
-/// One that is active, its driver having accepted all.
+/// An active one, whose driver has accepted all features.
 fn active() -> Vmm {
     let mut vmm = Vmm::new(Notify::default());
     vmm.bring_up(vmm.iommu.local().features()).unwrap();
@@ -82,7 +82,7 @@ fn it_is_activated_with_what_is_right_and_nothing_else() {
     assert_eq!(refused(vec![(0, unset)]), "queue 0 is not ready");
     let outside = refused(vec![(0, Vmm::queue(BASE + BYTES - 0x400, false)), (1, good())]);
     assert!(outside.starts_with("queue 0: ") && outside.contains("outside of memory"), "{outside}");
-    // Nothing of that is left.
+    // Nothing of that remains.
     vmm.bring_up(1 << F_EVENT_IDX).unwrap();
     assert_eq!(vmm.ask(attach(1, 1)), OK);
 }
@@ -121,7 +121,7 @@ fn a_guest_that_is_paused_or_moved_goes_on_where_it_was() {
     assert_eq!(vmm.ask(unmap(IOVA)), OK);
     assert_eq!(read(&vmm, IOVA), None);
 
-    // To another process, of which the memory is a copy.
+    // To another process, with a copy of the memory.
     assert_eq!(vmm.ask(map(IOVA, BASE)), OK);
     vmm.iommu.stop().unwrap();
     let saved = vmm.iommu.local().device().save().unwrap();
@@ -145,7 +145,7 @@ fn memory_that_comes_while_it_is_active_is_used() {
     vmm.requests_at = more.0 + 0x2000;
     assert_eq!(vmm.ask(map(IOVA, more.0)), OK);
     assert_eq!(read(&vmm, IOVA), Some(9));
-    // And it goes again.
+    // And it works again.
     vmm.requests_at = REQUESTS;
     assert_eq!(vmm.ask(unmap(IOVA)), OK);
     let (map_now, _) = vmm.memory.memory().remove_region(more, 0x1_0000).unwrap();
@@ -196,8 +196,8 @@ fn what_is_written_is_marked_for_who_moves_the_guest() {
     drop(memory);
     assert_eq!(dirty(&vmm.memory), [0u64; 0]);
     assert_eq!(vmm.ask(map(IOVA, BASE)), OK);
-    // The guest's own writes of the request and the place of its reply are the test's, and marked
-    // too; the used ring is written by the device alone.
+    // The test does the guest's own writes, of the request and to the place of its reply, and they
+    // are marked too; only the device writes the used ring.
     let used = Vmm::queue(BASE + (32 << 12), false).used_ring();
     let used = (used - BASE) & !0xfff;
     assert!(dirty(&vmm.memory).contains(&used), "{used:#x} of {:x?}", dirty(&vmm.memory));

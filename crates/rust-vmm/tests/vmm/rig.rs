@@ -38,10 +38,10 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 pub(crate) type Map = GuestMemoryMmap<AtomicBitmap>;
 
-/// What is done when the device has looked which memory there is.
+/// Runs when the device has looked up the memory map.
 type Then = Box<dyn FnOnce() + Send>;
 
-/// Guest memory of a VMM, with a way to be faster than the device.
+/// Guest memory of a VMM, which can change right after the device has looked it up.
 #[derive(Clone)]
 pub(crate) struct Guest {
     memory: GuestMemoryAtomic<Map>,
@@ -58,7 +58,7 @@ impl Guest {
         self.memory.lock().unwrap().replace(map);
     }
 
-    /// Has `then` run on the device's thread, once it has looked which map there is.
+    /// Runs `then` on the device's thread, once it has looked up the current map.
     pub(crate) fn then(&self, then: impl FnOnce() + Send + 'static) {
         *self.then.lock() = Some(Box::new(then));
     }
@@ -71,7 +71,7 @@ impl GuestAddressSpace for Guest {
     fn memory(&self) -> Self::T {
         let seen = self.memory.memory();
         if std::thread::current().name() == Some("iommu") {
-            // It may look for memory itself.
+            // `then` may look up the memory itself.
             let then = self.then.lock().take();
             then.into_iter().for_each(|then| then());
         }
@@ -79,18 +79,18 @@ impl GuestAddressSpace for Guest {
     }
 }
 
-/// Where guest memory begins: what is before it no device has.
+/// The beginning of guest memory: no device has anything below it.
 pub(crate) const BASE: u64 = 0x10_0000;
-/// What the kit has of it.
+/// The size of the part that the kit uses.
 const KIT: u64 = 32 << 12;
 const RINGS: [u64; 2] = [BASE + KIT, BASE + KIT + 0x2000];
-/// Requests and their replies, of which a test may choose the place.
+/// Requests and their replies; a test may choose the place.
 pub(crate) const REQUESTS: u64 = RINGS[1] + 0x2000;
 const REPLY: u64 = 0x1000;
 const EVENTS: u64 = REQUESTS + 0x8000;
 pub(crate) const BYTES: u64 = 0x10_0000;
 pub(crate) const SIZE: u16 = 64;
-/// Longer than any answer takes on a busy machine; a test that waits so long has failed.
+/// Longer than any completion takes on a busy machine; a test that waits so long has failed.
 const LONG: Duration = Duration::from_secs(120);
 
 /// The driver's end of a queue.
@@ -101,14 +101,14 @@ pub(crate) struct Line {
 }
 
 impl Line {
-    /// Waits for an interrupt, and takes what has come back.
+    /// Waits for an interrupt, and takes the next completion.
     pub(crate) fn wait(&mut self) -> Result<ringfence_virtq::driver::Used, Failed> {
         let begun = Instant::now();
         loop {
             if let Some(used) = self.front.pop().map_err(failed)? {
                 return Ok(used);
             }
-            // Asked for before the last look.
+            // Enabled before the last check.
             if self.front.enable_notifications() {
                 continue;
             }
@@ -176,7 +176,7 @@ impl Vmm {
         Vmm { memory, iommu, devices, lines, requests_at: REQUESTS, posted }
     }
 
-    /// What the transport has of a queue that the driver has set up at `ring`.
+    /// The transport's queue for a ring that the driver has set up at `ring`.
     pub(crate) fn queue(ring: u64, event_idx: bool) -> Queue {
         let mut queue = Queue::new(VmmIommu::<Guest>::QUEUE_MAX_SIZES[0]).unwrap();
         queue.set_size(SIZE);
@@ -190,7 +190,7 @@ impl Vmm {
         queue
     }
 
-    /// The guest's driver sets its queues up, and says DRIVER_OK.
+    /// The guest's driver sets its queues up, and sets DRIVER_OK.
     pub(crate) fn bring_up(&mut self, features: u64) -> Result<(), VmmIommuError> {
         let event_idx = features & 1 << F_EVENT_IDX != 0;
         self.iommu.local().ack_features(features | 1 << F_VERSION_1)?;
@@ -222,7 +222,7 @@ impl Vmm {
         self.iommu.activate(self.memory.clone(), queues, interrupt)
     }
 
-    /// A request; its status.
+    /// Sends a request; returns its status.
     pub(crate) fn ask(&mut self, request: Request) -> u8 {
         let mut bytes = [0; MAX_REQUEST_LEN];
         let len = request.emit(&mut bytes);
@@ -332,7 +332,7 @@ impl Subject for Vmm {
     }
 
     fn next_event(&mut self) -> Result<Option<Event>, Failed> {
-        // A fault is noted when the access returns. The worker looks between two calls, and has
+        // A fault is recorded when the access returns. The worker checks between two calls, and has
         // reported by the third what it may.
         (0..3).for_each(|_| _ = self.iommu.local().counters());
         let line = &mut self.lines[usize::from(EVENT_QUEUE)];

@@ -12,22 +12,22 @@ use crate::error::{Error, Result};
 
 /// A BAR of a PCI device: registers of 32 and 64 bits, each access a single one of that width.
 ///
-/// What the kernel does not let be mapped (the page of an MSI-X table, on some) is reached by system
-/// calls, at the same addresses.
+/// Parts that the kernel does not allow to be mapped (the page of an MSI-X table, on some) are
+/// reached by system calls, at the same addresses.
 pub struct Bar {
     region: Region,
     areas: Vec<Area>,
 }
 
-/// A part of it that is mapped.
+/// A part of the BAR that is mapped.
 struct Area {
     at: u64,
     len: u64,
     memory: NonNull<u8>,
 }
 
-// SAFETY: the memory is mapped until the BAR is dropped, whoever has it; registers are accessed by
-// single volatile accesses, which a device takes from any thread.
+// SAFETY: the memory stays mapped until the BAR is dropped, in whichever thread; registers are
+// accessed by single volatile accesses, which a device accepts from any thread.
 unsafe impl Send for Bar {}
 // SAFETY: as above; nothing of the value itself changes.
 unsafe impl Sync for Bar {}
@@ -66,7 +66,7 @@ impl Bar {
     /// Reads the register of 32 bits at `at`, a multiple of 4.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such register.
     #[inline]
     pub fn read32(&self, at: u64) -> Result<u32> {
         match self.register::<u32>(at)? {
@@ -76,11 +76,11 @@ impl Bar {
         }
     }
 
-    /// Writes the register of 32 bits at `at`, a multiple of 4. What the CPU wrote to memory before is
-    /// there for a device that this tells about it.
+    /// Writes the register of 32 bits at `at`, a multiple of 4. A device that the write notifies
+    /// sees all that the CPU stored to memory before it.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such register.
     #[inline]
     pub fn write32(&self, at: u64, value: u32) -> Result<()> {
         before_register();
@@ -95,7 +95,7 @@ impl Bar {
     /// Reads the register of 64 bits at `at`, a multiple of 8.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such register.
     #[inline]
     pub fn read64(&self, at: u64) -> Result<u64> {
         match self.register::<u64>(at)? {
@@ -108,7 +108,7 @@ impl Bar {
     /// Writes the register of 64 bits at `at`, a multiple of 8; else as [`write32`](Self::write32).
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such register.
     #[inline]
     pub fn write64(&self, at: u64, value: u64) -> Result<()> {
         before_register();
@@ -120,7 +120,7 @@ impl Bar {
         Ok(())
     }
 
-    /// The register's place in memory; `None` if it has none.
+    /// The register's place in memory; `None` if it is not mapped.
     #[inline]
     fn register<T>(&self, at: u64) -> Result<Option<*mut T>> {
         let size = size_of::<T>() as u64;
@@ -132,8 +132,8 @@ impl Bar {
             offset < area.len && area.len - offset >= size
         });
         Ok(area.map(|area| {
-            // SAFETY: within the area, as has just been checked; the area is aligned to a page, and so
-            // is its place in the BAR, or the kernel had not mapped it.
+            // SAFETY: within the area, as just checked; the area is page-aligned, and so is its
+            // offset in the BAR, or the kernel would not have mapped it.
             unsafe { area.memory.as_ptr().add((at - area.at) as usize) }.cast()
         }))
     }
@@ -147,11 +147,12 @@ impl Bar {
     }
 }
 
-/// Stores to memory come before the register's: a device that is told looks at memory.
+/// Orders earlier stores to memory before the register write: the device that it notifies reads
+/// memory.
 #[inline]
 fn before_register() {
-    // On x86 that is so by itself, once the compiler keeps to it. Elsewhere a fence orders memory among
-    // CPUs, and registers need more.
+    // x86 orders them by itself; only the compiler has to keep the order. Elsewhere a fence orders
+    // memory among CPUs, and registers need a stronger barrier.
     std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
     #[cfg(target_arch = "aarch64")]
     // SAFETY: a barrier touches nothing.
@@ -175,7 +176,7 @@ mod tests {
 
     use super::*;
 
-    /// A file in place of a device: a BAR of 12 KiB at 4 KiB, of which the middle is not mapped.
+    /// A file in place of a device: a BAR of 12 KiB at 4 KiB, whose middle page is not mapped.
     fn bar() -> (Bar, std::fs::File) {
         let file = tempfile::tempfile().unwrap();
         file.set_len(0x8000).unwrap();

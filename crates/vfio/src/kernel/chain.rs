@@ -1,14 +1,14 @@
-//! Answers with a chain of capabilities in them (`struct vfio_info_cap_header`).
+//! Replies with a chain of capabilities in them (`struct vfio_info_cap_header`).
 
-/// An answer of the kernel's: a structure and a chain of capabilities behind it, each of which names
-/// the place of the next. Nothing outside of the answer is read, and every chain ends.
+/// A reply of the kernel: a structure and a chain of capabilities behind it, each with the offset
+/// of the next. Iterating reads nothing outside of the reply, and always ends.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chain<'a> {
     answer: &'a [u8],
     next: usize,
 }
 
-/// A capability: its kind, and its bytes from its header to the end of the answer.
+/// A capability: its id, and its bytes from its header to the end of the reply.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Capability<'a> {
     pub(super) id: u32,
@@ -16,7 +16,7 @@ pub(super) struct Capability<'a> {
 }
 
 impl<'a> Chain<'a> {
-    /// The chain that begins at `first`, 0 if there is none.
+    /// The chain that begins at `first`; 0: an empty one.
     pub(super) fn new(answer: &'a [u8], first: u32) -> Chain<'a> {
         Chain { answer, next: first as usize }
     }
@@ -32,7 +32,7 @@ impl<'a> Iterator for Chain<'a> {
         }
         let bytes = self.answer.get(at..)?;
         let capability = Capability { id: u32::from(u16_at(bytes, 0)?), bytes };
-        // A kernel appends: a chain that leads back has no end.
+        // A kernel appends capabilities: a chain that leads backwards would not end.
         let next = capability.u32(4)? as usize;
         self.next = if next > at { next } else { 0 };
         Some(capability)
@@ -50,7 +50,8 @@ impl Capability<'_> {
         Some(u64::from_ne_bytes(*self.bytes.get(at..)?.first_chunk()?))
     }
 
-    /// The pairs of an array of `count` at `at` bytes from the header, as far as they are there.
+    /// The pairs of an array of `count` at `at` bytes from the header, as far as the reply has
+    /// them.
     pub(super) fn pairs(&self, at: usize, count: u32) -> impl Iterator<Item = (u64, u64)> {
         let pair = move |n: usize| {
             let at = at.checked_add(n.checked_mul(16)?)?;
@@ -90,7 +91,7 @@ mod tests {
         assert_eq!(Chain::new(&answer, 0).count(), 0);
         let first = Chain::new(&answer, 16).next().unwrap();
         assert_eq!(first.pairs(8, 1).collect::<Vec<_>>(), [(7, 8)]);
-        // The array ends where the answer does, however long it says that it is.
+        // The array ends where the reply does, however large its count is.
         assert_eq!(Chain::new(&answer, 40).next().unwrap().pairs(0, u32::MAX).count(), 1);
     }
 
@@ -112,7 +113,7 @@ mod tests {
             at in prop_oneof![0..220_usize, any::<usize>()],
             small in any::<bool>(),
         ) {
-            // Numbers that are small lead on more often.
+            // Small numbers are more often valid offsets.
             let answer: Vec<u8> = answer.iter().enumerate()
                 .map(|(n, &byte)| if small && n % 4 != 0 { 0 } else { byte }).collect();
             let mut steps = 0;

@@ -35,10 +35,12 @@ const MAP_DMA: u32 = ioctl::vfio(13);
 const UNMAP_DMA: u32 = ioctl::vfio(14);
 const DIRTY_PAGES: u32 = ioctl::vfio(17);
 
-/// More than any answer of `VFIO_IOMMU_GET_INFO` has, in bytes.
+/// More bytes than any reply to `VFIO_IOMMU_GET_INFO` has.
 const LARGEST_INFO: usize = 1 << 20;
 
-/// A container without a group: nothing can be mapped in it yet, and so it has no way to.
+/// A container without a group: nothing can be mapped in it yet, so it has no method for that.
+///
+/// ```compile_fail,E0599
 ///
 /// ```compile_fail,E0599
 /// use ringfence_vfio::kernel::{Container, Type1Kernel, UnmapFlags};
@@ -62,7 +64,7 @@ impl Container {
     /// A new container of this machine's kernel.
     ///
     /// # Errors
-    /// There is no VFIO here, it is not allowed, or it has no type 1.
+    /// There is no VFIO here, access is denied, or VFIO has no type 1.
     pub fn open() -> Result<Container> {
         let asked = || Error::new("open a VFIO container");
         let file = open("/dev/vfio/vfio").map_err(|errno| {
@@ -84,11 +86,11 @@ impl Container {
         Ok(Container { file })
     }
 
-    /// Puts its first group into it: what can be mapped is known from then on, and mappings are
-    /// possible.
+    /// Puts the first group into the container: from then on the kernel says what can be mapped,
+    /// and mappings are possible.
     ///
     /// # Errors
-    /// The kernel does not let it: the error says what to do.
+    /// The kernel refuses: the error says what to do.
     pub fn attach(self, group: Group) -> Result<Attached> {
         group.join(&self.file)?;
         ioctl::number(&self.file, SET_IOMMU, VFIO_TYPE1v2_IOMMU as usize).map_err(|errno| {
@@ -117,8 +119,8 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// Opens the group of a PCI device and attaches it to a container of its own: all that the driver
-    /// of one device needs.
+    /// Opens the group of a PCI device and attaches it to a new container: all that the driver of
+    /// one device needs.
     ///
     /// # Errors
     /// As [`Container::open`], [`Group::of_device`], [`Container::attach`].
@@ -126,11 +128,11 @@ impl Attached {
         Container::open()?.attach(Group::of_device(device)?)
     }
 
-    /// Puts another group into the container: its devices reach what is mapped, and what can be mapped
-    /// may become less (rule L61).
+    /// Puts another group into the container: its devices can access what is mapped, and less may
+    /// be mappable afterwards (rule L61).
     ///
     /// # Errors
-    /// Something is mapped where the group cannot have it; nothing was changed.
+    /// A mapping lies where the group does not allow one; nothing was changed.
     pub fn add(&self, group: Group) -> Result<()> {
         group.join(&self.file)?;
         self.groups.lock().push(group);
@@ -140,7 +142,7 @@ impl Attached {
     /// A device of one of the groups, by its name on its bus: `0000:00:04.0`.
     ///
     /// # Errors
-    /// The kernel has no such device for us.
+    /// The groups have no such device, or the kernel refuses it.
     pub fn device(&self, name: &str) -> Result<Device> {
         let groups = self.groups.lock();
         let mut failed = Error::new(format!("open {name}")).remedy("no group is attached");
@@ -158,14 +160,15 @@ impl Attached {
         self.groups.lock().iter().map(Group::number).collect()
     }
 
-    /// The answer of GET_INFO, with as much room behind it as it needs.
+    /// The reply to GET_INFO, with as much room for capabilities as it needs.
     fn raw_info(&self) -> Answer<Vec<u64>> {
         let mut answer = vec![0_u64; 256 / 8];
         loop {
             let room = mem::size_of_val(&answer[..]);
             answer.fill(0);
             answer[0] = u64::from_ne_bytes(both(room as u32, 0));
-            // SAFETY: the answer begins with the request's structure, which says how large it is.
+            // SAFETY: the buffer begins with the request's structure, which states the buffer's
+            // size.
             unsafe { ioctl::memory(&self.file, GET_INFO, &mut answer[..]) }?;
             let needed = u32_at(bytes(&answer), 0).unwrap_or(0) as usize;
             if needed <= room {
@@ -178,7 +181,7 @@ impl Attached {
         }
     }
 
-    /// What the structure of a request about dirty pages carries behind it.
+    /// A request about dirty pages, with its payload behind the header.
     fn dirty_pages<T>(&self, flags: u32, with: T) -> Answer<()> {
         #[repr(C)]
         struct Ask<T> {
@@ -233,8 +236,8 @@ impl Type1Kernel for Attached {
         let flags = flags.bits();
         let unmap = vfio_iommu_type1_dma_unmap { argsz, flags, iova, size, ..Default::default() };
         let mut ask = Ask { unmap, bitmap: raw(dirty) };
-        // SAFETY: the request's own structure; the bitmap is borrowed meanwhile. A request that asks for
-        // bits and brings none is refused for its size.
+        // SAFETY: the request's own structure; the bitmap is borrowed meanwhile. The kernel refuses
+        // a request that asks for bits without a bitmap, for its size.
         unsafe { ioctl::memory(&self.file, UNMAP_DMA, &mut ask) }?;
         Ok(ask.unmap.size)
     }
@@ -260,7 +263,7 @@ impl Type1Kernel for Attached {
     }
 }
 
-/// A bitmap as the kernel has it; one of no bytes for none.
+/// A bitmap in the kernel's form; one of zero bytes for `None`.
 fn raw(dirty: Option<Bitmap<'_>>) -> vfio_bitmap {
     match dirty {
         Some(Bitmap { page, words }) => vfio_bitmap {
@@ -272,7 +275,7 @@ fn raw(dirty: Option<Bitmap<'_>>) -> vfio_bitmap {
     }
 }
 
-/// An answer of `VFIO_IOMMU_GET_INFO`.
+/// Parses a reply to `VFIO_IOMMU_GET_INFO`.
 fn parse(answer: &[u8]) -> Type1Info {
     let flags = u32_at(answer, offset_of!(vfio_iommu_type1_info, flags)).unwrap_or(0);
     let mut info = Type1Info::default();
@@ -334,7 +337,7 @@ mod tests {
 
     use super::*;
 
-    /// An answer with all that there is, as a kernel lays it out.
+    /// A reply with every capability, as a kernel lays it out.
     fn answer() -> Vec<u8> {
         let mut words = vec![
             u64::from_ne_bytes(both(0, VFIO_IOMMU_INFO_PGSIZES | VFIO_IOMMU_INFO_CAPS)),
@@ -361,14 +364,14 @@ mod tests {
                 dirty: Some(DirtyInfo { page_sizes: 0x1000, max_bytes: 0x1000_0000 }),
             }
         );
-        // A kernel of before capabilities says no more than its page sizes.
+        // A kernel from before capabilities reports only its page sizes.
         let old = parse(&answer()[..16]);
         assert_eq!(old, Type1Info { page_sizes: 0x4020_1000, ..Type1Info::default() });
     }
 
     #[test]
     fn what_takes_no_container_says_so() {
-        // A file in place of the kernel's: each request is answered ENOTTY.
+        // A file in place of the kernel's: each request fails with ENOTTY.
         let groups = Mutex::default();
         let attached = Attached { file: tempfile::tempfile().unwrap(), groups };
         assert_eq!(attached.info(), Err(Errno::NOTTY));

@@ -1,4 +1,4 @@
-//! A device that user space has, and its registers.
+//! A device that user space owns, and its registers.
 
 use std::{fs::File, mem::offset_of, sync::Arc};
 
@@ -15,18 +15,18 @@ use crate::error::{Error, Result};
 const GET_REGION_INFO: u32 = ioctl::vfio(8);
 const RESET: u32 = ioctl::vfio(11);
 
-/// The command register of a PCI device's configuration, and its bits for registers in memory and for
-/// being a bus master.
+/// The command register in a PCI device's configuration space, and its bits for memory registers
+/// and bus mastering.
 const COMMAND: u64 = 4;
 const MEMORY: u16 = 1 << 1;
 const MASTER: u16 = 1 << 2;
 
-/// More than any answer of `VFIO_DEVICE_GET_REGION_INFO` has, in words of 64 bits.
+/// More than any reply to `VFIO_DEVICE_GET_REGION_INFO` has, in words of 64 bits.
 const LARGEST_INFO: usize = 1 << 13;
 
 /// A device, ours until this is dropped.
 ///
-/// It keeps its [container](super::Attached) alive in the kernel, and what is mapped there.
+/// It keeps its [container](super::Attached) and the mappings there alive in the kernel.
 #[derive(Debug)]
 pub struct Device {
     name: String,
@@ -47,10 +47,10 @@ impl Device {
         &self.name
     }
 
-    /// Resets it by what its bus has for that (a function level reset, say).
+    /// Resets it by the means of its bus (a function level reset, say).
     ///
     /// # Errors
-    /// The kernel knows no way: its driver resets it by its registers.
+    /// The kernel has no way to: the device's driver has to reset it by its registers.
     pub fn reset(&self) -> Result<()> {
         ioctl::number(&*self.file, RESET, 0).map(drop).map_err(|errno| {
             self.failed("reset", errno).remedy(match errno {
@@ -60,7 +60,8 @@ impl Device {
         })
     }
 
-    /// A region by its number: for a PCI device its BARs (0 to 5), its ROM and its configuration.
+    /// A region by its number: for a PCI device its BARs (0 to 5), its ROM and its configuration
+    /// space.
     ///
     /// # Errors
     /// It has no such region.
@@ -68,15 +69,15 @@ impl Device {
         self.info(index).map(|info| info.region)
     }
 
-    /// The configuration of a PCI device.
+    /// The configuration space of a PCI device.
     ///
     /// # Errors
-    /// It is none.
+    /// It is not a PCI device.
     pub fn config(&self) -> Result<Region> {
         self.region(VFIO_PCI_CONFIG_REGION_INDEX)
     }
 
-    /// A BAR of a PCI device, in this process's memory as far as the kernel allows that.
+    /// A BAR of a PCI device, mapped into this process as far as the kernel allows that.
     ///
     /// # Errors
     /// It has no such BAR, or there is no room for it.
@@ -85,10 +86,10 @@ impl Device {
         Bar::new(region, &areas).map_err(|errno| self.failed(&format!("map BAR {index} of"), errno))
     }
 
-    /// Lets a PCI device use the bus, DMA and interrupts, and be reached at its registers; or no more.
+    /// Turns DMA, interrupts and memory registers of a PCI device on or off.
     ///
     /// # Errors
-    /// It is no PCI device.
+    /// It is not a PCI device.
     pub fn set_bus_master(&self, on: bool) -> Result<()> {
         let config = self.config()?;
         let command = u16::from_ne_bytes(config.read(COMMAND)?);
@@ -129,7 +130,8 @@ impl Device {
             const { assert!(align_of::<vfio_region_info>() <= align_of::<u64>()) };
             // SAFETY: there is room for the structure, which consists of numbers only.
             unsafe { answer.as_mut_ptr().cast::<vfio_region_info>().write(ask) };
-            // SAFETY: the answer begins with the request's structure, which says how large it is.
+            // SAFETY: the buffer begins with the request's structure, which states the buffer's
+            // size.
             unsafe { ioctl::memory(&*self.file, GET_REGION_INFO, &mut answer[..]) }?;
             // SAFETY: as for the write above.
             let info = unsafe { answer.as_ptr().cast::<vfio_region_info>().read() };

@@ -1,4 +1,4 @@
-//! Groups: what an IOMMU isolates together.
+//! Groups: the devices that an IOMMU isolates together.
 
 use std::{ffi::CString, fs::File, os::fd::FromRawFd, os::fd::OwnedFd};
 
@@ -12,9 +12,10 @@ const GET_STATUS: u32 = ioctl::vfio(3);
 const SET_CONTAINER: u32 = ioctl::vfio(4);
 const GET_DEVICE_FD: u32 = ioctl::vfio(6);
 
-/// A group of devices that no IOMMU can tell apart, all of them left to user space.
+/// A group of devices that the IOMMU does not isolate from each other, all of them left to user
+/// space.
 ///
-/// Nobody else can open it meanwhile.
+/// While it is open, it cannot be opened again.
 #[derive(Debug)]
 pub struct Group {
     number: u32,
@@ -25,8 +26,8 @@ impl Group {
     /// Opens the group of that number.
     ///
     /// # Errors
-    /// It is not there, not allowed, in use, or a driver of the kernel's has one of its devices: the
-    /// error names it.
+    /// It does not exist, access is denied, it is in use, or a kernel driver has one of its
+    /// devices: the error names the device.
     pub fn open(number: u32) -> Result<Group> {
         let asked = || Error::new(format!("open VFIO group {number}"));
         let file = open(&format!("/dev/vfio/{number}")).map_err(|errno| {

@@ -1,4 +1,4 @@
-//! Asking the kernel.
+//! Requests to the kernel (ioctl).
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
@@ -23,13 +23,13 @@ pub(super) const fn size<T>() -> u32 {
     size_of::<T>() as u32
 }
 
-/// A request whose argument is a number, or nothing.
+/// Makes a request whose argument is a number, or nothing.
 pub(super) fn number(file: impl AsFd, request: u32, argument: usize) -> Answer<i32> {
     // SAFETY: the requests that this is used for take a number, or nothing, and touch no memory.
     again(|| unsafe { libc::ioctl(raw(&file.as_fd()), request as _, argument) })
 }
 
-/// A request whose argument lies in memory.
+/// Makes a request whose argument lies in memory.
 ///
 /// # Safety
 /// `argument` begins with what the request expects, and every address and length in it is of memory
@@ -48,7 +48,7 @@ fn raw(fd: &BorrowedFd<'_>) -> i32 {
     fd.as_raw_fd()
 }
 
-/// A request that a signal interrupted has changed nothing, and is made again.
+/// Repeats a request that a signal interrupted: it has changed nothing.
 fn again(mut ask: impl FnMut() -> i32) -> Answer<i32> {
     loop {
         match ask() {
@@ -79,7 +79,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         assert_eq!(number(&file, vfio(0), 0), Err(Errno::NOTTY));
         let mut nothing = [0_u8; 64];
-        // SAFETY: a file knows no request of VFIO, and touches nothing.
+        // SAFETY: a regular file rejects every VFIO request, and touches no memory.
         assert_eq!(unsafe { memory(&file, vfio(12), &mut nothing[..]) }, Err(Errno::NOTTY));
     }
 }

@@ -1,4 +1,4 @@
-//! A real iommufd, and devices that are opened by themselves instead of by their groups.
+//! A real iommufd, and devices that are opened by their own nodes instead of by their groups.
 
 use std::{fs::File, os::fd::AsRawFd, sync::Arc};
 
@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 
 const BIND_IOMMUFD: u32 = ioctl::vfio(18);
 const ATTACH_PT: u32 = ioctl::vfio(19);
-/// `vfio_device_detach_iommufd_pt`: as the one for attaching, without a table.
+/// `vfio_device_detach_iommufd_pt`: the structure for attaching, without a table.
 const DETACH_PT: u32 = ioctl::vfio(20);
 
 /// More ranges than any address space has.
@@ -42,10 +42,10 @@ pub struct IommuFile {
 }
 
 impl IommuFile {
-    /// A new one of this machine's kernel.
+    /// Opens a new one.
     ///
     /// # Errors
-    /// There is none here, or it is not allowed.
+    /// This machine has no iommufd, or access is denied.
     pub fn open() -> Result<IommuFile> {
         let file = open("/dev/iommu").map_err(|errno| {
             Error::new("open an iommufd").answer(errno).remedy(match errno {
@@ -63,8 +63,8 @@ impl IommuFile {
         IommuFile { file: Arc::new(file), groups: Arc::default() }
     }
 
-    /// Opens a PCI device by its own node and binds it, so that tables of this iommufd can be given to
-    /// it.
+    /// Opens a PCI device by its own node and binds it, so that it can be attached to tables of
+    /// this iommufd.
     ///
     /// # Errors
     /// It has no node, is in use, or its interrupts are not isolated: the error says what to do.
@@ -99,7 +99,7 @@ impl IommuFile {
         Ok(Bound { device, id: Id(bind.out_devid), _iommu: self.clone() })
     }
 
-    /// A request whose structure `argument` is.
+    /// Makes a request with `argument` as its structure.
     ///
     /// # Safety
     /// As [`ioctl::memory`].
@@ -109,17 +109,17 @@ impl IommuFile {
     }
 }
 
-/// A device that is bound to an iommufd. It reaches nothing until a table is attached.
+/// A device that is bound to an iommufd. It can access no memory until a table is attached.
 #[derive(Debug)]
 pub struct Bound {
     device: Device,
     id: Id,
-    /// The device's descriptor is to be closed first.
+    /// The device's descriptor must be closed before this one.
     _iommu: IommuFile,
 }
 
 impl Bound {
-    /// Its name in the iommufd.
+    /// Its id in the iommufd.
     pub fn id(&self) -> Id {
         self.id
     }
@@ -129,21 +129,21 @@ impl Bound {
         &self.device
     }
 
-    /// Lets it reach what an address space (or one of its hardware's tables) maps, and nothing else
-    /// any more. What can be mapped may become less.
+    /// Attaches the device to an address space (or to one of its hardware page tables): it can
+    /// access what is mapped there, and nothing else any more. Less may be mappable afterwards.
     ///
     /// # Errors
-    /// Something is mapped where the device cannot have it; its hardware cannot use the table.
+    /// A mapping lies where the device does not allow one; its hardware cannot use the table.
     pub fn attach(&self, table: Id) -> Result<()> {
         let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
         let pt = vfio_device_attach_iommufd_pt { argsz, pt_id: table.0, ..Default::default() };
         self.ask(ATTACH_PT, pt, "attach to an address space")
     }
 
-    /// Lets it reach nothing any more.
+    /// Detaches the device: it can access no memory any more.
     ///
     /// # Errors
-    /// Nothing is attached.
+    /// No table is attached.
     pub fn detach(&self) -> Result<()> {
         let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
         let pt = vfio_device_attach_iommufd_pt { argsz, ..Default::default() };
@@ -151,8 +151,8 @@ impl Bound {
     }
 
     fn ask(&self, request: u32, mut pt: vfio_device_attach_iommufd_pt, what: &str) -> Result<()> {
-        // SAFETY: the request's own structure; that for detaching has the fields of the one for
-        // attaching as far as it goes.
+        // SAFETY: the request's own structure; the one for detaching is a prefix of the one for
+        // attaching.
         unsafe { ioctl::memory(self.device.file(), request, &mut pt) }.map(drop).map_err(|errno| {
             Error::new(format!("{what} {}", self.device.name())).answer(errno).remedy(match errno {
                 Errno::INVAL => {
@@ -190,8 +190,8 @@ impl IommufdKernel for IommuFile {
                 allowed_iovas: room.as_mut_ptr().expose_provenance() as u64,
                 ..Default::default()
             };
-            // SAFETY: the request's own structure; the array that it names has as many entries as it
-            // says, and is ours alone.
+            // SAFETY: the request's own structure; the array that it names has as many entries as
+            // it states, and is ours alone.
             let answer = unsafe { self.ask(IOMMUFD_CMD_IOAS_IOVA_RANGES, &mut ask) };
             let count = ask.num_iovas as usize;
             match answer {
@@ -269,7 +269,7 @@ impl IommufdKernel for IommuFile {
 
     fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
         let Bitmap { page, words } = dirty;
-        // The request has no word for how large the bitmap is.
+        // The request does not state the size of the bitmap.
         let bits = size.checked_div(page).map(u128::from);
         if bits.is_none_or(|bits| bits > words.len() as u128 * 64) {
             return Err(Errno::INVAL);
@@ -320,7 +320,7 @@ mod tests {
 
     #[test]
     fn what_takes_no_iommufd_says_so() {
-        // A file in place of the kernel's: each request is answered ENOTTY.
+        // A file in place of the kernel's: each request fails with ENOTTY.
         let kernel = IommuFile::of(tempfile::tempfile().unwrap());
         assert_eq!(kernel.new_ioas(), Err(Errno::NOTTY));
         assert_eq!(kernel.destroy(Id(1)), Err(Errno::NOTTY));

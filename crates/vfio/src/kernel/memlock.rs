@@ -1,4 +1,4 @@
-//! How much memory this process has locked, and may.
+//! How much memory this process has locked, and its limit.
 
 use std::fs;
 
@@ -7,22 +7,22 @@ use crate::privilege::ignores_memlock;
 /// Locked memory of a process, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Locked {
-    /// How much is.
+    /// How much is locked.
     pub used: u64,
-    /// How much may be (`ulimit -l`).
+    /// The limit (`ulimit -l`).
     pub limit: u64,
 }
 
-/// Which of the process's counts a kernel interface charges.
+/// Which count of the process a kernel interface charges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Charged {
-    /// `VmLck`: with what was locked by mlock.
+    /// `VmLck`: together with what mlock has locked.
     Type1,
     /// `VmPin`.
     Iommufd,
 }
 
-/// What is locked by this process; `None` if no limit holds for it, or nobody knows.
+/// What this process has locked; `None` if no limit applies to it, or the count is not available.
 pub(super) fn of_this_process(charged: Charged) -> Option<Locked> {
     if ignores_memlock() {
         return None;

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 
-/// A part of a device that is read and written by system calls, a register at a time.
+/// A part of a device that is read and written by system calls, one register at a time.
 #[derive(Clone, Debug)]
 pub struct Region {
     file: Arc<File>,
@@ -37,7 +37,7 @@ impl Region {
     /// Reads the register of `N` bytes at `at`.
     ///
     /// # Errors
-    /// It does not lie in the region, or the device does not answer.
+    /// It does not lie in the region, or the device does not respond.
     pub fn read<const N: usize>(&self, at: u64) -> Result<[u8; N]> {
         let place = self.place(at, N as u64)?;
         let mut value = [0; N];
@@ -48,7 +48,7 @@ impl Region {
     /// Writes the register of `N` bytes at `at`.
     ///
     /// # Errors
-    /// It does not lie in the region, or the device does not answer.
+    /// It does not lie in the region, or the device does not respond.
     pub fn write<const N: usize>(&self, at: u64, value: [u8; N]) -> Result<()> {
         let place = self.place(at, N as u64)?;
         self.file.write_all_at(&value, place).map_err(|error| failed("write", at, &error))

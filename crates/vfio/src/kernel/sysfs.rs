@@ -1,4 +1,4 @@
-//! What sysfs says about devices and the groups that they are isolated in.
+//! What sysfs says about devices and their IOMMU groups.
 
 use std::{
     fs, io,
@@ -12,13 +12,13 @@ use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
 pub struct Member {
     /// Its name on its bus: `0000:00:04.0`.
     pub device: String,
-    /// The driver that has it, if any has.
+    /// The driver that is bound to it, if any.
     pub driver: Option<String>,
 }
 
 impl Member {
-    /// Whether it lets user space have the group: it has no driver, one of VFIO's, or one of those that
-    /// let devices behind them be (`pcieport`, `pci-stub`).
+    /// Whether it leaves the group to user space: it has no driver, one of VFIO's, or one that does
+    /// not use its device for DMA (`pcieport`, `pci-stub`).
     pub fn yields(&self) -> bool {
         self.driver.as_deref().is_none_or(|driver| {
             driver.starts_with("vfio") || matches!(driver, "pcieport" | "pci-stub")
@@ -40,7 +40,7 @@ impl Default for Sysfs {
 }
 
 impl Sysfs {
-    /// A tree that is laid out as `/sys` is.
+    /// A tree with the layout of `/sys`.
     pub fn at(root: impl Into<PathBuf>) -> Sysfs {
         Sysfs { root: root.into() }
     }
@@ -55,11 +55,11 @@ impl Sysfs {
         number.ok_or_else(|| io::Error::other("the IOMMU group has no number"))
     }
 
-    /// The name of a PCI device's node in `/dev/vfio/devices`, which exists while a driver of VFIO's has
+    /// The name of a PCI device's node in `/dev/vfio/devices`, which exists while a VFIO driver has
     /// the device and the kernel has `CONFIG_VFIO_DEVICE_CDEV`.
     ///
     /// # Errors
-    /// There is none.
+    /// There is no such node.
     pub fn node_of(&self, device: &str) -> io::Result<String> {
         let entry = fs::read_dir(self.pci(device).join("vfio-dev"))?.next();
         let entry = entry.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))??;
@@ -84,8 +84,8 @@ impl Sysfs {
         Ok(members)
     }
 
-    /// The regions that devices of a group must not have mapped, in ascending order. Those that a
-    /// driver may have for itself (`direct-relaxable`) are none.
+    /// The regions that must not be mapped for devices of a group, in ascending order. Those that a
+    /// driver may use for itself (`direct-relaxable`) are left out.
     ///
     /// # Errors
     /// There is no such group.
@@ -96,7 +96,7 @@ impl Sysfs {
         Ok(regions)
     }
 
-    /// Those of several groups, as far as they can be read.
+    /// The regions of several groups, as far as they can be read.
     pub(super) fn reserved_regions_of(&self, groups: &[u32]) -> Vec<ReservedRegion> {
         let of = |&group| self.reserved_regions(group).unwrap_or_default();
         let mut regions: Vec<_> = groups.iter().flat_map(of).collect();

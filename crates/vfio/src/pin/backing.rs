@@ -15,28 +15,28 @@ pub struct Run {
     pub len: u64,
 }
 
-/// What a backing is able to do.
+/// What a backing supports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// The size of a page in bytes.
     pub page: u64,
     /// Most bytes of a run.
     pub run: u64,
-    /// Most runs a call.
+    /// Most runs of one call.
     pub runs: usize,
     /// How many runs can be held at a time, where a run can only be released as a whole; `None`:
     /// every page can be released on its own. Slots of one call never lie on both sides of a multiple
     /// of 64.
     pub slots: Option<u32>,
-    /// How many of the slots have numbers below 64, at most so many; the next one is 64. Few, where
-    /// what is held in a short table costs less: a pinner fills these first with what comes alone.
+    /// At most this many slots have numbers below 64; the next number is 64. Few, where holding
+    /// memory in a short table is cheaper: a pinner fills these first with single runs.
     pub first: u32,
-    /// Whether pages are always held for writing, whatever is asked for: memory that this process
+    /// Whether pages are always held for writing, whatever was requested: memory that this process
     /// may not write cannot be held then.
     pub always_writes: bool,
 }
 
-/// What is not to be held any more.
+/// What is to be released.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Release {
     /// The runs in these slots, of a backing that has slots.
@@ -49,26 +49,26 @@ pub enum Release {
 
 /// Something that holds pages of this process in place.
 pub trait Backing {
-    /// What it is able to do; always the same.
+    /// What it supports; always the same.
     fn limits(&self) -> Limits;
 
-    /// Whether the page at `addr` is special (device registers, PFNMAP, reserved): it needs not be
-    /// held, and is neither charged nor ever released (rule L54). A backing that cannot tell says no,
-    /// and fails to hold it.
+    /// Whether the page at `addr` is special (device registers, PFNMAP, reserved): it need not be
+    /// held, and is neither charged nor ever released (rule L54). A backing that cannot detect this
+    /// returns false, and fails to hold the page.
     #[inline]
     fn is_special(&self, _addr: HostAddr) -> bool {
         false
     }
 
     /// Holds the first run in the slot `slot`, the second in the one after it, and so on; a backing
-    /// without slots passes over `slot`. Returns how many runs are held, at least one; the last of
-    /// these may be made shorter, to what is held of it.
+    /// without slots ignores `slot`. Returns how many runs are held, at least one; the last of
+    /// these may be shortened to the part of it that is held.
     ///
     /// # Errors
-    /// Nothing of the first run can be held; then nothing is held by this call.
+    /// Nothing of the first run can be held; the call then holds nothing.
     fn hold(&mut self, slot: u32, runs: &mut [Run], prot: Prot) -> Result<usize, HoldError>;
 
-    /// Releases what is held.
+    /// Releases held pages.
     fn release(&mut self, what: Release);
 }
 
@@ -77,13 +77,13 @@ pub trait Backing {
 pub struct HoldError {
     /// The page.
     pub addr: HostAddr,
-    /// What the kernel says.
+    /// The kernel's error.
     pub errno: Errno,
 }
 
 /// The size of a page of this process.
 pub(super) fn page_size() -> u64 {
-    // SAFETY: it only asks.
+    // SAFETY: the call only reads a setting.
     let size = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
     u64::try_from(size).unwrap_or(4096)
 }

@@ -1,12 +1,12 @@
-//! What can go wrong.
+//! Errors of pinning.
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 use rustix::io::Errno;
 
 use crate::account::LimitError;
 
-/// Why nothing was pinned or unpinned, or no window added or removed. All is then as before the
-/// call, except that dirty bits may be left.
+/// Why nothing was pinned or unpinned, or no window added or removed. Everything is then as before
+/// the call, except that dirty bits may be left.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PinError {
@@ -21,7 +21,7 @@ pub enum PinError {
     Denied {
         /// The page.
         iova: Iova,
-        /// What was asked for.
+        /// The access that was requested.
         asked: Prot,
         /// What the window allows.
         allowed: Prot,
@@ -39,19 +39,19 @@ pub enum PinError {
         iova: Iova,
         /// Where it is in this process.
         addr: HostAddr,
-        /// What the kernel says.
+        /// The kernel's error.
         errno: Errno,
     },
-    /// A page is pinned as often as can be counted.
+    /// The pin count of a page would overflow.
     #[error("IOVA {0} is pinned too often")]
     Count(Iova),
-    /// What was to be unpinned is not pinned, or not that often.
+    /// A page to be unpinned is not pinned, or not that often.
     #[error("IOVA {0} is not pinned")]
     NotPinned(Iova),
     /// Another window has some of these IOVAs.
     #[error("{0:?} overlaps another window")]
     Overlap(Range),
-    /// The window has pinned pages: who pinned them must be asked to unpin them (rule L62).
+    /// The window has pinned pages: those that pinned them must unpin them first (rule L62).
     #[error("{pages} pages of {range:?} are pinned")]
     Busy {
         /// The window.
@@ -59,12 +59,12 @@ pub enum PinError {
         /// How many of its pages are pinned.
         pages: u64,
     },
-    /// There is no memory to keep a window of this size.
+    /// There is no memory for the page counts of a window of this size.
     #[error("no memory to keep count of {0:?}")]
     NoMemory(Range),
 }
 
-/// What to do about it, where that is known.
+/// What to do about an error; empty if that is not known.
 fn hint(errno: Errno) -> &'static str {
     match errno {
         Errno::FAULT => ": it is not memory that can be pinned for writing",

@@ -1,4 +1,4 @@
-//! Pages that are only said to be held.
+//! Pages that are only recorded as held.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,10 +7,11 @@ use rustix::io::Errno;
 
 use super::backing::{Backing, HoldError, Limits, Release, Run};
 
-/// A backing for tests: addresses need not be of memory, pages have kinds, and calls fail as asked.
+/// A backing for tests: addresses need not be of memory, pages can be special or refused, and calls
+/// fail on request.
 ///
-/// It panics where a pinner breaks the rules: a slot filled twice or released empty, a page
-/// released that is not held, a run beyond the limits.
+/// It panics where a pinner breaks the rules: it fills a slot twice or releases an empty one,
+/// releases a page that is not held, or exceeds the limits of a run.
 #[derive(Debug)]
 pub struct Fake {
     limits: Limits,
@@ -23,7 +24,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// One that can do what `limits` say.
+    /// A backing with the given `limits`.
     pub fn new(limits: Limits) -> Fake {
         Fake {
             limits,
@@ -36,7 +37,7 @@ impl Fake {
         }
     }
 
-    /// With pages of 4 KiB and `slots` slots, or none.
+    /// A backing with pages of 4 KiB and `slots` slots, or without slots.
     pub fn with_slots(slots: Option<u32>) -> Fake {
         Fake::new(Limits {
             page: 4096,
@@ -63,7 +64,7 @@ impl Fake {
         self.fail_at = Some(n);
     }
 
-    /// Nothing fails any more that [`fail_after`](Self::fail_after) asked for.
+    /// Ends the failures that [`fail_after`](Self::fail_after) asked for.
     pub fn fail_never(&mut self) {
         self.fail_at = None;
     }

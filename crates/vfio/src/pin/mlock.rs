@@ -10,23 +10,23 @@ use rustix::mm::{mlock, munlock};
 
 use super::backing::{Backing, HoldError, Limits, Release, Run, page_size};
 
-/// How often each page of this process is held by an [`Mlock`], whichever it is: locks do not nest,
-/// and the first munlock would end them all.
+/// How often each page of this process is held, by all [`Mlock`]s together: locks do not nest, and
+/// the first munlock would end them all.
 static LOCKED: Mutex<Option<HashMap<u64, u32>>> = Mutex::new(None);
 
 /// Holds pages with mlock: the fall-back where io_uring is forbidden.
 ///
-/// What it does not do:
-/// - it tells no DMA address, and pins nothing: pages stay in memory, but the kernel may still move
-///   them (compaction, NUMA balancing), so no device may be let at them by it;
+/// Its limits:
+/// - it gives no DMA address, and pins nothing: pages stay in memory, but the kernel may still move
+///   them (compaction, NUMA balancing), so do not let a device access them;
 /// - memory that the program has locked itself is unlocked when the last pin of it ends;
-/// - device registers (PFNMAP) are passed over by the kernel without a word.
+/// - the kernel silently skips device registers (PFNMAP).
 ///
 /// It takes microseconds a page. The kernel charges the process, against RLIMIT_MEMLOCK unless
 /// CAP_IPC_LOCK is held; a page that is held by two IOVAs once.
 pub struct Mlock {
     page: u64,
-    /// Pages held by this one.
+    /// Pages that this backing holds.
     held: HashMap<u64, u32>,
 }
 
@@ -70,12 +70,12 @@ impl Backing for Mlock {
         let run = runs[0];
         let mut locked = LOCKED.lock();
         let locked = locked.get_or_insert_default();
-        // SAFETY: locking changes nothing that a program can see of its memory.
+        // SAFETY: locking changes nothing that the program can observe in its memory.
         let result = unsafe {
             mlock(std::ptr::with_exposed_provenance_mut(run.addr.0 as usize), run.len as usize)
         };
         if let Err(errno) = result {
-            // Pages before the one at fault may be locked now.
+            // Pages before the failing one may be locked now.
             let fresh = pages(run, self.page).filter(|at| !locked.contains_key(at));
             fresh.for_each(|at| unlock(Run { addr: HostAddr(at), len: self.page }));
             return Err(HoldError { addr: run.addr, errno });
@@ -110,7 +110,7 @@ fn pages(run: Run, page: u64) -> impl Iterator<Item = u64> {
     (0..run.len / page).map(move |n| run.addr.0 + n * page)
 }
 
-/// One less; what is left, or `None` if there was none.
+/// Decrements a count; returns what is left, or `None` if there was no count.
 fn less(counts: &mut HashMap<u64, u32>, at: u64) -> Option<u32> {
     let count = counts.get_mut(&at)?;
     *count -= 1;
@@ -125,7 +125,7 @@ fn unlock(run: Run) {
     let at: *mut c_void = std::ptr::with_exposed_provenance_mut(run.addr.0 as usize);
     // SAFETY: as locking.
     match unsafe { munlock(at, run.len as usize) } {
-        // What is not mapped any more is not locked either.
+        // Memory that is no longer mapped is not locked either.
         Ok(()) | Err(Errno::NOMEM) => {}
         Err(errno) => tracing::error!(?run, %errno, "pages stay locked"),
     }

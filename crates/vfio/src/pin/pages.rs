@@ -1,4 +1,4 @@
-//! A window, and what is known of its pages.
+//! A window, and the state of its pages.
 
 use std::alloc::{Layout, alloc_zeroed};
 
@@ -6,31 +6,31 @@ use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 
 use crate::DirtyMap;
 
-/// What is known of a page. All zero: nothing.
+/// The state of a page. All zero: neither pinned nor held.
 #[derive(Clone, Copy)]
 pub(super) struct Page {
     /// How often it is pinned.
     pub(super) count: u32,
-    /// Where it is held: a slot's number and one, or one of those below.
+    /// Where it is held: a slot's number plus one, or one of the constants below.
     place: u32,
 }
 
 /// Where a page is held.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum PageHold {
-    /// It is not.
+    /// Not held.
     Nowhere,
     /// In a slot, together with others.
     Slot(u32),
     /// On its own: the backing has no slots.
     Lone,
-    /// In the batch that is still to be held.
+    /// In the batch that is yet to be held.
     Pending,
-    /// It needs not be: special.
+    /// Special: it need not be held.
     Special,
 }
 
-/// Slots are fewer than this.
+/// Slot numbers are below this.
 const LONE: u32 = u32::MAX - 2;
 const PENDING: u32 = u32::MAX - 1;
 const SPECIAL: u32 = u32::MAX;
@@ -59,11 +59,12 @@ impl Page {
     }
 }
 
-/// How the pages of a window are held.
+/// The rights with which the pages of a window are held.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Rights {
     pub(super) prot: Prot,
-    /// Beyond the account's limit, if need be: CAP_IPC_LOCK was held when the window was added.
+    /// Whether charges may exceed the account's limit: CAP_IPC_LOCK was held when the window was
+    /// added.
     pub(super) exceed: bool,
 }
 
@@ -79,7 +80,8 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// `None` if there is no memory for it. `range` and `addr` are multiples of `page`.
+    /// `None` if there is no memory for the page counts. `range` and `addr` are multiples of
+    /// `page`.
     pub(super) fn new(range: Range, addr: HostAddr, rights: Rights, page: u64) -> Option<Window> {
         let pages = zeroed(usize::try_from((range.extent() / page).checked_add(1)?).ok()?)?;
         let dirty = DirtyMap::new(range, page)?;
@@ -116,7 +118,7 @@ impl Window {
     }
 }
 
-/// Pages of which nothing is known. Memory that nobody looks at costs nothing.
+/// Pages that are neither pinned nor held. Memory that is never touched costs nothing.
 fn zeroed(pages: usize) -> Option<Box<[Page]>> {
     let layout = Layout::array::<Page>(pages).ok().filter(|layout| layout.size() != 0)?;
     // SAFETY: the layout has a size.

@@ -15,17 +15,17 @@ use super::pages::{Page, Rights, Window};
 use super::slots::Slots;
 use crate::{Account, DirtyMap};
 
-/// Pins pages by IOVA, each as often as it is asked for, and unpins them.
+/// Pins pages by IOVA, counting the pins of each, and unpins them.
 ///
-/// [`add_window`](Self::add_window) says which IOVAs stand for which memory of this process. What
-/// [`pin`](Self::pin) and [`pin_range`](Self::pin_range) have not held yet is charged to the
-/// [`Account`], then held, in runs of contiguous pages. Whatever fails, a call that fails leaves all
-/// counts, pins and charges as they were before it.
+/// [`add_window`](Self::add_window) says which IOVAs stand for which memory of this process.
+/// [`pin`](Self::pin) and [`pin_range`](Self::pin_range) charge the pages that are not held yet to
+/// the [`Account`], then hold them, in runs of contiguous pages. A call that fails, for whatever
+/// reason, leaves all counts, pins and charges as they were before it.
 ///
-/// A backing with slots holds and releases whole runs: a page whose last pin is gone stays held, and
-/// charged, until that is so of all pages of its run; [`held`](Self::held) against
-/// [`pinned`](Self::pinned) tells how much that is. (To release a run and hold the rest of it again
-/// would leave memory unpinned that a device is writing.)
+/// A backing with slots holds and releases whole runs: a page whose last pin is gone stays held,
+/// and charged, until no page of its run is pinned; compare [`held`](Self::held) with
+/// [`pinned`](Self::pinned). (Releasing a run and holding the rest of it again would leave memory
+/// unpinned that a device is writing.)
 ///
 /// Dropping it releases everything.
 pub struct Pinner<B: Backing> {
@@ -46,7 +46,7 @@ pub struct Pinner<B: Backing> {
 }
 
 impl<B: Backing> Pinner<B> {
-    /// Pins with `backing`, at the expense of `account`.
+    /// Pins with `backing`, and charges `account`.
     pub fn new(backing: B, account: Arc<Account>) -> Pinner<B> {
         let limits = backing.limits();
         Pinner {
@@ -68,12 +68,12 @@ impl<B: Backing> Pinner<B> {
         &self.backing
     }
 
-    /// The backing, to change what does not touch what it holds.
+    /// The backing; do not change what it holds through this.
     pub fn backing_mut(&mut self) -> &mut B {
         &mut self.backing
     }
 
-    /// Whom the pages are charged to.
+    /// The account that the pages are charged to.
     pub fn account(&self) -> &Arc<Account> {
         &self.account
     }
@@ -89,7 +89,7 @@ impl<B: Backing> Pinner<B> {
     }
 
     /// How many pages are held and charged: those that are pinned and not special, and those that
-    /// are in a run with one.
+    /// share a run with such a page.
     pub fn held(&self) -> u64 {
         self.held >> self.shift
     }
@@ -103,15 +103,15 @@ impl<B: Backing> Pinner<B> {
         })
     }
 
-    /// The IOVAs of `range` stand for memory at `addr`, which may be accessed as `prot` says. Pages
-    /// are held for `prot`, whatever is asked for (and for writing always, where the backing knows
-    /// nothing else). Keeping count of them takes about 8 bytes a page, as it is needed.
+    /// Makes the IOVAs of `range` stand for memory at `addr`, which may be accessed as `prot` says.
+    /// Pages are held for `prot`, whatever access a pin requests (and always for writing, where the
+    /// backing cannot do otherwise). The counts take about 8 bytes for each page that is used.
     ///
     /// Whether CAP_IPC_LOCK is held is looked up now: it lifts the limit of the account for all pins
     /// of this window (rule L53).
     ///
     /// # Errors
-    /// Not whole pages, an overlap, or no memory to keep count.
+    /// Not whole pages, an overlap, or no memory for the counts.
     pub fn add_window(&mut self, range: Range, addr: HostAddr, prot: Prot) -> Result<(), PinError> {
         let page = self.limits.page;
         let misaligned = || PinError::Misaligned(range.first(), range.extent().saturating_add(1));
@@ -133,7 +133,7 @@ impl<B: Backing> Pinner<B> {
     /// Removes the window of exactly `range`.
     ///
     /// # Errors
-    /// There is none, or it has pinned pages (rule L62).
+    /// There is no such window, or it has pinned pages (rule L62).
     pub fn remove_window(&mut self, range: Range) -> Result<(), PinError> {
         let at = self.windows.iter().position(|window| window.range == range);
         let at = at.ok_or(PinError::NoWindow(range.first()))?;
@@ -144,10 +144,10 @@ impl<B: Backing> Pinner<B> {
         Ok(())
     }
 
-    /// Pins the pages at `iovas`, each as often as it is listed, for what `prot` says.
+    /// Pins the pages at `iovas`, each as often as it is listed, for access as `prot` says.
     ///
-    /// All of it is inlined, down to the system call: a processor may have lost its predictions of
-    /// returns in the kernel, and then the first return after the call costs a quarter of it.
+    /// All of it is inlined, down to the system call: the CPU may have lost its return predictions
+    /// in the kernel, and then the first return after the call costs a quarter as much as the call.
     ///
     /// # Errors
     /// See [`PinError`].
@@ -156,7 +156,7 @@ impl<B: Backing> Pinner<B> {
         self.pin_each(iovas.iter().copied(), prot)
     }
 
-    /// Pins the pages of `len` bytes from `iova` for what `prot` says.
+    /// Pins the pages of `len` bytes from `iova` for access as `prot` says.
     ///
     /// # Errors
     /// See [`PinError`].
@@ -165,10 +165,10 @@ impl<B: Backing> Pinner<B> {
         self.pin_each(pages, prot)
     }
 
-    /// Takes back one pin of each page at `iovas`, as often as it is listed.
+    /// Takes back one pin of each page at `iovas`, for each time that it is listed.
     ///
     /// # Errors
-    /// One is not pinned that often.
+    /// A page is not pinned that often.
     #[inline(always)]
     pub fn unpin(&mut self, iovas: &[Iova]) -> Result<(), PinError> {
         self.unpin_each(iovas.iter().copied())
@@ -177,15 +177,15 @@ impl<B: Backing> Pinner<B> {
     /// Takes back one pin of each page of `len` bytes from `iova`.
     ///
     /// # Errors
-    /// One is not pinned.
+    /// A page is not pinned.
     pub fn unpin_range(&mut self, iova: Iova, len: u64) -> Result<(), PinError> {
         let pages = self.pages_of(iova, len)?;
         self.unpin_each(pages)
     }
 
-    /// Marks in `map` which pages of `range` may have been written to by whom they were pinned for,
-    /// and forgets those that are not pinned any more: what is pinned for writing is dirty as long
-    /// as it is pinned (rule L63).
+    /// Marks in `map` which pages of `range` the users of the pins may have written, and forgets
+    /// those that are not pinned any more: a page that is pinned for writing is dirty as long as it
+    /// is pinned (rule L63).
     pub fn read_dirty(&mut self, range: Range, map: &mut DirtyMap) {
         let page = self.limits.page;
         for window in &mut self.windows {
@@ -251,7 +251,7 @@ impl<B: Backing> Drop for Pinner<B> {
     }
 }
 
-/// A page is two counters, and stays so: there is one for each page of a window.
+/// A page is two counters and must not grow: a window has one for each of its pages.
 const _: () = assert!(size_of::<Page>() == 8);
 
 #[cfg(test)]

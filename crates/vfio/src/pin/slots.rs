@@ -1,6 +1,6 @@
-//! Which slots of a backing hold what.
+//! Which slots of a backing hold which pages.
 
-/// Slots, 64 to a word: slots taken together lie side by side, so that one call fills them.
+/// Slots, 64 to a word: slots taken together are adjacent, so that one call fills them.
 pub(super) struct Slots {
     /// A set bit is a free slot.
     free: Vec<u64>,
@@ -24,7 +24,7 @@ pub(super) struct SlotPages {
 }
 
 impl Slots {
-    /// As many as `slots`, of which at most `first` have a number below 64.
+    /// `slots` slots, of which at most `first` have a number below 64.
     pub(super) fn new(slots: u32, first: u32) -> Slots {
         let first = first.clamp(1, 64).min(slots);
         let (rest, all) = ((slots - first) as usize, slots as usize);
@@ -42,7 +42,7 @@ impl Slots {
         self.len
     }
 
-    /// Takes up to `want` slots that lie side by side, at least one: the first, and how many.
+    /// Takes up to `want` adjacent slots, at least one; returns the first, and how many.
     #[inline(always)]
     pub(super) fn take(&mut self, want: usize) -> Option<(u32, usize)> {
         let word = if want > 1 { self.find_whole() } else { None };

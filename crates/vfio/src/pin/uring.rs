@@ -17,47 +17,49 @@ use rustix::io_uring::{
 use super::backing::{Backing, HoldError, Limits, Release, Run, page_size};
 use super::process::Process;
 
-/// Slots of the first ring. Few live pins, or long ones, find room there.
+/// Slots of the first ring. Few live pins, or long ones, fit there.
 const FIRST: u32 = 8;
-/// Slots of one other ring: for every huge page that it pins the kernel looks through the whole table of the
-/// ring, empty slots too (one page: 0.8 µs of 64 slots, 27 µs of 16,384). Also, the numbers of slots
-/// that lie between two rings' first.
+/// Slots of each further ring: for every huge page that it pins, the kernel searches the whole
+/// table of the ring, empty slots too (one page: 0.8 µs with 64 slots, 27 µs with 16,384). The
+/// first slot numbers of two consecutive rings also differ by this.
 const RING: u32 = CALL as u32;
-/// Slots of all rings, unless said otherwise: with 64 a ring, a quarter of the files that a process may
-/// mostly have open.
+/// Slots of all rings by default: with 64 a ring, these take a quarter of the files that a process
+/// may usually have open.
 const SLOTS: u32 = 1 << 14;
-/// Most slots of one call: what [`EMPTY`] has.
+/// Most slots of one call: the length of [`EMPTY`].
 const CALL: usize = 64;
-/// What a slot that holds nothing is filled with: an iovec whose base is null.
+/// The content of an empty slot: an iovec with a null base.
 static EMPTY: [Run; CALL] = [Run { addr: HostAddr(0), len: 0 }; CALL];
 
-// A run is handed to the kernel as it is.
+// The kernel reads runs as iovecs.
 const _: () = assert!(size_of::<Run>() == size_of::<libc::iovec>());
 const _: () = assert!(std::mem::offset_of!(Run, len) == std::mem::offset_of!(libc::iovec, iov_len));
 
-/// Holds pages as registered buffers of io_urings: the kernel's long-term pins, the very ones that
-/// VFIO takes, on every machine and without privileges.
+/// Holds pages as registered buffers of io_urings: the kernel's long-term pins, the same that VFIO
+/// takes, on every machine and without privileges.
 ///
-/// What it does not do:
-/// - it tells no DMA address: no device finds the memory by it;
+/// Its limits:
+/// - it gives no DMA address by which a device could find the memory;
 /// - it always pins for writing, so memory that this process may not write cannot be held;
 /// - a run is a slot in a table, of up to 1 GiB, and is released as a whole; 64 slots are a ring, a
 ///   file descriptor (the first ring has 8);
-/// - it cannot say which page of a run is no memory: a run that fails is tried by halves;
-/// - without CAP_IPC_LOCK the kernel charges what is held to the user, against RLIMIT_MEMLOCK, all
+/// - the kernel does not say which page of a run is not memory: a run that fails is split in
+///   halves;
+/// - without CAP_IPC_LOCK the kernel charges held pages to the user, against RLIMIT_MEMLOCK, all
 ///   processes together, and a huge page as soon as a page of it is held.
 ///
-/// The first ring is named to the kernel by a number of the thread that used it first, which spares it
-/// looking a file up: one of 16 places of that thread. Dropped by another thread, it occupies the place
-/// until that thread ends (and holds nothing any more).
+/// The first ring is a registered ring of the thread that used it first, which saves the kernel a
+/// file lookup; it takes one of the 16 places of that thread. If another thread drops it, it
+/// occupies the place until the first thread ends (but holds no pages any more).
 ///
 /// Pins end with the process, however it ends, when the kernel has closed its files.
 ///
-/// They are of the memory of the process that made the value, whose rings the child of a fork shares: in the
-/// child nothing can be held by it (EPERM), and nothing is released, dropped or not, that the parent holds.
+/// They are of the memory of the process that made the value. The child of a fork shares its rings:
+/// in the child, holding fails (EPERM), and nothing that the parent holds is released, whether the
+/// value is dropped or not.
 pub struct Uring {
     rings: Vec<OwnedFd>,
-    /// The first ring as a thread knows it.
+    /// The first ring as registered by a thread.
     named: Option<Named>,
     slots: u32,
     page: u64,
@@ -66,7 +68,7 @@ pub struct Uring {
 }
 
 impl Uring {
-    /// 16,384 slots at the most: 257 rings, made as they are needed.
+    /// Up to 16,384 slots: 257 rings, made as they are needed.
     ///
     /// # Errors
     /// The kernel's: EPERM where io_uring is forbidden (`kernel.io_uring_disabled`, seccomp), ENOSYS
@@ -76,13 +78,12 @@ impl Uring {
     }
 
     /// As many rings as `slots` slots take; the first is made now, others when they are needed.
-    ///
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with_slots(slots: u32) -> Result<Uring, Errno> {
-        // The highest numbers of slots mean something else to a pinner.
+        // A pinner uses the highest slot numbers for something else.
         let slots = slots.clamp(1, u32::MAX - 128);
-        // Room for all, as far as a process may mostly have files: pinning allocates nothing.
+        // Room for all rings, within the usual limit of open files: pinning allocates nothing.
         let others = slots.saturating_sub(FIRST).div_ceil(RING);
         let mut rings = Vec::with_capacity(others.min(1023) as usize + 1);
         let process = Process::this()?;
@@ -90,7 +91,7 @@ impl Uring {
         Ok(Uring { rings, named: None, slots, page: page_size(), process })
     }
 
-    /// Fills slots from `slot` with `runs`; how many.
+    /// Fills slots from `slot` with `runs`; returns how many.
     #[inline(always)]
     fn update(&self, slot: u32, runs: &[Run]) -> Result<usize, Errno> {
         let mut update = io_uring_rsrc_update2::default();
@@ -99,9 +100,10 @@ impl Uring {
         update.nr = runs.len() as u32;
         let (arg, size) = ((&raw const update).cast::<c_void>(), size_of_val(&update) as u32);
         let op = IoringRegisterOp::RegisterBuffersUpdate;
-        // SAFETY: the kernel reads `update` and the runs, which have the layout of iovecs, during the
-        // call. It pins the pages of the runs and does nothing to them: no I/O is ever submitted. The
-        // number of the first ring is its own as long as it is `named`.
+        // SAFETY: the kernel reads `update` and the runs, which have the layout of iovecs, during
+        // the call. It pins the pages of the runs and does nothing to them: no I/O is ever
+        // submitted. The registered number of the first ring belongs to it as long as it is
+        // `named`.
         let done = unsafe {
             match self.named {
                 Some(named) if slot < RING && named.thread == this_thread() => {
@@ -115,19 +117,20 @@ impl Uring {
         Ok(done as usize)
     }
 
-    /// Names the first ring, for the thread that is here.
+    /// Registers the first ring for the calling thread.
     #[cold]
     fn name(&mut self) {
         let Some(ring) = self.rings.first() else { return };
         let mut update = io_uring_rsrc_update::default();
-        // Any place.
+        // Any free place.
         update.offset = u32::MAX;
         update.data = io_uring_ptr::new(ptr::without_provenance_mut(ring.as_raw_fd() as usize));
         // SAFETY: the kernel reads one such structure, and writes the place into it.
         let done = unsafe { register_place(ring, IoringRegisterOp::RegisterRingFds, &mut update) };
         if done == Ok(1) {
             self.named = Some(Named { thread: this_thread(), number: update.offset as i32 });
-            // Before Linux 6.3 a ring can be named so, but not for this. Every slot is still empty.
+            // Before Linux 6.3 a ring can be registered, but not used for this call. Every slot is
+            // still empty.
             if self.update(0, &EMPTY[..1]).is_ok() {
                 return;
             }
@@ -136,7 +139,7 @@ impl Uring {
         self.named = Some(Named { thread: NOBODY, number: -1 });
     }
 
-    /// Gives the place back, if this thread can.
+    /// Gives the place back, if this is the thread that has it.
     fn forget_name(&mut self) {
         let (Some(named), Some(ring)) = (self.named.take(), self.rings.first()) else { return };
         if named.thread == this_thread() {
@@ -148,7 +151,7 @@ impl Uring {
         }
     }
 
-    /// Makes the rings that `slot` needs.
+    /// Makes the rings up to that of `slot`.
     #[cold]
     fn grow(&mut self, slot: u32) -> Result<(), Errno> {
         while self.rings.len() as u32 <= slot / RING {
@@ -158,11 +161,11 @@ impl Uring {
         Ok(())
     }
 
-    /// Finds how much of a run that cannot be held as a whole can be.
+    /// Finds how much of a run can be held that cannot be held as a whole.
     #[cold]
     #[inline(never)]
     fn halve(&self, slot: u32, run: &mut Run, mut errno: Errno) -> Result<usize, HoldError> {
-        // No page may be at fault but the kernel's count.
+        // With ENOMEM, the limit may be at fault rather than a page.
         while run.len > self.page && errno != Errno::NOMEM {
             run.len = (run.len / self.page).div_ceil(2) * self.page;
             match self.update(slot, &[*run]) {
@@ -192,7 +195,7 @@ impl Backing for Uring {
     #[inline(always)]
     fn hold(&mut self, slot: u32, runs: &mut [Run], _prot: Prot) -> Result<usize, HoldError> {
         if !self.process.is_here() {
-            // It would put the child's pages in the place of the parent's.
+            // It would replace the parent's pages by the child's.
             return Err(HoldError { addr: runs[0].addr, errno: Errno::PERM });
         }
         if (slot / RING) as usize >= self.rings.len()
@@ -212,8 +215,8 @@ impl Backing for Uring {
     #[inline(always)]
     fn release(&mut self, what: Release) {
         if !self.process.is_here() {
-            // What is held is the parent's. The child's descriptors are closed when they are dropped, which
-            // ends nothing: the parent has the same files.
+            // The parent holds the pages. The child's descriptors close when they are dropped,
+            // which ends nothing: the parent has the same files.
             return;
         }
         match what {
@@ -221,9 +224,10 @@ impl Backing for Uring {
                 let mut left = slots.clone();
                 while !left.is_empty() {
                     match self.update(left.start, &EMPTY[..left.len()]) {
-                        // It may stop short of the last.
+                        // The kernel may stop before the last slot.
                         Ok(done) if done > 0 => left.start += done as u32,
-                        // Until the slot is taken again, which replaces what is in it.
+                        // They stay pinned until the slot is taken again, which replaces its
+                        // content.
                         failed => {
                             tracing::error!(slots = ?left, ?failed, "pages stay pinned");
                             break;
@@ -246,21 +250,21 @@ impl Drop for Uring {
     }
 }
 
-/// A ring as a thread knows it.
+/// A ring as registered by a thread.
 #[derive(Clone, Copy)]
 struct Named {
     thread: u64,
     number: i32,
 }
 
-/// No thread's number.
+/// No thread has this number.
 const NOBODY: u64 = 0;
 
 /// A number that no other thread ever has.
 #[inline(always)]
 fn this_thread() -> u64 {
     thread_local!(static THREAD: Cell<u64> = const { Cell::new(NOBODY) });
-    // While a thread ends it may have none any more.
+    // While a thread ends, its number may be gone.
     THREAD
         .try_with(|thread| if thread.get() == NOBODY { number(thread) } else { thread.get() })
         .unwrap_or(u64::MAX)
@@ -273,7 +277,7 @@ fn number(thread: &Cell<u64>) -> u64 {
     thread.get()
 }
 
-/// Changes a place among the rings that this thread has named.
+/// Registers or unregisters a ring in one of this thread's places.
 ///
 /// # Safety
 /// The operation takes this structure.
@@ -286,7 +290,7 @@ unsafe fn register_place(
     unsafe { io_uring_register(ring, op, ptr::from_mut(update).cast(), 1) }
 }
 
-/// Releases all that a ring holds now: the kernel closes it at leisure.
+/// Releases at once all pages of a ring: closing the file releases them only later.
 fn forget(ring: OwnedFd) {
     let op = IoringRegisterOp::UnregisterBuffers;
     // SAFETY: it ends the holds of this ring's slots.
@@ -295,7 +299,7 @@ fn forget(ring: OwnedFd) {
     }
 }
 
-/// A ring whose table has `slots` empty slots.
+/// Makes a ring whose table has `slots` empty slots.
 fn ring(slots: u32) -> Result<OwnedFd, Errno> {
     let mut params = io_uring_params::default();
     // SAFETY: the kernel reads and writes the parameters, and makes a file.

@@ -1,4 +1,4 @@
-//! What a kernel's answers mean to a domain, and what all domains over a kernel have in common.
+//! What the kernel's error numbers mean to a domain, and what all domains over a kernel share.
 
 use ringfence_iommu::{Capabilities, Error, Range, Result};
 use rustix::io::Errno;
@@ -8,16 +8,16 @@ use crate::{
     kernel::{Bitmap, Locked},
 };
 
-/// What every domain over a kernel is able to do.
+/// The capabilities of every domain over a kernel.
 pub(crate) const CAPABILITIES: Capabilities = {
     let mut capabilities = Capabilities::FULL;
-    // An unmap is a system call that has done its work when it returns.
+    // An unmap is a system call that is complete when it returns.
     capabilities.deferred_flush = false;
     capabilities
 };
 
-/// Has `ask` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`, also if
-/// it fails.
+/// Lets `ask` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`,
+/// even if it fails.
 pub(crate) fn collect(
     piece: Range,
     page: u64,
@@ -32,7 +32,7 @@ pub(crate) fn collect(
     result
 }
 
-/// What an answer means that concerns neither limits nor what is mapped.
+/// The error for an error number that concerns neither limits nor mappings.
 pub(crate) fn lost(errno: Errno, range: Range) -> Error {
     match errno {
         Errno::NOTTY | Errno::BADF | Errno::NODEV | Errno::NXIO => {
@@ -45,7 +45,7 @@ pub(crate) fn lost(errno: Errno, range: Range) -> Error {
     }
 }
 
-/// What an answer to a map means, given what is left of the limits.
+/// The error for a refused map, given what is left of the limits.
 pub(crate) fn refused(
     errno: Errno,
     range: Range,

@@ -1,9 +1,10 @@
-//! A kernel's address space as a [`Domain`](ringfence_iommu::Domain).
+//! A kernel address space as a [`Domain`](ringfence_iommu::Domain).
 
 /// Makes a type with a [`Space`](super::Space) a domain: `is_a_domain!(TYPE, TRAIT OF ITS KERNEL)`.
 macro_rules! is_a_domain {
     ($domain:ident, $kernel:ident) => {
-        // SAFETY: the kernel has translations and their caches gone when an unmap of its returns.
+        // SAFETY: when the kernel's unmap returns, the translations and their cached copies are
+        // gone.
         unsafe impl<K: $kernel> ringfence_iommu::Domain for $domain<K> {
             type Target = HostAddr;
 
@@ -33,7 +34,7 @@ macro_rules! is_a_domain {
                 Ok(bytes)
             }
 
-            /// What was unmapped is gone already; what was mapped may have been noted only.
+            /// Unmaps are complete already; maps may only have been noted.
             fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
                 if let Work::Map(ranges) = work {
                     ranges.iter().try_for_each(|&range| self.space.sync_map(range))?;

@@ -1,10 +1,10 @@
-//! From what a kernel says about addresses to a domain's geometry.
+//! A domain's geometry, from what a kernel says about addresses.
 
 use ringfence_iommu::{Geometry, Iova, PageSizes, Range, ReservedKind, ReservedRegion};
 
-/// The geometry of what can map `ranges` only. What lies between them is reserved: as the kind that
-/// `regions` name it, or else (a bridge's window, a hole of the IOMMU's) as the plain one. `None` if
-/// there is no range.
+/// The geometry for a kernel that can map `ranges` only. The gaps between them are reserved: with
+/// the kind that `regions` give, or else (a bridge's window, a hole of the IOMMU) as plain
+/// reserved. `None` if there is no range.
 pub(crate) fn geometry(
     page_sizes: PageSizes,
     ranges: &[Range],
@@ -24,7 +24,7 @@ pub(crate) fn geometry(
     Some(Geometry { page_sizes, aperture, reserved: reserved.into() })
 }
 
-/// Cuts a hole along the regions that have a name.
+/// Cuts a hole along the regions of known kind.
 fn fill(hole: Range, regions: &[ReservedRegion], reserved: &mut Vec<ReservedRegion>) {
     let plain = |range| ReservedRegion { range, kind: ReservedKind::Reserved };
     let mut named: Vec<_> = regions
@@ -34,7 +34,7 @@ fn fill(hole: Range, regions: &[ReservedRegion], reserved: &mut Vec<ReservedRegi
     named.sort_by_key(|region| region.range);
     let mut next = Some(hole.first());
     for region in named {
-        // Regions of two groups may overlap: the first has what both name.
+        // Regions of two groups may overlap: the first gets the common part.
         let Some(from) = next.filter(|&from| from <= region.range.last()) else { continue };
         reserved.extend(before(from, region.range.first()).map(plain));
         let rest = Range::new(from.max(region.range.first()), region.range.last());
@@ -44,7 +44,7 @@ fn fill(hole: Range, regions: &[ReservedRegion], reserved: &mut Vec<ReservedRegi
     reserved.extend(next.and_then(|from| Range::new(from, hole.last())).map(plain));
 }
 
-/// From `from` to what lies before `to`.
+/// From `from` to just before `to`.
 fn before(from: Iova, to: Iova) -> Option<Range> {
     Range::new(from, Iova(to.0.checked_sub(1)?))
 }

@@ -1,21 +1,21 @@
-//! What is mapped, as a domain over a kernel knows it.
+//! What is mapped, as a domain over a kernel records it.
 
 use std::collections::BTreeMap;
 
 use ringfence_iommu::{Address, Error, HostAddr, Iova, Map, Prot, Range, Result};
 
-/// How far a mapping is.
+/// The state of a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Known here, and not to the kernel.
+    /// Recorded here, but not made in the kernel.
     Noted,
-    /// Some thread is about to make or remove it.
+    /// A thread is about to make or remove it.
     Busy,
     /// The kernel has it.
     Made,
 }
 
-/// What is mapped and unmapped as a whole.
+/// A range that is mapped and unmapped as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Unit {
     pub(crate) range: Range,
@@ -29,14 +29,14 @@ impl Unit {
         Unit { range: map.range(), target: map.target(), prot: map.prot(), stage }
     }
 
-    /// Units that lead to each other, as one.
+    /// Joins units that follow each other.
     pub(super) fn joined(run: &[Unit]) -> Map<HostAddr> {
         let range = run.iter().map(|unit| unit.range).reduce(Range::hull).unwrap_or(run[0].range);
-        // SAFETY: each was made of such a `Map`.
+        // SAFETY: each unit was made from such a `Map`.
         unsafe { Map::of(range, run[0].target, run[0].prot) }
     }
 
-    /// Whether `next` goes on where this ends: address, target and permission.
+    /// Whether `next` continues this one: address, target and permission.
     pub(crate) fn leads_to(&self, next: &Unit) -> bool {
         let after = |at: u64| at.checked_add(self.range.extent())?.checked_add(1);
         self.prot == next.prot
@@ -45,7 +45,7 @@ impl Unit {
     }
 }
 
-/// The units, by address: each question costs a search in a tree, far less than the system call that
+/// The units, by address: each lookup costs a search in a tree, far less than the system call that
 /// goes with it.
 #[derive(Debug, Default)]
 pub(crate) struct Shadow {
@@ -57,7 +57,7 @@ impl Shadow {
         self.units.len()
     }
 
-    /// Notes a unit. Nothing overlaps it.
+    /// Records a unit. It must not overlap another.
     pub(crate) fn insert(&mut self, unit: Unit) {
         debug_assert!(self.overlapping(unit.range).is_none());
         self.units.insert(unit.range.first().0, unit);
@@ -95,7 +95,7 @@ impl Shadow {
     /// The units in `range`, in order.
     ///
     /// # Errors
-    /// [`Error::WouldSplit`]: one of them does not lie in it wholly.
+    /// [`Error::WouldSplit`]: one of them does not lie wholly in it.
     pub(crate) fn covered(&self, range: Range) -> Result<Vec<Unit>> {
         let whole = |unit: &Unit| match range.covers(unit.range) {
             true => Ok(*unit),

@@ -1,9 +1,10 @@
-//! A kernel in this process that obeys the rules of the real one.
+//! A kernel in this process that follows the rules of the real one.
 //!
-//! [`Type1`] and [`Iommufd`] answer as a kernel does, check by check and number by number (rules
-//! L51-L63), and keep the same accounts, so that who drives VFIO can be tested without it. What a
-//! kernel does unseen can be seen here: what is [pinned](Type1::pinned), what an [owner](Owner) is
-//! charged, what happened [in which order](Type1::events); and any [step](Step) can be made to fail.
+//! [`Type1`] and [`Iommufd`] behave as a kernel does, check by check and error number by error
+//! number (rules L51-L63), and keep the same accounts, so that users of VFIO can be tested without
+//! it. What a kernel does unseen can be seen here: what is [pinned](Type1::pinned), what an
+//! [owner](Owner) is charged, what happened [in which order](Type1::events); and any [step](Step)
+//! can be made to fail.
 
 mod copy;
 mod events;

@@ -1,10 +1,10 @@
-//! What tests of VFIO need: kernels in this process, and what any kernel must answer.
+//! For tests of VFIO: kernels in this process, and checks that any kernel must pass.
 //!
-//! * [`fake`]: VFIO's type1 containers and iommufd, check by check and number by number as the kernel
-//!   has them (rules L51-L63), for who drives VFIO and is to be tested without it.
-//! * [`suite`]: the questions that any of them, fake or real, must answer alike.
+//! * [`fake`]: VFIO's type1 containers and iommufd, check by check and error number by error number
+//!   as in the kernel (rules L51-L63), to test users of VFIO without it.
+//! * [`suite`]: the checks that any kernel, fake or real, must pass.
 //!
-//! Both stand behind the seam that [`ringfence_vfio::kernel`] is.
+//! Both are behind the seam that [`ringfence_vfio::kernel`] defines.
 
 pub mod fake;
 pub mod suite;

@@ -1,9 +1,9 @@
-//! The rules of VFIO, asked of a kernel: the same questions to the [fake](crate::fake) one and to the
-//! real one.
+//! The rules of VFIO, checked on a kernel: the same checks for the [fake](crate::fake) and the real
+//! one.
 //!
-//! What can be seen through [`Type1Kernel`](ringfence_vfio::kernel::Type1Kernel) and
-//! [`IommufdKernel`](ringfence_vfio::kernel::IommufdKernel) alone is checked; what cannot (which pages are
-//! pinned when, what external holders are told) is listed as not applicable, with the reason.
+//! Only what can be seen through [`Type1Kernel`](ringfence_vfio::kernel::Type1Kernel) and
+//! [`IommufdKernel`](ringfence_vfio::kernel::IommufdKernel) is checked; the rest (which pages are
+//! pinned when, how external holders are notified) is listed as not applicable, with the reason.
 
 mod iommufd;
 mod memory;
@@ -16,25 +16,25 @@ use rustix::io::Errno;
 pub use iommufd::iommufd;
 pub use type1::type1;
 
-/// What came of a check.
+/// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The kernel keeps the rule.
+    /// The kernel follows the rule.
     Pass,
-    /// It does not: what was expected, what it answered.
+    /// It does not: what was expected, and what it returned.
     Fail(String),
     /// This kernel, or this interface, does not show it: why.
     NotApplicable(String),
 }
 
-/// A check and what came of it.
+/// A check and its result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
     /// Which rule: `L51`; for iommufd, which has no numbers, the call.
     pub rule: &'static str,
     /// What was checked.
     pub check: &'static str,
-    /// What came of it.
+    /// The result.
     pub verdict: Verdict,
 }
 
@@ -49,23 +49,23 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// A check that does not go on.
+/// The reason to stop a check.
 enum Stop {
     Fail(String),
     NotApplicable(String),
 }
 
-/// What a check comes to.
+/// The result of a check's code.
 type Checked = Result<(), Stop>;
 
-/// A kernel's refusal of what should have succeeded.
+/// The kernel refused what should have succeeded.
 impl From<Errno> for Stop {
     fn from(errno: Errno) -> Stop {
         Stop::Fail(format!("a call that should succeed: {errno:?}"))
     }
 }
 
-/// Stops unless the answer is the one expected.
+/// Stops unless the kernel returned what was expected.
 #[track_caller]
 fn expect<T: PartialEq + fmt::Debug>(answer: T, expected: T) -> Checked {
     if answer == expected {
@@ -75,7 +75,7 @@ fn expect<T: PartialEq + fmt::Debug>(answer: T, expected: T) -> Checked {
     Err(Stop::Fail(format!("expected {expected:?}, got {answer:?} (line {line})")))
 }
 
-/// Stops since there is nothing to see.
+/// Stops since there is nothing to check.
 fn not_applicable(why: &str) -> Checked {
     Err(Stop::NotApplicable(why.to_owned()))
 }

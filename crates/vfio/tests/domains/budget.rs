@@ -1,4 +1,4 @@
-//! How few mappings of the kernel's are used.
+//! How few kernel mappings are used.
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::{Tuning, Type1};
@@ -37,7 +37,7 @@ fn a_quarter_of_a_gigabyte_page_by_page_is_one_entry() {
 fn sixty_four_gigabytes_are_an_entry_a_gigabyte() {
     let pages = 64 * GIB / PAGE;
     let (fake, owner) = kernel(pages);
-    // It begins where no gigabyte does.
+    // Not aligned to a gigabyte.
     let whole = bytes(4 * GIB + (2 << 20), 64 * GIB);
     for tuning in [MERGE, Tuning::default()] {
         let domain = type1(&fake, tuning);
@@ -71,13 +71,13 @@ fn only_what_goes_on_in_every_way_becomes_one() {
         (4, 5, Prot::READ),
         (6, 7, Prot::READ),
     ];
-    // In no order: that of the addresses counts.
+    // Mapped in another order: only the addresses count.
     for (page, target, prot) in parts.into_iter().rev() {
         domain.map(to(range(page, 1), HostAddr(target * PAGE), prot)).unwrap();
     }
     domain.iotlb_sync_map(range(0, 7)).unwrap();
     assert_eq!(fake.mappings(), 4);
-    // What is there is left alone: its neighbour is one of its own.
+    // An existing mapping is left alone: its new neighbour gets its own.
     map(&domain, range(7, 1), 8 * PAGE).unwrap();
     assert_eq!(fake.mappings(), 5);
     for page in [0, 1, 2, 3] {
@@ -103,7 +103,8 @@ fn without_a_promise_everything_can_be_unmapped_as_it_was_mapped() {
     for page in [3, 0, 7] {
         assert_eq!(unmap(&domain, range(page, 1)), Ok(u128::from(PAGE)));
     }
-    // Those that touch go with one request, and a gap is somebody else's.
+    // Mappings that touch are removed with one request, which must not cover a gap: that may belong
+    // to others.
     fake.events();
     assert_eq!(unmap(&domain, range(0, 8)), Ok(5 * u128::from(PAGE)));
     let asked = fake.events().into_iter().filter_map(|event| match event {
@@ -127,7 +128,7 @@ fn what_is_synced_by_one_is_not_what_another_has_noted() {
     domain.iotlb_sync_map(range(0, 1)).unwrap();
     domain.iotlb_sync_map(range(1, 1)).unwrap();
     assert_eq!(fake.mappings(), 2, "each has been synced by itself");
-    // What nobody has synced goes without the kernel.
+    // A mapping that was never synced is removed without the kernel.
     domain.map(to(range(2, 1), HostAddr(2 * PAGE), Prot::RW)).unwrap();
     assert_eq!(unmap(&domain, range(1, 2)), Ok(2 * u128::from(PAGE)));
     domain.iotlb_sync_map(range(0, 3)).unwrap();

@@ -12,7 +12,7 @@ pub(crate) const MERGE: Tuning = Tuning { merge: true, chunk: GIB };
 
 pub(crate) type Kernel = Arc<fake::Type1>;
 
-/// A container over memory that nobody has, with one group; its owner may lock `pages`.
+/// A container over pretended memory, with one group; its owner may lock `pages`.
 pub(crate) fn kernel(pages: u64) -> (Kernel, Owner) {
     container(pages, Memory::pretended(1 << 40))
 }
@@ -30,7 +30,7 @@ fn container(pages: u64, memory: Memory) -> (Kernel, Owner) {
     (Arc::new(kernel), owner)
 }
 
-/// A domain over it.
+/// A domain over a container.
 pub(crate) fn type1(kernel: &Kernel, tuning: Tuning) -> Type1<Kernel> {
     Type1::new(Arc::clone(kernel), tuning).unwrap()
 }
@@ -50,7 +50,7 @@ impl Ioas {
         Ioas { kernel, device, owner }
     }
 
-    /// A domain over it, to which the device is attached.
+    /// A domain over it, with the device attached.
     pub(crate) fn domain(&self, tuning: Tuning) -> Iommufd<Arc<fake::Iommufd>> {
         let domain = Iommufd::new(Arc::clone(&self.kernel), tuning).unwrap();
         self.kernel.attach(self.device, domain.ioas()).unwrap();
@@ -59,7 +59,7 @@ impl Ioas {
     }
 }
 
-/// Pages of this process, whole ones: where they begin.
+/// Whole pages of this process; returns the address of the first too.
 pub(crate) fn memory(pages: u64) -> (Vec<u8>, u64) {
     let memory = vec![0_u8; ((pages + 1) * PAGE) as usize];
     let first = (memory.as_ptr().expose_provenance() as u64).next_multiple_of(PAGE);

@@ -1,5 +1,5 @@
-//! What every domain owes, held against a list of pages: the domains over a kernel as well as the one
-//! in software.
+//! The contract of every domain, checked against a list of pages: for the domains over a kernel and
+//! for the software one.
 
 use proptest::prelude::*;
 use ringfence_iommu::{
@@ -14,7 +14,7 @@ use crate::common::{
     GIB, Ioas, Kernel, MERGE, PAGE, kernel, map, memory, process, range, to, type1, unmap,
 };
 
-/// Pages around the hole for interrupts: the last before it, and the first behind it.
+/// Pages around the MSI window: the last before it, and the first behind it.
 const BASE: u64 = 0xfee0_0000 / PAGE - 32;
 const HOLE: std::ops::Range<u64> = 0xfee0_0000 / PAGE..0xfef0_0000 / PAGE;
 const SPAN: u64 = 64 + 256;
@@ -104,8 +104,8 @@ fn program<D: Domain<Target = HostAddr>>(
     }
 }
 
-/// What a device reaches is what the domain says: at each address the 8 bytes that say where they are,
-/// unless it may only write there.
+/// Checks that a device reads what the domain translates: at each address the 8 bytes that hold
+/// their own address, unless it may only write there.
 fn agrees(
     read: impl Fn(u64, &mut [u8]) -> bool,
     write: impl Fn(u64) -> bool,
@@ -120,7 +120,7 @@ fn agrees(
     }
 }
 
-/// Memory of which each page says where it is.
+/// Memory in which each page holds its own address.
 fn signed(pages: u64) -> (Vec<u8>, u64) {
     let (mut memory, first) = memory(pages);
     let offset = first as usize - memory.as_ptr().addr();
@@ -224,7 +224,7 @@ fn a_group_that_comes_changes_the_geometry() {
     assert!(domain.geometry().is_mappable(Iova(0)));
     domain.refresh().unwrap();
     let geometry = domain.geometry();
-    // It lies at the end, and the aperture begins behind it.
+    // The hole lies at the end, and the aperture begins behind it.
     assert!(!geometry.is_mappable(Iova(0)) && geometry.is_mappable(Iova(PAGE)));
 }
 
@@ -258,7 +258,7 @@ fn the_last_page_there_is_belongs_to_nobody() {
     assert!(matches!(made, Err(Error::OutsideAperture { .. })), "{made:?}");
     map(&domain, range(top - 1, 1), vaddr).unwrap();
     assert_eq!(unmap(&domain, Range::ALL), Ok(u128::from(PAGE)));
-    // An iommufd finds it.
+    // An iommufd can unmap it.
     let ioas = Ioas::new(8, Memory::process());
     let domain = Iommufd::new(ioas.kernel, Tuning::default()).unwrap();
     assert_eq!(domain.geometry().aperture, Range::ALL);

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 
 use crate::common::{Ioas, Kernel, PAGE, memory, process, range, to, type1, unmap};
 
-/// A container with a group of emulated devices only, which tells what it writes to.
+/// A container with a group of emulated devices only, whose writes are known.
 fn telling() -> Kernel {
     let kernel = fake::Type1::new(fake::FakeConfig::default());
     let notify: fake::Notify = Arc::new(|_, _, _| ());
@@ -33,7 +33,7 @@ proptest! {
     #[test]
     fn each_write_is_told_once(
         chunk in prop_oneof![Just(PAGE), Just(8 * PAGE), Just(128 * PAGE)],
-        // A unit each: where it begins behind the last one, and how long it is.
+        // For each unit: the gap before it, and its length.
         units in prop::collection::vec((0..3_u64, 1..90_u64), 1..5),
         rounds in prop::collection::vec(prop::collection::vec(0..200_u64, 0..6), 1..4),
     ) {
@@ -56,7 +56,7 @@ proptest! {
         let pinned = *mapped.first().unwrap();
         fake.pin_pages(GROUP, pinned * PAGE, 1, MapFlags::READ | MapFlags::WRITE).unwrap();
         for writes in rounds {
-            // Who has pinned a page may write to it at any time.
+            // The holder of a pin may write to the page at any time.
             let mut wanted = std::collections::BTreeSet::from([pinned]);
             for page in writes {
                 let wrote = fake.rw_write(page * PAGE + 7, &[1]).is_ok();
@@ -143,7 +143,7 @@ fn an_iommufd_tells_by_its_tables() {
     fake.detach(device).unwrap();
     drop(domain);
     assert_eq!(fake.track_dirty(table, true), Err(Errno::NOENT), "the table is gone");
-    // Hardware that cannot says so.
+    // Hardware without tracking returns an error.
     let domain = ioas.domain(Tuning::default());
     let other = fake.bind(&fake::Group { id: 1, ..Default::default() }, false);
     assert!(matches!(domain.dirty_table(other), Err(Error::Unsupported(_))));

@@ -1,4 +1,4 @@
-//! The DMA API over a domain: buffers that a device on a fake kernel's bus really reaches, or not.
+//! The DMA API over a domain: buffers that a device on a fake kernel's bus can access, or not.
 
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ fn data_goes_both_ways_under_every_policy_and_nothing_after() {
             assert_eq!(to.unmap().unwrap(), vec![round; len]);
             assert_eq!(fake.dma_write(iova, &[0]).is_err(), !copied, "{policy}: it is unmapped");
         }
-        // Who lazily frees on such a kernel frees strictly, and says so.
+        // On such a kernel a lazy policy falls back to a strict one, and the device reports that.
         if policy.is_lazy() {
             assert_eq!(device.fallback(), Some(Fallback::NoDeferredFlush), "{policy}");
             assert!(!device.effective_policy().is_lazy());
@@ -69,14 +69,14 @@ fn data_goes_both_ways_under_every_policy_and_nothing_after() {
     }
 }
 
-/// A page of memory that others lie around.
+/// A page of memory among others.
 struct Page {
     _whole: Arc<Vec<u8>>,
     at: u64,
 }
 
-// SAFETY: the vector keeps the memory in its place as long as a page of it is there; nobody uses the
-// bytes.
+// SAFETY: the vector keeps the memory in its place as long as a page of it is used; nothing
+// accesses the bytes.
 unsafe impl DmaBuffer<HostAddr> for Page {
     fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
         each(HostAddr(self.at), PAGE);
@@ -110,7 +110,7 @@ fn a_batch_that_is_unmapped_together_needs_few_entries() {
     let mut unmaps = device.unmap_batch::<Page, ()>();
     maps.finish(|(), mapping| unmaps.push(mapping.unwrap(), ()).unwrap());
     let usage = domain.usage();
-    // The allocator gives neighbours by the slab, of 32.
+    // The allocator returns adjacent slots of a slab, of 32.
     assert!(usage.entries <= count / 16, "{usage:?}");
     let mut back = 0;
     unmaps.finish(|(), page| back += u64::from(page.is_ok()));

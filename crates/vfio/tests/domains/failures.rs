@@ -1,4 +1,4 @@
-//! What is left when something fails: nothing.
+//! After a failure, nothing is left.
 
 use std::{
     ops::ControlFlow,
@@ -76,7 +76,7 @@ fn what_fails_at_the_sync_is_told_there_and_is_not_mapped() {
     assert_eq!(fake.mappings(), 1, "one run had its pages");
     let there = |page| domain.iova_to_phys(range(page, 1).first()).is_some();
     assert_eq!([0, 1, 4, 5].map(there), [true, true, false, false]);
-    // The caller is rid of all by unmapping all.
+    // The caller gets rid of everything by unmapping everything.
     assert_eq!(unmap(&domain, range(0, 8)), Ok(2 * u128::from(PAGE)));
     assert_eq!(domain.iotlb_sync_map(range(0, 8)).map(drop), Ok(()), "told once");
 }
@@ -89,7 +89,7 @@ fn a_large_map_goes_in_steps_and_can_be_ended() {
     let mut seen = Vec::new();
     let made = domain.map_in_steps(to(whole, HostAddr(0), Prot::RW), |bytes| {
         seen.push(bytes / PAGE);
-        // In between others have their turn.
+        // Other threads have their turn in between.
         let other = range(1000 + bytes / PAGE, 1);
         map(&domain, other, 0).unwrap();
         ControlFlow::Continue(())
@@ -108,7 +108,7 @@ fn a_large_map_goes_in_steps_and_can_be_ended() {
     assert_eq!(domain.iova_to_phys(whole.first()), None);
 }
 
-/// A kernel that answers UNMAP otherwise than it does it, when told to.
+/// A kernel whose UNMAP misbehaves on demand.
 struct Odd {
     kernel: Kernel,
     /// The nth UNMAP from now on, or GET_BITMAP, fails; 0: none.
@@ -117,7 +117,7 @@ struct Odd {
     sticks: AtomicBool,
     /// UNMAP removes only the first page's mapping at a time.
     slow: AtomicBool,
-    /// UNMAP says one byte, whatever it does.
+    /// UNMAP returns one byte, whatever it does.
     lies: AtomicBool,
     locked: Option<Locked>,
 }
@@ -210,7 +210,7 @@ fn an_unmap_that_fails_keeps_what_it_did_not_remove() {
     assert_eq!(unmap(&domain, range(0, 12)), Ok(8 * u128::from(PAGE)));
     assert_eq!(odd.kernel.mappings(), 0);
 
-    // Half of a mapping of two entries goes, and then the other half.
+    // Half of a mapping of two entries is removed, and then the other half.
     map(&domain, range(0, 8), 0).unwrap();
     odd.fails.store(2, Ordering::Relaxed);
     assert!(unmap(&domain, range(0, 8)).is_err());
@@ -248,7 +248,7 @@ fn a_map_that_cannot_be_undone_fails_at_its_sync_so_that_its_caller_unmaps_it() 
     map(&domain, range(0, 6), 0).unwrap();
 }
 
-/// So many bytes of memory that nobody has.
+/// A length of pretended memory in bytes.
 struct Pretended(u64);
 
 // SAFETY: there is no memory that could be used otherwise.
@@ -261,7 +261,7 @@ unsafe impl DmaBuffer<HostAddr> for Pretended {
 #[test]
 fn a_buffer_that_the_device_may_reach_in_part_is_not_given_back() {
     // rule L29, rule L33
-    // The undoing within the domain fails, and then that of the DMA API too, or not.
+    // The undo within the domain fails, and then that of the DMA API too, or not.
     for undone in [true, false] {
         let odd = Odd::new(None, 6);
         let domain = Arc::new(over(&odd, CHUNKED));
@@ -297,13 +297,13 @@ fn a_short_unmap_is_asked_about_again() {
     assert_eq!((odd.kernel.mappings(), domain.usage().mismatches), (0, 0));
     odd.slow.store(false, Ordering::Relaxed);
 
-    // Somebody else has removed a page: all is gone, and what was mapped here is what is told.
+    // Someone else has removed a page: all is gone, and the result is what was mapped here.
     fill();
     odd.kernel.unmap(UnmapFlags::empty(), 2 * PAGE, PAGE, None).unwrap();
     assert_eq!(unmap(&domain, whole), Ok(whole.len()));
     assert_eq!(domain.usage(), ringfence_vfio::Usage { mismatches: 1, ..Default::default() });
 
-    // One that says so for ever is not believed for ever.
+    // A kernel that returns one byte for ever is not asked for ever.
     fill();
     odd.lies.store(true, Ordering::Relaxed);
     let _ = unmap(&domain, whole);
@@ -321,7 +321,7 @@ fn who_is_over_a_limit_is_told_which_and_by_how_much() {
         Error::Full { what: "bytes of locked memory (ulimit -l)", used: 2 * PAGE, limit: 3 * PAGE };
     assert_eq!(told, Err(error));
     assert!(error.to_string().contains("8192 of 12288"), "{error}");
-    // Where there is room, it is not the limit.
+    // With locked memory to spare, the error is not the limit's.
     let odd = Odd::new(Some(Locked { used: 0, limit: GIB }), 1);
     assert_eq!(map(&over(&odd, MERGE), range(0, 2), 0), Err(Error::NoMemory));
 }
@@ -352,7 +352,7 @@ fn threads_that_map_and_unmap_at_once_keep_what_is_theirs() {
                 let domain = &domain;
                 scope.spawn(move || {
                     for round in 0..200 {
-                        // Side by side, page by page.
+                        // Adjacent, page by page.
                         let place = range(round % 8 * 40 + thread * 10, 1 + round % 9);
                         map(domain, place, round * PAGE).unwrap();
                         assert!(domain.iova_to_phys(place.last()).is_some());

@@ -1,4 +1,4 @@
-//! The suite of what any domain owes, of those over a kernel.
+//! The suite for any domain, run on those over a kernel.
 
 use ringfence_iommu::{
     Domain, HostAddr, Iova, Map, Prot, Range,
@@ -9,7 +9,8 @@ use ringfence_vfio_testing::fake::{Memory, Refused};
 
 use crate::common::{Ioas, MERGE, PAGE, memory, process, to, type1};
 
-/// A domain, memory of which each word says where it is, and a device that reads and writes it.
+/// A domain, memory in which each word holds its own address, and a device that reads and writes
+/// it.
 struct Rig<D, R, W> {
     domain: D,
     first: u64,
@@ -53,7 +54,8 @@ fn words() -> (Vec<u8>, u64) {
 
 fn passes(mut subject: impl Subject) {
     let left = pass(&mut subject).unwrap_or_else(|failed| panic!("{failed}"));
-    // It keeps no list, no sync of it fails, and its last granule may be beyond what it can.
+    // At most three checks do not apply: it keeps no list, its syncs never fail, and its last
+    // granule may be out of reach.
     assert!(left.len() <= 3, "{left:?}");
 }
 

@@ -1,4 +1,4 @@
-//! Process addresses that change (rules L59, L60).
+//! Changing process addresses (rules L59, L60).
 
 use ringfence_iommu::{Domain, Error, HostAddr, Prot};
 use ringfence_vfio::Tuning;
@@ -46,7 +46,7 @@ fn an_update_that_is_dropped_gives_the_old_addresses_back() {
     let domain = type1(&fake, CHUNKED);
     map(&domain, range(0, 9), 0).unwrap();
     drop(domain.begin_vaddr_update().unwrap());
-    // Were one address missing, another update could not begin.
+    // If one address were missing, another update could not begin.
     let mut update = domain.begin_vaddr_update().unwrap();
     // SAFETY: the memory is pretended.
     let odd = unsafe { update.finish(|_, _| HostAddr(1)) };

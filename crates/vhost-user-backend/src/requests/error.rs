@@ -13,7 +13,7 @@ pub enum QueueError {
     /// Memory that was in use is gone.
     #[error("memory: {0}")]
     Memory(#[from] AccessError),
-    /// What stands in the record of an earlier process makes no sense.
+    /// The record of an earlier process is invalid.
     #[error(transparent)]
     Record(#[from] InflightError),
     /// The record of what is in flight is gone.
@@ -22,7 +22,7 @@ pub enum QueueError {
     /// io_uring cannot be used.
     #[error("io_uring: {0}")]
     Io(#[from] std::io::Error),
-    /// The ring is not where it was said to be now.
+    /// The ring is not at its new addresses.
     #[error("the ring is not where it was moved to")]
     Moved,
     /// More workers than the IOMMU has places for.

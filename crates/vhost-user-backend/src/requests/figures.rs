@@ -1,4 +1,4 @@
-//! What a device has done, for whoever watches.
+//! What a device has done, for monitoring.
 
 use std::sync::{
     Arc,
@@ -10,26 +10,26 @@ use parking_lot::Mutex;
 use super::{QueueStats, Serve, queue::Remains};
 use crate::IotlbTally;
 
-/// How many rings may be left behind, each with its buffers, before the next ones wait for the disk: a
-/// front end that comes and goes while a read does not end would fill the memory otherwise.
+/// How many rings may be left behind, each with its buffers, before the next ones wait for the
+/// disk: otherwise a front end that reconnects while a read does not end would fill the memory.
 pub const MOST_LEFT: usize = 16;
 
-/// What a device has done over all its connections. Workers write it, anybody reads it.
+/// What a device has done over all its connections. Workers write it, any thread reads it.
 pub struct RequestFigures<S: Serve> {
     queues: Box<[QueueFigures]>,
     /// What its IOTLBs have counted.
     pub iotlb: IotlbTally,
     /// Rings that stopped because of an error.
     pub failures: AtomicU64,
-    /// Of rings whose connection has ended before their I/O: the disk does not answer. What the kernel
-    /// may still write to is kept here.
+    /// Rings whose connection ended before their I/O: the disk does not answer. Keeps what the
+    /// kernel may still write to.
     stuck: Mutex<Vec<Remains<S>>>,
-    /// How many they are, and whether they hold up other rings.
+    /// How many there are, and whether they hold up other rings.
     left: Arc<AtomicUsize>,
     holds: AtomicBool,
 }
 
-/// One queue's. In a cache line of its own: its worker writes it all the time.
+/// One queue's figures. In a cache line of their own: the queue's worker writes them all the time.
 #[derive(Default)]
 #[repr(align(128))]
 struct QueueFigures {
@@ -89,19 +89,19 @@ impl<S: Serve> RequestFigures<S> {
         })
     }
 
-    /// How many rings are gone whose I/O has not ended.
+    /// How many rings are gone with I/O that has not ended.
     pub fn stuck(&self) -> usize {
         self.left.load(Ordering::Acquire)
     }
 
-    /// The same for those who outlive these figures: what was left when they went stays left.
+    /// The same, for use after these figures are dropped: rings that are left then stay left.
     pub fn left(&self) -> Arc<AtomicUsize> {
         Arc::clone(&self.left)
     }
 
-    /// Whether no ring of the device is served, as what is left of earlier ones could come after what the
-    /// driver asks for now: a write, or data where a driver's memory was. Reads into buffers of the service
-    /// hold nothing up, unless there are very many.
+    /// Whether no ring of the device is served, as I/O that is left of earlier rings could take
+    /// effect after what the driver requests now: a write, or data into memory that was a driver's.
+    /// Reads into buffers of the service hold nothing up, unless there are very many.
     #[inline]
     pub fn holds(&self) -> bool {
         self.holds.load(Ordering::Acquire)
@@ -114,7 +114,7 @@ impl<S: Serve> RequestFigures<S> {
         self.count(&stuck);
     }
 
-    /// Lets go of what the kernel is done with. Unmaps may wait for it, so that workers call it.
+    /// Drops what the kernel is done with. Unmaps may wait for it, so workers call this.
     #[inline]
     pub(super) fn reap(&self) -> bool {
         self.stuck() > 0 && self.reap_stuck()
@@ -135,7 +135,7 @@ impl<S: Serve> RequestFigures<S> {
         self.left.store(stuck.len(), Ordering::Release);
     }
 
-    /// Queue `index` has done so much more. Each queue has one worker at a time.
+    /// Adds what queue `index` has done since the last call. Each queue has one worker at a time.
     pub(super) fn add(&self, index: u16, mut more: QueueStats) {
         if let Some(queue) = self.queues.get(usize::from(index)) {
             for (into, more) in queue.pairs(&mut more) {
@@ -146,7 +146,7 @@ impl<S: Serve> RequestFigures<S> {
 }
 
 impl<S: Serve> Drop for RequestFigures<S> {
-    /// A kernel that is not done is not waited for: it may never be. What it writes to stays where it is
+    /// Does not wait for the kernel, which may never be done. What it writes to stays where it is
     /// until the process ends.
     fn drop(&mut self) {
         self.reap();

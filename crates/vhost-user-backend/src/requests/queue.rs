@@ -1,8 +1,8 @@
 //! The device's end of one request queue.
 //!
-//! A queue never waits: a step of a request that meets a translation that is missing parks the
-//! request, and all that the request will need is asked for at once. It goes on when there was an
-//! answer, and fails when its time-out is over.
+//! A queue never waits: a step of a request that meets a missing translation parks the request, and
+//! sends misses for all that the request will need. The request goes on when an update has come,
+//! and fails when its time-out is over.
 
 mod inflight;
 mod order;
@@ -31,8 +31,8 @@ use self::{
 use super::{Next, QueueError, QueueStats, Serve};
 use crate::{Bus, RingLog};
 
-/// How many bytes one round moves before it looks at other queues: a request to the IOMMU, say,
-/// for whose answer a driver waits.
+/// How many bytes one round moves before other queues have their turn: one of them may have an
+/// IOMMU request that a driver waits for.
 const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
@@ -42,17 +42,17 @@ const ROUND_REQUESTS: usize = 32;
 pub struct Slot<R> {
     chain: Chain,
     state: State,
-    /// What serves it keeps this of it.
+    /// What its [`Serve`] keeps of it.
     pub request: R,
     /// Its number among all that were taken.
     number: u64,
-    /// Its entry in the record of what is in flight.
+    /// Its entry in the in-flight record.
     entry: u16,
     wait: Option<Wait>,
 }
 
 impl<R> Slot<R> {
-    /// Whether it waits for its turn to be answered.
+    /// Whether it is done and waits for its turn to be completed.
     fn is_done(&self) -> bool {
         matches!(self.state, State::Done { .. })
     }
@@ -63,9 +63,9 @@ enum State {
     /// There is no request.
     #[default]
     Free,
-    /// It is under way.
+    /// It is in progress.
     Taken,
-    /// It is answered, with so many bytes, when those before it are.
+    /// It is done, with so many bytes, and is completed when those before it are.
     Done { ok: bool, used: u32 },
 }
 
@@ -77,22 +77,22 @@ pub(super) struct Remains<S: Serve> {
 }
 
 impl<S: Serve> Remains<S> {
-    /// Whether no other ring may be served before it is over: what the kernel has may still change the
-    /// disk, or the memory of a guest.
+    /// Whether no other ring may be served before the kernel is done: its requests may still change
+    /// the disk, or the memory of a guest.
     pub(super) fn holds(&self) -> bool {
         let mut taken = self.slots.iter().filter(|slot| matches!(slot.state, State::Taken));
         taken.any(|slot| self.serve.holds(&slot.request))
     }
 
-    /// Takes what the kernel has done; how many requests it still has.
+    /// Takes what the kernel has completed; returns how many requests it still has.
     pub(super) fn reap(&mut self) -> u32 {
         self.serve.begin_round();
         self.serve.reap(&mut self.slots, &RingLog::default());
         while let Some((at, _)) = self.serve.completed(u64::MAX, false) {
-            // Nothing is answered. What has ended holds nothing up.
+            // No request is completed. One that has ended holds nothing up.
             self.slots[usize::from(at)].state = State::Free;
         }
-        // What was moved in part goes on.
+        // Transfers that were done in part go on.
         let _ = self.serve.kick();
         self.serve.in_kernel()
     }
@@ -100,8 +100,8 @@ impl<S: Serve> Remains<S> {
 
 /// The device's end of one request queue.
 pub struct RequestQueue<S: Serve> {
-    // Dropped in this order: what serves requests waits for what the kernel still has under way, and only
-    // then go the slots, whose memory and leases it uses, and the ring, which keeps the memory.
+    // Dropped in this order: `serve` waits for what the kernel still has in progress; only then go
+    // the slots, whose memory and leases the kernel uses, and the ring, which keeps the memory.
     serve: S,
     slots: Vec<Slot<S::Request>>,
     ring: device::Queue,
@@ -112,32 +112,34 @@ pub struct RequestQueue<S: Serve> {
     away: Option<Away>,
     /// Whether the ring was mapped when it [began to stop](Self::begin_stop).
     answers_to_the_end: bool,
-    /// How often the endpoint had been bound anew when the ring was found last.
+    /// How often the endpoint had been bound anew when the ring was last found.
     found: Option<u64>,
     parked: Parked,
     /// Requests for which there was no room, in their order.
     stalled: VecDeque<u16>,
-    /// Set while the next chain cannot be taken, for want of a translation of its table.
+    /// Set while the next chain cannot be taken because its table has no translation.
     head: Option<Head>,
     free: Vec<u16>,
-    /// How many descriptors requests under way have, all that have more than [`KEPT`](super::KEPT).
+    /// How many descriptors requests in progress have that have more than [`KEPT`](super::KEPT)
+    /// each.
     held: usize,
     /// How many requests were taken, less those that were put back.
     taken: u64,
     name: Arc<str>,
     call: Option<Arc<Notifier>>,
     stats: QueueStats,
-    /// How many requests were answered when that was published last.
+    /// How many requests were completed at the last publication.
     published: u64,
     now_ns: u64,
-    /// The count of answers when this round began.
+    /// The count of updates and refusals when this round began.
     answers: u64,
     say_at: u64,
     ready: Vec<u16>,
 }
 
 impl<S: Serve> RequestQueue<S> {
-    /// Has `serve` serve what comes on `ring`. Interrupts go to `call`; `name` stands in messages.
+    /// Serves the requests on `ring` with `serve`. Interrupts go to `call`; `name` appears in
+    /// messages.
     pub fn new(
         ring: device::Queue,
         serve: S,
@@ -172,17 +174,17 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// What it has done.
+    /// The queue's figures.
     pub fn stats(&self) -> QueueStats {
         QueueStats { bytes: self.serve.bytes(), ..self.stats }
     }
 
-    /// What serves its requests.
+    /// The [`Serve`] of its requests.
     pub fn serve(&self) -> &S {
         &self.serve
     }
 
-    /// The ring, to be asked where it stands.
+    /// The ring, for its position.
     pub fn ring(&self) -> &device::Queue {
         &self.ring
     }
@@ -192,12 +194,13 @@ impl<S: Serve> RequestQueue<S> {
         self.parked.len()
     }
 
-    /// How many descriptors the requests have together whose descriptors are bounded.
+    /// How many descriptors count towards the limit on large requests.
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// How many descriptors the longest request has that is under way, or that memory is kept for.
+    /// How many descriptors the longest request has that is in progress, or for which memory is
+    /// kept.
     pub fn longest_kept(&self) -> usize {
         self.slots.iter().map(|slot| slot.chain.descs().len()).max().unwrap_or(0)
     }
@@ -207,29 +210,29 @@ impl<S: Serve> RequestQueue<S> {
         self.call = call;
     }
 
-    /// Has what is written marked, where `log` says.
+    /// Sets the log that marks what is written.
     pub(super) fn set_log(&mut self, log: RingLog) {
         self.log = log;
     }
 
-    /// Where what is written is marked, and the ring.
+    /// The log that marks what is written, and the ring.
     pub(super) fn log(&mut self) -> (&mut RingLog, &mut device::Queue) {
         (&mut self.log, &mut self.ring)
     }
 
-    /// Has what completes later ring `bell`, for a worker that sleeps.
+    /// Makes later completions ring `bell`, for a worker that sleeps.
     ///
     /// # Errors
-    /// As the kernel says.
+    /// A system call failed.
     pub fn notify(&self, bell: &Arc<Doorbell>) -> std::io::Result<()> {
         self.serve.notify(bell)
     }
 
     /// Does what there is to do; true if there was anything. A ring behind an IOMMU that is not
-    /// mapped now is left alone until it is again (rule D22).
+    /// mapped is left alone until it is mapped again (rule D22).
     ///
     /// # Errors
-    /// The queue must be stopped; nothing else is harmed. It is to be [reaped](Self::reap) still.
+    /// The queue must be stopped; nothing else is harmed. Keep calling [`reap`](Self::reap).
     pub fn poll(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
         self.work(bus, now_ns).map_err(|error| match error {
             // A ring in a file that was truncated reads as zeroes and looks broken in some way.
@@ -241,7 +244,7 @@ impl<S: Serve> RequestQueue<S> {
     fn work(&mut self, bus: &Bus, now_ns: u64) -> Result<bool, QueueError> {
         self.now_ns = now_ns;
         self.serve.begin_round();
-        // Before anything is looked up: an answer that comes meanwhile is one to look again for.
+        // Before any lookup: an update that comes meanwhile is a reason to look again.
         self.answers = bus.answers();
         let reaped = self.reap();
         if !self.find_ring(bus)? {
@@ -264,18 +267,18 @@ impl<S: Serve> RequestQueue<S> {
         self.head.is_some() || !self.parked.is_empty()
     }
 
-    /// Takes what the kernel has done, so that unmaps no longer wait for it; answers nothing and
-    /// does not touch the ring. True if there was anything. All that is to be done for a queue that
-    /// is disabled or has failed.
+    /// Takes what the kernel has completed, so that unmaps no longer wait for it; completes no
+    /// requests and does not touch the ring. True if there was anything. All that there is to do
+    /// for a queue that is disabled or has failed.
     pub fn reap(&mut self) -> bool {
         let reaped = self.serve.reap(&mut self.slots, &self.log);
-        // What was moved in part goes on, whatever becomes of the queue. A ring that cannot
-        // be used is found out by the next round.
+        // Transfers that were done in part go on, whatever becomes of the queue. The next round
+        // reports an io_uring that cannot be used.
         let _ = self.serve.kick();
         reaped
     }
 
-    /// Publishes what was answered; true if anything was.
+    /// Publishes completed requests; true if there were any.
     fn publish_if_any(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         let answered = self.stats.requests != self.published;
         if answered {
@@ -285,7 +288,8 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
-        // Nothing is published that may have been read from memory that is gone, or that is not on record.
+        // Publish nothing that may have been read from memory that is gone, or that is not on
+        // record.
         bus.check()?;
         self.check_record()?;
         self.published = self.stats.requests;
@@ -310,7 +314,7 @@ impl<S: Serve> RequestQueue<S> {
         self.serve.keep(memory);
     }
 
-    /// Translates the ring's addresses anew, after the memory has changed.
+    /// Translates the ring's addresses again, after the memory has changed.
     ///
     /// # Errors
     /// The ring is not there.
@@ -318,7 +322,7 @@ impl<S: Serve> RequestQueue<S> {
         self.find(mem)
     }
 
-    /// The ring lies elsewhere from now on; it is to be [found](Self::move_to) there.
+    /// Moves the ring to these addresses, at which [`move_to`](Self::move_to) must find it.
     pub fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
         self.ring.relocate(desc, avail, used);
     }
@@ -358,7 +362,8 @@ impl<S: Serve> RequestQueue<S> {
                     slot.entry = entry;
                 }
                 Ok(None) => break,
-                // Behind an IOTLB it may yet come, and if not, the next chain is none the worse.
+                // Behind an IOTLB the translation may yet come, and if not, the next chain is
+                // unaffected.
                 Err(error) => match wait::unreachable_table(&error) {
                     Some(why) if bus.iotlb().is_some() => {
                         if self.wait_for_head(bus, why) {
@@ -399,13 +404,13 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// Goes on with what has been waited for.
+    /// Goes on with requests whose operation has completed.
     fn complete(&mut self, bus: &Bus, now_ns: u64, stop_at: u64) {
         while let enough = self.serve.bytes() >= stop_at
             && let Some((at, ok)) = self.serve.completed(now_ns, enough)
         {
             let slot = &mut self.slots[usize::from(at)];
-            // What it waits for from now on is something else.
+            // It waits for something else from now on.
             slot.wait = None;
             self.serve.complete(&mut slot.request, ok);
             self.advance(at, bus);

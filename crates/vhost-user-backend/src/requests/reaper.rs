@@ -1,16 +1,17 @@
-//! Queues that have stopped while the kernel still had requests of theirs are looked after.
+//! Looks after queues that have stopped while the kernel still had requests of theirs.
 
 use ringfence_run::worker::Unit;
 use std::{os::fd::BorrowedFd, sync::Arc};
 
 use super::{RequestFigures, Serve};
 
-/// How often the kernel is asked whether it is done with them: nobody is woken when it is, as the
+/// How often to check whether the kernel is done with them: no worker is woken when it is, as the
 /// event that it writes to was the queue's.
 const EVERY_NS: u64 = 5_000_000;
 
-/// Lets go of what stopped queues kept, once the kernel is done with it: memory, and leases that
-/// unmaps wait for. By itself, the unit that a device leaves on its workers when a connection is over.
+/// Drops what stopped queues kept, once the kernel is done with it: memory, and leases that unmaps
+/// wait for. On its own, it is the unit that a device leaves on its workers when a connection is
+/// over.
 pub struct Reaper<S: Serve> {
     figures: Arc<RequestFigures<S>>,
     due_ns: u64,
@@ -22,7 +23,7 @@ impl<S: Serve> Reaper<S> {
         Reaper { figures: Arc::clone(figures), due_ns: 0 }
     }
 
-    /// When it looks again, if it has to.
+    /// When it checks again, if it has to.
     pub(super) fn due(&self) -> u64 {
         self.due_ns
     }

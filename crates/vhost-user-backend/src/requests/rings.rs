@@ -1,4 +1,4 @@
-//! The rings of a device for one connection, where they are of requests.
+//! The request rings of a device, for one connection.
 
 use std::{
     cell::Cell,
@@ -21,30 +21,31 @@ use ringfence_virtq::device;
 use super::{Reaper, RequestFigures, RequestQueue, RequestUnit, Serve, Start};
 use crate::{Connection, Events, RingStart, Shares};
 
-/// How often a ring that stops, but for what is under way, is looked after.
+/// How often to check whether a wait for a ring's end is given up.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long is waited when a connection was ended at this end, so that what is under way is
-/// answered: all rings together, and less than a service may take to end.
+/// How long to wait for requests in progress when a connection was ended at this end: all rings
+/// together, and less than a service may take to end.
 const ENDS_WITHIN: Duration = Duration::from_secs(3);
-/// How long when the front end is gone, and the next one may be waiting: longer than a disk that works takes
-/// as a rule. What is not answered by then is done, and on record if there is one.
+/// How long when the front end is gone, and the next one may be waiting: longer than a working disk
+/// takes as a rule. Requests that are not completed by then are done, and on record if there is
+/// one.
 const GONE_WITHIN: Duration = Duration::from_millis(100);
 
-/// What a [`RawDevice`](crate::RawDevice) whose rings are of requests keeps of a connection: where they are served and
-/// recorded.
+/// What a [`RawDevice`](crate::RawDevice) with request rings keeps of a connection: where they are
+/// served and recorded.
 pub struct RequestRings<S: Serve> {
     name: Arc<str>,
     shares: Shares<RequestUnit<S>>,
     figures: Arc<RequestFigures<S>>,
     inflight: Option<Arc<InflightRegion>>,
-    /// Through which workers that wait for translations are woken.
+    /// Wake workers that wait for translations.
     bells: Arc<Bells>,
     /// When the connection was found to be over.
     over: Cell<Option<Instant>>,
 }
 
 impl<S: Serve> RequestRings<S> {
-    /// Rings that are served by `workers` in turn, as their unit number `unit`, and counted in `figures`.
+    /// Rings that `workers` serve in turn, as their unit number `unit`, counted in `figures`.
     pub fn new(
         name: Arc<str>,
         workers: Arc<[Worker]>,
@@ -61,20 +62,21 @@ impl<S: Serve> RequestRings<S> {
         &self.shares
     }
 
-    /// Through which workers that wait for translations are woken.
+    /// The bells that wake workers waiting for translations.
     pub fn bells(&self) -> &Bells {
         &self.bells
     }
 
-    /// Notes requests under way there, from the next start of a ring on; `None`: nowhere.
+    /// Sets where requests in progress are recorded, from the next start of a ring on; `None`:
+    /// nowhere.
     pub fn set_inflight(&mut self, inflight: Option<Arc<InflightRegion>>) {
         self.inflight = inflight;
     }
 
-    /// Starts a ring, for so many requests at a time as `serve` is told.
+    /// Starts a ring; `serve` gets the number of requests in progress at a time.
     ///
     /// # Errors
-    /// What is wrong with the ring; as `serve` says.
+    /// The ring is invalid or cannot be started; an error of `serve`.
     pub fn start(
         &self,
         ring: u16,
@@ -89,7 +91,8 @@ impl<S: Serve> RequestRings<S> {
         let Events { kick, call, err } = events;
         let own = device::Queue::postponed(config);
         let own = own.map_err(|error| HandlerError::new(error.to_string()))?;
-        // Here: what serves it may take the kernel longer to make than other rings should wait.
+        // Not on the worker: the kernel may take longer to set up `serve` than other rings should
+        // wait.
         let queue = RequestQueue::new(own, serve(config.size)?, Arc::clone(&self.name), call);
         let start = Start { queue, kick, err, enabled, log, inflight: self.inflight.clone() };
         let (name, unit, endpoint) = (Arc::clone(&self.name), self.shares.unit(), on.endpoint);
@@ -101,13 +104,14 @@ impl<S: Serve> RequestRings<S> {
             let started = unit.map_err(|error| error.to_string()).and_then(|unit| {
                 unit.start(ring, &mut start, &memory).map_err(|error| error.to_string())
             });
-            // What is left of it goes elsewhere than on the worker.
+            // The worker does not drop what is left of it.
             (started, start)
         })?;
         started.map_err(HandlerError::new)
     }
 
-    /// Stops a ring: waits until all that is under way has ended, unless that is `given_up`. The next entry.
+    /// Stops a ring: waits until all its requests have ended, unless `given_up` returns true.
+    /// Returns the next available entry.
     ///
     /// # Errors
     /// The ring does not run; it was given up.
@@ -133,7 +137,8 @@ impl<S: Serve> RequestRings<S> {
         Err(HandlerError::new(format!("{name} has not answered {left} requests of ring {ring}")))
     }
 
-    /// Whether what is under way is waited for no longer, since the connection is over; `None` while it is not.
+    /// Whether to give up waiting for requests in progress, since the connection is over; `None`
+    /// while it is not.
     pub fn is_given_up(&self, connection: Option<&Shutdown>) -> Option<bool> {
         let Some(connection) = connection.filter(|connection| connection.is_over()) else {
             self.over.set(None);
@@ -145,8 +150,8 @@ impl<S: Serve> RequestRings<S> {
         Some(over.elapsed() >= most)
     }
 
-    /// Takes the shares from their workers: the way to memory is made anew by the next ring. What is still under way is
-    /// looked after.
+    /// Takes the shares from their workers: the next ring sets up the way to memory anew. A
+    /// [`Reaper`] looks after I/O that has not ended.
     pub fn forget(&self) {
         let unit = self.shares.unit();
         for share in 0..self.shares.count() {

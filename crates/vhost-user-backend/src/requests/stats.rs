@@ -5,9 +5,9 @@ use std::ops::{AddAssign, SubAssign};
 /// What a queue has done.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct QueueStats {
-    /// Requests answered.
+    /// Requests completed.
     pub requests: u64,
-    /// Of these, answered with another status than OK.
+    /// Of these, completed with a status other than OK.
     pub failed: u64,
     /// Bytes of data moved.
     pub bytes: u64,
@@ -17,7 +17,8 @@ pub struct QueueStats {
     pub parked: u64,
     /// How often the ring was not mapped.
     pub away: u64,
-    /// How often the ring was not read further, since what was under way had as many descriptors as it may.
+    /// How often the ring was not read further because requests in progress had as many descriptors
+    /// as allowed.
     pub full: u64,
 }
 

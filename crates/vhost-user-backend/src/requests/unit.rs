@@ -21,35 +21,35 @@ use crate::{Bus, RingLog, Rings};
 
 /// What a queue is started with.
 pub struct Start<S: Serve> {
-    /// Made by who asks for it, as that takes a while.
+    /// Made by the caller, as that takes a while.
     pub queue: RequestQueue<S>,
-    /// What its driver kicks it with.
+    /// The descriptor of its driver's kicks.
     pub kick: Option<Kick>,
-    /// Where the front end learns that it has failed.
+    /// The descriptor that signals its failure to the front end.
     pub err: Option<Arc<Notifier>>,
     /// Whether it may work at once.
     pub enabled: bool,
-    /// Where what it writes is marked.
+    /// Where its writes are marked.
     pub log: RingLog,
-    /// Where it notes what it has under way.
+    /// Where it records its requests in progress.
     pub inflight: Option<Arc<InflightRegion>>,
 }
 
-/// A queue that has stopped, and what it was kicked with.
+/// A queue that has stopped, and its kick descriptor.
 pub type Stopped<S> = (RequestQueue<S>, Option<Kick>);
 
 struct Served<S: Serve> {
     index: u16,
-    // Before `kick`, of which it knows nothing; dropped first all the same.
+    // Dropped before `kick`, although it does not use it.
     queue: RequestQueue<S>,
     kick: Option<Kick>,
     err: Option<Arc<Notifier>>,
     enabled: bool,
     /// Why it stopped.
     failed: Option<QueueError>,
-    /// It stops: who waits for its end.
+    /// Set while it stops: takes the queue at the end.
     stopping: Option<Sender<Stopped<S>>>,
-    /// What of its figures was told.
+    /// The part of its stats that the figures include.
     told: QueueStats,
 }
 
@@ -58,7 +58,7 @@ impl<S: Serve> Served<S> {
         self.enabled && self.failed.is_none() && self.stopping.is_none()
     }
 
-    /// This queue stops; all else goes on.
+    /// Stops this queue; all others go on.
     fn fail(&mut self, unit: &Shared<S>, error: QueueError) {
         tracing::warn!(source = %unit.name, "queue {} stopped: {error}", self.index);
         unit.figures.failures.fetch_add(1, Ordering::Relaxed);
@@ -80,7 +80,7 @@ impl<S: Serve> Served<S> {
     }
 }
 
-/// What all queues of a unit are told.
+/// What all queues of a unit share.
 struct Shared<S: Serve> {
     name: String,
     figures: Arc<RequestFigures<S>>,
@@ -91,11 +91,11 @@ pub struct RequestUnit<S: Serve> {
     // Before the bus: a queue may have I/O under way in the memory that the bus reaches.
     queues: Vec<Served<S>>,
     bus: Bus,
-    /// What the bus goes through while there are queues.
+    /// What the bus translates through while there are queues.
     endpoint: Option<Arc<Endpoint>>,
     /// Written by io_uring when something completes, and when a translation comes.
     bell: Arc<Doorbell>,
-    /// Through which it is rung when a translation comes.
+    /// Ring it when a translation comes.
     bells: Arc<Bells>,
     shared: Shared<S>,
     reaper: Reaper<S>,
@@ -104,8 +104,8 @@ pub struct RequestUnit<S: Serve> {
 }
 
 impl<S: Serve> RequestUnit<S> {
-    /// A share without queues, on `memory` as `endpoint` sees it; when a translation comes its worker
-    /// is woken through `bells`. `name` stands in messages.
+    /// A share without queues, on `memory` as `endpoint` sees it; `bells` wake its worker when a
+    /// translation comes. `name` appears in messages.
     ///
     /// # Errors
     /// No descriptor is left.
@@ -128,8 +128,8 @@ impl<S: Serve> RequestUnit<S> {
         })
     }
 
-    /// Starts a queue. `memory` is asked for the ring if its addresses are the front end's own;
-    /// a ring behind an IOMMU need not be mapped yet (rule D21). `start` is taken if it succeeds.
+    /// Starts a queue. If its addresses are the front end's own, `memory` translates them; a ring
+    /// behind an IOMMU need not be mapped yet (rule D21). `start` is taken if it succeeds.
     ///
     /// # Errors
     /// The ring cannot be reached; no descriptor can be registered; too many workers go through the IOMMU.
@@ -164,8 +164,8 @@ impl<S: Serve> RequestUnit<S> {
         }
         match &self.bus {
             bus if bus.iotlb().is_some() => {}
-            // A front end that is refused a ring gives the device up for good. A driver may yet map
-            // it, as the one after a firmware that may not use the device does (rule D22).
+            // A front end that is refused a ring gives the device up for good. The driver may yet
+            // map the ring, like a driver after a firmware that may not use the device (rule D22).
             Bus::Iommu(view) => match view.silently(|| queue.find(&**view)) {
                 Err(QueueError::Ring(RingError::Unreachable { .. })) => {}
                 found => found.map(|()| queue.note_found(view.bindings()))?,
@@ -187,9 +187,9 @@ impl<S: Serve> RequestUnit<S> {
         Some(Bus::Iommu(Box::new(view)))
     }
 
-    /// Stops a queue, for good, once all that it has under way is answered or put back: then `stopped` has
-    /// it, to let go of it elsewhere. The disk is waited for as long as it takes, by nobody: other queues
-    /// go on. False if there is no such queue.
+    /// Stops a queue, for good, once all its requests are completed or put back: then sends it to
+    /// `stopped`, to be dropped elsewhere. The disk may take as long as it likes: other queues go
+    /// on meanwhile. False if there is no such queue.
     pub fn begin_stop(&mut self, index: u16, stopped: Sender<Stopped<S>>) -> bool {
         let Some(at) = self.position(index) else { return false };
         let served = &mut self.queues[at];
@@ -201,7 +201,7 @@ impl<S: Serve> RequestUnit<S> {
         true
     }
 
-    /// A queue goes on with its stop; true if it has ended.
+    /// Continues the stop of a queue; true if it has ended.
     fn wind_down(&mut self, at: usize) -> bool {
         let served = &mut self.queues[at];
         let mut ended = None;
@@ -220,16 +220,16 @@ impl<S: Serve> RequestUnit<S> {
         if ended {
             let Served { queue, kick, stopping, .. } = self.remove(at);
             if let Some(stopped) = stopping {
-                // Nobody waits for it if the connection is over.
+                // There is no receiver if the connection is over.
                 let _ = stopped.send((queue, kick));
             }
         }
         ended
     }
 
-    /// The connection of a queue is over: it goes at once. What the kernel still does with its memory is
-    /// kept until that is over, and no ring of the device is served before. How many requests that
-    /// are.
+    /// Removes a queue at once, as its connection is over. With `S::KEEPS`, what the kernel still
+    /// uses is kept until the kernel is done, and no ring of the device is served before. Returns
+    /// how many requests the kernel has.
     pub fn abandon(&mut self, index: u16) -> u32 {
         let Some(at) = self.position(index) else { return 0 };
         let memory = Arc::clone(self.bus.memory());
@@ -254,7 +254,7 @@ impl<S: Serve> RequestUnit<S> {
     fn remove(&mut self, at: usize) -> Served<S> {
         let served = self.queues.swap_remove(at);
         if self.queues.is_empty() {
-            // Without rings nothing is translated, and nothing asked for (rule D27).
+            // Without rings nothing is translated, and no miss is sent (rule D27).
             self.bus = Bus::Physical(Physical::new(Arc::clone(self.bus.memory())));
         }
         served
@@ -270,7 +270,7 @@ impl<S: Serve> RequestUnit<S> {
         self.queues.iter().any(|served| served.index == index && served.stopping.is_some())
     }
 
-    /// How many requests a queue has taken and not answered.
+    /// How many requests a queue has taken and not completed.
     pub fn under_way(&self, index: u16) -> u16 {
         let found = self.queues.iter().find(|served| served.index == index);
         found.map_or(0, |served| served.queue.ring().in_flight())
@@ -388,12 +388,12 @@ impl<S: Serve> Unit for RequestUnit<S> {
                 }
             }
         }
-        // I/O of an earlier ring might come after what the driver asks for now.
+        // I/O of an earlier ring might take effect after what the driver requests now.
         let held = self.shared.figures.holds();
         self.held = held;
         for served in self.queues.iter_mut().filter(|served| served.stopping.is_none()) {
             if held || !served.works() {
-                // What the kernel still does must not hold up an unmap for ever.
+                // I/O that the kernel has completed must not hold up an unmap for ever.
                 busy |= served.queue.reap();
                 continue;
             }
@@ -417,7 +417,7 @@ impl<S: Serve> Unit for RequestUnit<S> {
     fn next_due(&self) -> Option<u64> {
         let working = self.queues.iter().filter(|served| served.works() && !self.held);
         let due = working.filter_map(|served| served.queue.next_due());
-        // What held them may be over by now, by another worker, and they were not asked what they wait for.
+        // The hold may end on another worker, and held queues report no time of their own.
         due.chain(self.reaper.next_due()).chain(self.held.then(|| self.reaper.due())).min()
     }
 
@@ -427,9 +427,9 @@ impl<S: Serve> Unit for RequestUnit<S> {
 
     fn arm(&mut self) -> bool {
         self.bell.arm();
-        // Also of those that stop, or have failed.
+        // Including queues that stop, or have failed.
         let mut more = self.queues.iter().any(|served| served.queue.serve().has_returned());
-        // What is in a ring that is held is not looked at before its time.
+        // A ring that is held is not checked before its time.
         for served in self.queues.iter_mut().filter(|served| served.works() && !self.held) {
             more |= served.queue.arm(&self.bus);
         }

@@ -73,9 +73,9 @@ impl Frontend {
         u8::try_from(value).map_err(|_| self.fail(WireError::Value { request, field, value }))
     }
 
-    /// GET_INFLIGHT_FD: has the back end make room for what is in flight in so many queues of so
-    /// many descriptors; `None` if it cannot. The file is to be kept as long as the rings are.
-    /// Needs INFLIGHT_SHMFD, and comes after SET_FEATURES, which says how rings are laid out.
+    /// GET_INFLIGHT_FD: has the back end allocate an in-flight region for so many queues of so many
+    /// descriptors; `None` if it cannot. Keep the file as long as the rings. Needs INFLIGHT_SHMFD,
+    /// and comes after SET_FEATURES, which determines the rings' format.
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -95,7 +95,8 @@ impl Frontend {
         }
     }
 
-    /// SET_INFLIGHT_FD: hands the back end, or its successor, what was kept. Before the rings start.
+    /// SET_INFLIGHT_FD: hands the region to the back end, or to its successor. Before the rings
+    /// start.
     /// Needs INFLIGHT_SHMFD.
     ///
     /// # Errors
@@ -121,7 +122,8 @@ impl Frontend {
         }
     }
 
-    /// SET_LOG_FD: what the back end may tell with that it has logged something. Needs LOG_SHMFD.
+    /// SET_LOG_FD: the descriptor with which the back end may signal that it has logged something.
+    /// Needs LOG_SHMFD.
     ///
     /// # Errors
     /// See [`FrontendError`].

@@ -8,28 +8,29 @@ use crate::{
     msg::{self, Request, code},
 };
 
-/// How many messages are under way at once: what both sockets hold, requests and answers, however
-/// the kernel accounts for small ones, so that neither end ever waits for the other to read.
+/// How many messages are in flight at once: few enough that both sockets hold them and their
+/// answers, however the kernel accounts for small ones, so that neither end ever waits for the
+/// other to read.
 const WINDOW: usize = 64;
 
-/// Sends IOTLB messages on a [`Frontend`]'s connection: from other threads too, also while the
-/// front end itself waits for an answer, as for a ring to stop.
+/// Sends IOTLB messages on a [`Frontend`]'s connection, from any thread, also while the front end
+/// itself waits for an answer, such as for a ring to stop.
 #[derive(Clone, Debug)]
 pub struct IotlbHandle {
     link: Arc<Link>,
 }
 
 impl IotlbHandle {
-    /// Updates and invalidations, in order, many under way at once; `Ok` once the back end has
-    /// carried all of them out. Needs ACCESS_PLATFORM (rule D1). An update must lie within memory
-    /// that was announced (rule D5).
+    /// Sends updates and invalidations, in order, many in flight at once; `Ok` once the back end
+    /// has carried all of them out. Needs ACCESS_PLATFORM (rule D1). An update must lie within
+    /// memory that was announced (rule D5).
     ///
-    /// Every IOTLB message has an answer (rule D13). Where REPLY_ACK was negotiated it is asked for
-    /// as well: some back ends give none otherwise.
+    /// Every IOTLB message has an answer (rule D13). Where REPLY_ACK was negotiated the message
+    /// asks for it as well: some back ends send none otherwise.
     ///
     /// # Errors
-    /// See [`FrontendError`]. [`FrontendError::Refused`]: those after the one that was refused may
-    /// have been carried out, or not.
+    /// See [`FrontendError`]. After [`FrontendError::Refused`], the messages behind the refused one
+    /// may or may not have been carried out.
     pub fn send(&self, messages: &[Iotlb]) -> Result<()> {
         let request = code::IOTLB_MSG;
         let (wires, ack) = self.check(messages)?;
@@ -52,11 +53,11 @@ impl IotlbHandle {
         Ok(())
     }
 
-    /// As [`send`](Self::send), without waiting: the messages go with the next [`flush`](Self::flush)
-    /// (or before the next request of another kind), all in one piece. Returns a ticket, that of the
-    /// last: the number of messages that were ever posted on this connection.
+    /// As [`send`](Self::send), without waiting: the messages go with the next
+    /// [`flush`](Self::flush) (or before the next request of another kind), all in one piece.
+    /// Returns the last one's ticket: how many messages were ever posted on this connection.
     ///
-    /// It waits only while more than 64 KiB found no room in the socket yet.
+    /// It waits only while more than 64 KiB are unsent because the socket has no room.
     ///
     /// # Errors
     /// See [`FrontendError`]. Nothing was posted.
@@ -65,18 +66,18 @@ impl IotlbHandle {
         self.link.post(&wires, ack)
     }
 
-    /// Whether the back end has answered the message of that ticket, and so all before it: an
-    /// invalidation is in force.
+    /// Whether the back end has answered the message with that ticket, and so all before it. An
+    /// invalidation is then in effect.
     #[inline]
     pub fn is_done(&self, ticket: u64) -> bool {
         self.link.done() >= ticket
     }
 
-    /// Sends what was posted, as far as there is room, and takes the answers that have come, without
-    /// waiting. To be called again and again while something is under way.
+    /// Sends what was posted, as far as there is room, and takes the answers that have come,
+    /// without waiting. Call it repeatedly while messages are in flight.
     ///
     /// # Errors
-    /// See [`FrontendError`]. [`FrontendError::Refused`]: a message that was posted; told once.
+    /// See [`FrontendError`]. [`FrontendError::Refused`]: of a posted message; reported once.
     pub fn flush(&self) -> Result<()> {
         self.link.flush()
     }
@@ -89,7 +90,7 @@ impl IotlbHandle {
         self.link.settle()
     }
 
-    /// The messages as they go over the wire, and whether their answers are asked for.
+    /// The messages in wire format, and whether they ask for answers.
     fn check(&self, messages: &[Iotlb]) -> Result<(Vec<IotlbWire>, bool)> {
         let request = code::IOTLB_MSG;
         let mut wires = Vec::with_capacity(messages.len());
@@ -117,7 +118,7 @@ impl IotlbHandle {
 }
 
 impl Frontend {
-    /// What sends IOTLB messages from other threads.
+    /// A handle that sends IOTLB messages from other threads.
     pub fn iotlb_handle(&self) -> IotlbHandle {
         IotlbHandle { link: Arc::clone(&self.link) }
     }

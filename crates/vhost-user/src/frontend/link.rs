@@ -1,4 +1,4 @@
-//! The connection itself, which several threads may ask on.
+//! The connection itself, on which several threads may make requests.
 
 mod posts;
 
@@ -28,16 +28,16 @@ use crate::{
 /// What IOTLB messages are checked against.
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// ACCESS_PLATFORM was settled on.
+    /// ACCESS_PLATFORM was negotiated.
     pub(super) translated: bool,
-    /// REPLY_ACK was settled on.
+    /// REPLY_ACK was negotiated.
     pub(super) acks: bool,
     /// The memory that was announced.
     pub(super) regions: Vec<Region>,
 }
 
-/// Answers come in the order of the requests: who asks takes a number, and reads when it is called.
-/// Those to [posted](Link::post) messages are read by whoever comes to them.
+/// Answers come in the order of the requests: a requester takes a number, and reads when it is that
+/// number's turn. Whichever thread gets to them reads the answers to [posted](Link::post) messages.
 #[derive(Debug)]
 pub(super) struct Link {
     channel: Channel,
@@ -61,7 +61,7 @@ pub(super) struct Outgoing {
     posts: u64,
     /// Which of the answers that did not come yet are to posted messages.
     posted: VecDeque<Range<u64>>,
-    /// The first non-zero answer to a posted message that nobody was told of.
+    /// The first non-zero answer to a posted message that was not reported yet.
     refused: Option<u64>,
 }
 
@@ -93,8 +93,8 @@ impl Link {
         lock(&self.state)
     }
 
-    /// Ends the connection, for every thread: nothing that comes after a fault can be trusted to
-    /// belong to a request of ours (rule D12).
+    /// Ends the connection, for every thread: after an error, bytes cannot be matched to our
+    /// requests (rule D12).
     pub(super) fn fail(&self, error: WireError) -> FrontendError {
         self.close();
         error.into()
@@ -106,8 +106,8 @@ impl Link {
         self.channel.close();
     }
 
-    /// Sends requests, to which `answers` answers will come; returns the first one's number.
-    /// Whoever sends must [`collect`](Self::collect) them.
+    /// Sends requests that get `answers` answers in all; returns the number of the first. The
+    /// caller must [`collect`](Self::collect) them.
     pub(super) fn send(
         &self,
         requests: &[Request],
@@ -146,12 +146,12 @@ impl Link {
         let mut answers = lock(&self.answers);
         while answers.came != first {
             if self.posted_next(&answers).is_some() {
-                // Who posted need not look before we are served. A failure closes the connection.
+                // A poster need not read before our turn. A failure closes the connection.
                 let _ = self.take_posted(&mut answers, true);
                 self.turn.notify_all();
                 continue;
             }
-            // Who reads now has a time limit, and so have all before us.
+            // The current reader has a time limit, and so have all before us.
             answers = self.turn.wait(answers).unwrap_or_else(|poisoned| poisoned.into_inner());
         }
         let mut result = Ok(());
@@ -162,7 +162,7 @@ impl Link {
                     false => self.answer(&mut answers.inbox, request).and_then(&mut each),
                 };
             }
-            // Even after a failure: others wait for their turn, to fail too.
+            // Even after a failure: other threads wait for their turn, to fail too.
             answers.came += 1;
         }
         drop(answers);
@@ -179,7 +179,7 @@ impl Link {
         }
     }
 
-    /// An answer's payload, which has no descriptors with it.
+    /// An answer's payload; descriptors with it are an error.
     pub(super) fn plain(&self, message: Message) -> Result<Vec<u8>> {
         let Message { header, payload, fds } = message;
         match fds.len() {

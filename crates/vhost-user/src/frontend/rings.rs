@@ -50,8 +50,8 @@ impl Frontend {
 
     /// SET_VRING_KICK: starts the ring. `None`: the back end polls.
     ///
-    /// Make event descriptors non-blocking: a careful back end does it otherwise, and as the two
-    /// processes share the open file, it changes for this one too.
+    /// Make event descriptors non-blocking: a careful back end does so otherwise, and as the two
+    /// processes share the open file, the flag then changes for this one too.
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -62,7 +62,8 @@ impl Frontend {
         })
     }
 
-    /// SET_VRING_CALL: what the back end notifies the driver with. `None`: the driver polls.
+    /// SET_VRING_CALL: the descriptor with which the back end notifies the driver. `None`: the
+    /// driver polls.
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -73,7 +74,7 @@ impl Frontend {
         })
     }
 
-    /// SET_VRING_ERR: what the back end tells with that the ring is broken.
+    /// SET_VRING_ERR: the descriptor with which the back end signals that the ring is broken.
     ///
     /// # Errors
     /// See [`FrontendError`].

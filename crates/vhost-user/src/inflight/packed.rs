@@ -69,16 +69,16 @@ impl RingPos {
     }
 }
 
-/// What a packed ring's queue has in flight, noted for the next process.
+/// A packed ring's in-flight entries, recorded for the next process.
 ///
-/// [`take`](Self::take) each buffer before it is carried out; [`complete`](Self::complete) it before
-/// the driver is shown, and show it in [`publish`](Self::publish).
+/// Call [`take`](Self::take) for each buffer before it is carried out, [`complete`](Self::complete)
+/// before the driver sees it, and show it in [`publish`](Self::publish).
 #[derive(Debug)]
 pub struct PackedInflight {
     part: Part,
     counter: u64,
     free_head: u16,
-    /// Of each entry, as it was written: a peer may change what stands in the region.
+    /// Of each entry, as it was written: a peer may change the region.
     links: Box<[Link]>,
     used: RingPos,
     available: RingPos,
@@ -120,7 +120,7 @@ impl PackedInflight {
         if now != old {
             let flags = flags_at(old.index) & (AVAIL | USED_BIT);
             let available = if old.wrap { AVAIL } else { USED_BIT };
-            // The driver was shown a batch: what was noted of it holds.
+            // The driver was shown the batch: what was recorded of it holds.
             if flags != available {
                 free_head = part.get16(FREE_HEAD);
                 part.put16(OLD_FREE_HEAD, free_head);
@@ -128,7 +128,7 @@ impl PackedInflight {
                 used = now;
             }
         }
-        // What was begun and not finished never was.
+        // An unfinished take or completion is undone.
         part.put16(FREE_HEAD, free_head);
         Self::put_used(&part, used, used);
 
@@ -219,8 +219,8 @@ impl PackedInflight {
         half(self.available) | half(self.used) << 16
     }
 
-    /// A buffer of these descriptors is taken; to be called before it has any effect. Returns its
-    /// entry; `None` if there are more descriptors in flight than a ring has, or none.
+    /// Takes a buffer of these descriptors; call it before the buffer has any effect. Returns its
+    /// entry; `None` if `descriptors` is empty, or more would be in flight than the ring has.
     pub fn take(&mut self, descriptors: &[PackedDescriptor]) -> Option<u16> {
         let size = self.part.size;
         let free = core::iter::successors(Some(self.free_head), |&index| {
@@ -253,13 +253,13 @@ impl PackedInflight {
         }
         self.links[usize::from(slot)].num = descriptors.len() as u16;
         self.available = self.available.advance(descriptors.len() as u16, size);
-        // Before this, the buffer was not taken.
+        // Before this store, the buffer counts as not taken.
         self.part.put16(OLD_FREE_HEAD, self.free_head);
         Some(slot)
     }
 
-    /// The buffer of this entry is done; its used descriptor will be among those that the next
-    /// [`publish`](Self::publish) shows.
+    /// Completes the buffer of this entry; the next [`publish`](Self::publish) shows its used
+    /// descriptor.
     pub fn complete(&mut self, slot: u16) {
         if let Some(link) = self.links.get_mut(usize::from(slot))
             && link.num != 0

@@ -17,14 +17,14 @@ fn entry(head: u16) -> usize {
     HEAD + usize::from(head) * ENTRY
 }
 
-/// What a split ring's queue has in flight, noted for the next process.
+/// A split ring's in-flight entries, recorded for the next process.
 ///
-/// [`take`](Self::take) each chain before it is carried out; [`complete`](Self::complete) it before
-/// its element of the used ring is shown to the driver, and show it in [`publish`](Self::publish).
+/// Call [`take`](Self::take) for each chain before it is carried out, [`complete`](Self::complete)
+/// before the driver sees its element of the used ring, and show it in [`publish`](Self::publish).
 #[derive(Debug)]
 pub struct SplitInflight {
     part: Part,
-    /// Orders what is taken.
+    /// Orders the entries that are taken.
     counter: u64,
     last_batch_head: u16,
     /// Completed, not published.
@@ -86,7 +86,7 @@ impl SplitInflight {
         self.base
     }
 
-    /// The chain with this head is taken; to be called before it has any effect. A head beyond the
+    /// Takes the chain with this head; call it before the chain has any effect. A head beyond the
     /// queue's size is ignored.
     #[inline]
     pub fn take(&mut self, head: u16) {
@@ -98,8 +98,8 @@ impl SplitInflight {
         self.part.put8(entry(head) + INFLIGHT, 1);
     }
 
-    /// The chain with this head is done; its element of the used ring will be among those that the
-    /// next [`publish`](Self::publish) shows.
+    /// Completes the chain with this head; the next [`publish`](Self::publish) shows its element of
+    /// the used ring.
     #[inline]
     pub fn complete(&mut self, head: u16) {
         if head < self.part.size && self.batch.len() < usize::from(self.part.size) {

@@ -10,11 +10,11 @@ use proptest::prelude::*;
 use super::*;
 
 thread_local! {
-    /// How many stores this thread has left to live for; `None`: for ever.
+    /// How many stores this thread may still do before it dies; `None`: no limit.
     static STORES: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
-/// One store is due: whether it is still done.
+/// Counts a store that is due; returns whether it is still done.
 pub(super) fn alive() -> bool {
     STORES.with(|stores| match stores.get() {
         None => true,
@@ -26,7 +26,7 @@ pub(super) fn alive() -> bool {
     })
 }
 
-/// From now on, this thread lives for so many stores.
+/// From now on, this thread dies after so many stores.
 fn live_for(stores: Option<u32>) {
     STORES.with(|left| left.set(stores));
 }
@@ -65,7 +65,7 @@ fn a_device_has_a_word_of_its_own_where_there_is_room_for_it() {
     let mut queue = again(bytes + ALIGN).split(1, 0).unwrap().0;
     (0..64).for_each(|head| queue.take(head));
     assert_eq!(again(bytes + ALIGN).note(), u64::MAX - 7, "a queue wrote there");
-    // Of a program that has none.
+    // A region of a program without a note.
     let other = again(bytes);
     other.set_note(1);
     assert_eq!((other.note(), made.note()), (0, u64::MAX - 7));
@@ -124,7 +124,7 @@ fn a_split_part_lies_as_the_protocol_says() {
     assert_eq!((entry(3), entry(2)), ((0, 0, 0), (0, 3, 2)));
 }
 
-/// What a device does; the numbers choose among what there is.
+/// A step of the device; the numbers choose among the possible chains.
 #[derive(Clone, Debug)]
 enum Step {
     Take(u8),
@@ -141,7 +141,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 const SIZE: u16 = 8;
 
-/// The driver's side of a split ring: what it offered, in order, and what it was shown.
+/// The driver's side of a split ring: the chains it offered, in order, and those shown as done.
 struct Ring {
     /// The heads of all chains ever offered.
     offered: Vec<u16>,
@@ -169,7 +169,7 @@ proptest! {
             drop(region.split(0, ring.used_idx).unwrap());
             live_for(None);
             let (mut queue, heads) = region.split(0, ring.used_idx).unwrap();
-            // Taken, not shown: all up to where the ring goes on.
+            // All chains that were taken and not shown, up to where the ring goes on.
             let base = usize::from(queue.base().wrapping_sub(start));
             let expected: Vec<u16> =
                 (0..base).filter(|at| !ring.shown.contains(at)).map(|at| ring.offered[at]).collect();
@@ -226,7 +226,7 @@ proptest! {
                 }
             }
             live_for(None);
-            // What was taken for good is not forgotten, and what was never offered is not there.
+            // A completed take is not forgotten, and what was never offered does not appear.
             let (queue, _) = region.split(0, ring.used_idx).unwrap();
             let base = usize::from(queue.base().wrapping_sub(start));
             prop_assert!(base >= next && base <= begun.max(next), "{} {} {}", next, base, begun);
@@ -253,7 +253,7 @@ proptest! {
         let available = |wrap| if wrap { 1 << 7 } else { 1u16 << 15 };
         let used = |wrap| if wrap { 1 << 7 | 1 << 15 } else { 0u16 };
         for at in 0..usize::from(SIZE) {
-            // As the lap before left them.
+            // As the previous lap left them.
             let (index, wrap) = place(at);
             flags[index] = used(!wrap);
         }
@@ -371,7 +371,7 @@ proptest! {
             if let Ok((mut queue, buffers)) = region.packed(0, 0, |_| flags) {
                 let in_flight: usize = buffers.iter().map(|b| b.descriptors.len()).sum();
                 prop_assert!(in_flight <= usize::from(SIZE));
-                // What is damaged later is not looked at.
+                // Later damage to the region is not read.
                 bytes.iter().for_each(|&(at, byte)| part.put8(at % len, !byte));
                 let descriptors = [PackedDescriptor::default(); SIZE as usize + 1];
                 for num in 0..=descriptors.len() {

@@ -37,7 +37,7 @@ impl Request {
                 let StateWire { ring, num } = wire.read()?;
                 Request::SetVringBase { ring, base: num }
             }
-            // What stands in the other half of the request means nothing.
+            // The other half of the request means nothing.
             code::GET_VRING_BASE => Request::GetVringBase { ring: wire.read::<StateWire>()?.ring },
             code::SET_VRING_KICK => {
                 let (ring, fd) = wire.ring_fd()?;
@@ -83,7 +83,7 @@ impl Request {
                 let LogWire { len, offset } = wire.read()?;
                 Request::SetLogBase { len, offset }
             }
-            // Some senders leave a word here that means nothing.
+            // Some senders add a word that means nothing.
             code::SET_LOG_FD if payload.len() == 8 => Request::SetLogFd,
             code::SET_LOG_FD => wire.empty(Request::SetLogFd)?,
             code::SEND_RARP => {

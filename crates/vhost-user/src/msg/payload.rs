@@ -46,7 +46,7 @@ impl<'p> Payload<'p> {
         T::try_from(word).map_err(|_| self.value(field, word))
     }
 
-    /// What an empty payload stands for.
+    /// Checks that the payload is empty; returns `meaning`.
     pub(super) fn empty<T>(&self, meaning: T) -> Result<T, WireError> {
         if self.payload.is_empty() { Ok(meaning) } else { Err(self.size()) }
     }
@@ -65,7 +65,7 @@ impl<'p> Payload<'p> {
         if count == 0 || count > MAX_TABLE_REGIONS {
             return Err(self.value("regions", count as u64));
         }
-        // User-Mode Linux sends a table of two, however many it fills: what is beyond means nothing.
+        // User-Mode Linux sends a table of two, however many it fills: the rest means nothing.
         let places = rest.len() / size_of::<RegionWire>();
         if rest.len() % size_of::<RegionWire>() != 0
             || !(count..=MAX_TABLE_REGIONS).contains(&places)

@@ -31,7 +31,7 @@ pub enum Request {
     SetVringBase { ring: u32, base: u32 },
     /// GET_VRING_BASE: answered by the ring and its base.
     GetVringBase { ring: u32 },
-    /// SET_VRING_KICK, with a descriptor or with the note that there is none.
+    /// SET_VRING_KICK, with a descriptor or with NO_FD.
     SetVringKick { ring: u8, fd: bool },
     /// SET_VRING_CALL.
     SetVringCall { ring: u8, fd: bool },
@@ -55,7 +55,7 @@ pub enum Request {
     SetConfig { offset: u32, why: ConfigWrite, data: Vec<u8> },
     /// SET_LOG_BASE, with a descriptor: `len` bytes of a file, from `offset`, are the dirty log.
     SetLogBase { len: u64, offset: u64 },
-    /// SET_LOG_FD, with a descriptor: what tells the front end that something was logged.
+    /// SET_LOG_FD, with the descriptor that signals to the front end that something was logged.
     SetLogFd,
     /// SEND_RARP: the guest with this address is here now.
     SendRarp([u8; 6]),

@@ -84,7 +84,7 @@ proptest! {
     ) {
         if let Ok(request) = Request::parse(code, &payload) {
             prop_assert_eq!(request.code(), code);
-            // What is not said in a request means nothing, so compare only what is.
+            // The rest of the payload means nothing, so compare only what a request holds.
             prop_assert_eq!(Request::parse(code, &request.payload()).unwrap(), request);
         }
     }

@@ -1,4 +1,4 @@
-//! What the front end answers on the back end's channel, read by a thread of its own.
+//! The front end's answers on the back end's channel, read by a thread of its own.
 
 use std::{
     io,
@@ -13,10 +13,10 @@ use crate::{BackendChannel, Iotlb, WireError};
 
 /// Reads a channel until it is dropped, which hangs up.
 ///
-/// The front end may have our end of the channel too, and the kernel lets one receive at a time: one that
-/// never gets its memory holds up the others for as long as the front end likes, and no signal ends that. So
-/// the thread that serves does not receive; the thread that does is waited for by the connection's
-/// [`Closer`](ringfence_run::Closer).
+/// The front end may have our end of the channel too, and the kernel lets one receive run at a
+/// time: a receive that never gets its memory holds up the others for as long as the front end
+/// likes, and no signal ends that. So the thread that serves does not receive, and the connection's
+/// [`Closer`](ringfence_run::Closer) waits for the thread that does.
 #[derive(Debug)]
 pub(super) struct Answers {
     channel: Arc<BackendChannel>,
@@ -50,15 +50,15 @@ impl Answers {
         &self.channel
     }
 
-    /// Calls `each` for every answer that has come: to what, with which number, and whether the front end
-    /// could do what it was asked.
+    /// Calls `each` for every answer that has come: with its message and number, and whether the
+    /// front end could do it.
     ///
     /// # Errors
-    /// The front end hung up, or answered what was not asked.
+    /// The front end hung up, or sent an answer that no message asked for.
     pub(super) fn take(&self, mut each: impl FnMut(Iotlb, u64, bool)) -> Result<(), WireError> {
-        // It is empty if another look has found what it told of.
+        // It is empty if an earlier call has taken the answers that it announced.
         let _ = rustix::io::read(&self.news, &mut [0; 8]);
-        // What came before the end is there when the end is.
+        // Answers that came before the end are stored before the end is.
         let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.channel.take_answers().into_iter().for_each(|(asked, number, done)| {
             each(asked, number, done);
@@ -82,7 +82,7 @@ impl Drop for Answers {
     }
 }
 
-/// A thread that is waited for when this is dropped.
+/// Joins the thread when dropped.
 struct Joined(Option<JoinHandle<()>>);
 
 impl Drop for Joined {

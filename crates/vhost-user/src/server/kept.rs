@@ -1,4 +1,4 @@
-//! What a server keeps of a connection for whoever goes on with it.
+//! What a server keeps of a connection for the process that takes over.
 
 use std::{
     fmt, io,
@@ -16,17 +16,18 @@ use crate::{
     msg::{self, Inflight, Request},
 };
 
-/// For whoever goes on.
+/// The state kept for a successor.
 pub(super) struct Kept {
     pub(super) keeper: Box<dyn Keeper>,
     /// Readable once the connection is to be left to another process.
     pub(super) leave: Arc<OwnedFd>,
     held: KeptFds,
-    /// Whether something else holds than was kept last.
+    /// Whether the state has changed since it was last kept.
     changed: bool,
 }
 
-/// What the state of the server does not tell: descriptors, each a duplicate of what the device has.
+/// State that the server does not have itself: descriptors, each a duplicate of the device's, and
+/// the MTU.
 #[derive(Default)]
 struct KeptFds {
     regions: Vec<(Region, PeerFd)>,
@@ -71,7 +72,8 @@ impl Kept {
 }
 
 impl KeptFds {
-    /// A request was carried out; `fds` are duplicates of what came with it. Whether that changes what holds.
+    /// Records a request that was carried out; `fds` are duplicates of its descriptors. Returns
+    /// whether the state has changed.
     fn note(&mut self, request: Request, mut fds: Vec<PeerFd>) -> bool {
         match request {
             Request::SetMemTable(regions) => {
@@ -102,7 +104,7 @@ impl KeptFds {
             Request::SetVringErr { ring, .. } => {
                 self.rings[usize::from(ring)].err = fds.pop();
             }
-            // Of these nothing is left to hold.
+            // These leave no state.
             Request::GetFeatures
             | Request::GetProtocolFeatures
             | Request::GetQueueNum
@@ -111,11 +113,11 @@ impl KeptFds {
             | Request::GetStatus
             | Request::SendRarp(_)
             | Request::Iotlb(_) => return false,
-            // Nor after these.
+            // These remove state.
             Request::ResetOwner | Request::ResetDevice | Request::SetStatus(0) => {
                 (self.inflight, self.mtu) = (None, None);
             }
-            // The server has them.
+            // The server has their state.
             _ => {}
         }
         true
@@ -123,8 +125,8 @@ impl KeptFds {
 }
 
 impl<H: Handler> Server<H> {
-    /// Has `keeper` told, from now on, what another process needs to go on with this connection. To be called before
-    /// it is served.
+    /// From now on `keeper` gets what another process needs to take over this connection. To be
+    /// called before the connection is served.
     ///
     /// # Errors
     /// No descriptor is left.
@@ -133,18 +135,18 @@ impl<H: Handler> Server<H> {
         Ok(())
     }
 
-    /// Goes on with a connection that another server has [left](crate::Shutdown::leave), or that was served by a
-    /// process that is dead, from what was [kept](Keeper) of it. [`serve`](Self::serve) does all of it again before it
-    /// looks for requests: the memory is mapped, and rings that ran run.
+    /// Takes over a connection that another server has [left](crate::Shutdown::leave), or that a
+    /// dead process served, from its [kept](Keeper) state. [`serve`](Self::serve) restores it
+    /// before it looks for requests: the memory is mapped, and rings that ran run.
     pub fn resume(&mut self, saved: SavedConnection) {
         self.saved = Some(saved);
     }
 
-    /// Does again what the front end had said.
+    /// Restores the saved state.
     pub(super) fn do_again(&mut self) -> Result<(), Failure> {
         let Some(saved) = self.saved.take() else { return Ok(()) };
         if let Some(kept) = &mut self.kept {
-            // Rings that run move on: where they stood is not said any more.
+            // Running rings move on: their positions are no longer kept.
             kept.keeper.keep(Some(&saved.astray()));
         }
         self.rings.iter_mut().for_each(|ring| ring.lost = true);
@@ -161,7 +163,7 @@ impl<H: Handler> Server<H> {
         Ok(())
     }
 
-    /// Carries out a request and keeps what holds of it.
+    /// Carries out a request and records its effect on the state.
     pub(super) fn carry_out_kept(
         &mut self,
         request: Request,
@@ -186,7 +188,7 @@ impl<H: Handler> Server<H> {
         outcome
     }
 
-    /// The back end's channel is no more.
+    /// Drops the back end's channel.
     pub(super) fn lose_channel(&mut self) {
         self.backend = None;
         if let Some(kept) = &mut self.kept {
@@ -195,7 +197,7 @@ impl<H: Handler> Server<H> {
         }
     }
 
-    /// Nothing is under way: what holds is kept, if that is something else than before.
+    /// No request is in progress: keeps the state, if it has changed.
     pub(super) fn settle(&mut self) {
         let Some(mut kept) = self.kept.take() else { return };
         if std::mem::take(&mut kept.changed) {
@@ -208,8 +210,8 @@ impl<H: Handler> Server<H> {
         self.kept = Some(kept);
     }
 
-    /// All rings are stopped, of which those in `ran` are to run again elsewhere; so many answers are `to_come` on the
-    /// back end's channel.
+    /// All rings are stopped; those in `ran` are to run again in the successor. `to_come` is the
+    /// number of answers that are still to come on the back end's channel.
     pub(super) fn keep_stopped(&mut self, ran: &[bool], to_come: Option<u32>) {
         let Some(mut kept) = self.kept.take() else { return };
         for (ring, &ran) in self.rings.iter_mut().zip(ran) {
@@ -220,7 +222,7 @@ impl<H: Handler> Server<H> {
         self.kept = Some(kept);
     }
 
-    /// What holds, as requests. Of rings that are `astray` it is not said where they stand.
+    /// The state, as requests. Rings that are `astray` get no base.
     fn state<'k>(
         &self,
         kept: &'k KeptFds,
@@ -234,7 +236,7 @@ impl<H: Handler> Server<H> {
         if let Some(protocol) = self.protocol {
             say(Request::SetProtocolFeatures(protocol), None);
         }
-        // Before the driver has settled there is nothing to say, and devices refuse to settle on nothing.
+        // Before feature negotiation there is nothing to restore, and devices refuse an empty set.
         if self.features != 0 {
             say(Request::SetFeatures(self.features & !msg::F_LOG_ALL), None);
         }

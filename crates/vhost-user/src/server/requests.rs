@@ -13,7 +13,7 @@ use crate::{
 };
 
 impl<H: Handler> Server<H> {
-    /// Refuses what was not negotiated.
+    /// Refuses requests that need features that were not negotiated.
     pub(super) fn permit(&self, request: &Request) -> Result<(), WireError> {
         let protocol = self.protocol.unwrap_or(ProtocolFeatures::empty());
         let permitted = match request {
@@ -139,7 +139,7 @@ impl<H: Handler> Server<H> {
             }
             Request::SetVringKick { ring, .. } => {
                 let ring = self.ring(code, ring.into())?;
-                // Reads and waits on anything else may block, or never end.
+                // Reads and waits on any other file may block, or never end.
                 let kick = fds.pop();
                 if kick.as_ref().is_some_and(|kick| !kick.is_eventfd()) {
                     let why = format!("the kick of ring {ring} is no eventfd");
@@ -172,8 +172,8 @@ impl<H: Handler> Server<H> {
                 self.handler.set_backend_channel(channel)?;
                 self.backend = Some(answers);
             }
-            // It has come by itself or in company, and was carried out then, unless descriptors came
-            // with it or ACCESS_PLATFORM is missing, which end the connection.
+            // IOTLB messages were carried out before this, unless descriptors came with one or
+            // ACCESS_PLATFORM is missing, which end the connection.
             Request::Iotlb(_) => return Err(state("an IOTLB message out of its place").into()),
             Request::SetLogBase { len, offset } => {
                 let fd = fds.pop().ok_or(state("a log without a descriptor"))?;
@@ -181,7 +181,7 @@ impl<H: Handler> Server<H> {
                 self.set_log(
                     SharedFile::map(fd.as_fd(), offset, len).map_err(HandlerError::from)?,
                 )?;
-                // Always answered. Front ends do not look at what it says: a log that cannot be had
+                // Always answered. Front ends ignore the answer's value: a log that cannot be used
                 // ends the connection.
                 return word(0);
             }
@@ -203,7 +203,7 @@ impl<H: Handler> Server<H> {
                 return Ok(match made {
                     Ok((region, fd)) => Outcome::ReplyFd(msg::inflight(&region.place()), fd),
                     Err(why) => {
-                        // No bytes: the front end goes on without.
+                        // A length of 0: the front end goes on without a region.
                         self.handler.refused(code, &HandlerError::from(why));
                         Outcome::Reply(msg::inflight(&msg::Inflight { len: 0, ..place }))
                     }
@@ -248,7 +248,7 @@ impl<H: Handler> Server<H> {
         self.log.as_ref().map_or(0, |log| log.len())
     }
 
-    /// Refuses to map more than may be. What a region in a file that is none of memory would take counts as well.
+    /// Refuses to map more than the limit. A region whose file is no memory counts as well.
     fn admit<'r>(
         &self,
         regions: impl Iterator<Item = &'r Region>,
@@ -262,7 +262,7 @@ impl<H: Handler> Server<H> {
     }
 }
 
-/// How many bytes regions and a log have together.
+/// The total size of regions and a log, in bytes.
 pub(super) fn bytes<'r>(regions: impl Iterator<Item = &'r Region>, log: u64) -> u64 {
     regions.fold(log, |sum, region| sum.saturating_add(region.size))
 }
@@ -271,7 +271,7 @@ fn word(word: u64) -> Result<Outcome, Failure> {
     Ok(Outcome::Reply(word.to_ne_bytes().to_vec()))
 }
 
-/// What the virtio specification (2.7) asks of the areas of a split ring; a packed ring's must be
+/// The virtio specification's alignment (2.7) of a split ring's areas; a packed ring's must be
 /// aligned at least as much.
 fn aligned(request: u32, addresses: &RingAddresses) -> Result<(), WireError> {
     for (field, value, align) in [

@@ -56,8 +56,8 @@ impl<H: Handler> Server<H> {
         Ok(started?)
     }
 
-    /// Compares what several messages have said of a ring, which may have come in any order: the size
-    /// and the base were right for what was known when each of them came.
+    /// Cross-checks what several messages, which may have come in any order, have set for a ring:
+    /// the size and the base were valid given what was known when each of them came.
     fn suits(&self, request: u32, size: u16, base: u32) -> Result<(), WireError> {
         let value = |field, value| Err(WireError::Value { request, field, value });
         if !self.is_packed() {
@@ -68,14 +68,14 @@ impl<H: Handler> Server<H> {
                 return value("the base of a split ring", base.into());
             }
         } else if [base, base >> 16].into_iter().any(|place| place & 0x7fff >= size.into()) {
-            // How far its places may be from each other is the ring's to say.
+            // The ring checks how far its places may be from each other.
             return value("a base with a place beyond the packed ring", base.into());
         }
         Ok(())
     }
 
-    /// Stops a ring, if it runs, and remembers where. A device that cannot is not asked again: another
-    /// request that needs the ring stopped would be answered as if it were.
+    /// Stops a ring, if it runs, and records its position. A device that fails to stop it is not
+    /// asked again: another request that needs the ring stopped would then succeed.
     pub(super) fn stop(&mut self, ring: usize) -> Result<(), Failure> {
         if self.rings[ring].running {
             self.rings[ring].running = false;
@@ -111,7 +111,7 @@ impl<H: Handler> Server<H> {
         Ok(self.handler.reset()?)
     }
 
-    /// Reads an IOTLB message, and compares it with the memory (rule D14).
+    /// Reads an IOTLB message, and checks it against the memory (rule D14).
     pub(super) fn read_iotlb(&self, message: &IotlbWire) -> Result<Iotlb, HandlerError> {
         let message = message.parse()?;
         match message {
@@ -129,7 +129,7 @@ impl<H: Handler> Server<H> {
         Ok(message)
     }
 
-    /// SET_VRING_ADDR for a running ring: a front end that begins to log says again where it is.
+    /// SET_VRING_ADDR for a running ring: a front end that begins to log sends the addresses again.
     pub(super) fn move_ring(
         &mut self,
         ring: usize,
@@ -174,7 +174,7 @@ impl<H: Handler> Server<H> {
         Ok(())
     }
 
-    /// SET_LOG_BASE: writes go there from now on, if they are logged.
+    /// SET_LOG_BASE: writes are logged there from now on, if logging is on.
     pub(super) fn set_log(&mut self, file: SharedFile) -> Result<(), HandlerError> {
         let log = Arc::new(DirtyLog::new(file, self.handler.log_index()));
         if self.features & msg::F_LOG_ALL != 0 {
@@ -190,7 +190,7 @@ impl<H: Handler> Server<H> {
         self.mapped.store(mapped, Ordering::Relaxed);
     }
 
-    /// Checks how many queues of which size an in-flight region is for.
+    /// Checks the number and the size of the queues that an in-flight region is for.
     pub(super) fn inflight_shape(
         &self,
         request: u32,
@@ -210,7 +210,8 @@ impl<H: Handler> Server<H> {
         self.features & msg::F_RING_PACKED != 0
     }
 
-    /// The device may send messages of its own while a ring runs (rule D27), or is about to.
+    /// Sets whether the device may send messages of its own: while a ring runs, or is about to
+    /// (rule D27).
     fn speak(&self, now: bool) {
         if let Some(backend) = &self.backend {
             backend.channel().set_silent(!now && !self.rings.iter().any(|ring| ring.running));

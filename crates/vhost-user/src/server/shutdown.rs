@@ -14,14 +14,14 @@ use rustix::{
     net,
 };
 
-/// A handle on a connection: ends its [`Server::serve`](crate::Server::serve) from another thread, and says whether the front
-/// end is there.
+/// A handle on a connection: ends its [`Server::serve`](crate::Server::serve) from another thread,
+/// and reports whether the front end is there.
 #[derive(Clone, Debug)]
 pub struct Shutdown {
     pub(super) stopping: Arc<AtomicBool>,
     pub(super) stream: Arc<PeerFd>,
     pub(super) mapped: Arc<AtomicU64>,
-    /// What is written to for [`leave`](Self::leave).
+    /// The eventfd to which [`leave`](Self::leave) writes.
     pub(super) leave: Option<Arc<OwnedFd>>,
 }
 
@@ -33,9 +33,10 @@ impl Shutdown {
         let _ = net::shutdown(&*self.stream, net::Shutdown::Both);
     }
 
-    /// Leaves the connection to another process: once no request is under way, `serve` stops all rings, has it
-    /// [kept](crate::Keeper) where they stand and returns `Ok`, and the front end notices nothing. Without a keeper,
-    /// or if the device [cannot be resumed](crate::Handler::can_be_resumed), the connection ends.
+    /// Leaves the connection to another process: once no request is in progress, `serve` stops all
+    /// rings, has the [keeper](crate::Keeper) record their positions and returns `Ok`, and the
+    /// front end notices nothing. Without a keeper, or if the device [cannot be
+    /// resumed](crate::Handler::can_be_resumed), the connection ends.
     pub fn leave(&self) {
         match &self.leave {
             // It is never full.
@@ -54,9 +55,10 @@ impl Shutdown {
         self.mapped.load(Ordering::Relaxed)
     }
 
-    /// Whether no answer reaches the front end any more: it has hung up, or the connection was ended at
-    /// this end. What a device waits for without a limit ([`Handler::iotlb`](crate::Handler::iotlb),
-    /// [`Handler::stop_ring`](crate::Handler::stop_ring)) it waits for until then.
+    /// Whether no answer can reach the front end any more: it has hung up, or the connection was
+    /// ended at this end. A device that waits without a time-out
+    /// ([`Handler::iotlb`](crate::Handler::iotlb),
+    /// [`Handler::stop_ring`](crate::Handler::stop_ring)) waits until then.
     pub fn is_over(&self) -> bool {
         let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

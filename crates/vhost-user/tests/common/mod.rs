@@ -1,4 +1,4 @@
-//! A device that writes down what it is asked, and a connection to it.
+//! A device that records the calls it gets, and a connection to it.
 #![allow(dead_code, reason = "each test uses its part")]
 
 use ringfence_mem::{Access, DirtyLog, Memory};
@@ -25,7 +25,7 @@ use zerocopy::IntoBytes;
 
 pub(crate) const VERSION_1: u64 = 1 << 32;
 
-/// What a device was asked.
+/// A call that a device got.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Event {
     Features(u64),
@@ -67,21 +67,21 @@ pub(crate) struct Device {
     pub(crate) together: Vec<usize>,
     /// How many IOTLB messages have taken effect.
     pub(crate) carried_out: Arc<AtomicU64>,
-    /// How many of them had when it was last told that no more are there.
+    /// How many of them had taken effect at the last call of `settled`.
     pub(crate) settled: Arc<AtomicU64>,
     /// How many answers came on the channel.
     pub(crate) answered: Arc<AtomicU64>,
     /// How many channels the front end has closed.
     pub(crate) lost: Arc<AtomicU64>,
-    /// Whether the end of a connection is written down.
+    /// Whether the end of a connection is recorded.
     pub(crate) notes_end: bool,
-    /// What is done when a ring is asked to stop.
+    /// What the device does when a ring is to stop.
     pub(crate) on_stop: Option<fn(&mut Device)>,
     /// Whether rings start.
     pub(crate) refuses_rings: bool,
-    /// What is asked of the front end, with an answer, when a ring starts.
+    /// The IOVA of the miss that the device sends, asking for an answer, when a ring starts.
     pub(crate) asks: Option<u64>,
-    /// What `stop_ring` says; `None`: that it cannot.
+    /// The result of `stop_ring`; `None`: an error.
     pub(crate) stopped_at: Option<u32>,
 }
 
@@ -193,7 +193,7 @@ impl Handler for Device {
         outcomes.extend(messages.iter().map(|message| self.iotlb(*message)));
     }
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
-        // An answer that does not wait for this comes before it.
+        // An answer that does not wait for this call comes before it.
         thread::yield_now();
         self.carried_out.fetch_add(1, Ordering::Relaxed);
         self.note(Event::Iotlb(message))
@@ -247,7 +247,7 @@ impl Handler for Device {
 /// How serving ended, and the device.
 pub(crate) type Served = JoinHandle<(Result<(), ServeError>, Device)>;
 
-/// Serves the device on a thread; the other end of the connection is returned.
+/// Serves the device on a thread; returns the other end of the connection.
 pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let served = thread::spawn(move || {
@@ -258,7 +258,7 @@ pub(crate) fn serve(device: Device) -> (UnixStream, Served) {
     (ours, served)
 }
 
-/// The same, with a front end on the other end that has not said anything yet.
+/// The same, with a front end on the other end that has not sent anything yet.
 pub(crate) fn connect(device: Device) -> (Frontend, Served) {
     let (stream, served) = serve(device);
     (Frontend::new(end(stream), LONG), served)
@@ -273,9 +273,10 @@ pub(crate) fn alone() -> MutexGuard<'static, ()> {
     LOCK.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// How many descriptors this process has of what connections are made of and messages carry: sockets,
-/// events, pipes, memory. Files that have a path are not counted: the back trace of another test that
-/// fails meanwhile opens some, and so does looking here. What is being closed is waited for.
+/// How many descriptors this process has of the kinds that connections use and messages carry:
+/// sockets, events, pipes, memory. Files that have a path are not counted: the back trace of
+/// another test that fails meanwhile opens some, and so does this count. Waits for descriptors that
+/// are being closed.
 pub(crate) fn open_fds() -> usize {
     let begun = Instant::now();
     while !closer().is_idle() {
@@ -283,7 +284,7 @@ pub(crate) fn open_fds() -> usize {
         thread::yield_now();
     }
     let fds = std::fs::read_dir("/proc/self/fd").unwrap();
-    // One that is closed by now is a file of another thread.
+    // A descriptor that is closed by now is a file of another thread.
     let targets = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
     let named = |target: &std::path::PathBuf| {
         target.starts_with("/") && !target.to_string_lossy().starts_with("/memfd:")
@@ -291,7 +292,7 @@ pub(crate) fn open_fds() -> usize {
     targets.filter(|target| !named(target)).count()
 }
 
-/// A socket whose other end a peer has, closed by the one closer of all.
+/// A socket whose other end a peer has, closed by the tests' one closer.
 pub(crate) fn end(stream: UnixStream) -> PeerFd {
     PeerFd::new(stream, closer())
 }
@@ -310,7 +311,7 @@ pub(crate) fn message(request: &Request, need_reply: bool) -> Vec<u8> {
     bytes(Header::request(request.code(), need_reply, payload.len()), &payload)
 }
 
-/// Sends bytes with descriptors; that the peer has hung up already is no error.
+/// Sends bytes with descriptors; it is no error if the peer has hung up already.
 pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
     let mut control = SendAncillaryBuffer::new(&mut space);

@@ -25,16 +25,16 @@ impl<D> Clone for Binding<D> {
     }
 }
 
-/// What is known of an endpoint.
+/// What the device knows of an endpoint.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EndpointInfo {
-    /// Regions that are not for mapping: PROBE tells of them, and MAP there is refused. They must
+    /// Regions that are not for mapping: PROBE reports them, and MAP there is refused. They must
     /// not overlap, and at most one is for MSI (rule V27).
     pub reserved: Vec<ReservedRegion>,
 }
 
 impl EndpointInfo {
-    /// Whether PROBE can tell of the regions: none overlaps another, at most one is for MSI.
+    /// Whether PROBE can report the regions: none overlaps another, at most one is for MSI.
     pub fn is_consistent(&self) -> bool {
         let msis = self.reserved.iter().filter(|region| region.kind == ReservedKind::Msi).count();
         let mut ranges: Vec<_> = self.reserved.iter().map(|region| region.range).collect();
@@ -64,14 +64,13 @@ pub trait Backing: Send + Sync {
 
     /// Puts an endpoint somewhere else. When it returns, lookups that begin use the new binding;
     /// those that began before, and what they cached, are dealt with by
-    /// [`sync_binding_begin`](Self::sync_binding_begin). An endpoint that is not known is none of the
-    /// backing's concern.
+    /// [`sync_binding_begin`](Self::sync_binding_begin). The backing ignores an unknown endpoint.
     ///
     /// # Errors
-    /// It cannot go there, and is where it was. A request that wanted it there is answered with
-    /// NOMEM for [`NoMemory`](ringfence_iommu::Error::NoMemory) and
-    /// [`Full`](ringfence_iommu::Error::Full), with DEVERR for
-    /// [`Gone`](ringfence_iommu::Error::Gone), and otherwise with UNSUPP (rules V11, V12).
+    /// It cannot go there, and is where it was. The request is answered with NOMEM for
+    /// [`NoMemory`](ringfence_iommu::Error::NoMemory) and [`Full`](ringfence_iommu::Error::Full),
+    /// with DEVERR for [`Gone`](ringfence_iommu::Error::Gone), and otherwise with UNSUPP (rules
+    /// V11, V12).
     fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()>;
 
     /// Starts to invalidate what was cached of the binding that `endpoint` had before.

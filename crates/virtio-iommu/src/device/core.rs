@@ -62,13 +62,13 @@ pub struct Device<B: Backing> {
     pub(super) negotiated: AtomicU64,
     bypass: AtomicBool,
     pub(super) state: RwLock<State<B::Domain>>,
-    /// Counts changes of `state`: what a [`Session`] remembers of it is good for one number.
+    /// Counts changes of `state`: what a [`Session`] caches of it is valid for one count.
     pub(super) generation: AtomicU64,
     /// The journal, if there ever was one. Locked before `state`.
     pub(super) kept: OnceLock<Mutex<Kept>>,
 }
 
-/// Which domains exist and who is attached to them.
+/// Which domains exist and which endpoints are attached to them.
 pub(super) struct State<D> {
     pub(super) domains: HashMap<u32, Entry<D>>,
     /// The domain of each attached endpoint.
@@ -116,7 +116,7 @@ impl<B: Backing> fmt::Debug for Device<B> {
 }
 
 impl<B: Backing> Device<B> {
-    /// A device that offers what `options` say. All endpoints are unattached.
+    /// A device with these `options`. All endpoints are unattached.
     pub fn new(backing: B, mut options: DeviceConfig) -> Device<B> {
         options.features.remove(Features::BYPASS);
         let device = Device {
@@ -238,10 +238,10 @@ impl<B: Backing> Device<B> {
         self.backing.set_domain(endpoint, Binding::Blocked)
     }
 
-    /// An endpoint has come that the backing knows by now: it is attached to nothing (rules V5, V6).
+    /// The backing knows a new endpoint: it is attached to nothing (rules V5, V6).
     ///
     /// # Errors
-    /// It cannot be bound: what it reaches is the backing's affair.
+    /// It cannot be bound: what it reaches depends on the backing.
     pub fn endpoint_added(&self, endpoint: u32) -> Result<()> {
         let state = self.state.write();
         if state.attached.contains_key(&endpoint) {
@@ -250,9 +250,9 @@ impl<B: Backing> Device<B> {
         self.unbind(endpoint)
     }
 
-    /// An endpoint has gone that the backing [knows](Backing::endpoint) no more: it is detached, and
-    /// its domain goes if it was the last (rule V14). What it reached is out of its reach when the
-    /// backing says that the invalidation is over.
+    /// An endpoint is gone, and the backing does not [know](Backing::endpoint) it any more: it is
+    /// detached, and its domain is removed if it was the last (rule V14). It may reach its old
+    /// targets until the backing reports the invalidation as over.
     ///
     /// # Errors
     /// Old translations may stay in use.
@@ -262,7 +262,7 @@ impl<B: Backing> Device<B> {
 
     fn remove(&self, endpoint: u32) -> Result<SyncToken> {
         let mut state = self.state.write();
-        // Who still looks things up in the domain has a reference of its own.
+        // Threads that still translate in the domain have references of their own.
         let mut orphans = Vec::new();
         if let Some(id) = state.attached.remove(&endpoint) {
             state.leave(id, endpoint, &mut orphans);
@@ -290,7 +290,7 @@ impl<B: Backing> Device<B> {
         self.beyond_record(true, || self.clear())
     }
 
-    /// As [`reset`](Self::reset), which the journal is not told of.
+    /// As [`reset`](Self::reset), without a new snapshot in the journal.
     pub(super) fn clear(&self) -> Result<()> {
         let mut state = self.state.write();
         self.negotiated.store(0, Ordering::Relaxed);

@@ -11,16 +11,16 @@ pub enum RestoreError {
     /// The device has domains already.
     #[error("the device is in use")]
     InUse,
-    /// The bytes end too early, or too late, or are none of these.
+    /// The bytes are too short, too long or not a saved state.
     #[error("not a saved state: {0}")]
     Format(&'static str),
-    /// It was saved by another version.
+    /// It has another version.
     #[error("the saved state has version {0}")]
     Version(u32),
-    /// The device offers something else than the one that was saved.
+    /// The device offers something else than the saved one.
     #[error("the device differs from the one that was saved: {0}")]
     Differs(&'static str),
-    /// What the state says could not be done; so says the answer of a request for it.
+    /// Restoring the state failed; this is the answer of the request for it.
     #[error("the state cannot be had here: domain {domain}, {status:?}")]
     Refused {
         /// The domain.

@@ -48,7 +48,7 @@ impl FaultQueue {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Forgets what waits, for a device reset.
+    /// Drops the faults that wait, for a device reset.
     pub fn clear(&self) {
         let mut waiting = self.waiting.lock();
         waiting.clear();
@@ -108,15 +108,15 @@ impl EventQueue {
         self.queue.peek_from(mem, 0, wanted, |_| ()).into()
     }
 
-    /// As [`poll`](Self::poll), but takes no more than `most` buffers, which `mem` must know: see
+    /// As [`poll`](Self::poll), but takes no more than `most` buffers, which `mem` must cover: see
     /// [`RequestQueue::poll_some`](super::RequestQueue::poll_some).
     ///
     /// # Errors
     /// As there.
     pub fn poll_some(&mut self, mem: &impl Translate, most: usize) -> Result<Progress, RingError> {
         let mut progress = Progress::default();
-        // A fault waits until there is a buffer for it: whoever decides by what waits whether to
-        // poll again must see it.
+        // A fault stays in the count until there is a buffer for it: callers use the count to
+        // decide whether to poll again.
         while progress.published < most && self.faults.waiting() > 0 {
             if !self.queue.is_valid() {
                 self.queue.revalidate(mem)?;
@@ -125,7 +125,7 @@ impl EventQueue {
                 break;
             }
             let mut used = 0;
-            // There is none any more if the device was reset meanwhile.
+            // The fault is gone if the device was reset meanwhile.
             if self.chain.writable_len() >= FAULT_LEN as u64
                 && let Some(fault) = self.faults.take()
             {

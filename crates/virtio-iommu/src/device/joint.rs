@@ -16,19 +16,21 @@ use ringfence_iommu::{
 
 use super::{Binding, Mirror};
 
-/// So many mappings are read off the primary domain at a time.
+/// How many mappings are read from the primary domain at a time.
 const BATCH: usize = 64;
 
 /// A domain that is repeated in others: what a driver maps is in the *primary* one, through which
 /// endpoints of this process translate, and in the [`Mirror`] of each member behind a real IOMMU. All
 /// of them have it, or none.
 ///
-/// Without mirrors it is the primary domain and a look at a flag. With some, whoever maps and unmaps
-/// excludes each other, and one after the other is changed: a mapping comes to the mirrors first and
-/// leaves the primary last, so that the primary knows what there has to be if something fails.
+/// Without mirrors it is the primary domain plus a check of a flag. With mirrors, maps and unmaps
+/// exclude each other, and the domains are changed one after the other: a mapping enters the
+/// mirrors first and leaves the primary last, so that the primary determines what must be mapped if
+/// something fails.
 ///
-/// The primary's calls must exclude each other by a lock, as [`SoftDomain`](ringfence_iommu::SoftDomain)'s do, and it must
-/// [tell what is mapped](Domain::mappings_from).
+/// The primary's calls must exclude each other by a lock, as
+/// [`SoftDomain`](ringfence_iommu::SoftDomain)'s do, and it must [list its
+/// mappings](Domain::mappings_from).
 pub struct Joint<D> {
     primary: Arc<D>,
     /// Whether there are mirrors, or will be. Set before the primary is read: a map or an unmap that
@@ -111,7 +113,8 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
     fn map_all(&self, map: &Map<GuestPhys>) -> Result<()> {
         let (range, mapping) = (map.range(), map.mapping());
         let mirrors = self.mirrors.lock();
-        // What the primary would refuse it refuses before a mirror is touched, as far as can be known.
+        // What the primary would refuse is refused before a mirror is touched, as far as that can
+        // be checked.
         if !mirrors.is_empty() {
             self.each_in(range, |mapping| Err(Error::Exists { range, at: mapping.range.first() }))?;
             self.primary.geometry().check_map(map)?;
@@ -149,8 +152,8 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         unmapped.inspect_err(|_| self.restore(&mirrors, range))
     }
 
-    /// Ends maps that have begun without mirrors and ended with some, which may have been found by what
-    /// reads the primary for them or not.
+    /// Ends maps that began without mirrors and ended with some; the copying of the primary into
+    /// these may have found the new mappings or not.
     #[cold]
     fn map_late(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
         let mirrors = self.mirrors.lock();
@@ -164,7 +167,8 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
             for range in maps[partial.done..].iter().map(Map::range) {
                 // Counted if it fails.
                 mirrors.iter().for_each(|mirror| _ = mirror.unmap(range));
-                // Nobody was told that it is there: whoever guessed it may see it a little longer.
+                // The map was not reported as done: an endpoint that guesses the address may reach
+                // it a little longer.
                 let mut gather = Gather::new();
                 let _ = self.primary.unmap(range, &mut gather);
                 drop(Pending::gathered(&*self.primary, Vec::new(), &mut gather));
@@ -172,8 +176,8 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         })
     }
 
-    /// Ends an unmap that has begun without mirrors and ended with some, to which what it removed may
-    /// have come before it was removed.
+    /// Ends an unmap that began without mirrors and ended with some, into which its mappings may
+    /// have been copied before it removed them.
     #[cold]
     fn unmap_late(&self, range: Range) -> Result<()> {
         let mirrors = self.mirrors.lock();
@@ -203,8 +207,8 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
     }
 }
 
-// SAFETY: the primary's promise for endpoints of this process; mirrors are synced before their part of an
-// unmap returns, and what of it fails is reported.
+// SAFETY: the primary fulfils the contract for endpoints of this process; mirrors are synced before
+// their part of an unmap returns, and failures of it are reported.
 unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
     type Target = GuestPhys;
 
@@ -240,7 +244,7 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Joint<D> {
         }
         let unmapped = self.primary.unmap_pages(ranges, gather);
         if self.is_mirrored() {
-            // All that the primary has removed, whatever fails of it.
+            // All that the primary has removed, even if some of it fails.
             let done = unmapped.map_or_else(|partial| partial.done, |_| ranges.len());
             let late = ranges[..done].iter().enumerate().map(|(done, &range)| {
                 self.unmap_late(range).map_err(|error| Partial { done, error })
@@ -282,13 +286,13 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
         self.binding.lock().clone()
     }
 
-    /// Puts it somewhere else, which is in force when this returns. Takes time for each mapping of the
-    /// domain that it leaves or joins; who maps and unmaps in these waits for it.
+    /// Puts it somewhere else, which is in force when this returns. Takes time for each mapping of
+    /// the domain that it leaves or joins; maps and unmaps in these wait for it.
     ///
     /// # Errors
     /// It is where it was; or, where that could not be restored, which the mirror
-    /// [counts](Mirror::failures), it is blocked, and what is left of its mappings goes before it is put
-    /// anywhere.
+    /// [counts](Mirror::failures), it is blocked, and its remaining mappings are removed before the
+    /// next binding.
     pub fn bind(&self, to: Binding<Joint<D>>) -> Result<()> {
         let mut binding = self.binding.lock();
         if is_same(&binding, &to) {
@@ -344,7 +348,7 @@ impl<D> fmt::Debug for Outside<D> {
     }
 }
 
-/// Whether there is nothing to do. (One that is blocked may have to be rid of what is left.)
+/// Whether there is nothing to do. (A blocked endpoint may have mappings left to remove.)
 fn is_same<D>(one: &Binding<D>, other: &Binding<D>) -> bool {
     match (one, other) {
         (Binding::Bypass, Binding::Bypass) => true,

@@ -1,4 +1,4 @@
-//! What a device holds, in a file that outlives its process.
+//! The state of a device, in a file that outlives its process.
 //!
 //! ```text
 //! header   what it is, its version, its length, which half holds, a note of whoever keeps the device
@@ -6,13 +6,13 @@
 //! record   where a request lies in its ring and how it is answered; its bytes, if it changed something
 //! ```
 //!
-//! A snapshot is what [`Device::save`](super::Device::save) says. Requests that are carried out after it are in the
-//! log, each before the driver can see its answer. When there is no more room for one, a new snapshot is made in the
-//! other half, and one word says that this half holds.
+//! A snapshot is what [`Device::save`](super::Device::save) returns. Requests that are carried out
+//! after it are in the log, each before the driver can see its reply. When there is no more room
+//! for one, a new snapshot is made in the other half, and one word makes that half the valid one.
 //!
-//! Whoever reads it is another process, after this one has died: of a process that dies, all stores are done that
-//! come before some point of its program, and none that come after it. So it takes no more than the order of the
-//! stores in the program, in which the compiler must leave them: the bytes of a record first, then the length that
+//! Another process reads it after this one has died: when a process dies, all stores before some
+//! point of its program have taken effect, and none after it. So it suffices that stores are in
+//! program order, which the compiler must keep: the bytes of a record first, then the length that
 //! counts them.
 
 use std::{
@@ -50,13 +50,13 @@ const HEADER: usize = 64;
 const HALF_HEAD: usize = 16;
 /// A half has room for more than this.
 const LEAST: usize = 512;
-/// A log of this size is begun before the snapshot is made anew; or of the snapshot's, so that the one costs no more
-/// than the other.
+/// A log may have this size, or that of the snapshot if it is larger, before a new snapshot is
+/// made, so that snapshots cost no more than records.
 const LOG: usize = 8 << 20;
 /// No ring has more places.
 const PLACES: usize = 1 << 15;
 
-/// Why a device's journal is not to be had, or no more.
+/// Why a device's journal cannot be used, or no longer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JournalError {
@@ -74,7 +74,7 @@ pub enum JournalError {
     /// Another version has written it.
     #[error("the journal has version {0}")]
     Version(u64),
-    /// Nothing was ever written to it, or whoever wrote it could not go on.
+    /// Nothing was ever written to it, or its writer gave it up.
     #[error("the journal holds nothing")]
     Nothing,
     /// A record of the log is wrong.
@@ -93,23 +93,23 @@ pub enum JournalError {
         /// How many there may be.
         room: usize,
     },
-    /// What the device holds cannot be told.
+    /// The device's state cannot be saved.
     #[error("the device's state cannot be told: {0}")]
     Untold(ringfence_iommu::Error),
-    /// Somebody has truncated the file.
+    /// The file was truncated.
     #[error("the journal was truncated")]
     Lost,
-    /// What it tells cannot be had here.
+    /// This device cannot take over what it holds.
     #[error(transparent)]
     Refused(#[from] RestoreError),
 }
 
-/// How requests were answered of which nobody knows whether the driver has seen it, by their places in the ring.
+/// Replies that the driver may not have seen, by their places in the ring.
 #[derive(Clone, Debug, Default)]
 pub struct Answers(pub(super) VecDeque<(u16, Answer)>);
 
 impl Answers {
-    /// What lies at these places of a ring of `size` that goes on at `next`.
+    /// The answers for the places of a ring of `size` that goes on at `next`.
     pub(super) fn at(mut self, next: u16, size: u16) -> Answers {
         self.0.retain(|&(position, _)| position.wrapping_sub(next) < size);
         self
@@ -127,18 +127,18 @@ impl Answers {
     }
 }
 
-/// What a journal tells.
+/// What was read from a journal.
 #[derive(Debug)]
 pub struct Recovered {
     pub(super) snapshot: Vec<u8>,
-    /// What was carried out since, and has changed something.
+    /// Requests that were carried out since, and changed something.
     pub(super) requests: Vec<Request>,
     answers: Answers,
     note: u64,
 }
 
 impl Recovered {
-    /// How many requests it tells of that were carried out after its snapshot.
+    /// How many requests after its snapshot it holds.
     pub fn requests(&self) -> usize {
         self.requests.len()
     }
@@ -157,13 +157,13 @@ impl Recovered {
 /// The journal of a device with one request queue, whose ring is a split one.
 pub struct Journal {
     file: SharedFile,
-    /// The half that holds, 0 or 1; if none does, 1.
+    /// The valid half, 0 or 1; if none is, 1.
     half: usize,
     /// Where the log of that half begins, its length, and how long it may become.
     log: usize,
     len: usize,
     room: usize,
-    /// What the driver may not have seen of the answers.
+    /// Answers that the driver may not have seen.
     open: Vec<(u16, Answer)>,
     /// Whether it has seen all of them.
     settled: bool,
@@ -182,8 +182,8 @@ impl fmt::Debug for Journal {
 }
 
 impl Journal {
-    /// How long the file must be for a device with so many mappings, in all domains together, and so many endpoints.
-    /// Memory is taken up by what there is of them only.
+    /// How long the file must be for a device with `mappings`, in all domains together, and
+    /// `endpoints`. Only the parts in use take memory.
     pub fn bytes_for(mappings: u64, endpoints: usize) -> usize {
         let mappings = usize::try_from(mappings).unwrap_or(usize::MAX).saturating_mul(28);
         // A domain has a member.
@@ -193,8 +193,8 @@ impl Journal {
         snapshot.saturating_add(log).saturating_mul(2).saturating_add(HEADER)
     }
 
-    /// A journal in `file`, whatever that holds: it tells nothing until a device [has](super::Device::set_journal)
-    /// it.
+    /// A journal in `file`, whatever that contains: it holds nothing until a device
+    /// [has](super::Device::set_journal) it.
     ///
     /// # Errors
     /// [`JournalError::Short`].
@@ -218,10 +218,11 @@ impl Journal {
         Ok(journal)
     }
 
-    /// How long what [`check`](Self::check) looks at is.
+    /// How many bytes [`check`](Self::check) reads.
     pub const HEADER: usize = HEADER;
 
-    /// Whether a file of at least [that length](Self::HEADER) begins as the journals do that are known here.
+    /// Whether a file of at least [that length](Self::HEADER) begins as a journal of this version
+    /// does.
     ///
     /// # Errors
     /// [`JournalError::Format`], [`JournalError::Version`].
@@ -236,8 +237,8 @@ impl Journal {
         }
     }
 
-    /// What the journal in `file` tells, and the journal, to be [written](super::Device::set_journal) further. It is
-    /// read as bytes that anybody may have written.
+    /// The journal in `file`, to be [continued](super::Device::set_journal), and its contents. The
+    /// bytes are not trusted.
     ///
     /// # Errors
     /// See [`JournalError`].
@@ -281,18 +282,18 @@ impl Journal {
         Ok((Journal { file, half, log, len, room: len, open, settled, over }, recovered))
     }
 
-    /// All that was carried out is answered: the next request is the first of others.
+    /// All requests that were carried out are answered: the next one begins a new group.
     pub(super) fn settle(&mut self) {
         self.settled = true;
     }
 
-    /// The ring is over, and no answer in it is of interest.
+    /// The ring is gone, and its answers are not needed any more.
     pub(super) fn forget_answers(&mut self) {
         self.open.clear();
     }
 
-    /// Writes how the request at `position` is answered, and its bytes if it `changed` something. False if there is
-    /// no room: the device is to be written anew.
+    /// Writes how the request at `position` is answered, and its bytes if it `changed` something.
+    /// False if there is no room: a new snapshot is needed.
     #[must_use]
     pub(super) fn record(&mut self, position: u16, answer: Answer, changed: &[u8]) -> bool {
         let flags = match std::mem::take(&mut self.settled) {
@@ -306,7 +307,7 @@ impl Journal {
         self.append(position, answer, flags, changed)
     }
 
-    /// Writes that the request at `position` is answered in another way. False as [`record`](Self::record) says it.
+    /// Replaces the answer of the request at `position`. False as for [`record`](Self::record).
     #[must_use]
     pub(super) fn amend(&mut self, position: u16, answer: Answer) -> bool {
         let open = self.open.iter_mut().rev();
@@ -333,7 +334,7 @@ impl Journal {
         true
     }
 
-    /// Begins anew with this snapshot; what was recorded before is part of it.
+    /// Starts the other half with this snapshot, which includes what was recorded before.
     ///
     /// # Errors
     /// There is no room for it, or no file any more.
@@ -363,7 +364,7 @@ impl Journal {
         Ok(())
     }
 
-    /// Has nobody believe it any more.
+    /// Invalidates it.
     pub(super) fn give_up(&mut self) {
         self.put_last(HOLDS_AT, 0);
         self.over = true;
@@ -417,7 +418,7 @@ impl Journal {
     }
 }
 
-/// What a device has of its journal, and what is called when there is none any more.
+/// A device's journal, and what is called when it is lost.
 pub(super) struct Kept {
     pub(super) journal: Journal,
     pub(super) lost: Box<dyn Fn(&JournalError) + Send>,

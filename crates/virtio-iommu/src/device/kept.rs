@@ -1,4 +1,4 @@
-//! A device whose state is kept in a journal.
+//! Devices that keep their state in a journal.
 
 use std::{
     thread,
@@ -13,15 +13,15 @@ use super::{
 };
 use crate::wire::{Request, Status};
 
-/// So many requests are carried out again before what they have unmapped is invalidated. Nothing has it cached; it
-/// makes room.
+/// How many requests are carried out again between two invalidations of what they unmapped. No
+/// cache holds it; the sync frees memory.
 const BURST: usize = 64;
 
-/// How long that may take in a process that has only begun.
+/// How long the invalidation may take in a process that has just started.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 impl Kept {
-    /// All that was carried out is answered.
+    /// All requests that were carried out are answered.
     pub(super) fn settle(&mut self) {
         self.journal.settle();
     }
@@ -35,13 +35,13 @@ impl Kept {
         changed: &[u8],
     ) {
         let recorded = self.journal.record(position, answer, changed);
-        // What was changed by a request that failed, nobody knows.
+        // What a failed request changed is unknown.
         if !recorded || answer == Answer::Status(Status::DevErr) {
             self.renew(device);
         }
     }
 
-    /// Records that the request at `position` is answered in another way.
+    /// Replaces the recorded answer of the request at `position`.
     pub(super) fn amend<B: Backing>(&mut self, device: &Device<B>, position: u16, status: Status) {
         if !self.journal.amend(position, Answer::Status(status)) {
             self.renew(device);
@@ -64,8 +64,9 @@ impl Kept {
 }
 
 impl<B: Backing> Device<B> {
-    /// Keeps in `journal` what the device holds, from now on, in place of any journal before. Where that cannot go on,
-    /// as when the journal is full, nobody will believe the journal, and `lost` is called, once.
+    /// Keeps the device's state in `journal` from now on, in place of any earlier journal. When
+    /// that fails, as when the journal is full, the journal is invalidated, and `lost` is called,
+    /// once.
     ///
     /// A device with a journal has one request queue, in a split ring.
     ///
@@ -91,22 +92,23 @@ impl<B: Backing> Device<B> {
         self.kept.get().is_some_and(|kept| !kept.lock().journal.is_over())
     }
 
-    /// Writes something of the caller's own into the journal, if there is one.
+    /// Writes a number of the caller's into the journal, if there is one.
     pub fn note_in_journal(&self, note: u64) {
         if let Some(kept) = self.kept.get() {
             kept.lock().journal.note(note);
         }
     }
 
-    /// Leaves the journal as it is to whoever [opens](Journal::open) it next: what the device does from now on is
-    /// not written.
+    /// Leaves the journal as it is to the process that [opens](Journal::open) it next: what the
+    /// device does from now on is not written.
     pub fn leave_journal(&self) {
         if let Some(kept) = self.kept.get() {
             kept.lock().journal.let_go();
         }
     }
 
-    /// Does what a journal cannot have a record of; it is written anew afterwards. `over`: the ring is over, too.
+    /// Does what a record cannot describe; a new snapshot is written afterwards. `over`: the ring
+    /// is gone, too.
     pub(super) fn beyond_record<R>(&self, over: bool, change: impl FnOnce() -> R) -> R {
         let Some(kept) = self.kept.get() else { return change() };
         // Before any lock of the device's, as a request queue takes it.
@@ -119,9 +121,9 @@ impl<B: Backing> Device<B> {
         changed
     }
 
-    /// Takes over what a journal tells, before endpoints or request queues work: its snapshot, as
-    /// [`restore`](Self::restore) does, and then the requests after it, all of which must be answered with OK again.
-    /// All or nothing.
+    /// Takes over what was read from a journal, before endpoints or request queues work: its
+    /// snapshot, as [`restore`](Self::restore) does, and then the requests after it, all of which
+    /// must be answered with OK again. All or nothing.
     ///
     /// # Errors
     /// See [`RestoreError`]. The device is as after a [reset](Self::reset).

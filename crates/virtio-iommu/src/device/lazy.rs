@@ -1,5 +1,5 @@
-//! Lazy domains (proposal oasis-tcs/virtio-spec#204): an UNMAP is answered at once, and what may
-//! be cached of it waits for an IOTLB_FLUSH.
+//! Lazy domains (proposal oasis-tcs/virtio-spec#204): an UNMAP is answered at once, and an
+//! IOTLB_FLUSH invalidates what may still be cached of it.
 
 use std::{fmt, sync::Arc};
 
@@ -9,10 +9,10 @@ use ringfence_iommu::{Domain, Gather, Range, Result};
 /// What a lazy domain has unmapped and not invalidated yet. It belongs to the domain and not to a
 /// request queue, so that any queue may flush.
 ///
-/// A flush that finds another one under way waits for what that one invalidates, too: who sent it
-/// is promised everything that was unmapped before. So ranges are kept until no flush is under way
-/// any more, and each flush invalidates all that are kept. They are few: where there are more than a
-/// [`Gather`] has room for, they become all addresses.
+/// A flush that finds another one under way also waits for what that one invalidates, because its
+/// reply covers everything that was unmapped before. So ranges are kept until no flush is under way
+/// any more, and each flush invalidates all that are kept. They are few: more than a [`Gather`] has
+/// room for become all addresses.
 #[derive(Default)]
 pub(super) struct Lazy {
     state: Mutex<State>,
@@ -43,18 +43,19 @@ impl Lazy {
     pub(super) fn unmap<D: Domain>(&self, domain: &D, range: Range) -> Result<()> {
         let mut state = self.state.lock();
         domain.unmap(range, &mut state.fresh)?;
-        // Not to be kept for a flush that may never come: the domain frees them when their time has
-        // come, at the latest when it has no room for others.
+        // Not kept for a flush that may never come: the domain frees them after their grace period,
+        // at the latest when it has no room for others.
         drop(state.fresh.take_pages());
-        // More ranges than are told apart: to widen one for each UNMAP would cost more than the
-        // caches save by what lies between them.
+        // More ranges than a gather holds: widening one for each UNMAP would cost more than the
+        // caches save by keeping what lies between them.
         if !state.fresh.is_exact() {
             state.fresh.add(Range::ALL);
         }
         Ok(())
     }
 
-    /// Has `gather`, whose sync is the next, invalidate all that was unmapped so far; `None`: it was nothing.
+    /// Adds all that was unmapped so far to `gather`, which is synced next; `None`: there was
+    /// nothing.
     pub(super) fn flush<'g>(
         self: &Arc<Self>,
         gather: impl FnOnce() -> &'g mut Gather,
@@ -73,7 +74,8 @@ impl Lazy {
     }
 }
 
-/// A flush under way. One that is dropped has failed: the next will invalidate the same again.
+/// A flush under way. If it is dropped without landing it has failed: the next one invalidates the
+/// same again.
 #[derive(Debug)]
 pub(super) struct Flight {
     lazy: Arc<Lazy>,

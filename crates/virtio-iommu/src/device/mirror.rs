@@ -22,11 +22,11 @@ pub struct HostRegion {
     pub host: HostAddr,
 }
 
-/// What an endpoint whose DMA a real IOMMU translates sees: a domain of its own, to host addresses, in
-/// which a [`Joint`](super::Joint) repeats its mappings.
+/// The domain of an endpoint whose DMA a real IOMMU translates: it leads to host addresses, and a
+/// [`Joint`](super::Joint) repeats its mappings there.
 ///
-/// A mapping may lie in several regions of guest memory and is then made of several of the domain's.
-/// Mappings side by side are never made one: the domain would refuse to remove one of them.
+/// A mapping may lie in several regions of guest memory and then becomes several mappings of the
+/// domain. Adjacent mappings are never merged: the domain would refuse to remove one of them.
 ///
 /// The domain must not need the calling thread for its [`iotlb_sync`](Domain::iotlb_sync): VFIO's have
 /// done everything when an unmap returns.
@@ -40,12 +40,12 @@ pub struct Mirror {
 }
 
 impl Mirror {
-    /// A mirror in `domain`, in which nothing is mapped, of what leads to `memory`. Whether an endpoint
-    /// that bypasses may have all of `memory` mapped, says `can_bypass`; otherwise it is refused.
+    /// A mirror in `domain`, in which nothing is mapped, of mappings to `memory`. With `can_bypass`
+    /// an endpoint that bypasses gets all of `memory` mapped; without, bypass is refused.
     ///
     /// # Safety
-    /// `memory` stays mapped in this process, and nothing else is made of it, as long as the mirror or its
-    /// domain exists.
+    /// `memory` stays mapped in this process, and is used as guest memory only, as long as the
+    /// mirror or its domain exists.
     ///
     /// # Panics
     /// If regions of the memory overlap, or pass the end of the address space.
@@ -82,7 +82,7 @@ impl Mirror {
         holes.chain(above.map(outside)).collect()
     }
 
-    /// Where what is mapped there lies.
+    /// The domain that the mappings are made in.
     pub fn domain(&self) -> &Arc<dyn Domain<Target = HostAddr>> {
         &self.domain
     }
@@ -121,11 +121,11 @@ impl Mirror {
     }
 
     fn make(&self, range: Range, host: HostAddr, prot: Prot) -> Result<()> {
-        // SAFETY: a piece of the memory, by the promise that the mirror was made with.
+        // SAFETY: a piece of the memory, as the caller of `Mirror::new` guaranteed.
         self.domain.map(unsafe { Map::of(range, host, prot) })
     }
 
-    /// Makes what there is not of a mapping, as after a failure. What was made stays.
+    /// Makes the missing parts of a mapping, as after a failure. What was made stays.
     ///
     /// # Errors
     /// As [`map`](Self::map); and something else may be there.
@@ -145,7 +145,7 @@ impl Mirror {
     /// # Errors
     /// The domain's, counted: some of them may be there.
     pub(super) fn unmap(&self, range: Range) -> Result<()> {
-        // The domain's granule may be larger: what is mapped in it has whole ones.
+        // The domain's granule may be larger: its mappings consist of whole ones.
         let Some(range) = self.inward(range) else { return Ok(()) };
         let mut gather = Gather::new();
         let unmapped = self.domain.unmap(range, &mut gather);

@@ -4,8 +4,8 @@
 //! and maps into whatever [`Backing`] makes. It is shared: the control thread reads the
 //! configuration while one or more threads serve request queues, and MAP and UNMAP of different
 //! request queues run in parallel. [`RequestQueue`] serves one virtqueue without blocking;
-//! [`EventQueue`] delivers what [`FaultQueue`] collects. A device whose process dies goes on in the next one if it
-//! has a [`Journal`].
+//! [`EventQueue`] delivers what [`FaultQueue`] collects. With a [`Journal`], a device that loses
+//! its process goes on in the next one.
 
 mod backing;
 mod core;

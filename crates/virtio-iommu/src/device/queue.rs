@@ -12,15 +12,16 @@ use super::{
 };
 use crate::wire::{Kind, MAX_REQUEST_LEN, Status, TAIL_LEN, emit_tail};
 
-/// A batch ends once it has touched so many domains: so many invalidations wait at most.
+/// A batch ends once it has touched this many domains, which bounds the invalidations that it waits
+/// for.
 const TOUCHED: usize = 64;
 
-/// So many requests are read before the first of them is carried out. Another processor wrote them:
-/// their cache lines come one beside the other, where the locks that a request takes would let
-/// them come one after the other.
+/// How many requests are read before the first of them is carried out. Another processor wrote
+/// them: so their cache lines are fetched in parallel, where the locks that a request takes would
+/// serialize the fetches.
 const AHEAD: usize = 8;
 
-/// So many bytes of a buffer for properties are zeroed, however long the driver makes it.
+/// How many bytes of a buffer for properties are zeroed, however long the driver makes it.
 const MAX_PROPERTIES: usize = 1 << 16;
 
 /// What a [`RequestQueue::poll`] did.
@@ -30,7 +31,7 @@ pub struct Progress {
     pub handled: usize,
     /// How many replies were published.
     pub published: usize,
-    /// Whether replies wait for an invalidation: poll again soon, whatever the ring says.
+    /// Whether replies wait for an invalidation: poll again soon, even if the ring is empty.
     pub pending: bool,
     /// Whether the driver wants an interrupt for what was published.
     pub interrupt: bool,
@@ -73,7 +74,7 @@ enum Tail {
 struct Taken {
     chain: Chain,
     bytes: [u8; MAX_REQUEST_LEN],
-    /// How many bytes of it were read.
+    /// How many bytes were read.
     len: Result<usize, AccessError>,
 }
 
@@ -121,9 +122,9 @@ fn write_pieces(mem: &impl Translate, pieces: &[Desc], bytes: &[u8]) -> Result<(
 ///
 /// Requests are carried out in the order of the ring and answered in it. Those found together make
 /// a batch: when none of them needs an invalidation their replies are published at once, else
-/// together once all invalidations of the batch are over, one a domain. So an UNMAP that is
-/// answered is one after which no access succeeds, whatever the device's threads had cached; and
-/// a MAP that follows it in the ring is not answered before it.
+/// together once all invalidations of the batch are over, one a domain. So after the reply to an
+/// UNMAP no access succeeds, whatever the device's threads had cached; and a MAP that follows it in
+/// the ring is not answered before it.
 pub struct RequestQueue<B: Backing> {
     device: Arc<Device<B>>,
     queue: Queue,
@@ -135,7 +136,7 @@ pub struct RequestQueue<B: Backing> {
     /// Whether `pending` waits for an invalidation.
     waiting: bool,
     properties: Vec<u8>,
-    /// What a process before this one has answered, perhaps unseen.
+    /// Answers of an earlier process, which the driver may not have seen.
     answers: Answers,
 }
 
@@ -167,8 +168,9 @@ impl<B: Backing> RequestQueue<B> {
         }
     }
 
-    /// Goes on with `queue`, whose areas were found, for a device that was [recovered](Device::recover): what was
-    /// carried out and lies in the ring still is answered as it was.
+    /// Goes on with `queue`, whose areas were found, for a device that was
+    /// [recovered](Device::recover): requests that are still in the ring and were carried out get
+    /// the same answers again.
     pub fn resume(device: Arc<Device<B>>, queue: Queue, answers: Answers) -> RequestQueue<B> {
         let mut requests = RequestQueue::new(device, queue);
         let (next, size) = (requests.position(), requests.queue.config().size);
@@ -200,7 +202,7 @@ impl<B: Backing> RequestQueue<B> {
     /// As [`poll`](Self::poll), but takes no more than `most` requests out of the ring.
     ///
     /// Where the guest's memory changes at any time, `mem` must be what it was when, or after, the
-    /// requests were seen in the ring: one that comes later may lie in memory that `mem` does not know.
+    /// requests were seen in the ring: a later one may lie in memory that `mem` does not cover.
     ///
     /// # Errors
     /// As there.
@@ -330,7 +332,8 @@ impl<B: Backing> RequestQueue<B> {
             Reply::ProbeRefused(status) => (status, false, end),
             Reply::Properties(info) => {
                 let size = usize::try_from(end).unwrap_or(usize::MAX);
-                // As long as the device asked for, the tail included, this is all of it.
+                // If the buffer is as long as `probe_size` requires, tail included, this is all of
+                // it.
                 let probe = self.device.options.probe_size as usize;
                 self.properties.clear();
                 self.properties.resize(size.min(probe.max(MAX_PROPERTIES)), 0);
@@ -344,7 +347,7 @@ impl<B: Backing> RequestQueue<B> {
         self.reply(chain, tail_at, status, waits);
     }
 
-    /// A request is given back without an answer.
+    /// Returns a request without a reply.
     fn leave_unwritten(&mut self, chain: &Chain) {
         let (head, used, tail) = (chain.head(), 0, Tail::None);
         self.counters.refused += 1;
@@ -365,7 +368,7 @@ impl<B: Backing> RequestQueue<B> {
     }
 
     /// Carries out all requests in the ring, as [`poll`](Self::poll) does, and records each; or answers it as it is
-    /// on record. How many there were.
+    /// on record. Returns how many there were.
     #[inline(never)]
     fn carry_out_recorded(
         &mut self,
@@ -379,7 +382,7 @@ impl<B: Backing> RequestQueue<B> {
             let mut position = self.position();
             let (count, result) = self.take(mem, taken, most - handled);
             if kept.is_none() && count > 0 {
-                // For all of them: what is recorded is in the order in which it was done.
+                // Locked for all requests of the batch: records are in the order of execution.
                 kept = device.kept.get().map(|kept| kept.lock());
                 if let Some(kept) = &mut kept
                     && self.pending.is_empty()
@@ -408,7 +411,7 @@ impl<B: Backing> RequestQueue<B> {
         }
     }
 
-    /// How the request that was carried out last is answered, and its bytes if it changed something.
+    /// The answer of the request that was carried out last, and its bytes if it changed something.
     fn record_of<'t>(&self, taken: &'t Taken) -> (Answer, &'t [u8]) {
         let request = taken.len.map_or(&[][..], |len| &taken.bytes[..len]);
         let kind = request.first().copied().and_then(Kind::from_u8);
@@ -457,7 +460,7 @@ impl<B: Backing> RequestQueue<B> {
         }
     }
 
-    /// Writes and publishes all pending replies. Whether the driver wants an interrupt.
+    /// Writes and publishes all pending replies; returns whether the driver wants an interrupt.
     fn publish(&mut self, mem: &impl Translate, failed: bool) -> bool {
         if self.pending.is_empty() {
             return false;
@@ -471,7 +474,7 @@ impl<B: Backing> RequestQueue<B> {
                 Tail::Split(pieces) => write_pieces(mem, pieces, &bytes),
             };
             if written.is_err() {
-                // The driver is told that nothing was.
+                // A used length of 0 reports that nothing was written.
                 *used = 0;
             }
         }

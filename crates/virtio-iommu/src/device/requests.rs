@@ -14,14 +14,14 @@ use crate::wire::{
     Unmap, emit_tail, write_properties,
 };
 
-/// How many addresses are tried, when an endpoint joins a domain that does not tell what is mapped in
-/// it, to see whether something is mapped in one of the endpoint's reserved regions; a region with more
-/// granules counts as in use.
+/// How many addresses are tried to find a mapping in a reserved region of an endpoint, when the
+/// endpoint joins a domain that cannot list its mappings; a region with more granules counts as in
+/// use.
 const PROBED_GRANULES: u64 = 1 << 14;
 
 impl<B: Backing> Device<B> {
     /// Carries out one request from its device-readable bytes and writes what is to be written;
-    /// the used length. For whoever has no virtqueue at hand, such as a fuzzer.
+    /// the used length. For callers without a virtqueue, such as a fuzzer.
     ///
     /// If the [`session`](Session::needs_sync) needs a sync afterwards, the reply is not to be
     /// given before that is over.
@@ -51,7 +51,7 @@ impl<B: Backing> Device<B> {
         let properties = info.reserved.iter().copied().map(Property::from_region);
         match info.is_consistent() && write_properties(properties, out) {
             true => Status::Ok,
-            // Whoever made the device promised that they fit, and make sense (rule V27).
+            // The creator of the device guarantees that they fit, and are consistent (rule V27).
             false => Status::DevErr,
         }
     }
@@ -150,7 +150,7 @@ impl<B: Backing> Device<B> {
         self.options.page_sizes.granule()
     }
 
-    /// Makes `session` remember the domain `id`.
+    /// Caches the domain `id` in `session`.
     #[inline]
     pub(super) fn find<'s>(
         &self,
@@ -182,7 +182,7 @@ impl<B: Backing> Device<B> {
         self.has(Features::LAZY_IOTLB_FLUSH)
     }
 
-    /// Carries out an IOTLB_FLUSH, whose answer waits for the session's sync.
+    /// Carries out an IOTLB_FLUSH, whose reply waits for the session's sync.
     fn iotlb_flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
         let View { domain, lazy, .. } = self.find(session, id)?.clone();
         let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
@@ -225,7 +225,7 @@ impl<B: Backing> Device<B> {
         domain.map(map).map_err(status_of)?;
         if let Err(error) = domain.iotlb_sync_map(range) {
             let domain = Arc::clone(domain);
-            // Whatever could be mapped of it goes again; the driver is told that nothing is.
+            // Whatever was mapped of it is removed: the reply says that nothing is mapped.
             let Session { touched, used, .. } = session;
             let _ = domain.unmap(range, gather(touched, used, &domain));
             return Err(status_of(error));
@@ -233,7 +233,7 @@ impl<B: Backing> Device<B> {
         Ok(())
     }
 
-    /// Whether the answer waits for the session's sync: not in a lazy domain.
+    /// Whether the reply waits for the session's sync: not in a lazy domain.
     #[inline]
     fn unmap(&self, session: &mut Session<B>, id: u32, range: Range) -> Answer<bool> {
         if !self.has(Features::MAP_UNMAP) {
@@ -394,7 +394,7 @@ pub(super) enum Reply {
         /// Whether it may be given only after the session's sync.
         waits: bool,
     },
-    /// The properties of an endpoint, then a tail that says how that went.
+    /// The properties of an endpoint, then a tail with the status.
     Properties(EndpointInfo),
     /// A tail where the properties end, and none of these.
     ProbeRefused(Status),
@@ -417,7 +417,7 @@ fn said(done: Answer<bool>) -> (Status, bool) {
     done.map_or_else(|status| (status, false), |waits| (Status::Ok, waits))
 }
 
-/// The status that tells a driver of an error.
+/// The status that reports an error to the driver.
 fn status_of(error: Error) -> Status {
     match error {
         Error::Unaligned { .. }
@@ -466,7 +466,7 @@ fn binding_to<D>(domain: Option<&Arc<D>>) -> Binding<D> {
     domain.map_or(Binding::Bypass, |domain| Binding::Domain(Arc::clone(domain)))
 }
 
-/// The status of an ATTACH whose endpoint could not be put there.
+/// The status of an ATTACH whose endpoint the backing could not put there.
 fn cannot_join(error: Error) -> Status {
     match error {
         Error::Full { .. } | Error::NoMemory => Status::NoMem,
@@ -480,7 +480,7 @@ fn in_use<D: Domain>(domain: &D, granule: u64, range: Range) -> bool {
     let mut first = Vec::with_capacity(1);
     match domain.mappings_from(range.first(), &mut first) {
         Ok(()) => first.first().is_some_and(|mapping| mapping.range.overlaps(range)),
-        // It does not tell.
+        // The domain cannot list its mappings.
         Err(_) => {
             let first = range.first().0 & !(granule - 1);
             let granules = (range.last().0 - first) / granule;

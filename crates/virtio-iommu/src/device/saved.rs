@@ -9,16 +9,16 @@ use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags};
 const MAGIC: [u8; 4] = *b"RFvi";
 /// The version of the format.
 const VERSION: u32 = 1;
-/// So many mappings are read off a domain at a time.
+/// How many mappings are read from a domain at a time.
 const BATCH: usize = 256;
 
 impl<B: Backing> Device<B> {
-    /// All that a driver has brought about, as bytes for [`restore`](Self::restore): what was negotiated,
-    /// `bypass`, the domains, their members and their mappings. Request queues must have been stopped;
-    /// what the rings' state is, the transport saves.
+    /// All state that the driver has set up, as bytes for [`restore`](Self::restore): what was
+    /// negotiated, `bypass`, the domains, their members and their mappings. Request queues must
+    /// have been stopped; the transport saves the state of the rings.
     ///
     /// # Errors
-    /// A domain does not [tell what is mapped](Domain::mappings_from).
+    /// A domain cannot [list its mappings](Domain::mappings_from).
     pub fn save(&self) -> Result<Vec<u8>> {
         let state = self.state.read();
         let mut out = Vec::new();
@@ -69,7 +69,8 @@ impl<B: Backing> Device<B> {
         let bypass = self.bypasses();
         let restored = self.read_state(bytes);
         if restored.is_err() {
-            // Endpoints that cannot be put back are told of by the request that wants them elsewhere.
+            // For an endpoint that cannot be put back, the next request that moves it reports the
+            // error.
             let _ = self.put_bypass(bypass);
             let _ = self.clear();
         }

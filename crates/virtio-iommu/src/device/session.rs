@@ -137,7 +137,8 @@ impl<B: Backing> Device<B> {
     ///
     /// # Errors
     /// One of them failed: what was unmapped may still be reachable. The session's next sync does all of
-    /// them again, so that a request that is sent again waits for what it is to say.
+    /// them again, so that a request that is sent again waits for the invalidation that its reply
+    /// reports.
     pub fn poll_sync(&self, session: &mut Session<B>) -> Result<bool> {
         let Session { waits, failed, touched, used, .. } = session;
         let touched = &mut touched[..*used];

@@ -11,11 +11,11 @@ use super::{
 };
 use crate::wire::{MapFlags, Request};
 
-/// So many requests become visible together: those that share cache lines of the ring, and few enough
-/// that the device begins while the others are written.
+/// How many requests become visible together: those that share cache lines of the ring, and few
+/// enough that the device begins while the others are written.
 const TOGETHER: usize = 8;
 
-/// So many requests are put into the ring before other threads have a chance.
+/// How many requests are put into the ring before other threads have a chance.
 const AT_ONCE: usize = 64;
 
 impl ViommuDomain {
@@ -91,7 +91,7 @@ impl ViommuDomain {
                     }
                     Ok(false) => {
                         ring.publish();
-                        // The device may have made room that nobody has looked for.
+                        // The device may have completed requests that no thread has reaped yet.
                         let reaped = self.driver.waiting.reap(&mut ring);
                         reaped.map_err(|error| Partial { done, error })?;
                         if ring.is_full() {

@@ -30,7 +30,7 @@ pub fn negotiate(offer: u64) -> Features {
     Features::from_bits_truncate(offer).difference(Features::BYPASS | Features::PROPOSED)
 }
 
-/// As [`negotiate`], with those of `proposed` that are no part of the specification
+/// As [`negotiate`], with those of `proposed` that are not part of the specification
 /// ([`Features::PROPOSED`]).
 pub fn negotiate_proposed(offer: u64, proposed: Features) -> Features {
     let proposed = proposed.intersection(Features::PROPOSED);
@@ -52,9 +52,9 @@ pub struct DriverConfig {
     /// How threads wait for the device.
     pub notify: Notify,
     /// How long a device may go without answering anything before it counts as gone; `None`: for as long as
-    /// its [transport](Transport::is_alive) lives. An UNMAP is answered when no access can follow, which
-    /// may take as long as a disk does that has the memory: a limit is for transports that cannot say
-    /// whether the device is there.
+    /// its [transport](Transport::is_alive) lives. An UNMAP is answered when no access can follow,
+    /// which may take as long as a disk that uses the memory: a limit is for transports that cannot
+    /// detect whether the device is there.
     pub timeout: Option<Duration>,
     /// The size of a page of this processor: a larger granule is refused (rule L66).
     pub cpu_page: u64,
@@ -69,9 +69,9 @@ impl Default for DriverConfig {
 
 /// The driver of one virtio-iommu.
 ///
-/// A device that breaks the ring, whose transport has gone, or that answers nothing for
-/// [`DriverConfig::timeout`](DriverConfig#structfield.timeout), if that is a limit, is given up: from then on everything that
-/// needs it fails with [`Error::Gone`].
+/// The driver gives up a device that breaks the ring, whose transport is gone, or that completes
+/// nothing for [`DriverConfig::timeout`](DriverConfig#structfield.timeout), if there is one: from
+/// then on everything that needs the device fails with [`Error::Gone`].
 pub struct Driver {
     transport: Arc<dyn Transport>,
     pub(super) waiting: Waiting,
@@ -153,7 +153,7 @@ impl Driver {
         }))
     }
 
-    /// Asks for the properties of an endpoint.
+    /// Requests the properties of an endpoint.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without PROBE; what the device answered.
@@ -173,7 +173,7 @@ impl Driver {
     /// window for MSIs if the device names none (rule L66).
     ///
     /// # Errors
-    /// As [`probe`](Self::probe), but for the lack of it.
+    /// As [`probe`](Self::probe), except that PROBE is not required.
     pub fn reserved_regions(&self, endpoint: u32) -> Result<Vec<ReservedRegion>> {
         let mut regions = self.probed_regions(endpoint)?;
         add_software_msi(&mut regions);
@@ -239,7 +239,7 @@ impl Driver {
         if let Some(seq) = ring.submit(request, sent) {
             return Ok(Some(seq));
         }
-        // The device may have made room that nobody has looked for.
+        // The device may have completed requests that no thread has reaped yet.
         self.waiting.reap(&mut ring)?;
         Ok(ring.submit(request, sent))
     }
@@ -275,19 +275,19 @@ impl Driver {
         refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)
     }
 
-    /// Kicks, and names what is in the ring now: the last request, answered or not; 0 if there never was
-    /// one.
+    /// Kicks; returns the number of the last request in the ring, answered or not; 0 if there never
+    /// was one.
     pub(super) fn begin_sync(&self) -> Result<u64> {
         self.syncs.fetch_add(1, Ordering::Relaxed);
         self.waiting.begin(&*self.transport)
     }
 
-    /// The number of a request that is answered, as are all before it; 0 if none is.
+    /// The number of the last request up to which all are answered; 0 if none is.
     pub(super) fn answered(&self) -> u64 {
         self.waiting.answered()
     }
 
-    /// Whether everything that [`begin_sync`](Self::begin_sync) named is answered.
+    /// Whether all requests up to the number from [`begin_sync`](Self::begin_sync) are answered.
     #[inline]
     pub(super) fn is_answered(&self, seq: u64) -> Result<bool> {
         self.waiting.poll(seq)
@@ -301,7 +301,7 @@ impl Driver {
         result
     }
 
-    /// What the IOTLB_FLUSH `seq`, which is answered, was answered with; told once.
+    /// The result of the IOTLB_FLUSH `seq`, which is answered; returned once.
     pub(super) fn flushed(&self, seq: u64) -> Result<()> {
         let status = self.waiting.ring()?.result(seq);
         status.map_or(Ok(()), |status| refused(status, Range::ALL))
@@ -312,7 +312,7 @@ impl Driver {
         self.waiting.drain(&*self.transport).map(|_| ())
     }
 
-    /// Reserves a domain number whose failures go to `reports`.
+    /// Reserves a domain number; failures of the domain go to `reports`.
     pub(super) fn open(&self, reports: &Arc<Reports>) -> Result<u32> {
         let mut numbers = self.numbers.lock();
         let Some(id) = numbers.returned.pop().or_else(|| numbers.fresh.next()) else {
@@ -343,7 +343,7 @@ impl Driver {
     }
 }
 
-/// The error that a status stands for.
+/// The error for a status.
 fn refused(status: u8, range: Range) -> Result<()> {
     if status == Status::Ok as u8 { Ok(()) } else { Err(Error::Device { range, status }) }
 }

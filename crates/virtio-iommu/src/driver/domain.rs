@@ -22,7 +22,7 @@ use super::{
 };
 use crate::wire::{AttachFlags, Features, MapFlags, Request};
 
-/// In a token: the number is that of an IOTLB_FLUSH. There are never so many requests.
+/// In a token: the number is that of an IOTLB_FLUSH. Request numbers never reach this bit.
 pub(super) const FLUSH: u64 = 1 << 63;
 
 /// The number of the request that a sync waits for.
@@ -49,13 +49,13 @@ pub(super) enum Meaning {
 /// What the device refuses is reported: a MAP by the [`iotlb_sync_map`](Domain::iotlb_sync_map)
 /// of its range, and it is not mapped; an UNMAP by [`iotlb_sync`](Domain::iotlb_sync) or
 /// [`flush_iotlb_all`](Domain::flush_iotlb_all), and then what it was to remove may still be
-/// reachable: its addresses must not be used again. A flush asks the device for it once more, and
-/// fails as long as that is refused.
+/// reachable: its addresses must not be used again. A flush sends the UNMAP once more, and fails as
+/// long as it is refused.
 pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
     pub(super) meaning: Meaning,
-    /// Whether the device knows it as lazy: an UNMAP is not over when it is answered.
+    /// Whether it is lazy for the device: an UNMAP is not over when it is answered.
     pub(super) lazy: bool,
     reports: Arc<Reports>,
     /// Whether any endpoint is; changed under the lock of `state`.
@@ -97,11 +97,11 @@ impl Driver {
         ViommuDomain::new(self, Meaning::Mapped, false)
     }
 
-    /// A domain that maps, lazy if the device can have such: it answers an UNMAP at once, and
-    /// invalidates when it is asked for that. For whoever unmaps much and flushes rarely: each
-    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync) takes a request more than in an
-    /// ordinary domain, which this is if the device, or the negotiation, knows no other
-    /// ([`ViommuDomain::is_lazy`] tells).
+    /// A domain that maps, lazy if the device supports that: the device answers an UNMAP at once,
+    /// and invalidates on an IOTLB_FLUSH. For callers that unmap much and flush rarely: each
+    /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync) takes one request more than in an
+    /// ordinary domain. If the feature was not offered or not negotiated, this is an ordinary
+    /// domain ([`ViommuDomain::is_lazy`]).
     ///
     /// # Errors
     /// As [`domain`](Self::domain).
@@ -155,7 +155,7 @@ impl ViommuDomain {
         }))
     }
 
-    /// The number that the device knows the domain by.
+    /// The number of the domain in requests.
     pub fn id(&self) -> u32 {
         self.id
     }
@@ -198,8 +198,8 @@ impl ViommuDomain {
         self.attached.store(true, Ordering::Release);
         if first && let Err(error) = self.replay(&mut state) {
             state.torn = true;
-            // The domain goes with its only endpoint, and what was mapped of it. If it does not, what
-            // the device has of it is reachable.
+            // The domain is destroyed with its only endpoint, and so are its mappings. If the
+            // DETACH fails, the mappings that the device has are reachable.
             let _ = self.leave(&mut state, endpoint);
             return Err(error);
         }
@@ -268,7 +268,7 @@ impl ViommuDomain {
         self.settled().shadow.len()
     }
 
-    /// The state, with everything accounted for that the device has answered.
+    /// The state, with all of the device's replies taken into account.
     #[inline]
     pub(super) fn settled(&self) -> parking_lot::MutexGuard<'_, State> {
         let mut state = self.state.lock();
@@ -280,7 +280,7 @@ impl ViommuDomain {
     fn settle(&self, state: &mut State) {
         for failure in self.reports.take() {
             match failure.sent {
-                // A mapping that was unmapped meanwhile is nobody's concern any more.
+                // For a mapping that was unmapped meanwhile there is nothing to report.
                 Sent::Map if state.shadow.roll_back(failure.range, failure.seq) => {
                     state.failed_maps.add(failure.range, failure.status);
                 }
@@ -294,8 +294,9 @@ impl ViommuDomain {
         }
     }
 
-    /// Requests are answered in order: the number of the newest one names the sync. Without an endpoint
-    /// nothing is reachable, and nothing waited for; but what the device refused before is reported.
+    /// Requests are answered in order: the number of the newest one identifies the sync. Without an
+    /// endpoint nothing is reachable, so the sync waits for nothing; but what the device refused
+    /// before is reported.
     pub(super) fn begin_sync(&self) -> Result<SyncToken> {
         match self.is_attached() {
             true => self.driver.begin_sync().map(SyncToken),
@@ -303,7 +304,7 @@ impl ViommuDomain {
         }
     }
 
-    /// Asks the device once more to unmap what it refused to, unless something else is mapped there by
+    /// Sends again the UNMAPs that the device refused, unless something else is mapped there by
     /// now.
     fn unmap_again(&self) -> Result<()> {
         let failed = self.settled().failed_unmaps.ranges();
@@ -363,7 +364,7 @@ impl State {
         self.geometry.reserved = reserved.into();
     }
 
-    /// Whether a mapping could be made as far as is known without the device.
+    /// Whether a mapping could be made, as far as the driver can check.
     #[inline]
     pub(super) fn check(&self, map: &Map<GuestPhys>) -> Result<()> {
         self.geometry.check_map(map)?;
@@ -374,8 +375,8 @@ impl State {
     }
 }
 
-// SAFETY: a sync of unmaps is over once the device, which is what the driver was made to trust, has
-// answered every UNMAP before it, or no endpoint is attached; what it refused is reported as failed.
+// SAFETY: a sync of unmaps is over once the device, which the driver trusts, has answered every
+// UNMAP before it, or no endpoint is attached; what it refused is reported as failed.
 unsafe impl Domain for ViommuDomain {
     type Target = GuestPhys;
 
@@ -447,7 +448,7 @@ impl Drop for ViommuDomain {
     fn drop(&mut self) {
         let mut state = self.settled();
         while let Some(&(endpoint, _)) = state.endpoints.first() {
-            // The number may be used again only if the device has let go of the domain.
+            // The number may be used again only if the device has destroyed the domain.
             if self.leave(&mut state, endpoint).is_err() {
                 return;
             }

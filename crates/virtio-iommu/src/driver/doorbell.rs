@@ -16,13 +16,13 @@ impl ViommuDomain {
     ///
     /// If the device names a window for MSIs that is `doorbell` itself: writes to the window are not
     /// translated. Else the granule that it lies in is mapped, once, into the window that
-    /// [`reserved_regions`](super::Driver::reserved_regions) tells of: for writing, and with MMIO if
+    /// [`reserved_regions`](super::Driver::reserved_regions) reports: for writing, and with MMIO if
     /// that is negotiated (rules V39, V42).
     ///
     /// # Errors
     /// [`Error::Unsupported`]: no endpoint is attached, or the device's window is elsewhere.
     /// [`Error::OutsideAperture`]: nothing can be mapped where the window is. [`Error::Full`]: the
-    /// window is. What the device answered to the MAP.
+    /// window is. The status of the MAP.
     pub fn map_doorbell(&self, doorbell: GuestPhys) -> Result<Iova> {
         if self.meaning != Meaning::Mapped {
             return Ok(Iova(doorbell.0));
@@ -72,7 +72,7 @@ impl State {
         let granule = self.geometry.page_sizes.granule();
         let (first, len) = SOFTWARE_MSI;
         let window = Range::from_len(Iova(first), len).expect("a legal range");
-        // A granule that is larger than the window, or a byte, which no MAP can ask for (rule V38).
+        // A granule that is larger than the window, or a byte, which no MAP can map (rule V38).
         if granule > len || granule == 1 {
             return Err(Error::Unsupported("the window for MSIs holds no granule"));
         }

@@ -41,8 +41,9 @@ impl EventReceiver {
         let _ = self.queue.add(&[buffer], slot);
     }
 
-    /// Calls `each` with every record that came, and gives its buffer back to the device; what is no record, or one to be ignored (rule V43), is passed over. True if the device wants a
-    /// kick.
+    /// Calls `each` with every record that arrived, and gives its buffer back to the device;
+    /// malformed records, and records to be ignored (rule V43), are skipped. True if the device
+    /// wants a kick.
     ///
     /// # Errors
     /// The device broke the ring.

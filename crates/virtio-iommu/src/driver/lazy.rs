@@ -17,8 +17,8 @@ impl ViommuDomain {
         self.lazy
     }
 
-    /// Begins a sync of unmaps. Where the domain is lazy, that is an IOTLB_FLUSH, whose reply is kept for
-    /// the poll that finds the sync over.
+    /// Begins a sync of unmaps. In a lazy domain that is an IOTLB_FLUSH; its reply is kept for the
+    /// poll that finds the sync over.
     pub(super) fn begin_unmaps(&self) -> Result<SyncToken> {
         if self.lazy
             && let Some(seq) = self.send_flush()?

@@ -3,7 +3,7 @@
 //! MAP and UNMAP are put into the request queue at once, where a polling device sees them, but the
 //! device is kicked, and waited for, only at the points where [`Domain`](ringfence_iommu::Domain)
 //! demands a result: `iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`, and when the ring is full
-//! (rule L64). What the device answers is kept until then and reported.
+//! (rule L64). The device's replies are kept until then and reported.
 
 mod batch;
 mod core;

@@ -16,7 +16,7 @@ pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
 }
 
 /// `whole` without `regions`, which are in ascending order and grow to whole granules. Single bytes
-/// between them, where a granule is one, are left out: no MAP can ask for them (rule V38).
+/// between them, where a granule is one, are left out: no MAP can map them (rule V38).
 pub(super) fn around(whole: Range, regions: &[ReservedRegion], granule: u64) -> Vec<Range> {
     let mask = granule - 1;
     let mut free = Vec::new();

@@ -1,11 +1,11 @@
-//! What the device answered and nobody has been told yet.
+//! Replies of the device that were not reported yet.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{Error, Range};
 
-/// How many failures are told apart before two of them become one.
+/// How many failures are kept separately before two of them become one.
 const KEPT: usize = 64;
 
 /// What a request was for, as far as its reply is concerned.
@@ -17,7 +17,7 @@ pub(super) enum Sent {
     Replay,
     /// An UNMAP.
     Unmap,
-    /// A request that somebody waits for; the reply is kept for them.
+    /// A request that a thread waits for; the reply is kept for it.
     Sync,
 }
 
@@ -31,8 +31,8 @@ pub(super) struct Failure {
     pub(super) status: u8,
 }
 
-/// The failures of a domain on their way from the ring (whoever takes replies out of it) to the
-/// domain (whoever uses it next). A leaf among the locks.
+/// The failures of a domain on their way from the ring (the thread that takes replies out of it) to
+/// the domain (the thread that uses it next). A leaf among the locks.
 #[derive(Debug, Default)]
 pub(super) struct Reports {
     any: AtomicBool,
@@ -57,11 +57,11 @@ impl Reports {
 }
 
 /// Failures that a sync point will return. Bounded: when there are too many, two become one that
-/// covers both, so that a failure may be reported to too many and never to nobody.
+/// covers both, so that a failure may be reported too often but is never lost.
 ///
-/// Who is told of a failure may take it for his own only if he named exactly what he unmapped. A
-/// sync of more than that, or of everything, may have met what another thread is about to ask
-/// after: it is told, and the failure stays, as what was to be unmapped does.
+/// A caller may take a failure for its own only if it synced exactly what it unmapped. A sync of
+/// more than that, or of everything, may have met a failure that another thread's sync is about to
+/// look for: it reports the failure and keeps it.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
     list: Vec<Kept>,
@@ -82,8 +82,9 @@ impl Failures {
         }
     }
 
-    /// Reports the failures in `ranges`. Where these are `exact`, what the caller unmapped or mapped and
-    /// nothing else, those that lie in them are forgotten; others may have failures in a range that is not.
+    /// Reports the failures in `ranges`. If these are `exact`, what the caller unmapped or mapped
+    /// and nothing else, the failures inside them are removed; in other ranges other callers may
+    /// have failures.
     pub(super) fn report(
         &mut self,
         ranges: &[Range],
@@ -105,12 +106,12 @@ impl Failures {
         }
     }
 
-    /// What they are of.
+    /// The ranges of the failures.
     pub(super) fn ranges(&self) -> Vec<Range> {
         self.list.iter().map(|held| held.range).collect()
     }
 
-    /// Forgets the failures that lie in `range`.
+    /// Removes the failures that lie in `range`.
     pub(super) fn forget(&mut self, range: Range) {
         if !self.list.is_empty() {
             self.list.retain(|held| !range.covers(held.range));

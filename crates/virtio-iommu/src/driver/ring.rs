@@ -15,11 +15,11 @@ use crate::wire::{MAX_REQUEST_LEN, PROBE_HEAD_LEN, Request, Status, TAIL_LEN, pa
 
 /// The bytes of a slot: the longest request but PROBE, and a tail, in one cache line.
 pub(super) const SLOT: usize = 64;
-/// Where the tail stands in a slot.
+/// The offset of the tail in a slot.
 const TAIL_AT: usize = SLOT - TAIL_LEN;
 /// Where the written part of a PROBE begins in the memory kept for it.
 const PROBE_REPLY_AT: usize = 128;
-/// So many replies are taken out of the ring at a time.
+/// How many replies are taken out of the ring at a time.
 const BURST: usize = 16;
 /// What a tail holds before the device writes it: no status.
 const UNWRITTEN: [u8; TAIL_LEN] = [0xff; TAIL_LEN];
@@ -70,9 +70,9 @@ pub(super) struct Ring {
     issued: u64,
     /// All requests up to this one are answered.
     retired: u64,
-    /// Who is told of failures, by domain.
+    /// Where failures are reported, by domain.
     reports: HashMap<u32, Arc<Reports>>,
-    /// Statuses that somebody waits for, by request.
+    /// Statuses that a thread waits for, by request.
     results: HashMap<u64, u8>,
     /// Memory for replies that are taken out.
     burst: Box<[Used; BURST]>,
@@ -134,8 +134,8 @@ impl Ring {
         seq
     }
 
-    /// As [`submit`](Self::submit), not visible before [`publish`](Self::publish). Where it is called
-    /// it is known what kind of request it is.
+    /// As [`submit`](Self::submit), not visible before [`publish`](Self::publish). Inlined, so that
+    /// the kind of the request is a constant.
     #[inline(always)]
     pub(super) fn put(&mut self, request: &Request, sent: Sent) -> Option<u64> {
         if self.is_full() {
@@ -223,8 +223,8 @@ impl Ring {
         slot.range = range;
         slot.tail = tail;
         slot.done = false;
-        // Two descriptors a slot: there is room whenever a slot is free. A queue that is broken
-        // takes nothing, and the next look at it tells.
+        // Two descriptors a slot: there is room whenever a slot is free. A broken queue takes
+        // nothing, which the next access to it reports.
         let _ = self.queue.add(descs, at as u64);
         self.issued
     }
@@ -260,10 +260,10 @@ impl Ring {
         let count = self.slots.len() as u64;
         let slot = self.slots.get_mut(at).ok_or(Broken)?;
         slot.done = true;
-        // The request whose slot this is: the one number in retired+1..=retired+count.
+        // The request in this slot: the only candidate in retired+1..=retired+count.
         let next = self.retired + 1;
         let seq = next + ((at as u64).wrapping_sub(next) & (count - 1));
-        // A tail that was not written in full says nothing: an I/O error (rules V34, L64).
+        // A tail that was not written in full is invalid: an I/O error (rules V34, L64).
         let status = if (used as usize) < TAIL_LEN {
             Status::IoErr as u8
         } else {

@@ -1,4 +1,4 @@
-//! What is mapped, as the driver knows it.
+//! The driver's record of what is mapped.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -9,20 +9,20 @@ use super::{
     stretches::Stretches,
 };
 
-/// The mappings of a domain with their boundaries: to answer look-ups, to count what an unmap
-/// removes, to refuse what would split a mapping before anything is sent, and to send all again
-/// when an endpoint is attached (rule L65).
+/// The mappings of a domain with their boundaries: for lookups, to count what an unmap removes, to
+/// refuse what would split a mapping before anything is sent, and to send all again when an
+/// endpoint is attached (rule L65).
 ///
-/// Most mappings are of a few granules, naturally aligned: they lie in one *stretch* of 64 granules,
-/// where each question is one about bits, and stretches are found by their number. So a map and an
+/// Most mappings span a few granules, naturally aligned: they lie in one *stretch* of 64 granules,
+/// where every lookup is a bit operation, and stretches are found by their number. So a map and an
 /// unmap cost the same however much is mapped. The others, [wide](Self::wide) ones, are in a tree,
-/// which is looked into only if there are any. A page all by itself costs a kilobyte.
+/// which is looked into only if there are any. An isolated page costs a kilobyte.
 pub(super) struct Shadow {
     /// log2 of the granule.
     granule: u32,
     stretches: Stretches,
-    /// Mappings that reach from one stretch into another, or do not stand on granules (those of an
-    /// identity domain may), by first address, with their last.
+    /// Mappings that reach from one stretch into another, or are not granule-aligned (those of an
+    /// identity domain may not be), by first address, with their last.
     wide: BTreeMap<u64, (u64, Mapping)>,
     len: usize,
 }
@@ -120,7 +120,7 @@ impl Shadow {
         }
     }
 
-    /// What an unmap of `range`, which stands on granules, would remove; `None` if nothing.
+    /// What an unmap of `range`, which is granule-aligned, would remove; `None` if nothing.
     ///
     /// # Errors
     /// [`Error::WouldSplit`].
@@ -257,7 +257,7 @@ impl Shadow {
         *self = Shadow::new(1 << self.granule);
     }
 
-    /// The number of an address's stretch, and which granule of it it lies in.
+    /// The number of an address's stretch, and the granule in the stretch.
     #[inline]
     fn place(&self, at: u64) -> (u64, u32) {
         place(self.granule, at)
@@ -291,7 +291,7 @@ impl Shadow {
     }
 }
 
-/// The number of an address's stretch, and which granule of it it lies in.
+/// The number of an address's stretch, and the granule in the stretch.
 #[inline]
 fn place(granule: u32, at: u64) -> (u64, u32) {
     let at = at >> granule;
@@ -371,7 +371,7 @@ mod tests {
 
     #[test]
     fn a_mapping_that_does_not_stand_on_granules_keeps_its_ends() {
-        // As those of an identity domain, whose aperture ends anywhere.
+        // Such as those of an identity domain: its aperture may end anywhere.
         let (mut shadow, odd) = (Shadow::new(4096), range(0x1000, 0x2345));
         shadow.insert(odd, GuestPhys(0x1000), Prot::RW, 0);
         assert_eq!(shadow.find(Iova(0x2345)).map(|(range, _)| range), Some(odd));
@@ -430,7 +430,8 @@ mod tests {
         fn it_agrees_with_a_list_of_ranges(
             granule in prop_oneof![Just(1_u64), Just(4096), Just(1 << 55)],
             high in any::<bool>(),
-            // Small ones, that lie in a stretch mostly, and such as reach from one into others.
+            // Small ones, mostly within a stretch, and ones that reach from one stretch into
+            // others.
             steps in prop::collection::vec(
                 (0u8..5, 0u64..400, prop_oneof![4 => 1u64..9, 1 => 1u64..200]), 1..80),
         ) {

@@ -1,4 +1,4 @@
-//! Mappings within 64 granules side by side, told apart by bits.
+//! Mappings within 64 adjacent granules, as bits.
 
 use ringfence_iommu::{GuestPhys, Prot};
 
@@ -44,13 +44,13 @@ impl Note {
     }
 }
 
-/// The mappings that lie wholly in 64 granules side by side.
+/// The mappings that lie wholly in 64 adjacent granules.
 ///
-/// What a mapping leads to stands apart: an unmap asks for boundaries only, and need not touch it.
+/// Targets are stored apart: an unmap needs boundaries only, and does not touch them.
 pub(super) struct Stretch {
     /// Which granules are mapped, a bit each.
     mapped: u64,
-    /// At which of them a mapping begins.
+    /// At which granules a mapping begins.
     starts: u64,
     /// Of each granule at which a mapping begins.
     notes: Box<[Note; GRANULES]>,
@@ -69,8 +69,7 @@ fn ends(bits: u64) -> Option<(u32, u32)> {
     (bits != 0).then(|| (bits.trailing_zeros(), 63 - bits.leading_zeros()))
 }
 
-/// How many bits are set: one, mostly, and few processors that this is compiled for can be told to
-/// count.
+/// How many bits are set: mostly one, and most target baselines lack an instruction that counts.
 #[inline]
 fn count(bits: u64) -> u32 {
     #[cold]
@@ -131,11 +130,11 @@ impl Stretch {
         count(self.starts & wanted) as usize
     }
 
-    /// A granule of a mapping of which `wanted`, granules side by side, has a part only.
+    /// A granule of a mapping of which `wanted`, adjacent granules, has only a part.
     #[inline]
     pub(super) fn split(&self, wanted: u64) -> Option<u32> {
-        // A mapping goes on with the first of them, or with the one after the last; that is none
-        // if the last is the stretch's.
+        // A mapping crosses the first of them, or the granule after the last; there is none if the
+        // last one is the stretch's.
         let first = wanted & wanted.wrapping_neg();
         let after = wanted.wrapping_add(first);
         let goes_on = self.mapped & !self.starts & (first | after);
@@ -146,7 +145,7 @@ impl Stretch {
         Some(if goes_on >> first & 1 != 0 { first } else { last })
     }
 
-    /// Notes a mapping of the granules `wanted`, side by side and not mapped.
+    /// Notes a mapping of the granules `wanted`, adjacent and not mapped.
     #[inline]
     pub(super) fn insert(&mut self, wanted: u64, mapping: &Mapping) {
         debug_assert!(wanted != 0 && self.mapped & wanted == 0);

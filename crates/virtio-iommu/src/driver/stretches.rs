@@ -8,13 +8,13 @@ use std::{
 
 use super::stretch::Stretch;
 
-/// So many stretches may lie about empty before they are given up.
+/// How many stretches may be empty before empty ones are freed.
 pub(super) const EMPTIES: usize = 64;
 
 /// How many places are remembered, a power of two. A driver's buffers come from few slabs of addresses.
 const RECENT: usize = 64;
 
-/// What is remembered of no stretch: there are not so many granules that one has this number.
+/// The entry for no stretch: no address has this stretch number.
 const NOBODY: (u64, u32) = (u64::MAX, 0);
 
 /// The stretches of a domain in which something is, or was not long ago, mapped.
@@ -90,8 +90,9 @@ impl Stretches {
     }
 
     /// The stretch of this number, made if there is none. An emptied one stays for the next mapping
-    /// there; they are looked for when there are twice as many as were in use the last time, so that
-    /// a domain whose addresses wander does not keep a stretch for each that it ever used.
+    /// there; empty ones are freed when there are twice as many stretches as were in use the last
+    /// time, so that a domain whose addresses wander does not keep a stretch for each address that
+    /// it ever used.
     #[inline]
     pub(super) fn get_or_make(&mut self, number: u64) -> &mut Stretch {
         let place = match self.place(number) {
@@ -108,7 +109,7 @@ impl Stretches {
         }
         let place = self.len();
         self.all.push(Stretch::new());
-        // A stretch has a kilobyte: there is no memory for 2^32 of them.
+        // A stretch takes a kilobyte: there is no memory for 2^32 of them.
         self.places.insert(number, place as u32);
         place
     }

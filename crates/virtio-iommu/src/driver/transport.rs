@@ -6,16 +6,16 @@ use ringfence_iommu::{Error, Result};
 
 /// The way to the device beside the rings: notifications, and the one writable field.
 pub trait Transport: Send + Sync {
-    /// Tells the device that there is something in `queue`.
+    /// Notifies the device that there is something in `queue`.
     fn kick(&self, queue: u16);
 
-    /// Waits until the device has told of used buffers in `queue`, or until `timeout` is over.
-    /// Must not lose a notification that came before the call; may return early. Called by one
+    /// Waits until the device has notified of used buffers in `queue`, or until `timeout` is over.
+    /// Must not lose a notification that arrived before the call; may return early. Called by one
     /// thread at a time.
     fn wait(&self, queue: u16, timeout: Duration);
 
     /// Whether the device can still answer: false once its process or connection is known to be
-    /// gone. A driver without a time-out waits for as long as this says so.
+    /// gone. A driver without a time-out waits for as long as this is true.
     fn is_alive(&self) -> bool {
         true
     }

@@ -1,14 +1,14 @@
 //! Waiting for replies: many threads, one ring, none of them holding its lock meanwhile.
 //!
-//! Whoever waits also works: it takes *all* replies out of the ring and announces how far they go
-//! in `retired`, so that the others see it without the lock. Threads that have spun long enough
-//! sleep. One of them, the leader, waits for the device's notification; the others wait for
-//! whoever takes replies out of the ring, or for the leader's place to become free.
+//! A thread that waits also works: it takes *all* replies out of the ring and publishes how far
+//! they go in `retired`, so that the others see it without the lock. Threads that have spun long
+//! enough sleep. One of them, the leader, waits for the device's notification; the others wait
+//! until a thread takes replies out of the ring, or the leader's place becomes free.
 //!
 //! No wake-up is lost: a follower counts itself in `followers` and *then* looks at `retired`,
-//! holding the mutex of the condition until it sleeps; whoever advances `retired` *then* looks at
-//! `followers`, and notifies under that mutex. All four are sequentially consistent, so one of the
-//! two sees the other.
+//! holding the mutex of the condition until it sleeps; a thread that advances `retired` *then*
+//! looks at `followers`, and notifies under that mutex. All four are sequentially consistent, so
+//! one of the two sees the other.
 
 use std::{
     fmt, hint,
@@ -36,12 +36,12 @@ const LIFE_LOOK: Duration = Duration::from_millis(1);
 /// How often a sleeping thread looks whether the device still lives.
 const LIFE_SIGN: Duration = Duration::from_millis(100);
 
-/// The ring and those who wait for it.
+/// The ring and the threads that wait for it.
 pub(super) struct Waiting {
     ring: Mutex<Ring>,
     /// All requests up to this one are answered.
     retired: AtomicU64,
-    /// Whether somebody waits for the device's notification.
+    /// Whether a thread waits for the device's notification.
     led: Mutex<bool>,
     changed: Condvar,
     followers: AtomicUsize,
@@ -60,14 +60,14 @@ impl fmt::Debug for Waiting {
     }
 }
 
-/// Tells a device that stopped answering from one that is slow: the time since `retired` moved, as
-/// far as somebody was there to look. While this whole machine stood still, or this thread was not
-/// let run, the device may have had no chance either.
+/// Distinguishes a hung device from a slow one by the time since `retired` moved. Only time in
+/// which this thread looked counts: while the whole machine was stopped, or this thread was not
+/// scheduled, the device may not have run either.
 struct Patience {
     seen: u64,
     waited: Duration,
     looked: Instant,
-    /// When to look for signs of life again, in terms of `waited`.
+    /// When to check that the transport is alive again, in terms of `waited`.
     life_at: Duration,
 }
 
@@ -76,7 +76,7 @@ impl Patience {
         Patience { seen, waited: Duration::ZERO, looked: Instant::now(), life_at: LIFE_LOOK }
     }
 
-    /// How long nothing has moved, given how far things are now.
+    /// How long nothing has moved, given the current `retired`.
     fn look(&mut self, retired: u64) -> Duration {
         if retired != self.seen {
             *self = Patience::new(retired);
@@ -135,7 +135,7 @@ impl Waiting {
         Error::Gone(why)
     }
 
-    /// Takes the replies out of the ring and tells everybody how far they go.
+    /// Takes the replies out of the ring and publishes how far they go.
     #[inline]
     pub(super) fn reap(&self, ring: &mut Ring) -> Result<()> {
         match ring.reap() {
@@ -195,7 +195,7 @@ impl Waiting {
         Ok(target)
     }
 
-    /// Whether all requests up to `target` are answered, as far as can be told without waiting.
+    /// Whether all requests up to `target` are answered, without waiting.
     ///
     /// # Errors
     /// [`Error::Gone`].
@@ -204,7 +204,7 @@ impl Waiting {
             return Ok(true);
         }
         self.alive()?;
-        // Who holds the lock takes out what there is, or will be asked again.
+        // If another thread holds the lock, it takes the replies out, or the caller polls again.
         if let Some(mut ring) = self.ring.try_lock() {
             self.reap(&mut ring)?;
         }
@@ -243,7 +243,7 @@ impl Waiting {
     }
 
     /// # Errors
-    /// [`Error::Gone`] if nothing was answered for too long, or the transport says so.
+    /// [`Error::Gone`] if nothing was answered for too long, or the transport is gone.
     fn lose_patience(&self, patience: &mut Patience, transport: &dyn Transport) -> Result<()> {
         let waited = patience.look(self.retired.load(Ordering::SeqCst));
         if self.timeout.is_some_and(|limit| waited >= limit) {
@@ -252,7 +252,7 @@ impl Waiting {
         if waited < patience.life_at {
             return Ok(());
         }
-        // Asking may cost a system call: not at every look.
+        // This may cost a system call: not at every look.
         patience.life_at = waited + LIFE_LOOK;
         if !transport.is_alive() {
             return Err(self.fail("its end of the transport has gone"));

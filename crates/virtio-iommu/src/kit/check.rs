@@ -5,7 +5,7 @@ use super::{
     bench::{Bench, Verdict},
 };
 
-/// One thing that is asked of a device.
+/// One requirement on a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Check {
     /// The number of the rule: 22 for V22.
@@ -14,7 +14,7 @@ pub struct Check {
     pub level: Level,
     /// Its name, unique.
     pub name: &'static str,
-    /// What is asked, in a sentence.
+    /// What the device must do, in a sentence.
     pub says: &'static str,
     pub(super) run: fn(&mut Bench<'_>) -> Verdict,
 }

@@ -7,9 +7,9 @@ use std::fmt;
 pub enum Level {
     /// A device that does otherwise does not conform.
     Must,
-    /// A device may do otherwise if it knows why.
+    /// A device may deviate with good reason.
     Should,
-    /// The device is free: what it does is noted. It fails only by not answering at all.
+    /// The device is free: what it does is noted. It fails only if it does not answer at all.
     May,
 }
 
@@ -43,7 +43,7 @@ impl fmt::Display for Mismatch {
 /// How a check ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The device does what the rule says. Where the rule leaves it free: what it does.
+    /// The device follows the rule. If the rule leaves it free: what it does.
     Pass(Option<String>),
     /// It does not.
     Fail(Mismatch),
@@ -83,7 +83,7 @@ pub struct Finding {
     pub level: Level,
     /// The name of the check, unique: `unmap-splits-nothing`.
     pub check: &'static str,
-    /// What is asked of the device, in a sentence.
+    /// What the device must do, in a sentence.
     pub says: &'static str,
     /// How it ended.
     pub outcome: Outcome,

@@ -15,8 +15,9 @@ pub fn checks() -> Vec<Check> {
 
 /// Runs the checks that are `wanted` on a device.
 ///
-/// A device that does not answer fails the check, and is started anew for the next one. If it cannot
-/// be, what is left is not run, and the report says so. At the end the field `bypass` is as it was.
+/// A device that does not answer fails the check, and is restarted for the next one. If that fails,
+/// the remaining checks are not run, and the report says so. At the end the field `bypass` is as it
+/// was.
 pub fn run(subject: &mut dyn Subject, wanted: impl Fn(&Check) -> bool) -> Report {
     let mut report = Report::default();
     let mut lost: Option<Failed> = None;

@@ -5,13 +5,13 @@
 /// Methods that give an `Option` are for what not everybody can do: `None` means that the subject
 /// cannot, and the checks that need it are not applicable.
 pub trait Subject {
-    /// The feature bits on offer. Those of the device type are looked at, no others.
+    /// The feature bits on offer. Only those of the device type are examined.
     fn offered(&self) -> u64;
 
     /// A device reset, and then all that a driver does before its first request: agrees on
     /// `features` (bits of the device type; the subject adds those that the transport needs), sets
-    /// up the queues, says DRIVER_OK. Buffers of the event queue are none. Also called to recover
-    /// after [`Failed::Timeout`].
+    /// up the queues, says DRIVER_OK. The event queue has no buffers afterwards. Also called to
+    /// recover after [`Failed::Timeout`].
     ///
     /// # Errors
     /// The device cannot be used any more.
@@ -36,7 +36,7 @@ pub trait Subject {
     /// behind the used length. Returns the used length.
     ///
     /// # Errors
-    /// [`Failed::Timeout`] if the request does not come back within the subject's patience.
+    /// [`Failed::Timeout`] if the request does not come back within the subject's time-out.
     fn request(&mut self, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed>;
 
     /// [`request`](Self::request) over many descriptors, of at most `piece` bytes each.
@@ -56,9 +56,9 @@ pub trait Subject {
     /// A number that is no endpoint's.
     fn absent_endpoint(&self) -> u32;
 
-    /// The first and the last address of guest-physical memory that accesses may reach, the kit's
-    /// alone. The kit uses 32 pages of it, of 4 KiB or of the granule if that is larger: it should be
-    /// aligned to that, and so long.
+    /// The first and the last address of guest-physical memory that accesses may reach, for
+    /// exclusive use by the kit. The kit uses 32 pages of it, of 4 KiB or of the granule if that is
+    /// larger: it should have that alignment and length.
     fn memory(&self) -> (u64, u64);
 
     /// Addresses of the endpoints (first and last) that the subject maps for itself, around its
@@ -112,7 +112,7 @@ pub trait Subject {
     }
 }
 
-/// Accesses are multiples of so many bytes: what a block device moves at least.
+/// Accesses are multiples of this many bytes, the least that a block device transfers.
 pub const ACCESS: usize = 512;
 
 /// A buffer of the event queue, as it came back.
@@ -128,7 +128,7 @@ pub struct Event {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
 
-/// Why there is no answer.
+/// Why there is no reply.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failed {
     /// The device did not return a buffer in time.

@@ -9,7 +9,7 @@ use zerocopy::{
 /// The bytes of the configuration space.
 pub const CONFIG_LEN: usize = size_of::<RawConfig>();
 
-/// Where the field `bypass` stands.
+/// The offset of the field `bypass`.
 const BYPASS_AT: usize = 36;
 
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -25,7 +25,7 @@ struct RawConfig {
     reserved: [u8; 3],
 }
 
-/// What the configuration space says.
+/// The contents of the configuration space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IommuConfig {
     /// The page sizes; the lowest is the granule, others are hints (rule V2).
@@ -111,7 +111,7 @@ impl IommuConfig {
         }
     }
 
-    /// What a driver's write of `data` at `offset` asks `bypass` to become; `None` if the write
+    /// The value that a driver's write of `data` at `offset` gives to `bypass`; `None` if the write
     /// does not touch it or its value is neither 0 nor 1. All other fields are read-only
     /// (rule V32).
     pub fn bypass_written(offset: usize, data: &[u8]) -> Option<bool> {

@@ -24,14 +24,14 @@ struct RawFault {
     address: U64,
 }
 
-/// A refused access, as it is told to the driver.
+/// A refused access, as it is reported to the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FaultRecord {
     /// Why it was refused.
     pub reason: FaultReason,
-    /// The endpoint whose access it was.
+    /// The endpoint that made the access.
     pub endpoint: u32,
-    /// What was wanted: [`Prot::READ`], [`Prot::WRITE`], both, or nothing where it is unknown.
+    /// What was attempted: [`Prot::READ`], [`Prot::WRITE`], both, or nothing where it is unknown.
     pub access: Prot,
     /// Where, if it is known.
     pub address: Option<Iova>,
@@ -75,8 +75,8 @@ impl FaultRecord {
         })
     }
 
-    /// The access as a domain's user knows it; `None` where the device did not say which address it
-    /// was.
+    /// The access in the form that users of a domain get; `None` if the device did not report the
+    /// address.
     pub fn fault(&self) -> Option<Fault> {
         let FaultRecord { reason, endpoint, access, address } = *self;
         Some(Fault { reason, endpoint, iova: address?, access })

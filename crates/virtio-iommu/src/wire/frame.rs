@@ -8,13 +8,13 @@ pub enum ParseError {
     /// There is not even a head.
     #[error("{0} bytes hold no request head")]
     NoHead(usize),
-    /// The type is none that is known (rule V8).
+    /// The type is unknown (rule V8).
     #[error("unknown request type {0}")]
     UnknownType(u8),
     /// The request is cut short.
     #[error("{kind:?} of {len} bytes is cut short")]
     Short {
-        /// What it was to be.
+        /// The kind that it claims.
         kind: Kind,
         /// How long it is.
         len: usize,
@@ -43,7 +43,7 @@ pub enum ParseError {
 }
 
 impl ParseError {
-    /// What the bytes were to be, if that much can be told.
+    /// The kind of the request, if the bytes are enough to determine it.
     pub const fn kind(self) -> Option<Kind> {
         match self {
             ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
@@ -87,7 +87,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// What the request asks for.
+    /// The type of the request.
     pub fn kind(&self) -> Kind {
         self.kind
     }

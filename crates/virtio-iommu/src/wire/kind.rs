@@ -1,6 +1,6 @@
 //! What requests there are.
 
-/// What a request asks for: the type byte of its head.
+/// The type of a request: the type byte of its head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
@@ -12,7 +12,7 @@ pub enum Kind {
     Map = 3,
     /// Remove mappings of a domain.
     Unmap = 4,
-    /// Ask for the properties of an endpoint.
+    /// Get the properties of an endpoint.
     Probe = 5,
     /// Invalidate what a lazy domain has unmapped. Needs the proposed feature LAZY_IOTLB_FLUSH.
     IotlbFlush = 0xf0,

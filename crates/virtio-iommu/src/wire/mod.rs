@@ -31,7 +31,7 @@ pub const DEVICE_ID: u32 = 23;
 /// The index of the request queue, which the driver fills.
 pub const REQUEST_QUEUE: u16 = 0;
 
-/// The index of the event queue, whose buffers the device fills with fault records.
+/// The index of the event queue, where the device fills buffers with fault records.
 pub const EVENT_QUEUE: u16 = 1;
 
 bitflags::bitflags! {
@@ -48,19 +48,20 @@ bitflags::bitflags! {
         const BYPASS = 1 << 3;
         /// PROBE requests exist.
         const PROBE = 1 << 4;
-        /// MAP knows the flag MMIO.
+        /// MAP supports the flag MMIO.
         const MMIO = 1 << 5;
         /// The field `bypass` in the configuration and bypass domains exist.
         const BYPASS_CONFIG = 1 << 6;
         /// Lazy domains and IOTLB_FLUSH requests exist. A proposal (oasis-tcs/virtio-spec#204), not
-        /// part of the specification: the bit, the flag and the type are of our own choice, as far
-        /// from the specification's as there are any, and neither end speaks of them unless told to.
+        /// part of the specification: the bit, the flag and the type are our own choice, as far
+        /// from the specification's as possible, and both ends use them only if an option enables
+        /// them.
         const LAZY_IOTLB_FLUSH = 1 << 63;
     }
 }
 
 impl Features {
-    /// The features that the specification does not know.
+    /// The features that are not in the specification.
     pub const PROPOSED: Features = Features::LAZY_IOTLB_FLUSH;
 }
 

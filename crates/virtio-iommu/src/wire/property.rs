@@ -36,8 +36,8 @@ pub enum Property {
 }
 
 impl Property {
-    /// The property that tells of `region`. A directly mapped region is one a driver must not map
-    /// over: it is told as reserved.
+    /// The property that describes `region`. A driver must not map over a directly mapped region,
+    /// so it is reported as reserved.
     pub fn from_region(region: ReservedRegion) -> Property {
         let kind = match region.kind {
             ReservedKind::Msi => ResvKind::Msi,
@@ -46,7 +46,7 @@ impl Property {
         Property::ResvMem { kind, range: region.range }
     }
 
-    /// The region that the property tells of.
+    /// The region that the property describes.
     pub fn region(self) -> ReservedRegion {
         let Property::ResvMem { kind, range } = self;
         let kind = match kind {
@@ -93,9 +93,9 @@ pub fn write_properties(
 
 /// The properties in the bytes that PROBE returned.
 ///
-/// Tolerant (rules V41, V42): what has reserved header bits, an unknown type, or a body too short
-/// or without sense is skipped and parsing goes on behind it; an unknown subtype counts as
-/// reserved. It ends where a length leads outside.
+/// Tolerant (rules V41, V42): a property with reserved header bits, an unknown type, or a short or
+/// invalid body is skipped and parsing goes on behind it; an unknown subtype counts as reserved.
+/// Parsing ends at a length that leads outside.
 #[derive(Clone, Debug)]
 pub struct Properties<'a> {
     rest: &'a [u8],

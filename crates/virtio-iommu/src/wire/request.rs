@@ -128,7 +128,7 @@ pub enum Request {
         /// The addresses.
         range: Range,
     },
-    /// Ask for the properties of `endpoint`.
+    /// Get the properties of `endpoint`.
     Probe {
         /// The endpoint.
         endpoint: u32,
@@ -150,7 +150,7 @@ impl Request {
         Request::from_frame(Frame::new_checked(bytes)?)
     }
 
-    /// What `frame` asks for.
+    /// The request in `frame`.
     ///
     /// # Errors
     /// As [`parse`](Self::parse).
@@ -252,7 +252,7 @@ impl Request {
     }
 }
 
-/// What a MAP says.
+/// The fields of a MAP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Map {
     pub(crate) domain: u32,
@@ -296,7 +296,7 @@ impl From<Map> for Request {
     }
 }
 
-/// What an UNMAP says.
+/// The fields of an UNMAP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Unmap {
     pub(crate) domain: u32,
@@ -331,7 +331,7 @@ impl From<Unmap> for Request {
     }
 }
 
-/// The tail that says `status`, reserved bytes zero (rule V7).
+/// The tail with `status`, reserved bytes zero (rule V7).
 pub const fn emit_tail(status: Status) -> [u8; TAIL_LEN] {
     [status as u8, 0, 0, 0]
 }

@@ -1,11 +1,11 @@
 //! A naive model of a virtio-iommu device: maps of mappings, written from the numbered rules and
-//! from nothing of the device's own code, not even its constants. It says of each request's bytes
-//! what may be answered and what the answer OK does, and of each access where it leads.
+//! from nothing of the device's own code, not even its constants. It determines for each request's
+//! bytes which replies are allowed and what the reply OK does, and for each access where it leads.
 //!
-//! Where several things are wrong with a request the rules do not say which is told: the model
-//! names every status that is true. Where the rules are silent the choices are ours: a head cut
-//! short is as good as an unknown type; a mapping without READ and WRITE is refused; `input_range`
-//! and `domain_range` hold whether their features were negotiated or not.
+//! If several things are wrong with a request, the rules do not say which one the status reports:
+//! the model allows every status that applies. Where the rules are silent the choices are ours: a
+//! head cut short is as good as an unknown type; a mapping without READ and WRITE is refused;
+//! `input_range` and `domain_range` hold whether their features were negotiated or not.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -57,7 +57,7 @@ pub(crate) struct Setup {
     pub(crate) max_domains: usize,
     /// In one domain.
     pub(crate) max_mappings: u64,
-    /// Table memory is so short that a MAP may be refused for want of it.
+    /// Table memory is so short that a MAP may fail.
     pub(crate) scarce: bool,
     pub(crate) endpoints: BTreeMap<u32, Vec<Region>>,
 }
@@ -80,7 +80,7 @@ pub(crate) enum Answer {
     Properties(Vec<u8>),
 }
 
-/// What a request does when it is answered with OK.
+/// What a request with the status OK does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
     Nothing,
@@ -177,7 +177,7 @@ impl Model {
         }
     }
 
-    /// What may be answered to a request with `room` bytes for the reply, and what OK does.
+    /// The allowed replies to a request with `room` bytes for the reply, and what OK does.
     pub(crate) fn judge(&self, bytes: &[u8], room: usize) -> (Answer, Effect) {
         let unwritten = (Answer::Unwritten, Effect::Nothing);
         // Rule V8.
@@ -216,12 +216,12 @@ impl Model {
         (Answer::Tail { at, any_of: wrong }, effect)
     }
 
-    /// Does what a request does that was answered with OK.
+    /// Applies a request that was answered with OK.
     pub(crate) fn commit(&mut self, effect: Effect) {
         match effect {
             Effect::Nothing => {}
             Effect::Attach { domain, endpoint, bypass } => {
-                // Rule V11; who is in the domain already stays in it.
+                // Rule V11; an endpoint that is in the domain already stays in it.
                 if self.attached.get(&endpoint) == Some(&domain) {
                     return;
                 }

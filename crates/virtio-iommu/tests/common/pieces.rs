@@ -1,6 +1,6 @@
-//! Requests in a ring, cut into whatever pieces a driver likes, direct or in an indirect table, in
-//! memory that changes as soon as it was read: the device is what the model says of the bytes that
-//! were read first.
+//! Requests in a ring, cut into arbitrary pieces, direct or in an indirect table, in memory that
+//! changes as soon as it was read: the device does what the model does with the bytes that were
+//! read first.
 
 use std::{cell::RefCell, sync::Arc};
 
@@ -29,7 +29,7 @@ const NOWHERE: u64 = 0xdead_0000;
 /// How many bytes of a request are read at most: those of the longest.
 const LONGEST: usize = 72;
 
-/// Memory with somebody behind it who overwrites what was read, at once.
+/// Memory in which what was read is overwritten at once.
 struct Shifty<'a> {
     ram: &'a Ram,
     /// What was read so far, of the bytes in front of the replies.
@@ -62,7 +62,7 @@ impl Translate for Shifty<'_> {
 #[derive(Clone, Copy, Debug)]
 struct Piece {
     addr: u64,
-    /// Where its bytes stand in the whole.
+    /// The offset of its bytes in the whole.
     at: usize,
     len: usize,
 }
@@ -166,7 +166,7 @@ fn step(author: &mut Author<'_>, twin: &mut Twin, ram: &Ram, met: &mut Met) {
     }
     let (answer, effect) = twin.model.judge(&bytes, room);
     if is_cut_off(&request, LONGEST) {
-        // IOERR, whatever was asked; nothing was done.
+        // IOERR, whatever the request; nothing was done.
         met.unreadable += 1;
         if room < 4 {
             assert_eq!(used, 0);
@@ -178,7 +178,7 @@ fn step(author: &mut Author<'_>, twin: &mut Twin, ram: &Ram, met: &mut Met) {
         met.unwritable += 1;
         match answer {
             Answer::Tail { at: 0, any_of } => {
-                // What the driver cannot be told of is done all the same.
+                // The request is carried out even if its tail cannot be written.
                 if is_cut_off(&reply, 4) {
                     assert_eq!(used, 0);
                     if any_of.contains(&OK) {

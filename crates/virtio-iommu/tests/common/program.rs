@@ -205,7 +205,7 @@ impl Author<'_> {
             }
         }
         match self.draw.byte() {
-            // Nothing but a legal frame, as mostly.
+            // Usually a legal frame.
             0..=199 => {}
             200..=219 => bytes[1..4].copy_from_slice(&self.draw.bytes(3)),
             220..=229 => bytes.truncate(usize::from(self.draw.byte()) % bytes.len()),
@@ -220,7 +220,7 @@ impl Author<'_> {
         self.draw.of(&[1, 2, 1, 2, 1, 1, 2, 1, 2, 1, 2, 3, 0, u32::MAX])
     }
 
-    /// Mostly one that exists.
+    /// Usually one that exists.
     fn domain_of(&mut self, twin: &Twin) -> u32 {
         let at = usize::from(self.draw.byte());
         let known: Vec<u32> = twin.model.domains.keys().copied().collect();
@@ -289,7 +289,8 @@ impl Author<'_> {
     }
 }
 
-/// The bytes of a program; shown as one number, since what they mean is told by what they do.
+/// The bytes of a program; printed as one number, since their meaning is only known by running
+/// them.
 #[derive(Clone)]
 pub(crate) struct Program(pub(crate) Vec<u8>);
 

@@ -1,5 +1,5 @@
-//! The device and the model of it side by side: each gets what the other gets, and after each
-//! request everything that can be told of them is compared.
+//! The device and its model side by side: both get the same requests, and after each request all
+//! observable state is compared.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -95,7 +95,7 @@ impl Twin {
         self.model.write_config(offset, data);
     }
 
-    /// Resets both; queues begin anew, as the device demands.
+    /// Resets both, and starts the queues again, as the device requires.
     pub(crate) fn reset(&mut self, system: bool) {
         for session in &mut self.sessions {
             self.device.begin_sync(session);
@@ -113,8 +113,8 @@ impl Twin {
         }
     }
 
-    /// Has both carry out a request and compares the answers; the status, if one was written.
-    /// Without `sync` the invalidation is left to a later request of the queue's.
+    /// Makes both carry out a request and compares the replies; returns the status, if one was
+    /// written. Without `sync` the invalidation is left to a later request of the queue's.
     pub(crate) fn request(
         &mut self,
         queue: usize,
@@ -134,7 +134,7 @@ impl Twin {
         self.compare_answer(bytes, used, &reply)
     }
 
-    /// As [`request`](Self::request), for an answer that came by another way.
+    /// As [`request`](Self::request), for a reply that arrived by another way.
     pub(crate) fn compare_answer(&mut self, bytes: &[u8], used: usize, reply: &[u8]) -> Option<u8> {
         let (answer, effect) = self.model.judge(bytes, reply.len());
         let untouched = |part: &[u8]| part.iter().all(|&byte| byte == 0xee);

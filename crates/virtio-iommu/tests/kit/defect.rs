@@ -1,4 +1,4 @@
-//! The ways in which a device can be wrong, and who catches each.
+//! The ways in which a device can be wrong, and the checks that catch each.
 
 use Defect::*;
 

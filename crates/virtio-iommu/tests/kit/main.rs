@@ -34,7 +34,7 @@ fn a_right_device_passes_all_that_applies_to_it() {
     assert_eq!(left, [&not_offered[..], &["needs-reset"]].concat());
     assert!(report.conforms(true));
 
-    // One that offers little, and the old BYPASS: that is what it should not.
+    // A device that offers little, and the old BYPASS, which it should not.
     let report = run(&mut Model::bare(None), |_| true);
     assert_eq!(failing(&report), ["no-old-bypass"]);
     for check in not_offered {
@@ -58,7 +58,7 @@ fn each_defect_is_caught_by_its_checks_and_by_no_other() {
 
 #[test]
 fn each_check_catches_something() {
-    // These tell what a device does, or that it cannot be seen.
+    // These report what a device does, or that it cannot be observed.
     let harmless = ["fault-report", "needs-reset"];
     for check in checks() {
         let caught = defect::ALL.iter().any(|(_, expected)| expected.contains(&check.name));

@@ -32,7 +32,7 @@ struct Mapping {
     last: u64,
     phys: u64,
     flags: u32,
-    /// Whom it is for, if not for all.
+    /// The only endpoint it is for, if not for all.
     only: Option<u32>,
 }
 
@@ -54,12 +54,12 @@ pub(crate) struct Model {
     pub(crate) ram: Vec<u8>,
     pub(crate) buffers: VecDeque<usize>,
     pub(crate) events: VecDeque<Event>,
-    /// Whether it answers nothing until it is reset.
+    /// Whether it does not answer until it is reset.
     pub(crate) hung: bool,
     pub(crate) dropped: bool,
     /// Reports without a buffer, if they wait.
     pub(crate) waiting: VecDeque<Event>,
-    /// Whether it can tell of accesses.
+    /// Whether it cannot make accesses.
     pub(crate) blind: bool,
     pub(crate) starts: usize,
     /// From which start on it cannot be started.
@@ -204,7 +204,7 @@ impl Model {
             return INVAL;
         }
         match self.defect {
-            // It is not told of, but goes on as before.
+            // The detach is ignored: the endpoint goes on as before.
             Some(DetachKeepsMappings) => {}
             Some(DetachKeepsDomain) => _ = self.attached.remove(&endpoint),
             _ => self.leave(id, endpoint),

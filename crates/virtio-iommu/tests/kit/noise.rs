@@ -1,8 +1,8 @@
-//! A device that says anything.
+//! A device that replies at random.
 
 use ringfence_virtio_iommu::kit::{Event, Failed, Refused, Subject};
 
-/// Answers at random: configuration, statuses, used lengths, properties, accesses and events.
+/// Random configuration, statuses, used lengths, properties, accesses and events.
 pub(crate) struct Noise {
     state: u64,
     config: [u8; 40],

@@ -1,4 +1,5 @@
-//! Domains with members behind a real IOMMU: every member has what the driver was told, whatever fails.
+//! Domains with members behind a real IOMMU: every member has the mappings that the driver sees,
+//! whatever fails.
 
 mod races;
 
@@ -51,7 +52,7 @@ fn mirror(domain: Arc<dyn Domain<Target = HostAddr>>, can_bypass: bool) -> Arc<M
     unsafe { Mirror::new(domain, memory(), can_bypass) }
 }
 
-/// Where an address of the guest lies.
+/// The host address of a guest address.
 fn host(phys: u64) -> Option<u64> {
     let of = |&(first, last, host)| (first..=last).contains(&phys).then(|| phys - first + host);
     MEMORY.iter().find_map(of)
@@ -245,7 +246,7 @@ fn every_member_has_a_mapping_or_none() {
     assert_eq!(rig.reaches(11, 0x1_0000), Some(0x700f_f000));
     assert_eq!(rig.reaches(11, 0x1_1000), Some(0x9000_0000));
     rig.assert_told_is_true();
-    // No memory there, or not to the end of it: nobody has it.
+    // No memory there, or not to the end of it: no member gets it.
     for (at, phys) in [(0x20_0000, 0xfee0_0000), (0x20_0000, 0x1f_f000)] {
         assert_eq!(rig.map(1, range(at, at + 0x1fff), phys), Status::Unsupp);
         let Binding::Domain(joint) = &rig.bindings()[0] else { panic!("it is attached") };
@@ -322,7 +323,7 @@ fn an_endpoint_that_cannot_have_what_is_mapped_stays_where_it_was() {
     assert_eq!(rig.reaches(12, 0x9000), Some(0x7000_9000));
     rig.assert_told_is_true();
     assert_eq!(rig.attach(1, 11), Status::Ok);
-    // And what it cannot map is mapped for nobody.
+    // And what it cannot map is mapped for no member.
     assert_eq!(rig.map(1, range(high, high + 0xfff), 0), Status::Range);
     rig.assert_told_is_true();
     assert_eq!(rig.far(11).outside.mirror().failures(), 0);
@@ -344,13 +345,13 @@ fn bypass_is_all_of_guest_memory_or_refused() {
     assert_eq!(rig.bypass(1, 12), Status::Unsupp);
     assert!(rig.far(12).seen().is_empty());
     assert_eq!(rig.bypass(1, 1), Status::Ok);
-    // What cannot be left is not left, however much of it was gone.
+    // A DETACH that fails leaves the endpoint attached, however many mappings were removed.
     rig.far(11).domain.inject(Kind::Sync, When::Nth(1), Stage::Before);
     assert_eq!(rig.detach(1, 11), Status::DevErr);
     rig.assert_told_is_true();
     assert_eq!(rig.detach(1, 11), Status::Ok);
     assert!(rig.far(11).seen().is_empty());
-    // rule V6: who cannot bypass reaches nothing.
+    // rule V6: an endpoint that cannot bypass reaches nothing.
     rig.device.write_config(36, &[1]).unwrap();
     assert_eq!(rig.reaches(11, 0x1000), Some(0x7000_1000));
     assert!(rig.far(12).seen().is_empty());

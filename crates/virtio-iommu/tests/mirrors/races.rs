@@ -43,7 +43,7 @@ impl Hooked {
     }
 }
 
-// SAFETY: the inner domain's promise.
+// SAFETY: all calls pass to the inner domain, which fulfils the contract.
 unsafe impl Domain for Hooked {
     type Target = GuestPhys;
 
@@ -65,7 +65,7 @@ struct Slowly {
     hook: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
-// SAFETY: the inner domain's promise.
+// SAFETY: all calls pass to the inner domain, which fulfils the contract.
 unsafe impl Domain for Slowly {
     type Target = HostAddr;
 
@@ -100,7 +100,7 @@ fn what_is_mapped_behind_the_back_of_a_replay_waits_for_it() {
         // The replay is at page 5 by now.
         let mapping =
             thread::spawn(move || other.map(Map::new(page(1), GuestPhys(0x1000), Prot::RW)));
-        // It waits; one that did not would be over soon.
+        // It waits: otherwise it would be finished by then.
         (0..10_000).take_while(|_| !mapping.is_finished()).for_each(|_| thread::yield_now());
         *started.lock() = Some(mapping);
     }));

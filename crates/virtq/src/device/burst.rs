@@ -3,35 +3,35 @@
 use crate::{Chain, ChainFault, Desc};
 
 /// Chains that [`pop_burst`](super::Ring::pop_burst) took, their buffers one after the other. Made
-/// once and filled again by every burst; or a queue of chains that are taken and not given back, to
+/// once and refilled by every burst; or a queue of chains that are taken and not given back, to
 /// which [`pop_more`](super::Ring::pop_more) appends.
 #[derive(Clone, Debug, Default)]
 pub struct Burst {
     descs: Vec<Desc>,
     chains: Vec<Part>,
-    /// Those before are forgotten.
+    /// Those before it are removed.
     first: usize,
     /// For chains that are longer than one buffer.
     pub(super) chain: Chain,
 }
 
-/// Which of the buffers are a chain's.
+/// A chain's range of the buffers.
 #[derive(Clone, Copy, Debug)]
 struct Part {
     head: u16,
     /// How many descriptors of the ring it takes.
     count: u16,
     from: u32,
-    /// Where those end that the device reads.
+    /// The end of the buffers that the device reads.
     readable: u32,
     to: u32,
 }
 
-/// How many forgotten chains keep their room: moving those behind them costs little if it is rare.
+/// How many removed chains keep their room: moving those behind them costs little if it is rare.
 const SLACK: usize = 512;
 
 impl Part {
-    /// So many buffers before its own are gone.
+    /// Adjusts for so many buffers that are removed before its own.
     fn lower(&mut self, by: u32) {
         (self.from, self.readable, self.to) = (self.from - by, self.readable - by, self.to - by);
     }
@@ -47,7 +47,7 @@ pub struct Taken<'b> {
 }
 
 impl<'b> Taken<'b> {
-    /// Its name when it is given back, as [`Chain::head`].
+    /// Identifies it when it is given back, as [`Chain::head`].
     #[inline]
     pub fn head(&self) -> u16 {
         self.head
@@ -119,7 +119,7 @@ impl Burst {
         self.chains.get(self.first + index).map(|part| self.taken(part))
     }
 
-    /// The chains' names, in the order of the ring.
+    /// The chains' heads, in the order of the ring.
     #[inline]
     pub fn heads(&self) -> impl ExactSizeIterator<Item = u16> {
         self.chains[self.first..].iter().map(|part| part.head)
@@ -138,7 +138,7 @@ impl Burst {
         Taken { head: part.head, count: part.count, descs, readable }
     }
 
-    /// Makes it empty; the memory stays.
+    /// Makes it empty; keeps its allocations.
     #[inline]
     pub fn clear(&mut self) {
         self.descs.clear();
@@ -146,7 +146,7 @@ impl Burst {
         self.first = 0;
     }
 
-    /// Forgets the first `count` chains, or all if there are fewer.
+    /// Removes the first `count` chains, or all if there are fewer.
     #[inline]
     pub fn forget(&mut self, count: usize) {
         self.first += count.min(self.len());
@@ -157,7 +157,7 @@ impl Burst {
         }
     }
 
-    /// Forgets chain `index`, and keeps those around it.
+    /// Removes chain `index`, and keeps those around it.
     pub fn remove(&mut self, index: usize) {
         let index = self.first + index;
         if index < self.chains.len() {
@@ -167,13 +167,13 @@ impl Burst {
         }
     }
 
-    /// Forgets all but the first `count` chains.
+    /// Removes all but the first `count` chains.
     pub fn truncate(&mut self, count: usize) {
         self.chains.truncate(self.first + count);
         self.descs.truncate(self.chains.last().map_or(0, |part| part.to as usize));
     }
 
-    /// Takes the room of those that are forgotten.
+    /// Closes the gap of removed chains.
     #[cold]
     fn close_up(&mut self) {
         let gone = self.chains[self.first].from;
@@ -190,7 +190,7 @@ impl Burst {
         if desc.wraps() {
             return Err(ChainFault::Wraps { at, addr, len });
         }
-        // At most 2^15 chains, and some that are forgotten, of at most 2^16 buffers each.
+        // At most 2^15 chains, plus some that are removed, of at most 2^16 buffers each.
         let from = self.descs.len() as u32;
         let (readable, to) = (from + u32::from(!write), from + 1);
         self.descs.push(desc);
@@ -240,7 +240,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Whatever is forgotten, from either end or between, those that stay are as they were.
+        /// Whatever is removed, from either end or between, the remaining chains are unchanged.
         #[test]
         fn it_is_a_queue(steps in prop::collection::vec(step(), 1..3000)) {
             let (mut burst, mut plain) = (Burst::new(), VecDeque::new());

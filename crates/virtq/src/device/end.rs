@@ -1,5 +1,5 @@
-//! What the device's ends of both formats have in common: which chains are taken and given back,
-//! and where the areas are looked for.
+//! What the device's ends of both formats share: the chains that are taken and given back, and the
+//! lookup of the areas.
 
 use core::{
     fmt,
@@ -11,22 +11,22 @@ use ringfence_mem::Translate;
 use super::{Burst, Glimpse, Ring, RingConfig, Written, flight::Flight, table::Table};
 use crate::{Chain, ChainFault, Desc, RingError};
 
-/// What is different in a format: its areas, and where the device stands in them. The latter is
+/// The parts specific to a format: its areas, and the device's position in them. The position is
 /// copied out for a burst and back after it: kept in the queue, it would be stored and loaded again
 /// for each chain.
 ///
-/// Chains take places of the ring: in a split one each takes one, in a packed one as many as it has
-/// descriptors.
+/// Chains occupy places of the ring: in a split one each takes one, in a packed one as many as it
+/// has descriptors.
 pub trait Format: Copy + fmt::Debug {
-    /// The three areas, where they lie now.
+    /// The three areas, at their current addresses.
     type Areas: fmt::Debug;
     /// The first descriptor of a chain, our copy of it.
     type First: Copy;
 
-    /// Where a queue begins.
+    /// The initial position of a queue.
     ///
     /// # Errors
-    /// The size or the base is none.
+    /// The size or the base is invalid.
     fn new(config: &RingConfig) -> Result<Self, RingError>;
 
     /// Finds the areas.
@@ -35,13 +35,14 @@ pub trait Format: Copy + fmt::Debug {
     /// They cannot be reached, or are not aligned.
     fn translate(config: &RingConfig, mem: &impl Translate) -> Result<Self::Areas, RingError>;
 
-    /// Whether the translations of all areas still stand.
+    /// Whether the translations of all areas are still valid.
     fn is_valid(areas: &Self::Areas) -> bool;
 
-    /// The areas are there for the first time; `at_used`: it goes on where these say, not at the base.
+    /// Called when the areas are first found; `at_used`: start at their used index, not at the
+    /// base.
     ///
     /// # Errors
-    /// The base does not go with what lies there.
+    /// The base does not match the areas.
     fn begin(
         &mut self,
         areas: &Self::Areas,
@@ -52,19 +53,19 @@ pub trait Format: Copy + fmt::Debug {
     /// Looks for new chains, if fewer than `most` are known.
     ///
     /// # Errors
-    /// There are said to be more than there can be.
+    /// More chains are announced than there can be.
     fn look(&mut self, areas: &Self::Areas, size: u16, most: usize) -> Result<(), RingError>;
 
     /// The next chain that is known to be available.
     fn next(&self, areas: &Self::Areas, size: u16) -> Option<Self::First>;
 
-    /// Its name, the number of its descriptor and its buffer, if that is all of it.
+    /// Its head or id, the number of its descriptor, and its buffer, if it has no more descriptors.
     fn single(&self, first: Self::First) -> Option<(u16, u16, Desc)>;
 
-    /// Copies the chain that begins with `first`; its name is checked.
+    /// Copies the chain that begins with `first`; its head or id is checked.
     ///
     /// # Errors
-    /// What is wrong with it; its name is in `chain` all the same.
+    /// What is wrong with it; its head or id is in `chain` all the same.
     fn walk(
         &self,
         areas: &Self::Areas,
@@ -77,19 +78,19 @@ pub trait Format: Copy + fmt::Debug {
     /// How many places a chain of `count` descriptors takes.
     fn places(count: u16) -> u16;
 
-    /// A chain that takes so many places is taken.
+    /// Advances past a chain of so many places that was taken.
     fn forward(&mut self, places: u16, size: u16);
 
-    /// As [`forward`](Self::forward), of one that is not read from the ring.
+    /// As [`forward`](Self::forward), for a chain that is not read from the ring.
     fn skip(&mut self, places: u16, size: u16);
 
-    /// It is put back.
+    /// Moves back over a chain that is put back.
     fn back(&mut self, places: u16, size: u16);
 
     /// How many places are between the next chain to be taken and the next to be given back.
     fn held(&self) -> u16;
 
-    /// How many chains are in flight, of which `flight` knows the names of some.
+    /// How many chains are in flight, some of which `flight` has.
     fn in_flight(&self, flight: &Flight) -> u16;
 
     /// Gives a chain back, not yet visible.
@@ -100,16 +101,16 @@ pub trait Format: Copy + fmt::Debug {
         let _ = (areas, count);
     }
 
-    /// Makes visible what was given back; true if the driver wants to be told.
+    /// Makes chains that were given back visible; true if the driver wants an interrupt.
     fn publish(&mut self, areas: &Self::Areas, config: &RingConfig) -> bool;
 
-    /// Says that no kicks are wanted.
+    /// Disables kicks.
     fn suppress(&self, areas: &Self::Areas);
 
-    /// Says that a kick is wanted with the next chain.
+    /// Enables a kick with the next chain.
     fn ask(&self, areas: &Self::Areas, config: &RingConfig);
 
-    /// As [`Ring::peek_from`], of the chains from `skip` to `ahead`.
+    /// As [`Ring::peek_from`], for the chains from `skip` to `ahead`.
     fn peek(
         &self,
         areas: &Self::Areas,
@@ -118,7 +119,7 @@ pub trait Format: Copy + fmt::Debug {
         each: impl FnMut(Glimpse),
     ) -> u16;
 
-    /// As [`Ring::written`], of what was published.
+    /// As [`Ring::written`], for what was published.
     fn written<'w>(
         &mut self,
         areas: &'w Self::Areas,
@@ -126,10 +127,10 @@ pub trait Format: Copy + fmt::Debug {
         each: impl FnMut(Written<'w>),
     );
 
-    /// Where it is written what kicks are asked for.
+    /// The field that enables kicks.
     fn wanted<'w>(areas: &'w Self::Areas, config: &RingConfig) -> Written<'w>;
 
-    /// The number of the place of the next chain, for errors.
+    /// The number of the next chain's place, for errors.
     fn index(&self) -> u16;
 
     /// As [`Ring::next_avail`].
@@ -139,7 +140,7 @@ pub trait Format: Copy + fmt::Debug {
 /// The device's end of a queue of format `F`.
 #[derive(Debug)]
 pub struct End<F: Format> {
-    /// None until they are found for the first time.
+    /// `None` until they are found for the first time.
     areas: Option<F::Areas>,
     /// The addresses have changed since `areas` were found.
     moved: bool,
@@ -147,15 +148,15 @@ pub struct End<F: Format> {
     flight: Flight,
     table: Table,
     at: F,
-    /// How many places belong to chains that were taken before the queue was made and whose names
-    /// were not given since.
+    /// How many places belong to chains that were taken before the queue was made and were not
+    /// resumed since.
     nameless: u16,
-    /// Whether kicks are asked for.
+    /// Whether kicks are enabled.
     kicks: bool,
-    /// Whether that was written since [`written`](Ring::written) told.
+    /// Whether that was written since the last [`written`](Ring::written).
     asked: bool,
     broken: Option<RingError>,
-    /// It goes on at the used index, once that can be read.
+    /// It continues at the used index, once that can be read.
     at_used: bool,
 }
 
@@ -191,7 +192,7 @@ impl<F: Format> End<F> {
         Ok(queue)
     }
 
-    /// Has it go on at the used index, when that is found.
+    /// Makes it continue at the used index, once that is found.
     pub(super) fn goes_on_at_used(&mut self) {
         self.at_used = true;
     }
@@ -204,21 +205,21 @@ impl<F: Format> End<F> {
     #[cold]
     fn refuse(&mut self, name: u16, fault: ChainFault) -> RingError {
         let error = RingError::Chain { index: self.at.index(), head: name, fault };
-        // A translation that is missing now may be there later: the chain stays where it is.
+        // A missing translation may come later: the chain stays where it is.
         if !matches!(fault, ChainFault::IndirectUnreachable { .. }) {
             self.broken = Some(error);
         }
         error
     }
 
-    /// Takes the chain `name`, which an earlier device took and did not give back. `walk` copies it,
-    /// given the room that there is for it.
+    /// Takes the chain `name`, which an earlier device took and did not give back. `walk` copies
+    /// it, given the room for it.
     ///
     /// # Errors
     /// What broke the queue, or what is wrong with the chain.
     ///
     /// # Panics
-    /// If chains were taken from the ring already.
+    /// Chains were taken from the ring already.
     pub(super) fn resume(
         &mut self,
         name: u16,
@@ -288,7 +289,7 @@ impl<F: Format> Ring for End<F> {
     fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
         self.config = RingConfig { desc, avail, used, ..self.config };
         self.moved = true;
-        // What the new area says of kicks is not known.
+        // The kick field in the new area is unknown.
         self.kicks = true;
     }
 
@@ -363,7 +364,7 @@ impl<F: Format> Ring for End<F> {
         at.soon(areas, count);
         match fault.map(|(name, fault)| self.refuse(name, fault)) {
             Some(error) if count == 0 => Err(error),
-            // Those before it are given first: the next call meets it again.
+            // Those before it are returned first: the next call meets it again.
             _ => Ok(count),
         }
     }
@@ -382,10 +383,10 @@ impl<F: Format> Ring for End<F> {
     fn untake(&mut self, head: u16) -> bool {
         let places = self.flight.untake(head);
         if let Some(places) = places {
-            // Neither end has written over its descriptors, or over what says where they begin:
-            // the driver may not before it is given back, and we give back in the places of the
-            // chains before this one only. So it is found there again; if the driver changed it,
-            // that is checked again.
+            // Neither end has overwritten its descriptors, or the entry that points to them: the
+            // driver may not before it is given back, and we give back only into the places of the
+            // chains before this one. So it is found there again; if the driver changed it, it is
+            // checked again.
             self.at.back(places, self.config.size);
         }
         places.is_some()
@@ -416,7 +417,7 @@ impl<F: Format> Ring for End<F> {
 
     #[inline]
     fn suppress_kicks(&mut self) {
-        // The line belongs to what the driver reads: do not touch it without need.
+        // The driver reads this cache line: do not touch it without need.
         if let Some(areas) = &self.areas
             && core::mem::replace(&mut self.kicks, false)
         {
@@ -429,10 +430,10 @@ impl<F: Format> Ring for End<F> {
         let Some(areas) = &self.areas else { return false };
         (self.kicks, self.asked) = (true, true);
         self.at.ask(areas, &self.config);
-        // Either we see what the driver has published, or it sees what we have just asked for:
-        // argued in the driver's `needs_kick`.
+        // Either we see what the driver has published, or it sees that kicks are enabled: argued in
+        // the driver's `needs_kick`.
         fence(Ordering::SeqCst);
-        // A broken queue has something to say as well.
+        // A broken queue must be reported as well.
         self.broken.is_some()
             || self.look(1).is_err()
             || self

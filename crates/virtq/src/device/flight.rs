@@ -1,12 +1,12 @@
-//! Which chains a device has taken and not given back.
+//! The chains that a device has taken and not given back.
 
 use crate::ChainFault;
 
 /// The chains in flight, by name: a head of a split ring, a buffer id of a packed one.
 #[derive(Debug)]
 pub struct Flight {
-    /// 0 for a name that is free; else how many descriptors of the ring the chain takes, at least
-    /// one, and above them the how manieth chain it was, or [`UNORDERED`].
+    /// 0 for a free name; else how many descriptors of the ring the chain takes, at least one, and
+    /// above them its sequence number, or [`UNORDERED`].
     names: Box<[u64]>,
     /// How many chains were taken.
     order: u64,
@@ -16,7 +16,7 @@ pub struct Flight {
 
 const COUNT: u64 = 0xffff;
 const ORDER: u64 = u64::MAX >> 16;
-/// The place in the order of a chain that was not taken from the ring, and cannot go back there.
+/// The sequence number of a chain that was not taken from the ring, and cannot go back there.
 const UNORDERED: u64 = ORDER;
 
 impl Flight {
@@ -44,14 +44,14 @@ impl Flight {
         }
     }
 
-    /// Takes a chain of `count` descriptors, whose name was [checked](Self::check).
+    /// Takes a chain of `count` descriptors with a [checked](Self::check) name.
     #[inline]
     pub(super) fn take(&mut self, name: u16, count: u16) {
         self.put(name, self.order & ORDER, count);
         self.order += 1;
     }
 
-    /// Takes one that was in flight before the queue was made; its name was checked.
+    /// Takes a chain that was in flight before the queue was made; its name was checked.
     pub(super) fn resume(&mut self, name: u16, count: u16) {
         self.put(name, UNORDERED, count);
     }
@@ -66,7 +66,7 @@ impl Flight {
     /// Gives a chain back; returns how many descriptors it takes.
     ///
     /// # Panics
-    /// If it is not in flight.
+    /// It is not in flight.
     #[inline]
     pub(super) fn give_back(&mut self, name: u16) -> u16 {
         let count = core::mem::take(&mut self.names[usize::from(name)]) & COUNT;
@@ -75,8 +75,8 @@ impl Flight {
         count as u16
     }
 
-    /// Undoes the last [`take`](Self::take), if that was of this name; returns how many descriptors
-    /// it takes.
+    /// Undoes the last [`take`](Self::take), if it was of this name; returns how many descriptors
+    /// the chain takes.
     pub(super) fn untake(&mut self, name: u16) -> Option<u16> {
         let entry = self.names.get_mut(usize::from(name)).filter(|entry| **entry != 0)?;
         let newest = self.order.checked_sub(1)? & ORDER;

@@ -17,7 +17,7 @@ use crate::{
     packed::{DescRing, Event, EventWord, RingPos, State},
 };
 
-/// The three areas, where they lie now.
+/// The three areas, at their current addresses.
 #[derive(Debug)]
 pub struct Areas {
     ring: DescRing,
@@ -25,7 +25,7 @@ pub struct Areas {
     device: Event,
 }
 
-/// Where the device stands in a packed ring.
+/// The device's position in a packed ring.
 #[derive(Clone, Copy, Debug)]
 pub struct Places {
     /// Where the next chain is taken from, and where the next one is given back.
@@ -33,12 +33,12 @@ pub struct Places {
     next_used: RingPos,
     /// How many descriptors lie between the two: those of all chains in flight.
     held: u16,
-    /// The first descriptor that was given back since [`publish`](Format::publish), which keeps
-    /// those after it from the driver as long as it is not written.
+    /// The first descriptor that was given back since [`publish`](Format::publish): as long as it
+    /// is not written, the driver does not see those after it.
     unpublished: Option<(u16, State)>,
     /// How many descriptors were given back since then.
     given: u64,
-    /// How many descriptors were published since [`written`](Format::written) told.
+    /// How many descriptors were published since the last [`written`](Format::written).
     untold: u64,
 }
 
@@ -95,8 +95,8 @@ impl Format for Places {
         let none = RingError::PackedBase { base, size };
         let next_avail = RingPos::in_ring(base as u16, size).ok_or(none)?;
         let next_used = match (base >> 16) as u16 {
-            // Some front ends leave out the high half. Behind this place it says nothing: there,
-            // chains in flight would be a whole ring or more.
+            // Some front ends leave out the high half. A zero behind this place means that: as a
+            // used place, it would imply a whole ring or more in flight.
             0 if next_avail.wrap => next_avail,
             bits => RingPos::in_ring(bits, size).ok_or(none)?,
         };
@@ -126,9 +126,9 @@ impl Format for Places {
     }
 
     fn begin(&mut self, areas: &Areas, _: &RingConfig, _: bool) -> Result<(), RingError> {
-        // Front ends that know nothing of packed rings and pass on what drivers negotiate (User-Mode
-        // Linux) begin them as they begin split ones, at 0. Of a ring that was used before, that is
-        // the beginning of every second lap.
+        // Front ends without support for packed rings that pass on what drivers negotiate
+        // (User-Mode Linux) start them like split ones, at 0. For a ring that was used before, that
+        // is the beginning of every second lap.
         if Format::next_avail(self) == 0 && areas.ring.is_new() {
             (self.next_avail, self.next_used) = (RingPos::START, RingPos::START);
         }
@@ -137,7 +137,7 @@ impl Format for Places {
 
     #[inline]
     fn look(&mut self, _: &Areas, _: u16, _: usize) -> Result<(), RingError> {
-        // Each descriptor says whether it is available.
+        // Each descriptor's flags show whether it is available.
         Ok(())
     }
 
@@ -147,8 +147,8 @@ impl Format for Places {
         if self.held >= size {
             return None;
         }
-        // Acquire pairs with the Release of the driver, whose last store to the chain this is: its
-        // other descriptors and its buffers are seen by the loads that follow.
+        // Acquire pairs with the Release of the driver, whose last store to the chain this is: the
+        // loads that follow see its other descriptors and its buffers.
         let state = areas.ring.state(at, Ordering::Acquire);
         state.is_available(wrap).then(|| (areas.ring.addr(at), state))
     }
@@ -204,12 +204,12 @@ impl Format for Places {
     #[inline]
     fn put(&mut self, areas: &Areas, (id, len): (u16, u32), places: u16, size: u16) {
         let RingPos { at, wrap } = self.next_used;
-        // The place is free: it is that of a chain that was taken, and so copied.
+        // The place is free: it belongs to a chain that was taken, and so copied.
         let state = State::used(len, id, wrap);
         match self.unpublished {
             None => self.unpublished = Some((at, state)),
-            // The driver looks at one place after the other: it does not come here before the first
-            // is published, whose Release this store precedes.
+            // The driver polls one place after the other: it does not reach this one before the
+            // first is published, whose Release this store precedes.
             Some(_) => areas.ring.set_state(at, state, Ordering::Relaxed),
         }
         self.next_used = self.next_used.forward(places, size);
@@ -225,7 +225,7 @@ impl Format for Places {
         areas.ring.set_state(at, state, Ordering::Release);
         let given = core::mem::take(&mut self.given);
         self.untold += given;
-        // That store and the load of what the driver asked for must not change places: as on a
+        // That store and the load of the driver's event structure must not be reordered: as on a
         // split ring, with the first descriptor in the place of the index.
         fence(Ordering::SeqCst);
         areas.driver.load().is_due(self.next_used, given, config.size, config.event_idx)
@@ -276,7 +276,7 @@ impl Format for Places {
             chains += u16::from(!state.has(layout::DESC_F_NEXT));
             place = place.forward(1, size);
         }
-        // No more will ever be seen.
+        // More will never be seen.
         ahead.max(skip)
     }
 
@@ -324,7 +324,7 @@ fn walk(
         chain.count += 1;
         let (at, more) = (place.at, state.has(layout::DESC_F_NEXT));
         if state.has(layout::DESC_F_INDIRECT) {
-            // Virtio 2.8.19: not in a list of direct ones.
+            // Virtio 2.8.19: not allowed in a list of direct ones.
             if more || chain.count > 1 {
                 return Err(ChainFault::IndirectNext { at });
             }
@@ -333,7 +333,7 @@ fn walk(
         }
         chain.push(at, state.desc(addr))?;
         if !more {
-            // The last one names the chain (virtio 2.8.6).
+            // The last descriptor holds the chain's id (virtio 2.8.6).
             chain.head = state.id();
             return Ok(());
         }
@@ -341,8 +341,8 @@ fn walk(
             return Err(ChainFault::TooMany { room });
         }
         place = place.forward(1, ring.size());
-        // The driver has made the first one available last, which we have seen: all of the chain
-        // is there.
+        // The driver makes the first descriptor available last, and we have seen that: all of the
+        // chain is there.
         state = ring.state(place.at, Ordering::Relaxed);
         addr = ring.addr(place.at);
     }

@@ -17,7 +17,7 @@ use crate::{
     ring::{AvailRing, DescTable, RawDesc, UsedRing},
 };
 
-/// The three areas, where they lie now.
+/// The three areas, at their current addresses.
 #[derive(Debug)]
 pub struct Areas {
     desc: DescTable,
@@ -25,17 +25,17 @@ pub struct Areas {
     used: UsedRing,
 }
 
-/// Where the device stands in a split ring.
+/// The device's position in a split ring.
 #[derive(Clone, Copy, Debug)]
 pub struct Indices {
     /// The available index of the next chain to take.
     next_avail: u16,
     /// The available index when it was last read.
     seen: u16,
-    /// The used index of the next chain to give back, and up to which the driver was told.
+    /// The used index of the next chain to give back, and the index that was last published.
     next_used: u16,
     published: u16,
-    /// Up to which [`written`](Format::written) has told.
+    /// The used index at the last [`written`](Format::written).
     told: u16,
 }
 
@@ -133,10 +133,11 @@ impl Format for Indices {
         if usize::from(self.seen.wrapping_sub(next)) >= most.min(size.into()) {
             return Ok(());
         }
-        // Acquire pairs with the driver's Release: the entries, descriptors and buffers of every
-        // chain before the index are seen by the loads that follow.
+        // Acquire pairs with the driver's Release: the loads that follow see the entries,
+        // descriptors and buffers of every chain before the index.
         let idx = areas.avail.idx().load(Ordering::Acquire);
-        // At most `size`: so it began, and never more chains are taken than the check below admits.
+        // At most `size`: initially so, and never more chains are taken than the check below
+        // admits.
         let in_flight = self.held();
         if idx.wrapping_sub(next) > size - in_flight {
             return Err(RingError::AvailJump { next, idx, in_flight, size });
@@ -149,7 +150,7 @@ impl Format for Indices {
     fn next(&self, areas: &Areas, _: u16) -> Option<(u16, RawDesc)> {
         (self.seen != self.next_avail).then(|| {
             let head = areas.avail.head(self.next_avail).load(Ordering::Relaxed);
-            // Of a head that is none: what is read stays in the table, and is not used.
+            // For an invalid head, the load stays in the table, and its result is not used.
             (head, areas.desc.load(head))
         })
     }
@@ -204,8 +205,8 @@ impl Format for Indices {
 
     #[inline]
     fn put(&mut self, areas: &Areas, (head, len): (u16, u32), _: u16, _: u16) {
-        // The element is free: it was last used `size` chains ago, and the driver has since made
-        // available, after it took that one back, the chain that made room for this one.
+        // The element is free: it was last used `size` chains ago, and the driver has since taken
+        // that one back and made available the chain that made room for this one.
         areas.used.store(self.next_used, head.into(), len);
         self.next_used = self.next_used.wrapping_add(1);
     }
@@ -225,7 +226,7 @@ impl Format for Indices {
         // Release: a driver that reads this index (with Acquire) sees the elements before it and
         // what was written to their buffers, and we read none of those buffers later.
         areas.used.idx().store(new, Ordering::Release);
-        // The store of the index and the load of what the driver asked for must not change places:
+        // The store of the index and the load of the driver's event or flags must not be reordered:
         // the mirror image of the driver's `needs_kick`, with the same argument. The driver's part
         // is in its `enable_notifications`.
         fence(Ordering::SeqCst);
@@ -241,7 +242,7 @@ impl Format for Indices {
     #[inline]
     fn suppress(&self, areas: &Areas) {
         match areas.used.avail_event() {
-            // There is no event that says never; this one is half a lap of the index away, so that a
+            // No event value means never; this one is half a lap of the index away, so that a
             // poller is kicked once in 2^16 chains.
             Some(event) => event.store(self.next_avail ^ 0x8000, Ordering::Relaxed),
             None => areas.used.flags().store(layout::USED_F_NO_NOTIFY, Ordering::Relaxed),
@@ -272,7 +273,7 @@ impl Format for Indices {
             // Whatever the numbers are: `load` stays in the table, and `left` ends a loop.
             loop {
                 if left == 0 {
-                    // The rest of a chain that has no end would never be seen.
+                    // The rest of an endless chain would never be seen.
                     return step + 1;
                 }
                 left -= 1;
@@ -344,7 +345,7 @@ fn walk(
     if first.flags != layout::DESC_F_NEXT || next >= areas.desc.size() || areas.desc.size() < 2 {
         return walk_on(areas, table, mem, (head, first), chain);
     }
-    // A request and its answer: what most chains are.
+    // A request and its response: the most common chain.
     let second = areas.desc.load(next);
     if second.flags == layout::DESC_F_WRITE {
         chain.count = 2;
@@ -364,7 +365,7 @@ fn walk_on(
     chain: &mut Chain,
 ) -> Result<(), ChainFault> {
     let size = areas.desc.size();
-    // A chain that visits a descriptor twice loops; one that does not has at most `size`.
+    // A chain that visits a descriptor twice loops; any other has at most `size`.
     loop {
         chain.count += 1;
         if raw.has(layout::DESC_F_INDIRECT) {

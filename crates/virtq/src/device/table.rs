@@ -1,4 +1,4 @@
-//! Indirect tables: copied before they are looked at.
+//! Indirect tables: copied before they are parsed.
 
 use ringfence_mem::Translate;
 
@@ -33,13 +33,13 @@ impl Table {
             Some(table) if len != 0 && len.is_multiple_of(layout::DESC_SIZE as u32) => table,
             _ => return Err(ChainFault::IndirectLength { at, len }),
         };
-        // The whole table in one go: what is checked later is our copy.
+        // The whole table in one read: later checks apply to our copy.
         mem.read(addr, table).map_err(|error| ChainFault::IndirectUnreachable { addr, error })?;
         Ok(table.as_chunks().0)
     }
 
-    /// Copies as much of a table as `left` descriptors allow, which it takes from them; nothing if
-    /// that cannot be had.
+    /// Copies as much of a table as `left` descriptors allow, and subtracts them from `left`;
+    /// nothing if the table cannot be read.
     pub(super) fn glimpse(
         &mut self,
         mem: &impl Translate,

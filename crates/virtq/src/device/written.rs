@@ -7,7 +7,7 @@ use crate::{Area, layout};
 /// Bytes of an area that the device's end has written.
 #[derive(Clone, Copy, Debug)]
 pub struct Written<'w> {
-    /// Of which area.
+    /// The area.
     pub area: Area,
     /// Where they begin in it.
     pub offset: usize,

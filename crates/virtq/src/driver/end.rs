@@ -1,4 +1,4 @@
-//! What the driver's ends of both formats have in common: which chains are added and taken back.
+//! What the driver's ends of both formats share: the chains that are added and taken back.
 
 use core::{
     fmt,
@@ -13,16 +13,16 @@ use super::{
 };
 use crate::{AddError, Desc, RingError, layout};
 
-/// What is different in a format: its areas.
+/// The parts specific to a format: its areas.
 pub trait Format: fmt::Debug + Sized {
-    /// Where the driver stands in them. It is copied out for a burst and back after it: kept in the
+    /// The driver's position in them. It is copied out for a burst and back after it: kept in the
     /// queue, it would be stored and loaded again for each chain.
     type At: Copy + fmt::Debug;
 
-    /// The areas, initialised, and where a driver begins.
+    /// The areas, initialised, and the initial position.
     ///
     /// # Errors
-    /// The size is none, or an area does not hold it.
+    /// The size is invalid, or an area is too small for it.
     fn new(config: QueueConfig, rings: Rings) -> Result<(Self, Self::At), RingError>;
 
     /// Writes a chain of several descriptors, for which there is room, under the first free name;
@@ -36,7 +36,7 @@ pub trait Format: fmt::Debug + Sized {
     /// Descriptor `position` of an indirect table of `count`.
     fn entry(desc: &Desc, position: usize, count: usize) -> [u8; layout::DESC_SIZE];
 
-    /// Makes visible what was written since the last call; there is something.
+    /// Makes visible what was written since the last call, which is something.
     fn publish(&self, at: &mut Self::At, names: &Names);
 
     /// Whether the device wants a kick for what was published since the last call.
@@ -45,19 +45,19 @@ pub trait Format: fmt::Debug + Sized {
     /// Looks for what the device has given back, if less than `most` is known.
     ///
     /// # Errors
-    /// There is said to be more than there can be.
+    /// More chains are reported than there can be.
     fn look(&self, at: &mut Self::At, names: &Names, most: usize) -> Result<(), RingError>;
 
-    /// What the device has given back next, as far as is known.
+    /// The next chain that the device has given back, as far as is known.
     fn next(&self, at: &Self::At, names: &Names) -> Option<Back>;
 
-    /// A chain of so many descriptors was taken back.
+    /// Advances past a chain of so many descriptors that was taken back.
     fn forward(&self, at: &mut Self::At, count: u16);
 
-    /// Says that no interrupts are wanted.
+    /// Disables interrupts.
     fn suppress(&self, names: &Names);
 
-    /// Says that an interrupt is wanted with the next used chain.
+    /// Enables an interrupt with the next used chain.
     fn ask(&self, at: &Self::At, names: &Names);
 }
 
@@ -67,7 +67,7 @@ pub struct End<F: Format> {
     areas: F,
     at: F::At,
     names: Names,
-    /// Whether interrupts are asked for.
+    /// Whether interrupts are enabled.
     notify: bool,
     broken: Option<RingError>,
 }
@@ -118,7 +118,7 @@ impl<F: Format> Ring for End<F> {
         self.broken
     }
 
-    // Callers have chains of a length that is known: the loops over it are no loops then.
+    // Callers pass chains of constant length: the compiler unrolls the loops over it.
     #[inline(always)]
     fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
         let room = checked(self, descs, descs.len())?;
@@ -144,7 +144,7 @@ impl<F: Format> Ring for End<F> {
             let entry = F::entry(desc, position, descs.len());
             table.write(position * layout::DESC_SIZE, &entry);
         }
-        // Fits: `checked` held the chain to the queue's size.
+        // Fits: `checked` limited the chain to the queue's size.
         let desc = (table_addr, bytes as u32, layout::DESC_F_INDIRECT);
         self.areas.write_one(&mut self.at, &self.names, desc);
         self.names.add(self.names.first(), 1, room, token);
@@ -225,14 +225,14 @@ impl<F: Format> Ring for End<F> {
         self.at = at;
         match error.map(|error| self.break_with(error)) {
             Some(error) if done == 0 => Err(error),
-            // Those before it are given first: the next call says it again.
+            // Those before it are returned first: the next call fails again.
             _ => Ok(done),
         }
     }
 
     #[inline]
     fn suppress_notifications(&mut self) {
-        // The line belongs to what the device reads: do not touch it without need.
+        // The device reads this cache line: do not touch it without need.
         if core::mem::replace(&mut self.notify, false) {
             self.areas.suppress(&self.names);
         }
@@ -242,9 +242,9 @@ impl<F: Format> Ring for End<F> {
         self.notify = true;
         self.areas.ask(&self.at, &self.names);
         // The mirror image of the device's `publish_used`, argued as in `needs_kick`: either we see
-        // what the device has published, or it sees what we have just asked for.
+        // what the device has published, or it sees that interrupts are enabled.
         fence(Ordering::SeqCst);
-        // A broken queue has something to say as well.
+        // A broken queue must be reported as well.
         self.broken.is_some()
             || self.look(1).is_err()
             || self.areas.next(&self.at, &self.names).is_some()

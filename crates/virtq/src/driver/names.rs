@@ -1,14 +1,14 @@
-//! Which chains a driver has added and not taken back.
+//! The chains that a driver has added and not taken back.
 
 use super::Used;
 use crate::RingError;
 
-/// What we know of a name. Nothing is ever read back from the ring: the device may have changed it.
+/// Our record of a name. Nothing is ever read back from the ring: the device may have changed it.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
-    /// The caller's name for the chain.
+    /// The caller's token for the chain.
     token: u64,
-    /// The how manieth chain it was, or [`IDLE`].
+    /// The chain's sequence number, or [`IDLE`].
     seq: u64,
     /// How many bytes the device may write.
     room: u32,
@@ -21,12 +21,12 @@ struct Slot {
     count: u16,
 }
 
-/// The `seq` of a name that is no chain's in flight: later than any chain.
+/// The `seq` of a name without a chain in flight: later than any chain.
 const IDLE: u64 = u64::MAX;
 
 /// The names of chains, as many as there are descriptors. On a split ring they are the descriptors:
 /// a chain has those of all its descriptors, and its own is the first. On a packed one they are
-/// buffer ids: a chain has one, and where a descriptor is free, so is an id.
+/// buffer ids: a chain has one, and for each free descriptor there is a free id.
 #[derive(Debug)]
 pub struct Names {
     slots: Box<[Slot]>,
@@ -36,20 +36,20 @@ pub struct Names {
     /// How many descriptors are free.
     free: u16,
     /// How many chains were ever added, published, and taken back. The rings' indices are the low
-    /// 16 bits; in 64 bits "earlier" has a meaning.
+    /// 16 bits; 64 bits never wrap, so that they can be compared.
     added: u64,
     published: u64,
     taken: u64,
 }
 
-/// What a device says that it gives back.
+/// A chain that the device reports as given back.
 #[derive(Clone, Copy, Debug)]
 pub struct Back {
-    /// Where it says so, for errors.
+    /// The place of the report, for errors.
     pub(super) index: u16,
     pub(super) name: u32,
     pub(super) len: u32,
-    /// Whether the length means nothing if it is none.
+    /// Whether the length is to be ignored if it is invalid.
     pub(super) vague: bool,
 }
 
@@ -59,7 +59,7 @@ impl Names {
             token: 0,
             seq: IDLE,
             room: 0,
-            // The last one leads nowhere: by then `free` is 0.
+            // The last link is meaningless: by then `free` is 0.
             next: name.wrapping_add(1),
             tail: name,
             count: 0,
@@ -114,7 +114,7 @@ impl Names {
         self.slots[usize::from(name)].next
     }
 
-    /// A chain of `count` descriptors was added under the first free name; those up to `tail` are
+    /// Records a chain of `count` descriptors under the first free name; the names up to `tail` are
     /// its own.
     #[inline]
     pub(super) fn add(&mut self, tail: u16, count: u16, room: u32, token: u64) {
@@ -127,7 +127,7 @@ impl Names {
         self.added += 1;
     }
 
-    /// All that were added are published. True if any was not before.
+    /// Records that all added chains are published. True if any was not before.
     #[inline]
     pub(super) fn publish(&mut self) -> bool {
         let any = self.published != self.added;
@@ -147,8 +147,8 @@ impl Names {
             return Err(RingError::UsedId { index, id, size });
         };
         let id = id as u16;
-        // One comparison for two rules: `IDLE` is no earlier than anything, and a chain that is
-        // added but not published is not the device's to give back.
+        // One comparison for two rules: `IDLE` is not below any count, and the device may not give
+        // back a chain that is added but not published.
         if slot.seq >= self.published {
             return Err(RingError::UsedNotInFlight { index, id });
         }

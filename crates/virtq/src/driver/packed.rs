@@ -23,17 +23,17 @@ pub struct Areas {
     event_idx: bool,
 }
 
-/// Where the driver stands in them.
+/// The driver's position in them.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     /// Where the next chain is put, and where the next one comes back.
     next_avail: RingPos,
     next_used: RingPos,
-    /// The first descriptor of the first chain that was added since [`publish`](Format::publish),
-    /// which keeps those after it from the device as long as it is not written.
+    /// The first descriptor of the first chain that was added since [`publish`](Format::publish):
+    /// as long as it is not written, the device does not see those after it.
     unpublished: Option<(u16, State)>,
-    /// How many descriptors were published since [`needs_kick`](Format::needs_kick) last looked, and
-    /// how many were added since they were published.
+    /// How many descriptors were published since the last [`needs_kick`](Format::needs_kick), and
+    /// how many were added since the last publication.
     fresh: u64,
     waiting: u16,
 }
@@ -42,15 +42,15 @@ pub struct At {
 pub type Packed = End<Areas>;
 
 impl Areas {
-    /// Writes the first descriptor of a chain of `count`, or keeps it for [`publish`](Format::publish)
-    /// if it is the first chain since; `end` is where the chain ends.
+    /// Writes the first descriptor of a chain of `count`, or keeps it for
+    /// [`publish`](Format::publish) if it is the first chain since; `end` is where the chain ends.
     #[inline]
     fn put_first(&self, at: &mut At, state: State, count: u16, end: RingPos) {
         let place = at.next_avail.at;
         match at.unpublished {
             None => at.unpublished = Some((place, state)),
-            // The device looks at one place after the other: it does not come here before the first
-            // is published, whose Release this store precedes.
+            // The device polls one place after the other: it does not reach this one before the
+            // first is published, whose Release this store precedes.
             Some(_) => self.ring.set_state(place, state, Ordering::Relaxed),
         }
         at.next_avail = end;
@@ -75,7 +75,7 @@ impl Format for Areas {
             device: Event::new(used, Area::DeviceEvent, at[2])?,
             event_idx,
         };
-        // No device looks yet: whatever starts it orders these stores before its first look.
+        // No device reads the ring yet: starting it orders these stores before its first read.
         for at in 0..size {
             areas.ring.set_addr(at, 0);
             areas.ring.set_state(at, State::new(0, 0, 0), Ordering::Relaxed);
@@ -100,10 +100,11 @@ impl Format for Areas {
         for (position, desc) in (0..count).zip(descs) {
             let more = if position + 1 < count { layout::DESC_F_NEXT } else { 0 };
             let state = State::available(desc.len, id, write_flag(desc) | more, place.wrap);
-            // The place is free: fewer than `size` descriptors lie between the next used one and it.
+            // The place is free: fewer than `size` descriptors lie between the next used one and
+            // it.
             self.ring.set_addr(place.at, desc.addr);
-            // The device may be waiting at this place: the first descriptor is written when all
-            // others are there, by the Release of `publish` or before it.
+            // The device may be polling this place: the first descriptor is written when all others
+            // are there, by the Release of `publish` or before it.
             match position {
                 0 => first = state,
                 _ => self.ring.set_state(place.at, state, Ordering::Relaxed),
@@ -130,8 +131,8 @@ impl Format for Areas {
     #[inline]
     fn publish(&self, at: &mut At, _: &Names) {
         if let Some((place, state)) = at.unpublished.take() {
-            // Release: whoever sees this descriptor (with Acquire) sees all that were added with
-            // it, indirect tables, and the buffers' contents that were stored before.
+            // Release: a device that sees this descriptor (with Acquire) sees all that were added
+            // with it, indirect tables, and the buffers' contents that were stored before.
             self.ring.set_state(place, state, Ordering::Release);
             at.fresh = at.fresh.saturating_add(core::mem::take(&mut at.waiting).into());
         }
@@ -144,13 +145,14 @@ impl Format for Areas {
             return false;
         }
         // The store of the descriptor, before, and the load of the event structure, after, must not
-        // change places. The device does the reverse before it sleeps: it stores its event
+        // be reordered. The device does the reverse before it sleeps: it stores its event
         // structure, has a full fence, and loads the descriptor that it waits for (its
         // `enable_kicks`), which is the one that was published first, or an earlier one. Of two
         // such fences one comes first in their single order: if ours, the device sees the
-        // descriptor and stays awake; if the device's, we see what it asks for and kick.
+        // descriptor and stays awake; if the device's, we see its event structure and kick.
         fence(Ordering::SeqCst);
-        // What is added and not published yet is not the device's: behind it we do not look.
+        // Chains that are added and not published yet are not the device's: the check ends before
+        // them.
         let size = self.ring.size();
         let now = at.next_avail.back(at.waiting, size);
         self.device.load().is_due(now, fresh, size, self.event_idx)
@@ -158,18 +160,18 @@ impl Format for Areas {
 
     #[inline]
     fn look(&self, _: &mut At, _: &Names, _: usize) -> Result<(), RingError> {
-        // Each descriptor says whether it is used.
+        // Each descriptor's flags show whether it is used.
         Ok(())
     }
 
     #[inline]
     fn next(&self, at: &At, _: &Names) -> Option<Back> {
         let RingPos { at: index, wrap } = at.next_used;
-        // Acquire pairs with the device's Release: what it wrote into the buffers, and what else it
-        // gave back with this, is seen by the loads that follow.
+        // Acquire pairs with the device's Release: the loads that follow see what it wrote into the
+        // buffers, and what else it gave back with this.
         let state = self.ring.state(index, Ordering::Acquire);
         state.is_used(wrap).then(|| {
-            // Virtio 2.8.5: where the device wrote nothing the field means nothing.
+            // Virtio 2.8.5: if the device wrote nothing, the field means nothing.
             let vague = !state.has(layout::DESC_F_WRITE);
             Back { index, name: state.id().into(), len: state.len(), vague }
         })

@@ -22,12 +22,12 @@ pub struct Areas {
     used: UsedRing,
 }
 
-/// Where the driver stands in them.
+/// The driver's position in them.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
     /// The used index when it was last read.
     seen: u16,
-    /// How many chains had been published when [`needs_kick`](super::Ring::needs_kick) last looked.
+    /// How many chains were published at the last [`needs_kick`](super::Ring::needs_kick).
     judged: u64,
 }
 
@@ -50,7 +50,7 @@ impl Format for Areas {
             avail: AvailRing::new(avail, at[1], size, event_idx)?,
             used: UsedRing::new(used, at[2], size, event_idx)?,
         };
-        // No device looks yet: whatever starts it orders these stores before its first look.
+        // No device reads the ring yet: starting it orders these stores before its first read.
         for field in [areas.avail.flags(), areas.avail.idx(), areas.used.flags(), areas.used.idx()]
             .into_iter()
             .chain(areas.avail.used_event())
@@ -91,7 +91,7 @@ impl Format for Areas {
 
     #[inline]
     fn publish(&self, _: &mut At, names: &Names) {
-        // Release: whoever reads this index (with Acquire) sees the entries of the ring, the
+        // Release: a device that reads this index (with Acquire) sees the entries of the ring, the
         // descriptors, indirect tables and the buffers' contents that were stored before.
         self.avail.idx().store(names.added() as u16, Ordering::Release);
     }
@@ -104,14 +104,14 @@ impl Format for Areas {
         }
         at.judged = new;
         // The store of the index, before, and the load of the event or the flags, after, must not
-        // change places. The device does the reverse before it sleeps: it stores the event, has a
+        // be reordered. The device does the reverse before it sleeps: it stores the event, has a
         // full fence, and loads the index (its `enable_kicks`). Of two such fences one comes first
         // in their single order: if ours, the device sees the index and stays awake; if the
         // device's, we see the event and kick. No weaker order than SeqCst forbids that both loads
         // see the old value.
         fence(Ordering::SeqCst);
         match self.used.avail_event() {
-            // Who publishes 2^16 chains without asking once has passed every event there is.
+            // 2^16 chains published between two calls have passed every event.
             Some(_) if new - old > u64::from(u16::MAX) => true,
             Some(event) => {
                 layout::passed_event(event.load(Ordering::Relaxed), new as u16, old as u16)
@@ -127,8 +127,8 @@ impl Format for Areas {
         if usize::from(at.seen.wrapping_sub(next)) >= most {
             return Ok(());
         }
-        // Acquire pairs with the device's Release: the elements up to the index, and what the
-        // device wrote into their buffers, are seen by the loads that follow.
+        // Acquire pairs with the device's Release: the loads that follow see the elements up to the
+        // index, and what the device wrote into their buffers.
         let idx = self.used.idx().load(Ordering::Acquire);
         let in_flight = (names.published() - names.taken()) as u16;
         if idx.wrapping_sub(next) > in_flight {
@@ -153,7 +153,7 @@ impl Format for Areas {
     #[inline]
     fn suppress(&self, names: &Names) {
         match self.avail.used_event() {
-            // There is no event that says never; this one is half a lap of the index away, so that a
+            // No event value means never; this one is half a lap of the index away, so that a
             // poller is interrupted once in 2^16 chains.
             Some(event) => event.store(names.taken() as u16 ^ 0x8000, Ordering::Relaxed),
             None => self.avail.flags().store(layout::AVAIL_F_NO_INTERRUPT, Ordering::Relaxed),
@@ -173,8 +173,8 @@ impl Areas {
     #[inline]
     fn enqueue(&self, names: &Names, head: u16) {
         // The entry is free: it was last used `size` chains ago, and as there are never more than
-        // `size` in flight, the device has since read it. Relaxed, as the stores to the
-        // descriptors are: `publish` orders them all.
+        // `size` in flight, the device has since read it. Relaxed, as the stores to the descriptors
+        // are: `publish` orders them all.
         self.avail.head(names.added() as u16).store(head, Ordering::Relaxed);
     }
 }

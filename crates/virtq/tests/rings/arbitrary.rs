@@ -1,4 +1,4 @@
-//! A peer that writes what it likes: errors, and nothing worse.
+//! A peer that writes arbitrary bytes: errors, and nothing worse.
 
 use std::{
     collections::HashSet,
@@ -21,7 +21,7 @@ use crate::rig::{
 
 const SIZE: u16 = 8;
 
-/// A chain as virtio defines it, found in the plainest way; nothing if it breaks a rule.
+/// A chain as virtio defines it, found in the simplest way; nothing if it breaks a rule.
 fn oracle(bytes: &[u8], desc: u64, head: u16) -> Option<Vec<Desc>> {
     let read = |addr| find(bytes, addr);
     let mut descs = Vec::new();
@@ -38,7 +38,7 @@ fn oracle(bytes: &[u8], desc: u64, head: u16) -> Option<Vec<Desc>> {
             if nested || flags & NEXT != 0 || !whole {
                 return None;
             }
-            // All of the table must be there, and none of it before the memory.
+            // All of the table must be in the memory, and none of it before.
             read(addr.checked_add(u64::from(len) - 16)?)?;
             read(addr)?;
             (table, entries, at, nested) = (addr, size, 0, true);
@@ -54,7 +54,7 @@ fn oracle(bytes: &[u8], desc: u64, head: u16) -> Option<Vec<Desc>> {
     is_legal(&descs).then_some(descs)
 }
 
-/// Descriptors that are often nearly right: what is random all over is refused at the first look.
+/// Descriptors that are often nearly valid: fully random ones are refused at once.
 fn likely_desc() -> impl Strategy<Value = [u8; 16]> {
     let flags = prop_oneof![
         4 => Just(NEXT),
@@ -72,7 +72,7 @@ fn likely_desc() -> impl Strategy<Value = [u8; 16]> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
-    /// Whatever lies in the rings and tables: each chain is what the oracle finds or the queue
+    /// For any bytes in the rings and tables: each chain is what the oracle finds or the queue
     /// breaks, it ends, and only the used ring is ever written.
     #[test]
     fn arbitrary_rings_are_taken_by_the_rules_or_refused(
@@ -84,7 +84,7 @@ proptest! {
         event_idx: bool,
         piece in 1..40_u64,
     ) {
-        // Memory ends close behind the tables, so that some of them pass its end.
+        // Memory ends shortly behind the tables, so that some of them pass its end.
         let ram = testing::Ram::new(BASE, 0x3000).fragmented(piece);
         let (_, mut config) = testing::areas(&ram, BASE, SIZE, event_idx);
         config.event_idx = event_idx;
@@ -114,7 +114,7 @@ proptest! {
                     let expected = oracle(&before, config.desc, chain.head());
                     prop_assert_eq!(Some(chain.descs()), expected.as_deref());
                     taken.push(chain.head());
-                    // Nothing that a chain holds can do harm when it is used either.
+                    // Using the content of a chain can do no harm either.
                     let _ = chain.read_at(&ram, 3, &mut [0; 100]);
                 }
                 Ok(false) => {
@@ -163,8 +163,8 @@ proptest! {
         serve_random(config, &bytes);
     }
 
-    /// Whatever the device writes into the used ring: each token comes back at most once and only
-    /// after it was published, and descriptors neither vanish nor appear.
+    /// For anything that the device writes into the used ring: each token comes back at most once
+    /// and only after it was published, and descriptors neither vanish nor appear.
     #[test]
     fn a_driver_survives_an_arbitrary_used_ring(
         chains in prop::collection::vec((1..4_usize, any::<bool>()), 1..12),

@@ -1,5 +1,5 @@
-//! Where a ring starts, for every kind of value that a front end may send: it is refused, or the ring
-//! works from there.
+//! Start positions of a ring, for every kind of value that a front end may send: the position is
+//! refused, or the ring works from there.
 
 use ringfence_mem::Translate;
 use ringfence_virtq::{Chain, RingError, device, layout::packed, testing};
@@ -14,8 +14,8 @@ fn halves(size: u16) -> Vec<u16> {
     places.flat_map(|at| [at, at | 1 << 15]).collect()
 }
 
-/// How many descriptors lie between the two places; `None`: they are none of a ring of `size`, or
-/// further apart than it is long.
+/// How many descriptors lie between the two places; `None`: they do not exist in a ring of `size`,
+/// or are further apart than it is long.
 fn held(base: u32, size: u16) -> Option<u16> {
     let (avail, used) = (base as u16, (base >> 16) as u16);
     let used = if used == 0 && avail >> 15 != 0 { avail } else { used };
@@ -48,7 +48,7 @@ fn a_packed_ring_starts_at_two_places_of_its_own_or_not_at_all() {
                 };
                 let mut queue = queue.unwrap();
                 queue.revalidate(&ram).unwrap();
-                // A new ring at 0 begins anew.
+                // A new ring at 0 starts from the beginning.
                 let start = queue.next_avail();
                 let (mut place, mut lap) = (start as u16 & 0x7fff, start as u16 >> 15 != 0);
                 for _ in 0..(size - held).min(3) {
@@ -65,7 +65,7 @@ fn a_packed_ring_starts_at_two_places_of_its_own_or_not_at_all() {
                 for half in [queue.next_avail() as u16, (queue.next_avail() >> 16) as u16] {
                     assert!(half & 0x7fff < size, "{base:#x} of {size}: {half:#x}");
                 }
-                // What is left there does not count for the next one.
+                // Old descriptors there must not count for the next queue.
                 touched.drain(..).for_each(|place| write(&ram, at.desc, place, (0, 0, 0, 0)));
             }
         }

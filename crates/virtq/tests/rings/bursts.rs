@@ -1,4 +1,4 @@
-//! Bursts, and what is seen without being taken, in both formats.
+//! Bursts and peeks, in both formats.
 
 use ringfence_mem::{Access, Translate};
 use ringfence_virtq::{
@@ -53,7 +53,7 @@ fn a_burst_holds_what_single_calls_would_give() {
             assert_eq!(tokens, [100, 101, 102, 200, 201, 300]);
             assert_eq!(driver.free_descs(), size);
         }
-        // No more is taken from the iterator than is added; what is refused is named.
+        // No more is taken from the iterator than is added; the error names the refused buffer.
         let mut endless = (0..).map(|at| (Desc::readable(DATA + at, 1), at));
         assert_eq!(driver.add_burst(&mut endless), Ok(usize::from(size)));
         assert_eq!(endless.next().unwrap().1, u64::from(size));
@@ -78,7 +78,7 @@ fn a_burst_that_is_not_given_back_grows_and_ends_before_what_is_at_fault() {
             add(&mut driver, 2 * round + 1);
             assert_eq!(device.pop_more(&ram, 8, &mut burst), Ok(1));
             assert_eq!(device.pop_more(&ram, 8, &mut burst), Ok(0));
-            // One stays from round to round.
+            // One chain stays from round to round.
             let kept = u64::from(round > 0);
             let addrs = burst.descs().iter().map(|desc| desc.addr - DATA);
             assert!(addrs.eq(2 * round - kept..2 * round + 2), "round {round}");
@@ -89,7 +89,7 @@ fn a_burst_that_is_not_given_back_grows_and_ends_before_what_is_at_fault() {
             assert_eq!(driver.pop_burst(&mut out), Ok(done));
             assert_eq!(usize::from(device.in_flight()), burst.len());
         }
-        // What is at fault is told when nothing comes before it, whatever is held.
+        // A fault is reported when nothing comes before it, whatever the burst holds.
         let table = ram.window(DATA, 64, Access::ReadWrite).unwrap();
         driver.add_indirect(8, &table, &[Desc::readable(DATA, 1)], 99).unwrap();
         add(&mut driver, 100);
@@ -107,7 +107,7 @@ fn a_burst_ends_before_what_is_at_fault() {
         let good = Desc::readable(DATA, 1);
         let table = ram.window(DATA, 64, Access::ReadWrite).unwrap();
         driver.add_burst([(good, 0), (good, 1)]).unwrap();
-        // The device does not find the table: it may later.
+        // The device does not find the table yet; it may later.
         driver.add_indirect(8, &table, &[good], 2).unwrap();
         driver.add_burst([(good, 3)]).unwrap();
         driver.publish();
@@ -158,7 +158,7 @@ fn peeking_shows_what_lies_ahead_and_changes_nothing() {
             let all = [&second[..], &third[..], &fourth[..]].concat();
             assert_eq!(peek(&mut device, u16::MAX), all, "a table that is not there is passed");
         }
-        // What was seen is skipped, and what comes later is seen.
+        // Chains that were seen are skipped, and later ones are seen.
         let go_on = |device: &mut device::Queue, skip, ahead| {
             let mut seen = Vec::new();
             let next = device.peek_from(&ram, skip, ahead, |glimpse| seen.push(glimpse));
@@ -182,7 +182,7 @@ fn peeking_is_bounded_whatever_lies_there() {
         let ram = ram();
         let (mut driver, mut device) = testing::pair_of(&ram, BASE, config(1024, packed));
         let table = ram.window(DATA, 64, Access::ReadWrite).unwrap();
-        // Each table has far more entries than it was said to have.
+        // Each table has far more entries than its length states.
         for token in 0..100 {
             driver.add_indirect(DATA, &table, &[Desc::readable(DATA, 1)], token).unwrap();
         }
@@ -194,7 +194,7 @@ fn peeking_is_bounded_whatever_lies_there() {
         device.peek(&ram, u16::MAX, |_| seen += 1);
         assert!(seen > 500 && seen <= 2 * device::PEEK_DESCS, "{seen}");
     }
-    // A chain that loops, and an index from nowhere.
+    // A chain that loops, and an arbitrary index.
     let ram = ram();
     let (_, mut device) = testing::pair(&ram, BASE, 8, true);
     ram.write(BASE + 12, &1_u16.to_le_bytes()).unwrap();
@@ -202,7 +202,7 @@ fn peeking_is_bounded_whatever_lies_there() {
     let mut seen = 0;
     let mut skip = device.peek_from(&ram, 0, u16::MAX, |_| seen += 1);
     assert_eq!((seen, device.broken()), (device::PEEK_DESCS, None));
-    // Who goes on again and again comes to an end.
+    // Repeated calls come to an end.
     for _ in 0..8 {
         skip = device.peek_from(&ram, skip, u16::MAX, |_| seen += 1);
     }

@@ -1,4 +1,4 @@
-//! Rings that are found later, move, stop with chains in hand, or go on after a crash, in both
+//! Rings that are found later, move, stop with chains in flight, or continue after a crash, in both
 //! formats.
 
 use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
@@ -10,7 +10,7 @@ use ringfence_virtq::{
 
 use crate::rig::{BASE, DATA, config, ram};
 
-/// Memory of which nothing is known yet.
+/// Memory without any translation yet.
 struct Nothing;
 
 impl Translate for Nothing {
@@ -41,7 +41,7 @@ fn a_ring_may_start_before_its_areas_can_be_found() {
             assert!(!queue.is_valid());
             let error = queue.revalidate(&Nothing).unwrap_err();
             assert!(matches!(error, RingError::Unreachable { .. }), "{error}");
-            // It is empty, and nothing about it is known.
+            // The queue is empty, and reports nothing.
             assert_eq!(queue.pop(&ram, &mut chain), Ok(false));
             assert_eq!(queue.pop_burst(&ram, 8, &mut burst), Ok(0));
             queue.peek(&ram, 8, |seen| panic!("{seen:?}"));
@@ -124,11 +124,11 @@ fn the_base_of_a_packed_ring_is_two_places() {
     for base in [0x8000_8000, 0x8000_0000, 0x8005_8005, 0x0005_0005, 0x8003_0001, 0x0000_0005] {
         assert_eq!(flight(base).unwrap().next_avail(), base, "{base:#x}");
     }
-    // The low half alone, where both must be the same.
+    // Only the low half, where both must be the same.
     for base in [0x8000, 0x8005] {
         assert_eq!(flight(base).unwrap().next_avail(), base | base << 16);
     }
-    // No places, or more than the ring apart.
+    // Places that do not exist, or are further apart than the ring is long.
     for base in [0x8006_8006, 0x8000_8006, 0x8006_8000, 0x8003_8002, 0x8001_0002, 0x7fff_ffff] {
         let error = flight(base).unwrap_err();
         assert_eq!(error, RingError::PackedBase { base, size: 6 }, "{base:#x}");
@@ -139,7 +139,7 @@ fn the_base_of_a_packed_ring_is_two_places() {
     }
 }
 
-/// So User-Mode Linux begins them, and so a ring goes on at the beginning of every second lap.
+/// User-Mode Linux starts rings so, and a ring continues so at the beginning of every second lap.
 #[test]
 fn a_packed_ring_at_0_is_new_if_nothing_was_given_back_in_it() {
     let mut laps = 0;
@@ -236,13 +236,13 @@ fn what_was_not_begun_goes_back_newest_first_and_comes_again() {
             }
             assert_eq!(heads.len(), 3);
             assert!(!device.untake(heads[0]) && !device.untake(heads[1]), "not the newest");
-            // The second is done first: what it leaves in the ring lies before the third.
+            // The second is completed first: what it leaves in the ring lies before the third.
             device.push_used(heads[1], 2);
             let _ = device.publish_used();
             assert!(device.untake(heads[2]), "round {round}");
             assert_eq!(device.next_avail() as u16, after[1] as u16);
             assert!(!device.untake(heads[2]) && !device.untake(heads[0]));
-            // So a queue stops, and goes on as another.
+            // The queue stops like this, and continues as another.
             device.push_used(heads[0], 1);
             let _ = device.publish_used();
             let at = device::RingConfig { base: device.next_avail(), ..*device.config() };
@@ -292,7 +292,7 @@ fn untaken_to_the_last_a_queue_is_where_it_was() {
 
 #[test]
 fn after_a_crash_a_split_ring_goes_on_with_the_heads_in_flight() {
-    // The front end may know how far the ring was taken, or only how far it was given back.
+    // The front end may know up to where the ring was taken, or only up to where it was given back.
     for knows in [false, true] {
         let ram = ram();
         let (mut driver, mut device) = testing::pair(&ram, BASE, 8, true);
@@ -356,7 +356,7 @@ fn after_a_crash_a_packed_ring_goes_on_with_what_was_recorded() {
         let mut chain = Chain::new();
         let table = ram.window(DATA + 0x1000, 64, Access::ReadWrite).unwrap();
         let four = [Desc::writable(DATA + 3, 8); 4];
-        // Once round most of the ring first, so that what is in flight crosses its end.
+        // First once round most of the ring, so that the chains in flight cross its end.
         for token in 0..5 {
             driver.add(&[Desc::writable(DATA, 8)], token).unwrap();
             driver.publish();
@@ -376,7 +376,7 @@ fn after_a_crash_a_packed_ring_goes_on_with_what_was_recorded() {
         }
         assert_eq!(records[1].1, 2);
         assert_eq!((records[2].1, records[2].2), (1, Some((DATA + 0x1000, 64))));
-        // The newest is given back first: its place is the first one's, whose descriptor is gone.
+        // The newest is given back first, in the place of the first, whose descriptor is then gone.
         device.push_used(records[2].0, 4);
         let _ = device.publish_used();
         let next = device.next_avail();

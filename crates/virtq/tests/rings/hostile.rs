@@ -1,4 +1,4 @@
-//! A peer that breaks one rule at a time: the error says which, and where.
+//! A peer that breaks one rule at a time: the error reports which, and where.
 
 use ringfence_mem::Translate;
 use ringfence_virtq::{
@@ -48,7 +48,7 @@ impl Bench {
         self.queue.pop(&self.ram, &mut self.chain)
     }
 
-    /// What is wrong with the chain that begins at descriptor 0; the queue must stay broken.
+    /// The fault of the chain that begins at descriptor 0; the queue must stay broken.
     fn fault(&mut self) -> ChainFault {
         self.avail(&[0]);
         let error = self.pop().unwrap_err();
@@ -65,8 +65,8 @@ impl Bench {
     }
 }
 
-/// The fault of a chain of such descriptors (address 0x100, then flags, next and length), and of an
-/// indirect table at `TABLE` of such.
+/// The fault of a chain of such descriptors (address 0x100, then flags, next and length), and of
+/// such an indirect table at `TABLE`.
 fn fault(descs: &[(u16, u16, u32)], table: &[(u16, u16, u32)]) -> ChainFault {
     let mut bench = Bench::new();
     for (at, &(flags, next, len)) in descs.iter().enumerate() {
@@ -149,7 +149,7 @@ fn a_table_that_cannot_be_reached_leaves_the_chain_for_later() {
     bench.desc(bench.config.desc, 0, 0x10, 16, INDIRECT, 0);
     assert!(matches!(bench.fault(), ChainFault::IndirectUnreachable { addr: 0x10, .. }));
     assert_eq!((bench.queue.broken(), bench.queue.next_avail()), (None, 0));
-    // `fault` has put a legal descriptor in its place: as if the translation were there now.
+    // `fault` has put a legal descriptor in its place: as if the translation had come.
     assert_eq!(bench.pop(), Ok(true));
     assert_eq!(bench.chain.head(), 0);
 }
@@ -169,7 +169,7 @@ fn lengths_that_do_not_add_up_are_refused() {
     let mut bench = Bench::new();
     bench.desc(bench.config.desc, 0, u64::MAX, 2, 0, 0);
     assert_eq!(bench.fault(), ChainFault::Wraps { at: 0, addr: u64::MAX, len: 2 });
-    // The last byte of the address space, and none after it, are addresses like others.
+    // The last byte of the address space, and no bytes after it, are valid addresses.
     let mut bench = Bench::new();
     bench.desc(bench.config.desc, 0, u64::MAX, 0, NEXT, 1);
     bench.desc(bench.config.desc, 1, u64::MAX - 0xffff_fffe, u32::MAX, WRITE, 0);
@@ -188,7 +188,7 @@ fn an_available_index_that_jumps_is_refused() {
         bench.idx(1);
         assert_eq!(bench.pop(), Err(error), "it stays broken");
     }
-    // Nor may it pass those in flight.
+    // Nor may it overtake those in flight.
     let mut bench = Bench::new();
     bench.avail(&[0, 1, 2]);
     assert_eq!((bench.pop(), bench.pop(), bench.pop()), (Ok(true), Ok(true), Ok(true)));
@@ -197,7 +197,7 @@ fn an_available_index_that_jumps_is_refused() {
     let error = bench.pop().unwrap_err();
     let text = "available index 10 at 3: 2 in flight, the queue holds 8";
     assert_eq!(error.to_string(), text);
-    // What was taken before can still be given back.
+    // Chains that were taken before can still be given back.
     bench.queue.push_used(0, 0);
     let _ = bench.queue.publish_used();
 }

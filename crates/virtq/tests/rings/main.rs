@@ -1,5 +1,5 @@
 //! Rings of both formats: honest peers, peers that break one rule at a time, and peers that write
-//! what they like.
+//! arbitrary bytes.
 
 mod arbitrary;
 mod bases;

@@ -1,5 +1,5 @@
-//! A packed ring written and read byte by byte, as virtio 1.3, 2.8 has it; a peer that breaks one
-//! rule at a time; and one that writes what it likes.
+//! A packed ring written and read byte by byte, as in virtio 1.3, 2.8; a peer that breaks one rule
+//! at a time; and one that writes arbitrary bytes.
 
 use std::collections::HashSet;
 
@@ -61,7 +61,7 @@ fn both_ends_write_what_virtio_says() {
     assert!(!driver.enable_notifications());
     ram.read(device.config().avail, &mut event).unwrap();
     assert_eq!(event_of(event), (3 | second, 2));
-    // Round the end: the wrap counter turns within the chain.
+    // Past the end: the wrap counter flips within the chain.
     driver.add(&[Desc::readable(0x444, 4); 3], 3).unwrap();
     driver.publish();
     assert_eq!(read(&ram, BASE, 3).3, NEXT | AVAIL);
@@ -97,7 +97,7 @@ fn an_indirect_table_is_a_list_without_links() {
         let flags = if desc.write { WRITE } else { 0 };
         assert_eq!(read(&ram, TABLE, at), (desc.addr, desc.len, 0, flags));
     }
-    // Its other flags and its ids mean nothing.
+    // Its other flags and its ids are ignored.
     write(&ram, TABLE, 0, (1, 1, 77, NEXT | AVAIL | USED));
     let mut chain = Chain::new();
     assert!(device.pop(&ram, &mut chain).unwrap());
@@ -125,7 +125,7 @@ fn fault(ring: &[Raw], table: &[Raw]) -> (u16, ChainFault) {
         assert_eq!(device.pop_burst(&ram, 4, &mut burst), Err(error));
         assert_eq!((device.broken(), device.revalidate(&ram)), (Some(error), Err(error)));
         assert!(device.enable_kicks(), "who sleeps now would not see the error");
-        // A burst finds the same.
+        // A burst finds the same fault.
         let at = *device.config();
         let mut device = device::Queue::new(at, &ram).unwrap();
         assert_eq!(device.pop_burst(&ram, 4, &mut burst), Err(error));
@@ -169,7 +169,7 @@ fn an_id_in_flight_is_not_taken_again_and_a_full_ring_is_not_looked_at() {
     let error = device.pop(&ram, &mut chain).unwrap_err();
     let fault = ChainFault::InFlight;
     assert_eq!(error, RingError::Chain { index: 1, head: 2, fault });
-    // What was taken before can still be given back.
+    // Chains that were taken before can still be given back.
     device.push_used(2, 0);
     let _ = device.publish_used();
     let (_, mut device) = testing::pair_of(&ram, BASE, CONFIG);
@@ -205,8 +205,8 @@ fn a_device_that_gives_back_what_it_has_not_breaks_the_drivers_queue() {
     let done = AVAIL | USED;
     let error = |text: &str| Err(text.to_owned());
     assert_eq!(used(4, 0, done | WRITE), Ok(Some(driver::Used { token: 5, len: 4 })));
-    // Some devices say how much they wrote without the flag; and where it is off and the length is
-    // none, it means nothing.
+    // Some devices report a length without the flag; and if the flag is off and the length invalid,
+    // it is ignored.
     assert_eq!(used(4, 0, done), Ok(Some(driver::Used { token: 5, len: 4 })));
     assert_eq!(used(99, 0, done), Ok(Some(driver::Used { token: 5, len: 0 })));
     for flags in [0, AVAIL, USED, WRITE, NEXT | INDIRECT] {
@@ -220,7 +220,7 @@ fn a_device_that_gives_back_what_it_has_not_breaks_the_drivers_queue() {
     assert_eq!(used(0, 4, done), error("used index 0: id 4 is not in flight"), "free");
 }
 
-/// A chain as virtio defines it, found in the plainest way: its id, its buffers, and where the next
+/// A chain as virtio defines it, found in the simplest way: its id, its buffers, and where the next
 /// one begins; nothing if it breaks a rule.
 fn oracle(bytes: &[u8], (mut at, mut wrap): (u16, bool), room: u16) -> Found {
     let read = |addr| find(bytes, addr);
@@ -268,7 +268,7 @@ enum Found {
     Chain(u16, Vec<Desc>, u16, (u16, bool)),
 }
 
-/// Descriptors that are often nearly right.
+/// Descriptors that are often nearly valid.
 fn likely_desc() -> impl Strategy<Value = [u8; 16]> {
     let kind = prop_oneof![
         4 => Just(0), 3 => Just(NEXT), 3 => Just(WRITE), 2 => Just(WRITE | NEXT),
@@ -283,8 +283,8 @@ fn likely_desc() -> impl Strategy<Value = [u8; 16]> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
-    /// Whatever lies in the ring and the tables: each chain is what the oracle finds, or the queue
-    /// breaks; it ends, and nothing is written but the device's event structure.
+    /// For any bytes in the ring and the tables: each chain is what the oracle finds, or the queue
+    /// breaks; it ends, and only the device's event structure is written.
     #[test]
     fn an_arbitrary_ring_is_taken_by_the_rules_or_refused(
         ring in prop::collection::vec(likely_desc(), usize::from(SIZE)),
@@ -346,7 +346,7 @@ proptest! {
         queue.suppress_kicks();
         let _ = queue.enable_kicks();
         unchanged_but(&ram, &before, at.used..at.used + 4)?;
-        // All that was taken can be given back, and lies in the ring then.
+        // All taken chains can be given back, and are in the ring then.
         queue.push_used_burst(taken.iter().map(|&id| (id, 0)));
         let _ = queue.publish_used();
         prop_assert_eq!(queue.in_flight(), 0);
@@ -368,8 +368,8 @@ proptest! {
         serve_random(config, &bytes);
     }
 
-    /// Whatever the device writes into the ring: each token comes back at most once and only after
-    /// it was published, and descriptors neither vanish nor appear.
+    /// For anything that the device writes into the ring: each token comes back at most once and
+    /// only after it was published, and descriptors neither vanish nor appear.
     #[test]
     fn a_driver_survives_an_arbitrary_ring(
         chains in prop::collection::vec((1..4_usize, any::<bool>()), 1..9),

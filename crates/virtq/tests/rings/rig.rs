@@ -6,11 +6,11 @@ use proptest::prelude::*;
 use ringfence_mem::Translate;
 use ringfence_virtq::{Desc, device, driver, layout, testing};
 
-/// Where honest peers have their rings, and their buffers.
+/// Addresses of honest peers' rings, and of their buffers.
 pub(crate) const BASE: u64 = 0x4000_0000;
 pub(crate) const DATA: u64 = BASE + 0x10_0000;
 
-/// Where rings lie that are written by hand, and a table.
+/// Addresses of rings that are written by hand, and of a table.
 pub(crate) const RAW: u64 = 0x1_0000;
 pub(crate) const TABLE: u64 = RAW + 0x1000;
 
@@ -53,7 +53,7 @@ pub(crate) fn find(memory: &[u8], addr: u64) -> Option<Raw> {
     Some(raw_of(memory.get(at..at.checked_add(16)?)?.try_into().unwrap()))
 }
 
-/// Whether virtio lets a chain have such buffers.
+/// Whether virtio allows a chain of these buffers.
 pub(crate) fn is_legal(descs: &[Desc]) -> bool {
     let total: u64 = descs.iter().map(|desc| u64::from(desc.len)).sum();
     let wraps = |desc: &Desc| u128::from(desc.addr) + u128::from(desc.len) > 1 << 64;
@@ -62,8 +62,8 @@ pub(crate) fn is_legal(descs: &[Desc]) -> bool {
         && !descs.iter().any(wraps)
 }
 
-/// Addresses of which most lead into a table, and the rest near an end of the memory, whose bytes
-/// are `len`, or of all addresses.
+/// Addresses of which most lie in a table, and the rest near an end of the memory, of `len` bytes,
+/// or of the address space.
 pub(crate) fn likely_addr(len: u64) -> impl Strategy<Value = u64> {
     prop_oneof![
         6 => (0..64_u64).prop_map(|at| TABLE + 16 * at),
@@ -86,7 +86,7 @@ pub(crate) fn contents(ram: &testing::Ram) -> Vec<u8> {
     bytes
 }
 
-/// Nothing has changed since the memory was `before`, but for what lies at these addresses.
+/// Checks that the memory is as `before`, except at these addresses.
 pub(crate) fn unchanged_but(
     ram: &testing::Ram,
     before: &[u8],
@@ -109,7 +109,7 @@ pub(crate) struct Added {
 }
 
 impl Added {
-    /// Adds each chain, if there is room for it, and publishes after those that say so.
+    /// Adds each chain, if there is room for it, and publishes after those with the flag set.
     pub(crate) fn to(queue: &mut driver::Queue, room: u32, chains: &[(usize, bool)]) -> Added {
         let (mut out, mut published) = (Vec::new(), 0);
         for (token, &(len, publish)) in chains.iter().enumerate() {
@@ -124,8 +124,8 @@ impl Added {
         Added { room, out, published, free: queue.free_descs() }
     }
 
-    /// Whatever the device has written: each token comes back at most once and only after it was
-    /// published, and descriptors neither vanish nor appear.
+    /// For anything that the device has written: each token comes back at most once and only after
+    /// it was published, and descriptors neither vanish nor appear.
     pub(crate) fn comes_back_at_most_once(
         mut self,
         queue: &mut driver::Queue,
@@ -155,14 +155,14 @@ impl Added {
     }
 }
 
-/// A device that takes what it finds and gives it back at once, over random bytes in areas that end
-/// at a guard page.
+/// A device that takes any chains it finds and gives them back at once, over random bytes in areas
+/// that end at a guard page.
 pub(crate) fn serve_random(config: device::RingConfig, bytes: &[u8]) {
     let ram = testing::Ram::new(0, bytes.len());
     ram.write(0, bytes).unwrap();
     let mut queue = device::Queue::new(config, &ram).unwrap();
     let mut chain = ringfence_virtq::Chain::new();
-    // The areas lie over each other, so giving back changes the rings: it need not end.
+    // The areas overlap, so giving back changes the rings: it need not end.
     for _ in 0..100 {
         queue.peek(&ram, 100, |_| ());
         if !matches!(queue.pop(&ram, &mut chain), Ok(true)) {

@@ -60,7 +60,7 @@ fn an_indirect_table_takes_one_descriptor_and_may_lie_in_pieces() {
     assert!(device.publish_used());
     assert_eq!(driver.pop().unwrap().unwrap().len, 50);
     assert_eq!(driver.free_descs(), 4);
-    // And one by one, a short table is refused and nothing changes.
+    // With a table that is too short, the chain is refused and nothing changes.
     let short = table.part(0, 63).unwrap();
     let error = driver.add_indirect(DATA + 5, &short, &descs, 2).unwrap_err();
     assert_eq!(error, AddError::Table { wanted: 4, len: 63 });
@@ -248,7 +248,7 @@ fn a_stopped_queue_goes_on_from_its_base() {
     assert_eq!(error, RingError::Base { base: 12, used: 7, size: 4 });
 }
 
-/// What one step of the property test does.
+/// One step of the property test.
 #[derive(Clone, Debug)]
 enum Step {
     Add {
@@ -261,7 +261,7 @@ enum Step {
     Publish,
     Take,
     TakeBurst(u8),
-    /// Puts back the chain at this place among those taken, if it may be.
+    /// Puts back the chain at this place among those taken, if allowed.
     Untake(usize),
     Peek(u8),
     /// Gives back the chain at this place among those taken.
@@ -306,7 +306,7 @@ proptest! {
         let (mut driver, mut device) = testing::pair_of(&ram, BASE, config);
         let (mut added, mut sent) = (VecDeque::new(), VecDeque::new());
         let (mut taken, mut given, mut back) = (Vec::new(), VecDeque::new(), VecDeque::new());
-        // The tokens of all that was taken, in order, but what was put back.
+        // The tokens of all chains taken, in order, except those put back.
         let mut order = Vec::new();
         let (mut chain, mut burst) = (Chain::new(), device::Burst::new());
         let mut token = 0;

@@ -16,15 +16,15 @@ use crate::lab::{
     session::{Begun, Session},
 };
 
-/// Rounds and windows that let the default run end in under two minutes.
+/// Rounds and windows for which the default run takes under two minutes.
 const DEFAULT_REPEAT: u32 = 21;
 const DEFAULT_SECONDS: f64 = 0.05;
 
 /// Measures `ringfence blk` with and without a device IOTLB.
 ///
-/// A virtio-blk driver, which is the vhost-user front end at once, loads a process of it with
-/// requests, mostly of 4 KiB, each end on a CPU of its own, and checks what is read and written. It answers
-/// the back end's IOTLB misses itself, with entries as large as asked for.
+/// A virtio-blk driver, which is also the vhost-user front end, loads a `ringfence blk` process
+/// with requests, mostly of 4 KiB, each end on a CPU of its own, and checks what is read and
+/// written. The front end resolves IOTLB misses itself, with entries of the requested size.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench blk
@@ -37,10 +37,10 @@ EXIT STATUS:
     1   a request failed, a block was not what it should be, or Ctrl-C
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
-    /// What is measured, separated by commas: off (no IOMMU), static (buffers are mapped once),
-    /// dynamic (each request has addresses of its own), buffers (data in buffers of the service's own,
-    /// and in the guest's, of requests of 4 KiB and of 64), sandbox (confined, and not), path (the data path by itself, compiled
-    /// with an IOTLB and without) [default: all].
+    /// What to measure, separated by commas: off (no IOMMU), static (buffers are mapped once),
+    /// dynamic (each request has its own addresses), buffers (data in the service's own buffers,
+    /// and in the guest's, with requests of 4 KiB and of 64), sandbox (confined, and not), path
+    /// (the data path alone, compiled with an IOTLB and without) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Part>)]
     only: Option<List<Part>>,
 
@@ -64,8 +64,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "LIST", value_parser = list::<Ring>)]
     ring: Option<List<Ring>>,
 
-    /// Where the files lie that are disks, of 16 MiB each [default: those that are read in the folder
-    /// for temporary files, those that are written in /dev/shm].
+    /// Where to put the files of the disks, of 16 MiB each [default: for reads, the folder for
+    /// temporary files; for writes, /dev/shm].
     #[arg(long, value_name = "FOLDER")]
     disk: Option<PathBuf>,
 
@@ -74,7 +74,7 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
 
-    /// How long a window is.
+    /// The length of a window.
     #[arg(long, value_name = "S", default_value_t = DEFAULT_SECONDS, value_parser = parse_seconds)]
     seconds: f64,
 

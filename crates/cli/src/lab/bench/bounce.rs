@@ -16,7 +16,7 @@ use crate::lab::{
     session::{Begun, Session},
 };
 
-/// Rounds and their length that let the default run end in under three minutes.
+/// Rounds and their length for which the default run takes under three minutes.
 const DEFAULT_REPEAT: u32 = 5;
 
 /// Measures bounce pools: copying against mapping, and against pools of another shape.
@@ -26,10 +26,10 @@ const DEFAULT_REPEAT: u32 = 5;
 /// on an unpaced disk in memory. `strict` shares no syncs, whatever is submitted together.
 ///
 /// `list`: scatter lists for an untrusted disk, whose elements do not fill their granules: bounced
-/// whole, element by element in our pools, and element by element as Linux does it.
+/// whole, element by element in our pools, and element by element as in Linux.
 ///
-/// `pool`: our pools against one of swiotlb's shape, in one process. Both are checked against an
-/// account of what is whose, before and after.
+/// `pool`: our pools against one of swiotlb's shape, in one process. Both are checked, before and
+/// after, against a record of the data that each buffer must hold.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench bounce
@@ -43,7 +43,7 @@ EXIT STATUS:
     1   data was wrong, a pool gave out what was taken, a row failed, or Ctrl-C
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
-    /// What is measured, separated by commas: seed, list, pool [default: all].
+    /// What to measure, separated by commas: seed, list, pool [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Part>)]
     only: Option<List<Part>>,
 
@@ -61,12 +61,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "LIST", value_parser = list::<Size>)]
     sizes: Option<List<Size>>,
 
-    /// Which way data goes in `seed`: read, write, or both [default: both].
+    /// The direction of data in `seed`: read, write, or both [default: both].
     #[arg(long, value_name = "LIST", value_parser = list::<Op>)]
     op: Option<List<Op>>,
 
-    /// How both processes wait in `seed` and `list`: adaptive, poll, sleep. Asleep, a sync costs a
-    /// wake-up, as it costs a guest an exit.
+    /// How both processes wait in `seed` and `list`: adaptive, poll, sleep. With sleep, a sync
+    /// costs a wake-up, as it costs a guest an exit.
     #[arg(long, value_name = "MODE", default_value = "sleep")]
     notify: Notify,
 

@@ -16,15 +16,15 @@ use crate::lab::{
     session::{Begun, Session},
 };
 
-/// Rounds and their length that let the default run end in under 90 seconds.
+/// Rounds and their length for which the default run takes under 90 seconds.
 const DEFAULT_REPEAT: u32 = 7;
 const DEFAULT_BUDGET: Duration = Duration::from_millis(8);
 
-/// Measures lookups in a device's IOTLB, with other ways to keep one in the same run.
+/// Measures lookups in a device's IOTLB, against other implementations in the same run.
 ///
-/// Every implementation is filled with entries side by side, which lead on from each other
-/// (mergeable) or never do (unmergeable), is checked, and is timed in rounds in which all take turns.
-/// What the addresses lead to is not touched.
+/// Every implementation is filled with adjacent entries, which either continue each other
+/// (mergeable) or never do (unmergeable), is checked, and is timed in rounds in which all take
+/// turns. The target memory is not touched.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench iotlb
@@ -37,8 +37,8 @@ EXIT STATUS:
     1   an implementation found something else than what was put in, or Ctrl-C
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
-    /// Who is measured, separated by commas: ringfence, vm-memory, btreemap, sorted-list (walked
-    /// from its beginning, 2,048 entries at most), single-lock [default: all].
+    /// The implementations to measure, separated by commas: ringfence, vm-memory, btreemap,
+    /// sorted-list (walked from its beginning, 2,048 entries at most), single-lock [default: all].
     #[arg(long = "impl", value_name = "LIST", value_parser = list::<Implementation>)]
     implementations: Option<List<Implementation>>,
 
@@ -52,9 +52,9 @@ pub(crate) struct Arguments {
 
     /// What an operation is: `seq` (64 bytes of one entry after the other), `random` (of a random
     /// one), `dependent` (the same, each after the one before), `chain` (three descriptors),
-    /// `churn` (an entry is invalidated, put in again and looked up), `threads` (random, by one
-    /// thread and by two, an entry invalidated now and then), `steady` (the same, another thread
-    /// invalidates 10,000 a second) [default: all].
+    /// `churn` (an entry is invalidated, inserted again and looked up), `threads` (random, by one
+    /// thread and by two, an entry invalidated now and then), `steady` (the same, while another
+    /// thread invalidates 10,000 a second) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Order>)]
     order: Option<List<Order>>,
 
@@ -83,7 +83,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
         pages: or(&arguments.page, Page::ALL),
         orders: or(&arguments.order, Order::ALL),
         merges: or(&arguments.merge, Merge::ALL),
-        // Who names an order and a size means both of them together.
+        // A given order and a given size select the combination of both.
         all: arguments.order.is_some() && arguments.page.is_some(),
         repeat: arguments.repeat,
         budget: arguments.budget.unwrap_or(DEFAULT_BUDGET),

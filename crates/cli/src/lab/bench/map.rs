@@ -16,17 +16,17 @@ use crate::lab::{
     session::{Begun, Session},
 };
 
-/// Rounds and their length that let the default run end in half a minute.
+/// Rounds and their length for which the default run takes half a minute.
 const DEFAULT_REPEAT: u32 = 31;
 const DEFAULT_BUDGET: Duration = Duration::from_millis(2);
 
-/// Measures MAP and UNMAP of a virtio-iommu through a request queue, beside devices of another
+/// Measures MAP and UNMAP of a virtio-iommu through a request queue, against devices of another
 /// design.
 ///
-/// Every request is written by our driver into a split ring, carried out by the device and answered
-/// in the ring; UNMAPs of ours are answered when no thread of the device uses the translation any
-/// more. Each device is checked first: what is mapped must lead where it should, and what is
-/// unmapped nowhere. Then they are timed in rounds in which all take turns.
+/// Our driver writes every request into a split ring; the device executes it and completes it in
+/// the ring; our device completes an UNMAP once no thread of it uses the translation any more. Each
+/// device is checked first: mapped addresses must lead to their targets, and unmapped ones nowhere.
+/// Then they are timed in rounds in which all take turns.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench map
@@ -38,18 +38,18 @@ EXIT STATUS:
     1   a device did not do what it should have, or Ctrl-C
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
-    /// Whose devices, separated by commas: ringfence, btreemap (cloud-hypervisor's design),
-    /// btreemap-range (the same with a better UNMAP) [default: all].
+    /// The devices to measure, separated by commas: ringfence, btreemap (cloud-hypervisor's
+    /// design), btreemap-range (the same with a better UNMAP) [default: all].
     #[arg(long = "impl", value_name = "LIST", value_parser = list::<Implementation>)]
     implementations: Option<List<Implementation>>,
 
-    /// What is measured: `one-core` and `two-cores` (pairs of MAP and UNMAP), `two-domains` (one
+    /// What to measure: `one-core` and `two-cores` (pairs of MAP and UNMAP), `two-domains` (one
     /// thread and two), `one-of` (one mapping among many), `attach` (to a domain with many
     /// mappings), `memory` (table memory a mapping) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Op>)]
     op: Option<List<Op>>,
 
-    /// How many mappings come and go together, up to 1024 [default: 1,8,64,256].
+    /// How many mappings are mapped and unmapped together, up to 1024 [default: 1,8,64,256].
     #[arg(long, value_name = "LIST", value_parser = list::<Batch>)]
     batch: Option<List<Batch>>,
 

@@ -54,16 +54,16 @@ pub(crate) enum Bench {
     Map(map::Arguments),
 }
 
-/// Rounds and their length that let the default run end in under four minutes.
+/// Rounds and their length for which the default run takes under four minutes.
 const DEFAULT_REPEAT: u32 = 7;
 const DEFAULT_BUDGET: Duration = Duration::from_millis(8);
 
 /// Measures allocators of I/O virtual addresses, with peers in the same run.
 ///
-/// Every allocator is made and filled anew for each live set and size. Then, for each pattern, what
-/// it hands out is checked against an account of its own (a range handed out twice fails the run; a
-/// request that fails although a hole is free is counted), and it is timed in rounds in which all
-/// take turns. An operation is one alloc and one free.
+/// Every allocator is made and filled anew for each live set and size. Then, for each pattern, the
+/// ranges that it returns are checked against a separate record (a range returned twice fails the
+/// run; a request that fails although a hole is free is counted), and it is timed in rounds in
+/// which all take turns. An operation is one alloc and one free.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench iova
@@ -77,8 +77,8 @@ EXIT STATUS:
     1   an allocator handed out what was taken, refused what it had handed out, or Ctrl-C
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
-    /// Who is measured, separated by commas: ringfence, rbtree, bitmap, magazines, vm-allocator,
-    /// btreemap, control [default: all].
+    /// The allocators to measure, separated by commas: ringfence, rbtree, bitmap, magazines,
+    /// vm-allocator, btreemap, control [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Implementation>)]
     allocator: Option<List<Implementation>>,
 
@@ -95,7 +95,7 @@ pub(crate) struct Arguments {
     /// Patterns: `hot` (a range is allocated and freed, again and again), `aligned16` (the same, of
     /// 16 granules aligned to 16), `batch` (256 are allocated, then freed), `random` (a random live
     /// range is freed, another allocated) [default: all]. With --live, --sizes or --pattern, every
-    /// combination is run; without them, those that tell something.
+    /// combination is run; without them, those that differ.
     #[arg(long, value_name = "LIST", value_parser = list::<Pattern>)]
     pattern: Option<List<Pattern>>,
 
@@ -123,9 +123,9 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(24..=57))]
     aperture: u32,
 
-    /// Measures as well (or, `only`, instead) what each placement costs the hardware: IOTLB entries,
-    /// table pages and misses of competing streams, by a model of the caches; and huge ranges and a
-    /// segment for each user, by the clock.
+    /// Measures as well (or, `only`, instead) what each placement costs the hardware: IOTLB
+    /// entries, table pages and misses of competing streams, by a model of the caches; and huge
+    /// ranges and a segment for each user, by the clock.
     #[arg(long, value_name = "only", num_args = 0..=1, require_equals = true,
         default_missing_value = "too", value_parser = ["too", "only"], hide_possible_values = true)]
     placement: Option<String>,
@@ -192,7 +192,7 @@ fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
         aperture_bits: arguments.aperture,
         progress,
     };
-    // First, as it is short and may refuse its options.
+    // First, since it is short and may reject its options.
     let placement = arguments.placement.as_deref();
     let placements = match placement {
         Some(_) => Some(measure_placements(arguments, progress, &stop)?),
@@ -220,8 +220,8 @@ fn run_iova(arguments: &Arguments) -> Result<ExitCode> {
     })
 }
 
-/// Writes the JSON, prints the text (unless the JSON goes there), and tells on standard error what
-/// went wrong: that is the exit status.
+/// Writes the JSON, and prints the text (unless the JSON goes to standard output). Failures go to
+/// standard error and decide the exit status.
 fn show(
     mut benchmark: Benchmark,
     measured: bool,
@@ -277,7 +277,7 @@ fn measure_placements(
     rows
 }
 
-/// What was asked for, or all of it.
+/// The items that were asked for, or all.
 fn or<T: Clone>(list: &Option<List<T>>, all: impl AsRef<[T]>) -> Vec<T> {
     list.as_ref().map_or(all.as_ref(), |list| &list.0).to_vec()
 }

@@ -16,20 +16,20 @@ use crate::lab::{
     session::{Begun, Session},
 };
 
-/// Rounds and windows that let the default run end in under three minutes.
+/// Rounds and windows for which the default run takes under three minutes.
 const DEFAULT_REPEAT: u32 = 5;
 const DEFAULT_SECONDS: f64 = 0.2;
 
 /// Measures network back ends with and without a device IOTLB: `ringfence net`, and DPDK's testpmd
 /// beside it.
 ///
-/// A virtio-net driver, which is the vhost-user front end at once, loads both in turn with the same
-/// stream of 64-byte frames, each end on a CPU of its own, and checks every byte that comes back and
-/// the number of every frame. It answers the back end's IOTLB misses itself, with entries as large as
-/// asked for.
+/// A virtio-net driver, which is also the vhost-user front end, loads both in turn with the same
+/// stream of 64-byte frames, each end on a CPU of its own, and checks every byte that comes back
+/// and the number of every frame. The front end resolves IOTLB misses itself, with entries of the
+/// requested size.
 ///
-/// Where Ringfence is the IOMMU too (notified), the device and its virtio-iommu are one process, and a
-/// driver maps the buffers of frames by the DMA API, strictly and otherwise.
+/// Where Ringfence is the IOMMU too (notified), the device and its virtio-iommu are one process,
+/// and a driver maps the frames' buffers through the DMA API, with strict and other policies.
 ///
 /// DPDK's testpmd is in Debian's package dpdk-dev; without it, its rows say so.
 #[derive(Args)]
@@ -45,13 +45,13 @@ EXIT STATUS:
     1   ringfence net failed or changed a frame, or Ctrl-C
     2   wrong usage: nothing was run")]
 pub(crate) struct Arguments {
-    /// What is measured, separated by commas: off (no IOMMU), static (buffers are mapped once),
-    /// dynamic (each use of a buffer has an address of its own), notified (so too, mapped by the
+    /// What to measure, separated by commas: off (no IOMMU), static (buffers are mapped once),
+    /// dynamic (each use of a buffer has its own address), notified (the same, mapped through the
     /// DMA API, with Ringfence as the IOMMU in the device's process) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Part>)]
     only: Option<List<Part>>,
 
-    /// Which way frames go: tx (the driver sends), rx, loop (what it sends comes back)
+    /// The direction of frames: tx (the driver sends), rx, loop (what it sends comes back)
     /// [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<Direction>)]
     direction: Option<List<Direction>>,
@@ -65,7 +65,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "LIST", value_parser = list::<Ring>)]
     ring: Option<List<Ring>>,
 
-    /// Who is measured: ringfence, dpdk [default: all].
+    /// The back ends to measure: ringfence, dpdk [default: all].
     #[arg(long = "impl", value_name = "LIST", value_parser = list::<Implementation>)]
     implementation: Option<List<Implementation>>,
 
@@ -74,7 +74,7 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
 
-    /// How long a window is.
+    /// The length of a window.
     #[arg(long, value_name = "S", default_value_t = DEFAULT_SECONDS, value_parser = parse_seconds)]
     seconds: f64,
 

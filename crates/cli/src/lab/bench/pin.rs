@@ -16,17 +16,17 @@ use crate::lab::{
     session::{Begun, Session},
 };
 
-/// Rounds and their length that let the default run end in half a minute.
+/// Rounds and their length for which the default run takes half a minute.
 const DEFAULT_REPEAT: u32 = 31;
 const DEFAULT_BUDGET: Duration = Duration::from_millis(1);
 
-/// Measures pinning pages, beside one call a page by hand; or tells what recordings of real work
-/// would gain.
+/// Measures pinning pages, against one call a page by hand; or how much longer runs would gain in
+/// recordings of real work.
 ///
-/// Pages are pinned by registering them as buffers of an io_uring, which every Linux machine lets a
-/// process do: the kernel takes the same long-term pins as for VFIO. All who pin are checked by the
-/// kernel's own count first, then timed in rounds in which they take turns, pinning and unpinning
-/// apart.
+/// Pages are pinned by registering them as buffers of an io_uring, which every Linux machine allows
+/// a process: the kernel takes the same long-term pins as for VFIO. All implementations are checked
+/// by the kernel's own count first, then timed in rounds in which they take turns, pinning and
+/// unpinning separately.
 #[derive(Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench pin
@@ -43,8 +43,8 @@ EXIT STATUS:
     1   somebody did not pin what it should have, memory that was named is not there, or Ctrl-C
     2   wrong usage, a file that is no recording included: nothing was run")]
 pub(crate) struct Arguments {
-    /// Who pins, separated by commas: ringfence, page-by-page, ringfence-each (called once a page),
-    /// runs-by-hand [default: all].
+    /// The implementations to measure, separated by commas: ringfence, page-by-page, ringfence-each
+    /// (called once a page), runs-by-hand [default: all].
     #[arg(long = "impl", value_name = "LIST", value_parser = list::<Implementation>)]
     implementations: Option<List<Implementation>>,
 
@@ -56,9 +56,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "LIST", value_parser = list::<Backing>)]
     memory: Option<List<Backing>>,
 
-    /// How the pages lie: `contiguous`, `random` (no two side by side), `mixed` (or `half`: half of
-    /// them in runs, half alone), `pinned` (side by side, half of them pinned already) [default:
-    /// all].
+    /// How the pages lie: `contiguous`, `random` (no two adjacent), `mixed` (or `half`: half of
+    /// them in runs, half alone), `pinned` (adjacent, half of them pinned already) [default: all].
     #[arg(long, value_name = "LIST", value_parser = list::<PageList>)]
     list: Option<List<PageList>>,
 
@@ -71,8 +70,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "MS", value_parser = super::parse_budget)]
     budget: Option<Duration>,
 
-    /// Instead, tells how long runs of pages are in these recordings (those of `ringfence replay`);
-    /// `-` is standard input.
+    /// Prints instead how long the runs of pages in these recordings are (those of `ringfence
+    /// replay`); `-` is standard input.
     #[arg(long, value_name = "TRACE", num_args = 1..,
         conflicts_with_all = ["implementations", "pages", "memory", "list", "repeat", "budget"])]
     runs: Option<Vec<PathBuf>>,

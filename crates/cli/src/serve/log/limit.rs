@@ -1,18 +1,19 @@
-//! How many lines a service may write of each thing. A peer decides how often most of them happen: it must neither fill
-//! a disk nor leave no room for other lines.
+//! Limits how many lines a service may write of each kind. Peers decide how often most lines occur:
+//! these must neither fill a disk nor displace other lines.
 //!
-//! A kind of line is a place in the code and a source: what the field `source` of the event names, a socket, a device or
-//! a tap. Sources have their names from the command line, so that a front end that connects anew is the same source,
-//! and the number of kinds is bounded.
+//! A kind of line is a place in the code and a source: the value of the event's field `source`,
+//! which names a socket, a device or a tap. Sources have their names from the command line, so that
+//! a front end that connects again is the same source, and the number of kinds is bounded.
 
 use std::collections::BTreeMap;
 
 use tracing::Metadata;
 
-/// Lines of a kind that may come at once, and how often there is one more, in ns: 8,640 a day, some 1.3 MB.
+/// How many lines of a kind may come at once, and how often there is one more, in ns: 8,640 a day,
+/// some 1.3 MB.
 const ONE: Rate = Rate { burst: 16, each_ns: 10_000_000_000 };
-/// The same for all kinds together: 86,400 a day, some 13 MB. A line of a kind that was silent for long is not held
-/// back by it.
+/// The same for all kinds together: 86,400 a day, some 13 MB. It does not hold back a line of a
+/// kind that was silent for long.
 const ALL: Rate = Rate { burst: 512, each_ns: 1_000_000_000 };
 
 #[derive(Clone, Copy, Debug)]
@@ -21,8 +22,8 @@ struct Rate {
     each_ns: u64,
 }
 
-/// When there is room for how many lines (the generic cell rate algorithm): until then all that was written would have
-/// been at the steady rate.
+/// The state of the generic cell rate algorithm: the time at which everything written so far would
+/// have been written at the steady rate.
 #[derive(Clone, Copy, Debug, Default)]
 struct Paid {
     until_ns: u64,
@@ -42,7 +43,7 @@ impl Paid {
     }
 }
 
-/// A source, and where in the code the line comes from.
+/// A source, and the line's place in the code.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Kind(String, &'static str, u32);
 
@@ -55,7 +56,7 @@ impl Kind {
 #[derive(Debug, Default)]
 struct Written {
     paid: Paid,
-    /// Lines that were left out since the last that was not.
+    /// Lines left out since the last one that was written.
     left_out: u64,
 }
 
@@ -71,7 +72,7 @@ impl Limits {
         Limits { kinds: BTreeMap::new(), all: Paid { until_ns: 0 } }
     }
 
-    /// Whether a line may be written: how many of its kind before it were not.
+    /// Whether a line may be written; if so, how many of its kind were left out before it.
     pub(super) fn admit(&mut self, kind: Kind, now_ns: u64) -> Option<u64> {
         let own = self.kinds.entry(kind).or_default();
         let room = own.paid.is_rested(now_ns) || self.all.has_room(ALL, now_ns);
@@ -84,7 +85,7 @@ impl Limits {
         Some(std::mem::take(&mut own.left_out))
     }
 
-    /// Each source with the lines left out of it that no later line has counted, as the process ends.
+    /// As the process ends: the lines left out of each source that no later line has counted.
     pub(super) fn rest(&mut self) -> BTreeMap<String, u64> {
         let mut rest = BTreeMap::new();
         for (Kind(source, ..), written) in &mut self.kinds {
@@ -123,7 +124,7 @@ mod tests {
         }
         assert_eq!(limits.rest(), BTreeMap::from([("a".to_owned(), 1)]));
         assert_eq!(limits.rest(), BTreeMap::new());
-        // What was not written is not saved up beyond the burst.
+        // Unused allowance accumulates only up to the burst.
         assert_eq!(written(&mut limits, &flood, 1000, u64::MAX / 2), burst);
     }
 
@@ -131,7 +132,7 @@ mod tests {
     fn all_kinds_together_hold_back_no_line_of_a_kind_that_was_silent() {
         let mut limits = Limits::new();
         let all: u64 = (0..1000).map(|line| written(&mut limits, &kind("a", line), 100, 0)).sum();
-        // Each kind's first is written in any case.
+        // The first line of each kind is always written.
         assert_eq!(all, ALL.burst + 1000 - ALL.burst / ONE.burst);
         assert_eq!(written(&mut limits, &kind("b", 0), 10, 0), 1);
     }

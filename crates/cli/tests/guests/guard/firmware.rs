@@ -1,5 +1,6 @@
-//! Before the guest has a driver for the IOMMU its firmware uses a disk that may bypass it. A read from
-//! another never ends: SeaBIOS waits for a disk for ever, so that QEMU's arguments keep it from such.
+//! Before the guest has a driver for the IOMMU, its firmware uses a disk that may bypass it. A read
+//! from any other disk never ends: SeaBIOS waits for it for ever, so QEMU's arguments keep it from
+//! such disks.
 
 use std::path::{Path, PathBuf};
 
@@ -28,7 +29,7 @@ pub(super) fn image(place: &Place, name: &str) -> PathBuf {
     image
 }
 
-/// Whether what lies at the disk's beginning lies behind it too.
+/// Whether the beginning of the disk was copied right behind it.
 pub(super) fn is_copied(image: &Path) -> bool {
     let disk = std::fs::read(image).unwrap();
     assert!(disk[..COPIED] == pattern());
@@ -53,7 +54,7 @@ fn it_reads_and_writes_a_disk_that_bypasses() {
     guard.service.terminate();
 }
 
-/// By arguments that let the firmware start a disk which it does not reach.
+/// A guard with arguments that let the firmware start a disk which it cannot use.
 fn let_at_it(place: &Place, image: &Path, option: &str, more: &[&str]) -> Guard {
     let disk = disk(place, "disk.sock", image, option);
     let mut guard = place.guard(&[&["--blk", &disk], more].concat());
@@ -62,7 +63,8 @@ fn let_at_it(place: &Place, image: &Path, option: &str, more: &[&str]) -> Guard 
     guard
 }
 
-/// The firmware is refused the disk's very ring. If nothing reads from the disk then, Linux has it.
+/// The firmware is refused even the disk's ring. If nothing reads from the disk then, Linux can use
+/// it.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn an_untrusted_disk_is_out_of_its_reach() {
@@ -80,7 +82,7 @@ fn an_untrusted_disk_is_out_of_its_reach() {
     guard.service.terminate();
 }
 
-/// The first code of Linux reads from the disk, and waits for ever.
+/// Early code of Linux reads from the disk, and waits for ever.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn without_bypass_every_disk_is_out_of_its_reach() {

@@ -1,5 +1,5 @@
-//! A disk that is not trusted, and beside it one that is: wherever the one bypasses the IOMMU the other
-//! is refused, and behind the IOMMU both are disks like any other.
+//! An untrusted disk beside a trusted one: wherever the trusted one bypasses the IOMMU the other is
+//! refused, and behind the IOMMU both are disks like any other.
 
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ fn two_disks(place: &Place, options: [&str; 2]) -> (Guard, [PathBuf; 2]) {
     (place.guard(&["--blk", &disks[0], "--blk", &disks[1]]), images)
 }
 
-/// By the arguments that were printed the firmware boots from the trusted disk, though it is the second,
+/// With the printed arguments the firmware boots from the trusted disk, though it is the second,
 /// and leaves the first to Linux, which has both behind the IOMMU.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
@@ -48,7 +48,7 @@ hear
     guard.service.terminate();
 }
 
-/// With a firmware that starts no device: when the machine is reset no device's ring tells of it.
+/// With a firmware that starts no device: after a reset of the machine no device's ring shows it.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_guest_reboots_whose_firmware_starts_nothing() {
@@ -82,8 +82,8 @@ run_fio mixed --rw=randrw --bs=4k --iodepth=16 --size=1m --verify=crc32c
     guard.service.terminate();
 }
 
-/// Linux has the first disk without translation. The driver of the second waits for what it has asked
-/// for: it never ends, and the machine does not go off but by force.
+/// Linux uses the first disk without translation. The driver of the second waits for its request,
+/// which never ends, and the machine can only be powered off by force.
 const WITHOUT_TRANSLATION: &str = r#"
 modprobe virtio_blk &
 reads() { dd if=/dev/vda of=/dev/null count=1 2> /dev/null; }
@@ -101,8 +101,8 @@ echo b > /proc/sysrq-trigger
 sleep 1000
 "#;
 
-/// The trusted disk works untranslated, the other is refused all; what the guest's log says of it.
-/// `refused` is how many of the driver's requests are.
+/// The trusted disk works untranslated, all accesses of the other are refused; returns what the
+/// guest's log says about it. `refused`: how many of the driver's requests are.
 fn one_of_two_bypasses(iommu: Iommu, refused: f64) -> String {
     let place = Place::alone();
     let (guard, _) = two_disks(&place, ["", ",untrusted"]);
@@ -120,7 +120,7 @@ fn one_of_two_bypasses(iommu: Iommu, refused: f64) -> String {
     said.given("log")
 }
 
-/// A guest that knows of no IOMMU: what an early driver of any guest is.
+/// A guest without knowledge of the IOMMU, like an early driver of any guest.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn without_a_driver_for_the_iommu_it_reaches_nothing() {
@@ -128,8 +128,8 @@ fn without_a_driver_for_the_iommu_it_reaches_nothing() {
     assert_eq!(one_of_two_bypasses(Iommu::GuardUnknown, 0.0), "");
 }
 
-/// With `iommu.passthrough=1` Linux wants every device in a bypass domain. It does not expect to be
-/// refused: it warns, and goes on as though the device were behind no IOMMU.
+/// With `iommu.passthrough=1` Linux wants every device in a bypass domain. It does not expect a
+/// refusal: it warns, and continues as though the device were behind no IOMMU.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_bypass_domain_is_refused() {

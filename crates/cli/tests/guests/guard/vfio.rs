@@ -1,4 +1,5 @@
-//! Drivers in user space inside a guest, over VFIO, whose domains are tables of `ringfence guard`.
+//! Drivers in user space inside a guest, over VFIO, in domains that are tables of `ringfence
+//! guard`.
 
 use std::fs;
 
@@ -9,9 +10,10 @@ use crate::{
     vfio::{TRY, reached_what_was_mapped},
 };
 
-/// In one machine: an endpoint that does nothing, and requests as fast as the guest sends them (how many is told by
-/// `RINGFENCE_REQUESTS`); one device, and what it is refused is in the guest's log, with the address and the way; two
-/// devices in two domains, where the same address leads each to a page of its own or nowhere, and both in one.
+/// In one machine: an endpoint that does nothing, and requests as fast as the guest sends them
+/// (`RINGFENCE_REQUESTS` sets how many); one device, whose refused accesses are in the guest's log,
+/// with address and direction; two devices in two domains, where the same address leads each to a
+/// page of its own or nowhere, and both in one.
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn drivers_in_user_space() {

@@ -1,4 +1,4 @@
-//! System calls of threads, as the kernel counts them for who may ask: root, where tracefs is mounted.
+//! System calls of threads, as counted by the kernel: it takes root, and a mounted tracefs.
 
 use std::{
     fs::{self, File},
@@ -8,7 +8,7 @@ use std::{
 
 const EVENT: &str = "/sys/kernel/tracing/events/raw_syscalls/sys_enter/id";
 
-/// Those that some threads make, and threads that these begin.
+/// The system calls of some threads, and of threads that these start.
 pub(super) struct Calls(Vec<File>);
 
 impl Calls {
@@ -33,7 +33,7 @@ impl Calls {
 }
 
 fn open(event: u64, task: u32) -> io::Result<File> {
-    /// `perf_event_attr` as it was at first, which every kernel takes.
+    /// The first version of `perf_event_attr`, which every kernel accepts.
     #[repr(C)]
     struct Attributes {
         kind: u32,
@@ -59,13 +59,13 @@ fn open(event: u64, task: u32) -> io::Result<File> {
         flags: INHERIT,
         more: [0; 2],
     };
-    // SAFETY: the kernel reads `SIZE` bytes of the attributes, all of which are there.
+    // SAFETY: the kernel reads `SIZE` bytes of the attributes, all of which are initialised.
     let fd = unsafe {
         libc::syscall(libc::SYS_perf_event_open, &raw const attributes, task, -1, -1, CLOEXEC)
     };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the call gave this descriptor, and nobody else has it.
+    // SAFETY: the call returned this descriptor, and nothing else owns it.
     Ok(unsafe { File::from_raw_fd(fd as i32) })
 }

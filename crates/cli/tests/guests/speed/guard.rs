@@ -1,8 +1,8 @@
 //! Disks that take turns in guests of one QEMU with as many virtual CPUs as the table is for:
-//! `ringfence guard`'s, whose IOMMU is its own as well; and behind QEMU's virtio-iommu QEMU's own, that of
-//! `ringfence blk`, and one that does nothing, [`null`], which shows what is left of QEMU's own when
-//! another process has to be asked at all. As many virtual CPUs as this machine has CPUs leave none for whoever
-//! serves them: that is how hosts run.
+//! `ringfence guard`'s, with its own IOMMU; and behind QEMU's virtio-iommu QEMU's own, that of
+//! `ringfence blk`, and one that does nothing, [`null`], which shows how much of QEMU's speed
+//! remains when another process must be asked at all. With as many virtual CPUs as this machine has
+//! CPUs, none is left for the back ends: that is how hosts run.
 //!
 //! `cargo xtask bench-guest` runs these.
 
@@ -21,7 +21,7 @@ const ROUNDS: usize = 7;
 /// The size of each disk, all of which is read and written.
 const MIB: u64 = 64;
 
-/// What a guest does in a round: a name, and fio's options or the name of what is no job of fio's.
+/// What a guest does in a round: a name, and fio's options or the name of a workload without fio.
 const JOBS: [(&str, &str); 5] = [
     ("4 KiB reads, one at a time", "--rw=randread --bs=4k --iodepth=1"),
     ("4 KiB reads, 16 at a time", "--rw=randread --bs=4k --iodepth=16"),
@@ -64,7 +64,7 @@ TURNS
 done
 "#;
 
-/// What our process has counted.
+/// The metrics of our process.
 const FIGURES: [&str; 5] = [
     "iommu_requests_total",
     "iommu_syncs_total",
@@ -73,8 +73,8 @@ const FIGURES: [&str; 5] = [
     "interrupts_total",
 ];
 
-/// Switches of all threads of QEMU and of the back end, and their system calls, which are counted while
-/// the machine warms up: to count them costs them time.
+/// Context switches of all threads of QEMU and of the back end, and their system calls, which are
+/// counted during the warm-up: counting them takes time.
 const SWITCHES: &str = "switches";
 const CALLS: &str = "calls";
 /// How often the back end's threads slept.
@@ -82,7 +82,7 @@ const WAKE_UPS: &str = "wake-ups";
 
 type Spent = (BTreeMap<String, f64>, BTreeMap<&'static str, f64>);
 
-/// Who serves a guest's disk.
+/// The server of a guest's disk.
 enum Back {
     Qemu,
     Guard(Guard),
@@ -91,7 +91,7 @@ enum Back {
 }
 
 impl Back {
-    /// A file system needs what it has written.
+    /// A file system needs the data that it has written.
     fn jobs(&self) -> &'static [(&'static str, &'static str)] {
         match self {
             Back::Null => &JOBS[..JOBS.len() - 1],
@@ -136,7 +136,7 @@ impl Row {
         }
     }
 
-    /// And those of QEMU.
+    /// The threads of the back end and of QEMU.
     fn tasks(&self) -> Vec<u32> {
         [tasks(self.guest.id(), |_| true), self.backs_tasks()].concat()
     }
@@ -165,7 +165,7 @@ impl Row {
         (cpu, counted)
     }
 
-    /// One job of a round, and what it cost.
+    /// One job of a round, and its cost.
     fn turn(&mut self, round: usize, job: usize) {
         self.guest.say("go on");
         self.guest.hear(&format!("run {round}.{job}"));
@@ -190,7 +190,7 @@ impl Row {
         self.spent.insert((round, job), (cpu, counted));
     }
 
-    /// Ends the guest; what its jobs found.
+    /// Ends the guest; returns the results of its jobs.
     fn end(self, iommu: Iommu) -> (&'static str, Vec<Found>) {
         let Row { name, guest, back, mut spent } = self;
         let said = guest.end();
@@ -228,7 +228,7 @@ impl Row {
     }
 }
 
-/// What a job found in all rounds but the first, and system calls an I/O of the first.
+/// The results of a job in all rounds but the first, and its system calls an I/O in the first.
 #[derive(Default)]
 struct Found {
     calls: Option<f64>,
@@ -245,14 +245,14 @@ fn interval(values: Option<Estimate>) -> String {
 
 fn table(guarded: Iommu, own: Iommu, cpus: u32) {
     let place = Place::alone();
-    // In memory, so that what is measured is not this machine's disk: QEMU and we read and write it alike.
+    // In memory, so that this machine's disk is not measured: QEMU and we read and write it alike.
     let memory = tempfile::tempdir_in("/dev/shm").expect("a file system in memory");
     let images = ["guard", "qemu", "blk"].map(|name| {
         let path = memory.path().join(name);
         File::create(&path).unwrap().set_len(MIB << 20).unwrap();
         path
     });
-    // More of its options, to be tried by hand.
+    // More of its options, for trying by hand.
     let more = std::env::var("RINGFENCE_GUARD").unwrap_or_default();
     let disk = format!("{}={}", place.path("disk.sock").display(), images[0].display());
     let options = ["--blk", &disk].into_iter().chain(more.split_whitespace());
@@ -276,7 +276,7 @@ fn table(guarded: Iommu, own: Iommu, cpus: u32) {
     print(own, cpus, &rows.map(|row| row.end(own)));
 }
 
-/// A table in Markdown on standard output; what else was found on standard error.
+/// A table in Markdown on standard output; other results on standard error.
 fn print(own: Iommu, cpus: u32, rows: &[(&str, Vec<Found>); 4]) {
     let [(_, qemu), _, _, (_, null)] = rows;
     let mode = if own == Iommu::VirtioStrict { "strict" } else { "lazy" };

@@ -1,7 +1,7 @@
-//! A vhost-user disk that does nothing, as fast as a process of its own can: it answers the messages
-//! that `ringfence blk` answers and asks for the same translations, in one thread that sleeps until
-//! there is something to do, and says of every request that it is done without moving a byte of its data. What
-//! is slower than this, behind the same IOMMU of QEMU's, is the back end's doing; the rest is not.
+//! A vhost-user disk that does nothing, as fast as a separate process can: it answers the messages
+//! that `ringfence blk` answers and requests the same translations, in one thread that sleeps until
+//! there is work, and completes every request without moving a byte of its data. Anything slower
+//! than this, behind the same IOMMU of QEMU, is the fault of the back end; the rest is not.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -28,8 +28,8 @@ use crate::proxy::{
 };
 
 const PAGE: u64 = 4096;
-/// Misses that are open at a time: a front end that waits until an update is acknowledged takes none, and the
-/// kernel keeps some 270 for it.
+/// Most outstanding misses: a front end that waits for the acknowledgement of an update reads none,
+/// and the kernel queues some 270 for it.
 const OPEN: usize = 128;
 /// SEG_MAX, BLK_SIZE, FLUSH; indirect descriptors, event indices; vhost-user's own; VERSION_1, ACCESS_PLATFORM.
 const FEATURES: u64 = 1 << 2 | 1 << 6 | 1 << 9 | 1 << 28 | 1 << 29 | 1 << 30 | 1 << 32 | 1 << 33;
@@ -43,7 +43,8 @@ const INDIRECT: u16 = 4;
 /// The name of its thread.
 pub(super) const NAME: &str = "null";
 
-/// A disk of that many MiB for whoever connects to the socket first, until that ends.
+/// Serves a disk of that many MiB to the first front end that connects to the socket, until the
+/// connection ends.
 pub(super) fn start(socket: &Path, mib: u64) {
     let listener = UnixListener::bind(socket).unwrap();
     let serve = move || {
@@ -65,7 +66,7 @@ pub(super) fn start(socket: &Path, mib: u64) {
     thread::Builder::new().name(NAME.to_owned()).spawn(serve).unwrap();
 }
 
-/// Guest memory as the front end has handed it over.
+/// Guest memory as the front end has shared it.
 struct Region {
     user: u64,
     size: u64,
@@ -74,14 +75,14 @@ struct Region {
 
 struct Null {
     front: UnixStream,
-    /// Where the front end is asked.
+    /// Where misses are sent.
     channel: Option<UnixStream>,
     regions: Vec<Region>,
-    /// By page: its first byte here.
+    /// The address of each page's first byte here.
     iotlb: BTreeMap<u64, *mut u8>,
-    /// Pages that the front end has been asked for.
+    /// Pages with outstanding misses.
     asked: BTreeSet<u64>,
-    /// Pages that were missing since it was asked, and what for: reading is 1, writing 2.
+    /// Pages that are missing and not yet requested, and the access: read is 1, write 2.
     missing: BTreeMap<u64, u8>,
     ring: Ring,
     /// Heads of requests that wait for translations.
@@ -90,7 +91,7 @@ struct Null {
     call: Option<OwnedFd>,
 }
 
-/// A split ring: its size, its parts' IOVAs, and what comes next in them.
+/// A split ring: its size, its parts' IOVAs, and the next positions in them.
 #[derive(Default)]
 struct Ring {
     size: u16,
@@ -112,7 +113,7 @@ impl Null {
             if let Some(kick) = self.kick.as_ref().filter(|_| kicked) {
                 let _ = read(kick, &mut [0; 8]);
             }
-            // What an update that is still to come is for would only be asked for again.
+            // While an update is outstanding, a retry would only request its page again.
             if self.kick.is_some() && self.asked.is_empty() && self.missing.is_empty() {
                 while self.requests() {}
             }
@@ -120,7 +121,7 @@ impl Null {
         }
     }
 
-    /// Sleeps until the front end says something, or the driver has kicked.
+    /// Sleeps until the front end sends a message, or the driver kicks.
     fn wait(&self) -> (bool, bool) {
         let mut polled = vec![PollFd::new(&self.front, PollFlags::IN)];
         polled.extend(self.kick.as_ref().map(|kick| PollFd::new(kick, PollFlags::IN)));
@@ -161,7 +162,7 @@ impl Null {
             GET_VRING_BASE => {
                 (self.kick, self.call) = (None, None);
                 self.parked.clear();
-                // No invalidation is sent while nothing runs.
+                // No invalidation is sent while no ring runs.
                 self.iotlb.clear();
                 self.asked.clear();
                 self.missing.clear();
@@ -197,7 +198,7 @@ impl Null {
         send(&self.front, &answer, &[]).unwrap();
     }
 
-    /// The fields of the disk's configuration that are asked for.
+    /// Sends the requested fields of the disk's configuration.
     fn config(&self, message: Message, mib: u64) {
         let (mut payload, mut fields) = (message.payload, vec![0; 256]);
         fields[..8].copy_from_slice(&(mib << 11).to_le_bytes());
@@ -228,7 +229,7 @@ impl Null {
         }
     }
 
-    /// Asks for what is missing.
+    /// Sends misses for the missing pages.
     fn ask(&mut self) {
         while self.asked.len() < OPEN
             && let Some((page, access)) = self.missing.pop_first()
@@ -244,7 +245,7 @@ impl Null {
         }
     }
 
-    /// Where a byte is here, if that is known.
+    /// The address of a byte here, if it is in the IOTLB.
     fn find(&mut self, iova: u64, access: u8) -> Option<*mut u8> {
         match self.iotlb.get(&(iova / PAGE)) {
             Some(page) => Some(page.wrapping_add((iova % PAGE) as usize)),
@@ -255,22 +256,22 @@ impl Null {
         }
     }
 
-    /// A value in the guest's memory, that lies in one page as all of a ring's do.
+    /// A value in the guest's memory that lies in one page, as all values of a ring do.
     fn load<T: Copy>(&mut self, iova: u64) -> Option<T> {
         let at = self.find(iova, 1)?;
-        // SAFETY: within a region that stays mapped, and any bytes are a number; what the guest does to
-        // them meanwhile is the guest's own loss.
+        // SAFETY: within a region that stays mapped, and any bytes are a valid number; if the guest
+        // changes them meanwhile, only the guest is affected.
         Some(unsafe { at.cast::<T>().read_volatile() })
     }
 
     fn store<T: Copy>(&mut self, iova: u64, value: T) -> Option<()> {
         let at = self.find(iova, 2)?;
-        // SAFETY: as above, and the guest has given what is written to.
+        // SAFETY: as above, and the guest has given this memory to be written.
         unsafe { at.cast::<T>().write_volatile(value) };
         Some(())
     }
 
-    /// Does what can be done; whether there may be more since.
+    /// Does the work that is possible now; returns whether there may be more.
     fn requests(&mut self) -> bool {
         self.take().unwrap_or_default()
     }
@@ -278,7 +279,7 @@ impl Null {
     fn take(&mut self) -> Option<bool> {
         let size = u64::from(self.ring.size);
         let before = self.ring.done;
-        // What a page of the ring is missing for is done later, as a whole.
+        // Work that needs a missing page of the ring is done later, as a whole.
         let parts = [
             (self.ring.desc, 16 * size, 1),
             (self.ring.avail, 6 + 2 * size, 1),
@@ -319,7 +320,8 @@ impl Null {
         Some(self.load::<u16>(self.ring.avail + 2)? != available)
     }
 
-    /// Does a request, if all of its translations are there; how many bytes were written, as it says.
+    /// Does a request, if it has all of its translations; returns how many bytes it reports as
+    /// written.
     fn request(&mut self, head: u16) -> Option<u32> {
         let mut table = self.ring.desc;
         let (mut at, mut written, mut status, mut known) = (u64::from(head), 0, 0, true);
@@ -353,7 +355,7 @@ impl Null {
 impl Region {
     fn new(size: u64, user: u64, offset: u64, file: &OwnedFd) -> Region {
         let (length, access) = (size as usize, ProtFlags::READ | ProtFlags::WRITE);
-        // SAFETY: a new mapping, of a file that the front end does not make shorter; it stays for good.
+        // SAFETY: a new mapping, of a file that the front end does not shorten; it stays for good.
         let at = unsafe { mmap(null_mut(), length, access, MapFlags::SHARED, file, offset) };
         Region { user, size, at: at.unwrap().cast() }
     }

@@ -1,4 +1,5 @@
-//! What mapping costs the NVMe driver in a guest: pinned page by page, in batches, and not at all.
+//! The cost of mapping for the NVMe driver in a guest: pinned page by page, in batches, and not at
+//! all.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +14,7 @@ const ROUNDS: usize = 4;
 const SIZES: usize = 2;
 const ROWS: usize = 4;
 
-/// A row's results, of each round.
+/// The results of a row in each round.
 #[derive(Default)]
 struct Row {
     iops: Vec<f64>,

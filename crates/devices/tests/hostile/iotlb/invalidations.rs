@@ -9,7 +9,7 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;
 
-/// A disk that answers a read when the test writes into it.
+/// A disk that completes a read when the test writes into it.
 pub(super) fn pipe() -> (Disk, File) {
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     (Disk::File(Arc::new(Image::new(read, 1 << 20))), write.into())
@@ -36,7 +36,7 @@ fn an_invalidation_is_answered_only_when_the_io_that_uses_the_range_has_ended() 
                 behind.round(0);
                 assert!(!invalidated.load(Ordering::Acquire), "invalidated under a read");
             }
-            // A part of it is no end.
+            // A part of the data does not complete the read.
             answers.write_all(&[byte; 1000]).unwrap();
             for _ in 0..20 {
                 behind.round(0);

@@ -1,4 +1,4 @@
-//! Misses that are answered late, in any order, never, or not for what was wanted.
+//! Misses with updates that are late, in any order, missing, or for another access.
 
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use ringfence_virtq::{
 
 use super::*;
 
-/// A request whose header, data and status lie on pages of their own, as a Linux guest's do.
+/// A request with its header, data and status on pages of their own, as a Linux guest's.
 struct Fresh {
     pages: Vec<usize>,
     data: Window,
@@ -62,7 +62,7 @@ impl Fresh {
     }
 }
 
-/// Takes so many answers.
+/// Takes `count` completions.
 fn finish(queue: &mut RawQueue, count: usize) -> Vec<(u32, u32)> {
     (0..count).map(|_| queue.wait()).collect()
 }
@@ -105,7 +105,7 @@ fn all_that_a_request_needs_is_asked_for_at_once_and_once() {
         .collect();
     (0..4).for_each(|n| queue.push(n * 3));
     let pages: Vec<usize> = requests.iter().flat_map(|request| request.pages.clone()).collect();
-    // Nothing is answered, and yet every page of every request is asked for.
+    // No miss is resolved, and yet misses for every page of every request are sent.
     pages.iter().for_each(|&page| behind.wait_asked(page));
     behind.round(0);
     behind.settle();
@@ -202,7 +202,7 @@ fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
     behind.map(request.pages[1], Access::Read);
     queue.push(0);
     request.pages.iter().for_each(|&page| behind.wait_asked(page));
-    // Told once: what is told twice is believed.
+    // Acknowledged once: a second acknowledgement would refuse the miss.
     behind.answers(Answers::Never);
     behind.forget_asked();
     behind.release(|_| ());
@@ -219,7 +219,8 @@ fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
 
 #[test]
 fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_not_for_ever() {
-    // Header, data, status, or the table of all of them: what is missing, and what can still be told.
+    // Header, data, status, or the table of all of them: what is missing, and what can still be
+    // reported.
     for (table, missing, told) in
         [(false, 0, (1, 1)), (false, 1, (1, 1)), (false, 2, (0, 0xee)), (true, 0, (0, 0xee))]
     {
@@ -237,7 +238,7 @@ fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_no
             queue.push(3);
             let mut answer = queue.wait();
             if answer.0 == 0 {
-                // It is told at some time, when it is asked for again.
+                // It is refused at some time, when the miss is sent again.
                 failed = Some(answer);
                 answer = queue.wait();
             }
@@ -247,10 +248,10 @@ fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_no
         let failed = failed.unwrap_or_else(|| queue.wait());
         assert_eq!(failed, (0, told.0));
         assert_eq!(u32::from(lost.status()), told.1);
-        // However long it had waited, it was told: nothing waited for its patience to end.
+        // However long it had waited, it was refused: nothing timed out.
         let totals = behind.options.figures.iotlb.totals();
         assert!(totals.refusals > 0 && totals.timeouts == 0, "{totals:?}");
-        // And if it is mapped now, that is found out, however soon after the refusal.
+        // And if it is mapped now, the next access finds it, however soon after the refusal.
         behind.map(page, Access::ReadWrite);
         queue.push(0);
         assert_eq!(finish(&mut queue, 1), [(0, PAGE as u32 + 1)]);
@@ -272,7 +273,8 @@ fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_mo
     assert_eq!((lost.status(), behind.timeouts()), (0xee, 1));
     behind.answers(Answers::Now);
     let next = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
-    // The first time, unless a busy machine answers too late: then what is missing is there the next.
+    // The first time, unless a busy machine sends the update too late: then it is there the next
+    // time.
     until("a request whose misses are answered", || {
         queue.push(0);
         finish(&mut queue, 1) == [(0, PAGE as u32 + 1)]
@@ -330,13 +332,13 @@ fn arbitrary_chains_and_answers_harm_only_their_ring() {
         let config =
             IotlbConfig { patience, again: Duration::from_millis(10), misses: 64, ..config() };
         let mut behind = Behind::new(1, config, ram_disk(1 << 20));
-        // On pages 0 and 1, which need not be asked for when it matters.
+        // On pages 0 and 1, which cause no misses when it matters.
         let mut hostile = behind.queue(0);
         let mut healthy = behind.queue(1);
         behind.push(1);
         healthy.go_round();
         let pages: Vec<usize> = (0..8).map(|_| behind.mapped().0).collect();
-        // Some answers are for reading only, and some addresses lead nowhere.
+        // Some updates are for reading only, and some addresses lead nowhere.
         behind.map(pages[0], Access::Read);
         for _ in 0..10 {
             let answers = [Answers::Now, Answers::Held, Answers::Never];

@@ -1,5 +1,5 @@
-//! A block device whose front end translates for it, and takes its time, or refuses, or never
-//! answers.
+//! A block device with a front end that translates for it, and is slow, or refuses, or never
+//! replies.
 
 mod invalidations;
 mod misses;
@@ -43,9 +43,9 @@ pub(crate) fn iova(page: usize) -> u64 {
 pub(crate) enum Answers {
     /// Answers at once.
     Now,
-    /// Keeps it until the test says so.
+    /// Keeps it until the test releases it.
     Held,
-    /// Says nothing, even if it is asked again.
+    /// Does not reply, even if the miss is sent again.
     Never,
 }
 
@@ -58,7 +58,7 @@ struct Front {
     /// All misses that came.
     asked: Mutex<Vec<(u64, Access)>>,
     held: Mutex<Vec<u64>>,
-    /// How many misses were read and, unless they are held, answered.
+    /// How many misses were read and, unless they are held, resolved.
     read: AtomicU64,
     ended: AtomicBool,
     /// Nothing is read from the channel meanwhile.
@@ -159,14 +159,15 @@ impl Behind {
         self.front.main.lock().unwrap()
     }
 
-    /// What becomes of misses from now on. What was asked before is dealt with as it was to be.
+    /// Sets how misses are handled from now on. Earlier ones are handled as was set before.
     pub(crate) fn answers(&self, answers: Answers) {
         self.settle();
         *self.front.answers.lock().unwrap() = answers;
     }
 
-    /// Waits until every miss that was sent has been read, and answered unless it is held: a worker
-    /// may go on by the first answer of several, long before the front end has read the last.
+    /// Waits until every miss that was sent has been read, and resolved unless it is held: a worker
+    /// may go on after the first update of several, long before the front end has read the last
+    /// miss.
     pub(crate) fn settle(&self) {
         until("the misses that were sent", || {
             let sent = self.options.figures.iotlb.totals().misses - self.earlier;
@@ -189,12 +190,12 @@ impl Behind {
         self.front.asked.lock().unwrap().clear();
     }
 
-    /// Waits until `page` was asked for.
+    /// Waits until a miss for `page` was read.
     pub(crate) fn wait_asked(&self, page: usize) {
         until("a miss", || self.asked().iter().any(|&(addr, _)| addr / 4096 == iova(page) / 4096));
     }
 
-    /// Answers what is held, in the order that `sort` makes of it.
+    /// Resolves the misses that are held, in the order that `sort` gives them.
     pub(crate) fn release(&self, sort: impl FnOnce(&mut Vec<u64>)) {
         let mut held = std::mem::take(&mut *self.front.held.lock().unwrap());
         sort(&mut held);
@@ -203,14 +204,14 @@ impl Behind {
         }
     }
 
-    /// A page of the memory that nobody has had, as a window; its number.
+    /// An unused page of the memory, as a window; and its number.
     pub(crate) fn page(&mut self) -> (usize, ringfence_mem::Window) {
         let page = self.pages;
         self.pages += 1;
         (page, self.ram.window(page * PAGE, PAGE).unwrap())
     }
 
-    /// A page that is mapped: when it is asked for, it is there.
+    /// A page that is mapped: a miss for it gets an update.
     pub(crate) fn mapped(&mut self) -> (usize, ringfence_mem::Window) {
         let (page, window) = self.page();
         self.map(page, Access::ReadWrite);
@@ -222,8 +223,8 @@ impl Behind {
         self.front.table.lock().unwrap().insert(iova(page), (user, access));
     }
 
-    /// Sends the translation of a page that is mapped, before anything asks for it: for what must not
-    /// depend on how soon an answer comes.
+    /// Sends the update for a mapped page before any miss, for tests that must not depend on how
+    /// soon an update arrives.
     pub(crate) fn push(&self, page: usize) {
         assert!(self.front.answer(iova(page)));
     }
@@ -251,7 +252,7 @@ impl Behind {
         queue
     }
 
-    /// Asks the unit of the worker that serves a queue.
+    /// Runs `ask` on the unit of the worker that serves a queue.
     pub(crate) fn ask<R: Send + 'static>(
         &self,
         queue: u16,
@@ -273,7 +274,7 @@ impl Behind {
         self.options.figures.iotlb.totals().timeouts
     }
 
-    /// The front end goes, whatever it waits for.
+    /// The front end disconnects, whatever it waits for.
     pub(crate) fn hang_up(&self) {
         self.socket.shutdown(std::net::Shutdown::Both).unwrap();
     }
@@ -297,7 +298,7 @@ impl Drop for Behind {
 }
 
 impl Front {
-    /// Reads misses until the back end hangs up, and does with them as the test wants.
+    /// Reads misses until the back end hangs up, and handles them as the test has set.
     fn answer_misses(&self, mut channel: UnixStream) {
         let mut bytes = [0; 12 + size_of::<IotlbWire>()];
         loop {
@@ -342,7 +343,7 @@ impl Front {
 
     /// Sends the translation of an address, if there is one.
     fn answer(&self, addr: u64) -> bool {
-        // As a VMM: one thing at a time. What is unmapped meanwhile is not told.
+        // As a VMM, it does one thing at a time: it sends no update for what is unmapped meanwhile.
         let mut main = self.main.lock().unwrap();
         let first = addr & !0xfff;
         let Some(&(user_addr, access)) = self.table.lock().unwrap().get(&first) else {

@@ -120,7 +120,7 @@ fn a_packed_ring_that_is_stopped_goes_on_with_what_waits() {
             packed.behind.answers(Answers::Held);
             let (pages, data) = packed.submit(Kind::In, 8, table, 7);
             if table {
-                // Its table first, then what stands in it.
+                // Its table first, then what the table contains.
                 until("a miss", || !packed.behind.front.held.lock().unwrap().is_empty());
                 packed.behind.release(|_| ());
             }

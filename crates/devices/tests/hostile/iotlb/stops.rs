@@ -24,7 +24,7 @@ fn a_ring_stops_at_once_though_requests_wait_and_goes_on_with_them() {
     fill(&data, 7);
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
     behind.wait_asked(page);
-    // Nobody answers misses meanwhile, as with a VMM that waits for this answer.
+    // No miss is resolved meanwhile, as with a VMM that waits for this reply.
     let base = behind.main().get_vring_base(0).unwrap();
     assert_eq!((base, queue.used_index()), (answered.into(), answered));
     assert_eq!(queue.status(), 0xee);
@@ -48,7 +48,7 @@ fn who_has_no_running_ring_asks_for_nothing_and_still_answers() {
     behind.main().get_vring_base(0).unwrap();
     behind.settle();
     let (asked, used) = (behind.asked().len(), queue.used_index());
-    // Longer than a question stays unasked, and than a worker looks again.
+    // Longer than the intervals after which a miss is sent, and a worker looks, again.
     for _ in 0..10 {
         std::thread::sleep(Duration::from_millis(10));
         behind.invalidate_all();
@@ -73,7 +73,7 @@ fn a_request_whose_failure_cannot_be_told_is_given_back_all_the_same() {
         queue.push(0);
         behind.wait_asked(status);
         overtake(&mut queue);
-        // It fails, and not even that can be told: the status is missing, too.
+        // It fails, and not even that can be reported: the status is missing, too.
         let base = behind.main().get_vring_base(0).unwrap();
         behind.settle();
         let asked = behind.asked().len();
@@ -89,7 +89,7 @@ fn a_request_whose_failure_cannot_be_told_is_given_back_all_the_same() {
     }
 }
 
-/// A flush on descriptors 8 and 9, which is answered while an earlier request waits.
+/// A flush on descriptors 8 and 9, which is completed while an earlier request waits.
 fn overtake(queue: &mut RawQueue) {
     queue.page.write(2800, &[4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
     queue.desc(8, queue.bus + 2800, 16, 1, 9);
@@ -115,7 +115,7 @@ fn requests_that_ran_before_one_that_waits_are_answered() {
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
     behind.wait_asked(page);
     overtake(&mut queue);
-    // It cannot go back behind one that was answered: it fails, and is told so.
+    // It cannot go back behind one that was completed: it is completed with an error.
     let base = behind.main().get_vring_base(0).unwrap();
     assert_eq!(base, u32::from(answered) + 2);
     assert_eq!(queue.finish(), IOERR);
@@ -136,7 +136,7 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
         queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
         behind.wait_asked(page);
         if overtaken {
-            // One that came later is answered: the one that waits cannot go back into the ring.
+            // A later one is completed: the one that waits cannot go back into the ring.
             overtake(&mut queue);
         }
         let base = behind.main().get_vring_base(0).unwrap();
@@ -144,7 +144,7 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
         assert_eq!(queue.take(), None, "it was answered without being done");
         behind.answers(Answers::Now);
         behind.release(|_| ());
-        // Whatever base the front end believes in.
+        // Whatever base the front end sets.
         queue.start(&mut behind.main(), answered);
         assert_eq!(queue.finish(), OK);
         assert!(holds(&data, 0));
@@ -156,7 +156,7 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
 #[test]
 fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
     // rules D15, D28
-    // When the disk answers at last the next front end is there, or nobody is.
+    // When the disk answers at last the next front end is there, or none is.
     for next_is_there in [true, false] {
         let (disk, mut answers) = pipe();
         let mut behind = Behind::connect(workers(1), options(config(), disk));
@@ -189,7 +189,7 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
         next.round(0);
         assert_eq!(held.take(), None, "an old write could come after it");
         let next = Some(next).filter(|_| next_is_there);
-        // So that the worker sleeps, most likely: nobody wakes it.
+        // So that the worker sleeps, most likely: nothing wakes it.
         std::thread::sleep(Duration::from_millis(20));
         answers.write_all(&[5; PAGE]).unwrap();
         until("the end of the I/O", || holds(&data, 5));
@@ -209,14 +209,14 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
     }
 }
 
-/// A disk of which a read answers when something is written to the other end, and not before.
+/// A disk that completes a read when something is written to the other end, and not before.
 fn own_pipe() -> (Disk, File) {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     let image = Image::new(reader, 1 << 20).with_own_buffers();
     (Disk::File(Arc::new(image)), writer.into())
 }
 
-/// A queue whose disk has not answered a read into a page of sevens.
+/// A queue with a read, into a page of sevens, that the disk has not answered.
 struct Reading {
     answers: File,
     behind: Behind,
@@ -239,7 +239,7 @@ fn reading() -> Reading {
 #[test]
 fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
     // rule D15
-    // The page goes to somebody else before the disk answers, or stays.
+    // The page gets another owner before the disk answers, or stays.
     for is_taken in [true, false] {
         let Reading { mut answers, behind, mut queue, page, data } = reading();
         if is_taken {
@@ -249,7 +249,7 @@ fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
         }
         assert_eq!(behind.ask(0, |unit| unit.in_kernel(0)), 1, "the disk has not answered");
         answers.write_all(&[5; PAGE]).unwrap();
-        // By the translation that there is then: it is asked for again.
+        // By the translation that there is then: a new miss is sent.
         assert_eq!(queue.finish(), if is_taken { IOERR } else { OK });
         assert!(holds(&data, if is_taken { 7 } else { 5 }));
     }
@@ -260,7 +260,7 @@ fn a_read_that_does_not_end_holds_up_no_later_ring_and_its_data_goes_nowhere() {
     // rule D28
     let Reading { mut answers, mut behind, data, .. } = reading();
     behind.hang_up();
-    // The last translation may be in use before the front end is told so.
+    // The last update may be in use before the front end gets its reply.
     let ended = behind.ended();
     assert!(matches!(ended, Ok(()) | Err(ServeError::Wire(WireError::HungUp { .. }))), "{ended:?}");
     let figures = Arc::clone(&behind.options.figures);

@@ -1,4 +1,4 @@
-//! What the device tries after each step, and what must become of it.
+//! What the device tries after each step, and the result that is required.
 
 use std::sync::atomic::Ordering;
 
@@ -12,9 +12,9 @@ use crate::{
     set::{State, Verdict},
 };
 
-/// So many accesses are asked for at once: fewer than there is room for refusals.
+/// How many accesses are tried at once: fewer than there is room for fault records.
 const AT_ONCE: usize = 120;
-/// The window for MSIs that the driver keeps free where the device names none.
+/// The window for MSIs that the driver keeps free if the device names none.
 const MSI: u64 = 0x800_0000;
 
 impl Program {
@@ -27,7 +27,7 @@ impl Program {
         self.rig.pages.window().read(0, &mut memory);
         let base = self.rig.pages.gpa();
         for moving in &self.moving {
-            // Overwritten once more at some time: whatever is there is right.
+            // Overwritten once more at some time: any content is right.
             let at = (moving.gpa - base) as usize;
             self.shadow.bytes[at..at + 8].copy_from_slice(&memory[at..at + 8]);
         }

@@ -10,7 +10,7 @@ use crate::{
     set::{Run, State, runs},
 };
 
-/// What was asked to be mapped.
+/// What was to be mapped.
 pub(super) struct Asked {
     pub(super) pieces: Vec<(u64, u64)>,
     /// Whether the CPU cannot reach all of it.
@@ -81,12 +81,12 @@ impl Program {
         byte[0]
     }
 
-    /// What a pool took anew belongs to nobody of before.
+    /// Memory that a pool took anew belongs to no earlier copy.
     pub(super) fn refresh(&mut self) {
         self.rig.slots.fresh().into_iter().for_each(|fresh| self.slots.fresh(fresh));
     }
 
-    /// A copy is handed out; where it is for the device.
+    /// A copy is handed out; returns where it is for the device.
     pub(super) fn load(
         &mut self,
         segments: &[Segment],
@@ -117,7 +117,7 @@ impl Program {
         memory
     }
 
-    /// One of the copies that are mapped, its bytes, and which of them a step is about.
+    /// Picks one of the mapped copies, and the range of its bytes that a step is about.
     fn copy(&mut self, which: usize, part: (u64, u64)) -> Option<(usize, core::ops::Range<u64>)> {
         pick(&self.copies, self.mappings.iter().map(|(number, _)| *number), which, part)
     }
@@ -193,7 +193,7 @@ impl Program {
             }
             *self.slots.now.at(gpa) = byte;
         }
-        // Beyond its end, nobody's.
+        // Beyond its end, no data.
         (slot.gpa + len..slot.gpa + slot.len).for_each(|gpa| *self.slots.now.at(gpa) = 0);
         let entry = self.set.add(there, direction, Vec::new())?;
         self.taken.push((entry, buffer));
@@ -226,7 +226,7 @@ impl Program {
         Ok(())
     }
 
-    /// What a device that calibrates itself has left in slots is nobody's.
+    /// Data that calibration has left in slots belongs to no copy.
     pub(super) fn adopt(&mut self) {
         self.refresh();
         for slot in self.rig.history.slots() {
@@ -280,7 +280,7 @@ impl Program {
         Ok(())
     }
 
-    /// At the end no slot is held, and none is kept once that is asked for.
+    /// At the end no slot is held, and none is kept after a trim.
     pub(super) fn check_pools(&self) -> Result<(), String> {
         let Some(pools) = &self.rig.pools else { return Ok(()) };
         if pools.stats().slots != 0 || pools.stats().slot_bytes != 0 {

@@ -63,13 +63,13 @@ pub(crate) enum Step {
         buffers: Vec<Pieces>,
         direction: Direction,
         from: usize,
-        /// Whether to ask for them in the same breath.
+        /// Whether to begin them together.
         at_once: bool,
     },
     Collect {
         wait: bool,
     },
-    /// Unmaps so many together, and begins to; [`Reap`](Step::Reap) hands the buffers out.
+    /// Begins to unmap `count` mappings together; [`Reap`](Step::Reap) hands the buffers out.
     Complete {
         which: usize,
         count: usize,
@@ -79,7 +79,7 @@ pub(crate) enum Step {
     Reap {
         wait: bool,
     },
-    /// Another policy, while all of this goes on.
+    /// Changes the policy meanwhile.
     Switch {
         policy: Policy,
     },
@@ -92,7 +92,7 @@ pub(crate) enum Step {
         part: (u64, u64),
         for_cpu: bool,
     },
-    /// The device is said to have written so much of a copy.
+    /// A claim that the device has written so much of a copy.
     Note {
         which: usize,
         part: (u64, u64),
@@ -201,7 +201,7 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Where it begins and how long it is; what is too large is cut to what there is.
+/// Its offset and length, cut to the buffer if too large.
 fn part() -> impl Strategy<Value = (u64, u64)> {
     (prop_oneof![Just(0u64), 0..12_000u64], prop_oneof![Just(u64::MAX), 0..5000u64])
 }
@@ -225,7 +225,7 @@ prop_compose! {
     }
 }
 
-/// Pools, or none; from such as hold nothing to such as hold all that a program wants.
+/// Pools, or none; from pools that hold nothing to pools that hold all that a program maps.
 fn bounces() -> impl Strategy<Value = Option<(BounceLimits, usize)>> {
     let largest = prop_oneof![Just(4096u64), Just(16_384), Just(1 << 20)];
     let limits = (largest, 1..5u64, 1..30u64).prop_map(|(largest, times, idle_ms)| BounceLimits {

@@ -14,7 +14,7 @@ use crate::{
 
 pub(super) struct Judge {
     pieces: Vec<Piece>,
-    /// Which of them are slots.
+    /// Which of the pieces are slots.
     slots: Vec<bool>,
     accounts: Vec<Account>,
     /// The pieces of each page, and the mappings.
@@ -107,8 +107,8 @@ impl Judge {
         })
     }
 
-    /// Whether a slot may have shown that word: the one whose copy it is then. If nobody has it, or
-    /// it is being loaded, that of its last owner will do too, or zeros.
+    /// Whether a slot may have shown that word: the word of the copy that it holds then. If it
+    /// holds none, or is being loaded, that of its last owner is allowed too, or zeros.
     fn slot_may_show(&self, record: &Record) -> bool {
         let (began, ended) = (record.began, record.ended.unwrap_or(u64::MAX));
         let copies = || self.copies_at(record.addr);
@@ -126,7 +126,7 @@ impl Judge {
         record.data == 0 || copies().any(|(live, gpa)| record.data == NAME | gpa && last(live))
     }
 
-    /// Whether what was written there then may have come to that place in memory.
+    /// Whether that write may have reached that place in memory.
     fn leads_to(&self, record: &Record, gpa: u64) -> bool {
         let ended = record.ended.unwrap_or(u64::MAX);
         let brought_back =

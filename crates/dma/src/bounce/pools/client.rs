@@ -1,4 +1,4 @@
-//! A device as the pools know it.
+//! A device as a client of the pools.
 
 use core::panic::Location;
 use std::sync::{
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{Error, bounce::Slot};
 
-/// What a device is to the pools.
+/// The properties of a device that matter to the pools.
 pub(crate) struct ClientParts {
     /// The highest IOVA that it can put on the bus.
     pub(crate) limit: u64,
@@ -26,26 +26,26 @@ pub(crate) struct ClientParts {
     pub(crate) cpu: Arc<dyn CpuId>,
 }
 
-/// A device as the pools know it.
+/// A device as a client of the pools.
 pub(crate) struct Client<T: Address> {
     pools: BouncePools<T>,
     limit: u64,
     cpu: Arc<dyn CpuId>,
     account: Arc<Account>,
-    /// Of each class, the zone that the device takes its slots from, once it has one.
+    /// For each class, the zone from which the device takes its slots, once it has one.
     homes: Box<[OnceLock<Arc<Zone<T>>>]>,
 }
 
-/// What a device holds, and may.
+/// How much a device holds, and its quota.
 pub(super) struct Account {
-    /// Which device; no two of the pools ever have the same.
+    /// The device's number, unique in the pools for all time.
     pub(super) number: u32,
     pub(super) quota: u64,
-    /// Apart from other devices': each is changed by another thread, as a rule.
+    /// On its own cache line: as a rule other threads change other devices' counts.
     pub(super) held: CachePadded<AtomicU64>,
 }
 
-/// Bytes that are charged to a device, for what it is about to get: given back when dropped.
+/// Bytes charged to a device for a slot that it is about to get; dropping it takes the charge back.
 #[must_use]
 pub(super) struct Charge<'a> {
     account: &'a Account,
@@ -65,7 +65,7 @@ impl Account {
 }
 
 impl Charge<'_> {
-    /// The device has it.
+    /// The device has the slot: the charge stays.
     #[inline]
     pub(super) fn keep(self) {
         core::mem::forget(self);
@@ -96,16 +96,17 @@ impl<T: Address> Client<T> {
         &self.pools
     }
 
-    /// Which device it is to the pools.
+    /// The device's number in the pools.
     pub(crate) fn number(&self) -> u32 {
         self.account.number
     }
 
-    /// A slot of at least `len` bytes that allows the device `prot`, for who asks `at` that place.
+    /// A slot of at least `len` bytes that allows the device `prot`; `at` is the place of the
+    /// request in the program.
     ///
     /// # Errors
-    /// [`Error::BounceQuota`], [`Error::Bounce`], or as for any mapping. Nothing is left of it, but
-    /// for what could not be undone: that stays charged to the device.
+    /// [`Error::BounceQuota`], [`Error::Bounce`], or as for any mapping. Everything is undone; what
+    /// could not be stays charged to the device.
     #[inline]
     pub(crate) fn take(
         &self,
@@ -129,8 +130,8 @@ impl<T: Address> Client<T> {
         self.take_slowly(class, (size, kind, prot), at, charge)
     }
 
-    /// As [`take`](Self::take), for who shows the slot's bytes to the program: what another device
-    /// left in them is zeroed.
+    /// As [`take`](Self::take), for a slot whose bytes the program will see: zeroes what another
+    /// device left in them.
     pub(crate) fn take_for_cpu(
         &self,
         len: u64,
@@ -156,7 +157,7 @@ impl<T: Address> Client<T> {
         let inner = &*self.pools.0;
         let zones = inner.zones_for(class, self.limit);
         if let Some(own) = zones.first().filter(|zone| zone.made_for >= self.limit) {
-            // Another thread may have been first; it found the same, or one that does as well.
+            // Another thread may have set it first, to the same zone or one that serves as well.
             let _ = self.homes[class].set(Arc::clone(own));
         }
         match inner.find(&zones, (self.cpu.current(), kind, prot))? {
@@ -169,7 +170,7 @@ impl<T: Address> Client<T> {
         }
     }
 
-    /// Takes a slot back. What it holds up to `dirty` is the next one's to clear.
+    /// Takes a slot back. Its next user clears the bytes up to `dirty`.
     #[inline]
     pub(crate) fn give_back(&self, mut slot: Slot) {
         let inner = &*self.pools.0;
@@ -186,12 +187,13 @@ impl<T: Address> Client<T> {
                 None => return,
             },
         }
-        // Last, so that who may have its bytes finds them.
+        // Last, so that a thread that is granted these bytes finds the slot free.
         self.account.held.fetch_sub(size, Ordering::Relaxed);
     }
 
-    /// Takes a slot back whose memory the device may reach by other addresses too: it is never used
-    /// again. One for a single use stays charged to the device, as any that is in quarantine.
+    /// Takes a slot back whose memory the device may also reach by other addresses: it is never
+    /// used again. A single-use slot stays charged to the device, as all quarantined single-use
+    /// slots do.
     #[cold]
     pub(crate) fn quarantine(&self, slot: Slot) {
         let inner = &*self.pools.0;
@@ -228,7 +230,7 @@ impl<T: Address> Client<T> {
 }
 
 impl<T: Address> Inner<T> {
-    /// The zone of a class that holds this range.
+    /// The zone of a class that contains this range.
     #[cold]
     pub(super) fn zone_at(&self, class: usize, range: Range) -> Option<Arc<Zone<T>>> {
         let zones = self.classes[class].zones.read();

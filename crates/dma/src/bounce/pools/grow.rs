@@ -1,4 +1,4 @@
-//! Slots get memory, and lose it.
+//! Giving slots memory, and taking it away.
 
 use core::{ops::Range as Numbers, sync::atomic::Ordering};
 use std::sync::Arc;
@@ -16,13 +16,13 @@ use crate::{
 /// How many bytes of slots are mapped together, with one sync; at least one slot.
 const TOGETHER: u64 = 64 << 10;
 
-/// Slots of one zone that are to lose their memory.
+/// Slots of one zone whose memory is to be given back.
 pub(super) type Victims<T> = (Arc<Zone<T>>, Vec<Slot>);
 
 impl<T: Address> Inner<T> {
-    /// A slot of one of these zones: a free one, one that gets memory, or one that the device may do
-    /// something else with so far, in this order. `None` if there is no room in any, nor any made by
-    /// giving back what others have idle.
+    /// A slot of one of these zones: a free one, one that gets memory, or one with other
+    /// permissions, remapped, in this order. `None` if no zone has room, even after idle slots of
+    /// others were given back.
     pub(super) fn find<'a>(
         &self,
         zones: &'a [Arc<Zone<T>>],
@@ -35,7 +35,7 @@ impl<T: Address> Inner<T> {
         if grown.as_ref().is_ok_and(Option::is_some) || grown.as_ref().is_err_and(|e| !is_full(e)) {
             return grown;
         }
-        // There is no room: CPUs that do not need what they keep must not stand in the way.
+        // There is no room: take what other CPUs keep in their caches.
         if let Some(found) = first_of(zones, |zone| Ok(zone.steal(kind)))? {
             return Ok(Some(found));
         }
@@ -46,15 +46,16 @@ impl<T: Address> Inner<T> {
         if size > 0 && self.reclaim(size) {
             grown = first_of(zones, |zone| self.grow(zone, kind, prot));
         }
-        // What was given back may lie in pieces.
+        // The memory given back may be fragmented.
         if matches!(grown, Err(Error::Bounce(_))) && self.trim() {
             grown = first_of(zones, |zone| self.grow(zone, kind, prot));
         }
         grown
     }
 
-    /// Gives memory to slots of `zone`: neighbours, with one sync. The first of them; the others are
-    /// free. `None` if all slots of the zone have memory, or there may be no more memory.
+    /// Gives memory to adjacent slots of `zone`, with one sync. Returns the first of them; the
+    /// others become free. `None` if all slots of the zone have memory, or the limit on memory is
+    /// reached.
     fn grow(&self, zone: &Zone<T>, kind: Kind, prot: Prot) -> Result<Option<Slot>, Error> {
         let size = zone.slot_bytes();
         let granted = self.reserve(size, (TOGETHER / size).max(1));
@@ -89,8 +90,9 @@ impl<T: Address> Inner<T> {
         Ok(first)
     }
 
-    /// Maps slots of these numbers, as many from the first on as there is memory for, and leaves
-    /// their memory in `chunks`: if it fails, that of those which the device may reach nevertheless.
+    /// Maps the slots with these numbers, as many from the first on as there is memory for, and
+    /// leaves their memory in `chunks`. If it fails, `chunks` holds only memory that the device may
+    /// still reach.
     fn map_run(
         &self,
         zone: &Zone<T>,
@@ -103,12 +105,12 @@ impl<T: Address> Inner<T> {
             match self.map_slot(zone.range_of(&(number..number + 1)), prot) {
                 Ok(chunk) => chunks.push(chunk),
                 Err(error) if chunks.is_empty() => return Err(error),
-                // Fewer will do.
+                // Continue with fewer.
                 Err(_) => break,
             }
         }
         let range = zone.range_of(&(start..start + chunks.len() as u32));
-        // Rule L34: once for them all; if it fails, all of them go.
+        // Rule L34: once for all; if it fails, all of them are unmapped.
         self.domain.iotlb_sync_map(range).map(drop).map_err(|error| {
             if self.unmap_now(range).is_ok() {
                 chunks.drain(..).for_each(|chunk| self.give_back_memory(chunk));
@@ -127,8 +129,8 @@ impl<T: Address> Inner<T> {
 
     /// Maps memory of the pools.
     pub(super) fn map_chunk(&self, range: Range, chunk: &Chunk<T>, prot: Prot) -> DomainResult<()> {
-        // SAFETY: the pools own the memory, and give it back or use it otherwise only after an unmap of
-        // theirs has succeeded (`unmap_now`, `release`).
+        // SAFETY: the pools own the memory, and give it back or reuse it only after they have
+        // unmapped it successfully (`unmap_now`, `release`).
         self.domain.map(unsafe { Map::of(range, chunk.target, prot) })
     }
 
@@ -139,7 +141,7 @@ impl<T: Address> Inner<T> {
         self.domain.iotlb_sync(&mut gather)
     }
 
-    /// Maps a free slot that allowed something else anew.
+    /// Remaps a free slot that has other permissions.
     fn remap(&self, zone: &Zone<T>, kind: Kind, prot: Prot) -> Result<Option<Slot>, Error> {
         let Some(mut slot) = zone.steal_other(kind) else { return Ok(None) };
         let number = zone.number(slot.range.first());
@@ -150,13 +152,13 @@ impl<T: Address> Inner<T> {
         if let Err(error) = self.unmap_now(slot.range) {
             return quarantined(error);
         }
-        // What it held was for a device that might do less with it, or more.
+        // Its contents were for a device with other permissions.
         slot.zero(0..slot.dirty);
         (slot.dirty, slot.prot) = (0, prot);
         let Some(chunk) = zone.chunk(number) else { return Ok(None) };
         let mapped = self.map_chunk(slot.range, &chunk, prot);
         if let Err(error) = mapped.and_then(|()| self.domain.iotlb_sync_map(slot.range)) {
-            // Unmapping what is not mapped is no error.
+            // Unmapping an unmapped range is not an error.
             if self.unmap_now(slot.range).is_err() {
                 return quarantined(error);
             }
@@ -167,8 +169,8 @@ impl<T: Address> Inner<T> {
         Ok(Some(slot))
     }
 
-    /// Gives back idle slots of whatever kind, `bytes` at the least if there are so many. Whether any
-    /// were.
+    /// Gives back idle slots of any kind, at least `bytes` if there are that many. Returns whether
+    /// there were any.
     fn reclaim(&self, bytes: u64) -> bool {
         let mut missing = bytes;
         let mut victims = Vec::new();
@@ -181,7 +183,7 @@ impl<T: Address> Inner<T> {
         self.release(victims) > 0
     }
 
-    /// Gives back all memory that is not in use. Whether there was any.
+    /// Gives back all memory that is not in use. Returns whether there was any.
     pub(super) fn trim(&self) -> bool {
         let victims = self.zones().into_iter().map(|zone| {
             let mut slots = Vec::new();
@@ -191,8 +193,8 @@ impl<T: Address> Inner<T> {
         self.release(victims.collect()) > 0
     }
 
-    /// Unmaps slots, all with one sync, and gives their memory back. How many; those whose unmap
-    /// failed are quarantined.
+    /// Unmaps slots, all with one sync, and gives their memory back. Returns how many; those whose
+    /// unmap failed are quarantined.
     pub(super) fn release(&self, victims: Vec<Victims<T>>) -> u64 {
         let mut gather = Gather::new();
         let mut removed: Vec<(Arc<Zone<T>>, Numbers<u32>)> = Vec::new();
@@ -223,7 +225,7 @@ impl<T: Address> Inner<T> {
         given_back
     }
 
-    /// Gives the memory of slots back that no device reaches any more. How many.
+    /// Gives back the memory of slots that no device reaches any more. Returns how many.
     fn strip(&self, zone: &Zone<T>, numbers: Numbers<u32>) -> u64 {
         let mut chunks = Vec::with_capacity(numbers.len());
         zone.strip(numbers, &mut chunks);
@@ -234,9 +236,9 @@ impl<T: Address> Inner<T> {
         count
     }
 
-    /// Slots, `new` of which were never in use, that the device may still reach: neither they nor
-    /// their memory are used again. They count as memory of the pools for ever, so that a device that
-    /// fails again and again cannot have all there is.
+    /// Quarantines slots that the device may still reach, `new` of which were never in use: neither
+    /// they nor their memory are used again. They count as memory of the pools for ever, so that a
+    /// device that fails again and again cannot use up all memory.
     pub(super) fn quarantine(&self, zone: &Zone<T>, slots: usize, new: usize) {
         zone.quarantine(slots, new);
         self.note_quarantine(zone.slot_bytes() * slots as u64);
@@ -246,7 +248,7 @@ impl<T: Address> Inner<T> {
         self.usage.quarantined_bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// Leave for up to `most` more slots of `size` bytes: for how many.
+    /// Reserves memory for up to `most` more slots of `size` bytes; returns for how many.
     fn reserve(&self, size: u64, most: u64) -> u64 {
         let (pooled, max) = (&self.usage.pooled, self.limits.max_bytes);
         let grant = |now: u64| most.min((max - now) / size);
@@ -260,7 +262,7 @@ impl<T: Address> Inner<T> {
     }
 }
 
-/// What the first of `zones` gives that gives something.
+/// The first result other than `None` from one of `zones`.
 fn first_of<T>(
     zones: &[Arc<Zone<T>>],
     mut ask: impl FnMut(&Zone<T>) -> Result<Option<Slot>, Error>,

@@ -1,4 +1,4 @@
-//! Who holds slots: the leak detector.
+//! The holders of slots: the leak detector.
 
 use core::{cmp::Reverse, sync::atomic::Ordering};
 use std::{collections::HashMap, sync::Weak};
@@ -8,7 +8,7 @@ use ringfence_iommu::{Address, Iova};
 use super::{BouncePools, DeviceShare, Holder, SlotHolder, SlotInfo, mark::SlotOwner};
 
 impl<T: Address> BouncePools<T> {
-    /// Who holds slots, those who hold most bytes first.
+    /// The places in the program that hold slots, those with the most bytes first.
     pub fn holders(&self) -> Vec<Holder> {
         let mut holders: HashMap<_, Holder> = HashMap::new();
         let mut note = |held: SlotOwner, size: u64| {
@@ -31,7 +31,7 @@ impl<T: Address> BouncePools<T> {
         holders
     }
 
-    /// What each device holds, those who hold most first.
+    /// What each device holds, those with the most bytes first.
     pub fn devices(&self) -> Vec<DeviceShare> {
         let accounts = self.0.accounts.lock();
         let mut shares: Vec<DeviceShare> = accounts
@@ -47,7 +47,7 @@ impl<T: Address> BouncePools<T> {
         shares
     }
 
-    /// The slot at `iova`, and who holds it: what a fault there is about. `None` if no slot is there.
+    /// The slot at `iova` and its holder, to explain a fault there. `None` if there is no slot.
     pub fn find(&self, iova: Iova) -> Option<SlotInfo> {
         let info = |range, single_use, held: Option<SlotOwner>| {
             let holder = held.map(|SlotOwner { at, stamp }| SlotHolder {

@@ -1,9 +1,9 @@
-//! Memory that is idle is given back.
+//! Giving back idle memory.
 //!
-//! Every shelf notes how many slots it held at the least in an interval; so many nobody needed. At the
-//! end of the interval these lose their memory, but for a quarter of the number that were needed. The
-//! timer looks after that for as long as slots come and go, and once more: then nothing is kept that
-//! it could give back, and it sleeps until somebody takes a slot again.
+//! Every shelf tracks the least number of slots that it held in an interval: that many were not
+//! needed. At the end of the interval these lose their memory, except a quarter of the number that
+//! were needed. The timer runs for as long as slots come and go, and once more: then it has given
+//! back all it can, and sleeps until a slot is taken again.
 
 use std::{
     io,
@@ -24,23 +24,23 @@ impl<T: Address> BouncePools<T> {
         self.0.trim();
     }
 
-    /// When [`expire`](Self::expire) is to be called next, by the environment's clock; `None` if there
-    /// is nothing to do until somebody takes a slot.
+    /// When [`expire`](Self::expire) is to be called next, by the environment's clock; `None` if
+    /// there is nothing to do until a slot is taken.
     pub fn due_at_ns(&self) -> Option<u64> {
         self.0.timer.due_ns()
     }
 
-    /// What the timer does when it is due: gives back what nobody needed since it was due last, but
-    /// for a quarter of what was needed. For callers with an event loop.
+    /// What the timer does when it is due: gives back the slots that were not needed since it was
+    /// last due, except a quarter of the number that were. For callers with an event loop.
     pub fn expire(&self) {
         self.0.expire();
     }
 }
 
 impl<T: Address> Inner<T> {
-    /// Starts the thread that expires in time.
+    /// Starts the thread that calls `expire` when it is due.
     pub(super) fn start_timer(self: &Arc<Self>) -> io::Result<()> {
-        // A reference that keeps nothing alive: the thread ends with the pools.
+        // A weak reference: the thread ends with the pools.
         let weak = Arc::downgrade(self);
         self.timer.start(Arc::clone(&self.clock), move |_| match weak.upgrade() {
             Some(inner) => {
@@ -51,12 +51,12 @@ impl<T: Address> Inner<T> {
         })
     }
 
-    /// To be called after a slot came off a shelf, or went onto one: sees to it that the timer looks
-    /// after it.
+    /// To be called after a slot came off a shelf, or went onto one: makes sure that the timer
+    /// runs.
     ///
-    /// Relaxed is enough. The shelf was touched under its lock. If the timer, which says that it no
-    /// longer ticks before it locks any shelf, locks this one later, it finds it touched; if it was
-    /// earlier, what it said is seen here.
+    /// Relaxed is enough. The shelf was touched under its lock. The timer clears `ticking` before
+    /// it locks any shelf: if it locks this one later, it finds it touched; if it did earlier, this
+    /// load sees `ticking` cleared.
     #[inline]
     pub(super) fn note_use(&self) {
         if !self.ticking.load(Ordering::Relaxed) {
@@ -76,8 +76,8 @@ impl<T: Address> Inner<T> {
     }
 
     fn expire(&self) {
-        // Of two at a time, one would find what the other has looked at untouched, and put the timer
-        // to sleep.
+        // One at a time: of two, one would find untouched what the other has just visited, and stop
+        // the timer.
         let _one = self.expiring.lock();
         self.timer.disarm();
         self.ticking.store(false, Ordering::Relaxed);
@@ -95,14 +95,14 @@ impl<T: Address> Inner<T> {
         }
     }
 
-    /// What time it is now: in nanoseconds, and for those who ask less exactly.
+    /// Reads the clock: returns nanoseconds, and stores the time in ticks for coarse readers.
     fn look(&self) -> u64 {
         let now_ns = self.clock.now_ns();
         self.tick.store((now_ns >> TICK) as u32, Ordering::Relaxed);
         now_ns
     }
 
-    /// How long ago it was `tick`.
+    /// The time since `tick`.
     pub(super) fn age(&self, tick: u32) -> Duration {
         let ticks = ((self.clock.now_ns() >> TICK) as u32).wrapping_sub(tick);
         Duration::from_nanos(u64::from(ticks) << TICK)

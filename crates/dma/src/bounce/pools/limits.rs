@@ -1,4 +1,4 @@
-//! What pools may have, and what they tell of themselves.
+//! The limits of pools, and their statistics.
 
 use core::{panic::Location, time::Duration};
 
@@ -7,12 +7,12 @@ use ringfence_iommu::Range;
 /// How much memory the pools of a domain may have, and for how long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BounceLimits {
-    /// Bytes of the largest slot that is kept, a power of two; what is longer is mapped for one use.
+    /// Bytes of the largest slot that is kept, a power of two; a longer one is mapped for one use.
     pub largest: u64,
-    /// Bytes of all slots of the pools together, in use or kept. Beyond it, slots are mapped for one
-    /// use; these the quotas of the devices bound.
+    /// Bytes of all slots of the pools together, in use or kept. Beyond it, slots are mapped for
+    /// one use, bounded by the quotas of the devices.
     pub max_bytes: u64,
-    /// How long memory that is not used is kept, in milliseconds, at least; at most twice as long.
+    /// The least time that unused memory is kept, in milliseconds; the most is twice that.
     pub idle_ms: u64,
 }
 
@@ -23,28 +23,28 @@ impl Default for BounceLimits {
     }
 }
 
-/// What the pools of a domain hold, and what they did. What is counted while others take and give
-/// back is read one after the other.
+/// What the pools of a domain hold, and what they did. The counters are read one after the other,
+/// while other threads may take and give back slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BounceStats {
     /// Slots in use, those for one use included.
     pub slots: u64,
-    /// Bytes of them.
+    /// Bytes of these slots.
     pub slot_bytes: u64,
     /// Bytes that are kept mapped for the next use.
     pub kept_bytes: u64,
-    /// The most bytes of memory that there ever were at a time, in use or kept.
+    /// The most bytes of memory at any one time, in use or kept.
     pub peak_bytes: u64,
     /// Slots that were mapped for one use, so far.
     pub single_use: u64,
-    /// Slots that were given memory and mapped to be kept, so far.
+    /// Slots that were given memory and mapped for keeping, so far.
     pub grown: u64,
-    /// Slots whose memory was given back, so far; those for one use are not among them.
+    /// Slots whose memory was given back, so far, without those for one use.
     pub given_back: u64,
-    /// Slots that were mapped anew because the device was to be allowed something else, so far.
+    /// Slots that were remapped with other permissions, so far.
     pub remapped: u64,
-    /// Bytes that the device may still reach although they were to be unmapped, since their
-    /// invalidation failed. Neither memory nor addresses are ever used again.
+    /// Bytes that the device may still reach because the invalidation of their unmap failed.
+    /// Neither the memory nor the addresses are ever used again.
     pub quarantined_bytes: u64,
 }
 
@@ -53,39 +53,38 @@ pub struct BounceStats {
 pub struct ClassStats {
     /// Bytes of a slot.
     pub slot_bytes: u64,
-    /// The addresses of the slots: slot n begins n slots after the first of them.
+    /// The addresses of the slots; slot n begins n slots after the first address.
     pub range: Range,
     /// Slots in use.
     pub used: u64,
     /// Slots kept mapped for the next use.
     pub kept: u64,
-    /// Slots that may have memory at a time.
+    /// How many slots may have memory at a time.
     pub room: u64,
 }
 
-/// Who holds slots.
+/// A place in the program that holds slots.
 #[derive(Clone, Debug)]
 pub struct Holder {
     /// Where in the program they were taken.
     pub at: &'static Location<'static>,
     /// How many.
     pub slots: u64,
-    /// Bytes of them.
+    /// Bytes of these slots.
     pub bytes: u64,
-    /// For how long the oldest of them has been held, give or take
-    /// [`BounceLimits::idle_ms`].
+    /// For how long the oldest of them has been held, within [`BounceLimits::idle_ms`].
     pub oldest: Duration,
 }
 
 /// What a device holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceShare {
-    /// Which one: its [`number`](crate::Device::number_in_pools).
+    /// The device's [`number`](crate::Device::number_in_pools).
     pub device: u32,
-    /// Bytes of slots that it holds, and those that it may still reach because the unmap of a slot
-    /// for one use failed.
+    /// Bytes of slots that it holds, including single-use slots that it may still reach because
+    /// their unmap failed.
     pub held: u64,
-    /// The most that it may.
+    /// The most that it may hold.
     pub quota: u64,
 }
 
@@ -96,17 +95,17 @@ pub struct SlotInfo {
     pub range: Range,
     /// Whether it is mapped for one use.
     pub single_use: bool,
-    /// Who holds it; `None` if it is free.
+    /// Its holder; `None` if it is free.
     pub holder: Option<SlotHolder>,
 }
 
-/// Who holds a slot.
+/// The holder of a slot.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotHolder {
     /// Where in the program it was taken.
     pub at: &'static Location<'static>,
-    /// For which device: its [`number`](crate::Device::number_in_pools).
+    /// The device's [`number`](crate::Device::number_in_pools).
     pub device: u32,
-    /// How long ago, give or take [`BounceLimits::idle_ms`].
+    /// How long ago, within [`BounceLimits::idle_ms`].
     pub age: Duration,
 }

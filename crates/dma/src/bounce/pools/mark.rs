@@ -1,4 +1,4 @@
-//! Who holds which slot of a zone: what the leak detector reads.
+//! The holder of each slot of a zone, for the leak detector.
 
 use core::{array, panic::Location, ptr};
 use std::sync::{
@@ -6,10 +6,10 @@ use std::sync::{
     atomic::{AtomicPtr, AtomicU64, Ordering},
 };
 
-/// How many marks come from the heap at a time, when the first of them is needed.
+/// How many marks are allocated at a time, when the first of them is needed.
 const BLOCK: usize = 64;
 
-/// Who holds a slot, and since when.
+/// The holder of a slot, and since when.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SlotOwner {
     /// Where in the program it was taken.
@@ -17,7 +17,7 @@ pub(super) struct SlotOwner {
     pub(super) stamp: Stamp,
 }
 
-/// For which device, and when: one word, so that it is written at once.
+/// The device and the time, in one word, so that they are written at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stamp(u64);
 
@@ -35,13 +35,13 @@ impl Stamp {
     }
 }
 
-/// The marks of a zone's slots, by number. They are read by nobody but who is curious: written with
-/// relaxed stores, and two that are written one after the other may be seen apart.
+/// The marks of a zone's slots, by number. Only for diagnosis: they are written with relaxed
+/// stores, so that the two parts of a mark may be seen out of step.
 pub(super) struct Marks(Box<[OnceLock<Box<[Mark; BLOCK]>>]>);
 
 #[derive(Default)]
 struct Mark {
-    /// Null if nobody holds the slot.
+    /// Null if the slot is free.
     at: AtomicPtr<Location<'static>>,
     stamp: AtomicU64,
 }
@@ -51,8 +51,7 @@ impl Marks {
         Marks((0..slots.div_ceil(BLOCK as u32)).map(|_| OnceLock::new()).collect())
     }
 
-    /// Sees to it that there is a mark for `number`, so that [`set`](Self::set) takes nothing from
-    /// the heap.
+    /// Makes sure that there is a mark for `number`, so that [`set`](Self::set) allocates nothing.
     pub(super) fn prepare(&self, number: u32) {
         if let Some(block) = self.0.get(number as usize / BLOCK) {
             block.get_or_init(|| Box::new(array::from_fn(|_| Mark::default())));
@@ -65,8 +64,8 @@ impl Marks {
         Some(&self.0.get(number / BLOCK)?.get()?[Self::place(number)])
     }
 
-    /// Where in its block the mark of a slot lies: apart from its neighbours', which are in other
-    /// CPUs' hands as often as not, so that these do not share a cache line.
+    /// The place of a slot's mark in its block: apart from those of its neighbours, which other
+    /// CPUs often hold, so that they do not share a cache line.
     #[inline]
     fn place(number: usize) -> usize {
         number % 4 * (BLOCK / 4) + number / 4 % (BLOCK / 4)
@@ -90,12 +89,12 @@ impl Marks {
     pub(super) fn get(&self, number: u32) -> Option<SlotOwner> {
         let mark = self.mark(number)?;
         let at = mark.at.load(Ordering::Relaxed);
-        // SAFETY: it is null, or what `set` stored: a reference to what lives for ever.
+        // SAFETY: it is null, or what `set` stored: a `'static` reference.
         let at = unsafe { at.as_ref() }?;
         Some(SlotOwner { at, stamp: Stamp(mark.stamp.load(Ordering::Relaxed)) })
     }
 
-    /// All that are held.
+    /// The owners of all slots that are held.
     pub(super) fn held(&self) -> impl Iterator<Item = SlotOwner> + '_ {
         let blocks = self.0.iter().enumerate().filter(|(_, block)| block.get().is_some());
         blocks.flat_map(move |(block, _)| {

@@ -1,11 +1,11 @@
 //! The pools of a domain.
 //!
 //! Slots are of power-of-two sizes, the classes. The slots of a class lie in a [`zone`], a range of
-//! addresses of its own; where devices differ in the addresses that they can put on the bus, in
-//! several. A slot gets memory when it is first used ([`grow`]), one mapping of its own, and loses it
-//! when it has been idle ([`idle`]). What fits no class, and what there is no room for, is mapped for
-//! one use ([`single`]). Between uses slots lie on a [`shelf`], in a CPU's cache or in the depot of
-//! their zone, by everything that the device may do with them.
+//! addresses of its own; in several zones if devices differ in the addresses that they can put on
+//! the bus. A slot gets memory when it is first used ([`grow`]), with a mapping of its own, and
+//! loses it when it has been idle ([`idle`]). Slots that fit no class, or for which there is no
+//! room, are mapped for one use ([`single`]). Between uses slots lie on a [`shelf`], in a CPU's
+//! cache or in the depot of their zone, sorted by the permissions of the device.
 
 mod client;
 #[allow(unsafe_code)]
@@ -43,31 +43,31 @@ use self::{client::Account, single::Singles, zone::Zone};
 use super::{BounceMemory, Chunk};
 use crate::{Environment, Error, SetupError, TimerKind, flush::Timer};
 
-/// Bytes of the smallest slot, where the granule is not larger.
+/// Bytes of the smallest slot, if the granule is not larger.
 const SMALLEST: u64 = 4096;
 
-/// The most zones of a class: as many as there are devices that differ in their limits, as a rule
-/// one or two. What a device finds no room in is mapped for one use.
+/// The most zones of a class. It needs one for each distinct limit of a device, as a rule one or
+/// two. Slots for which there is no zone are mapped for one use.
 const ZONES: usize = 8;
 
 /// The most slots of a zone.
 const SLOTS: u64 = 1 << 20;
 
-/// A zone gets no more than one in so many of the addresses that it could have.
+/// A zone takes at most one in this many of the addresses that it could have.
 const SHARE: u64 = 64;
 
-/// And it leaves so many times its size to others.
+/// And it leaves this many times its size to others.
 const SPARED: u64 = 8;
 
-/// How many asks go by, where there were no addresses for a zone, before it is tried again.
+/// How many requests go by, after no addresses were found for a zone, before the next attempt.
 const PATIENCE: u32 = 64;
 
-/// The bounce pools of a domain, for one device or several. Cheap to clone: all clones are the same
-/// pools.
+/// The bounce pools of a domain, for one device or several. Cheap to clone: all clones refer to the
+/// same pools.
 ///
-/// They hold no memory before a device asks for some. When the last clone and the last device are
+/// They hold no memory before a device needs some. When the last clone and the last device are
 /// dropped, everything is unmapped and given back: by that drop, or by the pools' thread if it is
-/// just at work.
+/// running just then.
 pub struct BouncePools<T: Address>(Arc<Inner<T>>);
 
 struct Inner<T: Address> {
@@ -80,30 +80,30 @@ struct Inner<T: Address> {
     /// log2 of the bytes of a slot of the first class; each that follows is twice as large.
     smallest: u32,
     classes: Box<[Class<T>]>,
-    /// Of each zone; a power of two.
+    /// The number of caches of each zone; a power of two.
     caches: usize,
     singles: Singles<T>,
     usage: Usage,
-    /// Who takes slots. A number is given once.
+    /// The accounts of the devices. A number is used once.
     accounts: Mutex<Vec<Weak<Account>>>,
     numbers: AtomicU32,
     clock: Arc<dyn Clock>,
     timer: Timer,
     expiring: Mutex<()>,
-    /// Whether the timer will look after the slots that are given back.
+    /// Whether the timer runs, and so will process slots that are given back.
     ticking: AtomicBool,
-    /// What time it was when somebody last looked, in [`idle`]'s ticks.
+    /// The time of the last reading of the clock, in [`idle`]'s ticks.
     tick: AtomicU32,
 }
 
 struct Class<T> {
     zones: RwLock<ArrayVec<Arc<Zone<T>>, ZONES>>,
-    /// Below which limit there were no addresses for a zone, and how many asks for one there are to
-    /// be refused at once. Locked while the zones are.
+    /// The limit below which there were no addresses for a zone, and how many further requests for
+    /// one to refuse at once. Locked while the zones are.
     barren: Mutex<(u64, u32)>,
 }
 
-/// Counts; but for `pooled`, which bounds.
+/// Counters; `pooled` also enforces the limit.
 #[derive(Default)]
 struct Usage {
     /// Bytes of slots that are kept, or in use to be kept.
@@ -131,11 +131,11 @@ impl<T: Address> fmt::Debug for BouncePools<T> {
 }
 
 impl<T: Address> BouncePools<T> {
-    /// Empty pools of slots in `domain`, at addresses from `allocator`, in memory of `memory`. A
-    /// thread, asleep unless slots are taken or idle, gives back memory in time.
+    /// Empty pools of slots in `domain`, at addresses from `allocator`, in memory from `memory`. A
+    /// thread, asleep unless slots are taken or idle, gives back idle memory.
     ///
     /// # Errors
-    /// The limits make no sense, or that thread cannot be started.
+    /// The limits are invalid, or that thread cannot be started.
     pub fn new(
         domain: Arc<dyn Domain<Target = T>>,
         allocator: Arc<dyn Allocator>,
@@ -147,7 +147,7 @@ impl<T: Address> BouncePools<T> {
     }
 
     /// As [`new`](Self::new), with the caller's clock and number of CPUs; without a thread, if the
-    /// caller calls [`expire`](Self::expire) in time.
+    /// caller calls [`expire`](Self::expire) when it is due.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -198,7 +198,7 @@ impl<T: Address> BouncePools<T> {
         Ok(BouncePools(inner))
     }
 
-    /// What they hold.
+    /// The statistics of the pools.
     pub fn stats(&self) -> BounceStats {
         let inner = &*self.0;
         let (slots, slot_bytes) = inner.singles.total();
@@ -223,8 +223,8 @@ impl<T: Address> BouncePools<T> {
         stats
     }
 
-    /// What each range of slots holds, the smallest slots first. A size that nobody asked for has
-    /// none, one that devices with unequal limits asked for has several.
+    /// The statistics of each range of slots, the smallest slots first. A size that was never
+    /// requested has no range; one requested by devices with different limits has several.
     pub fn classes(&self) -> Vec<ClassStats> {
         self.0.zones().iter().map(|zone| zone.stats()).collect()
     }
@@ -240,7 +240,7 @@ impl<T> Default for Class<T> {
 }
 
 impl<T: Address> Inner<T> {
-    /// The class of slots of `size` bytes; `None` if they are of none.
+    /// The class of slots of `size` bytes; `None` if there is none.
     #[inline]
     fn class_of(&self, size: u64) -> Option<usize> {
         let class = size.trailing_zeros().checked_sub(self.smallest)? as usize;
@@ -263,8 +263,8 @@ impl<T: Address> Inner<T> {
         zones
     }
 
-    /// The zones of a class that a device may use whose highest address is `limit`, those first that
-    /// were made for the widest. One is made if there is none but for narrower ones.
+    /// The zones of a class for a device whose highest address is `limit`, those made for the
+    /// highest limit first. Makes one if all were made for lower limits.
     fn zones_for(&self, class: usize, limit: u64) -> ArrayVec<Arc<Zone<T>>, ZONES> {
         let usable = |zones: &[Arc<Zone<T>>]| {
             let zones = zones.iter().filter(|zone| zone.range.last().0 <= limit);
@@ -294,7 +294,7 @@ impl<T: Address> Inner<T> {
         usable(&zones).0
     }
 
-    /// A zone of as many slots as there may be, or as there are addresses for.
+    /// A zone of as many slots as the limits allow, or as there are addresses for.
     fn make_zone(&self, class: usize, limit: u64) -> Option<Zone<T>> {
         let shift = self.smallest + class as u32;
         let aperture = self.geometry.aperture;
@@ -303,7 +303,7 @@ impl<T: Address> Inner<T> {
         let mut slots = self.limits.max_bytes.div_ceil(1 << shift).min(1 << most);
         slots = slots.next_power_of_two();
         while slots > 0 {
-            // What CPUs have cached is left to them: a zone is worth less than that.
+            // Does not drain the CPUs' address caches: a zone is not worth that.
             let request = Request::new(slots << shift).limit(limit).flush(false);
             if let Ok(first) = self.allocator.alloc(&request) {
                 if !self.spares(slots << shift, limit) {
@@ -312,7 +312,7 @@ impl<T: Address> Inner<T> {
                     continue;
                 }
                 let zone = Zone::new(first, shift, slots as u32, limit, self.caches);
-                // An allocator that returns what it was not asked for is not believed in.
+                // Do not trust an allocator that violates the request.
                 return zone.filter(|zone| {
                     zone.range.last().0 <= limit && first.is_multiple_of(1 << shift)
                 });
@@ -322,8 +322,8 @@ impl<T: Address> Inner<T> {
         None
     }
 
-    /// Whether there are addresses left for others beside a zone of so many bytes. The domain's
-    /// aperture does not tell: an allocator may have been given a part of it.
+    /// Whether enough addresses are left for others beside a zone of `bytes`. The domain's aperture
+    /// does not show that: the allocator may have only a part of it.
     fn spares(&self, bytes: u64, limit: u64) -> bool {
         let size = bytes.saturating_mul(SPARED);
         let rest = self.allocator.alloc(&Request::new(size).limit(limit).flush(false));
@@ -332,12 +332,12 @@ impl<T: Address> Inner<T> {
 
     /// Memory for a slot, zeroed.
     fn take_memory(&self, len: u64) -> Result<Chunk<T>, Error> {
-        // As it takes to be mapped with the largest pages that it can be made of.
+        // Aligned so that it can be mapped with the largest pages that fit its size.
         let multiple_of = 1 << len.trailing_zeros().min(63);
         let pages = self.geometry.page_sizes.bitmap() & (multiple_of | (multiple_of - 1));
         let align = pages.checked_ilog2().map_or(1, |log| 1 << log);
         let chunk = self.memory.take(len, align.max(self.granule)).ok_or(Error::Bounce(len))?;
-        // SAFETY: it is memory of so many bytes, and nobody else's.
+        // SAFETY: the chunk is `len` bytes of memory, which nothing else uses.
         unsafe { chunk.ptr.as_ptr().write_bytes(0, len as usize) };
         let usage = &self.usage;
         let memory = usage.memory.fetch_add(len, Ordering::Relaxed) + len;
@@ -352,11 +352,11 @@ impl<T: Address> Inner<T> {
 }
 
 impl<T: Address> Drop for Inner<T> {
-    /// Nobody holds a slot any more: who does, holds the device, which holds its pools.
+    /// No slot is held any more: a holder keeps the device alive, which keeps its pools alive.
     fn drop(&mut self) {
         self.trim();
         for zone in self.zones() {
-            // What is still there the device may reach: its addresses die with the domain.
+            // The device may still reach slots that remain: their addresses end with the domain.
             if zone.live() == (0, 0) {
                 let range = zone.range;
                 let _ = self.allocator.free(range.first().0, range.extent() + 1);

@@ -1,4 +1,4 @@
-//! Free slots, by what the device may do.
+//! Free slots, by the permissions of the device.
 
 use ringfence_iommu::Prot;
 
@@ -7,13 +7,13 @@ use crate::bounce::Slot;
 /// How many kinds of slots there can be: one for each set of known permission bits.
 const KINDS: usize = Prot::all().bits() as usize + 1;
 
-/// Slots that allow the same, in every respect.
+/// Slots with the same permissions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Kind(usize);
 
 impl Kind {
-    /// The kind of slots that allow `prot`: the number is its bits, all of them. `None` if there are
-    /// bits that nobody knows.
+    /// The kind of slots that allow `prot`: the number is all its bits. `None` if there are unknown
+    /// bits.
     #[inline]
     pub(super) fn of(prot: Prot) -> Option<Kind> {
         let bits = prot.bits() as usize;
@@ -21,11 +21,11 @@ impl Kind {
     }
 }
 
-/// Free slots of one kind: who was given back last is taken first, as its bytes are still cached.
+/// Free slots of one kind: the slot given back last is taken first, as its bytes are still cached.
 #[derive(Default)]
 struct Stack {
     slots: Vec<Slot>,
-    /// How many it held at the least since the interval began: so many nobody needed.
+    /// The least number of slots that it held since the interval began: that many were not needed.
     low: usize,
 }
 
@@ -34,12 +34,12 @@ struct Stack {
 pub(super) struct Shelf {
     kinds: [Stack; KINDS],
     len: usize,
-    /// Whether any came or went since the interval began.
+    /// Whether any slot came or went since the interval began.
     touched: bool,
 }
 
 impl Shelf {
-    /// How many slots.
+    /// How many slots it holds.
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.len
@@ -56,7 +56,8 @@ impl Shelf {
     }
 
     /// # Panics
-    /// If the slot's permissions are of no kind: such a slot is made for one use, and never kept.
+    /// If there is no kind for the slot's permissions: such a slot is made for one use, and never
+    /// kept.
     #[inline]
     pub(super) fn push(&mut self, slot: Slot) {
         self.touched = true;
@@ -64,7 +65,7 @@ impl Shelf {
         self.kinds[slot.prot.bits() as usize].slots.push(slot);
     }
 
-    /// Room for `more` slots of a kind, so that their push takes nothing from the heap.
+    /// Reserves room for `more` slots of a kind, so that pushing them allocates nothing.
     pub(super) fn reserve(&mut self, kind: Kind, more: usize) {
         self.kinds[kind.0].slots.reserve(more);
     }
@@ -93,7 +94,7 @@ impl Shelf {
         to.touched = true;
     }
 
-    /// The slot of another kind that was not used for longest, of the kind that has most.
+    /// The least recently used slot of another kind, of the kind with the most slots.
     pub(super) fn pop_other(&mut self, than: Kind) -> Option<Slot> {
         let other = (0..KINDS)
             .filter(|&kind| kind != than.0 && !self.kinds[kind].slots.is_empty())
@@ -104,12 +105,12 @@ impl Shelf {
         Some(slot)
     }
 
-    /// How many of its slots nobody needed since the interval began.
+    /// How many of its slots were not needed since the interval began.
     pub(super) fn idle(&self) -> usize {
         self.kinds.iter().map(|stack| stack.low).sum()
     }
 
-    /// Moves up to `most` slots that nobody needed to `into`, those not used for longest first.
+    /// Moves up to `most` slots that were not needed to `into`, the least recently used first.
     pub(super) fn take_idle(&mut self, most: usize, into: &mut Vec<Slot>) {
         let before = into.len();
         for stack in &mut self.kinds {
@@ -119,7 +120,7 @@ impl Shelf {
         self.len -= into.len() - before;
     }
 
-    /// Moves up to `most` slots to `into`, those not used for longest first.
+    /// Moves up to `most` slots to `into`, the least recently used first.
     pub(super) fn take_coldest(&mut self, most: usize, into: &mut Vec<Slot>) {
         let before = into.len();
         for stack in &mut self.kinds {
@@ -129,7 +130,7 @@ impl Shelf {
         self.len -= into.len() - before;
     }
 
-    /// Begins an interval; whether any slot came or went in the one that ends.
+    /// Begins an interval; returns whether any slot came or went in the one that ends.
     pub(super) fn begin_interval(&mut self) -> bool {
         self.kinds.iter_mut().for_each(|stack| stack.low = stack.slots.len());
         std::mem::take(&mut self.touched)
@@ -137,7 +138,7 @@ impl Shelf {
 }
 
 impl Stack {
-    /// The `count` slots that were not used for longest.
+    /// Removes the `count` least recently used slots.
     fn cut(&mut self, count: usize) -> impl Iterator<Item = Slot> + '_ {
         self.low = self.low.saturating_sub(count).min(self.slots.len() - count);
         self.slots.drain(..count)

@@ -29,18 +29,18 @@ impl<T> Default for Singles<T> {
 }
 
 impl<T: Copy> Singles<T> {
-    /// How many there are, and how many bytes.
+    /// The number of slots, and of their bytes.
     pub(super) fn total(&self) -> (u64, u64) {
         let singles = self.0.lock();
         (singles.len() as u64, singles.values().map(|single| single.range.extent() + 1).sum())
     }
 
-    /// All of them.
+    /// All slots for one use.
     pub(super) fn held(&self) -> Vec<Single<T>> {
         self.0.lock().values().copied().collect()
     }
 
-    /// The one at `iova`.
+    /// The slot at `iova`.
     pub(super) fn at(&self, iova: Iova) -> Option<Single<T>> {
         let singles = self.0.lock();
         let (_, single) = singles.range(..=iova.0).next_back()?;
@@ -49,7 +49,7 @@ impl<T: Copy> Singles<T> {
 }
 
 impl<T: Address> Inner<T> {
-    /// A slot of `size` bytes, whole granules, at or below `limit`, mapped now.
+    /// Maps a slot of `size` bytes, in whole granules, at or below `limit`.
     pub(super) fn take_single(
         &self,
         (size, prot, limit): (u64, Prot, u64),
@@ -59,13 +59,13 @@ impl<T: Address> Inner<T> {
         let request = Request::new(size).limit(limit);
         let first = self.allocator.alloc(&request).map_err(|error| self.no_iova(error))?;
         let free = |error| {
-            // An allocator that does not know what it gave out has nothing that could be lost.
+            // If the allocator refuses the free, nothing can be lost in it.
             let _ = self.allocator.free(first, size);
             error
         };
         let range = Range::from_len(Iova(first), size).ok_or(Error::TooLong)?;
         let memory = self.take_memory(size);
-        // What is kept may be what is missing.
+        // Kept slots may hold the memory that is missing.
         let memory = memory.or_else(|error| match self.trim() {
             true => self.take_memory(size),
             false => Err(error),
@@ -94,7 +94,7 @@ impl<T: Address> Inner<T> {
         Ok(Slot { range, ptr: chunk.ptr, prot, dirty: 0, key: 0 })
     }
 
-    /// Unmaps the slot, strictly: whether the device is known to reach it no longer. Otherwise neither
+    /// Unmaps the slot strictly; returns whether the device can no longer reach it. If not, neither
     /// its memory nor its addresses are used again.
     pub(super) fn give_back_single(&self, slot: &Slot) -> bool {
         let first = slot.range.first().0;

@@ -1,4 +1,4 @@
-//! Several devices, and several threads, at the same pools.
+//! Several devices and several threads on the same pools.
 
 use core::panic::Location;
 use std::{
@@ -58,7 +58,7 @@ impl Rig {
         Client::new(self.pools().clone(), ClientParts { limit, quota, cpu })
     }
 
-    /// Drops the pools; nothing may be left.
+    /// Drops the pools, and checks that nothing is left.
     fn end(mut self) {
         let inner = Arc::downgrade(&self.pools().0);
         self.pools = None;
@@ -143,7 +143,7 @@ fn slots_are_kept_by_all_they_allow_and_mapped_anew_only_if_there_is_no_room() {
     for mut slot in slots {
         slot.zero(0..0);
         slot.dirty = 65536;
-        // SAFETY: the slot is ours, and so long.
+        // SAFETY: the slot is ours, and that long.
         unsafe { slot.ptr.as_ptr().write_bytes(0xff, 65536) };
         client.give_back(slot);
     }
@@ -159,7 +159,7 @@ fn slots_are_kept_by_all_they_allow_and_mapped_anew_only_if_there_is_no_room() {
     let stats = rig.pools().stats();
     assert_eq!((slot.dirty, stats.remapped, stats.grown, stats.single_use), (0, 1, 3, 0));
     client.give_back(slot);
-    // Another class has no memory left either: it gets that of idle slots.
+    // No memory is left for another class either: it gets that of idle slots.
     let small = take(&client, 4096, Prot::READ).unwrap();
     let stats = rig.pools().stats();
     assert_eq!((stats.single_use, stats.slots, stats.given_back), (0, 1, 1));
@@ -170,7 +170,7 @@ fn slots_are_kept_by_all_they_allow_and_mapped_anew_only_if_there_is_no_room() {
 }
 
 fn bytes(slot: &Slot) -> Vec<u8> {
-    // SAFETY: the slot is so long, and nobody else has it.
+    // SAFETY: the slot is that long, and no other thread has it.
     unsafe { std::slice::from_raw_parts(slot.ptr.as_ptr(), size(slot) as usize) }.to_vec()
 }
 
@@ -179,7 +179,7 @@ fn the_program_sees_what_its_own_device_left_and_zeros_of_others() {
     let rig = Rig::new(SMALL);
     let (one, other) = (rig.client(u64::MAX, 1 << 20), rig.client(u64::MAX, 1 << 20));
     let mut slot = take(&one, 4096, Prot::RW).unwrap();
-    // SAFETY: the slot is ours, and so long.
+    // SAFETY: the slot is ours, and that long.
     unsafe { slot.ptr.as_ptr().write_bytes(7, 100) };
     slot.dirty = 100;
     one.give_back(slot);
@@ -212,7 +212,7 @@ fn what_was_needed_is_kept_for_an_interval_and_a_quarter_of_what_is_for_good() {
     };
     // The 200 were needed in the interval that ends.
     assert!(interval() >= 160);
-    // The next needed 40 and 60 at a time: that, and a quarter more.
+    // The next two needed 40 and 60 at a time: that many stay, and a quarter more.
     let more: Vec<Slot> = (0..60).map(|_| take(&client, 8192, Prot::READ).unwrap()).collect();
     more.into_iter().for_each(|slot| client.give_back(slot));
     let kept = interval();
@@ -224,7 +224,7 @@ fn what_was_needed_is_kept_for_an_interval_and_a_quarter_of_what_is_for_good() {
     assert_eq!(stats.slots, 40);
     assert_eq!(stats.grown - stats.given_back, 50);
     assert_eq!(rig.domain.mappings(), 50);
-    // Giving one back is a use, too.
+    // Giving a slot back counts as a use, too.
     client.give_back(held.pop().unwrap());
     assert!(pools.due_at_ns().is_some());
     held.into_iter().for_each(|slot| client.give_back(slot));
@@ -253,7 +253,7 @@ fn the_thread_gives_back_what_is_idle_and_ends_with_the_pools() {
         thread::yield_now();
     }
     drop((client, pools));
-    // If the thread is at work still, it is the last who has the pools.
+    // If the pools' thread is still running, it holds the last reference to them.
     while rig.domain.mappings() > 0 || rig.allocator.stats().live_ranges > 0 {
         thread::yield_now();
     }
@@ -307,7 +307,7 @@ fn a_device_gets_no_slot_beyond_its_limit() {
         narrow.give_back(low);
         wide.give_back(high);
     }
-    // At once, in any order, each gets what it can reach.
+    // Concurrently, in any order, each device gets slots that it can reach.
     thread::scope(|scope| {
         for (client, limit) in [(&wide, LAST), (&narrow, NARROW), (&wide, LAST), (&narrow, NARROW)]
         {
@@ -330,13 +330,13 @@ fn a_device_gets_no_slot_beyond_its_limit() {
 #[test]
 fn a_narrow_device_that_finds_no_addresses_for_a_zone_maps_for_one_use() {
     let rig = Rig::new(SMALL);
-    // A 64th of so many addresses is less than a slot.
+    // A 64th of these addresses is less than a slot.
     let narrow = rig.client(0x1_ffff, 1 << 20);
     let slot = take(&narrow, 4096, Prot::READ).unwrap();
     assert!(slot.range.last().0 <= 0x1_ffff);
     assert!(rig.pools().find(slot.range.first()).unwrap().single_use);
     narrow.give_back(slot);
-    // A quarter of the slots of a zone, where there are addresses for no more.
+    // A quarter of the slots of a zone, as there are addresses for no more.
     let halved = rig.client((1 << 22) - 1, 1 << 20);
     let slot = take(&halved, 4096, Prot::READ).unwrap();
     assert_eq!(rig.pools().classes()[0].room, 16);
@@ -366,7 +366,7 @@ fn a_quota_is_exact_whoever_asks_at_once() {
         assert_eq!(taken.len(), 10, "what the quota holds, neither more nor less");
         taken.into_iter().for_each(|slot| client.give_back(slot));
     }
-    // Beyond the classes, and beyond the memory of the pools, it holds too.
+    // The quota also holds beyond the classes, and beyond the memory of the pools.
     let large = rig.client(u64::MAX, 3 << 20);
     let one = take(&large, 2 << 20, Prot::READ).unwrap();
     assert!(matches!(take(&large, 2 << 20, Prot::READ), Err(Error::BounceQuota { .. })));

@@ -18,34 +18,34 @@ use crate::bounce::{Chunk, Slot};
 const CACHE_BYTES: u64 = 256 << 10;
 const CACHE_SLOTS: u64 = 64;
 
-/// A range of addresses, divided into slots. Slot n begins n slots after the range does, so that what
-/// lies at an address is arithmetic.
+/// A range of addresses, divided into slots. Slot n begins n slots after the range does, so that
+/// the slot at an address follows by arithmetic.
 ///
-/// Free slots lie in the cache of a CPU, behind a lock of its own that nobody waits for, or in the
-/// depot. A cache's lock is taken before the depot's, and neither is held while the domain is asked
-/// for anything.
+/// Free slots lie in the cache of a CPU, behind a lock that is only tried on the fast path, or in
+/// the depot. A cache's lock is taken before the depot's, and neither is held during calls of the
+/// domain.
 pub(super) struct Zone<T> {
     pub(super) range: Range,
     shift: u32,
     slots: u32,
-    /// The highest address of the device that it was made for.
+    /// The highest address of the device for which it was made.
     pub(super) made_for: u64,
     /// How many slots a cache holds at most.
     depth: usize,
     caches: Box<[CachePadded<SpinLock<Shelf>>]>,
     depot: Mutex<Depot<T>>,
-    /// Who holds which slot.
+    /// The holder of each slot.
     pub(super) marks: Marks,
 }
 
-/// What all CPUs share.
+/// The part that all CPUs share.
 struct Depot<T> {
     shelf: Shelf,
     /// The memory of each slot that ever had any, by number; `None` if it has none.
     chunks: Vec<Option<Chunk<T>>>,
-    /// Of these, the slots that have none.
+    /// The slots in `chunks` that have none.
     bare: BinaryHeap<Reverse<u32>>,
-    /// Slots that have memory, and how many of these nobody may use again.
+    /// Slots that have memory, and how many of these are never used again.
     live: usize,
     quarantined: usize,
 }
@@ -55,7 +55,7 @@ impl<T> Depot<T> {
         self.bare.peek().map_or(self.chunks.len() as u32, |Reverse(lowest)| *lowest)
     }
 
-    /// Takes that slot, the lowest.
+    /// Takes the lowest slot without memory.
     fn take_bare(&mut self, lowest: u32) {
         if self.bare.pop().is_none() {
             debug_assert_eq!(lowest as usize, self.chunks.len(), "they are used one by one");
@@ -112,11 +112,11 @@ impl<T: Copy> Zone<T> {
         Range::new(Iova(at(numbers.start)), Iova(last)).expect("at least one slot")
     }
 
-    /// A free slot: the CPU's own, or of those that all share.
+    /// A free slot: from the CPU's cache, or from the depot.
     #[inline]
     pub(super) fn pop(&self, cpu: usize, kind: Kind) -> Option<Slot> {
-        // Who holds the lock is somebody who runs, or who was taken off this CPU while he held it:
-        // not to be waited for.
+        // The lock is held by a running thread, or by one preempted on this CPU: do not wait for
+        // it.
         let cache = (self.depth > 0).then(|| self.caches[cpu & (self.caches.len() - 1)].try_lock());
         let Some(mut cache) = cache.flatten() else { return self.depot.lock().shelf.pop(kind) };
         match cache.pop(kind) {
@@ -130,7 +130,7 @@ impl<T: Copy> Zone<T> {
         let most = self.depth.div_ceil(2).min(self.depth - cache.len().min(self.depth));
         let mut depot = self.depot.lock();
         let slot = depot.shelf.pop(kind)?;
-        // One less, since that slot comes back too.
+        // One less, since that slot comes back to the cache too.
         cache.refill(&mut depot.shelf, kind, most.saturating_sub(1));
         Some(slot)
     }
@@ -157,7 +157,7 @@ impl<T: Copy> Zone<T> {
         self.caches.iter().for_each(|cache| visit(&mut cache.lock()));
     }
 
-    /// A free slot of that kind from wherever one is.
+    /// A free slot of that kind from any shelf.
     pub(super) fn steal(&self, kind: Kind) -> Option<Slot> {
         let mut found = None;
         self.each_shelf(|shelf| {
@@ -179,19 +179,19 @@ impl<T: Copy> Zone<T> {
         found
     }
 
-    /// Up to `most` free slots, those not used for longest first.
+    /// Moves up to `most` free slots to `into`, the least recently used first.
     pub(super) fn take_free(&self, most: usize, into: &mut Vec<Slot>) {
         let end = into.len().saturating_add(most);
         self.each_shelf(|shelf| shelf.take_coldest(end - into.len(), into));
     }
 
-    /// Ends an interval: takes the slots that nobody needed in it, but for a quarter of those that
-    /// were needed. Whether any came or went in it.
+    /// Ends an interval: takes the slots that were not needed in it, but leaves a quarter of the
+    /// number that were. Returns whether any came or went in it.
     pub(super) fn take_idle(&self, into: &mut Vec<Slot>) -> bool {
         let mut idle = 0;
         self.each_shelf(|shelf| idle += shelf.idle());
         let (live, quarantined) = self.live();
-        // What every shelf held at all times was not needed at any time.
+        // The least that a shelf held throughout the interval was never needed.
         let needed = live.saturating_sub(quarantined).saturating_sub(idle);
         let end = into.len() + idle.saturating_sub(needed / 4);
         let mut touched = false;
@@ -202,8 +202,8 @@ impl<T: Copy> Zone<T> {
         touched
     }
 
-    /// Up to `most` numbers, one after the other from the lowest, of slots that have no memory.
-    /// `None` if all have. Who takes them gives them memory or [`leave`](Self::leave)s them bare.
+    /// Up to `most` consecutive numbers, from the lowest, of slots that have no memory. `None` if
+    /// all have. The caller gives them memory or [`leave`](Self::leave)s them bare.
     pub(super) fn take_bare(&self, most: u32) -> Option<Numbers<u32>> {
         let depot = &mut *self.depot.lock();
         let start = depot.lowest_bare();
@@ -216,19 +216,19 @@ impl<T: Copy> Zone<T> {
         (start < end).then_some(start..end)
     }
 
-    /// Slots that were taken bare stay so.
+    /// Returns slots that were taken bare.
     pub(super) fn leave(&self, numbers: Numbers<u32>) {
         self.depot.lock().bare.extend(numbers.map(Reverse));
     }
 
-    /// Slots have got memory, from `first` on; `free` of them are free.
+    /// Adds memory to the slots from `first` on; those in `free` are free.
     pub(super) fn add(&self, first: u32, chunks: &[Chunk<T>], kind: Kind, mut free: Vec<Slot>) {
         let depot = &mut *self.depot.lock();
         depot.live += chunks.len();
         for (entry, chunk) in depot.chunks[first as usize..].iter_mut().zip(chunks) {
             *entry = Some(*chunk);
         }
-        // For them all, wherever they are now.
+        // Room for all slots, as any may come here.
         let live = depot.live;
         let missing = live.saturating_sub(depot.shelf.len());
         depot.shelf.reserve(kind, missing);
@@ -238,12 +238,12 @@ impl<T: Copy> Zone<T> {
         }
     }
 
-    /// Where the memory of a slot lies.
+    /// The memory of a slot.
     pub(super) fn chunk(&self, number: u32) -> Option<Chunk<T>> {
         *self.depot.lock().chunks.get(number as usize)?
     }
 
-    /// Slots are to be without memory from now on: theirs goes to `into`.
+    /// Takes the memory of slots away and puts it into `into`.
     pub(super) fn strip(&self, numbers: impl Iterator<Item = u32>, into: &mut Vec<Chunk<T>>) {
         let depot = &mut *self.depot.lock();
         for number in numbers {
@@ -255,21 +255,21 @@ impl<T: Copy> Zone<T> {
         }
     }
 
-    /// So many slots, `new` of which were never added, may still be reached by the device: nobody
-    /// uses them again.
+    /// Counts slots that the device may still reach, `new` of which were never added: they are
+    /// never used again.
     pub(super) fn quarantine(&self, slots: usize, new: usize) {
         let depot = &mut *self.depot.lock();
         depot.live += new;
         depot.quarantined += slots;
     }
 
-    /// Slots that have memory, and of these those in quarantine.
+    /// The number of slots that have memory, and of those in quarantine.
     pub(super) fn live(&self) -> (usize, usize) {
         let depot = self.depot.lock();
         (depot.live, depot.quarantined)
     }
 
-    /// What it holds.
+    /// The statistics of the zone.
     pub(super) fn stats(&self) -> ClassStats {
         let mut kept = 0;
         self.each_shelf(|shelf| kept += shelf.len());

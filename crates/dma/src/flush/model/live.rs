@@ -1,32 +1,32 @@
-//! Queues that open, close and are bounded while threads unmap, and that end.
+//! Queues that open, close, become bounded and are dropped while threads unmap.
 //!
-//! What the DMA API does around the queues is done here as there, with nothing left out that agrees
-//! with anybody: the mode, the timer's time, the budget.
+//! The code around the queues is modelled on the DMA API's, with everything by which threads
+//! synchronise: the mode, the timer's time, the budget.
 
 use super::*;
 
-/// What the mode says: the queues in use.
+/// The mode: how many queues are in use.
 const STRICT: usize = 0;
 const SINGLE: usize = 1;
 const PER_CPU: usize = 2;
 
-/// What may be wrong with the code around the queues, to show that the models can fail.
+/// The rules for the code around the queues. Breaking one shows that the models can fail.
 trait Around: Rules + Send + Sync + 'static {
-    /// An entry that finds its queue closed is flushed by who queues it.
+    /// A thread that finds its queue closed flushes its entry itself.
     const FLUSHES_WHAT_IS_REFUSED: bool = true;
     /// A queue is closed before it is flushed for the last time.
     const CLOSES_FIRST: bool = true;
-    /// An expiry reaps the queues that are not in use, too.
+    /// An expiry also reaps the queues that are not in use.
     const REAPS_ALL: bool = true;
-    /// Who flushes for a change of policy also clears the flag of the timer that it stops.
+    /// A flush for a change of policy also clears the flag of the timer that it stops.
     const CLEARS_FLAG: bool = true;
     /// So does an expiry that finds nothing to flush.
     const CLEARS_FLAG_FIRST: bool = true;
     /// Bytes are reserved before they are exposed.
     const RESERVES_FIRST: bool = true;
-    /// A queue that becomes bounded refuses what was not reserved.
+    /// A queue that becomes bounded refuses entries without reserved bytes.
     const ASKS_FOR_RESERVATIONS: bool = true;
-    /// What is queued at the end is flushed.
+    /// Entries that are queued at the end are flushed.
     const FLUSHES_AT_END: bool = true;
 }
 
@@ -38,7 +38,7 @@ struct Live<R> {
     bounded: AtomicBool,
     /// Whether the timer will expire.
     due: AtomicBool,
-    /// How many bytes are exposed, and may be.
+    /// How many bytes are exposed.
     exposed: AtomicUsize,
     bound: usize,
 }
@@ -181,7 +181,7 @@ impl<R: Around> Live<R> {
         }
     }
 
-    /// From now on nothing is queued whose byte was not reserved.
+    /// From now on only entries with a reserved byte are queued.
     fn become_bounded(&self) {
         self.world.open(PER_CPU, 3, R::ASKS_FOR_RESERVATIONS);
         self.world.queues.budget.set(self.bound as u64);
@@ -189,7 +189,7 @@ impl<R: Around> Live<R> {
         self.expire();
     }
 
-    /// What must hold when nobody is under way, and then that nothing was lost.
+    /// Checks what must hold when no thread is running, and then that nothing was lost.
     fn settle(&self, unmapped: usize) {
         let queued = self.world.queues.len();
         let strict = self.mode.load(Ordering::Relaxed) == STRICT;
@@ -337,7 +337,7 @@ fn two_that_unmap_never_expose_more_than_the_bound() {
     check_bounded(two_unmap_under_a_bound::<Sound>);
 }
 
-/// A device of which every thread holds a part: the last one to let go ends it.
+/// A device that every thread holds: the last one to drop it ends it.
 struct Device<R: Around> {
     live: Arc<Live<R>>,
 }
@@ -377,7 +377,7 @@ fn whoever_lets_go_of_a_device_last_releases_what_is_queued() {
     check_bounded(ends_while_another_unmaps_and_the_timer_expires::<Sound>);
 }
 
-// What follows shows that the models can fail.
+// The following show that the models can fail.
 
 macro_rules! mutant {
     ($name:ident { $($rules:tt)* } { $($around:tt)* }) => {

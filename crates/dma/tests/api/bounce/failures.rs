@@ -7,7 +7,7 @@ use crate::mock::{Broken, Event, STATUS};
 
 const LIMITS: BounceLimits = BounceLimits { largest: 32 << 10, max_bytes: 96 << 10, idle_ms: 100 };
 
-/// Takes and gives back slots in every way there is. How many could not be taken.
+/// Takes and gives back slots in every possible way; returns how many could not be taken.
 fn program(rig: &Rig) -> usize {
     let [device, other] = &rig.devices;
     let mut failed = 0;
@@ -25,12 +25,12 @@ fn program(rig: &Rig) -> usize {
             None
         }
     };
-    // Growth by many, by one, for the other device, and for one use.
+    // Growth by many, by one, for the other device, and slots for one use.
     let small = note(device.take_buffer(4096, Direction::ToDevice));
     let large = note(device.take_buffer(32 << 10, Direction::FromDevice));
     let single = note(other.take_buffer(40 << 10, Direction::ToDevice));
     drop((small, single));
-    // No room: what is idle is given back; the same slot for another use.
+    // No room: idle slots are given back; the same slot is remapped.
     let second = note(device.take_buffer(32 << 10, Direction::FromDevice));
     drop((large, second));
     let remapped: Vec<_> =
@@ -97,7 +97,7 @@ fn growth_that_fails_half_way_gives_what_it_got() {
     let stats = rig.pools.stats();
     assert_eq!((stats.grown, stats.slots, stats.kept_bytes), (5, 1, 4 * 4096));
     assert_eq!(rig.memory.bytes(), 5 * 4096);
-    // What it did not get is there for others.
+    // What it did not get is available to others.
     let rest: Vec<_> =
         (1..24).map(|_| rig.devices[0].take_buffer(100, Direction::ToDevice).unwrap()).collect();
     let stats = rig.pools.stats();
@@ -123,7 +123,7 @@ fn a_slot_whose_unmap_fails_is_never_used_again() {
         let stats = rig.pools.stats();
         assert_eq!((stats.quarantined_bytes, stats.slots, stats.kept_bytes), (64 << 10, 0, 0));
         assert_eq!(rig.memory.bytes(), 64 << 10, "its memory is nobody's");
-        // It goes on failing: there is an end to the memory that is lost so.
+        // It goes on failing: the memory lost that way is bounded.
         let single = device.take_buffer(40 << 10, Direction::ToDevice).unwrap();
         drop(single);
         for _ in 0..100 {

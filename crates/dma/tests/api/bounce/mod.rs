@@ -17,7 +17,7 @@ use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
 
 use crate::mock::{EagerAllocator, MockDomain, TestDevice, TickingClock};
 
-/// Memory of this process, called guest-physical; counted, bounded, and full of something.
+/// Memory of this process, as guest-physical memory; counted, bounded, and not zeroed.
 #[derive(Clone)]
 pub(crate) struct Supply(Arc<State>);
 
@@ -38,7 +38,7 @@ impl Supply {
         self.0.live.lock().unwrap().values().map(|chunk| chunk.len).sum()
     }
 
-    /// From now on there are only so many bytes.
+    /// From now on there are only `bytes`.
     pub(crate) fn set_room(&self, bytes: u64) {
         *self.0.room.lock().unwrap() = bytes;
     }
@@ -50,14 +50,14 @@ impl Supply {
     }
 }
 
-// SAFETY: the memory is that of `HostMemory`, by another name.
+// SAFETY: the memory is that of `HostMemory`, under another address type.
 unsafe impl BounceMemory<GuestPhys> for Supply {
     fn take(&self, len: u64, align: u64) -> Option<Chunk<GuestPhys>> {
         if self.bytes() + len > *self.0.room.lock().unwrap() {
             return None;
         }
         let chunk = HostMemory.take(len, align)?;
-        // SAFETY: it is ours, and so long.
+        // SAFETY: it is ours, and that long.
         unsafe { chunk.ptr.as_ptr().write_bytes(0xee, len as usize) };
         assert!(self.0.live.lock().unwrap().insert(chunk.target.0, chunk).is_none());
         Some(Chunk { target: GuestPhys(chunk.target.0), ptr: chunk.ptr, len, align })
@@ -75,7 +75,7 @@ unsafe impl BounceMemory<GuestPhys> for Supply {
     }
 }
 
-/// Two devices of a domain, the other of which cannot reach far, and their pools.
+/// Two devices of a domain, the second with few address bits, and their pools.
 pub(crate) struct Rig {
     pub(crate) devices: [TestDevice; 2],
     pub(crate) pools: BouncePools<GuestPhys>,
@@ -86,7 +86,7 @@ pub(crate) struct Rig {
     pub(crate) memory: Supply,
 }
 
-/// The highest address of the other device.
+/// The highest address of the second device.
 pub(crate) const NARROW: u64 = (1 << 26) - 1;
 
 /// What a device may hold.
@@ -132,7 +132,7 @@ impl Rig {
         Rig { devices, pools, domain, allocator, clock, cpu, memory }
     }
 
-    /// Drops devices and pools: what is left is what could not be unmapped, and all of that.
+    /// Drops devices and pools, and checks that exactly what could not be unmapped is left.
     pub(crate) fn end(self) {
         let Rig { devices, pools, domain, allocator, memory, .. } = self;
         assert_eq!(pools.stats().slots, 0, "a slot is lost: {pools:?}");
@@ -143,7 +143,7 @@ impl Rig {
         for (range, target, _) in domain.cached() {
             assert!(memory.holds(target, range.extent() + 1), "{range} leads to freed memory");
         }
-        // What fails while the pools are dropped is left, too, and there is nobody to count it.
+        // What fails while the pools are dropped is left too, and is not counted.
         assert!(memory.bytes() >= quarantined);
         if memory.bytes() == 0 {
             assert_eq!(domain.table.mappings(), 0, "a translation leaked");

@@ -40,7 +40,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// A buffer that is held, and what is known of it.
+/// A buffer that is held, and its expected state.
 struct Held {
     buffer: PoolBuffer,
     device: usize,
@@ -49,7 +49,7 @@ struct Held {
     direction: Direction,
 }
 
-/// The slot for so many bytes.
+/// The size of the slot for `len` bytes.
 fn size_of(len: u64) -> u64 {
     match len {
         0..=4096 => 4096,
@@ -64,7 +64,7 @@ fn held_by(rig: &Rig, device: usize) -> u64 {
     shares.into_iter().find(|share| share.device == number).unwrap().held
 }
 
-/// Takes a buffer if that is possible, and looks at all that is promised of it.
+/// Takes a buffer if possible, and checks all guarantees about it.
 fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool) -> Option<Held> {
     let (size, before) = (size_of(len), held_by(rig, device));
     let result = rig.devices[device].take_buffer(len, direction);
@@ -80,7 +80,7 @@ fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool)
             match error.kind() {
                 ErrorKind::BounceFull => {}
                 ErrorKind::Device { .. } => assert!(failing, "{error}"),
-                // The allocator never returns to low addresses but for the same size.
+                // The allocator returns to low addresses only for the same size.
                 ErrorKind::AddressSpace => assert_eq!(device, 1, "{error}"),
                 kind => panic!("{error}: {kind:?}"),
             }
@@ -96,7 +96,7 @@ fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool)
         assert!(slot.range.last().0 <= NARROW, "beyond what the device reaches");
     }
     let (target, _) = rig.domain.reach(buffer.iova().0).unwrap();
-    // What is in it is zero, or this device's; from now on it is this device's.
+    // It contains zeros, or this device's bytes; from now on it has this device's.
     let mine = device as u8 + 1;
     let found = buffer.piece().to_vec();
     assert!(found.iter().all(|&byte| byte == 0 || byte == mine), "another's bytes");
@@ -173,7 +173,7 @@ proptest! {
             }
             check(&rig, &held);
         }
-        // All is well again: nothing that was not lost before is lost now.
+        // No more failures: nothing more is lost.
         rig.domain.fail_after(i64::MAX);
         *rig.domain.broken.lock().unwrap() = Broken::default();
         drop(held);

@@ -1,4 +1,4 @@
-//! How a queue ends that has commands under way.
+//! The end of a queue with commands in flight.
 
 use std::mem::{forget, take};
 
@@ -18,19 +18,19 @@ where
     R: Registers,
     B: DmaBuffer<HostAddr>,
 {
-    /// Stops the controller with all its queues and hands out what this one holds: what was under way
-    /// as [`Failure::Abandoned`]. For a queue that cannot go on.
+    /// Stops the controller with all its queues and hands out what this one holds: commands in
+    /// flight as [`Failure::Abandoned`]. For a queue that cannot go on.
     ///
     /// # Errors
-    /// The controller does not stop: what it works on is not handed out, since it may still write
-    /// there. Or data could not be unmapped, and is leaked.
+    /// The controller does not stop: data that it works on is not handed out, since it may still
+    /// write there. Or data could not be unmapped, and is leaked.
     pub fn abandon(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<(), Error> {
         self.failed.get_or_insert(Error::Stopped);
         self.inner.stop()?;
         self.asked = 0;
         let (spare, mut result) = (&mut self.spare, Ok(()));
         self.refused.drain(..).for_each(&mut each);
-        // Of what is mapped the controller never hears.
+        // The controller never gets commands that are mapped only now.
         self.transfers.finish_maps(|_, noted, mapping| match mapping {
             Ok(_) => true,
             Err(error) => {
@@ -71,7 +71,7 @@ where
         if deleted.is_ok() || self.inner.stop().is_ok() {
             return;
         }
-        // It may go on for ever. What is unmapped it cannot reach, unless nothing is translated.
+        // It may go on for ever. It cannot reach what is unmapped, unless nothing is translated.
         let confined = self.inner.is_confined();
         for (noted, mapping) in self.transfers.take_asked() {
             match mapping {

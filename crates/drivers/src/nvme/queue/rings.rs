@@ -9,7 +9,7 @@ use super::super::{NotAsked, Op, Registers, pages::Pages, prp, ring::Pair, wire:
 /// The memory that a queue shares with the controller.
 pub(super) struct Rings<R> {
     pub(super) pair: Pair<R>,
-    /// A list of pages for each command.
+    /// A PRP list for each command.
     pub(super) lists: Coherent<Pages>,
     pub(super) list_bytes: u64,
 }
@@ -31,7 +31,7 @@ impl<R: Registers> Rings<R> {
         Ok(())
     }
 
-    /// Adds a command without data. What a deallocation speaks of is put where others have lists.
+    /// Adds a command without data. The range of a deallocation takes the place of the PRP list.
     pub(super) fn push_bare(&mut self, at: usize, command: Command, op: Op) {
         let offset = at as u64 * self.list_bytes;
         let mut data = [0; 2];

@@ -23,7 +23,7 @@ where
     /// Adds a command; [`publish`](Self::publish) starts it. Its completion has the `token`.
     ///
     /// # Errors
-    /// It is not submitted, and its data is in the error.
+    /// The command is not submitted, and its data is in the error.
     #[track_caller]
     pub fn submit(
         &mut self,
@@ -107,7 +107,7 @@ where
         }
     }
 
-    /// The command, but for its number and its data.
+    /// The command, except for its number and its data.
     fn check(&self, space: &Namespace, op: Op, data: &Data<B>) -> Result<Command, NotAsked> {
         if let Some(failed) = self.failed {
             return Err(NotAsked::Queue(failed));
@@ -122,7 +122,7 @@ where
             Op::Deallocate { lba, blocks } => {
                 const DEALLOCATE: u32 = 4;
                 within(lba, blocks.into())?;
-                // One range: word 10 has the number of ranges less one.
+                // One range: word 10 is the zero-based number of ranges.
                 Ok(command.word(11, DEALLOCATE))
             }
             Op::Read { lba } | Op::Write { lba } => {
@@ -135,7 +135,7 @@ where
                 }
                 let blocks = bytes / block;
                 within(lba, blocks)?;
-                // At most 4096 blocks of the smallest size: they fit the 16 bits there are.
+                // At most 4096 blocks of the smallest size: they fit the field's 16 bits.
                 Ok(command.pair(10, lba).word(12, blocks as u32 - 1))
             }
         }

@@ -1,4 +1,4 @@
-//! The bottom of the tree: words, and what fits into one.
+//! The bottom of the tree: words, and what fits into them.
 
 use core::ops::ControlFlow;
 
@@ -13,7 +13,7 @@ pub(super) struct Leaf {
 }
 
 impl Leaf {
-    /// All of it free or taken.
+    /// A leaf that is wholly free or wholly taken.
     pub(super) fn new(free: bool) -> Leaf {
         let (word, fit) = if free { (u64::MAX, 64) } else { (0, 0) };
         Leaf { words: [word; FAN], fits: [fit; FAN], prefixes: [fit; FAN] }
@@ -140,7 +140,7 @@ pub(super) fn word_fit(word: u64) -> u8 {
     if word == u64::MAX {
         return 64;
     }
-    // The largest order of which an aligned block is free.
+    // The largest order with a free aligned block.
     let (mut blocks, mut order) = (word, 0);
     while order < WORD_BITS {
         let larger = blocks & (blocks >> (1 << order)) & every(order + 1);
@@ -152,7 +152,7 @@ pub(super) fn word_fit(word: u64) -> u8 {
     if word == 0 {
         return 0;
     }
-    // Those of them that the next order could start with: how far do they go on?
+    // The blocks that could start a request of the next order: how far they extend.
     let mut starts = blocks & every((order + 1).min(WORD_BITS));
     let mut fit = 1 << order;
     while starts != 0 {

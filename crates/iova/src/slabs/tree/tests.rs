@@ -5,7 +5,7 @@ use super::{
 use proptest::prelude::*;
 use std::vec;
 
-/// How many granules are free from each on.
+/// How many granules are free from each granule on.
 fn runs(free: &[bool]) -> Vec<u64> {
     let mut runs = vec![0; free.len() + 1];
     for at in (0..free.len()).rev() {
@@ -14,7 +14,7 @@ fn runs(free: &[bool]) -> Vec<u64> {
     runs
 }
 
-/// The largest request that has a place, one place after the other.
+/// The largest request that has a place, by trying each place.
 fn naive_fit(free: &[bool]) -> u64 {
     let runs = runs(free);
     let alignment = |at: usize| if at == 0 { u64::MAX } else { 1 << at.trailing_zeros() };
@@ -45,7 +45,7 @@ proptest! {
     }
 }
 
-/// 3 levels above the leaves, at the bottom and at the top of what 64 bits hold.
+/// 3 levels above the leaves, at the bottom and at the top of the 64-bit space.
 const GRANULES: u64 = 1 << 18;
 
 #[derive(Clone, Debug)]
@@ -56,7 +56,7 @@ enum Op {
 
 fn op() -> impl Strategy<Value = Op> {
     let count = prop_oneof![1..80u64, 1..3000u64, 1..GRANULES, (0..18u32).prop_map(|bit| 1 << bit)];
-    // Often at round places, where blocks are.
+    // Often at round addresses, where blocks begin.
     let at = (0..GRANULES, 0..18u32).prop_map(|(at, bit)| at >> bit << bit);
     (at, count, any::<bool>()).prop_map(|(at, count, take)| {
         let count = count.min(GRANULES - at);
@@ -64,7 +64,7 @@ fn op() -> impl Strategy<Value = Op> {
     })
 }
 
-/// Makes exactly those of a range that are not so yet free or taken.
+/// Frees or takes exactly those granules of a range that are not so yet.
 fn apply(tree: &mut Tree, free: &mut [bool], base: u64, op: &Op) {
     let (at, count, to) = match *op {
         Op::Take { at, count } => (at, count, false),
@@ -119,7 +119,7 @@ proptest! {
             let taken = (limit..GRANULES).find(|n| !free[*n as usize]).map(|n| base + n);
             prop_assert_eq!(tree.first_taken(base + limit, base + (GRANULES - 1)), taken);
         }
-        // Taken and given back as a whole, it is as new.
+        // Taken and given back as a whole, the tree is as new.
         apply(&mut tree, &mut free, base, &Op::Take { at: 1, count: GRANULES - 1 });
         apply(&mut tree, &mut free, base, &Op::Take { at: 0, count: 1 });
         prop_assert_eq!(tree.fit(), 0);

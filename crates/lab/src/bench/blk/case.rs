@@ -18,7 +18,7 @@ use crate::{
 named! {
     /// A part of the benchmark.
     Part, "{:?} is no part: there are {}":
-    /// The IOTLB is there, but the driver does not ask for an IOMMU.
+    /// The device has an IOTLB, but the driver does not use an IOMMU.
     Off = "off",
     /// Buffers are mapped once.
     Static = "static",
@@ -59,9 +59,10 @@ pub(super) struct Case {
     pub(super) depth: usize,
     pub(super) queues: u16,
     pub(super) addressing: Addressing,
-    /// Of the part that compares buffers: blocks of a request, and whether they are the service's own.
+    /// For the part that compares buffers: blocks of a request, and whether buffers are the
+    /// service's own.
     pub(super) buffers: Option<(u32, bool)>,
-    /// Of the part that compares them: whether the service is confined.
+    /// For the part that compares sandboxes: whether the service is confined.
     pub(super) sandbox: Option<bool>,
 }
 
@@ -84,7 +85,7 @@ impl Case {
         if self.buffers.is_some_and(|(_, own)| own) { "own" } else { "guest" }
     }
 
-    /// Its addresses in a word or two.
+    /// Its addressing in a word or two.
     fn addresses(&self) -> String {
         if let Some((span, _)) = self.buffers {
             let size = Entry(u64::from(span) * BLOCK as u64);
@@ -103,7 +104,7 @@ impl Case {
         format!("{kind}/{ring}/{queues}x{depth}/{}", self.addresses())
     }
 
-    /// The one of the same requests without an IOMMU, with the guest's buffers, or unconfined.
+    /// The case with the same requests without an IOMMU, with the guest's buffers, or unconfined.
     pub(super) fn off(&self) -> Case {
         let buffers = self.buffers.map(|(span, _)| (span, false));
         let sandbox = self.sandbox.map(|_| false);
@@ -156,7 +157,7 @@ pub struct Choice {
     pub entries: Vec<Entry>,
     /// Formats of rings.
     pub rings: Vec<Ring>,
-    /// Combinations that tell little, too.
+    /// Also combinations that show little.
     pub all: bool,
 }
 
@@ -182,7 +183,7 @@ impl Choice {
             for &kind in &self.kinds {
                 for &Depth(depth) in &self.depths {
                     for &Queues(queues) in &self.queues {
-                        // One request in each of two queues tells what one in one does.
+                        // One request in each of two queues shows the same as one in one queue.
                         if self.all || depth > 1 || queues == 1 {
                             let addressing = Addressing::Physical;
                             let (buffers, sandbox) = (None, None);
@@ -205,7 +206,7 @@ impl Choice {
         cases
     }
 
-    /// Those of the part that compares them, the guest's before the service's own.
+    /// The cases of the part that compares buffers, the guest's before the service's own.
     fn buffers(&self) -> impl Iterator<Item = (u32, bool)> {
         let spans = SPANS.into_iter().filter(|_| self.parts.contains(&Part::Buffers));
         spans.flat_map(|span| [(span, false), (span, true)])
@@ -221,7 +222,8 @@ impl Choice {
                             .map(|mergeable| Addressing::Static { entry: entry.0, mergeable })
                     };
                     let all = self.entries.iter().flat_map(both);
-                    // A larger one covers all there is; of 2 MiB there are too few to tell.
+                    // A larger entry covers all of memory; of 2 MiB there are too few to show a
+                    // difference.
                     all.filter(|addressing| {
                         !matches!(
                             addressing,

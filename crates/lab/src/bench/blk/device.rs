@@ -17,13 +17,13 @@ use super::{
 };
 use crate::bench::{ping, process::Process, threads, window::Measured};
 
-/// Blocks of a disk: 16 MiB, which the page cache holds. The less of the processor's own caches they
+/// Blocks of a disk: 16 MiB, which the page cache holds. The less of the processor's caches they
 /// take, the more of the time is the back end's.
 pub(super) const BLOCKS: u64 = 1 << 12;
-/// Of a disk that was written, one of so many blocks is looked at.
+/// One in so many blocks of a disk that was written is checked.
 const LOOK: usize = 3;
 
-/// A file that is a disk, which goes with this.
+/// A file that is a disk, removed when this is dropped.
 struct Image(PathBuf);
 
 impl Image {
@@ -32,7 +32,7 @@ impl Image {
         let file = File::options().write(true).create_new(true).open(&path);
         let file = file.with_context(|| format!("making {}", path.display()))?;
         let image = Image(path);
-        // What is written back meanwhile would be measured, too.
+        // Write-back during a measurement would be measured, too.
         let filled = content.fill(&file).and_then(|()| file.sync_all());
         filled.with_context(|| format!("filling {}", image.0.display()))?;
         Ok(image)
@@ -49,9 +49,9 @@ impl Drop for Image {
 /// Where files are made.
 pub(super) struct Places<'a> {
     sockets: &'a Path,
-    /// The disk of all who only read.
+    /// The disk of all devices that only read.
     read: Image,
-    /// Where the others' disks lie.
+    /// Where the other devices' disks are.
     written: &'a Path,
 }
 
@@ -63,10 +63,10 @@ impl<'a> Places<'a> {
     }
 }
 
-/// A device of a case, and what was measured of it.
+/// A device of a case, and its measurements.
 pub(super) struct Device {
     outcome: Outcome,
-    /// Until it fails.
+    /// `None` once it has failed.
     running: Option<Running>,
     cpus: [usize; 2],
 }
@@ -75,7 +75,7 @@ pub(super) struct Device {
 struct Running {
     driver: Driver,
     process: Process,
-    /// What it writes.
+    /// The disk that it writes.
     image: Option<Image>,
 }
 
@@ -122,7 +122,7 @@ impl Device {
         }
     }
 
-    /// Stops it, and looks at what it has written.
+    /// Stops it, and checks what it has written.
     pub(super) fn end(mut self) -> Outcome {
         let Some(Running { driver, mut process, image }) = self.running.take() else {
             return self.outcome;

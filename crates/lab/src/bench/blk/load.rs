@@ -16,15 +16,15 @@ use crate::{
     load::blk::{BlkLoad, Content, Tally},
 };
 
-/// How long requests go before they are counted.
+/// How long requests run before they are counted.
 const WARM_UP: Duration = Duration::from_millis(8);
 
 /// A device under load.
 pub(super) struct Driver {
     load: BlkLoad,
-    /// Nothing goes on without messages.
+    /// Whether each request needs misses served, since its addresses are new.
     fresh: bool,
-    /// When something was answered last.
+    /// When a request last completed.
     last: Instant,
     looked: Instant,
 }
@@ -37,7 +37,7 @@ impl Driver {
         Ok(Driver { load, fresh: case.addressing.is_fresh(), last: now, looked: now })
     }
 
-    /// Loads it for `length`, and leaves it with nothing to do.
+    /// Loads it for `length`, and leaves it idle.
     pub(super) fn measure(&mut self, process: &Process, length: Duration) -> Result<Window> {
         self.run(WARM_UP)?;
         let before = self.mark(process);
@@ -47,7 +47,7 @@ impl Driver {
         Ok(before.until(&after))
     }
 
-    /// Stops it; what became of all requests, and what the disk holds.
+    /// Stops it; returns what became of all requests, and what the disk holds.
     pub(super) fn stop(self) -> Result<(Tally, Content)> {
         let tally = self.load.tally();
         Ok((tally, self.load.stop()?))

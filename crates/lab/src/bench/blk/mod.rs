@@ -6,12 +6,13 @@
 //! | `device` | a back end's process with its driver and its disk |
 //! | `load` | one measurement between two processes |
 //! | `path` | the data path by itself, in one thread |
-//! | `rows` | what the rounds tell |
+//! | `rows` | the rows that the rounds give |
 //! | [`table`] | all of it for a terminal |
 //!
-//! The driver has a CPU, and all of the back end has the other: its worker, its server, and what the
-//! kernel does for it. Each case has a process of its own, which is stopped while others are measured:
-//! so windows can be short and take turns quickly, and what slows the machine slows all of a round.
+//! The driver has a CPU, and all of the back end has the other: its worker, its server, and what
+//! the kernel does for it. Each case has a process of its own, which is stopped while others are
+//! measured: so windows can be short and alternate quickly, and what slows the machine slows the
+//! whole round.
 //!
 //! The disk is a file that the page cache holds, which the back end reaches through io_uring. That is
 //! fastest where the kernel need not hand a request to a thread: reads from a file of ext4, say, and
@@ -46,7 +47,7 @@ use super::{
 };
 use crate::{progress::Kind as Show, run::Usage};
 
-/// What a measurement takes beside its window.
+/// What a measurement takes besides its window.
 const OVERHEAD: Duration = Duration::from_millis(14);
 
 /// What to measure, and how.
@@ -54,8 +55,8 @@ const OVERHEAD: Duration = Duration::from_millis(14);
 pub struct Options {
     /// The cases.
     pub choice: Choice,
-    /// Where the files lie that are disks; `None`: those that are read in the folder for temporary
-    /// files, those that are written in memory.
+    /// Where the disks' files are; `None`: disks that are read in the folder for temporary files,
+    /// disks that are written in memory.
     pub folder: Option<PathBuf>,
     /// Rounds.
     pub repeat: u32,
@@ -73,14 +74,14 @@ struct Outcome {
     windows: Vec<Measured>,
     /// What became of all requests.
     tally: Tally,
-    /// Blocks of the disk that hold something else than was written, of those that were looked at.
+    /// Blocks of the disk that hold something else than was written, of those that were checked.
     wrong_on_disk: u64,
 }
 
 /// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
-/// What was asked for cannot be done: [`Usage`]. Or there is no room for a disk.
+/// [`Usage`]: the options cannot be carried out. Or there is no room for a disk.
 pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let cases = options.choice.cases();
     let path = options.choice.parts.contains(&Part::Path);

@@ -3,7 +3,7 @@
 //! Only the device is timed. It takes requests, reads their headers, moves the data, writes the
 //! status and gives them back: the same code each time, compiled for addresses that are never
 //! translated (`without`), for those of a device that has an IOTLB which its driver does not use
-//! (`off`), and with it. So the difference of the first two is what it costs that the IOTLB is there.
+//! (`off`), and with it. So the difference of the first two is what having an IOTLB costs.
 
 use std::{
     os::fd::AsFd,
@@ -55,7 +55,7 @@ const IOVA: u64 = 1 << 40;
 const STATUS_AT: u64 = HEADER_BYTES as u64;
 const TABLE_AT: u64 = 32;
 
-/// Whoever has a quiet point between bursts.
+/// A way to memory with a quiet point between bursts.
 trait Way: Translate {
     fn quiet(&mut self);
 }
@@ -123,7 +123,7 @@ impl<T: Way> Rig<T> {
         let wanted = if write { blk::Kind::Out } else { blk::Kind::In };
         let requests = (0..REQUESTS).map(|n| {
             let page = REQUESTS_AT / PAGE + 2 * n;
-            // Not all at the same place of their page.
+            // Not all at the same offset in their page.
             let into = n % 31 * 128;
             let offset = (page + 1) * PAGE + into;
             let request = at(page + 1) + into;
@@ -212,21 +212,22 @@ impl<T: Way> Timed for Rig<T> {
     }
 }
 
-/// The disk of all.
+/// The disk of all rigs.
 fn disk() -> Result<Arc<Ram>> {
     let len = BLOCKS * BLOCK as u64;
     let file = memory::file("bench", len)?;
     Ok(Arc::new(Ram::map(file.as_fd(), len).context("a disk in memory")?))
 }
 
-/// Where a page of requests lies for a device with an IOMMU: no two lead on from each other.
+/// The page of addresses of a page of requests behind an IOMMU: no two neighbours are contiguous in
+/// memory.
 fn scattered(page: u64) -> u64 {
     let (first, count) = (REQUESTS_AT / PAGE, 2 * REQUESTS);
     let page = if page < first { page } else { first + (page - first) * 27 % count };
     IOVA + page * PAGE
 }
 
-/// A way through an IOTLB that knows all of memory.
+/// A way through an IOTLB that has all of memory.
 fn translated(ram: &Arc<GuestRam>, memory: &Arc<Memory>) -> Result<Bus> {
     let shootdown = Shootdown::new(1);
     let iotlb = Iotlb::new(IotlbConfig::default(), Arc::clone(&shootdown));
@@ -239,7 +240,7 @@ fn translated(ram: &Arc<GuestRam>, memory: &Arc<Memory>) -> Result<Bus> {
     Ok(Bus::Iommu(Box::new(view)))
 }
 
-/// Measures, and adds the rows. `begin` is told what is measured now.
+/// Measures, and adds the rows. `begin` is called with the name of each measurement.
 ///
 /// # Errors
 /// There is no memory, or a request was not served.
@@ -284,7 +285,7 @@ pub(super) fn measure(
                 Rounds::default(),
             ),
         ];
-        // In the first round caches grow, and it counts for nothing.
+        // Caches grow in the first round, which does not count.
         for round in 0..=repeat {
             for (name, rig, rounds) in &mut rigs {
                 if stop.load(std::sync::atomic::Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! What the rounds tell.
+//! The rows that the rounds give.
 
 use super::Outcome;
 use crate::bench::{

@@ -1,4 +1,5 @@
-//! Whether pools keep buffers apart and bring back what they should, by an account of one's own.
+//! Checks that pools keep buffers apart and copy back what they should, against a record of its
+//! own.
 
 use std::collections::BTreeMap;
 
@@ -8,8 +9,8 @@ use crate::block::mix;
 /// Buffers that are held at once.
 const HELD: usize = 24;
 
-/// Runs a program of `steps` random steps over buffers of `len` bytes. Each thread has one of its
-/// own, by `seed`: what another thread does to its slots is seen in their bytes.
+/// Runs a program of `steps` random steps over buffers of `len` bytes. Each thread has a program of
+/// its own, by `seed`: what another thread does to its slots shows in their bytes.
 ///
 /// # Errors
 /// What was found, in a few words.
@@ -26,7 +27,7 @@ pub(super) fn check<S: Subject>(
         if held.is_empty() || held.len() < HELD && checker.random(2) == 0 {
             match checker.begin()? {
                 Some(one) => held.push(one),
-                // Full; then something must be there to end.
+                // The pool is full: then some buffer must be held.
                 None if held.is_empty() => return Err("had no room for one buffer".to_owned()),
                 None => {}
             }
@@ -47,7 +48,7 @@ struct Checker<'a, S> {
     subject: &'a S,
     len: usize,
     state: u64,
-    /// Where slots begin that are held, and where they end.
+    /// Where held slots begin, and where they end.
     account: BTreeMap<u64, u64>,
 }
 
@@ -92,7 +93,7 @@ impl<S: Subject> Checker<'_, S> {
         let loads = self.subject.loads(begun.op);
         for at in 0..self.len {
             // SAFETY: the slot holds as many bytes as the buffer, and stays as long as it is held;
-            // nobody writes there but this thread, unless the pool gave it to two.
+            // no thread but this one writes there, unless the pool gave it to two.
             let found = unsafe { ptr.add(at).read_volatile() };
             let wanted = if loads { byte(begun.fill, at) } else { 0 };
             if found != wanted {
@@ -149,11 +150,11 @@ mod tests {
     enum Wrong {
         /// Gives one slot to all.
         Twice,
-        /// Brings nothing back.
+        /// Copies nothing back.
         Forgets,
-        /// Lets a byte of another be seen.
+        /// Shows a byte of another buffer.
         Shows,
-        /// Brings back more than was written.
+        /// Copies back more than was written.
         TooMuch,
     }
 

@@ -1,10 +1,10 @@
 //! A linear pool of small slots: the shape of Linux's swiotlb, whose limits are the peers' limits.
 //!
-//! The pool is one block, set aside at the beginning. It is cut into slots of 2 KiB, slots into
-//! segments of 128, and a buffer lies in one segment: no more than 256 KiB. Slots belong to areas,
+//! The pool is one block, set aside at the beginning. It is cut into slots of 2 KiB, 128 slots make
+//! a segment, and a buffer lies in one segment: it has no more than 256 KiB. Slots belong to areas,
 //! one for each CPU, each with a lock of its own; an area is searched slot by slot from where the
-//! last search ended, and when it has no room the next one is. Each slot knows how many free slots
-//! follow it in its segment, and for which memory it stands.
+//! last search ended, and if it has no room, the next area is. Each slot knows how many free slots
+//! follow it in its segment, and which memory it bounces.
 
 use parking_lot::Mutex;
 
@@ -17,7 +17,7 @@ pub(super) const LONGEST: u64 = SLOT * SEGMENT as u64;
 /// A buffer of so many bytes begins at a multiple of them.
 const PAGE: u64 = 4096;
 
-/// Which slots of a block are whose. The block itself is another's business.
+/// Tracks which slots of a block are taken, and for which memory. The block itself is the caller's.
 pub(super) struct Linear {
     areas: Box<[Mutex<Area>]>,
     per_area: usize,
@@ -34,7 +34,7 @@ struct Area {
 struct Slot {
     /// Free slots from this one to the next that is taken, or to the end of the segment; 0: taken.
     run: usize,
-    /// The memory that it stands for.
+    /// The memory that it bounces.
     original: u64,
     /// Bytes of the buffer from here to its end; 0: free.
     len: u64,
@@ -79,7 +79,7 @@ impl Linear {
         })
     }
 
-    /// Gives back what [`take`](Self::take) gave: the memory that it stood for, and its length.
+    /// Frees what [`take`](Self::take) gave; returns the memory that it bounced, and its length.
     /// `None`, and nothing is done, if no buffer begins there.
     pub(super) fn give_back(&self, offset: u64) -> Option<(u64, u64)> {
         let at = (offset / SLOT) as usize;
@@ -120,7 +120,7 @@ impl Area {
 
     fn give_back(&mut self, at: usize) -> Option<(u64, u64)> {
         let Slot { original, len, .. } = self.slots[at];
-        // Of two slots side by side, only those of one buffer differ so much in what is left of it.
+        // The `len` of two neighbouring slots differs by this much only within one buffer.
         let inner = !at.is_multiple_of(SEGMENT) && self.slots[at - 1].len == len + SLOT;
         if len == 0 || inner {
             return None;
@@ -135,7 +135,7 @@ impl Area {
         Some((original, len))
     }
 
-    /// Tells the free slots before `at`, in its segment, that the run from there is so long.
+    /// Updates the free slots before `at`, in its segment: the run from `at` is `run` slots long.
     fn recount(&mut self, at: usize, mut run: usize) {
         let first = at / SEGMENT * SEGMENT;
         for slot in self.slots[first..at].iter_mut().rev().take_while(|slot| slot.run > 0) {
@@ -151,7 +151,7 @@ mod tests {
 
     use super::*;
 
-    /// A byte a slot, and no idea how to be quick.
+    /// A flag a slot, and no attempt to be fast.
     struct Naive {
         taken: Vec<bool>,
         per_area: usize,

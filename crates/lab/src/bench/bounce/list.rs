@@ -176,7 +176,7 @@ struct SingleUse {
 }
 
 impl Bench {
-    /// Makes the list so long.
+    /// Makes the list `elements` long.
     fn draw(&mut self, elements: usize) {
         self.spare.splice(0..0, self.list.drain(..));
         self.list.extend(self.spare.drain(..elements));
@@ -221,7 +221,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Whether every way brings back what it should.
+    /// Checks that every way copies back what it should.
     fn check(&mut self) -> Result<()> {
         for way in Way::ALL {
             for direction in [Direction::Bidirectional, Direction::ToDevice] {
@@ -230,7 +230,7 @@ impl Bench {
                 ensure!(self.holds(0xa5), "{}: bytes are lost", way.name());
             }
             if way != Way::SingleUse {
-                // The device wrote nothing, and is said to have: what comes back is nobody's.
+                // The device wrote nothing, and is said to have: what comes back must be zeros.
                 self.pass(way, Direction::FromDevice)?;
                 ensure!(self.holds(0), "{}: bytes of another came back", way.name());
             }

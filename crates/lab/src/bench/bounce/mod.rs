@@ -7,7 +7,7 @@
 //! | [`pool`] | our pools against a linear one, in one process |
 //! | `linear` | the linear pool |
 //! | [`subject`] | both pools, as `pool` uses them |
-//! | `check` | an account of its own of what pools do |
+//! | `check` | checks pools against a record of its own |
 //! | [`table`] | all of it for a terminal |
 
 mod check;
@@ -61,11 +61,11 @@ pub struct Options {
     pub progress: Kind,
 }
 
-/// Runs the benchmark. `stop` ends it early; what was measured until then is returned. What goes
-/// wrong in a part is an error of the benchmark, and the other parts are run.
+/// Runs the benchmark. `stop` ends it early; what was measured until then is returned. A part that
+/// fails is an error of the benchmark, and the other parts still run.
 ///
 /// # Errors
-/// What was asked for cannot be done: [`Usage`](crate::run::Usage).
+/// [`Usage`](crate::run::Usage): the options cannot be carried out.
 pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let mut benchmark = Benchmark::new("bounce", options.repeat);
     benchmark.settings = object([

@@ -27,7 +27,7 @@ use crate::{
     text::bytes,
 };
 
-/// Bytes of the linear pool: swiotlb's, if nothing else is asked for.
+/// Bytes of the linear pool: swiotlb's default.
 pub(super) const BLOCK: u64 = 64 << 20;
 /// Steps of a check.
 const STEPS: u32 = 300;
@@ -86,7 +86,7 @@ pub(super) fn run(
     Ok(())
 }
 
-/// One size and one number of slots that are held.
+/// The entrants at one size and one number of held slots.
 struct Contest<'a> {
     size: usize,
     held: u32,
@@ -150,7 +150,7 @@ impl<'a> Contest<'a> {
         }
     }
 
-    /// Whether everyone keeps to what a pool must; who does not is out.
+    /// Checks that every entrant does what a pool must; one that does not is out.
     fn check(&mut self, into: &mut Benchmark) {
         for (name, entrant) in &mut self.entrants {
             if let Err(found) = entrant.check(&self.cpus) {
@@ -193,13 +193,13 @@ impl<'a> Contest<'a> {
     }
 }
 
-/// An implementation with what it holds.
+/// An implementation with the buffers that it holds.
 trait Entrant {
     /// # Errors
-    /// What it does that it must not; it is not measured any more.
+    /// The rule that it breaks; it is not measured any more.
     fn check(&mut self, cpus: &[usize]) -> Result<(), String>;
-    /// Nanoseconds an operation of a thread: of its CPU time if there is one, else of the wall's, as
-    /// threads wait for each other. `None` if it cannot be had.
+    /// Nanoseconds an operation of a thread: of its CPU time if there is one, else of the wall's,
+    /// as threads wait for each other. `None` if a pass failed.
     fn measure(&mut self, op: Op, threads: usize, cpus: &[usize], budget: Duration) -> Option<f64>;
     /// Why it is not measured.
     fn out(&self) -> Option<&str>;
@@ -316,7 +316,7 @@ fn passes<S: Subject>(
     budget: Duration,
 ) -> Option<(u64, Duration)> {
     let passes = |count| {
-        // A loop for each: the choice is no part of an operation.
+        // A loop for each: the choice is not part of an operation.
         if op == Op::Take {
             for _ in 0..count {
                 subject.take(buffer.len()).then_some(()).ok_or(())?;

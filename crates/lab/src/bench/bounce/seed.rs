@@ -23,8 +23,8 @@ use crate::{
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// The rows, in order. `strict` is strict as the seed had it: each mapping is synced by itself,
-/// each unmap too; what shares syncs is called `strict+map` here.
+/// The rows, in order. `strict` is as in the seed: each map has a sync of its own, and each unmap
+/// too; the one with shared syncs is called `strict+map` here.
 pub(super) const ROWS: [Row; 7] = [
     Row::Policy(Policy::Off),
     Row::Policy(Policy::Strict),
@@ -148,7 +148,7 @@ struct Counted {
 impl Counted {
     fn of(samples: &[&Sample]) -> Counted {
         let rounds = |f: &dyn Fn(&Sample) -> f64| samples.iter().copied().map(f).collect();
-        // Of a row without an IOMMU there is nothing to tell.
+        // A row without an IOMMU has none of these figures.
         let mapped = |f: &dyn Fn(&Sample) -> Option<f64>| {
             let values: Option<Vec<f64>> = samples.iter().copied().map(f).collect();
             values.unwrap_or_default().into_iter().collect()
@@ -181,8 +181,8 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
         true => (Op::Write, job.bs.write),
         false => (Op::Read, job.bs.read),
     };
-    // A round in which a row got nothing done, on a machine with other work to do, tells nothing of
-    // the others beside it.
+    // A round in which a row completed nothing, on a machine with other work, says nothing about
+    // the other rows either.
     let idle =
         |round: usize| rows.iter().any(|row| row.rounds.get(round).is_some_and(|of| of.ios == 0));
     let counted = |row: &PolicyRounds| {
@@ -200,7 +200,7 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
     let (off, strict) = (find(Policy::Off), find(Policy::Strict));
     let (shared, ours) = (find(Policy::StrictMap), find(OURS));
     let row = |(row, own): (&PolicyRounds, &Counted)| {
-        // Of throughput: how many times as much gets done.
+        // The ratio of throughputs.
         let faster = |base: &Counted| value(base.ns.ratio_to(&own.ns));
         let note = match (&row.fallback, own.ns.is_empty()) {
             (_, true) => Some("not measured: interrupted, or rows got nothing done".to_owned()),

@@ -1,4 +1,4 @@
-//! Who is measured in one process: our pools through the DMA API, and a linear pool.
+//! What is measured in one process: our pools through the DMA API, and a linear pool.
 
 use std::sync::Arc;
 
@@ -22,9 +22,9 @@ named! {
     Take = "take",
     /// The device reads: copied in.
     ToDevice = "to",
-    /// The device writes all of it, and says so: copied back.
+    /// The device writes all of it, and reports so: copied back.
     FromDevice = "from",
-    /// The device writes, and nobody knows how much: copied in, and back.
+    /// The device writes an unknown part: copied in, and back.
     Preloaded = "preloaded",
     /// Copied in, and back.
     Both = "both",
@@ -68,23 +68,23 @@ pub(super) trait Subject: Sized + Send + Sync {
     /// The same pools for thread `index`.
     fn for_thread(&self, index: usize) -> Self;
 
-    /// Gives the device a buffer; `None` if it cannot be had, and the buffer is lost.
+    /// Maps a buffer for the device; `None` if that fails, and the buffer is lost.
     fn begin(&self, buffer: Vec<u8>, op: Op) -> Option<Self::Held>;
 
-    /// Takes it back, when the device has written its first `written` bytes. `None` if it is not
-    /// there.
+    /// Unmaps it, after the device has written its first `written` bytes. `None` if it was not
+    /// mapped.
     fn end(&self, held: Self::Held, op: Op, written: usize) -> Option<Vec<u8>>;
 
-    /// A slot taken and given back; false if there is none.
+    /// Takes a slot and gives it back; false if there is none.
     fn take(&self, len: usize) -> bool;
 
-    /// What the device would do: where it sees the buffer, and where that lies in this process.
+    /// Where the device sees the buffer, and where that is in this process.
     fn seen(&self, held: &Self::Held) -> Option<(u64, *mut u8)>;
 
     /// Whether the device finds the buffer's bytes in the slot under `op`; else it finds zeros.
     fn loads(&self, op: Op) -> bool;
 
-    /// Buffers that the device has; bytes of slots, where that is all that is known.
+    /// Buffers that the device has; or bytes of slots, where the pool counts only these.
     fn in_use(&self) -> u64;
 }
 
@@ -100,18 +100,18 @@ pub(super) struct Ours {
 }
 
 impl Ours {
-    /// Without a slot yet.
+    /// Pools without slots.
     ///
     /// # Errors
-    /// The pools refuse to be set up.
+    /// The pools cannot be set up.
     pub(super) fn new() -> anyhow::Result<Ours> {
         let sizes = PageSizes::from_granule(4096).expect("a power of two");
         let geometry = Geometry::new(sizes, Range::ALL);
         let domain: Soft = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
         let aperture = Aperture::new(0, (1 << 48) - 1, 4096)?;
         let allocator = Arc::new(Slabs::new(aperture, OsCpu::new()));
-        // Room for all that is held meanwhile, in whole granules.
-        // Nothing is given back meanwhile: what is measured are maps and unmaps.
+        // Room for all that is held meanwhile, in whole granules. The pools do not shrink
+        // meanwhile: only maps and unmaps are measured.
         let limits =
             BounceLimits { max_bytes: 1 << 30, idle_ms: 1 << 30, ..BounceLimits::default() };
         let pools = {
@@ -194,8 +194,8 @@ struct Pool {
     block: Chunk<HostAddr>,
 }
 
-// SAFETY: the block is memory that lives as long as the pool; who touches it does so in slots that
-// are its own.
+// SAFETY: the block is memory that lives as long as the pool; a thread accesses it only in slots
+// that it has taken.
 unsafe impl Sync for Pool {}
 
 impl Drop for Pool {
@@ -209,8 +209,8 @@ impl SwiotlbLike {
     pub(super) fn new(bytes: u64, cpus: usize) -> Option<SwiotlbLike> {
         let slots = Linear::new(bytes, cpus);
         let block = HostMemory.take(slots.bytes(), 4096)?;
-        // SAFETY: the block is so long, and nobody else has it. Written to, its pages are there
-        // before anything is timed, as those of a block that was set aside at boot.
+        // SAFETY: the block has this length, and nothing else refers to it yet. Writing makes its
+        // pages present before anything is timed, as those of a block that was set aside at boot.
         unsafe { block.ptr.as_ptr().write_bytes(0, slots.bytes() as usize) };
         Some(SwiotlbLike { pool: Arc::new(Pool { slots, block }), cpu: 0 })
     }
@@ -248,7 +248,7 @@ impl Subject for SwiotlbLike {
         SwiotlbLike { pool: Arc::clone(&self.pool), cpu: index }
     }
 
-    /// Copies in whatever the direction: it is not told what the device will write.
+    /// Copies in whatever the direction: it does not know what the device will write.
     #[inline]
     fn begin(&self, buffer: Vec<u8>, _op: Op) -> Option<Copied> {
         let (original, len) = (buffer.as_ptr().addr() as u64, buffer.len());

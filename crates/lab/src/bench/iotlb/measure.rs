@@ -27,7 +27,7 @@ use crate::bench::{clock::cpu_time, threads::together};
 const BURST: u64 = 256;
 /// Lookups after which a thread of `threads` invalidates an entry.
 const STEADY: u64 = 8192;
-/// Entries that a thread beside them renews each millisecond.
+/// Entries that another thread renews each millisecond.
 const PACE: u64 = 10;
 /// Entries that are checked.
 const CHECKED: u64 = 4096;
@@ -44,18 +44,18 @@ pub(super) struct Sample {
 
 /// An implementation with its entries.
 pub(super) trait Subject {
-    /// Where an address leads, guest-physical.
+    /// The guest-physical address that an address maps to.
     fn find(&mut self, addr: u64) -> Option<u64>;
     /// Times operations for about that long.
     fn time(&mut self, set: &Set, order: Order, cursor: &mut Cursor, budget: Duration) -> Sample;
-    /// As many threads as there are CPUs in the list.
+    /// Times as many threads as there are CPUs in the list.
     fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample;
 }
 
 /// Makes an implementation, with the entries of a set.
 ///
 /// # Errors
-/// It cannot be made, or finds something else than what was put in.
+/// It cannot be made, or finds something else than what was inserted.
 pub(super) fn subject(
     implementation: Implementation,
     set: &Set,
@@ -72,7 +72,7 @@ pub(super) fn subject(
     Ok(subject)
 }
 
-/// Looks entries up, and what lies beside them.
+/// Looks up entries, and addresses beside them.
 pub(super) fn check(subject: &mut dyn Subject, set: &Set) -> Result<()> {
     for n in 0..set.entries.min(CHECKED) {
         let entry = n * (set.entries / set.entries.min(CHECKED));
@@ -91,7 +91,7 @@ pub(super) fn check(subject: &mut dyn Subject, set: &Set) -> Result<()> {
 pub(super) struct Cursor {
     random: Random,
     at: u64,
-    /// What the compiler cannot know to be 0.
+    /// 0, which the compiler cannot know.
     zero: u64,
 }
 
@@ -113,7 +113,7 @@ impl Cursor {
     }
 }
 
-/// Lookups of an order, [`BURST`] of them; `lookup` says where the bytes are.
+/// Lookups of an order, [`BURST`] of them; `lookup` returns where the bytes are.
 #[inline(always)]
 fn burst(order: Order, set: &Set, cursor: &mut Cursor, mut lookup: impl FnMut(u64, u64) -> u64) {
     let mut sum = 0u64;
@@ -166,7 +166,7 @@ fn timed(operations: u64, budget: Duration, mut work: impl FnMut()) -> Sample {
     }
 }
 
-/// Runs `work`; for [`Order::Steady`] beside another thread, which has `renew` of a random entry
+/// Runs `work`; for [`Order::Steady`] beside another thread, which calls `renew` for a random entry
 /// [`PACE`] times a millisecond.
 fn beside(
     order: Order,
@@ -327,7 +327,7 @@ impl Ours {
     }
 }
 
-/// Invalidates an entry and puts it in again; returns the token of the invalidation.
+/// Invalidates an entry and inserts it again; returns the token of the invalidation.
 fn renew(iotlb: &Iotlb, set: &Set, entry: u64) -> ringfence_iommu::Result<u64> {
     let range = Range::from_len(Iova(set.iova(entry)), set.page).expect("no entry wraps");
     let token = iotlb.invalidate(range)?;
@@ -335,7 +335,7 @@ fn renew(iotlb: &Iotlb, set: &Set, entry: u64) -> ringfence_iommu::Result<u64> {
     Ok(token)
 }
 
-/// Where the first of the bytes is in this process; 0 if there is none.
+/// Where the first of the bytes is in this process; 0 if the lookup misses.
 #[inline(always)]
 fn look(view: &View, addr: u64, len: u64) -> u64 {
     let mut found = 0;
@@ -360,7 +360,7 @@ impl Subject for Ours {
                 let entry = cursor.random.below(set.entries);
                 let token = renew(iotlb, set, entry);
                 view.quiet();
-                // It was in force before the entry may lead elsewhere.
+                // The invalidation was over before the entry may map elsewhere.
                 assert!(token.is_ok_and(|token| iotlb.shootdown().is_over(token)));
                 black_box(look(view, set.iova(entry), 64));
             });
@@ -372,7 +372,7 @@ impl Subject for Ours {
     }
 
     fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {
-        // Nobody waits for this thread meanwhile.
+        // No invalidation waits for this thread meanwhile.
         self.view.offline();
         let (endpoint, memory, iotlb) = (&self.endpoint, &self.memory, &self.iotlb);
         let again =
@@ -380,7 +380,7 @@ impl Subject for Ours {
         let waited = |entry| {
             let range = Range::from_len(Iova(set.iova(entry)), set.page).expect("no entry wraps");
             let token = iotlb.invalidate(range).expect("it is aligned");
-            // Before it is over the entry may not lead elsewhere.
+            // Until the invalidation is over, the entry may not map elsewhere.
             iotlb.shootdown().wait(token);
             let target = GuestPhys(set.target(entry));
             iotlb.update(range, target, Prot::RW).expect("there is room for what was just there");

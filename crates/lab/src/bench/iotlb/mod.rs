@@ -1,4 +1,4 @@
-//! Lookups in a device's IOTLB, with other ways to keep one beside.
+//! Lookups in a device's IOTLB, and in other implementations of one.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -45,7 +45,7 @@ use crate::{
 /// What to measure, and how.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Who is measured.
+    /// The implementations to measure.
     pub implementations: Vec<Implementation>,
     /// Numbers of entries.
     pub entries: Vec<Entries>,
@@ -55,7 +55,7 @@ pub struct Options {
     pub orders: Vec<Order>,
     /// Ways in which entries are related.
     pub merges: Vec<Merge>,
-    /// Combinations that tell little, too.
+    /// Also combinations that show little.
     pub all: bool,
     /// Rounds.
     pub repeat: u32,
@@ -79,7 +79,8 @@ impl Options {
         for &merge in &self.merges {
             for &page in &self.pages {
                 for &order in &self.orders {
-                    // The size of an entry matters to few, and how they are related to one.
+                    // The size of an entry matters to few orders, and threads are measured with one
+                    // way of merging.
                     let plain = page == Page::Small || order == Order::Random;
                     let threads = order.is_threads() && merge == Merge::Mergeable;
                     if self.all || plain && !threads {
@@ -91,7 +92,7 @@ impl Options {
         cells
     }
 
-    /// The numbers of entries of a contest: of those with threads, one.
+    /// The numbers of entries of a contest: one of them for contests with threads.
     fn entries(&self, cell: Cell) -> Vec<Entries> {
         let few = cell.order.is_threads() && !self.all;
         let fewer: Vec<_> = self.entries.iter().copied().filter(|n| n.0 == 512).collect();
@@ -119,7 +120,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         ("sorted_list_entries", SortedList::MOST.into()),
     ]);
     let each = |cell: &Cell| {
-        // What warms up included: a half, or a quarter of two.
+        // With warming up: a half of the budget, or twice a quarter.
         let times = if cell.order.is_threads() { 2.5 } else { 1.5 };
         let all = options.entries(*cell).len() * options.implementations.len();
         options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
@@ -220,7 +221,7 @@ impl<'a> Contest<'a> {
             let (subject, set) = (entrant.subject.as_mut()?, &entrant.set);
             if !order.is_threads() {
                 let cursor = &mut entrant.cursor;
-                // The others had the processor's caches meanwhile.
+                // The processor's caches hold the others' data.
                 subject.time(set, order, cursor, budget / 2);
                 return Some(vec![subject.time(set, order, cursor, budget)]);
             }
@@ -250,7 +251,7 @@ impl<'a> Contest<'a> {
                 .find(|one| one.implementation == implementation && one.set.entries == entries)
                 .map_or(&none, |one| &one.samples[threads])
         };
-        // Alone, a thread is charged for its own time; several wait for each other too.
+        // One thread is measured by its CPU time; several wait for each other too.
         let time = |samples: &'_ Samples| -> Rounds {
             if order.is_threads() { samples.wall.clone() } else { samples.cpu.clone() }
         };

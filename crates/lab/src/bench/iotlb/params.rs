@@ -3,9 +3,9 @@
 use crate::list::{counted, named};
 
 named! {
-    /// Who is measured.
+    /// What is measured.
     Implementation, "{:?} is no implementation: there are {}":
-    /// Our views, over a table that all of a device share.
+    /// Our views, over a table that all views of a device share.
     Ringfence = "ringfence",
     /// The `Iotlb` of the crate vm-memory.
     VmMemory = "vm-memory",
@@ -29,18 +29,18 @@ named! {
     Dependent = "dependent",
     /// Lookups for a chain of three descriptors in random entries: 16 bytes, 4 KiB and 1 byte.
     Chain = "chain",
-    /// A random entry is invalidated, put in again and looked up.
+    /// A random entry is invalidated, inserted again and looked up.
     Churn = "churn",
     /// Random lookups by one thread and by two that share a device, each of which invalidates an
-    /// entry and puts it in again now and then.
+    /// entry and inserts it again now and then.
     Threads = "threads",
     /// Random lookups by one thread and by two that share a device, while a third one invalidates
-    /// an entry, waits until that is over, and puts it in again, 10,000 times a second.
+    /// an entry, waits until that is over, and inserts it again, 10,000 times a second.
     Steady = "steady",
 }
 
 impl Order {
-    /// Whether it is of several threads.
+    /// Whether it runs several threads.
     pub const fn is_threads(self) -> bool {
         matches!(self, Order::Threads | Order::Steady)
     }
@@ -49,7 +49,7 @@ impl Order {
 named! {
     /// How entries side by side are related.
     Merge, "{:?} is no way: there are {}":
-    /// They lead on from each other.
+    /// They are contiguous in memory.
     Mergeable = "mergeable",
     /// No two of them do.
     Unmergeable = "unmergeable",
@@ -83,7 +83,7 @@ counted! {
 }
 
 impl Entries {
-    /// Those that are measured if nothing else is asked for.
+    /// What is measured by default.
     pub const DEFAULTS: [Entries; 6] =
         [Entries(1), Entries(4), Entries(64), Entries(512), Entries(2 << 10), Entries(64 << 10)];
 }

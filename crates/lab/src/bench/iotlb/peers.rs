@@ -1,4 +1,4 @@
-//! The others: what they keep, and how they find it.
+//! The peers: what they store, and how they look it up.
 
 use std::{collections::BTreeMap, sync::RwLock};
 
@@ -9,11 +9,11 @@ use super::set::Random;
 
 /// A table that is looked up and changed by one thread.
 pub(super) trait Table: Default + Send + Sync {
-    /// Where `addr` leads, if all of `len` bytes are there; else `None`.
+    /// The target of `addr`, if all of `len` bytes are mapped; else `None`.
     fn lookup(&self, addr: u64, len: u64) -> Option<u64>;
-    /// Puts an entry in, in a place where none is.
+    /// Inserts an entry where there is none.
     fn insert(&mut self, iova: u64, len: u64, target: u64);
-    /// Takes an entry out.
+    /// Removes an entry.
     fn remove(&mut self, iova: u64, len: u64);
     /// How many entries it can hold.
     const MOST: u64 = u64::MAX;
@@ -42,7 +42,7 @@ impl Table for VmMemory {
     }
 }
 
-/// A B-tree: by first address, the last one, the target and what is allowed.
+/// A B-tree: by first address, the last one, the target and the permissions.
 #[derive(Default)]
 pub(super) struct Map(BTreeMap<u64, (u64, u64, u8)>);
 
@@ -96,7 +96,7 @@ impl Default for Random {
 }
 
 impl SortedList {
-    /// The link to the first node that `stop` says so of, or the last one.
+    /// The link to the first node for which `stop` is true, or the last link.
     fn link(&mut self, stop: impl Fn(&Node) -> bool) -> &mut Option<Box<Node>> {
         let mut link = &mut self.head;
         while link.as_ref().is_some_and(|node| !stop(node)) {
@@ -169,13 +169,13 @@ impl Drop for SortedList {
 
 /// A table that threads share.
 pub(super) trait Shared: Sync {
-    /// What a thread by itself uses.
+    /// What a single thread uses.
     type Alone: Table;
 
     fn alone(&mut self) -> &mut Self::Alone;
 
     fn lookup(&self, addr: u64, len: u64) -> Option<u64>;
-    /// Takes an entry out and puts it in again.
+    /// Removes an entry and inserts it again.
     fn renew(&self, iova: u64, len: u64, target: u64);
 }
 

@@ -27,7 +27,7 @@ impl Set {
         Set { entries, page: page.bytes(), merge }
     }
 
-    /// Why there is no such set.
+    /// Why this set is impossible.
     pub(super) fn impossible(&self) -> Option<String> {
         let bytes = self.entries.checked_mul(self.page);
         let large = self.merge == Merge::Mergeable && bytes.is_none_or(|bytes| bytes > MOST);
@@ -43,7 +43,7 @@ impl Set {
         }
     }
 
-    /// Memory for all of it, of which nothing is there until it is touched.
+    /// Memory for all of it, of which no page is present until it is touched.
     pub(super) fn memory(&self) -> Result<Arc<Memory>> {
         let size = self.places() * self.page;
         let file = memory::file("bench", size)?;
@@ -57,7 +57,7 @@ impl Set {
         BASE + entry * self.page
     }
 
-    /// Where an entry leads.
+    /// An entry's target.
     #[inline]
     pub(super) fn target(&self, entry: u64) -> u64 {
         match self.merge {

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{block::mix, random::XorShift};
 
-/// Every implementation meets the same sequence of sizes, places and choices.
+/// Every implementation gets the same sequence of sizes, places and choices.
 const SEED: u64 = 0x001f_0c3a_10a7_10e5;
 
 /// A sequence of its own for every `part`.
@@ -23,7 +23,7 @@ pub(super) fn draw(size: Size) -> Vec<u64> {
     (0..1024).map(|_| size.min + rng.below(size.max - size.min + 1)).collect()
 }
 
-/// A range that is allocated; of 0 granules: none is, as the last request failed.
+/// An allocated range; with 0 granules there is none, as the last request failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Slot {
     pub(super) first: u64,
@@ -77,8 +77,8 @@ impl LiveSet {
         self.all().count() as u64
     }
 
-    /// Allocates it all, by plain requests or, `placed`, range by range at places of our choice. The
-    /// granules end with `last`.
+    /// Allocates it all, by plain requests or, `placed`, range by range at places of our choice.
+    /// `last` is the last granule.
     ///
     /// # Errors
     /// It does not fit, or takes longer than `limit`.
@@ -124,7 +124,8 @@ impl LiveSet {
             }
         }
         if let Live::Full { percent, block } = live {
-            // By address first: so the same places become holes whoever filled them in which order.
+            // Sorted by address first: so the same places become holes whatever the order of
+            // filling.
             self.churned.sort_unstable();
             shuffle(&mut self.churned);
             let keep = (last + 1) * percent / 100 / block;

@@ -50,15 +50,15 @@ pub(super) struct Entrant {
     size: Size,
     sizes: Vec<u64>,
     last: u64,
-    /// What an empty one takes, bytes.
+    /// Memory of the empty implementation, bytes.
     pub(super) empty_bytes: Option<i64>,
-    /// What it takes with the set, for each range of it, bytes.
+    /// Memory that the set adds, for each range of it, bytes.
     pub(super) bytes_per_live: Option<f64>,
     /// Whether filling it took too long.
     late: bool,
     /// Why it is not measured (any more).
     pub(super) out: Option<String>,
-    /// What it did that none may do.
+    /// The rules that it broke.
     pub(super) violations: Vec<String>,
 }
 
@@ -73,7 +73,7 @@ impl Entrant {
         Entrant::with(implementation, || implementation.make(aperture), aperture, of, method)
     }
 
-    /// The same, of what `make` makes.
+    /// The same, for what `make` makes.
     pub(super) fn with(
         implementation: Implementation,
         make: impl Fn() -> Contender,
@@ -117,7 +117,7 @@ impl Entrant {
         }
     }
 
-    /// What a reader should know of how the set was made.
+    /// What a reader should know about how the set was made.
     pub(super) fn note(&self) -> Option<&'static str> {
         self.set
             .placed
@@ -136,8 +136,8 @@ impl Entrant {
         }
     }
 
-    /// Runs the pattern, untimed, under the eyes of an oracle that first takes in all that is live.
-    /// What it finds makes the implementation go [`out`](Self::out).
+    /// Runs the pattern, untimed, checked by an oracle that is first given all live ranges. A
+    /// violation puts the implementation [`out`](Self::out).
     pub(super) fn check(&mut self, pattern: Pattern, part: u64, method: &Method) -> Checked {
         let mut checked = Checked::default();
         if self.out.is_some() || !self.contender.allocates() {
@@ -169,7 +169,7 @@ impl Entrant {
     }
 
     /// Runs the pattern in `threads` threads, each with its part of the live set: first all in a
-    /// row, then each operation timed. `part` decides what is chosen.
+    /// row, then each operation timed. `part` seeds the choices.
     pub(super) fn measure(
         &mut self,
         pattern: Pattern,
@@ -194,7 +194,7 @@ impl Entrant {
         let (wall, cpu) = (a_thread(|slice| slice.wall_ns), a_thread(|slice| slice.cpu_ns));
         into.wall.push(wall);
         into.cpu.push(cpu);
-        // One thread waits for nobody: what others do with its CPU meanwhile is not its time.
+        // One thread waits for no other: what others do with its CPU meanwhile is not its time.
         into.ns.push(if threads == 1 { cpu } else { wall });
         into.operations += slices.iter().map(|slice| slice.operations).sum::<u64>();
         into.failures += slices.iter().map(|slice| slice.failures).sum::<u64>();
@@ -267,7 +267,8 @@ struct Slice {
 }
 
 impl Worker<'_> {
-    /// Runs for `budget`, and before that for a part of it untimed: caches are another's until then.
+    /// Runs for `budget`, and before that for a part of it untimed: until then caches hold
+    /// another's data.
     fn slice<S: Subject + ?Sized>(&mut self, s: &S, pattern: Pattern, budget: Duration) -> Slice {
         let mut plain = Plain::new(s);
         self.run(pattern, budget / 8, &mut plain);
@@ -290,7 +291,7 @@ impl Worker<'_> {
         self.run(pattern, budget, &mut Timed::new(subject, clock, latencies));
     }
 
-    /// At least one step; how many operations, and how long they took.
+    /// At least one step; returns how many operations ran, and how long they took.
     fn run(
         &mut self,
         pattern: Pattern,
@@ -331,7 +332,7 @@ mod tests {
 
     use super::*;
 
-    /// A tree that lies now and then.
+    /// A tree that now and then returns a wrong range.
     struct Liar {
         tree: RbTree,
         calls: AtomicU64,
@@ -405,7 +406,7 @@ mod tests {
 
     #[test]
     fn a_failure_without_a_hole_is_none_of_the_allocators() {
-        // All of it, but for granules 1 to 15: nothing for 16.
+        // All of it, except granules 1 to 15: no hole for 16.
         let live = Live::Count((1 << 16) - 1);
         let size = Size::SIXTEEN;
         let implementation = Implementation::BTreeMap;
@@ -418,7 +419,7 @@ mod tests {
     #[test]
     fn a_range_that_is_handed_out_twice_is_found_and_ends_the_measurement() {
         let mut entrant = liar(Live::Count(100), |tree, request, call| {
-            // Past the filling: what it gives is still taken by another.
+            // After the filling: it returns a range that is still allocated.
             (call == 150).then(|| {
                 let own = tree.alloc(request).unwrap();
                 Ok(own + GRANULE)

@@ -1,10 +1,10 @@
-//! Allocators of I/O virtual addresses: what an alloc and a free cost, who finds holes, what memory
-//! it takes.
+//! Allocators of I/O virtual addresses: what an alloc and a free cost, which of them find holes,
+//! and how much memory they take.
 //!
 //! | module | what it holds |
 //! |---|---|
 //! | [`pattern`] | what is varied: patterns, sizes, live sets |
-//! | [`peers`] | who is measured |
+//! | [`peers`] | the implementations |
 //! | `fill` | live sets |
 //! | `work` | the patterns, operation by operation |
 //! | `oracle` | what is live according to the caller |
@@ -57,13 +57,13 @@ use work::Checked;
 const GRANULE: u64 = 4096;
 /// A full set's aperture, bits: 2^20 granules, the space that 32-bit devices share.
 const FULL_BITS: u32 = 32;
-/// Fewer timed operations than this in a row are said.
+/// Fewer timed operations than this in a row get a note.
 const FEW: u64 = 100;
 
 /// What to measure, and how.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Who, in the order of the table.
+    /// Implementations, in the order of the table.
     pub implementations: Vec<Implementation>,
     /// Live sets.
     pub lives: Vec<Live>,
@@ -71,7 +71,7 @@ pub struct Options {
     pub sizes: Vec<Size>,
     /// Patterns.
     pub patterns: Vec<Pattern>,
-    /// Combinations that tell little, too.
+    /// Also combinations that show little.
     pub all: bool,
     /// Numbers of threads.
     pub threads: Vec<usize>,
@@ -166,7 +166,7 @@ impl Run<'_> {
     fn group(&self, cells: &[Cell], benchmark: &mut Benchmark) {
         let Some(Cell { live, size, .. }) = cells.first().copied() else { return };
         let bits = if live.is_full() { FULL_BITS } else { self.options.aperture_bits };
-        // It was looked at before.
+        // Checked before.
         let Ok(aperture) = aperture(bits) else { return };
         let mut entrants = Vec::new();
         for implementation in &self.options.implementations {
@@ -275,8 +275,8 @@ impl Contest {
                     figures: figures(entrant, own, checked, ratio),
                 };
                 if threads > 1 {
-                    // On a machine that does other work, what a thread waits for its CPU hides what
-                    // it waits for the other: CPU time tells that, but not who sleeps at a lock.
+                    // On a machine that does other work, waiting for a CPU hides waiting for the
+                    // other thread. CPU time shows the latter, except sleep at a lock.
                     let times: [(_, TimeOf); 2] = [
                         ("scaling", |samples| &samples.wall),
                         ("cpu_scaling", |samples| &samples.cpu),

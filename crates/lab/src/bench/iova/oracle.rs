@@ -6,8 +6,8 @@ use super::{pattern::LARGEST, peers::align};
 
 /// One bit a granule, in pages that exist once something in them was taken.
 ///
-/// It tells two things that an allocator cannot be asked: whether what it hands out was free, and,
-/// when it hands out nothing, whether there was a place.
+/// It shows two things that an allocator does not: whether what it hands out was free, and, when it
+/// hands out nothing, whether there was a hole.
 pub(super) struct Oracle {
     /// By their number. All but the first hold [`LARGEST`] granules.
     pages: BTreeMap<u64, Box<Page>>,
@@ -18,7 +18,7 @@ pub(super) struct Oracle {
 type Page = [u64; WORDS];
 const WORDS: usize = (LARGEST / 64) as usize;
 
-/// What an allocator did that none may do.
+/// A rule that an allocator broke.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Violation {
     #[error("handed out {granules} granules at {first:#x}, of which {taken:#x} was taken already")]
@@ -32,10 +32,10 @@ pub(super) enum Violation {
 }
 
 impl Oracle {
-    /// Nothing is taken of granules 1 to `last`.
+    /// Granules 1 to `last`, all of them free.
     pub(super) fn new(last: u64) -> Oracle {
         let mut oracle = Oracle { pages: BTreeMap::new(), last };
-        // Granule 0 is no place for anything (rule L2), nor is what the last page holds too much.
+        // Granule 0 is never allocated (rule L2), nor is the part of the last page beyond `last`.
         oracle.set(0, 1);
         let beyond = last + 1;
         let rest = beyond.next_multiple_of(LARGEST) - beyond;

@@ -1,4 +1,4 @@
-//! What is varied: patterns, sizes and live sets, and which of their combinations say something.
+//! What is varied: patterns, sizes and live sets, and which of their combinations are informative.
 
 use std::{fmt, str::FromStr};
 
@@ -55,7 +55,7 @@ pub struct Size {
 impl Size {
     /// What `aligned16` allocates.
     pub const SIXTEEN: Size = Size { min: 16, max: 16 };
-    /// What is measured unless told otherwise.
+    /// What is measured by default.
     pub const DEFAULTS: [Size; 4] = [
         Size { min: 1, max: 1 },
         Size { min: 1, max: 32 },
@@ -117,7 +117,7 @@ pub enum Live {
 }
 
 impl Live {
-    /// What is measured unless told otherwise.
+    /// What is measured by default.
     pub const DEFAULTS: [Live; 7] = [
         Live::Count(0),
         Live::Count(1000),
@@ -142,8 +142,8 @@ impl Live {
     }
 
     /// Whether the set is made of what is measured, so that `random` takes from it. If not, ranges
-    /// beside it are churned: were a full set's own blocks replaced by other sizes, it would be
-    /// another set after every operation, and a faster allocator would meet a stranger one.
+    /// beside it are churned: if other sizes replaced a full set's own blocks, every operation
+    /// would change the set, and a faster allocator would face one that has changed more.
     pub fn is_of(&self, size: Size) -> bool {
         match *self {
             Live::Count(count) => count > 0,
@@ -201,7 +201,7 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// Whether there is such a thing.
+    /// Whether it is possible.
     fn is_possible(&self) -> bool {
         match self.pattern {
             Pattern::Aligned16 => self.size == Size::SIXTEEN,
@@ -210,7 +210,7 @@ impl Cell {
         }
     }
 
-    /// Whether it says something that others do not.
+    /// Whether it shows something that others do not.
     fn is_telling(&self) -> bool {
         let large = self.size.max > 32;
         match (self.pattern, self.live) {
@@ -218,7 +218,7 @@ impl Cell {
             (Pattern::Hot, _) if self.size == Size::SIXTEEN => false,
             // A live set is seen in the other patterns; this is about caches that run over.
             (Pattern::Batch, live) => matches!(live, Live::Count(0 | 10_000)),
-            // Made for what no hole of random single granules holds often.
+            // Made for ranges that seldom fit a hole of random single granules.
             (pattern, Live::Full { block: 1, .. }) => {
                 pattern == Pattern::Aligned16 || pattern == Pattern::Random && self.size.max == 1
             }
@@ -228,8 +228,8 @@ impl Cell {
         }
     }
 
-    /// All combinations, so ordered that those of one set stand together. With `all`, those which
-    /// say nothing that others do not as well.
+    /// All combinations, so ordered that those of one set stand together. With `all`, also those
+    /// which show nothing that others do not.
     pub fn plan(lives: &[Live], sizes: &[Size], patterns: &[Pattern], all: bool) -> Vec<Cell> {
         let asked = |cell: &Cell| cell.pattern == Pattern::Aligned16 || sizes.contains(&cell.size);
         // `aligned16` has its size, whatever the others are.
@@ -317,7 +317,7 @@ mod tests {
         let large = [Size { min: 33, max: 512 }];
         assert!(Cell::plan(&full, &large, &[Pattern::Random], false).is_empty());
         assert_eq!(Cell::plan(&full, &large, &[Pattern::Random], true).len(), 1);
-        // What does not exist is not run.
+        // Impossible combinations are not run.
         assert!(Cell::plan(&[Live::Count(0)], &large, &[Pattern::Random], true).is_empty());
         // `aligned16` has a size of its own.
         let cells = Cell::plan(&full, &large, &[Pattern::Aligned16, Pattern::Hot], true);

@@ -1,4 +1,4 @@
-//! Who is measured: the allocators of this workspace, and peers that are not.
+//! What is measured: the allocators of this workspace, and peers from elsewhere.
 
 use std::{
     cell::Cell,
@@ -16,11 +16,11 @@ use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 use super::GRANULE;
 use crate::allocators::AllocatorKind;
 
-/// What a benchmark asks of an allocator. All numbers are granules.
+/// What the benchmark needs of an allocator. All numbers are granules.
 pub(super) trait Subject: Sync {
     /// A range aligned to its size, rounded up to a power of two: its first granule.
     fn take(&self, granules: u64) -> Option<u64>;
-    /// Gives it back; false if that was refused.
+    /// Frees it; false if that was refused.
     fn give(&self, first: u64, granules: u64) -> bool;
 }
 
@@ -48,8 +48,8 @@ pub enum Implementation {
     /// neighbours merged; a mutex around it.
     BTreeMap,
     /// No allocator: an atomic operation on a cache line of the thread's own for an alloc, and one
-    /// for a free. What it takes is the pattern's own cost, and how it scales is how far anything
-    /// can on this machine.
+    /// for a free. Its time is the pattern's own cost, and its scaling is the best possible on this
+    /// machine.
     Control,
 }
 
@@ -64,7 +64,7 @@ impl Implementation {
         Implementation::BTreeMap,
         Implementation::Control,
     ];
-    /// The one that ratios are to.
+    /// The base of ratios.
     pub const OURS: Implementation = Implementation::Own(AllocatorKind::Ringfence);
 
     /// Its name.
@@ -77,8 +77,8 @@ impl Implementation {
         }
     }
 
-    /// Whether it can be filled range by range at given places, where its search is too slow to fill
-    /// it by requests.
+    /// Whether it can be filled range by range at given places, since its search is too slow to
+    /// fill it by requests.
     pub(super) fn is_placed(self) -> bool {
         matches!(self, Implementation::VmAllocator | Implementation::BTreeMap)
     }
@@ -114,8 +114,9 @@ impl FromStr for Implementation {
     }
 }
 
-/// One that is measured. Patterns run over the type within, so that none pays for another's
-/// dispatch; those of this workspace are called through their trait, as a DMA device calls them.
+/// An implementation that is measured. Patterns run over the type within, so that none pays for
+/// another's dispatch; allocators of this workspace are called through their trait, as a DMA device
+/// calls them.
 pub(super) enum Contender {
     Allocator(Box<dyn Allocator>),
     VmAllocator(VmAllocator),
@@ -143,12 +144,12 @@ macro_rules! with_subject {
 pub(super) use with_subject;
 
 impl Contender {
-    /// Whether what it hands out means anything.
+    /// Whether it really allocates.
     pub(super) fn allocates(&self) -> bool {
         !matches!(self, Contender::Control(_))
     }
 
-    /// Takes just this range; false if that is not to be had, or the implementation has no way.
+    /// Takes exactly this range; false if it is not free, or the implementation cannot do this.
     pub(super) fn place(&self, first: u64, granules: u64) -> bool {
         match self {
             Contender::VmAllocator(subject) => subject.place(first, granules),
@@ -206,7 +207,7 @@ impl FreeRanges {
     }
 }
 
-/// Takes `place..=end` out of the free range that holds it.
+/// Cuts `place..=end` out of the free range that holds it.
 fn cut(free: &mut BTreeMap<u64, u64>, (first, last): (u64, u64), (place, end): (u64, u64)) {
     if place == first {
         free.remove(&first);

@@ -86,7 +86,7 @@ fn side_by_side(names: &[String], rows: &[&Row]) -> String {
                 });
             }
             lines.push(line);
-            // Once a live set: the rest is told in detail.
+            // Once a live set: the details have the rest.
             if first {
                 let mut line = cells(&["", "p99"]);
                 for name in names {

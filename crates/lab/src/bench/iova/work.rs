@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{bench::clock::Clock, random::XorShift, stats::Latencies};
 
-/// Allocates and frees for a pattern. What stands between `begin` and `end` is one operation; an
+/// Allocates and frees for a pattern. What is between `begin` and `end` is one operation; an
 /// operation in two parts ends its first part with `hold`.
 pub(super) trait Operate {
     fn alloc(&mut self, granules: u64) -> Option<u64>;
@@ -34,14 +34,14 @@ pub(super) struct Worker<'a> {
 }
 
 impl<'a> Worker<'a> {
-    /// `part` decides what is chosen.
+    /// `part` seeds the choices.
     pub(super) fn new(slots: &'a mut [Slot], sizes: &'a [u64], part: u64) -> Worker<'a> {
         let mut rng = random(part);
         let next_size = rng.below(sizes.len() as u64) as usize;
         Worker { slots, sizes, next_size, rng, batch: [Slot::default(); BATCH] }
     }
 
-    /// Once, or a whole batch; returns how many operations that were.
+    /// Runs one operation, or a whole batch; returns how many operations that were.
     #[inline]
     pub(super) fn step(&mut self, pattern: Pattern, with: &mut impl Operate) -> u64 {
         match pattern {
@@ -206,7 +206,7 @@ pub(super) struct Checked {
     pub(super) operations: u64,
     /// Requests that failed.
     pub(super) failures: u64,
-    /// Those of them that a hole could have met.
+    /// Failures although there was a hole.
     pub(super) with_hole: u64,
 }
 
@@ -218,11 +218,11 @@ impl Checked {
     }
 }
 
-/// An allocator under the oracle's eyes.
+/// An allocator checked by the oracle.
 pub(super) struct Watched<'a, S: ?Sized> {
     subject: &'a S,
     oracle: &'a mut Oracle,
-    /// What is known so far.
+    /// The counts so far.
     pub(super) checked: Checked,
     /// The first thing that was wrong.
     pub(super) violation: Option<Violation>,
@@ -263,7 +263,7 @@ impl<S: Subject + ?Sized> Operate for Watched<'_, S> {
 mod tests {
     use super::*;
 
-    /// Hands out one range after the other, and writes down what is asked.
+    /// Hands out one range after the other, and records the calls.
     #[derive(Default)]
     struct Script {
         next: u64,
@@ -317,7 +317,7 @@ mod tests {
         }
         let allocs = script.said.iter().filter(|said| said.starts_with("alloc")).count();
         assert_eq!(allocs, 1000);
-        // All that was ever handed out was freed once, but what is still there.
+        // All that was ever handed out was freed once, except what is still live.
         let live = slots.iter().filter(|slot| slot.granules > 0).count();
         let frees = script.said.iter().filter(|said| said.starts_with("free")).count();
         assert_eq!(10 + 1000 - 200, frees + live);

@@ -11,7 +11,7 @@ use crate::block::mix;
 
 /// Where batches lie: above the window for MSIs.
 const BASE: u64 = 1 << 32;
-/// Pages of memory that mappings lead to.
+/// Pages of memory that are mapped.
 pub(super) const MEMORY: u64 = 256;
 /// How many batches take turns: one is mapped, one is in use, one is unmapped.
 const SETS: usize = 3;
@@ -21,7 +21,7 @@ pub(super) fn page(n: u64) -> Range {
     Range::from_len(Iova(BASE + (n << 12)), 4096).expect("far below the end")
 }
 
-/// Where page `n` leads: memory as it is after a while, in no order.
+/// The target of page `n`: in no order, as memory is after a while.
 pub(super) fn target(n: u64) -> GuestPhys {
     GuestPhys((mix(n) % MEMORY) << 12)
 }
@@ -42,7 +42,7 @@ struct Set {
 }
 
 impl Set {
-    /// Waits until the sync under way is over, if there is one; the ranges it was for.
+    /// Waits until the sync under way is over, if there is one; returns its ranges.
     fn end(
         &mut self,
         domain: &ViommuDomain,
@@ -57,8 +57,8 @@ impl Set {
     }
 }
 
-/// Maps a batch, has the one before it unmapped, and waits for the one before that: requests of two
-/// batches are on their way at a time, and the driver waits only when it has nothing else to do.
+/// Maps a batch, begins to unmap the one before it, and waits for the one before that: requests of
+/// two batches are in flight at a time, and the driver waits only when it has nothing else to do.
 pub(super) struct Load {
     sets: [Set; SETS],
     gather: Gather,
@@ -71,7 +71,7 @@ impl Load {
         let sets = [0, 1, 2].map(|set| {
             let at = |n: usize| match order {
                 Order::Contiguous => (set * batch + n) as u64,
-                // Places of which each batch has every third, all of them apart.
+                // Each batch has every third place, and no two places are adjacent.
                 Order::Scattered => 2 * ((shuffled(n, batch) * SETS + set) as u64),
             };
             let maps: Vec<_> =
@@ -86,7 +86,7 @@ impl Load {
         Load { sets, gather: Gather::new(), begun: 0 }
     }
 
-    /// One batch. `wait` is called again and again while the device has not answered.
+    /// One batch. `wait` is called again and again until the device has completed.
     #[inline]
     pub(super) fn step(
         &mut self,
@@ -153,10 +153,10 @@ impl Load {
     }
 }
 
-/// Where the `n`-th of so many goes, each somewhere else.
+/// The place of the `n`-th of `of`: each has another.
 fn shuffled(n: usize, of: usize) -> usize {
-    // An odd step goes round any power of two; other numbers take the nearest above, and leave out
-    // what is not theirs.
+    // An odd step visits all of a power of two; other numbers take the next one above, and skip
+    // places beyond their own.
     let size = of.next_power_of_two();
     let mut at = n;
     loop {

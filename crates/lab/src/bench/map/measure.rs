@@ -45,7 +45,7 @@ pub(super) struct How<'a> {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sample {
     pub(super) ns: f64,
-    /// Of what is measured apart: a MAP, and an UNMAP.
+    /// Where they are timed separately: a MAP, and an UNMAP.
     pub(super) map: f64,
     pub(super) unmap: f64,
     pub(super) operations: u64,
@@ -56,11 +56,11 @@ pub(super) trait Subject {
     /// Runs for about the budget.
     fn sample(&mut self, how: How<'_>) -> Result<Sample>;
 
-    /// Whether all that was asked for was done.
+    /// Checks that every request was carried out.
     fn check(&mut self) -> Result<()>;
 }
 
-/// Has a batch mapped and unmapped, and looks at each page before, meanwhile and afterwards.
+/// Maps and unmaps a batch, and checks each page before, in between and afterwards.
 fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
     rig.check(live)?;
     let pages = || (0..8).map(|n| (page(FREE + n), target(n)));
@@ -95,7 +95,7 @@ fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
     rig.check(live)
 }
 
-/// Pages from here on are used by nobody else.
+/// No load uses pages from here on.
 const FREE: u64 = 1 << 30;
 
 /// Both ends on one core.
@@ -127,7 +127,7 @@ impl<S: Server> Subject for OneCore<S> {
 /// One end on each of two cores.
 pub(super) struct TwoCores<S>(pub(super) OneCore<S>);
 
-/// Who runs on a core.
+/// What runs on a core.
 enum Side<'a, S> {
     Driver(&'a ViommuDomain, &'a mut Load),
     Device(&'a mut S),
@@ -146,7 +146,7 @@ impl<S: Server> Subject for TwoCores<S> {
             stop.store(true, Ordering::Release);
             result
         });
-        // The device's trouble explains the driver's.
+        // An error of the device explains the driver's.
         results.pop().context("the device's side")??;
         results.pop().context("the driver's side")?
     }
@@ -156,7 +156,7 @@ impl<S: Server> Subject for TwoCores<S> {
     }
 }
 
-/// The driver's side, until the budget is spent; `wait` is called while the device has not answered.
+/// The driver's side, until the budget is spent; `wait` is called until the device has completed.
 fn drive(
     domain: &ViommuDomain,
     load: &mut Load,
@@ -313,7 +313,7 @@ pub(super) struct Attach {
     machine: Machine,
     session: Session<Endpoints>,
     live: usize,
-    /// Where it translates, if that is a table of its own.
+    /// The table of its own in which it translates, if it has one.
     mirror: Option<Arc<SoftDomain<HostAddr>>>,
 }
 
@@ -377,7 +377,7 @@ impl Subject for Attach {
     }
 }
 
-/// Has a request carried out without a ring, nobody translating meanwhile.
+/// Carries out a request without a ring, while nothing translates.
 pub(super) fn send(
     device: &Arc<Device<Endpoints>>,
     session: &mut Session<Endpoints>,

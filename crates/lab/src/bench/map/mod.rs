@@ -1,4 +1,4 @@
-//! MAP and UNMAP of a virtio-iommu through a request queue, with devices of another design beside.
+//! MAP and UNMAP of a virtio-iommu through a request queue, and of devices of another design.
 //!
 //! | module | what it holds |
 //! |---|---|
@@ -10,8 +10,8 @@
 //! | `spread` | table memory a mapping |
 //! | [`table`] | all of it for a terminal |
 //!
-//! Every request is one of virtio-iommu in a split ring, and its status is looked at. The driver is
-//! ours, whoever answers. All devices of a contest take turns in each round.
+//! Every request is a virtio-iommu request in a split ring, and its status is checked. The driver
+//! is ours for every device. All devices of a contest take turns in each round.
 
 mod load;
 mod measure;
@@ -50,7 +50,7 @@ use crate::{
 /// What to measure, and how.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Whose devices.
+    /// The devices to measure.
     pub implementations: Vec<Implementation>,
     /// What is measured.
     pub ops: Vec<Op>,
@@ -85,15 +85,15 @@ struct Of {
     form: Form,
 }
 
-/// What else is different from one to the next.
+/// What else differs between devices of a contest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
     Usual,
-    /// The two threads have a device each, and nothing in common: what is left between them is the
-    /// machine's.
+    /// The two threads have a device each, and nothing in common: what they still cost each other
+    /// is the machine's.
     Apart,
-    /// The endpoint translates in a table of its own, as one that VFIO hands through: what is mapped
-    /// must be mapped there too.
+    /// The endpoint translates in a table of its own, as one that VFIO passes through: each mapping
+    /// must be made there too.
     Mirror,
 }
 
@@ -223,7 +223,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     Ok(benchmark)
 }
 
-/// Who is measured, and what was measured.
+/// A device under a load, and its measurements.
 struct Entrant {
     of: Of,
     subject: Option<Box<dyn Subject>>,
@@ -267,14 +267,14 @@ impl Contest {
         let slice = |subject: &mut Box<dyn Subject>, budget| {
             let how = How { budget, ..how };
             match cell.op {
-                // Those bind their own threads.
+                // These bind their own threads.
                 Op::TwoCores | Op::TwoDomains => subject.sample(how),
                 _ => threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how)),
             }
         };
         let measure = |entrant: &mut Entrant| {
             let subject = entrant.subject.as_mut()?;
-            // The others had the processor's caches meanwhile.
+            // The processor's caches hold the others' data.
             let warm = slice(subject, options.budget / 4);
             let sample = warm.and_then(|_| slice(subject, options.budget));
             sample.map_err(|error| entrant.fail(&error, cell, into)).ok()
@@ -377,7 +377,7 @@ fn ring(batch: Batch) -> u16 {
     (8 * batch.0).next_power_of_two().clamp(256, 8192) as u16
 }
 
-/// Makes one that is measured.
+/// Makes a device to measure.
 fn subject(cell: Cell, of: Of) -> Result<Box<dyn Subject>> {
     let scan = match of.implementation {
         Implementation::Ringfence => {
@@ -449,7 +449,7 @@ fn memory(options: &Options, into: &mut Benchmark) {
 /// Operations a second.
 fn rate(ns: &Rounds) -> Interval {
     let Interval { median, lo, hi } = ns.interval();
-    // An interval of few and unlike rounds may begin below nothing.
+    // The interval of few and unlike rounds may begin below zero.
     let a_second = |ns: Option<f64>| ns.filter(|&ns| ns > 0.0).map(|ns| 1e9 / ns);
     Interval { median: a_second(median), lo: a_second(hi), hi: a_second(lo) }
 }

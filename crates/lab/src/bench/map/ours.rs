@@ -1,4 +1,4 @@
-//! Our device, as the process of devices has it: software domains, translated in by a view.
+//! Our device, as the device process has it: software domains, in which a view translates.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use ringfence_virtio_iommu::{
 
 use super::rig::{Link, Rig, Server, Serving};
 
-/// Where a mirror has guest memory: nobody looks there.
+/// Where a mirror has guest memory: nothing accesses it.
 pub(super) const MIRRORED: HostAddr = HostAddr(1 << 40);
 
 /// The device behind one or more request queues.
@@ -41,7 +41,7 @@ impl Machine {
         Machine { device: Arc::new(device), endpoints }
     }
 
-    /// Adds endpoint `id`, which translates in a table of its own, that is returned, and reaches `bytes`
+    /// Adds endpoint `id`, which translates in a table of its own (the result) and reaches `bytes`
     /// of memory from guest-physical address 0.
     pub(super) fn add_mirror(&self, id: u32, bytes: u64) -> Result<Arc<SoftDomain<HostAddr>>> {
         let geometry = Geometry::new(PageSizes::X86, Range::ALL);
@@ -58,7 +58,7 @@ impl Machine {
     /// A request queue of `size` descriptors, whose server translates for endpoint `id`.
     pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<Ours>> {
         let config = IommuConfig::parse(&self.device.config()).context("our own configuration")?;
-        // The drivers of several queues do not know each other.
+        // The drivers of several queues are independent: each has a domain number of its own.
         let config = IommuConfig { domain_range: (id, id), ..config };
         let features = negotiate(self.device.features().bits());
         let Link { driver, queue, alive, memory } = Link::new(size, config, features)?;
@@ -77,7 +77,7 @@ pub(super) struct Ours {
     endpoint: Arc<Endpoint>,
 }
 
-/// Who serves it translates for the endpoint too, as a worker of the process of devices does.
+/// Serves the queue and translates for the endpoint too, as a worker of the device process does.
 pub(super) struct Worker<'s> {
     requests: &'s mut RequestQueue<Endpoints>,
     bus: &'s Physical,
@@ -106,7 +106,7 @@ impl Serving for Worker<'_> {
     #[inline]
     fn serve(&mut self) -> Result<bool> {
         let mut progress = self.requests.poll(self.bus)?;
-        // A quiet point: an UNMAP is answered after it, at once, as a worker does.
+        // A quiet point: an UNMAP completes right after it, as in a worker.
         self.view.quiet();
         if progress.pending {
             progress = self.requests.poll(self.bus)?;
@@ -139,10 +139,10 @@ mod tests {
         *,
     };
 
-    /// A buffer of pages that do not follow each other.
+    /// A buffer of pages that are not contiguous.
     struct Scattered(Vec<GuestPhys>);
 
-    // SAFETY: nothing but this test's accesses reaches these addresses of a guest that there is not.
+    // SAFETY: the guest of these addresses does not exist: only this test's accesses use them.
     unsafe impl DmaBuffer<GuestPhys> for Scattered {
         fn for_each_segment(&self, each: &mut dyn FnMut(GuestPhys, u64)) {
             self.0.iter().for_each(|&page| each(page, 4096));

@@ -3,12 +3,12 @@
 use crate::list::{PLAIN, counted, named};
 
 named! {
-    /// Whose device answers.
+    /// The device.
     Implementation, "{:?} is no implementation: there are {}":
     /// Ours.
     Ringfence = "ringfence",
-    /// A B-tree of mappings for each domain, all behind one lock for readers and writers; UNMAP
-    /// looks at every mapping of the domain. The design of cloud-hypervisor's.
+    /// A B-tree of mappings for each domain, all behind one reader-writer lock; UNMAP looks at
+    /// every mapping of the domain. The design of cloud-hypervisor's.
     BTreeMap = "btreemap",
     /// The same, but UNMAP looks at what lies in its range.
     BTreeMapRange = "btreemap-range",
@@ -42,15 +42,15 @@ named! {
 }
 
 named! {
-    /// How mappings whose table memory is told lie.
+    /// How the mappings lie whose table memory is measured.
     Spread, "{:?} is no spread: there are {}":
-    /// 4 KiB pages side by side, that lead to pages in no order.
+    /// 4 KiB pages side by side, mapped to pages in no order.
     Dense = "dense",
     /// One page in each 2 MiB.
     TwoMiB = "2m",
     /// One page in each 1 GiB.
     OneGiB = "1g",
-    /// Random pages of 48 bits of addresses.
+    /// Random pages in 48 bits of addresses.
     Random = "random",
 }
 
@@ -60,7 +60,7 @@ counted! {
 }
 
 impl Batch {
-    /// Those that are measured if nothing else is asked for.
+    /// What is measured by default.
     pub const DEFAULTS: [Batch; 4] = [Batch(1), Batch(8), Batch(64), Batch(256)];
 }
 
@@ -70,7 +70,7 @@ counted! {
 }
 
 impl Live {
-    /// Those that are measured if nothing else is asked for.
+    /// What is measured by default.
     pub const DEFAULTS: [Live; 2] = [Live(1_000), Live(1_000_000)];
 }
 

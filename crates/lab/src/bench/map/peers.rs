@@ -15,10 +15,10 @@ use ringfence_virtq::{Chain, device::Queue};
 
 use super::rig::{Link, Rig, Server, Serving};
 
-/// A mapping by its first address: its last, where that leads, and what is allowed.
+/// A mapping by its first address: its last address, its target, and its permissions.
 type Mappings = BTreeMap<u64, (u64, u64, MapFlags)>;
 
-/// Which domains exist, and who is attached to them: each behind one lock for readers and writers.
+/// The domains, and the endpoints attached to them: each behind one reader-writer lock.
 #[derive(Default)]
 struct State {
     /// The domain of each endpoint.
@@ -35,8 +35,8 @@ fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
 }
 
 impl State {
-    /// What each request does: all checks that ours makes of MAP and UNMAP, and nothing to
-    /// invalidate, since nothing is cached: every access takes the locks.
+    /// Carries out a request, with all checks that ours makes for MAP and UNMAP. There is nothing
+    /// to invalidate, since nothing is cached: every access takes the locks.
     fn execute(&self, request: Request, scan: bool) -> Status {
         let granule = PageSizes::X86.granule();
         match request {
@@ -113,12 +113,12 @@ impl Machine {
         Machine { state: Arc::default(), scan }
     }
 
-    /// A request queue of `size` descriptors, in whose driver's domain endpoint `id` is.
+    /// A request queue of `size` descriptors, with endpoint `id` in its driver's domain.
     pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<BTree>> {
         let config = IommuConfig {
             page_sizes: PageSizes::X86,
             input_range: Range::ALL,
-            // The drivers of several queues do not know each other.
+            // The drivers of several queues are independent: each has a domain number of its own.
             domain_range: (id, id),
             probe_size: 0,
             bypass: false,
@@ -151,7 +151,7 @@ pub(super) struct BTree {
 }
 
 impl BTree {
-    /// Carries out the request in `chain`; how many bytes were written.
+    /// Carries out the request in `chain`; returns how many bytes it has written.
     #[inline]
     fn carry_out(&mut self) -> Result<u32> {
         let mut bytes = [0; MAX_REQUEST_LEN];

@@ -27,7 +27,7 @@ const BYTES: usize = 1 << 21;
 
 /// A device behind one request queue.
 pub(super) trait Server: Send {
-    /// What serves it, on the thread that does.
+    /// What serves the queue, on the serving thread.
     type Serving<'s>: Serving
     where
         Self: 's;
@@ -41,14 +41,14 @@ pub(super) trait Server: Send {
 
 /// A thread that serves a request queue.
 pub(super) trait Serving {
-    /// Does what can be done now. True if something was, or waits to be.
+    /// Does what can be done now. True if something was done, or waits.
     fn serve(&mut self) -> Result<bool>;
 
-    /// Where an access of the endpoint at `iova` leads.
+    /// The target of the endpoint's access at `iova`.
     fn access(&mut self, iova: u64) -> Option<u64>;
 }
 
-/// The driver's end finds the device looking at the ring all the time, until that has gone.
+/// A transport without kicks: the device polls the ring until it is gone.
 struct Polled {
     gone: AtomicBool,
 }
@@ -63,7 +63,7 @@ impl Transport for Polled {
     }
 }
 
-/// As long as it is there the device counts as alive: nobody waits for one that serves no more.
+/// While this exists, the device counts as alive; afterwards no driver waits for it.
 pub(super) struct Alive(Arc<Polled>);
 
 impl Drop for Alive {
@@ -116,7 +116,7 @@ impl Link {
 
 /// A domain of the driver's with an endpoint in it, and the device behind it.
 pub(super) struct Rig<S> {
-    // First: it goes before the domain, which would wait for its endpoint to be detached.
+    // First: dropped before the domain, which would wait for its endpoint to be detached.
     _alive: Alive,
     pub(super) driver: Arc<Driver>,
     pub(super) domain: Arc<ViommuDomain>,
@@ -135,7 +135,7 @@ impl<S: Server> Rig<S> {
         Ok(Rig { _alive: alive, driver, domain, server })
     }
 
-    /// Whether what was asked for was done: nothing was refused, and both ends hold `expected`
+    /// Checks that requests were carried out: nothing was refused, and both ends hold `expected`
     /// mappings.
     pub(super) fn check(&mut self, expected: u64) -> Result<()> {
         let errors = self.driver.stats().errors;
@@ -159,7 +159,7 @@ impl<S: Server> Rig<S> {
         Ok(())
     }
 
-    /// Where an access at `iova` leads, by the driver and by the device, if they agree.
+    /// The target of an access at `iova`, if the driver and the device agree.
     pub(super) fn access(&mut self, iova: Iova) -> Result<Option<u64>> {
         let noted = self.domain.iova_to_phys(iova).map(|GuestPhys(at)| at);
         let found = self.server.begin()?.access(iova.0);

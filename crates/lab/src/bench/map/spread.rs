@@ -13,7 +13,7 @@ use ringfence_virtio_iommu::{
 use super::{load::target, measure::send, ours::Machine, params::Spread};
 use crate::block::mix;
 
-/// What a domain's table takes.
+/// The memory of a domain's table.
 pub(super) struct Table {
     pub(super) mappings: u64,
     pub(super) bytes: u64,
@@ -22,12 +22,12 @@ pub(super) struct Table {
 }
 
 impl Spread {
-    /// Distinct pages that lie so.
+    /// Distinct pages with this spread.
     fn pages(self, live: usize) -> Vec<u64> {
         let live = live as u64;
         match self {
             Spread::Dense => (0..live).collect(),
-            // Apart, each takes a page of the table or two.
+            // Far apart, each takes a page of the table or two.
             Spread::TwoMiB => (0..live.min(50_000)).map(|n| n << 9).collect(),
             Spread::OneGiB => (0..live.min(50_000)).map(|n| n << 18).collect(),
             Spread::Random => {
@@ -38,7 +38,7 @@ impl Spread {
     }
 }
 
-/// Maps up to `live` pages that lie so, and asks how large the table is.
+/// Maps up to `live` pages with this spread, and looks how large the table is.
 pub(super) fn measure(spread: Spread, live: usize) -> Result<Table> {
     let machine = Machine::new(1);
     let mut session = Session::new();

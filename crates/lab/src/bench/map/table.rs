@@ -86,7 +86,7 @@ fn about(op: Op) -> &'static str {
     }
 }
 
-/// A line for each load, with the others' ratios behind ours.
+/// A line for each load, with the others' ratios after ours.
 fn pairs(rows: &[&Row], keys: &[&str], scaling: bool) -> String {
     let is_there = |who: &Implementation| rows.iter().any(|row| row.implementation == who.name());
     let others = Implementation::ALL.into_iter().filter(|who| *who != Implementation::Ringfence);

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use super::case::Direction;
 use crate::bench::process::Process;
 
-/// What a back end says it has taken from the driver and given to it since it began.
+/// Frames that a back end reports as taken from the driver and given to it since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counted {
     pub(super) taken: u64,
@@ -19,19 +19,19 @@ pub(super) trait Backend {
     /// Its process.
     fn process(&mut self) -> &mut Process;
 
-    /// Which way packets will go: what follows is about that. To be called while it is stopped.
+    /// Chooses the direction for the calls that follow. To be called while it is stopped.
     fn choose(&mut self, direction: Direction);
 
-    /// Makes it do `direction`.
+    /// Makes it carry packets in `direction`.
     ///
     /// # Errors
-    /// It ended, or does not answer.
+    /// It has ended, or does not respond.
     fn begin(&mut self, direction: Direction) -> Result<()>;
 
     /// Where it listens.
     fn socket(&self) -> &Path;
 
-    /// Makes it stop; what it has counted since [`begin`](Self::begin), if it tells.
+    /// Makes it stop; returns what it has counted since [`begin`](Self::begin), if it reports that.
     ///
     /// # Errors
     /// As for [`begin`](Self::begin).
@@ -40,7 +40,7 @@ pub(super) trait Backend {
     /// A connection to it.
     ///
     /// # Errors
-    /// Nobody listens.
+    /// It does not listen.
     fn connect(&self) -> Result<UnixStream> {
         let path = self.socket();
         UnixStream::connect(path).with_context(|| format!("connecting to {}", path.display()))

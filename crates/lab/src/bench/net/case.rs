@@ -12,7 +12,7 @@ use crate::list::named;
 named! {
     /// A part of the benchmark.
     Part, "no part is called {:?}: there are {}":
-    /// The IOTLB is there, but the driver does not ask for an IOMMU.
+    /// The device has an IOTLB, but the driver does not use an IOMMU.
     Off = "off",
     /// Buffers are mapped once.
     Static = "static",
@@ -43,7 +43,7 @@ named! {
 }
 
 named! {
-    /// Who is measured.
+    /// The back end.
     Implementation, "no implementation is called {:?}: there are {}":
     /// `ringfence net`.
     Ringfence = "ringfence",
@@ -86,11 +86,11 @@ pub(super) struct Case {
     pub(super) direction: Direction,
     pub(super) ring: Ring,
     pub(super) addressing: Addressing,
-    /// Behind Ringfence's own IOMMU, how buffers are mapped; `addressing` says nothing then.
+    /// Behind Ringfence's own IOMMU, how buffers are mapped; `addressing` is unused then.
     pub(super) mapped: Option<Mapped>,
 }
 
-/// Addresses in a word or two.
+/// The addressing in a word or two.
 pub(in crate::bench) fn addresses(addressing: Addressing) -> String {
     match addressing {
         Addressing::Physical => "off".to_owned(),
@@ -103,7 +103,7 @@ pub(in crate::bench) fn addresses(addressing: Addressing) -> String {
     }
 }
 
-/// Addresses as parameters.
+/// The addressing as parameters.
 pub(in crate::bench) fn addressing_params(addressing: Addressing) -> Map<String, Value> {
     match addressing {
         Addressing::Physical => Map::new(),
@@ -114,10 +114,10 @@ pub(in crate::bench) fn addressing_params(addressing: Addressing) -> Map<String,
     }
 }
 
-/// Pages of buffers in all. DPDK's cache of a queue holds 2048 entries and is given those of all
-/// queues: with more it would measure its eviction.
+/// Pages of buffers in all. DPDK's cache of a queue holds 2048 entries and gets those of all
+/// queues: with more, its eviction would be measured.
 const PAGES: u32 = 1700;
-/// The least buffers of a direction, and all there are of one that carries nothing.
+/// The least buffers of a direction, and all buffers of one that carries nothing.
 const FEW: u32 = 256;
 /// Buffers with addresses of their own take a page each.
 const FRESH: u32 = 1024;
@@ -134,7 +134,7 @@ impl Case {
         }
     }
 
-    /// Its addresses in a word or two.
+    /// Its addressing in a word or two.
     pub(super) fn addresses(&self) -> String {
         if let Some(mapped) = self.mapped {
             return mapped.name();
@@ -152,12 +152,12 @@ impl Case {
         self.mapped.map_or(self.addressing.translated(), Mapped::translated)
     }
 
-    /// Whether `implementation` can be measured: of Ringfence's own IOMMU nobody else is behind.
+    /// Whether `implementation` can be measured: no other is behind Ringfence's own IOMMU.
     pub(super) fn is_for(&self, implementation: Implementation) -> bool {
         self.mapped.is_none() || implementation == Implementation::Ringfence
     }
 
-    /// The one of the same packets and rings without an IOMMU.
+    /// The case with the same packets and rings without an IOMMU.
     pub(super) fn off(&self) -> Case {
         let mapped = self.mapped.map(|_| Mapped::OFF);
         Case { addressing: Addressing::Physical, mapped, ..*self }
@@ -189,7 +189,7 @@ impl Case {
         DriverOptions {
             addressing: self.addressing,
             packed: self.ring == Ring::Packed,
-            // What is measured is the cache, not how it fills.
+            // The cache is measured, not how it fills.
             prefill: true,
             rx_buffers,
             tx_buffers,
@@ -241,7 +241,7 @@ impl Choice {
                                 }
                                 let some = |mergeable| Addressing::Static { entry, mergeable };
                                 cases.push(with(some(true)));
-                                // A larger one covers all there is.
+                                // A larger entry covers all of memory.
                                 if entry <= 2 << 20 {
                                     cases.push(with(some(false)));
                                 }

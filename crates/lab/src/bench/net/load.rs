@@ -15,17 +15,17 @@ use crate::{
 
 /// Packets that are sent at once.
 const BURST: usize = 64;
-/// How long packets go before they are counted.
+/// How long packets flow before they are counted.
 const WARM_UP: Duration = Duration::from_millis(40);
-/// Frames that the back end has taken and not given back for so long are lost: a host of shared CPUs may
-/// keep its process waiting for less.
+/// Frames that the back end has taken and not given back for so long are lost: a host with shared
+/// CPUs keeps its process waiting for less.
 const OVERDUE: Duration = Duration::from_secs(2);
 /// How long messages are timed.
 const MESSAGES: Duration = Duration::from_millis(25);
 /// Messages in flight when they are many.
 pub(super) const DEPTH: u64 = 64;
 
-/// Drives `backend`, which goes on, for `length`.
+/// Drives `backend` for `length`.
 pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) -> Result<Window> {
     backend.begin(case.direction).context("beginning")?;
     let expect = match case.direction {
@@ -38,7 +38,8 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
 
     let before = load.mark(backend);
     load.run(length)?;
-    // A window in which nothing was carried has no rate: on a host whose CPUs others have it lasts until something is.
+    // A window in which nothing was carried has no rate: on a busy host it lasts until something is
+    // carried.
     while load.packets() == before.done {
         ensure!(before.at.elapsed() < length + STUCK, "the back end carries nothing");
         load.run(LOOK)?;
@@ -47,7 +48,7 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
 
     load.drain()?;
     let counted = backend.end().context("ending")?;
-    // What the back end gave up to its end.
+    // Takes what the back end still gave before it stopped.
     load.drain()?;
     let mut window = before.until(&after);
     window.late = load.driver.arrivals().late();
@@ -55,7 +56,7 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
     let arrivals = load.driver.arrivals();
     (window.carried, window.lost) = match (case.direction, counted) {
         (Direction::Loop, _) => (arrivals.sent(), arrivals.lost()),
-        // The back end's word against the driver's: either way, a difference is a loss.
+        // The back end's count against the driver's: a difference either way is a loss.
         (Direction::Tx, Some(counted)) => {
             (load.driver.taken(), load.driver.taken().abs_diff(counted.taken))
         }
@@ -77,9 +78,9 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
 struct Load {
     driver: NetDriver,
     direction: Direction,
-    /// Nothing goes on without messages.
+    /// Whether each packet needs misses served, since its addresses are new.
     fresh: bool,
-    /// When something came last.
+    /// When something last came.
     last: Instant,
     looked: Instant,
 }
@@ -118,7 +119,7 @@ impl Load {
         }
     }
 
-    /// One turn of the driver; how many packets came.
+    /// One turn of the driver; returns how many packets came.
     #[inline]
     fn turn(&mut self, send: bool) -> Result<usize> {
         let came = match self.direction {
@@ -182,7 +183,7 @@ impl Load {
         }
     }
 
-    /// UPDATEs and their answers a second, at most `depth` in flight.
+    /// UPDATEs with their replies a second, at most `depth` in flight.
     fn message_rate(&mut self, depth: u64) -> Result<f64> {
         let begun = Instant::now();
         let mut count = 0;

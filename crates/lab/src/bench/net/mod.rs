@@ -6,11 +6,11 @@
 //! | `load` | one measurement |
 //! | `backend`, `ringfence`, `testpmd` | the back ends |
 //! | `notified` | our device behind our own IOMMU, in one process |
-//! | `rows` | what the rounds tell |
+//! | `rows` | the rows that the rounds give |
 //! | [`table`] | all of it for a terminal |
 //!
-//! The driver and the back end have a CPU each, and poll. Back ends take turns: the one that is not
-//! measured is stopped.
+//! The driver and the back end have a CPU each, and poll. Back ends take turns: those that are not
+//! measured are stopped.
 
 mod backend;
 pub mod case;
@@ -43,9 +43,9 @@ use case::{Case, Choice, Implementation};
 
 /// The most that may be lost: 0.005 %.
 const MOST_LOST: f64 = 5e-5;
-/// How long a back end may take to say why a connection ended.
+/// How long a back end may take to log why a connection ended.
 const REASON: Duration = Duration::from_millis(300);
-/// What a measurement takes beside its window.
+/// What a measurement takes besides its window.
 const OVERHEAD: Duration = Duration::from_millis(160);
 
 /// What to measure, and how.
@@ -53,7 +53,7 @@ const OVERHEAD: Duration = Duration::from_millis(160);
 pub struct Options {
     /// The cases.
     pub choice: Choice,
-    /// Who.
+    /// The back ends.
     pub implementations: Vec<Implementation>,
     /// Rounds.
     pub repeat: u32,
@@ -66,7 +66,7 @@ pub struct Options {
 /// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
-/// What was asked for cannot be done: [`Usage`].
+/// [`Usage`]: the options cannot be carried out.
 pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let cases = options.choice.cases();
     if cases.is_empty() {
@@ -166,18 +166,18 @@ fn measure(
         let window = threads::bound_to(cpus[1], || {
             backend.process().resume()?;
             let window = load::measure(backend.as_mut(), case, length).map_err(|error| {
-                // It says why when its rings have stopped, after the connection was closed.
+                // It logs the reason when its rings have stopped, after the connection was closed.
                 std::thread::sleep(REASON);
                 error.context(format!("it said: {}", backend.process().last_words()))
             });
-            // It learns that the connection has ended before it is stopped.
+            // Let it see the end of the connection before it is stopped.
             std::thread::sleep(Duration::from_millis(10));
             backend.process().pause()?;
             window
         });
         ping[1] = ping::round_trip_ns(cpus);
         window.map_err(|error| {
-            // What went wrong first, then what the back end said.
+            // The error first, then the back end's log.
             let chain: Vec<String> = error.chain().map(ToString::to_string).collect();
             match &chain[..] {
                 [said, rest @ ..] if !rest.is_empty() => format!("{} ({said})", rest.join(": ")),

@@ -12,7 +12,7 @@ use crate::bench::process::Process;
 
 /// A running `ringfence net`.
 ///
-/// One for each socket: with `--loopback`, and with `--probe`. The one that is not used sleeps.
+/// One for each socket: with `--loopback`, and with `--probe`. The unused one sleeps.
 pub(super) struct Ringfence {
     looped: End,
     probed: End,
@@ -31,7 +31,7 @@ impl Ringfence {
         let start = |way: &str| -> Result<End> {
             let socket = folder.join(format!("ringfence{way}.sock"));
             let path = socket.display().to_string();
-            // As testpmd waits.
+            // Polls, as testpmd does.
             let arguments = ["net", way, "--notify", "poll", "--log", "info", "--socket", &path];
             let arguments: Vec<String> = arguments.map(str::to_owned).into();
             let process =

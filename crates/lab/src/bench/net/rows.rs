@@ -1,4 +1,4 @@
-//! What the rounds tell.
+//! The rows that the rounds give.
 
 use super::{
     MOST_LOST,
@@ -96,8 +96,8 @@ fn row(
     }
     if case.addressing.is_fresh() {
         let packets = sum(|window| window.done).max(1);
-        // Like with like: misses, updates, invalidations and answers of the window against as many
-        // messages as the socket moves: an UPDATE and its answer are two.
+        // Like with like: misses, updates, invalidations and replies of the window against as many
+        // messages as the socket moves: an UPDATE and its reply are two.
         let messages = figures(own, |window| Some(window.messages() as f64 / window.seconds));
         let pairs = figures(own, |window| Some(2.0 * window.many_rate?));
         let of = |rate: fn(&Window) -> Option<f64>| value(interval(&figures(own, rate)));

@@ -1,4 +1,4 @@
-//! DPDK's testpmd, told what to do on its standard input.
+//! DPDK's testpmd, controlled through its standard input.
 
 use std::{
     io::{Read, Write},
@@ -30,7 +30,7 @@ pub(super) struct Testpmd {
     process: Process,
     commands: ChildStdin,
     answers: ChildStdout,
-    /// What it said and was not looked at.
+    /// Output that was not looked at yet.
     said: String,
     socket: PathBuf,
     /// Whether it forwards packets.
@@ -45,9 +45,9 @@ pub(super) fn is_there() -> bool {
 impl Testpmd {
     pub(super) fn start(folder: &Path, cpu: usize) -> Result<Testpmd> {
         let socket = folder.join("testpmd.sock");
-        // Two lcores, the least it takes, on one CPU: the first only waits for commands, and the other
-        // never gives the CPU away. So the thread that serves the socket goes where EAL puts it, on
-        // another CPU: beside the lcore it waits for milliseconds, for each message.
+        // Two lcores, the least it takes, on one CPU: the first only waits for commands, and the
+        // other never gives the CPU away. So the thread that serves the socket goes where EAL puts
+        // it, on another CPU: beside the lcore it would wait for milliseconds, for each message.
         let arguments = format!(
             "--lcores 0@{cpu},1@{cpu} --no-huge --no-pci --no-telemetry --iova-mode=va -m 256 \
              --file-prefix ringfence --vdev net_vhost0,iface={},iommu-support=1,queues=1 -- \
@@ -71,7 +71,7 @@ impl Testpmd {
         writeln!(self.commands, "{command}").context("telling testpmd what to do")
     }
 
-    /// What it says up to `end`, and that with it.
+    /// Its output up to and including `end`.
     fn until(&mut self, end: &str) -> Result<String> {
         let begun = Instant::now();
         loop {

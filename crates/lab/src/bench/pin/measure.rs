@@ -10,17 +10,17 @@ use crate::{
     memory,
 };
 
-/// Someone who pins the pages of a set, and unpins them.
+/// A way to pin the pages of a set, and to unpin them.
 ///
-/// To be inlined into the loop that times: where the processor forgets the way back during a system
-/// call, a function that returns after it makes the call half as dear again.
+/// To be inlined into the timing loop: if the processor loses its return predictions during a
+/// system call, a function that returns after it makes the call half as expensive again.
 pub(super) trait Subject {
     /// Pins all of them.
     fn pin(&mut self, set: &Set) -> Result<()>;
     /// Unpins all of them.
     fn unpin(&mut self, set: &Set) -> Result<()>;
 
-    /// Pins and unpins a list again and again for about so long, at least once.
+    /// Pins and unpins a list again and again for about the budget, at least once.
     ///
     /// The figure is the mean of the middle half of the calls: a mean, since a virtual machine's counter
     /// may have steps of 10 ns; of the middle half, since some calls are interrupted.
@@ -46,11 +46,11 @@ pub(super) trait Subject {
         Ok(Sample { pin: ns(&mut times.pin), unpin: ns(&mut times.unpin), lists })
     }
 
-    /// Pins the list once, and asks the kernel whether it is pinned and, after that, unpinned.
-    /// `new`: pages that nobody has pinned before.
+    /// Pins the list once, and checks with the kernel that it is pinned and, after that, unpinned.
+    /// `new`: pages that were not pinned before.
     ///
     /// # Errors
-    /// It cannot be pinned, or the kernel says otherwise.
+    /// It cannot be pinned, or the kernel's count differs.
     fn check(&mut self, set: &Set, new: usize) -> Result<()> {
         let before = pinned_bytes()?;
         self.pin(set)?;

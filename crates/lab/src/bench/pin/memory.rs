@@ -1,4 +1,4 @@
-//! Memory to pin: small pages, transparent huge pages, huge pages set apart.
+//! Memory to pin: small pages, transparent huge pages, reserved huge pages.
 
 use std::{ffi::c_void, fs, ptr};
 
@@ -8,10 +8,10 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use super::{params::Backing, set::PAGE};
 use crate::{memory, text};
 
-/// The size of a huge page where the kernel does not say.
+/// The size of a huge page if the kernel does not report it.
 const HUGE: usize = 2 << 20;
 
-/// Memory of one kind, all of it there.
+/// Memory of one kind, all of it present.
 pub(super) struct Memory {
     mapped: *mut c_void,
     mapped_len: usize,
@@ -23,7 +23,7 @@ pub(super) struct Memory {
 pub(super) struct Absent(pub(super) String);
 
 impl Memory {
-    /// So many pages.
+    /// Memory of `pages` pages.
     ///
     /// # Errors
     /// The outer: the system has no memory. The inner: it has none of this kind.
@@ -37,7 +37,7 @@ impl Memory {
             memory.touch();
             return Ok(Ok(memory));
         }
-        // More than that, so that huge pages find their place.
+        // More than that, so that it can be aligned to huge pages.
         let mut memory = map(len + huge, MapFlags::PRIVATE).context("memory to pin")?;
         memory.first = memory.first.next_multiple_of(huge);
         memory.len = len;
@@ -45,8 +45,8 @@ impl Memory {
             Backing::Thp => Advice::LinuxHugepage,
             _ => Advice::LinuxNoHugepage,
         };
-        // SAFETY: the range lies in a mapping that nobody else knows; the advice changes no bytes.
-        // A kernel without huge pages refuses it, which is told below.
+        // SAFETY: the range lies in a mapping that nothing else refers to; the advice changes no
+        // bytes. A kernel without huge pages refuses it, which is found below.
         let _ = unsafe { madvise(memory.first as *mut c_void, len, advice) };
         memory.touch();
         let found = memory.huge_bytes();
@@ -74,10 +74,11 @@ impl Memory {
         self.len
     }
 
-    /// Writes to every page, so that it is there.
+    /// Writes to every page, so that it is present.
     fn touch(&self) {
         for at in (self.first..self.first + self.len).step_by(PAGE) {
-            // SAFETY: it lies in the mapping, which is writable, and nobody else has it.
+            // SAFETY: the address lies in the mapping, which is writable, and nothing else refers
+            // to it.
             unsafe { ptr::write_volatile(at as *mut u8, 1) };
         }
     }
@@ -91,14 +92,14 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: this mapping was made here, and nothing refers to it: what was pinned of it has a
-        // count of its own in the kernel.
+        // SAFETY: this mapping was made here, and nothing refers to it: pinned pages of it have a
+        // reference of their own in the kernel.
         let _ = unsafe { munmap(self.mapped, self.mapped_len) };
     }
 }
 
 fn map(len: usize, flags: MapFlags) -> rustix::io::Result<Memory> {
-    // SAFETY: a new mapping where the kernel likes; nothing is there yet.
+    // SAFETY: a new mapping at an address that the kernel chooses: it replaces none.
     let mapped =
         unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)? };
     Ok(Memory { mapped, mapped_len: len, first: mapped as usize, len })

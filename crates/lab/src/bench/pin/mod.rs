@@ -6,14 +6,14 @@
 //! | `set` | the pages of a list |
 //! | `memory` | memory to pin: small pages, huge ones |
 //! | `ring` | the kernel's registered buffers, by hand |
-//! | `peers` | who pins by hand; which call for one page is the fastest |
+//! | `peers` | pinning by hand; which call for one page is the fastest |
 //! | `ours` | our pinner over the same mechanism |
 //! | `measure` | times and checks one of them |
 //! | [`table`] | all of it for a terminal |
 //! | [`runs`] | how long runs are in recordings of real work |
 //!
-//! All who pin take turns in each round, forwards and backwards in turn, so that what slows the machine
-//! for a while slows all of them and what drifts cancels out; ratios are those of a round.
+//! All implementations take turns in each round, in alternating order, so that what slows the
+//! machine for a while slows all of them and what drifts cancels out; ratios are those of a round.
 
 mod measure;
 mod memory;
@@ -58,13 +58,13 @@ use crate::{
 /// What to measure, and how.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Who pins.
+    /// The implementations to measure.
     pub implementations: Vec<Implementation>,
     /// Lengths of lists.
     pub pages: Vec<Pages>,
     /// Kinds of memory.
     pub backings: Vec<Backing>,
-    /// Whether those were named: one that there is none of is a failure then.
+    /// Whether these were named: if so, a missing one is a failure.
     pub backings_named: bool,
     /// How the pages of a list lie.
     pub lists: Vec<List>,
@@ -89,7 +89,7 @@ impl Options {
         let mut cells = Vec::new();
         for &list in &self.lists {
             for &Pages(pages) in &self.pages {
-                // One page lies as it lies.
+                // One page is the same in every list.
                 if pages > 1 || list == self.lists[0] {
                     cells.push(Cell { backing, list, pages });
                 }
@@ -108,7 +108,8 @@ impl Options {
 /// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
-/// [`Usage`]: there is nothing to measure. Or the kernel lets nobody pin, or has no memory.
+/// [`Usage`]: there is nothing to measure. Or the kernel does not let this process pin, or has no
+/// memory.
 pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
     let most = options.pages.iter().map(|pages| pages.0).max();
     let (Some(most), false, false, false) = (
@@ -180,7 +181,7 @@ fn measured(
     Ok(benchmark)
 }
 
-/// Tells of memory that is not there, as loudly as it was asked for.
+/// Reports missing memory: as an error if it was named, else as a warning.
 fn absent_note(Absent(why): Absent, options: &Options, into: &mut Benchmark) -> String {
     if options.progress != Kind::Silent && !options.backings_named {
         eprintln!("{why}");
@@ -204,7 +205,7 @@ fn told(one: &OneCall, fastest: &str) -> Value {
     })
 }
 
-/// Who pins a list.
+/// An implementation, and its measurements.
 struct Entrant<'m> {
     implementation: Implementation,
     subject: Option<Box<dyn Subject + 'm>>,
@@ -262,7 +263,7 @@ impl<'m> Contest<'m> {
         let (set, list, mut times) = (&self.set, self.cell.list, Times::default());
         let measure = |entrant: &mut Entrant<'_>| {
             let subject = entrant.subject.as_mut()?;
-            // The others had the processor's caches meanwhile.
+            // The processor's caches hold the others' data.
             let mut slice = |budget| subject.time(set, How { clock, budget }, &mut times);
             match slice(options.budget / 4).and_then(|_| slice(options.budget)) {
                 Ok(sample) => return Some(sample),
@@ -321,7 +322,7 @@ impl<'m> Contest<'m> {
     }
 }
 
-/// Makes and checks one who pins.
+/// Makes and checks an implementation.
 fn subject<'m>(
     implementation: Implementation,
     cell: Cell,
@@ -336,7 +337,7 @@ fn subject<'m>(
             Implementation::PageByPage => Box::new(PageByPage::new(name, set.fresh.len(), memory)?),
             Implementation::RunsByHand => Box::new(RunsByHand::new(name, set, memory)?),
         };
-        // A huge page of which something is held is counted already.
+        // A huge page of which a part is held is counted already.
         let counted = cell.backing == Backing::Small || set.held.is_empty();
         subject.check(set, if counted { set.fresh.len() } else { 0 })?;
         Ok(subject)
@@ -359,7 +360,8 @@ pub(super) mod tests {
 
     use super::{measure::Subject, *};
 
-    /// The kernel counts what the whole process has pinned, so that tests that look take turns.
+    /// The kernel counts what the whole process has pinned, so that tests that read the count take
+    /// turns.
     pub(super) fn alone() -> MutexGuard<'static, ()> {
         static ALONE: Mutex<()> = Mutex::new(());
         ALONE.lock()

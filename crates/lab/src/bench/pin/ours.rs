@@ -24,10 +24,10 @@ pub(super) struct Ours {
 }
 
 impl Ours {
-    /// A pinner that holds what of a set is pinned already.
+    /// A pinner that holds the part of a set that is pinned already.
     ///
     /// # Errors
-    /// There is no io_uring, or what is pinned already cannot be.
+    /// There is no io_uring, or that part cannot be pinned.
     pub(super) fn new(set: &Set, memory: &Memory, each: bool) -> Result<Ours> {
         let backing = Uring::new().context("io_uring")?;
         let mut pinner = Pinner::new(backing, Arc::new(Account::new("bench pin")));

@@ -3,16 +3,16 @@
 use crate::list::{PLAIN, counted, named};
 
 named! {
-    /// Who pins.
+    /// The implementation.
     Implementation, "{:?} is no implementation: there are {}":
     /// Our pinner, the whole list in one call.
     Ringfence = "ringfence",
-    /// The fastest call for one page, by hand, once a page, without any account of what is pinned.
+    /// The fastest call for one page, by hand, once a page, without accounting.
     PageByPage = "page-by-page",
     /// Our pinner, called once a page.
     RingfenceEach = "ringfence-each",
-    /// The runs of the list, found beforehand, by hand, as many in a call as is fastest: what the
-    /// kernel takes for what our pinner asks it.
+    /// The runs of the list, found beforehand, by hand, as many in a call as is fastest: the
+    /// kernel's part of our pinner's time.
     RunsByHand = "runs-by-hand",
 }
 
@@ -23,7 +23,7 @@ named! {
     Small = "4k",
     /// Transparent huge pages.
     Thp = "thp",
-    /// Huge pages that the administrator has set apart.
+    /// Huge pages that the administrator has reserved.
     Hugetlb = "hugetlb",
 }
 
@@ -46,7 +46,7 @@ counted! {
 }
 
 impl Pages {
-    /// Those that are measured if nothing else is asked for.
+    /// What is measured by default.
     pub const DEFAULTS: [Pages; 5] = [Pages(1), Pages(8), Pages(64), Pages(512), Pages(4096)];
 }
 

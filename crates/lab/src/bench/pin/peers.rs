@@ -1,4 +1,5 @@
-//! Who pins by hand: no account, no checks, no unwinding. What is pinned already costs them nothing.
+//! Pinning by hand: no accounting, no checks, no unwinding. Pages that are pinned already cost
+//! nothing here.
 
 use std::time::{Duration, Instant};
 
@@ -95,14 +96,14 @@ const COMPARISON: Duration = Duration::from_millis(40);
 /// The ways to pin one page, each measured in turns with the others.
 ///
 /// # Errors
-/// One that every kernel has fails.
+/// A call that every kernel has fails.
 pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCall>> {
     let page = buffer(memory.page(0), 1);
     let mut ways: Vec<Way<'_>> = Vec::new();
     for (call, name) in
         [("update, ring registered", Name::Registered), ("update", Name::Descriptor)]
     {
-        // A kernel before 6.3 knows no registered rings in such calls.
+        // A kernel before 6.3 takes no registered rings in such calls.
         let Ok(ring) = Ring::with_slots(name, 1) else { continue };
         if ring.update(0, &[page]).is_err() && name == Name::Registered {
             continue;

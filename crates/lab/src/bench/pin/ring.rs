@@ -29,11 +29,11 @@ pub(super) enum Name {
 
 /// A ring that is used for its table of buffers only, by the thread that made it.
 ///
-/// Calls are made in place, not through the C library's `syscall`: a return more, for which some
-/// processors have forgotten the way after a system call, makes it half as dear again.
+/// Calls are made in place, not through the C library's `syscall`: one more return, which some
+/// processors mispredict after a system call, makes a call half as expensive again.
 pub(super) struct Ring {
     fd: OwnedFd,
-    /// What calls are made with: a number, and what it means.
+    /// How calls name the ring: a number, and its meaning.
     number: i32,
     flags: IoringRegisterFlags,
 }
@@ -80,8 +80,8 @@ impl Ring {
         Ok(ring)
     }
 
-    /// Puts `buffers` into the slots from `slot` on: what is there is unpinned, what comes is
-    /// pinned. An empty buffer leaves its slot empty.
+    /// Puts `buffers` into the slots from `slot` on: their old buffers are unpinned, the new ones
+    /// are pinned. An empty buffer leaves its slot empty.
     ///
     /// # Errors
     /// The kernel's; slots before the first that failed have changed.
@@ -95,7 +95,7 @@ impl Ring {
         // SAFETY: the kernel reads the structure and the buffers during the call. It pins the memory;
         // as this ring never does any I/O, no byte of it is touched.
         let done = unsafe { self.call(IoringRegisterOp::RegisterBuffersUpdate, at, size)? };
-        // Those that it got to.
+        // How many the kernel has updated.
         if done as usize == buffers.len() { Ok(()) } else { Err(rustix::io::Errno::NOMEM) }
     }
 
@@ -107,7 +107,7 @@ impl Ring {
         unsafe { self.call(IoringRegisterOp::RegisterBuffers, at, 1) }.map(drop)
     }
 
-    /// Takes the table away, and unpins what is in it.
+    /// Removes the table, and unpins what is in it.
     #[inline(always)]
     pub(super) fn unregister(&self) -> rustix::io::Result<()> {
         // SAFETY: this operation has no argument.
@@ -115,7 +115,7 @@ impl Ring {
     }
 
     /// # Safety
-    /// `argument` is what the operation wants.
+    /// `argument` is valid for the operation.
     #[inline(always)]
     unsafe fn call(
         &self,
@@ -123,8 +123,8 @@ impl Ring {
         argument: *mut c_void,
         count: u32,
     ) -> rustix::io::Result<u32> {
-        // SAFETY: it is a descriptor of ours, or with the flag a place in the thread's table, as long
-        // as this lives; the rest as the caller promises.
+        // SAFETY: `number` is a descriptor of ours or, with the flag, a place in the thread's
+        // table, as long as this lives; the caller promises the rest.
         unsafe {
             let ring = BorrowedFd::borrow_raw(self.number);
             io_uring_register_with(ring, operation, self.flags, argument, count)
@@ -134,7 +134,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The file lives as long as it is registered; what is pinned must not live so long.
+        // The file lives as long as it is registered; pins must not live so long.
         let _ = self.unregister();
         if self.flags.contains(IoringRegisterFlags::USE_REGISTERED_RING) {
             let mut update = io_uring_rsrc_update::default();
@@ -147,7 +147,7 @@ impl Drop for Ring {
     }
 }
 
-/// The memory of so many pages from an address on, as the kernel is told of it.
+/// The memory of so many pages from an address on, as the kernel takes it.
 #[inline]
 pub(super) fn buffer(address: usize, pages: usize) -> libc::iovec {
     libc::iovec { iov_base: address as *mut c_void, iov_len: pages * PAGE }

@@ -1,7 +1,7 @@
 //! How long runs are in recordings of real work: what a pinner that takes runs would gain.
 //!
-//! A recording is read as `replay` reads it. What a pinner meets depends on where it stands and on
-//! how much it is told at once, so that several lengths are told, all in pages:
+//! A recording is read as `replay` reads it. What a pinner sees depends on where it stands and on
+//! how much it gets at once, so several lengths are given, all in pages:
 //!
 //! | measure | a run is |
 //! |---|---|
@@ -33,10 +33,10 @@ use crate::{
 /// Lengths from which on runs are counted apart.
 const FROM: [u64; 5] = [2, 8, 16, 64, 512];
 
-/// Reads recordings and tells how long runs are in them; `-` is standard input.
+/// Reads recordings and counts how long runs are in them; `-` is standard input.
 ///
 /// # Errors
-/// A recording cannot be read, or is none ([`Usage`](crate::run::Usage)).
+/// A file cannot be read, or is no recording ([`Usage`](crate::run::Usage)).
 pub fn run(traces: &[PathBuf], progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
     let mut benchmark = Benchmark::new("pin", 0);
     let recordings = replay::read(traces, progress, stop, &mut benchmark.warnings)?;
@@ -102,7 +102,7 @@ impl Lengths {
     }
 }
 
-/// What is told of a distribution of lengths, in pages.
+/// The figures of a distribution of lengths, in pages.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Distribution {
     /// How many runs there are: calls, if a run is one.
@@ -184,7 +184,7 @@ fn rows(file: &str, recording: &Recording) -> Vec<Row> {
 /// Pages, by their numbers: from the first to the last.
 type Pages = (u64, u64);
 
-/// The pages that `len` bytes from an address on touch; none passes the last that there is.
+/// The pages that the bytes from `first` to `last` touch.
 fn touched(first: u64, last: u64) -> Pages {
     (first / PAGE as u64, last / PAGE as u64)
 }
@@ -250,7 +250,7 @@ impl Burst {
     }
 }
 
-/// Counts the runs of `pages`, which are none afterwards.
+/// Counts the runs of `pages`, and empties it.
 fn runs(pages: &mut Vec<(u16, Pages)>, into: &mut Lengths) {
     pages.sort_unstable();
     let mut run: Option<(u16, Pages)> = None;

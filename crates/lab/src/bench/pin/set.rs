@@ -22,9 +22,9 @@ pub(super) struct Run {
 /// A list of pages, each by its place in the memory.
 #[derive(Clone, Debug)]
 pub(super) struct Set {
-    /// All of them in the order of the list, as a device names them.
+    /// The IOVAs of all pages, in the order of the list.
     pub(super) iovas: Vec<Iova>,
-    /// Those that nobody has pinned before, in the same order.
+    /// Those that were not pinned before, in the same order.
     pub(super) fresh: Vec<usize>,
     /// The same, as runs.
     pub(super) runs: Vec<Run>,
@@ -52,7 +52,7 @@ impl Set {
     }
 }
 
-/// How a device names a page.
+/// The IOVA of a page.
 pub(super) fn iova(page: usize) -> Iova {
     Iova(BASE + (page * PAGE) as u64)
 }

@@ -153,7 +153,7 @@ fn listed<'b>(benchmark: &'b Benchmark, key: &str) -> impl Iterator<Item = &'b V
     benchmark.settings.get(key).and_then(Value::as_array).into_iter().flatten()
 }
 
-/// Notes, what did not run, and warnings; each of them once.
+/// Notes, warnings and what did not run, each of them once.
 fn remarks(benchmark: &Benchmark, out: &mut String) {
     notes(out, benchmark, |note| benchmark.warnings.iter().any(|why| note.contains(why.as_str())));
     for missing in listed(benchmark, "did_not_run") {

@@ -24,10 +24,10 @@ pub struct Content {
 }
 
 impl Content {
-    /// That of `blocks` blocks, a power of two, as [`fill`](Self::fill) writes them.
+    /// The content of `blocks` blocks, a power of two, as [`fill`](Self::fill) writes them.
     ///
     /// # Panics
-    /// It is none.
+    /// If `blocks` is no power of two.
     pub fn new(blocks: u64) -> Content {
         assert!(blocks.is_power_of_two(), "so that every block has its turn");
         Content { stamps: (0..blocks).map(|block| block % BODIES).collect(), writes: 0, next: 0 }
@@ -50,7 +50,8 @@ impl Content {
         out.flush()
     }
 
-    /// How many of the blocks that a walk of step `step` meets hold something else than they should.
+    /// How many of the blocks that a walk of step `step` visits hold something else than they
+    /// should.
     ///
     /// # Errors
     /// As the file's.

@@ -1,5 +1,5 @@
 //! A vhost-user front end and a virtio-blk driver in one process, to load back ends and to check
-//! what they do: of each block that is read the first and last words, of some all bytes.
+//! what they do: the first and last words of each block that is read, and all bytes of some.
 //!
 //! | file | what it holds |
 //! |---|---|
@@ -39,7 +39,7 @@ pub const MOST_DEPTH: usize = RING as usize;
 /// How to drive a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// By what addresses the device sees memory.
+    /// The addresses by which the device sees memory.
     pub addressing: Addressing,
     /// Queues: at most [`MOST_QUEUES`].
     pub queues: u16,
@@ -100,8 +100,8 @@ impl BlkLoad {
         Ok(BlkLoad { link, space, sides, content, depth, tally: Tally::default() })
     }
 
-    /// Takes back what is done, looks at it, and submits as much again if `more`; returns how many
-    /// requests were answered.
+    /// Takes back and checks completed requests, and submits as many again if `more`; returns how
+    /// many completed.
     ///
     /// # Errors
     /// See [`NetDriverError`].
@@ -117,9 +117,9 @@ impl BlkLoad {
         Ok(answered)
     }
 
-    /// Sends what has to be told about translations and answers the misses that have come; returns
-    /// how many these were. To be called often where there is an IOMMU: with fresh addresses nothing
-    /// goes on without.
+    /// Sends pending UPDATEs and INVALIDATEs and serves the misses that have come; returns how many
+    /// misses these were. To be called often if there is an IOMMU: with fresh addresses nothing
+    /// proceeds without this.
     ///
     /// # Errors
     /// See [`NetDriverError`].
@@ -127,12 +127,12 @@ impl BlkLoad {
         self.link.answer(&self.space)
     }
 
-    /// How many requests are submitted and not answered.
+    /// How many requests are submitted and not completed.
     pub fn in_flight(&self) -> usize {
         self.sides.iter().map(Side::in_flight).sum()
     }
 
-    /// What became of those that were answered.
+    /// What became of the completed requests.
     pub fn tally(&self) -> Tally {
         self.tally
     }
@@ -142,10 +142,10 @@ impl BlkLoad {
         self.link.messages
     }
 
-    /// Waits until all requests are answered.
+    /// Waits until all requests are completed.
     ///
     /// # Errors
-    /// See [`NetDriverError`]; [`NetDriverError::Io`] if nothing comes for so long as `patience`.
+    /// See [`NetDriverError`]; [`NetDriverError::Io`] if nothing completes within `patience`.
     pub fn drain(&mut self, patience: Duration) -> Result<(), NetDriverError> {
         let mut since = Instant::now();
         while self.in_flight() > 0 {
@@ -159,7 +159,7 @@ impl BlkLoad {
         Ok(())
     }
 
-    /// Stops the rings, of which all requests are answered; returns what the disk holds.
+    /// Stops the rings, all of whose requests have completed; returns what the disk holds.
     ///
     /// # Errors
     /// See [`NetDriverError`].

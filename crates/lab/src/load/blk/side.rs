@@ -15,15 +15,15 @@ use crate::load::net::{Addressing, NetDriverError, link::Link, ring::Ring, space
 
 /// Most requests that are taken back at once.
 const BURST: usize = 64;
-/// Of so many blocks that are read, one is looked at as a whole.
+/// One in so many blocks that are read is checked as a whole.
 const WHOLE: u64 = 64;
-/// Where the status and the indirect table of a request stand behind its header.
+/// Where the status and the indirect table of a request follow its header.
 const STATUS_AT: usize = HEADER_BYTES;
 const TABLE_AT: usize = 32;
 /// Header, data, status.
 const DESCS: usize = 3;
-/// Requests do not all begin at the same place of their page: they would compete for a few lines of
-/// the cache.
+/// Requests do not all begin at the same offset in their page: they would compete for a few lines
+/// of the cache.
 const COLOURS: u32 = 31;
 const COLOUR: u64 = 128;
 /// No status has this value.
@@ -44,21 +44,21 @@ struct Buffer {
 /// What became of requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Done, and what was looked at of their data is right.
+    /// Completed, and the checked part of their data is right.
     pub good: u64,
-    /// Done, with other data than was written last.
+    /// Completed, with other data than was written last.
     pub wrong: u64,
-    /// Answered with an error, or with another length than was asked for.
+    /// Completed with an error, or with another length than requested.
     pub failed: u64,
 }
 
 impl Tally {
-    /// How many were answered.
+    /// How many have completed.
     pub fn answered(&self) -> u64 {
         self.good + self.wrong + self.failed
     }
 
-    /// A request was done.
+    /// Counts a completed request.
     #[inline]
     fn note(&mut self, right: bool) {
         if right {
@@ -127,7 +127,7 @@ impl Side {
         })
     }
 
-    /// Has the device begin.
+    /// Starts the ring.
     pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
         self.ring.start(link, space)
     }
@@ -138,8 +138,8 @@ impl Side {
         self.ring.queue.in_flight().into()
     }
 
-    /// Takes back what the device is done with, a burst at most, and looks at it; returns how many
-    /// that were.
+    /// Takes back what the device has used, a burst at most, and checks it; returns how many that
+    /// were.
     #[inline]
     pub(super) fn reclaim(
         &mut self,
@@ -170,7 +170,7 @@ impl Side {
         Ok(count)
     }
 
-    /// Takes the addresses of buffers back, and then those buffers that can be used anew.
+    /// Unmaps buffers, and frees those that can be used again.
     fn unmap(&mut self, used: &[Used], space: &mut Space, link: &mut Link) {
         for used in used {
             let buffer = &self.buffers[(used.token as u32 - self.first) as usize];
@@ -219,7 +219,7 @@ impl Side {
                 buffer.at[1] += request % PAGE_SIZE as u64;
                 if push {
                     for addr in buffer.at {
-                        // A page each, though they lead on from each other.
+                        // A page each, though they are contiguous.
                         let entry = space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?;
                         ring.held = link.update(entry);
                     }

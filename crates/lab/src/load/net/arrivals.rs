@@ -7,16 +7,16 @@ use ringfence_devices::net::frame::{HEADER, PACKET, number, one_buffer};
 pub enum Expect {
     /// Those that were sent, in order.
     Own,
-    /// Somebody else's: of one length, with the same Ethernet, IPv4 and UDP headers. Generators leave
-    /// behind these whatever lay in their buffers.
+    /// Foreign ones: of one length, with the same Ethernet, IPv4 and UDP headers. After these,
+    /// generators leave whatever was in their buffers.
     Foreign,
 }
 
 /// The part of a foreign packet that does not change.
 const HEADERS: usize = HEADER + 14 + 20 + 8;
 
-/// The account of frames. Every frame that was sent is counted once: as good, as corrupt, as lost,
-/// or it is outstanding.
+/// Counts of frames. Every frame that was sent is counted once: as good, as corrupt, as lost, or it
+/// is outstanding.
 #[derive(Clone, Debug)]
 pub struct Arrivals {
     expect: Expect,
@@ -28,12 +28,12 @@ pub struct Arrivals {
     late: u64,
     /// The number that should come next.
     next: u64,
-    /// The first of somebody else's.
+    /// The first foreign frame.
     first: Option<[u8; PACKET]>,
 }
 
 impl Arrivals {
-    /// An account without frames.
+    /// Counts of no frames.
     pub fn new(expect: Expect) -> Arrivals {
         let (sent, good, corrupt, lost, late) = (0, 0, 0, 0, 0);
         Arrivals { expect, sent, good, corrupt, lost, late, next: 0, first: None }
@@ -54,7 +54,7 @@ impl Arrivals {
         let number = number(packet).filter(|&number| len as usize == PACKET && number < self.sent);
         match number {
             Some(number) if number >= self.next => {
-                // Order is kept, so those before it do not come any more.
+                // Order is kept, so those before it will not come any more.
                 self.lost += number - self.next;
                 self.next = number + 1;
                 self.good += 1;
@@ -93,7 +93,7 @@ impl Arrivals {
         self.good
     }
 
-    /// Packets that are none of the frames that could come.
+    /// Packets that match no frame that could come.
     pub fn corrupt(&self) -> u64 {
         self.corrupt
     }
@@ -108,7 +108,7 @@ impl Arrivals {
         self.late
     }
 
-    /// Frames of which it is not known yet what became of them.
+    /// Frames that are neither back nor lost yet.
     #[inline]
     pub fn outstanding(&self) -> u64 {
         self.sent - self.next

@@ -1,4 +1,4 @@
-//! The sockets: what is settled on, which rings there are, and the answers to misses.
+//! The sockets: negotiation, rings, and the updates for misses.
 
 use std::{
     os::{
@@ -22,12 +22,12 @@ use super::{
     space::Space,
 };
 
-/// How long a back end may take for any answer.
+/// The time-out for any reply of a back end.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// BACKEND_IOTLB_MSG.
 const BACKEND_IOTLB_MSG: u32 = 1;
 
-/// The front end of a device, and the channel on which it asks for translations.
+/// The front end of a device, and the channel on which the device sends misses.
 #[derive(Debug)]
 pub(crate) struct Link {
     front: Frontend,
@@ -45,7 +45,8 @@ pub(crate) struct RingParts<'a> {
 }
 
 impl Link {
-    /// Settles on the features in `own` and those that addresses and rings need, and hands the memory over.
+    /// Negotiates the features in `own` and those that addresses and rings need, and shares the
+    /// memory.
     pub(crate) fn open(
         stream: UnixStream,
         own: u64,
@@ -108,7 +109,7 @@ impl Link {
         Ok(())
     }
 
-    /// Stops a ring; returns where the back end would go on.
+    /// Stops a ring; returns where the back end would continue.
     pub(crate) fn stop_ring(&mut self, ring: u16) -> Result<u32, NetDriverError> {
         self.pipe.settle()?;
         self.front.set_vring_enable(ring, false)?;
@@ -121,7 +122,7 @@ impl Link {
         self.pipe.put(update(entry))
     }
 
-    /// Takes translations back: nothing uses them any more when the ticket is done.
+    /// Invalidates translations: nothing uses them any more when the ticket is done.
     pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
         self.messages.invalidations += 1;
         self.pipe.put(Iotlb::Invalidate { first, last })
@@ -138,9 +139,9 @@ impl Link {
         self.pipe.settle()
     }
 
-    /// Sends what was put into the pipe and takes the answers; then answers what the back end has
-    /// asked for meanwhile, and returns how many misses that were. One at an address that leads
-    /// nowhere gets no UPDATE (rule D8).
+    /// Sends what was put into the pipe and takes the replies; then sends updates for the misses
+    /// that have come meanwhile, and returns how many these were. A miss at an unmapped address
+    /// gets no UPDATE (rule D8).
     pub(crate) fn answer(&mut self, space: &Space) -> Result<u64, NetDriverError> {
         let Link { pipe, channel, messages, .. } = self;
         let Some((channel, records)) = channel else { return Ok(0) };
@@ -174,7 +175,7 @@ impl Link {
                 let bytes = [header.as_bytes(), &failed.to_ne_bytes()].concat();
                 let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
                 // Whole or not at all: so short a message is not cut. A back end that does not read
-                // its answers is not owed any.
+                // its replies loses them.
                 let _ = rustix::net::send(&*channel, &bytes, flags);
             }
             Ok(())
@@ -184,7 +185,7 @@ impl Link {
     }
 }
 
-/// The message that says so.
+/// The UPDATE for an entry.
 fn update(Entry { first, last, user_addr }: Entry) -> Iotlb {
     Iotlb::Update { first, last, user_addr, access: Some(Access::ReadWrite) }
 }

@@ -4,13 +4,13 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `space.rs` | the memory, and the addresses by which the device sees it |
-//! | `link.rs` | the sockets; misses and their answers |
+//! | `link.rs` | the sockets; misses and their updates |
 //! | `pipe.rs` | IOTLB messages in flight |
 //! | `side.rs` | one ring with its buffers |
 //! | `arrivals.rs` | what came, what was lost, what was wrong |
 //!
-//! One thread does everything: it sends, receives, and looks between bursts whether the back end
-//! asks for a translation. So nothing but the back end runs beside it.
+//! One thread does everything: it sends, receives, and looks between bursts for misses of the back
+//! end. So nothing but the back end runs beside it.
 
 mod arrivals;
 pub(crate) mod link;
@@ -71,7 +71,7 @@ pub enum NetDriverError {
         /// Its number.
         request: u32,
     },
-    /// A ring lies where no entry is.
+    /// A ring is at an address without an entry.
     #[error("no entry for a ring at {addr:#x}")]
     NoEntry {
         /// Where.
@@ -82,7 +82,7 @@ pub enum NetDriverError {
 /// How to drive a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// By what addresses the device sees memory.
+    /// The addresses by which the device sees memory.
     pub addressing: Addressing,
     /// Descriptors of each ring.
     pub ring: u16,
@@ -92,8 +92,8 @@ pub struct Options {
     pub tx_buffers: u32,
     /// Packed rings.
     pub packed: bool,
-    /// Whether all lasting translations are sent at the beginning; otherwise the back end asks for
-    /// each when it meets it.
+    /// Whether all lasting translations are sent at the beginning; otherwise the back end sends a
+    /// miss for each.
     pub prefill: bool,
 }
 
@@ -115,7 +115,7 @@ impl Default for Options {
 /// What happened on the sockets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Messages {
-    /// The back end asked for so many translations.
+    /// Misses that the back end has sent.
     pub misses: u64,
     /// UPDATEs that were sent.
     pub updates: u64,
@@ -178,7 +178,7 @@ impl NetDriver {
         Ok(sent)
     }
 
-    /// Takes what has arrived, looks at every byte of it, and makes its buffers available again;
+    /// Takes what has arrived, checks every byte of it, and makes its buffers available again;
     /// returns how many packets that were.
     ///
     /// # Errors
@@ -193,9 +193,9 @@ impl NetDriver {
         Ok(came as usize)
     }
 
-    /// Sends what has to be told about translations and answers the misses that have come; returns
-    /// how many these were. To be called often where there is an IOMMU: with fresh addresses nothing
-    /// goes on without.
+    /// Sends pending UPDATEs and INVALIDATEs and serves the misses that have come; returns how many
+    /// misses these were. To be called often if there is an IOMMU: with fresh addresses nothing
+    /// proceeds without this.
     ///
     /// # Errors
     /// See [`NetDriverError`].
@@ -235,8 +235,8 @@ impl NetDriver {
         self.link.messages
     }
 
-    /// Sends `count` UPDATEs of a page, at most `depth` of them in flight, and waits for the answers:
-    /// what messages cost. Only behind an IOMMU.
+    /// Sends `count` UPDATEs of a page, at most `depth` of them in flight, and waits for the
+    /// replies: what messages cost. Only behind an IOMMU.
     ///
     /// # Errors
     /// See [`NetDriverError`].

@@ -1,4 +1,4 @@
-//! IOTLB messages in flight: many are sent before the first answer is looked for.
+//! IOTLB messages in flight: many are sent before the first reply is read.
 
 use std::{
     io,
@@ -13,7 +13,7 @@ use super::NetDriverError;
 
 /// Bytes of a message about an IOTLB.
 pub(super) const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
-/// How long the back end may take for an answer.
+/// The time-out for a reply of the back end.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Messages about an IOTLB, from a stream that may cut them anywhere.
@@ -56,8 +56,8 @@ impl Records {
     }
 }
 
-/// The updates and invalidations of one driver, which posts all there are on its connection. They
-/// are gathered and posted together.
+/// The updates and invalidations of one driver, gathered and posted together. No other sender uses
+/// the connection.
 #[derive(Debug)]
 pub(super) struct Pipe {
     iotlb: IotlbHandle,
@@ -84,7 +84,7 @@ impl Pipe {
         self.iotlb.is_done(ticket)
     }
 
-    /// Sends what was put in, and takes the answers that have come, without waiting.
+    /// Sends what was put in, and takes the replies that have come, without waiting.
     pub(super) fn flush(&mut self) -> Result<(), NetDriverError> {
         if !self.gathered.is_empty() {
             self.iotlb.post(&self.gathered)?;
@@ -93,8 +93,7 @@ impl Pipe {
         Ok(self.iotlb.flush()?)
     }
 
-    /// Waits until everything is carried out, looking all the time: a wake-up would cost more than
-    /// the answer.
+    /// Waits until everything is carried out, by polling: a wake-up would cost more than the reply.
     pub(super) fn settle(&mut self) -> Result<(), NetDriverError> {
         let begun = Instant::now();
         while !self.is_done(self.put) {

@@ -1,5 +1,5 @@
-//! A ring as the front end has it: where it is placed, which of its buffers are free, and what waits
-//! for the back end's answers.
+//! A ring as the front end has it: where it is placed, which of its buffers are free, and what
+//! waits for the back end's replies.
 
 use std::{
     collections::VecDeque,
@@ -34,7 +34,7 @@ pub(crate) struct Ring {
     pub(crate) unpublished: usize,
     kick: OwnedFd,
     addresses: RingAddresses,
-    /// Buffers that are the device's no more when their ticket is done, and the ticket.
+    /// Buffers that the device can no longer use once their ticket is done, with the ticket.
     parked: VecDeque<(u64, u32)>,
 }
 
@@ -71,7 +71,7 @@ impl Ring {
         })
     }
 
-    /// Has the device begin.
+    /// Starts the ring.
     pub(crate) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
         // The driver polls.
         self.queue.suppress_notifications();

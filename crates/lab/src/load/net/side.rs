@@ -54,7 +54,7 @@ impl Side {
         })
     }
 
-    /// Has the device begin.
+    /// Starts the ring.
     pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
         self.ring.start(link, space)
     }
@@ -65,8 +65,8 @@ impl Side {
         usize::from(self.ring.queue.in_flight()) - self.ring.unpublished
     }
 
-    /// Takes back what the device is done with, a burst at most; `each` gets the first bytes of
-    /// every one and how many the device wrote. Returns how many.
+    /// Takes back what the device has used, a burst at most; `each` gets the first bytes of every
+    /// one and how many the device wrote. Returns how many.
     #[inline]
     pub(super) fn reclaim(
         &mut self,
@@ -93,13 +93,13 @@ impl Side {
         Ok(count as u64)
     }
 
-    /// Takes the addresses of buffers back, and then those that can be used anew.
+    /// Unmaps buffers, and frees those that can be used again.
     fn unmap(&mut self, used: &[Used], space: &mut Space, link: &mut Link) {
         let entries = used.iter().filter_map(|used| {
             let addr = self.addrs[(used.token as u32 - self.first) as usize];
             let entry = space.entry(addr);
             space.unmap(addr);
-            // Only their order matters here, not where they lead.
+            // Only their order matters here, not their targets.
             entry.map(|Entry { first, last, .. }| Entry { first, last, user_addr: first })
         });
         let mut ticket = 0;
@@ -145,8 +145,8 @@ impl Side {
         self.fill(most, ROOM, space, link, |_| true)
     }
 
-    /// Adds `count` buffers of `len` bytes, for which there is room, prepared by `each`, which tells
-    /// whether the device writes.
+    /// Adds `count` buffers of `len` bytes, for which there is room, prepared by `each`, which
+    /// returns whether the device writes.
     #[inline]
     fn fill(
         &mut self,

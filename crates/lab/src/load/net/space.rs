@@ -16,31 +16,31 @@ const IOVA_BASE: u64 = 1 << 40;
 const BUFFERS: u64 = 2 << 20;
 /// Fresh addresses begin here; each queue has a span of its own.
 const FRESH_BASE: u64 = 1 << 41;
-/// Pages of fresh addresses a queue has, after which it begins anew: 256 GiB. Whatever was mapped
-/// there is long gone.
+/// Pages of fresh addresses a queue has, after which it begins again: 256 GiB. What was mapped
+/// there was unmapped long ago.
 const FRESH_PAGES: u64 = 1 << 26;
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Bytes of a buffer that a device may write: packets may take several buffers.
 pub(crate) const ROOM: u32 = 1024;
 
-/// By what addresses the device sees memory.
+/// The addresses by which the device sees memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Addressing {
     /// Guest-physical ones; ACCESS_PLATFORM is not negotiated.
     Physical,
-    /// IOVAs that lead to the same memory throughout.
+    /// IOVAs that map to the same memory throughout.
     Static {
         /// How much one UPDATE covers, bytes: a power of two from 4 KiB to 1 GiB.
         entry: u64,
-        /// Whether entries next to each other lead to memory next to each other, so that a back end
-        /// can merge them; otherwise no two do.
+        /// Whether neighbouring entries map to neighbouring memory, so that a back end can merge
+        /// them; otherwise no two do.
         mergeable: bool,
     },
     /// Each use of a buffer has an IOVA of its own, a page, which is unmapped after the use. The
     /// rings stay where they are.
     Fresh {
         /// Whether a burst's translations are sent before the burst is published; otherwise the
-        /// back end has to ask.
+        /// back end sends misses.
         push: bool,
     },
 }
@@ -57,7 +57,7 @@ impl Addressing {
     }
 }
 
-/// A range of IOVAs and where it leads.
+/// A range of IOVAs and its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The first address.
@@ -98,10 +98,10 @@ impl Space {
     /// Memory for `buffers` buffers in all.
     ///
     /// # Errors
-    /// The system refuses it, or they do not fit.
+    /// The system has no memory, or they do not fit.
     ///
     /// # Panics
-    /// If an entry's size is none that [`Addressing`] allows.
+    /// If [`Addressing`] does not allow the entry's size.
     pub(crate) fn new(addressing: Addressing, buffers: u32) -> Result<Space, MemError> {
         let stride = if addressing.is_fresh() { PAGE } else { PAGE / 2 };
         Space::with_stride(addressing, buffers, stride)
@@ -155,14 +155,15 @@ impl Space {
         BUFFERS as usize
     }
 
-    /// Where a buffer begins. Not all at the same place of their page: they would compete for a few
-    /// lines of the cache.
+    /// Where a buffer begins. Not all at the same offset in their page: they would compete for a
+    /// few lines of the cache.
     pub(crate) fn buffer(&self, buffer: u32) -> u64 {
         let colour = u64::from(buffer) % (self.stride / 128) * 64;
         BUFFERS + u64::from(buffer) * self.stride + colour
     }
 
-    /// Where the device sees the byte at `offset`, of rings and of buffers whose addresses last.
+    /// The device's address of the byte at `offset`, in rings and in buffers with lasting
+    /// addresses.
     pub(crate) fn device_addr(&self, offset: u64) -> u64 {
         let Addressing::Static { entry, .. } = self.addressing else {
             let base = if self.addressing.translated() { IOVA_BASE } else { GUEST_BASE };
@@ -177,7 +178,7 @@ impl Space {
             }
     }
 
-    /// A fresh address, in `queue`, for the page of a buffer; the address of the buffer itself.
+    /// Maps a fresh address, in `queue`, for the page of a buffer; returns the buffer's address.
     pub(crate) fn map(&mut self, queue: usize, buffer: u32) -> u64 {
         let into = self.buffer(buffer) % PAGE;
         let Fresh { base, next, live } = &mut self.fresh[queue];
@@ -188,7 +189,7 @@ impl Space {
         *base + page * PAGE + into
     }
 
-    /// The address leads nowhere any more.
+    /// Unmaps the address.
     pub(crate) fn unmap(&mut self, addr: u64) {
         for Fresh { base, live, .. } in &mut self.fresh {
             if let Some(page) = page_of(addr, *base) {
@@ -200,7 +201,7 @@ impl Space {
         }
     }
 
-    /// What a miss at `iova` is answered with; `None`: nothing is there.
+    /// The entry for a miss at `iova`; `None`: nothing is mapped there.
     pub(crate) fn entry(&self, iova: u64) -> Option<Entry> {
         if let Some(found) = self.fresh.iter().find_map(|fresh| {
             let page = page_of(iova, fresh.base)?;

@@ -89,7 +89,7 @@ fn ours_puts_ranges_where_it_is_told_to() {
     };
     let (name, lowest) = at(PlacementName::Lowest);
     assert_eq!(name, "lowest");
-    // Nothing is kept in slabs: side by side, but for what alignment leaves.
+    // Nothing is kept in slabs: side by side, except for alignment.
     assert!(lowest <= at(PlacementName::Size).1);
 }
 

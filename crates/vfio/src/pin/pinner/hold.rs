@@ -1,4 +1,4 @@
-//! How a pinner counts pages up, and holds those that are not held: the one path.
+//! Counting pages up, and holding those that are not held yet: the one path.
 
 use ringfence_iommu::{HostAddr, Iova, Prot};
 
@@ -8,7 +8,7 @@ use crate::pin::error::PinError;
 use crate::pin::pages::{PageHold, Rights};
 use crate::pin::slots::SlotPages;
 
-/// Runs gathered before they are held: more make the calls no cheaper.
+/// Most runs gathered before they are held: more would not make the calls cheaper.
 const BATCH: usize = 64;
 
 /// Runs that are to be held.
@@ -53,7 +53,7 @@ impl<B: Backing> Pinner<B> {
         result
     }
 
-    /// Counts pages up, and holds those that are not held: all but the last batch of them.
+    /// Counts pages up, and holds those that are not held yet: all but the last batch of them.
     #[inline(always)]
     fn count_up<I>(&mut self, iovas: I, prot: Prot, counted: &mut usize) -> Result<(), PinError>
     where
@@ -91,7 +91,7 @@ impl<B: Backing> Pinner<B> {
         Ok(())
     }
 
-    /// Adds a page to the batch: to its last run, if it leads on from that.
+    /// Adds a page to the batch: to its last run, if it continues that.
     #[inline(always)]
     fn add(&mut self, window: usize, n: usize, addr: HostAddr, prot: Prot) -> Result<(), PinError> {
         let batch = &mut self.batch;
@@ -124,8 +124,8 @@ impl<B: Backing> Pinner<B> {
         self.hold(prot)
     }
 
-    /// Charges the batch, and holds it. If that fails, what is not held is not charged, and the
-    /// batch is empty in any case.
+    /// Charges the batch, and holds it. If that fails, pages that are not held are not charged, and
+    /// the batch is empty in any case.
     #[inline(always)]
     fn hold(&mut self, prot: Prot) -> Result<(), PinError> {
         if self.batch.runs.is_empty() {
@@ -150,8 +150,8 @@ impl<B: Backing> Pinner<B> {
         result
     }
 
-    /// Holds runs of the batch from `at` on, as many as one call can: where it goes on, and how many
-    /// bytes are held.
+    /// Holds runs of the batch from `at` on, as many as one call can; returns where to continue,
+    /// and how many bytes are held.
     #[inline(always)]
     fn hold_some(&mut self, at: usize, prot: Prot) -> Result<(usize, u64), PinError> {
         let batch = &mut self.batch;
@@ -194,7 +194,7 @@ impl<B: Backing> Pinner<B> {
             }
         }
         self.held += bytes;
-        // What the last run was cut short by is the next one.
+        // If the last run was cut short, the rest of it comes next.
         let last = at + held - 1;
         let (_, first, pages) = &mut batch.places[last];
         if done == *pages {
@@ -208,7 +208,7 @@ impl<B: Backing> Pinner<B> {
         Ok((last, bytes))
     }
 
-    /// What the failure to hold the run `at` of the batch means.
+    /// The error for a failure to hold the run `at` of the batch.
     #[cold]
     fn failed(&self, at: usize, error: HoldError) -> PinError {
         let HoldError { addr, errno } = error;

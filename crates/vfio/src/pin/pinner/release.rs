@@ -1,4 +1,4 @@
-//! How a pinner counts pages down, and releases those that are not pinned any more.
+//! Counting pages down, and releasing those that are not pinned any more.
 
 use ringfence_iommu::Iova;
 
@@ -8,7 +8,7 @@ use crate::pin::error::PinError;
 use crate::pin::pages::PageHold;
 use crate::pin::slots::SlotPages;
 
-/// Slots gathered before they are released: more make the calls no cheaper.
+/// Most slots gathered before they are released: more would not make the calls cheaper.
 const BATCH: usize = 64;
 
 /// What is to be released.
@@ -31,7 +31,7 @@ impl<B: Backing> Pinner<B> {
     where
         I: Iterator<Item = Iova> + Clone,
     {
-        // Nothing is released before all is known to be pinned.
+        // Checks that all pages are pinned before any is released.
         for (counted, iova) in iovas.clone().enumerate() {
             if let Err(error) = self.count_down(iova) {
                 self.count_again(iovas.take(counted));
@@ -78,7 +78,7 @@ impl<B: Backing> Pinner<B> {
         }
     }
 
-    /// Notes what is to be released, now that the page at `iova` has been counted down.
+    /// Notes what to release, now that the page at `iova` has been counted down.
     #[inline(always)]
     fn give_up(&mut self, iova: Iova) {
         let Ok((at, n)) = self.find(iova) else { return };
@@ -126,7 +126,7 @@ impl<B: Backing> Pinner<B> {
         self.release();
     }
 
-    /// Releases what is noted, and takes it off the account.
+    /// Releases what was noted, and uncharges it.
     #[inline(always)]
     fn release(&mut self) {
         self.release_run();
@@ -139,7 +139,7 @@ impl<B: Backing> Pinner<B> {
             }
             let mut rest = gone.slots.as_slice();
             while let Some(&first) = rest.first() {
-                // Slots side by side go in one call.
+                // Adjacent slots go in one call.
                 let leads_on = |two: &&[u32]| two[0] + 1 == two[1] && !two[1].is_multiple_of(64);
                 let many = 1 + rest.windows(2).take_while(leads_on).count();
                 let many = many.min(self.limits.runs);

@@ -4,25 +4,25 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use ringfence_iommu::HostAddr;
 
-/// Most refused accesses that are remembered.
+/// Most refused accesses that are recorded.
 pub(super) const REMEMBERED: usize = 1024;
 
-/// An access that the IOMMU has refused: nothing is mapped there, or not for that.
+/// An access that the IOMMU has refused: nothing is mapped there, or not for such an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("DMA {} at {iova:#x} refused: not mapped for it", if *write { "write" } else { "read" })]
 pub struct Refused {
-    /// Where.
+    /// The first refused address.
     pub iova: u64,
     /// Whether it was a write.
     pub write: bool,
 }
 
-/// How many bytes of `len` from `at` on come before the next one that 8 divides.
+/// How many of the `len` bytes from `at` on come before the next multiple of 8.
 fn ragged(at: u64, len: usize) -> usize {
     len.min((at.wrapping_neg() % 8) as usize)
 }
 
-/// Copies from memory that others write at the same time.
+/// Copies from memory that other threads write at the same time.
 ///
 /// # Safety
 /// `into.len()` bytes at `at` can be read.
@@ -42,7 +42,7 @@ pub(super) unsafe fn load(at: HostAddr, into: &mut [u8]) {
     tail.iter_mut().zip(behind..).for_each(|(to, at)| *to = byte(at));
 }
 
-/// Copies to memory that others read at the same time; they see the bytes in order.
+/// Copies to memory that other threads read at the same time; they see the bytes appear in order.
 ///
 /// # Safety
 /// `bytes.len()` bytes at `at` can be written.
@@ -62,8 +62,8 @@ pub(super) unsafe fn store(at: HostAddr, bytes: &[u8]) {
     tail.iter().zip(behind..).for_each(|(&from, at)| byte(at, from));
 }
 
-/// The address as a pointer. Whoever owns the memory has exposed it when he gave its address to
-/// `map`.
+/// The address as a pointer. The owner of the memory exposed its provenance when it passed the
+/// address to `map`.
 fn pointer<T>(at: u64) -> *mut T {
     std::ptr::with_exposed_provenance_mut(at as usize)
 }

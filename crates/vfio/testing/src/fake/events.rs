@@ -1,12 +1,12 @@
 //! What a fake kernel did, in order.
 
-/// A thing that a fake kernel did. Pages are of 4 KiB.
+/// An action of a fake kernel. Pages are of 4 KiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
     /// Pages were pinned in one call, at most 512 (rule L52).
     Pinned {
-        /// The first one's address in the process.
+        /// The address of the first page in the process.
         vaddr: u64,
         /// How many.
         pages: u64,
@@ -21,28 +21,28 @@ pub enum Event {
         pfn: u64,
         /// How many.
         pages: u64,
-        /// Whether the frames belong to nobody (PFNMAP).
+        /// Whether the frames are not ordinary memory (PFNMAP).
         reserved: bool,
     },
-    /// What lay in a range was taken out of an IOMMU's tables; its IOTLB may still know it.
+    /// A range was removed from an IOMMU's tables; its IOTLB may still have translations for it.
     Unmapped {
         /// Which IOMMU.
         iommu: u32,
         /// The first address.
         iova: u64,
-        /// How many pages it was asked to remove.
+        /// How many pages the IOMMU was asked to remove.
         asked: u64,
         /// How many it removed.
         removed: u64,
     },
-    /// An IOMMU's IOTLB was made to forget all that was unmapped.
+    /// An IOMMU's IOTLB was invalidated for everything that was unmapped.
     Synced {
         /// Which IOMMU.
         iommu: u32,
         /// How many regions had been gathered.
         regions: u64,
     },
-    /// Pages were given back.
+    /// Pages were unpinned.
     Unpinned {
         /// Where they were mapped.
         iova: u64,
@@ -51,14 +51,14 @@ pub enum Event {
         /// How many.
         pages: u64,
     },
-    /// Two pages were mapped and one unmapped, to see whether it comes alone (rule L58).
+    /// Two pages were mapped and one unmapped, to see whether only that one goes (rule L58).
     Probed {
         /// Which IOMMU.
         iommu: u32,
         /// Whether both went.
         both: bool,
     },
-    /// Who holds external pins was told to give them up (rule L62).
+    /// Holders of external pins were asked to release them (rule L62).
     Notified {
         /// The mapping.
         iova: u64,
@@ -70,14 +70,14 @@ pub enum Event {
         /// Where it is mapped.
         iova: u64,
     },
-    /// A page's last external pin went.
+    /// The last external pin of a page was released.
     UnpinnedExternally {
         /// Where it is mapped.
         iova: u64,
     },
 }
 
-/// The log. What comes after a million events is not kept.
+/// The log. Events after the first million are dropped.
 #[derive(Debug, Default)]
 pub(super) struct Log(Vec<Event>);
 
@@ -88,7 +88,7 @@ impl Log {
         }
     }
 
-    /// What happened since this was asked last.
+    /// Takes the events since the last call.
     pub(super) fn take(&mut self) -> Vec<Event> {
         std::mem::take(&mut self.0)
     }

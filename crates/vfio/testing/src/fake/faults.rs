@@ -14,7 +14,7 @@ pub enum Step {
     Map,
     /// The bitmap of a mapping's dirty pages: ENOMEM.
     Bitmap,
-    /// Memory to gather regions that are unmapped: no error, each is synced by itself.
+    /// Memory to gather regions that are unmapped: no error, each is synced on its own.
     Region,
     /// Memory for the record of an external pin: ENOMEM.
     ExternalPin,
@@ -25,12 +25,12 @@ pub enum Step {
 pub(super) struct Faults(Vec<(Step, u64)>);
 
 impl Faults {
-    /// Lets the `nth` step of this kind from now on fail; 1 is the next one.
+    /// Makes the `nth` step of this kind from now on fail; 1 is the next one.
     pub(super) fn fail(&mut self, step: Step, nth: u64) {
         self.0.push((step, nth.max(1)));
     }
 
-    /// Forgets what was to fail; whether there was something.
+    /// Clears pending failures; returns whether there were any.
     pub(super) fn clear(&mut self) -> bool {
         !std::mem::take(&mut self.0).is_empty()
     }

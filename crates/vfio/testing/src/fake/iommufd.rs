@@ -24,11 +24,11 @@ use super::{
 };
 use ringfence_vfio::kernel::{Answer, Bitmap, Id, IommufdKernel, IovaRanges, Locked, MapFlags};
 
-/// An iommufd in this process: address spaces, the hardware's page tables made of them, and devices.
+/// An iommufd in this process: address spaces, hardware page tables made from them, and devices.
 ///
-/// As in the kernel, pages are pinned and charged only while a page table is made of their address
-/// space, once however many there are; to the process that mapped them, or nobody if it held
-/// `CAP_IPC_LOCK` then.
+/// As in the kernel, pages are pinned and charged only while their address space has a page table,
+/// and only once, however many page tables there are. The process that mapped them is charged,
+/// unless it held `CAP_IPC_LOCK` then.
 pub struct Iommufd(Mutex<State>);
 
 struct State {
@@ -42,7 +42,7 @@ struct State {
 }
 
 impl Iommufd {
-    /// One without any object, for the calls and the memory of `owner`.
+    /// An iommufd without objects, for the calls and the memory of `owner`.
     pub fn new(owner: Owner, memory: Memory) -> Iommufd {
         Iommufd(Mutex::new(State {
             machine: Machine::new(memory, true),
@@ -55,7 +55,8 @@ impl Iommufd {
         }))
     }
 
-    /// Binds a device: the only one of a group. `tracks_dirty`: its IOMMU can tell what it wrote to.
+    /// Binds a device, the only one of its group. `tracks_dirty`: its IOMMU can report which pages
+    /// it wrote.
     pub fn bind(&self, group: &Group, tracks_dirty: bool) -> Id {
         let mut state = self.0.lock();
         let id = state.new_id();
@@ -63,17 +64,19 @@ impl Iommufd {
         id
     }
 
-    /// Attaches a device to a page table, or to an address space, of which a page table is then made.
-    /// A device that is attached changes over. Which page table it has then.
+    /// Attaches a device to a page table, or to an address space, from which a page table is then
+    /// made. A device that is attached already changes over. Returns the page table that it uses
+    /// then.
     ///
     /// # Errors
-    /// ENOENT; EINVAL if the page table does not suit the device; EADDRINUSE where the device's limits
-    /// are in the way of mappings or of what was [allowed](Self::allow); ENOMEM, EFAULT as a map.
+    /// ENOENT; EINVAL if the page table does not suit the device; EADDRINUSE where the device's
+    /// limits conflict with mappings or with what was [allowed](Self::allow); ENOMEM, EFAULT as for
+    /// a map.
     pub fn attach(&self, device: Id, to: Id) -> Answer<Id> {
         self.0.lock().attach(device, to)
     }
 
-    /// Detaches a device; a page table that was made for it by attaching goes.
+    /// Detaches a device; a page table that attaching made for it is removed.
     ///
     /// # Errors
     /// ENOENT; EINVAL if it is not attached.
@@ -81,8 +84,8 @@ impl Iommufd {
         self.0.lock().detach(device)
     }
 
-    /// What must stay mappable whatever device is attached; addresses are chosen from it. Replaces
-    /// what was said before (`IOMMU_IOAS_ALLOW_IOVAS`).
+    /// Sets the ranges that must stay mappable whatever device is attached; addresses are chosen
+    /// from them. Replaces the ranges set before (`IOMMU_IOAS_ALLOW_IOVAS`).
     ///
     /// # Errors
     /// ENOENT; EINVAL where ranges overlap; EADDRINUSE where one is not mappable now.
@@ -90,27 +93,27 @@ impl Iommufd {
         self.0.lock().allow(ioas, ranges)
     }
 
-    /// Another process calls from now on; its memory is the same.
+    /// From now on another process calls; its memory is the same.
     pub fn set_caller(&self, owner: &Owner) {
         self.0.lock().caller = owner.clone();
     }
 
-    /// How many ordinary pages are pinned, of 4 KiB.
+    /// How many ordinary pages of 4 KiB are pinned.
     pub fn pinned(&self) -> u64 {
         self.0.lock().machine.pinned
     }
 
-    /// What happened since this was asked last; at most a million events are kept.
+    /// The events since the last call; at most a million are kept.
     pub fn events(&self) -> Vec<Event> {
         self.0.lock().machine.log.take()
     }
 
-    /// Lets the `nth` step of a kind from now on fail; 1 is the next one.
+    /// Makes the `nth` step of a kind from now on fail; 1 is the next one.
     pub fn fail(&self, step: Step, nth: u64) {
         self.0.lock().machine.faults.fail(step, nth);
     }
 
-    /// Forgets which steps were to fail; whether there were some left that had not come.
+    /// Clears pending failures; returns whether there were any.
     pub fn heal(&self) -> bool {
         self.0.lock().machine.faults.clear()
     }
@@ -118,11 +121,11 @@ impl Iommufd {
     /// A device reads memory.
     ///
     /// # Errors
-    /// The access at which it was refused; what lies before has been read.
+    /// The refused access; the bytes before it have been read.
     pub fn dma_read(&self, device: Id, iova: u64, into: &mut [u8]) -> Result<(), Refused> {
         self.0.lock().pieces(device, iova, into.len(), false, |addr, piece| {
-            // SAFETY: `map` was promised that mapped memory is there and the devices' until it is
-            // unmapped, and it cannot be while the state is locked.
+            // SAFETY: the caller of `map` promised that mapped memory exists and belongs to the
+            // devices until it is unmapped, and it cannot be unmapped while the state is locked.
             unsafe { load(addr, &mut into[piece]) };
         })
     }
@@ -130,15 +133,16 @@ impl Iommufd {
     /// A device writes memory.
     ///
     /// # Errors
-    /// The access at which it was refused; what lies before has been written.
+    /// The refused access; the bytes before it have been written.
     pub fn dma_write(&self, device: Id, iova: u64, bytes: &[u8]) -> Result<(), Refused> {
         self.0.lock().pieces(device, iova, bytes.len(), true, |addr, piece| {
-            // SAFETY: as in `dma_read`; that devices write it was promised too, by the flags.
+            // SAFETY: as in `dma_read`; by the flags, the caller also promised that devices may
+            // write it.
             unsafe { store(addr, &bytes[piece]) };
         })
     }
 
-    /// Accesses that were refused since this was asked last, the first 1,024 of them.
+    /// The accesses refused since the last call, the first 1,024 of them.
     pub fn refused(&self) -> Vec<Refused> {
         std::mem::take(&mut self.0.lock().refused)
     }
@@ -146,7 +150,7 @@ impl Iommufd {
 
 impl State {
     fn new_id(&mut self) -> Id {
-        // Numbers are not used again before four billion objects were made.
+        // Ids are not reused before four billion objects were made.
         let taken = |state: &State, id: Id| {
             state.ioas.contains_key(&id)
                 || state.hwpts.contains_key(&id)
@@ -177,14 +181,14 @@ impl State {
         if self.hwpts.values().any(|hwpt| hwpt.ioas == id) {
             return Err(Errno::BUSY);
         }
-        // No page table is made of it: nothing of it is pinned.
+        // It has no page table, so none of it is pinned.
         self.ioas.remove(&id);
         Ok(())
     }
 }
 
-// Devices of this iommufd are those who call `dma_read` and `dma_write`, which touch only what is
-// mapped.
+// The callers of `dma_read` and `dma_write` are the devices of this iommufd; they touch only what
+// is mapped.
 impl IommufdKernel for Iommufd {
     fn new_ioas(&self) -> Answer<Id> {
         let mut state = self.0.lock();
@@ -263,8 +267,8 @@ impl fmt::Debug for Iommufd {
     }
 }
 
-/// `size` bytes from `iova` on, as iommufd checks them: EOVERFLOW where they wrap or reach the very
-/// end, EINVAL where there are none.
+/// `size` bytes from `iova` on, as iommufd checks them: EOVERFLOW if they wrap or reach the very
+/// end, EINVAL if there are none.
 fn bytes(iova: u64, size: u64) -> Answer<Range> {
     if iova == u64::MAX || size == u64::MAX {
         return Err(Errno::OVERFLOW);

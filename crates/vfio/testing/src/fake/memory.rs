@@ -1,4 +1,4 @@
-//! What lies behind the addresses of a process: which pages there are, and where their frames lie.
+//! What lies behind the addresses of a process: its pages, and where their frames lie.
 
 use std::collections::BTreeMap;
 
@@ -7,25 +7,25 @@ use rustix::{io::Errno, mm::MsyncFlags};
 use super::{PAGE, SHIFT};
 use ringfence_vfio::kernel::Answer;
 
-/// What a page of a process is.
+/// The kind of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Ordinary memory whose frames lie side by side as the pages do.
+    /// Ordinary memory with contiguous frames.
     Contiguous,
-    /// Ordinary memory whose frames lie side by side only within naturally aligned runs of so many
-    /// pages.
+    /// Ordinary memory with frames that are contiguous only within naturally aligned runs of this
+    /// many pages.
     Scattered(u64),
     /// Ordinary memory that must not be written: pinning it for writing is EFAULT.
     ReadOnly,
-    /// Device memory or other pages that belong to nobody (PFNMAP, reserved): neither charged nor
-    /// unpinned (rule L54).
+    /// Device memory or other pages that are not ordinary memory (PFNMAP, reserved): neither
+    /// charged nor unpinned (rule L54).
     Reserved,
     /// Nothing: pinning it is EFAULT.
     Absent,
 }
 
-/// The memory of a process as a fake kernel sees it: ordinary and contiguous, unless
-/// [said otherwise](Self::with).
+/// The memory of a process as a fake kernel sees it: ordinary and contiguous, except where [set
+/// otherwise](Self::with).
 #[derive(Clone, Debug)]
 pub struct Memory {
     process: bool,
@@ -33,32 +33,32 @@ pub struct Memory {
     parts: BTreeMap<u64, (u64, Kind)>,
 }
 
-/// Frames side by side, all of one kind.
+/// Contiguous frames, all of one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Frames {
-    /// The first one's number.
+    /// The number of the first.
     pub(super) pfn: u64,
     /// How many.
     pub(super) pages: u64,
-    /// Whether they belong to nobody.
+    /// Whether they are not ordinary memory.
     pub(super) reserved: bool,
 }
 
 impl Memory {
     /// What this process has mapped: an address at which nothing is mapped is EFAULT, and devices
-    /// reach the bytes.
+    /// access the bytes.
     pub fn process() -> Memory {
         Memory { process: true, pages: u64::MAX, parts: BTreeMap::new() }
     }
 
-    /// `pages` frames for addresses that nobody has mapped: any address will do, and there are no
-    /// bytes for a device to reach. When all frames are pinned, pinning is ENOMEM.
+    /// `pages` frames for addresses that need not be mapped: any address will do, and there are no
+    /// bytes for a device to access. When all frames are pinned, pinning is ENOMEM.
     pub fn pretended(pages: u64) -> Memory {
         Memory { process: false, pages, parts: BTreeMap::new() }
     }
 
-    /// The same, with `pages` pages from the address `vaddr` being of another kind. Parts do not
-    /// overlap: a part that begins where one begins replaces it.
+    /// Makes `pages` pages from the address `vaddr` on of another kind. Parts must not overlap, but
+    /// a part that begins where another begins replaces it.
     #[must_use]
     pub fn with(mut self, vaddr: u64, pages: u64, kind: Kind) -> Memory {
         if pages > 0 {
@@ -73,7 +73,7 @@ impl Memory {
         self.process
     }
 
-    /// The kind of a page, and how many pages from it on are of the same part, up to `most`.
+    /// The kind of a page, and how many pages from it on belong to the same part, up to `most`.
     fn part(&self, page: u64, most: u64) -> (Kind, u64) {
         if let Some((_, &(last, kind))) = self.parts.range(..=page).next_back()
             && page <= last
@@ -84,7 +84,8 @@ impl Memory {
         (Kind::Contiguous, most.min(next - page))
     }
 
-    /// How many of `pages` pages from `vaddr` on can be pinned in one call; `pinned` are already.
+    /// How many of `pages` pages from `vaddr` on one call can pin, when `pinned` are pinned
+    /// already.
     pub(super) fn reach(&self, vaddr: u64, pages: u64, write: bool, pinned: u64) -> Answer<u64> {
         let (first, mut reach) = (vaddr >> SHIFT, 0);
         while reach < pages {
@@ -112,7 +113,7 @@ impl Memory {
             Kind::Scattered(run) => {
                 let run = run.clamp(1, 1 << 40);
                 let (block, offset) = (page / run, page % run);
-                // A gap behind each run, and a place of its own: no frame is another page's.
+                // Each run has its own place, with a gap behind it: no two pages share a frame.
                 let pfn = 1 << 60 | (block * 2 * run + offset);
                 Frames { pfn, pages: count.min(run - offset), reserved: false }
             }
@@ -121,19 +122,19 @@ impl Memory {
     }
 }
 
-/// How many of `pages` pages from `vaddr` on this process has mapped.
+/// How many of `pages` pages from `vaddr` on are mapped in this process.
 fn mapped(vaddr: u64, pages: u64) -> u64 {
     let there = |pages: u64| {
         let Ok(len) = usize::try_from(pages * PAGE) else { return false };
         let at = std::ptr::without_provenance_mut(vaddr as usize);
-        // An asynchronous msync does nothing but look whether everything is mapped.
+        // An asynchronous msync only checks whether everything is mapped.
         // SAFETY: it neither reads nor changes memory.
         unsafe { rustix::mm::msync(at, len, MsyncFlags::ASYNC) }.is_ok()
     };
     if pages == 0 || there(pages) {
         return pages;
     }
-    // What is mapped from the first page on is a prefix: halve what is not known yet.
+    // The mapped pages from the first one on are a prefix: halve the unknown part.
     let (mut good, mut bad) = (0, pages);
     while bad - good > 1 {
         let middle = good + (bad - good) / 2;

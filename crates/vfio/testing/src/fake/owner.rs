@@ -1,4 +1,4 @@
-//! Whose memory is locked, and how much of it may be.
+//! How much memory a process has locked, and how much it may lock.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use super::PAGE;
 use ringfence_vfio::kernel::{Answer, Locked};
 
-/// A process, as far as a kernel counts its locked pages: the limit (`RLIMIT_MEMLOCK`), the account,
+/// A process, as far as a kernel counts its locked pages: the limit (`RLIMIT_MEMLOCK`), the count,
 /// and whether it holds `CAP_IPC_LOCK`. Clones are the same process.
 ///
 /// All numbers are of pages of 4 KiB.
@@ -34,7 +34,7 @@ impl Owner {
         self.0.lock().used
     }
 
-    /// How many pages were charged at most, at any moment.
+    /// The highest number of pages that were charged at any moment.
     pub fn peak(&self) -> u64 {
         self.0.lock().peak
     }
@@ -44,18 +44,18 @@ impl Owner {
         self.0.lock().limit
     }
 
-    /// Changes the limit; what is charged above it stays.
+    /// Changes the limit; pages charged above it stay charged.
     pub fn set_limit(&self, limit: u64) {
         self.0.lock().limit = limit;
     }
 
-    /// Gives or takes `CAP_IPC_LOCK`. Mappings that are there keep what held when they were made
+    /// Grants or revokes `CAP_IPC_LOCK`. Existing mappings keep the state at the time of their map
     /// (rule L53).
     pub fn set_capable(&self, capable: bool) {
         self.0.lock().capable = capable;
     }
 
-    /// As a process sees it itself: in bytes, and `None` while no limit holds.
+    /// As the process itself sees it: in bytes, and `None` while no limit applies.
     pub(super) fn locked(&self) -> Option<Locked> {
         let account = self.0.lock();
         let bytes = |pages: u64| pages.saturating_mul(PAGE);
@@ -86,7 +86,7 @@ impl Owner {
         Ok(())
     }
 
-    /// Takes `pages` off the account.
+    /// Uncharges `pages`.
     pub(super) fn release(&self, pages: u64) {
         let mut account = self.0.lock();
         debug_assert!(account.used >= pages, "more is released than was charged");

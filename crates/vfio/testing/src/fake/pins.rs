@@ -1,4 +1,4 @@
-//! Pinning: pages are taken in batches, and runs made of them (rules L52-L54).
+//! Pinning: pages are pinned in batches, and gathered into runs (rules L52-L54).
 
 use rustix::io::Errno;
 
@@ -14,7 +14,7 @@ use ringfence_vfio::kernel::Answer;
 /// Most pages that are pinned in one call.
 const BATCH: u64 = 512;
 
-/// What pins pages, and counts them.
+/// Pins pages, and counts them.
 #[derive(Debug)]
 pub(super) struct Machine {
     pub(super) memory: Memory,
@@ -46,12 +46,12 @@ impl Machine {
         Machine { memory, faults: Faults::default(), log: Log::default(), pinned: 0, batches }
     }
 
-    /// Pins the run that `wanted` begins with: as many pages as lie side by side and are of one
-    /// kind (rule L52). `batch` is what an earlier run left over, and gets what this one leaves.
+    /// Pins the run that `wanted` begins with: as many pages as are contiguous and of one kind
+    /// (rule L52). `batch` holds what an earlier run left over, and receives what this one leaves.
     ///
-    /// `charge` is told of ordinary pages, as the offset of the first and how many, before they join
-    /// the run, and says whether they may. When anything fails, nothing stays pinned, the batch
-    /// neither.
+    /// `charge` is called for ordinary pages before they join the run, with the offset of the first
+    /// and their number, and refuses or admits them. On any failure nothing stays pinned, not even
+    /// the batch.
     pub(super) fn pin_run(
         &mut self,
         wanted: Wanted,
@@ -82,7 +82,7 @@ impl Machine {
                 break failure;
             }
             run.pages += next.pages;
-            // Behind the last page of all there is no address; nothing is looked for there.
+            // After the very last page there is no next address; none is looked up then.
             batch.vaddr = batch.vaddr.wrapping_add(next.pages * PAGE);
             batch.pages -= next.pages;
         };
@@ -107,13 +107,13 @@ impl Machine {
         Ok(Batch { vaddr, pages })
     }
 
-    /// Gives back what no run has taken.
+    /// Unpins the pages that no run has taken.
     pub(super) fn drain(&mut self, batch: &mut Batch) {
         self.count(batch.vaddr, batch.pages, |pinned, pages| pinned - pages);
         *batch = Batch::default();
     }
 
-    /// Changes the count by the ordinary pages among `pages`.
+    /// Applies `change` to the count for the ordinary pages among `pages`.
     fn count(&mut self, vaddr: u64, pages: u64, change: impl Fn(u64, u64) -> u64) {
         let mut done = 0;
         while done < pages {
@@ -125,7 +125,7 @@ impl Machine {
         }
     }
 
-    /// Gives back the pages of `runs`; how many were ordinary ones.
+    /// Unpins the pages of `runs`; returns how many were ordinary.
     pub(super) fn unpin(&mut self, runs: &[Run]) -> u64 {
         let mut unpinned = 0;
         for run in runs.iter().filter(|run| !run.reserved) {

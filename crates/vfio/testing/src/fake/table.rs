@@ -16,11 +16,11 @@ use ringfence_vfio::kernel::{Answer, MapFlags};
 /// A run of frames as it was mapped, or what is left of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Run {
-    /// Where: whole pages.
+    /// Its addresses: whole pages.
     pub(super) range: Range,
     /// The first frame.
     pub(super) pfn: u64,
-    /// Whether the frames belong to nobody.
+    /// Whether the frames are not ordinary memory.
     pub(super) reserved: bool,
     /// What a device may do.
     pub(super) prot: MapFlags,
@@ -52,7 +52,7 @@ pub(super) fn pages(range: Range) -> u64 {
     (range.extent() >> SHIFT) + 1
 }
 
-/// What lies before `cut` in `range`, and what lies behind it.
+/// The parts of `range` before and behind `cut`.
 pub(super) fn around(range: Range, cut: Range) -> [Option<Range>; 2] {
     let before =
         cut.first().0.checked_sub(1).and_then(|last| Range::new(range.first(), Iova(last)));
@@ -66,9 +66,9 @@ pub(super) fn around(range: Range, cut: Range) -> [Option<Range>; 2] {
 pub(super) struct Table {
     /// Its number, for the log.
     pub(super) iommu: u32,
-    /// Whether unmapping a page takes all of the run that it was mapped with.
+    /// Whether unmapping a page removes all of the run that it was mapped with.
     pub(super) coarse: bool,
-    /// Most runs there is memory for.
+    /// Most runs; more are out of memory.
     pub(super) most: usize,
     runs: BTreeMap<u64, Run>,
 }
@@ -78,7 +78,7 @@ impl Table {
         Table { iommu, coarse, most, runs: BTreeMap::new() }
     }
 
-    /// The run in which `iova` lies.
+    /// The run that contains `iova`.
     pub(super) fn at(&self, iova: u64) -> Option<&Run> {
         let (_, run) = self.runs.range(..=iova).next_back()?;
         run.range.contains(Iova(iova)).then_some(run)
@@ -92,12 +92,12 @@ impl Table {
         self.runs.range(range.first().0..=range.last().0).next().map(|(&iova, _)| iova)
     }
 
-    /// What lies in `range` of the run at its first address.
+    /// The part in `range` of the run at its first address.
     pub(super) fn run(&self, range: Range) -> Option<Run> {
         self.at(range.first().0)?.part(range)
     }
 
-    /// How far the frames from the first address of `range` on lie side by side, within it.
+    /// The part of `range` from its first address on whose frames are contiguous.
     pub(super) fn contiguous(&self, range: Range) -> Option<Range> {
         let run = self.at(range.first().0)?;
         let (first, mut last) = (range.first(), run.range.last().0);
@@ -111,7 +111,7 @@ impl Table {
         Range::new(first, Iova(last.min(range.last().0)))
     }
 
-    /// Maps a run where nothing is; nothing is left of it when it fails.
+    /// Maps a run where nothing is mapped; if that fails, nothing of it stays mapped.
     pub(super) fn map(&mut self, run: Run, faults: &mut Faults, log: &mut Log) -> Answer<()> {
         if faults.hits(Step::Map) || self.runs.len() >= self.most {
             return Err(Errno::NOMEM);
@@ -119,7 +119,8 @@ impl Table {
         debug_assert!(self.next(run.range).is_none(), "mapped over a mapping");
         let (iova, pages) = (run.range.first().0, run.pages());
         if faults.hits(Step::Table) {
-            // Half of it is mapped when the tables' memory ends: the IOMMU layer takes it back.
+            // The memory for tables ends when half of it is mapped: the IOMMU layer unmaps that
+            // again.
             let half = Range::from_len(run.range.first(), pages.div_ceil(2) * PAGE);
             if let Some(part) = half.and_then(|half| run.part(half)) {
                 self.runs.insert(iova, part);
@@ -134,8 +135,8 @@ impl Table {
         Ok(())
     }
 
-    /// Removes what lies in `range`, and from coarse tables all of the runs that it touches. What
-    /// was removed, in order; the IOTLB is for the caller to think of.
+    /// Removes what lies in `range`, and from coarse tables all runs that it touches. Returns what
+    /// was removed, in order; the caller must invalidate the IOTLB.
     pub(super) fn unmap(&mut self, range: Range, log: &mut Log) -> Vec<Run> {
         let mut removed = Vec::new();
         let mut at = self.next(range);
@@ -160,7 +161,7 @@ impl Table {
         removed
     }
 
-    /// Makes the IOTLB forget what was unmapped, `regions` regions.
+    /// Invalidates the IOTLB for what was unmapped, `regions` regions.
     pub(super) fn sync(&mut self, regions: u64, log: &mut Log) {
         log.push(Event::Synced { iommu: self.iommu, regions });
     }

@@ -31,32 +31,31 @@ use ringfence_vfio::kernel::{
     Answer, Bitmap, DirtyInfo, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
 };
 
-/// Most pages of one bitmap, and its bytes (rule L63).
+/// Most pages, and bytes, of one bitmap (rule L63).
 const BITMAP_PAGES: u64 = (1 << 31) - 1;
 const BITMAP_BYTES: u64 = 1 << 28;
 
-/// What a container is like.
+/// The settings of a container.
 #[derive(Clone, Debug)]
 pub struct FakeConfig {
     /// How many mappings there may be at once.
     pub budget: u32,
-    /// Whether it is a type1v1 container, whose UNMAP differs (rule L55).
+    /// Whether it is a type1v1 container, in which UNMAP differs (rule L55).
     pub v1: bool,
     /// Whether huge pages are enabled: pages are pinned in batches (rule L52).
     pub huge_pages: bool,
-    /// Whether groups whose interrupts are not remapped may be attached
-    /// (`allow_unsafe_interrupts`).
+    /// Whether groups without interrupt remapping may be attached (`allow_unsafe_interrupts`).
     pub unsafe_interrupts: bool,
-    /// The process that calls first.
+    /// The process that calls at first.
     pub owner: Owner,
     /// Its memory.
     pub memory: Memory,
-    /// Most runs an IOMMU has memory for; more are ENOMEM.
+    /// Most runs of an IOMMU; more are ENOMEM.
     pub runs: usize,
 }
 
 impl Default for FakeConfig {
-    /// As Linux has it, for this process's memory, without a limit.
+    /// Linux's defaults, for this process's memory, without a limit.
     fn default() -> FakeConfig {
         FakeConfig {
             budget: 65_535,
@@ -72,8 +71,8 @@ impl Default for FakeConfig {
 
 /// A type1 container in this process (rules L51-L63).
 ///
-/// Until a group is [attached](Self::attach) everything is EINVAL, as at a container without its
-/// IOMMU. [`Type1::default`] has one.
+/// Until a group is [attached](Self::attach) everything is EINVAL, as with a container without an
+/// IOMMU. [`Type1::default`] has a group.
 pub struct Type1 {
     v1: bool,
     unsafe_interrupts: bool,
@@ -81,7 +80,7 @@ pub struct Type1 {
     state: Mutex<State>,
 }
 
-/// All that changes.
+/// All mutable state.
 struct State {
     machine: Machine,
     caller: Owner,
@@ -93,7 +92,7 @@ struct State {
     ranges: Vec<Range>,
     page_sizes: u64,
     tracking: bool,
-    /// How many mappings' addresses are marked invalid.
+    /// How many mappings have an address that is marked invalid.
     invalid: u64,
     refused: VecDeque<Refused>,
 }
@@ -121,7 +120,7 @@ impl Type1 {
         }
     }
 
-    /// Another process calls from now on; its memory is the same.
+    /// From now on another process calls; its memory is the same.
     pub fn set_caller(&self, owner: &Owner) {
         self.state.lock().caller = owner.clone();
     }
@@ -131,7 +130,7 @@ impl Type1 {
         self.state.lock().caller.clone()
     }
 
-    /// How many pins of ordinary pages there are, of mappings and external ones. Pages of 4 KiB.
+    /// How many pins of ordinary pages of 4 KiB there are, by mappings and external.
     pub fn pinned(&self) -> u64 {
         self.state.lock().machine.pinned
     }
@@ -141,17 +140,17 @@ impl Type1 {
         self.state.lock().mappings.len()
     }
 
-    /// What happened since this was asked last; at most a million events are kept.
+    /// The events since the last call; at most a million are kept.
     pub fn events(&self) -> Vec<Event> {
         self.state.lock().machine.log.take()
     }
 
-    /// Lets the `nth` step of a kind from now on fail; 1 is the next one.
+    /// Makes the `nth` step of a kind from now on fail; 1 is the next one.
     pub fn fail(&self, step: Step, nth: u64) {
         self.state.lock().machine.faults.fail(step, nth);
     }
 
-    /// Forgets which steps were to fail; whether there were some left that had not come.
+    /// Clears pending failures; returns whether there were any.
     pub fn heal(&self) -> bool {
         self.state.lock().machine.faults.clear()
     }
@@ -164,7 +163,7 @@ impl Type1 {
 }
 
 impl State {
-    /// The smallest page that can be mapped: what addresses are multiples of.
+    /// The smallest page that can be mapped: the alignment of addresses.
     fn granule(&self) -> u64 {
         1 << self.page_sizes.trailing_zeros()
     }
@@ -174,7 +173,7 @@ impl State {
         self.ranges.is_empty() || self.ranges.iter().any(|allowed| allowed.covers(range))
     }
 
-    /// The first mapping that has an address in `range`.
+    /// The first mapping that overlaps `range`.
     fn find(&self, range: Range) -> Option<&Mapping> {
         let before = self.mappings.range(..=range.first().0).next_back().map(|(_, found)| found);
         before.filter(|found| found.range.overlaps(range)).or_else(|| {
@@ -183,12 +182,12 @@ impl State {
         })
     }
 
-    /// The mapping in which `iova` lies.
+    /// The mapping that contains `iova`.
     fn at(&self, iova: u64) -> Option<&Mapping> {
         self.find(Range::new(Iova(iova), Iova(iova))?)
     }
 
-    /// Whether an end of `range` lies inside of a mapping.
+    /// Whether `range` begins or ends inside of a mapping.
     fn bisects(&self, range: Range) -> bool {
         let first = self.at(range.first().0).is_some_and(|at| at.range.first() != range.first());
         let last = self.at(range.last().0).is_some_and(|at| at.range.last() != range.last());
@@ -196,8 +195,8 @@ impl State {
     }
 }
 
-// SAFETY of what `map` promises: the devices of this container are those who call
-// `dma_read`, `dma_write` and `dma_rw`, and these touch only what is mapped.
+// SAFETY of what `map` promises: the callers of `dma_read`, `dma_write` and `dma_rw` are the
+// devices of this container, and these touch only what is mapped.
 impl Type1Kernel for Type1 {
     fn info(&self) -> Answer<Type1Info> {
         let state = self.attached()?;
@@ -214,7 +213,7 @@ impl Type1Kernel for Type1 {
         match extension {
             Extension::UnmapAll => true,
             Extension::UpdateVaddr => !self.state.lock().has_emulated(),
-            // None that it knows of.
+            // An extension that it does not know.
             _ => false,
         }
     }
@@ -258,10 +257,10 @@ impl Type1Kernel for Type1 {
 }
 
 impl Default for Type1 {
-    /// A container as [`FakeConfig::default`] has it, with one [group](Group::default).
+    /// A container with the settings of [`FakeConfig::default`] and one [group](Group::default).
     fn default() -> Type1 {
         let container = Type1::new(FakeConfig::default());
-        // Nothing is mapped that could be in the way of a group.
+        // There are no mappings that could conflict with a group.
         let attached = container.attach(&Group::default());
         debug_assert_eq!(attached, Ok(()));
         container
@@ -279,7 +278,7 @@ impl fmt::Debug for Type1 {
     }
 }
 
-/// A range of whole pages of `granule` bytes; EINVAL unless it is one that does not wrap.
+/// A range of whole pages of `granule` bytes; EINVAL if it is not, or wraps.
 fn whole(iova: u64, size: u64, granule: u64) -> Answer<Range> {
     if (iova | size) & (granule - 1) != 0 {
         return Err(Errno::INVAL);

@@ -1,4 +1,4 @@
-//! What an iommufd does.
+//! The checks of an iommufd.
 
 use rustix::io::Errno;
 
@@ -18,11 +18,11 @@ struct Bench<'a, K> {
     ioas: Id,
 }
 
-/// Checks what can be seen of `kernel`, with a page table for `device` where there is one. No device
-/// is attached to what the checks make.
+/// Checks what can be seen of `kernel`, with a page table for `device` if given. No device is
+/// attached to what the checks make.
 ///
 /// # Errors
-/// The kernel's where no check could be begun.
+/// The kernel's, if no check could begin.
 pub fn iommufd<K: IommufdKernel>(kernel: &K, device: Option<Id>) -> Answer<Vec<Outcome>> {
     let memory = Memory::new(PAGES, PAGE)?;
     let mut outcomes = Vec::new();
@@ -58,7 +58,7 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
         ("DIRTY", "tracking", Self::dirty),
     ];
 
-    /// Maps pages at a page.
+    /// Maps pages at the page number `at`.
     fn map(&self, at: u64, pages: u64) -> Answer<u64> {
         self.raw(self.ioas, RW, Some(at * PAGE), self.memory.addr(PAGE), pages * PAGE)
     }
@@ -71,7 +71,8 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
         vaddr: u64,
         size: u64,
     ) -> Answer<u64> {
-        // SAFETY: the memory is there for this alone, no device is attached, and it is not looked at.
+        // SAFETY: the memory is used for nothing else, no device is attached, and no bytes are
+        // read.
         unsafe { self.kernel.map(id, flags, iova, vaddr, size) }
     }
 

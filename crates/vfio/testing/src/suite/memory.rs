@@ -7,7 +7,7 @@ use rustix::{
     mm::{MapFlags, ProtFlags, mmap_anonymous, munmap},
 };
 
-/// Pages that nobody else uses, written to once, so that they are there.
+/// Pages used for nothing else, written to once, so that they exist.
 pub(super) struct Memory {
     at: *mut c_void,
     len: usize,
@@ -16,7 +16,7 @@ pub(super) struct Memory {
 impl Memory {
     /// `pages` pages of `page` bytes, aligned to their size.
     pub(super) fn new(pages: u64, page: u64) -> Result<Memory, Errno> {
-        // As much again, so that an aligned start lies in it.
+        // One page more, so that an aligned start lies in it.
         let len = usize::try_from((pages + 1) * page).map_err(|_| Errno::NOMEM)?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::POPULATE;
@@ -30,14 +30,14 @@ impl Memory {
         (self.at.expose_provenance() as u64).next_multiple_of(page)
     }
 
-    /// Takes away the page at `addr`, which lies in it, with all that is on it.
+    /// Unmaps the page at `addr`, which lies in this memory, with its content.
     pub(super) fn punch(&self, addr: u64, page: u64) -> Result<(), Errno> {
         let at = ptr::with_exposed_provenance_mut(addr as usize);
-        // SAFETY: it lies in memory that is nobody else's and that nobody looks at.
+        // SAFETY: it lies in memory that nothing else uses or reads.
         unsafe { munmap(at, page as usize) }
     }
 
-    /// Leaves it where it is, since a kernel may still have it mapped.
+    /// Leaves it mapped, since a kernel may still have it mapped for devices.
     pub(super) fn leak(self) {
         std::mem::forget(self);
     }

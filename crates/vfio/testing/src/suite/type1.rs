@@ -11,7 +11,7 @@ use ringfence_vfio::kernel::{
 const RW: MapFlags = MapFlags::READ.union(MapFlags::WRITE);
 /// Pages of memory that the checks map.
 const PAGES: u64 = 16;
-/// So many mappings are made at most to use the budget up.
+/// Most mappings made to use up the budget.
 const BUDGET: u32 = 1 << 17;
 
 /// What a check works with.
@@ -24,14 +24,14 @@ struct Bench<'a, K> {
     base: u64,
 }
 
-/// Checks the rules L51-L63 as far as they can be seen of `kernel`, a type1v2 container with a group
-/// in it, nothing mapped, and no device that does DMA.
+/// Checks the rules L51-L63 as far as they can be seen of `kernel`, a type1v2 container with a
+/// group in it, nothing mapped, and no device that does DMA.
 ///
-/// The checks map memory of their own and unmap everything behind them.
+/// The checks map memory of their own and unmap everything afterwards.
 ///
 /// # Errors
-/// The kernel's where no check could be begun: what it is able to do is unknown, or something is
-/// mapped already and stays (EBUSY).
+/// The kernel's, if no check could begin: its info cannot be read, or something is mapped already
+/// and stays (EBUSY).
 pub fn type1<K: Type1Kernel>(kernel: &K) -> Answer<Vec<Outcome>> {
     let info = kernel.info()?;
     let page = 1_u64.checked_shl(info.page_sizes.trailing_zeros()).ok_or(Errno::INVAL)?;
@@ -45,7 +45,7 @@ pub fn type1<K: Type1Kernel>(kernel: &K) -> Answer<Vec<Outcome>> {
     let mut clean = true;
     for (rule, check, run) in Bench::<K>::CHECKS {
         outcomes.push(outcome(rule, check, run(&bench)));
-        // What a check has left is no other check's business.
+        // One check must not see what another has left.
         let tracking = kernel.track_dirty(false).is_ok() || bench.info.dirty.is_none();
         let cleared = kernel.unmap(UnmapFlags::ALL, 0, 0, None);
         let cleared = cleared.or_else(|_| kernel.unmap(UnmapFlags::empty(), base, 64 * page, None));
@@ -105,13 +105,13 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         self.raw(RW, self.base + at * self.page, vaddr, pages * self.page)
     }
 
-    /// Maps anything that lies in the memory, or nowhere.
+    /// Maps any address, in the memory or not.
     fn raw(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
-        // SAFETY: the memory is there for this alone, no device does DMA, and it is not looked at.
+        // SAFETY: the memory is used for nothing else, no device does DMA, and no bytes are read.
         unsafe { self.kernel.map(flags, iova, vaddr, size) }
     }
 
-    /// Unmaps pages; how many were mapped.
+    /// Unmaps pages; returns how many were mapped.
     fn unmap(&self, at: u64, pages: u64) -> Answer<u64> {
         self.unmap_with(UnmapFlags::empty(), at, pages)
     }
@@ -141,7 +141,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         ] {
             expect(self.raw(RW, iova, vaddr, size), Err(Errno::INVAL))?;
         }
-        // Newer kernels say EOVERFLOW of what wraps.
+        // Newer kernels return EOVERFLOW for what wraps.
         for (iova, vaddr) in [(top, vaddr), (self.base, top)] {
             let wraps = self.raw(RW, iova, vaddr, 2 * self.page);
             expect(
@@ -157,7 +157,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         for (at, pages) in [(4, 4), (3, 2), (7, 2), (5, 1), (0, 16)] {
             expect(self.map(at, 0, pages), Err(Errno::EXIST))?;
         }
-        // An overlap is told of even where the rest may not be mapped.
+        // An overlap is reported even where the rest may not be mapped.
         if let Some(end) = self.end_of_base() {
             let size = (end - self.base).saturating_add(self.page);
             let vaddr = self.memory.addr(self.page);
@@ -185,8 +185,8 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
             let last = whole(range.last().0);
             let first = range.first().0.checked_next_multiple_of(self.page).unwrap_or(last);
             for iova in [first, last] {
-                // Linux before 6.19 never finds a mapping again that ends at 2^64-1, nor what lies beside
-                // it: the container would be of no more use.
+                // Linux before 6.19 never finds a mapping that ends at 2^64-1 again, nor its
+                // neighbours: the container would be unusable.
                 let top = iova.checked_add(self.page).is_none();
                 let inside = range.contains(ringfence_iommu::Iova(iova))
                     && range.last().0 - iova >= self.page - 1
@@ -372,7 +372,8 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         expect(self.read(0, 4, self.page, &mut [0]), Err(Errno::INVAL))
     }
 
-    /// Whether all that is mapped is dirty: where a group cannot tell, which real groups cannot.
+    /// Whether all that is mapped is dirty: so it is with a group whose writes are not known, as
+    /// with all real groups.
     fn dirty(&self) -> Checked {
         self.tracks()?;
         self.map(0, 0, 8)?;
@@ -384,8 +385,8 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
             return not_applicable("every group tells what it writes to");
         }
         expect(words, [0x3ff])?;
-        // It is not known what is written until the next time either. Of bits behind the last mapping
-        // Linux (6.12) says then what it had shifted there at the first time: too much, not too little.
+        // The next read cannot know what is written either. For bits after the last mapping, Linux
+        // (6.12) then returns what it shifted there at the first read: too much, not too little.
         let mut again = [0];
         self.read(0, 10, self.page, &mut again)?;
         expect(again[0] & 0x3ff, 0x3ff)

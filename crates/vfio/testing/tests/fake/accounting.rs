@@ -1,4 +1,4 @@
-//! What is charged, and what a failure leaves.
+//! What is charged, and what is left after a failure.
 
 use ringfence_vfio::kernel::Type1Kernel;
 use ringfence_vfio_testing::fake::{Kind, Step};
@@ -65,7 +65,7 @@ fn nothing_is_left_of_a_map_that_failed_at_any_step() {
                 (pages + 3, pages + 3, 2, Some(65_533)),
                 "{step:?} {nth}"
             );
-            // What was left is no obstacle.
+            // What was left does not get in the way.
             if first.is_some() {
                 map(&kernel, 0, 0xe0, 96).unwrap();
             } else {

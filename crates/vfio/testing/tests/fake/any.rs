@@ -1,4 +1,4 @@
-//! Whatever is asked, the answer is a number.
+//! Whatever the arguments, a call returns a result.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ fn number() -> impl Strategy<Value = u64> {
     ]
 }
 
-/// The answer does not matter, but that there is one.
+/// The result does not matter, only that there is one.
 fn seen<T>(_: T) {}
 
 proptest! {
@@ -42,10 +42,10 @@ proptest! {
             let mut words = vec![0; (c % 9) as usize];
             let page = if bits & 16 == 0 { PAGE } else { b };
             let bitmap = Bitmap { page, words: &mut words };
-            // Mostly flags that have a meaning.
+            // Mostly flags that are defined.
             let flags = if bits & 0x300 == 0 { bits } else { [1, 2, 3, 3, 4, 7, 0, 3][(bits & 7) as usize] };
             match call {
-                // SAFETY: the memory is pretended: nobody reaches a byte of it.
+                // SAFETY: the memory is pretended: no byte of it is ever accessed.
                 0..=2 => seen(unsafe { kernel.map(MapFlags::from_bits_retain(flags), a, b, c) }),
                 3 | 4 => {
                     let flags = UnmapFlags::from_bits_retain(bits & 0x307 & !(bits >> 4));
@@ -101,7 +101,7 @@ proptest! {
         let kernel = Iommufd::new(owner.clone(), pages(1 << 16));
         let mut mapped: Vec<Range> = Vec::new();
         for (call, bits, a, b, c) in calls {
-            // Objects of all kinds, and some that are not there.
+            // Objects of all kinds, and some that do not exist.
             let [one, two] = [Id(bits & 7), Id(bits >> 3 & 7)];
             let flags = if bits & 0xf00 == 0 { bits } else { 1 + bits % 3 };
             match call {
@@ -109,13 +109,13 @@ proptest! {
                 1 | 2 => {
                     let flags = MapFlags::from_bits_retain(flags);
                     let iova = (bits & 64 == 0).then_some(a);
-                    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+                    // SAFETY: the memory is pretended: no byte of it is ever accessed.
                     let at = unsafe { kernel.map(one, flags, iova, b, c) };
                     mapped.extend(at.ok().and_then(|at| Range::from_len(Iova(at), c)));
                 }
                 3 => {
                     seen(kernel.unmap(one, a, b));
-                    // And what is there.
+                    // Also what is mapped.
                     let range = mapped.get(bits as usize % (mapped.len() + 1));
                     seen(range.map(|range| kernel.unmap(two, range.first().0, range.extent() + 1)));
                 }
@@ -148,7 +148,7 @@ proptest! {
                 }
             }
         }
-        // Everything goes in the end, and nothing of it stays pinned.
+        // Everything is removed in the end, and nothing stays pinned.
         (0..100).for_each(|id| seen(kernel.detach(Id(id))));
         for _ in 0..2 {
             (0..100).for_each(|id| seen((kernel.unmap(Id(id), 0, u64::MAX), kernel.destroy(Id(id)))));

@@ -15,13 +15,13 @@ const GIB: u64 = 1 << 30;
 fn memory_of_64_gib_costs_one_unit_a_call_and_is_given_back_whole() {
     let len = 64 * GIB as usize;
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: new memory, which nobody touches.
+    // SAFETY: new memory, which is never accessed.
     let memory =
         unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), flags) }.unwrap();
     let vaddr = memory.expose_provenance() as u64;
     let kernel = Type1::default();
     for at in (0..64).map(|n| n * GIB) {
-        // SAFETY: the memory is there until everything is unmapped, and no device is.
+        // SAFETY: the memory exists until everything is unmapped, and there is no device.
         unsafe { kernel.map(RW, 4 * GIB + at, vaddr + at, GIB) }.unwrap();
     }
     assert_eq!(kernel.info().unwrap().available, Some(65_535 - 64));

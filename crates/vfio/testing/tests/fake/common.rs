@@ -7,7 +7,7 @@ use ringfence_vfio_testing::fake::{Event, FakeConfig, Group, Memory, Owner, Type
 pub(crate) const PAGE: u64 = 4096;
 pub(crate) const RW: MapFlags = MapFlags::READ.union(MapFlags::WRITE);
 
-/// A container for memory that nobody has, with its owner and one group.
+/// A container for pretended memory, with its owner and one group.
 pub(crate) fn pretended(limit: u64, memory: Memory) -> (Type1, Owner) {
     let owner = Owner::new(limit);
     let kernel = Type1::new(FakeConfig { owner: owner.clone(), memory, ..FakeConfig::default() });
@@ -15,14 +15,14 @@ pub(crate) fn pretended(limit: u64, memory: Memory) -> (Type1, Owner) {
     (kernel, owner)
 }
 
-/// So many pages of pretended memory.
+/// `pages` pages of pretended memory.
 pub(crate) fn pages(pages: u64) -> Memory {
     Memory::pretended(pages)
 }
 
 /// Maps pages: `iova` and `vaddr` are numbers of pages.
 pub(crate) fn map(kernel: &Type1, iova: u64, vaddr: u64, pages: u64) -> Answer<()> {
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(RW, iova * PAGE, vaddr * PAGE, pages * PAGE) }
 }
 
@@ -43,21 +43,21 @@ pub(crate) fn group(id: u32) -> Group {
     Group { id, iommu: id, ..Group::default() }
 }
 
-/// Marks the addresses of mappings as gone; in pages.
+/// Marks the addresses of mappings invalid; in pages.
 pub(crate) fn invalidate(kernel: &Type1, iova: u64, pages: u64) -> Answer<u64> {
     Ok(kernel.unmap(UnmapFlags::VADDR, iova * PAGE, pages * PAGE, None)? / PAGE)
 }
 
 /// Gives a mapping another address; in pages.
 pub(crate) fn revalidate(kernel: &Type1, iova: u64, vaddr: u64, pages: u64) -> Answer<()> {
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(MapFlags::VADDR, iova * PAGE, vaddr * PAGE, pages * PAGE) }
 }
 
-/// Follows the log, and fails where a page is given back before every IOMMU has forgotten it
-/// (rule L57), or more than 512 regions are gathered.
+/// Follows the log, and fails where a page is unpinned before every IOMMU has invalidated it (rule
+/// L57), or more than 512 regions are gathered.
 pub(crate) fn assert_civil(events: &[Event]) {
-    // What each IOMMU's IOTLB may still know of what was unmapped.
+    // The unmapped ranges that each IOMMU's IOTLB may still hold.
     let mut stale: Vec<(u32, Range)> = Vec::new();
     let mut mapped: Vec<(u32, Range)> = Vec::new();
     for event in events {

@@ -1,4 +1,4 @@
-//! What a device reaches.
+//! What a device can access.
 
 use ringfence_iommu::HostAddr;
 use ringfence_vfio::kernel::{Bitmap, MapFlags, Type1Kernel, UnmapFlags};
@@ -9,7 +9,7 @@ use crate::common::{PAGE, RW, map, pages, pretended};
 
 const SIZE: usize = 8 * PAGE as usize;
 
-/// Memory whose address a kernel may have.
+/// Memory whose address may be given to a kernel.
 struct Buffer(Vec<u8>);
 
 impl Buffer {
@@ -32,7 +32,7 @@ fn a_device_reaches_what_is_mapped_and_nothing_else() {
     let mut buffer = Buffer::new();
     let addr = buffer.addr();
     let kernel = Type1::default();
-    // SAFETY: the buffer is there until everything is unmapped.
+    // SAFETY: the buffer exists until everything is unmapped.
     let map = |flags, iova, offset: u64, size| unsafe {
         kernel.map(flags, iova * PAGE, addr + offset * PAGE, size * PAGE)
     };
@@ -40,7 +40,7 @@ fn a_device_reaches_what_is_mapped_and_nothing_else() {
     map(RW, 18, 4, 2).unwrap();
     map(MapFlags::READ, 20, 6, 1).unwrap();
     kernel.track_dirty(true).unwrap();
-    // Across two mappings, at odd places.
+    // Across two mappings, at unaligned addresses.
     let bytes: Vec<u8> = (0..100).map(|n| n ^ 0x5a).collect();
     kernel.dma_write(18 * PAGE - 51, &bytes).unwrap();
     let mut back = vec![0; 100];
@@ -52,7 +52,7 @@ fn a_device_reaches_what_is_mapped_and_nothing_else() {
         kernel.translate(19 * PAGE + 8, true),
         Some((HostAddr(addr + 5 * PAGE + 8), PAGE - 8))
     );
-    // Not mapped, not for writing, beyond the end of all.
+    // Not mapped, read-only, past the end of everything.
     assert_eq!(kernel.translate(20 * PAGE, true), None);
     let last = buffer.byte(6 * PAGE);
     for (iova, write) in [(20 * PAGE, true), (21 * PAGE, false), (u64::MAX, false), (0, true)] {
@@ -69,7 +69,7 @@ fn a_device_reaches_what_is_mapped_and_nothing_else() {
     let mut words = [0];
     kernel.dirty(16 * PAGE, 5 * PAGE, Bitmap { page: PAGE, words: &mut words }).unwrap();
     assert_eq!(words, [0b1_1111]);
-    // A mapping whose address is gone is not followed, and neither is one that is gone itself.
+    // A device cannot use a mapping whose address is invalid, nor one that was removed.
     assert_eq!(kernel.unmap(UnmapFlags::VADDR, 16 * PAGE, 2 * PAGE, None), Ok(2 * PAGE));
     assert!(kernel.dma_read(16 * PAGE, &mut [0]).is_err());
     map(MapFlags::VADDR, 16, 2, 2).unwrap();
@@ -87,7 +87,7 @@ fn memory_that_nobody_has_is_reached_by_nobody() {
     map(&kernel, 0, 0, 4).unwrap();
     assert!(kernel.dma_read(0, &mut [0]).is_err());
     assert_eq!(kernel.rw_read(0, &mut [0]), Err(Errno::FAULT));
-    // And what this process has not mapped cannot be pinned.
+    // Memory that this process has not mapped cannot be pinned.
     let kernel = Type1::default();
     assert_eq!(map(&kernel, 0, 0, 1), Err(Errno::FAULT));
     assert_eq!(kernel.pinned(), 0);

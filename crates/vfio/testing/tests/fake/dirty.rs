@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, group, map, pages, pretended, unmap};
 
-/// Reads a bitmap of so many words, in which `before` stood.
+/// Reads a bitmap into words that hold `before`.
 fn read(kernel: &Type1, iova: u64, pages: u64, before: &[u64]) -> Answer<Vec<u64>> {
     let mut words = before.to_vec();
     let bitmap = Bitmap { page: PAGE, words: &mut words };
@@ -34,12 +34,12 @@ fn a_group_that_cannot_tell_makes_every_mapped_page_dirty() {
     assert_eq!(read(&kernel, 0, 128, &[0, 0]), Err(Errno::INVAL), "not tracking");
     kernel.track_dirty(true).unwrap();
     kernel.track_dirty(true).unwrap();
-    // Bits before an unaligned start stay; what lies in the mapping's words behind it is overwritten;
+    // Bits before an unaligned start stay; those after it in the mapping's words are overwritten;
     // holes keep theirs.
     let words = read(&kernel, 0, 192, &[0b101, 0, 7]).unwrap();
     assert_eq!(words, [u64::MAX << 3 | 0b101, 0b1_1111_1111 | 0b11 << 16, 7]);
     assert_eq!(read(&kernel, 3, 70, &[0, 0]).unwrap(), [u64::MAX, 0b11_1111]);
-    // Still: nobody knows what the devices write.
+    // Still dirty: the devices' writes are not known.
     assert_eq!(read(&kernel, 3, 70, &[0, 0]).unwrap(), [u64::MAX, 0b11_1111]);
     kernel.track_dirty(false).unwrap();
     kernel.track_dirty(false).unwrap();
@@ -75,7 +75,8 @@ fn a_range_must_fit_the_mappings_the_granule_and_the_bitmap() {
         );
     }
     assert_eq!(ask(good.0, good.1, good.2, &mut []), Err(Errno::INVAL));
-    // 256 MiB hold 2^31 bits, of which 2^31 - 1 may be asked for; a longer bitmap is refused.
+    // 256 MiB hold 2^31 bits, of which at most 2^31 - 1 may be requested; a longer bitmap is
+    // refused.
     let info = kernel.info().unwrap().dirty.unwrap();
     assert_eq!((info.page_sizes, info.max_bytes), (PAGE, 1 << 28));
 }
@@ -86,7 +87,7 @@ fn what_is_pinned_externally_stays_dirty_and_the_rest_is_clean_after_a_read() {
     let mut buffer = vec![0_u8; 65 * PAGE as usize];
     let vaddr = (buffer.as_mut_ptr().expose_provenance() as u64).next_multiple_of(PAGE);
     let kernel = emulated(Memory::process());
-    // SAFETY: the buffer outlives the container, and nobody looks at it.
+    // SAFETY: the buffer outlives the container, and its bytes are not read.
     unsafe { kernel.map(RW, 0, vaddr, 64 * PAGE) }.unwrap();
     kernel.pin_pages(1, 2 * PAGE, 1, RW).unwrap();
     kernel.track_dirty(true).unwrap();
@@ -99,11 +100,12 @@ fn what_is_pinned_externally_stays_dirty_and_the_rest_is_clean_after_a_read() {
     kernel.unpin_pages(60 * PAGE, 2);
     assert_eq!(read(&kernel, 0, 64, &[0]), Ok(vec![pinned]), "it was pinned since the last read");
     assert_eq!(read(&kernel, 0, 64, &[0]), Ok(vec![1 << 2]));
-    // A group behind an IOMMU makes all dirty; when it goes, what it wrote is not known.
+    // A group behind an IOMMU makes everything dirty; after it is detached, its writes are still
+    // not known.
     kernel.attach(&Group::default()).unwrap();
     kernel.attach(&group(7)).unwrap();
     assert_eq!(read(&kernel, 0, 64, &[0]), Ok(vec![u64::MAX]));
-    // One that pins is one that tells.
+    // The writes of a group that pins pages are known.
     kernel.pin_pages(0, 2 * PAGE, 1, RW).unwrap();
     kernel.detach(7).unwrap();
     assert_eq!(read(&kernel, 0, 64, &[0]), Ok(vec![u64::MAX]));
@@ -152,7 +154,7 @@ fn without_memory_for_a_bitmap_nothing_is_begun() {
 fn a_mapping_has_2_to_the_31_less_1_pages_at_most_while_it_is_tracked() {
     let kernel = emulated(pages(1));
     let wide = (1_u64 << 31) * PAGE;
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     let map = |iova, size| unsafe { kernel.map(RW, iova, 0, size) };
     map(0, wide).unwrap();
     assert_eq!(kernel.track_dirty(true), Err(Errno::INVAL));

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, assert_civil, group, map, pages, pretended, unmap};
 
-/// Gives up all of a mapping, one pin of each page at a time.
+/// Releases all pins of a mapping, one pin of each page at a time.
 fn gives_up() -> Notify {
     Arc::new(|kernel, iova, size| kernel.unpin_pages(iova, size / PAGE))
 }
@@ -23,14 +23,14 @@ fn pins_are_counted_page_by_page_and_checked() {
     kernel.detach(0).unwrap();
     kernel.attach_emulated(1, gives_up()).unwrap();
     map(&kernel, 0, 0, 4).unwrap();
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(MapFlags::READ, 4 * PAGE, 4 * PAGE, 4 * PAGE) }.unwrap();
     assert_eq!((owner.used(), kernel.pinned()), (0, 0), "no IOMMU, nothing pinned");
     let pin = |iova: u64, count, prot| kernel.pin_pages(1, iova * PAGE, count, prot);
     assert_eq!(pin(0, 3, RW).map(|frames| frames.len()), Ok(3));
     assert_eq!(pin(1, 3, RW).map(|frames| frames.len()), Ok(3));
     assert_eq!((owner.used(), kernel.pinned(), kernel.external_pins()), (4, 4, 6));
-    // Unwound completely: a permission, a gap, the limit, memory.
+    // Undone completely: permission, a gap, the limit, memory.
     assert_eq!(pin(2, 3, RW), Err(Errno::PERM));
     assert_eq!(pin(7, 2, MapFlags::READ), Err(Errno::INVAL));
     assert_eq!(pin(3, 3, MapFlags::READ), Err(Errno::NOMEM));
@@ -82,7 +82,7 @@ fn who_never_gives_up_is_told_eleven_times() {
     kernel.pin_pages(1, 0, 1, RW).unwrap();
     assert_eq!(unmap(&kernel, 0, 4), Err(Errno::BUSY));
     assert_eq!(asked.load(Ordering::Relaxed), 11);
-    // The last group takes the pins along.
+    // Detaching the last group releases the pins.
     kernel.detach(1).unwrap();
     assert_eq!((kernel.pinned(), kernel.mappings()), (0, 0));
 }
@@ -95,16 +95,16 @@ fn what_is_charged_follows_the_groups() {
     map(&kernel, 0, 0, 16).unwrap();
     kernel.pin_pages(1, 0, 3, RW).unwrap();
     assert_eq!((owner.used(), kernel.pinned()), (16, 19));
-    // The last IOMMU goes: what is pinned externally stays pinned and charged.
+    // The last IOMMU is removed: what is pinned externally stays pinned and charged.
     kernel.detach(0).unwrap();
     assert_eq!((owner.used(), kernel.pinned()), (3, 3));
     kernel.pin_pages(1, 2 * PAGE, 2, RW).unwrap();
     assert_eq!((owner.used(), kernel.pinned()), (4, 4));
-    // One comes: everything is pinned, only the others are charged.
+    // An IOMMU is added: everything is pinned, but only the other pages are charged.
     owner.set_limit(16);
     kernel.attach(&group(2)).unwrap();
     assert_eq!((owner.used(), kernel.pinned()), (16, 20));
-    // Given up while everything is charged: nothing is released.
+    // Released while everything is charged: nothing is uncharged.
     kernel.unpin_pages(0, 1);
     assert_eq!((owner.used(), kernel.pinned()), (16, 19));
     assert_eq!(unmap(&kernel, 0, 16), Ok(16));

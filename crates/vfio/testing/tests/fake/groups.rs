@@ -1,4 +1,4 @@
-//! Groups come and go.
+//! Attaching and detaching groups.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ fn a_group_whose_limits_are_in_the_way_is_refused_and_nothing_changes() {
     let after = kernel.info().unwrap();
     assert_eq!((after.ranges, after.page_sizes), (before.ranges.clone(), before.page_sizes));
 
-    // On success they narrow, and when the group goes they widen again.
+    // On success they narrow, and when the group is detached they widen again.
     let narrow = Group { reserved: vec![region(50, 50)], ..narrow(range(10, 100)) };
     kernel.attach(&Group { page_sizes: !0xffff | 0x1000, ..narrow.clone() }).unwrap();
     let ranges = kernel.info().unwrap().ranges;
@@ -48,7 +48,7 @@ fn a_group_whose_limits_are_in_the_way_is_refused_and_nothing_changes() {
 #[test]
 fn a_replay_that_fails_removes_only_what_it_added() {
     let memory = pages(1000).with(0, 50, Kind::Scattered(1));
-    // What is in the tables already is mapped, not pinned again; what is not is pinned and charged.
+    // What is in the tables already is mapped, not pinned again; the rest is pinned and charged.
     for emulated in [false, true] {
         let mut failures = 0;
         for step in [Step::Pin, Step::Map, Step::Table] {
@@ -80,7 +80,8 @@ fn a_replay_that_fails_removes_only_what_it_added() {
                 kernel.attach(&group(1)).unwrap();
             }
         }
-        // Alone: 8 scattered runs and one of 50, each mapped, its tables made; pages are pinned.
+        // Without another group: 8 scattered runs and one of 50, each mapped, with its tables;
+        // pages are pinned.
         assert_eq!(failures, if emulated { 58 + 9 + 9 } else { 9 + 9 });
     }
 }

@@ -9,7 +9,7 @@ use crate::common::{PAGE, RW, assert_civil, group, pages, range};
 
 /// Maps pages at an IOVA; both are numbers of pages.
 fn map(kernel: &Iommufd, ioas: Id, iova: u64, vaddr: u64, pages: u64) -> Answer<u64> {
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(ioas, RW, Some(iova * PAGE), vaddr * PAGE, pages * PAGE) }
 }
 
@@ -21,7 +21,7 @@ fn unmap(kernel: &Iommufd, ioas: Id, iova: u64, pages: u64) -> Answer<u64> {
 fn what_a_map_is_refused_for() {
     let kernel = Iommufd::new(Owner::default(), pages(100));
     let ioas = kernel.new_ioas().unwrap();
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     let raw =
         |ioas, flags, iova, vaddr, size| unsafe { kernel.map(ioas, flags, iova, vaddr, size) };
     let top = u64::MAX;
@@ -47,7 +47,7 @@ fn what_a_map_is_refused_for() {
         assert_eq!(raw(ioas, RW, Some(iova), vaddr, size), Err(Errno::INVAL));
     }
     map(&kernel, ioas, 16, 0, 4).unwrap();
-    // Here what may not be mapped comes before what is mapped.
+    // Here, what may be mapped is checked before overlaps.
     assert_eq!(raw(ioas, RW, Some(16 * PAGE), 0, 0xfee0_0000), Err(Errno::INVAL));
     assert_eq!(map(&kernel, ioas, 15, 0, 2), Err(Errno::EXIST));
     assert_eq!(raw(ioas, RW, Some(1 << 39), 0, PAGE), Err(Errno::INVAL));
@@ -85,7 +85,7 @@ fn pages_are_pinned_while_a_page_table_is_there_and_once_for_all() {
     assert_eq!((owner.used(), kernel.pinned()), (6, 6));
     let second = kernel.new_hwpt(two, ioas, true).unwrap();
     assert_eq!((owner.used(), kernel.pinned()), (6, 6), "once for both");
-    // The same memory mapped again is charged again; and not above the limit.
+    // The same memory mapped again is charged again, but not above the limit.
     map(&kernel, ioas, 10, 0, 4).unwrap();
     assert_eq!(map(&kernel, ioas, 20, 0, 1), Err(Errno::NOMEM));
     owner.set_capable(true);
@@ -144,7 +144,7 @@ fn nothing_is_left_of_what_failed_at_any_step() {
             failures += 1;
         }
     }
-    // One record, 40 pages, and each run twice: 11 of what was mapped before and 5 of the last.
+    // One record, 40 pages, and each run twice: 11 of the earlier mappings and 5 of the last.
     assert_eq!(failures, 1 + 40 + 32 + 32);
 }
 
@@ -160,17 +160,17 @@ fn ranges_follow_the_devices_and_what_is_needed_is_kept() {
     let at = |first, last| Range::new(Iova(first), Iova(last)).unwrap();
     let expected = vec![at(0, 0xfedf_ffff), at(0xfef0_0000, (1 << 39) - 1)];
     assert_eq!((ranges.ranges, ranges.alignment), (expected, PAGE));
-    // Addresses are chosen where it was said, around what is there.
+    // Addresses are chosen from the allowed range, around what is mapped.
     kernel.allow(ioas, &[range(100, 20)]).unwrap();
     assert_eq!(kernel.allow(ioas, &[range(0xfee00, 1)]), Err(Errno::ADDRINUSE));
     assert_eq!(kernel.allow(ioas, &[range(0, 2), range(1, 2)]), Err(Errno::INVAL));
     map(&kernel, ioas, 102, 0, 1).unwrap();
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     let choose = |pages| unsafe { kernel.map(ioas, RW, None, 0, pages * PAGE) };
     assert_eq!(choose(4), Ok(104 * PAGE));
     assert_eq!(choose(2), Ok(100 * PAGE));
     assert_eq!(choose(16), Err(Errno::NOSPC));
-    // A device that needs what was promised, or what is mapped, is refused.
+    // A device that reserves an allowed or mapped range is refused.
     let hole = |first| Group {
         reserved: vec![ReservedRegion { range: range(first, 1), kind: ReservedKind::Direct }],
         ..group(5)
@@ -198,7 +198,7 @@ fn a_device_reaches_its_address_space_and_what_it_writes_is_told() {
     let hwpt = kernel.new_hwpt(device, first, true).unwrap();
     kernel.attach(device, hwpt).unwrap();
     assert_eq!(kernel.attach(plain, hwpt), Err(Errno::INVAL));
-    // SAFETY: the buffer is there until everything is unmapped.
+    // SAFETY: the buffer exists until everything is unmapped.
     unsafe { kernel.map(first, RW, Some(0), addr, 4 * PAGE) }.unwrap();
     // SAFETY: as above.
     unsafe { kernel.map(first, MapFlags::READ, Some(4 * PAGE), addr, PAGE) }.unwrap();

@@ -1,4 +1,4 @@
-//! The fake kernel keeps the rules of the real one.
+//! The fake kernel follows the rules of the real one.
 
 mod accounting;
 mod any;

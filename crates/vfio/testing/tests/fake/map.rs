@@ -7,9 +7,9 @@ use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, map, pages, pretended, unmap};
 
-/// Maps with anything.
+/// Maps with any arguments.
 fn raw(kernel: &Type1, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Result<(), Errno> {
-    // SAFETY: the memory is pretended: nobody reaches a byte of it.
+    // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(flags, iova, vaddr, size) }
 }
 
@@ -22,7 +22,7 @@ fn what_is_refused_in_which_order() {
     kernel.attach(&Group::default()).unwrap();
     map(&kernel, 16, 0, 4).unwrap();
 
-    // Flags, then alignment and wrap, before what is mapped is looked at.
+    // Flags, alignment and wrap are checked before overlaps.
     let unknown = MapFlags::READ | MapFlags::from_bits_retain(8);
     for flags in [MapFlags::empty(), RW | MapFlags::VADDR, unknown] {
         assert_eq!(raw(&kernel, flags, 16 * PAGE, 0, PAGE), Err(Errno::INVAL), "{flags:?}");
@@ -41,7 +41,7 @@ fn what_is_refused_in_which_order() {
     // Overlap, though it also ends outside of what may be mapped.
     assert_eq!(raw(&kernel, RW, 16 * PAGE, 0, 0xfee0_0000), Err(Errno::EXIST));
     assert_eq!(raw(&kernel, RW, 15 * PAGE, 0, 2 * PAGE), Err(Errno::EXIST));
-    // Outside while there is budget; no budget comes first.
+    // Outside while there is budget; a lack of budget comes first.
     for iova in [0xfee0_0000, 0xfedf_f000, 1 << 39, top] {
         let size = if iova == 0xfedf_f000 { 2 * PAGE } else { PAGE };
         assert_eq!(raw(&kernel, RW, iova, 0, size), Err(Errno::INVAL), "{iova:#x}");
@@ -76,7 +76,7 @@ fn the_last_page_of_the_address_space_can_be_mapped() {
 // rule L52
 #[test]
 fn runs_are_as_long_as_they_can_be_and_batches_have_512_pages() {
-    // 1,000 pages side by side, 8 scattered by twos, 1 of a device, 3 more.
+    // 1,000 contiguous pages, 8 scattered by twos, 1 of a device, 3 more.
     let memory =
         pages(10_000).with(1000 * PAGE, 8, Kind::Scattered(2)).with(1008 * PAGE, 1, Kind::Reserved);
     let kernel = Type1::new(FakeConfig { memory: memory.clone(), ..FakeConfig::default() });

@@ -1,4 +1,4 @@
-//! Any sequence of calls against a model that knows of pages only.
+//! Any sequence of calls against a model of single pages.
 
 mod pages;
 
@@ -16,10 +16,10 @@ use crate::common::{PAGE, RW, assert_civil, group, invalidate, unmap};
 /// Pages of memory, and of IOVAs.
 const PAGES: u64 = 48;
 const BUDGET: u32 = 6;
-/// The group whose devices are software.
+/// The number of the group with emulated devices.
 const SOFT: u32 = 9;
 
-/// The kernel and the model, and what both are told.
+/// The kernel and the model, with the same calls made to both.
 struct Pair {
     world: World,
     kernel: Type1,
@@ -43,11 +43,11 @@ impl Pair {
 
     fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, pages: u64) -> Answer<u64> {
         let vaddr = self.world.at + vaddr * PAGE;
-        // SAFETY: the world's memory outlives the container, and nobody looks at it.
+        // SAFETY: the world's memory outlives the container, and its bytes are not read.
         unsafe { self.kernel.map(flags, iova * PAGE, vaddr, pages * PAGE) }.map(|()| 0)
     }
 
-    /// Makes a call to both: what the kernel said, what the model says, and the model after it.
+    /// Makes a call to both; returns the kernel's result, the model's, and the model after it.
     fn call(&mut self, call: Call) -> (Answer<u64>, Answer<u64>, Model) {
         let mut after = self.model.clone();
         let kernel = &self.kernel;
@@ -75,7 +75,7 @@ impl Pair {
             }
             Call::Detach(id) => {
                 if id == SOFT && after.software {
-                    // A device gives up what it holds before it goes.
+                    // A device releases its pins before it is detached.
                     while kernel.external_pins() > 0 {
                         kernel.unpin_pages(0, PAGES * 2);
                     }
@@ -119,7 +119,7 @@ impl Pair {
         (said, says, after)
     }
 
-    /// A device writes, and if that is tracked and it succeeds, it is told.
+    /// A device writes; if that succeeds and is tracked, the page must be dirty.
     fn write(&self, iova: u64) {
         let Ok(()) = self.kernel.dma_write(iova * PAGE + 1, &[1]) else { return };
         let (at, mapping) = self.model.mappings.range(..=iova).next_back().unwrap();
@@ -130,7 +130,7 @@ impl Pair {
         }
     }
 
-    /// Both have come to the same.
+    /// Compares the states of both.
     fn compare(&self) {
         let model = &self.model;
         for (owner, account) in self.owners.iter().enumerate() {
@@ -187,7 +187,7 @@ fn call() -> impl Strategy<Value = Call> {
         Step::Region,
         Step::ExternalPin,
     ];
-    // Places and sizes that meet often.
+    // Addresses and sizes that often overlap.
     let place = (0..12_u64).prop_map(|n| n * 4);
     let size = prop::sample::select(vec![4_u64, 4, 4, 8, 8, 3, 12]);
     let vaddr = 0..PAGES - 12;
@@ -227,7 +227,7 @@ proptest! {
                 pair.kernel.heal();
             }
             let (said, says, after) = pair.call(call);
-            // What is made to fail fails in the call behind it, or never.
+            // An injected failure hits the next call, or none.
             if matches!(call, Call::Fail(..)) {
                 armed = true;
                 continue;

@@ -1,4 +1,4 @@
-//! The suite that is asked of the real kernel, asked of the fake one.
+//! The suite for the real kernel, run on the fake one.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -10,7 +10,7 @@ use ringfence_vfio_testing::{
 
 use crate::common::group;
 
-/// Fails on failures; how many checks passed.
+/// Fails if a check failed; returns how many passed.
 fn passed(outcomes: &[Outcome]) -> usize {
     let failed = |outcome: &&Outcome| matches!(outcome.verdict, Verdict::Fail(_));
     let failures: Vec<String> = outcomes.iter().filter(failed).map(Outcome::to_string).collect();
@@ -32,7 +32,7 @@ fn type1_keeps_every_rule_that_shows() {
 
 #[test]
 fn type1_of_other_kinds_keeps_them_too() {
-    // Larger pages and all of the address space; a small budget; superpages and two IOMMUs.
+    // Larger pages and the whole address space; a small budget; superpages and two IOMMUs.
     let kernel = Type1::new(FakeConfig { budget: 20, ..FakeConfig::default() });
     let page_sizes = !0xffff;
     let all = Group { aperture: Range::ALL, reserved: vec![], page_sizes, ..Group::default() };
@@ -42,7 +42,7 @@ fn type1_of_other_kinds_keeps_them_too() {
     // With an emulated group addresses cannot be updated.
     kernel.attach_emulated(3, Arc::new(|_, _, _| {})).unwrap();
     assert_eq!(passed(&suite::type1(&kernel).unwrap()), 15);
-    // Without another, nothing is pinned, reserved or dirty.
+    // Without another group, nothing is pinned, reserved or dirty.
     kernel.detach(0).unwrap();
     kernel.detach(1).unwrap();
     assert_eq!(passed(&suite::type1(&kernel).unwrap()), 15 - 3 - 2);

@@ -82,7 +82,7 @@ fn pages_are_given_back_after_the_invalidation_that_covers_them() {
     };
     assert_eq!(syncs(0), [512, 512, 476, 1], "the first IOMMU: region by region");
     assert_eq!(syncs(1), [1, 1], "the other one: all at once, before");
-    // The other IOMMU has forgotten a mapping before the first one begins with it.
+    // The mapping is removed from the other IOMMU before the first one begins with it.
     let first = |of: u32| {
         events
             .iter()

@@ -1,4 +1,4 @@
-//! Addresses that go and come back.
+//! Addresses that are invalidated and restored.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ fn marks_are_made_for_all_or_for_none() {
     }
     assert_eq!(invalidate(&kernel, 20, 3), Err(Errno::INVAL), "it would be cut");
     assert_eq!(invalidate(&kernel, 20, 4), Ok(4));
-    // One of them is marked: the marks of the others are taken back.
+    // One of them is marked already: the marks of the others are undone.
     assert_eq!(invalidate(&kernel, 10, 24), Err(Errno::INVAL));
     assert_eq!(revalidate(&kernel, 10, 50, 4), Err(Errno::INVAL));
     assert_eq!(revalidate(&kernel, 30, 50, 4), Err(Errno::INVAL));
@@ -30,7 +30,7 @@ fn marks_are_made_for_all_or_for_none() {
     assert_eq!((owner.used(), kernel.pinned()), (12, 12), "only marked");
     revalidate(&kernel, 20, 50, 4).unwrap();
     kernel.attach(&group(1)).unwrap();
-    // A mapping that goes takes its mark along.
+    // Removing a mapping removes its mark.
     assert_eq!(invalidate(&kernel, 10, 4), Ok(4));
     assert_eq!(unmap(&kernel, 10, 4), Ok(4));
     kernel.attach(&group(2)).unwrap();
@@ -69,7 +69,7 @@ fn the_new_owner_is_charged_before_the_old_one_is_released() {
     revalidate(&kernel, 10, 60, 8).unwrap();
     assert_eq!((old.used(), poor.used(), kernel.pinned()), (0, 8, 8));
     assert_eq!(revalidate(&kernel, 10, 60, 8), Err(Errno::INVAL));
-    // The same process again is charged nothing, not even for a moment.
+    // The same process is not charged again, not even for a moment.
     invalidate(&kernel, 10, 8).unwrap();
     revalidate(&kernel, 10, 60, 8).unwrap();
     assert_eq!(poor.peak(), 8);

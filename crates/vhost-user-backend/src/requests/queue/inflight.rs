@@ -1,5 +1,5 @@
-//! The record of what a queue has taken and not answered, by which another process goes on after a
-//! crash of this one.
+//! The record of what a queue has taken and not completed, from which another process goes on after
+//! a crash of this one.
 
 use std::{cell::Cell, collections::VecDeque, sync::Arc};
 
@@ -29,7 +29,7 @@ pub(super) struct Recorded {
     region: Arc<InflightRegion>,
     queue: u16,
     record: Option<Record>,
-    /// What an earlier process took and did not answer: it is taken again before anything else.
+    /// What an earlier process took and did not complete: it is taken again before anything else.
     again: VecDeque<Again>,
 }
 
@@ -39,7 +39,7 @@ enum Again {
     Packed { slot: u16, id: u16, descs: Vec<Desc>, table: Option<(u64, u32)> },
 }
 
-/// The entry of a chain that has none, or needs none: a split ring's is its head.
+/// The entry of a chain that needs none: a split ring's entry is its head.
 const NO_ENTRY: u16 = u16::MAX;
 
 impl Recorded {
@@ -47,12 +47,13 @@ impl Recorded {
         Recorded { region, queue, record: None, again: VecDeque::new() }
     }
 
-    /// Whether the ring has not been looked at yet.
+    /// Whether the record has not been opened yet.
     pub(super) fn is_closed(&self) -> bool {
         self.record.is_none()
     }
 
-    /// Finds out from the ring and the record where to go on: the queue of `config`, not yet found.
+    /// Determines from the ring and the record where to go on; returns the queue of `config`, not
+    /// yet found.
     pub(super) fn open(
         &mut self,
         config: &device::RingConfig,
@@ -80,7 +81,7 @@ impl Recorded {
                     }
                     u16::from_le_bytes(flags)
                 };
-                // Before anything is changed by what cannot be read.
+                // Before any change: the ring may be unreadable.
                 flags_at(0);
                 if let Some(error) = failed.take() {
                     return Err(error.into());
@@ -101,8 +102,8 @@ impl Recorded {
         Ok(device::Queue::postponed(device::RingConfig { base, ..*config })?)
     }
 
-    /// Takes the next chain that an earlier process had into `chain`; `None` if that were all. Its
-    /// entry.
+    /// Takes the next chain that an earlier process had taken into `chain`, and returns its entry;
+    /// `None` if there are no more.
     pub(super) fn take_again(
         &mut self,
         ring: &mut device::Queue,
@@ -125,8 +126,8 @@ impl Recorded {
         Some(taken)
     }
 
-    /// A chain was taken; before it has any effect. Its entry; `None` if there is no room for it,
-    /// which there is for all that a ring holds.
+    /// Records that a chain is taken, before it has any effect. Returns its entry; `None` if there
+    /// is no room for it, which there is for all that a ring holds.
     pub(super) fn take(&mut self, chain: &Chain) -> Option<u16> {
         match self.record.as_mut()? {
             Record::Split { inflight, .. } => {
@@ -155,7 +156,7 @@ impl Recorded {
         }
     }
 
-    /// A chain is answered.
+    /// Records that a chain is completed.
     pub(super) fn complete(&mut self, head: u16, entry: u16) {
         match &mut self.record {
             Some(Record::Split { inflight, used }) => {
@@ -167,12 +168,12 @@ impl Recorded {
         }
     }
 
-    /// A chain was put back into the ring; only while none is answered and not published. False if
-    /// the record cannot tell that: it must stay taken then.
+    /// Records that a chain was put back into the ring; only while no completed chain is
+    /// unpublished. False if the record cannot express that: the chain must stay taken then.
     pub(super) fn forget(&mut self, head: u16) -> bool {
         match &mut self.record {
             Some(Record::Split { inflight, used }) => {
-                // As if it had been answered, and nothing published.
+                // As if it had been completed, and nothing published.
                 inflight.complete(head);
                 inflight.publish(|| *used);
                 true
@@ -186,7 +187,7 @@ impl Recorded {
         matches!(&self.record, Some(Record::Split { .. }))
     }
 
-    /// Publishes what was answered; whether the driver wants an interrupt.
+    /// Publishes completed chains; returns whether the driver wants an interrupt.
     pub(super) fn publish(&mut self, ring: &mut device::Queue) -> bool {
         let mut wanted = false;
         match &mut self.record {
@@ -201,8 +202,8 @@ impl Recorded {
     }
 }
 
-/// Takes the next chain: first those that an earlier process took. Its entry in the record; `None`:
-/// there is no chain.
+/// Takes the next chain, first those that an earlier process took. Returns its entry in the record;
+/// `None`: there is no chain.
 #[inline]
 pub(super) fn take_next(
     ring: &mut device::Queue,
@@ -219,7 +220,7 @@ pub(super) fn take_next(
     if !ring.pop(mem, chain)? {
         return Ok(None);
     }
-    // Room for as many as a ring holds was made, unless the region is for smaller rings.
+    // The record has room for as many as a ring holds, unless the region is for smaller rings.
     recorded.take(chain).map(Some).ok_or(RingError::Format)
 }
 
@@ -236,18 +237,18 @@ fn again(slot: u16, descriptors: &[PackedDescriptor]) -> Again {
         let write = desc.flags & layout::DESC_F_WRITE != 0;
         Desc { addr: desc.addr, len: desc.len, write }
     });
-    // The driver's id stands in the last of them.
+    // The driver's id is in the last of them.
     let id = descriptors.last().map_or(0, |desc| desc.id);
     Again::Packed { slot, id, descs: descs.collect(), table }
 }
 
 impl<S: Serve> RequestQueue<S> {
-    /// Whether what is noted is kept. A front end that has truncated the file would find nothing after a
-    /// crash: requests that were answered could be done again, and others never. As with a ring whose memory
-    /// is gone, the queue stops rather than to go on without.
+    /// Checks that the record still exists. If the front end has truncated the file, a successor
+    /// finds nothing after a crash: completed requests could be done again, and others never. As
+    /// with a ring whose memory is gone, the queue stops rather than going on without it.
     ///
     /// # Errors
-    /// It is not.
+    /// The file was truncated.
     pub(super) fn check_record(&self) -> Result<(), QueueError> {
         match &self.recorded {
             Some(recorded) if recorded.region.is_lost() => Err(QueueError::RecordLost),
@@ -255,16 +256,16 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// Has what is under way noted in `region`, as that of queue `queue`, and goes on with what is
-    /// noted there. Before the ring was found.
+    /// Records requests in progress in `region`, as queue `queue`, and goes on with what is
+    /// recorded there. To be called before the ring is found.
     pub fn record(&mut self, region: Arc<InflightRegion>, queue: u16) {
         self.recorded = Some(Recorded::new(region, queue));
     }
 
-    /// Finds the ring through `mem`: with a record, where that says.
+    /// Finds the ring through `mem`, at the position in the record if there is one.
     ///
     /// # Errors
-    /// The ring is not there, or broken; the record is.
+    /// The ring is not there, or broken; the record is broken.
     pub fn find(&mut self, mem: &impl Translate) -> Result<(), QueueError> {
         if let Some(recorded) = &mut self.recorded
             && recorded.is_closed()

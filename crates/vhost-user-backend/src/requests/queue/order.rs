@@ -1,26 +1,26 @@
-//! Answers in the order of the requests, while a guest may move to another back end.
+//! Completion in the order of the requests, while a guest may move to another back end.
 //!
-//! A request that waits for a translation when its ring stops gets none any more: whoever stops a
-//! ring waits for us. It can be put back for the next back end, but only if nothing that was taken
-//! after it has been answered. The record of what is in flight is no help: it stays where it is.
-//! So as long as writes are logged, what is done before its turn is not answered yet; and what is not
-//! answered can be done again.
+//! A request that waits for a translation when its ring stops gets none any more: the front end,
+//! which stops the ring, waits for us. The request can be put back for the next back end, but only
+//! if nothing that was taken after it has been completed. The in-flight record is no help: it stays
+//! here. So as long as writes are logged, a request that is done before its turn is not completed
+//! yet; and what is not completed can be done again.
 
 use std::collections::VecDeque;
 
 use super::{RequestQueue, State};
 use crate::requests::Serve;
 
-/// The order in which requests are answered.
+/// The order in which requests are completed.
 pub(super) struct Order {
-    /// All that were taken and not answered, the oldest first.
+    /// All that were taken and not completed, the oldest first.
     pub(super) taken: VecDeque<u16>,
-    /// It is given up at the next round: now the ring need not be where it was.
+    /// The order ends at the next round: the ring may be unmapped now.
     ends: bool,
 }
 
 impl<S: Serve> RequestQueue<S> {
-    /// Answers in order from now on, or as they come.
+    /// Completes requests in order from now on, or as they are done.
     pub(in crate::requests) fn set_ordered(&mut self, ordered: bool) {
         match &mut self.order {
             Some(order) => order.ends = !ordered,
@@ -34,21 +34,21 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// Gives the order up, if that is wanted, or in any case.
+    /// Ends the order, if that was requested, or in any case.
     pub(super) fn end_order(&mut self, in_any_case: bool) {
         if let Some(Order { taken, .. }) = self.order.take_if(|order| order.ends || in_any_case) {
             taken.into_iter().for_each(|at| self.give_back_done(at));
         }
     }
 
-    /// A request was taken.
+    /// Appends a request that was taken.
     pub(super) fn enqueue(&mut self, at: u16) {
         if let Some(order) = &mut self.order {
             order.taken.push_back(at);
         }
     }
 
-    /// Gives back those at the head that are done.
+    /// Completes those at the head that are done.
     pub(super) fn give_back_in_order(&mut self) {
         while let Some(order) = &mut self.order
             && let Some(&at) = order.taken.front()
@@ -65,7 +65,7 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// How many are done and wait for their turn.
+    /// How many requests are done and wait for their turn.
     pub(super) fn done(&self) -> usize {
         let taken = self.order.iter().flat_map(|order| &order.taken);
         taken.filter(|&&at| self.slots[usize::from(at)].is_done()).count()

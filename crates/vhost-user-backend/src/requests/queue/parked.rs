@@ -1,22 +1,22 @@
-//! Requests that wait for translations, and when to look at them again.
+//! Requests that wait for translations, and when to check them again.
 
 use std::collections::VecDeque;
 
-/// How long what was not answered is left alone. The IOTLB asks again by itself, and a question
-/// that could not be sent is noted anew.
+/// How often all waiting requests are checked without an update. The IOTLB sends misses again by
+/// itself; the check notes those again that could not be sent.
 const PAUSE_NS: u64 = 5_000_000;
-/// After an answer, this many that still wait are looked at and no more: answers come in the order
-/// of the questions, more or less, and there may be hundreds.
+/// After an update, checks stop once this many requests still wait: updates come more or less in
+/// the order of the misses, and there may be hundreds.
 const STILL: usize = 8;
 
-/// What there is to be looked at.
+/// Which requests to check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Look {
-    /// Nothing has changed.
+    /// None: nothing has changed.
     None,
-    /// Something was answered: those that wait longest, unless they were passed over before.
+    /// An update or a refusal came: those that wait longest, unless they are late.
     Some,
-    /// It is time: all of them.
+    /// The interval is over: all of them.
     All,
 }
 
@@ -24,11 +24,11 @@ pub(super) enum Look {
 #[derive(Default)]
 pub(super) struct Parked {
     waiting: VecDeque<u16>,
-    /// Those that had been waiting at two looks at all: answers to others do not concern them.
+    /// Those that were still waiting at two checks of all: updates for others do not concern them.
     late: VecDeque<u16>,
-    /// The count of answers at the last look.
+    /// The count of updates and refusals at the last check.
     answers: u64,
-    /// When all are looked at.
+    /// When to check all.
     at_ns: u64,
 }
 
@@ -41,18 +41,18 @@ impl Parked {
         self.waiting.len() + self.late.len()
     }
 
-    /// A request has to wait.
+    /// Adds a request that has to wait.
     pub(super) fn add(&mut self, at: u16) {
         self.waiting.push_back(at);
     }
 
-    /// Something waits that was not there at the last look: it is looked for from now on.
+    /// Starts the interval, with the count of updates so far.
     pub(super) fn begin(&mut self, answers: u64, now_ns: u64) {
         self.answers = answers;
         self.at_ns = now_ns.saturating_add(PAUSE_NS);
     }
 
-    /// What is to be looked at now; not again before something changes.
+    /// Which requests to check now; not again before something changes.
     #[inline]
     pub(super) fn look(&mut self, answers: u64, now_ns: u64) -> Look {
         if now_ns >= self.at_ns {
@@ -66,17 +66,17 @@ impl Parked {
         Look::None
     }
 
-    /// Whether something was answered since the last look.
+    /// Whether an update or a refusal came since the last check.
     pub(super) fn has_answers(&self, answers: u64) -> bool {
         self.answers != answers
     }
 
-    /// When all are to be looked at.
+    /// When to check all.
     pub(super) fn due(&self) -> u64 {
         self.at_ns
     }
 
-    /// Those that need not wait any longer, by what `ready` says of each, into `into`.
+    /// Moves those that need not wait any longer, by what `ready` returns for each, into `into`.
     pub(super) fn sort(
         &mut self,
         look: Look,
@@ -100,7 +100,7 @@ impl Parked {
                 Ready::Late => self.late.push_back(at),
             }
             if still == limit {
-                // In their order again.
+                // Restore their order.
                 self.waiting.rotate_right(still);
                 break;
             }
@@ -116,7 +116,7 @@ impl Parked {
         }
     }
 
-    /// All of them, which wait no longer here.
+    /// Removes and returns all of them.
     pub(super) fn take(&mut self) -> Vec<u16> {
         self.waiting.drain(..).chain(self.late.drain(..)).collect()
     }
@@ -134,7 +134,7 @@ pub(super) enum Ready {
 mod tests {
     use super::*;
 
-    /// Sorts with these ready; returns which came out and how many were looked at.
+    /// Sorts with these ready; returns which came out and how many were checked.
     fn sorted(parked: &mut Parked, look: Look, ready: &[u16]) -> (Vec<u16>, usize) {
         let (mut out, mut looks) = (Vec::new(), 0);
         parked.sort(look, &mut out, |at| {
@@ -151,7 +151,7 @@ mod tests {
         for first in 0..400 {
             assert_eq!(sorted(&mut parked, Look::Some, &[first]), (vec![first], 1 + STILL));
         }
-        // Who is far behind comes at the next look at all.
+        // A request far back is found only by the next check of all.
         assert_eq!(sorted(&mut parked, Look::Some, &[499]).0, [0u16; 0]);
         assert_eq!(sorted(&mut parked, Look::All, &[499, 420]).0, [420, 499]);
         assert_eq!(sorted(&mut parked, Look::None, &[401]), (vec![], 0));

@@ -1,4 +1,4 @@
-//! A ring whose addresses lead nowhere now.
+//! A ring whose addresses are not mapped now.
 
 use super::RequestQueue;
 use crate::{
@@ -7,29 +7,29 @@ use crate::{
 };
 use ringfence_virtq::{RingError, device};
 
-/// How long a ring that is not mapped is left alone before it is looked for again: at first, and at
+/// How long a ring that is not mapped is left alone before it is looked up again: at first, and at
 /// most.
 const AWAY_NS: (u64, u64) = (500_000, 16_000_000);
 
-/// A ring whose addresses lead nowhere now.
+/// A ring whose addresses are not mapped now.
 #[derive(Clone, Copy)]
 pub(super) struct Away {
-    /// When it is looked for again.
+    /// When to look it up again.
     pub(super) retry_at: u64,
     pause_ns: u64,
-    /// The count of answers when it was looked for last.
+    /// The count of updates and refusals at the last lookup.
     pub(super) answers: u64,
 }
 
 impl<S: Serve> RequestQueue<S> {
-    /// Looks whether the ring is where it was, and for where it is else; false if it is away.
+    /// Checks that the ring is still mapped, or looks it up again; false if it is away.
     #[inline]
     pub(super) fn find_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         // Ring addresses are IOVAs only behind an IOMMU; plain ones never become invalid.
         if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus) }
     }
 
-    /// Notes that the ring was found when the endpoint had been bound anew so often.
+    /// Records that the ring was found, and how often the endpoint had been bound anew then.
     pub(in crate::requests) fn note_found(&mut self, bindings: u64) {
         self.found = Some(bindings);
     }
@@ -38,8 +38,8 @@ impl<S: Serve> RequestQueue<S> {
     fn look_for_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         let answers = bus.answers();
         let again = self.away.is_some();
-        // One that was elsewhere's, where the endpoint was bound before, is looked for of our own
-        // accord: firmware has left it, and the driver has not asked for anything.
+        // If the endpoint was bound anew since, the ring belongs to firmware that has left it, and
+        // the driver has not caused this lookup.
         let left = self.found.is_some_and(|at| at != bus.bindings());
         match self.away {
             Some(Away { retry_at, answers: seen, .. })
@@ -51,7 +51,7 @@ impl<S: Serve> RequestQueue<S> {
             _ => {}
         }
         let found = match again || left {
-            // The driver has been told the first time, if at all.
+            // Only the first lookup reports a fault to the driver.
             true => bus.silently(|| self.find(bus)),
             false => self.find(bus),
         };
@@ -59,13 +59,14 @@ impl<S: Serve> RequestQueue<S> {
             Ok(()) => {
                 self.away = None;
                 self.note_found(bus.bindings());
-                // Nobody could say so while it was not there, and who looks for work is awake.
+                // Kicks could not be disabled while it was away, and a worker that polls needs
+                // none.
                 self.disarm();
             }
             Err(QueueError::Ring(RingError::Unreachable { .. })) => {
                 let (first, most) = AWAY_NS;
                 let pause_ns = match self.away {
-                    // There was an answer, perhaps the first of several.
+                    // There was an update, perhaps the first of several.
                     Some(away) if away.answers != answers => first,
                     Some(away) => (away.pause_ns * 2).min(most),
                     None => first,
@@ -80,7 +81,7 @@ impl<S: Serve> RequestQueue<S> {
     }
 }
 
-/// Has all three areas asked for at once, as far as they are missing (rule D22).
+/// Sends misses for all three areas at once, as far as they are not translated (rule D22).
 fn ask_for_ring(config: &device::RingConfig, bus: &Bus) {
     for (addr, len, access) in config.areas() {
         bus.prefetch(addr, len as u64, access);

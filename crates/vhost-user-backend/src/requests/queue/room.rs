@@ -1,23 +1,24 @@
-//! What requests under way hold, and whether there is room for more.
+//! What requests in progress hold, and whether there is room for more.
 //!
-//! At a bound nothing fails: the ring is not read further, and what is not taken from it costs nothing. The ring is read
-//! on when requests have ended. No request needs one behind it to end: it ends when the disk answers, or when a
-//! translation comes or is waited for no longer.
+//! At a limit nothing fails: the ring is not read further, and chains that stay in it cost nothing.
+//! Reading goes on when requests have ended. No request needs one behind it to end: it ends when
+//! the disk answers, or when a translation comes or times out.
 
 use ringfence_virtq::Chain;
 
 use super::{RequestQueue, Slot, State};
 use crate::{Bus, requests::Serve};
 
-/// For how many descriptors of a request, and as many pieces of memory, a place keeps its memory when the request
-/// is over: what reads and writes of 128 KiB mostly have, and some.
+/// For how many descriptors of a request, and as many pieces of memory, a slot keeps its
+/// allocations when the request is over: a little more than most reads and writes of 128 KiB have.
 pub const KEPT: usize = 64;
-/// The most descriptors that the requests under way which have more than that have together, and the most pieces of memory.
-/// A ring that has as many is not read further; a request takes no more than 2048 beyond it.
+/// The most descriptors, and pieces of memory, that all requests in progress with more than that
+/// have together. A ring at this limit is not read further; one request exceeds it by no more than
+/// 2048.
 pub const MOST_HELD: usize = 1 << 15;
 
 impl<R: Default> Slot<R> {
-    /// It is over. Of `held` descriptors, its own are not held any more if they counted.
+    /// Ends the request. Its descriptors no longer count in `held`, if they did.
     pub(super) fn end(&mut self, held: &mut usize) {
         (self.state, self.wait) = (State::Free, None);
         let descs = self.chain.descs().len();
@@ -34,7 +35,8 @@ impl<S: Serve> RequestQueue<S> {
         !self.stalled.is_empty()
     }
 
-    /// A request was taken: its descriptors count, if they are many. False if no more are to be taken now.
+    /// Counts the descriptors of a request that was taken, if they are many. False if no more are
+    /// to be taken now.
     pub(super) fn hold(&mut self, at: u16) -> bool {
         let descs = self.slots[usize::from(at)].chain.descs().len();
         if descs <= KEPT {
@@ -45,7 +47,8 @@ impl<S: Serve> RequestQueue<S> {
         !self.is_full()
     }
 
-    /// Whether what is under way takes as much memory as it may: the ring is read further when some of it has ended.
+    /// Whether requests in progress take as much memory as they may: the ring is read further when
+    /// some have ended.
     pub(super) fn is_full(&self) -> bool {
         self.held >= MOST_HELD
     }
@@ -55,7 +58,7 @@ impl<S: Serve> RequestQueue<S> {
         self.is_stalled() || self.is_spent()
     }
 
-    /// A request goes on when what serves it has room.
+    /// Queues a request until its [`Serve`] has room.
     pub(super) fn stall(&mut self, at: u16) {
         self.stalled.push_back(at);
     }
@@ -68,14 +71,14 @@ impl<S: Serve> RequestQueue<S> {
             let others = self.stalled.len();
             self.advance(at, bus);
             if self.stalled.len() > others {
-                // It comes first still.
+                // It stays first.
                 self.stalled.rotate_right(1);
                 return;
             }
         }
     }
 
-    /// Whether the last round has ended since it had moved enough, so that there may be more to do.
+    /// Whether the last round ended because it had moved enough, so that there may be more to do.
     pub fn is_spent(&self) -> bool {
         self.serve.is_spent()
     }

@@ -1,5 +1,5 @@
-//! The end of a queue: what is under way is answered or put back, and nothing is waited for that
-//! may never come.
+//! The end of a queue: requests in progress are completed or put back, without waiting for anything
+//! that may never come.
 
 use super::RequestQueue;
 use crate::{
@@ -8,20 +8,20 @@ use crate::{
 };
 
 impl<S: Serve> RequestQueue<S> {
-    /// The ring stops: nothing more is taken from it. Requests that wait for translations are put back
-    /// as far as they are the newest and were not begun. From now on [`wind_down`](Self::wind_down)
-    /// takes the place of [`poll`](Self::poll).
+    /// Begins to stop the ring: nothing more is taken from it. Requests that wait for translations
+    /// are put back, as far as they are the newest and were not begun. From now on
+    /// [`wind_down`](Self::wind_down) takes the place of [`poll`](Self::poll).
     pub fn begin_stop(&mut self, bus: &Bus) {
         self.put_back();
-        // If the ring is not mapped nothing can be answered.
+        // If the ring is not mapped, no request can be completed.
         self.away = None;
         self.answers_to_the_end = self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok();
     }
 
-    /// Has what is under way go on, and answers it, so that nothing is lost when the ring stops; true if
-    /// all of it has ended. Never waits: what the disk has not answered it may never answer. Requests
-    /// that cannot go on stay on record, if there is one, or fail at the end: whoever stops a ring waits
-    /// for it, and sends no translations meanwhile.
+    /// Advances and completes requests in progress, so that nothing is lost when the ring stops;
+    /// true if all have ended. Never waits: a request that the disk has not completed may never
+    /// end. Requests that cannot go on stay on record, if there is one, or fail at the end: the
+    /// front end, which stops the ring, waits for that, and sends no updates meanwhile.
     ///
     /// # Errors
     /// As [`poll`](Self::poll). The queue may still be in the [kernel](Self::in_kernel).
@@ -31,9 +31,9 @@ impl<S: Serve> RequestQueue<S> {
         if !self.answers_to_the_end {
             return Ok(self.in_kernel() == 0);
         }
-        // Whatever the time is: a real disk may be faster, too.
+        // Regardless of the clock: a real disk may be faster, too.
         self.complete(bus, u64::MAX, u64::MAX);
-        // Behind it, since it makes room for them: nothing else may come that would wake the worker.
+        // After `complete`, which makes room for them: no other event may wake the worker.
         self.advance_stalled(bus);
         self.reap();
         if self.free.len() + self.parked.len() + self.done() < self.slots.len() {
@@ -41,10 +41,10 @@ impl<S: Serve> RequestQueue<S> {
             return Ok(false);
         }
         if self.order.is_some() {
-            // Now also what is done, and not answered.
+            // Now also requests that are done but not completed.
             self.put_back();
         }
-        // What is on record is done by whoever goes on, if that is this front end's.
+        // Another process of this front end does what is on record, unless the guest moves.
         if self.recorded.is_none() || self.log.is_on() {
             for at in self.parked.take() {
                 self.fail(at, bus);
@@ -55,7 +55,7 @@ impl<S: Serve> RequestQueue<S> {
         Ok(true)
     }
 
-    /// Puts requests back into the ring that were taken last and not begun.
+    /// Puts back into the ring the requests that were taken last and not begun.
     fn put_back(&mut self) {
         if self.recorded.as_ref().is_some_and(|recorded| !recorded.forgets()) {
             return;

@@ -1,4 +1,4 @@
-//! Requests that meet a translation that is missing.
+//! Requests that meet a missing translation.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -15,16 +15,17 @@ use crate::{
     requests::{Missing, QueueError, Serve},
 };
 
-/// Bytes of the smallest page there is.
+/// The size of the smallest page, in bytes.
 const PAGE: u64 = 4096;
-/// How many pages of a request are asked for in one go, and of a buffer of one that is not taken.
+/// For how many pages of a request misses are sent in one go, and of a buffer of a chain that is
+/// not taken.
 const ASK_PAGES: u64 = 512;
 const PEEK_PAGES: u64 = 32;
 /// Bytes of the longest indirect table.
 const LONGEST_TABLE: u32 = layout::MAX_INDIRECT as u32 * layout::DESC_SIZE as u32;
-/// How many chains behind one that cannot be taken yet are looked at.
+/// How many chains behind one that cannot be taken yet are peeked at.
 const AHEAD: u16 = 64;
-/// How often a queue says that requests gave up waiting.
+/// How often a queue logs that requests timed out.
 const SAY_NS: u64 = 1_000_000_000;
 
 /// What a request waits for.
@@ -32,25 +33,25 @@ const SAY_NS: u64 = 1_000_000_000;
 pub(super) struct Wait {
     missing: Missing,
     since_ns: u64,
-    /// How many questions there were then: if a later one is refused, it fails.
+    /// The count of misses then: if a later one is refused, the request fails.
     pub(super) questions: u64,
-    /// It waited at a look at all.
+    /// It was waiting at an earlier check of all.
     seen: bool,
 }
 
-/// The next chain of the ring, whose table is missing.
+/// The next chain of the ring, whose table has no translation.
 #[derive(Clone, Copy)]
 pub(super) struct Head {
     since_ns: u64,
-    /// As of a request that waits.
+    /// As for a request that waits.
     pub(super) questions: u64,
-    /// How many chains, itself included, were looked at to ask for what they need.
+    /// How many chains, itself included, were peeked at to send misses for what they need.
     peeked: u16,
 }
 
 impl<S: Serve> RequestQueue<S> {
-    /// The next chain's table is not there: what it and those behind it need is asked for. False if
-    /// it is not to be waited for any longer.
+    /// The next chain's table has no translation: sends misses for what it and those behind it
+    /// need. False if it has timed out.
     #[cold]
     pub(super) fn wait_for_head(&mut self, bus: &Bus, error: &AccessError) -> bool {
         let Some(missing) = Missing::of(*error) else { return false };
@@ -70,8 +71,8 @@ impl<S: Serve> RequestQueue<S> {
         waits
     }
 
-    /// Asks for what the chain that cannot be taken yet and those behind it need, as far as that
-    /// was not done: some may have come since.
+    /// Sends misses for what the chain that cannot be taken yet and those behind it need, unless
+    /// that was done: the driver may have added some since.
     #[inline]
     pub(super) fn look_behind(&mut self, bus: &Bus) {
         if let Some(head) = &mut self.head
@@ -88,8 +89,8 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// Takes the next chain into `at` without its table, and gives it back at once: nobody knows
-    /// what it wants, or where its status is.
+    /// Takes the next chain into `at` without its table, and completes it at once: neither its
+    /// request nor the place of its status is known.
     #[cold]
     pub(super) fn give_head_up(&mut self, at: u16) -> Result<(), QueueError> {
         let slot = &mut self.slots[usize::from(at)];
@@ -105,7 +106,7 @@ impl<S: Serve> RequestQueue<S> {
         Ok(())
     }
 
-    /// A request has to wait: all that it needs is asked for, not only what it has met.
+    /// Parks a request: sends misses for all that it needs, not only for what it has met.
     #[cold]
     pub(super) fn park(&mut self, at: u16, missing: Missing, bus: &Bus) {
         if !self.waits() {
@@ -125,7 +126,7 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// Goes on with what need not wait longer; true if there was anything.
+    /// Goes on with requests that need not wait longer; true if there were any.
     #[cold]
     pub(super) fn resume(&mut self, bus: &Bus, look: Look) -> bool {
         let (slots, now_ns) = (&mut self.slots, self.now_ns);
@@ -151,7 +152,7 @@ impl<S: Serve> RequestQueue<S> {
             let since_ns = slot.wait.map_or(now_ns, |wait| wait.since_ns);
             match now_ns.saturating_sub(since_ns) >= patience_ns {
                 true => self.give_up(at, bus),
-                // What one answer has freed is as bounded a round as what is taken from the ring.
+                // A round goes on with no more freed requests than it takes from the ring.
                 false if self.is_spent() => self.stall(at),
                 false => self.advance(at, bus),
             }
@@ -160,7 +161,7 @@ impl<S: Serve> RequestQueue<S> {
         resumed
     }
 
-    /// Patience is over: an I/O error, if that can be told.
+    /// The request has timed out: an I/O error, if its status can be written.
     fn give_up(&mut self, at: u16, bus: &Bus) {
         if let Some(wait) = self.slots[usize::from(at)].wait {
             self.timed_out(wait.missing, bus);
@@ -178,8 +179,8 @@ impl<S: Serve> RequestQueue<S> {
         }
     }
 
-    /// Answers a request that cannot go on: with an I/O error if it was not done, and if the status
-    /// can be written.
+    /// Completes a request that cannot go on: with an I/O error if it was not done, and if the
+    /// status can be written.
     pub(super) fn fail(&mut self, at: u16, bus: &Bus) {
         let slot = &mut self.slots[usize::from(at)];
         let (ok, used) = self.serve.fail(&mut slot.request, &slot.chain, bus);
@@ -187,7 +188,7 @@ impl<S: Serve> RequestQueue<S> {
     }
 }
 
-/// Why the table of a chain could not be read, if that is what the error says.
+/// Why the table of a chain could not be read, if that is what the error reports.
 pub(super) fn unreachable_table(error: &RingError) -> Option<&AccessError> {
     match error {
         RingError::Chain { fault: ChainFault::IndirectUnreachable { error, .. }, .. } => {
@@ -197,7 +198,7 @@ pub(super) fn unreachable_table(error: &RingError) -> Option<&AccessError> {
     }
 }
 
-/// Memory that reads as zeroes: a table in it is of buffers without bytes.
+/// Memory that reads as zeroes: a table in it holds buffers without bytes.
 struct Blank;
 
 impl Translate for Blank {
@@ -218,7 +219,7 @@ impl Translate for Blank {
     }
 }
 
-/// Asks for a buffer, up to so many pages of it.
+/// Sends misses for a buffer, for at most so many pages of it.
 fn ask_for(desc: &Desc, bus: &Bus, most: u64) -> bool {
     let len = u64::from(desc.len).min(most * PAGE);
     bus.prefetch(desc.addr, len, if desc.write { Access::Write } else { Access::Read })

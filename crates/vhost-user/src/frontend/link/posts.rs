@@ -14,16 +14,16 @@ use crate::{
     msg::{Header, code},
 };
 
-/// Most bytes that wait for room in the socket before who posts more waits too.
+/// Most bytes that wait for room in the socket; beyond that a poster waits too.
 const MOST_UNSENT: usize = 1 << 16;
-/// Most posted messages whose answers may be on their way when something is sent that is waited for:
+/// Most posted messages that may be unanswered when a request that waits for its answer is sent:
 /// their answers fit into any socket, so that the back end never waits for us to read them while we
 /// wait for it to read.
 const MOST_UNANSWERED: u64 = 64;
 
 impl Link {
-    /// Puts messages in, to go with the next [`flush`](Self::flush); `ack`: with the wish for an
-    /// answer in their heads. Returns how many were ever put in.
+    /// Queues messages to go with the next [`flush`](Self::flush); `ack`: with need_reply in their
+    /// headers. Returns how many were ever queued.
     pub(in super::super) fn post(&self, messages: &[IotlbWire], ack: bool) -> Result<u64> {
         let header = Header::request(code::IOTLB_MSG, ack, size_of::<IotlbWire>());
         loop {
@@ -64,7 +64,7 @@ impl Link {
             match self.answers.try_lock() {
                 Ok(answers) => self.look(answers)?,
                 Err(TryLockError::Poisoned(poisoned)) => self.look(poisoned.into_inner())?,
-                // Somebody reads, and takes them too when it comes to them.
+                // The thread that reads takes them when it gets to them.
                 Err(TryLockError::WouldBlock) => {}
             }
         }
@@ -83,7 +83,7 @@ impl Link {
         self.flush()
     }
 
-    /// Waits until what was posted is sent and mostly answered; then something else may be sent.
+    /// Waits until what was posted is sent and mostly answered; then another request may be sent.
     pub(super) fn after_posted(&self) -> Result<MutexGuard<'_, Outgoing>> {
         let may = |outgoing: &Outgoing| {
             outgoing.unsent.is_empty() && outgoing.posts - self.done() <= MOST_UNANSWERED
@@ -100,9 +100,10 @@ impl Link {
         }
     }
 
-    /// Sends and takes answers, and waits if nothing else is possible; until it is `over`, or sooner.
+    /// Sends and takes answers, and waits if nothing else is possible; until it is `over`, or
+    /// sooner.
     fn progress(&self, over: impl Fn(&Outgoing) -> bool) -> Result<()> {
-        // Who reads has a time limit, and may read what is waited for here.
+        // The reading thread has a time limit, and may read the answers that are awaited here.
         let mut answers = lock(&self.answers);
         let mut outgoing = lock(&self.outgoing);
         self.check_open()?;
@@ -113,12 +114,12 @@ impl Link {
         let unsent = !outgoing.unsent.is_empty();
         drop(outgoing);
         if self.posted_next(&answers).is_none() {
-            // Somebody else's answer comes first: it is read as soon as we let go, and what is behind
-            // it is looked at then.
+            // Another thread's answer comes first: that thread reads it once the lock is released,
+            // and this one looks at what is behind it then.
             drop(self.turn.wait(answers).unwrap_or_else(|poisoned| poisoned.into_inner()));
             return Ok(());
         }
-        // Whoever read last may have received more than was meant for it.
+        // The last reader may have received more than its own answer.
         let done = self.done();
         let mut result = self.take_posted(&mut answers, false);
         if result.is_ok() && self.done() == done {
@@ -131,7 +132,7 @@ impl Link {
         result
     }
 
-    /// Whether answers to posted messages are still to come.
+    /// Sends as far as there is room; returns whether answers to posted messages are still to come.
     fn send_posted(&self, outgoing: &mut Outgoing) -> Result<bool> {
         if !outgoing.unsent.is_empty() {
             let sent = self.channel.send_some(&outgoing.unsent);
@@ -164,8 +165,9 @@ impl Link {
         lock(&self.outgoing).posted.front().filter(|posted| posted.start == answers.came).cloned()
     }
 
-    /// Takes the answers to posted messages that come next; if it `waits`, until all have come that
-    /// are known of now. After a failure they count as come: others wait for their turn, to fail too.
+    /// Takes the answers to posted messages that come next; if it `waits`, until all that are known
+    /// of now have come. After a failure they count as come: other threads wait for their turn, to
+    /// fail too.
     pub(super) fn take_posted(&self, answers: &mut Answers, waits: bool) -> Result<()> {
         let Some(Range { start, end }) = self.posted_next(answers) else { return Ok(()) };
         let request = code::IOTLB_MSG;
@@ -174,7 +176,7 @@ impl Link {
         while next < end && result.is_ok() {
             let word = match answers.inbox.take_plain::<u64>(request, true) {
                 Some(word) => Ok(Some(word)),
-                // It is not there, or is not what it should be.
+                // It is not there, or is malformed.
                 None if waits => self.awaited(answers).map(Some),
                 None => match answers.inbox.has_message(true) {
                     Ok(false) => Ok(None),
@@ -202,8 +204,8 @@ impl Link {
             }
         }
         drop(outgoing);
-        // Release: who sees it sees what the back end did before it answered, as far as that can be
-        // seen at all.
+        // Release: a reader of `done` sees what the back end did before it answered, as far as
+        // another process's writes can be seen at all.
         self.done.fetch_add(next - start, Ordering::Release);
         result
     }

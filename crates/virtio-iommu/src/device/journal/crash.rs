@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-/// What unwinds in place of a death.
+/// The panic payload that simulates a death.
 pub(super) struct Died;
 
 thread_local! {

@@ -5,9 +5,9 @@ use std::collections::VecDeque;
 use super::{Answers, JournalError, PLACES};
 use crate::wire::{Kind, MAX_REQUEST_LEN, Request, Status, parse_tail};
 
-/// All that came before in the ring is answered.
+/// All requests before this one in the ring are answered.
 pub(super) const FIRST: u64 = 1;
-/// The answer of an earlier record is another one.
+/// This replaces the answer of an earlier record.
 pub(super) const AMENDED: u64 = 2;
 
 /// How a request is answered.
@@ -51,7 +51,7 @@ pub(super) fn head(position: u16, answer: Answer, flags: u64, len: usize) -> u64
 pub(in super::super) fn changes(kind: Kind) -> bool {
     match kind {
         Kind::Map | Kind::Unmap | Kind::Attach | Kind::Detach => true,
-        // What a lazy domain has unmapped is known to nobody in another process.
+        // What a lazy domain has unmapped is not cached in another process.
         Kind::Probe | Kind::IotlbFlush => false,
     }
 }

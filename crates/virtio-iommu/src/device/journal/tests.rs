@@ -1,4 +1,5 @@
-//! A device whose process dies, at any of its stores, against the model of one that never does.
+//! A device whose process dies, at any of its stores, against the model of a device that never
+//! does.
 
 #[path = "../../../tests/common/mod.rs"]
 mod common;
@@ -62,7 +63,8 @@ impl Translate for Mortal<'_> {
     }
 }
 
-/// Whether `part` of a process comes to its end; it dies before the store after so many, or how many are left then.
+/// Whether `part` of a process ends before it dies, which it does after `stores` more stores; sets
+/// how many are left.
 fn lives(stores: &mut u64, part: impl FnOnce()) -> bool {
     crash::after(*stores);
     let ended = catch_unwind(AssertUnwindSafe(part));
@@ -88,7 +90,7 @@ struct Guest {
     twin: Twin,
     sent: VecDeque<(u64, Vec<u8>, usize)>,
     next: u64,
-    /// How many stores are left, unless it is said.
+    /// How many stores the process has left, by default.
     left: u64,
     deaths: u64,
 }
@@ -192,7 +194,7 @@ impl Guest {
         RequestQueue::resume(Arc::clone(&self.twin.device), queue, recovered.into_answers())
     }
 
-    /// The driver looks at the answers.
+    /// The driver takes the replies.
     fn hear(&mut self) {
         while let Some(used) = self.driver.pop().unwrap() {
             let (token, request, room) = self.sent.pop_front().unwrap();
@@ -210,14 +212,14 @@ impl Guest {
         self.lost.load(Relaxed)
     }
 
-    /// The device is reset, and its ring goes on.
+    /// Resets the device; the ring is kept.
     fn reset(&mut self, system: bool) {
         self.twin.reset(system);
         self.twin.negotiate(u64::MAX);
     }
 }
 
-/// Runs a program whose processes die after so many `stores`, each; how many have.
+/// Runs a program whose processes each die after that many `stores`; returns how many died.
 fn run(bytes: &[u8], mut guest: Guest, mut stores: impl Iterator<Item = u64>) -> u64 {
     let granule = guest.twin.shape.options.page_sizes.granule();
     let mut author = Author::new(bytes, granule);
@@ -262,7 +264,7 @@ fn shapes() -> impl Strategy<Value = Shape> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Every answer, every mapping and every access are as if nobody had died.
+    /// Every reply, every mapping and every access are as if no process had died.
     #[test]
     fn a_device_that_dies_goes_on(
         program in prop::collection::vec(any::<u8>(), 0..3000).prop_map(Program),
@@ -273,7 +275,7 @@ proptest! {
         run(&program.0, Guest::new(shape, len), stores.into_iter().cycle());
     }
 
-    /// Whatever bytes there are: no panic, and what is taken over is legal.
+    /// Arbitrary bytes cause no panic, and what is taken over is legal.
     #[test]
     fn bytes_that_anybody_wrote_do_no_harm(
         changes in prop::collection::vec((0_usize..400, any::<u64>(), any::<bool>()), 0..6),
@@ -300,7 +302,7 @@ proptest! {
             let words = len / 8;
             let at = if near { at % 20 } else { at };
             if at < words {
-                // Small numbers are lengths that may be believed.
+                // Small numbers are plausible lengths.
                 let word = if near { word % 600 } else { word };
                 file().u64_at(at * 8).store(word, Relaxed);
             }

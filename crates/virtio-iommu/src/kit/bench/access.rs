@@ -17,7 +17,8 @@ pub(in crate::kit) enum Reached {
     Nothing,
     /// Guest memory at this address.
     At(u64),
-    /// It was allowed, and reached none of the kit's memory; or was refused and changed it.
+    /// It was allowed, and reached none of the kit's memory; or it was refused, and changed the
+    /// memory.
     Elsewhere,
 }
 
@@ -40,7 +41,7 @@ impl Bench<'_> {
         tag
     }
 
-    /// The address whose tag `bytes` are.
+    /// The address that `bytes` are the tag of.
     fn tagged(bytes: &[u8; ACCESS]) -> Option<u64> {
         let word = u64::from_le_bytes(*bytes.first_chunk()?) ^ TAG;
         (Self::tag(word) == *bytes).then_some(word)
@@ -81,7 +82,7 @@ impl Bench<'_> {
         let Some(result) = self.subject.access(endpoint, iova, write, &mut bytes) else {
             return not_applicable("no access can be tried");
         };
-        // A read changes nothing, whatever it comes to.
+        // A read changes nothing, whatever its result.
         let changed = if write { self.changed_block() } else { None };
         if changed.is_some() {
             self.tag_memory();
@@ -115,7 +116,7 @@ impl Bench<'_> {
         }
     }
 
-    /// Expects that reads and writes at the beginning and at the end of `at` come to guest memory
+    /// Expects that reads and writes at the beginning and at the end of `at` reach guest memory
     /// from `phys` on.
     pub(in crate::kit) fn expect_translated(
         &mut self,
@@ -145,7 +146,7 @@ impl Bench<'_> {
     }
 
     /// Whether the page at `iova` of a domain is mapped, with an endpoint in it: by an access, or
-    /// where there is none, by what a MAP over it is answered with.
+    /// if none can be made, by the status of a MAP over it.
     pub(in crate::kit) fn is_mapped(
         &mut self,
         domain: u32,
@@ -168,7 +169,7 @@ impl Bench<'_> {
         Ok(true)
     }
 
-    /// Not applicable where [`is_mapped`](Self::is_mapped) could not tell: to be asked before it.
+    /// Not applicable if [`is_mapped`](Self::is_mapped) could not find out: to be called before it.
     pub(in crate::kit) fn can_tell_mapped(
         &mut self,
         domain: u32,

@@ -1,4 +1,4 @@
-//! What checks are written in: requests, accesses, and what is expected of them.
+//! The building blocks of checks: requests, accesses, and expectations.
 
 mod access;
 mod requests;
@@ -35,11 +35,11 @@ pub(super) fn not_applicable<T>(why: impl Into<String>) -> Result<T, Stop> {
 
 /// The kit's own pages, in guest memory and in each domain.
 pub(super) const PAGES: u64 = 32;
-/// Where the field `bypass` stands in the configuration.
+/// The offset of the field `bypass` in the configuration.
 const BYPASS: usize = 36;
 /// The largest `probe_size` that is tried: more is no size but a mistake.
 const MOST_PROBED: usize = 1 << 14;
-/// How many of the last steps a report tells of.
+/// How many of the last steps a report lists.
 const STEPS: usize = 8;
 
 /// A device under test, started, and what was done to it since.
@@ -68,7 +68,7 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// What the device offers, of what is known.
+    /// What the device offers of the known features.
     pub(super) fn offered(&self) -> Features {
         Features::from_bits_truncate(self.subject.offered())
     }
@@ -124,7 +124,7 @@ impl<'a> Bench<'a> {
         self.steps.push(step.into());
     }
 
-    /// The device did `came` where `expected` was asked for.
+    /// The device did `came` instead of `expected`.
     pub(super) fn mismatch<T>(
         &self,
         came: impl std::fmt::Display,
@@ -164,7 +164,7 @@ impl<'a> Bench<'a> {
         self.config_u64(0)
     }
 
-    /// The lowest page size; a page where there is none.
+    /// The smallest page size; 4 KiB if there is none.
     pub(super) fn granule(&self) -> u64 {
         match self.page_size_mask() {
             0 => 4096,
@@ -230,10 +230,10 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// A domain's number: that of the kit's domain `n`.
+    /// The number of the kit's domain `n`.
     pub(super) fn domain(&self, n: u32) -> Result<u32, Stop> {
         let (first, last) = self.domain_range();
-        // Not the first one where there are enough: 0 is what forgotten fields hold.
+        // Not the first one if there are enough: a field that was not set holds 0.
         let from = if last.saturating_sub(first) > 8 { first + 1 } else { first };
         match from.checked_add(n).filter(|&domain| domain <= last) {
             Some(domain) => Ok(domain),
@@ -256,7 +256,7 @@ impl<'a> Bench<'a> {
     }
 
     /// A place for the kit's pages in every domain: its own memory's addresses if it may, so that
-    /// what bypasses is not taken for what is refused. Or why there is none.
+    /// an access that bypasses is not taken for one that is refused. Or why there is none.
     fn find_window(&mut self) -> Result<Result<u64, String>, Failed> {
         let page = self.page();
         if page < self.granule() {
@@ -267,7 +267,7 @@ impl<'a> Bench<'a> {
         for endpoint in self.subject.endpoints() {
             match self.reserved(endpoint) {
                 Ok(regions) => taken.extend(regions),
-                // The checks of PROBE will tell; the others need not suffer.
+                // The checks of PROBE will fail; the others need not.
                 Err(Failed::Timeout) => self.start(self.wanted())?,
                 Err(failed) => return Err(failed),
             }
@@ -292,7 +292,7 @@ impl<'a> Bench<'a> {
         }))
     }
 
-    /// The regions that PROBE tells of for an endpoint; none where it cannot be asked.
+    /// The regions that PROBE reports for an endpoint; none if it cannot be sent.
     pub(super) fn reserved(&mut self, endpoint: u32) -> Result<Vec<(u64, u64)>, Failed> {
         if self.needs(Features::PROBE).is_err() {
             return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! Requests, and what is expected of their answers.
+//! Requests, and the statuses expected of them.
 
 use ringfence_iommu::{Iova, Range};
 

@@ -1,4 +1,5 @@
-//! The field `bypass`, what a reset leaves, and who is in bypass mode (rules V3 to V6).
+//! The field `bypass`, what a reset leaves, and which endpoints are in bypass mode (rules V3 to
+//! V6).
 
 use crate::{
     kit::{
@@ -150,7 +151,7 @@ fn system_reset(bench: &mut Bench<'_>) -> Verdict {
             Ok(bench.start(bench.wanted())?)
         }
     };
-    // Who knows what it was when the system came up: the first reset tells.
+    // The value at system start is unknown: the first reset shows it.
     reset(bench)?;
     let initial = bench.read_bypass()?;
     bench.write_bypass(1 - (initial & 1))?;

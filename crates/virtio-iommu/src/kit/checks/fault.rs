@@ -53,7 +53,7 @@ pub(in crate::kit) const CHECKS: &[Check] = &[
 
 const UNDEFINED: u32 = !0x103;
 
-/// So many reports from before a reset are thrown away.
+/// How many reports from before a reset are discarded.
 const STALE: usize = 1000;
 
 /// Has an attached endpoint read where nothing is mapped, with a buffer waiting: the endpoint, the
@@ -61,7 +61,7 @@ const STALE: usize = 1000;
 fn fault(bench: &mut Bench<'_>) -> Result<(u32, u64, Event), Stop> {
     let (_, endpoint) = bench.attached(0, 0)?;
     bench.post(64)?;
-    // That a reset forgets what waited is a check of its own.
+    // A check of its own covers that a reset drops waiting faults.
     for _ in 0..STALE {
         match bench.event()? {
             None => break,
@@ -87,7 +87,7 @@ fn word(event: &Event, at: usize) -> u32 {
 
 fn reset_forgets(bench: &mut Bench<'_>) -> Verdict {
     let (endpoint, at, _) = fault(bench)?;
-    // Nobody is there to take these.
+    // No buffer is posted for these.
     for _ in 0..4 {
         bench.reach(endpoint, at, false)?;
     }

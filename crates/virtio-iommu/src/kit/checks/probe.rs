@@ -77,7 +77,7 @@ pub(super) struct Raw<'a> {
     pub(super) value: &'a [u8],
 }
 
-/// Sends a PROBE with so many bytes for properties.
+/// Sends a PROBE with `size` bytes for properties.
 fn send(bench: &mut Bench<'_>, endpoint: u32, size: usize, reserved: u8) -> Result<Answer, Stop> {
     let mut bytes = [0; MAX_REQUEST_LEN];
     let len = Request::Probe { endpoint }.emit(&mut bytes);
@@ -181,7 +181,7 @@ fn lengths(bench: &mut Bench<'_>) -> Verdict {
             Err(why) => return bench.mismatch(why, "properties that lie within probe_size"),
         };
         for Raw { kind, value } in found {
-            // Only of this type it is known what it holds; a later version may hold more.
+            // Only the contents of this type are specified; a later version may hold more.
             if kind & 0xfff == 1 && (value.len() < 20 || value.len() == 24) {
                 return bench.mismatch(format!("RESV_MEM of {} bytes", value.len()), "20");
             }

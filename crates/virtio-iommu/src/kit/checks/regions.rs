@@ -105,7 +105,7 @@ fn reaches_nothing(bench: &mut Bench<'_>) -> Verdict {
         bench.attached(0, n)?;
         // A write to an MSI region is an interrupt: left alone.
         for region in regions.iter().filter(|region| region.subtype != MSI) {
-            // Where memory lies at the region's own addresses, what bypasses is seen.
+            // At addresses of the region that are also memory, an access that bypasses is seen.
             let at = region.first.max(memory_first);
             let at = if at <= region.last.min(memory_last) { at } else { region.first };
             for write in [false, true] {

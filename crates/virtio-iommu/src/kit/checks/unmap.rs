@@ -118,7 +118,7 @@ const EXAMPLES: [Example; 7] = [
 fn example(bench: &mut Bench<'_>, number: usize) -> Verdict {
     let (mappings, (first, last), succeeds) = EXAMPLES[number];
     let (domain, endpoint) = bench.attached(0, 0)?;
-    // Where what is mapped cannot be seen, at least the answer can be.
+    // If mappings cannot be observed, the status still can.
     let sees = match bench.can_tell_mapped(domain, endpoint) {
         Ok(()) => true,
         Err(Stop::NotApplicable(_)) => {
@@ -226,8 +226,8 @@ fn split_removes_nothing(bench: &mut Bench<'_>) -> Verdict {
             expect_mapped(bench, domain, endpoint, page, was)?;
         }
     }
-    // Whoever finds mappings in a tree meets them in another order than that of their addresses: of
-    // two, the one that was made first.
+    // A device that keeps mappings in a tree may find them out of address order: of two, the one
+    // that was made first.
     for mappings in [[(1, 1), (4, 7)], [(4, 7), (1, 1)]] {
         bench.start(bench.wanted())?;
         bench.attached(0, 0)?;

@@ -17,7 +17,7 @@ const BURST: usize = 64;
 
 /// A pair of rings, and what came of them.
 pub(super) struct Driver {
-    // First of all: what is mapped is unmapped while there is an IOMMU.
+    // First: dropped, and buffers unmapped, while there is an IOMMU.
     rx: Ring,
     tx: Ring,
     pub(super) link: Link,
@@ -31,7 +31,7 @@ pub(super) struct Driver {
     taken: u64,
 }
 
-/// What a connection came to.
+/// The outcome of a connection.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Account {
     /// Frames that should have come, and those that did not.
@@ -57,8 +57,8 @@ impl Driver {
         Ok(Driver { rx, tx, link, direction, arrivals, came: 0, wrong: 0, taken: 0 })
     }
 
-    /// One turn: takes back, sends (if it is to `send`), makes available what is mapped; how many
-    /// frames came or were taken.
+    /// One turn: takes back, sends (if it is to `send`), makes available what is mapped; returns
+    /// how many frames came or were taken.
     #[inline]
     pub(super) fn turn(&mut self, send: bool) -> Result<usize> {
         let Driver { rx, tx, arrivals, came, wrong, .. } = self;
@@ -77,7 +77,7 @@ impl Driver {
             moved += taken;
             let most = match self.direction {
                 _ if !send => 0,
-                // As many as surely find a buffer when they come back.
+                // Only as many as are sure to find a buffer when they come back.
                 Direction::Loop => {
                     rx.in_flight().saturating_sub(arrivals.outstanding() as usize).min(BURST)
                 }
@@ -103,7 +103,7 @@ impl Driver {
         }
     }
 
-    /// Frames that were sent and neither came back nor, where none do, were taken.
+    /// Frames that were sent and have not come back or, where none come back, were not taken.
     pub(super) fn outstanding(&self) -> u64 {
         match self.direction {
             Direction::Tx => self.tx.under_way() as u64,
@@ -112,7 +112,7 @@ impl Driver {
         }
     }
 
-    /// Ends it in order, and tells what became of all frames. What is outstanding is lost.
+    /// Ends it in order, and returns what became of all frames. Outstanding frames are lost.
     pub(super) fn close(self) -> Result<Account> {
         let Driver {
             mut rx, mut tx, mut link, direction, mut arrivals, mut came, mut wrong, ..
@@ -126,7 +126,7 @@ impl Driver {
         arrivals.give_up();
         drop((rx, tx));
         let report = link.close().context("ending the device process")?;
-        // The device's word against the driver's: either way, a difference is a loss.
+        // The device's count against the driver's: a difference either way is a loss.
         let (carried, lost, corrupt) = match direction {
             Direction::Tx => (taken, taken.abs_diff(report.taken) + report.lost, 0),
             Direction::Rx => (report.given, report.given.abs_diff(came) + report.lost, wrong),
@@ -141,7 +141,7 @@ impl Driver {
     }
 }
 
-/// Counts a frame of the device's own: it gives the same again and again.
+/// Counts a frame of the device's own: it always sends the same.
 #[inline]
 fn note(frame: &[u8; PACKET], len: u32, came: &mut u64, wrong: &mut u64) {
     *came += 1;

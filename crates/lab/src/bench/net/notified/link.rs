@@ -45,7 +45,7 @@ pub(super) enum Peer {
 }
 
 impl Peer {
-    /// A device process whose device gives back what is sent, or is a
+    /// A device process whose device loops back what is sent, or is a
     /// [probe](ringfence_devices::net::Way::Probe).
     pub(super) fn process(net: UnixStream, iommu: UnixStream, loops: bool) -> Result<Peer> {
         let served = Served::Net { loops };
@@ -70,7 +70,7 @@ impl Peer {
 
 /// A running network device behind its IOMMU.
 pub(super) struct Link {
-    // In the order of an orderly end.
+    // In the order of an orderly shutdown.
     /// `None`: buffers are not mapped.
     pub(super) dma: Option<Dma>,
     memory: Vec<RingMemory>,
@@ -78,8 +78,8 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Brings a device and its IOMMU up; the queues of its rings (receive, transmit), and the
-    /// bundles of each.
+    /// Brings up a device and its IOMMU; returns the queues of its rings (receive, transmit), and
+    /// the bundles of each.
     #[allow(clippy::type_complexity, reason = "two of each")]
     pub(super) fn open(
         mapped: Mapped,
@@ -142,7 +142,7 @@ impl Link {
         }
     }
 
-    /// Stops both rings, transmit first: what the device has taken it gives back.
+    /// Stops both rings, transmit first: the device still gives back what it has taken.
     pub(super) fn stop_rings(&mut self) -> Result<()> {
         for index in [1, 0] {
             self.behind.front.get_vring_base(index).context("stopping a ring")?;
@@ -150,7 +150,7 @@ impl Link {
         Ok(())
     }
 
-    /// Ends it in order, once the rings were stopped and all buffers unmapped; what the device has to
+    /// Ends it in order, once the rings are stopped and all buffers unmapped; returns the device's
     /// report.
     pub(super) fn close(mut self) -> Result<Report> {
         self.behind.hang_up(self.memory, self.dma.as_ref())?;

@@ -15,10 +15,10 @@ use crate::{
     run::device::Report,
 };
 
-/// How long frames go before they are counted.
+/// How long frames flow before they are counted.
 const WARM_UP: Duration = Duration::from_millis(40);
-/// Frames that nothing is heard of for so long are lost: more than a host of shared CPUs keeps a process
-/// waiting. Only a window that loses some takes that long.
+/// Frames that neither come nor are taken for so long are lost: a host with shared CPUs keeps a
+/// process waiting for less. Only a window that loses some takes that long.
 const OVERDUE: Duration = Duration::from_secs(10);
 
 /// Starts a device process on `cpu`, and drives it from this thread for `length`.

@@ -9,9 +9,9 @@
 //! | `driver.rs` | a pair of them |
 //! | `load.rs` | one measurement |
 //!
-//! The IOMMU's table is the one that the device translates in: a MAP that is answered is there, and
-//! nothing misses. Each use of a buffer has a page of addresses that was mapped for it, and that is
-//! gone, under a strict policy, before the buffer is the driver's again.
+//! The IOMMU's table is the one that the device translates in: a completed MAP is in it, and
+//! nothing misses. Each use of a buffer has a page of addresses of its own, which is unmapped,
+//! under a strict policy, before the driver has the buffer again.
 
 mod driver;
 mod link;

@@ -33,7 +33,7 @@ struct Bundle {
     transfer: usize,
     /// Where the device finds each frame.
     addrs: Vec<u64>,
-    /// What the device says that it wrote to each.
+    /// How much the device reports to have written to each.
     lens: Vec<u32>,
     /// How many are in the ring.
     left: usize,
@@ -42,14 +42,14 @@ struct Bundle {
 /// A ring, and the buffers that are its own.
 pub(super) struct Ring {
     queue: Queue,
-    /// What maps and unmaps, and of each transfer the number of its bundle; `None`: nobody.
+    /// Maps and unmaps, and has the bundle number of each transfer; `None`: buffers are not mapped.
     transfers: Option<Transfers<Arc<ViommuDomain>, AnyAllocator, PagedBuffer, usize>>,
     receives: bool,
     /// Whether frames are copied to where they are mapped.
     copied: bool,
     size: usize,
     bundles: Vec<Bundle>,
-    /// Bundles of the driver's, what was so the longest first.
+    /// Bundles that the driver has, the longest held first.
     free: VecDeque<usize>,
     /// Mapped, and not in the ring.
     ready: VecDeque<usize>,
@@ -71,7 +71,7 @@ impl Ring {
         let copied = mapped.policy.bounces();
         let bundles = buffers.into_iter().enumerate().map(|(at, mut own)| {
             if copied {
-                // All of a buffer would be copied.
+                // Otherwise all of a buffer would be copied.
                 own.set_len(if receives { ROOM as usize } else { PACKET });
             }
             let mut segments = Vec::new();
@@ -106,8 +106,8 @@ impl Ring {
         self.in_ring + (self.ready.len() + self.mapping) * self.size
     }
 
-    /// Has `fill` write the frames of free bundles, of `most` buffers at most, and begins to map
-    /// them; how many buffers.
+    /// Calls `fill` to write the frames of free bundles, of `most` buffers at most, and begins to
+    /// map them; returns how many buffers.
     #[inline]
     pub(super) fn post(
         &mut self,
@@ -153,8 +153,7 @@ impl Ring {
         Ok(count * self.size)
     }
 
-    /// Makes those buffers available to the device whose mappings it knows of, as far as there is
-    /// room.
+    /// Makes buffers available to the device once they are mapped, as far as there is room.
     #[inline]
     pub(super) fn advance(&mut self) -> Result<()> {
         if let Some(transfers) = &mut self.transfers {
@@ -197,9 +196,9 @@ impl Ring {
         Ok(())
     }
 
-    /// Takes back what the device is done with, a burst at most; how many. A bundle all of which it
-    /// is done with is unmapped, and when that is over, `each` gets its frames with the lengths that
-    /// the device says it wrote.
+    /// Takes back what the device has used, a burst at most; returns how many. A bundle of which
+    /// all was used is unmapped, and when that is over, `each` gets its frames with the lengths
+    /// that the device reports.
     #[inline]
     pub(super) fn reap(&mut self, mut each: impl FnMut(&[u8; PACKET], u32)) -> Result<usize> {
         let mut used = [Used::default(); BURST];
@@ -274,7 +273,7 @@ impl Ring {
         failed.map_or(Ok(()), Err).context("unmapping buffers")
     }
 
-    /// A bundle is the driver's again.
+    /// Gives a bundle back to the driver.
     #[inline]
     fn take_back(&mut self, at: usize, each: &mut impl FnMut(&[u8; PACKET], u32)) {
         if self.receives {
@@ -308,18 +307,18 @@ impl Ring {
             transfers.finish_unmaps(|_, _, _| ());
         }
         for at in 0..self.bundles.len() {
-            // Some of it was used: what came in these is looked at too.
+            // Some of its buffers were used: their frames are checked too.
             if std::mem::take(&mut self.bundles[at].left) > 0 {
                 self.retire(at, &mut each)?;
             }
         }
         self.take_unmapped(&mut each, true)?;
-        // What was to go into the ring.
+        // What is left: mappings for the ring that were not used.
         self.transfers.iter_mut().flat_map(Transfers::take_asked).for_each(drop);
         Ok(taken)
     }
 
-    /// Of the buffers that came back last, the first: where the device found it, and its frame.
+    /// The first of the buffers that came back last: its address for the device, and its frame.
     #[cfg(test)]
     pub(super) fn stale(&mut self) -> (u64, HostSlice<'_>) {
         let at = *self.free.back().expect("some are the driver's");
@@ -341,7 +340,7 @@ impl Ring {
         Ok(())
     }
 
-    /// What comes back next, whatever it is: how much was written.
+    /// The next used buffer, whatever it is: how much was written.
     #[cfg(test)]
     pub(super) fn pop_stray(&mut self) -> Result<Option<u32>> {
         Ok(self.queue.pop()?.map(|used| used.len))

@@ -20,7 +20,7 @@ use ringfence_vfio::kernel::{Answer, Bitmap, Id, MapFlags};
 /// Most runs of a page table.
 const RUNS: usize = 1 << 20;
 
-/// A device that is bound.
+/// A bound device.
 #[derive(Debug)]
 pub(super) struct Device {
     pub(super) group: Group,
@@ -34,9 +34,9 @@ pub(super) struct Hwpt {
     pub(super) ioas: Id,
     aperture: Range,
     table: Table,
-    /// Whether it goes with the last device that uses it.
+    /// Whether it is removed with the last device that uses it.
     automatic: bool,
-    /// Whether it can track what is written to; and does.
+    /// Whether it can track writes, and whether it does.
     can_track: bool,
     tracking: bool,
     /// Pages that were written to, by number.
@@ -44,7 +44,7 @@ pub(super) struct Hwpt {
 }
 
 impl Hwpt {
-    /// Maps a mapping that is pinned; nothing is left of it when it fails.
+    /// Maps a pinned mapping; if that fails, nothing of it stays mapped.
     pub(super) fn insert(&mut self, area: &Area, machine: &mut Machine) -> Answer<()> {
         for (at, &run) in area.runs.iter().enumerate() {
             if let Err(failure) = self.table.map(run, &mut machine.faults, &mut machine.log) {
@@ -57,7 +57,7 @@ impl Hwpt {
         Ok(())
     }
 
-    /// Forgets what lies in `range`, and so does the IOTLB.
+    /// Removes what lies in `range`, and invalidates the IOTLB for it.
     pub(super) fn remove(&mut self, range: Range, machine: &mut Machine) {
         self.table.unmap(range, &mut machine.log);
         self.table.sync(1, &mut machine.log);
@@ -70,8 +70,8 @@ impl Hwpt {
 }
 
 impl State {
-    /// What cannot be mapped in an address space: what its page tables do not translate, and what the
-    /// devices attached have reserved.
+    /// The ranges of an address space that cannot be mapped: those that its page tables do not
+    /// translate, and those that the attached devices reserve.
     pub(super) fn blind(&self, ioas: Id) -> Vec<Range> {
         let tables = self.hwpts.iter().filter(|(_, hwpt)| hwpt.ioas == ioas);
         let mut blind = Vec::new();
@@ -117,7 +117,7 @@ impl State {
             tracking: false,
             dirty: BTreeSet::new(),
         };
-        // The first page table of an address space has all of it pinned.
+        // The first page table of an address space pins all of it.
         let first = !self.hwpts.values().any(|hwpt| hwpt.ioas == ioas);
         let space = self.ioas.get_mut(&ioas).ok_or(Errno::NOENT)?;
         let mut failure = None;
@@ -150,7 +150,7 @@ impl State {
         Ok(id)
     }
 
-    /// Removes a page table that nobody uses. The last one of an address space unpins all of it.
+    /// Removes an unused page table. The last one of an address space unpins all of it.
     pub(super) fn remove_hwpt(&mut self, id: Id) {
         let Some(mut hwpt) = self.hwpts.remove(&id) else { return };
         let last = !self.hwpts.values().any(|other| other.ioas == hwpt.ioas);
@@ -205,7 +205,7 @@ impl State {
         Ok(())
     }
 
-    /// A device uses a page table no more.
+    /// A device no longer uses a page table.
     fn let_go(&mut self, id: Id) {
         let used = self.devices.values().any(|device| device.hwpt == Some(id));
         if !used && self.hwpts.get(&id).is_some_and(|hwpt| hwpt.automatic) {
@@ -225,7 +225,7 @@ impl State {
         Ok(())
     }
 
-    /// `IOMMU_HWPT_GET_DIRTY_BITMAP`: sets bits, and clears none.
+    /// `IOMMU_HWPT_GET_DIRTY_BITMAP`: sets bits, but clears none.
     pub(super) fn read_dirty(
         &mut self,
         id: Id,
@@ -251,7 +251,7 @@ impl State {
         let found: Vec<u64> = hwpt.dirty.range(pages).copied().collect();
         for number in found {
             hwpt.dirty.remove(&number);
-            // A page may be many bits, or a part of one.
+            // A page may take many bits, or a part of one.
             let first = ((number << SHIFT) - iova) / page;
             for bit in first..=first + (PAGE / page).saturating_sub(1) {
                 bitmap.words[(bit / 64) as usize] |= 1 << (bit % 64);
@@ -260,7 +260,7 @@ impl State {
         Ok(())
     }
 
-    /// Goes through the pieces of a device's access.
+    /// Visits the pieces of a device's access.
     pub(super) fn pieces(
         &mut self,
         device: Id,
@@ -292,7 +292,7 @@ impl State {
         Ok(())
     }
 
-    /// The address that an access of a device's reaches, and for how many bytes.
+    /// The address that a device's access reaches, and for how many bytes.
     fn translate(&self, device: Id, iova: u64, write: bool) -> Option<(HostAddr, u64)> {
         let hwpt = self.hwpts.get(&self.devices.get(&device)?.hwpt?)?;
         let run = hwpt.table.at(iova)?;

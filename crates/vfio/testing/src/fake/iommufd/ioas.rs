@@ -17,7 +17,7 @@ use super::{
 };
 use ringfence_vfio::kernel::{Answer, Id, IovaRanges, MapFlags};
 
-/// Most runs of one mapping there is memory for.
+/// Most runs of one mapping; more are out of memory.
 const RUNS: usize = 1 << 20;
 
 /// An address space.
@@ -34,14 +34,15 @@ pub(super) struct Area {
     pub(super) vaddr: u64,
     prot: MapFlags,
     owner: Owner,
-    /// Whether the owner held the capability when he mapped: nothing is charged then.
+    /// Whether the owner held the capability at the time of the map: nothing is charged then.
     capable: bool,
-    /// What is pinned: all of it, or nothing.
+    /// The pinned runs: all of the mapping, or none.
     pub(super) runs: Vec<Run>,
 }
 
 impl Area {
-    /// Pins all of it, charging for each page before it counts; nothing is left when it fails.
+    /// Pins all of it, charging each page before it is counted; if that fails, nothing stays
+    /// pinned.
     pub(super) fn pin(&mut self, machine: &mut Machine) -> Answer<()> {
         let (mut rest, mut batch) = (Some(self.range), Batch::default());
         while let Some(range) = rest {
@@ -58,7 +59,7 @@ impl Area {
                 }
                 Ok(())
             });
-            // Device memory cannot be pinned for long here.
+            // The kernel cannot pin device memory long-term here.
             let run = frames.and_then(|frames| match frames.reserved || self.runs.len() >= RUNS {
                 false => Run::new(range.first().0, frames, self.prot),
                 true if frames.reserved => Err(Errno::FAULT),
@@ -83,7 +84,7 @@ impl Area {
         Ok(())
     }
 
-    /// Gives all of it back.
+    /// Unpins all of it.
     pub(super) fn unpin(&mut self, machine: &mut Machine) {
         let unpinned = machine.unpin(&std::mem::take(&mut self.runs));
         self.owner.release(if self.capable { 0 } else { unpinned });
@@ -91,7 +92,7 @@ impl Area {
 }
 
 impl Ioas {
-    /// Whether anything that is mapped, or that was promised to stay mappable, lies in `range`.
+    /// Whether `range` overlaps a mapping, or a range that must stay mappable.
     pub(super) fn needs(&self, range: Range) -> bool {
         self.overlapping(range).next().is_some()
             || self.allowed.iter().any(|allowed| allowed.overlaps(range))
@@ -214,7 +215,7 @@ impl State {
         Ok(range.first().0)
     }
 
-    /// Where `size` bytes fit: the lowest place, as aligned as the address of the memory is.
+    /// Finds room for `size` bytes: the lowest address with the alignment of the memory's address.
     fn choose(&self, id: Id, vaddr: u64, size: u64) -> Answer<Range> {
         let space = self.ioas.get(&id).ok_or(Errno::NOENT)?;
         let natural = 1_u64 << (vaddr | size).trailing_zeros().min(30);
@@ -247,7 +248,7 @@ impl State {
         }
         let mut unmapped = 0_u64;
         for area in areas {
-            // What lies before a mapping that would be cut is gone by then.
+            // Mappings before one that would be split are removed by then.
             if !range.covers(area) {
                 return Err(Errno::NOENT);
             }
@@ -257,7 +258,7 @@ impl State {
         Ok(unmapped)
     }
 
-    /// Removes a mapping: every page table forgets it before its pages are given back.
+    /// Removes a mapping: from every page table before its pages are unpinned.
     fn remove_area(&mut self, id: Id, range: Range) {
         let space = self.ioas.get_mut(&id);
         let Some(mut area) = space.and_then(|space| space.areas.remove(&range.first().0)) else {
@@ -269,7 +270,7 @@ impl State {
         area.unpin(&mut self.machine);
     }
 
-    /// What addresses and sizes are multiples of: a page as soon as there is a page table.
+    /// The alignment of addresses and sizes: a page as soon as there is a page table.
     pub(super) fn alignment(&self, ioas: Id) -> u64 {
         if self.hwpts.values().any(|hwpt| hwpt.ioas == ioas) { PAGE } else { 1 }
     }

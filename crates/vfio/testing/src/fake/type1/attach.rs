@@ -1,4 +1,4 @@
-//! Groups come and go (rules L58, L61).
+//! Attaching and detaching groups (rules L58, L61).
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ use super::{
 };
 use ringfence_vfio::kernel::{Answer, MapFlags};
 
-/// The page sizes of a container that no IOMMU binds.
+/// The page sizes of a container without an IOMMU.
 pub(super) const ANY_PAGES: u64 = !(PAGE - 1);
 
 /// A group of devices behind an IOMMU.
@@ -26,22 +26,22 @@ pub(super) const ANY_PAGES: u64 = !(PAGE - 1);
 pub struct Group {
     /// Its number.
     pub id: u32,
-    /// The IOMMU that it stands behind: groups behind one share its tables.
+    /// The IOMMU that it is behind: groups behind one IOMMU share its tables.
     pub iommu: u32,
     /// What the IOMMU translates.
     pub aperture: Range,
-    /// What it does not translate, or must not: MSI windows, regions mapped to themselves.
+    /// The ranges that it does not translate, or must not: MSI windows, identity-mapped regions.
     pub reserved: Vec<ReservedRegion>,
     /// Page sizes, as a bitmap.
     pub page_sizes: u64,
-    /// Whether unmapping a page takes all of the larger page that it lies in (rule L58).
+    /// Whether unmapping a page removes all of the larger page that it lies in (rule L58).
     pub superpages: bool,
     /// Whether its interrupts are remapped.
     pub remaps_interrupts: bool,
 }
 
 impl Default for Group {
-    /// What a VT-d with 39 bits has.
+    /// A VT-d with 39 bits.
     fn default() -> Group {
         let range = |first, last| Range::new(Iova(first), Iova(last)).unwrap_or(Range::ALL);
         Group {
@@ -59,28 +59,28 @@ impl Default for Group {
     }
 }
 
-/// An IOMMU and how the container uses it.
+/// An IOMMU, and how the container uses it.
 #[derive(Debug)]
 pub(super) struct Domain {
     pub(super) table: Table,
     pub(super) page_sizes: u64,
-    /// Whether the probe showed that it takes more than it is asked for.
+    /// Whether the probe showed that it removes more than it is asked for.
     pub(super) superpages: bool,
 }
 
-/// A group that is attached.
+/// An attached group.
 pub(super) struct Member {
     pub(super) id: u32,
-    /// Whether it can tell what it writes to: its devices pin what they use.
+    /// Whether its writes are known: its devices pin the pages that they use.
     pub(super) reports: bool,
     pub(super) kind: MemberKind,
 }
 
-/// What a group stands on.
+/// What a group is behind.
 pub(super) enum MemberKind {
     /// An IOMMU.
     Hardware(Group),
-    /// Software that pins what it uses, and is told when it is to stop.
+    /// Software that pins the pages it uses, and is notified to release them.
     Emulated(Notify),
 }
 
@@ -88,21 +88,21 @@ impl Type1 {
     /// Attaches a group, maps for it all that is mapped, and narrows what may be mapped (rule L61).
     ///
     /// # Errors
-    /// EBUSY while addresses are marked as gone; EINVAL if it is attached, or where its aperture or
-    /// reserved regions are in the way of mappings; EPERM without interrupt remapping; ENOMEM and
-    /// EFAULT as MAP. Nothing has changed then.
+    /// EBUSY while addresses are marked invalid; EINVAL if it is attached already, or where its
+    /// aperture or reserved regions conflict with mappings; EPERM without interrupt remapping;
+    /// ENOMEM and EFAULT as MAP. Nothing has changed then.
     pub fn attach(&self, group: &Group) -> Answer<()> {
         self.state.lock().attach(group, self.unsafe_interrupts, self.runs)
     }
 
-    /// The groups behind IOMMUs that are attached.
+    /// The attached groups behind IOMMUs.
     pub fn groups(&self) -> Vec<Group> {
         self.state.lock().hardware().cloned().collect()
     }
 
-    /// Attaches a group whose devices are software: it has no IOMMU, its devices
-    /// [pin](Self::pin_pages) what they use. `notify` is called when a mapping is to go that has pins,
-    /// and must give them up.
+    /// Attaches a group with emulated devices: it has no IOMMU, and its devices
+    /// [pin](Self::pin_pages) the pages that they use. `notify` is called before a mapping with
+    /// pins is removed, and must release them.
     ///
     /// # Errors
     /// EBUSY and EINVAL as [`attach`](Self::attach).
@@ -113,7 +113,7 @@ impl Type1 {
         Ok(())
     }
 
-    /// Detaches a group. The last one takes all mappings along; the last one behind an IOMMU leaves
+    /// Detaches a group. The last one removes all mappings; the last one behind an IOMMU leaves
     /// them charged only for what is pinned externally.
     ///
     /// # Errors
@@ -131,12 +131,12 @@ impl State {
         if self.members.iter().any(|member| member.id == id) { Err(Errno::INVAL) } else { Ok(()) }
     }
 
-    /// Whether there is a group whose devices are software.
+    /// Whether there is a group with emulated devices.
     pub(super) fn has_emulated(&self) -> bool {
         self.members.iter().any(|member| matches!(member.kind, MemberKind::Emulated(_)))
     }
 
-    /// Who is told when mappings with external pins go.
+    /// The callbacks for mappings with external pins that are to be removed.
     pub(super) fn holders(&self) -> Vec<Notify> {
         let notify = |member: &Member| match &member.kind {
             MemberKind::Emulated(notify) => Some(notify.clone()),
@@ -147,7 +147,7 @@ impl State {
 
     fn attach(&mut self, group: &Group, unsafe_interrupts: bool, runs: usize) -> Answer<()> {
         self.check_new(group.id)?;
-        // What is mapped outside of the new aperture, or in a region it does not translate.
+        // Mappings outside of the new aperture, or in a region that it does not translate.
         let outside = around(Range::ALL, group.aperture).into_iter().flatten();
         let blind: Vec<Range> =
             outside.chain(group.reserved.iter().map(|region| region.range)).collect();
@@ -179,8 +179,8 @@ impl State {
         Ok(())
     }
 
-    /// Maps all that is mapped for another IOMMU. What nobody has pinned yet is pinned and charged,
-    /// but for what is pinned externally. On failure only what was added goes.
+    /// Maps all that is mapped for another IOMMU. Pages that are not pinned yet are pinned, and
+    /// charged unless they are pinned externally. On failure only what was added is removed.
     fn replay(&mut self, domain: &mut Domain) -> Answer<()> {
         let iovas: Vec<u64> = self.mappings.keys().copied().collect();
         let mut added: Vec<(u64, Run)> = Vec::new();
@@ -191,7 +191,7 @@ impl State {
                 let known = self.domains.first().filter(|_| mapping.mapped);
                 let run = match known.map(|first| first.table.run(range)) {
                     Some(Some(run)) => Ok(run),
-                    // A mapping that is in the tables has no holes.
+                    // A mapping in the tables has no holes.
                     Some(None) => break,
                     None => pin_run(&mut self.machine, mapping, range, &mut batch)
                         .and_then(|frames| Run::new(range.first().0, frames, mapping.prot)),
@@ -222,7 +222,7 @@ impl State {
         Ok(())
     }
 
-    /// Takes back what a replay has added.
+    /// Removes what a replay has added.
     fn undo_replay(&mut self, domain: &mut Domain, added: &[(u64, Run)]) {
         for (at, run) in added.iter().rev() {
             domain.table.unmap(run.range, &mut self.machine.log);
@@ -242,7 +242,7 @@ impl State {
                 self.drop_iommu(group.iommu);
             }
             if !member.reports && self.tracking {
-                // What it wrote to nobody knows.
+                // Its writes were not tracked: all that is mapped may be dirty.
                 let mapped = self.mappings.values_mut().filter(|mapping| mapping.mapped);
                 mapped.filter_map(|at| at.dirty.as_mut()).for_each(|dirty| dirty.mark_all());
             }
@@ -267,7 +267,7 @@ impl State {
         })
     }
 
-    /// Forgets an IOMMU. The last one gives back all that was pinned for it; what is pinned externally
+    /// Removes an IOMMU. The last one unpins all that was pinned for it; what is pinned externally
     /// stays pinned and charged.
     fn drop_iommu(&mut self, iommu: u32) {
         let Some(at) = self.domains.iter().position(|domain| domain.table.iommu == iommu) else {
@@ -294,18 +294,18 @@ impl State {
 
     fn update_page_sizes(&mut self) {
         let all = self.domains.iter().fold(u64::MAX, |sizes, domain| sizes & domain.page_sizes);
-        // An IOMMU with smaller pages than the CPU's works in the CPU's.
+        // An IOMMU with smaller pages than the CPU uses the CPU's.
         let large = all & ANY_PAGES;
         self.page_sizes = if all != large { large | PAGE } else { large };
     }
 }
 
 impl Domain {
-    /// Maps two pages and unmaps one: if both go, it is no use to look for contiguous frames at
-    /// unmap (rule L58).
+    /// Maps two pages and unmaps one: if both are removed, looking for contiguous frames at unmap
+    /// is of no use (rule L58).
     fn probe(&mut self, machine: &mut Machine, within: Range) {
         let frames = Frames { pfn: 0, pages: 2, reserved: true };
-        // At the very end of the address space there is no place for two; any other will do.
+        // At the very end of the address space two pages do not fit; any other address will do.
         let iova = within.first().0.checked_next_multiple_of(2 * PAGE).unwrap_or(0);
         let Ok(run) = Run::new(iova, frames, MapFlags::READ | MapFlags::WRITE) else { return };
         let mut quiet = Machine::new(machine.memory.clone(), false);
@@ -320,7 +320,7 @@ impl Domain {
     }
 }
 
-/// What may be mapped if `group` joins; `before` empty: everything might.
+/// What may be mapped once `group` joins; an empty `before` means everything.
 fn narrowed(before: &[Range], group: &Group) -> Vec<Range> {
     let all = [Range::ALL];
     let before = if before.is_empty() { &all[..] } else { before };

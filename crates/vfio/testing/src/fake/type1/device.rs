@@ -1,4 +1,4 @@
-//! What a device of the container reaches.
+//! Accesses of the container's devices.
 
 use ringfence_iommu::{HostAddr, Range};
 use rustix::io::Errno;
@@ -11,11 +11,11 @@ use super::{
 use ringfence_vfio::kernel::{Answer, MapFlags};
 
 impl Type1 {
-    /// What a device's access at `iova` reaches: the address in this process, and for how many bytes
-    /// the translation holds. `None`: it would be refused.
+    /// The target of a device's access at `iova`: the address in this process, and for how many
+    /// bytes the translation holds. `None`: the access would be refused.
     ///
-    /// The address is good until the mapping goes; [`dma_read`](Self::dma_read) and
-    /// [`dma_write`](Self::dma_write) keep it until they are done.
+    /// The address is valid until the mapping is removed; [`dma_read`](Self::dma_read) and
+    /// [`dma_write`](Self::dma_write) keep the mapping until they are done.
     pub fn translate(&self, iova: u64, write: bool) -> Option<(HostAddr, u64)> {
         self.state.lock().translate(iova, write)
     }
@@ -23,30 +23,31 @@ impl Type1 {
     /// A device reads memory: 8 bytes at a time where they are aligned, in ascending order.
     ///
     /// # Errors
-    /// The access at which it was refused; what lies before has been read.
+    /// The refused access; the bytes before it have been read.
     pub fn dma_read(&self, iova: u64, into: &mut [u8]) -> Result<(), Refused> {
         let mut state = self.state.lock();
         state.pieces(iova, into.len(), false, |at, piece, _| {
-            // SAFETY: `map` was promised that mapped memory is there and the devices' until it is
-            // unmapped, and it cannot be while the state is locked.
+            // SAFETY: the caller of `map` promised that mapped memory exists and belongs to the
+            // devices until it is unmapped, and it cannot be unmapped while the state is locked.
             unsafe { load(at, &mut into[piece]) };
         })
     }
 
-    /// A device writes memory: 8 bytes at a time where they are aligned, in ascending order, as others
-    /// see it too. Marks what it writes as dirty while that is tracked.
+    /// A device writes memory: 8 bytes at a time where they are aligned; other threads see them
+    /// appear in ascending order. Marks what it writes as dirty while that is tracked.
     ///
     /// # Errors
-    /// The access at which it was refused; what lies before has been written.
+    /// The refused access; the bytes before it have been written.
     pub fn dma_write(&self, iova: u64, bytes: &[u8]) -> Result<(), Refused> {
         let mut state = self.state.lock();
         state.pieces(iova, bytes.len(), true, |at, piece, _| {
-            // SAFETY: as in `dma_read`; that devices write it was promised too, by the flags.
+            // SAFETY: as in `dma_read`; by the flags, the caller also promised that devices may
+            // write it.
             unsafe { store(at, &bytes[piece]) };
         })
     }
 
-    /// Accesses that were refused since this was asked last, the first 1,024 of them.
+    /// The accesses refused since the last call, the first 1,024 of them.
     pub fn refused(&self) -> Vec<Refused> {
         std::mem::take(&mut self.state.lock().refused).into()
     }
@@ -54,7 +55,7 @@ impl Type1 {
     /// An emulated device reads memory through the kernel (`vfio_dma_rw`).
     ///
     /// # Errors
-    /// EBUSY while an address is marked as gone (rule L59), EINVAL where nothing is mapped, EPERM
+    /// EBUSY while an address is marked invalid (rule L59), EINVAL where nothing is mapped, EPERM
     /// without READ.
     pub fn rw_read(&self, iova: u64, into: &mut [u8]) -> Answer<()> {
         self.state.lock().kernel_pieces(iova, into.len(), false, |at, piece, _| {
@@ -75,14 +76,14 @@ impl Type1 {
     }
 }
 
-/// A part of a transfer: which of its bytes.
+/// The bytes of a transfer that a part of it covers.
 type Piece = std::ops::Range<usize>;
 
 impl State {
     fn translate(&self, iova: u64, write: bool) -> Option<(HostAddr, u64)> {
         let run = self.domains.first()?.table.at(iova)?;
         let wanted = if write { MapFlags::WRITE } else { MapFlags::READ };
-        // A real device reaches the pages of an address that is gone; here only the address is known.
+        // A real device still reaches the pages; here only the address, now invalid, leads to them.
         let mapping = self.at(iova).filter(|mapping| !mapping.invalid)?;
         if !run.prot.contains(wanted) || !self.machine.memory.has_bytes() {
             return None;
@@ -91,7 +92,7 @@ impl State {
         Some((HostAddr(mapping.vaddr(iova)), bytes))
     }
 
-    /// Goes through the pieces of a device's access.
+    /// Visits the pieces of a device's access.
     fn pieces(
         &mut self,
         iova: u64,
@@ -120,7 +121,7 @@ impl State {
         Ok(())
     }
 
-    /// Goes through the pieces of an access by the kernel.
+    /// Visits the pieces of an access by the kernel.
     fn kernel_pieces(
         &mut self,
         iova: u64,
@@ -153,7 +154,7 @@ impl State {
         Ok(())
     }
 
-    /// Marks what was written to, all of it in one mapping.
+    /// Marks written bytes as dirty, all of them in one mapping.
     fn mark(&mut self, iova: u64, len: u64) {
         let Some(written) = Range::from_len(ringfence_iommu::Iova(iova), len) else { return };
         let first = self.at(iova).map(|mapping| mapping.range.first().0);

@@ -21,7 +21,7 @@ use ringfence_vfio::kernel::{Answer, Bitmap};
 pub(super) struct Dirty {
     /// All of them.
     all: bool,
-    /// Words of 64 pages; one that is missing is 0.
+    /// Words of 64 pages; a missing one is 0.
     words: BTreeMap<u64, u64>,
 }
 
@@ -48,7 +48,7 @@ impl Dirty {
         self.all = true;
     }
 
-    /// The marked pages' offsets in bytes.
+    /// The offsets of the marked pages in bytes.
     fn marked(&self) -> impl Iterator<Item = u64> + '_ {
         self.words.iter().flat_map(|(&at, &word)| {
             let set = (0..64).filter(move |bit| word >> bit & 1 != 0);
@@ -58,14 +58,14 @@ impl Dirty {
 }
 
 impl Mapping {
-    /// Starts to track what is written to: pages that are pinned externally are dirty from the start.
+    /// Starts to track writes: pages that are pinned externally are dirty from the start.
     fn start(&mut self, faults: &mut Faults, granule: u64) -> Answer<()> {
         self.dirty = Some(Dirty::new(faults, self.range, granule)?);
         self.mark_external();
         Ok(())
     }
 
-    /// Marks what is pinned externally: who holds the pin may write at any time.
+    /// Marks what is pinned externally: the holder of the pin may write at any time.
     fn mark_external(&mut self) {
         if let Some(dirty) = &mut self.dirty {
             self.external.keys().for_each(|iova| dirty.mark(iova - self.range.first().0));
@@ -117,20 +117,20 @@ impl State {
         let all = self.dirties_all();
         for (_, mapping) in self.mappings.range_mut(range.first().0..=range.last().0) {
             tell(mapping, all, iova, &mut bitmap);
-            // What is pinned externally stays dirty; the rest is clean again.
+            // Externally pinned pages stay dirty; the rest is clean again.
             mapping.dirty = Some(Dirty::default());
             mapping.mark_external();
         }
         Ok(())
     }
 
-    /// Whether all that is mapped counts as dirty, since a group cannot tell what it writes to.
+    /// Whether all that is mapped counts as dirty, since the writes of some group are not known.
     pub(super) fn dirties_all(&self) -> bool {
         self.members.iter().any(|member| !member.reports)
     }
 }
 
-/// Checks the size of a bitmap of `size` bytes of address space: its page size.
+/// Checks the size of a bitmap for `size` bytes of address space; returns its page size.
 pub(super) fn check(size: u64, bitmap: &Bitmap<'_>) -> Answer<u64> {
     if !bitmap.page.is_power_of_two() {
         return Err(Errno::INVAL);
@@ -144,8 +144,8 @@ pub(super) fn check(size: u64, bitmap: &Bitmap<'_>) -> Answer<u64> {
     Ok(bitmap.page)
 }
 
-/// Writes the bits of a mapping into a bitmap that begins at `base`. As in the kernel, the words in
-/// which the mapping's bits lie are overwritten, but for bits before the mapping's first.
+/// Writes the bits of a mapping into a bitmap that begins at `base`. As in the kernel, the words
+/// that contain the mapping's bits are overwritten, except for bits before the mapping's first.
 pub(super) fn tell(mapping: &Mapping, all: bool, base: u64, bitmap: &mut Bitmap<'_>) {
     let shift = bitmap.page.trailing_zeros();
     let (Some(dirty), Some(offset)) =

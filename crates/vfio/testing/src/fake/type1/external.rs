@@ -21,19 +21,19 @@ use ringfence_vfio::kernel::{Answer, MapFlags};
 /// Most pages of one call.
 const MOST: u64 = 512;
 
-/// Is told of a mapping, its first IOVA and its size in bytes, that is to go but has external pins:
-/// to [give them up](Type1::unpin_pages).
+/// Called before a mapping with external pins is removed, with its first IOVA and its size in
+/// bytes; must [release the pins](Type1::unpin_pages).
 pub type Notify = Arc<dyn Fn(&Type1, u64, u64) + Send + Sync>;
 
 impl Type1 {
-    /// Pins pages for a device of `group`: their frames' numbers. Pages that are pinned already are
-    /// counted. The pages are dirty until they are unpinned, and the group counts as one that tells
-    /// what it writes to.
+    /// Pins pages for a device of `group`; returns the numbers of their frames. Pages that are
+    /// pinned already are counted. The pages are dirty until they are unpinned, and the writes of
+    /// the group count as known from then on.
     ///
     /// # Errors
-    /// EACCES in a v1 container; E2BIG for more than 512 pages; EBUSY while an address is marked as
-    /// gone; EINVAL for an unknown group, if no emulated group is there, and where nothing is mapped;
-    /// EPERM for more than the mapping allows; ENOMEM. Nothing is pinned then.
+    /// EACCES in a v1 container; E2BIG for more than 512 pages; EBUSY while an address is marked
+    /// invalid; EINVAL for an unknown group, without an emulated group, and where nothing is
+    /// mapped; EPERM for more than the mapping allows; ENOMEM. Nothing is pinned then.
     pub fn pin_pages(&self, group: u32, iova: u64, pages: u64, prot: MapFlags) -> Answer<Vec<u64>> {
         let range = match pages {
             0 => return Err(Errno::INVAL),
@@ -68,7 +68,7 @@ impl Type1 {
         Ok(frames)
     }
 
-    /// Gives up pins of pages, one of each page; where there is none, nothing happens.
+    /// Releases one pin of each page; pages without a pin are skipped.
     pub fn unpin_pages(&self, iova: u64, pages: u64) {
         let Some(range) = pages.checked_mul(PAGE).and_then(|size| whole(iova, size, PAGE).ok())
         else {
@@ -80,7 +80,7 @@ impl Type1 {
         }
     }
 
-    /// How many pins of external holders there are, of all pages together.
+    /// How many external pins there are, of all pages together.
     pub fn external_pins(&self) -> u64 {
         let state = self.state.lock();
         state.mappings.values().flat_map(|at| at.external.values()).map(|page| page.pins).sum()
@@ -141,7 +141,7 @@ impl State {
         }
     }
 
-    /// Gives up every external pin: nobody is left who could.
+    /// Releases every external pin: there is no group left to do it.
     pub(super) fn drop_external(&mut self) {
         for iova in self.external_in(Range::ALL) {
             while self.at(iova).is_some_and(|mapping| mapping.external.contains_key(&iova)) {

@@ -71,7 +71,7 @@ impl State {
                 }
             }
         }
-        // Nobody looks while the state is locked: the budget is as if taken first.
+        // The state is locked: taking the budget only now makes no difference.
         self.available -= 1;
         self.mappings.insert(iova, mapping);
         Ok(())
@@ -90,8 +90,8 @@ impl State {
         Ok(())
     }
 
-    /// Pins all of a mapping and puts it into the IOMMUs' tables, run by run; nothing is left of it
-    /// when it fails.
+    /// Pins all of a mapping and puts it into the IOMMUs' tables, run by run; if that fails,
+    /// nothing of it stays.
     fn pin_and_map(&mut self, mapping: &mut Mapping) -> Answer<()> {
         let mut batch = Batch::default();
         let (first, last) = (mapping.range.first().0, mapping.range.last().0);
@@ -112,7 +112,7 @@ impl State {
         Ok(())
     }
 
-    /// One run of a mapping, from `iova` on: where it lies, and what came of it.
+    /// Pins and maps one run of a mapping, from `iova` on; returns its range, and the result.
     fn pin_and_map_run(
         &mut self,
         mapping: &mut Mapping,
@@ -141,8 +141,8 @@ impl State {
     }
 }
 
-/// Pins the run that `range` of a mapping begins with, and charges for it: for each ordinary page
-/// that is not pinned externally already, and never above the limit (rule L53).
+/// Pins the run that `range` of a mapping begins with, and charges it: each ordinary page that is
+/// not pinned externally already, and never above the limit (rule L53).
 pub(super) fn pin_run(
     machine: &mut Machine,
     mapping: &mut Mapping,
@@ -164,7 +164,7 @@ pub(super) fn pin_run(
         Ok(())
     })?;
     if let Err(failure) = mapping.charge(pending) {
-        // Another container of the same owner was faster.
+        // Another container of the same owner has used up the limit meanwhile.
         if let Ok(run) = Run::new(iova, frames, mapping.prot) {
             machine.unpin(&[run]);
         }

@@ -1,4 +1,4 @@
-//! A mapping: a range of IOVAs, an address of the process, and who pays.
+//! A mapping: a range of IOVAs, an address of the process, and the owner that is charged.
 
 use std::collections::BTreeMap;
 
@@ -11,19 +11,19 @@ use super::{
 };
 use ringfence_vfio::kernel::{Answer, MapFlags};
 
-/// What `VFIO_IOMMU_MAP_DMA` made.
+/// A mapping made by `VFIO_IOMMU_MAP_DMA`.
 #[derive(Debug)]
 pub(super) struct Mapping {
     pub(super) range: Range,
     pub(super) vaddr: u64,
     /// What a device may do: READ, WRITE.
     pub(super) prot: MapFlags,
-    /// Who pays, and whether he held the capability when the mapping was made.
+    /// The owner that is charged, and whether it held the capability when the mapping was made.
     pub(super) owner: Owner,
     pub(super) capable: bool,
     /// How many pages are charged.
     pub(super) charged: u64,
-    /// Whether the address was marked as gone (rule L59).
+    /// Whether the address is marked invalid (rule L59).
     pub(super) invalid: bool,
     /// Whether it is in the IOMMUs' tables.
     pub(super) mapped: bool,
@@ -46,13 +46,13 @@ impl Mapping {
         self.vaddr + (iova - self.range.first().0)
     }
 
-    /// How many pages of `range` are pinned externally and ordinary ones.
+    /// How many ordinary pages of `range` are pinned externally.
     pub(super) fn external_in(&self, range: Range) -> u64 {
         let found = self.external.range(range.first().0..=range.last().0);
         found.filter(|(_, page)| !page.frame.reserved).count() as u64
     }
 
-    /// Whether `pages` more might be charged: what is asked for each page, before it is charged.
+    /// Whether `pages` more might be charged: checked for each page before it is charged.
     pub(super) fn may_charge(&self, pages: u64) -> Answer<()> {
         if self.capable || self.owner.has_room(pages) { Ok(()) } else { Err(Errno::NOMEM) }
     }
@@ -64,14 +64,15 @@ impl Mapping {
         Ok(())
     }
 
-    /// Charges the owner for `pages` less.
+    /// Uncharges `pages`.
     pub(super) fn release(&mut self, pages: u64) {
         debug_assert!(self.charged >= pages, "more is released than was charged");
         self.owner.release(pages);
         self.charged = self.charged.saturating_sub(pages);
     }
 
-    /// Makes another process pay: it is charged before the old one is released (rule L60).
+    /// Charges another process instead: the new one is charged before the old one is released (rule
+    /// L60).
     pub(super) fn change_owner(&mut self, owner: &Owner) -> Answer<()> {
         if self.owner.is(owner) {
             return Ok(());

@@ -17,12 +17,13 @@ use super::{
 };
 use ringfence_vfio::kernel::{Answer, Bitmap, UnmapFlags};
 
-/// Most regions that are unmapped before the IOTLB is told (rule L57).
+/// Most regions that are unmapped before the IOTLB is invalidated (rule L57).
 const REGIONS: usize = 512;
-/// How often a holder of external pins is told to give them up. A kernel dies then.
+/// How often holders of external pins are asked again to release them; after that a kernel hits a
+/// BUG.
 const NOTICES: u32 = 10;
 
-/// How far an unmap came.
+/// How far an unmap got.
 enum Came {
     /// To its end.
     ToTheEnd,
@@ -31,8 +32,8 @@ enum Came {
 }
 
 impl Type1 {
-    /// `VFIO_IOMMU_UNMAP_DMA`, check by check in the kernel's order. EBUSY where external pins are
-    /// not given up.
+    /// `VFIO_IOMMU_UNMAP_DMA`, check by check in the kernel's order. EBUSY if external pins are not
+    /// released.
     pub(super) fn unmap_range(
         &self,
         flags: UnmapFlags,
@@ -81,8 +82,8 @@ impl Type1 {
 }
 
 impl State {
-    /// What UNMAP checks before it looks at mappings; the range that is meant. `page`: the page size
-    /// of the bitmap that is asked for.
+    /// The checks of UNMAP before it looks at mappings; returns the range. `page`: the page size of
+    /// the requested bitmap.
     fn check_unmap(
         &self,
         flags: UnmapFlags,
@@ -106,8 +107,8 @@ impl State {
         }
     }
 
-    /// The first addresses of the mappings that an unmap of `range` is about. In a v1 container one
-    /// that begins before it ends the search (rule L55).
+    /// The first addresses of the mappings that an unmap of `range` covers. In a v1 container, a
+    /// mapping that begins before the range ends the search (rule L55).
     fn targets(&self, range: Range, v1: bool) -> Vec<u64> {
         let first = self.find(range).map_or(range.last().0, |found| found.range.first().0);
         if v1 && first < range.first().0 {
@@ -118,7 +119,7 @@ impl State {
         found.map(|(&iova, _)| iova).collect()
     }
 
-    /// Marks the addresses of mappings as gone: of all in `range` or, if one is marked already, of
+    /// Marks the addresses of mappings invalid: of all in `range` or, if one is marked already, of
     /// none (rule L59).
     fn invalidate(&mut self, range: Range, v1: bool) -> Answer<u64> {
         let targets = self.targets(range, v1);
@@ -168,18 +169,19 @@ impl State {
         self.available += 1;
     }
 
-    /// Takes `range` of a mapping out of the IOMMUs' tables, gives its pages back and releases what
-    /// is charged for them.
+    /// Takes `range` of a mapping out of the IOMMUs' tables, unpins its pages and uncharges them.
     pub(super) fn unmap_and_unpin(&mut self, mapping: &mut Mapping, range: Range) {
         let unpinned = self.unmap_unpin(range);
         mapping.mapped = false;
         mapping.release(unpinned);
     }
 
-    /// Takes `range` out of the IOMMUs' tables and gives the pages back: how many ordinary ones.
+    /// Takes `range` out of the IOMMUs' tables and unpins the pages; returns how many were
+    /// ordinary.
     ///
-    /// No page is given back before the invalidation that covers it: first the other IOMMUs forget
-    /// all of it, then the first one, region by region, at most 512 for each sync (rule L57).
+    /// No page is unpinned before the invalidation that covers it: first all of it is removed from
+    /// the other IOMMUs, then from the first one, region by region, at most 512 for each sync (rule
+    /// L57).
     pub(super) fn unmap_unpin(&mut self, range: Range) -> u64 {
         let Some((first, others)) = self.domains.split_first_mut() else { return 0 };
         let machine = &mut self.machine;
@@ -194,8 +196,8 @@ impl State {
             let iova = first.table.next(rest)?;
             Range::new(Iova(iova), rest.last())
         }) {
-            // The longest stretch of frames side by side; where superpages show, the IOMMU takes
-            // more than it is asked for by itself (rule L58).
+            // The longest contiguous run of frames; where there are superpages, the IOMMU itself
+            // removes more than it is asked for (rule L58).
             let page = Range::from_len(next.first(), PAGE).unwrap_or(next);
             let stretch = if first.superpages { page } else { stretch(&first.table, next) };
             if machine.faults.hits(Step::Region) {
@@ -214,12 +216,12 @@ impl State {
     }
 }
 
-/// The frames that lie side by side at the start of `range`, at which something is mapped.
+/// The contiguous frames at the start of `range`, at which something is mapped.
 fn stretch(table: &Table, range: Range) -> Range {
     table.contiguous(range).unwrap_or(range)
 }
 
-/// Regions that are unmapped and that the IOTLB may still know.
+/// Unmapped regions that the IOTLB may still hold.
 #[derive(Default)]
 struct Gathered {
     regions: usize,
@@ -232,7 +234,7 @@ impl Gathered {
         self.runs.extend(runs);
     }
 
-    /// Makes the IOTLB forget them and gives their pages back: how many ordinary ones.
+    /// Invalidates the IOTLB for them and unpins their pages; returns how many were ordinary.
     fn sync(&mut self, table: &mut Table, machine: &mut Machine) -> u64 {
         if self.regions == 0 {
             return 0;

@@ -1,4 +1,4 @@
-//! What there should be, page by page.
+//! The expected state, page by page.
 
 use std::{collections::BTreeMap, ptr};
 
@@ -48,7 +48,7 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         let at = ptr::with_exposed_provenance_mut(self.at as usize);
-        // SAFETY: no container that had it mapped is there any more.
+        // SAFETY: no container that had it mapped exists any more.
         unsafe { munmap(at, (PAGES * PAGE) as usize) }.unwrap();
     }
 }
@@ -63,13 +63,13 @@ pub(super) struct Mapping {
     pub(super) owner: usize,
     pub(super) capable: bool,
     pub(super) invalid: bool,
-    /// Page by page, whether it is ordinary: what is pinned for IOMMUs.
+    /// Whether each page is ordinary: what is pinned for IOMMUs.
     pub(super) pinned: Vec<bool>,
-    /// Pins of software by page: how many, and whether it is ordinary.
+    /// External pins by page: how many, and whether it is ordinary.
     pub(super) external: BTreeMap<u64, (u64, bool)>,
 }
 
-/// What there should be.
+/// The expected state.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Model {
     pub(super) mappings: BTreeMap<u64, Mapping>,
@@ -93,7 +93,7 @@ impl Model {
             .any(|at| *at < iova || iova + pages < at + self.mappings[at].pages)
     }
 
-    /// What an owner is charged for.
+    /// How many pages an owner is charged for.
     pub(super) fn charged(&self, owner: usize) -> u64 {
         let own = self.mappings.values().filter(|mapping| mapping.owner == owner);
         own.map(|mapping| {
@@ -112,7 +112,7 @@ impl Model {
         self.mappings.values().map(pins).sum::<usize>() as u64
     }
 
-    /// Pins pages of a mapping, one after another; nothing changes.
+    /// Pins pages of a mapping, one after another; does not change the model.
     pub(super) fn pin(&self, mapping: &Mapping, pending: &mut [u64; 2]) -> Answer<Vec<bool>> {
         let write = mapping.prot.contains(MapFlags::WRITE);
         (0..mapping.pages)
