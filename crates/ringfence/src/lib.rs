@@ -24,20 +24,14 @@
 //! # A vhost-user back end
 //! Its device sees no address that was not translated, and a miss blocks the request, not the
 //! worker (feature `backend`):
-//! ```no_run
-#![cfg_attr(feature = "backend", doc = include_str!("../examples/rng.rs"))]
-//! ```
+#![cfg_attr(feature = "backend", doc = concat!("```no_run\n", include_str!("../examples/rng.rs"), "```"))]
 //!
 //! # A virtio-iommu in a VMM
 //! The device, and what a guest's driver does with it (feature `rust-vmm`):
-//! ```no_run
-#![cfg_attr(feature = "rust-vmm", doc = include_str!("../examples/vmm.rs"))]
-//! ```
+#![cfg_attr(feature = "rust-vmm", doc = concat!("```no_run\n", include_str!("../examples/vmm.rs"), "```"))]
 //!
 //! # A device of rust-vmm behind an IOMMU
-//! ```no_run
-#![cfg_attr(feature = "rust-vmm", doc = include_str!("../examples/rust_vmm.rs"))]
-//! ```
+#![cfg_attr(feature = "rust-vmm", doc = concat!("```no_run\n", include_str!("../examples/rust_vmm.rs"), "```"))]
 #![forbid(unsafe_code)]
 
 pub use ringfence_iommu::{

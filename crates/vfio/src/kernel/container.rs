@@ -41,8 +41,6 @@ const LARGEST_INFO: usize = 1 << 20;
 /// A container without a group: nothing can be mapped in it yet, so it has no method for that.
 ///
 /// ```compile_fail,E0599
-///
-/// ```compile_fail,E0599
 /// use ringfence_vfio::kernel::{Container, Type1Kernel, UnmapFlags};
 ///
 /// let container = Container::open().unwrap();
