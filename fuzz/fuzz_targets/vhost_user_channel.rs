@@ -85,7 +85,7 @@ fn run(data: &[u8]) {
         let device = Device { questions: u64::from(questions) % 70, answers: 0, channel: None };
         let mut server = Server::new(back, device);
         // The rest of a truncated message never comes.
-        server.set_patience(Duration::from_millis(20));
+        server.set_timeout(Duration::from_millis(20));
         let _ = server.serve();
     });
     let mut front = Frontend::new(front, Duration::from_secs(10));

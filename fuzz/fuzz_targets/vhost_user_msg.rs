@@ -140,7 +140,7 @@ fuzz_target!(|data: &[u8]| {
     front.shutdown(std::net::Shutdown::Write).expect("it is connected");
     let mut server = Server::new(back, Device::default());
     // All that will come is there already.
-    server.set_patience(Duration::ZERO);
+    server.set_timeout(Duration::ZERO);
     let _ = server.serve();
     assert_eq!(server.into_handler().running, [false; QUEUES]);
     goes_on(data, &kinds);

@@ -81,10 +81,10 @@ pub(crate) struct Arguments {
     iotlb_entries: u64,
 
     /// How long a request waits for a translation before it fails
-    #[arg(long, value_name = "MS",
-          default_value_t = IotlbConfig::default().patience.as_millis() as u64,
+    #[arg(long, value_name = "MS", alias = "iotlb-patience-ms",
+          default_value_t = IotlbConfig::default().timeout.as_millis() as u64,
           value_parser = clap::value_parser!(u64).range(1..=600_000))]
-    iotlb_patience_ms: u64,
+    iotlb_timeout_ms: u64,
 
     /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
     /// translate, such as User-Mode Linux
@@ -138,7 +138,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let iotlb = IotlbConfig {
         entries: arguments.iotlb_entries,
         misses: arguments.iotlb_misses.into(),
-        patience: Duration::from_millis(arguments.iotlb_patience_ms),
+        timeout: Duration::from_millis(arguments.iotlb_timeout_ms),
         ..IotlbConfig::default()
     };
     let disk = Disk::File(Arc::new(image));

@@ -77,7 +77,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         socket: arguments.socket.clone(),
         endpoints: arguments.endpoints.iter().copied().zip(disks).collect(),
         absent: arguments.absent,
-        patience: Duration::from_millis(arguments.timeout),
+        timeout: Duration::from_millis(arguments.timeout),
     })?;
     let only = &arguments.only;
     let wanted = |check: &Check| only.is_empty() || only.contains(&check.rule);

@@ -61,8 +61,9 @@ pub(crate) struct Arguments {
     iotlb_entries: u64,
 
     /// How long a packet waits for a translation before it is dropped, in ms
-    #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
-    iotlb_patience_ms: u64,
+    #[arg(long, value_name = "MS", default_value_t = 5000, alias = "iotlb-patience-ms",
+          value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
+    iotlb_timeout_ms: u64,
 }
 
 fn address(text: &str) -> Result<[u8; 6], String> {
@@ -90,7 +91,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         mtu,
         no_iommu,
         iotlb_entries,
-        iotlb_patience_ms,
+        iotlb_timeout_ms,
     } = arguments;
     let begun = serve::begin(&service.common, "net", 1 + usize::from(peer.is_some()))?;
     let way = match (&tap, &peer) {
@@ -111,7 +112,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     };
     let iotlb = IotlbConfig {
         entries: iotlb_entries,
-        patience: Duration::from_millis(iotlb_patience_ms),
+        timeout: Duration::from_millis(iotlb_timeout_ms),
         ..IotlbConfig::default()
     };
     let options = NetOptions {

@@ -221,7 +221,7 @@ fn connected(socket: &Path) -> UnixStream {
 }
 
 fn started(place: &Place, more: &[&str]) -> Running {
-    let fixed = ["blk", "--socket", "s", "--image", "disk.img", "--iotlb-patience-ms", "600000"];
+    let fixed = ["blk", "--socket", "s", "--image", "disk.img", "--iotlb-timeout-ms", "600000"];
     let mut running = place.start(&[&fixed[..], more].concat());
     running.wait_for(|line| line.contains("listening on s"));
     running

@@ -263,3 +263,11 @@ fn help_says_what_there_is() {
     assert_eq!(ended.code(), 1, "{ended}");
     assert!(ended.err.contains("ringfence compare"), "{ended}");
 }
+
+#[test]
+fn an_option_that_was_renamed_is_known_by_its_old_name() {
+    for service in ["blk", "net"] {
+        let ended = Place::new().run(&[service, "--iotlb-patience-ms", "0"]);
+        ended.refused(&["invalid value '0' for '--iotlb-timeout-ms <MS>'"]);
+    }
+}

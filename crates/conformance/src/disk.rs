@@ -34,7 +34,7 @@ enum Kind {
 pub(super) struct Disk {
     pub(super) endpoint: u32,
     socket: PathBuf,
-    patience: Duration,
+    timeout: Duration,
     front: Option<Frontend>,
     ring: Option<Ring>,
     ram: Arc<GuestRam>,
@@ -48,7 +48,7 @@ impl Disk {
     pub(super) fn new(
         endpoint: u32,
         socket: PathBuf,
-        patience: Duration,
+        timeout: Duration,
         ram: &Arc<GuestRam>,
         offset: usize,
     ) -> Disk {
@@ -56,7 +56,7 @@ impl Disk {
         Disk {
             endpoint,
             socket,
-            patience,
+            timeout,
             front: None,
             ring: None,
             ram,
@@ -167,7 +167,7 @@ impl Disk {
         ];
         let Some(ring) = &mut self.ring else { return Err(Refused) };
         ring.submit(&descs, 0).map_err(|_| Refused)?;
-        match ring.wait(self.patience / SILENCE) {
+        match ring.wait(self.timeout / SILENCE) {
             Ok(Some(_)) => {}
             // The device cannot reach its ring, or does not complete a failed access. Nor will it
             // complete later requests in this ring.

@@ -63,7 +63,7 @@ pub struct Target {
     /// A number that no endpoint has.
     pub absent: u32,
     /// The time-out for a request.
-    pub patience: Duration,
+    pub timeout: Duration,
 }
 
 fn broken(error: impl Display) -> Failed {
@@ -138,8 +138,8 @@ impl VhostSubject {
         let mut offset = own + whole(OWN);
         for (endpoint, socket) in &subject.target.endpoints {
             let Some(socket) = socket.clone() else { continue };
-            let patience = subject.target.patience;
-            let mut disk = Disk::new(*endpoint, socket, patience, &subject.ram, offset);
+            let timeout = subject.target.timeout;
+            let mut disk = Disk::new(*endpoint, socket, timeout, &subject.ram, offset);
             disk.connect()?;
             subject.disks.push(disk);
             offset += disk_bytes;
@@ -226,7 +226,7 @@ impl VhostSubject {
             .collect();
         let Some(ring) = &mut self.requests else { return Err(Failed::Timeout) };
         ring.submit(&descs, 0)?;
-        let Some(used) = ring.wait(self.target.patience)? else {
+        let Some(used) = ring.wait(self.target.timeout)? else {
             self.hang_up();
             return Err(Failed::Timeout);
         };

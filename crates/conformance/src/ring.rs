@@ -67,9 +67,9 @@ impl Ring {
         Ok(())
     }
 
-    /// The next chain that comes back, `None` if none does within `patience`.
-    pub(super) fn wait(&mut self, patience: Duration) -> Result<Option<Used>, Failed> {
-        let deadline = Instant::now() + patience;
+    /// The next chain that comes back, `None` if none does within `timeout`.
+    pub(super) fn wait(&mut self, timeout: Duration) -> Result<Option<Used>, Failed> {
+        let deadline = Instant::now() + timeout;
         loop {
             if let Some(used) = self.queue.pop().map_err(broken)? {
                 return Ok(Some(used));

@@ -38,7 +38,7 @@ pub struct IotlbConfig {
     /// The most misses that are open at a time (rule D17).
     pub misses: usize,
     /// How long an access waits for its translation before it fails.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// After how long without an update a miss is sent again, this time for a reply in any case.
     pub again: Duration,
     /// Determines which entries are evicted, for tests that must repeat exactly; `None`: a number
@@ -52,7 +52,7 @@ impl Default for IotlbConfig {
             entries: 1 << 16,
             table_bytes: 64 << 20,
             misses: 1024,
-            patience: Duration::from_secs(5),
+            timeout: Duration::from_secs(5),
             again: Duration::from_millis(20),
             seed: None,
         }

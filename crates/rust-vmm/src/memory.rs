@@ -18,7 +18,7 @@ use crate::error::into_error;
 /// [module](super) for how a device uses it.
 ///
 /// An access that meets a missing translation sends a miss and waits, at most for
-/// [`IotlbConfig::patience`](ringfence_iotlb::IotlbConfig::patience). All of an access is
+/// [`IotlbConfig::timeout`](ringfence_iotlb::IotlbConfig::timeout). All of an access is
 /// translated before any of it is handed out. Once one failed, every later one fails.
 pub struct IotlbMemory<A: GuestAddressSpace> {
     /// Declared before `memory`, to be dropped first.

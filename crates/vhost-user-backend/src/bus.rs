@@ -127,8 +127,8 @@ impl Bus {
     }
 
     /// The time-out of an access that waits for its translation.
-    pub fn patience(&self) -> Duration {
-        self.iotlb().map_or(Duration::ZERO, |iotlb| iotlb.config().patience)
+    pub fn timeout(&self) -> Duration {
+        self.iotlb().map_or(Duration::ZERO, |iotlb| iotlb.config().timeout)
     }
 
     /// Replaces the memory.

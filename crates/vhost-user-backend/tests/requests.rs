@@ -82,7 +82,7 @@ impl Rig {
         let given = Arc::new(AtomicUsize::new(0));
         let device = Given(Mutex::new(send), Arc::clone(&given), Mutex::new(stop));
         let workers: Arc<[Worker]> = [Worker::spawn("test", Notify::Sleep).unwrap()].into();
-        let addresses = Addresses::Iotlb(IotlbConfig { patience: LONG, ..IotlbConfig::default() });
+        let addresses = Addresses::Iotlb(IotlbConfig { timeout: LONG, ..IotlbConfig::default() });
         let backend = Requests::backend(device, "test", addresses, Arc::clone(&workers), 0);
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Server::new(theirs, backend);

@@ -31,7 +31,7 @@ const MOST_FDS: usize = 253;
 #[derive(Clone, Copy, Debug)]
 struct Deadline {
     at: Option<Instant>,
-    patience: Duration,
+    timeout: Duration,
 }
 
 /// One end of a connection.
@@ -39,21 +39,21 @@ struct Deadline {
 pub(crate) struct Channel {
     stream: Arc<PeerFd>,
     /// The time-out for a peer to finish a message that it began, to take one, or to answer.
-    patience: Duration,
+    timeout: Duration,
     /// Another process takes over the connection.
     left: bool,
 }
 
 impl Channel {
-    pub(crate) fn new(stream: PeerFd, patience: Duration) -> Channel {
+    pub(crate) fn new(stream: PeerFd, timeout: Duration) -> Channel {
         // Receive urgent bytes inline: out of band, one would make the socket readable without
         // anything to read.
         let _ = sockopt::set_socket_oobinline(&stream, true);
-        Channel { stream: Arc::new(stream), patience, left: false }
+        Channel { stream: Arc::new(stream), timeout, left: false }
     }
 
-    pub(crate) fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+    pub(crate) fn set_timeout(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     pub(crate) fn stream(&self) -> &Arc<PeerFd> {
@@ -62,7 +62,7 @@ impl Channel {
 
     fn deadline(&self) -> Deadline {
         // A time-out beyond the clock's range is none.
-        Deadline { at: Instant::now().checked_add(self.patience), patience: self.patience }
+        Deadline { at: Instant::now().checked_add(self.timeout), timeout: self.timeout }
     }
 
     /// Waits until the socket can be read or written.
@@ -72,7 +72,7 @@ impl Channel {
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             match poll(&mut [PollFd::new(&*self.stream, flags)], left.as_ref()) {
                 Ok(0) => {
-                    return Err(WireError::TimedOut { what, millis: until.patience.as_millis() });
+                    return Err(WireError::TimedOut { what, millis: until.timeout.as_millis() });
                 }
                 Ok(_) => return Ok(()),
                 Err(Errno::INTR) => {}
@@ -144,7 +144,7 @@ impl Channel {
 
     /// Receives what is there, without waiting; false if there is nothing.
     pub(crate) fn receive_some(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
-        let now = Deadline { at: Some(Instant::now()), patience: Duration::ZERO };
+        let now = Deadline { at: Some(Instant::now()), timeout: Duration::ZERO };
         match self.fill(inbox, now, "answer") {
             Ok(true) => Ok(true),
             Ok(false) => Err(WireError::HungUp { what: "an answer" }),
@@ -162,13 +162,13 @@ impl Channel {
 
     /// Receives one request, without a limit on when it begins; `None` if the peer hung up instead.
     pub(crate) fn recv_request(&self, inbox: &mut Inbox) -> Result<Option<Message>, WireError> {
-        self.recv(inbox, false, Deadline { at: None, patience: self.patience })
+        self.recv(inbox, false, Deadline { at: None, timeout: self.timeout })
     }
 
     /// Waits until all of a request is there, without a limit on when it begins; false if the peer
     /// hung up instead.
     pub(crate) fn await_request(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
-        self.arrive(inbox, false, Deadline { at: None, patience: self.patience })
+        self.arrive(inbox, false, Deadline { at: None, timeout: self.timeout })
     }
 
     /// As [`recv_request`](Self::recv_request), but it must begin within `limit`.
@@ -177,7 +177,7 @@ impl Channel {
         inbox: &mut Inbox,
         limit: Duration,
     ) -> Result<Option<Message>, WireError> {
-        let begin = Deadline { at: Instant::now().checked_add(limit), patience: limit };
+        let begin = Deadline { at: Instant::now().checked_add(limit), timeout: limit };
         self.recv(inbox, false, begin)
     }
 

@@ -45,7 +45,7 @@ const OWN_FEATURES: u64 = msg::F_PROTOCOL_FEATURES | msg::F_LOG_ALL;
 const MOST_UNSENT: usize = 4096;
 
 /// Time-out for a front end to finish a message that it began, or to take an answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How often to check whether descriptors that are slow to close are closed.
 const LOOK: Duration = Duration::from_millis(10);
@@ -170,7 +170,7 @@ impl<H: Handler> Server<H> {
         let log = offered_protocol.contains(ProtocolFeatures::LOG_SHMFD);
         let own = msg::F_PROTOCOL_FEATURES | if log { msg::F_LOG_ALL } else { 0 };
         Server {
-            channel: Channel::new(stream.into(), PATIENCE),
+            channel: Channel::new(stream.into(), TIMEOUT),
             stopping: Arc::new(AtomicBool::new(false)),
             offered: handler.features() & !OWN_FEATURES | own,
             offered_protocol,
@@ -199,8 +199,8 @@ impl<H: Handler> Server<H> {
 
     /// Sets the time-out for the front end to finish a message that it began, or to take an answer
     /// (10 s by default). Silence between messages is not limited.
-    pub fn set_patience(&mut self, patience: Duration) {
-        self.channel.set_patience(patience);
+    pub fn set_timeout(&mut self, timeout: Duration) {
+        self.channel.set_timeout(timeout);
     }
 
     /// Limits how many bytes of the front end's files are mapped, its memory and its log (2^64 - 1

@@ -303,7 +303,7 @@ fn a_front_end_that_stalls_in_the_middle_of_a_message_is_cut_off() {
     let _alone = alone();
     let (stream, theirs) = UnixStream::pair().unwrap();
     let mut server = Server::new(common::end(theirs), Device::default());
-    server.set_patience(Duration::from_millis(20));
+    server.set_timeout(Duration::from_millis(20));
     send(&stream, &message(&Request::GetFeatures, false)[..5], &[]);
     let result = server.serve();
     assert!(matches!(result, Err(ServeError::Wire(WireError::TimedOut { .. }))));
@@ -314,7 +314,7 @@ fn a_front_end_that_takes_no_answers_is_cut_off() {
     let _alone = alone();
     let (stream, theirs) = UnixStream::pair().unwrap();
     let mut server = Server::new(common::end(theirs), Device::default());
-    server.set_patience(Duration::from_millis(20));
+    server.set_timeout(Duration::from_millis(20));
     let asking = thread::spawn(move || {
         let request = message(&Request::GetFeatures, false);
         // Until the back end closes the connection.

@@ -87,7 +87,7 @@ impl Rig {
         let shootdown = Shootdown::new(1);
         // A miss is sent once, however long it takes.
         let hour = Duration::from_secs(3600);
-        let config = IotlbConfig { again: hour, patience: hour, ..IotlbConfig::default() };
+        let config = IotlbConfig { again: hour, timeout: hour, ..IotlbConfig::default() };
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         let asked = Arc::<Asked>::default();
         iotlb.ask_through(Some(Arc::clone(&asked) as _));

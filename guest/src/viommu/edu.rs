@@ -21,7 +21,7 @@ const COMMAND: usize = 0x98;
 const RUN: u64 = 1;
 const TO_MEMORY: u64 = 2;
 /// It takes a tenth of a second, by QEMU's clock, on a machine that may be busy.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// One of them, which is an endpoint.
 pub(crate) struct Edu {
@@ -76,7 +76,7 @@ impl Edu {
         self.registers.write(COMMAND, command);
         let begun = Instant::now();
         while self.registers.read::<u64>(COMMAND) & RUN != 0 {
-            ensure!(begun.elapsed() < PATIENCE, "the edu does not end");
+            ensure!(begun.elapsed() < TIMEOUT, "the edu does not end");
             sleep(Duration::from_millis(1));
         }
         Ok(())

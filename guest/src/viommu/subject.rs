@@ -25,7 +25,7 @@ use crate::{
 
 const VERSION_1: u64 = 1 << 32;
 /// QEMU answers before its kick returns. What was not answered in this time never is.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 /// An event that is on its way is there by then.
 const MOMENT: Duration = Duration::from_millis(50);
 
@@ -165,7 +165,7 @@ impl Viommu {
         let begun = Instant::now();
         loop {
             // Asked first: an answer that is there by then counts.
-            let (given_up, over) = (self.device.needs_reset(), begun.elapsed() > PATIENCE);
+            let (given_up, over) = (self.device.needs_reset(), begun.elapsed() > TIMEOUT);
             if let Some(used) = queue.pop().map_err(broken)? {
                 self.memory.window().read(WRITABLE, writable);
                 return Ok(used.len);

@@ -17,7 +17,7 @@ use rustix::{
 /// Most buffers that an io_uring registers.
 pub(super) const MOST_BUFFERS: u32 = 1 << 14;
 /// A QEMU prints its version at once; a program that takes longer is not one.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What was tried here. `None`: nothing, since another tree is examined.
 #[derive(Debug, Default)]
@@ -86,7 +86,7 @@ fn qemu(program: &str) -> Option<String> {
     let begun = Instant::now();
     // Its output fits into the pipe, so it need not be read meanwhile.
     while child.try_wait().ok()?.is_none() {
-        if begun.elapsed() > PATIENCE {
+        if begun.elapsed() > TIMEOUT {
             let _ = child.kill();
             let _ = child.wait();
             return None;

@@ -36,7 +36,7 @@ pub(crate) fn service(place: &Place, image: &Path, queues: u32) -> Service {
 }
 
 /// A long time-out for translations: the result must not depend on how busy the machine is.
-pub(crate) const PATIENT: [&str; 2] = ["--iotlb-patience-ms", "600000"];
+pub(crate) const PATIENT: [&str; 2] = ["--iotlb-timeout-ms", "600000"];
 
 /// Every job of a fio report moved bytes and had no error.
 pub(crate) fn no_errors(report: &Value) {

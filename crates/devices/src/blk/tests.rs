@@ -68,8 +68,8 @@ impl Rig {
     /// page from the end lies at the nth place.
     fn translated(&mut self, pages: u64) -> Arc<Iotlb> {
         let shootdown = Shootdown::new(1);
-        let patience = Duration::from_nanos(1000);
-        let config = IotlbConfig { patience, ..IotlbConfig::default() };
+        let timeout = Duration::from_nanos(1000);
+        let config = IotlbConfig { timeout, ..IotlbConfig::default() };
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         iotlb.ask_through(Some(Arc::new(Silent)));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));

@@ -19,7 +19,7 @@ use super::{
     faults::Reported,
     gate::Gate,
     reach::Shared,
-    unit::{IommuUnit, PATIENCE, sum},
+    unit::{IommuUnit, TIMEOUT, sum},
 };
 
 /// How many faults wait for the driver before more are dropped and counted.
@@ -288,9 +288,9 @@ impl Iommu {
     }
 }
 
-/// Waits until `come` returns true; false if that takes longer than `PATIENCE`.
+/// Waits until `come` returns true; false if that takes longer than `TIMEOUT`.
 pub(super) fn in_time(come: impl Fn() -> bool) -> bool {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !come() {
         if Instant::now() >= deadline {
             return false;

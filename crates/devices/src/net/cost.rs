@@ -17,7 +17,7 @@ use super::{
     lane::forward,
     pieces::{Lasting, Plain},
     ring::NetRing,
-    round::{BusRing, Lane, Patience, Terms},
+    round::{BusRing, Lane, Terms, Timeouts},
     wire::feature,
 };
 
@@ -76,7 +76,7 @@ fn measure<B: Lasting>(
         let bus = &*bus;
         let mut src = BusRing::source(&mut transmit, bus, terms);
         let mut dst = BusRing::target(&mut receive, bus, terms);
-        assert!(forward(&mut lane, &mut src, &mut dst, (0, 0), 0, Patience::with_itself(0)));
+        assert!(forward(&mut lane, &mut src, &mut dst, (0, 0), 0, Timeouts::with_itself(0)));
         bursts.push(start.elapsed().as_nanos() as f64);
         assert_eq!(sender.pop_burst(&mut used).unwrap(), BURST);
         assert_eq!(receiver.pop_burst(&mut used).unwrap(), BURST);

@@ -229,7 +229,7 @@ impl RawDevice for NetEnd {
             memory: on.memory,
             endpoint: on.endpoint,
             terms: Terms { features: on.features },
-            patience_ns: nanos(self.net.options.iotlb.patience),
+            timeout_ns: nanos(self.net.options.iotlb.timeout),
         };
         let end = self.end;
         let share = self.share_of(ring);

@@ -8,7 +8,7 @@ use super::{
     pieces::{Lasting, copy, mark, recycle, soon, soon_written},
     receive::{read, receive},
     ring::Ready,
-    round::{AHEAD, BURST, BusRing, Lane, Patience, Round, Side, Step, Want, discard, give_up},
+    round::{AHEAD, BURST, BusRing, Lane, Round, Side, Step, Timeouts, Want, discard, give_up},
     stats::Lost,
     wire::{HEADER, Header, MAX_PACKET},
 };
@@ -23,20 +23,20 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
     dst: &mut BusRing<'_, D>,
     answers: (u64, u64),
     now_ns: u64,
-    patience: Patience,
+    timeouts: Timeouts,
 ) -> bool {
     if lane.sleeps(answers, now_ns) {
-        return lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience);
+        return lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, timeouts);
     }
     if !lane.finds((src.ring, src.bus), answers, now_ns) {
         return false;
     }
-    let over = lane.is_over(now_ns, patience.whole_ns);
+    let over = lane.is_over(now_ns, timeouts.whole_ns);
     match dst.ring.ready(dst.bus, now_ns) {
         Ready::Yes => {}
         Ready::Soon if !over => {
             lane.wait(Side::Target, answers, now_ns);
-            return drop_late(lane, src, answers, now_ns, patience);
+            return drop_late(lane, src, answers, now_ns, timeouts);
         }
         _ => {
             lane.pause(now_ns);
@@ -69,7 +69,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         round.publish(dst);
         round.publish(src);
     }
-    did || more || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, patience)
+    did || more || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, timeouts)
 }
 
 /// A translation of the receiver's is missing: packets wait for it, if there are any, or are dropped. True if any
@@ -80,7 +80,7 @@ fn drop_late<S: Lasting>(
     src: &mut BusRing<'_, S>,
     answers: (u64, u64),
     now_ns: u64,
-    patience: Patience,
+    timeouts: Timeouts,
 ) -> bool {
     if !lane.finds((src.ring, src.bus), answers, now_ns) {
         return false;
@@ -91,7 +91,7 @@ fn drop_late<S: Lasting>(
         }
         return false;
     }
-    let late = lane.lacks_receivers(now_ns, patience.receiver_ns);
+    let late = lane.lacks_receivers(now_ns, timeouts.receiver_ns);
     late && discard(lane, (src.ring, src.bus), Lost::Unanswered, answers, now_ns)
 }
 

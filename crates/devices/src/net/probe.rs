@@ -37,9 +37,9 @@ impl Probe {
         lane: &mut Lane,
         src: &mut BusRing<'_, S>,
         now_ns: u64,
-        patience_ns: u64,
+        timeout_ns: u64,
     ) -> bool {
-        let Some(mut round) = Round::begin(lane, src, now_ns, patience_ns) else { return false };
+        let Some(mut round) = Round::begin(lane, src, now_ns, timeout_ns) else { return false };
         if !round.take(src) {
             return true;
         }
@@ -93,9 +93,9 @@ impl Probe {
         &mut self,
         dst: &mut BusRing<'_, D>,
         now_ns: u64,
-        patience_ns: u64,
+        timeout_ns: u64,
     ) -> bool {
-        let begun = Round::begin(&mut self.inward, dst, now_ns, patience_ns);
+        let begun = Round::begin(&mut self.inward, dst, now_ns, timeout_ns);
         let Some(mut round) = begun else { return false };
         if !round.take(dst) {
             return true;

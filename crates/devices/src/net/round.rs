@@ -82,22 +82,22 @@ impl<'a, B: Lasting> BusRing<'a, B> {
 
 /// How long translations are waited for, in ns.
 #[derive(Clone, Copy)]
-pub(super) struct Patience {
+pub(super) struct Timeouts {
     /// Before the access fails.
     pub(super) whole_ns: u64,
     /// Before packets to a receiver without one are dropped; its access does not fail yet.
     pub(super) receiver_ns: u64,
 }
 
-impl Patience {
+impl Timeouts {
     /// For a driver that receives what it sends.
-    pub(super) fn with_itself(whole_ns: u64) -> Patience {
-        Patience { whole_ns, receiver_ns: u64::MAX }
+    pub(super) fn with_itself(whole_ns: u64) -> Timeouts {
+        Timeouts { whole_ns, receiver_ns: u64::MAX }
     }
 
     /// For a driver that sends to another.
-    pub(super) fn with_another(whole_ns: u64) -> Patience {
-        Patience { whole_ns, receiver_ns: (whole_ns / ANOTHERS_PART).max(ANOTHERS_LEAST) }
+    pub(super) fn with_another(whole_ns: u64) -> Timeouts {
+        Timeouts { whole_ns, receiver_ns: (whole_ns / ANOTHERS_PART).max(ANOTHERS_LEAST) }
     }
 }
 
@@ -328,8 +328,8 @@ impl Lane {
         ring.held() > 0
     }
 
-    pub(super) fn is_over(&self, now_ns: u64, patience_ns: u64) -> bool {
-        self.stall.is_some_and(|stall| now_ns.saturating_sub(stall.since_ns) >= patience_ns)
+    pub(super) fn is_over(&self, now_ns: u64, timeout_ns: u64) -> bool {
+        self.stall.is_some_and(|stall| now_ns.saturating_sub(stall.since_ns) >= timeout_ns)
     }
 
     /// Sends the misses of later packets, while translations were missing lately: the updates
@@ -422,14 +422,14 @@ impl Round {
         lane: &mut Lane,
         place: &mut BusRing<'_, B>,
         now_ns: u64,
-        patience_ns: u64,
+        timeout_ns: u64,
     ) -> Option<Round> {
         let answers = (place.bus.answers(), place.bus.answers());
         if lane.sleeps(answers, now_ns) || !lane.finds((place.ring, place.bus), answers, now_ns) {
             return None;
         }
         let mut round = Round::new(answers, now_ns);
-        if lane.is_over(now_ns, patience_ns) {
+        if lane.is_over(now_ns, timeout_ns) {
             round.lost += give_up(place);
             lane.go_on();
         }

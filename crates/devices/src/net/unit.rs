@@ -79,7 +79,7 @@ pub(super) struct Connected {
     pub(super) endpoint: Option<Arc<Endpoint>>,
     pub(super) terms: Terms,
     /// How long, in ns, a packet waits for a translation.
-    pub(super) patience_ns: u64,
+    pub(super) timeout_ns: u64,
 }
 
 /// One device, as far as this worker has to do with it.
@@ -88,7 +88,7 @@ pub(super) struct End {
     /// `None`: no driver is there.
     pub(super) bus: Option<Bus>,
     pub(super) terms: Terms,
-    pub(super) patience_ns: u64,
+    pub(super) timeout_ns: u64,
     /// By pair.
     pub(super) receive: Vec<Option<Box<NetRing>>>,
     pub(super) transmit: Vec<Option<Box<NetRing>>>,
@@ -180,7 +180,7 @@ impl NetUnit {
     ) -> Result<Option<Arc<Counters>>, String> {
         self.stop(at, ring);
         let end = &mut self.ends[at];
-        let Connected { memory, endpoint, terms, patience_ns } = connected;
+        let Connected { memory, endpoint, terms, timeout_ns } = connected;
         let mut counted = None;
         let bus = match &mut end.bus {
             Some(bus) => bus,
@@ -196,7 +196,7 @@ impl NetUnit {
                 }
             }),
         };
-        (end.terms, end.patience_ns) = (terms, patience_ns);
+        (end.terms, end.timeout_ns) = (terms, timeout_ns);
         if let Way::Tap(tap) = &self.way {
             tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
         }

@@ -42,7 +42,7 @@ proptest! {
         mergeable: bool,
     ) {
         let mut made = NetOptions { grace: GRACE, ..options(Way::Loopback, 1) };
-        made.iotlb.patience = std::time::Duration::from_millis(30);
+        made.iotlb.timeout = std::time::Duration::from_millis(30);
         let net = device(made, 1, Notify::Adaptive);
         let features = if mergeable { Setup::new(true).features } else { 0 };
         let mut driver = Driver::running(&net, 0, Setup { packed, features, ..Setup::new(true) });

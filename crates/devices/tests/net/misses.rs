@@ -19,8 +19,8 @@ use crate::rig::{
     until,
 };
 
-fn impatient(pairs: u16, patience: Duration) -> NetOptions {
-    let iotlb = IotlbConfig { patience, ..IotlbConfig::default() };
+fn impatient(pairs: u16, timeout: Duration) -> NetOptions {
+    let iotlb = IotlbConfig { timeout, ..IotlbConfig::default() };
     NetOptions { iotlb, ..options(Way::Loopback, pairs) }
 }
 

@@ -48,7 +48,7 @@ const SENT_END: u64 = 512 * PAGE;
 pub(crate) const BUFFERS_AT: u64 = SENT_END;
 
 pub(crate) fn options(way: Way, pairs: u16) -> NetOptions {
-    let iotlb = IotlbConfig { patience: LONG, ..IotlbConfig::default() };
+    let iotlb = IotlbConfig { timeout: LONG, ..IotlbConfig::default() };
     // A receiver that a busy machine does not let run for a while loses nothing.
     let grace = LONG;
     NetOptions { name: "test".into(), way, pairs, mac: None, mtu: None, iommu: true, grace, iotlb }

@@ -157,12 +157,12 @@ where
 
 impl<R: Registers> Core<R> {
     /// Time-out for the controller to become ready or to stop.
-    fn patience(&self) -> Duration {
+    fn timeout(&self) -> Duration {
         self.capabilities.ready.min(self.limit)
     }
 
     fn stop(&self) -> Result<(), Error> {
-        disable(&*self.registers, self.patience())
+        disable(&*self.registers, self.timeout())
     }
 }
 
@@ -235,7 +235,7 @@ where
         let admin = Admin::new(&self.device, registers, doorbells, most, config.limit)?;
         let admin = self.admin.insert(admin);
         let (entries, places) = (admin.pair().entries(), admin.pair().places());
-        enable(&**registers, entries, places, core.patience())?;
+        enable(&**registers, entries, places, core.timeout())?;
         let identity = admin.identity()?;
         let granted = admin.queues(config.queues)?;
         Ok((granted, identity, admin.namespaces()?))

@@ -179,9 +179,9 @@ impl Guards {
     }
 
     /// How long an access waits.
-    pub(super) fn patience(&self) -> Duration {
+    pub(super) fn timeout(&self) -> Duration {
         match &self.looker.lock().binding {
-            Binding::Iotlb(iotlb) => iotlb.config().patience,
+            Binding::Iotlb(iotlb) => iotlb.config().timeout,
             _ => Duration::ZERO,
         }
     }

@@ -323,7 +323,7 @@ impl GuardState {
                 self.source.counted.waits.fetch_add(1, Ordering::Relaxed);
                 others.0 = here();
                 others.0.retain(|held| !held.fixed.get());
-                (now, now + self.source.patience())
+                (now, now + self.source.timeout())
             });
             others.0.iter().for_each(|held| held.let_go());
             if now >= until {

@@ -12,7 +12,7 @@ use crate::bench::threads;
 const BLOCK: u64 = 200;
 const BLOCKS: usize = 11;
 /// Neither thread waits longer for the other, which may have no CPU for a while.
-const PATIENCE: std::time::Duration = std::time::Duration::from_millis(200);
+const TIMEOUT: std::time::Duration = std::time::Duration::from_millis(200);
 
 /// Two round trips differ if one takes so many times the other, or more.
 const APART: f64 = 1.5;
@@ -38,7 +38,7 @@ pub(in crate::bench) fn round_trip_ns(cpus: [usize; 2]) -> Option<f64> {
                 while line.0.load(Ordering::Acquire) != wait {
                     std::hint::spin_loop();
                     spins += 1;
-                    if spins.is_multiple_of(4096) && begun.elapsed() > PATIENCE {
+                    if spins.is_multiple_of(4096) && begun.elapsed() > TIMEOUT {
                         return Vec::new();
                     }
                 }

@@ -156,13 +156,13 @@ impl Stoppable {
 
 impl Read for Stoppable {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let patience = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        let timeout = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
         loop {
             if self.stop.load(Ordering::Relaxed) {
                 return Err(io::Error::other("interrupted"));
             }
             let mut waiting = [PollFd::from_borrowed_fd(self.file.as_fd(), PollFlags::IN)];
-            match poll(&mut waiting, Some(&patience)) {
+            match poll(&mut waiting, Some(&timeout)) {
                 Ok(0) | Err(rustix::io::Errno::INTR) => {}
                 // For anything else, the read reports it.
                 _ => match self.file.read(into) {

@@ -48,11 +48,11 @@ pub(crate) fn bench_with(config: IotlbConfig) -> Bench {
 
 pub(crate) fn bench() -> Bench {
     // Longer than any test takes, unless the time-out is what is tested.
-    bench_with(IotlbConfig { patience: Duration::from_secs(60), ..IotlbConfig::default() })
+    bench_with(IotlbConfig { timeout: Duration::from_secs(60), ..IotlbConfig::default() })
 }
 
 pub(crate) fn impatient() -> Bench {
-    bench_with(IotlbConfig { patience: Duration::from_millis(30), ..IotlbConfig::default() })
+    bench_with(IotlbConfig { timeout: Duration::from_millis(30), ..IotlbConfig::default() })
 }
 
 pub(crate) fn range(first: u64, len: u64) -> Range {

@@ -90,10 +90,10 @@ proptest! {
             plain.write_obj(if at < END { 0 } else { word }, GuestAddress(at)).unwrap();
         }
         // Misses and evictions are the same in each run of a case.
-        let (patience, again) = (Duration::from_secs(60), Duration::from_secs(60));
+        let (timeout, again) = (Duration::from_secs(60), Duration::from_secs(60));
         let seed = Some(1);
         let bench =
-            bench_with(IotlbConfig { entries, patience, again, seed, ..IotlbConfig::default() });
+            bench_with(IotlbConfig { entries, timeout, again, seed, ..IotlbConfig::default() });
         let space = bench.space_that(scope);
         let mut asked = 0u32;
         let answer = |bench: &Bench, misses: Vec<Miss>| {

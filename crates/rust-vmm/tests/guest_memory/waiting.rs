@@ -46,8 +46,8 @@ fn an_access_waits_for_its_answer() {
 #[test]
 fn all_that_an_access_lacks_is_asked_for_together() {
     // Sends no miss twice, however slow the machine.
-    let patience = Duration::from_secs(60);
-    let bench = bench_with(IotlbConfig { patience, again: patience, ..IotlbConfig::default() });
+    let timeout = Duration::from_secs(60);
+    let bench = bench_with(IotlbConfig { timeout, again: timeout, ..IotlbConfig::default() });
     let batches = Mutex::new(Vec::new());
     let answer = |bench: &Bench, misses: Vec<_>| {
         batches.lock().unwrap().push(misses.iter().map(page_of).collect::<Vec<_>>());
@@ -70,7 +70,7 @@ fn all_that_an_access_lacks_is_asked_for_together() {
 }
 
 #[test]
-fn who_never_answers_costs_an_access_its_patience_and_no_more() {
+fn a_front_end_that_never_replies_costs_an_access_its_timeout_and_no_more() {
     let bench = impatient();
     bench.map(0x1000, 0x20_1000, PAGE);
     asks(&bench);

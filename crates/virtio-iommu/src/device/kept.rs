@@ -18,7 +18,7 @@ use crate::wire::{Request, Status};
 const BURST: usize = 64;
 
 /// How long the invalidation may take in a process that has just started.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Kept {
     /// All requests that were carried out are answered.
@@ -162,7 +162,7 @@ impl<B: Backing> Device<B> {
         self.begin_sync(session);
         let begun = Instant::now();
         while !self.poll_sync(session).map_err(RestoreError::Invalidation)? {
-            if begun.elapsed() > PATIENCE {
+            if begun.elapsed() > TIMEOUT {
                 return Err(RestoreError::Stuck);
             }
             thread::yield_now();

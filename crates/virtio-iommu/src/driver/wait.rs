@@ -63,7 +63,7 @@ impl fmt::Debug for Waiting {
 /// Distinguishes a hung device from a slow one by the time since `retired` moved. Only time in
 /// which this thread looked counts: while the whole machine was stopped, or this thread was not
 /// scheduled, the device may not have run either.
-struct Patience {
+struct Watchdog {
     seen: u64,
     waited: Duration,
     looked: Instant,
@@ -71,15 +71,15 @@ struct Patience {
     life_at: Duration,
 }
 
-impl Patience {
-    fn new(seen: u64) -> Patience {
-        Patience { seen, waited: Duration::ZERO, looked: Instant::now(), life_at: LIFE_LOOK }
+impl Watchdog {
+    fn new(seen: u64) -> Watchdog {
+        Watchdog { seen, waited: Duration::ZERO, looked: Instant::now(), life_at: LIFE_LOOK }
     }
 
     /// How long nothing has moved, given the current `retired`.
     fn look(&mut self, retired: u64) -> Duration {
         if retired != self.seen {
-            *self = Patience::new(retired);
+            *self = Watchdog::new(retired);
         } else {
             let now = Instant::now();
             self.waited += now.duration_since(self.looked).min(2 * LIFE_SIGN);
@@ -216,7 +216,7 @@ impl Waiting {
     /// # Errors
     /// [`Error::Gone`].
     pub(super) fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
-        let mut patience = Patience::new(self.retired.load(Ordering::SeqCst));
+        let mut watchdog = Watchdog::new(self.retired.load(Ordering::SeqCst));
         let mut wait = Wait::new(self.notify);
         let mut looks = 0u32;
         loop {
@@ -231,29 +231,29 @@ impl Waiting {
                 }
             }
             if looks.is_multiple_of(LOOKS) {
-                self.lose_patience(&mut patience, transport)?;
+                self.check_timeout(&mut watchdog, transport)?;
             }
             looks = looks.wrapping_add(1);
             if looks < LOOKS && self.notify != Notify::Sleep {
                 hint::spin_loop();
             } else if wait.step(MonotonicClock.now_ns(), || None) == Next::Sleep {
-                return self.sleep_for(target, transport, patience);
+                return self.sleep_for(target, transport, watchdog);
             }
         }
     }
 
     /// # Errors
     /// [`Error::Gone`] if nothing was answered for too long, or the transport is gone.
-    fn lose_patience(&self, patience: &mut Patience, transport: &dyn Transport) -> Result<()> {
-        let waited = patience.look(self.retired.load(Ordering::SeqCst));
+    fn check_timeout(&self, watchdog: &mut Watchdog, transport: &dyn Transport) -> Result<()> {
+        let waited = watchdog.look(self.retired.load(Ordering::SeqCst));
         if self.timeout.is_some_and(|limit| waited >= limit) {
             return Err(self.fail("it answers nothing"));
         }
-        if waited < patience.life_at {
+        if waited < watchdog.life_at {
             return Ok(());
         }
         // This may cost a system call: not at every look.
-        patience.life_at = waited + LIFE_LOOK;
+        watchdog.life_at = waited + LIFE_LOOK;
         if !transport.is_alive() {
             return Err(self.fail("its end of the transport has gone"));
         }
@@ -264,7 +264,7 @@ impl Waiting {
         &self,
         target: u64,
         transport: &dyn Transport,
-        mut patience: Patience,
+        mut watchdog: Watchdog,
     ) -> Result<()> {
         let mut led = self.led.lock();
         while *led {
@@ -280,14 +280,14 @@ impl Waiting {
         }
         *led = true;
         drop(led);
-        let result = self.lead(target, transport, &mut patience);
+        let result = self.lead(target, transport, &mut watchdog);
         *self.led.lock() = false;
         self.changed.notify_all();
         result
     }
 
     /// Waits for notifications of the device, as the only thread that does.
-    fn lead(&self, target: u64, transport: &dyn Transport, patience: &mut Patience) -> Result<()> {
+    fn lead(&self, target: u64, transport: &dyn Transport, watchdog: &mut Watchdog) -> Result<()> {
         loop {
             {
                 let mut ring = self.ring()?;
@@ -301,9 +301,9 @@ impl Waiting {
                     continue;
                 }
             }
-            self.lose_patience(patience, transport)?;
+            self.check_timeout(watchdog, transport)?;
             let left =
-                self.timeout.map_or(LIFE_SIGN, |limit| limit.saturating_sub(patience.waited));
+                self.timeout.map_or(LIFE_SIGN, |limit| limit.saturating_sub(watchdog.waited));
             transport.wait(REQUEST_QUEUE, left.min(LIFE_SIGN));
         }
     }

@@ -9,7 +9,7 @@ use super::{
         pieces::Plain,
         probe::Probe,
         ring::NetRing,
-        round::{BusRing, Lane, Patience, Terms, discard},
+        round::{BusRing, Lane, Terms, Timeouts, discard},
         stats::Lost,
     },
     End,
@@ -58,7 +58,7 @@ fn round(
     to: Option<(&mut NetRing, &Bus, Terms)>,
     answers: (u64, u64),
     now_ns: u64,
-    patience: Patience,
+    timeouts: Timeouts,
 ) -> bool {
     let (ring, bus, terms) = from;
     match to {
@@ -78,14 +78,14 @@ fn round(
         Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
             let mut src = BusRing::source(ring, src, terms);
             let mut dst = BusRing::target(target, dst, target_terms);
-            forward(lane, &mut src, &mut dst, answers, now_ns, patience)
+            forward(lane, &mut src, &mut dst, answers, now_ns, timeouts)
         })),
     }
 }
 
 /// Back to the driver, on the same pair. True if anything was done.
 pub(super) fn loopback(end: &mut End, now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = end else {
         return false;
     };
     let mut busy = false;
@@ -93,16 +93,16 @@ pub(super) fn loopback(end: &mut End, now_ns: u64) -> bool {
         let Some(from) = transmit.as_deref_mut() else { continue };
         let to = receive[pair].as_deref_mut().filter(works);
         let to = to.map(|ring| (ring, &*bus, *terms));
-        let (answers, patience) =
-            ((bus.answers(), bus.answers()), Patience::with_itself(*patience_ns));
-        busy |= round(lane, (from, bus, *terms), to, answers, now_ns, patience);
+        let (answers, timeouts) =
+            ((bus.answers(), bus.answers()), Timeouts::with_itself(*timeout_ns));
+        busy |= round(lane, (from, bus, *terms), to, answers, now_ns, timeouts);
     }
     busy
 }
 
 /// To the driver of another device. True if anything was done.
 pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, transmit, lanes, .. } = from else {
+    let End { bus: Some(bus), terms, timeout_ns, transmit, lanes, .. } = from else {
         return false;
     };
     let mut busy = false;
@@ -112,8 +112,8 @@ pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
         let target = to.receiver(pair).zip(target_bus.as_ref());
         let target = target.map(|(ring, bus)| (ring, bus, target_terms));
         let answers = (bus.answers(), target_bus.as_ref().map_or(0, Bus::answers));
-        let patience = Patience::with_another(*patience_ns);
-        busy |= round(lane, (ring, bus, *terms), target, answers, now_ns, patience);
+        let timeouts = Timeouts::with_another(*timeout_ns);
+        busy |= round(lane, (ring, bus, *terms), target, answers, now_ns, timeouts);
         to.bus = target_bus;
     }
     busy
@@ -121,17 +121,17 @@ pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
 
 /// To and from a tap device. True if anything was done.
 pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = end else {
         return false;
     };
-    let (bus, terms, patience_ns) = (&*bus, *terms, *patience_ns);
+    let (bus, terms, timeout_ns) = (&*bus, *terms, *timeout_ns);
     let mut busy = false;
     for (pair, outlet) in outlets.iter_mut().enumerate() {
         let lane = &mut lanes[pair];
         match transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
             Some(ring) if ring.enabled => {
                 busy |= on!(bus, bus => {
-                    outlet.send(lane, &mut BusRing::source(ring, bus, terms), now_ns, patience_ns)
+                    outlet.send(lane, &mut BusRing::source(ring, bus, terms), now_ns, timeout_ns)
                 });
             }
             Some(ring) => {
@@ -144,7 +144,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
         match receive[pair].as_deref_mut().filter(works) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    outlet.take_in(&mut BusRing::target(ring, bus, terms), now_ns, patience_ns)
+                    outlet.take_in(&mut BusRing::target(ring, bus, terms), now_ns, timeout_ns)
                 });
             }
             None => outlet.has_no_ring(now_ns),
@@ -155,17 +155,17 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
 
 /// Nowhere, and from nowhere. True if anything was done.
 pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, patience_ns, receive, transmit, lanes } = end else {
+    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = end else {
         return false;
     };
-    let (bus, terms, patience_ns) = (&*bus, *terms, *patience_ns);
+    let (bus, terms, timeout_ns) = (&*bus, *terms, *timeout_ns);
     let mut busy = false;
     for (pair, probe) in probes.iter_mut().enumerate() {
         let lane = &mut lanes[pair];
         match transmit[pair].as_deref_mut().filter(works) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    probe.swallow(lane, &mut BusRing::source(ring, bus, terms), now_ns, patience_ns)
+                    probe.swallow(lane, &mut BusRing::source(ring, bus, terms), now_ns, timeout_ns)
                 });
             }
             None => lane.end(now_ns),
@@ -173,7 +173,7 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
         match receive[pair].as_deref_mut().filter(works) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
-                    probe.emit(&mut BusRing::target(ring, bus, terms), now_ns, patience_ns)
+                    probe.emit(&mut BusRing::target(ring, bus, terms), now_ns, timeout_ns)
                 });
             }
             None => probe.inward.end(now_ns),

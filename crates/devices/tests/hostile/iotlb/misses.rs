@@ -261,8 +261,8 @@ fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_no
 
 #[test]
 fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_more() {
-    let patience = Duration::from_millis(200);
-    let mut behind = Behind::new(1, IotlbConfig { patience, ..config() }, ram_disk(1 << 20));
+    let timeout = Duration::from_millis(200);
+    let mut behind = Behind::new(1, IotlbConfig { timeout, ..config() }, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     behind.push(0);
     queue.go_round();
@@ -328,9 +328,9 @@ fn arbitrary_chains_and_answers_harm_only_their_ring() {
     let first = TestRunner::default().rng().next_u64();
     for seed in 0..40 {
         let mut numbers = Numbers(first.wrapping_add(seed));
-        let patience = Duration::from_millis(20);
+        let timeout = Duration::from_millis(20);
         let config =
-            IotlbConfig { patience, again: Duration::from_millis(10), misses: 64, ..config() };
+            IotlbConfig { timeout, again: Duration::from_millis(10), misses: 64, ..config() };
         let mut behind = Behind::new(1, config, ram_disk(1 << 20));
         // On pages 0 and 1, which cause no misses when it matters.
         let mut hostile = behind.queue(0);

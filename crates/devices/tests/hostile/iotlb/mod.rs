@@ -83,7 +83,7 @@ pub(crate) struct Behind {
 
 pub(crate) fn config() -> IotlbConfig {
     let again = Duration::from_millis(20);
-    IotlbConfig { patience: LONG, again, ..IotlbConfig::default() }
+    IotlbConfig { timeout: LONG, again, ..IotlbConfig::default() }
 }
 
 pub(crate) fn options(config: IotlbConfig, disk: Disk) -> BlkOptions {

@@ -14,7 +14,7 @@ use super::{invalidations::pipe, *};
 fn a_ring_stops_at_once_though_requests_wait_and_goes_on_with_them() {
     // rule D28
     // A stop that waited for the request would take longer than the front end waits.
-    let config = IotlbConfig { patience: 10 * LONG, ..config() };
+    let config = IotlbConfig { timeout: 10 * LONG, ..config() };
     let mut behind = Behind::new(1, config, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();

@@ -60,7 +60,7 @@ const SHARE: u64 = 64;
 const SPARED: u64 = 8;
 
 /// How many requests go by, after no addresses were found for a zone, before the next attempt.
-const PATIENCE: u32 = 64;
+const TIMEOUT: u32 = 64;
 
 /// The bounce pools of a domain, for one device or several. Cheap to clone: all clones refer to the
 /// same pools.
@@ -289,7 +289,7 @@ impl<T: Address> Inner<T> {
         }
         match self.make_zone(class, limit) {
             Some(zone) => zones.push(Arc::new(zone)),
-            None => (*below, *refused) = (limit, PATIENCE),
+            None => (*below, *refused) = (limit, TIMEOUT),
         }
         usable(&zones).0
     }

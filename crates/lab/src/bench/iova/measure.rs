@@ -29,7 +29,7 @@ use crate::{
 const CHECKED: u64 = 2000;
 
 /// How long requests may take to fill what can be filled in another way.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How everything is measured.
 pub(super) struct Method {
@@ -108,7 +108,7 @@ impl Entrant {
         if !implementation.is_placed() {
             return attempt(false, method.fill_limit);
         }
-        match attempt(false, method.fill_limit.min(PATIENCE)) {
+        match attempt(false, method.fill_limit.min(TIMEOUT)) {
             slow if slow.late => {
                 drop(slow);
                 attempt(true, method.fill_limit)

@@ -145,14 +145,14 @@ impl BlkLoad {
     /// Waits until all requests are completed.
     ///
     /// # Errors
-    /// See [`NetDriverError`]; [`NetDriverError::Io`] if nothing completes within `patience`.
-    pub fn drain(&mut self, patience: Duration) -> Result<(), NetDriverError> {
+    /// See [`NetDriverError`]; [`NetDriverError::Io`] if nothing completes within `timeout`.
+    pub fn drain(&mut self, timeout: Duration) -> Result<(), NetDriverError> {
         let mut since = Instant::now();
         while self.in_flight() > 0 {
             self.answer()?;
             if self.turn(false)? > 0 {
                 since = Instant::now();
-            } else if since.elapsed() > patience {
+            } else if since.elapsed() > timeout {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());
             }
         }

@@ -23,7 +23,7 @@ use super::{
 };
 
 /// The time-out for any reply of a back end.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// BACKEND_IOTLB_MSG.
 const BACKEND_IOTLB_MSG: u32 = 1;
 
@@ -53,7 +53,7 @@ impl Link {
         packed: bool,
         space: &Space,
     ) -> Result<Link, NetDriverError> {
-        let mut front = Frontend::new(stream, PATIENCE);
+        let mut front = Frontend::new(stream, TIMEOUT);
         let protocol = ProtocolFeatures::MQ | ProtocolFeatures::BACKEND_REQ;
         let mut needed = 1 << F_VERSION_1 | own;
         if space.addressing().translated() {
@@ -201,7 +201,7 @@ mod tests {
     fn link(space: &Space) -> (Link, UnixStream, UnixStream) {
         let (ours, mut main) = UnixStream::pair().unwrap();
         let (channel, theirs) = UnixStream::pair().unwrap();
-        let mut front = Frontend::new(ours, PATIENCE);
+        let mut front = Frontend::new(ours, TIMEOUT);
         front.set_features(1 << ringfence_virtq::F_ACCESS_PLATFORM).unwrap();
         front.set_mem_table(&[(space.ram().region(), space.ram().fd())]).unwrap();
         while !read(&mut main).is_empty() {}

@@ -14,7 +14,7 @@ use super::NetDriverError;
 /// Bytes of a message about an IOTLB.
 pub(super) const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
 /// The time-out for a reply of the back end.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Messages about an IOTLB, from a stream that may cut them anywhere.
 #[derive(Debug)]
@@ -98,7 +98,7 @@ impl Pipe {
         let begun = Instant::now();
         while !self.is_done(self.put) {
             self.flush()?;
-            if begun.elapsed() > PATIENCE {
+            if begun.elapsed() > TIMEOUT {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());
             }
         }

@@ -64,7 +64,7 @@ impl<S: Serve> RequestQueue<S> {
             self.look_behind(bus);
             return true;
         };
-        let waits = self.now_ns.saturating_sub(head.since_ns) < nanos(bus.patience());
+        let waits = self.now_ns.saturating_sub(head.since_ns) < nanos(bus.timeout());
         if !waits {
             self.timed_out(missing, bus);
         }
@@ -130,14 +130,14 @@ impl<S: Serve> RequestQueue<S> {
     #[cold]
     pub(super) fn resume(&mut self, bus: &Bus, look: Look) -> bool {
         let (slots, now_ns) = (&mut self.slots, self.now_ns);
-        let patience_ns = nanos(bus.patience());
+        let timeout_ns = nanos(bus.timeout());
         let mut ready = std::mem::take(&mut self.ready);
         self.parked.sort(look, &mut ready, |at| {
             let slot = &mut slots[usize::from(at)];
             let Some(wait) = &mut slot.wait else { return Ready::Yes };
             let Missing { addr, access } = wait.missing;
             if bus.since(wait.questions, || bus.prefetch(addr, 1, access))
-                || now_ns.saturating_sub(wait.since_ns) >= patience_ns
+                || now_ns.saturating_sub(wait.since_ns) >= timeout_ns
             {
                 return Ready::Yes;
             }
@@ -150,7 +150,7 @@ impl<S: Serve> RequestQueue<S> {
         for at in ready.drain(..) {
             let slot = &mut self.slots[usize::from(at)];
             let since_ns = slot.wait.map_or(now_ns, |wait| wait.since_ns);
-            match now_ns.saturating_sub(since_ns) >= patience_ns {
+            match now_ns.saturating_sub(since_ns) >= timeout_ns {
                 true => self.give_up(at, bus),
                 // A round goes on with no more freed requests than it takes from the ring.
                 false if self.is_spent() => self.stall(at),
