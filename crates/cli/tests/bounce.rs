@@ -177,7 +177,7 @@ fn an_untrusted_disk_gets_copies_of_what_shares_a_page_in_every_row() {
 fn people_are_told_what_was_copied() {
     let place = Place::new();
     let job = "[job]\nrw=randrw\nbs=16k\nsize=8m\niodepth=8\n";
-    let arguments = ["--explain", "--bounce-quota", "64m", "--report", "report.html"];
+    let arguments = ["--details", "--explain", "--bounce-quota", "64m", "--report", "report.html"];
     let ended = place.compare(job, &[&IN_THE_MIDDLE[..], &ROWS, &arguments].concat());
     assert_eq!(ended.code(), 0, "{ended}");
     assert!(ended.out.contains("\nbounce: bounce 100.0% copied, "), "{ended}");

@@ -196,7 +196,7 @@ fn the_policies_differ_in_what_they_ask_of_the_iommu() {
 
 #[test]
 fn the_table_has_a_row_for_each_policy_and_names_disk_and_notify_mode() {
-    let ended = Place::new().compare(JOB, &["--repeat", "1", "--notify", "sleep"]);
+    let ended = Place::new().compare(JOB, &["--repeat", "1", "--notify", "sleep", "--details"]);
     assert_eq!(ended.code(), 0, "{ended}");
     for policy in ["host"].iter().chain(&POLICIES) {
         let rows = ended.out.lines().filter(|line| line.split_whitespace().next() == Some(policy));
@@ -213,6 +213,23 @@ fn the_table_has_a_row_for_each_policy_and_names_disk_and_notify_mode() {
     // Progress went to standard error, as plain lines.
     assert!(ended.err.contains("warm-up") && !ended.err.contains('\u{1b}'), "{ended}");
     assert!(!ended.out.contains("warm-up") && !ended.out.contains('\u{1b}'), "{ended}");
+}
+
+#[test]
+fn the_first_table_has_eight_columns_and_an_advice() {
+    let arguments = ["--repeat", "2", "--policy", "off,strict+map,lazy-mq+map", "--quiet"];
+    let ended = Place::new().compare(JOB, &arguments);
+    assert_eq!(ended.code(), 0, "{ended}");
+    let of = |policy| {
+        let first = |line: &&str| line.split_whitespace().next() == Some(policy);
+        let line = ended.out.lines().find(first).unwrap_or_else(|| panic!("{policy}\n{ended}"));
+        line.split_whitespace().collect::<Vec<_>>()
+    };
+    assert_eq!((of("off").len(), of("off")[7]), (8, "always"), "{ended}");
+    assert_eq!((of("strict+map").len(), of("strict+map")[7]), (8, "never"), "{ended}");
+    assert_eq!((of("lazy-mq+map").len(), of("lazy-mq+map")[8]), (9, "ms"), "{ended}");
+    assert!(ended.out.contains("\nHere: strict+map. It keeps "), "{ended}");
+    assert!(ended.out.contains("--details"), "{ended}");
 }
 
 #[test]

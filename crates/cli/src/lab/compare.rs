@@ -197,6 +197,10 @@ pub(crate) struct Arguments {
         value_parser = clap::value_parser!(u32).range(..=MOST_LOAD))]
     load: u32,
 
+    /// Prints every figure: intervals, times in map and unmap, requests, exposure, waits.
+    #[arg(long)]
+    details: bool,
+
     /// Prints what `auto` chose for which mappings, and why.
     #[arg(long)]
     explain: bool,
@@ -207,8 +211,9 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "auto|trusted|untrusted", default_value_t = TrustChoice::Auto)]
     trust: TrustChoice,
 
-    /// Writes a report with charts, one self-contained HTML file.
-    #[arg(long, value_name = "FILE.html")]
+    /// Writes a report with charts, one self-contained HTML file; or, for a name that ends in .svg,
+    /// the price of safety as a picture.
+    #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
 
     #[command(flatten)]
@@ -319,11 +324,21 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let told = comparison.warnings.clone();
     comparison.warnings.extend(verdict.iter().cloned());
     let json = json.map_or(Ok(()), |output| output.write(&report::json::render(&comparison)));
-    let html = html.map_or(Ok(()), |output| output.write(&report::html::render(&comparison)));
+    let picture =
+        arguments.report.as_ref().and_then(|path| path.extension()) == Some("svg".as_ref());
+    let html = html.map_or(Ok(()), |output| {
+        output.write(&match picture {
+            true => report::picture::render(&comparison),
+            false => report::html::render(&comparison),
+        })
+    });
     comparison.warnings = untold(told, progress);
     let mut shown = String::new();
     if table && measured {
-        shown.push_str(&report::table::render(&comparison));
+        shown.push_str(&match arguments.details {
+            true => report::table::render(&comparison),
+            false => report::summary::render(&comparison),
+        });
         if arguments.explain {
             shown.push_str(&report::table::explain(&comparison));
         }

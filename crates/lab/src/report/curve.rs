@@ -35,11 +35,7 @@ pub(super) fn figure(page: &mut String, job: &JobReport) {
              for a millisecond); the line is the best to be had for no more exposure</small>\
              </figcaption>\n"
     );
-    let points: Vec<Point> =
-        rows.iter().filter_map(|(row, exposure)| Point::new(job, row, exposure)).collect();
-    if !points.is_empty() {
-        chart(page, points);
-    }
+    chart(page, job, "");
     numbers(page, job, &rows);
     page.push_str("</figure>\n");
 }
@@ -93,7 +89,14 @@ impl Point {
     }
 }
 
-fn chart(page: &mut String, mut points: Vec<Point>) {
+/// The chart of a job, an `svg` element with these `attributes`; whether there is something to draw.
+pub(super) fn chart(page: &mut String, job: &JobReport, attributes: &str) -> bool {
+    let rows = job.results.iter().filter_map(|row| Some((row, row.exposure?)));
+    let mut points: Vec<Point> =
+        rows.filter_map(|(row, exposure)| Point::new(job, row, &exposure)).collect();
+    if points.is_empty() {
+        return false;
+    }
     let logs: Vec<f64> = points
         .iter()
         .filter_map(|point| match point.place {
@@ -105,7 +108,7 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
     let (decades, ratios) = (Decades::of(&logs), Ratios::of(&drawn));
     put!(
         page,
-        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
+        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\"{attributes} role=\"img\" \
              aria-label=\"Throughput against exposure; the table below has the numbers\">\n"
     );
     axes(page, &decades, &ratios);
@@ -151,6 +154,7 @@ fn chart(page: &mut String, mut points: Vec<Point>) {
     }
     labels(page, &marks);
     page.push_str("</svg>\n");
+    true
 }
 
 fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {

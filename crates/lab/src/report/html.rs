@@ -267,7 +267,7 @@ fn waits(page: &mut String, job: &JobReport) {
     }
 }
 
-const STYLE: &str = include_str!("style.css");
+pub(super) const STYLE: &str = include_str!("style.css");
 const KEY: &str = include_str!("key.html");
 const METHOD: &str = include_str!("method.html");
 

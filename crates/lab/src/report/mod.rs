@@ -1,4 +1,5 @@
-//! What a comparison found, and its three faces: [`table`], [`json`], [`html`].
+//! What a comparison found, and its faces: [`summary`], [`table`], [`picture`], [`html`],
+//! [`json`].
 //!
 //! [`Comparison`] is the contract `ringfence.compare/1`: fields are added, never renamed or removed.
 //! It is made from what the rounds measured ([`Sample`], one a job, policy and round) by
@@ -20,7 +21,9 @@ mod exposure;
 pub mod html;
 pub mod json;
 mod markup;
+pub mod picture;
 mod plot;
+pub mod summary;
 pub mod table;
 mod waits;
 

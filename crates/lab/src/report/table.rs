@@ -195,7 +195,7 @@ pub(super) fn warnings(comparison: &Comparison) -> Vec<String> {
     all
 }
 
-fn title(job: &JobReport) -> String {
+pub(super) fn title(job: &JobReport) -> String {
     format!("{}: {}; {}", plain(&job.name), job.describe(), count(job.rounds, "round"))
 }
 
