@@ -30,11 +30,29 @@ pub fn render(comparison: &Comparison) -> String {
         y += 18.0;
     }
     let height = y + 12.0;
+    let mut palettes = STYLE.split(":root {").skip(1);
+    let (light, dark) = (palettes.next().unwrap_or(""), palettes.next().unwrap_or(""));
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" \
          height=\"{height}\" font-family=\"system-ui, sans-serif\" font-size=\"13\">\n\
-         <style>{STYLE}</style>\n<rect class=\"back\" width=\"100%\" height=\"100%\"/>\n{charts}</svg>\n"
+         <style>\n{}@media (prefers-color-scheme: dark) {{\n{}}}\n</style>\n<rect class=\"back\" width=\"100%\" height=\"100%\"/>\n{charts}</svg>\n",
+        rules(light),
+        rules(dark),
     )
+}
+
+/// What the report's style says of elements of a chart, with the colours of `palette` in it: a
+/// viewer of pictures need not know CSS's variables.
+fn rules(palette: &str) -> String {
+    const CHART: [&str; 8] =
+        ["svg ", "circle", "rect", ".whisker", ".reference", ".grid", ".frontier", ".leader"];
+    let block = palette.split('}').next().unwrap_or("");
+    let colours = block.split(';').filter_map(|pair| pair.trim().split_once(": "));
+    let lines = STYLE.lines().filter(|line| {
+        CHART.iter().any(|element| line.starts_with(element)) && !line.starts_with("svg {")
+    });
+    let lines: String = lines.flat_map(|line| [line, "\n"]).collect();
+    colours.fold(lines, |lines, (name, colour)| lines.replace(&format!("var({name})"), colour))
 }
 
 #[cfg(test)]
@@ -55,6 +73,10 @@ mod tests {
         }
         assert!(picture.contains("&lt;script&gt;") && !picture.contains("<script>"));
         assert!(picture.contains("prefers-color-scheme: dark"));
+        // Each colour stands twice, as itself.
+        assert!(!picture.contains("var("), "{picture}");
+        assert_eq!(picture.matches("circle.strict").count(), 2);
+        assert!(picture.contains("fill: #2b6cb0") && picture.contains("fill: #4d94dd"));
     }
 
     #[test]
