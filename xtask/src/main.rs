@@ -99,7 +99,7 @@ enum Command {
         #[arg(long)]
         update: bool,
     },
-    /// Runs the commands whose tables README.md shows and puts their output in.
+    /// Runs the commands whose tables README.md and docs/ show and puts their output in.
     Readme {
         /// Only those that contain this.
         #[arg(long)]

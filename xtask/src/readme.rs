@@ -1,49 +1,69 @@
-//! The tables in README.md come from real runs: this makes them again.
+//! The tables in README.md and docs/ come from real runs: this makes them again.
 
-use std::{fs, process::Command};
+use std::{
+    fs,
+    process::{Command, Stdio},
+};
 
 use anyhow::{Context, Result, bail};
 
-/// Replaces the text between `<!-- run: COMMAND -->` and `<!-- end -->` in README.md by a code
-/// block with what the command prints; those whose command contains `only`, if that is given.
+use crate::steps::{commit, root};
+
+const FILES: &[&str] = &["README.md", "docs/performance.md", "docs/vfio.md"];
+
+/// Replaces the text between `<!-- run: COMMAND -->` and `<!-- end -->` by a code block with the
+/// command, what it prints, and the commit; those whose command contains `only`, if that is given.
 pub(crate) fn regenerate(only: Option<&str>) -> Result<()> {
-    let file = crate::steps::root().join("README.md");
-    let text = fs::read_to_string(&file).context("README.md")?;
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text.as_str();
+    // Before a file is written: of an unchanged tree it says so.
+    let made = commit("")?.trim().replace('\n', "; ");
     let mut count = 0;
-    while let Some((before, after)) = rest.split_once("<!-- run: ") {
-        let (command, after) =
-            after.split_once(" -->").context("README.md: `run:` without `-->`")?;
-        let (old, after) =
-            after.split_once("<!-- end -->").context("README.md: no `<!-- end -->`")?;
-        out.push_str(before);
-        rest = after;
-        if only.is_some_and(|only| !command.contains(only)) {
-            out.push_str(&format!("<!-- run: {command} -->{old}<!-- end -->"));
-            continue;
+    for name in FILES {
+        let file = root().join(name);
+        let text = fs::read_to_string(&file).with_context(|| (*name).to_owned())?;
+        let (mut out, mut rest) = (String::with_capacity(text.len()), text.as_str());
+        while let Some((before, after)) = rest.split_once("<!-- run: ") {
+            let parts = after.split_once(" -->").and_then(|(command, after)| {
+                after.split_once("<!-- end -->").map(|(old, after)| (command, old, after))
+            });
+            let Some((command, old, after)) = parts else {
+                bail!("{name}: `<!-- run: COMMAND -->` without `<!-- end -->`");
+            };
+            out.push_str(before);
+            rest = after;
+            let block = match only.is_some_and(|only| !command.contains(only)) {
+                true => old.to_owned(),
+                false => {
+                    count += 1;
+                    run(command, &made)?
+                }
+            };
+            out.push_str(&format!("<!-- run: {command} -->{block}<!-- end -->"));
         }
-        println!("running: {command}");
-        let output = Command::new("sh")
-            .args(["-c", command])
-            .current_dir(crate::steps::root())
-            .stderr(std::process::Stdio::inherit())
-            .output()?;
-        if !output.status.success() {
-            bail!("{command}: {}", output.status);
-        }
-        let printed = String::from_utf8(output.stdout).context("the output is not UTF-8")?;
-        out.push_str(&format!(
-            "<!-- run: {command} -->\n```text\n{}\n```\n<!-- end -->",
-            printed.trim_end()
-        ));
-        count += 1;
+        out.push_str(rest);
+        fs::write(&file, out)?;
     }
-    out.push_str(rest);
     if count == 0 {
-        bail!("README.md has no `<!-- run: COMMAND -->` with {:?}", only.unwrap_or_default());
+        bail!(
+            "no `<!-- run: COMMAND -->` with {:?} in {}",
+            only.unwrap_or_default(),
+            FILES.join(", ")
+        );
     }
-    fs::write(&file, out)?;
     println!("{count} blocks regenerated");
     Ok(())
+}
+
+/// The code block of a command, which was `made` at a commit.
+fn run(command: &str, made: &str) -> Result<String> {
+    println!("running: {command}");
+    let output = Command::new("sh")
+        .args(["-c", command])
+        .current_dir(root())
+        .stderr(Stdio::inherit())
+        .output()?;
+    if !output.status.success() {
+        bail!("{command}: {}", output.status);
+    }
+    let printed = String::from_utf8(output.stdout).context("the output is not UTF-8")?;
+    Ok(format!("\n```text\n$ {command}\n# {made}\n\n{}\n```\n", printed.trim_end()))
 }
