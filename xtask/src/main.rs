@@ -11,6 +11,7 @@ mod gate;
 mod guests;
 mod house;
 mod interface;
+mod links;
 mod modules;
 mod pace;
 mod packages;

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use crate::{
     deny, floors, front_door,
     fuzz::{self, Length},
-    gate, guests, house, interface,
+    gate, guests, house, interface, links,
     pace::Pace,
     packages, rules, soak,
     suite::{self, Program, Suite},
@@ -143,6 +143,7 @@ const STEPS: &[Step] = &[
     long("fuzz for a minute each", 700, |_| {
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
     }),
+    long("packages", 600, |_| published()),
     long("services of systemd", 60, systemd),
     long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
@@ -309,8 +310,25 @@ fn models() -> Result<()> {
 
 /// The documentation of all crates builds without a warning, and its examples compile.
 fn documentation() -> Result<()> {
+    links::check()?;
+    links::check_book()?;
     cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
     cargo(&["test", "--workspace", "--doc", "--quiet"], &[])
+}
+
+/// Each published crate builds from its own package.
+fn published() -> Result<()> {
+    let metadata = Command::new("cargo")
+        .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
+        .current_dir(root())
+        .output()?;
+    let metadata: serde_json::Value = serde_json::from_slice(&metadata.stdout)?;
+    let packages = metadata["packages"].as_array().context("cargo metadata lists packages")?;
+    // `publish = false` is an empty list.
+    let published = packages.iter().filter(|package| package["publish"].is_null());
+    let mut arguments = vec!["package", "--offline", "--quiet"];
+    arguments.extend(published.flat_map(|it| ["--package", it["name"].as_str().unwrap_or("")]));
+    cargo(&arguments, &[])
 }
 
 /// Every example must run, not only build.
