@@ -24,8 +24,8 @@ use ringfence_vhost_user::{
 
 /// A device that sends misses when its ring starts.
 struct Device {
-    questions: u64,
-    answers: u64,
+    misses: u64,
+    replies: u64,
     channel: Option<Arc<BackendChannel>>,
 }
 
@@ -48,7 +48,7 @@ impl Handler for Device {
     fn start_ring(&mut self, _: u16, _: RingSetup) -> Result<(), HandlerError> {
         let miss = |page| (Iotlb::Miss { iova: page << 12, access: Access::Read }, Some(page));
         let channel = self.channel.as_ref().expect("it was given first");
-        assert_eq!(channel.try_send((0..self.questions).map(miss)) as u64, self.questions);
+        assert_eq!(channel.try_send((0..self.misses).map(miss)) as u64, self.misses);
         Ok(())
     }
     fn stop_ring(&mut self, _: u16) -> Result<u32, HandlerError> {
@@ -67,22 +67,22 @@ impl Handler for Device {
     fn channel_answer(&mut self, message: Iotlb, number: u64, _: bool) {
         // In the order of the misses, and none twice.
         let access = Access::Read;
-        assert_eq!(message, Iotlb::Miss { iova: self.answers << 12, access });
-        assert_eq!(number, self.answers);
-        self.answers += 1;
-        assert!(self.answers <= self.questions);
+        assert_eq!(message, Iotlb::Miss { iova: self.replies << 12, access });
+        assert_eq!(number, self.replies);
+        self.replies += 1;
+        assert!(self.replies <= self.misses);
     }
 }
 
 fuzz_target!(|data: &[u8]| threads::await_end(|| run(data)));
 
 fn run(data: &[u8]) {
-    let Some((&questions, answers)) = data.split_first() else { return };
+    let Some((&misses, bytes)) = data.split_first() else { return };
     let (front, back) = UnixStream::pair().expect("a socket pair");
     let (mut ours, theirs) = UnixStream::pair().expect("a socket pair");
     let ram = GuestRam::new(1 << 14, 0).expect("a memory file");
     let served = thread::spawn(move || {
-        let device = Device { questions: u64::from(questions) % 70, answers: 0, channel: None };
+        let device = Device { misses: u64::from(misses) % 70, replies: 0, channel: None };
         let mut server = Server::new(back, device);
         // The rest of a truncated message never comes.
         server.set_timeout(Duration::from_millis(20));
@@ -96,7 +96,7 @@ fn run(data: &[u8]) {
     front.set_vring_num(0, 64).expect("nothing is wrong yet");
     front.set_vring_addr(0, &RingAddresses::default()).expect("nothing is wrong yet");
     front.set_vring_kick(0, None).expect("nothing is wrong yet");
-    let _ = ours.write_all(&answers[..answers.len().min(4096)]);
+    let _ = ours.write_all(&bytes[..bytes.len().min(4096)]);
     // A reply, or a closed connection: a time-out would be a hang.
     if let Err(error) = front.queue_num() {
         assert!(!error.to_string().contains("within"), "{error}");

@@ -17,22 +17,22 @@ fuzz_target!(|data: &[u8]| threads::await_end(|| run(data)));
 fn run(data: &[u8]) {
     let Some((&cut, rest)) = data.split_first() else { return };
     let rest = &rest[..rest.len().min(8192)];
-    let (channel, answers) = rest.split_at(usize::from(cut).min(rest.len()));
+    let (channel, replies) = rest.split_at(usize::from(cut).min(rest.len()));
 
     let (ours, mut theirs) = UnixStream::pair().expect("a socket pair");
     theirs.write_all(channel).expect("it is connected");
     drop(theirs);
     let mut ours = FrontendChannel::new(ours, Duration::from_secs(10));
-    let mut asked = Vec::new();
-    while let Ok(true) = ours.recv_all(&mut asked) {}
-    assert!(asked.len() <= channel.len() / 12);
+    let mut messages = Vec::new();
+    while let Ok(true) = ours.recv_all(&mut messages) {}
+    assert!(messages.len() <= channel.len() / 12);
 
     let (ours, mut theirs) = UnixStream::pair().expect("a socket pair");
-    theirs.write_all(answers).expect("it is connected");
+    theirs.write_all(replies).expect("it is connected");
     theirs.shutdown(std::net::Shutdown::Write).expect("it is connected");
     let ram = GuestRam::new(1 << 14, 0).expect("a memory file");
     let mut front = Frontend::new(ours, Duration::from_secs(10));
-    let mut ask = || -> Result<(), FrontendError> {
+    let mut requests = || -> Result<(), FrontendError> {
         front.negotiate(!0, ProtocolFeatures::KNOWN)?;
         front.set_mem_table(&[(ram.region(), ram.fd())])?;
         let _ = front.inflight(1, 64)?;
@@ -42,7 +42,7 @@ fn run(data: &[u8]) {
         front.status()?;
         Ok(())
     };
-    let result = ask();
+    let result = requests();
     // All that will come is there already: nothing is waited for.
     if let Err(error) = &result {
         assert!(!error.to_string().contains("within"), "{error}");

@@ -67,7 +67,7 @@ pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
     if sanitise {
         println!(
             "address sanitiser: {}",
-            if nightly { "on" } else { "off, for want of a nightly toolchain" }
+            if nightly { "on" } else { "off: there is no nightly toolchain" }
         );
     }
     // The flags that cargo-fuzz gives a nightly compiler, as the stable one takes them: counters at
@@ -147,17 +147,17 @@ impl Targets {
             .args([&corpus, &cases])
             .current_dir(&folder);
         let output = command.output().with_context(|| name.to_owned())?;
-        let said = String::from_utf8_lossy(&output.stderr);
+        let stderr = String::from_utf8_lossy(&output.stderr);
         if !output.status.success() {
             let repeat = format!("cargo xtask fuzz --only {name}");
             bail!(
-                "{}; commit what is new in {}; to repeat it: {repeat}\n{said}",
+                "{}; commit what is new in {}; to repeat it: {repeat}\n{stderr}",
                 output.status,
                 show(&cases)
             );
         }
         let executed =
-            said.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
+            stderr.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
         println!("{name}: {} runs", executed.unwrap_or("?").trim());
         // Fails unless it is empty.
         let _ = std::fs::remove_dir(&cases);

@@ -117,7 +117,7 @@ fn parse(text: &str) -> Result<BTreeMap<Id, (String, Bound)>> {
     for (letter, count) in [('L', 66), ('V', 43), ('D', 30)] {
         for number in 1..=count {
             if !rules.contains_key(&Id(letter, number)) {
-                bail!("docs/rules.md lacks {letter}{number}");
+                bail!("docs/rules.md has no {letter}{number}");
             }
         }
     }

@@ -202,7 +202,7 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
             }
             Ok(()) if over => {
                 failed.push(step.name);
-                "FAILED: over its budget: make it cheaper, or argue for more".to_owned()
+                "FAILED: over its budget: make it cheaper, or justify a larger one".to_owned()
             }
             Ok(()) => "passed".to_owned(),
         };
@@ -248,14 +248,14 @@ fn work_of_children() -> Option<f32> {
 
 /// The command, the commit and the toolchain, for a result that is kept.
 pub(crate) fn commit(command: &str) -> Result<String> {
-    let said = |program: &str, arguments: &[&str]| -> Result<String> {
+    let printed = |program: &str, arguments: &[&str]| -> Result<String> {
         let output = Command::new(program).args(arguments).current_dir(root()).output()?;
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let changed =
-        if said("git", &["status", "--porcelain"])?.is_empty() { "" } else { ", changed" };
-    let commit = said("git", &["log", "-1", "--format=%H of %cs"])?;
-    Ok(format!("{command}\ncommit {commit}{changed}\n{}", said("rustc", &["--version"])?))
+        if printed("git", &["status", "--porcelain"])?.is_empty() { "" } else { ", changed" };
+    let commit = printed("git", &["log", "-1", "--format=%H of %cs"])?;
+    Ok(format!("{command}\ncommit {commit}{changed}\n{}", printed("rustc", &["--version"])?))
 }
 
 /// Why a step could not run on this machine.

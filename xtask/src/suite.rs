@@ -60,8 +60,8 @@ impl Program {
     pub(crate) fn list(&self) -> Result<Vec<String>> {
         let output = self.command().args(["--list", "--format=terse"]).output()?;
         ensure!(output.status.success(), "{} --list: {}", self.path.display(), output.status);
-        let said = String::from_utf8_lossy(&output.stdout);
-        Ok(said.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
+        let text = String::from_utf8_lossy(&output.stdout);
+        Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
     }
 
     fn command(&self) -> Command {
@@ -187,17 +187,17 @@ pub(crate) fn run(
         command.args(arguments).envs(environment.iter().copied());
         command.stdin(Stdio::null()).stdout(to.try_clone()?).stderr(to);
         let status = command.status().with_context(|| program.path.display().to_string())?;
-        let said = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
+        let printed = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
         let seconds = begun.elapsed().as_secs_f32();
         let mut tally = tally.lock().expect("no thread panics");
         let (before, failures) = (tally.passed, tally.failed.len());
-        note(program, &said, &mut tally);
+        note(program, &printed, &mut tally);
         if !status.success() && tally.failed.len() == failures {
             tally.failed.push(Failure { program: program.clone(), test: None });
         }
         let (passed, failed) = (tally.passed - before, tally.failed.len() - failures);
         if failed > 0 {
-            println!("{said}\n{status}");
+            println!("{printed}\n{status}");
         }
         if passed + failed > 0 {
             let line = format!("{}: {passed} passed, {failed} failed", program.name());
@@ -239,8 +239,8 @@ pub(crate) fn side_by_side<T: Sync>(
 
 /// Reads what a test program printed: `test NAME ... ok`, `... FAILED`, `... ignored, REASON`. What a test
 /// prints itself may stand between its name and its result.
-fn note(program: &Program, said: &str, tally: &mut Tally) {
-    for line in said.lines() {
+fn note(program: &Program, printed: &str, tally: &mut Tally) {
+    for line in printed.lines() {
         let Some(rest) = line.strip_prefix("test ") else { continue };
         if let Some(result) = rest.strip_prefix("result: ") {
             let passed = result.split(' ').nth(1).and_then(|n| n.parse::<usize>().ok());
@@ -251,7 +251,7 @@ fn note(program: &Program, said: &str, tally: &mut Tally) {
         }
     }
     // The list of names at the end is whole, whatever tests have printed.
-    let list = said.rsplit_once("\nfailures:\n").map_or("", |(_, list)| list);
+    let list = printed.rsplit_once("\nfailures:\n").map_or("", |(_, list)| list);
     for name in list.lines().take_while(|line| !line.starts_with("test result")) {
         if let Some(name) = name.strip_prefix("    ") {
             let test = Some(name.to_owned());
@@ -363,11 +363,11 @@ mod tests {
 
     #[test]
     fn what_a_test_program_prints_is_counted() {
-        let said = "\nrunning 4 tests\ntest a::one ... ok\ntest two ... noise\nFAILED\n\
+        let printed = "\nrunning 4 tests\ntest a::one ... ok\ntest two ... noise\nFAILED\n\
                     test three ... ignored, needs a thing\n\nfailures:\n\n---- two stdout ----\n    x\n\n\
                     \nfailures:\n    two\n\ntest result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured\n";
         let mut tally = Tally::default();
-        note(&program(), said, &mut tally);
+        note(&program(), printed, &mut tally);
         assert_eq!(tally.passed, 1);
         assert_eq!(tally.failed.len(), 1);
         assert_eq!(tally.failed[0].to_string(), "ringfence-x --test oracle: two");

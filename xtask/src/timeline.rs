@@ -119,7 +119,7 @@ impl Event {
 
     fn shown(&self) -> String {
         match &self.what {
-            What::Wakes(whom) => format!("{} wakes {whom}", self.thread),
+            What::Wakes(target) => format!("{} wakes {target}", self.thread),
             What::Switch { asleep, next } => {
                 let how = if *asleep { "sleeps" } else { "is interrupted" };
                 format!("{} {how}, {next} runs", self.thread)
@@ -149,7 +149,7 @@ fn turns(events: &[Event], thread: &str) -> Vec<Turn> {
     let (mut runs, mut sleeps, mut woken) = (None, None, None);
     for (at, event) in events.iter().enumerate() {
         match &event.what {
-            What::Wakes(whom) if whom == thread && sleeps.is_some() => {
+            What::Wakes(target) if target == thread && sleeps.is_some() => {
                 woken.get_or_insert((event.us, at));
             }
             What::Switch { next, .. } if next == thread => {

@@ -185,8 +185,8 @@ impl Service for Blk {
 pub(crate) fn figures(page: &mut Page, devices: &[(String, &BlkFigures)]) {
     type Read = fn(&QueueStats) -> u64;
     for (name, help, of) in [
-        ("requests_total", "Requests answered.", (|q| q.requests) as Read),
-        ("failed_requests_total", "Requests answered with an error.", |q| q.failed),
+        ("requests_total", "Requests completed.", (|q| q.requests) as Read),
+        ("failed_requests_total", "Requests completed with an error.", |q| q.failed),
         ("bytes_total", "Bytes of data moved.", |q| q.bytes),
         ("interrupts_total", "Notifications of the driver.", |q| q.interrupts),
         ("waits_total", "Times that a request waited for a translation.", |q| q.parked),

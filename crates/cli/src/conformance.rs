@@ -30,7 +30,7 @@ use crate::output::{Output, print};
 
 EXIT STATUS:
     0   no rule of level MUST is broken; with --strict, none of level SHOULD either
-    1   one is, or the device could not be asked all that was wanted
+    1   one is, or the device was lost before all checks were made
     2   wrong usage")]
 pub(crate) struct Arguments {
     /// The virtio-iommu's socket.
@@ -124,12 +124,14 @@ fn number(text: &str) -> Result<u32, String> {
         Some(digits) => u32::from_str_radix(digits, 16),
         None => text.parse(),
     };
-    parsed.map_err(|_| format!("{text} is no number of an endpoint: 48 or 0x30, up to 32 bits"))
+    parsed.map_err(|_| {
+        format!("{text} is not the number of an endpoint: give 48 or 0x30, up to 32 bits")
+    })
 }
 
 fn rule(text: &str) -> Result<u8, String> {
     let digits = text.strip_prefix(['V', 'v']).unwrap_or(text);
-    digits.parse().map_err(|_| format!("{text} is no rule: V1 to V30"))
+    digits.parse().map_err(|_| format!("{text} is not a rule: give V1 to V30"))
 }
 
 #[cfg(test)]

@@ -48,7 +48,7 @@ use crate::output::{Output, print};
 
 EXIT STATUS:
     0   all that is needed is there
-    1   something lacks, or cannot be seen from here
+    1   something is missing, or cannot be seen from here
     2   wrong usage")]
 pub(crate) struct Arguments {
     /// What the host is to be used for.
@@ -155,7 +155,7 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
         schema: "ringfence.doctor/1",
         host: Host {
             kernel: kernel.release.clone(),
-            parameters: kernel.told_of_iommus(),
+            parameters: kernel.iommu_parameters(),
             guest: kernel.is_guest,
         },
         memory,
@@ -175,7 +175,7 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
 }
 
 fn parse_size(text: &str) -> Result<u64, String> {
-    let wrong = || format!("{text} is no size: a number and k, m, g or t");
+    let wrong = || format!("{text} is not a size: give a number and k, m, g or t");
     let (number, shift) = match text.to_ascii_lowercase().char_indices().next_back() {
         Some((at, unit @ ('k' | 'm' | 'g' | 't'))) => {
             let shift = match unit {

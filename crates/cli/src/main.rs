@@ -74,8 +74,8 @@ fn explain(error: &anyhow::Error) -> String {
         let cause = cause.to_string();
         match text.as_str() {
             "" => cause,
-            told if told.contains(&cause) => text,
-            told => format!("{told}: {cause}"),
+            known if known.contains(&cause) => text,
+            known => format!("{known}: {cause}"),
         }
     })
 }
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn every_cause_is_told_once() {
+    fn every_cause_is_printed_once() {
         let error = anyhow::Error::new(Wordy(std::io::Error::other("it rains")));
         assert_eq!(explain(&error.context("going out")), "going out: no luck: it rains");
         let error = anyhow::anyhow!("it rains").context("no luck").context("going out");

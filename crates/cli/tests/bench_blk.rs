@@ -35,13 +35,13 @@ fn every_row_says_what_was_done_and_what_the_windows_were_worth() {
         let off = row["name"].as_str().unwrap().ends_with("/off");
         assert_eq!(row["params"]["iommu"], !off, "{row}");
         if !off {
-            assert_eq!(row["misses_per_request"], 0.0, "all was told at the beginning: {row}");
+            assert_eq!(row["misses_per_request"], 0.0, "all was updated at the beginning: {row}");
         }
     }
 }
 
 #[test]
-fn with_fresh_addresses_two_pages_a_request_are_asked_for_or_pushed() {
+fn with_fresh_addresses_two_pages_a_request_are_missed_or_pushed() {
     let place = Place::new();
     let json = place.bench(
         &SHORT,

@@ -49,7 +49,7 @@ fn the_seeds_table_holds_every_row_and_figure() {
 }
 
 #[test]
-fn a_list_bounced_whole_asks_nothing_of_the_device() {
+fn a_list_bounced_whole_sends_no_request_to_the_device() {
     // One CPU for both processes: the pools keep slots for each CPU, and map some when a thread
     // comes to a CPU without any.
     let place = Place::new();
@@ -107,7 +107,7 @@ fn the_table_stands_on_standard_output_and_the_json_in_its_file() {
 }
 
 #[test]
-fn interrupted_it_tells_what_was_complete() {
+fn interrupted_it_reports_what_was_complete() {
     let place = Place::new();
     let only = ["bench", "bounce", "--only", "seed", "--sizes", "4k", "--op", "read"];
     let long = ["--repeat", "1000", "--runtime", "0.05", "--json", "out.json"];

@@ -37,7 +37,7 @@ fn the_json_holds_every_row_and_figure() {
 }
 
 #[test]
-fn what_is_asked_for_is_measured_and_nothing_else() {
+fn only_the_named_cells_are_measured() {
     let place = Place::new();
     let some = ["--impl", "ringfence,btreemap", "--op", "one-core", "--order", "scattered"];
     let json = place.bench(&SHORT, &[&some[..], &["--batch", "8"]].concat());

@@ -127,7 +127,7 @@ fn where_ringfence_is_the_iommu_each_use_of_a_buffer_is_mapped_and_nothing_is_lo
 }
 
 #[test]
-fn dpdk_stands_beside_or_its_absence_is_told() {
+fn dpdk_is_measured_too_or_its_absence_is_reported() {
     let place = Place::new();
     let json = place
         .bench(&SHORT, &["--only", "off", "--direction", "tx,rx,loop", "--ring", "split,packed"]);

@@ -64,7 +64,7 @@ fn the_json_holds_every_row_and_figure() {
 }
 
 #[test]
-fn what_is_asked_for_is_measured_and_nothing_else() {
+fn only_the_named_cells_are_measured() {
     let place = Place::new();
     let some = ["--impl", "ringfence,page-by-page", "--pages", "8", "--memory", "4k"];
     let json = place.bench(&SHORT, &[&some[..], &["--list", "half"]].concat());
@@ -77,7 +77,7 @@ fn what_is_asked_for_is_measured_and_nothing_else() {
 }
 
 #[test]
-fn huge_pages_that_are_missing_are_told_loudly_and_fail_the_run_if_named() {
+fn missing_huge_pages_are_reported_loudly_and_fail_the_run_if_named() {
     let place = Place::new();
     // 16,384 pages take 64 huge pages: few machines have reserved that many.
     let list = ["--pages", "16384", "--list", "contiguous"];
@@ -100,12 +100,12 @@ fn shipped(name: &str) -> String {
 }
 
 #[test]
-fn run_lengths_of_recordings_are_told() {
+fn run_lengths_of_recordings_are_reported() {
     let place = Place::new();
     let nvme = shipped("guest-ftrace-nvme-intel-lazy-a.txt.gz");
     let qemu = shipped("qemu7-viommu-nvme-strict-a.log.gz");
-    let asked = ["bench", "pin", "--quiet", "--runs", &nvme, &qemu];
-    let json = place.bench(&asked, &[]);
+    let arguments = ["bench", "pin", "--quiet", "--runs", &nvme, &qemu];
+    let json = place.bench(&arguments, &[]);
     let rows = json["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 2 * 5);
     let row = |trace: &str, measure: &str| {

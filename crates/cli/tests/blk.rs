@@ -64,7 +64,7 @@ struct Queue {
 struct Connection {
     main: Arc<Mutex<Frontend>>,
     ended: Arc<AtomicBool>,
-    answering: Option<std::thread::JoinHandle<()>>,
+    serving: Option<std::thread::JoinHandle<()>>,
 }
 
 impl Machine {
@@ -119,18 +119,17 @@ impl Machine {
         let (main, ended) = (Arc::new(Mutex::new(main)), Arc::new(AtomicBool::new(false)));
         let (front, over) = (Arc::clone(&main), Arc::clone(&ended));
         let (user, last) = (self.ram.user_addr(), IOVA + self.ram.len() as u64 - 1);
-        let answering = self.translated.then(|| {
+        let serving = self.translated.then(|| {
             std::thread::spawn(move || {
-                let mut asked = Vec::new();
+                let mut received = Vec::new();
                 while !over.load(Ordering::Relaxed) {
-                    let more = channel.recv_all_within(Duration::from_millis(20), &mut asked);
+                    let more = channel.recv_all_within(Duration::from_millis(20), &mut received);
                     if !more.unwrap_or(false) {
                         return;
                     }
-                    for question in asked.drain(..) {
-                        let BackendMessage::Iotlb(Iotlb::Miss { iova, .. }) = question.message
-                        else {
-                            panic!("{question:?}")
+                    for miss in received.drain(..) {
+                        let BackendMessage::Iotlb(Iotlb::Miss { iova, .. }) = miss.message else {
+                            panic!("{miss:?}")
                         };
                         let known = (IOVA..=last).contains(&iova);
                         if known {
@@ -144,12 +143,12 @@ impl Machine {
                             // The back end may have been killed.
                             let _ = front.lock().unwrap().iotlb(&update);
                         }
-                        let _ = channel.answer(&question, known);
+                        let _ = channel.answer(&miss, known);
                     }
                 }
             })
         });
-        let connection = Connection { main, ended, answering };
+        let connection = Connection { main, ended, serving };
         for (index, queue) in (0..).zip(&self.queues) {
             let mut main = connection.main.lock().unwrap();
             main.set_vring_num(index, DEPTH).unwrap();
@@ -182,7 +181,7 @@ impl Machine {
             if let Some(done) = driver.reap().unwrap() {
                 return done.ok;
             }
-            assert!(begun.elapsed() < LONG, "no answer");
+            assert!(begun.elapsed() < LONG, "no completion");
             driver.wait(Duration::from_millis(50));
         }
     }
@@ -197,8 +196,8 @@ impl Machine {
 impl Drop for Connection {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::Relaxed);
-        if let Some(answering) = self.answering.take() {
-            assert!(answering.join().is_ok() || std::thread::panicking());
+        if let Some(serving) = self.serving.take() {
+            assert!(serving.join().is_ok() || std::thread::panicking());
         }
     }
 }
@@ -385,7 +384,7 @@ impl Load {
         let count = machine.queues.len() as u64;
         for index in 0..machine.queues.len() {
             while let Some(done) = machine.queues[index].driver.reap().unwrap() {
-                let (block, version) = self.under_way.remove(&done.token).expect("answered once");
+                let (block, version) = self.under_way.remove(&done.token).expect("completed once");
                 assert!(done.ok, "block {block}, version {version} failed");
                 self.versions.insert(block, version);
                 self.acknowledged += 1;
@@ -460,7 +459,7 @@ fn a_back_end_that_is_killed_under_load_and_started_again_loses_nothing() {
 }
 
 #[test]
-fn wrong_usage_is_told() {
+fn wrong_usage_is_reported() {
     let place = Place::new();
     place.write("disk.img", vec![0; MIB]);
     place.write("tiny", "x");
@@ -507,12 +506,12 @@ fn an_image_has_one_writer_and_a_socket_one_server() {
 }
 
 #[test]
-fn a_service_manager_hands_over_the_socket_and_is_told() {
+fn a_service_manager_hands_over_the_socket_and_is_notified() {
     let place = Place::new();
     place.write("disk.img", vec![9; MIB]);
     let listener = UnixListener::bind(place.path("s")).unwrap();
-    let told = UnixDatagram::bind(place.path("n")).unwrap();
-    told.set_read_timeout(Some(LONG)).unwrap();
+    let manager = UnixDatagram::bind(place.path("n")).unwrap();
+    manager.set_read_timeout(Some(LONG)).unwrap();
     // Passed as descriptor 3, with the process's own number, as by the service manager.
     let mut child = std::process::Command::new("sh")
         .args(["-c", "LISTEN_FDS=1 LISTEN_PID=$$ NOTIFY_SOCKET=$PWD/n exec \"$0\" blk --image disk.img 3<&0 </dev/null"])
@@ -523,7 +522,7 @@ fn a_service_manager_hands_over_the_socket_and_is_told() {
         .unwrap();
     let next = || {
         let mut bytes = [0; 4096];
-        let len = told.recv(&mut bytes).unwrap();
+        let len = manager.recv(&mut bytes).unwrap();
         String::from_utf8(bytes[..len].to_vec()).unwrap()
     };
     assert!(next().contains("READY=1"));

@@ -34,7 +34,7 @@ fn is_strict(json: &Value, policy: &str) {
 }
 
 #[test]
-fn what_is_copied_asks_for_nothing_and_is_as_safe_as_strict() {
+fn what_is_copied_sends_no_request_and_is_as_safe_as_strict() {
     const IOS: u32 = 2 * 512;
     let json = measure("bs=64k size=32m", &ROWS);
     assert_eq!(policies(&json, 0), ["off", "strict+map", "bounce", "auto", "zero-copy"]);
@@ -174,7 +174,7 @@ fn an_untrusted_disk_gets_copies_of_what_shares_a_page_in_every_row() {
 }
 
 #[test]
-fn people_are_told_what_was_copied() {
+fn the_table_shows_what_was_copied() {
     let place = Place::new();
     let job = "[job]\nrw=randrw\nbs=16k\nsize=8m\niodepth=8\n";
     let arguments = ["--details", "--explain", "--bounce-quota", "64m", "--report", "report.html"];

@@ -189,7 +189,7 @@ fn our_own_device_conforms_to_the_letter_in_another_process() {
 }
 
 #[test]
-fn without_a_disk_accesses_are_not_applicable_and_it_is_said() {
+fn without_a_disk_accesses_are_reported_as_not_applicable() {
     let place = Place::new();
     serve(&place, |iommu| iommu);
     let ended = conformance(&place, &[]);
@@ -227,7 +227,7 @@ fn a_wrong_device_is_found_out() {
 }
 
 #[test]
-fn a_device_that_answers_nothing_fails_in_good_time() {
+fn a_device_that_never_replies_fails_in_good_time() {
     let place = Place::new();
     serve(&place, |inner| Wrong { inner, bypass: None, deaf: true });
     let (ended, found) = json(&place, &["--timeout", "20"]);
@@ -239,7 +239,7 @@ fn a_device_that_answers_nothing_fails_in_good_time() {
 }
 
 #[test]
-fn wrong_usage_and_nobody_there_are_told_apart() {
+fn wrong_usage_and_an_absent_device_are_distinguished() {
     let place = Place::new();
     place.run(&["conformance"]).refused(&["--endpoint"]);
     place.run(&["conformance", "iommu.sock"]).refused(&["--endpoint"]);

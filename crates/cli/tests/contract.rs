@@ -122,7 +122,7 @@ fn the_json_holds_every_field_of_the_contract() {
             "/pool_bytes",
             "/taken_bytes",
         ] {
-            let found = row.pointer(path).unwrap_or_else(|| panic!("{policy} lacks {path}"));
+            let found = row.pointer(path).unwrap_or_else(|| panic!("{policy} has no {path}"));
             assert_eq!(found.is_number(), copies, "{policy}: {path} is {found}");
         }
         assert!(row.get("explain").is_some(), "{policy}");
@@ -175,7 +175,7 @@ fn the_json_holds_every_field_of_the_contract() {
 }
 
 #[test]
-fn the_policies_differ_in_what_they_ask_of_the_iommu() {
+fn the_policies_differ_in_what_they_send_to_the_iommu() {
     // Each I/O on its own, and queues that are flushed when they are full: the result depends
     // neither on what happens to be ready at the same time, nor on the I/Os in a timer's interval.
     let rows = "off,strict,strict+map,lazy-sq,lazy-mq,lazy-sq+map,lazy-mq+map";
@@ -233,7 +233,7 @@ fn the_first_table_has_eight_columns_and_an_advice() {
 }
 
 #[test]
-fn a_bound_of_exposure_is_kept_and_told() {
+fn a_bound_of_exposure_is_kept_and_reported() {
     let bounds = ["--max-exposure-bytes", "128k", "--max-exposure-ms", "100"];
     let arguments = ["--repeat", "1", "--policy", "off,lazy-sq+map"];
     let json = Place::new().measure(JOB, &[&arguments[..], &bounds].concat());
@@ -249,7 +249,7 @@ fn a_bound_of_exposure_is_kept_and_told() {
 }
 
 #[test]
-fn only_the_rows_asked_for_are_run_in_their_order() {
+fn only_the_named_rows_are_run_in_their_order() {
     let place = Place::new();
     let json = place.measure(JOB, &["--repeat", "1", "--policy", "lazy-mq,off"]);
     assert_eq!(policies(&json, 0), ["lazy-mq", "off"]);
@@ -310,7 +310,7 @@ fn the_report_is_one_file_that_needs_no_other() {
 }
 
 #[test]
-fn a_warning_is_told_once_where_both_streams_are_one() {
+fn a_warning_is_printed_once_where_both_streams_are_one() {
     use std::process::Command;
     let place = Place::new();
     let job = place.write("job.fio", format!("{JOB}iodepth_low=1\n"));
@@ -344,7 +344,7 @@ fn a_reader_that_leaves_is_no_failure() {
 }
 
 #[test]
-fn what_stays_mapped_asks_for_nothing_and_is_never_called_strict() {
+fn what_stays_mapped_sends_no_request_and_is_never_called_strict() {
     let json = Place::new().measure(JOB, &["--repeat", "1", "--policy", "off,persistent"]);
     let row = row(&json, 0, "persistent");
     assert_eq!(number(row, "/requests_per_io"), 0.0);
@@ -356,7 +356,7 @@ fn what_stays_mapped_asks_for_nothing_and_is_never_called_strict() {
 }
 
 #[test]
-fn an_untrusted_disk_is_strict_whatever_is_asked_for_and_the_reason_is_told() {
+fn an_untrusted_disk_is_strict_whatever_the_policy_and_the_reason_is_reported() {
     // rule L28
     let place = Place::new();
     let rows = ["--repeat", "1", "--policy", "off,lazy-mq+map,strict", "--trust", "untrusted"];

@@ -119,7 +119,7 @@ fn bytes_that_are_wrong_are_found() {
         assert_eq!(ended.code(), 1, "{ended}");
         assert!(ended.err.contains("I/Os failed"), "{ended}");
         // The message also says where it is wrong.
-        let said = format!("{}{}{}", ended.err, ended.out, place.read("out.json"));
-        assert!(said.contains("0x7b000"), "{row}\n{ended}");
+        let all = format!("{}{}{}", ended.err, ended.out, place.read("out.json"));
+        assert!(all.contains("0x7b000"), "{row}\n{ended}");
     }
 }

@@ -106,7 +106,7 @@ fn commands(json: &Value, name: &str) -> Vec<String> {
 }
 
 #[test]
-fn this_host_is_told_of_and_the_exit_status_says_the_same() {
+fn the_report_and_the_exit_status_agree_about_this_host() {
     let place = Place::new();
     let json = parse(&place.run(&["doctor", "--json", "-"]));
     for purpose in ["vfio", "pin", "vhost-user"] {
@@ -135,7 +135,7 @@ fn this_host_is_told_of_and_the_exit_status_says_the_same() {
 }
 
 #[test]
-fn a_host_with_a_half_bound_group_becomes_ready_by_what_it_is_told() {
+fn a_host_with_a_half_bound_group_becomes_ready_by_the_printed_commands() {
     let host = Host::server();
     host.device("3", "0000:00:1c.0", "0x060400\n", "pcieport");
     host.device("3", "0000:03:00.0", "0x010802\n", "vfio-pci");
@@ -145,9 +145,9 @@ fn a_host_with_a_half_bound_group_becomes_ready_by_what_it_is_told() {
     assert_eq!(state(&json, "iommu"), "ok", "{json}");
     assert_eq!(state(&json, "interrupt-remapping"), "ok", "{json}");
     // Do what the commands say.
-    let told = commands(&json, "group-3");
+    let printed = commands(&json, "group-3");
     assert_eq!(
-        told,
+        printed,
         [
             "echo vfio-pci > /sys/bus/pci/devices/0000:03:00.1/driver_override",
             "echo 0000:03:00.1 > /sys/bus/pci/devices/0000:03:00.1/driver/unbind",
@@ -187,9 +187,9 @@ fn memory_is_counted_against_what_is_wanted() {
     assert_eq!(host.doctor(&["--for", "pin", "--memory", "8m"]).code(), 0);
     let json = host.json(&["--for", "pin", "--memory", "1g"]);
     assert_eq!(state(&json, "memlock"), "lack", "{json}");
-    let told = commands(&json, "memlock").join("\n");
+    let printed = commands(&json, "memlock").join("\n");
     for remedy in ["--memlock=1073741824:1073741824", "LimitMEMLOCK=1048576K", "cap_ipc_lock"] {
-        assert!(told.contains(remedy), "{remedy}\n{told}");
+        assert!(printed.contains(remedy), "{remedy}\n{printed}");
     }
 }
 
@@ -204,7 +204,7 @@ fn a_container_of_which_nothing_is_seen_is_not_called_ready() {
 }
 
 #[test]
-fn a_host_without_protection_is_told_so_first_and_loudly() {
+fn a_host_without_protection_is_reported_first_and_loudly() {
     let host = Host::server();
     host.device("1", "0000:03:00.0", "0x010802\n", "vfio-pci");
     host.file("sys/module/vfio/parameters/enable_unsafe_noiommu_mode", "Y\n");

@@ -50,7 +50,7 @@ fn the_shipped_examples_run() {
 }
 
 #[test]
-fn jobs_without_stonewall_run_at_the_same_time_and_are_told_apart() {
+fn jobs_without_stonewall_run_at_the_same_time_and_are_distinguished() {
     let text = "[log]\nrw=write\nbs=16k\nsize=4m\niodepth=2\n\
                 [pages]\nrw=randrw\nbs=8k\noffset=4m\nsize=8m\niodepth=8\nnumjobs=2\n\
                 [after]\nstonewall\nrw=randread\nbs=4k\nsize=12m\n";
@@ -152,7 +152,7 @@ fn queues_may_be_shallow_deep_and_many() {
 }
 
 #[test]
-fn flush_queues_are_as_asked() {
+fn flush_queues_are_as_given() {
     let slots = ["--flush-queue-slots", "4", "--flush-queue-ms", "1"];
     let rows = ["--policy", "lazy-sq,lazy-mq,lazy-sq+map,lazy-mq+map"];
     all_rows("bs=4k", &[&slots[..], &rows].concat());

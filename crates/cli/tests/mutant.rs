@@ -32,9 +32,9 @@ const OURS: [&str; 13] = [
 
 /// Tests of ringfence-iommu that fail where invalidations do not reach readers.
 const INVALIDATION: [&str; 3] = [
-    "shootdown::tests::every_reader_hears_of_every_range_once_and_in_order",
+    "shootdown::tests::every_reader_gets_every_range_once_and_in_order",
     "shootdown::tests::all_is_all",
-    "shootdown::tests::a_reader_that_was_offline_hears_of_it_on_coming_back",
+    "shootdown::tests::a_reader_that_was_offline_gets_the_ranges_on_coming_back",
 ];
 
 fn cargo(command: &str) -> Command {
@@ -76,8 +76,8 @@ fn build() -> PathBuf {
         .arg(target().join("mutant"));
     let built = cargo.output().expect("cargo runs");
     assert!(built.status.success(), "the mutant does not build");
-    let said = String::from_utf8(built.stdout).expect("JSON");
-    let mutant = said.lines().find_map(|line| {
+    let output_text = String::from_utf8(built.stdout).expect("JSON");
+    let mutant = output_text.lines().find_map(|line| {
         let message: Value = serde_json::from_str(line).expect("JSON");
         message["executable"].as_str().map(PathBuf::from)
     });
@@ -120,7 +120,7 @@ fn no_feature_takes_invalidation_away() {
         .args(INVALIDATION)
         .output()
         .expect("cargo runs");
-    let said = String::from_utf8_lossy(&output.stdout);
+    let output_text = String::from_utf8_lossy(&output.stdout);
     let passed = format!("{} passed; 0 failed", INVALIDATION.len());
-    assert!(output.status.success() && said.contains(&passed), "{said}");
+    assert!(output.status.success() && output_text.contains(&passed), "{output_text}");
 }

@@ -70,7 +70,7 @@ impl Service {
                 return stream;
             }
             assert!(self.child.try_wait().unwrap().is_none(), "the service has ended");
-            assert!(start.elapsed() < LONG, "nobody listens");
+            assert!(start.elapsed() < LONG, "no process listens");
             std::thread::yield_now();
         }
     }
@@ -122,7 +122,7 @@ fn exchange(drivers: &mut [&mut Driver], from: usize, to: usize, count: usize) {
 }
 
 #[test]
-fn wrong_usage_is_told() {
+fn wrong_usage_is_reported() {
     for (arguments, word) in [
         (&["--socket", "s"][..], "--loopback"),
         (&["--socket", "s", "--loopback", "--peer", "t"], "cannot be used with"),
@@ -131,9 +131,9 @@ fn wrong_usage_is_told() {
         (&["--loopback"], "--socket"),
     ] {
         let output = Command::new(PROGRAM).arg("net").args(arguments).output().unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
-        assert!(said.contains(word), "{arguments:?}: {said}");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
+        assert!(stderr.contains(word), "{arguments:?}: {stderr}");
     }
 }
 
@@ -209,30 +209,30 @@ fn ping(data: &[u8]) -> Vec<u8> {
 }
 
 /// An ARP request: who has 10.9.0.1? The kernel replies.
-fn question() -> Vec<u8> {
+fn arp_request() -> Vec<u8> {
     let arp = [0, 1, 8, 0, 6, 4, 0, 1];
     let arp = [&arp[..], &OURS, &[10, 9, 0, 2], &[0; 6], &[10, 9, 0, 1]].concat();
     ethernet([0xff; 6], 0x806, &arp)
 }
 
 /// The MAC address in the reply to it, if this is one.
-fn answered(bytes: &[u8]) -> Option<[u8; 6]> {
-    let answer = bytes[12..14] == [8, 6] && bytes[20..22] == [0, 2];
-    answer.then(|| bytes[6..12].try_into().unwrap())
+fn arp_reply(bytes: &[u8]) -> Option<[u8; 6]> {
+    let is_reply = bytes[12..14] == [8, 6] && bytes[20..22] == [0, 2];
+    is_reply.then(|| bytes[6..12].try_into().unwrap())
 }
 
 /// Repeats the request until the kernel replies: a reply from before it has started the device (on
 /// a thread of its own, after its carrier is up) is lost.
 fn find_kernel(driver: &mut Driver, pairs: u16) -> [u8; 6] {
-    let mut asked: Option<Instant> = None;
+    let mut sent: Option<Instant> = None;
     let mut kernel = None;
-    until("an answer", &mut [driver], |drivers| {
-        if asked.is_none_or(|asked| asked.elapsed() > Duration::from_millis(100)) {
-            drivers[0].send(0, &question());
-            asked = Some(Instant::now());
+    until("a reply", &mut [driver], |drivers| {
+        if sent.is_none_or(|sent| sent.elapsed() > Duration::from_millis(100)) {
+            drivers[0].send(0, &arp_request());
+            sent = Some(Instant::now());
         }
         let came = (0..pairs).find_map(|pair| drivers[0].receive(pair));
-        kernel = came.and_then(|(_, bytes)| answered(&bytes));
+        kernel = came.and_then(|(_, bytes)| arp_reply(&bytes));
         kernel.is_some()
     });
     kernel.unwrap()
@@ -240,7 +240,7 @@ fn find_kernel(driver: &mut Driver, pairs: u16) -> [u8; 6] {
 
 /// Takes root, for a network namespace with a tap device in it.
 #[test]
-fn what_a_tap_has_for_a_ring_that_has_failed_wakes_nobody() {
+fn packets_of_a_tap_for_a_failed_ring_wake_no_worker() {
     let mut service = Service::with_tap(&[]);
     let mut driver = service.driver("0", Setup::new(false));
     driver.offer_all(0, 1024);
@@ -250,11 +250,11 @@ fn what_a_tap_has_for_a_ring_that_has_failed_wakes_nobody() {
     let stopped = "ringfence_net_queue_stops_total{queue=\"0.0\"} 1";
     until("a ring that stops", &mut [&mut driver], |drivers| {
         drivers[0].reclaim(0);
-        drivers[0].send(0, &question());
+        drivers[0].send(0, &arp_request());
         std::thread::sleep(Duration::from_millis(1));
         service.figures().contains(stopped)
     });
-    driver.send(0, &question());
+    driver.send(0, &arp_request());
     service.takes_no_time();
     drop(driver);
     service.end();
@@ -262,14 +262,14 @@ fn what_a_tap_has_for_a_ring_that_has_failed_wakes_nobody() {
 
 /// Takes root, for a network namespace with a tap device in it.
 #[test]
-fn what_a_tap_has_for_buffers_that_are_too_small_wakes_nobody() {
+fn packets_of_a_tap_for_too_small_buffers_wake_no_worker() {
     let mut service = Service::with_tap(&[]);
     let setup = Setup::new(false);
     let mut driver = service.driver("0", Setup { features: 0, ..setup });
     driver.offer(0, BUFFERS_AT, 1024);
     find_kernel(&mut driver, 1);
     // The first reply has a buffer. The second waits for one, and those that come are too small.
-    (0..2).for_each(|_| driver.send(0, &question()));
+    (0..2).for_each(|_| driver.send(0, &arp_request()));
     std::thread::sleep(Duration::from_millis(100));
     for at in 0..60 {
         driver.offer(0, BUFFERS_AT + at * 64, 16);
@@ -281,7 +281,7 @@ fn what_a_tap_has_for_buffers_that_are_too_small_wakes_nobody() {
 
 /// Takes root, for a network namespace with a tap device in it.
 #[test]
-fn a_tap_that_is_gone_wakes_nobody() {
+fn a_tap_that_is_gone_wakes_no_worker() {
     let mut service = Service::with_tap(&[]);
     let mut driver = service.driver("0", Setup::new(false));
     driver.offer_all(0, 1024);
@@ -291,7 +291,7 @@ fn a_tap_that_is_gone_wakes_nobody() {
     assert!(Command::new("nsenter").args(gone).status().unwrap().success());
     service.takes_no_time();
     // Outgoing buffers are returned all the same.
-    driver.send(0, &question());
+    driver.send(0, &arp_request());
     let mut back = 0;
     until("what was sent", &mut [&mut driver], |drivers| {
         back += drivers[0].reclaim(0);
@@ -335,7 +335,7 @@ fn a_tap_leads_to_the_kernel_s_own_network() {
 }
 
 #[test]
-fn a_tap_that_cannot_be_had_is_told_with_what_to_do() {
+fn a_tap_that_cannot_be_opened_is_reported_with_a_remedy() {
     let run = |name: &str| {
         let socket = tempfile::tempdir().unwrap();
         let path = socket.path().join("0");
@@ -349,6 +349,6 @@ fn a_tap_that_cannot_be_had_is_told_with_what_to_do() {
     };
     assert!(run("a name that no interface has").contains("1 to 15 letters"));
     // It exists, but is not a tap.
-    let said = run("lo");
-    assert!(said.contains("lo:") || said.contains("/dev/net/tun"), "{said}");
+    let stderr = run("lo");
+    assert!(stderr.contains("lo:") || stderr.contains("/dev/net/tun"), "{stderr}");
 }

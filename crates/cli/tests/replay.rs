@@ -259,7 +259,7 @@ fn of_a_damaged_gzip_what_can_be_read_is_replayed() {
 }
 
 #[test]
-fn what_is_no_recording_is_refused_before_anything_runs() {
+fn a_file_that_is_not_a_recording_is_refused_before_anything_runs() {
     let place = Place::new();
     place.write("short.log", SHORT);
     place.write("empty", "");
@@ -281,11 +281,11 @@ fn what_is_no_recording_is_refused_before_anything_runs() {
 
 #[test]
 fn a_line_without_end_is_not_read_for_ever() {
-    Place::new().run(&["replay", "/dev/zero"]).refused(&["/dev/zero", "no text"]);
+    Place::new().run(&["replay", "/dev/zero"]).refused(&["/dev/zero", "not text"]);
 }
 
 #[test]
-fn wrong_usage_is_answered_with_what_would_be_right() {
+fn wrong_usage_is_refused_with_what_would_be_right() {
     let place = Place::new();
     place.write("short.log", SHORT);
     let refused = |arguments: &[&str], words: &[&str]| {
@@ -307,7 +307,7 @@ fn wrong_usage_is_answered_with_what_would_be_right() {
     refused(&["--json", "no/such/folder/out.json"], &["no/such/folder"]);
     place.run(&["replay", "-", "-"]).refused(&["twice"]);
     // Nothing on standard input.
-    place.run(&["replay", "-"]).refused(&["- is no recording", "empty"]);
+    place.run(&["replay", "-"]).refused(&["- is not a recording", "empty"]);
     assert_eq!(place.run(&["replay"]).code(), 2);
 }
 

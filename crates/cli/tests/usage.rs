@@ -45,7 +45,7 @@ fn a_job_that_cannot_fit_says_what_to_lower() {
 }
 
 #[test]
-fn an_unknown_policy_is_answered_with_their_names() {
+fn an_unknown_policy_is_refused_with_the_known_names() {
     let place = Place::new();
     let ended = place.run(&["compare", "--policy", "off,strictest"]);
     ended.refused(&["strictest", "host", "io_uring", "persistent", "zero-copy"]);
@@ -55,7 +55,7 @@ fn an_unknown_policy_is_answered_with_their_names() {
 }
 
 #[test]
-fn an_allocator_or_a_placement_that_is_none_is_answered_with_their_names() {
+fn an_unknown_allocator_or_placement_is_refused_with_the_known_names() {
     let place = Place::new();
     let names = ["rbtree", "bitmap", "magazines", "ringfence"];
     let ended = place.run(&["compare", "--allocator", "ringfence,buddy"]);
@@ -77,7 +77,7 @@ fn more_ranges_than_the_aperture_has_room_for_are_refused() {
 }
 
 #[test]
-fn a_bound_that_nobody_heeds_or_that_cannot_be_kept_is_refused() {
+fn a_bound_that_has_no_effect_or_cannot_be_kept_is_refused() {
     let place = Place::new();
     for (option, value) in
         [("--max-exposure-ms", "5"), ("--max-exposure-bytes", "1m"), ("--high-water", "200")]

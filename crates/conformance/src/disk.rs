@@ -7,7 +7,7 @@ use ringfence_vhost_user::{F_ACCESS_PLATFORM, F_PROTOCOL_FEATURES, Frontend, Pro
 use ringfence_virtio_iommu::kit::{ACCESS, Failed, Refused};
 use ringfence_virtq::{Desc, F_VERSION_1};
 
-use super::{ANSWER, broken, ring::Ring};
+use super::{REPLY_TIMEOUT, broken, ring::Ring};
 
 /// An access that does not complete within this fraction of the request time-out counts as refused:
 /// most refused accesses never complete.
@@ -73,7 +73,7 @@ impl Disk {
         let at = self.socket.display();
         let stream = UnixStream::connect(&self.socket)
             .map_err(|error| Failed::Broken(format!("connecting to the disk at {at}: {error}")))?;
-        let mut front = Frontend::new(stream, ANSWER);
+        let mut front = Frontend::new(stream, REPLY_TIMEOUT);
         front.set_owner().map_err(broken)?;
         let offered = front.features().map_err(broken)?;
         if offered & F_PROTOCOL_FEATURES != 0 {

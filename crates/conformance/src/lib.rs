@@ -33,7 +33,7 @@ use disk::Disk;
 use ring::Ring;
 
 /// The time-out for the reply to a message.
-const ANSWER: Duration = Duration::from_secs(10);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time-out for an event after its cause.
 const EVENT: Duration = Duration::from_millis(200);
 /// Descriptors in each ring.
@@ -278,7 +278,7 @@ fn connect(target: &Target) -> Result<(Frontend, u64), Failed> {
     let at = target.socket.display();
     let stream = UnixStream::connect(&target.socket)
         .map_err(|error| Failed::Broken(format!("connecting to {at}: {error}")))?;
-    let mut front = Frontend::new(stream, ANSWER);
+    let mut front = Frontend::new(stream, REPLY_TIMEOUT);
     front.set_owner().map_err(broken)?;
     let offered = front.features().map_err(broken)?;
     if offered & F_PROTOCOL_FEATURES == 0 {

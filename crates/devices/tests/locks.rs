@@ -33,11 +33,11 @@ fn run(name: &str, arguments: &[&str], image: &Path) -> Option<Output> {
     output.inspect_err(|error| absent(name, error)).ok()
 }
 
-/// Whether it failed for lack of the lock.
+/// Whether it failed because of the lock.
 fn refused(output: &Output) -> bool {
-    let said = String::from_utf8_lossy(&output.stderr);
-    let refused = said.contains("Failed to get") && said.contains("lock");
-    assert_ne!(refused, output.status.success(), "{said}");
+    let text = String::from_utf8_lossy(&output.stderr);
+    let refused = text.contains("Failed to get") && text.contains("lock");
+    assert_ne!(refused, output.status.success(), "{text}");
     refused
 }
 

@@ -282,7 +282,7 @@ fn the_kernels_refusals_are_the_guests_and_change_nothing() {
 }
 
 #[test]
-fn who_may_not_lock_so_much_cannot_join() {
+fn an_endpoint_over_the_limit_of_locked_memory_cannot_join() {
     // rule V12
     let mut rig = Rig::new(10, Tuning::default());
     assert_eq!(rig.attach(1, NEAR), Status::Ok);
@@ -304,7 +304,7 @@ fn who_may_not_lock_so_much_cannot_join() {
     assert_eq!(rig.far(TYPE1, HALF + 1), Some(HALF + 1));
 }
 
-fn told(rig: &mut Rig, endpoint: u32) -> Vec<Range> {
+fn reserved_regions(rig: &mut Rig, endpoint: u32) -> Vec<Range> {
     let reply = rig.raw(Request::Probe { endpoint }, 512 + TAIL_LEN);
     assert_eq!(reply[512], Status::Ok as u8);
     let regions = Properties::new(&reply[..512]).map(|property| {
@@ -317,20 +317,20 @@ fn told(rig: &mut Rig, endpoint: u32) -> Vec<Range> {
 }
 
 #[test]
-fn each_endpoint_tells_its_own_regions_and_a_domain_respects_all() {
+fn each_endpoint_reports_its_own_regions_and_a_domain_respects_all() {
     // rule V18
     // rule V27
     let mut rig = Rig::new(1000, Tuning::default());
-    assert!(told(&mut rig, NEAR).is_empty());
+    assert!(reserved_regions(&mut rig, NEAR).is_empty());
     // What a container cannot map: the window of its interrupts, and what lies above.
     let window = Range::new(Iova(0xfee0_0000), Iova(0xfeef_ffff)).unwrap();
     let above = Range::new(Iova(1 << 39), Iova(u64::MAX)).unwrap();
-    assert_eq!(told(&mut rig, TYPE1), [window, above]);
+    assert_eq!(reserved_regions(&mut rig, TYPE1), [window, above]);
     let region = |range| ReservedRegion { range, kind: ReservedKind::Reserved };
     let new = Endpoint::new(5, Arc::clone(&rig.shootdown), Way::Bypass);
     rig.endpoints.add(new, &[region(range(3, 2))]).unwrap();
     rig.device.endpoint_added(5).unwrap();
-    assert_eq!(told(&mut rig, 5), [range(3, 2)]);
+    assert_eq!(reserved_regions(&mut rig, 5), [range(3, 2)]);
     assert_eq!(rig.attach(1, NEAR), Status::Ok);
     assert_eq!(rig.map(1, range(4, 1), 0), Status::Ok);
     assert_eq!(rig.attach(1, 5), Status::Unsupp);
@@ -341,7 +341,7 @@ fn each_endpoint_tells_its_own_regions_and_a_domain_respects_all() {
     let at = Range::from_len(Iova(0xfee0_0000), PAGE).unwrap();
     assert_eq!(rig.map(1, at, 0), Status::Inval);
     assert_eq!(rig.detach(1, TYPE1), Status::Ok);
-    assert_eq!(rig.map(1, at, 0), Status::Ok, "nobody of those left minds");
+    assert_eq!(rig.map(1, at, 0), Status::Ok, "no endpoint that is left reserves it");
     assert_eq!(rig.attach(1, TYPE1), Status::Unsupp);
 }
 
@@ -358,7 +358,7 @@ fn endpoints_come_and_go() {
     assert!(rig.endpoints.remove(OTHER) && !rig.endpoints.remove(OTHER));
     assert_eq!(rig.attach(2, OTHER), Status::NoEnt);
     assert_eq!(rig.detach(2, OTHER), Status::NoEnt);
-    assert_eq!(rig.near(OTHER, 0), Some(8 * PAGE), "until the device is told");
+    assert_eq!(rig.near(OTHER, 0), Some(8 * PAGE), "until the device removes it");
     rig.device.endpoint_removed(OTHER).unwrap();
     assert_eq!(rig.near(OTHER, 0), None);
     assert_eq!(rig.map(2, range(9, 1), 0), Status::NoEnt, "its domain has gone with it");
@@ -389,7 +389,7 @@ fn endpoints_come_and_go() {
 }
 
 #[test]
-fn who_is_forbidden_to_bypass_never_does() {
+fn an_endpoint_that_may_not_bypass_never_does() {
     // rule V6
     let mut rig = Rig::new(1000, Tuning::default());
     for id in [NEAR, TYPE1] {

@@ -23,9 +23,9 @@ use ringfence_devices::{
 
 /// Records the levels of log messages.
 #[derive(Default)]
-struct Said(Arc<Mutex<Vec<Level>>>);
+struct Levels(Arc<Mutex<Vec<Level>>>);
 
-impl Subscriber for Said {
+impl Subscriber for Levels {
     fn enabled(&self, about: &Metadata<'_>) -> bool {
         about.target().starts_with("ringfence_vhost_user_backend")
     }
@@ -71,9 +71,9 @@ fn whatever_the_device_a_connection_is_warned_once_of_memory_that_is_not_mapped(
     let region = Region { gpa: 1 << 40, size: 4096, user_addr: 1 << 40, mmap_offset: 0 };
     let with_foreign = || known.with(region, File::open("/dev/zero").unwrap()).unwrap();
     for connect in [blk, net, iommu] {
-        let said = Said::default();
-        let levels = Arc::clone(&said.0);
-        tracing::subscriber::with_default(said, || {
+        let subscriber = Levels::default();
+        let levels = Arc::clone(&subscriber.0);
+        tracing::subscriber::with_default(subscriber, || {
             for _ in 0..2 {
                 let mut connection = connect();
                 for (memory, level) in [

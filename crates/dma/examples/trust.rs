@@ -28,8 +28,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             }
         };
         for wanted in [None, Some(Policy::LazyMqMap)] {
-            let asked = wanted.map_or("nothing", Policy::name);
-            println!("  {asked} asked for: {}", decide(trust, platform, wanted, false)?);
+            let requested = wanted.map_or("nothing", Policy::name);
+            println!("  {requested} requested: {}", decide(trust, platform, wanted, false)?);
         }
         match decide(trust, platform, Some(Policy::LazyMqMap), true) {
             Ok(decision) => println!("  demanded: {decision}"),

@@ -15,7 +15,7 @@ use crate::{
     bouncer::Bouncer,
     control::Control,
     counter::Count,
-    detect::Watchman,
+    detect::DetectorState,
     flush::Lazy,
     layout::Limits,
     map_call::{Failed, Lasting, Made, MapCall},
@@ -114,7 +114,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             cpu,
             timer_kind: config.timer,
             trust: config.trust,
-            detector: config.detect.map(|bounds| Watchman::new(bounds, granule_of_allocator)),
+            detector: config.detect.map(|bounds| DetectorState::new(bounds, granule_of_allocator)),
             control,
         }));
         shared.begin(policy)?;

@@ -88,7 +88,7 @@ pub enum Error {
 #[non_exhaustive]
 pub enum ErrorKind {
     /// The buffer or the request is invalid, and will not become valid later.
-    Senseless,
+    Invalid,
     /// The address space is exhausted. An unmap will make room.
     AddressSpace,
     /// The domain is at its limit of mappings or of table memory. An unmap will make room.
@@ -114,7 +114,7 @@ impl ErrorKind {
             DomainError::NoMemory => ErrorKind::NoMemory,
             DomainError::Device { status, .. } => ErrorKind::Device { status },
             DomainError::Gone(_) => ErrorKind::Gone,
-            _ => ErrorKind::Senseless,
+            _ => ErrorKind::Invalid,
         }
     }
 }
@@ -132,7 +132,7 @@ impl Error {
             | Error::NoIova(_)
             | Error::NoPools
             | Error::Neighbours { .. }
-            | Error::Uncopied { .. } => ErrorKind::Senseless,
+            | Error::Uncopied { .. } => ErrorKind::Invalid,
         }
     }
 }
@@ -274,7 +274,7 @@ pub enum SetupError {
     #[error("cannot make an allocator for the domain's aperture: {0}")]
     Aperture(#[from] ApertureError),
     /// The allocator hands out pieces smaller than the domain can map.
-    #[error("the allocator's granule {allocator:#x} is no multiple of the domain's {domain:#x}")]
+    #[error("the allocator's granule {allocator:#x} is not a multiple of the domain's {domain:#x}")]
     Granule {
         /// The allocator's granule in bytes.
         allocator: u64,
@@ -290,7 +290,7 @@ pub enum SetupError {
     /// The tuning of the flush queues is invalid.
     #[error(transparent)]
     Tuning(#[from] TuningError),
-    /// The sampling interval is no power of two.
+    /// The sampling interval is not a power of two.
     #[error("sample_every must be 0 or a power of two, not {0}")]
     SampleEvery(u32),
     /// A reserved region of the domain could not be reserved in the allocator.
@@ -304,7 +304,10 @@ pub enum SetupError {
     Thread,
     /// The size of the largest slot is not a power of two of whole granules, or exceeds the limit
     /// for all slots.
-    #[error("bounce slots of {largest:#x} bytes: a power of two, from {granule:#x} to {max:#x}")]
+    #[error(
+        "the largest bounce slot cannot be of {largest:#x} bytes: it must be a power of two from \
+         {granule:#x} to {max:#x}"
+    )]
     Slots {
         /// Bytes of the largest slot.
         largest: u64,

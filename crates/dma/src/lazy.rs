@@ -135,14 +135,14 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     fn watch_time(&self, since_ns: u64, arm: bool, high: bool, counters: &Counters) {
         let Lazy { pace, timer, .. } = &self.lazy;
         let due_ns = if high { since_ns } else { since_ns.saturating_add(pace.wait_ns()) };
-        let timeout_ns = pace.timeout_ns();
+        let max_late_ns = pace.max_late_ns();
         // Usually it is armed already. If time is bounded it may have been armed for an entry that
         // was unmapped later but queued sooner.
-        if arm || (high || timeout_ns.is_some()) && timer.is_later_than(due_ns) {
+        if arm || (high || max_late_ns.is_some()) && timer.is_later_than(due_ns) {
             timer.arm(due_ns);
         }
-        if let Some(timeout_ns) = timeout_ns
-            && let Some(latest_ns) = since_ns.checked_sub(timeout_ns.saturating_add(1))
+        if let Some(max_late_ns) = max_late_ns
+            && let Some(latest_ns) = since_ns.checked_sub(max_late_ns.saturating_add(1))
             && timer.take_overdue(latest_ns)
         {
             counters.bound_flushes.add(1);

@@ -86,7 +86,7 @@ impl Deref for Placed {
 impl DerefMut for Placed {
     #[inline]
     fn deref_mut(&mut self) -> &mut Place {
-        self.0.as_deref_mut().expect("who changes a mapping has it")
+        self.0.as_deref_mut().expect("the mapping was moved out")
     }
 }
 

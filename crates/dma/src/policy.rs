@@ -152,7 +152,7 @@ impl fmt::Display for Policy {
 /// An unknown policy name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "no policy is called {0:?}: it must be one of off, strict, strict+map, lazy-sq, lazy-mq, \
+    "{0:?} is not a policy: it must be one of off, strict, strict+map, lazy-sq, lazy-mq, \
      lazy-sq+map, lazy-mq+map, bounce, auto"
 )]
 pub struct ParsePolicyError(pub String);
@@ -207,10 +207,10 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_name_is_answered_with_the_right_ones() {
+    fn the_error_about_a_wrong_name_lists_the_right_ones() {
         let message = "lazy".parse::<Policy>().unwrap_err().to_string();
         for policy in Policy::ALL {
-            assert!(message.contains(policy.name()), "{message} lacks {policy}");
+            assert!(message.contains(policy.name()), "{message} does not list {policy}");
         }
         assert!(message.contains("\"lazy\""));
     }

@@ -14,7 +14,7 @@ use crate::{
     bouncer::Bouncer,
     control::Control,
     counter::{Count, TimeCounter},
-    detect::Watchman,
+    detect::DetectorState,
     flush::{Entry, Lazy},
     layout::Limits,
     mode::ModeCell,
@@ -35,7 +35,7 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     /// Where it gets bounce slots, if it has pools.
     pub(crate) bouncer: Option<Bouncer<D::Target>>,
     /// Holds freed IOVAs back, if the use-after-unmap detector is on.
-    pub(crate) detector: Option<Box<Watchman>>,
+    pub(crate) detector: Option<Box<DetectorState>>,
     pub(crate) limits: Limits,
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Parts<D: Domain, A> {
     pub(crate) allocator: A,
     pub(crate) mode: ModeCell,
     pub(crate) trust: Trust,
-    pub(crate) detector: Option<Box<Watchman>>,
+    pub(crate) detector: Option<Box<DetectorState>>,
     pub(crate) limits: Limits,
     pub(crate) limit: u64,
     pub(crate) sampler: Sampler,

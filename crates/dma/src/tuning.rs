@@ -141,8 +141,8 @@ pub enum TuningError {
     Slots(usize),
     /// A mark that is never reached, or always reached.
     #[error(
-        "a high-water mark of {mark} is of no use to a flush queue of {slots} slots: it must be \
-         from 1 to {}", .slots - 1
+        "a high-water mark of {mark} is out of range for a flush queue of {slots} slots: it must \
+         be from 1 to {}", .slots - 1
     )]
     HighWater {
         /// The mark.
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn linuxs_tunings_make_sense_and_differ() {
+    fn linuxs_tunings_are_valid_and_differ() {
         for kind in [QueueKind::Single, QueueKind::PerCpu] {
             assert_eq!(FlushTuning::linux(kind).check(), Ok(()));
             assert_eq!(FlushTuning::linux(kind).kind, kind);
@@ -209,11 +209,11 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused_and_what_is_allowed_is_told() {
+    fn invalid_tunings_are_refused_and_the_errors_name_the_bounds() {
         let good = FlushTuning { slots: 8, ..FlushTuning::single() };
-        let check = |tuning: FlushTuning, error: TuningError, says: &str| {
+        let check = |tuning: FlushTuning, error: TuningError, text: &str| {
             assert_eq!(tuning.check(), Err(error));
-            assert!(error.to_string().contains(says), "{error}");
+            assert!(error.to_string().contains(text), "{error}");
         };
         for slots in [0, 1, FlushTuning::MAX_SLOTS + 1] {
             check(

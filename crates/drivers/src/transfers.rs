@@ -30,7 +30,7 @@ use ringfence_iova::Allocator;
 /// [`finish_maps`](Self::finish_maps) and [`finish_unmaps`](Self::finish_unmaps) wait here. Once it
 /// has grown to the number of transfers in flight it allocates nothing. Drop unmaps what it holds,
 /// and waits for that: a driver first has the device forget the transfers, or keeps their memory
-/// ([`take_asked`](Self::take_asked)).
+/// ([`take_submitted`](Self::take_submitted)).
 pub struct Transfers<D: Domain + 'static, A: Allocator + 'static, B, W> {
     maps: MapBatch<D, A, B, usize>,
     unmaps: UnmapBatch<D, A, B, usize>,
@@ -59,7 +59,7 @@ enum State<B> {
     Taken,
     Mapping,
     /// The device has it, or is about to get it.
-    Asked(Option<Mapping<B>>),
+    Submitted(Option<Mapping<B>>),
     Unmapping,
 }
 
@@ -120,7 +120,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     pub fn release(&mut self, at: usize) {
         let slot = &mut self.slots[at];
         assert!(
-            matches!(slot.state, State::Taken | State::Asked(None)),
+            matches!(slot.state, State::Taken | State::Submitted(None)),
             "transfer {at} has a buffer, or has ended"
         );
         slot.state = State::Free;
@@ -133,7 +133,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     /// The number was not just [taken](Self::take).
     #[track_caller]
     pub fn ask(&mut self, at: usize) {
-        *self.slots[at].taken(at) = State::Asked(None);
+        *self.slots[at].taken(at) = State::Submitted(None);
     }
 
     /// Gathers a transfer's buffer, to be mapped.
@@ -181,7 +181,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
             match mapping {
                 Ok(mut mapping) => {
                     if submit(at, work, Ok(&mut mapping)) {
-                        *state = State::Asked(Some(mapping));
+                        *state = State::Submitted(Some(mapping));
                         return;
                     }
                     // The device never got it, and wrote nothing.
@@ -220,23 +220,23 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
 
     /// A transfer that the device has, and its mapping if it has one. `None`: there is no such
     /// transfer; a device that names it is broken.
-    pub fn asked(&mut self, at: usize) -> Option<(&mut W, Option<&mut Mapping<B>>)> {
+    pub fn submitted(&mut self, at: usize) -> Option<(&mut W, Option<&mut Mapping<B>>)> {
         match self.slots.get_mut(at)? {
-            Slot { work, state: State::Asked(mapping) } => Some((work, mapping.as_mut())),
+            Slot { work, state: State::Submitted(mapping) } => Some((work, mapping.as_mut())),
             _ => None,
         }
     }
 
     /// The device has completed it: gathers the transfer's buffer, to be unmapped; returns how many
-    /// are gathered. A transfer without a buffer keeps its number, and counts as asked, until
+    /// are gathered. A transfer without a buffer keeps its number, and counts as submitted, until
     /// [`release`](Self::release).
     ///
     /// # Panics
     /// The device does not have the transfer.
     #[track_caller]
     pub fn end(&mut self, at: usize) -> usize {
-        let State::Asked(mapping) = &mut self.slots[at].state else {
-            panic!("transfer {at}: the device was not told of it")
+        let State::Submitted(mapping) = &mut self.slots[at].state else {
+            panic!("transfer {at} was not submitted")
         };
         if let Some(mapping) = mapping.take() {
             self.slots[at].state = match self.unmaps.push(mapping, at) {
@@ -314,11 +314,11 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
 
     /// Takes all transfers that the device has, and whose memory it may be working on: their
     /// records, and their mappings, which the caller drops, keeps or forgets. The numbers are free.
-    pub fn take_asked(&mut self) -> impl Iterator<Item = (&mut W, Option<Mapping<B>>)> {
+    pub fn take_submitted(&mut self) -> impl Iterator<Item = (&mut W, Option<Mapping<B>>)> {
         let free = &mut self.free;
         self.slots.iter_mut().enumerate().filter_map(|(at, slot)| {
             match mem::replace(&mut slot.state, State::Free) {
-                State::Asked(mapping) => {
+                State::Submitted(mapping) => {
                     free.push(at);
                     Some((&mut slot.work, mapping))
                 }
@@ -417,16 +417,16 @@ mod tests {
             let numbers: Vec<usize> = (0..8).map(|work| map(&mut transfers, work)).collect();
             assert_eq!((transfers.room(), transfers.take()), (0, None));
             transfers.begin_maps();
-            let mut told = Vec::new();
+            let mut mapped = Vec::new();
             transfers.finish_maps(|at, &mut work, mapping| {
                 assert!(mapping.unwrap().len() == 64);
-                told.push((at, work));
+                mapped.push((at, work));
                 true
             });
-            assert_eq!(told, numbers.iter().copied().zip(0..).collect::<Vec<_>>());
+            assert_eq!(mapped, numbers.iter().copied().zip(0..).collect::<Vec<_>>());
             for (gathered, &at) in (1..).zip(&numbers) {
                 assert_eq!(transfers.end(at), gathered);
-                assert!(transfers.asked(at).is_none(), "it was answered");
+                assert!(transfers.submitted(at).is_none(), "it is completed");
             }
             assert_eq!(unmapped(&mut transfers), (0..8).collect::<Vec<_>>());
             let stats = device.stats();
@@ -436,16 +436,17 @@ mod tests {
     }
 
     #[test]
-    fn what_the_device_was_not_told_of_comes_back() {
+    fn what_was_not_submitted_comes_back() {
         let device = device(1 << 20, Policy::StrictMap);
         let mut transfers = Test::new(&device, 8);
         let [kept, refused] = [1, 2].map(|work| map(&mut transfers, work));
         transfers.finish_maps(|at, _, _| at == kept);
-        assert!(transfers.asked(refused).is_none() && transfers.asked(kept).is_some());
-        assert!(transfers.asked(7).is_none() && transfers.asked(usize::MAX).is_none());
+        assert!(transfers.submitted(refused).is_none() && transfers.submitted(kept).is_some());
+        assert!(transfers.submitted(7).is_none() && transfers.submitted(usize::MAX).is_none());
         assert_eq!(unmapped(&mut transfers), [2]);
         assert_eq!(transfers.under_way(), 1);
-        let held: Vec<_> = transfers.take_asked().map(|(work, mapping)| (*work, mapping)).collect();
+        let held: Vec<_> =
+            transfers.take_submitted().map(|(work, mapping)| (*work, mapping)).collect();
         assert!(matches!(held[..], [(1, Some(_))]));
         assert_eq!(transfers.under_way(), 0);
         drop(transfers);
@@ -474,9 +475,9 @@ mod tests {
     fn a_transfer_without_a_buffer_keeps_its_number_until_it_is_released() {
         let mut transfers = Test::new(&device(16, Policy::Strict), 2);
         let at = transfers.take().unwrap();
-        assert!(transfers.asked(at).is_none());
+        assert!(transfers.submitted(at).is_none());
         transfers.ask(at);
-        assert!(matches!(transfers.asked(at), Some((_, None))));
+        assert!(matches!(transfers.submitted(at), Some((_, None))));
         transfers.end(at);
         assert_eq!(transfers.room(), 1);
         transfers.release(at);
@@ -484,8 +485,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "transfer 0: the device was not told of it")]
-    fn an_answer_before_the_question_is_refused() {
+    #[should_panic(expected = "transfer 0 was not submitted")]
+    fn a_completion_of_what_was_not_submitted_is_refused() {
         let mut transfers = Test::new(&device(16, Policy::Strict), 2);
         let at = map(&mut transfers, 0);
         transfers.end(at);

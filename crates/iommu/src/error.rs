@@ -18,7 +18,7 @@ pub enum Error {
         granule: u64,
     },
     /// A mapping would allow neither reads nor writes (rule L31).
-    #[error("a mapping of {0} without read and write permission")]
+    #[error("the mapping of {0} has neither read nor write permission")]
     NoPermission(Range),
     /// The target address plus the size passes 2^64.
     #[error("the target of {0} would pass the end of the address space")]

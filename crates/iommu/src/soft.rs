@@ -157,9 +157,12 @@ impl<T: Address> SoftDomain<T> {
     #[inline]
     fn assert_reader(&self, reader: &Reader) {
         let scope = reader.scope();
-        assert!(scope == self.scope || scope == Scope::ALL, "a reader that is elsewhere");
-        assert!(Arc::ptr_eq(reader.shootdown(), &self.shootdown), "a reader of another shootdown");
-        assert!(reader.is_online(), "a reader that is offline");
+        assert!(scope == self.scope || scope == Scope::ALL, "the reader has entered another scope");
+        assert!(
+            Arc::ptr_eq(reader.shootdown(), &self.shootdown),
+            "the reader belongs to another shootdown"
+        );
+        assert!(reader.is_online(), "the reader is offline");
     }
 
     /// Begins an invalidation; table pages that are deferred now are freed after it.

@@ -223,7 +223,7 @@ fn map(table: &Table, oracle: &mut Oracle, range: Range, target: u64, prot: Prot
     let expected = oracle.map(range, target, prot);
     match table.map(range, target, prot) {
         Err(Error::Full { limit, .. }) if limit != u64::MAX => {
-            assert_eq!(expected, Ok(()), "being full is what is said last");
+            assert_eq!(expected, Ok(()), "being full is the last error checked");
             oracle.0.remove(&range.first().0);
         }
         result => assert_eq!(result, expected),

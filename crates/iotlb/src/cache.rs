@@ -9,11 +9,11 @@
 //! | `pages` | a page, direct-mapped, 16 bytes each | pages that lead all over the memory |
 //!
 //! A run is addresses that lead to one piece of this process's memory with one permission: entries
-//! side by side that lead on from each other cost as one. No run of `blocks` leaves its block, and no
-//! page its page, so that what an invalidation may have to drop is found from its addresses.
+//! side by side that lead on from each other cost as one. No run of `blocks` leaves its block, and
+//! no page its page, so that what an invalidation may have to drop is found from its addresses.
 //!
-//! The direct-mapped parts are small at first, to leave the processor's caches to the data, and grow
-//! when what is looked up again and again does not fit.
+//! The direct-mapped parts are small at first, to leave the processor's caches to the data, and
+//! grow when what is looked up again and again does not fit.
 
 use std::{cell::Cell, ptr::NonNull};
 
@@ -142,7 +142,7 @@ pub(crate) struct Cache {
     /// The generation of valid pages, in its place in the tag; never 0, which empty slots have.
     generation: Cell<u64>,
     /// How many conflicts for a slot there were, in pages and in blocks.
-    crowded: [Cell<usize>; 2],
+    conflicts: [Cell<usize>; 2],
 }
 
 fn slots<T: Copy>(empty: T, count: usize) -> Box<[Cell<T>]> {
@@ -156,7 +156,7 @@ impl Cache {
             blocks: slots(Entry::EMPTY, BLOCKS[0]),
             pages: slots(Page::EMPTY, PAGES[0]),
             generation: Cell::new(Page::GENERATION),
-            crowded: Default::default(),
+            conflicts: Default::default(),
         }
     }
 
@@ -250,7 +250,7 @@ impl Cache {
         let (live, same) =
             (old & (PAGE - 1) & !Page::PROT == generation, old & !(PAGE - 1) == first);
         if live && !same {
-            bump(&self.crowded[0]);
+            bump(&self.conflicts[0]);
         }
     }
 
@@ -292,8 +292,8 @@ impl Cache {
             // It is another block's. Parts of blocks replace it only now and then, so that two of
             // them do not displace each other all the time; whole blocks always, as they hold too
             // many pages.
-            bump(&self.crowded[1]);
-            let often = !self.crowded[1].get().is_multiple_of(8);
+            bump(&self.conflicts[1]);
+            let often = !self.conflicts[1].get().is_multiple_of(8);
             if often && !run.holds(block) && run.holds(around(addr, PAGE_SHIFT)) {
                 return false;
             }
@@ -305,13 +305,13 @@ impl Cache {
     /// Makes room if there is too little. To be called now and then.
     #[inline]
     pub(crate) fn grow(&mut self) {
-        let full = |crowded: &Cell<usize>, slots: usize, most: usize| {
-            crowded.get() > slots / 2 && slots < most
+        let full = |conflicts: &Cell<usize>, slots: usize, most: usize| {
+            conflicts.get() > slots / 2 && slots < most
         };
-        if full(&self.crowded[0], self.pages.len(), PAGES[1]) {
+        if full(&self.conflicts[0], self.pages.len(), PAGES[1]) {
             self.grow_pages();
         }
-        if full(&self.crowded[1], self.blocks.len(), BLOCKS[1]) {
+        if full(&self.conflicts[1], self.blocks.len(), BLOCKS[1]) {
             self.grow_blocks();
         }
     }
@@ -326,7 +326,7 @@ impl Cache {
                 self.page_slot(page.tag & !(PAGE - 1)).set(page);
             }
         }
-        self.crowded[0].set(0);
+        self.conflicts[0].set(0);
     }
 
     #[cold]
@@ -339,7 +339,7 @@ impl Cache {
                 self.block_slot(entry.first).set(entry);
             }
         }
-        self.crowded[1].set(0);
+        self.conflicts[1].set(0);
     }
 
     /// Drops every translation of `range`.

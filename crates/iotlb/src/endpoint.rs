@@ -68,7 +68,7 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// An endpoint with this ID, bound as `binding` says, whose views belong to `shootdown`.
+    /// An endpoint with this ID, bound to `binding`, whose views belong to `shootdown`.
     pub fn new(id: u32, shootdown: Arc<Shootdown>, binding: Binding) -> Arc<Endpoint> {
         Arc::new(Endpoint {
             id,

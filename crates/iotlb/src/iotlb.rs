@@ -24,7 +24,7 @@ use ringfence_sync::{
 };
 
 use crate::{
-    misses::{Lack, Miss, MissSink, Misses, Times, Waiter, point},
+    misses::{Miss, MissSink, MissState, Misses, Times, Waiter, point},
     victims::Victims,
 };
 
@@ -59,7 +59,7 @@ impl Default for IotlbConfig {
     }
 }
 
-/// How long a refusal holds for accesses that do not say since when they wait: long enough to see
+/// How long a refusal holds for accesses that do not pass since when they wait: long enough to see
 /// it. The driver may map the address at any time, and no message reports that.
 const REFUSED: Duration = Duration::from_millis(2);
 
@@ -75,9 +75,9 @@ pub struct IotlbStats {
     /// Misses that were sent.
     pub misses: AtomicU64,
     /// Calls of the sink that sent any.
-    pub asks: AtomicU64,
+    pub batches: AtomicU64,
     /// Of the misses, those that were sent again.
-    pub asked_again: AtomicU64,
+    pub sent_again: AtomicU64,
     /// Replies that there is no such translation.
     pub refusals: AtomicU64,
     /// Accesses that timed out waiting for a translation.
@@ -99,7 +99,7 @@ pub struct Iotlb {
     misses: Misses,
     sink: Mutex<Option<Arc<dyn MissSink>>>,
     /// Set once there has been a sink; read on each miss.
-    asks: OnceLock<()>,
+    had_sink: OnceLock<()>,
     stats: IotlbStats,
 }
 
@@ -122,7 +122,7 @@ impl Iotlb {
             }),
             misses: Misses::new(config.misses, times),
             sink: Mutex::new(None),
-            asks: OnceLock::new(),
+            had_sink: OnceLock::new(),
             stats: IotlbStats::default(),
         })
     }
@@ -159,9 +159,9 @@ impl Iotlb {
 
     /// Sends misses to `sink` from now on; `None`: the front end is gone, and accesses wait for
     /// another until they time out.
-    pub fn ask_through(&self, sink: Option<Arc<dyn MissSink>>) {
+    pub fn set_miss_sink(&self, sink: Option<Arc<dyn MissSink>>) {
         if sink.is_some() {
-            let _ = self.asks.set(());
+            let _ = self.had_sink.set(());
         }
         *self.sink.lock() = sink;
         self.misses.clear();
@@ -169,8 +169,8 @@ impl Iotlb {
 
     /// Whether a missing translation can be requested.
     #[inline]
-    pub fn asks(&self) -> bool {
-        self.asks.get().is_some()
+    pub fn sends_misses(&self) -> bool {
+        self.had_sink.get().is_some()
     }
 
     /// Enters a translation and replaces what was there. Returns a token: if part of the range led
@@ -178,10 +178,10 @@ impl Iotlb {
     /// token (0: at once).
     ///
     /// # Errors
-    /// [`NoPermission`](Error::NoPermission) or [`TargetOverflow`](Error::TargetOverflow): nothing was
-    /// changed (rule D14). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) if even eviction
-    /// makes no room, or views pass no quiet point for 0.1 s, which freed table memory waits for:
-    /// what was there before may be gone.
+    /// [`NoPermission`](Error::NoPermission) or [`TargetOverflow`](Error::TargetOverflow): nothing
+    /// was changed (rule D14). [`Full`](Error::Full) or [`NoMemory`](Error::NoMemory) if even
+    /// eviction makes no room, or views pass no quiet point for 0.1 s, which freed table memory
+    /// waits for: what was there before may be gone.
     pub fn update(&self, range: Range, target: GuestPhys, prot: Prot) -> Result<u64> {
         if !prot.intersects(Prot::RW) {
             return Err(Error::NoPermission(range));
@@ -226,7 +226,7 @@ impl Iotlb {
         }
         drop(writer);
         self.stats.updates.fetch_add(1, Ordering::Relaxed);
-        self.misses.answer(range, prot);
+        self.misses.update(range, prot);
         Ok(token)
     }
 
@@ -287,10 +287,10 @@ impl Iotlb {
         self.refuse_as(range, access, None);
     }
 
-    fn refuse_as(&self, range: Range, access: Prot, question: Option<u64>) {
+    fn refuse_as(&self, range: Range, access: Prot, number: Option<u64>) {
         self.stats.refusals.fetch_add(1, Ordering::Relaxed);
         let now_ns = MonotonicClock.now_ns();
-        let mut refused = self.misses.refuse(range, access, question, now_ns);
+        let mut refused = self.misses.refuse(range, access, number, now_ns);
         // Present, but forbidden (rule D16).
         refused.retain(|miss| self.forbids(miss.iova, miss.access));
         if !refused.is_empty()
@@ -397,27 +397,27 @@ impl Iotlb {
     }
 
     /// How many misses there were so far, those sent again included.
-    pub(crate) fn questions(&self) -> u64 {
-        self.misses.questions()
+    pub(crate) fn misses_sent(&self) -> u64 {
+        self.misses.count()
     }
 
     /// The state of a missing translation, for an access that has waited `since` there were so many
     /// misses, if given.
-    pub(crate) fn lack(
+    pub(crate) fn miss_state(
         &self,
         wanted: (Iova, Prot),
         since: Option<u64>,
         waiter: &Arc<Waiter>,
-    ) -> Lack {
-        if !self.asks() {
-            return Lack::Refused;
+    ) -> MissState {
+        if !self.sends_misses() {
+            return MissState::Refused;
         }
-        self.misses.lack(wanted, since, waiter, MonotonicClock.now_ns())
+        self.misses.miss_state(wanted, since, waiter, MonotonicClock.now_ns())
     }
 
     /// Sends the misses of a view, and wakes `waiter` when they are resolved; without one they are
     /// prefetches, and nothing waits. `wanted` is emptied.
-    pub(crate) fn ask(
+    pub(crate) fn send_misses(
         &self,
         wanted: &mut Vec<Miss>,
         waiter: Option<&Arc<Waiter>>,
@@ -428,11 +428,11 @@ impl Iotlb {
             found.is_some_and(|found| found.prot.allows(miss.access))
         });
         if !wanted.is_empty() {
-            let sent = self.sink().map_or(0, |sink| sink.ask(wanted)).min(wanted.len());
+            let sent = self.sink().map_or(0, |sink| sink.send(wanted)).min(wanted.len());
             self.stats.misses.fetch_add(sent as u64, Ordering::Relaxed);
-            self.stats.asks.fetch_add(u64::from(sent > 0), Ordering::Relaxed);
+            self.stats.batches.fetch_add(u64::from(sent > 0), Ordering::Relaxed);
             let again = wanted[..sent].iter().filter(|miss| miss.again.is_some()).count();
-            self.stats.asked_again.fetch_add(again as u64, Ordering::Relaxed);
+            self.stats.sent_again.fetch_add(again as u64, Ordering::Relaxed);
             self.misses.unsent(&wanted[sent..]);
             wanted.clear();
         }
@@ -479,7 +479,7 @@ unsafe impl Domain for Iotlb {
         let _writer = self.writer.lock();
         let mapped = self.domain.map_pages(maps);
         let done = mapped.map_or_else(|partial| partial.done, |()| maps.len());
-        maps[..done].iter().for_each(|map| self.misses.answer(map.range(), map.prot()));
+        maps[..done].iter().for_each(|map| self.misses.update(map.range(), map.prot()));
         mapped
     }
 

@@ -39,7 +39,7 @@ type Key = (u64, u32);
 /// pass refusals to the IOTLB. It must not block.
 pub trait MissSink: Send + Sync {
     /// Sends misses; returns how many were sent, counted from the first. The rest is sent later.
-    fn ask(&self, misses: &[Miss]) -> usize;
+    fn send(&self, misses: &[Miss]) -> usize;
 
     /// A translation exists, but does not allow this access and will not (rule D16). Called once
     /// for each refusal, so at most once per miss; a failure that cannot be sent is lost.
@@ -51,23 +51,23 @@ pub trait MissSink: Send + Sync {
 /// What the IOTLB needs of a view, or of guards, that waits for translations.
 pub(crate) struct Waiter {
     /// Counts the updates and refusals that concern it.
-    answers: AtomicU64,
+    updates: AtomicU64,
     /// Called at each of them, to wake a worker that may be asleep.
     wake: Box<dyn Fn() + Send + Sync>,
 }
 
 impl Waiter {
     pub(crate) fn new(wake: Box<dyn Fn() + Send + Sync>) -> Arc<Waiter> {
-        Arc::new(Waiter { answers: AtomicU64::new(0), wake })
+        Arc::new(Waiter { updates: AtomicU64::new(0), wake })
     }
 
-    pub(crate) fn answers(&self) -> u64 {
-        self.answers.load(Ordering::Acquire)
+    pub(crate) fn updates(&self) -> u64 {
+        self.updates.load(Ordering::Acquire)
     }
 
-    fn answered(&self) {
+    fn wake(&self) {
         // Release: a thread that reads the new count finds the translation in the table.
-        self.answers.fetch_add(1, Ordering::Release);
+        self.updates.fetch_add(1, Ordering::Release);
         (self.wake)();
     }
 }
@@ -102,7 +102,7 @@ impl<T> Few<T> {
 struct Woken(Few<Arc<Waiter>>);
 
 impl Woken {
-    const NOBODY: Woken = Woken(Few::NONE);
+    const NONE: Woken = Woken(Few::NONE);
 
     fn add(&mut self, waiter: &Arc<Waiter>) {
         if !self.0.iter().any(|other| Arc::ptr_eq(other, waiter)) {
@@ -111,7 +111,7 @@ impl Woken {
     }
 
     fn wake(self) {
-        self.0.iter().for_each(|waiter| waiter.answered());
+        self.0.iter().for_each(|waiter| waiter.wake());
     }
 }
 
@@ -120,7 +120,7 @@ enum State {
     /// It could not be sent: the next lookup sends it.
     Unsent,
     /// Sent at this time.
-    Asked { at_ns: u64 },
+    Sent { at_ns: u64 },
     /// There is no such translation: lookups by its waiters fail until then.
     Refused { until_ns: u64 },
 }
@@ -142,20 +142,20 @@ struct Pending {
     acknowledged: u32,
     waiters: Few<Waiting>,
     /// The number of the miss when it was first sent.
-    question: u64,
+    number: u64,
     /// The number of the miss that was refused last.
     refused: Option<u64>,
 }
 
 impl Pending {
-    fn new(iova: Iova, now_ns: u64, question: u64) -> Pending {
+    fn new(iova: Iova, now_ns: u64, number: u64) -> Pending {
         Pending {
             iova,
-            state: State::Asked { at_ns: now_ns },
+            state: State::Sent { at_ns: now_ns },
             noted_ns: now_ns,
             acknowledged: 0,
             waiters: Few::NONE,
-            question,
+            number,
             refused: None,
         }
     }
@@ -178,7 +178,7 @@ impl Pending {
 
 /// The state of a translation that is not in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lack {
+pub(crate) enum MissState {
     /// It may arrive.
     Pending,
     /// It was refused.
@@ -199,7 +199,7 @@ pub(crate) struct Times {
 struct List {
     pending: BTreeMap<Key, Pending>,
     /// Waiters that found the list full, to be woken when it has room.
-    crowd: Vec<Arc<Waiter>>,
+    blocked: Vec<Arc<Waiter>>,
 }
 
 impl List {
@@ -221,7 +221,7 @@ impl List {
         }
         over.iter().for_each(|key| _ = self.pending.remove(key));
         if over.one.is_some() {
-            self.crowd.drain(..).for_each(|waiter| woken.add(&waiter));
+            self.blocked.drain(..).for_each(|waiter| woken.add(&waiter));
         }
     }
 
@@ -253,26 +253,26 @@ pub(crate) struct Misses {
     /// Searched and extended under the lock, so threads that contend for it sleep.
     list: Mutex<List>,
     /// How many misses there were, those sent again included.
-    questions: AtomicU64,
+    count: AtomicU64,
     most: usize,
     times: Times,
 }
 
 impl Misses {
     pub(crate) fn new(most: usize, times: Times) -> Misses {
-        let (list, questions) = (Mutex::new(List::default()), AtomicU64::new(0));
-        Misses { list, questions, most, times }
+        let (list, count) = (Mutex::new(List::default()), AtomicU64::new(0));
+        Misses { list, count, most, times }
     }
 
     /// How many misses there were so far, those sent again included.
-    pub(crate) fn questions(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         // A caller that notes the count enters the list, under its lock, after this.
-        self.questions.load(Ordering::Relaxed)
+        self.count.load(Ordering::Relaxed)
     }
 
     /// The number of the next miss.
     fn number(&self) -> u64 {
-        self.questions.fetch_add(1, Ordering::Relaxed) + 1
+        self.count.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// How many misses are in the list, those refused a moment ago included.
@@ -282,21 +282,21 @@ impl Misses {
 
     /// Whether a missing translation was refused, to an access that has waited `since` there were
     /// so many misses, or, with `None`, to `waiter` a moment ago.
-    pub(crate) fn lack(
+    pub(crate) fn miss_state(
         &self,
         (iova, access): (Iova, Prot),
         since: Option<u64>,
         waiter: &Arc<Waiter>,
         now_ns: u64,
-    ) -> Lack {
+    ) -> MissState {
         let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
         let refused = list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
-            (Some(since), _) => pending.refused.is_some_and(|question| since < question),
+            (Some(since), _) => pending.refused.is_some_and(|number| since < number),
             (None, State::Refused { until_ns }) => now_ns < until_ns && pending.waits(waiter),
             (None, _) => false,
         });
-        if refused { Lack::Refused } else { Lack::Pending }
+        if refused { MissState::Refused } else { MissState::Pending }
     }
 
     /// Notes that `waiter` waits for `wanted` (`None`: a prefetch, for which nothing waits) and
@@ -309,7 +309,7 @@ impl Misses {
         now_ns: u64,
         there: impl Fn(&Miss) -> bool,
     ) {
-        let mut woken = Woken::NOBODY;
+        let mut woken = Woken::NONE;
         let noted = wanted.clone();
         {
             let mut list = self.list.lock();
@@ -321,7 +321,7 @@ impl Misses {
         woken.wake();
         // After the list was entered: see `Misses`.
         for miss in noted.into_iter().filter(|miss| there(miss)) {
-            self.answer(point(miss.iova), miss.access);
+            self.update(point(miss.iova), miss.access);
             wanted.retain(|other| other.key() != miss.key());
         }
     }
@@ -337,11 +337,11 @@ impl Misses {
         let (full, iova) = (list.pending.len() >= self.most, miss.iova);
         let Some(found) = list.pending.get_mut(&miss.key()) else {
             if full {
-                let crowd = &mut list.crowd;
+                let blocked = &mut list.blocked;
                 if let Some(waiter) = waiter
-                    && !crowd.iter().any(|other| Arc::ptr_eq(other, waiter))
+                    && !blocked.iter().any(|other| Arc::ptr_eq(other, waiter))
                 {
-                    crowd.push(Arc::clone(waiter));
+                    blocked.push(Arc::clone(waiter));
                 }
                 return false;
             }
@@ -351,9 +351,9 @@ impl Misses {
             return true;
         };
         found.noted_ns = now_ns;
-        let asks = match found.state {
+        let send = match found.state {
             State::Unsent => true,
-            State::Asked { at_ns } => {
+            State::Sent { at_ns } => {
                 let late = now_ns >= at_ns.saturating_add(self.times.again_ns);
                 miss.again = late.then(|| self.number());
                 late
@@ -365,13 +365,13 @@ impl Misses {
                 true
             }
         };
-        if asks {
+        if send {
             // The address that was sent first, so that an update matches the entry.
             miss.iova = found.iova;
-            found.state = State::Asked { at_ns: now_ns };
+            found.state = State::Sent { at_ns: now_ns };
         }
         waiter.inspect(|waiter| found.add(waiter, iova));
-        asks
+        send
     }
 
     /// `misses` could not be sent: the next lookup sends them.
@@ -379,7 +379,7 @@ impl Misses {
         let mut list = self.list.lock();
         for miss in misses {
             if let Some(found) = list.pending.get_mut(&miss.key())
-                && matches!(found.state, State::Asked { .. })
+                && matches!(found.state, State::Sent { .. })
             {
                 found.state = State::Unsent;
             }
@@ -388,7 +388,7 @@ impl Misses {
 
     /// A translation of `range` with `prot` is there: wakes the waiters that it satisfies, in
     /// address *and* permission (rule D18).
-    pub(crate) fn answer(&self, range: Range, prot: Prot) {
+    pub(crate) fn update(&self, range: Range, prot: Prot) {
         self.change(range, |pending, access, woken| {
             if !prot.allows(access) {
                 return false;
@@ -405,19 +405,19 @@ impl Misses {
     }
 
     /// There is no translation of `range` for `access`: the reply to the miss with the number
-    /// `question`, or, with `None`, to no miss in particular. Returns the misses that this refuses.
+    /// `number`, or, with `None`, to no miss in particular. Returns the misses that this refuses.
     pub(crate) fn refuse(
         &self,
         range: Range,
         access: Prot,
-        question: Option<u64>,
+        number: Option<u64>,
         now_ns: u64,
     ) -> Vec<Miss> {
         let mut refused = Vec::new();
         self.change(range, |pending, wanted, woken| {
             let open = !matches!(pending.state, State::Refused { .. });
             // A translation came after that miss and is gone again: the open miss is a later one.
-            let stale = question.is_some_and(|question| question < pending.question);
+            let stale = number.is_some_and(|number| number < pending.number);
             // An access that needs less may still be allowed.
             if !open || stale || !range.contains(pending.iova) || !wanted.contains(access) {
                 return false;
@@ -425,20 +425,20 @@ impl Misses {
             refused.push(Miss { iova: pending.iova, access: wanted, again: None });
             let until_ns = now_ns.saturating_add(self.times.refused_ns);
             pending.state = State::Refused { until_ns };
-            pending.refused = Some(question.unwrap_or(pending.question));
+            pending.refused = Some(number.unwrap_or(pending.number));
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
             pending.waiters.one.is_none()
         });
         refused
     }
 
-    /// The front end has acknowledged the miss with the number `question`. Returns whether it had
-    /// done so before and the miss is still open.
-    pub(crate) fn acknowledge(&self, iova: Iova, access: Prot, question: u64) -> bool {
+    /// The front end has acknowledged the miss `number`. Returns whether it had done so before
+    /// and the miss is still open.
+    pub(crate) fn acknowledge(&self, iova: Iova, access: Prot, number: u64) -> bool {
         let mut again = false;
         self.change(point(iova), |pending, wanted, _| {
             let open = !matches!(pending.state, State::Refused { .. });
-            if open && wanted == access && pending.question <= question {
+            if open && wanted == access && pending.number <= number {
                 again = pending.acknowledged > 0;
                 pending.acknowledged = 1;
             }
@@ -453,7 +453,7 @@ impl Misses {
     }
 
     fn change(&self, range: Range, gone: impl FnMut(&mut Pending, Prot, &mut Woken) -> bool) {
-        let mut woken = Woken::NOBODY;
+        let mut woken = Woken::NONE;
         self.list.lock().drop_if(range, &mut woken, gone);
         woken.wake();
     }

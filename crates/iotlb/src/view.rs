@@ -33,7 +33,8 @@ pub struct Counters {
 }
 
 /// How one worker thread reaches memory for one endpoint: a cache of translations resolved to
-/// pointers of this process, in which entries side by side that lead on from each other cost as one.
+/// pointers of this process, in which entries side by side that lead on from each other cost as
+/// one.
 ///
 /// Between two calls of [`quiet`](Self::quiet) what it translates stays usable, whatever the
 /// IOMMU's driver does meanwhile; that is why an invalidation waits for the next one. While it is
@@ -108,15 +109,15 @@ impl View {
     }
 
     /// A quiet point: nothing that was translated before is in use any more, except by leases and
-    /// windows. Replays invalidations into the cache. To be called between bursts of work. Without effect
-    /// while [offline](Self::offline).
+    /// windows. Replays invalidations into the cache. To be called between bursts of work. Without
+    /// effect while [offline](Self::offline).
     #[inline]
     pub fn quiet(&mut self) {
         if !self.reader.is_online() {
             return;
         }
         if !self.wanted.get_mut().is_empty() || !self.ahead.get_mut().is_empty() {
-            self.ask();
+            self.send_misses();
         }
         if self.endpoint.changes() != self.changes {
             self.rebind();
@@ -148,15 +149,15 @@ impl View {
 
     /// Sends misses for all that accesses found [missing](AccessError::Again) since the last call,
     /// as a [quiet point](Self::quiet) does.
-    pub fn ask(&self) {
-        let questions = [(&self.wanted, Some(&self.waiter)), (&self.ahead, None)];
-        for (misses, waiter) in questions {
+    pub fn send_misses(&self) {
+        let batches = [(&self.wanted, Some(&self.waiter)), (&self.ahead, None)];
+        for (misses, waiter) in batches {
             let mut misses = misses.borrow_mut();
             // Offline it has looked up nothing, so nothing is missing.
             if let (false, true, Some(iotlb)) =
                 (misses.is_empty(), self.reader.is_online(), self.iotlb())
             {
-                iotlb.ask(&mut misses, waiter, &self.reader);
+                iotlb.send_misses(&mut misses, waiter, &self.reader);
             }
             misses.clear();
         }
@@ -166,8 +167,8 @@ impl View {
     /// need to retry an access (except to [send a miss again](crate::IotlbConfig::again)). To be
     /// read before the access: the update may arrive before the access returns.
     #[inline]
-    pub fn answers(&self) -> u64 {
-        self.waiter.answers()
+    pub fn updates_seen(&self) -> u64 {
+        self.waiter.updates()
     }
 
     /// Counts changes of the endpoint's binding, as far as this view has seen them: what was found
@@ -179,16 +180,17 @@ impl View {
 
     /// How many misses there were so far, those sent again included. An access that begins to wait
     /// notes the number, and looks again [`since`](Self::since) then.
-    pub fn questions(&self) -> u64 {
-        self.iotlb().map_or(0, |iotlb| iotlb.questions())
+    pub fn misses_sent(&self) -> u64 {
+        self.iotlb().map_or(0, |iotlb| iotlb.misses_sent())
     }
 
     /// Runs `job`, whose accesses have waited since there were so many
-    /// [`questions`](Self::questions): they fail if a later miss for their addresses was refused,
-    /// and no other refusal concerns them. For accesses that have not waited, `u64::MAX`. Accesses
-    /// outside `since` fail if a miss of this view for their addresses was refused a moment ago.
-    pub fn since<R>(&self, questions: u64, job: impl FnOnce() -> R) -> R {
-        let before = self.since.replace(Some(questions));
+    /// [`misses_sent`](Self::misses_sent): they fail if a later miss for their addresses was
+    /// refused, and no other refusal concerns them. For accesses that have not waited, `u64::MAX`.
+    /// Accesses outside `since` fail if a miss of this view for their addresses was refused a
+    /// moment ago.
+    pub fn since<R>(&self, misses: u64, job: impl FnOnce() -> R) -> R {
+        let before = self.since.replace(Some(misses));
         let result = job();
         self.since.set(before);
         result
@@ -253,7 +255,7 @@ impl View {
     /// what they lead to may be gone, and their validity is only updated when the view is back.
     pub fn offline(&mut self) {
         if self.reader.is_online() {
-            self.ask();
+            self.send_misses();
             self.publish();
             mem::swap(&mut self.cache, &mut self.other);
             self.reader.offline();
@@ -310,7 +312,7 @@ impl View {
     }
 
     /// Sets where written pages are marked from now on, by guest-physical address whatever the
-    /// IOMMU says (rule D26); `None`: nowhere. See [`mark`](Translate::mark).
+    /// IOMMU maps (rule D26); `None`: nowhere. See [`mark`](Translate::mark).
     pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
         self.log = log;
     }

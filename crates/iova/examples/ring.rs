@@ -36,10 +36,10 @@ fn run(queue: &dyn Allocator, other: &dyn Allocator) -> Result<Vec<u64>, Box<dyn
         others.push(other.alloc(&page)?);
     }
     for n in 0..3 * IN_FLIGHT {
-        let (slot, stranger) = (n % IN_FLIGHT, n * 7 % IN_FLIGHT);
-        other.free(others[stranger], PAGE)?;
+        let (slot, other_slot) = (n % IN_FLIGHT, n * 7 % IN_FLIGHT);
+        other.free(others[other_slot], PAGE)?;
         queue.free(slots[slot], PAGE)?;
-        others[stranger] = other.alloc(&page)?;
+        others[other_slot] = other.alloc(&page)?;
         slots[slot] = queue.alloc(&page)?;
     }
     let last = slots.clone();

@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_that_make_no_sense_are_told_from_those_that_do_not_fit() {
+    fn invalid_requests_and_those_that_do_not_fit_are_different_errors() {
         let aperture = Aperture::new(0, 0xffff_ffff, 4096).unwrap();
         let why = |request: Request| aperture.wanted(&request).unwrap_err().reason;
         let page = Request::new(4096);

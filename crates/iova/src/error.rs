@@ -47,7 +47,7 @@ pub enum AllocReason {
     #[error("the alignment is not a power of two")]
     BadAlign,
     /// The mask is not 2^n-1, or a segment is smaller than the range.
-    #[error("no segment under the boundary mask {boundary:#x} holds it")]
+    #[error("it fits no segment of boundary mask {boundary:#x}")]
     BadBoundary {
         /// The mask.
         boundary: u64,
@@ -136,7 +136,7 @@ mod tests {
     use std::string::ToString;
 
     #[test]
-    fn an_error_says_what_was_asked_and_why_it_failed() {
+    fn an_error_names_the_request_and_the_reason() {
         let error = AllocError {
             request: Request::new(0x3000).limit(0xffff_ffff),
             reason: AllocReason::Exhausted { first: 0x1000, last: 0xffff_ffff },

@@ -215,7 +215,7 @@ impl<A: Allocator> Drop for Ring<A> {
         // All reservations and allocations came before, as `&mut self` excludes other users now.
         if self.chunk.stats().live_ranges == 0 && !self.reserved.load(Ordering::Relaxed) {
             let freed = self.inner.free(self.first, self.size);
-            debug_assert!(freed.is_ok(), "the chunk was freed by somebody else: {freed:?}");
+            debug_assert!(freed.is_ok(), "the chunk was already freed: {freed:?}");
         }
     }
 }

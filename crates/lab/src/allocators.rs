@@ -11,7 +11,7 @@ use crate::list::named;
 named! {
     /// An allocator by name: the peers first.
     #[derive(Default)]
-    AllocatorKind, "no allocator is called {:?}: there are {}":
+    AllocatorKind, "unknown allocator {:?}: there are {}":
     /// The seed's first: the red-black tree alone.
     RbTree = "rbtree",
     /// The seed's second: the bitmap, next fit.
@@ -46,7 +46,7 @@ impl AllocatorKind {
 named! {
     /// A placement by name; `size-aligned` is what `replay` called `size` once.
     #[derive(Default)]
-    PlacementName, "no placement is called {:?}: there are {}":
+    PlacementName, "unknown placement {:?}: there are {}":
     /// Ranges of one size side by side.
     #[default]
     Size = "size" | "size-aligned",
@@ -75,7 +75,7 @@ impl PlacementName {
     pub fn parse_of(name: &str, offered: &[PlacementName]) -> Result<PlacementName, String> {
         name.parse().ok().filter(|placement| offered.contains(placement)).ok_or_else(|| {
             let names: Vec<&str> = offered.iter().map(|placement| placement.name()).collect();
-            format!("no placement is called {name:?}: there are {}", names.join(", "))
+            format!("unknown placement {name:?}: there are {}", names.join(", "))
         })
     }
 }

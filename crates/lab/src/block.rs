@@ -61,7 +61,7 @@ pub struct BlockInfo {
 #[non_exhaustive]
 pub enum BlockError {
     /// The buffer is no whole number of units.
-    #[error("{len} bytes are no whole number of {unit}-byte units")]
+    #[error("{len} bytes are not a multiple of {unit}-byte units")]
     Length {
         /// Length of the buffer, bytes.
         len: usize,
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_from_elsewhere_or_from_another_run_is_told_apart() {
+    fn a_block_from_elsewhere_or_from_another_run_is_recognised() {
         let buf = filled(65536, 9);
         assert_eq!(FORMAT.check(&buf, 0), Err(BlockError::Misplaced { offset: 0, found: 65536 }));
         let next = Format { generation: 8, ..FORMAT };

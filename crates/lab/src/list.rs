@@ -14,7 +14,7 @@ where
     for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
         let item: T = word.parse().map_err(|error: T::Err| error.to_string())?;
         if items.contains(&item) {
-            return Err(format!("{word} stands twice in the {what}"));
+            return Err(format!("{word} is given twice in the {what}"));
         }
         items.push(item);
     }
@@ -45,7 +45,7 @@ pub fn number(
     let number = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
     number.filter(|number| range.contains(number)).ok_or_else(|| {
         let [least, most] = [range.start(), range.end()].map(|n| short(*n, (units, times)));
-        format!("{text:?} is no {what} from {least} to {most}")
+        format!("{text:?} is not a {what} from {least} to {most}")
     })
 }
 
@@ -59,10 +59,10 @@ pub fn short(n: u64, (units, times): Units) -> String {
 }
 
 /// An enumeration with names: those of the command line and of JSON, and others that are understood
-/// as well. `$says` is the error for any other name: its arguments are that name and the list of
+/// as well. `$message` is the error for any other name: its arguments are that name and the list of
 /// all.
 macro_rules! named {
-    ($(#[$doc:meta])* $name:ident, $says:literal:
+    ($(#[$doc:meta])* $name:ident, $message:literal:
         $($(#[$of:meta])* $variant:ident = $text:literal $(| $too:literal)*,)+) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -94,7 +94,7 @@ macro_rules! named {
             fn from_str(name: &str) -> Result<$name, String> {
                 match name {
                     $($text $(| $too)* => Ok($name::$variant),)+
-                    other => Err(format!($says, other, Self::ALL.map(Self::name).join(", "))),
+                    other => Err(format!($message, other, Self::ALL.map(Self::name).join(", "))),
                 }
             }
         }

@@ -18,9 +18,9 @@ pub(crate) fn file(name: &str, len: u64) -> Result<OwnedFd> {
 /// A field of a file in `/proc`: what follows its name and a colon.
 pub(crate) fn field(path: &str, word: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
-    let said =
+    let after_colon =
         |line: &str| Some(line.strip_prefix(word)?.trim_start().strip_prefix(':')?.to_owned());
-    text.lines().find_map(said).map(|value| value.trim().to_owned())
+    text.lines().find_map(after_colon).map(|value| value.trim().to_owned())
 }
 
 /// The number that such a field begins with.

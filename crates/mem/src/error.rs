@@ -50,7 +50,7 @@ pub enum MemError {
         addr: u64,
     },
     /// An address, an offset or a size that is no multiple of the page size.
-    #[error("{what} {value:#x} is no multiple of {align:#x}")]
+    #[error("{what} {value:#x} is not a multiple of {align:#x}")]
     Misaligned {
         /// What it is.
         what: &'static str,
@@ -68,7 +68,7 @@ pub enum MemError {
         actual: u64,
     },
     /// The file is on a file system (disk, network, FUSE) that may take long to provide a page.
-    #[error("the file is no memory: it must be a memfd, or on tmpfs or hugetlbfs")]
+    #[error("the file is not memory: it must be a memfd, or on tmpfs or hugetlbfs")]
     NotMemory,
     /// A piece that does not lie within the memory.
     #[error("{len:#x} bytes at offset {offset:#x} pass the end of {size:#x} bytes")]

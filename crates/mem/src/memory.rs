@@ -242,9 +242,9 @@ impl Memory {
             });
             // Equal distances from the beginning of the file. Wrapped differences cannot be equal
             // by chance, since both positions in the files lie below 2^63.
-            let lies = |m: &Mapped| m.region.mmap_offset.wrapping_sub(m.region.gpa);
+            let shift = |m: &Mapped| m.region.mmap_offset.wrapping_sub(m.region.gpa);
             let nowhere = |b: &Mapped| a.place.is_none() || b.place.is_none();
-            overlapping.all(|b| nowhere(b) || a.file == b.file && lies(a) == lies(b))
+            overlapping.all(|b| nowhere(b) || a.file == b.file && shift(a) == shift(b))
         })
     }
 
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_memory_is_not_mapped_and_no_address_in_it_leads_anywhere() {
+    fn a_file_that_is_not_memory_is_not_mapped_and_no_address_in_it_translates() {
         // A file on a disk, which a process (FUSE) may serve.
         let disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         disk.set_len(4 * PAGE).unwrap();

@@ -364,7 +364,7 @@ mod tests {
         bus.check().unwrap();
 
         fs::ftruncate(&file, PAGE).unwrap();
-        assert!(!memory.lost(), "nobody touched it yet");
+        assert!(!memory.lost(), "nothing has accessed it yet");
         let mut bytes = [9; 2 * PAGE_SIZE];
         bus.read(0, &mut bytes).unwrap();
         assert_eq!(bytes[..PAGE_SIZE], [1; PAGE_SIZE]);
@@ -383,10 +383,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lost_is_nothing_to_anybody_once_it_is_gone() {
+    fn a_lost_mapping_is_forgotten_once_it_is_unmapped() {
         // In a process of its own: other tests lose mappings too.
         if !is_child() {
-            let ended = in_child("what_is_lost_is_nothing_to_anybody_once_it_is_gone");
+            let ended = in_child("a_lost_mapping_is_forgotten_once_it_is_unmapped");
             assert!(ended.success(), "{ended}");
             return;
         }
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_into_a_truncated_file_is_reported_though_nobody_translated() {
+    fn a_window_into_a_truncated_file_is_reported_without_a_translation() {
         super::install().unwrap();
         let (file, memory) = two_regions();
         let bus = Physical::new(memory);
@@ -493,10 +493,10 @@ mod tests {
     }
 
     #[test]
-    fn a_truncation_is_survived_where_so_much_private_memory_is_refused() {
+    fn a_truncation_is_survived_where_that_much_private_memory_is_refused() {
         if !is_child() {
             let ended =
-                in_child("a_truncation_is_survived_where_so_much_private_memory_is_refused");
+                in_child("a_truncation_is_survived_where_that_much_private_memory_is_refused");
             assert!(ended.success(), "{ended}");
             return;
         }

@@ -87,11 +87,11 @@ impl Closer {
             waiting.full = None;
             return false;
         }
-        let (since, said) = waiting.full.get_or_insert_with(|| (Instant::now(), false));
-        let says = !*said && since.elapsed() >= LONG;
-        *said |= says;
+        let (since, reported) = waiting.full.get_or_insert_with(|| (Instant::now(), false));
+        let reports = !*reported && since.elapsed() >= LONG;
+        *reported |= reports;
         drop(waiting);
-        if says && let Some(full) = &self.0.full {
+        if reports && let Some(full) = &self.0.full {
             full(count);
         }
         true
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_dropped_holds_up_nobody_until_there_is_much_of_it() {
+    fn things_that_cannot_be_dropped_delay_the_caller_only_once_it_is_full() {
         let warned = Arc::new(AtomicUsize::new(0));
         let closer = Closer::new({
             let warned = Arc::clone(&warned);
@@ -153,11 +153,11 @@ mod tests {
                 warned.fetch_add(1, Ordering::Relaxed);
             }
         });
-        let (said, dropped) = channel();
+        let (report, dropped) = channel();
         let held: Vec<_> = (0..=MOST + 10)
             .map(|number| {
                 let (hold, held) = channel();
-                closer.close(Held(held, said.clone(), number));
+                closer.close(Held(held, report.clone(), number));
                 hold
             })
             .collect();
@@ -174,7 +174,7 @@ mod tests {
         assert!(numbers.is_sorted(), "{numbers:?}");
         assert!(!closer.is_full());
         // The thread may have ended by now: another is started.
-        closer.close(Held(channel().1, said, 0));
+        closer.close(Held(channel().1, report, 0));
         assert_eq!(dropped.recv(), Ok(0));
         while !closer.is_idle() {
             thread::yield_now();

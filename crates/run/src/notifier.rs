@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_is_notified_as_often_as_it_is_said() {
+    fn a_peer_is_notified_once_for_each_call() {
         let event = event::new().unwrap();
         let [uring, aio] = both(&event);
         assert!(matches!(uring.0, Way::Uring(_)), "this kernel has io_uring");
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_counter_that_blocks_holds_up_nobody() {
+    fn a_full_counter_that_blocks_delays_no_caller() {
         let event = event::new().unwrap();
         for notifier in both(&event) {
             rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
@@ -328,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_stream_that_blocks_holds_up_nobody() {
+    fn a_full_stream_that_blocks_delays_no_caller() {
         let (reader, writer) = std::os::unix::net::UnixStream::pair().unwrap();
         let notifier = Notifier::new(OwnedFd::from(writer).into()).unwrap();
         // More than any stream holds.

@@ -20,8 +20,8 @@ pub fn ring<const N: usize>(
 ) -> io::Result<IoUring> {
     let ring = match how.clone().setup_r_disabled().build(entries) {
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-            static SAID: Once = Once::new();
-            SAID.call_once(|| {
+            static WARNED: Once = Once::new();
+            WARNED.call_once(|| {
                 tracing::warn!("this kernel (before 5.10) cannot restrict what an io_uring does: it could open files");
             });
             return how.build(entries);

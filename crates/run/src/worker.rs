@@ -140,14 +140,14 @@ impl Worker {
         &self,
         job: impl FnOnce(&mut Work) -> R + Send + 'static,
     ) -> Option<R> {
-        let (reply, answer) = mpsc::channel();
+        let (reply, replies) = mpsc::channel();
         self.post
             .send(Box::new(move |work| {
                 let _ = reply.send(job(work));
             }))
             .ok()?;
         self.bell.ring();
-        answer.recv().ok()
+        replies.recv().ok()
     }
 }
 
@@ -275,17 +275,17 @@ mod tests {
     /// Counts the notifications that it gets.
     struct Counting {
         wake: Arc<OwnedFd>,
-        asked: Arc<AtomicU64>,
+        requested: Arc<AtomicU64>,
         done: Arc<AtomicU64>,
     }
 
     impl Unit for Counting {
         fn poll(&mut self, _: u64) -> bool {
-            let asked = self.asked.load(Ordering::Acquire);
-            self.done.swap(asked, Ordering::AcqRel) != asked
+            let requested = self.requested.load(Ordering::Acquire);
+            self.done.swap(requested, Ordering::AcqRel) != requested
         }
         fn arm(&mut self) -> bool {
-            self.asked.load(Ordering::Acquire) != self.done.load(Ordering::Acquire)
+            self.requested.load(Ordering::Acquire) != self.done.load(Ordering::Acquire)
         }
         fn disarm(&mut self) {}
         fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
@@ -298,15 +298,15 @@ mod tests {
         for notify in [Notify::Adaptive, Notify::Poll, Notify::Sleep] {
             let worker = Worker::spawn("test", notify).unwrap();
             let wake = Arc::new(event::new().unwrap());
-            let (asked, done) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
+            let (requested, done) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
             let unit = Counting {
                 wake: Arc::clone(&wake),
-                asked: Arc::clone(&asked),
+                requested: Arc::clone(&requested),
                 done: Arc::clone(&done),
             };
             assert!(worker.call(move |work| work.insert(1, Box::new(unit))).is_some());
             for n in 1..=200 {
-                asked.store(n, Ordering::Release);
+                requested.store(n, Ordering::Release);
                 event::signal(&wake);
                 while done.load(Ordering::Acquire) != n {
                     std::thread::yield_now();

@@ -13,7 +13,7 @@ const BASE: u64 = 0x10_0000;
 struct FrontEnd(mpsc::Sender<Miss>);
 
 impl MissSink for FrontEnd {
-    fn ask(&self, misses: &[Miss]) -> usize {
+    fn send(&self, misses: &[Miss]) -> usize {
         misses.iter().take_while(|&&miss| self.0.send(miss).is_ok()).count()
     }
 }
@@ -28,7 +28,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let shootdown = Shootdown::new(4);
     let iotlb = Iotlb::new(IotlbConfig::default(), Arc::clone(&shootdown));
     let (to, misses) = mpsc::channel();
-    iotlb.ask_through(Some(Arc::new(FrontEnd(to))));
+    iotlb.set_miss_sink(Some(Arc::new(FrontEnd(to))));
     let table = Arc::clone(&iotlb);
     thread::spawn(move || {
         for Miss { iova: Iova(addr), access, .. } in misses {

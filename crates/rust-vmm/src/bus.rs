@@ -41,8 +41,8 @@ struct Region {
     _guard: PtrGuardMut,
 }
 
-// SAFETY: the pointers are to memory that `memory` keeps mapped, which any thread may reach by copies
-// and atomics; a guard is only kept, and any thread may drop it.
+// SAFETY: the pointers are to memory that `memory` keeps mapped, which any thread may reach by
+// copies and atomics; a guard is only kept, and any thread may drop it.
 unsafe impl<T: Send> Send for Map<T> {}
 // SAFETY: as above; nothing in it changes.
 unsafe impl<T: Sync> Sync for Map<T> {}

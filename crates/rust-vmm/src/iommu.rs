@@ -22,8 +22,8 @@ use vmm_sys_util::eventfd::EventFd;
 
 use crate::GuestBus;
 
-/// A virtio-iommu in front of the VMM's memory `A`, such as `GuestMemoryAtomic<GuestMemoryMmap>`, whose
-/// map may change at any time.
+/// A virtio-iommu in front of the VMM's memory `A`, such as `GuestMemoryAtomic<GuestMemoryMmap>`,
+/// whose map may change at any time.
 ///
 /// It is started and stopped with the queues and event descriptors of rust-vmm; otherwise it is a
 /// [`LocalIommu`]. Devices behind it translate through an
@@ -219,7 +219,10 @@ where
         match GuestBus::new(now) {
             Ok(bus) => self.bus = bus,
             Err(error) => {
-                tracing::error!(source = %"iommu", "the guest's new memory cannot be used: {error}");
+                tracing::error!(
+                    source = %"iommu",
+                    "the guest's new memory cannot be used: {error}"
+                );
                 return false;
             }
         }

@@ -38,11 +38,11 @@ fn forked(inside: impl FnOnce()) {
         unsafe { libc::_exit(0) };
     }
     drop(writer);
-    let mut said = String::new();
-    reader.read_to_string(&mut said).unwrap();
+    let mut output = String::new();
+    reader.read_to_string(&mut output).unwrap();
     // SAFETY: the child is ours, and nothing is written.
     unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
-    assert_eq!(said, "ended");
+    assert_eq!(output, "ended");
 }
 
 fn is_refused<T>(done: io::Result<T>) -> bool {

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_spins_first_and_says_when_it_is_time_to_sleep() {
+    fn it_spins_first_and_reports_when_it_is_time_to_sleep() {
         let backoff = Backoff::new();
         for _ in 0..=SPINS {
             assert!(!backoff.is_completed());

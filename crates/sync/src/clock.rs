@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_manual_clock_moves_only_when_told_and_never_back() {
+    fn a_manual_clock_moves_only_when_it_is_advanced_and_never_back() {
         let clock = ManualClock::new(5);
         assert_eq!((clock.now_ns(), clock.now_ns()), (5, 5));
         clock.advance(10);

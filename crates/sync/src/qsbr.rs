@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_reader_that_is_offline_or_gone() {
+    fn no_grace_period_waits_for_a_reader_that_is_offline_or_gone() {
         let qsbr = Arc::new(Qsbr::new(2));
         let mut a = qsbr.register().unwrap();
         let b = qsbr.register().unwrap();
@@ -598,7 +598,7 @@ mod model {
     }
 
     #[test]
-    fn whoever_is_told_that_it_is_over_may_reclaim() {
+    fn a_thread_that_finds_it_over_may_reclaim() {
         // The result may come from another thread's scan, through `over`.
         check(Some(3), || {
             let qsbr = Arc::new(Qsbr::new(1));
@@ -610,9 +610,9 @@ mod model {
                 reader.quiescent();
                 read(&theirs);
             });
-            let asking = Arc::clone(&qsbr);
+            let checking = Arc::clone(&qsbr);
             let other = thread::spawn(move || {
-                let _ = asking.is_over(Grace::from_u64(2));
+                let _ = checking.is_over(Grace::from_u64(2));
             });
             replace(&shared, &qsbr, 2);
             reading.join().unwrap();

@@ -76,7 +76,7 @@ impl FromStr for Notify {
             "adaptive" => Ok(Notify::Adaptive),
             "poll" => Ok(Notify::Poll),
             "sleep" => Ok(Notify::Sleep),
-            _ => Err(format!("{text:?} is no way to wait: adaptive, poll or sleep")),
+            _ => Err(format!("{text:?} is not a way to wait: it must be adaptive, poll or sleep")),
         }
     }
 }
@@ -313,7 +313,7 @@ mod tests {
         let look =
             |at: &u64| wait.step_on(sharing, *at, || None, || sharing.lost.get()) == Next::Sleep;
         let slept = (0..1000).map(|n| from + n * US).find(look);
-        slept.expect("nobody looks for a millisecond") - from
+        slept.expect("it sleeps within a millisecond") - from
     }
 
     #[test]
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn who_loses_its_cpu_sleeps_for_longer_each_time() {
+    fn a_thread_that_loses_its_cpu_sleeps_for_longer_each_time() {
         let sharing = Sharing::new();
         let mut wait = Wait::new(Notify::Adaptive);
         let mut at = US;
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn time_that_an_interrupt_took_or_a_sleep_is_nobodys() {
+    fn time_that_an_interrupt_took_or_a_sleep_is_not_a_lost_cpu() {
         let sharing = Sharing::new();
         sharing.lost.set(7);
         let mut wait = Wait::new(Notify::Adaptive);
@@ -430,7 +430,7 @@ mod tests {
         assert!(!sample(13, 90_400));
         assert!(sample(14, 90_900) && sample(15, 90_900) && !sample(16, 90_900));
         assert!(!sample(26, 92_800), "less than a fifth of the time");
-        sharing.worked(26_500 * US, || unreachable!("it was asked half a millisecond ago"));
+        sharing.worked(26_500 * US, || unreachable!("it was read half a millisecond ago"));
         sharing.worked(27_000 * US, || None);
         assert!(!sharing.is_shared(27_000 * US));
     }
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_counts_who_loses_its_cpu() {
+    fn the_kernel_counts_how_often_a_thread_loses_its_cpu() {
         // More threads than CPUs: sooner or later each has lost one.
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         std::thread::scope(|scope| {

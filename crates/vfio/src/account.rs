@@ -199,7 +199,7 @@ mod tests {
 
     // rule L53
     #[test]
-    fn many_who_charge_are_never_above_the_limit() {
+    fn concurrent_charges_never_exceed_the_limit() {
         let account = Account::with_limit("all", 64);
         std::thread::scope(|scope| {
             for _ in 0..3 {

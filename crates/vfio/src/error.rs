@@ -4,11 +4,11 @@ use std::fmt;
 
 use rustix::io::Errno;
 
-/// What was asked of the kernel, the error that it returned, and what to do about it.
+/// What the kernel was called for, the error that it returned, and what to do about it.
 #[derive(Debug)]
 pub struct Error {
-    asked: String,
-    answer: Option<Errno>,
+    operation: String,
+    errno: Option<Errno>,
     remedy: String,
 }
 
@@ -16,14 +16,14 @@ pub struct Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// What was asked, as an infinitive.
-    pub(crate) fn new(asked: impl Into<String>) -> Error {
-        Error { asked: asked.into(), answer: None, remedy: String::new() }
+    /// An error of this operation, an infinitive.
+    pub(crate) fn new(operation: impl Into<String>) -> Error {
+        Error { operation: operation.into(), errno: None, remedy: String::new() }
     }
 
     /// Sets the error that the kernel returned.
-    pub(crate) fn answer(mut self, errno: Errno) -> Error {
-        self.answer = Some(errno);
+    pub(crate) fn with_errno(mut self, errno: Errno) -> Error {
+        self.errno = Some(errno);
         self
     }
 
@@ -33,17 +33,17 @@ impl Error {
         self
     }
 
-    /// The error that the kernel returned; `None` if the kernel was not asked, since something else
-    /// was missing.
+    /// The error that the kernel returned; `None` if the kernel was not called, since something
+    /// else was missing.
     pub fn errno(&self) -> Option<Errno> {
-        self.answer
+        self.errno
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cannot {}", self.asked)?;
-        if let Some(errno) = self.answer {
+        write!(f, "cannot {}", self.operation)?;
+        if let Some(errno) = self.errno {
             write!(f, ": {}", std::io::Error::from(errno))?;
         }
         if !self.remedy.is_empty() {

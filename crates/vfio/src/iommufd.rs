@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::{
     DirtyMap,
-    kernel::{Answer, Id, IommufdKernel, MapFlags},
+    kernel::{Id, IommufdKernel, KernelResult, MapFlags},
     space::{self, Backend, Space, Tuning, Usage, lost, size},
 };
 
@@ -40,15 +40,15 @@ struct Ioas<K> {
 }
 
 impl<K: IommufdKernel> Backend for Ioas<K> {
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
         // SAFETY: the caller's promise.
         unsafe { self.kernel.map(self.id, flags, Some(iova), vaddr, size) }.map(drop)
     }
 
-    fn unmap(&self, iova: u64, size: u64) -> Answer<u64> {
+    fn unmap(&self, iova: u64, size: u64) -> KernelResult<u64> {
         match self.kernel.unmap(self.id, iova, size) {
             Err(Errno::NOENT) => Ok(0),
-            answer => answer,
+            result => result,
         }
     }
 
@@ -164,8 +164,8 @@ impl<K: IommufdKernel> Iommufd<K> {
 
     fn track(&self, on: bool) -> Result<()> {
         let track = |table| {
-            let answer = self.kernel().track_dirty(table, on);
-            answer.map_err(|errno| lost(errno, Range::ALL))
+            let result = self.kernel().track_dirty(table, on);
+            result.map_err(|errno| lost(errno, Range::ALL))
         };
         self.dirty_tables()?.into_iter().try_for_each(track)
     }
@@ -204,8 +204,8 @@ impl<K: IommufdKernel> Iommufd<K> {
         let page = self.space.geometry().page_sizes.granule();
         tables.iter().try_for_each(|&table| {
             space::collect(piece, page, map, |bitmap| {
-                let asked = self.kernel().dirty(table, piece.first().0, size(piece), bitmap);
-                asked.map_err(|errno| lost(errno, piece))
+                let result = self.kernel().dirty(table, piece.first().0, size(piece), bitmap);
+                result.map_err(|errno| lost(errno, piece))
             })
         })
     }
@@ -220,10 +220,10 @@ impl<K: IommufdKernel> Iommufd<K> {
 }
 
 fn geometry_of<K: IommufdKernel>(kernel: &K, ioas: Id) -> Result<Geometry> {
-    let told = kernel.iova_ranges(ioas).map_err(|errno| lost(errno, Range::ALL))?;
-    let sizes = PageSizes::from_granule(told.alignment.max(PAGE))
+    let found = kernel.iova_ranges(ioas).map_err(|errno| lost(errno, Range::ALL))?;
+    let sizes = PageSizes::from_granule(found.alignment.max(PAGE))
         .ok_or(Error::Unsupported("the kernel names no page size"))?;
-    space::geometry(sizes, &told.ranges, &kernel.reserved_regions())
+    space::geometry(sizes, &found.ranges, &kernel.reserved_regions())
         .ok_or(Error::Unsupported("the kernel lets nothing be mapped"))
 }
 

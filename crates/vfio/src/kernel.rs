@@ -31,7 +31,7 @@ pub use region::Region;
 pub use sysfs::{Member, Sysfs};
 
 /// The result of a request to the kernel.
-pub type Answer<T> = Result<T, Errno>;
+pub type KernelResult<T> = Result<T, Errno>;
 
 bitflags! {
     /// How to map (`VFIO_DMA_MAP_FLAG_*`).
@@ -109,7 +109,7 @@ pub trait Type1Kernel: Send + Sync {
     ///
     /// # Errors
     /// The kernel's.
-    fn info(&self) -> Answer<Type1Info>;
+    fn info(&self) -> KernelResult<Type1Info>;
 
     /// Whether it has `extension`.
     fn has(&self, extension: Extension) -> bool;
@@ -122,7 +122,7 @@ pub trait Type1Kernel: Send + Sync {
     ///
     /// # Errors
     /// The kernel's (rules L51, L53, L60, L61).
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()>;
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()>;
 
     /// Unmaps; returns how many bytes were mapped (rules L55-L57, L59). `dirty` goes with
     /// [`UnmapFlags::GET_DIRTY`].
@@ -135,19 +135,19 @@ pub trait Type1Kernel: Send + Sync {
         iova: u64,
         size: u64,
         dirty: Option<Bitmap<'_>>,
-    ) -> Answer<u64>;
+    ) -> KernelResult<u64>;
 
     /// Starts or stops tracking dirty pages; a repeated call is fine (rule L63).
     ///
     /// # Errors
     /// The kernel's.
-    fn track_dirty(&self, on: bool) -> Answer<()>;
+    fn track_dirty(&self, on: bool) -> KernelResult<()>;
 
     /// Reads the dirty bits of a range, and clears them in the kernel (rule L63).
     ///
     /// # Errors
     /// The kernel's.
-    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()>;
 
     /// The regions that must not be mapped for its devices, as far as they are known by name: the
     /// reasons for the gaps between the ranges of [`info`](Self::info). In ascending order.
@@ -163,13 +163,13 @@ pub trait Type1Kernel: Send + Sync {
 }
 
 impl<K: Type1Kernel + ?Sized> Type1Kernel for Arc<K> {
-    fn info(&self) -> Answer<Type1Info> {
+    fn info(&self) -> KernelResult<Type1Info> {
         (**self).info()
     }
     fn has(&self, extension: Extension) -> bool {
         (**self).has(extension)
     }
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
         // SAFETY: the caller's promise.
         unsafe { (**self).map(flags, iova, vaddr, size) }
     }
@@ -179,13 +179,13 @@ impl<K: Type1Kernel + ?Sized> Type1Kernel for Arc<K> {
         iova: u64,
         size: u64,
         dirty: Option<Bitmap<'_>>,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         (**self).unmap(flags, iova, size, dirty)
     }
-    fn track_dirty(&self, on: bool) -> Answer<()> {
+    fn track_dirty(&self, on: bool) -> KernelResult<()> {
         (**self).track_dirty(on)
     }
-    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
         (**self).dirty(iova, size, dirty)
     }
     fn reserved_regions(&self) -> Vec<ReservedRegion> {
@@ -215,19 +215,19 @@ pub trait IommufdKernel: Send + Sync {
     ///
     /// # Errors
     /// The kernel's.
-    fn new_ioas(&self) -> Answer<Id>;
+    fn new_ioas(&self) -> KernelResult<Id>;
 
     /// Removes an object that nothing uses.
     ///
     /// # Errors
     /// The kernel's: EBUSY while it is used.
-    fn destroy(&self, id: Id) -> Answer<()>;
+    fn destroy(&self, id: Id) -> KernelResult<()>;
 
     /// What can be mapped, given the devices attached now.
     ///
     /// # Errors
     /// The kernel's.
-    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges>;
+    fn iova_ranges(&self, ioas: Id) -> KernelResult<IovaRanges>;
 
     /// Maps `size` bytes at the process address `vaddr`: at `iova`, or where the kernel chooses.
     /// Returns the IOVA.
@@ -244,33 +244,33 @@ pub trait IommufdKernel: Send + Sync {
         iova: Option<u64>,
         vaddr: u64,
         size: u64,
-    ) -> Answer<u64>;
+    ) -> KernelResult<u64>;
 
     /// Unmaps; returns how many bytes were mapped. `iova` 0 and `size` `u64::MAX`: the whole
     /// address space. A mapping is never split, and a range without mappings is ENOENT.
     ///
     /// # Errors
     /// The kernel's.
-    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64>;
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> KernelResult<u64>;
 
     /// A hardware page table for a bound device, made from an address space; `dirty`: one that
     /// tracks dirty pages.
     ///
     /// # Errors
     /// The kernel's: EOPNOTSUPP if the hardware cannot track.
-    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id>;
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> KernelResult<Id>;
 
     /// Starts or stops tracking dirty pages.
     ///
     /// # Errors
     /// The kernel's.
-    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()>;
+    fn track_dirty(&self, hwpt: Id, on: bool) -> KernelResult<()>;
 
     /// Reads the dirty bits of a range, and clears them in the page table.
     ///
     /// # Errors
     /// The kernel's.
-    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()>;
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()>;
 
     /// As [`Type1Kernel::reserved_regions`].
     fn reserved_regions(&self) -> Vec<ReservedRegion> {
@@ -284,13 +284,13 @@ pub trait IommufdKernel: Send + Sync {
 }
 
 impl<K: IommufdKernel + ?Sized> IommufdKernel for Arc<K> {
-    fn new_ioas(&self) -> Answer<Id> {
+    fn new_ioas(&self) -> KernelResult<Id> {
         (**self).new_ioas()
     }
-    fn destroy(&self, id: Id) -> Answer<()> {
+    fn destroy(&self, id: Id) -> KernelResult<()> {
         (**self).destroy(id)
     }
-    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+    fn iova_ranges(&self, ioas: Id) -> KernelResult<IovaRanges> {
         (**self).iova_ranges(ioas)
     }
     unsafe fn map(
@@ -300,20 +300,20 @@ impl<K: IommufdKernel + ?Sized> IommufdKernel for Arc<K> {
         iova: Option<u64>,
         vaddr: u64,
         size: u64,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         // SAFETY: the caller's promise.
         unsafe { (**self).map(ioas, flags, iova, vaddr, size) }
     }
-    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> KernelResult<u64> {
         (**self).unmap(ioas, iova, size)
     }
-    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> KernelResult<Id> {
         (**self).new_hwpt(device, ioas, dirty)
     }
-    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
+    fn track_dirty(&self, hwpt: Id, on: bool) -> KernelResult<()> {
         (**self).track_dirty(hwpt, on)
     }
-    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
         (**self).dirty(hwpt, iova, size, dirty)
     }
     fn reserved_regions(&self) -> Vec<ReservedRegion> {
@@ -325,7 +325,7 @@ impl<K: IommufdKernel + ?Sized> IommufdKernel for Arc<K> {
 }
 
 /// Opens a file of the kernel for reading and writing.
-fn open(path: &str) -> Answer<File> {
+fn open(path: &str) -> KernelResult<File> {
     let file = File::options().read(true).write(true).open(path);
     file.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
 }

@@ -23,7 +23,7 @@ pub(crate) use shadow::Unit;
 use shadow::{Shadow, Stage};
 pub use tuning::{Tuning, Usage};
 
-use crate::kernel::{Answer, MapFlags};
+use crate::kernel::{KernelResult, MapFlags};
 
 /// A kernel's address space.
 pub(crate) trait Backend: Send + Sync {
@@ -31,10 +31,10 @@ pub(crate) trait Backend: Send + Sync {
     ///
     /// # Safety
     /// As [`Type1Kernel::map`](crate::kernel::Type1Kernel::map).
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()>;
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()>;
 
     /// Unmaps whole mappings; returns how many bytes were mapped.
-    fn unmap(&self, iova: u64, size: u64) -> Answer<u64>;
+    fn unmap(&self, iova: u64, size: u64) -> KernelResult<u64>;
 
     /// The error that `errno` means for a map of `range`, while there are this many entries.
     fn refusal(&self, errno: Errno, range: Range, entries: u64) -> Error;
@@ -287,7 +287,7 @@ impl<B: Backend> Space<B> {
 
     /// Removes everything in one step, during which maps and unmaps fail; returns how many bytes
     /// were mapped.
-    pub(crate) fn unmap_all(&self, mut remove: impl FnMut() -> Answer<u64>) -> Result<u128> {
+    pub(crate) fn unmap_all(&self, mut remove: impl FnMut() -> KernelResult<u64>) -> Result<u128> {
         let units = self.freeze("everything is being unmapped")?;
         let made = units.iter().filter(|it| it.stage == Stage::Made).map(|it| it.range.len()).sum();
         let removed = self.remove_known(Range::ALL, made, &mut remove);
@@ -382,14 +382,14 @@ impl<B: Backend> Space<B> {
         self.remove_by(piece, &mut || self.backend.unmap(piece.first().0, size(piece)))
     }
 
-    /// Asks until nothing is left: if the kernel reports fewer bytes than were mapped, some of them
-    /// may still be there.
+    /// Calls `unmap` until nothing is left: if the kernel reports fewer bytes than were mapped,
+    /// some of them may still be there.
     pub(crate) fn remove_by(
         &self,
         piece: Range,
-        ask: &mut dyn FnMut() -> Answer<u64>,
+        unmap: &mut dyn FnMut() -> KernelResult<u64>,
     ) -> Result<()> {
-        self.remove_known(piece, piece.len(), ask)
+        self.remove_known(piece, piece.len(), unmap)
     }
 
     /// As [`remove_by`](Self::remove_by), of a range of which `known` bytes are mapped.
@@ -397,13 +397,13 @@ impl<B: Backend> Space<B> {
         &self,
         range: Range,
         known: u128,
-        ask: &mut dyn FnMut() -> Answer<u64>,
+        unmap: &mut dyn FnMut() -> KernelResult<u64>,
     ) -> Result<()> {
         let mut gone = 0_u128;
-        for _ in 0..MOST_ANSWERS {
-            let answer = ask().map_err(|errno| lost(errno, range))?;
-            gone += u128::from(answer);
-            if answer == 0 || gone >= known {
+        for _ in 0..MOST_CALLS {
+            let removed = unmap().map_err(|errno| lost(errno, range))?;
+            gone += u128::from(removed);
+            if removed == 0 || gone >= known {
                 self.compare(known, gone);
                 return Ok(());
             }
@@ -415,7 +415,7 @@ impl<B: Backend> Space<B> {
     fn compare(&self, known: u128, removed: u128) {
         if known != removed {
             self.mismatches.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(known, removed, "somebody else changes the address space too");
+            tracing::warn!(known, removed, "something else changes the address space too");
         }
     }
 
@@ -452,7 +452,7 @@ impl<B: Backend> Space<B> {
 }
 
 /// How many times a kernel may report a partial removal.
-const MOST_ANSWERS: usize = 8;
+const MOST_CALLS: usize = 8;
 
 /// A unit that was not made.
 struct Failed {

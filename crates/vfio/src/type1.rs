@@ -9,7 +9,9 @@ use rustix::io::Errno;
 
 use crate::{
     DirtyMap,
-    kernel::{Answer, Bitmap, DirtyInfo, Extension, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
+    kernel::{
+        Bitmap, DirtyInfo, Extension, KernelResult, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
+    },
     space::{self, Backend, Space, Tuning, Usage, lost, size},
 };
 
@@ -33,12 +35,12 @@ pub struct Type1<K: Type1Kernel> {
 pub(crate) struct Container<K>(pub(crate) K);
 
 impl<K: Type1Kernel> Backend for Container<K> {
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
         // SAFETY: the caller's promise.
         unsafe { self.0.map(flags, iova, vaddr, size) }
     }
 
-    fn unmap(&self, iova: u64, size: u64) -> Answer<u64> {
+    fn unmap(&self, iova: u64, size: u64) -> KernelResult<u64> {
         self.0.unmap(UnmapFlags::empty(), iova, size, None)
     }
 
@@ -157,8 +159,8 @@ impl<K: Type1Kernel> Type1<K> {
         let page = self.page()?;
         for piece in self.space.made_in(range)? {
             space::collect(piece, page, map, |bitmap| {
-                let asked = self.kernel().dirty(piece.first().0, size(piece), bitmap);
-                asked.map_err(|errno| lost(errno, piece))
+                let result = self.kernel().dirty(piece.first().0, size(piece), bitmap);
+                result.map_err(|errno| lost(errno, piece))
             })?;
         }
         Ok(())

@@ -11,7 +11,7 @@ use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
 // rule L53
 #[test]
-fn the_limit_of_locked_memory_binds_whoever_lacked_the_capability_when_the_window_came() {
+fn the_limit_of_locked_memory_binds_windows_added_without_the_capability() {
     let old = getrlimit(Resource::Memlock);
     let mut low = getrlimit(Resource::Memlock);
     low.current = Some(1 << 20);

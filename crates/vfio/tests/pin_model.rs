@@ -161,7 +161,7 @@ fn pinner(limits: Limits, account: &Arc<Account>) -> Pinner<Fake> {
 
 /// Runs the operation on both; returns whether the pinner succeeded, whether it should have, and
 /// the model afterwards.
-fn ask(
+fn apply(
     op: &Op,
     pinner: &mut Pinner<Fake>,
     model: &Model,
@@ -259,18 +259,18 @@ proptest! {
                 model.windows.insert(n);
             }
         }
-        for (who, op, fail) in steps {
+        for (index, op, fail) in steps {
             let held = models.iter().map(Model::held).sum::<u64>();
             let fail = fail.unwrap_or(u64::MAX);
-            pinners[who].backing_mut().fail_after(fail);
+            pinners[index].backing_mut().fail_after(fail);
             let may = fail.min(limit / PAGE - held);
-            let (is, ought, after) = ask(&op, &mut pinners[who], &models[who], may)?;
+            let (is, ought, after) = apply(&op, &mut pinners[index], &models[index], may)?;
             prop_assert_eq!(is, ought, "{:?}", op);
             if ought {
-                models[who] = after;
+                models[index] = after;
             }
             // After a failure everything is as before.
-            compare(&pinners[who], &models[who])?;
+            compare(&pinners[index], &models[index])?;
             let held = models.iter().map(Model::held).sum::<u64>();
             prop_assert_eq!(account.used(), held * PAGE);
         }

@@ -82,7 +82,7 @@ fn iova(page: u64) -> Iova {
 
 // rules L52, L62
 #[test]
-fn runs_are_pinned_and_what_is_no_memory_undoes_all() {
+fn runs_are_pinned_and_what_is_not_memory_undoes_all() {
     let _alone = alone();
     let memory = Memory::new(1024);
     let mut pinner = pinner(Uring::new().unwrap(), &memory);
@@ -194,7 +194,7 @@ fn a_pinner_goes_from_thread_to_thread_and_leaves_nothing_in_one_that_stays() {
 
 // rule L62
 #[test]
-fn locked_pages_are_counted_by_page_whoever_locks_them() {
+fn locked_pages_are_counted_by_page_across_pinners() {
     let _alone = alone();
     let memory = Memory::new(64);
     let before = kernel_counts("VmLck");

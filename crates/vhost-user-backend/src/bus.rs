@@ -82,11 +82,11 @@ impl Bus {
         }
     }
 
-    /// Counts the updates and refusals for misses; see [`View::answers`].
+    /// Counts the updates and refusals for misses; see [`View::updates_seen`].
     #[inline]
-    pub fn answers(&self) -> u64 {
+    pub fn updates(&self) -> u64 {
         match self {
-            Bus::Iommu(view) => view.answers(),
+            Bus::Iommu(view) => view.updates_seen(),
             Bus::Physical(_) => 0,
         }
     }
@@ -100,20 +100,20 @@ impl Bus {
         }
     }
 
-    /// Counts the misses; see [`View::questions`].
+    /// Counts the misses; see [`View::misses_sent`].
     #[inline]
-    pub fn questions(&self) -> u64 {
+    pub fn misses(&self) -> u64 {
         match self {
-            Bus::Iommu(view) => view.questions(),
+            Bus::Iommu(view) => view.misses_sent(),
             Bus::Physical(_) => 0,
         }
     }
 
     /// Runs `job`, whose accesses have waited since there were so many misses; see [`View::since`].
     #[inline]
-    pub fn since<R>(&self, questions: u64, job: impl FnOnce() -> R) -> R {
+    pub fn since<R>(&self, misses: u64, job: impl FnOnce() -> R) -> R {
         match self {
-            Bus::Iommu(view) => view.since(questions, job),
+            Bus::Iommu(view) => view.since(misses, job),
             Bus::Physical(_) => job(),
         }
     }

@@ -83,8 +83,8 @@ struct Buffers {
     memory: Option<Arc<Memory>>,
 }
 
-// SAFETY: the pieces lie in shared memory that `memory` keeps mapped wherever they go, and are only ever copied from and
-// to.
+// SAFETY: the pieces lie in shared memory that `memory` keeps mapped wherever they go, and are only
+// ever copied from and to.
 unsafe impl Send for Buffers {}
 
 impl Buffers {
@@ -113,7 +113,8 @@ fn parts(pieces: &[Piece], mut skip: usize, mut len: usize) -> impl Iterator<Ite
         let from = skip.min(piece.len);
         let part = len.min(piece.len - from);
         (skip, len) = (skip - from, len - part);
-        // SAFETY: `Buffers` keeps the memory mapped while the pieces are borrowed, and nothing borrows the bytes.
+        // SAFETY: `Buffers` keeps the memory mapped while the pieces are borrowed, and nothing
+        // borrows the bytes.
         (part > 0).then(|| unsafe { HostSlice::new(piece.at.add(from), part) })
     })
 }
@@ -206,7 +207,7 @@ struct Returns {
 }
 
 /// Serves a ring of a [`Device`].
-pub struct Given<D> {
+pub struct DeviceQueue<D> {
     device: Arc<Mutex<D>>,
     ring: u16,
     most_bytes: u64,
@@ -216,15 +217,15 @@ pub struct Given<D> {
     /// How many bytes were written of the request that goes on.
     written: usize,
     /// How many requests the device has.
-    away: u32,
+    in_device: u32,
     bytes: u64,
 }
 
 /// The buffers of a request that the device has. Dropping it removes them: the device no longer
 /// reaches memory through them, and no unmap waits.
-pub struct Away(Arc<Mutex<Buffers>>);
+pub struct HeldBuffers(Arc<Mutex<Buffers>>);
 
-impl Drop for Away {
+impl Drop for HeldBuffers {
     fn drop(&mut self) {
         // Not under the lock: dropping the last reference unmaps the memory.
         let buffers = std::mem::take(&mut *self.0.lock());
@@ -239,7 +240,7 @@ pub enum Kept {
     #[default]
     New,
     /// The device has it.
-    Away(Away),
+    Held(HeldBuffers),
     /// It was completed, with so many bytes.
     Done {
         /// Whether it succeeded.
@@ -249,7 +250,7 @@ pub enum Kept {
     },
 }
 
-impl<D: Device> Serve for Given<D> {
+impl<D: Device> Serve for DeviceQueue<D> {
     type Request = Kept;
     const NAME: &'static str = "the device";
     const KEEPS: bool = false;
@@ -273,10 +274,10 @@ impl<D: Device> Serve for Given<D> {
             }
         };
         let (buffers, returns) = (Arc::new(Mutex::new(buffers)), Arc::clone(&self.returns));
-        *request = Kept::Away(Away(Arc::clone(&buffers)));
-        self.away += 1;
-        let given = Request { buffers, at, read: 0, written: 0, ok: true, returns };
-        self.device.lock().request(self.ring, given);
+        *request = Kept::Held(HeldBuffers(Arc::clone(&buffers)));
+        self.in_device += 1;
+        let taken = Request { buffers, at, read: 0, written: 0, ok: true, returns };
+        self.device.lock().request(self.ring, taken);
         Next::Busy
     }
 
@@ -316,7 +317,7 @@ impl<D: Device> Serve for Given<D> {
             parts(&buffers.writable, 0, written)
                 .for_each(|part| log.mark_piece(buffers.memory.as_slice(), part));
             self.done.push_back((at, ok, written));
-            self.away -= 1;
+            self.in_device -= 1;
         }
         any
     }
@@ -331,7 +332,7 @@ impl<D: Device> Serve for Given<D> {
     }
 
     fn in_kernel(&self) -> u32 {
-        self.away
+        self.in_device
     }
 
     /// At once, if a round has left completed requests: no other event would wake the worker.
@@ -344,8 +345,8 @@ impl<D: Device> Serve for Given<D> {
 pub struct Requests<D: Device> {
     device: Arc<Mutex<D>>,
     name: Arc<str>,
-    rings: RequestRings<Given<D>>,
-    figures: Arc<RequestFigures<Given<D>>>,
+    rings: RequestRings<DeviceQueue<D>>,
+    figures: Arc<RequestFigures<DeviceQueue<D>>>,
 }
 
 impl<D: Device> Requests<D> {
@@ -366,19 +367,19 @@ impl<D: Device> Requests<D> {
     }
 
     /// The device's figures.
-    pub fn figures(&self) -> &Arc<RequestFigures<Given<D>>> {
+    pub fn figures(&self) -> &Arc<RequestFigures<DeviceQueue<D>>> {
         &self.figures
     }
 }
 
 impl<D: Device> RawDevice for Requests<D> {
-    type Rings = RequestUnit<Given<D>>;
+    type Rings = RequestUnit<DeviceQueue<D>>;
 
     fn name(&self) -> Arc<str> {
         Arc::clone(&self.name)
     }
 
-    fn shares(&self) -> &Shares<RequestUnit<Given<D>>> {
+    fn shares(&self) -> &Shares<RequestUnit<DeviceQueue<D>>> {
         self.rings.shares()
     }
 
@@ -418,14 +419,14 @@ impl<D: Device> RawDevice for Requests<D> {
     ) -> Result<(), HandlerError> {
         let device = Arc::clone(&self.device);
         let most_bytes = device.lock().most_bytes();
-        let serve = Given {
+        let serve = DeviceQueue {
             device,
             ring,
             most_bytes,
             returns: Arc::default(),
             done: VecDeque::new(),
             written: 0,
-            away: 0,
+            in_device: 0,
             bytes: 0,
         };
         self.rings.start(ring, start, on, |_| Ok(serve))

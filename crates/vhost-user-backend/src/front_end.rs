@@ -130,7 +130,7 @@ impl FrontEnd {
     /// Stores a ring's interrupt descriptor, for its next start too.
     ///
     /// # Errors
-    /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
+    /// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.
     pub fn set_call(
         &mut self,
         ring: u16,
@@ -142,7 +142,7 @@ impl FrontEnd {
     /// Stores the descriptor that signals a ring's failure.
     ///
     /// # Errors
-    /// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
+    /// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.
     pub fn set_err(
         &mut self,
         ring: u16,
@@ -169,30 +169,30 @@ impl Warned {
     /// Warns about problems with new memory.
     fn look_at(&mut self, name: &str, memory: &Memory) {
         if !memory.is_sealed() {
-            say(
+            warn_once(
                 &mut self.unsealed,
                 name,
-                format_args!("the memory's file can be truncated under us"),
+                format_args!("the memory's file can be truncated by the front end"),
             );
         }
         if let Some(region) = memory.unmapped().next() {
             let (count, gpa) = (memory.unmapped().count(), region.gpa);
-            say(
+            warn_once(
                 &mut self.unmapped,
                 name,
                 format_args!(
                     "{count} regions of memory, the first at {gpa:#x}, are in files of a disk or \
-                     a network, whose pages may take long to come: they are not mapped, and accesses to \
-                     them fail; use memory-backend-memfd, or a file of tmpfs or hugetlbfs"
+                     a network, whose pages may take long to come: they are not mapped, and accesses \
+                     to them fail; use memory-backend-memfd, or a file of tmpfs or hugetlbfs"
                 ),
             );
         }
     }
 }
 
-/// Warns, or logs for debugging if that was `said`.
-fn say(said: &mut bool, source: &str, what: fmt::Arguments<'_>) {
-    match std::mem::replace(said, true) {
+/// Warns, or logs for debugging if that was done (`warned`).
+fn warn_once(warned: &mut bool, source: &str, what: fmt::Arguments<'_>) {
+    match std::mem::replace(warned, true) {
         false => tracing::warn!(source = %source, "{what}"),
         true => tracing::debug!(source = %source, "{what}"),
     }
@@ -201,7 +201,7 @@ fn say(said: &mut bool, source: &str, what: fmt::Arguments<'_>) {
 /// The notifier for a descriptor that the front end brings for a ring.
 ///
 /// # Errors
-/// It cannot be notified without blocking: it is no eventfd, and no Unix stream.
+/// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.
 pub fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, HandlerError> {
     let notifier = event.map(Notifier::new).transpose();
     notifier.map_err(|error| HandlerError::new(format!("the event of ring {ring}: {error}")))

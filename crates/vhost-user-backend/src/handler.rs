@@ -140,7 +140,7 @@ pub trait RawDevice {
     /// It keeps no such record.
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
         let _ = inflight;
-        Err(HandlerError::new("the device keeps no account of requests in flight"))
+        Err(HandlerError::new("the device keeps no record of requests in flight"))
     }
     /// A guest with this address has arrived by migration; see [`Handler::send_rarp`].
     ///
@@ -319,7 +319,7 @@ impl<D: RawDevice> Backend<D> {
     }
 }
 
-/// The connection is over: no answers are sent any more, and the workers drop their part of it.
+/// The connection is over: no replies are sent any more, and the workers drop their part of it.
 impl<D: RawDevice> Drop for Backend<D> {
     fn drop(&mut self) {
         if let Some(translation) = self.own() {
@@ -453,7 +453,7 @@ impl<D: RawDevice> Handler for Backend<D> {
             return;
         };
         // A request needs several updates, which come one by one: a sleeping worker is not woken
-        // for each. The front end gets our answer sooner, too.
+        // for each. The front end gets our reply sooner, too.
         let updates = messages.iter().all(|message| matches!(message, Iotlb::Update { .. }));
         match self.device.bells() {
             Some(bells) if updates => {
@@ -513,7 +513,7 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
         if let Some(translation) = self.own() {
-            translation.answer(message, number, done);
+            translation.reply(message, number, done);
         }
     }
 

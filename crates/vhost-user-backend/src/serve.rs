@@ -9,8 +9,8 @@ use ringfence_vhost_user::Server;
 use crate::{Addresses, Device, Requests};
 
 /// Serves the front ends that connect to `listener`, one after the other, each by a device that
-/// `device` makes, behind a device IOTLB. One worker thread serves the queues; `name` stands in messages. A connection
-/// that ends in an error is logged, and the next is accepted.
+/// `device` makes, behind a device IOTLB. One worker thread serves the queues; `name` stands in
+/// messages. A connection that ends in an error is logged, and the next is accepted.
 ///
 /// A service that needs more (several sockets, an orderly end, an upgrade under load) makes its own
 /// [`Worker`]s and [`Server`]s, from [`Requests::backend`].

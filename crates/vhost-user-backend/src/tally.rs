@@ -21,9 +21,9 @@ pub struct IotlbTotals {
     /// Misses that were sent.
     pub misses: u64,
     /// How often misses were sent, one or many together.
-    pub asks: u64,
+    pub batches: u64,
     /// Misses that had been sent before.
-    pub asked_again: u64,
+    pub sent_again: u64,
     /// Updates received.
     pub updates: u64,
     /// Invalidations.
@@ -47,8 +47,8 @@ impl std::ops::Add for IotlbTotals {
             walks: self.walks + more.walks,
             faults: self.faults + more.faults,
             misses: self.misses + more.misses,
-            asks: self.asks + more.asks,
-            asked_again: self.asked_again + more.asked_again,
+            batches: self.batches + more.batches,
+            sent_again: self.sent_again + more.sent_again,
             updates: self.updates + more.updates,
             invalidations: self.invalidations + more.invalidations,
             evictions: self.evictions + more.evictions,
@@ -122,8 +122,8 @@ impl Inner {
             sum.open = iotlb.open_misses() as u64;
             for (into, from) in [
                 (&mut sum.misses, &stats.misses),
-                (&mut sum.asks, &stats.asks),
-                (&mut sum.asked_again, &stats.asked_again),
+                (&mut sum.batches, &stats.batches),
+                (&mut sum.sent_again, &stats.sent_again),
                 (&mut sum.updates, &stats.updates),
                 (&mut sum.invalidations, &stats.invalidations),
                 (&mut sum.evictions, &stats.evictions),

@@ -36,10 +36,10 @@ pub struct Translation {
 }
 
 /// Sends misses to the front end.
-struct Asking(Arc<BackendChannel>);
+struct ChannelSink(Arc<BackendChannel>);
 
-impl MissSink for Asking {
-    fn ask(&self, misses: &[Miss]) -> usize {
+impl MissSink for ChannelSink {
+    fn send(&self, misses: &[Miss]) -> usize {
         self.0.try_send(misses.iter().map(|miss| {
             let (iova, access) = (miss.iova.0, access_of(miss.access));
             (vhost_user::Iotlb::Miss { iova, access }, miss.again)
@@ -47,7 +47,7 @@ impl MissSink for Asking {
     }
 
     fn fail(&self, misses: &[Miss]) {
-        // What there is no room for is dropped: it needs no answer.
+        // What there is no room for is dropped: it needs no reply.
         self.0.try_send(misses.iter().map(|miss| {
             let (iova, access) = (miss.iova.0, access_of(miss.access));
             (vhost_user::Iotlb::AccessFail { iova, access }, None)
@@ -97,7 +97,7 @@ impl Translation {
 
     /// Sets the channel for misses; `None`: the front end is gone.
     pub fn set_channel(&self, channel: Option<Arc<BackendChannel>>) {
-        self.iotlb.ask_through(channel.map(|channel| Arc::new(Asking(channel)) as _));
+        self.iotlb.set_miss_sink(channel.map(|channel| Arc::new(ChannelSink(channel)) as _));
     }
 
     /// New memory: drops translations that lead out of it (rule D25). Views are to be given the
@@ -119,7 +119,7 @@ impl Translation {
     /// all translations are dropped.
     ///
     /// Waits for workers, so that none of them uses an earlier translation, but not for I/O: that
-    /// of a ring that has stopped is over, or the connection is, and then no answer is expected
+    /// of a ring that has stopped is over, or the connection is, and then no reply is expected
     /// (rule D28).
     pub fn suspend(&self) {
         match self.iotlb.forget() {
@@ -127,7 +127,12 @@ impl Translation {
             Ok(token) => {
                 pause_until(|| self.iotlb.shootdown().is_quiet(token), || false);
             }
-            Err(error) => tracing::error!(source = %"iotlb", "it cannot be emptied: {error}"),
+            Err(error) => {
+                tracing::error!(
+                    source = %"iotlb",
+                    "cannot drop the translations of the stopped rings: {error}"
+                );
+            }
         }
     }
 
@@ -180,7 +185,7 @@ impl Translation {
     }
 
     /// Waits until the operation of `token` has taken effect, without a limit: a front end that
-    /// gets its answer sooner reuses the memory (rule D15).
+    /// gets its reply sooner reuses the memory (rule D15).
     ///
     /// # Errors
     /// The connection is over.
@@ -195,10 +200,10 @@ impl Translation {
         }
     }
 
-    /// The front end's answer to a miss that was sent again, as
+    /// The front end's reply to a miss that was sent again, as
     /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gets it: if there is no
     /// such translation, requests stop waiting for it.
-    pub fn answer(&self, message: vhost_user::Iotlb, number: u64, done: bool) {
+    pub fn reply(&self, message: vhost_user::Iotlb, number: u64, done: bool) {
         if let vhost_user::Iotlb::Miss { iova, access } = message {
             self.iotlb.reply(Iova(iova), prot_of(access), number, done);
         }

@@ -45,9 +45,9 @@ fn iova(page: usize) -> u64 {
 }
 
 /// Sends its requests to the test, and the queues that stop.
-struct Given(Mutex<Sender<Request>>, Arc<AtomicUsize>, Mutex<Sender<u16>>);
+struct Recorder(Mutex<Sender<Request>>, Arc<AtomicUsize>, Mutex<Sender<u16>>);
 
-impl Device for Given {
+impl Device for Recorder {
     fn request(&mut self, queue: u16, request: Request) {
         assert_eq!(queue, 0);
         self.1.fetch_add(1, Ordering::Relaxed);
@@ -69,18 +69,18 @@ struct Rig {
     call: OwnedFd,
     shutdown: Shutdown,
     serving: Option<JoinHandle<()>>,
-    answering: Option<JoinHandle<()>>,
+    updating: Option<JoinHandle<()>>,
     requests: Receiver<Request>,
     stops: Receiver<u16>,
-    given: Arc<AtomicUsize>,
+    delivered: Arc<AtomicUsize>,
     workers: Arc<[Worker]>,
 }
 
 impl Rig {
     fn new() -> Rig {
         let ((send, requests), (stop, stops)) = (channel(), channel());
-        let given = Arc::new(AtomicUsize::new(0));
-        let device = Given(Mutex::new(send), Arc::clone(&given), Mutex::new(stop));
+        let delivered = Arc::new(AtomicUsize::new(0));
+        let device = Recorder(Mutex::new(send), Arc::clone(&delivered), Mutex::new(stop));
         let workers: Arc<[Worker]> = [Worker::spawn("test", Notify::Sleep).unwrap()].into();
         let addresses = Addresses::Iotlb(IotlbConfig { timeout: LONG, ..IotlbConfig::default() });
         let backend = Requests::backend(device, "test", addresses, Arc::clone(&workers), 0);
@@ -93,15 +93,15 @@ impl Rig {
             | ProtocolFeatures::BACKEND_REQ
             | ProtocolFeatures::LOG_SHMFD;
         assert_eq!(main.negotiate(FEATURES, protocol).unwrap(), FEATURES);
-        let (asks, other) = UnixStream::pair().unwrap();
+        let (misses, other) = UnixStream::pair().unwrap();
         main.set_backend_channel(other.as_fd()).unwrap();
         let ram = GuestRam::new(64 * PAGE, 1 << 32).unwrap();
         main.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
         let main = Arc::new(Mutex::new(main));
         let mapped: Arc<Mutex<BTreeMap<u64, u64>>> = Arc::default();
-        let answering = {
+        let updating = {
             let (main, mapped) = (Arc::clone(&main), Arc::clone(&mapped));
-            Some(thread::spawn(move || answer(asks, &main, &mapped)))
+            Some(thread::spawn(move || serve_misses(misses, &main, &mapped)))
         };
         // The ring occupies the first page.
         let config = QueueConfig { size: 128, event_idx: false, packed: false };
@@ -117,10 +117,10 @@ impl Rig {
             call,
             shutdown,
             serving,
-            answering,
+            updating,
             requests,
             stops,
-            given,
+            delivered,
             workers,
         };
         rig.map(0);
@@ -162,13 +162,13 @@ impl Rig {
     }
 
     /// The next completed request, and how many bytes were written.
-    fn answered(&mut self) -> (u64, u32) {
+    fn completed(&mut self) -> (u64, u32) {
         let begun = Instant::now();
         loop {
             if let Some(used) = self.queue.pop().unwrap() {
                 return (used.token, used.len);
             }
-            assert!(begun.elapsed() < LONG, "no answer");
+            assert!(begun.elapsed() < LONG, "no completion");
             thread::sleep(Duration::from_micros(100));
         }
     }
@@ -177,16 +177,20 @@ impl Rig {
 impl Drop for Rig {
     fn drop(&mut self) {
         self.shutdown.shutdown();
-        for thread in [&mut self.serving, &mut self.answering] {
+        for thread in [&mut self.serving, &mut self.updating] {
             assert!(thread.take().unwrap().join().is_ok() || thread::panicking());
         }
     }
 }
 
 /// Sends updates for misses until the back end hangs up.
-fn answer(mut asks: UnixStream, main: &Mutex<Frontend>, mapped: &Mutex<BTreeMap<u64, u64>>) {
+fn serve_misses(
+    mut misses: UnixStream,
+    main: &Mutex<Frontend>,
+    mapped: &Mutex<BTreeMap<u64, u64>>,
+) {
     let mut bytes = [0; 12 + size_of::<IotlbWire>()];
-    while asks.read_exact(&mut bytes).is_ok() {
+    while misses.read_exact(&mut bytes).is_ok() {
         let wire = IotlbWire::read_from_bytes(&bytes[12..]).unwrap();
         let Ok(Iotlb::Miss { iova, .. }) = wire.parse() else { continue };
         let first = iova & !0xfff;
@@ -230,7 +234,7 @@ fn buffers_are_there_whatever_pieces_they_lie_in() {
     assert_eq!(request.write(b"123"), 3);
     assert_eq!(request.write(b"45678"), 5);
     request.complete();
-    assert_eq!(rig.answered(), (7, 8));
+    assert_eq!(rig.completed(), (7, 8));
     let mut written = [0; 5];
     rig.page(3).read(100, &mut written);
     assert_eq!(&written, b"12345");
@@ -254,7 +258,7 @@ fn requests_are_completed_by_any_thread_in_any_order() {
             1 => request.complete(),
             _ => request.fail(std::io::Error::other("no reason")),
         });
-        assert_eq!(rig.answered(), (token, 0));
+        assert_eq!(rig.completed(), (token, 0));
         completes.join().unwrap();
     }
 }
@@ -266,14 +270,14 @@ fn a_request_whose_translation_is_missing_holds_up_no_other() {
     // There is no update for page 9 yet, and misses are served in order: page 1 comes first.
     rig.send(&[Desc::writable(iova(1), 8)], 0);
     rig.next().complete();
-    assert_eq!(rig.answered(), (0, 0));
+    assert_eq!(rig.completed(), (0, 0));
     rig.send(&[Desc::writable(iova(9), 8)], 1);
     rig.send(&[Desc::writable(iova(1), 8)], 2);
     rig.next().complete();
-    assert_eq!(rig.answered(), (2, 0));
+    assert_eq!(rig.completed(), (2, 0));
     rig.map(9);
     rig.next().complete();
-    assert_eq!(rig.answered(), (1, 0));
+    assert_eq!(rig.completed(), (1, 0));
 }
 
 // rule D15
@@ -293,11 +297,14 @@ fn an_invalidation_waits_until_the_device_has_completed_what_uses_the_range() {
         })
     };
     thread::sleep(Duration::from_millis(50));
-    assert!(!done.load(Ordering::Acquire), "it was answered while the device could still write");
+    assert!(
+        !done.load(Ordering::Acquire),
+        "the invalidation ended while the device could still write"
+    );
     assert_eq!(request.write(b"late"), 4);
     request.complete();
     invalidates.join().unwrap();
-    assert_eq!(rig.answered(), (0, 4));
+    assert_eq!(rig.completed(), (0, 4));
 }
 
 #[test]
@@ -313,11 +320,11 @@ fn a_ring_that_stops_waits_for_what_the_device_has() {
     assert!(!stops.is_finished());
     request.complete();
     assert_eq!(stops.join().unwrap(), 1);
-    assert_eq!(rig.answered(), (0, 0));
+    assert_eq!(rig.completed(), (0, 0));
 }
 
 #[test]
-fn answers_that_wait_for_their_turn_come_when_it_has_come() {
+fn completions_that_wait_for_their_turn_come_when_it_has_come() {
     let mut rig = Rig::new();
     (1..17).for_each(|page| rig.map(page));
     let (_log, fd) = SharedFile::create(1 << 20).unwrap();
@@ -340,9 +347,9 @@ fn answers_that_wait_for_their_turn_come_when_it_has_come() {
     // All at once, as the worker sees it.
     rig.workers[0].call(move |_| others.into_iter().for_each(Request::complete)).unwrap();
     thread::sleep(Duration::from_millis(50));
-    assert!(rig.queue.pop().unwrap().is_none(), "writes are logged: answers are in order");
+    assert!(rig.queue.pop().unwrap().is_none(), "writes are logged: completions are in order");
     first.complete();
-    assert_eq!((0..5).map(|_| rig.answered().0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
+    assert_eq!((0..5).map(|_| rig.completed().0).collect::<Vec<_>>(), [0, 1, 2, 3, 4]);
 }
 
 #[test]
@@ -350,11 +357,11 @@ fn what_is_longer_than_the_device_takes_never_comes_to_it() {
     let mut rig = Rig::new();
     rig.map(1);
     rig.send(&[Desc::writable(iova(1), (1 << 20) + 1)], 0);
-    assert_eq!(rig.answered(), (0, 0));
+    assert_eq!(rig.completed(), (0, 0));
     rig.send(&[Desc::writable(iova(1), 8)], 1);
     rig.next().complete();
-    assert_eq!(rig.answered(), (1, 0));
-    assert_eq!(rig.given.load(Ordering::Relaxed), 1);
+    assert_eq!(rig.completed(), (1, 0));
+    assert_eq!(rig.delivered.load(Ordering::Relaxed), 1);
 }
 
 #[test]

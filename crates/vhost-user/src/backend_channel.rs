@@ -70,7 +70,7 @@ struct Outbox {
     /// The end of a message that found no room; less than one message.
     rest: Vec<u8>,
     /// What was sent with need_reply, in order, each with its number.
-    asked: VecDeque<(Iotlb, u64)>,
+    pending: VecDeque<(Iotlb, u64)>,
     /// What was answered and not taken yet, and whether the front end could do it.
     answered: Vec<(Iotlb, u64, bool)>,
     /// The front end is gone.
@@ -134,7 +134,7 @@ impl BackendChannel {
         loop {
             bytes.clear();
             let mut batch = Vec::new();
-            let mut answers = outbox.asked.len() + outbox.answered.len();
+            let mut answers = outbox.pending.len() + outbox.answered.len();
             let mut more = false;
             for (message, ack) in messages.by_ref() {
                 let Some(wire) = message.emit() else { break };
@@ -159,7 +159,7 @@ impl BackendChannel {
             let sent = self.send(&mut outbox, &bytes, bytes.len() / batch.len());
             for &(message, ack) in &batch[..sent] {
                 if let Some(number) = ack {
-                    outbox.asked.push_back((message, number));
+                    outbox.pending.push_back((message, number));
                 }
                 if let Iotlb::Miss { .. } = message {
                     self.open.fetch_add(1, Ordering::Relaxed);
@@ -257,7 +257,7 @@ impl BackendChannel {
             Err(Errno::INTR) => {}
             // Polling for it again would never end.
             Err(Errno::AGAIN) => {
-                let why = "what came on the back end's channel cannot be received";
+                let why = "a message on the back end's channel cannot be received";
                 return Err(WireError::State { request: code::BACKEND_IOTLB_MSG, why });
             }
             Err(errno) => return Err(os("recv")(errno)),
@@ -278,10 +278,10 @@ impl BackendChannel {
                 None => continue,
             }
             let mut outbox = self.outbox();
-            let why = "an answer to nothing that was asked";
-            let asked = outbox.asked.pop_front();
-            let (asked, number) = asked.ok_or(WireError::State { request: got, why })?;
-            outbox.answered.push((asked, number, u64::from_ne_bytes(word) == 0));
+            let why = "a reply that no message asked for";
+            let sent = outbox.pending.pop_front();
+            let (message, number) = sent.ok_or(WireError::State { request: got, why })?;
+            outbox.answered.push((message, number, u64::from_ne_bytes(word) == 0));
         }
         Ok(true)
     }
@@ -307,8 +307,8 @@ impl BackendChannel {
     /// unknown, or more than one process asks for.
     pub(crate) fn to_come(&self) -> Option<u32> {
         let foreign = self.received.lock().unwrap_or_else(PoisonError::into_inner).foreign?;
-        let asked = self.outbox().asked.len() as u32;
-        foreign.checked_add(asked).filter(|to_come| *to_come <= MOST_ANSWERS)
+        let pending = self.outbox().pending.len() as u32;
+        foreign.checked_add(pending).filter(|to_come| *to_come <= MOST_ANSWERS)
     }
 
     /// Whether the front end has closed it.

@@ -145,9 +145,9 @@ impl Channel {
     /// Receives what is there, without waiting; false if there is nothing.
     pub(crate) fn receive_some(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
         let now = Deadline { at: Some(Instant::now()), timeout: Duration::ZERO };
-        match self.fill(inbox, now, "answer") {
+        match self.fill(inbox, now, "reply") {
             Ok(true) => Ok(true),
-            Ok(false) => Err(WireError::HungUp { what: "an answer" }),
+            Ok(false) => Err(WireError::HungUp { what: "a reply" }),
             Err(WireError::TimedOut { .. }) => Ok(false),
             Err(error) => Err(error),
         }
@@ -157,7 +157,7 @@ impl Channel {
     /// time-out.
     pub(crate) fn await_progress(&self, sends: bool) -> Result<(), WireError> {
         let flags = if sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-        self.wait(flags, self.deadline(), "answer")
+        self.wait(flags, self.deadline(), "reply")
     }
 
     /// Receives one request, without a limit on when it begins; `None` if the peer hung up instead.
@@ -184,7 +184,7 @@ impl Channel {
     /// Receives an answer, within the time-out.
     pub(crate) fn recv_reply(&self, inbox: &mut Inbox) -> Result<Message, WireError> {
         let answer = self.recv(inbox, true, self.deadline())?;
-        answer.ok_or(WireError::HungUp { what: "an answer" })
+        answer.ok_or(WireError::HungUp { what: "a reply" })
     }
 
     fn recv(
@@ -198,7 +198,7 @@ impl Channel {
 
     /// Waits until all of a message is there; false if the peer hung up instead.
     fn arrive(&self, inbox: &mut Inbox, reply: bool, begin: Deadline) -> Result<bool, WireError> {
-        let what = if reply { "answer" } else { "whole message" };
+        let what = if reply { "reply" } else { "whole message" };
         let mut begun = None;
         loop {
             if inbox.has_message(reply)? {

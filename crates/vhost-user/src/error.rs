@@ -40,7 +40,7 @@ pub enum WireError {
         request: u32,
     },
     /// An answer to a different request.
-    #[error("an answer to request {got}, where request {wanted} was made")]
+    #[error("a reply to request {got}, where one to request {wanted} is due")]
     WrongReply {
         /// The request that was made.
         wanted: u32,

@@ -112,7 +112,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn features(&mut self) -> Result<u64> {
-        self.ask_word(Request::GetFeatures, &[])
+        self.request_word(Request::GetFeatures, &[])
     }
 
     /// SET_FEATURES. Without [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES) among them, all
@@ -121,7 +121,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_features(&mut self, features: u64) -> Result<()> {
-        self.tell(Request::SetFeatures(features), &[])?;
+        self.send(Request::SetFeatures(features), &[])?;
         self.features = features;
         self.link.state().translated = features & msg::F_ACCESS_PLATFORM != 0;
         Ok(())
@@ -133,7 +133,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn protocol_features(&mut self) -> Result<ProtocolFeatures> {
-        self.ask_word(Request::GetProtocolFeatures, &[]).map(ProtocolFeatures::from_bits_retain)
+        self.request_word(Request::GetProtocolFeatures, &[]).map(ProtocolFeatures::from_bits_retain)
     }
 
     /// SET_PROTOCOL_FEATURES.
@@ -141,7 +141,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_protocol_features(&mut self, features: ProtocolFeatures) -> Result<()> {
-        self.tell(Request::SetProtocolFeatures(features), &[])?;
+        self.send(Request::SetProtocolFeatures(features), &[])?;
         self.protocol = features;
         self.link.state().acks = features.contains(ProtocolFeatures::REPLY_ACK);
         Ok(())
@@ -152,7 +152,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_owner(&mut self) -> Result<()> {
-        self.tell(Request::SetOwner, &[])
+        self.send(Request::SetOwner, &[])
     }
 
     /// GET_QUEUE_NUM: how many rings the device has. Needs MQ.
@@ -161,7 +161,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn queue_num(&mut self) -> Result<u16> {
         self.need(code::GET_QUEUE_NUM, ProtocolFeatures::MQ, "MQ")?;
-        let value = self.ask_word(Request::GetQueueNum, &[])?;
+        let value = self.request_word(Request::GetQueueNum, &[])?;
         let request = code::GET_QUEUE_NUM;
         u16::try_from(value)
             .map_err(|_| self.fail(WireError::Value { request, field: "queues", value }))
@@ -177,7 +177,7 @@ impl Frontend {
             return Err(FrontendError::Argument { request: code::SET_MEM_TABLE, why });
         }
         let (table, fds): (Vec<_>, Vec<_>) = regions.iter().copied().unzip();
-        self.tell(Request::SetMemTable(table.clone()), &fds)?;
+        self.send(Request::SetMemTable(table.clone()), &fds)?;
         self.link.state().regions = table;
         Ok(())
     }
@@ -188,7 +188,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn max_mem_slots(&mut self) -> Result<u64> {
         self.need_slots(code::GET_MAX_MEM_SLOTS)?;
-        self.ask_word(Request::GetMaxMemSlots, &[])
+        self.request_word(Request::GetMaxMemSlots, &[])
     }
 
     /// ADD_MEM_REG. Needs CONFIGURE_MEM_SLOTS.
@@ -197,7 +197,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn add_mem_region(&mut self, region: Region, file: BorrowedFd<'_>) -> Result<()> {
         self.need_slots(code::ADD_MEM_REG)?;
-        self.tell(Request::AddMemReg(region), &[file])?;
+        self.send(Request::AddMemReg(region), &[file])?;
         self.link.state().regions.push(region);
         Ok(())
     }
@@ -208,7 +208,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn remove_mem_region(&mut self, region: Region) -> Result<()> {
         self.need_slots(code::REM_MEM_REG)?;
-        self.tell(Request::RemMemReg(region), &[])?;
+        self.send(Request::RemMemReg(region), &[])?;
         self.link.state().regions.retain(|other| other.gpa != region.gpa);
         Ok(())
     }
@@ -220,7 +220,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_backend_channel(&mut self, channel: BorrowedFd<'_>) -> Result<()> {
         self.need(code::SET_BACKEND_REQ_FD, ProtocolFeatures::BACKEND_REQ, "BACKEND_REQ")?;
-        self.tell(Request::SetBackendReqFd, &[channel])
+        self.send(Request::SetBackendReqFd, &[channel])
     }
 
     fn need(&self, request: u32, bit: ProtocolFeatures, feature: &'static str) -> Result<()> {
@@ -252,18 +252,18 @@ impl Frontend {
     }
 
     /// A request with an answer of its own.
-    fn ask(&mut self, request: Request) -> Result<Vec<u8>> {
+    fn request(&mut self, request: Request) -> Result<Vec<u8>> {
         debug_assert!(request.has_reply());
         self.exchange(&request, false, &[]).and_then(|message| self.link.plain(message))
     }
 
-    fn ask_word(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<u64> {
+    fn request_word(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<u64> {
         debug_assert!(request.has_reply());
         self.exchange(&request, false, fds).and_then(|message| self.link.word(message))
     }
 
     /// A request without an answer, or with an acknowledgement where that was negotiated.
-    fn tell(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+    fn send(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
         debug_assert!(!request.has_reply());
         if !self.protocol.contains(ProtocolFeatures::REPLY_ACK) {
             return self.link.send(&[request], false, fds, 0).map(drop);

@@ -32,8 +32,8 @@ pub enum BackendMessage {
 
 /// A message of the back end, and whether it asks for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "it may want an answer"]
-pub struct Asked {
+#[must_use = "it may want a reply"]
+pub struct BackendRequest {
     /// Its content.
     pub message: BackendMessage,
     /// Whether it asks for an answer once that is done, or cannot be done (rule D9). Answers go in
@@ -70,7 +70,7 @@ impl FrontendChannel {
     ///
     /// # Errors
     /// The back end sent no valid message: end the connection.
-    pub fn recv(&mut self) -> Result<Option<Asked>, WireError> {
+    pub fn recv(&mut self) -> Result<Option<BackendRequest>, WireError> {
         self.channel.recv_request(&mut self.inbox)?.map(|message| parse(&message)).transpose()
     }
 
@@ -79,7 +79,7 @@ impl FrontendChannel {
     ///
     /// # Errors
     /// As [`recv`](Self::recv); what came before is appended.
-    pub fn recv_all(&mut self, into: &mut Vec<Asked>) -> Result<bool, WireError> {
+    pub fn recv_all(&mut self, into: &mut Vec<BackendRequest>) -> Result<bool, WireError> {
         let Some(first) = self.recv()? else { return Ok(false) };
         into.push(first);
         while let Some(message) = self.inbox.take(false)? {
@@ -95,7 +95,7 @@ impl FrontendChannel {
     pub fn recv_all_within(
         &mut self,
         limit: Duration,
-        into: &mut Vec<Asked>,
+        into: &mut Vec<BackendRequest>,
     ) -> Result<bool, WireError> {
         match self.channel.recv_request_within(&mut self.inbox, limit) {
             Ok(None) => return Ok(false),
@@ -114,20 +114,20 @@ impl FrontendChannel {
     ///
     /// # Errors
     /// The back end has hung up, or takes no answers.
-    pub fn answer(&self, asked: &Asked, done: bool) -> Result<(), WireError> {
-        if !asked.wants_answer {
+    pub fn answer(&self, request: &BackendRequest, done: bool) -> Result<(), WireError> {
+        if !request.wants_answer {
             return Ok(());
         }
-        let request = match asked.message {
+        let code = match request.message {
             BackendMessage::Iotlb(_) => code::BACKEND_IOTLB_MSG,
             BackendMessage::ConfigChange => code::BACKEND_CONFIG_CHANGE_MSG,
         };
         let word = u64::from(!done);
-        self.channel.send(Header::reply(request, size_of_val(&word)), word.as_bytes(), &[])
+        self.channel.send(Header::reply(code, size_of_val(&word)), word.as_bytes(), &[])
     }
 }
 
-fn parse(message: &Message) -> Result<Asked, WireError> {
+fn parse(message: &Message) -> Result<BackendRequest, WireError> {
     let Message { header, payload, fds } = message;
     let &Header { request, size, .. } = header;
     if !fds.is_empty() {
@@ -152,7 +152,7 @@ fn parse(message: &Message) -> Result<Asked, WireError> {
         code::BACKEND_CONFIG_CHANGE_MSG => return Err(wrong_size),
         _ => return Err(WireError::Request { request }),
     };
-    Ok(Asked { message, wants_answer: header.needs_reply() })
+    Ok(BackendRequest { message, wants_answer: header.needs_reply() })
 }
 
 impl AsFd for FrontendChannel {

@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn the_whole_address_space_is_said_in_two_halves() {
+    fn the_whole_address_space_is_sent_in_two_halves() {
         // rule D30
         let whole = Iotlb::Invalidate { first: 0, last: u64::MAX };
         assert_eq!(whole.emit(), None);

@@ -110,15 +110,18 @@ fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
 
 impl SavedConnection {
     /// The same, without the bases of the rings that will run.
-    pub(crate) fn astray(&self) -> ConnectionState<'_> {
+    pub(crate) fn without_bases(&self) -> ConnectionState<'_> {
         let runs = |number: u32| {
             self.requests.iter().any(|(request, _)| {
                 matches!(request, Request::SetVringKick { ring, .. } if u32::from(*ring) == number)
             })
         };
-        let says = |request: &Request| !matches!(request, Request::SetVringBase { ring, .. } if runs(*ring));
+        let keeps = |request: &Request| match request {
+            Request::SetVringBase { ring, .. } => !runs(*ring),
+            _ => true,
+        };
         let mut state = ConnectionState::default();
-        for (request, fds) in self.requests.iter().filter(|(request, _)| says(request)) {
+        for (request, fds) in self.requests.iter().filter(|(request, _)| keeps(request)) {
             state.requests.push((request.clone(), fds.iter().map(AsFd::as_fd).collect()));
         }
         state
@@ -212,8 +215,8 @@ mod tests {
         {
             let mut bytes = bytes.clone();
             bytes[at] ^= 1;
-            let told = parse(&bytes, fds()).to_string();
-            assert!(told.contains(error), "{at}: {told}");
+            let text = parse(&bytes, fds()).to_string();
+            assert!(text.contains(error), "{at}: {text}");
         }
     }
 }

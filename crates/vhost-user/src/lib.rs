@@ -41,7 +41,7 @@ pub use backend::{Handler, RingSetup};
 pub use backend_channel::BackendChannel;
 pub use error::{HandlerError, WireError};
 pub use frontend::{Frontend, FrontendError, IotlbHandle};
-pub use frontend_channel::{Asked, BackendMessage, FrontendChannel};
+pub use frontend_channel::{BackendMessage, BackendRequest, FrontendChannel};
 pub use inflight::{
     InflightError, InflightRegion, PackedBuffer, PackedDescriptor, PackedInflight, SplitInflight,
 };

@@ -322,12 +322,12 @@ impl<H: Handler> Server<H> {
             return Err(WireError::Fds { request: code, count: fds.len() }.into());
         }
         self.permit(&request)?;
-        let asked = header.needs_reply() && !request.has_reply();
+        let wants_reply = header.needs_reply() && !request.has_reply();
         let acks = self.has(ProtocolFeatures::REPLY_ACK);
         let outcome = self.carry_out_kept(request, fds);
         // As negotiated when the request was sent, or by the request itself: User-Mode Linux wants
         // the very request that negotiates REPLY_ACK acknowledged.
-        let ack = asked && (acks || self.has(ProtocolFeatures::REPLY_ACK));
+        let ack = wants_reply && (acks || self.has(ProtocolFeatures::REPLY_ACK));
         match outcome {
             Ok(Outcome::Reply(payload)) => self.answer(code, &payload),
             Ok(Outcome::ReplyFd(payload, fd)) => {
@@ -372,7 +372,7 @@ impl<H: Handler> Server<H> {
                 backend.channel().answered(together.iter().filter(update).count() as u32);
             }
             self.handler.iotlb_all(&together, &mut outcomes);
-            let silent = || Err(HandlerError::new("the device did not say what came of it"));
+            let silent = || Err(HandlerError::new("the device did not report an outcome"));
             outcomes.resize_with(together.len(), silent);
         }
         outcomes.extend(unreadable.map(Err));
@@ -463,7 +463,7 @@ impl<H: Handler> Server<H> {
             if let Some(backend) = backend.filter(|_| own) {
                 let handler = &mut self.handler;
                 match backend
-                    .take(|asked, number, done| handler.channel_answer(asked, number, done))
+                    .take(|message, number, done| handler.channel_answer(message, number, done))
                 {
                     Ok(()) => {}
                     Err(why @ WireError::HungUp { .. }) => {

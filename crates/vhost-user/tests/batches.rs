@@ -100,8 +100,9 @@ proptest! {
         drop(stream);
         let (result, device) = served.join().unwrap();
         prop_assert!(result.is_ok(), "{:?}", result);
-        let told = |event: &&Event| matches!(event, Event::Iotlb(_) | Event::Call(..));
-        prop_assert_eq!(device.events.iter().filter(told).collect::<Vec<_>>(), wanted.iter().collect::<Vec<_>>());
+        let is_call = |event: &&Event| matches!(event, Event::Iotlb(_) | Event::Call(..));
+        let calls: Vec<_> = device.events.iter().filter(is_call).collect();
+        prop_assert_eq!(calls, wanted.iter().collect::<Vec<_>>());
     }
 }
 
@@ -174,7 +175,7 @@ fn posts_are_done_when_they_are_answered_however_the_answers_are_cut() {
 }
 
 #[test]
-fn answers_are_asked_for_where_that_was_negotiated() {
+fn replies_are_requested_where_that_was_negotiated() {
     // rules D9, D13
     let head = |theirs: &mut UnixStream| {
         let mut message = [0; MESSAGE];
@@ -194,11 +195,11 @@ fn answers_are_asked_for_where_that_was_negotiated() {
     assert!(head(&mut theirs));
     theirs.write_all(&[answer(0), answer(0)].concat()).unwrap();
     handle.send(&[invalidate(1)]).unwrap();
-    assert!(head(&mut theirs), "and by who waits");
+    assert!(head(&mut theirs), "also by a call that waits");
 }
 
 #[test]
-fn a_refusal_is_told_once_and_nonsense_ends_the_connection() {
+fn a_refusal_is_reported_once_and_an_invalid_reply_ends_the_connection() {
     let (_front, handle, mut theirs) = alone();
     handle.post(&[invalidate(1), invalidate(2), invalidate(3)]).unwrap();
     theirs.write_all(&[answer(0), answer(7), answer(9)].concat()).unwrap();
@@ -218,11 +219,11 @@ fn a_refusal_is_told_once_and_nonsense_ends_the_connection() {
     let (_front, handle, theirs) = alone();
     handle.post(&[invalidate(1)]).unwrap();
     drop(theirs);
-    assert!(handle.settle().is_err(), "who hangs up is noticed");
+    assert!(handle.settle().is_err(), "a hang-up is noticed");
 }
 
 #[test]
-fn requests_behind_posts_are_answered_though_nobody_looks_after_the_posts() {
+fn requests_behind_posts_are_answered_although_the_posts_are_not_polled() {
     let (mut front, served) = connect(Device::default());
     front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
     let handle = front.iotlb_handle();
@@ -240,7 +241,7 @@ fn requests_behind_posts_are_answered_though_nobody_looks_after_the_posts() {
 }
 
 #[test]
-fn threads_that_post_send_and_ask_get_their_own_answers() {
+fn threads_that_post_and_send_get_their_own_replies() {
     let (mut front, served) = connect(Device::default());
     front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
     let ram = GuestRam::new(1 << 16, 0).unwrap();

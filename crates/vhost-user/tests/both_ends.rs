@@ -86,7 +86,7 @@ fn features_that_were_not_offered_are_refused() {
 }
 
 #[test]
-fn a_ring_starts_with_its_kick_and_stops_with_the_question_for_its_base() {
+fn a_ring_starts_with_its_kick_and_stops_with_the_request_for_its_base() {
     // rule D28
     let (mut front, served) = negotiated(Device::default());
     described(&mut front);
@@ -372,7 +372,7 @@ fn features_do_not_change_under_a_running_ring() {
 }
 
 #[test]
-fn a_device_that_refuses_a_ring_can_be_asked_again() {
+fn a_ring_that_the_device_refused_can_be_stopped() {
     let (mut front, served) = negotiated(Device { refuses_rings: true, ..Device::default() });
     described(&mut front);
     let kick = front.set_vring_kick(0, None);

@@ -5,8 +5,8 @@ mod common;
 use common::{Device, Event, LONG, connect};
 use ringfence_mem::{Access, GuestRam};
 use ringfence_vhost_user::{
-    Asked, BackendChannel, BackendMessage, Frontend, FrontendChannel, FrontendError, Iotlb,
-    IotlbWire, ProtocolFeatures, RingAddresses, ServeError, WireError,
+    BackendChannel, BackendMessage, BackendRequest, Frontend, FrontendChannel, FrontendError,
+    Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, ServeError, WireError,
     msg::{Header, code},
 };
 use std::{
@@ -62,7 +62,7 @@ fn narrow() -> (BackendChannel, UnixStream) {
 }
 
 #[test]
-fn a_channel_that_is_no_unix_stream_is_refused() {
+fn a_channel_that_is_not_a_unix_stream_is_refused() {
     let (mut front, served) = connect(Device::default());
     front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
     let (datagram, _other) = std::os::unix::net::UnixDatagram::pair().unwrap();
@@ -81,7 +81,7 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
     let (channel, theirs) = narrow();
     let mut sent = 0;
     let mut front = FrontendChannel::new(theirs, LONG);
-    let mut asked = Vec::new();
+    let mut requests = Vec::new();
     let mut full = 0;
     for round in 0..200 {
         // Single ones fill the buffer by different amounts; many at once then find room in part.
@@ -92,8 +92,8 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
             if count < wanted {
                 full += 1;
                 // Read all that there is: the stream must go on where it was cut.
-                while front.recv_all_within(Duration::ZERO, &mut asked).unwrap() {
-                    if asked.len() as u64 + 1 >= sent {
+                while front.recv_all_within(Duration::ZERO, &mut requests).unwrap() {
+                    if requests.len() as u64 + 1 >= sent {
                         break;
                     }
                 }
@@ -103,19 +103,22 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
     assert!(full > 0, "the socket took all at once");
     // A cut message is finished before another one goes.
     while channel.try_send([(miss(sent << 12), None)]) == 0 {
-        let _ = front.recv_all_within(Duration::ZERO, &mut asked).unwrap();
+        let _ = front.recv_all_within(Duration::ZERO, &mut requests).unwrap();
     }
     sent += 1;
     drop(channel);
-    while front.recv_all(&mut asked).unwrap() {}
-    let expected: Vec<Asked> = (0..sent)
-        .map(|page| Asked { message: BackendMessage::Iotlb(miss(page << 12)), wants_answer: false })
+    while front.recv_all(&mut requests).unwrap() {}
+    let expected: Vec<BackendRequest> = (0..sent)
+        .map(|page| BackendRequest {
+            message: BackendMessage::Iotlb(miss(page << 12)),
+            wants_answer: false,
+        })
         .collect();
-    assert_eq!(asked, expected);
+    assert_eq!(requests, expected);
 }
 
 #[test]
-fn no_more_answers_are_asked_for_than_can_be_kept() {
+fn no_more_replies_are_requested_than_can_be_kept() {
     let (ours, _theirs) = UnixStream::pair().unwrap();
     let channel = BackendChannel::new(ours, true).unwrap();
     let messages = |ack| (0..1000).map(move |page| (miss(page << 12), ack));
@@ -126,7 +129,7 @@ fn no_more_answers_are_asked_for_than_can_be_kept() {
 }
 
 #[test]
-fn a_channel_without_a_peer_takes_nothing_and_says_so() {
+fn a_channel_without_a_peer_takes_nothing_and_reports_it() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     drop(theirs);
     let channel = BackendChannel::new(ours, true).unwrap();
@@ -185,16 +188,16 @@ fn nothing_is_sent_while_every_ring_is_stopped() {
 }
 
 #[test]
-fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
+fn replies_reach_the_device_in_the_order_of_its_messages() {
     // rule D9
     let (back_channel, front_channel) = UnixStream::pair().unwrap();
-    let ask: fn(&mut Device) = |device| {
+    let on_stop: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
-        let questions = [(miss(0), Some(7)), (miss(1 << 12), None), (miss(2 << 12), Some(5))];
-        assert_eq!(channel.try_send(questions), 3);
+        let misses = [(miss(0), Some(7)), (miss(1 << 12), None), (miss(2 << 12), Some(5))];
+        assert_eq!(channel.try_send(misses), 3);
         assert!(channel.config_changed());
     };
-    let device = Device { on_stop: Some(ask), ..Device::default() };
+    let device = Device { on_stop: Some(on_stop), ..Device::default() };
     let lost = Arc::clone(&device.lost);
     let (mut front, served) = connect(device);
     front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
@@ -205,16 +208,16 @@ fn an_answer_reaches_the_device_in_the_order_of_the_questions() {
     start(&mut front);
     front.get_vring_base(0).unwrap();
     let mut channel = FrontendChannel::new(front_channel, LONG);
-    let mut asked = Vec::new();
-    while asked.len() < 4 {
-        assert!(channel.recv_all(&mut asked).unwrap());
+    let mut requests = Vec::new();
+    while requests.len() < 4 {
+        assert!(channel.recv_all(&mut requests).unwrap());
     }
-    assert_eq!(asked[3].message, BackendMessage::ConfigChange);
+    assert_eq!(requests[3].message, BackendMessage::ConfigChange);
     front.iotlb(&update(0, &ram)).unwrap();
-    for (index, asked) in asked.iter().enumerate() {
-        assert_eq!(asked.wants_answer, index == 0 || index == 2);
+    for (index, request) in requests.iter().enumerate() {
+        assert_eq!(request.wants_answer, index == 0 || index == 2);
         // The first was translated, the others could not be.
-        channel.answer(asked, index == 0).unwrap();
+        channel.answer(request, index == 0).unwrap();
     }
     drop(channel);
     // The back end reads the answers though nothing comes on the main socket.
@@ -241,12 +244,12 @@ fn await_loss(lost: &AtomicU64) {
 }
 
 /// What the front end's bytes on the channel do to a back end that has sent one miss.
-fn channel_says(bytes: &[u8]) -> Result<(), ServeError> {
-    let ask: fn(&mut Device) = |device| {
+fn channel_receives(bytes: &[u8]) -> Result<(), ServeError> {
+    let on_stop: fn(&mut Device) = |device| {
         device.channel.as_ref().unwrap().try_send([(miss(0), Some(1))]);
     };
     let (mut front, mut channel, served, _ram) =
-        with_channel(Device { on_stop: Some(ask), ..Device::default() }, true);
+        with_channel(Device { on_stop: Some(on_stop), ..Device::default() }, true);
     front.get_vring_base(0).unwrap();
     channel.write_all(bytes).unwrap();
     // Nothing else is sent: the back end must notice by itself.
@@ -263,7 +266,7 @@ fn nonsense_on_the_channel_ends_the_connection_with_a_reason() {
     let good = Header::reply(code::BACKEND_IOTLB_MSG, 8);
     let zero = [0; 8];
     let twice = [answer(good, &zero), answer(good, &zero)].concat();
-    let wire = |bytes: &[u8]| match channel_says(bytes) {
+    let wire = |bytes: &[u8]| match channel_receives(bytes) {
         Err(ServeError::Wire(error)) => error,
         other => panic!("{other:?}"),
     };
@@ -299,7 +302,7 @@ fn a_front_end_that_closes_the_channel_is_served_on() {
 
 #[test]
 fn a_channel_that_takes_no_more_is_lost_also_in_the_middle_of_a_message() {
-    let ask: fn(&mut Device) = |device| {
+    let on_stop: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
         let send = |count| channel.try_send((0..count).map(|page| (miss(page << 12), None)));
         send(1);
@@ -307,7 +310,7 @@ fn a_channel_that_takes_no_more_is_lost_also_in_the_middle_of_a_message() {
         let sent = send(64);
         assert!(0 < sent && sent < 64, "{sent}");
     };
-    for (cut, on_stop) in [(false, None), (true, Some(ask))] {
+    for (cut, on_stop) in [(false, None), (true, Some(on_stop))] {
         let device = Device { on_stop, ..Device::default() };
         let lost = Arc::clone(&device.lost);
         let (mut front, served) = connect(device);
@@ -337,31 +340,31 @@ fn a_channel_that_takes_no_more_is_lost_also_in_the_middle_of_a_message() {
 fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
     // rules D7, D8, D9, D19
     // The device sends a miss when its ring is to stop, so that two threads use one socket.
-    let ask: fn(&mut Device) = |device| {
+    let on_stop: fn(&mut Device) = |device| {
         let channel = device.channel.as_ref().unwrap();
-        let questions = (0..200).map(|page| (miss(page << 12), (page % 2 == 0).then_some(page)));
-        assert_eq!(channel.try_send(questions), 200);
+        let misses = (0..200).map(|page| (miss(page << 12), (page % 2 == 0).then_some(page)));
+        assert_eq!(channel.try_send(misses), 200);
     };
     let (mut front, channel, served, ram) =
-        with_channel(Device { on_stop: Some(ask), ..Device::default() }, true);
+        with_channel(Device { on_stop: Some(on_stop), ..Device::default() }, true);
     let handle = front.iotlb_handle();
     let mut channel = FrontendChannel::new(channel, LONG);
     thread::scope(|scope| {
         let answering = scope.spawn(|| {
             let mut answered = 0;
             while answered < 200 {
-                let mut asked = Vec::new();
-                assert!(channel.recv_all(&mut asked).unwrap());
-                let updates: Vec<_> = asked
+                let mut requests = Vec::new();
+                assert!(channel.recv_all(&mut requests).unwrap());
+                let updates: Vec<_> = requests
                     .iter()
-                    .map(|asked| match asked.message {
+                    .map(|request| match request.message {
                         BackendMessage::Iotlb(Iotlb::Miss { iova, .. }) => update(iova, &ram),
                         other => panic!("{other:?}"),
                     })
                     .collect();
                 handle.send(&updates).unwrap();
-                asked.iter().for_each(|asked| channel.answer(asked, true).unwrap());
-                answered += asked.len();
+                requests.iter().for_each(|request| channel.answer(request, true).unwrap());
+                answered += requests.len();
             }
         });
         // This thread waits for the ring, on the same socket.
@@ -383,7 +386,7 @@ fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
 }
 
 #[test]
-fn many_messages_are_under_way_at_once_and_a_refusal_is_told() {
+fn many_messages_are_in_flight_at_once_and_a_refusal_is_reported() {
     // rule D13
     let (mut front, _channel, served, ram) = with_channel(Device::default(), false);
     let handle = front.iotlb_handle();
@@ -405,7 +408,7 @@ fn many_messages_are_under_way_at_once_and_a_refusal_is_told() {
 }
 
 #[test]
-fn threads_that_ask_on_one_connection_get_their_own_answers() {
+fn threads_that_share_a_connection_get_their_own_replies() {
     let (mut front, _channel, served, ram) = with_channel(Device::default(), false);
     thread::scope(|scope| {
         for thread in 0..3u64 {
@@ -427,8 +430,8 @@ fn threads_that_ask_on_one_connection_get_their_own_answers() {
 }
 
 #[test]
-fn a_back_end_that_says_nonsense_on_the_channel_is_found_out() {
-    let says = |bytes: &[u8]| {
+fn invalid_messages_of_a_back_end_on_the_channel_are_refused() {
+    let received = |bytes: &[u8]| {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.write_all(bytes).unwrap();
         drop(theirs);
@@ -438,28 +441,31 @@ fn a_back_end_that_says_nonsense_on_the_channel_is_found_out() {
         let wire = IotlbWire { iova: 0, size: 0, user_addr: 0, perm, kind, padding: [0; 6] };
         [Header::request(1, false, 32).as_bytes(), wire.as_bytes()].concat()
     };
-    assert!(says(&wire(1, 3)).unwrap().is_some());
-    assert!(says(&[]).unwrap().is_none());
+    assert!(received(&wire(1, 3)).unwrap().is_some());
+    assert!(received(&[]).unwrap().is_none());
     // A back end only sends misses and access failures.
     for (kind, perm) in [(2, 3), (3, 0), (1, 0), (1, 4), (0, 1), (5, 1)] {
-        assert!(matches!(says(&wire(kind, perm)), Err(WireError::Value { .. })), "{kind} {perm}");
+        assert!(
+            matches!(received(&wire(kind, perm)), Err(WireError::Value { .. })),
+            "{kind} {perm}"
+        );
     }
-    assert!(matches!(says(&wire(1, 3)[..40]), Err(WireError::HungUp { .. })));
+    assert!(matches!(received(&wire(1, 3)[..40]), Err(WireError::HungUp { .. })));
     let header = |request, flags, size| Header { request, flags, size };
-    assert!(matches!(says(header(3, 1, 0).as_bytes()), Err(WireError::Request { .. })));
-    assert!(matches!(says(header(1, 1, 0).as_bytes()), Err(WireError::Size { .. })));
-    assert!(matches!(says(header(1, 5, 32).as_bytes()), Err(WireError::Flags { .. })));
-    assert!(matches!(says(header(1, 1, 1 << 20).as_bytes()), Err(WireError::Size { .. })));
+    assert!(matches!(received(header(3, 1, 0).as_bytes()), Err(WireError::Request { .. })));
+    assert!(matches!(received(header(1, 1, 0).as_bytes()), Err(WireError::Size { .. })));
+    assert!(matches!(received(header(1, 5, 32).as_bytes()), Err(WireError::Flags { .. })));
+    assert!(matches!(received(header(1, 1, 1 << 20).as_bytes()), Err(WireError::Size { .. })));
 }
 
 /// A device may delay waking its workers, so the server must call it when nothing more is there,
 /// whether all its misses were answered or none.
 #[test]
-fn a_device_is_told_when_no_more_answers_come() {
-    let ask: fn(&mut Device) = |device| {
+fn a_device_is_notified_when_no_more_replies_come() {
+    let on_stop: fn(&mut Device) = |device| {
         device.channel.as_ref().unwrap().try_send((0..50).map(|page| (miss(page << 12), None)));
     };
-    for (on_stop, with_channel_too) in [(None, true), (Some(ask), true), (None, false)] {
+    for (on_stop, with_channel_too) in [(None, true), (Some(on_stop), true), (None, false)] {
         let device = Device { on_stop, ..Device::default() };
         let settled = Arc::clone(&device.settled);
         let (mut front, channel, served, ram) = with_channel(device, true);
@@ -473,7 +479,10 @@ fn a_device_is_told_when_no_more_answers_come() {
             front.iotlb(&update(count << 12, &ram)).unwrap();
             let begun = Instant::now();
             while settled.load(Ordering::Relaxed) != count {
-                assert!(begun.elapsed() < LONG, "{count} messages, and it was not told");
+                assert!(
+                    begun.elapsed() < LONG,
+                    "{count} messages, and the device was not notified"
+                );
                 thread::yield_now();
             }
         }

@@ -132,7 +132,7 @@ fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_answers_are_want
         let (mut front, served) = negotiated(Device { stopped_at: None, ..Device::default() });
         let _ram = started(&mut front);
         assert!(request(&mut front).is_err());
-        assert!(front.queue_num().is_err(), "nobody is there any more");
+        assert!(front.queue_num().is_err(), "the connection has ended");
         let (result, device) = served.join().unwrap();
         assert!(matches!(result, Err(ServeError::Refused { .. })), "{result:?}");
         assert_eq!(device.events.iter().filter(|e| **e == Event::Stop(0)).count(), 1);
@@ -140,7 +140,7 @@ fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_answers_are_want
 }
 
 #[test]
-fn a_log_that_cannot_be_had_ends_the_connection() {
+fn a_log_that_cannot_be_used_ends_the_connection() {
     let (mut front, served) = negotiated(Device::default());
     let (_, fd) = SharedFile::create(4096).unwrap();
     // Front ends ignore the answer's value.
@@ -216,7 +216,7 @@ fn status_is_kept_and_zero_is_a_reset() {
 }
 
 #[test]
-fn a_network_device_is_told_its_mtu_and_who_moved_in() {
+fn a_network_device_gets_its_mtu_and_the_address_of_a_guest_that_moved_in() {
     let (mut front, served) = negotiated(Device::default());
     front.set_mtu(9000).unwrap();
     front.send_rarp([2, 0, 0, 1, 2, 3]).unwrap();

@@ -334,8 +334,8 @@ fn front_end_on(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<u64, FrontendErr
     let result = front.features();
     if result.is_err() {
         assert!(matches!(front.features(), Err(FrontendError::Closed)));
-        let mut asked = Vec::new();
-        let _ = (&theirs).read_to_end(&mut asked);
+        let mut sent = Vec::new();
+        let _ = (&theirs).read_to_end(&mut sent);
     }
     result
 }

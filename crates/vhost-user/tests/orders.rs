@@ -1,5 +1,5 @@
 //! A ring is described by several messages, in any order: whatever they hold, the device is only
-//! asked to start a valid ring, and any refusal ends the connection with the reason.
+//! called to start a valid ring, and any refusal ends the connection with the reason.
 
 mod common;
 
@@ -14,7 +14,7 @@ const MOST: u32 = 1024;
 
 /// One message about a ring.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Say {
+enum Message {
     Memory,
     Packed(bool),
     Num(u32),
@@ -37,36 +37,36 @@ struct Model {
 
 impl Model {
     /// Whether the message is valid now.
-    fn hear(&mut self, say: Say) -> bool {
+    fn apply(&mut self, sent: Message) -> bool {
         let power = |size: u32| size.is_power_of_two();
         let is_packed = self.features == Some(true);
-        match say {
-            Say::Memory => self.memory = true,
-            Say::Packed(packed) => {
+        match sent {
+            Message::Memory => self.memory = true,
+            Message::Packed(packed) => {
                 if self.running && self.features != Some(packed) {
                     return false;
                 }
                 self.features = Some(packed);
             }
-            Say::Num(size) => {
+            Message::Num(size) => {
                 if self.running || size == 0 || size > MOST || !(is_packed || power(size)) {
                     return false;
                 }
                 self.size = Some(size);
             }
-            Say::Base(base) => {
+            Message::Base(base) => {
                 if self.running || !is_packed && base > 0xffff {
                     return false;
                 }
                 self.base = base;
             }
-            Say::Addr(addr) => {
+            Message::Addr(addr) => {
                 if !addr.is_multiple_of(16) {
                     return false;
                 }
                 self.addr = Some(addr);
             }
-            Say::Kick => {
+            Message::Kick => {
                 let (Some(size), true, true) = (self.size, self.memory, self.addr.is_some()) else {
                     return false;
                 };
@@ -86,48 +86,48 @@ impl Model {
 }
 
 /// Sends all that to a server, and compares the outcome with the model.
-fn check(ram: &Arc<GuestRam>, said: &[Say]) {
+fn check(ram: &Arc<GuestRam>, messages: &[Message]) {
     let (stream, theirs) = UnixStream::pair().unwrap();
     let device = Device { features: VERSION_1 | PACKED, ..Device::default() };
     let mut server = Server::new(theirs, device);
     let (mut model, mut good) = (Model::default(), true);
-    for &say in said {
-        let request = match say {
-            Say::Memory => Request::SetMemTable(vec![ram.region()]),
-            Say::Packed(packed) => {
+    for &sent in messages {
+        let request = match sent {
+            Message::Memory => Request::SetMemTable(vec![ram.region()]),
+            Message::Packed(packed) => {
                 Request::SetFeatures(VERSION_1 | if packed { PACKED } else { 0 })
             }
-            Say::Num(num) => Request::SetVringNum { ring: 1, num },
-            Say::Base(base) => Request::SetVringBase { ring: 1, base },
-            Say::Addr(at) => {
+            Message::Num(num) => Request::SetVringNum { ring: 1, num },
+            Message::Base(base) => Request::SetVringBase { ring: 1, base },
+            Message::Addr(at) => {
                 let addresses = RingAddresses { desc: at, avail: at, used: at, log: None };
                 Request::SetVringAddr { ring: 1, addresses }
             }
-            Say::Kick => Request::SetVringKick { ring: 1, fd: false },
+            Message::Kick => Request::SetVringKick { ring: 1, fd: false },
         };
         let memory = [ram.fd()];
-        let fds = if say == Say::Memory { &memory[..] } else { &[] };
+        let fds = if sent == Message::Memory { &memory[..] } else { &[] };
         send(&stream, &message(&request, false), fds);
-        good = good && model.hear(say);
+        good = good && model.apply(sent);
     }
     stream.shutdown(std::net::Shutdown::Write).unwrap();
     match server.serve() {
-        Ok(()) => assert!(good, "{said:x?}"),
+        Ok(()) => assert!(good, "{messages:x?}"),
         Err(ServeError::Wire(WireError::Value { .. } | WireError::State { .. })) => {
-            assert!(!good, "{said:x?}");
+            assert!(!good, "{messages:x?}");
         }
-        Err(other) => panic!("{said:x?}: {other}"),
+        Err(other) => panic!("{messages:x?}: {other}"),
     }
     let started = server.handler().events.iter().find_map(|event| match event {
         Event::Start { ring: 1, size, base, .. } => Some((u32::from(*size), *base)),
         _ => None,
     });
     let size = model.size.unwrap_or_default();
-    assert_eq!(started, model.running.then_some((size, Some(model.base))), "{said:x?}");
+    assert_eq!(started, model.running.then_some((size, Some(model.base))), "{messages:x?}");
 }
 
 /// Calls `each` with all orders of `items`.
-fn orders(items: &mut [Say], from: usize, each: &mut impl FnMut(&[Say])) {
+fn orders(items: &mut [Message], from: usize, each: &mut impl FnMut(&[Message])) {
     if from == items.len() {
         return each(items);
     }
@@ -139,7 +139,7 @@ fn orders(items: &mut [Say], from: usize, each: &mut impl FnMut(&[Say])) {
 }
 
 #[test]
-fn whatever_is_said_of_a_ring_in_whichever_order_only_what_can_be_one_starts() {
+fn whatever_the_messages_and_their_order_only_a_valid_ring_starts() {
     let ram = GuestRam::new(1 << 16, 0).unwrap();
     for packed in [false, true] {
         for num in [0, 1, 3, 16, 1000, MOST, MOST + 1, 0x8000, 0x1_0000, 0x1_0010, u32::MAX] {
@@ -148,10 +148,11 @@ fn whatever_is_said_of_a_ring_in_whichever_order_only_what_can_be_one_starts() {
             let near = places.chain([at.saturating_sub(1), at.saturating_sub(1) | 0x8000]);
             let near: Vec<u32> = near.collect();
             for base in near.iter().flat_map(|high| near.iter().map(move |low| high << 16 | low)) {
-                let mut said = [Say::Packed(packed), Say::Num(num), Say::Base(base)];
-                orders(&mut said, 0, &mut |said| {
-                    let [a, b, c] = said else { unreachable!() };
-                    check(&ram, &[*a, Say::Memory, *b, Say::Addr(64), *c, Say::Kick]);
+                let mut messages =
+                    [Message::Packed(packed), Message::Num(num), Message::Base(base)];
+                orders(&mut messages, 0, &mut |messages| {
+                    let [a, b, c] = messages else { unreachable!() };
+                    check(&ram, &[*a, Message::Memory, *b, Message::Addr(64), *c, Message::Kick]);
                 });
             }
         }
@@ -168,15 +169,26 @@ fn messages_of_a_ring_may_come_in_any_order_and_before_or_after_its_start() {
         (true, 24, 0, 72),
     ];
     for (packed, num, base, addr) in rings {
-        let packed = Say::Packed(packed);
-        let mut said =
-            [packed, Say::Memory, Say::Num(num), Say::Base(base), Say::Addr(addr), Say::Kick];
-        orders(&mut said, 0, &mut |said| check(&ram, said));
+        let packed = Message::Packed(packed);
+        let mut messages = [
+            packed,
+            Message::Memory,
+            Message::Num(num),
+            Message::Base(base),
+            Message::Addr(addr),
+            Message::Kick,
+        ];
+        orders(&mut messages, 0, &mut |messages| check(&ram, messages));
         // The same and different values again, after a start.
-        let again =
-            [Say::Packed(false), Say::Packed(true), Say::Num(16), Say::Base(1), Say::Addr(80)];
+        let again = [
+            Message::Packed(false),
+            Message::Packed(true),
+            Message::Num(16),
+            Message::Base(1),
+            Message::Addr(80),
+        ];
         for more in again {
-            let all: Vec<Say> = said.iter().copied().chain([more, Say::Kick]).collect();
+            let all: Vec<Message> = messages.iter().copied().chain([more, Message::Kick]).collect();
             check(&ram, &all);
         }
     }

@@ -27,7 +27,7 @@ use zerocopy::{FromBytes, IntoBytes};
 const RECORDING: &str = include_str!("data/qemu-7.2-blk-intel-lazy.txt");
 
 /// Sends a request as a front end does; returns the answer, if one comes.
-fn say(
+fn send_request(
     mut stream: &UnixStream,
     request: &Request,
     need_reply: bool,
@@ -55,7 +55,7 @@ fn say(
 }
 
 fn word(answer: Option<Vec<u8>>) -> u64 {
-    u64::from_ne_bytes(answer.expect("an answer").try_into().unwrap())
+    u64::from_ne_bytes(answer.expect("a reply").try_into().unwrap())
 }
 
 fn number(text: &str) -> u64 {
@@ -88,9 +88,9 @@ fn every_message_of_a_qemu_is_accepted() {
     let (_channel, theirs) = UnixStream::pair().unwrap();
 
     // What comes before the recording.
-    let offered = word(say(&stream, &Request::GetFeatures, false, &[]));
+    let offered = word(send_request(&stream, &Request::GetFeatures, false, &[]));
     assert_ne!(offered & F_PROTOCOL_FEATURES, 0);
-    word(say(&stream, &Request::GetProtocolFeatures, false, &[]));
+    word(send_request(&stream, &Request::GetProtocolFeatures, false, &[]));
     let mut sent = 0;
     for line in RECORDING.lines().filter(|line| !line.starts_with('#')) {
         let parts: Vec<&str> = line.split(' ').collect();
@@ -101,14 +101,15 @@ fn every_message_of_a_qemu_is_accepted() {
                 (Request::SetProtocolFeatures(features), false, None)
             }
             "SET_OWNER" => {
-                word(say(&stream, &Request::GetQueueNum, false, &[]));
-                let channel = say(&stream, &Request::SetBackendReqFd, true, &[theirs.as_fd()]);
+                word(send_request(&stream, &Request::GetQueueNum, false, &[]));
+                let channel =
+                    send_request(&stream, &Request::SetBackendReqFd, true, &[theirs.as_fd()]);
                 assert_eq!(word(channel), 0);
                 (Request::SetOwner, false, None)
             }
             "SET_VRING_ERR" => {
                 let call = Request::SetVringCall { ring: 0, fd: true };
-                say(&stream, &call, false, &[event.as_fd()]);
+                send_request(&stream, &call, false, &[event.as_fd()]);
                 (Request::SetVringErr { ring: 0, fd: true }, false, Some(event.as_fd()))
             }
             "SET_FEATURES" => (Request::SetFeatures(at(1)), true, None),
@@ -154,7 +155,7 @@ fn every_message_of_a_qemu_is_accepted() {
             }
             other => panic!("{other}"),
         };
-        let answer = say(&stream, &request, acks, fds.as_slice());
+        let answer = send_request(&stream, &request, acks, fds.as_slice());
         match request {
             Request::GetVringBase { .. } => assert_eq!(answer.unwrap(), [0u32, 1].as_bytes()),
             // Garbage in unused fields is no reason to refuse.
@@ -163,7 +164,7 @@ fn every_message_of_a_qemu_is_accepted() {
         }
         sent += 1;
     }
-    assert_eq!(word(say(&stream, &Request::GetQueueNum, false, &[])), 2);
+    assert_eq!(word(send_request(&stream, &Request::GetQueueNum, false, &[])), 2);
     drop(stream);
     let (result, device) = served.join().unwrap();
     result.unwrap();

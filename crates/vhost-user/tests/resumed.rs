@@ -6,7 +6,7 @@ use common::{Device, Event, LONG, Served, VERSION_1, end};
 use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::{
-    Asked, ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper,
+    BackendRequest, ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper,
     ProtocolFeatures, RingAddresses, SavedConnection, ServeError, Server, Shutdown,
 };
 use rustix::event::{EventfdFlags, eventfd};
@@ -109,7 +109,7 @@ fn begun(stream: UnixStream) -> Frontend {
 }
 
 /// The calls that a device gets when it resumes with ring 0 at `base`.
-fn told_again(base: Option<u32>) -> Vec<Event> {
+fn restored_calls(base: Option<u32>) -> Vec<Event> {
     let start = Event::Start { ring: 0, size: 256, base, kick: true, enabled: true, desc: 0x1000 };
     let memories = [Event::Memory(1), Event::Memory(2)];
     [Event::Features(VERSION_1)]
@@ -142,15 +142,15 @@ fn a_connection_that_is_left_goes_on_elsewhere_and_its_front_end_notices_nothing
     handle.leave();
     let (result, device) = second.join().unwrap();
     result.unwrap();
-    let told = device.events.len() - 1;
-    assert_eq!(device.events[..told], told_again(Some(77)));
+    let calls = device.events.len() - 1;
+    assert_eq!(device.events[..calls], restored_calls(Some(77)));
     let (_, _, third) = served(theirs, Device::default(), Some(saved));
     assert_eq!(front.get_vring_base(0).unwrap(), 77);
     drop(front);
     let (result, device) = third.join().unwrap();
     result.unwrap();
-    let told = device.events.len() - 1;
-    assert_eq!(device.events[..told], told_again(None));
+    let calls = device.events.len() - 1;
+    assert_eq!(device.events[..calls], restored_calls(None));
 }
 
 /// A front end whose device has started ring 0 and sends misses on the channel; returns this end of
@@ -177,28 +177,28 @@ fn until(so: impl Fn() -> bool) {
     }
 }
 
-fn asks(page: u64) -> Device {
-    Device { asks: Some(page << 12), ..Device::default() }
+fn with_miss(page: u64) -> Device {
+    Device { miss_at: Some(page << 12), ..Device::default() }
 }
 
 #[test]
-fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_asked() {
+fn the_back_ends_channel_goes_on_and_each_process_gets_the_replies_to_its_own_messages() {
     // rules D9, D27
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let (notes, handle, first) = served(theirs.try_clone().unwrap(), asks(1), None);
+    let (notes, handle, first) = served(theirs.try_clone().unwrap(), with_miss(1), None);
     let (mut front, mut channel, back) = with_channel(ours);
     handle.leave();
     first.join().unwrap().0.unwrap();
-    let second = asks(2);
+    let second = with_miss(2);
     let answered = Arc::clone(&second.answered);
     let (kept, handle, second) = served(theirs.try_clone().unwrap(), second, Some(notes.saved()));
-    let mut asked = Vec::new();
-    while asked.len() < 2 {
-        assert!(channel.recv_all(&mut asked).unwrap());
+    let mut requests = Vec::new();
+    while requests.len() < 2 {
+        assert!(channel.recv_all(&mut requests).unwrap());
     }
     // The misses of the first are answered when the second is there.
-    channel.answer(&asked[0], true).unwrap();
-    channel.answer(&asked[1], false).unwrap();
+    channel.answer(&requests[0], true).unwrap();
+    channel.answer(&requests[1], false).unwrap();
     until(|| answered.load(Ordering::Relaxed) > 0);
     let taken_back = Iotlb::Invalidate { first: 0x2000, last: 0x2fff };
     front.iotlb(&taken_back).unwrap();
@@ -211,12 +211,13 @@ fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_ask
     assert!(device.events.contains(&Event::Iotlb(taken_back)));
     let on_channel = |event: &&Event| matches!(event, Event::Answer(..) | Event::ChannelLost);
     let miss = Iotlb::Miss { iova: 0x2000, access: Access::Read };
-    let told: Vec<_> = device.events.iter().filter(on_channel).collect();
-    assert_eq!(told, [&Event::Answer(miss, 0x2000, false)]);
+    let on_channel_events: Vec<_> = device.events.iter().filter(on_channel).collect();
+    assert_eq!(on_channel_events, [&Event::Answer(miss, 0x2000, false)]);
     for page in [3, 4] {
-        let (kept, handle, served) = served(theirs.try_clone().unwrap(), asks(page), Some(saved));
-        assert!(channel.recv_all(&mut asked).unwrap());
-        channel.answer(&Asked { wants_answer: true, ..asked[0] }, false).unwrap();
+        let (kept, handle, served) =
+            served(theirs.try_clone().unwrap(), with_miss(page), Some(saved));
+        assert!(channel.recv_all(&mut requests).unwrap());
+        channel.answer(&BackendRequest { wants_answer: true, ..requests[0] }, false).unwrap();
         until(|| rustix::io::ioctl_fionread(&back).unwrap() == 0);
         handle.leave();
         let (result, device) = served.join().unwrap();
@@ -224,12 +225,12 @@ fn the_back_ends_channel_goes_on_and_each_process_has_the_answers_to_what_it_ask
         assert_eq!(device.events.iter().find(on_channel), None);
         saved = kept.saved();
     }
-    let wants_answer: Vec<bool> = asked.iter().map(|asked| asked.wants_answer).collect();
+    let wants_answer: Vec<bool> = requests.iter().map(|request| request.wants_answer).collect();
     assert_eq!(wants_answer, [true, true, false, false]);
 }
 
 #[test]
-fn a_channel_that_is_lost_is_none_of_the_next_processs() {
+fn a_lost_channel_is_not_passed_to_the_next_process() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let first = Device::default();
     let lost = Arc::clone(&first.lost);
@@ -281,7 +282,7 @@ fn a_connection_goes_on_before_its_driver_has_settled() {
 }
 
 #[test]
-fn what_cannot_go_on_says_so_and_ends() {
+fn a_connection_that_cannot_go_on_reports_it_and_ends() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let (notes, handle, first) = served(theirs.try_clone().unwrap(), Device::default(), None);
     let mut front = begun(ours);
@@ -294,7 +295,7 @@ fn what_cannot_go_on_says_so_and_ends() {
         let (kept, _, served) = served(theirs.try_clone().unwrap(), device, Some(notes.saved()));
         let error = served.join().unwrap().0.unwrap_err();
         assert!(matches!(error, ServeError::Wire(_) | ServeError::NotResumed { .. }), "{error}");
-        assert!(kept.0.lock().unwrap().kept.is_none(), "nobody else goes on");
+        assert!(kept.0.lock().unwrap().kept.is_none(), "no other process can go on");
     }
     assert!(front.features().is_err(), "it is hung up");
 }

@@ -156,7 +156,7 @@ proptest! {
 
     #[test]
     fn no_bytes_on_the_channel_harm_the_back_end(
-        questions in 0..4u64,
+        misses in 0..4u64,
         pieces in prop::collection::vec(
             prop_oneof![
                 4 => any::<u64>().prop_map(|word| bytes(Header::reply(1, 8), &word.to_ne_bytes())),
@@ -181,7 +181,7 @@ proptest! {
                 let miss = |iova| (Iotlb::Miss { iova, access }, Some(iova));
                 channel.try_send((0..u64::from(device.stopped_at.unwrap())).map(miss));
             }),
-            stopped_at: Some(questions as u32),
+            stopped_at: Some(misses as u32),
             ..Device::default()
         };
         let lost = Arc::clone(&device.lost);
@@ -209,7 +209,7 @@ proptest! {
         let answers = events.iter().filter(|event| matches!(event, Event::Answer(..))).count();
         // Read until the answers are nonsense, or no message is unanswered.
         let good = sent.chunks(20).take_while(|piece| is_answer(piece)).count();
-        prop_assert_eq!(answers as u64, questions.min(good as u64));
+        prop_assert_eq!(answers as u64, misses.min(good as u64));
     }
 
     #[test]
@@ -224,9 +224,9 @@ proptest! {
         send(&theirs, &bytes, &[]);
         drop(theirs);
         let mut channel = FrontendChannel::new(common::end(ours), LONG);
-        let mut asked = Vec::new();
-        while let Ok(true) = channel.recv_all(&mut asked) {}
-        prop_assert!(asked.len() <= bytes.len() / Header::LEN);
+        let mut requests = Vec::new();
+        while let Ok(true) = channel.recv_all(&mut requests) {}
+        prop_assert!(requests.len() <= bytes.len() / Header::LEN);
     }
 
     #[test]

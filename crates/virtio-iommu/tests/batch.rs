@@ -115,7 +115,7 @@ fn what_is_mapped_before_an_endpoint_is_there_is_noted_and_sent_by_the_attach() 
 }
 
 #[test]
-fn what_only_the_device_refuses_is_told_by_the_sync() {
+fn what_only_the_device_refuses_is_reported_by_the_sync() {
     // rule L34
     let served = served(64);
     let domain = served.driver.domain().unwrap();
@@ -125,8 +125,11 @@ fn what_only_the_device_refuses_is_told_by_the_sync() {
     let ringfence_virtio_iommu::device::Binding::Domain(behind) = binding else { panic!() };
     behind.map(Map::new(page(2), GuestPhys(0), Prot::READ)).unwrap();
     assert_eq!(map(&domain, &maps(0..4)), 4);
-    let told = domain.iotlb_sync_map(page(0).hull(page(3)));
-    assert!(matches!(told, Err(Error::Device { range, .. }) if range == page(2)), "{told:?}");
+    let reported = domain.iotlb_sync_map(page(0).hull(page(3)));
+    assert!(
+        matches!(reported, Err(Error::Device { range, .. }) if range == page(2)),
+        "{reported:?}"
+    );
     assert_eq!(domain.mappings(), 3);
 }
 

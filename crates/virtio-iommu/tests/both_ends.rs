@@ -125,7 +125,7 @@ fn a_sync_kicks_a_device_that_sleeps() {
     thread::scope(|scope| {
         let attach = scope.spawn(|| domain.attach(1));
         for _ in 0..2 {
-            assert!(kicked(), "for PROBE and for ATTACH, which somebody waits for");
+            assert!(kicked(), "for PROBE and for ATTACH, which are waited for");
             serve();
         }
         attach.join().unwrap().unwrap();
@@ -134,7 +134,7 @@ fn a_sync_kicks_a_device_that_sleeps() {
         for n in 0..10 {
             map(&domain, page(n), 0).unwrap();
         }
-        assert_eq!(kicks(), 2, "no kick for requests that nobody waits for");
+        assert_eq!(kicks(), 2, "no kick for requests that are not waited for");
         let sync = scope.spawn(|| domain.iotlb_sync_map(Range::ALL));
         assert!(kicked());
         assert_eq!(kicks(), 3);
@@ -173,7 +173,7 @@ fn a_sync_that_was_begun_is_over_once_the_device_has_answered_and_not_before() {
     let before = kicks();
     (0..4).for_each(|n| map(&domain, page(n), n << 12).unwrap());
     let mut maps = Pending::map(&*domain, vec![range(0, 0x3fff)]);
-    assert_eq!(kicks(), before + 1, "begun is asked for");
+    assert_eq!(kicks(), before + 1, "a sync that begins kicks");
     for _ in 0..3 {
         assert!(!maps.poll(&*domain));
         assert_eq!(maps.outcome(Range::ALL), None);
@@ -203,7 +203,7 @@ fn a_sync_that_was_begun_is_over_once_the_device_has_answered_and_not_before() {
 }
 
 #[test]
-fn what_a_begun_sync_finds_refused_is_told_to_its_ranges_and_to_no_other() {
+fn what_a_begun_sync_finds_refused_is_reported_to_its_ranges_and_to_no_other() {
     // rule L34
     let limits = Limits { mappings: 3, ..Limits::NONE };
     let bench = Bench::with(DeviceConfig::default(), limits);
@@ -238,7 +238,7 @@ fn what_a_begun_sync_finds_refused_is_told_to_its_ranges_and_to_no_other() {
 }
 
 #[test]
-fn a_full_ring_is_emptied_without_being_asked() {
+fn a_full_ring_is_emptied_without_a_sync() {
     // rule L64
     let served = sleeping();
     let domain = served.driver.domain().unwrap();
@@ -397,7 +397,7 @@ fn a_refused_unmap_is_reported_by_its_sync_or_by_a_flush() {
 }
 
 #[test]
-fn a_refused_unmap_is_told_to_its_thread_whatever_others_were_told_meanwhile() {
+fn a_refused_unmap_is_reported_to_its_thread_even_after_other_threads_have_seen_it() {
     // rule L42
     let served = sleeping();
     let domain = served.driver.domain().unwrap();
@@ -540,7 +540,7 @@ fn an_identity_domain_bypasses_or_maps_around_reserved_regions() {
 }
 
 #[test]
-fn a_device_that_goes_silent_is_given_up_and_nobody_waits_for_ever() {
+fn a_device_that_goes_silent_is_given_up_and_no_thread_waits_for_ever() {
     for notify in [Notify::Sleep, Notify::Poll, Notify::default()] {
         let options = DriverConfig {
             notify,
@@ -595,7 +595,7 @@ fn a_transport_that_knows_that_the_device_died_ends_the_wait_early() {
 }
 
 #[test]
-fn many_threads_share_the_ring_and_nobody_loses_a_wake_up() {
+fn many_threads_share_the_ring_and_none_loses_a_wake_up() {
     for notify in [Notify::Sleep, Notify::Adaptive] {
         for polling in [false, true] {
             let options = DriverConfig { notify, ..DriverConfig::default() };

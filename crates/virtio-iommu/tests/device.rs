@@ -198,7 +198,7 @@ fn an_endpoint_whose_regions_are_mapped_cannot_join() {
 }
 
 #[test]
-fn an_endpoint_that_cannot_go_there_stays_and_is_told_why() {
+fn an_endpoint_that_cannot_be_moved_stays_and_the_status_reports_why() {
     // rule V11
     // rule V12
     let mut bench = Bench::new();
@@ -341,7 +341,11 @@ fn map_leaves_reserved_regions_and_what_is_outside_of_the_input_range_alone() {
     let bench =
         &mut Bench::with(DeviceConfig { input_range, ..DeviceConfig::default() }, Limits::NONE);
     assert_eq!(bench.attach(1, 1), Status::Ok);
-    assert_eq!(bench.map(1, range(RESERVED.0, RESERVED.1), 0), Status::Ok, "nobody reserves it");
+    assert_eq!(
+        bench.map(1, range(RESERVED.0, RESERVED.1), 0),
+        Status::Ok,
+        "no endpoint reserves it"
+    );
     assert_eq!(bench.unmap(1, range(RESERVED.0, RESERVED.1)), Status::Ok);
     assert_eq!(bench.attach(1, 8), Status::Ok);
     for wanted in [range(RESERVED.0, RESERVED.1), page(0xf), range(0, input_range.last().0)] {
@@ -495,7 +499,7 @@ fn probe_is_left_alone_unless_negotiated_and_knows_its_endpoints() {
 }
 
 #[test]
-fn probe_tells_of_reserved_regions_and_zeroes_the_rest() {
+fn probe_lists_reserved_regions_and_zeroes_the_rest() {
     // rule V25
     let mut bench = Bench::new();
     let (used, reply) = probe(&mut bench, 8, 512 + TAIL_LEN);
@@ -509,7 +513,7 @@ fn probe_tells_of_reserved_regions_and_zeroes_the_rest() {
 }
 
 #[test]
-fn regions_that_overlap_and_a_second_window_for_msis_are_never_told() {
+fn regions_that_overlap_and_a_second_window_for_msis_are_never_listed() {
     // rule V27
     let mut bench = Bench::new();
     for endpoint in [100, 101] {
@@ -568,7 +572,7 @@ fn limits_answer_with_no_memory_and_leave_everything_as_it_was() {
 }
 
 #[test]
-fn the_configuration_says_what_the_options_say() {
+fn the_configuration_is_that_of_the_options() {
     let bench = Bench::new();
     let config = IommuConfig::parse(&bench.device.config()).unwrap();
     assert_eq!(config.page_sizes, PageSizes::X86);

@@ -171,7 +171,7 @@ fn a_flush_fails_as_long_as_something_unmapped_may_be_reachable() {
         stubborn.store(false, Ordering::Relaxed);
         let before = link.driver.stats().unmaps;
         assert_eq!(domain.flush_iotlb_all().map(drop), Ok(()));
-        assert_eq!(link.driver.stats().unmaps, before + 1, "the device was asked once more");
+        assert_eq!(link.driver.stats().unmaps, before + 1, "one more UNMAP was sent");
     });
 }
 
@@ -400,9 +400,9 @@ fn faults_reach_the_driver_but_for_those_to_be_ignored() {
 }
 
 #[test]
-fn a_probe_that_was_not_answered_in_full_tells_nothing() {
+fn a_probe_that_was_not_answered_in_full_is_an_error() {
     // rule V34
-    // rule V41: `properties` has the length that the device asked for, and the tail lies behind it
+    // rule V41: `properties` has the length that the device requires, and the tail lies behind it
     let size = Bench::new().config().probe_size;
     let answer = |request: Request, room: u64| match request {
         Request::Probe { endpoint } => {

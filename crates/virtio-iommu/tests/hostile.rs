@@ -228,7 +228,7 @@ fn naive(image: &[u8], indirect: bool, model: &Model, into: &mut BTreeSet<Outcom
             return;
         }
         Answer::Tail { at: 0, any_of } => any_of,
-        other => panic!("{other:?} is not asked for here"),
+        other => panic!("{other:?} is not expected here"),
     };
     let &[(addr, _)] = &writable[..] else { panic!("one buffer is all there is") };
     for status in any_of {

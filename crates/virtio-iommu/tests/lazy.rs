@@ -609,7 +609,7 @@ fn the_driver_waits_for_an_invalidation_only_when_it_flushes() {
 }
 
 #[test]
-fn a_lazy_domain_is_a_domain_for_whoever_syncs_too() {
+fn a_lazy_domain_also_serves_callers_that_sync() {
     let served = Served::start(proposed(), 16, DriverConfig::default(), false);
     let domain = served.driver.lazy_domain().unwrap();
     let others = || served.driver.stats().others;

@@ -17,7 +17,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn whatever_is_asked_of_it_the_device_is_what_the_model_says(
+    fn whatever_the_requests_the_device_matches_the_model(
         program in programs(),
     ) {
         // rule V5

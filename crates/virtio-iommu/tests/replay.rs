@@ -67,7 +67,7 @@ fn value(line: &str, name: &str) -> u64 {
 
 /// A line of QEMU's log.
 fn qemu(line: &str) -> Option<Event> {
-    let (name, rest) = line.split_once(':').map_or(line, |(_, said)| said).split_once(' ')?;
+    let (name, rest) = line.split_once(':').map_or(line, |(_, text)| text).split_once(' ')?;
     let domain = || value(rest, "domain=") as u32;
     let bounds = || (value(rest, "virt_start="), value(rest, "virt_end="));
     Some(match name {
@@ -121,7 +121,7 @@ fn bytes(event: Event) -> Vec<u8> {
             ([3, domain], vec![first, last, phys], flags)
         }
         Event::Unmap { domain, first, last } => ([4, domain], vec![first, last], 0),
-        Event::Reset | Event::Removed { .. } => panic!("{event:?} is no request"),
+        Event::Reset | Event::Removed { .. } => panic!("{event:?} is not a request"),
     };
     let mut bytes: Vec<u8> = halves.into_iter().flat_map(u32::to_le_bytes).collect();
     bytes.extend(words.into_iter().flat_map(u64::to_le_bytes));
@@ -147,7 +147,7 @@ struct Replay {
     queue: RequestQueue<Arc<Endpoints>>,
     outcome: Outcome,
     /// Whether the recording lists what was removed, and is replayed request by request.
-    tells: bool,
+    lists_removed: bool,
     /// What the model removed for the newest UNMAP and the recording has not listed yet.
     removed: BTreeMap<u64, u64>,
 }
@@ -159,7 +159,7 @@ impl Replay {
         let (driver, queue) = pair(&ram, BASE, SIZE, true);
         let queue = RequestQueue::new(Arc::clone(&twin.device), queue);
         let (outcome, removed) = (Outcome::default(), BTreeMap::new());
-        Replay { twin, ram, driver, queue, outcome, tells: false, removed }
+        Replay { twin, ram, driver, queue, outcome, lists_removed: false, removed }
     }
 
     /// Sends requests that were made available together.
@@ -189,7 +189,11 @@ impl Replay {
         if let (_, Effect::Unmap { domain, first, last }) = self.twin.model.judge(&bytes, 4)
             && let Some(Space::Mappings(mappings)) = self.twin.model.domains.get(&domain)
         {
-            assert!(!self.tells || self.removed.is_empty(), "not removed: {:x?}", self.removed);
+            assert!(
+                !self.lists_removed || self.removed.is_empty(),
+                "not removed: {:x?}",
+                self.removed
+            );
             let held = mappings.values().filter(|m| first <= m.last && m.first <= last);
             self.removed = held.map(|m| (m.first, m.last)).collect();
             self.outcome.spanning += usize::from(self.removed.len() > 1);
@@ -243,7 +247,7 @@ impl Replay {
                     self.twin.negotiate(u64::MAX);
                     self.twin.compare();
                 }
-                Event::Removed { first, last } if self.tells => {
+                Event::Removed { first, last } if self.lists_removed => {
                     assert_eq!(self.removed.remove(&first), Some(last), "removed as recorded");
                 }
                 Event::Removed { .. } => {}
@@ -258,7 +262,7 @@ impl Replay {
             }
         }
         self.send(&waiting);
-        assert!(!self.tells || self.removed.is_empty(), "not removed: {:x?}", self.removed);
+        assert!(!self.lists_removed || self.removed.is_empty(), "not removed: {:x?}", self.removed);
         self.twin.compare();
         self.twin.compare_accesses();
     }
@@ -267,7 +271,7 @@ impl Replay {
 /// Replays a recording request by request, then in batches; what the first came to.
 fn replay(events: &[Event]) -> Outcome {
     let mut one = Replay::new();
-    one.tells = events.iter().any(|event| matches!(event, Event::Removed { .. }));
+    one.lists_removed = events.iter().any(|event| matches!(event, Event::Removed { .. }));
     one.run(events, 1);
     let mut many = Replay::new();
     many.run(events, 24);

@@ -26,7 +26,7 @@ use ringfence_virtio_iommu::{
 
 struct Rig {
     domain: Arc<ViommuDomain>,
-    ask: Sender<(Iova, Prot)>,
+    access: Sender<(Iova, Prot)>,
     answers: Receiver<Option<u64>>,
     _served: Served,
 }
@@ -46,11 +46,11 @@ impl Rig {
             panic!("the endpoint is elsewhere")
         };
         let mut cache = Cache::new(served.endpoints.shootdown.reader().unwrap());
-        let (ask, asked) = mpsc::channel();
+        let (access, accesses) = mpsc::channel();
         let (answer, answers) = mpsc::channel();
         thread::spawn(move || {
             loop {
-                match asked.try_recv() {
+                match accesses.try_recv() {
                     Ok((iova, prot)) => answer.send(cache.access(&behind, iova, prot)).unwrap(),
                     Err(TryRecvError::Empty) => {
                         cache.quiet();
@@ -60,7 +60,7 @@ impl Rig {
                 }
             }
         });
-        Rig { domain, ask, answers, _served: served }
+        Rig { domain, access, answers, _served: served }
     }
 }
 
@@ -73,7 +73,7 @@ impl Subject for Rig {
         Map::new(range, GuestPhys(0x40_0000 + (to << 12)), prot)
     }
     fn access(&mut self, iova: Iova, prot: Prot) -> Option<u64> {
-        self.ask.send((iova, prot)).unwrap();
+        self.access.send((iova, prot)).unwrap();
         self.answers.recv().unwrap()
     }
 }

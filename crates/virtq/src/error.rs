@@ -92,7 +92,7 @@ pub enum RingError {
     },
     /// The places to start from do not exist in a packed ring of this size, or are further apart
     /// than it is long.
-    #[error("base {base:#x} is none for a packed queue of {size}")]
+    #[error("base {base:#x} is invalid for a packed queue of {size}")]
     PackedBase {
         /// The base: see [`device::RingConfig::base`](crate::device::RingConfig::base).
         base: u32,

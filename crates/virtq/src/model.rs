@@ -20,7 +20,7 @@ use crate::layout;
 struct Shared {
     idx: AtomicU16,
     /// The event, or the flags.
-    asked: AtomicU16,
+    wanted: AtomicU16,
     /// An entry of the ring, to check that the index publishes it.
     entry: AtomicU16,
 }
@@ -31,29 +31,29 @@ const SUPPRESSED: u16 = 1;
 /// to sleep after `start + already`, and checks that the latter is notified or sees for itself.
 fn check(event_idx: bool, start: u16, already: u16) {
     loom::model(move || {
-        let asked = if event_idx { start ^ 0x8000 } else { SUPPRESSED };
+        let wanted = if event_idx { start ^ 0x8000 } else { SUPPRESSED };
         let shared = Arc::new(Shared {
             idx: AtomicU16::new(start),
-            asked: AtomicU16::new(asked),
+            wanted: AtomicU16::new(wanted),
             entry: AtomicU16::new(0),
         });
-        let teller = {
+        let notifier = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                let mut told = None;
+                let mut notified = None;
                 for step in 1..=2 {
                     let (old, new) = (start.wrapping_add(step - 1), start.wrapping_add(step));
                     shared.entry.store(step, Ordering::Relaxed);
                     shared.idx.store(new, Ordering::Release);
                     fence(Ordering::SeqCst);
-                    let asked = shared.asked.load(Ordering::Relaxed);
-                    let tell = match event_idx {
-                        true => layout::passed_event(asked, new, old),
-                        false => asked & SUPPRESSED == 0,
+                    let wanted = shared.wanted.load(Ordering::Relaxed);
+                    let notify = match event_idx {
+                        true => layout::passed_event(wanted, new, old),
+                        false => wanted & SUPPRESSED == 0,
                     };
-                    told = if tell { Some(step) } else { told };
+                    notified = if notify { Some(step) } else { notified };
                 }
-                told
+                notified
             })
         };
         // It has taken `already` chains, since it saw the index reach that; now it wants to sleep.
@@ -61,7 +61,7 @@ fn check(event_idx: bool, start: u16, already: u16) {
             thread::yield_now();
         }
         let next = start.wrapping_add(already);
-        shared.asked.store(if event_idx { next } else { 0 }, Ordering::Relaxed);
+        shared.wanted.store(if event_idx { next } else { 0 }, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let seen = shared.idx.load(Ordering::Acquire);
         let sleeps = seen == next;
@@ -69,9 +69,9 @@ fn check(event_idx: bool, start: u16, already: u16) {
             let step = seen.wrapping_sub(start);
             assert!(shared.entry.load(Ordering::Relaxed) >= step, "an index without its entry");
         }
-        let told = teller.join().unwrap();
+        let notified = notifier.join().unwrap();
         if sleeps && already < 2 {
-            assert!(told.is_some_and(|step| step > already), "asleep, and nobody tells");
+            assert!(notified.is_some_and(|step| step > already), "asleep, and not notified");
         }
     });
 }

@@ -42,10 +42,10 @@ fn check(event_idx: bool, start: RingPos, batches: &'static [usize], already: us
             ring: std::array::from_fn(|_| descriptor()),
             event: AtomicU32::new(EventWord::NONE.0),
         });
-        let teller = {
+        let notifier = {
             let shared = Arc::clone(&shared);
             thread::spawn(move || {
-                let (mut told, mut next) = (None, 0);
+                let (mut notified, mut next) = (None, 0);
                 for &batch in batches {
                     let (first, end) = (next, next + batch);
                     shared.ring[first].content.store(true, Ordering::Relaxed);
@@ -59,10 +59,10 @@ fn check(event_idx: bool, start: RingPos, batches: &'static [usize], already: us
                     let wanted = EventWord(shared.event.load(Ordering::Relaxed));
                     let now = start.forward(next as u16, SIZE);
                     if wanted.is_due(now, batch as u64, SIZE, event_idx) {
-                        told = Some(next);
+                        notified = Some(next);
                     }
                 }
-                told
+                notified
             })
         };
         for descriptor in &shared.ring[..already] {
@@ -82,9 +82,9 @@ fn check(event_idx: bool, start: RingPos, batches: &'static [usize], already: us
             assert!(shared.ring[already].state.load(Ordering::Acquire));
             assert!(shared.ring[already].content.load(Ordering::Relaxed));
         }
-        let told = teller.join().unwrap();
+        let notified = notifier.join().unwrap();
         if sleeps && already < COUNT {
-            assert!(told.is_some_and(|up_to| up_to > already), "asleep, and nobody tells");
+            assert!(notified.is_some_and(|up_to| up_to > already), "asleep, and not notified");
         }
     });
 }

@@ -31,7 +31,7 @@ fn passing_an_event_is_what_counting_one_by_one_says() {
 }
 
 #[test]
-fn with_event_idx_each_end_is_told_once_across_the_wrap_of_the_index() {
+fn with_event_idx_each_end_is_notified_once_across_the_wrap_of_the_index() {
     for packed in [false, true] {
         let (ram, mut driver, mut device) = pair(4, true, packed);
         let mut chain = Chain::new();
@@ -43,7 +43,7 @@ fn with_event_idx_each_end_is_told_once_across_the_wrap_of_the_index() {
             assert!(driver.needs_kick(), "at {token}");
             driver.add(&[Desc::readable(0, 1)], token).unwrap();
             driver.publish();
-            assert!(!driver.needs_kick(), "the device has not asked again, at {token}");
+            assert!(!driver.needs_kick(), "kicks are not enabled again, at {token}");
             for first in [true, false] {
                 assert!(device.pop(&ram, &mut chain).unwrap());
                 device.push_used(chain.head(), 0);
@@ -76,7 +76,7 @@ fn a_batch_that_crosses_the_wrap_and_the_event_in_it_notifies() {
 }
 
 #[test]
-fn who_polls_is_told_at_most_once_in_65536_chains() {
+fn an_end_that_polls_is_notified_at_most_once_in_65536_chains() {
     for packed in [false, true] {
         for (event_idx, most) in [(true, 3), (false, 0)] {
             let (ram, mut driver, mut device) = pair(16, event_idx, packed);
@@ -99,7 +99,7 @@ fn who_polls_is_told_at_most_once_in_65536_chains() {
 }
 
 #[test]
-fn who_has_not_asked_for_a_whole_lap_kicks() {
+fn a_kick_is_sent_after_a_whole_lap_without_one() {
     for packed in [false, true] {
         let (ram, mut driver, mut device) = pair(16, true, packed);
         let mut chain = Chain::new();
@@ -117,7 +117,7 @@ fn who_has_not_asked_for_a_whole_lap_kicks() {
 }
 
 #[test]
-fn enabling_says_when_something_came_meanwhile() {
+fn enabling_reports_what_came_meanwhile() {
     for packed in [false, true] {
         for event_idx in [true, false] {
             let (ram, mut driver, mut device) = pair(16, event_idx, packed);

@@ -111,7 +111,7 @@ proptest! {
                     let kick = driver.needs_kick();
                     prop_assert!(fresh || !kick);
                     if fresh && asleep {
-                        prop_assert!(kick, "asleep, and nobody tells");
+                        prop_assert!(kick, "asleep, and not notified");
                         asleep = false;
                     }
                 }
@@ -139,8 +139,8 @@ proptest! {
                     let (token, head, len) = taken.swap_remove(place % taken.len());
                     device.add_used(&*memory, head, len).unwrap();
                     back.push_back(driver::Used { token, len });
-                    let told = device.needs_notification(&*memory).unwrap();
-                    prop_assert!(told || !waits, "it waits, and is not told");
+                    let notified = device.needs_notification(&*memory).unwrap();
+                    prop_assert!(notified || !waits, "it waits, and is not notified");
                     waits = false;
                 }
                 Step::GiveBack(_) => {}

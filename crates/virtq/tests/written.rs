@@ -17,7 +17,7 @@ enum Step {
     Work(usize),
     /// Enables or suppresses kicks.
     Kicks(bool),
-    Tell,
+    Report,
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -25,7 +25,7 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (1..4usize).prop_map(Step::Add),
         4 => (0..5usize).prop_map(Step::Work),
         1 => any::<bool>().prop_map(Step::Kicks),
-        2 => Just(Step::Tell),
+        2 => Just(Step::Report),
     ]
 }
 
@@ -64,8 +64,8 @@ impl Rig {
     }
 
     /// The reported bytes of both areas.
-    fn told(&mut self) -> BTreeSet<(usize, usize)> {
-        let mut told = BTreeSet::new();
+    fn reported(&mut self) -> BTreeSet<(usize, usize)> {
+        let mut reported = BTreeSet::new();
         let areas = &self.areas;
         self.device.written(|written| {
             let at = areas.iter().position(|(area, _)| *area == written.area).unwrap();
@@ -73,16 +73,16 @@ impl Rig {
             assert_eq!(written.piece.as_ptr() as usize, base + written.offset);
             let end = written.offset + written.piece.len();
             assert!(end <= areas[at].1.len(), "past the area");
-            told.extend((written.offset..end).map(|byte| (at, byte)));
+            reported.extend((written.offset..end).map(|byte| (at, byte)));
         });
-        told
+        reported
     }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
     #[test]
-    fn what_was_written_is_told_and_no_more(
+    fn what_was_written_is_reported_and_no_more(
         steps in prop::collection::vec(step(), 1..200),
         packed in any::<bool>(),
         event_idx in any::<bool>(),
@@ -93,7 +93,7 @@ proptest! {
         let mut taken: Vec<(u16, u16)> = Vec::new();
         let (mut changed, mut given) = (BTreeSet::new(), 0u32);
         let mut descs_given = 0;
-        for step in steps.into_iter().chain([Step::Tell]) {
+        for step in steps.into_iter().chain([Step::Report]) {
             let before = rig.content();
             match step {
                 Step::Add(count) => {
@@ -120,9 +120,9 @@ proptest! {
                 }
                 Step::Kicks(true) => drop(rig.device.enable_kicks()),
                 Step::Kicks(false) => rig.device.suppress_kicks(),
-                Step::Tell => {
-                    let told = rig.told();
-                    prop_assert!(changed.is_subset(&told), "{:?}", &changed - &told);
+                Step::Report => {
+                    let reported = rig.reported();
+                    prop_assert!(changed.is_subset(&reported), "{:?}", &changed - &reported);
                     if !packed {
                         // An element in which a byte has changed was written, and the index, and
                         // the field that controls kicks.
@@ -134,13 +134,13 @@ proptest! {
                         let fields = |bytes: &BTreeSet<(usize, usize)>| -> BTreeSet<usize> {
                             bytes.iter().map(|&(_, byte)| field(byte)).collect()
                         };
-                        let more = &fields(&told) - &fields(&changed);
+                        let more = &fields(&reported) - &fields(&changed);
                         prop_assert!(more.iter().all(|&field| field == usize::MAX), "{more:?}");
                     } else {
-                        let bytes = told.iter().filter(|(at, _)| *at == 0).count();
+                        let bytes = reported.iter().filter(|(at, _)| *at == 0).count();
                         prop_assert_eq!(bytes, 16 * descs_given.min(size.into()));
                     }
-                    prop_assert!(rig.told().is_empty(), "told once");
+                    prop_assert!(rig.reported().is_empty(), "reported once");
                     changed.clear();
                     descs_given = 0;
                 }

@@ -28,7 +28,7 @@ const STEPS: u64 = 64;
 
 /// How IOVAs map to memory.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Lie {
+pub(crate) enum Layout {
     /// All pages are contiguous.
     Run,
     /// The pages of each 2 MiB are contiguous, and no two blocks of 2 MiB are.
@@ -37,30 +37,30 @@ pub(crate) enum Lie {
     Scattered,
 }
 
-impl Lie {
+impl Layout {
     fn iova(self, page: u64) -> u64 {
         match self {
-            Lie::Run | Lie::Scattered => BASE + page * PAGE,
+            Layout::Run | Layout::Scattered => BASE + page * PAGE,
             // As many pages as each block has, in every other block.
-            Lie::Blocks => BASE + page / 64 * 2 * BLOCK + page % 64 * PAGE,
+            Layout::Blocks => BASE + page / 64 * 2 * BLOCK + page % 64 * PAGE,
         }
     }
 
     fn target(self, page: u64) -> u64 {
         GPA + match self {
-            Lie::Run | Lie::Blocks => page * PAGE,
+            Layout::Run | Layout::Blocks => page * PAGE,
             // An odd factor: each page once.
-            Lie::Scattered => page * 389 % PAGES * PAGE,
+            Layout::Scattered => page * 389 % PAGES * PAGE,
         }
     }
 }
 
 /// Counts misses.
 #[derive(Default)]
-struct Asked(AtomicUsize);
+struct Misses(AtomicUsize);
 
-impl MissSink for Asked {
-    fn ask(&self, misses: &[Miss]) -> usize {
+impl MissSink for Misses {
+    fn send(&self, misses: &[Miss]) -> usize {
         self.0.fetch_add(misses.len(), Ordering::Relaxed);
         misses.len()
     }
@@ -69,8 +69,8 @@ impl MissSink for Asked {
 pub(crate) struct Rig {
     iotlb: Arc<Iotlb>,
     view: View,
-    asked: Arc<Asked>,
-    lie: Lie,
+    misses: Arc<Misses>,
+    layout: Layout,
     /// Pages that are looked up.
     pages: Vec<u64>,
     /// Where they were found.
@@ -81,7 +81,7 @@ pub(crate) struct Rig {
 
 impl Rig {
     /// An IOTLB without entries.
-    fn new(lie: Lie) -> Box<Rig> {
+    fn new(layout: Layout) -> Box<Rig> {
         let ram = GuestRam::new((PAGES * PAGE) as usize, GPA).expect("memory");
         let memory = Memory::of_ram(&ram).expect("memory");
         let shootdown = Shootdown::new(1);
@@ -89,24 +89,24 @@ impl Rig {
         let hour = Duration::from_secs(3600);
         let config = IotlbConfig { again: hour, timeout: hour, ..IotlbConfig::default() };
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
-        let asked = Arc::<Asked>::default();
-        iotlb.ask_through(Some(Arc::clone(&asked) as _));
+        let misses = Arc::<Misses>::default();
+        iotlb.set_miss_sink(Some(Arc::clone(&misses) as _));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
         let view = View::new(endpoint, memory).expect("the first view");
         let pages = (0..STEPS).map(|n| mix(n) % PAGES).collect();
         let found = Vec::with_capacity(STEPS as usize);
-        Box::new(Rig { iotlb, view, asked, lie, pages, found, before: (0, 0) })
+        Box::new(Rig { iotlb, view, misses, layout, pages, found, before: (0, 0) })
     }
 
     fn update(&self, page: u64) -> u64 {
-        let range = Range::from_len(Iova(self.lie.iova(page)), PAGE).expect("far below the end");
-        let target = GuestPhys(self.lie.target(page));
+        let range = Range::from_len(Iova(self.layout.iova(page)), PAGE).expect("far below the end");
+        let target = GuestPhys(self.layout.target(page));
         self.iotlb.update(range, target, Prot::RW).expect("there is room")
     }
 
     fn look_up(&mut self) {
         for &page in &self.pages {
-            let addr = self.lie.iova(black_box(page)) + 0x40;
+            let addr = self.layout.iova(black_box(page)) + 0x40;
             let mut found = 0;
             let result =
                 self.view.slices(addr, 64, Access::Read, |piece| found = piece.as_ptr() as u64);
@@ -126,7 +126,7 @@ impl Rig {
     /// Whether all lookups found what they should; by the caches and by the table.
     fn check(&mut self) -> (u64, u64) {
         let base = self.view.memory().find_gpa(GPA).expect("memory").slice.as_ptr() as u64;
-        let expected = self.pages.iter().map(|&page| base + self.lie.target(page) - GPA + 0x40);
+        let expected = self.pages.iter().map(|&page| base + self.layout.target(page) - GPA + 0x40);
         assert!(self.found.iter().copied().eq(expected), "something else was found");
         let (before, after) = (self.before, self.counts());
         (after.0 - before.0, after.1 - before.1)
@@ -134,16 +134,16 @@ impl Rig {
 }
 
 /// All entries are there, and the view has cached none of them yet.
-fn cold(lie: Lie) -> Box<Rig> {
-    let mut rig = Rig::new(lie);
+fn cold(layout: Layout) -> Box<Rig> {
+    let mut rig = Rig::new(layout);
     (0..PAGES).for_each(|page| _ = rig.update(page));
     rig.before = rig.counts();
     rig
 }
 
 /// All entries are there, and the view has cached them.
-fn warm(lie: Lie) -> Box<Rig> {
-    let mut rig = cold(lie);
+fn warm(layout: Layout) -> Box<Rig> {
+    let mut rig = cold(layout);
     let mut pages = std::mem::replace(&mut rig.pages, (0..PAGES).collect());
     // The caches grow at quiet points, if they were too small.
     for _ in 0..16 {
@@ -167,15 +167,15 @@ fn check_table(mut rig: Box<Rig>) {
 }
 
 /// No entry is there.
-fn empty(lie: Lie) -> Box<Rig> {
-    let mut rig = Rig::new(lie);
+fn empty(layout: Layout) -> Box<Rig> {
+    let mut rig = Rig::new(layout);
     rig.pages = (0..STEPS).collect();
     rig
 }
 
 fn check_missing(rig: Box<Rig>) {
     assert_eq!(rig.found, [u64::MAX; STEPS as usize]);
-    assert_eq!(rig.asked.0.load(Ordering::Relaxed), STEPS as usize);
+    assert_eq!(rig.misses.0.load(Ordering::Relaxed), STEPS as usize);
 }
 
 fn check_updated(rig: Box<Rig>) {
@@ -186,8 +186,8 @@ fn check_updated(rig: Box<Rig>) {
 }
 
 /// Some entries, which the view has cached.
-fn few(lie: Lie) -> Box<Rig> {
-    let mut rig = empty(lie);
+fn few(layout: Layout) -> Box<Rig> {
+    let mut rig = empty(layout);
     // Table memory that waits for a quiet point exists from now on.
     for _ in 0..2 {
         (0..STEPS).for_each(|page| _ = rig.update(page));
@@ -205,7 +205,7 @@ impl Rig {
     fn invalidate(&mut self) {
         for &page in &self.pages {
             let range =
-                Range::from_len(Iova(self.lie.iova(page)), PAGE).expect("far below the end");
+                Range::from_len(Iova(self.layout.iova(page)), PAGE).expect("far below the end");
             let token = self.iotlb.invalidate(range).expect("the table does not fail");
             self.view.quiet();
             assert!(self.iotlb.shootdown().is_over(token), "the view has passed a quiet point");
@@ -220,17 +220,17 @@ fn check_invalidated(mut rig: Box<Rig>) {
 }
 
 #[library_benchmark]
-#[bench::last_run(args = (Lie::Run), setup = warm, teardown = check_hits)]
-#[bench::run_in_2m(args = (Lie::Blocks), setup = warm, teardown = check_hits)]
-#[bench::page(args = (Lie::Scattered), setup = warm, teardown = check_hits)]
-#[bench::table(args = (Lie::Scattered), setup = cold, teardown = check_table)]
+#[bench::last_run(args = (Layout::Run), setup = warm, teardown = check_hits)]
+#[bench::run_in_2m(args = (Layout::Blocks), setup = warm, teardown = check_hits)]
+#[bench::page(args = (Layout::Scattered), setup = warm, teardown = check_hits)]
+#[bench::table(args = (Layout::Scattered), setup = cold, teardown = check_table)]
 fn lookup(mut rig: Box<Rig>) -> Box<Rig> {
     rig.look_up();
     rig
 }
 
 #[library_benchmark]
-#[bench::asked(args = (Lie::Scattered), setup = empty, teardown = check_missing)]
+#[bench::asked(args = (Layout::Scattered), setup = empty, teardown = check_missing)]
 fn miss(mut rig: Box<Rig>) -> Box<Rig> {
     rig.look_up();
     rig.view.quiet();
@@ -238,7 +238,7 @@ fn miss(mut rig: Box<Rig>) -> Box<Rig> {
 }
 
 #[library_benchmark]
-#[bench::page(args = (Lie::Scattered), setup = empty, teardown = check_updated)]
+#[bench::page(args = (Layout::Scattered), setup = empty, teardown = check_updated)]
 fn update(rig: Box<Rig>) -> Box<Rig> {
     for &page in &rig.pages {
         black_box(rig.update(page));
@@ -247,7 +247,7 @@ fn update(rig: Box<Rig>) -> Box<Rig> {
 }
 
 #[library_benchmark]
-#[bench::page(args = (Lie::Scattered), setup = few, teardown = check_invalidated)]
+#[bench::page(args = (Layout::Scattered), setup = few, teardown = check_invalidated)]
 fn invalidate(mut rig: Box<Rig>) -> Box<Rig> {
     rig.invalidate();
     rig

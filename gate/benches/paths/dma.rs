@@ -73,7 +73,7 @@ impl Rig {
                 .environment(environment())
                 .build()
         };
-        let device = device.expect("a device under the policy that was asked for");
+        let device = device.expect("a device under the given policy");
         let (maps, unmaps) = (device.map_batch(), device.unmap_batch());
         let mut rig = Rig {
             domain,

@@ -175,7 +175,7 @@ impl Rig {
 
     fn settle(&self, work: Work<'_>) {
         let failed = &mut |range, error| panic!("{range}: {error}");
-        assert!(self.domain.sync_poll(self.token, work, failed), "the device has answered");
+        assert!(self.domain.sync_poll(self.token, work, failed), "the device has replied");
     }
 
     /// A round of the worker that serves the ring and translates for the endpoint.

@@ -248,7 +248,7 @@ impl Loop {
         let mut backend = net.connect_behind(0, Arc::clone(&guest.endpoint), None);
         let features = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM | net_wire::feature::MRG_RXBUF;
         backend.set_features(features).expect("they are offered");
-        backend.set_memory(Arc::clone(&guest.memory)).expect("it can be had");
+        backend.set_memory(Arc::clone(&guest.memory)).expect("it is mapped");
         let mut start = |ring: u16| {
             let (mut queue, addresses) = guest.ring(u64::from(ring) * RINGS / 2);
             queue.suppress_notifications();

@@ -137,11 +137,11 @@ fn starter(folder: &Path, text: &str) -> Result<String> {
     let program = folder.join("qemu-system-x86_64");
     fs::write(&program, text)?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
-    let says = debian::output(Command::new(&program).arg("--version"))
+    let version_line = debian::output(Command::new(&program).arg("--version"))
         .context("the QEMU that was just unpacked does not start")?;
-    let says = says.lines().next().unwrap_or_default();
-    println!("guests: {says}");
-    Ok(says.to_owned())
+    let version_line = version_line.lines().next().unwrap_or_default();
+    println!("guests: {version_line}");
+    Ok(version_line.to_owned())
 }
 
 fn only_folder(within: &Path) -> Result<PathBuf> {

@@ -53,9 +53,10 @@ pub(super) fn make(debian: &Debian, folder: &Path) -> Result<()> {
             fs::rename(all.join(kept), &to).with_context(|| kept.to_owned())?;
         }
     }
-    let says = starter(&place, STARTER)?;
-    let version = version(&says).with_context(|| format!("no version in {says:?}"))?;
-    ensure!(version >= VERSION, "{RELEASE} has {says}: {VERSION:?} is what the tests need");
+    let version_line = starter(&place, STARTER)?;
+    let version =
+        version(&version_line).with_context(|| format!("no version in {version_line:?}"))?;
+    ensure!(version >= VERSION, "{RELEASE} has {version_line}: {VERSION:?} is what the tests need");
     fs::remove_dir_all(&spare)?;
     Ok(())
 }
@@ -86,8 +87,8 @@ fn needed(all: &Path) -> Result<Vec<String>> {
 }
 
 /// The first two numbers of the version that QEMU prints.
-fn version(says: &str) -> Option<(u32, u32)> {
-    let mut numbers = says.split_once("version ")?.1.split('.');
+fn version(version_line: &str) -> Option<(u32, u32)> {
+    let mut numbers = version_line.split_once("version ")?.1.split('.');
     let mut next = || numbers.next()?.parse().ok();
     Some((next()?, next()?))
 }
@@ -98,8 +99,8 @@ mod tests {
 
     #[test]
     fn a_qemu_says_its_version() {
-        let says = "QEMU emulator version 11.1.2 (Debian 1:11.1.2+ds-3)";
-        assert_eq!(version(says), Some((11, 1)));
+        let version_line = "QEMU emulator version 11.1.2 (Debian 1:11.1.2+ds-3)";
+        assert_eq!(version(version_line), Some((11, 1)));
         assert_eq!(version("QEMU emulator"), None);
         assert!(version("version 10.2.0") < Some(VERSION));
     }

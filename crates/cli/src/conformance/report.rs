@@ -125,7 +125,7 @@ pub(super) fn to_text(report: &Report, device: &str, strict: bool) -> String {
         true if should_fail > 0 => "conforms: what fails is what a device should do, not must",
         true => "conforms",
         false if report.is_cut_short() => "not judged: the device was lost before the end",
-        false if !failed => "not judged: nothing of what was asked applies",
+        false if !failed => "not judged: none of the checks applies",
         false => "does not conform",
     });
     out
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fails_is_told_with_what_was_sent_and_expected() {
+    fn a_failure_is_printed_with_what_was_sent_and_expected() {
         let found =
             report([finding(Level::Should, mismatch()), finding(Level::Must, Outcome::Pass(None))]);
         let text = to_text(&found, "x.sock", false);
@@ -187,6 +187,6 @@ mod tests {
         assert!(text.contains("NOT RUN") && text.contains("it is gone"), "{text}");
         assert!(text.ends_with("not judged: the device was lost before the end\n"), "{text}");
         let nothing = finding(Level::Must, Outcome::NotApplicable("not offered".into()));
-        assert!(to_text(&report([nothing]), "x", false).ends_with("asked applies\n"));
+        assert!(to_text(&report([nothing]), "x", false).ends_with("checks applies\n"));
     }
 }

@@ -90,7 +90,9 @@ pub(super) fn io_uring(calls: &Calls, tried: &Tried) -> Check {
                         ["docker run --security-opt seccomp=PROFILE.json ..."],
                     )
                     .remedy("For a service:", ["systemctl edit SERVICE   # [Service] SystemCallFilter=@aio"]),
-                false => check.advice("A security module (SELinux, AppArmor) may forbid it: its log tells."),
+                false => check.advice(
+                    "A security module (SELinux, AppArmor) may forbid it: see its log.",
+                ),
             }
         }
     }
@@ -126,7 +128,7 @@ pub(super) fn sandbox(tried: &Tried) -> Check {
             check(State::Warning, &lacks.join("; "))
                 .remedy("A newer kernel:", ["apt-get install linux-image-amd64 && reboot"])
                 .remedy(
-                    "Landlock, where a kernel has it and was not told to use it:",
+                    "Landlock, where a kernel has it and does not enable it:",
                     ["cat /sys/kernel/security/lsm   # what there is; then boot with lsm=landlock,..."],
                 )
         }
@@ -137,7 +139,7 @@ pub(super) fn sandbox(tried: &Tried) -> Check {
 pub(super) fn qemu(calls: &Calls, tried: &Tried) -> Check {
     let check = |state, found: &str| Check::new("qemu", &[Purpose::VhostUser], state, found);
     match (&calls.qemu, &tried.qemu) {
-        (Some(says), _) => check(State::Ok, says),
+        (Some(version), _) => check(State::Ok, version),
         (None, None) => check(State::Note, "not tried"),
         (None, Some(_)) => check(State::Note, "none on this PATH")
             .remedy("If a virtual machine is to run here:", ["apt-get install qemu-system-x86"]),
@@ -171,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn who_forbids_it_is_told_with_what_allows_it() {
+    fn the_lack_names_its_cause_and_remedy() {
         let made = MadeUp::new(&[("proc/sys/kernel/io_uring_disabled", "1\n")]);
         let lack = state(&made, Some(Err(Errno::PERM)));
         assert_eq!(lack.state, State::Lack);
@@ -194,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_cannot_be_shared_is_a_lack_and_a_qemu_that_is_missing_is_none() {
+    fn memory_that_cannot_be_shared_is_a_lack_but_a_missing_qemu_is_not() {
         let calls = Calls::read(&MadeUp::new(&[]).tree(), &Tried::default());
         let tried = Tried { memfd: Some(Err(Errno::PERM)), qemu: Some(None), ..Tried::default() };
         assert_eq!(memfd(&calls, &tried).state, State::Lack);

@@ -114,15 +114,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_told_in_their_unit() {
-        for (count, told) in [
+    fn sizes_are_printed_in_their_unit() {
+        for (count, text) in [
             (0, "0 B"),
             (1023, "1023 B"),
             (8 << 20, "8 MiB"),
             ((8 << 20) + (1 << 19), "8.5 MiB"),
             (u64::MAX, "15.9 EiB"),
         ] {
-            assert_eq!(bytes(count), told);
+            assert_eq!(bytes(count), text);
         }
     }
 }

@@ -212,7 +212,7 @@ pub(super) fn check(groups: &[Group], wanted: Option<&str>) -> Vec<Check> {
     } else if checks.is_empty() && !groups.is_empty() {
         let lack = Check::new("groups", FOR, State::Lack, "VFIO has no device");
         checks.push(lack.remedy(
-            "Choose a device that the host does not use; what gives it away is told by:",
+            "Choose a device that the host does not use; this prints the commands:",
             ["ringfence doctor --for vfio --device ADDRESS"],
         ));
     }
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_half_bound_group_names_who_holds_it_and_the_way_out() {
+    fn a_half_bound_group_names_what_holds_it_and_the_remedy() {
         let made = half_bound();
         let groups = Group::read_all(&made.tree());
         assert_eq!(groups.len(), 2);
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_ready_once_nobody_else_has_anything_of_it() {
+    fn a_group_is_ready_once_vfio_alone_has_its_devices() {
         let made = half_bound();
         group(&made, "13", &[("0000:04:00.0", "0x010802", "vfio-pci")]);
         let groups = Group::read_all(&made.tree());
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_the_host_uses_is_told_before_the_commands() {
+    fn a_device_that_the_host_uses_is_named_before_the_commands() {
         let made = MadeUp::new(&[(
             "proc/self/mountinfo",
             "21 1 259:2 / / rw shared:1 - ext4 /dev/nvme0n1p2 rw\n",

@@ -81,7 +81,7 @@ pub(super) fn present(iommu: &Iommu, kernel: &Kernel) -> Check {
         return check(State::Ok, format!("{units}; {} groups", iommu.groups));
     }
     let off = ["intel_iommu=off", "amd_iommu=off", "iommu=off", "iommu=soft"];
-    let off: Vec<&str> = off.into_iter().filter(|off| kernel.was_told(off)).collect();
+    let off: Vec<&str> = off.into_iter().filter(|off| kernel.has_parameter(off)).collect();
     let found = match (off.first(), iommu.table, iommu.units.first()) {
         (Some(off), ..) => format!("none: the kernel was started with {off}"),
         (_, _, Some(unit)) => format!("{unit} has no groups: the kernel does not use it"),
@@ -100,10 +100,10 @@ pub(super) fn present(iommu: &Iommu, kernel: &Kernel) -> Check {
     } else if kernel.maker.as_deref() == Some("GenuineIntel")
         && off.is_empty()
         && (iommu.table.is_some() || !kernel.is_guest)
-        && !kernel.was_told("intel_iommu=on")
+        && !kernel.has_parameter("intel_iommu=on")
     {
         check = check.remedy(
-            "Intel's IOMMU is used if the kernel is told so:",
+            "Intel's IOMMU is used only with this kernel parameter:",
             [
                 r#"sed -i 's/^GRUB_CMDLINE_LINUX="/&intel_iommu=on /' /etc/default/grub && update-grub && reboot"#,
             ],
@@ -113,7 +113,7 @@ pub(super) fn present(iommu: &Iommu, kernel: &Kernel) -> Check {
         check = match kernel.is_guest {
             true => check
                 .remedy(
-                    "This is a virtual machine; QEMU gives it an IOMMU if it is started so:",
+                    "This is a virtual machine; QEMU gives it an IOMMU if it is started like this:",
                     [QEMU],
                 )
                 .advice("A cloud gives one with instances of bare metal, and with few others."),
@@ -127,18 +127,21 @@ pub(super) fn present(iommu: &Iommu, kernel: &Kernel) -> Check {
 /// Whether the kernel's own drivers are behind the IOMMU too; VFIO works the same either way.
 pub(super) fn translation(kernel: &Kernel) -> Option<Check> {
     const PASS: [&str; 3] = ["iommu=pt", "iommu.passthrough=1", "iommu.passthrough=on"];
-    let told = PASS.into_iter().find(|told| kernel.was_told(told));
-    let lazy = ["iommu.strict=0", "iommu.strict=off"].into_iter().find(|t| kernel.was_told(t));
-    let strict = ["iommu.strict=1", "iommu.strict=on"].into_iter().find(|t| kernel.was_told(t));
-    let found = match (told, lazy, strict) {
-        (Some(told), ..) => {
-            format!("{told}: devices of the kernel's own drivers reach all memory; VFIO's do not")
+    let pass = PASS.into_iter().find(|parameter| kernel.has_parameter(parameter));
+    let lazy = ["iommu.strict=0", "iommu.strict=off"].into_iter().find(|t| kernel.has_parameter(t));
+    let strict =
+        ["iommu.strict=1", "iommu.strict=on"].into_iter().find(|t| kernel.has_parameter(t));
+    let found = match (pass, lazy, strict) {
+        (Some(parameter), ..) => {
+            format!(
+                "{parameter}: devices of the kernel's own drivers reach all memory; VFIO's do not"
+            )
         }
-        (_, Some(told), _) => {
-            format!("{told}: the kernel's own drivers flush lazily; VFIO flushes at once")
+        (_, Some(parameter), _) => {
+            format!("{parameter}: the kernel's own drivers flush lazily; VFIO flushes at once")
         }
-        (_, _, Some(told)) => {
-            format!("{told}: the kernel's own drivers flush at once, as VFIO does")
+        (_, _, Some(parameter)) => {
+            format!("{parameter}: the kernel's own drivers flush at once, as VFIO does")
         }
         _ => return None,
     };
@@ -162,17 +165,19 @@ pub(super) fn remapping(iommu: &Iommu, kernel: &Kernel, tree: &Tree) -> Option<C
         return Some(
             check(
                 State::Warning,
-                "none, and allowed so (allow_unsafe_interrupts): a device can raise any interrupt",
+                "none, which allow_unsafe_interrupts permits: a device can raise any interrupt",
             )
             .advice("Give devices to programs that are trusted with the host, and to no other."),
         );
     }
     let check = check(State::Lack, "none: VFIO refuses to set up an IOMMU (EPERM)");
     let check = match kernel.is_guest {
-        true => check.remedy("In a virtual machine, QEMU remaps if it is started so:", [QEMU]),
+        true => {
+            check.remedy("In a virtual machine, QEMU remaps if it is started like this:", [QEMU])
+        }
         false => check.advice(
-            "Switch on interrupt remapping (x2APIC) in the firmware's set-up; the kernel must not be \
-             told nointremap or intremap=off.",
+            "Switch on interrupt remapping (x2APIC) in the firmware's set-up; the kernel's \
+             parameters must not contain nointremap or intremap=off.",
         ),
     };
     Some(check.remedy(

@@ -104,15 +104,15 @@ impl Kernel {
     }
 
     /// Its parameters about IOMMUs; the rest of the command line is not reported.
-    pub(super) fn told_of_iommus(&self) -> Vec<String> {
+    pub(super) fn iommu_parameters(&self) -> Vec<String> {
         let words = ["iommu", "remap", "vfio", "x2apic"];
-        let of_iommus = |told: &&String| words.iter().any(|word| told.contains(word));
+        let of_iommus = |parameter: &&String| words.iter().any(|word| parameter.contains(word));
         self.parameters.iter().filter(of_iommus).cloned().collect()
     }
 
     /// Whether it was started with this parameter.
-    pub(super) fn was_told(&self, parameter: &str) -> bool {
-        self.parameters.iter().any(|told| told == parameter)
+    pub(super) fn has_parameter(&self, parameter: &str) -> bool {
+        self.parameters.iter().any(|given| given == parameter)
     }
 }
 

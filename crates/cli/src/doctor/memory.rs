@@ -166,10 +166,10 @@ pub(super) fn transparent(tree: &Tree) -> Option<String> {
 /// it with fewer entries.
 pub(super) fn huge_pages(reserved: &[HugePages], transparent: Option<&str>) -> Check {
     const FOR: &[Purpose] = &[Purpose::Vfio, Purpose::Pin];
-    let told = |pages: &HugePages| {
+    let describe = |pages: &HugePages| {
         format!("{} of {} pages of {} free", pages.free, pages.total, bytes(pages.size))
     };
-    let mut found: Vec<String> = reserved.iter().map(told).collect();
+    let mut found: Vec<String> = reserved.iter().map(describe).collect();
     found.push(format!("transparent: {}", transparent.unwrap_or("not in this kernel")));
     let any = reserved.iter().any(|pages| pages.free > 0);
     let check = Check::new("huge-pages", FOR, State::Note, found.join("; "));
@@ -249,9 +249,9 @@ mod tests {
         assert_eq!(check(&made, 8 * MIB).state, State::Ok);
         let lack = check(&made, 8 * MIB + 1);
         assert_eq!(lack.state, State::Lack);
-        let told: Vec<&String> = lack.remedies.iter().flat_map(|r| &r.commands).collect();
-        assert!(told.iter().any(|c| c.contains("--memlock=8389632:8389632")), "{told:?}");
-        assert!(told.iter().any(|c| c.contains("LimitMEMLOCK=8193K")), "{told:?}");
+        let commands: Vec<&String> = lack.remedies.iter().flat_map(|r| &r.commands).collect();
+        assert!(commands.iter().any(|c| c.contains("--memlock=8389632:8389632")), "{commands:?}");
+        assert!(commands.iter().any(|c| c.contains("LimitMEMLOCK=8193K")), "{commands:?}");
     }
 
     #[test]
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn free_huge_pages_are_those_that_nobody_was_promised() {
+    fn free_huge_pages_are_those_without_a_reservation() {
         let folder = "sys/kernel/mm/hugepages/hugepages-2048kB";
         let made = MadeUp::new(&[
             (&format!("{folder}/nr_hugepages"), "8\n"),

@@ -105,16 +105,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_program_that_is_none_or_says_nothing_is_no_qemu() {
+    fn a_missing_or_silent_program_is_not_a_qemu() {
         assert_eq!(qemu("a-program-that-is-nowhere"), None);
-        assert_eq!(qemu("true").filter(|said| said.is_empty()), None);
+        assert_eq!(qemu("true").filter(|version| version.is_empty()), None);
     }
 
     #[test]
     fn a_node_that_is_not_there_says_so() {
         let tried = Tried::here(["dev/vfio/no-such-group".to_owned()]);
         assert_eq!(tried.node("dev/vfio/no-such-group"), Some(Err(Errno::NOENT)));
-        assert_eq!(tried.node("dev/vfio/never-asked"), None);
+        assert_eq!(tried.node("dev/vfio/never-tried"), None);
         assert!(tried.memfd.is_some() && tried.io_uring.is_some() && tried.qemu.is_some());
     }
 }

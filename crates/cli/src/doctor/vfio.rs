@@ -134,12 +134,12 @@ pub(super) fn nodes(vfio: &Vfio, groups: &[Group], tried: &Tried, tree: &Tree) -
 fn refused(name: &str, node: &str, error: Errno) -> Check {
     let check = Check::new(name, FOR, State::Lack, format!("/{node}: {error}"));
     match error {
-        Errno::ACCESS => {
-            check.remedy("Give it to whom it is for:", [format!("chown USER /{node}")]).remedy(
+        Errno::ACCESS => check
+            .remedy("Give it to the user who needs it:", [format!("chown USER /{node}")])
+            .remedy(
                 "And whenever it appears:",
                 [r#"echo 'SUBSYSTEM=="vfio", OWNER="USER"' > /etc/udev/rules.d/70-vfio.rules"#],
-            )
-        }
+            ),
         Errno::PERM => check.remedy(
             "A container's device rules forbid it:",
             [format!("docker run --device /{node} ...")],

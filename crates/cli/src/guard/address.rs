@@ -42,7 +42,7 @@ impl FromStr for Address {
         match (number(device, Address::LAST), number(function, 7)) {
             (Some(device @ 1..), Some(function)) => Ok(Address { device, function }),
             _ => Err(format!(
-                "{text:?} is no PCI device and function: 01.0 to {:02x}.7, hexadecimal",
+                "{text:?} is not a PCI device and function: give 01.0 to {:02x}.7, hexadecimal",
                 Address::LAST
             )),
         }

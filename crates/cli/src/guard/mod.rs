@@ -52,25 +52,25 @@ const PROBE: (u32, u32) = (512, 24);
     ringfence guard --iommu vm.iommu --blk vm.disk=disk.img --net vm.net=tap:vm0 --memory 1G
 
   prints QEMU's arguments; start QEMU with them and what else the machine needs. The guest's kernel
-  is to be told intel_iommu=off: QEMU's own IOMMU is there so that addresses come here untranslated,
+  must have intel_iommu=off: QEMU's own IOMMU is there so that addresses come here untranslated,
   and stays idle.
 
 DEVICES:
     untrusted    the device never bypasses the IOMMU: not before the guest has a driver for it (so
                  that firmware cannot use it) and not in bypass domains (so that the guest's kernel
-                 must not be told iommu.passthrough=1)
+                 must not have iommu.passthrough=1)
     addr=DD.F    where it is on the guest's PCI bus; its endpoint is named by that number
 
 FIRMWARE:
     What reads from a disk that is untrusted before the guest has a driver for the IOMMU waits for
-    ever. So with such a disk, or --no-bypass, QEMU is told -boot strict=on: SeaBIOS starts no disk
+    ever. So with such a disk, or --no-bypass, QEMU gets -boot strict=on: SeaBIOS starts no disk
     then but those with a bootindex, which the trusted devices have as printed. What else is to be
     booted from needs one too. With -kernel, -bios qboot.rom does as well.
 
 MEMORY:
     When a ring starts QEMU looks up its addresses in its idle IOMMU and gives up unless it finds
     memory there. So only addresses that the guest's memory below 4 GiB has too can be mapped, which
-    --memory has to tell; what of them is no memory is left out, --hole says what else is.")]
+    --memory has to give; those without memory are left out, and --hole leaves out others.")]
 pub(crate) struct Arguments {
     /// The IOMMU's socket
     #[arg(long, value_name = "SOCKET")]
@@ -149,7 +149,7 @@ fn size(text: &str) -> Result<u64, String> {
     };
     let number = digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok());
     let bytes = number.flatten().and_then(|number: u64| number.checked_mul(1 << shift));
-    bytes.ok_or_else(|| format!("{text:?} is no number of bytes, with K, M or G if wanted"))
+    bytes.ok_or_else(|| format!("{text:?} is not a number of bytes (with K, M or G if wanted)"))
 }
 
 fn memory(text: &str) -> Result<u64, String> {
@@ -210,7 +210,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         };
         if let Err(why) = recovered {
             tracing::error!(
-                "the guest has to be reset: what the IOMMU of the process before had mapped cannot be had: {why}"
+                "the guest has to be reset: the mappings of the IOMMU of the process before \
+                 cannot be taken over: {why}"
             );
             ready.does_not_go_on(0);
             journal = ready.new_memory(bytes)?;
@@ -246,14 +247,14 @@ fn announcement(arguments: &Arguments, plan: &Plan, viot: &Path) -> Result<Strin
             })
         })
         .collect();
-    let told = serde_json::json!({
+    let description = serde_json::json!({
         "qemu": all.concat(),
         "kernel": ["intel_iommu=off"],
         "viot": viot,
         "iommu": { "address": arguments.slot.to_string(), "socket": socket },
         "devices": devices,
     });
-    Ok(format!("{told}\n"))
+    Ok(format!("{description}\n"))
 }
 
 struct Guard {
@@ -295,7 +296,7 @@ impl Service for Guard {
         for (name, help, value) in [
             ("iommu_refused_total", "Of these, those that were refused.", requests.refused),
             ("iommu_syncs_total", "Times that workers were waited for.", requests.syncs),
-            ("iommu_dropped_faults_total", "Faults not told to the driver.", dropped_faults),
+            ("iommu_dropped_faults_total", "Faults not reported to the driver.", dropped_faults),
         ] {
             page.one(Kind::Counter, name, help, value);
         }

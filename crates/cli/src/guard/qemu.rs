@@ -178,11 +178,11 @@ mod tests {
             text.retain(|line| line.contains("boot"));
             text
         };
-        let said = boot(&all, true);
-        assert_eq!(said.len(), 3, "{said:?}");
-        assert_eq!(said[0], "-boot strict=on");
-        assert!(said[1].contains("addr=06.0,bootindex=1"), "{said:?}");
-        assert!(said[2].contains("addr=08.0,bootindex=2"), "{said:?}");
+        let words = boot(&all, true);
+        assert_eq!(words.len(), 3, "{words:?}");
+        assert_eq!(words[0], "-boot strict=on");
+        assert!(words[1].contains("addr=06.0,bootindex=1"), "{words:?}");
+        assert!(words[2].contains("addr=08.0,bootindex=2"), "{words:?}");
         assert_eq!(boot(&all, false), ["-boot strict=on"]);
         // Firmware starts only network devices that it boots from.
         let net = [untrusted(all[3].clone()), all[4].clone()];

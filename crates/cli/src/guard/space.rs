@@ -43,14 +43,15 @@ pub(super) fn hole(text: &str) -> Result<Range, String> {
         let digits = text.trim_start_matches("0x");
         u64::from_str_radix(digits, 16).ok().filter(|_| !digits.starts_with('+'))
     };
-    let wrong = || format!("{text:?} is no range: such as 0xf000000-0xfffffff, of whole 4 KiB");
+    let wrong =
+        || format!("{text:?} is not a range: give one such as 0xf000000-0xfffffff, of whole 4 KiB");
     let (first, last) = text.split_once('-').ok_or_else(wrong)?;
     let (first, last) = number(first).zip(number(last)).ok_or_else(wrong)?;
     let range = Range::new(Iova(first), Iova(last)).ok_or_else(wrong)?;
     match range {
         _ if !range.is_aligned(GRANULE) => Err(wrong()),
         _ if [LEGACY, MSI].iter().any(|&(from, to)| first <= to && from <= last) => {
-            Err(format!("{text:?} overlaps what is left out anyway"))
+            Err(format!("{text:?} overlaps a range that is left out anyway"))
         }
         _ => Ok(range),
     }

@@ -95,7 +95,7 @@ impl DeviceSpec {
 }
 
 fn unknown(option: &str, known: &str) -> String {
-    format!("there is no option {option:?} here; there are {known}")
+    format!("unknown option {option:?}; there are {known}")
 }
 
 impl FromStr for BlkSpec {
@@ -134,7 +134,11 @@ impl FromStr for NetSpec {
             None if way == "loopback" => NetWay::Loopback,
             Some(("tap", name)) if !name.is_empty() => NetWay::Tap(name.into()),
             Some(("peer", path)) if !path.is_empty() => NetWay::Peer(path.into()),
-            _ => return Err(format!("{way:?} is no way: loopback, tap:NAME or peer:SOCKET")),
+            _ => {
+                return Err(format!(
+                    "{way:?} is not a network: give loopback, tap:NAME or peer:SOCKET"
+                ));
+            }
         };
         let mut spec = NetSpec { common: DeviceSpec::new(socket), way };
         for option in options {
@@ -142,7 +146,7 @@ impl FromStr for NetSpec {
             taken.unwrap_or_else(|| Err(unknown(&option, "addr=, untrusted")))?;
         }
         if matches!((&spec.way, spec.common.address), (NetWay::Peer(_), Some(_))) {
-            return Err("addr= says where one device is: a pair has the next two".into());
+            return Err("addr= is the address of one device: a pair has the next two".into());
         }
         Ok(spec)
     }

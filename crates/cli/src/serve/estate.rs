@@ -151,7 +151,7 @@ fn parse(message: Message, name: &str, sockets: usize) -> Result<Parsed> {
     let (Some(begin), Some(version), Some(count)) = (begin, version, count) else {
         bail!("what the process before has left is cut off");
     };
-    ensure!(*begin == MAGIC, "what is left here is no service's of this program");
+    ensure!(*begin == MAGIC, "what is left here does not belong to a service of this program");
     ensure!(
         version == VERSION,
         "what the process before has left has version {version}; this program knows {VERSION}"

@@ -63,9 +63,12 @@ mod tests {
             Command::new(me).args(["--exact", name, "--nocapture"]).env(CHILD, "1").output();
         let ended = ended.unwrap();
         assert_eq!(ended.status.code(), Some(EXIT_CODE));
-        let said = String::from_utf8(ended.stderr).unwrap();
-        assert_eq!(said.lines().count(), 1, "{said}");
+        let message = String::from_utf8(ended.stderr).unwrap();
+        assert_eq!(message.lines().count(), 1, "{message}");
         let wanted = "error: a fault of ringfence: thread worker-0, ";
-        assert!(said.starts_with(wanted) && said.ends_with(": a test of two lines\n"), "{said}");
+        assert!(
+            message.starts_with(wanted) && message.ends_with(": a test of two lines\n"),
+            "{message}"
+        );
     }
 }

@@ -138,7 +138,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         }
         wait_for(&signals);
         info!("{name}: ending");
-        frame.manager.say("STOPPING=1");
+        frame.manager.report("STOPPING=1");
         // Not a thread of the scope, which would wait for it.
         thread::spawn(move || {
             thread::sleep(LAST);
@@ -155,11 +155,11 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         match rings {
             0 => error!(
                 source = %image,
-                "the disk has not answered a flush; the image stays locked until then"
+                "the disk has not completed a flush; the image stays locked until then"
             ),
             _ => error!(
                 source = %image,
-                "the disk has not answered requests of {rings} rings; the kernel has them still"
+                "the disk has not completed requests of {rings} rings; the kernel has them still"
             ),
         }
     }
@@ -271,7 +271,7 @@ impl<S: Service> Frame<S> {
                 info!(source = %name, "a front end has connected");
             }
         }
-        self.manager.say("STATUS=serving a front end");
+        self.manager.report("STATUS=serving a front end");
         let ended = self.converse(front, at, stream, saved);
         *front.now.lock() = None;
         match ended {
@@ -282,7 +282,7 @@ impl<S: Service> Frame<S> {
                 warn!(source = %name, "connection ended: {}", crate::explain(&why));
             }
         }
-        self.manager.say("STATUS=waiting for a front end");
+        self.manager.report("STATUS=waiting for a front end");
     }
 
     fn converse(
@@ -361,7 +361,7 @@ impl<S: Service> Frame<S> {
                 warn!(
                     source = %name,
                     "descriptors of a front end cannot be closed: the process stays, doing nothing, until \
-                     the server of their files lets go of them"
+                     the server of their files releases them"
                 );
             }
         }
@@ -391,7 +391,7 @@ impl<S: Service> Frame<S> {
         let mapped = of(|front| front.now.lock().as_ref().map_or(0, Shutdown::mapped));
         page.many(Kind::Gauge, "mapped_bytes", "Of the front end's files.", "socket", mapped);
         let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
-        page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_said());
+        page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_logged());
         let help = "System calls that the sandbox has refused.";
         let refused = ringfence_sandbox::refusals();
         page.one(Kind::Counter, "sandbox_refusals_total", help, refused);

@@ -37,7 +37,7 @@ const GO: &[u8] = b"go";
 const LOOKS: Duration = Duration::from_secs(10);
 
 /// How often to log that the process before has not ended.
-const SAID_EVERY: Duration = Duration::from_secs(5);
+const WARN_EVERY: Duration = Duration::from_secs(5);
 
 /// The socket on which successors ask.
 pub(super) struct Door {
@@ -67,15 +67,15 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     };
     stream.set_read_timeout(Some(LOOKS))?;
     let (hello, fds) = memo::receive(stream.as_fd(), HELLO.len(), RecvFlags::empty(), true)
-        .context("the process that runs says nothing")?;
+        .context("the process that runs sends nothing")?;
     let ends: Option<[_; 2]> = fds.try_into().ok();
     let ends = ends.filter(|_| hello == HELLO);
-    let ends = ends.context("who listens there is no service that hands over to this version")?;
+    let ends = ends.context("the process that listens there cannot hand over to this version")?;
     let cannot = "this process cannot take over, and the one that runs goes on";
     Inherited::check(&ends, name, sockets).context(cannot)?;
     stream.write_all(GO).context(cannot)?;
     info!("{name}: taking over; the process before is ending");
-    stream.set_read_timeout(Some(SAID_EVERY))?;
+    stream.set_read_timeout(Some(WARN_EVERY))?;
     loop {
         match stream.read(&mut [0]) {
             Ok(0) => return Ok(Some(ends)),
@@ -144,11 +144,11 @@ fn show(mut stream: &UnixStream, estate: &Estate) -> Result<()> {
     memo::send(stream.as_fd(), HELLO, &[], &estate.ends())?;
     let mut fds = [PollFd::new(stream, PollFlags::IN)];
     let limit = Timespec { tv_sec: LOOKS.as_secs() as i64, tv_nsec: 0 };
-    ensure!(poll(&mut fds, Some(&limit))? > 0, "it has not answered for {LOOKS:?}");
+    ensure!(poll(&mut fds, Some(&limit))? > 0, "it has not replied within {LOOKS:?}");
     // The reply comes in one piece.
     let mut word = [0; GO.len()];
     let there = stream.read(&mut word).context("it has left")?;
     ensure!(there > 0, "it cannot, and has left");
-    ensure!(word == GO, "it says something else");
+    ensure!(word == GO, "its reply is unknown");
     Ok(())
 }

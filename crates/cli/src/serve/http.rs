@@ -264,7 +264,7 @@ fn respond(request: &[u8], names: Option<&[String]>, page: impl Fn() -> String) 
     }
     let mut hosts = parsed.headers.iter().filter(|header| header.name.eq_ignore_ascii_case("host"));
     if names.is_some_and(|names| hosts.any(|host| !is_meant(host.value, names))) {
-        let why = "ask by address, by localhost, or by a name that is given to --metrics-host\n";
+        let why = "use the address, localhost, or a name that is given to --metrics-host\n";
         return Some(response("421 Misdirected Request", why));
     }
     let path = parsed.path.unwrap_or_default();
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_figures_are_there_to_be_had() {
+    fn only_the_figures_are_served() {
         let page = || "x 1\n".to_owned();
         let got = |request: &str| respond(request.as_bytes(), None, page).unwrap();
         assert!(got("GET /metrics HTTP/1.1\r\n\r\n").ends_with("\r\n\r\nx 1\n"));
@@ -340,7 +340,7 @@ mod tests {
 
     #[test]
     fn a_request_names_the_host_that_it_means() {
-        let asked = |host: &str| {
+        let served = |host: &str| {
             let request = format!("GET /metrics HTTP/1.1\r\nHost: {host}\r\n\r\n");
             let endpoint =
                 Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &["vm.example".into()], None);
@@ -351,12 +351,12 @@ mod tests {
         for own in
             ["127.0.0.1", "10.0.0.1:9100", "[::1]:80", "localhost:9100", "VM.example:1", &node]
         {
-            assert!(asked(own), "{own}");
+            assert!(served(own), "{own}");
         }
         for other in
             ["evil.example", "evil.example:9100", "localhost.evil.example", "::x", "", "\u{e4}"]
         {
-            assert!(!asked(other), "{other}");
+            assert!(!served(other), "{other}");
         }
         let two = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nhost: evil\r\n\r\n";
         assert!(respond(two, Some(&["localhost".into()]), String::new).unwrap().contains(" 421 "));
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_are_silent_or_say_too_much_hold_up_nobody() {
+    fn silent_or_excessive_clients_delay_no_other() {
         let address: Address = "127.0.0.1:0".parse().unwrap();
         // The time-out is not what ends it.
         let time_out = Duration::from_secs(3600);

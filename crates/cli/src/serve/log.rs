@@ -40,7 +40,7 @@ const SOURCE: &str = "source";
 /// Dropped lines that the log has not counted yet.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 /// Lines that were dropped or left out so far.
-static NOT_SAID: AtomicU64 = AtomicU64::new(0);
+static NOT_LOGGED: AtomicU64 = AtomicU64::new(0);
 static LIMITS: Mutex<Limits> = Mutex::new(Limits::new());
 /// Whether lines are limited: peers can cause them.
 static LIMITED: AtomicBool = AtomicBool::new(false);
@@ -82,8 +82,8 @@ pub(crate) fn limit() {
 
 /// How many lines were not logged so far: over their source's limit, or more than standard error
 /// accepts.
-pub(crate) fn not_said() -> u64 {
-    NOT_SAID.load(Ordering::Relaxed)
+pub(crate) fn not_logged() -> u64 {
+    NOT_LOGGED.load(Ordering::Relaxed)
 }
 
 /// Waits for a while until the pending lines are written.
@@ -92,7 +92,7 @@ pub(crate) fn end() {
     if let Some(mut limits) = LIMITS.try_lock() {
         for (source, count) in limits.rest() {
             let text = beginning(Level::WARN, &source);
-            say(format!("{text}{count} lines were left out: there were too many\n"));
+            queue(format!("{text}{count} lines were left out: there were too many\n"));
         }
     }
     // Before the writer has started, this thread writes the lines.
@@ -124,11 +124,11 @@ fn write(entries: impl IntoIterator<Item = Entry>, to: &mut impl Write) {
 }
 
 /// Queues a line.
-fn say(line: String) {
+fn queue(line: String) {
     let sent = WRITER.get().map(|writer| writer.try_send(Entry::Line(line)));
     if let Some(Err(_)) = sent {
         DROPPED.fetch_add(1, Ordering::Relaxed);
-        NOT_SAID.fetch_add(1, Ordering::Relaxed);
+        NOT_LOGGED.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -183,7 +183,7 @@ impl Subscriber for Lines {
             let now_ns = u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
             let admitted = LIMITS.lock().admit(Kind::of(&source, event.metadata()), now_ns);
             let Some(count) = admitted else {
-                NOT_SAID.fetch_add(1, Ordering::Relaxed);
+                NOT_LOGGED.fetch_add(1, Ordering::Relaxed);
                 return;
             };
             left_out = count;
@@ -194,7 +194,7 @@ impl Subscriber for Lines {
             let _ = write!(line.text, " ({left_out} such lines before it were left out)");
         }
         line.text.push('\n');
-        say(line.text);
+        queue(line.text);
     }
 
     fn enter(&self, _: &Id) {}

@@ -63,7 +63,7 @@ impl Manager {
             // FDPOLL=0: a hang-up of it means nothing.
             let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
             if let Err(error) = memo::send(socket.as_fd(), state.as_bytes(), &[], &[end]) {
-                warn!("the service manager takes no descriptor: {error}");
+                warn!("the service manager does not take a descriptor: {error}");
             }
         }
     }
@@ -76,7 +76,7 @@ impl Manager {
 
     /// Reports the service's state: assignments, a line each. Never blocks on a manager that does
     /// not read.
-    pub(super) fn say(&self, state: &str) {
+    pub(super) fn report(&self, state: &str) {
         self.send(state, SendFlags::DONTWAIT);
     }
 
@@ -84,7 +84,7 @@ impl Manager {
         if let Some(socket) = &self.socket
             && let Err(error) = net::send(socket, state.as_bytes(), how | SendFlags::NOSIGNAL)
         {
-            warn!("the service manager takes no message: {error}");
+            warn!("the service manager does not take a message: {error}");
         }
     }
 }

@@ -122,7 +122,7 @@ impl Memo {
     /// # Errors
     /// Those of the system; the content was not written by a memo.
     pub(super) fn read(&mut self) -> io::Result<Option<Message>> {
-        let wrong = || io::Error::new(io::ErrorKind::InvalidData, "no message of this program");
+        let wrong = || io::Error::new(io::ErrorKind::InvalidData, "not a message of this program");
         // Usually there is one message of one part, and nothing to remove.
         if let Some((mut data, fds)) = self.look(RecvFlags::PEEK, true)? {
             let alone = ioctl_fionread(&self.read)? == data.len() as u64;
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_message_is_there_for_whoever_has_the_ends() {
+    fn the_last_message_is_there_for_the_holder_of_the_ends() {
         let mut memo = Memo::new(Some(&Closer::default())).unwrap();
         assert!(left(&memo).read().unwrap().is_none());
         let events: Vec<_> = (1..=600).map(event).collect();

@@ -217,17 +217,17 @@ pub(crate) fn begin_quiet_log() {
 pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
     for (name, help, value) in [
         ("iotlb_entries", "Translations in the table.", totals.entries),
-        ("iotlb_open_misses", "Misses that are not answered yet.", totals.open),
+        ("iotlb_open_misses", "Misses without an update yet.", totals.open),
     ] {
         page.one(Kind::Gauge, name, help, value);
     }
     for (name, help, value) in [
-        ("iotlb_cache_hits_total", "Lookups that a worker's own cache answered.", totals.hits),
+        ("iotlb_cache_hits_total", "Lookups that a worker's own cache served.", totals.hits),
         ("iotlb_cache_misses_total", "Lookups that had to look in the table.", totals.walks),
         ("iotlb_misses_total", "Misses sent to the front end.", totals.misses),
-        ("iotlb_asks_total", "Times that misses were sent, one or many.", totals.asks),
-        ("iotlb_asked_again_total", "Of these, those that were sent before.", totals.asked_again),
-        ("iotlb_updates_total", "Translations that were told.", totals.updates),
+        ("iotlb_asks_total", "Times that misses were sent, one or many.", totals.batches),
+        ("iotlb_asked_again_total", "Of these, those that were sent before.", totals.sent_again),
+        ("iotlb_updates_total", "IOTLB updates received.", totals.updates),
         ("iotlb_invalidations_total", "Invalidations.", totals.invalidations),
         ("iotlb_evictions_total", "Entries that made room for others.", totals.evictions),
         ("iotlb_refusals_total", "Misses for which there is no translation.", totals.refusals),

@@ -106,7 +106,10 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
     let place = FolderEntry::of(path)?;
     if let Ok((_, about)) = place.look() {
         if !is_socket(&about) {
-            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file, no socket"));
+            return Err(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                "there is a file, not a socket",
+            ));
         }
         match UnixStream::connect(path) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {

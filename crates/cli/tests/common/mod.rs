@@ -296,7 +296,7 @@ impl Running {
     }
 
     /// What it has written to standard error so far.
-    pub(crate) fn said(&self) -> String {
+    pub(crate) fn stderr(&self) -> String {
         self.err.text()
     }
 
@@ -305,12 +305,12 @@ impl Running {
     }
 
     pub(crate) fn wait(mut self) -> Ended {
-        let asked = Instant::now();
+        let waits = Instant::now();
         let status = loop {
             if let Some(status) = self.child.0.try_wait().unwrap() {
                 break status;
             }
-            if asked.elapsed() > LIMIT {
+            if waits.elapsed() > LIMIT {
                 let _ = kill_process_group(pid(self.child.0.id()), Signal::KILL);
                 let _ = self.child.0.wait();
                 panic!("{} did not end within {LIMIT:?}", self.what);
@@ -399,7 +399,7 @@ pub(crate) fn row<'a>(json: &'a Value, index: usize, policy: &str) -> &'a Value 
 
 pub(crate) fn number(value: &Value, path: &str) -> f64 {
     let found = value.pointer(path).and_then(Value::as_f64);
-    found.unwrap_or_else(|| panic!("{path} is no number in {value:#}"))
+    found.unwrap_or_else(|| panic!("{path} is not a number in {value:#}"))
 }
 
 /// What the probe of a row of `ios` I/Os tried, per I/O. The probe runs by the clock: its requests,

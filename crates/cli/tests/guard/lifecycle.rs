@@ -35,18 +35,18 @@ fn nothing_is_reached_without_a_front_end_of_the_iommu() {
     running.wait_for(|line| line.contains("the devices behind it reach nothing now"));
     let mut served = false;
     std::thread::scope(|scope| {
-        let asked = scope.spawn(|| a.does(ringfence_virtq::blk::Kind::In, 0, a.page));
+        let request = scope.spawn(|| a.does(ringfence_virtq::blk::Kind::In, 0, a.page));
         wait_until(|| {
             // The ring is unmapped too, so that the request cannot complete until the next driver
             // maps it.
-            served = asked.is_finished();
+            served = request.is_finished();
             served || figure(&figures(&place), "ring_away_total{queue=\"06.0/0\"}") > 0
         });
-        assert!(!served, "it has been answered");
+        assert!(!served, "it has completed");
         let mut iommu = Iommu::begin(&place, &ram);
         assert_eq!(iommu.request(Request::Detach { domain: 1, endpoint: A }), Status::Inval);
         // No driver has disallowed bypass, so the device resumes.
-        assert!(asked.join().unwrap());
+        assert!(request.join().unwrap());
     });
 }
 

@@ -14,7 +14,7 @@ fn place() -> Place {
 }
 
 /// The complete standard output.
-fn said(place: &Place, arguments: &[&str]) -> String {
+fn output(place: &Place, arguments: &[&str]) -> String {
     let running = started(place, arguments);
     running.signal(rustix::process::Signal::TERM);
     let ended = running.wait();
@@ -31,8 +31,8 @@ fn the_table_names_the_iommu_and_each_endpoint() {
     let place = place();
     let all = ["--blk", "a=a.img", "--blk", "b=b.img,addr=10.1", "--net", "n=peer:p"];
     let more = ["--slot", "8", "--idle", "1e", "--viot", "table"];
-    let text = said(&place, &[&all[..], &more, &["--json"]].concat());
-    let told: Value = serde_json::from_str(&text).unwrap();
+    let text = output(&place, &[&all[..], &more, &["--json"]].concat());
+    let description: Value = serde_json::from_str(&text).unwrap();
     let table = std::fs::read(place.path("table")).unwrap();
     assert_eq!(&table[..4], b"VIOT");
     assert_eq!(le(&table[4..8]) as usize, table.len());
@@ -58,22 +58,22 @@ fn the_table_names_the_iommu_and_each_endpoint() {
     }
     assert_eq!(endpoints, [0x48, 0x81, 0x50, 0x58, 0xf0]);
 
-    let devices = told["devices"].as_array().unwrap();
+    let devices = description["devices"].as_array().unwrap();
     let of = |key: &str| devices.iter().map(|device| device[key].clone()).collect::<Vec<_>>();
     assert_eq!(of("endpoint"), endpoints);
     assert_eq!(of("address"), ["09.0", "10.1", "0a.0", "0b.0", "1e.0"]);
     assert_eq!(of("kind"), ["blk", "blk", "net", "net", "idle"]);
-    assert_eq!(told["kernel"], serde_json::json!(["intel_iommu=off"]));
-    assert_eq!(told["viot"], place.path("table").to_str().unwrap());
+    assert_eq!(description["kernel"], serde_json::json!(["intel_iommu=off"]));
+    assert_eq!(description["viot"], place.path("table").to_str().unwrap());
 }
 
 #[test]
 fn the_arguments_are_one_a_line_and_the_same_as_json() {
     let place = place();
     let all = ["--blk", "a=a.img,queues=2", "--net", "it's a net=loopback"];
-    let text = said(&place, &all);
-    let told: Value =
-        serde_json::from_str(&said(&place, &[&all[..], &["--json"]].concat())).unwrap();
+    let text = output(&place, &all);
+    let description: Value =
+        serde_json::from_str(&output(&place, &[&all[..], &["--json"]].concat())).unwrap();
     let mut words = Vec::new();
     for line in text.lines() {
         let (option, value) = line.split_once(' ').unwrap();
@@ -82,7 +82,7 @@ fn the_arguments_are_one_a_line_and_the_same_as_json() {
         // As a shell reads it.
         words.push(value.replace(r"'\''", "\0").replace('\'', "").replace('\0', "'"));
     }
-    assert_eq!(told["qemu"], serde_json::json!(words));
+    assert_eq!(description["qemu"], serde_json::json!(words));
     let has = |part: &str| assert!(words.iter().any(|word| word.contains(part)), "{part}\n{text}");
     has("virtio-id=23,num_vqs=2,config_size=40,addr=05.0");
     has("intel-iommu,intremap=off,device-iotlb=on");
@@ -96,7 +96,7 @@ fn the_arguments_are_one_a_line_and_the_same_as_json() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused() {
+fn contradictory_options_are_refused() {
     let place = place();
     let refused = |arguments: &[&str], words: &[&str]| {
         place.run(&[&["guard", "--iommu", "i"], arguments].concat()).refused(words);

@@ -96,7 +96,7 @@ fn firmware_uses_disks_before_there_is_a_driver_but_for_untrusted_ones() {
 
     // Not even if a driver asks for it.
     iommu.start(0);
-    assert!(a.works(2, a.page), "the driver has not said anything");
+    assert!(a.works(2, a.page), "the driver has sent nothing");
     assert_eq!(iommu.bypass(1, A), Status::Ok);
     assert_eq!(iommu.bypass(1, B), Status::Unsupp);
     assert!(a.works(3, a.page));

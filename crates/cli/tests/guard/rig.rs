@@ -343,7 +343,7 @@ impl Disk {
             if let Some(done) = driver.reap().unwrap() {
                 return done.ok;
             }
-            assert!(begun.elapsed() < LONG, "no answer");
+            assert!(begun.elapsed() < LONG, "no completion");
             driver.wait(Duration::from_millis(20));
         }
     }

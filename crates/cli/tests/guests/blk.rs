@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::{
-    machine::Said,
+    machine::Transcript,
     place::{Place, Service, md5},
     qemu::{Iommu, Qemu},
 };
@@ -47,42 +47,42 @@ pub(crate) fn no_errors(report: &Value) {
 }
 
 /// The output of [`VERIFY`] is right, and matches the content of the image.
-pub(crate) fn verified(said: &Said, image: &Path) {
-    no_errors(&said.json("mixed"));
-    no_errors(&said.json("large"));
-    assert_eq!(said.sum("random"), md5(image, 0, 4 * MIB));
-    assert_eq!(said.sum("whole"), md5(image, 0, 32 * MIB));
+pub(crate) fn verified(output: &Transcript, image: &Path) {
+    no_errors(&output.json("mixed"));
+    no_errors(&output.json("large"));
+    assert_eq!(output.sum("random"), md5(image, 0, 4 * MIB));
+    assert_eq!(output.sum("whole"), md5(image, 0, 32 * MIB));
 }
 
 /// How many translations a back end has requested.
-pub(crate) struct Asked {
-    misses: f64,
+pub(crate) struct Misses {
+    count: f64,
     calls: f64,
 }
 
-impl Asked {
-    pub(crate) fn of(service: &Service) -> Asked {
-        let misses = service.figure("ringfence_iotlb_misses_total");
-        Asked { misses, calls: service.figure("ringfence_iotlb_asks_total") }
+impl Misses {
+    pub(crate) fn of(service: &Service) -> Misses {
+        let count = service.figure("ringfence_iotlb_misses_total");
+        Misses { count, calls: service.figure("ringfence_iotlb_asks_total") }
     }
 }
 
 /// Checks the run of [`VERIFY`] by a guest on a disk of ours with that many queues, and that we had
 /// no errors. `before`: the misses of the back end before it.
 pub(crate) fn was_served(
-    said: &Said,
+    output: &Transcript,
     image: &Path,
     service: &Service,
     iommu: Iommu,
     queues: u32,
-    before: Asked,
+    before: Misses,
 ) {
-    assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
-    assert_eq!(said.word("queues"), queues.to_string());
-    verified(said, image);
+    assert_eq!(output.word("domain"), iommu.domain(), "{iommu}");
+    assert_eq!(output.word("queues"), queues.to_string());
+    verified(output, image);
     // With an IOMMU there were misses, and no request had to be given up.
-    let asked = Asked::of(service);
-    let (misses, calls) = (asked.misses - before.misses, asked.calls - before.calls);
+    let now = Misses::of(service);
+    let (misses, calls) = (now.count - before.count, now.calls - before.calls);
     assert_eq!(misses > 1000.0, iommu != Iommu::None, "{misses} misses");
     // Many misses with one call, where a guest has many requests in flight.
     assert!(misses >= 2.0 * calls, "{misses} misses in {calls} calls");
@@ -117,9 +117,9 @@ run_fio after --rw=randrw --bs=4k --iodepth=16 --offset=8m --size=4m --verify=cr
 "#;
 
 /// The last writes of [`COMES_AND_GOES`] are on the disk.
-pub(crate) fn came_back(said: &Said, image: &Path) {
-    no_errors(&said.json("after"));
-    let sum = said.sum("again");
+pub(crate) fn came_back(output: &Transcript, image: &Path) {
+    no_errors(&output.json("after"));
+    let sum = output.sum("again");
     assert_eq!(sum, md5(image, (448 + 5) * 64 * 1024, 2 * MIB));
 }
 
@@ -158,12 +158,12 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
         guest.hear(&format!("boot{boot} "));
         guest.say("go on");
     }
-    let said = guest.end();
+    let output = guest.end();
     for boot in 0..2 {
-        let sum = said.sum(&format!("boot{boot}"));
+        let sum = output.sum(&format!("boot{boot}"));
         assert_eq!(sum, md5(&image, boot * 4 * MIB, 4 * MIB), "boot {boot}");
     }
-    assert_eq!(said.sum("last"), md5(&image, 0, 8 * MIB));
+    assert_eq!(output.sum("last"), md5(&image, 0, 8 * MIB));
     service.terminate();
 }
 

@@ -96,13 +96,13 @@ const ALIASED: &[&str] = &["attach-absent", "probe-absent"];
 /// The first two numbers of a QEMU's version.
 fn version(program: &Path) -> (u32, u32) {
     let ran = Command::new(program).arg("--version").output().unwrap();
-    let says = String::from_utf8_lossy(&ran.stdout).into_owned();
+    let text = String::from_utf8_lossy(&ran.stdout).into_owned();
     let numbers = || {
-        let mut numbers = says.split_once("version ")?.1.split(['.', ' ']);
+        let mut numbers = text.split_once("version ")?.1.split(['.', ' ']);
         let mut next = || numbers.next()?.parse().ok();
         Some((next()?, next()?))
     };
-    numbers().unwrap_or_else(|| panic!("{} says {says:?}", program.display()))
+    numbers().unwrap_or_else(|| panic!("{} prints {text:?}", program.display()))
 }
 
 /// The known findings for a version, or for the nearest one before it if it is not known.
@@ -147,24 +147,24 @@ fn judge(newer: bool) {
     }
     guest.hear("end kit");
     guest.hear("end alias");
-    let said = match known.ends_qemu {
+    let output = match known.ends_qemu {
         [] => guest.end(),
         [check, ..] => {
-            eprintln!("QEMU {version:?}: not asked {:?}, which ends it", known.ends_qemu);
+            eprintln!("QEMU {version:?}: not checked: {:?}, which ends it", known.ends_qemu);
             guest.hear(&format!("trying {check}"));
-            let (status, said) = guest.dies();
+            let (status, output) = guest.dies();
             assert!(status.signal().is_some(), "QEMU survives {check}: {status}");
-            said
+            output
         }
     };
     // All checks ran: a kit that finds nothing because it checks nothing fails.
-    let all = Findings::of(&said.json("kit"), version);
-    assert_eq!(all.asked, kit::checks().len() - known.ends_qemu.len());
+    let all = Findings::of(&output.json("kit"), version);
+    assert_eq!(all.checked, kit::checks().len() - known.ends_qemu.len());
     all.expect("fail", known.fails);
     all.expect("not applicable", known.not_applicable);
     all.expect("not run", &[]);
-    let others = Findings::of(&said.json("alias"), version);
-    assert_eq!(others.asked, ABSENT.len());
+    let others = Findings::of(&output.json("alias"), version);
+    assert_eq!(others.checked, ABSENT.len());
     others.expect("fail", ALIASED);
     others.expect("not applicable", &[]);
     others.expect("not run", &[]);
@@ -172,7 +172,7 @@ fn judge(newer: bool) {
 
 /// The findings of a run of the kit.
 struct Findings {
-    asked: usize,
+    checked: usize,
     by_outcome: BTreeMap<String, BTreeSet<String>>,
 }
 
@@ -189,7 +189,7 @@ impl Findings {
             }
             by_outcome.entry(field("outcome")).or_default().insert(field("check"));
         }
-        Findings { asked: rows.len(), by_outcome }
+        Findings { checked: rows.len(), by_outcome }
     }
 
     /// Checks that exactly these checks ended this way.
@@ -215,12 +215,12 @@ fn the_virtio_iommu_of_a_newer_qemu_differs_from_the_specification_as_known() {
 }
 
 #[test]
-fn every_known_difference_is_told_of() {
-    let told = include_str!("../../../../docs/conformance.md");
+fn every_known_difference_is_documented() {
+    let page = include_str!("../../../../docs/conformance.md");
     for known in KNOWN {
         for check in known.fails.iter().chain(known.ends_qemu).chain(ALIASED) {
-            assert!(kit::checks().iter().any(|one| one.name == *check), "{check} is no check");
-            assert!(told.contains(&format!("`{check}`")), "{check} of QEMU {:?}", known.version);
+            assert!(kit::checks().iter().any(|one| one.name == *check), "{check} is not a check");
+            assert!(page.contains(&format!("`{check}`")), "{check} of QEMU {:?}", known.version);
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::{
 
 /// How much of the load a back end has completed when it is killed.
 const MANY: f64 = 500.0;
-const ANSWERED: &str = "ringfence_requests_total";
+const COMPLETED: &str = "ringfence_requests_total";
 
 /// No acknowledged write is lost, and no request: fio sees no error and verifies all that it wrote.
 fn killed_under_load(iommu: Iommu, more: &str) {
@@ -38,19 +38,19 @@ say whole $(md5sum < /dev/vda)
 "#;
     let mut guest = Qemu::new(iommu).blk(&back.socket, 1, more).start(&place, script);
     guest.hear("ready");
-    let mut before = back.figure(ANSWERED);
+    let mut before = back.figure(COMPLETED);
     guest.say("go");
     for _ in 0..3 {
-        back.reaches(ANSWERED, before + MANY);
+        back.reaches(COMPLETED, before + MANY);
         back.kill();
         back = service(&place, &image, 1);
         before = 0.0;
     }
-    back.reaches(ANSWERED, MANY);
+    back.reaches(COMPLETED, MANY);
     guest.say("enough");
-    let said = guest.end();
-    no_errors(&said.json("load"));
-    assert_eq!(said.sum("whole"), md5(&image, 0, 64 * MIB));
+    let output = guest.end();
+    no_errors(&output.json("load"));
+    assert_eq!(output.sum("whole"), md5(&image, 0, 64 * MIB));
     back.terminate();
 }
 

@@ -65,10 +65,10 @@ say copy $(dd if=/dev/vda bs=32k skip=1 count=1 | md5sum)
 run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=1m --size=4m --verify=crc32c
 "#;
     let machine = Qemu::new(iommu).blk(&between, 1, ",bootindex=1").option_rom(&place, &copies());
-    let said = machine.start(&place, script).end();
-    no_errors(&said.json("mixed"));
-    assert_eq!(said.word("domain"), iommu.domain());
-    assert_eq!(said.word("copy"), said.word("original"));
+    let output = machine.start(&place, script).end();
+    no_errors(&output.json("mixed"));
+    assert_eq!(output.word("domain"), iommu.domain());
+    assert_eq!(output.word("copy"), output.word("original"));
     let disk = std::fs::read(&image).unwrap();
     assert!(disk[..COPIED] == pattern && disk[COPIED..2 * COPIED] == pattern);
 

@@ -13,7 +13,7 @@ use std::{
 
 use crate::{
     blk::{COMES_AND_GOES, MIB, VERIFY, came_back, no_errors, verified},
-    machine::{Guest, Said},
+    machine::{Guest, Transcript},
     net::{PAIR, TRAFFIC, arrived},
     place::{Guard, LIMIT, Place, md5},
     qemu::{Iommu, Qemu},
@@ -48,7 +48,7 @@ impl Guard {
     }
 
     /// How many requests a disk with one queue has completed.
-    fn answered(&self, disk: &str) -> f64 {
+    fn completed(&self, disk: &str) -> f64 {
         self.service.figure(&format!("ringfence_requests_total{{queue=\"{disk}/0\"}}"))
     }
 
@@ -72,7 +72,7 @@ impl Guard {
     }
 }
 
-/// Waits until a script has said `word`, looks, and lets it continue: it waits with `hear`.
+/// Waits until a script has printed `word`, looks, and lets it continue: it waits with `hear`.
 fn meanwhile<R>(guest: &mut Guest, word: &str, look: impl FnOnce() -> R) -> R {
     guest.hear(word);
     let seen = look();
@@ -100,10 +100,10 @@ done
 "#;
 
 /// What [`TWO_DISKS_END`] read matches the images, and fio met no error.
-fn both_verified(said: &Said, images: &[PathBuf; 2]) {
+fn both_verified(output: &Transcript, images: &[PathBuf; 2]) {
     for (n, image) in images.iter().enumerate() {
-        no_errors(&said.json(["vda", "vdb"][n]));
-        let sum = said.sum(&format!("disk{n}"));
+        no_errors(&output.json(["vda", "vdb"][n]));
+        let sum = output.sum(&format!("disk{n}"));
         assert_eq!(sum, md5(image, 0, 16 * MIB));
     }
 }
@@ -122,10 +122,10 @@ fn devices_in_domains_of_their_own() {
     let script = format!("{begin}{TWO_DISKS}{PAIR}{TRAFFIC}{TWO_DISKS_END}");
     let mut guest = Qemu::guarded(Iommu::GuardLazy, &guard).start(&place, &script);
     let domains = meanwhile(&mut guest, "loaded", || guard.domains());
-    let said = guest.end();
+    let output = guest.end();
     assert_eq!(domains, 4.0);
-    arrived(&said);
-    both_verified(&said, &images);
+    arrived(&output);
+    both_verified(&output, &images);
     guard.had_nothing_to_refuse();
     guard.service.terminate();
 }
@@ -151,10 +151,10 @@ hear
     let script = format!("{begin}{TWO_DISKS}{TWO_DISKS_END}");
     let mut guest = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, &script);
     let domains = meanwhile(&mut guest, "loaded", || guard.domains());
-    let said = guest.end();
-    assert_eq!(said.word("group0"), said.word("group1"));
+    let output = guest.end();
+    assert_eq!(output.word("group0"), output.word("group1"));
     assert_eq!(domains, 1.0);
-    both_verified(&said, &images);
+    both_verified(&output, &images);
     guard.had_nothing_to_refuse();
     guard.service.terminate();
 }
@@ -200,12 +200,12 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
             meanwhile(&mut guest, &format!("boot{boot} "), || ());
         }
     }
-    let said = guest.end();
+    let output = guest.end();
     for boot in 0..2 {
-        let sum = said.sum(&format!("boot{boot}"));
+        let sum = output.sum(&format!("boot{boot}"));
         assert_eq!(sum, md5(&image, boot * 4 * MIB, 4 * MIB), "boot {boot}");
     }
-    assert_eq!(said.sum("last"), md5(&image, 0, 8 * MIB));
+    assert_eq!(output.sum("last"), md5(&image, 0, 8 * MIB));
     guard.service.terminate();
 }
 
@@ -237,12 +237,12 @@ sleep 1000
         // The killed guest is gone by now, with the requests of its devices.
         let (maps, unmaps, refused) =
             meanwhile(&mut guest, "loaded", || (guard.maps(), guard.unmaps(), guard.refused()));
-        let said = guest.end();
-        assert_eq!(said.word("domain"), iommu.domain(), "{iommu}");
-        assert_eq!(said.word("queues"), queues.to_string(), "{iommu}");
-        verified(&said, &image);
+        let output = guest.end();
+        assert_eq!(output.word("domain"), iommu.domain(), "{iommu}");
+        assert_eq!(output.word("queues"), queues.to_string(), "{iommu}");
+        verified(&output, &image);
         if goes {
-            came_back(&said, &image);
+            came_back(&output, &image);
         }
         let (maps, unmaps) = (guard.maps() - maps, guard.unmaps() - unmaps);
         assert!(maps > 1000.0 && unmaps > 1000.0, "{iommu}: {maps} MAPs, {unmaps} UNMAPs");

@@ -53,19 +53,19 @@ pub(crate) struct Guest {
 
 #[derive(Default)]
 struct Heard {
-    told: Mutex<Told>,
+    output: Mutex<Output>,
     more: Condvar,
 }
 
 impl Heard {
     /// Works even after a test that waited for it has failed.
-    fn told(&self) -> MutexGuard<'_, Told> {
-        self.told.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn output(&self) -> MutexGuard<'_, Output> {
+        self.output.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
 #[derive(Default)]
-struct Told {
+struct Output {
     lines: Vec<String>,
     over: bool,
 }
@@ -76,19 +76,19 @@ impl Guest {
         // A group of its own: User-Mode Linux is several processes.
         command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("a guest");
-        let (talk, says) = (child.stdin.take(), child.stdout.take().unwrap());
+        let (talk, stdout) = (child.stdin.take(), child.stdout.take().unwrap());
         let heard = Arc::new(Heard::default());
         let into = Arc::clone(&heard);
         thread::spawn(move || {
-            let mut lines = BufReader::new(says);
+            let mut lines = BufReader::new(stdout);
             let mut line = Vec::new();
             while lines.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
                 let text = String::from_utf8_lossy(&line).trim_end().to_owned();
-                into.told().lines.push(text);
+                into.output().lines.push(text);
                 into.more.notify_all();
                 line.clear();
             }
-            into.told().over = true;
+            into.output().over = true;
             into.more.notify_all();
         });
         Guest { child, talk, heard, seen: 0, console }
@@ -98,18 +98,18 @@ impl Guest {
     /// returns the line.
     pub(crate) fn hear(&mut self, words: &str) -> String {
         let begun = Instant::now();
-        let mut told = self.heard.told.lock().unwrap();
+        let mut output = self.heard.output.lock().unwrap();
         loop {
-            while let Some(line) = told.lines.get(self.seen) {
+            while let Some(line) = output.lines.get(self.seen) {
                 self.seen += 1;
                 if line.starts_with(words) {
                     return line.clone();
                 }
-                assert!(!line.starts_with("done "), "it never said {words:?}");
+                assert!(!line.starts_with("done "), "it never printed {words:?}");
             }
-            assert!(!told.over, "it ended and never said {words:?}");
-            assert!(begun.elapsed() < LIMIT, "it did not say {words:?} in {LIMIT:?}");
-            told = self.heard.more.wait_timeout(told, Duration::from_secs(1)).unwrap().0;
+            assert!(!output.over, "it ended and never printed {words:?}");
+            assert!(begun.elapsed() < LIMIT, "it did not print {words:?} in {LIMIT:?}");
+            output = self.heard.more.wait_timeout(output, Duration::from_secs(1)).unwrap().0;
         }
     }
 
@@ -126,7 +126,7 @@ impl Guest {
     }
 
     /// Everything the guest said, once its script has succeeded and the machine is off.
-    pub(crate) fn end(mut self) -> Said {
+    pub(crate) fn end(mut self) -> Transcript {
         let status = self.hear("done ");
         assert_eq!(status, "done 0", "the guest's script failed");
         let begun = Instant::now();
@@ -139,23 +139,23 @@ impl Guest {
             thread::sleep(Duration::from_millis(5));
         };
         assert!(status.success(), "the machine: {status}");
-        Said { lines: self.lines() }
+        Transcript { lines: self.lines() }
     }
 
     /// The exit status of a machine that does not survive its script, and what it said until then.
-    pub(crate) fn dies(mut self) -> (ExitStatus, Said) {
+    pub(crate) fn dies(mut self) -> (ExitStatus, Transcript) {
         let begun = Instant::now();
-        let mut told = self.heard.told();
-        while !told.over {
+        let mut output = self.heard.output();
+        while !output.over {
             assert!(begun.elapsed() < LIMIT, "the machine lives");
-            told = self.heard.more.wait_timeout(told, Duration::from_secs(1)).unwrap().0;
+            output = self.heard.more.wait_timeout(output, Duration::from_secs(1)).unwrap().0;
         }
-        drop(told);
-        (self.child.wait().unwrap(), Said { lines: self.lines() })
+        drop(output);
+        (self.child.wait().unwrap(), Transcript { lines: self.lines() })
     }
 
     fn lines(&self) -> Vec<String> {
-        self.heard.told().lines.clone()
+        self.heard.output().lines.clone()
     }
 }
 
@@ -180,24 +180,24 @@ impl Drop for Guest {
             let console = self.console.as_ref().map(|path| std::fs::read(path).unwrap_or_default());
             let console = console.unwrap_or_default();
             eprintln!("--- console\n{}", tail(&String::from_utf8_lossy(&console), 60));
-            eprintln!("--- the guest said\n{}\n---", tail(&self.lines().join("\n"), 60));
+            eprintln!("--- the guest printed\n{}\n---", tail(&self.lines().join("\n"), 60));
         }
     }
 }
 
 /// What a guest said until its end.
-pub(crate) struct Said {
+pub(crate) struct Transcript {
     lines: Vec<String>,
 }
 
-impl Said {
+impl Transcript {
     /// The rest of the one line that begins with `word`.
     pub(crate) fn word(&self, word: &str) -> &str {
         let mut found = self.lines.iter().filter_map(|l| l.strip_prefix(word)?.strip_prefix(' '));
-        let said = || self.lines.join("\n");
+        let all = || self.lines.join("\n");
         let first = found.next();
-        let first = first.unwrap_or_else(|| panic!("the guest did not say {word}:\n{}", said()));
-        assert!(found.next().is_none(), "the guest said {word} more than once:\n{}", said());
+        let first = first.unwrap_or_else(|| panic!("the guest did not print {word}:\n{}", all()));
+        assert!(found.next().is_none(), "the guest printed {word} more than once:\n{}", all());
         first
     }
 

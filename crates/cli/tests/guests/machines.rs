@@ -8,7 +8,7 @@
 use std::path::PathBuf;
 
 use crate::{
-    blk::{Asked, COMES_AND_GOES, MIB, VERIFY, came_back, service, verified, was_served},
+    blk::{COMES_AND_GOES, MIB, Misses, VERIFY, came_back, service, verified, was_served},
     net::{self, LOOPBACK, PAIR, TRAFFIC, TWO_PAIRS, all_came_back, arrived, back_to_back},
     place::{Place, Service, md5, part},
     qemu::{Iommu, Qemu},
@@ -74,7 +74,7 @@ impl Ends {
         let Machine { iommu, queues, options, scripts } = *machine;
         let does = |script: &str| scripts.contains(&script);
         let before = md5(&self.image, 0, 32 * MIB);
-        let asked = Asked::of(&self.disk);
+        let misses = Misses::of(&self.disk);
         let mut qemu = Qemu::new(iommu)
             .cpus(queues)
             .file("bin/channels", std::fs::read(part("channels")).unwrap())
@@ -85,20 +85,20 @@ impl Ends {
             qemu = qemu.net(&self.loopback.socket, 1, options[1]);
         }
         let last = "say net-domain $(domain $(virtio_pci 1 0))\n";
-        let said = qemu.start(&self.place, &[BEFORE, &scripts.concat(), last].concat()).end();
+        let output = qemu.start(&self.place, &[BEFORE, &scripts.concat(), last].concat()).end();
         eprintln!("{iommu}: the machine has ended");
-        assert_eq!(said.sum("before"), before);
-        assert_eq!(said.word("net-domain"), iommu.domain());
-        was_served(&said, &self.image, &self.disk, iommu, queues, asked);
-        arrived(&said);
+        assert_eq!(output.sum("before"), before);
+        assert_eq!(output.word("net-domain"), iommu.domain());
+        was_served(&output, &self.image, &self.disk, iommu, queues, misses);
+        arrived(&output);
         if does(COMES_AND_GOES) {
-            came_back(&said, &self.image);
+            came_back(&output, &self.image);
         }
         if does(TWO_PAIRS) {
-            net::used_both_pairs(&said, &self.network);
+            net::used_both_pairs(&output, &self.network);
         }
         if does(LOOPBACK) {
-            all_came_back(&said);
+            all_came_back(&output);
         }
         assert!(self.disk.is_running() && self.network.is_running());
     }
@@ -125,8 +125,8 @@ fn qemus_own_devices_pass() {
     let place = Place::new();
     let image = place.image("image", 32);
     let machine = Qemu::new(Iommu::VirtioStrict).own_blk(&image, 1, "").own_net().own_net();
-    let said = machine.start(&place, &[VERIFY, PAIR, TRAFFIC].concat()).end();
-    assert_eq!(said.word("domain"), "DMA");
-    verified(&said, &image);
-    arrived(&said);
+    let output = machine.start(&place, &[VERIFY, PAIR, TRAFFIC].concat()).end();
+    assert_eq!(output.word("domain"), "DMA");
+    verified(&output, &image);
+    arrived(&output);
 }

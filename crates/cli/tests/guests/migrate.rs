@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::{
     blk::{MIB, PATIENT, no_errors},
-    machine::{Guest, Said},
+    machine::{Guest, Transcript},
     net::{PAIR, TRAFFIC, arrived},
     place::{LIMIT, Place, md5},
     qemu::{Iommu, Qemu},
@@ -35,7 +35,7 @@ impl Monitor {
         stream.set_read_timeout(Some(LIMIT)).unwrap();
         let mut monitor = Monitor(BufReader::new(stream));
         monitor.line();
-        monitor.ask("qmp_capabilities", json!({}));
+        monitor.run("qmp_capabilities", json!({}));
         monitor
     }
 
@@ -46,15 +46,15 @@ impl Monitor {
     }
 
     /// Runs a command; returns its reply.
-    fn ask(&mut self, command: &str, arguments: Value) -> Value {
-        let asked = json!({ "execute": command, "arguments": arguments });
-        writeln!(self.0.get_mut(), "{asked}").unwrap();
+    fn run(&mut self, command: &str, arguments: Value) -> Value {
+        let request = json!({ "execute": command, "arguments": arguments });
+        writeln!(self.0.get_mut(), "{request}").unwrap();
         loop {
             let mut line = self.line();
-            assert!(line.get("error").is_none(), "{asked}: {line}");
+            assert!(line.get("error").is_none(), "{request}: {line}");
             // Events come in between.
-            if let Some(answer) = line.get_mut("return") {
-                return answer.take();
+            if let Some(reply) = line.get_mut("return") {
+                return reply.take();
             }
         }
     }
@@ -63,7 +63,7 @@ impl Monitor {
     fn wait(&mut self, query: &str, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let begun = Instant::now();
         loop {
-            let state = self.ask(query, json!({}));
+            let state = self.run(query, json!({}));
             if wanted(&state) {
                 return state;
             }
@@ -102,34 +102,34 @@ impl Move {
         // The socket's file exists before it listens; it listens once this has returned.
         let uri = format!("unix:{}", place.path("incoming").display());
         let mut arrival = Monitor::connect(&arrives);
-        arrival.ask("migrate-incoming", json!({ "uri": uri }));
+        arrival.run("migrate-incoming", json!({ "uri": uri }));
         Move { guest, monitor, target, arrival }
     }
 
     /// Moves the guest. Most of its memory has been copied when it gets "go"; once it has said
-    /// `said`, the rest is copied, and what was written since. After its arrival it gets "there".
+    /// `word`, the rest is copied, and what was written since. After its arrival it gets "there".
     ///
     /// QEMU looks for written memory only once, after it has stopped the guest: an emulated
     /// processor of QEMU 7.2 does not report everything that it writes after the first look. With a
     /// pause of 0 there is no second look.
-    fn go(mut self, place: &Place, said: &str) -> (Said, Value) {
+    fn go(mut self, place: &Place, word: &str) -> (Transcript, Value) {
         let bytes_a_second = |most: u64| json!({ "downtime-limit": 0, "max-bandwidth": most });
         // The rest would take two seconds: time enough to throttle it.
-        self.monitor.ask("migrate-set-parameters", bytes_a_second(32 << 20));
+        self.monitor.run("migrate-set-parameters", bytes_a_second(32 << 20));
         let uri = format!("unix:{}", place.path("incoming").display());
-        self.monitor.ask("migrate", json!({ "uri": uri }));
+        self.monitor.run("migrate", json!({ "uri": uri }));
         let copied = |state: &Value| {
             let left = state["ram"]["remaining"].as_u64();
             left.is_some_and(|left| (1..64 * MIB).contains(&left))
         };
         self.monitor.wait("query-migrate", "a copy of most memory", copied);
         // From here on, a page now and then.
-        self.monitor.ask("migrate-set-parameters", bytes_a_second(1000));
+        self.monitor.run("migrate-set-parameters", bytes_a_second(1000));
         self.guest.say("go");
-        self.guest.hear(said);
-        let state = self.monitor.ask("query-migrate", json!({}));
+        self.guest.hear(word);
+        let state = self.monitor.run("query-migrate", json!({}));
         assert_eq!(state["status"], "active", "it has moved before: {state}");
-        self.monitor.ask("migrate-set-parameters", bytes_a_second(1 << 32));
+        self.monitor.run("migrate-set-parameters", bytes_a_second(1 << 32));
         let completed = |state: &Value| state["status"] == "completed";
         let state = self.monitor.wait("query-migrate", "the end", completed);
         // Everything is sent, but may not have arrived: until the machine runs, its serial line
@@ -157,11 +157,11 @@ fn disk(iommu: Iommu, more: &str) {
     let backs = ["before.sock", "after.sock"].map(|socket| place.service(socket, &arguments));
     let script = r#"
 load virtio_blk
-# The page cache of a disk that nobody has open is dropped.
+# The page cache of a disk that no process has open is dropped.
 exec 4< /dev/vda
 say domain $(domain $(virtio_pci 2 0))
 run_fio load --invalidate=0 --rw=randrw --bs=4k --iodepth=16 --offset=16m --size=8m --verify=crc32c \
-    --io_size=32m --rate_iops=800,800 > /tmp/load 2>&1 3>/tmp/said &
+    --io_size=32m --rate_iops=800,800 > /tmp/load 2>&1 3>/tmp/result &
 load=$!
 say ready
 hear go
@@ -173,15 +173,15 @@ wait $load
 before=$(reads)
 say cached $(dd if=/dev/vda bs=64k count=256 | md5sum)
 say reads $(($(reads) - before))
-cat /tmp/said >&3
+cat /tmp/result >&3
 "#;
     let machine = |back: usize| Qemu::new(iommu).blk(&backs[back].socket, 1, more);
     let moving = Move::new(&place, script, machine(0), machine(1));
-    let (said, state) = moving.go(&place, "read");
+    let (output, state) = moving.go(&place, "read");
     println!("{iommu}: {}", state["ram"]);
-    assert_eq!(said.sum("cached"), md5(&image, 0, 16 * MIB));
-    assert_eq!(said.word("reads"), "0", "it was read again");
-    no_errors(&said.json("load"));
+    assert_eq!(output.sum("cached"), md5(&image, 0, 16 * MIB));
+    assert_eq!(output.word("reads"), "0", "it was read again");
+    no_errors(&output.json("load"));
     for back in backs {
         assert!(back.figure("ringfence_requests_total") > 0.0, "{}", back.log());
         assert_eq!(back.figure("ringfence_failed_requests_total"), 0.0);
@@ -236,7 +236,7 @@ transfers() {{
     done
 }}
 sum=$(md5sum < /tmp/www/file)
-# It may be asked for before the first is done.
+# It may be requested before the first is done.
 : > /tmp/transfers
 transfers &
 transfers=$!
@@ -257,9 +257,9 @@ wait $transfers
         Qemu::new(iommu).net(&service.socket, 1, more).net(peer, 1, more)
     };
     let moving = Move::new(&place, &script, machine(0), machine(1));
-    let (said, state) = moving.go(&place, "moved");
+    let (output, state) = moving.go(&place, "moved");
     println!("{iommu}: {}", state["ram"]);
-    arrived(&said);
+    arrived(&output);
     for (service, _) in services {
         assert!(service.figure("ringfence_net_packets_total") > 0.0, "{}", service.log());
         assert_eq!(service.figure("ringfence_net_queue_stops_total"), 0.0);

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::{
     blk::PATIENT,
-    machine::Said,
+    machine::Transcript,
     place::{Place, Service},
 };
 
@@ -53,7 +53,7 @@ done
 pub(crate) const LOOPBACK: &str = r#"
 ip addr add 10.0.1.1/24 dev eth2
 ip link set eth2 up
-# Nobody answers to that address: what comes back is counted and not for this guest.
+# No host has that address: what comes back is counted and not for this guest.
 arp -i eth2 -s 10.0.1.2 52:54:00:99:99:99
 ping -c 50 -i 0.02 -s 1400 -W 1 -q 10.0.1.2 || true
 # The last of it may still be under way, and Linux may have something of its own to send.
@@ -67,7 +67,7 @@ all_back() {
     eval $(sed 's/ /=/' /tmp/counted)
     [ $tx_packets -ge 50 ] && [ "$rx_packets $rx_bytes" = "$tx_packets $tx_bytes" ]
 }
-# What is lost never comes: then the figures tell.
+# What is lost never comes: then the figures show it.
 tries=0
 until all_back || [ $tries -ge 1000 ]; do
     tries=$((tries + 1))
@@ -119,22 +119,22 @@ pub(crate) fn back_to_back(place: &Place, more: &[&str]) -> (Service, PathBuf) {
 }
 
 /// All traffic between the two arrived.
-pub(crate) fn arrived(said: &Said) {
-    let sent = said.word("sent");
-    assert_eq!(said.word("there"), sent);
-    assert_eq!(said.word("back"), sent);
+pub(crate) fn arrived(output: &Transcript) {
+    let sent = output.word("sent");
+    assert_eq!(output.word("there"), sent);
+    assert_eq!(output.word("back"), sent);
     for name in ["rx_errors", "tx_errors"] {
-        assert_eq!(said.word(name), "0", "{name}");
+        assert_eq!(output.word(name), "0", "{name}");
     }
-    assert!(said.word("rx_packets").parse::<u64>().unwrap() > 100);
+    assert!(output.word("rx_packets").parse::<u64>().unwrap() > 100);
 }
 
 /// All files of [`TWO_PAIRS`] arrived, and all queues were used.
-pub(crate) fn used_both_pairs(said: &Said, service: &Service) {
-    assert_eq!(said.word("both"), "2 2");
+pub(crate) fn used_both_pairs(output: &Transcript, service: &Service) {
+    assert_eq!(output.word("both"), "2 2");
     for step in ["both-2", "one-1", "again-2"] {
         for way in ["there0", "there1", "back0", "back1"] {
-            assert_eq!(said.word(&format!("{step}-{way}")), said.word("sent"), "{step} {way}");
+            assert_eq!(output.word(&format!("{step}-{way}")), output.word("sent"), "{step} {way}");
         }
     }
     for end in 0..2 {
@@ -146,10 +146,10 @@ pub(crate) fn used_both_pairs(said: &Said, service: &Service) {
 }
 
 /// Everything that [`LOOPBACK`] sent came back.
-pub(crate) fn all_came_back(said: &Said) {
-    assert!(said.word("looped_tx_packets").parse::<u64>().unwrap() >= 50);
+pub(crate) fn all_came_back(output: &Transcript) {
+    assert!(output.word("looped_tx_packets").parse::<u64>().unwrap() >= 50);
     for what in ["packets", "bytes"] {
-        let [back, sent] = ["rx", "tx"].map(|way| said.word(&format!("looped_{way}_{what}")));
+        let [back, sent] = ["rx", "tx"].map(|way| output.word(&format!("looped_{way}_{what}")));
         assert_eq!(back, sent, "{what}");
     }
 }

@@ -4,7 +4,7 @@
 use std::fs;
 
 use crate::{
-    machine::{Guest, Said},
+    machine::{Guest, Transcript},
     place::{Place, part},
     qemu::{Iommu, Qemu},
 };
@@ -38,17 +38,17 @@ dmesg | grep -i -e dmar -e iommu | tail -40 | give log
 "#;
 
 /// Written data comes back under every policy, and unmapped memory cannot be accessed.
-fn data_and_isolation(given: &Said) {
-    let said = given.given("nvme");
+fn data_and_isolation(given: &Transcript) {
+    let output = given.given("nvme");
     for policy in ["strict", "strict+map", "lazy-mq+map", "bounce", "auto"] {
         let verified = format!("verified {policy}");
-        assert!(said.lines().any(|line| line == verified), "{verified}\n{said}");
+        assert!(output.lines().any(|line| line == verified), "{verified}\n{output}");
     }
-    assert!(said.contains("unmapped is out of reach"), "{said}");
-    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+    assert!(output.contains("unmapped is out of reach"), "{output}");
+    assert!(output.ends_with("mapped again is in reach\nover"), "{output}");
     // The IOMMU's own report of it has the address.
     let address =
-        said.lines().find_map(|line| line.strip_prefix("address 0x")).expect("an address");
+        output.lines().find_map(|line| line.strip_prefix("address 0x")).expect("an address");
     let log = given.given("log");
     let fault = |line: &str| {
         let line = line.to_lowercase();
@@ -61,7 +61,7 @@ const KILLED: &str = r#"
 before=$(pinned)
 holding() { grep -qs holding /tmp/nvme; }
 for wait in 0 50000 200000; do
-    # What the one before has said is not this one's.
+    # What the one before has printed is not this one's.
     rm -f /tmp/nvme
     vfio-nvme $pci $group hold > /tmp/nvme 2>&1 &
     driver=$!

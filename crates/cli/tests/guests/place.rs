@@ -197,7 +197,7 @@ impl Service {
 
     /// Its metrics as served.
     pub(crate) fn figures(&self) -> String {
-        let ask = || -> std::io::Result<String> {
+        let fetch = || -> std::io::Result<String> {
             let mut socket = UnixStream::connect(&self.figures)?;
             socket.set_read_timeout(Some(LIMIT))?;
             socket.write_all(b"GET /metrics HTTP/1.1\r\nConnection: close\r\n\r\n")?;
@@ -205,7 +205,7 @@ impl Service {
             socket.read_to_string(&mut page)?;
             Ok(page)
         };
-        ask().unwrap_or_else(|error| format!("no figures: {error}"))
+        fetch().unwrap_or_else(|error| format!("no figures: {error}"))
     }
 
     /// The sum of a metric over its labels.
@@ -302,6 +302,6 @@ pub(crate) fn md5(path: &Path, first: u64, length: u64) -> String {
         .spawn()
         .expect("md5sum");
     child.stdin.take().unwrap().write_all(&content).unwrap();
-    let said = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
-    said.split(' ').next().unwrap().to_owned()
+    let output = String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap();
+    output.split(' ').next().unwrap().to_owned()
 }

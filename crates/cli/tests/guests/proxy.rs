@@ -49,9 +49,9 @@ pub(crate) enum Way {
     /// From the back end, on the main socket.
     ToFront,
     /// From the back end, on its channel.
-    Asked,
+    ChannelToFront,
     /// The front end's reply there.
-    Told,
+    ChannelToBack,
 }
 
 /// The fields of an IOTLB message, as they are.
@@ -74,7 +74,7 @@ impl Message {
     pub(crate) fn iotlb(&self) -> Option<Iotlb> {
         let code = match self.way {
             Way::ToBack => IOTLB_MSG,
-            Way::Asked => BACKEND_IOTLB_MSG,
+            Way::ChannelToFront => BACKEND_IOTLB_MSG,
             _ => return None,
         };
         if self.request != code || self.flags & REPLY != 0 {
@@ -162,8 +162,8 @@ fn pump(from: &UnixStream, to: &UnixStream, way: Way, log: &Arc<Mutex<Vec<Messag
                 // The channel is recorded too: each end gets one of ours.
                 let theirs = UnixStream::from(descriptors.remove(0));
                 let (ours, given) = UnixStream::pair().unwrap();
-                pump(&ours, &theirs, Way::Asked, &log);
-                pump(&theirs, &ours, Way::Told, &log);
+                pump(&ours, &theirs, Way::ChannelToFront, &log);
+                pump(&theirs, &ours, Way::ChannelToBack, &log);
                 descriptors.push(given.into());
             }
             log.lock().unwrap().push(message.clone());

@@ -92,7 +92,7 @@ virtio_pci() {
     false
 }
 # A driver, virtio_blk or virtio_net, whose devices can be used when this returns. Those behind a
-# virtio-iommu that is a module are found after it, by a thread of the kernel's that nobody waits for.
+# virtio-iommu that is a module are found after it, by a kernel thread that nothing waits for.
 load() { modprobe $1; await ready $1; }
 # Waits until a command succeeds, not for ever.
 await() {
@@ -103,12 +103,12 @@ await() {
         usleep 10000
     done
 }
-# Waits until the disk has answered a number of reads more: whatever it is under is under way.
+# Waits until the disk has completed a number of reads more: the load is then running.
 under_load() {
-    answered=$(awk '{ print $1 }' /sys/block/vda/stat)
+    completed=$(awk '{ print $1 }' /sys/block/vda/stat)
     await more_reads
 }
-more_reads() { [ $(awk '{ print $1 }' /sys/block/vda/stat) -ge $((answered + 100)) ]; }
+more_reads() { [ $(awk '{ print $1 }' /sys/block/vda/stat) -ge $((completed + 100)) ]; }
 ready() {
     nth=0
     while [ $1 = virtio_blk ] && virtio_pci 2 $nth > /dev/null; do
@@ -185,8 +185,8 @@ impl Qemu {
     pub(crate) fn guarded(iommu: Iommu, guard: &Guard) -> Qemu {
         assert!(iommu.is_guards(), "{iommu}");
         let mut machine = Qemu::new(iommu).newer();
-        let told = |words: &&[String]| iommu != Iommu::GuardUnknown || words[0] != "-acpitable";
-        let words = guard.arguments.chunks(2).filter(told).flatten();
+        let taken = |words: &&[String]| iommu != Iommu::GuardUnknown || words[0] != "-acpitable";
+        let words = guard.arguments.chunks(2).filter(taken).flatten();
         machine.arguments.extend(words.cloned());
         machine
     }
@@ -246,7 +246,7 @@ impl Qemu {
     }
 
     /// More of the kernel's options.
-    pub(crate) fn told(mut self, line: &'static str) -> Qemu {
+    pub(crate) fn kernel_parameters(mut self, line: &'static str) -> Qemu {
         self.line = line;
         self
     }

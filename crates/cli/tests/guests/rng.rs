@@ -47,12 +47,12 @@ fn served(iommu: Iommu) {
         Server::new(stream, backend).serve().unwrap();
         (figures.sum(), figures.iotlb.totals())
     });
-    let said = Qemu::new(iommu).newer().rng(&socket).start(&place, SCRIPT).end();
+    let output = Qemu::new(iommu).newer().rng(&socket).start(&place, SCRIPT).end();
     let (queue, iotlb) = serving.join().unwrap();
-    assert_eq!(said.word("domain"), iommu.domain());
-    assert_eq!(said.word("bytes"), "65536");
+    assert_eq!(output.word("domain"), iommu.domain());
+    assert_eq!(output.word("bytes"), "65536");
     // Random bytes cannot be compressed.
-    assert!(said.word("packed").parse::<u32>().unwrap() > 65536);
+    assert!(output.word("packed").parse::<u32>().unwrap() > 65536);
     assert!(queue.requests > 0 && queue.bytes >= 65536 && queue.failed == 0, "{queue:?}");
     assert_eq!(iotlb.updates > 0, iommu != Iommu::None, "{iotlb:?}");
     assert_eq!((iotlb.refusals, iotlb.timeouts), (0, 0), "{iotlb:?}");

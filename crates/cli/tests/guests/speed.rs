@@ -71,13 +71,13 @@ const FIGURES: [&str; 7] = [
 ];
 
 /// CPU time of each thread of a process, by name, in seconds.
-fn threads(pid: u32, who: &str, into: &mut BTreeMap<String, f64>) {
+fn threads(pid: u32, process: &str, into: &mut BTreeMap<String, f64>) {
     let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return };
     for task in tasks.flatten() {
         let read = |name: &str| std::fs::read_to_string(task.path().join(name)).unwrap_or_default();
         let spent = read("schedstat");
         let ns = spent.split(' ').next().and_then(|word| word.parse::<f64>().ok());
-        let name = format!("{who}/{}", read("comm").trim());
+        let name = format!("{process}/{}", read("comm").trim());
         *into.entry(name).or_default() += ns.unwrap_or(0.0) / 1e9;
     }
 }
@@ -165,10 +165,10 @@ fn table(iommu: Iommu, load: &str, disks: &[Disk]) {
             }
         }
     }
-    let said = guest.end();
+    let output = guest.end();
     for (n, row) in rows.iter_mut().enumerate() {
         for round in 1..ROUNDS {
-            let job = &said.json(&format!("{round}.{n}"))["jobs"][0];
+            let job = &output.json(&format!("{round}.{n}"))["jobs"][0];
             assert_eq!(job["error"], 0, "{job:#}");
             let total = job["read"]["total_ios"].as_f64().unwrap();
             row.iops.push(job["read"]["iops"].as_f64().unwrap());

@@ -72,7 +72,7 @@ fn ends_often(
     service
 }
 
-const ANSWERED: &str = "ringfence_requests_total";
+const COMPLETED: &str = "ringfence_requests_total";
 
 fn disk(
     iommu: Iommu,
@@ -86,12 +86,12 @@ fn disk(
     let mut guest = qemu.start(place, LOAD);
     guest.hear("ready");
     guest.say("go");
-    let last = ends_often(iommu, sockets, first, ANSWERED, next);
+    let last = ends_often(iommu, sockets, first, COMPLETED, next);
     guest.say("enough");
-    let said = guest.end();
-    no_errors(&said.json("load"));
-    eprintln!("the longest request of the last pass: {} ns", said.word("pause"));
-    assert_eq!(said.sum("whole"), md5(&image, 0, 32 * MIB));
+    let output = guest.end();
+    no_errors(&output.json("load"));
+    eprintln!("the longest request of the last pass: {} ns", output.word("pause"));
+    assert_eq!(output.sum("whole"), md5(&image, 0, 32 * MIB));
     last.terminate();
 }
 
@@ -175,8 +175,8 @@ fn network(iommu: Iommu) {
     guest.say("go");
     let last = ends_often(iommu, 2, first, "ringfence_net_packets_total", next);
     guest.say("enough");
-    let said = guest.end();
-    let fetched: u32 = said.word("fetched").parse().unwrap();
+    let output = guest.end();
+    let fetched: u32 = output.word("fetched").parse().unwrap();
     assert!(fetched > 0);
     last.terminate();
 }

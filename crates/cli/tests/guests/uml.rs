@@ -6,7 +6,7 @@ use std::{path::Path, process::Command};
 
 use crate::{
     blk::{MIB, no_errors},
-    machine::{Guest, Said, initramfs},
+    machine::{Guest, Transcript, initramfs},
     net::{PAIR, TRAFFIC, arrived, back_to_back},
     place::{Place, md5, part},
     proxy::{Message, Recording, SET_FEATURES, SET_VRING_BASE},
@@ -18,7 +18,7 @@ const BLK: u32 = 2;
 const RING_PACKED: u64 = 1 << 34;
 
 /// Runs `script` on a machine with these devices, each of a type and behind a socket.
-fn run(place: &Place, devices: &[(&Path, u32)], script: &str) -> Said {
+fn run(place: &Place, devices: &[(&Path, u32)], script: &str) -> Transcript {
     let (root, state) = (place.path("initramfs"), place.path("uml"));
     // As in the other machines; here it finds its devices at once.
     let script = format!("load() {{ modprobe $1; }}\n{script}");
@@ -56,10 +56,10 @@ sync
 echo 3 > /proc/sys/vm/drop_caches
 say whole $(md5sum < /dev/vda)
 "#;
-    let said = run(&place, &[(&between, BLK)], script);
-    no_errors(&said.json("mixed"));
-    assert_eq!(said.sum("random"), md5(&image, 0, 4 * MIB));
-    assert_eq!(said.sum("whole"), md5(&image, 0, 32 * MIB));
+    let output = run(&place, &[(&between, BLK)], script);
+    no_errors(&output.json("mixed"));
+    assert_eq!(output.sum("random"), md5(&image, 0, 4 * MIB));
+    assert_eq!(output.sum("whole"), md5(&image, 0, 32 * MIB));
     let first = |request| wire.requests(request).first().map(Message::number);
     assert!(first(SET_FEATURES).unwrap() & RING_PACKED != 0, "what this test is about");
     // The ring, and in the high half its base.

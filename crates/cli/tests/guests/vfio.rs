@@ -26,11 +26,11 @@ to_vfio $pci
 "#;
 
 /// Checks our driver's output for a disk of 32 MiB.
-pub(crate) fn reached_what_was_mapped(said: &str) {
+pub(crate) fn reached_what_was_mapped(output: &str) {
     for found in ["capacity 65536", "static 4096 256", "unmapped is out of reach"] {
-        assert!(said.contains(found), "{found}\n{said}");
+        assert!(output.contains(found), "{found}\n{output}");
     }
-    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+    assert!(output.ends_with("mapped again is in reach\nover"), "{output}");
 }
 
 /// Static mappings, and isolation by the device; then, in the same machine, the same figures and
@@ -45,20 +45,20 @@ fn a_driver_and_a_domain(iommu: Iommu) {
     let machine = Qemu::new(iommu).blk(&between, 1, "").file("bin/vfio-blk", program);
     let script = format!("{TRY}{SCRIPT}\ntry driver $pci $group\ntry domain domain $group\n");
     let all = machine.start(&place, &script).end();
-    let said = all.given("driver");
-    reached_what_was_mapped(&said);
+    let output = all.given("driver");
+    reached_what_was_mapped(&output);
     // There was a miss for the page that was removed, and a second one with NEED_REPLY, which must
     // get a reply: the first never gets one.
-    let asked = wire.iotlb(MISS);
-    let asked: Vec<_> = asked.iter().filter(|miss| miss.iova & !0xfff == 0x0500_0000).collect();
-    assert!(asked.iter().any(|miss| miss.need_reply), "{asked:?}");
+    let misses = wire.iotlb(MISS);
+    let misses: Vec<_> = misses.iter().filter(|miss| miss.iova & !0xfff == 0x0500_0000).collect();
+    assert!(misses.iter().any(|miss| miss.need_reply), "{misses:?}");
     back.terminate();
 
-    let said = all.given("domain");
+    let output = all.given("domain");
     for found in ["Msi", "budget 65536 maps Some(1) entries", "dirty 512", "addresses updated"] {
-        assert!(said.contains(found), "{found}\n{said}");
+        assert!(output.contains(found), "{found}\n{output}");
     }
-    assert!(said.ends_with("a domain as in the tests"), "{said}");
+    assert!(output.ends_with("a domain as in the tests"), "{output}");
 }
 
 #[test]
@@ -85,12 +85,12 @@ fn a_driver_over_a_kernel_with_iommufd() {
     let machine = Qemu::new(Iommu::IntelStrict).iommufd();
     let machine = machine.blk(&back.socket, 1, "").file("bin/vfio-blk", program);
     let script = format!("{TRY}{SCRIPT}\nmodprobe iommufd\ntry driver $pci iommufd\n");
-    let said = machine.start(&place, &script).end().given("driver");
+    let output = machine.start(&place, &script).end().given("driver");
     let found =
         ["UNMAP pass: nothing is cut", "Msi", "static 4096 256", "unmapped is out of reach"];
     for found in found {
-        assert!(said.contains(found), "{found}\n{said}");
+        assert!(output.contains(found), "{found}\n{output}");
     }
-    assert!(said.ends_with("mapped again is in reach\nover"), "{said}");
+    assert!(output.ends_with("mapped again is in reach\nover"), "{output}");
     back.terminate();
 }

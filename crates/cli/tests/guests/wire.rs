@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use crate::{
-    blk::{Asked, VERIFY, service, was_served},
+    blk::{Misses, VERIFY, service, was_served},
     place::Place,
     proxy::{
         GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, Recording, SET_VRING_KICK, UPDATE, Way,
@@ -17,10 +17,10 @@ fn record(iommu: Iommu) -> Recording {
     let place = Place::new();
     let image = place.image("image", 32);
     let back = service(&place, &image, 1);
-    let (none, between) = (Asked::of(&back), place.path("between.sock"));
+    let (none, between) = (Misses::of(&back), place.path("between.sock"));
     let wire = Recording::between(between.clone(), &back.socket);
-    let said = Qemu::new(iommu).blk(&between, 1, "").start(&place, VERIFY).end();
-    was_served(&said, &image, &back, iommu, 1, none);
+    let output = Qemu::new(iommu).blk(&between, 1, "").start(&place, VERIFY).end();
+    was_served(&output, &image, &back, iommu, 1, none);
     back.terminate();
     let count = |kind| wire.iotlb(kind).len();
     println!(
@@ -29,7 +29,7 @@ fn record(iommu: Iommu) -> Recording {
         count(UPDATE),
         count(INVALIDATE),
         most_open(&wire.messages()),
-        unasked(&wire.messages()).len(),
+        updates_without_miss(&wire.messages()).len(),
     );
     wire
 }
@@ -49,7 +49,7 @@ fn most_open(messages: &[Message]) -> usize {
 }
 
 /// Updates for pages without a miss.
-fn unasked(messages: &[Message]) -> Vec<Iotlb> {
+fn updates_without_miss(messages: &[Message]) -> Vec<Iotlb> {
     let (mut open, mut found) = (std::collections::BTreeMap::<u64, u32>::new(), Vec::new());
     for message in messages.iter().filter_map(Message::iotlb) {
         let page = message.iova & !0xfff;
@@ -79,10 +79,10 @@ fn always(wire: &Recording) {
     // Rule D17 on our side: outstanding misses are bounded, and each page has one at a time. Each
     // update is used: there are not many more misses than updates. How many misses are repeated
     // with NEED_REPLY depends on how long a busy machine takes for an update.
-    let asked = wire.iotlb(MISS).iter().filter(|miss| !miss.need_reply).count();
-    let told = wire.iotlb(UPDATE).len();
-    assert!(asked > 100, "{asked}");
-    assert!(asked <= told + told / 10 + 10, "{asked} misses, {told} updates");
+    let misses = wire.iotlb(MISS).iter().filter(|miss| !miss.need_reply).count();
+    let updates = wire.iotlb(UPDATE).len();
+    assert!(misses > 100, "{misses}");
+    assert!(misses <= updates + updates / 10 + 10, "{misses} misses, {updates} updates");
     // Misses are sent in one go, not each after the update for the one before.
     let open = most_open(&wire.messages());
     assert!(open >= 4, "only {open} misses open at a time");
@@ -96,8 +96,8 @@ fn intels_iommu_strict() {
     always(&wire);
     // When a ring starts, one update comes without a miss, for its used ring; no more.
     let starts = wire.requests(SET_VRING_KICK).len();
-    let unasked = unasked(&wire.messages());
-    assert!(unasked.len() <= 3 * starts, "{} for {starts} starts", unasked.len());
+    let without_miss = updates_without_miss(&wire.messages());
+    assert!(without_miss.len() <= 3 * starts, "{} for {starts} starts", without_miss.len());
     assert!(wire.iotlb(INVALIDATE).iter().any(|gone| gone.size == 4096));
 }
 
@@ -137,26 +137,26 @@ fn a_virtio_iommu_strict() {
 // rule D9: where a miss wants a reply, the update goes before it
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
-fn an_update_goes_before_the_answer() {
+fn an_update_goes_before_the_reply() {
     let wire = record(Iommu::VirtioLazy);
     always(&wire);
     // Replies come in the order of the misses that want one.
-    let (mut open, mut answered) = (VecDeque::new(), 0);
+    let (mut open, mut replies) = (VecDeque::new(), 0);
     for message in &wire.messages() {
         match message.iotlb() {
-            Some(asked) if asked.kind == MISS && asked.need_reply => {
-                open.push_back((asked.iova & !0xfff, false));
+            Some(miss) if miss.kind == MISS && miss.need_reply => {
+                open.push_back((miss.iova & !0xfff, false));
             }
-            Some(told) if told.kind == UPDATE => {
-                open.iter_mut().filter(|(page, _)| *page == told.iova).for_each(|o| o.1 = true);
+            Some(update) if update.kind == UPDATE => {
+                open.iter_mut().filter(|(page, _)| *page == update.iova).for_each(|o| o.1 = true);
             }
-            _ if message.way == Way::Told => {
-                let (page, updated) = open.pop_front().expect("an answer to no question");
+            _ if message.way == Way::ChannelToBack => {
+                let (page, updated) = open.pop_front().expect("a reply to no miss");
                 assert!(updated || message.number() != 0, "no update of {page:#x}");
-                answered += 1;
+                replies += 1;
             }
             _ => {}
         }
     }
-    println!("{answered} misses were answered on the channel");
+    println!("{replies} misses had a reply on the channel");
 }

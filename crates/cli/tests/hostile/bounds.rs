@@ -26,7 +26,7 @@ fn service(device: Device) -> Service {
 }
 
 #[test]
-fn connections_that_send_nothing_hold_up_nobody() {
+fn connections_that_send_nothing_delay_no_other() {
     // Finding B6.
     for device in [Device::Disk, Device::Guarded, Device::Net] {
         let mut service = service(device);
@@ -84,7 +84,7 @@ fn memory_beyond_the_part_of_a_connection_is_refused() {
 }
 
 #[test]
-fn long_requests_are_answered_and_hold_up_nobody() {
+fn long_requests_are_completed_and_delay_no_other() {
     // Finding B11. Of 127 MiB each, all of them to the same memory.
     let own = ["--disk-buffers", "own"];
     for (device, image, more) in [
@@ -133,10 +133,10 @@ fn a_service_that_may_not_have_the_descriptors_for_its_rings_does_not_begin() {
     };
     let ended = run("1024", "256").wait();
     assert_eq!(ended.code(), 1, "{ended}");
-    for said in
+    for words in
         ["cannot serve 256 rings", "2915 descriptors", "1024", "LimitNOFILE=", "fewer queues"]
     {
-        assert!(ended.err.contains(said), "{ended}");
+        assert!(ended.err.contains(words), "{ended}");
     }
     assert!(!place.path("s").exists());
     // That many are enough for the service, but not if a front end is hostile.

@@ -230,13 +230,13 @@ fn all(mut holds: impl FnMut(&Target) -> Box<dyn Holds>) {
 }
 
 #[test]
-fn sockets_that_linger_hold_up_nobody() {
+fn sockets_that_linger_delay_no_other() {
     all(|_| Box::new(Linger::new()));
 }
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn files_that_nobody_can_close_hold_up_nobody() {
+fn files_that_cannot_be_closed_delay_no_other() {
     all(|target| Box::new(Fuse::mount(&target.folder.join("foreign"), SIZE as usize)));
 }
 
@@ -247,8 +247,8 @@ fn full(mut holds: impl FnMut(&Target) -> Box<dyn Holds>, attack: Attack) {
         let target = service.target();
         let mut holds = holds(&target);
         let begun = Instant::now();
-        while !service.said().contains("wait to be closed") {
-            assert!(begun.elapsed() < LIMIT, "it takes all and says nothing:\n{}", service.said());
+        while !service.log().contains("wait to be closed") {
+            assert!(begun.elapsed() < LIMIT, "it takes all and logs nothing:\n{}", service.log());
             attack(&target, &mut *holds);
         }
         service.neighbour_goes_on("a full socket");
@@ -291,7 +291,7 @@ fn a_service_that_ends_lets_go_of_sockets_and_images_though_a_file_cannot_be_clo
     (ATTACKS[0].1)(&target, &mut fuse);
     service.still_serves(ATTACKS[0].0);
     service.terminate();
-    service.ends_or_says("cannot be closed");
+    service.ends_or_logs("cannot be closed");
     // Another process takes its place; in the end both are gone.
     let mut next = service.again();
     next.still_serves("a service that could not close a file");
@@ -304,7 +304,7 @@ fn a_service_that_ends_lets_go_of_sockets_and_images_though_a_file_cannot_be_clo
 /// come: meanwhile the kernel blocks every other receiver.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
+fn a_channel_that_the_front_end_reads_itself_delays_no_other() {
     let mut service = Service::start(Device::Guarded);
     let target = service.target();
     let fuse = Fuse::mount(&target.folder.join("foreign"), 4096);
@@ -333,7 +333,7 @@ fn a_channel_that_the_front_end_reads_itself_holds_up_nobody() {
 /// events into memory whose pages never come is held up.
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn an_eventfd_that_the_front_end_watches_holds_up_nobody() {
+fn an_eventfd_that_the_front_end_watches_delays_no_other() {
     use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
     for device in [Device::Disk, Device::Guarded, Device::Net] {
         let mut service = Service::start(device);

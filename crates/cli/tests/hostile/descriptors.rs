@@ -171,7 +171,7 @@ pub(crate) const KINDS: &[(&str, Attack)] = &[
         }
         session.stop(target.index());
     }),
-    ("a kick that somebody else reads", |target| {
+    ("a kick that another process reads", |target| {
         let session = target.open(0);
         let mut ring = session.ring(target.index());
         fcntl_setfl(&ring.kick, OFlags::empty()).unwrap();

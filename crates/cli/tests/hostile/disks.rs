@@ -66,7 +66,7 @@ fn stuck(service: &Service, fuse: &Fuse, device: Device, kind: u32, number: u64)
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn a_disk_that_hangs_holds_up_nobody_else() {
+fn a_disk_that_hangs_delays_no_other() {
     // rule D28
     for device in [Device::Disk, Device::Guarded] {
         let (mut service, fuse) = hanging(device);
@@ -114,7 +114,7 @@ fn a_service_whose_disk_hangs_ends_all_the_same() {
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
+fn an_image_that_cannot_be_handed_over_delays_no_other() {
     for ends in [false, true] {
         let (mut service, fuse) = handing_over();
         let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
@@ -142,7 +142,7 @@ fn an_image_that_cannot_be_handed_over_holds_up_nobody() {
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn an_image_is_handed_over_once_its_disk_answers() {
+fn an_image_is_handed_over_once_its_disk_completes() {
     let (service, fuse) = handing_over();
     let other = fuse.open();
     drop(stuck(&service, &fuse, Device::Disk, 1, 0));
@@ -152,7 +152,7 @@ fn an_image_is_handed_over_once_its_disk_answers() {
     fuse.hold(false);
     let begun = Instant::now();
     while lock(&other).is_err() {
-        assert!(begun.elapsed() < LIMIT, "nobody lets go of the image");
+        assert!(begun.elapsed() < LIMIT, "the image stays locked");
         std::thread::sleep(Duration::from_millis(10));
     }
     drop(other);
@@ -161,7 +161,7 @@ fn an_image_is_handed_over_once_its_disk_answers() {
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn an_image_that_has_lost_writes_is_handed_over_to_nobody() {
+fn an_image_that_has_lost_writes_is_not_handed_over() {
     let (service, fuse) = handing_over();
     let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
     driver.writes_and_reads(FAR, 1);
@@ -239,7 +239,7 @@ const SHARES: [(&str, Share); 4] = [
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn a_file_whose_pages_do_not_come_holds_up_nobody_else() {
+fn a_file_whose_pages_do_not_come_delays_no_other() {
     for device in [Device::Disk, Device::Guarded, Device::Net] {
         let mut service = Service::start(device);
         let target = service.target();
@@ -262,7 +262,7 @@ fn a_file_whose_pages_do_not_come_holds_up_nobody_else() {
             service.still_serves(name);
         }
         fuse.hold(false);
-        service.attack("files that hang no more", |_| {});
+        service.attack("files that no longer hang", |_| {});
         drop(fuse);
         service.end();
     }

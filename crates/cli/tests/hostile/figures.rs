@@ -164,7 +164,7 @@ fn an_invalidation_beside_a_disk_that_hangs() {
         over.store(true, Ordering::Relaxed);
         rounds.expect("it has panicked")
     });
-    for (name, ratios) in [("a disk that answers", p99s), ("an idle one", idle)] {
+    for (name, ratios) in [("a disk that works", p99s), ("an idle one", idle)] {
         let [least, middle, most] = median(ratios.into_iter());
         println!(
             "p99, hangs / {name}: {middle:.2} [{least:.2}, {most:.2}], median of {ROUNDS} rounds"
@@ -180,7 +180,7 @@ fn an_invalidation_beside_a_disk_that_hangs() {
 /// Prints the figures of each, and returns how many times as long the slowest hundredth took where
 /// the disk hangs, compared with the others.
 fn rounds(sessions: &[Session; 3]) -> [Vec<f64>; 2] {
-    println!("{:>16}{:>18}{:>18}", "answers", "idle", "hangs");
+    println!("{:>16}{:>18}{:>18}", "works", "idle", "hangs");
     println!("{}", format!("{:>8}{:>10}", "p50", "p99 us").repeat(3));
     let mut ratios = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {

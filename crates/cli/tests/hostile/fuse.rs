@@ -157,7 +157,7 @@ impl Fuse {
     pub(crate) fn await_held(&self, count: usize) {
         let begun = Instant::now();
         while self.held() < count {
-            assert!(begun.elapsed() < LIMIT, "{} are asked of the file system", self.held());
+            assert!(begun.elapsed() < LIMIT, "{} requests reached the file system", self.held());
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -193,7 +193,7 @@ fn serve(shared: &Arc<Shared>) {
     }
 }
 
-fn answer(shared: &Shared, header: &Header, result: Result<&[u8], i32>) {
+fn reply(shared: &Shared, header: &Header, result: Result<&[u8], i32>) {
     let (error, payload) = result.map_or_else(|error| (-error, &[][..]), |payload| (0, payload));
     let mut bytes = Vec::with_capacity(16 + payload.len());
     bytes.extend((16 + payload.len() as u32).to_ne_bytes());
@@ -235,22 +235,22 @@ fn names(shared: &Shared, header: &Header) {
                 out.extend(word.to_ne_bytes());
             }
             out.resize(64, 0);
-            answer(shared, header, Ok(&out));
+            reply(shared, header, Ok(&out));
         }
         opcode::LOOKUP => {
             let mut out = words(&[FILE, 0, VALID, VALID, 0]);
             out.extend(attributes(shared, FILE).as_bytes());
-            answer(shared, header, Ok(&out));
+            reply(shared, header, Ok(&out));
         }
         opcode::GETATTR => {
             let mut out = words(&[VALID, 0]);
             out.extend(attributes(shared, header.node).as_bytes());
-            answer(shared, header, Ok(&out));
+            reply(shared, header, Ok(&out));
         }
-        opcode::OPEN => answer(shared, header, Ok(&words(&[1, 0]))),
-        opcode::RELEASE => answer(shared, header, Ok(&[])),
+        opcode::OPEN => reply(shared, header, Ok(&words(&[1, 0]))),
+        opcode::RELEASE => reply(shared, header, Ok(&[])),
         opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::DESTROY => {}
-        _ => answer(shared, header, Err(Errno::NOSYS.raw_os_error())),
+        _ => reply(shared, header, Err(Errno::NOSYS.raw_os_error())),
     }
 }
 
@@ -266,12 +266,12 @@ fn data(shared: &Shared, header: &Header, rest: &[u8]) {
     shared.held.fetch_sub(1, Ordering::AcqRel);
     if header.opcode == opcode::FSYNC && std::mem::take(&mut state.refuses) {
         drop(state);
-        return answer(shared, header, Err(Errno::IO.raw_os_error()));
+        return reply(shared, header, Err(Errno::IO.raw_os_error()));
     }
     if [opcode::FSYNC, opcode::FLUSH, opcode::STATFS].contains(&header.opcode) {
         drop(state);
         let len = if header.opcode == opcode::STATFS { 80 } else { 0 };
-        return answer(shared, header, Ok(&[0; 80][..len]));
+        return reply(shared, header, Ok(&[0; 80][..len]));
     }
     let (transfer, bytes) = Transfer::read_from_prefix(rest).unwrap();
     let (from, size) = (transfer.offset as usize, transfer.size as usize);
@@ -279,7 +279,7 @@ fn data(shared: &Shared, header: &Header, rest: &[u8]) {
         let end = (from + size).min(state.data.len());
         let out = state.data.get(from..end).unwrap_or_default().to_vec();
         drop(state);
-        return answer(shared, header, Ok(&out));
+        return reply(shared, header, Ok(&out));
     }
     let end = (from + size).min(state.data.len());
     if let Some(place) = state.data.get_mut(from..end) {
@@ -289,5 +289,5 @@ fn data(shared: &Shared, header: &Header, rest: &[u8]) {
     drop(state);
     let mut out = (size as u32).to_ne_bytes().to_vec();
     out.resize(8, 0);
-    answer(shared, header, Ok(&out));
+    reply(shared, header, Ok(&out));
 }

@@ -198,7 +198,7 @@ impl Ring {
             if let Some(taken) = self.take(ram) {
                 return taken;
             }
-            assert!(begun.elapsed() < LIMIT, "a request is not answered");
+            assert!(begun.elapsed() < LIMIT, "a request is not completed");
             std::thread::sleep(Duration::from_micros(50));
         }
     }
@@ -270,7 +270,7 @@ impl Session {
 
     /// Stops a ring; returns its position.
     pub(crate) fn stop(&self, index: u32) -> Option<u32> {
-        let answer = self.client.ask(request::GET_VRING_BASE, &state(index, 0))?;
-        Some(u32::from_ne_bytes(answer.get(4..8)?.try_into().unwrap()))
+        let reply = self.client.call(request::GET_VRING_BASE, &state(index, 0))?;
+        Some(u32::from_ne_bytes(reply.get(4..8)?.try_into().unwrap()))
     }
 }

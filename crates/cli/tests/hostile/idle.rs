@@ -56,20 +56,20 @@ fn kicked_for_ever(target: &Target) -> DiskDriver {
 }
 
 /// A ring with no buffers.
-fn asked_nothing(target: &Target) -> Kept {
+fn without_buffers(target: &Target) -> Kept {
     let session = target.open(0);
     let ring = started(&session, 0);
     kept(session, ring)
 }
 
 const ANY: &[(&str, State)] = &[
-    ("a connection that says nothing", |target| kept(target.open(0), ())),
+    ("a connection that sends nothing", |target| kept(target.open(0), ())),
     ("half a message", |target| {
         let session = target.open(0);
         session.client.raw(&[1, 0, 0, 0, 1], &[]);
         (None, Box::new(session))
     }),
-    ("a ring that is asked nothing", asked_nothing),
+    ("a ring without requests", without_buffers),
     ("chains in a ring that is disabled", |target| {
         let session = target.open(0);
         let mut ring = started(&session, 0);
@@ -149,9 +149,9 @@ const ANY: &[(&str, State)] = &[
 
 /// The states of a receiver while the other end sends to it.
 const RECEIVERS: &[(&str, State)] = &[
-    ("packets for nobody", |_| (None, Box::new(()))),
+    ("packets without a receiver", |_| (None, Box::new(()))),
     ("packets for one whose rings do not run", |target| kept(target.open(0), ())),
-    ("packets for one without buffers", asked_nothing),
+    ("packets for one without buffers", without_buffers),
     ("packets for one with a buffer that is too small", |target| {
         let session = target.open(0);
         let mut ring = started(&session, 0);
@@ -192,8 +192,8 @@ pub(crate) fn takes_no_time(service: &Service, name: &str) {
 
 /// A connection that has ended takes no time either.
 fn is_there(session: Option<&Session>, name: &str) {
-    let answers = |session: &Session| session.client.number(GET_FEATURES).is_some();
-    assert!(session.is_none_or(answers), "{name}: the connection has ended");
+    let replies = |session: &Session| session.client.number(GET_FEATURES).is_some();
+    assert!(session.is_none_or(replies), "{name}: the connection has ended");
 }
 
 #[test]
@@ -265,7 +265,7 @@ fn packets(sender: &Session) -> Ring {
 fn packets_of_a_ring_that_goes_away_while_they_wait() {
     let mut service = Service::start(Device::Net);
     service.drop_neighbour();
-    let (_receiver, _buffers) = asked_nothing(&service.target());
+    let (_receiver, _buffers) = without_buffers(&service.target());
     let sender = Session::open_at(OTHER, &service.path("other"), PLATFORM);
     let _channel = sender.give_channel();
     let mut ring = packets(&sender);

@@ -14,10 +14,10 @@ use crate::{
 pub(crate) fn submit(session: &Session, ring: &mut Ring, bytes: &[u8], room: u32) {
     let at = session.ram.data();
     session.ram.put(at, bytes);
-    let answer = Desc(at + 0x8000, room, WRITE, 0);
-    let chain = [Desc(at, bytes.len() as u32, NEXT, 1), answer];
+    let reply = Desc(at + 0x8000, room, WRITE, 0);
+    let chain = [Desc(at, bytes.len() as u32, NEXT, 1), reply];
     match (bytes.len(), room) {
-        (0, _) => ring.place(&session.ram, 0, &[answer]),
+        (0, _) => ring.place(&session.ram, 0, &[reply]),
         (_, 0) => ring.place(&session.ram, 0, &[Desc(at, bytes.len() as u32, 0, 0)]),
         _ => ring.place(&session.ram, 0, &chain),
     }
@@ -154,7 +154,7 @@ const ATTACKS: &[(&str, Attack)] = &[
 ];
 
 #[test]
-fn an_iommu_whose_front_end_means_harm() {
+fn an_iommu_with_a_hostile_front_end() {
     let mut service = Service::start(Device::Guarded);
     for (name, attack) in ATTACKS {
         service.attack_iommu(name, *attack);

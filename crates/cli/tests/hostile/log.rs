@@ -36,21 +36,21 @@ fn a_flood_of_warnings_leaves_room_for_others() {
     refused(OTHER, &service.path("other"), 1);
     // Another kind of line, from the source that floods.
     Client::connect(&service.path("hostile")).raw(&[0xff; 12], &[]);
-    let says = |what: &str| {
-        while !service.said().contains(what) {
-            assert!(begun.elapsed() < LIMIT, "it does not say {what:?}:\n{}", service.said());
+    let logs = |what: &str| {
+        while !service.log().contains(what) {
+            assert!(begun.elapsed() < LIMIT, "it does not log {what:?}:\n{}", service.log());
             thread::sleep(Duration::from_millis(1));
         }
     };
-    says("net 1: request ");
-    says("hostile: connection ended: ");
-    let lines = service.said().lines().filter(|line| line.contains("net 0: request ")).count();
+    logs("net 1: request ");
+    logs("hostile: connection ended: ");
+    let lines = service.log().lines().filter(|line| line.contains("net 0: request ")).count();
     // And one every ten seconds.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     assert!((16..=most).contains(&lines), "{lines} lines in {:?}", begun.elapsed());
     let count = service.figure("log_lines_left_out_total");
     assert!((2000 - most..=2000 - 16).contains(&count), "{count} were left out");
     service.terminate();
-    let said = service.ended_with(0);
-    assert!(said.contains(" lines were left out: there were too many"), "{said}");
+    let log = service.ended_with(0);
+    assert!(log.contains(" lines were left out: there were too many"), "{log}");
 }

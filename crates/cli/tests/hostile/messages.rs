@@ -50,7 +50,7 @@ pub(crate) const MESSAGES: &[(&str, Attack)] = &[
                 let session = target.open(0);
                 session.client.send(number, &vec![0xff; len], &[]);
                 // Another request, if the connection still takes one.
-                let _ = session.client.ask(GET_FEATURES, &[]);
+                let _ = session.client.call(GET_FEATURES, &[]);
             }
         }
     }),
@@ -58,7 +58,7 @@ pub(crate) const MESSAGES: &[(&str, Attack)] = &[
         for flags in [0, 2, 3, 4, 5, 0xfffffff0, u32::MAX] {
             let client = Client::connect(&target.socket);
             client.raw(&header(GET_FEATURES, flags, 0), &[]);
-            let _ = client.ask(GET_FEATURES, &[]);
+            let _ = client.call(GET_FEATURES, &[]);
         }
     }),
     ("sizes that do not come", |target| {
@@ -223,7 +223,7 @@ pub(crate) const PLACES: &[(&str, Attack)] = &[
             assert!(session.stop(0).is_some());
         }
     }),
-    ("questions for places without an end, of which no answer is read", |target| {
+    ("requests for ring positions without an end, whose replies are not read", |target| {
         let session = target.open(0);
         let _ring = session.ring(0);
         pour(&session.client, &[header(GET_VRING_BASE, 1, 8), state(0, 0)].concat());
@@ -257,7 +257,7 @@ pub(crate) const ORDERS: &[(&str, Attack)] = &[
         client.send(SET_VRING_KICK, &words(&[0]), &[ring.kick.as_fd()]);
         client.send(SET_VRING_ENABLE, &state(0, 1), &[]);
         ring.kick();
-        let _ = client.ask(GET_VRING_BASE, &state(0, 0));
+        let _ = client.call(GET_VRING_BASE, &state(0, 0));
     }),
     ("features that change under running rings", |target| {
         for features in EDGES.into_iter().chain((0..64).map(|bit| 1 << bit)) {
@@ -301,8 +301,9 @@ pub(crate) const ORDERS: &[(&str, Attack)] = &[
     ("connections one after the other, and as many at a time as there is room for", |target| {
         for _ in 0..50 {
             drop(Client::connect(&target.socket));
-            let crowd: Vec<UnixStream> = (0..1000).map_while(|_| crowded(target)).collect();
-            drop(crowd);
+            let connections: Vec<UnixStream> =
+                (0..1000).map_while(|_| connect_if_room(target)).collect();
+            drop(connections);
         }
     }),
 ];
@@ -313,7 +314,7 @@ fn messages_out_of_their_order() {
 }
 
 /// A connection if there is room for one.
-fn crowded(target: &Target) -> Option<UnixStream> {
+fn connect_if_room(target: &Target) -> Option<UnixStream> {
     use rustix::net::{
         AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
     };
@@ -373,7 +374,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
             for queues in [0u16, 1, 2, 255, 0xffff] {
                 let session = target.open(0);
                 let payload = in_flight(size, 0, queues, RING);
-                let _ = session.client.ask(GET_INFLIGHT_FD, &payload);
+                let _ = session.client.call(GET_INFLIGHT_FD, &payload);
                 let ram = Ram::new();
                 ram.put(BASE, &[0xa5; 4096]);
                 session.client.set(SET_INFLIGHT_FD, &payload, &[ram.file.as_fd()]);
@@ -409,7 +410,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
             }
         }
     }),
-    ("a flood of translations of which no answer is read", |target| {
+    ("a flood of translations whose replies are not read", |target| {
         let session = target.open(PLATFORM);
         let mut ring = session.ring(0);
         let message = |page: u64| {
@@ -420,7 +421,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
         ring.offer(&session.ram, 0);
         pour(&session.client, &(0..5000).flat_map(message).collect::<Vec<u8>>());
     }),
-    ("questions without an end, of which no answer is read", |target| {
+    ("requests without an end, whose replies are not read", |target| {
         let client = Client::connect(&target.socket);
         pour(&client, &header(GET_FEATURES, 1, 0));
     }),
@@ -449,7 +450,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
         // Longer than a neighbour may wait.
         std::thread::sleep(std::time::Duration::from_millis(1500));
     }),
-    ("channels that say nonsense", |target| {
+    ("channels that send nonsense", |target| {
         for byte in 0..100 {
             let session = target.open(PLATFORM);
             let mut ring = session.ring(0);
@@ -463,6 +464,6 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
 ];
 
 #[test]
-fn what_is_shared_and_told() {
+fn shared_memory_and_translations() {
     all(SHARING);
 }

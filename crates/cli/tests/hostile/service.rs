@@ -218,8 +218,8 @@ impl Service {
     }
 
     fn is_there(&mut self, after: &str) {
-        let said = self.running.said();
-        assert!(self.running.is_running(), "the service has ended after {after}:\n{said}");
+        let log = self.running.stderr();
+        assert!(self.running.is_running(), "the service has ended after {after}:\n{log}");
     }
 
     /// A front end for `guard`'s IOMMU, in place of the one that does nothing; the neighbour is
@@ -309,8 +309,8 @@ impl Service {
     }
 
     /// Its log so far.
-    pub(crate) fn said(&self) -> String {
-        self.running.said()
+    pub(crate) fn log(&self) -> String {
+        self.running.stderr()
     }
 
     /// Asks it to end. The neighbour goes first: its later requests are no longer served.
@@ -322,14 +322,14 @@ impl Service {
     /// Waits until its sockets are gone and it has ended, or has named an image that the kernel
     /// holds.
     pub(crate) fn ends_or_names(&mut self, image: &str) {
-        self.ends_or_says(&format!("{image}: the disk has not answered"));
+        self.ends_or_logs(&format!("{image}: the disk has not completed"));
     }
 
     /// Waits until its sockets are gone and it has ended, or has said why it cannot.
-    pub(crate) fn ends_or_says(&mut self, why: &str) {
+    pub(crate) fn ends_or_logs(&mut self, why: &str) {
         let begun = Instant::now();
-        while self.running.is_running() && !self.running.said().contains(why) {
-            assert!(begun.elapsed() < LIMIT, "it neither ends nor says why");
+        while self.running.is_running() && !self.running.stderr().contains(why) {
+            assert!(begun.elapsed() < LIMIT, "it neither ends nor logs why");
             std::thread::sleep(Duration::from_millis(1));
         }
         sockets_are_gone(&self.place);

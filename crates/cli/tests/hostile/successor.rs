@@ -103,7 +103,7 @@ impl Line {
     }
 
     /// Every connection was resumed by each next process: none was made anew.
-    fn nobody_connected_again(&self, sockets: usize) {
+    fn no_front_end_connected_again(&self, sockets: usize) {
         let log = self.log();
         let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
         assert_eq!(count("a front end has connected"), sockets, "{log}");
@@ -154,7 +154,7 @@ fn a_disk_goes_on_in_the_next_process() {
         let neighbours = [Neighbour::start(line.path("disk"), Device::Disk)];
         ten_times(&mut line, &neighbours);
         drop(neighbours);
-        line.nobody_connected_again(1);
+        line.no_front_end_connected_again(1);
     });
 }
 
@@ -166,7 +166,7 @@ fn packets_are_passed_by_the_next_process() {
         let neighbours = ["one", "two"].map(|name| Neighbour::start(line.path(name), Device::Net));
         ten_times(&mut line, &neighbours);
         drop(neighbours);
-        line.nobody_connected_again(2);
+        line.no_front_end_connected_again(2);
     });
 }
 
@@ -184,21 +184,21 @@ fn an_iommu_and_its_devices_go_on_in_the_next_process() {
         ten_times(&mut line, &neighbours);
         assert_eq!(early.number(GET_FEATURES), Some(offered));
         drop(neighbours);
-        line.nobody_connected_again(3);
+        line.no_front_end_connected_again(3);
     });
 }
 
 #[test]
-fn who_cannot_take_over_says_so_and_the_process_before_goes_on() {
+fn a_successor_that_cannot_take_over_says_so_and_the_process_before_goes_on() {
     let mut line = Line::start(&["net", "--socket", "one", "--peer", "two"], End::HandedOver);
     let neighbours = ["one", "two"].map(|name| Neighbour::start(line.path(name), Device::Net));
     neighbours.iter().for_each(|one| drop(one.two_more()));
-    for (arguments, says) in [
+    for (arguments, why) in [
         (&["blk", "--socket", "one", "--image", "disk.img"][..], "was `ringfence net`"),
         (&["net", "--socket", "one", "--loopback"], "had 2 sockets, and this one has 1"),
     ] {
-        let said = cannot_take_over(&line, arguments);
-        assert!(said.contains(says) && said.contains("goes on"), "{said}");
+        let log = cannot_take_over(&line, arguments);
+        assert!(log.contains(why) && log.contains("goes on"), "{log}");
         neighbours.iter().for_each(|one| drop(one.two_more()));
     }
     // One that sends nothing, and one that sends something else.
@@ -218,12 +218,12 @@ fn mapped(line: &Line) -> (Session, Ring) {
     let session = Session::open_at(IOMMU, &line.path("iommu"), FEATURES);
     let mut ring = session.ring(0);
     // The disk without a front end.
-    let mut ask = |bytes: &[u8]| iommu::request(&session, &mut ring, bytes, 4);
-    assert_eq!(ask(&iommu::attach(1, 1, 0x38, 0)), 0);
+    let mut request = |bytes: &[u8]| iommu::request(&session, &mut ring, bytes, 4);
+    assert_eq!(request(&iommu::attach(1, 1, 0x38, 0)), 0);
     for page in 0..MAPPINGS {
         // Not adjacent, so that no mapping is merged with the next.
         let at = (1 << 20) + (page << 13);
-        assert_eq!(ask(&iommu::map(1, at, at + 0xfff, IOMMU, 3)), 0, "{page}");
+        assert_eq!(request(&iommu::map(1, at, at + 0xfff, IOMMU, 3)), 0, "{page}");
     }
     (session, ring)
 }

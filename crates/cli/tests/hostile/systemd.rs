@@ -79,11 +79,11 @@ impl Systemd {
             services.iter().map(|(name, _)| format!("{name}.service")).collect();
         let target = format!("[Unit]\nDefaultDependencies=no\nWants={}\n", wanted.join(" "));
         place.write("all.target", target.into_bytes());
-        let said = fs::File::create(place.path("systemd.log")).unwrap();
+        let log = fs::File::create(place.path("systemd.log")).unwrap();
         let mut command = Command::new("unshare");
         command.args(["--pid", "--mount", "--ipc", "--uts", "--fork", "--mount-proc"]);
         command.args(["--kill-child=KILL", "bash", "-c", FIRST, "bash", &folder]);
-        command.stdin(Stdio::null()).stdout(said.try_clone().unwrap()).stderr(said);
+        command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
         let manager = command.process_group(0).spawn().unwrap();
         Systemd { place, manager }
     }

@@ -327,7 +327,7 @@ fn no_thread_of_a_service_has_a_capability_or_can_get_one() {
 
 #[test]
 #[ignore = "takes root: it changes the user"]
-fn a_service_runs_as_the_user_that_it_is_told() {
+fn a_service_runs_as_the_user_that_is_given() {
     use std::os::unix::fs::MetadataExt as _;
     let (service, _driver) = service(Device::Disk, &["--user", "12345", "--group", "23456"]);
     for (thread, name) in threads(&service) {

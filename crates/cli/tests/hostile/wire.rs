@@ -167,20 +167,20 @@ impl Client {
             Err(error) => {
                 let kinds = [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset];
                 let gone = kinds.contains(&error.kind());
-                assert!(gone, "it neither answers nor hangs up: {error}");
+                assert!(gone, "it neither replies nor hangs up: {error}");
                 None
             }
         }
     }
 
     /// A request that always gets a reply.
-    pub(crate) fn ask(&self, request: u32, payload: &[u8]) -> Option<Vec<u8>> {
+    pub(crate) fn call(&self, request: u32, payload: &[u8]) -> Option<Vec<u8>> {
         self.send(request, payload, &[]).then(|| self.receive()).flatten()
     }
 
     /// The same for one number.
     pub(crate) fn number(&self, request: u32) -> Option<u64> {
-        Some(u64::from_ne_bytes(self.ask(request, &[])?.try_into().ok()?))
+        Some(u64::from_ne_bytes(self.call(request, &[])?.try_into().ok()?))
     }
 
     /// A request that gets a reply if REPLY_ACK was negotiated; returns whether the back end
@@ -188,7 +188,7 @@ impl Client {
     pub(crate) fn set(&self, request: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
         let header = header(request, VERSION | NEED_REPLY, payload.len() as u32);
         self.raw(&[&header, payload].concat(), fds)
-            && self.receive().is_some_and(|answer| answer == [0; 8])
+            && self.receive().is_some_and(|reply| reply == [0; 8])
     }
 
     /// Waits until it hangs up; what it still sends is lost.

@@ -29,7 +29,7 @@ const DATA: u64 = GPA + MIB;
 struct Silent;
 
 impl MissSink for Silent {
-    fn ask(&self, misses: &[Miss]) -> usize {
+    fn send(&self, misses: &[Miss]) -> usize {
         misses.len()
     }
 }
@@ -71,7 +71,7 @@ impl Rig {
         let timeout = Duration::from_nanos(1000);
         let config = IotlbConfig { timeout, ..IotlbConfig::default() };
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
-        iotlb.ask_through(Some(Arc::new(Silent)));
+        iotlb.set_miss_sink(Some(Arc::new(Silent)));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
         let maps = |iova: u64, target: u64, len: u64| {
             let range = Range::from_len(Iova(iova), len).unwrap();

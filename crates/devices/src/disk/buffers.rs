@@ -41,7 +41,7 @@ impl FromStr for DiskBuffers {
         [DiskBuffers::Own, DiskBuffers::Guest, DiskBuffers::Auto]
             .into_iter()
             .find(|buffers| buffers.to_string() == text)
-            .ok_or_else(|| format!("{text:?} is no place for data: own, guest or auto"))
+            .ok_or_else(|| format!("{text:?} is not a place for data: own, guest or auto"))
     }
 }
 

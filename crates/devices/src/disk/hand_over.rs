@@ -46,13 +46,13 @@ struct State {
     busy: Option<Busy>,
     locked: bool,
     /// There is a thread that makes `locked` follow `used`.
-    works: bool,
+    has_worker: bool,
     /// It is past the point of no return.
     releases: bool,
     /// What was written may never reach the disk: the kernel reports such an error only once.
     lost: bool,
     /// The number of the last call of `set`.
-    wish: u64,
+    change: u64,
     /// Whether its caller waits for the outcome.
     waits: bool,
     /// Its outcome.
@@ -79,27 +79,27 @@ impl HandOver {
     ) -> Result<(), ImageError> {
         let used = busy.is_none();
         let mut state = self.shared.state.lock();
-        if !state.works && state.used == used && state.locked == used {
+        if !state.has_worker && state.used == used && state.locked == used {
             return Ok(());
         }
         if used && state.locked && !state.releases {
             // Whatever the disk still has of it, the lock is not released any more.
             state.used = true;
-            state.wish += 1;
+            state.change += 1;
             self.shared.changed.notify_all();
             return Ok(());
         }
         // A change that is under way is not started again.
-        if !state.works || state.used != used {
+        if !state.has_worker || state.used != used {
             state.used = used;
             state.busy = busy;
-            state.wish += 1;
+            state.change += 1;
             state.outcome = None;
         }
-        if !state.works {
+        if !state.has_worker {
             let (file, shared) = (Arc::clone(&self.file), Arc::clone(&self.shared));
             thread::Builder::new().name("hand-over".into()).spawn(move || shared.work(file))?;
-            state.works = true;
+            state.has_worker = true;
         }
         state.waits = true;
         loop {
@@ -117,7 +117,7 @@ impl HandOver {
     /// Whether it is still being released.
     pub(super) fn is_ending(&self) -> bool {
         let state = self.shared.state.lock();
-        state.works && !state.used
+        state.has_worker && !state.used
     }
 }
 
@@ -125,18 +125,18 @@ impl Shared {
     fn work(&self, file: Arc<File>) {
         let mut state = self.state.lock();
         loop {
-            let State { used, locked, wish, .. } = *state;
+            let State { used, locked, change, .. } = *state;
             let busy = state.busy.take();
             drop(state);
             let done = match (used, locked) {
                 (true, false) => wait_for_lock(&file, self.options).map(|()| true),
-                (false, true) => self.let_go(&file, wish, busy),
+                (false, true) => self.let_go(&file, change, busy),
                 _ => Ok(locked),
             };
             state = self.state.lock();
             // Once the release has begun the lock is not reliable, whatever the outcome.
             let unlocked = std::mem::take(&mut state.releases);
-            let ended = state.wish == wish;
+            let ended = state.change == change;
             state.locked = *done.as_ref().unwrap_or(&(locked && !unlocked));
             let outcome = done.map(drop);
             if let Err(error) = &outcome
@@ -148,7 +148,7 @@ impl Shared {
                 // An image that is dropped after this outcome takes its locks with it.
                 drop(file);
                 state.outcome = Some(outcome);
-                state.works = false;
+                state.has_worker = false;
                 self.changed.notify_all();
                 return;
             }
@@ -156,10 +156,10 @@ impl Shared {
     }
 
     /// Returns whether it is still locked, because of another call of `set` meanwhile.
-    fn let_go(&self, file: &File, wish: u64, busy: Option<Busy>) -> Result<bool, ImageError> {
+    fn let_go(&self, file: &File, change: u64, busy: Option<Busy>) -> Result<bool, ImageError> {
         while busy.as_ref().is_some_and(|busy| busy()) {
             let mut state = self.state.lock();
-            if state.wish != wish {
+            if state.change != change {
                 return Ok(true);
             }
             self.changed.wait_for(&mut state, LOOK);
@@ -175,7 +175,7 @@ impl Shared {
         }
         {
             let mut state = self.state.lock();
-            if state.wish != wish {
+            if state.change != change {
                 return Ok(true);
             }
             state.releases = true;
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_done_and_the_last_wish_holds() {
+    fn a_change_that_is_not_awaited_is_done_and_the_last_one_holds() {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(4096).unwrap();
         let [one, other] = [image(&file), image(&file)];

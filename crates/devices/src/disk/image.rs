@@ -266,10 +266,10 @@ impl Direct {
         let name = format!("/proc/self/fd/{}", file.as_raw_fd());
         let access = if read_only { OFlags::RDONLY } else { OFlags::RDWR };
         let file = open(name, access | OFlags::DIRECT | OFlags::CLOEXEC, Mode::empty())?;
-        let told = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
-        let told = told.filter(|about| about.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
+        let found = statx(&file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok();
+        let found = found.filter(|about| about.stx_mask & StatxFlags::DIOALIGN.bits() != 0);
         let (memory, offset) =
-            told.map_or((0, 0), |about| (about.stx_dio_mem_align, about.stx_dio_offset_align));
+            found.map_or((0, 0), |about| (about.stx_dio_mem_align, about.stx_dio_offset_align));
         let or_page = |align: u32| u64::from(if align == 0 { PAGE } else { align });
         Ok(Direct { file: file.into(), memory: or_page(memory), offset: or_page(offset) })
     }
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_no_image_and_is_not_waited_for() {
+    fn a_pipe_is_not_an_image_and_is_not_waited_for() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("pipe");
         rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, Mode::RWXU, 0)

@@ -112,7 +112,7 @@ fn bytes(kind: libc::c_int, first: i64, len: i64) -> libc::flock {
     }
 }
 
-fn ask(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
+fn lock_command(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
     // SAFETY: the descriptor is open as long as `file` is borrowed; these commands take a pointer to
     // such a structure, and use it before they return.
     match unsafe { libc::fcntl(file.as_fd().as_raw_fd(), command, std::ptr::from_mut(lock)) } {
@@ -123,7 +123,7 @@ fn ask(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Result<
 
 /// False if another has locked them against that.
 fn set(file: &File, kind: libc::c_int, first: i64, len: i64) -> io::Result<bool> {
-    match ask(file, libc::F_OFD_SETLK, &mut bytes(kind, first, len)) {
+    match lock_command(file, libc::F_OFD_SETLK, &mut bytes(kind, first, len)) {
         Ok(()) => Ok(true),
         Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
             Ok(false)
@@ -135,7 +135,7 @@ fn set(file: &File, kind: libc::c_int, first: i64, len: i64) -> io::Result<bool>
 /// Whether another has any lock on a byte.
 fn is_locked(file: &File, byte: i64) -> io::Result<bool> {
     let mut lock = bytes(libc::F_WRLCK, byte, 1);
-    ask(file, libc::F_OFD_GETLK, &mut lock)?;
+    lock_command(file, libc::F_OFD_GETLK, &mut lock)?;
     Ok(lock.l_type != libc::F_UNLCK as libc::c_short)
 }
 
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_holder_says_what_it_does_and_what_it_forbids() {
+    fn a_holder_shows_what_it_does_and_what_it_forbids() {
         let image = image();
         let writer = locked(&image, false);
         assert_eq!(held(&image), [100, 101, 201, 203]);

@@ -85,7 +85,7 @@ mod tests {
     use io_uring::types;
 
     #[test]
-    fn a_ring_does_what_requests_ask_for_and_nothing_else() {
+    fn a_ring_does_what_requests_require_and_nothing_else() {
         let mut ring = make(4).unwrap();
         let path = c"/dev/null";
         let here = types::Fd(libc::AT_FDCWD);

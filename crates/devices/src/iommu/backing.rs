@@ -117,7 +117,7 @@ impl Endpoints {
         let mut slots = self.slots.lock();
         slots.retain(|_, slot| slot.presence != Presence::Left || !self.is_over(slot.change));
         if slots.contains_key(&id) {
-            return Err(Error::Unsupported("there is such an endpoint"));
+            return Err(Error::Unsupported("the endpoint exists already"));
         }
         if let (Way::Here(endpoint), Some(faults)) = (&way, &*self.faults.lock()) {
             endpoint.report_to(Arc::clone(faults));

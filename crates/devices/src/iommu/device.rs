@@ -19,7 +19,7 @@ use super::{
     faults::Reported,
     gate::Gate,
     reach::Shared,
-    unit::{IommuUnit, TIMEOUT, sum},
+    unit::{INVALIDATION_TIMEOUT, IommuUnit, sum},
 };
 
 /// How many faults wait for the driver before more are dropped and counted.
@@ -288,9 +288,9 @@ impl Iommu {
     }
 }
 
-/// Waits until `come` returns true; false if that takes longer than `TIMEOUT`.
+/// Waits until `come` returns true; false if that takes longer than `INVALIDATION_TIMEOUT`.
 pub(super) fn in_time(come: impl Fn() -> bool) -> bool {
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + INVALIDATION_TIMEOUT;
     while !come() {
         if Instant::now() >= deadline {
             return false;

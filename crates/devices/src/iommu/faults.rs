@@ -15,7 +15,7 @@ use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_virtio_iommu::device::FaultQueue;
 
 /// An endpoint's faults are logged once in this time: a driver can cause any number.
-const TOLD_EVERY_NS: u64 = 1_000_000_000;
+const LOG_EVERY_NS: u64 = 1_000_000_000;
 
 /// Keeps faults for the event queue, wakes the worker that serves it, and counts by endpoint.
 pub(super) struct Reported {
@@ -28,8 +28,8 @@ pub(super) struct Reported {
 struct Account {
     faults: AtomicU64,
     /// When a fault was logged last, and how many there were then.
-    told_ns: AtomicU64,
-    told: AtomicU64,
+    logged_ns: AtomicU64,
+    logged: AtomicU64,
 }
 
 impl Reported {
@@ -62,14 +62,14 @@ impl FaultSink for Reported {
 impl Account {
     fn note(&self, fault: Fault, now_ns: u64) {
         let faults = self.faults.fetch_add(1, Ordering::Relaxed) + 1;
-        let before = self.told_ns.load(Ordering::Relaxed);
-        let due = before == 0 || now_ns.saturating_sub(before) >= TOLD_EVERY_NS;
+        let before = self.logged_ns.load(Ordering::Relaxed);
+        let due = before == 0 || now_ns.saturating_sub(before) >= LOG_EVERY_NS;
         let order = Ordering::Relaxed;
-        let mine = || self.told_ns.compare_exchange(before, now_ns.max(1), order, order).is_ok();
+        let mine = || self.logged_ns.compare_exchange(before, now_ns.max(1), order, order).is_ok();
         if !due || !mine() {
             return;
         }
-        let more = faults.saturating_sub(self.told.swap(faults, Ordering::Relaxed) + 1);
+        let more = faults.saturating_sub(self.logged.swap(faults, Ordering::Relaxed) + 1);
         let (endpoint, iova) = (fault.endpoint, fault.iova.0);
         let what = if fault.access.contains(Prot::WRITE) { "a write to" } else { "a read of" };
         let why = match fault.reason {
@@ -79,7 +79,7 @@ impl Account {
         tracing::info!(
             source = %"iommu",
             "endpoint {endpoint:#x} was refused {what} {iova:#x}: {why}; {more} more since \
-             the last told"
+             the last report"
         );
     }
 }
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_fault_is_counted_and_one_a_second_is_told() {
+    fn every_fault_is_counted_and_one_a_second_is_logged() {
         let account = Account::default();
         let fault = Fault {
             reason: FaultReason::Mapping,
@@ -99,14 +99,14 @@ mod tests {
             iova: Iova(0x1000),
             access: Prot::READ,
         };
-        let told = |at_ns| {
+        let logged = |at_ns| {
             account.note(fault, at_ns);
-            account.told.load(Ordering::Relaxed)
+            account.logged.load(Ordering::Relaxed)
         };
-        assert_eq!(told(5), 1);
-        assert_eq!(told(6), 1);
-        assert_eq!(told(4 + TOLD_EVERY_NS), 1);
-        assert_eq!(told(5 + TOLD_EVERY_NS), 4);
+        assert_eq!(logged(5), 1);
+        assert_eq!(logged(6), 1);
+        assert_eq!(logged(4 + LOG_EVERY_NS), 1);
+        assert_eq!(logged(5 + LOG_EVERY_NS), 4);
         assert_eq!(account.faults.load(Ordering::Relaxed), 4);
     }
 }

@@ -16,7 +16,7 @@ use super::reach::Reach;
 
 /// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
 /// and some disks never answer.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const INVALIDATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interrupts the driver.
 pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
@@ -149,7 +149,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         number: u32,
         ring: u16,
     ) -> Result<Option<(u32, bool)>, NoWorker> {
-        let deadline = Instant::now() + TIMEOUT;
+        let deadline = Instant::now() + INVALIDATION_TIMEOUT;
         loop {
             let late = Instant::now() >= deadline;
             let stop = move |unit: &mut Self| match unit.is_pending(ring) {

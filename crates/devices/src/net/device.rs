@@ -246,9 +246,7 @@ impl RawDevice for NetEnd {
         let (end, share) = (self.end, self.share_of(ring));
         let stopped = self.net.shares.on(share, move |unit| unit.stop(end, ring))?.flatten();
         let (next, _) = stopped.ok_or_else(|| HandlerError::new("the ring is not running"))?;
-        next.ok_or_else(|| {
-            HandlerError::new("the ring was not found: nobody knows where it stands")
-        })
+        next.ok_or_else(|| HandlerError::new("the ring was never found: its index is unknown"))
     }
 
     fn forget(&mut self) {

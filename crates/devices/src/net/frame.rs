@@ -87,7 +87,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_frame_tells_its_number(value: u64) {
+        fn a_frame_has_its_number(value: u64) {
             prop_assert_eq!(number(&received(value)), Some(value));
         }
 

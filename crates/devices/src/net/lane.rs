@@ -21,29 +21,29 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
     lane: &mut Lane,
     src: &mut BusRing<'_, S>,
     dst: &mut BusRing<'_, D>,
-    answers: (u64, u64),
+    updates: (u64, u64),
     now_ns: u64,
     timeouts: Timeouts,
 ) -> bool {
-    if lane.sleeps(answers, now_ns) {
-        return lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, timeouts);
+    if lane.sleeps(updates, now_ns) {
+        return lane.waits_for_receiver() && drop_late(lane, src, updates, now_ns, timeouts);
     }
-    if !lane.finds((src.ring, src.bus), answers, now_ns) {
+    if !lane.finds((src.ring, src.bus), updates, now_ns) {
         return false;
     }
     let over = lane.is_over(now_ns, timeouts.whole_ns);
     match dst.ring.ready(dst.bus, now_ns) {
         Ready::Yes => {}
         Ready::Soon if !over => {
-            lane.wait(Side::Target, answers, now_ns);
-            return drop_late(lane, src, answers, now_ns, timeouts);
+            lane.wait(Side::Target, updates, now_ns);
+            return drop_late(lane, src, updates, now_ns, timeouts);
         }
         _ => {
             lane.pause(now_ns);
-            return discard(lane, (src.ring, src.bus), Lost::NoReceiver, answers, now_ns);
+            return discard(lane, (src.ring, src.bus), Lost::NoReceiver, updates, now_ns);
         }
     }
-    let mut round = Round::new(answers, now_ns);
+    let mut round = Round::new(updates, now_ns);
     if over {
         round.lost += give_up(src) + give_up(dst);
         lane.go_on();
@@ -69,7 +69,7 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
         round.publish(dst);
         round.publish(src);
     }
-    did || more || lane.waits_for_receiver() && drop_late(lane, src, answers, now_ns, timeouts)
+    did || more || lane.waits_for_receiver() && drop_late(lane, src, updates, now_ns, timeouts)
 }
 
 /// A translation of the receiver's is missing: packets wait for it, if there are any, or are dropped. True if any
@@ -78,21 +78,21 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
 fn drop_late<S: Lasting>(
     lane: &mut Lane,
     src: &mut BusRing<'_, S>,
-    answers: (u64, u64),
+    updates: (u64, u64),
     now_ns: u64,
     timeouts: Timeouts,
 ) -> bool {
-    if !lane.finds((src.ring, src.bus), answers, now_ns) {
+    if !lane.finds((src.ring, src.bus), updates, now_ns) {
         return false;
     }
-    if !lane.takes(src.ring, src.bus, (1, answers, now_ns)) {
+    if !lane.takes(src.ring, src.bus, (1, updates, now_ns)) {
         if lane.waits_for_receiver() {
             lane.rests(now_ns);
         }
         return false;
     }
-    let late = lane.lacks_receivers(now_ns, timeouts.receiver_ns);
-    late && discard(lane, (src.ring, src.bus), Lost::Unanswered, answers, now_ns)
+    let late = lane.translations_too_late(now_ns, timeouts.receiver_ns);
+    late && discard(lane, (src.ring, src.bus), Lost::Unanswered, updates, now_ns)
 }
 
 /// Moves a burst; returns what was missing when it ended.
@@ -120,7 +120,7 @@ fn run<S: Lasting, D: Lasting>(
             }
             Step::Missing(side) => return Ok(Some(Want::Translation(side))),
             Step::Full if !whole => return Ok(Some(Want::Translation(Side::Target))),
-            Step::Full if lane.lacks_buffers(round.now_ns) => round.lose(src.ring, Lost::NoRoom),
+            Step::Full if lane.buffers_too_late(round.now_ns) => round.lose(src.ring, Lost::NoRoom),
             Step::Full => return Ok(Some(Want::Buffers)),
             Step::Lost(why) => round.lose(src.ring, why),
         }

@@ -34,14 +34,14 @@ pub(super) struct Outlet {
     /// Whether a driver takes packets at all.
     open: bool,
     /// What is needed before more can be taken in.
-    lacks: Lacks,
+    missing: Missing,
     /// The tap is gone, as far as this driver has found.
     gone: bool,
 }
 
 /// What is missing to take in a packet.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Lacks {
+enum Missing {
     /// A packet.
     Packet,
     /// Buffers.
@@ -66,14 +66,14 @@ impl Outlet {
             vectors: Vec::new(),
             inward: Lane::default(),
             open: false,
-            lacks: Lacks::Ring,
+            missing: Missing::Ring,
             gone: false,
         })
     }
 
     /// What becomes readable when there is something to receive, if that can be received.
     pub(super) fn waker(&self) -> Option<BorrowedFd<'_>> {
-        (self.lacks == Lacks::Packet).then(|| self.readable.as_fd())
+        (self.missing == Missing::Packet).then(|| self.readable.as_fd())
     }
 
     /// Whether there is something to receive that can be received.
@@ -91,19 +91,19 @@ impl Outlet {
             self.tap.attach(self.queue, open);
             self.open = open;
             (self.waiting, self.inward) = (None, Lane::default());
-            (self.lacks, self.gone) = (Lacks::Ring, false);
+            (self.missing, self.gone) = (Missing::Ring, false);
         }
     }
 
     /// There is no ring for what comes in.
     pub(super) fn has_no_ring(&mut self, now_ns: u64) {
-        self.lacks = Lacks::Ring;
+        self.missing = Missing::Ring;
         self.inward.end(now_ns);
     }
 
     /// Whether a packet waits for buffers.
     pub(super) fn waits_for_buffers(&self) -> bool {
-        self.lacks == Lacks::Buffers
+        self.missing == Missing::Buffers
     }
 
     /// Packets of a driver go out. True if there were any.
@@ -187,7 +187,7 @@ impl Outlet {
         now_ns: u64,
         timeout_ns: u64,
     ) -> bool {
-        self.lacks = Lacks::Ring;
+        self.missing = Missing::Ring;
         let begun = Round::begin(&mut self.inward, dst, now_ns, timeout_ns);
         let Some(mut round) = begun else { return false };
         while round.has_room() && !self.gone {
@@ -198,7 +198,7 @@ impl Outlet {
             let len = match next {
                 Ok(Some(len)) => len,
                 Ok(None) => {
-                    self.lacks = Lacks::Packet;
+                    self.missing = Missing::Packet;
                     break;
                 }
                 // The kernel cannot describe the packet, and has dropped it.
@@ -238,7 +238,7 @@ impl Outlet {
                 }
                 // The kernel drops what comes meanwhile.
                 Ok(Step::Full) => {
-                    self.lacks = Lacks::Buffers;
+                    self.missing = Missing::Buffers;
                     break;
                 }
                 Err(error) => {

@@ -18,7 +18,7 @@ pub(super) unsafe trait Lasting: Translate {
     fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool;
 
     /// Counts the updates and refusals for misses.
-    fn answers(&self) -> u64;
+    fn updates(&self) -> u64;
 
     /// Counts an access that timed out.
     fn gave_up(&self);
@@ -41,8 +41,8 @@ unsafe impl Lasting for View {
         View::prefetch(self, addr, len, access)
     }
 
-    fn answers(&self) -> u64 {
-        View::answers(self)
+    fn updates(&self) -> u64 {
+        View::updates_seen(self)
     }
 
     fn gave_up(&self) {
@@ -167,7 +167,7 @@ unsafe impl Lasting for Plain<'_> {
         true
     }
 
-    fn answers(&self) -> u64 {
+    fn updates(&self) -> u64 {
         0
     }
 

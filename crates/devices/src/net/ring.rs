@@ -59,7 +59,7 @@ pub(super) struct NetRing {
     /// When the address of the ring, which is unmapped, is looked up again.
     away_until: Option<u64>,
     /// Whether a fault was reported since it was mapped last.
-    told: bool,
+    fault_reported: bool,
     /// The count of binding changes of the endpoint when it was found last.
     found: Option<u64>,
     pub(super) counters: Arc<QueueCounters>,
@@ -88,7 +88,7 @@ impl NetRing {
             enabled: false,
             failed: false,
             away_until: None,
-            told: false,
+            fault_reported: false,
             found: None,
             counters,
             name,
@@ -169,7 +169,7 @@ impl NetRing {
         }
         // A ring that was found under an earlier binding of the endpoint is looked up without
         // reporting faults: firmware has left it, and the driver did not cause the access.
-        let quietly = self.told || self.found.is_some_and(|at| at != bus.bindings());
+        let quietly = self.fault_reported || self.found.is_some_and(|at| at != bus.bindings());
         let queue = &mut self.queue;
         let found = match quietly {
             true => bus.silently(|| queue.revalidate(bus)),
@@ -177,7 +177,7 @@ impl NetRing {
         };
         match found {
             Ok(()) => {
-                (self.away_until, self.told) = (None, false);
+                (self.away_until, self.fault_reported) = (None, false);
                 self.found = Some(bus.bindings());
                 // Kicks could not be suppressed while it was not there, and the polling worker is
                 // awake.
@@ -193,7 +193,7 @@ impl NetRing {
                 Ready::Soon
             }
             Err(RingError::Unreachable { .. }) => {
-                self.told = true;
+                self.fault_reported = true;
                 self.away_until = Some(next_tick(now_ns, AWAY_NS));
                 Ready::No
             }
@@ -323,7 +323,7 @@ impl NetRing {
         let RingAddresses { desc, avail, used, log } = addresses;
         self.log.set_at(&mut self.queue, log);
         self.queue.relocate(desc, avail, used);
-        (self.away_until, self.told, self.found) = (None, false, None);
+        (self.away_until, self.fault_reported, self.found) = (None, false, None);
     }
 
     /// Translates the ring's addresses anew.
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_while_it_is_asked_ahead_is_not_slept_over() {
+    fn what_comes_during_a_prefetch_is_not_slept_over() {
         let ram = GuestRam::new(16 * 4096, 0).unwrap();
         let physical = Physical::new(Memory::of_ram(&ram).unwrap());
         let bus = Plain::new(&physical);
@@ -428,12 +428,12 @@ mod tests {
         driver.publish();
         assert!(!driver.needs_kick());
         assert!(Round::new((0, 0), 1).end(&mut lane, &mut place), "it looks again");
-        assert!(!ring.arm() && ring.held() == 1, "nobody else would say so");
+        assert!(!ring.arm() && ring.held() == 1, "no kick would report it");
     }
 
     // rule D22
     #[test]
-    fn a_ring_that_is_found_late_or_elsewhere_asks_for_kicks_only_before_a_sleep() {
+    fn a_ring_that_is_found_late_or_elsewhere_enables_kicks_only_before_a_sleep() {
         for packed in [false, true] {
             let ram = GuestRam::new(16 * 4096, 0).unwrap();
             let physical = Physical::new(Memory::of_ram(&ram).unwrap());

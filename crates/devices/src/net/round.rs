@@ -20,7 +20,7 @@ pub(super) const BURST: usize = 64;
 /// For how many packets misses are sent together once a translation is missing.
 pub(super) const AHEAD: usize = 128;
 /// For how many packets after a miss translations are prefetched.
-const WARY: u64 = 1024;
+const PREFETCH_FOR: u64 = 1024;
 /// Fewer packets than this between two misses mean that prefetched translations are gone, as when a
 /// driver's IOMMU is flushed: all are requested again.
 const FEW: u64 = 8;
@@ -123,7 +123,7 @@ struct Stall {
     side: Side,
     since_ns: u64,
     retry_at: u64,
-    answers: (u64, u64),
+    updates: (u64, u64),
 }
 
 /// What became of a packet.
@@ -144,42 +144,42 @@ pub(super) enum Step {
 struct Late {
     since_ns: Option<u64>,
     /// The sum of the waits that ended before it came.
-    spent_ns: u64,
+    waited_ns: u64,
     /// When it was last found to be too late.
-    in_vain_ns: Option<u64>,
+    late_at_ns: Option<u64>,
 }
 
 impl Late {
     /// It has not come; returns whether packets are dropped, because `most_ns` are over.
     fn is_too_late(&mut self, now_ns: u64, most_ns: u64) -> bool {
         if self.since_ns.is_none()
-            && self.in_vain_ns.take_if(|at| now_ns.saturating_sub(*at) >= DISTRUST_NS).is_some()
+            && self.late_at_ns.take_if(|at| now_ns.saturating_sub(*at) >= DISTRUST_NS).is_some()
         {
-            self.spent_ns = 0;
+            self.waited_ns = 0;
         }
         let since = *self.since_ns.get_or_insert(now_ns);
-        if self.spent_ns.saturating_add(now_ns.saturating_sub(since)) >= most_ns {
-            self.in_vain_ns = Some(now_ns);
+        if self.waited_ns.saturating_add(now_ns.saturating_sub(since)) >= most_ns {
+            self.late_at_ns = Some(now_ns);
         }
-        self.in_vain_ns.is_some()
+        self.late_at_ns.is_some()
     }
 
     /// It has come.
     #[inline]
     fn come(&mut self) {
-        (self.since_ns, self.spent_ns) = (None, 0);
+        (self.since_ns, self.waited_ns) = (None, 0);
     }
 
     /// It is not waited for any more, though it has not come.
     fn pause(&mut self, now_ns: u64) {
         if let Some(since) = self.since_ns.take() {
-            self.spent_ns = self.spent_ns.saturating_add(now_ns.saturating_sub(since));
+            self.waited_ns = self.waited_ns.saturating_add(now_ns.saturating_sub(since));
         }
     }
 
     /// Whether packets wait.
     fn holds(&self) -> bool {
-        self.since_ns.is_some() && self.in_vain_ns.is_none()
+        self.since_ns.is_some() && self.late_at_ns.is_none()
     }
 }
 
@@ -187,7 +187,7 @@ impl Late {
 pub(super) struct Lane {
     stall: Option<Stall>,
     /// For how many more packets translations are prefetched.
-    wary: u64,
+    prefetch_for: u64,
     /// How many packets have passed since a translation was missing.
     passed: u64,
     /// How long the receiver may be without buffers.
@@ -212,7 +212,7 @@ impl Lane {
     pub(super) fn new(grace: Duration) -> Lane {
         Lane {
             stall: None,
-            wary: 0,
+            prefetch_for: 0,
             passed: 0,
             grace,
             too_few: 0,
@@ -230,7 +230,7 @@ impl Lane {
     /// When there is something to do without a notification.
     pub(super) fn next_due(&self) -> Option<u64> {
         let starved = self.buffers.since_ns.filter(|_| self.buffers.holds());
-        let left = self.grace_ns().saturating_sub(self.buffers.spent_ns);
+        let left = self.grace_ns().saturating_sub(self.buffers.waited_ns);
         let starved = starved.map(|since| since.saturating_add(left));
         self.stall.map(|stall| stall.retry_at).or(starved)
     }
@@ -255,18 +255,18 @@ impl Lane {
     }
 
     /// Whether an update or a refusal has arrived since it began to wait.
-    pub(super) fn may_go_on(&self, answers: (u64, u64)) -> bool {
-        self.stall.is_some_and(|stall| stall.answers != answers)
+    pub(super) fn may_go_on(&self, updates: (u64, u64)) -> bool {
+        self.stall.is_some_and(|stall| stall.updates != updates)
     }
 
     /// Whether nothing has changed for what it waits for.
     #[inline]
-    pub(super) fn sleeps(&self, answers: (u64, u64), now_ns: u64) -> bool {
-        self.stall.is_some_and(|stall| stall.answers == answers && now_ns < stall.retry_at)
+    pub(super) fn sleeps(&self, updates: (u64, u64), now_ns: u64) -> bool {
+        self.stall.is_some_and(|stall| stall.updates == updates && now_ns < stall.retry_at)
     }
 
     /// It waits for a translation of this side's, and for nothing else.
-    pub(super) fn wait(&mut self, side: Side, answers: (u64, u64), now_ns: u64) {
+    pub(super) fn wait(&mut self, side: Side, updates: (u64, u64), now_ns: u64) {
         self.buffers.pause(now_ns);
         if side == Side::Source {
             self.translations.pause(now_ns);
@@ -274,7 +274,7 @@ impl Lane {
         let before = self.stall.filter(|stall| stall.side == side);
         let since_ns = before.map_or(now_ns, |stall| stall.since_ns);
         let retry_at = next_tick(now_ns, RETRY_NS);
-        self.stall = Some(Stall { side, since_ns, retry_at, answers });
+        self.stall = Some(Stall { side, since_ns, retry_at, updates });
     }
 
     /// Whether it waits for a translation of the receiver's.
@@ -284,7 +284,7 @@ impl Lane {
 
     /// A packet misses a translation of the receiver's; returns whether it is dropped, because that
     /// is too late.
-    pub(super) fn lacks_receivers(&mut self, now_ns: u64, most_ns: u64) -> bool {
+    pub(super) fn translations_too_late(&mut self, now_ns: u64, most_ns: u64) -> bool {
         self.translations.is_too_late(now_ns, most_ns)
     }
 
@@ -313,13 +313,13 @@ impl Lane {
         &mut self,
         ring: &mut NetRing,
         bus: &B,
-        (many, answers, now_ns): (usize, (u64, u64), u64),
+        (many, updates, now_ns): (usize, (u64, u64), u64),
     ) -> bool {
         match ring.take(bus, many) {
             Ok(whole) if whole || ring.held() > 0 => {
                 self.stall.take_if(|stall| stall.side == Side::Source);
             }
-            Ok(_) => self.wait(Side::Source, answers, now_ns),
+            Ok(_) => self.wait(Side::Source, updates, now_ns),
             Err(error) => {
                 ring.fail(error);
                 return false;
@@ -336,21 +336,21 @@ impl Lane {
     /// arrive while other packets are moved.
     #[inline]
     fn look_ahead(&mut self, look: impl FnOnce() -> bool) {
-        if self.wary > 0 && !look() {
-            self.wary = WARY;
+        if self.prefetch_for > 0 && !look() {
+            self.prefetch_for = PREFETCH_FOR;
         }
     }
 
     /// A translation is missing; returns whether all are to be requested again.
-    fn lacks(&mut self) -> bool {
-        self.wary = WARY;
+    fn miss(&mut self) -> bool {
+        self.prefetch_for = PREFETCH_FOR;
         std::mem::take(&mut self.passed) < FEW
     }
 
     /// Counts packets that have passed.
     #[inline]
     fn pass(&mut self, packets: u64) {
-        self.wary = self.wary.saturating_sub(packets);
+        self.prefetch_for = self.prefetch_for.saturating_sub(packets);
         self.passed += packets;
     }
 
@@ -369,7 +369,7 @@ impl Lane {
 
     /// The receiver has no buffers; returns whether packets are dropped, because it has had none
     /// for too long.
-    pub(super) fn lacks_buffers(&mut self, now_ns: u64) -> bool {
+    pub(super) fn buffers_too_late(&mut self, now_ns: u64) -> bool {
         self.buffers.is_too_late(now_ns, self.grace_ns())
     }
 
@@ -378,7 +378,7 @@ impl Lane {
     pub(super) fn finds<B: Lasting>(
         &mut self,
         (ring, bus): (&mut NetRing, &B),
-        answers: (u64, u64),
+        updates: (u64, u64),
         now_ns: u64,
     ) -> bool {
         match ring.ready(bus, now_ns) {
@@ -388,7 +388,7 @@ impl Lane {
                 false
             }
             Ready::Soon => {
-                self.wait(Side::Source, answers, now_ns);
+                self.wait(Side::Source, updates, now_ns);
                 false
             }
         }
@@ -403,16 +403,16 @@ pub(super) struct Round {
     pub(super) lost: u64,
     /// What was missing when it ended, other than packets or time.
     pub(super) wants: Option<Want>,
-    answers: (u64, u64),
+    updates: (u64, u64),
     pub(super) now_ns: u64,
 }
 
 impl Round {
-    /// A round with nothing done yet. `answers` was read before anything was looked up, so that a
+    /// A round with nothing done yet. `updates` was read before anything was looked up, so that a
     /// later update causes another look.
     #[inline]
-    pub(super) fn new(answers: (u64, u64), now_ns: u64) -> Round {
-        Round { packets: 0, bytes: 0, lost: 0, wants: None, answers, now_ns }
+    pub(super) fn new(updates: (u64, u64), now_ns: u64) -> Round {
+        Round { packets: 0, bytes: 0, lost: 0, wants: None, updates, now_ns }
     }
 
     /// Begins a round of a single ring; `None` if that is not there, or still waits for a
@@ -424,11 +424,11 @@ impl Round {
         now_ns: u64,
         timeout_ns: u64,
     ) -> Option<Round> {
-        let answers = (place.bus.answers(), place.bus.answers());
-        if lane.sleeps(answers, now_ns) || !lane.finds((place.ring, place.bus), answers, now_ns) {
+        let updates = (place.bus.updates(), place.bus.updates());
+        if lane.sleeps(updates, now_ns) || !lane.finds((place.ring, place.bus), updates, now_ns) {
             return None;
         }
-        let mut round = Round::new(answers, now_ns);
+        let mut round = Round::new(updates, now_ns);
         if lane.is_over(now_ns, timeout_ns) {
             round.lost += give_up(place);
             lane.go_on();
@@ -441,8 +441,8 @@ impl Round {
     pub(super) fn take<B: Lasting>(&mut self, place: &mut BusRing<'_, B>) -> bool {
         match place.ring.take(place.bus, BURST) {
             Ok(whole) => {
-                let lacks = !whole && place.ring.held() == 0;
-                self.wants = lacks.then_some(Want::Translation(Side::Source));
+                let missing = !whole && place.ring.held() == 0;
+                self.wants = missing.then_some(Want::Translation(Side::Source));
             }
             Err(error) => {
                 place.ring.fail(error);
@@ -481,8 +481,8 @@ impl Round {
             if self.packets > 0 {
                 lane.go_on();
             }
-            ask(lane.lacks());
-            lane.wait(side, self.answers, self.now_ns);
+            ask(lane.miss());
+            lane.wait(side, self.updates, self.now_ns);
         } else {
             lane.go_on();
             match self.wants {
@@ -545,10 +545,10 @@ pub(super) fn discard<S: Lasting>(
     lane: &mut Lane,
     (ring, bus): (&mut NetRing, &S),
     why: Lost,
-    answers: (u64, u64),
+    updates: (u64, u64),
     now_ns: u64,
 ) -> bool {
-    if !lane.finds((ring, bus), answers, now_ns) || !lane.takes(ring, bus, (BURST, answers, now_ns))
+    if !lane.finds((ring, bus), updates, now_ns) || !lane.takes(ring, bus, (BURST, updates, now_ns))
     {
         return false;
     }
@@ -564,7 +564,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_too_late_once_is_not_waited_for_again_at_once() {
+    fn a_receiver_that_was_too_late_is_not_waited_for_again_at_once() {
         let mut late = Late::default();
         assert!(!late.is_too_late(1, 100) && late.holds());
         assert!(!late.is_too_late(100, 100) && late.holds());
@@ -587,13 +587,13 @@ mod tests {
 
     #[test]
     fn buffers_and_translations_are_late_by_themselves() {
-        let (mut lane, answers) = (Lane::default(), (0, 0));
-        assert!(!lane.lacks_buffers(0) && lane.lacks_buffers(lane.grace_ns()));
-        lane.wait(Side::Target, answers, 5);
-        assert!(!lane.lacks_receivers(5, 100) && lane.holds_packets());
-        assert!(lane.lacks_receivers(105, 100) && !lane.holds_packets());
+        let (mut lane, updates) = (Lane::default(), (0, 0));
+        assert!(!lane.buffers_too_late(0) && lane.buffers_too_late(lane.grace_ns()));
+        lane.wait(Side::Target, updates, 5);
+        assert!(!lane.translations_too_late(5, 100) && lane.holds_packets());
+        assert!(lane.translations_too_late(105, 100) && !lane.holds_packets());
         // The lane waits for translations of the sender.
-        lane.wait(Side::Source, answers, 106);
+        lane.wait(Side::Source, updates, 106);
         assert!(lane.holds_packets());
         lane.pause(107);
         assert!(lane.holds_packets() && !lane.waits_for_buffers() && lane.next_due().is_some());
@@ -602,39 +602,40 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_for_a_translation_looks_for_no_buffers_meanwhile() {
+    fn a_lane_that_waits_for_a_translation_does_not_wait_for_buffers() {
         for side in [Side::Source, Side::Target] {
             let mut lane = Lane::default();
-            assert!(!lane.lacks_buffers(7) && lane.waits_for_buffers());
+            assert!(!lane.buffers_too_late(7) && lane.waits_for_buffers());
             assert_eq!(lane.next_due(), Some(7 + lane.grace_ns()));
             lane.wait(side, (0, 0), lane.grace_ns());
             assert!(!lane.waits_for_buffers());
             assert_eq!(lane.next_due(), Some(lane.grace_ns() + RETRY_NS));
             // The time before counts, unless a packet passes.
             lane.go_on();
-            assert!(!lane.lacks_buffers(RETRY_NS + lane.grace_ns()));
-            assert!(lane.lacks_buffers(RETRY_NS + lane.grace_ns() + 7));
+            assert!(!lane.buffers_too_late(RETRY_NS + lane.grace_ns()));
+            assert!(lane.buffers_too_late(RETRY_NS + lane.grace_ns() + 7));
         }
         let mut lane = Lane::default();
-        assert!(!lane.lacks_buffers(7));
+        assert!(!lane.buffers_too_late(7));
         lane.wait(Side::Target, (0, 0), lane.grace_ns());
         lane.fed();
         assert!(
-            !lane.lacks_buffers(lane.grace_ns()) && !lane.lacks_buffers(2 * lane.grace_ns() - 1)
+            !lane.buffers_too_late(lane.grace_ns())
+                && !lane.buffers_too_late(2 * lane.grace_ns() - 1)
         );
     }
 
     #[test]
     fn a_round_that_ends_for_want_of_nothing_leaves_nothing_to_wait_for() {
         let mut lane = Lane::default();
-        assert!(!lane.lacks_buffers(7) && !lane.lacks_receivers(7, 100));
+        assert!(!lane.buffers_too_late(7) && !lane.translations_too_late(7, 100));
         // The packet that waited was dropped.
         let mut round = Round::new((0, 0), 9);
         round.lost = 1;
         assert!(round.settle(&mut lane, |_| true));
         assert!(lane.next_due().is_none() && !lane.holds_packets());
         // Another finds none.
-        assert!(!lane.lacks_buffers(20));
+        assert!(!lane.buffers_too_late(20));
         round.wants = Some(Want::Buffers);
         round.settle(&mut lane, |_| true);
         assert!(lane.waits_for_buffers() && lane.next_due().is_some());

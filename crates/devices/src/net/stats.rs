@@ -48,7 +48,7 @@ impl Lost {
             Lost::Malformed => "no packet, or no buffer",
             Lost::TooLong => "longer than the receiver's buffers",
             Lost::NoRoom => "the receiver had no buffers",
-            Lost::NoReceiver => "nobody receives",
+            Lost::NoReceiver => "no receiver",
             Lost::Unreachable => "memory that cannot be reached",
             Lost::Unanswered => "a translation that did not come",
             Lost::Offload => "work left that the receiver cannot do",

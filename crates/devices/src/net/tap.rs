@@ -45,7 +45,7 @@ pub struct Tap {
 #[non_exhaustive]
 pub enum TapError {
     /// A name that no network interface can have.
-    #[error("{0:?} is no name of a network interface: 1 to 15 letters")]
+    #[error("{0:?} is not a name of a network interface: 1 to 15 letters")]
     Name(String),
     /// The kernel has no tap devices.
     #[error("/dev/net/tun: {0} (is the module `tun` loaded, and the device in this container?)")]
@@ -62,7 +62,7 @@ pub enum TapError {
         source: io::Error,
     },
     /// It is there, but of another kind or in use.
-    #[error("{name}: {source}; is it in use, no tap, or made without multi_queue?")]
+    #[error("{name}: {source}; is it in use, not a tap, or made without multi_queue?")]
     Other {
         /// The tap.
         name: String,
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_station_is_announced_by_a_question_for_its_own_address() {
+    fn a_station_is_announced_by_a_request_for_its_own_address() {
         let frame = rarp([2, 0, 0, 0, 0, 7]);
         assert_eq!(frame[..6], [0xff; 6]);
         assert_eq!(frame[6..14], [2, 0, 0, 0, 0, 7, 0x80, 0x35]);

@@ -378,18 +378,18 @@ impl Unit for NetUnit {
         // See `Wake::wake`.
         fence(Ordering::SeqCst);
         let mut more = false;
-        let answers = self.ends.iter().map(|end| end.bus.as_ref().map_or(0, Bus::answers));
-        let answers: [u64; 2] = {
-            let mut each = answers.cycle();
+        let updates = self.ends.iter().map(|end| end.bus.as_ref().map_or(0, Bus::updates));
+        let updates: [u64; 2] = {
+            let mut each = updates.cycle();
             std::array::from_fn(|_| each.next().unwrap_or(0))
         };
         for at in 0..self.ends.len() {
-            let answers = (answers[at], answers[1 - at]);
+            let updates = (updates[at], updates[1 - at]);
             for pair in 0..self.ends[at].lanes.len() {
                 let End { transmit, lanes, .. } = &mut self.ends[at];
                 let (Some(ring), lane) = (&mut transmit[pair], &lanes[pair]) else { continue };
                 // Packets that would only wait are no reason to stay awake.
-                more |= lane.may_go_on(answers) || !lane.holds_packets() && ring.arm();
+                more |= lane.may_go_on(updates) || !lane.holds_packets() && ring.arm();
                 // Once packets are dropped there is nothing to do before there are others.
                 if lane.waits_for_buffers() {
                     // Another lane may have taken some since.
@@ -404,10 +404,10 @@ impl Unit for NetUnit {
                 let ring = self.ends[0].receive[pair].as_mut();
                 more |= ring.is_some_and(|ring| ring.arm());
             }
-            more |= outlet.is_due() || outlet.inward.may_go_on((answers[0], answers[0]));
+            more |= outlet.is_due() || outlet.inward.may_go_on((updates[0], updates[0]));
         }
         for (pair, probe) in self.probes.iter().enumerate() {
-            more |= probe.inward.may_go_on((answers[0], answers[0]));
+            more |= probe.inward.may_go_on((updates[0], updates[0]));
             let ring = self.ends[0].receive[pair].as_mut();
             more |= ring.is_some_and(|ring| !probe.inward.is_stalled() && ring.arm());
         }

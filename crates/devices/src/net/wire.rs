@@ -286,9 +286,9 @@ mod tests {
                 let mut header = header(1, gso_type);
                 assert!(header.received(!0, 1, 100).is_ok(), "{gso_type}");
                 change(&mut header);
-                let (got, told) = (header.received(!0, 1, 100), format!("{at} {gso_type}"));
-                assert_eq!(got, Err(Lost::Malformed), "{told}");
-                assert_eq!(header.described(100), Err(Lost::Malformed), "{told}");
+                let (got, case) = (header.received(!0, 1, 100), format!("{at} {gso_type}"));
+                assert_eq!(got, Err(Lost::Malformed), "{case}");
+                assert_eq!(header.described(100), Err(Lost::Malformed), "{case}");
             }
         }
         for gso_type in (0..=255).filter(|kind| ![0, 1, 3, 4, 5, 0x81, 0x84].contains(kind)) {

@@ -51,7 +51,7 @@ struct Answer {
     /// How many bytes it writes to the data, from the beginning.
     writes: usize,
     /// How many it reports as written, the status included.
-    says: u32,
+    reports: u32,
     status: u8,
 }
 
@@ -66,11 +66,11 @@ impl Liar {
         self.view.online();
         let mut chain = Chain::new();
         while self.ring.pop(&self.view, &mut chain).unwrap() {
-            let Answer { writes, says, status } = answers.next().expect("an answer for each");
+            let Answer { writes, reports, status } = answers.next().expect("an answer for each");
             chain.write_at(&self.view, 0, &vec![0xd0; writes]).unwrap();
             let last = chain.writable_len() - 1;
             chain.write_at(&self.view, last, &[status]).unwrap();
-            self.ring.push_used(chain.head(), says);
+            self.ring.push_used(chain.head(), reports);
         }
         let _ = self.ring.publish_used();
         self.view.offline();
@@ -232,10 +232,10 @@ fn what_the_device_did_not_write_stays_as_it_was() {
         // An ID is 20 bytes long, however large the buffer.
         let buffer = bench.buffers(&[1024]).remove(0);
         let done = bench.once(Kind::GetId, 0, buffer);
-        let told = done.outcome.unwrap();
+        let outcome = done.outcome.unwrap();
         let bytes = whole(done.buffer);
-        assert!(told.ok && bytes.starts_with(ID.as_bytes()), "{written:?}");
-        let len = told.written as usize - 1;
+        assert!(outcome.ok && bytes.starts_with(ID.as_bytes()), "{written:?}");
+        let len = outcome.written as usize - 1;
         assert!(len < 1024 && bytes[len..].iter().all(|&byte| byte == OWN), "{written:?}");
         // Beyond the disk's end.
         let buffer = bench.buffers(&[1024]).remove(0);
@@ -248,19 +248,19 @@ fn what_the_device_did_not_write_stays_as_it_was() {
 }
 
 #[test]
-fn a_device_that_tells_lies_harms_the_buffer_it_was_given_and_nothing_else() {
+fn a_device_that_reports_wrong_lengths_harms_the_buffer_it_was_given_and_nothing_else() {
     // rule L49
     const LEN: usize = 1536;
     let answers = [
-        Answer { writes: LEN, says: LEN as u32 + 1, status: 0 },
+        Answer { writes: LEN, reports: LEN as u32 + 1, status: 0 },
         // Too much: what it never wrote.
-        Answer { writes: 100, says: LEN as u32 + 1, status: 0 },
-        Answer { writes: 0, says: LEN as u32 + 1, status: 1 },
+        Answer { writes: 100, reports: LEN as u32 + 1, status: 0 },
+        Answer { writes: 0, reports: LEN as u32 + 1, status: 1 },
         // Too little.
-        Answer { writes: LEN, says: 101, status: 0 },
-        Answer { writes: LEN, says: 1, status: 0 },
-        Answer { writes: LEN, says: 0, status: 0 },
-        Answer { writes: 100, says: 51, status: 1 },
+        Answer { writes: LEN, reports: 101, status: 0 },
+        Answer { writes: LEN, reports: 1, status: 0 },
+        Answer { writes: LEN, reports: 0, status: 0 },
+        Answer { writes: 100, reports: 51, status: 1 },
     ];
     for written in [Written::Unknown, Written::Reported] {
         let mut bench = bench(config(Policy::Bounce, written), true);
@@ -282,12 +282,12 @@ fn a_device_that_tells_lies_harms_the_buffer_it_was_given_and_nothing_else() {
         bench.queue.publish().unwrap();
         bench.liar.as_mut().unwrap().serve(&mut answers.iter().copied());
         for (n, done) in bench.reap(7) {
-            let Answer { writes, says, status } = answers[n as usize];
-            let told = done.outcome.unwrap();
-            assert_eq!((told.ok, told.written), (status == 0 && says > 0, says));
-            let said = (says as usize).saturating_sub(1);
+            let Answer { writes, reports, status } = answers[n as usize];
+            let outcome = done.outcome.unwrap();
+            assert_eq!((outcome.ok, outcome.written), (status == 0 && reports > 0, reports));
+            let reported = (reports as usize).saturating_sub(1);
             for (at, byte) in whole(done.buffer).into_iter().enumerate() {
-                let wanted = match (at < said, at < writes) {
+                let wanted = match (at < reported, at < writes) {
                     (false, _) => OWN,
                     (true, true) => 0xd0,
                     // Claimed, and never written: its own bytes, or none at all. Never another's.
@@ -309,7 +309,7 @@ fn a_length_beyond_the_buffer_breaks_the_ring_and_loses_no_slot() {
             bench.queue.submit(Kind::In, 0, buffer, n as u64).unwrap();
         }
         bench.queue.publish().unwrap();
-        let answer = |says| Answer { writes: 512, says, status: 0 };
+        let answer = |reports| Answer { writes: 512, reports, status: 0 };
         let mut answers = [answer(514), answer(513)].into_iter();
         bench.liar.as_mut().unwrap().serve(&mut answers);
         let reaped = bench.queue.reap(64, |_, _| unreachable!(), |_| ());
@@ -319,7 +319,7 @@ fn a_length_beyond_the_buffer_breaks_the_ring_and_loses_no_slot() {
 }
 
 #[test]
-fn what_was_never_asked_is_left_alone() {
+fn what_was_never_submitted_is_left_alone() {
     // rule L49
     for written in [Written::Unknown, Written::Reported] {
         let config = DmaConfig { max_segment: PAGE as u64, ..config(Policy::Bounce, written) };

@@ -10,8 +10,8 @@ use zerocopy::IntoBytes;
 
 use crate::rig::*;
 
-/// Breaks one queue of two and checks that it stops, with a reason that says `why`, that nothing
-/// else does, and that it can be started again.
+/// Breaks one queue of two and checks that it stops, with a reason that contains `why`, that
+/// nothing else does, and that it can be started again.
 fn breaks(translated: bool, why: &str, corrupt: impl FnOnce(&mut RawQueue)) {
     let mut rig = Rig::new(Setup::new(translated));
     let (mut bad, mut good) = (rig.queue(0), rig.queue(1));
@@ -19,9 +19,9 @@ fn breaks(translated: bool, why: &str, corrupt: impl FnOnce(&mut RawQueue)) {
     good.go_round();
     let before = bad.used_index();
     corrupt(&mut bad);
-    assert!(wait_for(&bad.err, LONG), "the front end is not told: {why}");
+    assert!(wait_for(&bad.err, LONG), "the front end gets no error event: {why}");
     let error = rig.failure(0).expect("the queue has stopped");
-    assert!(error.contains(why), "{error:?} does not say {why:?}");
+    assert!(error.contains(why), "{error:?} does not contain {why:?}");
 
     good.go_round();
     rig.iommu_works();
@@ -92,7 +92,7 @@ fn readable_after_writable_stops_its_queue_alone() {
 }
 
 #[test]
-fn indirect_tables_that_make_no_sense_stop_their_queue_alone() {
+fn invalid_indirect_tables_stop_their_queue_alone() {
     let table = |ring: &RawQueue| ring.bus + TABLE_AT as u64;
     breaks_either_way("is itself indirect", |ring| {
         ring.page.write(TABLE_AT, &desc_bytes(table(ring), 16, DESC_F_INDIRECT, 0));
@@ -187,7 +187,7 @@ fn an_address_that_leads_nowhere_fails_its_request_and_no_more() {
 }
 
 #[test]
-fn requests_that_make_no_sense_are_answered_and_the_queue_goes_on() {
+fn invalid_requests_are_completed_and_the_queue_goes_on() {
     let mut rig = Rig::new(Setup::new(false));
     let mut queue = rig.queue(0);
     let page = rig.pages(1).gpa();
@@ -225,7 +225,7 @@ fn requests_that_make_no_sense_are_answered_and_the_queue_goes_on() {
 }
 
 #[test]
-fn garbage_written_under_a_running_ring_harms_nobody_else() {
+fn garbage_written_under_a_running_ring_harms_no_other_queue() {
     for translated in [false, true] {
         let mut rig = Rig::new(Setup::new(translated));
         let (mut bad, mut good) = (rig.queue(0), rig.queue(1));

@@ -66,11 +66,11 @@ fn a_device_that_uses_a_stale_address_is_traced_to_the_lines_that_mapped_and_unm
         let Explained::UseAfterUnmap(used) = &explained else { panic!("{explained}") };
         assert!(is_here(&used.mapped, mapped) && is_here(&used.unmapped, unmapped), "{used:?}");
         assert_eq!((used.fault.access, used.direction), (Prot::WRITE, Direction::FromDevice));
-        let said = explained.to_string();
-        assert!(said.starts_with("use after unmap: endpoint 7 wrote"), "{said}");
-        assert!(said.contains("0x1200 into"), "{said}");
-        assert!(said.contains(&format!("unmapped at {}:{unmapped},", file!())), "{said}");
-        assert!(said.contains(&format!("mapped at {}:{mapped},", file!())), "{said}");
+        let text = explained.to_string();
+        assert!(text.starts_with("use after unmap: endpoint 7 wrote"), "{text}");
+        assert!(text.contains("0x1200 into"), "{text}");
+        assert!(text.contains(&format!("unmapped at {}:{unmapped},", file!())), "{text}");
+        assert!(text.contains(&format!("mapped at {}:{mapped},", file!())), "{text}");
     }
 }
 
@@ -86,12 +86,12 @@ fn a_request_in_flight_when_its_buffer_is_dropped_is_found_out() {
     drop(mapping);
     queue.push(0);
     assert_eq!(queue.finish(), IOERR);
-    let said = explain(&mut rig, &dma, iova).to_string();
-    assert!(said.contains("after it was unmapped by a drop"), "{said}");
+    let text = explain(&mut rig, &dma, iova).to_string();
+    assert!(text.contains("after it was unmapped by a drop"), "{text}");
 }
 
 #[test]
-fn what_a_live_mapping_does_not_allow_is_told_too() {
+fn what_a_live_mapping_does_not_allow_is_reported_too() {
     let mut rig = Rig::new(Setup::new(true));
     let mut queue = rig.queue(0);
     let dma = dma(&rig, detecting());

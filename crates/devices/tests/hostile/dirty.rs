@@ -149,9 +149,9 @@ impl Moving {
 }
 
 /// One request: what it is, and its pieces, each with its page, offset and length in sectors.
-type Asked = (u8, u64, Vec<(usize, usize, usize)>);
+type Planned = (u8, u64, Vec<(usize, usize, usize)>);
 
-fn asked() -> impl Strategy<Value = Asked> {
+fn planned() -> impl Strategy<Value = Planned> {
     let piece = (0..PAGES, 0..8usize, 1..=8usize)
         .prop_map(|(page, first, count)| (page, first, count.min(8 - first)));
     (0..4u8, 0..64u64, prop::collection::vec(piece, 1..4))
@@ -176,7 +176,7 @@ proptest! {
     #[test]
     fn exactly_the_pages_that_a_disk_was_read_into_are_marked(
         rounds in prop::collection::vec(
-            (any::<bool>(), any::<bool>(), prop::collection::vec(asked(), 0..8)),
+            (any::<bool>(), any::<bool>(), prop::collection::vec(planned(), 0..8)),
             1..6,
         ),
         translated in any::<bool>(),

@@ -34,7 +34,7 @@ fn events_that_a_front_end_makes_blocking_and_fills_hold_up_no_worker() {
 }
 
 #[test]
-fn what_is_no_eventfd_is_refused_and_the_connection_goes_on() {
+fn what_is_not_an_eventfd_is_refused_and_the_connection_goes_on() {
     let mut rig = Rig::new(Setup::new(false));
     let mut good = rig.queue(1);
     let (reader, writer) = rustix::pipe::pipe().unwrap();

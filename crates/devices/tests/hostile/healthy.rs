@@ -162,7 +162,7 @@ fn no_notification_is_lost_however_both_ends_wait() {
 }
 
 #[test]
-fn a_fault_is_told_although_the_worker_of_the_iommu_sleeps() {
+fn a_fault_is_reported_although_the_worker_of_the_iommu_sleeps() {
     let mut rig = Rig::new(Setup { workers: 2, notify: Notify::Sleep, ..Setup::new(true) });
     // The second queue is the second worker's, the IOMMU's rings are the first one's.
     let mut queue = rig.queue(1);

@@ -224,7 +224,7 @@ fn many_requests_to_a_file_race_with_unmaps_of_their_memory() {
 }
 
 #[test]
-fn a_status_that_cannot_be_written_when_io_ends_is_told_by_the_length() {
+fn a_status_that_cannot_be_written_when_io_ends_is_shown_by_the_length() {
     let mut slow = slow(1);
     slow.complete(1);
     assert_eq!(slow.reader.finish(), OK);

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use ringfence_dma::{Device, DmaConfig, Policy};
 use ringfence_drivers::{
-    blk::{Batching, Completion, DriverQueue, MappedQueue, NotAsked, QueueLayout},
+    blk::{Batching, Completion, DriverQueue, MappedQueue, NotSubmitted, QueueLayout},
     ram::RamPart,
 };
 use ringfence_iommu::Iova;
@@ -165,7 +165,7 @@ fn what_cannot_be_mapped_comes_back_with_the_reason_and_harms_nothing_else() {
     let all = bench.reap(2);
     assert!(all[&1].outcome.unwrap().ok);
     let refused = all[&2].outcome.unwrap_err();
-    assert!(matches!(refused, NotAsked::Map(ringfence_dma::Error::NoIova(_))), "{refused:?}");
+    assert!(matches!(refused, NotSubmitted::Map(ringfence_dma::Error::NoIova(_))), "{refused:?}");
     assert_eq!(all[&2].buffer.window().len(), (PAGES as usize + 1) * PAGE);
     assert_eq!(bench.queue.room(), usize::from(bench.layout.size()));
     bench.assert_no_iova_leaked();

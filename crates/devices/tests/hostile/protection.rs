@@ -234,7 +234,7 @@ fn a_ring_that_is_unmapped_waits_and_goes_on_when_it_is_mapped_again() {
 }
 
 #[test]
-fn a_ring_area_without_the_permission_it_needs_is_no_ring() {
+fn a_ring_area_without_the_permission_it_needs_is_not_used() {
     // rule D22
     let mut rig = Rig::new(Setup::new(true));
     let (mut queue, mut other) = (rig.queue(0), rig.queue(1));

@@ -70,7 +70,7 @@ fn a_truncated_buffer_stops_the_queue_that_meets_it_and_the_process_lives() {
 }
 
 #[test]
-fn a_truncated_ring_stops_and_the_reason_is_said() {
+fn a_truncated_ring_stops_and_the_reason_is_reported() {
     let mut rig = Rig::new(Setup::new(false));
     let other = unsealed();
     rig.share(&[(other.region, &other.file)]);
@@ -92,7 +92,7 @@ fn a_truncated_ring_stops_and_the_reason_is_said() {
 
 /// A device that went on without its record would lose, in a crash, what it must keep.
 #[test]
-fn a_queue_whose_record_is_truncated_stops_and_the_reason_is_said() {
+fn a_queue_whose_record_is_truncated_stops_and_the_reason_is_reported() {
     sigbus::install().unwrap();
     let mut neighbour = Rig::new(Setup::new(false));
     let mut unharmed = neighbour.queue(0);

@@ -31,7 +31,7 @@ fn small(addressing: Addressing, packed: bool, prefill: bool) -> Options {
 fn until(driver: &mut NetDriver, what: &str, mut done: impl FnMut(&mut NetDriver) -> bool) {
     let begun = Instant::now();
     while !done(driver) {
-        driver.answer().unwrap();
+        driver.serve_misses().unwrap();
         assert!(begun.elapsed() < LONG, "this does not come: {what}; {:?}", driver.arrivals());
         if begun.elapsed() > Duration::from_millis(1) {
             std::thread::yield_now();
@@ -89,7 +89,7 @@ fn every_frame_comes_back_by_whatever_addresses() {
 }
 
 #[test]
-fn addresses_of_one_use_are_asked_for_or_pushed_and_taken_back() {
+fn addresses_of_one_use_are_missed_or_pushed_and_invalidated() {
     for (push, packed) in [(false, false), (false, true), (true, false), (true, true)] {
         let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
         let (stream, thread) = connect(&net);

@@ -25,27 +25,27 @@ fn impatient(pairs: u16, timeout: Duration) -> NetOptions {
 }
 
 /// Sends updates for this many pages.
-fn tell(driver: &mut Driver, first: u64, pages: u64) {
+fn update_pages(driver: &mut Driver, first: u64, pages: u64) {
     for page in first..first + pages {
         driver.update(IOVA + page * PAGE, Access::ReadWrite);
     }
 }
 
 /// Sends updates for all rings.
-fn tell_rings(driver: &mut Driver, rings: u64) {
-    tell(driver, 0, 2 * rings);
+fn update_rings(driver: &mut Driver, rings: u64) {
+    update_pages(driver, 0, 2 * rings);
 }
 
 /// Sends updates for all that `pairs` pairs need with buffers of 2048 bytes, except what is sent
 /// beyond the first page: with a short time-out, nothing else may miss.
-fn tell_all(driver: &mut Driver, pairs: u64) {
-    tell_rings(driver, 2 * pairs);
-    tell(driver, SENT_AT / PAGE, 1);
-    (0..pairs).for_each(|pair| tell(driver, BUFFERS_AT / PAGE + pair * 128, 32));
+fn update_all(driver: &mut Driver, pairs: u64) {
+    update_rings(driver, 2 * pairs);
+    update_pages(driver, SENT_AT / PAGE, 1);
+    (0..pairs).for_each(|pair| update_pages(driver, BUFFERS_AT / PAGE + pair * 128, 32));
 }
 
 #[test]
-fn a_ring_whose_translation_is_missing_is_asked_for_and_found() {
+fn a_ring_whose_translation_is_missing_causes_a_miss_and_is_found() {
     // rule D22
     let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
@@ -62,14 +62,14 @@ fn a_ring_whose_translation_is_missing_is_asked_for_and_found() {
 }
 
 #[test]
-fn a_burst_asks_for_all_that_it_lacks_at_once_and_for_nothing_twice() {
+fn a_burst_sends_all_its_misses_at_once_and_none_twice() {
     // rules D16, D17
     let made = IotlbConfig { again: Duration::from_secs(60), ..options(Way::Loopback, 1).iotlb };
     let made = NetOptions { iotlb: made, ..options(Way::Loopback, 1) };
     let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Adaptive).unwrap()].into();
     let net = Net::new(made, Arc::clone(&workers)).unwrap();
     let mut driver = Driver::running(&net, 0, Setup::new(true));
-    tell_rings(&mut driver, 2);
+    update_rings(&mut driver, 2);
     driver.listen();
     let already = driver.misses;
     // Published together: 16 pages that are read, and 16 that are written.
@@ -98,7 +98,7 @@ fn a_burst_asks_for_all_that_it_lacks_at_once_and_for_nothing_twice() {
     let count = pages.len();
     pages.sort_unstable();
     pages.dedup();
-    assert_eq!(pages.len(), count, "asked twice");
+    assert_eq!(pages.len(), count, "a miss was sent twice");
     // No more than what the packets need.
     assert!(count <= 16 + usize::from(SIZE), "{count}");
     until("all packets", &mut [&mut driver], {
@@ -114,7 +114,7 @@ fn a_burst_asks_for_all_that_it_lacks_at_once_and_for_nothing_twice() {
 fn a_translation_that_never_comes_costs_the_packets_that_need_it() {
     let net = device(impatient(2, Duration::from_millis(200)), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup { pairs: 2, ..Setup::new(true) });
-    tell_all(&mut driver, 2);
+    update_all(&mut driver, 2);
     driver.offer_all(0, 2048);
     driver.offer_all(1, 2048);
     // An unknown address: no update ever arrives.
@@ -139,8 +139,8 @@ fn a_translation_that_never_comes_costs_the_packets_that_need_it() {
 fn silence_is_given_up_on_after_a_while() {
     let net = device(impatient(1, Duration::from_millis(100)), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
-    tell_rings(&mut driver, 2);
-    tell(&mut driver, BUFFERS_AT / PAGE, 32);
+    update_rings(&mut driver, 2);
+    update_pages(&mut driver, BUFFERS_AT / PAGE, 32);
     driver.offer_all(0, 2048);
     // Three packets that wait together time out together. No thread reads the misses.
     (0..3).for_each(|n| driver.send(0, &packet(n, 100)));
@@ -163,7 +163,7 @@ fn silence_is_given_up_on_after_a_while() {
 }
 
 #[test]
-fn a_refusal_is_no_reason_to_wait() {
+fn a_refusal_is_not_waited_for() {
     // rule D9: when the miss is sent again, the front end refuses it.
     let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
@@ -202,7 +202,7 @@ fn refuse_unknown(driver: &mut Driver) {
 fn a_buffer_that_cannot_be_reached_costs_no_packet() {
     let net = device(impatient(1, Duration::from_millis(200)), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
-    tell_all(&mut driver, 1);
+    update_all(&mut driver, 1);
     driver.offer(0, 1 << 30, 2048);
     driver.offer(0, BUFFERS_AT, 2048);
     driver.send(0, &packet(1, 100));
@@ -309,13 +309,13 @@ fn no_packet_is_lost_when_all_translations_go() {
 }
 
 #[test]
-fn a_sender_s_misses_and_a_receiver_s_are_told_apart() {
+fn misses_of_a_sender_and_of_a_receiver_are_distinguished() {
     // The receiver's misses are for writing, the sender's for reading.
     let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
     let mut sender = Driver::running(&net, 0, Setup::new(true));
     let mut receiver = Driver::running(&net, 1, Setup::new(true));
-    tell_rings(&mut sender, 2);
-    tell_rings(&mut receiver, 2);
+    update_rings(&mut sender, 2);
+    update_rings(&mut receiver, 2);
     receiver.offer_all(0, PAGE as u32);
     sender.send(0, &packet(1, 100));
     for driver in [&mut sender, &mut receiver] {
@@ -352,7 +352,7 @@ fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
         });
         // The receiver's own time-out is not over.
         assert_eq!((lost(), net.iotlb(1).timeouts), (8 * round, 0));
-        tell_rings(&mut receiver, 1);
+        update_rings(&mut receiver, 1);
     }
     sender.send(0, &packet(9, 100));
     until("a packet", &mut [&mut sender, &mut receiver], |drivers| {

@@ -166,7 +166,7 @@ fn without_mergeable_buffers_a_packet_takes_one_or_is_lost() {
 }
 
 #[test]
-fn what_is_no_packet_is_dropped_and_counted() {
+fn what_is_not_a_packet_is_dropped_and_counted() {
     let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(false));
     driver.offer_all(0, 2048);
@@ -370,7 +370,7 @@ fn a_driver_that_is_gone_makes_room_for_the_next() {
 }
 
 #[test]
-fn a_device_tells_what_it_is() {
+fn a_device_reports_what_it_is() {
     let made =
         NetOptions { mac: Some([2, 3, 4, 5, 6, 7]), mtu: Some(9000), ..options(Way::Loopback, 4) };
     let net = device(made, 1, Notify::Adaptive);

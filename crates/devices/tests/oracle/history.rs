@@ -51,7 +51,7 @@ impl Piece {
 }
 
 #[derive(Default)]
-struct Told {
+struct State {
     pieces: Vec<Piece>,
     /// The pieces that are not closed.
     open: Vec<usize>,
@@ -69,7 +69,7 @@ pub(crate) struct SlotAt {
     pub(crate) prot: Prot,
 }
 
-impl Told {
+impl State {
     fn open_slots(&self) -> impl Iterator<Item = SlotAt> + '_ {
         let pieces = self.open.iter().map(|&at| &self.pieces[at]);
         pieces.filter(|piece| self.slots.contains(&piece.target)).map(|piece| SlotAt {
@@ -85,34 +85,34 @@ impl Told {
 #[derive(Clone, Default)]
 pub(crate) struct History {
     pub(crate) sequence: Sequence,
-    told: Arc<Mutex<Told>>,
+    state: Arc<Mutex<State>>,
 }
 
 impl History {
     /// How many pieces there were so far.
     pub(crate) fn len(&self) -> usize {
-        self.told.lock().pieces.len()
+        self.state.lock().pieces.len()
     }
 
     /// The pieces from number `from` on.
     pub(crate) fn since(&self, from: usize) -> Vec<Piece> {
-        self.told.lock().pieces[from..].to_vec()
+        self.state.lock().pieces[from..].to_vec()
     }
 
     /// From now on, mappings to this memory are slots, and not buffers.
     pub(crate) fn set_slots(&self, slots: core::ops::Range<u64>) {
-        self.told.lock().slots = slots;
+        self.state.lock().slots = slots;
     }
 
     /// The slots that the device reaches.
     pub(crate) fn slots(&self) -> Vec<SlotAt> {
-        self.told.lock().open_slots().collect()
+        self.state.lock().open_slots().collect()
     }
 
     /// Where an access to a slot leads, if it is one that is allowed.
     pub(crate) fn in_slot(&self, addr: u64, wanted: Prot) -> Option<u64> {
-        let told = self.told.lock();
-        let mut here = told.open_slots().filter(|slot| slot.prot.allows(wanted));
+        let state = self.state.lock();
+        let mut here = state.open_slots().filter(|slot| slot.prot.allows(wanted));
         here.find_map(|slot| {
             let at = addr.checked_sub(slot.iova).filter(|at| *at < slot.len)?;
             Some(slot.gpa + at)
@@ -121,68 +121,69 @@ impl History {
 
     /// The numbers of the pieces from number `from` on that lead to buffers.
     pub(crate) fn numbers(&self, from: usize) -> Vec<usize> {
-        let told = self.told.lock();
-        let data = |at: &usize| !told.slots.contains(&told.pieces[*at].target);
-        (from..told.pieces.len()).filter(data).collect()
+        let state = self.state.lock();
+        let data = |at: &usize| !state.slots.contains(&state.pieces[*at].target);
+        (from..state.pieces.len()).filter(data).collect()
     }
 
     pub(crate) fn pieces(&self, numbers: &[usize]) -> Vec<Piece> {
-        let told = self.told.lock();
-        numbers.iter().map(|&at| told.pieces[at].clone()).collect()
+        let state = self.state.lock();
+        numbers.iter().map(|&at| state.pieces[at].clone()).collect()
     }
 
     pub(crate) fn is_slot(&self, piece: &Piece) -> bool {
-        self.told.lock().slots.contains(&piece.target)
+        self.state.lock().slots.contains(&piece.target)
     }
 
     /// Memory of a slot goes back to where it was taken from: no device may reach it.
     pub(crate) fn gives_back(&self, gpa: u64, len: u64) {
-        let mut told = self.told.lock();
-        let held = told.open_slots().find(|slot| slot.gpa < gpa + len && gpa < slot.gpa + slot.len);
+        let mut state = self.state.lock();
+        let held =
+            state.open_slots().find(|slot| slot.gpa < gpa + len && gpa < slot.gpa + slot.len);
         if let Some(held) = held {
-            told.violations.push(format!("memory of {held:x?} is given back"));
+            state.violations.push(format!("memory of {held:x?} is given back"));
         }
     }
 
     /// Whether all of these pieces are closed.
     pub(crate) fn closed(&self, numbers: &[usize]) -> bool {
-        let told = self.told.lock();
-        numbers.iter().all(|&at| told.pieces[at].closed.is_some())
+        let state = self.state.lock();
+        numbers.iter().all(|&at| state.pieces[at].closed.is_some())
     }
 
     /// Whether syncs have reported that the device has all that is mapped from `first` to `last`.
     pub(crate) fn is_ready(&self, first: u64, last: u64) -> bool {
         let range = Range::new(Iova(first), Iova(last)).expect("ordered");
-        let told = self.told.lock();
-        let mapped = told.open.iter().map(|&at| &told.pieces[at]);
+        let state = self.state.lock();
+        let mapped = state.open.iter().map(|&at| &state.pieces[at]);
         mapped.filter(|piece| piece.range.overlaps(range)).all(|piece| piece.ready)
     }
 
     /// Addresses that were mapped while they were still to be kept free (rule L19).
     pub(crate) fn violations(&self) -> Vec<String> {
-        self.told.lock().violations.clone()
+        self.state.lock().violations.clone()
     }
 
     fn map(&self, range: Range, target: u64, prot: Prot) -> usize {
-        let mut told = self.told.lock();
+        let mut state = self.state.lock();
         let mapped = self.sequence.next();
-        let held = told.open.iter().map(|&at| &told.pieces[at]).find(|p| p.range.overlaps(range));
+        let held = state.open.iter().map(|&at| &state.pieces[at]).find(|p| p.range.overlaps(range));
         if let Some(held) = held {
             let violation = format!("{range} is mapped at {mapped} over {held:?}");
-            told.violations.push(violation);
+            state.violations.push(violation);
         }
         let by = thread::current().id();
         let (ready, unmapped, begun, closed) = (false, None, false, None);
         let piece = Piece { range, target, prot, by, mapped, ready, unmapped, begun, closed };
-        told.pieces.push(piece);
-        let number = told.pieces.len() - 1;
-        told.open.push(number);
+        state.pieces.push(piece);
+        let number = state.pieces.len() - 1;
+        state.open.push(number);
         number
     }
 
     fn make_ready(&self, ranges: &[Range]) {
-        let mut told = self.told.lock();
-        let Told { pieces, open, .. } = &mut *told;
+        let mut state = self.state.lock();
+        let State { pieces, open, .. } = &mut *state;
         for &at in open.iter() {
             pieces[at].ready |= ranges.iter().any(|range| range.covers(pieces[at].range));
         }
@@ -191,8 +192,8 @@ impl History {
     /// Calls `each` with every open piece; closes those for which it is true.
     fn close(&self, mut each: impl FnMut(&mut Piece) -> bool) {
         let now = self.sequence.next();
-        let mut told = self.told.lock();
-        let Told { pieces, open, .. } = &mut *told;
+        let mut state = self.state.lock();
+        let State { pieces, open, .. } = &mut *state;
         open.retain(|&at| {
             let closes = each(&mut pieces[at]);
             if closes {
@@ -243,10 +244,10 @@ unsafe impl<D: Domain<Target = GuestPhys>> Domain for Recorded<D> {
         let result = self.inner.map_pages(maps);
         if let Err(Partial { done, .. }) = result {
             // Nothing was changed by these.
-            let mut told = self.history.told.lock();
+            let mut state = self.history.state.lock();
             for &number in &numbers[done..] {
-                told.open.retain(|&at| at != number);
-                let piece = &mut told.pieces[number];
+                state.open.retain(|&at| at != number);
+                let piece = &mut state.pieces[number];
                 piece.closed = Some(piece.mapped);
             }
         }

@@ -41,32 +41,32 @@ fn two_drivers(lie: Lie, fits: impl Fn(Policy) -> bool) -> Option<String> {
 }
 
 #[track_caller]
-fn is_found_out(lie: Lie, found: Option<String>, says: &[&str]) {
+fn is_found_out(lie: Lie, found: Option<String>, texts: &[&str]) {
     let what = found.unwrap_or_else(|| panic!("{lie:?} passes"));
     println!("{lie:?}: {what}");
-    assert!(says.iter().any(|says| what.contains(says)), "{lie:?}: {what}");
+    assert!(texts.iter().any(|text| what.contains(text)), "{lie:?}: {what}");
 }
 
 /// Messages that show that a slot is shared with another mapping.
 const REACHES_OTHERS: &[&str] =
-    &["the device reaches", "where nobody writes", "has written to", "was written after"];
+    &["the device reaches", "where no device writes", "has written to", "was written after"];
 /// Messages that show a breach of protection.
 const REACHES: &[&str] = &["the device reaches", "was written after its unmap"];
 
 #[test]
-fn a_sync_that_waits_for_nobody_is_found_out() {
+fn a_sync_that_does_not_wait_is_found_out() {
     is_found_out(Lie::NoSync, one_driver(Lie::NoSync, Policy::is_strict), REACHES);
     is_found_out(Lie::NoSync, two_drivers(Lie::NoSync, Policy::is_strict), REACHES);
 }
 
 #[test]
-fn a_flush_that_waits_for_nobody_is_found_out() {
+fn a_flush_that_does_not_wait_is_found_out() {
     is_found_out(Lie::NoFlush, one_driver(Lie::NoFlush, Policy::is_lazy), REACHES);
     is_found_out(Lie::NoFlush, two_drivers(Lie::NoFlush, Policy::is_lazy), REACHES);
 }
 
 #[test]
-fn a_map_sync_that_waits_for_nobody_is_found_out() {
+fn a_map_sync_that_does_not_wait_is_found_out() {
     is_found_out(Lie::NoSyncMap, one_driver(Lie::NoSyncMap, |_| true), &["was refused"]);
     is_found_out(Lie::NoSyncMap, two_drivers(Lie::NoSyncMap, |_| true), &["was refused"]);
 }
@@ -90,33 +90,33 @@ fn a_mapping_that_is_too_long_is_found_out() {
 
 #[test]
 fn a_mapping_that_leads_elsewhere_is_found_out() {
-    let says = [
+    let texts = [
         "does not read what is at",
         "was changed",
         "not its own",
         "is found at",
         "of another mapping",
     ];
-    is_found_out(Lie::Elsewhere, one_driver(Lie::Elsewhere, |_| true), &says);
+    is_found_out(Lie::Elsewhere, one_driver(Lie::Elsewhere, |_| true), &texts);
     is_found_out(Lie::Elsewhere, two_drivers(Lie::Elsewhere, |_| true), REACHES);
 }
 
 #[test]
 fn an_untrusted_device_that_is_trusted_is_found_out() {
-    let says = ["the neighbours of", "is lazy"];
-    is_found_out(Lie::Trusts, one_driver(Lie::Trusts, |_| true), &says);
+    let texts = ["the neighbours of", "is lazy"];
+    is_found_out(Lie::Trusts, one_driver(Lie::Trusts, |_| true), &texts);
 }
 
 #[test]
 fn slots_that_share_their_memory_are_found_out() {
-    let says = [
+    let texts = [
         "which is not its own",
         "of another mapping",
         "is found at",
         "was changed",
         "a taken buffer holds",
     ];
-    is_found_out(Lie::OneSlot, one_driver(Lie::OneSlot, |_| true), &says);
+    is_found_out(Lie::OneSlot, one_driver(Lie::OneSlot, |_| true), &texts);
     is_found_out(Lie::OneSlot, two_drivers(Lie::OneSlot, |_| true), REACHES_OTHERS);
 }
 

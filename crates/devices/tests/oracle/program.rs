@@ -37,7 +37,7 @@ use crate::{
     set::{Run, Set, State, runs},
 };
 
-use self::copies::Asked;
+use self::copies::Requested;
 pub(crate) use self::steps::{Step, direction, policy, setup, step};
 
 /// What the program has mapped.
@@ -64,7 +64,7 @@ struct Batches {
 /// A member of a batch that maps.
 struct Coming {
     entry: usize,
-    there: Asked,
+    there: Requested,
     policy: Policy,
 }
 
@@ -195,7 +195,7 @@ impl Program {
         match step {
             Step::Map { pieces, direction, from } => {
                 let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
-                let (there, before) = (Asked::of(&buffer), self.rig.history.len());
+                let (there, before) = (Requested::of(&buffer), self.rig.history.len());
                 match self.dma().map(buffer, *direction) {
                     Ok(mapping) => {
                         let segments = mapping.segments().to_vec();
@@ -212,7 +212,7 @@ impl Program {
                 if list.is_empty() {
                     return Ok(());
                 }
-                let (there, before) = (Asked::of_list(&list), self.rig.history.len());
+                let (there, before) = (Requested::of_list(&list), self.rig.history.len());
                 match self.dma().map_sg(list, *direction) {
                     Ok(mapping) => {
                         let segments = mapping.segments().to_vec();
@@ -223,7 +223,7 @@ impl Program {
             }
             Step::Coherent { pieces, from } => {
                 let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
-                let (there, before) = (Asked::of(&buffer), self.rig.history.len());
+                let (there, before) = (Requested::of(&buffer), self.rig.history.len());
                 let direction = Direction::Bidirectional;
                 match self.dma().alloc_coherent(buffer) {
                     Ok(memory) => {
@@ -235,7 +235,7 @@ impl Program {
             }
             Step::Persistent { pieces, from } => {
                 let Some(buffer) = self.rig.pages.buffer(pieces, *from) else { return Ok(()) };
-                let (there, before) = (Asked::of(&buffer), self.rig.history.len());
+                let (there, before) = (Requested::of(&buffer), self.rig.history.len());
                 let direction = Direction::Bidirectional;
                 match self.dma().map_persistent(buffer, direction) {
                     Ok(mapping) => {
@@ -340,7 +340,7 @@ impl Program {
     fn mapped(
         &mut self,
         segments: &[Segment],
-        there: &Asked,
+        there: &Requested,
         direction: Direction,
         before: usize,
         held: Held,
@@ -377,7 +377,7 @@ impl Program {
     /// Rule L34: the device has the mappings of all that is handed out.
     fn is_ready(&self, runs: &[Run]) -> Result<(), String> {
         match runs.iter().find(|run| !self.rig.history.is_ready(run.iova, run.last())) {
-            Some(run) => Err(format!("{run:x?} was handed out, and no sync has told of it")),
+            Some(run) => Err(format!("{run:x?} was handed out, and no sync has reported it")),
             None => Ok(()),
         }
     }

@@ -133,14 +133,14 @@ struct Live {
     /// Whether it is a copy in a slot.
     copy: bool,
     /// Before the map was called, and after the unmap had returned.
-    asked: u64,
+    requested: u64,
     gone: u64,
 }
 
 /// What is to be mapped, and since when.
-struct Asked {
+struct Requested {
     pieces: Vec<(u64, u64)>,
-    asked: u64,
+    requested: u64,
 }
 
 /// A strict unmap that has returned.
@@ -193,7 +193,7 @@ impl Driver<'_> {
                 let Some(buffer) = self.pages.buffer(&pieces, self.next_target * 7) else {
                     return Ok(());
                 };
-                let there = self.ask(buffer.pieces.clone());
+                let there = self.request(buffer.pieces.clone());
                 if let Ok(mapping) = self.dma.map(buffer, *direction) {
                     self.mapped(mapping.segments(), &there, *direction, mapping.is_bounced())?;
                     self.held.push((self.account.live.len() - 1, Held::One(mapping)));
@@ -203,7 +203,7 @@ impl Driver<'_> {
                 let buffer = |count: &u64| self.pages.buffer(&[(0, count * PAGE)], 0);
                 let list: Vec<_> = counts.iter().filter_map(buffer).collect();
                 let pieces = list.iter().flat_map(|buffer| buffer.pieces.clone()).collect();
-                let there = self.ask(pieces);
+                let there = self.request(pieces);
                 if list.is_empty() {
                     return Ok(());
                 }
@@ -216,7 +216,7 @@ impl Driver<'_> {
                 let Some(buffer) = self.pages.buffer(&[(0, count * PAGE)], 0) else {
                     return Ok(());
                 };
-                let there = self.ask(buffer.pieces.clone());
+                let there = self.request(buffer.pieces.clone());
                 if let Ok(memory) = self.dma.alloc_coherent(buffer) {
                     self.mapped(memory.segments(), &there, Direction::Bidirectional, false)?;
                     self.held.push((self.account.live.len() - 1, Held::Coherent(memory)));
@@ -301,7 +301,7 @@ impl Driver<'_> {
         let mut batch = self.dma.map_batch();
         for count in counts {
             let Some(buffer) = self.pages.buffer(&[(0, count * PAGE)], 0) else { continue };
-            let there = self.ask(buffer.pieces.clone());
+            let there = self.request(buffer.pieces.clone());
             // What is refused at once is undone at once.
             drop(batch.push_sg(vec![buffer], direction, there));
         }
@@ -352,7 +352,7 @@ impl Driver<'_> {
     fn mapped(
         &mut self,
         segments: &[Segment],
-        there: &Asked,
+        there: &Requested,
         direction: Direction,
         copy: bool,
     ) -> Result<(), String> {
@@ -361,7 +361,7 @@ impl Driver<'_> {
             runs(segments, &there.pieces).ok_or("the segments are not as long as the buffer")?;
         for run in &runs {
             if !self.history.is_ready(run.iova, run.last()) {
-                return Err(format!("{run:x?} was handed out, and no sync has told of it"));
+                return Err(format!("{run:x?} was handed out, and no sync has reported it"));
             }
             for at in (0..run.len).step_by(PAGE as usize) {
                 let target = &self.targets[self.next_target % self.targets.len()];
@@ -370,13 +370,13 @@ impl Driver<'_> {
             }
         }
         let (prot, until, gone) = (direction.prot(), u64::MAX, u64::MAX);
-        let asked = there.asked;
-        self.account.live.push(Live { runs, prot, from, until, copy, asked, gone });
+        let requested = there.requested;
+        self.account.live.push(Live { runs, prot, from, until, copy, requested, gone });
         Ok(())
     }
 
-    fn ask(&self, pieces: Vec<(u64, u64)>) -> Asked {
-        Asked { pieces, asked: self.history.sequence.next() }
+    fn request(&self, pieces: Vec<(u64, u64)>) -> Requested {
+        Requested { pieces, requested: self.history.sequence.next() }
     }
 
     fn take(&mut self, which: usize) -> Option<(usize, Held)> {

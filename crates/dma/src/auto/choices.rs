@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_says_what_was_chosen_and_why() {
+    fn the_table_shows_what_was_chosen_and_why() {
         let cell = |copies, reason| CellChoice {
             direction: Direction::FromDevice,
             bytes: 65536,
@@ -245,7 +245,7 @@ mod tests {
             "from device     64 KiB several copy            7            9  1.87x as fast, +-3 %, 4 trials",
             "map             7            9  as fast; CPU of the thread: copy 900 ns, map 400 ns, 1 trial\n",
         ] {
-            assert!(table.contains(wanted), "{wanted:?} lacks in\n{table}");
+            assert!(table.contains(wanted), "{wanted:?} is missing in\n{table}");
         }
     }
 }

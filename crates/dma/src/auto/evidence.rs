@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_trial_that_says_that_it_is_noisy_is_believed_less() {
+    fn a_trial_that_reports_noise_counts_for_less() {
         let mut evidence = Evidence::NONE;
         evidence.add(0.5, 0.04);
         assert_eq!(evidence.verdict(0.03), None);
@@ -117,7 +117,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn few_results_have_the_mean_and_variance_of_the_book(
+        fn few_results_have_the_exact_mean_and_variance(
             results in proptest::collection::vec(-2.0..2.0f64, 1..=8),
         ) {
             let mut evidence = Evidence::NONE;

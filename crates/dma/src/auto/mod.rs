@@ -290,5 +290,5 @@ pub(crate) fn mark(clone: usize, cpu_ns: u64, bytes: u64) -> Mark {
     }
     // The address of a thread-local variable identifies the thread, without a heap allocation.
     let thread = HERE.with(|here| core::ptr::from_ref(here).addr());
-    Mark { who: (thread, clone), cpu_ns, bytes }
+    Mark { source: (thread, clone), cpu_ns, bytes }
 }

@@ -23,7 +23,7 @@ const WARM_NS: u64 = 2 * MS;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Mark {
     /// The thread, and the clone of the device.
-    pub(crate) who: (usize, usize),
+    pub(crate) source: (usize, usize),
     /// Its CPU time.
     pub(crate) cpu_ns: u64,
     /// Bytes that it has mapped.
@@ -177,7 +177,7 @@ fn cpu_per_byte(first: Mark, last: Mark) -> Option<f64> {
     // The CPU times of two threads cannot be compared.
     let bytes = last.bytes.checked_sub(first.bytes).filter(|&bytes| bytes > 0)?;
     let cpu_ns = last.cpu_ns.checked_sub(first.cpu_ns).filter(|&ns| ns > 0)?;
-    (first.who == last.who).then(|| cpu_ns as f64 / bytes as f64)
+    (first.source == last.source).then(|| cpu_ns as f64 / bytes as f64)
 }
 
 fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
@@ -215,7 +215,7 @@ mod tests {
                 if now_ns < wake_ns {
                     continue;
                 }
-                let mark = || Mark { who: (1, 1), cpu_ns, bytes: mappings * LEN };
+                let mark = || Mark { source: (1, 1), cpu_ns, bytes: mappings * LEN };
                 match trial.unmapped(seen, mark) {
                     Next::Wait(until_ns) => wake_ns = until_ns,
                     Next::Slice(copy) => {
@@ -254,7 +254,7 @@ mod tests {
         ) {
             let mut trial = Trial::new(cell(), true, began_ns);
             for (now_ns, mappings, bytes) in seen {
-                let mark = || Mark { who: (1, 1), cpu_ns: bytes, bytes: mappings };
+                let mark = || Mark { source: (1, 1), cpu_ns: bytes, bytes: mappings };
                 let next = trial.unmapped(Seen { now_ns, mappings, bytes }, mark);
                 if let Next::Over(outcome) = next {
                     prop_assert!(outcome.speed.is_finite());
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn threads_are_not_mixed_up() {
-        let mark = |thread, cpu_ns| Mark { who: (thread, 1), cpu_ns, bytes: cpu_ns };
+        let mark = |thread, cpu_ns| Mark { source: (thread, 1), cpu_ns, bytes: cpu_ns };
         assert_eq!(cpu_per_byte(mark(1, 5), mark(1, 10)), Some(1.0));
         assert_eq!(cpu_per_byte(mark(1, 5), mark(2, 10)), None);
         assert_eq!(cpu_per_byte(mark(1, 5), mark(1, 5)), None);

@@ -194,7 +194,7 @@ fn of_equals_the_cheaper_is_taken() {
 }
 
 #[test]
-fn where_nothing_can_be_told_the_calibration_decides() {
+fn where_trials_show_no_difference_the_calibration_decides() {
     for copies in [true, false] {
         let mut world = World::new(32, 10);
         let cost = CopyCost { bytes: 1 << 20, in_ns: 10, out_ns: 10 };

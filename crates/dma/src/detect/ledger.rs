@@ -189,7 +189,7 @@ mod tests {
         Map(u64),
         Unmap(usize),
         Exhausted,
-        Ask(u64),
+        Find(u64),
     }
 
     fn step() -> impl Strategy<Value = Step> {
@@ -197,7 +197,7 @@ mod tests {
             4 => (0..8u64).prop_map(Step::Map),
             4 => any::<usize>().prop_map(Step::Unmap),
             1 => Just(Step::Exhausted),
-            4 => (0..300u64).prop_map(Step::Ask),
+            4 => (0..300u64).prop_map(Step::Find),
         ]
     }
 
@@ -248,7 +248,7 @@ mod tests {
                         prop_assert_eq!(any, !held.is_empty());
                         want.append(&mut held);
                     }
-                    Step::Ask(at) => {
+                    Step::Find(at) => {
                         let iova = Iova(at << 8);
                         let found = ledger.at(iova).map(|found| {
                             (found.range, found.unmapped.as_ref().map(|mark| mark.ns))

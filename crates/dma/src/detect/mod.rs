@@ -97,15 +97,15 @@ pub struct Misuse {
 
 /// The detector of a device: its records, and a lock.
 #[derive(Debug)]
-pub(crate) struct Watchman {
+pub(crate) struct DetectorState {
     ledger: Mutex<Ledger>,
     /// The allocator's granule.
     granule: u64,
 }
 
-impl Watchman {
-    pub(crate) fn new(bounds: Detector, granule: u64) -> Box<Watchman> {
-        Box::new(Watchman { ledger: Mutex::new(Ledger::new(bounds)), granule })
+impl DetectorState {
+    pub(crate) fn new(bounds: Detector, granule: u64) -> Box<DetectorState> {
+        Box::new(DetectorState { ledger: Mutex::new(Ledger::new(bounds)), granule })
     }
 
     /// Records a mapping before its user gets the address.
@@ -202,9 +202,9 @@ impl Display for CallSite {
 }
 
 /// "endpoint 7 read 0x1000".
-struct Deed(Fault);
+struct AccessText(Fault);
 
-impl Display for Deed {
+impl Display for AccessText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Fault { endpoint, access, iova, .. } = self.0;
         let read = access.contains(Prot::READ);
@@ -240,7 +240,7 @@ impl Display for UseAfterUnmap {
             f,
             "use after unmap: {}, {offset:#x} into {}, at most {} after it was unmapped {} \
              (mapped {})",
-            Deed(self.fault),
+            AccessText(self.fault),
             self.range,
             Age(self.age_ns),
             self.unmapped,
@@ -259,21 +259,25 @@ impl Display for Explained {
                     Direction::FromDevice => "only to be written",
                     Direction::Bidirectional => "to be read and written",
                 };
-                write!(f, "wrong direction: {}; {range} is {only} (mapped {mapped})", Deed(*fault))
+                write!(
+                    f,
+                    "wrong direction: {}; {range} is {only} (mapped {mapped})",
+                    AccessText(*fault)
+                )
             }
             Explained::OutOfBounds(Misuse { fault, range, mapped, .. }) => {
                 let (by, side) = beside(*range, fault.iova);
                 write!(
                     f,
                     "out of bounds: {}, {by:#x} bytes {side} {range} (mapped {mapped})",
-                    Deed(*fault)
+                    AccessText(*fault)
                 )
             }
             Explained::Mapped(Misuse { fault, range, mapped, .. }) => write!(
                 f,
                 "{}, which is mapped now; it came before {range} was (mapped {mapped}), or hit a \
                  pad in it",
-                Deed(*fault)
+                AccessText(*fault)
             ),
         }
     }
@@ -299,21 +303,21 @@ mod tests {
         Range::new(Iova(0x10_000), Iova(0x11_fff)).unwrap()
     }
 
-    /// A watchman with one mapping, and the place where that was made.
-    fn watchman(direction: Direction) -> (Box<Watchman>, String) {
-        let watchman = Watchman::new(Detector::default(), 0x1000);
+    /// A detector with one mapping, and the place where that was made.
+    fn detector(direction: Direction) -> (Box<DetectorState>, String) {
+        let detector = DetectorState::new(Detector::default(), 0x1000);
         let here = Location::caller();
-        watchman.mapped(range(), direction, here, 1_000);
-        (watchman, format!("{}:{}", here.file(), here.line()))
+        detector.mapped(range(), direction, here, 1_000);
+        (detector, format!("{}:{}", here.file(), here.line()))
     }
 
     #[test]
-    fn a_use_after_unmap_tells_both_places_and_how_long_ago_at_most() {
-        let (watchman, mapped) = watchman(Direction::FromDevice);
+    fn a_use_after_unmap_report_names_both_places_and_its_greatest_age() {
+        let (detector, mapped) = detector(Direction::FromDevice);
         let here = Location::caller();
-        watchman.unmapping(range(), Some(here), 2_000);
-        watchman.retire(range(), 2_500, &mut |_| panic!("there is room"));
-        let explained = watchman.explain(&fault(0x11_234, Prot::WRITE), 3_002_000).unwrap();
+        detector.unmapping(range(), Some(here), 2_000);
+        detector.retire(range(), 2_500, &mut |_| panic!("there is room"));
+        let explained = detector.explain(&fault(0x11_234, Prot::WRITE), 3_002_000).unwrap();
         let Explained::UseAfterUnmap(used) = &explained else { panic!("{explained}") };
         assert_eq!((used.age_ns, used.range), (3_000_000, range()));
         assert_eq!((used.mapped.ns, used.unmapped.ns), (1_000, 2_000));
@@ -332,48 +336,48 @@ mod tests {
     }
 
     #[test]
-    fn a_drop_tells_no_place_and_says_so() {
-        let (watchman, _) = watchman(Direction::ToDevice);
-        watchman.unmapping(range(), None, 2_000);
+    fn an_unmap_by_a_drop_is_reported_as_one_without_a_place() {
+        let (detector, _) = detector(Direction::ToDevice);
+        detector.unmapping(range(), None, 2_000);
         // The unmap is not over yet, but the device already faulted on it.
-        let said = watchman.explain(&fault(0x10_000, Prot::READ), 2_900).unwrap().to_string();
-        assert!(said.contains("at most 900 ns after it was unmapped by a drop"), "{said}");
+        let text = detector.explain(&fault(0x10_000, Prot::READ), 2_900).unwrap().to_string();
+        assert!(text.contains("at most 900 ns after it was unmapped by a drop"), "{text}");
     }
 
     #[test]
     fn live_mappings_explain_what_they_do_not_allow() {
-        let (watchman, _) = watchman(Direction::ToDevice);
-        let say = |iova, access| watchman.explain(&fault(iova, access), 5_000);
-        let said = say(0x10_004, Prot::WRITE).unwrap();
-        assert!(matches!(said, Explained::WrongDirection(_)), "{said}");
-        assert!(said.to_string().contains("only to be read"), "{said}");
-        assert!(matches!(say(0x10_004, Prot::RW).unwrap(), Explained::WrongDirection(_)));
-        assert!(matches!(say(0x10_004, Prot::READ).unwrap(), Explained::Mapped(_)));
-        let said = say(0x12_000, Prot::READ).unwrap();
-        assert!(matches!(said, Explained::OutOfBounds(_)), "{said}");
-        assert!(said.to_string().contains("0x1 bytes beyond"), "{said}");
-        let said = say(0xf_ff8, Prot::READ).unwrap();
-        assert!(said.to_string().contains("0x8 bytes before"), "{said}");
+        let (detector, _) = detector(Direction::ToDevice);
+        let explain = |iova, access| detector.explain(&fault(iova, access), 5_000);
+        let found = explain(0x10_004, Prot::WRITE).unwrap();
+        assert!(matches!(found, Explained::WrongDirection(_)), "{found}");
+        assert!(found.to_string().contains("only to be read"), "{found}");
+        assert!(matches!(explain(0x10_004, Prot::RW).unwrap(), Explained::WrongDirection(_)));
+        assert!(matches!(explain(0x10_004, Prot::READ).unwrap(), Explained::Mapped(_)));
+        let found = explain(0x12_000, Prot::READ).unwrap();
+        assert!(matches!(found, Explained::OutOfBounds(_)), "{found}");
+        assert!(found.to_string().contains("0x1 bytes beyond"), "{found}");
+        let found = explain(0xf_ff8, Prot::READ).unwrap();
+        assert!(found.to_string().contains("0x8 bytes before"), "{found}");
         // Too far from any mapping: no explanation.
-        assert!(say(0x13_000, Prot::READ).is_none());
-        assert!(say(0xe_fff, Prot::READ).is_none());
-        assert!(say(0, Prot::READ).is_none());
-        assert!(say(u64::MAX, Prot::READ).is_none());
+        assert!(explain(0x13_000, Prot::READ).is_none());
+        assert!(explain(0xe_fff, Prot::READ).is_none());
+        assert!(explain(0, Prot::READ).is_none());
+        assert!(explain(u64::MAX, Prot::READ).is_none());
         let unattached = Fault { reason: FaultReason::NoDomain, ..fault(0x10_004, Prot::WRITE) };
-        assert!(watchman.explain(&unattached, 5_000).is_none());
+        assert!(detector.explain(&unattached, 5_000).is_none());
     }
 
     #[test]
-    fn what_the_allocator_has_back_is_forgotten() {
-        let (watchman, _) = watchman(Direction::ToDevice);
-        watchman.unmapping(range(), None, 2_000);
-        watchman.retire(range(), 2_000, &mut |_| panic!("there is room"));
-        assert_eq!(watchman.held(), (1, 0x2000));
-        assert!(watchman.explain(&fault(0x10_000, Prot::READ), 3_000).is_some());
+    fn what_is_given_back_to_the_allocator_is_forgotten() {
+        let (detector, _) = detector(Direction::ToDevice);
+        detector.unmapping(range(), None, 2_000);
+        detector.retire(range(), 2_000, &mut |_| panic!("there is room"));
+        assert_eq!(detector.held(), (1, 0x2000));
+        assert!(detector.explain(&fault(0x10_000, Prot::READ), 3_000).is_some());
         let mut freed = Vec::new();
-        assert!(watchman.release_all(&mut |range| freed.push(range)));
-        assert_eq!((freed, watchman.held()), (vec![range()], (0, 0)));
-        assert!(watchman.explain(&fault(0x10_000, Prot::READ), 3_000).is_none());
-        assert!(!watchman.release_all(&mut |_| panic!("nothing is left")));
+        assert!(detector.release_all(&mut |range| freed.push(range)));
+        assert_eq!((freed, detector.held()), (vec![range()], (0, 0)));
+        assert!(detector.explain(&fault(0x10_000, Prot::READ), 3_000).is_none());
+        assert!(!detector.release_all(&mut |_| panic!("nothing is left")));
     }
 }

@@ -95,7 +95,7 @@ impl<R: Rules> World<R> {
             match enqueued {
                 Enqueued::Queued { arm, .. } => return arm,
                 Enqueued::Full => self.flush(),
-                Enqueued::Closed => unreachable!("nobody closes these queues"),
+                Enqueued::Closed => unreachable!("these queues are never closed"),
             }
         }
     }

@@ -59,7 +59,7 @@ impl Pace {
     }
 
     /// How late the timer may be before another thread has to flush. `None` without a bound.
-    pub(crate) fn timeout_ns(&self) -> Option<u64> {
+    pub(crate) fn max_late_ns(&self) -> Option<u64> {
         let bound_ns = self.bound_ns.load(Ordering::Relaxed);
         if bound_ns == NEVER {
             return None;
@@ -117,18 +117,18 @@ mod tests {
         let pace = pace(10, None);
         pace.flushed(50 * MS);
         pace.woke(50 * MS);
-        assert_eq!((pace.wait_ns(), pace.timeout_ns()), (10 * MS, None));
+        assert_eq!((pace.wait_ns(), pace.max_late_ns()), (10 * MS, None));
     }
 
     #[test]
     fn the_timer_is_due_early_enough_for_what_flushes_and_wake_ups_take() {
         let pace = pace(1000, Some(80));
         assert_eq!(pace.wait_ns(), 70 * MS, "an eighth, whatever was seen");
-        assert_eq!(pace.timeout_ns(), Some(5 * MS));
+        assert_eq!(pace.max_late_ns(), Some(5 * MS));
         pace.flushed(12 * MS);
         pace.woke(12 * MS);
         assert_eq!(pace.wait_ns(), 50 * MS, "24 ms and a margin of 6");
-        assert_eq!(pace.timeout_ns(), Some(15 * MS), "the flush takes 12 ms and a margin of 3");
+        assert_eq!(pace.max_late_ns(), Some(15 * MS), "the flush takes 12 ms and a margin of 3");
         pace.woke(200 * MS);
         assert_eq!(pace.wait_ns(), 20 * MS, "a quarter at least");
         for _ in 0..100 {
@@ -142,7 +142,7 @@ mod tests {
     fn an_interval_shorter_than_the_bound_stays() {
         let pace = pace(10, Some(80));
         assert_eq!(pace.wait_ns(), 10 * MS);
-        assert_eq!(pace.timeout_ns(), Some(65 * MS));
+        assert_eq!(pace.max_late_ns(), Some(65 * MS));
     }
 
     #[test]
@@ -151,6 +151,6 @@ mod tests {
         pace.flushed(u64::MAX);
         pace.woke(u64::MAX);
         assert!(pace.wait_ns() > 0);
-        assert_eq!(pace.timeout_ns(), Some(0));
+        assert_eq!(pace.max_late_ns(), Some(0));
     }
 }

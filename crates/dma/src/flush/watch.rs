@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_is_done_last_gives_the_iova_back() {
+    fn the_last_of_flush_and_watcher_gives_the_iova_back() {
         let watch = Watch::default();
         assert_eq!(watch.released_at_ns(), None);
         assert!(!watch.release(0));

@@ -76,10 +76,10 @@ pub enum Distrust {
     #[error("it lies behind an external-facing port")]
     ExternalFacing,
     /// The kernel marks it, or something it is attached to, as untrusted.
-    #[error("the kernel calls it untrusted")]
+    #[error("the kernel marks it untrusted")]
     Marked,
     /// Nothing could be determined about it, for example after a [`TrustError`].
-    #[error("nothing could be found out about it")]
+    #[error("its trust could not be determined")]
     Unknown,
 }
 
@@ -208,7 +208,7 @@ impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.policy)?;
         match self.reason {
-            Reason::Asked => f.write_str("as asked for"),
+            Reason::Asked => f.write_str("as requested"),
             Reason::Default => f.write_str("the default"),
             Reason::ConfidentialGuest(guest) => write!(f, "the default of a {guest}"),
             Reason::Instead { of, because } => write!(f, "instead of {of}: {because}"),
@@ -218,7 +218,7 @@ impl fmt::Display for Decision {
 
 /// A policy that was demanded but that the device cannot have (rule L28).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the policy {policy} is demanded and cannot be had: {because}")]
+#[error("the policy {policy} is demanded but not possible: {because}")]
 pub struct Refused {
     /// The demanded policy.
     pub policy: Policy,
@@ -262,7 +262,7 @@ pub fn decide(
 #[non_exhaustive]
 pub enum TrustError {
     /// The path does not lead to a device in sysfs.
-    #[error("{} is no device in sysfs", .0.display())]
+    #[error("{} is not a device in sysfs", .0.display())]
     NotADevice(PathBuf),
     /// A file exists but cannot be read.
     #[error("cannot read {}: {error}", .file.display())]
@@ -273,12 +273,12 @@ pub enum TrustError {
         error: Arc<io::Error>,
     },
     /// A file has invalid contents.
-    #[error("{} says {says:?}, which makes no sense there", .file.display())]
-    Senseless {
+    #[error("{}: invalid contents {contents:?}", .file.display())]
+    Invalid {
         /// Which file.
         file: PathBuf,
         /// Its contents.
-        says: String,
+        contents: String,
     },
 }
 
@@ -294,20 +294,20 @@ mod tests {
     fn the_table_of_decisions() {
         // rule L28
         use Policy::*;
-        let asked = |policy| Ok((policy, Reason::Asked));
+        let granted = |policy| Ok((policy, Reason::Asked));
         let instead = |of, policy| Ok((policy, Reason::Instead { of, because: BECAUSE }));
         let refused = |policy| Err(Refused { policy, because: BECAUSE });
         // trusted | untrusted | untrusted and demanded
         let table = [
-            (Off, asked(Off), instead(Off, StrictMap), refused(Off)),
-            (Strict, asked(Strict), asked(Strict), asked(Strict)),
-            (StrictMap, asked(StrictMap), asked(StrictMap), asked(StrictMap)),
-            (LazySq, asked(LazySq), instead(LazySq, Strict), refused(LazySq)),
-            (LazyMq, asked(LazyMq), instead(LazyMq, Strict), refused(LazyMq)),
-            (LazySqMap, asked(LazySqMap), instead(LazySqMap, StrictMap), refused(LazySqMap)),
-            (LazyMqMap, asked(LazyMqMap), instead(LazyMqMap, StrictMap), refused(LazyMqMap)),
-            (Bounce, asked(Bounce), asked(Bounce), asked(Bounce)),
-            (Auto, asked(Auto), asked(Auto), asked(Auto)),
+            (Off, granted(Off), instead(Off, StrictMap), refused(Off)),
+            (Strict, granted(Strict), granted(Strict), granted(Strict)),
+            (StrictMap, granted(StrictMap), granted(StrictMap), granted(StrictMap)),
+            (LazySq, granted(LazySq), instead(LazySq, Strict), refused(LazySq)),
+            (LazyMq, granted(LazyMq), instead(LazyMq, Strict), refused(LazyMq)),
+            (LazySqMap, granted(LazySqMap), instead(LazySqMap, StrictMap), refused(LazySqMap)),
+            (LazyMqMap, granted(LazyMqMap), instead(LazyMqMap, StrictMap), refused(LazyMqMap)),
+            (Bounce, granted(Bounce), granted(Bounce), granted(Bounce)),
+            (Auto, granted(Auto), granted(Auto), granted(Auto)),
         ];
         assert_eq!(table.map(|row| row.0), Policy::ALL);
         for platform in [Platform::Ordinary, TDX] {
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_lazy_or_unprotected_by_default() {
+    fn no_device_is_lazy_or_unprotected_by_default() {
         let guests = [Guest::Tdx, Guest::Sev, Guest::SecureExecution, Guest::Pef];
         let guests = guests.map(Platform::Confidential);
         for platform in [Platform::Ordinary].into_iter().chain(guests) {
@@ -357,24 +357,24 @@ mod tests {
     }
 
     #[test]
-    fn a_decision_says_how_it_came_about() {
-        let say = |trust, platform, wanted| decide(trust, platform, wanted, false).unwrap();
+    fn a_decision_reports_its_reason() {
+        let decided = |trust, platform, wanted| decide(trust, platform, wanted, false).unwrap();
         assert_eq!(
-            say(UNTRUSTED, TDX, Some(Policy::LazyMqMap)).to_string(),
+            decided(UNTRUSTED, TDX, Some(Policy::LazyMqMap)).to_string(),
             "strict+map: instead of lazy-mq+map: the device is untrusted (it can be removed by the \
              user), so it gets strict protection"
         );
         assert_eq!(
-            say(UNTRUSTED, TDX, None).to_string(),
+            decided(UNTRUSTED, TDX, None).to_string(),
             "strict+map: the default of a confidential guest (TDX)"
         );
         assert_eq!(
-            say(Trust::Trusted, TDX, Some(Policy::LazySq)).to_string(),
-            "lazy-sq: as asked for"
+            decided(Trust::Trusted, TDX, Some(Policy::LazySq)).to_string(),
+            "lazy-sq: as requested"
         );
         assert_eq!(
             decide(Trust::described(false), TDX, Some(Policy::Off), true).unwrap_err().to_string(),
-            "the policy off is demanded and cannot be had: the device is untrusted (it was \
+            "the policy off is demanded but not possible: the device is untrusted (it was \
              described as untrusted), so it gets strict protection"
         );
     }

@@ -84,7 +84,7 @@ impl Platform {
 impl fmt::Display for Platform {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Platform::Ordinary => f.write_str("no confidential guest"),
+            Platform::Ordinary => f.write_str("not a confidential guest"),
             Platform::Confidential(guest) => guest.fmt(f),
         }
     }
@@ -94,7 +94,9 @@ fn is_set(file: &Path) -> Result<bool, TrustError> {
     match read(file)?.as_deref() {
         Some("1") => Ok(true),
         Some("0") | None => Ok(false),
-        Some(says) => Err(TrustError::Senseless { file: file.to_owned(), says: says.to_owned() }),
+        Some(contents) => {
+            Err(TrustError::Invalid { file: file.to_owned(), contents: contents.to_owned() })
+        }
     }
 }
 
@@ -117,7 +119,7 @@ mod tests {
     #[test]
     fn each_kind_of_confidential_guest_is_known_by_its_files() {
         let tdx = CPUINFO.replace("aes", "aes tdx_guest avx");
-        for (file, says, guest) in [
+        for (file, contents, guest) in [
             ("dev/tdx_guest", "", Guest::Tdx),
             ("proc/cpuinfo", tdx.as_str(), Guest::Tdx),
             ("dev/sev-guest", "", Guest::Sev),
@@ -126,16 +128,16 @@ mod tests {
             ("sys/devices/system/cpu/svm", "1\n", Guest::Pef),
         ] {
             let tree = Tree::new();
-            tree.file(file, says);
+            tree.file(file, contents);
             assert_eq!(Platform::detect(tree.path("")).unwrap(), Platform::Confidential(guest));
         }
     }
 
     #[test]
-    fn a_host_that_could_have_such_guests_is_none_itself() {
+    fn a_host_that_could_run_such_guests_is_not_one_itself() {
         let tree = Tree::new();
         let detect = || Platform::detect(tree.path("")).unwrap();
-        assert_eq!(detect(), Platform::Ordinary, "of an empty root nothing is known");
+        assert_eq!(detect(), Platform::Ordinary, "an empty root has no files");
         tree.file("proc/cpuinfo", CPUINFO);
         tree.file("sys/firmware/uv/prot_virt_guest", "0\n");
         tree.file("sys/firmware/uv/prot_virt_host", "1\n");
@@ -144,11 +146,11 @@ mod tests {
     }
 
     #[test]
-    fn a_senseless_file_is_an_error_that_names_it() {
+    fn invalid_contents_are_an_error_that_names_the_file() {
         let tree = Tree::new();
         tree.file("sys/firmware/uv/prot_virt_guest", "perhaps\n");
         let error = Platform::detect(tree.path("")).unwrap_err().to_string();
-        assert!(error.contains("uv/prot_virt_guest says \"perhaps\""), "{error}");
+        assert!(error.contains("uv/prot_virt_guest: invalid contents \"perhaps\""), "{error}");
     }
 
     #[test]

@@ -22,7 +22,7 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.file {
             Some(file) => write!(f, "{} ({})", self.trust, file.display()),
-            None => write!(f, "{}: nothing speaks against it", self.trust),
+            None => write!(f, "{}: nothing marks it as untrusted", self.trust),
         }
     }
 }
@@ -69,20 +69,20 @@ impl Trust {
 /// that the device is attached to.
 fn against(dir: &Path, above: bool) -> Result<Option<(Distrust, PathBuf)>, TrustError> {
     let file = dir.join("removable");
-    if let Some(says) = read(&file)? {
-        match says.as_str() {
+    if let Some(contents) = read(&file)? {
+        match contents.as_str() {
             "removable" => return Ok(Some((Distrust::Removable, file))),
             "fixed" | "unknown" => {}
             "0" | "1" if is_block(dir) => {}
-            _ => return Err(TrustError::Senseless { file, says }),
+            _ => return Err(TrustError::Invalid { file, contents }),
         }
     }
     let file = dir.join("untrusted");
-    if let Some(says) = read(&file)? {
-        match says.as_str() {
+    if let Some(contents) = read(&file)? {
+        match contents.as_str() {
             "1" => return Ok(Some((Distrust::Marked, file))),
             "0" => {}
-            _ => return Err(TrustError::Senseless { file, says }),
+            _ => return Err(TrustError::Invalid { file, contents }),
         }
     }
     // The port itself is part of the machine; devices behind it are not.
@@ -132,32 +132,32 @@ mod tests {
         tree
     }
 
-    fn ask(tree: &Tree) -> Result<Finding, TrustError> {
+    fn find(tree: &Tree) -> Result<Finding, TrustError> {
         Trust::from_sysfs(tree.path(DEVICE))
     }
 
     fn because(tree: &Tree) -> (Distrust, String) {
-        let finding = ask(tree).unwrap();
+        let finding = find(tree).unwrap();
         let Trust::Untrusted { why } = finding.trust else { panic!("{finding}") };
         (why, tree.name(&finding.file.unwrap()))
     }
 
     #[test]
-    fn a_device_that_nothing_is_said_of_is_trusted() {
+    fn a_device_without_marks_is_trusted() {
         let tree = machine();
-        let finding = ask(&tree).unwrap();
+        let finding = find(&tree).unwrap();
         assert_eq!(finding, Finding { trust: Trust::Trusted, file: None });
-        assert_eq!(finding.to_string(), "trusted: nothing speaks against it");
+        assert_eq!(finding.to_string(), "trusted: nothing marks it as untrusted");
         for word in ["fixed\n", "unknown\n"] {
             tree.file(&format!("{DEVICE}/removable"), word);
-            assert_eq!(ask(&tree).unwrap().trust, Trust::Trusted);
+            assert_eq!(find(&tree).unwrap().trust, Trust::Trusted);
         }
         tree.file(&format!("{DEVICE}/untrusted"), "0\n");
-        assert_eq!(ask(&tree).unwrap().trust, Trust::Trusted);
+        assert_eq!(find(&tree).unwrap().trust, Trust::Trusted);
     }
 
     #[test]
-    fn one_that_can_be_removed_is_not_be_it_the_device_or_what_it_hangs_on() {
+    fn a_device_that_can_be_removed_or_is_behind_one_that_can_is_untrusted() {
         for dir in [DEVICE, PORT, ROOT] {
             let tree = machine();
             let file = format!("{dir}/removable");
@@ -165,7 +165,7 @@ mod tests {
             assert_eq!(because(&tree), (Distrust::Removable, file));
             // A device fixed to a removable one is removable.
             tree.file(&format!("{DEVICE}/removable"), "fixed\n");
-            assert_eq!(ask(&tree).unwrap().trust == Trust::Trusted, dir == DEVICE);
+            assert_eq!(find(&tree).unwrap().trust == Trust::Trusted, dir == DEVICE);
         }
     }
 
@@ -179,14 +179,14 @@ mod tests {
     }
 
     #[test]
-    fn what_a_kernel_calls_untrusted_is_believed() {
+    fn what_the_kernel_marks_untrusted_is_untrusted() {
         let tree = machine();
         let file = format!("{PORT}/untrusted");
         tree.file(&file, "1\n");
         assert_eq!(because(&tree), (Distrust::Marked, file.clone()));
-        let said = ask(&tree).unwrap().to_string();
-        assert!(said.starts_with("untrusted: the kernel calls it untrusted ("), "{said}");
-        assert!(said.contains(&file), "{said}");
+        let text = find(&tree).unwrap().to_string();
+        assert!(text.starts_with("untrusted: the kernel marks it untrusted ("), "{text}");
+        assert!(text.contains(&file), "{text}");
     }
 
     #[test]
@@ -208,35 +208,37 @@ mod tests {
         let disk = format!("{DEVICE}/block/sr0");
         tree.file(&format!("{disk}/uevent"), "");
         tree.file(&format!("{disk}/removable"), "1\n");
-        let ask = || Trust::from_sysfs(tree.path(&disk));
-        assert!(matches!(ask(), Err(TrustError::Senseless { .. })), "it is no disk yet");
+        let find = || Trust::from_sysfs(tree.path(&disk));
+        assert!(matches!(find(), Err(TrustError::Invalid { .. })), "it is not a disk yet");
         tree.file("sys/class/block/sr0", "");
         tree.link(&format!("{disk}/subsystem"), "sys/class/block");
-        assert_eq!(ask().unwrap().trust, Trust::Trusted);
+        assert_eq!(find().unwrap().trust, Trust::Trusted);
     }
 
     #[test]
-    fn what_makes_no_sense_or_cannot_be_read_is_an_error_that_names_the_file() {
-        for (name, says) in [("removable", "maybe\n"), ("removable", ""), ("untrusted", "yes\n")] {
+    fn invalid_or_unreadable_contents_are_an_error_that_names_the_file() {
+        for (name, contents) in
+            [("removable", "maybe\n"), ("removable", ""), ("untrusted", "yes\n")]
+        {
             let tree = machine();
             let file = format!("{PORT}/{name}");
-            tree.file(&file, says);
-            let error = ask(&tree).unwrap_err();
-            assert!(matches!(&error, TrustError::Senseless { .. }), "{error}");
+            tree.file(&file, contents);
+            let error = find(&tree).unwrap_err();
+            assert!(matches!(&error, TrustError::Invalid { .. }), "{error}");
             assert!(error.to_string().contains(&file), "{error}");
-            assert!(error.to_string().contains(&format!("{:?}", says.trim_end())), "{error}");
+            assert!(error.to_string().contains(&format!("{:?}", contents.trim_end())), "{error}");
         }
         let tree = machine();
         // A directory where there should be a file.
         let file = format!("{DEVICE}/removable");
         tree.file(&format!("{file}/uevent"), "");
-        let error = ask(&tree).unwrap_err();
+        let error = find(&tree).unwrap_err();
         assert!(matches!(&error, TrustError::Unreadable { .. }), "{error}");
         assert!(error.to_string().contains(&file), "{error}");
     }
 
     #[test]
-    fn what_is_no_device_is_not_taken_for_a_trusted_one() {
+    fn a_path_that_is_not_a_device_is_an_error_and_not_a_trusted_device() {
         let tree = machine();
         let error = |path: &str| Trust::from_sysfs(tree.path(path)).unwrap_err();
         assert!(matches!(error("sys/devices/none"), TrustError::Unreadable { .. }));
@@ -244,7 +246,7 @@ mod tests {
         assert!(matches!(error("sys"), TrustError::NotADevice(_)));
         tree.file("elsewhere/uevent", "");
         assert!(matches!(error("elsewhere"), TrustError::NotADevice(_)));
-        let said = error("sys").to_string();
-        assert!(said.ends_with("sys is no device in sysfs"), "{said}");
+        let text = error("sys").to_string();
+        assert!(text.ends_with("sys is not a device in sysfs"), "{text}");
     }
 }

@@ -28,10 +28,10 @@ impl Tree {
         path.strip_prefix(&self.root).unwrap().to_str().unwrap().to_owned()
     }
 
-    pub(super) fn file(&self, name: &str, says: &str) {
+    pub(super) fn file(&self, name: &str, contents: &str) {
         let file = self.path(name);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
-        fs::write(file, says).unwrap();
+        fs::write(file, contents).unwrap();
     }
 
     pub(super) fn link(&self, name: &str, to: &str) {

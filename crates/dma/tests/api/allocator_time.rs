@@ -62,7 +62,7 @@ fn device(policy: Policy, sample_every: u32) -> Device<Arc<MockDomain>, Slow> {
 }
 
 #[test]
-fn the_allocators_time_is_told_whoever_frees() {
+fn the_allocators_time_is_counted_whichever_call_frees() {
     for policy in Policy::ALL {
         let device = device(policy, 1);
         for n in 1..=100 {
@@ -83,7 +83,7 @@ fn the_allocators_time_is_told_whoever_frees() {
 }
 
 #[test]
-fn a_call_of_the_allocator_in_so_many_is_timed() {
+fn one_call_of_the_allocator_in_n_is_timed() {
     for policy in [Policy::StrictMap, Policy::LazySq] {
         let device = device(policy, 64);
         for n in 0..6400 {

@@ -270,7 +270,7 @@ fn a_copy_that_finds_no_slot_is_mapped() {
 }
 
 #[test]
-fn a_calibration_that_fails_is_told_and_leaves_nothing_reachable() {
+fn a_calibration_that_fails_is_reported_and_leaves_nothing_reachable() {
     let mut world = World::with(Policy::Auto, |domain, _| {
         *domain.broken.lock().unwrap() = Broken { sync: true, ..Broken::default() };
     });
@@ -278,7 +278,7 @@ fn a_calibration_that_fails_is_told_and_leaves_nothing_reachable() {
     assert!(calibration.failed.is_some() && calibration.map_run_ns.is_none(), "{calibration:?}");
     assert_eq!(world.device.stats().quarantined, 1, "the device may still reach it");
     let held = world.pools.stats();
-    assert_eq!((held.slots, held.quarantined_bytes > 0), (0, true), "nor is its slot anybody's");
+    assert_eq!((held.slots, held.quarantined_bytes > 0), (0, true), "its slot is quarantined");
     *world.domain.broken.lock().unwrap() = Broken::default();
     world.read();
     assert_eq!(world.device.choices().unwrap().cells[0].reason, ChoiceReason::Untried);
@@ -309,7 +309,11 @@ fn calibrating_takes_no_more_than_it_may_and_undoes_all() {
     assert!(calibration.took_ns < 200 * MS, "{calibration:?}");
     assert_eq!(calibration.failed, None);
     assert!(calibration.map_run_ns.is_some() && !calibration.copies.is_empty());
-    assert_eq!((device.stats().maps, device.stats().map_calls), (0, 0), "nobody asked for it");
+    assert_eq!(
+        (device.stats().maps, device.stats().map_calls),
+        (0, 0),
+        "calibration is not counted"
+    );
     pools.trim();
     assert_eq!(domain.table.mappings(), 0);
     drop((device, pools));

@@ -79,7 +79,10 @@ fn ranges_that_do_not_touch_share_the_sync_only() {
     batch.finish(|_, returned| drop(returned.unwrap()));
     assert_eq!(count(&bench, |event| matches!(event, Event::Unmap { .. })), 2);
     assert_eq!(count(&bench, |event| *event == Event::Sync), 1);
-    assert!(bench.domain.reach(left.iova().0).is_some(), "what lies between was not theirs");
+    assert!(
+        bench.domain.reach(left.iova().0).is_some(),
+        "what lies between belongs to another mapping"
+    );
     drop(left);
     bench.assert_nothing_leaked();
 }
@@ -125,7 +128,7 @@ fn lazily_what_completes_together_is_one_unmap_and_each_range_waits_for_a_flush(
         stale = stale.take().or(returned.stale);
         count += 1;
     });
-    assert_eq!(count, 5, "a lazy unmap waits for nobody");
+    assert_eq!(count, 5, "a lazy unmap waits for no sync");
     let whole = Range::from_len(Iova(iovas[0]), 0x5000).unwrap();
     assert_eq!(bench.domain.events(), [Event::Unmap { range: whole, queued: true }]);
     assert_eq!((bench.device.stats().queued, bench.device.stats().queued_bytes), (5, 0x5000));
@@ -305,7 +308,7 @@ fn neighbours_pushed_as_one_list_are_one_map_call_and_one_unmap() {
 }
 
 #[test]
-fn a_map_sync_that_fails_undoes_the_whole_batch_and_tells_the_devices_status() {
+fn a_map_sync_that_fails_undoes_the_whole_batch_and_reports_the_devices_status() {
     // rules L29, L33, L34
     for policy in [Policy::StrictMap, Policy::LazyMqMap] {
         for held in [false, true] {

@@ -161,7 +161,11 @@ fn where_it_is_reported_that_alone_comes_back_and_nothing_was_preloaded() {
         let mut mapping = pooled.bench.device.map(buffer, Direction::FromDevice).unwrap();
         assert_eq!(pooled.bench.device.stats().copied_bytes, before, "nothing was loaded");
         let slot = pooled.bench.domain.reach(mapping.iova().0).unwrap().0;
-        assert_eq!(pooled.ram.read(slot, 0x2000), [0; 0x2000], "who had it before left nothing");
+        assert_eq!(
+            pooled.ram.read(slot, 0x2000),
+            [0; 0x2000],
+            "nothing is left of its previous owner"
+        );
         assert!(pooled.device_writes(mapping.iova().0, &[6; 0x1000]));
         mapping.note_written(noted.clone()).unwrap();
         let buffer = mapping.unmap().unwrap();
@@ -272,7 +276,7 @@ fn a_slot_shows_its_next_owner_nothing_of_the_last() {
 }
 
 #[test]
-fn a_late_write_into_a_slot_is_no_bytes_of_anybody() {
+fn a_late_write_into_a_slot_reaches_no_buffer() {
     // A late write of a device to a slot does not reach any buffer by itself; the slot's next owner
     // gets it only where the device reports to have written but has not.
     let pooled = bounce(Written::Reported);
@@ -329,7 +333,7 @@ fn without_pools_an_untrusted_device_maps_only_what_fills_its_granules() {
     let bench = setup(Policy::StrictMap, |config| config.trust = UNTRUSTED).build();
     let error = bench.device.map(Buf::new(&[(0x5100, 0x100)]), Direction::ToDevice).unwrap_err();
     assert!(matches!(error.error(), Error::Neighbours { granule: 4096 }));
-    assert_eq!(bench.domain.events(), [], "nothing was asked");
+    assert_eq!(bench.domain.events(), [], "the domain got no request");
     drop(bench.device.map(Buf::new(&[(0x5000, 0x1000)]), Direction::ToDevice).unwrap());
     assert!(matches!(bench.device.take_buffer(1, Direction::ToDevice), Err(Error::NoPools)));
     bench.assert_nothing_leaked();

@@ -48,13 +48,13 @@ fn it_names_the_lines_that_mapped_and_unmapped() {
     assert_eq!((by.file(), by.line()), (file!(), unmapped));
     assert_eq!(found.age_ns, 7_000_000);
     assert_eq!(found.range.first().0, iova);
-    let said = found.to_string();
-    assert!(said.contains("0x123 into"), "{said}");
-    assert!(said.contains(&format!("at most 7 ms after it was unmapped at {}", file!())), "{said}");
+    let text = found.to_string();
+    assert!(text.contains("0x123 into"), "{text}");
+    assert!(text.contains(&format!("at most 7 ms after it was unmapped at {}", file!())), "{text}");
 }
 
 #[test]
-fn every_way_to_map_and_to_unmap_tells_its_place() {
+fn every_way_to_map_and_to_unmap_records_its_place() {
     let bench = detecting(Policy::StrictMap, 8, 1 << 20);
     let mut iovas = Vec::new();
     let list = bench.device.map_sg(vec![page(), page()], Direction::FromDevice).unwrap();
@@ -189,7 +189,7 @@ fn failures_stay_failures() {
     assert!(mapping.unmap().is_err());
     let stats = bench.device.stats();
     assert_eq!((stats.quarantined, stats.withheld), (1, 0));
-    assert!(used(&bench, iova).is_some(), "the unmap was wanted, if not had");
+    assert!(used(&bench, iova).is_some(), "an unmap was requested, though it failed");
 }
 
 #[test]
@@ -205,7 +205,7 @@ fn nothing_is_known_and_nothing_kept_without_it() {
 }
 
 #[test]
-fn threads_may_map_unmap_and_ask_at_once() {
+fn threads_may_map_unmap_and_explain_faults_at_once() {
     let bench = detecting(Policy::StrictMap, 16, 1 << 20);
     let clock: Arc<dyn Clock> = Arc::clone(&bench.clock) as _;
     std::thread::scope(|scope| {

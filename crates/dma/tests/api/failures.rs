@@ -146,7 +146,7 @@ fn a_drop_whose_invalidation_fails_leaks_the_buffer() {
 }
 
 #[test]
-fn who_knows_that_the_device_is_gone_can_have_the_buffer() {
+fn the_buffer_can_be_taken_out_of_the_error_if_the_device_is_gone() {
     let bench = Bench::new(Policy::StrictMap);
     let mapping = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap();
     bench.domain.fail_after(1);
@@ -157,7 +157,7 @@ fn who_knows_that_the_device_is_gone_can_have_the_buffer() {
 }
 
 #[test]
-fn an_exhausted_address_space_and_a_full_domain_are_told_apart() {
+fn an_exhausted_address_space_and_a_full_domain_are_different_errors() {
     let mut setup = Setup::new(Policy::StrictMap);
     setup.config.limit = Iova(0x10_0fff);
     let bench = setup.build();
@@ -185,7 +185,7 @@ fn an_exhausted_address_space_and_a_full_domain_are_told_apart() {
 }
 
 #[test]
-fn an_error_says_what_it_means_for_who_gets_it() {
+fn an_errors_kind_is_what_it_means_for_the_caller() {
     // rule L47
     let bench = Bench::new(Policy::StrictMap);
     let kind = |error: MapError<Buf>| error.kind();
@@ -193,7 +193,7 @@ fn an_error_says_what_it_means_for_who_gets_it() {
     bench.domain.fail_after(3);
     assert_eq!(kind(map(&bench).unwrap_err()), ErrorKind::Device { status: STATUS });
     let empty = bench.device.map(Buf::new(&[]), Direction::ToDevice).unwrap_err();
-    assert_eq!(empty.kind(), ErrorKind::Senseless);
+    assert_eq!(empty.kind(), ErrorKind::Invalid);
     let mapping = map(&bench).unwrap();
     bench.domain.fail_after(1);
     assert_eq!(mapping.unmap().unwrap_err().kind(), ErrorKind::Device { status: STATUS });
@@ -202,12 +202,12 @@ fn an_error_says_what_it_means_for_who_gets_it() {
         request: Request::new(0x2000).limit(0xfff),
         reason: AllocReason::ApertureTooSmall { first: 0x1000, last: 0xfff },
     });
-    assert_eq!(error.kind(), ErrorKind::Senseless);
+    assert_eq!(error.kind(), ErrorKind::Invalid);
     for (error, wanted) in [
         (DomainError::Gone("unplugged"), ErrorKind::Gone),
         (DomainError::NoMemory, ErrorKind::NoMemory),
         (DomainError::Full { what: "mappings", used: 2, limit: 2 }, ErrorKind::DomainFull),
-        (DomainError::NoPermission(MSI), ErrorKind::Senseless),
+        (DomainError::NoPermission(MSI), ErrorKind::Invalid),
     ] {
         assert_eq!(Error::from(error).kind(), wanted);
         assert_eq!(ErrorKind::of(&error), wanted);
@@ -215,7 +215,7 @@ fn an_error_says_what_it_means_for_who_gets_it() {
 }
 
 #[test]
-fn a_lazy_device_flushes_before_it_says_that_no_iova_is_left() {
+fn a_lazy_device_flushes_before_it_reports_that_no_iova_is_left() {
     // rule L19
     let mut setup = Setup::new(Policy::LazySqMap);
     setup.config.limit = Iova(0x10_0fff);
@@ -233,7 +233,7 @@ fn a_lazy_device_flushes_before_it_says_that_no_iova_is_left() {
 }
 
 #[test]
-fn a_configuration_that_makes_no_sense_is_refused() {
+fn an_invalid_configuration_is_refused() {
     let device = |config: DmaConfig| {
         let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
         let allocator = EagerAllocator::new(4096, domain.log.clone());

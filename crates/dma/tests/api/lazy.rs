@@ -265,7 +265,7 @@ fn a_lazy_unmap_that_fails_keeps_the_buffer() {
 }
 
 #[test]
-fn a_domain_that_cannot_defer_flushes_falls_back_to_strict_and_says_so() {
+fn a_domain_that_cannot_defer_flushes_falls_back_to_strict_and_reports_it() {
     for policy in LAZY {
         let mut setup = Setup::new(policy);
         setup.capabilities = Capabilities::default();
@@ -305,7 +305,7 @@ fn exposure_is_bytes_times_time_until_release() {
 }
 
 #[test]
-fn the_timers_thread_flushes_without_anybody_asking() {
+fn the_timers_thread_flushes_by_itself() {
     // rule L23
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));

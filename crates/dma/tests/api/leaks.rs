@@ -187,10 +187,10 @@ fn a_map_of_any_kind_that_fails_anywhere_leaves_what_there_was() {
                         bench.faulty.inject_error(kind, When::Nth(nth), stage, STATUS);
                         let failed = operation(&bench, &mut kept);
                         let hit = bench.faulty.injected() > 0;
-                        let say = format!("{policy}, {name}, {kind:?} {nth} {stage:?}");
-                        assert_eq!(failed, hit, "{say}");
-                        assert_eq!(bench.assets(), before, "{say}");
-                        assert_eq!(bench.device.stats().quarantined, 0, "{say}");
+                        let case = format!("{policy}, {name}, {kind:?} {nth} {stage:?}");
+                        assert_eq!(failed, hit, "{case}");
+                        assert_eq!(bench.assets(), before, "{case}");
+                        assert_eq!(bench.device.stats().quarantined, 0, "{case}");
                         bench.assert_no_table_is_lost();
                         if !hit {
                             break;
@@ -249,7 +249,7 @@ fn an_exhausted_allocator_and_a_full_domain_leave_what_there_was() {
 }
 
 #[test]
-fn an_unmap_that_fails_keeps_exactly_its_own_and_says_how_much() {
+fn an_unmap_that_fails_keeps_exactly_its_own_and_reports_how_much() {
     for policy in MAPPING {
         for kind in [Kind::Unmap, Kind::Sync] {
             for stage in [Stage::Before, Stage::After] {
@@ -336,7 +336,7 @@ fn a_batch_of_maps_that_fails_anywhere_leaves_what_there_was() {
 }
 
 #[test]
-fn a_batch_of_unmaps_that_fails_keeps_exactly_those_it_says() {
+fn a_batch_of_unmaps_that_fails_keeps_exactly_those_it_reports() {
     let kinds = [Kind::Unmap, Kind::Sync, Kind::SyncEnd];
     for policy in [Policy::Strict, Policy::StrictMap] {
         let mut hits = 0;

@@ -402,7 +402,7 @@ impl Oracle {
             if self.slots.holds(target) {
                 let out = self.pooled.memory.out();
                 let whole = out.get(&target).is_some_and(|len| u128::from(*len) >= range.len());
-                prop_assert!(whole, "the device reaches {target:#x}, which is nobody's slot");
+                prop_assert!(whole, "the device reaches {target:#x}, which is not a slot in use");
                 continue;
             }
             for offset in (0..=range.extent()).step_by(self.granule as usize) {

@@ -80,12 +80,12 @@ fn unmapping_it_is_strict_under_every_policy() {
 fn parts_that_are_not_in_it_have_no_segments() {
     let bench = Bench::new(Policy::StrictMap);
     let persistent = bench.device.map_persistent(buffer(), Direction::ToDevice).unwrap();
-    let ask = |start, end| persistent.segments_for(start..end).map(|_| ()).err();
+    let refusal = |start, end| persistent.segments_for(start..end).map(|_| ()).err();
     let refused = |start, end| Some(OutOfBounds { start, end, len: 0x2e00 });
-    assert_eq!(ask(0x2e00, 0x2e01), refused(0x2e00, 0x2e01));
-    assert_eq!(ask(5, 4), refused(5, 4));
-    assert_eq!(ask(0, u64::MAX), refused(0, u64::MAX));
-    assert_eq!(ask(0, 0x2e00), None);
+    assert_eq!(refusal(0x2e00, 0x2e01), refused(0x2e00, 0x2e01));
+    assert_eq!(refusal(5, 4), refused(5, 4));
+    assert_eq!(refusal(0, u64::MAX), refused(0, u64::MAX));
+    assert_eq!(refusal(0, 0x2e00), None);
     assert_eq!(persistent.segments_for(0x2e00..0x2e00).unwrap().count(), 0);
     assert_eq!(persistent.segments_for(0..0).unwrap().count(), 0);
 }

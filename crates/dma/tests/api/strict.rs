@@ -104,7 +104,7 @@ fn a_domain_of_single_bytes_maps_exactly_the_buffer() {
 }
 
 #[test]
-fn off_maps_nothing_and_tells_the_buffers_own_addresses() {
+fn off_maps_nothing_and_returns_the_buffers_own_addresses() {
     let bench = Bench::new(Policy::Off);
     let pieces = [(0x1000, 0x800), (0x1800, 0x10), (0x9000, 1), (0, 0)];
     let mapping = bench.device.map(Buf::new(&pieces), Direction::ToDevice).unwrap();
@@ -198,7 +198,7 @@ fn the_default_is_strict_and_syncs_maps_once() {
 }
 
 #[test]
-fn sampled_thread_time_is_told_for_maps_and_unmaps_apart() {
+fn sampled_thread_time_is_counted_for_maps_and_unmaps_apart() {
     let mut setup = Setup::new(Policy::StrictMap);
     setup.config.sample_every = 1;
     let bench = setup.build();

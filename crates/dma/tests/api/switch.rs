@@ -100,7 +100,7 @@ fn queues_change_their_kind_and_what_was_queued_is_released() {
 }
 
 #[test]
-fn maps_are_synced_as_the_policy_in_force_says() {
+fn maps_are_synced_as_the_policy_in_force_requires() {
     let bench = Bench::new(Policy::Strict);
     let mut syncs = 0;
     let changes = [Policy::StrictMap, Policy::LazySq, Policy::LazySqMap, Policy::LazyMq];
@@ -137,11 +137,11 @@ fn what_was_pushed_under_another_policy_is_synced_all_the_same() {
 }
 
 #[test]
-fn off_is_refused_and_so_is_what_is_not_off() {
+fn a_change_to_off_or_from_off_is_refused() {
     let all = || Policy::ALL.into_iter().filter(|policy| !policy.bounces());
     for policy in all() {
         let bench = Bench::new(policy);
-        assert_eq!(bench.device.set_policy(policy), Ok(()), "that is no change");
+        assert_eq!(bench.device.set_policy(policy), Ok(()), "that is not a change");
         for other in all().filter(|other| *other != policy) {
             let result = bench.device.set_policy(other);
             if policy == Policy::Off || other == Policy::Off {
@@ -159,7 +159,7 @@ fn off_is_refused_and_so_is_what_is_not_off() {
 }
 
 #[test]
-fn a_domain_that_cannot_defer_flushes_stays_strict_and_says_why() {
+fn a_domain_that_cannot_defer_flushes_stays_strict_and_reports_why() {
     for lazy in LAZY {
         let mut setup = Setup::new(lazy);
         setup.capabilities = Capabilities::default();
@@ -201,7 +201,7 @@ fn a_flush_that_fails_leaves_a_strict_policy_and_its_old_debt_to_the_timer() {
 }
 
 #[test]
-fn no_strict_policy_is_answered_with_success_while_what_was_queued_is_reachable() {
+fn no_change_to_strict_succeeds_while_what_was_queued_is_reachable() {
     // rules L19, L27
     let strict = || Policy::ALL.into_iter().filter(|policy| policy.is_strict());
     for (lazy, first, second) in LAZY
@@ -282,7 +282,7 @@ fn a_device_that_becomes_lazy_has_a_timer_of_its_own_from_then_on() {
 }
 
 #[test]
-fn once_strict_is_in_force_nothing_is_queued_whoever_was_under_way() {
+fn once_strict_is_in_force_no_unmap_that_was_under_way_is_queued() {
     // rules L17, L27
     for lazy in LAZY {
         let mut setup = Setup::new(lazy);

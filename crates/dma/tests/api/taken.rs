@@ -76,7 +76,7 @@ fn a_device_that_is_off_has_no_slots_to_give() {
 }
 
 #[test]
-fn a_watched_slot_is_nobody_elses() {
+fn a_watched_slot_is_not_reused_while_it_is_watched() {
     for batched in [false, true] {
         let pooled = bounce(Written::Unknown);
         let device = &pooled.bench.device;

@@ -24,7 +24,7 @@ fn refused(config: DmaConfig, capabilities: Capabilities) -> SetupError {
 }
 
 #[test]
-fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
+fn an_untrusted_device_is_strict_whatever_the_policy_and_reports_why() {
     // rule L28
     for policy in Policy::ALL {
         let bench = bench(policy, |config| config.trust = UNTRUSTED);
@@ -50,7 +50,7 @@ fn an_untrusted_device_is_strict_whatever_the_policy_and_says_why() {
 }
 
 #[test]
-fn a_driver_that_demands_what_an_untrusted_device_cannot_have_is_refused() {
+fn a_demand_for_a_policy_that_an_untrusted_device_cannot_have_is_refused() {
     // rule L28
     for policy in Policy::ALL.into_iter().filter(|policy| !policy.bounces()) {
         let demand = |trust| DmaConfig { trust, demand: true, ..DmaConfig::new(policy) };
@@ -81,7 +81,7 @@ fn nor_does_a_demand_become_something_else_for_another_reason() {
 }
 
 #[test]
-fn distrust_is_the_reason_that_is_told_first() {
+fn distrust_is_the_first_reason_reported() {
     let detect = Some(Detector::default());
     let bench = bench(Policy::LazySq, |config| {
         *config = DmaConfig { trust: UNTRUSTED, detect, ..config.clone() };

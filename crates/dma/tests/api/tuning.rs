@@ -46,7 +46,7 @@ fn tuned(policy: Policy, change: impl Fn(FlushTuning) -> FlushTuning) -> Bench {
 }
 
 #[test]
-fn a_queue_at_its_mark_makes_the_timer_due_and_nobody_waits() {
+fn a_queue_at_its_mark_makes_the_timer_due_and_no_unmap_waits() {
     // rule L22
     for policy in LAZY {
         let bench = tuned(policy, |linux| FlushTuning { slots: 16, high_water: Some(4), ..linux });
@@ -384,7 +384,7 @@ fn the_timer_is_due_before_a_bound_in_time() {
 }
 
 #[test]
-fn who_unmaps_and_finds_the_timer_overdue_flushes() {
+fn an_unmap_that_finds_the_timer_overdue_flushes() {
     for policy in LAZY {
         let bench = tuned(policy, |linux| FlushTuning {
             interval_ms: 1000,
@@ -413,7 +413,7 @@ fn who_unmaps_and_finds_the_timer_overdue_flushes() {
 }
 
 #[test]
-fn what_was_exposed_for_too_long_is_told_whatever_the_machine_does() {
+fn late_releases_are_reported_however_late_the_timer_is() {
     for policy in [Policy::LazySqMap, Policy::LazyMqMap] {
         let tuning = FlushTuning {
             interval_ms: 1000,
@@ -553,19 +553,19 @@ fn each_kind_of_queue_keeps_its_tuning() {
 }
 
 #[test]
-fn a_tuning_that_makes_no_sense_changes_nothing() {
+fn an_invalid_tuning_changes_nothing() {
     for policy in [Policy::LazySq, Policy::StrictMap] {
         let bench = Bench::new(policy);
         drop(map(&bench));
         let before = (bench.device.stats(), bench.device.flush_tuning());
-        let senseless = [
+        let invalid = [
             FlushTuning { slots: 1, ..FlushTuning::per_cpu() },
             FlushTuning { high_water: Some(256), ..FlushTuning::per_cpu() },
             FlushTuning { interval_ms: 0, ..FlushTuning::per_cpu() },
             FlushTuning { max_exposure_ms: Some(0), ..FlushTuning::per_cpu() },
             FlushTuning { max_exposure_bytes: Some(0), ..FlushTuning::per_cpu() },
         ];
-        for tuning in senseless {
+        for tuning in invalid {
             assert_eq!(bench.device.set_flush_tuning(tuning), Err(tuning.check().unwrap_err()));
             assert_eq!((bench.device.stats(), bench.device.flush_tuning()), before);
             assert_eq!(bench.device.effective_policy(), policy);
@@ -574,7 +574,7 @@ fn a_tuning_that_makes_no_sense_changes_nothing() {
 }
 
 #[test]
-fn waits_are_told_by_what_they_were_for() {
+fn waits_are_counted_by_their_cause() {
     let clock = Arc::new(ManualClock::stepping(10));
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));

@@ -24,7 +24,7 @@ fn a_watched_iova_is_not_reused_while_it_is_watched() {
         assert_ne!(other.iova(), iova);
         drop(stale);
         let third = map(&bench);
-        assert_eq!(third.iova(), iova, "free once nobody watches");
+        assert_eq!(third.iova(), iova, "free once it is no longer watched");
         drop((other, third));
         bench.device.flush().unwrap();
         bench.assert_nothing_leaked();

@@ -38,12 +38,12 @@ pub struct Completion<B> {
     /// Its buffer.
     pub buffer: B,
     /// The device's result, or why the request was not submitted.
-    pub outcome: Result<Done, NotAsked>,
+    pub outcome: Result<Done, NotSubmitted>,
 }
 
 /// Why a request was never submitted to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotAsked {
+pub enum NotSubmitted {
     /// Its buffer, or one that was to be mapped with it, could not be mapped.
     #[error("mapping a buffer: {0}")]
     Map(Error),
@@ -65,7 +65,7 @@ pub enum MappedError {
     #[error("the ring: {0}")]
     Ring(#[from] RingError),
     /// The device completed a request that is not in flight.
-    #[error("the device answered a request that is not under way ({0:#x})")]
+    #[error("the device completed a request that is not in flight ({0:#x})")]
     Stray(u64),
 }
 
@@ -85,7 +85,7 @@ struct Request {
     token: u64,
     /// Its buffer's range among the bytes of its group.
     bytes: core::ops::Range<u64>,
-    outcome: Option<Result<Done, NotAsked>>,
+    outcome: Option<Result<Done, NotSubmitted>>,
 }
 
 /// Requests whose buffers are one transfer. Without requests: a mapping of the caller's.
@@ -281,7 +281,7 @@ where
     fn advance(&mut self) -> Result<(), MappedError> {
         let (queue, segments, waiting) = (&mut self.queue, &mut self.segments, &mut self.waiting);
         let (refused, mut result) = (&mut self.refused, Ok(()));
-        let told = self.transfers.poll_maps(|at, group, mapping| {
+        let handed_out = self.transfers.poll_maps(|at, group, mapping| {
             *waiting -= group.requests.len();
             match mapping {
                 Ok(mapping) => {
@@ -296,7 +296,7 @@ where
                 }
             }
         });
-        if told > 0 {
+        if handed_out > 0 {
             self.queue.publish();
         }
         result
@@ -323,7 +323,9 @@ where
             }
             let at = (done.token >> 32) as usize;
             let stray = MappedError::Stray(done.token);
-            let Some((group, Some(mapping))) = self.transfers.asked(at) else { return Err(stray) };
+            let Some((group, Some(mapping))) = self.transfers.submitted(at) else {
+                return Err(stray);
+            };
             let request = group.requests.get_mut(done.token as u32 as usize);
             let request = request.filter(|request| request.outcome.is_none()).ok_or(stray)?;
             request.outcome = Some(Ok(Done { token: request.token, ..done }));
@@ -423,7 +425,7 @@ impl Group {
             };
             let token = (at as u64) << 32 | index as u64;
             if let Err(error) = queue.submit(request.kind, request.sector, data, token) {
-                request.outcome = Some(Err(NotAsked::Add(error)));
+                request.outcome = Some(Err(NotSubmitted::Add(error)));
                 self.left -= 1;
             }
         }
@@ -442,7 +444,7 @@ fn refuse<B>(
     refused.extend(requests.zip(list).map(|(request, buffer)| Completion {
         token: request.token,
         buffer,
-        outcome: Err(NotAsked::Map(why)),
+        outcome: Err(NotSubmitted::Map(why)),
     }));
     Ok(())
 }

@@ -3,5 +3,5 @@
 mod mapped;
 mod queue;
 
-pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotAsked, Unmapped};
+pub use mapped::{Batching, Completion, FOREIGN, MappedError, MappedQueue, NotSubmitted, Unmapped};
 pub use queue::{Done, DriverQueue, QueueLayout};

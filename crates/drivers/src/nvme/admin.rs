@@ -38,7 +38,7 @@ pub(super) struct Admin<R> {
     registers: Arc<R>,
     pair: Pair<R>,
     /// Receives the data of Identify.
-    answer: Coherent<Pages>,
+    data_page: Coherent<Pages>,
     limit: Duration,
     next_id: u16,
     /// Why it cannot go on.
@@ -62,9 +62,9 @@ impl<R: Registers> Admin<R> {
         A: Allocator + 'static,
     {
         let pair = Pair::new(device, registers, ENTRIES.min(most), doorbells)?;
-        let answer = Pages::shared(device, BYTES)?;
+        let data_page = Pages::shared(device, BYTES)?;
         let registers = Arc::clone(registers);
-        Ok(Admin { registers, pair, answer, limit, next_id: 0, failed: None })
+        Ok(Admin { registers, pair, data_page, limit, next_id: 0, failed: None })
     }
 
     /// The queues themselves.
@@ -86,13 +86,13 @@ impl<R: Registers> Admin<R> {
         self.next_id = id.wrapping_add(1);
         self.pair.push(&command.id(id));
         self.pair.ring();
-        let answer = match self.wait() {
-            Ok(answer) if answer.id == id => answer,
-            Ok(answer) => return Err(self.broken(Error::Stray { queue: 0, id: answer.id })),
+        let completion = match self.wait() {
+            Ok(completion) if completion.id == id => completion,
+            Ok(completion) => return Err(self.broken(Error::Stray { queue: 0, id: completion.id })),
             Err(error) => return Err(self.broken(error)),
         };
-        match answer.status {
-            status if status.is_ok() => Ok(answer.result),
+        match completion.status {
+            status if status.is_ok() => Ok(completion.result),
             status => Err(Error::Failed { what, status }),
         }
     }
@@ -102,12 +102,12 @@ impl<R: Registers> Admin<R> {
         error
     }
 
-    fn wait(&mut self) -> Result<super::wire::Answer, Error> {
+    fn wait(&mut self) -> Result<super::wire::CompletionEntry, Error> {
         let begun = self.registers.now();
         loop {
-            if let Some(answer) = self.pair.pop() {
+            if let Some(completion) = self.pair.pop() {
                 self.pair.release();
-                return Ok(answer);
+                return Ok(completion);
             }
             match self.registers.now().saturating_sub(begun) {
                 // Most commands complete at once; reading the registers takes longer than that.
@@ -125,7 +125,7 @@ impl<R: Registers> Admin<R> {
     }
 
     fn identify(&mut self, about: About, namespace: u32) -> Result<[u8; BYTES], Error> {
-        let data = [self.answer.iova().0, 0];
+        let data = [self.data_page.iova().0, 0];
         let command = Command::new(admin::IDENTIFY, namespace).data(data).word(10, about as u32);
         self.run("identify", command)?;
         // Copied before it is parsed: the device may change it at any time.
@@ -133,7 +133,7 @@ impl<R: Registers> Admin<R> {
         let (words, _) = page.as_chunks_mut::<4>();
         for (n, word) in words.iter_mut().enumerate() {
             // In the byte order in which the device wrote it, whatever the CPU's.
-            *word = self.answer.memory().word(4 * n).load(Ordering::Relaxed).to_ne_bytes();
+            *word = self.data_page.memory().word(4 * n).load(Ordering::Relaxed).to_ne_bytes();
         }
         Ok(page)
     }

@@ -6,7 +6,7 @@ use ringfence_dma::{Direction, DmaBuffer, Persistent, PoolBuffer, Segment};
 use ringfence_iommu::HostAddr;
 
 use super::{
-    NotAsked, Status,
+    NotSubmitted, Status,
     wire::{Command, io},
 };
 
@@ -124,7 +124,7 @@ pub enum Failure {
     Status(#[from] StatusError),
     /// The command was never submitted to the controller.
     #[error(transparent)]
-    NotAsked(#[from] NotAsked),
+    NotSubmitted(#[from] NotSubmitted),
     /// The controller was stopped while the command was in flight: it may have been carried out, or
     /// in part.
     #[error("the controller was stopped meanwhile")]
@@ -140,7 +140,7 @@ pub struct StatusError(pub Status);
 #[derive(Debug)]
 pub struct Refused<B> {
     /// Why.
-    pub why: NotAsked,
+    pub why: NotSubmitted,
     /// Its data. `None`: it could not be unmapped again, and is leaked.
     pub data: Option<Data<B>>,
 }

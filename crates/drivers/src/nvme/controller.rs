@@ -157,12 +157,12 @@ where
 
 impl<R: Registers> Core<R> {
     /// Time-out for the controller to become ready or to stop.
-    fn timeout(&self) -> Duration {
+    fn ready_timeout(&self) -> Duration {
         self.capabilities.ready.min(self.limit)
     }
 
     fn stop(&self) -> Result<(), Error> {
-        disable(&*self.registers, self.timeout())
+        disable(&*self.registers, self.ready_timeout())
     }
 }
 
@@ -204,7 +204,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
 impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Drop for Inner<D, A, R> {
     fn drop(&mut self) {
         if let Err(error) = self.end() {
-            tracing::warn!(%error, "an NVMe controller that is given up");
+            tracing::warn!(%error, "an NVMe controller did not stop: it is given up");
         }
         // A controller that does not stop keeps its memory, if nothing else keeps it out.
         if !self.is_confined() {
@@ -235,7 +235,7 @@ where
         let admin = Admin::new(&self.device, registers, doorbells, most, config.limit)?;
         let admin = self.admin.insert(admin);
         let (entries, places) = (admin.pair().entries(), admin.pair().places());
-        enable(&**registers, entries, places, core.timeout())?;
+        enable(&**registers, entries, places, core.ready_timeout())?;
         let identity = admin.identity()?;
         let granted = admin.queues(config.queues)?;
         Ok((granted, identity, admin.namespaces()?))

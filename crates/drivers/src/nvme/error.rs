@@ -9,7 +9,7 @@ use super::Status;
 #[non_exhaustive]
 pub enum Error {
     /// Its registers read as ones: it was taken away, or its memory space is not enabled.
-    #[error("the controller does not answer: its registers read as ones")]
+    #[error("the controller does not respond: its registers read as ones")]
     Gone,
     /// This driver cannot use it.
     #[error("the controller cannot be used: {0}")]
@@ -23,7 +23,7 @@ pub enum Error {
         size: u64,
     },
     /// It reports a fatal error (`CSTS.CFS`). Only a reset helps.
-    #[error("the controller says that it has failed (CSTS.CFS)")]
+    #[error("the controller reports a fatal error (CSTS.CFS)")]
     Fatal,
     /// It does not become ready.
     #[error("the controller was not ready after {0:?}")]
@@ -49,7 +49,7 @@ pub enum Error {
         status: Status,
     },
     /// It completed a command that was not in flight: nothing it reports can be trusted.
-    #[error("queue {queue}: command {id} was completed, and was not under way")]
+    #[error("queue {queue}: command {id} was completed, but was not in flight")]
     Stray {
         /// Which queue.
         queue: u16,
@@ -57,13 +57,13 @@ pub enum Error {
         id: u16,
     },
     /// Its identity data is invalid.
-    #[error("the controller says of itself what cannot be: {0}")]
+    #[error("the controller returned invalid identify data: {0}")]
     Nonsense(&'static str),
     /// All the I/O queues that it has are in use.
     #[error("all of the controller's {0} I/O queues are in use")]
     NoQueue(u16),
     /// A queue cannot have that many commands.
-    #[error("a queue for {asked} commands: there may be 1 to {most}")]
+    #[error("a queue of {asked} commands: it can have 1 to {most}")]
     Depth {
         /// Commands that were requested.
         asked: u32,
@@ -88,7 +88,7 @@ pub enum Error {
 /// Why a command was never submitted to the controller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum NotAsked {
+pub enum NotSubmitted {
     /// The queue has no room for more commands in flight: reap some.
     #[error("the queue is full")]
     Full,
@@ -102,8 +102,8 @@ pub enum NotAsked {
         /// How many there are.
         there: u64,
     },
-    /// Its data is no whole number of blocks, or none at all.
-    #[error("{bytes} bytes are no whole number of blocks of {block}")]
+    /// Its data is not a whole number of blocks, or none at all.
+    #[error("{bytes} bytes are not a whole number of blocks of {block} bytes")]
     Blocks {
         /// Bytes of data.
         bytes: u64,
@@ -119,11 +119,11 @@ pub enum NotAsked {
         most: u64,
     },
     /// Data was given to a command that has none, or the part lies outside its buffer.
-    #[error("that is no data for that command")]
+    #[error("the data does not fit the command")]
     Data,
-    /// No PRP list can describe its data: it begins at an address that is no multiple of 4, or a
+    /// No PRP list can describe its data: it begins at an address that is not a multiple of 4, or a
     /// piece other than the first begins, or one other than the last ends, within a page of 4 KiB.
-    #[error("the data's pieces are no whole pages of 4 KiB")]
+    #[error("the data's pieces are not whole pages of 4 KiB")]
     Shape,
     /// Its data, or some that was to be mapped with it, could not be mapped.
     #[error("mapping the data: {0}")]

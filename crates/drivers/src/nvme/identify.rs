@@ -56,7 +56,7 @@ pub(super) fn list(page: &[u8; BYTES]) -> Result<Vec<u32>, Error> {
         words.iter().map(|word| u32::from_le_bytes(*word)).take_while(|&id| id != 0).collect();
     match ids.is_sorted_by(|a, b| a < b) {
         true => Ok(ids),
-        false => Err(Error::Nonsense("namespaces that do not ascend")),
+        false => Err(Error::Nonsense("namespace ids that do not ascend")),
     }
 }
 
@@ -150,7 +150,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_answer_is_read(seed in prop::collection::vec(any::<u8>(), 1..200)) {
+        fn any_identify_data_is_parsed(seed in prop::collection::vec(any::<u8>(), 1..200)) {
             let mut page = [0; BYTES];
             page.iter_mut().zip(seed.iter().cycle()).for_each(|(byte, with)| *byte = *with);
             let identity = Identity::parse(&page);

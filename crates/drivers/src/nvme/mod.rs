@@ -29,7 +29,7 @@ mod wire;
 pub use buffer::Buffer;
 pub use command::{Completion, Data, Failure, Op, Refused, StatusError};
 pub use controller::{Controller, ControllerConfig};
-pub use error::{Error, NotAsked};
+pub use error::{Error, NotSubmitted};
 pub use identify::{Identity, Namespace};
 pub use queue::IoQueue;
 pub use registers::Registers;

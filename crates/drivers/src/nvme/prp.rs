@@ -6,7 +6,7 @@
 
 use ringfence_dma::Segment;
 
-use super::{NotAsked, pages::PAGE};
+use super::{NotSubmitted, pages::PAGE};
 
 /// The two entries of a command for data in `segments`. `list` gets each entry after the first,
 /// with its index, of which there may be `room`; the list's address for the device is `list_at`.
@@ -18,23 +18,23 @@ pub(super) fn entries(
     list_at: u64,
     room: usize,
     mut list: impl FnMut(usize, u64),
-) -> Result<[u64; 2], NotAsked> {
+) -> Result<[u64; 2], NotSubmitted> {
     let (mut first, mut rest, mut second) = (None, 0, 0);
     // Where the last segment ended in its page.
     let mut end = 0;
     for Segment { addr, len } in segments {
         // Mapped by the DMA API: no segment is empty, and none wraps.
         let last = len.checked_sub(1).and_then(|extent| addr.checked_add(extent));
-        let last = last.ok_or(NotAsked::Shape)?;
+        let last = last.ok_or(NotSubmitted::Shape)?;
         let mut page = addr & !(PAGE - 1);
         if first.is_none() {
             if addr % 4 != 0 {
-                return Err(NotAsked::Shape);
+                return Err(NotSubmitted::Shape);
             }
             first = Some(addr);
         } else {
             if addr != page || end != 0 {
-                return Err(NotAsked::Shape);
+                return Err(NotSubmitted::Shape);
             }
             put(page, &mut rest, room, &mut second, &mut list)?;
         }
@@ -44,7 +44,7 @@ pub(super) fn entries(
         }
         end = (last % PAGE + 1) % PAGE;
     }
-    let first = first.ok_or(NotAsked::Data)?;
+    let first = first.ok_or(NotSubmitted::Data)?;
     Ok([first, if rest > 1 { list_at } else { second }])
 }
 
@@ -54,9 +54,9 @@ fn put(
     room: usize,
     second: &mut u64,
     list: &mut impl FnMut(usize, u64),
-) -> Result<(), NotAsked> {
+) -> Result<(), NotSubmitted> {
     if *rest == room {
-        return Err(NotAsked::Shape);
+        return Err(NotSubmitted::Shape);
     }
     if *rest == 0 {
         *second = page;
@@ -120,19 +120,19 @@ mod tests {
         }
     }
 
-    fn refused(segments: &[Segment], room: usize) -> NotAsked {
+    fn refused(segments: &[Segment], room: usize) -> NotSubmitted {
         entries(segments.iter().copied(), LIST, room, |_, _| {}).unwrap_err()
     }
 
     #[test]
     fn what_no_list_describes_is_refused() {
         let whole = Segment { addr: 0x1000, len: 0x1000 };
-        assert_eq!(refused(&[], 1), NotAsked::Data);
-        assert_eq!(refused(&[Segment { addr: 0x1002, len: 8 }], 1), NotAsked::Shape);
-        assert_eq!(refused(&[whole, Segment { addr: 0x5004, len: 8 }], 1), NotAsked::Shape);
-        assert_eq!(refused(&[Segment { addr: 0x1000, len: 8 }, whole], 1), NotAsked::Shape);
-        assert_eq!(refused(&[whole, whole, whole], 1), NotAsked::Shape, "no room");
-        assert_eq!(refused(&[Segment { addr: u64::MAX - 3, len: 8 }], 1), NotAsked::Shape);
+        assert_eq!(refused(&[], 1), NotSubmitted::Data);
+        assert_eq!(refused(&[Segment { addr: 0x1002, len: 8 }], 1), NotSubmitted::Shape);
+        assert_eq!(refused(&[whole, Segment { addr: 0x5004, len: 8 }], 1), NotSubmitted::Shape);
+        assert_eq!(refused(&[Segment { addr: 0x1000, len: 8 }, whole], 1), NotSubmitted::Shape);
+        assert_eq!(refused(&[whole, whole, whole], 1), NotSubmitted::Shape, "no room");
+        assert_eq!(refused(&[Segment { addr: u64::MAX - 3, len: 8 }], 1), NotSubmitted::Shape);
         // The last page of the address space is a page like any other.
         let top = Segment { addr: u64::MAX - 0x1fff, len: 0x2000 };
         let made = entries([top].into_iter(), LIST, 1, |_, _| {});

@@ -12,7 +12,7 @@ use ringfence_iova::Allocator;
 
 use self::rings::Rings;
 use super::{
-    Completion, Data, Error, Failure, Namespace, NotAsked, Op, Refused, Registers,
+    Completion, Data, Error, Failure, Namespace, NotSubmitted, Op, Refused, Registers,
     command::{Noted, StatusError},
     controller::{Controller, Inner},
     pages::{PAGE, Pages},
@@ -52,7 +52,7 @@ pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B>
     /// Commands that were never submitted to the controller.
     refused: Vec<Completion<B>>,
     /// How many commands the controller has.
-    asked: usize,
+    submitted: usize,
     max_transfer: u64,
     /// When something was last completed, or the first command was published, by the clock of
     /// [`Registers::now`].
@@ -121,7 +121,7 @@ where
             device,
             spare: Vec::new(),
             refused: Vec::new(),
-            asked: 0,
+            submitted: 0,
             max_transfer,
             progress: now,
             looked: now,
@@ -159,11 +159,11 @@ where
         self.inner.core.registers.now()
     }
 
-    fn note_asked(&mut self) {
-        if self.asked == 0 {
+    fn note_submitted(&mut self) {
+        if self.submitted == 0 {
             self.progress = self.now();
         }
-        self.asked += 1;
+        self.submitted += 1;
     }
 
     /// Maps what was submitted, and gives the controller all commands whose data is mapped.
@@ -182,12 +182,12 @@ where
             return Err(failed);
         }
         let (refused, spare) = (&mut self.refused, &mut self.spare);
-        let (mut asked, mut lost) = (0, Ok(()));
+        let (mut submitted, mut lost) = (0, Ok(()));
         self.transfers.poll_maps(|at, noted, mapping| match mapping {
             Ok(mapping) => {
                 match rings.push(at, noted.command, mapping.segments().iter().copied()) {
                     Ok(()) => {
-                        asked += 1;
+                        submitted += 1;
                         true
                     }
                     Err(why) => {
@@ -205,9 +205,9 @@ where
             }
         });
         rings.pair.ring();
-        if asked > 0 {
-            self.note_asked();
-            self.asked += asked - 1;
+        if submitted > 0 {
+            self.note_submitted();
+            self.submitted += submitted - 1;
         }
         lost.map_err(|error| self.fail(error))
     }
@@ -220,14 +220,14 @@ where
         self.advance()?;
         let mut count = self.refused.len();
         self.refused.drain(..).for_each(&mut each);
-        let (answers, result) = self.take_answers(&mut count, &mut each);
+        let (completed, result) = self.take_completions(&mut count, &mut each);
         let result = result.and(self.hand_out(&mut count, &mut each));
         if let Err(error) = result {
             return Err(self.fail(error));
         }
-        if answers > 0 {
+        if completed > 0 {
             self.progress = self.now();
-        } else if self.asked > 0 {
+        } else if self.submitted > 0 {
             self.look()?;
         }
         Ok(count)
@@ -235,32 +235,32 @@ where
 
     /// Takes the controller's completions. Data that has to be unmapped is gathered for that; other
     /// data is handed out.
-    fn take_answers(
+    fn take_completions(
         &mut self,
         count: &mut usize,
         each: &mut impl FnMut(Completion<B>),
     ) -> (usize, Result<(), Error>) {
         let Some(rings) = &mut self.rings else { return (0, Err(Error::Stopped)) };
-        let (mut answers, mut result) = (0, Ok(()));
+        let (mut completed, mut result) = (0, Ok(()));
         // Each command completes once: a surplus completion is an error, which ends the loop.
-        while let Some(answer) = rings.pair.pop() {
-            let outcome = match answer.status {
+        while let Some(completion) = rings.pair.pop() {
+            let outcome = match completion.status {
                 status if status.is_ok() => Ok(()),
                 status => Err(Failure::Status(StatusError(status))),
             };
-            let Some(over) = end_of(&mut self.transfers, answer.id.into(), outcome) else {
-                result = Err(Error::Stray { queue: self.id, id: answer.id });
+            let Some(over) = end_of(&mut self.transfers, completion.id.into(), outcome) else {
+                result = Err(Error::Stray { queue: self.id, id: completion.id });
                 break;
             };
-            answers += 1;
-            self.asked -= 1;
+            completed += 1;
+            self.submitted -= 1;
             if let Some(completion) = over {
                 *count += 1;
                 each(completion);
             }
         }
         rings.pair.release();
-        (answers, result)
+        (completed, result)
     }
 
     /// Unmaps what is over, and hands out what is unmapped.
@@ -338,16 +338,16 @@ where
         data: Data<B>,
     ) -> Result<Completion<B>, Error> {
         if !self.is_idle() {
-            let outcome = Err(NotAsked::Full.into());
+            let outcome = Err(NotSubmitted::Full.into());
             return Ok(Completion { token: 0, data, outcome });
         }
         match self.submit(namespace, op, data, 0) {
             Ok(()) => {}
-            Err(Refused { why: NotAsked::Queue(error), .. }) => return Err(error),
+            Err(Refused { why: NotSubmitted::Queue(error), .. }) => return Err(error),
             Err(Refused { why, data: Some(data) }) => {
                 return Ok(Completion { token: 0, data, outcome: Err(why.into()) });
             }
-            Err(Refused { why: NotAsked::Map(error), .. }) => return Err(Error::Map(error)),
+            Err(Refused { why: NotSubmitted::Map(error), .. }) => return Err(Error::Map(error)),
             Err(_) => return Err(Error::Stopped),
         }
         let mut over = None;
@@ -363,7 +363,7 @@ fn end_of<D: Domain + 'static, A: Allocator + 'static, B>(
     at: usize,
     outcome: Result<(), Failure>,
 ) -> Option<Option<Completion<B>>> {
-    let (noted, mapping) = transfers.asked(at)?;
+    let (noted, mapping) = transfers.submitted(at)?;
     noted.outcome = outcome;
     if mapping.is_some() {
         transfers.end(at);
@@ -383,7 +383,7 @@ fn not_mapped<B>(
     let why = error.error();
     let list = error.into_buffer().ok_or(Error::Map(why))?;
     let data = noted.data_of(list, spare);
-    Ok(Completion { token: noted.token, data, outcome: Err(NotAsked::Map(why).into()) })
+    Ok(Completion { token: noted.token, data, outcome: Err(NotSubmitted::Map(why).into()) })
 }
 
 impl<D, A, R, B> fmt::Debug for IoQueue<D, A, R, B>
@@ -396,7 +396,7 @@ where
         f.debug_struct("IoQueue")
             .field("id", &self.id)
             .field("transfers", &self.transfers)
-            .field("asked", &self.asked)
+            .field("submitted", &self.submitted)
             .field("failed", &self.failed)
             .finish_non_exhaustive()
     }

@@ -12,7 +12,7 @@ use ringfence_iova::Allocator;
 use super::{
     Error, Registers, Status,
     pages::{PAGE, Pages},
-    wire::{Answer, COMMAND_BYTES, COMPLETION_BYTES, Command},
+    wire::{COMMAND_BYTES, COMPLETION_BYTES, Command, CompletionEntry},
 };
 
 /// A pair of queues with the same number of entries.
@@ -27,7 +27,7 @@ pub(super) struct Pair<R> {
     completions: usize,
     /// Where the next command goes, and the tail in the last doorbell write.
     tail: u32,
-    told: u32,
+    doorbell_tail: u32,
     /// Where the next completion comes, the phase that marks it as new, and the head in the last
     /// doorbell write.
     head: u32,
@@ -60,7 +60,7 @@ impl<R: Registers> Pair<R> {
             entries,
             completions,
             tail: 0,
-            told: 0,
+            doorbell_tail: 0,
             head: 0,
             phase: true,
             taken: 0,
@@ -96,16 +96,16 @@ impl<R: Registers> Pair<R> {
 
     /// Notifies the device of all commands that were added, with one doorbell write.
     pub(super) fn ring(&mut self) {
-        if self.told != self.tail {
+        if self.doorbell_tail != self.tail {
             // The commands, and their data, before the doorbell.
             fence(Ordering::SeqCst);
             self.registers.write32(self.submit_doorbell, self.tail);
-            self.told = self.tail;
+            self.doorbell_tail = self.tail;
         }
     }
 
     /// The next completion, as the device wrote it: untrusted.
-    pub(super) fn pop(&mut self) -> Option<Answer> {
+    pub(super) fn pop(&mut self) -> Option<CompletionEntry> {
         let at = self.completions + self.head as usize * COMPLETION_BYTES;
         let memory = self.memory.memory();
         // The word with the phase first: what the device wrote before it is then visible.
@@ -118,7 +118,7 @@ impl<R: Registers> Pair<R> {
         if self.head == self.entries {
             (self.head, self.phase) = (0, !self.phase);
         }
-        Some(Answer { result, id: last as u16, status: Status::new((last >> 16) as u16) })
+        Some(CompletionEntry { result, id: last as u16, status: Status::new((last >> 16) as u16) })
     }
 
     /// Returns the room of the completions that were taken to the device.

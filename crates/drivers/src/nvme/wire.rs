@@ -62,7 +62,7 @@ impl Command {
 
 /// A completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Answer {
+pub(super) struct CompletionEntry {
     /// The result specific to the command.
     pub(super) result: u32,
     /// The command's number, as the device reports it.

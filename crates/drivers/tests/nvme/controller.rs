@@ -87,7 +87,7 @@ impl Character {
 
 /// What it has done, for tests to check.
 #[derive(Default)]
-pub(crate) struct Told {
+pub(crate) struct Stats {
     /// Accesses that the IOMMU refused.
     pub(crate) faults: AtomicU64,
     /// I/O commands that were fetched.
@@ -111,7 +111,7 @@ struct Shared {
     ahead: AtomicU64,
     over: AtomicBool,
     evil: Mutex<Evil>,
-    told: Told,
+    stats: Stats,
     disk: Mutex<Vec<u8>>,
 }
 
@@ -148,7 +148,7 @@ impl Registers for Bar {
     }
     fn write32(&self, at: u64, value: u32) {
         if at > DOORBELLS && ((at - DOORBELLS) / self.1).is_multiple_of(2) {
-            self.0.told.doorbells.fetch_add(1, Ordering::Relaxed);
+            self.0.stats.doorbells.fetch_add(1, Ordering::Relaxed);
         }
         self.0.put(at, value);
     }
@@ -171,7 +171,7 @@ impl Soft {
             ahead: AtomicU64::new(0),
             over: AtomicBool::new(false),
             evil: Mutex::new(Evil::None),
-            told: Told::default(),
+            stats: Stats::default(),
             disk: Mutex::new(vec![0; blocks * BLOCK]),
         });
         // It reports the longest possible time to start and to stop: 127 s.
@@ -196,12 +196,12 @@ impl Soft {
         Bar(Arc::clone(&self.shared), self.stride)
     }
 
-    pub(crate) fn told(&self) -> &Told {
-        &self.shared.told
+    pub(crate) fn stats(&self) -> &Stats {
+        &self.shared.stats
     }
 
     pub(crate) fn faults(&self) -> u64 {
-        self.shared.told.faults.load(Ordering::Acquire)
+        self.shared.stats.faults.load(Ordering::Acquire)
     }
 
     pub(crate) fn be(&self, evil: Evil) {
@@ -263,7 +263,7 @@ impl Engine {
                 _ => {}
             }
             if configuration >> 14 & 3 != 0 && self.shared.get(CSTS) >> 2 & 3 == 0 {
-                self.shared.told.shut_down.store(true, Ordering::Release);
+                self.shared.stats.shut_down.store(true, Ordering::Release);
                 self.shared.put(CSTS, self.shared.get(CSTS) | 2 << 2);
             }
             if enabled && self.serve() {
@@ -308,9 +308,9 @@ impl Engine {
         for at in (DOORBELLS..SIZE).step_by(4) {
             self.shared.put(at, 0);
         }
-        let told = &self.shared.told;
-        told.mapped_at_stop.store(self.bus.mapped(), Ordering::Release);
-        told.stops.fetch_add(1, Ordering::Release);
+        let stats = &self.shared.stats;
+        stats.mapped_at_stop.store(self.bus.mapped(), Ordering::Release);
+        stats.stops.fetch_add(1, Ordering::Release);
         self.shared.put(CSTS, 0);
         true
     }
@@ -384,7 +384,7 @@ impl Engine {
 
     fn note(&self, allowed: bool) -> bool {
         if !allowed {
-            self.shared.told.faults.fetch_add(1, Ordering::Release);
+            self.shared.stats.faults.fetch_add(1, Ordering::Release);
         }
         allowed
     }
@@ -424,8 +424,8 @@ impl Engine {
                 0
             }
             0 if self.character.deletes && self.submit.remove(&queue).is_some() => {
-                let told = &self.shared.told;
-                told.mapped_at_stop.store(self.bus.mapped(), Ordering::Release);
+                let stats = &self.shared.stats;
+                stats.mapped_at_stop.store(self.bus.mapped(), Ordering::Release);
                 0
             }
             4 if self.complete.remove(&queue).is_some() => 0,
@@ -473,7 +473,7 @@ impl Engine {
     }
 
     fn io(&mut self, queue: u16, command: &Command) {
-        self.shared.told.commands.fetch_add(1, Ordering::Release);
+        self.shared.stats.commands.fetch_add(1, Ordering::Release);
         let complete = self.submit.get(&queue).map_or(0, |queue| queue.complete);
         let id = (command[0] >> 16) as u16;
         let evil = *self.shared.evil.lock();
@@ -562,7 +562,7 @@ impl Engine {
         let lba = u64::from(command[10]) | u64::from(command[11]) << 32;
         let opcode = command[0] as u8;
         if opcode == 0 {
-            self.shared.told.flushes.fetch_add(1, Ordering::Release);
+            self.shared.stats.flushes.fetch_add(1, Ordering::Release);
             return 0;
         }
         if opcode == 9 {

@@ -4,7 +4,7 @@ use std::sync::{Arc, atomic::Ordering};
 
 use proptest::prelude::*;
 use ringfence_dma::{Direction, Policy};
-use ringfence_drivers::nvme::{Completion, Data, Failure, NotAsked, Op};
+use ringfence_drivers::nvme::{Completion, Data, Failure, NotSubmitted, Op};
 
 use crate::{
     controller::{BLOCK, Character},
@@ -85,7 +85,7 @@ fn the_longest_command_moves_as_much_as_a_list_of_a_page_describes() {
         assert!(rig.soft.disk()[8 * BLOCK..][..most] == pattern(most, 1));
         let data = Data::Buffer(Buffer::new(0, most + BLOCK));
         let refused = queue.carry_out(&space, Op::Read { lba: 0 }, data).unwrap();
-        let why = NotAsked::TooLong { bytes: (most + BLOCK) as u64, most: most as u64 };
+        let why = NotSubmitted::TooLong { bytes: (most + BLOCK) as u64, most: most as u64 };
         assert_eq!(refused.outcome, Err(why.into()));
     }
 }
@@ -141,7 +141,7 @@ fn lists_pools_and_persistent_buffers_carry_data_too() {
     assert_eq!(rig.device.stats().map_calls, before, "mapped once for all");
     let beyond = Data::Persistent(Arc::clone(&arena), (1 << 16) - 512..(1 << 16) + 512);
     let refused = queue.carry_out(&space, Op::Read { lba: 0 }, beyond).unwrap();
-    assert_eq!(refused.outcome, Err(NotAsked::Data.into()));
+    assert_eq!(refused.outcome, Err(NotSubmitted::Data.into()));
     drop(refused);
     let arena = Arc::into_inner(arena).unwrap().unmap().unwrap();
     assert!(arena.bytes().chunks(8192).all(|part| part == pattern(8192, 4)));
@@ -152,16 +152,16 @@ fn what_is_published_together_shares_a_doorbell_and_a_sync() {
     let rig = Rig::new(Policy::StrictMap);
     let (mut queue, space) = (rig.queue(32), rig.space());
     let (doorbells, syncs) =
-        (rig.soft.told().doorbells.load(Ordering::Relaxed), rig.device.stats().map_syncs);
+        (rig.soft.stats().doorbells.load(Ordering::Relaxed), rig.device.stats().map_syncs);
     for n in 0..32 {
         let data = Data::Buffer(Buffer::new(0, 4096));
         queue.submit(&space, Op::Write { lba: n * 8 }, data, n).unwrap();
     }
     assert_eq!(queue.room(), 0);
     let refused = queue.submit(&space, Op::Flush, Data::None, 0).unwrap_err();
-    assert_eq!(refused.why, NotAsked::Full);
+    assert_eq!(refused.why, NotSubmitted::Full);
     queue.finish(|completion| drop(ok(completion))).unwrap();
-    assert_eq!(rig.soft.told().doorbells.load(Ordering::Relaxed) - doorbells, 1);
+    assert_eq!(rig.soft.stats().doorbells.load(Ordering::Relaxed) - doorbells, 1);
     assert_eq!(rig.device.stats().map_syncs - syncs, 1);
 }
 
@@ -172,7 +172,7 @@ fn commands_without_data_do_what_they_say() {
     let data = Data::Buffer(Buffer::holding(0, &[7; 4096]));
     ok(queue.carry_out(&space, Op::Write { lba: 0 }, data).unwrap());
     ok(queue.carry_out(&space, Op::Flush, Data::None).unwrap());
-    assert_eq!(rig.soft.told().flushes.load(Ordering::Relaxed), 1);
+    assert_eq!(rig.soft.stats().flushes.load(Ordering::Relaxed), 1);
     let gone = Op::Deallocate { lba: 2, blocks: 4 };
     ok(queue.carry_out(&space, gone, Data::None).unwrap());
     let disk = rig.soft.disk();
@@ -180,33 +180,33 @@ fn commands_without_data_do_what_they_say() {
 }
 
 #[test]
-fn what_makes_no_sense_is_refused_before_the_controller_hears_of_it() {
+fn an_invalid_command_is_refused_before_it_reaches_the_controller() {
     let rig = Rig::new(Policy::StrictMap);
     let (mut queue, space) = (rig.queue(4), rig.space());
     let there = space.blocks();
-    let fetched = rig.soft.told().commands.load(Ordering::Relaxed);
+    let fetched = rig.soft.stats().commands.load(Ordering::Relaxed);
     let mut refused = |op, data| match queue.carry_out(&space, op, data).unwrap().outcome {
-        Err(Failure::NotAsked(why)) => why,
+        Err(Failure::NotSubmitted(why)) => why,
         other => panic!("{op:?}: {other:?}"),
     };
     let buffer = |offset, len| Data::Buffer(Buffer::new(offset, len));
     let read = |lba| Op::Read { lba };
-    let end = |lba, blocks| NotAsked::BeyondEnd { lba, blocks, there };
+    let end = |lba, blocks| NotSubmitted::BeyondEnd { lba, blocks, there };
     assert_eq!(refused(read(there), buffer(0, 512)), end(there, 1));
     assert_eq!(refused(read(there - 1), buffer(0, 1024)), end(there - 1, 2));
     assert_eq!(refused(read(u64::MAX), buffer(0, 1024)), end(u64::MAX, 2));
     let all = Op::Deallocate { lba: 1, blocks: u32::MAX };
     assert_eq!(refused(all, Data::None), end(1, u32::MAX.into()));
-    let odd = NotAsked::Blocks { bytes: 100, block: 512 };
+    let odd = NotSubmitted::Blocks { bytes: 100, block: 512 };
     assert_eq!(refused(read(0), buffer(0, 100)), odd);
-    let none = NotAsked::Blocks { bytes: 0, block: 512 };
+    let none = NotSubmitted::Blocks { bytes: 0, block: 512 };
     assert_eq!(refused(read(0), Data::None), none);
-    assert_eq!(refused(Op::Flush, buffer(0, 512)), NotAsked::Data);
+    assert_eq!(refused(Op::Flush, buffer(0, 512)), NotSubmitted::Data);
     // No PRP list can describe these: an odd address, and a piece that ends within a page.
-    assert_eq!(refused(read(0), buffer(2, 512)), NotAsked::Shape);
+    assert_eq!(refused(read(0), buffer(2, 512)), NotSubmitted::Shape);
     let list = Data::List(vec![Buffer::new(0, 512), Buffer::new(0, 512)]);
-    assert_eq!(refused(read(0), list), NotAsked::Shape);
-    assert_eq!(rig.soft.told().commands.load(Ordering::Relaxed), fetched);
+    assert_eq!(refused(read(0), list), NotSubmitted::Shape);
+    assert_eq!(rig.soft.stats().commands.load(Ordering::Relaxed), fetched);
     assert!(queue.is_idle() && queue.room() == 4);
 }
 

@@ -39,7 +39,7 @@ fn all_come_back(rig: Rig, mut queue: Queue, mut over: Vec<Completion<Buffer>>, 
 }
 
 #[test]
-fn completions_of_what_was_never_asked_end_the_queue() {
+fn completions_of_what_was_never_submitted_end_the_queue() {
     for id in [0xffff, 16, 15] {
         let rig = rig(Policy::StrictMap);
         let mut queue = rig.queue(16);
@@ -78,7 +78,7 @@ fn a_queue_full_of_lies_ends_it() {
 }
 
 #[test]
-fn one_that_fails_goes_or_says_nothing_is_told_apart() {
+fn failed_lost_and_silent_controllers_are_distinguished() {
     let timeout = Error::Timeout { queue: 1, after: LIMIT };
     for (evil, error) in
         [(Evil::Fatal, Error::Fatal), (Evil::Gone, Error::Gone), (Evil::Silent, timeout)]
@@ -102,7 +102,7 @@ fn one_that_fails_goes_or_says_nothing_is_told_apart() {
 }
 
 #[test]
-fn a_command_that_fails_is_no_error_of_the_queue() {
+fn a_command_that_fails_is_not_an_error_of_the_queue() {
     let rig = rig(Policy::StrictMap);
     let mut queue = rig.queue(16);
     rig.soft.be(Evil::Status(0x4281));
@@ -153,7 +153,7 @@ fn an_admin_queue_that_lies_ends_the_start() {
             Err(error) => {
                 assert!(matches!(error, Error::Nonsense(_)), "{error}");
                 assert_eq!(rig.domain.mappings(), 0);
-                assert_eq!(rig.soft.told().stops.load(Ordering::Acquire), 1);
+                assert_eq!(rig.soft.stats().stops.load(Ordering::Acquire), 1);
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use ringfence_dma::Policy;
-use ringfence_drivers::nvme::{Data, Error, NotAsked, Op};
+use ringfence_drivers::nvme::{Data, Error, NotSubmitted, Op};
 
 use crate::{
     controller::{BLOCK, Character, ENTRIES, Evil, QUEUES},
@@ -11,7 +11,7 @@ use crate::{
 };
 
 #[test]
-fn it_says_who_it_is() {
+fn a_controller_is_identified() {
     let rig = Rig::new(Policy::StrictMap);
     let (identity, space) = (rig.disk().identity(), rig.space());
     assert_eq!(
@@ -62,17 +62,17 @@ fn a_shutdown_is_in_order_and_ends_all_queues() {
     let rig = Rig::new(Policy::StrictMap);
     let (mut queue, space) = (rig.queue(4), rig.space());
     assert_eq!(rig.disk().shut_down(), Ok(()));
-    assert!(rig.soft.told().shut_down.load(Ordering::Acquire));
-    assert_eq!(rig.soft.told().stops.load(Ordering::Acquire), 1);
+    assert!(rig.soft.stats().shut_down.load(Ordering::Acquire));
+    assert_eq!(rig.soft.stats().stops.load(Ordering::Acquire), 1);
     let data = Data::Buffer(Buffer::new(0, 512));
     assert_eq!(queue.carry_out(&space, Op::Read { lba: 0 }, data).unwrap_err(), Error::Stopped);
     let mut back = 0;
     queue.abandon(|_| back += 1).unwrap();
-    assert_eq!(back, 1, "what was under way comes back");
+    assert_eq!(back, 1, "what was in flight comes back");
     let refused = queue.submit(&space, Op::Flush, Data::None, 0).unwrap_err();
-    assert_eq!(refused.why, NotAsked::Queue(Error::Stopped));
+    assert_eq!(refused.why, NotSubmitted::Queue(Error::Stopped));
     assert!(matches!(rig.disk().queue::<Buffer>(1), Err(Error::Stopped)));
-    assert_eq!(rig.disk().shut_down(), Ok(()), "once more is none");
+    assert_eq!(rig.disk().shut_down(), Ok(()), "a second shutdown does nothing");
 }
 
 /// A queue, and then a controller, that is dropped with commands in flight is stopped before any of
@@ -92,14 +92,14 @@ fn what_is_dropped_in_the_middle_is_stopped_first() {
         let mapped = rig.domain.mappings();
         assert!(mapped >= 16);
         drop(queue);
-        assert_eq!(rig.soft.told().mapped_at_stop.load(Ordering::Acquire), mapped, "{deletes}");
-        assert_eq!(rig.soft.told().stops.load(Ordering::Acquire), u64::from(!deletes));
+        assert_eq!(rig.soft.stats().mapped_at_stop.load(Ordering::Acquire), mapped, "{deletes}");
+        assert_eq!(rig.soft.stats().stops.load(Ordering::Acquire), u64::from(!deletes));
         // Nothing is left of the queue; the admin queue stays mapped if the controller still runs.
         let own = rig.domain.mappings();
         assert_eq!(own > 0, deletes);
         drop(rig.disk);
         if deletes {
-            assert_eq!(rig.soft.told().mapped_at_stop.load(Ordering::Acquire), own);
+            assert_eq!(rig.soft.stats().mapped_at_stop.load(Ordering::Acquire), own);
         }
         assert_eq!(rig.domain.mappings(), 0);
         assert_eq!(rig.soft.faults(), 0);

@@ -421,15 +421,15 @@ impl Pending {
         if self.entries.is_full() {
             // Merges the two oldest: their callers have most likely abandoned them.
             let oldest = self.entries.remove(0);
-            let heir = &mut self.entries[0];
-            heir.first = oldest.first;
-            if heir.scope != oldest.scope {
-                heir.scope = Scope::ALL;
+            let merged = &mut self.entries[0];
+            merged.first = oldest.first;
+            if merged.scope != oldest.scope {
+                merged.scope = Scope::ALL;
             }
             let both: ArrayVec<Range, { 2 * RANGES }> =
-                oldest.gone.iter().chain(&heir.gone).copied().collect();
-            heir.gone.clear();
-            fill(&mut heir.gone, &both);
+                oldest.gone.iter().chain(&merged.gone).copied().collect();
+            merged.gone.clear();
+            fill(&mut merged.gone, &both);
         }
         self.entries.push(Entry { first: 0, last: 0, scope, gone: Gone::new() });
         // Filled in place: ranges that were just written are slow to copy.
@@ -448,7 +448,7 @@ mod mutant {
     use super::*;
 
     #[test]
-    fn readers_hear_of_nothing_and_the_grace_period_runs_all_the_same() {
+    fn readers_get_no_range_and_the_grace_period_runs_all_the_same() {
         let shootdown = Shootdown::new(1);
         let mut reader = shootdown.reader().unwrap();
         let token = shootdown.begin(&[Range::ALL], true);

@@ -262,7 +262,7 @@ fn moving(begins: usize, device: fn(&World, &mut Reader, [Scope; 2])) {
 }
 
 #[test]
-fn a_reader_that_comes_from_elsewhere_is_waited_for() {
+fn a_reader_that_comes_from_another_scope_is_waited_for() {
     moving(1, |world, reader, [here, _]| {
         let mut cache = false;
         reader.enter(here);

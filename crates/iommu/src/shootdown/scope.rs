@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_tell_what_they_were_made_of_and_come_in_order() {
+    fn tokens_hold_their_parts_and_come_in_order() {
         let scopes = Scopes::new(0);
         let mut last = 0;
         for epoch in 1..=3 * u64::from(Scope::NONE.0) {

@@ -10,13 +10,13 @@ fn range(first: u64, last: u64) -> Range {
 }
 
 fn polled(reader: &mut Reader) -> Vec<Invalidation> {
-    let mut heard = Vec::new();
-    reader.poll(|gone| heard.push(gone));
-    heard
+    let mut received = Vec::new();
+    reader.poll(|gone| received.push(gone));
+    received
 }
 
 #[test]
-fn every_reader_hears_of_every_range_once_and_in_order() {
+fn every_reader_gets_every_range_once_and_in_order() {
     let shootdown = Shootdown::new(2);
     let (mut a, mut b) = (shootdown.reader().unwrap(), shootdown.reader().unwrap());
     let first = shootdown.begin(&[range(0, 9)], false);
@@ -31,7 +31,7 @@ fn every_reader_hears_of_every_range_once_and_in_order() {
     assert!(shootdown.is_over(first) && shootdown.is_over(second) && shootdown.is_over(0));
     let (last, _) = Scope::of_token(second);
     let next = Scope::ALL.token(Grace::from_u64(last.as_u64() + 1));
-    assert!(!shootdown.is_over(next), "it was never begun");
+    assert!(!shootdown.is_over(next), "it has not begun");
 }
 
 #[test]
@@ -80,37 +80,37 @@ fn too_many_ranges_are_widened_and_none_is_lost() {
     let mut reader = shootdown.reader().unwrap();
     let gone: Vec<_> = (0..100).map(|n| range(n * n * 16, n * n * 16 + 3)).collect();
     shootdown.begin(&gone, false);
-    let heard = polled(&mut reader);
-    assert!(heard.len() <= RANGES);
+    let received = polled(&mut reader);
+    assert!(received.len() <= RANGES);
     for part in gone {
         assert!(
-            heard.iter().any(|h| matches!(h, Invalidation::Range(r) if r.covers(part))),
+            received.iter().any(|h| matches!(h, Invalidation::Range(r) if r.covers(part))),
             "{part} was lost"
         );
     }
 }
 
 #[test]
-fn a_reader_that_was_offline_hears_of_it_on_coming_back() {
+fn a_reader_that_was_offline_gets_the_ranges_on_coming_back() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
     reader.offline();
     let token = shootdown.begin(&[range(5, 6)], false);
-    assert!(shootdown.is_over(token), "nobody waits for it");
+    assert!(shootdown.is_over(token), "an offline reader is not waited for");
     assert!(polled(&mut reader).is_empty() && !reader.is_online());
-    let mut heard = vec![];
-    reader.online(|gone| heard.push(gone));
-    assert_eq!(heard, [Invalidation::Range(range(5, 6))]);
+    let mut received = vec![];
+    reader.online(|gone| received.push(gone));
+    assert_eq!(received, [Invalidation::Range(range(5, 6))]);
     reader.online(|_| panic!("it is online already"));
     assert!(!shootdown.is_over(shootdown.begin(&[range(5, 6)], false)));
     drop(reader);
     shootdown.wait(shootdown.begin(&[range(5, 6)], false));
-    let mut newborn = shootdown.reader().unwrap();
-    assert!(polled(&mut newborn).is_empty(), "its cache was empty when that was removed");
+    let mut new_reader = shootdown.reader().unwrap();
+    assert!(polled(&mut new_reader).is_empty(), "its cache was empty when that was removed");
 }
 
 #[test]
-fn a_cache_that_panics_while_it_is_told_is_told_again() {
+fn a_range_at_which_the_cache_panics_is_delivered_again() {
     let shootdown = Shootdown::new(1);
     let mut reader = shootdown.reader().unwrap();
     let panics = |f: &mut dyn FnMut()| {
@@ -124,9 +124,9 @@ fn a_cache_that_panics_while_it_is_told_is_told_again() {
     shootdown.begin(&[range(7, 8)], false);
     panics(&mut || reader.online(|_| panic!("in the cache")));
     assert!(!reader.is_online());
-    let mut heard = vec![];
-    reader.online(|gone| heard.push(gone));
-    assert_eq!(heard, [Invalidation::Range(range(7, 8))]);
+    let mut received = vec![];
+    reader.online(|gone| received.push(gone));
+    assert_eq!(received, [Invalidation::Range(range(7, 8))]);
 }
 
 #[test]
@@ -338,7 +338,7 @@ fn caches_and_leases_keep_their_promise_under_load() {
 }
 
 #[test]
-fn an_invalidation_in_a_scope_waits_for_who_may_be_there() {
+fn an_invalidation_in_a_scope_waits_for_readers_that_may_be_in_it() {
     let shootdown = Shootdown::new(4);
     let (here, there) = (shootdown.scope(), shootdown.scope());
     assert_ne!(here, there);
@@ -360,9 +360,9 @@ fn an_invalidation_in_a_scope_waits_for_who_may_be_there() {
     polled(&mut readers[3]);
     assert!(!shootdown.is_over(all));
     // Every reader receives every invalidation.
-    let told = [range(0, 9), range(20, 29)].map(Invalidation::Range);
-    assert_eq!(polled(&mut readers[1]), told);
-    assert_eq!(polled(&mut readers[2]), told);
+    let expected = [range(0, 9), range(20, 29)].map(Invalidation::Range);
+    assert_eq!(polled(&mut readers[1]), expected);
+    assert_eq!(polled(&mut readers[2]), expected);
     assert!(shootdown.is_over(all) && shootdown.is_quiet(token));
 }
 

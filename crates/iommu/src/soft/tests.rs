@@ -175,11 +175,11 @@ fn a_walk_fails_at_once_after_an_unmap_even_a_queued_one() {
 }
 
 #[test]
-fn a_strict_sync_tells_the_ranges_and_a_flush_tells_everything() {
+fn a_strict_sync_invalidates_its_ranges_and_a_flush_everything() {
     // rule L26
     let (domain, shootdown) = domain(1);
     let mut reader = shootdown.reader().unwrap();
-    let heard = |reader: &mut Reader| {
+    let received = |reader: &mut Reader| {
         let mut all = vec![];
         reader.poll(|gone| all.push(gone));
         all
@@ -192,7 +192,7 @@ fn a_strict_sync_tells_the_ranges_and_a_flush_tells_everything() {
     let token = begin(&domain, &mut gather);
     assert!(gather.is_empty());
     assert!(!is_over(&domain, token));
-    assert_eq!(heard(&mut reader), [Invalidation::Range(page(1))]);
+    assert_eq!(received(&mut reader), [Invalidation::Range(page(1))]);
     assert!(is_over(&domain, token));
     // Nothing gathered, nothing to wait for.
     assert_eq!(begin(&domain, &mut gather), SyncToken::DONE);
@@ -200,9 +200,9 @@ fn a_strict_sync_tells_the_ranges_and_a_flush_tells_everything() {
     // A queued gather has no ranges: a sync of it, like a flush, covers everything.
     let mut gather = Gather::queued();
     domain.unmap(page(9), &mut gather).unwrap();
-    assert!(heard(&mut reader).is_empty());
+    assert!(received(&mut reader).is_empty());
     let token = begin(&domain, &mut gather);
-    assert_eq!(heard(&mut reader), [Invalidation::All]);
+    assert_eq!(received(&mut reader), [Invalidation::All]);
     assert!(is_over(&domain, token));
     reader.offline();
     domain.flush_iotlb_all().unwrap();
@@ -249,11 +249,11 @@ fn whatever_becomes_of_a_gather_its_table_pages_wait_for_their_own_readers() {
     assert!(ours.table_bytes() > 0);
     drop(retire().take_pages());
     // The sync of a domain with other readers (here, none) is over at once.
-    let mut astray = retire();
+    let mut misplaced = retire();
     map(&other, 3);
-    other.unmap(Range::ALL, &mut astray).unwrap();
-    other.iotlb_sync(&mut astray).unwrap();
-    assert!(astray.is_empty());
+    other.unmap(Range::ALL, &mut misplaced).unwrap();
+    other.iotlb_sync(&mut misplaced).unwrap();
+    assert!(misplaced.is_empty());
     assert_eq!(other.table_bytes(), 0);
     let waiting = ours.table_bytes();
     assert!(waiting > 0);
@@ -306,14 +306,14 @@ fn more_batches_of_table_pages_than_there_are_places_wait_together() {
 }
 
 #[test]
-#[should_panic(expected = "a reader of another shootdown")]
-fn a_reader_that_nobody_would_wait_for_is_refused() {
-    let stranger = Shootdown::new(1).reader().unwrap();
-    let _ = domain(1).0.translate(&stranger, Iova(0));
+#[should_panic(expected = "the reader belongs to another shootdown")]
+fn a_reader_of_another_shootdown_is_refused() {
+    let foreign = Shootdown::new(1).reader().unwrap();
+    let _ = domain(1).0.translate(&foreign, Iova(0));
 }
 
 #[test]
-#[should_panic(expected = "a reader that is offline")]
+#[should_panic(expected = "the reader is offline")]
 fn so_is_one_that_is_offline() {
     let (domain, shootdown) = domain(1);
     let mut reader = shootdown.reader().unwrap();
@@ -395,7 +395,7 @@ enum Step {
     Unmap(u64, u64),
     Begin,
     Flush,
-    Ask,
+    PollSyncs,
     Use(usize, u64),
     Poll(usize),
     Sleep(usize),
@@ -413,7 +413,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (n.clone(), 0..3u64).prop_map(|(n, more)| Step::Unmap(n, (n + more).min(PAGES - 1))),
         2 => Just(Step::Begin),
         1 => Just(Step::Flush),
-        3 => Just(Step::Ask),
+        3 => Just(Step::PollSyncs),
         8 => (r.clone(), n.clone()).prop_map(|(r, n)| Step::Use(r, n)),
         4 => r.clone().prop_map(Step::Poll),
         1 => r.clone().prop_map(Step::Sleep),
@@ -481,7 +481,7 @@ proptest! {
                     // What is gathered is covered, and may stay in the gather.
                     syncs.push((token, gathered.clone()));
                 }
-                Step::Ask => syncs.retain(|(token, gone)| {
+                Step::PollSyncs => syncs.retain(|(token, gone)| {
                     let over = is_over(&domain, *token);
                     if over {
                         returned.extend(gone.iter().copied());

@@ -17,7 +17,7 @@ pub struct Check<S> {
     /// Its name.
     pub name: &'static str,
     /// What it checks, in a sentence.
-    pub says: &'static str,
+    pub description: &'static str,
     pub(super) run: fn(&mut Bench<'_, S>) -> Result<(), Stop>,
 }
 
@@ -30,8 +30,8 @@ impl<S> fmt::Debug for Check<S> {
 /// All checks, in the order in which they are done.
 pub fn checks<S: Subject>() -> Vec<Check<S>> {
     macro_rules! list {
-        ($($name:ident: $says:literal,)*) => {
-            vec![$(Check { name: stringify!($name), says: $says, run: $name::<S> }),*]
+        ($($name:ident: $text:literal,)*) => {
+            vec![$(Check { name: stringify!($name), description: $text, run: $name::<S> }),*]
         };
     }
     list! {
@@ -43,13 +43,13 @@ pub fn checks<S: Subject>() -> Vec<Check<S>> {
         maps_a_list_up_to_the_first_refused: "of a list those before the first that is refused are made, and no other",
         unmaps_for_good: "after unmap and sync no access succeeds, cached or not",
         keeps_the_neighbours: "an unmap leaves what lies beside it",
-        unmaps_over_holes: "an unmap over holes removes what there is, and says how many bytes",
+        unmaps_over_holes: "an unmap over holes removes what is mapped, and reports how many bytes",
         splits_nothing: "an unmap that would split a mapping is refused, and removes nothing",
         unmaps_a_list_up_to_the_first_refused: "of a list those before the first that is refused are removed, and no other",
         flushes_what_was_queued: "after a flush nothing that was unmapped before is reached",
-        ends_a_sync_that_was_begun: "a sync that was begun is over once no access succeeds, and says so again",
+        ends_a_sync_that_was_begun: "a sync that was begun is over once no access succeeds, and stays over",
         syncs_a_list: "one sync is for all ranges of a list",
-        reports_a_sync_that_failed: "a sync that fails says so, of each of its ranges, as often as it is asked",
+        reports_a_sync_that_failed: "a sync that fails reports it for each of its ranges, each time",
         leads_anew_after_a_sync: "an address that is mapped again leads to its new target",
         finds_what_is_mapped: "a look-up finds the target of what is mapped, and nothing elsewhere",
         lists_what_is_mapped: "its list, if it keeps one, is of what is mapped",
@@ -242,9 +242,9 @@ fn ends_a_sync_that_was_begun<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
         }
         bench.refused(6)?;
         for _ in 0..2 {
-            let said = (sync.poll(bench.domain()), sync.outcome(page));
-            ensure(matches!(said, (true, Some(Ok(_)))), || {
-                format!("a sync that is over: {said:?}")
+            let outcome = (sync.poll(bench.domain()), sync.outcome(page));
+            ensure(matches!(outcome, (true, Some(Ok(_)))), || {
+                format!("a sync that is over: {outcome:?}")
             })?;
         }
         bench.must_map(page, 6, Prot::RW)?;
@@ -290,9 +290,9 @@ fn reports_a_sync_that_failed<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
             let mut sync = Pending::unmap(bench.domain(), pages.to_vec(), &mut gather);
             sync.wait(bench.domain());
             for _ in 0..2 {
-                let said = pages.map(|page| sync.outcome(page));
-                let failed = said.iter().all(|said| matches!(said, Some(Err(_))));
-                ensure(failed, || format!("a sync that failed: {said:?}"))?;
+                let outcomes = pages.map(|page| sync.outcome(page));
+                let failed = outcomes.iter().all(|outcome| matches!(outcome, Some(Err(_))));
+                ensure(failed, || format!("a sync that failed: {outcomes:?}"))?;
                 sync.poll(bench.domain());
             }
         } else {

@@ -84,7 +84,7 @@ fn a_mapping_stays_visible_while_nodes_are_linked_above_it() {
 }
 
 #[test]
-fn a_node_that_an_unmap_covers_is_freed_when_nobody_is_in_it() {
+fn a_node_that_an_unmap_covers_is_freed_when_no_reader_is_in_it() {
     // rules L21, L40
     check(
         |table| {

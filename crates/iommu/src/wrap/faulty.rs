@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn every_so_many_always_and_never() {
+    fn every_nth_always_and_never() {
         let domain = Faulty::new(Fake::default(), 0);
         domain.inject(Kind::FlushAll, When::Every(3), Stage::Before);
         domain.inject(Kind::FlushAll, When::Every(0), Stage::Before);
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn chance_is_about_as_said_and_repeats_with_its_seed() {
+    fn chance_is_about_as_configured_and_repeats_with_its_seed() {
         let run = |seed| {
             let domain = Faulty::new(Fake::default(), seed);
             domain.inject(Kind::FlushAll, When::PerMillion(100_000), Stage::Before);

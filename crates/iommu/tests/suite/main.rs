@@ -31,8 +31,8 @@ const BASE: u64 = 0x40_0000;
 struct Rig<D> {
     domain: D,
     granule: u64,
-    ask: Sender<(Iova, Prot)>,
-    answers: Receiver<Option<u64>>,
+    accesses: Sender<(Iova, Prot)>,
+    targets: Receiver<Option<u64>>,
     fail_next: Option<Arc<Faulty<Arc<Soft>>>>,
 }
 
@@ -47,14 +47,14 @@ fn soft(granule: u64) -> Arc<Soft> {
 
 impl<D: Domain<Target = GuestPhys>> Rig<D> {
     fn new(soft: &Arc<Soft>, domain: D) -> Rig<D> {
-        let (ask, asked) = mpsc::channel();
-        let (answer, answers) = mpsc::channel();
+        let (accesses, requests) = mpsc::channel();
+        let (results, targets) = mpsc::channel();
         let behind = Arc::clone(soft);
         thread::spawn(move || {
             let mut cache = Cache::new(behind.shootdown().reader().unwrap());
             loop {
-                match asked.try_recv() {
-                    Ok((iova, prot)) => answer.send(cache.access(&behind, iova, prot)).unwrap(),
+                match requests.try_recv() {
+                    Ok((iova, prot)) => results.send(cache.access(&behind, iova, prot)).unwrap(),
                     Err(TryRecvError::Empty) => {
                         cache.quiet();
                         thread::yield_now();
@@ -64,7 +64,7 @@ impl<D: Domain<Target = GuestPhys>> Rig<D> {
             }
         });
         let granule = soft.geometry().page_sizes.granule();
-        Rig { domain, granule, ask, answers, fail_next: None }
+        Rig { domain, granule, accesses, targets, fail_next: None }
     }
 }
 
@@ -78,8 +78,8 @@ impl<D: Domain<Target = GuestPhys>> Subject for Rig<D> {
         Map::new(range, GuestPhys(BASE + to * self.granule), prot)
     }
     fn access(&mut self, iova: Iova, prot: Prot) -> Option<u64> {
-        self.ask.send((iova, prot)).unwrap();
-        self.answers.recv().unwrap()
+        self.accesses.send((iova, prot)).unwrap();
+        self.targets.recv().unwrap()
     }
     fn fail_next(&mut self) -> bool {
         let faulty = self.fail_next.as_ref();
@@ -101,7 +101,7 @@ fn a_domain_in_software_keeps_it_whatever_the_granule() {
 }
 
 #[test]
-fn wrappers_keep_it_and_what_is_made_to_fail_says_so() {
+fn wrappers_keep_it_and_a_sync_that_is_made_to_fail_is_reported() {
     let soft = soft(4096);
     let faulty = Arc::new(Faulty::new(Arc::clone(&soft), 0));
     let mut rig = Rig::new(&soft, Counted::new(Arc::clone(&faulty)));

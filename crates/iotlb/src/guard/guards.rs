@@ -20,7 +20,7 @@ use ringfence_iommu::{
 use super::{Failure, FailureScope};
 use crate::{
     Binding, Endpoint, Miss,
-    misses::{Lack, Waiter, point},
+    misses::{MissState, Waiter, point},
 };
 
 /// What guards have counted.
@@ -66,8 +66,11 @@ impl Looker {
             Binding::Iotlb(iotlb) => {
                 let found = iotlb.translate(&self.reader, iova, point(iova));
                 let there = found.is_some_and(|found| found.prot.allows(prot));
-                let lacking = (iova, asked_for(prot));
-                if !there && iotlb.lack(lacking, Some(self.since), &self.waiter) == Lack::Pending {
+                let missing = (iova, miss_access(prot));
+                if !there
+                    && iotlb.miss_state(missing, Some(self.since), &self.waiter)
+                        == MissState::Pending
+                {
                     return Found::Missing;
                 }
                 found
@@ -83,7 +86,7 @@ impl Looker {
 }
 
 /// A miss without an access cannot be sent.
-fn asked_for(prot: Prot) -> Prot {
+fn miss_access(prot: Prot) -> Prot {
     if prot.intersects(Prot::RW) { prot } else { Prot::READ }
 }
 
@@ -171,9 +174,9 @@ impl Guards {
     }
 
     /// How many misses there were so far, those sent again included.
-    pub(super) fn questions(&self) -> u64 {
+    pub(super) fn misses_sent(&self) -> u64 {
         match &self.looker.lock().binding {
-            Binding::Iotlb(iotlb) => iotlb.questions(),
+            Binding::Iotlb(iotlb) => iotlb.misses_sent(),
             _ => 0,
         }
     }
@@ -187,23 +190,23 @@ impl Guards {
     }
 
     /// Counts updates and refusals; to be called before the lookup that finds something missing.
-    pub(super) fn answers(&self) -> u64 {
-        self.waiter.answers()
+    pub(super) fn updates_seen(&self) -> u64 {
+        self.waiter.updates()
     }
 
-    /// Sends misses for `wanted` and waits until the count exceeds `answers`, for a few
+    /// Sends misses for `wanted` and waits until the count exceeds `updates`, for a few
     /// milliseconds at most: what could not be sent, or is not resolved, is sent again.
-    pub(super) fn ask(&self, wanted: &mut Vec<Miss>, answers: u64, until: Instant) {
+    pub(super) fn send_and_wait(&self, wanted: &mut Vec<Miss>, updates: u64, until: Instant) {
         const ROUND: Duration = Duration::from_millis(5);
-        wanted.iter_mut().for_each(|miss| miss.access = asked_for(miss.access));
+        wanted.iter_mut().for_each(|miss| miss.access = miss_access(miss.access));
         self.look(u64::MAX, |looker| {
             if let Binding::Iotlb(iotlb) = &looker.binding {
-                iotlb.ask(wanted, Some(&self.waiter), &looker.reader);
+                iotlb.send_misses(wanted, Some(&self.waiter), &looker.reader);
             }
         });
         let until = until.min(Instant::now() + ROUND);
         let mut lock = self.bell.lock.lock();
-        while self.waiter.answers() == answers {
+        while self.waiter.updates() == updates {
             if self.bell.rung.wait_until(&mut lock, until).timed_out() {
                 return;
             }

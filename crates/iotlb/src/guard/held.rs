@@ -39,8 +39,8 @@ fn here() -> Vec<Rc<GuardState>> {
     HERE.with_borrow(|here| here.iter().filter_map(Weak::upgrade).collect())
 }
 
-/// What one piece of work has translated and keeps in use. It and its clones, which are the same, stay with the
-/// thread that made it.
+/// What one piece of work has translated and keeps in use. It and its clones, which are the same,
+/// stay with the thread that made it.
 #[derive(Clone)]
 pub struct Guard(Rc<GuardState>);
 
@@ -62,8 +62,8 @@ struct GuardState {
     /// process still.
     same_place: Box<dyn Fn(u64, u64) -> bool>,
     inner: RefCell<Inner>,
-    /// What was handed out last, by its first page, to be handed out again without a search. After a
-    /// wait it is good again, as all that was handed out, or nothing is.
+    /// What was handed out last, by its first page, to be handed out again without a search. After
+    /// a wait it is good again, as all that was handed out, or nothing is.
     recent: [Cell<Recent>; RECENT],
     failure: Cell<Option<Failure>>,
     /// Never drops its leases, and so never waits.
@@ -182,9 +182,9 @@ impl Guard {
         self.0.fail(failure, access)
     }
 
-    /// From here on what was handed out stays in use until the guard is dropped, even while this thread
-    /// waits: for asynchronous I/O that goes on meanwhile. In return an access that would have to wait
-    /// fails.
+    /// From here on what was handed out stays in use until the guard is dropped, even while this
+    /// thread waits: for asynchronous I/O that goes on meanwhile. In return an access that would
+    /// have to wait fails.
     pub fn hold(&self) {
         self.0.fixed.set(true);
     }
@@ -305,9 +305,9 @@ impl GuardState {
         self.bound();
         let mut others = Waiting(Vec::new());
         let mut began = None;
-        let since = self.source.questions();
+        let since = self.source.misses_sent();
         let result = loop {
-            let answers = self.source.answers();
+            let updates = self.source.updates_seen();
             let mut wanted = Vec::new();
             match self.attempt(&others.0, (parts, since), &mut wanted) {
                 Ok(true) => break Ok(()),
@@ -333,7 +333,7 @@ impl GuardState {
             }
             // Else something changed while we looked, and is there now.
             if !wanted.is_empty() {
-                self.source.ask(&mut wanted, answers, until);
+                self.source.send_and_wait(&mut wanted, updates, until);
             }
         };
         if let Some((began, _)) = began {
@@ -460,8 +460,8 @@ impl Drop for GuardState {
     }
 }
 
-/// Translates what is not in `pieces` yet of `range`, and takes leases on it. False if some of it is
-/// missing, which is added to `wanted`.
+/// Translates what is not in `pieces` yet of `range`, and takes leases on it. False if some of it
+/// is missing, which is added to `wanted`.
 fn cover(
     looker: &Looker,
     pieces: &mut Pieces,

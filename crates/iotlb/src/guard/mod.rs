@@ -1,9 +1,9 @@
 //! Accesses that wait for their translation, for devices that cannot come again later.
 //!
-//! [`Guards`] are made of an [`Endpoint`](crate::Endpoint). A device takes a [`Guard`] for each piece of
-//! work; what it translates comes straight from the table that invalidations act on, and is kept in use
-//! by leases for as long as the guard lives: an invalidation of it is not over before (rule D15);
-//! other invalidations do not wait.
+//! [`Guards`] are made of an [`Endpoint`](crate::Endpoint). A device takes a [`Guard`] for each
+//! piece of work; what it translates comes straight from the table that invalidations act on, and
+//! is kept in use by leases for as long as the guard lives: an invalidation of it is not over
+//! before (rule D15); other invalidations do not wait.
 //!
 //! # Waiting
 //! An access whose translation is missing sends a miss and waits (a [`View`](crate::View) does not;
@@ -44,7 +44,7 @@ pub enum Failure {
         addr: u64,
     },
     /// No update or refusal arrived in time.
-    #[error("{addr:#x}: no answer to a miss in time")]
+    #[error("{addr:#x}: no update or refusal in time")]
     TimedOut {
         /// The first address that is missing.
         addr: u64,
@@ -55,7 +55,8 @@ pub enum Failure {
         /// The first address that does.
         addr: u64,
     },
-    /// It would have had to wait, and the guard is [held](Guard::hold); or its thread waits for another access.
+    /// It would have had to wait, and the guard is [held](Guard::hold); or its thread waits for
+    /// another access.
     #[error("{addr:#x}: not translated yet, and the guard is held")]
     WouldWait {
         /// The first address that is missing.

@@ -94,7 +94,7 @@ fn check(change: fn(&Iotlb) -> u64) {
 }
 
 #[test]
-fn after_an_update_that_leads_elsewhere_nobody_uses_the_old_translation() {
+fn after_an_update_that_leads_elsewhere_the_old_translation_is_not_used() {
     // rule D15
     check(|iotlb| iotlb.update(page(), NEW, Prot::RW).unwrap());
 }

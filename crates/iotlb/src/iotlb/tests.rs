@@ -14,13 +14,13 @@ pub(super) const GPA: u64 = REGIONS[0].0 * PAGE;
 
 /// A front end that only records misses and failures.
 #[derive(Default)]
-struct Asked {
+struct Recorder {
     misses: Mutex<Vec<Miss>>,
     failures: Mutex<Vec<Miss>>,
 }
 
-impl MissSink for Asked {
-    fn ask(&self, misses: &[Miss]) -> usize {
+impl MissSink for Recorder {
+    fn send(&self, misses: &[Miss]) -> usize {
         self.misses.lock().extend(misses);
         misses.len()
     }
@@ -30,7 +30,7 @@ impl MissSink for Asked {
     }
 }
 
-impl Asked {
+impl Recorder {
     /// The pages of the misses since the last call.
     fn pages(&self) -> Vec<u64> {
         self.misses.lock().drain(..).map(|miss| miss.iova.0 / PAGE).collect()
@@ -42,7 +42,7 @@ pub(super) struct Bench {
     pub(super) shootdown: Arc<Shootdown>,
     endpoint: Arc<Endpoint>,
     pub(super) memory: Arc<Memory>,
-    asked: Arc<Asked>,
+    sink: Arc<Recorder>,
     pub(super) faults: Arc<Faults>,
     pub(super) view: View,
 }
@@ -54,13 +54,13 @@ pub(super) fn bench_with(config: IotlbConfig) -> Bench {
     let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
     let binding = Binding::Iotlb(Arc::clone(&iotlb));
     let endpoint = Endpoint::new(3, Arc::clone(&shootdown), binding);
-    let asked = Arc::new(Asked::default());
-    iotlb.ask_through(Some(Arc::clone(&asked) as _));
+    let sink = Arc::new(Recorder::default());
+    iotlb.set_miss_sink(Some(Arc::clone(&sink) as _));
     let faults = Arc::new(Faults::default());
     endpoint.report_to(Arc::clone(&faults) as _);
     let memory = memory();
     let view = View::new(Arc::clone(&endpoint), Arc::clone(&memory)).unwrap();
-    Bench { iotlb, shootdown, endpoint, memory, asked, faults, view }
+    Bench { iotlb, shootdown, endpoint, memory, sink, faults, view }
 }
 
 fn bench() -> Bench {
@@ -190,7 +190,7 @@ fn an_update_replaces_all_that_it_overlaps() {
     assert_eq!(bench.iotlb.entries(), 1, "entries go as a whole");
     let found = bench.host(GPA + 5 * PAGE);
     assert_eq!(bench.pieces(3 * PAGE, 3 * PAGE).unwrap(), [(found, found + 3 * 4096)]);
-    assert!(!bench.reads(0), "to be asked for again");
+    assert!(!bench.reads(0), "missing until the next update");
 }
 
 #[test]
@@ -317,7 +317,7 @@ fn all_addresses_are_one_entry_and_the_last_is_one_of_them() {
 }
 
 #[test]
-fn what_is_missing_of_a_chain_is_asked_for_at_once() {
+fn all_misses_of_a_chain_are_sent_together() {
     // rules D16, D17
     let bench = bench();
     bench.update(PAGE, GPA, 1, Prot::RW);
@@ -330,17 +330,17 @@ fn what_is_missing_of_a_chain_is_asked_for_at_once() {
         ]
     };
     assert!(!bench.view.prefetch_all(chain()));
-    let before = bench.view.answers();
-    bench.view.ask();
-    assert_eq!(bench.asked.pages(), [0, 2, 10, 11, 12]);
+    let before = bench.view.updates_seen();
+    bench.view.send_misses();
+    assert_eq!(bench.sink.pages(), [0, 2, 10, 11, 12]);
     assert!(!bench.view.prefetch_all(chain()));
-    bench.view.ask();
-    assert_eq!(bench.asked.pages(), [0u64; 0], "not twice");
+    bench.view.send_misses();
+    assert_eq!(bench.sink.pages(), [0u64; 0], "not twice");
     for page in [0, 2, 10, 11, 12] {
         assert!(!bench.view.prefetch_all(chain()));
         bench.update(page * PAGE, GPA, 1, Prot::RW);
     }
-    assert!(bench.view.answers() > before && bench.view.prefetch_all(chain()));
+    assert!(bench.view.updates_seen() > before && bench.view.prefetch_all(chain()));
     assert_eq!(bench.iotlb.open_misses(), 0);
     assert!(bench.faults.0.lock().is_empty());
 }
@@ -351,22 +351,22 @@ fn a_range_without_end_is_not_walked_to_its_end() {
     let bench = bench();
     assert!(!bench.view.prefetch(0, u64::MAX, Access::Read));
     assert!(!bench.view.prefetch_all((0..9).map(|n| (n << 50, 1 << 50, Access::Read))));
-    bench.view.ask();
-    assert_eq!(bench.asked.pages(), (0..256).collect::<Vec<_>>());
+    bench.view.send_misses();
+    assert_eq!(bench.sink.pages(), (0..256).collect::<Vec<_>>());
     // Past the end: left to the access.
     assert!(bench.view.prefetch(2, u64::MAX, Access::Read));
 }
 
 #[test]
-fn a_refusal_is_a_fault_and_what_is_there_but_forbidden_is_told() {
+fn a_refusal_is_a_fault_and_a_forbidden_access_is_reported() {
     // rule D16
     let bench = bench();
     bench.update(PAGE, GPA, 1, Prot::READ);
     // With `since`, an access fails however late it comes after the refusal.
-    let since = bench.view.questions();
+    let since = bench.view.misses_sent();
     assert!(!bench.reads(0) && !bench.writes(PAGE));
-    bench.view.ask();
-    assert_eq!(bench.asked.pages(), [0, 1]);
+    bench.view.send_misses();
+    assert_eq!(bench.sink.pages(), [0, 1]);
     assert!(bench.faults.0.lock().is_empty());
     bench.iotlb.refuse(pages(0, 2), Prot::WRITE);
     bench.iotlb.refuse(pages(0, 2), Prot::READ);
@@ -376,52 +376,52 @@ fn a_refusal_is_a_fault_and_what_is_there_but_forbidden_is_told() {
     assert_eq!(bench.view.since(since, || bench.view.write(PAGE, &[0])), Err(forbidden));
     assert!(bench.reads(PAGE));
     assert_eq!(bench.faults.0.lock().len(), 2);
-    let told = Miss { iova: Iova(PAGE), access: Prot::WRITE, again: None };
-    assert_eq!(*bench.asked.failures.lock(), [told], "once");
+    let reported = Miss { iova: Iova(PAGE), access: Prot::WRITE, again: None };
+    assert_eq!(*bench.sink.failures.lock(), [reported], "once");
     // A translation that comes after all is used.
     bench.update(0, GPA, 2, Prot::RW);
     assert!(bench.reads(0) && bench.writes(PAGE));
 }
 
 #[test]
-fn an_answer_that_forbids_is_taken_for_one_the_second_time() {
+fn an_update_that_forbids_the_access_is_a_refusal_at_the_second_reply() {
     // rule D16
     let bench = bench();
-    let since = bench.view.questions();
+    let since = bench.view.misses_sent();
     assert!(!bench.writes(0));
-    bench.view.ask();
+    bench.view.send_misses();
     bench.update(0, GPA, 1, Prot::READ);
-    let question = bench.view.questions();
-    bench.iotlb.reply(Iova(0), Prot::WRITE, question, true);
-    assert!(bench.asked.failures.lock().is_empty(), "one that permits it may be on its way");
-    bench.iotlb.reply(Iova(0), Prot::WRITE, question, true);
-    assert_eq!(bench.asked.failures.lock().len(), 1);
+    let number = bench.view.misses_sent();
+    bench.iotlb.reply(Iova(0), Prot::WRITE, number, true);
+    assert!(bench.sink.failures.lock().is_empty(), "one that permits it may be on its way");
+    bench.iotlb.reply(Iova(0), Prot::WRITE, number, true);
+    assert_eq!(bench.sink.failures.lock().len(), 1);
     let forbidden = AccessError::NotPermitted { addr: 0, access: Access::Write };
     assert_eq!(bench.view.since(since, || bench.view.write(0, &[0])), Err(forbidden));
 }
 
 #[test]
-fn what_is_asked_for_in_advance_fails_nobody() {
+fn a_refused_prefetch_fails_no_access() {
     let mut bench = bench();
     assert!(!bench.view.expect(0, 2 * PAGE, Access::Read));
     bench.view.quiet();
-    assert_eq!(bench.asked.pages(), [0, 1]);
+    assert_eq!(bench.sink.pages(), [0, 1]);
     bench.iotlb.refuse(pages(0, 1), Prot::READ);
     // It may have been mapped since: a miss is sent.
     let missing = AccessError::Again { addr: 0, access: Access::Read };
     assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
     bench.view.quiet();
-    assert_eq!(bench.asked.pages(), [0]);
+    assert_eq!(bench.sink.pages(), [0]);
     bench.update(0, GPA, 2, Prot::RW);
     assert!(bench.view.expect(0, 2 * PAGE, Access::Read));
 }
 
 #[test]
-fn no_lock_is_held_while_somebody_is_asked() {
+fn no_lock_is_held_while_misses_are_sent() {
     // rule D20
-    struct Answers(std::sync::Weak<Iotlb>);
-    impl MissSink for Answers {
-        fn ask(&self, misses: &[Miss]) -> usize {
+    struct Updates(std::sync::Weak<Iotlb>);
+    impl MissSink for Updates {
+        fn send(&self, misses: &[Miss]) -> usize {
             let iotlb = self.0.upgrade().unwrap();
             for miss in misses {
                 let page = pages(miss.iova.0 & !(PAGE - 1), 1);
@@ -432,28 +432,28 @@ fn no_lock_is_held_while_somebody_is_asked() {
         }
     }
     let bench = bench();
-    bench.iotlb.ask_through(Some(Arc::new(Answers(Arc::downgrade(&bench.iotlb)))));
-    let before = bench.view.answers();
+    bench.iotlb.set_miss_sink(Some(Arc::new(Updates(Arc::downgrade(&bench.iotlb)))));
+    let before = bench.view.updates_seen();
     assert!(!bench.view.prefetch(0, 8 * PAGE, Access::Write));
-    bench.view.ask();
-    assert!(bench.view.answers() > before && bench.view.prefetch(0, 8 * PAGE, Access::Write));
+    bench.view.send_misses();
+    assert!(bench.view.updates_seen() > before && bench.view.prefetch(0, 8 * PAGE, Access::Write));
 }
 
 #[test]
-fn without_anybody_to_ask_accesses_wait_and_a_new_front_end_is_asked() {
+fn without_a_sink_accesses_wait_and_a_new_sink_gets_their_misses() {
     let mut bench = bench();
-    bench.iotlb.ask_through(None);
+    bench.iotlb.set_miss_sink(None);
     let missing = AccessError::Again { addr: 0, access: Access::Read };
     for _ in 0..3 {
         assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
         bench.view.quiet();
     }
-    let before = bench.view.answers();
-    bench.iotlb.ask_through(Some(Arc::clone(&bench.asked) as _));
-    assert!(bench.view.answers() > before, "told to look again");
+    let before = bench.view.updates_seen();
+    bench.iotlb.set_miss_sink(Some(Arc::clone(&bench.sink) as _));
+    assert!(bench.view.updates_seen() > before, "woken to look again");
     assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
     bench.view.quiet();
-    assert_eq!(bench.asked.pages(), [0]);
+    assert_eq!(bench.sink.pages(), [0]);
     assert_eq!(bench.iotlb.stats().misses.load(Ordering::Relaxed), 1);
 }
 
@@ -465,10 +465,10 @@ fn the_misses_that_are_open_are_bounded() {
     let bench = bench_with(config);
     for n in 0..100 {
         bench.view.prefetch(n << 30, 4 * PAGE, Access::Read);
-        bench.view.ask();
+        bench.view.send_misses();
         assert!(bench.iotlb.open_misses() <= 8);
     }
-    assert_eq!(bench.asked.pages().len(), 8);
+    assert_eq!(bench.sink.pages().len(), 8);
 }
 
 #[test]
@@ -492,7 +492,7 @@ fn entries_that_lead_out_of_memory_go_and_leases_on_any_of_them_are_waited_for()
 }
 
 #[test]
-fn a_view_that_sleeps_is_woken_by_its_answer() {
+fn a_view_that_sleeps_is_woken_by_its_update() {
     // rule D18
     let bench = bench();
     let (send, wakes) = std::sync::mpsc::channel();
@@ -500,7 +500,7 @@ fn a_view_that_sleeps_is_woken_by_its_answer() {
     view.wake_with(Box::new(move || send.send(()).unwrap()));
     assert!(view.read(PAGE, &mut [0]).is_err());
     view.offline();
-    assert_eq!(bench.asked.pages(), [1]);
+    assert_eq!(bench.sink.pages(), [1]);
     bench.update(0, GPA, 1, Prot::RW);
     assert!(wakes.try_recv().is_err(), "of no concern to it");
     bench.update(PAGE, GPA, 1, Prot::RW);

@@ -32,11 +32,11 @@ impl World {
 
     fn update(&self) {
         self.mapped.store(true, Ordering::Release);
-        self.misses.answer(page(), Prot::READ);
+        self.misses.update(page(), Prot::READ);
     }
 
     fn refused(&self, since: Option<u64>, waiter: &Arc<Waiter>) -> bool {
-        self.misses.lack((miss().iova, Prot::READ), since, waiter, 1) == Lack::Refused
+        self.misses.miss_state((miss().iova, Prot::READ), since, waiter, 1) == MissState::Refused
     }
 
     /// Looks once. Returns whether the page was there, and whether a miss must be sent.
@@ -59,7 +59,7 @@ fn check(f: impl Fn() + Send + Sync + 'static) {
 /// A view with a miss finds the page, or is woken and finds it then, or sends the miss after the
 /// update was over.
 #[test]
-fn no_answer_is_lost() {
+fn no_update_is_lost() {
     check(|| {
         let world = World::new();
         let theirs = Arc::clone(&world);
@@ -67,7 +67,7 @@ fn no_answer_is_lost() {
         let waiter = Waiter::new(Box::new(|| ()));
         let (there, _) = world.look(&waiter);
         front_end.join().unwrap();
-        assert!(there || waiter.answers() > 0, "it waits for what is there");
+        assert!(there || waiter.updates() > 0, "it waits for what is there");
         assert!(world.there());
         assert_eq!(world.misses.open(), 0);
     });
@@ -75,15 +75,15 @@ fn no_answer_is_lost() {
 
 /// Two views miss the same page, one miss is sent, and its update wakes both.
 #[test]
-fn one_question_answers_all_who_wait() {
+fn one_miss_serves_all_waiters() {
     check(|| {
         let world = World::new();
         let waiters = [(); 2].map(|()| Waiter::new(Box::new(|| ())));
         let views = waiters.clone().map(|waiter| {
             let world = Arc::clone(&world);
             thread::spawn(move || {
-                let (there, asks) = world.look(&waiter);
-                if asks {
+                let (there, sends) = world.look(&waiter);
+                if sends {
                     // The front end sends updates for misses only.
                     world.update();
                 }
@@ -92,21 +92,21 @@ fn one_question_answers_all_who_wait() {
         });
         let there = views.map(|view| view.join().unwrap());
         for (there, waiter) in there.into_iter().zip(&waiters) {
-            assert!(there || waiter.answers() > 0, "nobody has woken it");
+            assert!(there || waiter.updates() > 0, "it was not woken");
         }
     });
 }
 
 /// A waiter that sees that it was woken finds the translation.
 #[test]
-fn who_is_woken_finds_the_translation() {
+fn a_woken_waiter_finds_the_translation() {
     check(|| {
         let world = World::new();
         let waiter = Waiter::new(Box::new(|| ()));
         world.look(&waiter);
         let theirs = Arc::clone(&world);
         let front_end = thread::spawn(move || theirs.update());
-        if waiter.answers() > 0 {
+        if waiter.updates() > 0 {
             assert!(world.there());
         }
         front_end.join().unwrap();
@@ -119,24 +119,24 @@ fn a_refusal_is_not_lost_either() {
     check(|| {
         let world = World::new();
         let waiter = Waiter::new(Box::new(|| ()));
-        let (_, asks) = world.look(&waiter);
-        assert!(asks);
+        let (_, sends) = world.look(&waiter);
+        assert!(sends);
         let theirs = Arc::clone(&world);
         let front_end = thread::spawn(move || theirs.misses.refuse(page(), Prot::READ, None, 0));
         let (_, again) = world.look(&waiter);
         front_end.join().unwrap();
-        let told = world.refused(None, &waiter);
-        assert!(told && waiter.answers() > 0 || again);
+        let refused = world.refused(None, &waiter);
+        assert!(refused && waiter.updates() > 0 || again);
     });
 }
 
 /// It is not lost either if another view sends the same miss before it is seen.
 #[test]
-fn a_refusal_outlives_the_next_question() {
+fn a_refusal_outlives_the_next_miss() {
     check(|| {
         let world = World::new();
         let [waiter, other] = [(); 2].map(|()| Waiter::new(Box::new(|| ())));
-        let since = world.misses.questions();
+        let since = world.misses.count();
         assert!(world.look(&waiter).1);
         let threads = [
             thread::spawn({
@@ -146,13 +146,16 @@ fn a_refusal_outlives_the_next_question() {
             thread::spawn({
                 let world = Arc::clone(&world);
                 move || {
-                    let since = world.misses.questions();
-                    let (_, asks) = world.look(&other);
-                    assert!(asks || !world.refused(Some(since), &other), "asked before it came");
+                    let since = world.misses.count();
+                    let (_, sends) = world.look(&other);
+                    assert!(
+                        sends || !world.refused(Some(since), &other),
+                        "the miss was sent before it came"
+                    );
                 }
             }),
         ];
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        assert!(waiter.answers() > 0 && world.refused(Some(since), &waiter));
+        assert!(waiter.updates() > 0 && world.refused(Some(since), &waiter));
     });
 }

@@ -26,7 +26,7 @@ fn note(misses: &Misses, wanted: &[Miss], waiter: &Arc<Waiter>, now_ns: u64) -> 
 }
 
 #[test]
-fn one_question_for_a_page_and_an_access_however_many_want_it() {
+fn one_miss_for_a_page_and_an_access_however_many_waiters() {
     // rule D17
     let misses = Misses::new(100, TIMES);
     let (first, second) = (waiter(), waiter());
@@ -44,12 +44,12 @@ fn one_question_for_a_page_and_an_access_however_many_want_it() {
         [Miss { again: Some(3), ..read }]
     );
     assert_eq!(note(&misses, &[read], &first, 21), []);
-    misses.answer(pages(1, 1), Prot::READ);
-    assert_eq!((first.answers(), second.answers(), misses.open()), (1, 1, 1));
+    misses.update(pages(1, 1), Prot::READ);
+    assert_eq!((first.updates(), second.updates(), misses.open()), (1, 1, 1));
 }
 
 #[test]
-fn an_answer_wakes_whom_it_satisfies_in_address_and_permission() {
+fn an_update_wakes_only_waiters_that_it_satisfies_in_address_and_permission() {
     // rule D18
     let misses = Misses::new(100, TIMES);
     let [reads, writes, both, other] = [(); 4].map(|()| waiter());
@@ -57,33 +57,33 @@ fn an_answer_wakes_whom_it_satisfies_in_address_and_permission() {
     note(&misses, &[miss(0x1000, Prot::WRITE)], &writes, 0);
     note(&misses, &[miss(0x1000, Prot::RW)], &both, 0);
     note(&misses, &[miss(0x2000, Prot::READ)], &other, 0);
-    let answers = || [&reads, &writes, &both, &other].map(|waiter| waiter.answers());
-    misses.answer(pages(0, 1), Prot::RW);
-    assert_eq!(answers(), [0, 0, 0, 0]);
-    misses.answer(pages(1, 1), Prot::READ);
-    assert_eq!(answers(), [1, 0, 0, 0]);
-    misses.answer(pages(0, 8), Prot::WRITE);
-    assert_eq!(answers(), [1, 1, 0, 0]);
-    misses.answer(Range::ALL, Prot::RW);
-    assert_eq!((answers(), misses.open()), ([1, 1, 1, 1], 0));
+    let updates = || [&reads, &writes, &both, &other].map(|waiter| waiter.updates());
+    misses.update(pages(0, 1), Prot::RW);
+    assert_eq!(updates(), [0, 0, 0, 0]);
+    misses.update(pages(1, 1), Prot::READ);
+    assert_eq!(updates(), [1, 0, 0, 0]);
+    misses.update(pages(0, 8), Prot::WRITE);
+    assert_eq!(updates(), [1, 1, 0, 0]);
+    misses.update(Range::ALL, Prot::RW);
+    assert_eq!((updates(), misses.open()), ([1, 1, 1, 1], 0));
 }
 
 #[test]
-fn an_answer_for_part_of_a_page_leaves_nobody_behind() {
+fn an_update_for_part_of_a_page_strands_no_waiter() {
     let misses = Misses::new(100, TIMES);
     let (low, high) = (waiter(), waiter());
     note(&misses, &[miss(0x1000, Prot::READ)], &low, 0);
     note(&misses, &[miss(0x1800, Prot::READ)], &high, 0);
-    misses.answer(Range::from_len(Iova(0x1800), 0x800).unwrap(), Prot::READ);
-    assert_eq!((low.answers(), high.answers(), misses.open()), (0, 1, 1));
+    misses.update(Range::from_len(Iova(0x1800), 0x800).unwrap(), Prot::READ);
+    assert_eq!((low.updates(), high.updates(), misses.open()), (0, 1, 1));
     note(&misses, &[miss(0x1900, Prot::READ)], &high, 0);
     // The miss is resolved, but not for all waiters: the others send a new one.
-    misses.answer(Range::from_len(Iova(0x1000), 0x800).unwrap(), Prot::READ);
-    assert_eq!((low.answers(), high.answers(), misses.open()), (1, 2, 0));
+    misses.update(Range::from_len(Iova(0x1000), 0x800).unwrap(), Prot::READ);
+    assert_eq!((low.updates(), high.updates(), misses.open()), (1, 2, 0));
 }
 
 #[test]
-fn a_waiter_is_woken_once_however_much_is_answered() {
+fn a_waiter_is_woken_once_however_many_misses_an_update_resolves() {
     let wakes = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&wakes);
     let waiter = Waiter::new(Box::new(move || {
@@ -92,60 +92,60 @@ fn a_waiter_is_woken_once_however_much_is_answered() {
     let misses = Misses::new(100, TIMES);
     let wanted: Vec<Miss> = (0..50).map(|page| miss(page * PAGE, Prot::READ)).collect();
     assert_eq!(note(&misses, &wanted, &waiter, 0).len(), 50);
-    misses.answer(Range::ALL, Prot::READ);
+    misses.update(Range::ALL, Prot::READ);
     assert_eq!((wakes.load(std::sync::atomic::Ordering::Relaxed), misses.open()), (1, 0));
 }
 
 #[test]
-fn the_list_is_bounded_and_a_full_one_makes_room_for_those_who_wait() {
+fn the_list_is_bounded_and_a_full_one_makes_room_for_blocked_waiters() {
     // rule D17
     let misses = Misses::new(4, TIMES);
     let (many, late) = (waiter(), waiter());
     let wanted: Vec<Miss> = (0..100).map(|page| miss(page * PAGE, Prot::READ)).collect();
     for now in 0..10 {
-        let asked = note(&misses, &wanted, &many, now);
-        assert_eq!(asked.len(), if now == 0 { 4 } else { 0 });
+        let sent = note(&misses, &wanted, &many, now);
+        assert_eq!(sent.len(), if now == 0 { 4 } else { 0 });
         assert_eq!(misses.open(), 4);
     }
     assert_eq!(note(&misses, &[miss(1 << 40, Prot::READ)], &late, 10), []);
-    let before = (many.answers(), late.answers());
-    misses.answer(pages(0, 1), Prot::READ);
-    assert_eq!((many.answers(), late.answers()), (before.0 + 1, before.1 + 1));
+    let before = (many.updates(), late.updates());
+    misses.update(pages(0, 1), Prot::READ);
+    assert_eq!((many.updates(), late.updates()), (before.0 + 1, before.1 + 1));
     assert_eq!(note(&misses, &[miss(1 << 40, Prot::READ)], &late, 11).len(), 1);
 }
 
 #[test]
-fn what_nobody_answers_makes_room_once_nobody_wants_it() {
+fn an_unresolved_miss_makes_room_once_its_waiters_have_given_up() {
     // rule D17
     let misses = Misses::new(4, TIMES);
-    let (gone, patient, late) = (waiter(), waiter(), waiter());
+    let (gone, waiting, late) = (waiter(), waiter(), waiter());
     let wanted: Vec<Miss> = (0..4).map(|page| miss(page * PAGE, Prot::READ)).collect();
     note(&misses, &wanted, &gone, 0);
     for now in [5, 10, 15] {
-        note(&misses, &wanted[..1], &patient, now);
+        note(&misses, &wanted[..1], &waiting, now);
     }
     // All but the first were given up.
     let new = [miss(1 << 40, Prot::READ)];
     assert_eq!(note(&misses, &new, &late, 19), []);
     assert_eq!(note(&misses, &new, &late, 20), new);
     assert_eq!(misses.open(), 2);
-    assert_eq!(patient.answers(), 0, "still waits");
-    assert!(gone.answers() > 0, "if it does wait, it asks anew");
+    assert_eq!(waiting.updates(), 0, "still waits");
+    assert!(gone.updates() > 0, "if it does wait, it sends a new miss");
 }
 
 #[test]
-fn a_refusal_is_for_those_who_waited_and_not_for_ever() {
+fn a_refusal_holds_for_its_waiters_and_expires() {
     let misses = Misses::new(100, TIMES);
     let (waits, later) = (waiter(), waiter());
-    let lack = |waiter, now| misses.lack((Iova(0x1000), Prot::WRITE), None, waiter, now);
+    let state = |waiter, now| misses.miss_state((Iova(0x1000), Prot::WRITE), None, waiter, now);
     note(&misses, &[miss(0x1000, Prot::WRITE), miss(0x1000, Prot::READ)], &waits, 0);
-    assert_eq!(lack(&waits, 1), Lack::Pending);
+    assert_eq!(state(&waits, 1), MissState::Pending);
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [miss(0x1000, Prot::WRITE)]);
     assert_eq!(misses.refuse(pages(1, 1), Prot::WRITE, None, 1), [], "once");
-    assert_eq!((waits.answers(), lack(&waits, 20)), (1, Lack::Refused));
-    assert_eq!(misses.lack((Iova(0x1000), Prot::READ), None, &waits, 2), Lack::Pending);
-    assert_eq!(lack(&later, 20), Lack::Pending, "there may be a translation by now");
-    assert_eq!(lack(&waits, 21), Lack::Pending);
+    assert_eq!((waits.updates(), state(&waits, 20)), (1, MissState::Refused));
+    assert_eq!(misses.miss_state((Iova(0x1000), Prot::READ), None, &waits, 2), MissState::Pending);
+    assert_eq!(state(&later, 20), MissState::Pending, "there may be a translation by now");
+    assert_eq!(state(&waits, 21), MissState::Pending);
     assert_eq!(note(&misses, &[miss(0x1000, Prot::WRITE)], &later, 20).len(), 1);
     // Not both: one of them may be.
     assert_eq!(misses.refuse(Range::ALL, Prot::RW, None, 20), []);
@@ -155,90 +155,96 @@ fn a_refusal_is_for_those_who_waited_and_not_for_ever() {
 }
 
 #[test]
-fn who_did_not_wait_is_not_refused() {
+fn a_refused_prefetch_fails_no_access() {
     let misses = Misses::new(100, TIMES);
     let mut ahead = vec![miss(0x5000, Prot::READ)];
     misses.note(&mut ahead, None, 0, |_| false);
     assert_eq!(ahead.len(), 1);
     misses.refuse(pages(5, 1), Prot::READ, None, 1);
     assert_eq!(misses.open(), 0);
-    assert_eq!(misses.lack((Iova(0x5000), Prot::READ), None, &waiter(), 1), Lack::Pending);
+    assert_eq!(
+        misses.miss_state((Iova(0x5000), Prot::READ), None, &waiter(), 1),
+        MissState::Pending
+    );
 }
 
-/// Two accesses that share a waiter, and say since when they wait.
+/// Two accesses that share a waiter, and pass since when they wait.
 #[test]
-fn a_refusal_is_seen_however_late_by_who_waited_and_by_nobody_else() {
+fn a_refusal_reaches_only_earlier_waiters() {
     let misses = Misses::new(100, TIMES);
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
-    let lack = |since| misses.lack((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
-    let first = misses.questions();
+    let state =
+        |since| misses.miss_state((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+    let first = misses.count();
     note(&misses, &read, &waiter, 0);
-    let second = misses.questions();
+    let second = misses.count();
     // It waits for the same miss, which was sent before.
     assert_eq!(note(&misses, &read, &waiter, 1), []);
     assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 2).len(), 1);
-    assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
-    assert_eq!(lack(u64::MAX), Lack::Pending, "it has not waited at all");
+    assert_eq!((state(first), state(second)), (MissState::Refused, MissState::Pending));
+    assert_eq!(state(u64::MAX), MissState::Pending, "it has not waited at all");
     // It sends a new miss, and the first has not looked yet.
     assert_eq!(note(&misses, &read, &waiter, 3), read);
-    assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Pending));
+    assert_eq!((state(first), state(second)), (MissState::Refused, MissState::Pending));
     assert_eq!(misses.refuse(pages(1, 1), Prot::READ, None, 4).len(), 1);
-    assert_eq!((lack(first), lack(second)), (Lack::Refused, Lack::Refused));
+    assert_eq!((state(first), state(second)), (MissState::Refused, MissState::Refused));
     // An update ends the refusal.
-    misses.answer(pages(1, 1), Prot::READ);
-    assert_eq!(lack(first), Lack::Pending);
+    misses.update(pages(1, 1), Prot::READ);
+    assert_eq!(state(first), MissState::Pending);
 }
 
 /// Sent several times: each reply belongs to its number.
 #[test]
-fn an_answer_that_took_long_does_not_concern_who_came_meanwhile() {
+fn a_late_reply_does_not_concern_later_waiters() {
     let misses = Misses::new(100, TIMES);
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
-    let lack = |since| misses.lack((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+    let state =
+        |since| misses.miss_state((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
     note(&misses, &read, &waiter, 0);
-    let before = misses.questions();
+    let before = misses.count();
     let first = note(&misses, &read, &waiter, 20)[0].again;
-    let between = misses.questions();
+    let between = misses.count();
     let second = note(&misses, &read, &waiter, 40)[0].again;
     assert!(first.is_some() && second > first);
     misses.refuse(pages(1, 1), Prot::READ, first, 41);
-    assert_eq!((lack(before), lack(between)), (Lack::Refused, Lack::Pending));
+    assert_eq!((state(before), state(between)), (MissState::Refused, MissState::Pending));
 }
 
 /// A page was translated, unmapped and mapped again, and only then the reply arrives to a miss that
 /// was sent in between.
 #[test]
-fn an_answer_to_an_older_question_concerns_nobody_who_asked_after_it() {
+fn a_reply_to_an_older_miss_does_not_concern_a_later_miss() {
     let misses = Misses::new(100, TIMES);
     let waiter = waiter();
     let read = [miss(0x1000, Prot::READ)];
-    let lack = |since| misses.lack((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
+    let state =
+        |since| misses.miss_state((Iova(0x1000), Prot::READ), Some(since), &waiter, 1 << 40);
     note(&misses, &read, &waiter, 0);
     let old = note(&misses, &read, &waiter, 20)[0].again.unwrap();
-    misses.answer(pages(1, 1), Prot::READ);
-    let since = misses.questions();
-    assert_eq!(note(&misses, &read, &waiter, 21), read, "a question of its own");
+    misses.update(pages(1, 1), Prot::READ);
+    let since = misses.count();
+    assert_eq!(note(&misses, &read, &waiter, 21), read, "a new miss");
     assert_eq!(misses.refuse(pages(1, 1), Prot::READ, Some(old), 22), []);
     assert!(!misses.acknowledge(Iova(0x1000), Prot::READ, old));
     assert!(!misses.acknowledge(Iova(0x1000), Prot::READ, old), "nor counted");
-    assert_eq!((lack(since), misses.open()), (Lack::Pending, 1));
+    assert_eq!((state(since), misses.open()), (MissState::Pending, 1));
     let new = note(&misses, &read, &waiter, 41)[0].again;
     assert_eq!(misses.refuse(pages(1, 1), Prot::READ, new, 42).len(), 1);
-    assert_eq!(lack(since), Lack::Refused);
+    assert_eq!(state(since), MissState::Refused);
 }
 
 #[test]
-fn what_could_not_be_sent_is_asked_by_who_looks_next() {
+fn a_miss_that_could_not_be_sent_is_sent_by_the_next_lookup() {
     let misses = Misses::new(100, TIMES);
     let (first, second) = (waiter(), waiter());
-    let asked = note(&misses, &[miss(0x1000, Prot::READ)], &first, 0);
-    note(&misses, &asked, &second, 0);
-    misses.unsent(&asked);
-    assert_eq!(note(&misses, &asked, &second, 1), asked, "not as asked again");
-    misses.answer(pages(1, 1), Prot::READ);
-    assert_eq!((first.answers(), second.answers()), (1, 1));
+    let sent = note(&misses, &[miss(0x1000, Prot::READ)], &first, 0);
+    note(&misses, &sent, &second, 0);
+    misses.unsent(&sent);
+    assert_eq!(note(&misses, &sent, &second, 1), sent, "not as sent again");
+    misses.update(pages(1, 1), Prot::READ);
+    assert_eq!((first.updates(), second.updates()), (1, 1));
 }
 
 #[test]
@@ -248,7 +254,7 @@ fn what_came_before_it_was_noted_is_not_waited_for() {
     let mut wanted = vec![miss(0x1000, Prot::READ), miss(0x2000, Prot::READ)];
     misses.note(&mut wanted, Some(&waiter), 0, |miss| miss.iova.0 == 0x1000);
     assert_eq!(wanted, [miss(0x2000, Prot::READ)]);
-    assert_eq!((waiter.answers(), misses.open()), (1, 1));
+    assert_eq!((waiter.updates(), misses.open()), (1, 1));
 }
 
 #[test]
@@ -267,6 +273,6 @@ fn the_last_page_is_a_page() {
     let misses = Misses::new(100, TIMES);
     let waiter = waiter();
     note(&misses, &[miss(u64::MAX, Prot::READ)], &waiter, 0);
-    misses.answer(Range::new(Iova(u64::MAX - 0xfff), Iova(u64::MAX)).unwrap(), Prot::READ);
-    assert_eq!((waiter.answers(), misses.open()), (1, 0));
+    misses.update(Range::new(Iova(u64::MAX - 0xfff), Iova(u64::MAX)).unwrap(), Prot::READ);
+    assert_eq!((waiter.updates(), misses.open()), (1, 0));
 }

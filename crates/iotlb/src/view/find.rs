@@ -9,7 +9,7 @@ use super::{View, wanted};
 use crate::{
     Binding, Miss,
     cache::{Entry, offset},
-    misses::{Lack, PAGE},
+    misses::{MissState, PAGE},
 };
 
 /// A region of memory, by guest-physical address.
@@ -57,7 +57,7 @@ impl View {
 
     #[inline(never)]
     pub(super) fn walk(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
-        assert!(self.reader.is_online(), "a view that is offline was asked for {addr:#x}");
+        assert!(self.reader.is_online(), "access to {addr:#x} through a view that is offline");
         self.misses.set(self.misses.get() + 1);
         let iova = Iova(addr);
         let found = match &self.binding {
@@ -65,10 +65,10 @@ impl View {
                 match iotlb.translate(&self.reader, iova, self.cache.search(addr)) {
                     Some(found) if found.prot.allows(wanted(access)) => Some(found),
                     found => {
-                        let lacking = (iova, wanted(access));
-                        match iotlb.lack(lacking, self.since.get(), &self.waiter) {
-                            Lack::Refused => found,
-                            Lack::Pending => return Err(AccessError::Again { addr, access }),
+                        let missing = (iova, wanted(access));
+                        match iotlb.miss_state(missing, self.since.get(), &self.waiter) {
+                            MissState::Refused => found,
+                            MissState::Pending => return Err(AccessError::Again { addr, access }),
                         }
                     }
                 }

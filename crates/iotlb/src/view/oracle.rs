@@ -108,7 +108,7 @@ impl Oracle {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
     #[test]
-    fn a_view_reaches_what_the_oracle_says_and_nothing_else(
+    fn a_view_reaches_what_the_oracle_predicts_and_nothing_else(
         ops in proptest::collection::vec(op(), 1..80)
     ) {
         let Bench { shootdown, endpoint, domain: first, mut memory, mut view, faults } = bench();

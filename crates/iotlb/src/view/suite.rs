@@ -1,4 +1,5 @@
-//! The suite of what any domain owes, of an IOTLB that is fed as one; its device is a view in a thread.
+//! The suite of what any domain owes, of an IOTLB that is fed as one; its device is a view in a
+//! thread.
 
 use std::{
     sync::{
@@ -26,8 +27,8 @@ const BASE: u64 = REGIONS[0].0 * PAGE;
 
 struct Rig {
     iotlb: Arc<Iotlb>,
-    ask: Sender<(Iova, Prot)>,
-    answers: Receiver<Option<u64>>,
+    accesses: Sender<(Iova, Prot)>,
+    results: Receiver<Option<u64>>,
 }
 
 impl Rig {
@@ -35,13 +36,13 @@ impl Rig {
         let shootdown = Shootdown::new(1);
         let iotlb = Iotlb::new(IotlbConfig::default(), Arc::clone(&shootdown));
         let endpoint = Endpoint::new(1, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
-        let (ask, asked) = mpsc::channel::<(Iova, Prot)>();
-        let (answer, answers) = mpsc::channel();
+        let (accesses, wanted) = mpsc::channel::<(Iova, Prot)>();
+        let (result, results) = mpsc::channel();
         thread::spawn(move || {
             let memory = memory();
             let mut view = View::new(endpoint, Arc::clone(&memory)).unwrap();
             loop {
-                match asked.try_recv() {
+                match wanted.try_recv() {
                     Ok((Iova(addr), prot)) => {
                         let access = match prot.contains(Prot::WRITE) {
                             true => Access::ReadWrite,
@@ -50,7 +51,7 @@ impl Rig {
                         let window = view.silently(|| view.window(addr, 1, access)).ok();
                         let at = window.map(|window| window.slice().as_ptr() as usize);
                         let offset = at.map(|at| (at - host(&memory, BASE)) as u64);
-                        answer.send(offset.map(|offset| BASE + offset)).unwrap();
+                        result.send(offset.map(|offset| BASE + offset)).unwrap();
                     }
                     Err(TryRecvError::Empty) => {
                         view.quiet();
@@ -60,7 +61,7 @@ impl Rig {
                 }
             }
         });
-        Rig { iotlb, ask, answers }
+        Rig { iotlb, accesses, results }
     }
 }
 
@@ -74,8 +75,8 @@ impl Subject for Rig {
         Map::new(range, GuestPhys(BASE + to), prot)
     }
     fn access(&mut self, iova: Iova, prot: Prot) -> Option<u64> {
-        self.ask.send((iova, prot)).unwrap();
-        self.answers.recv().unwrap()
+        self.accesses.send((iova, prot)).unwrap();
+        self.results.recv().unwrap()
     }
 }
 

@@ -194,7 +194,7 @@ fn an_invalidation_waits_for_views_of_its_domain_and_for_no_others() {
     let gone = unmap(&there, 0x1000, 1);
     assert!(!shootdown.is_over(gone.0));
     elsewhere.quiet();
-    assert!(shootdown.is_over(gone.0), "nobody else looks there");
+    assert!(shootdown.is_over(gone.0), "no other view looks there");
     assert!(read(&view).is_ok() && read(&elsewhere).is_err());
 
     // Bound to the other domain: until it has seen that, it is where it was.
@@ -303,7 +303,7 @@ fn new_memory_replaces_all_pointers_into_the_old() {
 }
 
 #[test]
-fn faults_are_neither_counted_nor_told_while_silent() {
+fn faults_are_neither_counted_nor_reported_while_silent() {
     let Bench { view, faults, .. } = bench();
     let refused = view.silently(|| view.read(0, &mut [0]).is_err());
     assert!(refused && faults.0.lock().is_empty());
@@ -339,7 +339,7 @@ fn a_window_lies_in_one_piece_however_many_mappings_it_spans() {
 }
 
 #[test]
-fn a_truncated_file_is_noticed_before_anything_is_told() {
+fn a_truncated_file_is_noticed_before_anything_is_reported() {
     ringfence_mem::sigbus::install().unwrap();
     let Bench { domain, mut view, .. } = bench();
     view.check().unwrap();
@@ -387,7 +387,7 @@ fn one_look_finds_all_that_leads_on_until_it_is_invalidated() {
 }
 
 #[test]
-fn there_are_only_so_many_views() {
+fn the_number_of_views_is_bounded() {
     let Bench { endpoint, memory, view, .. } = bench();
     let second = View::new(Arc::clone(&endpoint), Arc::clone(&memory)).unwrap();
     assert!(View::new(Arc::clone(&endpoint), Arc::clone(&memory)).is_none());

@@ -279,14 +279,14 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
         }
     }
 
-    fn alloc_below(&self, request: &Request, asked: &Request) -> Result<u64, AllocError> {
-        let mut result = self.inner.alloc(asked);
+    fn alloc_below(&self, request: &Request, rounded: &Request) -> Result<u64, AllocError> {
+        let mut result = self.inner.alloc(rounded);
         if request.flush
             && matches!(result, Err(AllocError { reason: AllocReason::Exhausted { .. }, .. }))
         {
             self.drains.fetch_add(1, Ordering::Relaxed);
             self.drain_all();
-            result = self.inner.alloc(asked);
+            result = self.inner.alloc(rounded);
         }
         result.map_err(|error| {
             self.failures.fetch_add(1, Ordering::Relaxed);

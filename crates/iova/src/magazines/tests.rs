@@ -297,7 +297,7 @@ fn a_request_that_fails_drains_every_cache_and_tries_exactly_once_more() {
     magazines.alloc(&large).unwrap();
     assert_eq!((tries(), magazines.stats().drains), (2, 1));
     assert_eq!(magazines.stats().cached_ranges, 0);
-    // In vain: it tries once more, not twice.
+    // It fails: it tries once more, not twice.
     assert!(magazines.alloc(&Request::new(512 * PAGE)).is_err());
     assert_eq!((tries(), magazines.stats().drains), (1, 1)); // too large for the aperture, ever
     assert!(magazines.alloc(&Request::new(128 * PAGE).limit(400 * PAGE)).is_ok());

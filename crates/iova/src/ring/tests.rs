@@ -49,7 +49,7 @@ fn a_place_that_is_still_in_use_is_stepped_over() {
 }
 
 #[test]
-fn a_lead_shifts_the_chunk_and_is_handed_out_to_nobody() {
+fn a_lead_shifts_the_chunk_and_is_never_handed_out() {
     let tree = Arc::new(tree());
     let ring = Ring::with_lead(Arc::clone(&tree), 8 * PAGE, 2 * PAGE + 5).unwrap();
     let base = ring.chunk().first();
@@ -58,7 +58,7 @@ fn a_lead_shifts_the_chunk_and_is_handed_out_to_nobody() {
     let two = pages(2).align(Align::Bytes(PAGE));
     let at: Vec<u64> = (0..4).map(|_| (ring.alloc(&two).unwrap() - base) / PAGE).collect();
     assert_eq!(at, [0, 2, 4, 6]);
-    assert!(ring.free(base - 3 * PAGE, 11 * PAGE).is_err(), "nor is all of it the callers'");
+    assert!(ring.free(base - 3 * PAGE, 11 * PAGE).is_err(), "nor can a caller free all of it");
     while let Ok(iova) = ring.alloc(&pages(1)) {
         assert!(iova < base - 3 * PAGE || base + 8 * PAGE <= iova);
     }
@@ -123,7 +123,7 @@ fn what_the_chunk_cannot_hold_comes_from_below_and_is_counted() {
 }
 
 #[test]
-fn requests_that_make_no_sense_are_not_passed_on() {
+fn invalid_requests_are_not_passed_on() {
     let tree = Arc::new(tree());
     let ring = Ring::new(Arc::clone(&tree), 8 * PAGE).unwrap();
     for request in [Request::new(0), pages(1).align(Align::Bytes(3)), pages(2).boundary(PAGE - 1)] {
@@ -134,7 +134,7 @@ fn requests_that_make_no_sense_are_not_passed_on() {
 }
 
 #[test]
-fn a_chunk_that_cannot_be_had_is_an_error_and_takes_nothing() {
+fn a_chunk_that_cannot_be_allocated_is_an_error_and_takes_nothing() {
     let tree = Arc::new(tree());
     let why = |bytes| Ring::new(Arc::clone(&tree), bytes).unwrap_err().reason;
     assert_eq!(why(0), AllocReason::ZeroSize);
@@ -202,7 +202,7 @@ fn the_chunk_stays_allocated_below_and_is_given_back_with_the_ring() {
 }
 
 #[test]
-fn a_chunk_with_a_buffer_in_use_is_given_to_nobody_else() {
+fn a_chunk_with_a_buffer_in_use_stays_allocated_after_its_ring() {
     // rule L9
     let tree = Arc::new(tree());
     let ring = Ring::new(Arc::clone(&tree), 8 * PAGE).unwrap();

@@ -161,7 +161,7 @@ fn model_two_threads_that_need_a_new_slab_each_get_their_range() {
 }
 
 #[test]
-fn model_of_two_who_free_a_range_one_is_told_so() {
+fn model_of_two_frees_of_a_range_exactly_one_succeeds() {
     for size in [4096, 3 * 4096] {
         explore(3, move || {
             let space = space(4, 1);
@@ -203,7 +203,7 @@ fn model_a_free_while_everything_is_taken_back_loses_nothing() {
 }
 
 #[test]
-fn model_two_frees_of_a_detached_slab_agree_on_whose_it_is() {
+fn model_two_frees_of_a_detached_slab_agree_on_its_owner() {
     for idle in [0, 1] {
         explore(3, move || {
             let space = space(4, idle);
@@ -346,7 +346,7 @@ fn model_a_cpu_that_others_take_from_gives_no_range_of_another_class() {
 }
 
 #[test]
-fn model_a_free_on_an_offline_cpu_leaves_a_slab_to_who_has_it() {
+fn model_a_free_on_an_offline_cpu_leaves_a_slab_to_its_owner() {
     explore(3, || {
         let space = space(4, 1);
         let ranges: Vec<u64> = (0..5).map(|_| space.alloc(1)).collect();

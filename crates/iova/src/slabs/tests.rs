@@ -85,7 +85,7 @@ fn a_small_aperture_is_not_divided_among_classes() {
 }
 
 #[test]
-fn frees_that_are_wrong_are_told_and_harm_nothing() {
+fn wrong_frees_are_reported_and_harm_nothing() {
     let slabs = one_cpu(48);
     slabs.reserve(0xfee0_0000, 0xfeef_ffff).unwrap();
     let why = |iova, size| slabs.free(iova, size).unwrap_err().reason;
@@ -193,7 +193,7 @@ fn what_lies_behind_short_ranges_is_found_when_nothing_else_is_left() {
 }
 
 #[test]
-fn zones_keep_ranges_for_devices_of_less_bits_apart() {
+fn zones_keep_ranges_for_devices_of_fewer_bits_apart() {
     // rules L2, L12
     let config = SlabConfig {
         limits: vec![u32::MAX.into(), (1 << 40) - 1, u64::MAX],
@@ -253,7 +253,7 @@ fn several_apertures_are_one_with_gaps() {
 }
 
 #[test]
-fn reservations_merge_and_are_kept_from_everybody() {
+fn reservations_merge_and_are_never_handed_out() {
     // rule L15
     let slabs = one_cpu(32);
     let iova = slabs.alloc(&pages(1)).unwrap();

@@ -27,13 +27,13 @@ pub(in crate::bench) fn round_trip_ns(cpus: [usize; 2]) -> Option<f64> {
         return None;
     }
     let line = &Line(AtomicU64::new(0));
-    let times = threads::together(&cpus, vec![0, 1], |_, who: u64| {
+    let times = threads::together(&cpus, vec![0, 1], |_, index: u64| {
         let mut blocks = Vec::new();
         // Odd values are the first thread's to write, even ones the second's.
         for block in 0..BLOCKS as u64 {
             let begun = std::time::Instant::now();
             for turn in block * BLOCK..(block + 1) * BLOCK {
-                let (wait, write) = (2 * turn + who, 2 * turn + who + 1);
+                let (wait, write) = (2 * turn + index, 2 * turn + index + 1);
                 let mut spins = 0_u32;
                 while line.0.load(Ordering::Acquire) != wait {
                     std::hint::spin_loop();
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn states_are_told_apart() {
+    fn states_are_distinguished() {
         assert!(differ(140.0, 390.0) && differ(390.0, 140.0) && differ(78.0, 150.0));
         assert!(!differ(138.0, 160.0) && !differ(380.0, 400.0));
     }

@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_is_listened_at_only_once_somebody_does() {
+    fn a_socket_counts_as_listening_only_once_a_process_listens() {
         let folder = tempfile::tempdir().unwrap();
         let [path, other] = ["socket", "other socket"].map(|name| folder.path().join(name));
         assert!(!is_listened_at(&path).unwrap());

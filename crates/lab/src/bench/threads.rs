@@ -82,11 +82,11 @@ mod tests {
     #[test]
     fn every_thread_runs_on_its_cpu_and_answers_in_order() {
         let cpus = cpus();
-        let answers = together(&cpus, vec![10, 20, 30], |index, part| {
+        let results = together(&cpus, vec![10, 20, 30], |index, part| {
             (index, part, rustix::thread::sched_getcpu())
         });
-        for (index, answer) in answers.into_iter().enumerate() {
-            assert_eq!(answer, (index, (index + 1) * 10, cpus[index % cpus.len()]));
+        for (index, result) in results.into_iter().enumerate() {
+            assert_eq!(result, (index, (index + 1) * 10, cpus[index % cpus.len()]));
         }
     }
 

@@ -32,7 +32,8 @@ pub(super) fn cpus(benchmark: &mut Benchmark) -> [usize; 2] {
     let cpus = threads::cpus();
     let cpus = [cpus[0], *cpus.last().expect("at least one")];
     if cpus[0] == cpus[1] {
-        let why = "there is one CPU only: driver and back end take turns, and figures mean little";
+        let why =
+            "there is one CPU only: driver and back end take turns, and figures are of little use";
         benchmark.warnings.push(why.to_owned());
     }
     cpus

@@ -44,7 +44,7 @@ fn parse(line: &[u8]) -> Result<Option<Line<'_>>, String> {
     }
     let section = line[0] == b'[';
     // The name of a section may hold # and ;, elsewhere they start a comment, as in fio.
-    let (said, rest) = if section {
+    let (content, rest) = if section {
         let end = line.iter().position(|&byte| byte == b']');
         let end = end.ok_or("a section without its closing ]")?;
         (&line[1..end], &line[end + 1..])
@@ -56,19 +56,19 @@ fn parse(line: &[u8]) -> Result<Option<Line<'_>>, String> {
     if !rest.is_empty() && !is_comment(rest) {
         return Err("something follows the ] of a section; put it on a line of its own".to_owned());
     }
-    let said = std::str::from_utf8(said).map_err(|_| "this is not UTF-8 text")?.trim();
-    if let Some(control) = said.chars().find(|c| c.is_control() && *c != '\t') {
+    let content = std::str::from_utf8(content).map_err(|_| "this is not UTF-8 text")?.trim();
+    if let Some(control) = content.chars().find(|c| c.is_control() && *c != '\t') {
         return Err(format!("a control character ({}) in a job file", control.escape_default()));
     }
     if section {
-        return match said {
+        return match content {
             "" => Err("a section without a name; write [NAME]".to_owned()),
             name => Ok(Some(Line::Section(name))),
         };
     }
-    let (key, value) = match said.split_once('=') {
+    let (key, value) = match content.split_once('=') {
         Some((key, value)) => (key.trim_end(), Some(value.trim_start())),
-        None => (said, None),
+        None => (content, None),
     };
     if key.is_empty() {
         return Err("a value without a key; write KEY=VALUE".to_owned());
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_job_file_is_refused_with_its_line() {
+    fn what_is_not_a_job_file_is_refused_with_its_line() {
         for (text, line, word) in [
             (&b"[a]\nbs=\0"[..], 2, "control"),
             (b"\n\n[a", 3, "closing"),

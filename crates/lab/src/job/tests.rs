@@ -138,12 +138,14 @@ fn a_wrong_value_is_an_error_with_its_line_and_what_is_allowed() {
     ] {
         let error = error(text);
         assert_eq!(error.line, line, "{text}: {error}");
-        let said = error.to_string();
+        let message = error.to_string();
         assert!(
-            said.contains("allow") || said.contains("write KEY=VALUE") || said.contains("give"),
-            "{said}"
+            message.contains("allow")
+                || message.contains("write KEY=VALUE")
+                || message.contains("give"),
+            "{message}"
         );
-        assert!(said.starts_with(&format!("t.fio:{line}: ")), "{said}");
+        assert!(message.starts_with(&format!("t.fio:{line}: ")), "{message}");
     }
 }
 

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused() {
+    fn what_is_not_a_size_is_refused() {
         for text in [
             "",
             "k",

@@ -442,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn every_allocator_is_asked_for_every_huge_range() {
+    fn every_allocator_is_measured_with_every_huge_range() {
         let rows = rows(&Options { repeat: 1, ..Options::default() });
         for gib in HUGE {
             for kind in AllocatorKind::ALL {

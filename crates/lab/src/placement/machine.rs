@@ -412,7 +412,7 @@ fn space(placement: &str, aperture: Aperture, cpu: &Arc<FixedCpu>) -> Result<Arc
         "rbtree" => Arc::new(RbTree::new(aperture)),
         "bitmap" => Arc::new(Bitmap::new(aperture, u64::MAX)),
         "magazines" => Arc::new(Magazines::new(RbTree::new(aperture), Arc::clone(cpu))),
-        other => anyhow::bail!("no placement is called {other:?}"),
+        other => anyhow::bail!("unknown placement {other:?}"),
     })
 }
 

@@ -283,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_that_make_no_sense_are_wrong_usage() {
+    fn impossible_options_are_wrong_usage() {
         let base = Options::default;
         check(&base()).unwrap();
         for (bad, word) in [

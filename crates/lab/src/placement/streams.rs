@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_are_as_many_as_the_options_tell_apart() {
+    fn patterns_are_as_many_as_the_options_distinguish() {
         let names = |options: &Options| {
             let of = |pattern: Pattern| (pattern.name, pattern.slots, pattern.bytes, pattern.uses);
             patterns(options).into_iter().map(of).collect::<Vec<_>>()

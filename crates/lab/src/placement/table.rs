@@ -29,7 +29,7 @@ pub fn render(rows: &[Row]) -> String {
 }
 
 const STREAMS: &str = "\
-streams: a model of the hardware's caches, fed with the addresses that each allocator gave (no hardware was asked).
+streams: a model of the hardware's caches, fed with the addresses that each allocator gave (no hardware is measured).
   placement  ours: size-aligned, lowest first, highest first, a contiguous chunk a ring, the same with all chunks side
              by side, a page between them (ring-apart); then the peers, whose placement is their own
   filled     IOTLB entries filled, a GiB moved, drifting

@@ -2,7 +2,7 @@
 
 /// What a line holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Said {
+pub(super) enum Parsed {
     /// Something was mapped, unmapped, attached or taken away.
     Event(Event),
     /// A line of this format that is not about mappings.
@@ -11,7 +11,7 @@ pub(super) enum Said {
 
 /// A parsed line: what it holds; `None` if it is not a line of that format; or, if it is one about
 /// a mapping, what is wrong with it.
-pub(super) type Parsed = Result<Option<Said>, String>;
+pub(super) type ParseResult = Result<Option<Parsed>, String>;
 
 /// Something that was recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +58,7 @@ pub(super) fn number(text: &str) -> Result<u64, String> {
         None if !text.starts_with('+') => text.parse().ok(),
         _ => None,
     };
-    parsed.ok_or_else(|| format!("{text:?} is no number of 64 bits"))
+    parsed.ok_or_else(|| format!("{text:?} is not a 64-bit number"))
 }
 
 /// `SECONDS.FRACTION`, in nanoseconds. `None` if it is not such a time.

@@ -10,12 +10,14 @@
 //! The second address is the first that is *not* mapped any more (older kernels leave it out). No
 //! line names a domain or a device: all count as one.
 
-use super::event::{Event, MOST_CPUS, Parsed, Said, What, field, map, number, seconds, unmap};
+use super::event::{
+    Event, MOST_CPUS, ParseResult, Parsed, What, field, map, number, seconds, unmap,
+};
 
 /// What an event of the iommu system begins with.
-const SAYS: &str = "IOMMU: ";
+const PREFIX: &str = "IOMMU: ";
 
-pub(super) fn parse(line: &str) -> Parsed {
+pub(super) fn parse(line: &str) -> ParseResult {
     let Some(stamped) = Stamped::find(line) else {
         // Headers, comments and notes; damage if it is an event after all.
         if line.contains(" IOMMU: iova=") {
@@ -23,25 +25,25 @@ pub(super) fn parse(line: &str) -> Parsed {
                         default, there is none)"
                 .to_owned());
         }
-        return Ok(is_note(line).then_some(Said::Other));
+        return Ok(is_note(line).then_some(Parsed::Other));
     };
-    let (name, said) = (stamped.name, stamped.said);
+    let (name, text) = (stamped.name, stamped.text);
     let name = name.strip_prefix("iommu:").unwrap_or(name);
     let what: fn(&str) -> Result<What, String> = match name {
         "map" => mapped,
         "unmap" => unmapped,
         "attach_device_to_domain" => |_| Ok(What::Attach),
         "detach_device_from_domain" => |_| Ok(What::Detach),
-        _ => return Ok(Some(Said::Other)),
+        _ => return Ok(Some(Parsed::Other)),
     };
-    let what = match said.strip_prefix(SAYS) {
+    let what = match text.strip_prefix(PREFIX) {
         Some(values) => what(values)?,
-        None if SAYS.starts_with(said) => return Err("the line ends too early".to_owned()),
+        None if PREFIX.starts_with(text) => return Err("the line ends too early".to_owned()),
         // Another system's event of that name.
-        None => return Ok(Some(Said::Other)),
+        None => return Ok(Some(Parsed::Other)),
     };
     let (time_ns, cpu) = (Some(stamped.time_ns), stamped.cpu?);
-    Ok(Some(Said::Event(Event { time_ns, cpu, domain: 0, what })))
+    Ok(Some(Parsed::Event(Event { time_ns, cpu, domain: 0, what })))
 }
 
 /// A line with a time, and what stands around it.
@@ -50,7 +52,7 @@ struct Stamped<'a> {
     cpu: Result<u16, String>,
     /// The event's name, and its text.
     name: &'a str,
-    said: &'a str,
+    text: &'a str,
 }
 
 impl<'a> Stamped<'a> {
@@ -63,11 +65,11 @@ impl<'a> Stamped<'a> {
         while let Some((word, after)) = next_word(rest) {
             let time_ns = word.strip_suffix(':').and_then(seconds);
             if let (Some(time_ns), false) = (time_ns, std::ptr::eq(rest, line))
-                && let Some((name, said)) = next_word(after)
+                && let Some((name, text)) = next_word(after)
                 && let Some(name) = name.strip_suffix(':')
             {
                 let cpu = cpu.clone().unwrap_or(Ok(0));
-                found = Some(Stamped { time_ns, cpu, name, said: said.trim_ascii() });
+                found = Some(Stamped { time_ns, cpu, name, text: text.trim_ascii() });
             } else if let Some(number) = word.strip_prefix('[').and_then(|w| w.strip_suffix(']')) {
                 cpu = Some(cpu_number(number));
             }
@@ -85,7 +87,7 @@ fn cpu_number(text: &str) -> Result<u16, String> {
     text.parse()
         .ok()
         .filter(|cpu| *cpu < MOST_CPUS)
-        .ok_or_else(|| format!("[{text}] is no number of a CPU"))
+        .ok_or_else(|| format!("[{text}] is not the number of a CPU"))
 }
 
 /// The first word, and what follows it.
@@ -167,7 +169,7 @@ mod tests {
 
     fn event(line: &str) -> Event {
         match parse(line) {
-            Ok(Some(Said::Event(event))) => event,
+            Ok(Some(Parsed::Event(event))) => event,
             other => panic!("{line}: {other:?}"),
         }
     }
@@ -181,18 +183,18 @@ mod tests {
 
     #[test]
     fn reports_of_trace_cmd_and_perf_say_the_same() {
-        let (_, said) = MAP.split_once("IOMMU: ").unwrap();
+        let (_, text) = MAP.split_once("IOMMU: ").unwrap();
         for line in [
             format!(
-                "             fio-165   [003]     3.466803: map:                  IOMMU: {said}"
+                "             fio-165   [003]     3.466803: map:                  IOMMU: {text}"
             ),
             format!(
-                "             fio-165   [003] d..2.     3.466803000: map:         IOMMU: {said}"
+                "             fio-165   [003] d..2.     3.466803000: map:         IOMMU: {text}"
             ),
-            format!("fio   165 [003]     3.466803:       iommu:map: IOMMU: {said}"),
-            format!("Web 7.5: x: [9] y-165   ( 165) [003] .....  3.466803: map: IOMMU: {said}"),
+            format!("fio   165 [003]     3.466803:       iommu:map: IOMMU: {text}"),
+            format!("Web 7.5: x: [9] y-165   ( 165) [003] .....  3.466803: map: IOMMU: {text}"),
             // Kernels before 5.14.
-            format!("fio-165 [003] 3.466803: map: IOMMU: {said}")
+            format!("fio-165 [003] 3.466803: map: IOMMU: {text}")
                 .replace("- 0x00000000fffd0000", ""),
         ] {
             assert_eq!(event(&line), event(MAP), "{line}");
@@ -220,7 +222,7 @@ mod tests {
             " => __alloc_pages",
             "cpus=2",
         ] {
-            assert_eq!(parse(line), Ok(Some(Said::Other)), "{line}");
+            assert_eq!(parse(line), Ok(Some(Parsed::Other)), "{line}");
         }
         for line in ["", "hello", "0.069174 SET_PROTOCOL_FEATURES 0x229", "1.5: map: IOMMU: x"] {
             assert_eq!(parse(line), Ok(None), "{line}");
@@ -233,7 +235,7 @@ mod tests {
         assert!(damage("size=65536", "").contains("size= is missing"));
         assert!(damage("size=65536", "size=4096").contains("is not where"));
         assert!(damage("size=65536", "size=0").contains("size=0"));
-        assert!(damage("iova=0x00000000fff", "iova=0x00000000ggg").contains("no number"));
+        assert!(damage("iova=0x00000000fff", "iova=0x00000000ggg").contains("not a 64-bit number"));
         assert!(damage("[003]", "[99999]").contains("CPU"));
         assert!(damage("3.466803:", "3466803:").contains("no time"));
     }
@@ -252,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_tell_what_the_kernel_lost() {
+    fn notes_count_what_the_kernel_lost() {
         assert_eq!(lost("# entries-in-buffer/entries-written: 100/250   #P:1"), 150);
         assert_eq!(lost("# entries-in-buffer/entries-written: 250/250   #P:1"), 0);
         assert_eq!(lost("CPU:0 [LOST 150 EVENTS]"), 150);

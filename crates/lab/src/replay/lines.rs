@@ -61,7 +61,7 @@ impl fmt::Display for Broken {
         match self {
             Broken::Truncated => f.write_str("the gzip data end too early"),
             Broken::Corrupt(what) => write!(f, "the gzip data are damaged ({what})"),
-            Broken::NotText => write!(f, "a line of over {} MiB is no text", MAX_SKIPPED >> 20),
+            Broken::NotText => write!(f, "a line of over {} MiB is not text", MAX_SKIPPED >> 20),
             Broken::Io(error) => error.fmt(f),
         }
     }

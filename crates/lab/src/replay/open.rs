@@ -27,7 +27,7 @@ const BETWEEN_LINES: Duration = Duration::from_secs(2);
 /// at once, and kept in `warnings`. `stop` ends it early.
 ///
 /// # Errors
-/// A file cannot be read, or is no recording ([`Usage`]).
+/// A file cannot be read, or is not a recording ([`Usage`]).
 pub(crate) fn read_all(
     traces: &[PathBuf],
     progress: Kind,
@@ -36,7 +36,7 @@ pub(crate) fn read_all(
 ) -> Result<Vec<(String, Recording)>> {
     let stdin = traces.iter().filter(|trace| trace.as_os_str() == "-").count();
     if stdin > 1 {
-        return Err(Usage("- stands twice: standard input can be read once".to_owned()).into());
+        return Err(Usage("- is given twice: standard input can be read once".to_owned()).into());
     }
     let mut recordings = Vec::new();
     for trace in traces {
@@ -44,14 +44,14 @@ pub(crate) fn read_all(
             break;
         }
         let file = trace.display().to_string();
-        let mut told = Instant::now();
-        let mut tell = |lines: u64| {
-            if progress != Kind::Silent && told.elapsed() > BETWEEN_LINES {
-                told = Instant::now();
+        let mut reported = Instant::now();
+        let mut report = |lines: u64| {
+            if progress != Kind::Silent && reported.elapsed() > BETWEEN_LINES {
+                reported = Instant::now();
                 eprintln!("reading {file}: {lines} lines so far");
             }
         };
-        let recording = match read(trace, stop, &mut tell) {
+        let recording = match read(trace, stop, &mut report) {
             Ok(recording) => recording,
             Err(_) if stop.load(Ordering::Relaxed) => break,
             Err(error) => return Err(error),
@@ -67,7 +67,7 @@ pub(crate) fn read_all(
     Ok(recordings)
 }
 
-fn read(trace: &Path, stop: &Arc<AtomicBool>, tell: &mut dyn FnMut(u64)) -> Result<Recording> {
+fn read(trace: &Path, stop: &Arc<AtomicBool>, report: &mut dyn FnMut(u64)) -> Result<Recording> {
     let name = trace.display();
     let usage = |error: std::io::Error| match error.kind() {
         ErrorKind::IsADirectory => Usage(format!("{name} is a directory, not a recording")).into(),
@@ -84,8 +84,12 @@ fn read(trace: &Path, stop: &Arc<AtomicBool>, tell: &mut dyn FnMut(u64)) -> Resu
             .open(trace)
             .map_err(|error| Usage(format!("cannot read {name}: {error}")))?
     };
-    Recording::read_telling(Stoppable::new(file, stop), stop, tell).map_err(|error| match error {
-        ReadError::NotARecording(why) => Usage(format!("{name} is no recording: {why}")).into(),
-        ReadError::Io(error) => usage(error),
+    Recording::read_with_progress(Stoppable::new(file, stop), stop, report).map_err(|error| {
+        match error {
+            ReadError::NotARecording(why) => {
+                Usage(format!("{name} is not a recording: {why}")).into()
+            }
+            ReadError::Io(error) => usage(error),
+        }
     })
 }

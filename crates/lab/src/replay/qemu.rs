@@ -9,11 +9,11 @@
 //! each mapping removed) are skipped. The part before the colon, a process and a time, is missing
 //! without `-msg timestamp=on`.
 
-use super::event::{Event, Parsed, Said, What, field, map, number, seconds, unmap};
+use super::event::{Event, ParseResult, Parsed, What, field, map, number, seconds, unmap};
 
-pub(super) fn parse(line: &str) -> Parsed {
-    let (time_ns, said) = match prefix(line) {
-        Some((time_ns, said)) => (Some(time_ns), said),
+pub(super) fn parse(line: &str) -> ParseResult {
+    let (time_ns, event_text) = match prefix(line) {
+        Some((time_ns, event_text)) => (Some(time_ns), event_text),
         // Without a prefix, only events of the virtio-iommu show that this is QEMU's.
         None if line.starts_with("virtio_iommu_") => (None, line),
         None if line.contains("virtio_iommu_map ") || line.contains("virtio_iommu_unmap ") => {
@@ -21,7 +21,7 @@ pub(super) fn parse(line: &str) -> Parsed {
         }
         None => return Ok(None),
     };
-    let (name, values) = said.split_once(' ').unwrap_or((said, ""));
+    let (name, values) = event_text.split_once(' ').unwrap_or((event_text, ""));
     let what = match name {
         "virtio_iommu_map" => {
             let (first, last) = bounds(values)?;
@@ -41,13 +41,13 @@ pub(super) fn parse(line: &str) -> Parsed {
         "virtio_iommu_ma" | "virtio_iommu_unma" | "virtio_iommu_m" | "virtio_iommu_unm" => {
             return Err("the line ends within the event's name".to_owned());
         }
-        _ => return Ok(Some(Said::Other)),
+        _ => return Ok(Some(Parsed::Other)),
     };
     let domain = field(values, "domain")?;
     // Printed as a signed number.
     let domain = domain.parse::<u32>().ok().or_else(|| Some(domain.parse::<i32>().ok()? as u32));
-    let domain = domain.ok_or("domain= is no number of 32 bits")?;
-    Ok(Some(Said::Event(Event { time_ns, cpu: 0, domain, what })))
+    let domain = domain.ok_or("domain= is not a 32-bit number")?;
+    Ok(Some(Parsed::Event(Event { time_ns, cpu: 0, domain, what })))
 }
 
 /// The time in `PID@SECONDS.MICROS:`, and what follows.
@@ -56,8 +56,8 @@ fn prefix(line: &str) -> Option<(u64, &str)> {
     if process.is_empty() || !process.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
     }
-    let (time, said) = rest.split_once(':')?;
-    Some((seconds(time)?, said))
+    let (time, event_text) = rest.split_once(':')?;
+    Some((seconds(time)?, event_text))
 }
 
 fn bounds(values: &str) -> Result<(u64, u64), String> {
@@ -73,7 +73,7 @@ mod tests {
 
     fn event(line: &str) -> Event {
         match parse(line) {
-            Ok(Some(Said::Event(event))) => event,
+            Ok(Some(Parsed::Event(event))) => event,
             other => panic!("{line}: {other:?}"),
         }
     }
@@ -86,8 +86,8 @@ mod tests {
     }
 
     #[test]
-    fn unmaps_attachments_and_ends_are_told_apart() {
-        let what = |said: &str| event(&format!("1@2.000003:{said}")).what;
+    fn unmaps_attachments_and_ends_are_distinguished() {
+        let what = |event_text: &str| event(&format!("1@2.000003:{event_text}")).what;
         let unmap = "virtio_iommu_unmap domain=0 virt_start=0x0 virt_end=0xffffffffffffffff";
         assert_eq!(what(unmap), What::Unmap { first: 0, last: u64::MAX });
         assert_eq!(what("virtio_iommu_attach domain=0 endpoint=16"), What::Attach);
@@ -98,8 +98,8 @@ mod tests {
 
     #[test]
     fn a_log_without_times_is_read_too() {
-        let (_, said) = MAP.split_once(':').unwrap();
-        assert_eq!(event(said), Event { time_ns: None, ..event(MAP) });
+        let (_, event_text) = MAP.split_once(':').unwrap();
+        assert_eq!(event(event_text), Event { time_ns: None, ..event(MAP) });
     }
 
     #[test]
@@ -109,7 +109,7 @@ mod tests {
             "1@2.0:vtd_inv_desc invalidate desc type iec high 0x0 low 0x4",
             "virtio_iommu_device_reset reset!",
         ] {
-            assert_eq!(parse(line), Ok(Some(Said::Other)), "{line}");
+            assert_eq!(parse(line), Ok(Some(Parsed::Other)), "{line}");
         }
         for line in ["", "# tracer: nop", "0.1 KICK 0", "x@2.0:virtio_iommu_device_reset reset!"] {
             assert_eq!(parse(line), Ok(None), "{line}");

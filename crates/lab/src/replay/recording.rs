@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{
-    event::{Event, Parsed, Said, What},
+    event::{Event, ParseResult, Parsed, What},
     ftrace,
     lines::{Broken, Line, Lines},
     qemu,
@@ -19,11 +19,11 @@ pub const MAX_EVENTS: u64 = 10_000_000;
 /// After so many bytes without a map or an unmap, reading stops.
 pub const MAX_SILENCE: u64 = 256 << 20;
 /// Damaged lines that are reported one by one.
-const TOLD: usize = 5;
+const REPORTED: usize = 5;
 
 named! {
     /// The format of a recording, as reports call it.
-    Format, "{:?} is no format of recordings: there are {}":
+    Format, "unknown format of recordings {:?}: there are {}":
     /// QEMU's log of its virtio-iommu device.
     Qemu = "qemu-virtio-iommu",
     /// Text of the kernel's tracepoints `iommu:map` and `iommu:unmap`.
@@ -31,7 +31,7 @@ named! {
 }
 
 impl Format {
-    fn parse(self, line: &str) -> Parsed {
+    fn parse(self, line: &str) -> ParseResult {
         match self {
             Format::Qemu => qemu::parse(line),
             Format::Ftrace => ftrace::parse(line),
@@ -83,7 +83,7 @@ pub struct Recording {
 /// Why nothing could be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// It is no recording; the text says what it seems to be and what would be one.
+    /// It is not a recording; the text says what it seems to be and what would be one.
     #[error("{0}")]
     NotARecording(String),
     /// The system could not read.
@@ -98,17 +98,17 @@ impl Recording {
     /// # Errors
     /// It holds no map, or could not be read at all.
     pub fn read(source: impl Read, stop: &AtomicBool) -> Result<Recording, ReadError> {
-        Recording::read_telling(source, stop, &mut |_| {})
+        Recording::read_with_progress(source, stop, &mut |_| {})
     }
 
     /// As [`read`](Self::read), and reports now and then how many lines were read so far.
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub fn read_telling(
+    pub fn read_with_progress(
         source: impl Read,
         stop: &AtomicBool,
-        tell: &mut dyn FnMut(u64),
+        report: &mut dyn FnMut(u64),
     ) -> Result<Recording, ReadError> {
         let mut lines = Lines::new(source)?;
         let mut reader = Reader::default();
@@ -137,7 +137,7 @@ impl Recording {
                 break;
             }
             if reader.lines.is_multiple_of(4096) {
-                tell(reader.lines);
+                report(reader.lines);
                 if stop.load(Ordering::Relaxed) {
                     incomplete = Some("interrupted".to_owned());
                     break;
@@ -149,28 +149,28 @@ impl Recording {
 
     /// What a reader of the figures must know, each in a sentence; they call the recording `file`.
     pub fn warnings(&self, file: &str) -> Vec<String> {
-        let mut told: Vec<String> = self
+        let mut warnings: Vec<String> = self
             .damage
             .iter()
             .map(|Damage { line, what }| format!("{file}:{line}: skipped: {what}"))
             .collect();
         let more = self.damaged - self.damage.len() as u64;
         if more > 0 {
-            told.push(format!("{file}: {more} more damaged lines were skipped"));
+            warnings.push(format!("{file}: {more} more damaged lines were skipped"));
         }
         if let Some(why) = &self.incomplete {
             let lines = self.lines;
-            told.push(format!("{file}: read up to line {lines} only: {why}"));
+            warnings.push(format!("{file}: read up to line {lines} only: {why}"));
         }
         if self.lost > 0 {
-            told.push(format!(
+            warnings.push(format!(
                 "{file}: the kernel dropped {} events (its buffer was too small): figures are of \
                  what is left",
                 self.lost
             ));
         }
         if !self.timed {
-            told.push(format!(
+            warnings.push(format!(
                 "{file}: no line has a time, so that no flush queue's timer runs out"
             ));
         }
@@ -182,10 +182,10 @@ impl Recording {
             (left_out.maps_beyond_domains, "maps in more domains than are replayed"),
         ] {
             if count > 0 {
-                told.push(format!("{file}: left out: {count} {what}"));
+                warnings.push(format!("{file}: left out: {count} {what}"));
             }
         }
-        told
+        warnings
     }
 }
 
@@ -231,8 +231,8 @@ impl Reader {
         // No line that we parse is so long; if it were an event, half of it would be missing.
         let parsed = if line.cut { Err("the line is too long".to_owned()) } else { parsed };
         match parsed {
-            Ok(Some(Said::Event(event))) => return self.event(event),
-            Ok(Some(Said::Other)) => self.other(text),
+            Ok(Some(Parsed::Event(event))) => return self.event(event),
+            Ok(Some(Parsed::Other)) => self.other(text),
             Ok(None) => self.shapeless(line.number, text),
             Err(what) => self.damaged(line.number, what),
         }
@@ -240,7 +240,7 @@ impl Reader {
     }
 
     /// The format is that of the first line that has one.
-    fn detect(&mut self, text: &str) -> Parsed {
+    fn detect(&mut self, text: &str) -> ParseResult {
         for format in Format::ALL {
             let parsed = format.parse(text);
             if matches!(parsed, Ok(None)) {
@@ -287,7 +287,7 @@ impl Reader {
             self.lost_between = self.lost_between.saturating_add(ftrace::lost(text));
         } else if text.contains(":vtd_inv_desc") {
             self.resembles.get_or_insert(
-                "it is a log of VT-d invalidations, which tell what was unmapped and not what was \
+                "it is a log of VT-d invalidations, which show what was unmapped and not what was \
                  mapped",
             );
         }
@@ -299,12 +299,12 @@ impl Reader {
             None => {
                 if text.contains(" IOTLB type=") {
                     self.resembles.get_or_insert(
-                        "it is a log of vhost-user IOTLB messages, whose updates answer misses and \
-                         tell nothing of allocations",
+                        "it is a log of vhost-user IOTLB messages, whose updates serve misses and \
+                         show no allocations",
                     );
                 }
                 self.shapeless_count += 1;
-                if self.shapeless.len() < TOLD {
+                if self.shapeless.len() < REPORTED {
                     self.shapeless.push(number);
                 }
             }
@@ -323,7 +323,7 @@ impl Reader {
 
     fn damaged(&mut self, line: u64, what: String) {
         self.damaged += 1;
-        if self.damage.len() < TOLD {
+        if self.damage.len() < REPORTED {
             self.damage.push(Damage { line, what });
         }
     }
@@ -340,7 +340,7 @@ impl Reader {
                 .map(|line| Damage { line, what: what.clone() })
                 .collect();
             damage.append(&mut self.damage);
-            damage.truncate(TOLD);
+            damage.truncate(REPORTED);
             self.damage = damage;
         }
         Ok(Recording {
@@ -406,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn the_lines_tell_the_format() {
+    fn the_format_is_found_from_the_lines() {
         let qemu = read(QEMU).unwrap();
         assert_eq!((qemu.format, qemu.lines, qemu.damaged), (Format::Qemu, 7, 0));
         assert_eq!((qemu.maps, qemu.unmaps, qemu.attached), (2, 1, 1));
@@ -424,8 +424,11 @@ mod tests {
     fn a_damaged_line_is_counted_with_its_number_and_skipped() {
         let recording = read(QEMU.replace("virt_end=0x1fff ", "virt_end=0x1ffz ")).unwrap();
         assert_eq!((recording.damaged, recording.maps), (1, 1));
-        let told = &recording.warnings("trace.log")[0];
-        assert!(told.starts_with("trace.log:3: skipped") && told.contains("0x1ffz"), "{told}");
+        let warning = &recording.warnings("trace.log")[0];
+        assert!(
+            warning.starts_with("trace.log:3: skipped") && warning.contains("0x1ffz"),
+            "{warning}"
+        );
         // What is not a line of the format is damage too, even before the first line that is one.
         let recording = read(format!("rubbish\n{QEMU}more\n")).unwrap();
         let lines: Vec<u64> = recording.damage.iter().map(|damage| damage.line).collect();
@@ -434,10 +437,10 @@ mod tests {
     }
 
     #[test]
-    fn of_many_damaged_lines_the_first_are_told_and_the_rest_counted() {
+    fn of_many_damaged_lines_the_first_are_reported_and_the_rest_counted() {
         let recording = read(format!("{QEMU}{}", "rubbish\n".repeat(50))).unwrap();
-        assert_eq!((recording.damaged, recording.damage.len()), (50, TOLD));
-        assert!(recording.warnings("x")[TOLD].contains("45 more damaged lines"));
+        assert_eq!((recording.damaged, recording.damage.len()), (50, REPORTED));
+        assert!(recording.warnings("x")[REPORTED].contains("45 more damaged lines"));
     }
 
     #[test]
@@ -452,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_recording_is_answered_with_what_would_be() {
+    fn a_file_that_is_not_a_recording_is_refused_with_the_known_formats() {
         for (text, words) in [
             ("", "empty"),
             ("hello\n", "none of its 1 lines"),
@@ -484,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn reading_stops_when_it_is_told_to() {
+    fn reading_stops_on_request() {
         let text = QEMU.repeat(4096);
         let recording = Recording::read(text.as_bytes(), &AtomicBool::new(true)).unwrap();
         assert_eq!(recording.lines, 4096);

@@ -255,7 +255,7 @@ impl Replay<'_> {
     fn time(&self, aperture: Aperture, trace: &mut TraceReport) -> Result<()> {
         let script = Script::new(self.stream(), aperture, self.options.placement.of_ranges());
         let kinds = self.options.allocators.iter().map(|kind| Server::Kind(*kind));
-        let servers: Vec<Server> = std::iter::once(Server::Nobody).chain(kinds).collect();
+        let servers: Vec<Server> = std::iter::once(Server::None).chain(kinds).collect();
         let mut rounds: Vec<Vec<Round>> = Vec::new();
         let mut fastest: Vec<Fastest> = servers.iter().map(|_| Fastest::new(&script)).collect();
         'rounds: for number in 0..=self.options.repeat {
@@ -263,7 +263,7 @@ impl Replay<'_> {
             for (server, fastest) in servers.iter().zip(&mut fastest) {
                 let what = match server {
                     Server::Kind(kind) => kind.name(),
-                    Server::Nobody => "the loop alone",
+                    Server::None => "the loop alone",
                 };
                 self.begin(&match number {
                     0 => format!("{what}, warm-up"),

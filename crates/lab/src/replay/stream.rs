@@ -335,7 +335,7 @@ mod tests {
     }
 
     /// `+2..5@3`: allocated at that time; `-` freed.
-    fn told(stream: &Stream) -> String {
+    fn pieces(stream: &Stream) -> String {
         let ops = stream.ops().iter().map(|op| {
             let Allocation { first, last, .. } = stream.allocation(op);
             let sign = if op.free { '-' } else { '+' };
@@ -347,7 +347,7 @@ mod tests {
     #[test]
     fn a_mapping_that_is_unmapped_was_an_allocation() {
         let stream = derive("+2..5 +8..9 -2..5", false);
-        assert_eq!(told(&stream), "+2..5@0 +8..9@1 -2..5@2");
+        assert_eq!(pieces(&stream), "+2..5@0 +8..9@1 -2..5@2");
         assert_eq!((stream.frees(), stream.live_at_end, stream.domains), (1, 1, 1));
         assert_eq!((stream.cpus, stream.duration_ns, stream.slots), (2, 2, 2));
     }
@@ -356,7 +356,7 @@ mod tests {
     fn neighbours_that_one_unmap_removes_were_one_allocation() {
         // Allocated when the first of them was mapped, whichever lies lowest.
         let stream = derive("+5..6 +3..5 +9..10 +6..7 -3..7", false);
-        assert_eq!(told(&stream), "+3..7@0 +9..10@2 -3..7@4");
+        assert_eq!(pieces(&stream), "+3..7@0 +9..10@2 -3..7@4");
         let pieces: Vec<u64> =
             stream.pieces(&stream.allocations()[0]).iter().map(|piece| piece.len / PAGE).collect();
         assert_eq!(pieces, [2, 1, 1]);
@@ -365,13 +365,13 @@ mod tests {
     #[test]
     fn what_lies_apart_was_allocated_apart() {
         let stream = derive("+3..4 +5..6 -0..10", false);
-        assert_eq!(told(&stream), "+3..4@0 +5..6@1 -3..4@2 -5..6@2");
+        assert_eq!(pieces(&stream), "+3..4@0 +5..6@1 -3..4@2 -5..6@2");
     }
 
     #[test]
     fn what_cannot_be_is_left_out_and_counted() {
         let stream = derive("-1..2 +1..4 +3..5 +0..9 -6..7 -2..3 -1..4", false);
-        assert_eq!(told(&stream), "+1..4@0 -1..4@5");
+        assert_eq!(pieces(&stream), "+1..4@0 -1..4@5");
         let left_out = LeftOut {
             maps_of_mapped: 2,
             unmaps_of_nothing: 2,
@@ -385,7 +385,7 @@ mod tests {
     fn a_mapping_that_is_cut_was_several_allocations() {
         let stream = derive("+1..9 -3..5 -0..2 +3..4 -2..9", true);
         let expected = "+3..5@0 +1..2@0 +2..4@0 +5..9@0 -3..5@1 -1..2@2 -2..4@4 -5..9@4";
-        assert_eq!(told(&stream), expected);
+        assert_eq!(pieces(&stream), expected);
         // The rest keeps its target.
         let target = |index: usize| stream.pieces(&stream.allocations()[index])[0].target;
         assert_eq!(target(0), (1 << 40) + 3 * PAGE);
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn there_are_so_many_domains_and_no_more() {
+    fn the_number_of_domains_is_bounded() {
         let mut derivation = Derivation::default();
         for domain in 0..MAX_DOMAINS as u32 + 3 {
             derivation.map(domain, 0, 9, 0, Stamp::default());

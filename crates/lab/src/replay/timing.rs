@@ -54,7 +54,7 @@ pub(super) enum Server {
     /// An allocator.
     Kind(AllocatorKind),
     /// No allocator: what the loop itself takes.
-    Nobody,
+    None,
 }
 
 /// What a round found, nanoseconds.
@@ -114,7 +114,7 @@ impl Script {
         stop: &AtomicBool,
     ) -> Result<Option<Round>> {
         let Some(both) = self.unclocked(server, stop)? else { return Ok(None) };
-        if server == Server::Nobody {
+        if server == Server::None {
             return Ok(Some(Round { both, ..Round::default() }));
         }
         Ok(self.clocked(server, fastest, stop)?.map(|round| Round { both, ..round }))
@@ -123,7 +123,7 @@ impl Script {
     fn serve(&self, server: Server) -> Vec<Box<dyn Allocator>> {
         let one = || match server {
             Server::Kind(kind) => kind.make(self.aperture, self.placement),
-            Server::Nobody => Box::new(Nothing),
+            Server::None => Box::new(Nothing),
         };
         std::iter::repeat_with(one).take(self.domains).collect()
     }
@@ -215,7 +215,7 @@ fn take(step: &Step, allocator: &dyn Allocator, held: &mut SlotRange) -> Result<
 fn refused(server: Server, error: FreeError) -> anyhow::Error {
     match server {
         Server::Kind(kind) => anyhow!("the allocator {kind} handed out what it denies: {error}"),
-        Server::Nobody => error.into(),
+        Server::None => error.into(),
     }
 }
 
@@ -278,11 +278,11 @@ mod tests {
             assert!(round.p99 <= round.worst * 1.001, "{kind}: {round:?}");
         }
         let mut fastest = Fastest::new(&script);
-        assert!(script.round(Server::Nobody, &mut fastest, &go).unwrap().unwrap().both > 0.0);
+        assert!(script.round(Server::None, &mut fastest, &go).unwrap().unwrap().both > 0.0);
     }
 
     #[test]
-    fn a_round_stops_when_it_is_told_to() {
+    fn a_round_stops_on_request() {
         let aperture = Aperture::new(0, u32::MAX.into(), 4096).unwrap();
         let script = Script::new(&sample::stream(), aperture, Placement::default());
         let stop = AtomicBool::new(true);

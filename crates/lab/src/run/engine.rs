@@ -278,7 +278,7 @@ impl<'c> Runner<'c> {
                 let since = *idle_since.get_or_insert(now);
                 let idle = Duration::from_nanos(now.saturating_sub(since));
                 if idle > SILENCE && (self.under_way > 0 || !path.is_settled()) {
-                    bail!("the disk has not answered for {} s", SILENCE.as_secs());
+                    bail!("the disk has completed nothing for {} s", SILENCE.as_secs());
                 }
                 if exhausted && self.under_way == 0 && path.is_settled() {
                     std::thread::sleep(Duration::from_micros(200));

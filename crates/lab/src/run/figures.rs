@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_asks_no_allocator() {
+    fn a_copy_uses_no_allocator() {
         let (before, after) = (stats(0, 0), stats(100, 90));
         let iommu = IommuStats::default();
         // Two of ten took 1000 ns.

@@ -30,12 +30,12 @@ impl Load {
         let mut load = Load { stop: Arc::default(), threads: Vec::new() };
         for number in 0..count {
             let (stop, cpu_ns) = (Arc::clone(&load.stop), Arc::<AtomicU64>::default());
-            let told = Arc::clone(&cpu_ns);
+            let written = Arc::clone(&cpu_ns);
             let thread = std::thread::Builder::new().name(format!("load-{number}"));
             let thread = thread.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
                     (0..TURNS).for_each(|turn| _ = std::hint::black_box(turn));
-                    told.store(OsThreadClock.thread_ns(), Ordering::Relaxed);
+                    written.store(OsThreadClock.thread_ns(), Ordering::Relaxed);
                 }
             })?;
             load.threads.push((cpu_ns, thread));

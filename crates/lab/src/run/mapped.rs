@@ -21,7 +21,7 @@ pub(crate) struct VirtioPath {
     dma: Dma,
     queue: Queue,
     /// By token: how many bytes a completion must report as written.
-    asked: Vec<u64>,
+    expected: Vec<u64>,
     probe: Option<Probe>,
 }
 
@@ -36,7 +36,7 @@ impl VirtioPath {
         batching: Batching,
     ) -> VirtioPath {
         let queue = MappedQueue::new(queue, &dma, batching);
-        VirtioPath { dma, queue, asked: Vec::new(), probe }
+        VirtioPath { dma, queue, expected: Vec::new(), probe }
     }
 }
 
@@ -47,7 +47,7 @@ impl Path for VirtioPath {
 
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
         let (kind, written) = transfer(op, ringfence_dma::DmaBuffer::len(&buffer));
-        *place(&mut self.asked, token) = written;
+        *place(&mut self.expected, token) = written;
         Ok(self.queue.submit(kind, offset / blk::SECTOR, buffer, token.into())?)
     }
 
@@ -56,20 +56,20 @@ impl Path for VirtioPath {
     }
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        let (probe, asked) = (&mut self.probe, &self.asked);
-        let mut answer = None;
+        let (probe, expected) = (&mut self.probe, &self.expected);
+        let mut completion = None;
         self.queue.reap(
             TURN,
-            |_, done| answer = Some(done),
+            |_, done| completion = Some(done),
             |Completion { token, buffer, outcome }| {
-                let wanted = asked[token as usize];
+                let wanted = expected[token as usize];
                 let ok = outcome.is_ok_and(|done| done.ok && u64::from(done.written) == wanted);
                 into.push(Completed { token: token as u32, buffer, ok });
             },
         )?;
         if let Some(probe) = probe {
-            if let Some(done) = answer {
-                probe.answered(done.ok, &mut self.queue)?;
+            if let Some(done) = completion {
+                probe.completed(done.ok, &mut self.queue)?;
             }
             if let Some(returned) = self.queue.take_foreign() {
                 probe.unmapped(returned, &mut self.queue)?;

@@ -48,7 +48,7 @@ pub(super) fn reap(
     mut held: impl FnMut(usize) -> Option<(PagedBuffer, u64)>,
 ) -> Result<()> {
     while let Some(Done { token, ok, written }) = queue.reap()? {
-        let (buffer, wanted) = held(token as usize).context("an answer to no request")?;
+        let (buffer, wanted) = held(token as usize).context("a completion of no request")?;
         let ok = ok && u64::from(written) == wanted;
         into.push(Completed { token: token as u32, buffer, ok });
     }

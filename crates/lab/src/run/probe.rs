@@ -162,18 +162,18 @@ impl Probe {
         let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
         self.state = if self.begun.is_multiple_of(BY_DISK) && !bounced {
             let aim = Aim { kind: blk::Kind::In, segment, bounced };
-            ask(queue, aim)?;
+            submit(queue, aim)?;
             queue.unmap_foreign(mapping);
             State::Unmapping { aim, reads: true }
         } else {
-            ask(queue, Aim { kind: blk::Kind::GetId, segment, bounced })?;
+            submit(queue, Aim { kind: blk::Kind::GetId, segment, bounced })?;
             State::Warm { mapping }
         };
         Ok(())
     }
 
     /// Takes the completion of the probe's request.
-    pub(crate) fn answered(&mut self, ok: bool, queue: &mut Queue) -> Result<()> {
+    pub(crate) fn completed(&mut self, ok: bool, queue: &mut Queue) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Broken) {
             State::Warm { mapping } => {
                 anyhow::ensure!(ok, "the device refused the probe's page while it was mapped");
@@ -197,14 +197,14 @@ impl Probe {
                 }
                 let again = reached && !self.strict && now - unmapped_ns < GIVE_UP_NS;
                 if again || reads && !reached {
-                    self.ask_in_vain(queue, buffer, iova, aim, unmapped_ns)?;
+                    self.probe_unmapped(queue, buffer, iova, aim, unmapped_ns)?;
                 } else {
                     drop(iova);
                     self.state = State::Idle { buffer, next_ns: now + EVERY_NS };
                 }
             }
             State::Idle { .. } | State::Unmapping { .. } | State::Broken => {
-                anyhow::bail!("an answer to no probe")
+                anyhow::bail!("a completion of no probe")
             }
         }
         Ok(())
@@ -227,7 +227,7 @@ impl Probe {
         if aim.kind == blk::Kind::GetId {
             let mut id = [0; DISK_ID.len()];
             buffer.read(0, &mut id);
-            anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID said OK and wrote nothing");
+            anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID completed with OK and wrote nothing");
         }
         blank(&mut buffer);
         if reads {
@@ -235,11 +235,11 @@ impl Probe {
             self.state = State::Stale { buffer, iova, aim, unmapped_ns, reads };
             return Ok(());
         }
-        self.ask_in_vain(queue, buffer, iova, aim, unmapped_ns)
+        self.probe_unmapped(queue, buffer, iova, aim, unmapped_ns)
     }
 
     /// Submits a write to where the device may no longer write.
-    fn ask_in_vain(
+    fn probe_unmapped(
         &mut self,
         queue: &mut Queue,
         buffer: PagedBuffer,
@@ -248,13 +248,13 @@ impl Probe {
         unmapped_ns: u64,
     ) -> Result<()> {
         self.found.probes += 1;
-        ask(queue, aim)?;
+        submit(queue, aim)?;
         self.state = State::Stale { buffer, iova, aim, unmapped_ns, reads: false };
         Ok(())
     }
 }
 
-fn ask(queue: &mut Queue, aim: Aim) -> Result<()> {
+fn submit(queue: &mut Queue, aim: Aim) -> Result<()> {
     queue.raw().submit(aim.kind, 0, &[aim.segment], FOREIGN)?;
     queue.raw().publish();
     Ok(())

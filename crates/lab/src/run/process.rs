@@ -18,7 +18,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::device::{Report, Served, Setup};
 
 /// The time-out for any reply of the device process on its sockets, and for its end.
-pub(crate) const ANSWER: Duration = Duration::from_secs(60);
+pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The device process.
 pub(crate) struct Process {
@@ -72,7 +72,7 @@ impl Process {
         let stdin = child.stdin.take();
         let process = Process { child: Mutex::new(child), report: Some(report) };
         let mut stdin = stdin.context("its standard input")?;
-        stdin.write_all(&serde_json::to_vec(&setup)?).context("telling it its setup")?;
+        stdin.write_all(&serde_json::to_vec(&setup)?).context("sending it its setup")?;
         Ok(process)
     }
 
@@ -95,12 +95,12 @@ impl Process {
 
     /// Reads the report and waits for the end, both within a time limit.
     pub(crate) fn finish(&mut self) -> Result<Report> {
-        let deadline = Instant::now() + ANSWER;
+        let deadline = Instant::now() + REPLY_TIMEOUT;
         let mut text = Vec::new();
         if let Some(report) = self.report.take() {
             let mut file = std::fs::File::from(report);
             let mut fds = [PollFd::new(&file, PollFlags::IN)];
-            let limit = Timespec { tv_sec: ANSWER.as_secs() as i64, tv_nsec: 0 };
+            let limit = Timespec { tv_sec: REPLY_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
             if poll(&mut fds, Some(&limit))? == 0 {
                 bail!("the device process does not end");
             }

@@ -107,14 +107,12 @@ impl Space {
     pub fn check(&self, kinds: &[AllocatorKind]) -> Result<(), Usage> {
         let Space { placement, aperture_bits: bits, live } = *self;
         if !(NARROWEST..=WIDEST).contains(&bits) {
-            return Err(Usage(format!(
-                "an aperture of {bits} bits: from {NARROWEST} to {WIDEST} can be had"
-            )));
+            return Err(Usage(format!("an aperture of {bits} bits: give {NARROWEST} to {WIDEST}")));
         }
         if placement != PlacementName::default() && !kinds.contains(&AllocatorKind::Ringfence) {
             return Err(Usage(format!(
-                "placement {placement}: of the allocators only ringfence can be told where to put \
-                 ranges, and it is not among those asked for"
+                "placement {placement}: of the allocators only ringfence takes a placement, and it \
+                 is not among those given"
             )));
         }
         // Half of the aperture is left to the jobs.
@@ -211,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn every_allocator_can_be_had_in_every_aperture() {
+    fn every_allocator_works_in_every_aperture() {
         for kind in AllocatorKind::ALL {
             for bits in [NARROWEST, 39, 48, WIDEST] {
                 let allocator = make(space(bits, 0), kind);
@@ -223,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn an_aged_space_holds_what_was_asked_for() {
+    fn an_aged_space_holds_the_requested_ranges() {
         for kind in AllocatorKind::ALL {
             let allocator = make(space(32, 1000), kind);
             let stats = allocator.stats();
@@ -235,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_had_is_wrong_usage() {
+    fn an_impossible_space_is_wrong_usage() {
         let ours = [AllocatorKind::Ringfence];
         for bits in [0, 31, 58, 64, u32::MAX] {
             let error = space(bits, 0).check(&ours).unwrap_err().to_string();

@@ -113,7 +113,7 @@ impl Target {
             Ok(found) => {
                 if writes && !destroy {
                     bail!(Usage(format!(
-                        "--disk {} exists and the jobs write: say --destroy-data if what is on it \
+                        "--disk {} exists and the jobs write: give --destroy-data if what is on it \
                          may be lost",
                         path.display()
                     )));

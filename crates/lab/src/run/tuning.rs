@@ -63,7 +63,7 @@ impl Tuning {
         ];
         match bounds.into_iter().find(|(_, given)| *given && lazy.is_empty()) {
             Some((option, _)) => Err(Usage(format!(
-                "{option}: only lazy policies leave unmapped memory exposed, and none is asked for"
+                "{option}: only lazy policies leave unmapped memory exposed, and no row has one"
             ))),
             None => self.check_bounce(rows),
         }
@@ -72,8 +72,7 @@ impl Tuning {
     fn check_bounce(&self, rows: &[Row]) -> Result<(), Usage> {
         if self.bounce_threshold.is_some() && !rows.contains(&Row::Policy(Policy::Bounce)) {
             return Err(Usage(String::from(
-                "--bounce-threshold: only bounce copies by length, and it is not among the rows \
-                 asked for",
+                "--bounce-threshold: only bounce copies by length, and it is not among the rows",
             )));
         }
         let takes = |row: &Row| match row {
@@ -83,8 +82,8 @@ impl Tuning {
         let pools = rows.iter().any(takes) || self.trust == TrustChoice::Untrusted;
         if self.bounce_quota.is_some() && !pools {
             return Err(Usage(String::from(
-                "--bounce-quota: no row asked for uses bounce slots: bounce, auto and zero-copy do, \
-                 and every row of an untrusted disk",
+                "--bounce-quota: no row uses bounce slots: bounce, auto and zero-copy do, and \
+                 every row of an untrusted disk",
             )));
         }
         Ok(())
@@ -126,7 +125,7 @@ named! {
     /// Whether the disk is trusted.
     #[derive(Default, Serialize, Deserialize)]
     #[serde(rename_all = "lowercase")]
-    TrustChoice, "{:?} says nothing of trust: there are {}":
+    TrustChoice, "{:?} is no trust setting: there are {}":
     /// As the machine reports it.
     #[default]
     Auto = "auto",
@@ -153,7 +152,7 @@ impl TrustChoice {
                     let device = format!("/sys/dev/block/{major}:{minor}");
                     let finding = Trust::from_sysfs(Path::new(&device));
                     finding.map(|finding| finding.trust).map_err(|error| {
-                        Usage(format!("{error}; say --trust trusted or --trust untrusted"))
+                        Usage(format!("{error}; use --trust trusted or --trust untrusted"))
                     })
                 }
                 // A file is as far away as the file system puts it.
@@ -174,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_that_no_row_heeds_is_wrong_usage() {
+    fn a_bound_without_effect_on_any_row_is_wrong_usage() {
         let bounds = [
             Tuning { max_exposure_ms: Some(5), ..Tuning::default() },
             Tuning { max_exposure_bytes: Some(1 << 20), ..Tuning::default() },
@@ -226,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn queues_are_linuxs_but_for_what_was_asked() {
+    fn queues_are_linuxs_but_for_what_was_given() {
         let tuning = Tuning { max_exposure_ms: Some(5), ..Tuning::default() };
         let linux = FlushTuning::of(Policy::LazyMq);
         let wanted = FlushTuning { max_exposure_ms: Some(5), ..linux };

@@ -23,7 +23,7 @@ use ringfence_virtio_iommu::{
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{device::ENDPOINT, process::ANSWER, space::Dma};
+use super::{device::ENDPOINT, process::REPLY_TIMEOUT, space::Dma};
 
 const PAGE: usize = 4096;
 /// Descriptors of the virtio-iommu's request queue: two a request, as Linux's driver has it.
@@ -96,7 +96,7 @@ impl<P> Behind<P> {
         let peer = start(theirs, iommu_theirs)?;
         let alive = iommu_socket.try_clone()?;
         let sockets = [socket.try_clone()?, iommu_socket.try_clone()?];
-        let mut iommu_front = Frontend::new(iommu_socket, ANSWER);
+        let mut iommu_front = Frontend::new(iommu_socket, REPLY_TIMEOUT);
         let iommu = start_iommu(&mut iommu_front, &ram, notify, lazy, alive.into())
             .context("setting up the virtio-iommu")?;
         let domain = if lazy { iommu.lazy_domain() } else { iommu.domain() };
@@ -104,7 +104,7 @@ impl<P> Behind<P> {
         if domain.is_lazy() != lazy {
             bail!("the virtio-iommu knows no lazy domains");
         }
-        let front = Frontend::new(socket, ANSWER);
+        let front = Frontend::new(socket, REPLY_TIMEOUT);
         Ok(Behind { iommu, domain, front, _iommu_front: iommu_front, sockets, peer, ram })
     }
 
@@ -119,7 +119,7 @@ impl<P> Behind<P> {
         let agreed = self.front.negotiate(features, protocol);
         let agreed = agreed.with_context(|| format!("agreeing with the {what}"))?;
         if agreed != features {
-            bail!("the {what} lacks features: {:#x} of {features:#x}", agreed & features);
+            bail!("the {what} does not offer features: {:#x} of {features:#x}", agreed & features);
         }
         let memory = [(self.ram.region(), self.ram.fd())];
         self.front.set_mem_table(&memory).context("sharing memory")
@@ -216,7 +216,7 @@ fn start_iommu(
     let wanted = plain | driver::negotiate_proposed(u64::MAX, proposed).bits();
     let agreed = front.negotiate(wanted, ProtocolFeatures::CONFIG)?;
     if agreed & plain != plain {
-        bail!("the device lacks features: {agreed:#x}");
+        bail!("the device does not offer features: {agreed:#x}");
     }
     front.set_mem_table(&[(ram.region(), ram.fd())])?;
     let mut config = [0; CONFIG_LEN];

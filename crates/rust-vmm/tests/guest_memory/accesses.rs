@@ -58,7 +58,7 @@ fn an_access_crosses_entries_and_regions_at_any_alignment() {
     assert!(memory.check_range(GuestAddress(0x4001), 0x3fff, Permissions::ReadWrite));
     assert!(!memory.check_range(GuestAddress(0x4001), 0x4000, Permissions::ReadWrite));
     assert!(memory.physical_memory().is_none());
-    assert_eq!(memory.check(), Ok(()), "a question is no access");
+    assert_eq!(memory.check(), Ok(()), "a check is not an access");
 }
 
 #[test]
@@ -113,8 +113,8 @@ fn a_range_that_ends_with_the_last_address_works() {
 }
 
 #[test]
-fn an_empty_iotlb_serves_nothing_at_the_top_and_nothing_it_is_told_panics() {
-    // Properties that vm-memory's own `Iotlb` lacks.
+fn an_empty_iotlb_serves_nothing_at_the_top_and_no_range_panics() {
+    // Properties that vm-memory's own `Iotlb` does not have.
     let bench = bench();
     let memory = bench.space().memory();
     let near = GuestAddress(u64::MAX - 10);

@@ -19,13 +19,13 @@ fn it_reads_and_writes_over_entries_and_waits_for_misses() {
     let bench = bench();
     let memory = iommu_memory(&bench);
     bench.map(0x1000, 0x20_8000, PAGE);
-    let answer = |bench: &Bench, misses: Vec<_>| {
+    let front_end = |bench: &Bench, misses: Vec<_>| {
         // Unmaps the whole space before each update; no waiting access blocks that.
         bench.shootdown.wait(bench.unmap(0, u64::MAX));
         bench.map(0x1000, 0x20_8000, PAGE);
         misses.iter().for_each(|miss| bench.map(page_of(miss), 0x20_0000, PAGE));
     };
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         memory.write_slice(&[9; 16], GuestAddress(0x1ff8)).unwrap();
         assert_eq!(memory.read_obj::<[u8; 16]>(GuestAddress(0x1ff8)).unwrap(), [9; 16]);
     });

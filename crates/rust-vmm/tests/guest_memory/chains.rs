@@ -71,7 +71,7 @@ fn a_chain_that_is_not_translated_to_its_end_is_never_served_as_a_shorter_one() 
         let refuses = |bench: &Bench, misses: Vec<Miss>| {
             misses.iter().for_each(|miss| bench.iotlb.refuse(range(miss.iova.0, 1), miss.access));
         };
-        bench.answered(refuses, || serve(&space, &mut queue(), style));
+        bench.with_front_end(refuses, || serve(&space, &mut queue(), style));
         assert_eq!(used(&*bench.memory, BASE + USED), [], "{hole:#x} {style:?}");
         let failures = space.counters().failures.load(Ordering::Relaxed);
         assert!(failures >= 2, "{failures}");
@@ -85,7 +85,7 @@ fn a_chain_that_is_not_translated_to_its_end_is_never_served_as_a_shorter_one() 
         let mends = |bench: &Bench, misses: Vec<Miss>| {
             misses.iter().for_each(|miss| bench.map(page_of(miss), BASE + page_of(miss), PAGE));
         };
-        bench.answered(mends, || serve(&space, &mut queue(), style));
+        bench.with_front_end(mends, || serve(&space, &mut queue(), style));
         assert_eq!(used(&*bench.memory, BASE + USED), [(u32::from(HEAD), 2 * LEN)], "{hole:#x}");
         let read: Vec<u8> = BUFFERS[..2].iter().flat_map(|&at| bytes(&bench, at)).collect();
         let written: Vec<u8> = BUFFERS[4..].iter().flat_map(|&at| bytes(&bench, at)).collect();
@@ -122,11 +122,11 @@ fn nor_is_one_over_the_adapter_for_iommu_memory() {
 #[test]
 fn nor_is_one_whose_translation_does_not_come_in_time() {
     for (style, scope) in STYLES {
-        let bench = impatient();
+        let bench = short_timeout();
         let space = bench.space_that(scope);
         chain(&bench, false);
         map_around(&bench, 0x1000);
-        asks(&bench);
+        ignore_misses(&bench);
         serve(&space, &mut queue(), style);
         assert_eq!(used(&*bench.memory, BASE + USED), []);
         assert!(space.counters().timeouts.load(Ordering::Relaxed) > 0);
@@ -140,18 +140,18 @@ fn nor_is_one_that_was_changed_while_a_part_of_it_was_waited_for() {
         let space = bench.space_that(scope);
         chain(&bench, false);
         map_around(&bench, BUFFERS[2]);
-        let answer = |bench: &Bench, misses: Vec<Miss>| {
+        let front_end = |bench: &Bench, misses: Vec<Miss>| {
             // A translation that was used already has changed by the time the rest is there.
             bench.map(BUFFERS[0], BASE + 0xf000, PAGE);
             misses.iter().for_each(|miss| bench.map(page_of(miss), BASE + page_of(miss), PAGE));
         };
-        bench.answered(answer, || serve(&space, &mut queue(), style));
+        bench.with_front_end(front_end, || serve(&space, &mut queue(), style));
         assert_eq!(used(&*bench.memory, BASE + USED), [], "{style:?}");
     }
 }
 
 #[test]
-fn a_device_that_knows_answers_the_request_with_an_error_and_serves_the_next() {
+fn a_device_that_checks_completes_the_request_with_an_error_and_serves_the_next() {
     let bench = bench();
     let space = bench.space();
     chain(&bench, false);
@@ -207,7 +207,7 @@ fn a_ring_that_is_not_translated_is_not_valid_yet() {
     let mut queue = queue();
     assert!(!queue.is_valid(space.memory().deref()));
     bench.map(USED, BASE + USED, PAGE);
-    assert!(queue.is_valid(space.memory().deref()), "nothing failed by the question");
+    assert!(queue.is_valid(space.memory().deref()), "the check has failed nothing");
     assert_eq!(queue.iter(space.memory()).unwrap().count(), 0);
     bench.shootdown.wait(bench.unmap(AVAIL, 1));
     assert!(queue.iter(space.memory()).is_err());

@@ -51,7 +51,7 @@ pub(crate) fn bench() -> Bench {
     bench_with(IotlbConfig { timeout: Duration::from_secs(60), ..IotlbConfig::default() })
 }
 
-pub(crate) fn impatient() -> Bench {
+pub(crate) fn short_timeout() -> Bench {
     bench_with(IotlbConfig { timeout: Duration::from_millis(30), ..IotlbConfig::default() })
 }
 
@@ -83,19 +83,19 @@ impl Bench {
         self.iotlb.invalidate(range(iova, len)).unwrap()
     }
 
-    /// A front end that hands each batch of misses to `answer`, on a thread of its own, until `job`
-    /// is done.
-    pub(crate) fn answered<R>(
+    /// A front end that hands each batch of misses to `front_end`, on a thread of its own, until
+    /// `job` is done.
+    pub(crate) fn with_front_end<R>(
         &self,
-        mut answer: impl FnMut(&Bench, Vec<Miss>) + Send,
+        mut front_end: impl FnMut(&Bench, Vec<Miss>) + Send,
         job: impl FnOnce() -> R,
     ) -> R {
         let (to, from) = mpsc::channel();
         thread::scope(|scope| {
-            self.iotlb.ask_through(Some(Arc::new(Questions(to))));
+            self.iotlb.set_miss_sink(Some(Arc::new(MissQueue(to))));
             scope.spawn(move || {
                 while let Ok(misses) = from.recv() {
-                    answer(self, misses);
+                    front_end(self, misses);
                 }
             });
             let hang_up = HangUp(&self.iotlb);
@@ -111,14 +111,14 @@ struct HangUp<'a>(&'a Iotlb);
 
 impl Drop for HangUp<'_> {
     fn drop(&mut self) {
-        self.0.ask_through(None);
+        self.0.set_miss_sink(None);
     }
 }
 
-struct Questions(mpsc::Sender<Vec<Miss>>);
+struct MissQueue(mpsc::Sender<Vec<Miss>>);
 
-impl MissSink for Questions {
-    fn ask(&self, misses: &[Miss]) -> usize {
+impl MissSink for MissQueue {
+    fn send(&self, misses: &[Miss]) -> usize {
         self.0.send(misses.to_vec()).map_or(0, |()| misses.len())
     }
 }
@@ -127,13 +127,13 @@ pub(crate) fn page_of(miss: &Miss) -> u64 {
     miss.iova.0 & !(PAGE - 1)
 }
 
-/// A bench whose misses go nowhere until they are [`answered`](Bench::answered).
-pub(crate) fn asks(bench: &Bench) {
-    struct Nobody;
-    impl MissSink for Nobody {
-        fn ask(&self, misses: &[Miss]) -> usize {
+/// A bench whose misses go nowhere until they are [served](Bench::with_front_end).
+pub(crate) fn ignore_misses(bench: &Bench) {
+    struct NoAnswer;
+    impl MissSink for NoAnswer {
+        fn send(&self, misses: &[Miss]) -> usize {
             misses.len()
         }
     }
-    bench.iotlb.ask_through(Some(Arc::new(Nobody)));
+    bench.iotlb.set_miss_sink(Some(Arc::new(NoAnswer)));
 }

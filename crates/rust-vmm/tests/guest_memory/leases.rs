@@ -51,7 +51,7 @@ fn slices_are_good_while_the_guard_lives() {
 }
 
 #[test]
-fn an_idle_address_space_is_in_nobodys_way() {
+fn an_idle_address_space_delays_no_invalidation() {
     let bench = bench();
     bench.map(0, 0x20_0000, PAGE);
     let space = bench.space();
@@ -64,7 +64,7 @@ fn an_idle_address_space_is_in_nobodys_way() {
 }
 
 #[test]
-fn entries_that_an_access_meets_are_told_apart_where_they_differ() {
+fn entries_that_an_access_meets_are_kept_apart_where_they_differ() {
     let bench = bench();
     // Byte-granular entries, some of them adjacent in memory, and some used before.
     let places = [(0u64, 100u64, 0x20_0000u64), (100, 60, 0x20_0064), (160, 40, 0x20_1000)];
@@ -129,7 +129,7 @@ fn a_guard_that_used_very_much_holds_all_there_is() {
 }
 
 #[test]
-fn a_guard_remembers_so_much_and_no_more() {
+fn a_guard_remembers_a_bounded_number_of_pieces() {
     // rule D23
     // rule D30
     const ENTRIES: u64 = 70_000;
@@ -138,7 +138,7 @@ fn a_guard_remembers_so_much_and_no_more() {
     for entry in 0..ENTRIES {
         bench.map(entry * 16, place(entry), 16);
     }
-    asks(&bench);
+    ignore_misses(&bench);
     let space = bench.space();
     let memory = space.memory();
     let mut whole = vec![0; 16 * ENTRIES as usize];

@@ -95,25 +95,25 @@ proptest! {
         let bench =
             bench_with(IotlbConfig { entries, timeout, again, seed, ..IotlbConfig::default() });
         let space = bench.space_that(scope);
-        let mut asked = 0u32;
-        let answer = |bench: &Bench, misses: Vec<Miss>| {
-            asked += 1;
-            if flush_every.is_some_and(|every| asked.is_multiple_of(every)) {
+        let mut batches = 0u32;
+        let front_end = |bench: &Bench, misses: Vec<Miss>| {
+            batches += 1;
+            if flush_every.is_some_and(|every| batches.is_multiple_of(every)) {
                 bench.shootdown.wait(bench.unmap(0, PAGES * PAGE));
             }
             for miss in misses {
                 let iova = page_of(&miss);
                 bench.map(iova, order[(iova / PAGE) as usize], PAGE);
                 // Unneeded entries make it evict needed ones.
-                if asked.is_multiple_of(4) {
-                    bench.map((1 << 30) + u64::from(asked) * PAGE, order[0], PAGE);
+                if batches.is_multiple_of(4) {
+                    bench.map((1 << 30) + u64::from(batches) * PAGE, order[0], PAGE);
                 }
             }
         };
         let style = if by_descriptor { Style::ByDescriptor } else { Style::OneGuard };
         let mut queues: [Queue; 2] = [queue(), queue()];
         let mut available = 0;
-        bench.answered(answer, || {
+        bench.with_front_end(front_end, || {
             for requests in &rounds {
                 offer(&plain, requests, &mut available);
                 for (at, &gpa) in order.iter().enumerate() {

@@ -100,10 +100,10 @@ where
             if let Ok(mut reader) = chain.clone().reader(memory.deref()) {
                 let _ = reader.read_to_end(&mut bytes);
             }
-            let answer: Vec<u8> = bytes.iter().map(|byte| byte.wrapping_add(1)).collect();
+            let reply: Vec<u8> = bytes.iter().map(|byte| byte.wrapping_add(1)).collect();
             if let Ok(mut writer) = chain.writer(memory.deref()) {
-                let fits = answer.len().min(writer.available_bytes());
-                written = writer.write(&answer[..fits]).unwrap_or(0);
+                let fits = reply.len().min(writer.available_bytes());
+                written = writer.write(&reply[..fits]).unwrap_or(0);
             }
         }
         let _ = match style {

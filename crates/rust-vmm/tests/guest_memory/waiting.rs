@@ -23,13 +23,13 @@ fn read(memory: &impl GuestMemory, addr: u64) -> Option<u64> {
 }
 
 #[test]
-fn an_access_waits_for_its_answer() {
+fn an_access_waits_for_its_update() {
     let bench = bench();
     let space = bench.space();
-    let answer = |bench: &Bench, misses: Vec<_>| {
+    let front_end = |bench: &Bench, misses: Vec<_>| {
         misses.iter().for_each(|miss| bench.map(page_of(miss), 0x20_0000 + page_of(miss), PAGE));
     };
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         let memory = space.memory();
         assert_eq!(read(&*memory, 0x2008), Some(0x20_2008));
         assert!(memory.check_range(GuestAddress(0x5000), 8, Permissions::Read));
@@ -44,17 +44,17 @@ fn an_access_waits_for_its_answer() {
 }
 
 #[test]
-fn all_that_an_access_lacks_is_asked_for_together() {
+fn all_misses_of_an_access_are_sent_together() {
     // Sends no miss twice, however slow the machine.
     let timeout = Duration::from_secs(60);
     let bench = bench_with(IotlbConfig { timeout, again: timeout, ..IotlbConfig::default() });
     let batches = Mutex::new(Vec::new());
-    let answer = |bench: &Bench, misses: Vec<_>| {
+    let front_end = |bench: &Bench, misses: Vec<_>| {
         batches.lock().unwrap().push(misses.iter().map(page_of).collect::<Vec<_>>());
         misses.iter().for_each(|miss| bench.map(page_of(miss), 0x20_0000 + page_of(miss), PAGE));
     };
     bench.map(0x2000, 0x20_2000, PAGE);
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         let memory = bench.space().memory();
         memory.read_slice(&mut [0; 0x3000], GuestAddress(0x1001)).unwrap();
         let (r, w) = (Permissions::Read, Permissions::Write);
@@ -71,9 +71,9 @@ fn all_that_an_access_lacks_is_asked_for_together() {
 
 #[test]
 fn a_front_end_that_never_replies_costs_an_access_its_timeout_and_no_more() {
-    let bench = impatient();
+    let bench = short_timeout();
     bench.map(0x1000, 0x20_1000, PAGE);
-    asks(&bench);
+    ignore_misses(&bench);
     let space = bench.space();
     let memory = space.memory();
     assert_eq!(read(&*memory, 0x1000), Some(0x20_1000));
@@ -91,7 +91,7 @@ fn a_front_end_that_never_replies_costs_an_access_its_timeout_and_no_more() {
 fn a_refusal_ends_the_wait() {
     // rule D18
     let bench = bench();
-    let answer = |bench: &Bench, misses: Vec<Miss>| {
+    let front_end = |bench: &Bench, misses: Vec<Miss>| {
         misses.iter().for_each(|miss| {
             if miss.access == Prot::READ {
                 bench.map_for(page_of(miss), 0x20_0000, PAGE, Prot::READ);
@@ -101,7 +101,7 @@ fn a_refusal_ends_the_wait() {
         });
     };
     let space = bench.space();
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         let memory = space.memory();
         assert_eq!(read(&*memory, 0x1000), Some(0x20_0000));
         assert!(memory.write_obj(1u8, GuestAddress(0x1000)).is_err());
@@ -134,7 +134,7 @@ fn an_invalidation_completes_while_a_guard_waits_and_the_guard_goes_on() {
     let bench = bench();
     bench.map(0x1000, 0x20_1000, 2 * PAGE);
     let space = bench.space();
-    bench.answered(flushes_first(0), || {
+    bench.with_front_end(flushes_first(0), || {
         let memory = space.memory();
         let slices = memory.get_slices(GuestAddress(0x1ff8), 0x10, Permissions::Read).unwrap();
         let slices: Vec<_> = slices.map(Result::unwrap).collect();
@@ -157,7 +157,7 @@ fn a_guard_whose_translations_changed_while_it_waited_has_failed() {
     let bench = bench();
     bench.map(0x1000, 0x20_1000, 2 * PAGE);
     let space = bench.space();
-    bench.answered(flushes_first(0x8000), || {
+    bench.with_front_end(flushes_first(0x8000), || {
         let memory = space.memory();
         assert_eq!(read(&*memory, 0x2008), Some(0x20_2008));
         assert_eq!(read(&*memory, 0x5008), None, "although it is there by now");
@@ -174,7 +174,7 @@ fn all_guards_of_a_thread_let_go_while_it_waits() {
     let bench = bench();
     bench.map(0x1000, 0x20_1000, 2 * PAGE);
     let (space, other) = (bench.space(), bench.space());
-    bench.answered(flushes_first(0), || {
+    bench.with_front_end(flushes_first(0), || {
         let guards = [space.memory(), other.memory()];
         assert!(guards.iter().all(|memory| read(&**memory, 0x2008) == Some(0x20_2008)));
         // A guard of its own, as a device takes to publish.
@@ -184,7 +184,7 @@ fn all_guards_of_a_thread_let_go_while_it_waits() {
     bench.map(0x1000, 0x20_1000, 2 * PAGE);
     let token = bench.unmap(0x7000, PAGE);
     bench.shootdown.wait(token);
-    bench.answered(flushes_first(0x8000), || {
+    bench.with_front_end(flushes_first(0x8000), || {
         let guards = [space.memory(), other.memory()];
         assert!(guards.iter().all(|memory| read(&**memory, 0x2008) == Some(0x20_2008)));
         // The access that waited fails too, since slices of the other guards may be in use without
@@ -202,7 +202,7 @@ fn other_threads_keep_what_they_use() {
     let space = bench.space();
     let other = space.another().unwrap();
     let (used, done) = (AtomicBool::new(false), AtomicBool::new(false));
-    let answer = |bench: &Bench, misses: Vec<_>| {
+    let front_end = |bench: &Bench, misses: Vec<_>| {
         // Only for the first miss.
         if !done.load(Ordering::Acquire) {
             let token = bench.unmap(0x1000, PAGE);
@@ -222,7 +222,7 @@ fn other_threads_keep_what_they_use() {
                 assert_eq!(read(&*memory, 0x1000), Some(0x20_1000));
             }
         });
-        bench.answered(answer, || {
+        bench.with_front_end(front_end, || {
             while !used.load(Ordering::Acquire) {
                 thread::yield_now();
             }
@@ -233,9 +233,9 @@ fn other_threads_keep_what_they_use() {
 
 #[test]
 fn a_held_guard_keeps_what_it_has_and_never_waits() {
-    let bench = impatient();
+    let bench = short_timeout();
     bench.map(0x1000, 0x20_1000, PAGE);
-    asks(&bench);
+    ignore_misses(&bench);
     let space = bench.space();
     let held = space.memory();
     assert_eq!(read(&*held, 0x1000), Some(0x20_1000));
@@ -251,14 +251,14 @@ fn a_held_guard_keeps_what_it_has_and_never_waits() {
 }
 
 #[test]
-fn a_wider_permission_is_had_by_asking() {
+fn a_wider_permission_is_obtained_by_a_miss() {
     // rule D18
     let bench = bench();
     bench.map_for(0x1000, 0x20_1000, PAGE, Prot::READ);
-    let answer = |bench: &Bench, misses: Vec<_>| {
+    let front_end = |bench: &Bench, misses: Vec<_>| {
         misses.iter().for_each(|miss| bench.map(page_of(miss), 0x20_1000, PAGE));
     };
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         let memory = bench.space().memory();
         assert_eq!(read(&*memory, 0x1000), Some(0x20_1000));
         // It holds the very entry that the update replaces.
@@ -292,15 +292,15 @@ fn what_is_replaced_by_something_wider_is_looked_at_anew() {
 }
 
 #[test]
-fn who_waits_while_a_guard_lost_what_it_had_does_not_leave_it_to_be_used() {
+fn a_failed_wait_fails_other_guards_whose_translations_are_gone() {
     let bench = bench();
     bench.map(0x1000, 0x20_1000, PAGE);
     let space = bench.space();
-    let answer = |bench: &Bench, misses: Vec<Miss>| {
+    let front_end = |bench: &Bench, misses: Vec<Miss>| {
         bench.shootdown.wait(bench.iotlb.invalidate(Range::ALL).unwrap());
         misses.iter().for_each(|miss| bench.iotlb.refuse(range(miss.iova.0, 1), miss.access));
     };
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         let first = space.memory();
         assert_eq!(read(&*first, 0x1000), Some(0x20_1000));
         let second = space.memory();
@@ -330,13 +330,13 @@ fn the_same_address_of_other_memory_is_a_change() {
     let both = Replaced(Arc::new(Mutex::new(Arc::clone(&bench.memory))));
     bench.map(0x1000, 0x20_1000, PAGE);
     let space = IotlbAddressSpace::new(Arc::clone(&bench.endpoint), both.clone()).unwrap();
-    let answer = |bench: &Bench, misses: Vec<_>| {
+    let front_end = |bench: &Bench, misses: Vec<_>| {
         *both.0.lock().unwrap() = memory();
         let token = bench.iotlb.retain_targets(|_, _| false).unwrap();
         bench.shootdown.wait(token);
         misses.iter().for_each(|miss| bench.map(page_of(miss), 0x20_0000 + page_of(miss), PAGE));
     };
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         let memory = space.memory();
         assert_eq!(read(&*memory, 0x1000), Some(0x20_1000));
         assert_eq!(read(&*memory, 0x5000), None);
@@ -351,7 +351,7 @@ fn what_was_invalidated_is_not_written_while_devices_wait_and_fail_and_go_on() {
     let bench = bench();
     let turn = Mutex::new(0u64);
     let done = AtomicBool::new(false);
-    let answer = |bench: &Bench, misses: Vec<Miss>| {
+    let front_end = |bench: &Bench, misses: Vec<Miss>| {
         // The owner has its memory to itself while it has the turn.
         let mut turn = turn.lock().unwrap();
         for miss in misses {
@@ -384,7 +384,7 @@ fn what_was_invalidated_is_not_written_while_devices_wait_and_fail_and_go_on() {
         bytes
     };
     let mut broken = 0;
-    bench.answered(answer, || {
+    bench.with_front_end(front_end, || {
         thread::scope(|scope| {
             for (at, space) in (0u64..).zip(spaces) {
                 scope.spawn(move || device(space, at << 20));
@@ -418,7 +418,7 @@ thread_local! {
 struct Reads(Mutex<Vec<bool>>);
 
 impl MissSink for Reads {
-    fn ask(&self, misses: &[Miss]) -> usize {
+    fn send(&self, misses: &[Miss]) -> usize {
         let read = OTHER.with_borrow(|other| other.as_ref().map(|other| reads(other)));
         self.0.lock().unwrap().extend(read);
         misses.len()
@@ -432,15 +432,15 @@ fn reads(memory: &IotlbMemory<Plain>) -> bool {
 // rule D15
 #[test]
 fn what_a_thread_calls_while_it_waits_gets_nothing_of_its_guards() {
-    let bench = impatient();
+    let bench = short_timeout();
     bench.map(0x1000, REGIONS[0].0, PAGE);
     let other = bench.space().memory();
     assert!(reads(&other));
     OTHER.set(Some(Rc::clone(&other)));
     let sink = Arc::new(Reads(Mutex::default()));
-    bench.iotlb.ask_through(Some(Arc::clone(&sink) as _));
+    bench.iotlb.set_miss_sink(Some(Arc::clone(&sink) as _));
     let waits = bench.space().memory();
-    assert!(waits.read_obj::<u64>(GuestAddress(0x9000)).is_err(), "there is no answer");
+    assert!(waits.read_obj::<u64>(GuestAddress(0x9000)).is_err(), "no update comes");
     OTHER.set(None);
     let seen = sink.0.lock().unwrap();
     assert!(!seen.is_empty() && seen.iter().all(|read| !read), "no lease stood on it: {seen:?}");

@@ -84,14 +84,14 @@ fn it_is_activated_with_what_is_right_and_nothing_else() {
     assert!(outside.starts_with("queue 0: ") && outside.contains("outside of memory"), "{outside}");
     // Nothing of that remains.
     vmm.bring_up(1 << F_EVENT_IDX).unwrap();
-    assert_eq!(vmm.ask(attach(1, 1)), OK);
+    assert_eq!(vmm.send_request(attach(1, 1)), OK);
 }
 
 #[test]
 fn a_reset_takes_everything_away() {
     let mut vmm = active();
     vmm.memory.memory().write_obj(7u8, GuestAddress(BASE)).unwrap();
-    assert_eq!([vmm.ask(attach(1, 1)), vmm.ask(map(IOVA, BASE))], [OK; 2]);
+    assert_eq!([vmm.send_request(attach(1, 1)), vmm.send_request(map(IOVA, BASE))], [OK; 2]);
     assert_eq!(read(&vmm, IOVA), Some(7));
     // rule V4
     vmm.iommu.reset().unwrap();
@@ -99,7 +99,7 @@ fn a_reset_takes_everything_away() {
     assert_eq!(vmm.iommu.local().device().domains(), 0);
     assert_eq!(vmm.iommu.local().faults(), [(1, 1), (8, 0)]);
     vmm.bring_up(vmm.iommu.local().features()).unwrap();
-    assert_ne!(vmm.ask(map(IOVA, BASE)), OK, "there is no such domain any more");
+    assert_ne!(vmm.send_request(map(IOVA, BASE)), OK, "there is no such domain any more");
     assert_eq!(vmm.iommu.local().counters().maps, 1);
 }
 
@@ -107,10 +107,11 @@ fn a_reset_takes_everything_away() {
 fn a_guest_that_is_paused_or_moved_goes_on_where_it_was() {
     let mut vmm = active();
     vmm.memory.memory().write_obj(7u8, GuestAddress(BASE)).unwrap();
-    assert_eq!([vmm.ask(attach(1, 1)), vmm.ask(map(IOVA, BASE))], [OK; 2]);
+    assert_eq!([vmm.send_request(attach(1, 1)), vmm.send_request(map(IOVA, BASE))], [OK; 2]);
     // More than once around the ring.
-    (0..SIZE)
-        .for_each(|_| assert_eq!([vmm.ask(map(0x9000, BASE)), vmm.ask(unmap(0x9000))], [OK; 2]));
+    (0..SIZE).for_each(|_| {
+        assert_eq!([vmm.send_request(map(0x9000, BASE)), vmm.send_request(unmap(0x9000))], [OK; 2])
+    });
     let queues = vmm.iommu.stop().unwrap();
     let done = 2 + 2 * SIZE;
     assert_eq!(queues.iter().map(|(_, queue)| queue.next_avail()).collect::<Vec<_>>(), [done, 0]);
@@ -118,11 +119,11 @@ fn a_guest_that_is_paused_or_moved_goes_on_where_it_was() {
     assert!(vmm.iommu.stop().unwrap().is_empty());
     assert_eq!(read(&vmm, IOVA), Some(7), "what it holds stays");
     vmm.activate(queues.into_iter()).unwrap();
-    assert_eq!(vmm.ask(unmap(IOVA)), OK);
+    assert_eq!(vmm.send_request(unmap(IOVA)), OK);
     assert_eq!(read(&vmm, IOVA), None);
 
     // To another process, with a copy of the memory.
-    assert_eq!(vmm.ask(map(IOVA, BASE)), OK);
+    assert_eq!(vmm.send_request(map(IOVA, BASE)), OK);
     vmm.iommu.stop().unwrap();
     let saved = vmm.iommu.local().device().save().unwrap();
     let there = Vmm::new(Notify::default());
@@ -136,28 +137,28 @@ fn a_guest_that_is_paused_or_moved_goes_on_where_it_was() {
 #[test]
 fn memory_that_comes_while_it_is_active_is_used() {
     let mut vmm = active();
-    assert_eq!(vmm.ask(attach(1, 1)), OK);
+    assert_eq!(vmm.send_request(attach(1, 1)), OK);
     let more = GuestAddress(2 * (BASE + BYTES));
     let region = GuestRegionMmap::from_range(more, 0x1_0000, None).unwrap();
     let map_now = vmm.memory.memory().insert_region(region.into()).unwrap();
     vmm.memory.replace(map_now);
     vmm.memory.memory().write_obj(9u8, more).unwrap();
     vmm.requests_at = more.0 + 0x2000;
-    assert_eq!(vmm.ask(map(IOVA, more.0)), OK);
+    assert_eq!(vmm.send_request(map(IOVA, more.0)), OK);
     assert_eq!(read(&vmm, IOVA), Some(9));
     // And it works again.
     vmm.requests_at = REQUESTS;
-    assert_eq!(vmm.ask(unmap(IOVA)), OK);
+    assert_eq!(vmm.send_request(unmap(IOVA)), OK);
     let (map_now, _) = vmm.memory.memory().remove_region(more, 0x1_0000).unwrap();
     vmm.memory.replace(map_now);
-    assert_eq!(vmm.ask(map(IOVA, BASE)), OK);
+    assert_eq!(vmm.send_request(map(IOVA, BASE)), OK);
     assert_eq!(read(&vmm, more.0), None);
 }
 
 #[test]
 fn a_request_in_memory_that_came_just_before_it_is_read() {
     let mut vmm = active();
-    assert_eq!(vmm.ask(attach(1, 1)), OK);
+    assert_eq!(vmm.send_request(attach(1, 1)), OK);
     let (guest, more) = (vmm.memory.clone(), GuestAddress(2 * (BASE + BYTES)));
     let region = GuestRegionMmap::from_range(more, 0x1_0000, None).unwrap();
     let map_now = guest.memory().insert_region(region.into()).unwrap();
@@ -181,9 +182,9 @@ fn a_request_in_memory_that_came_just_before_it_is_read() {
 }
 
 #[test]
-fn what_is_written_is_marked_for_who_moves_the_guest() {
+fn what_is_written_is_marked_for_migration() {
     let mut vmm = active();
-    assert_eq!(vmm.ask(attach(1, 1)), OK);
+    assert_eq!(vmm.send_request(attach(1, 1)), OK);
     let dirty = |memory: &Guest| {
         let memory = memory.memory();
         let region: &GuestRegionMmap<AtomicBitmap> = memory.iter().next().unwrap();
@@ -195,7 +196,7 @@ fn what_is_written_is_marked_for_who_moves_the_guest() {
     memory.iter().next().map(|region| (**region).bitmap().reset()).unwrap();
     drop(memory);
     assert_eq!(dirty(&vmm.memory), [0u64; 0]);
-    assert_eq!(vmm.ask(map(IOVA, BASE)), OK);
+    assert_eq!(vmm.send_request(map(IOVA, BASE)), OK);
     // The test does the guest's own writes, of the request and to the place of its reply, and they
     // are marked too; only the device writes the used ring.
     let used = Vmm::queue(BASE + (32 << 12), false).used_ring();

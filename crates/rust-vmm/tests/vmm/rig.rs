@@ -223,7 +223,7 @@ impl Vmm {
     }
 
     /// Sends a request; returns its status.
-    pub(crate) fn ask(&mut self, request: Request) -> u8 {
+    pub(crate) fn send_request(&mut self, request: Request) -> u8 {
         let mut bytes = [0; MAX_REQUEST_LEN];
         let len = request.emit(&mut bytes);
         let mut tail = [0xff; TAIL_LEN];

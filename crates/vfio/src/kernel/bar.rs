@@ -7,7 +7,7 @@ use rustix::{
     mm::{MapFlags, ProtFlags, mmap, munmap},
 };
 
-use super::{Answer, Region};
+use super::{KernelResult, Region};
 use crate::error::{Error, Result};
 
 /// A BAR of a PCI device: registers of 32 and 64 bits, each access a single one of that width.
@@ -40,7 +40,7 @@ impl fmt::Debug for Bar {
 
 impl Bar {
     /// Maps those of `areas` that lie in `region`.
-    pub(super) fn new(region: Region, areas: &[(u64, u64)]) -> Answer<Bar> {
+    pub(super) fn new(region: Region, areas: &[(u64, u64)]) -> KernelResult<Bar> {
         let mut bar = Bar { region, areas: Vec::with_capacity(areas.len()) };
         for &(at, len) in areas {
             let inside = at.checked_add(len).is_some_and(|end| end <= bar.region.size());

@@ -4,7 +4,7 @@
 /// of the next. Iterating reads nothing outside of the reply, and always ends.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chain<'a> {
-    answer: &'a [u8],
+    info: &'a [u8],
     next: usize,
 }
 
@@ -17,8 +17,8 @@ pub(super) struct Capability<'a> {
 
 impl<'a> Chain<'a> {
     /// The chain that begins at `first`; 0: an empty one.
-    pub(super) fn new(answer: &'a [u8], first: u32) -> Chain<'a> {
-        Chain { answer, next: first as usize }
+    pub(super) fn new(info: &'a [u8], first: u32) -> Chain<'a> {
+        Chain { info, next: first as usize }
     }
 }
 
@@ -30,7 +30,7 @@ impl<'a> Iterator for Chain<'a> {
         if at == 0 {
             return None;
         }
-        let bytes = self.answer.get(at..)?;
+        let bytes = self.info.get(at..)?;
         let capability = Capability { id: u32::from(u16_at(bytes, 0)?), bytes };
         // A kernel appends capabilities: a chain that leads backwards would not end.
         let next = capability.u32(4)? as usize;
@@ -83,41 +83,41 @@ mod tests {
 
     #[test]
     fn a_chain_is_followed_to_its_end() {
-        let mut answer = vec![0; 16];
-        answer.extend(capability(3, 40, &[7, 8]));
-        answer.extend(capability(5, 0, &[9]));
-        let found: Vec<_> = Chain::new(&answer, 16).map(|it| (it.id, it.u64(8))).collect();
+        let mut info = vec![0; 16];
+        info.extend(capability(3, 40, &[7, 8]));
+        info.extend(capability(5, 0, &[9]));
+        let found: Vec<_> = Chain::new(&info, 16).map(|it| (it.id, it.u64(8))).collect();
         assert_eq!(found, [(3, Some(7)), (5, Some(9))]);
-        assert_eq!(Chain::new(&answer, 0).count(), 0);
-        let first = Chain::new(&answer, 16).next().unwrap();
+        assert_eq!(Chain::new(&info, 0).count(), 0);
+        let first = Chain::new(&info, 16).next().unwrap();
         assert_eq!(first.pairs(8, 1).collect::<Vec<_>>(), [(7, 8)]);
         // The array ends where the reply does, however large its count is.
-        assert_eq!(Chain::new(&answer, 40).next().unwrap().pairs(0, u32::MAX).count(), 1);
+        assert_eq!(Chain::new(&info, 40).next().unwrap().pairs(0, u32::MAX).count(), 1);
     }
 
     #[test]
     fn a_chain_that_leads_back_ends() {
-        let mut answer = vec![0; 16];
-        answer.extend(capability(3, 32, &[0]));
-        answer.extend(capability(4, 16, &[0]));
-        assert_eq!(Chain::new(&answer, 16).count(), 2);
+        let mut info = vec![0; 16];
+        info.extend(capability(3, 32, &[0]));
+        info.extend(capability(4, 16, &[0]));
+        assert_eq!(Chain::new(&info, 16).count(), 2);
         let own = [vec![0; 16], capability(3, 16, &[])].concat();
         assert_eq!(Chain::new(&own, 16).count(), 1);
     }
 
     proptest! {
         #[test]
-        fn no_answer_leads_outside_of_itself_or_has_no_end(
-            answer in prop::collection::vec(any::<u8>(), 0..200),
+        fn no_chain_leads_outside_of_its_bytes_or_has_no_end(
+            info in prop::collection::vec(any::<u8>(), 0..200),
             first in prop_oneof![0..220_u32, any::<u32>()],
             at in prop_oneof![0..220_usize, any::<usize>()],
             small in any::<bool>(),
         ) {
             // Small numbers are more often valid offsets.
-            let answer: Vec<u8> = answer.iter().enumerate()
+            let info: Vec<u8> = info.iter().enumerate()
                 .map(|(n, &byte)| if small && n % 4 != 0 { 0 } else { byte }).collect();
             let mut steps = 0;
-            for capability in Chain::new(&answer, first) {
+            for capability in Chain::new(&info, first) {
                 steps += 1;
                 let _ = (capability.u32(at), capability.u64(at));
                 prop_assert!(capability.pairs(at, u32::MAX).count() <= 200 / 16);

@@ -20,7 +20,7 @@ use vfio_bindings::bindings::vfio::{
 };
 
 use super::{
-    Answer, Bitmap, Device, DirtyInfo, Extension, Group, Locked, MapFlags, Sysfs, Type1Info,
+    Bitmap, Device, DirtyInfo, Extension, Group, KernelResult, Locked, MapFlags, Sysfs, Type1Info,
     Type1Kernel, UnmapFlags, bytes,
     chain::{Capability, Chain},
     ioctl, memlock, open,
@@ -64,22 +64,22 @@ impl Container {
     /// # Errors
     /// There is no VFIO here, access is denied, or VFIO has no type 1.
     pub fn open() -> Result<Container> {
-        let asked = || Error::new("open a VFIO container");
+        let failed = || Error::new("open a VFIO container");
         let file = open("/dev/vfio/vfio").map_err(|errno| {
-            asked().answer(errno).remedy(match errno {
+            failed().with_errno(errno).remedy(match errno {
                 Errno::NOENT | Errno::NODEV => "load the module vfio_iommu_type1 (and vfio-pci)",
                 Errno::ACCESS | Errno::PERM => "give this user /dev/vfio/vfio",
                 _ => "",
             })
         })?;
-        let ask = |request, argument| {
-            ioctl::number(&file, request, argument).map_err(|errno| asked().answer(errno))
+        let call = |request, argument| {
+            ioctl::number(&file, request, argument).map_err(|errno| failed().with_errno(errno))
         };
-        if ask(GET_API_VERSION, 0)? != VFIO_API_VERSION as i32 {
-            return Err(asked().remedy("the kernel speaks another version of VFIO"));
+        if call(GET_API_VERSION, 0)? != VFIO_API_VERSION as i32 {
+            return Err(failed().remedy("the kernel speaks another version of VFIO"));
         }
-        if ask(CHECK_EXTENSION, VFIO_TYPE1v2_IOMMU as usize)? == 0 {
-            return Err(asked().remedy("the kernel has no type 1: load vfio_iommu_type1"));
+        if call(CHECK_EXTENSION, VFIO_TYPE1v2_IOMMU as usize)? == 0 {
+            return Err(failed().remedy("the kernel has no type 1: load vfio_iommu_type1"));
         }
         Ok(Container { file })
     }
@@ -92,8 +92,8 @@ impl Container {
     pub fn attach(self, group: Group) -> Result<Attached> {
         group.join(&self.file)?;
         ioctl::number(&self.file, SET_IOMMU, VFIO_TYPE1v2_IOMMU as usize).map_err(|errno| {
-            let asked = format!("give VFIO group {} an IOMMU of type 1", group.number());
-            Error::new(asked).answer(errno).remedy(match errno {
+            let operation = format!("give VFIO group {} an IOMMU of type 1", group.number());
+            Error::new(operation).with_errno(errno).remedy(match errno {
                 Errno::PERM => {
                     "its interrupts are not isolated: turn interrupt remapping on, or, where the \
                      device is trusted not to forge any, load vfio_iommu_type1 with \
@@ -159,47 +159,47 @@ impl Attached {
     }
 
     /// The reply to GET_INFO, with as much room for capabilities as it needs.
-    fn raw_info(&self) -> Answer<Vec<u64>> {
-        let mut answer = vec![0_u64; 256 / 8];
+    fn raw_info(&self) -> KernelResult<Vec<u64>> {
+        let mut info_bytes = vec![0_u64; 256 / 8];
         loop {
-            let room = mem::size_of_val(&answer[..]);
-            answer.fill(0);
-            answer[0] = u64::from_ne_bytes(both(room as u32, 0));
+            let room = mem::size_of_val(&info_bytes[..]);
+            info_bytes.fill(0);
+            info_bytes[0] = u64::from_ne_bytes(both(room as u32, 0));
             // SAFETY: the buffer begins with the request's structure, which states the buffer's
             // size.
-            unsafe { ioctl::memory(&self.file, GET_INFO, &mut answer[..]) }?;
-            let needed = u32_at(bytes(&answer), 0).unwrap_or(0) as usize;
+            unsafe { ioctl::memory(&self.file, GET_INFO, &mut info_bytes[..]) }?;
+            let needed = u32_at(bytes(&info_bytes), 0).unwrap_or(0) as usize;
             if needed <= room {
-                return Ok(answer);
+                return Ok(info_bytes);
             }
             if needed > LARGEST_INFO {
                 return Err(Errno::TOOBIG);
             }
-            answer = vec![0; needed.div_ceil(8)];
+            info_bytes = vec![0; needed.div_ceil(8)];
         }
     }
 
     /// A request about dirty pages, with its payload behind the header.
-    fn dirty_pages<T>(&self, flags: u32, with: T) -> Answer<()> {
+    fn dirty_pages<T>(&self, flags: u32, with: T) -> KernelResult<()> {
         #[repr(C)]
-        struct Ask<T> {
+        struct Argument<T> {
             header: vfio_iommu_type1_dirty_bitmap,
             with: T,
         }
         let header = vfio_iommu_type1_dirty_bitmap {
-            argsz: ioctl::size::<Ask<T>>(),
+            argsz: ioctl::size::<Argument<T>>(),
             flags,
             ..Default::default()
         };
         // SAFETY: the request's structure; a bitmap that it names is borrowed by the caller.
-        unsafe { ioctl::memory(&self.file, DIRTY_PAGES, &mut Ask { header, with }) }.map(drop)
+        unsafe { ioctl::memory(&self.file, DIRTY_PAGES, &mut Argument { header, with }) }.map(drop)
     }
 }
 
 impl Type1Kernel for Attached {
-    fn info(&self) -> Answer<Type1Info> {
-        let answer = self.raw_info()?;
-        Ok(parse(bytes(&answer)))
+    fn info(&self) -> KernelResult<Type1Info> {
+        let info_bytes = self.raw_info()?;
+        Ok(parse(bytes(&info_bytes)))
     }
 
     fn has(&self, extension: Extension) -> bool {
@@ -210,7 +210,7 @@ impl Type1Kernel for Attached {
         ioctl::number(&self.file, CHECK_EXTENSION, number as usize).is_ok_and(|has| has > 0)
     }
 
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
         let argsz = ioctl::size::<vfio_iommu_type1_dma_map>();
         let mut map = vfio_iommu_type1_dma_map { argsz, flags: flags.bits(), vaddr, iova, size };
         // SAFETY: the request's own structure; the memory that it names is the caller's promise.
@@ -223,30 +223,30 @@ impl Type1Kernel for Attached {
         iova: u64,
         size: u64,
         dirty: Option<Bitmap<'_>>,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         #[repr(C)]
-        struct Ask {
+        struct Argument {
             unmap: vfio_iommu_type1_dma_unmap,
             bitmap: vfio_bitmap,
         }
-        let plain = offset_of!(Ask, bitmap);
-        let argsz = if dirty.is_some() { size_of::<Ask>() } else { plain } as u32;
+        let plain = offset_of!(Argument, bitmap);
+        let argsz = if dirty.is_some() { size_of::<Argument>() } else { plain } as u32;
         let flags = flags.bits();
         let unmap = vfio_iommu_type1_dma_unmap { argsz, flags, iova, size, ..Default::default() };
-        let mut ask = Ask { unmap, bitmap: raw(dirty) };
+        let mut argument = Argument { unmap, bitmap: raw(dirty) };
         // SAFETY: the request's own structure; the bitmap is borrowed meanwhile. The kernel refuses
         // a request that asks for bits without a bitmap, for its size.
-        unsafe { ioctl::memory(&self.file, UNMAP_DMA, &mut ask) }?;
-        Ok(ask.unmap.size)
+        unsafe { ioctl::memory(&self.file, UNMAP_DMA, &mut argument) }?;
+        Ok(argument.unmap.size)
     }
 
-    fn track_dirty(&self, on: bool) -> Answer<()> {
+    fn track_dirty(&self, on: bool) -> KernelResult<()> {
         let flag =
             if on { VFIO_IOMMU_DIRTY_PAGES_FLAG_START } else { VFIO_IOMMU_DIRTY_PAGES_FLAG_STOP };
         self.dirty_pages(flag, ())
     }
 
-    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
         let bitmap = raw(Some(dirty));
         let get = vfio_iommu_type1_dirty_bitmap_get { iova, size, bitmap };
         self.dirty_pages(VFIO_IOMMU_DIRTY_PAGES_FLAG_GET_BITMAP, get)
@@ -274,17 +274,17 @@ fn raw(dirty: Option<Bitmap<'_>>) -> vfio_bitmap {
 }
 
 /// Parses a reply to `VFIO_IOMMU_GET_INFO`.
-fn parse(answer: &[u8]) -> Type1Info {
-    let flags = u32_at(answer, offset_of!(vfio_iommu_type1_info, flags)).unwrap_or(0);
+fn parse(info_bytes: &[u8]) -> Type1Info {
+    let flags = u32_at(info_bytes, offset_of!(vfio_iommu_type1_info, flags)).unwrap_or(0);
     let mut info = Type1Info::default();
     if flags & VFIO_IOMMU_INFO_PGSIZES != 0 {
         let at = offset_of!(vfio_iommu_type1_info, iova_pgsizes);
-        let sizes = answer.get(at..).and_then(|bytes| bytes.first_chunk());
+        let sizes = info_bytes.get(at..).and_then(|bytes| bytes.first_chunk());
         info.page_sizes = sizes.map_or(0, |&bytes| u64::from_ne_bytes(bytes));
     }
     if flags & VFIO_IOMMU_INFO_CAPS != 0 {
         let at = offset_of!(vfio_iommu_type1_info, cap_offset);
-        for capability in Chain::new(answer, u32_at(answer, at).unwrap_or(0)) {
+        for capability in Chain::new(info_bytes, u32_at(info_bytes, at).unwrap_or(0)) {
             note(&mut info, &capability);
         }
     }
@@ -336,7 +336,7 @@ mod tests {
     use super::*;
 
     /// A reply with every capability, as a kernel lays it out.
-    fn answer() -> Vec<u8> {
+    fn info_bytes() -> Vec<u8> {
         let mut words = vec![
             u64::from_ne_bytes(both(0, VFIO_IOMMU_INFO_PGSIZES | VFIO_IOMMU_INFO_CAPS)),
             0x4020_1000,
@@ -351,10 +351,10 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_is_read_as_it_is_laid_out() {
+    fn info_is_read_as_it_is_laid_out() {
         let range = |first, last| Range::new(Iova(first), Iova(last)).unwrap();
         assert_eq!(
-            parse(&answer()),
+            parse(&info_bytes()),
             Type1Info {
                 page_sizes: 0x4020_1000,
                 ranges: Some(vec![range(0, 0xfedf_ffff), range(0xfef0_0000, u64::MAX)]),
@@ -363,7 +363,7 @@ mod tests {
             }
         );
         // A kernel from before capabilities reports only its page sizes.
-        let old = parse(&answer()[..16]);
+        let old = parse(&info_bytes()[..16]);
         assert_eq!(old, Type1Info { page_sizes: 0x4020_1000, ..Type1Info::default() });
     }
 
@@ -384,18 +384,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_answer_is_too_strange(
+        fn no_info_is_too_strange(
             flips in prop::collection::vec((0..120_usize, any::<u8>()), 0..8),
             cut in 0..130_usize,
         ) {
-            let mut answer = answer();
+            let mut info_bytes = info_bytes();
             for (at, byte) in flips {
-                if let Some(there) = answer.get_mut(at) {
+                if let Some(there) = info_bytes.get_mut(at) {
                     *there = byte;
                 }
             }
-            answer.truncate(cut);
-            let info = parse(&answer);
+            info_bytes.truncate(cut);
+            let info = parse(&info_bytes);
             prop_assert!(info.ranges.unwrap_or_default().is_sorted());
         }
     }

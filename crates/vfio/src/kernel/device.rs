@@ -98,13 +98,13 @@ impl Device {
     }
 
     fn failed(&self, what: &str, errno: Errno) -> Error {
-        Error::new(format!("{what} {}", self.name)).answer(errno)
+        Error::new(format!("{what} {}", self.name)).with_errno(errno)
     }
 
     fn info(&self, index: u32) -> Result<Info> {
-        let answer = self.raw_info(index);
-        let (answer, info) =
-            answer.map_err(|errno| self.failed(&format!("find region {index} of"), errno))?;
+        let words = self.raw_info(index);
+        let (words, info) =
+            words.map_err(|errno| self.failed(&format!("find region {index} of"), errno))?;
         let missing = || Error::new(format!("find region {index} of {}", self.name));
         if info.size == 0 || info.offset.checked_add(info.size).is_none() {
             return Err(missing().remedy("it has none"));
@@ -115,34 +115,34 @@ impl Device {
         }
         let file = Arc::clone(&self.file);
         let region = Region::new(file, info.offset, info.size);
-        Ok(Info { region, areas: areas(&answer, &info) })
+        Ok(Info { region, areas: areas(&words, &info) })
     }
 
-    fn raw_info(&self, index: u32) -> super::Answer<(Vec<u64>, vfio_region_info)> {
-        let mut answer = vec![0_u64; 32];
+    fn raw_info(&self, index: u32) -> super::KernelResult<(Vec<u64>, vfio_region_info)> {
+        let mut words = vec![0_u64; 32];
         loop {
-            answer.fill(0);
-            let ask = vfio_region_info {
-                argsz: size_of_val(&answer[..]) as u32,
+            words.fill(0);
+            let header = vfio_region_info {
+                argsz: size_of_val(&words[..]) as u32,
                 index,
                 ..Default::default()
             };
             const { assert!(align_of::<vfio_region_info>() <= align_of::<u64>()) };
             // SAFETY: there is room for the structure, which consists of numbers only.
-            unsafe { answer.as_mut_ptr().cast::<vfio_region_info>().write(ask) };
+            unsafe { words.as_mut_ptr().cast::<vfio_region_info>().write(header) };
             // SAFETY: the buffer begins with the request's structure, which states the buffer's
             // size.
-            unsafe { ioctl::memory(&*self.file, GET_REGION_INFO, &mut answer[..]) }?;
+            unsafe { ioctl::memory(&*self.file, GET_REGION_INFO, &mut words[..]) }?;
             // SAFETY: as for the write above.
-            let info = unsafe { answer.as_ptr().cast::<vfio_region_info>().read() };
+            let info = unsafe { words.as_ptr().cast::<vfio_region_info>().read() };
             let needed = (info.argsz as usize).div_ceil(8);
-            if needed <= answer.len() {
-                return Ok((answer, info));
+            if needed <= words.len() {
+                return Ok((words, info));
             }
             if needed > LARGEST_INFO {
                 return Err(Errno::TOOBIG);
             }
-            answer = vec![0; needed];
+            words = vec![0; needed];
         }
     }
 }
@@ -153,7 +153,7 @@ struct Info {
 }
 
 /// The parts of a region that may be mapped: where and how long.
-fn areas(answer: &[u64], info: &vfio_region_info) -> Vec<(u64, u64)> {
+fn areas(words: &[u64], info: &vfio_region_info) -> Vec<(u64, u64)> {
     if info.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 {
         return Vec::new();
     }
@@ -161,8 +161,8 @@ fn areas(answer: &[u64], info: &vfio_region_info) -> Vec<(u64, u64)> {
     if info.flags & VFIO_REGION_INFO_FLAG_CAPS == 0 {
         return whole;
     }
-    let answer = super::bytes(answer);
-    let sparse = Chain::new(answer, info.cap_offset)
+    let words = super::bytes(words);
+    let sparse = Chain::new(words, info.cap_offset)
         .find(|capability| capability.id == VFIO_REGION_INFO_CAP_SPARSE_MMAP);
     let Some(sparse) = sparse else { return whole };
     let count = sparse.u32(offset_of!(vfio_region_info_cap_sparse_mmap, nr_areas)).unwrap_or(0);
@@ -186,9 +186,9 @@ mod tests {
         assert_eq!(areas(&[], &info(mapped, 0)), [(0, 0x4000)]);
         let caps = mapped | VFIO_REGION_INFO_FLAG_CAPS;
         let header = u64::from(VFIO_REGION_INFO_CAP_SPARSE_MMAP);
-        let answer = [0, 0, 0, 0, header, 2, 0, 0x1000, 0x3000, 0x1000];
-        assert_eq!(areas(&answer, &info(caps, 32)), [(0, 0x1000), (0x3000, 0x1000)]);
-        assert_eq!(areas(&answer, &info(caps, 0)), [(0, 0x4000)], "no such capability");
-        assert_eq!(areas(&answer, &info(caps, u32::MAX)), [(0, 0x4000)]);
+        let words = [0, 0, 0, 0, header, 2, 0, 0x1000, 0x3000, 0x1000];
+        assert_eq!(areas(&words, &info(caps, 32)), [(0, 0x1000), (0x3000, 0x1000)]);
+        assert_eq!(areas(&words, &info(caps, 0)), [(0, 0x4000)], "no such capability");
+        assert_eq!(areas(&words, &info(caps, u32::MAX)), [(0, 0x4000)]);
     }
 }

@@ -29,9 +29,9 @@ impl Group {
     /// It does not exist, access is denied, it is in use, or a kernel driver has one of its
     /// devices: the error names the device.
     pub fn open(number: u32) -> Result<Group> {
-        let asked = || Error::new(format!("open VFIO group {number}"));
+        let failed = || Error::new(format!("open VFIO group {number}"));
         let file = open(&format!("/dev/vfio/{number}")).map_err(|errno| {
-            asked().answer(errno).remedy(match errno {
+            failed().with_errno(errno).remedy(match errno {
                 Errno::NOENT => format!(
                     "no device of it has a driver of VFIO's; for each of them: unbind its driver, \
                      write vfio-pci into its driver_override, and its name into \
@@ -48,11 +48,11 @@ impl Group {
         let mut status = vfio_group_status { argsz: ioctl::size::<vfio_group_status>(), flags: 0 };
         // SAFETY: the request's own structure.
         unsafe { ioctl::memory(&file, GET_STATUS, &mut status) }
-            .map_err(|errno| asked().answer(errno))?;
+            .map_err(|errno| failed().with_errno(errno))?;
         if status.flags & VFIO_GROUP_FLAGS_VIABLE == 0 {
             let which = in_the_way(number);
             return Err(
-                asked().remedy(format!("drivers of the kernel's have devices of it{which}"))
+                failed().remedy(format!("drivers of the kernel's have devices of it{which}"))
             );
         }
         Ok(Group { number, file })
@@ -85,7 +85,7 @@ impl Group {
         let joined = unsafe { ioctl::memory(&self.file, SET_CONTAINER, &mut descriptor) };
         joined.map(drop).map_err(|errno| {
             Error::new(format!("put VFIO group {} into a container", self.number))
-                .answer(errno)
+                .with_errno(errno)
                 .remedy(match errno {
                     Errno::BUSY => "it is in one already, or a device of it is open",
                     Errno::INVAL => {
@@ -100,16 +100,18 @@ impl Group {
 
     /// A device of it, by its name on its bus.
     pub(super) fn device(&self, name: &str) -> Result<Device> {
-        let asked = || Error::new(format!("open {name} of VFIO group {}", self.number));
+        let failed = || Error::new(format!("open {name} of VFIO group {}", self.number));
         let mut text = CString::new(name)
-            .map_err(|_| asked().remedy("that is no name"))?
+            .map_err(|_| failed().remedy("the name contains a zero byte"))?
             .into_bytes_with_nul();
         // SAFETY: the request reads a string that ends with a zero.
         let fd = unsafe { ioctl::memory(&self.file, GET_DEVICE_FD, &mut text[..]) };
         let fd = fd.map_err(|errno| {
-            asked().answer(errno).remedy(match errno {
+            failed().with_errno(errno).remedy(match errno {
                 Errno::NODEV => "no such device is in the group with a driver of VFIO's",
-                Errno::BUSY => "somebody has it open, or a process address is invalid (rule L59)",
+                Errno::BUSY => {
+                    "another process has it open, or a process address is invalid (rule L59)"
+                }
                 _ => "",
             })
         })?;
@@ -137,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_in_the_way_is_named() {
+    fn devices_that_block_a_group_are_named() {
         let member = |device: &str, driver: Option<&str>| Member {
             device: device.into(),
             driver: driver.map(str::to_owned),

@@ -6,7 +6,7 @@ use iommufd_bindings::IOMMUFD_TYPE;
 use rustix::io::Errno;
 use vfio_bindings::bindings::vfio::{VFIO_BASE, VFIO_TYPE};
 
-use super::Answer;
+use super::KernelResult;
 
 /// The number of request `n` of VFIO: `_IO(';', 100 + n)`.
 pub(super) const fn vfio(n: u32) -> u32 {
@@ -24,7 +24,7 @@ pub(super) const fn size<T>() -> u32 {
 }
 
 /// Makes a request whose argument is a number, or nothing.
-pub(super) fn number(file: impl AsFd, request: u32, argument: usize) -> Answer<i32> {
+pub(super) fn number(file: impl AsFd, request: u32, argument: usize) -> KernelResult<i32> {
     // SAFETY: the requests that this is used for take a number, or nothing, and touch no memory.
     again(|| unsafe { libc::ioctl(raw(&file.as_fd()), request as _, argument) })
 }
@@ -38,7 +38,7 @@ pub(super) unsafe fn memory<T: ?Sized>(
     file: impl AsFd,
     request: u32,
     argument: &mut T,
-) -> Answer<i32> {
+) -> KernelResult<i32> {
     let at: *mut T = argument;
     // SAFETY: the caller's promise; the argument itself is borrowed meanwhile.
     again(|| unsafe { libc::ioctl(raw(&file.as_fd()), request as _, at.cast::<libc::c_void>()) })
@@ -49,9 +49,9 @@ fn raw(fd: &BorrowedFd<'_>) -> i32 {
 }
 
 /// Repeats a request that a signal interrupted: it has changed nothing.
-fn again(mut ask: impl FnMut() -> i32) -> Answer<i32> {
+fn again(mut call: impl FnMut() -> i32) -> KernelResult<i32> {
     loop {
-        match ask() {
+        match call() {
             result @ 0.. => return Ok(result),
             _ => match last() {
                 Errno::INTR => {}
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_vfio_says_so() {
+    fn a_file_that_is_not_vfio_says_so() {
         let file = tempfile::tempfile().unwrap();
         assert_eq!(number(&file, vfio(0), 0), Err(Errno::NOTTY));
         let mut nothing = [0_u8; 64];

@@ -20,8 +20,8 @@ use rustix::io::Errno;
 use vfio_bindings::bindings::vfio::{vfio_device_attach_iommufd_pt, vfio_device_bind_iommufd};
 
 use super::{
-    Answer, Bitmap, Device, Id, IommufdKernel, IovaRanges, Locked, MapFlags, Sysfs, ioctl, memlock,
-    open,
+    Bitmap, Device, Id, IommufdKernel, IovaRanges, KernelResult, Locked, MapFlags, Sysfs, ioctl,
+    memlock, open,
 };
 use crate::error::{Error, Result};
 
@@ -48,7 +48,7 @@ impl IommuFile {
     /// This machine has no iommufd, or access is denied.
     pub fn open() -> Result<IommuFile> {
         let file = open("/dev/iommu").map_err(|errno| {
-            Error::new("open an iommufd").answer(errno).remedy(match errno {
+            Error::new("open an iommufd").with_errno(errno).remedy(match errno {
                 Errno::NOENT | Errno::NODEV => {
                     "load the module iommufd; a kernel without CONFIG_IOMMUFD has type1 only"
                 }
@@ -69,15 +69,15 @@ impl IommuFile {
     /// # Errors
     /// It has no node, is in use, or its interrupts are not isolated: the error says what to do.
     pub fn bind(&self, device: &str) -> Result<Bound> {
-        let asked = || Error::new(format!("open {device} for an iommufd"));
+        let failed = || Error::new(format!("open {device} for an iommufd"));
         let node = Sysfs::default().node_of(device).map_err(|error| {
-            asked().remedy(format!(
+            failed().remedy(format!(
                 "{error}; it has no node in /dev/vfio/devices: give it to the driver vfio-pci; a \
                  kernel without CONFIG_VFIO_DEVICE_CDEV has groups only"
             ))
         })?;
         let file = open(&format!("/dev/vfio/devices/{node}"));
-        let file = file.map_err(|errno| asked().answer(errno))?;
+        let file = file.map_err(|errno| failed().with_errno(errno))?;
         let mut bind = vfio_device_bind_iommufd {
             argsz: ioctl::size::<vfio_device_bind_iommufd>(),
             iommufd: self.file.as_raw_fd(),
@@ -85,8 +85,8 @@ impl IommuFile {
         };
         // SAFETY: the request's own structure.
         unsafe { ioctl::memory(&file, BIND_IOMMUFD, &mut bind) }.map_err(|errno| {
-            asked().answer(errno).remedy(match errno {
-                Errno::BUSY | Errno::INVAL => "somebody has it open, or has its group",
+            failed().with_errno(errno).remedy(match errno {
+                Errno::BUSY | Errno::INVAL => "another process has it open, or has its group",
                 Errno::PERM => {
                     "its interrupts are not isolated: turn interrupt remapping on, or, where the \
                      device is trusted not to forge any, load iommufd with allow_unsafe_interrupts=1"
@@ -103,7 +103,7 @@ impl IommuFile {
     ///
     /// # Safety
     /// As [`ioctl::memory`].
-    unsafe fn ask<T>(&self, command: u32, argument: &mut T) -> Answer<()> {
+    unsafe fn call<T>(&self, command: u32, argument: &mut T) -> KernelResult<()> {
         // SAFETY: the caller's promise.
         unsafe { ioctl::memory(&*self.file, ioctl::iommufd(command), argument) }.map(drop)
     }
@@ -137,7 +137,7 @@ impl Bound {
     pub fn attach(&self, table: Id) -> Result<()> {
         let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
         let pt = vfio_device_attach_iommufd_pt { argsz, pt_id: table.0, ..Default::default() };
-        self.ask(ATTACH_PT, pt, "attach to an address space")
+        self.send(ATTACH_PT, pt, "attach to an address space")
     }
 
     /// Detaches the device: it can access no memory any more.
@@ -147,14 +147,15 @@ impl Bound {
     pub fn detach(&self) -> Result<()> {
         let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
         let pt = vfio_device_attach_iommufd_pt { argsz, ..Default::default() };
-        self.ask(DETACH_PT, pt, "detach from an address space")
+        self.send(DETACH_PT, pt, "detach from an address space")
     }
 
-    fn ask(&self, request: u32, mut pt: vfio_device_attach_iommufd_pt, what: &str) -> Result<()> {
+    fn send(&self, request: u32, mut pt: vfio_device_attach_iommufd_pt, what: &str) -> Result<()> {
         // SAFETY: the request's own structure; the one for detaching is a prefix of the one for
         // attaching.
         unsafe { ioctl::memory(self.device.file(), request, &mut pt) }.map(drop).map_err(|errno| {
-            Error::new(format!("{what} {}", self.device.name())).answer(errno).remedy(match errno {
+            let failed = Error::new(format!("{what} {}", self.device.name())).with_errno(errno);
+            failed.remedy(match errno {
                 Errno::INVAL => {
                     "what is mapped lies where the device cannot have it, or its hardware cannot use \
                      that table"
@@ -166,24 +167,24 @@ impl Bound {
 }
 
 impl IommufdKernel for IommuFile {
-    fn new_ioas(&self) -> Answer<Id> {
+    fn new_ioas(&self) -> KernelResult<Id> {
         let size = ioctl::size::<iommu_ioas_alloc>();
         let mut alloc = iommu_ioas_alloc { size, ..Default::default() };
         // SAFETY: the request's own structure.
-        unsafe { self.ask(IOMMUFD_CMD_IOAS_ALLOC, &mut alloc) }?;
+        unsafe { self.call(IOMMUFD_CMD_IOAS_ALLOC, &mut alloc) }?;
         Ok(Id(alloc.out_ioas_id))
     }
 
-    fn destroy(&self, id: Id) -> Answer<()> {
+    fn destroy(&self, id: Id) -> KernelResult<()> {
         let mut destroy = iommu_destroy { size: ioctl::size::<iommu_destroy>(), id: id.0 };
         // SAFETY: the request's own structure.
-        unsafe { self.ask(IOMMUFD_CMD_DESTROY, &mut destroy) }
+        unsafe { self.call(IOMMUFD_CMD_DESTROY, &mut destroy) }
     }
 
-    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+    fn iova_ranges(&self, ioas: Id) -> KernelResult<IovaRanges> {
         let mut room = vec![iommu_iova_range::default(); 16];
         loop {
-            let mut ask = iommu_ioas_iova_ranges {
+            let mut query = iommu_ioas_iova_ranges {
                 size: ioctl::size::<iommu_ioas_iova_ranges>(),
                 ioas_id: ioas.0,
                 num_iovas: room.len() as u32,
@@ -192,20 +193,20 @@ impl IommufdKernel for IommuFile {
             };
             // SAFETY: the request's own structure; the array that it names has as many entries as
             // it states, and is ours alone.
-            let answer = unsafe { self.ask(IOMMUFD_CMD_IOAS_IOVA_RANGES, &mut ask) };
-            let count = ask.num_iovas as usize;
-            match answer {
-                Err(Errno::MSGSIZE) if count > room.len() && ask.num_iovas <= MOST_RANGES => {
+            let result = unsafe { self.call(IOMMUFD_CMD_IOAS_IOVA_RANGES, &mut query) };
+            let count = query.num_iovas as usize;
+            match result {
+                Err(Errno::MSGSIZE) if count > room.len() && query.num_iovas <= MOST_RANGES => {
                     room.resize(count, iommu_iova_range::default());
                     continue;
                 }
-                answer => answer?,
+                result => result?,
             }
             room.truncate(count);
             let range = |it: &iommu_iova_range| Range::new(Iova(it.start), Iova(it.last));
             let mut ranges: Vec<Range> = room.iter().filter_map(range).collect();
             ranges.sort();
-            return Ok(IovaRanges { ranges, alignment: ask.out_iova_alignment });
+            return Ok(IovaRanges { ranges, alignment: query.out_iova_alignment });
         }
     }
 
@@ -216,7 +217,7 @@ impl IommufdKernel for IommuFile {
         iova: Option<u64>,
         vaddr: u64,
         size: u64,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         let mut map = iommu_ioas_map {
             size: ioctl::size::<iommu_ioas_map>(),
             flags: map_flags(flags, iova)?,
@@ -227,11 +228,11 @@ impl IommufdKernel for IommuFile {
             ..Default::default()
         };
         // SAFETY: the request's own structure; the memory that it names is the caller's promise.
-        unsafe { self.ask(IOMMUFD_CMD_IOAS_MAP, &mut map) }?;
+        unsafe { self.call(IOMMUFD_CMD_IOAS_MAP, &mut map) }?;
         Ok(map.iova)
     }
 
-    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> KernelResult<u64> {
         let mut unmap = iommu_ioas_unmap {
             size: ioctl::size::<iommu_ioas_unmap>(),
             ioas_id: ioas.0,
@@ -239,11 +240,11 @@ impl IommufdKernel for IommuFile {
             length: size,
         };
         // SAFETY: the request's own structure.
-        unsafe { self.ask(IOMMUFD_CMD_IOAS_UNMAP, &mut unmap) }?;
+        unsafe { self.call(IOMMUFD_CMD_IOAS_UNMAP, &mut unmap) }?;
         Ok(unmap.length)
     }
 
-    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> KernelResult<Id> {
         let mut alloc = iommu_hwpt_alloc {
             size: ioctl::size::<iommu_hwpt_alloc>(),
             flags: if dirty { ALLOC_DIRTY_TRACKING } else { 0 },
@@ -252,11 +253,11 @@ impl IommufdKernel for IommuFile {
             ..Default::default()
         };
         // SAFETY: the request's own structure, which names no other memory.
-        unsafe { self.ask(IOMMUFD_CMD_HWPT_ALLOC, &mut alloc) }?;
+        unsafe { self.call(IOMMUFD_CMD_HWPT_ALLOC, &mut alloc) }?;
         Ok(Id(alloc.out_hwpt_id))
     }
 
-    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
+    fn track_dirty(&self, hwpt: Id, on: bool) -> KernelResult<()> {
         let mut track = iommu_hwpt_set_dirty_tracking {
             size: ioctl::size::<iommu_hwpt_set_dirty_tracking>(),
             flags: if on { TRACKING_ENABLE } else { 0 },
@@ -264,10 +265,10 @@ impl IommufdKernel for IommuFile {
             ..Default::default()
         };
         // SAFETY: the request's own structure.
-        unsafe { self.ask(IOMMUFD_CMD_HWPT_SET_DIRTY_TRACKING, &mut track) }
+        unsafe { self.call(IOMMUFD_CMD_HWPT_SET_DIRTY_TRACKING, &mut track) }
     }
 
-    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
         let Bitmap { page, words } = dirty;
         // The request does not state the size of the bitmap.
         let bits = size.checked_div(page).map(u128::from);
@@ -285,7 +286,7 @@ impl IommufdKernel for IommuFile {
         };
         // SAFETY: the request's own structure; the bitmap that it names has a bit for each page, and is
         // borrowed meanwhile.
-        unsafe { self.ask(IOMMUFD_CMD_HWPT_GET_DIRTY_BITMAP, &mut get) }
+        unsafe { self.call(IOMMUFD_CMD_HWPT_GET_DIRTY_BITMAP, &mut get) }
     }
 
     fn reserved_regions(&self) -> Vec<ReservedRegion> {
@@ -297,7 +298,7 @@ impl IommufdKernel for IommuFile {
     }
 }
 
-fn map_flags(flags: MapFlags, iova: Option<u64>) -> Answer<u32> {
+fn map_flags(flags: MapFlags, iova: Option<u64>) -> KernelResult<u32> {
     if !(MapFlags::READ | MapFlags::WRITE).contains(flags) {
         return Err(Errno::OPNOTSUPP);
     }
@@ -336,9 +337,10 @@ mod tests {
         // rule L63
         let kernel = IommuFile::of(tempfile::tempfile().unwrap());
         let mut words = [0; 2];
-        let mut ask = |page, size| kernel.dirty(Id(1), 0, size, Bitmap { page, words: &mut words });
-        assert_eq!(ask(4096, 128 * 4096), Err(Errno::NOTTY), "it was asked");
-        assert_eq!(ask(4096, 129 * 4096), Err(Errno::INVAL));
-        assert_eq!(ask(0, 4096), Err(Errno::INVAL));
+        let mut read =
+            |page, size| kernel.dirty(Id(1), 0, size, Bitmap { page, words: &mut words });
+        assert_eq!(read(4096, 128 * 4096), Err(Errno::NOTTY), "the call was made");
+        assert_eq!(read(4096, 129 * 4096), Err(Errno::INVAL));
+        assert_eq!(read(0, 4096), Err(Errno::INVAL));
     }
 }

@@ -58,8 +58,8 @@ impl Region {
     fn place(&self, at: u64, len: u64) -> Result<u64> {
         let inside = at.checked_add(len).is_some_and(|end| end <= self.size);
         if !inside {
-            let asked = format!("reach {len} bytes at {at:#x} of a region of {:#x}", self.size);
-            return Err(Error::new(asked));
+            let operation = format!("reach {len} bytes at {at:#x} of a region of {:#x}", self.size);
+            return Err(Error::new(operation));
         }
         Ok(self.offset + at)
     }
@@ -75,7 +75,7 @@ impl Region {
 
 fn failed(what: &str, at: u64, error: &std::io::Error) -> Error {
     let errno = Errno::from_io_error(error).unwrap_or(Errno::IO);
-    Error::new(format!("{what} the register at {at:#x}")).answer(errno)
+    Error::new(format!("{what} the register at {at:#x}")).with_errno(errno)
 }
 
 #[cfg(test)]

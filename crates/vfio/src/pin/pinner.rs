@@ -305,7 +305,7 @@ mod tests {
 
     // rule L62
     #[test]
-    fn what_cannot_be_pinned_is_said_and_changes_nothing() {
+    fn what_cannot_be_pinned_is_an_error_and_changes_nothing() {
         let mut pinner = pinner(Some(8));
         pinner.add_window(range(1000, 512), HostAddr(1 << 33), Prot::READ).unwrap();
         let rw = Prot::RW;
@@ -339,7 +339,7 @@ mod tests {
             let mut map = DirtyMap::new(range(16, 512), 4096).unwrap();
             pinner.read_dirty(range(17, 511), &mut map);
             assert_eq!(map.count(), count);
-            assert!(!map.is_dirty(page(16)), "it was not asked for");
+            assert!(!map.is_dirty(page(16)), "it was not requested");
         };
         read(199);
         read(198);

@@ -136,7 +136,7 @@ impl Uring {
             }
             self.forget_name();
         }
-        self.named = Some(Named { thread: NOBODY, number: -1 });
+        self.named = Some(Named { thread: NO_THREAD, number: -1 });
     }
 
     /// Gives the place back, if this is the thread that has it.
@@ -258,21 +258,21 @@ struct Named {
 }
 
 /// No thread has this number.
-const NOBODY: u64 = 0;
+const NO_THREAD: u64 = 0;
 
 /// A number that no other thread ever has.
 #[inline(always)]
 fn this_thread() -> u64 {
-    thread_local!(static THREAD: Cell<u64> = const { Cell::new(NOBODY) });
+    thread_local!(static THREAD: Cell<u64> = const { Cell::new(NO_THREAD) });
     // While a thread ends, its number may be gone.
     THREAD
-        .try_with(|thread| if thread.get() == NOBODY { number(thread) } else { thread.get() })
+        .try_with(|thread| if thread.get() == NO_THREAD { number(thread) } else { thread.get() })
         .unwrap_or(u64::MAX)
 }
 
 #[cold]
 fn number(thread: &Cell<u64>) -> u64 {
-    static LAST: AtomicU64 = AtomicU64::new(NOBODY);
+    static LAST: AtomicU64 = AtomicU64::new(NO_THREAD);
     thread.set(LAST.fetch_add(1, Relaxed) + 1);
     thread.get()
 }

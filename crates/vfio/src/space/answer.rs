@@ -16,19 +16,19 @@ pub(crate) const CAPABILITIES: Capabilities = {
     capabilities
 };
 
-/// Lets `ask` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`,
+/// Lets `read` set the dirty bits of a piece, in pages of `page` bytes, and marks them in `map`,
 /// even if it fails.
 pub(crate) fn collect(
     piece: Range,
     page: u64,
     map: &mut DirtyMap,
-    ask: impl FnOnce(Bitmap<'_>) -> Result<()>,
+    read: impl FnOnce(Bitmap<'_>) -> Result<()>,
 ) -> Result<()> {
-    let told = DirtyMap::new(piece, page);
-    let mut told = told.ok_or(Error::Unaligned { range: piece, granule: page })?;
-    let result = ask(Bitmap { page, words: told.words_mut() });
-    told.trim();
-    map.merge(&told);
+    let dirty = DirtyMap::new(piece, page);
+    let mut dirty = dirty.ok_or(Error::Unaligned { range: piece, granule: page })?;
+    let result = read(Bitmap { page, words: dirty.words_mut() });
+    dirty.trim();
+    map.merge(&dirty);
     result
 }
 

@@ -125,7 +125,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_shadow_answers_as_a_list_of_pages_does(
+        fn a_shadow_behaves_as_a_list_of_pages_does(
             base in prop_oneof![Just(0_u64), Just(u64::MAX - (SPAN - 1))],
             steps in prop::collection::vec((0..SPAN, 1..9_u64, any::<bool>()), 0..60),
         ) {

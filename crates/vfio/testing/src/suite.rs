@@ -67,12 +67,12 @@ impl From<Errno> for Stop {
 
 /// Stops unless the kernel returned what was expected.
 #[track_caller]
-fn expect<T: PartialEq + fmt::Debug>(answer: T, expected: T) -> Checked {
-    if answer == expected {
+fn expect<T: PartialEq + fmt::Debug>(found: T, expected: T) -> Checked {
+    if found == expected {
         return Ok(());
     }
     let line = std::panic::Location::caller().line();
-    Err(Stop::Fail(format!("expected {expected:?}, got {answer:?} (line {line})")))
+    Err(Stop::Fail(format!("expected {expected:?}, got {found:?} (line {line})")))
 }
 
 /// Stops since there is nothing to check.

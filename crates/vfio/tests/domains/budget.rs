@@ -19,7 +19,7 @@ fn a_quarter_of_a_gigabyte_page_by_page_is_one_entry() {
         let target = HostAddr(TARGET + page * PAGE);
         domain.map(to(range(page, 1), target, Prot::RW)).unwrap();
     }
-    assert_eq!(fake.mappings(), 0, "nobody has synced");
+    assert_eq!(fake.mappings(), 0, "no sync was made");
     domain.iotlb_sync_map(whole).unwrap();
     assert_eq!((fake.mappings(), owner.used()), (1, pages));
     assert_eq!(domain.available(), Some(65_534));
@@ -107,15 +107,15 @@ fn without_a_promise_everything_can_be_unmapped_as_it_was_mapped() {
     // to others.
     fake.events();
     assert_eq!(unmap(&domain, range(0, 8)), Ok(5 * u128::from(PAGE)));
-    let asked = fake.events().into_iter().filter_map(|event| match event {
+    let unmapped = fake.events().into_iter().filter_map(|event| match event {
         Event::Unmapped { iova, asked, .. } => Some((iova / PAGE, asked)),
         _ => None,
     });
-    let asked: Vec<_> = asked.collect();
+    let unmapped: Vec<_> = unmapped.collect();
     let pages = [1, 2, 4, 5, 6];
     let inside =
         |(first, count): &(u64, u64)| (*first..first + count).all(|it| pages.contains(&it));
-    assert!(asked.iter().all(inside), "{asked:?}");
+    assert!(unmapped.iter().all(inside), "{unmapped:?}");
     assert_eq!(domain.usage(), Default::default());
 }
 

@@ -246,7 +246,7 @@ fn an_address_space_goes_when_nothing_needs_it() {
 }
 
 #[test]
-fn the_last_page_there_is_belongs_to_nobody() {
+fn type1_leaves_the_very_last_page_out() {
     let fake = std::sync::Arc::new(fake::Type1::new(fake::FakeConfig::default()));
     let reserved = Vec::new();
     fake.attach(&fake::Group { aperture: Range::ALL, reserved, ..Default::default() }).unwrap();

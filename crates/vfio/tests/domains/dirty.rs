@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use crate::common::{Ioas, Kernel, PAGE, memory, process, range, to, type1, unmap};
 
 /// A container with a group of emulated devices only, whose writes are known.
-fn telling() -> Kernel {
+fn with_known_writes() -> Kernel {
     let kernel = fake::Type1::new(fake::FakeConfig::default());
     let notify: fake::Notify = Arc::new(|_, _, _| ());
     kernel.attach_emulated(GROUP, notify).unwrap();
@@ -31,14 +31,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn each_write_is_told_once(
+    fn each_write_is_reported_once(
         chunk in prop_oneof![Just(PAGE), Just(8 * PAGE), Just(128 * PAGE)],
         // For each unit: the gap before it, and its length.
         units in prop::collection::vec((0..3_u64, 1..90_u64), 1..5),
         rounds in prop::collection::vec(prop::collection::vec(0..200_u64, 0..6), 1..4),
     ) {
         // rule L63
-        let (fake, (_kept, vaddr)) = (telling(), memory(400));
+        let (fake, (_kept, vaddr)) = (with_known_writes(), memory(400));
         let domain = type1(&fake, Tuning { merge: false, chunk });
         let mut mapped = std::collections::BTreeSet::new();
         let mut at = 3;
@@ -73,7 +73,7 @@ proptest! {
 }
 
 #[test]
-fn a_range_that_cuts_a_mapping_is_not_asked_about() {
+fn a_range_that_cuts_a_mapping_is_not_read() {
     let (fake, (_kept, vaddr)) = (process(1 << 20).0, memory(8));
     let domain = type1(&fake, Tuning::default());
     domain.map(to(range(0, 8), HostAddr(vaddr), Prot::RW)).unwrap();
@@ -88,7 +88,7 @@ fn a_range_that_cuts_a_mapping_is_not_asked_about() {
 }
 
 #[test]
-fn an_unmap_tells_what_was_written_before() {
+fn an_unmap_reports_what_was_written_before() {
     // rule L63
     let (fake, (_kept, vaddr)) = (process(1 << 20).0, memory(300));
     let domain = type1(&fake, Tuning { merge: false, chunk: 64 * PAGE });
@@ -111,7 +111,7 @@ fn an_unmap_tells_what_was_written_before() {
 }
 
 #[test]
-fn an_iommufd_tells_by_its_tables() {
+fn an_iommufd_reports_by_its_tables() {
     // rule L63
     let ((_kept, vaddr), ioas) = (memory(200), Ioas::new(1 << 20, Memory::process()));
     let (fake, device) = (&ioas.kernel, ioas.device);
@@ -124,16 +124,16 @@ fn an_iommufd_tells_by_its_tables() {
     let table = domain.dirty_table(device).unwrap();
     fake.attach(device, table).unwrap();
     domain.start_dirty().unwrap();
-    let mut told = |writes: &[u64]| {
+    let mut reported = |writes: &[u64]| {
         map.clear();
         writes.iter().for_each(|page| fake.dma_write(device, page * PAGE + 9, &[1]).unwrap());
         domain.read_dirty(whole, &mut map).unwrap();
         assert_eq!(dirty_pages(&map), writes);
     };
-    told(&[]);
-    told(&[5, 68, 69, 204]);
-    told(&[]);
-    told(&[70]);
+    reported(&[]);
+    reported(&[5, 68, 69, 204]);
+    reported(&[]);
+    reported(&[70]);
     fake.dma_write(device, 71 * PAGE, &[1]).unwrap();
     map.clear();
     assert_eq!(domain.unmap_dirty(whole, &mut map), Ok(200 * u128::from(PAGE)));

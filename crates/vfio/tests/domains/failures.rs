@@ -14,7 +14,9 @@ use ringfence_iova::{Aperture, Slabs};
 use ringfence_sync::cpu::OsCpu;
 use ringfence_vfio::{
     DirtyMap, Tuning, Type1,
-    kernel::{Answer, Bitmap, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags},
+    kernel::{
+        Bitmap, Extension, KernelResult, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
+    },
 };
 use ringfence_vfio_testing::fake::Step;
 use rustix::io::Errno;
@@ -63,22 +65,22 @@ fn a_batch_is_all_or_nothing() {
 }
 
 #[test]
-fn what_fails_at_the_sync_is_told_there_and_is_not_mapped() {
+fn what_fails_at_the_sync_is_reported_there_and_is_not_mapped() {
     // rule L34
     let (fake, _) = kernel(3);
     let domain = type1(&fake, MERGE);
     for (page, target) in [(0, 0), (1, 1), (4, 10), (5, 11)] {
         domain.map(to(range(page, 1), HostAddr(target * PAGE), Prot::RW)).unwrap();
     }
-    let told = domain.iotlb_sync_map(range(0, 8));
+    let result = domain.iotlb_sync_map(range(0, 8));
     let limit = 3 * PAGE;
-    assert!(matches!(told, Err(Error::Full { limit: held, .. }) if held == limit), "{told:?}");
+    assert!(matches!(result, Err(Error::Full { limit: held, .. }) if held == limit), "{result:?}");
     assert_eq!(fake.mappings(), 1, "one run had its pages");
     let there = |page| domain.iova_to_phys(range(page, 1).first()).is_some();
     assert_eq!([0, 1, 4, 5].map(there), [true, true, false, false]);
     // The caller gets rid of everything by unmapping everything.
     assert_eq!(unmap(&domain, range(0, 8)), Ok(2 * u128::from(PAGE)));
-    assert_eq!(domain.iotlb_sync_map(range(0, 8)).map(drop), Ok(()), "told once");
+    assert_eq!(domain.iotlb_sync_map(range(0, 8)).map(drop), Ok(()), "reported once");
 }
 
 #[test]
@@ -118,17 +120,17 @@ struct Odd {
     /// UNMAP removes only the first page's mapping at a time.
     slow: AtomicBool,
     /// UNMAP returns one byte, whatever it does.
-    lies: AtomicBool,
+    wrong_count: AtomicBool,
     locked: Option<Locked>,
 }
 
 impl Odd {
     fn new(locked: Option<Locked>, pages: u64) -> Arc<Odd> {
-        let (fails, sticks, slow, lies) = Default::default();
-        Arc::new(Odd { kernel: kernel(pages).0, fails, sticks, slow, lies, locked })
+        let (fails, sticks, slow, wrong_count) = Default::default();
+        Arc::new(Odd { kernel: kernel(pages).0, fails, sticks, slow, wrong_count, locked })
     }
 
-    fn fault(&self) -> Answer<()> {
+    fn fault(&self) -> KernelResult<()> {
         let relaxed = Ordering::Relaxed;
         let left = self.fails.fetch_update(relaxed, relaxed, |left| left.checked_sub(1));
         if left == Ok(1) { Err(Errno::FAULT) } else { Ok(()) }
@@ -136,13 +138,13 @@ impl Odd {
 }
 
 impl Type1Kernel for Odd {
-    fn info(&self) -> Answer<Type1Info> {
+    fn info(&self) -> KernelResult<Type1Info> {
         self.kernel.info()
     }
     fn has(&self, extension: Extension) -> bool {
         extension == Extension::UnmapAll
     }
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
         // SAFETY: the caller's promise.
         unsafe { self.kernel.map(flags, iova, vaddr, size) }
     }
@@ -152,7 +154,7 @@ impl Type1Kernel for Odd {
         iova: u64,
         size: u64,
         dirty: Option<Bitmap<'_>>,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         self.fault()?;
         if self.sticks.load(Ordering::Relaxed) {
             return Err(Errno::FAULT);
@@ -162,8 +164,8 @@ impl Type1Kernel for Odd {
             let (flags, size) = if all { (UnmapFlags::empty(), 64 * PAGE) } else { (flags, size) };
             for page in 0..size / PAGE {
                 let mut bit = [0];
-                let told = dirty.is_some().then_some(Bitmap { page: PAGE, words: &mut bit });
-                let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, told)?;
+                let bitmap = dirty.is_some().then_some(Bitmap { page: PAGE, words: &mut bit });
+                let removed = self.kernel.unmap(flags, iova + page * PAGE, PAGE, bitmap)?;
                 if removed > 0 {
                     if let Some(dirty) = dirty {
                         dirty.words[0] |= bit[0] << page;
@@ -174,12 +176,12 @@ impl Type1Kernel for Odd {
             return Ok(0);
         }
         let removed = self.kernel.unmap(flags, iova, size, dirty)?;
-        Ok(if self.lies.load(Ordering::Relaxed) { 1 } else { removed })
+        Ok(if self.wrong_count.load(Ordering::Relaxed) { 1 } else { removed })
     }
-    fn track_dirty(&self, on: bool) -> Answer<()> {
+    fn track_dirty(&self, on: bool) -> KernelResult<()> {
         self.kernel.track_dirty(on)
     }
-    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
         self.fault()?;
         self.kernel.dirty(iova, size, dirty)
     }
@@ -282,7 +284,7 @@ fn a_buffer_that_the_device_may_reach_in_part_is_not_given_back() {
 }
 
 #[test]
-fn a_short_unmap_is_asked_about_again() {
+fn a_short_unmap_is_tried_again() {
     // rule L55
     let odd = Odd::new(None, 1000);
     let domain = over(&odd, Tuning::default());
@@ -305,21 +307,21 @@ fn a_short_unmap_is_asked_about_again() {
 
     // A kernel that returns one byte for ever is not asked for ever.
     fill();
-    odd.lies.store(true, Ordering::Relaxed);
+    odd.wrong_count.store(true, Ordering::Relaxed);
     let _ = unmap(&domain, whole);
-    odd.lies.store(false, Ordering::Relaxed);
+    odd.wrong_count.store(false, Ordering::Relaxed);
     unmap(&domain, whole).unwrap();
     assert_eq!(odd.kernel.mappings(), 0);
 }
 
 #[test]
-fn who_is_over_a_limit_is_told_which_and_by_how_much() {
+fn an_exceeded_limit_is_named_with_the_excess() {
     // rule L53
     let odd = Odd::new(Some(Locked { used: 2 * PAGE, limit: 3 * PAGE }), 1);
-    let told = map(&over(&odd, MERGE), range(0, 2), 0);
+    let result = map(&over(&odd, MERGE), range(0, 2), 0);
     let error =
         Error::Full { what: "bytes of locked memory (ulimit -l)", used: 2 * PAGE, limit: 3 * PAGE };
-    assert_eq!(told, Err(error));
+    assert_eq!(result, Err(error));
     assert!(error.to_string().contains("8192 of 12288"), "{error}");
     // With locked memory to spare, the error is not the limit's.
     let odd = Odd::new(Some(Locked { used: 0, limit: GIB }), 1);
@@ -367,7 +369,7 @@ fn threads_that_map_and_unmap_at_once_keep_what_is_theirs() {
 }
 
 #[test]
-fn bits_that_were_told_before_a_failure_are_kept() {
+fn bits_that_were_read_before_a_failure_are_kept() {
     // rule L63
     let odd = Odd::new(None, 1000);
     let domain = over(&odd, CHUNKED);
@@ -378,7 +380,7 @@ fn bits_that_were_told_before_a_failure_are_kept() {
     let mut dirty = DirtyMap::new(whole, PAGE).unwrap();
     odd.fails.store(3, Ordering::Relaxed);
     assert!(domain.read_dirty(whole, &mut dirty).is_err());
-    assert_eq!(dirty.count(), 8, "hardware that cannot tell may have written anywhere");
+    assert_eq!(dirty.count(), 8, "hardware without dirty tracking may have written anywhere");
     dirty.clear();
     odd.fails.store(2, Ordering::Relaxed);
     assert!(domain.unmap_dirty(whole, &mut dirty).is_err());

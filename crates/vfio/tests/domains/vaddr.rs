@@ -20,17 +20,17 @@ fn mappings_get_other_addresses_and_keep_their_place() {
     assert!(matches!(unmap(&domain, range(0, 9)), Err(Error::Unsupported(_))));
     assert!(matches!(domain.unmap_all(), Err(Error::Unsupported(_))));
     assert!(matches!(domain.begin_vaddr_update(), Err(Error::Unsupported(_))));
-    let mut asked = 0;
+    let mut calls = 0;
     // SAFETY: the memory is pretended.
     unsafe {
         update.finish(|_, old| {
-            asked += 1;
+            calls += 1;
             HostAddr(old.0 + (1 << 30))
         })
     }
     .unwrap();
     drop(update);
-    assert_eq!(asked, 2);
+    assert_eq!(calls, 2);
     for (page, target) in [(0, 16), (8, 24), (20, 64)] {
         let found = domain.iova_to_phys(range(page, 1).first());
         assert_eq!(found, Some(HostAddr((1 << 30) + target * PAGE)));

@@ -21,7 +21,7 @@ pub struct RequestFigures<S: Serve> {
     pub iotlb: IotlbTally,
     /// Rings that stopped because of an error.
     pub failures: AtomicU64,
-    /// Rings whose connection ended before their I/O: the disk does not answer. Keeps what the
+    /// Rings whose connection ended before their I/O: the disk has not completed it. Keeps what the
     /// kernel may still write to.
     stuck: Mutex<Vec<Remains<S>>>,
     /// How many there are, and whether they hold up other rings.

@@ -69,7 +69,8 @@ enum State {
     Done { ok: bool, used: u32 },
 }
 
-/// What the kernel still uses of a queue that is gone: the memory, and the leases on its translations.
+/// What the kernel still uses of a queue that is gone: the memory, and the leases on its
+/// translations.
 pub(super) struct Remains<S: Serve> {
     // Dropped in this order, as in `RequestQueue`.
     serve: S,
@@ -111,7 +112,7 @@ pub struct RequestQueue<S: Serve> {
     /// Set while the ring is not mapped.
     away: Option<Away>,
     /// Whether the ring was mapped when it [began to stop](Self::begin_stop).
-    answers_to_the_end: bool,
+    mapped_at_stop: bool,
     /// How often the endpoint had been bound anew when the ring was last found.
     found: Option<u64>,
     parked: Parked,
@@ -132,8 +133,8 @@ pub struct RequestQueue<S: Serve> {
     published: u64,
     now_ns: u64,
     /// The count of updates and refusals when this round began.
-    answers: u64,
-    say_at: u64,
+    updates: u64,
+    warn_at: u64,
     ready: Vec<u16>,
 }
 
@@ -155,7 +156,7 @@ impl<S: Serve> RequestQueue<S> {
             order: None,
             recorded: None,
             away: None,
-            answers_to_the_end: false,
+            mapped_at_stop: false,
             found: None,
             parked: Parked::default(),
             stalled: VecDeque::new(),
@@ -168,8 +169,8 @@ impl<S: Serve> RequestQueue<S> {
             stats: QueueStats::default(),
             published: 0,
             now_ns: 0,
-            answers: 0,
-            say_at: 0,
+            updates: 0,
+            warn_at: 0,
             ready: Vec::new(),
         }
     }
@@ -245,7 +246,7 @@ impl<S: Serve> RequestQueue<S> {
         self.now_ns = now_ns;
         self.serve.begin_round();
         // Before any lookup: an update that comes meanwhile is a reason to look again.
-        self.answers = bus.answers();
+        self.updates = bus.updates();
         let reaped = self.reap();
         if !self.find_ring(bus)? {
             return Ok(reaped);
@@ -253,13 +254,13 @@ impl<S: Serve> RequestQueue<S> {
         self.check_record()?;
         self.end_order(false);
         let stop_at = self.serve.bytes() + ROUND_BYTES;
-        let look = if self.waits() { self.parked.look(self.answers, now_ns) } else { Look::None };
+        let look = if self.waits() { self.parked.look(self.updates, now_ns) } else { Look::None };
         let resumed = look != Look::None && self.resume(bus, look);
         self.complete(bus, now_ns, stop_at);
         let taken = self.take(bus, look, stop_at)?;
         self.serve.kick()?;
-        let answered = self.publish_if_any(bus)?;
-        Ok(taken || answered || reaped || resumed || self.is_spent())
+        let completed = self.publish_if_any(bus)?;
+        Ok(taken || completed || reaped || resumed || self.is_spent())
     }
 
     /// Whether something waits for a translation.
@@ -280,11 +281,11 @@ impl<S: Serve> RequestQueue<S> {
 
     /// Publishes completed requests; true if there were any.
     fn publish_if_any(&mut self, bus: &Bus) -> Result<bool, QueueError> {
-        let answered = self.stats.requests != self.published;
-        if answered {
+        let completed = self.stats.requests != self.published;
+        if completed {
             self.publish(bus)?;
         }
-        Ok(answered)
+        Ok(completed)
     }
 
     fn publish(&mut self, bus: &Bus) -> Result<(), QueueError> {
@@ -355,7 +356,7 @@ impl<S: Serve> RequestQueue<S> {
             let Some(&at) = self.free.last() else { break };
             let slot = &mut self.slots[usize::from(at)];
             let (ring, recorded) = (&mut self.ring, self.recorded.as_mut());
-            let since = self.head.map_or(u64::MAX, |head| head.questions);
+            let since = self.head.map_or(u64::MAX, |head| head.misses);
             match bus.since(since, || take_next(ring, recorded, bus, &mut slot.chain)) {
                 Ok(Some(entry)) => {
                     self.head = None;
@@ -393,7 +394,7 @@ impl<S: Serve> RequestQueue<S> {
     /// Goes on with a request, as far as it goes.
     fn advance(&mut self, at: u16, bus: &Bus) {
         let slot = &mut self.slots[usize::from(at)];
-        let since = slot.wait.map_or(u64::MAX, |wait| wait.questions);
+        let since = slot.wait.map_or(u64::MAX, |wait| wait.misses);
         let (serve, now_ns) = (&mut self.serve, self.now_ns);
         let go_on = || serve.advance(at, &mut slot.request, &slot.chain, bus, now_ns);
         match bus.since(since, go_on) {

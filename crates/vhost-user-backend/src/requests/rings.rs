@@ -86,7 +86,7 @@ impl<S: Serve> RequestRings<S> {
     ) -> Result<(), HandlerError> {
         let RingStart { config, events, enabled, log, at_used } = start;
         if at_used && self.inflight.is_none() {
-            return Err(HandlerError::new("nobody knows which requests the ring had under way"));
+            return Err(HandlerError::new("the ring's requests in flight are unknown"));
         }
         let Events { kick, call, err } = events;
         let own = device::Queue::postponed(config);
@@ -134,7 +134,7 @@ impl<S: Serve> RequestRings<S> {
             return Ok(queue.ring().next_avail());
         }
         let name = S::NAME;
-        Err(HandlerError::new(format!("{name} has not answered {left} requests of ring {ring}")))
+        Err(HandlerError::new(format!("{name} has not completed {left} requests of ring {ring}")))
     }
 
     /// Whether to give up waiting for requests in progress, since the connection is over; `None`

@@ -50,7 +50,7 @@ struct Served<S: Serve> {
     /// Set while it stops: takes the queue at the end.
     stopping: Option<Sender<Stopped<S>>>,
     /// The part of its stats that the figures include.
-    told: QueueStats,
+    reported: QueueStats,
 }
 
 impl<S: Serve> Served<S> {
@@ -68,15 +68,15 @@ impl<S: Serve> Served<S> {
         self.failed = Some(error);
     }
 
-    fn tell(&mut self, figures: &RequestFigures<S>) {
+    fn report(&mut self, figures: &RequestFigures<S>) {
         let now = self.queue.stats();
         let mut more = now;
-        more -= self.told;
+        more -= self.reported;
         if let Some(kick) = &self.kick {
             kick.found(more.requests as usize);
         }
         figures.add(self.index, more);
-        self.told = now;
+        self.reported = now;
     }
 }
 
@@ -132,7 +132,8 @@ impl<S: Serve> RequestUnit<S> {
     /// behind an IOMMU need not be mapped yet (rule D21). `start` is taken if it succeeds.
     ///
     /// # Errors
-    /// The ring cannot be reached; no descriptor can be registered; too many workers go through the IOMMU.
+    /// The ring cannot be reached; no descriptor can be registered; too many workers go through the
+    /// IOMMU.
     pub fn start(
         &mut self,
         index: u16,
@@ -143,8 +144,8 @@ impl<S: Serve> RequestUnit<S> {
             self.prepare(index, start, memory)?;
         }
         let Some(Start { queue, kick, err, enabled, .. }) = start.take() else { return Ok(()) };
-        let (failed, stopping, told) = (None, None, QueueStats::default());
-        self.queues.push(Served { index, queue, kick, err, enabled, failed, stopping, told });
+        let (failed, stopping, reported) = (None, None, QueueStats::default());
+        self.queues.push(Served { index, queue, kick, err, enabled, failed, stopping, reported });
         Ok(())
     }
 
@@ -216,7 +217,7 @@ impl<S: Serve> RequestUnit<S> {
             served.queue.reap();
             served.queue.in_kernel() == 0
         });
-        served.tell(&self.shared.figures);
+        served.report(&self.shared.figures);
         if ended {
             let Served { queue, kick, stopping, .. } = self.remove(at);
             if let Some(stopped) = stopping {
@@ -238,7 +239,7 @@ impl<S: Serve> RequestUnit<S> {
         if left > 0 {
             tracing::error!(
                 source = %self.shared.name,
-                "queue {index}: {} has not answered {left} requests", S::NAME
+                "queue {index}: {} has not completed {left} requests", S::NAME
             );
         }
         if left > 0 && S::KEEPS {
@@ -398,11 +399,11 @@ impl<S: Serve> Unit for RequestUnit<S> {
                 continue;
             }
             match served.queue.poll(&self.bus, now_ns) {
-                Ok(false) if served.queue.stats().away == served.told.away => {}
-                Ok(false) => served.tell(&self.shared.figures),
+                Ok(false) if served.queue.stats().away == served.reported.away => {}
+                Ok(false) => served.report(&self.shared.figures),
                 Ok(true) => {
                     busy = true;
-                    served.tell(&self.shared.figures);
+                    served.report(&self.shared.figures);
                 }
                 Err(error) => served.fail(&self.shared, error),
             }

@@ -18,7 +18,7 @@ impl Frontend {
         let request = code::GET_CONFIG;
         self.need(request, ProtocolFeatures::CONFIG, "CONFIG")?;
         let size = config_size(request, offset, out)?;
-        let payload = self.ask(Request::GetConfig { offset, size })?;
+        let payload = self.request(Request::GetConfig { offset, size })?;
         if payload.is_empty() {
             return Err(FrontendError::Refused { request, code: 1 });
         }
@@ -40,7 +40,7 @@ impl Frontend {
         self.need(code::SET_CONFIG, ProtocolFeatures::CONFIG, "CONFIG")?;
         config_size(code::SET_CONFIG, offset, data)?;
         let (why, data) = (ConfigWrite::Driver, data.to_vec());
-        self.tell(Request::SetConfig { offset, why, data }, &[])
+        self.send(Request::SetConfig { offset, why, data }, &[])
     }
 
     /// RESET_DEVICE: stops and disables all rings, unsets the features. Needs RESET_DEVICE.
@@ -49,7 +49,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn reset_device(&mut self) -> Result<()> {
         self.need(code::RESET_DEVICE, ProtocolFeatures::RESET_DEVICE, "RESET_DEVICE")?;
-        self.tell(Request::ResetDevice, &[])
+        self.send(Request::ResetDevice, &[])
     }
 
     /// SET_STATUS: the driver's device status; 0 resets the device. Needs STATUS.
@@ -58,7 +58,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_status(&mut self, status: u8) -> Result<()> {
         self.need(code::SET_STATUS, ProtocolFeatures::STATUS, "STATUS")?;
-        self.tell(Request::SetStatus(status), &[])
+        self.send(Request::SetStatus(status), &[])
     }
 
     /// GET_STATUS. Needs STATUS.
@@ -68,7 +68,7 @@ impl Frontend {
     pub fn status(&mut self) -> Result<u8> {
         let request = code::GET_STATUS;
         self.need(request, ProtocolFeatures::STATUS, "STATUS")?;
-        let value = self.ask_word(Request::GetStatus, &[])?;
+        let value = self.request_word(Request::GetStatus, &[])?;
         let field = "status";
         u8::try_from(value).map_err(|_| self.fail(WireError::Value { request, field, value }))
     }
@@ -104,7 +104,7 @@ impl Frontend {
     pub fn set_inflight(&mut self, place: &Inflight, file: BorrowedFd<'_>) -> Result<()> {
         let request = code::SET_INFLIGHT_FD;
         self.need(request, ProtocolFeatures::INFLIGHT_SHMFD, "INFLIGHT_SHMFD")?;
-        self.tell(Request::SetInflight(*place), &[file])
+        self.send(Request::SetInflight(*place), &[file])
     }
 
     /// SET_LOG_BASE: `len` bytes of the file, from `offset` (a multiple of the page size), are the
@@ -116,7 +116,7 @@ impl Frontend {
     pub fn set_log_base(&mut self, file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()> {
         let request = code::SET_LOG_BASE;
         self.need(request, ProtocolFeatures::LOG_SHMFD, "LOG_SHMFD")?;
-        match self.ask_word(Request::SetLogBase { len, offset }, &[file])? {
+        match self.request_word(Request::SetLogBase { len, offset }, &[file])? {
             0 => Ok(()),
             code => Err(FrontendError::Refused { request, code }),
         }
@@ -129,7 +129,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_log_event(&mut self, event: BorrowedFd<'_>) -> Result<()> {
         self.need(code::SET_LOG_FD, ProtocolFeatures::LOG_SHMFD, "LOG_SHMFD")?;
-        self.tell(Request::SetLogFd, &[event])
+        self.send(Request::SetLogFd, &[event])
     }
 
     /// SEND_RARP: a guest with this address is here now. Needs RARP.
@@ -138,7 +138,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn send_rarp(&mut self, mac: [u8; 6]) -> Result<()> {
         self.need(code::SEND_RARP, ProtocolFeatures::RARP, "RARP")?;
-        self.tell(Request::SendRarp(mac), &[])
+        self.send(Request::SendRarp(mac), &[])
     }
 
     /// NET_SET_MTU. Needs NET_MTU.
@@ -147,7 +147,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_mtu(&mut self, mtu: u16) -> Result<()> {
         self.need(code::NET_SET_MTU, ProtocolFeatures::NET_MTU, "NET_MTU")?;
-        self.tell(Request::NetSetMtu(mtu), &[])
+        self.send(Request::NetSetMtu(mtu), &[])
     }
 }
 

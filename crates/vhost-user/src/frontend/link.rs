@@ -53,8 +53,8 @@ pub(super) struct Link {
 
 #[derive(Debug, Default)]
 pub(super) struct Outgoing {
-    /// How many answers were asked for.
-    asked: u64,
+    /// How many answers were requested.
+    requested: u64,
     /// Posted messages that are not sent yet; they go before everything else.
     unsent: Vec<u8>,
     /// How many messages were ever posted.
@@ -126,8 +126,8 @@ impl Link {
         let mut outgoing = self.after_posted()?;
         let code = requests.first().map_or(0, Request::code);
         self.channel.send_bytes(code, &bytes, fds).map_err(|error| self.fail(error))?;
-        let first = outgoing.asked;
-        outgoing.asked += answers;
+        let first = outgoing.requested;
+        outgoing.requested += answers;
         Ok(first)
     }
 

@@ -14,7 +14,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_num(&mut self, ring: u16, size: u16) -> Result<()> {
-        self.tell(Request::SetVringNum { ring: ring.into(), num: size.into() }, &[])
+        self.send(Request::SetVringNum { ring: ring.into(), num: size.into() }, &[])
     }
 
     /// SET_VRING_ADDR: where the ring's areas are, in addresses of this process, or in IOVAs if
@@ -23,7 +23,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_addr(&mut self, ring: u16, addresses: &RingAddresses) -> Result<()> {
-        self.tell(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
+        self.send(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
     }
 
     /// SET_VRING_BASE: where the back end begins in the available ring.
@@ -31,7 +31,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_base(&mut self, ring: u16, base: u32) -> Result<()> {
-        self.tell(Request::SetVringBase { ring: ring.into(), base }, &[])
+        self.send(Request::SetVringBase { ring: ring.into(), base }, &[])
     }
 
     /// GET_VRING_BASE: stops the ring; returns its next available index.
@@ -39,7 +39,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn get_vring_base(&mut self, ring: u16) -> Result<u32> {
-        let payload = self.ask(Request::GetVringBase { ring: ring.into() })?;
+        let payload = self.request(Request::GetVringBase { ring: ring.into() })?;
         let (same, base) = msg::parse_vring_base(&payload).map_err(|error| self.fail(error))?;
         if same != u32::from(ring) {
             let (request, value) = (code::GET_VRING_BASE, same.into());
@@ -95,7 +95,7 @@ impl Frontend {
             let (request, feature) = (code::SET_VRING_ENABLE, "PROTOCOL_FEATURES");
             return Err(FrontendError::NotNegotiated { request, feature });
         }
-        self.tell(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
+        self.send(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
     }
 
     fn tell_ring_fd(
@@ -107,6 +107,6 @@ impl Frontend {
     ) -> Result<()> {
         let why = "only rings 0 to 255 can be given a descriptor";
         let ring = u8::try_from(ring).map_err(|_| FrontendError::Argument { request, why })?;
-        self.tell(make(ring, fd.is_some()), fd.as_slice())
+        self.send(make(ring, fd.is_some()), fd.as_slice())
     }
 }

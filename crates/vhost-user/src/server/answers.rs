@@ -30,14 +30,14 @@ impl Answers {
     pub(super) fn read(channel: Arc<BackendChannel>) -> io::Result<Answers> {
         let news = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let end = Arc::new(Mutex::new(None));
-        let (from, say, over) = (Arc::clone(&channel), Arc::clone(&news), Arc::clone(&end));
+        let (from, notify, over) = (Arc::clone(&channel), Arc::clone(&news), Arc::clone(&end));
         let reader = Builder::new().name("answers".into()).spawn(move || {
             loop {
                 let read = from.read();
                 let ended = !matches!(read, Ok(true));
                 *over.lock().unwrap_or_else(PoisonError::into_inner) = read.err();
                 // It is never full.
-                let _ = rustix::io::write(&say, &1u64.to_ne_bytes());
+                let _ = rustix::io::write(&notify, &1u64.to_ne_bytes());
                 if ended {
                     return;
                 }
@@ -60,8 +60,8 @@ impl Answers {
         let _ = rustix::io::read(&self.news, &mut [0; 8]);
         // Answers that came before the end are stored before the end is.
         let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).take();
-        self.channel.take_answers().into_iter().for_each(|(asked, number, done)| {
-            each(asked, number, done);
+        self.channel.take_answers().into_iter().for_each(|(message, number, done)| {
+            each(message, number, done);
         });
         end.map_or(Ok(()), Err)
     }

@@ -147,7 +147,7 @@ impl<H: Handler> Server<H> {
         let Some(saved) = self.saved.take() else { return Ok(()) };
         if let Some(kept) = &mut self.kept {
             // Running rings move on: their positions are no longer kept.
-            kept.keeper.keep(Some(&saved.astray()));
+            kept.keeper.keep(Some(&saved.without_bases()));
         }
         self.rings.iter_mut().for_each(|ring| ring.lost = true);
         (self.resuming, self.to_come) = (true, saved.to_come);
@@ -222,69 +222,69 @@ impl<H: Handler> Server<H> {
         self.kept = Some(kept);
     }
 
-    /// The state, as requests. Rings that are `astray` get no base.
+    /// The state, as requests. Rings for which `without_base` holds get no base.
     fn state<'k>(
         &self,
         kept: &'k KeptFds,
-        astray: impl Fn(&Ring) -> bool,
+        without_base: impl Fn(&Ring) -> bool,
         to_come: Option<u32>,
     ) -> ConnectionState<'k> {
         let mut requests: Vec<(Request, Vec<BorrowedFd<'k>>)> = Vec::new();
-        let mut say = |request, fd: Option<&'k PeerFd>| {
+        let mut add = |request, fd: Option<&'k PeerFd>| {
             requests.push((request, fd.map(|fd| fd.as_fd()).into_iter().collect()));
         };
         if let Some(protocol) = self.protocol {
-            say(Request::SetProtocolFeatures(protocol), None);
+            add(Request::SetProtocolFeatures(protocol), None);
         }
         // Before feature negotiation there is nothing to restore, and devices refuse an empty set.
         if self.features != 0 {
-            say(Request::SetFeatures(self.features & !msg::F_LOG_ALL), None);
+            add(Request::SetFeatures(self.features & !msg::F_LOG_ALL), None);
         }
         for (region, fd) in &kept.regions {
-            say(Request::AddMemReg(*region), Some(fd));
+            add(Request::AddMemReg(*region), Some(fd));
         }
         if let Some((len, offset, fd)) = &kept.log {
-            say(Request::SetLogBase { len: *len, offset: *offset }, Some(fd));
+            add(Request::SetLogBase { len: *len, offset: *offset }, Some(fd));
         }
         if self.features & msg::F_LOG_ALL != 0 {
-            say(Request::SetFeatures(self.features), None);
+            add(Request::SetFeatures(self.features), None);
         }
         if let Some(fd) = &kept.log_event {
-            say(Request::SetLogFd, Some(fd));
+            add(Request::SetLogFd, Some(fd));
         }
         if let Some((place, fd)) = &kept.inflight {
-            say(Request::SetInflight(*place), Some(fd));
+            add(Request::SetInflight(*place), Some(fd));
         }
         if let Some(fd) = &kept.channel {
-            say(Request::SetBackendReqFd, Some(fd));
+            add(Request::SetBackendReqFd, Some(fd));
         }
         if self.status != 0 {
-            say(Request::SetStatus(self.status), None);
+            add(Request::SetStatus(self.status), None);
         }
         if let Some(mtu) = kept.mtu {
-            say(Request::NetSetMtu(mtu), None);
+            add(Request::NetSetMtu(mtu), None);
         }
         for (number, (ring, fds)) in (0..).zip(self.rings.iter().zip(&kept.rings)) {
             let Ok(short) = u8::try_from(number) else { break };
             if let Some(size) = ring.size {
-                say(Request::SetVringNum { ring: number, num: size.into() }, None);
+                add(Request::SetVringNum { ring: number, num: size.into() }, None);
             }
             if let Some(addresses) = ring.addresses {
-                say(Request::SetVringAddr { ring: number, addresses }, None);
+                add(Request::SetVringAddr { ring: number, addresses }, None);
             }
-            if !astray(ring) && !ring.lost {
-                say(Request::SetVringBase { ring: number, base: ring.base }, None);
+            if !without_base(ring) && !ring.lost {
+                add(Request::SetVringBase { ring: number, base: ring.base }, None);
             }
-            say(Request::SetVringEnable { ring: number, enabled: ring.enabled }, None);
+            add(Request::SetVringEnable { ring: number, enabled: ring.enabled }, None);
             if let Some(err) = &fds.err {
-                say(Request::SetVringErr { ring: short, fd: true }, Some(err));
+                add(Request::SetVringErr { ring: short, fd: true }, Some(err));
             }
             if let Some(call) = &fds.call {
-                say(Request::SetVringCall { ring: short, fd: true }, Some(call));
+                add(Request::SetVringCall { ring: short, fd: true }, Some(call));
             }
             if ring.running {
                 let fd = fds.kick.is_some();
-                say(Request::SetVringKick { ring: short, fd }, fds.kick.as_ref());
+                add(Request::SetVringKick { ring: short, fd }, fds.kick.as_ref());
             }
         }
         ConnectionState { to_come, requests }

@@ -142,7 +142,7 @@ impl<H: Handler> Server<H> {
                 // Reads and waits on any other file may block, or never end.
                 let kick = fds.pop();
                 if kick.as_ref().is_some_and(|kick| !kick.is_eventfd()) {
-                    let why = format!("the kick of ring {ring} is no eventfd");
+                    let why = format!("the kick of ring {ring} is not an eventfd");
                     return Err(HandlerError::new(why).into());
                 }
                 self.start(code, ring, kick)?;

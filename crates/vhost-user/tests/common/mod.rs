@@ -80,7 +80,7 @@ pub(crate) struct Device {
     /// Whether rings start.
     pub(crate) refuses_rings: bool,
     /// The IOVA of the miss that the device sends, asking for an answer, when a ring starts.
-    pub(crate) asks: Option<u64>,
+    pub(crate) miss_at: Option<u64>,
     /// The result of `stop_ring`; `None`: an error.
     pub(crate) stopped_at: Option<u32>,
 }
@@ -104,7 +104,7 @@ impl Default for Device {
             features: VERSION_1 | F_ACCESS_PLATFORM,
             protocol: ProtocolFeatures::KNOWN,
             refuses_rings: false,
-            asks: None,
+            miss_at: None,
             stopped_at: Some(77),
         }
     }
@@ -142,7 +142,7 @@ impl Handler for Device {
         if self.refuses_rings {
             return Err(HandlerError::new("no rings today"));
         }
-        if let (Some(iova), Some(channel)) = (self.asks, &self.channel) {
+        if let (Some(iova), Some(channel)) = (self.miss_at, &self.channel) {
             let miss = Iotlb::Miss { iova, access: Access::Read };
             assert_eq!(channel.try_send([(miss, Some(iova))]), 1);
         }

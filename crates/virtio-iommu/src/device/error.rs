@@ -21,7 +21,7 @@ pub enum RestoreError {
     #[error("the device differs from the one that was saved: {0}")]
     Differs(&'static str),
     /// Restoring the state failed; this is the answer of the request for it.
-    #[error("the state cannot be had here: domain {domain}, {status:?}")]
+    #[error("the state cannot be restored: domain {domain}, {status:?}")]
     Refused {
         /// The domain.
         domain: u32,

@@ -94,8 +94,8 @@ pub enum JournalError {
         room: usize,
     },
     /// The device's state cannot be saved.
-    #[error("the device's state cannot be told: {0}")]
-    Untold(ringfence_iommu::Error),
+    #[error("the device's state cannot be saved: {0}")]
+    Unsaved(ringfence_iommu::Error),
     /// The file was truncated.
     #[error("the journal was truncated")]
     Lost,

@@ -18,7 +18,7 @@ use crate::wire::{Request, Status};
 const BURST: usize = 64;
 
 /// How long the invalidation may take in a process that has just started.
-const TIMEOUT: Duration = Duration::from_secs(10);
+const INVALIDATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Kept {
     /// All requests that were carried out are answered.
@@ -57,7 +57,7 @@ impl Kept {
     }
 
     fn try_renew<B: Backing>(&mut self, device: &Device<B>) -> Result<(), JournalError> {
-        let snapshot = device.save().map_err(JournalError::Untold);
+        let snapshot = device.save().map_err(JournalError::Unsaved);
         let renewed = snapshot.and_then(|snapshot| self.journal.renew(&snapshot));
         renewed.inspect_err(|_| self.journal.give_up())
     }
@@ -162,7 +162,7 @@ impl<B: Backing> Device<B> {
         self.begin_sync(session);
         let begun = Instant::now();
         while !self.poll_sync(session).map_err(RestoreError::Invalidation)? {
-            if begun.elapsed() > TIMEOUT {
+            if begun.elapsed() > INVALIDATION_TIMEOUT {
                 return Err(RestoreError::Stuck);
             }
             thread::yield_now();

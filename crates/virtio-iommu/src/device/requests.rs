@@ -70,10 +70,10 @@ impl<B: Backing> Device<B> {
                 Ok(map) => map,
                 Err(error) => return Some(refused(error)),
             };
-            return Some(said(self.map(session, domain, range, phys, flags).map(|()| false)));
+            return Some(outcome_of(self.map(session, domain, range, phys, flags).map(|()| false)));
         }
         Some(match Unmap::parse(request)? {
-            Ok(Unmap { domain, range }) => said(self.unmap(session, domain, range)),
+            Ok(Unmap { domain, range }) => outcome_of(self.unmap(session, domain, range)),
             Err(error) => refused(error),
         })
     }
@@ -406,14 +406,14 @@ impl Reply {
     }
 
     fn to(done: Answer<bool>) -> Reply {
-        let (status, waits) = said(done);
+        let (status, waits) = outcome_of(done);
         Reply::Status { status, waits }
     }
 }
 
 /// The status for what was carried out, or refused, and whether it waits for the session's sync.
 #[inline]
-fn said(done: Answer<bool>) -> (Status, bool) {
+fn outcome_of(done: Answer<bool>) -> (Status, bool) {
     done.map_or_else(|status| (status, false), |waits| (Status::Ok, waits))
 }
 

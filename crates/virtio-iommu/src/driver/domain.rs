@@ -337,11 +337,11 @@ impl ViommuDomain {
             return Err(Error::Unsupported("an identity domain maps nothing else"));
         }
         if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
-            return Err(Error::Unsupported("the device knows no MMIO mappings"));
+            return Err(Error::Unsupported("the device does not support MMIO mappings"));
         }
         if range.extent() == 0 {
             // virt_end must be strictly greater than virt_start (rule V38).
-            return Err(Error::Unsupported("a mapping of one byte cannot be asked for"));
+            return Err(Error::Unsupported("a one-byte mapping cannot be expressed in a MAP"));
         }
         Ok(())
     }

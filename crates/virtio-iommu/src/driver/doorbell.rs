@@ -32,7 +32,7 @@ impl ViommuDomain {
         let range = loop {
             let mut state = self.settled();
             if !self.is_attached() {
-                return Err(Error::Unsupported("whose doorbell: no endpoint is attached"));
+                return Err(Error::Unsupported("no endpoint is attached"));
             }
             if let Some(named) = state.named_msi() {
                 return match named.contains(Iova(doorbell.0)) {

@@ -139,13 +139,13 @@ mod tests {
             self.first(range, true)
         }
 
-        fn tell(&mut self, range: Range) -> Result<(), Error> {
+        fn peek(&mut self, range: Range) -> Result<(), Error> {
             self.first(range, false)
         }
     }
 
     #[test]
-    fn a_failure_is_told_once_to_the_range_it_lies_in() {
+    fn a_failure_is_reported_once_to_the_range_it_lies_in() {
         let mut failures = Failures::default();
         failures.add(range(3), 8);
         assert_eq!(failures.take(range(2)), Ok(()));
@@ -162,15 +162,15 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_after_more_than_his_own_leaves_the_failures_to_their_owners() {
+    fn a_wider_sync_keeps_failures_of_other_callers() {
         let mut failures = Failures::default();
         let failed = |n| Err(Error::Device { range: range(n), status: 8 });
         failures.add(range(3), 8);
         failures.add(range(5), 8);
-        assert_eq!([(); 2].map(|()| failures.tell(Range::ALL)), [failed(3); 2]);
+        assert_eq!([(); 2].map(|()| failures.peek(Range::ALL)), [failed(3); 2]);
         assert_eq!(failures.ranges(), [range(3), range(5)]);
         assert_eq!(failures.take(range(3)), failed(3));
         assert_eq!(failures.take(range(5)), failed(5));
-        assert_eq!(failures.tell(Range::ALL), Ok(()));
+        assert_eq!(failures.peek(Range::ALL), Ok(()));
     }
 }

@@ -15,7 +15,7 @@ pub(super) const EMPTIES: usize = 64;
 const RECENT: usize = 64;
 
 /// The entry for no stretch: no address has this stretch number.
-const NOBODY: (u64, u32) = (u64::MAX, 0);
+const NO_STRETCH: (u64, u32) = (u64::MAX, 0);
 
 /// The stretches of a domain in which something is, or was not long ago, mapped.
 pub(super) struct Stretches {
@@ -56,7 +56,7 @@ impl Stretches {
         Stretches {
             places: HashMap::default(),
             all: Vec::new(),
-            recent: Box::new([const { Cell::new(NOBODY) }; RECENT]),
+            recent: Box::new([const { Cell::new(NO_STRETCH) }; RECENT]),
             sweep_at: EMPTIES,
         }
     }
@@ -124,7 +124,7 @@ impl Stretches {
             all.extend(stretch);
             kept
         });
-        self.recent.iter().for_each(|recent| recent.set(NOBODY));
+        self.recent.iter().for_each(|recent| recent.set(NO_STRETCH));
         self.sweep_at = EMPTIES + 2 * self.len();
     }
 

@@ -247,7 +247,9 @@ impl Waiting {
     fn check_timeout(&self, watchdog: &mut Watchdog, transport: &dyn Transport) -> Result<()> {
         let waited = watchdog.look(self.retired.load(Ordering::SeqCst));
         if self.timeout.is_some_and(|limit| waited >= limit) {
-            return Err(self.fail("it answers nothing"));
+            return Err(
+                self.fail("the device does not respond: no request completed within the time-out")
+            );
         }
         if waited < watchdog.life_at {
             return Ok(());

@@ -446,7 +446,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn a_flush_of_a_lazy_domain_is_told_from_what_the_specification_knows() {
+    fn a_flush_of_a_lazy_domain_is_distinct_from_the_specifications_requests() {
         let mut bytes = [0xaa; MAX_REQUEST_LEN];
         let len = Request::IotlbFlush { domain: 0x0403_0201 }.emit(&mut bytes);
         assert_eq!((len, &bytes[..8]), (20, &[0xf0, 0, 0, 0, 1, 2, 3, 4][..]));

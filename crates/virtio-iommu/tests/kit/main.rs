@@ -99,14 +99,14 @@ fn without_accesses_what_is_mapped_is_seen_by_mapping_over_it() {
 }
 
 #[test]
-fn a_device_that_hangs_is_started_again_and_one_that_is_lost_is_told() {
+fn a_device_that_hangs_is_started_again_and_one_that_is_lost_is_reported() {
     let mut model = Model::full(Some(Defect::HangsOnBackwardsMap));
     let report = run(&mut model, |_| true);
     let Outcome::Fail(mismatch) = outcome(&report, "map-backwards") else { panic!("{report:?}") };
     assert_eq!(mismatch.came, "no answer came");
     assert!(mismatch.sent.contains("MAP"), "{}", mismatch.sent);
     assert!(!report.is_cut_short());
-    assert!(!report.conforms(false), "no answer is no answer, also where a device is free");
+    assert!(!report.conforms(false), "no answer is a failure, also where a device is free");
 
     let mut model = Model { lost_at: 40, ..Model::full(None) };
     let report = run(&mut model, |_| true);
@@ -176,14 +176,14 @@ fn only_what_is_wanted_is_run() {
     assert!(report.findings.iter().all(|finding| finding.rule == 22));
     assert_eq!(report.failed(Level::Must).count(), 0);
     let none = run(&mut Model::full(None), |_| false);
-    assert!(!none.conforms(false), "a report of nothing is no praise");
+    assert!(!none.conforms(false), "an empty report does not conform");
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
-    fn whatever_a_device_says_the_kit_ends_and_judges(seed: u64) {
+    fn whatever_a_device_does_the_kit_ends_and_judges(seed: u64) {
         let report = run(&mut Noise::new(seed), |_| true);
         prop_assert_eq!(report.findings.len(), checks().len());
     }

@@ -212,7 +212,7 @@ impl Rig {
     }
 
     /// Whether each far endpoint reaches what its binding says and nothing else (rule V20).
-    fn assert_told_is_true(&self) {
+    fn assert_mirrors_match(&self) {
         for far in self.endpoints.far.values() {
             let expected: Vec<(u64, u64, u64, Prot)> = match far.outside.binding() {
                 Binding::Blocked => vec![],
@@ -245,7 +245,7 @@ fn every_member_has_a_mapping_or_none() {
     assert_eq!(rig.map(1, range(0x1_0000, 0x1_1fff), 0xf_f000), Status::Ok);
     assert_eq!(rig.reaches(11, 0x1_0000), Some(0x700f_f000));
     assert_eq!(rig.reaches(11, 0x1_1000), Some(0x9000_0000));
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     // No memory there, or not to the end of it: no member gets it.
     for (at, phys) in [(0x20_0000, 0xfee0_0000), (0x20_0000, 0x1f_f000)] {
         assert_eq!(rig.map(1, range(at, at + 0x1fff), phys), Status::Unsupp);
@@ -253,7 +253,7 @@ fn every_member_has_a_mapping_or_none() {
         assert_eq!(joint.iova_to_phys(Iova(at)), None);
     }
     assert_eq!(rig.map(1, page(5), 0), Status::Inval);
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     // rule V22
     assert_eq!(rig.unmap(1, range(0, 0x1_0fff)), Status::Range);
     assert_eq!(rig.reaches(11, 0x5123), Some(0x7000_3123));
@@ -262,12 +262,12 @@ fn every_member_has_a_mapping_or_none() {
     assert_eq!(rig.unmap(1, range(0x1_1000, 0x1_1fff)), Status::Range);
     rig.far(11).domain.clear();
     assert_eq!(rig.unmap(1, range(0, 0x1_1fff)), Status::Ok);
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     assert_eq!(rig.reaches(11, 0x1_1000), None);
 }
 
 #[test]
-fn who_joins_has_what_is_mapped_and_who_leaves_nothing() {
+fn an_endpoint_that_joins_reaches_what_is_mapped_and_one_that_leaves_nothing() {
     // rule V12
     // rule V14
     let mut rig = Rig::new();
@@ -277,7 +277,7 @@ fn who_joins_has_what_is_mapped_and_who_leaves_nothing() {
     }
     for endpoint in [11, 12] {
         assert_eq!(rig.attach(1, endpoint), Status::Ok);
-        rig.assert_told_is_true();
+        rig.assert_mirrors_match();
         assert_eq!(rig.far(endpoint).seen().len(), 1000);
     }
     assert_eq!(rig.detach(1, 11), Status::Ok);
@@ -285,7 +285,7 @@ fn who_joins_has_what_is_mapped_and_who_leaves_nothing() {
     assert_eq!(rig.attach(2, 12), Status::Ok);
     assert!(rig.far(12).seen().is_empty());
     assert_eq!(rig.map(2, page(0), 0), Status::Ok);
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     rig.device.reset().unwrap();
     assert!(rig.far(12).seen().is_empty());
 }
@@ -310,7 +310,7 @@ fn an_endpoint_that_cannot_have_what_is_mapped_stays_where_it_was() {
     assert_eq!(rig.map(1, page(0), 0), Status::Ok);
     assert_eq!(rig.map(1, range(high, high + 0xfff), 0), Status::Ok);
     assert_eq!(rig.attach(1, 11), Status::Unsupp, "it lies outside of what it can map");
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     assert_eq!(rig.reaches(11, 0x9000), Some(0x7000_9000));
     assert_eq!(rig.unmap(1, range(high, high + 0xfff)), Status::Ok);
     assert_eq!(rig.map(1, page(3), 0x1000_0000), Status::Ok);
@@ -321,11 +321,11 @@ fn an_endpoint_that_cannot_have_what_is_mapped_stays_where_it_was() {
     }
     assert_eq!(rig.attach(1, 12), Status::NoMem);
     assert_eq!(rig.reaches(12, 0x9000), Some(0x7000_9000));
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     assert_eq!(rig.attach(1, 11), Status::Ok);
     // And what it cannot map is mapped for no member.
     assert_eq!(rig.map(1, range(high, high + 0xfff), 0), Status::Range);
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     assert_eq!(rig.far(11).outside.mirror().failures(), 0);
 }
 
@@ -340,7 +340,7 @@ fn bypass_is_all_of_guest_memory_or_refused() {
         assert!(rig.far(11).seen().is_empty());
     }
     assert_eq!(rig.bypass(1, 11), Status::Ok);
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     assert_eq!(rig.reaches(11, 0x10_0123), Some(0x9000_0123));
     assert_eq!(rig.bypass(1, 12), Status::Unsupp);
     assert!(rig.far(12).seen().is_empty());
@@ -348,14 +348,14 @@ fn bypass_is_all_of_guest_memory_or_refused() {
     // A DETACH that fails leaves the endpoint attached, however many mappings were removed.
     rig.far(11).domain.inject(Kind::Sync, When::Nth(1), Stage::Before);
     assert_eq!(rig.detach(1, 11), Status::DevErr);
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     assert_eq!(rig.detach(1, 11), Status::Ok);
     assert!(rig.far(11).seen().is_empty());
     // rule V6: an endpoint that cannot bypass reaches nothing.
     rig.device.write_config(36, &[1]).unwrap();
     assert_eq!(rig.reaches(11, 0x1000), Some(0x7000_1000));
     assert!(rig.far(12).seen().is_empty());
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     rig.device.write_config(36, &[0]).unwrap();
     assert!(rig.far(11).seen().is_empty());
 }
@@ -373,11 +373,11 @@ fn an_attach_to_the_domain_it_is_in_restores_what_a_failed_one_could_not() {
     rig.far(11).domain.clear();
     assert_eq!(rig.attach(1, 11), Status::Ok);
     assert_eq!(rig.reaches(11, 0x1000), Some(0x7000_1000));
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
 }
 
 #[test]
-fn a_larger_granule_takes_what_it_can_say() {
+fn a_larger_granule_takes_what_it_can_express() {
     let geometry = Geometry::new(PageSizes::from_granule(1 << 16).unwrap(), Range::ALL);
     let mut rig = Rig::with([(11, Far::new(geometry, Limits::NONE, true)), (12, Far::plain())]);
     assert_eq!(rig.attach(1, 11), Status::Ok);
@@ -420,7 +420,7 @@ fn what_one_member_cannot_do_is_undone_for_all() {
     assert_eq!(rig.detach(1, 11), Status::DevErr);
     assert_eq!(rig.seen(), before);
     assert_eq!(rig.unmap(1, Range::ALL), Status::Ok);
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
 }
 
 /// How many calls fail that [`Rig::break_off`] makes fail.
@@ -449,7 +449,7 @@ fn bypass_that_could_not_be_ended_is_ended_by_the_next_request_for_it() {
     rig.far(11).domain.clear();
     rig.device.reset().unwrap();
     assert!(rig.far(11).seen().is_empty());
-    rig.assert_told_is_true();
+    rig.assert_mirrors_match();
     assert_eq!(rig.attach(1, 11), Status::Ok);
 }
 
@@ -469,7 +469,7 @@ fn a_reset_that_failed_is_not_over_before_all_endpoints_are_out() {
 }
 
 #[test]
-fn what_an_endpoint_could_not_be_rid_of_goes_before_anything_else_is_said_of_it() {
+fn what_could_not_be_unmapped_for_an_endpoint_goes_before_its_next_change() {
     // rule V20
     let mut rig = Rig::new();
     for (domain, endpoint) in [(1, 11), (2, 1)] {
@@ -539,7 +539,7 @@ proptest! {
             if status != Status::Ok {
                 prop_assert_eq!(rig.seen(), before, "{:?}: {:?}", request, status);
             }
-            rig.assert_told_is_true();
+            rig.assert_mirrors_match();
         }
     }
 }

@@ -125,8 +125,8 @@ fn joined_during(before: bool, call: impl FnOnce(&Joint<Hooked>)) -> Vec<u64> {
         Shootdown::new(0),
     );
     let outside = Arc::new(Outside::new(mirror(domain.clone(), true)));
-    let (who, to) = (Arc::clone(&outside), Arc::clone(&joint));
-    *hooked.hook.lock() = Some(Box::new(move || who.bind(Binding::Domain(to)).unwrap()));
+    let (joining, to) = (Arc::clone(&outside), Arc::clone(&joint));
+    *hooked.hook.lock() = Some(Box::new(move || joining.bind(Binding::Domain(to)).unwrap()));
     call(&joint);
     assert!(hooked.hook.lock().is_none());
     assert_eq!((joint.mirrors(), outside.mirror().failures()), (1, 0));

@@ -108,7 +108,7 @@ pub trait Format: Copy + fmt::Debug {
     fn suppress(&self, areas: &Self::Areas);
 
     /// Enables a kick with the next chain.
-    fn ask(&self, areas: &Self::Areas, config: &RingConfig);
+    fn enable(&self, areas: &Self::Areas, config: &RingConfig);
 
     /// As [`Ring::peek_from`], for the chains from `skip` to `ahead`.
     fn peek(
@@ -154,7 +154,7 @@ pub struct End<F: Format> {
     /// Whether kicks are enabled.
     kicks: bool,
     /// Whether that was written since the last [`written`](Ring::written).
-    asked: bool,
+    kicks_written: bool,
     broken: Option<RingError>,
     /// It continues at the used index, once that can be read.
     at_used: bool,
@@ -176,7 +176,7 @@ impl<F: Format> End<F> {
             at,
             nameless: at.held(),
             kicks: true,
-            asked: false,
+            kicks_written: false,
             broken: None,
             at_used: false,
         })
@@ -421,15 +421,15 @@ impl<F: Format> Ring for End<F> {
         if let Some(areas) = &self.areas
             && core::mem::replace(&mut self.kicks, false)
         {
-            self.asked = true;
+            self.kicks_written = true;
             self.at.suppress(areas);
         }
     }
 
     fn enable_kicks(&mut self) -> bool {
         let Some(areas) = &self.areas else { return false };
-        (self.kicks, self.asked) = (true, true);
-        self.at.ask(areas, &self.config);
+        (self.kicks, self.kicks_written) = (true, true);
+        self.at.enable(areas, &self.config);
         // Either we see what the driver has published, or it sees that kicks are enabled: argued in
         // the driver's `needs_kick`.
         fence(Ordering::SeqCst);
@@ -453,7 +453,7 @@ impl<F: Format> Ring for End<F> {
     fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
         let Some(areas) = &self.areas else { return };
         self.at.written(areas, &self.config, &mut each);
-        if core::mem::take(&mut self.asked) {
+        if core::mem::take(&mut self.kicks_written) {
             each(F::wanted(areas, &self.config));
         }
     }

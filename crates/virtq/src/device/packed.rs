@@ -39,7 +39,7 @@ pub struct Places {
     /// How many descriptors were given back since then.
     given: u64,
     /// How many descriptors were published since the last [`written`](Format::written).
-    untold: u64,
+    unlogged: u64,
 }
 
 /// The device's end of a packed queue.
@@ -102,7 +102,7 @@ impl Format for Places {
         };
         match next_used.distance(next_avail, size) {
             Some(held) if held <= size => {
-                Ok(Places { next_avail, next_used, held, unpublished: None, given: 0, untold: 0 })
+                Ok(Places { next_avail, next_used, held, unpublished: None, given: 0, unlogged: 0 })
             }
             _ => Err(none),
         }
@@ -224,7 +224,7 @@ impl Format for Places {
         // was written to all those buffers, and we read none of them later.
         areas.ring.set_state(at, state, Ordering::Release);
         let given = core::mem::take(&mut self.given);
-        self.untold += given;
+        self.unlogged += given;
         // That store and the load of the driver's event structure must not be reordered: as on a
         // split ring, with the first descriptor in the place of the index.
         fence(Ordering::SeqCst);
@@ -236,7 +236,7 @@ impl Format for Places {
         areas.device.store(EventWord::NONE);
     }
 
-    fn ask(&self, areas: &Areas, config: &RingConfig) {
+    fn enable(&self, areas: &Areas, config: &RingConfig) {
         areas.device.store(match config.event_idx {
             true => EventWord::at(self.next_avail),
             false => EventWord::ALL,
@@ -287,7 +287,7 @@ impl Format for Places {
         mut each: impl FnMut(Written<'w>),
     ) {
         let size = config.size;
-        let count = core::mem::take(&mut self.untold).min(size.into()) as u16;
+        let count = core::mem::take(&mut self.unlogged).min(size.into()) as u16;
         let first = self.next_used.back(count, size).at;
         for (offset, len) in entries(PACKED, first, count, size) {
             each(Written::new(Area::Descriptors, areas.ring.window(), offset, len));

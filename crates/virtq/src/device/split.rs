@@ -36,7 +36,7 @@ pub struct Indices {
     next_used: u16,
     published: u16,
     /// The used index at the last [`written`](Format::written).
-    told: u16,
+    logged: u16,
 }
 
 /// The device's end of a split queue.
@@ -86,7 +86,7 @@ impl Format for Indices {
         let Ok(next) = u16::try_from(base) else {
             return Err(RingError::Base { base, used: 0, size });
         };
-        Ok(Indices { next_avail: next, seen: next, next_used: next, published: next, told: next })
+        Ok(Indices { next_avail: next, seen: next, next_used: next, published: next, logged: next })
     }
 
     fn translate(config: &RingConfig, mem: &impl Translate) -> Result<Areas, RingError> {
@@ -122,7 +122,7 @@ impl Format for Indices {
         if self.next_avail.wrapping_sub(used) > size {
             return Err(RingError::Base { base, used, size });
         }
-        (self.next_used, self.published, self.told) = (used, used, used);
+        (self.next_used, self.published, self.logged) = (used, used, used);
         Ok(())
     }
 
@@ -249,7 +249,7 @@ impl Format for Indices {
         }
     }
 
-    fn ask(&self, areas: &Areas, _: &RingConfig) {
+    fn enable(&self, areas: &Areas, _: &RingConfig) {
         match areas.used.avail_event() {
             Some(event) => event.store(self.next_avail, Ordering::Relaxed),
             None => areas.used.flags().store(0, Ordering::Relaxed),
@@ -302,8 +302,8 @@ impl Format for Indices {
         mut each: impl FnMut(Written<'w>),
     ) {
         let (used, size) = (areas.used.window(), config.size);
-        let count = self.published.wrapping_sub(self.told).min(size);
-        self.told = self.published;
+        let count = self.published.wrapping_sub(self.logged).min(size);
+        self.logged = self.published;
         if count > 0 {
             let first = self.published.wrapping_sub(count) & (size - 1);
             for (offset, len) in entries(USED, first, count, size) {

@@ -58,7 +58,7 @@ pub trait Format: fmt::Debug + Sized {
     fn suppress(&self, names: &Names);
 
     /// Enables an interrupt with the next used chain.
-    fn ask(&self, at: &Self::At, names: &Names);
+    fn enable(&self, at: &Self::At, names: &Names);
 }
 
 /// The driver's end of a queue of format `F`.
@@ -240,7 +240,7 @@ impl<F: Format> Ring for End<F> {
 
     fn enable_notifications(&mut self) -> bool {
         self.notify = true;
-        self.areas.ask(&self.at, &self.names);
+        self.areas.enable(&self.at, &self.names);
         // The mirror image of the device's `publish_used`, argued as in `needs_kick`: either we see
         // what the device has published, or it sees that interrupts are enabled.
         fence(Ordering::SeqCst);

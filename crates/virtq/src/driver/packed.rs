@@ -187,7 +187,7 @@ impl Format for Areas {
         self.driver.store(EventWord::NONE);
     }
 
-    fn ask(&self, at: &At, _: &Names) {
+    fn enable(&self, at: &At, _: &Names) {
         let wanted = if self.event_idx { EventWord::at(at.next_used) } else { EventWord::ALL };
         self.driver.store(wanted);
     }

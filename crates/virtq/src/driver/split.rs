@@ -160,7 +160,7 @@ impl Format for Areas {
         }
     }
 
-    fn ask(&self, _: &At, names: &Names) {
+    fn enable(&self, _: &At, names: &Names) {
         match self.avail.used_event() {
             Some(event) => event.store(names.taken() as u16, Ordering::Relaxed),
             None => self.avail.flags().store(0, Ordering::Relaxed),

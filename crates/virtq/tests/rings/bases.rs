@@ -43,7 +43,7 @@ fn a_packed_ring_starts_at_two_places_of_its_own_or_not_at_all() {
                 let queue = device::Queue::postponed(config);
                 let Some(held) = held(base, size) else {
                     let error = RingError::PackedBase { base, size };
-                    assert!(queue.err() == Some(error), "{base:#x} of {size} is no base");
+                    assert!(queue.err() == Some(error), "{base:#x} of {size} is not a base");
                     continue;
                 };
                 let mut queue = queue.unwrap();

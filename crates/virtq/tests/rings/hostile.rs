@@ -59,7 +59,7 @@ impl Bench {
             assert_eq!(self.pop(), Err(error), "it stays broken");
             assert_eq!(self.queue.broken(), Some(error));
             assert_eq!(self.queue.revalidate(&self.ram), Err(error));
-            assert!(self.queue.enable_kicks(), "who sleeps now would not see the error");
+            assert!(self.queue.enable_kicks(), "a device that sleeps now would miss the error");
         }
         fault
     }

@@ -71,7 +71,7 @@ fn both_ends_write_what_virtio_says() {
     assert_eq!(chain.descs().len(), 3);
     assert_eq!(device.next_avail(), 0x8003_0001);
     device.push_used(chain.head(), 0);
-    assert!(device.publish_used(), "asked for place 3");
+    assert!(device.publish_used(), "enabled for place 3");
     assert_eq!(device.next_avail(), 0x0001_0001);
     assert_eq!(read(&ram, BASE, 3).3, AVAIL | USED);
     assert_eq!(driver.pop().unwrap().unwrap().token, 3);
@@ -80,7 +80,7 @@ fn both_ends_write_what_virtio_says() {
     assert_eq!(read(&ram, BASE, 1).3, WRITE | USED);
     assert!(device.pop(&ram, &mut chain).unwrap());
     device.push_used(chain.head(), 5);
-    assert!(!device.publish_used(), "not asked again");
+    assert!(!device.publish_used(), "not enabled again");
     assert_eq!(read(&ram, BASE, 1).3, WRITE, "both flags are off in the second lap");
 }
 
@@ -124,7 +124,7 @@ fn fault(ring: &[Raw], table: &[Raw]) -> (u16, ChainFault) {
         assert_eq!(device.pop(&ram, &mut chain), Err(error), "it stays broken");
         assert_eq!(device.pop_burst(&ram, 4, &mut burst), Err(error));
         assert_eq!((device.broken(), device.revalidate(&ram)), (Some(error), Err(error)));
-        assert!(device.enable_kicks(), "who sleeps now would not see the error");
+        assert!(device.enable_kicks(), "a device that sleeps now would miss the error");
         // A burst finds the same fault.
         let at = *device.config();
         let mut device = device::Queue::new(at, &ram).unwrap();

@@ -21,7 +21,7 @@ fn a_chain_arrives_as_it_was_added_and_comes_back_with_its_token() {
     assert_eq!(device.pop(&ram, &mut chain), Ok(false), "not published yet");
     driver.publish();
     assert!(driver.needs_kick());
-    assert!(!driver.needs_kick(), "asked once already");
+    assert!(!driver.needs_kick(), "kicked once already");
     assert_eq!(device.pop(&ram, &mut chain), Ok(true));
     assert_eq!(chain.descs(), descs);
     assert_eq!((chain.readable(), chain.writable()), (&descs[..2], &descs[2..]));
@@ -208,7 +208,7 @@ fn without_event_idx_the_areas_may_end_before_the_events() {
 }
 
 #[test]
-fn an_invalidated_queue_says_so_and_goes_on_after_its_areas_are_found_again() {
+fn an_invalidated_queue_reports_it_and_goes_on_after_its_areas_are_found_again() {
     let ram = ram();
     let (mut driver, mut device) = testing::pair(&ram, BASE, 8, true);
     let mut chain = Chain::new();

@@ -46,9 +46,9 @@ fn it_reads_and_writes_a_disk_that_bypasses() {
     let device = guard.arguments.iter_mut().find(|word| word.starts_with("vhost-user-blk-pci"));
     device.expect("a disk").push_str(",bootindex=1");
     let machine = Qemu::guarded(Iommu::GuardStrict, &guard).option_rom(&place, &copies());
-    let said = machine.start(&place, LINUX).end();
-    assert_eq!(said.word("domain"), "DMA");
-    no_errors(&said.json("mixed"));
+    let output = machine.start(&place, LINUX).end();
+    assert_eq!(output.word("domain"), "DMA");
+    no_errors(&output.json("mixed"));
     assert!(is_copied(&image));
     assert_eq!(guard.faults("0x30"), 0.0);
     guard.service.terminate();
@@ -71,13 +71,14 @@ fn an_untrusted_disk_is_out_of_its_reach() {
     // rule V6
     let place = Place::alone();
     let guard = let_at_it(&place, &image(&place, "image"), ",untrusted", &[]);
-    let machine = Qemu::guarded(Iommu::GuardStrict, &guard).told("edd=skipmbr");
+    let machine = Qemu::guarded(Iommu::GuardStrict, &guard).kernel_parameters("edd=skipmbr");
     let mut guest = machine.start(&place, &format!("say begin\nhear\n{LINUX}"));
-    let refused = meanwhile(&mut guest, "begin", || (guard.faults("0x30"), guard.answered("06.0")));
-    let said = guest.end();
+    let refused =
+        meanwhile(&mut guest, "begin", || (guard.faults("0x30"), guard.completed("06.0")));
+    let output = guest.end();
     assert!(refused.0 > 0.0 && refused.1 == 0.0, "{refused:?}");
-    assert_eq!(said.word("domain"), "DMA");
-    no_errors(&said.json("mixed"));
+    assert_eq!(output.word("domain"), "DMA");
+    no_errors(&output.json("mixed"));
     assert_eq!(guard.faults("0x30"), refused.0, "behind the IOMMU it is refused nothing");
     guard.service.terminate();
 }
@@ -91,7 +92,7 @@ fn without_bypass_every_disk_is_out_of_its_reach() {
     let guard = let_at_it(&place, &image(&place, "image"), "", &["--no-bypass"]);
     let stopped = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, "");
     guard.wait_for_a_fault("0x30");
-    assert_eq!(guard.answered("06.0"), 0.0);
+    assert_eq!(guard.completed("06.0"), 0.0);
     drop(stopped);
     guard.service.terminate();
 }

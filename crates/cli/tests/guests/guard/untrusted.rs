@@ -40,10 +40,10 @@ hear
     let machine = Qemu::guarded(Iommu::GuardStrict, &guard).option_rom(&place, &copies());
     let mut guest = machine.start(&place, &script);
     let copied = meanwhile(&mut guest, "loaded", || [0, 1].map(|n| is_copied(&images[n])));
-    let said = guest.end();
+    let output = guest.end();
     assert_eq!(copied, [false, true]);
-    assert_eq!([said.word("domain0"), said.word("domain1")], ["DMA", "DMA"]);
-    both_verified(&said, &images);
+    assert_eq!([output.word("domain0"), output.word("domain1")], ["DMA", "DMA"]);
+    both_verified(&output, &images);
     guard.had_nothing_to_refuse();
     guard.service.terminate();
 }
@@ -90,11 +90,11 @@ reads() { dd if=/dev/vda of=/dev/null count=1 2> /dev/null; }
 await reads
 run_fio mixed --rw=randrw --bs=4k --iodepth=16 --size=2m --verify=crc32c
 for n in 0 1; do say domain$n $(domain $(virtio_pci 2 $n)); done
-asked() { [ -e /sys/block/vdb/inflight ] && [ "$(cat /sys/block/vdb/inflight | xargs)" = "1 0" ]; }
-await asked
-say asked
+busy() { [ -e /sys/block/vdb/inflight ] && [ "$(cat /sys/block/vdb/inflight | xargs)" = "1 0" ]; }
+await busy
+say busy
 hear
-asked
+busy
 dmesg | grep -E 'WARNING:|fault from' | give log
 say done 0
 echo b > /proc/sysrq-trigger
@@ -107,17 +107,17 @@ fn one_of_two_bypasses(iommu: Iommu, refused: f64) -> String {
     let place = Place::alone();
     let (guard, _) = two_disks(&place, ["", ",untrusted"]);
     let mut guest = Qemu::guarded(iommu, &guard).start(&place, WITHOUT_TRANSLATION);
-    meanwhile(&mut guest, "asked", || guard.wait_for_a_fault("0x38"));
-    let said = guest.end();
-    no_errors(&said.json("mixed"));
-    assert_eq!([said.word("domain0"), said.word("domain1")], [iommu.domain(), "none"]);
+    meanwhile(&mut guest, "busy", || guard.wait_for_a_fault("0x38"));
+    let output = guest.end();
+    no_errors(&output.json("mixed"));
+    assert_eq!([output.word("domain0"), output.word("domain1")], [iommu.domain(), "none"]);
     assert_eq!(guard.faults("0x30"), 0.0);
-    assert!(guard.answered("06.0") > 500.0);
-    assert_eq!(guard.answered("07.0"), 0.0);
+    assert!(guard.completed("06.0") > 500.0);
+    assert_eq!(guard.completed("07.0"), 0.0);
     assert_eq!((guard.maps(), guard.domains()), (0.0, 0.0));
     assert_eq!(guard.service.figure("ringfence_iommu_refused_total"), refused);
     guard.service.terminate();
-    said.given("log")
+    output.given("log")
 }
 
 /// A guest without knowledge of the IOMMU, like an early driver of any guest.

@@ -60,16 +60,16 @@ try groups groups $one $first $other $group
     let alone = meanwhile(&mut guest, "alone", faults);
     let all = guest.end();
 
-    let said = all.given("requests");
-    assert!(said.starts_with("requests "), "{said}");
-    println!("{said}");
+    let output = all.given("requests");
+    assert!(output.starts_with("requests "), "{output}");
+    println!("{output}");
     assert!(after.0 - before.0 >= f64::from(count), "{before:?} {after:?}");
     assert!(after.1 - before.1 >= f64::from(count / 16), "{before:?} {after:?}");
     assert_eq!(after.2, before.2, "mappings are left");
     assert_eq!(after.3, 0.0, "refused");
 
-    let said = all.given("one");
-    reached_what_was_mapped(&said);
+    let output = all.given("one");
+    reached_what_was_mapped(&output);
     // Slot 6 is endpoint 0x30. The disk's read writes to memory.
     let log = all.given("log");
     for way in ["W", "R"] {
@@ -78,8 +78,8 @@ try groups groups $one $first $other $group
     }
     assert!(alone[0] >= 6.0 && alone[1] == 0.0, "{alone:?}");
 
-    let said = all.given("groups");
-    assert!(said.ends_with("apart\ntogether"), "{said}");
+    let output = all.given("groups");
+    assert!(output.ends_with("apart\ntogether"), "{output}");
     for (now, alone) in faults().iter().zip(alone) {
         assert!(now - alone >= 4.0, "{now} after {alone}\n{}", guard.service.figures());
     }

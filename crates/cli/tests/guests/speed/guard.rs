@@ -193,12 +193,12 @@ impl Row {
     /// Ends the guest; returns the results of its jobs.
     fn end(self, iommu: Iommu) -> (&'static str, Vec<Found>) {
         let Row { name, guest, back, mut spent } = self;
-        let said = guest.end();
-        assert_eq!(said.word("domain"), iommu.domain());
+        let output = guest.end();
+        assert_eq!(output.word("domain"), iommu.domain());
         let found = |job: usize| {
             let mut found = Found::default();
             for round in 0..ROUNDS {
-                let done = &said.json(&format!("{round}.{job}"))["jobs"][0];
+                let done = &output.json(&format!("{round}.{job}"))["jobs"][0];
                 assert_eq!(done["error"], 0, "{done:#}");
                 let sum = |key: &str| {
                     ["read", "write"]

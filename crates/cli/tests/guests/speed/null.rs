@@ -54,7 +54,7 @@ pub(super) fn start(socket: &Path, mib: u64) {
             channel: None,
             regions: Vec::new(),
             iotlb: BTreeMap::new(),
-            asked: BTreeSet::new(),
+            outstanding: BTreeSet::new(),
             missing: BTreeMap::new(),
             ring: Ring::default(),
             parked: Vec::new(),
@@ -81,7 +81,7 @@ struct Null {
     /// The address of each page's first byte here.
     iotlb: BTreeMap<u64, *mut u8>,
     /// Pages with outstanding misses.
-    asked: BTreeSet<u64>,
+    outstanding: BTreeSet<u64>,
     /// Pages that are missing and not yet requested, and the access: read is 1, write 2.
     missing: BTreeMap<u64, u8>,
     ring: Ring,
@@ -114,10 +114,10 @@ impl Null {
                 let _ = read(kick, &mut [0; 8]);
             }
             // While an update is outstanding, a retry would only request its page again.
-            if self.kick.is_some() && self.asked.is_empty() && self.missing.is_empty() {
+            if self.kick.is_some() && self.outstanding.is_empty() && self.missing.is_empty() {
                 while self.requests() {}
             }
-            self.ask();
+            self.send_misses();
         }
     }
 
@@ -133,7 +133,7 @@ impl Null {
     fn message(&mut self, message: Message, mut files: Vec<OwnedFd>, mib: u64) {
         let word = |at: usize| u64::from_ne_bytes(message.payload[at..at + 8].try_into().unwrap());
         let half = |at: usize| u32::from_ne_bytes(message.payload[at..at + 4].try_into().unwrap());
-        let answer = match message.request {
+        let reply = match message.request {
             1 => Some(FEATURES),
             15 => Some(PROTOCOL),
             5 => {
@@ -164,7 +164,7 @@ impl Null {
                 self.parked.clear();
                 // No invalidation is sent while no ring runs.
                 self.iotlb.clear();
-                self.asked.clear();
+                self.outstanding.clear();
                 self.missing.clear();
                 Some(u64::from(self.ring.next) << 32)
             }
@@ -187,15 +187,15 @@ impl Null {
             24 => return self.config(message, mib),
             _ => None,
         };
-        if answer.is_some() || message.flags & NEED_REPLY != 0 {
-            self.answer(message.request, answer.unwrap_or(0).to_ne_bytes().to_vec());
+        if reply.is_some() || message.flags & NEED_REPLY != 0 {
+            self.reply(message.request, reply.unwrap_or(0).to_ne_bytes().to_vec());
         }
     }
 
-    fn answer(&self, request: u32, payload: Vec<u8>) {
-        let answer =
+    fn reply(&self, request: u32, payload: Vec<u8>) {
+        let reply =
             Message { at: Instant::now(), way: Way::ToFront, request, flags: 1 | REPLY, payload };
-        send(&self.front, &answer, &[]).unwrap();
+        send(&self.front, &reply, &[]).unwrap();
     }
 
     /// Sends the requested fields of the disk's configuration.
@@ -207,7 +207,7 @@ impl Null {
         let wanted = payload.split_off(12).len();
         let offset = u32::from_ne_bytes(payload[..4].try_into().unwrap()) as usize;
         payload.extend_from_slice(&fields[offset..offset + wanted]);
-        self.answer(message.request, payload);
+        self.reply(message.request, payload);
     }
 
     fn update(&mut self, message: Iotlb) {
@@ -217,7 +217,7 @@ impl Null {
                 let found = self.regions.iter().find_map(|region| region.at(message.user_addr));
                 let first = found.expect("a region of the front end's");
                 for (n, page) in pages.enumerate() {
-                    self.asked.remove(&page);
+                    self.outstanding.remove(&page);
                     self.iotlb.insert(page, first.wrapping_add(n * PAGE as usize));
                 }
             }
@@ -230,18 +230,23 @@ impl Null {
     }
 
     /// Sends misses for the missing pages.
-    fn ask(&mut self) {
-        while self.asked.len() < OPEN
+    fn send_misses(&mut self) {
+        while self.outstanding.len() < OPEN
             && let Some((page, access)) = self.missing.pop_first()
         {
             let mut payload = vec![0; 32];
             payload[..8].copy_from_slice(&(page * PAGE).to_ne_bytes());
             payload[8..16].copy_from_slice(&PAGE.to_ne_bytes());
             payload[24..26].copy_from_slice(&[access, MISS]);
-            let miss =
-                Message { at: Instant::now(), way: Way::Asked, request: 1, flags: 1, payload };
+            let miss = Message {
+                at: Instant::now(),
+                way: Way::ChannelToFront,
+                request: 1,
+                flags: 1,
+                payload,
+            };
             send(self.channel.as_ref().expect("a channel"), &miss, &[]).unwrap();
-            self.asked.insert(page);
+            self.outstanding.insert(page);
         }
     }
 

@@ -56,7 +56,7 @@ fn round(
     lane: &mut Lane,
     from: (&mut NetRing, &Bus, Terms),
     to: Option<(&mut NetRing, &Bus, Terms)>,
-    answers: (u64, u64),
+    updates: (u64, u64),
     now_ns: u64,
     timeouts: Timeouts,
 ) -> bool {
@@ -69,16 +69,16 @@ fn round(
         // A ring that is started and disabled is emptied without effect (rule D28).
         _ if !ring.enabled => {
             lane.pause(now_ns);
-            on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, answers, now_ns))
+            on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, updates, now_ns))
         }
         None => {
             lane.pause(now_ns);
-            on!(bus, bus => discard(lane, (ring, bus), Lost::NoReceiver, answers, now_ns))
+            on!(bus, bus => discard(lane, (ring, bus), Lost::NoReceiver, updates, now_ns))
         }
         Some((target, target_bus, target_terms)) => on!(bus, src => on!(target_bus, dst => {
             let mut src = BusRing::source(ring, src, terms);
             let mut dst = BusRing::target(target, dst, target_terms);
-            forward(lane, &mut src, &mut dst, answers, now_ns, timeouts)
+            forward(lane, &mut src, &mut dst, updates, now_ns, timeouts)
         })),
     }
 }
@@ -93,9 +93,9 @@ pub(super) fn loopback(end: &mut End, now_ns: u64) -> bool {
         let Some(from) = transmit.as_deref_mut() else { continue };
         let to = receive[pair].as_deref_mut().filter(works);
         let to = to.map(|ring| (ring, &*bus, *terms));
-        let (answers, timeouts) =
-            ((bus.answers(), bus.answers()), Timeouts::with_itself(*timeout_ns));
-        busy |= round(lane, (from, bus, *terms), to, answers, now_ns, timeouts);
+        let (updates, timeouts) =
+            ((bus.updates(), bus.updates()), Timeouts::with_itself(*timeout_ns));
+        busy |= round(lane, (from, bus, *terms), to, updates, now_ns, timeouts);
     }
     busy
 }
@@ -111,9 +111,9 @@ pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
         let (target_bus, target_terms) = (to.bus.take(), to.terms);
         let target = to.receiver(pair).zip(target_bus.as_ref());
         let target = target.map(|(ring, bus)| (ring, bus, target_terms));
-        let answers = (bus.answers(), target_bus.as_ref().map_or(0, Bus::answers));
+        let updates = (bus.updates(), target_bus.as_ref().map_or(0, Bus::updates));
         let timeouts = Timeouts::with_another(*timeout_ns);
-        busy |= round(lane, (ring, bus, *terms), target, answers, now_ns, timeouts);
+        busy |= round(lane, (ring, bus, *terms), target, updates, now_ns, timeouts);
         to.bus = target_bus;
     }
     busy
@@ -135,9 +135,9 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
                 });
             }
             Some(ring) => {
-                let answers = (bus.answers(), bus.answers());
+                let updates = (bus.updates(), bus.updates());
                 busy |=
-                    on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, answers, now_ns));
+                    on!(bus, bus => discard(lane, (ring, bus), Lost::Disabled, updates, now_ns));
             }
             None => lane.end(now_ns),
         }

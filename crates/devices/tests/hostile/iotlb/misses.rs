@@ -68,7 +68,7 @@ fn finish(queue: &mut RawQueue, count: usize) -> Vec<(u32, u32)> {
 }
 
 #[test]
-fn what_is_missing_is_asked_for_and_then_there() {
+fn what_is_missing_causes_a_miss_and_is_then_there() {
     // rule D16, rule D19, rule D23
     for workers in [1, 2] {
         let mut behind = Behind::new(workers, config(), ram_disk(1 << 20));
@@ -93,7 +93,7 @@ fn what_is_missing_is_asked_for_and_then_there() {
 }
 
 #[test]
-fn all_that_a_request_needs_is_asked_for_at_once_and_once() {
+fn all_misses_of_a_request_are_sent_at_once_and_once() {
     // rule D17
     let mut behind = Behind::new(1, IotlbConfig { again: LONG, ..config() }, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
@@ -113,7 +113,7 @@ fn all_that_a_request_needs_is_asked_for_at_once_and_once() {
     asked.sort_unstable();
     let mut wanted: Vec<u64> = pages.iter().map(|&page| iova(page)).collect();
     wanted.sort_unstable();
-    assert_eq!(asked, wanted, "one question for each page");
+    assert_eq!(asked, wanted, "one miss for each page");
     assert_eq!(queue.take(), None);
     behind.answers(Answers::Now);
     behind.release(|_| ());
@@ -122,7 +122,7 @@ fn all_that_a_request_needs_is_asked_for_at_once_and_once() {
 }
 
 #[test]
-fn indirect_tables_behind_one_that_is_missing_are_asked_for_too() {
+fn indirect_tables_behind_one_that_is_missing_cause_misses_too() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
@@ -139,7 +139,7 @@ fn indirect_tables_behind_one_that_is_missing_are_asked_for_too() {
 }
 
 #[test]
-fn chains_that_come_behind_one_that_waits_are_asked_for_too() {
+fn chains_that_come_behind_one_that_waits_cause_misses_too() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     for round in 0..20 {
@@ -192,7 +192,7 @@ fn answers_in_any_order_do() {
 }
 
 #[test]
-fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
+fn a_translation_for_reading_does_not_wake_a_request_that_writes() {
     // rule D18
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
@@ -207,7 +207,7 @@ fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
     behind.forget_asked();
     behind.release(|_| ());
     let page = iova(request.pages[1]);
-    until("another question", || behind.asked().iter().any(|miss| miss.0 == page));
+    until("another miss", || behind.asked().iter().any(|miss| miss.0 == page));
     behind.round(0);
     assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 1);
     assert!(behind.asked().contains(&(page, Access::Write)));
@@ -218,10 +218,10 @@ fn a_translation_for_reading_does_not_wake_who_wants_to_write() {
 }
 
 #[test]
-fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_not_for_ever() {
+fn a_miss_that_is_refused_when_it_is_sent_again_stalls_its_request_alone_and_not_for_ever() {
     // Header, data, status, or the table of all of them: what is missing, and what can still be
     // reported.
-    for (table, missing, told) in
+    for (table, missing, expected) in
         [(false, 0, (1, 1)), (false, 1, (1, 1)), (false, 2, (0, 0xee)), (true, 0, (0, 0xee))]
     {
         let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
@@ -246,8 +246,8 @@ fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_no
             assert_eq!(other.status(), 0);
         }
         let failed = failed.unwrap_or_else(|| queue.wait());
-        assert_eq!(failed, (0, told.0));
-        assert_eq!(u32::from(lost.status()), told.1);
+        assert_eq!(failed, (0, expected.0));
+        assert_eq!(u32::from(lost.status()), expected.1);
         // However long it had waited, it was refused: nothing timed out.
         let totals = behind.options.figures.iotlb.totals();
         assert!(totals.refusals > 0 && totals.timeouts == 0, "{totals:?}");
@@ -260,7 +260,7 @@ fn a_miss_that_is_refused_when_it_is_asked_again_stalls_its_request_alone_and_no
 }
 
 #[test]
-fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_more() {
+fn a_front_end_that_never_replies_costs_time_and_no_more() {
     let timeout = Duration::from_millis(200);
     let mut behind = Behind::new(1, IotlbConfig { timeout, ..config() }, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
@@ -290,7 +290,7 @@ fn a_front_end_that_is_silent_even_when_asked_for_an_answer_costs_time_and_no_mo
 }
 
 #[test]
-fn a_channel_that_nobody_reads_blocks_nobody() {
+fn a_channel_that_is_not_read_blocks_no_queue() {
     // rule D20
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queues = [behind.queue(0), behind.queue(1)];

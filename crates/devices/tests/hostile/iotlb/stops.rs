@@ -36,7 +36,7 @@ fn a_ring_stops_at_once_though_requests_wait_and_goes_on_with_them() {
 }
 
 #[test]
-fn who_has_no_running_ring_asks_for_nothing_and_still_answers() {
+fn a_device_without_a_running_ring_sends_no_misses_and_still_replies() {
     // rule D27
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
@@ -59,7 +59,7 @@ fn who_has_no_running_ring_asks_for_nothing_and_still_answers() {
 }
 
 #[test]
-fn a_request_whose_failure_cannot_be_told_is_given_back_all_the_same() {
+fn a_request_whose_failure_cannot_be_reported_is_given_back_all_the_same() {
     let config = IotlbConfig { again: Duration::from_millis(1), ..config() };
     let mut behind = Behind::new(1, config, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
@@ -175,7 +175,7 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
             assert!(stopped.join().unwrap().is_err());
         });
         let why = behind.ended().unwrap_err().to_string();
-        assert!(why.contains("not answered"), "{why}");
+        assert!(why.contains("not completed"), "{why}");
         // What the kernel may still write to stays. The next front end is there at once; its rings are
         // served when no old write can come after a new one.
         let (workers, options) = (Arc::clone(&behind.workers), behind.options.clone());

@@ -2,7 +2,7 @@
 
 use ringfence_dma::{Direction, Returned};
 
-use super::{Coming, Going, Held, Program, copies::Asked, steps::Pieces};
+use super::{Coming, Going, Held, Program, copies::Requested, steps::Pieces};
 use crate::set::{State, runs};
 
 impl Program {
@@ -14,7 +14,7 @@ impl Program {
     ) -> Result<(), String> {
         for pieces in buffers {
             let Some(buffer) = self.rig.pages.buffer(pieces, from) else { continue };
-            let (there, before) = (Asked::of(&buffer), self.rig.history.len());
+            let (there, before) = (Requested::of(&buffer), self.rig.history.len());
             // Its number when it has one: nothing else adds any meanwhile.
             let entry = self.set.entries.len();
             let (policy, copied) = (self.dma().effective_policy(), self.model(&there, direction));

@@ -205,7 +205,7 @@ impl Program {
                     continue;
                 }
                 if at >= self.shadow.bytes.len() {
-                    return Err(format!("{touch:x?} leads to {gpa:#x}, which is no data"));
+                    return Err(format!("{touch:x?} leads to {gpa:#x}, which is not data"));
                 }
                 match (&touch.how, touched) {
                     (How::Write(data), _) => self.shadow.bytes[at] = data[n],

@@ -11,19 +11,19 @@ use crate::{
 };
 
 /// What was to be mapped.
-pub(super) struct Asked {
+pub(super) struct Requested {
     pub(super) pieces: Vec<(u64, u64)>,
     /// Whether the CPU cannot reach all of it.
     hidden: bool,
 }
 
-impl Asked {
-    pub(super) fn of(buffer: &Buf) -> Asked {
-        Asked { pieces: buffer.pieces.clone(), hidden: buffer.hidden }
+impl Requested {
+    pub(super) fn of(buffer: &Buf) -> Requested {
+        Requested { pieces: buffer.pieces.clone(), hidden: buffer.hidden }
     }
 
-    pub(super) fn of_list(list: &[Buf]) -> Asked {
-        Asked {
+    pub(super) fn of_list(list: &[Buf]) -> Requested {
+        Requested {
             pieces: list.iter().flat_map(|buffer| buffer.pieces.clone()).collect(),
             hidden: list.iter().any(|buffer| buffer.hidden),
         }
@@ -34,38 +34,38 @@ impl Program {
     /// Whether what was mapped under that policy may have become a copy, or no copy.
     pub(super) fn must_be(
         &mut self,
-        asked: &Asked,
+        requested: &Requested,
         policy: Policy,
         bounced: bool,
         lasts: bool,
     ) -> Result<(), String> {
         let mask = self.granule - 1;
-        let fills = asked.pieces.iter().all(|(gpa, len)| (gpa | len) & mask == 0);
+        let fills = requested.pieces.iter().all(|(gpa, len)| (gpa | len) & mask == 0);
         // Rules L48, L50.
         if self.untrusted && !fills && !bounced {
-            return Err(format!("the neighbours of {:x?} are mapped", asked.pieces));
+            return Err(format!("the neighbours of {:x?} are mapped", requested.pieces));
         }
-        if bounced && (lasts || asked.hidden) {
-            return Err(format!("{:x?} was copied, and cannot be", asked.pieces));
+        if bounced && (lasts || requested.hidden) {
+            return Err(format!("{:x?} was copied, and cannot be", requested.pieces));
         }
-        let len: u64 = asked.pieces.iter().map(|(_, len)| len).sum();
+        let len: u64 = requested.pieces.iter().map(|(_, len)| len).sum();
         let by_policy =
             policy.bounces() && (policy == Policy::Auto || len <= self.bounce.threshold);
         if bounced && !by_policy && (!self.untrusted || fills) {
-            return Err(format!("{:x?} was copied under {policy}", asked.pieces));
+            return Err(format!("{:x?} was copied under {policy}", requested.pieces));
         }
         if policy == Policy::Bounce && by_policy && !bounced && !lasts {
             self.not_bounced += 1;
             if self.not_bounced > self.dma().stats().not_bounced {
-                return Err(format!("{:x?} was not copied", asked.pieces));
+                return Err(format!("{:x?} was not copied", requested.pieces));
             }
         }
         Ok(())
     }
 
     /// The model of a buffer that is to be mapped, should it be copied now.
-    pub(super) fn model(&self, asked: &Asked, direction: Direction) -> Copied {
-        Copied::new(&asked.pieces, direction, self.bounce.written, &self.shadow)
+    pub(super) fn model(&self, requested: &Requested, direction: Direction) -> Copied {
+        Copied::new(&requested.pieces, direction, self.bounce.written, &self.shadow)
     }
 
     fn slot_of(&self, segments: &[Segment]) -> Result<SlotAt, String> {
@@ -230,11 +230,11 @@ impl Program {
     pub(super) fn adopt(&mut self) {
         self.refresh();
         for slot in self.rig.history.slots() {
-            let of_somebody = |entry: &crate::set::Entry| {
+            let is_in_use = |entry: &crate::set::Entry| {
                 matches!(entry.state, State::Live | State::Coming)
                     && entry.runs.iter().any(|run| run.gpa == slot.gpa)
             };
-            if !self.set.entries.iter().any(of_somebody) {
+            if !self.set.entries.iter().any(is_in_use) {
                 for gpa in slot.gpa..slot.gpa + slot.len {
                     let byte = self.slot_byte(gpa);
                     *self.slots.now.at(gpa) = byte;

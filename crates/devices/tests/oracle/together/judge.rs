@@ -117,20 +117,21 @@ impl Judge {
             return record.data == NAME | gpa;
         }
         // Half of a word may be there already.
-        let loading = |live: &Live| live.asked < ended && began < live.from;
+        let loading = |live: &Live| live.requested < ended && began < live.from;
         if copies().any(|(live, _)| loading(live)) {
             return [0, NAME].contains(&(record.data & 0xff << 56));
         }
-        let after = |live: &Live| copies().any(|(l, _)| l.asked > live.gone && l.from < began);
-        let last = |live: &Live| live.asked < ended && !after(live);
+        let after = |live: &Live| copies().any(|(l, _)| l.requested > live.gone && l.from < began);
+        let last = |live: &Live| live.requested < ended && !after(live);
         record.data == 0 || copies().any(|(live, gpa)| record.data == NAME | gpa && last(live))
     }
 
     /// Whether that write may have reached that place in memory.
     fn leads_to(&self, record: &Record, gpa: u64) -> bool {
         let ended = record.ended.unwrap_or(u64::MAX);
-        let brought_back =
-            |(live, to): (&Live, u64)| to == gpa && live.asked < ended && record.began < live.gone;
+        let brought_back = |(live, to): (&Live, u64)| {
+            to == gpa && live.requested < ended && record.began < live.gone
+        };
         let mut pieces = self.allowing(record);
         pieces.any(|(piece, slot)| !slot && piece.target_of(record.addr) == gpa)
             || self.copies_at(record.addr).any(brought_back)
@@ -171,7 +172,7 @@ pub(super) fn check_stamps(
         let word = u64::from_le_bytes(*word);
         if gpa % PAGE < HALF {
             if word != NAME | gpa {
-                return Err(format!("{word:#x} was written at {gpa:#x}, where nobody writes"));
+                return Err(format!("{word:#x} was written at {gpa:#x}, where no device writes"));
             }
         } else if word & 0xff << 56 == STAMP {
             let record = &records[(word >> 48 & 0xff) as usize][word as u32 as usize];

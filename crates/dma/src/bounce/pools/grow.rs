@@ -265,10 +265,10 @@ impl<T: Address> Inner<T> {
 /// The first result other than `None` from one of `zones`.
 fn first_of<T>(
     zones: &[Arc<Zone<T>>],
-    mut ask: impl FnMut(&Zone<T>) -> Result<Option<Slot>, Error>,
+    mut take: impl FnMut(&Zone<T>) -> Result<Option<Slot>, Error>,
 ) -> Result<Option<(&Zone<T>, Slot)>, Error> {
     for zone in zones {
-        if let Some(slot) = ask(zone)? {
+        if let Some(slot) = take(zone)? {
             return Ok(Some((zone, slot)));
         }
     }

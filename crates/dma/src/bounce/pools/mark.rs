@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_tells_who_and_since_when_until_it_is_cleared() {
+    fn a_mark_names_its_device_and_its_time_until_it_is_cleared() {
         let marks = Marks::new(100);
         let held = |device| SlotOwner { at: Location::caller(), stamp: Stamp::new(device, 9) };
         marks.set(99, held(1));

@@ -60,7 +60,7 @@ const SHARE: u64 = 64;
 const SPARED: u64 = 8;
 
 /// How many requests go by, after no addresses were found for a zone, before the next attempt.
-const TIMEOUT: u32 = 64;
+const RETRY_AFTER: u32 = 64;
 
 /// The bounce pools of a domain, for one device or several. Cheap to clone: all clones refer to the
 /// same pools.
@@ -100,7 +100,7 @@ struct Class<T> {
     zones: RwLock<ArrayVec<Arc<Zone<T>>, ZONES>>,
     /// The limit below which there were no addresses for a zone, and how many further requests for
     /// one to refuse at once. Locked while the zones are.
-    barren: Mutex<(u64, u32)>,
+    exhausted: Mutex<(u64, u32)>,
 }
 
 /// Counters; `pooled` also enforces the limit.
@@ -235,7 +235,7 @@ const MOST_CACHES: usize = 64;
 
 impl<T> Default for Class<T> {
     fn default() -> Class<T> {
-        Class { zones: RwLock::default(), barren: Mutex::default() }
+        Class { zones: RwLock::default(), exhausted: Mutex::default() }
     }
 }
 
@@ -273,7 +273,7 @@ impl<T: Address> Inner<T> {
             let own = usable.iter().any(|zone| zone.made_for >= limit);
             (usable, own)
         };
-        let Class { zones, barren } = &self.classes[class];
+        let Class { zones, exhausted } = &self.classes[class];
         if let (found, true) = usable(&zones.read()) {
             return found;
         }
@@ -282,14 +282,14 @@ impl<T: Address> Inner<T> {
         if own || zones.is_full() {
             return found;
         }
-        let (below, refused) = &mut *barren.lock();
+        let (below, refused) = &mut *exhausted.lock();
         if limit <= *below && *refused > 0 {
             *refused -= 1;
             return found;
         }
         match self.make_zone(class, limit) {
             Some(zone) => zones.push(Arc::new(zone)),
-            None => (*below, *refused) = (limit, TIMEOUT),
+            None => (*below, *refused) = (limit, RETRY_AFTER),
         }
         usable(&zones).0
     }

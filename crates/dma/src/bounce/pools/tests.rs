@@ -62,7 +62,7 @@ impl Rig {
     fn end(mut self) {
         let inner = Arc::downgrade(&self.pools().0);
         self.pools = None;
-        assert!(inner.upgrade().is_none(), "somebody holds the pools");
+        assert!(inner.upgrade().is_none(), "the pools are still referenced");
         assert_eq!(self.domain.mappings(), 0);
         assert_eq!(self.allocator.stats().live_ranges, 0);
     }
@@ -111,8 +111,8 @@ fn what_fits_no_class_or_no_memory_is_mapped_for_one_use() {
     let client = rig.client(u64::MAX, 1 << 30);
     let odd = take(&client, (64 << 10) + 1, Prot::RW).unwrap();
     assert_eq!(size(&odd), 68 << 10, "whole granules, no class");
-    let strange = take(&client, 4096, Prot::READ | Prot::from_bits_retain(64));
-    assert!(rig.pools().find(strange.as_ref().unwrap().range.first()).unwrap().single_use);
+    let unknown = take(&client, 4096, Prot::READ | Prot::from_bits_retain(64));
+    assert!(rig.pools().find(unknown.as_ref().unwrap().range.first()).unwrap().single_use);
     let pooled: Vec<Slot> = (0..4).map(|_| take(&client, 65536, Prot::RW).unwrap()).collect();
     let beyond = take(&client, 65536, Prot::RW).unwrap();
     let info = rig.pools().find(beyond.range.last()).unwrap();
@@ -121,7 +121,7 @@ fn what_fits_no_class_or_no_memory_is_mapped_for_one_use() {
     assert_eq!((stats.single_use, stats.grown, stats.slots, stats.kept_bytes), (3, 4, 7, 0));
     assert_eq!(stats.slot_bytes, (68 << 10) + 4096 + 5 * 65536);
     assert_eq!(stats.peak_bytes, stats.slot_bytes);
-    for slot in [odd, beyond, strange.unwrap()] {
+    for slot in [odd, beyond, unknown.unwrap()] {
         let first = slot.range.first();
         client.give_back(slot);
         assert!(rig.domain.mapping(first).is_none(), "unmapped when it was given back");
@@ -187,10 +187,10 @@ fn the_program_sees_what_its_own_device_left_and_zeros_of_others() {
     assert_eq!((again.dirty, bytes(&again)[99]), (100, 7));
     let place = again.range;
     one.give_back(again);
-    let theirs = other.take_for_cpu(4096, Prot::RW, Location::caller()).unwrap();
-    assert_eq!(theirs.range, place);
-    assert_eq!((theirs.dirty, bytes(&theirs)), (0, vec![0; 4096]));
-    other.give_back(theirs);
+    let other_slot = other.take_for_cpu(4096, Prot::RW, Location::caller()).unwrap();
+    assert_eq!(other_slot.range, place);
+    assert_eq!((other_slot.dirty, bytes(&other_slot)), (0, vec![0; 4096]));
+    other.give_back(other_slot);
     drop((one, other));
     rig.end();
 }
@@ -346,7 +346,7 @@ fn a_narrow_device_that_finds_no_addresses_for_a_zone_maps_for_one_use() {
 }
 
 #[test]
-fn a_quota_is_exact_whoever_asks_at_once() {
+fn a_quota_is_exact_under_concurrent_requests() {
     let rig = Rig::new(BounceLimits { max_bytes: 1 << 20, ..SMALL });
     let (quota, client) = (40 << 10, rig.client(u64::MAX, 40 << 10));
     let error = take(&client, 64 << 10, Prot::READ).unwrap_err();
@@ -433,7 +433,7 @@ fn threads_that_hammer_the_pools_lose_no_slot_and_share_none() {
 }
 
 #[test]
-fn limits_that_make_no_sense_are_refused() {
+fn invalid_limits_are_refused() {
     let refused = |largest, max_bytes| {
         let rig = Rig::new(SMALL);
         let limits = BounceLimits { largest, max_bytes, idle_ms: 1 };

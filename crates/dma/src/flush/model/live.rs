@@ -25,7 +25,7 @@ trait Around: Rules + Send + Sync + 'static {
     /// Bytes are reserved before they are exposed.
     const RESERVES_FIRST: bool = true;
     /// A queue that becomes bounded refuses entries without reserved bytes.
-    const ASKS_FOR_RESERVATIONS: bool = true;
+    const REQUIRES_RESERVATIONS: bool = true;
     /// Entries that are queued at the end are flushed.
     const FLUSHES_AT_END: bool = true;
 }
@@ -183,7 +183,7 @@ impl<R: Around> Live<R> {
 
     /// From now on only entries with a reserved byte are queued.
     fn become_bounded(&self) {
-        self.world.open(PER_CPU, 3, R::ASKS_FOR_RESERVATIONS);
+        self.world.open(PER_CPU, 3, R::REQUIRES_RESERVATIONS);
         self.world.queues.budget.set(self.bound as u64);
         self.bounded.store(true, Ordering::Release);
         self.expire();
@@ -372,7 +372,7 @@ fn ends_while_another_unmaps_and_the_timer_expires<R: Around>() {
 }
 
 #[test]
-fn whoever_lets_go_of_a_device_last_releases_what_is_queued() {
+fn the_last_drop_of_a_device_releases_what_is_queued() {
     // rule L30
     check_bounded(ends_while_another_unmaps_and_the_timer_expires::<Sound>);
 }
@@ -405,7 +405,7 @@ fn the_model_finds_a_queue_that_is_closed_after_its_last_flush() {
 
 #[test]
 #[should_panic(expected = "released while the device still reaches it")]
-fn the_model_finds_a_refused_entry_that_is_left_to_somebody_elses_flush() {
+fn the_model_finds_a_refused_entry_that_is_left_to_another_threads_flush() {
     // rules L19, L27
     mutant!(Leaves {} { const FLUSHES_WHAT_IS_REFUSED: bool = false; });
     check(becomes_strict::<Leaves>);
@@ -429,18 +429,18 @@ fn the_model_finds_a_timer_that_is_stopped_with_its_flag_set() {
 
 #[test]
 #[should_panic(expected = "an entry waits for a timer that is not armed")]
-fn the_model_finds_an_expiry_in_vain_that_leaves_its_flag() {
+fn the_model_finds_an_idle_expiry_that_leaves_its_flag() {
     // rules L23, L27
-    mutant!(LeavesFlagInVain {} { const CLEARS_FLAG_FIRST: bool = false; });
-    check_bounded(has_its_timer_expire_while_it_is_strict::<LeavesFlagInVain>);
+    mutant!(LeavesFlagWhenIdle {} { const CLEARS_FLAG_FIRST: bool = false; });
+    check_bounded(has_its_timer_expire_while_it_is_strict::<LeavesFlagWhenIdle>);
 }
 
 #[test]
 #[should_panic(expected = "an entry is queued of which no byte was reserved")]
 fn the_model_finds_a_bounded_queue_that_takes_everything() {
     // rule L27
-    mutant!(AsksNothing {} { const ASKS_FOR_RESERVATIONS: bool = false; });
-    check(becomes_bounded::<AsksNothing>);
+    mutant!(TakesUnreserved {} { const REQUIRES_RESERVATIONS: bool = false; });
+    check(becomes_bounded::<TakesUnreserved>);
 }
 
 #[test]

@@ -122,7 +122,7 @@ fn a_slot_whose_unmap_fails_is_never_used_again() {
         rig.pools.trim();
         let stats = rig.pools.stats();
         assert_eq!((stats.quarantined_bytes, stats.slots, stats.kept_bytes), (64 << 10, 0, 0));
-        assert_eq!(rig.memory.bytes(), 64 << 10, "its memory is nobody's");
+        assert_eq!(rig.memory.bytes(), 64 << 10, "its memory is not given back");
         // It goes on failing: the memory lost that way is bounded.
         let single = device.take_buffer(40 << 10, Direction::ToDevice).unwrap();
         drop(single);

@@ -140,7 +140,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn slots_are_whose_they_are(ops in prop::collection::vec(op(), 1..80)) {
+    fn no_slot_has_two_owners(ops in prop::collection::vec(op(), 1..80)) {
         let rig = Rig::new(LIMITS);
         let mut held: Vec<Held> = Vec::new();
         let mut failing = false;

@@ -27,7 +27,7 @@ where
     pub fn abandon(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<(), Error> {
         self.failed.get_or_insert(Error::Stopped);
         self.inner.stop()?;
-        self.asked = 0;
+        self.submitted = 0;
         let (spare, mut result) = (&mut self.spare, Ok(()));
         self.refused.drain(..).for_each(&mut each);
         // The controller never gets commands that are mapped only now.
@@ -73,7 +73,7 @@ where
         }
         // It may go on for ever. It cannot reach what is unmapped, unless nothing is translated.
         let confined = self.inner.is_confined();
-        for (noted, mapping) in self.transfers.take_asked() {
+        for (noted, mapping) in self.transfers.take_submitted() {
             match mapping {
                 Some(mapping) if confined && !mapping.is_bounced() => drop(mapping),
                 held => forget((held, take(&mut noted.kept))),

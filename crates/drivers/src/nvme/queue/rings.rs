@@ -4,7 +4,7 @@ use std::sync::atomic::Ordering;
 
 use ringfence_dma::{Coherent, Segment};
 
-use super::super::{NotAsked, Op, Registers, pages::Pages, prp, ring::Pair, wire::Command};
+use super::super::{NotSubmitted, Op, Registers, pages::Pages, prp, ring::Pair, wire::Command};
 
 /// The memory that a queue shares with the controller.
 pub(super) struct Rings<R> {
@@ -21,7 +21,7 @@ impl<R: Registers> Rings<R> {
         at: usize,
         command: Command,
         segments: impl Iterator<Item = Segment>,
-    ) -> Result<(), NotAsked> {
+    ) -> Result<(), NotSubmitted> {
         let offset = at as u64 * self.list_bytes;
         let (list, room) = (self.lists.memory(), (self.list_bytes / 8) as usize);
         let data = prp::entries(segments, self.lists.iova().0 + offset, room, |n, page| {

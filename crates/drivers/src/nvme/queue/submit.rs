@@ -8,7 +8,7 @@ use ringfence_iova::Allocator;
 
 use super::{
     super::{
-        Data, Error, Namespace, NotAsked, Op, Refused, Registers, command::Noted, wire::Command,
+        Data, Error, Namespace, NotSubmitted, Op, Refused, Registers, command::Noted, wire::Command,
     },
     IoQueue,
 };
@@ -37,7 +37,7 @@ where
             Err(why) => return Err(Refused { why, data: Some(data) }),
         };
         let Some(at) = self.transfers.take() else {
-            return Err(Refused { why: NotAsked::Full, data: Some(data) });
+            return Err(Refused { why: NotSubmitted::Full, data: Some(data) });
         };
         let command = command.id(at as u16);
         let begun = self.begin(at, Noted { token, command, ..Noted::default() }, op, data);
@@ -53,7 +53,7 @@ where
         op: Op,
         data: Data<B>,
     ) -> Result<(), Refused<B>> {
-        let stopped = NotAsked::Queue(Error::Stopped);
+        let stopped = NotSubmitted::Queue(Error::Stopped);
         let Some(rings) = &mut self.rings else {
             return Err(Refused { why: stopped, data: Some(data) });
         };
@@ -69,7 +69,7 @@ where
             (Data::Persistent(buffer, bytes), Some(_)) => {
                 match buffer.segments_for(bytes.clone()) {
                     Ok(segments) => rings.push(at, command, segments),
-                    Err(_) => Err(NotAsked::Data),
+                    Err(_) => Err(NotSubmitted::Data),
                 }
             }
             (Data::At(segment), Some(_)) if self.inner.is_confined() => {
@@ -83,24 +83,24 @@ where
                         list.push(buffer);
                         (list, false)
                     }
-                    other => return Err(Refused { why: NotAsked::Data, data: Some(other) }),
+                    other => return Err(Refused { why: NotSubmitted::Data, data: Some(other) }),
                 };
                 let noted = Noted { is_list, ..noted };
                 let mapped = self.transfers.map_sg(at, list, direction).map_err(|error| {
-                    let why = NotAsked::Map(error.error());
+                    let why = NotSubmitted::Map(error.error());
                     let list = error.into_buffer();
                     Refused { why, data: list.map(|list| noted.data_of(list, &mut self.spare)) }
                 });
                 *self.transfers.work(at) = noted;
                 return mapped;
             }
-            _ => Err(NotAsked::Data),
+            _ => Err(NotSubmitted::Data),
         };
         match pushed {
             Ok(()) => {
                 self.transfers.ask(at);
                 *self.transfers.work(at) = Noted { kept: data, ..noted };
-                self.note_asked();
+                self.note_submitted();
                 Ok(())
             }
             Err(why) => Err(Refused { why, data: Some(data) }),
@@ -108,13 +108,13 @@ where
     }
 
     /// The command, except for its number and its data.
-    fn check(&self, space: &Namespace, op: Op, data: &Data<B>) -> Result<Command, NotAsked> {
+    fn check(&self, space: &Namespace, op: Op, data: &Data<B>) -> Result<Command, NotSubmitted> {
         if let Some(failed) = self.failed {
-            return Err(NotAsked::Queue(failed));
+            return Err(NotSubmitted::Queue(failed));
         }
         let within = |lba: u64, blocks: u64| match lba.checked_add(blocks) {
             Some(end) if end <= space.blocks => Ok(()),
-            _ => Err(NotAsked::BeyondEnd { lba, blocks, there: space.blocks }),
+            _ => Err(NotSubmitted::BeyondEnd { lba, blocks, there: space.blocks }),
         };
         let command = Command::new(op.opcode(), space.id);
         match op {
@@ -128,10 +128,10 @@ where
             Op::Read { lba } | Op::Write { lba } => {
                 let (bytes, block) = (data.len(), space.block_bytes());
                 if bytes > self.max_transfer {
-                    return Err(NotAsked::TooLong { bytes, most: self.max_transfer });
+                    return Err(NotSubmitted::TooLong { bytes, most: self.max_transfer });
                 }
                 if bytes == 0 || !bytes.is_multiple_of(block) {
-                    return Err(NotAsked::Blocks { bytes, block });
+                    return Err(NotSubmitted::Blocks { bytes, block });
                 }
                 let blocks = bytes / block;
                 within(lba, blocks)?;

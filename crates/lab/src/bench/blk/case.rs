@@ -17,7 +17,7 @@ use crate::{
 
 named! {
     /// A part of the benchmark.
-    Part, "{:?} is no part: there are {}":
+    Part, "unknown part {:?}: there are {}":
     /// The device has an IOTLB, but the driver does not use an IOMMU.
     Off = "off",
     /// Buffers are mapped once.
@@ -34,7 +34,7 @@ named! {
 
 named! {
     /// What requests do.
-    Kind, "{:?} is no kind: there are {}":
+    Kind, "unknown kind {:?}: there are {}":
     /// They read.
     Read = "read",
     /// They write.

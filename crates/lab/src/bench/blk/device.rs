@@ -97,9 +97,9 @@ impl Device {
     }
 
     fn fail(&mut self, error: &anyhow::Error) {
-        let said = self.running.take().map(|running| running.process.last_words());
-        let said = said.map_or(String::new(), |said| format!(" (it said: {said})"));
-        let window = Err(format!("{error:#}{said}"));
+        let words = self.running.take().map(|running| running.process.last_words());
+        let words = words.map_or(String::new(), |words| format!(" (it printed: {words})"));
+        let window = Err(format!("{error:#}{words}"));
         self.outcome.windows.push(Measured { window, ping: [None; 2] });
     }
 
@@ -137,8 +137,8 @@ impl Device {
         match looked {
             Ok(wrong) => self.outcome.wrong_on_disk = wrong,
             Err(error) => {
-                let said = process.last_words();
-                let window = Err(format!("at its end: {error:#} (it said: {said})"));
+                let words = process.last_words();
+                let window = Err(format!("at its end: {error:#} (it printed: {words})"));
                 self.outcome.windows.push(Measured { window, ping: [None; 2] });
             }
         }
@@ -174,8 +174,8 @@ impl Running {
             let stream = UnixStream::connect(&socket).context("connecting");
             Driver::open(stream?, case, content)
         });
-        let driver =
-            driver.map_err(|error| error.context(format!("it said: {}", process.last_words())))?;
+        let driver = driver
+            .map_err(|error| error.context(format!("it printed: {}", process.last_words())))?;
         process.pause()?;
         Ok(Running { driver, process, image })
     }

@@ -54,26 +54,26 @@ impl Driver {
     }
 
     fn mark(&self, process: &Process) -> Mark {
-        Mark::new(self.load.tally().answered(), process.cpu_ns(), self.load.messages())
+        Mark::new(self.load.tally().completed(), process.cpu_ns(), self.load.messages())
     }
 
     fn run(&mut self, length: Duration) -> Result<()> {
         let end = Instant::now() + length;
         self.last = Instant::now();
         loop {
-            let mut answered = 0;
+            let mut completed = 0;
             for _ in 0..TURNS {
-                answered += self.load.turn(true)?;
+                completed += self.load.turn(true)?;
                 if self.fresh {
-                    self.load.answer()?;
+                    self.load.serve_misses()?;
                 }
             }
             let now = Instant::now();
             if now.duration_since(self.looked) > LOOK {
-                self.load.answer()?;
+                self.load.serve_misses()?;
                 self.looked = now;
             }
-            if answered > 0 {
+            if completed > 0 {
                 self.last = now;
             } else if now.duration_since(self.last) > STUCK {
                 bail!("the back end does nothing any more");

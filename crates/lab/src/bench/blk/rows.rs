@@ -47,7 +47,7 @@ fn row(outcome: &Outcome, off: &[Measured]) -> Row {
         ("ratio_to_off", value(ratio(&rate, &rates(off)))),
         ("backend_cpu_us", value(interval(&cpu))),
         ("cpu_ratio_to_off", value(ratio(&cpu, &cpus(off)))),
-        ("answered", tally.answered().into()),
+        ("answered", tally.completed().into()),
         ("wrong", (tally.wrong + wrong_on_disk).into()),
         ("failed", tally.failed.into()),
     ]));
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn ratios_are_of_rounds_and_failures_are_told() {
+    fn ratios_are_of_rounds_and_failures_are_reported() {
         let off = [10, 20, 40].map(|requests| measured(requests * 1000)).to_vec();
         let on = [5, 10, 20].map(|requests| measured(requests * 1000)).to_vec();
         let none = vec![Measured { window: Err("gone".to_owned()), ping: [None; 2] }];

@@ -19,18 +19,18 @@ itself. Each figure is the median of windows, each ratio that of the rounds' rat
   kIOPS      thousands of requests a second
   x off      against the same requests without an IOMMU, with the guest's buffers, or unconfined
   cpu        CPU time of the back end for a request, µs, the kernel's work for it included; x off as above
-  ping       round trip of a cache line between the CPUs, ns; it says where the host has put them
+  ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
   short, moved, failed
              windows in which the driver had its CPU for less than 95 %, in which the CPUs lay elsewhere than in
              most, that came to nothing; all others are in the medians, these two kinds as well
   4k, 2m     how much an UPDATE covers: of entries that a back end can merge, or cannot
   dynamic    each request has two pages of its own (data; header, status and table), invalidated when it is done:
-             the back end asks, or the driver pushes
+             the back end misses, or the driver pushes
   own, guest where data is while the disk has it: in buffers of the service's own, or in the guest's; 4k, 64k are the
              sizes of requests then
   confined, unconfined
              the back end as it is by default, and with --sandbox off
-  misses     that the back end asked for, for each request
+  misses     of the back end's IOTLB, for each request
   data path  a driver and a device in one thread over a disk in memory; what the device takes for a request, and how
              fast that is against the same code compiled without an IOTLB
 ";

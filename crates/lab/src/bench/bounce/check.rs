@@ -158,16 +158,16 @@ mod tests {
         TooMuch,
     }
 
-    struct Liar {
+    struct Faulty {
         inner: Ours,
         wrong: Wrong,
         place: AtomicU64,
     }
 
-    impl Subject for Liar {
+    impl Subject for Faulty {
         type Held = <Ours as Subject>::Held;
 
-        fn for_thread(&self, _index: usize) -> Liar {
+        fn for_thread(&self, _index: usize) -> Faulty {
             unimplemented!("one thread")
         }
         fn begin(&self, buffer: Vec<u8>, op: Op) -> Option<Self::Held> {
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_wrong_is_found_out() {
+    fn a_faulty_pool_is_found_out() {
         let wrongs = [
             (Wrong::Twice, "twice"),
             (Wrong::Forgets, "brought back a wrong byte"),
@@ -218,8 +218,8 @@ mod tests {
             (Wrong::TooMuch, "brought back a wrong byte"),
         ];
         for (wrong, words) in wrongs {
-            let liar = Liar { inner: Ours::new().unwrap(), wrong, place: AtomicU64::new(0) };
-            let error = check(&liar, 3000, 500, 1).unwrap_err();
+            let faulty = Faulty { inner: Ours::new().unwrap(), wrong, place: AtomicU64::new(0) };
+            let error = check(&faulty, 3000, 500, 1).unwrap_err();
             assert!(error.contains(words), "{error}");
         }
     }

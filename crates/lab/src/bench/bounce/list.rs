@@ -52,7 +52,7 @@ impl Default for Options {
 
 named! {
     /// How a list is bounced.
-    Way, "{:?} is no way to bounce a list: there are {}":
+    Way, "unknown way to bounce a list {:?}: there are {}":
     /// All of it in one slot.
     Whole = "ringfence",
     /// Each element in a slot of our pools.

@@ -33,7 +33,7 @@ pub(super) const PEER: &str = "swiotlb-like";
 
 named! {
     /// A part of the benchmark.
-    Part, "no part is called {:?}: there are {}":
+    Part, "unknown part {:?}: there are {}":
     /// Jobs under each policy.
     Seed = "seed",
     /// Lists for an untrusted device.

@@ -104,7 +104,7 @@ impl<'a> Contest<'a> {
             full => full,
         };
         let too_long = size as u64 > LONGEST;
-        let why = format!("it has no more than {} in one piece", bytes(LONGEST));
+        let why = format!("it has at most {} in one piece", bytes(LONGEST));
         let theirs = Filled::new(theirs, size, (full, held), too_long.then_some(why));
         let ours = Filled::new(Ours::new()?, size, (full, held), None);
         let entrants: Vec<(&str, Box<dyn Entrant>)> =

@@ -40,7 +40,7 @@ const OURS: Policy = Policy::Auto;
 
 named! {
     /// Which way the data goes, as fio calls it.
-    Op, "{:?} is no way for data: there are {}":
+    Op, "unknown direction {:?}: there are {}":
     /// Sequential reads.
     Read = "read",
     /// Sequential writes.

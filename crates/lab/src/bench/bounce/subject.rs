@@ -17,7 +17,7 @@ use crate::list::named;
 
 named! {
     /// What is done with a buffer.
-    Op, "{:?} is nothing that is done with a buffer: there are {}":
+    Op, "unknown operation {:?}: there are {}":
     /// A slot is taken and given back, and nothing copied.
     Take = "take",
     /// The device reads: copied in.
@@ -37,10 +37,10 @@ impl Op {
             Op::Take => "a slot taken and given back, nothing copied",
             Op::ToDevice => "to the device: taken, copied in, given back",
             Op::FromDevice => {
-                "from the device, which says how much it wrote: taken, copied back, given back"
+                "from the device, which reports how much it wrote: taken, copied back, given back"
             }
             Op::Preloaded => {
-                "from the device, nobody knows how much: taken, copied in, copied back, given back"
+                "from the device, an unknown length: taken, copied in, copied back, given back"
             }
             Op::Both => "both ways: taken, copied in, copied back, given back",
         }

@@ -164,8 +164,8 @@ fn pool(out: &mut String, rows: &[&Row]) {
         let mut names = numbers.clone();
         let mut units = cells(&["size", "held"]);
         for threads in &threads {
-            let who = crate::text::count(*threads, "thread");
-            numbers.extend(cells(&[&who, "", "", "", "", ""]));
+            let label = crate::text::count(*threads, "thread");
+            numbers.extend(cells(&[&label, "", "", "", "", ""]));
             names.extend(cells(&[OURS, "", PEER, "", "", ""]));
             units.extend(cells(&["ns", "±", "ns", "±", "x", "±"]));
         }
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn each_part_that_was_measured_is_told_and_no_other() {
+    fn each_part_that_was_measured_is_printed_and_no_other() {
         let text = rendered(rows(2e6));
         for word in [
             "sequential reads of 128 KiB",
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn the_legend_tells_the_peer_as_it_is() {
+    fn the_legend_describes_the_peer() {
         use super::super::{linear, pool};
         let found = [pool::BLOCK, linear::SLOT, linear::LONGEST].map(bytes);
         assert!(POOL.contains(&format!("block of {} in slots of {}", found[0], found[1])));

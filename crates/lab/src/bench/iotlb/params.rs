@@ -4,7 +4,7 @@ use crate::list::{counted, named};
 
 named! {
     /// What is measured.
-    Implementation, "{:?} is no implementation: there are {}":
+    Implementation, "unknown implementation {:?}: there are {}":
     /// Our views, over a table that all views of a device share.
     Ringfence = "ringfence",
     /// The `Iotlb` of the crate vm-memory.
@@ -20,7 +20,7 @@ named! {
 
 named! {
     /// What an operation is.
-    Order, "{:?} is no order: there are {}":
+    Order, "unknown order {:?}: there are {}":
     /// A lookup of 64 bytes, in one entry after the other.
     Seq = "seq",
     /// A lookup of 64 bytes in a random entry.
@@ -48,7 +48,7 @@ impl Order {
 
 named! {
     /// How entries side by side are related.
-    Merge, "{:?} is no way: there are {}":
+    Merge, "unknown way to merge {:?}: there are {}":
     /// They are contiguous in memory.
     Mergeable = "mergeable",
     /// No two of them do.
@@ -57,7 +57,7 @@ named! {
 
 named! {
     /// How large an entry is.
-    Page, "{:?} is no page: there are {}":
+    Page, "unknown page size {:?}: there are {}":
     /// 4 KiB.
     Small = "4k",
     /// 2 MiB.

@@ -137,7 +137,7 @@ impl Table for SortedList {
         if self.len == Self::MOST {
             let mut link = &mut self.head;
             for _ in 0..self.random.below(Self::MOST) {
-                link = &mut link.as_mut().expect("so many there are").next;
+                link = &mut link.as_mut().expect("the list is that long").next;
             }
             *link = link.take().and_then(|node| node.next);
             self.len -= 1;
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn the_list_holds_so_many_and_no_more() {
+    fn the_list_is_bounded() {
         let mut list = SortedList::default();
         for entry in 0..3000 {
             list.insert(entry << 12, 4096, 0);

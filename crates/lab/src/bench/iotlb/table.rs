@@ -38,7 +38,7 @@ which all take turns.
   x64       ringfence's ns against its own with 64 entries
   xlist     a sorted list of 2,048 entries against ringfence with this many
   scaling   what two threads get done against what one does, by the wall's time and by their CPU time: on a
-            machine that does other work, the first hides what the second tells
+            machine that does other work, the first hides what the second shows
 ";
 
 fn about(order: Order) -> &'static str {
@@ -103,7 +103,7 @@ mod tests {
     use crate::text::WIDTH;
 
     #[test]
-    fn no_line_is_wider_than_a_terminal_and_all_is_told() {
+    fn no_line_is_wider_than_a_terminal_and_no_row_is_left_out() {
         let options = super::super::tests::tiny();
         let mut benchmark = super::super::run(&options, &AtomicBool::new(false)).unwrap();
         benchmark.warnings.push("it rains".to_owned());

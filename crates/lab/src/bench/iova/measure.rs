@@ -333,17 +333,17 @@ mod tests {
     use super::*;
 
     /// A tree that now and then returns a wrong range.
-    struct Liar {
+    struct Faulty {
         tree: RbTree,
         calls: AtomicU64,
-        lie: fn(&RbTree, &Request, u64) -> Option<Result<u64, AllocReason>>,
+        fault: fn(&RbTree, &Request, u64) -> Option<Result<u64, AllocReason>>,
     }
 
-    impl Allocator for Liar {
+    impl Allocator for Faulty {
         fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
             let call = self.calls.fetch_add(1, Ordering::Relaxed);
-            match (self.lie)(&self.tree, request, call) {
-                Some(answer) => answer.map_err(|reason| AllocError { request: *request, reason }),
+            match (self.fault)(&self.tree, request, call) {
+                Some(result) => result.map_err(|reason| AllocError { request: *request, reason }),
                 None => self.tree.alloc(request),
             }
         }
@@ -377,13 +377,13 @@ mod tests {
         Aperture::new(0, (1 << 32) - 1, GRANULE).unwrap()
     }
 
-    fn liar(
+    fn faulty(
         live: Live,
-        lie: fn(&RbTree, &Request, u64) -> Option<Result<u64, AllocReason>>,
+        fault: fn(&RbTree, &Request, u64) -> Option<Result<u64, AllocReason>>,
     ) -> Entrant {
         let make = move || {
             let tree = RbTree::new(aperture());
-            Contender::Allocator(Box::new(Liar { tree, calls: AtomicU64::new(0), lie }))
+            Contender::Allocator(Box::new(Faulty { tree, calls: AtomicU64::new(0), fault }))
         };
         let size = Size { min: 1, max: 1 };
         Entrant::with(Implementation::OURS, make, aperture(), (live, size), &method())
@@ -391,14 +391,14 @@ mod tests {
 
     #[test]
     fn a_failure_although_there_is_a_hole_is_counted() {
-        let mut entrant = liar(Live::Count(100), |_, _, call| {
-            let lie = AllocReason::Exhausted { first: 0, last: 0 };
-            (call >= 100 && call % 4 == 0).then_some(Err(lie))
+        let mut entrant = faulty(Live::Count(100), |_, _, call| {
+            let fault = AllocReason::Exhausted { first: 0, last: 0 };
+            (call >= 100 && call % 4 == 0).then_some(Err(fault))
         });
         let checked = entrant.check(Pattern::Hot, 0, &method());
         assert_eq!(checked.operations, CHECKED);
         assert_eq!((checked.failures, checked.with_hole), (CHECKED / 4, CHECKED / 4));
-        assert_eq!(entrant.out, None, "it is no violation, and goes on");
+        assert_eq!(entrant.out, None, "it is not a violation, and goes on");
         let mut samples = Samples::default();
         entrant.measure(Pattern::Random, 1, 0, &method(), &mut samples);
         assert!(samples.failures > 0 && samples.failures < samples.operations);
@@ -418,7 +418,7 @@ mod tests {
 
     #[test]
     fn a_range_that_is_handed_out_twice_is_found_and_ends_the_measurement() {
-        let mut entrant = liar(Live::Count(100), |tree, request, call| {
+        let mut entrant = faulty(Live::Count(100), |tree, request, call| {
             // After the filling: it returns a range that is still allocated.
             (call == 150).then(|| {
                 let own = tree.alloc(request).unwrap();
@@ -435,7 +435,7 @@ mod tests {
 
     #[test]
     fn an_overlap_in_the_live_set_is_found_before_anything_is_measured() {
-        let mut entrant = liar(Live::Count(100), |tree, request, call| {
+        let mut entrant = faulty(Live::Count(100), |tree, request, call| {
             (call == 50).then(|| Ok(tree.alloc(request).unwrap() + 7 * GRANULE))
         });
         assert_eq!(entrant.check(Pattern::Hot, 0, &method()), Checked::default());

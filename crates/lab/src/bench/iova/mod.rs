@@ -124,7 +124,7 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark, Usage> {
     ]);
     if let Some(most) = options.threads.iter().max().filter(|most| **most > method.cpus.len()) {
         benchmark.warnings.push(format!(
-            "{most} threads on {} processors: they take turns, and their scaling says nothing",
+            "{most} threads on {} processors: they take turns, and their scaling is meaningless",
             method.cpus.len()
         ));
     }

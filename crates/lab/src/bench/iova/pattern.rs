@@ -20,7 +20,7 @@ const UNITS: Units = ("km", 1000);
 named! {
     /// In which order ranges are allocated and freed, in the order they are run on one set: `random` changes
     /// it and comes last.
-    Pattern, "no pattern is called {:?}: there are {}":
+    Pattern, "unknown pattern {:?}: there are {}":
     /// The same range is allocated and freed, again and again.
     Hot = "hot",
     /// The same, of 16 granules aligned to 16.
@@ -95,8 +95,8 @@ impl FromStr for Size {
         match (min.trim().parse(), max.trim().parse()) {
             (Ok(min), Ok(max)) if 1 <= min && min <= max && max <= LARGEST => Ok(Size { min, max }),
             _ => Err(format!(
-                "{text:?} is no size: granules from 1 to {LARGEST}, such as 16, or a mix such as \
-                 1-32"
+                "{text:?} is not a size: give granules from 1 to {LARGEST}, such as 16, or a mix \
+                 such as 1-32"
             )),
         }
     }
@@ -169,8 +169,9 @@ impl FromStr for Live {
     fn from_str(text: &str) -> Result<Live, String> {
         parse_live(text).ok_or_else(|| {
             format!(
-                "{text:?} is no live set: a number of ranges up to 10m (0, 1k, 100k), or a part of \
-                 the aperture from 1% to 99% (48%, in blocks of 16 granules; 48%x1 in blocks of 1)"
+                "{text:?} is not a live set: give a number of ranges up to 10m (0, 1k, 100k), or a \
+                 part of the aperture from 1% to 99% (48%, in blocks of 16 granules; 48%x1 in \
+                 blocks of 1)"
             )
         })
     }
@@ -211,7 +212,7 @@ impl Cell {
     }
 
     /// Whether it shows something that others do not.
-    fn is_telling(&self) -> bool {
+    fn is_informative(&self) -> bool {
         let large = self.size.max > 32;
         match (self.pattern, self.live) {
             // `aligned16` is that.
@@ -231,7 +232,7 @@ impl Cell {
     /// All combinations, so ordered that those of one set stand together. With `all`, also those
     /// which show nothing that others do not.
     pub fn plan(lives: &[Live], sizes: &[Size], patterns: &[Pattern], all: bool) -> Vec<Cell> {
-        let asked = |cell: &Cell| cell.pattern == Pattern::Aligned16 || sizes.contains(&cell.size);
+        let named = |cell: &Cell| cell.pattern == Pattern::Aligned16 || sizes.contains(&cell.size);
         // `aligned16` has its size, whatever the others are.
         let own = (!sizes.contains(&Size::SIXTEEN)).then_some(Size::SIXTEEN);
         let mut cells = Vec::new();
@@ -241,7 +242,7 @@ impl Cell {
                 let cells_of_set =
                     Pattern::ALL.into_iter().filter(|p| patterns.contains(p)).map(of);
                 cells.extend(cells_of_set.filter(|cell| {
-                    asked(cell) && cell.is_possible() && (all || cell.is_telling())
+                    named(cell) && cell.is_possible() && (all || cell.is_informative())
                 }));
             }
         }
@@ -312,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_is_run_even_if_it_tells_little() {
+    fn a_named_cell_is_run_even_if_it_is_uninformative() {
         let full = [Live::Full { percent: 48, block: 16 }];
         let large = [Size { min: 33, max: 512 }];
         assert!(Cell::plan(&full, &large, &[Pattern::Random], false).is_empty());

@@ -109,7 +109,7 @@ impl FromStr for Implementation {
     fn from_str(name: &str) -> Result<Implementation, String> {
         Self::ALL.into_iter().find(|one| one.name() == name).ok_or_else(|| {
             let names: Vec<_> = Self::ALL.iter().map(|one| one.name()).collect();
-            format!("no allocator is called {name:?}: there are {}", names.join(", "))
+            format!("unknown allocator {name:?}: there are {}", names.join(", "))
         })
     }
 }

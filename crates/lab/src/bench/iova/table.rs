@@ -196,8 +196,8 @@ fn notes(out: &mut String, rows: &[Row]) {
     for row in rows {
         let note = row.note.as_deref().unwrap_or_default();
         for part in note.split("; ").filter(|part| !part.is_empty()) {
-            let same = |(who, other, _): &&mut (&str, &str, _)| {
-                (*who, *other) == (row.implementation.as_str(), part)
+            let same = |(implementation, other, _): &&mut (&str, &str, _)| {
+                (*implementation, *other) == (row.implementation.as_str(), part)
             };
             match all.iter_mut().find(same) {
                 Some((_, _, about)) => about.push(&row.name),
@@ -205,11 +205,14 @@ fn notes(out: &mut String, rows: &[Row]) {
             }
         }
     }
-    for (who, part, mut about) in all {
+    for (implementation, part, mut about) in all {
         let more = about.len().saturating_sub(MOST_NAMED);
         about.truncate(MOST_NAMED);
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        out.push_str(&wrap(&format!("note: {who}: {part} ({}{more})", about.join(", "))));
+        out.push_str(&wrap(&format!(
+            "note: {implementation}: {part} ({}{more})",
+            about.join(", ")
+        )));
     }
 }
 
@@ -252,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn every_implementation_live_set_and_warning_is_told() {
+    fn every_implementation_live_set_and_warning_is_printed() {
         let mut benchmark = measured();
         benchmark.warnings.push("it rains".to_owned());
         let text = render(&benchmark, false);

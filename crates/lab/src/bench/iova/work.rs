@@ -267,19 +267,19 @@ mod tests {
     #[derive(Default)]
     struct Script {
         next: u64,
-        said: Vec<String>,
+        calls: Vec<String>,
     }
 
     impl Operate for Script {
         fn alloc(&mut self, granules: u64) -> Option<u64> {
             self.next += 1;
-            self.said.push(format!("alloc {granules}"));
+            self.calls.push(format!("alloc {granules}"));
             // Every fifth fails.
             (!self.next.is_multiple_of(5)).then_some(self.next)
         }
 
         fn free(&mut self, first: u64, _granules: u64) {
-            self.said.push(format!("free {first}"));
+            self.calls.push(format!("free {first}"));
         }
     }
 
@@ -290,8 +290,8 @@ mod tests {
         for _ in 0..5 {
             assert_eq!(worker.step(Pattern::Hot, &mut script), 1);
         }
-        assert_eq!(script.said[..4], ["alloc 3", "free 1", "alloc 3", "free 2"]);
-        assert_eq!(script.said[8..], ["alloc 3"], "nothing to free after a failure");
+        assert_eq!(script.calls[..4], ["alloc 3", "free 1", "alloc 3", "free 2"]);
+        assert_eq!(script.calls[8..], ["alloc 3"], "nothing to free after a failure");
     }
 
     #[test]
@@ -299,12 +299,12 @@ mod tests {
         let mut script = Script::default();
         let mut worker = Worker::new(&mut [], &[1], 0);
         assert_eq!(worker.step(Pattern::Batch, &mut script), BATCH as u64);
-        assert!(script.said[..BATCH].iter().all(|said| said == "alloc 1"));
+        assert!(script.calls[..BATCH].iter().all(|calls| calls == "alloc 1"));
         assert_eq!(
-            script.said[BATCH..BATCH + 5],
+            script.calls[BATCH..BATCH + 5],
             ["free 1", "free 2", "free 3", "free 4", "free 6"]
         );
-        assert_eq!(script.said.len(), BATCH * 2 - BATCH / 5);
+        assert_eq!(script.calls.len(), BATCH * 2 - BATCH / 5);
     }
 
     #[test]
@@ -315,11 +315,11 @@ mod tests {
         for _ in 0..1000 {
             worker.step(Pattern::Random, &mut script);
         }
-        let allocs = script.said.iter().filter(|said| said.starts_with("alloc")).count();
+        let allocs = script.calls.iter().filter(|calls| calls.starts_with("alloc")).count();
         assert_eq!(allocs, 1000);
         // All that was ever handed out was freed once, except what is still live.
         let live = slots.iter().filter(|slot| slot.granules > 0).count();
-        let frees = script.said.iter().filter(|said| said.starts_with("free")).count();
+        let frees = script.calls.iter().filter(|calls| calls.starts_with("free")).count();
         assert_eq!(10 + 1000 - 200, frees + live);
         assert!(slots.iter().all(|slot| slot.first < 1000), "every slot was chosen");
     }
@@ -334,7 +334,7 @@ mod tests {
             for _ in 0..50 {
                 worker.step(Pattern::Random, &mut script);
             }
-            script.said
+            script.calls
         };
         assert_eq!(run(1), run(1));
         assert_ne!(run(1), run(2));

@@ -75,7 +75,7 @@ fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
     }
     let mut sync = Pending::map(&*rig.domain, ranges);
     rig.serve()?;
-    ensure!(sync.poll(&*rig.domain), "MAPs are not answered");
+    ensure!(sync.poll(&*rig.domain), "MAPs are not completed");
     succeeded(&sync)?;
     for (range, target) in pages() {
         let at = Iova(range.first().0 + 0x123);
@@ -87,7 +87,7 @@ fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
     }
     let mut sync = Pending::gathered(&*rig.domain, Vec::new(), &mut gather);
     rig.serve()?;
-    ensure!(sync.poll(&*rig.domain), "UNMAPs are not answered");
+    ensure!(sync.poll(&*rig.domain), "UNMAPs are not completed");
     succeeded(&sync)?;
     for (range, _) in pages() {
         ensure!(rig.access(range.first())?.is_none(), "{range} is mapped still");
@@ -388,10 +388,10 @@ pub(super) fn send(
     let used = device.handle(session, &bytes[..len], &mut reply);
     if session.needs_sync() {
         device.begin_sync(session);
-        ensure!(device.poll_sync(session)?, "an invalidation waits for somebody");
+        ensure!(device.poll_sync(session)?, "an invalidation did not complete");
     }
     let ok = used as usize == TAIL_LEN && reply[0] == Status::Ok as u8;
-    ensure!(ok, "{request:?} is answered with {reply:?}");
+    ensure!(ok, "{request:?} is completed with {reply:?}");
     Ok(())
 }
 

@@ -251,8 +251,8 @@ impl Contest {
             let (subject, out) = match made {
                 Ok(subject) => (Some(subject), None),
                 Err(error) => {
-                    let who = of.implementation;
-                    into.errors.push(format!("{who}, {}: {error:#}", cell.op));
+                    let implementation = of.implementation;
+                    into.errors.push(format!("{implementation}, {}: {error:#}", cell.op));
                     (None, Some("not measured: it failed its check".to_owned()))
                 }
             };

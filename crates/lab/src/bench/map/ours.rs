@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn the_dma_api_asks_the_device_what_the_benchmark_asks_it() {
+    fn the_dma_api_sends_the_device_the_requests_of_the_benchmark() {
         let targets: Vec<GuestPhys> =
             (0..PAGES).map(|n| GuestPhys(target(n).0 | n << 32)).collect();
         // The benchmark: a list, and a sync that is begun for it.
@@ -168,13 +168,13 @@ mod tests {
         let maps: Vec<_> = maps.collect();
         rig.domain.map_pages(&maps).unwrap();
         let mut sync = Pending::map(&*rig.domain, maps.iter().map(Map::range).collect());
-        let asked = counts(&rig);
+        let counted = counts(&rig);
         served(&mut rig.server, || {
             sync.wait(&*rig.domain);
             Ok(())
         })
         .unwrap();
-        let bench = (asked.0 - before.0, asked.1 - before.1, asked.2 - before.2);
+        let bench = (counted.0 - before.0, counted.1 - before.1, counted.2 - before.2);
         // The DMA API: a buffer of such pages, pushed and begun.
         let mut rig = Machine::new(1).rig(256, 1).unwrap();
         let aperture = Aperture::new(1 << 32, (1 << 40) - 1, 4096).unwrap();
@@ -190,7 +190,7 @@ mod tests {
         let mut batch = device.map_batch();
         batch.push(Scattered(targets), Direction::Bidirectional, ()).map_err(|_| ()).unwrap();
         batch.begin();
-        let asked = counts(&rig);
+        let counted = counts(&rig);
         served(&mut rig.server, || {
             batch.wait();
             let mut mapped = 0;
@@ -202,7 +202,7 @@ mod tests {
             Ok(())
         })
         .unwrap();
-        let api = (asked.0 - before.0, asked.1 - before.1, asked.2 - before.2);
+        let api = (counted.0 - before.0, counted.1 - before.1, counted.2 - before.2);
         assert_eq!((api, api.0), (bench, PAGES));
     }
 }

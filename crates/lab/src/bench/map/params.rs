@@ -4,7 +4,7 @@ use crate::list::{PLAIN, counted, named};
 
 named! {
     /// The device.
-    Implementation, "{:?} is no implementation: there are {}":
+    Implementation, "unknown implementation {:?}: there are {}":
     /// Ours.
     Ringfence = "ringfence",
     /// A B-tree of mappings for each domain, all behind one reader-writer lock; UNMAP looks at
@@ -16,7 +16,7 @@ named! {
 
 named! {
     /// What is measured.
-    Op, "{:?} is no measurement: there are {}":
+    Op, "unknown measurement {:?}: there are {}":
     /// MAP and UNMAP, both ends on one core: driver and device take turns in one thread.
     OneCore = "one-core",
     /// MAP and UNMAP, driver and device on a core each.
@@ -34,7 +34,7 @@ named! {
 
 named! {
     /// How the pages of a batch lie.
-    Order, "{:?} is no order: there are {}":
+    Order, "unknown order {:?}: there are {}":
     /// Side by side.
     Contiguous = "contiguous",
     /// In random order, no two side by side.
@@ -43,7 +43,7 @@ named! {
 
 named! {
     /// How the mappings lie whose table memory is measured.
-    Spread, "{:?} is no spread: there are {}":
+    Spread, "unknown spread {:?}: there are {}":
     /// 4 KiB pages side by side, mapped to pages in no order.
     Dense = "dense",
     /// One page in each 2 MiB.

@@ -66,7 +66,7 @@ Medians of rounds in which all devices take turns; ± half of the 95 % interval;
   x                how many times as long as ringfence
   btreemap         mappings in a B-tree behind one lock, UNMAP looks at all of a domain: the design of cloud-hypervisor's
   btreemap-range   the same, but UNMAP looks at what lies in its range
-ringfence answers an UNMAP when no thread uses the translation any more; the others cache none.
+ringfence completes an UNMAP when no thread uses the translation any more; the others cache none.
 ";
 
 fn about(op: Op) -> &'static str {
@@ -88,19 +88,25 @@ fn about(op: Op) -> &'static str {
 
 /// A line for each load, with the others' ratios after ours.
 fn pairs(rows: &[&Row], keys: &[&str], scaling: bool) -> String {
-    let is_there = |who: &Implementation| rows.iter().any(|row| row.implementation == who.name());
-    let others = Implementation::ALL.into_iter().filter(|who| *who != Implementation::Ringfence);
+    let is_there = |implementation: &Implementation| {
+        rows.iter().any(|row| row.implementation == implementation.name())
+    };
+    let others = Implementation::ALL
+        .into_iter()
+        .filter(|implementation| *implementation != Implementation::Ringfence);
     let others: Vec<Implementation> = others.filter(is_there).collect();
     // The last column of each.
     let scaling = scaling.then_some("scaling");
     let mut head = cells(keys);
     head.extend(["ns", "±", "M/s"].into_iter().chain(scaling).map(str::to_owned));
-    for who in &others {
-        head.extend([who.name(), "x"].into_iter().chain(scaling).map(str::to_owned));
+    for implementation in &others {
+        head.extend([implementation.name(), "x"].into_iter().chain(scaling).map(str::to_owned));
     }
     let mut lines = vec![head];
     for (_, rows) in groups(rows.iter().copied(), |row| row.name.clone()) {
-        let find = |who: Implementation| rows.iter().find(|row| row.implementation == who.name());
+        let find = |implementation: Implementation| {
+            rows.iter().find(|row| row.implementation == implementation.name())
+        };
         let scales = |row: Option<&&Row>| {
             scaling.map(|key| row.map_or(String::new(), |row| times(interval(row, key).median)))
         };
@@ -111,11 +117,11 @@ fn pairs(rows: &[&Row], keys: &[&str], scaling: bool) -> String {
             [optional(interval(row, "pairs_per_s").scaled(1e-6).median)]
         }));
         line.extend(scales(own));
-        for &who in &others {
-            line.extend(find(who).map_or([String::new(), String::new()], |row| {
+        for &implementation in &others {
+            line.extend(find(implementation).map_or([String::new(), String::new()], |row| {
                 [optional(row.ns_per_op.median), times(row.ratio_to_ringfence)]
             }));
-            line.extend(scales(find(who)));
+            line.extend(scales(find(implementation)));
         }
         lines.push(line);
     }

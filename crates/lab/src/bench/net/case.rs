@@ -11,7 +11,7 @@ use crate::list::named;
 
 named! {
     /// A part of the benchmark.
-    Part, "no part is called {:?}: there are {}":
+    Part, "unknown part {:?}: there are {}":
     /// The device has an IOTLB, but the driver does not use an IOMMU.
     Off = "off",
     /// Buffers are mapped once.
@@ -24,7 +24,7 @@ named! {
 
 named! {
     /// Which way packets go.
-    Direction, "no direction is called {:?}: there are {}":
+    Direction, "unknown direction {:?}: there are {}":
     /// The driver sends, the back end takes.
     Tx = "tx",
     /// The back end sends.
@@ -35,7 +35,7 @@ named! {
 
 named! {
     /// The format of the rings.
-    Ring, "no ring is called {:?}: there are {}":
+    Ring, "unknown ring {:?}: there are {}":
     /// Split.
     Split = "split",
     /// Packed.
@@ -44,7 +44,7 @@ named! {
 
 named! {
     /// The back end.
-    Implementation, "no implementation is called {:?}: there are {}":
+    Implementation, "unknown implementation {:?}: there are {}":
     /// `ringfence net`.
     Ringfence = "ringfence",
     /// DPDK's `testpmd` with its vhost library.
@@ -76,7 +76,9 @@ impl FromStr for Entry {
     fn from_str(text: &str) -> Result<Entry, String> {
         let lower = text.to_ascii_lowercase();
         let found = (12..=30).map(|shift| Entry(1 << shift)).find(|size| size.to_string() == lower);
-        found.ok_or_else(|| format!("{text:?} is no entry's size: a power of two from 4k to 1g"))
+        found.ok_or_else(|| {
+            format!("{text:?} is not the size of an entry: give a power of two from 4k to 1g")
+        })
     }
 }
 

@@ -135,7 +135,7 @@ impl Load {
             Direction::Rx => 0,
         };
         if self.fresh {
-            self.driver.answer()?;
+            self.driver.serve_misses()?;
         }
         Ok(came)
     }
@@ -143,7 +143,7 @@ impl Load {
     /// What need not be done in each turn.
     fn look(&mut self, now: Instant, came: usize) -> Result<()> {
         if now.duration_since(self.looked) > LOOK {
-            self.driver.answer()?;
+            self.driver.serve_misses()?;
             self.looked = now;
         }
         if came > 0 || self.driver.arrivals().outstanding() == 0 {

@@ -103,7 +103,13 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
         }
         backends.push((implementation, started));
     }
-    let of = |case: &Case| options.implementations.iter().filter(|who| case.is_for(**who)).count();
+    let of = |case: &Case| {
+        options
+            .implementations
+            .iter()
+            .filter(|implementation| case.is_for(**implementation))
+            .count()
+    };
     let total = u64::from(options.repeat) * cases.iter().map(of).sum::<usize>() as u64;
     let step = options.window + OVERHEAD;
     let progress = window::progress(options.progress, total, step, &benchmark);
@@ -136,8 +142,8 @@ pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
 }
 
 /// Starts a back end in `folder`, on `cpu`.
-fn start(who: Implementation, folder: &Path, cpu: usize) -> Result<Box<dyn Backend>> {
-    Ok(match who {
+fn start(implementation: Implementation, folder: &Path, cpu: usize) -> Result<Box<dyn Backend>> {
+    Ok(match implementation {
         Implementation::Ringfence => Box::new(ringfence::Ringfence::start(folder, cpu)?),
         Implementation::Dpdk => Box::new(testpmd::Testpmd::start(folder, cpu)?),
     })
@@ -168,7 +174,7 @@ fn measure(
             let window = load::measure(backend.as_mut(), case, length).map_err(|error| {
                 // It logs the reason when its rings have stopped, after the connection was closed.
                 std::thread::sleep(REASON);
-                error.context(format!("it said: {}", backend.process().last_words()))
+                error.context(format!("it printed: {}", backend.process().last_words()))
             });
             // Let it see the end of the connection before it is stopped.
             std::thread::sleep(Duration::from_millis(10));
@@ -180,7 +186,9 @@ fn measure(
             // The error first, then the back end's log.
             let chain: Vec<String> = error.chain().map(ToString::to_string).collect();
             match &chain[..] {
-                [said, rest @ ..] if !rest.is_empty() => format!("{} ({said})", rest.join(": ")),
+                [printed, rest @ ..] if !rest.is_empty() => {
+                    format!("{} ({printed})", rest.join(": "))
+                }
                 _ => chain.join(": "),
             }
         })

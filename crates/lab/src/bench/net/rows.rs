@@ -25,11 +25,11 @@ pub(super) fn fill(
 ) {
     let of = |case: &Case, implementation: Implementation| {
         let case = cases.iter().position(|other| other == case)?;
-        let who = implementations.iter().position(|other| *other == implementation)?;
-        Some(found[case][who].as_slice())
+        let at = implementations.iter().position(|other| *other == implementation)?;
+        Some(found[case][at].as_slice())
     };
     for case in cases {
-        for &implementation in implementations.iter().filter(|who| case.is_for(**who)) {
+        for &implementation in implementations.iter().filter(|one| case.is_for(**one)) {
             let own = of(case, implementation).unwrap_or_default();
             let off = of(&case.off(), implementation).unwrap_or_default();
             let ours = of(case, Implementation::Ringfence).unwrap_or_default();

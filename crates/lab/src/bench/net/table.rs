@@ -19,16 +19,16 @@ interval.
   Mpps       millions of frames a second: taken from the driver (tx), given to it (rx), both (loop)
   x off      against the same back end without an IOMMU; x dpdk against DPDK's with the same addresses
   lost       frames that were, of all, ppm: 50 is the most that counts as none
-  ping       round trip of a cache line between the CPUs, ns; it says where the host has put them
+  ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
   short, moved, failed
              windows in which an end had its CPU for less than 95 %, in which the CPUs lay elsewhere than in most,
              that came to nothing; all others are in the medians, these two kinds as well
   4k, 2m ... how much an UPDATE covers: of entries that a back end can merge, or cannot
-  dynamic    each use of a buffer has a page of its own, invalidated after it: the back end asks, or the driver pushes
+  dynamic    each use of a buffer has a page of its own, invalidated after it: the back end misses, or the driver pushes
   notified   so too, where Ringfence is the IOMMU, in the device's process: 64 neighbouring buffers, or as many that lie
              scattered, or each by itself are a mapping; notified off is the same driver and device without
-  msg/s      messages that the socket moves, an UPDATE and its answer being two: with one UPDATE in flight, and 64
-  msg        messages a frame: misses, UPDATEs and INVALIDATEs with their answers; x msg: frames a second times that,
+  msg/s      messages that the socket moves, an UPDATE and its reply being two: with one UPDATE in flight, and 64
+  msg        messages a frame: misses, UPDATEs and INVALIDATEs with their replies; x msg: frames a second times that,
              against the messages that the socket moves with 64 in flight
 ";
 
@@ -42,13 +42,15 @@ pub fn render(benchmark: &Benchmark) -> String {
         section(&mut out, &format!("{direction}, {ring} ring"), &contest(&rows));
     }
     out.extend(["\n", ABOUT]);
-    for ((who, note), rows) in groups(rows, |row| (row.implementation.clone(), row.note.clone())) {
+    for ((implementation, note), rows) in
+        groups(rows, |row| (row.implementation.clone(), row.note.clone()))
+    {
         if let Some(note) = note {
             let rows = match rows.len() {
                 1 => "one row".to_owned(),
                 count => format!("{count} rows"),
             };
-            out.push_str(&wrap(&format!("{who}, {rows}: {note}")));
+            out.push_str(&wrap(&format!("{implementation}, {rows}: {note}")));
         }
     }
     warnings(&mut out, benchmark);

@@ -23,15 +23,15 @@ use crate::bench::process::Process;
 /// Where Debian puts it (package `dpdk-dev`).
 const PROGRAM: &str = "/usr/bin/dpdk-testpmd";
 /// How long it may take to carry out a command.
-const ANSWER: Duration = Duration::from_secs(60);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A running testpmd.
 pub(super) struct Testpmd {
     process: Process,
     commands: ChildStdin,
-    answers: ChildStdout,
+    output: ChildStdout,
     /// Output that was not looked at yet.
-    said: String,
+    unread: String,
     socket: PathBuf,
     /// Whether it forwards packets.
     forwards: bool,
@@ -58,45 +58,45 @@ impl Testpmd {
         let mut process =
             Process::start("dpdk-testpmd", Path::new(PROGRAM), &arguments, None, &socket, true)?;
         let commands = process.child.stdin.take().context("testpmd's standard input")?;
-        let answers = process.child.stdout.take().context("testpmd's standard output")?;
-        fcntl_setfl(&answers, OFlags::NONBLOCK).context("testpmd's standard output")?;
-        let (said, forwards) = (String::new(), false);
-        let mut testpmd = Testpmd { process, commands, answers, said, socket, forwards };
+        let output = process.child.stdout.take().context("testpmd's standard output")?;
+        fcntl_setfl(&output, OFlags::NONBLOCK).context("testpmd's standard output")?;
+        let (unread, forwards) = (String::new(), false);
+        let mut testpmd = Testpmd { process, commands, output, unread, socket, forwards };
         testpmd.until("testpmd>")?;
         Ok(testpmd)
     }
 
-    fn tell(&mut self, command: &str) -> Result<()> {
-        self.said.clear();
-        writeln!(self.commands, "{command}").context("telling testpmd what to do")
+    fn command(&mut self, command: &str) -> Result<()> {
+        self.unread.clear();
+        writeln!(self.commands, "{command}").context("sending testpmd a command")
     }
 
     /// Its output up to and including `end`.
     fn until(&mut self, end: &str) -> Result<String> {
         let begun = Instant::now();
         loop {
-            if let Some(at) = self.said.find(end) {
-                let rest = self.said.split_off(at + end.len());
-                return Ok(std::mem::replace(&mut self.said, rest));
+            if let Some(at) = self.unread.find(end) {
+                let rest = self.unread.split_off(at + end.len());
+                return Ok(std::mem::replace(&mut self.unread, rest));
             }
             let mut buffer = [0; 4096];
-            match self.answers.read(&mut buffer) {
+            match self.output.read(&mut buffer) {
                 Ok(0) => {
                     self.process.resume()?;
                     bail!("testpmd closed its standard output");
                 }
-                Ok(len) => self.said.push_str(&String::from_utf8_lossy(&buffer[..len])),
+                Ok(len) => self.unread.push_str(&String::from_utf8_lossy(&buffer[..len])),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                    if begun.elapsed() > ANSWER {
-                        bail!("testpmd did not say {end:?} within {ANSWER:?}");
+                    if begun.elapsed() > REPLY_TIMEOUT {
+                        bail!("testpmd did not print {end:?} within {REPLY_TIMEOUT:?}");
                     }
                     let short = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-                    match poll(&mut [PollFd::new(&self.answers, PollFlags::IN)], Some(&short)) {
+                    match poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&short)) {
                         Ok(_) | Err(Errno::INTR) => {}
                         Err(errno) => return Err(errno).context("waiting for testpmd"),
                     }
                 }
-                Err(error) => return Err(error).context("reading what testpmd says"),
+                Err(error) => return Err(error).context("reading testpmd's output"),
             }
         }
     }
@@ -119,9 +119,9 @@ impl Backend for Testpmd {
             Direction::Rx => "txonly",
             Direction::Loop => "io",
         };
-        self.tell(&format!("set fwd {mode}"))?;
+        self.command(&format!("set fwd {mode}"))?;
         self.until("packet forwarding mode")?;
-        self.tell("start")?;
+        self.command("start")?;
         self.forwards = true;
         self.until("TX RS bit threshold")?;
         Ok(())
@@ -132,18 +132,20 @@ impl Backend for Testpmd {
     }
 
     fn end(&mut self) -> Result<Option<Counted>> {
-        self.tell("stop")?;
-        let said = self.until("Done.")?;
+        self.command("stop")?;
+        let statistics = self.until("Done.")?;
         self.forwards = false;
-        let counted = counted(&said);
-        counted.map(Some).with_context(|| format!("no statistics in what testpmd says: {said:?}"))
+        let counted = counted(&statistics);
+        counted
+            .map(Some)
+            .with_context(|| format!("no statistics in testpmd's output: {statistics:?}"))
     }
 }
 
 /// The figures of the first port in what `stop` prints.
-fn counted(said: &str) -> Option<Counted> {
+fn counted(statistics: &str) -> Option<Counted> {
     let figure = |name: &str| {
-        let rest = &said[said.find(name)? + name.len()..];
+        let rest = &statistics[statistics.find(name)? + name.len()..];
         rest.split_whitespace().next()?.parse().ok()
     };
     Some(Counted { taken: figure("RX-packets:")?, given: figure("TX-packets:")? })
@@ -155,10 +157,10 @@ mod tests {
 
     #[test]
     fn statistics_are_found() {
-        let said = "Telling cores to stop...\n\n  ------- Forward statistics for port 0  -----\n  \
+        let text = "Telling cores to stop...\n\n  ------- Forward statistics for port 0  -----\n  \
             RX-packets: 14508448       RX-dropped: 0             RX-total: 14508448\n  \
             TX-packets: 7              TX-dropped: 3             TX-total: 10\n  ---\n\nDone.";
-        assert_eq!(counted(said), Some(Counted { taken: 14_508_448, given: 7 }));
+        assert_eq!(counted(text), Some(Counted { taken: 14_508_448, given: 7 }));
         assert_eq!(counted("Done."), None);
     }
 }

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_told_with_what_helps() {
+    fn missing_memory_is_reported_with_a_remedy() {
         for backing in [Backing::Thp, Backing::Hugetlb] {
             match Memory::new(backing, 1024).unwrap() {
                 Ok(memory) if backing == Backing::Thp => {

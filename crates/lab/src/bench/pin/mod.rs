@@ -146,7 +146,7 @@ fn measured(
         ("cpu", cpu.into()),
         ("clock", clock.name().into()),
         ("clock_ns", clock.cost_ns().into()),
-        ("one_page_calls", calls.iter().map(|one| told(one, fastest.call)).collect()),
+        ("one_page_calls", calls.iter().map(|one| summary(one, fastest.call)).collect()),
         ("did_not_run", json!([])),
     ]);
     let cells: Vec<Cell> =
@@ -196,7 +196,7 @@ fn absent_note(Absent(why): Absent, options: &Options, into: &mut Benchmark) -> 
     format!("not measured: {why}")
 }
 
-fn told(one: &OneCall, fastest: &str) -> Value {
+fn summary(one: &OneCall, fastest: &str) -> Value {
     json!({
         "call": one.call,
         "pin_ns": one.pin_ns,
@@ -381,7 +381,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn everybody_has_a_row_for_every_list() {
+    fn every_implementation_has_a_row_for_every_list() {
         let _alone = alone();
         let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
@@ -399,7 +399,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn who_pins_nothing_or_too_much_fails_the_check() {
+    fn an_implementation_that_pins_nothing_or_too_much_fails_the_check() {
         struct Lazy;
         impl Subject for Lazy {
             fn pin(&mut self, _: &Set) -> Result<()> {

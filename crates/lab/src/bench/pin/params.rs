@@ -4,7 +4,7 @@ use crate::list::{PLAIN, counted, named};
 
 named! {
     /// The implementation.
-    Implementation, "{:?} is no implementation: there are {}":
+    Implementation, "unknown implementation {:?}: there are {}":
     /// Our pinner, the whole list in one call.
     Ringfence = "ringfence",
     /// The fastest call for one page, by hand, once a page, without accounting.
@@ -18,7 +18,7 @@ named! {
 
 named! {
     /// What backs the memory.
-    Backing, "{:?} is no kind of memory: there are {}":
+    Backing, "unknown kind of memory {:?}: there are {}":
     /// Pages of 4 KiB.
     Small = "4k",
     /// Transparent huge pages.
@@ -29,7 +29,7 @@ named! {
 
 named! {
     /// How the pages of a list lie.
-    List, "{:?} is no list: there are {} (or half, which is mixed)":
+    List, "unknown list {:?}: there are {} (or half, which is mixed)":
     /// Side by side, in order.
     Contiguous = "contiguous",
     /// In random order, no two of them side by side.

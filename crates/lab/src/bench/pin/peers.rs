@@ -120,7 +120,7 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCa
             way.block(clock).with_context(|| format!("pinning a page ({})", way.call))?;
         }
     }
-    Ok(ways.into_iter().map(|way| way.told(clock)).collect())
+    Ok(ways.into_iter().map(|way| way.summary(clock)).collect())
 }
 
 /// The ticks of a block's pins, and of its unpins.
@@ -165,7 +165,7 @@ impl<'a> Way<'a> {
         Ok(())
     }
 
-    fn told(&self, clock: &Clock) -> OneCall {
+    fn summary(&self, clock: &Clock) -> OneCall {
         let each = |ticks| (clock.ns(ticks) / Way::BLOCK as f64 - clock.cost_ns()).max(0.0);
         let (pin_ns, unpin_ns) = (each(self.ticks.0), each(self.ticks.1));
         OneCall { call: self.call, name: self.name, pin_ns, unpin_ns }

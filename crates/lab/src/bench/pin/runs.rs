@@ -85,7 +85,7 @@ impl Lengths {
         (part(longer.runs(), self.runs()), part(longer.pages(), self.pages()))
     }
 
-    fn told(&self) -> Distribution {
+    fn summary(&self) -> Distribution {
         let quantile = |q| self.quantile(q);
         let (runs, pages) = (self.runs(), self.pages());
         Distribution {
@@ -149,7 +149,7 @@ fn rows(file: &str, recording: &Recording) -> Vec<Row> {
     let buffers = found.buffer.runs();
     let neighbours = if buffers == 0 { 0.0 } else { found.neighbours as f64 / buffers as f64 };
     let row = |measure: &str, lengths: &Lengths| {
-        let mut figures = match serde_json::to_value(lengths.told()) {
+        let mut figures = match serde_json::to_value(lengths.summary()) {
             Ok(Value::Object(figures)) => figures,
             _ => unreachable!("a distribution is plain data"),
         };
@@ -387,13 +387,13 @@ mod tests {
 
     #[test]
     fn quantiles_and_shares_are_of_runs_and_of_pages() {
-        let told = lengths([(1, 8), (16, 2)]).told();
-        assert_eq!((told.runs, told.pages, told.mean), (10, 40, 4.0));
-        assert_eq!((told.p10, told.p50, told.p90, told.longest), (1, 1, 16, 16));
-        let share = |length| told.from.iter().find(|share| share.length == length).unwrap();
+        let found = lengths([(1, 8), (16, 2)]).summary();
+        assert_eq!((found.runs, found.pages, found.mean), (10, 40, 4.0));
+        assert_eq!((found.p10, found.p50, found.p90, found.longest), (1, 1, 16, 16));
+        let share = |length| found.from.iter().find(|share| share.length == length).unwrap();
         assert_eq!((share(2).of_runs, share(2).of_pages), (0.2, 0.8));
         assert_eq!((share(16).of_pages, share(64).of_pages), (0.8, 0.0));
-        let none = Lengths::default().told();
+        let none = Lengths::default().summary();
         assert_eq!((none.runs, none.p50, none.mean, none.from[0].of_runs), (0, 0, 0.0, 0.0));
     }
 

@@ -107,18 +107,19 @@ pub fn render_runs(benchmark: &Benchmark) -> String {
             "%>=16", "%>=64", "%>=512", "calls",
         ])];
         for row in &rows {
-            let Some(told) = distribution(row) else { continue };
+            let Some(found) = distribution(row) else { continue };
             let mut line = vec![text(row, "measure")];
-            line.extend([told.runs, told.pages].map(|n| number(n as f64)));
-            line.push(number(told.mean));
+            line.extend([found.runs, found.pages].map(|n| number(n as f64)));
+            line.push(number(found.mean));
             line.extend(
-                [told.p10, told.p50, told.p90, told.p99, told.longest].map(|n| number(n as f64)),
+                [found.p10, found.p50, found.p90, found.p99, found.longest]
+                    .map(|n| number(n as f64)),
             );
-            line.extend(told.from.iter().map(|share| format!("{:.1}", share.of_pages * 100.0)));
+            line.extend(found.from.iter().map(|share| format!("{:.1}", share.of_pages * 100.0)));
             line.push(match line[0].as_str() {
                 // Runs here are counted once for each buffer that they are part of.
                 "in flight" => String::new(),
-                _ => times(Some(told.pages as f64 / told.runs.max(1) as f64)),
+                _ => times(Some(found.pages as f64 / found.runs.max(1) as f64)),
             });
             lines.push(line);
         }
@@ -140,9 +141,9 @@ pub fn render_runs(benchmark: &Benchmark) -> String {
 const RUNS: &str = "\
 Lengths of runs, in pages of 4 KiB; p50: half of the runs are no longer.
   map           what was mapped at once: side by side in I/O virtual addresses and in memory
-  buffer        what one unmap removed: what a driver asked to be mapped at once
+  buffer        what one unmap removed: what a driver mapped at once
   burst         of all buffers mapped between two unmaps, taken as one list, what lies side by side in I/O virtual
-                addresses; burst memory: in the memory itself, as who pins by guest-physical address sees it
+                addresses; burst memory: in the memory itself, as pins by guest-physical address see it
   in flight     for each buffer, what it was part of when it was mapped, with all that was mapped then
   %>=2          pages in runs of at least 2, of all, percent
   calls         calls of page-by-page for each call of a run
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn no_line_is_wider_than_a_terminal_and_all_is_told() {
+    fn no_line_is_wider_than_a_terminal_and_no_row_is_left_out() {
         let _alone = super::super::tests::alone();
         let options = super::super::tests::tiny();
         let mut benchmark = super::super::run(&options, &AtomicBool::new(false)).unwrap();
@@ -206,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn recordings_are_told_of() {
+    fn recordings_are_described() {
         let trace = concat!(
             env!("CARGO_MANIFEST_DIR"),
             "/../../examples/traces/guest-ftrace-nvme-intel-lazy-a.txt.gz"

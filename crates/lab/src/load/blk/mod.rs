@@ -108,13 +108,13 @@ impl BlkLoad {
     #[inline]
     pub fn turn(&mut self, more: bool) -> Result<usize, NetDriverError> {
         let BlkLoad { link, space, sides, content, depth, tally } = self;
-        let mut answered = 0;
+        let mut completed = 0;
         for side in sides {
-            answered += side.reclaim(space, link, content, tally)?;
+            completed += side.reclaim(space, link, content, tally)?;
             let most = if more { depth.saturating_sub(side.in_flight()) } else { 0 };
             side.submit(space, link, content, most)?;
         }
-        Ok(answered)
+        Ok(completed)
     }
 
     /// Sends pending UPDATEs and INVALIDATEs and serves the misses that have come; returns how many
@@ -123,8 +123,8 @@ impl BlkLoad {
     ///
     /// # Errors
     /// See [`NetDriverError`].
-    pub fn answer(&mut self) -> Result<u64, NetDriverError> {
-        self.link.answer(&self.space)
+    pub fn serve_misses(&mut self) -> Result<u64, NetDriverError> {
+        self.link.serve_misses(&self.space)
     }
 
     /// How many requests are submitted and not completed.
@@ -149,7 +149,7 @@ impl BlkLoad {
     pub fn drain(&mut self, timeout: Duration) -> Result<(), NetDriverError> {
         let mut since = Instant::now();
         while self.in_flight() > 0 {
-            self.answer()?;
+            self.serve_misses()?;
             if self.turn(false)? > 0 {
                 since = Instant::now();
             } else if since.elapsed() > timeout {

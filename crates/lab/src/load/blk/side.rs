@@ -54,7 +54,7 @@ pub struct Tally {
 
 impl Tally {
     /// How many have completed.
-    pub fn answered(&self) -> u64 {
+    pub fn completed(&self) -> u64 {
         self.good + self.wrong + self.failed
     }
 

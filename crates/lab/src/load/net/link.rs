@@ -64,7 +64,7 @@ impl Link {
         }
         let settled = front.negotiate(needed, protocol)?;
         if settled & needed != needed {
-            return Err(NetDriverError::Lacks { features: needed & !settled });
+            return Err(NetDriverError::Features { features: needed & !settled });
         }
         let mut channel = None;
         if space.addressing().translated() {
@@ -142,7 +142,7 @@ impl Link {
     /// Sends what was put into the pipe and takes the replies; then sends updates for the misses
     /// that have come meanwhile, and returns how many these were. A miss at an unmapped address
     /// gets no UPDATE (rule D8).
-    pub(crate) fn answer(&mut self, space: &Space) -> Result<u64, NetDriverError> {
+    pub(crate) fn serve_misses(&mut self, space: &Space) -> Result<u64, NetDriverError> {
         let Link { pipe, channel, messages, .. } = self;
         let Some((channel, records)) = channel else { return Ok(0) };
         let before = messages.misses;
@@ -230,14 +230,14 @@ mod tests {
     }
 
     #[test]
-    fn a_miss_is_answered_by_its_entry_and_one_that_leads_nowhere_by_none() {
+    fn a_miss_is_served_by_its_entry_and_one_that_leads_nowhere_by_none() {
         // rules D8, D9
         let space = space();
         let (mut link, mut main, mut channel) = link(&space);
         let known = space.device_addr(space.buffer(7)) + 9;
         let messages = [miss(known, false), miss(5, false), miss(known, true), miss(5, true)];
         channel.write_all(&messages.concat()).unwrap();
-        assert_eq!(link.answer(&space).unwrap(), 4);
+        assert_eq!(link.serve_misses(&space).unwrap(), 4);
 
         let updates = read(&mut main);
         let (updates, rest) = updates.as_chunks::<MESSAGE>();
@@ -246,11 +246,11 @@ mod tests {
             let wire = IotlbWire::read_from_bytes(&update[Header::LEN..]).unwrap();
             assert_eq!(wire.parse(), Ok(super::update(space.entry(known).unwrap())));
         }
-        let answers = read(&mut channel);
+        let replies = read(&mut channel);
         let done = [0_u64, 1].map(|value| {
             [Header::reply(BACKEND_IOTLB_MSG, 8).as_bytes(), &value.to_ne_bytes()].concat()
         });
-        assert_eq!(answers, done.concat(), "to those that wanted one, in order");
+        assert_eq!(replies, done.concat(), "to those that wanted one, in order");
         assert_eq!((link.messages.misses, link.messages.updates), (4, 2));
     }
 
@@ -265,11 +265,11 @@ mod tests {
         for bytes in wrong {
             let (mut link, _main, mut channel) = link(&space);
             channel.write_all(&bytes).unwrap();
-            assert!(matches!(link.answer(&space), Err(NetDriverError::Channel { .. })));
+            assert!(matches!(link.serve_misses(&space), Err(NetDriverError::Channel { .. })));
         }
         let (mut link, _main, channel) = link(&space);
         drop(channel);
-        assert!(link.answer(&space).is_err(), "and so is its end");
+        assert!(link.serve_misses(&space).is_err(), "and so is its end");
     }
 
     #[test]
@@ -278,13 +278,13 @@ mod tests {
         let (mut link, mut main, _channel) = link(&space);
         let tickets =
             [link.invalidate(0, 4095), link.update(space.entry(space.device_addr(0)).unwrap())];
-        link.answer(&space).unwrap();
+        link.serve_misses(&space).unwrap();
         assert_eq!(read(&mut main).len(), 2 * MESSAGE, "in one piece");
         for ticket in tickets {
             assert!(!link.is_done(ticket));
             let header = Header::reply(ringfence_vhost_user::msg::code::IOTLB_MSG, 8);
             main.write_all(&[header.as_bytes(), &[0; 8]].concat()).unwrap();
-            link.answer(&space).unwrap();
+            link.serve_misses(&space).unwrap();
             assert!(link.is_done(ticket));
         }
     }

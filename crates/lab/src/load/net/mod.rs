@@ -59,14 +59,14 @@ pub enum NetDriverError {
     /// A descriptor or a socket failed, or the back end hung up its channel.
     #[error("the back end's channel: {0}")]
     Io(#[from] io::Error),
-    /// The back end lacks virtio features that were asked for.
-    #[error("the back end lacks features {features:#x}")]
-    Lacks {
+    /// The back end does not offer virtio features that were requested.
+    #[error("the back end does not offer features {features:#x}")]
+    Features {
         /// Which, as bits.
         features: u64,
     },
-    /// Something on the back end's channel that is no IOTLB message.
-    #[error("request {request} on the back end's channel is no IOTLB message")]
+    /// A message on the back end's channel that is not an IOTLB message.
+    #[error("request {request} on the back end's channel is not an IOTLB message")]
     Channel {
         /// Its number.
         request: u32,
@@ -199,8 +199,8 @@ impl NetDriver {
     ///
     /// # Errors
     /// See [`NetDriverError`].
-    pub fn answer(&mut self) -> Result<u64, NetDriverError> {
-        self.link.answer(&self.space)
+    pub fn serve_misses(&mut self) -> Result<u64, NetDriverError> {
+        self.link.serve_misses(&self.space)
     }
 
     /// How many more frames can be sent so that each finds a receive buffer, were they all to come

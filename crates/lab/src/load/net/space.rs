@@ -338,7 +338,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_address_at_all_is_answered_wrongly(iova: u64, fresh: bool) {
+        fn no_address_at_all_is_translated_wrongly(iova: u64, fresh: bool) {
             let addressing = match fresh {
                 true => Addressing::Fresh { push: false },
                 false => Addressing::Static { entry: 4096, mergeable: false },

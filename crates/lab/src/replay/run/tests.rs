@@ -81,7 +81,7 @@ fn every_allocator_and_policy_has_its_row() {
 }
 
 #[test]
-fn ours_puts_ranges_where_it_is_told_to() {
+fn ours_puts_ranges_where_the_placement_has_them() {
     let at = |placement| {
         let options = Options { placement, ..short() };
         let trace = run(sample::stream(), options, false);
@@ -125,7 +125,7 @@ fn the_aperture_is_as_wide_as_the_recorded_addresses() {
 }
 
 #[test]
-fn a_replay_that_is_stopped_tells_what_is_complete() {
+fn a_replay_that_is_stopped_reports_what_is_complete() {
     let trace = run(sample::stream(), short(), true);
     assert_eq!((trace.allocators.len(), trace.rounds), (0, 0));
 }

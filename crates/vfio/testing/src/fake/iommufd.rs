@@ -22,7 +22,9 @@ use super::{
     owner::Owner,
     pins::Machine,
 };
-use ringfence_vfio::kernel::{Answer, Bitmap, Id, IommufdKernel, IovaRanges, Locked, MapFlags};
+use ringfence_vfio::kernel::{
+    Bitmap, Id, IommufdKernel, IovaRanges, KernelResult, Locked, MapFlags,
+};
 
 /// An iommufd in this process: address spaces, hardware page tables made from them, and devices.
 ///
@@ -72,7 +74,7 @@ impl Iommufd {
     /// ENOENT; EINVAL if the page table does not suit the device; EADDRINUSE where the device's
     /// limits conflict with mappings or with what was [allowed](Self::allow); ENOMEM, EFAULT as for
     /// a map.
-    pub fn attach(&self, device: Id, to: Id) -> Answer<Id> {
+    pub fn attach(&self, device: Id, to: Id) -> KernelResult<Id> {
         self.0.lock().attach(device, to)
     }
 
@@ -80,7 +82,7 @@ impl Iommufd {
     ///
     /// # Errors
     /// ENOENT; EINVAL if it is not attached.
-    pub fn detach(&self, device: Id) -> Answer<()> {
+    pub fn detach(&self, device: Id) -> KernelResult<()> {
         self.0.lock().detach(device)
     }
 
@@ -89,7 +91,7 @@ impl Iommufd {
     ///
     /// # Errors
     /// ENOENT; EINVAL where ranges overlap; EADDRINUSE where one is not mappable now.
-    pub fn allow(&self, ioas: Id, ranges: &[Range]) -> Answer<()> {
+    pub fn allow(&self, ioas: Id, ranges: &[Range]) -> KernelResult<()> {
         self.0.lock().allow(ioas, ranges)
     }
 
@@ -164,7 +166,7 @@ impl State {
         id
     }
 
-    fn destroy(&mut self, id: Id) -> Answer<()> {
+    fn destroy(&mut self, id: Id) -> KernelResult<()> {
         if self.devices.contains_key(&id) {
             return Err(Errno::BUSY);
         }
@@ -190,7 +192,7 @@ impl State {
 // The callers of `dma_read` and `dma_write` are the devices of this iommufd; they touch only what
 // is mapped.
 impl IommufdKernel for Iommufd {
-    fn new_ioas(&self) -> Answer<Id> {
+    fn new_ioas(&self) -> KernelResult<Id> {
         let mut state = self.0.lock();
         if state.machine.faults.hits(Step::Record) {
             return Err(Errno::NOMEM);
@@ -200,11 +202,11 @@ impl IommufdKernel for Iommufd {
         Ok(id)
     }
 
-    fn destroy(&self, id: Id) -> Answer<()> {
+    fn destroy(&self, id: Id) -> KernelResult<()> {
         self.0.lock().destroy(id)
     }
 
-    fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+    fn iova_ranges(&self, ioas: Id) -> KernelResult<IovaRanges> {
         self.0.lock().iova_ranges(ioas)
     }
 
@@ -215,23 +217,23 @@ impl IommufdKernel for Iommufd {
         iova: Option<u64>,
         vaddr: u64,
         size: u64,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         self.0.lock().map(ioas, flags, iova, vaddr, size)
     }
 
-    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> Answer<u64> {
+    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> KernelResult<u64> {
         self.0.lock().unmap(ioas, iova, size)
     }
 
-    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> Answer<Id> {
+    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> KernelResult<Id> {
         self.0.lock().new_hwpt(device, ioas, dirty, false)
     }
 
-    fn track_dirty(&self, hwpt: Id, on: bool) -> Answer<()> {
+    fn track_dirty(&self, hwpt: Id, on: bool) -> KernelResult<()> {
         self.0.lock().track(hwpt, on)
     }
 
-    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
         self.0.lock().read_dirty(hwpt, iova, size, dirty)
     }
 
@@ -269,7 +271,7 @@ impl fmt::Debug for Iommufd {
 
 /// `size` bytes from `iova` on, as iommufd checks them: EOVERFLOW if they wrap or reach the very
 /// end, EINVAL if there are none.
-fn bytes(iova: u64, size: u64) -> Answer<Range> {
+fn bytes(iova: u64, size: u64) -> KernelResult<Range> {
     if iova == u64::MAX || size == u64::MAX {
         return Err(Errno::OVERFLOW);
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rustix::{io::Errno, mm::MsyncFlags};
 
 use super::{PAGE, SHIFT};
-use ringfence_vfio::kernel::Answer;
+use ringfence_vfio::kernel::KernelResult;
 
 /// The kind of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +86,13 @@ impl Memory {
 
     /// How many of `pages` pages from `vaddr` on one call can pin, when `pinned` are pinned
     /// already.
-    pub(super) fn reach(&self, vaddr: u64, pages: u64, write: bool, pinned: u64) -> Answer<u64> {
+    pub(super) fn reach(
+        &self,
+        vaddr: u64,
+        pages: u64,
+        write: bool,
+        pinned: u64,
+    ) -> KernelResult<u64> {
         let (first, mut reach) = (vaddr >> SHIFT, 0);
         while reach < pages {
             let (kind, count) = self.part(first + reach, pages - reach);

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::PAGE;
-use ringfence_vfio::kernel::{Answer, Locked};
+use ringfence_vfio::kernel::{KernelResult, Locked};
 
 /// A process, as far as a kernel counts its locked pages: the limit (`RLIMIT_MEMLOCK`), the count,
 /// and whether it holds `CAP_IPC_LOCK`. Clones are the same process.
@@ -75,7 +75,7 @@ impl Owner {
     }
 
     /// Charges all of `pages` or nothing.
-    pub(super) fn charge(&self, pages: u64, capable: bool) -> Answer<()> {
+    pub(super) fn charge(&self, pages: u64, capable: bool) -> KernelResult<()> {
         let mut account = self.0.lock();
         let sum = account.used.checked_add(pages).ok_or(Errno::NOMEM)?;
         if pages > 0 && !capable && sum > account.limit {

@@ -9,7 +9,7 @@ use super::{
     memory::{Frames, Memory},
     table::Run,
 };
-use ringfence_vfio::kernel::Answer;
+use ringfence_vfio::kernel::KernelResult;
 
 /// Most pages that are pinned in one call.
 const BATCH: u64 = 512;
@@ -56,8 +56,8 @@ impl Machine {
         &mut self,
         wanted: Wanted,
         batch: &mut Batch,
-        mut charge: impl FnMut(u64, u64) -> Answer<()>,
-    ) -> Answer<Frames> {
+        mut charge: impl FnMut(u64, u64) -> KernelResult<()>,
+    ) -> KernelResult<Frames> {
         let mut run = Frames { pfn: 0, pages: 0, reserved: false };
         let failure = loop {
             if run.pages == wanted.pages {
@@ -94,7 +94,7 @@ impl Machine {
     }
 
     /// Pins the next pages.
-    fn fill(&mut self, wanted: Wanted) -> Answer<Batch> {
+    fn fill(&mut self, wanted: Wanted) -> KernelResult<Batch> {
         let Wanted { vaddr, pages, write } = wanted;
         let most = if self.batches { BATCH } else { 1 };
         let mut pages = self.memory.reach(vaddr, pages.min(most), write, self.pinned)?;

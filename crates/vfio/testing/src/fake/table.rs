@@ -11,7 +11,7 @@ use super::{
     faults::{Faults, Step},
     memory::Frames,
 };
-use ringfence_vfio::kernel::{Answer, MapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags};
 
 /// A run of frames as it was mapped, or what is left of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub(super) struct Run {
 
 impl Run {
     /// `frames` at `iova`; EINVAL if that would wrap.
-    pub(super) fn new(iova: u64, frames: Frames, prot: MapFlags) -> Answer<Run> {
+    pub(super) fn new(iova: u64, frames: Frames, prot: MapFlags) -> KernelResult<Run> {
         let len = frames.pages.checked_mul(PAGE).ok_or(Errno::INVAL)?;
         let range = Range::from_len(Iova(iova), len).ok_or(Errno::INVAL)?;
         Ok(Run { range, pfn: frames.pfn, reserved: frames.reserved, prot })
@@ -112,7 +112,7 @@ impl Table {
     }
 
     /// Maps a run where nothing is mapped; if that fails, nothing of it stays mapped.
-    pub(super) fn map(&mut self, run: Run, faults: &mut Faults, log: &mut Log) -> Answer<()> {
+    pub(super) fn map(&mut self, run: Run, faults: &mut Faults, log: &mut Log) -> KernelResult<()> {
         if faults.hits(Step::Map) || self.runs.len() >= self.most {
             return Err(Errno::NOMEM);
         }

@@ -28,7 +28,8 @@ use super::{
     PAGE, copy::Refused, events::Event, faults::Step, memory::Memory, owner::Owner, pins::Machine,
 };
 use ringfence_vfio::kernel::{
-    Answer, Bitmap, DirtyInfo, Extension, Locked, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
+    Bitmap, DirtyInfo, Extension, KernelResult, Locked, MapFlags, Type1Info, Type1Kernel,
+    UnmapFlags,
 };
 
 /// Most pages, and bytes, of one bitmap (rule L63).
@@ -156,7 +157,7 @@ impl Type1 {
     }
 
     /// The state, if there is a group.
-    fn attached(&self) -> Answer<parking_lot::MutexGuard<'_, State>> {
+    fn attached(&self) -> KernelResult<parking_lot::MutexGuard<'_, State>> {
         let state = self.state.lock();
         if state.members.is_empty() { Err(Errno::INVAL) } else { Ok(state) }
     }
@@ -198,7 +199,7 @@ impl State {
 // SAFETY of what `map` promises: the callers of `dma_read`, `dma_write` and `dma_rw` are the
 // devices of this container, and these touch only what is mapped.
 impl Type1Kernel for Type1 {
-    fn info(&self) -> Answer<Type1Info> {
+    fn info(&self) -> KernelResult<Type1Info> {
         let state = self.attached()?;
         Ok(Type1Info {
             page_sizes: state.page_sizes,
@@ -218,7 +219,7 @@ impl Type1Kernel for Type1 {
         }
     }
 
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
         self.attached()?.map(flags, iova, vaddr, size)
     }
 
@@ -228,15 +229,15 @@ impl Type1Kernel for Type1 {
         iova: u64,
         size: u64,
         dirty: Option<Bitmap<'_>>,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         self.unmap_range(flags, iova, size, dirty)
     }
 
-    fn track_dirty(&self, on: bool) -> Answer<()> {
+    fn track_dirty(&self, on: bool) -> KernelResult<()> {
         if self.v1 { Err(Errno::ACCESS) } else { self.attached()?.track(on) }
     }
 
-    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> Answer<()> {
+    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
         if self.v1 { Err(Errno::ACCESS) } else { self.attached()?.read_dirty(iova, size, dirty) }
     }
 
@@ -279,7 +280,7 @@ impl fmt::Debug for Type1 {
 }
 
 /// A range of whole pages of `granule` bytes; EINVAL if it is not, or wraps.
-fn whole(iova: u64, size: u64, granule: u64) -> Answer<Range> {
+fn whole(iova: u64, size: u64, granule: u64) -> KernelResult<Range> {
     if (iova | size) & (granule - 1) != 0 {
         return Err(Errno::INVAL);
     }

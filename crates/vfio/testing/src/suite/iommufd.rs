@@ -3,7 +3,7 @@
 use rustix::io::Errno;
 
 use super::{Checked, Outcome, Stop, expect, memory::Memory, not_applicable, outcome};
-use ringfence_vfio::kernel::{Answer, Bitmap, Id, IommufdKernel, MapFlags};
+use ringfence_vfio::kernel::{Bitmap, Id, IommufdKernel, KernelResult, MapFlags};
 
 const RW: MapFlags = MapFlags::READ.union(MapFlags::WRITE);
 const PAGE: u64 = 4096;
@@ -23,7 +23,7 @@ struct Bench<'a, K> {
 ///
 /// # Errors
 /// The kernel's, if no check could begin.
-pub fn iommufd<K: IommufdKernel>(kernel: &K, device: Option<Id>) -> Answer<Vec<Outcome>> {
+pub fn iommufd<K: IommufdKernel>(kernel: &K, device: Option<Id>) -> KernelResult<Vec<Outcome>> {
     let memory = Memory::new(PAGES, PAGE)?;
     let mut outcomes = Vec::new();
     let mut clean = true;
@@ -59,7 +59,7 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
     ];
 
     /// Maps pages at the page number `at`.
-    fn map(&self, at: u64, pages: u64) -> Answer<u64> {
+    fn map(&self, at: u64, pages: u64) -> KernelResult<u64> {
         self.raw(self.ioas, RW, Some(at * PAGE), self.memory.addr(PAGE), pages * PAGE)
     }
 
@@ -70,13 +70,13 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
         iova: Option<u64>,
         vaddr: u64,
         size: u64,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         // SAFETY: the memory is used for nothing else, no device is attached, and no bytes are
         // read.
         unsafe { self.kernel.map(id, flags, iova, vaddr, size) }
     }
 
-    fn unmap(&self, at: u64, pages: u64) -> Answer<u64> {
+    fn unmap(&self, at: u64, pages: u64) -> KernelResult<u64> {
         Ok(self.kernel.unmap(self.ioas, at * PAGE, pages * PAGE)? / PAGE)
     }
 
@@ -92,7 +92,7 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
         let vaddr = self.memory.addr(PAGE);
         match self.raw(self.ioas, MapFlags::empty(), Some(0), vaddr, PAGE) {
             Ok(_) => not_applicable("Linux before 6.11 maps without a permission"),
-            answer => expect(answer, Err(Errno::INVAL)),
+            result => expect(result, Err(Errno::INVAL)),
         }
     }
 

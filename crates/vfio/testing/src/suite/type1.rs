@@ -5,7 +5,7 @@ use rustix::io::Errno;
 
 use super::{Checked, Outcome, Stop, expect, memory::Memory, not_applicable, outcome};
 use ringfence_vfio::kernel::{
-    Answer, Bitmap, Extension, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
+    Bitmap, Extension, KernelResult, MapFlags, Type1Info, Type1Kernel, UnmapFlags,
 };
 
 const RW: MapFlags = MapFlags::READ.union(MapFlags::WRITE);
@@ -32,7 +32,7 @@ struct Bench<'a, K> {
 /// # Errors
 /// The kernel's, if no check could begin: its info cannot be read, or something is mapped already
 /// and stays (EBUSY).
-pub fn type1<K: Type1Kernel>(kernel: &K) -> Answer<Vec<Outcome>> {
+pub fn type1<K: Type1Kernel>(kernel: &K) -> KernelResult<Vec<Outcome>> {
     let info = kernel.info()?;
     let page = 1_u64.checked_shl(info.page_sizes.trailing_zeros()).ok_or(Errno::INVAL)?;
     let wide = |range: &&Range| range.extent() / page >= 4 * PAGES;
@@ -70,7 +70,7 @@ const UNSEEN: [(&str, &str, &str); 6] = [
     ("L51", "the very last page", "Linux before 6.19 loses a mapping that ends at 2^64-1"),
     ("L52", "the longest runs are pinned", "how pages are pinned is not shown"),
     ("L57", "pages go after the invalidation", "when pages are unpinned is not shown"),
-    ("L58", "a probe for superpages", "what is asked of the IOMMU is not shown"),
+    ("L58", "a probe for superpages", "requests to the IOMMU are not shown"),
     ("L61", "a group that does not suit", "groups are attached elsewhere"),
     ("L62", "external pins", "only drivers in the kernel pin externally"),
 ];
@@ -96,32 +96,32 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         ("L63", "what is mapped is dirty", Self::dirty),
         ("L63", "an unaligned start", Self::unaligned),
         ("L63", "what is refused", Self::refused),
-        ("L63", "an unmap that tells", Self::telling),
+        ("L63", "an unmap with GET_DIRTY", Self::get_dirty),
     ];
 
     /// Maps pages: `at` and `from` are numbers of pages, from the base and in the memory.
-    fn map(&self, at: u64, from: u64, pages: u64) -> Answer<()> {
+    fn map(&self, at: u64, from: u64, pages: u64) -> KernelResult<()> {
         let vaddr = self.memory.addr(self.page) + from * self.page;
         self.raw(RW, self.base + at * self.page, vaddr, pages * self.page)
     }
 
     /// Maps any address, in the memory or not.
-    fn raw(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    fn raw(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
         // SAFETY: the memory is used for nothing else, no device does DMA, and no bytes are read.
         unsafe { self.kernel.map(flags, iova, vaddr, size) }
     }
 
     /// Unmaps pages; returns how many were mapped.
-    fn unmap(&self, at: u64, pages: u64) -> Answer<u64> {
+    fn unmap(&self, at: u64, pages: u64) -> KernelResult<u64> {
         self.unmap_with(UnmapFlags::empty(), at, pages)
     }
 
-    fn unmap_with(&self, flags: UnmapFlags, at: u64, pages: u64) -> Answer<u64> {
+    fn unmap_with(&self, flags: UnmapFlags, at: u64, pages: u64) -> KernelResult<u64> {
         let (iova, size) = (self.base + at * self.page, pages * self.page);
         Ok(self.kernel.unmap(flags, iova, size, None)? / self.page)
     }
 
-    fn read(&self, at: u64, pages: u64, page: u64, words: &mut [u64]) -> Answer<()> {
+    fn read(&self, at: u64, pages: u64, page: u64, words: &mut [u64]) -> KernelResult<()> {
         let (iova, size) = (self.base + at * self.page, pages * self.page);
         self.kernel.dirty(iova, size, Bitmap { page, words })
     }
@@ -177,7 +177,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
 
     fn ranges(&self) -> Checked {
         let Some(ranges) = &self.info.ranges else {
-            return not_applicable("the kernel does not say what may be mapped");
+            return not_applicable("the kernel does not report what may be mapped");
         };
         let vaddr = self.memory.addr(self.page);
         let whole = |at: u64| at & !(self.page - 1);
@@ -207,7 +207,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
     }
 
     fn available(&self) -> Result<u32, Stop> {
-        let why = || Stop::NotApplicable("the kernel does not tell its budget".to_owned());
+        let why = || Stop::NotApplicable("the kernel does not report its budget".to_owned());
         self.kernel.info()?.available.ok_or_else(why)
     }
 
@@ -233,7 +233,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
                 Err(Errno::NOMEM) => {
                     return not_applicable("the memlock limit comes before the budget");
                 }
-                answer => answer?,
+                result => result?,
             }
         }
         expect(self.available()?, 0)?;
@@ -250,7 +250,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
     fn failed_map(&self) -> Checked {
         if self.info.ranges.is_none() {
             return not_applicable(
-                "no IOMMU says what may be mapped, so perhaps nothing is pinned",
+                "no IOMMU reports what may be mapped, so perhaps nothing is pinned",
             );
         }
         let hole = Memory::new(PAGES, self.page)?;
@@ -314,7 +314,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         expect(all(UnmapFlags::ALL, 0, 0, None), Ok(0))
     }
 
-    fn update(&self, at: u64, from: u64, pages: u64) -> Answer<()> {
+    fn update(&self, at: u64, from: u64, pages: u64) -> KernelResult<()> {
         let vaddr = self.memory.addr(self.page) + from * self.page;
         self.raw(MapFlags::VADDR, self.base + at * self.page, vaddr, pages * self.page)
     }
@@ -382,7 +382,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         let mut words = [0];
         self.read(0, 10, self.page, &mut words)?;
         if words == [0] {
-            return not_applicable("every group tells what it writes to");
+            return not_applicable("the writes of every group are known");
         }
         expect(words, [0x3ff])?;
         // The next read cannot know what is written either. For bits after the last mapping, Linux
@@ -399,7 +399,7 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         let mut words = [0b101, 7];
         self.read(0, 128, self.page, &mut words)?;
         if words == [0b101, 7] {
-            return not_applicable("every group tells what it writes to");
+            return not_applicable("the writes of every group are known");
         }
         expect(words, [0b1_1101, 7])
     }
@@ -416,20 +416,20 @@ impl<'a, K: Type1Kernel> Bench<'a, K> {
         expect(self.read(4, 4, page, &mut [0]), Ok(()))
     }
 
-    fn telling(&self) -> Checked {
+    fn get_dirty(&self) -> Checked {
         self.tracks()?;
         self.map(4, 0, 4)?;
-        let tell = |words: &mut [u64]| {
+        let unmap = |words: &mut [u64]| {
             let bitmap = Some(Bitmap { page: self.page, words });
             self.kernel.unmap(UnmapFlags::GET_DIRTY, self.base, 16 * self.page, bitmap)
         };
-        expect(tell(&mut [0]), Err(Errno::INVAL))?;
+        expect(unmap(&mut [0]), Err(Errno::INVAL))?;
         self.kernel.track_dirty(true)?;
         let mut words = [0];
-        expect(tell(&mut words), Ok(4 * self.page))?;
+        expect(unmap(&mut words), Ok(4 * self.page))?;
         expect(self.unmap(0, 16), Ok(0))?;
         if words == [0] {
-            return not_applicable("every group tells what it writes to");
+            return not_applicable("the writes of every group are known");
         }
         expect(words, [0xf0])
     }

@@ -30,7 +30,7 @@ fn seen<T>(_: T) {}
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
     #[test]
-    fn any_arguments_have_an_answer(
+    fn any_arguments_have_a_result(
         calls in prop::collection::vec((0..10_u8, any::<u32>(), number(), number(), number()), 1..40),
         v1 in prop::bool::weighted(0.1),
     ) {
@@ -94,7 +94,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
     #[test]
-    fn any_arguments_of_an_iommufd_have_an_answer(
+    fn any_arguments_of_an_iommufd_have_a_result(
         calls in prop::collection::vec((0..10_u8, any::<u32>(), number(), number(), number()), 1..40),
     ) {
         let owner = Owner::new(1 << 20);

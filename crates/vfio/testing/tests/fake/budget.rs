@@ -6,7 +6,7 @@ use ringfence_vfio::kernel::{Type1Kernel, UnmapFlags};
 use ringfence_vfio_testing::fake::Type1;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::common::{RW, assert_civil};
+use crate::common::{RW, assert_invalidated_before_unpin};
 
 const GIB: u64 = 1 << 30;
 
@@ -28,7 +28,7 @@ fn memory_of_64_gib_costs_one_unit_a_call_and_is_given_back_whole() {
     assert_eq!(kernel.pinned(), 64 << 18);
     assert_eq!(kernel.unmap(UnmapFlags::ALL, 0, 0, None), Ok(64 * GIB));
     assert_eq!((kernel.pinned(), kernel.info().unwrap().available), (0, Some(65_535)));
-    assert_civil(&kernel.events());
+    assert_invalidated_before_unpin(&kernel.events());
     // SAFETY: it is mapped nowhere any more.
     unsafe { munmap(memory, len) }.unwrap();
 }

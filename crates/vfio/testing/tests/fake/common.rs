@@ -1,7 +1,7 @@
 //! What the tests share.
 
 use ringfence_iommu::{Iova, Range};
-use ringfence_vfio::kernel::{Answer, MapFlags, Type1Kernel, UnmapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags, Type1Kernel, UnmapFlags};
 use ringfence_vfio_testing::fake::{Event, FakeConfig, Group, Memory, Owner, Type1};
 
 pub(crate) const PAGE: u64 = 4096;
@@ -21,13 +21,13 @@ pub(crate) fn pages(pages: u64) -> Memory {
 }
 
 /// Maps pages: `iova` and `vaddr` are numbers of pages.
-pub(crate) fn map(kernel: &Type1, iova: u64, vaddr: u64, pages: u64) -> Answer<()> {
+pub(crate) fn map(kernel: &Type1, iova: u64, vaddr: u64, pages: u64) -> KernelResult<()> {
     // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(RW, iova * PAGE, vaddr * PAGE, pages * PAGE) }
 }
 
 /// Unmaps pages.
-pub(crate) fn unmap(kernel: &Type1, iova: u64, pages: u64) -> Answer<u64> {
+pub(crate) fn unmap(kernel: &Type1, iova: u64, pages: u64) -> KernelResult<u64> {
     let unmapped = kernel.unmap(UnmapFlags::empty(), iova * PAGE, pages * PAGE, None)?;
     assert_eq!(unmapped % PAGE, 0);
     Ok(unmapped / PAGE)
@@ -44,19 +44,19 @@ pub(crate) fn group(id: u32) -> Group {
 }
 
 /// Marks the addresses of mappings invalid; in pages.
-pub(crate) fn invalidate(kernel: &Type1, iova: u64, pages: u64) -> Answer<u64> {
+pub(crate) fn invalidate(kernel: &Type1, iova: u64, pages: u64) -> KernelResult<u64> {
     Ok(kernel.unmap(UnmapFlags::VADDR, iova * PAGE, pages * PAGE, None)? / PAGE)
 }
 
 /// Gives a mapping another address; in pages.
-pub(crate) fn revalidate(kernel: &Type1, iova: u64, vaddr: u64, pages: u64) -> Answer<()> {
+pub(crate) fn revalidate(kernel: &Type1, iova: u64, vaddr: u64, pages: u64) -> KernelResult<()> {
     // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(MapFlags::VADDR, iova * PAGE, vaddr * PAGE, pages * PAGE) }
 }
 
 /// Follows the log, and fails where a page is unpinned before every IOMMU has invalidated it (rule
 /// L57), or more than 512 regions are gathered.
-pub(crate) fn assert_civil(events: &[Event]) {
+pub(crate) fn assert_invalidated_before_unpin(events: &[Event]) {
     // The unmapped ranges that each IOMMU's IOTLB may still hold.
     let mut stale: Vec<(u32, Range)> = Vec::new();
     let mut mapped: Vec<(u32, Range)> = Vec::new();

@@ -82,7 +82,7 @@ fn a_device_reaches_what_is_mapped_and_nothing_else() {
 }
 
 #[test]
-fn memory_that_nobody_has_is_reached_by_nobody() {
+fn memory_that_is_not_mapped_is_out_of_reach() {
     let (kernel, _) = pretended(100, pages(100));
     map(&kernel, 0, 0, 4).unwrap();
     assert!(kernel.dma_read(0, &mut [0]).is_err());

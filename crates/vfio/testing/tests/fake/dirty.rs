@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use ringfence_iommu::Range;
-use ringfence_vfio::kernel::{Answer, Bitmap, Type1Kernel, UnmapFlags};
+use ringfence_vfio::kernel::{Bitmap, KernelResult, Type1Kernel, UnmapFlags};
 use ringfence_vfio_testing::fake::{FakeConfig, Group, Memory, Step, Type1};
 use rustix::io::Errno;
 
 use crate::common::{PAGE, RW, group, map, pages, pretended, unmap};
 
 /// Reads a bitmap into words that hold `before`.
-fn read(kernel: &Type1, iova: u64, pages: u64, before: &[u64]) -> Answer<Vec<u64>> {
+fn read(kernel: &Type1, iova: u64, pages: u64, before: &[u64]) -> KernelResult<Vec<u64>> {
     let mut words = before.to_vec();
     let bitmap = Bitmap { page: PAGE, words: &mut words };
     kernel.dirty(iova * PAGE, pages * PAGE, bitmap)?;
@@ -27,7 +27,7 @@ fn emulated(memory: Memory) -> Type1 {
 
 // rule L63
 #[test]
-fn a_group_that_cannot_tell_makes_every_mapped_page_dirty() {
+fn a_group_whose_writes_are_unknown_makes_every_mapped_page_dirty() {
     let (kernel, _) = pretended(1000, pages(1000));
     map(&kernel, 3, 0, 70).unwrap();
     map(&kernel, 80, 0, 2).unwrap();
@@ -52,10 +52,10 @@ fn a_range_must_fit_the_mappings_the_granule_and_the_bitmap() {
     let (kernel, _) = pretended(1000, pages(1000));
     map(&kernel, 8, 0, 8).unwrap();
     kernel.track_dirty(true).unwrap();
-    let ask =
+    let read =
         |iova, size, page, words: &mut [u64]| kernel.dirty(iova, size, Bitmap { page, words });
     let good = (8 * PAGE, 8 * PAGE, PAGE);
-    assert_eq!(ask(good.0, good.1, good.2, &mut [0]), Ok(()));
+    assert_eq!(read(good.0, good.1, good.2, &mut [0]), Ok(()));
     for (iova, size, page) in [
         (9 * PAGE, 7 * PAGE, PAGE),
         (8 * PAGE, 7 * PAGE, PAGE),
@@ -69,12 +69,12 @@ fn a_range_must_fit_the_mappings_the_granule_and_the_bitmap() {
         (!(PAGE - 1), 2 * PAGE, PAGE),
     ] {
         assert_eq!(
-            ask(iova, size, page, &mut [0]),
+            read(iova, size, page, &mut [0]),
             Err(Errno::INVAL),
             "{iova:#x} {size:#x} {page}"
         );
     }
-    assert_eq!(ask(good.0, good.1, good.2, &mut []), Err(Errno::INVAL));
+    assert_eq!(read(good.0, good.1, good.2, &mut []), Err(Errno::INVAL));
     // 256 MiB hold 2^31 bits, of which at most 2^31 - 1 may be requested; a longer bitmap is
     // refused.
     let info = kernel.info().unwrap().dirty.unwrap();
@@ -115,21 +115,21 @@ fn what_is_pinned_externally_stays_dirty_and_the_rest_is_clean_after_a_read() {
 
 // rule L63
 #[test]
-fn an_unmap_that_tells_says_it_before_the_mapping_goes() {
+fn an_unmap_with_get_dirty_reports_before_the_mapping_goes() {
     let (kernel, _) = pretended(1000, pages(1000));
     map(&kernel, 10, 0, 4).unwrap();
-    let tell = |iova: u64, pages: u64, page, words: &mut [u64]| {
+    let unmap = |iova: u64, pages: u64, page, words: &mut [u64]| {
         let bitmap = Some(Bitmap { page, words });
         kernel.unmap(UnmapFlags::GET_DIRTY, iova * PAGE, pages * PAGE, bitmap)
     };
-    assert_eq!(tell(8, 8, PAGE, &mut [0]), Err(Errno::INVAL), "not tracking");
+    assert_eq!(unmap(8, 8, PAGE, &mut [0]), Err(Errno::INVAL), "not tracking");
     kernel.track_dirty(true).unwrap();
-    assert_eq!(tell(8, 8, 2 * PAGE, &mut [0]), Err(Errno::INVAL));
-    assert_eq!(tell(8, 65, PAGE, &mut [0]), Err(Errno::INVAL), "it does not fit");
+    assert_eq!(unmap(8, 8, 2 * PAGE, &mut [0]), Err(Errno::INVAL));
+    assert_eq!(unmap(8, 65, PAGE, &mut [0]), Err(Errno::INVAL), "it does not fit");
     assert_eq!(kernel.unmap(UnmapFlags::GET_DIRTY, 8 * PAGE, 8 * PAGE, None), Err(Errno::INVAL));
     assert_eq!(kernel.mappings(), 1);
     let mut words = [0];
-    assert_eq!(tell(8, 8, PAGE, &mut words), Ok(4 * PAGE));
+    assert_eq!(unmap(8, 8, PAGE, &mut words), Ok(4 * PAGE));
     assert_eq!((words, kernel.mappings()), ([0b11_1100], 0));
 }
 

@@ -9,7 +9,9 @@ use ringfence_vfio::kernel::{MapFlags, Type1Kernel};
 use ringfence_vfio_testing::fake::{Event, FakeConfig, Notify, Step, Type1};
 use rustix::io::Errno;
 
-use crate::common::{PAGE, RW, assert_civil, group, map, pages, pretended, unmap};
+use crate::common::{
+    PAGE, RW, assert_invalidated_before_unpin, group, map, pages, pretended, unmap,
+};
 
 /// Releases all pins of a mapping, one pin of each page at a time.
 fn gives_up() -> Notify {
@@ -49,7 +51,7 @@ fn pins_are_counted_page_by_page_and_checked() {
 
 // rule L62
 #[test]
-fn an_unmap_tells_and_tries_again_until_nobody_holds_a_page() {
+fn an_unmap_notifies_again_until_no_page_is_held() {
     let (kernel, owner) = pretended(1000, pages(1000));
     kernel.attach_emulated(1, gives_up()).unwrap();
     map(&kernel, 0, 0, 4).unwrap();
@@ -62,18 +64,18 @@ fn an_unmap_tells_and_tries_again_until_nobody_holds_a_page() {
     kernel.events();
     assert_eq!(unmap(&kernel, 0, 20), Ok(8));
     let events = kernel.events();
-    assert_civil(&events);
-    let told = Event::Notified { iova: 10 * PAGE, size: 4 * PAGE };
-    assert_eq!(events.iter().filter(|&&event| event == told).count(), 3);
+    assert_invalidated_before_unpin(&events);
+    let notified = Event::Notified { iova: 10 * PAGE, size: 4 * PAGE };
+    assert_eq!(events.iter().filter(|&&event| event == notified).count(), 3);
     assert_eq!((owner.used(), kernel.pinned()), (0, 0));
 }
 
 // rule L62
 #[test]
-fn who_never_gives_up_is_told_eleven_times() {
-    let asked = Arc::new(AtomicU32::new(0));
+fn a_holder_that_never_unpins_is_notified_eleven_times() {
+    let notices = Arc::new(AtomicU32::new(0));
     let kernel = Type1::new(FakeConfig { memory: pages(100), ..FakeConfig::default() });
-    let count = asked.clone();
+    let count = notices.clone();
     let stubborn: Notify = Arc::new(move |_, _, _| {
         count.fetch_add(1, Ordering::Relaxed);
     });
@@ -81,7 +83,7 @@ fn who_never_gives_up_is_told_eleven_times() {
     map(&kernel, 0, 0, 4).unwrap();
     kernel.pin_pages(1, 0, 1, RW).unwrap();
     assert_eq!(unmap(&kernel, 0, 4), Err(Errno::BUSY));
-    assert_eq!(asked.load(Ordering::Relaxed), 11);
+    assert_eq!(notices.load(Ordering::Relaxed), 11);
     // Detaching the last group releases the pins.
     kernel.detach(1).unwrap();
     assert_eq!((kernel.pinned(), kernel.mappings()), (0, 0));

@@ -7,7 +7,9 @@ use ringfence_vfio::kernel::Type1Kernel;
 use ringfence_vfio_testing::fake::{Group, Kind, Step};
 use rustix::io::Errno;
 
-use crate::common::{PAGE, RW, assert_civil, group, map, pages, pretended, range, unmap};
+use crate::common::{
+    PAGE, RW, assert_invalidated_before_unpin, group, map, pages, pretended, range, unmap,
+};
 
 // rule L61
 #[test]
@@ -28,8 +30,8 @@ fn a_group_whose_limits_are_in_the_way_is_refused_and_nothing_changes() {
     ] {
         assert_eq!(kernel.attach(&refused), Err(Errno::INVAL), "{refused:?}");
     }
-    let wary = Group { remaps_interrupts: false, ..group(1) };
-    assert_eq!(kernel.attach(&wary), Err(Errno::PERM));
+    let without_remapping = Group { remaps_interrupts: false, ..group(1) };
+    assert_eq!(kernel.attach(&without_remapping), Err(Errno::PERM));
     let after = kernel.info().unwrap();
     assert_eq!((after.ranges, after.page_sizes), (before.ranges.clone(), before.page_sizes));
 
@@ -76,7 +78,7 @@ fn a_replay_that_fails_removes_only_what_it_added() {
                 failures += 1;
                 let after = (owner.used(), kernel.pinned(), kernel.info().unwrap());
                 assert_eq!(before, after, "{step:?} {nth}");
-                assert_civil(&kernel.events());
+                assert_invalidated_before_unpin(&kernel.events());
                 kernel.attach(&group(1)).unwrap();
             }
         }
@@ -99,7 +101,7 @@ fn groups_behind_one_iommu_share_it_and_the_last_one_takes_all_along() {
     assert_eq!((kernel.mappings(), owner.used()), (1, 8));
     kernel.detach(5).unwrap();
     assert_eq!((kernel.mappings(), owner.used(), kernel.pinned()), (0, 0, 0));
-    assert_civil(&kernel.events());
+    assert_invalidated_before_unpin(&kernel.events());
     assert_eq!(kernel.info(), Err(Errno::INVAL));
     assert_eq!(unmap(&kernel, 0, 8), Err(Errno::INVAL));
 }

@@ -1,19 +1,19 @@
 //! The fake iommufd.
 
 use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
-use ringfence_vfio::kernel::{Answer, Bitmap, Id, IommufdKernel, MapFlags};
+use ringfence_vfio::kernel::{Bitmap, Id, IommufdKernel, KernelResult, MapFlags};
 use ringfence_vfio_testing::fake::{Group, Iommufd, Kind, Owner, Refused, Step};
 use rustix::io::Errno;
 
-use crate::common::{PAGE, RW, assert_civil, group, pages, range};
+use crate::common::{PAGE, RW, assert_invalidated_before_unpin, group, pages, range};
 
 /// Maps pages at an IOVA; both are numbers of pages.
-fn map(kernel: &Iommufd, ioas: Id, iova: u64, vaddr: u64, pages: u64) -> Answer<u64> {
+fn map(kernel: &Iommufd, ioas: Id, iova: u64, vaddr: u64, pages: u64) -> KernelResult<u64> {
     // SAFETY: the memory is pretended: no byte of it is ever accessed.
     unsafe { kernel.map(ioas, RW, Some(iova * PAGE), vaddr * PAGE, pages * PAGE) }
 }
 
-fn unmap(kernel: &Iommufd, ioas: Id, iova: u64, pages: u64) -> Answer<u64> {
+fn unmap(kernel: &Iommufd, ioas: Id, iova: u64, pages: u64) -> KernelResult<u64> {
     Ok(kernel.unmap(ioas, iova * PAGE, pages * PAGE)? / PAGE)
 }
 
@@ -102,7 +102,7 @@ fn pages_are_pinned_while_a_page_table_is_there_and_once_for_all() {
     assert_eq!((owner.used(), kernel.pinned()), (6, 56));
     kernel.destroy(second).unwrap();
     assert_eq!((owner.used(), kernel.pinned()), (0, 0));
-    assert_civil(&kernel.events());
+    assert_invalidated_before_unpin(&kernel.events());
     kernel.destroy(ioas).unwrap();
     assert_eq!(kernel.destroy(ioas), Err(Errno::NOENT));
 }
@@ -137,7 +137,7 @@ fn nothing_is_left_of_what_failed_at_any_step() {
             if mapped != Err(Errno::NOENT) {
                 assert_eq!((owner.used(), kernel.pinned()), (count, count), "{step:?} {nth}");
             }
-            assert_civil(&kernel.events());
+            assert_invalidated_before_unpin(&kernel.events());
             if kernel.heal() {
                 break;
             }
@@ -187,7 +187,7 @@ fn ranges_follow_the_devices_and_what_is_needed_is_kept() {
 }
 
 #[test]
-fn a_device_reaches_its_address_space_and_what_it_writes_is_told() {
+fn a_device_reaches_its_address_space_and_its_writes_are_reported() {
     let mut buffer = vec![0_u8; 9 * PAGE as usize];
     let addr = (buffer.as_mut_ptr().expose_provenance() as u64).next_multiple_of(PAGE);
     let kernel = Iommufd::default();

@@ -6,12 +6,12 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use ringfence_iommu::HostAddr;
-use ringfence_vfio::kernel::{Answer, Bitmap, MapFlags, Type1Kernel, UnmapFlags};
+use ringfence_vfio::kernel::{Bitmap, KernelResult, MapFlags, Type1Kernel, UnmapFlags};
 use ringfence_vfio_testing::fake::{Event, FakeConfig, Owner, Step, Type1};
 use rustix::io::Errno;
 
 use self::pages::{Model, World};
-use crate::common::{PAGE, RW, assert_civil, group, invalidate, unmap};
+use crate::common::{PAGE, RW, assert_invalidated_before_unpin, group, invalidate, unmap};
 
 /// Pages of memory, and of IOVAs.
 const PAGES: u64 = 48;
@@ -41,20 +41,20 @@ impl Pair {
         Pair { kernel: Type1::new(config), world, owners, model }
     }
 
-    fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, pages: u64) -> Answer<u64> {
+    fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, pages: u64) -> KernelResult<u64> {
         let vaddr = self.world.at + vaddr * PAGE;
         // SAFETY: the world's memory outlives the container, and its bytes are not read.
         unsafe { self.kernel.map(flags, iova * PAGE, vaddr, pages * PAGE) }.map(|()| 0)
     }
 
     /// Makes a call to both; returns the kernel's result, the model's, and the model after it.
-    fn call(&mut self, call: Call) -> (Answer<u64>, Answer<u64>, Model) {
+    fn call(&mut self, call: Call) -> (KernelResult<u64>, KernelResult<u64>, Model) {
         let mut after = self.model.clone();
         let kernel = &self.kernel;
         let gives_up = |kernel: &Type1, iova, size| {
             (0..64).for_each(|_| kernel.unpin_pages(iova, size / PAGE));
         };
-        let (said, says) = match call {
+        let (found, expected) = match call {
             Call::Map(iova, vaddr, pages, prot) => {
                 (self.map(prot, iova, vaddr, pages), after.map(iova, vaddr, pages, prot))
             }
@@ -116,7 +116,7 @@ impl Pair {
                 (Ok(0), Ok(0))
             }
         };
-        (said, says, after)
+        (found, expected, after)
     }
 
     /// A device writes; if that succeeds and is tracked, the page must be dirty.
@@ -226,17 +226,19 @@ proptest! {
             if matches!(call, Call::Fail(..)) {
                 pair.kernel.heal();
             }
-            let (said, says, after) = pair.call(call);
+            let (found, expected, after) = pair.call(call);
             // An injected failure hits the next call, or none.
             if matches!(call, Call::Fail(..)) {
                 armed = true;
                 continue;
             }
             let failed = std::mem::take(&mut armed) && !pair.kernel.heal();
-            match (said, says) {
-                _ if said == says => pair.model = if says.is_ok() { after } else { pair.model },
+            match (found, expected) {
+                _ if found == expected => {
+                    pair.model = if expected.is_ok() { after } else { pair.model }
+                }
                 (Err(Errno::NOMEM | Errno::FAULT), _) if failed => {}
-                _ => prop_assert!(false, "{call:?}: {said:?}, but {says:?}"),
+                _ => prop_assert!(false, "{call:?}: {found:?}, but {expected:?}"),
             }
             events.extend(pair.kernel.events());
             pair.compare();
@@ -245,7 +247,7 @@ proptest! {
             let _ = pair.kernel.detach(id);
         }
         events.extend(pair.kernel.events());
-        assert_civil(&events);
+        assert_invalidated_before_unpin(&events);
         prop_assert_eq!((pair.kernel.mappings(), pair.kernel.pinned()), (0, 0));
         prop_assert_eq!((pair.owners[0].used(), pair.owners[1].used()), (0, 0));
     }

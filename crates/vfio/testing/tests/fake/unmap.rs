@@ -4,7 +4,7 @@ use ringfence_vfio::kernel::{Bitmap, Type1Kernel, UnmapFlags};
 use ringfence_vfio_testing::fake::{Event, FakeConfig, Group, Kind, Step, Type1};
 use rustix::io::Errno;
 
-use crate::common::{PAGE, assert_civil, group, map, pages, pretended, unmap};
+use crate::common::{PAGE, assert_invalidated_before_unpin, group, map, pages, pretended, unmap};
 
 // rule L55
 #[test]
@@ -71,7 +71,7 @@ fn pages_are_given_back_after_the_invalidation_that_covers_them() {
     map(&kernel, 5000, 3000, 1000).unwrap();
     assert_eq!(unmap(&kernel, 0, 6000), Ok(2500));
     let events = kernel.events();
-    assert_civil(&events);
+    assert_invalidated_before_unpin(&events);
     assert_eq!((owner.used(), kernel.pinned()), (0, 0));
     let syncs = |of: u32| {
         let regions = move |event: &Event| match *event {
@@ -99,7 +99,7 @@ fn without_memory_to_gather_a_region_it_is_synced_by_itself() {
     kernel.fail(Step::Region, 4);
     assert_eq!(unmap(&kernel, 0, 10), Ok(10));
     let events = kernel.events();
-    assert_civil(&events);
+    assert_invalidated_before_unpin(&events);
     let synced = |event: &Event| match event {
         Event::Synced { regions, .. } => Some(*regions),
         _ => None,
@@ -119,13 +119,13 @@ fn contiguous_frames_are_looked_for_unless_superpages_show() {
         kernel.events();
         assert_eq!(unmap(&kernel, 0, 1000), Ok(1000));
         let events = kernel.events();
-        assert_civil(&events);
-        let asked = |event: &Event| match *event {
+        assert_invalidated_before_unpin(&events);
+        let sizes = |event: &Event| match *event {
             Event::Unmapped { asked, removed, .. } => Some((asked, removed)),
             _ => None,
         };
         let expected = if superpages { (1, 1000) } else { (1000, 1000) };
-        assert_eq!(events.iter().filter_map(asked).collect::<Vec<_>>(), [expected]);
+        assert_eq!(events.iter().filter_map(sizes).collect::<Vec<_>>(), [expected]);
         assert_eq!(kernel.pinned(), 0);
     }
 }

@@ -27,7 +27,7 @@ pub(super) struct Parked {
     /// Those that were still waiting at two checks of all: updates for others do not concern them.
     late: VecDeque<u16>,
     /// The count of updates and refusals at the last check.
-    answers: u64,
+    updates: u64,
     /// When to check all.
     at_ns: u64,
 }
@@ -47,28 +47,28 @@ impl Parked {
     }
 
     /// Starts the interval, with the count of updates so far.
-    pub(super) fn begin(&mut self, answers: u64, now_ns: u64) {
-        self.answers = answers;
+    pub(super) fn begin(&mut self, updates: u64, now_ns: u64) {
+        self.updates = updates;
         self.at_ns = now_ns.saturating_add(PAUSE_NS);
     }
 
     /// Which requests to check now; not again before something changes.
     #[inline]
-    pub(super) fn look(&mut self, answers: u64, now_ns: u64) -> Look {
+    pub(super) fn look(&mut self, updates: u64, now_ns: u64) -> Look {
         if now_ns >= self.at_ns {
-            self.begin(answers, now_ns);
+            self.begin(updates, now_ns);
             return Look::All;
         }
-        if answers != self.answers {
-            self.answers = answers;
+        if updates != self.updates {
+            self.updates = updates;
             return Look::Some;
         }
         Look::None
     }
 
     /// Whether an update or a refusal came since the last check.
-    pub(super) fn has_answers(&self, answers: u64) -> bool {
-        self.answers != answers
+    pub(super) fn has_updates(&self, updates: u64) -> bool {
+        self.updates != updates
     }
 
     /// When to check all.
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_costs_a_few_looks_however_many_wait() {
+    fn an_update_costs_a_few_looks_however_many_wait() {
         let mut parked = Parked::default();
         (0..500).for_each(|at| parked.add(at));
         for first in 0..400 {
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn those_that_are_never_answered_are_not_in_the_way() {
+    fn requests_that_get_no_update_do_not_delay_others() {
         let mut parked = Parked::default();
         (0..20).for_each(|at| parked.add(at));
         parked.sort(Look::All, &mut Vec::new(), |at| if at < 10 { Ready::Late } else { Ready::No });
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_something_to_look_at_after_an_answer_or_a_while() {
+    fn there_is_something_to_look_at_after_an_update_or_a_while() {
         let mut parked = Parked::default();
         parked.begin(7, 1000);
         assert_eq!(parked.look(7, 1000 + PAUSE_NS - 1), Look::None);

@@ -18,7 +18,7 @@ pub(super) struct Away {
     pub(super) retry_at: u64,
     pause_ns: u64,
     /// The count of updates and refusals at the last lookup.
-    pub(super) answers: u64,
+    pub(super) updates: u64,
 }
 
 impl<S: Serve> RequestQueue<S> {
@@ -36,18 +36,18 @@ impl<S: Serve> RequestQueue<S> {
 
     #[cold]
     fn look_for_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
-        let answers = bus.answers();
+        let updates = bus.updates();
         let again = self.away.is_some();
         // If the endpoint was bound anew since, the ring belongs to firmware that has left it, and
         // the driver has not caused this lookup.
         let left = self.found.is_some_and(|at| at != bus.bindings());
         match self.away {
-            Some(Away { retry_at, answers: seen, .. })
-                if self.now_ns < retry_at && seen == answers =>
+            Some(Away { retry_at, updates: seen, .. })
+                if self.now_ns < retry_at && seen == updates =>
             {
                 return Ok(false);
             }
-            _ if bus.iotlb().is_some() => ask_for_ring(self.ring.config(), bus),
+            _ if bus.iotlb().is_some() => prefetch_ring(self.ring.config(), bus),
             _ => {}
         }
         let found = match again || left {
@@ -67,13 +67,13 @@ impl<S: Serve> RequestQueue<S> {
                 let (first, most) = AWAY_NS;
                 let pause_ns = match self.away {
                     // There was an update, perhaps the first of several.
-                    Some(away) if away.answers != answers => first,
+                    Some(away) if away.updates != updates => first,
                     Some(away) => (away.pause_ns * 2).min(most),
                     None => first,
                 };
                 self.stats.away += u64::from(self.away.is_none());
                 let retry_at = self.now_ns.saturating_add(pause_ns);
-                self.away = Some(Away { retry_at, pause_ns, answers });
+                self.away = Some(Away { retry_at, pause_ns, updates });
             }
             Err(error) => return Err(error),
         }
@@ -82,7 +82,7 @@ impl<S: Serve> RequestQueue<S> {
 }
 
 /// Sends misses for all three areas at once, as far as they are not translated (rule D22).
-fn ask_for_ring(config: &device::RingConfig, bus: &Bus) {
+fn prefetch_ring(config: &device::RingConfig, bus: &Bus) {
     for (addr, len, access) in config.areas() {
         bus.prefetch(addr, len as u64, access);
     }

@@ -2,7 +2,7 @@
 //!
 //! At a limit nothing fails: the ring is not read further, and chains that stay in it cost nothing.
 //! Reading goes on when requests have ended. No request needs one behind it to end: it ends when
-//! the disk answers, or when a translation comes or times out.
+//! the disk completes it, or when a translation comes or times out.
 
 use ringfence_virtq::Chain;
 

@@ -17,14 +17,14 @@ impl<S: Serve> RequestQueue<S> {
     /// Enables kicks before a sleep; true if there is something to do already.
     pub fn arm(&mut self, bus: &Bus) -> bool {
         match self.away {
-            Some(away) => bus.answers() != away.answers,
+            Some(away) => bus.updates() != away.updates,
             None if self.ring.is_valid() && self.ring.broken().is_none() => {
                 // A chain that cannot be taken yet is not new. Misses for what it needs were sent.
                 let takes = self.head.is_none() && !self.is_stalled() && !self.is_full();
                 let more = self.ring.enable_kicks() && takes;
                 self.look_behind(bus);
                 self.log.mark(&mut self.ring);
-                more || self.waits() && self.parked.has_answers(bus.answers())
+                more || self.waits() && self.parked.has_updates(bus.updates())
             }
             None => false,
         }

@@ -15,7 +15,7 @@ impl<S: Serve> RequestQueue<S> {
         self.put_back();
         // If the ring is not mapped, no request can be completed.
         self.away = None;
-        self.answers_to_the_end = self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok();
+        self.mapped_at_stop = self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok();
     }
 
     /// Advances and completes requests in progress, so that nothing is lost when the ring stops;
@@ -28,7 +28,7 @@ impl<S: Serve> RequestQueue<S> {
     pub fn wind_down(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         self.serve.begin_round();
         self.reap();
-        if !self.answers_to_the_end {
+        if !self.mapped_at_stop {
             return Ok(self.in_kernel() == 0);
         }
         // Regardless of the clock: a real disk may be faster, too.

@@ -19,14 +19,14 @@ use crate::{
 const PAGE: u64 = 4096;
 /// For how many pages of a request misses are sent in one go, and of a buffer of a chain that is
 /// not taken.
-const ASK_PAGES: u64 = 512;
+const PREFETCH_PAGES: u64 = 512;
 const PEEK_PAGES: u64 = 32;
 /// Bytes of the longest indirect table.
 const LONGEST_TABLE: u32 = layout::MAX_INDIRECT as u32 * layout::DESC_SIZE as u32;
 /// How many chains behind one that cannot be taken yet are peeked at.
 const AHEAD: u16 = 64;
-/// How often a queue logs that requests timed out.
-const SAY_NS: u64 = 1_000_000_000;
+/// How often a queue warns that requests timed out.
+const WARN_NS: u64 = 1_000_000_000;
 
 /// What a request waits for.
 #[derive(Clone, Copy)]
@@ -34,7 +34,7 @@ pub(super) struct Wait {
     missing: Missing,
     since_ns: u64,
     /// The count of misses then: if a later one is refused, the request fails.
-    pub(super) questions: u64,
+    pub(super) misses: u64,
     /// It was waiting at an earlier check of all.
     seen: bool,
 }
@@ -44,7 +44,7 @@ pub(super) struct Wait {
 pub(super) struct Head {
     since_ns: u64,
     /// As for a request that waits.
-    pub(super) questions: u64,
+    pub(super) misses: u64,
     /// How many chains, itself included, were peeked at to send misses for what they need.
     peeked: u16,
 }
@@ -57,10 +57,10 @@ impl<S: Serve> RequestQueue<S> {
         let Some(missing) = Missing::of(*error) else { return false };
         let Some(head) = self.head else {
             if !self.waits() {
-                self.parked.begin(self.answers, self.now_ns);
+                self.parked.begin(self.updates, self.now_ns);
             }
             self.stats.parked += 1;
-            self.head = Some(Head { since_ns: self.now_ns, questions: bus.questions(), peeked: 0 });
+            self.head = Some(Head { since_ns: self.now_ns, misses: bus.misses(), peeked: 0 });
             self.look_behind(bus);
             return true;
         };
@@ -80,7 +80,7 @@ impl<S: Serve> RequestQueue<S> {
         {
             head.peeked = self.ring.peek_from(bus, head.peeked, AHEAD, |glimpse| {
                 match glimpse {
-                    Glimpse::Buffer(desc) => ask_for(&desc, bus, PEEK_PAGES),
+                    Glimpse::Buffer(desc) => prefetch(&desc, bus, PEEK_PAGES),
                     Glimpse::Table { addr, len } => {
                         bus.prefetch(addr, len.min(LONGEST_TABLE).into(), Access::Read)
                     }
@@ -110,18 +110,17 @@ impl<S: Serve> RequestQueue<S> {
     #[cold]
     pub(super) fn park(&mut self, at: u16, missing: Missing, bus: &Bus) {
         if !self.waits() {
-            self.parked.begin(self.answers, self.now_ns);
+            self.parked.begin(self.updates, self.now_ns);
         }
         self.stats.parked += 1;
         let slot = &mut self.slots[usize::from(at)];
-        let begun = || (self.now_ns, bus.questions());
-        let (since_ns, questions) =
-            slot.wait.map_or_else(begun, |wait| (wait.since_ns, wait.questions));
-        slot.wait = Some(Wait { missing, since_ns, questions, seen: false });
+        let begun = || (self.now_ns, bus.misses());
+        let (since_ns, misses) = slot.wait.map_or_else(begun, |wait| (wait.since_ns, wait.misses));
+        slot.wait = Some(Wait { missing, since_ns, misses, seen: false });
         self.parked.add(at);
-        let mut left = ASK_PAGES;
+        let mut left = PREFETCH_PAGES;
         for desc in slot.chain.descs() {
-            ask_for(desc, bus, left);
+            prefetch(desc, bus, left);
             left = left.saturating_sub(pages(desc));
         }
     }
@@ -136,7 +135,7 @@ impl<S: Serve> RequestQueue<S> {
             let slot = &mut slots[usize::from(at)];
             let Some(wait) = &mut slot.wait else { return Ready::Yes };
             let Missing { addr, access } = wait.missing;
-            if bus.since(wait.questions, || bus.prefetch(addr, 1, access))
+            if bus.since(wait.misses, || bus.prefetch(addr, 1, access))
                 || now_ns.saturating_sub(wait.since_ns) >= timeout_ns
             {
                 return Ready::Yes;
@@ -173,9 +172,12 @@ impl<S: Serve> RequestQueue<S> {
         if let Some(iotlb) = bus.iotlb() {
             iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
         }
-        if self.now_ns >= self.say_at {
-            self.say_at = self.now_ns.saturating_add(SAY_NS);
-            tracing::warn!(source = %self.name, "nobody translates {addr:#x} ({access:?}): request failed");
+        if self.now_ns >= self.warn_at {
+            self.warn_at = self.now_ns.saturating_add(WARN_NS);
+            tracing::warn!(
+                source = %self.name,
+                "no translation of {addr:#x} ({access:?}) in time: request failed"
+            );
         }
     }
 
@@ -220,7 +222,7 @@ impl Translate for Blank {
 }
 
 /// Sends misses for a buffer, for at most so many pages of it.
-fn ask_for(desc: &Desc, bus: &Bus, most: u64) -> bool {
+fn prefetch(desc: &Desc, bus: &Bus, most: u64) -> bool {
     let len = u64::from(desc.len).min(most * PAGE);
     bus.prefetch(desc.addr, len, if desc.write { Access::Write } else { Access::Read })
 }

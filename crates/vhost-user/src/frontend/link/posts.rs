@@ -38,14 +38,14 @@ impl Link {
                 outgoing.unsent.extend_from_slice(header.as_bytes());
                 outgoing.unsent.extend_from_slice(message.as_bytes());
             }
-            let first = outgoing.asked;
-            outgoing.asked += messages.len() as u64;
+            let first = outgoing.requested;
+            outgoing.requested += messages.len() as u64;
             outgoing.posts += messages.len() as u64;
-            let asked = outgoing.asked;
+            let requested = outgoing.requested;
             match outgoing.posted.back_mut() {
-                Some(last) if last.end == first => last.end = asked,
+                Some(last) if last.end == first => last.end = requested,
                 _ if messages.is_empty() => {}
-                _ => outgoing.posted.push_back(first..asked),
+                _ => outgoing.posted.push_back(first..requested),
             }
             return Ok(outgoing.posts);
         }

@@ -69,15 +69,15 @@ pub(super) fn read_log(
         let (position, flags) = (u16::from_le_bytes([p0, p1]), u64::from(flags));
         let request_len = usize::from(request_len);
         if rest != [0; 3] || flags > AMENDED {
-            return Err(wrong("something unknown"));
+            return Err(wrong("it has unknown fields"));
         }
-        let answer = Answer::from_code(code).ok_or(wrong("an unknown answer"))?;
+        let answer = Answer::from_code(code).ok_or(wrong("its status is unknown"))?;
         if request_len > MAX_REQUEST_LEN || request_len.next_multiple_of(8) > len - at - 8 {
             return Err(wrong("it passes the end"));
         }
         if flags == AMENDED {
             let earlier = answers.iter_mut().rev().find(|(earlier, _)| *earlier == position);
-            let (_, held) = earlier.ok_or(wrong("of no request"))?;
+            let (_, held) = earlier.ok_or(wrong("it belongs to no request"))?;
             *held = answer;
         } else {
             if flags == FIRST {
@@ -87,7 +87,7 @@ pub(super) fn read_log(
                 return Err(wrong("it does not follow the one before it"));
             }
             if answers.len() == PLACES {
-                return Err(wrong("more than a ring has places"));
+                return Err(wrong("the ring has fewer places"));
             }
             answers.push_back((position, answer));
         }

@@ -277,7 +277,7 @@ proptest! {
 
     /// Arbitrary bytes cause no panic, and what is taken over is legal.
     #[test]
-    fn bytes_that_anybody_wrote_do_no_harm(
+    fn arbitrary_bytes_do_no_harm(
         changes in prop::collection::vec((0_usize..400, any::<u64>(), any::<bool>()), 0..6),
         len in prop::sample::select(vec![0x1000, 0x1000, 0x1000, 1, HEADER + 2 * LEAST, 0x801]),
     ) {
@@ -389,14 +389,14 @@ fn an_answer_that_became_another_is_the_other() {
 }
 
 #[test]
-fn a_journal_that_is_full_is_told_of_once_and_believed_by_nobody() {
+fn a_journal_that_is_full_is_reported_once_and_invalidated() {
     let (file, fd) = SharedFile::create(0x1000).unwrap();
     let mut bench = Bench::new();
-    let told = Arc::new(AtomicBool::new(false));
-    let tell = Arc::clone(&told);
+    let reported = Arc::new(AtomicBool::new(false));
+    let report = Arc::clone(&reported);
     let once = move |error: &JournalError| {
         assert!(matches!(error, JournalError::Full { .. }), "{error}");
-        assert!(!tell.swap(true, Relaxed));
+        assert!(!report.swap(true, Relaxed));
     };
     bench.device.set_journal(Journal::new(file).unwrap(), once).unwrap();
     assert_eq!(bench.attach(1, 1), Status::Ok);
@@ -406,7 +406,7 @@ fn a_journal_that_is_full_is_told_of_once_and_believed_by_nobody() {
     assert!(bench.device.has_journal());
     for bypass in [1, 0] {
         bench.device.write_config(36, &[bypass]).unwrap();
-        assert!(told.load(Relaxed) && !bench.device.has_journal());
+        assert!(reported.load(Relaxed) && !bench.device.has_journal());
     }
     let file = SharedFile::map(fd, 0, 0x1000).unwrap();
     assert!(matches!(Journal::open(file), Err(JournalError::Nothing)));

@@ -170,7 +170,7 @@ impl Bench<'_> {
     }
 
     /// Not applicable if [`is_mapped`](Self::is_mapped) could not find out: to be called before it.
-    pub(in crate::kit) fn can_tell_mapped(
+    pub(in crate::kit) fn can_observe_mapped(
         &mut self,
         domain: u32,
         endpoint: u32,

@@ -239,14 +239,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_tells_what_was_written() {
-        let told = |used, bytes: &[u8]| Answer { used, bytes: bytes.into() }.to_string();
+    fn an_answer_shows_what_was_written() {
+        let text = |used, bytes: &[u8]| Answer { used, bytes: bytes.into() }.to_string();
         let nothing = [UNWRITTEN; 8];
-        assert_eq!(told(0, &nothing), "nothing written");
-        assert_eq!(told(4, &nothing), "used length 4, and no tail where the buffer ends");
-        assert_eq!(told(8, &[0, 0, 0, 0, 2, 0, 0, 0]), "UNSUPP");
-        assert_eq!(told(4, &[UNWRITTEN, 0, 0, 0]), "status 238");
-        assert_eq!(told(0, &[0; 4]), "used length 0, but bytes written");
-        assert_eq!(told(2, &[0; 2]), "used length 2");
+        assert_eq!(text(0, &nothing), "nothing written");
+        assert_eq!(text(4, &nothing), "used length 4, and no tail where the buffer ends");
+        assert_eq!(text(8, &[0, 0, 0, 0, 2, 0, 0, 0]), "UNSUPP");
+        assert_eq!(text(4, &[UNWRITTEN, 0, 0, 0]), "status 238");
+        assert_eq!(text(0, &[0; 4]), "used length 0, but bytes written");
+        assert_eq!(text(2, &[0; 2]), "used length 2");
     }
 }

@@ -77,7 +77,7 @@ pub(in crate::kit) const CHECKS: &[Check] = &[
         11,
         Should,
         "attach-again-detaches",
-        "a domain whose last endpoint was moved away is none any more",
+        "a domain whose last endpoint was moved away is destroyed",
         again_detaches,
     ),
     Check::new(

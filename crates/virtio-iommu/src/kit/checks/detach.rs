@@ -42,7 +42,7 @@ pub(in crate::kit) const CHECKS: &[Check] = &[
         14,
         Should,
         "detach-ends-domain",
-        "a domain whose last endpoint was detached is none any more",
+        "a domain whose last endpoint was detached is destroyed",
         ends_domain,
     ),
     Check::new(
@@ -120,7 +120,7 @@ fn forgets(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint, at) = detached(bench)?;
     let answer = bench.attach(domain, endpoint)?;
     bench.prepare(&answer)?;
-    bench.can_tell_mapped(domain, endpoint)?;
+    bench.can_observe_mapped(domain, endpoint)?;
     if bench.is_mapped(domain, endpoint, at.0)? {
         return bench.mismatch("the mapping from before", "an empty domain");
     }
@@ -129,7 +129,7 @@ fn forgets(bench: &mut Bench<'_>) -> Verdict {
 
 fn leaves_others(bench: &mut Bench<'_>) -> Verdict {
     let (domain, first) = bench.attached(0, 0)?;
-    bench.can_tell_mapped(domain, first)?;
+    bench.can_observe_mapped(domain, first)?;
     let (kept, phys) = (bench.pages(1, 1), bench.phys(9));
     bench.mapped(domain, kept, phys)?;
     let second = bench.endpoint(1)?;

@@ -114,7 +114,7 @@ fn overlap(bench: &mut Bench<'_>) -> Verdict {
 
 fn overlap_changes_nothing(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
-    bench.can_tell_mapped(domain, endpoint)?;
+    bench.can_observe_mapped(domain, endpoint)?;
     let (kept, phys, other) = (bench.pages(4, 7), bench.phys(9), bench.phys(20));
     bench.mapped(domain, kept, phys)?;
     for (first, last) in OVERLAPS {

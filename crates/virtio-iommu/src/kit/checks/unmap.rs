@@ -119,7 +119,7 @@ fn example(bench: &mut Bench<'_>, number: usize) -> Verdict {
     let (mappings, (first, last), succeeds) = EXAMPLES[number];
     let (domain, endpoint) = bench.attached(0, 0)?;
     // If mappings cannot be observed, the status still can.
-    let sees = match bench.can_tell_mapped(domain, endpoint) {
+    let sees = match bench.can_observe_mapped(domain, endpoint) {
         Ok(()) => true,
         Err(Stop::NotApplicable(_)) => {
             bench.start(bench.wanted())?;
@@ -216,7 +216,7 @@ fn split(bench: &mut Bench<'_>) -> Verdict {
 
 fn split_removes_nothing(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
-    bench.can_tell_mapped(domain, endpoint)?;
+    bench.can_observe_mapped(domain, endpoint)?;
     splittable(bench, domain)?;
     for (first, last) in SPLITS {
         let at = bench.pages(first, last);
@@ -258,7 +258,7 @@ fn out_of_reach(bench: &mut Bench<'_>) -> Verdict {
 
 fn everything(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
-    bench.can_tell_mapped(domain, endpoint)?;
+    bench.can_observe_mapped(domain, endpoint)?;
     let phys = bench.phys(9);
     for page in [0, 31] {
         let at = bench.pages(page, page);

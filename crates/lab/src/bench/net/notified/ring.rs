@@ -224,7 +224,7 @@ impl Ring {
             return Ok(());
         };
         let bundle = &self.bundles[at];
-        let Some((_, Some(mapping))) = transfers.asked(bundle.transfer) else {
+        let Some((_, Some(mapping))) = transfers.submitted(bundle.transfer) else {
             bail!("a buffer that was used is not mapped")
         };
         if self.copied && self.receives {
@@ -314,7 +314,7 @@ impl Ring {
         }
         self.take_unmapped(&mut each, true)?;
         // What is left: mappings for the ring that were not used.
-        self.transfers.iter_mut().flat_map(Transfers::take_asked).for_each(drop);
+        self.transfers.iter_mut().flat_map(Transfers::take_submitted).for_each(drop);
         Ok(taken)
     }
 

@@ -15,7 +15,7 @@ use super::{
     State, bytes,
     ioas::Area,
 };
-use ringfence_vfio::kernel::{Answer, Bitmap, Id, MapFlags};
+use ringfence_vfio::kernel::{Bitmap, Id, KernelResult, MapFlags};
 
 /// Most runs of a page table.
 const RUNS: usize = 1 << 20;
@@ -45,7 +45,7 @@ pub(super) struct Hwpt {
 
 impl Hwpt {
     /// Maps a pinned mapping; if that fails, nothing of it stays mapped.
-    pub(super) fn insert(&mut self, area: &Area, machine: &mut Machine) -> Answer<()> {
+    pub(super) fn insert(&mut self, area: &Area, machine: &mut Machine) -> KernelResult<()> {
         for (at, &run) in area.runs.iter().enumerate() {
             if let Err(failure) = self.table.map(run, &mut machine.faults, &mut machine.log) {
                 if at > 0 {
@@ -89,7 +89,7 @@ impl State {
         ioas: Id,
         dirty: bool,
         automatic: bool,
-    ) -> Answer<Id> {
+    ) -> KernelResult<Id> {
         let Device { group, tracks_dirty, .. } = self.devices.get(&device).ok_or(Errno::NOENT)?;
         let (group, tracks_dirty) = (group.clone(), *tracks_dirty);
         let Some(space) = self.ioas.get(&ioas) else {
@@ -163,7 +163,7 @@ impl State {
         }
     }
 
-    pub(super) fn attach(&mut self, device: Id, to: Id) -> Answer<Id> {
+    pub(super) fn attach(&mut self, device: Id, to: Id) -> KernelResult<Id> {
         let bound = self.devices.get(&device).ok_or(Errno::NOENT)?;
         let (group, before) = (bound.group.clone(), bound.hwpt);
         let suits = |hwpt: &Hwpt| hwpt.table.iommu == group.iommu;
@@ -198,7 +198,7 @@ impl State {
         Ok(hwpt)
     }
 
-    pub(super) fn detach(&mut self, device: Id) -> Answer<()> {
+    pub(super) fn detach(&mut self, device: Id) -> KernelResult<()> {
         let bound = self.devices.get_mut(&device).ok_or(Errno::NOENT)?;
         let hwpt = bound.hwpt.take().ok_or(Errno::INVAL)?;
         self.let_go(hwpt);
@@ -213,7 +213,7 @@ impl State {
         }
     }
 
-    pub(super) fn track(&mut self, id: Id, on: bool) -> Answer<()> {
+    pub(super) fn track(&mut self, id: Id, on: bool) -> KernelResult<()> {
         let hwpt = self.hwpts.get_mut(&id).ok_or(Errno::NOENT)?;
         if !hwpt.can_track {
             return Err(Errno::OPNOTSUPP);
@@ -232,7 +232,7 @@ impl State {
         iova: u64,
         size: u64,
         bitmap: Bitmap<'_>,
-    ) -> Answer<()> {
+    ) -> KernelResult<()> {
         let hwpt = self.hwpts.get_mut(&id).ok_or(Errno::NOENT)?;
         if !hwpt.can_track {
             return Err(Errno::OPNOTSUPP);

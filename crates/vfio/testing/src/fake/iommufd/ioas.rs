@@ -15,7 +15,7 @@ use super::{
     },
     State, bytes,
 };
-use ringfence_vfio::kernel::{Answer, Id, IovaRanges, MapFlags};
+use ringfence_vfio::kernel::{Id, IovaRanges, KernelResult, MapFlags};
 
 /// Most runs of one mapping; more are out of memory.
 const RUNS: usize = 1 << 20;
@@ -43,7 +43,7 @@ pub(super) struct Area {
 impl Area {
     /// Pins all of it, charging each page before it is counted; if that fails, nothing stays
     /// pinned.
-    pub(super) fn pin(&mut self, machine: &mut Machine) -> Answer<()> {
+    pub(super) fn pin(&mut self, machine: &mut Machine) -> KernelResult<()> {
         let (mut rest, mut batch) = (Some(self.range), Batch::default());
         while let Some(range) = rest {
             let wanted = Wanted {
@@ -119,7 +119,7 @@ impl Ioas {
 }
 
 impl State {
-    pub(super) fn allow(&mut self, ioas: Id, ranges: &[Range]) -> Answer<()> {
+    pub(super) fn allow(&mut self, ioas: Id, ranges: &[Range]) -> KernelResult<()> {
         let blind = self.blind(ioas);
         let space = self.ioas.get_mut(&ioas).ok_or(Errno::NOENT)?;
         let mut sorted = ranges.to_vec();
@@ -134,7 +134,7 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn iova_ranges(&self, ioas: Id) -> Answer<IovaRanges> {
+    pub(super) fn iova_ranges(&self, ioas: Id) -> KernelResult<IovaRanges> {
         if !self.ioas.contains_key(&ioas) {
             return Err(Errno::NOENT);
         }
@@ -156,7 +156,7 @@ impl State {
         iova: Option<u64>,
         vaddr: u64,
         size: u64,
-    ) -> Answer<u64> {
+    ) -> KernelResult<u64> {
         let prot = MapFlags::READ | MapFlags::WRITE;
         if !(flags - prot).is_empty() {
             return Err(Errno::OPNOTSUPP);
@@ -216,7 +216,7 @@ impl State {
     }
 
     /// Finds room for `size` bytes: the lowest address with the alignment of the memory's address.
-    fn choose(&self, id: Id, vaddr: u64, size: u64) -> Answer<Range> {
+    fn choose(&self, id: Id, vaddr: u64, size: u64) -> KernelResult<Range> {
         let space = self.ioas.get(&id).ok_or(Errno::NOENT)?;
         let natural = 1_u64 << (vaddr | size).trailing_zeros().min(30);
         let align = natural.max(self.alignment(id));
@@ -238,7 +238,7 @@ impl State {
         Err(Errno::NOSPC)
     }
 
-    pub(super) fn unmap(&mut self, id: Id, iova: u64, size: u64) -> Answer<u64> {
+    pub(super) fn unmap(&mut self, id: Id, iova: u64, size: u64) -> KernelResult<u64> {
         let all = iova == 0 && size == u64::MAX;
         let range = if all { Range::ALL } else { bytes(iova, size)? };
         let space = self.ioas.get(&id).ok_or(Errno::NOENT)?;

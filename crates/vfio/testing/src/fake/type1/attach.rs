@@ -16,7 +16,7 @@ use super::{
     Notify, State, Type1,
     map::pin_run,
 };
-use ringfence_vfio::kernel::{Answer, MapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags};
 
 /// The page sizes of a container without an IOMMU.
 pub(super) const ANY_PAGES: u64 = !(PAGE - 1);
@@ -72,7 +72,7 @@ pub(super) struct Domain {
 pub(super) struct Member {
     pub(super) id: u32,
     /// Whether its writes are known: its devices pin the pages that they use.
-    pub(super) reports: bool,
+    pub(super) writes_are_known: bool,
     pub(super) kind: MemberKind,
 }
 
@@ -91,7 +91,7 @@ impl Type1 {
     /// EBUSY while addresses are marked invalid; EINVAL if it is attached already, or where its
     /// aperture or reserved regions conflict with mappings; EPERM without interrupt remapping;
     /// ENOMEM and EFAULT as MAP. Nothing has changed then.
-    pub fn attach(&self, group: &Group) -> Answer<()> {
+    pub fn attach(&self, group: &Group) -> KernelResult<()> {
         self.state.lock().attach(group, self.unsafe_interrupts, self.runs)
     }
 
@@ -106,10 +106,14 @@ impl Type1 {
     ///
     /// # Errors
     /// EBUSY and EINVAL as [`attach`](Self::attach).
-    pub fn attach_emulated(&self, id: u32, notify: Notify) -> Answer<()> {
+    pub fn attach_emulated(&self, id: u32, notify: Notify) -> KernelResult<()> {
         let mut state = self.state.lock();
         state.check_new(id)?;
-        state.members.push(Member { id, reports: true, kind: MemberKind::Emulated(notify) });
+        state.members.push(Member {
+            id,
+            writes_are_known: true,
+            kind: MemberKind::Emulated(notify),
+        });
         Ok(())
     }
 
@@ -118,13 +122,13 @@ impl Type1 {
     ///
     /// # Errors
     /// EINVAL if it is not attached.
-    pub fn detach(&self, id: u32) -> Answer<()> {
+    pub fn detach(&self, id: u32) -> KernelResult<()> {
         self.state.lock().detach(id)
     }
 }
 
 impl State {
-    fn check_new(&self, id: u32) -> Answer<()> {
+    fn check_new(&self, id: u32) -> KernelResult<()> {
         if self.invalid > 0 {
             return Err(Errno::BUSY);
         }
@@ -145,7 +149,7 @@ impl State {
         self.members.iter().filter_map(notify).collect()
     }
 
-    fn attach(&mut self, group: &Group, unsafe_interrupts: bool, runs: usize) -> Answer<()> {
+    fn attach(&mut self, group: &Group, unsafe_interrupts: bool, runs: usize) -> KernelResult<()> {
         self.check_new(group.id)?;
         // Mappings outside of the new aperture, or in a region that it does not translate.
         let outside = around(Range::ALL, group.aperture).into_iter().flatten();
@@ -174,14 +178,14 @@ impl State {
         }
         self.ranges = ranges;
         let kind = MemberKind::Hardware(group.clone());
-        self.members.push(Member { id: group.id, reports: false, kind });
+        self.members.push(Member { id: group.id, writes_are_known: false, kind });
         self.update_page_sizes();
         Ok(())
     }
 
     /// Maps all that is mapped for another IOMMU. Pages that are not pinned yet are pinned, and
     /// charged unless they are pinned externally. On failure only what was added is removed.
-    fn replay(&mut self, domain: &mut Domain) -> Answer<()> {
+    fn replay(&mut self, domain: &mut Domain) -> KernelResult<()> {
         let iovas: Vec<u64> = self.mappings.keys().copied().collect();
         let mut added: Vec<(u64, Run)> = Vec::new();
         for &at in &iovas {
@@ -233,7 +237,7 @@ impl State {
         }
     }
 
-    fn detach(&mut self, id: u32) -> Answer<()> {
+    fn detach(&mut self, id: u32) -> KernelResult<()> {
         let at = self.members.iter().position(|member| member.id == id).ok_or(Errno::INVAL)?;
         let member = self.members.remove(at);
         if let MemberKind::Hardware(group) = &member.kind {
@@ -241,7 +245,7 @@ impl State {
             if !shared {
                 self.drop_iommu(group.iommu);
             }
-            if !member.reports && self.tracking {
+            if !member.writes_are_known && self.tracking {
                 // Its writes were not tracked: all that is mapped may be dirty.
                 let mapped = self.mappings.values_mut().filter(|mapping| mapping.mapped);
                 mapped.filter_map(|at| at.dirty.as_mut()).for_each(|dirty| dirty.mark_all());

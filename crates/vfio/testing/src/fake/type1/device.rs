@@ -8,7 +8,7 @@ use super::{
     State, Type1,
     mapping::Mapping,
 };
-use ringfence_vfio::kernel::{Answer, MapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags};
 
 impl Type1 {
     /// The target of a device's access at `iova`: the address in this process, and for how many
@@ -57,7 +57,7 @@ impl Type1 {
     /// # Errors
     /// EBUSY while an address is marked invalid (rule L59), EINVAL where nothing is mapped, EPERM
     /// without READ.
-    pub fn rw_read(&self, iova: u64, into: &mut [u8]) -> Answer<()> {
+    pub fn rw_read(&self, iova: u64, into: &mut [u8]) -> KernelResult<()> {
         self.state.lock().kernel_pieces(iova, into.len(), false, |at, piece, _| {
             // SAFETY: as in `dma_read`.
             unsafe { load(at, &mut into[piece]) };
@@ -68,7 +68,7 @@ impl Type1 {
     ///
     /// # Errors
     /// As [`rw_read`](Self::rw_read); EPERM without READ and WRITE.
-    pub fn rw_write(&self, iova: u64, bytes: &[u8]) -> Answer<()> {
+    pub fn rw_write(&self, iova: u64, bytes: &[u8]) -> KernelResult<()> {
         self.state.lock().kernel_pieces(iova, bytes.len(), true, |at, piece, _| {
             // SAFETY: as in `dma_write`.
             unsafe { store(at, &bytes[piece]) };
@@ -128,7 +128,7 @@ impl State {
         len: usize,
         write: bool,
         mut each: impl FnMut(HostAddr, Piece, u64),
-    ) -> Answer<()> {
+    ) -> KernelResult<()> {
         if self.invalid > 0 {
             return Err(Errno::BUSY);
         }

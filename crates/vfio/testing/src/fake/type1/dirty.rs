@@ -14,7 +14,7 @@ use super::{
     mapping::Mapping,
     whole,
 };
-use ringfence_vfio::kernel::{Answer, Bitmap};
+use ringfence_vfio::kernel::{Bitmap, KernelResult};
 
 /// Which pages of a mapping were written to, in pages of 4 KiB from its first address on.
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ pub(super) struct Dirty {
 
 impl Dirty {
     /// A clean bitmap of `range`: EINVAL if it would have too many pages of `granule` bytes.
-    pub(super) fn new(faults: &mut Faults, range: Range, granule: u64) -> Answer<Dirty> {
+    pub(super) fn new(faults: &mut Faults, range: Range, granule: u64) -> KernelResult<Dirty> {
         if range.extent() / granule >= BITMAP_PAGES {
             return Err(Errno::INVAL);
         }
@@ -59,7 +59,7 @@ impl Dirty {
 
 impl Mapping {
     /// Starts to track writes: pages that are pinned externally are dirty from the start.
-    fn start(&mut self, faults: &mut Faults, granule: u64) -> Answer<()> {
+    fn start(&mut self, faults: &mut Faults, granule: u64) -> KernelResult<()> {
         self.dirty = Some(Dirty::new(faults, self.range, granule)?);
         self.mark_external();
         Ok(())
@@ -75,7 +75,7 @@ impl Mapping {
 
 impl State {
     /// `VFIO_IOMMU_DIRTY_PAGES` with START or STOP.
-    pub(super) fn track(&mut self, on: bool) -> Answer<()> {
+    pub(super) fn track(&mut self, on: bool) -> KernelResult<()> {
         if on == self.tracking {
             return Ok(());
         }
@@ -102,7 +102,7 @@ impl State {
         iova: u64,
         size: u64,
         mut bitmap: Bitmap<'_>,
-    ) -> Answer<()> {
+    ) -> KernelResult<()> {
         if iova.checked_add(size).is_none() {
             return Err(Errno::INVAL);
         }
@@ -116,7 +116,7 @@ impl State {
         }
         let all = self.dirties_all();
         for (_, mapping) in self.mappings.range_mut(range.first().0..=range.last().0) {
-            tell(mapping, all, iova, &mut bitmap);
+            write_bits(mapping, all, iova, &mut bitmap);
             // Externally pinned pages stay dirty; the rest is clean again.
             mapping.dirty = Some(Dirty::default());
             mapping.mark_external();
@@ -126,12 +126,12 @@ impl State {
 
     /// Whether all that is mapped counts as dirty, since the writes of some group are not known.
     pub(super) fn dirties_all(&self) -> bool {
-        self.members.iter().any(|member| !member.reports)
+        self.members.iter().any(|member| !member.writes_are_known)
     }
 }
 
 /// Checks the size of a bitmap for `size` bytes of address space; returns its page size.
-pub(super) fn check(size: u64, bitmap: &Bitmap<'_>) -> Answer<u64> {
+pub(super) fn check(size: u64, bitmap: &Bitmap<'_>) -> KernelResult<u64> {
     if !bitmap.page.is_power_of_two() {
         return Err(Errno::INVAL);
     }
@@ -146,7 +146,7 @@ pub(super) fn check(size: u64, bitmap: &Bitmap<'_>) -> Answer<u64> {
 
 /// Writes the bits of a mapping into a bitmap that begins at `base`. As in the kernel, the words
 /// that contain the mapping's bits are overwritten, except for bits before the mapping's first.
-pub(super) fn tell(mapping: &Mapping, all: bool, base: u64, bitmap: &mut Bitmap<'_>) {
+pub(super) fn write_bits(mapping: &Mapping, all: bool, base: u64, bitmap: &mut Bitmap<'_>) {
     let shift = bitmap.page.trailing_zeros();
     let (Some(dirty), Some(offset)) =
         (&mapping.dirty, mapping.range.first().0.checked_sub(base).map(|bytes| bytes >> shift))

@@ -16,7 +16,7 @@ use super::{
     mapping::External,
     whole,
 };
-use ringfence_vfio::kernel::{Answer, MapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags};
 
 /// Most pages of one call.
 const MOST: u64 = 512;
@@ -34,7 +34,13 @@ impl Type1 {
     /// EACCES in a v1 container; E2BIG for more than 512 pages; EBUSY while an address is marked
     /// invalid; EINVAL for an unknown group, without an emulated group, and where nothing is
     /// mapped; EPERM for more than the mapping allows; ENOMEM. Nothing is pinned then.
-    pub fn pin_pages(&self, group: u32, iova: u64, pages: u64, prot: MapFlags) -> Answer<Vec<u64>> {
+    pub fn pin_pages(
+        &self,
+        group: u32,
+        iova: u64,
+        pages: u64,
+        prot: MapFlags,
+    ) -> KernelResult<Vec<u64>> {
         let range = match pages {
             0 => return Err(Errno::INVAL),
             1..=MOST => whole(iova, pages * PAGE, PAGE)?,
@@ -64,7 +70,7 @@ impl Type1 {
         for page in (range.first().0..=range.last().0).step_by(PAGE as usize) {
             state.mark_page(page);
         }
-        state.members[member].reports = true;
+        state.members[member].writes_are_known = true;
         Ok(frames)
     }
 
@@ -88,7 +94,7 @@ impl Type1 {
 }
 
 impl State {
-    fn pin_external(&mut self, iova: u64, prot: MapFlags) -> Answer<u64> {
+    fn pin_external(&mut self, iova: u64, prot: MapFlags) -> KernelResult<u64> {
         let charges = self.domains.is_empty();
         let first = self.at(iova).map(|mapping| mapping.range.first().0).ok_or(Errno::INVAL)?;
         let mapping = self.mappings.get_mut(&first).ok_or(Errno::INVAL)?;

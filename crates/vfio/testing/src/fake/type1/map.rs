@@ -18,11 +18,17 @@ use super::{
     mapping::Mapping,
     whole,
 };
-use ringfence_vfio::kernel::{Answer, MapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags};
 
 impl State {
     /// `VFIO_IOMMU_MAP_DMA`, check by check in the kernel's order.
-    pub(super) fn map(&mut self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> Answer<()> {
+    pub(super) fn map(
+        &mut self,
+        flags: MapFlags,
+        iova: u64,
+        vaddr: u64,
+        size: u64,
+    ) -> KernelResult<()> {
         let known = MapFlags::READ | MapFlags::WRITE | MapFlags::VADDR;
         let prot = flags & (MapFlags::READ | MapFlags::WRITE);
         let updates = flags.contains(MapFlags::VADDR);
@@ -78,7 +84,7 @@ impl State {
     }
 
     /// MAP with VADDR (rule L60).
-    fn update_vaddr(&mut self, range: Range, vaddr: u64) -> Answer<()> {
+    fn update_vaddr(&mut self, range: Range, vaddr: u64) -> KernelResult<()> {
         let found = self.find(range).ok_or(Errno::NOENT)?;
         if !found.invalid || found.range != range {
             return Err(Errno::INVAL);
@@ -92,7 +98,7 @@ impl State {
 
     /// Pins all of a mapping and puts it into the IOMMUs' tables, run by run; if that fails,
     /// nothing of it stays.
-    fn pin_and_map(&mut self, mapping: &mut Mapping) -> Answer<()> {
+    fn pin_and_map(&mut self, mapping: &mut Mapping) -> KernelResult<()> {
         let mut batch = Batch::default();
         let (first, last) = (mapping.range.first().0, mapping.range.last().0);
         let mut next = Some(first);
@@ -118,7 +124,7 @@ impl State {
         mapping: &mut Mapping,
         iova: u64,
         batch: &mut Batch,
-    ) -> (Range, Answer<()>) {
+    ) -> (Range, KernelResult<()>) {
         let rest = mapping.rest(iova).unwrap_or(mapping.range);
         let run = pin_run(&mut self.machine, mapping, rest, batch)
             .and_then(|frames| Run::new(iova, frames, mapping.prot));
@@ -148,7 +154,7 @@ pub(super) fn pin_run(
     mapping: &mut Mapping,
     range: Range,
     batch: &mut Batch,
-) -> Answer<Frames> {
+) -> KernelResult<Frames> {
     let iova = range.first().0;
     let wanted = Wanted {
         vaddr: mapping.vaddr(iova),

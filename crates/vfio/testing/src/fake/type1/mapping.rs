@@ -9,7 +9,7 @@ use super::{
     super::{memory::Frames, owner::Owner},
     dirty::Dirty,
 };
-use ringfence_vfio::kernel::{Answer, MapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags};
 
 /// A mapping made by `VFIO_IOMMU_MAP_DMA`.
 #[derive(Debug)]
@@ -53,12 +53,12 @@ impl Mapping {
     }
 
     /// Whether `pages` more might be charged: checked for each page before it is charged.
-    pub(super) fn may_charge(&self, pages: u64) -> Answer<()> {
+    pub(super) fn may_charge(&self, pages: u64) -> KernelResult<()> {
         if self.capable || self.owner.has_room(pages) { Ok(()) } else { Err(Errno::NOMEM) }
     }
 
     /// Charges the owner for `pages` more.
-    pub(super) fn charge(&mut self, pages: u64) -> Answer<()> {
+    pub(super) fn charge(&mut self, pages: u64) -> KernelResult<()> {
         self.owner.charge(pages, self.capable)?;
         self.charged += pages;
         Ok(())
@@ -73,7 +73,7 @@ impl Mapping {
 
     /// Charges another process instead: the new one is charged before the old one is released (rule
     /// L60).
-    pub(super) fn change_owner(&mut self, owner: &Owner) -> Answer<()> {
+    pub(super) fn change_owner(&mut self, owner: &Owner) -> KernelResult<()> {
         if self.owner.is(owner) {
             return Ok(());
         }

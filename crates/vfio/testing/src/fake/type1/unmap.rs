@@ -15,12 +15,11 @@ use super::{
     mapping::Mapping,
     whole,
 };
-use ringfence_vfio::kernel::{Answer, Bitmap, UnmapFlags};
+use ringfence_vfio::kernel::{Bitmap, KernelResult, UnmapFlags};
 
 /// Most regions that are unmapped before the IOTLB is invalidated (rule L57).
 const REGIONS: usize = 512;
-/// How often holders of external pins are asked again to release them; after that a kernel hits a
-/// BUG.
+/// How often holders of external pins are notified again; after that a kernel hits a BUG.
 const NOTICES: u32 = 10;
 
 /// How far an unmap got.
@@ -40,18 +39,18 @@ impl Type1 {
         iova: u64,
         size: u64,
         mut bitmap: Option<Bitmap<'_>>,
-    ) -> Answer<u64> {
-        let tells = flags.contains(UnmapFlags::GET_DIRTY);
+    ) -> KernelResult<u64> {
+        let get_dirty = flags.contains(UnmapFlags::GET_DIRTY);
         let known = UnmapFlags::GET_DIRTY | UnmapFlags::ALL | UnmapFlags::VADDR;
-        if !(flags - known).is_empty() || tells && flags != UnmapFlags::GET_DIRTY {
+        if !(flags - known).is_empty() || get_dirty && flags != UnmapFlags::GET_DIRTY {
             return Err(Errno::INVAL);
         }
         let page = match &mut bitmap {
-            _ if !tells => None,
+            _ if !get_dirty => None,
             None => return Err(Errno::INVAL),
             Some(bitmap) => Some(dirty::check(size, bitmap)?),
         };
-        let (mut unmapped, mut told, mut notices) = (0_u64, None, 0);
+        let (mut unmapped, mut notified, mut notices) = (0_u64, None, 0);
         loop {
             let mut state = self.attached()?;
             let range = state.check_unmap(flags, iova, size, page)?;
@@ -62,15 +61,15 @@ impl Type1 {
             if flags.contains(UnmapFlags::VADDR) {
                 return state.invalidate(range, self.v1);
             }
-            let into = bitmap.as_mut().filter(|_| tells);
+            let into = bitmap.as_mut().filter(|_| get_dirty);
             match state.unmap_mappings(range, self.v1, into, &mut unmapped)? {
                 Came::ToTheEnd => return Ok(unmapped),
                 Came::ToPins(mapping, holders) => {
-                    notices = if told == Some(mapping) { notices + 1 } else { 0 };
+                    notices = if notified == Some(mapping) { notices + 1 } else { 0 };
                     if notices > NOTICES {
                         return Err(Errno::BUSY);
                     }
-                    told = Some(mapping);
+                    notified = Some(mapping);
                     let (iova, size) = (mapping.first().0, mapping.extent().saturating_add(1));
                     state.machine.log.push(Event::Notified { iova, size });
                     drop(state);
@@ -90,7 +89,7 @@ impl State {
         iova: u64,
         size: u64,
         page: Option<u64>,
-    ) -> Answer<Range> {
+    ) -> KernelResult<Range> {
         if flags.contains(UnmapFlags::VADDR) && self.has_emulated() {
             return Err(Errno::BUSY);
         }
@@ -121,7 +120,7 @@ impl State {
 
     /// Marks the addresses of mappings invalid: of all in `range` or, if one is marked already, of
     /// none (rule L59).
-    fn invalidate(&mut self, range: Range, v1: bool) -> Answer<u64> {
+    fn invalidate(&mut self, range: Range, v1: bool) -> KernelResult<u64> {
         let targets = self.targets(range, v1);
         if targets.iter().any(|iova| self.mappings[iova].invalid) {
             return Err(Errno::INVAL);
@@ -144,7 +143,7 @@ impl State {
         v1: bool,
         mut bitmap: Option<&mut Bitmap<'_>>,
         unmapped: &mut u64,
-    ) -> Answer<Came> {
+    ) -> KernelResult<Came> {
         for iova in self.targets(range, v1) {
             let Some(mapping) = self.mappings.get(&iova) else { continue };
             if !mapping.external.is_empty() {
@@ -152,7 +151,7 @@ impl State {
             }
             if let Some(bitmap) = &mut bitmap {
                 let all = self.dirties_all();
-                dirty::tell(mapping, all, range.first().0, bitmap);
+                dirty::write_bits(mapping, all, range.first().0, bitmap);
             }
             *unmapped = unmapped.saturating_add(mapping.range.extent() + 1);
             self.remove(iova);

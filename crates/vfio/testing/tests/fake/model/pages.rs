@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, ptr};
 
-use ringfence_vfio::kernel::{Answer, MapFlags, UnmapFlags};
+use ringfence_vfio::kernel::{KernelResult, MapFlags, UnmapFlags};
 use ringfence_vfio_testing::fake::{Kind, Memory};
 use rustix::{
     io::Errno,
@@ -113,7 +113,7 @@ impl Model {
     }
 
     /// Pins pages of a mapping, one after another; does not change the model.
-    pub(super) fn pin(&self, mapping: &Mapping, pending: &mut [u64; 2]) -> Answer<Vec<bool>> {
+    pub(super) fn pin(&self, mapping: &Mapping, pending: &mut [u64; 2]) -> KernelResult<Vec<bool>> {
         let write = mapping.prot.contains(MapFlags::WRITE);
         (0..mapping.pages)
             .map(|page| {
@@ -130,7 +130,13 @@ impl Model {
             .collect()
     }
 
-    pub(super) fn map(&mut self, iova: u64, vaddr: u64, pages: u64, prot: MapFlags) -> Answer<u64> {
+    pub(super) fn map(
+        &mut self,
+        iova: u64,
+        vaddr: u64,
+        pages: u64,
+        prot: MapFlags,
+    ) -> KernelResult<u64> {
         if self.hardware.is_empty() && !self.software {
             return Err(Errno::INVAL);
         }
@@ -158,7 +164,7 @@ impl Model {
         Ok(0)
     }
 
-    pub(super) fn unmap(&mut self, iova: u64, pages: u64, flags: UnmapFlags) -> Answer<u64> {
+    pub(super) fn unmap(&mut self, iova: u64, pages: u64, flags: UnmapFlags) -> KernelResult<u64> {
         if self.hardware.is_empty() && !self.software {
             return Err(Errno::INVAL);
         }
@@ -183,7 +189,12 @@ impl Model {
         Ok(sum)
     }
 
-    pub(super) fn another_address(&mut self, iova: u64, vaddr: u64, pages: u64) -> Answer<u64> {
+    pub(super) fn another_address(
+        &mut self,
+        iova: u64,
+        vaddr: u64,
+        pages: u64,
+    ) -> KernelResult<u64> {
         if self.hardware.is_empty() && !self.software {
             return Err(Errno::INVAL);
         }
@@ -207,7 +218,7 @@ impl Model {
         Ok(0)
     }
 
-    pub(super) fn attach(&mut self, id: u32) -> Answer<u64> {
+    pub(super) fn attach(&mut self, id: u32) -> KernelResult<u64> {
         if self.mappings.values().any(|mapping| mapping.invalid) {
             return Err(Errno::BUSY);
         }
@@ -216,7 +227,7 @@ impl Model {
         }
         if self.hardware.is_empty() {
             let mut pending = [0; 2];
-            let pins: Answer<Vec<_>> =
+            let pins: KernelResult<Vec<_>> =
                 self.mappings.values().map(|mapping| self.pin(mapping, &mut pending)).collect();
             for (mapping, pinned) in self.mappings.values_mut().zip(pins?) {
                 mapping.pinned = pinned;
@@ -226,7 +237,7 @@ impl Model {
         Ok(0)
     }
 
-    pub(super) fn attach_software(&mut self) -> Answer<u64> {
+    pub(super) fn attach_software(&mut self) -> KernelResult<u64> {
         if self.mappings.values().any(|mapping| mapping.invalid) {
             return Err(Errno::BUSY);
         }
@@ -237,7 +248,7 @@ impl Model {
         Ok(0)
     }
 
-    pub(super) fn detach(&mut self, id: u32) -> Answer<u64> {
+    pub(super) fn detach(&mut self, id: u32) -> KernelResult<u64> {
         if id == SOFT && self.software {
             self.software = false;
         } else {
@@ -253,7 +264,12 @@ impl Model {
         Ok(0)
     }
 
-    pub(super) fn pin_external(&mut self, iova: u64, pages: u64, prot: MapFlags) -> Answer<u64> {
+    pub(super) fn pin_external(
+        &mut self,
+        iova: u64,
+        pages: u64,
+        prot: MapFlags,
+    ) -> KernelResult<u64> {
         if self.mappings.values().any(|mapping| mapping.invalid) {
             return Err(Errno::BUSY);
         }
