@@ -397,7 +397,8 @@ mod tests {
         let benchmark = run(&large, &AtomicBool::new(false)).unwrap();
         let notes: Vec<_> = benchmark.rows.iter().map(|row| row.note.clone()).collect();
         assert!(notes[0].as_ref().unwrap().starts_with("not measured: "), "{notes:?}");
-        assert!(notes[0].as_ref().unwrap().ends_with("of 100000 ranges fitted"), "{notes:?}");
+        // On a busy machine how it was filled, too.
+        assert!(notes[0].as_ref().unwrap().contains("of 100000 ranges fitted"), "{notes:?}");
         assert_eq!(benchmark.rows[0].ns_per_op, Interval::default());
         assert_eq!(benchmark.rows[0].ratio_to_ringfence, None);
     }
