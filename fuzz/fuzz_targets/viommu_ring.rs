@@ -15,7 +15,7 @@ use libfuzzer_sys::fuzz_target;
 use ringfence_iommu::{Fault, FaultReason, FaultSink, Iova, Prot, table::Limits};
 use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
-    device::{Backing as _, Binding, EventQueue, FaultQueue, DeviceConfig, RequestQueue},
+    device::{Backing as _, Binding, DeviceConfig, EventQueue, FaultQueue, RequestQueue},
     wire::{AttachFlags, MAX_REQUEST_LEN, MapFlags, Request},
 };
 use ringfence_virtq::{

@@ -13,6 +13,8 @@ const EXAMPLES: &[(&str, usize)] = &[("map", 15), ("rng", 45), ("rust_vmm", 45),
 pub(crate) fn check() -> Result<()> {
     let (root, outside) = (root(), root().join("target/front-door"));
     let examples = outside.join("examples");
+    // Of an earlier run: an example that is gone is not built.
+    let _ = fs::remove_dir_all(&examples);
     fs::create_dir_all(&examples)?;
     fs::create_dir_all(outside.join("src"))?;
     fs::write(outside.join("src/lib.rs"), "")?;
@@ -24,12 +26,16 @@ pub(crate) fn check() -> Result<()> {
         root.join("crates/ringfence")
     );
     fs::write(outside.join("Cargo.toml"), manifest)?;
+    let there = fs::read_dir(root.join("crates/ringfence/examples"))?.count();
+    ensure!(there == EXAMPLES.len(), "{there} examples are there, {} are listed", EXAMPLES.len());
     for &(name, most) in EXAMPLES {
         let from = root.join(format!("crates/ringfence/examples/{name}.rs"));
         let text = fs::read_to_string(&from).with_context(|| format!("reading {from:?}"))?;
         let lines = text.lines().count();
         println!("{name:<9} {lines} lines of at most {most}");
         ensure!(lines <= most, "the example {name} has {lines} lines, and may have {most}");
+        let wide = text.lines().find(|line| line.chars().count() > 100);
+        ensure!(wide.is_none(), "the example {name} is wider than 100: {}", wide.unwrap_or(""));
         fs::write(examples.join(format!("{name}.rs")), text)?;
     }
     let cargo = |arguments: &[&str]| {

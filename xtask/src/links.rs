@@ -2,12 +2,13 @@
 
 use std::{collections::HashSet, fs, path::Path, process::Command};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::steps::root;
 
 pub(crate) fn check() -> Result<()> {
     let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(root()).output()?;
+    ensure!(listed.status.success(), "git ls-files: {}", listed.status);
     let (mut broken, mut count) = (Vec::new(), 0);
     for name in String::from_utf8(listed.stdout)?.lines() {
         let file = root().join(name);
@@ -25,6 +26,7 @@ pub(crate) fn check() -> Result<()> {
     if !broken.is_empty() {
         bail!("links that lead nowhere:\n{}", broken.join("\n"));
     }
+    ensure!(count > 0, "no link was found in any page");
     println!("{count} links lead to files and headings");
     Ok(())
 }

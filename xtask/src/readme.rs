@@ -20,6 +20,9 @@ pub(crate) fn regenerate(only: Option<&str>) -> Result<()> {
     for name in FILES {
         let file = root().join(name);
         let text = fs::read_to_string(&file).with_context(|| (*name).to_owned())?;
+        if !text.contains("<!-- run: ") {
+            bail!("{name} has no `<!-- run: COMMAND -->`");
+        }
         let (mut out, mut rest) = (String::with_capacity(text.len()), text.as_str());
         while let Some((before, after)) = rest.split_once("<!-- run: ") {
             let parts = after.split_once(" -->").and_then(|(command, after)| {

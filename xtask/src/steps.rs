@@ -250,6 +250,9 @@ fn work_of_children() -> Option<f32> {
 pub(crate) fn commit(command: &str) -> Result<String> {
     let printed = |program: &str, arguments: &[&str]| -> Result<String> {
         let output = Command::new(program).args(arguments).current_dir(root()).output()?;
+        if !output.status.success() {
+            bail!("{program} {}: {}", arguments.join(" "), output.status);
+        }
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let changed =
@@ -321,13 +324,19 @@ fn published() -> Result<()> {
     let metadata = Command::new("cargo")
         .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
         .current_dir(root())
+        .stderr(std::process::Stdio::inherit())
         .output()?;
-    let metadata: serde_json::Value = serde_json::from_slice(&metadata.stdout)?;
+    let metadata: serde_json::Value =
+        serde_json::from_slice(&metadata.stdout).context("what cargo metadata prints")?;
     let packages = metadata["packages"].as_array().context("cargo metadata lists packages")?;
     // `publish = false` is an empty list.
-    let published = packages.iter().filter(|package| package["publish"].is_null());
+    let published = packages.iter().filter(|package| package["publish"] != serde_json::json!([]));
+    let names: Vec<&str> = published.filter_map(|package| package["name"].as_str()).collect();
+    if names.is_empty() {
+        bail!("no package is published");
+    }
     let mut arguments = vec!["package", "--offline", "--quiet"];
-    arguments.extend(published.flat_map(|it| ["--package", it["name"].as_str().unwrap_or("")]));
+    arguments.extend(names.iter().flat_map(|&name| ["--package", name]));
     cargo(&arguments, &[])
 }
 

@@ -228,7 +228,7 @@ fn the_first_table_has_eight_columns_and_an_advice() {
     assert_eq!((of("off").len(), of("off")[7]), (8, "always"), "{ended}");
     assert_eq!((of("strict+map").len(), of("strict+map")[7]), (8, "never"), "{ended}");
     assert_eq!((of("lazy-mq+map").len(), of("lazy-mq+map")[8]), (9, "ms"), "{ended}");
-    assert!(ended.out.contains("\nHere: strict+map. It keeps "), "{ended}");
+    assert!(ended.out.contains("\nHere: strict+map. It kept "), "{ended}");
     assert!(ended.out.contains("--details"), "{ended}");
 }
 

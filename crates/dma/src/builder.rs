@@ -11,15 +11,18 @@ use crate::{BouncePools, DmaConfig, Environment};
 /// The smallest granule of an allocator that is made from a geometry.
 const PAGE: u64 = 4096;
 
-/// Makes an allocator for a domain.
-pub(crate) type Make<A> = fn(&Geometry) -> Result<A, ApertureError>;
+/// Where the allocator comes from.
+pub(crate) enum Source<A> {
+    Given(A),
+    /// Is made for the domain.
+    Made(fn(&Geometry) -> Result<A, ApertureError>),
+}
 
 /// Makes a [`Device`](crate::Device): [`Device::builder`](crate::Device::builder).
 #[must_use = "build makes the device"]
 pub struct DeviceBuilder<D: Domain, A> {
     pub(crate) domain: D,
-    /// The one that was given, or what makes one.
-    pub(crate) allocator: Result<A, Make<A>>,
+    pub(crate) allocator: Source<A>,
     pub(crate) config: DmaConfig,
     pub(crate) environment: Environment,
     pub(crate) pools: Option<BouncePools<D::Target>>,
@@ -29,7 +32,7 @@ impl<D: Domain> DeviceBuilder<D, Slabs<OsCpu>> {
     pub(crate) fn new(domain: D) -> Self {
         DeviceBuilder {
             domain,
-            allocator: Err(slabs),
+            allocator: Source::Made(slabs),
             config: DmaConfig::default(),
             environment: Environment::default(),
             pools: None,
@@ -43,7 +46,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     /// granules, whichever are larger.
     pub fn allocator<B: Allocator + 'static>(self, allocator: B) -> DeviceBuilder<D, B> {
         let DeviceBuilder { domain, config, environment, pools, .. } = self;
-        DeviceBuilder { domain, allocator: Ok(allocator), config, environment, pools }
+        DeviceBuilder { domain, allocator: Source::Given(allocator), config, environment, pools }
     }
 
     /// How it maps. Default: [`Policy::StrictMap`](crate::Policy::StrictMap) for a trusted device.

@@ -13,6 +13,7 @@ use crate::{
     Refused, SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
     bounce::{Bytes, Client, ClientParts},
     bouncer::Bouncer,
+    builder::Source,
     control::Control,
     counter::Count,
     detect::DetectorState,
@@ -52,8 +53,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
 }
 
 impl<D: Domain + 'static> Device<D> {
-    /// A device that maps through `domain`: strict, trusted, at addresses of the domain's aperture,
-    /// unless the builder is given something else.
+    /// A device that maps through `domain`: under [`Policy::StrictMap`], trusted, at addresses of the
+    /// domain's aperture, unless the builder is given something else.
     pub fn builder(domain: D) -> DeviceBuilder<D, Slabs<OsCpu>> {
         DeviceBuilder::new(domain)
     }
@@ -74,8 +75,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let DeviceBuilder { domain, allocator, config, environment, pools } = builder;
         let geometry = domain.geometry();
         let allocator = match allocator {
-            Ok(given) => given,
-            Err(make) => make(&geometry)?,
+            Source::Given(given) => given,
+            Source::Made(make) => make(&geometry)?,
         };
         let granule = geometry.page_sizes.granule();
         check(&config, granule, allocator.granule())?;

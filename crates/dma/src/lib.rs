@@ -7,12 +7,12 @@
 //! # let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
 //! use ringfence_dma::{Device, Direction};
 //!
-//! let device = Device::builder(domain).build()?; // strict, in the domain's own limits
+//! let device = Device::builder(domain).build()?; // strict+map, in the domain's own limits
 //! let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?; // takes the buffer
 //! for segment in mapping.segments() {
 //!     println!("{segment}"); // goes into a descriptor
 //! }
-//! let buffer = mapping.unmap()?; // from here on no access of the device succeeds
+//! let buffer = mapping.unmap()?; // from here on the device cannot reach it
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!

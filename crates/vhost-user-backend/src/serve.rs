@@ -10,10 +10,11 @@ use crate::{Addresses, Device, Requests};
 
 /// Serves the front ends that connect to `listener`, one after the other, each by a device that
 /// `device` makes, behind a device IOTLB. One worker thread serves the queues; `name` stands in
-/// messages. A connection that ends in an error is logged, and the next is accepted.
+/// messages. A connection that ends in an error is logged (by `tracing`), and the next is accepted.
+/// A front end that stays connected keeps all others waiting, even one that sends nothing.
 ///
-/// A service that needs more (several sockets, an orderly end, an upgrade under load) makes its own
-/// [`Worker`]s and [`Server`]s, from [`Requests::backend`].
+/// A service that needs more (several sockets, silent peers, an orderly end, an upgrade under load)
+/// makes its own [`Worker`]s and [`Server`]s, from [`Requests::backend`].
 ///
 /// # Errors
 /// The worker cannot be started, no connection can be accepted, or `device` failed.

@@ -337,7 +337,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     if table && measured {
         shown.push_str(&match arguments.details {
             true => report::table::render(&comparison),
-            false => report::summary::render(&comparison),
+            false => report::summary::render(&comparison, verdict.is_empty()),
         });
         if arguments.explain {
             shown.push_str(&report::table::explain(&comparison));

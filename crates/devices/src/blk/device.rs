@@ -132,7 +132,7 @@ impl Blk {
     fn take_image(&self, connection: Option<&Shutdown>) -> Result<(), HandlerError> {
         if let Disk::File(image) = &self.options.disk {
             let gone = || connection.is_some_and(Shutdown::is_over);
-            image.take(gone).map_err(|error| HandlerError::new(error.to_string()))?;
+            image.take(gone)?;
         }
         Ok(())
     }
@@ -216,8 +216,7 @@ impl RawDevice for Blk {
         let (through, shutdown) = (self.cache.through(), on.shutdown);
         self.rings.start(ring, start, on, |size| {
             let BlkOptions { disk, read_only, id, .. } = &self.options;
-            let serve = BlkServer::new((disk, *read_only), id, size, through);
-            let serve = serve.map_err(|error| HandlerError::new(error.to_string()))?;
+            let serve = BlkServer::new((disk, *read_only), id, size, through)?;
             self.take_image(shutdown)?;
             Ok(serve)
         })

@@ -137,7 +137,7 @@ impl Handler for IommuBackend {
         let started = self
             .iommu()
             .on_unit(move |unit| unit.start(ring, config, at_used, answered, kick, enabled))?;
-        Self::must(started)?.map_err(|error| HandlerError::new(error.to_string()))
+        Ok(Self::must(started)??)
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
@@ -170,10 +170,7 @@ impl Handler for IommuBackend {
     }
 
     fn set_config(&mut self, offset: u32, _: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {
-        self.iommu()
-            .device
-            .write_config(offset as usize, data)
-            .map_err(|error| HandlerError::new(error.to_string()))
+        Ok(self.iommu().device.write_config(offset as usize, data)?)
     }
 
     fn leaves(&mut self) {

@@ -268,12 +268,12 @@ impl Iommu {
     }
 
     fn reset(&self) -> Result<(), HandlerError> {
-        self.device.reset().map_err(|error| HandlerError::new(error.to_string()))?;
+        self.device.reset()?;
         self.settle()
     }
 
     fn reset_system(&self) -> Result<(), HandlerError> {
-        self.device.system_reset().map_err(|error| HandlerError::new(error.to_string()))?;
+        self.device.system_reset()?;
         self.settle()
     }
 

@@ -109,7 +109,7 @@ pub(super) fn chart(page: &mut String, job: &JobReport, attributes: &str) -> boo
     put!(
         page,
         "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\"{attributes} role=\"img\" \
-             aria-label=\"Throughput against exposure; the table below has the numbers\">\n"
+             aria-label=\"Throughput against exposure\">\n"
     );
     axes(page, &decades, &ratios);
     // Side by side within an edge, where the axis has no values.

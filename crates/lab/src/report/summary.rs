@@ -5,17 +5,20 @@ use super::{
     Comparison, JobReport, Metric, PolicyResult, Reach,
     table::{fallbacks, headline, marked, title, warnings},
 };
-use crate::text::{columns, dash, number, percent, plain, wrap};
+use crate::{
+    stats::Estimate,
+    text::{columns, dash, number, percent, plain, wrap},
+};
 
-/// Policies this close to each other are equally fast for the advice: the part of `off` by which
-/// one must be faster to be preferred.
+/// Policies this close to each other, in parts of `off`, are equally fast for the advice, however
+/// sure the figures are.
 const ALIKE: f64 = 0.02;
 
 /// The policy that is preferred among equally fast ones: the library's default.
 const DEFAULT: &str = "strict+map";
 
-/// The summary for a terminal.
-pub fn render(comparison: &Comparison) -> String {
+/// The summary for a terminal. Nothing is advised of a run in which something went wrong.
+pub fn render(comparison: &Comparison, all_went_well: bool) -> String {
     let mut out = wrap(&headline(comparison));
     for job in &comparison.jobs {
         out.push('\n');
@@ -24,7 +27,7 @@ pub fn render(comparison: &Comparison) -> String {
         fallbacks(job).iter().for_each(|text| out.push_str(&wrap(text)));
     }
     out.push('\n');
-    if let Some(advice) = advice(&comparison.jobs) {
+    if let Some(advice) = advice(&comparison.jobs).filter(|_| all_went_well) {
         out.push_str(&wrap(&advice));
     }
     out.push_str(&wrap(
@@ -88,28 +91,36 @@ fn longest_ms(row: &PolicyResult) -> f64 {
     counted.into_iter().chain(found).fold(0.0, f64::max)
 }
 
-/// A policy over all jobs.
-struct Candidate {
+/// A row in the job where it keeps least of the throughput of `off`.
+struct Worst<'r> {
     name: String,
-    /// The least part of the throughput of `off` that it keeps.
-    keeps: f64,
-    reach: Reach,
-    longest_ms: f64,
+    policy: &'r str,
+    job: &'r str,
+    keeps: Estimate,
 }
 
-impl Candidate {
-    /// `None` if a job does not have the row, or its I/O failed there.
-    fn new(jobs: &[JobReport], name: String) -> Option<Candidate> {
-        let mut all = Candidate { name, keeps: f64::INFINITY, reach: Reach::None, longest_ms: 0.0 };
+impl<'r> Worst<'r> {
+    /// `None` if a job does not have the row, if it ran under another policy, or if the device
+    /// reached unmapped memory.
+    fn of_strict(jobs: &'r [JobReport], name: &str) -> Option<Worst<'r>> {
+        let mut worst: Option<Worst<'r>> = None;
         for job in jobs {
-            let row = job.results.iter().find(|row| job.label(row) == all.name)?;
-            all.keeps = all.keeps.min(row.ratio(job.metric)?.median);
-            let reach = row.exposure.filter(|_| row.errors == 0)?.reach;
-            all.reach = if all.reach == Reach::None { reach } else { all.reach };
-            all.longest_ms = all.longest_ms.max(longest_ms(row));
+            let row = job.results.iter().find(|row| job.label(row) == name)?;
+            let strict = row.exposure?.reach == Reach::None && row.replaced_by().is_none();
+            let keeps = row.ratio(job.metric).filter(|_| strict)?;
+            if worst.as_ref().is_none_or(|worst| keeps.median < worst.keeps.median) {
+                let (name, policy) = (name.to_owned(), row.policy.as_str());
+                worst = Some(Worst { name, policy, job: &job.name, keeps });
+            }
         }
-        Some(all)
+        worst
     }
+}
+
+/// How far two figures may be apart and count as equal: within their confidence, at the least
+/// [`ALIKE`].
+fn noise(one: Estimate, other: Estimate) -> f64 {
+    [one, other].iter().filter_map(Estimate::half_width).fold(ALIKE, f64::max)
 }
 
 /// Which policy to use on this machine, and why, by the figures of this run; `None` if the run has
@@ -117,31 +128,64 @@ impl Candidate {
 fn advice(jobs: &[JobReport]) -> Option<String> {
     let first = jobs.first()?;
     let labels = first.results.iter().map(|row| first.label(row));
-    let all: Vec<Candidate> = labels.filter_map(|name| Candidate::new(jobs, name)).collect();
-    let fastest = |reach| {
-        let those = all.iter().filter(|candidate| candidate.reach == reach);
-        those.max_by(|a, b| a.keeps.total_cmp(&b.keeps))
+    let all: Vec<Worst<'_>> = labels.filter_map(|name| Worst::of_strict(jobs, &name)).collect();
+    let fastest = |of: &dyn Fn(&&Worst<'_>) -> bool| {
+        let those = all.iter().filter(of);
+        those.max_by(|a, b| a.keeps.median.total_cmp(&b.keeps.median))
     };
-    let strict = fastest(Reach::None)?;
-    let default = all.iter().find(|candidate| candidate.name == DEFAULT);
-    let strict = default.filter(|it| it.keeps >= strict.keeps - ALIKE).unwrap_or(strict);
-    let lazy = match fastest(Reach::Flush) {
-        Some(lazy) if lazy.keeps > strict.keeps + ALIKE => format!(
-            "; {} would keep {}, with memory reachable for up to {} ms after its unmap",
-            plain(&lazy.name),
-            percent(lazy.keeps),
-            number(lazy.longest_ms)
-        ),
-        Some(_) => format!("; no lazy policy keeps {} more", percent(ALIKE)),
-        None => String::new(),
-    };
+    let any = fastest(&|_| true)?;
+    let default = fastest(&|row| row.policy == DEFAULT);
+    let default =
+        default.filter(|row| row.keeps.median >= any.keeps.median - noise(row.keeps, any.keeps));
+    let best = default.unwrap_or(any);
+    let more = if jobs.len() == 1 { "" } else { ", more in the others" };
     Some(format!(
-        "Here: {}. It keeps {} of the unprotected throughput{}, and the device reaches nothing that \
-         was unmapped{lazy}.",
-        plain(&strict.name),
-        percent(strict.keeps),
-        if jobs.len() == 1 { "" } else { " or more in each job" },
+        "Here: {}. It kept {} of the unprotected throughput in {}{more}, and the device reached \
+         nothing that was unmapped; {}.",
+        plain(&best.name),
+        kept(best.keeps),
+        plain(best.job),
+        lazier(jobs, &best.name)?,
     ))
+}
+
+/// What the lazy rows would gain over the row `name`, in the job where they gain most.
+fn lazier(jobs: &[JobReport], name: &str) -> Option<String> {
+    let mut most: Option<(f64, String)> = None;
+    let mut measured = false;
+    for job in jobs {
+        let strict = job.results.iter().find(|row| job.label(row) == name)?.ratio(job.metric)?;
+        for row in &job.results {
+            let lazy = row.exposure.is_some_and(|exposure| exposure.reach == Reach::Flush);
+            let Some(keeps) = row.ratio(job.metric).filter(|_| lazy) else { continue };
+            measured = true;
+            let gain = keeps.median - strict.median;
+            let beyond = gain > noise(strict, keeps);
+            if beyond && most.as_ref().is_none_or(|(most, _)| gain > *most) {
+                let text = format!(
+                    "{} kept {} in {}, with memory reachable for {} ms at the longest",
+                    plain(&job.label(row)),
+                    kept(keeps),
+                    plain(&job.name),
+                    number(longest_ms(row))
+                );
+                most = Some((gain, text));
+            }
+        }
+    }
+    Some(match most {
+        Some((_, text)) => text,
+        None if measured => {
+            "no lazy policy measured here was faster by more than the noise".to_owned()
+        }
+        None => "no lazy policy was measured".to_owned(),
+    })
+}
+
+/// `87.0% ± 6.1`.
+fn kept(ratio: Estimate) -> String {
+    let half = ratio.half_width().map(|half| format!(" ± {:.1}", half * 100.0));
+    percent(ratio.median) + &half.unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -151,7 +195,7 @@ mod tests {
 
     #[test]
     fn the_table_has_eight_columns_and_fits_a_terminal_of_eighty() {
-        let text = render(&sample::comparison());
+        let text = render(&sample::comparison(), true);
         let table = text.lines().filter(|line| line.starts_with(' ') || line.contains(" ms"));
         assert!(text.lines().all(|line| line.chars().count() <= WIDTH));
         assert!(table.clone().count() >= 11, "{text}");
@@ -170,7 +214,8 @@ mod tests {
             job.results.retain_mut(|row| {
                 let wanted = policies.iter().find(|(name, _)| *name == row.policy);
                 if let (Some((_, part)), Some(ratios)) = (wanted, row.ratio_to_off.as_mut()) {
-                    (ratios.bandwidth.median, ratios.iops.median) = (*part, *part);
+                    let sure = |median| Estimate { median, lo: Some(median), hi: Some(median) };
+                    (ratios.bandwidth, ratios.iops) = (sure(*part), sure(*part));
                 }
                 wanted.is_some()
             });
@@ -181,23 +226,64 @@ mod tests {
     #[test]
     fn the_default_is_advised_unless_another_strict_policy_is_faster() {
         let advice = advised(&[("off", 1.0), ("strict+map", 0.93), ("bounce", 0.94)]).unwrap();
-        assert!(advice.starts_with("Here: strict+map. It keeps 93.0%"), "{advice}");
+        assert!(advice.starts_with("Here: strict+map. It kept 93.0% ± 0.0"), "{advice}");
         let advice = advised(&[("off", 1.0), ("strict+map", 0.93), ("bounce", 0.96)]).unwrap();
-        assert!(advice.starts_with("Here: bounce. It keeps 96.0%"), "{advice}");
+        assert!(advice.starts_with("Here: bounce. It kept 96.0%"), "{advice}");
     }
 
     #[test]
     fn a_lazy_policy_is_named_with_its_window_if_it_is_faster_and_never_advised() {
         let advice = advised(&[("off", 1.0), ("strict+map", 0.8), ("lazy-mq+map", 0.9)]).unwrap();
         assert!(advice.starts_with("Here: strict+map."), "{advice}");
-        assert!(advice.contains("lazy-mq+map would keep 90.0%"), "{advice}");
+        assert!(advice.contains("lazy-mq+map kept 90.0%"), "{advice}");
         let advice = advised(&[("off", 1.0), ("strict+map", 0.8), ("lazy-mq+map", 0.81)]).unwrap();
-        assert!(advice.contains("no lazy policy keeps 2.0% more"), "{advice}");
+        assert!(advice.contains("no lazy policy measured here was faster"), "{advice}");
     }
 
     #[test]
     fn without_a_policy_that_protects_nothing_is_advised() {
         assert_eq!(advised(&[("off", 1.0), ("zero-copy", 1.0), ("lazy-mq", 0.9)]), None);
+        assert!(!render(&sample::comparison(), false).contains("Here: "));
+    }
+
+    #[test]
+    fn a_lazy_policy_is_compared_job_by_job() {
+        let mut jobs = sample::comparison().jobs;
+        let sure = |median| Estimate { median, lo: Some(median), hi: Some(median) };
+        for (job, parts) in jobs.iter_mut().zip([[0.80, 0.99], [0.75, 0.76]]) {
+            job.results.retain(|row| ["off", "strict+map", "lazy-mq"].contains(&&*row.policy));
+            for (row, part) in job.results[1..].iter_mut().zip(parts) {
+                let ratios = row.ratio_to_off.as_mut().unwrap();
+                (ratios.bandwidth, ratios.iops) = (sure(part), sure(part));
+            }
+        }
+        let text = advice(&jobs).unwrap();
+        assert!(text.contains("kept 75.0% ± 0.0 of the unprotected throughput in"), "{text}");
+        assert!(text.contains("lazy-mq kept 99.0%"), "{text}");
+    }
+
+    #[test]
+    fn a_row_that_ran_under_another_policy_is_not_advised() {
+        let mut jobs = sample::comparison().jobs;
+        for job in &mut jobs {
+            job.results.retain(|row| ["off", "lazy-mq"].contains(&&*row.policy));
+            let row = &mut job.results[1];
+            row.effective_policy = "strict".to_owned();
+            row.exposure.as_mut().unwrap().reach = Reach::None;
+        }
+        assert_eq!(advice(&jobs), None);
+    }
+
+    #[test]
+    fn with_several_allocators_the_default_policy_is_preferred_too() {
+        let mut jobs = sample::comparison().jobs;
+        for job in &mut jobs {
+            let mut other = job.results.iter().find(|row| row.policy == DEFAULT).unwrap().clone();
+            other.allocator = Some("rbtree".to_owned());
+            job.results.retain(|row| ["off", DEFAULT].contains(&&*row.policy));
+            job.results.push(other);
+        }
+        assert!(advice(&jobs).unwrap().starts_with("Here: strict+map/"));
     }
 
     #[test]
@@ -207,7 +293,7 @@ mod tests {
         for row in rows.filter(|row| row.policy.starts_with("strict")) {
             row.exposure.as_mut().unwrap().reach = Reach::Leaked;
         }
-        let text = render(&comparison);
+        let text = render(&comparison, true);
         assert!(text.contains("LEAKED") && !text.contains("Here: strict"), "{text}");
     }
 }

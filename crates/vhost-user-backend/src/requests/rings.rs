@@ -89,8 +89,7 @@ impl<S: Serve> RequestRings<S> {
             return Err(HandlerError::new("the ring's requests in flight are unknown"));
         }
         let Events { kick, call, err } = events;
-        let own = device::Queue::postponed(config);
-        let own = own.map_err(|error| HandlerError::new(error.to_string()))?;
+        let own = device::Queue::postponed(config)?;
         // Not on the worker: the kernel may take longer to set up `serve` than other rings should
         // wait.
         let queue = RequestQueue::new(own, serve(config.size)?, Arc::clone(&self.name), call);

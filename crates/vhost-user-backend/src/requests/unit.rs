@@ -368,7 +368,7 @@ impl<S: Serve> Rings for RequestUnit<S> {
             && let Err(error) = served.queue.move_to(&UserAddresses::new(Arc::clone(memory)))
         {
             served.fail(&self.shared, error);
-            return Err(HandlerError::new(QueueError::Moved.to_string()));
+            return Err(QueueError::Moved.into());
         }
         Ok(())
     }
