@@ -1,6 +1,6 @@
 //! A vhost-user back end with a device IOTLB, a source of random bytes:
-//! `cargo run -p ringfence --features backend --example rng /tmp/rng.sock`, and QEMU (the README has
-//! its IOMMU and shared memory) with `-chardev socket,id=c,path=/tmp/rng.sock
+//! `cargo run -p ringfence --features backend --example rng /tmp/rng.sock`, and QEMU (its IOMMU and
+//! shared memory as in the README) with `-chardev socket,id=c,path=/tmp/rng.sock
 //! -device vhost-user-rng-pci,chardev=c,bus=rp1,disable-legacy=on,iommu_platform=on,ats=on`
 use std::{fs::File, io, io::Read, os::unix::net::UnixListener};
 
