@@ -8,9 +8,11 @@ use std::{
     fmt::Write,
     fs,
     path::{Path, PathBuf},
+    process::{Command, Stdio},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
 use syn::{Attribute, Fields, ImplItem, Item, TraitItem, Type, Visibility};
 
 use crate::{
@@ -28,8 +30,8 @@ pub(crate) fn check(update: bool) -> Result<()> {
     fs::create_dir_all(&folder)?;
     let mut stale: BTreeSet<PathBuf> =
         fs::read_dir(&folder)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
-    for krate in published()? {
-        let name = krate.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    for (package, krate) in published()? {
+        let name = package.strip_prefix("ringfence-").unwrap_or(&package);
         let (now, items) = text(&krate.join("src"))?;
         println!("{name:20} {items:4} items");
         let file = folder.join(format!("{name}.txt"));
@@ -52,18 +54,27 @@ pub(crate) fn check(update: bool) -> Result<()> {
     Ok(())
 }
 
-/// The folders of the crates that others may depend on.
-fn published() -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir(root().join("crates"))? {
-        let folder = entry?.path();
-        let manifest = fs::read_to_string(folder.join("Cargo.toml"))
-            .with_context(|| folder.display().to_string())?;
-        if !manifest.contains("publish = false") {
-            found.push(folder);
-        }
-    }
+/// The crates that others may depend on: their names and folders.
+pub(crate) fn published() -> Result<Vec<(String, PathBuf)>> {
+    let listed = Command::new("cargo")
+        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
+        .current_dir(root())
+        .stderr(Stdio::inherit())
+        .output()?;
+    let listed: Value = serde_json::from_slice(&listed.stdout).context("cargo metadata")?;
+    let packages = listed["packages"].as_array().context("cargo metadata lists packages")?;
+    // `publish = false` is an empty list.
+    let published = packages.iter().filter(|package| package["publish"] != json!([]));
+    let mut found = published
+        .map(|package| {
+            let name = package["name"].as_str().context("a package has a name")?;
+            let manifest = Path::new(package["manifest_path"].as_str().context("and a manifest")?);
+            let folder = manifest.parent().context("which lies in a folder")?;
+            Ok((name.to_owned(), folder.to_owned()))
+        })
+        .collect::<Result<Vec<_>>>()?;
     found.sort();
+    ensure!(!found.is_empty(), "no package is published");
     Ok(found)
 }
 

@@ -169,6 +169,8 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     if steps.is_empty() {
         bail!("no step has {:?} in its name; --list names them", only.unwrap_or_default());
     }
+    // Before what takes hours: without a commit there is nothing to keep.
+    let kept = (all && only.is_none()).then(|| commit("cargo xtask test --all")).transpose()?;
     let missing = packages::ensure();
     let (idle, programs) = (RefCell::default(), RefCell::default());
     let run = Run { missing, suite: OnceCell::new(), idle, programs };
@@ -219,10 +221,9 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     let passed = steps.len() - failed.len() - not_run.len();
     let sum = format!("{passed} passed, {} failed, {} skipped", failed.len(), not_run.len());
     println!("in all {:.0} s\nsteps: {sum}", begun.elapsed().as_secs_f32());
-    if all && only.is_none() {
+    if let Some(commit) = kept {
         let (steps, programs) = (lines.join("\n"), run.programs.borrow().join("\n"));
-        let text =
-            format!("{}\n\n{steps}\n\n{sum}\n\n{programs}\n", commit("cargo xtask test --all")?);
+        let text = format!("{commit}\n\n{steps}\n\n{sum}\n\n{programs}\n");
         std::fs::write(root().join("docs/all.txt"), text)?;
     }
     if !failed.is_empty() {
@@ -321,22 +322,9 @@ fn documentation() -> Result<()> {
 
 /// Each published crate builds from its own package.
 fn published() -> Result<()> {
-    let metadata = Command::new("cargo")
-        .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
-        .current_dir(root())
-        .stderr(std::process::Stdio::inherit())
-        .output()?;
-    let metadata: serde_json::Value =
-        serde_json::from_slice(&metadata.stdout).context("what cargo metadata prints")?;
-    let packages = metadata["packages"].as_array().context("cargo metadata lists packages")?;
-    // `publish = false` is an empty list.
-    let published = packages.iter().filter(|package| package["publish"] != serde_json::json!([]));
-    let names: Vec<&str> = published.filter_map(|package| package["name"].as_str()).collect();
-    if names.is_empty() {
-        bail!("no package is published");
-    }
+    let packages = interface::published()?;
     let mut arguments = vec!["package", "--offline", "--quiet"];
-    arguments.extend(names.iter().flat_map(|&name| ["--package", name]));
+    arguments.extend(packages.iter().flat_map(|(name, _)| ["--package", name]));
     cargo(&arguments, &[])
 }
 

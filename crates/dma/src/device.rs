@@ -66,13 +66,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     /// # Errors
     /// The configuration does not fit this domain or allocator.
     pub fn build(self) -> Result<Device<D, A>, SetupError> {
-        Device::make(self)
-    }
-}
-
-impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    fn make(builder: DeviceBuilder<D, A>) -> Result<Self, SetupError> {
-        let DeviceBuilder { domain, allocator, config, environment, pools } = builder;
+        let DeviceBuilder { domain, allocator, config, environment, pools } = self;
         let geometry = domain.geometry();
         let allocator = match allocator {
             Source::Given(given) => given,
@@ -121,7 +115,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         shared.begin(policy)?;
         Ok(Device { port: Port::new(shared) })
     }
+}
 
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// Maps one buffer. Its pieces are laid out in one contiguous IOVA range; pieces that are
     /// adjacent in memory are mapped at once.
     ///

@@ -270,8 +270,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         |rows| rows.0,
     );
     let Begun { json, progress, stop } = arguments.session.begin()?;
-    let html = arguments.report.as_deref().map(Output::open).transpose()?;
-    let table = !json.iter().chain(&html).any(Output::is_stdout);
+    let report_file = arguments.report.as_deref().map(Output::open).transpose()?;
+    let table = !json.iter().chain(&report_file).any(Output::is_stdout);
 
     let options = Options {
         rows,
@@ -326,7 +326,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let json = json.map_or(Ok(()), |output| output.write(&report::json::render(&comparison)));
     let picture =
         arguments.report.as_ref().and_then(|path| path.extension()) == Some("svg".as_ref());
-    let html = html.map_or(Ok(()), |output| {
+    let report_file = report_file.map_or(Ok(()), |output| {
         output.write(&match picture {
             true => report::picture::render(&comparison),
             false => report::html::render(&comparison),
@@ -343,7 +343,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             shown.push_str(&report::table::explain(&comparison));
         }
     }
-    conclude(&shown, &verdict, json.and(html))
+    conclude(&shown, &verdict, json.and(report_file))
 }
 
 #[cfg(test)]

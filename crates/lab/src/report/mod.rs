@@ -111,6 +111,16 @@ pub enum Metric {
     Iops,
 }
 
+impl Metric {
+    /// What tables print it in.
+    pub(crate) const fn unit(self) -> &'static str {
+        match self {
+            Metric::Bandwidth => "MiB/s",
+            Metric::Iops => "kIOPS",
+        }
+    }
+}
+
 /// One job under every policy.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobReport {
@@ -555,6 +565,14 @@ impl PolicyResult {
             Metric::Bandwidth => ratios.bandwidth,
             Metric::Iops => ratios.iops,
         })
+    }
+
+    /// The median of the figure that `metric` names, in [`Metric::unit`].
+    pub(crate) fn throughput(&self, metric: Metric) -> f64 {
+        match metric {
+            Metric::Bandwidth => self.bandwidth_bytes_per_s.median / (1 << 20) as f64,
+            Metric::Iops => self.iops.median / 1e3,
+        }
     }
 }
 

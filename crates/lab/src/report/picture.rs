@@ -7,6 +7,7 @@ use super::{
     plot::{HEIGHT, WIDTH},
     table::{headline, title},
 };
+use crate::text::wrap;
 
 /// Above each chart: what the job is.
 const TITLE: f64 = 30.0;
@@ -25,7 +26,7 @@ pub fn render(comparison: &Comparison) -> String {
         }
     }
     // A line of the text is at most as wide as the picture.
-    for line in crate::text::wrap(&headline(comparison)).lines() {
+    for line in wrap(&headline(comparison)).lines() {
         put!(charts, "<text class=\"none\" x=\"8\" y=\"{}\">{}</text>\n", y + 20.0, escape(line));
         y += 18.0;
     }
@@ -35,7 +36,8 @@ pub fn render(comparison: &Comparison) -> String {
     format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" \
          height=\"{height}\" font-family=\"system-ui, sans-serif\" font-size=\"13\">\n\
-         <style>\n{}@media (prefers-color-scheme: dark) {{\n{}}}\n</style>\n<rect class=\"back\" width=\"100%\" height=\"100%\"/>\n{charts}</svg>\n",
+         <style>\n{}@media (prefers-color-scheme: dark) {{\n{}}}\n</style>\n\
+         <rect class=\"back\" width=\"100%\" height=\"100%\"/>\n{charts}</svg>\n",
         rules(light),
         rules(dark),
     )

@@ -2,12 +2,12 @@
 //! serves best here.
 
 use super::{
-    Comparison, JobReport, Metric, PolicyResult, Reach,
+    Comparison, JobReport, PolicyResult, Reach,
     table::{fallbacks, headline, marked, title, warnings},
 };
 use crate::{
     stats::Estimate,
-    text::{columns, dash, number, percent, plain, wrap},
+    text::{CellAlignment, columns, dash, number, percent, plain, wrap},
 };
 
 /// Policies this close to each other, in parts of `off`, are equally fast for the advice, however
@@ -41,25 +41,18 @@ pub fn render(comparison: &Comparison, all_went_well: bool) -> String {
 }
 
 fn rows(job: &JobReport) -> String {
-    let (unit, scale) = match job.metric {
-        Metric::Bandwidth => ("MiB/s", f64::from(1 << 20)),
-        Metric::Iops => ("kIOPS", 1e3),
-    };
-    let head = ["", unit, "of off", "±", "latency", "p99", "CPU in IOMMU", "reachable"];
+    let head =
+        ["", job.metric.unit(), "of off", "±", "latency", "p99", "CPU in IOMMU", "reachable"];
     let below = ["", "", "%", "%", "of off", "ms", "code %", "after unmap"];
     let lines = [head, below].map(|line| line.map(str::to_owned).to_vec());
     let cells = job.results.iter().map(|row| {
-        let figure = match job.metric {
-            Metric::Bandwidth => row.bandwidth_bytes_per_s,
-            Metric::Iops => row.iops,
-        };
         let ratio = row.ratio(job.metric);
         let latency = row.ratio_to_off.map(|ratios| ratios.latency.median);
         let percent =
             |part: Option<f64>| part.map_or(dash(), |part| format!("{:.1}", part * 100.0));
         vec![
             marked(job, row),
-            number(figure.median / scale),
+            number(row.throughput(job.metric)),
             percent(ratio.map(|ratio| ratio.median)),
             percent(ratio.and_then(|ratio| ratio.half_width())),
             latency.map_or(dash(), |latency| format!("x{latency:.2}")),
@@ -68,7 +61,7 @@ fn rows(job: &JobReport) -> String {
             window(row),
         ]
     });
-    let right = crate::text::CellAlignment::Right;
+    let right = CellAlignment::Right;
     columns(lines.into_iter().chain(cells), [(0, right), (2, right)])
 }
 
@@ -138,7 +131,7 @@ fn advice(jobs: &[JobReport]) -> Option<String> {
     let default =
         default.filter(|row| row.keeps.median >= any.keeps.median - noise(row.keeps, any.keeps));
     let best = default.unwrap_or(any);
-    let more = if jobs.len() == 1 { "" } else { ", more in the others" };
+    let more = if jobs.len() == 1 { "" } else { ", no less in the others" };
     Some(format!(
         "Here: {}. It kept {} of the unprotected throughput in {}{more}, and the device reached \
          nothing that was unmapped; {}.",

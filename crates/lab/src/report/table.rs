@@ -1,7 +1,7 @@
 //! The table, shaped like seed 000's: a row a policy, each figure against `off`, with its
 //! confidence beside it. At most `text::WIDTH` columns.
 
-use super::{Comparison, JobReport, Metric, PolicyResult, Reach, bounce, waits};
+use super::{Comparison, JobReport, PolicyResult, Reach, bounce, waits};
 use crate::{
     run::tuning::{TrustChoice, Tuning},
     stats::Estimate,
@@ -202,10 +202,7 @@ pub(super) fn title(job: &JobReport) -> String {
 /// The columns between policy and the common ones differ: bandwidth for large blocks, IOPS for
 /// small ones; the latency stands beside both.
 fn rows(job: &JobReport) -> String {
-    let unit = match job.metric {
-        Metric::Bandwidth => "MiB/s",
-        Metric::Iops => "kIOPS",
-    };
+    let unit = job.metric.unit();
     let headers = [
         ["", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/"],
         ["", "", "vs off", "±", "vs off", "±", "", "", "%", "%", "/I/O", "map"],
@@ -229,10 +226,6 @@ fn rows(job: &JobReport) -> String {
 const EXPOSED: std::ops::Range<usize> = 16..18;
 
 fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
-    let absolute = match job.metric {
-        Metric::Bandwidth => number(row.bandwidth_bytes_per_s.median / (1 << 20) as f64),
-        Metric::Iops => number(row.iops.median / 1e3),
-    };
     let parts = |estimate: Option<Estimate>| {
         let estimate = estimate.map(|e| (e.median * 100.0, e.half_width().map(|h| h * 100.0)));
         match estimate {
@@ -248,7 +241,7 @@ fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
     };
     vec![
         marked(job, row),
-        absolute,
+        number(row.throughput(job.metric)),
         ratio,
         ratio_half,
         latency.map_or(dash(), |l| format!("x{:.2}", l.median)),
