@@ -88,17 +88,13 @@ fn pools_are_compared_where_both_can() {
 #[test]
 fn the_table_stands_on_standard_output_and_the_json_in_its_file() {
     let place = Place::new();
-    let arguments = ["--sizes", "4k", "--op", "read", "--json", "out.json"];
+    let arguments = ["--sizes", "4k", "--op", "read", "--details", "--json", "out.json"];
     let ended = place.run(&[&SHORT[..], &arguments].concat());
     assert_eq!(ended.code(), 0, "{ended}");
     assert_eq!(ended.err, "", "--quiet");
-    for word in [
-        "sequential reads of 4 KiB",
-        "persistent",
-        "lists for an untrusted",
-        "swiotlb-like",
-        "preloaded",
-    ] {
+    for word in
+        ["seed/read/4096", "persistent", "lists for an untrusted", "swiotlb-like", "preloaded"]
+    {
         assert!(ended.out.contains(word), "{word}\n{ended}");
     }
     assert!(ended.out.lines().all(|line| line.chars().count() <= 120), "{ended}");
@@ -121,7 +117,7 @@ fn interrupted_it_reports_what_was_complete() {
     assert_eq!(ended.code(), 1, "{ended}");
     assert!(ended.err.contains("interrupted: the figures are of what was complete"), "{ended}");
     assert!(!ended.err.contains("error:"), "{ended}");
-    assert!(ended.out.contains("sequential reads of 4 KiB"), "{ended}");
+    assert!(ended.out.contains("seed/read/4096"), "{ended}");
     let json: Value = serde_json::from_str(&place.read("out.json")).unwrap();
     assert_eq!(json["interrupted"], true);
     assert!(number(&json["rows"][0], "/ns_per_op/median") > 0.0, "{json:#}");

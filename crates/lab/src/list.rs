@@ -1,6 +1,11 @@
 //! Values on the command line: names, numbers with units, and lists of them, separated by commas.
 
-use std::{fmt::Display, ops::RangeInclusive, str::FromStr};
+use std::{
+    fmt::{self, Display},
+    ops::RangeInclusive,
+    str::FromStr,
+    time::Duration,
+};
 
 /// The items of a list such as `rbtree,ringfence`. Errors call it `what`: "list of allocators".
 ///
@@ -19,6 +24,69 @@ where
         items.push(item);
     }
     if items.is_empty() { Err(format!("an empty {what}")) } else { Ok(items) }
+}
+
+/// A list given as one option (clap takes a bare `Vec` for a repeated option).
+#[derive(Clone, Debug, PartialEq)]
+pub struct List<T>(pub Vec<T>);
+
+impl<T> std::ops::Deref for List<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.0
+    }
+}
+
+impl<T: Clone> From<&[T]> for List<T> {
+    fn from(items: &[T]) -> List<T> {
+        List(items.to_vec())
+    }
+}
+
+impl<T: FromStr<Err: Display> + PartialEq> FromStr for List<T> {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<List<T>, String> {
+        parse(text, "list").map(List)
+    }
+}
+
+impl<T: Display> Display for List<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let items: Vec<String> = self.0.iter().map(T::to_string).collect();
+        f.write_str(&items.join(","))
+    }
+}
+
+/// A time in milliseconds.
+///
+/// # Errors
+/// It is no number, or not from 0.1 to a minute.
+pub fn milliseconds(text: &str) -> Result<Duration, String> {
+    time(text, ("milliseconds", 1e3), "8 or 0.5", 0.1..=60_000.0)
+}
+
+/// A time in seconds.
+///
+/// # Errors
+/// It is no number, or not from 0.01 to a day.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    time(text, ("seconds", 1.0), "1 or 0.2", 0.01..=86_400.0)
+}
+
+/// A time within a range, in units of which a second has `each`; `such` are examples.
+fn time(
+    text: &str,
+    (units, each): (&str, f64),
+    such: &str,
+    range: RangeInclusive<f64>,
+) -> Result<Duration, String> {
+    let number: f64 = text.parse().map_err(|_| format!("a number of {units}, such as {such}"))?;
+    match range.contains(&number) {
+        true => Ok(Duration::from_secs_f64(number / each)),
+        false => Err(format!("from {} to {} {units}", range.start(), range.end())),
+    }
 }
 
 /// The letters of units, and how many of the one before it each is: `("km", 1000)`.

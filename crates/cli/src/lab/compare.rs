@@ -7,7 +7,7 @@ use clap::Args;
 use ringfence_lab::{
     allocators::AllocatorKind,
     job::JobFile,
-    list::{number, parse},
+    list::{List, number, seconds},
     report,
     run::{
         DiskChoice, Ended, Notify, Options, Row, compare,
@@ -16,10 +16,7 @@ use ringfence_lab::{
     },
 };
 
-use crate::lab::{
-    list::{self, List},
-    session::{Begun, Session, conclude, untold},
-};
+use crate::lab::session::{Begun, Session, conclude, untold};
 use crate::output::Output;
 
 /// Rounds and seconds for which the default jobs take under two minutes.
@@ -72,7 +69,7 @@ pub(crate) struct Arguments {
     /// A lazy policy with `+flush` behind it, such as `lazy-mq+map+flush`, runs in a lazy domain of
     /// the virtio-iommu: a proposal (virtio-spec issue 204), not part of the specification. The
     /// device completes an UNMAP at once, and invalidates when an IOTLB_FLUSH asks for it.
-    #[arg(long, value_name = "LIST", value_parser = parse_rows)]
+    #[arg(long, value_name = "LIST")]
     policy: Option<List<Row>>,
 
     /// The allocators of I/O virtual addresses (IOVAs), separated by commas: rbtree, bitmap,
@@ -83,7 +80,7 @@ pub(crate) struct Arguments {
     /// each page by next fit (in at most 256 GiB of the aperture), `magazines` is the tree with
     /// Linux's caches per CPU in front, `ringfence` is Ringfence's own. All of them first try
     /// addresses below 4 GiB, as for a PCI device.
-    #[arg(long, value_name = "LIST", default_value = "ringfence", value_parser = list::allocators)]
+    #[arg(long, value_name = "LIST", default_value = "ringfence")]
     allocator: List<AllocatorKind>,
 
     /// Where `ringfence` puts ranges: `size`, adjacent by size, from the top; `lowest` or
@@ -126,7 +123,7 @@ pub(crate) struct Arguments {
     repeat: u32,
 
     /// Seconds that each job runs in a round [default: as in the job file; 0.65 without one].
-    #[arg(long, value_name = "S", value_parser = parse_seconds)]
+    #[arg(long, value_name = "S", value_parser = seconds)]
     runtime: Option<Duration>,
 
     /// Queues of the disk, with a job thread and a device worker each [default: half of the
@@ -218,14 +215,6 @@ pub(crate) struct Arguments {
 
     #[command(flatten)]
     session: Session,
-}
-
-fn parse_rows(text: &str) -> Result<List<Row>, String> {
-    parse(text, "list of policies").map(List)
-}
-
-fn parse_seconds(text: &str) -> Result<Duration, String> {
-    list::time(text, ("seconds", 1.0), "10 or 0.5", 0.01..=86_400.0)
 }
 
 /// A size in bytes, at least a page: with a smaller bound no range could wait, or be copied.

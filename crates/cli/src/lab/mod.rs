@@ -2,7 +2,6 @@
 
 mod bench;
 mod compare;
-mod list;
 mod replay;
 mod session;
 

@@ -6,13 +6,11 @@ use anyhow::Result;
 use clap::Args;
 use ringfence_lab::{
     allocators::{AllocatorKind, PlacementName},
+    list::List,
     replay::{Ended, Options, Policy, options, replay, table},
 };
 
-use crate::lab::{
-    list::{self, List},
-    session::{Begun, Session, conclude, untold},
-};
+use crate::lab::session::{Begun, Session, conclude, untold};
 use crate::output::Output;
 
 /// Rounds of every allocator: with 15, the 95 % interval lies well within the extremes.
@@ -48,7 +46,7 @@ pub(crate) struct Arguments {
     traces: Vec<PathBuf>,
 
     /// The allocators, separated by commas: rbtree, bitmap, magazines, ringfence [default: all].
-    #[arg(long, value_name = "LIST", value_parser = list::allocators)]
+    #[arg(long, value_name = "LIST")]
     allocator: Option<List<AllocatorKind>>,
 
     /// The policies, separated by commas: off, strict, strict+map, lazy-sq, lazy-mq, lazy-sq+map,

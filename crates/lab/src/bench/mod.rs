@@ -8,7 +8,7 @@
 //! | [`rounds`] | values of interleaved rounds, and their intervals and ratios |
 //! | [`clock`] | a clock cheap enough for single operations |
 //! | [`threads`] | threads that start together, each on a CPU of its own |
-//! | `table` | blocks of a table for a terminal |
+//! | [`report`] | all of it for a terminal |
 //! | [`iova`] | allocators of I/O virtual addresses |
 //! | [`bounce`] | bounce pools, against mapping and against pools of another shape |
 //! | [`iotlb`] | lookups in a device's IOTLB |
@@ -33,10 +33,34 @@ pub mod net;
 pub mod pin;
 mod ping;
 mod process;
+pub mod report;
 pub mod rounds;
 pub mod row;
-mod table;
 pub mod threads;
 mod window;
 
+use std::sync::{Arc, atomic::AtomicBool};
+
+use crate::progress::Kind;
 pub use row::{Benchmark, Interval, Row};
+
+/// The options of a benchmark, which can be carried out.
+pub trait Measure: clap::Args {
+    /// Runs it. `stop` ends it early; what was measured until then is returned.
+    ///
+    /// # Errors
+    /// [`Usage`](crate::run::Usage): the options leave nothing to measure, or make no sense
+    /// together. Or what all of it needs is not there.
+    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> anyhow::Result<Benchmark>;
+
+    /// What was measured, for a terminal; all rows with `details`.
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String;
+}
+
+/// Options as on the command line.
+#[cfg(test)]
+fn options<T: clap::Args>(words: &str) -> T {
+    let command = T::augment_args(clap::Command::new("bench").no_binary_name(true));
+    let found = command.try_get_matches_from(words.split_whitespace()).unwrap();
+    T::from_arg_matches(&found).unwrap()
+}

@@ -46,6 +46,12 @@ impl Benchmark {
         }
     }
 
+    /// Whether nothing was measured.
+    pub fn is_empty(&self) -> bool {
+        let measured = |row: &Row| row.ns_per_op.median.is_some() || row.note.is_none();
+        !self.rows.iter().any(measured) && self.placement.is_none()
+    }
+
     /// All of it as JSON: one object, pretty-printed, with a newline at the end.
     pub fn json(&self) -> String {
         json(self)

@@ -6,6 +6,8 @@ use crate::load::{
 };
 use serde_json::{Map, Value};
 
+use super::Options;
+
 pub use crate::bench::net::case::{Entry, Ring};
 use crate::{
     bench::{
@@ -142,49 +144,17 @@ impl Case {
     }
 }
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct Choice {
-    /// Which parts.
-    pub parts: Vec<Part>,
-    /// What requests do.
-    pub kinds: Vec<Kind>,
-    /// Requests in flight.
-    pub depths: Vec<Depth>,
-    /// Numbers of queues.
-    pub queues: Vec<Queues>,
-    /// Sizes of entries of the static part.
-    pub entries: Vec<Entry>,
-    /// Formats of rings.
-    pub rings: Vec<Ring>,
-    /// Also combinations that show little.
-    pub all: bool,
-}
-
-impl Default for Choice {
-    fn default() -> Choice {
-        Choice {
-            parts: Part::ALL.to_vec(),
-            kinds: Kind::ALL.to_vec(),
-            depths: vec![Depth(1), Depth(128)],
-            queues: vec![Queues(1), Queues(2)],
-            entries: vec![Entry(2 << 20), Entry(4 << 10)],
-            rings: vec![Ring::Split],
-            all: false,
-        }
-    }
-}
-
-impl Choice {
+impl Options {
     /// All cases between processes, those to which others are compared first.
     pub(super) fn cases(&self) -> Vec<Case> {
         let mut cases = Vec::new();
-        for &ring in &self.rings {
-            for &kind in &self.kinds {
-                for &Depth(depth) in &self.depths {
-                    for &Queues(queues) in &self.queues {
+        for &ring in self.rings.iter() {
+            for &kind in self.kinds.iter() {
+                for &Depth(depth) in self.depths.iter() {
+                    for &Queues(queues) in self.queues.as_deref().unwrap_or(&[Queues(1), Queues(2)])
+                    {
                         // One request in each of two queues shows the same as one in one queue.
-                        if self.all || depth > 1 || queues == 1 {
+                        if self.queues.is_some() || depth > 1 || queues == 1 {
                             let addressing = Addressing::Physical;
                             let (buffers, sandbox) = (None, None);
                             let off =
@@ -243,6 +213,7 @@ impl Choice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::options;
 
     #[test]
     fn numbers_are_read_back_and_others_refused() {
@@ -257,8 +228,7 @@ mod tests {
 
     #[test]
     fn every_case_has_a_name_of_its_own_and_its_base_comes_first() {
-        let choice = Choice { rings: Ring::ALL.to_vec(), all: true, ..Choice::default() };
-        let cases = choice.cases();
+        let cases = options::<Options>("--ring split,packed --queues 1,2").cases();
         for (at, case) in cases.iter().enumerate() {
             assert!(cases[..at].iter().all(|other| other.name() != case.name()), "{case:?}");
             let off = cases.iter().position(|other| *other == case.off()).unwrap();
@@ -272,7 +242,7 @@ mod tests {
         ] {
             assert!(cases.iter().any(|case| case.name() == wanted), "{wanted}");
         }
-        let fewer = Choice::default().cases();
+        let fewer = options::<Options>("").cases();
         assert!(fewer.len() < cases.len() / 2);
         assert!(fewer.iter().all(|case| (case.depth, case.queues) != (1, 2)));
     }

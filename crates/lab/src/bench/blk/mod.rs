@@ -7,7 +7,6 @@
 //! | `load` | one measurement between two processes |
 //! | `path` | the data path by itself, in one thread |
 //! | `rows` | the rows that the rounds give |
-//! | [`table`] | all of it for a terminal |
 //!
 //! The driver has a CPU, and all of the back end has the other: its worker, its server, and what
 //! the kernel does for it. Each case has a process of its own, which is stopped while others are
@@ -23,47 +22,153 @@ mod device;
 mod load;
 mod path;
 mod rows;
-pub mod table;
 
 use std::{
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use crate::load::blk::{BLOCK, Tally};
 use anyhow::Result;
+use clap::Args;
 
 use self::{
-    case::{Case, Choice, Part},
+    case::{Case, Depth, Entry, Kind, Part, Queues, Ring},
     device::{BLOCKS, Device, Places},
 };
 use super::{
-    Benchmark,
+    Benchmark, Measure,
     process::Folder,
+    report::{self, Against, Figure, Sheet, render},
     rounds,
     row::object,
     window::{self, Measured},
 };
-use crate::{progress::Kind as Show, run::Usage};
+use crate::{
+    list::{List, seconds},
+    progress::Kind as Show,
+    run::Usage,
+};
 
 /// What a measurement takes besides its window.
 const OVERHEAD: Duration = Duration::from_millis(14);
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
+/// How it is printed.
+pub const SHEET: Sheet = Sheet {
+    about: "block back end, driver and back end on a CPU each, requests of 4 KiB",
+    parts: &[
+        report::Part {
+            of: ("part", &["off", "static", "dynamic", "buffers", "sandbox"]),
+            title: "requests",
+            operation: "a request",
+            against: &[Against { ratio: "ratio_to_off", by: "part", what: "against the base" }],
+            figures: &[
+                Figure::new("requests_per_s", "kIOPS", 1e3).with_half(),
+                Figure::new("ratio_to_off", "x off", 1.0).with_half(),
+                Figure::new("backend_cpu_us", "cpu", 1.0).with_half(),
+                Figure::new("cpu_ratio_to_off", "x off", 1.0).with_half(),
+                Figure::new("misses_per_request", "misses", 1.0),
+                Figure::new("ping_ns", "ping", 1.0),
+                Figure::new("windows_short_of_cpu", "short", 1.0),
+                Figure::new("windows_placed_elsewhere", "moved", 1.0),
+                Figure::new("windows_failed", "failed", 1.0),
+            ],
+            ..report::Part::ALL
+        },
+        report::Part {
+            of: ("part", &["path"]),
+            title: "data path in one thread",
+            operation: "a request",
+            against: &[Against {
+                ratio: "ratio_to_without",
+                by: "iommu",
+                what: "against no IOTLB, with one that is on:",
+            }],
+            figures: &[Figure::new("ratio_to_without", "x without", 1.0).with_half()],
+            ..report::Part::ALL
+        },
+    ],
+    legend: LEGEND,
+};
+
+const LEGEND: &str = "  rows       kind/ring/queues x requests in flight in each/addresses; random places of a file that the page cache holds;
+             of each block that is read the first and last words are checked, of some all bytes, and after writes the
+             file itself
+  x off      against the same requests without an IOMMU, with the guest's buffers, or unconfined
+  cpu        CPU time of the back end for a request, µs, the kernel's work for it included; x off as above
+  ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
+  short, moved, failed
+             windows in which the driver had its CPU for less than 95 %, in which the CPUs lay elsewhere than in most,
+             that came to nothing; all others are in the medians, the first two kinds as well
+  4k, 2m     how much an UPDATE covers: of entries that a back end can merge, or cannot
+  dynamic    each request has two pages of its own (data; header, status and table), invalidated when it is done: the
+             back end misses, or the driver pushes
+  own, guest where data is while the disk has it: in buffers of the service's own, or in the guest's
+  misses     of the back end's IOTLB, for each request
+  path       what the device takes for a request, and how fast that is against the same code compiled without an IOTLB
+";
+
+/// Measures `ringfence blk` with and without a device IOTLB.
+///
+/// A virtio-blk driver, which is also the vhost-user front end, loads a `ringfence blk` process
+/// with requests, mostly of 4 KiB, each end on a CPU of its own, and checks what is read and
+/// written. The front end resolves IOTLB misses itself, with entries of the requested size.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence bench blk
+    ringfence bench blk --only off,static --depth 128 --repeat 101
+    ringfence bench blk --only off,dynamic --kind read --queues 1
+    ringfence bench blk --ring packed --disk /var/tmp --json blk.json
+
+EXIT STATUS:
+    0   done
+    1   a request failed, a block was not what it should be, or Ctrl-C
+    2   wrong usage: nothing was run")]
 pub struct Options {
-    /// The cases.
-    pub choice: Choice,
-    /// Where the disks' files are; `None`: disks that are read in the folder for temporary files,
-    /// disks that are written in memory.
+    /// What to measure, separated by commas: off (no IOMMU), static (buffers are mapped once),
+    /// dynamic (each request has its own addresses), buffers (data in the service's own buffers,
+    /// and in the guest's, with requests of 4 KiB and of 64), sandbox (confined, and not), path
+    /// (the data path alone, compiled with an IOTLB and without).
+    #[arg(long = "only", value_name = "LIST", default_value_t = List::from(&Part::ALL[..]))]
+    pub parts: List<Part>,
+
+    /// What requests do.
+    #[arg(long = "kind", value_name = "LIST", default_value_t = List::from(&Kind::ALL[..]))]
+    pub kinds: List<Kind>,
+
+    /// Requests in flight in each queue, up to 256.
+    #[arg(long = "depth", value_name = "LIST", default_value = "1,128")]
+    pub depths: List<Depth>,
+
+    /// Numbers of queues: 1, 2 [default: 1,2; with one request in flight, 1].
+    #[arg(long, value_name = "LIST")]
+    pub queues: Option<List<Queues>>,
+
+    /// How much an entry of the static part covers: powers of two from 4k to 1g.
+    #[arg(long, value_name = "LIST", default_value = "2m,4k")]
+    pub entries: List<Entry>,
+
+    /// Formats of rings: split, packed.
+    #[arg(long = "ring", value_name = "LIST", default_value = "split")]
+    pub rings: List<Ring>,
+
+    /// Where to put the files of the disks, of 16 MiB each [default: for reads, the folder for
+    /// temporary files; for writes, /dev/shm].
+    #[arg(long = "disk", value_name = "FOLDER")]
     pub folder: Option<PathBuf>,
+
     /// Rounds.
+    #[arg(long, value_name = "N", default_value_t = 21,
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
-    /// How long a window is.
+
+    /// The length of a window, seconds.
+    #[arg(long = "seconds", value_name = "S", default_value = "0.05", value_parser = seconds)]
     pub window: Duration,
-    /// How to show progress.
-    pub progress: Show,
 }
 
 /// What was measured of a case.
@@ -78,60 +183,63 @@ struct Outcome {
     wrong_on_disk: u64,
 }
 
-/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
-///
-/// # Errors
-/// [`Usage`]: the options cannot be carried out. Or there is no room for a disk.
-pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
-    let cases = options.choice.cases();
-    let path = options.choice.parts.contains(&Part::Path);
-    if cases.is_empty() && !path {
-        return Err(Usage("there is nothing to measure".into()).into());
-    }
-    let temporary = std::env::temp_dir();
-    let memory = Some(Path::new("/dev/shm")).filter(|at| at.is_dir()).unwrap_or(&temporary);
-    let read = options.folder.as_deref().unwrap_or(&temporary);
-    let written = options.folder.as_deref().unwrap_or(memory);
-    let mut benchmark = Benchmark::new("blk", options.repeat);
-    let cpus = window::cpus(&mut benchmark);
-    benchmark.settings = object([
-        ("window_s", options.window.as_secs_f64().into()),
-        ("block_bytes", BLOCK.into()),
-        ("disk_bytes", (BLOCKS * BLOCK as u64).into()),
-        ("read_folder", read.display().to_string().into()),
-        ("written_folder", written.display().to_string().into()),
-        ("backend_cpu", cpus[0].into()),
-        ("driver_cpu", cpus[1].into()),
-    ]);
-    let folder = Folder::new()?;
-    let places = Places::new(&folder.0, read, written)?;
-    let total = u64::from(options.repeat) * cases.len() as u64;
-    let step = options.window + OVERHEAD;
-    let progress = window::progress(options.progress, total, step, &benchmark);
-    let mut outcomes = Vec::new();
-    for contest in cases.chunk_by(|a, b| a.off() == b.off()) {
-        let mut devices: Vec<Device> =
-            contest.iter().map(|case| Device::new(case, &places, cpus)).collect();
-        for round in 1..=options.repeat {
-            for device in rounds::turns(devices.iter_mut(), round) {
-                if stop.load(Ordering::Relaxed) {
-                    break;
-                }
-                let name = device.name();
-                progress.begin(&format!("{name}, round {round} of {}", options.repeat));
-                device.measure(options.window);
-                progress.step(step);
-            }
+impl Measure for Options {
+    fn run(&self, progress: Show, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+        let options = self;
+        let cases = options.cases();
+        let path = options.parts.contains(&Part::Path);
+        if cases.is_empty() && !path {
+            return Err(Usage("there is nothing to measure".into()).into());
         }
-        outcomes.extend(devices.into_iter().map(Device::end));
+        let temporary = std::env::temp_dir();
+        let memory = Some(Path::new("/dev/shm")).filter(|at| at.is_dir()).unwrap_or(&temporary);
+        let read = options.folder.as_deref().unwrap_or(&temporary);
+        let written = options.folder.as_deref().unwrap_or(memory);
+        let mut benchmark = Benchmark::new("blk", options.repeat);
+        let cpus = window::cpus(&mut benchmark);
+        benchmark.settings = object([
+            ("window_s", options.window.as_secs_f64().into()),
+            ("block_bytes", BLOCK.into()),
+            ("disk_bytes", (BLOCKS * BLOCK as u64).into()),
+            ("read_folder", read.display().to_string().into()),
+            ("written_folder", written.display().to_string().into()),
+            ("backend_cpu", cpus[0].into()),
+            ("driver_cpu", cpus[1].into()),
+        ]);
+        let folder = Folder::new()?;
+        let places = Places::new(&folder.0, read, written)?;
+        let total = u64::from(options.repeat) * cases.len() as u64;
+        let step = options.window + OVERHEAD;
+        let progress = window::progress(progress, total, step, &benchmark);
+        let mut outcomes = Vec::new();
+        for contest in cases.chunk_by(|a, b| a.off() == b.off()) {
+            let mut devices: Vec<Device> =
+                contest.iter().map(|case| Device::new(case, &places, cpus)).collect();
+            for round in 1..=options.repeat {
+                for device in rounds::turns(devices.iter_mut(), round) {
+                    if stop.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let name = device.name();
+                    progress.begin(&format!("{name}, round {round} of {}", options.repeat));
+                    device.measure(options.window);
+                    progress.step(step);
+                }
+            }
+            outcomes.extend(devices.into_iter().map(Device::end));
+        }
+        rows::fill(&mut benchmark, &outcomes);
+        if path {
+            let how = (options.repeat, options.window);
+            let begin = |name: &str| progress.begin(name);
+            path::measure(&mut benchmark, &options.kinds, how, stop, begin)?;
+        }
+        progress.finish();
+        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        Ok(benchmark)
     }
-    rows::fill(&mut benchmark, &outcomes);
-    if path {
-        let how = (options.repeat, options.window);
-        let begin = |name: &str| progress.begin(name);
-        path::measure(&mut benchmark, &options.choice.kinds, how, stop, begin)?;
+
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
+        render(benchmark, &SHEET, details)
     }
-    progress.finish();
-    benchmark.interrupted = stop.load(Ordering::Relaxed);
-    Ok(benchmark)
 }

@@ -60,8 +60,10 @@ fn row(outcome: &Outcome, off: &[Measured]) -> Row {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::blk::case::{Choice, Depth, Kind, Part, Queues};
-    use crate::load::blk::Tally;
+    use crate::{
+        bench::{blk::Options, options},
+        load::blk::Tally,
+    };
 
     fn measured(requests: u64) -> Measured {
         let window = Window {
@@ -75,15 +77,9 @@ mod tests {
     }
 
     fn filled(found: [Vec<Measured>; 3], wrong: u64) -> Benchmark {
-        let choice = Choice {
-            parts: vec![Part::Off, Part::Static],
-            kinds: vec![Kind::Read],
-            depths: vec![Depth(128)],
-            queues: vec![Queues(1)],
-            entries: vec!["4k".parse().unwrap()],
-            ..Choice::default()
-        };
-        let outcomes = choice.cases().into_iter().zip(found).map(|(case, windows)| {
+        let cases: Options =
+            options("--only off,static --kind read --depth 128 --queues 1 --entries 4k");
+        let outcomes = cases.cases().into_iter().zip(found).map(|(case, windows)| {
             let tally = Tally { good: 100, wrong, failed: 0 };
             Outcome { case, windows, tally, wrong_on_disk: 0 }
         });

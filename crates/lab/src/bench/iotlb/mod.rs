@@ -6,7 +6,6 @@
 //! | `set` | the entries that are looked up, and the memory they lead to |
 //! | `peers` | the other implementations |
 //! | `measure` | checks and times one implementation |
-//! | [`table`] | all of it for a terminal |
 //!
 //! All implementations and all numbers of entries of one order, one size of entries and one way of
 //! merging take turns in each round, so that ratios between any two of them are taken within rounds.
@@ -15,14 +14,17 @@ mod measure;
 pub mod params;
 mod peers;
 mod set;
-pub mod table;
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use anyhow::Result;
+use clap::Args;
 use serde_json::json;
 
 use self::{
@@ -32,37 +34,95 @@ use self::{
     set::Set,
 };
 use super::{
-    Benchmark, Row,
+    Benchmark, Measure, Row,
+    report::{Against, Figure, Part, Sheet, render},
     rounds::{self, Rounds},
     row::{object, value},
     threads,
 };
 use crate::{
+    list::{List, milliseconds},
     progress::{Kind, Progress},
-    run::Usage,
 };
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
+/// How it is printed.
+pub const SHEET: Sheet = Sheet {
+    about: "lookups in a device's IOTLB",
+    parts: &[Part {
+        title: "lookups",
+        operation: "an operation, of a thread's CPU time (with several, of the wall's)",
+        against: &[Against::PEERS],
+        figures: &[
+            Figure::new("ratio_to_64_entries", "x64", 1.0),
+            Figure::new("sorted_list_of_2048_to_this", "xlist", 1.0),
+            Figure::new("scaling", "scaling", 1.0).with_half(),
+            Figure::new("cpu_scaling", "by CPU", 1.0).with_half(),
+        ],
+        ..Part::ALL
+    }],
+    legend: LEGEND,
+};
+
+const LEGEND: &str = "  rows      order/merge/page/entries: 64 bytes of one entry after the other (seq), of a random one (random), each after
+            the one before (dependent), 16 bytes, 4 KiB and 1 byte of random ones (chain), an entry invalidated,
+            inserted again and looked up (churn), random lookups by two threads of which each renews an entry every
+            8,192 (threads), or while a third renews 10,000 a second (steady)
+  x64       ns against its own with 64 entries
+  xlist     a sorted list of 2,048 entries against this
+  scaling   what two threads get done against what one does, by the wall's time and by their CPU time: on a machine
+            that does other work, the first hides what the second shows
+";
+
+/// Measures lookups in a device's IOTLB, against other implementations in the same run.
+///
+/// Every implementation is filled with adjacent entries, which either continue each other
+/// (mergeable) or never do (unmergeable), is checked, and is timed in rounds in which all take
+/// turns. The target memory is not touched.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence bench iotlb
+    ringfence bench iotlb --order random --merge unmergeable --page 4k
+    ringfence bench iotlb --impl ringfence,vm-memory --order threads --entries 64,64k
+    ringfence bench iotlb --repeat 15 --budget 20 --json iotlb.json
+
+EXIT STATUS:
+    0   done
+    1   an implementation found something else than what was put in, or Ctrl-C
+    2   wrong usage: nothing was run")]
 pub struct Options {
-    /// The implementations to measure.
-    pub implementations: Vec<Implementation>,
-    /// Numbers of entries.
-    pub entries: Vec<Entries>,
-    /// Sizes of entries.
-    pub pages: Vec<Page>,
-    /// Orders.
-    pub orders: Vec<Order>,
-    /// Ways in which entries are related.
-    pub merges: Vec<Merge>,
-    /// Also combinations that show little.
-    pub all: bool,
+    /// The implementations to measure, separated by commas; sorted-list is walked from its
+    /// beginning, and holds 2,048 entries at most.
+    #[arg(long = "impl", value_name = "LIST", default_value_t = List::from(&Implementation::ALL[..]))]
+    pub implementations: List<Implementation>,
+
+    /// Numbers of entries, up to 1024k; for threads 512, if that is one of them.
+    #[arg(long, value_name = "LIST", default_value_t = List::from(&Entries::DEFAULTS[..]))]
+    pub entries: List<Entries>,
+
+    /// Sizes of entries: 4k, 2m, 1g [default: all; other orders than random for 4k only].
+    #[arg(long = "page", value_name = "LIST")]
+    pub pages: Option<List<Page>>,
+
+    /// What an operation is: `seq` (64 bytes of one entry after the other), `random` (of a random
+    /// one), `dependent` (the same, each after the one before), `chain` (three descriptors),
+    /// `churn` (an entry is invalidated, inserted again and looked up), `threads` (random, by one
+    /// thread and by two, an entry invalidated now and then), `steady` (the same, while another
+    /// thread invalidates 10,000 a second) [default: all].
+    #[arg(long = "order", value_name = "LIST")]
+    pub orders: Option<List<Order>>,
+
+    /// How entries are related.
+    #[arg(long = "merge", value_name = "LIST", default_value_t = List::from(&Merge::ALL[..]))]
+    pub merges: List<Merge>,
+
     /// Rounds.
+    #[arg(long, value_name = "N", default_value_t = 7,
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
-    /// How long one measurement runs.
+
+    /// How long one measurement runs, milliseconds.
+    #[arg(long, value_name = "MS", default_value = "8", value_parser = milliseconds)]
     pub budget: Duration,
-    /// How to show progress.
-    pub progress: Kind,
 }
 
 /// One contest: what is measured in turns.
@@ -74,16 +134,21 @@ struct Cell {
 }
 
 impl Options {
+    /// Whether combinations that show little are measured too: an order and a size were named.
+    fn all(&self) -> bool {
+        self.orders.is_some() && self.pages.is_some()
+    }
+
     fn cells(&self) -> Vec<Cell> {
         let mut cells = Vec::new();
-        for &merge in &self.merges {
-            for &page in &self.pages {
-                for &order in &self.orders {
+        for &merge in self.merges.iter() {
+            for &page in self.pages.as_deref().unwrap_or(&Page::ALL) {
+                for &order in self.orders.as_deref().unwrap_or(&Order::ALL) {
                     // The size of an entry matters to few orders, and threads are measured with one
                     // way of merging.
                     let plain = page == Page::Small || order == Order::Random;
                     let threads = order.is_threads() && merge == Merge::Mergeable;
-                    if self.all || plain && !threads {
+                    if self.all() || plain && !threads {
                         cells.push(Cell { order, page, merge });
                     }
                 }
@@ -94,51 +159,51 @@ impl Options {
 
     /// The numbers of entries of a contest: one of them for contests with threads.
     fn entries(&self, cell: Cell) -> Vec<Entries> {
-        let few = cell.order.is_threads() && !self.all;
+        let few = cell.order.is_threads() && !self.all();
         let fewer: Vec<_> = self.entries.iter().copied().filter(|n| n.0 == 512).collect();
-        if few && !fewer.is_empty() { fewer } else { self.entries.clone() }
+        if few && !fewer.is_empty() { fewer } else { self.entries.to_vec() }
     }
 }
 
-/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
-///
-/// # Errors
-/// [`Usage`]: there is nothing to measure. Or memory for the entries cannot be mapped.
-pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
-    let cells = options.cells();
-    if cells.is_empty() || options.entries.is_empty() || options.implementations.is_empty() {
-        return Err(Usage("nothing to measure".to_owned()).into());
-    }
-    let cpus = threads::cpus();
-    let mut benchmark = Benchmark::new("iotlb", options.repeat);
-    if cells.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
-        benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
-    }
-    benchmark.settings = object([
-        ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
-        ("cpus", json!(cpus)),
-        ("sorted_list_entries", SortedList::MOST.into()),
-    ]);
-    let each = |cell: &Cell| {
-        // With warming up: a half of the budget, or twice a quarter.
-        let times = if cell.order.is_threads() { 2.5 } else { 1.5 };
-        let all = options.entries(*cell).len() * options.implementations.len();
-        options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
-    };
-    let expected: Duration = cells.iter().map(each).sum();
-    let progress = Progress::new(options.progress, cells.len() as u64, expected);
-    for cell in cells {
-        if stop.load(Ordering::Relaxed) {
-            break;
+impl Measure for Options {
+    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+        let options = self;
+        let cells = options.cells();
+        let cpus = threads::cpus();
+        let mut benchmark = Benchmark::new("iotlb", options.repeat);
+        if cells.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
+            benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
         }
-        let Cell { order, page, merge } = cell;
-        progress.begin(&format!("{merge} entries of {page}, {order}"));
-        Contest::new(cell, options, &cpus, &mut benchmark)?.run(options, stop, &mut benchmark);
-        progress.step(each(&cell));
+        benchmark.settings = object([
+            ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+            ("cpus", json!(cpus)),
+            ("sorted_list_entries", SortedList::MOST.into()),
+        ]);
+        let each = |cell: &Cell| {
+            // With warming up: a half of the budget, or twice a quarter.
+            let times = if cell.order.is_threads() { 2.5 } else { 1.5 };
+            let all = options.entries(*cell).len() * options.implementations.len();
+            options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
+        };
+        let expected: Duration = cells.iter().map(each).sum();
+        let progress = Progress::new(progress, cells.len() as u64, expected);
+        for cell in cells {
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
+            let Cell { order, page, merge } = cell;
+            progress.begin(&format!("{merge} entries of {page}, {order}"));
+            Contest::new(cell, options, &cpus, &mut benchmark)?.run(options, stop, &mut benchmark);
+            progress.step(each(&cell));
+        }
+        progress.finish();
+        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        Ok(benchmark)
     }
-    progress.finish();
-    benchmark.interrupted = stop.load(Ordering::Relaxed);
-    Ok(benchmark)
+
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
+        render(benchmark, &SHEET, details)
+    }
 }
 
 /// An implementation with a number of entries.
@@ -192,7 +257,7 @@ impl<'a> Contest<'a> {
                 None => Some(set.memory()?),
                 Some(_) => None,
             };
-            for &implementation in &options.implementations {
+            for &implementation in options.implementations.iter() {
                 let too_many =
                     implementation == Implementation::SortedList && set.entries > SortedList::MOST;
                 let mut out = set.impossible().or_else(|| {
@@ -309,25 +374,15 @@ impl<'a> Contest<'a> {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::*;
+    use super::{super::options, *};
 
-    pub(super) fn tiny() -> Options {
-        Options {
-            implementations: Implementation::ALL.to_vec(),
-            entries: vec![Entries(1), Entries(64), Entries(4096)],
-            pages: vec![Page::Small, Page::Huge],
-            orders: Order::ALL.to_vec(),
-            merges: Merge::ALL.to_vec(),
-            all: false,
-            repeat: 2,
-            budget: Duration::from_micros(100),
-            progress: Kind::Silent,
-        }
+    fn tiny() -> Options {
+        options("--entries 1,64,4k --page 4k,1g --repeat 2 --budget 0.1")
     }
 
     #[test]
     fn every_implementation_has_a_row_for_every_combination() {
-        let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         // Mergeable: five orders of 4k, one of 1g. Unmergeable: the same and two numbers of threads,
         // twice.
@@ -366,8 +421,7 @@ pub(super) mod tests {
 
     #[test]
     fn stopped_at_once_it_has_no_rows() {
-        let benchmark = run(&tiny(), &AtomicBool::new(true)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
-        assert!(run(&Options { orders: Vec::new(), ..tiny() }, &AtomicBool::new(false)).is_err());
     }
 }

@@ -9,7 +9,6 @@
 //! | `work` | the patterns, operation by operation |
 //! | `oracle` | what is live according to the caller |
 //! | `measure` | one implementation over one live set |
-//! | [`table`] | all of it for a terminal |
 //!
 //! **An operation** is one alloc and one free. For each live set and size every implementation is
 //! made and filled anew; then for each pattern it is *checked* (untimed, against an oracle), *timed*
@@ -25,26 +24,33 @@ mod measure;
 mod oracle;
 pub mod pattern;
 pub mod peers;
-pub mod table;
 mod work;
 
 use std::{
     collections::BTreeMap,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
+use anyhow::Result;
+use clap::Args;
 use ringfence_iova::Aperture;
 use serde_json::{Map, Value};
 
 use super::{
-    Benchmark, Interval, Row,
+    Benchmark, Interval, Measure, Row,
     clock::Clock,
+    report::{Against, Figure, Part, Sheet, render},
     rounds::Rounds,
     row::{object, value},
     threads,
 };
 use crate::{
+    list::{List, PLAIN, counted, milliseconds},
+    placement,
     progress::{Kind, Progress},
     run::Usage,
 };
@@ -60,91 +66,226 @@ const FULL_BITS: u32 = 32;
 /// Fewer timed operations than this in a row get a note.
 const FEW: u64 = 100;
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
+/// How it is printed.
+pub const SHEET: Sheet = Sheet {
+    about: "allocators of I/O virtual addresses",
+    parts: &[Part {
+        title: "alloc and free",
+        operation: "one alloc and one free, of a thread's CPU time (with several, of the wall's)",
+        against: &[Against::PEERS],
+        figures: &[
+            Figure::new("p99_ns", "p99", 1.0),
+            Figure::new("worst_ns", "worst", 1.0),
+            Figure::new("scaling", "scaling", 1.0).with_half(),
+            Figure::new("bytes_per_live", "B/live", 1.0),
+            Figure::new("failures", "failed", 1.0),
+            Figure::new("failures_with_hole", "with hole", 1.0),
+        ],
+        ..Part::ALL
+    }],
+    legend: LEGEND,
+};
+
+const LEGEND: &str = "  rows      pattern/live/size in granules/threads; live: ranges that are allocated meanwhile; 48%: a 32-bit space
+            filled with blocks of 16 granules and random ones freed (48%x1: of 1 granule)
+  p99       of single operations, timed one by one; worst: whatever interrupted it included
+  scaling   what several threads get done against what one does; that of `control` (two atomics on a line of the
+            thread's own instead of an allocator) is what this machine can do
+  B/live    memory, bytes for each live range: the heap before and after
+  failed    of the requests that were checked; with hole: although a hole for it was free
+";
+
+/// Measures allocators of I/O virtual addresses, with peers in the same run.
+///
+/// Every allocator is made and filled anew for each live set and size. Then, for each pattern, the
+/// ranges that it returns are checked against a separate record (a range returned twice fails the
+/// run; a request that fails although a hole is free is counted), and it is timed in rounds in
+/// which all take turns. An operation is one alloc and one free.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence bench iova
+    ringfence bench iova --pattern random --live 1k,100k --sizes 1 --details
+    ringfence bench iova --allocator ringfence,bitmap --live 48%x1 --pattern aligned16
+    ringfence bench iova --placement=only --iotlb-sets 64 --iotlb-ways 8
+    ringfence bench iova --repeat 15 --budget 50 --json iova.json
+
+EXIT STATUS:
+    0   done
+    1   an allocator handed out what was taken, refused what it had handed out, or Ctrl-C
+    2   wrong usage: nothing was run")]
 pub struct Options {
-    /// Implementations, in the order of the table.
-    pub implementations: Vec<Implementation>,
-    /// Live sets.
-    pub lives: Vec<Live>,
-    /// Sizes.
-    pub sizes: Vec<Size>,
-    /// Patterns.
-    pub patterns: Vec<Pattern>,
-    /// Also combinations that show little.
-    pub all: bool,
-    /// Numbers of threads.
-    pub threads: Vec<usize>,
+    /// The allocators to measure, separated by commas.
+    #[arg(long = "allocator", value_name = "LIST", default_value_t = List::from(&Implementation::ALL[..]))]
+    pub implementations: List<Implementation>,
+
+    /// Live sets: numbers of ranges (0, 1k, 100k), or a 32-bit space filled in blocks of 16
+    /// granules of which random ones are freed (48%), or in blocks of another size (48%x1)
+    /// [default: 0,1k,10k,100k,48%,90%,48%x1].
+    #[arg(long = "live", value_name = "LIST")]
+    pub lives: Option<List<Live>>,
+
+    /// Sizes in granules: one (16), or a mix (1-32) [default: 1,1-32,33-512,16].
+    #[arg(long, value_name = "LIST")]
+    pub sizes: Option<List<Size>>,
+
+    /// Patterns: `hot` (a range is allocated and freed, again and again), `aligned16` (the same, of
+    /// 16 granules aligned to 16), `batch` (256 are allocated, then freed), `random` (a random live
+    /// range is freed, another allocated) [default: all]. With --live, --sizes or --pattern, every
+    /// combination is run; without them, those that differ.
+    #[arg(long = "pattern", value_name = "LIST")]
+    pub patterns: Option<List<Pattern>>,
+
+    /// Numbers of threads, each bound to a CPU.
+    #[arg(long, value_name = "LIST", default_value = "1,2")]
+    pub threads: List<Threads>,
+
     /// Rounds.
+    #[arg(long, value_name = "N", default_value_t = 7,
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
-    /// How long one measurement runs.
+
+    /// How long one measurement runs, milliseconds.
+    #[arg(long, value_name = "MS", default_value = "8", value_parser = milliseconds)]
     pub budget: Duration,
-    /// How long filling one live set may take.
-    pub fill_limit: Duration,
-    /// The aperture, bits. Full sets have one of 32.
+
+    /// How long filling a live set may take, seconds; an allocator that takes longer is not
+    /// measured with it.
+    #[arg(long, value_name = "S", default_value_t = 10,
+        value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub fill_limit: u64,
+
+    /// The aperture, bits: 32, 39, 48, 57. Full sets (48%) have one of 32.
+    #[arg(long = "aperture", value_name = "BITS", default_value_t = 48,
+        value_parser = clap::value_parser!(u32).range(24..=57))]
     pub aperture_bits: u32,
-    /// How to show progress.
-    pub progress: Kind,
+
+    /// Measures as well (or, `only`, instead) what each placement costs the hardware: IOTLB
+    /// entries, table pages and misses of competing streams, by a model of the caches; and huge
+    /// ranges and a segment for each user, by the clock.
+    #[arg(long, value_name = "only", num_args = 0..=1, require_equals = true,
+        default_missing_value = "too", value_parser = ["too", "only"], hide_possible_values = true)]
+    pub placement: Option<String>,
+
+    /// Sets of the model's IOTLB, a power of two.
+    #[arg(long, value_name = "N", requires = "placement")]
+    pub iotlb_sets: Option<usize>,
+
+    /// Ways of the model's IOTLB.
+    #[arg(long, value_name = "N", requires = "placement")]
+    pub iotlb_ways: Option<usize>,
 }
 
-/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
-///
-/// # Errors
-/// [`Usage`]: the options leave nothing to measure, or make no sense together.
-pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark, Usage> {
-    let cells = Cell::plan(&options.lives, &options.sizes, &options.patterns, options.all);
-    if cells.is_empty() {
-        return Err(Usage(
-            "nothing to measure: no combination of these live sets, sizes and patterns exists \
+counted! {
+    /// A number of threads.
+    Threads(usize), "number of threads", PLAIN, 1..=MOST_THREADS as u64
+}
+
+impl Options {
+    /// What is measured, with its aperture's bits.
+    fn cells(&self) -> Vec<Cell> {
+        let named = self.lives.is_some() || self.sizes.is_some() || self.patterns.is_some();
+        Cell::plan(
+            self.lives.as_deref().unwrap_or(&Live::DEFAULTS),
+            self.sizes.as_deref().unwrap_or(&Size::DEFAULTS),
+            self.patterns.as_deref().unwrap_or(&Pattern::ALL),
+            named,
+        )
+    }
+
+    fn threads(&self) -> Vec<usize> {
+        self.threads.iter().map(|threads| threads.0).collect()
+    }
+
+    fn placements(&self, kind: Kind, stop: &AtomicBool) -> Result<Vec<placement::Row>> {
+        let defaults = placement::Options::default();
+        let options = placement::Options {
+            aperture_bits: self.aperture_bits,
+            sets: self.iotlb_sets.unwrap_or(defaults.sets),
+            ways: self.iotlb_ways.unwrap_or(defaults.ways),
+            ..defaults
+        };
+        let (steps, expected) = placement::plan(&options);
+        let progress = Progress::new(kind, steps, expected);
+        let rows = placement::measure(&options, &progress, stop);
+        progress.finish();
+        rows
+    }
+}
+
+impl Measure for Options {
+    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+        let options = self;
+        // First, since it is short and may reject its options.
+        let placement = match options.placement {
+            Some(_) => Some(options.placements(progress, stop)?),
+            None => None,
+        };
+        if options.placement.as_deref() == Some("only") {
+            let interrupted = stop.load(Ordering::Relaxed);
+            let nothing = Benchmark::new("iova", options.repeat);
+            return Ok(Benchmark { placement, interrupted, ..nothing });
+        }
+        let cells = options.cells();
+        if cells.is_empty() {
+            return Err(Usage(
+                "nothing to measure: no combination of these live sets, sizes and patterns exists \
              (random needs a live set; give another --live or --pattern)"
-                .to_owned(),
-        ));
-    }
-    for bits in [options.aperture_bits, FULL_BITS] {
-        aperture(bits).map_err(|error| Usage(format!("--aperture {bits}: {error}")))?;
-    }
-    if let Some(threads) = options.threads.iter().find(|n| !(1..=MOST_THREADS).contains(*n)) {
-        return Err(Usage(format!("--threads {threads}: from 1 to {MOST_THREADS}")));
-    }
-    let method = Method {
-        clock: Clock::calibrate(),
-        cpus: threads::cpus(),
-        budget: options.budget,
-        fill_limit: options.fill_limit,
-    };
-    let mut benchmark = Benchmark::new("iova", options.repeat);
-    benchmark.settings = object([
-        ("aperture_bits", options.aperture_bits.into()),
-        ("full_set_aperture_bits", FULL_BITS.into()),
-        ("granule", GRANULE.into()),
-        ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
-        ("clock", method.clock.name().into()),
-        ("clock_ns", method.clock.cost_ns().into()),
-        ("cpus", method.cpus.clone().into()),
-    ]);
-    if let Some(most) = options.threads.iter().max().filter(|most| **most > method.cpus.len()) {
-        benchmark.warnings.push(format!(
+                    .to_owned(),
+            )
+            .into());
+        }
+        for bits in [options.aperture_bits, FULL_BITS] {
+            aperture(bits).map_err(|error| Usage(format!("--aperture {bits}: {error}")))?;
+        }
+        let numbers = options.threads();
+        let method = Method {
+            clock: Clock::calibrate(),
+            cpus: threads::cpus(),
+            budget: options.budget,
+            fill_limit: Duration::from_secs(options.fill_limit),
+        };
+        let mut benchmark = Benchmark::new("iova", options.repeat);
+        benchmark.settings = object([
+            ("aperture_bits", options.aperture_bits.into()),
+            ("full_set_aperture_bits", FULL_BITS.into()),
+            ("granule", GRANULE.into()),
+            ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+            ("clock", method.clock.name().into()),
+            ("clock_ns", method.clock.cost_ns().into()),
+            ("cpus", method.cpus.clone().into()),
+        ]);
+        if let Some(most) = numbers.iter().max().filter(|most| **most > method.cpus.len()) {
+            benchmark.warnings.push(format!(
             "{most} threads on {} processors: they take turns, and their scaling is meaningless",
             method.cpus.len()
         ));
-    }
-    let step = options.budget.mul_f64(1.0 + 1.0 / 8.0 + 1.0 / 2.0) * options.threads.len() as u32;
-    let steps =
-        cells.len() as u64 * options.implementations.len() as u64 * u64::from(options.repeat);
-    let progress = Progress::new(options.progress, steps, step.mul_f64(steps as f64));
-    benchmark.warnings.iter().for_each(|line| progress.note(line));
-
-    let run = Run { options, method: &method, progress: &progress, step, stop };
-    // Those of one live set and size stand together.
-    for group in cells.chunk_by(|a, b| (a.live, a.size) == (b.live, b.size)) {
-        if stop.load(Ordering::Relaxed) {
-            break;
         }
-        run.group(group, &mut benchmark);
+        let step =
+            options.budget.mul_f64(1.0 + 1.0 / 8.0 + 1.0 / 2.0) * options.threads.len() as u32;
+        let steps =
+            cells.len() as u64 * options.implementations.len() as u64 * u64::from(options.repeat);
+        let progress = Progress::new(progress, steps, step.mul_f64(steps as f64));
+        benchmark.warnings.iter().for_each(|line| progress.note(line));
+
+        let run = Run { options, numbers, method: &method, progress: &progress, step, stop };
+        // Those of one live set and size stand together.
+        for group in cells.chunk_by(|a, b| (a.live, a.size) == (b.live, b.size)) {
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
+            run.group(group, &mut benchmark);
+        }
+        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        benchmark.placement = placement;
+        progress.finish();
+        Ok(benchmark)
     }
-    benchmark.interrupted = stop.load(Ordering::Relaxed);
-    progress.finish();
-    Ok(benchmark)
+
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
+        let placement = benchmark.placement.as_deref().map(placement::render);
+        let timed = (!benchmark.rows.is_empty()).then(|| render(benchmark, &SHEET, details));
+        [timed, placement].into_iter().flatten().collect::<Vec<_>>().join("\n")
+    }
 }
 
 fn aperture(bits: u32) -> Result<Aperture, ringfence_iova::ApertureError> {
@@ -154,6 +295,7 @@ fn aperture(bits: u32) -> Result<Aperture, ringfence_iova::ApertureError> {
 
 struct Run<'a> {
     options: &'a Options,
+    numbers: Vec<usize>,
     method: &'a Method,
     progress: &'a Progress,
     /// What one step of the progress should take.
@@ -169,7 +311,7 @@ impl Run<'_> {
         // Checked before.
         let Ok(aperture) = aperture(bits) else { return };
         let mut entrants = Vec::new();
-        for implementation in &self.options.implementations {
+        for implementation in self.options.implementations.iter() {
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
@@ -178,7 +320,7 @@ impl Run<'_> {
         }
         for cell in cells {
             let contest = self.contest(cell, &mut entrants);
-            contest.rows(cell, bits, &self.options.threads, &entrants, benchmark);
+            contest.rows(cell, bits, &self.numbers, &entrants, benchmark);
             for entrant in &mut entrants {
                 let about = format!("live {live}, size {size}");
                 let found = entrant.violations.drain(..);
@@ -202,7 +344,7 @@ impl Run<'_> {
                     return contest;
                 }
                 self.begin(cell, entrant, &format!("round {round} of {}", self.options.repeat));
-                for threads in &self.options.threads {
+                for threads in &self.numbers {
                     if pattern == Pattern::Random && entrant.churned() < *threads {
                         continue;
                     }
@@ -349,27 +491,18 @@ fn figures(
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::options, *};
 
     pub(super) fn tiny() -> Options {
-        Options {
-            implementations: Implementation::ALL.to_vec(),
-            lives: vec![Live::Count(0), Live::Count(100)],
-            sizes: vec![Size { min: 1, max: 1 }],
-            patterns: vec![Pattern::Hot, Pattern::Random],
-            all: false,
-            threads: vec![1, 2],
-            repeat: 2,
-            budget: Duration::from_micros(200),
-            fill_limit: Duration::from_secs(100),
-            aperture_bits: 39,
-            progress: Kind::Silent,
-        }
+        options(
+            "--live 0,100 --sizes 1 --pattern hot,random --repeat 2 --budget 0.2 --fill-limit 100 \
+             --aperture 39",
+        )
     }
 
     #[test]
     fn every_implementation_has_a_row_for_every_cell_and_number_of_threads() {
-        let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         assert_eq!(benchmark.rows.len(), 3 * 2 * Implementation::ALL.len());
         for row in &benchmark.rows {
@@ -386,15 +519,11 @@ mod tests {
 
     #[test]
     fn what_cannot_be_measured_has_a_row_that_says_why() {
-        let large = Options {
-            implementations: vec!["btreemap".parse().unwrap()],
-            lives: vec![Live::Count(100_000), Live::Count(1)],
-            sizes: vec![Size { min: 33, max: 512 }],
-            patterns: vec![Pattern::Random],
-            aperture_bits: 32,
-            ..tiny()
-        };
-        let benchmark = run(&large, &AtomicBool::new(false)).unwrap();
+        let large: Options = options(
+            "--allocator btreemap --live 100k,1 --sizes 33-512 --pattern random --aperture 32 \
+             --repeat 2 --budget 0.2 --fill-limit 100",
+        );
+        let benchmark = large.run(Kind::Silent, &Arc::default()).unwrap();
         let notes: Vec<_> = benchmark.rows.iter().map(|row| row.note.clone()).collect();
         assert!(notes[0].as_ref().unwrap().starts_with("not measured: "), "{notes:?}");
         // On a busy machine how it was filled, too.
@@ -405,16 +534,15 @@ mod tests {
 
     #[test]
     fn nothing_to_measure_is_wrong_usage() {
-        let nothing =
-            Options { lives: vec![Live::Count(0)], patterns: vec![Pattern::Random], ..tiny() };
-        assert!(run(&nothing, &AtomicBool::new(false)).unwrap_err().0.contains("live set"));
-        let many = Options { threads: vec![1, 65], ..tiny() };
-        assert!(run(&many, &AtomicBool::new(false)).unwrap_err().0.contains("65"));
+        let nothing: Options = options("--live 0 --pattern random");
+        let error = nothing.run(Kind::Silent, &Arc::default()).unwrap_err();
+        assert!(error.is::<Usage>() && error.to_string().contains("live set"), "{error}");
+        assert!("65".parse::<Threads>().unwrap_err().contains("from 1 to 64"));
     }
 
     #[test]
     fn stopped_at_once_it_has_no_rows() {
-        let benchmark = run(&tiny(), &AtomicBool::new(true)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
     }
 }

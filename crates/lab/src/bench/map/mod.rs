@@ -8,7 +8,6 @@
 //! | `load` | a driver that maps and unmaps in batches |
 //! | `measure` | times one device under one load, and checks it |
 //! | `spread` | table memory a mapping |
-//! | [`table`] | all of it for a terminal |
 //!
 //! Every request is a virtio-iommu request in a split ring, and its status is checked. The driver
 //! is ours for every device. All devices of a contest take turns in each round.
@@ -20,14 +19,17 @@ pub mod params;
 mod peers;
 mod rig;
 mod spread;
-pub mod table;
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use anyhow::{Result, anyhow};
+use clap::Args;
 use serde_json::json;
 
 use self::{
@@ -35,37 +37,124 @@ use self::{
     params::{Batch, Implementation, Live, Op, Order, Spread},
 };
 use super::{
-    Benchmark, Interval, Row,
+    Benchmark, Interval, Measure, Row,
     clock::Clock,
     ping,
+    report::{Against, Figure, Part, Sheet, render},
     rounds::{self, Rounds},
     row::{object, value},
     threads,
 };
 use crate::{
+    list::{List, milliseconds},
     progress::{Kind, Progress},
-    run::Usage,
 };
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
+/// How it is printed.
+pub const SHEET: Sheet = Sheet {
+    about: "MAP and UNMAP of a virtio-iommu",
+    parts: &[
+        Part {
+            of: ("op", &["one-core", "two-cores", "two-domains"]),
+            title: "pairs of MAP and UNMAP",
+            operation: "a MAP and an UNMAP of a page of 4 KiB through a split ring, statuses checked",
+            against: &[Against::PEERS],
+            figures: &[
+                Figure::new("pairs_per_s", "M/s", 1e6),
+                Figure::new("scaling", "scaling", 1.0),
+            ],
+            ..Part::ALL
+        },
+        Part {
+            of: ("op", &["one-of"]),
+            title: "one mapping among many",
+            operation: "an UNMAP and a MAP, both ends on one core",
+            against: &[Against::PEERS],
+            figures: &[
+                Figure::new("unmap_ns", "unmap", 1.0).with_half(),
+                Figure::new("unmap_ratio_to_fewest", "x fewest", 1.0),
+                Figure::new("map_ns", "map", 1.0).with_half(),
+                Figure::new("map_ratio_to_fewest", "x fewest", 1.0),
+            ],
+            ..Part::ALL
+        },
+        Part {
+            of: ("op", &["attach"]),
+            title: "a second endpoint joins a domain with many mappings",
+            operation: "ATTACH, for each mapping",
+            against: &[],
+            figures: &[Figure::new("attach_ns", "ATTACH", 1.0).with_half()],
+            ..Part::ALL
+        },
+        Part {
+            of: ("op", &["memory"]),
+            title: "table memory of a domain",
+            operation: "MAP",
+            against: &[],
+            figures: &[Figure::new("bytes_per_mapping", "B/mapping", 1.0)],
+            ..Part::ALL
+        },
+    ],
+    legend: LEGEND,
+};
+
+const LEGEND: &str = "  rows             operation/batch/order of pages, or /number of threads and domains, or /mappings that live
+  btreemap         mappings in a B-tree behind one lock, UNMAP looks at all of a domain: the design of cloud-hypervisor's
+  btreemap-range   the same, but UNMAP looks at what lies in its range
+  apart            two domains with a device each, too: what they still cost each other is the machine's
+  mirror           the endpoint has a table of its own, where all is mapped again
+ringfence completes an UNMAP when no thread uses the translation any more; the others cache none.
+";
+
+/// Measures MAP and UNMAP of a virtio-iommu through a request queue, against devices of another
+/// design.
+///
+/// Our driver writes every request into a split ring; the device executes it and completes it in
+/// the ring; our device completes an UNMAP once no thread of it uses the translation any more. Each
+/// device is checked first: mapped addresses must lead to their targets, and unmapped ones nowhere.
+/// Then they are timed in rounds in which all take turns.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence bench map
+    ringfence bench map --op one-core,two-cores --batch 64 --order contiguous
+    ringfence bench map --op one-of --live 1k,1m --json map.json
+
+EXIT STATUS:
+    0   done
+    1   a device did not do what it should have, or Ctrl-C
+    2   wrong usage: nothing was run")]
 pub struct Options {
-    /// The devices to measure.
-    pub implementations: Vec<Implementation>,
-    /// What is measured.
-    pub ops: Vec<Op>,
-    /// Sizes of batches.
-    pub batches: Vec<Batch>,
-    /// How the pages of a batch lie.
-    pub orders: Vec<Order>,
-    /// Numbers of mappings.
-    pub lives: Vec<Live>,
+    /// The devices to measure, separated by commas: btreemap is cloud-hypervisor's design,
+    /// btreemap-range the same with a better UNMAP.
+    #[arg(long = "impl", value_name = "LIST", default_value_t = List::from(&Implementation::ALL[..]))]
+    pub implementations: List<Implementation>,
+
+    /// What to measure: `one-core` and `two-cores` (pairs of MAP and UNMAP), `two-domains` (one
+    /// thread and two), `one-of` (one mapping among many), `attach` (to a domain with many
+    /// mappings), `memory` (table memory a mapping).
+    #[arg(long = "op", value_name = "LIST", default_value_t = List::from(&Op::ALL[..]))]
+    pub ops: List<Op>,
+
+    /// How many mappings are mapped and unmapped together, up to 1024.
+    #[arg(long = "batch", value_name = "LIST", default_value_t = List::from(&Batch::DEFAULTS[..]))]
+    pub batches: List<Batch>,
+
+    /// How the pages of a batch lie; two-domains takes the first.
+    #[arg(long = "order", value_name = "LIST", default_value_t = List::from(&Order::ALL[..]))]
+    pub orders: List<Order>,
+
+    /// How many mappings a domain holds, for one-of, attach and memory, up to 4m.
+    #[arg(long = "live", value_name = "LIST", default_value_t = List::from(&Live::DEFAULTS[..]))]
+    pub lives: List<Live>,
+
     /// Rounds.
+    #[arg(long, visible_alias = "rounds", value_name = "N", default_value_t = 31,
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
-    /// How long one measurement runs.
+
+    /// How long one measurement runs, milliseconds.
+    #[arg(long, value_name = "MS", default_value = "2", value_parser = milliseconds)]
     pub budget: Duration,
-    /// How to show progress.
-    pub progress: Kind,
 }
 
 /// One contest: what is measured in turns.
@@ -110,7 +199,7 @@ impl Form {
 impl Options {
     fn cells(&self) -> Vec<Cell> {
         let mut cells = Vec::new();
-        for &op in &self.ops {
+        for &op in self.ops.iter() {
             match op {
                 Op::OneCore | Op::TwoCores => cells.extend(self.orders.iter().flat_map(|&order| {
                     self.batches.iter().map(move |&batch| Cell { op, batch, order })
@@ -171,56 +260,51 @@ impl Options {
     }
 }
 
-/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
-///
-/// # Errors
-/// [`Usage`]: there is nothing to measure.
-pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
-    let nothing = options.ops.is_empty()
-        || options.implementations.is_empty()
-        || options.batches.is_empty()
-        || options.orders.is_empty()
-        || options.lives.is_empty();
-    if nothing {
-        return Err(Usage("nothing to measure".to_owned()).into());
-    }
-    let cpus = threads::cpus();
-    let mut benchmark = Benchmark::new("map", options.repeat);
-    let clock = Clock::calibrate();
-    let two = options.ops.iter().any(|op| matches!(op, Op::TwoCores | Op::TwoDomains));
-    let round_trip = || match cpus[..] {
-        [a, b, ..] if two => ping::round_trip_ns([a, b]),
-        _ => None,
-    };
-    if two && cpus.len() < 2 {
-        benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
-    }
-    let before = round_trip();
-    let cells = options.cells();
-    let expected = cells.iter().map(|&cell| options.expected(cell)).sum();
-    let progress = Progress::new(options.progress, cells.len() as u64, expected);
-    for cell in cells {
-        if stop.load(Ordering::Relaxed) {
-            break;
+impl Measure for Options {
+    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+        let options = self;
+        let cpus = threads::cpus();
+        let mut benchmark = Benchmark::new("map", options.repeat);
+        let clock = Clock::calibrate();
+        let two = options.ops.iter().any(|op| matches!(op, Op::TwoCores | Op::TwoDomains));
+        let round_trip = || match cpus[..] {
+            [a, b, ..] if two => ping::round_trip_ns([a, b]),
+            _ => None,
+        };
+        if two && cpus.len() < 2 {
+            benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
         }
-        progress.begin(&format!("{}, batches of {}", cell.op, cell.batch));
-        let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
-        Contest::new(cell, options, &mut benchmark).run(options, how, stop, &mut benchmark);
-        progress.step(options.expected(cell));
+        let before = round_trip();
+        let cells = options.cells();
+        let expected = cells.iter().map(|&cell| options.expected(cell)).sum();
+        let progress = Progress::new(progress, cells.len() as u64, expected);
+        for cell in cells {
+            if stop.load(Ordering::Relaxed) {
+                break;
+            }
+            progress.begin(&format!("{}, batches of {}", cell.op, cell.batch));
+            let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
+            Contest::new(cell, options, &mut benchmark).run(options, how, stop, &mut benchmark);
+            progress.step(options.expected(cell));
+        }
+        progress.finish();
+        if options.ops.contains(&Op::Memory) && !stop.load(Ordering::Relaxed) {
+            memory(options, &mut benchmark);
+        }
+        benchmark.settings = object([
+            ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+            ("cpus", json!(cpus)),
+            ("clock", clock.name().into()),
+            ("clock_ns", clock.cost_ns().into()),
+            ("round_trip_ns", json!([before, round_trip()])),
+        ]);
+        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        Ok(benchmark)
     }
-    progress.finish();
-    if options.ops.contains(&Op::Memory) && !stop.load(Ordering::Relaxed) {
-        memory(options, &mut benchmark);
+
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
+        render(benchmark, &SHEET, details)
     }
-    benchmark.settings = object([
-        ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
-        ("cpus", json!(cpus)),
-        ("clock", clock.name().into()),
-        ("clock_ns", clock.cost_ns().into()),
-        ("round_trip_ns", json!([before, round_trip()])),
-    ]);
-    benchmark.interrupted = stop.load(Ordering::Relaxed);
-    Ok(benchmark)
 }
 
 /// A device under a load, and its measurements.
@@ -455,25 +539,16 @@ fn rate(ns: &Rounds) -> Interval {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::*;
+mod tests {
+    use super::{super::options, *};
 
-    pub(super) fn tiny() -> Options {
-        Options {
-            implementations: Implementation::ALL.to_vec(),
-            ops: Op::ALL.to_vec(),
-            batches: vec![Batch(1), Batch(8), Batch(100)],
-            orders: Order::ALL.to_vec(),
-            lives: vec![Live(10), Live(2_000)],
-            repeat: 2,
-            budget: Duration::from_micros(100),
-            progress: Kind::Silent,
-        }
+    fn tiny() -> Options {
+        options("--batch 1,8,100 --live 10,2k --repeat 2 --budget 0.1")
     }
 
     #[test]
     fn every_device_has_a_row_for_every_load() {
-        let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         let all = Implementation::ALL.len();
         assert_eq!(benchmark.rows.len(), (2 * 6 + 3 * 2 + 2) * all + 3 + 2 * 2 + Spread::ALL.len());
@@ -493,8 +568,7 @@ pub(super) mod tests {
 
     #[test]
     fn stopped_at_once_it_has_no_rows() {
-        let benchmark = run(&tiny(), &AtomicBool::new(true)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
-        assert!(run(&Options { lives: Vec::new(), ..tiny() }, &AtomicBool::new(false)).is_err());
     }
 }

@@ -5,7 +5,7 @@ use std::{fmt, str::FromStr};
 use crate::load::net::{Addressing, Options as DriverOptions};
 use serde_json::{Map, Value};
 
-use super::notified::Mapped;
+use super::{Options, notified::Mapped};
 use crate::bench::row::object;
 use crate::list::named;
 
@@ -200,44 +200,20 @@ impl Case {
     }
 }
 
-/// What to measure.
-#[derive(Clone, Debug)]
-pub struct Choice {
-    /// Which parts.
-    pub parts: Vec<Part>,
-    /// Which ways.
-    pub directions: Vec<Direction>,
-    /// Sizes of entries of the static part.
-    pub entries: Vec<Entry>,
-    /// Formats of rings.
-    pub rings: Vec<Ring>,
-}
-
-impl Default for Choice {
-    fn default() -> Choice {
-        Choice {
-            parts: Part::ALL.to_vec(),
-            directions: Direction::ALL.to_vec(),
-            entries: Entry::ALL.to_vec(),
-            rings: Ring::ALL.to_vec(),
-        }
-    }
-}
-
-impl Choice {
+impl Options {
     /// All cases, those to which others are compared first. Packed rings are measured with the
     /// smallest entries only.
     pub(super) fn cases(&self) -> Vec<Case> {
         let mut cases = Vec::new();
-        for &ring in &self.rings {
-            for &direction in &self.directions {
+        for &ring in self.rings.iter() {
+            for &direction in self.directions.iter() {
                 let with = |addressing| Case { direction, ring, addressing, mapped: None };
                 let smallest = self.entries.iter().map(|entry| entry.0).min();
-                for part in &self.parts {
+                for part in self.parts.iter() {
                     match part {
                         Part::Off => cases.push(with(Addressing::Physical)),
                         Part::Static => {
-                            for &Entry(entry) in &self.entries {
+                            for &Entry(entry) in self.entries.iter() {
                                 if ring == Ring::Packed && Some(entry) != smallest {
                                     continue;
                                 }
@@ -270,6 +246,7 @@ impl Choice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::options;
     use crate::list::parse;
 
     #[test]
@@ -288,7 +265,7 @@ mod tests {
 
     #[test]
     fn every_case_has_a_name_of_its_own_and_its_base_comes_first() {
-        let cases = Choice::default().cases();
+        let cases = options::<Options>("").cases();
         for (at, case) in cases.iter().enumerate() {
             assert!(cases[..at].iter().all(|other| other.name() != case.name()), "{case:?}");
             let off = cases.iter().position(|other| *other == case.off()).unwrap();

@@ -7,7 +7,6 @@
 //! | `backend`, `ringfence`, `testpmd` | the back ends |
 //! | `notified` | our device behind our own IOMMU, in one process |
 //! | `rows` | the rows that the rounds give |
-//! | [`table`] | all of it for a terminal |
 //!
 //! The driver and the back end have a CPU each, and poll. Back ends take turns: those that are not
 //! measured are stopped.
@@ -18,28 +17,36 @@ mod load;
 mod notified;
 mod ringfence;
 pub(super) mod rows;
-pub mod table;
 mod testpmd;
 
 use std::{
     path::Path,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use anyhow::Result;
+use clap::Args;
 
 use super::{
-    Benchmark, ping,
+    Benchmark, Measure, ping,
     process::Folder,
+    report::{self, Against, Figure, Sheet, render},
     rounds,
     row::object,
     threads,
     window::{self, Measured},
 };
-use crate::{progress::Kind, run::Usage};
+use crate::{
+    list::{List, seconds},
+    progress::Kind,
+    run::Usage,
+};
 use backend::Backend;
-use case::{Case, Choice, Implementation};
+use case::{Case, Direction, Entry, Implementation, Part, Ring};
 
 /// The most that may be lost: 0.005 %.
 const MOST_LOST: f64 = 5e-5;
@@ -48,97 +55,187 @@ const REASON: Duration = Duration::from_millis(300);
 /// What a measurement takes besides its window.
 const OVERHEAD: Duration = Duration::from_millis(160);
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
+/// How it is printed.
+pub const SHEET: Sheet = Sheet {
+    about: "network back ends, driver and back end on a CPU each, frames of 64 bytes",
+    parts: &[report::Part {
+        title: "frames",
+        operation: "a frame",
+        against: &[
+            Against::PEERS,
+            Against { ratio: "ratio_to_off", by: "part", what: "against no IOMMU" },
+        ],
+        figures: &[
+            Figure::new("packets_per_s", "Mpps", 1e6).with_half(),
+            Figure::new("ratio_to_off", "x off", 1.0).with_half(),
+            Figure::new("ratio_to_dpdk", "x dpdk", 1.0),
+            Figure::new("lost", "lost", 1.0),
+            Figure::new("ping_ns", "ping", 1.0),
+            Figure::new("windows_short_of_cpu", "short", 1.0),
+            Figure::new("windows_placed_elsewhere", "moved", 1.0),
+            Figure::new("windows_failed", "failed", 1.0),
+            Figure::new("messages_per_s_single", "upd/s 1", 1.0),
+            Figure::new("messages_per_s_many", "64", 1.0),
+            Figure::new("messages_per_packet", "msg", 1.0),
+            Figure::new("ratio_to_messages", "x msg", 1.0),
+        ],
+        ..report::Part::ALL
+    }],
+    legend: LEGEND,
+};
+
+const LEGEND: &str = "  rows       direction/ring/addresses: taken from the driver (tx), given to it (rx), both (loop)
+  x off      against the same back end without an IOMMU; x dpdk: against DPDK's with the same addresses
+  lost       frames; 0.005 % is the most that counts as none
+  ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
+  short, moved, failed
+             windows in which an end had its CPU for less than 95 %, in which the CPUs lay elsewhere than in most, that
+             came to nothing; all others are in the medians, the first two kinds as well
+  4k, 2m     how much an UPDATE covers: of entries that a back end can merge, or cannot
+  dynamic    each use of a buffer has a page of its own, invalidated after it: the back end misses, or the driver pushes
+  notified   so too, where Ringfence is the IOMMU, in the device's process: 64 neighbouring buffers, or as many that lie
+             scattered, or each by itself are a mapping; notified off is the same driver and device without
+  upd/s      UPDATEs with their replies that the socket moves: with one in flight, and 64
+  msg        messages of a frame: misses, UPDATEs and INVALIDATEs with their replies; x msg: frames a second times that,
+             against the messages that the socket moves with 64 in flight
+";
+
+/// Measures network back ends with and without a device IOTLB: `ringfence net`, and DPDK's testpmd
+/// beside it.
+///
+/// A virtio-net driver, which is also the vhost-user front end, loads both in turn with the same
+/// stream of 64-byte frames, each end on a CPU of its own, and checks every byte that comes back
+/// and the number of every frame. The front end resolves IOTLB misses itself, with entries of the
+/// requested size.
+///
+/// Where Ringfence is the IOMMU too (notified), the device and its virtio-iommu are one process,
+/// and a driver maps the frames' buffers through the DMA API, with strict and other policies.
+///
+/// DPDK's testpmd is in Debian's package dpdk-dev; without it, its rows say so.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence bench net
+    ringfence bench net --only off,static --direction loop --entries 4k,2m --seconds 1
+    ringfence bench net --only dynamic --direction tx --repeat 11
+    ringfence bench net --only notified --seconds 1
+    ringfence bench net --impl dpdk --json dpdk.json
+
+EXIT STATUS:
+    0   done
+    1   ringfence net failed or changed a frame, or Ctrl-C
+    2   wrong usage: nothing was run")]
 pub struct Options {
-    /// The cases.
-    pub choice: Choice,
-    /// The back ends.
-    pub implementations: Vec<Implementation>,
+    /// What to measure, separated by commas: off (no IOMMU), static (buffers are mapped once),
+    /// dynamic (each use of a buffer has its own address), notified (the same, mapped through the
+    /// DMA API, with Ringfence as the IOMMU in the device's process).
+    #[arg(long = "only", value_name = "LIST", default_value_t = List::from(&Part::ALL[..]))]
+    pub parts: List<Part>,
+
+    /// The direction of frames: tx (the driver sends), rx, loop (what it sends comes back).
+    #[arg(long = "direction", value_name = "LIST", default_value_t = List::from(&Direction::ALL[..]))]
+    pub directions: List<Direction>,
+
+    /// How much an entry of the static part covers: powers of two from 4k to 1g.
+    #[arg(long, value_name = "LIST", default_value_t = List::from(&Entry::ALL[..]))]
+    pub entries: List<Entry>,
+
+    /// Formats of rings: packed with the smallest entries only.
+    #[arg(long = "ring", value_name = "LIST", default_value_t = List::from(&Ring::ALL[..]))]
+    pub rings: List<Ring>,
+
+    /// The back ends to measure.
+    #[arg(long = "impl", value_name = "LIST", default_value_t = List::from(&Implementation::ALL[..]))]
+    pub implementations: List<Implementation>,
+
     /// Rounds.
+    #[arg(long, value_name = "N", default_value_t = 5,
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
-    /// How long a window is.
+
+    /// The length of a window, seconds.
+    #[arg(long = "seconds", value_name = "S", default_value = "0.2", value_parser = seconds)]
     pub window: Duration,
-    /// How to show progress.
-    pub progress: Kind,
 }
 
-/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
-///
-/// # Errors
-/// [`Usage`]: the options cannot be carried out.
-pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
-    let cases = options.choice.cases();
-    if cases.is_empty() {
-        return Err(Usage(
+impl Measure for Options {
+    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+        let options = self;
+        let cases = options.cases();
+        if cases.is_empty() {
+            return Err(Usage(
             "there is nothing to measure: with packed rings, no dynamic part and no notified one"
                 .into(),
         )
         .into());
-    }
-    let mut benchmark = Benchmark::new("net", options.repeat);
-    let cpus = window::cpus(&mut benchmark);
-    benchmark.settings = object([
-        ("window_s", options.window.as_secs_f64().into()),
-        ("frame_bytes", 64.into()),
-        ("ring", crate::load::net::Options::default().ring.into()),
-        ("backend_cpu", cpus[0].into()),
-        ("driver_cpu", cpus[1].into()),
-        ("most_lost", MOST_LOST.into()),
-        ("messages_in_flight", load::DEPTH.into()),
-    ]);
-    let folder = Folder::new()?;
-    let mut backends = Vec::new();
-    for &implementation in &options.implementations {
-        let started = match implementation {
-            Implementation::Dpdk if !testpmd::is_there() => {
-                Err("DPDK's testpmd is not installed: apt-get install dpdk-dev".to_owned())
+        }
+        let mut benchmark = Benchmark::new("net", options.repeat);
+        let cpus = window::cpus(&mut benchmark);
+        benchmark.settings = object([
+            ("window_s", options.window.as_secs_f64().into()),
+            ("frame_bytes", 64.into()),
+            ("ring", crate::load::net::Options::default().ring.into()),
+            ("backend_cpu", cpus[0].into()),
+            ("driver_cpu", cpus[1].into()),
+            ("most_lost", MOST_LOST.into()),
+            ("messages_in_flight", load::DEPTH.into()),
+        ]);
+        let folder = Folder::new()?;
+        let mut backends = Vec::new();
+        for &implementation in options.implementations.iter() {
+            let started = match implementation {
+                Implementation::Dpdk if !testpmd::is_there() => {
+                    Err("DPDK's testpmd is not installed: apt-get install dpdk-dev".to_owned())
+                }
+                _ => start(implementation, &folder.0, cpus[0])
+                    .and_then(|mut backend| backend.process().pause().map(|()| backend))
+                    .map_err(|error| format!("{error:#}")),
+            };
+            if let Err(why) = &started {
+                benchmark.warnings.push(format!("{implementation} is not measured: {why}"));
             }
-            _ => start(implementation, &folder.0, cpus[0])
-                .and_then(|mut backend| backend.process().pause().map(|()| backend))
-                .map_err(|error| format!("{error:#}")),
+            backends.push((implementation, started));
+        }
+        let of = |case: &Case| {
+            options
+                .implementations
+                .iter()
+                .filter(|implementation| case.is_for(**implementation))
+                .count()
         };
-        if let Err(why) = &started {
-            benchmark.warnings.push(format!("{implementation} is not measured: {why}"));
-        }
-        backends.push((implementation, started));
-    }
-    let of = |case: &Case| {
-        options
-            .implementations
-            .iter()
-            .filter(|implementation| case.is_for(**implementation))
-            .count()
-    };
-    let total = u64::from(options.repeat) * cases.iter().map(of).sum::<usize>() as u64;
-    let step = options.window + OVERHEAD;
-    let progress = window::progress(options.progress, total, step, &benchmark);
-    let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
-    'rounds: for round in 1..=options.repeat {
-        for (case, found) in cases.iter().zip(&mut found) {
-            let turns = rounds::turns(backends.iter_mut().zip(found), round);
-            for ((implementation, backend), found) in turns {
-                if !case.is_for(*implementation) {
-                    continue;
+        let total = u64::from(options.repeat) * cases.iter().map(of).sum::<usize>() as u64;
+        let step = options.window + OVERHEAD;
+        let progress = window::progress(progress, total, step, &benchmark);
+        let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
+        'rounds: for round in 1..=options.repeat {
+            for (case, found) in cases.iter().zip(&mut found) {
+                let turns = rounds::turns(backends.iter_mut().zip(found), round);
+                for ((implementation, backend), found) in turns {
+                    if !case.is_for(*implementation) {
+                        continue;
+                    }
+                    if stop.load(Ordering::Relaxed) {
+                        break 'rounds;
+                    }
+                    progress.begin(&format!(
+                        "{}, {implementation}, round {round} of {}",
+                        case.name(),
+                        options.repeat
+                    ));
+                    found.push(measure(backend, case, options.window, cpus));
+                    progress.step(step);
                 }
-                if stop.load(Ordering::Relaxed) {
-                    break 'rounds;
-                }
-                progress.begin(&format!(
-                    "{}, {implementation}, round {round} of {}",
-                    case.name(),
-                    options.repeat
-                ));
-                found.push(measure(backend, case, options.window, cpus));
-                progress.step(step);
             }
         }
+        progress.finish();
+        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        let implementations: Vec<_> = backends.iter().map(|(name, _)| *name).collect();
+        rows::fill(&mut benchmark, &cases, &implementations, &found);
+        Ok(benchmark)
     }
-    progress.finish();
-    benchmark.interrupted = stop.load(Ordering::Relaxed);
-    let implementations: Vec<_> = backends.iter().map(|(name, _)| *name).collect();
-    rows::fill(&mut benchmark, &cases, &implementations, &found);
-    Ok(benchmark)
+
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
+        render(benchmark, &SHEET, details)
+    }
 }
 
 /// Starts a back end in `folder`, on `cpu`.

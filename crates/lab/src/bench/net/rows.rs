@@ -114,10 +114,7 @@ fn row(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::{
-        Interval,
-        net::case::{Choice, Direction, Part, Ring},
-    };
+    use crate::bench::{Interval, net::Options, options};
 
     fn measured(packets: u64, lost: u64, share: f64, ping: f64) -> Measured {
         let window = Window {
@@ -133,9 +130,9 @@ mod tests {
     }
 
     fn cases() -> Vec<Case> {
-        let (parts, directions) = (vec![Part::Off, Part::Static], vec![Direction::Loop]);
-        let entries = vec!["4k".parse().unwrap()];
-        Choice { parts, directions, entries, rings: vec![Ring::Split] }.cases()
+        let options: Options =
+            options("--only off,static --direction loop --entries 4k --ring split");
+        options.cases()
     }
 
     fn filled(found: Vec<Vec<Vec<Measured>>>) -> Benchmark {

@@ -9,7 +9,6 @@
 //! | `peers` | pinning by hand; which call for one page is the fastest |
 //! | `ours` | our pinner over the same mechanism |
 //! | `measure` | times and checks one of them |
-//! | [`table`] | all of it for a terminal |
 //! | [`runs`] | how long runs are in recordings of real work |
 //!
 //! All implementations take turns in each round, in alternating order, so that what slows the
@@ -23,72 +22,144 @@ mod peers;
 mod ring;
 pub mod runs;
 mod set;
-pub mod table;
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use anyhow::{Context, Result};
+use clap::Args;
 use serde_json::{Value, json};
 
 use self::{
     measure::{How, Subject, Times},
     memory::{Absent, Memory},
     ours::Ours,
-    params::{Backing, Implementation, List, Pages},
+    params::{Backing, Implementation, Lie, Pages},
     peers::{OneCall, PageByPage, RunsByHand, one_page_calls},
     ring::Name,
     set::Set,
 };
 use super::{
-    Benchmark, Row,
+    Benchmark, Measure, Row,
     clock::Clock,
+    report::{Against, Figure, Part, Sheet, render},
     rounds,
     rounds::Rounds,
     row::{object, value},
     threads,
 };
 use crate::{
+    list::{List, milliseconds},
     progress::{Kind, Progress},
-    run::Usage,
 };
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
+/// How it is printed.
+pub const SHEET: Sheet = Sheet {
+    about: "pinning pages by io_uring's registered buffers",
+    parts: &[Part {
+        title: "pin and unpin",
+        operation: "a page of the list, pinned and unpinned",
+        against: &[Against::PEERS],
+        figures: &[
+            Figure::new("pin_ns_per_page", "pin", 1.0).with_half(),
+            Figure::new("pin_speedup", "x page", 1.0).with_half(),
+            Figure::new("unpin_ns_per_page", "unpin", 1.0).with_half(),
+            Figure::new("unpin_speedup", "x page", 1.0).with_half(),
+        ],
+        ..Part::ALL
+    }],
+    legend: LEGEND,
+};
+
+const LEGEND: &str = "  rows            pages/memory/list: pages side by side, in order (contiguous), in random order, no two side by side
+                  (random), half of them in runs of up to 16 (mixed), side by side, every other run pinned already
+  x page          how many times as fast as page-by-page
+  page-by-page    the fastest call for one page, by hand, once a page; no account, no checks, no unwinding; what is
+                  pinned already costs it nothing
+  ringfence-each  ringfence, called once a page
+  runs-by-hand    the list's runs by hand, known beforehand, 64 in a call: what the kernel takes of ringfence's time
+";
+
+/// Measures pinning pages, against one call a page by hand; or how much longer runs would gain in
+/// recordings of real work.
+///
+/// Pages are pinned by registering them as buffers of an io_uring, which every Linux machine allows
+/// a process: the kernel takes the same long-term pins as for VFIO. All implementations are checked
+/// by the kernel's own count first, then timed in rounds in which they take turns, pinning and
+/// unpinning separately.
+#[derive(Clone, Debug, Args)]
+#[command(after_help = "EXAMPLES:
+    ringfence bench pin
+    ringfence bench pin --pages 1,512 --memory 4k,thp --list contiguous,half
+    ringfence bench pin --repeat 101 --pages 1 --json pin.json
+    ringfence bench pin --runs examples/traces/*.gz
+
+HUGE PAGES:
+    hugetlb needs huge pages that were set apart (sysctl vm.nr_hugepages=N): without, it is told that it
+    did not run, and named by --memory that is a failure
+
+EXIT STATUS:
+    0   done
+    1   somebody did not pin what it should have, memory that was named is not there, or Ctrl-C
+    2   wrong usage, a file that is no recording included: nothing was run")]
 pub struct Options {
-    /// The implementations to measure.
-    pub implementations: Vec<Implementation>,
-    /// Lengths of lists.
-    pub pages: Vec<Pages>,
-    /// Kinds of memory.
-    pub backings: Vec<Backing>,
-    /// Whether these were named: if so, a missing one is a failure.
-    pub backings_named: bool,
-    /// How the pages of a list lie.
-    pub lists: Vec<List>,
+    /// The implementations to measure, separated by commas; ringfence-each is called once a page.
+    #[arg(long = "impl", value_name = "LIST", default_value_t = List::from(&Implementation::ALL[..]))]
+    pub implementations: List<Implementation>,
+
+    /// Lengths of lists, pages of 4 KiB, up to 16384.
+    #[arg(long, value_name = "LIST", default_value_t = List::from(&Pages::DEFAULTS[..]))]
+    pub pages: List<Pages>,
+
+    /// What backs the memory: 4k, thp, hugetlb [default: all]; what is named and missing fails the
+    /// run.
+    #[arg(long = "memory", value_name = "LIST")]
+    pub backings: Option<List<Backing>>,
+
+    /// How the pages lie: `contiguous`, `random` (no two adjacent), `mixed` (or `half`: half of
+    /// them in runs, half alone), `pinned` (adjacent, half of them pinned already).
+    #[arg(long = "list", value_name = "LIST", default_value_t = List::from(&Lie::ALL[..]))]
+    pub lists: List<Lie>,
+
     /// Rounds.
+    #[arg(long, visible_alias = "rounds", value_name = "N", default_value_t = 31,
+        value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub repeat: u32,
-    /// How long one measurement runs, at least one list.
+
+    /// How long one measurement runs, milliseconds, one list at least.
+    #[arg(long, value_name = "MS", default_value = "1", value_parser = milliseconds)]
     pub budget: Duration,
-    /// How to show progress.
-    pub progress: Kind,
+
+    /// Prints instead how long the runs of pages in these recordings are (those of `ringfence
+    /// replay`); `-` is standard input.
+    #[arg(long, value_name = "TRACE", num_args = 1..,
+        conflicts_with_all = ["implementations", "pages", "backings", "lists", "repeat", "budget"])]
+    pub runs: Option<Vec<PathBuf>>,
 }
 
 /// One contest: what is measured in turns.
 #[derive(Clone, Copy)]
 struct Cell {
     backing: Backing,
-    list: List,
+    list: Lie,
     pages: usize,
 }
 
 impl Options {
+    fn backings(&self) -> &[Backing] {
+        self.backings.as_deref().unwrap_or(&Backing::ALL)
+    }
+
     fn cells(&self, backing: Backing) -> Vec<Cell> {
         let mut cells = Vec::new();
-        for &list in &self.lists {
-            for &Pages(pages) in &self.pages {
+        for &list in self.lists.iter() {
+            for &Pages(pages) in self.pages.iter() {
                 // One page is the same in every list.
                 if pages > 1 || list == self.lists[0] {
                     cells.push(Cell { backing, list, pages });
@@ -105,30 +176,30 @@ impl Options {
     }
 }
 
-/// Runs the benchmark. `stop` ends it early; what was measured until then is returned.
-///
-/// # Errors
-/// [`Usage`]: there is nothing to measure. Or the kernel does not let this process pin, or has no
-/// memory.
-pub fn run(options: &Options, stop: &AtomicBool) -> Result<Benchmark> {
-    let most = options.pages.iter().map(|pages| pages.0).max();
-    let (Some(most), false, false, false) = (
-        most,
-        options.lists.is_empty(),
-        options.backings.is_empty(),
-        options.implementations.is_empty(),
-    ) else {
-        return Err(Usage("nothing to measure".to_owned()).into());
-    };
-    let cpu = *threads::cpus().last().unwrap_or(&0);
-    // Made first: it counts the CPUs that this thread may use.
-    let benchmark = Benchmark::new("pin", options.repeat);
-    threads::bound_to(cpu, || measured(benchmark, options, most, cpu, stop))
+impl Measure for Options {
+    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+        let options = self;
+        if let Some(traces) = &options.runs {
+            return runs::run(traces, progress, stop);
+        }
+        let most = options.pages.iter().map(|pages| pages.0).max().unwrap_or(1);
+        let cpu = *threads::cpus().last().unwrap_or(&0);
+        // Made first: it counts the CPUs that this thread may use.
+        let benchmark = Benchmark::new("pin", options.repeat);
+        threads::bound_to(cpu, || measured(benchmark, (options, progress), most, cpu, stop))
+    }
+
+    fn print(&self, benchmark: &Benchmark, details: bool) -> String {
+        match &self.runs {
+            Some(_) => render(benchmark, &runs::SHEET, true),
+            None => render(benchmark, &SHEET, details),
+        }
+    }
 }
 
 fn measured(
     mut benchmark: Benchmark,
-    options: &Options,
+    (options, show): (&Options, Kind),
     most: usize,
     cpu: usize,
     stop: &AtomicBool,
@@ -150,16 +221,18 @@ fn measured(
         ("did_not_run", json!([])),
     ]);
     let cells: Vec<Cell> =
-        options.backings.iter().flat_map(|backing| options.cells(*backing)).collect();
+        options.backings().iter().flat_map(|backing| options.cells(*backing)).collect();
     let expected = cells.iter().map(|cell| options.expected(cell)).sum();
-    let progress = Progress::new(options.progress, cells.len() as u64, expected);
+    let progress = Progress::new(show, cells.len() as u64, expected);
     let mut small = Some(small);
-    for &backing in &options.backings {
+    for &backing in options.backings() {
         let memory = match (backing, small.take()) {
             (Backing::Small, Some(memory)) => Ok(memory),
             _ => Memory::new(backing, Set::span(most))?,
         };
-        let memory = memory.map_err(|absent| absent_note(absent, options, &mut benchmark));
+        let memory = memory.map_err(|absent| {
+            absent_note(absent, options.backings.is_some(), show, &mut benchmark)
+        });
         for cell in options.cells(backing) {
             if stop.load(Ordering::Relaxed) {
                 break;
@@ -182,14 +255,14 @@ fn measured(
 }
 
 /// Reports missing memory: as an error if it was named, else as a warning.
-fn absent_note(Absent(why): Absent, options: &Options, into: &mut Benchmark) -> String {
-    if options.progress != Kind::Silent && !options.backings_named {
+fn absent_note(Absent(why): Absent, named: bool, show: Kind, into: &mut Benchmark) -> String {
+    if show != Kind::Silent && !named {
         eprintln!("{why}");
     }
     if let Some(Value::Array(missing)) = into.settings.get_mut("did_not_run") {
         missing.push(why.clone().into());
     }
-    match options.backings_named {
+    match named {
         true => into.errors.push(why.clone()),
         false => into.warnings.push(why.clone()),
     }
@@ -239,7 +312,7 @@ impl<'m> Contest<'m> {
     ) -> Contest<'m> {
         let set = Set::new(cell.list, cell.pages);
         let mut entrants = Vec::new();
-        for &implementation in &options.implementations {
+        for &implementation in options.implementations.iter() {
             let made = match memory {
                 Ok(memory) => subject(implementation, cell, &set, memory, name),
                 Err(why) => Err(why.clone()),
@@ -358,7 +431,7 @@ fn subject<'m>(
 pub(super) mod tests {
     use parking_lot::{Mutex, MutexGuard};
 
-    use super::{measure::Subject, *};
+    use super::{super::options, measure::Subject, *};
 
     /// The kernel counts what the whole process has pinned, so that tests that read the count take
     /// turns.
@@ -367,23 +440,14 @@ pub(super) mod tests {
         ALONE.lock()
     }
 
-    pub(super) fn tiny() -> Options {
-        Options {
-            implementations: Implementation::ALL.to_vec(),
-            pages: vec![Pages(1), Pages(64)],
-            backings: vec![Backing::Small, Backing::Hugetlb],
-            backings_named: false,
-            lists: List::ALL.to_vec(),
-            repeat: 2,
-            budget: Duration::from_micros(100),
-            progress: Kind::Silent,
-        }
+    fn tiny() -> Options {
+        options("--pages 1,64 --repeat 2 --budget 0.1")
     }
 
     #[test]
     fn every_implementation_has_a_row_for_every_list() {
         let _alone = alone();
-        let benchmark = run(&tiny(), &AtomicBool::new(false)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         assert_eq!(benchmark.rows.len(), 2 * (1 + 4) * Implementation::ALL.len());
         for row in &benchmark.rows {
@@ -419,7 +483,7 @@ pub(super) mod tests {
             }
         }
         let _alone = alone();
-        let set = Set::new(List::Contiguous, 8);
+        let set = Set::new(Lie::Contiguous, 8);
         let wrong = Lazy.check(&set, 8).unwrap_err().to_string();
         assert!(wrong.contains("not all are pinned"), "{wrong}");
         let Ok(memory) = Memory::new(Backing::Small, 16).unwrap() else { panic!() };
@@ -431,9 +495,9 @@ pub(super) mod tests {
     #[test]
     fn memory_that_was_named_and_is_not_there_is_a_failure() {
         let _alone = alone();
-        let options = Options { backings_named: true, pages: vec![Pages(16384)], ..tiny() };
-        let options = Options { lists: vec![List::Contiguous], ..options };
-        let benchmark = run(&options, &AtomicBool::new(false)).unwrap();
+        let options: Options =
+            options("--memory 4k,hugetlb --pages 16384 --list contiguous --repeat 2 --budget 0.1");
+        let benchmark = options.run(Kind::Silent, &Arc::default()).unwrap();
         let absent = benchmark.rows.iter().any(|row| row.note.is_some());
         assert_eq!(benchmark.errors.is_empty(), !absent, "{:?}", benchmark.errors);
     }
@@ -441,8 +505,7 @@ pub(super) mod tests {
     #[test]
     fn stopped_at_once_it_has_no_rows() {
         let _alone = alone();
-        let benchmark = run(&tiny(), &AtomicBool::new(true)).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
-        assert!(run(&Options { lists: Vec::new(), ..tiny() }, &AtomicBool::new(false)).is_err());
     }
 }

@@ -29,7 +29,7 @@ named! {
 
 named! {
     /// How the pages of a list lie.
-    List, "unknown list {:?}: there are {} (or half, which is mixed)":
+    Lie, "unknown list {:?}: there are {} (or half, which is mixed)":
     /// Side by side, in order.
     Contiguous = "contiguous",
     /// In random order, no two of them side by side.
@@ -56,11 +56,11 @@ mod tests {
 
     #[test]
     fn names_are_read_back() {
-        for list in List::ALL {
+        for list in Lie::ALL {
             assert_eq!(list.to_string().parse(), Ok(list));
         }
-        assert_eq!("half".parse(), Ok(List::Mixed));
-        assert!("sorted".parse::<List>().unwrap_err().contains("contiguous, random"));
+        assert_eq!("half".parse(), Ok(Lie::Mixed));
+        assert!("sorted".parse::<Lie>().unwrap_err().contains("contiguous, random"));
         assert!("2m".parse::<Backing>().unwrap_err().contains("4k, thp, hugetlb"));
         assert_eq!("4096".parse(), Ok(Pages(4096)));
         for wrong in ["", "0", "-1", "16385", "4k"] {

@@ -25,7 +25,11 @@ use serde_json::{Value, json};
 
 use super::set::PAGE;
 use crate::{
-    bench::{Benchmark, Row, row::object},
+    bench::{
+        Benchmark, Row,
+        report::{Figure, Part, Sheet},
+        row::object,
+    },
     progress::Kind,
     replay::{self, Recording, Stream, stream::Allocation},
 };
@@ -101,6 +105,43 @@ impl Lengths {
         }
     }
 }
+
+/// How run lengths are printed.
+pub const SHEET: Sheet = Sheet {
+    about: "lengths of runs in recordings, in pages of 4 KiB",
+    parts: &[Part {
+        title: "runs",
+        by: "recording",
+        figures: &[
+            Figure::new("runs", "runs", 1.0),
+            Figure::new("pages", "pages", 1.0),
+            Figure::new("mean", "mean", 1.0),
+            Figure::new("p10", "p10", 1.0),
+            Figure::new("p50", "p50", 1.0),
+            Figure::new("p90", "p90", 1.0),
+            Figure::new("p99", "p99", 1.0),
+            Figure::new("longest", "most", 1.0),
+            Figure::new("from/0/of_pages", "%>=2", 0.01),
+            Figure::new("from/1/of_pages", "%>=8", 0.01),
+            Figure::new("from/2/of_pages", "%>=16", 0.01),
+            Figure::new("from/3/of_pages", "%>=64", 0.01),
+            Figure::new("from/4/of_pages", "%>=512", 0.01),
+            Figure::new("with_neighbour", "% beside", 0.01),
+        ],
+        ..Part::ALL
+    }],
+    legend: LEGEND,
+};
+
+const LEGEND: &str = "  map           what was mapped at once: side by side in I/O virtual addresses and in memory
+  buffer        what one unmap removed: what a driver mapped at once
+  burst         of all buffers mapped between two unmaps, taken as one list, what lies side by side in I/O virtual
+                addresses; burst memory: in the memory itself, as pins by guest-physical address see it
+  in flight     for each buffer, what it was part of when it was mapped, with all that was mapped then; % beside: of
+                buffers, mapped beside another that was in flight
+  mean          pages of a run: calls of page-by-page for each call of a run; p50: half of the runs are no longer
+  %>=2          pages in runs of at least 2, of all, percent
+";
 
 /// The figures of a distribution of lengths, in pages.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

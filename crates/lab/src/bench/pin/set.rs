@@ -2,7 +2,7 @@
 
 use ringfence_iommu::Iova;
 
-use super::params::List;
+use super::params::Lie;
 use crate::block::mix;
 
 /// The size of a page in bytes.
@@ -38,14 +38,14 @@ impl Set {
         2 * pages
     }
 
-    pub(super) fn new(list: List, count: usize) -> Set {
+    pub(super) fn new(list: Lie, count: usize) -> Set {
         let run = RUN.min(count.div_ceil(2));
         let pages: Vec<usize> = match list {
-            List::Contiguous | List::Pinned => (0..count).collect(),
-            List::Random => shuffled(count),
-            List::Mixed => mixed(count, run),
+            Lie::Contiguous | Lie::Pinned => (0..count).collect(),
+            Lie::Random => shuffled(count),
+            Lie::Mixed => mixed(count, run),
         };
-        let is_held = |page: &usize| list == List::Pinned && page / run % 2 == 1;
+        let is_held = |page: &usize| list == Lie::Pinned && page / run % 2 == 1;
         let iovas = pages.iter().map(|page| iova(*page)).collect();
         let (held, fresh): (Vec<usize>, Vec<usize>) = pages.into_iter().partition(is_held);
         Set { iovas, runs: runs(&fresh), fresh, held: runs(&held) }
@@ -99,7 +99,7 @@ mod tests {
     fn lists_are_what_they_are_called() {
         for count in [1, 2, 3, 8, 64, 500, 4096] {
             let of = |list| Set::new(list, count);
-            for list in List::ALL {
+            for list in Lie::ALL {
                 let set = of(list);
                 assert_eq!(set.iovas.len(), count);
                 let sum = |runs: &[Run]| runs.iter().map(|run| run.pages).sum::<usize>();
@@ -112,24 +112,24 @@ mod tests {
                     "{list} of {count}"
                 );
             }
-            assert_eq!(of(List::Contiguous).runs, [Run { first: 0, pages: count }]);
-            assert_eq!(of(List::Random).runs.len(), count);
+            assert_eq!(of(Lie::Contiguous).runs, [Run { first: 0, pages: count }]);
+            assert_eq!(of(Lie::Random).runs.len(), count);
         }
     }
 
     #[test]
     fn half_of_a_mixed_list_lies_alone_and_half_of_a_pinned_one_is_held() {
         for count in [2, 8, 64, 512, 4096] {
-            let mixed = Set::new(List::Mixed, count);
+            let mixed = Set::new(Lie::Mixed, count);
             let longest = RUN.min(count / 2);
             let whole = mixed.runs.iter().filter(|run| run.pages == longest).count() * longest;
             assert!(count == 2 || whole == count / 2, "{count}: {whole}");
             let alone = mixed.runs.iter().filter(|run| run.pages == 1).count();
             assert!(count == 2 || alone == count / 2, "{count}: {alone}");
-            let held = Set::new(List::Pinned, count).held;
+            let held = Set::new(Lie::Pinned, count).held;
             assert_eq!(held.iter().map(|run| run.pages).sum::<usize>(), count / 2);
             assert!(held.iter().all(|run| run.first >= longest));
         }
-        assert!(Set::new(List::Pinned, 1).held.is_empty());
+        assert!(Set::new(Lie::Pinned, 1).held.is_empty());
     }
 }
