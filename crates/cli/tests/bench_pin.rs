@@ -72,7 +72,7 @@ fn only_the_named_cells_are_measured() {
     assert_eq!(names, [&Value::from("8/4k/mixed"); 2]);
     let ended = place.run(&[&SHORT[..], &some, &["--list", "random"]].concat());
     assert_eq!(ended.code(), 0, "{ended}");
-    assert!(ended.out.contains("64/4k/random"), "{ended}");
+    assert!(ended.out.contains("8/4k/random"), "{ended}");
     assert!(!ended.out.contains("4k/contiguous") && !ended.out.contains("DID NOT RUN"), "{ended}");
 }
 

@@ -19,6 +19,8 @@ const MOST_SLOWER: usize = 8;
 const MOST_NAMED: usize = 4;
 /// So few rows are all printed, without being asked for.
 const FEW: usize = 24;
+/// The setting that lists what a benchmark needs and did not find.
+pub(super) const MISSING: &str = "did_not_run";
 /// The implementation that shows what this machine can do: no peer.
 const CONTROL: &str = "control";
 
@@ -128,13 +130,14 @@ pub fn render(benchmark: &Benchmark, sheet: &Sheet, details: bool) -> String {
             out.extend(blocks.iter().filter_map(|(by, rows)| rows_of(part, by, rows)));
         }
         out.extend(["\n", LEGEND, sheet.legend]);
-        let settings = benchmark.settings.iter().map(|(key, value)| format!("{key} {value}"));
+        let settings = benchmark.settings.iter().filter(|(key, _)| *key != MISSING);
+        let settings = settings.map(|(key, value)| format!("{key} {value}"));
         out.extend(clauses("settings", settings).into_iter().map(|line| line + "\n"));
     } else {
         let _ = writeln!(out, "{} rows in all: --details prints them", benchmark.rows.len());
     }
     notes(&mut out, benchmark);
-    let missing = benchmark.settings.get("did_not_run").and_then(Value::as_array);
+    let missing = benchmark.settings.get(MISSING).and_then(Value::as_array);
     for warning in &benchmark.warnings {
         let is_missing = missing.is_some_and(|all| all.iter().any(|one| one == warning.as_str()));
         let what = if is_missing { "DID NOT RUN" } else { "warning" };
@@ -433,7 +436,7 @@ mod tests {
         assert!(!slower.starts_with("  square"), "without a peer nothing is slower than one");
         // The control is no peer, and what is its own base is not compared.
         assert_eq!(cells_of(&text, "a"), ["a", "2", ".632", ".500", ".800", "2"]);
-        assert!(!text.contains("  control") && !text.contains("  b "), "{text}");
+        assert!(!text.contains("\n  control") && !text.contains("\n  b "), "{text}");
     }
 
     #[test]
@@ -443,7 +446,7 @@ mod tests {
         let head = cells_of(&text, "impl");
         assert_eq!(head, ["impl", "ns", "±", "x", "p99"], "a figure that no row has is left out");
         assert_eq!(
-            cells_of(&text, "round/2"),
+            cells_of(&text, "round/2 "),
             ["round/2", "ringfence", "100", "10.0", "1.00", "7.00"]
         );
         assert!(text.contains("<.500") && !text.contains("<.100"), "a faster peer is marked");
@@ -466,7 +469,7 @@ mod tests {
     fn a_note_is_printed_once_with_its_rows() {
         let mut benchmark = benchmark();
         benchmark.warnings = vec!["no oats".to_owned(), "it rains".to_owned()];
-        benchmark.settings.insert("did_not_run".to_owned(), serde_json::json!(["no oats"]));
+        benchmark.settings.insert(MISSING.to_owned(), serde_json::json!(["no oats"]));
         for index in 0..6 {
             let mut row = Row { name: format!("round/{index}"), ..Row::default() };
             row.implementation = "mule".to_owned();

@@ -112,11 +112,7 @@ const LEGEND: &str = "  rows       kind/ring/queues x requests in flight in each
   path       what the device takes for a request, and how fast that is against the same code compiled without an IOTLB
 ";
 
-/// Measures `ringfence blk` with and without a device IOTLB.
-///
-/// A virtio-blk driver, which is also the vhost-user front end, loads a `ringfence blk` process
-/// with requests, mostly of 4 KiB, each end on a CPU of its own, and checks what is read and
-/// written. The front end resolves IOTLB misses itself, with entries of the requested size.
+/// What to measure, and how.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench blk

@@ -119,17 +119,7 @@ const LEGEND: &str = "  seed        two processes over a virtio-iommu, disk in m
                 for each CPU; it copies in whatever the direction
 ";
 
-/// Measures bounce pools: copying against mapping, and against pools of another shape.
-///
-/// `seed`: sequential reads and writes, 64 deep, by block size, for the rows off, strict,
-/// strict+map, lazy-mq+map, bounce, auto and persistent, between two processes over a virtio-iommu,
-/// on an unpaced disk in memory. `strict` shares no syncs, whatever is submitted together.
-///
-/// `list`: scatter lists for an untrusted disk, whose elements do not fill their granules: bounced
-/// whole, element by element in our pools, and element by element as in Linux.
-///
-/// `pool`: our pools against one of swiotlb's shape, in one process. Both are checked, before and
-/// after, against a record of the data that each buffer must hold.
+/// What to measure, and how.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench bounce

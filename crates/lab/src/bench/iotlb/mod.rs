@@ -73,11 +73,7 @@ const LEGEND: &str = "  rows      order/merge/page/entries: 64 bytes of one entr
             that does other work, the first hides what the second shows
 ";
 
-/// Measures lookups in a device's IOTLB, against other implementations in the same run.
-///
-/// Every implementation is filled with adjacent entries, which either continue each other
-/// (mergeable) or never do (unmergeable), is checked, and is timed in rounds in which all take
-/// turns. The target memory is not touched.
+/// What to measure, and how.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench iotlb

@@ -95,12 +95,7 @@ const LEGEND: &str = "  rows      pattern/live/size in granules/threads; live: r
   failed    of the requests that were checked; with hole: although a hole for it was free
 ";
 
-/// Measures allocators of I/O virtual addresses, with peers in the same run.
-///
-/// Every allocator is made and filled anew for each live set and size. Then, for each pattern, the
-/// ranges that it returns are checked against a separate record (a range returned twice fails the
-/// run; a request that fails although a hole is free is counted), and it is timed in rounds in
-/// which all take turns. An operation is one alloc and one free.
+/// What to measure, and how.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench iova

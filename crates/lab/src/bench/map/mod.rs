@@ -99,20 +99,14 @@ pub const SHEET: Sheet = Sheet {
 };
 
 const LEGEND: &str = "  rows             operation/batch/order of pages, or /number of threads and domains, or /mappings that live
-  btreemap         mappings in a B-tree behind one lock, UNMAP looks at all of a domain: the design of cloud-hypervisor's
+  btreemap         mappings in a B-tree behind one lock, UNMAP looks at all of a domain: cloud-hypervisor's design
   btreemap-range   the same, but UNMAP looks at what lies in its range
   apart            two domains with a device each, too: what they still cost each other is the machine's
   mirror           the endpoint has a table of its own, where all is mapped again
 ringfence completes an UNMAP when no thread uses the translation any more; the others cache none.
 ";
 
-/// Measures MAP and UNMAP of a virtio-iommu through a request queue, against devices of another
-/// design.
-///
-/// Our driver writes every request into a split ring; the device executes it and completes it in
-/// the ring; our device completes an UNMAP once no thread of it uses the translation any more. Each
-/// device is checked first: mapped addresses must lead to their targets, and unmapped ones nowhere.
-/// Then they are timed in rounds in which all take turns.
+/// What to measure, and how.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench map

@@ -100,18 +100,7 @@ const LEGEND: &str = "  rows       direction/ring/addresses: taken from the driv
              against the messages that the socket moves with 64 in flight
 ";
 
-/// Measures network back ends with and without a device IOTLB: `ringfence net`, and DPDK's testpmd
-/// beside it.
-///
-/// A virtio-net driver, which is also the vhost-user front end, loads both in turn with the same
-/// stream of 64-byte frames, each end on a CPU of its own, and checks every byte that comes back
-/// and the number of every frame. The front end resolves IOTLB misses itself, with entries of the
-/// requested size.
-///
-/// Where Ringfence is the IOMMU too (notified), the device and its virtio-iommu are one process,
-/// and a driver maps the frames' buffers through the DMA API, with strict and other policies.
-///
-/// DPDK's testpmd is in Debian's package dpdk-dev; without it, its rows say so.
+/// What to measure, and how.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench net

@@ -48,7 +48,7 @@ use self::{
 use super::{
     Benchmark, Measure, Row,
     clock::Clock,
-    report::{Against, Figure, Part, Sheet, render},
+    report::{Against, Figure, MISSING, Part, Sheet, render},
     rounds,
     rounds::Rounds,
     row::{object, value},
@@ -86,13 +86,7 @@ const LEGEND: &str = "  rows            pages/memory/list: pages side by side, i
   runs-by-hand    the list's runs by hand, known beforehand, 64 in a call: what the kernel takes of ringfence's time
 ";
 
-/// Measures pinning pages, against one call a page by hand; or how much longer runs would gain in
-/// recordings of real work.
-///
-/// Pages are pinned by registering them as buffers of an io_uring, which every Linux machine allows
-/// a process: the kernel takes the same long-term pins as for VFIO. All implementations are checked
-/// by the kernel's own count first, then timed in rounds in which they take turns, pinning and
-/// unpinning separately.
+/// What to measure, and how.
 #[derive(Clone, Debug, Args)]
 #[command(after_help = "EXAMPLES:
     ringfence bench pin
@@ -218,7 +212,7 @@ fn measured(
         ("clock", clock.name().into()),
         ("clock_ns", clock.cost_ns().into()),
         ("one_page_calls", calls.iter().map(|one| summary(one, fastest.call)).collect()),
-        ("did_not_run", json!([])),
+        (MISSING, json!([])),
     ]);
     let cells: Vec<Cell> =
         options.backings().iter().flat_map(|backing| options.cells(*backing)).collect();
@@ -259,7 +253,7 @@ fn absent_note(Absent(why): Absent, named: bool, show: Kind, into: &mut Benchmar
     if show != Kind::Silent && !named {
         eprintln!("{why}");
     }
-    if let Some(Value::Array(missing)) = into.settings.get_mut("did_not_run") {
+    if let Some(Value::Array(missing)) = into.settings.get_mut(MISSING) {
         missing.push(why.clone().into());
     }
     match named {
@@ -449,7 +443,7 @@ pub(super) mod tests {
         let _alone = alone();
         let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
-        assert_eq!(benchmark.rows.len(), 2 * (1 + 4) * Implementation::ALL.len());
+        assert_eq!(benchmark.rows.len(), 3 * (1 + 4) * Implementation::ALL.len());
         for row in &benchmark.rows {
             let absent = row.params["backing"] == "hugetlb" && !benchmark.warnings.is_empty();
             assert_eq!(row.ns_per_op.median.is_some(), !absent, "{row:?}");
