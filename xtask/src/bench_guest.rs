@@ -12,7 +12,8 @@ use clap::ValueEnum;
 
 use crate::{
     guests::{self, iomix},
-    steps::{commit, root},
+    steps::commit,
+    workspace::root,
 };
 
 const PAGE: &str = "docs/guests.md";

@@ -9,6 +9,8 @@ use std::{fs, process::Command};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
+use crate::workspace::{Package, cargo, output, packages_and_dependencies, root};
+
 #[derive(Deserialize)]
 struct Config {
     licenses: Licenses,
@@ -39,38 +41,13 @@ struct Sources {
     allow_registry: Vec<String>,
 }
 
-#[derive(Deserialize)]
-struct Metadata {
-    packages: Vec<Package>,
-}
-
-#[derive(Deserialize)]
-struct Package {
-    name: String,
-    version: String,
-    license: Option<String>,
-    source: Option<String>,
-}
-
 /// Checks every dependency; fails on the first kind of trouble, naming all crates that have it.
 pub(crate) fn check() -> Result<()> {
-    let root = crate::steps::root();
-    let text = fs::read_to_string(root.join("deny.toml")).context("deny.toml")?;
+    let text = fs::read_to_string(root().join("deny.toml")).context("deny.toml")?;
     let config: Config = toml::from_str(&text).context("deny.toml")?;
-    let output = Command::new("cargo")
-        .args(["metadata", "--format-version=1", "--locked", "--filter-platform"])
-        .arg("x86_64-unknown-linux-gnu")
-        .current_dir(&root)
-        .output()
-        .context("cargo metadata")?;
-    if !output.status.success() {
-        bail!("cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
-    }
-    let metadata: Metadata = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
-
+    let packages = packages_and_dependencies()?;
     let mut wrong = Vec::new();
-    for package in &metadata.packages {
-        let Package { name, version, license, source } = package;
+    for Package { name, version, license, source, .. } in &packages {
         match license {
             Some(license) if allowed(license, &config.licenses.allow) => {}
             other => wrong.push(format!("{name} {version}: licence {other:?} is not allowed")),
@@ -88,16 +65,10 @@ pub(crate) fn check() -> Result<()> {
     if !wrong.is_empty() {
         bail!("{}", wrong.join("\n"));
     }
-    println!("{} packages: licences, sources and bans in order", metadata.packages.len());
+    println!("{} packages: licences, sources and bans in order", packages.len());
 
-    if Command::new("cargo-deny").arg("--version").output().is_ok_and(|o| o.status.success()) {
-        let status = Command::new("cargo")
-            .args(["deny", "check", "licenses", "bans", "sources"])
-            .current_dir(&root)
-            .status()?;
-        if !status.success() {
-            bail!("cargo deny: {status}");
-        }
+    if output(Command::new("cargo-deny").arg("--version")).is_ok() {
+        cargo(&["deny", "check", "licenses", "bans", "sources"], &[])?;
     }
     Ok(())
 }

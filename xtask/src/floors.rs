@@ -6,83 +6,45 @@ use std::{
     process::Command,
 };
 
-use anyhow::{Context, Result, bail};
-use serde::Deserialize;
+use anyhow::{Context, Result, bail, ensure};
 
-/// The house: which crate stands on which floor (ARCHITECTURE.md).
-const FLOORS: &[(&str, u32)] = &[
-    ("ringfence-sync", 0),
-    ("ringfence-iommu", 1),
-    ("ringfence-iova", 1),
-    ("ringfence-mem", 1),
-    ("ringfence-sandbox", 1),
-    ("ringfence-run", 2),
-    ("ringfence-iotlb", 2),
-    ("ringfence-dma", 2),
-    ("ringfence-virtq", 2),
-    ("ringfence-vfio", 2),
-    ("ringfence-virtio-iommu", 3),
-    ("ringfence-vhost-user", 3),
-    ("ringfence-vhost-user-backend", 4),
-    ("ringfence-drivers", 4),
-    ("ringfence-devices", 5),
-    ("ringfence-rust-vmm", 6),
-    ("ringfence-conformance", 6),
-    ("ringfence-lab", 7),
-    ("ringfence", 7),
-    ("ringfence-cli", 8),
-];
+use crate::workspace::{crates, output, root};
+
+/// Where the floors are written down.
+const PAGE: &str = "ARCHITECTURE.md";
 
 /// The laboratory, which the command for hosts does without.
 const LAB: &str = "ringfence-lab";
-
-#[derive(Deserialize)]
-struct Manifest {
-    package: Package,
-    #[serde(default)]
-    dependencies: BTreeMap<String, toml::Value>,
-}
-
-#[derive(Deserialize)]
-struct Package {
-    name: String,
-}
 
 /// Fails on a crate without a floor, or one that imports from its own floor or from above, or if
 /// the command for hosts links the laboratory. What a crate uses only in its tests may come from
 /// anywhere.
 pub(crate) fn check(command: &str) -> Result<()> {
-    let floors: BTreeMap<&str, u32> = FLOORS.iter().copied().collect();
-    let mut wrong = Vec::new();
-    let mut count = 0;
-    for entry in fs::read_dir(crate::steps::root().join("crates"))? {
-        let file = entry?.path().join("Cargo.toml");
-        let text = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-        let manifest: Manifest =
-            toml::from_str(&text).with_context(|| file.display().to_string())?;
-        let name = &manifest.package.name;
-        let Some(own) = floors.get(name.as_str()) else {
-            wrong.push(format!("{name} has no floor in xtask/src/floors.rs"));
+    let floors = read(&fs::read_to_string(root().join(PAGE)).context(PAGE)?)?;
+    let (mut wrong, crates) = (Vec::new(), crates()?);
+    for package in &crates {
+        let name = &package.name;
+        let Some(own) = floors.get(name) else {
+            wrong.push(format!("{name} has no floor in {PAGE}"));
             continue;
         };
-        count += 1;
-        for dependency in manifest.dependencies.keys() {
-            match floors.get(dependency.as_str()) {
-                None if dependency.starts_with("ringfence") => {
-                    wrong.push(format!("{name} imports {dependency}, which has no floor"));
-                }
+        for import in package.imports().filter(|import| import.starts_with("ringfence")) {
+            match floors.get(import) {
+                None => wrong.push(format!("{name} imports {import}, which has no floor")),
                 Some(floor) if floor >= own => {
-                    wrong
-                        .push(format!("{name} (floor {own}) imports {dependency} (floor {floor})"));
+                    wrong.push(format!("{name} (floor {own}) imports {import} (floor {floor})"));
                 }
                 _ => {}
             }
         }
     }
+    let known = |name: &str| crates.iter().any(|package| package.name == name);
+    let gone = floors.keys().filter(|name| !known(name));
+    wrong.extend(gone.map(|name| format!("{PAGE} has a floor for {name}, which is no crate")));
     if !wrong.is_empty() {
         bail!("{}", wrong.join("\n"));
     }
-    println!("{count} crates, each imports from floors below it only");
+    println!("{} crates, each imports from floors below it only", crates.len());
     let all = linked(command, &[])?;
     let hosts = linked(command, &["--no-default-features"])?;
     println!("{command} links {} crates, {} without its laboratory", all.len(), hosts.len());
@@ -96,16 +58,41 @@ pub(crate) fn check(command: &str) -> Result<()> {
 
 /// The crates that a package links.
 fn linked(package: &str, features: &[&str]) -> Result<BTreeSet<String>> {
-    let tree = Command::new("cargo")
-        .args(["tree", "--package", package, "--edges", "normal", "--prefix", "none"])
+    let mut tree = Command::new("cargo");
+    tree.args(["tree", "--package", package, "--edges", "normal", "--prefix", "none"])
         .args(["--format", "{p}"])
         .args(features)
-        .current_dir(crate::steps::root())
-        .output()
-        .context("cargo tree")?;
-    if !tree.status.success() {
-        bail!("cargo tree: {}", String::from_utf8_lossy(&tree.stderr));
-    }
-    let text = String::from_utf8_lossy(&tree.stdout);
+        .current_dir(root());
+    let text = output(&mut tree)?;
     Ok(text.lines().filter_map(|line| line.split_whitespace().next().map(str::to_owned)).collect())
+}
+
+/// The floor of each crate: rows `| 2 | `dma` | what it is |` of the page.
+fn read(text: &str) -> Result<BTreeMap<String, u32>> {
+    let mut floors = BTreeMap::new();
+    for line in text.lines() {
+        let cells: Vec<&str> = line.split('|').map(str::trim).collect();
+        let ["", floor, name, ..] = cells[..] else { continue };
+        let (Ok(floor), Some(name)) = (floor.parse(), name.strip_prefix('`')) else { continue };
+        let name = match name.trim_end_matches('`') {
+            "ringfence" => "ringfence".to_owned(),
+            name => format!("ringfence-{name}"),
+        };
+        ensure!(floors.insert(name, floor).is_none(), "{PAGE}: {line}: it has a floor already");
+    }
+    Ok(floors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_of_floors_is_read() {
+        let text =
+            "| floor | crate | what |\n|---|---|---|\n| 7 | `ringfence` | a |\n| 2 | `dma` | b |\n";
+        let floors = [("ringfence".to_owned(), 7), ("ringfence-dma".to_owned(), 2)];
+        assert_eq!(read(text).unwrap(), BTreeMap::from(floors));
+        assert!(read(&text.replace("ringfence", "dma")).is_err(), "twice");
+    }
 }

@@ -5,7 +5,7 @@ use std::{fs, process::Command};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::steps::{root, run};
+use crate::workspace::{root, run};
 
 /// The examples, and how many lines of width 100 each may have, imports included.
 const EXAMPLES: &[(&str, usize)] = &[("map", 15), ("rng", 45), ("rust_vmm", 45), ("vmm", 60)];

@@ -9,8 +9,8 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::{
-    steps::{root, run},
     suite::side_by_side,
+    workspace::{root, run},
 };
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";

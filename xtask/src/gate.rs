@@ -20,7 +20,9 @@ use serde::Deserialize;
 
 use crate::{
     packages,
-    steps::{NotRun, root},
+    steps::NotRun,
+    tools::{pristine, tool},
+    workspace::{self, output, root},
 };
 
 /// A change of more than so many percent fails.
@@ -88,10 +90,8 @@ impl Toolchain {
     /// What this machine has. Installs Valgrind if it is missing and that is possible.
     fn here() -> Result<Toolchain> {
         let version = |program: &str, argument: &str| {
-            let output = Command::new(program).arg(argument).current_dir(root()).output();
-            let output = output.with_context(|| program.to_owned())?;
-            ensure!(output.status.success(), "{program} {argument}: {}", output.status);
-            Ok(String::from_utf8(output.stdout)?.trim().to_owned())
+            let printed = output(Command::new(program).arg(argument).current_dir(root()))?;
+            anyhow::Ok(printed.trim().to_owned())
         };
         let valgrind = version("valgrind", "--version").or_else(|_| {
             packages::ensure();
@@ -158,8 +158,7 @@ impl Counts {
     }
 }
 
-/// The runner, of exactly the version that fits the library in Cargo.lock. Installs it below
-/// `target/tools` if it is not there.
+/// The runner, of the version that fits the library in Cargo.lock.
 fn runner() -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Lock {
@@ -173,68 +172,15 @@ fn runner() -> Result<PathBuf> {
     let text = fs::read_to_string(root().join("Cargo.lock")).context("Cargo.lock")?;
     let lock: Lock = toml::from_str(&text).context("Cargo.lock")?;
     let locked = lock.package.into_iter().find(|package| package.name == RUNNER);
-    let wanted = locked.with_context(|| format!("{RUNNER} is not in Cargo.lock"))?.version;
-    let tools = root().join("target/tools");
-    let program = tools.join("bin").join(RUNNER);
-    let is_there = || {
-        let output = Command::new(&program).arg("--version").output();
-        output.is_ok_and(|output| {
-            String::from_utf8_lossy(&output.stdout).trim() == format!("{RUNNER} {wanted}")
-        })
-    };
-    if is_there() {
-        return Ok(program);
-    }
-    println!("building {RUNNER} {wanted} into target/tools: once, a minute or two");
-    let (started, build) = (Instant::now(), tools.join("build"));
-    // It starts Valgrind and reads its output: optimised, it is no faster and takes twice as long
-    // to build.
-    let status = pristine("cargo")
-        .args(["install", "--debug", "--locked", "--force", RUNNER])
-        .arg("--version")
-        .arg(format!("={wanted}"))
-        .arg("--root")
-        .arg(&tools)
-        .arg("--target-dir")
-        .arg(&build)
-        .status()
-        .context("cargo install")?;
-    if !status.success() || !is_there() {
-        let remedy = format!(
-            "cargo install --debug --locked --root target/tools {RUNNER} --version ={wanted}"
-        );
-        return Err(NotRun(format!("{RUNNER} {wanted} cannot be installed; {remedy}")).into());
-    }
-    // What is left of the build is ten times the size of the program.
-    let _ = fs::remove_dir_all(build);
-    println!("built in {:.0} s", started.elapsed().as_secs_f32());
-    Ok(program)
-}
-
-/// A command that does not inherit what changes how code is compiled or counted.
-fn pristine(program: &str) -> Command {
-    let mut command = Command::new(program);
-    command.current_dir(root());
-    for (name, _) in env::vars_os() {
-        let name = name.to_string_lossy();
-        let changes = name.starts_with("CARGO_PROFILE_")
-            || name.starts_with("GUNGRAUN_")
-            || name.starts_with("VALGRIND_")
-            || matches!(&*name, "RUSTFLAGS" | "RUSTC_WRAPPER");
-        if changes {
-            command.env_remove(&*name);
-        }
-    }
-    // Empty, it takes precedence over flags in configuration files too.
-    command.env("CARGO_ENCODED_RUSTFLAGS", "");
-    command
+    let locked = locked.with_context(|| format!("{RUNNER} is not in Cargo.lock"))?;
+    tool(RUNNER, &locked.version, &[])
 }
 
 /// Builds the paths and runs those whose name contains `only`.
 fn count(runner: &Path, only: Option<&str>) -> Result<Instructions> {
     let started = Instant::now();
-    let status = pristine("cargo").arg("build").args(PATHS).status().context("cargo build")?;
-    ensure!(status.success(), "the paths cannot be built: {status}");
+    workspace::run(pristine("cargo").arg("build").args(PATHS))
+        .context("the paths cannot be built")?;
     let built = started.elapsed();
     let folder = runner.parent().context("the runner lies in a folder")?;
     let mut folders = vec![folder.to_owned()];

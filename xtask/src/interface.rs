@@ -8,16 +8,14 @@ use std::{
     fmt::Write,
     fs,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
 };
 
-use anyhow::{Context, Result, bail, ensure};
-use serde_json::{Value, json};
+use anyhow::{Result, bail};
 use syn::{Attribute, Fields, ImplItem, Item, TraitItem, Type, Visibility};
 
 use crate::{
     modules::{Name, absolute, are_for_tests, defined, flatten, is_for_tests, read},
-    steps::root,
+    workspace::{packages, root},
 };
 
 /// Where the texts are.
@@ -30,9 +28,9 @@ pub(crate) fn check(update: bool) -> Result<()> {
     fs::create_dir_all(&folder)?;
     let mut stale: BTreeSet<PathBuf> =
         fs::read_dir(&folder)?.map(|entry| Ok(entry?.path())).collect::<Result<_>>()?;
-    for (package, krate) in published()? {
-        let name = package.strip_prefix("ringfence-").unwrap_or(&package);
-        let (now, items) = text(&krate.join("src"))?;
+    for package in packages()?.iter().filter(|package| package.is_published()) {
+        let name = package.name.strip_prefix("ringfence-").unwrap_or(&package.name);
+        let (now, items) = text(&package.folder().join("src"))?;
         println!("{name:20} {items:4} items");
         let file = folder.join(format!("{name}.txt"));
         stale.remove(&file);
@@ -52,30 +50,6 @@ pub(crate) fn check(update: bool) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// The crates that others may depend on: their names and folders.
-pub(crate) fn published() -> Result<Vec<(String, PathBuf)>> {
-    let listed = Command::new("cargo")
-        .args(["metadata", "--format-version=1", "--no-deps", "--offline"])
-        .current_dir(root())
-        .stderr(Stdio::inherit())
-        .output()?;
-    let listed: Value = serde_json::from_slice(&listed.stdout).context("cargo metadata")?;
-    let packages = listed["packages"].as_array().context("cargo metadata lists packages")?;
-    // `publish = false` is an empty list.
-    let published = packages.iter().filter(|package| package["publish"] != json!([]));
-    let mut found = published
-        .map(|package| {
-            let name = package["name"].as_str().context("a package has a name")?;
-            let manifest = Path::new(package["manifest_path"].as_str().context("and a manifest")?);
-            let folder = manifest.parent().context("which lies in a folder")?;
-            Ok((name.to_owned(), folder.to_owned()))
-        })
-        .collect::<Result<Vec<_>>>()?;
-    found.sort();
-    ensure!(!found.is_empty(), "no package is published");
-    Ok(found)
 }
 
 /// What a crate offers, and the number of its named items, methods included.

@@ -4,7 +4,7 @@ use std::{collections::HashSet, fs, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::steps::root;
+use crate::workspace::root;
 
 pub(crate) fn check() -> Result<()> {
     let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(root()).output()?;

@@ -21,6 +21,8 @@ mod soak;
 mod steps;
 mod suite;
 mod timeline;
+mod tools;
+mod workspace;
 
 use std::{path::PathBuf, process::ExitCode};
 

@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::steps::{commit, root};
+use crate::{steps::commit, workspace::root};
 
 const FILES: &[&str] = &["README.md", "docs/performance.md", "docs/vfio.md"];
 

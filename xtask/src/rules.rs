@@ -19,7 +19,7 @@ enum Bound {
 
 /// Prints the account and fails on a gap.
 pub(crate) fn account(all: bool) -> Result<()> {
-    let root = crate::steps::root();
+    let root = crate::workspace::root();
     let file = root.join("docs/rules.md");
     let text = fs::read_to_string(&file).with_context(|| format!("{}", file.display()))?;
     let rules = parse(&text)?;

@@ -12,8 +12,8 @@ use anyhow::{Context, Result, bail, ensure};
 use crate::{
     fuzz::{self, Length},
     packages,
-    steps::root,
     suite::{self, Failure, Program, SEED, Suite, Tally},
+    workspace::root,
 };
 
 /// How long a fuzz target runs in a round.

@@ -4,7 +4,7 @@ use std::{
     cell::{OnceCell, RefCell},
     collections::BTreeSet,
     env,
-    path::{Path, PathBuf},
+    path::Path,
     process::Command,
     time::Instant,
 };
@@ -18,12 +18,8 @@ use crate::{
     pace::Pace,
     packages, rules, soak,
     suite::{self, Program, Suite},
+    workspace::{self, cargo, output, root},
 };
-
-/// The root of the workspace.
-pub(crate) fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies in the workspace").to_owned()
-}
 
 /// What the steps of a run share.
 struct Run {
@@ -250,11 +246,8 @@ fn work_of_children() -> Option<f32> {
 /// The command, the commit and the toolchain, for a result that is kept.
 pub(crate) fn commit(command: &str) -> Result<String> {
     let printed = |program: &str, arguments: &[&str]| -> Result<String> {
-        let output = Command::new(program).args(arguments).current_dir(root()).output()?;
-        if !output.status.success() {
-            bail!("{program} {}: {}", arguments.join(" "), output.status);
-        }
-        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        let printed = output(Command::new(program).args(arguments).current_dir(root()))?;
+        Ok(printed.trim().to_owned())
     };
     let changed =
         if printed("git", &["status", "--porcelain"])?.is_empty() { "" } else { ", changed" };
@@ -273,20 +266,6 @@ impl std::fmt::Display for NotRun {
 }
 
 impl std::error::Error for NotRun {}
-
-fn cargo(arguments: &[&str], environment: &[(&str, &str)]) -> Result<()> {
-    let mut command = Command::new("cargo");
-    command.args(arguments).envs(environment.iter().copied()).current_dir(root());
-    run(&mut command)
-}
-
-pub(crate) fn run(command: &mut Command) -> Result<()> {
-    let status = command.status().with_context(|| format!("{command:?}"))?;
-    if !status.success() {
-        bail!("{command:?}: {status}");
-    }
-    Ok(())
-}
 
 /// The lock-free parts, explored by loom in every interleaving that their bounds allow.
 fn models() -> Result<()> {
@@ -322,9 +301,10 @@ fn documentation() -> Result<()> {
 
 /// Each published crate builds from its own package.
 fn published() -> Result<()> {
-    let packages = interface::published()?;
+    let packages = workspace::packages()?;
+    let published = packages.iter().filter(|package| package.is_published());
     let mut arguments = vec!["package", "--offline", "--quiet"];
-    arguments.extend(packages.iter().flat_map(|(name, _)| ["--package", name]));
+    arguments.extend(published.flat_map(|package| ["--package", &package.name]));
     cargo(&arguments, &[])
 }
 
@@ -411,7 +391,7 @@ fn real_fio(run: &Run) -> Result<()> {
     for entry in std::fs::read_dir(root().join("examples"))? {
         let path = entry?.path();
         if path.extension().is_some_and(|e| e == "fio") {
-            self::run(Command::new("fio").arg("--parse-only").arg(&path))?;
+            workspace::run(Command::new("fio").arg("--parse-only").arg(&path))?;
             count += 1;
         }
     }

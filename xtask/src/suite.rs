@@ -21,7 +21,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::steps::root;
+use crate::workspace::root;
 
 /// The variable that seeds every random test; `.cargo/config.toml` sets it for a test run.
 pub(crate) const SEED: &str = "PROPTEST_RNG_SEED";

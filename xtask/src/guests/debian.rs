@@ -11,6 +11,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
+use crate::workspace::output;
+
 /// An apt with a state of its own.
 pub(crate) struct Debian {
     folder: PathBuf,
@@ -164,15 +166,6 @@ impl Debian {
 /// Unpacks a package into a folder.
 pub(crate) fn extract(package: &Path, into: &Path) -> Result<()> {
     output(Command::new("dpkg-deb").arg("--extract").arg(package).arg(into)).map(|_| ())
-}
-
-/// What a command prints; the error has what it printed to stderr.
-pub(crate) fn output(command: &mut Command) -> Result<String> {
-    let ended = command.output().with_context(|| format!("{command:?}"))?;
-    if !ended.status.success() {
-        bail!("{command:?}: {}\n{}", ended.status, String::from_utf8_lossy(&ended.stderr));
-    }
-    String::from_utf8(ended.stdout).with_context(|| format!("{command:?} printed no UTF-8"))
 }
 
 /// The machine's entries for Debian's own archives, with source packages: other archives need not

@@ -9,7 +9,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use super::debian::{Debian, entries, output};
+use super::debian::{Debian, entries};
+use crate::workspace::output;
 
 /// What a guest has no use for, and what differs between build machines.
 const WITHOUT: &[&str] = &[

@@ -10,9 +10,10 @@ use std::{
 use anyhow::{Context, Result};
 
 use super::{
-    debian::{self, Debian, output},
+    debian::{self, Debian},
     initramfs, only_folder,
 };
+use crate::workspace::output;
 
 const MODULES: &[&str] = &["ext4", "crc32c_generic"];
 

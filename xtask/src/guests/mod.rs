@@ -30,12 +30,14 @@ use std::{
     time::Instant,
 };
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use debian::Debian;
+
+use crate::workspace::{output, root, run};
 
 /// Where it all lies.
 pub(crate) fn folder() -> PathBuf {
-    crate::steps::root().join("target/guests")
+    root().join("target/guests")
 }
 
 /// Changes whenever the output changes, so that what an older checkout made is made again.
@@ -103,17 +105,15 @@ fn programs() -> Result<()> {
     let build = folder().join("build");
     // With an explicit target, RUSTFLAGS do not apply to build scripts and procedural macros.
     let target = "x86_64-unknown-linux-gnu";
-    let status = Command::new("cargo")
+    run(Command::new("cargo")
         .args(["build", "--quiet", "--package", "ringfence-guest", "--target", target])
         .env("RUSTFLAGS", "-Ctarget-feature=+crt-static")
         .env("CARGO_TARGET_DIR", &build)
         .env("CARGO_PROFILE_DEV_STRIP", "symbols")
         // An emulated processor is slow enough.
         .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2")
-        .current_dir(crate::steps::root())
-        .status()
-        .context("cargo")?;
-    ensure!(status.success(), "our programs for guests could not be built");
+        .current_dir(root()))
+    .context("building our programs for guests")?;
     for name in ["vfio-blk", "vfio-nvme", "channels", "viommu-kit"] {
         fs::copy(build.join(target).join("debug").join(name), folder().join(name))?;
     }
@@ -137,7 +137,7 @@ fn starter(folder: &Path, text: &str) -> Result<String> {
     let program = folder.join("qemu-system-x86_64");
     fs::write(&program, text)?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
-    let version_line = debian::output(Command::new(&program).arg("--version"))
+    let version_line = output(Command::new(&program).arg("--version"))
         .context("the QEMU that was just unpacked does not start")?;
     let version_line = version_line.lines().next().unwrap_or_default();
     println!("guests: {version_line}");

@@ -12,6 +12,7 @@ use super::{
     debian::{self, Debian, entries},
     starter,
 };
+use crate::workspace::output;
 
 /// The Debian release whose QEMU is new enough.
 const RELEASE: &str = "forky";
@@ -67,7 +68,7 @@ fn needed(all: &Path) -> Result<Vec<String>> {
     let libraries = all.join(LIBRARIES);
     let mut list = Command::new(libraries.join("ld-linux-x86-64.so.2"));
     list.arg("--list").arg("--library-path").arg(&libraries);
-    let list = debian::output(list.arg(all.join(KEPT[0])))?;
+    let list = output(list.arg(all.join(KEPT[0])))?;
     let loaded: Vec<&str> = list
         .lines()
         .filter_map(|line| line.split_whitespace().next()?.rsplit('/').next())
