@@ -1,16 +1,15 @@
 //! Links within the tree: each leads to a file, and to a heading of it.
 
-use std::{collections::HashSet, fs, path::Path, process::Command};
+use std::{fs, path::Path, process::Command};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::workspace::root;
+use crate::workspace::{output, root};
 
 pub(crate) fn check() -> Result<()> {
-    let listed = Command::new("git").args(["ls-files", "*.md"]).current_dir(root()).output()?;
-    ensure!(listed.status.success(), "git ls-files: {}", listed.status);
+    let listed = output(Command::new("git").args(["ls-files", "*.md"]).current_dir(root()))?;
     let (mut broken, mut count) = (Vec::new(), 0);
-    for name in String::from_utf8(listed.stdout)?.lines() {
+    for name in listed.lines() {
         let file = root().join(name);
         let text = fs::read_to_string(&file).with_context(|| name.to_owned())?;
         for link in links(&text) {
@@ -31,18 +30,22 @@ pub(crate) fn check() -> Result<()> {
     Ok(())
 }
 
-/// The text without code, from whose lines marks of Markdown are read.
-fn prose(text: &str) -> impl Iterator<Item = &str> {
+/// The lines of a text, each with whether marks of Markdown are read there: not in code.
+pub(crate) fn lines(text: &str) -> impl Iterator<Item = (bool, &str)> {
     let mut code = false;
-    text.lines().filter(move |line| {
+    text.lines().map(move |line| {
         let fence = line.trim_start().starts_with("```");
         code ^= fence;
-        !code && !fence
+        (!code && !fence, line)
     })
 }
 
+fn prose(text: &str) -> impl Iterator<Item = &str> {
+    lines(text).filter_map(|(is_prose, line)| is_prose.then_some(line))
+}
+
 /// The targets of links but those of the web.
-fn links(text: &str) -> impl Iterator<Item = &str> {
+pub(crate) fn links(text: &str) -> impl Iterator<Item = &str> {
     prose(text)
         .flat_map(|line| line.split("](").skip(1))
         .filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
@@ -60,19 +63,6 @@ fn slug(heading: &str) -> String {
     let kept = heading.to_lowercase();
     let kept = kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
     kept.map(|c| if c == ' ' { '-' } else { c }).collect()
-}
-
-/// Each page of docs/ is in the book's table of contents.
-pub(crate) fn check_book() -> Result<()> {
-    let summary = fs::read_to_string(root().join("docs/SUMMARY.md"))?;
-    let listed: HashSet<&str> = links(&summary).collect();
-    for entry in fs::read_dir(root().join("docs"))? {
-        let name = entry?.file_name().into_string().unwrap_or_default();
-        if name.ends_with(".md") && name != "SUMMARY.md" && !listed.contains(name.as_str()) {
-            bail!("docs/{name} is not in docs/SUMMARY.md");
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
 //! Commands for contributors: `cargo xtask test`, `cargo xtask rules` and what they are made of.
 #![forbid(unsafe_code)]
 
+mod architecture;
 mod bench_guest;
+mod book;
 mod circles;
 mod deny;
 mod floors;
@@ -71,6 +73,8 @@ enum Command {
         #[arg(long)]
         update: bool,
     },
+    /// Makes a site of README.md, docs/ and the other pages, in target/book, and checks its links.
+    Book,
     /// Checks licences, sources and bans of all dependencies against deny.toml.
     Deny,
     /// Counts the instructions of hot paths under Valgrind, and fails if one has changed by more than
@@ -157,6 +161,7 @@ fn run(command: Command) -> Result<()> {
         Command::Rules { all } => rules::account(all),
         Command::House { update } => house::check(update),
         Command::Interface { update } => interface::check(update),
+        Command::Book => book::make(),
         Command::Deny => deny::check(),
         Command::Gate { update, only } => gate::run(only.as_deref(), update),
         Command::Guests { iommufd } => guests::make(&iommufd),

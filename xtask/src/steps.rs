@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use crate::{
-    deny, floors, front_door,
+    architecture, book, deny, floors, front_door,
     fuzz::{self, Length},
     gate, guests, house, interface, links,
     pace::Pace,
@@ -124,6 +124,8 @@ const STEPS: &[Step] = &[
     step("end to end", 500, |run| run.tests(|program| program.package == COMMAND)),
     step("model checks", 220, |_| models()),
     step("documentation", 70, |_| documentation()),
+    step("documentation: pages", 5, |_| links::check().and_then(|()| architecture::check())),
+    step("documentation: the book", 240, |_| book::make()),
     step("examples", 60, examples),
     step("front door", 120, |_| front_door::check()),
     step("speed gate", 320, |_| gate::run(None, false)),
@@ -293,8 +295,6 @@ fn models() -> Result<()> {
 
 /// The documentation of all crates builds without a warning, and its examples compile.
 fn documentation() -> Result<()> {
-    links::check()?;
-    links::check_book()?;
     cargo(&["doc", "--workspace", "--no-deps"], &[("RUSTDOCFLAGS", "-D warnings")])?;
     cargo(&["test", "--workspace", "--doc", "--quiet"], &[])
 }
