@@ -1,4 +1,5 @@
-//! System calls on no list: SIGSYS makes them fail, and counts them.
+//! System calls on no list: SIGSYS makes them fail, and counts them. They do not end the process
+//! (without debug assertions): a call that a list lacks must not take a guest down.
 
 use std::{
     cell::Cell,

@@ -1,5 +1,10 @@
 //! A message that outlives its writer: bytes and descriptors in the queue of a socket, both ends of
 //! which another process, such as the service manager, has too.
+//!
+//! A message with descriptors is in the queue or not, and the one before it is taken out only
+//! then. In a service manager's store of named descriptors a replacement takes several steps, with a
+//! possible crash in each; and systemd keeps a file under one name only, where front ends share
+//! theirs.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
