@@ -124,8 +124,10 @@ const STEPS: &[Step] = &[
     step("end to end", 500, |run| run.tests(|program| program.package == COMMAND)),
     step("model checks", 220, |_| models()),
     step("documentation", 70, |_| documentation()),
-    step("documentation: pages", 5, |_| links::check().and_then(|()| architecture::check())),
-    step("documentation: the book", 240, |_| book::make()),
+    step("documentation: links and names", 5, |_| {
+        links::check().and_then(|()| architecture::check())
+    }),
+    step("documentation: the book", 130, |_| book::make()),
     step("examples", 60, examples),
     step("front door", 120, |_| front_door::check()),
     step("speed gate", 320, |_| gate::run(None, false)),
