@@ -5,6 +5,7 @@ mod architecture;
 mod bench_guest;
 mod book;
 mod circles;
+mod debian;
 mod deny;
 mod floors;
 mod front_door;

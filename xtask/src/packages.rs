@@ -12,6 +12,8 @@ const NEEDED: &[(&str, &str)] = &[
     ("make", "/usr/bin/make"),
     ("xz-utils", "/usr/bin/xz"),
     ("zstd", "/usr/bin/zstd"),
+    // A root of Debian, in which the README's first command is built.
+    ("debootstrap", "/usr/sbin/debootstrap"),
     // Counts the instructions of hot paths.
     ("valgrind", "/usr/bin/valgrind"),
     // The address of the tap device in a test of `ringfence net`.

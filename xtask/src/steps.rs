@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 
 use crate::{
-    architecture, book, deny, floors, front_door,
+    architecture, book, debian, deny, floors, front_door,
     fuzz::{self, Length},
     gate, guests, house, interface, links,
     pace::Pace,
@@ -144,6 +144,7 @@ const STEPS: &[Step] = &[
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
     }),
     long("packages", 600, |_| published()),
+    long("a Debian root", 900, |_| debian::check()),
     long("services of systemd", 60, systemd),
     long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
