@@ -1,13 +1,17 @@
 //! The README's first command on a fresh Debian: in a root of that release, with Debian's compiler.
 
-use std::{fs, path::Path, process::Command};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context, Result};
 
 use crate::{
     packages::is_root,
     steps::NotRun,
-    workspace::{output, root, run},
+    workspace::{cargo, output, root, run},
 };
 
 const MIRROR: &str = "http://deb.debian.org/debian";
@@ -27,6 +31,7 @@ pub(crate) fn check() -> Result<()> {
     if !debian.join("usr/bin/cargo").exists() {
         make(&debian).map_err(|error| NotRun(format!("no Debian root: {error:#}")))?;
     }
+    cargo(&["fetch", "--locked", "--quiet"], &[])?;
     // What is committed, as a clone has it.
     let source = debian.join("ringfence");
     let _ = fs::remove_dir_all(&source);
@@ -54,11 +59,20 @@ fn make(debian: &Path) -> Result<()> {
 
 /// What a command prints within the root; its mounts end with it.
 fn within(debian: &Path, command: &str) -> Result<String> {
-    let mounts = "mount -t proc proc \"$0/proc\" && mount --rbind /dev \"$0/dev\" && \
+    // Cargo's registry is this machine's: nothing is fetched twice, and no proxy is in the way.
+    let mounts = "mkdir -p \"$0/root/.cargo/registry\" && mount -t proc proc \"$0/proc\" && \
+                  mount --rbind /dev \"$0/dev\" && \
+                  mount --bind \"$2\" \"$0/root/.cargo/registry\" && \
                   exec chroot \"$0\" sh -c \"$1\"";
+    let home = env::var_os("CARGO_HOME").map_or_else(
+        || Path::new(&env::var_os("HOME").unwrap_or_default()).join(".cargo"),
+        PathBuf::from,
+    );
     let mut unshare = Command::new("unshare");
     unshare.args(["--mount", "sh", "-c", mounts]).arg(debian).arg(command);
+    unshare.arg(home.join("registry"));
     let path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
     unshare.env_clear().envs([("PATH", path), ("HOME", "/root"), ("LC_ALL", "C.UTF-8")]);
+    unshare.env("CARGO_NET_OFFLINE", "true");
     output(&mut unshare).with_context(|| format!("`{command}` in {}", debian.display()))
 }
