@@ -12,14 +12,17 @@ mod fault;
 mod gather;
 mod geometry;
 mod map;
+mod pass_on;
 mod pending;
 mod prot;
 pub mod shootdown;
 mod soft;
-pub mod suite;
 pub mod table;
 mod work;
-pub mod wrap;
+
+/// For [`pass_on`].
+#[doc(hidden)]
+pub use alloc::vec::Vec as __Vec;
 
 pub use addr::{Address, GuestPhys, HostAddr, Iova, Range};
 pub use domain::Domain;
