@@ -160,7 +160,7 @@ impl<D> Faulty<D> {
 }
 
 /// A sync that was over as soon as it began, but may still fail.
-const OVER: SyncToken = SyncToken(u64::MAX);
+const OVER: SyncToken = SyncToken::new(u64::MAX);
 
 impl<D: Domain> Faulty<D> {
     fn around<R>(&self, kind: Kind, call: impl FnOnce(&D) -> Result<R>) -> Result<R> {

@@ -16,7 +16,7 @@ pub(crate) struct Fake {
 }
 
 /// The token of a sync of everything.
-pub(crate) const ALL: SyncToken = SyncToken(7);
+pub(crate) const ALL: SyncToken = SyncToken::new(7);
 
 // SAFETY: there is no device that could reach anything.
 unsafe impl Domain for Fake {
@@ -49,7 +49,7 @@ unsafe impl Domain for Fake {
     fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
         Ok(match work {
             Work::Map(_) => SyncToken::DONE,
-            Work::Unmap { ranges, .. } => SyncToken(ranges.len() as u64),
+            Work::Unmap { ranges, .. } => SyncToken::new(ranges.len() as u64),
             Work::All => ALL,
         })
     }
