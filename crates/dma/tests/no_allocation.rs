@@ -66,7 +66,7 @@ unsafe impl Domain for Nothing {
     }
     /// Never over at once: waiting for syncs must not allocate either.
     fn sync_begin(&self, _: Work<'_>) -> Result<SyncToken> {
-        Ok(SyncToken(1))
+        Ok(SyncToken::new(1))
     }
     fn sync_poll(&self, _: SyncToken, _: Work<'_>, _: &mut dyn FnMut(Range, Error)) -> bool {
         true

@@ -28,7 +28,7 @@ use crate::{
 /// them to forward the call, which is a little faster; only this crate's syncs can make the
 /// [`Synced`] to return.)
 ///
-/// [`suite`](crate::suite) checks any domain.
+/// `ringfence-iommu-testing` checks any domain.
 ///
 /// # Safety
 /// Safe code frees memory, and gives addresses to other buffers, once a sync has succeeded. So when

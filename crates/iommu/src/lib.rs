@@ -1,4 +1,12 @@
-//! The vocabulary of an IOMMU: addresses, domains, invalidation, the translation table.
+#![doc = include_str!("../README.md")]
+//!
+//! # What is inside
+//!
+//! * [`Domain`]: the trait of everything that translates; [`pass_on!`] forwards it to another domain.
+//! * [`SoftDomain`]: a domain in this process, a [`table`] with the [`shootdown`] of its readers.
+//! * [`Gather`], [`Pending`], [`Work`], [`Synced`]: what an unmap leaves, and the sync that ends it.
+//! * [`Geometry`], [`Map`], [`Prot`], [`Range`] and the addresses: what can be mapped, and how.
+//! * [`Fault`], [`FaultSink`]: accesses that were refused.
 #![no_std]
 
 extern crate alloc;
@@ -12,14 +20,17 @@ mod fault;
 mod gather;
 mod geometry;
 mod map;
+mod pass_on;
 mod pending;
 mod prot;
 pub mod shootdown;
 mod soft;
-pub mod suite;
 pub mod table;
 mod work;
-pub mod wrap;
+
+/// For [`pass_on`].
+#[doc(hidden)]
+pub use alloc::vec::Vec as __Vec;
 
 pub use addr::{Address, GuestPhys, HostAddr, Iova, Range};
 pub use domain::Domain;

@@ -343,10 +343,9 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
     #[inline]
     fn map(&self, map: Map<T>) -> Result<()> {
         self.geometry.check_map(&map)?;
-        match self.table.map_checked(map.mapping()) {
-            Ok(()) => Ok(()),
-            Err(error) => self.map_in_made_room(&map, error),
-        }
+        // Not in one expression: to make room takes the lock again.
+        let mapped = self.table.locked().map(map.mapping());
+        mapped.or_else(|error| self.map_in_made_room(&map, error))
     }
 
     #[inline]
@@ -364,7 +363,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
     fn sync(&self, work: Work<'_>) -> Result<Synced> {
         let token = self.sync_begin(work)?;
         if token != SyncToken::DONE {
-            self.shootdown.wait(token.0);
+            self.shootdown.wait(token.as_u64());
             self.collect(None);
         }
         Ok(Synced::PROOF)
@@ -388,7 +387,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
             }
             return Ok(SyncToken::DONE);
         }
-        Ok(SyncToken(self.begin(ranges, all)))
+        Ok(SyncToken::new(self.begin(ranges, all)))
     }
 
     fn sync_poll(
@@ -397,7 +396,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
         _work: Work<'_>,
         _failed: &mut dyn FnMut(Range, Error),
     ) -> bool {
-        let over = self.shootdown.is_over(token.0);
+        let over = self.shootdown.is_over(token.as_u64());
         if over {
             self.collect(None);
         }
@@ -405,7 +404,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
     }
 
     fn sync_wait(&self, token: SyncToken) {
-        self.shootdown.wait(token.0);
+        self.shootdown.wait(token.as_u64());
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<T> {

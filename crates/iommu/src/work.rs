@@ -21,11 +21,23 @@ pub enum Work<'a> {
 
 /// Names a sync that was begun on a domain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SyncToken(pub u64);
+pub struct SyncToken(u64);
 
 impl SyncToken {
     /// A sync that was over as soon as it began, and succeeded.
     pub const DONE: SyncToken = SyncToken(0);
+
+    /// A token with a number of the domain's choice; 0 is [`DONE`](Self::DONE).
+    #[inline]
+    pub const fn new(number: u64) -> SyncToken {
+        SyncToken(number)
+    }
+
+    /// The number, for the domain that made the token.
+    #[inline]
+    pub const fn as_u64(self) -> u64 {
+        self.0
+    }
 }
 
 /// The proof that a sync of a domain is over and succeeded: without it an I/O virtual address is

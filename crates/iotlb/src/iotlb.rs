@@ -24,7 +24,7 @@ use ringfence_sync::{
 };
 
 use crate::{
-    misses::{Miss, MissSink, MissState, Misses, Times, Waiter, point},
+    misses::{Miss, MissSink, Misses, Times, Waiter, point},
     victims::Victims,
 };
 
@@ -65,6 +65,7 @@ const REFUSED: Duration = Duration::from_millis(2);
 
 /// What an [`Iotlb`] counts.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct IotlbStats {
     /// Updates that were applied.
     pub updates: AtomicU64,
@@ -165,12 +166,6 @@ impl Iotlb {
         }
         *self.sink.lock() = sink;
         self.misses.clear();
-    }
-
-    /// Whether a missing translation can be requested.
-    #[inline]
-    pub fn sends_misses(&self) -> bool {
-        self.had_sink.get().is_some()
     }
 
     /// Enters a translation and replaces what was there. Returns a token: if part of the range led
@@ -278,7 +273,7 @@ impl Iotlb {
 
     /// Begins to invalidate what views may hold of `ranges`.
     fn begin(&self, ranges: &[Range]) -> Result<u64> {
-        Ok(self.domain.sync_begin(Work::Unmap { ranges, exact: true })?.0)
+        Ok(self.domain.sync_begin(Work::Unmap { ranges, exact: true })?.as_u64())
     }
 
     /// The front end has no translation of `range` for `access`: accesses that wait for one, or for
@@ -401,18 +396,17 @@ impl Iotlb {
         self.misses.count()
     }
 
-    /// The state of a missing translation, for an access that has waited `since` there were so many
-    /// misses, if given.
-    pub(crate) fn miss_state(
+    /// Whether a missing translation will not arrive, for an access that has waited `since` there
+    /// were so many misses, if given.
+    pub(crate) fn is_refused(
         &self,
         wanted: (Iova, Prot),
         since: Option<u64>,
         waiter: &Arc<Waiter>,
-    ) -> MissState {
-        if !self.sends_misses() {
-            return MissState::Refused;
-        }
-        self.misses.miss_state(wanted, since, waiter, MonotonicClock.now_ns())
+    ) -> bool {
+        // Without a sink none can be requested.
+        self.had_sink.get().is_none()
+            || self.misses.is_refused(wanted, since, waiter, MonotonicClock.now_ns())
     }
 
     /// Sends the misses of a view, and wakes `waiter` when they are resolved; without one they are

@@ -1,15 +1,11 @@
-//! The IOTLB of a user-space device: how its worker threads reach memory through an IOMMU.
+#![doc = include_str!("../README.md")]
 //!
-//! An [`Endpoint`] is a device as the IOMMU sees it: it is bound to a domain, bypasses translation,
-//! or is blocked. Each worker thread that moves data for it has a [`View`]: a small cache of its
-//! own, in which translations are already resolved to pointers of this process, in front of the
-//! domain's lock-free table. The view implements [`Translate`](ringfence_mem::Translate), so that
-//! rings and devices reach memory through it and in no other way.
+//! # What is inside
 //!
-//! An [`Iotlb`] is such a table for a device whose translations come from elsewhere: a front end,
-//! which gets the misses ([`MissSink`]), or an IOMMU in this process, which maps and unmaps through
-//! it. An access whose translation is missing fails at once; the worker goes on with other work and
-//! retries when an update has arrived.
+//! * [`Endpoint`], [`Binding`]: a device as the IOMMU sees it, and where its accesses go.
+//! * [`View`]: how one worker thread reaches memory.
+//! * [`Iotlb`], [`MissSink`], [`Miss`]: translations that come from elsewhere, such as a front end.
+//! * [`guard`]: accesses that wait, for devices that cannot come again later.
 //!
 //! Readers never wait. The worker calls [`View::quiet`] between bursts of work; that replays the
 //! invalidations since the last call into the cache and announces that nothing older is in use. An

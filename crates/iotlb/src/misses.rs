@@ -176,15 +176,6 @@ impl Pending {
     }
 }
 
-/// The state of a translation that is not in the table.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum MissState {
-    /// It may arrive.
-    Pending,
-    /// It was refused.
-    Refused,
-}
-
 /// Time limits.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Times {
@@ -282,21 +273,20 @@ impl Misses {
 
     /// Whether a missing translation was refused, to an access that has waited `since` there were
     /// so many misses, or, with `None`, to `waiter` a moment ago.
-    pub(crate) fn miss_state(
+    pub(crate) fn is_refused(
         &self,
         (iova, access): (Iova, Prot),
         since: Option<u64>,
         waiter: &Arc<Waiter>,
         now_ns: u64,
-    ) -> MissState {
+    ) -> bool {
         let key = Miss { iova, access, again: None }.key();
         let list = self.list.lock();
-        let refused = list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
+        list.pending.get(&key).is_some_and(|pending| match (since, pending.state) {
             (Some(since), _) => pending.refused.is_some_and(|number| since < number),
             (None, State::Refused { until_ns }) => now_ns < until_ns && pending.waits(waiter),
             (None, _) => false,
-        });
-        if refused { MissState::Refused } else { MissState::Pending }
+        })
     }
 
     /// Notes that `waiter` waits for `wanted` (`None`: a prefetch, for which nothing waits) and

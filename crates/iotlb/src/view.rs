@@ -23,6 +23,7 @@ use crate::{Binding, Endpoint, Iotlb, Miss, cache::Cache, misses::Waiter};
 
 /// The counters of a view.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct Counters {
     /// Translations that the cache gave, each for one access or for [several](View::around).
     pub hits: AtomicU64,
@@ -204,8 +205,8 @@ impl View {
         }
     }
 
-    /// Looks up all that an access will need, so that its misses are sent together. True if nothing
-    /// is: each address was found, up to the first that is a fault, which is left to the access
+    /// Looks up all that an access will need, so that its misses are sent together, with those of
+    /// other prefetches such as of a chain's other buffers. True if nothing is missing: each address was found, up to the first that is a fault, which is left to the access
     /// itself.
     ///
     /// This does not guarantee that the access finds them too: it may return
@@ -219,13 +220,6 @@ impl View {
     /// Misses beyond the first 256 pages are sent once these have arrived.
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
         self.look_ahead(addr, len, access, &self.wanted)
-    }
-
-    /// As [`prefetch`](Self::prefetch), for several pieces, such as those of a descriptor chain:
-    /// all their misses are sent together.
-    pub fn prefetch_all(&self, pieces: impl IntoIterator<Item = (u64, u64, Access)>) -> bool {
-        let all = |ready, (addr, len, access)| self.prefetch(addr, len, access) && ready;
-        pieces.into_iter().fold(true, all)
     }
 
     /// The largest cached piece of memory around `addr` that allows the access, and its first

@@ -4,14 +4,13 @@
 
 use std::{error::Error, sync::Arc};
 
-use ringfence_iova::{Allocator, Aperture, Preferred32, Request, SlabConfig, Slabs};
+use ringfence_iova::{Allocator, Aperture, Preferred32, Request, Slabs};
 use ringfence_sync::cpu::OsCpu;
 
 fn main() -> Result<(), Box<dyn Error>> {
     // What VFIO reports for a PC's IOMMU: 39 bits of 4 KiB pages, without the MSI window.
-    let below = Aperture::new(0, 0xfedf_ffff, 4096)?;
-    let above = Aperture::new(0xfef0_0000, (1 << 39) - 1, 4096)?;
-    let space = Arc::new(Slabs::over(&[below, above], OsCpu::new(), SlabConfig::default())?);
+    let space = Arc::new(Slabs::new(Aperture::new(0, (1 << 39) - 1, 4096)?, OsCpu::new()));
+    space.reserve(0xfee0_0000, 0xfeef_ffff)?;
     // Page 16 belongs to something else.
     space.reserve(0x1_0000, 0x1_0fff)?;
     // One device in it; others would share the space and have a preference of their own.

@@ -44,12 +44,6 @@ pub trait Allocator: Send + Sync {
     /// The granule, in bytes: every range starts and ends at a multiple of it (rule L1).
     fn granule(&self) -> u64;
 
-    /// The largest size, in bytes, that the fast path serves (rule L6); `u64::MAX` if all sizes are
-    /// alike.
-    fn optimal_size(&self) -> u64 {
-        u64::MAX
-    }
-
     /// Statistics so far. Counters of several threads are read one after the other.
     fn stats(&self) -> Stats;
 
@@ -76,9 +70,6 @@ macro_rules! forward {
             }
             fn granule(&self) -> u64 {
                 (**self).granule()
-            }
-            fn optimal_size(&self) -> u64 {
-                (**self).optimal_size()
             }
             fn stats(&self) -> Stats {
                 (**self).stats()

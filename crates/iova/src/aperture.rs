@@ -5,9 +5,9 @@ use crate::{Align, AllocError, AllocReason, Request, ReserveError};
 /// The addresses that an allocator may hand out: inclusive bounds and a granule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Aperture {
-    /// The first and the last usable granule, by number; never 0 (rule L2).
-    first: u64,
-    last: u64,
+    /// The lowest and the highest usable granule, by number; never 0 (rule L2).
+    pub(crate) low: u64,
+    pub(crate) high: u64,
     shift: u32,
 }
 
@@ -31,17 +31,6 @@ pub enum ApertureError {
         /// The granule.
         granule: u64,
     },
-    /// There is no aperture.
-    #[error("no aperture is given")]
-    None,
-    /// Apertures that are to be combined differ in their granule.
-    #[error("one aperture has granules of {one:#x} bytes, another of {other:#x}")]
-    Granules {
-        /// The granule of one.
-        one: u64,
-        /// The granule of another.
-        other: u64,
-    },
 }
 
 impl Aperture {
@@ -62,34 +51,19 @@ impl Aperture {
             number => number,
         };
         match last_whole(last, shift) {
-            Some(high) if low <= high => Ok(Aperture { first: low, last: high, shift }),
+            Some(high) if low <= high => Ok(Aperture { low, high, shift }),
             _ => Err(ApertureError::Empty { first, last, granule }),
         }
     }
 
-    /// The smallest aperture that contains all of these.
-    pub(crate) fn hull(apertures: &[Aperture]) -> Result<Aperture, ApertureError> {
-        let (one, rest) = apertures.split_first().ok_or(ApertureError::None)?;
-        rest.iter().try_fold(*one, |hull, aperture| match aperture.shift == hull.shift {
-            true => Ok(Aperture {
-                first: hull.first.min(aperture.first),
-                last: hull.last.max(aperture.last),
-                shift: hull.shift,
-            }),
-            false => {
-                Err(ApertureError::Granules { one: hull.granule(), other: aperture.granule() })
-            }
-        })
-    }
-
     /// The lowest address that is ever handed out.
     pub const fn first(&self) -> u64 {
-        self.first << self.shift
+        self.low << self.shift
     }
 
     /// The last address of the last range that can be handed out.
     pub const fn last(&self) -> u64 {
-        self.end_of(self.last)
+        self.end_of(self.high)
     }
 
     /// The granule, in bytes.
@@ -97,22 +71,12 @@ impl Aperture {
         1 << self.shift
     }
 
-    /// The lowest usable granule.
-    pub(crate) const fn low(&self) -> u64 {
-        self.first
-    }
-
-    /// The highest usable granule.
-    pub(crate) const fn high(&self) -> u64 {
-        self.last
-    }
-
     /// The first `granules` of this aperture, or all of it.
     pub(crate) const fn truncated(self, granules: u64) -> Aperture {
         // `granules` is at least 1; comparing distances avoids overflow.
         let extent = granules.saturating_sub(1);
-        let last = if extent < self.last - self.first { self.first + extent } else { self.last };
-        Aperture { last, ..self }
+        let high = if extent < self.high - self.low { self.low + extent } else { self.high };
+        Aperture { high, ..self }
     }
 
     /// The number of the granule that contains `address`.
@@ -147,9 +111,9 @@ impl Aperture {
         let number = self.number(iova);
         let fits = iova & (self.granule() - 1) == 0
             && count != 0
-            && number >= self.first
-            && number <= self.last
-            && count - 1 <= self.last - number;
+            && number >= self.low
+            && number <= self.high
+            && count - 1 <= self.high - number;
         fits.then_some((number, count))
     }
 
@@ -158,8 +122,8 @@ impl Aperture {
         if first > last {
             return Err(ReserveError::Inverted { first, last });
         }
-        let low = self.number(first).max(self.first);
-        let high = self.number(last).min(self.last);
+        let low = self.number(first).max(self.low);
+        let high = self.number(last).min(self.high);
         Ok((low <= high).then_some((low, high)))
     }
 
@@ -188,10 +152,10 @@ impl Aperture {
             return Err(AllocReason::BadBoundary { boundary });
         }
         let too_small = AllocReason::ApertureTooSmall { first: self.first(), last: self.last() };
-        let limit = last_whole(request.limit, self.shift).ok_or(too_small)?.min(self.last);
+        let limit = last_whole(request.limit, self.shift).ok_or(too_small)?.min(self.high);
         let wanted = GranuleRequest { count, align, limit, boundary: segment };
         // A request that fails even if everything is free can never be met, and needs no search.
-        match wanted.highest_in(self.first, limit) {
+        match wanted.highest_in(self.low, limit) {
             Some(_) => Ok(wanted),
             None => Err(too_small),
         }

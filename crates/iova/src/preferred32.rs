@@ -28,12 +28,6 @@ impl<A: Allocator> Preferred32<A> {
         Preferred32 { inner, preferred: AtomicBool::new(true) }
     }
 
-    /// A device without the preference: it uses all the addresses it can from the start (Linux's
-    /// `forcedac`).
-    pub fn without_preference(inner: A) -> Self {
-        Preferred32 { inner, preferred: AtomicBool::new(false) }
-    }
-
     /// Whether requests are still tried below 4 GiB first.
     pub fn is_preferred(&self) -> bool {
         self.preferred.load(Ordering::Relaxed)
@@ -76,10 +70,6 @@ impl<A: Allocator> Allocator for Preferred32<A> {
 
     fn granule(&self) -> u64 {
         self.inner.granule()
-    }
-
-    fn optimal_size(&self) -> u64 {
-        self.inner.optimal_size()
     }
 
     fn stats(&self) -> Stats {
@@ -152,10 +142,8 @@ mod tests {
     }
 
     #[test]
-    fn without_a_preference_or_with_a_short_mask_nothing_is_tried_twice() {
+    fn with_a_short_mask_nothing_is_tried_twice() {
         // rule L12
-        let device = Preferred32::without_preference(tree());
-        assert!(device.alloc(&page()).unwrap() > LAST_32);
         let device = Preferred32::new(tree());
         for _ in 0..16 {
             device.alloc(&page().limit(LAST_32)).unwrap();

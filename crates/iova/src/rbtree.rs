@@ -28,7 +28,7 @@ use crate::{
 /// Its weakness, for which the other allocators exist: each free moves the cached node up, and the
 /// next search walks down again through all live ranges.
 ///
-/// One lock around the tree; about 64 bytes of memory a live range, nothing else.
+/// One lock around the tree; about 64 bytes of memory per live range, nothing else.
 pub struct RbTree {
     aperture: Aperture,
     state: SpinLock<State>,
@@ -90,7 +90,7 @@ impl RbTree {
                 cached: None,
                 failed: None,
                 end_32: aperture.number(1 << 32),
-                low: aperture.low(),
+                low: aperture.low,
                 stats: Stats::default(),
             }),
         }
@@ -99,23 +99,6 @@ impl RbTree {
     /// The aperture from which it allocates.
     pub fn aperture(&self) -> Aperture {
         self.aperture
-    }
-
-    /// Frees the whole range that contains `iova`, at any place in it (rule L15); returns the
-    /// range's first address and size.
-    ///
-    /// # Errors
-    /// Nothing is allocated there, or it is reserved.
-    pub fn free_containing(&self, iova: u64) -> Result<(u64, u64), FreeError> {
-        let node = self.state.lock().take(self.aperture.number(iova), None);
-        match node {
-            Ok(node) => Ok((
-                self.aperture.start_of(node.first),
-                // Not the whole of 2^64: address 0 is in no range.
-                (node.last - node.first + 1) * self.aperture.granule(),
-            )),
-            Err(reason) => Err(FreeError { iova, size: self.aperture.granule(), reason }),
-        }
     }
 }
 
@@ -139,7 +122,7 @@ impl Allocator for RbTree {
 
     fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
         let node = match self.aperture.range_of(iova, size) {
-            Some((first, count)) => self.state.lock().take(first, Some(count)),
+            Some((first, count)) => self.state.lock().take(first, count),
             None => {
                 self.state.lock().stats.rejected_frees += 1;
                 Err(FreeReason::NotAllocated)
@@ -161,7 +144,7 @@ impl Allocator for RbTree {
         let checked = match self.aperture.range_of(iova, size) {
             Some((first, count)) => {
                 let state = self.state.lock();
-                check(&state.tree.upper_bound(Bound::Included(&first)), first, Some(count))
+                check(&state.tree.upper_bound(Bound::Included(&first)), first, count)
             }
             None => Err(FreeReason::NotAllocated),
         };
@@ -185,13 +168,12 @@ impl fmt::Debug for RbTree {
     }
 }
 
-/// Checks that the range at the cursor, the last that starts at or below `number`, may be freed
-/// through `number`. If `count` is given, the range must start there and be that long.
-fn check(cursor: &Cursor<'_, ByFirst>, number: u64, count: Option<u64>) -> Result<(), FreeReason> {
+/// Checks that the range at the cursor, the last that starts at or below `number`, may be freed: it
+/// starts there and is `count` granules long.
+fn check(cursor: &Cursor<'_, ByFirst>, number: u64, count: u64) -> Result<(), FreeReason> {
     match cursor.get() {
         Some(node) if node.last >= number => {
-            let exact = count
-                .is_none_or(|count| node.first == number && node.last - node.first == count - 1);
+            let exact = node.first == number && node.last - node.first == count - 1;
             if node.reserved {
                 Err(FreeReason::Reserved)
             } else if exact {
@@ -259,9 +241,8 @@ impl State {
         Ok(first)
     }
 
-    /// Takes the range that contains `number` (and, if `count` is given, starts there and is that
-    /// long) out of the tree.
-    fn take(&mut self, number: u64, count: Option<u64>) -> Result<Box<Node>, FreeReason> {
+    /// Takes the range of `count` granules at `number` out of the tree.
+    fn take(&mut self, number: u64, count: u64) -> Result<Box<Node>, FreeReason> {
         let mut cursor = self.tree.upper_bound_mut(Bound::Included(&number));
         if let Err(reason) = check(&cursor.as_cursor(), number, count) {
             self.stats.rejected_frees += 1;

@@ -182,12 +182,6 @@ impl<A: Allocator> Allocator for Ring<A> {
         self.inner.granule()
     }
 
-    /// The size of the chunk: nothing larger comes from it.
-    fn optimal_size(&self) -> u64 {
-        let chunk = self.chunk();
-        chunk.last() - chunk.first() + 1
-    }
-
     /// The ranges allocated from the chunk count in place of the chunk, which is one range below.
     fn stats(&self) -> Stats {
         let (chunk, below) = (self.chunk.stats(), self.inner.stats());

@@ -4,24 +4,14 @@ use core::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{HostSlice, Memory, SharedFile};
 
-/// What a dirty log is indexed by where a device's addresses are not guest-physical (rule D26).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LogIndex {
-    /// By guest-physical address: that of the memory that is being migrated.
-    #[default]
-    Physical,
-    /// By the address that the device used.
-    Iova,
-}
-
-/// A dirty log (rule D26): one bit for each page of 4096 bytes, set atomically.
+/// A dirty log (rule D26): one bit for each page of 4096 bytes of guest-physical memory, set
+/// atomically, whatever addresses the device used.
 ///
 /// A page is marked after its bytes were written: the other end clears a bit and then copies the
 /// page, so that a mark that came first could be cleared before the bytes are there.
 #[derive(Debug)]
 pub struct DirtyLog {
     file: SharedFile,
-    index: LogIndex,
     /// Marks that found no bit.
     outside: AtomicU64,
 }
@@ -31,8 +21,8 @@ impl DirtyLog {
     pub const PAGE: u64 = 4096;
 
     /// A log in a file that the front end made: bit `n % 8` of byte `n / 8` is page `n`.
-    pub fn new(file: SharedFile, index: LogIndex) -> DirtyLog {
-        DirtyLog { file, index, outside: AtomicU64::new(0) }
+    pub fn new(file: SharedFile) -> DirtyLog {
+        DirtyLog { file, outside: AtomicU64::new(0) }
     }
 
     /// How many bytes it has; never zero.
@@ -41,14 +31,8 @@ impl DirtyLog {
         self.file.len() as u64
     }
 
-    /// What the log is indexed by.
-    pub fn index(&self) -> LogIndex {
-        self.index
-    }
-
-    /// Marks the pages of `len` bytes at `addr`, an address of the kind that [`index`](Self::index)
-    /// names; call it after they were written. Pages past the end of the log are only counted; see
-    /// [`outside`](Self::outside).
+    /// Marks the pages of `len` bytes at guest-physical address `addr`; call it after they were
+    /// written. Pages past the end of the log are only counted; see [`outside`](Self::outside).
     pub fn mark(&self, addr: u64, len: u64) {
         let Some(more) = len.checked_sub(1) else { return };
         // Bytes past 2^64 were never written.
@@ -76,14 +60,6 @@ impl DirtyLog {
         memory.gpas(piece).for_each(|(gpa, len)| self.mark(gpa, len));
     }
 
-    /// Marks what an access through an IOMMU wrote, by the address that the log is indexed by.
-    pub fn mark_access(&self, iova: u64, gpa: u64, len: u64) {
-        match self.index {
-            LogIndex::Physical => self.mark(gpa, len),
-            LogIndex::Iova => self.mark(iova, len),
-        }
-    }
-
     /// How many marks lay past the end of the log: the other end misses these pages.
     pub fn outside(&self) -> u64 {
         self.outside.load(Ordering::Relaxed)
@@ -108,7 +84,7 @@ mod tests {
 
     fn log(bytes: usize) -> (DirtyLog, SharedFile) {
         let (file, fd) = SharedFile::create(bytes).unwrap();
-        (DirtyLog::new(file, LogIndex::Physical), SharedFile::map(fd, 0, bytes as u64).unwrap())
+        (DirtyLog::new(file), SharedFile::map(fd, 0, bytes as u64).unwrap())
     }
 
     fn marked(file: &SharedFile) -> BTreeSet<u64> {
@@ -187,23 +163,12 @@ mod tests {
     }
 
     #[test]
-    fn the_address_that_an_access_is_logged_by_is_a_choice() {
-        // rule D26
-        for (index, page) in [(LogIndex::Physical, 3), (LogIndex::Iova, 9)] {
-            let (file, fd) = SharedFile::create(8).unwrap();
-            DirtyLog::new(file, index).mark_access(9 * 4096, 3 * 4096, 8);
-            assert_eq!(marked(&SharedFile::map(fd, 0, 8).unwrap()), BTreeSet::from([page]));
-        }
-        assert_eq!(LogIndex::default(), LogIndex::Physical);
-    }
-
-    #[test]
     fn a_log_that_is_truncated_is_survived_and_noticed() {
         sigbus::install().unwrap();
         let fd = fs::memfd_create("log", fs::MemfdFlags::CLOEXEC).unwrap();
         fs::ftruncate(&fd, 8192).unwrap();
         let file = SharedFile::map(fd.try_clone().unwrap(), 0, 8192).unwrap();
-        let log = DirtyLog::new(file, LogIndex::Physical);
+        let log = DirtyLog::new(file);
         log.mark(0, 1);
         assert!(!log.is_lost());
         fs::ftruncate(&fd, 0).unwrap();

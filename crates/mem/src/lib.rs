@@ -1,33 +1,13 @@
-//! Memory shared with a guest or another process: sealed files, regions, checked access, SIGBUS.
+#![doc = include_str!("../README.md")]
 //!
-//! The end that owns the memory (a driver, a VMM, a front end) makes a [`GuestRam`]: a sealed
-//! memory file, mapped. It hands the file over with a [`Region`] that gives the position of the
-//! bytes in the guest's physical addresses and in its own. The end that serves (a back end) checks
-//! and maps the file as a [`Memory`], and reaches it only through a [`Translate`]: [`Physical`] for
-//! guest-physical addresses, [`UserAddresses`] for addresses of the front end's process, or an
-//! IOTLB from another crate. `ringfence-rust-vmm` reaches the memory of a VMM that is built on
-//! rust-vmm.
+//! # What is inside
 //!
-//! The bytes may change under us at any time: they are copied or accessed as atomics, never
-//! borrowed. The *file* may shrink under us too, if it was not sealed; [`sigbus`], once installed,
-//! turns the signal that follows into zero bytes and an [`AccessError::Lost`].
-//!
-//! ```
-//! use ringfence_mem::{AccessError, GuestRam, Memory, Physical, Translate};
-//!
-//! let ram = GuestRam::new(1 << 20, 0x4000_0000)?;
-//! ram.slice(0x100, 5)?.copy_from(b"hello");
-//!
-//! // What a back end does, after the file and the region came over a socket:
-//! let memory = Memory::map(vec![(ram.region(), ram.fd().try_clone_to_owned()?)])?;
-//! let bus = Physical::new(memory);
-//! let mut bytes = [0; 5];
-//! bus.read(0x4000_0100, &mut bytes)?;
-//! bus.check()?; // before the result is made known
-//! assert_eq!(&bytes, b"hello");
-//! assert!(matches!(bus.read(0x100, &mut bytes), Err(AccessError::OutsideMemory { .. })));
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
+//! * [`GuestRam`], [`ScatteredView`]: memory that this process makes and shares.
+//! * [`Region`], [`Memory`]: memory of another process, checked and mapped.
+//! * [`Translate`]: the way to reach it; [`Physical`] and [`UserAddresses`] need no IOMMU.
+//! * [`HostSlice`], [`ReadSlice`], [`Window`]: pieces of it, to copy from and to.
+//! * [`DirtyLog`], [`SharedFile`]: bookkeeping that two processes share.
+//! * [`sigbus`]: survives a truncated file.
 
 mod access;
 mod dirty;
@@ -42,7 +22,7 @@ mod slice;
 mod translate;
 
 pub use access::{Access, AccessError, Translate, Window};
-pub use dirty::{DirtyLog, LogIndex};
+pub use dirty::DirtyLog;
 pub use error::MemError;
 pub use mapping::{unmap_elsewhere, unmapped_here};
 pub use memory::{Found, Memory};
@@ -50,7 +30,7 @@ pub use ram::{GuestRam, ScatteredView};
 pub use region::Region;
 pub use shared::SharedFile;
 pub use slice::{HostSlice, ReadSlice};
-pub use translate::{Physical, UserAddresses};
+pub use translate::{Direct, Physical, UserAddresses};
 
 /// The granule of everything here: 4096 bytes, on every machine that virtio and vhost-user meet.
 pub const PAGE_SIZE: usize = 4096;

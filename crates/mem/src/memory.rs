@@ -72,7 +72,9 @@ impl Table {
         let range = |m: &Mapped| (first(&m.region), first(&m.region) + (m.region.size - 1));
         let mut ranges: Vec<(u64, u64)> = mapped.iter().map(range).collect();
         ranges.sort_unstable();
-        disjoint(what, ranges.into_iter())?;
+        if let Some(pair) = ranges.windows(2).find(|pair| pair[0].1 >= pair[1].0) {
+            return Err(MemError::Overlap { what, addr: pair[1].0 });
+        }
         let mut entries: Vec<Entry> = mapped
             .iter()
             .enumerate()
@@ -137,21 +139,9 @@ impl Table {
     }
 }
 
-/// Refuses ranges (in order) that overlap.
-fn disjoint(what: &'static str, ranges: impl Iterator<Item = (u64, u64)>) -> Result<(), MemError> {
-    let mut before: Option<u64> = None;
-    for (first, last) in ranges {
-        if before.is_some_and(|before| before >= first) {
-            return Err(MemError::Overlap { what, addr: first });
-        }
-        before = Some(last);
-    }
-    Ok(())
-}
-
 /// An immutable set of mapped regions: what a back end may touch of the front end's memory.
 ///
-/// A change makes a new one; the `Arc` of whoever still works with the old one keeps it alive.
+/// A change makes a new one; an `Arc` that is still held keeps the old one alive.
 #[derive(Debug)]
 pub struct Memory {
     /// In guest-physical order.
@@ -170,7 +160,6 @@ impl Memory {
     /// Most regions that one memory holds, as many as Linux's vhost takes by default.
     pub const MAX_REGIONS: usize = 509;
 
-    /// Checks regions, each with the descriptor of its file, and maps them.
     /// Checks regions, each with the descriptor of its file, and maps them.
     ///
     /// Only files that are memory are mapped: of tmpfs, which has memfds, and hugetlbfs. A page of

@@ -15,11 +15,23 @@ fn bit(region: usize) -> u64 {
     1 << region.min(63)
 }
 
-/// A memory, and which regions of it were touched.
+/// Reaches memory by guest-physical address. See [`Direct`].
+pub type Physical = Direct<false>;
+
+/// Reaches memory by address of the front end's process: SET_VRING_ADDR carries such addresses where
+/// no IOMMU is negotiated (rule D2). See [`Direct`].
+pub type UserAddresses = Direct<true>;
+
+/// Reaches memory by guest-physical address, or, with `USER`, by address of the front end's process.
+///
+/// One per worker thread: it may move between threads, but they cannot share it.
+/// [`check`](Translate::check) reports a truncated file only where a region was touched through this
+/// value since the last call, or holds a window made by it. (Regions after the 63rd count as one.)
+/// Once a region is known to be lost, every access to it is refused.
 #[derive(Debug)]
-struct Direct {
+pub struct Direct<const USER: bool> {
     memory: Arc<Memory>,
-    /// Since the last `check`.
+    /// The regions that were touched since the last `check`.
     touched: Cell<u64>,
     /// By windows, whose accesses we do not see.
     held: Cell<u64>,
@@ -27,21 +39,41 @@ struct Direct {
     log: Option<Arc<DirtyLog>>,
 }
 
-impl Direct {
-    fn new(memory: Arc<Memory>) -> Direct {
+impl<const USER: bool> Direct<USER> {
+    /// Reaches `memory`.
+    pub fn new(memory: Arc<Memory>) -> Self {
         Direct { memory, touched: Cell::new(0), held: Cell::new(0), log: None }
     }
 
+    /// The memory that it reaches.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Replaces the memory.
+    pub fn set_memory(&mut self, memory: Arc<Memory>) {
+        *self = Direct { log: self.log.take(), ..Direct::new(memory) };
+    }
+
+    /// Sets the log in which written pages are marked (rule D26); `None`: nowhere. See
+    /// [`mark`](Translate::mark).
+    pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
+        self.log = log;
+    }
+
     #[inline]
-    fn slices(
-        &self,
-        table: &Table,
-        addr: u64,
-        len: u64,
-        access: Access,
-        mut each: impl FnMut(HostSlice<'_>),
-    ) -> Result<(), AccessError> {
-        table.walk(addr, len, access, |found, at| {
+    fn table(&self) -> &Table {
+        if USER { self.memory.by_user() } else { self.memory.by_gpa() }
+    }
+}
+
+impl<const USER: bool> Translate for Direct<USER> {
+    #[inline]
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, mut each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        self.table().walk(addr, len, access, |found, at| {
             if self.memory.is_lost(found.region) {
                 return Err(AccessError::Lost { addr: at });
             }
@@ -52,8 +84,8 @@ impl Direct {
     }
 
     #[inline]
-    fn piece<'m>(&self, table: &'m Table, addr: u64, len: u64) -> Option<HostSlice<'m>> {
-        let Found { slice, region } = table.find(addr)?;
+    fn piece(&self, addr: u64, len: u64, _: Access) -> Option<HostSlice<'_>> {
+        let Found { slice, region } = self.table().find(addr)?;
         let inside = len.wrapping_sub(1) < slice.len() as u64;
         if !inside || self.memory.is_lost(region) {
             return None;
@@ -62,19 +94,25 @@ impl Direct {
         Some(slice.part(0, len as usize))
     }
 
-    fn window(
-        &self,
-        table: &Table,
-        addr: u64,
-        len: u64,
-        access: Access,
-    ) -> Result<Window, AccessError> {
-        let (window, region) = self.memory.window(table, addr, len, access)?;
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+        let (window, region) = self.memory.window(self.table(), addr, len, access)?;
         self.held.set(self.held.get() | bit(region));
         Ok(window)
     }
 
-    fn check(&self, first: impl Fn(usize) -> u64) -> Result<(), AccessError> {
+    #[inline]
+    fn mark(&self, piece: HostSlice<'_>) {
+        if let Some(log) = &self.log {
+            log.mark_piece(&self.memory, piece);
+        }
+    }
+
+    #[inline]
+    fn is_logged(&self) -> bool {
+        self.log.is_some()
+    }
+
+    fn check(&self) -> Result<(), AccessError> {
         let touched = self.touched.replace(0) | self.held.get();
         // Another thread may have met the hole first and put the zeroes there that we read. It has
         // set the mark before that: we must look for the mark only after our own accesses.
@@ -82,95 +120,14 @@ impl Direct {
         if !sigbus::any_lost() {
             return Ok(());
         }
-        let lost = (0..self.memory.regions().len())
-            .find(|&region| touched & bit(region) != 0 && self.memory.is_lost(region));
-        match lost {
-            Some(region) => Err(AccessError::Lost { addr: first(region) }),
+        let is_lost = |region| touched & bit(region) != 0 && self.memory.is_lost(region);
+        match self.memory.regions().enumerate().find(|&(at, _)| is_lost(at)) {
+            Some((_, region)) => {
+                Err(AccessError::Lost { addr: if USER { region.user_addr } else { region.gpa } })
+            }
             None => Ok(()),
         }
     }
-}
-
-macro_rules! direct {
-    ($(#[$doc:meta])* $name:ident, $table:ident, $field:ident) => {
-        $(#[$doc])*
-        ///
-        /// One per worker thread: it may move between threads, but they cannot share it.
-        /// [`check`](Translate::check) reports a truncated file only where a region was touched
-        /// through this value since the last call, or holds a window made by it. (Regions after the
-        /// 63rd count as one.) Once a region is known to be lost, every access to it is refused.
-        #[derive(Debug)]
-        pub struct $name(Direct);
-
-        impl $name {
-            /// Reaches `memory`.
-            pub fn new(memory: Arc<Memory>) -> $name {
-                $name(Direct::new(memory))
-            }
-
-            /// The memory that it reaches.
-            pub fn memory(&self) -> &Arc<Memory> {
-                &self.0.memory
-            }
-
-            /// Replaces the memory.
-            pub fn set_memory(&mut self, memory: Arc<Memory>) {
-                self.0 = Direct { log: self.0.log.take(), ..Direct::new(memory) };
-            }
-
-            /// Sets the log in which written pages are marked (rule D26); `None`: nowhere. See
-            /// [`mark`](Translate::mark).
-            pub fn set_log(&mut self, log: Option<Arc<DirtyLog>>) {
-                self.0.log = log;
-            }
-        }
-
-        impl Translate for $name {
-            #[inline]
-            fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
-            where
-                F: FnMut(HostSlice<'_>),
-            {
-                self.0.slices(self.0.memory.$table(), addr, len, access, each)
-            }
-
-            #[inline]
-            fn piece(&self, addr: u64, len: u64, _: Access) -> Option<HostSlice<'_>> {
-                self.0.piece(self.0.memory.$table(), addr, len)
-            }
-
-            fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
-                self.0.window(self.0.memory.$table(), addr, len, access)
-            }
-
-            #[inline]
-            fn mark(&self, piece: HostSlice<'_>) {
-                if let Some(log) = &self.0.log {
-                    log.mark_piece(&self.0.memory, piece);
-                }
-            }
-
-            #[inline]
-            fn is_logged(&self) -> bool {
-                self.0.log.is_some()
-            }
-
-            fn check(&self) -> Result<(), AccessError> {
-                let memory = &self.0.memory;
-                self.0.check(|region| memory.regions().nth(region).map_or(0, |r| r.$field))
-            }
-        }
-    };
-}
-
-direct! {
-    /// Reaches memory by guest-physical address.
-    Physical, by_gpa, gpa
-}
-direct! {
-    /// Reaches memory by address of the front end's process: SET_VRING_ADDR carries such addresses
-    /// where no IOMMU is negotiated (rule D2).
-    UserAddresses, by_user, user_addr
 }
 
 #[cfg(test)]

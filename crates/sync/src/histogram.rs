@@ -4,7 +4,7 @@ use alloc::boxed::Box;
 // The atomics of `core` even under loom: counts are not a way for threads to agree.
 use core::sync::atomic::{AtomicU64, Ordering};
 
-/// Sub-buckets a power of two: a value is kept to within an eighth.
+/// Sub-buckets per power of two: a value is kept to within an eighth.
 const SUB_BITS: u32 = 3;
 const BUCKETS: usize = (64 - SUB_BITS as usize + 1) << SUB_BITS;
 
@@ -120,7 +120,7 @@ impl HistogramSnapshot {
     }
 }
 
-/// The bucket of a value: values below 8 have their own, then eight a power of two.
+/// The bucket of a value: values below 8 have their own, then eight per power of two.
 fn bucket(value: u64) -> usize {
     let power = value.checked_ilog2().unwrap_or(0);
     if power < SUB_BITS {

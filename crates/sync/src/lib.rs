@@ -1,21 +1,16 @@
-//! What threads share, and how they agree when it may be freed: the bottom layer of Ringfence.
+#![doc = include_str!("../README.md")]
+//!
+//! # What is inside
 //!
 //! * [`qsbr`]: quiescent states. Readers of a lock-free structure never wait; a writer that removes
-//!   an object from it waits until every reader has passed a quiet point, and only then reuses the
-//!   memory, or reports that no reader can see the object any more.
-//! * [`lock`]: a spin lock for sections of a few instructions, with a back-off that yields.
+//!   an object from it waits until every reader has passed a quiet point.
+//! * [`lock`]: a spin lock for sections of a few instructions, and a lock whose waiters sleep.
 //! * [`clock`] and [`cpu`]: time and the CPU number as traits, so that code that depends on them
 //!   can be tested without either.
 //! * `wait` (with `std`): waiting for the other end of a ring, awake or asleep.
 //! * [`histogram`]: values that many threads record, each with two additions.
-//! * [`atomic`], [`cell`]: the atomics of `core`, or those of the [loom] model checker when built
-//!   with `--cfg loom`. No other crate sees the difference: all lock-free code in Ringfence imports
-//!   its atomics from here, which makes it checkable by loom.
-//!
-//! The crate needs no operating system. The feature `std` (on by default) adds the system's clock
-//! and CPU number, `wait`, and lets waiting threads yield instead of spinning on.
-//!
-//! [loom]: https://docs.rs/loom
+//! * [`atomic`], [`cell`]: the atomics of `core`, or those of the model checker with `--cfg loom`. No
+//!   other crate sees the difference.
 #![no_std]
 
 extern crate alloc;

@@ -1,269 +1,127 @@
 //! Locks: for sections of a few instructions, and for those that allocate or search.
 
-use core::{
-    fmt,
-    ops::{Deref, DerefMut},
-};
-
-use imp::Imp;
-
 /// A lock for sections of any length: a waiting thread sleeps.
 #[cfg(loom)]
 pub use self::SpinLock as Mutex;
 #[cfg(all(feature = "std", not(loom)))]
 pub use parking_lot::Mutex;
 
-/// A lock whose waiters spin first, then yield the CPU ([`Backoff`](crate::Backoff)).
+use crate::{
+    Backoff,
+    atomic::{AtomicBool, Ordering},
+};
+
+/// A lock whose waiters spin first, then yield the CPU ([`Backoff`]).
 ///
 /// For short sections only. It is not fair: on a machine with few CPUs, a queue whose next owner is
 /// not running would stall every waiter behind it. Waiters only read until they see the lock free,
 /// so as not to take the cache line from the owner.
 ///
 /// A panic inside a section releases the lock and leaves the value as it is.
-pub struct SpinLock<T> {
-    imp: Imp<T>,
-}
+#[cfg(not(loom))]
+pub type SpinLock<T> = lock_api::Mutex<RawSpinLock, T>;
 
 /// Access to the value in a [`SpinLock`]; dropping it releases the lock.
-#[must_use = "the lock is released when the guard is dropped"]
-pub struct SpinGuard<'a, T> {
-    guard: imp::Guard<'a, T>,
-}
-
-impl<T> SpinLock<T> {
-    /// A free lock over `value`.
-    #[cfg(not(loom))]
-    pub const fn new(value: T) -> SpinLock<T> {
-        SpinLock { imp: Imp::new(value) }
-    }
-
-    /// A free lock over `value`.
-    #[cfg(loom)]
-    pub fn new(value: T) -> SpinLock<T> {
-        SpinLock { imp: Imp::new(value) }
-    }
-
-    /// Waits for the lock and takes it.
-    #[inline]
-    pub fn lock(&self) -> SpinGuard<'_, T> {
-        SpinGuard { guard: self.imp.lock() }
-    }
-
-    /// Takes the lock if it is free.
-    #[inline]
-    pub fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
-        self.imp.try_lock().map(|guard| SpinGuard { guard })
-    }
-
-    /// The value.
-    pub fn into_inner(self) -> T {
-        self.imp.into_inner()
-    }
-
-    /// The value, without locking: `&mut self` excludes other users.
-    pub fn get_mut(&mut self) -> &mut T {
-        self.imp.get_mut()
-    }
-}
-
-impl<T: Default> Default for SpinLock<T> {
-    fn default() -> Self {
-        SpinLock::new(T::default())
-    }
-}
-
-impl<T: fmt::Debug> fmt::Debug for SpinLock<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.try_lock() {
-            Some(value) => f.debug_tuple("SpinLock").field(&*value).finish(),
-            None => f.write_str("SpinLock(<locked>)"),
-        }
-    }
-}
-
-impl<T> Deref for SpinGuard<'_, T> {
-    type Target = T;
-    #[inline]
-    fn deref(&self) -> &T {
-        &self.guard
-    }
-}
-
-impl<T> DerefMut for SpinGuard<'_, T> {
-    #[inline]
-    fn deref_mut(&mut self) -> &mut T {
-        &mut self.guard
-    }
-}
-
-impl<T: fmt::Debug> fmt::Debug for SpinGuard<'_, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&**self, f)
-    }
-}
-
-/// The bare lock, separate so that the model can check exactly this.
-#[cfg_attr(loom, allow(dead_code, reason = "models use a lock that loom understands"))]
-mod raw {
-    use crate::{
-        Backoff,
-        atomic::{AtomicBool, Ordering},
-    };
-
-    pub(super) struct Raw {
-        held: AtomicBool,
-    }
-
-    impl Raw {
-        #[cfg(not(loom))]
-        pub(super) const fn new() -> Raw {
-            Raw { held: AtomicBool::new(false) }
-        }
-
-        #[cfg(loom)]
-        pub(super) fn new() -> Raw {
-            Raw { held: AtomicBool::new(false) }
-        }
-
-        #[inline]
-        pub(super) fn try_lock(&self) -> bool {
-            // Acquire pairs with the Release of `unlock`: this owner sees what the last one wrote.
-            self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
-        }
-
-        #[inline]
-        pub(super) fn lock(&self) {
-            if !self.try_lock() {
-                self.lock_slow();
-            }
-        }
-
-        #[cold]
-        fn lock_slow(&self) {
-            let backoff = Backoff::new();
-            loop {
-                // Relaxed: this only waits; the exchange that follows orders.
-                while self.held.load(Ordering::Relaxed) {
-                    backoff.snooze();
-                }
-                if self.try_lock() {
-                    return;
-                }
-            }
-        }
-
-        /// To be called by the owner only.
-        #[inline]
-        pub(super) fn unlock(&self) {
-            // Release: the next owner sees what this one wrote.
-            self.held.store(false, Ordering::Release);
-        }
-    }
-}
-
 #[cfg(not(loom))]
-mod imp {
-    use core::{
-        cell::UnsafeCell,
-        marker::PhantomData,
-        ops::{Deref, DerefMut},
-    };
+pub type SpinGuard<'a, T> = lock_api::MutexGuard<'a, RawSpinLock, T>;
+#[cfg(loom)]
+pub use loom::sync::MutexGuard as SpinGuard;
 
-    use super::raw::Raw;
+/// The bare lock of a [`SpinLock`], without a value.
+#[derive(Debug)]
+#[cfg_attr(loom, allow(dead_code, reason = "models use a lock that loom understands"))]
+pub struct RawSpinLock {
+    held: AtomicBool,
+}
 
-    pub(super) struct Imp<T> {
-        raw: Raw,
-        value: UnsafeCell<T>,
+#[cfg_attr(loom, allow(dead_code, reason = "models use a lock that loom understands"))]
+impl RawSpinLock {
+    #[inline]
+    fn take(&self) -> bool {
+        // Acquire pairs with the Release of `release`: this owner sees what the last one wrote.
+        self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
-    // SAFETY: only the owner of the lock reaches the value, one thread at a time; the value thereby
-    // moves from thread to thread, hence `T: Send`.
-    unsafe impl<T: Send> Sync for Imp<T> {}
-
-    pub(super) struct Guard<'a, T> {
-        lock: &'a Imp<T>,
-        /// A shared guard shares `&T`, so it may be `Sync` only if `T` is. The reference to the
-        /// lock alone would require only `T: Send`.
-        _value: PhantomData<&'a mut T>,
-    }
-
-    impl<T> Imp<T> {
-        pub(super) const fn new(value: T) -> Self {
-            Imp { raw: Raw::new(), value: UnsafeCell::new(value) }
-        }
-
-        #[inline]
-        pub(super) fn lock(&self) -> Guard<'_, T> {
-            self.raw.lock();
-            Guard { lock: self, _value: PhantomData }
-        }
-
-        #[inline]
-        pub(super) fn try_lock(&self) -> Option<Guard<'_, T>> {
-            self.raw.try_lock().then(|| Guard { lock: self, _value: PhantomData })
-        }
-
-        pub(super) fn into_inner(self) -> T {
-            self.value.into_inner()
-        }
-
-        pub(super) fn get_mut(&mut self) -> &mut T {
-            self.value.get_mut()
+    #[inline]
+    fn wait(&self) {
+        if !self.take() {
+            self.wait_slowly();
         }
     }
 
-    impl<T> Deref for Guard<'_, T> {
-        type Target = T;
-        #[inline]
-        fn deref(&self) -> &T {
-            // SAFETY: a guard exists only while its thread owns the lock.
-            unsafe { &*self.lock.value.get() }
+    #[cold]
+    fn wait_slowly(&self) {
+        let backoff = Backoff::new();
+        loop {
+            // Relaxed: this only waits; the exchange that follows orders.
+            while self.held.load(Ordering::Relaxed) {
+                backoff.snooze();
+            }
+            if self.take() {
+                return;
+            }
         }
     }
 
-    impl<T> DerefMut for Guard<'_, T> {
-        #[inline]
-        fn deref_mut(&mut self) -> &mut T {
-            // SAFETY: as above, and the guard is borrowed exclusively.
-            unsafe { &mut *self.lock.value.get() }
-        }
+    /// To be called by the owner only.
+    #[inline]
+    fn release(&self) {
+        // Release: the next owner sees what this one wrote.
+        self.held.store(false, Ordering::Release);
+    }
+}
+
+// SAFETY: of the threads that exchange `held` from false to true only one succeeds, until the owner
+// stores false.
+#[cfg(not(loom))]
+unsafe impl lock_api::RawMutex for RawSpinLock {
+    #[allow(clippy::declare_interior_mutable_const, reason = "the trait's way to make a lock")]
+    const INIT: RawSpinLock = RawSpinLock { held: AtomicBool::new(false) };
+
+    type GuardMarker = lock_api::GuardSend;
+
+    #[inline]
+    fn lock(&self) {
+        self.wait();
     }
 
-    impl<T> Drop for Guard<'_, T> {
-        #[inline]
-        fn drop(&mut self) {
-            self.lock.raw.unlock();
-        }
+    #[inline]
+    fn try_lock(&self) -> bool {
+        self.take()
+    }
+
+    #[inline]
+    unsafe fn unlock(&self) {
+        self.release();
     }
 }
 
 /// In a model the lock is loom's, which parks the waiter instead of exploring every way to spin.
 #[cfg(loom)]
-mod imp {
-    pub(super) use loom::sync::MutexGuard as Guard;
+#[derive(Debug, Default)]
+pub struct SpinLock<T>(loom::sync::Mutex<T>);
 
-    pub(super) struct Imp<T>(loom::sync::Mutex<T>);
+#[cfg(loom)]
+#[allow(missing_docs, reason = "as those of `lock_api::Mutex`")]
+impl<T> SpinLock<T> {
+    pub fn new(value: T) -> Self {
+        SpinLock(loom::sync::Mutex::new(value))
+    }
 
-    impl<T> Imp<T> {
-        pub(super) fn new(value: T) -> Self {
-            Imp(loom::sync::Mutex::new(value))
-        }
+    pub fn lock(&self) -> SpinGuard<'_, T> {
+        self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
 
-        pub(super) fn lock(&self) -> Guard<'_, T> {
-            self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-        }
+    pub fn try_lock(&self) -> Option<SpinGuard<'_, T>> {
+        self.0.try_lock().ok()
+    }
 
-        pub(super) fn try_lock(&self) -> Option<Guard<'_, T>> {
-            self.0.try_lock().ok()
-        }
+    pub fn into_inner(self) -> T {
+        self.0.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
 
-        pub(super) fn into_inner(self) -> T {
-            self.0.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner())
-        }
-
-        pub(super) fn get_mut(&mut self) -> &mut T {
-            self.0.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner())
-        }
+    pub fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -299,10 +157,9 @@ mod tests {
         let mut lock = SpinLock::new(1);
         let guard = lock.lock();
         assert!(lock.try_lock().is_none());
-        assert_eq!(alloc::format!("{lock:?}"), "SpinLock(<locked>)");
         drop(guard);
         *lock.try_lock().unwrap() += 1;
-        assert_eq!(alloc::format!("{lock:?}"), "SpinLock(2)");
+        assert_eq!(*lock.lock(), 2);
         *lock.get_mut() += 1;
         assert_eq!(lock.into_inner(), 3);
     }
@@ -321,11 +178,11 @@ mod tests {
 
 #[cfg(all(test, loom))]
 mod model {
-    use super::raw::Raw;
-    use crate::{Arc, cell::UnsafeCell};
+    use super::RawSpinLock;
+    use crate::{Arc, atomic::AtomicBool, cell::UnsafeCell};
 
     struct Counter {
-        raw: Raw,
+        raw: RawSpinLock,
         value: UnsafeCell<u32>,
     }
 
@@ -335,16 +192,17 @@ mod model {
     unsafe impl Send for Counter {}
 
     fn add(counter: &Counter) {
-        counter.raw.lock();
+        counter.raw.wait();
         // SAFETY: the lock is held; loom fails the model if an access overlaps or is unordered.
         counter.value.with_mut(|value| unsafe { *value += 1 });
-        counter.raw.unlock();
+        counter.raw.release();
     }
 
     #[test]
     fn sections_exclude_each_other_and_see_what_the_last_one_wrote() {
         loom::model(|| {
-            let counter = Arc::new(Counter { raw: Raw::new(), value: UnsafeCell::new(0) });
+            let raw = RawSpinLock { held: AtomicBool::new(false) };
+            let counter = Arc::new(Counter { raw, value: UnsafeCell::new(0) });
             let other = Arc::clone(&counter);
             let thread = loom::thread::spawn(move || add(&other));
             add(&counter);

@@ -281,7 +281,6 @@ fn ready_ns() -> Option<u64> {
 }
 
 /// How often this thread has lost its CPU to another.
-#[cfg(target_os = "linux")]
 fn lost_cpu() -> u64 {
     let mut usage = core::mem::MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: the kernel writes one `rusage`, for which there is room; all zeroes are a valid one.
@@ -290,13 +289,6 @@ fn lost_cpu() -> u64 {
         usage.assume_init()
     };
     usage.ru_nivcsw as u64
-}
-
-/// Without a count: wherever time is missing, the CPU counts as lost.
-#[cfg(not(target_os = "linux"))]
-fn lost_cpu() -> u64 {
-    std::thread_local!(static COUNT: Cell<u64> = const { Cell::new(0) });
-    COUNT.with(|count| count.replace(count.get() + 1) + 1)
 }
 
 #[cfg(test)]
@@ -378,7 +370,7 @@ mod tests {
             rest = (2 * rest).min(SHARED_NS.1);
         }
         assert_eq!(rest, SHARED_NS.1);
-        // No thread wants it any more: the next loss counts as the first.
+        // No other thread runs on it any more: the next loss counts as the first.
         for _ in 0..CALM_NS / (40 * US) {
             at += 100 * US;
             assert_eq!(awake_ns(&mut wait, &sharing, at), 50 * US);
@@ -436,7 +428,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg(target_os = "linux")]
     fn the_kernel_counts_how_long_a_thread_is_ready() {
         if ready_ns().is_none() {
             return println!("not run: this kernel has no schedstat");

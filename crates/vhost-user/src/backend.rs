@@ -4,7 +4,7 @@ use crate::{
     BackendChannel, ConfigWrite, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
     RingAddresses, Shutdown, WireError,
 };
-use ringfence_mem::{DirtyLog, LogIndex, Memory};
+use ringfence_mem::{DirtyLog, Memory};
 use ringfence_run::PeerFd;
 use std::sync::Arc;
 
@@ -227,11 +227,6 @@ pub trait Handler {
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
         let _ = inflight;
         Err(HandlerError::new("the device keeps no account of requests in flight"))
-    }
-
-    /// What a dirty log that the front end brings is indexed by (rule D26).
-    fn log_index(&self) -> LogIndex {
-        LogIndex::Physical
     }
 
     /// Where every write to guest memory is logged from now on (rule D26); `None`: nowhere. Also

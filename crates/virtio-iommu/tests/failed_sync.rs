@@ -7,8 +7,8 @@ use ringfence_iommu::{
     Domain, Error, Geometry, GuestPhys, Iova, PageSizes, Range, Result, SoftDomain, SyncToken,
     shootdown::{Invalidation, Reader, Shootdown},
     table::Limits,
-    wrap::{Faulty, Kind, Stage, When},
 };
+use ringfence_iommu_testing::{Faulty, Kind, Stage, When};
 use ringfence_mem::{SharedFile, Translate};
 use ringfence_virtio_iommu::{
     device::{

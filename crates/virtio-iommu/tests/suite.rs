@@ -13,11 +13,8 @@ use std::{
 };
 
 use common::{Bench, ring::Served};
-use ringfence_iommu::{
-    GuestPhys, Iova, Map, Prot, Range,
-    suite::{Cache, Subject, pass},
-    table::Limits,
-};
+use ringfence_iommu::{GuestPhys, Iova, Map, Prot, Range, table::Limits};
+use ringfence_iommu_testing::suite::{Cache, Subject, pass};
 use ringfence_virtio_iommu::{
     device::{Binding, DeviceConfig},
     driver::{DriverConfig, Notify, ViommuDomain},

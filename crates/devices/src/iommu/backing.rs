@@ -166,7 +166,7 @@ impl Endpoints {
     }
 
     fn is_over(&self, change: SyncToken) -> bool {
-        change == SyncToken::DONE || self.shootdown.is_over(change.0)
+        change == SyncToken::DONE || self.shootdown.is_over(change.as_u64())
     }
 }
 
@@ -208,7 +208,7 @@ impl Backing for Endpoints {
         }
         let blocked = matches!(to, Binding::Blocked);
         let change = match way {
-            Way::Here(known) => SyncToken(known.bind(match to {
+            Way::Here(known) => SyncToken::new(known.bind(match to {
                 Binding::Blocked => iotlb::Binding::Blocked,
                 Binding::Bypass => iotlb::Binding::Bypass,
                 Binding::Domain(domain) => iotlb::Binding::Domain(Arc::clone(domain.primary())),

@@ -304,10 +304,9 @@ pub(super) fn in_time(come: impl Fn() -> bool) -> bool {
 mod tests {
     use ringfence_iommu::{
         Domain, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Range, SoftDomain,
-        shootdown::Shootdown,
-        table::Limits,
-        wrap::{Faulty, Kind, Stage, When},
+        shootdown::Shootdown, table::Limits,
     };
+    use ringfence_iommu_testing::{Faulty, Kind, Stage, When};
     use ringfence_run::worker::Notify;
     use ringfence_virtio_iommu::{
         device::{HostRegion, Mirror, Session},

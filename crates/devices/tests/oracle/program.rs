@@ -18,10 +18,8 @@ use ringfence_dma::{
     BounceConfig, BounceLimits, Coherent, Direction, DmaConfig, Environment, FlushTuning, MapError,
     Mapping, Persistent, Policy, PoolBuffer, Segment, StaleIova, TimerKind, Trust,
 };
-use ringfence_iommu::{
-    FaultReason,
-    wrap::{Kind, Stage, When},
-};
+use ringfence_iommu::FaultReason;
+use ringfence_iommu_testing::{Kind, Stage, When};
 use ringfence_run::worker::Notify;
 use ringfence_sync::{
     clock::{Clock, ManualClock},

@@ -12,8 +12,9 @@ use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig, Environment, T
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
     Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
-    shootdown::Shootdown, table::Limits, wrap::Faulty,
+    shootdown::Shootdown, table::Limits,
 };
+use ringfence_iommu_testing::Faulty;
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_iova::{Allocator, Aperture, Magazines, RbTree, Slabs};
 use ringfence_mem::{GuestRam, Memory};

@@ -22,10 +22,8 @@ use ringfence_dma::{
     BounceConfig, Coherent, Direction, DmaConfig, Environment, FlushTuning, Mapping, Policy,
     Segment, StaleIova, TimerKind, Written,
 };
-use ringfence_iommu::{
-    Prot,
-    wrap::{Kind, Stage, When},
-};
+use ringfence_iommu::Prot;
+use ringfence_iommu_testing::{Kind, Stage, When};
 
 use crate::{
     history::History,

@@ -10,10 +10,9 @@ use ringfence_dma::{
 };
 use ringfence_iommu::{
     Domain, Error, Gather, Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,
-    shootdown::Shootdown,
-    table::Limits,
-    wrap::{Faulty, Kind, Stage, When},
+    shootdown::Shootdown, table::Limits,
 };
+use ringfence_iommu_testing::{Faulty, Kind, Stage, When};
 use ringfence_iova::{Allocator, Aperture, Slabs};
 use ringfence_sync::cpu::FixedCpu;
 

@@ -122,12 +122,12 @@ impl MockDomain {
             begun.last += 1;
             let token = begun.last;
             begun.under_way.insert(token, (ranges.to_vec(), map));
-            SyncToken(token)
+            SyncToken::new(token)
         })
     }
 
     fn is_over(&self, token: SyncToken) -> bool {
-        !self.begun.lock().unwrap().under_way.contains_key(&token.0)
+        !self.begun.lock().unwrap().under_way.contains_key(&token.as_u64())
     }
 
     fn invalidate(&self, ranges: &[Range]) {

@@ -14,7 +14,7 @@ use ringfence_sync::{
 pub struct Scope(u16);
 
 /// A token has a scope in this many low bits, and a grace period in the bits above: at ten million
-/// invalidations a second those last fourteen years.
+/// invalidations per second those last fourteen years.
 const BITS: u32 = 12;
 
 impl Scope {

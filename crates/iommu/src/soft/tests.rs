@@ -477,7 +477,7 @@ proptest! {
                     syncs.push((token, core::mem::take(&mut gathered)));
                 }
                 Step::Flush => {
-                    let token = SyncToken(domain.begin(&[], true));
+                    let token = SyncToken::new(domain.begin(&[], true));
                     // What is gathered is covered, and may stay in the gather.
                     syncs.push((token, gathered.clone()));
                 }

@@ -15,7 +15,7 @@ use super::{
     writer::{SlotRef, Writer},
 };
 
-/// How many nodes a map may need: two a level, for its two ends.
+/// How many nodes a map may need: two per level, for its two ends.
 const NODES: usize = 2 * ROOT_LEVEL as usize;
 
 /// What a map will need, found by a dry run.

@@ -27,7 +27,7 @@
 //!
 //! # Concurrency
 //!
-//! [`Table::lookup`] and [`Table::lookup_run`] are lock-free: one acquire load a level. Everything
+//! [`Table::lookup`] and [`Table::lookup_run`] are lock-free: one acquire load per level. Everything
 //! else takes the table's lock, a spin lock that is held for the whole operation: some ten
 //! nanoseconds for a page, and in proportion to the slots and nodes of a large range. A writer
 //! publishes slot by slot: a reader sees each slot as it was or as it is, never a mixture; a
@@ -195,14 +195,7 @@ impl Table {
         if target.checked_add(range.extent()).is_none() {
             return Err(Error::TargetOverflow(range));
         }
-        self.map_checked(Mapping { range, target, prot })
-    }
-
-    /// As [`map`](Self::map), for a mapping that passed
-    /// [`Geometry::check_map`](crate::Geometry::check_map).
-    #[inline]
-    pub(crate) fn map_checked(&self, mapping: Mapping) -> Result<()> {
-        self.locked().map(mapping)
+        self.locked().map(Mapping { range, target, prot })
     }
 
     /// Removes every mapping in `range`, which may contain holes, and returns how many bytes were
@@ -282,16 +275,13 @@ impl Table {
 
     /// All mappings in ascending order. Takes the lock anew for each step: a mapping that exists
     /// throughout is visited once, one that comes or goes meanwhile may or may not be.
-    pub fn iter(&self) -> Mappings<'_> {
-        Mappings { table: self, next: Some(Iova(0)) }
-    }
-
-    /// Calls `f(range, target, prot)` for every mapping in ascending order; see
-    /// [`iter`](Self::iter).
-    pub fn for_each(&self, mut f: impl FnMut(Range, u64, Prot)) {
-        for mapping in self {
-            f(mapping.range, mapping.target, mapping.prot);
-        }
+    pub fn iter(&self) -> impl Iterator<Item = Mapping> {
+        let mut next = Some(Iova(0));
+        core::iter::from_fn(move || {
+            let mapping = self.mapping_from(next?);
+            next = mapping.and_then(|m| m.range.last().checked_add(1));
+            mapping
+        })
     }
 
     /// The number of mappings.
@@ -453,7 +443,8 @@ pub(crate) struct Locked<'t> {
 }
 
 impl Locked<'_> {
-    /// As [`Table::map_checked`].
+    /// As [`Table::map`], for a mapping that passed
+    /// [`Geometry::check_map`](crate::Geometry::check_map).
     #[inline]
     pub(crate) fn map(&mut self, mapping: Mapping) -> Result<()> {
         let prot = mapping.prot & Prot::all();
@@ -497,31 +488,3 @@ impl fmt::Debug for Table {
             .finish()
     }
 }
-
-impl<'a> IntoIterator for &'a Table {
-    type Item = Mapping;
-    type IntoIter = Mappings<'a>;
-
-    fn into_iter(self) -> Mappings<'a> {
-        self.iter()
-    }
-}
-
-/// The mappings of a table, in ascending order: see [`Table::iter`].
-#[derive(Clone, Debug)]
-pub struct Mappings<'a> {
-    table: &'a Table,
-    next: Option<Iova>,
-}
-
-impl Iterator for Mappings<'_> {
-    type Item = Mapping;
-
-    fn next(&mut self) -> Option<Mapping> {
-        let mapping = self.table.mapping_from(self.next?);
-        self.next = mapping.and_then(|m| m.range.last().checked_add(1));
-        mapping
-    }
-}
-
-impl core::iter::FusedIterator for Mappings<'_> {}

@@ -317,7 +317,7 @@ fn mappings_come_in_order_with_their_targets() {
     }
     assert_eq!(table.iter().collect::<Vec<_>>(), made);
     let mut seen = Vec::new();
-    table.for_each(|range, target, prot| seen.push(Mapping { range, target, prot }));
+    seen.extend(table.iter());
     assert_eq!(seen, made);
     assert_eq!(table.mapping_from(Iova(0x3000)), Some(made[1]));
     assert_eq!(table.mapping(Iova(0x3000)), Some(made[1]));

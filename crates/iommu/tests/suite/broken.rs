@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use ringfence_iommu::{
     Domain, Gather, GuestPhys, Iova, Map, Partial, Prot, Range, Result, SyncToken, Work,
-    table::Mapping, wrap::Faulty,
+    table::Mapping,
 };
+use ringfence_iommu_testing::Faulty;
 
 use crate::Soft;
 

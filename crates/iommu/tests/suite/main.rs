@@ -15,11 +15,11 @@ use std::{
 use broken::{Broken, Wrong};
 use ringfence_iommu::{
     Domain, Geometry, GuestPhys, Iova, Map, PageSizes, Prot, Range, ReservedKind, ReservedRegion,
-    SoftDomain,
-    shootdown::Shootdown,
+    SoftDomain, shootdown::Shootdown, table::Limits,
+};
+use ringfence_iommu_testing::{
+    Faulty, Kind, Stage, When,
     suite::{Cache, MEMORY, Outcome, Subject, Verdict, checks, pass, run},
-    table::Limits,
-    wrap::{Counted, Faulty, Kind, Stage, When},
 };
 
 pub(crate) type Soft = SoftDomain<GuestPhys>;
@@ -101,10 +101,10 @@ fn a_domain_in_software_keeps_it_whatever_the_granule() {
 }
 
 #[test]
-fn wrappers_keep_it_and_a_sync_that_is_made_to_fail_is_reported() {
+fn a_wrapper_keeps_it_and_a_sync_that_is_made_to_fail_is_reported() {
     let soft = soft(4096);
     let faulty = Arc::new(Faulty::new(Arc::clone(&soft), 0));
-    let mut rig = Rig::new(&soft, Counted::new(Arc::clone(&faulty)));
+    let mut rig = Rig::new(&soft, Arc::clone(&faulty));
     rig.fail_next = Some(faulty);
     assert_eq!(pass(&mut rig).as_deref(), Ok(&[][..]));
 }

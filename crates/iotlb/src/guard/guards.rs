@@ -1,5 +1,5 @@
-//! Where guards get their translations: the binding of its endpoint, looked
-//! up under a reader that is online for the look only.
+//! Where guards get their translations: the binding of their endpoint, looked up under a reader that
+//! is online for the look only.
 
 use std::{
     fmt,
@@ -20,11 +20,12 @@ use ringfence_iommu::{
 use super::{Failure, FailureScope};
 use crate::{
     Binding, Endpoint, Miss,
-    misses::{MissState, Waiter, point},
+    misses::{Waiter, point},
 };
 
 /// What guards have counted.
 #[derive(Debug, Default)]
+#[non_exhaustive]
 pub struct GuardCounters {
     /// Accesses that waited for a translation.
     pub waits: AtomicU64,
@@ -67,10 +68,7 @@ impl Looker {
                 let found = iotlb.translate(&self.reader, iova, point(iova));
                 let there = found.is_some_and(|found| found.prot.allows(prot));
                 let missing = (iova, miss_access(prot));
-                if !there
-                    && iotlb.miss_state(missing, Some(self.since), &self.waiter)
-                        == MissState::Pending
-                {
+                if !there && !iotlb.is_refused(missing, Some(self.since), &self.waiter) {
                     return Found::Missing;
                 }
                 found

@@ -24,7 +24,7 @@ const LEASES: usize = 256;
 /// wait any more.
 const REMEMBERED: usize = 1 << 14;
 /// The most pieces of an access.
-const PIECES: usize = 1 << 16;
+pub(super) const PIECES: usize = 1 << 16;
 /// How many addresses are found without a search.
 const RECENT: usize = 8;
 /// The most misses that are sent at a time.
@@ -35,8 +35,8 @@ thread_local! {
     static HERE: RefCell<Vec<Weak<GuardState>>> = const { RefCell::new(Vec::new()) };
 }
 
-fn here() -> Vec<Rc<GuardState>> {
-    HERE.with_borrow(|here| here.iter().filter_map(Weak::upgrade).collect())
+fn here() -> Vec<Guard> {
+    HERE.with_borrow(|here| here.iter().filter_map(Weak::upgrade).map(Guard).collect())
 }
 
 /// What one piece of work has translated and keeps in use. It and its clones, which are the same,
@@ -45,12 +45,12 @@ fn here() -> Vec<Rc<GuardState>> {
 pub struct Guard(Rc<GuardState>);
 
 /// The guards of a thread that waits. A panic meanwhile leaves none of them usable.
-struct Waiting(Vec<Rc<GuardState>>);
+struct Waiting(Vec<Guard>);
 
 impl Drop for Waiting {
     fn drop(&mut self) {
         if thread::panicking() {
-            self.0.iter().for_each(|held| held.failure.set(Some(Failure::Changed { addr: 0 })));
+            self.0.iter().for_each(|held| held.0.failure.set(Some(Failure::Changed { addr: 0 })));
         }
     }
 }
@@ -114,7 +114,7 @@ impl Guard {
     /// `extent + 1` bytes at a target still lie where they lay when the guard was made; it is
     /// called after a wait.
     pub fn new(source: &Arc<Guards>, same_place: Box<dyn Fn(u64, u64) -> bool>) -> Guard {
-        let held = Rc::new(GuardState {
+        let state = Rc::new(GuardState {
             source: Arc::clone(source),
             same_place,
             inner: RefCell::default(),
@@ -122,8 +122,15 @@ impl Guard {
             failure: Cell::new(None),
             fixed: Cell::new(false),
         });
-        HERE.with_borrow_mut(|here| here.push(Rc::downgrade(&held)));
-        Guard(held)
+        HERE.with_borrow_mut(|here| here.push(Rc::downgrade(&state)));
+        Guard(state)
+    }
+
+    /// From here on what was handed out stays in use until the guard is dropped, even while this
+    /// thread waits: for asynchronous I/O that goes on meanwhile. In return an access that would
+    /// have to wait fails.
+    pub fn hold(&self) {
+        self.0.fixed.set(true);
     }
 
     /// Calls `each` with every target of the `count` bytes at `addr` and its number of bytes less
@@ -138,9 +145,42 @@ impl Guard {
         addr: u64,
         count: usize,
         prot: Prot,
-        each: impl FnMut(u64, u64),
+        mut each: impl FnMut(u64, u64),
     ) -> Result<(), Failure> {
-        self.0.translate(addr, count, prot, each)
+        self.check()?;
+        let Some(range) = self.range(addr, count).map_err(|failure| self.fail(failure, prot))?
+        else {
+            return Ok(());
+        };
+        let slot = &self.0.recent[(addr / PAGE) as usize % RECENT];
+        let recent = slot.get();
+        if recent.first <= addr
+            && range.last().0 <= recent.last
+            && recent.used.allows(prot)
+            && !recent.used.is_empty()
+        {
+            each(addr.wrapping_add(recent.delta), range.extent());
+            return Ok(());
+        }
+        self.is_here(addr)?;
+        // Mostly it is one piece, and mostly known.
+        for known in [true, false] {
+            if let Some(piece) = self.0.inner.borrow_mut().pieces.touch_one(range, prot) {
+                each(addr.wrapping_add(piece.delta), range.extent());
+                // What was touched is whole pages.
+                let first = (addr & !(PAGE - 1)).max(piece.range().first().0);
+                let last = (range.last().0 | (PAGE - 1)).min(piece.range().last().0);
+                slot.set(Recent { first, last, delta: piece.delta, used: piece.used });
+                return Ok(());
+            }
+            if known && !self.0.inner.borrow().pieces.covers(range, prot) {
+                self.ensure(&[(range, prot)]).map_err(|failure| self.fail(failure, prot))?;
+            }
+        }
+        let mut inner = self.0.inner.borrow_mut();
+        inner.pieces.touch(range, prot);
+        inner.pieces.targets(range, each);
+        Ok(())
     }
 
     /// As [`translate`](Self::translate), but nothing is handed out, and the guard does not fail if
@@ -155,7 +195,14 @@ impl Guard {
         prot: Prot,
         each: impl FnMut(u64, u64),
     ) -> Result<(), Failure> {
-        self.0.probe(addr, count, prot, each)
+        self.check()?;
+        let Some(range) = self.range(addr, count)? else { return Ok(()) };
+        self.is_here(addr)?;
+        if !self.0.inner.borrow().pieces.covers(range, prot) {
+            self.ensure(&[(range, prot)])?;
+        }
+        self.0.inner.borrow().pieces.targets(range, each);
+        Ok(())
     }
 
     /// Translates all of `parts` (addresses, bytes, accesses), before the first of them is used;
@@ -164,94 +211,6 @@ impl Guard {
     /// # Errors
     /// See [`Failure`]; so does every later access.
     pub fn prefetch(&self, parts: &[(u64, usize, Prot)]) -> Result<(), Failure> {
-        self.0.prefetch(parts)
-    }
-
-    /// Whether every access so far was translated: to be called before their results are published.
-    ///
-    /// # Errors
-    /// Why not.
-    #[inline]
-    pub fn check(&self) -> Result<(), Failure> {
-        self.0.check()
-    }
-
-    /// Makes it fail for good, and reports the fault; returns the first failure, which every later
-    /// access returns.
-    pub fn fail(&self, failure: Failure, access: Prot) -> Failure {
-        self.0.fail(failure, access)
-    }
-
-    /// From here on what was handed out stays in use until the guard is dropped, even while this
-    /// thread waits: for asynchronous I/O that goes on meanwhile. In return an access that would
-    /// have to wait fails.
-    pub fn hold(&self) {
-        self.0.fixed.set(true);
-    }
-}
-
-impl GuardState {
-    fn translate(
-        &self,
-        addr: u64,
-        count: usize,
-        prot: Prot,
-        mut each: impl FnMut(u64, u64),
-    ) -> Result<(), Failure> {
-        self.check()?;
-        let Some(range) = self.range(addr, count).map_err(|failure| self.fail(failure, prot))?
-        else {
-            return Ok(());
-        };
-        let slot = &self.recent[(addr / PAGE) as usize % RECENT];
-        let recent = slot.get();
-        if recent.first <= addr
-            && range.last().0 <= recent.last
-            && recent.used.allows(prot)
-            && !recent.used.is_empty()
-        {
-            each(addr.wrapping_add(recent.delta), range.extent());
-            return Ok(());
-        }
-        self.is_here(addr)?;
-        // Mostly it is one piece, and mostly known.
-        for known in [true, false] {
-            if let Some(piece) = self.inner.borrow_mut().pieces.touch_one(range, prot) {
-                each(addr.wrapping_add(piece.delta), range.extent());
-                // What was touched is whole pages.
-                let first = (addr & !(PAGE - 1)).max(piece.range().first().0);
-                let last = (range.last().0 | (PAGE - 1)).min(piece.range().last().0);
-                slot.set(Recent { first, last, delta: piece.delta, used: piece.used });
-                return Ok(());
-            }
-            if known && !self.inner.borrow().pieces.covers(range, prot) {
-                self.ensure(&[(range, prot)]).map_err(|failure| self.fail(failure, prot))?;
-            }
-        }
-        let mut inner = self.inner.borrow_mut();
-        inner.pieces.touch(range, prot);
-        inner.pieces.targets(range, each);
-        Ok(())
-    }
-
-    fn probe(
-        &self,
-        addr: u64,
-        count: usize,
-        prot: Prot,
-        each: impl FnMut(u64, u64),
-    ) -> Result<(), Failure> {
-        self.check()?;
-        let Some(range) = self.range(addr, count)? else { return Ok(()) };
-        self.is_here(addr)?;
-        if !self.inner.borrow().pieces.covers(range, prot) {
-            self.ensure(&[(range, prot)])?;
-        }
-        self.inner.borrow().pieces.targets(range, each);
-        Ok(())
-    }
-
-    fn prefetch(&self, parts: &[(u64, usize, Prot)]) -> Result<(), Failure> {
         self.check()?;
         self.is_here(parts.first().map_or(0, |part| part.0))?;
         let mut ranges = Vec::with_capacity(parts.len());
@@ -261,22 +220,28 @@ impl GuardState {
         }
         self.ensure(&ranges).map_err(|failure| self.fail(failure, Prot::empty()))?;
         // As if handed out: otherwise a wait would drop them.
-        let pieces = &mut self.inner.borrow_mut().pieces;
+        let pieces = &mut self.0.inner.borrow_mut().pieces;
         ranges.iter().for_each(|&(range, prot)| pieces.touch(range, prot));
         Ok(())
     }
 
+    /// Whether every access so far was translated: to be called before their results are published.
+    ///
+    /// # Errors
+    /// Why not.
     #[inline]
-    fn check(&self) -> Result<(), Failure> {
-        self.failure.get().or_else(|| self.source.failure()).map_or(Ok(()), Err)
+    pub fn check(&self) -> Result<(), Failure> {
+        self.0.failure.get().or_else(|| self.0.source.failure()).map_or(Ok(()), Err)
     }
 
-    fn fail(&self, failure: Failure, access: Prot) -> Failure {
-        if let Some(first) = self.failure.get() {
+    /// Makes it fail for good, and reports the fault; returns the first failure, which every later
+    /// access returns.
+    pub fn fail(&self, failure: Failure, access: Prot) -> Failure {
+        if let Some(first) = self.0.failure.get() {
             return first;
         }
-        self.failure.set(Some(failure));
-        self.source.failed(failure, access);
+        self.0.failure.set(Some(failure));
+        self.0.source.failed(failure, access);
         failure
     }
 
@@ -284,7 +249,7 @@ impl GuardState {
     /// sink of misses, the VMM's memory) gets none of it. Nor does code that is called with a
     /// target.
     fn is_here(&self, addr: u64) -> Result<(), Failure> {
-        match self.inner.try_borrow_mut() {
+        match self.0.inner.try_borrow_mut() {
             Ok(inner) if !inner.let_go => Ok(()),
             _ => Err(Failure::WouldWait { addr }),
         }
@@ -305,14 +270,14 @@ impl GuardState {
         self.bound();
         let mut others = Waiting(Vec::new());
         let mut began = None;
-        let since = self.source.misses_sent();
+        let since = self.0.source.misses_sent();
         let result = loop {
-            let updates = self.source.updates_seen();
+            let updates = self.0.source.updates_seen();
             let mut wanted = Vec::new();
             match self.attempt(&others.0, (parts, since), &mut wanted) {
                 Ok(true) => break Ok(()),
                 Err(failure) => break Err(failure),
-                Ok(false) if self.fixed.get() => {
+                Ok(false) if self.0.fixed.get() => {
                     let addr = wanted.first().map_or(parts[0].0.first().0, |miss| miss.iova.0);
                     break Err(Failure::WouldWait { addr });
                 }
@@ -320,25 +285,25 @@ impl GuardState {
             }
             let now = Instant::now();
             let (_, until) = *began.get_or_insert_with(|| {
-                self.source.counted.waits.fetch_add(1, Ordering::Relaxed);
+                self.0.source.counted.waits.fetch_add(1, Ordering::Relaxed);
                 others.0 = here();
-                others.0.retain(|held| !held.fixed.get());
-                (now, now + self.source.timeout())
+                others.0.retain(|held| !held.0.fixed.get());
+                (now, now + self.0.source.timeout())
             });
             others.0.iter().for_each(|held| held.let_go());
             if now >= until {
-                self.source.timed_out();
+                self.0.source.timed_out();
                 let addr = wanted.first().map_or(parts[0].0.first().0, |miss| miss.iova.0);
                 break Err(Failure::TimedOut { addr });
             }
             // Else something changed while we looked, and is there now.
             if !wanted.is_empty() {
-                self.source.send_and_wait(&mut wanted, updates, until);
+                self.0.source.send_and_wait(&mut wanted, updates, until);
             }
         };
         if let Some((began, _)) = began {
             let waited = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
-            self.source.counted.waited_ns.fetch_add(waited, Ordering::Relaxed);
+            self.0.source.counted.waited_ns.fetch_add(waited, Ordering::Relaxed);
         }
         // Guards that cannot go on fail here, before they use memory whose leases are gone.
         for held in others.0.iter().filter(|_| result.is_err()) {
@@ -351,7 +316,7 @@ impl GuardState {
     /// it.
     fn attempt(
         &self,
-        others: &[Rc<GuardState>],
+        others: &[Guard],
         (parts, since): (&[(Range, Prot)], u64),
         wanted: &mut Vec<Miss>,
     ) -> Result<bool, Failure> {
@@ -360,9 +325,9 @@ impl GuardState {
             ready &=
                 held.take_up(since, wanted).map_err(|failure| held.fail(failure, Prot::empty()))?;
         }
-        let mut inner = self.inner.borrow_mut();
+        let mut inner = self.0.inner.borrow_mut();
         let Inner { pieces, leases, .. } = &mut *inner;
-        self.source.look(since, |looker| {
+        self.0.source.look(since, |looker| {
             for &(range, prot) in parts {
                 ready &= cover(looker, pieces, leases, range, prot, wanted)?;
             }
@@ -371,23 +336,23 @@ impl GuardState {
     }
 
     fn let_go(&self) {
-        let mut inner = self.inner.borrow_mut();
+        let mut inner = self.0.inner.borrow_mut();
         inner.pieces.forget_untouched();
         inner.leases = Leases::default();
         inner.let_go = true;
-        self.recent.iter().for_each(|recent| recent.set(Recent::NONE));
+        self.0.recent.iter().for_each(|recent| recent.set(Recent::NONE));
     }
 
     /// Translates all that was handed out again, if its leases were dropped. False if some of it is
     /// missing, which is added to `wanted`.
     fn take_up(&self, since: u64, wanted: &mut Vec<Miss>) -> Result<bool, Failure> {
-        let mut inner = self.inner.borrow_mut();
-        if !inner.let_go || self.failure.get().is_some() {
+        let mut inner = self.0.inner.borrow_mut();
+        if !inner.let_go || self.0.failure.get().is_some() {
             return Ok(true);
         }
         let mut new = Inner::default();
         let (mut ready, mut places) = (true, Vec::new());
-        self.source.look(since, |looker| {
+        self.0.source.look(since, |looker| {
             for old in inner.pieces.iter() {
                 for range in old.touched() {
                     let changed = Failure::Changed { addr: range.first().0 };
@@ -418,7 +383,7 @@ impl GuardState {
         })?;
         // Under their leases by now, and under no lock: this calls the VMM's code.
         for (target, extent, changed) in places {
-            if !(self.same_place)(target, extent) {
+            if !(self.0.same_place)(target, extent) {
                 return Err(changed);
             }
         }
@@ -431,7 +396,7 @@ impl GuardState {
     /// After a wait that failed: goes on if it can, and fails if not.
     fn settle(&self) {
         let result = self.take_up(u64::MAX, &mut Vec::new());
-        let addr = || self.inner.borrow().pieces.iter().next().map_or(0, |p| p.range().first().0);
+        let addr = || self.0.inner.borrow().pieces.iter().next().map_or(0, |p| p.range().first().0);
         match result {
             Ok(true) => {}
             Ok(false) => drop(self.fail(Failure::Changed { addr: addr() }, Prot::empty())),
@@ -441,10 +406,10 @@ impl GuardState {
 
     /// Bounds the number of pieces that a guard keeps.
     fn bound(&self) {
-        let mut inner = self.inner.borrow_mut();
+        let mut inner = self.0.inner.borrow_mut();
         if inner.pieces.len() > REMEMBERED {
             debug_assert!(inner.leases.all, "there were more pieces than leases");
-            self.fixed.set(true);
+            self.0.fixed.set(true);
             // The pieces are only a cache now: leases that are never dropped are not taken again.
             inner.pieces = Pieces::default();
         }

@@ -36,6 +36,7 @@ pub enum FailureScope {
 
 /// Why an access could not be translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Failure {
     /// There is no such translation, or none that permits the access.
     #[error("{addr:#x}: no translation for this access")]
@@ -77,7 +78,7 @@ pub enum Failure {
         count: usize,
     },
     /// One access with more translations than any has (rule D23).
-    #[error("{addr:#x}: an access with too many parts")]
+    #[error("{addr:#x}: an access with more than {} parts", held::PIECES)]
     TooManyParts {
         /// The first address of the access.
         addr: u64,

@@ -9,7 +9,7 @@ use super::{View, wanted};
 use crate::{
     Binding, Miss,
     cache::{Entry, offset},
-    misses::{MissState, PAGE},
+    misses::PAGE,
 };
 
 /// A region of memory, by guest-physical address.
@@ -66,10 +66,10 @@ impl View {
                     Some(found) if found.prot.allows(wanted(access)) => Some(found),
                     found => {
                         let missing = (iova, wanted(access));
-                        match iotlb.miss_state(missing, self.since.get(), &self.waiter) {
-                            MissState::Refused => found,
-                            MissState::Pending => return Err(AccessError::Again { addr, access }),
+                        if !iotlb.is_refused(missing, self.since.get(), &self.waiter) {
+                            return Err(AccessError::Again { addr, access });
                         }
+                        found
                     }
                 }
             }

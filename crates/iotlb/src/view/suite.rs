@@ -9,11 +9,8 @@ use std::{
     thread,
 };
 
-use ringfence_iommu::{
-    GuestPhys, Iova, Map, Prot, Range,
-    shootdown::Shootdown,
-    suite::{Subject, pass},
-};
+use ringfence_iommu::{GuestPhys, Iova, Map, Prot, Range, shootdown::Shootdown};
+use ringfence_iommu_testing::suite::{Subject, pass};
 use ringfence_mem::{Access, Translate};
 
 use super::{

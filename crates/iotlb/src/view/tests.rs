@@ -192,9 +192,9 @@ fn an_invalidation_waits_for_views_of_its_domain_and_for_no_others() {
     }
     assert_eq!([read(&view), read(&elsewhere)], [Ok(()); 2]);
     let gone = unmap(&there, 0x1000, 1);
-    assert!(!shootdown.is_over(gone.0));
+    assert!(!shootdown.is_over(gone.as_u64()));
     elsewhere.quiet();
-    assert!(shootdown.is_over(gone.0), "no other view looks there");
+    assert!(shootdown.is_over(gone.as_u64()), "no other view looks there");
     assert!(read(&view).is_ok() && read(&elsewhere).is_err());
 
     // Bound to the other domain: until it has seen that, it is where it was.
@@ -202,14 +202,14 @@ fn an_invalidation_waits_for_views_of_its_domain_and_for_no_others() {
     endpoint.bind(Binding::Domain(Arc::clone(&there)));
     elsewhere.quiet();
     let gone = unmap(&here, 0x1000, 1);
-    assert!(!shootdown.is_over(gone.0));
+    assert!(!shootdown.is_over(gone.as_u64()));
     view.quiet();
-    assert!(shootdown.is_over(gone.0) && read(&view).is_ok());
+    assert!(shootdown.is_over(gone.as_u64()) && read(&view).is_ok());
     let gone = unmap(&there, 0x1000, 1);
     elsewhere.quiet();
-    assert!(!shootdown.is_over(gone.0), "now it is there");
+    assert!(!shootdown.is_over(gone.as_u64()), "now it is there");
     view.quiet();
-    assert!(shootdown.is_over(gone.0) && read(&view).is_err());
+    assert!(shootdown.is_over(gone.as_u64()) && read(&view).is_err());
 
     // An endpoint that is bound to no domain looks nothing up.
     endpoint.bind(Binding::Bypass);
@@ -217,7 +217,7 @@ fn an_invalidation_waits_for_views_of_its_domain_and_for_no_others() {
     map(&there, 0x1000, 17 * PAGE, 1, Prot::RW);
     let gone = unmap(&there, 0x1000, 1);
     elsewhere.quiet();
-    assert!(shootdown.is_over(gone.0));
+    assert!(shootdown.is_over(gone.as_u64()));
 }
 
 #[test]

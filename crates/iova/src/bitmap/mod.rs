@@ -1,4 +1,4 @@
-//! One bit a granule, next fit.
+//! One bit per granule, next fit.
 
 mod bits;
 
@@ -16,16 +16,16 @@ use crate::{
 /// The default window of a [`Bitmap`]: 4 GiB.
 ///
 /// Why 4 GiB: nearly every device can address it, as few have masks below 32 bits; and at a granule
-/// of 4 KiB it costs 128 KiB a bitmap for 4 GiB of memory mapped at once, more than devices usually
+/// of 4 KiB it costs 128 KiB per bitmap for 4 GiB of memory mapped at once, more than devices usually
 /// have in flight. A device that keeps more mapped needs a larger window, which costs memory and,
 /// once it is well filled, time.
 pub const DEFAULT_WINDOW: u64 = 1 << 32;
 
-/// The most granules that a window covers: 2^26, 8 MiB a bitmap (256 GiB at a granule of 4 KiB).
+/// The most granules that a window covers: 2^26, 8 MiB per bitmap (256 GiB at a granule of 4 KiB).
 /// Without a bound, an aperture of 57 bits given as the window would need an enormous bitmap.
 const MAX_GRANULES: u64 = 1 << 26;
 
-/// Invalidates every cached translation of the IOMMU; a lazy [`Bitmap`] calls it once a lap.
+/// Invalidates every cached translation of the IOMMU; a lazy [`Bitmap`] calls it once per lap.
 ///
 /// It may free ranges of the calling bitmap, but not allocate from it.
 pub trait Flush: Send + Sync {
@@ -47,7 +47,7 @@ impl<F: Fn() -> Result<(), FlushFailed> + Send + Sync> Flush for F {
     }
 }
 
-/// One bit a granule, next fit, over the lowest part of an aperture: the *window*.
+/// One bit per granule, next fit, over the lowest part of an aperture: the *window*.
 ///
 /// A search goes upwards from where the last one ended; at the end of the window it starts again at
 /// the bottom: a *lap*. In lazy mode a freed range keeps its bits until the next lap; then one
@@ -106,7 +106,7 @@ impl Bitmap {
 
     fn with(aperture: Aperture, window: u64, flush: Option<Box<dyn Flush>>) -> Bitmap {
         let window = aperture.truncated(aperture.granules(window).clamp(1, MAX_GRANULES));
-        let len = (window.high() - window.low()) as usize + 1;
+        let len = (window.high - window.low) as usize + 1;
         let lazy_len = if flush.is_some() { len } else { 0 };
         Bitmap {
             window,
@@ -183,7 +183,7 @@ impl Allocator for Bitmap {
             },
         };
         match place {
-            Ok(place) => Ok(self.window.start_of(self.window.low() + place as u64)),
+            Ok(place) => Ok(self.window.start_of(self.window.low + place as u64)),
             Err(reason) => Err(AllocError { request: *request, reason }),
         }
     }
@@ -205,7 +205,7 @@ impl Allocator for Bitmap {
 
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
         let Some((low, high)) = self.window.clip(first, last)? else { return Ok(()) };
-        let base = self.window.low();
+        let base = self.window.low;
         let (low, high) = ((low - base) as usize, (high - base) as usize);
         self.state.lock().reserve(low, high).map_err(|taken| ReserveError::InUse {
             first,
@@ -278,7 +278,7 @@ impl State {
         from: usize,
     ) -> Option<usize> {
         self.stats.searches += 1;
-        let base = window.low();
+        let base = window.low;
         // No overflow: the limit of a checked request lies within the window.
         let limit = (wanted.limit - base) as usize;
         let mut at = from;
@@ -305,7 +305,7 @@ impl State {
     /// The bits of the range, if it is exactly one allocated range.
     fn check(&self, window: &Aperture, iova: u64, size: u64) -> Result<(usize, usize), FreeReason> {
         let (number, count) = window.range_of(iova, size).ok_or(FreeReason::NotAllocated)?;
-        let first = (number - window.low()) as usize;
+        let first = (number - window.low) as usize;
         let last = first + (count as usize - 1);
         if self.reserved.iter().any(|&(low, high)| low <= last && first <= high) {
             return Err(FreeReason::Reserved);

@@ -20,11 +20,12 @@ impl Checks {
         Checks { cached: SpinLock::new(BTreeSet::new()) }
     }
 
-    /// Records that `iova` is about to be cached, if `check` succeeds; returns `false` if it is
-    /// cached already.
-    pub(super) fn insert(
+    /// Whether `iova`, for which `check` succeeds, may be cached: false if it is cached already. If it
+    /// may, and `record`, it counts as cached from now on.
+    pub(super) fn admits(
         &self,
         iova: u64,
+        record: bool,
         check: impl FnOnce() -> Result<(), FreeError>,
     ) -> Result<bool, FreeError> {
         let mut cached = self.cached.lock();
@@ -32,20 +33,10 @@ impl Checks {
             return Ok(false);
         }
         check()?;
-        Ok(cached.insert(iova))
-    }
-
-    /// As [`insert`](Self::insert), without recording anything.
-    pub(super) fn look(
-        &self,
-        iova: u64,
-        check: impl FnOnce() -> Result<(), FreeError>,
-    ) -> Result<bool, FreeError> {
-        let cached = self.cached.lock();
-        if cached.contains(&iova) {
-            return Ok(false);
+        if record {
+            cached.insert(iova);
         }
-        check().map(|()| true)
+        Ok(true)
     }
 
     /// Records that `iova` has left the caches for a caller.

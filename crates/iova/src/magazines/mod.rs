@@ -24,7 +24,7 @@ use magazine::{Budget, Depot, Magazine};
 pub const SIZE_CLASSES: usize = 6;
 /// The largest cached range, in granules (rule L6).
 pub const LARGEST_CACHED: u64 = 1 << (SIZE_CLASSES - 1);
-/// The depot gives back at most one magazine a class in this time, 100 ms (rule L10).
+/// The depot gives back at most one magazine per class in this time, 100 ms (rule L10).
 pub const TRIM_INTERVAL_NS: u64 = 100_000_000;
 
 /// How [`Magazines`] are set up.
@@ -50,7 +50,7 @@ impl Default for MagazineConfig {
 /// A size of up to [`LARGEST_CACHED`] granules is rounded up to a power of two before it is
 /// requested below (rule L5) and aligned to that, even if the request needs less: there are six
 /// classes of ranges, and within a class all are alike. Hence a request with a smaller alignment
-/// fails when only less aligned places are left. Each CPU has two magazines a class, *loaded* and
+/// fails when only less aligned places are left. Each CPU has two magazines per class, *loaded* and
 /// *previous*; when a freed range finds both full, one goes to the *depot*, and when a request
 /// finds both empty, one comes from there. Two are needed so that a CPU on the boundary does not go
 /// to the depot for every range. Larger ranges go straight to the allocator below (rule L6).
@@ -247,15 +247,18 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
     /// Gives all ranges of a magazine back to the allocator below.
     fn give_back(&self, class: Class, magazine: Magazine) {
         for iova in magazine.iovas() {
-            let freed = match &self.checks {
-                Some(checks) => checks.remove(iova, || self.inner.free(iova, class.size)),
-                None => self.inner.free(iova, class.size),
-            };
             // Fails only if the caller, unchecked, freed what it did not own: counted.
-            let counter = if freed.is_ok() { &self.returned } else { &self.rejected };
+            let counter =
+                if self.free_below(class, iova).is_ok() { &self.returned } else { &self.rejected };
             counter.fetch_add(1, Ordering::Relaxed);
         }
         self.budget.retire(magazine);
+    }
+
+    /// Frees a range that is leaving the caches, or never entered them.
+    fn free_below(&self, class: Class, iova: u64) -> Result<(), FreeError> {
+        let free = || self.inner.free(iova, class.size);
+        self.checks.as_ref().map_or_else(free, |checks| checks.remove(iova, free))
     }
 
     fn give_back_pairs(&self, classes: [Pair; SIZE_CLASSES]) {
@@ -335,8 +338,8 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
             return rejected(FreeError { iova, size, reason: FreeReason::NotAllocated });
         }
         if let Some(checks) = &self.checks {
-            let checked = checks.insert(iova, || self.inner.check_free(iova, class.size));
-            match checked {
+            let admits = checks.admits(iova, true, || self.inner.check_free(iova, class.size));
+            match admits {
                 Ok(true) => {}
                 Ok(false) => {
                     return rejected(FreeError { iova, size, reason: FreeReason::AlreadyFree });
@@ -347,11 +350,7 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
         if self.put(class, iova) {
             return Ok(());
         }
-        let freed = match &self.checks {
-            Some(checks) => checks.remove(iova, || self.inner.free(iova, class.size)),
-            None => self.inner.free(iova, class.size),
-        };
-        freed.or_else(rejected)
+        self.free_below(class, iova).or_else(rejected)
     }
 
     fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
@@ -369,7 +368,7 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
         let Some(class) = self.class_of(size) else { return self.inner.check_free(iova, size) };
         let below = || self.inner.check_free(iova, class.size);
         let result = match &self.checks {
-            Some(checks) => match checks.look(iova, below) {
+            Some(checks) => match checks.admits(iova, false, below) {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(FreeError { iova, size, reason: FreeReason::AlreadyFree }),
                 Err(error) => Err(error),
@@ -381,11 +380,6 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
 
     fn granule(&self) -> u64 {
         self.inner.granule()
-    }
-
-    /// Rule L6: 32 granules.
-    fn optimal_size(&self) -> u64 {
-        self.inner.granule().saturating_mul(LARGEST_CACHED)
     }
 
     fn stats(&self) -> Stats {

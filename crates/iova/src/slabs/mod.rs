@@ -20,8 +20,8 @@ use ringfence_sync::{
 
 use self::core::{Core, LazyIndex};
 use crate::{
-    Align, AllocError, Allocator, Aperture, ApertureError, FreeError, FreeReason, Request,
-    ReserveError, Stats, aperture::GranuleRequest,
+    Align, AllocError, Allocator, Aperture, FreeError, FreeReason, Request, ReserveError, Stats,
+    aperture::GranuleRequest,
 };
 use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
 use index::Hints;
@@ -45,6 +45,7 @@ const IDLE_SHARE_BITS: u32 = 6;
 
 /// Where [`Slabs`] place ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Placement {
     /// Ranges of one size class side by side, from the top of the aperture down, each CPU in slabs
     /// of its own. The fastest.
@@ -162,7 +163,7 @@ impl<C: CpuId> Slabs<C> {
 
     /// As [`new`](Self::new), set up by `config`.
     pub fn with_config(aperture: Aperture, cpu: C, config: SlabConfig) -> Self {
-        let granules = aperture.high() - aperture.low();
+        let granules = aperture.high - aperture.low;
         let largest_slab = match config.largest_slab {
             Some(bytes) => (bytes >> aperture.granule().trailing_zeros()).checked_ilog2(),
             // Granule 0 is never included: this keeps 32 bits from counting as 31.
@@ -176,16 +177,16 @@ impl<C: CpuId> Slabs<C> {
             }
             Placement::Lowest | Placement::Highest => 0,
         };
-        let region_of_last = |class: usize| aperture.high() >> class.min(63) >> SLOT_BITS;
+        let region_of_last = |class: usize| aperture.high >> class.min(63) >> SLOT_BITS;
         let zones = zones(&aperture, &config.limits);
-        let mut core = Core::new(Tree::new(aperture.high()));
-        core.tree.give(aperture.low(), granules + 1);
+        let mut core = Core::new(Tree::new(aperture.high));
+        core.tree.give(aperture.low, granules + 1);
         Slabs {
             aperture,
             shift,
-            top: aperture.high(),
+            top: aperture.high,
             zones,
-            last_zone: zones.iter().position(|last| *last == aperture.high()).unwrap_or(0),
+            last_zone: zones.iter().position(|last| *last == aperture.high).unwrap_or(0),
             largest_slab: largest_slab.unwrap_or(0),
             placement: config.placement,
             idle_slabs: config.idle_slabs,
@@ -200,32 +201,6 @@ impl<C: CpuId> Slabs<C> {
             rejected: AtomicU64::new(0),
             drains: AtomicU64::new(0),
         }
-    }
-
-    /// Several apertures as one, with the gaps between them reserved. VFIO and iommufd report the
-    /// usable addresses of a device in this form.
-    ///
-    /// # Errors
-    /// There are no apertures, or they differ in their granule.
-    pub fn over(apertures: &[Aperture], cpu: C, config: SlabConfig) -> Result<Self, ApertureError> {
-        let hull = Aperture::hull(apertures)?;
-        let slabs = Self::with_config(hull, cpu, config);
-        let mut sorted = Vec::from(apertures);
-        sorted.sort_unstable_by_key(Aperture::low);
-        let mut core = slabs.core.lock();
-        let mut next = hull.low();
-        for aperture in sorted {
-            if aperture.low() > next {
-                core.tree.take(next, aperture.low() - next);
-                core.note_reserved(next, aperture.low() - 1);
-            }
-            match aperture.high().checked_add(1) {
-                Some(after) => next = next.max(after),
-                None => break,
-            }
-        }
-        drop(core);
-        Ok(slabs)
     }
 
     /// Gives back what `cpu` keeps (rule L9). It keeps nothing until [`online`](Self::online): a
@@ -312,12 +287,12 @@ fn zones(aperture: &Aperture, limits: &[u64]) -> [u64; MAX_ZONES] {
     let mut ends: Vec<u64> = limits
         .iter()
         .filter_map(|limit| aperture.last_whole(*limit))
-        .filter(|last| (aperture.low()..aperture.high()).contains(last))
+        .filter(|last| (aperture.low..aperture.high).contains(last))
         .collect();
     ends.sort_unstable();
     ends.dedup();
     ends.truncate(MAX_ZONES - 1);
-    ::core::array::from_fn(|zone| ends.get(zone).copied().unwrap_or(aperture.high()))
+    ::core::array::from_fn(|zone| ends.get(zone).copied().unwrap_or(aperture.high))
 }
 
 impl<C: CpuId> Allocator for Slabs<C> {
@@ -382,14 +357,6 @@ impl<C: CpuId> Allocator for Slabs<C> {
 
     fn granule(&self) -> u64 {
         self.aperture.granule()
-    }
-
-    /// 1 GiB: larger ranges come from the tree.
-    fn optimal_size(&self) -> u64 {
-        match self.placement {
-            Placement::SizeAligned => LARGEST_CLASS.max(self.granule()),
-            Placement::Lowest | Placement::Highest => u64::MAX,
-        }
     }
 
     fn stats(&self) -> Stats {

@@ -1,4 +1,4 @@
-use std::{collections::BTreeSet, string::ToString, sync::Arc, thread, vec, vec::Vec};
+use std::{collections::BTreeSet, sync::Arc, thread, vec, vec::Vec};
 
 use proptest::{prelude::Rng, test_runner::TestRunner};
 use ringfence_sync::cpu::{FixedCpu, OneCpu, OsCpu};
@@ -52,7 +52,6 @@ fn every_class_from_a_granule_to_a_gibibyte_has_slabs_and_what_is_larger_has_not
     assert_eq!(slabs.core.lock().exact.len(), 1);
     assert!(slabs.free(iova, huge - PAGE).is_err());
     slabs.free(iova, huge).unwrap();
-    assert_eq!(slabs.optimal_size(), 1 << 30);
 }
 
 #[test]
@@ -236,20 +235,12 @@ fn a_limit_within_the_last_granule_keeps_all_of_it_out() {
 }
 
 #[test]
-fn several_apertures_are_one_with_gaps() {
-    let part = |first, last| Aperture::new(first, last, PAGE).unwrap();
-    let parts = [part(0xfef0_0000, (1 << 39) - 1), part(0, 0xfedf_ffff)];
-    let slabs = Slabs::over(&parts, OneCpu, SlabConfig::default()).unwrap();
+fn a_reserved_gap_is_passed_over() {
+    let slabs = Slabs::new(Aperture::new(0, (1 << 39) - 1, PAGE).unwrap(), OneCpu);
+    slabs.reserve(0xfee0_0000, 0xfeef_ffff).unwrap();
     let below = slabs.alloc(&pages(1).limit(0xfeef_ffff)).unwrap();
     assert_eq!(below >> 21, 0xfedf_ffff >> 21, "just below the gap: {below:#x}");
     assert_eq!(slabs.free(0xfee0_0000, PAGE).unwrap_err().reason, FreeReason::Reserved);
-    let parts = [part(0, 0xffff), part(0x8000, 0x1_ffff)];
-    let slabs = Slabs::over(&parts, OneCpu, SlabConfig::default()).unwrap();
-    assert_eq!(slabs.core.lock().tree.free(), 31);
-    let other = Aperture::new(0, 0xffff, 1).unwrap();
-    let error = Slabs::over(&[parts[0], other], OneCpu, SlabConfig::default()).unwrap_err();
-    assert_eq!(error.to_string(), "one aperture has granules of 0x1000 bytes, another of 0x1");
-    assert_eq!(Slabs::over(&[], OneCpu, SlabConfig::default()).err(), Some(ApertureError::None));
 }
 
 #[test]
@@ -289,7 +280,6 @@ fn the_lowest_and_the_highest_place_are_just_that() {
         assert_eq!(odd, if placement == Placement::Lowest { 0x3000 } else { 0xffff_b000 });
         slabs.free(odd, 3 * PAGE).unwrap();
         assert_eq!(slabs.stats().cached_ranges, 0);
-        assert_eq!(slabs.optimal_size(), u64::MAX);
     }
 }
 

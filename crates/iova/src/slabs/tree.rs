@@ -92,6 +92,7 @@ pub(super) struct Tree {
     depth: u32,
     root: u32,
     sum: Sum,
+    #[cfg(test)]
     free: u64,
 }
 
@@ -106,6 +107,7 @@ impl Tree {
             depth,
             root: NONE,
             sum: Sum::TAKEN,
+            #[cfg(test)]
             free: 0,
         };
         tree.root = tree.make(depth, false);
@@ -135,14 +137,20 @@ impl Tree {
     /// never be among them.
     pub(super) fn give(&mut self, first: u64, count: u64) {
         debug_assert!(first != 0 && self.is_taken(first, count));
-        self.free += count;
+        #[cfg(test)]
+        {
+            self.free += count;
+        }
         self.sum = self.set(self.depth, self.root, first, first + (count - 1), true);
     }
 
     /// Takes `count` granules from `first` on. They must all be free.
     pub(super) fn take(&mut self, first: u64, count: u64) {
         debug_assert_eq!(self.first_taken(first, first + (count - 1)), None);
-        self.free -= count;
+        #[cfg(test)]
+        {
+            self.free -= count;
+        }
         self.sum = self.set(self.depth, self.root, first, first + (count - 1), false);
     }
 

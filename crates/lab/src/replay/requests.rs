@@ -3,7 +3,7 @@
 
 use std::sync::{
     Arc,
-    atomic::{AtomicBool, Ordering},
+    atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
 use anyhow::{Context, Result};
@@ -11,10 +11,8 @@ use ringfence_dma::{
     Device, Direction, DmaBuffer, DmaConfig, Environment, Mapping, OsThreadClock, Policy, TimerKind,
 };
 use ringfence_iommu::{
-    Geometry, GuestPhys, Iova, PageSizes, Range, SoftDomain,
-    shootdown::Shootdown,
-    table::Limits,
-    wrap::{Counted, Kind},
+    Error, Gather, Geometry, GuestPhys, Iova, Map, PageSizes, Partial, Range, SoftDomain,
+    SyncToken, Work, pass_on, shootdown::Shootdown, table::Limits,
 };
 use ringfence_iova::{Allocator, Aperture, Placement};
 use ringfence_sync::{
@@ -43,7 +41,57 @@ unsafe impl DmaBuffer<GuestPhys> for Recorded<'_> {
     }
 }
 
-type Domain = Arc<Counted<Arc<SoftDomain<GuestPhys>>>>;
+type Domain = Arc<Counted>;
+
+/// A domain that counts what is requested of it.
+struct Counted {
+    inner: Arc<SoftDomain<GuestPhys>>,
+    counts: Counts,
+}
+
+/// Elements of lists, and syncs.
+#[derive(Default)]
+struct Counts {
+    maps: AtomicU64,
+    unmaps: AtomicU64,
+    map_syncs: AtomicU64,
+    unmap_syncs: AtomicU64,
+    flushes: AtomicU64,
+}
+
+/// The elements of a list that a domain has looked at: the refused one is the last.
+fn looked_at<R>(done: &Result<R, Partial>, all: usize) -> u64 {
+    done.as_ref().map_or_else(|partial| partial.done + 1, |_| all) as u64
+}
+
+// SAFETY: the inner domain's promise.
+unsafe impl ringfence_iommu::Domain for Counted {
+    type Target = GuestPhys;
+
+    pass_on!(inner: geometry, capabilities, sync_poll, sync_wait, iova_to_phys);
+
+    fn map_pages(&self, maps: &[Map<GuestPhys>]) -> Result<(), Partial> {
+        let done = self.inner.map_pages(maps);
+        self.counts.maps.fetch_add(looked_at(&done, maps.len()), Ordering::Relaxed);
+        done
+    }
+
+    fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
+        let done = self.inner.unmap_pages(ranges, gather);
+        self.counts.unmaps.fetch_add(looked_at(&done, ranges.len()), Ordering::Relaxed);
+        done
+    }
+
+    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken, Error> {
+        let count = match work {
+            Work::Map(_) => &self.counts.map_syncs,
+            Work::Unmap { .. } => &self.counts.unmap_syncs,
+            Work::All => &self.counts.flushes,
+        };
+        count.fetch_add(1, Ordering::Relaxed);
+        self.inner.sync_begin(work)
+    }
+}
 
 /// The devices of a recording, one a domain, and their common clock.
 struct Rig {
@@ -121,7 +169,7 @@ impl Rig {
                 thread_clock: Arc::new(OsThreadClock),
             };
             let allocator = AllocatorKind::Ringfence.make(aperture, Placement::default());
-            let domain = Arc::new(Counted::new(domain));
+            let domain = Arc::new(Counted { inner: domain, counts: Counts::default() });
             Device::builder(domain)
                 .allocator(allocator)
                 .config(config)
@@ -187,12 +235,12 @@ impl Rig {
         let [mut map_syncs, mut unmap_syncs, mut flushes, mut full] = [0; 4];
         for device in &self.devices {
             device.effective_policy().name().clone_into(&mut row.effective_policy);
-            let counts = device.domain().counts();
-            row.map_requests += counts[Kind::Map].calls;
-            row.unmap_requests += counts[Kind::Unmap].calls;
-            map_syncs += counts[Kind::SyncMap].calls;
-            unmap_syncs += counts[Kind::Sync].calls;
-            flushes += counts[Kind::FlushAll].calls;
+            let counts = &device.domain().counts;
+            row.map_requests += counts.maps.load(Ordering::Relaxed);
+            row.unmap_requests += counts.unmaps.load(Ordering::Relaxed);
+            map_syncs += counts.map_syncs.load(Ordering::Relaxed);
+            unmap_syncs += counts.unmap_syncs.load(Ordering::Relaxed);
+            flushes += counts.flushes.load(Ordering::Relaxed);
             let stats = device.stats();
             full += stats.full_queue_flushes;
             age_ns = age_ns.max(stats.exposure.max_age_ns);

@@ -1,9 +1,7 @@
 //! The suite for any domain, run on those over a kernel.
 
-use ringfence_iommu::{
-    Domain, HostAddr, Iova, Map, Prot, Range,
-    suite::{MEMORY, Subject, pass},
-};
+use ringfence_iommu::{Domain, HostAddr, Iova, Map, Prot, Range};
+use ringfence_iommu_testing::suite::{MEMORY, Subject, pass};
 use ringfence_vfio::Tuning;
 use ringfence_vfio_testing::fake::{Memory, Refused};
 

@@ -176,7 +176,7 @@ impl<H: Handler> Server<H> {
 
     /// SET_LOG_BASE: writes are logged there from now on, if logging is on.
     pub(super) fn set_log(&mut self, file: SharedFile) -> Result<(), HandlerError> {
-        let log = Arc::new(DirtyLog::new(file, self.handler.log_index()));
+        let log = Arc::new(DirtyLog::new(file));
         if self.features & msg::F_LOG_ALL != 0 {
             self.handler.set_log(Some(Arc::clone(&log)))?;
         }

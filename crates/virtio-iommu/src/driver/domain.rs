@@ -27,7 +27,7 @@ pub(super) const FLUSH: u64 = 1 << 63;
 
 /// The number of the request that a sync waits for.
 pub(super) const fn seq_of(token: SyncToken) -> u64 {
-    token.0 & !FLUSH
+    token.as_u64() & !FLUSH
 }
 
 /// What the addresses of a domain mean.
@@ -299,8 +299,8 @@ impl ViommuDomain {
     /// before is reported.
     pub(super) fn begin_sync(&self) -> Result<SyncToken> {
         match self.is_attached() {
-            true => self.driver.begin_sync().map(SyncToken),
-            false => Ok(SyncToken(self.driver.answered())),
+            true => self.driver.begin_sync().map(SyncToken::new),
+            false => Ok(SyncToken::new(self.driver.answered())),
         }
     }
 

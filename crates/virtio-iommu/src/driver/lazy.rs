@@ -24,14 +24,14 @@ impl ViommuDomain {
             && let Some(seq) = self.send_flush()?
         {
             self.driver.begin_sync()?;
-            return Ok(SyncToken(seq | FLUSH));
+            return Ok(SyncToken::new(seq | FLUSH));
         }
         self.begin_sync()
     }
 
     /// What the reply was to the IOTLB_FLUSH of a sync that is over, if it had one.
     pub(super) fn flushed(&self, token: SyncToken) -> Result<()> {
-        match token.0 & FLUSH {
+        match token.as_u64() & FLUSH {
             0 => Ok(()),
             _ => self.driver.flushed(seq_of(token)),
         }

@@ -103,10 +103,10 @@ impl Backing for Endpoints {
         Ok(())
     }
     fn sync_binding_begin(&self, _endpoint: u32) -> Result<SyncToken> {
-        Ok(SyncToken(self.shootdown.begin(&[], true)))
+        Ok(SyncToken::new(self.shootdown.begin(&[], true)))
     }
     fn sync_binding_poll(&self, token: SyncToken) -> Result<bool> {
-        Ok(self.shootdown.is_over(token.0))
+        Ok(self.shootdown.is_over(token.as_u64()))
     }
 }
 

@@ -11,8 +11,8 @@ use ringfence_iommu::{
     Domain, Error, Geometry, GuestPhys, HostAddr, Iova, PageSizes, Prot, Range, Result, SoftDomain,
     shootdown::Shootdown,
     table::{Limits, Mapping},
-    wrap::{Faulty, Kind, Stage, When},
 };
+use ringfence_iommu_testing::{Faulty, Kind, Stage, When};
 use ringfence_virtio_iommu::{
     device::{
         Backing, Binding, Device, DeviceConfig, EndpointInfo, HostRegion, Joint, Mirror, Outside,

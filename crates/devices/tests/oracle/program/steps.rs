@@ -5,7 +5,7 @@ use ringfence_dma::{
     BounceConfig, BounceLimits, Detector, Direction, Distrust, DmaConfig, FlushTuning, Policy,
     QueueKind, TimerKind, Trust, Written,
 };
-use ringfence_iommu::wrap::{Kind, Stage};
+use ringfence_iommu_testing::{Kind, Stage};
 use ringfence_run::worker::Notify;
 
 use crate::{

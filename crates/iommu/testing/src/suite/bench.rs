@@ -1,13 +1,9 @@
 //! The operations that the checks use on a subject.
 
-use alloc::{
-    format,
-    string::{String, ToString},
-};
-use core::fmt::Display;
+use std::fmt::Display;
 
 use super::subject::{MEMORY, Subject};
-use crate::{Address, Domain, Error, Gather, Geometry, Iova, Prot, Range, Result};
+use ringfence_iommu::{Address, Domain, Error, Gather, Geometry, Iova, Prot, Range, Result};
 
 /// Why a check ended early.
 pub(super) enum Stop {

@@ -1,8 +1,6 @@
 //! A device's cache.
 
-use alloc::vec::Vec;
-
-use crate::{
+use ringfence_iommu::{
     Address, Iova, Prot, Range, SoftDomain,
     shootdown::{Invalidation, Reader},
     table::Translation,

@@ -8,11 +8,9 @@ mod cache;
 mod list;
 mod subject;
 
-use alloc::{format, string::String, vec::Vec};
-
-use crate::Domain;
 pub use cache::Cache;
 pub use list::{Check, checks};
+use ringfence_iommu::Domain;
 pub use subject::{MEMORY, Subject};
 
 use bench::{Area, Bench, Stop};

@@ -1,13 +1,14 @@
 //! The checks.
 
-use alloc::{format, vec, vec::Vec};
-use core::fmt;
+use std::fmt;
 
 use super::{
     bench::{Bench, Stop, ensure, fail},
     subject::{MEMORY, Subject},
 };
-use crate::{Domain, Error, Gather, Iova, Map, Partial, Pending, Prot, Range, Result, Work};
+use ringfence_iommu::{
+    Address, Domain, Error, Gather, Iova, Map, Partial, Pending, Prot, Range, Result, Work,
+};
 
 type Checked = Result<(), Stop>;
 
@@ -320,7 +321,7 @@ fn finds_what_is_mapped<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
     let range = bench.pages(5, 6);
     bench.must_map(range, 9, Prot::RW)?;
     let target = bench.subject.map(range, 9, Prot::RW).target();
-    let last = crate::Address::checked_add(target, range.extent());
+    let last = Address::checked_add(target, range.extent());
     let find = |iova| bench.domain().iova_to_phys(iova);
     let found = (find(range.first()), find(range.last()));
     ensure(found == (Some(target), last), || format!("{range} is found at {found:?}"))?;
@@ -361,7 +362,7 @@ fn maps_its_last_granule<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
         return Err(Stop::NotApplicable("the last granule of the aperture is not for mapping"));
     };
     bench.must_map(range, 1, Prot::RW)?;
-    let wanted = crate::Address::as_u64(bench.subject.map(range, 1, Prot::RW).target());
+    let wanted = Address::as_u64(bench.subject.map(range, 1, Prot::RW).target());
     let found = bench.subject.access(range.first(), Prot::READ);
     let unmapped = bench.must_unmap(range)?;
     ensure(found == Some(wanted), || format!("{range} leads to {found:?}"))?;

@@ -1,6 +1,6 @@
 //! What is checked.
 
-use crate::{Domain, Iova, Map, Prot, Range};
+use ringfence_iommu::{Domain, Iova, Map, Prot, Range};
 
 /// How many contiguous granules of memory a subject has.
 pub const MEMORY: u64 = 72;

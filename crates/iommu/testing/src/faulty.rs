@@ -1,16 +1,46 @@
 //! Failures on purpose.
 
-use alloc::vec::Vec;
-use core::{
+use std::{
     fmt,
-    // The atomics of `core` even under loom: counting orders nothing.
+    // The atomics of `std` even under loom: counting orders nothing.
     sync::atomic::{AtomicU64, Ordering},
 };
 
+use ringfence_iommu::{Domain, Error, Gather, Iova, Map, Partial, Range, Result, SyncToken, Work};
 use ringfence_sync::lock::SpinLock;
 
-use super::Kind;
-use crate::{Domain, Error, Gather, Iova, Map, Partial, Range, Result, SyncToken, Work};
+/// The calls of a [`Domain`] that do something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Kind {
+    /// An element of [`map_pages`](Domain::map_pages)
+    Map,
+    /// An element of [`unmap_pages`](Domain::unmap_pages)
+    Unmap,
+    /// [`sync_begin`](Domain::sync_begin) of [`Work::Map`]
+    SyncMap,
+    /// [`sync_begin`](Domain::sync_begin) of [`Work::Unmap`]
+    Sync,
+    /// [`sync_begin`](Domain::sync_begin) of [`Work::All`]
+    FlushAll,
+    /// A [`sync_poll`](Domain::sync_poll) that finds the sync over.
+    SyncEnd,
+    /// [`iova_to_phys`](Domain::iova_to_phys)
+    Lookup,
+}
+
+impl Kind {
+    const COUNT: usize = Kind::Lookup as usize + 1;
+
+    /// The kind of a sync's beginning.
+    const fn of(work: Work<'_>) -> Kind {
+        match work {
+            Work::Map(_) => Kind::SyncMap,
+            Work::Unmap { .. } => Kind::Sync,
+            Work::All => Kind::FlushAll,
+        }
+    }
+}
 
 /// Which calls of a kind fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +84,7 @@ struct Rule {
 pub struct Faulty<D> {
     inner: D,
     rules: SpinLock<Vec<Rule>>,
-    calls: [AtomicU64; Kind::ALL.len()],
+    calls: [AtomicU64; Kind::COUNT],
     /// The state of the generator: each draw adds a constant to it, so that draws need no lock.
     random: AtomicU64,
     injected: AtomicU64,
@@ -80,7 +110,7 @@ impl<D> Faulty<D> {
     /// Makes calls of `kind` fail with `error`. If several rules apply to a call, the first one
     /// made wins.
     pub fn inject_error(&self, kind: Kind, when: When, stage: Stage, error: Error) {
-        let since = self.calls[kind.index()].load(Ordering::Relaxed);
+        let since = self.calls[kind as usize].load(Ordering::Relaxed);
         self.rules.lock().push(Rule { kind, when, stage, error, since });
     }
 
@@ -100,7 +130,7 @@ impl<D> Faulty<D> {
     }
 
     fn fault(&self, kind: Kind) -> Option<(Stage, Error)> {
-        let call = self.calls[kind.index()].fetch_add(1, Ordering::Relaxed) + 1;
+        let call = self.calls[kind as usize].fetch_add(1, Ordering::Relaxed) + 1;
         let rules = self.rules.lock();
         let rule = rules.iter().filter(|rule| rule.kind == kind).find(|rule| {
             // A call that began before the rule was made may arrive here after it: the rule does
@@ -130,7 +160,7 @@ impl<D> Faulty<D> {
 }
 
 /// A sync that was over as soon as it began, but may still fail.
-const OVER: SyncToken = SyncToken(u64::MAX);
+const OVER: SyncToken = SyncToken::new(u64::MAX);
 
 impl<D: Domain> Faulty<D> {
     fn around<R>(&self, kind: Kind, call: impl FnOnce(&D) -> Result<R>) -> Result<R> {
@@ -149,7 +179,7 @@ impl<D: Domain> Faulty<D> {
 unsafe impl<D: Domain> Domain for Faulty<D> {
     type Target = D::Target;
 
-    crate::pass_on!(inner: geometry, capabilities, mappings_from);
+    ringfence_iommu::pass_on!(inner: geometry, capabilities, mappings_from);
 
     fn map_pages(&self, maps: &[Map<D::Target>]) -> Result<(), Partial> {
         Partial::each(maps, |&map| self.around(Kind::Map, |inner| inner.map(map)))
@@ -195,74 +225,5 @@ impl<D: fmt::Debug> fmt::Debug for Faulty<D> {
             .field("rules", &self.rules)
             .field("injected", &self.injected())
             .finish_non_exhaustive()
-    }
-}
-
-#[cfg(all(test, not(loom)))]
-mod tests {
-    use super::*;
-    use crate::wrap::fake::{Fake, map, page};
-
-    const INJECTED: Error = Error::Gone("injected fault");
-
-    #[test]
-    fn the_nth_call_of_its_kind_fails_and_no_other() {
-        let domain = Faulty::new(Fake::default(), 0);
-        domain.flush_iotlb_all().unwrap();
-        domain.inject(Kind::FlushAll, When::Nth(2), Stage::Before);
-        domain.iotlb_sync_map(page(0)).unwrap();
-        domain.flush_iotlb_all().unwrap();
-        assert_eq!(domain.flush_iotlb_all(), Err(INJECTED));
-        domain.flush_iotlb_all().unwrap();
-        assert_eq!(domain.injected(), 1);
-    }
-
-    #[test]
-    fn a_failure_before_changes_nothing_and_one_after_has_changed_it() {
-        let domain = Faulty::new(Fake::default(), 0);
-        domain.inject_error(Kind::Map, When::Nth(1), Stage::Before, Error::NoMemory);
-        domain.inject(Kind::Map, When::Nth(2), Stage::After);
-        let map = |n| domain.map(map(page(n), 0));
-        assert_eq!(map(1), Err(Error::NoMemory));
-        assert_eq!(domain.iova_to_phys(page(1).first()), None);
-        assert_eq!(map(2), Err(INJECTED));
-        assert!(domain.iova_to_phys(page(2).first()).is_some());
-        assert_eq!(map(3), Ok(()));
-        domain.inject(Kind::Sync, When::Nth(1), Stage::Before);
-        domain.inject(Kind::SyncEnd, When::Nth(1), Stage::After);
-        for _ in 0..2 {
-            let mut gather = Gather::new();
-            domain.unmap(page(3), &mut gather).unwrap();
-            domain.unmap(page(5), &mut gather).unwrap();
-            assert_eq!(domain.iotlb_sync(&mut gather), Err(INJECTED));
-            assert!(gather.is_empty());
-        }
-    }
-
-    #[test]
-    fn every_nth_always_and_never() {
-        let domain = Faulty::new(Fake::default(), 0);
-        domain.inject(Kind::FlushAll, When::Every(3), Stage::Before);
-        domain.inject(Kind::FlushAll, When::Every(0), Stage::Before);
-        let failed: Vec<_> = (1..10).filter(|_| domain.flush_iotlb_all().is_err()).collect();
-        assert_eq!(failed, [3, 6, 9]);
-        domain.inject(Kind::Lookup, When::Always, Stage::Before);
-        domain.map(map(page(1), 0)).unwrap();
-        assert_eq!(domain.iova_to_phys(page(1).first()), None);
-        domain.clear();
-        assert!(domain.iova_to_phys(page(1).first()).is_some());
-    }
-
-    #[test]
-    fn chance_is_about_as_configured_and_repeats_with_its_seed() {
-        let run = |seed| {
-            let domain = Faulty::new(Fake::default(), seed);
-            domain.inject(Kind::FlushAll, When::PerMillion(100_000), Stage::Before);
-            (0..2000).filter(|_| domain.flush_iotlb_all().is_err()).collect::<Vec<u32>>()
-        };
-        let first = run(42);
-        assert!((100..300).contains(&first.len()), "{} of 2000 at 10 %", first.len());
-        assert_eq!(first, run(42));
-        assert_ne!(first, run(43));
     }
 }
