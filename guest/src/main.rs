@@ -46,14 +46,13 @@ fn main() -> Result<()> {
         let address = next("the second disk's PCI address")?;
         return groups::check(first, (&address, next("its group")?.parse()?));
     }
-    let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
     if address == "domain" {
+        let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
         domain::rules(&container)?;
         return domain::check(&Type1::new(container, Tuning::default())?);
     }
-    let device = container.device(&address)?;
-    let domain = Type1::new(container, Tuning::default())?;
-    drive(&domain, &device)
+    let opened = ringfence_vfio::open(&address)?;
+    drive(&opened.domain, &opened.device)
 }
 
 /// The same over an iommufd, after its rules have been asked.

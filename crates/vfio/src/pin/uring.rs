@@ -182,14 +182,7 @@ impl Uring {
 
 impl Backing for Uring {
     fn limits(&self) -> Limits {
-        Limits {
-            page: self.page,
-            run: 1 << 30,
-            runs: CALL,
-            slots: Some(self.slots),
-            first: FIRST,
-            always_writes: true,
-        }
+        Limits { page: self.page, run: 1 << 30, runs: CALL, slots: self.slots, first: FIRST }
     }
 
     #[inline(always)]
@@ -235,7 +228,6 @@ impl Backing for Uring {
                     }
                 }
             }
-            Release::Pages(_) => {}
             Release::All => {
                 self.forget_name();
                 self.rings.drain(..).for_each(forget);

@@ -28,6 +28,7 @@ impl Default for Tuning {
 
 /// The counts of a domain's mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Usage {
     /// Mappings that can be unmapped on their own.
     pub mappings: u64,
