@@ -75,21 +75,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TEXT", default_value = "ringfence", value_parser = id)]
     id: String,
 
-    /// The most translations to keep in the IOTLB
-    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries,
-          value_parser = clap::value_parser!(u64).range(64..=1 << 24))]
-    iotlb_entries: u64,
-
-    /// How long a request waits for a translation before it fails
-    #[arg(long, value_name = "MS", alias = "iotlb-patience-ms",
-          default_value_t = IotlbConfig::default().timeout.as_millis() as u64,
-          value_parser = clap::value_parser!(u64).range(1..=600_000))]
-    iotlb_timeout_ms: u64,
-
-    /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
-    /// translate, such as User-Mode Linux
-    #[arg(long)]
-    no_iommu: bool,
+    #[command(flatten)]
+    iotlb: serve::Iotlb,
 
     /// How many IOTLB misses may be outstanding at a time
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses as u16,
@@ -131,20 +118,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         reader: begun.socket(0, service.socket.as_deref()).as_deref().map(serve::reader),
     };
     let image = open(path, how)?;
-    let ready = serve::open(begun, service, &[], usize::from(*queues), || {
+    let paths: Vec<&Path> = service.socket.as_deref().into_iter().collect();
+    let ready = serve::open(begun, &service.common, &paths, usize::from(*queues), || {
         make_rings(&image, *queues).context("io_uring")
     })?;
     let workers = ready.workers("blk", *queues)?;
-    let iotlb = IotlbConfig {
-        entries: arguments.iotlb_entries,
-        misses: arguments.iotlb_misses.into(),
-        timeout: Duration::from_millis(arguments.iotlb_timeout_ms),
-        ..IotlbConfig::default()
-    };
+    let iotlb = IotlbConfig { misses: arguments.iotlb_misses.into(), ..arguments.iotlb.config() };
     let disk = Disk::File(Arc::new(image));
     let options = BlkOptions {
         read_only: *read_only,
-        iotlb: (!arguments.no_iommu).then_some(iotlb),
+        iotlb: (!arguments.iotlb.no_iommu).then_some(iotlb),
         ..BlkOptions::new(disk, &arguments.id, *queues)
     };
     let image = path.display().to_string();

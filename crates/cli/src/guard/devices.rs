@@ -23,11 +23,11 @@ use super::{
     address::Address,
     qemu::{Behind, Kind},
     spec::{BlkSpec, DeviceSpec, NetSpec, NetWay},
-    usage,
 };
 use crate::{
     blk, net,
     serve::{Connection, Page, Ready, reader},
+    usage,
 };
 
 /// The first device's unit among those of a worker: the unit before it is the IOMMU's.
@@ -59,15 +59,15 @@ impl<'a> Plan<'a> {
         let idle = arguments.idle.iter().map(|&address| (Some(address), Wanted::Idle));
         let wanted: Vec<_> = blks.chain(nets).chain(idle).collect();
         if wanted.is_empty() {
-            return Err(usage("no device: --blk, --net or --idle"));
+            return Err(usage::wrong("no device: --blk, --net or --idle"));
         }
         if arguments.slot.function != 0 {
-            return Err(usage("--slot: the IOMMU has a device of its own"));
+            return Err(usage::wrong("--slot: the IOMMU has a device of its own"));
         }
         let mut taken = BTreeSet::new();
         for &address in wanted.iter().filter_map(|(address, _)| address.as_ref()) {
             if address.device == arguments.slot.device || !taken.insert(address) {
-                return Err(usage(format!("two devices at {address} of the PCI bus")));
+                return Err(usage::wrong(format!("two devices at {address} of the PCI bus")));
             }
         }
         let mut free = (arguments.slot.device + 1..=Address::LAST)
@@ -79,10 +79,13 @@ impl<'a> Plan<'a> {
                 address.map(|address| (address, wanted))
             })
             .collect::<Option<Vec<_>>>();
-        let plan = Plan { devices: devices.ok_or_else(|| usage("too many devices for a bus"))? };
+        let plan =
+            Plan { devices: devices.ok_or_else(|| usage::wrong("too many devices for a bus"))? };
         let mut sockets = BTreeSet::from([&*arguments.iommu]);
         let twice = plan.sockets().find(|socket| !sockets.insert(socket));
-        twice.map_or(Ok(()), |twice| Err(usage(format!("{} is given twice", twice.display()))))?;
+        twice.map_or(Ok(()), |twice| {
+            Err(usage::wrong(format!("{} is given twice", twice.display())))
+        })?;
         Ok(plan)
     }
 

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use ringfence_devices::peer::Peer;
 use ringfence_run::{PeerFd, slice};
 use ringfence_sandbox::{Refusals, Role};
-use ringfence_vhost_user::{SavedConnection, Shutdown};
+use ringfence_vhost_user::{Keeper, SavedConnection, Shutdown};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::SIGTERM;
 use tracing::{error, info, warn};
@@ -29,8 +29,7 @@ use super::{
     Kind, Page, Ready, SILENT, Service,
     estate::{Estate, Resumed, Turn},
     front::Front,
-    hand_over::Door,
-    log,
+    hand_over, log,
     manager::Manager,
     socket::Listener,
 };
@@ -92,7 +91,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         info!("{name}: listening on {}", listener.name);
     }
     if let Some(endpoint) = &endpoint {
-        info!("{name}: figures at {}", endpoint.address());
+        info!("{name}: figures at {}", endpoint.address);
     }
     frame.service.listening()?;
     log::limit();
@@ -127,7 +126,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             let (frame, stop, known) = (&frame, stop.as_fd(), &successor);
             let wait = move || {
                 ringfence_sandbox::confine(Role::Front);
-                let successor = door.await_successor(stop, estate)?;
+                let successor = hand_over::await_successor(door, stop, estate)?;
                 info!("{name}: a successor takes over");
                 frame.leaves.store(true, Ordering::Release);
                 let _ = signal_hook::low_level::raise(SIGTERM);
@@ -146,7 +145,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             log::end();
             std::process::exit(1);
         });
-        door.iter().for_each(Door::remove);
+        door.iter().for_each(Listener::remove);
         frame.end();
         drop(running);
     });
@@ -297,12 +296,9 @@ impl<S: Service> Frame<S> {
             estate.keeper(at, &self.listeners[at].name, &stream, turn)
         });
         let mut connection = self.service.connect(at, stream)?;
-        if let Some(keeper) = keeper {
-            connection.set_keeper(Box::new(keeper?))?;
-        }
-        saved.into_iter().for_each(|saved| connection.resume(saved));
-        connection.set_most_mapped(MAPPED / self.listeners.len().max(2) as u64);
-        let shutdown = connection.shutdown_handle();
+        let keeper = keeper.transpose()?.map(|keeper| Box::new(keeper) as Box<dyn Keeper>);
+        let mapped = MAPPED / self.listeners.len().max(2) as u64;
+        let shutdown = connection.prepare(mapped, keeper, saved)?;
         {
             // The thread that ends the service sets the flag first and then checks this.
             let mut now = front.now.lock();

@@ -9,7 +9,7 @@ use std::{
     io::{self, Read as _, Write as _},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::{UnixListener, UnixStream},
+        unix::net::UnixStream,
     },
     path::Path,
     time::Duration,
@@ -25,7 +25,7 @@ use tracing::{info, warn};
 use super::{
     estate::{Estate, Inherited},
     memo,
-    socket::{self, Access, Placed},
+    socket::Listener,
 };
 
 /// The running process's first message, which comes with the ends of its [`Estate`]'s queue. The
@@ -38,12 +38,6 @@ const LOOKS: Duration = Duration::from_secs(10);
 
 /// How often to log that the process before has not ended.
 const WARN_EVERY: Duration = Duration::from_secs(5);
-
-/// The socket on which successors ask.
-pub(super) struct Door {
-    listener: UnixListener,
-    placed: Placed,
-}
 
 /// Takes a service over from the process that listens at `path`; `None` if none does. When this
 /// returns, that process is gone.
@@ -92,49 +86,26 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     }
 }
 
-impl Door {
-    /// Listens at `path`, for those that `access` admits.
-    ///
-    /// # Errors
-    /// As [`socket::bind`].
-    pub(super) fn open(path: &Path, access: Access) -> Result<Door> {
-        let bound = socket::bind(path, access);
-        let (listener, placed) =
-            bound.with_context(|| format!("cannot listen on {}", path.display()))?;
-        Ok(Door { listener, placed })
-    }
-
-    /// The folder of its socket.
-    pub(super) fn folder(&self) -> BorrowedFd<'_> {
-        self.placed.folder()
-    }
-
-    /// Removes the socket's file.
-    pub(super) fn remove(&self) {
-        self.placed.remove();
-    }
-
-    /// Sends the estate to successors, until one takes over or `stop` is hung up. Returns the
-    /// connection of that one, which waits for it to close.
-    pub(super) fn await_successor(
-        &self,
-        stop: BorrowedFd<'_>,
-        estate: &Estate,
-    ) -> Option<UnixStream> {
-        loop {
-            let mut fds = [
-                PollFd::from_borrowed_fd(stop, PollFlags::IN),
-                PollFd::new(&self.listener, PollFlags::IN),
-            ];
-            let _ = poll(&mut fds, None);
-            if !fds[0].revents().is_empty() {
-                return None;
-            }
-            let Ok((stream, _)) = self.listener.accept() else { continue };
-            match show(&stream, estate) {
-                Ok(()) => return Some(stream),
-                Err(error) => warn!("a successor has not taken over: {error:#}"),
-            }
+/// Sends the estate to successors that connect to `door`, until one takes over or `stop` is hung up.
+/// Returns the connection of that one, which waits for it to close.
+pub(super) fn await_successor(
+    door: &Listener,
+    stop: BorrowedFd<'_>,
+    estate: &Estate,
+) -> Option<UnixStream> {
+    loop {
+        let mut fds = [
+            PollFd::from_borrowed_fd(stop, PollFlags::IN),
+            PollFd::new(&door.socket, PollFlags::IN),
+        ];
+        let _ = poll(&mut fds, None);
+        if !fds[0].revents().is_empty() {
+            return None;
+        }
+        let Ok((stream, _)) = door.socket.accept() else { continue };
+        match show(&stream, estate) {
+            Ok(()) => return Some(stream),
+            Err(error) => warn!("a successor has not taken over: {error:#}"),
         }
     }
 }

@@ -24,7 +24,6 @@ use rustix::{
 
 /// A socket in the file system; removed at the end, if it is still ours.
 pub(crate) struct Placed {
-    path: PathBuf,
     place: FolderEntry,
     file: (u64, u64),
     /// It was removed: the next file of that name may have the same inode number.
@@ -32,11 +31,6 @@ pub(crate) struct Placed {
 }
 
 impl Placed {
-    /// Its path.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Its folder.
     pub(super) fn folder(&self) -> BorrowedFd<'_> {
         self.place.folder()
@@ -46,12 +40,11 @@ impl Placed {
     fn there(path: &Path) -> io::Result<Placed> {
         let place = FolderEntry::of(path)?;
         let (_, about) = place.look()?;
-        Ok(Placed {
-            path: path.to_owned(),
-            place,
-            file: identity(&about),
-            gone: AtomicBool::new(false),
-        })
+        Ok(Placed::new(place, &about))
+    }
+
+    fn new(place: FolderEntry, about: &Stat) -> Placed {
+        Placed { place, file: identity(about), gone: AtomicBool::new(false) }
     }
 
     /// Removes it from the file system, if it is still ours.
@@ -136,12 +129,7 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
             "another process has put a file there",
         ));
     }
-    let placed = Placed {
-        path: path.to_owned(),
-        place,
-        file: identity(&about),
-        gone: AtomicBool::new(false),
-    };
+    let placed = Placed::new(place, &about);
     // No peer can connect before it listens.
     if access.owner.is_some() || access.group.is_some() {
         chownat(&file, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
@@ -174,6 +162,17 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
+    /// Listens at `path`, for those that `access` admits.
+    ///
+    /// # Errors
+    /// As [`bind`].
+    pub(super) fn bind(path: &Path, access: Access) -> Result<Listener> {
+        let name = path.display().to_string();
+        let (socket, placed) =
+            bind(path, access).with_context(|| format!("cannot listen on {name}"))?;
+        Ok(Listener { socket, name, placed: Some(placed) })
+    }
+
     /// Its folder, if the service has put it there.
     pub(super) fn folder(&self) -> Option<BorrowedFd<'_>> {
         self.placed.as_ref().map(Placed::folder)
@@ -258,12 +257,8 @@ pub(super) fn open(
         listeners.push(Listener { socket, name, placed });
     }
     if listeners.is_empty() {
-        for path in paths {
-            let (socket, placed) = bind(path, access)
-                .with_context(|| format!("cannot listen on {}", path.display()))?;
-            let name = path.display().to_string();
-            listeners.push(Listener { socket, name, placed: Some(placed) });
-        }
+        let bound = paths.iter().map(|path| Listener::bind(path, access));
+        listeners = bound.collect::<Result<_>>()?;
     }
     match listeners.len() {
         0 => Err(Usage("no socket: --socket PATH, or have it passed in LISTEN_FDS".into()).into()),
