@@ -59,12 +59,12 @@ fn main() -> Result<()> {
 fn iommufd(address: &str) -> Result<()> {
     let file = IommuFile::open()?;
     let bound = file.bind(address)?;
-    domain::iommufd_rules(&file, bound.id())?;
+    domain::iommufd_rules(&file, bound.id)?;
     let domain = Iommufd::new(file, Tuning::default())?;
     bound.attach(domain.ioas())?;
     domain.refresh()?;
     println!("geometry {:?}", domain.geometry());
-    drive(&domain, bound.device())
+    drive(&domain, &bound.device)
 }
 
 /// Data comes back as it was written, and what is not mapped is out of reach.

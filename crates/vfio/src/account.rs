@@ -102,12 +102,12 @@ impl Account {
     }
 
     #[cold]
-    fn refuse(&self, used: u64, asked: u64) -> LimitError {
+    fn refuse(&self, used: u64, requested: u64) -> LimitError {
         LimitError {
             owner: self.owner.clone(),
             limit: self.limit(),
             used,
-            asked,
+            requested,
             memlock: self.follows,
         }
     }
@@ -120,7 +120,7 @@ impl Account {
     .limit.div_ceil(1024),
     if *.memlock { "RLIMIT_MEMLOCK" } else { "its own limit" },
     .used.div_ceil(1024),
-    .asked.div_ceil(1024),
+    .requested.div_ceil(1024),
     if *.memlock { REMEDY } else { "" },
 )]
 #[non_exhaustive]
@@ -131,8 +131,8 @@ pub struct LimitError {
     pub limit: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Bytes that the charge asked for.
-    pub asked: u64,
+    /// Bytes that the charge requested for.
+    pub requested: u64,
     /// Whether the limit is RLIMIT_MEMLOCK.
     pub memlock: bool,
 }
@@ -151,7 +151,7 @@ mod tests {
         account.charge(4096, false).unwrap();
         account.charge(4096, false).unwrap();
         let error = account.charge(4096, false).unwrap_err();
-        assert_eq!((error.limit, error.used, error.asked), (8192, 8192, 4096));
+        assert_eq!((error.limit, error.used, error.requested), (8192, 8192, 4096));
         assert_eq!(
             error.to_string(),
             "vm0 may pin 8 KiB (its own limit), has 8 and asks for 4 more"

@@ -1,7 +1,7 @@
 //! The requests to VFIO type1 and iommufd, after the kernel's
 //! `include/uapi/linux/{vfio,iommufd}.h`: the seam between the domains and a kernel, real or fake.
 //!
-//! Errors are the kernel's own numbers here: the caller knows what it asked for, and interprets
+//! Errors are the kernel's own numbers here: the caller knows what it requested, and interprets
 //! them.
 
 mod bar;

@@ -50,7 +50,7 @@ pub fn open(address: &str) -> Result<Opened> {
     let domain = Iommufd::new(iommufd, Tuning::default()).map_err(failed)?;
     bound.attach(domain.ioas())?;
     domain.refresh().map_err(failed)?;
-    Ok(Opened { domain: Arc::new(domain), device: bound.into_device() })
+    Ok(Opened { domain: Arc::new(domain), device: bound.device })
 }
 
 #[cfg(test)]

@@ -385,13 +385,11 @@ impl<B: Backend> Space<B> {
         while state.shadow.iter().any(|unit| unit.stage == Stage::Busy) {
             self.settled.wait(&mut state);
         }
-        match state.frozen.replace(why) {
-            Some(before) => {
-                state.frozen = Some(before);
-                Err(Error::Unsupported(before))
-            }
-            None => Ok(state.shadow.iter().copied().collect()),
+        if let Some(before) = state.frozen {
+            return Err(Error::Unsupported(before));
         }
+        state.frozen = Some(why);
+        Ok(state.shadow.iter().copied().collect())
     }
 
     /// Ends [`freeze`](Self::freeze); the given units have new targets from now on.

@@ -35,7 +35,7 @@ fn the_limit_of_locked_memory_binds_windows_added_without_the_capability() {
     let more = Iova(window(1).first().0 + (1 << 20));
     let error = pinner.pin(&[more], Prot::RW).unwrap_err();
     let PinError::Limit(why) = &error else { panic!("{error}") };
-    assert_eq!((why.limit, why.used, why.asked, why.memlock), (1 << 20, 1 << 20, 4096, true));
+    assert_eq!((why.limit, why.used, why.requested, why.memlock), (1 << 20, 1 << 20, 4096, true));
     assert!(error.to_string().contains("ulimit -l"), "{error}");
     // The other window was added while the capability was held, if it was.
     let exceeded = pinner.pin(&[window(0).first()], Prot::RW);

@@ -199,7 +199,7 @@ impl Type1Kernel for Attached {
         let unmap = vfio_iommu_type1_dma_unmap { argsz, flags, iova, size, ..Default::default() };
         let mut argument = Argument { unmap, bitmap: raw(dirty) };
         // SAFETY: the request's own structure; the bitmap is borrowed meanwhile. The kernel refuses
-        // a request that asks for bits without a bitmap, for its size.
+        // a request for bits without a bitmap, for its size.
         unsafe { ioctl::memory(&self.file, UNMAP_DMA, &mut argument) }?;
         Ok(argument.unmap.size)
     }

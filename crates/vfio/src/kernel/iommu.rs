@@ -112,27 +112,15 @@ impl IommuFile {
 
 /// A device that is bound to an iommufd. It can access no memory until a table is attached.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Bound {
-    device: Device,
-    id: Id,
+    /// Its registers. It stays bound, and attached, as long as this is open.
+    pub device: Device,
+    /// Its id in the iommufd.
+    pub id: Id,
 }
 
 impl Bound {
-    /// Its id in the iommufd.
-    pub fn id(&self) -> Id {
-        self.id
-    }
-
-    /// Its registers.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// The device alone: it stays as it is attached.
-    pub fn into_device(self) -> Device {
-        self.device
-    }
-
     /// Attaches the device to an address space (or to one of its hardware page tables): it can
     /// access what is mapped there, and nothing else any more. Less may be mappable afterwards.
     ///

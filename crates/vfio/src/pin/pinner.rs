@@ -309,7 +309,7 @@ mod tests {
         let mut pinner = pinner(8);
         pinner.add_window(range(1000, 512), HostAddr(1 << 33), Prot::READ).unwrap();
         let rw = Prot::RW;
-        let denied = PinError::Denied { iova: page(1000), asked: rw, allowed: Prot::READ };
+        let denied = PinError::Denied { iova: page(1000), requested: rw, allowed: Prot::READ };
         assert_eq!(pinner.pin(&[page(20), page(1000)], rw), Err(denied));
         assert_eq!(pinner.pin(&[page(20), page(900)], rw), Err(PinError::NoWindow(page(900))));
         let odd = Iova(page(21).0 + 1);

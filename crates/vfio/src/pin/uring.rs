@@ -1,10 +1,12 @@
 //! Pages held as registered buffers of an io_uring.
 
-use std::cell::Cell;
-use std::ffi::c_void;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::{
+    cell::Cell,
+    ffi::c_void,
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
+    ptr,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use ringfence_iommu::{HostAddr, Prot};
 use rustix::io::Errno;
@@ -171,9 +173,6 @@ impl Uring {
             match self.update(slot, &[*run]) {
                 Ok(_) => return Ok(1),
                 Err(why) => errno = why,
-            }
-            if run.len == self.page {
-                break;
             }
         }
         Err(HoldError { addr: run.addr, errno })

@@ -3,10 +3,11 @@
 use ringfence_iommu::{HostAddr, Iova, Prot};
 
 use super::Pinner;
-use crate::pin::backing::{Backing, HoldError, Run};
-use crate::pin::error::PinError;
-use crate::pin::pages::{PageHold, Rights};
-use crate::pin::slots::SlotPages;
+use crate::pin::{
+    Backing, HoldError, PinError, Run,
+    pages::{PageHold, Rights},
+    slots::SlotPages,
+};
 
 /// Most runs gathered before they are held: more would not make the calls cheaper.
 const BATCH: usize = 64;
@@ -64,7 +65,7 @@ impl<B: Backing> Pinner<B> {
             let window = &mut self.windows[at];
             let Rights { prot: allowed, .. } = window.rights;
             if !allowed.allows(prot) {
-                return Err(PinError::Denied { iova, asked: prot, allowed });
+                return Err(PinError::Denied { iova, requested: prot, allowed });
             }
             let host = window.host(iova.0 - window.range.first().0);
             let page = &mut window.pages[n];

@@ -3,10 +3,7 @@
 use ringfence_iommu::Iova;
 
 use super::Pinner;
-use crate::pin::backing::{Backing, Release};
-use crate::pin::error::PinError;
-use crate::pin::pages::PageHold;
-use crate::pin::slots::SlotPages;
+use crate::pin::{Backing, PinError, Release, pages::PageHold, slots::SlotPages};
 
 /// Most slots gathered before they are released: more would not make the calls cheaper.
 const BATCH: usize = 64;
