@@ -12,7 +12,7 @@ use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, QueueCounters, Tap, W
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::Server;
 
-use crate::serve::{self, Connection, Kind, Page, Service};
+use crate::serve::{self, Connection, Page, Service};
 
 #[derive(Args)]
 #[group(id = "way", required = true, multiple = false, args = ["loopback", "peer", "tap", "probe"])]
@@ -123,14 +123,13 @@ impl Service for Serving {
 /// their IOTLBs. A queue is named by its device and the number of its ring.
 pub(crate) fn figures(page: &mut Page, devices: &[(String, &Net, usize)]) {
     let of = |read: &dyn Fn(&QueueCounters) -> u64| {
-        let each = devices.iter().flat_map(|(device, net, end)| {
-            net.counters(*end)
-                .iter()
-                .enumerate()
-                .map(move |(ring, counted)| (device, ring, counted))
-        });
-        each.map(|(device, ring, counted)| (format!("{device}{ring}"), read(counted)))
-            .collect::<Vec<_>>()
+        let mut queues = Vec::new();
+        for (device, net, end) in devices {
+            let counters = net.counters(*end).iter().enumerate();
+            queues
+                .extend(counters.map(|(ring, counted)| (format!("{device}{ring}"), read(counted))));
+        }
+        queues
     };
     for (name, help, read) in [
         (
@@ -145,12 +144,12 @@ pub(crate) fn figures(page: &mut Page, devices: &[(String, &Net, usize)]) {
             &QueueCounters::stops,
         ),
     ] {
-        page.many(Kind::Counter, name, help, "queue", of(read));
+        page.many(name, help, "queue", of(read));
     }
     for why in Lost::ALL {
         let name = format!("net_lost_{why}_total");
         let help = format!("Packets and buffers that were given back unused: {}.", why.reason());
-        page.many(Kind::Counter, &name, &help, "queue", of(&|counters| counters.lost(why)));
+        page.many(&name, &help, "queue", of(&|counters| counters.lost(why)));
     }
 }
 

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use ringfence_devices::{
-    blk::{Blk, BlkFigures, BlkOptions, make_rings},
+    blk::{Blk, BlkOptions, make_rings},
     disk::{Disk, Image, ImageOptions},
     iommu::Iommu,
     net::{GRACE, Net, NetOptions, Tap, Way},
@@ -312,21 +312,14 @@ pub(super) fn left(devices: &[Device]) -> Vec<(String, usize)> {
 
 /// The metrics of all devices; a queue is named by its device's address and its number.
 pub(super) fn figures(page: &mut Page, devices: &[Device]) {
-    let name = |device: &Device| format!("{}/", device.address);
-    let blks: Vec<(String, &BlkFigures)> = devices
-        .iter()
-        .filter_map(|device| match &device.does {
-            Does::Blk(options, _) => Some((name(device), &*options.figures)),
-            Does::Net { .. } => None,
-        })
-        .collect();
-    let nets: Vec<(String, &Net, usize)> = devices
-        .iter()
-        .filter_map(|device| match &device.does {
-            Does::Net { net, end, .. } => Some((name(device), &**net, *end)),
-            Does::Blk(..) => None,
-        })
-        .collect();
+    let (mut blks, mut nets) = (Vec::new(), Vec::new());
+    for device in devices {
+        let name = format!("{}/", device.address);
+        match &device.does {
+            Does::Blk(options, _) => blks.push((name, &*options.figures)),
+            Does::Net { net, end, .. } => nets.push((name, &**net, *end)),
+        }
+    }
     if !blks.is_empty() {
         blk::figures(page, &blks);
     }

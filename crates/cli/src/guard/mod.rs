@@ -31,7 +31,7 @@ use self::{
 };
 use crate::{
     output,
-    serve::{self, Common, Connection, Kind, Page, Service},
+    serve::{self, Common, Connection, Page, Service},
     usage,
 };
 
@@ -281,25 +281,21 @@ impl Service for Guard {
         let help = "Requests to the IOMMU.";
         let kinds =
             [("map", requests.maps), ("unmap", requests.unmaps), ("other", requests.others)];
-        page.many(Kind::Counter, "iommu_requests_total", help, "kind", kinds);
+        page.many("iommu_requests_total", help, "kind", kinds);
         for (name, help, value) in [
             ("iommu_refused_total", "Of these, those that were refused.", requests.refused),
             ("iommu_syncs_total", "Times that workers were waited for.", requests.syncs),
             ("iommu_dropped_faults_total", "Faults not reported to the driver.", dropped_faults),
-        ] {
-            page.one(Kind::Counter, name, help, value);
-        }
-        for (name, help, value) in [
             ("iommu_domains", "Domains.", domains as u64),
             ("iommu_mappings", "Mappings in all of them.", mappings),
             ("iommu_table_bytes", "Memory of their tables.", table_bytes),
         ] {
-            page.one(Kind::Gauge, name, help, value);
+            page.one(name, help, value);
         }
         let faults =
             faults.into_iter().map(|(endpoint, faults)| (format!("{endpoint:#x}"), faults));
         let help = "Accesses that were refused, by endpoint.";
-        page.many(Kind::Counter, "iommu_faults_total", help, "endpoint", faults);
+        page.many("iommu_faults_total", help, "endpoint", faults);
         devices::figures(page, &self.devices);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use crate::usage::Usage;
+use crate::usage;
 use anyhow::{Context, Result};
 use clap::{Args, ValueEnum};
 use ringfence_sandbox::Sandbox;
@@ -57,17 +57,16 @@ impl Confinement {
     /// Whether the options are consistent.
     ///
     /// # Errors
-    /// [`Usage`].
+    /// [`Usage`](usage::Usage).
     pub(super) fn check(&self) -> Result<()> {
         let group = self.group();
         if self.user.is_some() && group.is_none() {
-            return Err(
-                Usage("--user has no entry among the users: --group is needed".into()).into()
-            );
+            let text = "--user has no entry among the users: --group is needed";
+            return Err(usage::wrong(text));
         }
         if self.sandbox == Switch::Off && group.is_some() {
             let text = "--user and --group take --sandbox on; without, have the service manager change the user";
-            return Err(Usage(text.into()).into());
+            return Err(usage::wrong(text));
         }
         Ok(())
     }

@@ -6,7 +6,7 @@
 //! releases the images.
 
 use std::{
-    io::{self, Read as _, Write as _},
+    io::{ErrorKind, Read as _, Write as _},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
@@ -45,17 +45,10 @@ const WARN_EVERY: Duration = Duration::from_secs(5);
 /// # Errors
 /// Its estate cannot be read here, or belongs to another service: the process continues.
 pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[OwnedFd; 2]>> {
-    let mut stream = match UnixStream::connect(path) {
+    let mut stream = match UnixStream::connect(path).map_err(|error| (error.kind(), error)) {
         Ok(stream) => stream,
-        Err(error)
-            if matches!(
-                error.kind(),
-                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-            ) =>
-        {
-            return Ok(None);
-        }
-        Err(error) => {
+        Err((ErrorKind::NotFound | ErrorKind::ConnectionRefused, _)) => return Ok(None),
+        Err((_, error)) => {
             return Err(error).with_context(|| format!("cannot reach {}", path.display()));
         }
     };
@@ -71,15 +64,12 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     info!("{name}: taking over; the process before is ending");
     stream.set_read_timeout(Some(WARN_EVERY))?;
     loop {
-        match stream.read(&mut [0]) {
+        match stream.read(&mut [0]).map_err(|error| error.kind()) {
             Ok(0) => return Ok(Some(ends)),
-            Ok(_) => {}
-            Err(error)
-                if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
-            {
+            Ok(_) | Err(ErrorKind::Interrupted) => {}
+            Err(ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 warn!("{name}: the process before has not ended yet");
             }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             // It was killed with unread data.
             Err(_) => return Ok(Some(ends)),
         }

@@ -1,7 +1,7 @@
-//! The log of a service, on standard error: one line an event. A thread of its own writes the
+//! The log of a service, on standard error: one line per event. A thread of its own writes the
 //! lines: standard error may block, which must hold up nothing else. Lines of each kind are
 //! limited; excess lines are left out and counted ([`mod@limit`]), except for `debug` and `trace`:
-//! a user that asks for those wants all of them.
+//! with those levels all of them are wanted.
 
 mod limit;
 
@@ -199,7 +199,7 @@ impl Subscriber for Lines {
     fn exit(&self, _: &Id) {}
 }
 
-/// What an event says.
+/// The text of an event.
 #[derive(Default)]
 struct Line {
     /// Its source, if it has one.

@@ -28,7 +28,7 @@ use tracing::level_filters::LevelFilter;
 
 use self::socket::Access;
 pub(crate) use frame::run;
-pub(crate) use page::{Kind, Page};
+pub(crate) use page::Page;
 pub(crate) use ready::{Ready, begin, open, reader};
 
 /// How many connections of a socket that have not sent anything are kept at a time. A further one
@@ -109,7 +109,7 @@ pub(crate) struct Common {
     #[arg(long, value_name = "PATH")]
     hand_over: Option<PathBuf>,
 
-    /// How many threads move data, at most [default: one a queue, no more than CPUs]
+    /// How many threads move data, at most [default: one per queue, no more than CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) workers: Option<u16>,
 
@@ -242,10 +242,6 @@ pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
     for (name, help, value) in [
         ("iotlb_entries", "Translations in the table.", totals.entries),
         ("iotlb_open_misses", "Misses without an update yet.", totals.open),
-    ] {
-        page.one(Kind::Gauge, name, help, value);
-    }
-    for (name, help, value) in [
         ("iotlb_cache_hits_total", "Lookups that a worker's own cache served.", totals.hits),
         ("iotlb_cache_misses_total", "Lookups that had to look in the table.", totals.walks),
         ("iotlb_misses_total", "Misses sent to the front end.", totals.misses),
@@ -258,6 +254,6 @@ pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
         ("iotlb_timeouts_total", "Requests that gave up waiting.", totals.timeouts),
         ("iotlb_faults_total", "Accesses that were refused.", totals.faults),
     ] {
-        page.one(Kind::Counter, name, help, value);
+        page.one(name, help, value);
     }
 }

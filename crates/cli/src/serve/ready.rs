@@ -94,7 +94,6 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
 /// Everything that the frame needs is open, and the sandbox, if there is one, is entered: threads
 /// can be started.
 pub(crate) struct Ready {
-    pub(super) listeners: Vec<Listener>,
     pub(super) fronts: Vec<Front>,
     pub(super) endpoint: Option<http::Endpoint>,
     pub(super) signals: UnixStream,
@@ -175,7 +174,7 @@ pub(crate) fn open(
     let signals = signals().context("preparing for signals")?;
     let left = inherited.as_mut().map(|left| std::mem::take(&mut left.listeners));
     let listeners = socket::open(paths, sockets, common.access(), passed, left)?;
-    let fronts: Vec<_> = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
+    let fronts: Vec<_> = listeners.into_iter().map(Front::new).collect();
     let endpoint = match &common.metrics {
         Some(address) => Some(
             http::Endpoint::open(address, &common.metrics_host, common.confine.user())
@@ -194,12 +193,12 @@ pub(crate) fn open(
     let mut resumed: Vec<_> = (0..sockets).map(|_| None).collect();
     let mut estate = None;
     if inherited.is_some() || door.is_some() || manager.stores() {
-        let names: Vec<_> = listeners.iter().map(|listener| &*listener.name).collect();
+        let names: Vec<_> = fronts.iter().map(|front| &*front.listener.name).collect();
         let closers: Vec<_> = fronts.iter().map(|front| front.closer.clone()).collect();
         if let Some(inherited) = &mut inherited {
             resumed = inherited.connections(&names, &closers)?;
         }
-        let sockets = listeners.iter().map(|listener| listener.socket.as_fd());
+        let sockets = fronts.iter().map(|front| front.listener.socket.as_fd());
         let made = Estate::new(name, sockets, &closers, inherited);
         let made = made.context("preparing for a successor")?;
         if !is_stored {
@@ -212,14 +211,13 @@ pub(crate) fn open(
     // Two a ring, and for each socket one of a replacement.
     notifier::make_ahead(2 * rings + sockets)?;
     make()?;
-    let removes = listeners.iter().filter_map(Listener::folder);
+    let removes = fronts.iter().filter_map(|front| front.listener.folder());
     let removes = removes.chain(endpoint.iter().filter_map(http::Endpoint::folder));
     let removes = removes.chain(door.iter().filter_map(Listener::folder)).collect();
     common.confine.enter(removes)?;
     log::start();
     let (users, notify) = (common.allow_uid.clone(), common.notify);
     Ok(Ready {
-        listeners,
         fronts,
         endpoint,
         signals,

@@ -1,7 +1,7 @@
 //! The sockets that a service listens on.
 
 use std::{
-    io,
+    io::{self, ErrorKind},
     os::{
         fd::{BorrowedFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::manager::ENDS;
-use crate::usage::Usage;
+use crate::usage;
 use anyhow::{Context, Result};
 use listenfd::ListenFd;
 use parking_lot::Mutex;
@@ -96,26 +96,19 @@ impl Access {
 /// Another process listens there; there is a file that is not a socket; it cannot be made; another
 /// user's link leads there.
 pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
+    let refuse = |kind, why| Err(io::Error::new(kind, why));
     let place = FolderEntry::of(path)?;
     if let Ok((_, about)) = place.look() {
         if !is_socket(&about) {
-            return Err(io::Error::new(
-                io::ErrorKind::AlreadyExists,
-                "there is a file, not a socket",
-            ));
+            return refuse(ErrorKind::AlreadyExists, "there is a file, not a socket");
         }
         match UnixStream::connect(path) {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 unlinkat(place.folder(), place.name(), AtFlags::empty())?;
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error),
-            Ok(_) => {
-                return Err(io::Error::new(
-                    io::ErrorKind::AddrInUse,
-                    "another process serves this socket",
-                ));
-            }
+            Ok(_) => return refuse(ErrorKind::AddrInUse, "another process serves this socket"),
         }
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -124,10 +117,7 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
     // It is in its place, unless a folder on the way was replaced meanwhile.
     let (file, about) = place.look()?;
     if !is_socket(&about) || about.st_uid != geteuid().as_raw() {
-        return Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            "another process has put a file there",
-        ));
+        return refuse(ErrorKind::AlreadyExists, "another process has put a file there");
     }
     let placed = Placed::new(place, &about);
     // No peer can connect before it listens.
@@ -236,7 +226,7 @@ pub(super) fn passed() -> Result<Passed> {
 /// there must be `count`.
 ///
 /// # Errors
-/// [`Usage`] if their number differs; a socket cannot be opened.
+/// [`Usage`](usage::Usage) if their number differs; a socket cannot be opened.
 pub(super) fn open(
     paths: &[&Path],
     count: usize,
@@ -261,9 +251,9 @@ pub(super) fn open(
         listeners = bound.collect::<Result<_>>()?;
     }
     match listeners.len() {
-        0 => Err(Usage("no socket: --socket PATH, or have it passed in LISTEN_FDS".into()).into()),
+        0 => Err(usage::wrong("no socket: --socket PATH, or have it passed in LISTEN_FDS")),
         found if found != count => {
-            Err(Usage(format!("{found} sockets where {count} are needed")).into())
+            Err(usage::wrong(format!("{found} sockets where {count} are needed")))
         }
         _ => Ok(listeners),
     }
