@@ -46,26 +46,25 @@ fn main() -> Result<()> {
         let address = next("the second disk's PCI address")?;
         return groups::check(first, (&address, next("its group")?.parse()?));
     }
-    let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
     if address == "domain" {
+        let container = Container::open()?.attach(Group::open(group.parse()?)?)?;
         domain::rules(&container)?;
         return domain::check(&Type1::new(container, Tuning::default())?);
     }
-    let device = container.device(&address)?;
-    let domain = Type1::new(container, Tuning::default())?;
-    drive(&domain, &device)
+    let opened = ringfence_vfio::open(&address)?;
+    drive(&opened.domain, &opened.device)
 }
 
 /// The same over an iommufd, after its rules have been asked.
 fn iommufd(address: &str) -> Result<()> {
     let file = IommuFile::open()?;
     let bound = file.bind(address)?;
-    domain::iommufd_rules(&file, bound.id())?;
+    domain::iommufd_rules(&file, bound.id)?;
     let domain = Iommufd::new(file, Tuning::default())?;
     bound.attach(domain.ioas())?;
     domain.refresh()?;
     println!("geometry {:?}", domain.geometry());
-    drive(&domain, bound.device())
+    drive(&domain, &bound.device)
 }
 
 /// Data comes back as it was written, and what is not mapped is out of reach.

@@ -7,7 +7,6 @@ use std::{
     time::Duration,
 };
 
-use crate::usage::Usage;
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
@@ -20,7 +19,10 @@ use ringfence_vhost_user::Server;
 use ringfence_vhost_user_backend::requests::QueueStats;
 use ringfence_virtq::blk::ID_BYTES;
 
-use crate::serve::{self, Connection, Kind, Options, Page, Service};
+use crate::{
+    serve::{self, Connection, Options, Page, Service},
+    usage,
+};
 
 /// How long to wait for the image's lock: the process before this one may just have been killed.
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(3);
@@ -75,21 +77,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TEXT", default_value = "ringfence", value_parser = id)]
     id: String,
 
-    /// The most translations to keep in the IOTLB
-    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries,
-          value_parser = clap::value_parser!(u64).range(64..=1 << 24))]
-    iotlb_entries: u64,
-
-    /// How long a request waits for a translation before it fails
-    #[arg(long, value_name = "MS", alias = "iotlb-patience-ms",
-          default_value_t = IotlbConfig::default().timeout.as_millis() as u64,
-          value_parser = clap::value_parser!(u64).range(1..=600_000))]
-    iotlb_timeout_ms: u64,
-
-    /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
-    /// translate, such as User-Mode Linux
-    #[arg(long)]
-    no_iommu: bool,
+    #[command(flatten)]
+    iotlb: serve::Iotlb,
 
     /// How many IOTLB misses may be outstanding at a time
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses as u16,
@@ -107,12 +96,12 @@ fn id(text: &str) -> Result<String, String> {
 /// Opens an image.
 ///
 /// # Errors
-/// [`Usage`] if the file cannot be an image; errors of the system.
+/// [`Usage`](usage::Usage) if the file cannot be an image; errors of the system.
 pub(crate) fn open(path: &Path, how: ImageOptions) -> Result<Image> {
     match Image::open(path, how) {
         Ok(image) => Ok(image),
         Err(error @ (ImageError::Kind | ImageError::Empty(_))) => {
-            Err(Usage(format!("{}: {error}", path.display())).into())
+            Err(usage::wrong(format!("{}: {error}", path.display())))
         }
         Err(error) => Err(error).with_context(|| path.display().to_string()),
     }
@@ -131,20 +120,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         reader: begun.socket(0, service.socket.as_deref()).as_deref().map(serve::reader),
     };
     let image = open(path, how)?;
-    let ready = serve::open(begun, service, &[], usize::from(*queues), || {
+    let paths: Vec<&Path> = service.socket.as_deref().into_iter().collect();
+    let ready = serve::open(begun, &service.common, &paths, usize::from(*queues), || {
         make_rings(&image, *queues).context("io_uring")
     })?;
     let workers = ready.workers("blk", *queues)?;
-    let iotlb = IotlbConfig {
-        entries: arguments.iotlb_entries,
-        misses: arguments.iotlb_misses.into(),
-        timeout: Duration::from_millis(arguments.iotlb_timeout_ms),
-        ..IotlbConfig::default()
-    };
+    let iotlb = IotlbConfig { misses: arguments.iotlb_misses.into(), ..arguments.iotlb.config() };
     let disk = Disk::File(Arc::new(image));
     let options = BlkOptions {
         read_only: *read_only,
-        iotlb: (!arguments.no_iommu).then_some(iotlb),
+        iotlb: (!arguments.iotlb.no_iommu).then_some(iotlb),
         ..BlkOptions::new(disk, &arguments.id, *queues)
     };
     let image = path.display().to_string();
@@ -197,13 +182,11 @@ pub(crate) fn figures(page: &mut Page, devices: &[(String, &BlkFigures)]) {
             let queues = (0..).zip(figures.queues());
             queues.map(move |(queue, stats): (u16, _)| (format!("{device}{queue}"), of(&stats)))
         });
-        page.many(Kind::Counter, name, help, "queue", queues);
+        page.many(name, help, "queue", queues);
     }
-    let sum = |of: fn(&BlkFigures) -> u64| devices.iter().map(|(_, figures)| of(figures)).sum();
-    let failures: u64 = sum(|figures| figures.failures.load(Ordering::Relaxed));
-    let help = "Rings that stopped because of an error.";
-    page.one(Kind::Counter, "ring_failures_total", help, failures);
-    let stuck: u64 = sum(|figures| figures.stuck() as u64);
-    let help = "Rings that were stopped and whose I/O has not ended.";
-    page.one(Kind::Gauge, "stuck_rings", help, stuck);
+    let all = || devices.iter().map(|(_, figures)| figures);
+    let failures: u64 = all().map(|figures| figures.failures.load(Ordering::Relaxed)).sum();
+    page.one("ring_failures_total", "Rings that stopped because of an error.", failures);
+    let stuck: usize = all().map(|figures| figures.stuck()).sum();
+    page.one("stuck_rings", "Rings that were stopped and whose I/O has not ended.", stuck);
 }

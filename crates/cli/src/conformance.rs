@@ -10,7 +10,7 @@ use clap::Args;
 use ringfence_conformance::{Target, VhostSubject};
 use ringfence_virtio_iommu::kit::{self, Check, Report};
 
-use crate::output::{Output, print};
+use crate::output::{self, Output};
 
 /// Checks how a virtio-iommu follows its specification.
 ///
@@ -81,16 +81,15 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     })?;
     let only = &arguments.only;
     let wanted = |check: &Check| only.is_empty() || only.contains(&check.rule);
-    let report: Report = kit::run(&mut subject, wanted);
+    let found: Report = kit::run(&mut subject, wanted);
     let device = arguments.socket.display().to_string();
-    let show = !json.as_ref().is_some_and(Output::is_stdout);
-    json.map_or(Ok(()), |output| {
-        output.write(&report::to_json(&report, &device, arguments.strict))
-    })?;
-    if show {
-        print(&report::to_text(&report, &device, arguments.strict))?;
-    }
-    Ok(match report.conforms(arguments.strict) {
+    let strict = arguments.strict;
+    output::report(
+        json,
+        || report::to_json(&found, &device, strict),
+        || report::to_text(&found, &device, strict),
+    )?;
+    Ok(match found.conforms(strict) {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
     })

@@ -17,9 +17,8 @@ use std::{
     process::ExitCode,
 };
 
-use crate::usage::Usage;
 use anyhow::Result;
-use clap::{Args, ValueEnum};
+use clap::Args;
 
 use self::{
     calls::Calls,
@@ -33,7 +32,10 @@ use self::{
     tried::Tried,
     vfio::Vfio,
 };
-use crate::output::{Output, print};
+use crate::{
+    output::{Output, report},
+    usage,
+};
 
 /// What this host lacks for protected I/O in user space, and how to fix it.
 ///
@@ -52,15 +54,15 @@ EXIT STATUS:
     2   wrong usage")]
 pub(crate) struct Arguments {
     /// What the host is to be used for.
-    #[arg(long = "for", value_name = "PURPOSE", value_enum, default_value_t = For::All)]
-    purpose: For,
+    #[arg(long = "for", value_name = "PURPOSE", value_enum, default_value_t = Purpose::All)]
+    purpose: Purpose,
 
     /// A device to be given to a program, by its PCI address.
     #[arg(long, value_name = "ADDRESS")]
     device: Option<String>,
 
     /// How much memory the program will pin or map for devices, with a unit (k, m, g, t).
-    #[arg(long, value_name = "SIZE", default_value = "64m", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", default_value = "64m", value_parser = usage::size)]
     memory: u64,
 
     /// Writes all findings as JSON; `-` prints the JSON instead of the text.
@@ -72,50 +74,22 @@ pub(crate) struct Arguments {
     root: Option<PathBuf>,
 }
 
-/// Purposes, by name.
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum For {
-    /// A device given to a driver in user space, behind the IOMMU.
-    Vfio,
-    /// Memory pinned through io_uring.
-    Pin,
-    /// `ringfence blk` and `ringfence net`.
-    VhostUser,
-    All,
-}
-
-impl For {
-    fn purposes(self) -> Vec<Purpose> {
-        match self {
-            For::Vfio => vec![Purpose::Vfio],
-            For::Pin => vec![Purpose::Pin],
-            For::VhostUser => vec![Purpose::VhostUser],
-            For::All => Purpose::ALL.to_vec(),
-        }
-    }
-}
-
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let purposes = arguments.purpose.purposes();
+    let purposes = match &arguments.purpose {
+        Purpose::All => &Purpose::EACH[..],
+        one => std::slice::from_ref(one),
+    };
     if arguments.device.is_some() && !purposes.contains(&Purpose::Vfio) {
-        return Err(Usage("--device is of --for vfio".into()).into());
+        return Err(usage::wrong("--device is of --for vfio"));
     }
     if let Some(root) = arguments.root.as_deref().filter(|root| !root.is_dir()) {
-        return Err(Usage(format!("--root {}: not a folder", root.display())).into());
+        return Err(usage::wrong(format!("--root {}: not a folder", root.display())));
     }
     let json = arguments.json.as_deref().map(Output::open).transpose()?;
-    let report = examine(
-        arguments.root.as_deref(),
-        &purposes,
-        arguments.device.as_deref(),
-        arguments.memory,
-    );
-    let show = !json.as_ref().is_some_and(Output::is_stdout);
-    json.map_or(Ok(()), |output| output.write(&report.to_json()))?;
-    if show {
-        print(&report.to_text())?;
-    }
-    Ok(if report.is_ready() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let found =
+        examine(arguments.root.as_deref(), purposes, arguments.device.as_deref(), arguments.memory);
+    report(json, || found.to_json(), || found.to_text())?;
+    Ok(if found.is_ready() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 /// Examines this host, or a copy of another host's files.
@@ -174,41 +148,13 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
     }
 }
 
-fn parse_size(text: &str) -> Result<u64, String> {
-    let wrong = || format!("{text} is not a size: give a number and k, m, g or t");
-    let (number, shift) = match text.to_ascii_lowercase().char_indices().next_back() {
-        Some((at, unit @ ('k' | 'm' | 'g' | 't'))) => {
-            let shift = match unit {
-                'k' => 10,
-                'm' => 20,
-                'g' => 30,
-                _ => 40,
-            };
-            (&text[..at], shift)
-        }
-        _ => (text, 0),
-    };
-    let number: u64 = number.parse().map_err(|_| wrong())?;
-    number.checked_mul(1 << shift).ok_or_else(wrong)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn sizes_have_units() {
-        assert_eq!(parse_size("64m"), Ok(64 << 20));
-        assert_eq!(parse_size("4096"), Ok(4096));
-        assert_eq!(parse_size("1T"), Ok(1 << 40));
-        for wrong in ["", "m", "-1", "64mb", "99999999999t", "ü", "1.5g"] {
-            assert!(parse_size(wrong).is_err(), "{wrong}");
-        }
-    }
-
-    #[test]
     fn this_host_is_looked_at_whatever_it_is() {
-        let report = examine(None, &Purpose::ALL, None, 1 << 20);
+        let report = examine(None, &Purpose::EACH, None, 1 << 20);
         assert_eq!(report.ready.len(), 3);
         assert!(!report.checks.is_empty());
     }

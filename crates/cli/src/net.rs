@@ -4,17 +4,15 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
     sync::Arc,
-    time::Duration,
 };
 
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, QueueCounters, Tap, Way};
-use ringfence_iotlb::IotlbConfig;
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::Server;
 
-use crate::serve::{self, Connection, Kind, Page, Service};
+use crate::serve::{self, Connection, Page, Service};
 
 #[derive(Args)]
 #[group(id = "way", required = true, multiple = false, args = ["loopback", "peer", "tap", "probe"])]
@@ -51,19 +49,8 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u16).range(68..))]
     mtu: Option<u16>,
 
-    /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
-    /// translate, such as User-Mode Linux
-    #[arg(long)]
-    no_iommu: bool,
-
-    /// How many translations the device IOTLB holds at most
-    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries, value_parser = clap::value_parser!(u64).range(16..=1 << 24))]
-    iotlb_entries: u64,
-
-    /// How long a packet waits for a translation before it is dropped, in ms
-    #[arg(long, value_name = "MS", default_value_t = 5000, alias = "iotlb-patience-ms",
-          value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
-    iotlb_timeout_ms: u64,
+    #[command(flatten)]
+    iotlb: serve::Iotlb,
 }
 
 fn address(text: &str) -> Result<[u8; 6], String> {
@@ -80,19 +67,7 @@ fn address(text: &str) -> Result<[u8; 6], String> {
 struct Serving(Arc<Net>);
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let Arguments {
-        service,
-        loopback: _,
-        probe,
-        peer,
-        tap,
-        queues,
-        mac,
-        mtu,
-        no_iommu,
-        iotlb_entries,
-        iotlb_timeout_ms,
-    } = arguments;
+    let Arguments { service, loopback: _, probe, peer, tap, queues, mac, mtu, iotlb } = arguments;
     let begun = serve::begin(&service.common, "net", 1 + usize::from(peer.is_some()))?;
     let way = match (&tap, &peer) {
         (Some(name), _) => Way::Tap(Arc::new(Tap::open(name, queues).context("the tap device")?)),
@@ -100,20 +75,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         (None, None) if probe => Way::Probe,
         (None, None) => Way::Loopback,
     };
-    let more: Vec<&Path> = peer.as_deref().into_iter().collect();
+    let sockets = [service.socket.as_deref(), peer.as_deref()];
+    let paths: Vec<&Path> = sockets.into_iter().flatten().collect();
     // A pair has two rings; the control queue adds one for each device.
-    let rings = (1 + more.len()) * (2 * usize::from(queues) + 1);
-    let ready = serve::open(begun, &service, &more, rings, || Ok(()))?;
+    let rings = way.ends() * (2 * usize::from(queues) + 1);
+    let ready = serve::open(begun, &service.common, &paths, rings, || Ok(()))?;
     // A device may receive on any pair what the other sends on one: with one worker, all pairs are
     // within its reach.
     let workers = match (&way, service.common.workers) {
         (Way::Peer, None) => ready.workers("net", 1)?,
         _ => ready.workers("net", queues)?,
-    };
-    let iotlb = IotlbConfig {
-        entries: iotlb_entries,
-        timeout: Duration::from_millis(iotlb_timeout_ms),
-        ..IotlbConfig::default()
     };
     let options = NetOptions {
         name: "net".into(),
@@ -121,9 +92,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         pairs: queues,
         mac,
         mtu,
-        iommu: !no_iommu,
+        iommu: !iotlb.no_iommu,
         grace: GRACE,
-        iotlb,
+        iotlb: iotlb.config(),
     };
     let net = Net::new(options, workers).context("preparing the device")?;
     serve::run(ready, Serving(net))
@@ -152,14 +123,13 @@ impl Service for Serving {
 /// their IOTLBs. A queue is named by its device and the number of its ring.
 pub(crate) fn figures(page: &mut Page, devices: &[(String, &Net, usize)]) {
     let of = |read: &dyn Fn(&QueueCounters) -> u64| {
-        let each = devices.iter().flat_map(|(device, net, end)| {
-            net.counters(*end)
-                .iter()
-                .enumerate()
-                .map(move |(ring, counted)| (device, ring, counted))
-        });
-        each.map(|(device, ring, counted)| (format!("{device}{ring}"), read(counted)))
-            .collect::<Vec<_>>()
+        let mut queues = Vec::new();
+        for (device, net, end) in devices {
+            let counters = net.counters(*end).iter().enumerate();
+            queues
+                .extend(counters.map(|(ring, counted)| (format!("{device}{ring}"), read(counted))));
+        }
+        queues
     };
     for (name, help, read) in [
         (
@@ -174,12 +144,12 @@ pub(crate) fn figures(page: &mut Page, devices: &[(String, &Net, usize)]) {
             &QueueCounters::stops,
         ),
     ] {
-        page.many(Kind::Counter, name, help, "queue", of(read));
+        page.many(name, help, "queue", of(read));
     }
     for why in Lost::ALL {
         let name = format!("net_lost_{why}_total");
         let help = format!("Packets and buffers that were given back unused: {}.", why.reason());
-        page.many(Kind::Counter, &name, &help, "queue", of(&|counters| counters.lost(why)));
+        page.many(&name, &help, "queue", of(&|counters| counters.lost(why)));
     }
 }
 

@@ -84,6 +84,17 @@ pub(crate) fn replace(path: &Path, contents: &[u8]) -> io::Result<()> {
     placed.inspect_err(|_| _ = remove())
 }
 
+/// Writes the JSON to where `--json` leads, and prints the text unless that is standard output.
+pub(crate) fn report(
+    json: Option<Output>,
+    to_json: impl FnOnce() -> String,
+    to_text: impl FnOnce() -> String,
+) -> Result<()> {
+    let shows = !json.as_ref().is_some_and(Output::is_stdout);
+    json.map_or(Ok(()), |output| output.write(&to_json()))?;
+    if shows { print(&to_text()) } else { Ok(()) }
+}
+
 /// Prints to standard output; a reader that has left (`| head`) is not an error.
 pub(crate) fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();

@@ -1,4 +1,4 @@
-//! Wrong usage.
+//! Wrong usage, and what arguments have in common.
 
 /// The request cannot be carried out as given: found before anything ran; exit code 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,3 +11,38 @@ impl std::fmt::Display for Usage {
 }
 
 impl std::error::Error for Usage {}
+
+/// An error in the command line.
+pub(crate) fn wrong(text: impl Into<String>) -> anyhow::Error {
+    Usage(text.into()).into()
+}
+
+/// A number of bytes, with a unit if wanted.
+pub(crate) fn size(text: &str) -> Result<u64, String> {
+    let unit = text.char_indices().next_back().and_then(|(at, unit)| {
+        let shift = 10 * (1 + "kmgt".find(unit.to_ascii_lowercase())?);
+        Some((&text[..at], shift))
+    });
+    let (digits, shift) = unit.unwrap_or((text, 0));
+    let number = digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok());
+    let bytes = number.flatten().and_then(|number: u64| number.checked_mul(1 << shift));
+    bytes.ok_or_else(|| format!("{text:?} is not a size: give a number and K, M, G or T"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units_and_fit() {
+        assert_eq!(size("64m"), Ok(64 << 20));
+        assert_eq!(size("256M"), Ok(256 << 20));
+        assert_eq!(size("4096"), Ok(4096));
+        assert_eq!(size("1T"), Ok(1 << 40));
+        let wrong =
+            ["", "m", "M", "+1", "-1", "64mb", "17179869184G", "99999999999t", "\u{fc}", "1.5g"];
+        for wrong in wrong {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

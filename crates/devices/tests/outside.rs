@@ -61,8 +61,8 @@ struct Rig {
     session: Session<Arc<Endpoints>>,
     near: Vec<Arc<Endpoint>>,
     shootdown: Arc<Shootdown>,
-    container: Arc<fake::Type1>,
-    iommufd: Arc<fake::Iommufd>,
+    container: fake::Type1,
+    iommufd: fake::Iommufd,
     bound: Id,
     owners: [Owner; 2],
     mirrors: [Arc<Mirror>; 2],
@@ -84,12 +84,12 @@ impl Rig {
             memory: Memory::process(),
             ..FakeConfig::default()
         };
-        let container = Arc::new(fake::Type1::new(config));
+        let container = fake::Type1::new(config);
         container.attach(&Group::default()).unwrap();
-        let type1 = Type1::new(Arc::clone(&container), tuning).unwrap();
-        let iommufd = Arc::new(fake::Iommufd::new(owners[1].clone(), Memory::process()));
+        let type1 = Type1::new(container.clone(), tuning).unwrap();
+        let iommufd = fake::Iommufd::new(owners[1].clone(), Memory::process());
         let bound = iommufd.bind(&Group::default(), true);
-        let space = Iommufd::new(Arc::clone(&iommufd), tuning).unwrap();
+        let space = Iommufd::new(iommufd.clone(), tuning).unwrap();
         iommufd.attach(bound, space.ioas()).unwrap();
         space.refresh().unwrap();
 

@@ -81,7 +81,9 @@ pub mod viommu {
 /// The kernel's interfaces for drivers in user space.
 #[cfg(feature = "vfio")]
 pub mod vfio {
-    pub use ringfence_vfio::{Account, DirtyMap, Iommufd, Tuning, Type1, kernel, pin};
+    pub use ringfence_vfio::{
+        Account, DirtyMap, Iommufd, Opened, Tuning, Type1, kernel, open, pin,
+    };
 }
 
 /// A vhost-user back end behind a device IOTLB: the device sees no untranslated address, and waits

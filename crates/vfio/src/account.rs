@@ -1,11 +1,8 @@
 //! How much memory an owner has pinned, and how much it may.
 
-use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use rustix::process::{Resource, getrlimit};
-
-use crate::privilege::ignores_memlock;
+use crate::memlock::{ignores_memlock, limit};
 
 /// What an owner of pinned memory has pinned, in bytes, and its limit (rules L53, L54).
 ///
@@ -32,7 +29,7 @@ impl Account {
         Account {
             owner: owner.into(),
             used: AtomicU64::new(0),
-            limit: AtomicU64::new(memlock()),
+            limit: AtomicU64::new(limit()),
             follows: true,
         }
     }
@@ -45,11 +42,6 @@ impl Account {
             limit: AtomicU64::new(limit),
             follows: false,
         }
-    }
-
-    /// The owner's name.
-    pub fn owner(&self) -> &str {
-        &self.owner
     }
 
     /// Bytes charged now.
@@ -104,40 +96,34 @@ impl Account {
     #[cold]
     fn is_raised(&self) -> bool {
         self.follows && {
-            let now = memlock();
+            let now = limit();
             self.limit.swap(now, Relaxed) < now
         }
     }
 
     #[cold]
-    fn refuse(&self, used: u64, asked: u64) -> LimitError {
+    fn refuse(&self, used: u64, requested: u64) -> LimitError {
         LimitError {
             owner: self.owner.clone(),
             limit: self.limit(),
             used,
-            asked,
+            requested,
             memlock: self.follows,
         }
     }
 }
 
-impl fmt::Display for Account {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {} KiB pinned", self.owner, self.used() >> 10)?;
-        match self.limit() {
-            u64::MAX => f.write_str(", no limit"),
-            limit => write!(f, " of {} KiB", limit >> 10),
-        }
-    }
-}
-
-/// RLIMIT_MEMLOCK in bytes.
-fn memlock() -> u64 {
-    getrlimit(Resource::Memlock).current.unwrap_or(u64::MAX)
-}
-
 /// An owner would pin more than its limit allows.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{owner} may pin {} KiB ({}), has {} and asks for {} more{}",
+    .limit.div_ceil(1024),
+    if *.memlock { "RLIMIT_MEMLOCK" } else { "its own limit" },
+    .used.div_ceil(1024),
+    .requested.div_ceil(1024),
+    if *.memlock { REMEDY } else { "" },
+)]
+#[non_exhaustive]
 pub struct LimitError {
     /// The name of the account's owner.
     pub owner: String,
@@ -145,29 +131,14 @@ pub struct LimitError {
     pub limit: u64,
     /// Bytes in use.
     pub used: u64,
-    /// Bytes that the charge asked for.
-    pub asked: u64,
+    /// Bytes that the charge requested for.
+    pub requested: u64,
     /// Whether the limit is RLIMIT_MEMLOCK.
     pub memlock: bool,
 }
 
-impl fmt::Display for LimitError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let LimitError { owner, limit, used, asked, memlock } = self;
-        let limited = if *memlock { "RLIMIT_MEMLOCK" } else { "its own limit" };
-        let [limit, used, asked] = [limit, used, asked].map(|bytes| bytes.div_ceil(1024));
-        write!(f, "{owner} may pin {limit} KiB ({limited}), has {used} and asks for {asked} more")?;
-        if *memlock {
-            f.write_str(
-                "; raise it with `ulimit -l`, LimitMEMLOCK= of a systemd unit or docker's \
-                 `--ulimit memlock=`, or grant CAP_IPC_LOCK",
-            )?;
-        }
-        Ok(())
-    }
-}
-
-impl std::error::Error for LimitError {}
+const REMEDY: &str = "; raise it with `ulimit -l`, LimitMEMLOCK= of a systemd unit or docker's \
+                      `--ulimit memlock=`, or grant CAP_IPC_LOCK";
 
 #[cfg(test)]
 mod tests {
@@ -180,7 +151,7 @@ mod tests {
         account.charge(4096, false).unwrap();
         account.charge(4096, false).unwrap();
         let error = account.charge(4096, false).unwrap_err();
-        assert_eq!((error.limit, error.used, error.asked), (8192, 8192, 4096));
+        assert_eq!((error.limit, error.used, error.requested), (8192, 8192, 4096));
         assert_eq!(
             error.to_string(),
             "vm0 may pin 8 KiB (its own limit), has 8 and asks for 4 more"
@@ -188,7 +159,6 @@ mod tests {
         assert!(account.charge(u64::MAX, false).is_err(), "a sum that wraps");
         assert!(account.charge(u64::MAX, true).is_err(), "a sum that wraps");
         account.charge(4096, true).unwrap();
-        assert_eq!(account.to_string(), "vm0: 12 KiB pinned of 8 KiB");
         account.uncharge(12288);
         assert_eq!(account.used(), 0);
         let error = LimitError { memlock: true, ..error }.to_string();

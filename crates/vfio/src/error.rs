@@ -1,15 +1,16 @@
 //! Why a VFIO or iommufd object could not be opened or used.
 
-use std::fmt;
+use std::io;
 
 use rustix::io::Errno;
 
 /// What the kernel was called for, the error that it returned, and what to do about it.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {operation}{}{}", after(.source.as_ref()), after(.remedy.as_ref()))]
 pub struct Error {
     operation: String,
-    errno: Option<Errno>,
-    remedy: String,
+    source: Option<io::Error>,
+    remedy: Option<String>,
 }
 
 /// The result of a call that can fail in this way.
@@ -18,39 +19,28 @@ pub type Result<T> = std::result::Result<T, Error>;
 impl Error {
     /// An error of this operation, an infinitive.
     pub(crate) fn new(operation: impl Into<String>) -> Error {
-        Error { operation: operation.into(), errno: None, remedy: String::new() }
+        Error { operation: operation.into(), source: None, remedy: None }
     }
 
-    /// Sets the error that the kernel returned.
-    pub(crate) fn with_errno(mut self, errno: Errno) -> Error {
-        self.errno = Some(errno);
+    /// Sets the error that was returned, by the kernel as a rule.
+    pub(crate) fn because(mut self, source: impl Into<io::Error>) -> Error {
+        self.source = Some(source.into());
         self
     }
 
-    /// Sets the obstacle and its remedy, in a sentence without a full stop.
+    /// Sets the obstacle and its remedy, in a sentence without a full stop; an empty one is none.
     pub(crate) fn remedy(mut self, remedy: impl Into<String>) -> Error {
-        self.remedy = remedy.into();
+        self.remedy = Some(remedy.into()).filter(|remedy| !remedy.is_empty());
         self
     }
 
     /// The error that the kernel returned; `None` if the kernel was not called, since something
     /// else was missing.
     pub fn errno(&self) -> Option<Errno> {
-        self.errno
+        self.source.as_ref().and_then(Errno::from_io_error)
     }
 }
 
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cannot {}", self.operation)?;
-        if let Some(errno) = self.errno {
-            write!(f, ": {}", std::io::Error::from(errno))?;
-        }
-        if !self.remedy.is_empty() {
-            write!(f, ": {}", self.remedy)?;
-        }
-        Ok(())
-    }
+fn after(part: Option<&impl std::fmt::Display>) -> String {
+    part.map_or_else(String::new, |part| format!(": {part}"))
 }
-
-impl std::error::Error for Error {}

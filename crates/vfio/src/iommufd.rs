@@ -1,7 +1,5 @@
 //! An address space of an iommufd as a domain.
 
-use std::ops::ControlFlow;
-
 use parking_lot::Mutex;
 use ringfence_iommu::{
     Error, Geometry, HostAddr, Map, PageSizes, Partial, Range, Result, SyncToken, Work,
@@ -95,32 +93,6 @@ impl<K: IommufdKernel> Iommufd<K> {
         Ok(())
     }
 
-    /// How many mappings there are, and how many of the kernel's they take.
-    pub fn usage(&self) -> Usage {
-        self.space.usage()
-    }
-
-    /// Maps many ranges with as few kernel mappings as possible: as
-    /// [`Type1::map_batch`](crate::Type1::map_batch).
-    ///
-    /// # Errors
-    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
-    pub fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
-        self.space.map_batch(batch)
-    }
-
-    /// Maps a large range, step by step: as [`Type1::map_in_steps`](crate::Type1::map_in_steps).
-    ///
-    /// # Errors
-    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
-    pub fn map_in_steps(
-        &self,
-        map: Map<HostAddr>,
-        mut progress: impl FnMut(u64) -> ControlFlow<()>,
-    ) -> Result<bool> {
-        self.space.map_in_steps(&map, &mut progress)
-    }
-
     /// Unmaps everything at one go; returns how many bytes were mapped. Concurrent calls to map or
     /// unmap fail.
     ///
@@ -152,14 +124,6 @@ impl<K: IommufdKernel> Iommufd<K> {
     /// [`Error::Unsupported`]: there is no such table. Otherwise the kernel's.
     pub fn start_dirty(&self) -> Result<()> {
         self.track(true)
-    }
-
-    /// Stops tracking.
-    ///
-    /// # Errors
-    /// As [`start_dirty`](Self::start_dirty).
-    pub fn stop_dirty(&self) -> Result<()> {
-        self.track(false)
     }
 
     fn track(&self, on: bool) -> Result<()> {

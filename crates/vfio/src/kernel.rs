@@ -1,7 +1,7 @@
 //! The requests to VFIO type1 and iommufd, after the kernel's
 //! `include/uapi/linux/{vfio,iommufd}.h`: the seam between the domains and a kernel, real or fake.
 //!
-//! Errors are the kernel's own numbers here: the caller knows what it asked for, and interprets
+//! Errors are the kernel's own numbers here: the caller knows what it requested, and interprets
 //! them.
 
 mod bar;
@@ -11,24 +11,24 @@ mod device;
 mod group;
 mod ioctl;
 mod iommu;
-mod memlock;
 mod region;
 mod sysfs;
 
-use std::{fs::File, sync::Arc};
+use std::fs::File;
 
 use bitflags::bitflags;
 use ringfence_iommu::{Range, ReservedRegion};
 use rustix::io::Errno;
 
+use self::sysfs::{Member, Sysfs};
 pub use bar::Bar;
 pub use container::{Attached, Container};
 pub use device::Device;
 pub use group::Group;
 pub use iommu::{Bound, IommuFile};
-pub use memlock::Locked;
 pub use region::Region;
-pub use sysfs::{Member, Sysfs};
+
+pub use crate::memlock::Locked;
 
 /// The result of a request to the kernel.
 pub type KernelResult<T> = Result<T, Errno>;
@@ -162,43 +162,16 @@ pub trait Type1Kernel: Send + Sync {
     }
 }
 
-impl<K: Type1Kernel + ?Sized> Type1Kernel for Arc<K> {
-    fn info(&self) -> KernelResult<Type1Info> {
-        (**self).info()
-    }
-    fn has(&self, extension: Extension) -> bool {
-        (**self).has(extension)
-    }
-    unsafe fn map(&self, flags: MapFlags, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
-        // SAFETY: the caller's promise.
-        unsafe { (**self).map(flags, iova, vaddr, size) }
-    }
-    fn unmap(
-        &self,
-        flags: UnmapFlags,
-        iova: u64,
-        size: u64,
-        dirty: Option<Bitmap<'_>>,
-    ) -> KernelResult<u64> {
-        (**self).unmap(flags, iova, size, dirty)
-    }
-    fn track_dirty(&self, on: bool) -> KernelResult<()> {
-        (**self).track_dirty(on)
-    }
-    fn dirty(&self, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
-        (**self).dirty(iova, size, dirty)
-    }
-    fn reserved_regions(&self) -> Vec<ReservedRegion> {
-        (**self).reserved_regions()
-    }
-    fn locked(&self) -> Option<Locked> {
-        (**self).locked()
-    }
-}
-
 /// The id of an object in an iommufd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Id(pub u32);
+pub struct Id(u32);
+
+impl Id {
+    /// The id of that number.
+    pub const fn new(number: u32) -> Id {
+        Id(number)
+    }
+}
 
 /// Which IOVAs can be mapped in an address space (`IOMMU_IOAS_IOVA_RANGES`).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -283,55 +256,8 @@ pub trait IommufdKernel: Send + Sync {
     }
 }
 
-impl<K: IommufdKernel + ?Sized> IommufdKernel for Arc<K> {
-    fn new_ioas(&self) -> KernelResult<Id> {
-        (**self).new_ioas()
-    }
-    fn destroy(&self, id: Id) -> KernelResult<()> {
-        (**self).destroy(id)
-    }
-    fn iova_ranges(&self, ioas: Id) -> KernelResult<IovaRanges> {
-        (**self).iova_ranges(ioas)
-    }
-    unsafe fn map(
-        &self,
-        ioas: Id,
-        flags: MapFlags,
-        iova: Option<u64>,
-        vaddr: u64,
-        size: u64,
-    ) -> KernelResult<u64> {
-        // SAFETY: the caller's promise.
-        unsafe { (**self).map(ioas, flags, iova, vaddr, size) }
-    }
-    fn unmap(&self, ioas: Id, iova: u64, size: u64) -> KernelResult<u64> {
-        (**self).unmap(ioas, iova, size)
-    }
-    fn new_hwpt(&self, device: Id, ioas: Id, dirty: bool) -> KernelResult<Id> {
-        (**self).new_hwpt(device, ioas, dirty)
-    }
-    fn track_dirty(&self, hwpt: Id, on: bool) -> KernelResult<()> {
-        (**self).track_dirty(hwpt, on)
-    }
-    fn dirty(&self, hwpt: Id, iova: u64, size: u64, dirty: Bitmap<'_>) -> KernelResult<()> {
-        (**self).dirty(hwpt, iova, size, dirty)
-    }
-    fn reserved_regions(&self) -> Vec<ReservedRegion> {
-        (**self).reserved_regions()
-    }
-    fn locked(&self) -> Option<Locked> {
-        (**self).locked()
-    }
-}
-
 /// Opens a file of the kernel for reading and writing.
 fn open(path: &str) -> KernelResult<File> {
     let file = File::options().read(true).write(true).open(path);
     file.map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))
-}
-
-/// The bytes of words.
-fn bytes(words: &[u64]) -> &[u8] {
-    // SAFETY: the same memory, of which every byte is initialised; bytes need no alignment.
-    unsafe { std::slice::from_raw_parts(words.as_ptr().cast(), size_of_val(words)) }
 }

@@ -1,21 +1,29 @@
-//! Page pinning with accounting, and the kernel's IOMMU interfaces as domains.
+#![doc = include_str!("../README.md")]
 //!
-//! * [`pin`]: pages of this process held in place by IOVA, in runs, over io_uring, mlock or a fake;
-//!   [`Account`]: how much an owner has pinned, and its limit.
+//! # What is inside
+//!
+//! * [`open`]: a PCI device, and its domain.
+//! * [`Type1`] and [`Iommufd`]: a container and an address space as a
+//!   [`Domain`](ringfence_iommu::Domain) whose targets are addresses of this process; [`DirtyMap`]:
+//!   what devices have written to.
 //! * [`kernel`]: VFIO containers, groups and devices, and iommufd, close to the kernel's interface:
 //!   a container has methods to map only once a group is in it.
-//! * [`Type1`] and [`Iommufd`]: both as a [`Domain`](ringfence_iommu::Domain) whose targets are
-//!   addresses of this process; [`DirtyMap`]: what devices have written to.
+//! * [`pin`]: pages of this process held in place by IOVA, in runs, over io_uring; [`Account`]: how
+//!   much an owner has pinned, and its limit.
 //!
-//! `ringfence-vfio-testing` has both in this process, for tests without VFIO.
+//! `ringfence-vfio-testing` has kernels in this process, for tests without VFIO.
+
+#[cfg(test)]
+extern crate self as ringfence_vfio;
 
 mod account;
 mod dirty;
 mod error;
 mod iommufd;
 pub mod kernel;
+mod memlock;
+mod open;
 pub mod pin;
-mod privilege;
 mod space;
 mod type1;
 mod vaddr;
@@ -24,6 +32,7 @@ pub use account::{Account, LimitError};
 pub use dirty::DirtyMap;
 pub use error::{Error, Result};
 pub use iommufd::Iommufd;
+pub use open::{Opened, open};
 pub use space::{Tuning, Usage};
 pub use type1::Type1;
 pub use vaddr::VaddrUpdate;

@@ -1,23 +1,20 @@
 //! What the domains over a kernel share: which mappings there are, how they are merged, and how
 //! large ones are made in steps.
 
-mod answer;
 mod domain;
+mod errors;
 mod geometry;
 mod shadow;
 mod tuning;
 
-use std::{
-    ops::ControlFlow,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 use ringfence_iommu::{Error, Geometry, HostAddr, Iova, Map, Prot, Range, Result};
 use rustix::io::Errno;
 
-pub(crate) use answer::{CAPABILITIES, collect, lost, refused};
 pub(crate) use domain::is_a_domain;
+pub(crate) use errors::{CAPABILITIES, collect, lost, refused};
 pub(crate) use geometry::geometry;
 pub(crate) use shadow::Unit;
 use shadow::{Shadow, Stage};
@@ -39,9 +36,6 @@ pub(crate) trait Backend: Send + Sync {
     /// The error that `errno` means for a map of `range`, while there are this many entries.
     fn refusal(&self, errno: Errno, range: Range, entries: u64) -> Error;
 }
-
-/// Called with how many bytes of a mapping are made; may end it.
-pub(crate) type Progress<'a> = &'a mut dyn FnMut(u64) -> ControlFlow<()>;
 
 /// An address space of the kernel, and what is mapped there.
 ///
@@ -113,7 +107,7 @@ impl<B: Backend> Space<B> {
     /// `Domain::map_pages`.
     pub(crate) fn map(&self, map: &Map<HostAddr>) -> Result<()> {
         if !self.tuning.merge {
-            let made = self.map_now(map, &mut |_| ControlFlow::Continue(()));
+            let made = self.map_now(map);
             return made.or_else(|Failed { error, left }| match left {
                 // A map that fails must leave nothing; if a sync fails, the caller unmaps.
                 true => {
@@ -131,34 +125,16 @@ impl<B: Backend> Space<B> {
     }
 
     /// Maps in the kernel at once.
-    fn map_now(
-        &self,
-        map: &Map<HostAddr>,
-        progress: Progress<'_>,
-    ) -> std::result::Result<(), Failed> {
+    fn map_now(&self, map: &Map<HostAddr>) -> std::result::Result<(), Failed> {
         let unit = Unit::new(map, Stage::Busy);
         {
             let mut state = self.state.lock();
             state.check(map)?;
             state.shadow.insert(unit);
         }
-        let made = self.make(&unit, progress);
+        let made = self.make(&unit);
         self.settle(&[unit], &unit, &made);
         made
-    }
-
-    /// Maps in steps, as long as `progress` continues; returns whether it was completed.
-    pub(crate) fn map_in_steps(&self, map: &Map<HostAddr>, progress: Progress<'_>) -> Result<bool> {
-        let mut ended = false;
-        let made = self.map_now(map, &mut |bytes| {
-            let go_on = progress(bytes);
-            ended = go_on.is_break();
-            go_on
-        });
-        match made {
-            Err(failed) if ended && !failed.left => Ok(false),
-            made => made.map(|()| true).map_err(|failed| failed.error),
-        }
     }
 
     /// Maps many ranges, those as one that follow each other in the given order. All or nothing.
@@ -166,8 +142,7 @@ impl<B: Backend> Space<B> {
         let units: Vec<Unit> = batch.iter().map(|map| Unit::new(map, Stage::Busy)).collect();
         let runs: Vec<Map<HostAddr>> = units.chunk_by(Unit::leads_to).map(Unit::joined).collect();
         for (done, run) in runs.iter().enumerate() {
-            let go_on = &mut |_| ControlFlow::Continue(());
-            if let Err(failed) = self.map_now(run, go_on) {
+            if let Err(failed) = self.map_now(run) {
                 // What stays mapped is in the shadow: it can still be unmapped.
                 for run in &runs[..done] {
                     let _ = self.unmap(run.range());
@@ -199,7 +174,7 @@ impl<B: Backend> Space<B> {
         let mut result = Ok(());
         for run in noted.chunk_by(Unit::leads_to) {
             let whole = Unit { range: run[0].range.hull(run[run.len() - 1].range), ..run[0] };
-            let made = self.make(&whole, &mut |_| ControlFlow::Continue(()));
+            let made = self.make(&whole);
             self.settle(run, &whole, &made);
             result = result.and(made.map_err(|failed| failed.error));
         }
@@ -235,29 +210,22 @@ impl<B: Backend> Space<B> {
     }
 
     /// Makes a unit in the kernel, piece by piece. All or nothing (rule L33).
-    fn make(&self, unit: &Unit, progress: Progress<'_>) -> std::result::Result<(), Failed> {
+    fn make(&self, unit: &Unit) -> std::result::Result<(), Failed> {
         let flags = flags(unit.prot);
         for (done, piece) in self.pieces(unit.range).enumerate() {
             let iova = piece.first().0;
-            let offset = iova - unit.range.first().0;
-            let vaddr = unit.target.0 + offset;
-            let error = if progress(offset).is_break() {
-                Error::Unsupported("the caller ended it")
-            } else {
-                // SAFETY: the promise that the `Map` was made with. The target has been checked not
-                // to pass the end of the address space.
-                let made = unsafe { self.backend.map(flags, iova, vaddr, size(piece)) };
-                let Err(errno) = made else { continue };
-                let entries = self.state.lock().entries + done as u64;
-                self.backend.refusal(errno, unit.range, entries)
-            };
+            let vaddr = unit.target.0 + (iova - unit.range.first().0);
+            // SAFETY: the promise that the `Map` was made with. The target has been checked not to
+            // pass the end of the address space.
+            let made = unsafe { self.backend.map(flags, iova, vaddr, size(piece)) };
+            let Err(errno) = made else { continue };
+            let entries = self.state.lock().entries + done as u64;
+            let error = self.backend.refusal(errno, unit.range, entries);
             let undone = |piece| self.remove(piece).is_ok();
             let left =
                 !self.pieces(unit.range).take(done).map(undone).fold(true, |all, it| all & it);
             return Err(Failed { error, left });
         }
-        // At the end `progress` can no longer stop anything.
-        let _ = progress(unit.range.extent().saturating_add(1));
         Ok(())
     }
 
@@ -290,7 +258,7 @@ impl<B: Backend> Space<B> {
     pub(crate) fn unmap_all(&self, mut remove: impl FnMut() -> KernelResult<u64>) -> Result<u128> {
         let units = self.freeze("everything is being unmapped")?;
         let made = units.iter().filter(|it| it.stage == Stage::Made).map(|it| it.range.len()).sum();
-        let removed = self.remove_known(Range::ALL, made, &mut remove);
+        let removed = self.remove_by(Range::ALL, made, &mut remove);
         let mut state = self.state.lock();
         state.frozen = None;
         removed?;
@@ -379,21 +347,13 @@ impl<B: Backend> Space<B> {
 
     /// Removes whole kernel mappings.
     pub(crate) fn remove(&self, piece: Range) -> Result<()> {
-        self.remove_by(piece, &mut || self.backend.unmap(piece.first().0, size(piece)))
+        let unmap = &mut || self.backend.unmap(piece.first().0, size(piece));
+        self.remove_by(piece, piece.len(), unmap)
     }
 
-    /// Calls `unmap` until nothing is left: if the kernel reports fewer bytes than were mapped,
-    /// some of them may still be there.
+    /// Calls `unmap` until nothing is left of a range of which `known` bytes are mapped: if the
+    /// kernel reports fewer bytes, some of them may still be there.
     pub(crate) fn remove_by(
-        &self,
-        piece: Range,
-        unmap: &mut dyn FnMut() -> KernelResult<u64>,
-    ) -> Result<()> {
-        self.remove_known(piece, piece.len(), unmap)
-    }
-
-    /// As [`remove_by`](Self::remove_by), of a range of which `known` bytes are mapped.
-    fn remove_known(
         &self,
         range: Range,
         known: u128,
@@ -425,13 +385,11 @@ impl<B: Backend> Space<B> {
         while state.shadow.iter().any(|unit| unit.stage == Stage::Busy) {
             self.settled.wait(&mut state);
         }
-        match state.frozen.replace(why) {
-            Some(before) => {
-                state.frozen = Some(before);
-                Err(Error::Unsupported(before))
-            }
-            None => Ok(state.shadow.iter().copied().collect()),
+        if let Some(before) = state.frozen {
+            return Err(Error::Unsupported(before));
         }
+        state.frozen = Some(why);
+        Ok(state.shadow.iter().copied().collect())
     }
 
     /// Ends [`freeze`](Self::freeze); the given units have new targets from now on.

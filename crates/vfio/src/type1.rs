@@ -1,7 +1,5 @@
 //! A type1 container as a domain.
 
-use std::ops::ControlFlow;
-
 use ringfence_iommu::{
     Error, Geometry, HostAddr, Iova, Map, PageSizes, Partial, Range, Result, SyncToken, Work,
 };
@@ -82,38 +80,9 @@ impl<K: Type1Kernel> Type1<K> {
         Ok(())
     }
 
-    /// How many mappings there are, and how many of the kernel's they take.
-    pub fn usage(&self) -> Usage {
-        self.space.usage()
-    }
-
     /// How many more mappings the kernel would make (rule L51); `None` if it does not say.
     pub fn available(&self) -> Option<u64> {
         self.kernel().info().ok()?.available.map(u64::from)
-    }
-
-    /// Maps many ranges with as few kernel mappings as possible: those that follow each other
-    /// (address, target, permission) become one, which is unmapped as one. All or nothing.
-    ///
-    /// # Errors
-    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
-    pub fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
-        self.space.map_batch(batch)
-    }
-
-    /// Maps a large range, step by step ([`Tuning::chunk`]); other threads map and unmap in
-    /// between. `progress` is called before each step, and once more at the end, with how many
-    /// bytes are mapped; if it breaks, nothing stays mapped, and the result is false. It must not
-    /// unmap this range.
-    ///
-    /// # Errors
-    /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
-    pub fn map_in_steps(
-        &self,
-        map: Map<HostAddr>,
-        mut progress: impl FnMut(u64) -> ControlFlow<()>,
-    ) -> Result<bool> {
-        self.space.map_in_steps(&map, &mut progress)
     }
 
     /// Unmaps everything, at one go if the kernel can (rule L56); returns how many bytes were
@@ -134,14 +103,6 @@ impl<K: Type1Kernel> Type1<K> {
     /// [`Error::Unsupported`], or the kernel's.
     pub fn start_dirty(&self) -> Result<()> {
         self.track(true)
-    }
-
-    /// Stops tracking.
-    ///
-    /// # Errors
-    /// As [`start_dirty`](Self::start_dirty).
-    pub fn stop_dirty(&self) -> Result<()> {
-        self.track(false)
     }
 
     fn track(&self, on: bool) -> Result<()> {
@@ -175,7 +136,7 @@ impl<K: Type1Kernel> Type1<K> {
         let page = self.page()?;
         self.space.unmap_with(range, &mut |piece| {
             space::collect(piece, page, map, |Bitmap { page, words }| {
-                self.space.remove_by(piece, &mut || {
+                self.space.remove_by(piece, piece.len(), &mut || {
                     let bitmap = Bitmap { page, words: &mut *words };
                     self.kernel().unmap(
                         UnmapFlags::GET_DIRTY,

@@ -37,26 +37,22 @@ impl<K: Type1Kernel> Type1<K> {
     /// [`Error::Unsupported`] if the kernel cannot, or an update is under way; the kernel's (EBUSY with
     /// groups of emulated devices). Nothing was changed.
     pub fn begin_vaddr_update(&self) -> Result<VaddrUpdate<'_, K>> {
-        VaddrUpdate::begin(self)
-    }
-}
-
-impl<'d, K: Type1Kernel> VaddrUpdate<'d, K> {
-    fn begin(domain: &'d Type1<K>) -> Result<Self> {
-        let kernel = domain.kernel();
+        let kernel = self.kernel();
         if !kernel.has(Extension::UpdateVaddr) || !kernel.has(Extension::UnmapAll) {
             return Err(Error::Unsupported("the kernel cannot update process addresses"));
         }
-        let units = domain.space.freeze(WHY)?;
+        let units = self.space.freeze(WHY)?;
         let flags = UnmapFlags::VADDR | UnmapFlags::ALL;
         if let Err(errno) = kernel.unmap(flags, 0, 0, None) {
-            domain.space.thaw([]);
+            self.space.thaw([]);
             return Err(lost(errno, Range::ALL));
         }
         let moved = |unit| Moved { unit, target: None, done: 0 };
-        Ok(VaddrUpdate { domain, units: units.into_iter().map(moved).collect() })
+        Ok(VaddrUpdate { domain: self, units: units.into_iter().map(moved).collect() })
     }
+}
 
+impl<K: Type1Kernel> VaddrUpdate<'_, K> {
     /// Gives each mapping the address that `moved` returns for its range and its old address; it is
     /// called once for each. After an error, call again to retry those that are left.
     ///

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 use ringfence_vfio::Account;
-use ringfence_vfio::pin::{Fake, PinError, Pinner, Uring};
+use ringfence_vfio::pin::{PinError, Pinner, Uring};
+use ringfence_vfio_testing::backing::Fake;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
@@ -19,7 +20,7 @@ fn the_limit_of_locked_memory_binds_windows_added_without_the_capability() {
 
     let account = Arc::new(Account::new("vm0"));
     assert_eq!(account.limit(), 1 << 20);
-    let mut pinner = Pinner::new(Fake::with_slots(None), account.clone());
+    let mut pinner = Pinner::new(Fake::with_slots(64), account.clone());
     let window = |n: u64| Range::from_len(Iova(n << 30), 2 << 20).unwrap();
     let held = account.may_exceed();
     pinner.add_window(window(0), HostAddr(1 << 32), Prot::RW).unwrap();
@@ -34,7 +35,7 @@ fn the_limit_of_locked_memory_binds_windows_added_without_the_capability() {
     let more = Iova(window(1).first().0 + (1 << 20));
     let error = pinner.pin(&[more], Prot::RW).unwrap_err();
     let PinError::Limit(why) = &error else { panic!("{error}") };
-    assert_eq!((why.limit, why.used, why.asked, why.memlock), (1 << 20, 1 << 20, 4096, true));
+    assert_eq!((why.limit, why.used, why.requested, why.memlock), (1 << 20, 1 << 20, 4096, true));
     assert!(error.to_string().contains("ulimit -l"), "{error}");
     // The other window was added while the capability was held, if it was.
     let exceeded = pinner.pin(&[window(0).first()], Prot::RW);

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
-use ringfence_vfio::pin::{Fake, Limits, Pinner};
+use ringfence_vfio::pin::{Limits, Pinner};
 use ringfence_vfio::{Account, DirtyMap};
+use ringfence_vfio_testing::backing::Fake;
 
 const PAGE: u64 = 4096;
 /// First page, pages, first page of memory, permission. The first two touch, and share memory; the
@@ -63,7 +64,7 @@ fn op() -> impl Strategy<Value = Op> {
 struct Model {
     windows: BTreeSet<usize>,
     counts: BTreeMap<u64, u32>,
-    /// Pages that are held together; without slots, each on its own.
+    /// Pages that are held together.
     groups: Vec<Vec<u64>>,
     /// Possibly written since the last read.
     dirty: BTreeSet<u64>,
@@ -109,18 +110,14 @@ impl Model {
             may -= 1;
             let leads_on = page.checked_sub(1).is_some_and(|prev| latest == Some((prev, window)));
             match self.groups.last_mut() {
-                Some(last)
-                    if leads_on
-                        && limits.slots.is_some()
-                        && (last.len() as u64) * PAGE < limits.run =>
-                {
-                    last.push(page);
+                Some(last) if leads_on && (last.len() as u64) * PAGE < limits.run => {
+                    last.push(page)
                 }
                 _ => self.groups.push(vec![page]),
             }
             latest = Some((page, window));
         }
-        limits.slots.is_none_or(|slots| self.groups.len() <= slots as usize)
+        self.groups.len() <= limits.slots as usize
     }
 
     fn unpin(&mut self, list: &[u64]) -> bool {
@@ -239,7 +236,7 @@ proptest! {
     // rules L52, L53, L54, L62, L63
     #[test]
     fn counts_charges_and_what_is_held_are_those_of_single_pages(
-        slots in prop_oneof![Just(None), Just(Some(1000)), (1..12_u32).prop_map(Some)],
+        slots in prop_oneof![Just(1000), 1..12_u32],
         run in prop_oneof![Just(1 << 30), (1..6_u64).prop_map(|pages| pages * PAGE)],
         runs in 1..5_usize,
         limit in prop_oneof![Just(1 << 40), (0..40_u64).prop_map(|pages| pages * PAGE)],
@@ -248,7 +245,7 @@ proptest! {
             1..80,
         ),
     ) {
-        let limits = Limits { page: PAGE, run, runs, slots, first: 5, always_writes: false };
+        let limits = Limits { page: PAGE, run, runs, slots, first: 5 };
         let account = Arc::new(Account::with_limit("all", limit));
         let mut pinners = [0, 1].map(|_| pinner(limits, &account));
         let mut models = [Model::default(), Model::default()];
@@ -282,39 +279,33 @@ proptest! {
 // rules L53, L62
 #[test]
 fn a_failure_at_any_page_undoes_what_was_done_before_it() {
-    for slots in [None, Some(64)] {
-        for runs in [1, 3, 64] {
-            let limits =
-                Limits { page: PAGE, run: 5 * PAGE, runs, slots, first: 2, always_writes: false };
-            let account = Arc::new(Account::with_limit("all", 1 << 40));
-            let mut pinner = pinner(limits, &account);
-            for &(first, pages, host, prot) in &WINDOWS {
-                let window = range(first, pages).unwrap();
-                pinner.add_window(window, HostAddr(host * PAGE), prot).unwrap();
-            }
-            pinner.pin(&iovas(&[2, 2, 17, 18, 19]), Prot::RW).unwrap();
-            pinner.unpin(&iovas(&[18])).unwrap();
-            let list = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 14, 16, 17, 18, 19, 24, 26, 25, 26, 28];
-            let state = |pinner: &Pinner<Fake>| {
-                let counts =
-                    (0..32).map(|page| pinner.count(Iova(page * PAGE))).collect::<Vec<_>>();
-                let backing = pinner.backing();
-                (counts, pinner.pinned(), backing.held().clone(), backing.slots(), account.used())
-            };
-            let before = state(&pinner);
-            let mut steps = 0;
-            loop {
-                pinner.backing_mut().fail_after(steps);
-                if pinner.pin(&iovas(&list), Prot::RW).is_ok() {
-                    break;
-                }
-                assert_eq!(state(&pinner), before, "{slots:?}, {runs}, step {steps}");
-                steps += 1;
-            }
-            // Of 19 pages two are special and two pinned; page 18 is still held where it cannot be
-            // released on its own.
-            let held = if slots.is_some() { 14 } else { 15 };
-            assert_eq!(steps, held, "{slots:?}, {runs}");
+    for runs in [1, 3, 64] {
+        let limits = Limits { page: PAGE, run: 5 * PAGE, runs, slots: 64, first: 2 };
+        let account = Arc::new(Account::with_limit("all", 1 << 40));
+        let mut pinner = pinner(limits, &account);
+        for &(first, pages, host, prot) in &WINDOWS {
+            let window = range(first, pages).unwrap();
+            pinner.add_window(window, HostAddr(host * PAGE), prot).unwrap();
         }
+        pinner.pin(&iovas(&[2, 2, 17, 18, 19]), Prot::RW).unwrap();
+        pinner.unpin(&iovas(&[18])).unwrap();
+        let list = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 14, 16, 17, 18, 19, 24, 26, 25, 26, 28];
+        let state = |pinner: &Pinner<Fake>| {
+            let counts = (0..32).map(|page| pinner.count(Iova(page * PAGE))).collect::<Vec<_>>();
+            let backing = pinner.backing();
+            (counts, pinner.pinned(), backing.held().clone(), backing.slots(), account.used())
+        };
+        let before = state(&pinner);
+        let mut steps = 0;
+        loop {
+            pinner.backing_mut().fail_after(steps);
+            if pinner.pin(&iovas(&list), Prot::RW).is_ok() {
+                break;
+            }
+            assert_eq!(state(&pinner), before, "{runs}, step {steps}");
+            steps += 1;
+        }
+        // Of 19 pages two are special and two pinned; page 18 is still held, with its run.
+        assert_eq!(steps, 14, "{runs}");
     }
 }

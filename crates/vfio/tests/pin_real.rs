@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 use ringfence_vfio::Account;
-use ringfence_vfio::pin::{Backing, Mlock, PinError, Pinner, Uring};
+use ringfence_vfio::pin::{Backing, PinError, Pinner, Uring};
 use rustix::mm::{
     Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap,
 };
@@ -16,10 +16,10 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What the kernel counts, in pages: "VmPin" of long-term pins, "VmLck" of locked memory.
-fn kernel_counts(what: &str) -> u64 {
+/// How many pages of this process the kernel counts as pinned for long.
+fn kernel_counts() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find(|line| line.starts_with(what)).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmPin")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 4
 }
 
@@ -86,8 +86,8 @@ fn runs_are_pinned_and_what_is_not_memory_undoes_all() {
     let _alone = alone();
     let memory = Memory::new(1024);
     let mut pinner = pinner(Uring::new().unwrap(), &memory);
-    let before = kernel_counts("VmPin");
-    let pinned = || kernel_counts("VmPin") - before;
+    let before = kernel_counts();
+    let pinned = || kernel_counts() - before;
     pinner.pin_range(iova(0), 300 * 4096, Prot::RW).unwrap();
     pinner.pin(&[iova(700), iova(3), iova(701), iova(900)], Prot::READ).unwrap();
     assert_eq!((pinner.pinned(), pinner.held(), pinner.count(iova(3))), (303, 303, 2));
@@ -118,14 +118,14 @@ fn huge_pages_are_not_free_before_all_pins_in_them_are_gone() {
             std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
         free.unwrap().trim().parse::<u64>().unwrap()
     };
-    let (before, set_apart) = (kernel_counts("VmPin"), free());
+    let (before, set_apart) = (kernel_counts(), free());
     let memory = Memory::huge(4);
     let mut pinner = pinner(Uring::new().unwrap(), &memory);
     // Across the border of two of them, and alone in a third.
     pinner.pin_range(iova(500), 24 * 4096, Prot::RW).unwrap();
     pinner.pin(&[iova(3), iova(1500)], Prot::RW).unwrap();
     assert_eq!((pinner.pinned(), pinner.account().used()), (26, 26 * 4096));
-    assert!(kernel_counts("VmPin") - before >= 26);
+    assert!(kernel_counts() - before >= 26);
     drop(memory);
     assert_eq!(set_apart - free(), 3, "pinned, whoever has mapped them");
     pinner.unpin(&[iova(1500)]).unwrap();
@@ -133,7 +133,7 @@ fn huge_pages_are_not_free_before_all_pins_in_them_are_gone() {
     pinner.unpin_range(iova(500), 24 * 4096).unwrap();
     assert_eq!(set_apart - free(), 1, "one of its pages is pinned still");
     pinner.unpin(&[iova(3)]).unwrap();
-    assert_eq!((free(), kernel_counts("VmPin") - before), (set_apart, 0));
+    assert_eq!((free(), kernel_counts() - before), (set_apart, 0));
     assert_eq!(pinner.account().used(), 0);
 }
 
@@ -144,29 +144,29 @@ fn scattered_pages_are_pinned_beyond_one_ring() {
     let account = Arc::new(Account::with_limit("test", 1 << 30));
     let mut pinner = Pinner::new(Uring::with_slots(19_000).unwrap(), account.clone());
     pinner.add_window(memory.range(), memory.addr(), Prot::RW).unwrap();
-    let before = kernel_counts("VmPin");
+    let before = kernel_counts();
     let scattered = (0..19_001).map(|n| iova(n * 2)).collect::<Vec<_>>();
     assert_eq!(pinner.pin(&scattered, Prot::RW), Err(PinError::Slots(19_000)));
-    assert_eq!(kernel_counts("VmPin") - before, 0);
+    assert_eq!(kernel_counts() - before, 0);
     let mut scattered = scattered[1..].to_vec();
     pinner.pin(&scattered, Prot::RW).unwrap();
-    assert_eq!((account.used(), kernel_counts("VmPin") - before), (19_000 * 4096, 19_000));
+    assert_eq!((account.used(), kernel_counts() - before), (19_000 * 4096, 19_000));
     // In another order, and not all.
     scattered.sort_by_key(|iova| iova.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     pinner.unpin(&scattered[..10_000]).unwrap();
-    assert_eq!(kernel_counts("VmPin") - before, 9_000);
+    assert_eq!(kernel_counts() - before, 9_000);
     pinner.pin(&scattered[..5_000], Prot::RW).unwrap();
-    assert_eq!(kernel_counts("VmPin") - before, 14_000);
+    assert_eq!(kernel_counts() - before, 14_000);
     drop(pinner);
-    assert_eq!((account.used(), kernel_counts("VmPin") - before), (0, 0));
+    assert_eq!((account.used(), kernel_counts() - before), (0, 0));
 }
 
 #[test]
 fn a_pinner_goes_from_thread_to_thread_and_leaves_nothing_in_one_that_stays() {
     let _alone = alone();
     let memory = Memory::new(64);
-    let before = kernel_counts("VmPin");
-    let pinned = || kernel_counts("VmPin") - before;
+    let before = kernel_counts();
+    let pinned = || kernel_counts() - before;
     // More rings than a thread can register.
     let mut many: Vec<_> = (0..20).map(|_| pinner(Uring::new().unwrap(), &memory)).collect();
     let (here, there) = (channel(), channel::<()>());
@@ -192,36 +192,12 @@ fn a_pinner_goes_from_thread_to_thread_and_leaves_nothing_in_one_that_stays() {
     });
 }
 
-// rule L62
-#[test]
-fn locked_pages_are_counted_by_page_across_pinners() {
-    let _alone = alone();
-    let memory = Memory::new(64);
-    let before = kernel_counts("VmLck");
-    let locked = || kernel_counts("VmLck") - before;
-    let mut one = pinner(Mlock::new(), &memory);
-    let mut two = pinner(Mlock::new(), &memory);
-    one.pin_range(iova(0), 20 * 4096, Prot::RW).unwrap();
-    two.pin_range(iova(10), 20 * 4096, Prot::RW).unwrap();
-    assert_eq!(locked(), 30);
-    one.unpin_range(iova(5), 10 * 4096).unwrap();
-    assert_eq!((one.held(), locked()), (10, 25), "pages 5 to 9 are unlocked");
-    memory.take_away(40);
-    let error = two.pin_range(iova(25), 20 * 4096, Prot::RW).unwrap_err();
-    assert!(matches!(error, PinError::Hold { .. }), "{error}");
-    assert_eq!((two.held(), locked()), (20, 25));
-    drop(one);
-    assert_eq!(locked(), 20);
-    two.unpin_range(iova(10), 20 * 4096).unwrap();
-    assert_eq!(locked(), 0);
-}
-
 #[test]
 fn a_forked_child_neither_unpins_its_parents_pages_nor_pins_its_own_in_their_place() {
     let _alone = alone();
     let memory = Memory::new(4);
     let mut ours = pinner(Uring::new().unwrap(), &memory);
-    let before = kernel_counts("VmPin");
+    let before = kernel_counts();
     ours.pin_range(iova(0), 3 * 4096, Prot::RW).unwrap();
     ours.pin(&[iova(3)], Prot::RW).unwrap();
     // SAFETY: the child leaves by `_exit`, and until then uses nothing that another thread may have
@@ -244,10 +220,10 @@ fn a_forked_child_neither_unpins_its_parents_pages_nor_pins_its_own_in_their_pla
     let mut status = 0;
     // SAFETY: it waits for the child made above.
     assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
-    assert_eq!(kernel_counts("VmPin") - before, 4, "the child has changed what its parent holds");
+    assert_eq!(kernel_counts() - before, 4, "the child has changed what its parent holds");
     assert_eq!(status, 0, "the child could use its parent's pinner, or not its own");
     ours.unpin(&[iova(3)]).unwrap();
     ours.pin(&[iova(3)], Prot::RW).unwrap();
     drop(ours);
-    assert_eq!(kernel_counts("VmPin"), before);
+    assert_eq!(kernel_counts(), before);
 }

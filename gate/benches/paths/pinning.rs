@@ -24,8 +24,7 @@ struct Counting {
 
 impl Backing for Counting {
     fn limits(&self) -> Limits {
-        let (run, slots) = (1 << 30, Some(1 << 14));
-        Limits { page: PAGE, run, runs: 64, slots, first: 8, always_writes: true }
+        Limits { page: PAGE, run: 1 << 30, runs: 64, slots: 1 << 14, first: 8 }
     }
 
     fn hold(&mut self, slot: u32, runs: &mut [Run], _prot: Prot) -> Result<usize, HoldError> {

@@ -9,20 +9,22 @@ use serde::Serialize;
 pub(super) enum Purpose {
     /// A device given to a driver in user space, behind the IOMMU.
     Vfio,
-    /// Memory pinned through io_uring, or locked.
+    /// Memory pinned through io_uring.
     Pin,
-    /// Back ends for front ends such as QEMU.
+    /// Back ends for front ends such as QEMU: `ringfence blk` and `ringfence net`.
     VhostUser,
+    All,
 }
 
 impl Purpose {
-    pub(super) const ALL: [Purpose; 3] = [Purpose::Vfio, Purpose::Pin, Purpose::VhostUser];
+    pub(super) const EACH: [Purpose; 3] = [Purpose::Vfio, Purpose::Pin, Purpose::VhostUser];
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Purpose::Vfio => "vfio",
             Purpose::Pin => "pin",
             Purpose::VhostUser => "vhost-user",
+            Purpose::All => "all",
         }
     }
 }

@@ -41,11 +41,10 @@ pub(super) struct Kernel {
 impl Kernel {
     pub(super) fn read(tree: &Tree) -> Kernel {
         let release = tree.word("proc/sys/kernel/osrelease");
+        let plain = release.as_deref().filter(|release| !release.contains('/'));
         let of_release = |name: &str| {
-            let release = release.as_deref().filter(|release| !release.contains('/'))?;
-            ["lib/modules", "usr/lib/modules"]
-                .iter()
-                .find_map(|folder| tree.text(&format!("{folder}/{release}/{name}")))
+            let folders = ["lib/modules", "usr/lib/modules"];
+            folders.iter().find_map(|folder| tree.text(&format!("{folder}/{}/{name}", plain?)))
         };
         let processor = tree.text("proc/cpuinfo").unwrap_or_default();
         let field = |name: &str| {
@@ -65,9 +64,7 @@ impl Kernel {
             loaded: tree.names("sys/module"),
             built_in: of_release("modules.builtin"),
             loadable: of_release("modules.dep"),
-            configuration: release
-                .as_deref()
-                .filter(|release| !release.contains('/'))
+            configuration: plain
                 .and_then(|release| tree.text(&format!("boot/config-{release}")))
                 .or_else(|| tree.packed_text("proc/config.gz")),
             release,

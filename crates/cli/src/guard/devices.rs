@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use ringfence_devices::{
-    blk::{Blk, BlkFigures, BlkOptions, make_rings},
+    blk::{Blk, BlkOptions, make_rings},
     disk::{Disk, Image, ImageOptions},
     iommu::Iommu,
     net::{GRACE, Net, NetOptions, Tap, Way},
@@ -23,11 +23,11 @@ use super::{
     address::Address,
     qemu::{Behind, Kind},
     spec::{BlkSpec, DeviceSpec, NetSpec, NetWay},
-    usage,
 };
 use crate::{
     blk, net,
     serve::{Connection, Page, Ready, reader},
+    usage,
 };
 
 /// The first device's unit among those of a worker: the unit before it is the IOMMU's.
@@ -59,15 +59,15 @@ impl<'a> Plan<'a> {
         let idle = arguments.idle.iter().map(|&address| (Some(address), Wanted::Idle));
         let wanted: Vec<_> = blks.chain(nets).chain(idle).collect();
         if wanted.is_empty() {
-            return Err(usage("no device: --blk, --net or --idle"));
+            return Err(usage::wrong("no device: --blk, --net or --idle"));
         }
         if arguments.slot.function != 0 {
-            return Err(usage("--slot: the IOMMU has a device of its own"));
+            return Err(usage::wrong("--slot: the IOMMU has a device of its own"));
         }
         let mut taken = BTreeSet::new();
         for &address in wanted.iter().filter_map(|(address, _)| address.as_ref()) {
             if address.device == arguments.slot.device || !taken.insert(address) {
-                return Err(usage(format!("two devices at {address} of the PCI bus")));
+                return Err(usage::wrong(format!("two devices at {address} of the PCI bus")));
             }
         }
         let mut free = (arguments.slot.device + 1..=Address::LAST)
@@ -79,10 +79,13 @@ impl<'a> Plan<'a> {
                 address.map(|address| (address, wanted))
             })
             .collect::<Option<Vec<_>>>();
-        let plan = Plan { devices: devices.ok_or_else(|| usage("too many devices for a bus"))? };
+        let plan =
+            Plan { devices: devices.ok_or_else(|| usage::wrong("too many devices for a bus"))? };
         let mut sockets = BTreeSet::from([&*arguments.iommu]);
         let twice = plan.sockets().find(|socket| !sockets.insert(socket));
-        twice.map_or(Ok(()), |twice| Err(usage(format!("{} is given twice", twice.display()))))?;
+        twice.map_or(Ok(()), |twice| {
+            Err(usage::wrong(format!("{} is given twice", twice.display())))
+        })?;
         Ok(plan)
     }
 
@@ -309,21 +312,14 @@ pub(super) fn left(devices: &[Device]) -> Vec<(String, usize)> {
 
 /// The metrics of all devices; a queue is named by its device's address and its number.
 pub(super) fn figures(page: &mut Page, devices: &[Device]) {
-    let name = |device: &Device| format!("{}/", device.address);
-    let blks: Vec<(String, &BlkFigures)> = devices
-        .iter()
-        .filter_map(|device| match &device.does {
-            Does::Blk(options, _) => Some((name(device), &*options.figures)),
-            Does::Net { .. } => None,
-        })
-        .collect();
-    let nets: Vec<(String, &Net, usize)> = devices
-        .iter()
-        .filter_map(|device| match &device.does {
-            Does::Net { net, end, .. } => Some((name(device), &**net, *end)),
-            Does::Blk(..) => None,
-        })
-        .collect();
+    let (mut blks, mut nets) = (Vec::new(), Vec::new());
+    for device in devices {
+        let name = format!("{}/", device.address);
+        match &device.does {
+            Does::Blk(options, _) => blks.push((name, &*options.figures)),
+            Does::Net { net, end, .. } => nets.push((name, &**net, *end)),
+        }
+    }
     if !blks.is_empty() {
         blk::figures(page, &blks);
     }

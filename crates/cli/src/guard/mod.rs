@@ -15,8 +15,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::usage::Usage;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use clap::Args;
 use ringfence_devices::iommu::{Endpoints, Iommu, IommuFigures, IommuOptions};
 use ringfence_iommu::{Range, shootdown::Shootdown, table::Limits};
@@ -32,7 +31,8 @@ use self::{
 };
 use crate::{
     output,
-    serve::{self, Common, Connection, Kind, Page, Service},
+    serve::{self, Common, Connection, Page, Service},
+    usage,
 };
 
 /// The least memory of a guest: the lowest MiB cannot be mapped.
@@ -133,27 +133,15 @@ pub(crate) struct Arguments {
     max_mappings: u64,
 
     /// The most memory that the tables of all domains take
-    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = usage::size)]
     max_tables: u64,
 
     #[command(flatten)]
     common: Common,
 }
 
-fn size(text: &str) -> Result<u64, String> {
-    let (digits, shift) = match text.char_indices().next_back() {
-        Some((at, 'k' | 'K')) => (&text[..at], 10),
-        Some((at, 'm' | 'M')) => (&text[..at], 20),
-        Some((at, 'g' | 'G')) => (&text[..at], 30),
-        _ => (text, 0),
-    };
-    let number = digits.bytes().all(|byte| byte.is_ascii_digit()).then(|| digits.parse().ok());
-    let bytes = number.flatten().and_then(|number: u64| number.checked_mul(1 << shift));
-    bytes.ok_or_else(|| format!("{text:?} is not a number of bytes (with K, M or G if wanted)"))
-}
-
 fn memory(text: &str) -> Result<u64, String> {
-    match size(text)? {
+    match usage::size(text)? {
         bytes if bytes >= LEAST_MEMORY && bytes.is_multiple_of(1 << 20) => Ok(bytes),
         _ => Err(format!("{text:?} is not at least {} MiB, whole ones", LEAST_MEMORY >> 20)),
     }
@@ -179,7 +167,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Each queue of a network device is a pair; the IOMMU has two.
     let rings = 2 * usize::from(plan.queues());
     let mut ready =
-        serve::open_on(begun, &arguments.common, &paths, rings, || plan.make_rings(&opened))?;
+        serve::open(begun, &arguments.common, &paths, rings, || plan.make_rings(&opened))?;
 
     let workers = ready.workers("guard", plan.queues())?;
     let shootdown = Shootdown::new(plan.views(workers.len()));
@@ -202,19 +190,20 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let iommu =
         Iommu::new(behind, untrusted, IommuOptions { device, unit: 0 }, Arc::clone(&workers));
     let bytes = iommu.journal_bytes(arguments.max_mappings);
-    let mut journal = ready.memory(bytes)?;
+    let mut journal = ready.memory(bytes, false)?;
     if ready.goes_on(0) {
         let recovered = match journal.take() {
-            Some((journal, true)) => iommu.recover(journal).map_err(|error| error.to_string()),
-            _ => Err("it is gone".into()),
+            Some((journal, true)) => iommu.recover(journal).map_err(anyhow::Error::from),
+            _ => Err(anyhow!("their journal is gone")),
         };
         if let Err(why) = recovered {
             tracing::error!(
                 "the guest has to be reset: the mappings of the IOMMU of the process before \
-                 cannot be taken over: {why}"
+                 cannot be taken over: {}",
+                crate::explain(&why)
             );
             ready.does_not_go_on(0);
-            journal = ready.new_memory(bytes)?;
+            journal = ready.memory(bytes, true)?;
         }
     }
     if let Some((journal, _)) = journal {
@@ -292,32 +281,23 @@ impl Service for Guard {
         let help = "Requests to the IOMMU.";
         let kinds =
             [("map", requests.maps), ("unmap", requests.unmaps), ("other", requests.others)];
-        page.many(Kind::Counter, "iommu_requests_total", help, "kind", kinds);
+        page.many("iommu_requests_total", help, "kind", kinds);
         for (name, help, value) in [
             ("iommu_refused_total", "Of these, those that were refused.", requests.refused),
             ("iommu_syncs_total", "Times that workers were waited for.", requests.syncs),
             ("iommu_dropped_faults_total", "Faults not reported to the driver.", dropped_faults),
-        ] {
-            page.one(Kind::Counter, name, help, value);
-        }
-        for (name, help, value) in [
             ("iommu_domains", "Domains.", domains as u64),
             ("iommu_mappings", "Mappings in all of them.", mappings),
             ("iommu_table_bytes", "Memory of their tables.", table_bytes),
         ] {
-            page.one(Kind::Gauge, name, help, value);
+            page.one(name, help, value);
         }
         let faults =
             faults.into_iter().map(|(endpoint, faults)| (format!("{endpoint:#x}"), faults));
         let help = "Accesses that were refused, by endpoint.";
-        page.many(Kind::Counter, "iommu_faults_total", help, "endpoint", faults);
+        page.many("iommu_faults_total", help, "endpoint", faults);
         devices::figures(page, &self.devices);
     }
-}
-
-/// An error in the command line.
-fn usage(text: impl Into<String>) -> anyhow::Error {
-    Usage(text.into()).into()
 }
 
 #[cfg(test)]
@@ -325,12 +305,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_whole_and_fit() {
-        assert_eq!(size("256M"), Ok(256 << 20));
+    fn memory_is_whole_mebibytes_and_enough() {
         assert_eq!(memory("1g"), Ok(1 << 30));
-        for wrong in ["", "M", "+1", "1.5G", "17179869184G"] {
-            assert!(size(wrong).is_err(), "{wrong}");
-        }
         for wrong in ["15M", "1000000000", "16385K"] {
             assert!(memory(wrong).is_err(), "{wrong}");
         }

@@ -1,10 +1,10 @@
 //! What a service gives up once everything is open.
 
-use std::{fmt, os::fd::BorrowedFd, str::FromStr};
+use std::os::fd::BorrowedFd;
 
-use crate::usage::Usage;
+use crate::usage;
 use anyhow::{Context, Result};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use ringfence_sandbox::Sandbox;
 use rustix::fs::{Gid, Uid};
 
@@ -12,8 +12,8 @@ use rustix::fs::{Gid, Uid};
 #[derive(Args)]
 pub(crate) struct Confinement {
     /// Whether the process gives up capabilities, files, and system calls that it does not need,
-    /// once all is open: on or off
-    #[arg(long, value_name = "WHETHER", default_value_t = Switch::On)]
+    /// once all is open
+    #[arg(long, value_name = "WHETHER", value_enum, default_value_t = Switch::On)]
     sandbox: Switch,
 
     /// Run as this user, by name or number, once all is open; the sockets belong to this user, too
@@ -25,31 +25,10 @@ pub(crate) struct Confinement {
     group: Option<Gid>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Switch {
     On,
     Off,
-}
-
-impl fmt::Display for Switch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Switch::On => "on",
-            Switch::Off => "off",
-        })
-    }
-}
-
-impl FromStr for Switch {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Switch, String> {
-        match text {
-            "on" => Ok(Switch::On),
-            "off" => Ok(Switch::Off),
-            _ => Err(format!("{text:?} is neither on nor off")),
-        }
-    }
 }
 
 /// A user, and the group that comes with it, if known.
@@ -78,17 +57,16 @@ impl Confinement {
     /// Whether the options are consistent.
     ///
     /// # Errors
-    /// [`Usage`].
+    /// [`Usage`](usage::Usage).
     pub(super) fn check(&self) -> Result<()> {
         let group = self.group();
         if self.user.is_some() && group.is_none() {
-            return Err(
-                Usage("--user has no entry among the users: --group is needed".into()).into()
-            );
+            let text = "--user has no entry among the users: --group is needed";
+            return Err(usage::wrong(text));
         }
         if self.sandbox == Switch::Off && group.is_some() {
             let text = "--user and --group take --sandbox on; without, have the service manager change the user";
-            return Err(Usage(text.into()).into());
+            return Err(usage::wrong(text));
         }
         Ok(())
     }

@@ -211,25 +211,17 @@ impl Estate {
     }
 
     /// Memory for what a successor needs of the devices, and whether the process before has left
-    /// it.
+    /// it; with `anew`, that is ignored.
     ///
     /// # Errors
     /// Those of the system.
-    pub(super) fn memory(&mut self, bytes: usize) -> Result<(SharedFile, bool)> {
-        if let Some(memory) = &self.memory {
+    pub(super) fn memory(&mut self, bytes: usize, anew: bool) -> Result<(SharedFile, bool)> {
+        if let Some(memory) = self.memory.as_ref().filter(|_| !anew) {
             match SharedFile::map(memory, 0, bytes as u64) {
                 Ok(file) => return Ok((file, true)),
                 Err(error) => warn!("what the process before has kept of its devices: {error}"),
             }
         }
-        self.new_memory(bytes)
-    }
-
-    /// As [`memory`](Self::memory), ignoring what the process before has left.
-    ///
-    /// # Errors
-    /// Those of the system.
-    pub(super) fn new_memory(&mut self, bytes: usize) -> Result<(SharedFile, bool)> {
         let (file, fd) = SharedFile::create(bytes).context("the devices' memory")?;
         self.memory = Some(fd);
         self.write()?;

@@ -20,17 +20,16 @@ use parking_lot::Mutex;
 use ringfence_devices::peer::Peer;
 use ringfence_run::{PeerFd, slice};
 use ringfence_sandbox::{Refusals, Role};
-use ringfence_vhost_user::{SavedConnection, Shutdown};
+use ringfence_vhost_user::{Keeper, SavedConnection, Shutdown};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use signal_hook::consts::SIGTERM;
 use tracing::{error, info, warn};
 
 use super::{
-    Kind, Page, Ready, SILENT, Service,
+    Page, Ready, SILENT, Service,
     estate::{Estate, Resumed, Turn},
     front::Front,
-    hand_over::Door,
-    log,
+    hand_over, log,
     manager::Manager,
     socket::Listener,
 };
@@ -55,7 +54,6 @@ struct Frame<S> {
     /// The users that may connect; if empty, the sockets' permissions decide.
     users: Vec<u32>,
     begun: Instant,
-    listeners: Vec<Listener>,
     fronts: Vec<Front>,
     estate: Option<Estate>,
     /// Which socket's connection may resume.
@@ -71,7 +69,7 @@ struct Frame<S> {
 /// # Errors
 /// Some I/O does not complete.
 pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
-    let Ready { listeners, fronts, endpoint, signals, manager, users, estate, door, .. } = ready;
+    let Ready { fronts, endpoint, signals, manager, users, estate, door, .. } = ready;
     let ((stop, running), resumed) = (ready.stop, ready.resumed);
     let frame = Frame {
         service,
@@ -80,7 +78,6 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         manager,
         users,
         begun: Instant::now(),
-        listeners,
         fronts,
         estate,
         turn: Arc::default(),
@@ -88,11 +85,11 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
     };
     let name = frame.service.name();
     let successor = Mutex::new(None);
-    for listener in &frame.listeners {
-        info!("{name}: listening on {}", listener.name);
+    for front in &frame.fronts {
+        info!("{name}: listening on {}", front.listener.name);
     }
     if let Some(endpoint) = &endpoint {
-        info!("{name}: figures at {}", endpoint.address());
+        info!("{name}: figures at {}", endpoint.address);
     }
     frame.service.listening()?;
     log::limit();
@@ -127,7 +124,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             let (frame, stop, known) = (&frame, stop.as_fd(), &successor);
             let wait = move || {
                 ringfence_sandbox::confine(Role::Front);
-                let successor = door.await_successor(stop, estate)?;
+                let successor = hand_over::await_successor(door, stop, estate)?;
                 info!("{name}: a successor takes over");
                 frame.leaves.store(true, Ordering::Release);
                 let _ = signal_hook::low_level::raise(SIGTERM);
@@ -146,7 +143,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             log::end();
             std::process::exit(1);
         });
-        door.iter().for_each(Door::remove);
+        door.iter().for_each(Listener::remove);
         frame.end();
         drop(running);
     });
@@ -195,8 +192,8 @@ impl<S: Service> Frame<S> {
     /// Serves the front ends of a socket, one after the other, until `stop` is hung up. A
     /// connection is served once it has sent something: a silent one does not hold up others.
     fn accept(&self, at: usize, stop: BorrowedFd<'_>) {
-        let Listener { socket, name, .. } = &self.listeners[at];
         let front = &self.fronts[at];
+        let Listener { socket, name, .. } = &front.listener;
         // The longest silent one comes first.
         let mut silent: Vec<PeerFd> = Vec::new();
         while !self.stopping.load(Ordering::Acquire) {
@@ -260,7 +257,8 @@ impl<S: Service> Frame<S> {
     }
 
     fn serve(&self, at: usize, stream: PeerFd, saved: Option<SavedConnection>) {
-        let (front, name) = (&self.fronts[at], &self.listeners[at].name);
+        let front = &self.fronts[at];
+        let name = &front.listener.name;
         match saved {
             Some(_) => {
                 front.resumed.fetch_add(1, Ordering::Relaxed);
@@ -294,15 +292,12 @@ impl<S: Service> Frame<S> {
     ) -> Result<()> {
         let keeper = self.estate.as_ref().map(|estate| {
             let turn = saved.as_ref().map(|_| Arc::clone(&self.turn));
-            estate.keeper(at, &self.listeners[at].name, &stream, turn)
+            estate.keeper(at, &front.listener.name, &stream, turn)
         });
         let mut connection = self.service.connect(at, stream)?;
-        if let Some(keeper) = keeper {
-            connection.set_keeper(Box::new(keeper?))?;
-        }
-        saved.into_iter().for_each(|saved| connection.resume(saved));
-        connection.set_most_mapped(MAPPED / self.listeners.len().max(2) as u64);
-        let shutdown = connection.shutdown_handle();
+        let keeper = keeper.transpose()?.map(|keeper| Box::new(keeper) as Box<dyn Keeper>);
+        let mapped = MAPPED / self.fronts.len().max(2) as u64;
+        let shutdown = connection.prepare(mapped, keeper, saved)?;
         {
             // The thread that ends the service sets the flag first and then checks this.
             let mut now = front.now.lock();
@@ -322,10 +317,10 @@ impl<S: Service> Frame<S> {
     fn end(&self) {
         self.stopping.store(true, Ordering::Release);
         let leaves = self.leaves.load(Ordering::Acquire);
-        if !leaves {
-            self.listeners.iter().for_each(Listener::remove);
-        }
         for front in &self.fronts {
+            if !leaves {
+                front.listener.remove();
+            }
             match &*front.now.lock() {
                 Some(connection) if leaves => connection.leave(),
                 Some(connection) => connection.shutdown(),
@@ -343,21 +338,21 @@ impl<S: Service> Frame<S> {
     /// that are held up are left to the kernel.
     fn close(self) {
         let leaves = self.is_leaving();
-        let Frame { service, listeners, fronts, .. } = self;
+        let Frame { service, fronts, .. } = self;
         drop(service);
         let begun = Instant::now();
-        for (front, Listener { socket, name, placed }) in fronts.iter().zip(listeners) {
+        for Front { listener: Listener { socket, name, placed }, closer, .. } in fronts {
             match leaves {
                 // The successor needs the file.
                 true => std::mem::forget(placed),
                 false => drop(placed),
             }
             // It still holds connections that were never accepted.
-            drop(PeerFd::new(socket, &front.closer));
-            while !front.closer.is_idle() && begun.elapsed() < CLOSED {
+            drop(PeerFd::new(socket, &closer));
+            while !closer.is_idle() && begun.elapsed() < CLOSED {
                 thread::sleep(Duration::from_millis(1));
             }
-            if !front.closer.is_idle() {
+            if !closer.is_idle() {
                 warn!(
                     source = %name,
                     "descriptors of a front end cannot be closed: the process stays, doing nothing, until \
@@ -370,31 +365,31 @@ impl<S: Service> Frame<S> {
     fn page(&self) -> String {
         let mut page = Page::default();
         let uptime = self.begun.elapsed().as_secs_f64();
-        page.one(Kind::Gauge, "uptime_seconds", "Since the service began.", uptime);
+        page.one("uptime_seconds", "Since the service began.", uptime);
         let of = |read: fn(&Front) -> u64| {
-            let fronts = self.listeners.iter().zip(&self.fronts);
-            fronts.map(move |(listener, front)| (&listener.name, read(front))).collect::<Vec<_>>()
+            let fronts = self.fronts.iter();
+            fronts.map(move |front| (&front.listener.name, read(front))).collect::<Vec<_>>()
         };
         let made = of(|front| front.connections.load(Ordering::Relaxed));
         let broken = of(|front| front.broken.load(Ordering::Relaxed));
         let silent = of(|front| front.silent.load(Ordering::Relaxed));
         let now = of(|front| front.now.lock().is_some().into());
-        page.many(Kind::Counter, "connections_total", "Front ends so far.", "socket", made);
+        page.many("connections_total", "Front ends so far.", "socket", made);
         let resumed = of(|front| front.resumed.load(Ordering::Relaxed));
         let help = "Connections that went on from the process before.";
-        page.many(Kind::Counter, "resumed_connections_total", help, "socket", resumed);
+        page.many("resumed_connections_total", help, "socket", resumed);
         let help = "Connections that ended for another reason than the front end's leave.";
-        page.many(Kind::Counter, "broken_connections_total", help, "socket", broken);
+        page.many("broken_connections_total", help, "socket", broken);
         let help = "Connections that had sent nothing and gave way to others.";
-        page.many(Kind::Counter, "silent_connections_total", help, "socket", silent);
-        page.many(Kind::Gauge, "connected", "Whether there is a front end.", "socket", now);
+        page.many("silent_connections_total", help, "socket", silent);
+        page.many("connected", "Whether there is a front end.", "socket", now);
         let mapped = of(|front| front.now.lock().as_ref().map_or(0, Shutdown::mapped));
-        page.many(Kind::Gauge, "mapped_bytes", "Of the front end's files.", "socket", mapped);
+        page.many("mapped_bytes", "Of the front end's files.", "socket", mapped);
         let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
-        page.one(Kind::Counter, "log_lines_left_out_total", help, log::not_logged());
+        page.one("log_lines_left_out_total", help, log::not_logged());
         let help = "System calls that the sandbox has refused.";
         let refused = ringfence_sandbox::refusals();
-        page.one(Kind::Counter, "sandbox_refusals_total", help, refused);
+        page.one("sandbox_refusals_total", help, refused);
         self.service.figures(&mut page);
         page.into_text()
     }

@@ -7,8 +7,11 @@ use ringfence_run::Closer;
 use ringfence_vhost_user::Shutdown;
 use tracing::warn;
 
+use super::socket::Listener;
+
 /// The state that the frame keeps for each socket.
 pub(super) struct Front {
+    pub(super) listener: Listener,
     /// Closes descriptors that its front ends have sent.
     pub(super) closer: Closer,
     pub(super) connections: AtomicU64,
@@ -22,9 +25,8 @@ pub(super) struct Front {
 }
 
 impl Front {
-    /// For the socket of that name.
-    pub(super) fn new(name: &str) -> Front {
-        let name = name.to_owned();
+    pub(super) fn new(listener: Listener) -> Front {
+        let name = listener.name.clone();
         let closer = Closer::new(move |count| {
             warn!(
                 source = %name,
@@ -33,6 +35,7 @@ impl Front {
             );
         });
         Front {
+            listener,
             closer,
             connections: AtomicU64::new(0),
             resumed: AtomicU64::new(0),

@@ -6,10 +6,10 @@
 //! releases the images.
 
 use std::{
-    io::{self, Read as _, Write as _},
+    io::{ErrorKind, Read as _, Write as _},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::{UnixListener, UnixStream},
+        unix::net::UnixStream,
     },
     path::Path,
     time::Duration,
@@ -25,7 +25,7 @@ use tracing::{info, warn};
 use super::{
     estate::{Estate, Inherited},
     memo,
-    socket::{self, Access, Placed},
+    socket::Listener,
 };
 
 /// The running process's first message, which comes with the ends of its [`Estate`]'s queue. The
@@ -39,29 +39,16 @@ const LOOKS: Duration = Duration::from_secs(10);
 /// How often to log that the process before has not ended.
 const WARN_EVERY: Duration = Duration::from_secs(5);
 
-/// The socket on which successors ask.
-pub(super) struct Door {
-    listener: UnixListener,
-    placed: Placed,
-}
-
 /// Takes a service over from the process that listens at `path`; `None` if none does. When this
 /// returns, that process is gone.
 ///
 /// # Errors
 /// Its estate cannot be read here, or belongs to another service: the process continues.
 pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[OwnedFd; 2]>> {
-    let mut stream = match UnixStream::connect(path) {
+    let mut stream = match UnixStream::connect(path).map_err(|error| (error.kind(), error)) {
         Ok(stream) => stream,
-        Err(error)
-            if matches!(
-                error.kind(),
-                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-            ) =>
-        {
-            return Ok(None);
-        }
-        Err(error) => {
+        Err((ErrorKind::NotFound | ErrorKind::ConnectionRefused, _)) => return Ok(None),
+        Err((_, error)) => {
             return Err(error).with_context(|| format!("cannot reach {}", path.display()));
         }
     };
@@ -77,64 +64,38 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     info!("{name}: taking over; the process before is ending");
     stream.set_read_timeout(Some(WARN_EVERY))?;
     loop {
-        match stream.read(&mut [0]) {
+        match stream.read(&mut [0]).map_err(|error| error.kind()) {
             Ok(0) => return Ok(Some(ends)),
-            Ok(_) => {}
-            Err(error)
-                if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) =>
-            {
+            Ok(_) | Err(ErrorKind::Interrupted) => {}
+            Err(ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                 warn!("{name}: the process before has not ended yet");
             }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             // It was killed with unread data.
             Err(_) => return Ok(Some(ends)),
         }
     }
 }
 
-impl Door {
-    /// Listens at `path`, for those that `access` admits.
-    ///
-    /// # Errors
-    /// As [`socket::bind`].
-    pub(super) fn open(path: &Path, access: Access) -> Result<Door> {
-        let bound = socket::bind(path, access);
-        let (listener, placed) =
-            bound.with_context(|| format!("cannot listen on {}", path.display()))?;
-        Ok(Door { listener, placed })
-    }
-
-    /// The folder of its socket.
-    pub(super) fn folder(&self) -> BorrowedFd<'_> {
-        self.placed.folder()
-    }
-
-    /// Removes the socket's file.
-    pub(super) fn remove(&self) {
-        self.placed.remove();
-    }
-
-    /// Sends the estate to successors, until one takes over or `stop` is hung up. Returns the
-    /// connection of that one, which waits for it to close.
-    pub(super) fn await_successor(
-        &self,
-        stop: BorrowedFd<'_>,
-        estate: &Estate,
-    ) -> Option<UnixStream> {
-        loop {
-            let mut fds = [
-                PollFd::from_borrowed_fd(stop, PollFlags::IN),
-                PollFd::new(&self.listener, PollFlags::IN),
-            ];
-            let _ = poll(&mut fds, None);
-            if !fds[0].revents().is_empty() {
-                return None;
-            }
-            let Ok((stream, _)) = self.listener.accept() else { continue };
-            match show(&stream, estate) {
-                Ok(()) => return Some(stream),
-                Err(error) => warn!("a successor has not taken over: {error:#}"),
-            }
+/// Sends the estate to successors that connect to `door`, until one takes over or `stop` is hung up.
+/// Returns the connection of that one, which waits for it to close.
+pub(super) fn await_successor(
+    door: &Listener,
+    stop: BorrowedFd<'_>,
+    estate: &Estate,
+) -> Option<UnixStream> {
+    loop {
+        let mut fds = [
+            PollFd::from_borrowed_fd(stop, PollFlags::IN),
+            PollFd::new(&door.socket, PollFlags::IN),
+        ];
+        let _ = poll(&mut fds, None);
+        if !fds[0].revents().is_empty() {
+            return None;
+        }
+        let Ok((stream, _)) = door.socket.accept() else { continue };
+        match show(&stream, estate) {
+            Ok(()) => return Some(stream),
+            Err(error) => warn!("a successor has not taken over: {error:#}"),
         }
     }
 }

@@ -1,13 +1,9 @@
 //! The metrics endpoint: just enough HTTP for scrapers.
 
 use std::{
-    fmt, fs,
-    io::{self, Read, Write},
-    net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
-    os::{
-        fd::{AsFd, BorrowedFd},
-        unix::net::{UnixListener, UnixStream},
-    },
+    fmt, fs, io,
+    net::{IpAddr, TcpListener, ToSocketAddrs},
+    os::fd::{BorrowedFd, OwnedFd},
     path::PathBuf,
     str::FromStr,
     time::{Duration, Instant},
@@ -17,9 +13,11 @@ use httparse::{EMPTY_HEADER, Request, Status};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     fs::Uid,
+    io::Errno,
+    net::{RecvFlags, SendFlags, SocketFlags, accept_with, recv, send},
 };
 
-use super::socket::{self, Access};
+use super::socket::{self, Access, Placed};
 
 /// How long a scraper may take from its connection until it has the whole response.
 const TIME_OUT: Duration = Duration::from_secs(2);
@@ -63,16 +61,14 @@ impl fmt::Display for Address {
 
 /// Serves the metrics.
 pub(crate) struct Endpoint {
-    listener: Listener,
+    listener: OwnedFd,
+    /// Its address; the kernel has chosen the port if it was given as 0.
+    pub(super) address: Address,
+    placed: Option<Placed>,
     /// The host names that requests may use; `None`: any, where a browser cannot reach the
     /// endpoint.
     names: Option<Vec<String>>,
     time_out: Duration,
-}
-
-enum Listener {
-    Tcp(TcpListener),
-    Unix(UnixListener, socket::Placed),
 }
 
 impl Endpoint {
@@ -85,51 +81,37 @@ impl Endpoint {
         more: &[String],
         owner: Option<Uid>,
     ) -> io::Result<Endpoint> {
-        match address {
+        let (listener, address, placed, names) = match address {
             Address::Tcp(address) => {
                 let places: Vec<_> = address.to_socket_addrs()?.collect();
                 let listener = TcpListener::bind(&*places)?;
                 listener.set_nonblocking(true)?;
                 let names = ["localhost", without_port(address)].map(str::to_owned);
                 let names = names.into_iter().chain(node()).chain(more.iter().cloned());
-                let names = Some(names.collect());
-                Ok(Endpoint { listener: Listener::Tcp(listener), names, time_out: TIME_OUT })
+                let address = Address::Tcp(listener.local_addr()?.to_string());
+                (listener.into(), address, None, Some(names.collect()))
             }
             Address::Unix(path) => {
                 let (listener, placed) = socket::bind(path, Access { owner, ..Access::OWN })?;
-                let listener = Listener::Unix(listener, placed);
-                Ok(Endpoint { listener, names: None, time_out: TIME_OUT })
+                (listener.into(), address.clone(), Some(placed), None)
             }
-        }
-    }
-
-    /// Its address; the kernel chooses the port if it is given as 0.
-    pub(crate) fn address(&self) -> Address {
-        match &self.listener {
-            Listener::Tcp(listener) => Address::Tcp(
-                listener.local_addr().map_or_else(|_| String::new(), |at| at.to_string()),
-            ),
-            Listener::Unix(_, placed) => Address::Unix(placed.path().to_owned()),
-        }
+        };
+        Ok(Endpoint { listener, address, placed, names, time_out: TIME_OUT })
     }
 
     /// The folder of its socket, if that is in the file system.
     pub(crate) fn folder(&self) -> Option<BorrowedFd<'_>> {
-        match &self.listener {
-            Listener::Tcp(_) => None,
-            Listener::Unix(_, placed) => Some(placed.folder()),
-        }
+        self.placed.as_ref().map(Placed::folder)
     }
 
     /// Serves what `page` returns until `stop` is hung up.
     pub(crate) fn serve(&self, stop: BorrowedFd<'_>, page: impl Fn() -> String) {
         let mut scrapers: Vec<Scraper> = Vec::new();
         loop {
-            let listener = match &self.listener {
-                Listener::Tcp(listener) => listener.as_fd(),
-                Listener::Unix(listener, _) => listener.as_fd(),
-            };
-            let own = [listener, stop].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            let own = [
+                PollFd::new(&self.listener, PollFlags::IN),
+                PollFd::from_borrowed_fd(stop, PollFlags::IN),
+            ];
             let mut fds: Vec<PollFd<'_>> =
                 own.into_iter().chain(scrapers.iter().map(Scraper::waits_for)).collect();
             let now = Instant::now();
@@ -150,7 +132,7 @@ impl Endpoint {
             if !ready[0] {
                 continue;
             }
-            match self.accept() {
+            match accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(stream) => {
                     if scrapers.len() == SCRAPERS {
                         let silent = |scraper: &Scraper| scraper.request.is_empty();
@@ -158,24 +140,9 @@ impl Endpoint {
                     }
                     scrapers.push(Scraper::new(stream, self.time_out));
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(Errno::AGAIN) => {}
                 // Out of descriptors, for example: slow down.
                 Err(_) => std::thread::sleep(Duration::from_millis(100)),
-            }
-        }
-    }
-
-    fn accept(&self) -> io::Result<Stream> {
-        match &self.listener {
-            Listener::Tcp(listener) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(true)?;
-                Ok(Stream::Tcp(stream))
-            }
-            Listener::Unix(listener, _) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(true)?;
-                Ok(Stream::Unix(stream))
             }
         }
     }
@@ -183,7 +150,7 @@ impl Endpoint {
 
 /// A connection for one request.
 struct Scraper {
-    stream: Stream,
+    stream: OwnedFd,
     until: Instant,
     request: Vec<u8>,
     /// The rest of the response to be written, once there is one.
@@ -191,63 +158,37 @@ struct Scraper {
 }
 
 impl Scraper {
-    fn new(stream: Stream, time_out: Duration) -> Scraper {
+    fn new(stream: OwnedFd, time_out: Duration) -> Scraper {
         let until = Instant::now() + time_out;
         Scraper { stream, until, request: Vec::new(), response: None }
     }
 
     fn waits_for(&self) -> PollFd<'_> {
         let what = if self.response.is_some() { PollFlags::OUT } else { PollFlags::IN };
-        match &self.stream {
-            Stream::Tcp(stream) => PollFd::new(stream, what),
-            Stream::Unix(stream) => PollFd::new(stream, what),
-        }
+        PollFd::new(&self.stream, what)
     }
 
     /// Reads or writes what is possible without blocking. False once it is over.
     fn goes_on(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> bool {
         match self.step(names, page) {
             Ok(over) => !over,
-            Err(error) => {
-                matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
-            }
+            Err(error) => matches!(error, Errno::AGAIN | Errno::INTR),
         }
     }
 
-    fn step(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> io::Result<bool> {
+    fn step(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> Result<bool, Errno> {
         if self.response.is_none() {
             let mut part = [0; 1024];
-            match self.stream.read(&mut part)? {
-                0 => return Ok(true),
-                n => self.request.extend_from_slice(&part[..n]),
+            match recv(&self.stream, &mut part, RecvFlags::empty())? {
+                (_, 0) => return Ok(true),
+                (_, n) => self.request.extend_from_slice(&part[..n]),
             }
             self.response = respond(&self.request, names, page).map(String::into_bytes);
         }
         let Some(rest) = &mut self.response else { return Ok(false) };
-        let written = self.stream.write(rest)?;
+        let written = send(&self.stream, rest, SendFlags::NOSIGNAL)?;
         rest.drain(..written);
         Ok(rest.is_empty())
-    }
-}
-
-enum Stream {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
-
-impl Stream {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Stream::Tcp(stream) => stream.read(into),
-            Stream::Unix(stream) => stream.read(into),
-        }
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Stream::Tcp(stream) => stream.write(bytes),
-            Stream::Unix(stream) => stream.write(bytes),
-        }
     }
 }
 
@@ -310,6 +251,12 @@ fn response(status: &str, body: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        io::{Read, Write},
+        net::TcpStream,
+        os::{fd::AsFd, unix::net::UnixStream},
+    };
+
     use super::*;
 
     #[test]
@@ -371,18 +318,18 @@ mod tests {
         // The time-out is not what ends it.
         let time_out = Duration::from_secs(3600);
         let endpoint = Endpoint { time_out, ..Endpoint::open(&address, &[], None).unwrap() };
-        let Address::Tcp(at) = endpoint.address() else { unreachable!() };
+        let Address::Tcp(at) = &endpoint.address else { unreachable!() };
         let (stop, held) = UnixStream::pair().unwrap();
         // More than the sockets' buffers hold.
         let figures = "x 1\n".repeat(1 << 20);
         std::thread::scope(|scope| {
             scope.spawn(|| endpoint.serve(stop.as_fd(), || figures.clone()));
-            let silent = [(); 3 * SCRAPERS].map(|()| TcpStream::connect(&at).unwrap());
-            let mut long = TcpStream::connect(&at).unwrap();
+            let silent = [(); 3 * SCRAPERS].map(|()| TcpStream::connect(at).unwrap());
+            let mut long = TcpStream::connect(at).unwrap();
             let _ = long.write_all(&[b'a'; LONGEST + 2]);
-            let mut deaf = TcpStream::connect(&at).unwrap();
+            let mut deaf = TcpStream::connect(at).unwrap();
             deaf.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
-            let mut good = TcpStream::connect(&at).unwrap();
+            let mut good = TcpStream::connect(at).unwrap();
             good.write_all(b"GET /metrics HTTP/1.1\r\n").unwrap();
             good.write_all(b"\r\n").unwrap();
             let mut text = String::new();
@@ -399,11 +346,11 @@ mod tests {
             time_out,
             ..Endpoint::open(&"127.0.0.1:0".parse().unwrap(), &[], None).unwrap()
         };
-        let Address::Tcp(at) = endpoint.address() else { unreachable!() };
+        let Address::Tcp(at) = &endpoint.address else { unreachable!() };
         let (stop, held) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
             scope.spawn(|| endpoint.serve(stop.as_fd(), String::new));
-            let mut silent = TcpStream::connect(&at).unwrap();
+            let mut silent = TcpStream::connect(at).unwrap();
             assert_eq!(silent.read(&mut [0]).unwrap(), 0);
             drop(held);
         });

@@ -1,7 +1,7 @@
-//! The log of a service, on standard error: one line an event. A thread of its own writes the
+//! The log of a service, on standard error: one line per event. A thread of its own writes the
 //! lines: standard error may block, which must hold up nothing else. Lines of each kind are
 //! limited; excess lines are left out and counted ([`mod@limit`]), except for `debug` and `trace`:
-//! a user that asks for those wants all of them.
+//! with those levels all of them are wanted.
 
 mod limit;
 
@@ -175,9 +175,9 @@ impl Subscriber for Lines {
 
     fn event(&self, event: &Event<'_>) {
         let level = *event.metadata().level();
-        let mut source = Source(Line::default());
-        event.record(&mut source);
-        let Source(Line { text: source }) = source;
+        let mut line = Line::default();
+        event.record(&mut line);
+        let Line { source, mut text } = line;
         let mut left_out = 0;
         if level <= Level::INFO && LIMITED.load(Ordering::Relaxed) {
             let now_ns = u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -188,13 +188,10 @@ impl Subscriber for Lines {
             };
             left_out = count;
         }
-        let mut line = Line { text: beginning(level, &source) };
-        event.record(&mut line);
         if left_out > 0 {
-            let _ = write!(line.text, " ({left_out} such lines before it were left out)");
+            let _ = write!(text, " ({left_out} such lines before it were left out)");
         }
-        line.text.push('\n');
-        queue(line.text);
+        queue(format!("{}{text}\n", beginning(level, &source)));
     }
 
     fn enter(&self, _: &Id) {}
@@ -202,42 +199,30 @@ impl Subscriber for Lines {
     fn exit(&self, _: &Id) {}
 }
 
+/// The text of an event.
 #[derive(Default)]
 struct Line {
+    /// Its source, if it has one.
+    source: String,
     text: String,
-}
-
-impl Line {
-    /// Keeps text from peers on its line.
-    fn push(&mut self, value: &str) {
-        for letter in value.chars() {
-            match letter.is_control() {
-                true => self.text.extend(letter.escape_default()),
-                false => self.text.push(letter),
-            }
-        }
-    }
 }
 
 impl Visit for Line {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        let mut text = String::new();
-        let _ = match field.name() {
-            SOURCE => return,
-            "message" => write!(text, "{value:?}"),
-            name => write!(text, " {name}={value:?}"),
-        };
-        self.push(&text);
+        match field.name() {
+            SOURCE => push(&mut self.source, &format!("{value:?}")),
+            "message" => push(&mut self.text, &format!("{value:?}")),
+            name => push(&mut self.text, &format!(" {name}={value:?}")),
+        }
     }
 }
 
-/// The source of an event, if it has one.
-struct Source(Line);
-
-impl Visit for Source {
-    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        if field.name() == SOURCE {
-            self.0.push(&format!("{value:?}"));
+/// Adds text, which may be from a peer, and keeps it on its line.
+fn push(line: &mut String, text: &str) {
+    for letter in text.chars() {
+        match letter.is_control() {
+            true => line.extend(letter.escape_default()),
+            false => line.push(letter),
         }
     }
 }
@@ -292,8 +277,8 @@ mod tests {
 
     #[test]
     fn a_value_does_not_leave_its_line() {
-        let mut line = Line { text: String::new() };
-        line.push("a\nb\u{1b}[2J");
-        assert_eq!(line.text, "a\\nb\\u{1b}[2J");
+        let mut line = String::new();
+        push(&mut line, "a\nb\u{1b}[2J");
+        assert_eq!(line, "a\\nb\\u{1b}[2J");
     }
 }

@@ -129,25 +129,18 @@ impl Memo {
     pub(super) fn read(&mut self) -> io::Result<Option<Message>> {
         let wrong = || io::Error::new(io::ErrorKind::InvalidData, "not a message of this program");
         // Usually there is one message of one part, and nothing to remove.
-        if let Some((mut data, fds)) = self.look(RecvFlags::PEEK, true)? {
+        if let Some((data, fds)) = self.look(RecvFlags::PEEK, true)? {
             let alone = ioctl_fionread(&self.read)? == data.len() as u64;
-            if let Some(head) = data.first_chunk::<HEAD>().filter(|_| alone)
-                && head[8..] == [0u32.to_ne_bytes(), 1u32.to_ne_bytes()].concat()
-            {
-                self.last = u64::from_ne_bytes(std::array::from_fn(|at| head[at]));
-                self.parts = 1;
-                drop(data.drain(..HEAD));
-                return Ok(Some((data, fds)));
+            if let (true, Some((number, 0, 1, bytes))) = (alone, parse(&data)) {
+                (self.last, self.parts) = (number, 1);
+                return Ok(Some((bytes.to_vec(), fds)));
             }
             self.spent.extend(fds);
         }
         let mut whole: Option<(u64, u32, Message)> = None;
         let mut under_way: Option<(u64, u32, Message)> = None;
         while let Some((data, fds)) = self.receive()? {
-            let (head, bytes) = data.split_first_chunk::<HEAD>().ok_or_else(wrong)?;
-            let number = u64::from_ne_bytes(std::array::from_fn(|at| head[at]));
-            let word = |from: usize| u32::from_ne_bytes(std::array::from_fn(|at| head[from + at]));
-            let (part, count) = (word(8), word(12));
+            let (number, part, count, bytes) = parse(&data).ok_or_else(wrong)?;
             if part == 0 {
                 self.spend(under_way.replace((number, 0, (Vec::new(), Vec::new()))));
             }
@@ -214,6 +207,15 @@ impl Memo {
             Err(error) => Err(error),
         }
     }
+}
+
+/// The three numbers of a part's head, and what comes after it.
+fn parse(part: &[u8]) -> Option<(u64, u32, u32, &[u8])> {
+    let (number, rest) = part.split_first_chunk()?;
+    let (at, rest) = rest.split_first_chunk()?;
+    let (count, bytes) = rest.split_first_chunk()?;
+    let (number, at) = (u64::from_ne_bytes(*number), u32::from_ne_bytes(*at));
+    Some((number, at, u32::from_ne_bytes(*count), bytes))
 }
 
 /// Receives at most that many bytes, and their descriptors if `wanted`.

@@ -15,10 +15,11 @@ mod page;
 mod ready;
 mod socket;
 
-use std::{io, path::PathBuf};
+use std::{io, path::PathBuf, time::Duration};
 
 use anyhow::Result;
 use clap::Args;
+use ringfence_iotlb::IotlbConfig;
 use ringfence_run::{PeerFd, worker::Notify};
 use ringfence_vhost_user::{Handler, Keeper, SavedConnection, ServeError, Server, Shutdown};
 use ringfence_vhost_user_backend::IotlbTotals;
@@ -27,8 +28,8 @@ use tracing::level_filters::LevelFilter;
 
 use self::socket::Access;
 pub(crate) use frame::run;
-pub(crate) use page::{Kind, Page};
-pub(crate) use ready::{Ready, begin, open, open_on, reader};
+pub(crate) use page::Page;
+pub(crate) use ready::{Ready, begin, open, reader};
 
 /// How many connections of a socket that have not sent anything are kept at a time. A further one
 /// replaces the first of them.
@@ -43,6 +44,36 @@ pub(crate) struct Options {
 
     #[command(flatten)]
     pub(crate) common: Common,
+}
+
+/// The options of a device that translates by what its front end sends.
+#[derive(Args)]
+pub(crate) struct Iotlb {
+    /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
+    /// translate, such as User-Mode Linux
+    #[arg(long)]
+    pub(crate) no_iommu: bool,
+
+    /// The most translations to keep in the IOTLB
+    #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries,
+          value_parser = clap::value_parser!(u64).range(16..=1 << 24))]
+    iotlb_entries: u64,
+
+    /// How long a request or a packet waits for a translation before it fails
+    #[arg(long, value_name = "MS", alias = "iotlb-patience-ms",
+          default_value_t = IotlbConfig::default().timeout.as_millis() as u64,
+          value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
+    iotlb_timeout_ms: u64,
+}
+
+impl Iotlb {
+    pub(crate) fn config(&self) -> IotlbConfig {
+        IotlbConfig {
+            entries: self.iotlb_entries,
+            timeout: Duration::from_millis(self.iotlb_timeout_ms),
+            ..IotlbConfig::default()
+        }
+    }
 }
 
 /// The options of every service.
@@ -78,7 +109,7 @@ pub(crate) struct Common {
     #[arg(long, value_name = "PATH")]
     hand_over: Option<PathBuf>,
 
-    /// How many threads move data, at most [default: one a queue, no more than CPUs]
+    /// How many threads move data, at most [default: one per queue, no more than CPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) workers: Option<u16>,
 
@@ -125,21 +156,18 @@ impl Common {
 
 /// One front end's connection, whatever the device is.
 pub(crate) trait Connection {
-    /// A handle that ends it from another thread.
-    fn shutdown_handle(&self) -> Shutdown;
-
-    /// Sets how many bytes of its files may be mapped. Call it before the connection is served.
-    fn set_most_mapped(&mut self, bytes: u64);
-
-    /// Sets where the connection's state is kept for a successor. Call it before the connection is
-    /// served.
+    /// Prepares it to be served: how many bytes of its files may be mapped, where its state is kept
+    /// for a successor, and the state that it resumes from. Returns a handle that ends it from
+    /// another thread.
     ///
     /// # Errors
     /// Out of descriptors.
-    fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()>;
-
-    /// Resumes from the saved state.
-    fn resume(&mut self, saved: SavedConnection);
+    fn prepare(
+        &mut self,
+        most_mapped: u64,
+        keeper: Option<Box<dyn Keeper>>,
+        saved: Option<SavedConnection>,
+    ) -> io::Result<Shutdown>;
 
     /// Serves it until its end.
     ///
@@ -149,20 +177,16 @@ pub(crate) trait Connection {
 }
 
 impl<H: Handler> Connection for Server<H> {
-    fn shutdown_handle(&self) -> Shutdown {
-        Server::shutdown_handle(self)
-    }
-
-    fn set_most_mapped(&mut self, bytes: u64) {
-        Server::set_most_mapped(self, bytes);
-    }
-
-    fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()> {
-        Server::set_keeper(self, keeper)
-    }
-
-    fn resume(&mut self, saved: SavedConnection) {
-        Server::resume(self, saved);
+    fn prepare(
+        &mut self,
+        most_mapped: u64,
+        keeper: Option<Box<dyn Keeper>>,
+        saved: Option<SavedConnection>,
+    ) -> io::Result<Shutdown> {
+        keeper.map_or(Ok(()), |keeper| self.set_keeper(keeper))?;
+        saved.into_iter().for_each(|saved| self.resume(saved));
+        self.set_most_mapped(most_mapped);
+        Ok(self.shutdown_handle())
     }
 
     fn serve(&mut self) -> Result<(), ServeError> {
@@ -218,10 +242,6 @@ pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
     for (name, help, value) in [
         ("iotlb_entries", "Translations in the table.", totals.entries),
         ("iotlb_open_misses", "Misses without an update yet.", totals.open),
-    ] {
-        page.one(Kind::Gauge, name, help, value);
-    }
-    for (name, help, value) in [
         ("iotlb_cache_hits_total", "Lookups that a worker's own cache served.", totals.hits),
         ("iotlb_cache_misses_total", "Lookups that had to look in the table.", totals.walks),
         ("iotlb_misses_total", "Misses sent to the front end.", totals.misses),
@@ -234,6 +254,6 @@ pub(crate) fn iotlb_figures(page: &mut Page, totals: &IotlbTotals) {
         ("iotlb_timeouts_total", "Requests that gave up waiting.", totals.timeouts),
         ("iotlb_faults_total", "Accesses that were refused.", totals.faults),
     ] {
-        page.one(Kind::Counter, name, help, value);
+        page.one(name, help, value);
     }
 }

@@ -2,16 +2,8 @@
 
 use std::fmt::{Display, Write};
 
-/// The type of a metric.
-#[derive(Clone, Copy)]
-pub(crate) enum Kind {
-    /// Only grows, until the service restarts. Its name ends in `_total`.
-    Counter,
-    /// Goes up and down.
-    Gauge,
-}
-
-/// A page of metrics. Names get the prefix `ringfence_` here.
+/// A page of metrics. Names get the prefix `ringfence_` here. One whose name ends in `_total` is a
+/// counter, which only grows until the service restarts; any other is a gauge.
 #[derive(Default)]
 pub(crate) struct Page {
     text: String,
@@ -19,23 +11,19 @@ pub(crate) struct Page {
 
 impl Page {
     /// A metric without labels.
-    pub(crate) fn one(&mut self, kind: Kind, name: &str, help: &str, value: impl Display) {
-        self.many(kind, name, help, "", [("", value)]);
+    pub(crate) fn one(&mut self, name: &str, help: &str, value: impl Display) {
+        self.many(name, help, "", [("", value)]);
     }
 
     /// A metric with a value for each value of a label; `label` is the label's name.
     pub(crate) fn many<L: Display, V: Display>(
         &mut self,
-        kind: Kind,
         name: &str,
         help: &str,
         label: &str,
         values: impl IntoIterator<Item = (L, V)>,
     ) {
-        let kind = match kind {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-        };
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
         let _ = writeln!(self.text, "# HELP ringfence_{name} {help}");
         let _ = writeln!(self.text, "# TYPE ringfence_{name} {kind}");
         for (of, value) in values {
@@ -66,8 +54,8 @@ mod tests {
     #[test]
     fn figures_stand_as_the_format_wants_them() {
         let mut page = Page::default();
-        page.one(Kind::Gauge, "up", "Whether it runs.", 1);
-        page.many(Kind::Counter, "x_total", "Xs.", "of", [("a", 2), ("b\"\\\n", 3)]);
+        page.one("up", "Whether it runs.", 1);
+        page.many("x_total", "Xs.", "of", [("a", 2), ("b\"\\\n", 3)]);
         assert_eq!(
             page.into_text(),
             "# HELP ringfence_up Whether it runs.\n\

@@ -22,12 +22,11 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::warn;
 
 use super::{
-    Common, Options, SILENT,
+    Common, SILENT,
     estate::{Estate, Inherited, Resumed},
     fault,
     front::Front,
-    hand_over::{self, Door},
-    http, log,
+    hand_over, http, log,
     manager::Manager,
     socket::{self, Access, Listener, Passed},
 };
@@ -35,16 +34,16 @@ use super::{
 /// Descriptors of a ring: its kick, io_urings for its call and its error event, two of its image
 /// with a duplicate, two of a worker's, and a duplicate of each that its front end sends, for a
 /// successor.
-const OF_A_RING: usize = 11;
+const FDS_PER_RING: usize = 11;
 /// Descriptors of a socket beside those of its rings: itself, its connection, channels, logs,
 /// silent connections, io_urings of rings that its front ends have left behind, and what a
 /// successor needs.
-const OF_A_SOCKET: usize = 8 + SILENT + 17 + 10;
+const FDS_PER_SOCKET: usize = 8 + SILENT + 17 + 10;
 /// Further ones while its front end sends descriptors that take long to close: those that wait,
 /// those of one message, and what a successor needs of each region of its memory.
-const OF_A_HOSTILE: usize = 64 + 253 + Memory::MAX_REGIONS;
+const FDS_PER_HOSTILE_SOCKET: usize = 64 + 253 + Memory::MAX_REGIONS;
 /// Descriptors of the process beside these: streams, images, signals, scrapers.
-const OF_ITS_OWN: usize = 48;
+const FDS_OF_PROCESS: usize = 48;
 
 /// What the process started with.
 pub(crate) struct Begun {
@@ -95,7 +94,6 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
 /// Everything that the frame needs is open, and the sandbox, if there is one, is entered: threads
 /// can be started.
 pub(crate) struct Ready {
-    pub(super) listeners: Vec<Listener>,
     pub(super) fronts: Vec<Front>,
     pub(super) endpoint: Option<http::Endpoint>,
     pub(super) signals: UnixStream,
@@ -105,7 +103,8 @@ pub(crate) struct Ready {
     pub(super) users: Vec<u32>,
     /// What outlives the process, if another process holds it.
     pub(super) estate: Option<Estate>,
-    pub(super) door: Option<Door>,
+    /// The socket on which successors ask.
+    pub(super) door: Option<Listener>,
     /// Connections to resume, by socket.
     pub(super) resumed: Vec<Option<Resumed>>,
     /// How many workers there may be, and how they wait.
@@ -140,37 +139,17 @@ impl Ready {
     }
 
     /// Memory for what a successor needs of the devices, if there may be one, and whether the
-    /// process before has left content in it.
+    /// process before has left content in it; with `anew`, that is ignored.
     ///
     /// # Errors
     /// Those of the system.
-    pub(crate) fn memory(&mut self, bytes: usize) -> Result<Option<(SharedFile, bool)>> {
-        self.estate.as_mut().map(|estate| estate.memory(bytes)).transpose()
+    pub(crate) fn memory(
+        &mut self,
+        bytes: usize,
+        anew: bool,
+    ) -> Result<Option<(SharedFile, bool)>> {
+        self.estate.as_mut().map(|estate| estate.memory(bytes, anew)).transpose()
     }
-
-    /// As [`memory`](Self::memory), but empty.
-    ///
-    /// # Errors
-    /// Those of the system.
-    pub(crate) fn new_memory(&mut self, bytes: usize) -> Result<Option<(SharedFile, bool)>> {
-        self.estate.as_mut().map(|estate| estate.new_memory(bytes)).transpose()
-    }
-}
-
-/// Prepares to serve on `--socket`, which has the number 0, and `more`, as [`open_on`] does.
-///
-/// # Errors
-/// As [`open_on`].
-pub(crate) fn open(
-    begun: Begun,
-    options: &Options,
-    more: &[&Path],
-    rings: usize,
-    make: impl FnOnce() -> Result<()>,
-) -> Result<Ready> {
-    let own = options.socket.as_deref();
-    let paths: Vec<&Path> = own.into_iter().chain(more.iter().copied()).collect();
-    open_on(begun, &options.common, &paths, rings, make)
 }
 
 /// Listens on the sockets at `paths`, or on those that the service manager has opened, and gives up
@@ -179,7 +158,7 @@ pub(crate) fn open(
 ///
 /// # Errors
 /// Wrong usage; a socket or the metrics endpoint cannot be opened; the sandbox cannot be entered.
-pub(crate) fn open_on(
+pub(crate) fn open(
     begun: Begun,
     common: &Common,
     paths: &[&Path],
@@ -195,7 +174,7 @@ pub(crate) fn open_on(
     let signals = signals().context("preparing for signals")?;
     let left = inherited.as_mut().map(|left| std::mem::take(&mut left.listeners));
     let listeners = socket::open(paths, sockets, common.access(), passed, left)?;
-    let fronts: Vec<_> = listeners.iter().map(|listener| Front::new(&listener.name)).collect();
+    let fronts: Vec<_> = listeners.into_iter().map(Front::new).collect();
     let endpoint = match &common.metrics {
         Some(address) => Some(
             http::Endpoint::open(address, &common.metrics_host, common.confine.user())
@@ -208,18 +187,18 @@ pub(crate) fn open_on(
     let door = common.hand_over.as_deref().map(|path| {
         // A process that gets in receives all that the service has: only its own user may, whoever
         // may connect to its sockets.
-        Door::open(path, Access { owner: common.confine.user(), ..Access::OWN })
+        Listener::bind(path, Access { owner: common.confine.user(), ..Access::OWN })
     });
     let door = door.transpose()?;
     let mut resumed: Vec<_> = (0..sockets).map(|_| None).collect();
     let mut estate = None;
     if inherited.is_some() || door.is_some() || manager.stores() {
-        let names: Vec<_> = listeners.iter().map(|listener| &*listener.name).collect();
+        let names: Vec<_> = fronts.iter().map(|front| &*front.listener.name).collect();
         let closers: Vec<_> = fronts.iter().map(|front| front.closer.clone()).collect();
         if let Some(inherited) = &mut inherited {
             resumed = inherited.connections(&names, &closers)?;
         }
-        let sockets = listeners.iter().map(|listener| listener.socket.as_fd());
+        let sockets = fronts.iter().map(|front| front.listener.socket.as_fd());
         let made = Estate::new(name, sockets, &closers, inherited);
         let made = made.context("preparing for a successor")?;
         if !is_stored {
@@ -232,14 +211,13 @@ pub(crate) fn open_on(
     // Two a ring, and for each socket one of a replacement.
     notifier::make_ahead(2 * rings + sockets)?;
     make()?;
-    let removes = listeners.iter().filter_map(Listener::folder);
+    let removes = fronts.iter().filter_map(|front| front.listener.folder());
     let removes = removes.chain(endpoint.iter().filter_map(http::Endpoint::folder));
-    let removes = removes.chain(door.iter().map(Door::folder)).collect();
+    let removes = removes.chain(door.iter().filter_map(Listener::folder)).collect();
     common.confine.enter(removes)?;
     log::start();
     let (users, notify) = (common.allow_uid.clone(), common.notify);
     Ok(Ready {
-        listeners,
         fronts,
         endpoint,
         signals,
@@ -261,8 +239,8 @@ pub(crate) fn open_on(
 /// Too few for all rings: better to fail now than at the last ring.
 fn enough_descriptors(rings: usize, sockets: usize) -> Result<()> {
     use rustix::process::{Resource, getrlimit};
-    let least = OF_ITS_OWN + sockets * OF_A_SOCKET + rings * OF_A_RING;
-    let most = least + sockets * OF_A_HOSTILE;
+    let least = FDS_OF_PROCESS + sockets * FDS_PER_SOCKET + rings * FDS_PER_RING;
+    let most = least + sockets * FDS_PER_HOSTILE_SOCKET;
     let there = match getrlimit(Resource::Nofile).current {
         Some(there) => usize::try_from(there).unwrap_or(usize::MAX),
         None => usize::MAX,

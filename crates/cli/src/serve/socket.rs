@@ -1,7 +1,7 @@
 //! The sockets that a service listens on.
 
 use std::{
-    io,
+    io::{self, ErrorKind},
     os::{
         fd::{BorrowedFd, OwnedFd},
         unix::net::{UnixListener, UnixStream},
@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::manager::ENDS;
-use crate::usage::Usage;
+use crate::usage;
 use anyhow::{Context, Result};
 use listenfd::ListenFd;
 use parking_lot::Mutex;
@@ -24,7 +24,6 @@ use rustix::{
 
 /// A socket in the file system; removed at the end, if it is still ours.
 pub(crate) struct Placed {
-    path: PathBuf,
     place: FolderEntry,
     file: (u64, u64),
     /// It was removed: the next file of that name may have the same inode number.
@@ -32,11 +31,6 @@ pub(crate) struct Placed {
 }
 
 impl Placed {
-    /// Its path.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Its folder.
     pub(super) fn folder(&self) -> BorrowedFd<'_> {
         self.place.folder()
@@ -46,12 +40,11 @@ impl Placed {
     fn there(path: &Path) -> io::Result<Placed> {
         let place = FolderEntry::of(path)?;
         let (_, about) = place.look()?;
-        Ok(Placed {
-            path: path.to_owned(),
-            place,
-            file: identity(&about),
-            gone: AtomicBool::new(false),
-        })
+        Ok(Placed::new(place, &about))
+    }
+
+    fn new(place: FolderEntry, about: &Stat) -> Placed {
+        Placed { place, file: identity(about), gone: AtomicBool::new(false) }
     }
 
     /// Removes it from the file system, if it is still ours.
@@ -103,26 +96,19 @@ impl Access {
 /// Another process listens there; there is a file that is not a socket; it cannot be made; another
 /// user's link leads there.
 pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
+    let refuse = |kind, why| Err(io::Error::new(kind, why));
     let place = FolderEntry::of(path)?;
     if let Ok((_, about)) = place.look() {
         if !is_socket(&about) {
-            return Err(io::Error::new(
-                io::ErrorKind::AlreadyExists,
-                "there is a file, not a socket",
-            ));
+            return refuse(ErrorKind::AlreadyExists, "there is a file, not a socket");
         }
         match UnixStream::connect(path) {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 unlinkat(place.folder(), place.name(), AtFlags::empty())?;
             }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) => return Err(error),
-            Ok(_) => {
-                return Err(io::Error::new(
-                    io::ErrorKind::AddrInUse,
-                    "another process serves this socket",
-                ));
-            }
+            Ok(_) => return refuse(ErrorKind::AddrInUse, "another process serves this socket"),
         }
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -131,17 +117,9 @@ pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Pla
     // It is in its place, unless a folder on the way was replaced meanwhile.
     let (file, about) = place.look()?;
     if !is_socket(&about) || about.st_uid != geteuid().as_raw() {
-        return Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            "another process has put a file there",
-        ));
+        return refuse(ErrorKind::AlreadyExists, "another process has put a file there");
     }
-    let placed = Placed {
-        path: path.to_owned(),
-        place,
-        file: identity(&about),
-        gone: AtomicBool::new(false),
-    };
+    let placed = Placed::new(place, &about);
     // No peer can connect before it listens.
     if access.owner.is_some() || access.group.is_some() {
         chownat(&file, "", access.owner, access.group, AtFlags::EMPTY_PATH)?;
@@ -174,6 +152,17 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
+    /// Listens at `path`, for those that `access` admits.
+    ///
+    /// # Errors
+    /// As [`bind`].
+    pub(super) fn bind(path: &Path, access: Access) -> Result<Listener> {
+        let name = path.display().to_string();
+        let (socket, placed) =
+            bind(path, access).with_context(|| format!("cannot listen on {name}"))?;
+        Ok(Listener { socket, name, placed: Some(placed) })
+    }
+
     /// Its folder, if the service has put it there.
     pub(super) fn folder(&self) -> Option<BorrowedFd<'_>> {
         self.placed.as_ref().map(Placed::folder)
@@ -237,7 +226,7 @@ pub(super) fn passed() -> Result<Passed> {
 /// there must be `count`.
 ///
 /// # Errors
-/// [`Usage`] if their number differs; a socket cannot be opened.
+/// [`Usage`](usage::Usage) if their number differs; a socket cannot be opened.
 pub(super) fn open(
     paths: &[&Path],
     count: usize,
@@ -258,17 +247,13 @@ pub(super) fn open(
         listeners.push(Listener { socket, name, placed });
     }
     if listeners.is_empty() {
-        for path in paths {
-            let (socket, placed) = bind(path, access)
-                .with_context(|| format!("cannot listen on {}", path.display()))?;
-            let name = path.display().to_string();
-            listeners.push(Listener { socket, name, placed: Some(placed) });
-        }
+        let bound = paths.iter().map(|path| Listener::bind(path, access));
+        listeners = bound.collect::<Result<_>>()?;
     }
     match listeners.len() {
-        0 => Err(Usage("no socket: --socket PATH, or have it passed in LISTEN_FDS".into()).into()),
+        0 => Err(usage::wrong("no socket: --socket PATH, or have it passed in LISTEN_FDS")),
         found if found != count => {
-            Err(Usage(format!("{found} sockets where {count} are needed")).into())
+            Err(usage::wrong(format!("{found} sockets where {count} are needed")))
         }
         _ => Ok(listeners),
     }

@@ -69,11 +69,7 @@ impl Bar {
     /// There is no such register.
     #[inline]
     pub fn read32(&self, at: u64) -> Result<u32> {
-        match self.register::<u32>(at)? {
-            // SAFETY: aligned, and within memory that is mapped while `self` is borrowed.
-            Some(register) => Ok(unsafe { register.read_volatile() }),
-            None => self.region.read(at).map(u32::from_ne_bytes),
-        }
+        self.read(at, u32::from_ne_bytes)
     }
 
     /// Writes the register of 32 bits at `at`, a multiple of 4. A device that the write notifies
@@ -83,13 +79,7 @@ impl Bar {
     /// There is no such register.
     #[inline]
     pub fn write32(&self, at: u64, value: u32) -> Result<()> {
-        before_register();
-        match self.register::<u32>(at)? {
-            // SAFETY: as for reading.
-            Some(register) => unsafe { register.write_volatile(value) },
-            None => self.region.write(at, value.to_ne_bytes())?,
-        }
-        Ok(())
+        self.write(at, value, value.to_ne_bytes())
     }
 
     /// Reads the register of 64 bits at `at`, a multiple of 8.
@@ -98,11 +88,7 @@ impl Bar {
     /// There is no such register.
     #[inline]
     pub fn read64(&self, at: u64) -> Result<u64> {
-        match self.register::<u64>(at)? {
-            // SAFETY: as for 32 bits.
-            Some(register) => Ok(unsafe { register.read_volatile() }),
-            None => self.region.read(at).map(u64::from_ne_bytes),
-        }
+        self.read(at, u64::from_ne_bytes)
     }
 
     /// Writes the register of 64 bits at `at`, a multiple of 8; else as [`write32`](Self::write32).
@@ -111,11 +97,26 @@ impl Bar {
     /// There is no such register.
     #[inline]
     pub fn write64(&self, at: u64, value: u64) -> Result<()> {
+        self.write(at, value, value.to_ne_bytes())
+    }
+
+    #[inline]
+    fn read<T, const N: usize>(&self, at: u64, from: fn([u8; N]) -> T) -> Result<T> {
+        match self.register::<T>(at)? {
+            // SAFETY: aligned, and within memory that is mapped while `self` is borrowed; a number
+            // of any bits.
+            Some(register) => Ok(unsafe { register.read_volatile() }),
+            None => self.region.read(at).map(from),
+        }
+    }
+
+    #[inline]
+    fn write<T, const N: usize>(&self, at: u64, value: T, bytes: [u8; N]) -> Result<()> {
         before_register();
-        match self.register::<u64>(at)? {
+        match self.register::<T>(at)? {
             // SAFETY: as for reading.
             Some(register) => unsafe { register.write_volatile(value) },
-            None => self.region.write(at, value.to_ne_bytes())?,
+            None => self.region.write(at, bytes)?,
         }
         Ok(())
     }

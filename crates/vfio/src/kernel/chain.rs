@@ -12,7 +12,7 @@ pub(super) struct Chain<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Capability<'a> {
     pub(super) id: u32,
-    bytes: &'a [u8],
+    pub(super) bytes: &'a [u8],
 }
 
 impl<'a> Chain<'a> {
@@ -31,38 +31,34 @@ impl<'a> Iterator for Chain<'a> {
             return None;
         }
         let bytes = self.info.get(at..)?;
-        let capability = Capability { id: u32::from(u16_at(bytes, 0)?), bytes };
+        let id = u16::from_ne_bytes(*bytes.first_chunk()?).into();
         // A kernel appends capabilities: a chain that leads backwards would not end.
-        let next = capability.u32(4)? as usize;
+        let next = u32_at(bytes, 4)? as usize;
         self.next = if next > at { next } else { 0 };
-        Some(capability)
+        Some(Capability { id, bytes })
     }
 }
 
 impl Capability<'_> {
-    /// The number at `at` bytes from the header.
-    pub(super) fn u32(&self, at: usize) -> Option<u32> {
-        Some(u32::from_ne_bytes(*self.bytes.get(at..)?.first_chunk()?))
-    }
-
-    /// The number at `at` bytes from the header.
-    pub(super) fn u64(&self, at: usize) -> Option<u64> {
-        Some(u64::from_ne_bytes(*self.bytes.get(at..)?.first_chunk()?))
-    }
-
     /// The pairs of an array of `count` at `at` bytes from the header, as far as the reply has
     /// them.
     pub(super) fn pairs(&self, at: usize, count: u32) -> impl Iterator<Item = (u64, u64)> {
         let pair = move |n: usize| {
             let at = at.checked_add(n.checked_mul(16)?)?;
-            Some((self.u64(at)?, self.u64(at.checked_add(8)?)?))
+            Some((u64_at(self.bytes, at)?, u64_at(self.bytes, at.checked_add(8)?)?))
         };
         (0..count as usize).map_while(pair)
     }
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+/// The number at `at` of a reply or of a capability.
+pub(super) fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
+}
+
+/// The same of 64 bits.
+pub(super) fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
 #[cfg(test)]
@@ -86,7 +82,7 @@ mod tests {
         let mut info = vec![0; 16];
         info.extend(capability(3, 40, &[7, 8]));
         info.extend(capability(5, 0, &[9]));
-        let found: Vec<_> = Chain::new(&info, 16).map(|it| (it.id, it.u64(8))).collect();
+        let found: Vec<_> = Chain::new(&info, 16).map(|it| (it.id, u64_at(it.bytes, 8))).collect();
         assert_eq!(found, [(3, Some(7)), (5, Some(9))]);
         assert_eq!(Chain::new(&info, 0).count(), 0);
         let first = Chain::new(&info, 16).next().unwrap();
@@ -119,7 +115,7 @@ mod tests {
             let mut steps = 0;
             for capability in Chain::new(&info, first) {
                 steps += 1;
-                let _ = (capability.u32(at), capability.u64(at));
+                let _ = (u32_at(capability.bytes, at), u64_at(capability.bytes, at));
                 prop_assert!(capability.pairs(at, u32::MAX).count() <= 200 / 16);
             }
             prop_assert!(steps <= 200);

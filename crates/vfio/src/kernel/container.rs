@@ -21,11 +21,14 @@ use vfio_bindings::bindings::vfio::{
 
 use super::{
     Bitmap, Device, DirtyInfo, Extension, Group, KernelResult, Locked, MapFlags, Sysfs, Type1Info,
-    Type1Kernel, UnmapFlags, bytes,
-    chain::{Capability, Chain},
-    ioctl, memlock, open,
+    Type1Kernel, UnmapFlags,
+    chain::{Capability, Chain, u32_at, u64_at},
+    ioctl, open,
 };
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    memlock,
+};
 
 const GET_API_VERSION: u32 = ioctl::vfio(0);
 const CHECK_EXTENSION: u32 = ioctl::vfio(1);
@@ -34,9 +37,6 @@ const GET_INFO: u32 = ioctl::vfio(12);
 const MAP_DMA: u32 = ioctl::vfio(13);
 const UNMAP_DMA: u32 = ioctl::vfio(14);
 const DIRTY_PAGES: u32 = ioctl::vfio(17);
-
-/// More bytes than any reply to `VFIO_IOMMU_GET_INFO` has.
-const LARGEST_INFO: usize = 1 << 20;
 
 /// A container without a group: nothing can be mapped in it yet, so it has no method for that.
 ///
@@ -66,14 +66,14 @@ impl Container {
     pub fn open() -> Result<Container> {
         let failed = || Error::new("open a VFIO container");
         let file = open("/dev/vfio/vfio").map_err(|errno| {
-            failed().with_errno(errno).remedy(match errno {
+            failed().because(errno).remedy(match errno {
                 Errno::NOENT | Errno::NODEV => "load the module vfio_iommu_type1 (and vfio-pci)",
                 Errno::ACCESS | Errno::PERM => "give this user /dev/vfio/vfio",
                 _ => "",
             })
         })?;
         let call = |request, argument| {
-            ioctl::number(&file, request, argument).map_err(|errno| failed().with_errno(errno))
+            ioctl::number(&file, request, argument).map_err(|errno| failed().because(errno))
         };
         if call(GET_API_VERSION, 0)? != VFIO_API_VERSION as i32 {
             return Err(failed().remedy("the kernel speaks another version of VFIO"));
@@ -93,7 +93,7 @@ impl Container {
         group.join(&self.file)?;
         ioctl::number(&self.file, SET_IOMMU, VFIO_TYPE1v2_IOMMU as usize).map_err(|errno| {
             let operation = format!("give VFIO group {} an IOMMU of type 1", group.number());
-            Error::new(operation).with_errno(errno).remedy(match errno {
+            Error::new(operation).because(errno).remedy(match errno {
                 Errno::PERM => {
                     "its interrupts are not isolated: turn interrupt remapping on, or, where the \
                      device is trusted not to forge any, load vfio_iommu_type1 with \
@@ -117,15 +117,6 @@ pub struct Attached {
 }
 
 impl Attached {
-    /// Opens the group of a PCI device and attaches it to a new container: all that the driver of
-    /// one device needs.
-    ///
-    /// # Errors
-    /// As [`Container::open`], [`Group::of_device`], [`Container::attach`].
-    pub fn of_device(device: &str) -> Result<Attached> {
-        Container::open()?.attach(Group::of_device(device)?)
-    }
-
     /// Puts another group into the container: its devices can access what is mapped, and less may
     /// be mappable afterwards (rule L61).
     ///
@@ -153,32 +144,6 @@ impl Attached {
         Err(failed)
     }
 
-    /// The numbers of the groups.
-    pub fn groups(&self) -> Vec<u32> {
-        self.groups.lock().iter().map(Group::number).collect()
-    }
-
-    /// The reply to GET_INFO, with as much room for capabilities as it needs.
-    fn raw_info(&self) -> KernelResult<Vec<u64>> {
-        let mut info_bytes = vec![0_u64; 256 / 8];
-        loop {
-            let room = mem::size_of_val(&info_bytes[..]);
-            info_bytes.fill(0);
-            info_bytes[0] = u64::from_ne_bytes(both(room as u32, 0));
-            // SAFETY: the buffer begins with the request's structure, which states the buffer's
-            // size.
-            unsafe { ioctl::memory(&self.file, GET_INFO, &mut info_bytes[..]) }?;
-            let needed = u32_at(bytes(&info_bytes), 0).unwrap_or(0) as usize;
-            if needed <= room {
-                return Ok(info_bytes);
-            }
-            if needed > LARGEST_INFO {
-                return Err(Errno::TOOBIG);
-            }
-            info_bytes = vec![0; needed.div_ceil(8)];
-        }
-    }
-
     /// A request about dirty pages, with its payload behind the header.
     fn dirty_pages<T>(&self, flags: u32, with: T) -> KernelResult<()> {
         #[repr(C)]
@@ -198,8 +163,7 @@ impl Attached {
 
 impl Type1Kernel for Attached {
     fn info(&self) -> KernelResult<Type1Info> {
-        let info_bytes = self.raw_info()?;
-        Ok(parse(bytes(&info_bytes)))
+        Ok(parse(&ioctl::reply(&self.file, GET_INFO, 0)?))
     }
 
     fn has(&self, extension: Extension) -> bool {
@@ -235,7 +199,7 @@ impl Type1Kernel for Attached {
         let unmap = vfio_iommu_type1_dma_unmap { argsz, flags, iova, size, ..Default::default() };
         let mut argument = Argument { unmap, bitmap: raw(dirty) };
         // SAFETY: the request's own structure; the bitmap is borrowed meanwhile. The kernel refuses
-        // a request that asks for bits without a bitmap, for its size.
+        // a request for bits without a bitmap, for its size.
         unsafe { ioctl::memory(&self.file, UNMAP_DMA, &mut argument) }?;
         Ok(argument.unmap.size)
     }
@@ -253,11 +217,12 @@ impl Type1Kernel for Attached {
     }
 
     fn reserved_regions(&self) -> Vec<ReservedRegion> {
-        Sysfs::default().reserved_regions_of(&self.groups())
+        let groups: Vec<u32> = self.groups.lock().iter().map(Group::number).collect();
+        Sysfs::default().reserved_regions_of(&groups)
     }
 
     fn locked(&self) -> Option<Locked> {
-        memlock::of_this_process(memlock::Charged::Type1)
+        memlock::of_this_process("VmLck:")
     }
 }
 
@@ -279,8 +244,7 @@ fn parse(info_bytes: &[u8]) -> Type1Info {
     let mut info = Type1Info::default();
     if flags & VFIO_IOMMU_INFO_PGSIZES != 0 {
         let at = offset_of!(vfio_iommu_type1_info, iova_pgsizes);
-        let sizes = info_bytes.get(at..).and_then(|bytes| bytes.first_chunk());
-        info.page_sizes = sizes.map_or(0, |&bytes| u64::from_ne_bytes(bytes));
+        info.page_sizes = u64_at(info_bytes, at).unwrap_or(0);
     }
     if flags & VFIO_IOMMU_INFO_CAPS != 0 {
         let at = offset_of!(vfio_iommu_type1_info, cap_offset);
@@ -295,7 +259,7 @@ fn note(info: &mut Type1Info, capability: &Capability<'_>) {
     match capability.id {
         VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE => {
             type Cap = vfio_iommu_type1_info_cap_iova_range;
-            let count = capability.u32(offset_of!(Cap, nr_iovas)).unwrap_or(0);
+            let count = u32_at(capability.bytes, offset_of!(Cap, nr_iovas)).unwrap_or(0);
             let pairs = capability.pairs(offset_of!(Cap, iova_ranges), count);
             let mut ranges: Vec<_> =
                 pairs.filter_map(|(first, last)| Range::new(Iova(first), Iova(last))).collect();
@@ -304,29 +268,17 @@ fn note(info: &mut Type1Info, capability: &Capability<'_>) {
         }
         VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION => {
             type Cap = vfio_iommu_type1_info_cap_migration;
-            let page_sizes = capability.u64(offset_of!(Cap, pgsize_bitmap));
-            let max_bytes = capability.u64(offset_of!(Cap, max_dirty_bitmap_size));
-            info.dirty = page_sizes
-                .zip(max_bytes)
-                .map(|(page_sizes, max_bytes)| DirtyInfo { page_sizes, max_bytes });
+            let page_sizes = u64_at(capability.bytes, offset_of!(Cap, pgsize_bitmap));
+            let max_bytes = u64_at(capability.bytes, offset_of!(Cap, max_dirty_bitmap_size));
+            let both = page_sizes.zip(max_bytes);
+            info.dirty = both.map(|(page_sizes, max_bytes)| DirtyInfo { page_sizes, max_bytes });
         }
         VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL => {
-            info.available = capability.u32(offset_of!(vfio_iommu_type1_info_dma_avail, avail));
+            let at = offset_of!(vfio_iommu_type1_info_dma_avail, avail);
+            info.available = u32_at(capability.bytes, at);
         }
         _ => {}
     }
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
-}
-
-/// Two numbers that follow each other in memory.
-fn both(first: u32, second: u32) -> [u8; 8] {
-    let mut bytes = [0; 8];
-    bytes[..4].copy_from_slice(&first.to_ne_bytes());
-    bytes[4..].copy_from_slice(&second.to_ne_bytes());
-    bytes
 }
 
 #[cfg(test)]
@@ -335,19 +287,21 @@ mod tests {
 
     use super::*;
 
+    /// Two numbers that follow each other in memory.
+    fn both(first: u32, second: u32) -> u64 {
+        u64::from_ne_bytes([first.to_ne_bytes(), second.to_ne_bytes()].concat().try_into().unwrap())
+    }
+
     /// A reply with every capability, as a kernel lays it out.
     fn info_bytes() -> Vec<u8> {
-        let mut words = vec![
-            u64::from_ne_bytes(both(0, VFIO_IOMMU_INFO_PGSIZES | VFIO_IOMMU_INFO_CAPS)),
-            0x4020_1000,
-            u64::from_ne_bytes(both(24, 0)),
-        ];
-        let header = |id: u32, next: u32| u64::from_ne_bytes(both(1 << 16 | id, next));
+        let mut words =
+            vec![both(0, VFIO_IOMMU_INFO_PGSIZES | VFIO_IOMMU_INFO_CAPS), 0x4020_1000, both(24, 0)];
+        let header = |id: u32, next: u32| both(1 << 16 | id, next);
         words.extend([header(VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION, 56), 0, 0x1000, 0x1000_0000]);
         words.extend([header(VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL, 72), 65_535]);
         words.extend([header(VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE, 0), 2]);
         words.extend([0xfef0_0000, u64::MAX, 0, 0xfedf_ffff]);
-        bytes(&words).to_vec()
+        words.iter().flat_map(|word| word.to_ne_bytes()).collect()
     }
 
     #[test]

@@ -9,7 +9,11 @@ use vfio_bindings::bindings::vfio::{
     vfio_region_info, vfio_region_info_cap_sparse_mmap,
 };
 
-use super::{Bar, Region, chain::Chain, ioctl};
+use super::{
+    Bar, IommuFile, Region,
+    chain::{Chain, u32_at, u64_at},
+    ioctl,
+};
 use crate::error::{Error, Result};
 
 const GET_REGION_INFO: u32 = ioctl::vfio(8);
@@ -21,9 +25,6 @@ const COMMAND: u64 = 4;
 const MEMORY: u16 = 1 << 1;
 const MASTER: u16 = 1 << 2;
 
-/// More than any reply to `VFIO_DEVICE_GET_REGION_INFO` has, in words of 64 bits.
-const LARGEST_INFO: usize = 1 << 13;
-
 /// A device, ours until this is dropped.
 ///
 /// It keeps its [container](super::Attached) and the mappings there alive in the kernel.
@@ -31,11 +32,13 @@ const LARGEST_INFO: usize = 1 << 13;
 pub struct Device {
     name: String,
     file: Arc<File>,
+    /// The iommufd that it is bound to: its own descriptor must be closed before this one.
+    _iommu: Option<IommuFile>,
 }
 
 impl Device {
-    pub(super) fn new(name: &str, file: File) -> Device {
-        Device { name: name.into(), file: Arc::new(file) }
+    pub(super) fn new(name: &str, file: File, iommu: Option<IommuFile>) -> Device {
+        Device { name: name.into(), file: Arc::new(file), _iommu: iommu }
     }
 
     pub(super) fn file(&self) -> &File {
@@ -98,52 +101,25 @@ impl Device {
     }
 
     fn failed(&self, what: &str, errno: Errno) -> Error {
-        Error::new(format!("{what} {}", self.name)).with_errno(errno)
+        Error::new(format!("{what} {}", self.name)).because(errno)
     }
 
     fn info(&self, index: u32) -> Result<Info> {
-        let words = self.raw_info(index);
-        let (words, info) =
-            words.map_err(|errno| self.failed(&format!("find region {index} of"), errno))?;
-        let missing = || Error::new(format!("find region {index} of {}", self.name));
-        if info.size == 0 || info.offset.checked_add(info.size).is_none() {
-            return Err(missing().remedy("it has none"));
+        let what = format!("find region {index} of");
+        let reply = ioctl::reply(&*self.file, GET_REGION_INFO, index);
+        let reply = reply.map_err(|errno| self.failed(&what, errno))?;
+        let missing = |why| Err(Error::new(format!("{what} {}", self.name)).remedy(why));
+        let size = u64_at(&reply, offset_of!(vfio_region_info, size)).unwrap_or(0);
+        let offset = u64_at(&reply, offset_of!(vfio_region_info, offset)).unwrap_or(0);
+        if size == 0 || offset.checked_add(size).is_none() {
+            return missing("it has none");
         }
-        let flags = info.flags;
-        if flags & VFIO_REGION_INFO_FLAG_READ == 0 && flags & VFIO_REGION_INFO_FLAG_WRITE == 0 {
-            return Err(missing().remedy("it can be neither read nor written"));
+        let flags = u32_at(&reply, offset_of!(vfio_region_info, flags)).unwrap_or(0);
+        if flags & (VFIO_REGION_INFO_FLAG_READ | VFIO_REGION_INFO_FLAG_WRITE) == 0 {
+            return missing("it can be neither read nor written");
         }
-        let file = Arc::clone(&self.file);
-        let region = Region::new(file, info.offset, info.size);
-        Ok(Info { region, areas: areas(&words, &info) })
-    }
-
-    fn raw_info(&self, index: u32) -> super::KernelResult<(Vec<u64>, vfio_region_info)> {
-        let mut words = vec![0_u64; 32];
-        loop {
-            words.fill(0);
-            let header = vfio_region_info {
-                argsz: size_of_val(&words[..]) as u32,
-                index,
-                ..Default::default()
-            };
-            const { assert!(align_of::<vfio_region_info>() <= align_of::<u64>()) };
-            // SAFETY: there is room for the structure, which consists of numbers only.
-            unsafe { words.as_mut_ptr().cast::<vfio_region_info>().write(header) };
-            // SAFETY: the buffer begins with the request's structure, which states the buffer's
-            // size.
-            unsafe { ioctl::memory(&*self.file, GET_REGION_INFO, &mut words[..]) }?;
-            // SAFETY: as for the write above.
-            let info = unsafe { words.as_ptr().cast::<vfio_region_info>().read() };
-            let needed = (info.argsz as usize).div_ceil(8);
-            if needed <= words.len() {
-                return Ok((words, info));
-            }
-            if needed > LARGEST_INFO {
-                return Err(Errno::TOOBIG);
-            }
-            words = vec![0; needed];
-        }
+        let region = Region::new(Arc::clone(&self.file), offset, size);
+        Ok(Info { region, areas: areas(&reply, flags, size) })
     }
 }
 
@@ -153,20 +129,21 @@ struct Info {
 }
 
 /// The parts of a region that may be mapped: where and how long.
-fn areas(words: &[u64], info: &vfio_region_info) -> Vec<(u64, u64)> {
-    if info.flags & VFIO_REGION_INFO_FLAG_MMAP == 0 {
+fn areas(reply: &[u8], flags: u32, size: u64) -> Vec<(u64, u64)> {
+    type Cap = vfio_region_info_cap_sparse_mmap;
+    if flags & VFIO_REGION_INFO_FLAG_MMAP == 0 {
         return Vec::new();
     }
-    let whole = vec![(0, info.size)];
-    if info.flags & VFIO_REGION_INFO_FLAG_CAPS == 0 {
-        return whole;
+    let first = u32_at(reply, offset_of!(vfio_region_info, cap_offset));
+    let first = first.filter(|_| flags & VFIO_REGION_INFO_FLAG_CAPS != 0).unwrap_or(0);
+    let mut chain = Chain::new(reply, first);
+    match chain.find(|capability| capability.id == VFIO_REGION_INFO_CAP_SPARSE_MMAP) {
+        Some(sparse) => {
+            let count = u32_at(sparse.bytes, offset_of!(Cap, nr_areas)).unwrap_or(0);
+            sparse.pairs(offset_of!(Cap, areas), count).collect()
+        }
+        None => vec![(0, size)],
     }
-    let words = super::bytes(words);
-    let sparse = Chain::new(words, info.cap_offset)
-        .find(|capability| capability.id == VFIO_REGION_INFO_CAP_SPARSE_MMAP);
-    let Some(sparse) = sparse else { return whole };
-    let count = sparse.u32(offset_of!(vfio_region_info_cap_sparse_mmap, nr_areas)).unwrap_or(0);
-    sparse.pairs(offset_of!(vfio_region_info_cap_sparse_mmap, areas), count).collect()
 }
 
 #[cfg(test)]
@@ -175,20 +152,21 @@ mod tests {
 
     #[test]
     fn what_may_be_mapped_is_what_the_kernel_says() {
-        let info = |flags, cap_offset| vfio_region_info {
-            flags,
-            cap_offset,
-            size: 0x4000,
-            ..Default::default()
+        let areas = |words: &[u64], flags: u32, cap_offset: u32| {
+            let mut reply: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            reply.resize(reply.len().max(32), 0);
+            let at = offset_of!(vfio_region_info, cap_offset);
+            reply[at..at + 4].copy_from_slice(&cap_offset.to_ne_bytes());
+            areas(&reply, flags, 0x4000)
         };
         let mapped = VFIO_REGION_INFO_FLAG_MMAP;
-        assert_eq!(areas(&[], &info(0, 0)), []);
-        assert_eq!(areas(&[], &info(mapped, 0)), [(0, 0x4000)]);
+        assert_eq!(areas(&[], 0, 0), []);
+        assert_eq!(areas(&[], mapped, 0), [(0, 0x4000)]);
         let caps = mapped | VFIO_REGION_INFO_FLAG_CAPS;
         let header = u64::from(VFIO_REGION_INFO_CAP_SPARSE_MMAP);
         let words = [0, 0, 0, 0, header, 2, 0, 0x1000, 0x3000, 0x1000];
-        assert_eq!(areas(&words, &info(caps, 32)), [(0, 0x1000), (0x3000, 0x1000)]);
-        assert_eq!(areas(&words, &info(caps, 0)), [(0, 0x4000)], "no such capability");
-        assert_eq!(areas(&words, &info(caps, u32::MAX)), [(0, 0x4000)]);
+        assert_eq!(areas(&words, caps, 32), [(0, 0x1000), (0x3000, 0x1000)]);
+        assert_eq!(areas(&words, caps, 0), [(0, 0x4000)], "no such capability");
+        assert_eq!(areas(&words, caps, u32::MAX), [(0, 0x4000)]);
     }
 }

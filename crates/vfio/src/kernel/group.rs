@@ -31,7 +31,7 @@ impl Group {
     pub fn open(number: u32) -> Result<Group> {
         let failed = || Error::new(format!("open VFIO group {number}"));
         let file = open(&format!("/dev/vfio/{number}")).map_err(|errno| {
-            failed().with_errno(errno).remedy(match errno {
+            failed().because(errno).remedy(match errno {
                 Errno::NOENT => format!(
                     "no device of it has a driver of VFIO's; for each of them: unbind its driver, \
                      write vfio-pci into its driver_override, and its name into \
@@ -48,7 +48,7 @@ impl Group {
         let mut status = vfio_group_status { argsz: ioctl::size::<vfio_group_status>(), flags: 0 };
         // SAFETY: the request's own structure.
         unsafe { ioctl::memory(&file, GET_STATUS, &mut status) }
-            .map_err(|errno| failed().with_errno(errno))?;
+            .map_err(|errno| failed().because(errno))?;
         if status.flags & VFIO_GROUP_FLAGS_VIABLE == 0 {
             let which = in_the_way(number);
             return Err(
@@ -64,10 +64,10 @@ impl Group {
     /// As [`open`](Self::open); no IOMMU isolates the device.
     pub fn of_device(device: &str) -> Result<Group> {
         let number = Sysfs::default().group_of(device).map_err(|error| {
-            Error::new(format!("find the IOMMU group of {device}")).remedy(format!(
-                "{error}; there is no such device, or no IOMMU isolates it: turn the IOMMU on in the \
-                 firmware and on the kernel's command line (intel_iommu=on)"
-            ))
+            Error::new(format!("find the IOMMU group of {device}")).because(error).remedy(
+                "there is no such device, or no IOMMU isolates it: turn the IOMMU on in the firmware \
+                 and on the kernel's command line (intel_iommu=on)",
+            )
         })?;
         Group::open(number)
     }
@@ -85,7 +85,7 @@ impl Group {
         let joined = unsafe { ioctl::memory(&self.file, SET_CONTAINER, &mut descriptor) };
         joined.map(drop).map_err(|errno| {
             Error::new(format!("put VFIO group {} into a container", self.number))
-                .with_errno(errno)
+                .because(errno)
                 .remedy(match errno {
                     Errno::BUSY => "it is in one already, or a device of it is open",
                     Errno::INVAL => {
@@ -107,7 +107,7 @@ impl Group {
         // SAFETY: the request reads a string that ends with a zero.
         let fd = unsafe { ioctl::memory(&self.file, GET_DEVICE_FD, &mut text[..]) };
         let fd = fd.map_err(|errno| {
-            failed().with_errno(errno).remedy(match errno {
+            failed().because(errno).remedy(match errno {
                 Errno::NODEV => "no such device is in the group with a driver of VFIO's",
                 Errno::BUSY => {
                     "another process has it open, or a process address is invalid (rule L59)"
@@ -117,7 +117,7 @@ impl Group {
         })?;
         // SAFETY: the kernel has just made the descriptor for us.
         let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
-        Ok(Device::new(name, file))
+        Ok(Device::new(name, file, None))
     }
 }
 

@@ -1,12 +1,12 @@
 //! Requests to the kernel (ioctl).
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd};
 
 use iommufd_bindings::IOMMUFD_TYPE;
 use rustix::io::Errno;
 use vfio_bindings::bindings::vfio::{VFIO_BASE, VFIO_TYPE};
 
-use super::KernelResult;
+use super::{KernelResult, chain::u32_at};
 
 /// The number of request `n` of VFIO: `_IO(';', 100 + n)`.
 pub(super) const fn vfio(n: u32) -> u32 {
@@ -26,7 +26,7 @@ pub(super) const fn size<T>() -> u32 {
 /// Makes a request whose argument is a number, or nothing.
 pub(super) fn number(file: impl AsFd, request: u32, argument: usize) -> KernelResult<i32> {
     // SAFETY: the requests that this is used for take a number, or nothing, and touch no memory.
-    again(|| unsafe { libc::ioctl(raw(&file.as_fd()), request as _, argument) })
+    again(|| unsafe { libc::ioctl(file.as_fd().as_raw_fd(), request as _, argument) })
 }
 
 /// Makes a request whose argument lies in memory.
@@ -41,11 +41,28 @@ pub(super) unsafe fn memory<T: ?Sized>(
 ) -> KernelResult<i32> {
     let at: *mut T = argument;
     // SAFETY: the caller's promise; the argument itself is borrowed meanwhile.
-    again(|| unsafe { libc::ioctl(raw(&file.as_fd()), request as _, at.cast::<libc::c_void>()) })
+    again(|| unsafe { libc::ioctl(file.as_fd().as_raw_fd(), request as _, at.cast::<u8>()) })
 }
 
-fn raw(fd: &BorrowedFd<'_>) -> i32 {
-    fd.as_raw_fd()
+/// More bytes than any reply has.
+const LARGEST_REPLY: usize = 1 << 20;
+
+/// Makes a request whose structure begins with its size; returns the structure as the kernel has
+/// filled it in, with the capabilities behind it. `index` is its third number.
+pub(super) fn reply(file: impl AsFd, request: u32, index: u32) -> KernelResult<Vec<u8>> {
+    let mut room = 256;
+    loop {
+        let mut reply = vec![0_u8; room];
+        reply[..4].copy_from_slice(&(room as u32).to_ne_bytes());
+        reply[8..12].copy_from_slice(&index.to_ne_bytes());
+        // SAFETY: the buffer begins with the request's structure, which states the buffer's size.
+        unsafe { memory(&file, request, &mut reply[..]) }?;
+        match u32_at(&reply, 0).unwrap_or(0) as usize {
+            needed if needed <= room => return Ok(reply),
+            needed if needed > LARGEST_REPLY => return Err(Errno::TOOBIG),
+            needed => room = needed,
+        }
+    }
 }
 
 /// Repeats a request that a signal interrupted: it has changed nothing.
@@ -53,16 +70,12 @@ fn again(mut call: impl FnMut() -> i32) -> KernelResult<i32> {
     loop {
         match call() {
             result @ 0.. => return Ok(result),
-            _ => match last() {
-                Errno::INTR => {}
-                errno => return Err(errno),
+            _ => match Errno::from_io_error(&std::io::Error::last_os_error()) {
+                Some(Errno::INTR) => {}
+                errno => return Err(errno.unwrap_or(Errno::IO)),
             },
         }
     }
-}
-
-fn last() -> Errno {
-    Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
 #[cfg(test)]

@@ -21,14 +21,15 @@ use vfio_bindings::bindings::vfio::{vfio_device_attach_iommufd_pt, vfio_device_b
 
 use super::{
     Bitmap, Device, Id, IommufdKernel, IovaRanges, KernelResult, Locked, MapFlags, Sysfs, ioctl,
-    memlock, open,
+    open,
 };
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    memlock,
+};
 
 const BIND_IOMMUFD: u32 = ioctl::vfio(18);
 const ATTACH_PT: u32 = ioctl::vfio(19);
-/// `vfio_device_detach_iommufd_pt`: the structure for attaching, without a table.
-const DETACH_PT: u32 = ioctl::vfio(20);
 
 /// More ranges than any address space has.
 const MOST_RANGES: u32 = 1 << 16;
@@ -48,7 +49,7 @@ impl IommuFile {
     /// This machine has no iommufd, or access is denied.
     pub fn open() -> Result<IommuFile> {
         let file = open("/dev/iommu").map_err(|errno| {
-            Error::new("open an iommufd").with_errno(errno).remedy(match errno {
+            Error::new("open an iommufd").because(errno).remedy(match errno {
                 Errno::NOENT | Errno::NODEV => {
                     "load the module iommufd; a kernel without CONFIG_IOMMUFD has type1 only"
                 }
@@ -71,13 +72,13 @@ impl IommuFile {
     pub fn bind(&self, device: &str) -> Result<Bound> {
         let failed = || Error::new(format!("open {device} for an iommufd"));
         let node = Sysfs::default().node_of(device).map_err(|error| {
-            failed().remedy(format!(
-                "{error}; it has no node in /dev/vfio/devices: give it to the driver vfio-pci; a \
-                 kernel without CONFIG_VFIO_DEVICE_CDEV has groups only"
-            ))
+            failed().because(error).remedy(
+                "it has no node in /dev/vfio/devices: give it to the driver vfio-pci; a kernel \
+                 without CONFIG_VFIO_DEVICE_CDEV has groups only",
+            )
         })?;
         let file = open(&format!("/dev/vfio/devices/{node}"));
-        let file = file.map_err(|errno| failed().with_errno(errno))?;
+        let file = file.map_err(|errno| failed().because(errno))?;
         let mut bind = vfio_device_bind_iommufd {
             argsz: ioctl::size::<vfio_device_bind_iommufd>(),
             iommufd: self.file.as_raw_fd(),
@@ -85,7 +86,7 @@ impl IommuFile {
         };
         // SAFETY: the request's own structure.
         unsafe { ioctl::memory(&file, BIND_IOMMUFD, &mut bind) }.map_err(|errno| {
-            failed().with_errno(errno).remedy(match errno {
+            failed().because(errno).remedy(match errno {
                 Errno::BUSY | Errno::INVAL => "another process has it open, or has its group",
                 Errno::PERM => {
                     "its interrupts are not isolated: turn interrupt remapping on, or, where the \
@@ -95,8 +96,8 @@ impl IommuFile {
             })
         })?;
         self.groups.lock().extend(Sysfs::default().group_of(device));
-        let device = Device::new(device, file);
-        Ok(Bound { device, id: Id(bind.out_devid), _iommu: self.clone() })
+        let device = Device::new(device, file, Some(self.clone()));
+        Ok(Bound { device, id: Id(bind.out_devid) })
     }
 
     /// Makes a request with `argument` as its structure.
@@ -111,24 +112,15 @@ impl IommuFile {
 
 /// A device that is bound to an iommufd. It can access no memory until a table is attached.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Bound {
-    device: Device,
-    id: Id,
-    /// The device's descriptor must be closed before this one.
-    _iommu: IommuFile,
+    /// Its registers. It stays bound, and attached, as long as this is open.
+    pub device: Device,
+    /// Its id in the iommufd.
+    pub id: Id,
 }
 
 impl Bound {
-    /// Its id in the iommufd.
-    pub fn id(&self) -> Id {
-        self.id
-    }
-
-    /// Its registers.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
     /// Attaches the device to an address space (or to one of its hardware page tables): it can
     /// access what is mapped there, and nothing else any more. Less may be mappable afterwards.
     ///
@@ -136,26 +128,11 @@ impl Bound {
     /// A mapping lies where the device does not allow one; its hardware cannot use the table.
     pub fn attach(&self, table: Id) -> Result<()> {
         let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
-        let pt = vfio_device_attach_iommufd_pt { argsz, pt_id: table.0, ..Default::default() };
-        self.send(ATTACH_PT, pt, "attach to an address space")
-    }
-
-    /// Detaches the device: it can access no memory any more.
-    ///
-    /// # Errors
-    /// No table is attached.
-    pub fn detach(&self) -> Result<()> {
-        let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
-        let pt = vfio_device_attach_iommufd_pt { argsz, ..Default::default() };
-        self.send(DETACH_PT, pt, "detach from an address space")
-    }
-
-    fn send(&self, request: u32, mut pt: vfio_device_attach_iommufd_pt, what: &str) -> Result<()> {
-        // SAFETY: the request's own structure; the one for detaching is a prefix of the one for
-        // attaching.
-        unsafe { ioctl::memory(self.device.file(), request, &mut pt) }.map(drop).map_err(|errno| {
-            let failed = Error::new(format!("{what} {}", self.device.name())).with_errno(errno);
-            failed.remedy(match errno {
+        let mut pt = vfio_device_attach_iommufd_pt { argsz, pt_id: table.0, ..Default::default() };
+        // SAFETY: the request's own structure.
+        unsafe { ioctl::memory(self.device.file(), ATTACH_PT, &mut pt) }.map(drop).map_err(|errno| {
+            let operation = format!("attach {} to an address space", self.device.name());
+            Error::new(operation).because(errno).remedy(match errno {
                 Errno::INVAL => {
                     "what is mapped lies where the device cannot have it, or its hardware cannot use \
                      that table"
@@ -294,7 +271,7 @@ impl IommufdKernel for IommuFile {
     }
 
     fn locked(&self) -> Option<Locked> {
-        memlock::of_this_process(memlock::Charged::Iommufd)
+        memlock::of_this_process("VmPin:")
     }
 }
 

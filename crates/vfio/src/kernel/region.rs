@@ -1,8 +1,6 @@
 //! A part of a device, reached by system calls.
 
-use std::{fs::File, os::unix::fs::FileExt, sync::Arc};
-
-use rustix::io::Errno;
+use std::{fs::File, io, os::unix::fs::FileExt, sync::Arc};
 
 use crate::error::{Error, Result};
 
@@ -41,7 +39,7 @@ impl Region {
     pub fn read<const N: usize>(&self, at: u64) -> Result<[u8; N]> {
         let place = self.place(at, N as u64)?;
         let mut value = [0; N];
-        self.file.read_exact_at(&mut value, place).map_err(|error| failed("read", at, &error))?;
+        self.file.read_exact_at(&mut value, place).map_err(|error| failed("read", at, error))?;
         Ok(value)
     }
 
@@ -51,7 +49,7 @@ impl Region {
     /// It does not lie in the region, or the device does not respond.
     pub fn write<const N: usize>(&self, at: u64, value: [u8; N]) -> Result<()> {
         let place = self.place(at, N as u64)?;
-        self.file.write_all_at(&value, place).map_err(|error| failed("write", at, &error))
+        self.file.write_all_at(&value, place).map_err(|error| failed("write", at, error))
     }
 
     /// Where the `len` bytes at `at` lie in the file.
@@ -73,9 +71,8 @@ impl Region {
     }
 }
 
-fn failed(what: &str, at: u64, error: &std::io::Error) -> Error {
-    let errno = Errno::from_io_error(error).unwrap_or(Errno::IO);
-    Error::new(format!("{what} the register at {at:#x}")).with_errno(errno)
+fn failed(what: &str, at: u64, error: io::Error) -> Error {
+    Error::new(format!("{what} the register at {at:#x}")).because(error)
 }
 
 #[cfg(test)]

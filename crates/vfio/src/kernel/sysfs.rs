@@ -9,17 +9,17 @@ use ringfence_iommu::{Iova, Range, ReservedKind, ReservedRegion};
 
 /// A device of an IOMMU group.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Member {
+pub(super) struct Member {
     /// Its name on its bus: `0000:00:04.0`.
-    pub device: String,
+    pub(super) device: String,
     /// The driver that is bound to it, if any.
-    pub driver: Option<String>,
+    pub(super) driver: Option<String>,
 }
 
 impl Member {
     /// Whether it leaves the group to user space: it has no driver, one of VFIO's, or one that does
     /// not use its device for DMA (`pcieport`, `pci-stub`).
-    pub fn yields(&self) -> bool {
+    pub(super) fn yields(&self) -> bool {
         self.driver.as_deref().is_none_or(|driver| {
             driver.starts_with("vfio") || matches!(driver, "pcieport" | "pci-stub")
         })
@@ -28,7 +28,7 @@ impl Member {
 
 /// The devices and groups of a machine.
 #[derive(Clone, Debug)]
-pub struct Sysfs {
+pub(super) struct Sysfs {
     root: PathBuf,
 }
 
@@ -41,15 +41,12 @@ impl Default for Sysfs {
 
 impl Sysfs {
     /// A tree with the layout of `/sys`.
-    pub fn at(root: impl Into<PathBuf>) -> Sysfs {
+    pub(super) fn at(root: impl Into<PathBuf>) -> Sysfs {
         Sysfs { root: root.into() }
     }
 
     /// The number of the group of a PCI device.
-    ///
-    /// # Errors
-    /// There is no such device, or no IOMMU isolates it.
-    pub fn group_of(&self, device: &str) -> io::Result<u32> {
+    pub(super) fn group_of(&self, device: &str) -> io::Result<u32> {
         let link = fs::read_link(self.pci(device).join("iommu_group"))?;
         let number = last_part(&link).and_then(|name| name.parse().ok());
         number.ok_or_else(|| io::Error::other("the IOMMU group has no number"))
@@ -57,20 +54,14 @@ impl Sysfs {
 
     /// The name of a PCI device's node in `/dev/vfio/devices`, which exists while a VFIO driver has
     /// the device and the kernel has `CONFIG_VFIO_DEVICE_CDEV`.
-    ///
-    /// # Errors
-    /// There is no such node.
-    pub fn node_of(&self, device: &str) -> io::Result<String> {
+    pub(super) fn node_of(&self, device: &str) -> io::Result<String> {
         let entry = fs::read_dir(self.pci(device).join("vfio-dev"))?.next();
         let entry = entry.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))??;
         entry.file_name().into_string().map_err(|_| io::ErrorKind::InvalidData.into())
     }
 
     /// The devices of a group, by name.
-    ///
-    /// # Errors
-    /// There is no such group.
-    pub fn members(&self, group: u32) -> io::Result<Vec<Member>> {
+    pub(super) fn members(&self, group: u32) -> io::Result<Vec<Member>> {
         let mut members = Vec::new();
         for entry in fs::read_dir(self.group(group).join("devices"))? {
             let entry = entry?;
@@ -86,10 +77,7 @@ impl Sysfs {
 
     /// The regions that must not be mapped for devices of a group, in ascending order. Those that a
     /// driver may use for itself (`direct-relaxable`) are left out.
-    ///
-    /// # Errors
-    /// There is no such group.
-    pub fn reserved_regions(&self, group: u32) -> io::Result<Vec<ReservedRegion>> {
+    pub(super) fn reserved_regions(&self, group: u32) -> io::Result<Vec<ReservedRegion>> {
         let text = fs::read_to_string(self.group(group).join("reserved_regions"))?;
         let mut regions: Vec<_> = text.lines().filter_map(region).collect();
         regions.sort_by_key(|region| region.range);

@@ -24,25 +24,19 @@ pub struct Limits {
     pub run: u64,
     /// Most runs of one call.
     pub runs: usize,
-    /// How many runs can be held at a time, where a run can only be released as a whole; `None`:
-    /// every page can be released on its own. Slots of one call never lie on both sides of a multiple
-    /// of 64.
-    pub slots: Option<u32>,
+    /// How many runs can be held at a time: each takes a slot, and is released as a whole. Slots of
+    /// one call never lie on both sides of a multiple of 64.
+    pub slots: u32,
     /// At most this many slots have numbers below 64; the next number is 64. Few, where holding
     /// memory in a short table is cheaper: a pinner fills these first with single runs.
     pub first: u32,
-    /// Whether pages are always held for writing, whatever was requested: memory that this process
-    /// may not write cannot be held then.
-    pub always_writes: bool,
 }
 
 /// What is to be released.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Release {
-    /// The runs in these slots, of a backing that has slots.
+    /// The runs in these slots.
     Slots(Range<u32>),
-    /// These pages, of a backing that has none.
-    Pages(Run),
     /// Everything.
     All,
 }
@@ -60,9 +54,9 @@ pub trait Backing {
         false
     }
 
-    /// Holds the first run in the slot `slot`, the second in the one after it, and so on; a backing
-    /// without slots ignores `slot`. Returns how many runs are held, at least one; the last of
-    /// these may be shortened to the part of it that is held.
+    /// Holds the first run in the slot `slot`, the second in the one after it, and so on. Returns
+    /// how many runs are held, at least one; the last of these may be shortened to the part of it
+    /// that is held.
     ///
     /// # Errors
     /// Nothing of the first run can be held; the call then holds nothing.

@@ -17,12 +17,12 @@ pub enum PinError {
     #[error("no window has IOVA {0}")]
     NoWindow(Iova),
     /// The window does not allow this.
-    #[error("IOVA {iova} is in a window that allows {allowed:?}, not {asked:?}")]
+    #[error("IOVA {iova} is in a window that allows {allowed:?}, not {requested:?}")]
     Denied {
         /// The page.
         iova: Iova,
         /// The access that was requested.
-        asked: Prot,
+        requested: Prot,
         /// What the window allows.
         allowed: Prot,
     },

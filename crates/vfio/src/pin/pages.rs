@@ -22,16 +22,13 @@ pub(super) enum PageHold {
     Nowhere,
     /// In a slot, together with others.
     Slot(u32),
-    /// On its own: the backing has no slots.
-    Lone,
     /// In the batch that is yet to be held.
     Pending,
     /// Special: it need not be held.
     Special,
 }
 
-/// Slot numbers are below this.
-const LONE: u32 = u32::MAX - 2;
+/// Slot numbers are below these.
 const PENDING: u32 = u32::MAX - 1;
 const SPECIAL: u32 = u32::MAX;
 
@@ -40,7 +37,6 @@ impl Page {
     pub(super) fn place(self) -> PageHold {
         match self.place {
             0 => PageHold::Nowhere,
-            LONE => PageHold::Lone,
             PENDING => PageHold::Pending,
             SPECIAL => PageHold::Special,
             slot => PageHold::Slot(slot - 1),
@@ -51,7 +47,6 @@ impl Page {
     pub(super) fn put(&mut self, place: PageHold) {
         self.place = match place {
             PageHold::Nowhere => 0,
-            PageHold::Lone => LONE,
             PageHold::Pending => PENDING,
             PageHold::Special => SPECIAL,
             PageHold::Slot(slot) => slot + 1,

@@ -22,7 +22,7 @@ use crate::{Account, DirtyMap};
 /// the [`Account`], then hold them, in runs of contiguous pages. A call that fails, for whatever
 /// reason, leaves all counts, pins and charges as they were before it.
 ///
-/// A backing with slots holds and releases whole runs: a page whose last pin is gone stays held,
+/// Runs are held and released as a whole: a page whose last pin is gone stays held,
 /// and charged, until no page of its run is pinned; compare [`held`](Self::held) with
 /// [`pinned`](Self::pinned). (Releasing a run and holding the rest of it again would leave memory
 /// unpinned that a device is writing.)
@@ -38,7 +38,7 @@ pub struct Pinner<B: Backing> {
     windows: Vec<Window>,
     /// The window that was found last.
     recent: usize,
-    slots: Option<Slots>,
+    slots: Slots,
     batch: Batch,
     gone: Gone,
     /// Bytes held.
@@ -56,7 +56,7 @@ impl<B: Backing> Pinner<B> {
             account,
             windows: Vec::new(),
             recent: 0,
-            slots: limits.slots.map(|slots| Slots::new(slots, limits.first)),
+            slots: Slots::new(limits.slots, limits.first),
             batch: Batch::new(),
             gone: Gone::new(),
             held: 0,
@@ -257,9 +257,9 @@ const _: () = assert!(size_of::<Page>() == 8);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pin::Fake;
+    use crate::pin::fake::Fake;
 
-    fn pinner(slots: Option<u32>) -> Pinner<Fake> {
+    fn pinner(slots: u32) -> Pinner<Fake> {
         let mut pinner =
             Pinner::new(Fake::with_slots(slots), Arc::new(Account::with_limit("test", 1 << 30)));
         pinner.add_window(range(16, 512), HostAddr(1 << 32), Prot::RW).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     // rule L52
     #[test]
     fn a_run_is_one_call_and_ends_at_what_is_special_or_pinned() {
-        let mut pinner = pinner(Some(64));
+        let mut pinner = pinner(64);
         pinner.pin_range(page(16), 512 * 4096, Prot::READ).unwrap();
         assert_eq!((pinner.backing().calls(), pinner.backing().slots()), (1, 1));
         pinner.unpin_range(page(16), 512 * 4096).unwrap();
@@ -292,7 +292,7 @@ mod tests {
     // rule L54
     #[test]
     fn a_page_at_two_iovas_is_charged_twice_and_a_special_one_never() {
-        let mut pinner = pinner(None);
+        let mut pinner = pinner(64);
         pinner.add_window(range(1000, 512), HostAddr(1 << 32), Prot::RW).unwrap();
         pinner.backing_mut().make_special(HostAddr(1 << 32));
         pinner.pin(&[page(17), page(1001), page(1001)], Prot::READ).unwrap();
@@ -306,10 +306,10 @@ mod tests {
     // rule L62
     #[test]
     fn what_cannot_be_pinned_is_an_error_and_changes_nothing() {
-        let mut pinner = pinner(Some(8));
+        let mut pinner = pinner(8);
         pinner.add_window(range(1000, 512), HostAddr(1 << 33), Prot::READ).unwrap();
         let rw = Prot::RW;
-        let denied = PinError::Denied { iova: page(1000), asked: rw, allowed: Prot::READ };
+        let denied = PinError::Denied { iova: page(1000), requested: rw, allowed: Prot::READ };
         assert_eq!(pinner.pin(&[page(20), page(1000)], rw), Err(denied));
         assert_eq!(pinner.pin(&[page(20), page(900)], rw), Err(PinError::NoWindow(page(900))));
         let odd = Iova(page(21).0 + 1);
@@ -331,7 +331,7 @@ mod tests {
     // rule L63
     #[test]
     fn what_is_pinned_for_writing_stays_dirty() {
-        let mut pinner = pinner(None);
+        let mut pinner = pinner(64);
         pinner.pin_range(page(16), 200 * 4096, Prot::WRITE).unwrap();
         pinner.pin_range(page(300), 4096, Prot::READ).unwrap();
         pinner.unpin(&[page(20)]).unwrap();
@@ -355,7 +355,7 @@ mod tests {
 
     #[test]
     fn windows_that_cannot_be() {
-        let mut pinner = pinner(None);
+        let mut pinner = pinner(64);
         let mut add = |range, addr| pinner.add_window(range, HostAddr(addr), Prot::RW);
         for taken in [range(0, 17), range(527, 1), range(17, 2), range(0, 1000)] {
             assert_eq!(add(taken, 0), Err(PinError::Overlap(taken)));

@@ -8,7 +8,6 @@ pub(super) struct Slots {
     first: usize,
     /// No word before this one is free as a whole.
     whole: usize,
-    len: u32,
     held: Vec<SlotPages>,
 }
 
@@ -34,12 +33,7 @@ impl Slots {
             *last = mask((rest % 64) as u32);
         }
         let numbers = if rest == 0 { all } else { 64 + rest };
-        Slots { free, first: 0, whole: 0, len: slots, held: vec![SlotPages::default(); numbers] }
-    }
-
-    /// How many there are.
-    pub(super) fn len(&self) -> u32 {
-        self.len
+        Slots { free, first: 0, whole: 0, held: vec![SlotPages::default(); numbers] }
     }
 
     /// Takes up to `want` adjacent slots, at least one; returns the first, and how many.

@@ -1,10 +1,12 @@
 //! Pages held as registered buffers of an io_uring.
 
-use std::cell::Cell;
-use std::ffi::c_void;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::{
+    cell::Cell,
+    ffi::c_void,
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
+    ptr,
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+};
 
 use ringfence_iommu::{HostAddr, Prot};
 use rustix::io::Errno;
@@ -172,9 +174,6 @@ impl Uring {
                 Ok(_) => return Ok(1),
                 Err(why) => errno = why,
             }
-            if run.len == self.page {
-                break;
-            }
         }
         Err(HoldError { addr: run.addr, errno })
     }
@@ -182,14 +181,7 @@ impl Uring {
 
 impl Backing for Uring {
     fn limits(&self) -> Limits {
-        Limits {
-            page: self.page,
-            run: 1 << 30,
-            runs: CALL,
-            slots: Some(self.slots),
-            first: FIRST,
-            always_writes: true,
-        }
+        Limits { page: self.page, run: 1 << 30, runs: CALL, slots: self.slots, first: FIRST }
     }
 
     #[inline(always)]
@@ -235,7 +227,6 @@ impl Backing for Uring {
                     }
                 }
             }
-            Release::Pages(_) => {}
             Release::All => {
                 self.forget_name();
                 self.rings.drain(..).for_each(forget);

@@ -1,6 +1,7 @@
 //! A kernel address space as a [`Domain`](ringfence_iommu::Domain).
 
-/// Makes a type with a [`Space`](super::Space) a domain: `is_a_domain!(TYPE, TRAIT OF ITS KERNEL)`.
+/// Makes a type with a [`Space`](super::Space) a domain, and gives it what all such types have:
+/// `is_a_domain!(TYPE, TRAIT OF ITS KERNEL)`.
 macro_rules! is_a_domain {
     ($domain:ident, $kernel:ident) => {
         // SAFETY: when the kernel's unmap returns, the translations and their cached copies are
@@ -55,6 +56,31 @@ macro_rules! is_a_domain {
 
             fn iova_to_phys(&self, iova: ringfence_iommu::Iova) -> Option<HostAddr> {
                 self.space.find(iova)
+            }
+        }
+
+        impl<K: $kernel> $domain<K> {
+            /// How many mappings there are, and how many of the kernel's they take.
+            pub fn usage(&self) -> Usage {
+                self.space.usage()
+            }
+
+            /// Maps many ranges with as few kernel mappings as possible: those that follow each
+            /// other (address, target, permission) become one, which is unmapped as one. All or
+            /// nothing.
+            ///
+            /// # Errors
+            /// As [`map_pages`](ringfence_iommu::Domain::map_pages).
+            pub fn map_batch(&self, batch: &[Map<HostAddr>]) -> Result<()> {
+                self.space.map_batch(batch)
+            }
+
+            /// Stops tracking dirty pages.
+            ///
+            /// # Errors
+            /// As [`start_dirty`](Self::start_dirty).
+            pub fn stop_dirty(&self) -> Result<()> {
+                self.track(false)
             }
         }
 

@@ -15,7 +15,7 @@ pub struct Tuning {
     pub merge: bool,
     /// The most bytes of one kernel mapping, a power of two. A longer range is made, and removed,
     /// in several steps, between which other threads have their turn (the kernel locks the
-    /// container while it pins, some 50 to 250 ms a GiB), and takes as many entries of the
+    /// container while it pins, some 50 to 250 ms per GiB), and takes as many entries of the
     /// [budget](crate::Type1::available). 1 GiB by default, which is the largest page too.
     pub chunk: u64,
 }
@@ -28,6 +28,7 @@ impl Default for Tuning {
 
 /// The counts of a domain's mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Usage {
     /// Mappings that can be unmapped on their own.
     pub mappings: u64,

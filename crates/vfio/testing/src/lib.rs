@@ -1,10 +1,13 @@
-//! For tests of VFIO: kernels in this process, and checks that any kernel must pass.
+#![doc = include_str!("../README.md")]
 //!
-//! * [`fake`]: VFIO's type1 containers and iommufd, check by check and error number by error number
-//!   as in the kernel (rules L51-L63), to test users of VFIO without it.
-//! * [`suite`]: the checks that any kernel, fake or real, must pass.
+//! # What is inside
 //!
-//! Both are behind the seam that [`ringfence_vfio::kernel`] defines.
+//! * [`fake`]: VFIO's type1 containers and iommufd (rules L51-L63).
+//! * [`backing`]: what a pinner holds pages with, recorded and failing on request.
+//! * [`suite`]: the checks that any kernel must pass.
+//!
+//! The kernels are behind the seam that [`ringfence_vfio::kernel`] defines.
 
+pub mod backing;
 pub mod fake;
 pub mod suite;

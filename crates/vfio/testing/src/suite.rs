@@ -18,6 +18,7 @@ pub use type1::type1;
 
 /// The result of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Verdict {
     /// The kernel follows the rule.
     Pass,
@@ -29,6 +30,7 @@ pub enum Verdict {
 
 /// A check and its result.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Outcome {
     /// Which rule: `L51`; for iommufd, which has no numbers, the call.
     pub rule: &'static str,

@@ -1,7 +1,5 @@
 //! What the tests share.
 
-use std::sync::Arc;
-
 use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Prot, Range, Result};
 use ringfence_vfio::{Iommufd, Tuning, Type1, kernel::Id};
 use ringfence_vfio_testing::fake::{self, FakeConfig, Group, Memory, Owner};
@@ -10,7 +8,7 @@ pub(crate) const PAGE: u64 = 4096;
 pub(crate) const GIB: u64 = 1 << 30;
 pub(crate) const MERGE: Tuning = Tuning { merge: true, chunk: GIB };
 
-pub(crate) type Kernel = Arc<fake::Type1>;
+pub(crate) type Kernel = fake::Type1;
 
 /// A container over pretended memory, with one group; its owner may lock `pages`.
 pub(crate) fn kernel(pages: u64) -> (Kernel, Owner) {
@@ -27,17 +25,17 @@ fn container(pages: u64, memory: Memory) -> (Kernel, Owner) {
     let config = FakeConfig { owner: owner.clone(), memory, ..FakeConfig::default() };
     let kernel = fake::Type1::new(config);
     kernel.attach(&Group::default()).unwrap();
-    (Arc::new(kernel), owner)
+    (kernel, owner)
 }
 
 /// A domain over a container.
 pub(crate) fn type1(kernel: &Kernel, tuning: Tuning) -> Type1<Kernel> {
-    Type1::new(Arc::clone(kernel), tuning).unwrap()
+    Type1::new(kernel.clone(), tuning).unwrap()
 }
 
 /// An iommufd with one device; its owner may lock `pages`.
 pub(crate) struct Ioas {
-    pub(crate) kernel: Arc<fake::Iommufd>,
+    pub(crate) kernel: fake::Iommufd,
     pub(crate) device: Id,
     pub(crate) owner: Owner,
 }
@@ -45,14 +43,14 @@ pub(crate) struct Ioas {
 impl Ioas {
     pub(crate) fn new(pages: u64, memory: Memory) -> Ioas {
         let owner = Owner::new(pages);
-        let kernel = Arc::new(fake::Iommufd::new(owner.clone(), memory));
+        let kernel = fake::Iommufd::new(owner.clone(), memory);
         let device = kernel.bind(&Group::default(), true);
         Ioas { kernel, device, owner }
     }
 
     /// A domain over it, with the device attached.
-    pub(crate) fn domain(&self, tuning: Tuning) -> Iommufd<Arc<fake::Iommufd>> {
-        let domain = Iommufd::new(Arc::clone(&self.kernel), tuning).unwrap();
+    pub(crate) fn domain(&self, tuning: Tuning) -> Iommufd<fake::Iommufd> {
+        let domain = Iommufd::new(self.kernel.clone(), tuning).unwrap();
         self.kernel.attach(self.device, domain.ioas()).unwrap();
         domain.refresh().unwrap();
         domain

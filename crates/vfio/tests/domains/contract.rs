@@ -247,7 +247,7 @@ fn an_address_space_goes_when_nothing_needs_it() {
 
 #[test]
 fn type1_leaves_the_very_last_page_out() {
-    let fake = std::sync::Arc::new(fake::Type1::new(fake::FakeConfig::default()));
+    let fake = fake::Type1::new(fake::FakeConfig::default());
     let reserved = Vec::new();
     fake.attach(&fake::Group { aperture: Range::ALL, reserved, ..Default::default() }).unwrap();
     let domain = type1(&fake, MERGE);

@@ -18,7 +18,7 @@ fn with_known_writes() -> Kernel {
     let kernel = fake::Type1::new(fake::FakeConfig::default());
     let notify: fake::Notify = Arc::new(|_, _, _| ());
     kernel.attach_emulated(GROUP, notify).unwrap();
-    Arc::new(kernel)
+    kernel
 }
 
 const GROUP: u32 = 7;

@@ -3,10 +3,11 @@
 use ringfence_iommu::{HostAddr, Iova, Prot};
 
 use super::Pinner;
-use crate::pin::backing::{Backing, HoldError, Run};
-use crate::pin::error::PinError;
-use crate::pin::pages::{PageHold, Rights};
-use crate::pin::slots::SlotPages;
+use crate::pin::{
+    Backing, HoldError, PinError, Run,
+    pages::{PageHold, Rights},
+    slots::SlotPages,
+};
 
 /// Most runs gathered before they are held: more would not make the calls cheaper.
 const BATCH: usize = 64;
@@ -64,7 +65,7 @@ impl<B: Backing> Pinner<B> {
             let window = &mut self.windows[at];
             let Rights { prot: allowed, .. } = window.rights;
             if !allowed.allows(prot) {
-                return Err(PinError::Denied { iova, asked: prot, allowed });
+                return Err(PinError::Denied { iova, requested: prot, allowed });
             }
             let host = window.host(iova.0 - window.range.first().0);
             let page = &mut window.pages[n];
@@ -78,10 +79,7 @@ impl<B: Backing> Pinner<B> {
                     self.add(at, n, host, prot)?;
                     continue;
                 }
-                PageHold::Slot(slot) if page.count == 1 => {
-                    let slots = self.slots.as_mut().expect("the backing has slots");
-                    slots.held(slot).live += 1;
-                }
+                PageHold::Slot(slot) if page.count == 1 => self.slots.held(slot).live += 1,
                 _ => {}
             }
             if prot.contains(Prot::WRITE) {
@@ -156,22 +154,18 @@ impl<B: Backing> Pinner<B> {
     fn hold_some(&mut self, at: usize, prot: Prot) -> Result<(usize, u64), PinError> {
         let batch = &mut self.batch;
         let want = (batch.runs.len() - at).min(self.limits.runs);
-        let (slot, many) = match &mut self.slots {
-            Some(slots) => slots.take(want).ok_or_else(|| PinError::Slots(slots.len()))?,
-            None => (0, want),
-        };
+        let taken = self.slots.take(want);
+        let (slot, many) = taken.ok_or(PinError::Slots(self.limits.slots))?;
         let runs = &mut batch.runs[at..at + many];
         let held = match self.backing.hold(slot, runs, batch.rights.prot) {
             Ok(held) => held,
             Err(error) => {
-                if let Some(slots) = &mut self.slots {
-                    slots.give(slot, many);
-                }
+                self.slots.give(slot, many);
                 return Err(self.failed(at, error));
             }
         };
-        if let (Some(slots), 1..) = (&mut self.slots, many - held) {
-            slots.give(slot + held as u32, many - held);
+        if held < many {
+            self.slots.give(slot + held as u32, many - held);
         }
         let mut bytes = 0;
         let mut done = 0;
@@ -181,13 +175,9 @@ impl<B: Backing> Pinner<B> {
             let window = &mut self.windows[window];
             done = (run.len >> self.shift) as usize;
             bytes += run.len;
-            let mut place = PageHold::Lone;
-            if let Some(slots) = &mut self.slots {
-                let slot = slot + n as u32;
-                let pages = done as u32;
-                *slots.held(slot) = SlotPages { first, pages, live: pages };
-                place = PageHold::Slot(slot);
-            }
+            let (slot, pages) = (slot + n as u32, done as u32);
+            *self.slots.held(slot) = SlotPages { first, pages, live: pages };
+            let place = PageHold::Slot(slot);
             window.pages[first..first + done].iter_mut().for_each(|page| page.put(place));
             if prot.contains(Prot::WRITE) {
                 window.mark(first, done);

@@ -3,10 +3,7 @@
 use ringfence_iommu::Iova;
 
 use super::Pinner;
-use crate::pin::backing::{Backing, Release, Run};
-use crate::pin::error::PinError;
-use crate::pin::pages::PageHold;
-use crate::pin::slots::SlotPages;
+use crate::pin::{Backing, PinError, Release, pages::PageHold, slots::SlotPages};
 
 /// Most slots gathered before they are released: more would not make the calls cheaper.
 const BATCH: usize = 64;
@@ -14,14 +11,13 @@ const BATCH: usize = 64;
 /// What is to be released.
 pub(super) struct Gone {
     pub(super) slots: Vec<u32>,
-    pub(super) run: Option<Run>,
-    /// Bytes of all slots, and of runs that were released.
+    /// Bytes of all slots.
     pub(super) bytes: u64,
 }
 
 impl Gone {
     pub(super) fn new() -> Gone {
-        Gone { slots: Vec::with_capacity(BATCH), run: None, bytes: 0 }
+        Gone { slots: Vec::with_capacity(BATCH), bytes: 0 }
     }
 }
 
@@ -53,8 +49,8 @@ impl<B: Backing> Pinner<B> {
         page.count = page.count.checked_sub(1).ok_or(PinError::NotPinned(iova))?;
         if page.count == 0 {
             window.pinned -= 1;
-            if let (PageHold::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
-                slots.held(slot).live -= 1;
+            if let PageHold::Slot(slot) = page.place() {
+                self.slots.held(slot).live -= 1;
             }
         }
         Ok(())
@@ -71,8 +67,8 @@ impl<B: Backing> Pinner<B> {
             page.count += 1;
             if page.count == 1 {
                 window.pinned += 1;
-                if let (PageHold::Slot(slot), Some(slots)) = (page.place(), &mut self.slots) {
-                    slots.held(slot).live += 1;
+                if let PageHold::Slot(slot) = page.place() {
+                    self.slots.held(slot).live += 1;
                 }
             }
         }
@@ -90,21 +86,8 @@ impl<B: Backing> Pinner<B> {
         match page.place() {
             PageHold::Nowhere => {}
             PageHold::Pending | PageHold::Special => page.put(PageHold::Nowhere),
-            PageHold::Lone => {
-                page.put(PageHold::Nowhere);
-                let addr = window.host(iova.0 - window.range.first().0);
-                let len = self.limits.page;
-                match &mut self.gone.run {
-                    Some(run) if run.addr.0.checked_add(run.len) == Some(addr.0) => run.len += len,
-                    _ => {
-                        self.release_run();
-                        self.gone.run = Some(Run { addr, len });
-                    }
-                }
-            }
             PageHold::Slot(slot) => {
-                let slots = self.slots.as_mut().expect("the backing has slots");
-                let SlotPages { first, pages, live } = *slots.held(slot);
+                let SlotPages { first, pages, live } = *self.slots.held(slot);
                 if live != 0 {
                     return;
                 }
@@ -129,38 +112,26 @@ impl<B: Backing> Pinner<B> {
     /// Releases what was noted, and uncharges it.
     #[inline(always)]
     fn release(&mut self) {
-        self.release_run();
         let gone = &mut self.gone;
-        if let Some(slots) = &mut self.slots
-            && !gone.slots.is_empty()
-        {
-            if gone.slots.len() > 1 && !gone.slots.is_sorted() {
-                gone.slots.sort_unstable();
-            }
-            let mut rest = gone.slots.as_slice();
-            while let Some(&first) = rest.first() {
-                // Adjacent slots go in one call.
-                let leads_on = |two: &&[u32]| two[0] + 1 == two[1] && !two[1].is_multiple_of(64);
-                let many = 1 + rest.windows(2).take_while(leads_on).count();
-                let many = many.min(self.limits.runs);
-                self.backing.release(Release::Slots(first..first + many as u32));
-                slots.give(first, many);
-                rest = &rest[many..];
-            }
-            gone.slots.clear();
+        if gone.slots.is_empty() {
+            return;
         }
-        if gone.bytes != 0 {
-            self.account.uncharge(gone.bytes);
-            self.held -= gone.bytes;
-            gone.bytes = 0;
+        if gone.slots.len() > 1 && !gone.slots.is_sorted() {
+            gone.slots.sort_unstable();
         }
-    }
-
-    #[inline(always)]
-    fn release_run(&mut self) {
-        if let Some(run) = self.gone.run.take() {
-            self.backing.release(Release::Pages(run));
-            self.gone.bytes += run.len;
+        let mut rest = gone.slots.as_slice();
+        while let Some(&first) = rest.first() {
+            // Adjacent slots go in one call.
+            let leads_on = |two: &&[u32]| two[0] + 1 == two[1] && !two[1].is_multiple_of(64);
+            let many = 1 + rest.windows(2).take_while(leads_on).count();
+            let many = many.min(self.limits.runs);
+            self.backing.release(Release::Slots(first..first + many as u32));
+            self.slots.give(first, many);
+            rest = &rest[many..];
         }
+        gone.slots.clear();
+        self.account.uncharge(gone.bytes);
+        self.held -= gone.bytes;
+        gone.bytes = 0;
     }
 }

@@ -3,7 +3,7 @@
 mod hardware;
 mod ioas;
 
-use std::{collections::BTreeMap, fmt};
+use std::{collections::BTreeMap, fmt, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{Iova, Range, ReservedRegion};
@@ -26,12 +26,14 @@ use ringfence_vfio::kernel::{
     Bitmap, Id, IommufdKernel, IovaRanges, KernelResult, Locked, MapFlags,
 };
 
-/// An iommufd in this process: address spaces, hardware page tables made from them, and devices.
+/// An iommufd in this process: address spaces, hardware page tables made from them, and devices. A
+/// clone is the same one.
 ///
 /// As in the kernel, pages are pinned and charged only while their address space has a page table,
 /// and only once, however many page tables there are. The process that mapped them is charged,
 /// unless it held `CAP_IPC_LOCK` then.
-pub struct Iommufd(Mutex<State>);
+#[derive(Clone)]
+pub struct Iommufd(Arc<Mutex<State>>);
 
 struct State {
     machine: Machine,
@@ -46,7 +48,7 @@ struct State {
 impl Iommufd {
     /// An iommufd without objects, for the calls and the memory of `owner`.
     pub fn new(owner: Owner, memory: Memory) -> Iommufd {
-        Iommufd(Mutex::new(State {
+        Iommufd(Arc::new(Mutex::new(State {
             machine: Machine::new(memory, true),
             caller: owner,
             next: 1,
@@ -54,7 +56,7 @@ impl Iommufd {
             hwpts: BTreeMap::new(),
             devices: BTreeMap::new(),
             refused: Vec::new(),
-        }))
+        })))
     }
 
     /// Binds a device, the only one of its group. `tracks_dirty`: its IOMMU can report which pages
@@ -158,10 +160,10 @@ impl State {
                 || state.hwpts.contains_key(&id)
                 || state.devices.contains_key(&id)
         };
-        while taken(self, Id(self.next)) || self.next == 0 {
+        while taken(self, Id::new(self.next)) || self.next == 0 {
             self.next = self.next.wrapping_add(1);
         }
-        let id = Id(self.next);
+        let id = Id::new(self.next);
         self.next = self.next.wrapping_add(1);
         id
     }

@@ -9,6 +9,7 @@ use ringfence_vfio::kernel::KernelResult;
 
 /// The kind of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Kind {
     /// Ordinary memory with contiguous frames.
     Contiguous,

@@ -11,6 +11,7 @@ mod unmap;
 use std::{
     collections::{BTreeMap, VecDeque},
     fmt,
+    sync::Arc,
 };
 
 use parking_lot::Mutex;
@@ -70,15 +71,16 @@ impl Default for FakeConfig {
     }
 }
 
-/// A type1 container in this process (rules L51-L63).
+/// A type1 container in this process (rules L51-L63). A clone is the same one.
 ///
 /// Until a group is [attached](Self::attach) everything is EINVAL, as with a container without an
 /// IOMMU. [`Type1::default`] has a group.
+#[derive(Clone)]
 pub struct Type1 {
     v1: bool,
     unsafe_interrupts: bool,
     runs: usize,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
 /// All mutable state.
@@ -105,7 +107,7 @@ impl Type1 {
             v1: config.v1,
             unsafe_interrupts: config.unsafe_interrupts,
             runs: config.runs,
-            state: Mutex::new(State {
+            state: Arc::new(Mutex::new(State {
                 machine: Machine::new(config.memory, config.huge_pages),
                 caller: config.owner,
                 mappings: BTreeMap::new(),
@@ -117,7 +119,7 @@ impl Type1 {
                 tracking: false,
                 invalid: 0,
                 refused: VecDeque::new(),
-            }),
+            })),
         }
     }
 

@@ -85,7 +85,7 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
         expect(self.raw(self.ioas, RW, Some(0), vaddr, 0), Err(Errno::INVAL))?;
         expect(self.raw(self.ioas, RW, Some(0), vaddr, u64::MAX), Err(Errno::OVERFLOW))?;
         expect(self.raw(self.ioas, RW, Some(u64::MAX - 1), vaddr, PAGE), Err(Errno::OVERFLOW))?;
-        expect(self.raw(Id(u32::MAX), RW, Some(0), vaddr, PAGE), Err(Errno::NOENT))
+        expect(self.raw(Id::new(u32::MAX), RW, Some(0), vaddr, PAGE), Err(Errno::NOENT))
     }
 
     fn permission(&self) -> Checked {
@@ -141,7 +141,7 @@ impl<'a, K: IommufdKernel> Bench<'a, K> {
     }
 
     fn destroy(&self) -> Checked {
-        expect(self.kernel.destroy(Id(u32::MAX)), Err(Errno::NOENT))?;
+        expect(self.kernel.destroy(Id::new(u32::MAX)), Err(Errno::NOENT))?;
         let Some(device) = self.device else { return not_applicable("no device is bound") };
         let hwpt = self.kernel.new_hwpt(device, self.ioas, false)?;
         let busy = self.kernel.destroy(self.ioas);

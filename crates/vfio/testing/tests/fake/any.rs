@@ -102,7 +102,7 @@ proptest! {
         let mut mapped: Vec<Range> = Vec::new();
         for (call, bits, a, b, c) in calls {
             // Objects of all kinds, and some that do not exist.
-            let [one, two] = [Id(bits & 7), Id(bits >> 3 & 7)];
+            let [one, two] = [Id::new(bits & 7), Id::new(bits >> 3 & 7)];
             let flags = if bits & 0xf00 == 0 { bits } else { 1 + bits % 3 };
             match call {
                 0 => seen(kernel.new_ioas()),
@@ -149,9 +149,9 @@ proptest! {
             }
         }
         // Everything is removed in the end, and nothing stays pinned.
-        (0..100).for_each(|id| seen(kernel.detach(Id(id))));
+        (0..100).for_each(|id| seen(kernel.detach(Id::new(id))));
         for _ in 0..2 {
-            (0..100).for_each(|id| seen((kernel.unmap(Id(id), 0, u64::MAX), kernel.destroy(Id(id)))));
+            (0..100).for_each(|id| seen((kernel.unmap(Id::new(id), 0, u64::MAX), kernel.destroy(Id::new(id)))));
         }
         prop_assert_eq!((kernel.pinned(), owner.used()), (0, 0));
     }

@@ -40,7 +40,7 @@ fn what_a_map_is_refused_for() {
             "{flags:?} {iova:?} {size:#x}"
         );
     }
-    assert_eq!(raw(Id(99), RW, None, 0, PAGE), Err(Errno::NOENT));
+    assert_eq!(raw(Id::new(99), RW, None, 0, PAGE), Err(Errno::NOENT));
     let device = kernel.bind(&Group::default(), false);
     kernel.attach(device, ioas).unwrap();
     for (iova, vaddr, size) in [(1, 0, PAGE), (0, 1, PAGE), (0, 0, 1)] {
@@ -70,7 +70,7 @@ fn a_mapping_is_never_cut() {
     assert_eq!(kernel.unmap(ioas, PAGE, u64::MAX - 1), Err(Errno::OVERFLOW));
     assert_eq!(kernel.unmap(ioas, 0, u64::MAX), Ok(8 * PAGE));
     assert_eq!(kernel.unmap(ioas, 0, u64::MAX), Ok(0));
-    assert_eq!(kernel.unmap(Id(77), 0, u64::MAX), Err(Errno::NOENT));
+    assert_eq!(kernel.unmap(Id::new(77), 0, u64::MAX), Err(Errno::NOENT));
 }
 
 #[test]

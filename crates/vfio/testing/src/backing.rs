@@ -1,11 +1,10 @@
-//! Pages that are only recorded as held.
+//! Pages that are only recorded as held: a backing for tests of a pinner.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use ringfence_iommu::{HostAddr, Prot};
+use ringfence_vfio::pin::{Backing, HoldError, Limits, Release, Run};
 use rustix::io::Errno;
-
-use super::backing::{Backing, HoldError, Limits, Release, Run};
 
 /// A backing for tests: addresses need not be of memory, pages can be special or refused, and calls
 /// fail on request.
@@ -37,16 +36,9 @@ impl Fake {
         }
     }
 
-    /// A backing with pages of 4 KiB and `slots` slots, or without slots.
-    pub fn with_slots(slots: Option<u32>) -> Fake {
-        Fake::new(Limits {
-            page: 4096,
-            run: 1 << 30,
-            runs: 64,
-            slots,
-            first: 64,
-            always_writes: false,
-        })
+    /// A backing with pages of 4 KiB and `slots` slots.
+    pub fn with_slots(slots: u32) -> Fake {
+        Fake::new(Limits { page: 4096, run: 1 << 30, runs: 64, slots, first: 64 })
     }
 
     /// The page at `addr` is special: it is never held.
@@ -62,11 +54,6 @@ impl Fake {
     /// `n` more pages can be held, and then none.
     pub fn fail_after(&mut self, n: u64) {
         self.fail_at = Some(n);
-    }
-
-    /// Ends the failures that [`fail_after`](Self::fail_after) asked for.
-    pub fn fail_never(&mut self) {
-        self.fail_at = None;
     }
 
     /// How often each page is held.
@@ -108,11 +95,9 @@ impl Fake {
         for n in 0..held {
             *self.pages.entry(run.addr.0 + n * page).or_default() += 1;
         }
-        if let Some(slots) = slots {
-            let below = first.min(slots);
-            assert!(slot < below || (64..64 + slots - below).contains(&slot), "slot {slot}");
-            assert_eq!(self.slots.insert(slot, *run), None, "slot {slot} is full");
-        }
+        let below = first.min(slots);
+        assert!(slot < below || (64..64 + slots - below).contains(&slot), "slot {slot}");
+        assert_eq!(self.slots.insert(slot, *run), None, "slot {slot} is full");
         Ok(held == pages)
     }
 
@@ -160,7 +145,6 @@ impl Backing for Fake {
                     self.release_run(run);
                 }
             }
-            Release::Pages(run) => self.release_run(run),
             Release::All => {
                 self.slots.clear();
                 self.pages.clear();
