@@ -11,13 +11,12 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Error, Range, ReservedRegion, Result};
+use ringfence_iommu::{Error, Iova, Range, ReservedKind, ReservedRegion, Result};
 use ringfence_mem::Window;
 use ringfence_virtq::driver::Queue;
 
 use super::{
     Histogram, Notify, Stats, Transport,
-    regions::add_software_msi,
     report::{Reports, Sent},
     ring::{Ring, SLOT, probe_bytes, slots},
     wait::Waiting,
@@ -340,6 +339,19 @@ impl Driver {
 
     pub(super) fn release(&self, endpoint: u32) {
         self.attached.lock().remove(&endpoint);
+    }
+}
+
+/// Where Linux puts the window for MSIs if the device names none (rule L66).
+const SOFTWARE_MSI: (u64, u64) = (0x800_0000, 1 << 20);
+
+/// Adds the window for MSIs that Linux uses, unless there is one.
+pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
+    if !regions.iter().any(|region| region.kind == ReservedKind::Msi) {
+        let (first, len) = SOFTWARE_MSI;
+        let range = Range::from_len(Iova(first), len).expect("a legal range");
+        regions.push(ReservedRegion { range, kind: ReservedKind::Msi });
+        regions.sort_by_key(|region| region.range);
     }
 }
 

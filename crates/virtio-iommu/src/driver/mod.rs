@@ -9,10 +9,8 @@ mod batch;
 mod core;
 #[allow(unsafe_code)]
 mod domain;
-mod doorbell;
 mod events;
 mod lazy;
-mod regions;
 mod report;
 mod ring;
 mod shadow;
