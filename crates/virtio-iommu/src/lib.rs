@@ -3,7 +3,7 @@
 //! Three layers, each usable without the ones above it:
 //!
 //! * [`wire`]: the format. Checked accessors over bytes, small types that cannot hold an illegal
-//!   value ([`wire::Request`], [`wire::IommuConfig`], [`wire::Property`], [`wire::FaultRecord`]), and
+//!   value ([`wire::Request`], [`wire::IommuConfig`], [`wire::FaultRecord`]), and
 //!   parsing and emitting as inverses of each other.
 //! * [`device`]: the device. A [`device::Device`] keeps domains and attachments and maps into any
 //!   [`Domain`](ringfence_iommu::Domain) that its [`device::Backing`] makes; a

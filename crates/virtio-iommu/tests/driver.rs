@@ -15,12 +15,15 @@ use common::{
     ring::{Link, link},
 };
 use proptest::prelude::*;
-use ringfence_iommu::{Domain, Error, Fault, FaultReason, FaultSink, Gather, Iova, Prot, Range};
+use ringfence_iommu::{
+    Domain, Error, Fault, FaultReason, FaultSink, Gather, Iova, Prot, Range, ReservedKind,
+    ReservedRegion,
+};
 use ringfence_mem::Translate;
 use ringfence_virtio_iommu::{
     device::{EventQueue, FaultQueue},
     driver::{Buffers, Driver, DriverConfig, EventReceiver, Notify, Transport},
-    wire::{Kind, MAX_REQUEST_LEN, Property, Request, ResvKind, Status},
+    wire::{Kind, MAX_REQUEST_LEN, Request, Status, write_properties},
 };
 use ringfence_virtq::{Chain, testing};
 
@@ -232,11 +235,13 @@ fn properties_are_parsed_with_tolerance() {
         Request::Probe { endpoint: 1 } => {
             let mut reply = vec![9, 0, 2, 0, 1, 1]; // unknown
             let range = range(0x5000, 0x5fff);
-            let property = Property::ResvMem { kind: ResvKind::Reserved, range };
-            let mut ignored = property.emit();
+            let region = ReservedRegion { range, kind: ReservedKind::Reserved };
+            let mut property = [0; 24];
+            assert!(write_properties(&[region], &mut property));
+            let mut ignored = property;
             ignored[1] = 0x80; // reserved bits in the header
             reply.extend(ignored);
-            reply.extend(property.emit());
+            reply.extend(property);
             reply.resize(room as usize, 0);
             (room as u32, reply)
         }

@@ -21,7 +21,7 @@ pub enum RestoreError {
     #[error("the device differs from the one that was saved: {0}")]
     Differs(&'static str),
     /// Restoring the state failed; this is the answer of the request for it.
-    #[error("the state cannot be restored: domain {domain}, {status:?}")]
+    #[error("the state cannot be restored: domain {domain}, {status}")]
     Refused {
         /// The domain.
         domain: u32,
@@ -29,7 +29,7 @@ pub enum RestoreError {
         status: Status,
     },
     /// A request that was answered with OK is answered with something else.
-    #[error("request {at} after the state cannot be carried out here: {status:?}")]
+    #[error("request {at} after the state cannot be carried out here: {status}")]
     Request {
         /// Which of them.
         at: usize,

@@ -10,8 +10,8 @@ use super::{
     session::gather,
 };
 use crate::wire::{
-    AttachFlags, Features, Kind, Map, MapFlags, ParseError, Property, Request, Status, TAIL_LEN,
-    Unmap, emit_tail, write_properties,
+    AttachFlags, Features, Kind, Map, MapFlags, ParseError, Request, Status, TAIL_LEN, Unmap,
+    emit_tail, write_properties,
 };
 
 /// How many addresses are tried to find a mapping in a reserved region of an endpoint, when the
@@ -48,8 +48,7 @@ impl<B: Backing> Device<B> {
 
     /// Writes the properties of an endpoint; the status to answer with.
     pub(super) fn emit_properties(&self, info: &EndpointInfo, out: &mut [u8]) -> Status {
-        let properties = info.reserved.iter().copied().map(Property::from_region);
-        match info.is_consistent() && write_properties(properties, out) {
+        match info.is_consistent() && write_properties(&info.reserved, out) {
             true => Status::Ok,
             // The creator of the device guarantees that they fit, and are consistent (rule V27).
             false => Status::DevErr,

@@ -21,7 +21,7 @@ use super::{
     ring::{Ring, SLOT, probe_bytes, slots},
     wait::Waiting,
 };
-use crate::wire::{Features, IommuConfig, Properties, Property, Request, Status};
+use crate::wire::{Features, IommuConfig, Properties, Request, Status};
 
 /// The features that this driver accepts of those on `offer` (the whole 64 bits or the device
 /// type's): all but the old BYPASS (rule V31).
@@ -152,11 +152,11 @@ impl Driver {
         }))
     }
 
-    /// Requests the properties of an endpoint.
+    /// Requests the properties of an endpoint: its reserved regions.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without PROBE; what the device answered.
-    pub fn probe(&self, endpoint: u32) -> Result<Vec<Property>> {
+    pub fn probe(&self, endpoint: u32) -> Result<Vec<ReservedRegion>> {
         if !self.features.contains(Features::PROBE) {
             return Err(Error::Unsupported("the device offers no PROBE"));
         }
@@ -184,8 +184,7 @@ impl Driver {
         if !self.features.contains(Features::PROBE) {
             return Ok(Vec::new());
         }
-        let mut regions: Vec<_> =
-            self.probe(endpoint)?.into_iter().map(|property| property.region()).collect();
+        let mut regions = self.probe(endpoint)?;
         regions.sort_by_key(|region| region.range);
         Ok(regions)
     }

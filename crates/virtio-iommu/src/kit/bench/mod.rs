@@ -326,7 +326,7 @@ impl<'a> Bench<'a> {
         if reply[size] != Status::Ok as u8 {
             return Ok(Vec::new());
         }
-        let regions = Properties::new(&reply[..size]).map(|property| property.region().range);
+        let regions = Properties::new(&reply[..size]).map(|region| region.range);
         Ok(regions.map(|range| (range.first().0, range.last().0)).collect())
     }
 }

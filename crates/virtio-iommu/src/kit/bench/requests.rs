@@ -41,7 +41,7 @@ impl Answer {
         if self.status().is_some_and(|status| statuses.contains(&status)) {
             return Ok(());
         }
-        let names: Vec<String> = statuses.iter().map(|&status| name(status)).collect();
+        let names: Vec<String> = statuses.iter().map(Status::to_string).collect();
         self.mismatch(self, names.join(" or "))
     }
 
@@ -88,17 +88,12 @@ impl std::fmt::Display for Answer {
                 write!(f, "used length {used}, and no tail where the buffer ends")
             }
             (_, Some([raw, ..])) => match Status::from_u8(raw) {
-                Some(status) => f.write_str(&name(status)),
+                Some(status) => status.fmt(f),
                 None => write!(f, "status {raw}"),
             },
             (used, None) => write!(f, "used length {used}"),
         }
     }
-}
-
-/// A status as the specification spells it.
-pub(in crate::kit) fn name(status: Status) -> String {
-    format!("{status:?}").to_uppercase()
 }
 
 impl Bench<'_> {
