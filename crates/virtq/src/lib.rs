@@ -23,8 +23,6 @@
 //! - [`device::Queue`] takes [`Chain`]s and gives them back; it trusts nothing that the driver
 //!   writes. It reaches memory through [`ringfence_mem::Translate`] only, so the same code serves
 //!   guest-physical addresses and I/O virtual ones.
-//! - Both are enums of the two formats. A data path that is to be compiled for each takes a
-//!   [`driver::Ring`] or a [`device::Ring`] instead, and moves bursts.
 //! - [`layout`] has the sizes of the areas and the offsets of their parts.
 //!
 //! What both ends guarantee:
