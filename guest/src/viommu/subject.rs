@@ -333,5 +333,5 @@ fn not_started() -> Failed {
 }
 
 fn broken(error: impl std::fmt::Display) -> Failed {
-    Failed::Broken(format!("{error:#}"))
+    Failed::Broken(format!("{error:#}").into())
 }
