@@ -98,7 +98,12 @@ impl<B: Backing> Device<B> {
             }
             Err(error) => return error.status().map_or(Reply::Unwritten, Reply::now),
         };
-        match request {
+        self.perform(session, &request, room)
+    }
+
+    /// As [`execute`](Self::execute), of a request that was parsed and has room for a tail.
+    pub(super) fn perform(&self, session: &mut Session<B>, request: &Request, room: u64) -> Reply {
+        match *request {
             Request::Map { domain, range, phys, flags } => {
                 Reply::to(self.map(session, domain, range, phys, flags).map(|()| false))
             }
@@ -127,21 +132,6 @@ impl<B: Backing> Device<B> {
                     None => Reply::ProbeRefused(Status::NoEnt),
                 }
             }
-        }
-    }
-
-    /// Carries out a request that changes something; the status if it is refused.
-    pub(super) fn change(&self, session: &mut Session<B>, request: &Request) -> Answer<()> {
-        match *request {
-            Request::Map { domain, range, phys, flags } => {
-                self.map(session, domain, range, phys, flags)
-            }
-            Request::Unmap { domain, range } => self.unmap(session, domain, range).map(|_| ()),
-            Request::Attach { domain, endpoint, flags } => {
-                self.attach(session, domain, endpoint, flags)
-            }
-            Request::Detach { domain, endpoint } => self.detach(session, domain, endpoint),
-            Request::Probe { .. } | Request::IotlbFlush { .. } => Ok(()),
         }
     }
 

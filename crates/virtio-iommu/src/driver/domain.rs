@@ -23,10 +23,10 @@ use super::{
 use crate::wire::{AttachFlags, Features, MapFlags, Request};
 
 /// In a token: the number is that of an IOTLB_FLUSH. Request numbers never reach this bit.
-pub(super) const FLUSH: u64 = 1 << 63;
+const FLUSH: u64 = 1 << 63;
 
 /// The number of the request that a sync waits for.
-pub(super) const fn seq_of(token: SyncToken) -> u64 {
+const fn seq_of(token: SyncToken) -> u64 {
     token.0 & !FLUSH
 }
 
@@ -44,7 +44,7 @@ pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
     /// Whether it is lazy for the device: an UNMAP is not over when it is answered.
-    pub(super) lazy: bool,
+    lazy: bool,
     reports: Arc<Reports>,
     /// Whether any endpoint is; changed under the lock of `state`.
     attached: AtomicBool,
@@ -253,10 +253,53 @@ impl ViommuDomain {
     /// Requests are answered in order: the number of the newest one identifies the sync. Without an
     /// endpoint nothing is reachable, so the sync waits for nothing; but what the device refused
     /// before is reported.
-    pub(super) fn begin_sync(&self) -> Result<SyncToken> {
+    fn begin_sync(&self) -> Result<SyncToken> {
         match self.is_attached() {
             true => self.driver.begin_sync().map(SyncToken),
             false => Ok(SyncToken(self.driver.answered())),
+        }
+    }
+
+    /// Whether an UNMAP is answered before its invalidation, so that a lazy policy waits for the
+    /// device only when it flushes. Made by [`Driver::lazy_domain`](super::Driver::lazy_domain).
+    pub fn is_lazy(&self) -> bool {
+        self.lazy
+    }
+
+    /// Begins a sync of unmaps. In a lazy domain that is an IOTLB_FLUSH; its reply is kept for the
+    /// poll that finds the sync over.
+    fn begin_unmaps(&self) -> Result<SyncToken> {
+        if self.lazy
+            && let Some(seq) = self.send_flush()?
+        {
+            self.driver.begin_sync()?;
+            return Ok(SyncToken(seq | FLUSH));
+        }
+        self.begin_sync()
+    }
+
+    /// What the reply was to the IOTLB_FLUSH of a sync that is over, if it had one.
+    fn flushed(&self, token: SyncToken) -> Result<()> {
+        match token.0 & FLUSH {
+            0 => Ok(()),
+            _ => self.driver.flushed(seq_of(token)),
+        }
+    }
+
+    /// Puts an IOTLB_FLUSH behind all UNMAPs in the ring; its number, or `None` if no endpoint is
+    /// attached. Under the domain's lock, so that it does not come behind the last DETACH.
+    fn send_flush(&self) -> Result<Option<u64>> {
+        loop {
+            let state = self.settled();
+            if !self.is_attached() {
+                return Ok(None);
+            }
+            let flush = Request::IotlbFlush { domain: self.id };
+            if let Some(seq) = self.driver.try_send(&flush, Sent::Sync)? {
+                return Ok(Some(seq));
+            }
+            drop(state);
+            self.driver.make_room()?;
         }
     }
 

@@ -1,6 +1,6 @@
 //! The driver's record of what is mapped.
 
-use std::{collections::BTreeMap, fmt};
+use std::collections::BTreeMap;
 
 use ringfence_iommu::{Error, GuestPhys, Iova, Prot, Range, Result};
 
@@ -43,12 +43,6 @@ impl Covered {
             bytes: so_far.bytes + more.bytes,
             mappings: so_far.mappings + more.mappings,
         }))
-    }
-}
-
-impl fmt::Debug for Shadow {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shadow").field("len", &self.len).finish_non_exhaustive()
     }
 }
 

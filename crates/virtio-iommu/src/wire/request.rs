@@ -108,6 +108,7 @@ raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 
 /// Why bytes are not a request that can be carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum ParseError {
     /// There is not even a head.
     #[error("{0} bytes hold no request head")]
