@@ -74,7 +74,7 @@ fn serve(
     let mut queue = device::Queue::new(device, ram).expect("a legal queue");
     for round in 0..=rounds {
         let mut seen = 0;
-        queue.peek(ram, u16::from(round), |_| seen += 1);
+        queue.peek_from(ram, 0, u16::from(round), |_| seen += 1);
         assert!(seen <= 2 * device::PEEK_DESCS);
         let before = (queue.in_flight(), queue.next_avail());
         let head = match queue.pop(ram, chain) {

@@ -5,7 +5,10 @@ use std::{os::unix::net::UnixStream, path::PathBuf, sync::Arc, time::Duration};
 use ringfence_mem::GuestRam;
 use ringfence_vhost_user::{F_ACCESS_PLATFORM, F_PROTOCOL_FEATURES, Frontend, ProtocolFeatures};
 use ringfence_virtio_iommu::kit::{ACCESS, Failed, Refused};
-use ringfence_virtq::{Desc, F_VERSION_1};
+use ringfence_virtq::{
+    Desc, F_VERSION_1,
+    blk::{HEADER_BYTES, Kind, Status},
+};
 
 use super::{REPLY_TIMEOUT, broken, ring::Ring};
 
@@ -20,15 +23,6 @@ const STATUS: usize = HEADER + 64;
 const STAGING: usize = HEADER + 1024;
 /// Its size in bytes.
 pub(super) const BYTES: usize = 8192;
-
-/// A request's type: VIRTIO_BLK_T_IN or VIRTIO_BLK_T_OUT.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// The disk is read: memory is written.
-    In = 0,
-    /// The disk is written: memory is read.
-    Out = 1,
-}
 
 /// A disk whose first sector is used.
 pub(super) struct Disk {
@@ -72,7 +66,7 @@ impl Disk {
         }
         let at = self.socket.display();
         let stream = UnixStream::connect(&self.socket)
-            .map_err(|error| Failed::Broken(format!("connecting to the disk at {at}: {error}")))?;
+            .map_err(|error| broken(format!("connecting to the disk at {at}: {error}")))?;
         let mut front = Frontend::new(stream, REPLY_TIMEOUT);
         front.set_owner().map_err(broken)?;
         let offered = front.features().map_err(broken)?;
@@ -81,7 +75,7 @@ impl Disk {
             front.set_protocol_features(common).map_err(broken)?;
         }
         if offered & F_ACCESS_PLATFORM == 0 {
-            return Err(Failed::Broken(format!(
+            return Err(broken(format!(
                 "the disk at {at} offers no ACCESS_PLATFORM: it is behind no IOMMU"
             )));
         }
@@ -155,13 +149,13 @@ impl Disk {
 
     /// Moves the first sector from or to `iova`.
     fn transfer(&mut self, kind: Kind, iova: u64) -> Result<(), Refused> {
-        let mut header = [0; 16];
-        header[0] = kind as u8;
+        let mut header = [0; HEADER_BYTES];
+        header[0] = kind.code() as u8;
         self.poke(HEADER, &header)?;
         self.poke(STATUS, &[0xff])?;
         let data = Desc { addr: iova, len: ACCESS as u32, write: kind == Kind::In };
         let descs = [
-            Desc::readable(self.own(HEADER), header.len() as u32),
+            Desc::readable(self.own(HEADER), HEADER_BYTES as u32),
             data,
             Desc::writable(self.own(STATUS), 1),
         ];
@@ -178,6 +172,6 @@ impl Disk {
         }
         let mut status = [0xff];
         self.ram.slice(self.offset + STATUS, 1).map_err(|_| Refused)?.copy_to(&mut status);
-        if status == [0] { Ok(()) } else { Err(Refused) }
+        if status == [Status::Ok.code()] { Ok(()) } else { Err(Refused) }
     }
 }

@@ -10,7 +10,7 @@ mod ring;
 
 use std::{
     collections::{HashMap, VecDeque},
-    fmt::Display,
+    error::Error,
     os::unix::net::UnixStream,
     path::PathBuf,
     sync::Arc,
@@ -66,8 +66,8 @@ pub struct Target {
     pub timeout: Duration,
 }
 
-fn broken(error: impl Display) -> Failed {
-    Failed::Broken(error.to_string())
+fn broken(error: impl Into<Box<dyn Error + Send + Sync>>) -> Failed {
+    Failed::Broken(error.into())
 }
 
 /// A virtio-iommu at a socket, as the kit sees it.
@@ -101,7 +101,7 @@ impl VhostSubject {
         let mut config = [0; CONFIG_LEN];
         front.set_features(offered & F_PROTOCOL_FEATURES | 1 << F_VERSION_1).map_err(broken)?;
         front.config(0, &mut config).map_err(|error| {
-            Failed::Broken(format!("its configuration cannot be read, is it an IOMMU? {error}"))
+            broken(format!("its configuration cannot be read, is it an IOMMU? {error}"))
         })?;
         let word = |at: usize| u64::from_le_bytes(config[at..at + 8].try_into().expect("eight"));
         // The kit reports absurd granules.
@@ -210,7 +210,7 @@ impl VhostSubject {
     fn send(&mut self, piece: usize, readable: &[u8], writable: &mut [u8]) -> Result<u32, Failed> {
         let (request, reply) = (self.own + REQUEST, self.own + REPLY);
         if readable.len() > REPLY - REQUEST || writable.len() > EVENTS - REPLY {
-            return Err(Failed::Broken("a request larger than its room".into()));
+            return Err(broken("a request larger than its room"));
         }
         self.write_at(request, readable)?;
         self.write_at(reply, writable)?;
@@ -277,13 +277,13 @@ impl VhostSubject {
 fn connect(target: &Target) -> Result<(Frontend, u64), Failed> {
     let at = target.socket.display();
     let stream = UnixStream::connect(&target.socket)
-        .map_err(|error| Failed::Broken(format!("connecting to {at}: {error}")))?;
+        .map_err(|error| broken(format!("connecting to {at}: {error}")))?;
     let mut front = Frontend::new(stream, REPLY_TIMEOUT);
     front.set_owner().map_err(broken)?;
     let offered = front.features().map_err(broken)?;
     if offered & F_PROTOCOL_FEATURES == 0 {
         let why = format!("the device at {at} offers no protocol features: no configuration");
-        return Err(Failed::Broken(why));
+        return Err(broken(why));
     }
     let mut wanted = front.protocol_features().map_err(broken)?
         & (ProtocolFeatures::CONFIG
@@ -388,7 +388,7 @@ impl Subject for VhostSubject {
 
     fn post_event_buffer(&mut self, len: usize) -> Option<Result<(), Failed>> {
         let (Some(ring), Some(token)) = (&mut self.events, self.free.pop_front()) else {
-            return Some(Err(Failed::Broken("no room for another event buffer".into())));
+            return Some(Err(broken("no room for another event buffer")));
         };
         let len = len.min(EVENT_ROOM);
         let at = self.own + EVENTS + token as usize * EVENT_ROOM;

@@ -14,8 +14,7 @@ use ringfence_vfio_testing::fake::{self, FakeConfig, Group, Memory, Owner, Step}
 use ringfence_virtio_iommu::{
     device::{Device, DeviceConfig, HostRegion, Mirror, Session},
     wire::{
-        AttachFlags, MAX_REQUEST_LEN, MapFlags, Properties, Property, Request, ResvKind, Status,
-        TAIL_LEN, parse_tail,
+        AttachFlags, MAX_REQUEST_LEN, MapFlags, Properties, Request, Status, TAIL_LEN, parse_tail,
     },
 };
 
@@ -307,10 +306,9 @@ fn an_endpoint_over_the_limit_of_locked_memory_cannot_join() {
 fn reserved_regions(rig: &mut Rig, endpoint: u32) -> Vec<Range> {
     let reply = rig.raw(Request::Probe { endpoint }, 512 + TAIL_LEN);
     assert_eq!(reply[512], Status::Ok as u8);
-    let regions = Properties::new(&reply[..512]).map(|property| {
-        let Property::ResvMem { range, kind } = property;
+    let regions = Properties::new(&reply[..512]).map(|ReservedRegion { range, kind }| {
         let window = Range::new(Iova(0xfee0_0000), Iova(0xfeef_ffff)).unwrap();
-        assert_eq!(kind == ResvKind::Msi, range == window);
+        assert_eq!(kind == ReservedKind::Msi, range == window);
         range
     });
     regions.collect()

@@ -4,12 +4,14 @@ mod common;
 
 use common::{Bench, RESERVED, range};
 use proptest::prelude::*;
-use ringfence_iommu::{Error, Iova, PageSizes, Prot, Range, table::Limits};
+use ringfence_iommu::{
+    Error, Iova, PageSizes, Prot, Range, ReservedKind, ReservedRegion, table::Limits,
+};
 use ringfence_virtio_iommu::{
     device::DeviceConfig,
     wire::{
         AttachFlags, CONFIG_LEN, Features, IommuConfig, Kind, MAX_REQUEST_LEN, MapFlags,
-        Properties, Property, Request, ResvKind, Status, TAIL_LEN,
+        Properties, Request, Status, TAIL_LEN,
     },
 };
 
@@ -507,8 +509,8 @@ fn probe_lists_reserved_regions_and_zeroes_the_rest() {
     assert_eq!(reply[..4], [1, 0, 20, 0]);
     assert_eq!(reply[24..28], [1, 0, 20, 0]);
     assert!(reply[48..].iter().all(|&byte| byte == 0));
-    let msi = Property::ResvMem { kind: ResvKind::Msi, range: range(RESERVED.0, RESERVED.1) };
-    let reserved = Property::ResvMem { kind: ResvKind::Reserved, range: range(0, 0xffff) };
+    let msi = ReservedRegion { range: range(RESERVED.0, RESERVED.1), kind: ReservedKind::Msi };
+    let reserved = ReservedRegion { range: range(0, 0xffff), kind: ReservedKind::Reserved };
     assert_eq!(Properties::new(&reply[..512]).collect::<Vec<_>>(), [reserved, msi]);
 }
 

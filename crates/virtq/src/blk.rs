@@ -1,7 +1,7 @@
 //! The virtio-blk format (virtio 1.3, section 5.2).
 
 use zerocopy::{
-    FromBytes, Immutable, IntoBytes, KnownLayout,
+    FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes,
     little_endian::{U16, U32, U64},
 };
 
@@ -67,68 +67,51 @@ pub const EXTENT_BYTES: usize = size_of::<Extent>();
 pub const EXTENT_UNMAP: u32 = 1;
 
 /// The type of a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, TryFromBytes)]
+#[repr(u32)]
 pub enum Kind {
     /// Read.
-    In,
+    In = 0,
     /// Write.
-    Out,
+    Out = 1,
     /// Make what was written durable.
-    Flush,
+    Flush = 4,
     /// The name of the disk, [`ID_BYTES`] long.
-    GetId,
+    GetId = 8,
     /// The content of a range no longer matters.
-    Discard,
+    Discard = 11,
     /// Make a range read as zeroes.
-    WriteZeroes,
+    WriteZeroes = 13,
 }
 
 impl Kind {
     /// The number on the wire.
     pub const fn code(self) -> u32 {
-        match self {
-            Kind::In => 0,
-            Kind::Out => 1,
-            Kind::Flush => 4,
-            Kind::GetId => 8,
-            Kind::Discard => 11,
-            Kind::WriteZeroes => 13,
-        }
+        self as u32
     }
 
     /// The kind of a number; `None` if this device does not support it.
-    pub const fn from_code(code: u32) -> Option<Kind> {
-        match code {
-            0 => Some(Kind::In),
-            1 => Some(Kind::Out),
-            4 => Some(Kind::Flush),
-            8 => Some(Kind::GetId),
-            11 => Some(Kind::Discard),
-            13 => Some(Kind::WriteZeroes),
-            _ => None,
-        }
+    pub fn from_code(code: u32) -> Option<Kind> {
+        Kind::try_read_from_bytes(&code.to_ne_bytes()).ok()
     }
 }
 
 /// A request's status, in its last byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
 pub enum Status {
     /// Done.
-    Ok,
+    Ok = 0,
     /// It failed.
-    IoErr,
+    IoErr = 1,
     /// The device does not support the request.
-    Unsupported,
+    Unsupported = 2,
 }
 
 impl Status {
     /// The byte on the wire.
     pub const fn code(self) -> u8 {
-        match self {
-            Status::Ok => 0,
-            Status::IoErr => 1,
-            Status::Unsupported => 2,
-        }
+        self as u8
     }
 }
 

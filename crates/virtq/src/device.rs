@@ -12,11 +12,9 @@ use ringfence_mem::{Access, Translate, Window};
 
 pub use self::{
     burst::{Burst, Taken},
-    end::End,
-    packed::Packed,
-    split::Split,
     written::Written,
 };
+use self::{packed::Packed, split::Split};
 use crate::{Area, Chain, Desc, RingError, layout};
 
 /// The addresses of the areas, as the device sees them, and what was negotiated.
@@ -75,10 +73,10 @@ impl RingConfig {
     }
 }
 
-/// The most descriptors that one [`peek`](Ring::peek) reads in the rings, and in indirect tables.
+/// The most descriptors that one [`peek_from`](Queue::peek_from) reads in the rings, and in indirect tables.
 pub const PEEK_DESCS: usize = 512;
 
-/// What [`peek`](Ring::peek) shows. It is unchecked and may be gone by the time that the chain is
+/// What [`peek_from`](Queue::peek_from) shows. It is unchecked and may be gone by the time that the chain is
 /// taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Glimpse {
@@ -121,148 +119,15 @@ fn window(
     })
 }
 
-/// What the ends of both formats can do, for a data path that is compiled for each ([`Queue`] has
-/// the same methods and dispatches on each call).
-pub trait Ring {
-    /// The configuration that the queue was made from, with the current addresses.
-    fn config(&self) -> &RingConfig;
-
-    /// Whether the areas were found and the translations of all three are still valid. To be
-    /// checked before each round of work (rules D21, D22). While it is false the areas must be left
-    /// alone (they may not be the driver's any more, though accesses stay sound) until
-    /// [`revalidate`](Self::revalidate) has found them again.
-    fn is_valid(&self) -> bool;
-
-    /// Translates the areas' addresses: for the first time if the queue was
-    /// [postponed](Queue::postponed), or again after an invalidation. Indices continue.
-    ///
-    /// # Errors
-    /// [`RingError::Unreachable`] or [`RingError::Misaligned`]: this does not break the queue, a
-    /// later attempt may succeed. The first time, [`RingError::Base`], which breaks it. The error
-    /// that broke the queue, if one did.
-    fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError>;
-
-    /// Moves the areas (`SET_VRING_ADDR` on a running ring): the queue is not valid until
-    /// [`revalidate`](Self::revalidate) has found them. Indices and chains in flight stay the same,
-    /// so that the driver must have moved the contents.
-    fn relocate(&mut self, desc: u64, avail: u64, used: u64);
-
-    /// What broke the queue, if something did.
-    fn broken(&self) -> Option<RingError>;
-
-    /// Takes the next available chain into `chain`; false if there is none. The head stays this
-    /// device's until [`push_used`](Self::push_used), and no other chain with it is taken
-    /// meanwhile: a device may store a request's state under its head.
-    ///
-    /// # Errors
-    /// [`RingError`]: the driver broke the rules; every later call returns the same (but see
-    /// [`ChainFault::IndirectUnreachable`](crate::ChainFault::IndirectUnreachable)). `chain` is
-    /// empty then.
-    fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError>;
-
-    /// Takes up to `most` available chains into `burst`, which is emptied first; returns how many.
-    /// A split ring's index is read once for all of them.
-    ///
-    /// # Errors
-    /// As [`pop`](Self::pop), for the first chain; if a later one is at fault, those before it are
-    /// returned, and the next call fails.
-    #[inline]
-    fn pop_burst(
-        &mut self,
-        mem: &impl Translate,
-        most: usize,
-        burst: &mut Burst,
-    ) -> Result<usize, RingError> {
-        burst.clear();
-        self.pop_more(mem, most, burst)
-    }
-
-    /// As [`pop_burst`](Self::pop_burst), behind the chains that `burst` holds already.
-    ///
-    /// # Errors
-    /// As there.
-    fn pop_more(
-        &mut self,
-        mem: &impl Translate,
-        most: usize,
-        burst: &mut Burst,
-    ) -> Result<usize, RingError>;
-
-    /// Shows `each` the buffers of up to `ahead` available chains that are not taken yet, and of
-    /// their indirect tables as far as these can be read, without taking them: to request all
-    /// translations that they will need at once. Nothing is checked, errors are ignored, and no
-    /// more than [`PEEK_DESCS`] descriptors are read.
-    ///
-    /// Tables are read through `mem` after `each` was shown them: `mem` may note a miss in such a
-    /// read.
-    fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse)) {
-        self.peek_from(mem, 0, ahead, each);
-    }
-
-    /// As [`peek`](Self::peek), except for the first `skip` of these chains. Returns how many were
-    /// seen, these included: what to skip when more have come, as long as none is taken.
-    fn peek_from(
-        &mut self,
-        mem: &impl Translate,
-        skip: u16,
-        ahead: u16,
-        each: impl FnMut(Glimpse),
-    ) -> u16;
-
-    /// Puts the chain `head` back, untouched, as if it had not been taken: the next
-    /// [`pop`](Self::pop) takes it again. Only for the chain that was taken last, so that several
-    /// are put back in reverse order; for any other `head` returns false and changes nothing.
-    fn untake(&mut self, head: u16) -> bool;
-
-    /// Gives the chain `head` back, `len` bytes of it written. The driver sees it after
-    /// [`publish_used`](Self::publish_used). Works on a broken queue too, for the chains that were
-    /// taken before.
-    ///
-    /// # Panics
-    /// `head` is not in flight: the device's own mistake.
-    fn push_used(&mut self, head: u16, len: u32);
-
-    /// Gives chains back, in this order: each its head, and the bytes written.
-    ///
-    /// # Panics
-    /// As [`push_used`](Self::push_used).
-    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>);
-
-    /// Makes all chains given back so far visible to the driver. True if it wants an interrupt.
-    #[must_use]
-    fn publish_used(&mut self) -> bool;
-
-    /// Disables kicks. A hint: one may still come.
-    fn suppress_kicks(&mut self);
-
-    /// Enables a kick with the next available chain. True if one is there already, for which none
-    /// may come: look again before going to sleep. To be called before each sleep, also when the
-    /// last call was not followed by [`suppress_kicks`](Self::suppress_kicks).
-    #[must_use]
-    fn enable_kicks(&mut self) -> bool;
-
-    /// The queue's position, for `GET_VRING_BASE` when it stops (see [`RingConfig::base`]).
-    fn next_avail(&self) -> u32;
-
-    /// How many chains are taken and not yet given back.
-    fn in_flight(&self) -> u16;
-
-    /// Shows `each` what this end has written into the areas since the last call and
-    /// [published](Self::publish_used): for a dirty log (rule D26). To be called after each
-    /// publication, before more is given back, and before the areas are looked up again. For a
-    /// packed ring it shows all descriptors that were given back, of which only the first of each
-    /// chain was written.
-    fn written(&mut self, each: impl FnMut(Written<'_>));
-}
-
 /// The device's end: takes chains, gives them back in batches.
+#[derive(Debug)]
+pub struct Queue(Format);
+
 // Queues are few, and live as long as their device: the larger variant costs nothing.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug)]
-pub enum Queue {
-    /// Of a split ring.
+enum Format {
     Split(Split),
-    /// Of a packed ring.
     Packed(Packed),
 }
 
@@ -270,8 +135,8 @@ pub enum Queue {
 macro_rules! either {
     ($queue:expr, $ring:ident => $call:expr) => {
         match $queue {
-            Queue::Split($ring) => $call,
-            Queue::Packed($ring) => $call,
+            Queue(Format::Split($ring)) => $call,
+            Queue(Format::Packed($ring)) => $call,
         }
     };
 }
@@ -297,10 +162,10 @@ impl Queue {
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::Base`] or
     /// [`PackedBase`](RingError::PackedBase).
     pub fn postponed(config: RingConfig) -> Result<Queue, RingError> {
-        Ok(match config.packed {
-            false => Queue::Split(Split::postponed(config)?),
-            true => Queue::Packed(Packed::postponed(config)?),
-        })
+        Ok(Queue(match config.packed {
+            false => Format::Split(Split::postponed(config)?),
+            true => Format::Packed(Packed::postponed(config)?),
+        }))
     }
 
     /// As [`postponed`](Self::postponed), for a split queue that an earlier device has left without
@@ -311,7 +176,7 @@ impl Queue {
     /// As there; [`RingError::Format`] if the ring is packed, which does not hold its position.
     pub fn postponed_at_used(config: RingConfig) -> Result<Queue, RingError> {
         match config.packed {
-            false => Ok(Queue::Split(Split::postponed_at_used(config)?)),
+            false => Ok(Queue(Format::Split(Split::postponed_at_used(config)?))),
             true => Err(RingError::Format),
         }
     }
@@ -320,8 +185,8 @@ impl Queue {
     /// index](Self::postponed_at_used) and was not found yet.
     pub fn is_lost(&self) -> bool {
         match self {
-            Queue::Split(ring) => ring.is_lost(),
-            Queue::Packed(_) => false,
+            Queue(Format::Split(ring)) => ring.is_lost(),
+            Queue(Format::Packed(_)) => false,
         }
     }
 
@@ -342,8 +207,8 @@ impl Queue {
         chain: &mut Chain,
     ) -> Result<(), RingError> {
         match self {
-            Queue::Split(ring) => ring.take_head(mem, head, chain),
-            Queue::Packed(_) => Err(RingError::Format),
+            Queue(Format::Split(ring)) => ring.take_head(mem, head, chain),
+            Queue(Format::Packed(_)) => Err(RingError::Format),
         }
     }
 
@@ -365,53 +230,67 @@ impl Queue {
         chain: &mut Chain,
     ) -> Result<(), RingError> {
         match self {
-            Queue::Split(_) => Err(RingError::Format),
-            Queue::Packed(ring) => ring.take_stored(mem, id, stored, chain),
+            Queue(Format::Split(_)) => Err(RingError::Format),
+            Queue(Format::Packed(ring)) => ring.take_stored(mem, id, stored, chain),
         }
     }
 
-    /// As [`Ring::config`].
+    /// The configuration that the queue was made from, with the current addresses.
     pub fn config(&self) -> &RingConfig {
         either!(self, ring => ring.config())
     }
 
-    /// As [`Ring::is_valid`].
+    /// Whether the areas were found and the translations of all three are still valid. To be
+    /// checked before each round of work (rules D21, D22). While it is false the areas must be left
+    /// alone (they may not be the driver's any more, though accesses stay sound) until
+    /// [`revalidate`](Self::revalidate) has found them again.
     #[inline]
     pub fn is_valid(&self) -> bool {
         either!(self, ring => ring.is_valid())
     }
 
-    /// As [`Ring::revalidate`].
+    /// Translates the areas' addresses: for the first time if the queue was
+    /// [postponed](Queue::postponed), or again after an invalidation. Indices continue.
     ///
     /// # Errors
-    /// As there.
+    /// [`RingError::Unreachable`] or [`RingError::Misaligned`]: this does not break the queue, a
+    /// later attempt may succeed. The first time, [`RingError::Base`], which breaks it. The error
+    /// that broke the queue, if one did.
     pub fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
         either!(self, ring => ring.revalidate(mem))
     }
 
-    /// As [`Ring::relocate`].
+    /// Moves the areas (`SET_VRING_ADDR` on a running ring): the queue is not valid until
+    /// [`revalidate`](Self::revalidate) has found them. Indices and chains in flight stay the same,
+    /// so that the driver must have moved the contents.
     pub fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
         either!(self, ring => ring.relocate(desc, avail, used));
     }
 
-    /// As [`Ring::broken`].
+    /// What broke the queue, if something did.
     pub fn broken(&self) -> Option<RingError> {
         either!(self, ring => ring.broken())
     }
 
-    /// As [`Ring::pop`].
+    /// Takes the next available chain into `chain`; false if there is none. The head stays this
+    /// device's until [`push_used`](Self::push_used), and no other chain with it is taken
+    /// meanwhile: a device may store a request's state under its head.
     ///
     /// # Errors
-    /// As there.
+    /// [`RingError`]: the driver broke the rules; every later call returns the same (but see
+    /// [`ChainFault::IndirectUnreachable`](crate::ChainFault::IndirectUnreachable)). `chain` is
+    /// empty then.
     #[inline]
     pub fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
         either!(self, ring => ring.pop(mem, chain))
     }
 
-    /// As [`Ring::pop_burst`].
+    /// Takes up to `most` available chains into `burst`, which is emptied first; returns how many.
+    /// A split ring's index is read once for all of them.
     ///
     /// # Errors
-    /// As there.
+    /// As [`pop`](Self::pop), for the first chain; if a later one is at fault, those before it are
+    /// returned, and the next call fails.
     #[inline]
     pub fn pop_burst(
         &mut self,
@@ -419,10 +298,11 @@ impl Queue {
         most: usize,
         burst: &mut Burst,
     ) -> Result<usize, RingError> {
-        either!(self, ring => ring.pop_burst(mem, most, burst))
+        burst.clear();
+        self.pop_more(mem, most, burst)
     }
 
-    /// As [`Ring::pop_more`].
+    /// As [`pop_burst`](Self::pop_burst), behind the chains that `burst` holds already.
     ///
     /// # Errors
     /// As there.
@@ -436,12 +316,14 @@ impl Queue {
         either!(self, ring => ring.pop_more(mem, most, burst))
     }
 
-    /// As [`Ring::peek`].
-    pub fn peek(&mut self, mem: &impl Translate, ahead: u16, each: impl FnMut(Glimpse)) {
-        either!(self, ring => ring.peek(mem, ahead, each));
-    }
-
-    /// As [`Ring::peek_from`].
+    /// Shows `each` the buffers of the available chains from number `skip` to `ahead` that are not
+    /// taken yet, and of their indirect tables as far as these can be read, without taking them: to
+    /// request all translations that they will need at once. Returns how many chains were seen, those
+    /// skipped included: what to skip when more have come, as long as none is taken. Nothing is
+    /// checked, errors are ignored, and no more than [`PEEK_DESCS`] descriptors are read.
+    ///
+    /// Tables are read through `mem` after `each` was shown them: `mem` may note a miss in such a
+    /// read.
     pub fn peek_from(
         &mut self,
         mem: &impl Translate,
@@ -452,59 +334,69 @@ impl Queue {
         either!(self, ring => ring.peek_from(mem, skip, ahead, each))
     }
 
-    /// As [`Ring::untake`].
+    /// Puts the chain `head` back, untouched, as if it had not been taken: the next
+    /// [`pop`](Self::pop) takes it again. Only for the chain that was taken last, so that several
+    /// are put back in reverse order; for any other `head` returns false and changes nothing.
     pub fn untake(&mut self, head: u16) -> bool {
         either!(self, ring => ring.untake(head))
     }
 
-    /// As [`Ring::push_used`].
+    /// Gives the chain `head` back, `len` bytes of it written. The driver sees it after
+    /// [`publish_used`](Self::publish_used). Works on a broken queue too, for the chains that were
+    /// taken before.
     ///
     /// # Panics
-    /// As there.
+    /// `head` is not in flight: the device's own mistake.
     #[inline]
     pub fn push_used(&mut self, head: u16, len: u32) {
         either!(self, ring => ring.push_used(head, len));
     }
 
-    /// As [`Ring::push_used_burst`].
+    /// Gives chains back, in this order: each its head, and the bytes written.
     ///
     /// # Panics
-    /// As there.
+    /// As [`push_used`](Self::push_used).
     #[inline]
     pub fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
         either!(self, ring => ring.push_used_burst(used));
     }
 
-    /// As [`Ring::publish_used`].
+    /// Makes all chains given back so far visible to the driver. True if it wants an interrupt.
     #[inline]
     #[must_use]
     pub fn publish_used(&mut self) -> bool {
         either!(self, ring => ring.publish_used())
     }
 
-    /// As [`Ring::suppress_kicks`].
+    /// Disables kicks. A hint: one may still come.
     #[inline]
     pub fn suppress_kicks(&mut self) {
         either!(self, ring => ring.suppress_kicks());
     }
 
-    /// As [`Ring::enable_kicks`].
+    /// Enables a kick with the next available chain. True if one is there already, for which none
+    /// may come: look again before going to sleep. To be called before each sleep, also when the
+    /// last call was not followed by [`suppress_kicks`](Self::suppress_kicks).
     #[must_use]
     pub fn enable_kicks(&mut self) -> bool {
         either!(self, ring => ring.enable_kicks())
     }
 
-    /// As [`Ring::next_avail`].
+    /// The queue's position, for `GET_VRING_BASE` when it stops (see [`RingConfig::base`]).
     pub fn next_avail(&self) -> u32 {
         either!(self, ring => ring.next_avail())
     }
 
-    /// As [`Ring::in_flight`].
+    /// How many chains are taken and not yet given back.
     pub fn in_flight(&self) -> u16 {
         either!(self, ring => ring.in_flight())
     }
 
-    /// As [`Ring::written`].
+    /// Shows `each` what this end has written into the areas since the last call and
+    /// [published](Self::publish_used): for a dirty log (rule D26). To be called after each
+    /// publication, before more is given back, and before the areas are looked up again. For a
+    /// packed ring it shows all descriptors that were given back, of which only the first of each
+    /// chain was written.
     pub fn written(&mut self, each: impl FnMut(Written<'_>)) {
         either!(self, ring => ring.written(each));
     }

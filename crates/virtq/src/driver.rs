@@ -7,7 +7,7 @@ mod split;
 
 use ringfence_mem::Window;
 
-pub use self::{end::End, packed::Packed, split::Split};
+use self::{packed::Packed, split::Split};
 use crate::{AddError, Area, Desc, RingError, layout};
 
 /// The shape of a queue, and what was negotiated.
@@ -84,130 +84,18 @@ pub struct Used {
     pub len: u32,
 }
 
-/// What the ends of both formats can do, for a data path that is compiled for each ([`Queue`] has
-/// the same methods and dispatches on each call).
-pub trait Ring {
-    /// How many descriptors the queue has.
-    fn size(&self) -> u16;
-
-    /// How many descriptors are free.
-    fn free_descs(&self) -> u16;
-
-    /// How many chains are added and not yet taken back.
-    fn in_flight(&self) -> u16;
-
-    /// What broke the queue, if something did.
-    fn broken(&self) -> Option<RingError>;
-
-    /// Adds a chain of buffers, readable ones first. [`pop`](Self::pop) returns `token` with it.
-    /// The device sees it after [`publish`](Self::publish).
-    ///
-    /// # Errors
-    /// [`AddError`]; nothing has changed then.
-    fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError>;
-
-    /// Adds a chain through an indirect table, which takes only one descriptor of the queue. The
-    /// table is written to `table`, which the device sees at `table_addr`, and must not change
-    /// until the chain comes back. `INDIRECT_DESC` must have been negotiated.
-    ///
-    /// # Errors
-    /// [`AddError`]; nothing has changed then.
-    fn add_indirect(
-        &mut self,
-        table_addr: u64,
-        table: &Window,
-        descs: &[Desc],
-        token: u64,
-    ) -> Result<(), AddError>;
-
-    /// Adds chains of one buffer each, with their tokens, until `buffers` ends or the queue is
-    /// full; returns how many. Nothing is taken from `buffers` that is not added.
-    ///
-    /// # Errors
-    /// [`AddError::Broken`]; [`AddError::Wraps`] with the position of the refused buffer; those
-    /// before it are added.
-    fn add_burst(
-        &mut self,
-        buffers: impl IntoIterator<Item = (Desc, u64)>,
-    ) -> Result<usize, AddError>;
-
-    /// Makes all chains added so far visible to the device.
-    fn publish(&mut self);
-
-    /// Whether the device wants a kick for what was published since the last call.
-    #[must_use]
-    fn needs_kick(&mut self) -> bool;
-
-    /// Takes back the next chain that the device has used, if there is one.
-    ///
-    /// # Errors
-    /// [`RingError`]: the device broke the rules; every later call returns the same.
-    fn pop(&mut self) -> Result<Option<Used>, RingError>;
-
-    /// Takes back as many chains as the device has used and `out` holds; returns how many.
-    ///
-    /// # Errors
-    /// As [`pop`](Self::pop), for the first chain; if a later one is at fault, those before it are
-    /// returned, and the next call fails.
-    fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError>;
-
-    /// Disables interrupts. A hint: one may still come.
-    fn suppress_notifications(&mut self);
-
-    /// Enables an interrupt with the next used chain. True if one is there already, for which none
-    /// may come: look again before going to sleep. To be called before each sleep, also when the
-    /// last call was not followed by [`suppress_notifications`](Self::suppress_notifications).
-    #[must_use]
-    fn enable_notifications(&mut self) -> bool;
-}
-
-/// Checks a chain that takes `wanted` descriptors of the queue; returns its writable bytes.
-#[inline(always)]
-fn checked(queue: &impl Ring, descs: &[Desc], wanted: usize) -> Result<u32, AddError> {
-    if let Some(error) = queue.broken() {
-        return Err(AddError::Broken(error));
-    }
-    if descs.is_empty() {
-        return Err(AddError::Empty);
-    }
-    let (size, free) = (queue.size(), queue.free_descs());
-    if descs.len() > usize::from(size) {
-        return Err(AddError::TooMany { wanted: descs.len(), size });
-    }
-    if wanted > usize::from(free) {
-        return Err(AddError::Full { wanted, free });
-    }
-    // At most 2^15 lengths of 32 bits: the sums cannot overflow.
-    let (mut total, mut room) = (0_u64, 0);
-    let mut writes = false;
-    for (at, desc) in descs.iter().enumerate() {
-        if writes && !desc.write {
-            return Err(AddError::Order { at });
-        }
-        if desc.wraps() {
-            return Err(AddError::Wraps { at });
-        }
-        writes = desc.write;
-        total += u64::from(desc.len);
-        room += if desc.write { u64::from(desc.len) } else { 0 };
-    }
-    if total > u64::from(u32::MAX) {
-        return Err(AddError::TooLong { total });
-    }
-    Ok(room as u32)
-}
-
 /// The driver's end: adds chains, publishes them in batches, takes them back.
 ///
 /// Chains come back in any order. Dropping the queue forgets the chains in flight: stop the device
 /// first, or it goes on using their buffers.
+#[derive(Debug)]
+pub struct Queue(Format);
+
 // Queues are few, and live as long as their device: the larger variant costs nothing.
 #[allow(clippy::large_enum_variant)]
 #[derive(Debug)]
-pub enum Queue {
-    /// Of a split ring.
+enum Format {
     Split(Split),
-    /// Of a packed ring.
     Packed(Packed),
 }
 
@@ -215,8 +103,8 @@ pub enum Queue {
 macro_rules! either {
     ($queue:expr, $ring:ident => $call:expr) => {
         match $queue {
-            Queue::Split($ring) => $call,
-            Queue::Packed($ring) => $call,
+            Queue(Format::Split($ring)) => $call,
+            Queue(Format::Packed($ring)) => $call,
         }
     };
 }
@@ -237,45 +125,48 @@ impl Queue {
     /// [`RingError::Size`] or [`PackedSize`](RingError::PackedSize), [`RingError::TooSmall`],
     /// [`RingError::Misaligned`].
     pub fn with_config(config: QueueConfig, rings: Rings) -> Result<Queue, RingError> {
-        Ok(match config.packed {
-            false => Queue::Split(Split::new(config, rings)?),
-            true => Queue::Packed(Packed::new(config, rings)?),
-        })
+        Ok(Queue(match config.packed {
+            false => Format::Split(Split::new(config, rings)?),
+            true => Format::Packed(Packed::new(config, rings)?),
+        }))
     }
 
-    /// As [`Ring::size`].
+    /// How many descriptors the queue has.
     pub fn size(&self) -> u16 {
         either!(self, ring => ring.size())
     }
 
-    /// As [`Ring::free_descs`].
+    /// How many descriptors are free.
     pub fn free_descs(&self) -> u16 {
         either!(self, ring => ring.free_descs())
     }
 
-    /// As [`Ring::in_flight`].
+    /// How many chains are added and not yet taken back.
     pub fn in_flight(&self) -> u16 {
         either!(self, ring => ring.in_flight())
     }
 
-    /// As [`Ring::broken`].
+    /// What broke the queue, if something did.
     pub fn broken(&self) -> Option<RingError> {
         either!(self, ring => ring.broken())
     }
 
-    /// As [`Ring::add`].
+    /// Adds a chain of buffers, readable ones first. [`pop`](Self::pop) returns `token` with it.
+    /// The device sees it after [`publish`](Self::publish).
     ///
     /// # Errors
-    /// As there.
+    /// [`AddError`]; nothing has changed then.
     #[inline(always)]
     pub fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
         either!(self, ring => ring.add(descs, token))
     }
 
-    /// As [`Ring::add_indirect`].
+    /// Adds a chain through an indirect table, which takes only one descriptor of the queue. The
+    /// table is written to `table`, which the device sees at `table_addr`, and must not change
+    /// until the chain comes back. `INDIRECT_DESC` must have been negotiated.
     ///
     /// # Errors
-    /// As there.
+    /// [`AddError`]; nothing has changed then.
     #[inline]
     pub fn add_indirect(
         &mut self,
@@ -287,10 +178,12 @@ impl Queue {
         either!(self, ring => ring.add_indirect(table_addr, table, descs, token))
     }
 
-    /// As [`Ring::add_burst`].
+    /// Adds chains of one buffer each, with their tokens, until `buffers` ends or the queue is
+    /// full; returns how many. Nothing is taken from `buffers` that is not added.
     ///
     /// # Errors
-    /// As there.
+    /// [`AddError::Broken`]; [`AddError::Wraps`] with the position of the refused buffer; those
+    /// before it are added.
     #[inline]
     pub fn add_burst(
         &mut self,
@@ -299,44 +192,47 @@ impl Queue {
         either!(self, ring => ring.add_burst(buffers))
     }
 
-    /// As [`Ring::publish`].
+    /// Makes all chains added so far visible to the device.
     #[inline]
     pub fn publish(&mut self) {
         either!(self, ring => ring.publish());
     }
 
-    /// As [`Ring::needs_kick`].
+    /// Whether the device wants a kick for what was published since the last call.
     #[inline]
     #[must_use]
     pub fn needs_kick(&mut self) -> bool {
         either!(self, ring => ring.needs_kick())
     }
 
-    /// As [`Ring::pop`].
+    /// Takes back the next chain that the device has used, if there is one.
     ///
     /// # Errors
-    /// As there.
+    /// [`RingError`]: the device broke the rules; every later call returns the same.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Used>, RingError> {
         either!(self, ring => ring.pop())
     }
 
-    /// As [`Ring::pop_burst`].
+    /// Takes back as many chains as the device has used and `out` holds; returns how many.
     ///
     /// # Errors
-    /// As there.
+    /// As [`pop`](Self::pop), for the first chain; if a later one is at fault, those before it are
+    /// returned, and the next call fails.
     #[inline]
     pub fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError> {
         either!(self, ring => ring.pop_burst(out))
     }
 
-    /// As [`Ring::suppress_notifications`].
+    /// Disables interrupts. A hint: one may still come.
     #[inline]
     pub fn suppress_notifications(&mut self) {
         either!(self, ring => ring.suppress_notifications());
     }
 
-    /// As [`Ring::enable_notifications`].
+    /// Enables an interrupt with the next used chain. True if one is there already, for which none
+    /// may come: look again before going to sleep. To be called before each sleep, also when the
+    /// last call was not followed by [`suppress_notifications`](Self::suppress_notifications).
     #[must_use]
     pub fn enable_notifications(&mut self) -> bool {
         either!(self, ring => ring.enable_notifications())

@@ -6,6 +6,7 @@ use ringfence_mem::AccessError;
 
 /// One of the three areas of a virtqueue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Area {
     /// The descriptor table; of a packed queue, its one ring.
     Descriptors,

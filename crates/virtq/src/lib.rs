@@ -1,8 +1,6 @@
-//! Virtqueues: the driver's end and the device's end of split and packed rings.
+#![doc = include_str!("../README.md")]
 //!
-//! A split virtqueue (virtio 1.3, section 2.7) is three areas of memory that a driver and a device
-//! share: a table of descriptors, a ring in which the driver makes chains of them *available*, and
-//! a ring in which the device gives them back as *used*.
+//! # What is inside
 //!
 //! ```text
 //!  driver::Queue                  shared memory                    device::Queue
@@ -13,31 +11,17 @@
 //!  enable_notifications▶ (used event, avail flags) ────▶ publish_used (interrupt wanted?)
 //! ```
 //!
-//! A packed one (2.8) is a single ring of descriptors: the driver makes them available in their
-//! order, and the device overwrites them with what it gives back; a flag of each, compared with the
-//! parity of the lap, shows whose turn it is. Two small structures beside it hold which
-//! notifications each end wants. The two ends have the same methods as those of a split ring.
+//! A split virtqueue is three areas of memory that a driver and a device share: a table of
+//! descriptors, a ring in which the driver makes chains of them *available*, and a ring in which the
+//! device gives them back as *used*. A packed one is a single ring of descriptors: the driver makes
+//! them available in their order, and the device overwrites them with what it gives back; a flag of
+//! each, compared with the parity of the lap, shows whose turn it is. Two small structures beside it
+//! hold which notifications each end wants.
 //!
-//! - [`driver::Queue`] makes buffers available and takes them back; it trusts nothing that the
-//!   device writes.
-//! - [`device::Queue`] takes [`Chain`]s and gives them back; it trusts nothing that the driver
-//!   writes. It reaches memory through [`ringfence_mem::Translate`] only, so the same code serves
-//!   guest-physical addresses and I/O virtual ones.
-//! - Both are enums of the two formats. A data path that is to be compiled for each takes a
-//!   [`driver::Ring`] or a [`device::Ring`] instead, and moves bursts.
+//! - [`driver::Queue`] makes buffers available and takes them back.
+//! - [`device::Queue`] takes [`Chain`]s, one by one or in a [`device::Burst`], and gives them back.
 //! - [`layout`] has the sizes of the areas and the offsets of their parts.
-//!
-//! What both ends guarantee:
-//!
-//! - **No field is read twice.** The peer may change any byte at any time: every field is copied
-//!   once, and the copy is checked.
-//! - **A peer that breaks the rules breaks the queue, not the process**: a [`RingError`] reports
-//!   where and what, and every later call returns it again.
-//! - **Nothing is allocated per request**, and an index is published once for a batch.
-//! - **No wake-up is lost.** An end that goes to sleep first enables notifications (`enable_*`),
-//!   and then looks again; the fences that this needs are explained where they are executed.
-//!
-//! All fields are little-endian, as in virtio 1.x.
+//! - [`blk`] has the format of virtio-blk requests.
 
 mod chain;
 mod error;

@@ -6,17 +6,14 @@
 //!
 //! As for a split ring, the caller is responsible for the *order* of accesses, and explains it.
 
-use core::{
-    ptr::NonNull,
-    sync::atomic::{AtomicU32, AtomicU64, Ordering},
-};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use ringfence_mem::Window;
 
 use crate::{
     Area, Desc, RingError,
     layout::{self, packed},
-    ring::check,
+    ring::Place,
 };
 
 /// A place in the ring: the descriptor, and the wrap counter of the lap.
@@ -81,7 +78,7 @@ impl RingPos {
 
 /// Length, id and flags of a descriptor: its second word, in our byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct State(u64);
+pub(crate) struct State(u64);
 
 impl State {
     #[inline]
@@ -160,23 +157,16 @@ impl State {
 /// The ring of descriptors, which both ends read and write.
 #[derive(Debug)]
 pub(crate) struct DescRing {
-    base: NonNull<u8>,
+    place: Place,
     size: u16,
-    window: Window,
 }
-
-// SAFETY: `base` leads into `window`, which may be sent and keeps its memory mapped; every access
-// is atomic.
-unsafe impl Send for DescRing {}
-// SAFETY: as above.
-unsafe impl Sync for DescRing {}
 
 impl DescRing {
     /// The ring of a queue of `size` at the device's address `addr`.
     pub(crate) fn new(window: Window, addr: u64, size: u16) -> Result<DescRing, RingError> {
         let needed = layout::desc_bytes(size);
-        let base = check(&window, Area::Descriptors, addr, needed, layout::DESC_ALIGN)?;
-        Ok(DescRing { base, size, window })
+        let place = Place::new(window, Area::Descriptors, addr, needed, layout::DESC_ALIGN)?;
+        Ok(DescRing { place, size })
     }
 
     /// How many descriptors it has.
@@ -186,12 +176,12 @@ impl DescRing {
     }
 
     pub(crate) fn is_valid(&self) -> bool {
-        self.window.is_valid()
+        self.place.is_valid()
     }
 
     /// The area itself.
     pub(crate) fn window(&self) -> &Window {
-        &self.window
+        self.place.window()
     }
 
     /// Whether nothing was ever given back in it; called when both ends are at the beginning of a
@@ -211,9 +201,9 @@ impl DescRing {
         assert!(at < self.size && word < 2, "descriptor {at} of a ring of {}", self.size);
         let offset = layout::DESC_SIZE * usize::from(at) + 8 * word;
         // SAFETY: the descriptor is one of the queue's, for which `new` checked that the area has
-        // room and is aligned to 16; `window`, which lives as long as the reference, keeps the
+        // room and is aligned to 16; `place`, which lives as long as the reference, keeps the
         // memory mapped.
-        unsafe { AtomicU64::from_ptr(self.base.add(offset).cast().as_ptr()) }
+        unsafe { AtomicU64::from_ptr(self.place.base().add(offset).cast().as_ptr()) }
     }
 
     #[inline]
@@ -239,36 +229,27 @@ impl DescRing {
 
 /// The notifications that one end wants, written by it and read by the other. A single word too.
 #[derive(Debug)]
-pub(crate) struct Event {
-    base: NonNull<u8>,
-    window: Window,
-}
-
-// SAFETY: as for `DescRing`.
-unsafe impl Send for Event {}
-// SAFETY: as above.
-unsafe impl Sync for Event {}
+pub(crate) struct Event(Place);
 
 impl Event {
     pub(crate) fn new(window: Window, area: Area, addr: u64) -> Result<Event, RingError> {
-        let base = check(&window, area, addr, packed::EVENT_SIZE, packed::EVENT_ALIGN)?;
-        Ok(Event { base, window })
+        Place::new(window, area, addr, packed::EVENT_SIZE, packed::EVENT_ALIGN).map(Event)
     }
 
     pub(crate) fn is_valid(&self) -> bool {
-        self.window.is_valid()
+        self.0.is_valid()
     }
 
     /// The area itself.
     pub(crate) fn window(&self) -> &Window {
-        &self.window
+        self.0.window()
     }
 
     #[inline]
     fn word(&self) -> &AtomicU32 {
-        // SAFETY: `new` checked that the area holds it and is aligned to 4; `window` keeps the
+        // SAFETY: `new` checked that the area holds it and is aligned to 4; the place keeps the
         // memory mapped.
-        unsafe { AtomicU32::from_ptr(self.base.cast().as_ptr()) }
+        unsafe { AtomicU32::from_ptr(self.0.base().cast().as_ptr()) }
     }
 
     #[inline]

@@ -16,28 +16,59 @@ use ringfence_mem::Window;
 
 use crate::{Area, Desc, RingError, layout};
 
-/// Checks that `window` can be the area: at least `needed` bytes, aligned here and, at `addr`, for
-/// the device. Returns its address in this process.
-pub(crate) fn check(
-    window: &Window,
-    area: Area,
-    addr: u64,
-    needed: usize,
-    align: usize,
-) -> Result<NonNull<u8>, RingError> {
-    if window.len() < needed {
-        return Err(RingError::TooSmall { area, len: window.len(), needed });
+/// The memory of an area.
+#[derive(Debug)]
+pub(crate) struct Place {
+    base: NonNull<u8>,
+    window: Window,
+}
+
+// SAFETY: `base` leads into `window`, which may be sent and keeps its memory mapped; every access
+// is atomic.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
+
+impl Place {
+    /// Checks that `window` can be the area: at least `needed` bytes, aligned here and, at `addr`,
+    /// for the device.
+    pub(crate) fn new(
+        window: Window,
+        area: Area,
+        addr: u64,
+        needed: usize,
+        align: usize,
+    ) -> Result<Place, RingError> {
+        if window.len() < needed {
+            return Err(RingError::TooSmall { area, len: window.len(), needed });
+        }
+        let base = window.slice().as_ptr();
+        let aligned = addr.is_multiple_of(align as u64) && (base as usize).is_multiple_of(align);
+        match NonNull::new(base).filter(|_| aligned) {
+            Some(base) => Ok(Place { base, window }),
+            None => Err(RingError::Misaligned { area, addr, align: align as u64 }),
+        }
     }
-    let base = window.slice().as_ptr();
-    if !addr.is_multiple_of(align as u64) || !(base as usize).is_multiple_of(align) {
-        return Err(RingError::Misaligned { area, addr, align: align as u64 });
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.window.is_valid()
     }
-    NonNull::new(base).ok_or(RingError::Misaligned { area, addr, align: align as u64 })
+
+    /// The area itself.
+    pub(crate) fn window(&self) -> &Window {
+        &self.window
+    }
+
+    /// Where the area begins in this process, as long as `self` lives.
+    #[inline]
+    pub(crate) fn base(&self) -> NonNull<u8> {
+        self.base
+    }
 }
 
 /// A descriptor as it lies in memory, in our byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RawDesc {
+pub(crate) struct RawDesc {
     pub(crate) addr: u64,
     pub(crate) len: u32,
     pub(crate) flags: u16,
@@ -101,24 +132,17 @@ impl RawDesc {
 /// The descriptor table.
 #[derive(Debug)]
 pub(crate) struct DescTable {
-    base: NonNull<u8>,
+    place: Place,
     mask: u16,
-    window: Window,
 }
-
-// SAFETY: `base` leads into `window`, which may be sent and keeps its memory mapped; every access
-// is atomic.
-unsafe impl Send for DescTable {}
-// SAFETY: as above.
-unsafe impl Sync for DescTable {}
 
 impl DescTable {
     /// The table of a queue of `size`, a power of two, at the device's address `addr`.
     pub(crate) fn new(window: Window, addr: u64, size: u16) -> Result<DescTable, RingError> {
         debug_assert!(layout::is_size(size));
         let needed = layout::desc_bytes(size);
-        let base = check(&window, Area::Descriptors, addr, needed, layout::DESC_ALIGN)?;
-        Ok(DescTable { base, mask: size - 1, window })
+        let place = Place::new(window, Area::Descriptors, addr, needed, layout::DESC_ALIGN)?;
+        Ok(DescTable { place, mask: size - 1 })
     }
 
     /// How many descriptors it has.
@@ -128,7 +152,7 @@ impl DescTable {
     }
 
     pub(crate) fn is_valid(&self) -> bool {
-        self.window.is_valid()
+        self.place.is_valid()
     }
 
     /// The two 64-bit words of a descriptor.
@@ -136,10 +160,10 @@ impl DescTable {
     fn words(&self, index: u16) -> [&AtomicU64; 2] {
         let offset = layout::DESC_SIZE * usize::from(index & self.mask);
         // SAFETY: the index is below the queue's size, for which `new` checked that the area has
-        // room; `base` is aligned to 16 (checked there too); `window`, which lives as long as the
+        // room; it is aligned to 16 (checked there too); `place`, which lives as long as the
         // references, keeps the memory mapped.
         unsafe {
-            let at = self.base.add(offset).cast::<u64>();
+            let at = self.place.base().add(offset).cast::<u64>();
             [AtomicU64::from_ptr(at.as_ptr()), AtomicU64::from_ptr(at.add(1).as_ptr())]
         }
     }
@@ -178,21 +202,19 @@ impl Field<'_> {
 /// What the available and the used ring have in common: flags, an index, entries of `ENTRY` bytes,
 /// and with `EVENT_IDX` an event after them.
 #[derive(Debug)]
-struct Ring<const ENTRY: usize> {
-    base: NonNull<u8>,
+pub(crate) struct Ring<const ENTRY: usize> {
+    place: Place,
     mask: u16,
     event: bool,
-    window: Window,
 }
 
-// SAFETY: `base` leads into `window`, which may be sent and keeps its memory mapped; every access
-// is atomic.
-unsafe impl<const ENTRY: usize> Send for Ring<ENTRY> {}
-// SAFETY: as above.
-unsafe impl<const ENTRY: usize> Sync for Ring<ENTRY> {}
+/// The available ring: written by the driver, read by the device.
+pub(crate) type AvailRing = Ring<2>;
+/// The used ring: written by the device, read by the driver.
+pub(crate) type UsedRing = Ring<8>;
 
 impl<const ENTRY: usize> Ring<ENTRY> {
-    fn new(
+    fn checked(
         window: Window,
         area: Area,
         addr: u64,
@@ -202,45 +224,52 @@ impl<const ENTRY: usize> Ring<ENTRY> {
     ) -> Result<Self, RingError> {
         debug_assert!(layout::is_size(size));
         let needed = layout::RING + ENTRY * usize::from(size) + if event { 2 } else { 0 };
-        let base = check(&window, area, addr, needed, align)?;
-        Ok(Ring { base, mask: size - 1, event, window })
+        let place = Place::new(window, area, addr, needed, align)?;
+        Ok(Ring { place, mask: size - 1, event })
+    }
+
+    pub(crate) fn is_valid(&self) -> bool {
+        self.place.is_valid()
+    }
+
+    /// The area itself.
+    pub(crate) fn window(&self) -> &Window {
+        self.place.window()
     }
 
     #[inline]
-    fn flags(&self) -> Field<'_> {
-        // SAFETY: `new` checked that the area holds the flags, the index and all entries, and that
-        // `base` is even; `window` keeps the memory mapped.
-        Field(unsafe { AtomicU16::from_ptr(self.base.add(layout::FLAGS).cast().as_ptr()) })
+    pub(crate) fn flags(&self) -> Field<'_> {
+        // SAFETY: `checked` found that the area holds the flags, the index and all entries, and that
+        // it begins at an even address; `place` keeps the memory mapped.
+        Field(unsafe { AtomicU16::from_ptr(self.place.base().add(layout::FLAGS).cast().as_ptr()) })
     }
 
     #[inline]
-    fn idx(&self) -> Field<'_> {
+    pub(crate) fn idx(&self) -> Field<'_> {
         // SAFETY: as in `flags`.
-        Field(unsafe { AtomicU16::from_ptr(self.base.add(layout::IDX).cast().as_ptr()) })
+        Field(unsafe { AtomicU16::from_ptr(self.place.base().add(layout::IDX).cast().as_ptr()) })
     }
 
     /// The address of the entry of a running index: inside the area, for any index.
     #[inline]
     fn entry(&self, index: u16) -> NonNull<u8> {
-        // SAFETY: the index is reduced below the queue's size, for which `new` checked the area.
-        unsafe { self.base.add(layout::RING + ENTRY * usize::from(index & self.mask)) }
+        // SAFETY: the index is reduced below the queue's size, for which `checked` has
+        // checked the area.
+        unsafe { self.place.base().add(layout::RING + ENTRY * usize::from(index & self.mask)) }
     }
 
-    /// The field after the entries, if `EVENT_IDX` was negotiated.
+    /// The field after the entries, if `EVENT_IDX` was negotiated: the index at which the end that
+    /// writes this ring wants to be notified.
     #[inline]
-    fn event(&self) -> Option<Field<'_>> {
+    pub(crate) fn event(&self) -> Option<Field<'_>> {
         self.event.then(|| {
             let offset = layout::RING + ENTRY * (usize::from(self.mask) + 1);
-            // SAFETY: with `event` set, `new` checked that the area has two bytes there; the
-            // offset is even, as `base` is.
-            Field(unsafe { AtomicU16::from_ptr(self.base.add(offset).cast().as_ptr()) })
+            // SAFETY: with `event` set, `checked` found that the area has two bytes there; the
+            // offset is even, as the area's beginning is.
+            Field(unsafe { AtomicU16::from_ptr(self.place.base().add(offset).cast().as_ptr()) })
         })
     }
 }
-
-/// The available ring: written by the driver, read by the device.
-#[derive(Debug)]
-pub(crate) struct AvailRing(Ring<2>);
 
 impl AvailRing {
     pub(crate) fn new(
@@ -249,35 +278,15 @@ impl AvailRing {
         size: u16,
         event: bool,
     ) -> Result<Self, RingError> {
-        Ring::new(window, Area::Avail, addr, size, event, layout::AVAIL_ALIGN).map(AvailRing)
-    }
-
-    pub(crate) fn is_valid(&self) -> bool {
-        self.0.window.is_valid()
-    }
-
-    #[inline]
-    pub(crate) fn flags(&self) -> Field<'_> {
-        self.0.flags()
-    }
-
-    #[inline]
-    pub(crate) fn idx(&self) -> Field<'_> {
-        self.0.idx()
+        Ring::checked(window, Area::Avail, addr, size, event, layout::AVAIL_ALIGN)
     }
 
     /// The head of the chain at a running index.
     #[inline]
     pub(crate) fn head(&self, index: u16) -> Field<'_> {
-        // SAFETY: `entry` lies inside of the area, which is mapped; `base` is even, and so are the
-        // offsets of entries of two bytes.
-        Field(unsafe { AtomicU16::from_ptr(self.0.entry(index).cast().as_ptr()) })
-    }
-
-    /// The index at which the driver wants an interrupt, if `EVENT_IDX` was negotiated.
-    #[inline]
-    pub(crate) fn used_event(&self) -> Option<Field<'_>> {
-        self.0.event()
+        // SAFETY: `entry` lies inside of the area, which is mapped and begins at an even address,
+        // and so are the offsets of entries of two bytes.
+        Field(unsafe { AtomicU16::from_ptr(self.entry(index).cast().as_ptr()) })
     }
 }
 
@@ -300,10 +309,6 @@ fn soon_written(line: *mut u8) {
     let _ = line;
 }
 
-/// The used ring: written by the device, read by the driver.
-#[derive(Debug)]
-pub(crate) struct UsedRing(Ring<8>);
-
 impl UsedRing {
     pub(crate) fn new(
         window: Window,
@@ -311,32 +316,13 @@ impl UsedRing {
         size: u16,
         event: bool,
     ) -> Result<Self, RingError> {
-        Ring::new(window, Area::Used, addr, size, event, layout::USED_ALIGN).map(UsedRing)
-    }
-
-    pub(crate) fn is_valid(&self) -> bool {
-        self.0.window.is_valid()
-    }
-
-    #[inline]
-    pub(crate) fn flags(&self) -> Field<'_> {
-        self.0.flags()
-    }
-
-    #[inline]
-    pub(crate) fn idx(&self) -> Field<'_> {
-        self.0.idx()
-    }
-
-    /// The area itself.
-    pub(crate) fn window(&self) -> &Window {
-        &self.0.window
+        Ring::checked(window, Area::Used, addr, size, event, layout::USED_ALIGN)
     }
 
     #[inline]
     fn words(&self, index: u16) -> [&AtomicU32; 2] {
-        let at = self.0.entry(index).cast::<u32>();
-        // SAFETY: `entry` gives 8 bytes inside of the area, which is mapped; `base` is aligned to
+        let at = self.entry(index).cast::<u32>();
+        // SAFETY: `entry` gives 8 bytes inside of the area, which is mapped and aligned to
         // 4, and so are the offsets of the entries (4 + 8 n).
         unsafe { [AtomicU32::from_ptr(at.as_ptr()), AtomicU32::from_ptr(at.add(1).as_ptr())] }
     }
@@ -361,14 +347,8 @@ impl UsedRing {
     pub(crate) fn soon(&self, index: u16, count: usize) {
         // Rather one line too many than one too few.
         for line in (0..count + PER_LINE).step_by(PER_LINE) {
-            soon_written(self.0.entry(index.wrapping_add(line as u16)).as_ptr());
+            soon_written(self.entry(index.wrapping_add(line as u16)).as_ptr());
         }
-    }
-
-    /// The index at which the device wants a kick, if `EVENT_IDX` was negotiated.
-    #[inline]
-    pub(crate) fn avail_event(&self) -> Option<Field<'_>> {
-        self.0.event()
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use ringfence_virtio_iommu::{
     kit::{Event, Failed, Refused, Subject},
-    wire::{EVENT_QUEUE, Frame, Kind, MAX_REQUEST_LEN, REQUEST_QUEUE, Request, TAIL_LEN},
+    wire::{EVENT_QUEUE, MAX_REQUEST_LEN, REQUEST_QUEUE, Request, TAIL_LEN},
 };
 use ringfence_virtq::{Desc, driver::Queue};
 
@@ -185,15 +185,14 @@ impl Viommu {
         if (used as usize) < TAIL_LEN || tail.first() != Some(&0) {
             return;
         }
-        let Ok(frame) = Frame::new_checked(readable) else { return };
-        match frame.kind() {
-            Kind::Attach => {
-                self.before_reset.remove(&frame.endpoint());
-                self.domains.insert(frame.endpoint(), frame.domain());
+        match Request::parse(readable) {
+            Ok(Request::Attach { domain, endpoint, .. }) => {
+                self.before_reset.remove(&endpoint);
+                self.domains.insert(endpoint, domain);
             }
-            Kind::Detach => {
-                self.before_reset.remove(&frame.endpoint());
-                self.domains.remove(&frame.endpoint());
+            Ok(Request::Detach { endpoint, .. }) => {
+                self.before_reset.remove(&endpoint);
+                self.domains.remove(&endpoint);
             }
             _ => {}
         }
@@ -334,5 +333,5 @@ fn not_started() -> Failed {
 }
 
 fn broken(error: impl std::fmt::Display) -> Failed {
-    Failed::Broken(format!("{error:#}"))
+    Failed::Broken(format!("{error:#}").into())
 }

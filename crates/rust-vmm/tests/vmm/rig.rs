@@ -143,7 +143,7 @@ pub(crate) struct Vmm {
 }
 
 pub(crate) fn failed(error: impl Display) -> Failed {
-    Failed::Broken(error.to_string())
+    Failed::Broken(error.to_string().into())
 }
 
 impl Vmm {
@@ -227,7 +227,7 @@ impl Vmm {
         let mut bytes = [0; MAX_REQUEST_LEN];
         let len = request.emit(&mut bytes);
         let mut tail = [0xff; TAIL_LEN];
-        assert_eq!(self.send(1 << 20, &bytes[..len], &mut tail), Ok(TAIL_LEN as u32));
+        assert_eq!(self.send(1 << 20, &bytes[..len], &mut tail).unwrap(), TAIL_LEN as u32);
         tail[0]
     }
 

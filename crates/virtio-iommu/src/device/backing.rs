@@ -1,4 +1,4 @@
-//! What a device maps into: the part that whoever builds a device provides.
+//! What a device maps into: the part that the program around a device provides.
 
 use std::sync::Arc;
 

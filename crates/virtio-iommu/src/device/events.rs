@@ -17,7 +17,7 @@ use super::Progress;
 use crate::wire::{FAULT_LEN, FaultRecord};
 
 /// Faults that wait for a buffer: bounded, what is too many is dropped and counted (rule V29).
-/// Shared by whoever reports and the [`EventQueue`].
+/// Shared by what reports faults and the [`EventQueue`].
 #[derive(Debug)]
 pub struct FaultQueue {
     capacity: usize,

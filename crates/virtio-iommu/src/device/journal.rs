@@ -1,7 +1,7 @@
 //! The state of a device, in a file that outlives its process.
 //!
 //! ```text
-//! header   what it is, its version, its length, which half holds, a note of whoever keeps the device
+//! header   what it is, its version, its length, which half holds, a note of the process that keeps the device
 //! half     the length of a snapshot, the length of a log, the snapshot, the log   (two of them)
 //! record   where a request lies in its ring and how it is answered; its bytes, if it changed something
 //! ```
@@ -106,20 +106,22 @@ pub enum JournalError {
 
 /// Replies that the driver may not have seen, by their places in the ring.
 #[derive(Clone, Debug, Default)]
-pub struct Answers(pub(super) VecDeque<(u16, Answer)>);
+pub struct Answers {
+    pub(super) open: VecDeque<(u16, Answer)>,
+}
 
 impl Answers {
     /// The answers for the places of a ring of `size` that goes on at `next`.
     pub(super) fn at(mut self, next: u16, size: u16) -> Answers {
-        self.0.retain(|&(position, _)| position.wrapping_sub(next) < size);
+        self.open.retain(|&(position, _)| position.wrapping_sub(next) < size);
         self
     }
 
     /// Takes the answer to the request at `position`, if it is the next.
     pub(super) fn take(&mut self, position: u16) -> Option<Answer> {
-        match self.0.front() {
+        match self.open.front() {
             Some(&(at, answer)) if at == position => {
-                self.0.pop_front();
+                self.open.pop_front();
                 Some(answer)
             }
             _ => None,
@@ -276,7 +278,7 @@ impl Journal {
         if file.is_lost() {
             return Err(JournalError::Lost);
         }
-        let open = answers.0.iter().copied().collect();
+        let open = answers.open.iter().copied().collect();
         let recovered = Recovered { snapshot: bytes, requests, answers, note };
         let (settled, over) = (false, false);
         Ok((Journal { file, half, log, len, room: len, open, settled, over }, recovered))

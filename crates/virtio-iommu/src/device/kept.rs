@@ -10,8 +10,9 @@ use parking_lot::Mutex;
 use super::{
     Backing, Device, Journal, JournalError, Recovered, RestoreError, Session,
     journal::{Answer, Kept},
+    requests::Reply,
 };
-use crate::wire::{Request, Status};
+use crate::wire::{Request, Status, TAIL_LEN};
 
 /// How many requests are carried out again between two invalidations of what they unmapped. No
 /// cache holds it; the sync frees memory.
@@ -142,12 +143,18 @@ impl<B: Backing> Device<B> {
     fn carry_out_again(&self, requests: &[Request]) -> Result<(), RestoreError> {
         let mut session = Session::new();
         for (at, request) in requests.iter().enumerate() {
-            let mut done = self.change(&mut session, request);
-            if done == Err(Status::NoMem) {
+            let again = |session: &mut _| match self.perform(session, request, TAIL_LEN as u64) {
+                Reply::Status { status, .. } => status,
+                _ => Status::Ok,
+            };
+            let mut status = again(&mut session);
+            if status == Status::NoMem {
                 self.sync_now(&mut session)?;
-                done = self.change(&mut session, request);
+                status = again(&mut session);
             }
-            done.map_err(|status| RestoreError::Request { at, status })?;
+            if status != Status::Ok {
+                return Err(RestoreError::Request { at, status });
+            }
             if at % BURST == BURST - 1 {
                 self.sync_now(&mut session)?;
             }

@@ -1,7 +1,7 @@
 //! Lazy domains (proposal oasis-tcs/virtio-spec#204): an UNMAP is answered at once, and an
 //! IOTLB_FLUSH invalidates what may still be cached of it.
 
-use std::{fmt, sync::Arc};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Gather, Range, Result};
@@ -27,12 +27,6 @@ struct State {
     flights: usize,
     /// Whether one of them failed.
     failed: bool,
-}
-
-impl fmt::Debug for Lazy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lazy").finish_non_exhaustive()
-    }
 }
 
 impl Lazy {
@@ -76,7 +70,6 @@ impl Lazy {
 
 /// A flush under way. If it is dropped without landing it has failed: the next one invalidates the
 /// same again.
-#[derive(Debug)]
 pub(super) struct Flight {
     lazy: Arc<Lazy>,
     landed: bool,

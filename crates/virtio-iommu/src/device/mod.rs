@@ -9,7 +9,6 @@
 
 mod backing;
 mod core;
-mod error;
 mod events;
 #[allow(unsafe_code)]
 mod joint;
@@ -25,10 +24,10 @@ mod session;
 
 pub use self::core::{Device, DeviceConfig};
 pub use backing::{Backing, Binding, EndpointInfo};
-pub use error::RestoreError;
 pub use events::{EventQueue, FaultQueue};
 pub use joint::{Joint, Outside};
 pub use journal::{Answers, Journal, JournalError, Recovered};
 pub use mirror::{HostRegion, Mirror};
 pub use queue::{Counters, Progress, RequestQueue};
+pub use saved::RestoreError;
 pub use session::Session;

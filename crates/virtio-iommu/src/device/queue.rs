@@ -26,6 +26,7 @@ const MAX_PROPERTIES: usize = 1 << 16;
 
 /// What a [`RequestQueue::poll`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Progress {
     /// How many requests were carried out.
     pub handled: usize,
@@ -55,7 +56,7 @@ pub struct Counters {
     pub others: u64,
     /// Requests that were not answered with OK.
     pub refused: u64,
-    /// Invalidations waited for, one a domain and batch.
+    /// Invalidations waited for, one per domain and batch.
     pub syncs: u64,
 }
 
@@ -122,7 +123,7 @@ fn write_pieces(mem: &impl Translate, pieces: &[Desc], bytes: &[u8]) -> Result<(
 ///
 /// Requests are carried out in the order of the ring and answered in it. Those found together make
 /// a batch: when none of them needs an invalidation their replies are published at once, else
-/// together once all invalidations of the batch are over, one a domain. So after the reply to an
+/// together once all invalidations of the batch are over, one per domain. So after the reply to an
 /// UNMAP no access succeeds, whatever the device's threads had cached; and a MAP that follows it in
 /// the ring is not answered before it.
 pub struct RequestQueue<B: Backing> {
@@ -214,7 +215,7 @@ impl<B: Backing> RequestQueue<B> {
         if !self.waiting {
             let mut taken = core::mem::take(&mut self.taken);
             let mut result = Ok(AHEAD);
-            if self.device.kept.get().is_some() || !self.answers.0.is_empty() {
+            if self.device.kept.get().is_some() || !self.answers.open.is_empty() {
                 (progress.handled, result) = self.carry_out_recorded(mem, &mut taken, most);
             } else {
                 while result == Ok(AHEAD) {
@@ -386,7 +387,7 @@ impl<B: Backing> RequestQueue<B> {
                 kept = device.kept.get().map(|kept| kept.lock());
                 if let Some(kept) = &mut kept
                     && self.pending.is_empty()
-                    && self.answers.0.is_empty()
+                    && self.answers.open.is_empty()
                 {
                     kept.settle();
                 }

@@ -10,8 +10,8 @@ use super::{
     session::gather,
 };
 use crate::wire::{
-    AttachFlags, Features, Kind, Map, MapFlags, ParseError, Property, Request, Status, TAIL_LEN,
-    Unmap, emit_tail, write_properties,
+    AttachFlags, Features, Kind, Map, MapFlags, ParseError, Request, Status, TAIL_LEN, Unmap,
+    emit_tail, write_properties,
 };
 
 /// How many addresses are tried to find a mapping in a reserved region of an endpoint, when the
@@ -48,8 +48,7 @@ impl<B: Backing> Device<B> {
 
     /// Writes the properties of an endpoint; the status to answer with.
     pub(super) fn emit_properties(&self, info: &EndpointInfo, out: &mut [u8]) -> Status {
-        let properties = info.reserved.iter().copied().map(Property::from_region);
-        match info.is_consistent() && write_properties(properties, out) {
+        match info.is_consistent() && write_properties(&info.reserved, out) {
             true => Status::Ok,
             // The creator of the device guarantees that they fit, and are consistent (rule V27).
             false => Status::DevErr,
@@ -99,7 +98,12 @@ impl<B: Backing> Device<B> {
             }
             Err(error) => return error.status().map_or(Reply::Unwritten, Reply::now),
         };
-        match request {
+        self.perform(session, &request, room)
+    }
+
+    /// As [`execute`](Self::execute), of a request that was parsed and has room for a tail.
+    pub(super) fn perform(&self, session: &mut Session<B>, request: &Request, room: u64) -> Reply {
+        match *request {
             Request::Map { domain, range, phys, flags } => {
                 Reply::to(self.map(session, domain, range, phys, flags).map(|()| false))
             }
@@ -128,21 +132,6 @@ impl<B: Backing> Device<B> {
                     None => Reply::ProbeRefused(Status::NoEnt),
                 }
             }
-        }
-    }
-
-    /// Carries out a request that changes something; the status if it is refused.
-    pub(super) fn change(&self, session: &mut Session<B>, request: &Request) -> Answer<()> {
-        match *request {
-            Request::Map { domain, range, phys, flags } => {
-                self.map(session, domain, range, phys, flags)
-            }
-            Request::Unmap { domain, range } => self.unmap(session, domain, range).map(|_| ()),
-            Request::Attach { domain, endpoint, flags } => {
-                self.attach(session, domain, endpoint, flags)
-            }
-            Request::Detach { domain, endpoint } => self.detach(session, domain, endpoint),
-            Request::Probe { .. } | Request::IotlbFlush { .. } => Ok(()),
         }
     }
 

@@ -1,14 +1,9 @@
 //! Many mappings at a time: locks are taken once for many requests, and the device sees these in
 //! groups.
 
-use ringfence_iommu::{Error, Gather, GuestPhys, Map, Partial, Range, Result};
+use ringfence_iommu::{Gather, GuestPhys, Map, Partial, Range, Result};
 
-use super::{
-    ViommuDomain,
-    domain::{Meaning, State},
-    report::Sent,
-    ring::Ring,
-};
+use super::{ViommuDomain, domain::State, report::Sent, ring::Ring};
 use crate::wire::{MapFlags, Request};
 
 /// How many requests become visible together: those that share cache lines of the ring, and few
@@ -43,9 +38,6 @@ impl ViommuDomain {
     ) -> Result<u128, Partial> {
         let mut bytes = 0;
         self.each(ranges, |state, ring, &range| {
-            if self.meaning != Meaning::Mapped {
-                return Err(Error::Unsupported("an identity domain unmaps nothing"));
-            }
             state.geometry.check_unmap(range)?;
             if let Some(covered) = state.shadow.covered(range)? {
                 let unmap = Request::Unmap { domain: self.id, range: covered.hull };

@@ -1,4 +1,4 @@
-//! One driver a device: its request queue, its configuration, its domain numbers.
+//! One driver per device: its request queue, its configuration, its domain numbers.
 
 use std::{
     collections::HashMap,
@@ -11,18 +11,17 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Error, Range, ReservedRegion, Result};
+use ringfence_iommu::{Error, Iova, Range, ReservedKind, ReservedRegion, Result};
 use ringfence_mem::Window;
 use ringfence_virtq::driver::Queue;
 
 use super::{
-    Histogram, Notify, Stats, Transport,
-    regions::add_software_msi,
+    Histogram, HistogramSnapshot, Notify, Transport,
     report::{Reports, Sent},
     ring::{Ring, SLOT, probe_bytes, slots},
     wait::Waiting,
 };
-use crate::wire::{Features, IommuConfig, Properties, Property, Request, Status};
+use crate::wire::{Features, IommuConfig, Properties, Request, Status};
 
 /// The features that this driver accepts of those on `offer` (the whole 64 bits or the device
 /// type's): all but the old BYPASS (rule V31).
@@ -99,7 +98,7 @@ impl fmt::Debug for Driver {
         f.debug_struct("Driver")
             .field("features", &self.features)
             .field("config", &self.config)
-            .field("waiting", &self.waiting)
+            .field("failed", &self.failed())
             .finish_non_exhaustive()
     }
 }
@@ -153,11 +152,11 @@ impl Driver {
         }))
     }
 
-    /// Requests the properties of an endpoint.
+    /// Requests the properties of an endpoint: its reserved regions.
     ///
     /// # Errors
     /// [`Error::Unsupported`] without PROBE; what the device answered.
-    pub fn probe(&self, endpoint: u32) -> Result<Vec<Property>> {
+    pub fn probe(&self, endpoint: u32) -> Result<Vec<ReservedRegion>> {
         if !self.features.contains(Features::PROBE) {
             return Err(Error::Unsupported("the device offers no PROBE"));
         }
@@ -185,8 +184,7 @@ impl Driver {
         if !self.features.contains(Features::PROBE) {
             return Ok(Vec::new());
         }
-        let mut regions: Vec<_> =
-            self.probe(endpoint)?.into_iter().map(|property| property.region()).collect();
+        let mut regions = self.probe(endpoint)?;
         regions.sort_by_key(|region| region.range);
         Ok(regions)
     }
@@ -340,6 +338,62 @@ impl Driver {
 
     pub(super) fn release(&self, endpoint: u32) {
         self.attached.lock().remove(&endpoint);
+    }
+}
+
+/// What a driver has done since it was made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// MAP requests sent.
+    pub maps: u64,
+    /// UNMAP requests sent.
+    pub unmaps: u64,
+    /// Other requests sent.
+    pub others: u64,
+    /// Sync points: `iotlb_sync_map`, `iotlb_sync`, `flush_iotlb_all`.
+    pub syncs: u64,
+    /// Times a thread found the ring full and had to wait.
+    pub ring_full: u64,
+    /// Notifications sent to the device.
+    pub kicks: u64,
+    /// Requests that the device did not answer with OK.
+    pub errors: u64,
+    /// How long sync points waited, in nanoseconds.
+    pub sync_wait_ns: HistogramSnapshot,
+}
+
+impl Stats {
+    /// All requests sent.
+    pub fn requests(&self) -> u64 {
+        self.maps + self.unmaps + self.others
+    }
+
+    /// What was done after `earlier`, taken from the same driver.
+    pub fn since(&self, earlier: &Stats) -> Stats {
+        Stats {
+            maps: self.maps - earlier.maps,
+            unmaps: self.unmaps - earlier.unmaps,
+            others: self.others - earlier.others,
+            syncs: self.syncs - earlier.syncs,
+            ring_full: self.ring_full - earlier.ring_full,
+            kicks: self.kicks - earlier.kicks,
+            errors: self.errors - earlier.errors,
+            sync_wait_ns: self.sync_wait_ns.since(&earlier.sync_wait_ns),
+        }
+    }
+}
+
+/// Where Linux puts the window for MSIs if the device names none (rule L66).
+const SOFTWARE_MSI: (u64, u64) = (0x800_0000, 1 << 20);
+
+/// Adds the window for MSIs that Linux uses, unless there is one.
+pub(super) fn add_software_msi(regions: &mut Vec<ReservedRegion>) {
+    if !regions.iter().any(|region| region.kind == ReservedKind::Msi) {
+        let (first, len) = SOFTWARE_MSI;
+        let range = Range::from_len(Iova(first), len).expect("a legal range");
+        regions.push(ReservedRegion { range, kind: ReservedKind::Msi });
+        regions.sort_by_key(|region| region.range);
     }
 }
 

@@ -16,29 +16,18 @@ use ringfence_iommu::{
 
 use super::{
     Driver,
-    regions::{add_software_msi, around},
+    core::add_software_msi,
     report::{Failures, Reports, Sent},
     shadow::Shadow,
 };
 use crate::wire::{AttachFlags, Features, MapFlags, Request};
 
 /// In a token: the number is that of an IOTLB_FLUSH. Request numbers never reach this bit.
-pub(super) const FLUSH: u64 = 1 << 63;
+const FLUSH: u64 = 1 << 63;
 
 /// The number of the request that a sync waits for.
-pub(super) const fn seq_of(token: SyncToken) -> u64 {
+const fn seq_of(token: SyncToken) -> u64 {
     token.as_u64() & !FLUSH
-}
-
-/// What the addresses of a domain mean.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Meaning {
-    /// What was mapped.
-    Mapped,
-    /// Themselves, by a bypass domain.
-    Bypass,
-    /// Themselves, by mappings.
-    Identity,
 }
 
 /// A domain of a virtio-iommu. Made by [`Driver::domain`].
@@ -54,9 +43,8 @@ pub(super) enum Meaning {
 pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
-    pub(super) meaning: Meaning,
     /// Whether it is lazy for the device: an UNMAP is not over when it is answered.
-    pub(super) lazy: bool,
+    lazy: bool,
     reports: Arc<Reports>,
     /// Whether any endpoint is; changed under the lock of `state`.
     attached: AtomicBool,
@@ -78,10 +66,7 @@ pub(super) struct State {
 
 impl fmt::Debug for ViommuDomain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ViommuDomain")
-            .field("id", &self.id)
-            .field("meaning", &self.meaning)
-            .finish_non_exhaustive()
+        f.debug_struct("ViommuDomain").field("id", &self.id).finish_non_exhaustive()
     }
 }
 
@@ -94,7 +79,7 @@ impl Driver {
         if !self.features().contains(Features::MAP_UNMAP) {
             return Err(Error::Unsupported("the device offers no MAP and UNMAP"));
         }
-        ViommuDomain::new(self, Meaning::Mapped, false)
+        ViommuDomain::new(self, false)
     }
 
     /// A domain that maps, lazy if the device supports that: the device answers an UNMAP at once,
@@ -109,27 +94,12 @@ impl Driver {
         if !self.features().contains(Features::MAP_UNMAP | Features::LAZY_IOTLB_FLUSH) {
             return self.domain();
         }
-        ViommuDomain::new(self, Meaning::Mapped, true)
-    }
-
-    /// A domain in which every address leads to itself: a bypass domain where there are any, else
-    /// one with identity mappings that leave out reserved regions (rule L66).
-    ///
-    /// # Errors
-    /// As [`domain`](Self::domain).
-    pub fn identity_domain(self: &Arc<Self>) -> Result<Arc<ViommuDomain>> {
-        if self.features().contains(Features::BYPASS_CONFIG) {
-            return ViommuDomain::new(self, Meaning::Bypass, false);
-        }
-        if !self.features().contains(Features::MAP_UNMAP) {
-            return Err(Error::Unsupported("the device offers neither bypass nor mappings"));
-        }
-        ViommuDomain::new(self, Meaning::Identity, false)
+        ViommuDomain::new(self, true)
     }
 }
 
 impl ViommuDomain {
-    fn new(driver: &Arc<Driver>, meaning: Meaning, lazy: bool) -> Result<Arc<ViommuDomain>> {
+    fn new(driver: &Arc<Driver>, lazy: bool) -> Result<Arc<ViommuDomain>> {
         let config = driver.config();
         let aperture = match driver.features().contains(Features::INPUT_RANGE) {
             true => config.input_range,
@@ -139,7 +109,6 @@ impl ViommuDomain {
         Ok(Arc::new(ViommuDomain {
             id: driver.open(&reports)?,
             driver: Arc::clone(driver),
-            meaning,
             lazy,
             reports,
             attached: AtomicBool::new(false),
@@ -207,25 +176,12 @@ impl ViommuDomain {
     }
 
     fn attach_of(&self, endpoint: u32) -> Request {
-        let flags = match self.meaning {
-            Meaning::Bypass => AttachFlags::BYPASS,
-            Meaning::Mapped if self.lazy => AttachFlags::LAZY,
-            _ => AttachFlags::empty(),
-        };
+        let flags = if self.lazy { AttachFlags::LAZY } else { AttachFlags::empty() };
         Request::Attach { domain: self.id, endpoint, flags }
     }
 
     /// Sends all that was noted, for the first endpoint.
     fn replay(&self, state: &mut State) -> Result<()> {
-        if self.meaning == Meaning::Identity {
-            state.shadow.clear();
-            let granule = state.geometry.page_sizes.granule();
-            let regions = state.endpoints.iter().flat_map(|(_, regions)| regions).copied();
-            let regions: Vec<_> = regions.collect();
-            for range in around(state.geometry.aperture, &regions, granule) {
-                state.shadow.insert(range, GuestPhys(range.first().0), Prot::RW, 0);
-            }
-        }
         for (range, mapping) in state.shadow.iter() {
             let flags = MapFlags::from_prot(mapping.prot);
             let map = Request::Map { domain: self.id, range, phys: mapping.target.0, flags };
@@ -297,10 +253,53 @@ impl ViommuDomain {
     /// Requests are answered in order: the number of the newest one identifies the sync. Without an
     /// endpoint nothing is reachable, so the sync waits for nothing; but what the device refused
     /// before is reported.
-    pub(super) fn begin_sync(&self) -> Result<SyncToken> {
+    fn begin_sync(&self) -> Result<SyncToken> {
         match self.is_attached() {
             true => self.driver.begin_sync().map(SyncToken::new),
             false => Ok(SyncToken::new(self.driver.answered())),
+        }
+    }
+
+    /// Whether an UNMAP is answered before its invalidation, so that a lazy policy waits for the
+    /// device only when it flushes. Made by [`Driver::lazy_domain`](super::Driver::lazy_domain).
+    pub fn is_lazy(&self) -> bool {
+        self.lazy
+    }
+
+    /// Begins a sync of unmaps. In a lazy domain that is an IOTLB_FLUSH; its reply is kept for the
+    /// poll that finds the sync over.
+    fn begin_unmaps(&self) -> Result<SyncToken> {
+        if self.lazy
+            && let Some(seq) = self.send_flush()?
+        {
+            self.driver.begin_sync()?;
+            return Ok(SyncToken::new(seq | FLUSH));
+        }
+        self.begin_sync()
+    }
+
+    /// What the reply was to the IOTLB_FLUSH of a sync that is over, if it had one.
+    fn flushed(&self, token: SyncToken) -> Result<()> {
+        match token.as_u64() & FLUSH {
+            0 => Ok(()),
+            _ => self.driver.flushed(seq_of(token)),
+        }
+    }
+
+    /// Puts an IOTLB_FLUSH behind all UNMAPs in the ring; its number, or `None` if no endpoint is
+    /// attached. Under the domain's lock, so that it does not come behind the last DETACH.
+    fn send_flush(&self) -> Result<Option<u64>> {
+        loop {
+            let state = self.settled();
+            if !self.is_attached() {
+                return Ok(None);
+            }
+            let flush = Request::IotlbFlush { domain: self.id };
+            if let Some(seq) = self.driver.try_send(&flush, Sent::Sync)? {
+                return Ok(Some(seq));
+            }
+            drop(state);
+            self.driver.make_room()?;
         }
     }
 
@@ -333,9 +332,6 @@ impl ViommuDomain {
     /// Whether the domain and the device have mappings of this kind.
     #[inline]
     pub(super) fn check_kind(&self, range: Range, prot: Prot) -> Result<()> {
-        if self.meaning != Meaning::Mapped {
-            return Err(Error::Unsupported("an identity domain maps nothing else"));
-        }
         if prot.contains(Prot::MMIO) && !self.driver.features().contains(Features::MMIO) {
             return Err(Error::Unsupported("the device does not support MMIO mappings"));
         }
@@ -436,9 +432,6 @@ unsafe impl Domain for ViommuDomain {
     }
 
     fn iova_to_phys(&self, iova: Iova) -> Option<GuestPhys> {
-        if self.meaning == Meaning::Bypass {
-            return Some(GuestPhys(iova.0));
-        }
         let (range, mapping) = self.settled().shadow.find(iova)?;
         mapping.target.checked_add(iova.0 - range.first().0)
     }

@@ -1,4 +1,4 @@
-//! The driver: one [`Driver`] a device, one [`ViommuDomain`] an address space.
+//! The driver: one [`Driver`] per device, one [`ViommuDomain`] per address space.
 //!
 //! MAP and UNMAP are put into the request queue at once, where a polling device sees them, but the
 //! device is kicked, and waited for, only at the points where [`Domain`](ringfence_iommu::Domain)
@@ -9,22 +9,20 @@ mod batch;
 mod core;
 #[allow(unsafe_code)]
 mod domain;
-mod doorbell;
 mod events;
-mod lazy;
-mod regions;
 mod report;
 mod ring;
 mod shadow;
-mod stats;
 mod stretch;
 mod stretches;
 mod transport;
 mod wait;
 
-pub use self::core::{Buffers, Driver, DriverConfig, negotiate, negotiate_proposed};
+pub use self::core::{Buffers, Driver, DriverConfig, Stats, negotiate, negotiate_proposed};
 pub use domain::ViommuDomain;
 pub use events::EventReceiver;
-pub use ringfence_sync::wait::Notify;
-pub use stats::{Histogram, HistogramSnapshot, Stats};
+pub use ringfence_sync::{
+    histogram::{Histogram, HistogramSnapshot},
+    wait::Notify,
+};
 pub use transport::Transport;

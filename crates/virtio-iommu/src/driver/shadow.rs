@@ -1,6 +1,6 @@
 //! The driver's record of what is mapped.
 
-use std::{collections::BTreeMap, fmt};
+use std::collections::BTreeMap;
 
 use ringfence_iommu::{Error, GuestPhys, Iova, Prot, Range, Result};
 
@@ -21,8 +21,7 @@ pub(super) struct Shadow {
     /// log2 of the granule.
     granule: u32,
     stretches: Stretches,
-    /// Mappings that reach from one stretch into another, or are not granule-aligned (those of an
-    /// identity domain may not be), by first address, with their last.
+    /// Mappings that reach from one stretch into another, by first address, with their last.
     wide: BTreeMap<u64, (u64, Mapping)>,
     len: usize,
 }
@@ -44,12 +43,6 @@ impl Covered {
             bytes: so_far.bytes + more.bytes,
             mappings: so_far.mappings + more.mappings,
         }))
-    }
-}
-
-impl fmt::Debug for Shadow {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shadow").field("len", &self.len).finish_non_exhaustive()
     }
 }
 
@@ -104,17 +97,18 @@ impl Shadow {
         (last >= range.first().0).then(|| span(first, last))
     }
 
-    /// Notes a mapping. Nothing must overlap it.
+    /// Notes a mapping of whole granules. Nothing must overlap it.
     #[inline]
     pub(super) fn insert(&mut self, range: Range, target: GuestPhys, prot: Prot, seq: u64) {
+        debug_assert!(range.is_aligned(1 << self.granule));
         debug_assert!(self.overlapping(range).is_none());
         let mapping = Mapping { target, prot, seq };
         self.len += 1;
         match self.in_one(range) {
-            Some((number, wanted)) if range.is_aligned(1 << self.granule) => {
+            Some((number, wanted)) => {
                 self.stretches.get_or_make(number).insert(wanted, &mapping);
             }
-            _ => {
+            None => {
                 self.wide.insert(range.first().0, (range.last().0, mapping));
             }
         }
@@ -253,10 +247,6 @@ impl Shadow {
         all.into_iter()
     }
 
-    pub(super) fn clear(&mut self) {
-        *self = Shadow::new(1 << self.granule);
-    }
-
     /// The number of an address's stretch, and the granule in the stretch.
     #[inline]
     fn place(&self, at: u64) -> (u64, u32) {
@@ -367,16 +357,6 @@ mod tests {
             assert_eq!(shadow.covered(Range::ALL).unwrap().map(|covered| covered.hull), Some(top));
             assert!(shadow.iter().map(|(range, _)| range).eq([top]));
         }
-    }
-
-    #[test]
-    fn a_mapping_that_does_not_stand_on_granules_keeps_its_ends() {
-        // Such as those of an identity domain: its aperture may end anywhere.
-        let (mut shadow, odd) = (Shadow::new(4096), range(0x1000, 0x2345));
-        shadow.insert(odd, GuestPhys(0x1000), Prot::RW, 0);
-        assert_eq!(shadow.find(Iova(0x2345)).map(|(range, _)| range), Some(odd));
-        assert_eq!(shadow.find(Iova(0x2346)), None);
-        assert!(shadow.iter().map(|(range, _)| range).eq([odd]));
     }
 
     #[test]

@@ -11,7 +11,7 @@
 //! one of the two sees the other.
 
 use std::{
-    fmt, hint,
+    hint,
     sync::{
         OnceLock,
         atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -49,15 +49,6 @@ pub(super) struct Waiting {
     notify: Notify,
     timeout: Option<Duration>,
     pub(super) kicks: AtomicU64,
-}
-
-impl fmt::Debug for Waiting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Waiting")
-            .field("retired", &self.retired)
-            .field("failed", &self.failed)
-            .finish_non_exhaustive()
-    }
 }
 
 /// Distinguishes a hung device from a slow one by the time since `retired` moved. Only time in

@@ -11,13 +11,11 @@
 //! access, or if the subject cannot make one, by a MAP over it.
 
 mod bench;
-mod check;
 mod checks;
 mod report;
 mod run;
 mod subject;
 
-pub use check::Check;
 pub use report::{Finding, Level, Mismatch, Outcome, Report};
-pub use run::{checks, run};
+pub use run::{Check, checks, run};
 pub use subject::{ACCESS, Event, Failed, Refused, Subject};

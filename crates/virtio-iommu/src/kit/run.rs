@@ -1,14 +1,28 @@
 //! The checks, one after the other.
 
 use super::{
-    Check, Failed, Mismatch, Outcome, Report, Subject,
+    Failed, Finding, Level, Mismatch, Outcome, Report, Subject,
     bench::{Bench, Stop, Verdict},
     checks::ALL,
 };
 
+/// One requirement on a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Check {
+    /// The number of the rule: 22 for V22.
+    pub rule: u8,
+    /// How much it binds.
+    pub level: Level,
+    /// Its name, unique.
+    pub name: &'static str,
+    /// What the device must do, in a sentence.
+    pub says: &'static str,
+    pub(super) run: fn(&mut Bench<'_>) -> Verdict,
+}
+
 /// All checks, in the order of the rules.
 pub fn checks() -> Vec<Check> {
-    let mut all: Vec<Check> = ALL.iter().flat_map(|checks| checks.iter().copied()).collect();
+    let mut all = ALL.concat();
     all.sort_by_key(|check| check.rule);
     all
 }
@@ -24,28 +38,25 @@ pub fn run(subject: &mut dyn Subject, wanted: impl Fn(&Check) -> bool) -> Report
     let mut bench = Bench::new(subject);
     for check in checks().iter().filter(|check| wanted(check)) {
         if lost.is_none() {
-            // Whoever hangs may need a second reset.
+            // A device that hangs may need a second reset.
             lost = bench.restart().or_else(|_| bench.restart()).err();
         }
         let outcome = match &lost {
             Some(failed) => Outcome::NotRun(format!("the device cannot be started: {failed}")),
-            None => outcome((check.run)(&mut bench), &bench),
+            None => match (check.run)(&mut bench) {
+                Ok(()) => Outcome::Pass(bench.take_note()),
+                Err(Stop::Mismatch(mismatch)) => Outcome::Fail(mismatch),
+                Err(Stop::NotApplicable(why)) => Outcome::NotApplicable(why),
+                Err(Stop::Failed(failed)) => Outcome::Fail(Mismatch {
+                    sent: bench.steps(),
+                    came: failed.to_string(),
+                    expected: "an answer".into(),
+                }),
+            },
         };
-        report.findings.push(check.finding(outcome));
+        let &Check { rule, level, name, says, .. } = check;
+        report.findings.push(Finding { rule, level, check: name, says, outcome });
     }
     bench.restore();
     report
-}
-
-fn outcome(verdict: Verdict, bench: &Bench<'_>) -> Outcome {
-    match verdict {
-        Ok(note) => Outcome::Pass(note),
-        Err(Stop::Mismatch(mismatch)) => Outcome::Fail(mismatch),
-        Err(Stop::NotApplicable(why)) => Outcome::NotApplicable(why),
-        Err(Stop::Failed(failed)) => Outcome::Fail(Mismatch {
-            sent: bench.steps(),
-            came: failed.to_string(),
-            expected: "an answer".into(),
-        }),
-    }
 }

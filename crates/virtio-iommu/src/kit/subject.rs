@@ -1,8 +1,10 @@
 //! What the kit needs of a device to judge it.
 
+use std::error::Error;
+
 /// A device under test, seen from its driver and from the endpoints behind it.
 ///
-/// Methods that give an `Option` are for what not everybody can do: `None` means that the subject
+/// Methods that give an `Option` are for what not every subject can do: `None` means that the subject
 /// cannot, and the checks that need it are not applicable.
 pub trait Subject {
     /// The feature bits on offer. Only those of the device type are examined.
@@ -10,7 +12,7 @@ pub trait Subject {
 
     /// A device reset, and then all that a driver does before its first request: agrees on
     /// `features` (bits of the device type; the subject adds those that the transport needs), sets
-    /// up the queues, says DRIVER_OK. The event queue has no buffers afterwards. Also called to
+    /// up the queues, sets DRIVER_OK. The event queue has no buffers afterwards. Also called to
     /// recover after [`Failed::Timeout`].
     ///
     /// # Errors
@@ -129,12 +131,13 @@ pub struct Event {
 pub struct Refused;
 
 /// Why there is no reply.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum Failed {
     /// The device did not return a buffer in time.
     #[error("no answer came")]
     Timeout,
     /// The device, or the way to it, broke.
-    #[error("{0}")]
-    Broken(String),
+    #[error(transparent)]
+    Broken(Box<dyn Error + Send + Sync>),
 }

@@ -42,6 +42,7 @@ pub struct IommuConfig {
 
 /// Why configuration bytes make no sense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum ConfigError {
     /// No page size is set (rule V2).
     #[error("page_size_mask is empty")]

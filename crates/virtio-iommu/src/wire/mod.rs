@@ -1,26 +1,22 @@
 //! The format of virtio-iommu: constants, requests, properties, configuration, fault records.
 //!
-//! Each part comes in two levels, as in smoltcp. The lower one is a view of bytes, checked once
-//! ([`Frame::new_checked`]) and unable to panic afterwards. The upper one is a small type that
-//! holds only what the format can say ([`Request`]); parsing and emitting are inverse. No string
-//! of bytes panics either.
+//! Each part is a small type that holds only what the format can say ([`Request`]); parsing and
+//! emitting are inverse, and no string of bytes panics.
+
+use std::fmt;
+
+use zerocopy::TryFromBytes;
 
 mod config;
 mod fault;
-mod frame;
-mod kind;
 mod property;
 mod request;
 
 pub use config::{CONFIG_LEN, ConfigError, IommuConfig};
 pub use fault::{FAULT_LEN, FaultRecord};
-pub use frame::{Frame, ParseError};
-pub use kind::Kind;
-pub use property::{
-    Properties, Property, RESV_MEM_LEN, ResvKind, property_bytes, write_properties,
-};
+pub use property::{Properties, write_properties};
 pub use request::{
-    AttachFlags, MAX_REQUEST_LEN, MapFlags, PROBE_HEAD_LEN, Request, TAIL_LEN, emit_tail,
+    AttachFlags, Kind, MAX_REQUEST_LEN, MapFlags, ParseError, Request, TAIL_LEN, emit_tail,
     parse_tail,
 };
 pub(crate) use request::{Map, Unmap};
@@ -65,8 +61,9 @@ impl Features {
     pub const PROPOSED: Features = Features::LAZY_IOTLB_FLUSH;
 }
 
-/// How a request ended: the first byte of its tail (5.13.6.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// How a request ended: the first byte of its tail (5.13.6.2). Displayed as the specification spells
+/// it: `NOENT`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, TryFromBytes)]
 #[repr(u8)]
 pub enum Status {
     /// Done.
@@ -91,19 +88,14 @@ pub enum Status {
 
 impl Status {
     /// The status that `raw` stands for, if it is one.
-    pub const fn from_u8(raw: u8) -> Option<Status> {
-        Some(match raw {
-            0 => Status::Ok,
-            1 => Status::IoErr,
-            2 => Status::Unsupp,
-            3 => Status::DevErr,
-            4 => Status::Inval,
-            5 => Status::Range,
-            6 => Status::NoEnt,
-            7 => Status::Fault,
-            8 => Status::NoMem,
-            _ => return None,
-        })
+    pub fn from_u8(raw: u8) -> Option<Status> {
+        Status::try_read_from_bytes(&[raw]).ok()
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&format!("{self:?}").to_uppercase())
     }
 }
 

@@ -12,86 +12,35 @@ const TYPE_MASK: u16 = 0x0fff;
 const RESV_MEM_BODY: u16 = 20;
 
 /// The bytes of a RESV_MEM property with its header.
-pub const RESV_MEM_LEN: usize = HEADER + RESV_MEM_BODY as usize;
+const RESV_MEM_LEN: usize = HEADER + RESV_MEM_BODY as usize;
 
-/// What a reserved region is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ResvKind {
-    /// Not to be used.
-    Reserved,
-    /// Writes there raise message-signalled interrupts.
-    Msi,
+/// The bytes of the property that describes `region`. A driver must not map over a directly mapped
+/// region, so it is reported as reserved.
+fn emit(region: ReservedRegion) -> [u8; RESV_MEM_LEN] {
+    let mut out = [0; RESV_MEM_LEN];
+    out[0..2].copy_from_slice(&RESV_MEM.to_le_bytes());
+    out[2..4].copy_from_slice(&RESV_MEM_BODY.to_le_bytes());
+    out[4] = (region.kind == ReservedKind::Msi).into();
+    out[8..16].copy_from_slice(&region.range.first().0.to_le_bytes());
+    out[16..24].copy_from_slice(&region.range.last().0.to_le_bytes());
+    out
 }
 
-/// A property of an endpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Property {
-    /// `range` is not for mapping.
-    ResvMem {
-        /// What it is for.
-        kind: ResvKind,
-        /// Where it is.
-        range: Range,
-    },
-}
-
-impl Property {
-    /// The property that describes `region`. A driver must not map over a directly mapped region,
-    /// so it is reported as reserved.
-    pub fn from_region(region: ReservedRegion) -> Property {
-        let kind = match region.kind {
-            ReservedKind::Msi => ResvKind::Msi,
-            _ => ResvKind::Reserved,
-        };
-        Property::ResvMem { kind, range: region.range }
-    }
-
-    /// The region that the property describes.
-    pub fn region(self) -> ReservedRegion {
-        let Property::ResvMem { kind, range } = self;
-        let kind = match kind {
-            ResvKind::Msi => ReservedKind::Msi,
-            ResvKind::Reserved => ReservedKind::Reserved,
-        };
-        ReservedRegion { range, kind }
-    }
-
-    /// The bytes of the property.
-    pub fn emit(self) -> [u8; RESV_MEM_LEN] {
-        let Property::ResvMem { kind, range } = self;
-        let mut out = [0; RESV_MEM_LEN];
-        out[0..2].copy_from_slice(&RESV_MEM.to_le_bytes());
-        out[2..4].copy_from_slice(&RESV_MEM_BODY.to_le_bytes());
-        out[4] = (kind == ResvKind::Msi).into();
-        out[8..16].copy_from_slice(&range.first().0.to_le_bytes());
-        out[16..24].copy_from_slice(&range.last().0.to_le_bytes());
-        out
-    }
-}
-
-/// The bytes that `properties` properties take.
-pub const fn property_bytes(properties: usize) -> usize {
-    properties.saturating_mul(RESV_MEM_LEN)
-}
-
-/// Fills `out` with `properties`, one directly after the other, the rest zero (rule V25). False,
-/// and `out` is left alone, if they do not fit.
+/// Fills `out` with the properties of an endpoint that has these `regions`, one directly after the
+/// other, the rest zero (rule V25). False, and `out` is left alone, if they do not fit.
 #[must_use]
-pub fn write_properties(
-    properties: impl ExactSizeIterator<Item = Property>,
-    out: &mut [u8],
-) -> bool {
-    if property_bytes(properties.len()) > out.len() {
+pub fn write_properties(regions: &[ReservedRegion], out: &mut [u8]) -> bool {
+    if regions.len() > out.len() / RESV_MEM_LEN {
         return false;
     }
     out.fill(0);
-    for (property, at) in properties.zip(out.chunks_exact_mut(RESV_MEM_LEN)) {
-        at.copy_from_slice(&property.emit());
+    for (&region, at) in regions.iter().zip(out.chunks_exact_mut(RESV_MEM_LEN)) {
+        at.copy_from_slice(&emit(region));
     }
     true
 }
 
-/// The properties in the bytes that PROBE returned.
+/// The regions that the properties describe which PROBE returned as bytes.
 ///
 /// Tolerant (rules V41, V42): a property with reserved header bits, an unknown type, or a short or
 /// invalid body is skipped and parsing goes on behind it; an unknown subtype counts as reserved.
@@ -109,9 +58,9 @@ impl<'a> Properties<'a> {
 }
 
 impl Iterator for Properties<'_> {
-    type Item = Property;
+    type Item = ReservedRegion;
 
-    fn next(&mut self) -> Option<Property> {
+    fn next(&mut self) -> Option<ReservedRegion> {
         loop {
             let (header, rest) = self.rest.split_first_chunk::<HEADER>()?;
             let word = u16::from_le_bytes([header[0], header[1]]);
@@ -123,19 +72,19 @@ impl Iterator for Properties<'_> {
             self.rest = rest;
             if word & !TYPE_MASK == 0
                 && word & TYPE_MASK == RESV_MEM
-                && let Some(property) = resv_mem(body)
+                && let Some(region) = resv_mem(body)
             {
-                return Some(property);
+                return Some(region);
             }
         }
     }
 }
 
-fn resv_mem(body: &[u8]) -> Option<Property> {
+fn resv_mem(body: &[u8]) -> Option<ReservedRegion> {
     let body = body.first_chunk::<{ RESV_MEM_BODY as usize }>()?;
     let word = |at: usize| u64::from_le_bytes(body[at..at + 8].try_into().expect("eight bytes"));
-    let kind = if body[0] == 1 { ResvKind::Msi } else { ResvKind::Reserved };
-    Some(Property::ResvMem { kind, range: Range::new(Iova(word(4)), Iova(word(12)))? })
+    let kind = if body[0] == 1 { ReservedKind::Msi } else { ReservedKind::Reserved };
+    Some(ReservedRegion { range: Range::new(Iova(word(4)), Iova(word(12)))?, kind })
 }
 
 #[cfg(test)]
@@ -143,21 +92,21 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn msi() -> Property {
+    fn msi() -> ReservedRegion {
         let range = Range::new(Iova(0xfee0_0000), Iova(0xfeef_ffff)).unwrap();
-        Property::ResvMem { kind: ResvKind::Msi, range }
+        ReservedRegion { range, kind: ReservedKind::Msi }
     }
 
-    fn reserved(first: u64, last: u64) -> Property {
+    fn reserved(first: u64, last: u64) -> ReservedRegion {
         let range = Range::new(Iova(first), Iova(last)).unwrap();
-        Property::ResvMem { kind: ResvKind::Reserved, range }
+        ReservedRegion { range, kind: ReservedKind::Reserved }
     }
 
     #[test]
     fn a_length_excludes_the_header_and_the_next_property_follows_at_once() {
         // rule V25
         let mut out = [0xff; 100];
-        assert!(write_properties([msi(), reserved(0, 0xfff)].into_iter(), &mut out));
+        assert!(write_properties(&[msi(), reserved(0, 0xfff)], &mut out));
         assert_eq!(out[..4], [1, 0, 20, 0]);
         assert_eq!(out[4..8], [1, 0, 0, 0]);
         assert_eq!(out[24..28], [1, 0, 20, 0]);
@@ -169,7 +118,7 @@ mod tests {
     fn properties_that_do_not_fit_are_not_written_at_all() {
         // rule V26
         let mut out = [0xff; 47];
-        assert!(!write_properties([msi(), msi()].into_iter(), &mut out));
+        assert!(!write_properties(&[msi(), msi()], &mut out));
         assert_eq!(out, [0xff; 47]);
     }
 
@@ -177,16 +126,16 @@ mod tests {
     fn unknown_types_and_reserved_bits_are_skipped_and_parsing_goes_on() {
         // rule V41
         let mut bytes = vec![7, 0, 3, 0, 0xaa, 0xaa, 0xaa]; // unknown type, odd length
-        let mut with_reserved_bits = msi().emit();
+        let mut with_reserved_bits = emit(msi());
         with_reserved_bits[1] |= 0x10;
         bytes.extend(with_reserved_bits);
         bytes.extend([1, 0, 4, 0, 0, 0, 0, 0]); // RESV_MEM, too short
-        let mut longer = reserved(0x1000, 0x1fff).emit().to_vec(); // RESV_MEM of a later version
+        let mut longer = emit(reserved(0x1000, 0x1fff)).to_vec(); // RESV_MEM of a later version
         longer[2] = 24;
         longer.extend([9; 4]);
         bytes.extend(longer);
         bytes.extend([0; 8]);
-        bytes.extend(reserved(2, 1 << 20).emit());
+        bytes.extend(emit(reserved(2, 1 << 20)));
         bytes.extend([1, 0, 0xff, 0xff]); // leads outside
         let found: Vec<_> = Properties::new(&bytes).collect();
         assert_eq!(found, [reserved(0x1000, 0x1fff), reserved(2, 1 << 20)]);
@@ -195,7 +144,7 @@ mod tests {
     #[test]
     fn an_unknown_subtype_is_reserved_and_reserved_bytes_are_ignored() {
         // rule V42
-        let mut bytes = msi().emit();
+        let mut bytes = emit(msi());
         bytes[4] = 77;
         bytes[5..8].fill(0xff);
         let found: Vec<_> = Properties::new(&bytes).collect();
@@ -210,13 +159,13 @@ mod tests {
         ) {
             let properties: Vec<_> = regions
                 .iter()
-                .map(|&(msi, a, b)| Property::ResvMem {
-                    kind: if msi { ResvKind::Msi } else { ResvKind::Reserved },
+                .map(|&(msi, a, b)| ReservedRegion {
+                    kind: if msi { ReservedKind::Msi } else { ReservedKind::Reserved },
                     range: Range::new(Iova(a.min(b)), Iova(a.max(b))).unwrap(),
                 })
                 .collect();
-            let mut out = vec![0xff; property_bytes(properties.len()) + spare];
-            prop_assert!(write_properties(properties.iter().copied(), &mut out));
+            let mut out = vec![0xff; properties.len() * RESV_MEM_LEN + spare];
+            prop_assert!(write_properties(&properties, &mut out));
             prop_assert_eq!(Properties::new(&out).collect::<Vec<_>>(), properties);
         }
 

@@ -2,17 +2,14 @@
 
 use ringfence_iommu::{Iova, Prot, Range};
 use zerocopy::{
-    FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
+    FromBytes, Immutable, IntoBytes, KnownLayout, TryFromBytes, Unaligned,
     little_endian::{U32, U64},
 };
 
-use super::{Frame, Kind, ParseError, Status};
+use super::Status;
 
 /// The bytes of the device-readable part of the longest request (PROBE).
-pub const MAX_REQUEST_LEN: usize = PROBE_HEAD_LEN;
-
-/// The bytes of a PROBE that the device reads; what follows is written by the device.
-pub const PROBE_HEAD_LEN: usize = size_of::<RawProbe>();
+pub const MAX_REQUEST_LEN: usize = size_of::<RawProbe>();
 
 /// The bytes of a tail: the status and three reserved bytes.
 pub const TAIL_LEN: usize = 4;
@@ -55,7 +52,30 @@ bitflags::bitflags! {
     }
 }
 
+/// The type of a request: the type byte of its head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, TryFromBytes)]
+#[repr(u8)]
+pub enum Kind {
+    /// Put an endpoint into a domain.
+    Attach = 1,
+    /// Take an endpoint out of a domain.
+    Detach = 2,
+    /// Map a range of a domain.
+    Map = 3,
+    /// Remove mappings of a domain.
+    Unmap = 4,
+    /// Get the properties of an endpoint.
+    Probe = 5,
+    /// Invalidate what a lazy domain has unmapped. Needs the proposed feature LAZY_IOTLB_FLUSH.
+    IotlbFlush = 0xf0,
+}
+
 impl Kind {
+    /// The kind that a type byte stands for, if it is one.
+    pub fn from_u8(raw: u8) -> Option<Kind> {
+        Kind::try_read_from_bytes(&[raw]).ok()
+    }
+
     /// The bytes of the part that the device reads.
     pub const fn request_len(self) -> usize {
         match self {
@@ -86,7 +106,71 @@ raw!(RawUnmap { domain: U32, virt_start: U64, virt_end: U64, reserved: [u8; 4] }
 raw!(RawProbe { endpoint: U32, reserved: [u8; 64] });
 raw!(RawIotlbFlush { domain: U32, reserved: [u8; 12] });
 
-fn range_of(kind: Kind, start: u64, end: u64) -> Result<Range, ParseError> {
+/// Why bytes are not a request that can be carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParseError {
+    /// There is not even a head.
+    #[error("{0} bytes hold no request head")]
+    NoHead(usize),
+    /// The type is unknown (rule V8).
+    #[error("unknown request type {0}")]
+    UnknownType(u8),
+    /// The request is cut short.
+    #[error("{kind:?} of {len} bytes is cut short")]
+    Short {
+        /// The kind that it claims.
+        kind: Kind,
+        /// How long it is.
+        len: usize,
+    },
+    /// A reserved field that must be zero is not (rules V9, V21).
+    #[error("reserved bytes of {0:?} are not zero")]
+    Reserved(Kind),
+    /// A flag that does not exist (rules V9, V17).
+    #[error("unknown flags {flags:#x} of {kind:?}")]
+    UnknownFlags {
+        /// The request.
+        kind: Kind,
+        /// All its flags.
+        flags: u32,
+    },
+    /// The range ends before it begins (rule V38).
+    #[error("{kind:?} ends at {end:#x}, before it begins at {start:#x}")]
+    EmptyRange {
+        /// The request.
+        kind: Kind,
+        /// Its first address.
+        start: u64,
+        /// Its last.
+        end: u64,
+    },
+}
+
+impl ParseError {
+    /// The kind of the request, if the bytes are enough to determine it.
+    pub const fn kind(self) -> Option<Kind> {
+        match self {
+            ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
+            ParseError::Reserved(kind)
+            | ParseError::Short { kind, .. }
+            | ParseError::UnknownFlags { kind, .. }
+            | ParseError::EmptyRange { kind, .. } => Some(kind),
+        }
+    }
+
+    /// The status to answer with; `None` where the buffer is to be returned unwritten (rule V8).
+    pub const fn status(self) -> Option<Status> {
+        match self {
+            ParseError::NoHead(_) | ParseError::UnknownType(_) => None,
+            _ => Some(Status::Inval),
+        }
+    }
+}
+
+#[inline(always)]
+fn range_of(kind: Kind, start: U64, end: U64) -> Result<Range, ParseError> {
+    let (start, end) = (start.get(), end.get());
     Range::new(Iova(start), Iova(end)).ok_or(ParseError::EmptyRange { kind, start, end })
 }
 
@@ -147,39 +231,39 @@ impl Request {
     /// [`ParseError`]. Reserved bytes are checked where the specification lets a device do so:
     /// ATTACH (rule V9) and UNMAP (rule V21), not DETACH (V13) and PROBE (V24); and in IOTLB_FLUSH.
     pub fn parse(bytes: &[u8]) -> Result<Request, ParseError> {
-        Request::from_frame(Frame::new_checked(bytes)?)
-    }
-
-    /// The request in `frame`.
-    ///
-    /// # Errors
-    /// As [`parse`](Self::parse).
-    pub fn from_frame(frame: Frame<'_>) -> Result<Request, ParseError> {
-        let kind = frame.kind();
-        let zero = || match frame.reserved().iter().all(|&b| b == 0) {
+        let len = bytes.len();
+        if len < 4 {
+            return Err(ParseError::NoHead(len));
+        }
+        let kind = Kind::from_u8(bytes[0]).ok_or(ParseError::UnknownType(bytes[0]))?;
+        let short = ParseError::Short { kind, len };
+        let zero = |reserved: &[u8]| match reserved.iter().all(|&byte| byte == 0) {
             true => Ok(()),
             false => Err(ParseError::Reserved(kind)),
         };
-        let unknown = || ParseError::UnknownFlags { kind, flags: frame.flags() };
-        let range = || (frame.virt_start(), frame.virt_end());
-        let domain = frame.domain();
-        let endpoint = frame.endpoint();
         Ok(match kind {
-            Kind::Map => Map::checked(domain, range(), frame.phys_start(), frame.flags())?.into(),
-            Kind::Unmap => {
-                zero()?;
-                Unmap::checked(domain, range())?.into()
-            }
+            Kind::Map => Map::parse(bytes).ok_or(short)??.into(),
+            Kind::Unmap => Unmap::parse(bytes).ok_or(short)??.into(),
             Kind::Attach => {
-                zero()?;
-                let flags = AttachFlags::from_bits(frame.flags()).ok_or_else(unknown)?;
-                Request::Attach { domain, endpoint, flags }
+                let (raw, _) = RawAttach::ref_from_prefix(bytes).map_err(|_| short)?;
+                zero(&raw.reserved)?;
+                let (domain, endpoint, flags) = (raw.domain, raw.endpoint, raw.flags.get());
+                let unknown = ParseError::UnknownFlags { kind, flags };
+                let flags = AttachFlags::from_bits(flags).ok_or(unknown)?;
+                Request::Attach { domain: domain.get(), endpoint: endpoint.get(), flags }
             }
-            Kind::Detach => Request::Detach { domain, endpoint },
-            Kind::Probe => Request::Probe { endpoint },
+            Kind::Detach => {
+                let (raw, _) = RawDetach::ref_from_prefix(bytes).map_err(|_| short)?;
+                Request::Detach { domain: raw.domain.get(), endpoint: raw.endpoint.get() }
+            }
+            Kind::Probe => {
+                let (raw, _) = RawProbe::ref_from_prefix(bytes).map_err(|_| short)?;
+                Request::Probe { endpoint: raw.endpoint.get() }
+            }
             Kind::IotlbFlush => {
-                zero()?;
-                Request::IotlbFlush { domain }
+                let (raw, _) = RawIotlbFlush::ref_from_prefix(bytes).map_err(|_| short)?;
+                zero(&raw.reserved)?;
+                Request::IotlbFlush { domain: raw.domain.get() }
             }
         })
     }
@@ -271,21 +355,13 @@ impl Map {
         if raw.kind != Kind::Map as u8 {
             return None;
         }
-        let range = (raw.virt_start.get(), raw.virt_end.get());
-        Some(Map::checked(raw.domain.get(), range, raw.phys_start.get(), raw.flags.get()))
-    }
-
-    #[inline(always)]
-    fn checked(
-        domain: u32,
-        (start, end): (u64, u64),
-        phys: u64,
-        flags: u32,
-    ) -> Result<Map, ParseError> {
-        let kind = Kind::Map;
+        let (kind, flags) = (Kind::Map, raw.flags.get());
         let unknown = ParseError::UnknownFlags { kind, flags };
-        let flags = MapFlags::from_bits(flags).ok_or(unknown)?;
-        Ok(Map { domain, range: range_of(kind, start, end)?, phys, flags })
+        let map = |flags| {
+            let range = range_of(kind, raw.virt_start, raw.virt_end)?;
+            Ok(Map { domain: raw.domain.get(), range, phys: raw.phys_start.get(), flags })
+        };
+        Some(MapFlags::from_bits(flags).ok_or(unknown).and_then(map))
     }
 }
 
@@ -315,12 +391,8 @@ impl Unmap {
         if raw.reserved != [0; 4] {
             return Some(Err(ParseError::Reserved(kind)));
         }
-        Some(Unmap::checked(raw.domain.get(), (raw.virt_start.get(), raw.virt_end.get())))
-    }
-
-    #[inline(always)]
-    fn checked(domain: u32, (start, end): (u64, u64)) -> Result<Unmap, ParseError> {
-        Ok(Unmap { domain, range: range_of(Kind::Unmap, start, end)? })
+        let range = range_of(kind, raw.virt_start, raw.virt_end);
+        Some(range.map(|range| Unmap { domain: raw.domain.get(), range }))
     }
 }
 
@@ -383,8 +455,6 @@ pub(crate) mod tests {
             let len = request.emit(&mut bytes);
             prop_assert_eq!(len, request.kind().request_len());
             prop_assert_eq!(Request::parse(&bytes[..len]), Ok(request));
-            let frame = Frame::new_checked(&bytes[..len]).unwrap();
-            prop_assert!(frame.reserved().iter().all(|&b| b == 0));
             prop_assert_eq!(&bytes[1..4], &[0, 0, 0]);
             // One byte less is never the same request.
             let short = ParseError::Short { kind: request.kind(), len: len - 1 };
@@ -437,10 +507,6 @@ pub(crate) mod tests {
 
         #[test]
         fn no_bytes_panic(bytes in proptest::collection::vec(any::<u8>(), 0..100)) {
-            if let Ok(frame) = Frame::new_checked(&bytes) {
-                let _ = (frame.domain(), frame.endpoint(), frame.flags(), frame.reserved());
-                let _ = (frame.virt_start(), frame.virt_end(), frame.phys_start());
-            }
             let _ = Request::parse(&bytes);
         }
     }

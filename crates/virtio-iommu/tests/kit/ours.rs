@@ -27,7 +27,7 @@ const END: u64 = EVENT_BYTES + 0x4000;
 const SIZE: u16 = 128;
 
 fn failed(error: impl std::fmt::Display) -> Failed {
-    Failed::Broken(error.to_string())
+    Failed::Broken(error.to_string().into())
 }
 
 /// The device with two endpoints, of which one has reserved regions.

@@ -2,9 +2,9 @@
 
 use crate::{Chain, ChainFault, Desc};
 
-/// Chains that [`pop_burst`](super::Ring::pop_burst) took, their buffers one after the other. Made
+/// Chains that [`pop_burst`](super::Queue::pop_burst) took, their buffers one after the other. Made
 /// once and refilled by every burst; or a queue of chains that are taken and not given back, to
-/// which [`pop_more`](super::Ring::pop_more) appends.
+/// which [`pop_more`](super::Queue::pop_more) appends.
 #[derive(Clone, Debug, Default)]
 pub struct Burst {
     descs: Vec<Desc>,

@@ -8,7 +8,7 @@ use core::{
 
 use ringfence_mem::Translate;
 
-use super::{Burst, Glimpse, Ring, RingConfig, Written, flight::Flight, table::Table};
+use super::{Burst, Glimpse, RingConfig, Written, flight::Flight, table::Table};
 use crate::{Chain, ChainFault, Desc, RingError};
 
 /// The parts specific to a format: its areas, and the device's position in them. The position is
@@ -17,7 +17,7 @@ use crate::{Chain, ChainFault, Desc, RingError};
 ///
 /// Chains occupy places of the ring: in a split one each takes one, in a packed one as many as it
 /// has descriptors.
-pub trait Format: Copy + fmt::Debug {
+pub(super) trait Format: Copy + fmt::Debug {
     /// The three areas, at their current addresses.
     type Areas: fmt::Debug;
     /// The first descriptor of a chain, our copy of it.
@@ -110,7 +110,7 @@ pub trait Format: Copy + fmt::Debug {
     /// Enables a kick with the next chain.
     fn enable(&self, areas: &Self::Areas, config: &RingConfig);
 
-    /// As [`Ring::peek_from`], for the chains from `skip` to `ahead`.
+    /// As [`Queue::peek_from`](super::Queue::peek_from), for the chains from `skip` to `ahead`.
     fn peek(
         &self,
         areas: &Self::Areas,
@@ -119,7 +119,7 @@ pub trait Format: Copy + fmt::Debug {
         each: impl FnMut(Glimpse),
     ) -> u16;
 
-    /// As [`Ring::written`], for what was published.
+    /// As [`Queue::written`](super::Queue::written), for what was published.
     fn written<'w>(
         &mut self,
         areas: &'w Self::Areas,
@@ -133,13 +133,13 @@ pub trait Format: Copy + fmt::Debug {
     /// The number of the next chain's place, for errors.
     fn index(&self) -> u16;
 
-    /// As [`Ring::next_avail`].
+    /// As [`Queue::next_avail`](super::Queue::next_avail).
     fn next_avail(&self) -> u32;
 }
 
 /// The device's end of a queue of format `F`.
 #[derive(Debug)]
-pub struct End<F: Format> {
+pub(super) struct End<F: Format> {
     /// `None` until they are found for the first time.
     areas: Option<F::Areas>,
     /// The addresses have changed since `areas` were found.
@@ -153,7 +153,7 @@ pub struct End<F: Format> {
     nameless: u16,
     /// Whether kicks are enabled.
     kicks: bool,
-    /// Whether that was written since the last [`written`](Ring::written).
+    /// Whether that was written since the last [`written`](super::Queue::written).
     kicks_written: bool,
     broken: Option<RingError>,
     /// It continues at the used index, once that can be read.
@@ -165,7 +165,7 @@ impl<F: Format> End<F> {
     ///
     /// # Errors
     /// As there.
-    pub fn postponed(config: RingConfig) -> Result<End<F>, RingError> {
+    pub(super) fn postponed(config: RingConfig) -> Result<End<F>, RingError> {
         let at = F::new(&config)?;
         Ok(End {
             areas: None,
@@ -182,23 +182,13 @@ impl<F: Format> End<F> {
         })
     }
 
-    /// As [`Queue::new`](super::Queue::new), for this format.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn new(config: RingConfig, mem: &impl Translate) -> Result<End<F>, RingError> {
-        let mut queue = End::postponed(config)?;
-        queue.revalidate(mem)?;
-        Ok(queue)
-    }
-
     /// Makes it continue at the used index, once that is found.
     pub(super) fn goes_on_at_used(&mut self) {
         self.at_used = true;
     }
 
     /// As [`Queue::is_lost`](super::Queue::is_lost).
-    pub fn is_lost(&self) -> bool {
+    pub(super) fn is_lost(&self) -> bool {
         self.at_used && self.areas.is_none()
     }
 
@@ -258,17 +248,17 @@ impl<F: Format> End<F> {
     }
 }
 
-impl<F: Format> Ring for End<F> {
-    fn config(&self) -> &RingConfig {
+impl<F: Format> End<F> {
+    pub(super) fn config(&self) -> &RingConfig {
         &self.config
     }
 
     #[inline]
-    fn is_valid(&self) -> bool {
+    pub(super) fn is_valid(&self) -> bool {
         !self.moved && self.areas.as_ref().is_some_and(F::is_valid)
     }
 
-    fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
+    pub(super) fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
         if let Some(error) = self.broken {
             return Err(error);
         }
@@ -286,19 +276,23 @@ impl<F: Format> Ring for End<F> {
         Ok(())
     }
 
-    fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
+    pub(super) fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
         self.config = RingConfig { desc, avail, used, ..self.config };
         self.moved = true;
         // The kick field in the new area is unknown.
         self.kicks = true;
     }
 
-    fn broken(&self) -> Option<RingError> {
+    pub(super) fn broken(&self) -> Option<RingError> {
         self.broken
     }
 
     #[inline]
-    fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
+    pub(super) fn pop(
+        &mut self,
+        mem: &impl Translate,
+        chain: &mut Chain,
+    ) -> Result<bool, RingError> {
         chain.clear();
         if let Some(error) = self.broken {
             return Err(error);
@@ -319,7 +313,7 @@ impl<F: Format> Ring for End<F> {
     }
 
     #[inline]
-    fn pop_more(
+    pub(super) fn pop_more(
         &mut self,
         mem: &impl Translate,
         most: usize,
@@ -369,7 +363,7 @@ impl<F: Format> Ring for End<F> {
         }
     }
 
-    fn peek_from(
+    pub(super) fn peek_from(
         &mut self,
         mem: &impl Translate,
         skip: u16,
@@ -380,7 +374,7 @@ impl<F: Format> Ring for End<F> {
         self.at.peek(areas, (skip, ahead), (&self.config, &mut self.table, mem), each)
     }
 
-    fn untake(&mut self, head: u16) -> bool {
+    pub(super) fn untake(&mut self, head: u16) -> bool {
         let places = self.flight.untake(head);
         if let Some(places) = places {
             // Neither end has overwritten its descriptors, or the entry that points to them: the
@@ -393,14 +387,14 @@ impl<F: Format> Ring for End<F> {
     }
 
     #[inline]
-    fn push_used(&mut self, head: u16, len: u32) {
+    pub(super) fn push_used(&mut self, head: u16, len: u32) {
         let places = self.flight.give_back(head);
         let Some(areas) = &self.areas else { unreachable!("a chain was taken from it") };
         self.at.put(areas, (head, len), places, self.config.size);
     }
 
     #[inline]
-    fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
+    pub(super) fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
         let (size, mut at) = (self.config.size, self.at);
         for used in used {
             let places = self.flight.give_back(used.0);
@@ -411,12 +405,12 @@ impl<F: Format> Ring for End<F> {
     }
 
     #[inline]
-    fn publish_used(&mut self) -> bool {
+    pub(super) fn publish_used(&mut self) -> bool {
         self.areas.as_ref().is_some_and(|areas| self.at.publish(areas, &self.config))
     }
 
     #[inline]
-    fn suppress_kicks(&mut self) {
+    pub(super) fn suppress_kicks(&mut self) {
         // The driver reads this cache line: do not touch it without need.
         if let Some(areas) = &self.areas
             && core::mem::replace(&mut self.kicks, false)
@@ -426,7 +420,7 @@ impl<F: Format> Ring for End<F> {
         }
     }
 
-    fn enable_kicks(&mut self) -> bool {
+    pub(super) fn enable_kicks(&mut self) -> bool {
         let Some(areas) = &self.areas else { return false };
         (self.kicks, self.kicks_written) = (true, true);
         self.at.enable(areas, &self.config);
@@ -442,15 +436,15 @@ impl<F: Format> Ring for End<F> {
                 .is_some_and(|areas| self.at.next(areas, self.config.size).is_some())
     }
 
-    fn next_avail(&self) -> u32 {
+    pub(super) fn next_avail(&self) -> u32 {
         self.at.next_avail()
     }
 
-    fn in_flight(&self) -> u16 {
+    pub(super) fn in_flight(&self) -> u16 {
         self.at.in_flight(&self.flight)
     }
 
-    fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
+    pub(super) fn written(&mut self, mut each: impl FnMut(Written<'_>)) {
         let Some(areas) = &self.areas else { return };
         self.at.written(areas, &self.config, &mut each);
         if core::mem::take(&mut self.kicks_written) {

@@ -4,7 +4,7 @@ use crate::ChainFault;
 
 /// The chains in flight, by name: a head of a split ring, a buffer id of a packed one.
 #[derive(Debug)]
-pub struct Flight {
+pub(super) struct Flight {
     /// 0 for a free name; else how many descriptors of the ring the chain takes, at least one, and
     /// above them its sequence number, or [`UNORDERED`].
     names: Box<[u64]>,

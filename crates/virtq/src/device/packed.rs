@@ -5,8 +5,8 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Translate;
 
 use super::{
-    End, Glimpse, PEEK_DESCS, RingConfig, Stored, Written,
-    end::Format,
+    Glimpse, PEEK_DESCS, RingConfig, Stored, Written,
+    end::{End, Format},
     flight::Flight,
     table::Table,
     window,
@@ -19,7 +19,7 @@ use crate::{
 
 /// The three areas, at their current addresses.
 #[derive(Debug)]
-pub struct Areas {
+pub(super) struct Areas {
     ring: DescRing,
     driver: Event,
     device: Event,
@@ -27,7 +27,7 @@ pub struct Areas {
 
 /// The device's position in a packed ring.
 #[derive(Clone, Copy, Debug)]
-pub struct Places {
+pub(super) struct Places {
     /// Where the next chain is taken from, and where the next one is given back.
     next_avail: RingPos,
     next_used: RingPos,
@@ -43,7 +43,7 @@ pub struct Places {
 }
 
 /// The device's end of a packed queue.
-pub type Packed = End<Places>;
+pub(super) type Packed = End<Places>;
 
 impl Packed {
     /// As [`Queue::take_stored`](super::Queue::take_stored).
@@ -53,7 +53,7 @@ impl Packed {
     ///
     /// # Panics
     /// As there.
-    pub fn take_stored(
+    pub(super) fn take_stored(
         &mut self,
         mem: &impl Translate,
         id: u16,

@@ -5,8 +5,8 @@ use core::sync::atomic::{Ordering, fence};
 use ringfence_mem::Translate;
 
 use super::{
-    End, Glimpse, PEEK_DESCS, RingConfig, Written,
-    end::Format,
+    Glimpse, PEEK_DESCS, RingConfig, Written,
+    end::{End, Format},
     flight::Flight,
     table::Table,
     window,
@@ -19,7 +19,7 @@ use crate::{
 
 /// The three areas, at their current addresses.
 #[derive(Debug)]
-pub struct Areas {
+pub(super) struct Areas {
     desc: DescTable,
     avail: AvailRing,
     used: UsedRing,
@@ -27,7 +27,7 @@ pub struct Areas {
 
 /// The device's position in a split ring.
 #[derive(Clone, Copy, Debug)]
-pub struct Indices {
+pub(super) struct Indices {
     /// The available index of the next chain to take.
     next_avail: u16,
     /// The available index when it was last read.
@@ -40,14 +40,14 @@ pub struct Indices {
 }
 
 /// The device's end of a split queue.
-pub type Split = End<Indices>;
+pub(super) type Split = End<Indices>;
 
 impl Split {
     /// As [`Queue::postponed_at_used`](super::Queue::postponed_at_used).
     ///
     /// # Errors
     /// As there.
-    pub fn postponed_at_used(config: RingConfig) -> Result<Split, RingError> {
+    pub(super) fn postponed_at_used(config: RingConfig) -> Result<Split, RingError> {
         let mut queue = Split::postponed(RingConfig { base: 0, ..config })?;
         queue.goes_on_at_used();
         Ok(queue)
@@ -60,7 +60,7 @@ impl Split {
     ///
     /// # Panics
     /// As there.
-    pub fn take_head(
+    pub(super) fn take_head(
         &mut self,
         mem: &impl Translate,
         head: u16,
@@ -230,7 +230,7 @@ impl Format for Indices {
         // the mirror image of the driver's `needs_kick`, with the same argument. The driver's part
         // is in its `enable_notifications`.
         fence(Ordering::SeqCst);
-        match areas.avail.used_event() {
+        match areas.avail.event() {
             Some(event) => layout::passed_event(event.load(Ordering::Relaxed), new, old),
             None => {
                 let flags = areas.avail.flags().load(Ordering::Relaxed);
@@ -241,7 +241,7 @@ impl Format for Indices {
 
     #[inline]
     fn suppress(&self, areas: &Areas) {
-        match areas.used.avail_event() {
+        match areas.used.event() {
             // No event value means never; this one is half a lap of the index away, so that a
             // poller is kicked once in 2^16 chains.
             Some(event) => event.store(self.next_avail ^ 0x8000, Ordering::Relaxed),
@@ -250,7 +250,7 @@ impl Format for Indices {
     }
 
     fn enable(&self, areas: &Areas, _: &RingConfig) {
-        match areas.used.avail_event() {
+        match areas.used.event() {
             Some(event) => event.store(self.next_avail, Ordering::Relaxed),
             None => areas.used.flags().store(0, Ordering::Relaxed),
         }

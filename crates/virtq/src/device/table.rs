@@ -6,7 +6,7 @@ use crate::{ChainFault, layout};
 
 /// Where a table is copied to.
 #[derive(Debug)]
-pub struct Table {
+pub(super) struct Table {
     /// Room for the largest, or none if indirect descriptors were not negotiated.
     bytes: Box<[u8]>,
 }

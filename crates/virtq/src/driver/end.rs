@@ -8,13 +8,13 @@ use core::{
 use ringfence_mem::Window;
 
 use super::{
-    QueueConfig, Ring, Rings, Used, checked,
+    QueueConfig, Rings, Used,
     names::{Back, Names},
 };
 use crate::{AddError, Desc, RingError, layout};
 
 /// The parts specific to a format: its areas.
-pub trait Format: fmt::Debug + Sized {
+pub(super) trait Format: fmt::Debug + Sized {
     /// The driver's position in them. It is copied out for a burst and back after it: kept in the
     /// queue, it would be stored and loaded again for each chain.
     type At: Copy + fmt::Debug;
@@ -63,7 +63,7 @@ pub trait Format: fmt::Debug + Sized {
 
 /// The driver's end of a queue of format `F`.
 #[derive(Debug)]
-pub struct End<F: Format> {
+pub(super) struct End<F: Format> {
     areas: F,
     at: F::At,
     names: Names,
@@ -77,7 +77,7 @@ impl<F: Format> End<F> {
     ///
     /// # Errors
     /// As there.
-    pub fn new(config: QueueConfig, rings: Rings) -> Result<End<F>, RingError> {
+    pub(super) fn new(config: QueueConfig, rings: Rings) -> Result<End<F>, RingError> {
         let (areas, at) = F::new(config, rings)?;
         Ok(End { areas, at, names: Names::new(config.size), notify: true, broken: None })
     }
@@ -101,41 +101,77 @@ pub(super) fn write_flag(desc: &Desc) -> u16 {
     if desc.write { layout::DESC_F_WRITE } else { 0 }
 }
 
-impl<F: Format> Ring for End<F> {
-    fn size(&self) -> u16 {
+impl<F: Format> End<F> {
+    /// Checks a chain that takes `wanted` descriptors of the queue; returns its writable bytes.
+    #[inline(always)]
+    fn checked(&self, descs: &[Desc], wanted: usize) -> Result<u32, AddError> {
+        if let Some(error) = self.broken {
+            return Err(AddError::Broken(error));
+        }
+        if descs.is_empty() {
+            return Err(AddError::Empty);
+        }
+        let (size, free) = (self.size(), self.free_descs());
+        if descs.len() > usize::from(size) {
+            return Err(AddError::TooMany { wanted: descs.len(), size });
+        }
+        if wanted > usize::from(free) {
+            return Err(AddError::Full { wanted, free });
+        }
+        // At most 2^15 lengths of 32 bits: the sums cannot overflow.
+        let (mut total, mut room) = (0_u64, 0);
+        let mut writes = false;
+        for (at, desc) in descs.iter().enumerate() {
+            if writes && !desc.write {
+                return Err(AddError::Order { at });
+            }
+            if desc.wraps() {
+                return Err(AddError::Wraps { at });
+            }
+            writes = desc.write;
+            total += u64::from(desc.len);
+            room += if desc.write { u64::from(desc.len) } else { 0 };
+        }
+        if total > u64::from(u32::MAX) {
+            return Err(AddError::TooLong { total });
+        }
+        Ok(room as u32)
+    }
+
+    pub(super) fn size(&self) -> u16 {
         self.names.size()
     }
 
-    fn free_descs(&self) -> u16 {
+    pub(super) fn free_descs(&self) -> u16 {
         self.names.free()
     }
 
-    fn in_flight(&self) -> u16 {
+    pub(super) fn in_flight(&self) -> u16 {
         self.names.in_flight()
     }
 
-    fn broken(&self) -> Option<RingError> {
+    pub(super) fn broken(&self) -> Option<RingError> {
         self.broken
     }
 
     // Callers pass chains of constant length: the compiler unrolls the loops over it.
     #[inline(always)]
-    fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
-        let room = checked(self, descs, descs.len())?;
+    pub(super) fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
+        let room = self.checked(descs, descs.len())?;
         let tail = self.areas.write(&mut self.at, &self.names, descs);
         self.names.add(tail, descs.len() as u16, room, token);
         Ok(())
     }
 
     #[inline]
-    fn add_indirect(
+    pub(super) fn add_indirect(
         &mut self,
         table_addr: u64,
         table: &Window,
         descs: &[Desc],
         token: u64,
     ) -> Result<(), AddError> {
-        let room = checked(self, descs, 1)?;
+        let room = self.checked(descs, 1)?;
         let bytes = descs.len() * layout::DESC_SIZE;
         if table.len() < bytes {
             return Err(AddError::Table { wanted: descs.len(), len: table.len() });
@@ -152,7 +188,7 @@ impl<F: Format> Ring for End<F> {
     }
 
     #[inline]
-    fn add_burst(
+    pub(super) fn add_burst(
         &mut self,
         buffers: impl IntoIterator<Item = (Desc, u64)>,
     ) -> Result<usize, AddError> {
@@ -180,19 +216,19 @@ impl<F: Format> Ring for End<F> {
     }
 
     #[inline]
-    fn publish(&mut self) {
+    pub(super) fn publish(&mut self) {
         if self.names.publish() {
             self.areas.publish(&mut self.at, &self.names);
         }
     }
 
     #[inline]
-    fn needs_kick(&mut self) -> bool {
+    pub(super) fn needs_kick(&mut self) -> bool {
         self.areas.needs_kick(&mut self.at, &self.names)
     }
 
     #[inline]
-    fn pop(&mut self) -> Result<Option<Used>, RingError> {
+    pub(super) fn pop(&mut self) -> Result<Option<Used>, RingError> {
         let mut out = [Used::default()];
         Ok(match self.pop_burst(&mut out)? {
             0 => None,
@@ -201,7 +237,7 @@ impl<F: Format> Ring for End<F> {
     }
 
     #[inline]
-    fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError> {
+    pub(super) fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError> {
         if let Some(error) = self.broken {
             return Err(error);
         }
@@ -231,14 +267,14 @@ impl<F: Format> Ring for End<F> {
     }
 
     #[inline]
-    fn suppress_notifications(&mut self) {
+    pub(super) fn suppress_notifications(&mut self) {
         // The device reads this cache line: do not touch it without need.
         if core::mem::replace(&mut self.notify, false) {
             self.areas.suppress(&self.names);
         }
     }
 
-    fn enable_notifications(&mut self) -> bool {
+    pub(super) fn enable_notifications(&mut self) -> bool {
         self.notify = true;
         self.areas.enable(&self.at, &self.names);
         // The mirror image of the device's `publish_used`, argued as in `needs_kick`: either we see

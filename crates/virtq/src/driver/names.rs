@@ -28,7 +28,7 @@ const IDLE: u64 = u64::MAX;
 /// a chain has those of all its descriptors, and its own is the first. On a packed one they are
 /// buffer ids: a chain has one, and for each free descriptor there is a free id.
 #[derive(Debug)]
-pub struct Names {
+pub(super) struct Names {
     slots: Box<[Slot]>,
     /// First of the free list, meaningful while `free` is not 0. The list is a stack: the name used
     /// last is the one most likely still in the cache.
@@ -44,7 +44,7 @@ pub struct Names {
 
 /// A chain that the device reports as given back.
 #[derive(Clone, Copy, Debug)]
-pub struct Back {
+pub(super) struct Back {
     /// The place of the report, for errors.
     pub(super) index: u16,
     pub(super) name: u32,

@@ -16,7 +16,7 @@ use crate::{
 
 /// The three areas.
 #[derive(Debug)]
-pub struct Areas {
+pub(super) struct Areas {
     ring: DescRing,
     driver: Event,
     device: Event,
@@ -25,7 +25,7 @@ pub struct Areas {
 
 /// The driver's position in them.
 #[derive(Clone, Copy, Debug)]
-pub struct At {
+pub(super) struct At {
     /// Where the next chain is put, and where the next one comes back.
     next_avail: RingPos,
     next_used: RingPos,
@@ -39,7 +39,7 @@ pub struct At {
 }
 
 /// The driver's end of a packed queue.
-pub type Packed = End<Areas>;
+pub(super) type Packed = End<Areas>;
 
 impl Areas {
     /// Writes the first descriptor of a chain of `count`, or keeps it for

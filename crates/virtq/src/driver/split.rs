@@ -16,7 +16,7 @@ use crate::{
 
 /// The three areas.
 #[derive(Debug)]
-pub struct Areas {
+pub(super) struct Areas {
     desc: DescTable,
     avail: AvailRing,
     used: UsedRing,
@@ -24,15 +24,15 @@ pub struct Areas {
 
 /// The driver's position in them.
 #[derive(Clone, Copy, Debug)]
-pub struct At {
+pub(super) struct At {
     /// The used index when it was last read.
     seen: u16,
-    /// How many chains were published at the last [`needs_kick`](super::Ring::needs_kick).
+    /// How many chains were published at the last [`needs_kick`](super::Queue::needs_kick).
     judged: u64,
 }
 
 /// The driver's end of a split queue.
-pub type Split = End<Areas>;
+pub(super) type Split = End<Areas>;
 
 impl Format for Areas {
     type At = At;
@@ -53,8 +53,8 @@ impl Format for Areas {
         // No device reads the ring yet: starting it orders these stores before its first read.
         for field in [areas.avail.flags(), areas.avail.idx(), areas.used.flags(), areas.used.idx()]
             .into_iter()
-            .chain(areas.avail.used_event())
-            .chain(areas.used.avail_event())
+            .chain(areas.avail.event())
+            .chain(areas.used.event())
         {
             field.store(0, Ordering::Relaxed);
         }
@@ -110,7 +110,7 @@ impl Format for Areas {
         // device's, we see the event and kick. No weaker order than SeqCst forbids that both loads
         // see the old value.
         fence(Ordering::SeqCst);
-        match self.used.avail_event() {
+        match self.used.event() {
             // 2^16 chains published between two calls have passed every event.
             Some(_) if new - old > u64::from(u16::MAX) => true,
             Some(event) => {
@@ -152,7 +152,7 @@ impl Format for Areas {
 
     #[inline]
     fn suppress(&self, names: &Names) {
-        match self.avail.used_event() {
+        match self.avail.event() {
             // No event value means never; this one is half a lap of the index away, so that a
             // poller is interrupted once in 2^16 chains.
             Some(event) => event.store(names.taken() as u16 ^ 0x8000, Ordering::Relaxed),
@@ -161,7 +161,7 @@ impl Format for Areas {
     }
 
     fn enable(&self, _: &At, names: &Names) {
-        match self.avail.used_event() {
+        match self.avail.event() {
             Some(event) => event.store(names.taken() as u16, Ordering::Relaxed),
             None => self.avail.flags().store(0, Ordering::Relaxed),
         }

@@ -144,7 +144,7 @@ fn peeking_shows_what_lies_ahead_and_changes_nothing() {
         assert!(device.pop(&ram, &mut chain).unwrap(), "the first is taken");
         let peek = |device: &mut device::Queue, ahead| {
             let mut seen = Vec::new();
-            device.peek(&ram, ahead, |glimpse| seen.push(glimpse));
+            device.peek_from(&ram, 0, ahead, |glimpse| seen.push(glimpse));
             seen
         };
         let buffer = Glimpse::Buffer;
@@ -191,7 +191,7 @@ fn peeking_is_bounded_whatever_lies_there() {
             ram.write(BASE + 16 * at + 8, &(1024_u32 * 16).to_le_bytes()).unwrap();
         }
         let mut seen = 0;
-        device.peek(&ram, u16::MAX, |_| seen += 1);
+        device.peek_from(&ram, 0, u16::MAX, |_| seen += 1);
         assert!(seen > 500 && seen <= 2 * device::PEEK_DESCS, "{seen}");
     }
     // A chain that loops, and an arbitrary index.

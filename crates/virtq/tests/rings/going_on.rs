@@ -44,7 +44,7 @@ fn a_ring_may_start_before_its_areas_can_be_found() {
             // The queue is empty, and reports nothing.
             assert_eq!(queue.pop(&ram, &mut chain), Ok(false));
             assert_eq!(queue.pop_burst(&ram, 8, &mut burst), Ok(0));
-            queue.peek(&ram, 8, |seen| panic!("{seen:?}"));
+            queue.peek_from(&ram, 0, 8, |seen| panic!("{seen:?}"));
             queue.suppress_kicks();
             assert!(!queue.enable_kicks() && !queue.publish_used() && !queue.untake(0));
             assert_eq!((queue.broken(), queue.next_avail()), (None, at.base));

@@ -306,7 +306,7 @@ proptest! {
         place.1 |= place.0 == 0 && !ring.iter().any(given_back);
         at.base = bits | bits << 16;
         let mut queue = device::Queue::new(at, &ram).unwrap();
-        queue.peek(&ram, 8, |_| ());
+        queue.peek_from(&ram, 0, 8, |_| ());
         let (mut chain, mut burst) = (Chain::new(), device::Burst::new());
         let (mut taken, mut room) = (HashSet::new(), SIZE);
         loop {

@@ -346,7 +346,7 @@ proptest! {
                 Step::Untake(_) => prop_assert!(!device.untake(0)),
                 Step::Peek(ahead) => {
                     let mut seen = Vec::new();
-                    device.peek(&ram, ahead.into(), |glimpse| {
+                    device.peek_from(&ram, 0, ahead.into(), |glimpse| {
                         if let device::Glimpse::Buffer(desc) = glimpse {
                             seen.push(desc);
                         }

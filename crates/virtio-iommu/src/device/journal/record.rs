@@ -104,5 +104,5 @@ pub(super) fn read_log(
         }
         at += 8 + request_len.next_multiple_of(8);
     }
-    Ok((requests, Answers(answers)))
+    Ok((requests, Answers { open: answers }))
 }

@@ -357,7 +357,7 @@ fn positions_wrap_and_answers_elsewhere_are_dropped() {
     assert_eq!(guest.deaths, 1);
     let answers = |from: u16| {
         let all = (0..6).map(|n| (from.wrapping_add(n), Answer::Unwritten)).collect();
-        Answers(all).at(0xfffe, 8).0.len()
+        Answers { open: all }.at(0xfffe, 8).open.len()
     };
     assert_eq!([0xfffe, 0xfffc, 0xfff8, 4, 6, 0x8000].map(answers), [6, 4, 0, 2, 0, 0]);
 }
@@ -382,7 +382,7 @@ fn an_answer_that_became_another_is_the_other() {
             device.set_features(u64::MAX);
         }
         let (_, recovered) = Journal::open(SharedFile::map(&fd, 0, 0x1000).unwrap()).unwrap();
-        let answers = recovered.into_answers().0;
+        let answers = recovered.into_answers().open;
         assert!(answers.contains(&(8, Answer::Status(Status::DevErr))));
         assert_eq!(answers.len(), if renewed { 1 } else { 3 });
     }

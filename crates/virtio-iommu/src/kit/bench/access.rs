@@ -145,6 +145,22 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// Expects that neither a read nor a write at `iova` reaches guest memory at `phys`.
+    pub(in crate::kit) fn expect_not_at(
+        &mut self,
+        endpoint: u32,
+        iova: u64,
+        phys: u64,
+    ) -> Result<(), Stop> {
+        for write in [false, true] {
+            let reached = self.reach(endpoint, iova, write)?;
+            if reached == Reached::At(phys) {
+                return self.mismatch(reached, "nothing of the domain");
+            }
+        }
+        Ok(())
+    }
+
     /// Whether the page at `iova` of a domain is mapped, with an endpoint in it: by an access, or
     /// if none can be made, by the status of a MAP over it.
     pub(in crate::kit) fn is_mapped(
@@ -160,13 +176,11 @@ impl Bench<'_> {
         }
         let at = (iova, iova + (self.page() - 1));
         let phys = self.phys(PAGES - 1);
-        let answer = self.map(domain, at, phys)?;
-        if answer.is(Status::Ok) {
-            let answer = self.unmap(domain, at)?;
-            self.prepare(&answer)?;
-            return Ok(false);
+        let free = self.map(domain, at, phys)?.is(Status::Ok);
+        if free {
+            self.unmap(domain, at)?.given()?;
         }
-        Ok(true)
+        Ok(!free)
     }
 
     /// Not applicable if [`is_mapped`](Self::is_mapped) could not find out: to be called before it.
@@ -190,8 +204,7 @@ impl Bench<'_> {
                  cannot be seen",
             );
         }
-        let answer = self.unmap(domain, (first, last))?;
-        self.prepare(&answer)?;
+        self.unmap(domain, (first, last))?.given()?;
         self.steps.clear();
         self.steps.push("attached".into());
         Ok(())

@@ -6,11 +6,13 @@ mod requests;
 pub(super) use access::Reached;
 pub(super) use requests::{Answer, UNWRITTEN, attach, describe, map, unmap};
 
+use std::fmt::Display;
+
 use super::{Failed, Mismatch, Subject};
 use crate::wire::{CONFIG_LEN, Features, MAX_REQUEST_LEN, Properties, Request, Status, TAIL_LEN};
 
-/// How a check ends: well, perhaps with something to note, or before its end.
-pub(super) type Verdict = Result<Option<String>, Stop>;
+/// How a check ends: well, or before its end.
+pub(super) type Verdict = Result<(), Stop>;
 
 /// Why a check ends early.
 #[derive(Debug)]
@@ -33,6 +35,12 @@ pub(super) fn not_applicable<T>(why: impl Into<String>) -> Result<T, Stop> {
     Err(Stop::NotApplicable(why.into()))
 }
 
+/// After `sent` the device did `came` instead of `expected`.
+fn mismatch<T>(sent: String, came: impl Display, expected: impl Display) -> Result<T, Stop> {
+    let (came, expected) = (came.to_string(), expected.to_string());
+    Err(Stop::Mismatch(Mismatch { sent, came, expected }))
+}
+
 /// The kit's own pages, in guest memory and in each domain.
 pub(super) const PAGES: u64 = 32;
 /// The offset of the field `bypass` in the configuration.
@@ -48,6 +56,8 @@ pub(super) struct Bench<'a> {
     /// The features that the driver accepted.
     pub(super) features: Features,
     steps: Vec<String>,
+    /// What the check that runs has noted.
+    note: Option<String>,
     /// What `bypass` was at first.
     initial_bypass: Option<u8>,
     config: [u8; CONFIG_LEN],
@@ -62,6 +72,7 @@ impl<'a> Bench<'a> {
             subject,
             features: Features::empty(),
             steps: Vec::new(),
+            note: None,
             initial_bypass: None,
             config: [0; CONFIG_LEN],
             base: None,
@@ -80,6 +91,7 @@ impl<'a> Bench<'a> {
 
     /// A reset, with all features, `bypass` zero where that can be.
     pub(super) fn restart(&mut self) -> Result<(), Failed> {
+        self.note = None;
         self.steps.clear();
         self.start(self.wanted())?;
         self.subject.read_config(0, &mut self.config)?;
@@ -120,6 +132,16 @@ impl<'a> Bench<'a> {
         format!("{begin}{}", self.steps[from..].join(", "))
     }
 
+    /// Ends a check that the device passes with something to report.
+    pub(super) fn note(&mut self, note: impl Into<String>) -> Verdict {
+        self.note = Some(note.into());
+        Ok(())
+    }
+
+    pub(super) fn take_note(&mut self) -> Option<String> {
+        self.note.take()
+    }
+
     pub(super) fn note_step(&mut self, step: impl Into<String>) {
         self.steps.push(step.into());
     }
@@ -127,11 +149,10 @@ impl<'a> Bench<'a> {
     /// The device did `came` instead of `expected`.
     pub(super) fn mismatch<T>(
         &self,
-        came: impl std::fmt::Display,
-        expected: impl std::fmt::Display,
+        came: impl Display,
+        expected: impl Display,
     ) -> Result<T, Stop> {
-        let (sent, came, expected) = (self.steps(), came.to_string(), expected.to_string());
-        Err(Stop::Mismatch(Mismatch { sent, came, expected }))
+        mismatch(self.steps(), came, expected)
     }
 
     /// Not applicable unless the driver has accepted `feature`.
@@ -305,7 +326,7 @@ impl<'a> Bench<'a> {
         if reply[size] != Status::Ok as u8 {
             return Ok(Vec::new());
         }
-        let regions = Properties::new(&reply[..size]).map(|property| property.region().range);
+        let regions = Properties::new(&reply[..size]).map(|region| region.range);
         Ok(regions.map(|range| (range.first().0, range.last().0)).collect())
     }
 }

@@ -1,8 +1,10 @@
 //! Requests, and the statuses expected of them.
 
+use std::fmt::Display;
+
 use ringfence_iommu::{Iova, Range};
 
-use super::{Bench, Stop, not_applicable};
+use super::{Bench, Stop, mismatch, not_applicable};
 use crate::wire::{AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN};
 
 /// What unwritten bytes of a reply look like.
@@ -10,13 +12,14 @@ pub(in crate::kit) const UNWRITTEN: u8 = 0xee;
 /// A reply.
 #[derive(Clone, Debug)]
 pub(in crate::kit) struct Answer {
+    /// What was done to the device since the check began, this request included.
+    sent: String,
     pub(in crate::kit) used: u32,
     pub(in crate::kit) bytes: Vec<u8>,
 }
 
 impl Answer {
-    /// Whether the buffer came back without a byte written.
-    pub(in crate::kit) fn is_unwritten(&self) -> bool {
+    fn is_unwritten(&self) -> bool {
         self.used == 0 && self.bytes.iter().all(|&byte| byte == UNWRITTEN)
     }
 
@@ -32,6 +35,48 @@ impl Answer {
     pub(in crate::kit) fn is(&self, status: Status) -> bool {
         self.status() == Some(status)
     }
+
+    /// Expects one of the statuses.
+    pub(in crate::kit) fn expect(&self, statuses: &[Status]) -> Result<(), Stop> {
+        if self.status().is_some_and(|status| statuses.contains(&status)) {
+            return Ok(());
+        }
+        let names: Vec<String> = statuses.iter().map(Status::to_string).collect();
+        self.mismatch(self, names.join(" or "))
+    }
+
+    /// Expects that a request is refused, however.
+    pub(in crate::kit) fn expect_refusal(&self) -> Result<(), Stop> {
+        match self.is(Status::Ok) {
+            true => self.mismatch(self, "a refusal"),
+            false => Ok(()),
+        }
+    }
+
+    /// Expects that the buffer comes back without a byte written.
+    pub(in crate::kit) fn expect_unwritten(&self) -> Result<(), Stop> {
+        match self.is_unwritten() {
+            true => Ok(()),
+            false => self.mismatch(self, "nothing written, used length 0"),
+        }
+    }
+
+    /// It holds `came` instead of `expected`.
+    pub(in crate::kit) fn mismatch(
+        &self,
+        came: impl Display,
+        expected: impl Display,
+    ) -> Result<(), Stop> {
+        mismatch(self.sent.clone(), came, expected)
+    }
+
+    /// Of a request that a check begins with and does not judge.
+    pub(in crate::kit) fn given(&self) -> Result<(), Stop> {
+        match self.is(Status::Ok) {
+            true => Ok(()),
+            false => not_applicable(format!("it begins with {}", self.sent)),
+        }
+    }
 }
 
 impl std::fmt::Display for Answer {
@@ -43,17 +88,12 @@ impl std::fmt::Display for Answer {
                 write!(f, "used length {used}, and no tail where the buffer ends")
             }
             (_, Some([raw, ..])) => match Status::from_u8(raw) {
-                Some(status) => f.write_str(&name(status)),
+                Some(status) => status.fmt(f),
                 None => write!(f, "status {raw}"),
             },
             (used, None) => write!(f, "used length {used}"),
         }
     }
-}
-
-/// A status as the specification spells it.
-pub(in crate::kit) fn name(status: Status) -> String {
-    format!("{status:?}").to_uppercase()
 }
 
 impl Bench<'_> {
@@ -67,7 +107,7 @@ impl Bench<'_> {
         self.steps.push(what.into());
         let mut bytes = vec![UNWRITTEN; room];
         let used = self.subject.request(readable, &mut bytes)?;
-        self.answered(Answer { used, bytes })
+        self.answered(used, bytes)
     }
 
     /// The same over descriptors of at most `piece` bytes.
@@ -82,18 +122,20 @@ impl Bench<'_> {
         let mut bytes = vec![UNWRITTEN; room];
         match self.subject.request_split(piece, readable, &mut bytes) {
             None => not_applicable("requests cannot be split"),
-            Some(used) => self.answered(Answer { used: used?, bytes }),
+            Some(used) => self.answered(used?, bytes),
         }
     }
 
-    fn answered(&mut self, answer: Answer) -> Result<Answer, Stop> {
+    fn answered(&mut self, used: u32, bytes: Vec<u8>) -> Result<Answer, Stop> {
+        let mut answer = Answer { sent: String::new(), used, bytes };
         if let Some(step) = self.steps.last_mut() {
             step.push_str(&format!(": {answer}"));
         }
-        if answer.used as usize > answer.bytes.len() {
-            let (used, room) = (answer.used, answer.bytes.len());
+        let room = answer.bytes.len();
+        if used as usize > room {
             return self.mismatch(format!("used length {used}"), format!("at most {room}"));
         }
+        answer.sent = self.steps();
         Ok(answer)
     }
 
@@ -149,37 +191,11 @@ impl Bench<'_> {
         self.request(unmap(domain, at))
     }
 
-    /// Expects one of the statuses.
-    pub(in crate::kit) fn expect(&self, answer: &Answer, statuses: &[Status]) -> Result<(), Stop> {
-        if answer.status().is_some_and(|status| statuses.contains(&status)) {
-            return Ok(());
-        }
-        let names: Vec<String> = statuses.iter().map(|&status| name(status)).collect();
-        self.mismatch(answer, names.join(" or "))
-    }
-
-    /// Expects that a request is refused, however.
-    pub(in crate::kit) fn expect_refusal(&self, answer: &Answer) -> Result<(), Stop> {
-        match answer.is(Status::Ok) {
-            true => self.mismatch(answer, "a refusal"),
-            false => Ok(()),
-        }
-    }
-
-    /// What a check begins with and does not judge.
-    pub(in crate::kit) fn prepare(&self, answer: &Answer) -> Result<(), Stop> {
-        match answer.is(Status::Ok) {
-            true => Ok(()),
-            false => not_applicable(format!("it begins with {}", self.steps())),
-        }
-    }
-
     /// An endpoint (the kit's number `n`) in the kit's domain `domain`: the numbers of both.
     pub(in crate::kit) fn attached(&mut self, domain: u32, n: usize) -> Result<(u32, u32), Stop> {
         self.needs(Features::MAP_UNMAP)?;
         let (domain, endpoint) = (self.domain(domain)?, self.endpoint(n)?);
-        let answer = self.attach(domain, endpoint)?;
-        self.prepare(&answer)?;
+        self.attach(domain, endpoint)?.given()?;
         Ok((domain, endpoint))
     }
 
@@ -190,8 +206,7 @@ impl Bench<'_> {
         at: (u64, u64),
         phys: u64,
     ) -> Result<(), Stop> {
-        let answer = self.map(domain, at, phys)?;
-        self.prepare(&answer)
+        self.map(domain, at, phys)?.given()
     }
 }
 
@@ -240,7 +255,9 @@ mod tests {
 
     #[test]
     fn an_answer_shows_what_was_written() {
-        let text = |used, bytes: &[u8]| Answer { used, bytes: bytes.into() }.to_string();
+        let text = |used, bytes: &[u8]| {
+            Answer { sent: String::new(), used, bytes: bytes.into() }.to_string()
+        };
         let nothing = [UNWRITTEN; 8];
         assert_eq!(text(0, &nothing), "nothing written");
         assert_eq!(text(4, &nothing), "used length 4, and no tail where the buffer ends");

@@ -1,115 +1,47 @@
 //! ATTACH (rules V9 to V12).
 
 use crate::{
-    kit::{
-        Check,
-        Level::{May, Must, Should},
-        bench::{Bench, Stop, Verdict, attach, not_applicable},
-    },
+    kit::bench::{Bench, Stop, Verdict, attach, not_applicable},
     wire::{Features, Status},
 };
 
-pub(in crate::kit) const CHECKS: &[Check] = &[
-    Check::new(
-        9,
-        Must,
-        "attach-reserved",
-        "ATTACH with reserved bytes that are not zero is answered with INVAL",
-        reserved,
-    ),
-    Check::new(
-        9,
-        Must,
-        "attach-flags",
-        "ATTACH with an unknown flag is answered with INVAL",
-        flags,
-    ),
-    Check::new(
-        9,
-        Must,
-        "attach-absent",
-        "ATTACH of an endpoint that does not exist is answered with NOENT",
-        absent,
-    ),
-    Check::new(
-        9,
-        Must,
-        "attach-refused-does-nothing",
-        "an ATTACH that was refused attaches nothing and makes no domain",
-        refused,
-    ),
-    Check::new(
-        10,
-        Must,
-        "attach-makes-domain",
-        "ATTACH makes a domain that does not exist",
-        makes_domain,
-    ),
-    Check::new(
-        10,
-        Should,
-        "attach-bypass-consistent",
-        "ATTACH whose flag BYPASS does not fit an existing domain is answered with INVAL",
-        consistent,
-    ),
-    Check::new(
-        11,
-        Should,
-        "attach-again",
-        "ATTACH of an attached endpoint to another domain moves it",
-        again,
-    ),
-    Check::new(
-        11,
-        Must,
-        "attach-again-or-unsupp",
-        "ATTACH of an attached endpoint succeeds, or is answered with UNSUPP",
-        again_or_unsupp,
-    ),
-    Check::new(
-        11,
-        Must,
-        "attach-again-moves",
-        "an endpoint that was moved reaches its new domain's mappings and none of its old one's",
-        again_moves,
-    ),
-    Check::new(
-        11,
-        Should,
-        "attach-again-detaches",
-        "a domain whose last endpoint was moved away is destroyed",
-        again_detaches,
-    ),
-    Check::new(
-        12,
-        Must,
-        "attach-second-or-unsupp",
-        "ATTACH of a second endpoint to a domain succeeds, or is answered with UNSUPP",
-        second_or_unsupp,
-    ),
-    Check::new(
-        12,
-        Must,
-        "attach-second-attaches",
-        "a second endpoint whose ATTACH succeeded reaches the domain's mappings",
-        second_attaches,
-    ),
-    Check::new(
-        35,
-        May,
-        "attach-outside-domain-range",
-        "ATTACH to a domain outside of domain_range (no driver may send that)",
-        outside_range,
-    ),
-];
+checks! {
+    9 Must "attach-reserved" => reserved,
+        "ATTACH with reserved bytes that are not zero is answered with INVAL";
+    9 Must "attach-flags" => flags,
+        "ATTACH with an unknown flag is answered with INVAL";
+    9 Must "attach-absent" => absent,
+        "ATTACH of an endpoint that does not exist is answered with NOENT";
+    9 Must "attach-refused-does-nothing" => refused,
+        "an ATTACH that was refused attaches nothing and makes no domain";
+    10 Must "attach-makes-domain" => makes_domain,
+        "ATTACH makes a domain that does not exist";
+    10 Should "attach-bypass-consistent" => consistent,
+        "ATTACH whose flag BYPASS does not fit an existing domain is answered with INVAL";
+    11 Should "attach-again" => again,
+        "ATTACH of an attached endpoint to another domain moves it";
+    11 Must "attach-again-or-unsupp" => again_or_unsupp,
+        "ATTACH of an attached endpoint succeeds, or is answered with UNSUPP";
+    11 Must "attach-again-moves" => again_moves,
+        "an endpoint that was moved reaches its new domain's mappings and none of its old one's";
+    11 Should "attach-again-detaches" => again_detaches,
+        "a domain whose last endpoint was moved away is destroyed";
+    12 Must "attach-second-or-unsupp" => second_or_unsupp,
+        "ATTACH of a second endpoint to a domain succeeds, or is answered with UNSUPP";
+    12 Must "attach-second-attaches" => second_attaches,
+        "a second endpoint whose ATTACH succeeded reaches the domain's mappings";
+    35 May "attach-outside-domain-range" => outside_range,
+        "ATTACH to a domain outside of domain_range (no driver may send that)";
+}
 
 fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let request = attach(bench.domain(0)?, bench.endpoint(0)?);
     for at in 16..20 {
-        let answer = bench.changed(request, &format!("byte {at} = 1"), |bytes| bytes[at] = 1)?;
-        bench.expect(&answer, &[Status::Inval])?;
+        bench
+            .changed(request, &format!("byte {at} = 1"), |bytes| bytes[at] = 1)?
+            .expect(&[Status::Inval])?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn flags(bench: &mut Bench<'_>) -> Verdict {
@@ -119,44 +51,38 @@ fn flags(bench: &mut Bench<'_>) -> Verdict {
         let answer = bench.changed(request, &what, |bytes| {
             bytes[12..16].copy_from_slice(&(1u32 << bit).to_le_bytes());
         })?;
-        bench.expect(&answer, &[Status::Inval])?;
+        answer.expect(&[Status::Inval])?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn absent(bench: &mut Bench<'_>) -> Verdict {
     let (domain, absent) = (bench.domain(0)?, bench.subject.absent_endpoint());
-    let answer = bench.attach(domain, absent)?;
-    bench.expect(&answer, &[Status::NoEnt])?;
-    Ok(None)
+    bench.attach(domain, absent)?.expect(&[Status::NoEnt])
 }
 
 fn refused(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     let request = attach(domain, endpoint);
-    let (at, phys) = (bench.pages(0, 0), bench.phys(0));
     for (what, byte) in [("byte 16 = 1", 16), ("flag 0x80000000", 15)] {
         let answer = bench.changed(request, what, |bytes| bytes[byte] = 0x80)?;
         if answer.is(Status::Ok) {
             return not_applicable("it is not refused");
         }
-        let answer = bench.map(domain, at, phys)?;
-        bench.expect_refusal(&answer)?;
+        bench.map(domain, bench.pages(0, 0), bench.phys(0))?.expect_refusal()?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn makes_domain(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
-    let answer = bench.attach(domain, endpoint)?;
-    bench.expect(&answer, &[Status::Ok])?;
-    let (at, phys) = (bench.pages(0, 0), bench.phys(0));
-    let answer = bench.map(domain, at, phys)?;
+    bench.attach(domain, endpoint)?.expect(&[Status::Ok])?;
+    let answer = bench.map(domain, bench.pages(0, 0), bench.phys(0))?;
     match answer.is(Status::NoEnt) {
         true => bench.mismatch(answer, "a domain to map in"),
-        false => Ok(None),
+        false => Ok(()),
     }
 }
 
@@ -164,69 +90,48 @@ fn consistent(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::BYPASS_CONFIG)?;
     let (first, second) = (bench.endpoint(0)?, bench.endpoint(1)?);
     let (plain, bypass) = (bench.domain(0)?, bench.domain(1)?);
-    let answer = bench.attach(plain, first)?;
-    bench.prepare(&answer)?;
-    let answer = bench.attach_bypass(plain, second)?;
-    bench.expect(&answer, &[Status::Inval])?;
-    let answer = bench.detach(plain, first)?;
-    bench.prepare(&answer)?;
-    let answer = bench.attach_bypass(bypass, first)?;
-    bench.prepare(&answer)?;
-    let answer = bench.attach(bypass, second)?;
-    bench.expect(&answer, &[Status::Inval])?;
-    Ok(None)
+    bench.attach(plain, first)?.given()?;
+    bench.attach_bypass(plain, second)?.expect(&[Status::Inval])?;
+    bench.detach(plain, first)?.given()?;
+    bench.attach_bypass(bypass, first)?.given()?;
+    bench.attach(bypass, second)?.expect(&[Status::Inval])
 }
 
 fn again(bench: &mut Bench<'_>) -> Verdict {
     let (_, endpoint) = bench.attached(0, 0)?;
-    let other = bench.domain(1)?;
-    let answer = bench.attach(other, endpoint)?;
-    bench.expect(&answer, &[Status::Ok])?;
-    Ok(None)
+    bench.attach(bench.domain(1)?, endpoint)?.expect(&[Status::Ok])
 }
 
 fn again_or_unsupp(bench: &mut Bench<'_>) -> Verdict {
     let (_, endpoint) = bench.attached(0, 0)?;
-    let other = bench.domain(1)?;
-    let answer = bench.attach(other, endpoint)?;
-    bench.expect(&answer, &[Status::Ok, Status::Unsupp])?;
-    Ok(None)
+    bench.attach(bench.domain(1)?, endpoint)?.expect(&[Status::Ok, Status::Unsupp])
 }
 
 /// Moves an endpoint: from where, to where, which.
 fn moved(bench: &mut Bench<'_>) -> Result<(u32, u32, u32), Stop> {
     let (from, endpoint) = bench.attached(0, 0)?;
-    let (at, phys) = (bench.pages(0, 0), bench.phys(9));
-    bench.mapped(from, at, phys)?;
+    bench.mapped(from, bench.pages(0, 0), bench.phys(9))?;
     let to = bench.domain(1)?;
-    let answer = bench.attach(to, endpoint)?;
-    bench.prepare(&answer)?;
+    bench.attach(to, endpoint)?.given()?;
     Ok((from, to, endpoint))
 }
 
 fn again_moves(bench: &mut Bench<'_>) -> Verdict {
     let (_, to, endpoint) = moved(bench)?;
-    let (old, new, phys) = (bench.pages(0, 0), bench.pages(1, 1), bench.phys(5));
-    bench.expect_out_of_reach(endpoint, old)?;
+    let (new, phys) = (bench.pages(1, 1), bench.phys(5));
+    bench.expect_out_of_reach(endpoint, bench.pages(0, 0))?;
     bench.mapped(to, new, phys)?;
-    bench.expect_translated(endpoint, new, phys)?;
-    Ok(None)
+    bench.expect_translated(endpoint, new, phys)
 }
 
 fn again_detaches(bench: &mut Bench<'_>) -> Verdict {
     let (from, _, _) = moved(bench)?;
-    let (at, phys) = (bench.pages(1, 1), bench.phys(0));
-    let answer = bench.map(from, at, phys)?;
-    bench.expect(&answer, &[Status::NoEnt])?;
-    Ok(None)
+    bench.map(from, bench.pages(1, 1), bench.phys(0))?.expect(&[Status::NoEnt])
 }
 
 fn second_or_unsupp(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
-    let second = bench.endpoint(1)?;
-    let answer = bench.attach(domain, second)?;
-    bench.expect(&answer, &[Status::Ok, Status::Unsupp])?;
-    Ok(None)
+    bench.attach(domain, bench.endpoint(1)?)?.expect(&[Status::Ok, Status::Unsupp])
 }
 
 fn second_attaches(bench: &mut Bench<'_>) -> Verdict {
@@ -235,14 +140,13 @@ fn second_attaches(bench: &mut Bench<'_>) -> Verdict {
     let phys = bench.phys(9);
     bench.mapped(domain, before, phys)?;
     let second = bench.endpoint(1)?;
-    let answer = bench.attach(domain, second)?;
-    bench.prepare(&answer)?;
+    bench.attach(domain, second)?.given()?;
     bench.mapped(domain, after, phys)?;
     for endpoint in [first, second] {
         bench.expect_translated(endpoint, before, phys)?;
         bench.expect_translated(endpoint, after, phys)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn outside_range(bench: &mut Bench<'_>) -> Verdict {
@@ -257,6 +161,6 @@ fn outside_range(bench: &mut Bench<'_>) -> Verdict {
     }
     match notes.is_empty() {
         true => not_applicable("every number is in the range"),
-        false => Ok(Some(notes.join(", "))),
+        false => bench.note(notes.join(", ")),
     }
 }

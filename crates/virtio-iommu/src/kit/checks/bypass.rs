@@ -2,100 +2,36 @@
 //! V6).
 
 use crate::{
-    kit::{
-        Check,
-        Level::{Must, Should},
-        bench::{Bench, Reached, Stop, Verdict, not_applicable},
-    },
+    kit::bench::{Bench, Reached, Stop, Verdict, not_applicable},
     wire::{Features, Status},
 };
 
-pub(in crate::kit) const CHECKS: &[Check] = &[
-    Check::new(
-        3,
-        Must,
-        "bypass-zero-or-one",
-        "the field bypass reads 0 or 1, whatever is written to it",
-        zero_or_one,
-    ),
-    Check::new(
-        3,
-        Must,
-        "bypass-written",
-        "the field bypass holds what a driver wrote, once BYPASS_CONFIG is negotiated",
-        written,
-    ),
-    Check::new(
-        3,
-        Should,
-        "bypass-survives-reset",
-        "a device reset leaves the field bypass alone",
-        survives_reset,
-    ),
-    Check::new(
-        3,
-        Should,
-        "bypass-system-reset",
-        "a system reset gives the field bypass its initial value",
-        system_reset,
-    ),
-    Check::new(
-        4,
-        Must,
-        "reset-detaches",
-        "after a device reset an endpoint reaches nothing of the domain that it was in",
-        reset_detaches,
-    ),
-    Check::new(
-        4,
-        Should,
-        "reset-ends-domains",
-        "after a device reset the domains that were are none",
-        reset_ends_domains,
-    ),
-    Check::new(
-        5,
-        Must,
-        "bypass-is-identity",
-        "with bypass = 1 an unattached endpoint reaches all memory, at its own addresses",
-        is_identity,
-    ),
-    Check::new(
-        5,
-        Must,
-        "bypass-unaccepted",
-        "bypass = 1 counts also where the driver has not accepted BYPASS_CONFIG",
-        unaccepted,
-    ),
-    Check::new(
-        5,
-        Must,
-        "bypass-not-attached",
-        "with bypass = 1 an attached endpoint reaches only what is mapped",
-        not_attached,
-    ),
-    Check::new(
-        5,
-        Must,
-        "bypass-domain",
-        "an endpoint in a bypass domain reaches all memory, at its own addresses",
-        domain,
-    ),
-    Check::new(
-        5,
-        Must,
-        "bypass-negotiated",
-        "where the old BYPASS is negotiated an unattached endpoint is in bypass mode",
-        negotiated,
-    ),
-    Check::new(
-        6,
-        Should,
-        "unattached-reaches-nothing",
-        "an unattached endpoint that is not in bypass mode reaches no guest memory",
-        unattached,
-    ),
-];
+checks! {
+    3 Must "bypass-zero-or-one" => zero_or_one,
+        "the field bypass reads 0 or 1, whatever is written to it";
+    3 Must "bypass-written" => written,
+        "the field bypass holds what a driver wrote, once BYPASS_CONFIG is negotiated";
+    3 Should "bypass-survives-reset" => survives_reset,
+        "a device reset leaves the field bypass alone";
+    3 Should "bypass-system-reset" => system_reset,
+        "a system reset gives the field bypass its initial value";
+    4 Must "reset-detaches" => reset_detaches,
+        "after a device reset an endpoint reaches nothing of the domain that it was in";
+    4 Should "reset-ends-domains" => reset_ends_domains,
+        "after a device reset the domains that were are none";
+    5 Must "bypass-is-identity" => is_identity,
+        "with bypass = 1 an unattached endpoint reaches all memory, at its own addresses";
+    5 Must "bypass-unaccepted" => unaccepted,
+        "bypass = 1 counts also where the driver has not accepted BYPASS_CONFIG";
+    5 Must "bypass-not-attached" => not_attached,
+        "with bypass = 1 an attached endpoint reaches only what is mapped";
+    5 Must "bypass-domain" => domain,
+        "an endpoint in a bypass domain reaches all memory, at its own addresses";
+    5 Must "bypass-negotiated" => negotiated,
+        "where the old BYPASS is negotiated an unattached endpoint is in bypass mode";
+    6 Should "unattached-reaches-nothing" => unattached,
+        "an unattached endpoint that is not in bypass mode reaches no guest memory";
+}
 
 fn zero_or_one(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::BYPASS_CONFIG)?;
@@ -112,7 +48,7 @@ fn zero_or_one(bench: &mut Bench<'_>) -> Verdict {
             other => return bench.mismatch(other, "0 or 1"),
         }
     }
-    Ok(Some(format!("{initial} at first")))
+    bench.note(format!("{initial} at first"))
 }
 
 fn written(bench: &mut Bench<'_>) -> Verdict {
@@ -121,7 +57,7 @@ fn written(bench: &mut Bench<'_>) -> Verdict {
         bench.write_bypass(value)?;
         expect_bypass(bench, value)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn expect_bypass(bench: &mut Bench<'_>, expected: u8) -> Result<(), Stop> {
@@ -138,7 +74,7 @@ fn survives_reset(bench: &mut Bench<'_>) -> Verdict {
         bench.start(bench.wanted())?;
         expect_bypass(bench, value)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn system_reset(bench: &mut Bench<'_>) -> Verdict {
@@ -157,14 +93,14 @@ fn system_reset(bench: &mut Bench<'_>) -> Verdict {
     bench.write_bypass(1 - (initial & 1))?;
     reset(bench)?;
     expect_bypass(bench, initial)?;
-    Ok(Some(format!("{initial}")))
+    bench.note(format!("{initial}"))
 }
 
 /// An endpoint with a page mapped: domain, endpoint, the page.
 fn with_a_page(bench: &mut Bench<'_>) -> Result<(u32, u32, (u64, u64)), Stop> {
     let (domain, endpoint) = bench.attached(0, 0)?;
-    let (at, phys) = (bench.pages(2, 2), bench.phys(9));
-    bench.mapped(domain, at, phys)?;
+    let at = bench.pages(2, 2);
+    bench.mapped(domain, at, bench.phys(9))?;
     Ok((domain, endpoint, at))
 }
 
@@ -181,21 +117,13 @@ fn reset_detaches(bench: &mut Bench<'_>) -> Verdict {
     bench.expect_reach(endpoint, at.0, false, Reached::At(phys))?;
     bench.start(bench.wanted())?;
     no_bypass(bench)?;
-    for write in [false, true] {
-        if bench.reach(endpoint, at.0, write)? == Reached::At(phys) {
-            return bench.mismatch("the mapping from before", Reached::Nothing);
-        }
-    }
-    Ok(None)
+    bench.expect_not_at(endpoint, at.0, phys)
 }
 
 fn reset_ends_domains(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _, _) = with_a_page(bench)?;
     bench.start(bench.wanted())?;
-    let (at, phys) = (bench.pages(5, 5), bench.phys(0));
-    let answer = bench.map(domain, at, phys)?;
-    bench.expect(&answer, &[Status::NoEnt])?;
-    Ok(None)
+    bench.map(domain, bench.pages(5, 5), bench.phys(0))?.expect(&[Status::NoEnt])
 }
 
 /// Expects that an endpoint reaches memory at memory's own addresses.
@@ -204,7 +132,7 @@ fn expect_identity(bench: &mut Bench<'_>, endpoint: u32) -> Verdict {
         let first = bench.phys(n);
         bench.expect_translated(endpoint, (first, first + (bench.page() - 1)), first)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn is_identity(bench: &mut Bench<'_>) -> Verdict {
@@ -231,15 +159,13 @@ fn not_attached(bench: &mut Bench<'_>) -> Verdict {
     bench.write_bypass(1)?;
     let (_, endpoint) = bench.attached(0, 0)?;
     let first = bench.phys(3);
-    bench.expect_out_of_reach(endpoint, (first, first + (bench.page() - 1)))?;
-    Ok(None)
+    bench.expect_out_of_reach(endpoint, (first, first + (bench.page() - 1)))
 }
 
 fn domain(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::BYPASS_CONFIG)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
-    let answer = bench.attach_bypass(domain, endpoint)?;
-    bench.prepare(&answer)?;
+    bench.attach_bypass(domain, endpoint)?.given()?;
     expect_identity(bench, endpoint)
 }
 
@@ -262,5 +188,5 @@ fn unattached(bench: &mut Bench<'_>) -> Verdict {
         let first = bench.phys(n);
         bench.expect_out_of_reach(endpoint, (first, first + (bench.page() - 1)))?;
     }
-    Ok(None)
+    Ok(())
 }

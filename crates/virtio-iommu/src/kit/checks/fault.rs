@@ -2,54 +2,32 @@
 
 use crate::{
     kit::{
-        ACCESS, Check, Event,
-        Level::{May, Must, Should},
+        ACCESS, Event,
         bench::{Bench, Reached, Stop, Verdict, not_applicable},
     },
     wire::FAULT_LEN,
 };
 
-pub(in crate::kit) const CHECKS: &[Check] = &[
-    Check::new(
-        4,
-        Should,
-        "reset-forgets-faults",
-        "after a device reset no report comes of what was before (virtio 2.4)",
-        reset_forgets,
-    ),
-    Check::new(28, May, "fault-report", "what a refused access is reported as", report),
-    Check::new(28, Should, "fault-reserved", "the reserved fields of a report are zero", reserved),
-    Check::new(28, Should, "fault-flags", "the undefined flags of a report are zero", flags),
-    Check::new(28, Should, "fault-endpoint", "a report names the endpoint", endpoint),
-    Check::new(
-        28,
-        Must,
-        "fault-address",
-        "a report that has an address has that of the access",
-        address,
-    ),
-    Check::new(
-        29,
-        Must,
-        "no-event-buffer",
-        "faults without a buffer to report them in hold up nothing: they wait or are dropped",
-        no_buffer,
-    ),
-    Check::new(
-        29,
-        Should,
-        "small-event-buffer",
-        "a report is not spread over several buffers that are too small",
-        small_buffer,
-    ),
-    Check::new(
-        30,
-        May,
-        "needs-reset",
-        "an internal error that concerns no endpoint sets DEVICE_NEEDS_RESET",
-        needs_reset,
-    ),
-];
+checks! {
+    4 Should "reset-forgets-faults" => reset_forgets,
+        "after a device reset no report comes of what was before (virtio 2.4)";
+    28 May "fault-report" => report,
+        "what a refused access is reported as";
+    28 Should "fault-reserved" => reserved,
+        "the reserved fields of a report are zero";
+    28 Should "fault-flags" => flags,
+        "the undefined flags of a report are zero";
+    28 Should "fault-endpoint" => endpoint,
+        "a report names the endpoint";
+    28 Must "fault-address" => address,
+        "a report that has an address has that of the access";
+    29 Must "no-event-buffer" => no_buffer,
+        "faults without a buffer to report them in hold up nothing: they wait or are dropped";
+    29 Should "small-event-buffer" => small_buffer,
+        "a report is not spread over several buffers that are too small";
+    30 May "needs-reset" => needs_reset,
+        "an internal error that concerns no endpoint sets DEVICE_NEEDS_RESET";
+}
 
 const UNDEFINED: u32 = !0x103;
 
@@ -94,20 +72,20 @@ fn reset_forgets(bench: &mut Bench<'_>) -> Verdict {
     bench.start(bench.wanted())?;
     bench.post(64)?;
     match bench.event()? {
-        None => Ok(None),
+        None => Ok(()),
         Some(_) => bench.mismatch("a report", "none"),
     }
 }
 
 fn report(bench: &mut Bench<'_>) -> Verdict {
     let (_, _, event) = fault(bench)?;
-    Ok(Some(format!("reason {}, flags {:#x}", event.bytes[0], word(&event, 4))))
+    bench.note(format!("reason {}, flags {:#x}", event.bytes[0], word(&event, 4)))
 }
 
 fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let (_, _, event) = fault(bench)?;
     match event.bytes[1..4] == [0; 3] && word(&event, 12) == 0 {
-        true => Ok(None),
+        true => Ok(()),
         false => bench.mismatch(format!("{:x?}", &event.bytes[..FAULT_LEN]), "zeroes"),
     }
 }
@@ -115,7 +93,7 @@ fn reserved(bench: &mut Bench<'_>) -> Verdict {
 fn flags(bench: &mut Bench<'_>) -> Verdict {
     let (_, _, event) = fault(bench)?;
     match word(&event, 4) {
-        flags if flags & UNDEFINED == 0 => Ok(None),
+        flags if flags & UNDEFINED == 0 => Ok(()),
         flags => bench.mismatch(format!("{flags:#x}"), "no flags but 0x103"),
     }
 }
@@ -123,7 +101,7 @@ fn flags(bench: &mut Bench<'_>) -> Verdict {
 fn endpoint(bench: &mut Bench<'_>) -> Verdict {
     let (endpoint, _, event) = fault(bench)?;
     match word(&event, 8) {
-        named if named == endpoint => Ok(None),
+        named if named == endpoint => Ok(()),
         named => bench.mismatch(named, endpoint),
     }
 }
@@ -135,7 +113,7 @@ fn address(bench: &mut Bench<'_>) -> Verdict {
     }
     let named = u64::from(word(&event, 16)) | u64::from(word(&event, 20)) << 32;
     match (at..at + ACCESS as u64).contains(&named) {
-        true => Ok(None),
+        true => Ok(()),
         false => bench.mismatch(format!("{named:#x}"), format!("{at:#x}")),
     }
 }
@@ -148,13 +126,13 @@ fn no_buffer(bench: &mut Bench<'_>) -> Verdict {
             return not_applicable("the access is not refused");
         }
     }
-    let (domain, page, phys) = (bench.domain(0)?, bench.pages(1, 1), bench.phys(0));
-    bench.map(domain, page, phys)?;
+    let domain = bench.domain(0)?;
+    bench.map(domain, bench.pages(1, 1), bench.phys(0))?;
     bench.post(64)?;
     // What waited comes now, else this.
     bench.reach(endpoint, at, true)?;
     match bench.event()? {
-        Some(_) => Ok(None),
+        Some(_) => Ok(()),
         None => bench.mismatch("no report any more", "a report"),
     }
 }
@@ -173,7 +151,7 @@ fn small_buffer(bench: &mut Bench<'_>) -> Verdict {
         written += usize::from(event.used > 0);
     }
     match written {
-        0 | 1 => Ok(None),
+        0 | 1 => Ok(()),
         more => bench.mismatch(format!("{more} buffers for one report"), "one at most"),
     }
 }

@@ -1,82 +1,54 @@
-//! MAP: what it refuses (rules V15 to V18).
+//! MAP: what it refuses, and what it allows (rules V15 to V20).
+
+use ringfence_iommu::{Iova, Range};
 
 use crate::{
-    kit::{
-        Check,
-        Level::{May, Must, Should},
-        bench::{Bench, Verdict, map, not_applicable},
-    },
-    wire::{Features, MapFlags, Status},
+    kit::bench::{Bench, Reached, Stop, Verdict, map, not_applicable},
+    wire::{Features, MapFlags, Request, Status},
 };
 
-pub(in crate::kit) const CHECKS: &[Check] = &[
-    Check::new(
-        15,
-        Should,
-        "map-aligned",
-        "MAP off the granule (start, end or target) is answered with RANGE",
-        aligned,
-    ),
-    Check::new(
-        16,
-        Should,
-        "map-overlap",
-        "MAP over an existing mapping is answered with INVAL",
-        overlap,
-    ),
-    Check::new(
-        16,
-        Should,
-        "map-overlap-changes-nothing",
-        "a MAP that was refused for an overlap leaves all mappings as they were",
-        overlap_changes_nothing,
-    ),
-    Check::new(17, Must, "map-flags", "MAP with an unknown flag is answered with INVAL", flags),
-    Check::new(
-        17,
-        Must,
-        "map-mmio-unoffered",
-        "where MMIO is not offered its flag is unknown: INVAL",
-        mmio_unoffered,
-    ),
-    Check::new(
-        17,
-        Should,
-        "map-no-domain",
-        "MAP in a domain that does not exist is answered with NOENT",
-        no_domain,
-    ),
-    Check::new(
-        17,
-        Should,
-        "map-bypass-domain",
-        "MAP in a bypass domain is answered with INVAL",
-        bypass_domain,
-    ),
-    Check::new(
-        18,
-        Should,
-        "map-reserved-region",
-        "MAP over a RESV_MEM region of an endpoint in the domain is refused",
-        reserved_region,
-    ),
-    Check::new(18, Must, "map-input-range", "MAP outside of input_range fails", input_range),
-    Check::new(
-        38,
-        May,
-        "map-backwards",
-        "MAP that ends before it begins (no driver may send that)",
-        backwards,
-    ),
-    Check::new(
-        20,
-        May,
-        "map-target-overflow",
-        "MAP whose target leaves the 64-bit addresses (no driver should send that)",
-        target_overflow,
-    ),
-    Check::new(20, May, "map-largest", "MAP of every address that can be mapped", largest),
-];
+checks! {
+    15 Should "map-aligned" => aligned,
+        "MAP off the granule (start, end or target) is answered with RANGE";
+    16 Should "map-overlap" => overlap,
+        "MAP over an existing mapping is answered with INVAL";
+    16 Should "map-overlap-changes-nothing" => overlap_changes_nothing,
+        "a MAP that was refused for an overlap leaves all mappings as they were";
+    17 Must "map-flags" => flags,
+        "MAP with an unknown flag is answered with INVAL";
+    17 Must "map-mmio-unoffered" => mmio_unoffered,
+        "where MMIO is not offered its flag is unknown: INVAL";
+    17 Should "map-no-domain" => no_domain,
+        "MAP in a domain that does not exist is answered with NOENT";
+    17 Should "map-bypass-domain" => bypass_domain,
+        "MAP in a bypass domain is answered with INVAL";
+    18 Should "map-reserved-region" => reserved_region,
+        "MAP over a RESV_MEM region of an endpoint in the domain is refused";
+    18 Must "map-input-range" => input_range,
+        "MAP outside of input_range fails";
+    38 May "map-backwards" => backwards,
+        "MAP that ends before it begins (no driver may send that)";
+    20 May "map-target-overflow" => target_overflow,
+        "MAP whose target leaves the 64-bit addresses (no driver should send that)";
+    20 May "map-largest" => largest,
+        "MAP of every address that can be mapped";
+    19 Must "write-needs-flag" => write_needs_flag,
+        "what is mapped without WRITE is not written";
+    19 May "read-of-write-only" => read_of_write_only,
+        "reads of what is mapped with WRITE and without READ";
+    20 Should "map-succeeds" => succeeds,
+        "MAP of free pages is answered with OK";
+    20 Should "map-ends" => ends,
+        "the first and the last page of input_range can be mapped, and unmapped";
+    20 Must "map-translates" => translates,
+        "an endpoint reaches the target over the whole of a mapping, and nothing beside it";
+    20 Must "map-many" => many,
+        "mappings side by side lead each to its own target";
+    20 Must "map-all-endpoints" => all_endpoints,
+        "a mapping is there for every endpoint of the domain when MAP is answered";
+    20 Must "map-other-domains" => other_domains,
+        "a mapping is there for the endpoints of its domain alone";
+}
 
 fn aligned(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
@@ -91,10 +63,9 @@ fn aligned(bench: &mut Bench<'_>) -> Verdict {
         ((first, last - 1), phys),
         ((first, last), phys + half),
     ] {
-        let answer = bench.map(domain, at, phys)?;
-        bench.expect(&answer, &[Status::Range])?;
+        bench.map(domain, at, phys)?.expect(&[Status::Range])?;
     }
-    Ok(None)
+    Ok(())
 }
 
 /// Pages 4 to 7 are mapped; these overlap them, each in its own way.
@@ -102,24 +73,20 @@ const OVERLAPS: [(u64, u64); 6] = [(4, 7), (5, 5), (4, 4), (2, 4), (7, 9), (3, 8
 
 fn overlap(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
-    let (at, phys) = (bench.pages(4, 7), bench.phys(9));
-    bench.mapped(domain, at, phys)?;
+    let phys = bench.phys(9);
+    bench.mapped(domain, bench.pages(4, 7), phys)?;
     for (first, last) in OVERLAPS {
-        let at = bench.pages(first, last);
-        let answer = bench.map(domain, at, phys)?;
-        bench.expect(&answer, &[Status::Inval])?;
+        bench.map(domain, bench.pages(first, last), phys)?.expect(&[Status::Inval])?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn overlap_changes_nothing(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
     bench.can_observe_mapped(domain, endpoint)?;
-    let (kept, phys, other) = (bench.pages(4, 7), bench.phys(9), bench.phys(20));
-    bench.mapped(domain, kept, phys)?;
+    bench.mapped(domain, bench.pages(4, 7), bench.phys(9))?;
     for (first, last) in OVERLAPS {
-        let at = bench.pages(first, last);
-        if bench.map(domain, at, other)?.is(Status::Ok) {
+        if bench.map(domain, bench.pages(first, last), bench.phys(20))?.is(Status::Ok) {
             return not_applicable("a MAP over a mapping is not refused");
         }
     }
@@ -131,7 +98,7 @@ fn overlap_changes_nothing(bench: &mut Bench<'_>) -> Verdict {
             return bench.mismatch(format!("{first:#x} {}", word(is)), word(was));
         }
     }
-    Ok(None)
+    Ok(())
 }
 
 fn flags(bench: &mut Bench<'_>) -> Verdict {
@@ -142,9 +109,9 @@ fn flags(bench: &mut Bench<'_>) -> Verdict {
         let answer = bench.changed(request, &format!("flags {flags:#x}"), |bytes| {
             bytes[32..36].copy_from_slice(&flags.to_le_bytes());
         })?;
-        bench.expect(&answer, &[Status::Inval])?;
+        answer.expect(&[Status::Inval])?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn mmio_unoffered(bench: &mut Bench<'_>) -> Verdict {
@@ -157,28 +124,21 @@ fn mmio_unoffered(bench: &mut Bench<'_>) -> Verdict {
     let answer = bench.changed(request, "the flag MMIO", |bytes| {
         bytes[32..36].copy_from_slice(&mmio.to_le_bytes());
     })?;
-    bench.expect(&answer, &[Status::Inval])?;
-    Ok(None)
+    answer.expect(&[Status::Inval])
 }
 
 fn no_domain(bench: &mut Bench<'_>) -> Verdict {
     bench.attached(0, 0)?;
-    let (missing, at, phys) = (bench.domain(1)?, bench.pages(0, 0), bench.phys(0));
-    let answer = bench.map(missing, at, phys)?;
-    bench.expect(&answer, &[Status::NoEnt])?;
-    Ok(None)
+    let missing = bench.domain(1)?;
+    bench.map(missing, bench.pages(0, 0), bench.phys(0))?.expect(&[Status::NoEnt])
 }
 
 fn bypass_domain(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::BYPASS_CONFIG)?;
     bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
-    let answer = bench.attach_bypass(domain, endpoint)?;
-    bench.prepare(&answer)?;
-    let (at, phys) = (bench.pages(0, 0), bench.phys(0));
-    let answer = bench.map(domain, at, phys)?;
-    bench.expect(&answer, &[Status::Inval])?;
-    Ok(None)
+    bench.attach_bypass(domain, endpoint)?.given()?;
+    bench.map(domain, bench.pages(0, 0), bench.phys(0))?.expect(&[Status::Inval])
 }
 
 fn reserved_region(bench: &mut Bench<'_>) -> Verdict {
@@ -195,16 +155,14 @@ fn reserved_region(bench: &mut Bench<'_>) -> Verdict {
             }
             bench.start(bench.wanted())?;
             let (domain, _) = bench.attached(0, n)?;
-            let phys = bench.phys(0);
             for at in [at, (at.0, at.0 + (granule - 1)), (at.1 - (granule - 1), at.1)] {
-                let answer = bench.map(domain, at, phys)?;
-                bench.expect_refusal(&answer)?;
+                bench.map(domain, at, bench.phys(0))?.expect_refusal()?;
             }
             tried = true;
         }
     }
     match tried {
-        true => Ok(None),
+        true => Ok(()),
         false => not_applicable("no endpoint has a RESV_MEM region within input_range"),
     }
 }
@@ -226,12 +184,10 @@ fn input_range(bench: &mut Bench<'_>) -> Verdict {
     if outside.is_empty() {
         return not_applicable("every address can be mapped");
     }
-    let phys = bench.phys(0);
     for at in outside {
-        let answer = bench.map(domain, at, phys)?;
-        bench.expect_refusal(&answer)?;
+        bench.map(domain, at, bench.phys(0))?.expect_refusal()?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn backwards(bench: &mut Bench<'_>) -> Verdict {
@@ -246,14 +202,13 @@ fn backwards(bench: &mut Bench<'_>) -> Verdict {
         notes.push(answer.to_string());
     }
     notes.dedup();
-    Ok(Some(format!("it answers {}", notes.join(", "))))
+    bench.note(format!("it answers {}", notes.join(", ")))
 }
 
 fn target_overflow(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
-    let at = bench.pages(0, 1);
-    let answer = bench.map(domain, at, u64::MAX - (bench.page() - 1))?;
-    Ok(Some(format!("it answers {answer}")))
+    let answer = bench.map(domain, bench.pages(0, 1), u64::MAX - (bench.page() - 1))?;
+    bench.note(format!("it answers {answer}"))
 }
 
 fn largest(bench: &mut Bench<'_>) -> Verdict {
@@ -265,5 +220,106 @@ fn largest(bench: &mut Bench<'_>) -> Verdict {
         last => ((last + 1) & !mask).wrapping_sub(1),
     };
     let answer = bench.map(domain, (first, last), 0)?;
-    Ok(Some(format!("{first:#x} to {last:#x}: it answers {answer}")))
+    bench.note(format!("{first:#x} to {last:#x}: it answers {answer}"))
+}
+
+fn map_with(bench: &mut Bench<'_>, at: (u64, u64), flags: MapFlags) -> Result<u32, Stop> {
+    let (domain, endpoint) = bench.attached(0, 0)?;
+    let range = Range::new(Iova(at.0), Iova(at.1)).expect("pages begin before they end");
+    let phys = bench.phys(9);
+    bench.request(Request::Map { domain, range, phys, flags })?.given()?;
+    Ok(endpoint)
+}
+
+fn write_needs_flag(bench: &mut Bench<'_>) -> Verdict {
+    let at = bench.pages(1, 1);
+    let endpoint = map_with(bench, at, MapFlags::READ)?;
+    let phys = bench.phys(9);
+    bench.expect_reach(endpoint, at.0, false, Reached::At(phys))?;
+    bench.expect_reach(endpoint, at.0, true, Reached::Nothing)
+}
+
+fn read_of_write_only(bench: &mut Bench<'_>) -> Verdict {
+    let at = bench.pages(1, 1);
+    let endpoint = map_with(bench, at, MapFlags::WRITE)?;
+    let phys = bench.phys(9);
+    bench.expect_reach(endpoint, at.0, true, Reached::At(phys))?;
+    let refused = bench.reach(endpoint, at.0, false)? == Reached::Nothing;
+    bench.note(if refused { "refused" } else { "allowed" })
+}
+
+fn succeeds(bench: &mut Bench<'_>) -> Verdict {
+    let (domain, _) = bench.attached(0, 0)?;
+    for (first, last) in [(0, 0), (1, 4), (6, 6), (5, 5)] {
+        bench.map(domain, bench.pages(first, last), bench.phys(first))?.expect(&[Status::Ok])?;
+    }
+    Ok(())
+}
+
+fn ends(bench: &mut Bench<'_>) -> Verdict {
+    let (domain, endpoint) = bench.attached(0, 0)?;
+    let ((first, last), mask) = (bench.input_range(), bench.granule() - 1);
+    let page = bench.granule().max(2);
+    let mut pages = Vec::new();
+    if let Some(up) = first.checked_add(mask) {
+        let first = up & !mask;
+        pages.push((first, first + (page - 1)));
+    }
+    // The end of the last page, or of all addresses.
+    let last = (last.wrapping_add(1) & !mask).wrapping_sub(1);
+    pages.push((last - (page - 1), last));
+    let mut taken = bench.reserved(endpoint)?;
+    taken.extend(bench.subject.kept());
+    pages.retain(|&(from, to)| !taken.iter().any(|&(a, b)| a <= to && b >= from));
+    for &at in &pages {
+        bench.map(domain, at, bench.phys(0))?.expect(&[Status::Ok])?;
+        bench.unmap(domain, at)?.expect(&[Status::Ok])?;
+    }
+    let pages: Vec<String> = pages.iter().map(|(from, _)| format!("{from:#x}")).collect();
+    bench.note(format!("tried: {}", pages.join(", ")))
+}
+
+fn translates(bench: &mut Bench<'_>) -> Verdict {
+    let (domain, endpoint) = bench.attached(0, 0)?;
+    let (at, phys) = (bench.pages(3, 6), bench.phys(10));
+    bench.mapped(domain, at, phys)?;
+    bench.expect_translated(endpoint, at, phys)?;
+    for beside in [2, 7] {
+        bench.expect_out_of_reach(endpoint, bench.pages(beside, beside))?;
+    }
+    Ok(())
+}
+
+fn many(bench: &mut Bench<'_>) -> Verdict {
+    let (domain, endpoint) = bench.attached(0, 0)?;
+    // Neighbours in the domain, scattered in memory.
+    let target = |n: u64| (n * 5 + 3) % 16 + 8;
+    for n in 0..8 {
+        let (at, phys) = (bench.pages(n, n), bench.phys(target(n)));
+        bench.mapped(domain, at, phys)?;
+    }
+    for n in 0..8 {
+        let (at, phys) = (bench.pages(n, n), bench.phys(target(n)));
+        bench.expect_reach(endpoint, at.0, false, Reached::At(phys))?;
+    }
+    Ok(())
+}
+
+fn all_endpoints(bench: &mut Bench<'_>) -> Verdict {
+    let (domain, first) = bench.attached(0, 0)?;
+    let (_, second) = bench.attached(0, 1)?;
+    let (at, phys) = (bench.pages(3, 4), bench.phys(9));
+    bench.mapped(domain, at, phys)?;
+    for endpoint in [first, second] {
+        bench.expect_translated(endpoint, at, phys)?;
+    }
+    Ok(())
+}
+
+fn other_domains(bench: &mut Bench<'_>) -> Verdict {
+    let (domain, _) = bench.attached(0, 0)?;
+    let (_, second) = bench.attached(1, 1)?;
+    let at = bench.pages(3, 4);
+    bench.mapped(domain, at, bench.phys(9))?;
+    bench.expect_out_of_reach(second, at)
 }

@@ -1,80 +1,44 @@
-//! PROBE (rules V24 to V26).
+//! PROBE, and the RESV_MEM regions that it returns (rules V24 to V27).
 
 use crate::{
-    kit::{
-        Check,
-        Level::{Must, Should},
-        bench::{Answer, Bench, Stop, UNWRITTEN, Verdict, not_applicable},
-    },
+    kit::bench::{Answer, Bench, Reached, Stop, UNWRITTEN, Verdict, not_applicable},
     wire::{Features, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
 };
 
-pub(in crate::kit) const CHECKS: &[Check] = &[
-    Check::new(
-        24,
-        Should,
-        "probe-unoffered",
-        "where PROBE is not offered it comes back unwritten, with used length 0",
-        unoffered,
-    ),
-    Check::new(
-        24,
-        Should,
-        "probe-succeeds",
-        "PROBE of each endpoint is answered with OK",
-        succeeds,
-    ),
-    Check::new(
-        24,
-        Should,
-        "probe-absent",
-        "PROBE of an endpoint that does not exist is answered with NOENT",
-        absent,
-    ),
-    Check::new(
-        24,
-        Must,
-        "probe-reserved-ignored",
-        "the reserved bytes of PROBE are ignored",
-        reserved,
-    ),
-    Check::new(
-        25,
-        Must,
-        "probe-lengths",
-        "each property states its length without its head, and the next one follows at once",
-        lengths,
-    ),
-    Check::new(
-        25,
-        Should,
-        "probe-reserved-bits",
-        "the reserved bits of a property's type are zero",
-        reserved_bits,
-    ),
-    Check::new(
-        25,
-        Should,
-        "probe-zero-fill",
-        "what is behind the last property is zero",
-        zero_fill,
-    ),
-    Check::new(
-        26,
-        Should,
-        "probe-small",
-        "PROBE with less room than probe_size is answered with INVAL, and no property is written",
-        small,
-    ),
-];
+checks! {
+    24 Should "probe-unoffered" => unoffered,
+        "where PROBE is not offered it comes back unwritten, with used length 0";
+    24 Should "probe-succeeds" => succeeds,
+        "PROBE of each endpoint is answered with OK";
+    24 Should "probe-absent" => absent,
+        "PROBE of an endpoint that does not exist is answered with NOENT";
+    24 Must "probe-reserved-ignored" => reserved,
+        "the reserved bytes of PROBE are ignored";
+    25 Must "probe-lengths" => lengths,
+        "each property states its length without its head, and the next one follows at once";
+    25 Should "probe-reserved-bits" => reserved_bits,
+        "the reserved bits of a property's type are zero";
+    25 Should "probe-zero-fill" => zero_fill,
+        "what is behind the last property is zero";
+    26 Should "probe-small" => small,
+        "PROBE with less room than probe_size is answered with INVAL, and no property is written";
+    27 Should "region-reserved" => region_reserved,
+        "the reserved bytes of a RESV_MEM property are zero";
+    27 Should "region-one-msi" => one_msi,
+        "an endpoint has one MSI region at most";
+    27 Should "region-no-overlap" => no_overlap,
+        "an endpoint's regions do not overlap each other";
+    27 Should "region-reaches-nothing" => reaches_nothing,
+        "an attached endpoint's accesses to a reserved region reach no memory";
+}
 
 /// The bytes of a property's head.
-pub(super) const HEAD: usize = 4;
+const HEAD: usize = 4;
 
 /// A property: its type with the reserved bits, and its value.
-pub(super) struct Raw<'a> {
-    pub(super) kind: u16,
-    pub(super) value: &'a [u8],
+struct Raw<'a> {
+    kind: u16,
+    value: &'a [u8],
 }
 
 /// Sends a PROBE with `size` bytes for properties.
@@ -88,16 +52,16 @@ fn send(bench: &mut Bench<'_>, endpoint: u32, size: usize, reserved: u8) -> Resu
 }
 
 /// The properties of an endpoint, as they were written.
-pub(super) fn properties(bench: &mut Bench<'_>, endpoint: u32) -> Result<Vec<u8>, Stop> {
+fn properties(bench: &mut Bench<'_>, endpoint: u32) -> Result<Vec<u8>, Stop> {
     bench.needs(Features::PROBE)?;
     let size = bench.probe_size();
     let answer = send(bench, endpoint, size, 0)?;
-    bench.prepare(&answer)?;
+    answer.given()?;
     Ok(answer.bytes[..size].to_vec())
 }
 
 /// The properties in `bytes`, strictly; what is behind the last one, or what is wrong.
-pub(super) fn walk(mut bytes: &[u8]) -> Result<(Vec<Raw<'_>>, &[u8]), String> {
+fn walk(mut bytes: &[u8]) -> Result<(Vec<Raw<'_>>, &[u8]), String> {
     let mut found = Vec::new();
     loop {
         let Some((head, rest)) = bytes.split_first_chunk::<HEAD>() else {
@@ -125,11 +89,11 @@ fn for_each_endpoint(
         let bytes = properties(bench, endpoint)?;
         each(bench, &bytes)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 /// Has a property list that cannot be walked fail in one check alone.
-pub(super) fn walked<'a>(bytes: &'a [u8]) -> Result<(Vec<Raw<'a>>, &'a [u8]), Stop> {
+fn walked<'a>(bytes: &'a [u8]) -> Result<(Vec<Raw<'a>>, &'a [u8]), Stop> {
     walk(bytes).map_err(|_| Stop::NotApplicable("the properties cannot be parsed".into()))
 }
 
@@ -138,28 +102,21 @@ fn unoffered(bench: &mut Bench<'_>) -> Verdict {
         return not_applicable("PROBE is offered");
     }
     let endpoint = bench.endpoint(0)?;
-    let answer = send(bench, endpoint, 64, 0)?;
-    match answer.is_unwritten() {
-        true => Ok(None),
-        false => bench.mismatch(answer, "nothing written, used length 0"),
-    }
+    send(bench, endpoint, 64, 0)?.expect_unwritten()
 }
 
 fn succeeds(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::PROBE)?;
     for endpoint in bench.subject.endpoints() {
-        let answer = send(bench, endpoint, bench.probe_size(), 0)?;
-        bench.expect(&answer, &[Status::Ok])?;
+        send(bench, endpoint, bench.probe_size(), 0)?.expect(&[Status::Ok])?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn absent(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::PROBE)?;
     let absent = bench.subject.absent_endpoint();
-    let answer = send(bench, absent, bench.probe_size(), 0)?;
-    bench.expect(&answer, &[Status::NoEnt])?;
-    Ok(None)
+    send(bench, absent, bench.probe_size(), 0)?.expect(&[Status::NoEnt])
 }
 
 fn reserved(bench: &mut Bench<'_>) -> Verdict {
@@ -167,9 +124,9 @@ fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let plain = properties(bench, endpoint)?;
     let size = bench.probe_size();
     let answer = send(bench, endpoint, size, 0xff)?;
-    bench.expect(&answer, &[Status::Ok])?;
+    answer.expect(&[Status::Ok])?;
     match answer.bytes[..size] == plain[..] {
-        true => Ok(None),
+        true => Ok(()),
         false => bench.mismatch("other properties", "the same as without"),
     }
 }
@@ -216,11 +173,102 @@ fn small(bench: &mut Bench<'_>) -> Verdict {
     }
     for less in [size - 1, size / 2, 0] {
         let answer = send(bench, endpoint, less, 0)?;
-        bench.expect(&answer, &[Status::Inval])?;
+        answer.expect(&[Status::Inval])?;
         let head = answer.bytes[..less].first_chunk().copied().map_or(0, u16::from_le_bytes);
         if head != 0 && head != u16::from_le_bytes([UNWRITTEN; 2]) {
             return bench.mismatch(format!("a property of type {head:#x}"), "no property");
         }
     }
-    Ok(None)
+    Ok(())
+}
+
+const RESV_MEM: u16 = 1;
+const MSI: u8 = 1;
+/// The bytes of a region's value.
+const VALUE: usize = 24 - HEAD;
+
+struct Region {
+    subtype: u8,
+    reserved: [u8; 3],
+    first: u64,
+    last: u64,
+}
+
+/// The regions of each endpoint; not applicable where there is none at all.
+fn regions(bench: &mut Bench<'_>) -> Result<Vec<(u32, Vec<Region>)>, Stop> {
+    let mut all = Vec::new();
+    for endpoint in bench.subject.endpoints() {
+        let bytes = properties(bench, endpoint)?;
+        let regions = walked(&bytes)?.0.iter().filter_map(region).collect();
+        all.push((endpoint, regions));
+    }
+    match all.iter().all(|(_, regions): &(u32, Vec<Region>)| regions.is_empty()) {
+        true => not_applicable("no endpoint has a RESV_MEM region"),
+        false => Ok(all),
+    }
+}
+
+fn region(raw: &Raw<'_>) -> Option<Region> {
+    let value = raw.value.first_chunk::<VALUE>().filter(|_| raw.kind == RESV_MEM)?;
+    let word = |at: usize| u64::from_le_bytes(value[at..at + 8].try_into().expect("eight bytes"));
+    let reserved = [value[1], value[2], value[3]];
+    Some(Region { subtype: value[0], reserved, first: word(4), last: word(12) })
+}
+
+fn region_reserved(bench: &mut Bench<'_>) -> Verdict {
+    for (_, regions) in regions(bench)? {
+        if let Some(region) = regions.iter().find(|region| region.reserved != [0; 3]) {
+            return bench.mismatch(format!("{:x?}", region.reserved), "three zeroes");
+        }
+    }
+    Ok(())
+}
+
+fn one_msi(bench: &mut Bench<'_>) -> Verdict {
+    for (endpoint, regions) in regions(bench)? {
+        let msis = regions.iter().filter(|region| region.subtype == MSI).count();
+        if msis > 1 {
+            return bench.mismatch(format!("{msis} MSI regions of endpoint {endpoint}"), "one");
+        }
+    }
+    Ok(())
+}
+
+fn no_overlap(bench: &mut Bench<'_>) -> Verdict {
+    for (_, mut regions) in regions(bench)? {
+        regions.sort_by_key(|region| region.first);
+        for pair in regions.windows(2) {
+            if pair[1].first <= pair[0].last {
+                let came = format!("{:#x} twice", pair[1].first);
+                return bench.mismatch(came, "regions apart from each other");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn reaches_nothing(bench: &mut Bench<'_>) -> Verdict {
+    let all = regions(bench)?;
+    let (memory_first, memory_last) = (bench.phys(0), bench.subject.memory().1);
+    let mut tried = false;
+    for (n, (endpoint, regions)) in all.into_iter().enumerate() {
+        bench.attached(0, n)?;
+        // A write to an MSI region is an interrupt: left alone.
+        for region in regions.iter().filter(|region| region.subtype != MSI) {
+            // At addresses of the region that are also memory, an access that bypasses is seen.
+            let at = region.first.max(memory_first);
+            let at = if at <= region.last.min(memory_last) { at } else { region.first };
+            for write in [false, true] {
+                let reached = bench.reach(endpoint, at, write)?;
+                if matches!(reached, Reached::At(_)) {
+                    return bench.mismatch(reached, "no memory");
+                }
+            }
+            tried = true;
+        }
+    }
+    match tried {
+        true => Ok(()),
+        false => not_applicable("all RESV_MEM regions are for MSIs"),
+    }
 }

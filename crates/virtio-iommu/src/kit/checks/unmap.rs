@@ -1,107 +1,42 @@
 //! UNMAP (rules V21 to V23).
 
 use crate::{
-    kit::{
-        Check,
-        Level::{May, Must, Should},
-        bench::{Bench, Stop, Verdict, not_applicable, unmap},
-    },
+    kit::bench::{Bench, Stop, Verdict, not_applicable, unmap},
     wire::{Features, Status},
 };
 
-pub(in crate::kit) const CHECKS: &[Check] = &[
-    Check::new(
-        21,
-        Should,
-        "unmap-no-domain",
-        "UNMAP in a domain that does not exist is answered with NOENT",
-        no_domain,
-    ),
-    Check::new(
-        21,
-        Should,
-        "unmap-bypass-domain",
-        "UNMAP in a bypass domain is answered with INVAL",
-        bypass_domain,
-    ),
-    Check::new(21, May, "unmap-reserved", "UNMAP with reserved bytes that are not zero", reserved),
-    Check::new(
-        22,
-        Should,
-        "unmap-split",
-        "UNMAP that would split a mapping is answered with RANGE",
-        split,
-    ),
-    Check::new(
-        22,
-        Should,
-        "unmap-split-removes-nothing",
-        "UNMAP that would split a mapping removes none, not even others",
-        split_removes_nothing,
-    ),
-    Check::new(
-        23,
-        Must,
-        "unmap-out-of-reach",
-        "when UNMAP is answered with OK no endpoint reaches what was mapped",
-        out_of_reach,
-    ),
-    Check::new(
-        23,
-        Should,
-        "unmap-everything",
-        "UNMAP of all of input_range removes all mappings",
-        everything,
-    ),
-    Check::new(
-        23,
-        Should,
-        "unmap-example-1",
-        "the specification's first example: nothing is there, and it succeeds",
-        |bench| example(bench, 0),
-    ),
-    Check::new(23, Should, "unmap-example-2", "the second: all of a mapping", |bench| {
-        example(bench, 1)
-    }),
-    Check::new(23, Should, "unmap-example-3", "the third: two mappings side by side", |bench| {
-        example(bench, 2)
-    }),
-    Check::new(
-        22,
-        Should,
-        "unmap-example-4",
-        "the fourth: half of a mapping fails and removes nothing",
-        |bench| example(bench, 3),
-    ),
-    Check::new(
-        23,
-        Should,
-        "unmap-example-5",
-        "the fifth: one of two mappings side by side",
-        |bench| example(bench, 4),
-    ),
-    Check::new(
-        23,
-        Should,
-        "unmap-example-6",
-        "the sixth: a mapping and a hole behind it",
-        |bench| example(bench, 5),
-    ),
-    Check::new(
-        23,
-        Should,
-        "unmap-example-7",
-        "the seventh: two mappings and the hole between them",
-        |bench| example(bench, 6),
-    ),
-    Check::new(
-        38,
-        May,
-        "unmap-backwards",
-        "UNMAP that ends before it begins (no driver may send that)",
-        backwards,
-    ),
-];
+checks! {
+    21 Should "unmap-no-domain" => no_domain,
+        "UNMAP in a domain that does not exist is answered with NOENT";
+    21 Should "unmap-bypass-domain" => bypass_domain,
+        "UNMAP in a bypass domain is answered with INVAL";
+    21 May "unmap-reserved" => reserved,
+        "UNMAP with reserved bytes that are not zero";
+    22 Should "unmap-split" => split,
+        "UNMAP that would split a mapping is answered with RANGE";
+    22 Should "unmap-split-removes-nothing" => split_removes_nothing,
+        "UNMAP that would split a mapping removes none, not even others";
+    23 Must "unmap-out-of-reach" => out_of_reach,
+        "when UNMAP is answered with OK no endpoint reaches what was mapped";
+    23 Should "unmap-everything" => everything,
+        "UNMAP of all of input_range removes all mappings";
+    23 Should "unmap-example-1" => |bench| example(bench, 0),
+        "the specification's first example: nothing is there, and it succeeds";
+    23 Should "unmap-example-2" => |bench| example(bench, 1),
+        "the second: all of a mapping";
+    23 Should "unmap-example-3" => |bench| example(bench, 2),
+        "the third: two mappings side by side";
+    22 Should "unmap-example-4" => |bench| example(bench, 3),
+        "the fourth: half of a mapping fails and removes nothing";
+    23 Should "unmap-example-5" => |bench| example(bench, 4),
+        "the fifth: one of two mappings side by side";
+    23 Should "unmap-example-6" => |bench| example(bench, 5),
+        "the sixth: a mapping and a hole behind it";
+    23 Should "unmap-example-7" => |bench| example(bench, 6),
+        "the seventh: two mappings and the hole between them";
+    38 May "unmap-backwards" => backwards,
+        "UNMAP that ends before it begins (no driver may send that)";
+}
 
 /// The examples of 5.13.6.6 in pages: what is mapped, in order, the UNMAP, and whether it succeeds.
 type Example = (&'static [(u64, u64)], (u64, u64), bool);
@@ -129,21 +64,22 @@ fn example(bench: &mut Bench<'_>, number: usize) -> Verdict {
         Err(stop) => return Err(stop),
     };
     for &(first, last) in mappings {
-        let (at, phys) = (bench.pages(first, last), bench.phys(first));
-        bench.mapped(domain, at, phys)?;
+        bench.mapped(domain, bench.pages(first, last), bench.phys(first))?;
     }
-    let at = bench.pages(first, last);
-    let answer = bench.unmap(domain, at)?;
-    bench.expect(&answer, &[if succeeds { Status::Ok } else { Status::Range }])?;
+    bench.unmap(domain, bench.pages(first, last))?.expect(&[if succeeds {
+        Status::Ok
+    } else {
+        Status::Range
+    }])?;
     if !sees {
-        return Ok(Some("by the answer alone".into()));
+        return bench.note("by the answer alone");
     }
     for page in 0..15 {
         let was = mappings.iter().find(|&&(a, b)| (a..=b).contains(&page));
         let stays = was.is_some_and(|&(a, b)| !succeeds || a < first || b > last);
         expect_mapped(bench, domain, endpoint, page, stays)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn expect_mapped(
@@ -163,30 +99,25 @@ fn expect_mapped(
 
 fn no_domain(bench: &mut Bench<'_>) -> Verdict {
     bench.attached(0, 0)?;
-    let (missing, at) = (bench.domain(1)?, bench.pages(0, 0));
-    let answer = bench.unmap(missing, at)?;
-    bench.expect(&answer, &[Status::NoEnt])?;
-    Ok(None)
+    let missing = bench.domain(1)?;
+    bench.unmap(missing, bench.pages(0, 0))?.expect(&[Status::NoEnt])
 }
 
 fn bypass_domain(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::BYPASS_CONFIG)?;
     bench.needs(Features::MAP_UNMAP)?;
-    let (domain, endpoint, at) = (bench.domain(0)?, bench.endpoint(0)?, bench.pages(0, 0));
-    let answer = bench.attach_bypass(domain, endpoint)?;
-    bench.prepare(&answer)?;
-    let answer = bench.unmap(domain, at)?;
-    bench.expect(&answer, &[Status::Inval])?;
-    Ok(None)
+    let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
+    bench.attach_bypass(domain, endpoint)?.given()?;
+    bench.unmap(domain, bench.pages(0, 0))?.expect(&[Status::Inval])
 }
 
 fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
-    let (at, phys) = (bench.pages(0, 0), bench.phys(0));
-    bench.mapped(domain, at, phys)?;
+    let at = bench.pages(0, 0);
+    bench.mapped(domain, at, bench.phys(0))?;
     let what = "reserved bytes full of ones";
     let answer = bench.changed(unmap(domain, at), what, |bytes| bytes[24..28].fill(0xff))?;
-    Ok(Some(format!("it answers {answer}")))
+    bench.note(format!("it answers {answer}"))
 }
 
 /// Pages 1, 4 to 7 and 8 to 9 are mapped; each of these would split one of them.
@@ -194,8 +125,7 @@ const SPLITS: [(u64, u64); 7] = [(4, 4), (7, 7), (5, 6), (0, 4), (1, 5), (7, 9),
 
 fn splittable(bench: &mut Bench<'_>, domain: u32) -> Result<(), Stop> {
     for (first, last) in [(1, 1), (4, 7), (8, 9)] {
-        let (at, phys) = (bench.pages(first, last), bench.phys(first));
-        bench.mapped(domain, at, phys)?;
+        bench.mapped(domain, bench.pages(first, last), bench.phys(first))?;
     }
     Ok(())
 }
@@ -204,14 +134,12 @@ fn split(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
     for (first, last) in SPLITS {
         splittable(bench, domain)?;
-        let at = bench.pages(first, last);
-        let answer = bench.unmap(domain, at)?;
-        bench.expect(&answer, &[Status::Range])?;
+        bench.unmap(domain, bench.pages(first, last))?.expect(&[Status::Range])?;
         // What is left is another check's matter.
         bench.start(bench.wanted())?;
         bench.attached(0, 0)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn split_removes_nothing(bench: &mut Bench<'_>) -> Verdict {
@@ -219,8 +147,7 @@ fn split_removes_nothing(bench: &mut Bench<'_>) -> Verdict {
     bench.can_observe_mapped(domain, endpoint)?;
     splittable(bench, domain)?;
     for (first, last) in SPLITS {
-        let at = bench.pages(first, last);
-        bench.unmap(domain, at)?;
+        bench.unmap(domain, bench.pages(first, last))?;
         for page in 0..=12 {
             let was = page == 1 || (4..=9).contains(&page);
             expect_mapped(bench, domain, endpoint, page, was)?;
@@ -232,44 +159,37 @@ fn split_removes_nothing(bench: &mut Bench<'_>) -> Verdict {
         bench.start(bench.wanted())?;
         bench.attached(0, 0)?;
         for (first, last) in mappings {
-            let (at, phys) = (bench.pages(first, last), bench.phys(first));
-            bench.mapped(domain, at, phys)?;
+            bench.mapped(domain, bench.pages(first, last), bench.phys(first))?;
         }
-        let at = bench.pages(0, 5);
-        bench.unmap(domain, at)?;
+        bench.unmap(domain, bench.pages(0, 5))?;
         for page in [1, 4, 7] {
             expect_mapped(bench, domain, endpoint, page, true)?;
         }
     }
-    Ok(None)
+    Ok(())
 }
 
 fn out_of_reach(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
     let (at, phys) = (bench.pages(3, 4), bench.phys(9));
     bench.mapped(domain, at, phys)?;
-    // So that whoever keeps translations has this one.
+    // So that a cache that keeps translations has this one.
     bench.expect_translated(endpoint, at, phys)?;
-    let answer = bench.unmap(domain, at)?;
-    bench.prepare(&answer)?;
-    bench.expect_out_of_reach(endpoint, at)?;
-    Ok(None)
+    bench.unmap(domain, at)?.given()?;
+    bench.expect_out_of_reach(endpoint, at)
 }
 
 fn everything(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
     bench.can_observe_mapped(domain, endpoint)?;
-    let phys = bench.phys(9);
     for page in [0, 31] {
-        let at = bench.pages(page, page);
-        bench.mapped(domain, at, phys)?;
+        bench.mapped(domain, bench.pages(page, page), bench.phys(9))?;
     }
-    let answer = bench.unmap(domain, bench.input_range())?;
-    bench.expect(&answer, &[Status::Ok])?;
+    bench.unmap(domain, bench.input_range())?.expect(&[Status::Ok])?;
     for page in [0, 31] {
         expect_mapped(bench, domain, endpoint, page, false)?;
     }
-    Ok(None)
+    Ok(())
 }
 
 fn backwards(bench: &mut Bench<'_>) -> Verdict {
@@ -281,5 +201,5 @@ fn backwards(bench: &mut Bench<'_>) -> Verdict {
     let answer = bench.changed(unmap(domain, at), "an end before its start", |bytes| {
         bytes[16..24].copy_from_slice(&(at.0 - 1).to_le_bytes());
     })?;
-    Ok(Some(format!("it answers {answer}")))
+    bench.note(format!("it answers {answer}"))
 }
