@@ -17,7 +17,7 @@ use ringfence_virtq::{Chain, blk::Status, device};
 use super::{
     BlkQueue,
     request::{self, Action, Limits, Stop},
-    store::{BlkRequest, Handed, Step, Store},
+    store::{BlkRequest, FileStore, Step, Store},
 };
 use crate::disk::Disk;
 
@@ -58,7 +58,7 @@ impl BlkServer {
         through: Arc<AtomicBool>,
     ) -> io::Result<BlkServer> {
         let mut store = Store::new(disk, size)?;
-        if let Store::File(file) = &mut store {
+        if let Some(file) = store.file_mut() {
             file.through = through;
         }
         let limits = Limits::of(disk, read_only);
@@ -113,11 +113,8 @@ impl BlkServer {
             }
             (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => return Ok(Some(done)),
             (action, Store::File(file)) => {
-                match file.hand_over((at, chain, &mut request.transfer), action, bus) {
-                    Handed::Over => {}
-                    Handed::Later => return Ok(None),
-                    Handed::Failed => return Err(Status::IoErr.into()),
-                    Handed::Missing(missing) => return Err(Stop::Missing(missing)),
+                if !file.hand_over((at, chain, &mut request.transfer), action, bus)? {
+                    return Ok(None);
                 }
             }
         }
@@ -167,11 +164,13 @@ impl Serve for BlkServer {
     const KEEPS: bool = true;
 
     fn begin_round(&mut self) {
-        self.store.begin_round();
+        if let Some(file) = self.store.file_mut() {
+            file.round = 0;
+        }
     }
 
     fn is_spent(&self) -> bool {
-        self.store.is_spent()
+        self.store.file().is_some_and(FileStore::is_spent)
     }
 
     fn bytes(&self) -> u64 {
@@ -204,7 +203,7 @@ impl Serve for BlkServer {
     }
 
     fn completed(&mut self, now_ns: u64, enough: bool) -> Option<(u16, bool)> {
-        if self.store.is_spent() {
+        if self.is_spent() {
             return None;
         }
         match &mut self.store {
@@ -247,7 +246,7 @@ impl Serve for BlkServer {
     }
 
     fn end(&mut self, request: &mut BlkRequest) {
-        if let Store::File(file) = &mut self.store {
+        if let Some(file) = self.store.file_mut() {
             file.end(&mut request.transfer);
         }
         request.step = Step::Parse;
@@ -258,39 +257,30 @@ impl Serve for BlkServer {
     }
 
     fn reap(&mut self, slots: &mut [Slot<BlkRequest>], log: &RingLog) -> bool {
-        match &mut self.store {
-            Store::File(file) => file.reap(slots, log),
-            _ => false,
-        }
+        self.store.file_mut().is_some_and(|file| file.reap(slots, log))
     }
 
     fn kick(&mut self) -> io::Result<()> {
-        match &mut self.store {
-            Store::File(file) => file.io.kick(),
-            _ => Ok(()),
-        }
+        self.store.file_mut().map_or(Ok(()), |file| file.io.kick())
     }
 
     fn notify(&self, bell: &Arc<Doorbell>) -> io::Result<()> {
-        match &self.store {
-            Store::File(file) => file.io.notify((**bell).as_fd()),
-            _ => Ok(()),
-        }
+        self.store.file().map_or(Ok(()), |file| file.io.notify((**bell).as_fd()))
     }
 
     fn in_kernel(&self) -> u32 {
-        self.store.in_kernel()
+        self.store.file().map_or(0, |file| file.io.in_flight())
     }
 
     /// Reads into buffers of the service's own hold nothing up.
     fn holds(&self, request: &BlkRequest) -> bool {
-        let own = matches!(&self.store, Store::File(file) if file.buffers.is_some());
+        let own = self.store.file().is_some_and(|file| file.buffers.is_some());
         let reads = matches!(request.step, Step::Busy(Action::Transfer { write: false, .. }));
         matches!(request.step, Step::Busy(_)) && !(own && reads)
     }
 
     fn keep(&mut self, memory: &Arc<Memory>) {
-        if let Store::File(file) = &mut self.store
+        if let Some(file) = self.store.file_mut()
             && file.buffers.is_none()
             && file.io.in_flight() > 0
         {
