@@ -17,7 +17,7 @@ use tracing::{
 use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Ram},
-    iommu::{Endpoints, IommuBackend, IommuOptions},
+    iommu::{Endpoints, Iommu, IommuOptions},
     net::{GRACE, Net, NetOptions, Way},
 };
 
@@ -62,7 +62,7 @@ fn iommu() -> Box<dyn Handler> {
     let geometry = Geometry::new(PageSizes::X86, Range::ALL);
     let endpoints = Endpoints::new([], Shootdown::new(1), geometry, Limits::NONE);
     let options = IommuOptions { device: DeviceConfig::default(), unit: 0 };
-    Box::new(IommuBackend::new(Arc::new(endpoints), options, workers()))
+    Box::new(Iommu::new(Arc::new(endpoints), options, workers()).connect())
 }
 
 #[test]

@@ -16,7 +16,7 @@ use std::{
 use ringfence_devices::{
     blk::{Blk, BlkOptions, BlkUnit},
     disk::{Disk, Ram},
-    iommu::{Endpoints, IommuBackend, IommuOptions},
+    iommu::{self, Endpoints, IommuBackend, IommuOptions},
 };
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
@@ -183,7 +183,8 @@ impl Rig {
         let endpoints = Endpoints::new(both, shootdown, geometry, limits);
         let device = DeviceConfig { page_sizes, ..DeviceConfig::default() };
         let iommu_options = IommuOptions { device, unit: 0 };
-        let backend = IommuBackend::new(Arc::new(endpoints), iommu_options, Arc::clone(&workers));
+        let backend =
+            iommu::Iommu::new(Arc::new(endpoints), iommu_options, Arc::clone(&workers)).connect();
         let ram = GuestRam::new(1 << 20, GPA).unwrap();
         let iommu = Iommu::start(backend, &ram, notify);
         let domain = iommu.driver.domain().unwrap();

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Image, Pace, Pacer, Ram},
-    iommu::{Endpoints, IommuBackend, IommuOptions},
+    iommu::{Endpoints, Iommu, IommuBackend, IommuOptions},
     net::{GRACE, Lost, Net, NetOptions, QueueCounters, Way},
 };
 use ringfence_iommu::{
@@ -184,7 +184,7 @@ impl Behind {
         let features = DeviceConfig::default().features | Features::PROPOSED;
         let device = DeviceConfig { page_sizes, features, ..DeviceConfig::default() };
         let options = IommuOptions { device, unit };
-        let backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
+        let backend = Iommu::new(Arc::new(endpoints), options, Arc::clone(&workers)).connect();
         Ok(Behind { workers, endpoint, iommu: Server::new(iommu, backend) })
     }
 
@@ -202,7 +202,7 @@ impl Behind {
 
     /// What the IOMMU has to report.
     fn report(&mut self) -> Report {
-        let counters = self.iommu.handler().counters();
+        let counters = self.iommu.handler().iommu().figures().requests;
         Report {
             iommu_requests: counters.maps + counters.unmaps + counters.others,
             iommu_refused: counters.refused,
