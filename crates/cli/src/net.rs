@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, QueueCounters, Tap, Way};
+use ringfence_devices::net::{Lost, Net, NetOptions, QueueCounters, Tap, Way};
 use ringfence_iotlb::IotlbConfig;
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::Server;
@@ -116,14 +116,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..IotlbConfig::default()
     };
     let options = NetOptions {
-        name: "net".into(),
-        way,
         pairs: queues,
         mac,
         mtu,
         iommu: !no_iommu,
-        grace: GRACE,
         iotlb,
+        ..NetOptions::new("net", way)
     };
     let net = Net::new(options, workers).context("preparing the device")?;
     serve::run(ready, Serving(net))

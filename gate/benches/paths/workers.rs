@@ -6,7 +6,7 @@ use gungraun::{Callgrind, EntryPoint, prelude::*};
 use ringfence_devices::{
     blk::{BlkQueue, BlkServer},
     disk::{Disk, Ram},
-    net::{GRACE, Net, NetEnd, NetOptions, NetUnit, Way, wire as net_wire},
+    net::{Net, NetEnd, NetOptions, NetUnit, Way, wire as net_wire},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
@@ -234,16 +234,7 @@ impl Loop {
         let guest = Guest::new();
         let workers: Arc<[Worker]> =
             [Worker::spawn("gate", Notify::Poll).expect("a thread")].into();
-        let options = NetOptions {
-            name: "gate".into(),
-            way: Way::Loopback,
-            pairs: 1,
-            mac: None,
-            mtu: None,
-            iommu: true,
-            grace: GRACE,
-            iotlb: IotlbConfig::default(),
-        };
+        let options = NetOptions::new("gate", Way::Loopback);
         let net = Net::new(options, Arc::clone(&workers)).expect("descriptors");
         let mut backend = net.connect_behind(0, Arc::clone(&guest.endpoint), None);
         let features = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM | net_wire::feature::MRG_RXBUF;

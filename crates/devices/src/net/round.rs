@@ -498,7 +498,7 @@ impl Round {
     #[inline]
     pub(super) fn publish<B: Lasting>(&self, place: &mut BusRing<'_, B>) {
         place.ring.counters.passed(self.packets, self.bytes);
-        place.ring.publish(place.bus);
+        place.ring.publish(place.bus.intact());
     }
 
     /// Ends a round of a single ring; true if anything was done.
@@ -555,7 +555,7 @@ pub(super) fn discard<S: Lasting>(
     while ring.held() > 0 {
         ring.lose(why);
     }
-    ring.publish(bus);
+    ring.publish(bus.intact());
     true
 }
 

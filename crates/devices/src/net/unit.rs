@@ -22,7 +22,7 @@ use ringfence_vhost_user::{HandlerError, RingAddresses};
 use ringfence_vhost_user_backend::{Bus, RingStart, Rings};
 use ringfence_virtq::{RingError, device};
 
-use self::ways::{across, loopback, nowhere, outside};
+use self::ways::{between, nowhere, outside, receiver};
 use super::{
     outlet::Outlet,
     probe::Probe,
@@ -65,15 +65,11 @@ impl Way {
     }
 }
 
-/// What a ring is started with.
+/// What a ring is started with: also how the driver's memory is reached, and what was settled on.
 pub(super) struct Start {
     pub(super) ring: RingStart,
     pub(super) counters: Arc<QueueCounters>,
     pub(super) name: Arc<str>,
-}
-
-/// How a driver's memory is reached, and what was settled on.
-pub(super) struct Connected {
     pub(super) memory: Arc<Memory>,
     /// `None`: addresses are guest-physical.
     pub(super) endpoint: Option<Arc<Endpoint>>,
@@ -176,11 +172,10 @@ impl NetUnit {
         at: usize,
         ring: u16,
         start: Start,
-        connected: Connected,
     ) -> Result<Option<Arc<Counters>>, String> {
         self.stop(at, ring);
         let end = &mut self.ends[at];
-        let Connected { memory, endpoint, terms, timeout_ns } = connected;
+        let Start { ring: started, counters, name, memory, endpoint, terms, timeout_ns } = start;
         let mut counted = None;
         let bus = match &mut end.bus {
             Some(bus) => bus,
@@ -200,8 +195,7 @@ impl NetUnit {
         if let Way::Tap(tap) = &self.way {
             tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
         }
-        let Start { ring: RingStart { config, events, enabled, log, at_used }, counters, name } =
-            start;
+        let RingStart { config, events, enabled, log, at_used } = started;
         bus.set_log(log.log());
         // Behind an IOMMU the translation of a ring may not have arrived yet (rule D22).
         let queue = match at_used {
@@ -254,7 +248,7 @@ impl NetUnit {
     fn receiver(&mut self, at: usize, pair: usize) -> Option<&mut NetRing> {
         match &mut self.ends[..] {
             [end] => end.receive[pair].as_deref_mut(),
-            ends => ends[1 - at].receiver(pair),
+            ends => receiver(&mut ends[1 - at].receive, pair),
         }
     }
 
@@ -289,13 +283,13 @@ impl Rings for NetUnit {
 
     fn set_call(&mut self, at: usize, ring: u16, call: Option<Arc<Notifier>>) {
         if let Some(ring) = self.ring(at, ring) {
-            ring.set_call(call);
+            ring.call = call;
         }
     }
 
     fn set_err(&mut self, at: usize, ring: u16, err: Option<Arc<Notifier>>) {
         if let Some(ring) = self.ring(at, ring) {
-            ring.set_err(err);
+            ring.err = err;
         }
     }
 
@@ -304,7 +298,7 @@ impl Rings for NetUnit {
         let Some(bus) = &mut end.bus else { return };
         bus.set_memory(Arc::clone(memory));
         let plain = matches!(bus, Bus::Physical(_));
-        end.rings_mut().for_each(|ring| ring.log().0.set_memory(memory));
+        end.rings_mut().for_each(|ring| ring.log.set_memory(memory));
         if plain {
             let addresses = UserAddresses::new(Arc::clone(memory));
             end.rings_mut().for_each(|ring| ring.move_to(&addresses));
@@ -316,15 +310,13 @@ impl Rings for NetUnit {
         let Some(bus) = &mut end.bus else { return };
         bus.set_log(log.cloned());
         for ring in end.receive.iter_mut().chain(&mut end.transmit).flatten() {
-            let (ring_log, queue) = ring.log();
-            ring_log.set_log(queue, log.cloned(), bus.memory());
+            ring.log.set_log(&mut ring.queue, log.cloned(), bus.memory());
         }
     }
 
     fn log_ring(&mut self, at: usize, ring: u16, log: Option<u64>) {
         if let Some(ring) = self.ring(at, ring) {
-            let (ring_log, queue) = ring.log();
-            ring_log.set_at(queue, log);
+            ring.log.set_at(&mut ring.queue, log);
         }
     }
 
@@ -350,10 +342,10 @@ impl Unit for NetUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         self.polled_ns = now_ns;
         match (&self.way, &mut self.ends[..]) {
-            (Way::Peer, [a, b]) => across(a, b, now_ns) | across(b, a, now_ns),
+            (Way::Peer, [a, b]) => between(a, Some(b), now_ns) | between(b, Some(a), now_ns),
             (Way::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
             (Way::Probe, [end]) => nowhere(end, &mut self.probes, now_ns),
-            (_, ends) => ends.iter_mut().fold(false, |busy, end| loopback(end, now_ns) | busy),
+            (_, ends) => ends.iter_mut().fold(false, |busy, end| between(end, None, now_ns) | busy),
         }
     }
 

@@ -51,7 +51,7 @@ pub(crate) fn options(way: Way, pairs: u16) -> NetOptions {
     let iotlb = IotlbConfig { timeout: LONG, ..IotlbConfig::default() };
     // A receiver that a busy machine does not let run for a while loses nothing.
     let grace = LONG;
-    NetOptions { name: "test".into(), way, pairs, mac: None, mtu: None, iommu: true, grace, iotlb }
+    NetOptions { pairs, grace, iotlb, ..NetOptions::new("test", way) }
 }
 
 pub(crate) fn device(options: NetOptions, workers: usize, notify: Notify) -> Arc<Net> {

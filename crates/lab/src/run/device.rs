@@ -16,12 +16,12 @@ use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Image, Pace, Pacer, Ram},
     iommu::{Endpoints, Iommu, IommuBackend, IommuOptions},
-    net::{GRACE, Lost, Net, NetOptions, QueueCounters, Way},
+    net::{Lost, Net, NetOptions, QueueCounters, Way},
 };
 use ringfence_iommu::{
     Geometry, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown, table::Limits,
 };
-use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
+use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::{Handler, Server};
 use ringfence_virtio_iommu::{device::DeviceConfig, wire::Features};
@@ -248,17 +248,8 @@ pub(crate) fn serve_net(
 ) -> Result<Report> {
     // A network device's unit is the first of a worker's.
     let mut behind = Behind::new(iommu, 1, notify, 1)?;
-    let options = NetOptions {
-        name: "net".into(),
-        way: if loops { Way::Loopback } else { Way::Probe },
-        pairs: 1,
-        mac: None,
-        mtu: None,
-        iommu: true,
-        grace: GRACE,
-        iotlb: IotlbConfig::default(),
-    };
-    let device = Net::new(options, Arc::clone(&behind.workers))?;
+    let way = if loops { Way::Loopback } else { Way::Probe };
+    let device = Net::new(NetOptions::new("net", way), Arc::clone(&behind.workers))?;
     let mut server = Server::new(net, device.connect_behind(0, Arc::clone(&behind.endpoint), None));
     behind.serve(&mut server, "network device")?;
     // So that its views have added their counts.
