@@ -118,9 +118,10 @@ impl Blk {
         let ring =
             device::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
         let ring = device::Queue::new(ring, &bus).expect("a legal ring");
-        let queue =
-            BlkServer::queue(ring, (&Disk::Ram(Arc::clone(&disk)), false), "gate".into(), None);
-        let queue = queue.expect("no descriptor is needed");
+        let id = "gate".into();
+        let memory = Disk::Ram(Arc::clone(&disk));
+        let serve = BlkServer::new((&memory, false), &id, SIZE, Arc::default());
+        let queue = BlkQueue::new(ring, serve.expect("no descriptor is needed"), id, None);
         let mut blk = Box::new(Blk { guest, bus, disk, driver, queue, write, busy: false });
         // From now on the view's caches and the queue's allocations are there.
         blk.submit();

@@ -287,8 +287,9 @@ impl Service for Guard {
     }
 
     fn figures(&self, page: &mut Page) {
-        let IommuFigures { requests, domains, mappings, table_bytes, faults, dropped_faults } =
-            self.iommu.figures();
+        let IommuFigures {
+            requests, domains, mappings, table_bytes, faults, dropped_faults, ..
+        } = self.iommu.figures();
         let help = "Requests to the IOMMU.";
         let kinds =
             [("map", requests.maps), ("unmap", requests.unmaps), ("other", requests.others)];

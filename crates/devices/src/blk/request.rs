@@ -41,6 +41,7 @@ impl Limits {
 
 /// The request in a chain, checked against the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Action {
     /// Move `len` bytes between the disk at `offset` and the data of the chain.
     Transfer {
@@ -70,6 +71,7 @@ pub enum Action {
 
 /// Why a step of a request did not finish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Stop {
     /// It is completed with this status.
     Status(Status),
@@ -272,7 +274,7 @@ pub(super) fn identify(
 ///
 /// # Errors
 /// The translation is missing.
-pub fn answer(
+pub fn complete(
     chain: &Chain,
     mem: &impl Translate,
     status: Status,
@@ -410,15 +412,15 @@ mod tests {
         let header = header(&mem, 0, 0);
         let at = BUFFERS + 0x1000;
         let request = chain(&mem, &[header, Desc::writable(at, 512), Desc::writable(at + 512, 9)]);
-        assert_eq!(answer(&request, &mem, Status::Unsupported, 512), Ok(513));
+        assert_eq!(complete(&request, &mem, Status::Unsupported, 512), Ok(513));
         let mut bytes = [0xff; 9];
         mem.read(at + 512, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 0, 0, 0, 0, 0, 0, 0, 2]);
         // Without room for the status, a used length of 0 reports that nothing was done.
         let nowhere = chain(&mem, &[header, Desc::writable(1 << 40, 1)]);
-        assert_eq!(answer(&nowhere, &mem, Status::Ok, 0), Ok(0));
+        assert_eq!(complete(&nowhere, &mem, Status::Ok, 0), Ok(0));
         let readable = chain(&mem, &[header]);
-        assert_eq!(answer(&readable, &mem, Status::Ok, 0), Ok(0));
+        assert_eq!(complete(&readable, &mem, Status::Ok, 0), Ok(0));
     }
 
     /// A discard or a request to write zeroes, checked.

@@ -7,15 +7,14 @@ use std::{
 };
 
 use ringfence_mem::Memory;
-use ringfence_run::{event::Doorbell, notifier::Notifier};
+use ringfence_run::event::Doorbell;
 use ringfence_vhost_user_backend::{
     Bus, RingLog,
-    requests::{Next, RequestQueue, Serve, Slot},
+    requests::{Next, Serve, Slot},
 };
-use ringfence_virtq::{Chain, blk::Status, device};
+use ringfence_virtq::{Chain, blk::Status};
 
 use super::{
-    BlkQueue,
     request::{self, Action, Limits, Stop},
     store::{BlkRequest, FileStore, Step, Store},
 };
@@ -31,27 +30,12 @@ pub struct BlkServer {
 }
 
 impl BlkServer {
-    /// A queue of `disk` on `ring`. Interrupts go to `call`.
+    /// Requests to `disk`, which may be only read, from a ring of `size`. Writes are durable when they
+    /// are completed, while `through` is set.
     ///
     /// # Errors
     /// The kernel refuses an io_uring.
-    pub fn queue(
-        ring: device::Queue,
-        (disk, read_only): (&Disk, bool),
-        id: Arc<str>,
-        call: Option<Arc<Notifier>>,
-    ) -> io::Result<BlkQueue> {
-        let size = ring.config().size;
-        let serve = BlkServer::new((disk, read_only), &id, size, Arc::default())?;
-        Ok(RequestQueue::new(ring, serve, id, call))
-    }
-
-    /// For a ring of `size` requests. Writes are durable when they are completed, while `through`
-    /// is set.
-    ///
-    /// # Errors
-    /// The kernel refuses an io_uring.
-    pub(super) fn new(
+    pub fn new(
         (disk, read_only): (&Disk, bool),
         id: &Arc<str>,
         size: u16,
@@ -81,7 +65,7 @@ impl BlkServer {
             Step::Start(action) => self.start(at, action, request, chain, bus, now_ns),
             Step::Move(action) => self.move_now(action, chain, bus).map(Some),
             Step::Deliver(action) => self.deliver(action, request, chain, bus).map(Some),
-            Step::Busy(_) | Step::Answer(..) => unreachable!("it goes on elsewhere"),
+            Step::Busy(_) | Step::Complete(..) => unreachable!("it goes on elsewhere"),
         }
     }
 
@@ -95,16 +79,16 @@ impl BlkServer {
         bus: &Bus,
         now_ns: u64,
     ) -> Result<Option<Step>, Stop> {
-        let done = Step::Answer(Status::Ok, 0);
+        let done = Step::Complete(Status::Ok, 0);
         match (action, &mut self.store) {
             (Action::Identify, _) => {
                 let written = request::identify(chain, bus, &self.id)?;
-                return Ok(Some(Step::Answer(Status::Ok, written)));
+                return Ok(Some(Step::Complete(Status::Ok, written)));
             }
             (Action::Nothing, _) => return Ok(Some(done)),
             (Action::Transfer { .. }, Store::Ram(_)) => return Ok(Some(Step::Move(action))),
             (Action::Transfer { len, .. }, Store::Paced { pacer, due, .. }) => {
-                // Times never run backwards, whoever else schedules: the queue stays in order.
+                // Times never run backwards, whatever else schedules: the queue stays in order.
                 due.push_back((pacer.lock().schedule(now_ns, len), at));
             }
             (Action::Zero { offset, len, .. }, Store::Ram(ram) | Store::Paced { ram, .. }) => {
@@ -134,7 +118,7 @@ impl BlkServer {
         };
         request::transfer(chain, bus, ram, write, offset, len)?;
         self.bytes += len;
-        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
+        Ok(Step::Complete(Status::Ok, if write { 0 } else { len as u32 }))
     }
 
     /// The disk has read or written data in buffers of the service's own: copies it to the driver,
@@ -154,7 +138,7 @@ impl BlkServer {
             return Ok(Step::Start(action));
         }
         self.bytes += len;
-        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
+        Ok(Step::Complete(Status::Ok, if write { 0 } else { len as u32 }))
     }
 }
 
@@ -186,8 +170,8 @@ impl Serve for BlkServer {
         now_ns: u64,
     ) -> Next {
         loop {
-            if let Step::Answer(status, written) = request.step {
-                return match request::answer(chain, bus, status, written) {
+            if let Step::Complete(status, written) = request.step {
+                return match request::complete(chain, bus, status, written) {
                     Ok(used) => Next::Done { ok: status == Status::Ok, used },
                     Err(missing) => Next::Missing(missing),
                 };
@@ -196,7 +180,7 @@ impl Serve for BlkServer {
                 Ok(Some(step)) => step,
                 Ok(None) if matches!(request.step, Step::Busy(_)) => return Next::Busy,
                 Ok(None) => return Next::Later,
-                Err(Stop::Status(status)) => Step::Answer(status, 0),
+                Err(Stop::Status(status)) => Step::Complete(status, 0),
                 Err(Stop::Missing(missing)) => return Next::Missing(missing),
             };
         }
@@ -227,21 +211,21 @@ impl Serve for BlkServer {
                     Step::Deliver(action)
                 } else if file.part_is_done(&mut request.transfer, offset, len) {
                     self.bytes += len;
-                    Step::Answer(Status::Ok, if write { 0 } else { len as u32 })
+                    Step::Complete(Status::Ok, if write { 0 } else { len as u32 })
                 } else {
                     Step::Start(action)
                 }
             }
-            _ => Step::Answer(if ok { Status::Ok } else { Status::IoErr }, 0),
+            _ => Step::Complete(if ok { Status::Ok } else { Status::IoErr }, 0),
         };
     }
 
     fn fail(&mut self, request: &mut BlkRequest, chain: &Chain, bus: &Bus) -> (bool, u32) {
         let (status, written) = match request.step {
-            Step::Answer(status, written) => (status, written),
+            Step::Complete(status, written) => (status, written),
             _ => (Status::IoErr, 0),
         };
-        let used = request::answer(chain, bus, status, written).unwrap_or(0);
+        let used = request::complete(chain, bus, status, written).unwrap_or(0);
         (status == Status::Ok, used)
     }
 
@@ -253,7 +237,7 @@ impl Serve for BlkServer {
     }
 
     fn is_begun(request: &BlkRequest) -> bool {
-        matches!(request.step, Step::Busy(_) | Step::Deliver(_) | Step::Answer(..))
+        matches!(request.step, Step::Busy(_) | Step::Deliver(_) | Step::Complete(..))
     }
 
     fn reap(&mut self, slots: &mut [Slot<BlkRequest>], log: &RingLog) -> bool {

@@ -34,7 +34,7 @@ const PART: u64 = 4 << 20;
 const ROUND: u64 = 1 << 20;
 
 /// Where the data comes from and goes to.
-// One a queue, of which there are few: the size of the largest costs nothing.
+// One per queue, of which there are few: the size of the largest costs nothing.
 #[allow(clippy::large_enum_variant)]
 pub(super) enum Store {
     Ram(Arc<Ram>),
@@ -132,7 +132,7 @@ pub(super) enum Step {
     /// Copy what the disk has read into the driver's buffers, and go on.
     Deliver(Action),
     /// Write this status, after this many bytes of data.
-    Answer(Status, u32),
+    Complete(Status, u32),
 }
 
 /// A request of a block device that is under way.
@@ -311,7 +311,7 @@ impl FileStore {
                 }
                 transfer.op()
             }
-            Action::Identify | Action::Nothing => unreachable!("answered without the file"),
+            Action::Identify | Action::Nothing => unreachable!("completed without the file"),
         };
         let pieces = match action {
             Action::Transfer { .. } => {
@@ -323,7 +323,7 @@ impl FileStore {
         };
         // SAFETY: `pieces` lives in its slot, which is not touched before the completion. The memory
         // it names belongs to the `Memory` that the queue's bus keeps, or `old` once the bus has
-        // another, and the leases keep the driver's unmap from being answered before; nothing
+        // another, and the leases keep the driver's unmap from being completed before; nothing
         // borrows it (it is only ever copied).
         let over = unsafe { self.io.submit(op, pieces, at.into()) };
         if !over {

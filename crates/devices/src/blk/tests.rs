@@ -53,7 +53,9 @@ impl Rig {
         let ram = GuestRam::new(memory as usize, GPA).unwrap();
         let bus = Bus::Physical(Physical::new(Memory::of_ram(&ram).unwrap()));
         let disk = (&Disk::File(Arc::new(image)), false);
-        let queue = BlkServer::queue(device, disk, Arc::from("test"), None).unwrap();
+        let id = Arc::from("test");
+        let serve = BlkServer::new(disk, &id, ring, Arc::default()).unwrap();
+        let queue = BlkQueue::new(device, serve, id, None);
         Rig { pipe: None, driver, queue, bus, ram, now_ns: 1 }
     }
 

@@ -15,6 +15,7 @@ use super::{Image, submitter::Pending};
 
 /// What to do with the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FileOp {
     /// Read from this offset.
     Read(u64),

@@ -41,7 +41,7 @@ impl IommuBackend {
     }
 }
 
-/// The front end is gone. Whoever is behind the IOMMU reaches nothing from now on.
+/// The front end is gone. What is behind the IOMMU reaches nothing from now on.
 impl Drop for IommuBackend {
     fn drop(&mut self) {
         self.iommu().front_end_gone(self.seat.number);

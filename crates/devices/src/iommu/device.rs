@@ -17,6 +17,7 @@ use super::{
 };
 
 /// A virtio-iommu as it is set up.
+#[derive(Default)]
 pub struct IommuOptions {
     /// What the device offers.
     pub device: DeviceConfig,
@@ -68,6 +69,7 @@ pub(super) enum Requests {
 
 /// What an IOMMU has done and holds.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct IommuFigures {
     /// What its request queue has done.
     pub requests: Counters,

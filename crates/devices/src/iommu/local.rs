@@ -19,7 +19,7 @@ use super::{
 /// A virtio-iommu of this process, with a thread that serves its rings.
 ///
 /// Its methods are those that VMMs need of their virtio devices: features offered and accepted, the
-/// configuration space, [`start`](Self::start) when the driver says DRIVER_OK,
+/// configuration space, [`start`](Self::start) when the driver sets DRIVER_OK,
 /// [`reset`](Self::reset). `R` is how the guest's memory is reached, which may change at any time.
 ///
 /// Devices behind it are [`Endpoints`]: those of the VMM translate through an
@@ -48,7 +48,7 @@ pub enum LocalIommuError {
     #[error("queue {0}: there are queues 0 (requests) and 1 (events), each once")]
     NoSuchQueue(usize),
     /// The driver's ring cannot be reached or makes no sense.
-    #[error("the ring of queue {index}")]
+    #[error("the ring of queue {index} cannot be served")]
     Ring {
         /// Which.
         index: usize,

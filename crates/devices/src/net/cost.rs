@@ -48,7 +48,7 @@ fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queu
     (queue, NetRing::new(0, ring, events, Arc::default(), "cost".into(), log))
 }
 
-/// Nanoseconds a packet: the median of bursts.
+/// Nanoseconds per packet: the median of bursts.
 fn measure<B: Lasting>(
     ram: &Arc<GuestRam>,
     bus: &mut B,
@@ -95,7 +95,7 @@ fn what_a_packet_costs() {
     let far = |page: u64| if page < 32 { page } else { 32 + (page - 32) * 389 % (2 * BUFFERS) };
     for packed in [false, true] {
         for dense in [false, true] {
-            // A buffer a page, or two: 64 bytes of many pages, or of half as many.
+            // One buffer per page, or two: 64 bytes of many pages, or of half as many.
             let place = |n: u64| if dense { 32 * PAGE + (n - 32) * 2048 } else { n * PAGE };
             println!(
                 "packed {packed}, dense {dense}: off {:.1} ns",

@@ -203,7 +203,7 @@ impl RawDevice for NetEnd {
     }
 
     fn max_ring_size(&self) -> u16 {
-        // As large as DPDK's drivers like them.
+        // As large as DPDK's drivers make them.
         4096
     }
 
@@ -238,8 +238,8 @@ impl RawDevice for NetEnd {
         };
         let (end, share) = (self.end, self.share_of(ring));
         let started = self.net.shares.on(share, move |unit| unit.start(end, ring, start))?;
-        let view = started.unwrap_or_else(|| Err("the device has ended".to_owned()));
-        if let Some(view) = view.map_err(HandlerError::new)? {
+        let started = started.ok_or_else(|| HandlerError::new("the device has ended"))?;
+        if let Some(view) = started? {
             self.tally().view(view);
         }
         Ok(())

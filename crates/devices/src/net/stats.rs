@@ -7,6 +7,7 @@ use std::{
 
 /// Why a packet, or a receive buffer, was given back without use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Lost {
     /// Not a valid packet: too short, its chain has the wrong direction, or its header does not
     /// suit it.
@@ -20,7 +21,7 @@ pub enum Lost {
     /// Its memory cannot be reached.
     Unreachable,
     /// A miss for its memory was sent, and timed out.
-    Unanswered,
+    TimedOut,
     /// The receiver did not negotiate the offload that the packet needs.
     Offload,
     /// The queue is disabled (rule D28).
@@ -35,7 +36,7 @@ impl Lost {
         Lost::NoRoom,
         Lost::NoReceiver,
         Lost::Unreachable,
-        Lost::Unanswered,
+        Lost::TimedOut,
         Lost::Offload,
         Lost::Disabled,
     ];
@@ -48,7 +49,7 @@ impl Lost {
             Lost::NoRoom => ("no_room", "the receiver had no buffers"),
             Lost::NoReceiver => ("no_receiver", "no receiver"),
             Lost::Unreachable => ("unreachable", "memory that cannot be reached"),
-            Lost::Unanswered => ("unanswered", "a translation that did not come"),
+            Lost::TimedOut => ("unanswered", "a translation that did not come"),
             Lost::Offload => ("offload", "work left that the receiver cannot do"),
             Lost::Disabled => ("disabled", "the queue is disabled"),
         }

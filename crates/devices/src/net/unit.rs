@@ -20,7 +20,7 @@ use ringfence_run::{
 };
 use ringfence_vhost_user::{HandlerError, RingAddresses};
 use ringfence_vhost_user_backend::{Bus, RingStart, Rings};
-use ringfence_virtq::{RingError, device};
+use ringfence_virtq::device;
 
 use self::ways::{between, nowhere, outside, receiver};
 use super::{
@@ -35,6 +35,7 @@ use super::{
 
 /// Where packets go that a driver sends.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Way {
     /// Back to the driver, on the same pair of queues.
     Loopback,
@@ -172,7 +173,7 @@ impl NetUnit {
         at: usize,
         ring: u16,
         start: Start,
-    ) -> Result<Option<Arc<Counters>>, String> {
+    ) -> Result<Option<Arc<Counters>>, HandlerError> {
         self.stop(at, ring);
         let end = &mut self.ends[at];
         let Start { ring: started, counters, name, memory, endpoint, terms, timeout_ns } = start;
@@ -183,7 +184,7 @@ impl NetUnit {
                 None => Bus::Physical(Physical::new(Arc::clone(&memory))),
                 Some(endpoint) => {
                     let mut view = View::new(endpoint, Arc::clone(&memory))
-                        .ok_or("too many workers for one IOMMU")?;
+                        .ok_or_else(|| HandlerError::new("too many workers for one IOMMU"))?;
                     let wake = Arc::clone(&self.wake);
                     view.wake_with(Box::new(move || wake.wake()));
                     counted = Some(view.counters());
@@ -193,22 +194,18 @@ impl NetUnit {
         };
         (end.terms, end.timeout_ns) = (terms, timeout_ns);
         if let Way::Tap(tap) = &self.way {
-            tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
+            tap.settle(terms)?;
         }
         let RingStart { config, events, enabled, log, at_used } = started;
         bus.set_log(log.log());
         // Behind an IOMMU the translation of a ring may not have arrived yet (rule D22).
-        let queue = match at_used {
-            false => device::Queue::postponed(config),
-            true => device::Queue::postponed_at_used(config),
+        let mut queue = match at_used {
+            false => device::Queue::postponed(config)?,
+            true => device::Queue::postponed_at_used(config)?,
         };
-        let found = queue.and_then(|mut queue| {
-            if matches!(bus, Bus::Physical(_)) {
-                queue.revalidate(&UserAddresses::new(memory))?;
-            }
-            Ok(queue)
-        });
-        let queue = found.map_err(|error: RingError| error.to_string())?;
+        if matches!(bus, Bus::Physical(_)) {
+            queue.revalidate(&UserAddresses::new(memory))?;
+        }
         let mut net = NetRing::new(ring, queue, events, counters, name, log);
         net.enabled = enabled;
         *self.slot(at, ring) = Some(Box::new(net));

@@ -135,7 +135,7 @@ fn a_translation_that_never_comes_costs_the_packets_that_need_it() {
         drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
     });
     let counters = &net.counters(0)[1];
-    let lost = [Lost::Unanswered, Lost::Unreachable].map(|why| counters.lost(why));
+    let lost = [Lost::TimedOut, Lost::Unreachable].map(|why| counters.lost(why));
     assert_eq!(lost.iter().sum::<u64>(), 1);
 }
 
@@ -153,7 +153,7 @@ fn silence_is_given_up_on_after_a_while() {
         back += driver.reclaim(0);
         back == 3
     });
-    assert_eq!(net.counters(0)[1].lost(Lost::Unanswered), 3);
+    assert_eq!(net.counters(0)[1].lost(Lost::TimedOut), 3);
     assert_eq!(net.iotlb(0).timeouts, 3);
     // With an update a packet goes through: the first, unless a busy machine sends it too late.
     driver.unresolved.clear();
@@ -221,7 +221,7 @@ fn a_buffer_that_cannot_be_reached_costs_no_packet() {
     lens.sort_unstable();
     assert_eq!(lens, [(BUFFERS_AT, 112), (1 << 30, 0)]);
     let counters = &net.counters(0)[0];
-    assert_eq!(counters.lost(Lost::Unanswered) + counters.lost(Lost::Unreachable), 1);
+    assert_eq!(counters.lost(Lost::TimedOut) + counters.lost(Lost::Unreachable), 1);
 }
 
 #[test]
@@ -345,7 +345,7 @@ fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
     let mut sender = Driver::running(&net, 0, Setup::new(false));
     let mut receiver = Driver::running(&net, 1, Setup::new(true));
     receiver.offer_all(0, 2048);
-    let lost = || net.counters(0)[1].lost(Lost::Unanswered);
+    let lost = || net.counters(0)[1].lost(Lost::TimedOut);
     // First its ring is missing, then a buffer.
     for round in 1..=2 {
         (0..8).for_each(|n| sender.send(0, &packet(n, 100)));

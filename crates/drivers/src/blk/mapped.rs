@@ -23,7 +23,7 @@ pub struct Batching {
 }
 
 impl Default for Batching {
-    /// 64 requests a sync, 16 buffers a mapping.
+    /// 64 requests per sync, 16 buffers per mapping.
     fn default() -> Batching {
         Batching { requests: 64, chunk: 16 }
     }

@@ -12,6 +12,7 @@ use super::{
 
 /// What a command does to a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Op {
     /// Fills the data with blocks from number `lba` on.
     Read {

@@ -29,9 +29,9 @@ impl Default for ControllerConfig {
     }
 }
 
-/// A controller that runs, behind a device of the DMA API. A clone is the same controller.
+/// A controller that runs, behind a device of the DMA API.
 ///
-/// When the last clone and the last queue are dropped, it is shut down in order, and stopped before
+/// When it and its last queue are dropped, it is shut down in order, and stopped before
 /// its memory is unmapped.
 pub struct Controller<D: Domain + 'static, A: Allocator + 'static, R: Registers> {
     pub(super) inner: Arc<Inner<D, A, R>>,
@@ -54,17 +54,6 @@ pub(super) struct State<R> {
     pub(super) admin: Option<Admin<R>>,
     /// Which I/O queues are in use: index n is queue n+1. There are none before it is started.
     pub(super) queues: Vec<bool>,
-}
-
-impl<D, A, R> Clone for Controller<D, A, R>
-where
-    D: Domain + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
-    fn clone(&self) -> Self {
-        Controller { inner: Arc::clone(&self.inner) }
-    }
 }
 
 impl<D, A, R> fmt::Debug for Controller<D, A, R>
