@@ -48,7 +48,7 @@ pub enum LocalIommuError {
     #[error("queue {0}: there are queues 0 (requests) and 1 (events), each once")]
     NoSuchQueue(usize),
     /// The driver's ring cannot be reached or makes no sense.
-    #[error("the ring of queue {index} cannot be served")]
+    #[error("queue {index}: {error}")]
     Ring {
         /// Which.
         index: usize,
@@ -64,7 +64,7 @@ pub enum LocalIommuError {
     #[error(transparent)]
     Iommu(#[from] ringfence_iommu::Error),
     /// The descriptor for kicks cannot be used.
-    #[error("the event descriptor for kicks cannot be made non-blocking")]
+    #[error("the event descriptor for kicks cannot be made non-blocking: {0}")]
     Event(#[source] io::Error),
     /// The thread that serves the rings is gone.
     #[error("the thread that serves the rings is gone")]
