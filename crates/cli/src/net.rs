@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_devices::net::{GRACE, Lost, Net, NetOptions, QueueCounters, Tap, Way};
+use ringfence_devices::net::{Lost, Net, NetOptions, QueueCounters, Tap, Way};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::Server;
 
@@ -87,14 +87,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         _ => ready.workers("net", queues)?,
     };
     let options = NetOptions {
-        name: "net".into(),
-        way,
         pairs: queues,
         mac,
         mtu,
         iommu: !iotlb.no_iommu,
-        grace: GRACE,
         iotlb: iotlb.config(),
+        ..NetOptions::new("net", way)
     };
     let net = Net::new(options, workers).context("preparing the device")?;
     serve::run(ready, Serving(net))

@@ -13,7 +13,7 @@ use common::{Ended, Place};
 use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Ram},
-    iommu::{Endpoints, IommuBackend, IommuOptions},
+    iommu::{Endpoints, Iommu, IommuBackend, IommuOptions},
 };
 use ringfence_iommu::{
     Geometry, Iova, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown,
@@ -54,7 +54,7 @@ fn serve<H: Handler + Send + 'static>(place: &Place, made: impl FnOnce(IommuBack
     let device =
         DeviceConfig { page_sizes, input_range, domain_range: (1, 64), ..DeviceConfig::default() };
     let options = IommuOptions { device, unit: 0 };
-    let iommu = IommuBackend::new(Arc::new(behind), options, Arc::clone(&workers));
+    let iommu = Iommu::new(Arc::new(behind), options, Arc::clone(&workers)).connect();
     listen(place.path("iommu.sock"), made(iommu));
     for (n, endpoint) in endpoints.into_iter().enumerate() {
         let file = tempfile::tempfile().expect("a file");

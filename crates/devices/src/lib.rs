@@ -1,11 +1,13 @@
-//! Devices in user space: virtio-blk, virtio-net and virtio-iommu back ends, and disks.
+#![cfg_attr(feature = "blk", doc = include_str!("../README.md"))]
+//! # What is inside
 //!
-//! | module | feature | what it holds |
-//! |---|---|---|
-//! | [`iommu`] | always | a virtio-iommu: as a back end, and inside a VMM |
-//! | [`blk`], [`disk`] | `blk` | virtio-blk, and the files and memory behind it |
-//! | [`net`] | `net` | virtio-net, from port to port |
-//! | [`path`], [`peer`] | always | what a service has to know of strangers' paths and processes |
+//! - [`iommu`]: a virtio-iommu: as a back end, and inside a VMM.
+#![cfg_attr(
+    feature = "blk",
+    doc = "- [`blk`], [`disk`]: virtio-blk, and the files and memory behind it."
+)]
+#![cfg_attr(feature = "net", doc = "- [`net`]: virtio-net, from port to port.")]
+//! - [`path`], [`peer`]: what a service has to know of strangers' paths and processes.
 #![deny(unsafe_code)]
 
 #[cfg(feature = "blk")]

@@ -1,8 +1,8 @@
 //! Path lookup that follows no symbolic link that another user can have planted.
 //!
 //! A path on a command line is looked up with the rights of the service, often root's. If a folder
-//! on the way is writable by others (`/tmp`, a tenant's), a link there leads to whatever its
-//! creator likes: an image that is another tenant's disk, a socket in another service's place. So
+//! on the way is writable by others (`/tmp`, a tenant's), a link there leads wherever its
+//! creator wants: an image that is another tenant's disk, a socket in another service's place. So
 //! each link on the way must belong to root or to the user that the service runs as, and each step
 //! is taken from the folder that the one before has opened.
 

@@ -12,7 +12,7 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Asks the kernel (SO_PEERCRED).
+    /// As the kernel has it (SO_PEERCRED).
     ///
     /// # Errors
     /// The system call's.

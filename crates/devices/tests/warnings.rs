@@ -4,7 +4,6 @@ use std::{fs::File, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{Geometry, PageSizes, Range, shootdown::Shootdown, table::Limits};
-use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{GuestRam, Memory, Region};
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::Handler;
@@ -17,8 +16,8 @@ use tracing::{
 use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Ram},
-    iommu::{Endpoints, IommuBackend, IommuOptions},
-    net::{GRACE, Net, NetOptions, Way},
+    iommu::{Endpoints, Iommu, IommuOptions},
+    net::{Net, NetOptions, Way},
 };
 
 /// Records the levels of log messages.
@@ -52,9 +51,7 @@ fn blk() -> Box<dyn Handler> {
 }
 
 fn net() -> Box<dyn Handler> {
-    let (name, way, iotlb) = ("net".into(), Way::Loopback, IotlbConfig::default());
-    let (mac, mtu, iommu, grace) = (None, None, true, GRACE);
-    let options = NetOptions { name, way, pairs: 1, mac, mtu, iommu, grace, iotlb };
+    let options = NetOptions::new("net", Way::Loopback);
     Box::new(Net::new(options, workers()).unwrap().connect(0))
 }
 
@@ -62,7 +59,7 @@ fn iommu() -> Box<dyn Handler> {
     let geometry = Geometry::new(PageSizes::X86, Range::ALL);
     let endpoints = Endpoints::new([], Shootdown::new(1), geometry, Limits::NONE);
     let options = IommuOptions { device: DeviceConfig::default(), unit: 0 };
-    Box::new(IommuBackend::new(Arc::new(endpoints), options, workers()))
+    Box::new(Iommu::new(Arc::new(endpoints), options, workers()).connect())
 }
 
 #[test]

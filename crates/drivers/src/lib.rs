@@ -1,4 +1,5 @@
-//! Drivers in user space, for devices that reach memory through an IOMMU.
+#![doc = include_str!("../README.md")]
+//! # What is inside
 //!
 //! - [`transfers`]: what drivers have in common: buffers that are mapped for the device and
 //!   unmapped afterwards, with few syncs.

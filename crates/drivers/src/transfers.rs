@@ -63,6 +63,25 @@ enum State<B> {
     Unmapping,
 }
 
+impl<B> State<B> {
+    /// Gathers a mapping, to be unmapped.
+    fn ending<D: Domain + 'static, A: Allocator + 'static>(
+        unmaps: &mut UnmapBatch<D, A, B, usize>,
+        mapping: Mapping<B>,
+        at: usize,
+        free: &mut Vec<usize>,
+    ) -> State<B> {
+        match unmaps.push(mapping, at) {
+            Ok(()) => State::Unmapping,
+            // The driver has replaced it with another device's mapping: it is dropped here.
+            Err(_) => {
+                free.push(at);
+                State::Free
+            }
+        }
+    }
+}
+
 impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     /// At most `most` transfers at a time, whose buffers `device` maps.
     pub fn new(device: &Device<D, A>, most: usize) -> Self {
@@ -127,12 +146,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
         self.free.push(at);
     }
 
-    /// Records that the device gets a transfer without a buffer to map.
+    /// Records that the device gets a transfer that has no buffer to map.
     ///
     /// # Panics
     /// The number was not just [taken](Self::take).
     #[track_caller]
-    pub fn ask(&mut self, at: usize) {
+    pub fn submit_unmapped(&mut self, at: usize) {
         *self.slots[at].taken(at) = State::Submitted(None);
     }
 
@@ -187,15 +206,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
                     // The device never got it, and wrote nothing.
                     let noted = mapping.note_written(0..0);
                     debug_assert!(noted.is_ok(), "no bytes lie in every mapping");
-                    match unmaps.push(mapping, at) {
-                        Ok(()) => *state = State::Unmapping,
-                        // The driver has replaced it with another device's mapping: it is dropped
-                        // here.
-                        Err(_) => {
-                            *state = State::Free;
-                            free.push(at);
-                        }
-                    }
+                    *state = State::ending(unmaps, mapping, at, free);
                 }
                 Err(error) => {
                     submit(at, work, Err(error));
@@ -239,14 +250,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
             panic!("transfer {at} was not submitted")
         };
         if let Some(mapping) = mapping.take() {
-            self.slots[at].state = match self.unmaps.push(mapping, at) {
-                Ok(()) => State::Unmapping,
-                // The driver has replaced it with another device's mapping: it is dropped here.
-                Err(_) => {
-                    self.free.push(at);
-                    State::Free
-                }
-            };
+            self.slots[at].state = State::ending(&mut self.unmaps, mapping, at, &mut self.free);
         }
         self.unmaps.gathered()
     }
@@ -476,7 +480,7 @@ mod tests {
         let mut transfers = Test::new(&device(16, Policy::Strict), 2);
         let at = transfers.take().unwrap();
         assert!(transfers.submitted(at).is_none());
-        transfers.ask(at);
+        transfers.submit_unmapped(at);
         assert!(matches!(transfers.submitted(at), Some((_, None))));
         transfers.end(at);
         assert_eq!(transfers.room(), 1);

@@ -6,7 +6,7 @@ use gungraun::{Callgrind, EntryPoint, prelude::*};
 use ringfence_devices::{
     blk::{BlkQueue, BlkServer},
     disk::{Disk, Ram},
-    net::{GRACE, Net, NetEnd, NetOptions, NetUnit, Way, wire as net_wire},
+    net::{Net, NetEnd, NetOptions, NetUnit, Way, wire as net_wire},
 };
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
@@ -118,9 +118,10 @@ impl Blk {
         let ring =
             device::RingConfig { size, desc, avail, used, event_idx, indirect, packed, base };
         let ring = device::Queue::new(ring, &bus).expect("a legal ring");
-        let queue =
-            BlkServer::queue(ring, (&Disk::Ram(Arc::clone(&disk)), false), "gate".into(), None);
-        let queue = queue.expect("no descriptor is needed");
+        let id = "gate".into();
+        let memory = Disk::Ram(Arc::clone(&disk));
+        let serve = BlkServer::new((&memory, false), &id, SIZE, Arc::default());
+        let queue = BlkQueue::new(ring, serve.expect("no descriptor is needed"), id, None);
         let mut blk = Box::new(Blk { guest, bus, disk, driver, queue, write, busy: false });
         // From now on the view's caches and the queue's allocations are there.
         blk.submit();
@@ -234,16 +235,7 @@ impl Loop {
         let guest = Guest::new();
         let workers: Arc<[Worker]> =
             [Worker::spawn("gate", Notify::Poll).expect("a thread")].into();
-        let options = NetOptions {
-            name: "gate".into(),
-            way: Way::Loopback,
-            pairs: 1,
-            mac: None,
-            mtu: None,
-            iommu: true,
-            grace: GRACE,
-            iotlb: IotlbConfig::default(),
-        };
+        let options = NetOptions::new("gate", Way::Loopback);
         let net = Net::new(options, Arc::clone(&workers)).expect("descriptors");
         let mut backend = net.connect_behind(0, Arc::clone(&guest.endpoint), None);
         let features = 1 << F_VERSION_1 | 1 << F_ACCESS_PLATFORM | net_wire::feature::MRG_RXBUF;

@@ -11,10 +11,10 @@ use ringfence_devices::{
     blk::{Blk, BlkOptions, make_rings},
     disk::{Disk, Image, ImageOptions},
     iommu::Iommu,
-    net::{GRACE, Net, NetOptions, Tap, Way},
+    net::{Net, NetOptions, Tap, Way},
 };
 use ringfence_iommu::shootdown::Shootdown;
-use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
+use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_run::{PeerFd, worker::Worker};
 use ringfence_vhost_user::Server;
 
@@ -227,16 +227,11 @@ impl<'a> Plan<'a> {
                         _ => (Way::Loopback, Arc::clone(workers)),
                     };
                     let options = NetOptions {
-                        name: format!("net {address}").into(),
-                        way,
                         pairs: spec.common.queues,
-                        mac: None,
-                        mtu: None,
-                        iommu: true,
-                        grace: GRACE,
-                        iotlb: IotlbConfig::default(),
+                        unit,
+                        ..NetOptions::new(format!("net {address}"), way)
                     };
-                    let net = Net::with_unit(options, unit, workers);
+                    let net = Net::new(options, workers);
                     let net = net.context("preparing a network device")?;
                     Does::Net { net, end: 0, endpoint }
                 }

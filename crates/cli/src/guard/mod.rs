@@ -8,7 +8,6 @@ mod spec;
 mod viot;
 
 use std::{
-    collections::BTreeSet,
     io::Write,
     path::{Path, PathBuf, absolute},
     process::ExitCode,
@@ -172,7 +171,6 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let workers = ready.workers("guard", plan.queues())?;
     let shootdown = Shootdown::new(plan.views(workers.len()));
     let endpoints = plan.endpoints(&shootdown);
-    let untrusted: BTreeSet<u32> = plan.untrusted().collect();
 
     let geometry = space::geometry(arguments.memory, &arguments.hole);
     let (least, region) = PROBE;
@@ -187,8 +185,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let limits = Limits { table_bytes: arguments.max_tables, mappings: arguments.max_mappings };
     let behind = endpoints.iter().map(Arc::clone);
     let behind = Arc::new(Endpoints::new(behind, shootdown, geometry, limits));
-    let iommu =
-        Iommu::new(behind, untrusted, IommuOptions { device, unit: 0 }, Arc::clone(&workers));
+    for endpoint in plan.untrusted() {
+        behind.forbid_bypass(endpoint);
+    }
+    let iommu = Iommu::new(behind, IommuOptions { device, unit: 0 }, Arc::clone(&workers));
     let bytes = iommu.journal_bytes(arguments.max_mappings);
     let mut journal = ready.memory(bytes, false)?;
     if ready.goes_on(0) {
@@ -276,8 +276,9 @@ impl Service for Guard {
     }
 
     fn figures(&self, page: &mut Page) {
-        let IommuFigures { requests, domains, mappings, table_bytes, faults, dropped_faults } =
-            self.iommu.figures();
+        let IommuFigures {
+            requests, domains, mappings, table_bytes, faults, dropped_faults, ..
+        } = self.iommu.figures();
         let help = "Requests to the IOMMU.";
         let kinds =
             [("map", requests.maps), ("unmap", requests.unmaps), ("other", requests.others)];

@@ -41,6 +41,7 @@ impl Limits {
 
 /// The request in a chain, checked against the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Action {
     /// Move `len` bytes between the disk at `offset` and the data of the chain.
     Transfer {
@@ -70,6 +71,7 @@ pub enum Action {
 
 /// Why a step of a request did not finish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Stop {
     /// It is completed with this status.
     Status(Status),
@@ -159,13 +161,14 @@ fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Res
     Ok(Action::Zero { offset, len, punch: punch && (wanted || !zero) })
 }
 
-/// The buffers of a transfer's data, without header and status.
-pub fn data(chain: &Chain, write: bool, len: u64) -> impl Iterator<Item = Desc> + '_ {
-    part(chain, write, 0, len)
-}
-
-/// The descriptors of `len` bytes of the chain, from `at` on: both lie within it.
-pub fn part(chain: &Chain, write: bool, at: u64, len: u64) -> impl Iterator<Item = Desc> + '_ {
+/// The descriptors of `len` bytes of a transfer's data, without header and status, from `at` on:
+/// both lie within the chain.
+pub(super) fn part(
+    chain: &Chain,
+    write: bool,
+    at: u64,
+    len: u64,
+) -> impl Iterator<Item = Desc> + '_ {
     match write {
         true => cut(chain.readable(), HEADER_BYTES as u64 + at, len),
         false => cut(chain.writable(), at, len),
@@ -185,7 +188,7 @@ pub fn transfer(
     len: u64,
 ) -> Result<(), AccessError> {
     let mut at = offset;
-    for desc in data(chain, write, len) {
+    for desc in part(chain, write, 0, len) {
         let access = if write { Access::Read } else { Access::Write };
         mem.slices(desc.addr, desc.len.into(), access, |piece| {
             if write {
@@ -205,7 +208,7 @@ pub fn transfer(
 ///
 /// # Errors
 /// An address cannot be reached; what came before it was moved.
-pub fn copy<'p>(
+pub(super) fn copy<'p>(
     chain: &Chain,
     mem: &impl Translate,
     (write, whole, at): (bool, u64, u64),
@@ -216,7 +219,7 @@ pub fn copy<'p>(
     let mut piece = pieces.next();
     // As much as there is room for, so that nothing is translated that is not used.
     let mut skip = at;
-    for desc in data(chain, write, whole) {
+    for desc in part(chain, write, 0, whole) {
         let passed = skip.min(desc.len.into());
         skip -= passed;
         // Neither wraps while something is left: so much of the buffer is there.
@@ -254,7 +257,11 @@ pub fn copy<'p>(
 ///
 /// # Errors
 /// The buffer cannot be reached.
-pub fn identify(chain: &Chain, mem: &impl Translate, name: &str) -> Result<u32, AccessError> {
+pub(super) fn identify(
+    chain: &Chain,
+    mem: &impl Translate,
+    name: &str,
+) -> Result<u32, AccessError> {
     let mut id = [0; ID_BYTES];
     let len = name.len().min(ID_BYTES);
     id[..len].copy_from_slice(&name.as_bytes()[..len]);
@@ -267,7 +274,7 @@ pub fn identify(chain: &Chain, mem: &impl Translate, name: &str) -> Result<u32, 
 ///
 /// # Errors
 /// The translation is missing.
-pub fn answer(
+pub fn complete(
     chain: &Chain,
     mem: &impl Translate,
     status: Status,
@@ -405,15 +412,15 @@ mod tests {
         let header = header(&mem, 0, 0);
         let at = BUFFERS + 0x1000;
         let request = chain(&mem, &[header, Desc::writable(at, 512), Desc::writable(at + 512, 9)]);
-        assert_eq!(answer(&request, &mem, Status::Unsupported, 512), Ok(513));
+        assert_eq!(complete(&request, &mem, Status::Unsupported, 512), Ok(513));
         let mut bytes = [0xff; 9];
         mem.read(at + 512, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 0, 0, 0, 0, 0, 0, 0, 2]);
         // Without room for the status, a used length of 0 reports that nothing was done.
         let nowhere = chain(&mem, &[header, Desc::writable(1 << 40, 1)]);
-        assert_eq!(answer(&nowhere, &mem, Status::Ok, 0), Ok(0));
+        assert_eq!(complete(&nowhere, &mem, Status::Ok, 0), Ok(0));
         let readable = chain(&mem, &[header]);
-        assert_eq!(answer(&readable, &mem, Status::Ok, 0), Ok(0));
+        assert_eq!(complete(&readable, &mem, Status::Ok, 0), Ok(0));
     }
 
     /// A discard or a request to write zeroes, checked.
@@ -502,7 +509,7 @@ mod tests {
             if let Ok(Action::Transfer { write, offset, len }) = parse(&chain, &mem, &LIMITS) {
                 prop_assert!(len.is_multiple_of(SECTOR));
                 prop_assert!(offset.checked_add(len).unwrap() <= CAPACITY);
-                let data: u64 = data(&chain, write, len).map(|desc| u64::from(desc.len)).sum();
+                let data: u64 = part(&chain, write, 0, len).map(|desc| u64::from(desc.len)).sum();
                 prop_assert_eq!(data, len);
             }
         }

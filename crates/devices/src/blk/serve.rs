@@ -7,17 +7,16 @@ use std::{
 };
 
 use ringfence_mem::Memory;
-use ringfence_run::{event::Doorbell, notifier::Notifier};
+use ringfence_run::event::Doorbell;
 use ringfence_vhost_user_backend::{
     Bus, RingLog,
-    requests::{Next, RequestQueue, Serve, Slot},
+    requests::{Next, Serve, Slot},
 };
-use ringfence_virtq::{Chain, blk::Status, device};
+use ringfence_virtq::{Chain, blk::Status};
 
 use super::{
-    BlkQueue,
     request::{self, Action, Limits, Stop},
-    store::{BlkRequest, Handed, Step, Store},
+    store::{BlkRequest, FileStore, Step, Store},
 };
 use crate::disk::Disk;
 
@@ -31,34 +30,19 @@ pub struct BlkServer {
 }
 
 impl BlkServer {
-    /// A queue of `disk` on `ring`. Interrupts go to `call`.
+    /// Requests to `disk`, which may be only read, from a ring of `size`. Writes are durable when they
+    /// are completed, while `through` is set.
     ///
     /// # Errors
     /// The kernel refuses an io_uring.
-    pub fn queue(
-        ring: device::Queue,
-        (disk, read_only): (&Disk, bool),
-        id: Arc<str>,
-        call: Option<Arc<Notifier>>,
-    ) -> io::Result<BlkQueue> {
-        let size = ring.config().size;
-        let serve = BlkServer::new((disk, read_only), &id, size, Arc::default())?;
-        Ok(RequestQueue::new(ring, serve, id, call))
-    }
-
-    /// For a ring of `size` requests. Writes are durable when they are completed, while `through`
-    /// is set.
-    ///
-    /// # Errors
-    /// The kernel refuses an io_uring.
-    pub(super) fn new(
+    pub fn new(
         (disk, read_only): (&Disk, bool),
         id: &Arc<str>,
         size: u16,
         through: Arc<AtomicBool>,
     ) -> io::Result<BlkServer> {
         let mut store = Store::new(disk, size)?;
-        if let Store::File(file) = &mut store {
+        if let Some(file) = store.file_mut() {
             file.through = through;
         }
         let limits = Limits::of(disk, read_only);
@@ -81,7 +65,7 @@ impl BlkServer {
             Step::Start(action) => self.start(at, action, request, chain, bus, now_ns),
             Step::Move(action) => self.move_now(action, chain, bus).map(Some),
             Step::Deliver(action) => self.deliver(action, request, chain, bus).map(Some),
-            Step::Busy(_) | Step::Answer(..) => unreachable!("it goes on elsewhere"),
+            Step::Busy(_) | Step::Complete(..) => unreachable!("it goes on elsewhere"),
         }
     }
 
@@ -95,16 +79,16 @@ impl BlkServer {
         bus: &Bus,
         now_ns: u64,
     ) -> Result<Option<Step>, Stop> {
-        let done = Step::Answer(Status::Ok, 0);
+        let done = Step::Complete(Status::Ok, 0);
         match (action, &mut self.store) {
             (Action::Identify, _) => {
                 let written = request::identify(chain, bus, &self.id)?;
-                return Ok(Some(Step::Answer(Status::Ok, written)));
+                return Ok(Some(Step::Complete(Status::Ok, written)));
             }
             (Action::Nothing, _) => return Ok(Some(done)),
             (Action::Transfer { .. }, Store::Ram(_)) => return Ok(Some(Step::Move(action))),
             (Action::Transfer { len, .. }, Store::Paced { pacer, due, .. }) => {
-                // Times never run backwards, whoever else schedules: the queue stays in order.
+                // Times never run backwards, whatever else schedules: the queue stays in order.
                 due.push_back((pacer.lock().schedule(now_ns, len), at));
             }
             (Action::Zero { offset, len, .. }, Store::Ram(ram) | Store::Paced { ram, .. }) => {
@@ -113,11 +97,8 @@ impl BlkServer {
             }
             (Action::Flush, Store::Ram(_) | Store::Paced { .. }) => return Ok(Some(done)),
             (action, Store::File(file)) => {
-                match file.hand_over((at, chain, &mut request.transfer), action, bus) {
-                    Handed::Over => {}
-                    Handed::Later => return Ok(None),
-                    Handed::Failed => return Err(Status::IoErr.into()),
-                    Handed::Missing(missing) => return Err(Stop::Missing(missing)),
+                if !file.hand_over((at, chain, &mut request.transfer), action, bus)? {
+                    return Ok(None);
                 }
             }
         }
@@ -137,7 +118,7 @@ impl BlkServer {
         };
         request::transfer(chain, bus, ram, write, offset, len)?;
         self.bytes += len;
-        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
+        Ok(Step::Complete(Status::Ok, if write { 0 } else { len as u32 }))
     }
 
     /// The disk has read or written data in buffers of the service's own: copies it to the driver,
@@ -157,7 +138,7 @@ impl BlkServer {
             return Ok(Step::Start(action));
         }
         self.bytes += len;
-        Ok(Step::Answer(Status::Ok, if write { 0 } else { len as u32 }))
+        Ok(Step::Complete(Status::Ok, if write { 0 } else { len as u32 }))
     }
 }
 
@@ -167,11 +148,13 @@ impl Serve for BlkServer {
     const KEEPS: bool = true;
 
     fn begin_round(&mut self) {
-        self.store.begin_round();
+        if let Some(file) = self.store.file_mut() {
+            file.round = 0;
+        }
     }
 
     fn is_spent(&self) -> bool {
-        self.store.is_spent()
+        self.store.file().is_some_and(FileStore::is_spent)
     }
 
     fn bytes(&self) -> u64 {
@@ -187,8 +170,8 @@ impl Serve for BlkServer {
         now_ns: u64,
     ) -> Next {
         loop {
-            if let Step::Answer(status, written) = request.step {
-                return match request::answer(chain, bus, status, written) {
+            if let Step::Complete(status, written) = request.step {
+                return match request::complete(chain, bus, status, written) {
                     Ok(used) => Next::Done { ok: status == Status::Ok, used },
                     Err(missing) => Next::Missing(missing),
                 };
@@ -197,14 +180,14 @@ impl Serve for BlkServer {
                 Ok(Some(step)) => step,
                 Ok(None) if matches!(request.step, Step::Busy(_)) => return Next::Busy,
                 Ok(None) => return Next::Later,
-                Err(Stop::Status(status)) => Step::Answer(status, 0),
+                Err(Stop::Status(status)) => Step::Complete(status, 0),
                 Err(Stop::Missing(missing)) => return Next::Missing(missing),
             };
         }
     }
 
     fn completed(&mut self, now_ns: u64, enough: bool) -> Option<(u16, bool)> {
-        if self.store.is_spent() {
+        if self.is_spent() {
             return None;
         }
         match &mut self.store {
@@ -228,69 +211,60 @@ impl Serve for BlkServer {
                     Step::Deliver(action)
                 } else if file.part_is_done(&mut request.transfer, offset, len) {
                     self.bytes += len;
-                    Step::Answer(Status::Ok, if write { 0 } else { len as u32 })
+                    Step::Complete(Status::Ok, if write { 0 } else { len as u32 })
                 } else {
                     Step::Start(action)
                 }
             }
-            _ => Step::Answer(if ok { Status::Ok } else { Status::IoErr }, 0),
+            _ => Step::Complete(if ok { Status::Ok } else { Status::IoErr }, 0),
         };
     }
 
     fn fail(&mut self, request: &mut BlkRequest, chain: &Chain, bus: &Bus) -> (bool, u32) {
         let (status, written) = match request.step {
-            Step::Answer(status, written) => (status, written),
+            Step::Complete(status, written) => (status, written),
             _ => (Status::IoErr, 0),
         };
-        let used = request::answer(chain, bus, status, written).unwrap_or(0);
+        let used = request::complete(chain, bus, status, written).unwrap_or(0);
         (status == Status::Ok, used)
     }
 
     fn end(&mut self, request: &mut BlkRequest) {
-        if let Store::File(file) = &mut self.store {
+        if let Some(file) = self.store.file_mut() {
             file.end(&mut request.transfer);
         }
         request.step = Step::Parse;
     }
 
     fn is_begun(request: &BlkRequest) -> bool {
-        matches!(request.step, Step::Busy(_) | Step::Deliver(_) | Step::Answer(..))
+        matches!(request.step, Step::Busy(_) | Step::Deliver(_) | Step::Complete(..))
     }
 
     fn reap(&mut self, slots: &mut [Slot<BlkRequest>], log: &RingLog) -> bool {
-        match &mut self.store {
-            Store::File(file) => file.reap(slots, log),
-            _ => false,
-        }
+        self.store.file_mut().is_some_and(|file| file.reap(slots, log))
     }
 
     fn kick(&mut self) -> io::Result<()> {
-        match &mut self.store {
-            Store::File(file) => file.io.kick(),
-            _ => Ok(()),
-        }
+        self.store.file_mut().map_or(Ok(()), |file| file.io.kick())
     }
 
     fn notify(&self, bell: &Arc<Doorbell>) -> io::Result<()> {
-        match &self.store {
-            Store::File(file) => file.io.notify((**bell).as_fd()),
-            _ => Ok(()),
-        }
+        self.store.file().map_or(Ok(()), |file| file.io.notify((**bell).as_fd()))
     }
 
     fn in_kernel(&self) -> u32 {
-        self.store.in_kernel()
+        self.store.file().map_or(0, |file| file.io.in_flight())
     }
 
     /// Reads into buffers of the service's own hold nothing up.
     fn holds(&self, request: &BlkRequest) -> bool {
-        let own = matches!(&self.store, Store::File(file) if file.buffers.is_some());
+        let own = self.store.file().is_some_and(|file| file.buffers.is_some());
         let reads = matches!(request.step, Step::Busy(Action::Transfer { write: false, .. }));
         matches!(request.step, Step::Busy(_)) && !(own && reads)
     }
 
     fn keep(&mut self, memory: &Arc<Memory>) {
-        if let Store::File(file) = &mut self.store
+        if let Some(file) = self.store.file_mut()
             && file.buffers.is_none()
             && file.io.in_flight() > 0
         {

@@ -15,7 +15,7 @@ use ringfence_iommu::shootdown::Lease;
 use ringfence_mem::{Access, AccessError, HostSlice, Memory, Translate};
 use ringfence_vhost_user_backend::{
     Bus, RingLog,
-    requests::{KEPT, MOST_HELD, Missing, Slot},
+    requests::{KEPT, MOST_HELD, Slot},
 };
 use ringfence_virtq::{Chain, blk::Status};
 
@@ -34,7 +34,7 @@ const PART: u64 = 4 << 20;
 const ROUND: u64 = 1 << 20;
 
 /// Where the data comes from and goes to.
-// One a queue, of which there are few: the size of the largest costs nothing.
+// One per queue, of which there are few: the size of the largest costs nothing.
 #[allow(clippy::large_enum_variant)]
 pub(super) enum Store {
     Ram(Arc<Ram>),
@@ -62,7 +62,7 @@ pub(super) struct FileStore {
     /// How many bytes this round has handed to the kernel, or copied.
     pub(super) round: u64,
     /// How many pieces all requests have together, of those that count towards the bound.
-    held: usize,
+    pub(super) held: usize,
 }
 
 impl Store {
@@ -87,33 +87,12 @@ impl Store {
         })
     }
 
-    /// How many requests the kernel has.
-    pub(super) fn in_kernel(&self) -> u32 {
-        match self {
-            Store::File(file) => file.io.in_flight(),
-            _ => 0,
-        }
+    pub(super) fn file(&self) -> Option<&FileStore> {
+        if let Store::File(file) = self { Some(file) } else { None }
     }
 
-    /// How many pieces all requests have together, of those that count towards the bound.
-    #[cfg(test)]
-    pub(super) fn held(&self) -> usize {
-        match self {
-            Store::File(file) => file.held,
-            _ => 0,
-        }
-    }
-
-    /// A round begins.
-    pub(super) fn begin_round(&mut self) {
-        if let Store::File(file) = self {
-            file.round = 0;
-        }
-    }
-
-    /// Whether the round has moved enough: others have their turn before this goes on.
-    pub(super) fn is_spent(&self) -> bool {
-        matches!(self, Store::File(file) if file.round >= ROUND)
+    pub(super) fn file_mut(&mut self) -> Option<&mut FileStore> {
+        if let Store::File(file) = self { Some(file) } else { None }
     }
 }
 
@@ -153,7 +132,7 @@ pub(super) enum Step {
     /// Copy what the disk has read into the driver's buffers, and go on.
     Deliver(Action),
     /// Write this status, after this many bytes of data.
-    Answer(Status, u32),
+    Complete(Status, u32),
 }
 
 /// A request of a block device that is under way.
@@ -298,51 +277,41 @@ impl Transfer {
     }
 }
 
-/// What became of a request that was to be handed to the kernel.
-pub(super) enum Handed {
-    Over,
-    /// There is no room now.
-    Later,
-    Failed,
-    Missing(Missing),
-}
-
 impl FileStore {
-    /// Translates the data of a request and hands it to the kernel.
+    /// Whether the round has moved enough: others have their turn before this goes on.
+    pub(super) fn is_spent(&self) -> bool {
+        self.round >= ROUND
+    }
+
+    /// Translates the data of a request and hands it to the kernel. False: there is no room now.
+    ///
+    /// # Errors
+    /// It fails, or a translation is missing.
     pub(super) fn hand_over(
         &mut self,
         (at, chain, transfer): (u16, &Chain, &mut Transfer),
         action: Action,
         bus: &Bus,
-    ) -> Handed {
+    ) -> Result<bool, request::Stop> {
         let op = match action {
             Action::Flush => FileOp::Flush,
             Action::Zero { offset, len, punch } => FileOp::Zero { offset, len, punch },
             Action::Transfer { write, offset, len } => {
                 transfer.through = self.through.load(Ordering::Acquire);
                 if self.buffers.is_some() {
-                    match self.fill((chain, transfer), (write, offset, len), bus) {
-                        Ok(true) => {}
-                        Ok(false) => return Handed::Later,
-                        Err(error) => {
-                            let failed = |missing| Handed::Missing(missing);
-                            return Missing::of(error).map_or(Handed::Failed, failed);
-                        }
+                    if !self.fill((chain, transfer), (write, offset, len), bus)? {
+                        return Ok(false);
                     }
                 } else {
-                    match transfer.translate(chain, bus, (write, offset, len)) {
-                        Ok(()) if self.admits(transfer) => {}
-                        Ok(()) => {
-                            transfer.leases.end();
-                            return Handed::Later;
-                        }
-                        Err(request::Stop::Missing(missing)) => return Handed::Missing(missing),
-                        Err(request::Stop::Status(_)) => return Handed::Failed,
+                    transfer.translate(chain, bus, (write, offset, len))?;
+                    if !self.admits(transfer) {
+                        transfer.leases.end();
+                        return Ok(false);
                     }
                 }
                 transfer.op()
             }
-            Action::Identify | Action::Nothing => unreachable!("answered without the file"),
+            Action::Identify | Action::Nothing => unreachable!("completed without the file"),
         };
         let pieces = match action {
             Action::Transfer { .. } => {
@@ -354,16 +323,14 @@ impl FileStore {
         };
         // SAFETY: `pieces` lives in its slot, which is not touched before the completion. The memory
         // it names belongs to the `Memory` that the queue's bus keeps, or `old` once the bus has
-        // another, and the leases keep the driver's unmap from being answered before; nothing
+        // another, and the leases keep the driver's unmap from being completed before; nothing
         // borrows it (it is only ever copied).
-        match unsafe { self.io.submit(op, pieces, at.into()) } {
-            true => Handed::Over,
-            false => {
-                transfer.leases.end();
-                self.let_go(transfer);
-                Handed::Later
-            }
+        let over = unsafe { self.io.submit(op, pieces, at.into()) };
+        if !over {
+            transfer.leases.end();
+            self.let_go(transfer);
         }
+        Ok(over)
     }
 
     /// Begins or continues a transfer through own buffers.

@@ -53,7 +53,9 @@ impl Rig {
         let ram = GuestRam::new(memory as usize, GPA).unwrap();
         let bus = Bus::Physical(Physical::new(Memory::of_ram(&ram).unwrap()));
         let disk = (&Disk::File(Arc::new(image)), false);
-        let queue = BlkServer::queue(device, disk, Arc::from("test"), None).unwrap();
+        let id = Arc::from("test");
+        let serve = BlkServer::new(disk, &id, ring, Arc::default()).unwrap();
+        let queue = BlkQueue::new(device, serve, id, None);
         Rig { pipe: None, driver, queue, bus, ram, now_ns: 1 }
     }
 
@@ -140,7 +142,10 @@ impl Rig {
             }
         }
         assert!(!self.queue.is_busy());
-        assert_eq!((self.queue.held(), self.queue.serve().store.held()), (0, 0));
+        assert_eq!(
+            (self.queue.held(), self.queue.serve().store.file().map_or(0, |file| file.held)),
+            (0, 0)
+        );
     }
 }
 
@@ -299,7 +304,10 @@ fn requests_in_many_pieces_wait_for_their_turn() {
     for _ in 0..300 {
         rig.round();
     }
-    assert_eq!((rig.queue.in_kernel(), rig.queue.serve().store.held()), (128, 1 << 15));
+    assert_eq!(
+        (rig.queue.in_kernel(), rig.queue.serve().store.file().map_or(0, |file| file.held)),
+        (128, 1 << 15)
+    );
     rig.pipe = None;
     rig.finish(200, Status::IoErr);
 }

@@ -11,6 +11,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 /// Where the data of requests is while the disk has them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DiskBuffers {
     /// In memory of the service, and copied once more: requests that the disk does not answer hold
     /// no memory of the guest. An invalidation never waits for the disk.
@@ -116,8 +117,8 @@ impl Buffers {
 
 impl Drop for Buffers {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's own; the kernel is done with it, since whoever has handed
-        // requests over drops what waits for them first.
+        // SAFETY: the mapping is this value's own; the kernel is done with it, since a `FileStore` drops
+        // its io_uring, which waits for its requests, before its buffers.
         let _ = unsafe { munmap(self.memory.as_ptr().cast(), LEN) };
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     io,
     mem::ManuallyDrop,
-    os::fd::{AsRawFd, BorrowedFd, RawFd},
+    os::fd::{AsRawFd, BorrowedFd},
     sync::Arc,
     time::Duration,
 };
@@ -15,6 +15,7 @@ use super::{Image, submitter::Pending};
 
 /// What to do with the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum FileOp {
     /// Read from this offset.
     Read(u64),
@@ -73,11 +74,6 @@ impl FileIo {
     /// The system call's.
     pub fn notify(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         self.ring.submitter().register_eventfd(event.as_raw_fd())
-    }
-
-    /// The descriptor of the file.
-    pub fn file(&self) -> RawFd {
-        self.image.fd()
     }
 
     /// How many requests are not yet reaped.

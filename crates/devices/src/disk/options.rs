@@ -8,6 +8,7 @@ use super::Image;
 
 /// Why an image cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ImageError {
     /// The system refused.
     #[error(transparent)]

@@ -1,12 +1,12 @@
 //! When a disk of given bandwidth, rate and latency would be done.
 
 /// What a paced disk can do. The default is the SSD of the measurements that Ringfence is compared
-/// with: 2.5 GiB/s, 600,000 I/Os a second, 80 µs.
+/// with: 2.5 GiB/s, 600,000 I/Os per second, 80 µs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pace {
-    /// Bytes a second.
+    /// Bytes per second.
     pub bytes_per_s: u64,
-    /// I/Os a second.
+    /// I/Os per second.
     pub iops: u64,
     /// Nanoseconds from the moment a request is served to its completion.
     pub latency_ns: u64,
@@ -26,7 +26,7 @@ impl Default for Pace {
 #[derive(Clone, Debug)]
 pub struct Pacer {
     pace: Pace,
-    /// When the disk is free again, in 1/1024 ns so that 600,000 I/Os a second do not round.
+    /// When the disk is free again, in 1/1024 ns so that 600,000 I/Os per second do not round.
     free_at: u64,
 }
 

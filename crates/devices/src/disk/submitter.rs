@@ -108,10 +108,10 @@ impl Shared {
     }
 }
 
-/// Hands over all that is queued. What cannot be now is tried again: whoever waits for it waits for the disk.
+/// Hands over all that is queued. What cannot be now is tried again: what waits for it waits for the disk.
 fn enter(ring: BorrowedFd<'_>) {
     loop {
-        // SAFETY: whoever queued the requests vouches for their memory.
+        // SAFETY: the requests' memory stays valid by the contract of `FileIo::submit`, which queued them.
         let done = unsafe { io_uring_enter(ring, u32::MAX, 0, IoringEnterFlags::empty()) };
         match done {
             Ok(_) => return,

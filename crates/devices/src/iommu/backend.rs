@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use ringfence_mem::Memory;
-use ringfence_run::{PeerFd, worker::Worker};
+use ringfence_run::PeerFd;
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
 use ringfence_vhost_user_backend::{Events, FrontEnd, RingStart, of_ring};
-use ringfence_virtio_iommu::device::{Answers, Counters};
+use ringfence_virtio_iommu::device::Answers;
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 
 use super::{
-    Endpoints, Iommu, IommuOptions, Seat,
+    Iommu, Seat,
     device::FrontUnit,
     reach::Shared,
     unit::{Call, NoWorker, REQUESTS},
@@ -30,50 +30,21 @@ impl Iommu {
         if let Err(error) = self.device.backing().open() {
             tracing::error!(source = %"iommu", "an endpoint stays blocked: {error}");
         }
-        IommuBackend::at(self.seat())
+        IommuBackend { seat: self.seat(), front: FrontEnd::default(), calls: [None, None] }
     }
 }
 
 impl IommuBackend {
-    pub(super) fn at(seat: Seat) -> IommuBackend {
-        IommuBackend { seat, front: FrontEnd::default(), calls: [None, None] }
-    }
-
-    /// An IOMMU for `endpoints` that has only this front end.
-    ///
-    /// # Panics
-    /// If no descriptor is left.
-    pub fn new(
-        endpoints: Arc<Endpoints>,
-        options: IommuOptions,
-        workers: Arc<[Worker]>,
-    ) -> IommuBackend {
-        Iommu::new(endpoints, Default::default(), options, workers).connect()
-    }
-
-    fn iommu(&self) -> &Arc<Iommu> {
-        self.seat.iommu()
-    }
-
-    /// What its request queue has done.
-    pub fn counters(&self) -> Counters {
-        self.iommu().figures().requests
-    }
-
-    /// How many faults found no room.
-    pub fn dropped_faults(&self) -> u64 {
-        self.iommu().faults.dropped()
-    }
-
-    fn must<T>(made: Option<T>) -> Result<T, HandlerError> {
-        made.ok_or_else(|| HandlerError::new("there is no memory yet"))
+    /// The IOMMU that it serves.
+    pub fn iommu(&self) -> &Arc<Iommu> {
+        &self.seat.iommu
     }
 }
 
-/// The front end is gone. Whoever is behind the IOMMU reaches nothing from now on.
+/// The front end is gone. What is behind the IOMMU reaches nothing from now on.
 impl Drop for IommuBackend {
     fn drop(&mut self) {
-        self.iommu().front_end_gone(self.seat.number());
+        self.iommu().front_end_gone(self.seat.number);
     }
 }
 
@@ -107,20 +78,17 @@ impl Handler for IommuBackend {
         self.seat.set_memory(&memory)?;
         self.front.set_memory("iommu", &memory, None)?;
         let iommu = self.iommu();
-        let (device, faults) = (Arc::clone(&iommu.device), Arc::clone(&iommu.faults));
-        let (number, wake) = (iommu.unit, Arc::clone(&iommu.wake));
-        let calls = self.calls.clone();
-        let reach = Shared::new(&memory);
-        iommu.workers[0]
-            .call(move |work| match work.unit::<FrontUnit>(number) {
-                Some(unit) => unit.set_reach(reach),
-                None => {
-                    let mut unit = FrontUnit::new(device, faults, wake, reach);
-                    (0..).zip(calls).for_each(|(ring, call)| unit.set_call(ring, call));
-                    work.insert(number, Box::new(unit));
-                }
-            })
-            .ok_or_else(|| HandlerError::new("the worker is gone"))
+        let (device, reported) = (Arc::clone(&iommu.device), Arc::clone(&iommu.reported));
+        let (number, calls, reach) = (iommu.unit, self.calls.clone(), Shared::new(&memory));
+        let placed = iommu.workers[0].call(move |work| match work.unit::<FrontUnit>(number) {
+            Some(unit) => unit.set_reach(reach),
+            None => {
+                let mut unit = FrontUnit::new(device, reported, reach);
+                (0..).zip(calls).for_each(|(ring, call)| unit.set_call(ring, call));
+                work.insert(number, Box::new(unit));
+            }
+        });
+        Ok(placed.ok_or(NoWorker)?)
     }
 
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
@@ -137,13 +105,12 @@ impl Handler for IommuBackend {
         let started = self
             .iommu()
             .on_unit(move |unit| unit.start(ring, config, at_used, answered, kick, enabled))?;
-        Ok(Self::must(started)??)
+        Ok(started.ok_or_else(|| HandlerError::new("there is no memory yet"))??)
     }
 
     fn stop_ring(&mut self, ring: u16) -> Result<u32, HandlerError> {
         let iommu = self.iommu();
-        let (next, _) = FrontUnit::stop_on(&iommu.workers[0], iommu.unit, ring)
-            .map_err(|NoWorker| HandlerError::new("the worker is gone"))?
+        let (next, _) = FrontUnit::stop_on(&iommu.workers[0], iommu.unit, ring)?
             .ok_or_else(|| HandlerError::new("the ring is not running"))?;
         if ring == REQUESTS {
             iommu.requests_stopped(next);
@@ -152,7 +119,8 @@ impl Handler for IommuBackend {
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
-        self.iommu().on_unit(move |unit| unit.enable(ring, enabled)).map(|_| ())
+        self.iommu().on_unit(move |unit| unit.enable(ring, enabled))?;
+        Ok(())
     }
 
     fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
@@ -161,7 +129,8 @@ impl Handler for IommuBackend {
         if let Some(kept) = self.calls.get_mut(usize::from(ring)) {
             kept.clone_from(&call);
         }
-        self.iommu().on_unit(move |unit| unit.set_call(ring, call)).map(|_| ())
+        self.iommu().on_unit(move |unit| unit.set_call(ring, call))?;
+        Ok(())
     }
 
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {

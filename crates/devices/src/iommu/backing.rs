@@ -23,6 +23,8 @@ pub type JointDomain = Joint<SoftDomain<GuestPhys>>;
 /// [`endpoint_removed`](ringfence_virtio_iommu::device::Device::endpoint_removed) of the device.
 pub struct Endpoints {
     slots: Mutex<BTreeMap<u32, Slot>>,
+    /// Whether endpoints are where the device wants them, rather than blocked. Held while one is bound.
+    open: Mutex<bool>,
     shootdown: Arc<Shootdown>,
     geometry: Geometry,
     budget: Arc<Budget>,
@@ -33,6 +35,8 @@ pub struct Endpoints {
 struct Slot {
     way: Way,
     reserved: Vec<ReservedRegion>,
+    /// Where the device wants it, once it wants it anywhere.
+    wanted: Option<Binding<JointDomain>>,
     /// The invalidation that its last change of binding began.
     change: SyncToken,
     presence: Presence,
@@ -72,6 +76,7 @@ impl Endpoints {
         };
         Endpoints {
             slots: Mutex::new(endpoints.into_iter().map(slot).collect()),
+            open: Mutex::new(true),
             shootdown,
             budget: Budget::new(limits),
             geometry,
@@ -155,14 +160,79 @@ impl Endpoints {
     }
 
     /// Makes all endpoints, later ones too, report their faults to `faults`.
-    pub fn report_to(&self, faults: &Arc<dyn FaultSink>) {
+    pub(super) fn report_to(&self, faults: Arc<dyn FaultSink>) {
         let slots = self.slots.lock();
-        *self.faults.lock() = Some(Arc::clone(faults));
         for slot in slots.values() {
             if let Way::Here(endpoint) = &slot.way {
-                endpoint.report_to(Arc::clone(faults));
+                endpoint.report_to(Arc::clone(&faults));
             }
         }
+        *self.faults.lock() = Some(faults);
+    }
+
+    /// Puts every endpoint where the device wants it, now and from now on. So it is at first.
+    ///
+    /// # Errors
+    /// One cannot go there, and is blocked.
+    pub(super) fn open(&self) -> Result<()> {
+        let mut open = self.open.lock();
+        *open = true;
+        let bind = |(endpoint, to)| {
+            self.bind(endpoint, to).or_else(|why| {
+                self.bind(endpoint, Binding::Blocked)?;
+                Err(why)
+            })
+        };
+        self.wanted().into_iter().map(bind).fold(Ok(()), Result::and)
+    }
+
+    /// Blocks every endpoint until they are [open](Self::open) again, whatever the device requests.
+    /// Earlier translations may be in use until [`is_settled`](Self::is_settled) returns true.
+    ///
+    /// # Errors
+    /// One cannot be blocked.
+    pub(super) fn shut(&self) -> Result<()> {
+        let mut open = self.open.lock();
+        *open = false;
+        let block = |(endpoint, _)| self.bind(endpoint, Binding::Blocked);
+        self.wanted().into_iter().map(block).fold(Ok(()), Result::and)
+    }
+
+    /// Where the device wants endpoints.
+    fn wanted(&self) -> Vec<(u32, Binding<JointDomain>)> {
+        let slots = self.slots.lock();
+        slots.iter().filter_map(|(&id, slot)| Some((id, slot.wanted.clone()?))).collect()
+    }
+
+    /// How many mappings the domains hold that endpoints are in.
+    pub(super) fn mappings(&self) -> u64 {
+        let domains = self.wanted().into_iter().filter_map(|(_, to)| match to {
+            Binding::Domain(domain) => Some((Arc::as_ptr(&domain), domain)),
+            _ => None,
+        });
+        let once: BTreeMap<_, _> = domains.collect();
+        once.values().map(|domain| domain.primary().mappings()).sum()
+    }
+
+    fn bind(&self, endpoint: u32, to: Binding<JointDomain>) -> Result<()> {
+        // Not under the lock: it may take long.
+        let way = self.slots.lock().get(&endpoint).map(|slot| slot.way.clone());
+        let change = match way {
+            None => return Ok(()),
+            Some(Way::Here(known)) => SyncToken::new(known.bind(match to {
+                Binding::Blocked => iotlb::Binding::Blocked,
+                Binding::Bypass => iotlb::Binding::Bypass,
+                Binding::Domain(domain) => iotlb::Binding::Domain(Arc::clone(domain.primary())),
+            })),
+            Some(Way::Outside(known)) => {
+                known.bind(to)?;
+                SyncToken::DONE
+            }
+        };
+        if let Some(slot) = self.slots.lock().get_mut(&endpoint) {
+            slot.change = change;
+        }
+        Ok(())
     }
 
     fn is_over(&self, change: SyncToken) -> bool {
@@ -172,7 +242,8 @@ impl Endpoints {
 
 impl Slot {
     fn new(way: Way, reserved: Vec<ReservedRegion>) -> Slot {
-        Slot { way, reserved, change: SyncToken::DONE, presence: Presence::There, may_bypass: true }
+        let (change, presence) = (SyncToken::DONE, Presence::There);
+        Slot { way, reserved, wanted: None, change, presence, may_bypass: true }
     }
 
     fn is_there(&self) -> bool {
@@ -194,35 +265,26 @@ impl Backing for Endpoints {
         slots.iter().filter(|(_, slot)| slot.is_there()).map(|(&id, _)| id).collect()
     }
 
-    fn create_domain(&self) -> Result<Arc<Self::Domain>> {
+    fn create_domain(&self) -> Result<Arc<JointDomain>> {
         let (geometry, shootdown) = (self.geometry.clone(), Arc::clone(&self.shootdown));
         Ok(Joint::new(SoftDomain::within(geometry, Arc::clone(&self.budget), shootdown)))
     }
 
-    fn set_domain(&self, endpoint: u32, to: Binding<Self::Domain>) -> Result<()> {
-        // Not under the lock: it may take long.
-        let slot = self.slots.lock().get(&endpoint).map(|slot| (slot.way.clone(), slot.may_bypass));
-        let Some((way, may_bypass)) = slot else { return Ok(()) };
+    fn set_domain(&self, endpoint: u32, to: Binding<JointDomain>) -> Result<()> {
+        let open = self.open.lock();
+        let known = self.slots.lock().get(&endpoint).map(|slot| slot.may_bypass);
+        let Some(may_bypass) = known else { return Ok(()) };
         if matches!(to, Binding::Bypass) && !may_bypass {
             return Err(Error::Unsupported("the endpoint may not bypass"));
         }
-        let blocked = matches!(to, Binding::Blocked);
-        let change = match way {
-            Way::Here(known) => SyncToken::new(known.bind(match to {
-                Binding::Blocked => iotlb::Binding::Blocked,
-                Binding::Bypass => iotlb::Binding::Bypass,
-                Binding::Domain(domain) => iotlb::Binding::Domain(Arc::clone(domain.primary())),
-            })),
-            Way::Outside(known) => {
-                known.bind(to)?;
-                SyncToken::DONE
-            }
-        };
+        if *open {
+            self.bind(endpoint, to.clone())?;
+        }
         if let Some(slot) = self.slots.lock().get_mut(&endpoint) {
-            slot.change = change;
-            if blocked && !slot.is_there() {
+            if matches!(to, Binding::Blocked) && !slot.is_there() {
                 slot.presence = Presence::Left;
             }
+            slot.wanted = Some(to);
         }
         Ok(())
     }

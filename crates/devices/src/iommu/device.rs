@@ -1,31 +1,23 @@
 //! The virtio-iommu of a guest, from its first front end to the last.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    os::fd::OwnedFd,
-    sync::Arc,
-    time::Instant,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use parking_lot::Mutex;
-use ringfence_iommu::FaultSink;
 use ringfence_mem::Memory;
-use ringfence_run::{event, worker::Worker};
+use ringfence_run::worker::Worker;
 use ringfence_vhost_user::HandlerError;
-use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig, FaultQueue};
+use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig};
+use ringfence_virtq::F_ACCESS_PLATFORM;
 
 use super::{
     Endpoints,
     faults::Reported,
-    gate::Gate,
     reach::Shared,
-    unit::{INVALIDATION_TIMEOUT, IommuUnit, sum},
+    unit::{INVALIDATION_TIMEOUT, IommuUnit, NoWorker, sum},
 };
 
-/// How many faults wait for the driver before more are dropped and counted.
-pub(super) const WAITING_FAULTS: usize = 256;
-
 /// A virtio-iommu as it is set up.
+#[derive(Default)]
 pub struct IommuOptions {
     /// What the device offers.
     pub device: DeviceConfig,
@@ -36,18 +28,15 @@ pub struct IommuOptions {
 /// A virtio-iommu. Its front ends come and go, one at a time, and while there is none all endpoints
 /// are blocked: no driver defines what they may reach.
 pub struct Iommu {
-    pub(super) device: Arc<Device<Arc<Gate>>>,
-    pub(super) faults: Arc<FaultQueue>,
-    /// Written when a fault was reported.
-    pub(super) wake: Arc<OwnedFd>,
-    reported: Arc<Reported>,
+    pub(super) device: Arc<Device<Arc<Endpoints>>>,
+    pub(super) reported: Arc<Reported>,
     pub(super) workers: Arc<[Worker]>,
     pub(super) unit: u32,
     pub(super) state: Mutex<State>,
 }
 
 /// The rings of a front end.
-pub(super) type FrontUnit = IommuUnit<Arc<Gate>, Shared>;
+pub(super) type FrontUnit = IommuUnit<Arc<Endpoints>, Shared>;
 
 /// What the front ends of the IOMMU and of the devices behind it have to agree on.
 #[derive(Default)]
@@ -60,7 +49,7 @@ pub(super) struct State {
     pub(super) handed_over: bool,
     /// The memory that each connection brought, by its seat.
     memories: BTreeMap<u64, Arc<Memory>>,
-    pub(super) next_seat: u64,
+    next_seat: u64,
     /// What the units of earlier front ends have counted.
     past: Counters,
 }
@@ -80,6 +69,7 @@ pub(super) enum Requests {
 
 /// What an IOMMU has done and holds.
 #[derive(Clone, Debug, Default)]
+#[non_exhaustive]
 pub struct IommuFigures {
     /// What its request queue has done.
     pub requests: Counters,
@@ -96,99 +86,51 @@ pub struct IommuFigures {
 }
 
 impl Iommu {
-    /// An IOMMU for `endpoints`, of which those in `untrusted` are blocked wherever others would
-    /// bypass: before a driver is there, and in bypass domains. Its rings are served by the first of
-    /// `workers`.
+    /// An IOMMU for `endpoints`. Its rings are served by the first of `workers`.
     ///
     /// # Panics
     /// If no descriptor is left.
     pub fn new(
         endpoints: Arc<Endpoints>,
-        untrusted: BTreeSet<u32>,
         options: IommuOptions,
         workers: Arc<[Worker]>,
     ) -> Arc<Iommu> {
-        let faults = FaultQueue::new(WAITING_FAULTS);
-        let wake = Arc::new(event::new().expect("a descriptor for fault reports"));
-        let gate = Arc::new(Gate::new(endpoints, untrusted));
         let IommuOptions { device, unit } = options;
-        let device = Arc::new(Device::new(Arc::clone(&gate), device));
-        let known = ringfence_virtio_iommu::device::Backing::endpoints(&*gate);
-        let reported = Arc::new(Reported::new(Arc::clone(&faults), Arc::clone(&wake), known));
-        let sink: Arc<dyn FaultSink> = Arc::clone(&reported) as _;
-        gate.report_to(&sink);
-        let state = Mutex::default();
-        Arc::new(Iommu { device, faults, wake, reported, workers, unit, state })
+        let reported = Reported::of(&endpoints).expect("a descriptor for fault reports");
+        // Before the first front end there is nothing to block yet.
+        endpoints.shut().expect("no endpoint is bound");
+        let device = Arc::new(Device::new(endpoints, device));
+        Arc::new(Iommu { device, reported, workers, unit, state: Mutex::default() })
     }
 
     /// What it has done and holds.
     pub fn figures(&self) -> IommuFigures {
         let now = self.on_unit(|unit| unit.counters()).ok().flatten().unwrap_or_default();
         let requests = sum(self.state.lock().past, now);
-        let (mappings, table_bytes) = self.device.backing().held();
+        let endpoints = self.device.backing();
         IommuFigures {
             requests,
             domains: self.device.domains(),
-            mappings,
-            table_bytes,
+            mappings: endpoints.mappings(),
+            table_bytes: endpoints.budget().table_bytes(),
             faults: self.reported.by_endpoint(),
-            dropped_faults: self.faults.dropped(),
+            dropped_faults: self.reported.faults.dropped(),
         }
     }
 
     pub(super) fn on_unit<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut FrontUnit) -> R + Send + 'static,
-    ) -> Result<Option<R>, HandlerError> {
+    ) -> Result<Option<R>, NoWorker> {
         let unit = self.unit;
-        self.workers[0]
-            .call(move |work| work.unit::<FrontUnit>(unit).map(job))
-            .ok_or_else(|| HandlerError::new("the worker is gone"))
+        self.workers[0].call(move |work| work.unit::<FrontUnit>(unit).map(job)).ok_or(NoWorker)
     }
 
-    /// The memory of a connection. All must belong to the same guest: a mapping names
-    /// guest-physical memory, which must be the same for every device.
-    ///
-    /// # Errors
-    /// It is another guest's.
-    pub(super) fn set_memory(&self, seat: u64, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+    /// A place for a device behind this IOMMU, for one connection.
+    pub fn seat(self: &Arc<Self>) -> Seat {
         let mut state = self.state.lock();
-        let others = state.memories.iter().filter(|&(&of, _)| of != seat);
-        if others.map(|(_, other)| other).any(|other| !other.agrees_with(memory)) {
-            let why = "this is not the memory of the guest whose IOMMU it is: one guest at a time";
-            tracing::warn!(source = %"iommu", "{why}");
-            return Err(HandlerError::new(why));
-        }
-        state.memories.insert(seat, Arc::clone(memory));
-        Ok(())
-    }
-
-    /// A connection is over.
-    pub(super) fn leave(&self, seat: u64) {
-        self.state.lock().memories.remove(&seat);
-    }
-
-    /// A ring of a device behind this IOMMU is about to start. If the request queue was stopped and
-    /// does not run again by then, the guest was reset: the firmware uses its disk before there is
-    /// a driver for the IOMMU. (A guest that was paused goes on with the IOMMU first, as the VMM has
-    /// made it first.)
-    ///
-    /// # Errors
-    /// I/O under way does not end.
-    pub(super) fn device_starts(&self) -> Result<(), HandlerError> {
-        let mut state = self.state.lock();
-        match state.requests {
-            // For a successor: no guest was reset.
-            _ if state.handed_over => Ok(()),
-            Requests::Stopped(_) => {
-                tracing::info!(source = %"iommu", "the guest was reset");
-                self.reset_system()?;
-                self.note(&mut state, Requests::Reset);
-                Ok(())
-            }
-            // A queue left by an earlier process goes on, in whichever order rings start.
-            Requests::Reset | Requests::Running | Requests::Left => Ok(()),
-        }
+        state.next_seat += 1;
+        Seat { iommu: Arc::clone(self), number: state.next_seat }
     }
 
     /// The request queue is about to start, at this place of its ring, or `at_used`, where an
@@ -283,8 +225,71 @@ impl Iommu {
         if !in_time(|| self.device.backing().is_settled()) {
             return Err(HandlerError::new("I/O under way does not end"));
         }
-        self.faults.clear();
+        self.reported.faults.clear();
         Ok(())
+    }
+}
+
+/// A connection's place behind a guest's [`Iommu`], or in front of it. It ends when it is dropped.
+pub struct Seat {
+    pub(super) iommu: Arc<Iommu>,
+    pub(super) number: u64,
+}
+
+impl Seat {
+    /// The memory that the connection brings. All connections must belong to the same guest: a
+    /// mapping names guest-physical memory, which must be the same for every device.
+    ///
+    /// # Errors
+    /// It belongs to another guest than that of the other connections.
+    pub fn set_memory(&self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+        let mut state = self.iommu.state.lock();
+        let mut others = state.memories.iter().filter(|&(&of, _)| of != self.number);
+        if others.any(|(_, other)| !other.agrees_with(memory)) {
+            let why = "this is not the memory of the guest whose IOMMU it is: one guest at a time";
+            tracing::warn!(source = %"iommu", "{why}");
+            return Err(HandlerError::new(why));
+        }
+        state.memories.insert(self.number, Arc::clone(memory));
+        Ok(())
+    }
+
+    /// The features that the driver of a device behind the IOMMU has accepted.
+    ///
+    /// # Errors
+    /// Its addresses would not be translated.
+    pub fn set_features(&self, features: u64) -> Result<(), HandlerError> {
+        if features & (1 << F_ACCESS_PLATFORM) == 0 {
+            let why = "VIRTIO_F_ACCESS_PLATFORM is needed: this device is behind an IOMMU";
+            tracing::warn!(source = %"iommu", "{why}");
+            return Err(HandlerError::new(why));
+        }
+        Ok(())
+    }
+
+    /// A ring of the device is about to start. If the request queue was stopped and does not run
+    /// again by then, the guest was reset: the firmware uses its disk before there is a driver for
+    /// the IOMMU. (A guest that was paused goes on with the IOMMU first, as the VMM has made it
+    /// first.)
+    ///
+    /// # Errors
+    /// The guest was reset, and I/O under way does not end.
+    pub fn ring_starts(&self) -> Result<(), HandlerError> {
+        let mut state = self.iommu.state.lock();
+        // With a successor no guest was reset; and a queue left by an earlier process goes on, in
+        // whichever order rings start.
+        if !state.handed_over && matches!(state.requests, Requests::Stopped(_)) {
+            tracing::info!(source = %"iommu", "the guest was reset");
+            self.iommu.reset_system()?;
+            self.iommu.note(&mut state, Requests::Reset);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.iommu.state.lock().memories.remove(&self.number);
     }
 }
 
@@ -329,7 +334,7 @@ mod tests {
         endpoints.add_outside(1, mirror, &[]).unwrap();
         let options = IommuOptions { device: DeviceConfig::default(), unit: 0 };
         let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
-        let iommu = Iommu::new(Arc::new(endpoints), BTreeSet::new(), options, workers);
+        let iommu = Iommu::new(Arc::new(endpoints), options, workers);
         let _front_end = iommu.connect();
         iommu.requests_start(0, false, iommu.device.features().bits()).unwrap();
         let range = Range::new(Iova(0x1000), Iova(0x1fff)).unwrap();

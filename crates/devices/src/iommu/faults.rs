@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    io,
     os::fd::OwnedFd,
     sync::{
         Arc,
@@ -12,15 +13,21 @@ use std::{
 use ringfence_iommu::{Fault, FaultReason, FaultSink, Prot};
 use ringfence_run::event;
 use ringfence_sync::clock::{Clock, MonotonicClock};
-use ringfence_virtio_iommu::device::FaultQueue;
+use ringfence_virtio_iommu::device::{Backing, FaultQueue};
+
+use super::Endpoints;
+
+/// How many faults wait for the driver before more are dropped and counted.
+const WAITING_FAULTS: usize = 256;
 
 /// An endpoint's faults are logged once in this time: a driver can cause any number.
 const LOG_EVERY_NS: u64 = 1_000_000_000;
 
 /// Keeps faults for the event queue, wakes the worker that serves it, and counts by endpoint.
 pub(super) struct Reported {
-    faults: Arc<FaultQueue>,
-    wake: Arc<OwnedFd>,
+    pub(super) faults: Arc<FaultQueue>,
+    /// Written when a fault was reported.
+    pub(super) wake: OwnedFd,
     endpoints: BTreeMap<u32, Account>,
 }
 
@@ -33,13 +40,16 @@ struct Account {
 }
 
 impl Reported {
-    pub(super) fn new(
-        faults: Arc<FaultQueue>,
-        wake: Arc<OwnedFd>,
-        endpoints: impl IntoIterator<Item = u32>,
-    ) -> Reported {
-        let endpoints = endpoints.into_iter().map(|id| (id, Account::default())).collect();
-        Reported { faults, wake, endpoints }
+    /// From now on, those of these endpoints.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub(super) fn of(endpoints: &Endpoints) -> io::Result<Arc<Reported>> {
+        let known = endpoints.endpoints().into_iter().map(|id| (id, Account::default())).collect();
+        let (faults, wake) = (FaultQueue::new(WAITING_FAULTS), event::new()?);
+        let reported = Arc::new(Reported { faults, wake, endpoints: known });
+        endpoints.report_to(Arc::clone(&reported) as _);
+        Ok(reported)
     }
 
     /// How many faults each endpoint has had.

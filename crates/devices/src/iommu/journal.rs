@@ -69,7 +69,7 @@ impl Iommu {
         state.requests = left_by(note);
         state.answered = recovered.into_answers();
         let domains = self.device.domains();
-        let (mappings, _) = self.device.backing().held();
+        let mappings = self.device.backing().mappings();
         tracing::info!(
             source = %"iommu",
             "goes on with {mappings} mappings in {domains} domains, the last {requests} requests done again"
@@ -94,7 +94,7 @@ impl Iommu {
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, os::fd::OwnedFd, sync::Arc, thread, time::Duration};
+    use std::{os::fd::OwnedFd, sync::Arc, thread, time::Duration};
 
     use ringfence_iommu::{Geometry, Iova, PageSizes, Range, shootdown::Shootdown, table::Limits};
     use ringfence_iotlb::{Binding, Endpoint};
@@ -138,7 +138,7 @@ mod tests {
         let endpoints = Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, Limits::NONE);
         let options = IommuOptions { device: DeviceConfig::default(), unit: 0 };
         let workers = Arc::new([Worker::spawn("test", Notify::Sleep).unwrap()]);
-        let iommu = Iommu::new(Arc::new(endpoints), BTreeSet::new(), options, workers);
+        let iommu = Iommu::new(Arc::new(endpoints), options, workers);
         Process { iommu, endpoint, backend: None }
     }
 

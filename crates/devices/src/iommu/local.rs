@@ -3,27 +3,23 @@
 use std::{io, marker::PhantomData, os::fd::OwnedFd, sync::Arc};
 
 use parking_lot::Mutex;
-use ringfence_iommu::FaultSink;
-use ringfence_run::{
-    event,
-    worker::{Notify, Worker},
-};
-use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig, FaultQueue};
+use ringfence_run::worker::{Notify, Worker};
+use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, RingError, device};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::{
     Endpoints,
-    device::{WAITING_FAULTS, in_time},
+    device::in_time,
     faults::Reported,
     reach::Reach,
-    unit::{self, Call, IommuUnit},
+    unit::{Call, IommuUnit, NoWorker},
 };
 
 /// A virtio-iommu of this process, with a thread that serves its rings.
 ///
 /// Its methods are those that VMMs need of their virtio devices: features offered and accepted, the
-/// configuration space, [`start`](Self::start) when the driver says DRIVER_OK,
+/// configuration space, [`start`](Self::start) when the driver sets DRIVER_OK,
 /// [`reset`](Self::reset). `R` is how the guest's memory is reached, which may change at any time.
 ///
 /// Devices behind it are [`Endpoints`]: those of the VMM translate through an
@@ -31,8 +27,6 @@ use super::{
 /// [`Mirror`](ringfence_virtio_iommu::device::Mirror).
 pub struct LocalIommu<R> {
     device: Arc<Device<Arc<Endpoints>>>,
-    faults: Arc<FaultQueue>,
-    wake: Arc<OwnedFd>,
     reported: Arc<Reported>,
     worker: Worker,
     /// The rings that run.
@@ -59,6 +53,7 @@ pub enum LocalIommuError {
         /// Which.
         index: usize,
         /// Why.
+        #[source]
         error: RingError,
     },
     /// I/O under way does not end, so that an invalidation is not over: what was unmapped may be
@@ -66,20 +61,14 @@ pub enum LocalIommuError {
     #[error("I/O under way does not end")]
     Stuck,
     /// An invalidation could not be begun: what was unmapped may be reached still.
-    #[error("{0}")]
+    #[error(transparent)]
     Iommu(#[from] ringfence_iommu::Error),
     /// The descriptor for kicks cannot be used.
-    #[error("the event descriptor: {0}")]
-    Event(#[from] io::Error),
+    #[error("the event descriptor for kicks cannot be made non-blocking: {0}")]
+    Event(#[source] io::Error),
     /// The thread that serves the rings is gone.
     #[error("the thread that serves the rings is gone")]
     NoWorker,
-}
-
-impl From<unit::NoWorker> for LocalIommuError {
-    fn from(_: unit::NoWorker) -> LocalIommuError {
-        LocalIommuError::NoWorker
-    }
 }
 
 /// The only unit of its worker.
@@ -97,14 +86,10 @@ impl<R: Reach> LocalIommu<R> {
         options: DeviceConfig,
         notify: Notify,
     ) -> io::Result<LocalIommu<R>> {
-        let faults = FaultQueue::new(WAITING_FAULTS);
-        let wake = Arc::new(event::new()?);
-        let device = Arc::new(Device::new(Arc::clone(&endpoints), options));
-        let known = ringfence_virtio_iommu::device::Backing::endpoints(&*endpoints);
-        let reported = Arc::new(Reported::new(Arc::clone(&faults), Arc::clone(&wake), known));
-        endpoints.report_to(&(Arc::clone(&reported) as Arc<dyn FaultSink>));
+        let reported = Reported::of(&endpoints)?;
+        let device = Arc::new(Device::new(endpoints, options));
         let (worker, running) = (Worker::spawn("iommu", notify)?, Mutex::default());
-        Ok(LocalIommu { device, faults, wake, reported, worker, running, reach: PhantomData })
+        Ok(LocalIommu { device, reported, worker, running, reach: PhantomData })
     }
 
     /// The device itself: to add and remove endpoints, for a system reset, and to save and restore
@@ -162,8 +147,7 @@ impl<R: Reach> LocalIommu<R> {
         if !running.is_empty() {
             return Err(LocalIommuError::Active);
         }
-        let (device, faults) = (Arc::clone(&self.device), Arc::clone(&self.faults));
-        let mut unit = Unit::new(device, faults, Arc::clone(&self.wake), reach);
+        let mut unit = Unit::new(Arc::clone(&self.device), Arc::clone(&self.reported), reach);
         let interrupt = Arc::new(interrupt);
         for ring in 0..2 {
             let interrupt = Arc::clone(&interrupt);
@@ -177,7 +161,7 @@ impl<R: Reach> LocalIommu<R> {
             // A wake-up without a kick must not block the thread.
             fcntl_getfl(&kick)
                 .and_then(|flags| fcntl_setfl(&kick, flags | OFlags::NONBLOCK))
-                .map_err(io::Error::from)?;
+                .map_err(|error| LocalIommuError::Event(error.into()))?;
             unit.start(ring, config, false, Answers::default(), Some(kick.into()), true)
                 .map_err(|error| LocalIommuError::Ring { index, error })?;
             started.push(ring);
@@ -200,7 +184,9 @@ impl<R: Reach> LocalIommu<R> {
         let mut running = self.running.lock();
         let (mut stuck, mut stopped) = (false, Vec::new());
         for &ring in running.iter() {
-            if let Some((next, lost)) = Unit::<R>::stop_on(&self.worker, UNIT, ring)? {
+            let outcome = Unit::<R>::stop_on(&self.worker, UNIT, ring);
+            let outcome = outcome.map_err(|NoWorker| LocalIommuError::NoWorker)?;
+            if let Some((next, lost)) = outcome {
                 stuck |= lost;
                 // All chains that were taken are given back.
                 stopped.push((usize::from(ring), next));
@@ -226,7 +212,7 @@ impl<R: Reach> LocalIommu<R> {
         if !in_time(|| self.device.backing().is_settled()) {
             return Err(LocalIommuError::Stuck);
         }
-        self.faults.clear();
+        self.reported.faults.clear();
         Ok(())
     }
 
@@ -243,6 +229,6 @@ impl<R: Reach> LocalIommu<R> {
 
     /// How many faults found no room, and were not reported to the driver (rule V29).
     pub fn dropped_faults(&self) -> u64 {
-        self.faults.dropped()
+        self.reported.faults.dropped()
     }
 }

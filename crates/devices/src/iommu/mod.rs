@@ -1,7 +1,7 @@
 //! virtio-iommu as a vhost-user back end, in the process of the devices behind it.
 //!
 //! The devices' endpoints translate through the very tables that the virtio-iommu's requests
-//! change: no IOTLB message is needed, and a mapping is usable when its MAP is answered.
+//! change: no IOTLB message is needed, and a mapping is usable when its MAP is completed.
 //!
 //! [`Iommu`] is the device, which outlives its front ends; [`IommuBackend`] serves one of them.
 //! Devices behind it interact with it through a [`Seat`].
@@ -14,16 +14,13 @@ mod backing;
 #[allow(unsafe_code)]
 mod device;
 mod faults;
-mod gate;
 mod journal;
 mod local;
 mod reach;
-mod seat;
 mod unit;
 
 pub use backend::IommuBackend;
 pub use backing::{Endpoints, JointDomain};
-pub use device::{Iommu, IommuFigures, IommuOptions};
+pub use device::{Iommu, IommuFigures, IommuOptions, Seat};
 pub use local::{LocalIommu, LocalIommuError};
 pub use reach::Reach;
-pub use seat::Seat;

@@ -1,18 +1,19 @@
 //! A worker's share of a virtio-iommu: its rings.
 
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use ringfence_mem::Translate;
 use ringfence_run::worker::{Kick, Unit, Worker};
 use ringfence_virtio_iommu::device::{
-    Answers, Backing, Counters, Device, EventQueue, FaultQueue, Progress, RequestQueue,
+    Answers, Backing, Counters, Device, EventQueue, Progress, RequestQueue,
 };
 use ringfence_virtq::{RingError, device};
 
-use super::reach::Reach;
+use super::{faults::Reported, reach::Reach};
 
 /// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
 /// and some disks never answer.
@@ -22,31 +23,75 @@ pub(super) const INVALIDATION_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) type Call = Arc<dyn Fn() + Send + Sync>;
 
 /// One ring and its notifications.
-struct Ring<Q> {
-    queue: Q,
+struct Ring<B: Backing> {
+    queue: Queue<B>,
     kick: Option<Kick>,
     enabled: bool,
     failed: bool,
 }
 
-impl<Q> Ring<Q> {
-    fn found(&self, progress: &Progress) {
-        if let Some(kick) = &self.kick {
-            kick.found(progress.published);
+#[allow(clippy::large_enum_variant, reason = "there is one of each")]
+enum Queue<B: Backing> {
+    Requests(RequestQueue<B>),
+    Events(EventQueue),
+}
+
+impl<B: Backing> Queue<B> {
+    fn ring(&mut self) -> &mut device::Queue {
+        match self {
+            Queue::Requests(queue) => queue.queue(),
+            Queue::Events(queue) => queue.queue(),
+        }
+    }
+
+    fn ready(&mut self, mem: &impl Translate) -> usize {
+        match self {
+            Queue::Requests(queue) => queue.ready(mem),
+            Queue::Events(queue) => queue.ready(mem),
+        }
+    }
+
+    fn poll_some(&mut self, mem: &impl Translate, most: usize) -> Result<Progress, RingError> {
+        match self {
+            Queue::Requests(queue) => queue.poll_some(mem, most),
+            Queue::Events(queue) => queue.poll_some(mem, most),
         }
     }
 }
 
-/// The rings of a virtio-iommu: requests and events.
+impl<B: Backing> Ring<B> {
+    fn works(&self) -> bool {
+        self.enabled && !self.failed
+    }
+
+    /// Stops it; its replies that wait, if it is the request queue, are not `pending` any more.
+    fn fail(&mut self, pending: &mut bool, error: &RingError) {
+        self.failed = true;
+        let name = match self.queue {
+            Queue::Requests(_) => {
+                *pending = false;
+                "request"
+            }
+            Queue::Events(_) => "event",
+        };
+        tracing::warn!(source = %"iommu", "{name} queue stopped: {error}");
+    }
+
+    fn counters(&self) -> Counters {
+        match &self.queue {
+            Queue::Requests(queue) => queue.counters(),
+            Queue::Events(_) => Counters::default(),
+        }
+    }
+}
+
+/// The rings of a virtio-iommu, by their numbers: requests and events.
 pub(super) struct IommuUnit<B: Backing, R> {
     device: Arc<Device<B>>,
-    faults: Arc<FaultQueue>,
+    reported: Arc<Reported>,
     reach: R,
-    requests: Option<Ring<RequestQueue<B>>>,
-    events: Option<Ring<EventQueue>>,
+    rings: [Option<Ring<B>>; 2],
     calls: [Option<Call>; 2],
-    /// Written when a fault was reported, perhaps by another worker.
-    reported: Arc<OwnedFd>,
     /// Whether replies wait for an invalidation.
     pending: bool,
     /// Since when they do, and when to look again, by the monotonic clock: once they wait for long.
@@ -63,29 +108,28 @@ const LONG_NS: u64 = 200_000;
 const LOOK_NS: u64 = 1_000_000;
 
 /// The worker is gone.
+#[derive(Debug, thiserror::Error)]
+#[error("the worker is gone")]
 pub(super) struct NoWorker;
 
 /// The number of the request queue.
 pub(super) const REQUESTS: u16 = 0;
 /// The number of the event queue.
-pub(super) const EVENTS: u16 = 1;
+const EVENTS: u16 = 1;
 
 impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
-    /// A unit without rings yet. After a report to `faults`, `reported` must be written.
+    /// A unit without rings yet, which delivers what was `reported`.
     pub(super) fn new(
         device: Arc<Device<B>>,
-        faults: Arc<FaultQueue>,
-        reported: Arc<OwnedFd>,
+        reported: Arc<Reported>,
         reach: R,
     ) -> IommuUnit<B, R> {
         IommuUnit {
             device,
-            faults,
-            reach,
-            requests: None,
-            events: None,
-            calls: [None, None],
             reported,
+            reach,
+            rings: [None, None],
+            calls: [None, None],
             pending: false,
             waits: None,
             past: Counters::default(),
@@ -111,31 +155,25 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
             true => device::Queue::postponed_at_used(config)?,
         };
         queue.revalidate(self.reach.rings())?;
-        if ring == REQUESTS {
-            let mut queue = RequestQueue::resume(Arc::clone(&self.device), queue, answered);
-            queue.queue().suppress_kicks();
-            self.requests = Some(Ring { queue, kick, enabled, failed: false });
-            self.pending = false;
-        } else {
-            let mut queue = EventQueue::new(Arc::clone(&self.faults), queue);
-            queue.queue().suppress_kicks();
-            self.events = Some(Ring { queue, kick, enabled, failed: false });
-        }
+        queue.suppress_kicks();
+        let queue = match ring {
+            REQUESTS => {
+                self.pending = false;
+                Queue::Requests(RequestQueue::resume(Arc::clone(&self.device), queue, answered))
+            }
+            _ => Queue::Events(EventQueue::new(Arc::clone(&self.reported.faults), queue)),
+        };
+        self.rings[usize::from(ring)] = Some(Ring { queue, kick, enabled, failed: false });
         Ok(())
     }
 
     /// Stops a ring; returns the next available index, and the kick descriptor, to be dropped
     /// elsewhere.
-    pub(super) fn stop(&mut self, ring: u16) -> Option<(u32, Option<Kick>)> {
-        if ring == REQUESTS {
-            let mut stopped = self.requests.take()?;
-            self.past = self.counters_with(&stopped.queue);
-            self.pending = false;
-            Some((stopped.queue.queue().next_avail(), stopped.kick))
-        } else {
-            let mut stopped = self.events.take()?;
-            Some((stopped.queue.queue().next_avail(), stopped.kick))
-        }
+    fn stop(&mut self, ring: u16) -> Option<(u32, Option<Kick>)> {
+        let mut stopped = self.rings[usize::from(ring)].take()?;
+        self.past = sum(self.past, stopped.counters());
+        self.pending &= ring != REQUESTS;
+        Some((stopped.queue.ring().next_avail(), stopped.kick))
     }
 
     /// [Stops](Self::stop) a ring of unit `number` of `worker`, once every reply is given that can be: the
@@ -186,10 +224,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
 
     /// Lets a ring work, or not.
     pub(super) fn enable(&mut self, ring: u16, enabled: bool) {
-        match ring {
-            REQUESTS => self.requests.iter_mut().for_each(|ring| ring.enabled = enabled),
-            _ => self.events.iter_mut().for_each(|ring| ring.enabled = enabled),
-        }
+        self.rings[usize::from(ring)].iter_mut().for_each(|ring| ring.enabled = enabled);
     }
 
     /// Replaces what a ring's interrupts go to.
@@ -206,104 +241,75 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
     }
 
     fn revalidate(&mut self) {
-        let rings = self.reach.rings();
-        if let Some(ring) = self.requests.as_mut().filter(|ring| !ring.failed)
-            && let Err(error) = ring.queue.queue().revalidate(rings)
-        {
-            tracing::warn!(source = %"iommu", "request queue stopped: {error}");
-            ring.failed = true;
-            self.pending = false;
-        }
-        if let Some(ring) = self.events.as_mut().filter(|ring| !ring.failed)
-            && let Err(error) = ring.queue.queue().revalidate(rings)
-        {
-            tracing::warn!(source = %"iommu", "event queue stopped: {error}");
-            ring.failed = true;
+        for ring in self.rings.iter_mut().flatten().filter(|ring| !ring.failed) {
+            if let Err(error) = ring.queue.ring().revalidate(self.reach.rings()) {
+                ring.fail(&mut self.pending, &error);
+            }
         }
     }
 
     /// What all request rings have done, those that are gone included.
     pub(super) fn counters(&self) -> Counters {
-        self.requests.as_ref().map_or(self.past, |ring| self.counters_with(&ring.queue))
+        self.rings.iter().flatten().fold(self.past, |past, ring| sum(past, ring.counters()))
     }
 
-    fn counters_with(&self, queue: &RequestQueue<B>) -> Counters {
-        sum(self.past, queue.counters())
+    /// Whether a ring is served: requests that were carried out are answered, enabled or not, and an
+    /// event queue has work while faults wait.
+    fn has_work(&self, ring: u16) -> bool {
+        self.rings[usize::from(ring)].as_ref().is_some_and(|found| match ring {
+            REQUESTS => (found.enabled || self.pending) && !found.failed,
+            _ => found.works() && self.reported.faults.waiting() > 0,
+        })
     }
 
-    fn interrupt(&self, ring: u16) {
-        if let Some(call) = &self.calls[usize::from(ring)] {
+    /// Takes up to `most` chains of a ring; true if anything was done.
+    fn serve(&mut self, ring: u16, most: usize) -> bool {
+        if !self.has_work(ring) {
+            return false;
+        }
+        let Some(found) = &mut self.rings[usize::from(ring)] else { return false };
+        let progress = match found.queue.poll_some(self.reach.buffers(), most) {
+            Ok(progress) => progress,
+            Err(error) => {
+                found.fail(&mut self.pending, &error);
+                return false;
+            }
+        };
+        if let Some(kick) = &found.kick {
+            kick.found(progress.published);
+        }
+        if ring == REQUESTS {
+            self.pending = progress.pending;
+        }
+        if progress.published > 0 {
+            // (Enabling kicks writes to the used ring too; a successor that goes on with it enables
+            // them again.)
+            let [_, _, (used, len, _)] = found.queue.ring().config().areas();
+            self.reach.mark_ring(used, len);
+        }
+        if let Some(call) = self.calls[usize::from(ring)].as_ref().filter(|_| progress.interrupt) {
             call();
         }
-    }
-}
-
-/// Marks the used ring, before its entries are published. (Enabling kicks writes to it too; a
-/// successor that goes on with the ring enables them again.)
-fn mark_used(reach: &impl Reach, progress: &Progress, queue: &device::Queue) {
-    if progress.published > 0 {
-        let [_, _, (used, len, _)] = queue.config().areas();
-        reach.mark_ring(used, len);
+        !progress.is_idle()
     }
 }
 
 impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     fn poll(&mut self, now_ns: u64) -> bool {
-        let (mut requests, mut buffers) = (usize::MAX, usize::MAX);
+        let mut most = [usize::MAX; 2];
         if R::CHANGES {
             // Requests that are there now lie in the current memory. Later ones may not.
             let mem = self.reach.buffers();
-            requests = self.requests.as_mut().map_or(0, |ring| ring.queue.ready(mem));
-            buffers = self.events.as_mut().map_or(0, |ring| ring.queue.ready(mem));
+            for (most, ring) in most.iter_mut().zip(&mut self.rings) {
+                *most = ring.as_mut().map_or(0, |ring| ring.queue.ready(mem));
+            }
         }
         if self.reach.refresh() {
             self.revalidate();
         }
-        let mut busy = false;
-        if let Some(ring) = &mut self.requests
-            // Requests that were carried out are answered, enabled or not.
-            && (ring.enabled || self.pending)
-            && !ring.failed
-        {
-            match ring.queue.poll_some(self.reach.buffers(), requests) {
-                Ok(progress) => {
-                    busy |= !progress.is_idle();
-                    ring.found(&progress);
-                    self.pending = progress.pending;
-                    mark_used(&self.reach, &progress, ring.queue.queue());
-                    if progress.interrupt {
-                        self.interrupt(REQUESTS);
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(source = %"iommu", "request queue stopped: {error}");
-                    ring.failed = true;
-                    self.pending = false;
-                }
-            }
-        }
+        let mut busy = self.serve(REQUESTS, most[0]);
         busy |= !self.has_waited_long(now_ns) && self.pending;
-        if let Some(ring) = &mut self.events
-            && ring.enabled
-            && !ring.failed
-            && self.faults.waiting() > 0
-        {
-            match ring.queue.poll_some(self.reach.buffers(), buffers) {
-                Ok(progress) => {
-                    busy |= !progress.is_idle();
-                    ring.found(&progress);
-                    mark_used(&self.reach, &progress, ring.queue.queue());
-                    if progress.interrupt {
-                        self.interrupt(EVENTS);
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(source = %"iommu", "event queue stopped: {error}");
-                    ring.failed = true;
-                }
-            }
-        }
-        busy
+        self.serve(EVENTS, most[1]) | busy
     }
 
     fn wants_quiet(&self) -> bool {
@@ -315,43 +321,24 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     }
 
     fn arm(&mut self) -> bool {
-        let mut more = false;
-        // No further request is taken while replies wait.
-        if let Some(ring) = self.requests.as_mut().filter(|ring| ring.enabled && !ring.failed)
-            && !self.pending
-        {
-            more |= ring.queue.queue().enable_kicks();
-        }
-        // Faults that wait have found no buffer.
-        if let Some(ring) = self.events.as_mut().filter(|ring| ring.enabled && !ring.failed)
-            && self.faults.waiting() > 0
-        {
-            more |= ring.queue.queue().enable_kicks();
-        }
-        more
+        // No further request is taken while replies wait. Faults that wait have found no buffer.
+        let wanted = [!self.pending, self.reported.faults.waiting() > 0];
+        let rings = self.rings.iter_mut().zip(wanted).filter(|(_, wanted)| *wanted);
+        let rings = rings.filter_map(|(ring, _)| ring.as_mut()).filter(|ring| ring.works());
+        rings.fold(false, |more, ring| ring.queue.ring().enable_kicks() | more)
     }
 
     fn disarm(&mut self) {
-        if let Some(ring) = &mut self.requests
-            && !ring.failed
-        {
-            ring.queue.queue().suppress_kicks();
-        }
-        if let Some(ring) = &mut self.events
-            && !ring.failed
-        {
-            ring.queue.queue().suppress_kicks();
-        }
+        let rings = self.rings.iter_mut().flatten().filter(|ring| !ring.failed);
+        rings.for_each(|ring| ring.queue.ring().suppress_kicks());
     }
 
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
-        into.push(self.reported.as_fd());
+        into.push(self.reported.wake.as_fd());
     }
 
     fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
-        let requests = self.requests.as_ref().and_then(|ring| ring.kick.as_ref());
-        let events = self.events.as_ref().and_then(|ring| ring.kick.as_ref());
-        into.extend(requests.into_iter().chain(events));
+        into.extend(self.rings.iter().flatten().filter_map(|ring| ring.kick.as_ref()));
     }
 }
 

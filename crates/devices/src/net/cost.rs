@@ -15,7 +15,7 @@ use ringfence_virtq::{
 
 use super::{
     lane::forward,
-    pieces::{Lasting, Plain},
+    pieces::Lasting,
     ring::NetRing,
     round::{BusRing, Lane, Terms, Timeouts},
     wire::feature,
@@ -48,7 +48,7 @@ fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queu
     (queue, NetRing::new(0, ring, events, Arc::default(), "cost".into(), log))
 }
 
-/// Nanoseconds a packet: the median of bursts.
+/// Nanoseconds per packet: the median of bursts.
 fn measure<B: Lasting>(
     ram: &Arc<GuestRam>,
     bus: &mut B,
@@ -90,16 +90,16 @@ fn measure<B: Lasting>(
 fn what_a_packet_costs() {
     let ram = GuestRam::new(((32 + 2 * BUFFERS) * PAGE) as usize, 0).unwrap();
     let memory = Memory::of_ram(&ram).unwrap();
-    let physical = Physical::new(Arc::clone(&memory));
+    let mut physical = Physical::new(Arc::clone(&memory));
     // Neighbours in IOVA space are none in memory, behind the rings.
     let far = |page: u64| if page < 32 { page } else { 32 + (page - 32) * 389 % (2 * BUFFERS) };
     for packed in [false, true] {
         for dense in [false, true] {
-            // A buffer a page, or two: 64 bytes of many pages, or of half as many.
+            // One buffer per page, or two: 64 bytes of many pages, or of half as many.
             let place = |n: u64| if dense { 32 * PAGE + (n - 32) * 2048 } else { n * PAGE };
             println!(
                 "packed {packed}, dense {dense}: off {:.1} ns",
-                measure(&ram, &mut Plain::new(&physical), |_| (), packed, place)
+                measure(&ram, &mut physical, |_| (), packed, place)
             );
             for (name, granule, shuffled) in
                 [("2M", 512, false), ("4K mergeable", 1, false), ("4K unmergeable", 1, true)]

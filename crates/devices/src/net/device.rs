@@ -13,9 +13,9 @@ use tracing::debug;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
-    round::Terms,
+    round::{GRACE, Terms},
     stats::QueueCounters,
-    unit::{Connected, NetUnit, Start, Way},
+    unit::{NetUnit, Start, Way},
     wire::{LINK_UP, NetConfig, feature},
 };
 use crate::iommu::Seat;
@@ -29,6 +29,8 @@ pub struct NetOptions {
     pub way: Way,
     /// How many pairs of queues it offers.
     pub pairs: u16,
+    /// The number of its units among a worker's.
+    pub unit: u32,
     /// The MAC address in its configuration space; `None`: none.
     pub mac: Option<[u8; 6]>,
     /// The MTU in its configuration space; `None`: none.
@@ -40,6 +42,23 @@ pub struct NetOptions {
     pub grace: Duration,
     /// What its device IOTLB may hold, and how long a packet waits for a translation.
     pub iotlb: IotlbConfig,
+}
+
+impl NetOptions {
+    /// A device with one pair of queues and a device IOTLB, unit 0.
+    pub fn new(name: impl Into<Arc<str>>, way: Way) -> NetOptions {
+        NetOptions {
+            name: name.into(),
+            way,
+            pairs: 1,
+            unit: 0,
+            mac: None,
+            mtu: None,
+            iommu: true,
+            grace: GRACE,
+            iotlb: IotlbConfig::default(),
+        }
+    }
 }
 
 /// A network device, or two that are back to back. It outlives its drivers.
@@ -58,32 +77,20 @@ struct End {
 }
 
 impl Net {
-    /// A device with pairs of queues that are served by `workers`, in turn. Other units of these
-    /// workers must have numbers other than 0.
+    /// A device with pairs of queues that are served by `workers`, in turn.
     ///
     /// # Errors
-    /// No descriptor is left.
+    /// No descriptor is left, or a worker is gone.
     pub fn new(options: NetOptions, workers: Arc<[Worker]>) -> io::Result<Arc<Net>> {
-        Net::with_unit(options, 0, workers)
-    }
-
-    /// As [`new`](Self::new), with another number for its units among those of a worker.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub fn with_unit(
-        options: NetOptions,
-        unit: u32,
-        workers: Arc<[Worker]>,
-    ) -> io::Result<Arc<Net>> {
+        let unit = options.unit;
         let shares = Shares::new(workers, unit);
         for share in 0..shares.count() {
             let (way, pairs, grace) = (options.way.clone(), options.pairs, options.grace);
             let made = shares.on_worker(share, move |work| {
                 work.insert(unit, Box::new(NetUnit::new(way, pairs, grace)?));
-                Ok(())
+                io::Result::Ok(())
             });
-            made.unwrap_or_else(|error| Err(io::Error::other(error.to_string())))?;
+            made.map_err(|error| io::Error::other(error.into_inner()))??;
         }
         let end = || End {
             counters: (0..2 * options.pairs).map(|_| Arc::default()).collect(),
@@ -196,7 +203,7 @@ impl RawDevice for NetEnd {
     }
 
     fn max_ring_size(&self) -> u16 {
-        // As large as DPDK's drivers like them.
+        // As large as DPDK's drivers make them.
         4096
     }
 
@@ -224,19 +231,15 @@ impl RawDevice for NetEnd {
             ring: start,
             counters: Arc::clone(&self.net.ends[self.end].counters[usize::from(ring)]),
             name: self.name(),
-        };
-        let connected = Connected {
             memory: on.memory,
             endpoint: on.endpoint,
             terms: Terms { features: on.features },
             timeout_ns: nanos(self.net.options.iotlb.timeout),
         };
-        let end = self.end;
-        let share = self.share_of(ring);
-        let started =
-            self.net.shares.on(share, move |unit| unit.start(end, ring, start, connected))?;
-        let view = started.unwrap_or_else(|| Err("the device has ended".to_owned()));
-        if let Some(view) = view.map_err(HandlerError::new)? {
+        let (end, share) = (self.end, self.share_of(ring));
+        let started = self.net.shares.on(share, move |unit| unit.start(end, ring, start))?;
+        let started = started.ok_or_else(|| HandlerError::new("the device has ended"))?;
+        if let Some(view) = started? {
             self.tally().view(view);
         }
         Ok(())

@@ -62,8 +62,8 @@ pub(super) fn forward<S: Lasting, D: Lasting>(
     }
     let held = src.ring.held();
     lane.too_few = dst.ring.held();
-    let did = round.settle(lane, |again| ask_ahead(src, dst, again));
-    // Chains that `ask_ahead` found arrived after the ring was seen empty, and cause no wake-up.
+    let did = round.settle(lane, |again| miss_ahead(src, dst, again));
+    // Chains that `miss_ahead` found arrived after the ring was seen empty, and cause no wake-up.
     more |= src.ring.held() > held;
     if did {
         round.publish(dst);
@@ -92,7 +92,7 @@ fn drop_late<S: Lasting>(
         return false;
     }
     let late = lane.translations_too_late(now_ns, timeouts.receiver_ns);
-    late && discard(lane, (src.ring, src.bus), Lost::Unanswered, updates, now_ns)
+    late && discard(lane, (src.ring, src.bus), Lost::TimedOut, updates, now_ns)
 }
 
 /// Moves a burst; returns what was missing when it ended.
@@ -214,7 +214,7 @@ fn single<S: Lasting, D: Lasting>(
 /// are visible, and sends misses; for those looked up before only if `again`. Returns whether none
 /// is missing.
 #[cold]
-fn ask_ahead<S: Lasting, D: Lasting>(
+fn miss_ahead<S: Lasting, D: Lasting>(
     src: &mut BusRing<'_, S>,
     dst: &mut BusRing<'_, D>,
     again: bool,

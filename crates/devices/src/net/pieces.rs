@@ -4,7 +4,7 @@
 use std::{ptr::NonNull, sync::atomic::Ordering};
 
 use ringfence_iotlb::View;
-use ringfence_mem::{Access, AccessError, HostSlice, Physical, Translate, Window};
+use ringfence_mem::{Access, AccessError, HostSlice, Physical, Translate};
 use ringfence_virtq::Desc;
 
 /// Memory with pieces that may be kept for a while, so that those of a whole burst are looked up
@@ -14,6 +14,12 @@ use ringfence_virtq::Desc;
 /// A piece that [`Translate::slices`] gives stays mapped, without a Rust reference to it, for as
 /// long as `self` is borrowed.
 pub(super) unsafe trait Lasting: Translate {
+    /// Whether all that was read is what the driver has, and not in place of memory that is lost.
+    ///
+    /// # Errors
+    /// Some is lost.
+    fn intact(&self) -> Result<(), AccessError>;
+
     /// Notes all misses of an access, so that they are sent together. True if nothing is missing.
     fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool;
 
@@ -37,6 +43,11 @@ pub(super) unsafe trait Lasting: Translate {
 // SAFETY: a view's pieces lie in the memory that it holds, which only `set_memory` replaces, and
 // that takes the view by a unique borrow.
 unsafe impl Lasting for View {
+    #[inline]
+    fn intact(&self) -> Result<(), AccessError> {
+        self.check()
+    }
+
     fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
         View::prefetch(self, addr, len, access)
     }
@@ -118,51 +129,16 @@ impl<'b, B: Lasting> Runs<'b, B> {
     }
 }
 
-/// Memory that is reached by guest-physical address.
-pub(super) struct Plain<'m> {
-    physical: &'m Physical,
-}
-
-impl<'m> Plain<'m> {
+// SAFETY: its pieces lie in the memory that it holds, which only `set_memory` replaces, and that
+// takes it by a unique borrow.
+unsafe impl Lasting for Physical {
     #[inline]
-    pub(super) fn new(physical: &'m Physical) -> Plain<'m> {
-        Plain { physical }
-    }
-}
-
-impl Translate for Plain<'_> {
-    #[inline]
-    fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
-    where
-        F: FnMut(HostSlice<'_>),
-    {
-        self.physical.slices(addr, len, access, each)
+    fn intact(&self) -> Result<(), AccessError> {
+        self.check()?;
+        // Rings were found by user addresses, which this does not track.
+        self.memory().check()
     }
 
-    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
-        self.physical.window(addr, len, access)
-    }
-
-    #[inline]
-    fn mark(&self, piece: HostSlice<'_>) {
-        self.physical.mark(piece);
-    }
-
-    #[inline]
-    fn is_logged(&self) -> bool {
-        self.physical.is_logged()
-    }
-
-    #[inline]
-    fn check(&self) -> Result<(), AccessError> {
-        self.physical.check()?;
-        // Rings were found by user addresses, which `physical` does not track.
-        self.physical.memory().check()
-    }
-}
-
-// SAFETY: its pieces lie in the memory that `physical` holds, which is borrowed for longer.
-unsafe impl Lasting for Plain<'_> {
     fn prefetch(&self, _: u64, _: u64, _: Access) -> bool {
         true
     }
@@ -184,8 +160,8 @@ unsafe impl Lasting for Plain<'_> {
     #[inline]
     fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
         // So that `check` covers the region, and lost memory is refused.
-        self.physical.slices(addr, 1, access, |_| ()).ok()?;
-        Some((addr, self.physical.memory().find_gpa(addr)?.slice))
+        self.slices(addr, 1, access, |_| ()).ok()?;
+        Some((addr, self.memory().find_gpa(addr)?.slice))
     }
 }
 
@@ -340,7 +316,6 @@ mod tests {
         ) {
             let ram = GuestRam::new(8192, 0).unwrap();
             let bus = Physical::new(Memory::of_ram(&ram).unwrap());
-            let bus = Plain::new(&bus);
             let bytes: Vec<u8> = (0..400).map(|at| (at * 7 + at / 256) as u8).collect();
             bus.write(0, &bytes).unwrap();
             let lay = |lens: &[usize], mut at: u64| -> Vec<Desc> {
@@ -381,8 +356,7 @@ mod tests {
         let regions = [(0, 0), (4096, 8192), (last, last)];
         let regions = regions.map(|(gpa, user)| (region(gpa, user), file()));
         let physical = Physical::new(Memory::map(regions.into()).unwrap());
-        let bus = Plain::new(&physical);
-        let mut runs = Runs::new(&bus, Access::Write);
+        let mut runs = Runs::new(&physical, Access::Write);
         for first in [0, 4096, last, 0] {
             let piece = runs.piece(first + 10, 20).unwrap();
             piece.copy_from(&first.to_be_bytes());

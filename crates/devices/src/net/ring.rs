@@ -45,17 +45,17 @@ pub(super) fn next_tick(now_ns: u64, period_ns: u64) -> u64 {
 /// One ring that was started.
 pub(super) struct NetRing {
     index: u16,
-    queue: device::Queue,
+    pub(super) queue: device::Queue,
     /// Chains that were taken and not given back, in the order of the ring.
     taken: Burst,
     /// For how many of them, the oldest, misses were looked up.
     looked_up: usize,
     kick: Option<Kick>,
-    call: Option<Arc<Notifier>>,
-    err: Option<Arc<Notifier>>,
+    pub(super) call: Option<Arc<Notifier>>,
+    pub(super) err: Option<Arc<Notifier>>,
     pub(super) enabled: bool,
     /// It broke the rules, and does nothing any more.
-    failed: bool,
+    pub(super) failed: bool,
     /// When the address of the ring, which is unmapped, is looked up again.
     away_until: Option<u64>,
     /// Whether a fault was reported since it was mapped last.
@@ -64,7 +64,8 @@ pub(super) struct NetRing {
     found: Option<u64>,
     pub(super) counters: Arc<QueueCounters>,
     name: Arc<str>,
-    log: RingLog,
+    /// Where what is written into the ring is marked.
+    pub(super) log: RingLog,
 }
 
 impl NetRing {
@@ -98,21 +99,9 @@ impl NetRing {
         ring
     }
 
-    pub(super) fn set_call(&mut self, call: Option<Arc<Notifier>>) {
-        self.call = call;
-    }
-
-    pub(super) fn set_err(&mut self, err: Option<Arc<Notifier>>) {
-        self.err = err;
-    }
-
-    /// Where what is written into the ring is marked, and the ring.
-    pub(super) fn log(&mut self) -> (&mut RingLog, &mut device::Queue) {
-        (&mut self.log, &mut self.queue)
-    }
-
-    pub(super) fn has_failed(&self) -> bool {
-        self.failed
+    /// Whether it takes part: a ring that has failed does not.
+    pub(super) fn works(&self) -> bool {
+        self.enabled && !self.failed
     }
 
     /// How many chains are held.
@@ -281,11 +270,12 @@ impl NetRing {
         (from..many).fold(true, |ready, at| self.prefetch(bus, at) & ready)
     }
 
-    /// Publishes the used chains, and notifies the driver if it wants that.
+    /// Publishes the used chains, and notifies the driver if it wants that. `memory`: whether
+    /// what it has was intact.
     #[inline]
-    pub(super) fn publish<B: Translate>(&mut self, bus: &B) {
+    pub(super) fn publish(&mut self, memory: Result<(), AccessError>) {
         // Nothing is published that may have been read from lost memory.
-        if let Err(error) = bus.check() {
+        if let Err(error) = memory {
             return self.fail(error);
         }
         let wanted = self.queue.publish_used();
@@ -350,7 +340,7 @@ impl NetRing {
             while self.held() > 0 {
                 self.lose(Lost::NoReceiver);
             }
-            self.publish(bus);
+            self.publish(bus.check());
         }
         ((!self.queue.is_lost()).then(|| self.queue.next_avail()), self.kick)
     }
@@ -373,10 +363,7 @@ mod tests {
     use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
 
     use super::*;
-    use crate::net::{
-        pieces::Plain,
-        round::{BusRing, Lane, Round, Side, Terms, Want},
-    };
+    use crate::net::round::{BusRing, Lane, Round, Side, Terms, Want};
 
     /// A ring of 8 descriptors that was not looked up yet.
     fn postponed(packed: bool, [desc, avail, used]: [u64; 3]) -> NetRing {
@@ -401,8 +388,7 @@ mod tests {
 
     #[test]
     fn a_ring_that_is_away_is_looked_for_together_with_others() {
-        let physical = Physical::new(Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap());
-        let bus = Plain::new(&physical);
+        let bus = Physical::new(Memory::of_ram(&GuestRam::new(4096, 0).unwrap()).unwrap());
         let mut ring = postponed(false, [1 << 40; 3]);
         assert_eq!(ring.ready(&bus, 0), Ready::No);
         assert_eq!(ring.next_look(), Some(AWAY_NS));
@@ -413,8 +399,7 @@ mod tests {
     #[test]
     fn what_comes_during_a_prefetch_is_not_slept_over() {
         let ram = GuestRam::new(16 * 4096, 0).unwrap();
-        let physical = Physical::new(Memory::of_ram(&ram).unwrap());
-        let bus = Plain::new(&physical);
+        let bus = Physical::new(Memory::of_ram(&ram).unwrap());
         let (mut driver, mut ring, _) = both_ends(&ram, false);
         assert_eq!(ring.ready(&bus, 0), Ready::Yes);
         let (mut lane, mut place) =
@@ -436,8 +421,7 @@ mod tests {
     fn a_ring_that_is_found_late_or_elsewhere_enables_kicks_only_before_a_sleep() {
         for packed in [false, true] {
             let ram = GuestRam::new(16 * 4096, 0).unwrap();
-            let physical = Physical::new(Memory::of_ram(&ram).unwrap());
-            let bus = Plain::new(&physical);
+            let bus = Physical::new(Memory::of_ram(&ram).unwrap());
             let (mut driver, mut ring, [desc, avail, used]) = both_ends(&ram, packed);
             let mut kicked = || {
                 driver.add(&[ringfence_virtq::Desc::readable(0, 1)], 0).unwrap();

@@ -472,16 +472,16 @@ impl Round {
         self.lost += 1;
     }
 
-    /// Returns whether anything was done. If the lane waits, `ask` sends all misses that can be
+    /// Returns whether anything was done. If the lane waits, `send` sends all misses that can be
     /// found: also those sent before, if called with true. It returns whether nothing is missing.
     #[inline]
-    pub(super) fn settle(&self, lane: &mut Lane, ask: impl FnOnce(bool) -> bool) -> bool {
+    pub(super) fn settle(&self, lane: &mut Lane, send: impl FnOnce(bool) -> bool) -> bool {
         lane.pass(self.packets + self.lost);
         if let Some(Want::Translation(side)) = self.wants {
             if self.packets > 0 {
                 lane.go_on();
             }
-            ask(lane.miss());
+            send(lane.miss());
             lane.wait(side, self.updates, self.now_ns);
         } else {
             lane.go_on();
@@ -489,7 +489,7 @@ impl Round {
                 Some(_) => lane.rests(self.now_ns),
                 None => lane.pause(self.now_ns),
             }
-            lane.look_ahead(|| ask(false));
+            lane.look_ahead(|| send(false));
         }
         self.packets + self.lost > 0
     }
@@ -498,15 +498,15 @@ impl Round {
     #[inline]
     pub(super) fn publish<B: Lasting>(&self, place: &mut BusRing<'_, B>) {
         place.ring.counters.passed(self.packets, self.bytes);
-        place.ring.publish(place.bus);
+        place.ring.publish(place.bus.intact());
     }
 
     /// Ends a round of a single ring; true if anything was done.
     #[inline]
     pub(super) fn end<B: Lasting>(self, lane: &mut Lane, place: &mut BusRing<'_, B>) -> bool {
         let held = place.ring.held();
-        let did = self.settle(lane, |again| ask_ahead(place, again));
-        // Chains that `ask_ahead` found arrived after the ring was seen empty, and cause no
+        let did = self.settle(lane, |again| miss_ahead(place, again));
+        // Chains that `miss_ahead` found arrived after the ring was seen empty, and cause no
         // wake-up.
         let found = place.ring.held() > held;
         if did {
@@ -519,7 +519,7 @@ impl Round {
 /// Sends all misses that can be found, those sent before only if `again`. Returns whether nothing
 /// is missing.
 #[cold]
-fn ask_ahead<B: Lasting>(place: &mut BusRing<'_, B>, again: bool) -> bool {
+fn miss_ahead<B: Lasting>(place: &mut BusRing<'_, B>, again: bool) -> bool {
     // A broken ring is detected, and reported, when its turn comes.
     let _ = place.ring.take(place.bus, AHEAD);
     place.ring.look_up(place.bus, AHEAD, again)
@@ -532,7 +532,7 @@ pub(super) fn give_up<B: Lasting>(place: &mut BusRing<'_, B>) -> u64 {
     for at in (0..place.ring.held()).rev() {
         if !place.ring.prefetch(place.bus, at) {
             place.bus.gave_up();
-            place.ring.reject(at, Lost::Unanswered);
+            place.ring.reject(at, Lost::TimedOut);
             count += 1;
         }
     }
@@ -555,7 +555,7 @@ pub(super) fn discard<S: Lasting>(
     while ring.held() > 0 {
         ring.lose(why);
     }
-    ring.publish(bus);
+    ring.publish(bus.intact());
     true
 }
 

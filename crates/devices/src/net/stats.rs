@@ -7,6 +7,7 @@ use std::{
 
 /// Why a packet, or a receive buffer, was given back without use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Lost {
     /// Not a valid packet: too short, its chain has the wrong direction, or its header does not
     /// suit it.
@@ -20,7 +21,7 @@ pub enum Lost {
     /// Its memory cannot be reached.
     Unreachable,
     /// A miss for its memory was sent, and timed out.
-    Unanswered,
+    TimedOut,
     /// The receiver did not negotiate the offload that the packet needs.
     Offload,
     /// The queue is disabled (rule D28).
@@ -35,40 +36,34 @@ impl Lost {
         Lost::NoRoom,
         Lost::NoReceiver,
         Lost::Unreachable,
-        Lost::Unanswered,
+        Lost::TimedOut,
         Lost::Offload,
         Lost::Disabled,
     ];
-}
 
-impl Lost {
+    /// Its name, and what it means in a few words.
+    fn words(self) -> (&'static str, &'static str) {
+        match self {
+            Lost::Malformed => ("malformed", "no packet, or no buffer"),
+            Lost::TooLong => ("too_long", "longer than the receiver's buffers"),
+            Lost::NoRoom => ("no_room", "the receiver had no buffers"),
+            Lost::NoReceiver => ("no_receiver", "no receiver"),
+            Lost::Unreachable => ("unreachable", "memory that cannot be reached"),
+            Lost::TimedOut => ("unanswered", "a translation that did not come"),
+            Lost::Offload => ("offload", "work left that the receiver cannot do"),
+            Lost::Disabled => ("disabled", "the queue is disabled"),
+        }
+    }
+
     /// What it means, in a few words.
     pub fn reason(self) -> &'static str {
-        match self {
-            Lost::Malformed => "no packet, or no buffer",
-            Lost::TooLong => "longer than the receiver's buffers",
-            Lost::NoRoom => "the receiver had no buffers",
-            Lost::NoReceiver => "no receiver",
-            Lost::Unreachable => "memory that cannot be reached",
-            Lost::Unanswered => "a translation that did not come",
-            Lost::Offload => "work left that the receiver cannot do",
-            Lost::Disabled => "the queue is disabled",
-        }
+        self.words().1
     }
 }
 
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Lost::Malformed => "malformed",
-            Lost::TooLong => "too_long",
-            Lost::NoRoom => "no_room",
-            Lost::NoReceiver => "no_receiver",
-            Lost::Unreachable => "unreachable",
-            Lost::Unanswered => "unanswered",
-            Lost::Offload => "offload",
-            Lost::Disabled => "disabled",
-        })
+        f.write_str(self.words().0)
     }
 }
 

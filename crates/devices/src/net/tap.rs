@@ -58,7 +58,7 @@ pub enum TapError {
     NotAllowed {
         /// The tap.
         name: String,
-        /// What the kernel said.
+        /// The system call's error.
         source: io::Error,
     },
     /// It is there, but of another kind or in use.
@@ -66,7 +66,17 @@ pub enum TapError {
     Other {
         /// The tap.
         name: String,
-        /// What the kernel said.
+        /// The system call's error.
+        source: io::Error,
+    },
+    /// The kernel does not take what a driver has negotiated.
+    #[error("{name}: the kernel refuses the offloads in the features {features:#x}: {source}")]
+    Offloads {
+        /// The tap.
+        name: String,
+        /// What was negotiated.
+        features: u64,
+        /// The system call's error.
         source: io::Error,
     },
 }
@@ -104,7 +114,7 @@ impl Tap {
         let mut tap = Tap { name: name.into(), queues: fds, uso: true };
         // Kernels before 6.2 refuse what they do not know.
         tap.uso = tap.settle(Terms { features: feature::GUEST_OFFLOADS }).is_ok();
-        tap.settle(Terms::default()).map_err(explain)?;
+        tap.settle(Terms::default())?;
         Ok(tap)
     }
 
@@ -131,7 +141,7 @@ impl Tap {
     ///
     /// # Errors
     /// The kernel refuses it.
-    pub(super) fn settle(&self, terms: Terms) -> io::Result<()> {
+    pub(super) fn settle(&self, terms: Terms) -> Result<(), TapError> {
         let has = |bit| terms.features & bit != 0;
         let mut offloads = 0;
         if has(feature::GUEST_CSUM) {
@@ -151,14 +161,20 @@ impl Tap {
         {
             offloads &= !(offload::USO4 | offload::USO6);
         }
+        let refused = |source| {
+            let (name, features) = (self.name.clone(), terms.features);
+            TapError::Offloads { name, features, source }
+        };
         let header = terms.header() as libc::c_int;
         for fd in &self.queues {
             // SAFETY: the ioctl reads one int, which outlives the call.
-            check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETVNETHDRSZ as _, &header) })?;
+            check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETVNETHDRSZ as _, &header) })
+                .map_err(refused)?;
         }
         let Some(fd) = self.queues.first() else { return Ok(()) };
         // SAFETY: the argument is a number.
         check(unsafe { libc::ioctl(fd.as_raw_fd(), libc::TUNSETOFFLOAD as _, offloads) })
+            .map_err(refused)
     }
 
     /// Sets whether the kernel uses a queue: packets in a queue without a reader are lost.

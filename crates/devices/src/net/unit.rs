@@ -20,9 +20,9 @@ use ringfence_run::{
 };
 use ringfence_vhost_user::{HandlerError, RingAddresses};
 use ringfence_vhost_user_backend::{Bus, RingStart, Rings};
-use ringfence_virtq::{RingError, device};
+use ringfence_virtq::device;
 
-use self::ways::{across, loopback, nowhere, outside};
+use self::ways::{between, nowhere, outside, receiver};
 use super::{
     outlet::Outlet,
     probe::Probe,
@@ -35,6 +35,7 @@ use super::{
 
 /// Where packets go that a driver sends.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Way {
     /// Back to the driver, on the same pair of queues.
     Loopback,
@@ -65,15 +66,11 @@ impl Way {
     }
 }
 
-/// What a ring is started with.
+/// What a ring is started with: also how the driver's memory is reached, and what was settled on.
 pub(super) struct Start {
     pub(super) ring: RingStart,
     pub(super) counters: Arc<QueueCounters>,
     pub(super) name: Arc<str>,
-}
-
-/// How a driver's memory is reached, and what was settled on.
-pub(super) struct Connected {
     pub(super) memory: Arc<Memory>,
     /// `None`: addresses are guest-physical.
     pub(super) endpoint: Option<Arc<Endpoint>>,
@@ -176,11 +173,10 @@ impl NetUnit {
         at: usize,
         ring: u16,
         start: Start,
-        connected: Connected,
-    ) -> Result<Option<Arc<Counters>>, String> {
+    ) -> Result<Option<Arc<Counters>>, HandlerError> {
         self.stop(at, ring);
         let end = &mut self.ends[at];
-        let Connected { memory, endpoint, terms, timeout_ns } = connected;
+        let Start { ring: started, counters, name, memory, endpoint, terms, timeout_ns } = start;
         let mut counted = None;
         let bus = match &mut end.bus {
             Some(bus) => bus,
@@ -188,7 +184,7 @@ impl NetUnit {
                 None => Bus::Physical(Physical::new(Arc::clone(&memory))),
                 Some(endpoint) => {
                     let mut view = View::new(endpoint, Arc::clone(&memory))
-                        .ok_or("too many workers for one IOMMU")?;
+                        .ok_or_else(|| HandlerError::new("too many workers for one IOMMU"))?;
                     let wake = Arc::clone(&self.wake);
                     view.wake_with(Box::new(move || wake.wake()));
                     counted = Some(view.counters());
@@ -198,23 +194,18 @@ impl NetUnit {
         };
         (end.terms, end.timeout_ns) = (terms, timeout_ns);
         if let Way::Tap(tap) = &self.way {
-            tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
+            tap.settle(terms)?;
         }
-        let Start { ring: RingStart { config, events, enabled, log, at_used }, counters, name } =
-            start;
+        let RingStart { config, events, enabled, log, at_used } = started;
         bus.set_log(log.log());
         // Behind an IOMMU the translation of a ring may not have arrived yet (rule D22).
-        let queue = match at_used {
-            false => device::Queue::postponed(config),
-            true => device::Queue::postponed_at_used(config),
+        let mut queue = match at_used {
+            false => device::Queue::postponed(config)?,
+            true => device::Queue::postponed_at_used(config)?,
         };
-        let found = queue.and_then(|mut queue| {
-            if matches!(bus, Bus::Physical(_)) {
-                queue.revalidate(&UserAddresses::new(memory))?;
-            }
-            Ok(queue)
-        });
-        let queue = found.map_err(|error: RingError| error.to_string())?;
+        if matches!(bus, Bus::Physical(_)) {
+            queue.revalidate(&UserAddresses::new(memory))?;
+        }
         let mut net = NetRing::new(ring, queue, events, counters, name, log);
         net.enabled = enabled;
         *self.slot(at, ring) = Some(Box::new(net));
@@ -254,7 +245,7 @@ impl NetUnit {
     fn receiver(&mut self, at: usize, pair: usize) -> Option<&mut NetRing> {
         match &mut self.ends[..] {
             [end] => end.receive[pair].as_deref_mut(),
-            ends => ends[1 - at].receiver(pair),
+            ends => receiver(&mut ends[1 - at].receive, pair),
         }
     }
 
@@ -289,13 +280,13 @@ impl Rings for NetUnit {
 
     fn set_call(&mut self, at: usize, ring: u16, call: Option<Arc<Notifier>>) {
         if let Some(ring) = self.ring(at, ring) {
-            ring.set_call(call);
+            ring.call = call;
         }
     }
 
     fn set_err(&mut self, at: usize, ring: u16, err: Option<Arc<Notifier>>) {
         if let Some(ring) = self.ring(at, ring) {
-            ring.set_err(err);
+            ring.err = err;
         }
     }
 
@@ -304,7 +295,7 @@ impl Rings for NetUnit {
         let Some(bus) = &mut end.bus else { return };
         bus.set_memory(Arc::clone(memory));
         let plain = matches!(bus, Bus::Physical(_));
-        end.rings_mut().for_each(|ring| ring.log().0.set_memory(memory));
+        end.rings_mut().for_each(|ring| ring.log.set_memory(memory));
         if plain {
             let addresses = UserAddresses::new(Arc::clone(memory));
             end.rings_mut().for_each(|ring| ring.move_to(&addresses));
@@ -316,15 +307,13 @@ impl Rings for NetUnit {
         let Some(bus) = &mut end.bus else { return };
         bus.set_log(log.cloned());
         for ring in end.receive.iter_mut().chain(&mut end.transmit).flatten() {
-            let (ring_log, queue) = ring.log();
-            ring_log.set_log(queue, log.cloned(), bus.memory());
+            ring.log.set_log(&mut ring.queue, log.cloned(), bus.memory());
         }
     }
 
     fn log_ring(&mut self, at: usize, ring: u16, log: Option<u64>) {
         if let Some(ring) = self.ring(at, ring) {
-            let (ring_log, queue) = ring.log();
-            ring_log.set_at(queue, log);
+            ring.log.set_at(&mut ring.queue, log);
         }
     }
 
@@ -350,10 +339,10 @@ impl Unit for NetUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         self.polled_ns = now_ns;
         match (&self.way, &mut self.ends[..]) {
-            (Way::Peer, [a, b]) => across(a, b, now_ns) | across(b, a, now_ns),
+            (Way::Peer, [a, b]) => between(a, Some(b), now_ns) | between(b, Some(a), now_ns),
             (Way::Tap(_), [end]) => outside(end, &mut self.outlets, now_ns),
             (Way::Probe, [end]) => nowhere(end, &mut self.probes, now_ns),
-            (_, ends) => ends.iter_mut().fold(false, |busy, end| loopback(end, now_ns) | busy),
+            (_, ends) => ends.iter_mut().fold(false, |busy, end| between(end, None, now_ns) | busy),
         }
     }
 

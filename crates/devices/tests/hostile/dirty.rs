@@ -19,7 +19,7 @@ use ringfence_virtq::{F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_VERSION_1, blk::Kind
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::{
-    iotlb::{Answers, Behind, config, iova},
+    iotlb::{Behind, Updates, config, iova},
     rig::*,
 };
 
@@ -121,8 +121,8 @@ impl Moving {
     /// Runs `ask` on the worker's unit.
     fn ask<R: Send + 'static>(&self, ask: impl FnOnce(&mut BlkUnit) -> R + Send + 'static) -> R {
         match &self.way {
-            Way::Plain(rig) => rig.ask(0, ask),
-            Way::Behind(behind) => behind.ask(0, ask),
+            Way::Plain(rig) => rig.on_unit(0, ask),
+            Way::Behind(behind) => behind.on_unit(0, ask),
         }
     }
 
@@ -289,17 +289,17 @@ fn what_waits_when_a_guest_moves_is_put_back_with_all_that_came_after_it() {
     let Moving { way: Way::Behind(behind), queue, .. } = &mut moving else { unreachable!() };
     queue.go_round();
     let answered = queue.used_index();
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     let (page, data) = behind.mapped();
     fill(&data, 7);
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    behind.wait_asked(page);
+    behind.wait_missed(page);
     flush(queue);
     behind.round(0);
-    assert_eq!((queue.used_index(), behind.ask(0, |unit| unit.under_way(0))), (answered, 2));
+    assert_eq!((queue.used_index(), behind.on_unit(0, |unit| unit.under_way(0))), (answered, 2));
     let base = behind.main().get_vring_base(0).unwrap();
     assert_eq!((base, queue.used_index()), (answered.into(), answered));
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     behind.release(|_| ());
     queue.start(&mut behind.main(), answered);
     assert_eq!((queue.wait().0, queue.wait()), (0, (8, 1)));
@@ -315,17 +315,17 @@ fn answers_that_were_held_back_are_given_when_logging_ends() {
     // The ring itself is translated before updates are held back.
     queue.go_round();
     let answered = queue.used_index();
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     let (page, _) = behind.mapped();
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    behind.wait_asked(page);
+    behind.wait_missed(page);
     flush(queue);
     behind.round(0);
     assert_eq!(queue.used_index(), answered);
     moving.set(false);
     assert_eq!(moving.queue.wait(), (8, 1));
     let Way::Behind(behind) = &moving.way else { unreachable!() };
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     behind.release(|_| ());
     assert_eq!(moving.queue.finish(), OK);
 }

@@ -67,7 +67,7 @@ fn what_one_mode_calls_an_address_means_nothing_in_the_other() {
     rig.blk.set_vring_kick(1, Some(other.kick.as_fd())).unwrap();
     rig.blk.set_vring_enable(1, true).unwrap();
     rig.round(0);
-    assert!(rig.ask(0, |unit| unit.is_away(1)));
+    assert!(rig.on_unit(0, |unit| unit.is_away(1)));
 
     let mut rig = Rig::new(Setup::new(false));
     let ring = rig.pages(1);

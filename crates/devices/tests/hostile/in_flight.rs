@@ -46,7 +46,7 @@ impl Slow {
     fn begin(&mut self) {
         self.reader.submit(Kind::In, 0, &[piece(DATA, PAGE)]);
         let rig = &self.rig;
-        until("a request under way", || rig.ask(0, |unit| unit.under_way(0)) == 1);
+        until("a request under way", || rig.on_unit(0, |unit| unit.under_way(0)) == 1);
     }
 
     fn go_round(&mut self) {
@@ -234,7 +234,7 @@ fn a_status_that_cannot_be_written_when_io_ends_is_shown_by_the_length() {
     slow.reader.desc(2, 0x4200_0000, 1, DESC_F_WRITE, 0);
     slow.reader.push(0);
     let rig = &slow.rig;
-    until("a request under way", || rig.ask(0, |unit| unit.under_way(0)) == 1);
+    until("a request under way", || rig.on_unit(0, |unit| unit.under_way(0)) == 1);
     // The status is not part of what the kernel uses: its page can go at any time.
     rig.unmap(0x4200_0000, PAGE as u64);
     slow.complete(2);

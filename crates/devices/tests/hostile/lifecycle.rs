@@ -117,7 +117,7 @@ fn a_ring_that_is_started_and_disabled_has_no_side_effects() {
         other.go_round();
         rig.round(0);
         assert_eq!(queue.used_index(), 0);
-        assert_eq!(rig.ask(0, |unit| unit.under_way(0)), 0);
+        assert_eq!(rig.on_unit(0, |unit| unit.under_way(0)), 0);
         rig.blk.set_vring_enable(0, true).unwrap();
         assert_eq!(queue.finish(), OK);
         // And the other way round, while it runs.
@@ -210,7 +210,7 @@ fn requests_that_a_paced_disk_has_not_answered_yet_are_when_the_ring_stops() {
         }
         fill(page.window(), 0xff);
         queue.submit(Kind::In, 0, &[piece(addr, PAGE)]);
-        until("a request under way", || rig.ask(0, |unit| unit.under_way(0)) == 1);
+        until("a request under way", || rig.on_unit(0, |unit| unit.under_way(0)) == 1);
         assert_eq!(queue.used_index(), 0);
         assert_eq!(rig.blk.get_vring_base(0).unwrap(), 1);
         assert_eq!(queue.finish(), OK);

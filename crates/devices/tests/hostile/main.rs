@@ -14,4 +14,6 @@ mod lifecycle;
 mod mapped;
 mod protection;
 mod rig;
+#[path = "../common/serving.rs"]
+mod serving;
 mod truncation;

@@ -154,7 +154,7 @@ fn a_detached_endpoint_reaches_neither_buffers_nor_rings_until_it_is_attached_ag
             queue.submit(Kind::In, 0, &[piece(LOW + at * PAGE as u64, PAGE)]);
             rig.round(queue.index);
             let index = queue.index;
-            assert!(rig.ask(index, move |unit| unit.is_away(index)));
+            assert!(rig.on_unit(index, move |unit| unit.is_away(index)));
         }
         for (at, queue) in queues.iter().enumerate() {
             assert_eq!(queue.used_index(), used[at]);
@@ -208,7 +208,7 @@ fn a_ring_that_is_unmapped_waits_and_goes_on_when_it_is_mapped_again() {
         queue.page.read(0, &mut before);
         other.go_round();
         rig.round(0);
-        assert!(rig.ask(0, |unit| unit.is_away(0)));
+        assert!(rig.on_unit(0, |unit| unit.is_away(0)));
         assert!(rig.failure(0).is_none());
         let mut after = vec![0; PAGE];
         queue.page.read(0, &mut after);
@@ -224,7 +224,7 @@ fn a_ring_that_is_unmapped_waits_and_goes_on_when_it_is_mapped_again() {
         fill(&old, 0xdb);
         rig.map(queue.bus, gpa, PAGE as u64, Prot::RW);
         assert_eq!(queue.finish(), OK);
-        assert!(!rig.ask(0, |unit| unit.is_away(0)));
+        assert!(!rig.on_unit(0, |unit| unit.is_away(0)));
         queue.go_round();
         assert!(holds(&old, 0xdb), "round {round}: the device used the old page");
     }
@@ -246,7 +246,7 @@ fn a_ring_area_without_the_permission_it_needs_is_not_used() {
     let used = queue.used_index();
     rig.round(0);
     other.go_round();
-    assert!(rig.ask(0, |unit| unit.is_away(0)));
+    assert!(rig.on_unit(0, |unit| unit.is_away(0)));
     assert_eq!(queue.used_index(), used);
     rig.unmap(queue.bus, PAGE as u64);
     rig.map(queue.bus, gpa, PAGE as u64, Prot::RW);
@@ -260,7 +260,7 @@ fn a_ring_area_without_the_permission_it_needs_is_not_used() {
     rig.blk.set_vring_enable(0, true).unwrap();
     other.go_round();
     rig.round(0);
-    assert!(rig.ask(0, |unit| unit.is_away(0)));
+    assert!(rig.on_unit(0, |unit| unit.is_away(0)));
 }
 
 #[test]

@@ -1,22 +1,18 @@
 //! A back end in this process, and a driver that can write anything into its rings.
 
 use std::{
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use ringfence_devices::{
     blk::{Blk, BlkOptions, BlkUnit},
     disk::{Disk, Ram},
-    iommu::{Endpoints, IommuBackend, IommuOptions},
+    iommu::{self, Endpoints, IommuBackend, IommuOptions},
 };
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
@@ -29,7 +25,7 @@ use ringfence_run::{
     event,
     worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{Frontend, Handler, ProtocolFeatures, RingAddresses, Server, Shutdown};
+use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
 use ringfence_virtio_iommu::{
     device::DeviceConfig,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
@@ -43,6 +39,8 @@ use rustix::{
     fs::{MemfdFlags, ftruncate, memfd_create},
 };
 use zerocopy::IntoBytes;
+
+use crate::serving::Serving;
 
 pub(crate) const PAGE: usize = 4096;
 /// The endpoint ID of the block device.
@@ -89,34 +87,6 @@ pub(crate) fn ram_disk(len: u64) -> Disk {
 /// memory, because the rings of others would wait meanwhile.
 pub(crate) fn unmapped_by(workers: &[Worker]) -> u64 {
     workers.iter().map(|worker| worker.call(|_| ringfence_mem::unmapped_here()).unwrap()).sum()
-}
-
-/// A server on a thread of its own.
-struct Serving {
-    thread: Option<JoinHandle<()>>,
-    shutdown: Shutdown,
-}
-
-impl Serving {
-    fn start<H: Handler + Send + 'static>(handler: H) -> (Serving, UnixStream) {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut server = Server::new(theirs, handler);
-        let shutdown = server.shutdown_handle();
-        let thread = std::thread::spawn(move || {
-            // A front end that misbehaves ends its connection, and that is all.
-            let _ = server.serve();
-        });
-        (Serving { thread: Some(thread), shutdown }, ours)
-    }
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        self.shutdown.shutdown();
-        if let Some(thread) = self.thread.take() {
-            assert!(thread.join().is_ok() || std::thread::panicking());
-        }
-    }
 }
 
 /// How a rig is set up.
@@ -183,7 +153,8 @@ impl Rig {
         let endpoints = Endpoints::new(both, shootdown, geometry, limits);
         let device = DeviceConfig { page_sizes, ..DeviceConfig::default() };
         let iommu_options = IommuOptions { device, unit: 0 };
-        let backend = IommuBackend::new(Arc::new(endpoints), iommu_options, Arc::clone(&workers));
+        let backend =
+            iommu::Iommu::new(Arc::new(endpoints), iommu_options, Arc::clone(&workers)).connect();
         let ram = GuestRam::new(1 << 20, GPA).unwrap();
         let iommu = Iommu::start(backend, &ram, notify);
         let domain = iommu.driver.domain().unwrap();
@@ -268,26 +239,26 @@ impl Rig {
         queue
     }
 
-    /// Runs `ask` on the unit of the worker that serves a queue.
-    pub(crate) fn ask<R: Send + 'static>(
+    /// Runs `job` on the unit of the worker that serves a queue.
+    pub(crate) fn on_unit<R: Send + 'static>(
         &self,
         queue: u16,
-        ask: impl FnOnce(&mut BlkUnit) -> R + Send + 'static,
+        job: impl FnOnce(&mut BlkUnit) -> R + Send + 'static,
     ) -> R {
         let worker = &self.workers[usize::from(queue) % self.workers.len()];
-        let answer = worker.call(move |work| work.unit::<BlkUnit>(BLK_UNIT).map(ask));
-        answer.expect("the worker is there").expect("the unit is there")
+        let done = worker.call(move |work| work.unit::<BlkUnit>(BLK_UNIT).map(job));
+        done.expect("the worker is there").expect("the unit is there")
     }
 
     /// Why a queue has stopped.
     pub(crate) fn failure(&self, queue: u16) -> Option<String> {
-        self.ask(queue, move |unit| unit.failure(queue).map(|error| error.to_string()))
+        self.on_unit(queue, move |unit| unit.failure(queue).map(|error| error.to_string()))
     }
 
     /// Has the worker of a queue go through all its queues, and a quiet point, at least once.
     pub(crate) fn round(&self, queue: u16) {
         for _ in 0..2 {
-            self.ask(queue, |_| ());
+            self.on_unit(queue, |_| ());
         }
     }
 

@@ -7,7 +7,7 @@ use ringfence_run::worker::Notify;
 use ringfence_virtq::Desc;
 
 use crate::rig::{
-    BUFFERS_AT, Driver, IOVA, PAGE, Setup, device, options, packet, unanswered, until,
+    BUFFERS_AT, Driver, IOVA, PAGE, Setup, device, options, packet, until, without_updates,
 };
 
 /// A page that no update ever covers.
@@ -63,7 +63,7 @@ proptest! {
         // No miss gets an update. All packets come back in the end, used or not, unless a queue was
         // stopped.
         let mut back = 0;
-        unanswered("all packets, or a stop", &mut driver, |driver| {
+        without_updates("all packets, or a stop", &mut driver, |driver| {
             back += driver.reclaim(0);
             back == sent || net.counters(0)[1].stops() > 0
         });

@@ -15,11 +15,11 @@ use ringfence_mem::Access;
 use ringfence_run::worker::{Notify, Worker};
 
 use crate::rig::{
-    BUFFERS_AT, Driver, IOVA, PAGE, SENT_AT, SIZE, Setup, device, options, packet, unanswered,
-    until,
+    BUFFERS_AT, Driver, IOVA, PAGE, SENT_AT, SIZE, Setup, device, options, packet, until,
+    without_updates,
 };
 
-fn impatient(pairs: u16, timeout: Duration) -> NetOptions {
+fn timing_out_after(pairs: u16, timeout: Duration) -> NetOptions {
     let iotlb = IotlbConfig { timeout, ..IotlbConfig::default() };
     NetOptions { iotlb, ..options(Way::Loopback, pairs) }
 }
@@ -51,11 +51,15 @@ fn a_ring_whose_translation_is_missing_causes_a_miss_and_is_found() {
     let mut driver = Driver::running(&net, 0, Setup::new(true));
     driver.offer_all(0, 2048);
     driver.send(0, &packet(1, 100));
-    unanswered("misses of the ring", &mut driver, |driver| {
+    without_updates("misses of the ring", &mut driver, |driver| {
         driver.listen();
-        !driver.asked.is_empty()
+        !driver.unresolved.is_empty()
     });
-    assert!(driver.asked.iter().all(|&(iova, _)| iova < IOVA + 4 * PAGE), "{:x?}", driver.asked);
+    assert!(
+        driver.unresolved.iter().all(|&(iova, _)| iova < IOVA + 4 * PAGE),
+        "{:x?}",
+        driver.unresolved
+    );
     until("the packet", &mut [&mut driver], |drivers| {
         drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
     });
@@ -80,17 +84,17 @@ fn a_burst_sends_all_its_misses_at_once_and_none_twice() {
         driver.queue(1).add(&[desc], 0).unwrap();
     }
     driver.publish(1);
-    unanswered("all misses", &mut driver, |driver| {
+    without_updates("all misses", &mut driver, |driver| {
         driver.listen();
-        let read = driver.asked.iter().filter(|(_, access)| *access == Access::Read).count();
-        read >= 16 && driver.asked.len() >= 32
+        let read = driver.unresolved.iter().filter(|(_, access)| *access == Access::Read).count();
+        read >= 16 && driver.unresolved.len() >= 32
     });
     // The worker looks again after 5 ms, and has done so when it has taken what it is called for.
     std::thread::sleep(Duration::from_millis(20));
     (0..3).for_each(|_| assert!(workers[0].call(|_| ()).is_some()));
     driver.listen();
     let mut pages: Vec<_> = driver
-        .asked
+        .unresolved
         .iter()
         .skip(already)
         .map(|&(iova, access)| (iova / PAGE, access as u8))
@@ -112,7 +116,7 @@ fn a_burst_sends_all_its_misses_at_once_and_none_twice() {
 
 #[test]
 fn a_translation_that_never_comes_costs_the_packets_that_need_it() {
-    let net = device(impatient(2, Duration::from_millis(200)), 1, Notify::Adaptive);
+    let net = device(timing_out_after(2, Duration::from_millis(200)), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup { pairs: 2, ..Setup::new(true) });
     update_all(&mut driver, 2);
     driver.offer_all(0, 2048);
@@ -131,13 +135,13 @@ fn a_translation_that_never_comes_costs_the_packets_that_need_it() {
         drivers[0].receive(0).is_some_and(|(_, bytes)| bytes == packet(1, 100))
     });
     let counters = &net.counters(0)[1];
-    let lost = [Lost::Unanswered, Lost::Unreachable].map(|why| counters.lost(why));
+    let lost = [Lost::TimedOut, Lost::Unreachable].map(|why| counters.lost(why));
     assert_eq!(lost.iter().sum::<u64>(), 1);
 }
 
 #[test]
 fn silence_is_given_up_on_after_a_while() {
-    let net = device(impatient(1, Duration::from_millis(100)), 1, Notify::Adaptive);
+    let net = device(timing_out_after(1, Duration::from_millis(100)), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
     update_rings(&mut driver, 2);
     update_pages(&mut driver, BUFFERS_AT / PAGE, 32);
@@ -145,14 +149,14 @@ fn silence_is_given_up_on_after_a_while() {
     // Three packets that wait together time out together. No thread reads the misses.
     (0..3).for_each(|n| driver.send(0, &packet(n, 100)));
     let mut back = 0;
-    unanswered("packets given up", &mut driver, |driver| {
+    without_updates("packets given up", &mut driver, |driver| {
         back += driver.reclaim(0);
         back == 3
     });
-    assert_eq!(net.counters(0)[1].lost(Lost::Unanswered), 3);
+    assert_eq!(net.counters(0)[1].lost(Lost::TimedOut), 3);
     assert_eq!(net.iotlb(0).timeouts, 3);
     // With an update a packet goes through: the first, unless a busy machine sends it too late.
-    driver.asked.clear();
+    driver.unresolved.clear();
     driver.send(0, &packet(9, 100));
     until("the packet", &mut [&mut driver], |drivers| {
         if drivers[0].reclaim(0) == 1 && net.counters(0)[0].packets() == 0 {
@@ -182,7 +186,7 @@ fn a_refusal_is_not_waited_for() {
 /// How a front end that can do so refuses a miss: by an update without any permission.
 fn refuse_unknown(driver: &mut Driver) {
     driver.listen();
-    for (iova, _) in std::mem::take(&mut driver.asked) {
+    for (iova, _) in std::mem::take(&mut driver.unresolved) {
         if iova >= IOVA + (1 << 30) {
             let first = iova & !(PAGE - 1);
             let update = ringfence_vhost_user::Iotlb::Update {
@@ -200,7 +204,7 @@ fn refuse_unknown(driver: &mut Driver) {
 
 #[test]
 fn a_buffer_that_cannot_be_reached_costs_no_packet() {
-    let net = device(impatient(1, Duration::from_millis(200)), 1, Notify::Adaptive);
+    let net = device(timing_out_after(1, Duration::from_millis(200)), 1, Notify::Adaptive);
     let mut driver = Driver::running(&net, 0, Setup::new(true));
     update_all(&mut driver, 1);
     driver.offer(0, 1 << 30, 2048);
@@ -217,7 +221,7 @@ fn a_buffer_that_cannot_be_reached_costs_no_packet() {
     lens.sort_unstable();
     assert_eq!(lens, [(BUFFERS_AT, 112), (1 << 30, 0)]);
     let counters = &net.counters(0)[0];
-    assert_eq!(counters.lost(Lost::Unanswered) + counters.lost(Lost::Unreachable), 1);
+    assert_eq!(counters.lost(Lost::TimedOut) + counters.lost(Lost::Unreachable), 1);
 }
 
 #[test]
@@ -254,23 +258,23 @@ fn after_an_invalidation_is_answered_nothing_is_written_there() {
             let mark = vec![0xa5; PAGE as usize];
             driver.put(page, &mark);
             // The device works on until it sends a miss for the page, which is among those offered.
-            unanswered("a miss", &mut driver, |driver| {
+            without_updates("a miss", &mut driver, |driver| {
                 driver.reclaim(0);
                 if driver.queue(1).free_descs() > 0 {
                     driver.send(0, &packet(sent, 1000));
                     sent += 1;
                 }
                 driver.listen();
-                for (asked, access) in std::mem::take(&mut driver.asked) {
-                    if asked / PAGE == iova / PAGE {
-                        driver.asked.push_back((asked, access));
+                for (missed, access) in std::mem::take(&mut driver.unresolved) {
+                    if missed / PAGE == iova / PAGE {
+                        driver.unresolved.push_back((missed, access));
                     } else {
-                        driver.update(asked, access);
+                        driver.update(missed, access);
                     }
                 }
-                !driver.asked.is_empty()
+                !driver.unresolved.is_empty()
             });
-            assert!(driver.get(page, PAGE as usize) == mark, "written after the answer");
+            assert!(driver.get(page, PAGE as usize) == mark, "written after the acknowledgement");
         }
     }
 }
@@ -319,14 +323,14 @@ fn misses_of_a_sender_and_of_a_receiver_are_distinguished() {
     receiver.offer_all(0, PAGE as u32);
     sender.send(0, &packet(1, 100));
     for driver in [&mut sender, &mut receiver] {
-        unanswered("misses", driver, |driver| {
+        without_updates("misses", driver, |driver| {
             driver.listen();
-            !driver.asked.is_empty()
+            !driver.unresolved.is_empty()
         });
     }
     let data = |driver: &Driver| {
-        let asked = driver.asked.iter().filter(|&&(iova, _)| iova >= IOVA + 64 * PAGE);
-        asked.map(|&(_, access)| access).collect::<Vec<_>>()
+        let missed = driver.unresolved.iter().filter(|&&(iova, _)| iova >= IOVA + 64 * PAGE);
+        missed.map(|&(_, access)| access).collect::<Vec<_>>()
     };
     assert!(data(&sender).iter().all(|&access| access == Access::Read));
     assert!(data(&receiver).iter().all(|&access| access == Access::Write));
@@ -341,12 +345,12 @@ fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
     let mut sender = Driver::running(&net, 0, Setup::new(false));
     let mut receiver = Driver::running(&net, 1, Setup::new(true));
     receiver.offer_all(0, 2048);
-    let lost = || net.counters(0)[1].lost(Lost::Unanswered);
+    let lost = || net.counters(0)[1].lost(Lost::TimedOut);
     // First its ring is missing, then a buffer.
     for round in 1..=2 {
         (0..8).for_each(|n| sender.send(0, &packet(n, 100)));
         let mut back = 0;
-        unanswered("dropped", &mut sender, |sender| {
+        without_updates("dropped", &mut sender, |sender| {
             back += sender.reclaim(0);
             back == 8
         });
@@ -374,7 +378,7 @@ fn an_invalidation_is_not_answered_while_a_worker_may_be_using_it() {
     until("the packet", &mut [&mut driver], |drivers| drivers[0].receive(0).is_some());
     let (begun, has_begun) = mpsc::channel();
     let (release, released) = mpsc::channel::<()>();
-    let answered = AtomicBool::new(false);
+    let acknowledged = AtomicBool::new(false);
     std::thread::scope(|scope| {
         // As if it were in the middle of a burst.
         scope.spawn(|| {
@@ -386,14 +390,14 @@ fn an_invalidation_is_not_answered_while_a_worker_may_be_using_it() {
         has_begun.recv().unwrap();
         scope.spawn(|| {
             driver.invalidate(IOVA, IOVA + PAGE - 1);
-            answered.store(true, Ordering::Release);
+            acknowledged.store(true, Ordering::Release);
         });
         until("the invalidation", &mut [], |_| net.iotlb(0).invalidations > 0);
         // It waits: otherwise it would have returned by then.
         std::thread::sleep(Duration::from_millis(50));
-        let early = answered.load(Ordering::Acquire);
+        let early = acknowledged.load(Ordering::Acquire);
         release.send(()).unwrap();
-        assert!(!early, "answered before the worker passed a quiet point");
+        assert!(!early, "acknowledged before the worker passed a quiet point");
     });
-    assert!(answered.load(Ordering::Acquire));
+    assert!(acknowledged.load(Ordering::Acquire));
 }

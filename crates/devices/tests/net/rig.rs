@@ -1,6 +1,9 @@
 //! A network device in this process, and drivers that are their own front ends: they resolve
 //! misses, or do not.
 
+#[path = "../common/serving.rs"]
+mod serving;
+
 use std::{
     collections::VecDeque,
     io::{Read, Write},
@@ -9,7 +12,6 @@ use std::{
         unix::net::UnixStream,
     },
     sync::Arc,
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -20,14 +22,14 @@ use ringfence_run::{
     event,
     worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{
-    Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, Server, Shutdown,
-};
+use ringfence_vhost_user::{Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses};
 use ringfence_virtq::{
     Desc, F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
     driver::{Queue, QueueConfig, Rings},
 };
 use zerocopy::{FromBytes, IntoBytes};
+
+use self::serving::Serving;
 
 /// Longer than any reply takes on a busy machine; a test that waits so long has failed.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
@@ -51,7 +53,7 @@ pub(crate) fn options(way: Way, pairs: u16) -> NetOptions {
     let iotlb = IotlbConfig { timeout: LONG, ..IotlbConfig::default() };
     // A receiver that a busy machine does not let run for a while loses nothing.
     let grace = LONG;
-    NetOptions { name: "test".into(), way, pairs, mac: None, mtu: None, iommu: true, grace, iotlb }
+    NetOptions { pairs, grace, iotlb, ..NetOptions::new("test", way) }
 }
 
 pub(crate) fn device(options: NetOptions, workers: usize, notify: Notify) -> Arc<Net> {
@@ -87,30 +89,20 @@ pub(crate) struct Driver {
     kicks: Vec<OwnedFd>,
     channel: Option<UnixStream>,
     /// Misses that were read and not resolved.
-    pub(crate) asked: VecDeque<(u64, Access)>,
+    pub(crate) unresolved: VecDeque<(u64, Access)>,
     /// How many misses there were.
     pub(crate) misses: usize,
     /// Those of them that required a reply in any case, which they got.
     pub(crate) acked: usize,
     next_sent: u64,
+    /// The device's side of the connection, if it is in this process.
     _serving: Option<Serving>,
 }
 
-/// The device's side of a connection, if it is in this process.
-struct Serving(Shutdown, Option<JoinHandle<()>>);
-
 impl Driver {
     pub(crate) fn connect(net: &Arc<Net>, end: usize, setup: Setup) -> Driver {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        let mut server = Server::new(theirs, net.connect(end));
-        let shutdown = server.shutdown_handle();
-        let thread = std::thread::spawn(move || {
-            if let Err(error) = server.serve() {
-                eprintln!("connection ended: {error}");
-            }
-        });
-        let serving = Some(Serving(shutdown, Some(thread)));
-        Driver { _serving: serving, ..Driver::over(ours, setup) }
+        let (serving, socket) = Serving::start(net.connect(end));
+        Driver { _serving: Some(serving), ..Driver::over(socket, setup) }
     }
 
     /// A driver of the device at the other end of `stream`.
@@ -142,7 +134,7 @@ impl Driver {
             rings: (0..rings).map(|_| None).collect(),
             kicks: (0..rings).map(|_| event::new().unwrap()).collect(),
             channel,
-            asked: VecDeque::new(),
+            unresolved: VecDeque::new(),
             misses: 0,
             acked: 0,
             next_sent: SENT_AT,
@@ -338,13 +330,13 @@ impl Driver {
             let wire = IotlbWire::read_from_bytes(&message[12..]).unwrap();
             let Ok(Iotlb::Miss { iova, access }) = wire.parse() else { panic!("{wire:?}") };
             self.misses += 1;
-            self.asked.push_back((iova, access));
+            self.unresolved.push_back((iova, access));
             if message[4] & 8 != 0 {
                 // For an unknown address the reply is that there is none now; an update may follow
                 // later.
                 self.acked += 1;
-                let answer: [u32; 5] = [1, 1 | 4, 8, u32::from(!self.knows(iova)), 0];
-                channel.write_all(answer.as_bytes()).unwrap();
+                let reply: [u32; 5] = [1, 1 | 4, 8, u32::from(!self.knows(iova)), 0];
+                channel.write_all(reply.as_bytes()).unwrap();
             }
         }
     }
@@ -368,23 +360,14 @@ impl Driver {
     }
 
     /// Sends updates for misses with known addresses.
-    pub(crate) fn answer(&mut self) {
+    pub(crate) fn resolve(&mut self) {
         self.listen();
-        while let Some((iova, access)) = self.asked.pop_front() {
+        while let Some((iova, access)) = self.unresolved.pop_front() {
             if self.knows(iova) {
                 // A page of a ring is read and written.
                 let ring = iova < IOVA + STRAIGHT * PAGE;
                 self.update(iova, if ring { Access::ReadWrite } else { access });
             }
-        }
-    }
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        self.0.shutdown();
-        if let Some(thread) = self.1.take() {
-            assert!(thread.join().is_ok() || std::thread::panicking());
         }
     }
 }
@@ -397,15 +380,16 @@ pub(crate) fn until(
 ) {
     let start = Instant::now();
     while !done(drivers) {
-        drivers.iter_mut().for_each(|driver| driver.answer());
-        let state: Vec<_> = drivers.iter().map(|d| (d.misses, d.acked, d.asked.len())).collect();
+        drivers.iter_mut().for_each(|driver| driver.resolve());
+        let state: Vec<_> =
+            drivers.iter().map(|d| (d.misses, d.acked, d.unresolved.len())).collect();
         assert!(start.elapsed() < LONG, "this does not come: {what} (misses: {state:?})");
         std::thread::yield_now();
     }
 }
 
 /// Waits for something, while the driver resolves no miss.
-pub(crate) fn unanswered(
+pub(crate) fn without_updates(
     what: &str,
     driver: &mut Driver,
     mut done: impl FnMut(&mut Driver) -> bool,

@@ -7,7 +7,7 @@ use ringfence_mem::GuestRam;
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::Handler;
 
-use crate::rig::{Driver, PAGE, Setup, device, options, packet, unanswered, until};
+use crate::rig::{Driver, PAGE, Setup, device, options, packet, until, without_updates};
 
 /// Lengths that matter: around a buffer's, a page's and the longest.
 const LENGTHS: [usize; 12] = [1, 14, 60, 64, 500, 1500, 2036, 2037, 4084, 4085, 9000, 65_549];
@@ -337,9 +337,9 @@ fn a_ring_that_stops_goes_on_where_it_was() {
         // Taken, and not to be sent as their translations are missing.
         driver.invalidate(crate::rig::IOVA + 64 * PAGE, u64::MAX);
         (0..20).for_each(|n| driver.send(0, &packet(n, 200)));
-        unanswered("a miss", &mut driver, |driver| {
+        without_updates("a miss", &mut driver, |driver| {
             driver.listen();
-            !driver.asked.is_empty()
+            !driver.unresolved.is_empty()
         });
         let bases = [1, 0].map(|ring| (ring, driver.front.get_vring_base(ring).unwrap()));
         assert_eq!(driver.reclaim(0), 0, "nothing was lost");

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::iommu::{Endpoints, IommuBackend, IommuOptions};
+use ringfence_devices::iommu::{Endpoints, Iommu, IommuBackend, IommuOptions};
 use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig, Environment, Trust};
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
@@ -147,7 +147,7 @@ impl Rig {
         let features = DeviceConfig::default().features | Features::PROPOSED;
         let device = DeviceConfig { page_sizes, features, ..DeviceConfig::default() };
         let options = IommuOptions { device, unit: IOMMU_UNIT };
-        let mut backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
+        let mut backend = Iommu::new(Arc::new(endpoints), options, Arc::clone(&workers)).connect();
 
         let ram = GuestRam::new(2 << 20, GPA).unwrap();
         let memory = Memory::of_ram(&ram).unwrap();

@@ -518,7 +518,7 @@ pub(crate) fn run(
     check_stamps(&pages, &records, &judge)?;
     // Every refusal that was not silenced was reported, or counted as dropped.
     let loud: Vec<_> = records.iter().flatten().filter(|r| !r.ok && r.loud).collect();
-    let expected = (loud.len() as u64 - rig.backend.dropped_faults()) as usize;
+    let expected = (loud.len() as u64 - rig.backend.iommu().figures().dropped_faults) as usize;
     let missing = expected.checked_sub(reported.len()).ok_or("too many fault records")?;
     reported.extend(rig.wait_for_events(missing)?);
     let refused: HashSet<_> = loud.iter().map(|record| (record.addr, record.write)).collect();

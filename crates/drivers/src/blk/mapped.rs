@@ -23,7 +23,7 @@ pub struct Batching {
 }
 
 impl Default for Batching {
-    /// 64 requests a sync, 16 buffers a mapping.
+    /// 64 requests per sync, 16 buffers per mapping.
     fn default() -> Batching {
         Batching { requests: 64, chunk: 16 }
     }
@@ -43,26 +43,28 @@ pub struct Completion<B> {
 
 /// Why a request was never submitted to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum NotSubmitted {
     /// Its buffer, or one that was to be mapped with it, could not be mapped.
-    #[error("mapping a buffer: {0}")]
-    Map(Error),
+    #[error("its buffer, or one that was to be mapped with it, could not be mapped")]
+    Map(#[source] Error),
     /// It does not fit the ring.
-    #[error("submitting a request: {0}")]
-    Add(AddError),
+    #[error("it does not fit the ring")]
+    Add(#[source] AddError),
 }
 
 /// Why a queue cannot go on.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum MappedError {
     /// A buffer could not be mapped, and the mapped part of it not unmapped again: it is leaked.
-    #[error("mapping a buffer: {0}")]
-    Map(Error),
+    #[error("a buffer was mapped in part and could not be unmapped again: it is leaked")]
+    Map(#[source] Error),
     /// A buffer could not be unmapped: the device may still reach it, and it is leaked.
-    #[error("unmapping a buffer: {0}")]
-    Unmap(ringfence_iommu::Error),
+    #[error("a buffer could not be unmapped, and is leaked")]
+    Unmap(#[source] ringfence_iommu::Error),
     /// The device broke the ring.
-    #[error("the ring: {0}")]
+    #[error("the device broke the rules of the ring")]
     Ring(#[from] RingError),
     /// The device completed a request that is not in flight.
     #[error("the device completed a request that is not in flight ({0:#x})")]

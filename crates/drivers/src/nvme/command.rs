@@ -12,6 +12,7 @@ use super::{
 
 /// What a command does to a namespace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Op {
     /// Fills the data with blocks from number `lba` on.
     Read {
@@ -118,10 +119,11 @@ pub struct Completion<B> {
 
 /// Why a command failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Failure {
-    /// The controller reports an error.
-    #[error(transparent)]
-    Status(#[from] StatusError),
+    /// The controller reports an error: a status other than success.
+    #[error("the controller reports: {0}")]
+    Status(Status),
     /// The command was never submitted to the controller.
     #[error(transparent)]
     NotSubmitted(#[from] NotSubmitted),
@@ -130,11 +132,6 @@ pub enum Failure {
     #[error("the controller was stopped meanwhile")]
     Abandoned,
 }
-
-/// A status other than success.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct StatusError(pub Status);
 
 /// A command that was not submitted.
 #[derive(Debug)]

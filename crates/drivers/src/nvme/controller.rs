@@ -29,9 +29,9 @@ impl Default for ControllerConfig {
     }
 }
 
-/// A controller that runs, behind a device of the DMA API. A clone is the same controller.
+/// A controller that runs, behind a device of the DMA API.
 ///
-/// When the last clone and the last queue are dropped, it is shut down in order, and stopped before
+/// When it and its last queue are dropped, it is shut down in order, and stopped before
 /// its memory is unmapped.
 pub struct Controller<D: Domain + 'static, A: Allocator + 'static, R: Registers> {
     pub(super) inner: Arc<Inner<D, A, R>>,
@@ -41,36 +41,19 @@ pub struct Controller<D: Domain + 'static, A: Allocator + 'static, R: Registers>
 pub(super) struct Inner<D: Domain + 'static, A: Allocator + 'static, R: Registers> {
     pub(super) device: Device<D, A>,
     pub(super) config: ControllerConfig,
-    pub(super) state: Mutex<State<R>>,
-    identity: Identity,
-    namespaces: Vec<Namespace>,
-    pub(super) core: Core<R>,
-}
-
-/// What is needed to operate a controller.
-pub(super) struct Core<R> {
     pub(super) registers: Arc<R>,
     pub(super) capabilities: Capabilities,
-    limit: Duration,
+    pub(super) state: Mutex<State<R>>,
+    pub(super) identity: Identity,
+    namespaces: Vec<Namespace>,
 }
 
 /// The part that changes.
 pub(super) struct State<R> {
-    /// Taken once the controller has stopped.
+    /// `None` while the controller is stopped.
     pub(super) admin: Option<Admin<R>>,
-    /// Which I/O queues are in use: index n is queue n+1.
+    /// Which I/O queues are in use: index n is queue n+1. There are none before it is started.
     pub(super) queues: Vec<bool>,
-}
-
-impl<D, A, R> Clone for Controller<D, A, R>
-where
-    D: Domain + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
-    fn clone(&self) -> Self {
-        Controller { inner: Arc::clone(&self.inner) }
-    }
 }
 
 impl<D, A, R> fmt::Debug for Controller<D, A, R>
@@ -105,18 +88,22 @@ where
     ) -> Result<Self, Error> {
         let registers = Arc::new(registers);
         let capabilities = Capabilities::read(&*registers)?;
-        let core = Core { registers, capabilities, limit: config.limit };
-        core.stop()?;
-        let mut bringing_up = BringingUp { core: Some(core), admin: None, device };
-        let (granted, identity, namespaces) = bringing_up.go(config)?;
-        let Some((core, device)) = bringing_up.core.take().zip(Some(bringing_up.device.clone()))
-        else {
-            return Err(Error::Stopped);
-        };
-        let admin = bringing_up.admin.take();
-        let state = State { admin, queues: vec![false; granted.into()] };
-        let state = Mutex::new(state);
-        let inner = Inner { device, config, state, identity, namespaces, core };
+        let state = Mutex::new(State { admin: None, queues: Vec::new() });
+        let (identity, namespaces) = (Identity::default(), Vec::new());
+        // If it is dropped from here on, the controller is stopped before its memory goes.
+        let mut inner =
+            Inner { device, config, registers, capabilities, state, identity, namespaces };
+        inner.disable()?;
+        let (entries, doorbells) = (capabilities.entries, inner.doorbells(0)?);
+        let admin = Admin::new(&inner.device, &inner.registers, doorbells, entries, config.limit)?;
+        let ready = inner.ready_timeout();
+        let state = inner.state.get_mut();
+        let admin = state.admin.insert(admin);
+        enable(&*inner.registers, admin.pair().entries(), admin.pair().places(), ready)?;
+        inner.identity = admin.identity()?;
+        let granted = admin.queues(config.queues)?;
+        inner.namespaces = admin.namespaces()?;
+        state.queues = vec![false; granted.into()];
         Ok(Controller { inner: Arc::new(inner) })
     }
 
@@ -142,7 +129,7 @@ where
 
     /// The most commands that may be in flight in one queue.
     pub fn depth(&self) -> u32 {
-        self.inner.core.capabilities.entries - 1
+        self.inner.capabilities.entries - 1
     }
 
     /// Shuts the controller down in order: its caches are written, and it has stopped. Commands in
@@ -155,21 +142,19 @@ where
     }
 }
 
-impl<R: Registers> Core<R> {
+impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
     /// Time-out for the controller to become ready or to stop.
     fn ready_timeout(&self) -> Duration {
-        self.capabilities.ready.min(self.limit)
+        self.capabilities.ready.min(self.config.limit)
     }
 
-    fn stop(&self) -> Result<(), Error> {
+    fn disable(&self) -> Result<(), Error> {
         disable(&*self.registers, self.ready_timeout())
     }
-}
 
-impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
-    /// The controller's identity.
-    pub(super) fn identity(&self) -> &Identity {
-        &self.identity
+    /// The doorbells of a queue.
+    pub(super) fn doorbells(&self, queue: u16) -> Result<(u64, u64), Error> {
+        self.capabilities.doorbells(&*self.registers, queue)
     }
 
     /// Stops the controller in any state: when this returns it uses no memory any more.
@@ -180,15 +165,17 @@ impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
         let mut state = self.state.lock();
         let Some(admin) = &mut state.admin else { return Ok(()) };
         admin.fail(Error::Stopped);
-        self.core.stop()?;
+        self.disable()?;
         state.admin = None;
         Ok(())
     }
 
     fn end(&self) -> Result<(), Error> {
-        let shut_down = match self.state.lock().admin {
-            Some(_) => shut_down(&*self.core.registers, self.core.limit),
-            None => Ok(()),
+        let shut_down = match &*self.state.lock() {
+            State { admin: Some(_), queues } if !queues.is_empty() => {
+                shut_down(&*self.registers, self.config.limit)
+            }
+            _ => Ok(()),
         };
         // Whether or not that succeeded.
         self.stop().and(shut_down)
@@ -209,44 +196,6 @@ impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Drop for Inner<D
         // A controller that does not stop keeps its memory, if nothing else keeps it out.
         if !self.is_confined() {
             std::mem::forget(self.state.lock().admin.take());
-        }
-    }
-}
-
-/// A controller that is starting. If dropped, it is stopped before its memory goes.
-struct BringingUp<D: Domain + 'static, A: Allocator + 'static, R: Registers> {
-    core: Option<Core<R>>,
-    admin: Option<Admin<R>>,
-    device: Device<D, A>,
-}
-
-impl<D, A, R> BringingUp<D, A, R>
-where
-    D: Domain<Target = HostAddr> + 'static,
-    A: Allocator + 'static,
-    R: Registers,
-{
-    /// The number of queues it grants, its identity, and its namespaces.
-    fn go(&mut self, config: ControllerConfig) -> Result<(u16, Identity, Vec<Namespace>), Error> {
-        let core = self.core.as_ref().ok_or(Error::Stopped)?;
-        let (registers, capabilities) = (&core.registers, core.capabilities);
-        let doorbells = capabilities.doorbells(&**registers, 0)?;
-        let most = capabilities.entries;
-        let admin = Admin::new(&self.device, registers, doorbells, most, config.limit)?;
-        let admin = self.admin.insert(admin);
-        let (entries, places) = (admin.pair().entries(), admin.pair().places());
-        enable(&**registers, entries, places, core.ready_timeout())?;
-        let identity = admin.identity()?;
-        let granted = admin.queues(config.queues)?;
-        Ok((granted, identity, admin.namespaces()?))
-    }
-}
-
-impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Drop for BringingUp<D, A, R> {
-    fn drop(&mut self) {
-        let Some(core) = &self.core else { return };
-        if core.stop().is_err() && self.device.effective_policy() == Policy::Off {
-            std::mem::forget(self.admin.take());
         }
     }
 }

@@ -63,10 +63,10 @@ pub enum Error {
     #[error("all of the controller's {0} I/O queues are in use")]
     NoQueue(u16),
     /// A queue cannot have that many commands.
-    #[error("a queue of {asked} commands: it can have 1 to {most}")]
+    #[error("a queue of {wanted} commands: it can have 1 to {most}")]
     Depth {
         /// Commands that were requested.
-        asked: u32,
+        wanted: u32,
         /// The most that there can be.
         most: u32,
     },
@@ -75,11 +75,11 @@ pub enum Error {
     NoMemory(usize),
     /// A queue's memory could not be mapped, or a buffer was mapped and could not be unmapped again
     /// when that failed: it is leaked.
-    #[error("mapping memory for the controller: {0}")]
-    Map(ringfence_dma::Error),
+    #[error("memory for the controller could not be mapped")]
+    Map(#[source] ringfence_dma::Error),
     /// A buffer could not be unmapped: the controller may still reach it, and it is leaked.
-    #[error("unmapping a buffer: {0}")]
-    Unmap(ringfence_iommu::Error),
+    #[error("a buffer could not be unmapped, and is leaked")]
+    Unmap(#[source] ringfence_iommu::Error),
     /// The controller was stopped.
     #[error("the controller was stopped")]
     Stopped,
@@ -126,8 +126,8 @@ pub enum NotSubmitted {
     #[error("the data's pieces are not whole pages of 4 KiB")]
     Shape,
     /// Its data, or some that was to be mapped with it, could not be mapped.
-    #[error("mapping the data: {0}")]
-    Map(ringfence_dma::Error),
+    #[error("the data could not be mapped")]
+    Map(#[source] ringfence_dma::Error),
     /// The queue cannot go on.
     #[error(transparent)]
     Queue(Error),

@@ -6,7 +6,8 @@ use super::Error;
 pub(super) const BYTES: usize = 4096;
 
 /// A controller's identity, as it reports it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Identity {
     /// The serial number.
     pub serial: String,

@@ -12,8 +12,6 @@
 //! mapped as long as a queue lives, data as long as a command is in flight.
 
 mod admin;
-#[allow(unsafe_code)]
-mod buffer;
 mod command;
 mod controller;
 mod error;
@@ -26,11 +24,11 @@ mod registers;
 mod ring;
 mod wire;
 
-pub use buffer::Buffer;
-pub use command::{Completion, Data, Failure, Op, Refused, StatusError};
+pub use command::{Completion, Data, Failure, Op, Refused};
 pub use controller::{Controller, ControllerConfig};
 pub use error::{Error, NotSubmitted};
 pub use identify::{Identity, Namespace};
+pub use pages::Buffer;
 pub use queue::IoQueue;
 pub use registers::Registers;
 pub use wire::Status;

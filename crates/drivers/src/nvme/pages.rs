@@ -1,6 +1,7 @@
-//! Memory that the controller and the driver share.
+//! Memory that the controller reaches: what it shares with the driver, and buffers for data.
 
 use core::{
+    ops::{Deref, DerefMut},
     ptr::NonNull,
     sync::atomic::{AtomicU32, AtomicU64},
 };
@@ -9,20 +10,21 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use ringfence_dma::{Coherent, Device, DmaBuffer, SharedMemory};
 use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
+use ringfence_mem::{HostSlice, ReadSlice};
 
 use super::Error;
 
 /// A page of the controller, whatever the IOMMU's granule.
 pub(super) const PAGE: u64 = 4096;
 
-/// Whole pages of this process, at first zero, accessed only as atomics.
+/// Whole pages of this process, at first zero, accessed only as atomics, or by their [`Buffer`].
 #[derive(Debug)]
 pub(super) struct Pages {
     ptr: NonNull<u8>,
     layout: Layout,
 }
 
-// SAFETY: the memory is this value's own, and reached by atomic accesses.
+// SAFETY: the memory is this value's own; by itself it is reached by atomic accesses only.
 unsafe impl Send for Pages {}
 // SAFETY: as above.
 unsafe impl Sync for Pages {}
@@ -90,3 +92,53 @@ unsafe impl DmaBuffer<HostAddr> for Pages {
 
 // SAFETY: a shared reference gives atomics only.
 unsafe impl SharedMemory for Pages {}
+
+/// Bytes of this process, at first zero, in whole pages of 4 KiB of their own: the device can reach
+/// nothing beside them, and several of them make a list for one command.
+#[derive(Debug)]
+pub struct Buffer {
+    pages: Pages,
+    len: usize,
+}
+
+impl Buffer {
+    /// `len` bytes; `None` if there is no memory, or `len` is 0.
+    pub fn new(len: usize) -> Option<Buffer> {
+        let pages = Pages::new(len, PAGE as usize).filter(|_| len > 0)?;
+        Some(Buffer { pages, len })
+    }
+}
+
+impl Deref for Buffer {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: so many bytes lie there, initialised, and are this value's: nothing accesses its
+        // pages as atomics.
+        unsafe { core::slice::from_raw_parts(self.pages.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for Buffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, borrowed exclusively.
+        unsafe { core::slice::from_raw_parts_mut(self.pages.ptr.as_ptr(), self.len) }
+    }
+}
+
+// SAFETY: heap memory of this value's own, which stays where it is until it is dropped.
+unsafe impl DmaBuffer<HostAddr> for Buffer {
+    fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
+        each(HostAddr(self.pages.ptr.as_ptr().expose_provenance() as u64), self.len as u64);
+    }
+
+    fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
+        each((&**self).into());
+        true
+    }
+
+    fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
+        each((&mut **self).into());
+        true
+    }
+}

@@ -20,6 +20,17 @@ pub(super) fn entries(
     mut list: impl FnMut(usize, u64),
 ) -> Result<[u64; 2], NotSubmitted> {
     let (mut first, mut rest, mut second) = (None, 0, 0);
+    let mut put = |page| {
+        if rest == room {
+            return Err(NotSubmitted::Shape);
+        }
+        if rest == 0 {
+            second = page;
+        }
+        list(rest, page);
+        rest += 1;
+        Ok(())
+    };
     // Where the last segment ended in its page.
     let mut end = 0;
     for Segment { addr, len } in segments {
@@ -36,34 +47,16 @@ pub(super) fn entries(
             if addr != page || end != 0 {
                 return Err(NotSubmitted::Shape);
             }
-            put(page, &mut rest, room, &mut second, &mut list)?;
+            put(page)?;
         }
         while last - page >= PAGE {
             page += PAGE;
-            put(page, &mut rest, room, &mut second, &mut list)?;
+            put(page)?;
         }
         end = (last % PAGE + 1) % PAGE;
     }
     let first = first.ok_or(NotSubmitted::Data)?;
     Ok([first, if rest > 1 { list_at } else { second }])
-}
-
-fn put(
-    page: u64,
-    rest: &mut usize,
-    room: usize,
-    second: &mut u64,
-    list: &mut impl FnMut(usize, u64),
-) -> Result<(), NotSubmitted> {
-    if *rest == room {
-        return Err(NotSubmitted::Shape);
-    }
-    if *rest == 0 {
-        *second = page;
-    }
-    list(*rest, page);
-    *rest += 1;
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,23 +1,28 @@
 //! An I/O queue: commands that own their data.
 
-mod end;
-mod rings;
-mod submit;
+#![allow(clippy::result_large_err, reason = "what is given back is moved as it came")]
 
-use std::{fmt, mem::forget, sync::Arc, thread, time::Duration};
+use std::{
+    fmt,
+    mem::{forget, replace, take},
+    sync::{Arc, atomic::Ordering},
+    thread,
+    time::Duration,
+};
 
-use ringfence_dma::{Device, DmaBuffer, MapError, Returned};
+use ringfence_dma::{Coherent, DmaBuffer, MapError, Returned, Segment};
 use ringfence_iommu::{Domain, HostAddr};
 use ringfence_iova::Allocator;
 
-use self::rings::Rings;
 use super::{
     Completion, Data, Error, Failure, Namespace, NotSubmitted, Op, Refused, Registers,
-    command::{Noted, StatusError},
+    command::Noted,
     controller::{Controller, Inner},
     pages::{PAGE, Pages},
+    prp,
     registers::check,
     ring::Pair,
+    wire::Command,
 };
 use crate::transfers::Transfers;
 
@@ -42,7 +47,6 @@ const LOOK: Duration = Duration::from_millis(10);
 /// slots and persistent buffers that the controller works on.
 pub struct IoQueue<D: Domain + 'static, A: Allocator + 'static, R: Registers, B> {
     id: u16,
-    device: Device<D, A>,
     /// `None` once the queue is dropped.
     rings: Option<Rings<R>>,
     depth: usize,
@@ -82,24 +86,22 @@ where
     B: DmaBuffer<HostAddr>,
 {
     pub(super) fn new(inner: &Arc<Inner<D, A, R>>, depth: u32) -> Result<Self, Error> {
-        let most = (inner.core.capabilities.entries - 1).min(DEEPEST);
+        let most = (inner.capabilities.entries - 1).min(DEEPEST);
         if !(1..=most).contains(&depth) {
-            return Err(Error::Depth { asked: depth, most });
+            return Err(Error::Depth { wanted: depth, most });
         }
         // As much as a list of one page describes wherever in a page it begins, and no more than
         // the controller accepts.
         let max_transfer = LISTED * PAGE;
-        let max_transfer = inner.identity().max_transfer.unwrap_or(u64::MAX).min(max_transfer);
+        let max_transfer = inner.identity.max_transfer.unwrap_or(u64::MAX).min(max_transfer);
         let list_bytes = (max_transfer / PAGE * 8).next_power_of_two().max(SMALLEST_LIST);
-        let device = inner.device.clone();
+        let device = &inner.device;
         let mut state = inner.state.lock();
         let queues = state.queues.len() as u16;
         let id = state.queues.iter().position(|used| !used).ok_or(Error::NoQueue(queues))?;
         let number = id as u16 + 1;
-        let core = &inner.core;
-        let doorbells = core.capabilities.doorbells(&*core.registers, number)?;
-        let pair = Pair::new(&device, &core.registers, depth + 1, doorbells)?;
-        let lists = Pages::shared(&device, (u64::from(depth) * list_bytes) as usize)?;
+        let pair = Pair::new(device, &inner.registers, depth + 1, inner.doorbells(number)?)?;
+        let lists = Pages::shared(device, (u64::from(depth) * list_bytes) as usize)?;
         let admin = state.admin.as_mut().ok_or(Error::Stopped)?;
         if let Err(error) = admin.create(number, &pair) {
             drop(state);
@@ -112,13 +114,12 @@ where
         state.queues[id] = true;
         drop(state);
         debug_assert_eq!(pair.depth(), depth);
-        let now = core.registers.now();
+        let now = inner.registers.now();
         Ok(IoQueue {
             id: number,
             rings: Some(Rings { pair, lists, list_bytes }),
             depth: depth as usize,
-            transfers: Transfers::new(&device, depth as usize),
-            device,
+            transfers: Transfers::new(device, depth as usize),
             spare: Vec::new(),
             refused: Vec::new(),
             submitted: 0,
@@ -128,11 +129,6 @@ where
             failed: None,
             inner: Arc::clone(inner),
         })
-    }
-
-    /// Its number at the controller.
-    pub fn id(&self) -> u16 {
-        self.id
     }
 
     /// The most bytes that one command moves.
@@ -150,13 +146,8 @@ where
         self.transfers.under_way() == 0 && self.refused.is_empty()
     }
 
-    /// The device that maps its data.
-    pub fn device(&self) -> &Device<D, A> {
-        &self.device
-    }
-
     fn now(&self) -> Duration {
-        self.inner.core.registers.now()
+        self.inner.registers.now()
     }
 
     fn note_submitted(&mut self) {
@@ -164,6 +155,127 @@ where
             self.progress = self.now();
         }
         self.submitted += 1;
+    }
+
+    /// Adds a command; [`publish`](Self::publish) starts it. Its completion has the `token`.
+    ///
+    /// # Errors
+    /// The command is not submitted, and its data is in the error.
+    #[track_caller]
+    pub fn submit(
+        &mut self,
+        namespace: &Namespace,
+        op: Op,
+        data: Data<B>,
+        token: u64,
+    ) -> Result<(), Refused<B>> {
+        let command = match self.check(namespace, op, &data) {
+            Ok(command) => command,
+            Err(why) => return Err(Refused { why, data: Some(data) }),
+        };
+        let Some(at) = self.transfers.take() else {
+            return Err(Refused { why: NotSubmitted::Full, data: Some(data) });
+        };
+        let command = command.id(at as u16);
+        let begun = self.begin(at, Noted { token, command, ..Noted::default() }, op, data);
+        begun.inspect_err(|_| self.transfers.release(at))
+    }
+
+    /// Begins to map a command's data, or puts the command into the ring if that is not needed.
+    #[track_caller]
+    fn begin(
+        &mut self,
+        at: usize,
+        noted: Noted<B>,
+        op: Op,
+        data: Data<B>,
+    ) -> Result<(), Refused<B>> {
+        let stopped = NotSubmitted::Queue(Error::Stopped);
+        let Some(rings) = &mut self.rings else {
+            return Err(Refused { why: stopped, data: Some(data) });
+        };
+        let command = noted.command;
+        let pushed = match (&data, op.direction()) {
+            (Data::None, None) => {
+                rings.push_bare(at, command, op);
+                Ok(())
+            }
+            (Data::Pooled(buffer), Some(_)) => {
+                rings.push(at, command, buffer.segments().iter().copied())
+            }
+            (Data::Persistent(buffer, bytes), Some(_)) => {
+                match buffer.segments_for(bytes.clone()) {
+                    Ok(segments) => rings.push(at, command, segments),
+                    Err(_) => Err(NotSubmitted::Data),
+                }
+            }
+            (Data::At(segment), Some(_)) if self.inner.is_confined() => {
+                rings.push(at, command, std::iter::once(*segment))
+            }
+            (Data::Buffer(_) | Data::List(_), Some(direction)) => {
+                let (list, is_list) = match data {
+                    Data::List(list) => (list, true),
+                    Data::Buffer(buffer) => {
+                        let mut list = self.spare.pop().unwrap_or_default();
+                        list.push(buffer);
+                        (list, false)
+                    }
+                    other => return Err(Refused { why: NotSubmitted::Data, data: Some(other) }),
+                };
+                let noted = Noted { is_list, ..noted };
+                let mapped = self.transfers.map_sg(at, list, direction).map_err(|error| {
+                    let why = NotSubmitted::Map(error.error());
+                    let list = error.into_buffer();
+                    Refused { why, data: list.map(|list| noted.data_of(list, &mut self.spare)) }
+                });
+                *self.transfers.work(at) = noted;
+                return mapped;
+            }
+            _ => Err(NotSubmitted::Data),
+        };
+        match pushed {
+            Ok(()) => {
+                self.transfers.submit_unmapped(at);
+                *self.transfers.work(at) = Noted { kept: data, ..noted };
+                self.note_submitted();
+                Ok(())
+            }
+            Err(why) => Err(Refused { why, data: Some(data) }),
+        }
+    }
+
+    /// The command, except for its number and its data.
+    fn check(&self, space: &Namespace, op: Op, data: &Data<B>) -> Result<Command, NotSubmitted> {
+        if let Some(failed) = self.failed {
+            return Err(NotSubmitted::Queue(failed));
+        }
+        let within = |lba: u64, blocks: u64| match lba.checked_add(blocks) {
+            Some(end) if end <= space.blocks => Ok(()),
+            _ => Err(NotSubmitted::BeyondEnd { lba, blocks, there: space.blocks }),
+        };
+        let command = Command::new(op.opcode(), space.id);
+        match op {
+            Op::Flush => Ok(command),
+            Op::Deallocate { lba, blocks } => {
+                const DEALLOCATE: u32 = 4;
+                within(lba, blocks.into())?;
+                // One range: word 10 is the zero-based number of ranges.
+                Ok(command.word(11, DEALLOCATE))
+            }
+            Op::Read { lba } | Op::Write { lba } => {
+                let (bytes, block) = (data.len(), space.block_bytes());
+                if bytes > self.max_transfer {
+                    return Err(NotSubmitted::TooLong { bytes, most: self.max_transfer });
+                }
+                if bytes == 0 || !bytes.is_multiple_of(block) {
+                    return Err(NotSubmitted::Blocks { bytes, block });
+                }
+                let blocks = bytes / block;
+                within(lba, blocks)?;
+                // At most 4096 blocks of the smallest size: they fit the field's 16 bits.
+                Ok(command.pair(10, lba).word(12, blocks as u32 - 1))
+            }
+        }
     }
 
     /// Maps what was submitted, and gives the controller all commands whose data is mapped.
@@ -246,7 +358,7 @@ where
         while let Some(completion) = rings.pair.pop() {
             let outcome = match completion.status {
                 status if status.is_ok() => Ok(()),
-                status => Err(Failure::Status(StatusError(status))),
+                status => Err(Failure::Status(status)),
             };
             let Some(over) = end_of(&mut self.transfers, completion.id.into(), outcome) else {
                 result = Err(Error::Stray { queue: self.id, id: completion.id });
@@ -291,9 +403,9 @@ where
         let result = if state.is_some_and(|state| state.admin.is_none()) {
             Err(Error::Stopped)
         } else if now.saturating_sub(self.progress) > after {
-            check(&*self.inner.core.registers).and(Err(Error::Timeout { queue: self.id, after }))
+            check(&*self.inner.registers).and(Err(Error::Timeout { queue: self.id, after }))
         } else {
-            check(&*self.inner.core.registers)
+            check(&*self.inner.registers)
         };
         result.map_err(|error| self.fail(error))
     }
@@ -353,6 +465,112 @@ where
         let mut over = None;
         self.finish(|completion| over = Some(completion))?;
         over.ok_or(Error::Stopped)
+    }
+
+    /// Stops the controller with all its queues and hands out what this one holds: commands in
+    /// flight as [`Failure::Abandoned`]. For a queue that cannot go on.
+    ///
+    /// # Errors
+    /// The controller does not stop: data that it works on is not handed out, since it may still
+    /// write there. Or data could not be unmapped, and is leaked.
+    pub fn abandon(&mut self, mut each: impl FnMut(Completion<B>)) -> Result<(), Error> {
+        self.failed.get_or_insert(Error::Stopped);
+        self.inner.stop()?;
+        self.submitted = 0;
+        let (spare, mut result) = (&mut self.spare, Ok(()));
+        self.refused.drain(..).for_each(&mut each);
+        // The controller never gets commands that are mapped only now.
+        self.transfers.finish_maps(|_, noted, mapping| match mapping {
+            Ok(_) => true,
+            Err(error) => {
+                let refused = not_mapped(noted, error, spare).map(&mut each);
+                result = replace(&mut result, Ok(())).and(refused);
+                false
+            }
+        });
+        for at in 0..self.depth {
+            if let Some(Some(completion)) = end_of(&mut self.transfers, at, Err(Failure::Abandoned))
+            {
+                each(completion);
+            }
+        }
+        self.transfers.finish_unmaps(|_, noted, returned| match returned {
+            Ok(Returned { buffer: list, .. }) => each(noted.unmapped(list, spare)),
+            Err(error) => result = Err(Error::Unmap(error.error())),
+        });
+        result
+    }
+}
+
+impl<D, A, R, B> Drop for IoQueue<D, A, R, B>
+where
+    D: Domain + 'static,
+    A: Allocator + 'static,
+    R: Registers,
+{
+    fn drop(&mut self) {
+        let deleted = {
+            let mut state = self.inner.state.lock();
+            let deleted = state.admin.as_mut().map_or(Ok(()), |admin| admin.delete(self.id));
+            if deleted.is_ok() {
+                state.queues[usize::from(self.id) - 1] = false;
+            }
+            deleted
+        };
+        if deleted.is_ok() || self.inner.stop().is_ok() {
+            return;
+        }
+        // It may go on for ever. It cannot reach what is unmapped, unless nothing is translated.
+        let confined = self.inner.is_confined();
+        for (noted, mapping) in self.transfers.take_submitted() {
+            match mapping {
+                Some(mapping) if confined && !mapping.is_bounced() => drop(mapping),
+                held => forget((held, take(&mut noted.kept))),
+            }
+        }
+        if !confined {
+            forget(self.rings.take());
+        }
+    }
+}
+
+/// The memory that a queue shares with the controller.
+struct Rings<R> {
+    pair: Pair<R>,
+    /// A PRP list for each command.
+    lists: Coherent<Pages>,
+    list_bytes: u64,
+}
+
+impl<R: Registers> Rings<R> {
+    /// Adds a command whose data lies in `segments`.
+    fn push(
+        &mut self,
+        at: usize,
+        command: Command,
+        segments: impl Iterator<Item = Segment>,
+    ) -> Result<(), NotSubmitted> {
+        let offset = at as u64 * self.list_bytes;
+        let (list, room) = (self.lists.memory(), (self.list_bytes / 8) as usize);
+        let data = prp::entries(segments, self.lists.iova().0 + offset, room, |n, page| {
+            list.long(offset as usize + 8 * n).store(page.to_le(), Ordering::Relaxed);
+        })?;
+        self.pair.push(&command.data(data));
+        Ok(())
+    }
+
+    /// Adds a command without data. The range of a deallocation takes the place of the PRP list.
+    fn push_bare(&mut self, at: usize, command: Command, op: Op) {
+        let offset = at as u64 * self.list_bytes;
+        let mut data = [0; 2];
+        if let Op::Deallocate { lba, blocks } = op {
+            let list = self.lists.memory();
+            let first = u64::from(blocks) << 32;
+            list.long(offset as usize).store(first.to_le(), Ordering::Relaxed);
+            list.long(offset as usize + 8).store(lba.to_le(), Ordering::Relaxed);
+            data[0] = self.lists.iova().0 + offset;
+        }
+        self.pair.push(&command.data(data));
     }
 }
 

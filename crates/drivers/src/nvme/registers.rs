@@ -155,16 +155,16 @@ pub(super) fn check(registers: &impl Registers) -> Result<(), Error> {
     }
 }
 
-/// Waits until `CSTS & mask` is `value`; returns whether that happened within `limit`.
+/// Waits until `CSTS & mask` is `value`.
 ///
 /// # Errors
-/// The controller is gone; or it has failed, unless it is being `reset`.
+/// The controller is gone; or it has failed, unless it is being `reset`; or `late`, after `limit`.
 fn wait(
     registers: &impl Registers,
     (mask, value): (u32, u32),
     reset: bool,
-    limit: Duration,
-) -> Result<bool, Error> {
+    (limit, late): (Duration, Error),
+) -> Result<(), Error> {
     let begun = registers.now();
     loop {
         let status = registers.read32(CSTS);
@@ -172,13 +172,13 @@ fn wait(
             return Err(Error::Gone);
         }
         if status & mask == value {
-            return Ok(true);
+            return Ok(());
         }
         if status & CSTS_FATAL != 0 && !reset {
             return Err(Error::Fatal);
         }
         if registers.now().saturating_sub(begun) > limit {
-            return Ok(false);
+            return Err(late);
         }
         thread::sleep(Duration::from_micros(50));
     }
@@ -194,10 +194,7 @@ pub(super) fn disable(registers: &impl Registers, limit: Duration) -> Result<(),
         return Err(Error::Gone);
     }
     registers.write32(CC, configuration & !(CC_ENABLE | CC_SHUTDOWN));
-    match wait(registers, (CSTS_READY, 0), true, limit)? {
-        true => Ok(()),
-        false => Err(Error::NotStopped(limit)),
-    }
+    wait(registers, (CSTS_READY, 0), true, (limit, Error::NotStopped(limit)))
 }
 
 /// Starts a controller that is stopped, with an admin queue of `entries` at these addresses.
@@ -215,10 +212,7 @@ pub(super) fn enable(
     registers.write64(ASQ, submit);
     registers.write64(ACQ, complete);
     registers.write32(CC, CC_ENTRIES | CC_ENABLE);
-    match wait(registers, (CSTS_READY, CSTS_READY), false, limit)? {
-        true => Ok(()),
-        false => Err(Error::NotReady(limit)),
-    }
+    wait(registers, (CSTS_READY, CSTS_READY), false, (limit, Error::NotReady(limit)))
 }
 
 /// Notifies the controller of a shutdown, and waits until it has flushed its caches.
@@ -228,10 +222,7 @@ pub(super) fn enable(
 pub(super) fn shut_down(registers: &impl Registers, limit: Duration) -> Result<(), Error> {
     let configuration = registers.read32(CC) & !CC_SHUTDOWN;
     registers.write32(CC, configuration | CC_SHUTDOWN_NORMAL);
-    match wait(registers, (CSTS_SHUTDOWN, CSTS_SHUTDOWN_OVER), false, limit)? {
-        true => Ok(()),
-        false => Err(Error::NotStopped(limit)),
-    }
+    wait(registers, (CSTS_SHUTDOWN, CSTS_SHUTDOWN_OVER), false, (limit, Error::NotStopped(limit)))
 }
 
 #[cfg(test)]

@@ -109,8 +109,8 @@ fn a_command_that_fails_is_not_an_error_of_the_queue() {
     let (over, failed) = reads(&rig, &mut queue, 8);
     assert_eq!((over.len(), failed), (8, None));
     for completion in over {
-        let Err(Failure::Status(error)) = completion.outcome else { panic!("{completion:?}") };
-        assert_eq!((error.0.kind(), error.0.code(), error.0.is_final()), (2, 0x81, true));
+        let Err(Failure::Status(status)) = completion.outcome else { panic!("{completion:?}") };
+        assert_eq!((status.kind(), status.code(), status.is_final()), (2, 0x81, true));
     }
     rig.soft.be(Evil::None);
     let (over, failed) = reads(&rig, &mut queue, 8);

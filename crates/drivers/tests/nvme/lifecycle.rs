@@ -35,9 +35,8 @@ fn queues_are_used_by_threads_and_come_back() {
         assert!(matches!(none, Err(Error::NoQueue(QUEUES))));
         let space = rig.space();
         std::thread::scope(|scope| {
-            for mut queue in queues {
+            for (id, mut queue) in (1..).zip(queues) {
                 scope.spawn(move || {
-                    let id = u64::from(queue.id());
                     for n in 0..200 {
                         let lba = id * 1000 + n;
                         let data = Data::Buffer(Buffer::holding(0, &pattern(BLOCK, lba)));

@@ -15,13 +15,13 @@ use parking_lot::Mutex;
 use ringfence_devices::{
     blk::{Blk, BlkOptions},
     disk::{Disk, Image, Pace, Pacer, Ram},
-    iommu::{Endpoints, IommuBackend, IommuOptions},
-    net::{GRACE, Lost, Net, NetOptions, QueueCounters, Way},
+    iommu::{Endpoints, Iommu, IommuBackend, IommuOptions},
+    net::{Lost, Net, NetOptions, QueueCounters, Way},
 };
 use ringfence_iommu::{
     Geometry, PageSizes, Range, ReservedKind, ReservedRegion, shootdown::Shootdown, table::Limits,
 };
-use ringfence_iotlb::{Binding, Endpoint, IotlbConfig};
+use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::{Handler, Server};
 use ringfence_virtio_iommu::{device::DeviceConfig, wire::Features};
@@ -184,7 +184,7 @@ impl Behind {
         let features = DeviceConfig::default().features | Features::PROPOSED;
         let device = DeviceConfig { page_sizes, features, ..DeviceConfig::default() };
         let options = IommuOptions { device, unit };
-        let backend = IommuBackend::new(Arc::new(endpoints), options, Arc::clone(&workers));
+        let backend = Iommu::new(Arc::new(endpoints), options, Arc::clone(&workers)).connect();
         Ok(Behind { workers, endpoint, iommu: Server::new(iommu, backend) })
     }
 
@@ -202,7 +202,7 @@ impl Behind {
 
     /// What the IOMMU has to report.
     fn report(&mut self) -> Report {
-        let counters = self.iommu.handler().counters();
+        let counters = self.iommu.handler().iommu().figures().requests;
         Report {
             iommu_requests: counters.maps + counters.unmaps + counters.others,
             iommu_refused: counters.refused,
@@ -248,17 +248,8 @@ pub(crate) fn serve_net(
 ) -> Result<Report> {
     // A network device's unit is the first of a worker's.
     let mut behind = Behind::new(iommu, 1, notify, 1)?;
-    let options = NetOptions {
-        name: "net".into(),
-        way: if loops { Way::Loopback } else { Way::Probe },
-        pairs: 1,
-        mac: None,
-        mtu: None,
-        iommu: true,
-        grace: GRACE,
-        iotlb: IotlbConfig::default(),
-    };
-    let device = Net::new(options, Arc::clone(&behind.workers))?;
+    let way = if loops { Way::Loopback } else { Way::Probe };
+    let device = Net::new(NetOptions::new("net", way), Arc::clone(&behind.workers))?;
     let mut server = Server::new(net, device.connect_behind(0, Arc::clone(&behind.endpoint), None));
     behind.serve(&mut server, "network device")?;
     // So that its views have added their counts.

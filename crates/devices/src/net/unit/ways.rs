@@ -6,7 +6,6 @@ use super::{
     super::{
         lane::forward,
         outlet::Outlet,
-        pieces::Plain,
         probe::Probe,
         ring::NetRing,
         round::{BusRing, Lane, Terms, Timeouts, discard},
@@ -24,31 +23,24 @@ macro_rules! on {
                 let $name = &**view;
                 $call
             }
-            Bus::Physical(physical) => {
-                let $name = &Plain::new(physical);
-                $call
-            }
+            Bus::Physical($name) => $call,
         }
     };
 }
 
-impl End {
-    /// The receive ring for what comes on another's pair of that number.
-    #[inline]
-    pub(super) fn receiver(&mut self, pair: usize) -> Option<&mut NetRing> {
-        let takes = |ring: &Option<Box<NetRing>>| {
-            ring.as_ref().is_some_and(|ring| ring.enabled && !ring.has_failed())
-        };
-        // Drivers need not use as many pairs as each other.
-        let at = if self.receive.get(pair).is_some_and(takes) {
-            pair
-        } else {
-            let many = self.receive.iter().filter(|ring| takes(ring)).count();
-            let nth = pair.checked_rem(many)?;
-            self.receive.iter().enumerate().filter(|(_, ring)| takes(ring)).nth(nth)?.0
-        };
-        self.receive[at].as_deref_mut()
-    }
+/// The receive ring for what comes on another's pair of that number.
+#[inline]
+pub(super) fn receiver(rings: &mut [Option<Box<NetRing>>], pair: usize) -> Option<&mut NetRing> {
+    let takes = |ring: &Option<Box<NetRing>>| ring.as_ref().is_some_and(|ring| ring.works());
+    // Drivers need not use as many pairs as each other.
+    let at = if rings.get(pair).is_some_and(takes) {
+        pair
+    } else {
+        let many = rings.iter().filter(|ring| takes(ring)).count();
+        let nth = pair.checked_rem(many)?;
+        rings.iter().enumerate().filter(|(_, ring)| takes(ring)).nth(nth)?.0
+    };
+    rings[at].as_deref_mut()
 }
 
 /// One round of a transmit ring.
@@ -62,7 +54,7 @@ fn round(
 ) -> bool {
     let (ring, bus, terms) = from;
     match to {
-        _ if ring.has_failed() => {
+        _ if ring.failed => {
             lane.end(now_ns);
             false
         }
@@ -83,38 +75,28 @@ fn round(
     }
 }
 
-/// Back to the driver, on the same pair. True if anything was done.
-pub(super) fn loopback(end: &mut End, now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = end else {
+/// To the driver of another device, or back to the driver, on the same pair. True if anything was
+/// done.
+pub(super) fn between(from: &mut End, mut to: Option<&mut End>, now_ns: u64) -> bool {
+    let End { bus: Some(bus), terms, timeout_ns, receive, transmit, lanes } = from else {
         return false;
     };
-    let mut busy = false;
-    for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
-        let Some(from) = transmit.as_deref_mut() else { continue };
-        let to = receive[pair].as_deref_mut().filter(works);
-        let to = to.map(|ring| (ring, &*bus, *terms));
-        let (updates, timeouts) =
-            ((bus.updates(), bus.updates()), Timeouts::with_itself(*timeout_ns));
-        busy |= round(lane, (from, bus, *terms), to, updates, now_ns, timeouts);
-    }
-    busy
-}
-
-/// To the driver of another device. True if anything was done.
-pub(super) fn across(from: &mut End, to: &mut End, now_ns: u64) -> bool {
-    let End { bus: Some(bus), terms, timeout_ns, transmit, lanes, .. } = from else {
-        return false;
-    };
-    let mut busy = false;
+    let (bus, mut busy) = (&*bus, false);
     for (pair, (transmit, lane)) in transmit.iter_mut().zip(lanes).enumerate() {
         let Some(ring) = transmit.as_deref_mut() else { continue };
-        let (target_bus, target_terms) = (to.bus.take(), to.terms);
-        let target = to.receiver(pair).zip(target_bus.as_ref());
-        let target = target.map(|(ring, bus)| (ring, bus, target_terms));
-        let updates = (bus.updates(), target_bus.as_ref().map_or(0, Bus::updates));
-        let timeouts = Timeouts::with_another(*timeout_ns);
+        let (target, target_bus, target_terms, timeouts) = match &mut to {
+            None => {
+                let same = receive[pair].as_deref_mut().filter(|ring| ring.works());
+                (same, Some(bus), *terms, Timeouts::with_itself(*timeout_ns))
+            }
+            Some(End { bus, terms, receive, .. }) => {
+                let timeouts = Timeouts::with_another(*timeout_ns);
+                (receiver(receive, pair), bus.as_ref(), *terms, timeouts)
+            }
+        };
+        let updates = (bus.updates(), target_bus.map_or(0, Bus::updates));
+        let target = target.zip(target_bus).map(|(ring, bus)| (ring, bus, target_terms));
         busy |= round(lane, (ring, bus, *terms), target, updates, now_ns, timeouts);
-        to.bus = target_bus;
     }
     busy
 }
@@ -128,7 +110,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
     let mut busy = false;
     for (pair, outlet) in outlets.iter_mut().enumerate() {
         let lane = &mut lanes[pair];
-        match transmit[pair].as_deref_mut().filter(|ring| !ring.has_failed()) {
+        match transmit[pair].as_deref_mut().filter(|ring| !ring.failed) {
             Some(ring) if ring.enabled => {
                 busy |= on!(bus, bus => {
                     outlet.send(lane, &mut BusRing::source(ring, bus, terms), now_ns, timeout_ns)
@@ -141,7 +123,7 @@ pub(super) fn outside(end: &mut End, outlets: &mut [Outlet], now_ns: u64) -> boo
             }
             None => lane.end(now_ns),
         }
-        match receive[pair].as_deref_mut().filter(works) {
+        match receive[pair].as_deref_mut().filter(|ring| ring.works()) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
                     outlet.take_in(&mut BusRing::target(ring, bus, terms), now_ns, timeout_ns)
@@ -162,7 +144,7 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
     let mut busy = false;
     for (pair, probe) in probes.iter_mut().enumerate() {
         let lane = &mut lanes[pair];
-        match transmit[pair].as_deref_mut().filter(works) {
+        match transmit[pair].as_deref_mut().filter(|ring| ring.works()) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
                     probe.swallow(lane, &mut BusRing::source(ring, bus, terms), now_ns, timeout_ns)
@@ -170,7 +152,7 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
             }
             None => lane.end(now_ns),
         }
-        match receive[pair].as_deref_mut().filter(works) {
+        match receive[pair].as_deref_mut().filter(|ring| ring.works()) {
             Some(ring) => {
                 busy |= on!(bus, bus => {
                     probe.emit(&mut BusRing::target(ring, bus, terms), now_ns, timeout_ns)
@@ -180,9 +162,4 @@ pub(super) fn nowhere(end: &mut End, probes: &mut [Probe], now_ns: u64) -> bool 
         }
     }
     busy
-}
-
-/// Whether a ring takes part.
-fn works(ring: &&mut NetRing) -> bool {
-    ring.enabled && !ring.has_failed()
 }

@@ -24,7 +24,7 @@ fn an_invalidation_is_answered_only_when_the_io_that_uses_the_range_has_ended() 
     for byte in 1..4 {
         let (page, data) = behind.mapped();
         queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-        until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+        until("a request under way", || behind.on_unit(0, |unit| unit.in_kernel(0)) == 1);
         let invalidated = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -56,18 +56,18 @@ fn an_invalidation_does_not_wait_for_requests_that_wait_themselves() {
     let mut queue = behind.queue(0);
     queue.go_round_with(piece(iova(0), 20));
     let [there, lacking] = [(); 2].map(|()| behind.mapped().0);
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     queue.submit(Kind::In, 0, &[piece(iova(there), 512), piece(iova(lacking), 512)]);
-    behind.wait_asked(there);
-    behind.wait_asked(lacking);
+    behind.wait_missed(there);
+    behind.wait_missed(lacking);
     // One of the two comes, and goes again, and again, while the request waits for the other.
     for _ in 0..50 {
-        assert!(behind.front.answer(iova(there)));
+        assert!(behind.front.update(iova(there)));
         behind.round(0);
         behind.invalidate(iova(there), iova(there) + 0xfff);
-        assert_eq!(behind.ask(0, |unit| unit.in_kernel(0)), 0);
+        assert_eq!(behind.on_unit(0, |unit| unit.in_kernel(0)), 0);
     }
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     behind.release(|_| ());
     answers.write_all(&[3; 1024]).unwrap();
     assert_eq!(queue.finish(), OK);
@@ -106,7 +106,7 @@ fn flushes_of_the_whole_space_under_load_lose_nothing() {
             while left.load(Ordering::Relaxed) > 0 {
                 behind.invalidate_all();
                 flushes.fetch_add(1, Ordering::Release);
-                // The thread that answers misses needs the connection too.
+                // The thread that serves misses needs the connection too.
                 std::thread::yield_now();
             }
         });
@@ -124,8 +124,8 @@ fn a_ring_that_is_started_before_it_is_mapped_waits() {
     let mut queue = RawQueue::new(0, window, iova(page), iova(page));
     queue.start(&mut behind.main(), 0);
     queue.submit(Kind::Flush, 0, &[]);
-    behind.wait_asked(page);
-    assert!(behind.ask(0, |unit| unit.is_away(0)));
+    behind.wait_missed(page);
+    assert!(behind.on_unit(0, |unit| unit.is_away(0)));
     behind.map(page, Access::ReadWrite);
     assert_eq!(queue.finish(), OK);
     // Elsewhere, while it runs: the driver moves the content.
@@ -139,7 +139,7 @@ fn a_ring_that_is_started_before_it_is_mapped_waits() {
     queue.page = window;
     queue.bus = iova(next);
     queue.submit(Kind::Flush, 0, &[]);
-    behind.wait_asked(next);
+    behind.wait_missed(next);
     behind.map(next, Access::ReadWrite);
     assert_eq!(queue.finish(), OK);
 }
@@ -150,10 +150,10 @@ fn memory_that_changes_under_requests_that_wait_is_the_new_one() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     let [page, other] = [(); 2].map(|()| behind.mapped());
     queue.submit(Kind::In, 0, &[piece(iova(page.0), PAGE)]);
-    behind.wait_asked(page.0);
+    behind.wait_missed(page.0);
     // A region comes, in which the page lies from now on.
     let file = memfd_create("more", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&file, 1 << 20).unwrap();
@@ -163,7 +163,7 @@ fn memory_that_changes_under_requests_that_wait_is_the_new_one() {
     behind.main().set_mem_table(&[known, (region, file.as_fd())]).unwrap();
     fill(&page.1, 9);
     behind.front.table.lock().unwrap().insert(iova(page.0), (user_addr, Access::ReadWrite));
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     behind.release(|_| ());
     assert_eq!(queue.finish(), OK);
     assert!(holds(&page.1, 9), "the page that it was, was written");
@@ -171,7 +171,7 @@ fn memory_that_changes_under_requests_that_wait_is_the_new_one() {
     behind.main().set_mem_table(&[known]).unwrap();
     behind.front.table.lock().unwrap().remove(&iova(page.0));
     assert_eq!(queue.read(0, piece(iova(other.0), PAGE)), OK);
-    let asked = behind.asked().len();
+    let missed = behind.missed().len();
     queue.submit(Kind::In, 0, &[piece(iova(page.0), PAGE)]);
-    until("a miss", || behind.asked()[asked..].iter().any(|miss| miss.0 == iova(page.0)));
+    until("a miss", || behind.missed()[missed..].iter().any(|miss| miss.0 == iova(page.0)));
 }

@@ -98,24 +98,24 @@ fn all_misses_of_a_request_are_sent_at_once_and_once() {
     let mut behind = Behind::new(1, IotlbConfig { again: LONG, ..config() }, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
-    behind.answers(Answers::Held);
-    behind.forget_asked();
+    behind.updates(Updates::Held);
+    behind.forget_missed();
     let requests: Vec<_> = (0..4)
         .map(|n| Fresh::lay(&mut behind, &queue, n * 3, Kind::In, u64::from(n), false))
         .collect();
     (0..4).for_each(|n| queue.push(n * 3));
     let pages: Vec<usize> = requests.iter().flat_map(|request| request.pages.clone()).collect();
     // No miss is resolved, and yet misses for every page of every request are sent.
-    pages.iter().for_each(|&page| behind.wait_asked(page));
+    pages.iter().for_each(|&page| behind.wait_missed(page));
     behind.round(0);
     behind.settle();
-    let mut asked: Vec<u64> = behind.asked().iter().map(|&(addr, _)| addr).collect();
-    asked.sort_unstable();
+    let mut missed: Vec<u64> = behind.missed().iter().map(|&(addr, _)| addr).collect();
+    missed.sort_unstable();
     let mut wanted: Vec<u64> = pages.iter().map(|&page| iova(page)).collect();
     wanted.sort_unstable();
-    assert_eq!(asked, wanted, "one miss for each page");
+    assert_eq!(missed, wanted, "one miss for each page");
     assert_eq!(queue.take(), None);
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     behind.release(|_| ());
     finish(&mut queue, 4);
     assert!(requests.iter().all(|request| request.status() == 0));
@@ -126,13 +126,13 @@ fn indirect_tables_behind_one_that_is_missing_cause_misses_too() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     let requests: Vec<_> =
         (0..8).map(|n| Fresh::lay(&mut behind, &queue, n, Kind::In, 0, true)).collect();
     (0..8).for_each(|n| queue.push(n));
-    requests.iter().for_each(|request| behind.wait_asked(request.pages[0]));
-    assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 0, "one was taken without its table");
-    behind.answers(Answers::Now);
+    requests.iter().for_each(|request| behind.wait_missed(request.pages[0]));
+    assert_eq!(behind.on_unit(0, |unit| unit.under_way(0)), 0, "one was taken without its table");
+    behind.updates(Updates::Now);
     behind.release(|held| held.reverse());
     finish(&mut queue, 8);
     assert!(requests.iter().all(|request| request.status() == 0));
@@ -143,22 +143,26 @@ fn chains_that_come_behind_one_that_waits_cause_misses_too() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     for round in 0..20 {
-        behind.answers(Answers::Now);
+        behind.updates(Updates::Now);
         queue.go_round();
-        behind.answers(Answers::Held);
+        behind.updates(Updates::Held);
         let first = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, true);
         queue.push(0);
-        behind.wait_asked(first.pages[0]);
+        behind.wait_missed(first.pages[0]);
         // The worker is at it, or asleep, or on its way there.
         std::thread::sleep(Duration::from_micros(round * 20));
         let second = Fresh::lay(&mut behind, &queue, 1, Kind::In, 0, true);
         queue.push(1);
-        behind.wait_asked(second.pages[0]);
+        behind.wait_missed(second.pages[0]);
         let third = Fresh::lay(&mut behind, &queue, 2, Kind::In, 0, false);
         queue.push(2);
-        third.pages.iter().for_each(|&page| behind.wait_asked(page));
-        assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 0, "one was taken without its table");
-        behind.answers(Answers::Now);
+        third.pages.iter().for_each(|&page| behind.wait_missed(page));
+        assert_eq!(
+            behind.on_unit(0, |unit| unit.under_way(0)),
+            0,
+            "one was taken without its table"
+        );
+        behind.updates(Updates::Now);
         behind.release(|_| ());
         finish(&mut queue, 3);
         assert_eq!([first, second, third].map(|request| request.status()), [0; 3]);
@@ -171,21 +175,21 @@ fn answers_in_any_order_do() {
         let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
         let mut queue = behind.queue(0);
         queue.go_round();
-        behind.answers(Answers::Held);
+        behind.updates(Updates::Held);
         let requests: Vec<_> = (0..5)
             .map(|n| Fresh::lay(&mut behind, &queue, n * 3, Kind::In, 0, n % 2 == 0))
             .collect();
         (0..5).for_each(|n| queue.push(n * 3));
-        behind.wait_asked(requests[4].pages[0]);
-        let mut answered = 0;
-        until("all answers", || {
+        behind.wait_missed(requests[4].pages[0]);
+        let mut completed = 0;
+        until("all completions", || {
             behind.release(|held| {
                 held.reverse();
                 let by = seed % held.len().max(1);
                 held.rotate_left(by);
             });
-            answered += usize::from(queue.take().is_some());
-            answered == 5
+            completed += usize::from(queue.take().is_some());
+            completed == 5
         });
         assert!(requests.iter().all(|request| request.status() == 0));
     }
@@ -197,22 +201,22 @@ fn a_translation_for_reading_does_not_wake_a_request_that_writes() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     let request = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
     behind.map(request.pages[1], Access::Read);
     queue.push(0);
-    request.pages.iter().for_each(|&page| behind.wait_asked(page));
+    request.pages.iter().for_each(|&page| behind.wait_missed(page));
     // Acknowledged once: a second acknowledgement would refuse the miss.
-    behind.answers(Answers::Never);
-    behind.forget_asked();
+    behind.updates(Updates::Never);
+    behind.forget_missed();
     behind.release(|_| ());
     let page = iova(request.pages[1]);
-    until("another miss", || behind.asked().iter().any(|miss| miss.0 == page));
+    until("another miss", || behind.missed().iter().any(|miss| miss.0 == page));
     behind.round(0);
-    assert_eq!(behind.ask(0, |unit| unit.under_way(0)), 1);
-    assert!(behind.asked().contains(&(page, Access::Write)));
+    assert_eq!(behind.on_unit(0, |unit| unit.under_way(0)), 1);
+    assert!(behind.missed().contains(&(page, Access::Write)));
     behind.map(request.pages[1], Access::ReadWrite);
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     finish(&mut queue, 1);
     assert_eq!(request.status(), 0);
 }
@@ -231,7 +235,7 @@ fn a_miss_that_is_refused_when_it_is_sent_again_stalls_its_request_alone_and_not
         let page = lost.pages[missing];
         behind.front.table.lock().unwrap().remove(&iova(page));
         queue.push(0);
-        behind.wait_asked(page);
+        behind.wait_missed(page);
         let mut failed = None;
         for n in 0..20 {
             let other = Fresh::lay(&mut behind, &queue, 3, Kind::In, n, false);
@@ -266,23 +270,23 @@ fn a_front_end_that_never_replies_costs_time_and_no_more() {
     let mut queue = behind.queue(0);
     behind.push(0);
     queue.go_round();
-    behind.answers(Answers::Never);
+    behind.updates(Updates::Never);
     let lost = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
     queue.push(0);
     assert_eq!(finish(&mut queue, 1), [(0, 0)]);
     assert_eq!((lost.status(), behind.timeouts()), (0xee, 1));
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     let next = Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, false);
     // The first time, unless a busy machine sends the update too late: then it is there the next
     // time.
-    until("a request whose misses are answered", || {
+    until("a request whose misses are resolved", || {
         queue.push(0);
         finish(&mut queue, 1) == [(0, PAGE as u32 + 1)]
     });
     assert_eq!(next.status(), 0);
     let timeouts = behind.timeouts();
     // Not even its table: the chain is given back, and the ring goes on.
-    behind.answers(Answers::Never);
+    behind.updates(Updates::Never);
     Fresh::lay(&mut behind, &queue, 0, Kind::In, 0, true);
     queue.push(0);
     assert_eq!(finish(&mut queue, 1), [(0, 0)]);
@@ -341,8 +345,8 @@ fn arbitrary_chains_and_answers_harm_only_their_ring() {
         // Some updates are for reading only, and some addresses lead nowhere.
         behind.map(pages[0], Access::Read);
         for _ in 0..10 {
-            let answers = [Answers::Now, Answers::Held, Answers::Never];
-            behind.answers(answers[numbers.below(3) as usize]);
+            let updates = [Updates::Now, Updates::Held, Updates::Never];
+            behind.updates(updates[numbers.below(3) as usize]);
             for at in 0..SIZE {
                 let place = match numbers.below(6) {
                     0 => numbers.below(u64::MAX) << 31,
@@ -363,7 +367,7 @@ fn arbitrary_chains_and_answers_harm_only_their_ring() {
             behind.round(0);
             behind.release(|held| held.reverse());
         }
-        behind.answers(Answers::Now);
+        behind.updates(Updates::Now);
         behind.push(1);
         healthy.go_round();
         behind.main().get_vring_base(0).unwrap();

@@ -25,13 +25,11 @@ use ringfence_devices::{
 use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, GuestRam};
 use ringfence_run::worker::{Notify, Worker};
-use ringfence_vhost_user::{
-    Frontend, Iotlb, IotlbWire, ProtocolFeatures, ServeError, Server, Shutdown,
-};
+use ringfence_vhost_user::{Frontend, Iotlb, IotlbWire, ProtocolFeatures, ServeError};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_INDIRECT_DESC, F_VERSION_1};
 use zerocopy::FromBytes;
 
-use crate::rig::*;
+use crate::{rig::*, serving::Serving};
 
 /// Where page `n` of the memory is mapped, when it is: not side by side, so that nothing merges.
 pub(crate) fn iova(page: usize) -> u64 {
@@ -40,8 +38,8 @@ pub(crate) fn iova(page: usize) -> u64 {
 
 /// What the front end does about a miss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Answers {
-    /// Answers at once.
+pub(crate) enum Updates {
+    /// Updates at once.
     Now,
     /// Keeps it until the test releases it.
     Held,
@@ -54,9 +52,9 @@ struct Front {
     main: Mutex<Frontend>,
     /// Pages that are mapped: where to, and whether they may be written.
     table: Mutex<BTreeMap<u64, (u64, Access)>>,
-    answers: Mutex<Answers>,
+    updates: Mutex<Updates>,
     /// All misses that came.
-    asked: Mutex<Vec<(u64, Access)>>,
+    missed: Mutex<Vec<(u64, Access)>>,
     held: Mutex<Vec<u64>>,
     /// How many misses were read and, unless they are held, resolved.
     read: AtomicU64,
@@ -74,11 +72,10 @@ pub(crate) struct Behind {
     /// How many misses earlier connections had sent.
     earlier: u64,
     pages: usize,
-    serving: Option<JoinHandle<Result<(), ServeError>>>,
-    shutdown: Shutdown,
+    serving: Serving,
     /// The front end's end of the connection.
     socket: UnixStream,
-    answering: Option<JoinHandle<()>>,
+    updating: Option<JoinHandle<()>>,
 }
 
 pub(crate) fn config() -> IotlbConfig {
@@ -109,12 +106,9 @@ impl Behind {
     /// With more virtio features than most tests need.
     pub(crate) fn connect_with(workers: Arc<[Worker]>, options: BlkOptions, more: u64) -> Behind {
         let ram = GuestRam::new(4 << 20, GPA).unwrap();
-        let (ours, theirs) = UnixStream::pair().unwrap();
         let backend = Blk::backend(options.clone(), Arc::clone(&workers));
         let earlier = options.figures.iotlb.totals().misses;
-        let mut server = Server::new(theirs, backend);
-        let shutdown = server.shutdown_handle();
-        let serving = Some(std::thread::spawn(move || server.serve()));
+        let (serving, ours) = Serving::start(backend);
         let socket = ours.try_clone().unwrap();
         let mut main = Frontend::new(ours, LONG);
         let features = 1 << F_VERSION_1 | 1 << F_INDIRECT_DESC | 1 << F_ACCESS_PLATFORM | more;
@@ -131,28 +125,17 @@ impl Behind {
         let front = Arc::new(Front {
             main: Mutex::new(main),
             table: Mutex::default(),
-            answers: Mutex::new(Answers::Now),
-            asked: Mutex::default(),
+            updates: Mutex::new(Updates::Now),
+            missed: Mutex::default(),
             held: Mutex::default(),
             read: AtomicU64::new(0),
             ended: AtomicBool::new(false),
             deaf: AtomicBool::new(false),
         });
         let shared = Arc::clone(&front);
-        let answering = Some(std::thread::spawn(move || shared.answer_misses(channel)));
+        let updating = Some(std::thread::spawn(move || shared.serve_misses(channel)));
         let pages = 0;
-        Behind {
-            front,
-            ram,
-            workers,
-            options,
-            earlier,
-            pages,
-            serving,
-            shutdown,
-            socket,
-            answering,
-        }
+        Behind { front, ram, workers, options, earlier, pages, serving, socket, updating }
     }
 
     pub(crate) fn main(&self) -> MutexGuard<'_, Frontend> {
@@ -160,9 +143,9 @@ impl Behind {
     }
 
     /// Sets how misses are handled from now on. Earlier ones are handled as was set before.
-    pub(crate) fn answers(&self, answers: Answers) {
+    pub(crate) fn updates(&self, updates: Updates) {
         self.settle();
-        *self.front.answers.lock().unwrap() = answers;
+        *self.front.updates.lock().unwrap() = updates;
     }
 
     /// Waits until every miss that was sent has been read, and resolved unless it is held: a worker
@@ -180,19 +163,19 @@ impl Behind {
     }
 
     /// The misses that were read so far.
-    pub(crate) fn asked(&self) -> Vec<(u64, Access)> {
-        self.front.asked.lock().unwrap().clone()
+    pub(crate) fn missed(&self) -> Vec<(u64, Access)> {
+        self.front.missed.lock().unwrap().clone()
     }
 
     /// Forgets which misses came.
-    pub(crate) fn forget_asked(&self) {
+    pub(crate) fn forget_missed(&self) {
         self.settle();
-        self.front.asked.lock().unwrap().clear();
+        self.front.missed.lock().unwrap().clear();
     }
 
     /// Waits until a miss for `page` was read.
-    pub(crate) fn wait_asked(&self, page: usize) {
-        until("a miss", || self.asked().iter().any(|&(addr, _)| addr / 4096 == iova(page) / 4096));
+    pub(crate) fn wait_missed(&self, page: usize) {
+        until("a miss", || self.missed().iter().any(|&(addr, _)| addr / 4096 == iova(page) / 4096));
     }
 
     /// Resolves the misses that are held, in the order that `sort` gives them.
@@ -200,7 +183,7 @@ impl Behind {
         let mut held = std::mem::take(&mut *self.front.held.lock().unwrap());
         sort(&mut held);
         for addr in held {
-            self.front.answer(addr);
+            self.front.update(addr);
         }
     }
 
@@ -226,7 +209,7 @@ impl Behind {
     /// Sends the update for a mapped page before any miss, for tests that must not depend on how
     /// soon an update arrives.
     pub(crate) fn push(&self, page: usize) {
-        assert!(self.front.answer(iova(page)));
+        assert!(self.front.update(iova(page)));
     }
 
     pub(crate) fn unmap(&self, page: usize) {
@@ -252,21 +235,21 @@ impl Behind {
         queue
     }
 
-    /// Runs `ask` on the unit of the worker that serves a queue.
-    pub(crate) fn ask<R: Send + 'static>(
+    /// Runs `job` on the unit of the worker that serves a queue.
+    pub(crate) fn on_unit<R: Send + 'static>(
         &self,
         queue: u16,
-        ask: impl FnOnce(&mut BlkUnit) -> R + Send + 'static,
+        job: impl FnOnce(&mut BlkUnit) -> R + Send + 'static,
     ) -> R {
         let worker = &self.workers[usize::from(queue) % self.workers.len()];
-        let answer = worker.call(move |work| work.unit::<BlkUnit>(BLK_UNIT).map(ask));
-        answer.expect("the worker is there").expect("the unit is there")
+        let done = worker.call(move |work| work.unit::<BlkUnit>(BLK_UNIT).map(job));
+        done.expect("the worker is there").expect("the unit is there")
     }
 
     /// Has the worker of a queue go through all its queues, and a quiet point, at least once.
     pub(crate) fn round(&self, queue: u16) {
         for _ in 0..3 {
-            self.ask(queue, |_| ());
+            self.on_unit(queue, |_| ());
         }
     }
 
@@ -281,25 +264,22 @@ impl Behind {
 
     /// Waits until the back end has ended the connection; returns why.
     pub(crate) fn ended(&mut self) -> Result<(), ServeError> {
-        self.serving.take().unwrap().join().unwrap()
+        self.serving.ended()
     }
 }
 
 impl Drop for Behind {
     fn drop(&mut self) {
-        self.shutdown.shutdown();
         self.front.ended.store(true, Ordering::Relaxed);
-        if let Some(serving) = self.serving.take() {
-            assert!(serving.join().is_ok() || std::thread::panicking());
-        }
-        let answered = self.answering.take().unwrap().join();
-        assert!(answered.is_ok() || std::thread::panicking());
+        self.serving.end();
+        let updated = self.updating.take().unwrap().join();
+        assert!(updated.is_ok() || std::thread::panicking());
     }
 }
 
 impl Front {
     /// Reads misses until the back end hangs up, and handles them as the test has set.
-    fn answer_misses(&self, mut channel: UnixStream) {
+    fn serve_misses(&self, mut channel: UnixStream) {
         let mut bytes = [0; 12 + size_of::<IotlbWire>()];
         loop {
             while self.deaf.load(Ordering::Relaxed) && !self.ended.load(Ordering::Relaxed) {
@@ -308,27 +288,27 @@ impl Front {
             if channel.read_exact(&mut bytes).is_err() {
                 return;
             }
-            let wants_answer = bytes[4] & 8 != 0;
+            let wants_reply = bytes[4] & 8 != 0;
             let wire = IotlbWire::read_from_bytes(&bytes[12..]).unwrap();
             let (iova, access) = match wire.parse() {
                 Ok(Iotlb::Miss { iova, access }) => (iova, access),
                 Ok(Iotlb::AccessFail { .. }) => continue,
                 _ => panic!("{wire:?}"),
             };
-            self.asked.lock().unwrap().push((iova, access));
-            let answers = *self.answers.lock().unwrap();
-            let done = match answers {
-                Answers::Now => Some(self.answer(iova)),
-                Answers::Held => {
+            self.missed.lock().unwrap().push((iova, access));
+            let updates = *self.updates.lock().unwrap();
+            let done = match updates {
+                Updates::Now => Some(self.update(iova)),
+                Updates::Held => {
                     let mut held = self.held.lock().unwrap();
                     if !held.contains(&iova) {
                         held.push(iova);
                     }
                     None
                 }
-                Answers::Never => None,
+                Updates::Never => None,
             };
-            if let Some(done) = done.filter(|_| wants_answer) {
+            if let Some(done) = done.filter(|_| wants_reply) {
                 let mut reply = bytes[..12].to_vec();
                 reply[4..8].copy_from_slice(&5u32.to_ne_bytes());
                 reply[8..12].copy_from_slice(&8u32.to_ne_bytes());
@@ -342,7 +322,7 @@ impl Front {
     }
 
     /// Sends the translation of an address, if there is one.
-    fn answer(&self, addr: u64) -> bool {
+    fn update(&self, addr: u64) -> bool {
         // As a VMM, it does one thing at a time: it sends no update for what is unmapped meanwhile.
         let mut main = self.main.lock().unwrap();
         let first = addr & !0xfff;

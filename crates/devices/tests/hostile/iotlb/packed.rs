@@ -117,17 +117,17 @@ fn a_packed_ring_that_is_stopped_goes_on_with_what_waits() {
         for round in 0..8 {
             packed.submit(Kind::In, 0, true, 0);
             packed.wait();
-            packed.behind.answers(Answers::Held);
+            packed.behind.updates(Updates::Held);
             let (pages, data) = packed.submit(Kind::In, 8, table, 7);
             if table {
                 // Its table first, then what the table contains.
                 until("a miss", || !packed.behind.front.held.lock().unwrap().is_empty());
                 packed.behind.release(|_| ());
             }
-            pages.iter().for_each(|&page| packed.behind.wait_asked(page));
+            pages.iter().for_each(|&page| packed.behind.wait_missed(page));
             let base = packed.behind.main().get_vring_base(0).unwrap();
             assert_eq!(packed.ring.pop().unwrap().map(|used| used.token), None);
-            packed.behind.answers(Answers::Now);
+            packed.behind.updates(Updates::Now);
             packed.behind.release(|_| ());
             packed.start(base);
             let used = packed.wait();

@@ -19,16 +19,16 @@ fn a_ring_stops_at_once_though_requests_wait_and_goes_on_with_them() {
     let mut queue = behind.queue(0);
     queue.go_round();
     let answered = queue.used_index();
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     let (page, data) = behind.mapped();
     fill(&data, 7);
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    behind.wait_asked(page);
+    behind.wait_missed(page);
     // No miss is resolved meanwhile, as with a VMM that waits for this reply.
     let base = behind.main().get_vring_base(0).unwrap();
     assert_eq!((base, queue.used_index()), (answered.into(), answered));
     assert_eq!(queue.status(), 0xee);
-    behind.answers(Answers::Now);
+    behind.updates(Updates::Now);
     behind.release(|_| ());
     queue.start(&mut behind.main(), answered);
     assert_eq!(queue.finish(), OK);
@@ -41,13 +41,13 @@ fn a_device_without_a_running_ring_sends_no_misses_and_still_replies() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
-    behind.answers(Answers::Never);
+    behind.updates(Updates::Never);
     let (page, _) = behind.mapped();
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    behind.wait_asked(page);
+    behind.wait_missed(page);
     behind.main().get_vring_base(0).unwrap();
     behind.settle();
-    let (asked, used) = (behind.asked().len(), queue.used_index());
+    let (missed, used) = (behind.missed().len(), queue.used_index());
     // Longer than the intervals after which a miss is sent, and a worker looks, again.
     for _ in 0..10 {
         std::thread::sleep(Duration::from_millis(10));
@@ -55,7 +55,7 @@ fn a_device_without_a_running_ring_sends_no_misses_and_still_replies() {
         event_and_round(&behind, &queue);
     }
     behind.settle();
-    assert_eq!((behind.asked().len(), queue.used_index()), (asked, used));
+    assert_eq!((behind.missed().len(), queue.used_index()), (missed, used));
 }
 
 #[test]
@@ -64,27 +64,27 @@ fn a_request_whose_failure_cannot_be_reported_is_given_back_all_the_same() {
     let mut behind = Behind::new(1, config, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     for _ in 0..10 {
-        behind.answers(Answers::Now);
+        behind.updates(Updates::Now);
         queue.go_round();
-        behind.answers(Answers::Never);
+        behind.updates(Updates::Never);
         let [data, status] = [(); 2].map(|()| behind.mapped().0);
         queue.lay(Kind::In, 0, &[piece(iova(data), PAGE)]);
         queue.desc(2, iova(status), 1, 2, 0);
         queue.push(0);
-        behind.wait_asked(status);
+        behind.wait_missed(status);
         overtake(&mut queue);
         // It fails, and not even that can be reported: the status is missing, too.
         let base = behind.main().get_vring_base(0).unwrap();
         behind.settle();
-        let asked = behind.asked().len();
+        let missed = behind.missed().len();
         assert_eq!(queue.wait(), (0, 0));
         for _ in 0..5 {
             std::thread::sleep(Duration::from_millis(1));
             behind.round(0);
         }
         behind.settle();
-        assert_eq!(behind.asked().len(), asked);
-        behind.answers(Answers::Now);
+        assert_eq!(behind.missed().len(), missed);
+        behind.updates(Updates::Now);
         queue.start(&mut behind.main(), base as u16);
     }
 }
@@ -109,11 +109,11 @@ fn requests_that_ran_before_one_that_waits_are_answered() {
     let mut queue = behind.queue(0);
     queue.go_round();
     let answered = queue.used_index();
-    behind.answers(Answers::Held);
+    behind.updates(Updates::Held);
     let (page, _) = behind.mapped();
     // The first waits; the second, taken after it, is done.
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    behind.wait_asked(page);
+    behind.wait_missed(page);
     overtake(&mut queue);
     // It cannot go back behind one that was completed: it is completed with an error.
     let base = behind.main().get_vring_base(0).unwrap();
@@ -130,11 +130,11 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
         let mut queue = behind.queue(0);
         queue.go_round();
         let answered = queue.used_index();
-        behind.answers(Answers::Held);
+        behind.updates(Updates::Held);
         let (page, data) = behind.mapped();
         fill(&data, 7);
         queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-        behind.wait_asked(page);
+        behind.wait_missed(page);
         if overtaken {
             // A later one is completed: the one that waits cannot go back into the ring.
             overtake(&mut queue);
@@ -142,7 +142,7 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
         let base = behind.main().get_vring_base(0).unwrap();
         assert_eq!(base, u32::from(answered) + if overtaken { 2 } else { 0 });
         assert_eq!(queue.take(), None, "it was answered without being done");
-        behind.answers(Answers::Now);
+        behind.updates(Updates::Now);
         behind.release(|_| ());
         // Whatever base the front end sets.
         queue.start(&mut behind.main(), answered);
@@ -165,10 +165,10 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
         let (name, _) = behind.mapped();
         neighbour.go_round_with(piece(iova(name), 20));
         queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-        until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+        until("a request under way", || behind.on_unit(0, |unit| unit.in_kernel(0)) == 1);
         std::thread::scope(|scope| {
             let stopped = scope.spawn(|| behind.main().get_vring_base(0));
-            until("a ring that stops", || behind.ask(0, |unit| unit.is_stopping(0)));
+            until("a ring that stops", || behind.on_unit(0, |unit| unit.is_stopping(0)));
             (0..100).for_each(|_| neighbour.go_round_with(piece(iova(name), 20)));
             assert!(!stopped.is_finished(), "the kernel has a request of the ring");
             behind.hang_up();
@@ -232,7 +232,7 @@ fn reading() -> Reading {
     let (page, data) = behind.mapped();
     fill(&data, 7);
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    until("a request under way", || behind.ask(0, |unit| unit.in_kernel(0)) == 1);
+    until("a request under way", || behind.on_unit(0, |unit| unit.in_kernel(0)) == 1);
     Reading { answers, behind, queue, page, data }
 }
 
@@ -247,7 +247,7 @@ fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
         } else {
             behind.invalidate(iova(page), iova(page) + 0xfff);
         }
-        assert_eq!(behind.ask(0, |unit| unit.in_kernel(0)), 1, "the disk has not answered");
+        assert_eq!(behind.on_unit(0, |unit| unit.in_kernel(0)), 1, "the disk has not answered");
         answers.write_all(&[5; PAGE]).unwrap();
         // By the translation that there is then: a new miss is sent.
         assert_eq!(queue.finish(), if is_taken { IOERR } else { OK });

@@ -184,7 +184,7 @@ impl<T: Way> Rig<T> {
                 Err(status) => (status, 0),
             };
             self.failed += u64::from(status != Status::Ok);
-            let used = request::answer(chain, way, status, written).unwrap_or(0);
+            let used = request::complete(chain, way, status, written).unwrap_or(0);
             device.push_used(chain.head(), used);
         }
         let _ = device.publish_used();
