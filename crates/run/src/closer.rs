@@ -3,10 +3,12 @@
 use std::{
     collections::VecDeque,
     fmt,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
+
+use parking_lot::Mutex;
 
 /// How many things may wait to be dropped before their peers' messages are left unread. One message
 /// more adds up to 253 descriptors, the most that the kernel passes at a time.
@@ -39,7 +41,7 @@ struct Inner {
 
 #[derive(Default)]
 struct Waiting {
-    things: VecDeque<Box<dyn Send>>,
+    jobs: VecDeque<Box<dyn FnOnce() + Send>>,
     /// Whether there is a thread.
     runs: bool,
     /// Since when it has been full, and whether that was reported.
@@ -55,15 +57,20 @@ impl Closer {
 
     /// Drops a thing on the closer's thread, now or later.
     pub fn close(&self, thing: impl Send + 'static) {
-        let mut waiting = self.0.waiting();
-        waiting.things.push_back(Box::new(thing));
+        self.run(move || drop(thing));
+    }
+
+    /// Runs a job on the closer's thread, in turn with what is dropped.
+    pub fn run(&self, job: impl FnOnce() + Send + 'static) {
+        let mut waiting = self.0.waiting.lock();
+        waiting.jobs.push_back(Box::new(job));
         self.work(&mut waiting);
     }
 
     /// Starts a thread if there is something to drop and none runs. If that fails, the next call
     /// tries again.
     fn work(&self, waiting: &mut Waiting) {
-        if !waiting.runs && !waiting.things.is_empty() {
+        if !waiting.runs && !waiting.jobs.is_empty() {
             let inner = Arc::clone(&self.0);
             let thread = thread::Builder::new().name("closer".into());
             waiting.runs = thread.spawn(move || inner.drop_all()).is_ok();
@@ -72,17 +79,17 @@ impl Closer {
 
     /// Whether nothing waits or is being dropped.
     pub fn is_idle(&self) -> bool {
-        let mut waiting = self.0.waiting();
+        let mut waiting = self.0.waiting.lock();
         self.work(&mut waiting);
-        !waiting.runs && waiting.things.is_empty()
+        !waiting.runs && waiting.jobs.is_empty()
     }
 
     /// Whether so much waits that the peers' messages should be left unread. A caller that waits
     /// for this to change polls now and then.
     pub fn is_full(&self) -> bool {
-        let mut waiting = self.0.waiting();
+        let mut waiting = self.0.waiting.lock();
         self.work(&mut waiting);
-        let count = waiting.things.len();
+        let count = waiting.jobs.len();
         if count < MOST {
             waiting.full = None;
             return false;
@@ -99,28 +106,23 @@ impl Closer {
 }
 
 impl Inner {
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-
     fn drop_all(&self) {
         loop {
-            let thing = {
-                let mut waiting = self.waiting();
-                let thing = waiting.things.pop_front();
-                waiting.runs = thing.is_some();
-                thing
+            let job = {
+                let mut waiting = self.waiting.lock();
+                let job = waiting.jobs.pop_front();
+                waiting.runs = job.is_some();
+                job
             };
-            if thing.is_none() {
-                return;
-            }
+            let Some(job) = job else { return };
+            job();
         }
     }
 }
 
 impl fmt::Debug for Closer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Closer({} wait)", self.0.waiting().things.len())
+        write!(f, "Closer({} wait)", self.0.waiting.lock().jobs.len())
     }
 }
 

@@ -1,4 +1,6 @@
-//! Threads that move data: what a device, a driver or a back end in user space runs on.
+#![doc = include_str!("../README.md")]
+//!
+//! # What is inside
 //!
 //! - [`worker`]: a thread polls the rings that it is given ([`Unit`](worker::Unit)s) and sleeps
 //!   when they are idle; [`Notify`](worker::Notify) sets how long it polls before it sleeps.

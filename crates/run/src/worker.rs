@@ -11,6 +11,7 @@ use std::{
         mpsc,
     },
     thread::JoinHandle,
+    time::Duration,
 };
 
 pub use ringfence_sync::wait::Notify;
@@ -188,18 +189,12 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
         }
         let now = clock.now_ns();
         let mut busy = false;
-        for unit in work.units.values_mut() {
-            unit.quiet();
-        }
-        for unit in work.units.values_mut() {
-            busy |= unit.poll(now);
-        }
+        work.units.values_mut().for_each(|unit| unit.quiet());
+        work.units.values_mut().for_each(|unit| busy |= unit.poll(now));
         if work.units.values().any(|unit| unit.wants_quiet()) {
             // Something waits for this worker's own quiet point, perhaps across a ring: pass it
             // now.
-            for unit in work.units.values_mut() {
-                unit.quiet();
-            }
+            work.units.values_mut().for_each(|unit| unit.quiet());
             for unit in work.units.values_mut().filter(|unit| unit.wants_quiet()) {
                 busy |= unit.poll(now);
             }
@@ -223,9 +218,7 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
 fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
     // Ask for notifications first and look again afterwards: what comes between is then seen.
     let mut something = bell.rung.load(Ordering::Acquire);
-    for unit in work.units.values_mut() {
-        something |= unit.arm();
-    }
+    work.units.values_mut().for_each(|unit| something |= unit.arm());
     let due = work.next_due();
     if !something && due.is_none_or(|due| due > now_ns) {
         work.units.values_mut().for_each(|unit| unit.offline());
@@ -242,13 +235,9 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
             let all = wakers.iter().copied().chain(kicks.iter().map(|kick| kick.as_fd()));
             let mut fds: Vec<PollFd<'_>> =
                 all.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-            let timeout = due.map(|due| {
-                let left = due.saturating_sub(now_ns);
-                Timespec {
-                    tv_sec: (left / 1_000_000_000) as i64,
-                    tv_nsec: (left % 1_000_000_000) as i64,
-                }
-            });
+            // A time beyond the clock's range is never.
+            let left = due.map(|due| Duration::from_nanos(due.saturating_sub(now_ns)));
+            let timeout = left.and_then(|left| Timespec::try_from(left).ok());
             // EINTR is a wake-up like any other: every unit is polled anyway.
             let _ = poll(&mut fds, timeout.as_ref());
             let is_readable = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
