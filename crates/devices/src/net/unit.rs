@@ -200,7 +200,7 @@ impl NetUnit {
         if let Way::Tap(tap) = &self.way {
             tap.settle(terms).map_err(|error| format!("{}: {error}", tap.name()))?;
         }
-        let Start { ring: RingStart { config, events, enabled, log, at_used }, counters, name } =
+        let Start { ring: RingStart { config, events, enabled, log, at_used, .. }, counters, name } =
             start;
         bus.set_log(log.log());
         // Behind an IOMMU the translation of a ring may not have arrived yet (rule D22).

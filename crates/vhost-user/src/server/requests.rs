@@ -5,7 +5,7 @@ use std::{os::fd::AsFd, sync::Arc};
 use ringfence_mem::{MemError, Memory, Region, SharedFile};
 use ringfence_run::PeerFd;
 
-use super::{Failure, Outcome, Server, answers::Answers};
+use super::{Failure, Outcome, Server, replies::Replies};
 use crate::{
     BackendChannel, Handler, HandlerError, InflightRegion, ProtocolFeatures, RingAddresses,
     WireError,
@@ -15,34 +15,13 @@ use crate::{
 impl<H: Handler> Server<H> {
     /// Refuses requests that need features that were not negotiated.
     pub(super) fn permit(&self, request: &Request) -> Result<(), WireError> {
-        let protocol = self.protocol.unwrap_or(ProtocolFeatures::empty());
         let permitted = match request {
-            Request::GetQueueNum => protocol.contains(ProtocolFeatures::MQ),
-            Request::SetLogBase { .. } | Request::SetLogFd => {
-                protocol.contains(ProtocolFeatures::LOG_SHMFD)
-            }
-            Request::SendRarp(_) => protocol.contains(ProtocolFeatures::RARP),
-            Request::NetSetMtu(_) => protocol.contains(ProtocolFeatures::NET_MTU),
-            Request::GetInflight(_) | Request::SetInflight(_) => {
-                protocol.contains(ProtocolFeatures::INFLIGHT_SHMFD)
-            }
-            Request::SetStatus(_) | Request::GetStatus => {
-                protocol.contains(ProtocolFeatures::STATUS)
-            }
-            Request::SetBackendReqFd => protocol.contains(ProtocolFeatures::BACKEND_REQ),
-            Request::GetConfig { .. } | Request::SetConfig { .. } => {
-                protocol.contains(ProtocolFeatures::CONFIG)
-            }
-            Request::ResetDevice => protocol.contains(ProtocolFeatures::RESET_DEVICE),
-            Request::GetMaxMemSlots | Request::AddMemReg(_) | Request::RemMemReg(_) => {
-                protocol.contains(ProtocolFeatures::CONFIGURE_MEM_SLOTS)
-            }
             // Front ends differ in when they acknowledge the virtio bit: using it is enough.
             Request::SetVringEnable { .. } => {
                 self.protocol.is_some() || self.features & msg::F_PROTOCOL_FEATURES != 0
             }
             Request::Iotlb(_) => self.features & msg::F_ACCESS_PLATFORM != 0,
-            _ => true,
+            other => self.has(other.needs()),
         };
         if permitted { Ok(()) } else { Err(WireError::Request { request: request.code() }) }
     }
@@ -63,10 +42,8 @@ impl<H: Handler> Server<H> {
             Request::SetFeatures(features) => self.set_features(features)?,
             Request::SetProtocolFeatures(features) => {
                 if !self.offered_protocol.contains(features) {
-                    let beyond = features & !self.offered_protocol;
-                    return Err(
-                        value("protocol features beyond those offered", beyond.bits()).into()
-                    );
+                    let beyond = features.difference(self.offered_protocol).bits();
+                    return Err(value("protocol features beyond those offered", beyond).into());
                 }
                 self.protocol = Some(features);
             }
@@ -162,15 +139,13 @@ impl<H: Handler> Server<H> {
             Request::SetBackendReqFd => {
                 let fd = fds.pop().ok_or(state("a channel without a descriptor"))?;
                 let acks = self.has(ProtocolFeatures::REPLY_ACK);
-                let channel = match self.resuming {
-                    false => BackendChannel::new(fd, acks),
-                    true => BackendChannel::resumed(fd, acks, self.to_come),
-                };
+                let to_come = if self.resuming { self.to_come } else { Some(0) };
+                let channel = BackendChannel::resumed(fd, acks, to_come);
                 let channel = Arc::new(channel.map_err(HandlerError::from)?);
                 channel.set_silent(!self.rings.iter().any(|ring| ring.running));
-                let answers = Answers::read(Arc::clone(&channel)).map_err(HandlerError::from)?;
+                let replies = Replies::read(Arc::clone(&channel)).map_err(HandlerError::from)?;
                 self.handler.set_backend_channel(channel)?;
-                self.backend = Some(answers);
+                self.backend = Some(replies);
             }
             // IOTLB messages were carried out before this, unless descriptors came with one or
             // ACCESS_PLATFORM is missing, which end the connection.
@@ -181,7 +156,7 @@ impl<H: Handler> Server<H> {
                 self.set_log(
                     SharedFile::map(fd.as_fd(), offset, len).map_err(HandlerError::from)?,
                 )?;
-                // Always answered. Front ends ignore the answer's value: a log that cannot be used
+                // Always replied to. Front ends ignore the reply's value: a log that cannot be used
                 // ends the connection.
                 return word(0);
             }
