@@ -1,6 +1,9 @@
 //! The memory behind a guard, as rust-vmm's devices see it.
 
-use std::{iter::FusedIterator, vec};
+use std::{
+    iter::{Chain, FusedIterator},
+    option, vec,
+};
 
 use ringfence_iommu::Prot;
 use vm_memory::{
@@ -8,11 +11,10 @@ use vm_memory::{
     GuestMemoryRegion, Permissions, VolatileSlice,
     bitmap::{BS, BitmapSlice, MS},
     guest_memory::GuestMemorySliceIterator,
+    iommu::{self, IovaRange},
 };
 
 use ringfence_iotlb::guard::{Failure, Guard};
-
-use crate::error::into_error;
 
 /// Guest memory as a device behind an IOMMU sees it: addresses are IOVAs. See the
 /// [module](super) for how a device uses it.
@@ -98,7 +100,7 @@ where
         access: Permissions,
     ) -> Result<impl GuestMemorySliceIterator<'a, BS<'a, Self::Bitmap>>, GuestMemoryError> {
         let prot = prot_of(access);
-        let mut slices = Slices::<MS<'a, A::M>>::default();
+        let (mut first, mut rest) = (None, Vec::new());
         let mut there = true;
         self.held
             .translate(addr.0, count, prot, |target, extent| {
@@ -108,7 +110,8 @@ where
                     GuestMemoryBackend::get_slices(self.backend(), GuestAddress(target), len)
                 {
                     match slice {
-                        Ok(slice) => slices.push(slice),
+                        Ok(slice) if first.is_none() => first = Some(slice),
+                        Ok(slice) => rest.push(slice),
                         Err(_) => there = false,
                     }
                 }
@@ -118,7 +121,7 @@ where
             let failure = self.held.fail(Failure::OutsideMemory { addr: addr.0 }, prot);
             return Err(into_error(failure, addr.0, count));
         }
-        Ok(slices)
+        Ok(Slices::<MS<'a, A::M>>(first.into_iter().chain(rest)))
     }
 
     /// None: no access bypasses the translation.
@@ -128,48 +131,33 @@ where
 }
 
 /// The slices of an access: mostly one, for which nothing is allocated.
-struct Slices<'a, B> {
-    first: Option<VolatileSlice<'a, B>>,
-    rest: Vec<VolatileSlice<'a, B>>,
-    /// Set at the first call of `next`.
-    left: Option<vec::IntoIter<VolatileSlice<'a, B>>>,
-}
-
-impl<B> Default for Slices<'_, B> {
-    fn default() -> Self {
-        Slices { first: None, rest: Vec::new(), left: None }
-    }
-}
-
-impl<'a, B> Slices<'a, B> {
-    fn push(&mut self, slice: VolatileSlice<'a, B>) {
-        match self.first {
-            None => self.first = Some(slice),
-            Some(_) => self.rest.push(slice),
-        }
-    }
-}
+struct Slices<'a, B>(
+    Chain<option::IntoIter<VolatileSlice<'a, B>>, vec::IntoIter<VolatileSlice<'a, B>>>,
+);
 
 impl<'a, B: BitmapSlice> Iterator for Slices<'a, B> {
     type Item = Result<VolatileSlice<'a, B>, GuestMemoryError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if let Some(first) = self.first.take() {
-            return Some(Ok(first));
-        }
-        let rest = &mut self.rest;
-        self.left.get_or_insert_with(|| std::mem::take(rest).into_iter()).next().map(Ok)
+        self.0.next().map(Ok)
     }
 }
 
 impl<B: BitmapSlice> FusedIterator for Slices<'_, B> {}
 impl<'a, B: BitmapSlice> GuestMemorySliceIterator<'a, B> for Slices<'a, B> {}
 
-pub(super) fn prot_of(access: Permissions) -> Prot {
+fn prot_of(access: Permissions) -> Prot {
     match access {
         Permissions::No => Prot::empty(),
         Permissions::Read => Prot::READ,
         Permissions::Write => Prot::WRITE,
         Permissions::ReadWrite => Prot::RW,
     }
+}
+
+/// The error of an access to the `count` bytes at `addr`. rust-vmm's has room for a text only.
+fn into_error(failure: Failure, addr: u64, count: usize) -> GuestMemoryError {
+    let iova_range = IovaRange { base: GuestAddress(addr), length: count };
+    let reason = failure.to_string();
+    GuestMemoryError::IommuError(iommu::Error::CannotResolve { iova_range, reason })
 }
