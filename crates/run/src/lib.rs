@@ -11,14 +11,11 @@
 //! - [`slice`](mod@slice): the scheduler's time slice of a thread that others wait for.
 //! - [`restricted`]: io_uring instances that can do only what they are made for.
 
-mod closer;
 pub mod event;
-mod kick;
 pub mod notifier;
 mod peer_fd;
 pub mod restricted;
 pub mod slice;
 pub mod worker;
 
-pub use closer::Closer;
-pub use peer_fd::PeerFd;
+pub use peer_fd::{Closer, PeerFd};

@@ -37,14 +37,12 @@ mod iommu;
 mod memory;
 #[allow(unsafe_code)]
 mod regions;
-mod space;
 
 pub use bus::GuestBus;
 #[cfg(feature = "iommu")]
 pub use iommu::{VmmIommu, VmmIommuError, VmmMemory, host_regions};
-pub use memory::IotlbMemory;
+pub use memory::{IotlbAddressSpace, IotlbMemory};
 pub use regions::{SharedRegion, shared_regions};
-pub use space::IotlbAddressSpace;
 
 // Of the releases that this crate is built with.
 pub use vm_memory;

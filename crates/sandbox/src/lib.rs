@@ -6,11 +6,7 @@ mod calls;
 mod files;
 #[allow(unsafe_code)]
 mod filter;
-#[allow(unsafe_code)]
-mod refused;
 mod rights;
-#[allow(unsafe_code)]
-mod settle;
 
 use std::{
     fs, io,
@@ -22,7 +18,7 @@ use rustix::fs::{Gid, Uid};
 
 pub use self::{
     calls::Role,
-    refused::{Refusal, Refusals, go_on_when_refused, refusals},
+    filter::{Refusal, Refusals, go_on_when_refused, refusals},
 };
 
 /// What a process gives up.
@@ -115,7 +111,7 @@ impl Sandbox<'_> {
             return Err(SandboxError::Threads(threads));
         }
         ENTERED.store(true, Ordering::Relaxed);
-        settle::settle();
+        filter::settle();
         // While it still has the right: as another user it could not drop them.
         rights::bound_capabilities()?;
         rights::change_user(self.user, self.group)?;

@@ -102,11 +102,6 @@ impl HandlerError {
     pub fn new(text: impl Into<String>) -> HandlerError {
         HandlerError(text.into().into())
     }
-
-    /// The error inside.
-    pub fn into_inner(self) -> Box<dyn std::error::Error + Send + Sync> {
-        self.0
-    }
 }
 
 impl fmt::Display for HandlerError {
