@@ -4,14 +4,15 @@
 //! exactly what [`Request::payload`] makes, and leaves no check for later, apart from those that
 //! depend on the state of the connection.
 
+pub mod code;
 mod request;
 #[cfg(test)]
 mod tests;
 
+pub use request::Request;
 pub(crate) use request::{
     CONFIG_HEAD, config, inflight, parse_inflight, parse_vring_base, vring_base,
 };
-pub use request::{Request, code};
 
 use crate::WireError;
 use bitflags::bitflags;

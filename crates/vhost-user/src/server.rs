@@ -2,6 +2,7 @@
 
 mod kept;
 mod requests;
+mod shutdown;
 
 use crate::{
     Handler, HandlerError, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, SavedConnection,
@@ -13,7 +14,7 @@ use crate::{
 };
 use kept::Kept;
 use ringfence_mem::{DirtyLog, Memory};
-use ringfence_run::{PeerFd, event};
+use ringfence_run::PeerFd;
 use ringfence_sync::{
     clock::{Clock, MonotonicClock},
     wait::{Next, Notify, Wait},
@@ -21,8 +22,8 @@ use ringfence_sync::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
-    net,
 };
+pub use shutdown::Shutdown;
 use std::{
     mem,
     os::fd::{AsFd, OwnedFd},
@@ -499,55 +500,5 @@ impl<H: Handler> Server<H> {
     /// Whether a protocol feature was negotiated.
     fn has(&self, feature: ProtocolFeatures) -> bool {
         self.protocol.unwrap_or_default().contains(feature)
-    }
-}
-
-/// A handle on a connection: ends its [`Server::serve`](crate::Server::serve) from another thread,
-/// and reports whether the front end is there.
-#[derive(Clone, Debug)]
-pub struct Shutdown {
-    stopping: Arc<AtomicBool>,
-    stream: Arc<PeerFd>,
-    mapped: Arc<AtomicU64>,
-    /// The eventfd to which [`leave`](Self::leave) writes.
-    leave: Option<Arc<OwnedFd>>,
-}
-
-impl Shutdown {
-    /// Ends the connection: `serve` stops all rings and returns `Ok` soon.
-    pub fn shutdown(&self) {
-        self.stopping.store(true, Ordering::Release);
-        // It fails only if the connection has ended already.
-        let _ = net::shutdown(&*self.stream, net::Shutdown::Both);
-    }
-
-    /// Leaves the connection to another process: once no request is in progress, `serve` stops all
-    /// rings, has the [keeper](crate::Keeper) record their positions and returns `Ok`, and the
-    /// front end notices nothing. Without a keeper, or if the device [cannot be
-    /// resumed](crate::Handler::can_be_resumed), the connection ends.
-    pub fn leave(&self) {
-        match &self.leave {
-            Some(leave) => event::signal(leave),
-            None => self.shutdown(),
-        }
-    }
-
-    /// Whether [`shutdown`](Self::shutdown) was called.
-    pub fn is_shut_down(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
-    }
-
-    /// How many bytes of the front end's memory and log are mapped.
-    pub fn mapped(&self) -> u64 {
-        self.mapped.load(Ordering::Relaxed)
-    }
-
-    /// Whether no reply can reach the front end any more: it has hung up, or the connection was
-    /// ended at this end. A device that waits without a time-out
-    /// ([`Handler::iotlb`](crate::Handler::iotlb),
-    /// [`Handler::stop_ring`](crate::Handler::stop_ring)) waits until then.
-    pub fn is_over(&self) -> bool {
-        let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
-        self.is_shut_down() || matches!(poll(&mut fds, Some(&Timespec::default())), Ok(1..))
     }
 }

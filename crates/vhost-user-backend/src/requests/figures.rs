@@ -11,44 +11,8 @@ use std::{
 use parking_lot::Mutex;
 use ringfence_run::worker::Unit;
 
-use super::{Serve, queue::Remains};
+use super::{QueueStats, Serve, queue::Remains};
 use crate::IotlbTally;
-
-/// What a queue has done.
-#[derive(Clone, Copy, Debug, Default)]
-#[non_exhaustive]
-pub struct QueueStats {
-    /// Requests completed.
-    pub requests: u64,
-    /// Of these, completed with a status other than OK.
-    pub failed: u64,
-    /// Bytes of data moved.
-    pub bytes: u64,
-    /// Interrupts sent.
-    pub interrupts: u64,
-    /// How often a request had to wait for a translation.
-    pub parked: u64,
-    /// How often the ring was not mapped.
-    pub away: u64,
-    /// How often the ring was not read further because requests in progress had as many descriptors
-    /// as allowed.
-    pub full: u64,
-}
-
-impl QueueStats {
-    fn fields(&mut self) -> [&mut u64; 7] {
-        let QueueStats { requests, failed, bytes, interrupts, parked, away, full } = self;
-        [requests, failed, bytes, interrupts, parked, away, full]
-    }
-
-    /// What was done since it was `before`.
-    pub(super) fn since(mut self, mut before: QueueStats) -> QueueStats {
-        for (now, before) in self.fields().into_iter().zip(before.fields()) {
-            *now -= *before;
-        }
-        self
-    }
-}
 
 /// How many rings may be left behind, each with its buffers, before the next ones wait for the
 /// disk: otherwise a front end that reconnects while a read does not end would fill the memory.

@@ -17,7 +17,7 @@ use ringfence_run::event::Doorbell;
 use ringfence_vhost_user::InflightError;
 use ringfence_virtq::{Chain, RingError};
 
-pub use figures::{MOST_LEFT, QueueStats, Reaper, RequestFigures};
+pub use figures::{MOST_LEFT, Reaper, RequestFigures};
 pub use queue::{KEPT, MOST_HELD, RequestQueue, Slot};
 pub use rings::RequestRings;
 pub use unit::{RequestUnit, Stopped};
@@ -148,6 +148,42 @@ impl Missing {
             AccessError::Again { addr, access } => Some(Missing { addr, access }),
             _ => None,
         }
+    }
+}
+
+/// What a queue has done.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct QueueStats {
+    /// Requests completed.
+    pub requests: u64,
+    /// Of these, completed with a status other than OK.
+    pub failed: u64,
+    /// Bytes of data moved.
+    pub bytes: u64,
+    /// Interrupts sent.
+    pub interrupts: u64,
+    /// How often a request had to wait for a translation.
+    pub parked: u64,
+    /// How often the ring was not mapped.
+    pub away: u64,
+    /// How often the ring was not read further because requests in progress had as many descriptors
+    /// as allowed.
+    pub full: u64,
+}
+
+impl QueueStats {
+    fn fields(&mut self) -> [&mut u64; 7] {
+        let QueueStats { requests, failed, bytes, interrupts, parked, away, full } = self;
+        [requests, failed, bytes, interrupts, parked, away, full]
+    }
+
+    /// What was done since it was `before`.
+    fn since(mut self, mut before: QueueStats) -> QueueStats {
+        for (now, before) in self.fields().into_iter().zip(before.fields()) {
+            *now -= *before;
+        }
+        self
     }
 }
 

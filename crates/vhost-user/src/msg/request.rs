@@ -4,42 +4,14 @@ use ringfence_mem::Region;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
-    ConfigWrite, Inflight, MAX_CONFIG, MAX_TABLE_REGIONS, ProtocolFeatures, RingAddresses,
+    ConfigWrite, Inflight, MAX_CONFIG, MAX_TABLE_REGIONS, ProtocolFeatures, RingAddresses, code,
 };
 use crate::{WireError, iotlb::IotlbWire};
 
-/// Makes [`Request`] and the numbers from one list.
+/// Makes [`Request`] and what is to be known of each from one list.
 macro_rules! requests {
-    (
-        { $($(#[$doc:meta])* $variant:ident $(($of:ty))? $({ $($field:ident: $type:ty),+ })?
-            = $code:ident($number:literal) $(, replies: $replies:literal)? $(, needs: $feature:ident)?;)* }
-        others: $($other:ident($other_number:literal)),*
-    ) => {
-        /// The numbers of the front end's requests.
-        #[allow(missing_docs, reason = "the names are the specification's")]
-        pub mod code {
-            $(pub const $code: u32 = $number;)*
-            $(pub const $other: u32 = $other_number;)*
-            /// The back end's own requests, on its own channel.
-            pub const BACKEND_IOTLB_MSG: u32 = 1;
-            pub const BACKEND_CONFIG_CHANGE_MSG: u32 = 2;
-
-            /// A request's name, for messages: of the front end's, and of the back end's if it has
-            /// the same number.
-            pub fn name(request: u32) -> String {
-                let name = match request {
-                    $($code => stringify!($code),)*
-                    $($other => stringify!($other),)*
-                    _ => return format!("request {request}"),
-                };
-                match request {
-                    BACKEND_IOTLB_MSG => format!("{name} or BACKEND_IOTLB_MSG"),
-                    BACKEND_CONFIG_CHANGE_MSG => format!("{name} or BACKEND_CONFIG_CHANGE_MSG"),
-                    _ => name.to_owned(),
-                }
-            }
-        }
-
+    ($($(#[$doc:meta])* $variant:ident $(($of:ty))? $({ $($field:ident: $type:ty),+ })?
+        = $code:ident $(, replies: $replies:literal)? $(, needs: $feature:ident)?;)*) => {
         /// A request of the front end, without the descriptors that go with it.
         #[derive(Clone, Debug, PartialEq, Eq)]
         #[allow(missing_docs, reason = "the fields are the specification's, by its names")]
@@ -71,74 +43,71 @@ macro_rules! requests {
 }
 
 requests! {
-    {
-        /// GET_FEATURES: replied to with a u64.
-        GetFeatures = GET_FEATURES(1), replies: true;
-        /// SET_FEATURES.
-        SetFeatures(u64) = SET_FEATURES(2);
-        /// SET_OWNER.
-        SetOwner = SET_OWNER(3);
-        /// RESET_OWNER: deprecated, taken as a reset.
-        ResetOwner = RESET_OWNER(4);
-        /// SET_MEM_TABLE: 1 to 8 regions, a descriptor each.
-        SetMemTable(Vec<Region>) = SET_MEM_TABLE(5);
-        /// SET_LOG_BASE, with a descriptor: `len` bytes of a file, from `offset`, are the dirty log.
-        SetLogBase { len: u64, offset: u64 } = SET_LOG_BASE(6), replies: true, needs: LOG_SHMFD;
-        /// SET_LOG_FD, with the descriptor that signals to the front end that something was logged.
-        SetLogFd = SET_LOG_FD(7), needs: LOG_SHMFD;
-        /// SET_VRING_NUM.
-        SetVringNum { ring: u32, num: u32 } = SET_VRING_NUM(8);
-        /// SET_VRING_ADDR.
-        SetVringAddr { ring: u32, addresses: RingAddresses } = SET_VRING_ADDR(9);
-        /// SET_VRING_BASE.
-        SetVringBase { ring: u32, base: u32 } = SET_VRING_BASE(10);
-        /// GET_VRING_BASE: replied to with the ring and its base.
-        GetVringBase { ring: u32 } = GET_VRING_BASE(11), replies: true;
-        /// SET_VRING_KICK, with a descriptor or with NO_FD.
-        SetVringKick { ring: u8, fd: bool } = SET_VRING_KICK(12);
-        /// SET_VRING_CALL.
-        SetVringCall { ring: u8, fd: bool } = SET_VRING_CALL(13);
-        /// SET_VRING_ERR.
-        SetVringErr { ring: u8, fd: bool } = SET_VRING_ERR(14);
-        /// GET_PROTOCOL_FEATURES: replied to with a u64.
-        GetProtocolFeatures = GET_PROTOCOL_FEATURES(15), replies: true;
-        /// SET_PROTOCOL_FEATURES.
-        SetProtocolFeatures(ProtocolFeatures) = SET_PROTOCOL_FEATURES(16);
-        /// GET_QUEUE_NUM: replied to with a u64.
-        GetQueueNum = GET_QUEUE_NUM(17), replies: true, needs: MQ;
-        /// SET_VRING_ENABLE.
-        SetVringEnable { ring: u32, enabled: bool } = SET_VRING_ENABLE(18);
-        /// SEND_RARP: the guest with this address is here now.
-        SendRarp([u8; 6]) = SEND_RARP(19), needs: RARP;
-        /// NET_SET_MTU.
-        NetSetMtu(u16) = NET_SET_MTU(20), needs: NET_MTU;
-        /// SET_BACKEND_REQ_FD, with a descriptor.
-        SetBackendReqFd = SET_BACKEND_REQ_FD(21), needs: BACKEND_REQ;
-        /// IOTLB_MSG: always replied to with a u64 (rule D13).
-        Iotlb(IotlbWire) = IOTLB_MSG(22), replies: true;
-        /// GET_CONFIG: replied to with the same with the bytes filled in, or with an empty payload.
-        GetConfig { offset: u32, size: u32 } = GET_CONFIG(24), replies: true, needs: CONFIG;
-        /// SET_CONFIG: 1 to 256 bytes.
-        SetConfig { offset: u32, why: ConfigWrite, data: Vec<u8> } = SET_CONFIG(25), needs: CONFIG;
-        /// GET_INFLIGHT_FD: replied to with the same, with the place of what was allocated, and a
-        /// descriptor.
-        GetInflight(Inflight) = GET_INFLIGHT_FD(31), replies: true, needs: INFLIGHT_SHMFD;
-        /// SET_INFLIGHT_FD, with a descriptor.
-        SetInflight(Inflight) = SET_INFLIGHT_FD(32), needs: INFLIGHT_SHMFD;
-        /// RESET_DEVICE.
-        ResetDevice = RESET_DEVICE(34), needs: RESET_DEVICE;
-        /// GET_MAX_MEM_SLOTS: replied to with a u64.
-        GetMaxMemSlots = GET_MAX_MEM_SLOTS(36), replies: true, needs: CONFIGURE_MEM_SLOTS;
-        /// ADD_MEM_REG, with a descriptor.
-        AddMemReg(Region) = ADD_MEM_REG(37), needs: CONFIGURE_MEM_SLOTS;
-        /// REM_MEM_REG; a descriptor that comes along is closed (rule D29).
-        RemMemReg(Region) = REM_MEM_REG(38), needs: CONFIGURE_MEM_SLOTS;
-        /// SET_STATUS: the virtio device status.
-        SetStatus(u8) = SET_STATUS(39), needs: STATUS;
-        /// GET_STATUS: replied to with a u64.
-        GetStatus = GET_STATUS(40), replies: true, needs: STATUS;
-    }
-    others: POSTCOPY_ADVISE(28), POSTCOPY_LISTEN(29), POSTCOPY_END(30)
+    /// GET_FEATURES: replied to with a u64.
+    GetFeatures = GET_FEATURES, replies: true;
+    /// SET_FEATURES.
+    SetFeatures(u64) = SET_FEATURES;
+    /// SET_OWNER.
+    SetOwner = SET_OWNER;
+    /// RESET_OWNER: deprecated, taken as a reset.
+    ResetOwner = RESET_OWNER;
+    /// SET_MEM_TABLE: 1 to 8 regions, a descriptor each.
+    SetMemTable(Vec<Region>) = SET_MEM_TABLE;
+    /// SET_LOG_BASE, with a descriptor: `len` bytes of a file, from `offset`, are the dirty log.
+    SetLogBase { len: u64, offset: u64 } = SET_LOG_BASE, replies: true, needs: LOG_SHMFD;
+    /// SET_LOG_FD, with the descriptor that signals to the front end that something was logged.
+    SetLogFd = SET_LOG_FD, needs: LOG_SHMFD;
+    /// SET_VRING_NUM.
+    SetVringNum { ring: u32, num: u32 } = SET_VRING_NUM;
+    /// SET_VRING_ADDR.
+    SetVringAddr { ring: u32, addresses: RingAddresses } = SET_VRING_ADDR;
+    /// SET_VRING_BASE.
+    SetVringBase { ring: u32, base: u32 } = SET_VRING_BASE;
+    /// GET_VRING_BASE: replied to with the ring and its base.
+    GetVringBase { ring: u32 } = GET_VRING_BASE, replies: true;
+    /// SET_VRING_KICK, with a descriptor or with NO_FD.
+    SetVringKick { ring: u8, fd: bool } = SET_VRING_KICK;
+    /// SET_VRING_CALL.
+    SetVringCall { ring: u8, fd: bool } = SET_VRING_CALL;
+    /// SET_VRING_ERR.
+    SetVringErr { ring: u8, fd: bool } = SET_VRING_ERR;
+    /// GET_PROTOCOL_FEATURES: replied to with a u64.
+    GetProtocolFeatures = GET_PROTOCOL_FEATURES, replies: true;
+    /// SET_PROTOCOL_FEATURES.
+    SetProtocolFeatures(ProtocolFeatures) = SET_PROTOCOL_FEATURES;
+    /// GET_QUEUE_NUM: replied to with a u64.
+    GetQueueNum = GET_QUEUE_NUM, replies: true, needs: MQ;
+    /// SET_VRING_ENABLE.
+    SetVringEnable { ring: u32, enabled: bool } = SET_VRING_ENABLE;
+    /// SEND_RARP: the guest with this address is here now.
+    SendRarp([u8; 6]) = SEND_RARP, needs: RARP;
+    /// NET_SET_MTU.
+    NetSetMtu(u16) = NET_SET_MTU, needs: NET_MTU;
+    /// SET_BACKEND_REQ_FD, with a descriptor.
+    SetBackendReqFd = SET_BACKEND_REQ_FD, needs: BACKEND_REQ;
+    /// IOTLB_MSG: always replied to with a u64 (rule D13).
+    Iotlb(IotlbWire) = IOTLB_MSG, replies: true;
+    /// GET_CONFIG: replied to with the same with the bytes filled in, or with an empty payload.
+    GetConfig { offset: u32, size: u32 } = GET_CONFIG, replies: true, needs: CONFIG;
+    /// SET_CONFIG: 1 to 256 bytes.
+    SetConfig { offset: u32, why: ConfigWrite, data: Vec<u8> } = SET_CONFIG, needs: CONFIG;
+    /// GET_INFLIGHT_FD: replied to with the same, with the place of what was allocated, and a
+    /// descriptor.
+    GetInflight(Inflight) = GET_INFLIGHT_FD, replies: true, needs: INFLIGHT_SHMFD;
+    /// SET_INFLIGHT_FD, with a descriptor.
+    SetInflight(Inflight) = SET_INFLIGHT_FD, needs: INFLIGHT_SHMFD;
+    /// RESET_DEVICE.
+    ResetDevice = RESET_DEVICE, needs: RESET_DEVICE;
+    /// GET_MAX_MEM_SLOTS: replied to with a u64.
+    GetMaxMemSlots = GET_MAX_MEM_SLOTS, replies: true, needs: CONFIGURE_MEM_SLOTS;
+    /// ADD_MEM_REG, with a descriptor.
+    AddMemReg(Region) = ADD_MEM_REG, needs: CONFIGURE_MEM_SLOTS;
+    /// REM_MEM_REG; a descriptor that comes along is closed (rule D29).
+    RemMemReg(Region) = REM_MEM_REG, needs: CONFIGURE_MEM_SLOTS;
+    /// SET_STATUS: the virtio device status.
+    SetStatus(u8) = SET_STATUS, needs: STATUS;
+    /// GET_STATUS: replied to with a u64.
+    GetStatus = GET_STATUS, replies: true, needs: STATUS;
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
