@@ -64,7 +64,7 @@ impl Handler for Device {
         self.channel = Some(channel);
         Ok(())
     }
-    fn channel_answer(&mut self, message: Iotlb, number: u64, _: bool) {
+    fn channel_reply(&mut self, message: Iotlb, number: u64, _: bool) {
         // In the order of the misses, and none twice.
         let access = Access::Read;
         assert_eq!(message, Iotlb::Miss { iova: self.replies << 12, access });

@@ -24,7 +24,7 @@ fn run(data: &[u8]) {
     drop(theirs);
     let mut ours = FrontendChannel::new(ours, Duration::from_secs(10));
     let mut messages = Vec::new();
-    while let Ok(true) = ours.recv_all(&mut messages) {}
+    while let Ok(true) = ours.recv_all(None, &mut messages) {}
     assert!(messages.len() <= channel.len() / 12);
 
     let (ours, mut theirs) = UnixStream::pair().expect("a socket pair");

@@ -123,7 +123,7 @@ impl Machine {
             std::thread::spawn(move || {
                 let mut received = Vec::new();
                 while !over.load(Ordering::Relaxed) {
-                    let more = channel.recv_all_within(Duration::from_millis(20), &mut received);
+                    let more = channel.recv_all(Some(Duration::from_millis(20)), &mut received);
                     if !more.unwrap_or(false) {
                         return;
                     }
@@ -143,7 +143,7 @@ impl Machine {
                             // The back end may have been killed.
                             let _ = front.lock().unwrap().iotlb(&update);
                         }
-                        let _ = channel.answer(&miss, known);
+                        let _ = channel.reply(&miss, known);
                     }
                 }
             })

@@ -1,4 +1,6 @@
-//! Threads that move data: what a device, a driver or a back end in user space runs on.
+#![doc = include_str!("../README.md")]
+//!
+//! # What is inside
 //!
 //! - [`worker`]: a thread polls the rings that it is given ([`Unit`](worker::Unit)s) and sleeps
 //!   when they are idle; [`Notify`](worker::Notify) sets how long it polls before it sleeps.
@@ -9,14 +11,11 @@
 //! - [`slice`](mod@slice): the scheduler's time slice of a thread that others wait for.
 //! - [`restricted`]: io_uring instances that can do only what they are made for.
 
-mod closer;
 pub mod event;
-mod kick;
 pub mod notifier;
 mod peer_fd;
 pub mod restricted;
 pub mod slice;
 pub mod worker;
 
-pub use closer::Closer;
-pub use peer_fd::PeerFd;
+pub use peer_fd::{Closer, PeerFd};

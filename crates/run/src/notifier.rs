@@ -20,9 +20,10 @@ use crate::{PeerFd, restricted};
 
 /// A descriptor of a peer is refused.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum NotifierError {
     /// Writing to anything else may block.
-    #[error("it is neither an eventfd nor a Unix stream")]
+    #[error("it is neither an eventfd nor a Unix stream, and writing to anything else may block")]
     NoEventfd,
     /// The kernel has neither io_uring nor AIO for this process.
     #[error("the kernel lets this process signal no eventfd without blocking: {0}")]
@@ -30,7 +31,6 @@ pub enum NotifierError {
 }
 
 /// Signals an eventfd that a peer shares, without ever blocking.
-#[derive(Debug)]
 pub struct Notifier(Way);
 
 /// Rings for future notifiers.
@@ -104,16 +104,6 @@ enum Way {
     Aio(PeerFd),
     /// A Unix stream, as User-Mode Linux gives: sent to with MSG_DONTWAIT, which no flag of the peer's changes.
     Stream(PeerFd),
-}
-
-impl std::fmt::Debug for Way {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Way::Uring(_) => "Uring",
-            Way::Aio(_) => "Aio",
-            Way::Stream(_) => "Stream",
-        })
-    }
 }
 
 impl Notifier {

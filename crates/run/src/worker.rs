@@ -2,6 +2,7 @@
 
 use std::{
     any::Any,
+    cell::Cell,
     collections::BTreeMap,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -11,6 +12,7 @@ use std::{
         mpsc,
     },
     thread::JoinHandle,
+    time::Duration,
 };
 
 pub use ringfence_sync::wait::Notify;
@@ -20,9 +22,7 @@ use ringfence_sync::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-pub use crate::kick::Kick;
-use crate::kick::Rest;
-use crate::{event, slice};
+use crate::{PeerFd, event, slice};
 
 /// What a worker polls: those rings of one device that belong to this worker.
 pub trait Unit: Any {
@@ -188,18 +188,12 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
         }
         let now = clock.now_ns();
         let mut busy = false;
-        for unit in work.units.values_mut() {
-            unit.quiet();
-        }
-        for unit in work.units.values_mut() {
-            busy |= unit.poll(now);
-        }
+        work.units.values_mut().for_each(|unit| unit.quiet());
+        work.units.values_mut().for_each(|unit| busy |= unit.poll(now));
         if work.units.values().any(|unit| unit.wants_quiet()) {
             // Something waits for this worker's own quiet point, perhaps across a ring: pass it
             // now.
-            for unit in work.units.values_mut() {
-                unit.quiet();
-            }
+            work.units.values_mut().for_each(|unit| unit.quiet());
             for unit in work.units.values_mut().filter(|unit| unit.wants_quiet()) {
                 busy |= unit.poll(now);
             }
@@ -223,9 +217,7 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
 fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
     // Ask for notifications first and look again afterwards: what comes between is then seen.
     let mut something = bell.rung.load(Ordering::Acquire);
-    for unit in work.units.values_mut() {
-        something |= unit.arm();
-    }
+    work.units.values_mut().for_each(|unit| something |= unit.arm());
     let due = work.next_due();
     if !something && due.is_none_or(|due| due > now_ns) {
         work.units.values_mut().for_each(|unit| unit.offline());
@@ -242,13 +234,9 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
             let all = wakers.iter().copied().chain(kicks.iter().map(|kick| kick.as_fd()));
             let mut fds: Vec<PollFd<'_>> =
                 all.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-            let timeout = due.map(|due| {
-                let left = due.saturating_sub(now_ns);
-                Timespec {
-                    tv_sec: (left / 1_000_000_000) as i64,
-                    tv_nsec: (left % 1_000_000_000) as i64,
-                }
-            });
+            // A time beyond the clock's range is never.
+            let left = due.map(|due| Duration::from_nanos(due.saturating_sub(now_ns)));
+            let timeout = left.and_then(|left| Timespec::try_from(left).ok());
             // EINTR is a wake-up like any other: every unit is polled anyway.
             let _ = poll(&mut fds, timeout.as_ref());
             let is_readable = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
@@ -263,6 +251,81 @@ fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
         work.units.values_mut().for_each(|unit| unit.online());
     }
     work.units.values_mut().for_each(|unit| unit.disarm());
+}
+
+/// How often a kick may wake the worker with nothing in the ring, beyond what chains make up for
+/// ([`MAKES_UP`]). A driver kicks once for a chain that the worker, still awake, has found by
+/// itself, and hardly more often.
+const IN_VAIN: u32 = 64;
+/// How many wake-ups in vain each chain makes up for.
+const MAKES_UP: u32 = 2;
+/// At each multiple of this, in ns, the worker listens to kicks in vain again, until one of them
+/// has woken it.
+const REST_NS: u64 = 4_000_000;
+
+/// The eventfd of one ring. A peer can write to it as often as it likes, or have made it such that
+/// it stays readable (`EFD_SEMAPHORE`). If a kick wakes the worker again and again with nothing in
+/// the ring, the worker listens to it only once in a while until the ring holds something: that is
+/// then late by 4 ms at most.
+pub struct Kick {
+    event: PeerFd,
+    in_vain: Cell<u32>,
+}
+
+/// A worker's state for all its kicks: when a kick in vain last woke it, in units of [`REST_NS`].
+#[derive(Default)]
+struct Rest(Option<u64>);
+
+impl Rest {
+    /// Until when a worker that goes to sleep now ignores kicks in vain; `None` if it listens to
+    /// them.
+    fn until(&self, now_ns: u64) -> Option<u64> {
+        let rest = now_ns / REST_NS;
+        (self.0 == Some(rest)).then(|| (rest + 1).saturating_mul(REST_NS))
+    }
+
+    /// `kick` has woken a worker that went to sleep at `slept_ns`.
+    fn ends(&mut self, kick: &Kick, slept_ns: u64) {
+        event::drain(kick);
+        if kick.is_in_vain() {
+            self.0 = Some(slept_ns / REST_NS);
+        }
+        kick.in_vain.set(IN_VAIN.min(kick.in_vain.get() + 1));
+    }
+}
+
+impl Kick {
+    /// The ring held so many chains.
+    #[inline]
+    pub fn found(&self, chains: usize) {
+        if self.in_vain.get() != 0 {
+            let made_up = u32::try_from(chains).unwrap_or(u32::MAX).saturating_mul(MAKES_UP);
+            self.in_vain.set(self.in_vain.get().saturating_sub(made_up));
+        }
+    }
+
+    /// Whether it wakes the worker in vain, as a rule.
+    fn is_in_vain(&self) -> bool {
+        self.in_vain.get() == IN_VAIN
+    }
+}
+
+impl AsFd for Kick {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}
+
+impl From<PeerFd> for Kick {
+    fn from(event: PeerFd) -> Kick {
+        Kick { event, in_vain: Cell::new(0) }
+    }
+}
+
+impl From<OwnedFd> for Kick {
+    fn from(event: OwnedFd) -> Kick {
+        PeerFd::from(event).into()
+    }
 }
 
 #[cfg(test)]
@@ -394,5 +457,49 @@ mod tests {
         assert_eq!(sleeps_before(Notify::Adaptive, spin_ns), 0);
         assert!(sleeps_before(Notify::Adaptive, spin_ns + 1) > 0);
         assert!(sleeps_before(Notify::Sleep, spin_ns / 2) > 0);
+    }
+
+    #[test]
+    fn those_in_vain_wake_a_worker_once_in_a_while_together() {
+        let [one, other] = [(); 2].map(|()| Kick::from(event::new().unwrap()));
+        let mut rest = Rest::default();
+        for kick in [&one, &other] {
+            for _ in 0..IN_VAIN {
+                assert!(!kick.is_in_vain());
+                rest.ends(kick, 5);
+                assert_eq!(rest.until(5), None);
+            }
+            assert!(kick.is_in_vain());
+        }
+        rest.ends(&one, 5);
+        assert_eq!(rest.until(5), Some(REST_NS));
+        assert_eq!(rest.until(REST_NS - 1), Some(REST_NS));
+        assert_eq!(rest.until(REST_NS), None);
+        rest.ends(&other, REST_NS);
+        assert_eq!(rest.until(REST_NS + 1), Some(2 * REST_NS));
+        assert_eq!(rest.until(u64::MAX), None);
+        rest.ends(&one, u64::MAX);
+        assert_eq!(rest.until(u64::MAX), Some(u64::MAX));
+        one.found(1);
+        assert!(!one.is_in_vain());
+        one.found(usize::MAX);
+        rest.ends(&one, 5);
+        assert_eq!(
+            rest.until(u64::MAX),
+            Some(u64::MAX),
+            "it is not in vain, so nothing is known of others"
+        );
+    }
+
+    #[test]
+    fn one_that_brings_something_half_of_the_time_is_never_in_vain() {
+        let kick = Kick::from(event::new().unwrap());
+        for _ in 0..10 * IN_VAIN {
+            Rest::default().ends(&kick, 5);
+            assert!(!kick.is_in_vain());
+            Rest::default().ends(&kick, 5);
+            kick.found(1);
+            assert!(!kick.is_in_vain());
+        }
     }
 }

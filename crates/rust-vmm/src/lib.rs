@@ -1,30 +1,10 @@
-//! Ringfence for rust-vmm's VMMs and devices: the only crate that names their types.
+#![doc = include_str!("../README.md")]
 //!
-//! ```
-//! use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
-//! use ringfence_iotlb::{Binding, Endpoint};
-//! use ringfence_rust_vmm::IotlbAddressSpace;
-//! use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryMmap};
-//!
-//! let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
-//! let shootdown = Shootdown::new(4);
-//! let geometry = Geometry::new(PageSizes::X86, Range::ALL);
-//! let domain = SoftDomain::new(geometry, Limits::NONE, shootdown.clone());
-//! let endpoint = Endpoint::new(1, shootdown, Binding::Domain(domain.clone()));
-//! // What a device of rust-vmm takes its memory from; its addresses are IOVAs now.
-//! let space = IotlbAddressSpace::new(endpoint, GuestMemoryAtomic::new(memory)).unwrap();
-//! assert!(space.memory().write_obj(1u32, GuestAddress(0x7000)).is_err());
-//! space.recover();
-//! let page = Range::from_len(Iova(0x7000), 4096).unwrap();
-//! domain.map(Map::new(page, GuestPhys(0x1000), Prot::RW))?;
-//! space.memory().write_obj(1u32, GuestAddress(0x7000))?;
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
+//! # What is inside
 //!
 //! * A device of rust-vmm behind an IOMMU, unchanged: [`IotlbAddressSpace`], which is a
 //!   [`GuestAddressSpace`](vm_memory::GuestAddressSpace); [`shared_regions`] makes the memory
-//!   behind it from what a vhost-user front end shared. For code that is written for `IommuMemory`
-//!   there is an [`UnleasedIommu`], which is not strict.
+//!   behind it from what a vhost-user front end shared.
 //! * Our rings and devices over a VMM's memory: [`GuestBus`].
 //! * A virtio-iommu in a VMM (feature `iommu`, on by default): [`VmmIommu`].
 //!
@@ -49,25 +29,20 @@
 //!   it completes the request with an error through a new guard.
 #![deny(unsafe_code)]
 
-mod adapter;
 #[allow(unsafe_code)]
 mod bus;
-mod error;
 #[allow(unsafe_code)]
 #[cfg(feature = "iommu")]
 mod iommu;
 mod memory;
 #[allow(unsafe_code)]
 mod regions;
-mod space;
 
-pub use adapter::{FilledIotlb, UnleasedIommu};
 pub use bus::GuestBus;
 #[cfg(feature = "iommu")]
 pub use iommu::{VmmIommu, VmmIommuError, VmmMemory, host_regions};
-pub use memory::IotlbMemory;
+pub use memory::{IotlbAddressSpace, IotlbMemory};
 pub use regions::{SharedRegion, shared_regions};
-pub use space::IotlbAddressSpace;
 
 // Of the releases that this crate is built with.
 pub use vm_memory;

@@ -1,6 +1,6 @@
 //! The memory that a front end shared, as regions of rust-vmm.
 
-use std::{fmt, sync::Arc};
+use std::sync::Arc;
 
 use ringfence_mem::{Memory, Region};
 use vm_memory::{
@@ -11,6 +11,7 @@ use vm_memory::{
 };
 
 /// A region of a [`Memory`], with a bitmap of what is written through it.
+#[derive(Debug)]
 pub struct SharedRegion<B = ()> {
     memory: Arc<Memory>,
     region: Region,
@@ -79,9 +80,3 @@ impl<B: Bitmap> GuestMemoryRegion for SharedRegion<B> {
 }
 
 impl<B: Bitmap> GuestMemoryRegionBytes for SharedRegion<B> {}
-
-impl<B> fmt::Debug for SharedRegion<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("SharedRegion").field(&self.region).finish()
-    }
-}

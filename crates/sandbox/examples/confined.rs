@@ -18,8 +18,8 @@ fn work(role: Role, mut image: &File) -> usize {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let image = Arc::new(File::open("/dev/zero")?);
-    for lack in Sandbox::default().enter()? {
-        println!("not on this machine: {lack}");
+    for unsupported in Sandbox::default().enter()? {
+        println!("not on this machine: {unsupported}");
     }
     for role in [Role::Front, Role::Figures, Role::Worker, Role::Disk, Role::Log] {
         let threads: Vec<_> = (0..8)

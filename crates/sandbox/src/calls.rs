@@ -195,9 +195,6 @@ pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
     rules.insert(libc::SYS_fcntl, one_of(1, commands)?);
     if matches!(role, Role::Main | Role::Front) {
         // Out-of-band data of a connection.
-        let equals = |argument, value: c_int| {
-            SeccompCondition::new(argument, Dword, SeccompCmpOp::Eq, value as u32 as u64)
-        };
         let inline = vec![equals(1, libc::SOL_SOCKET)?, equals(2, libc::SO_OOBINLINE)?];
         rules.insert(libc::SYS_setsockopt, vec![SeccompRule::new(inline)?]);
         // The threads that it starts confine themselves further.
@@ -233,11 +230,12 @@ fn masked(argument: u8, mask: c_int, value: c_int) -> Result<SeccompRule, Backen
 
 /// An argument is one of `values`.
 fn one_of(argument: u8, values: &[c_int]) -> Result<Vec<SeccompRule>, BackendError> {
-    let rule = |&value: &c_int| {
-        let value = value as u32 as u64;
-        SeccompRule::new(vec![SeccompCondition::new(argument, Dword, SeccompCmpOp::Eq, value)?])
-    };
-    values.iter().map(rule).collect()
+    values.iter().map(|&value| SeccompRule::new(vec![equals(argument, value)?])).collect()
+}
+
+/// An argument is `value`.
+fn equals(argument: u8, value: c_int) -> Result<SeccompCondition, BackendError> {
+    SeccompCondition::new(argument, Dword, SeccompCmpOp::Eq, value as u32 as u64)
 }
 
 #[cfg(test)]

@@ -7,33 +7,34 @@ use landlock::{
     RulesetAttr as _, RulesetCreatedAttr as _, RulesetError, RulesetStatus, Scope,
 };
 
-use crate::{Lack, SandboxError};
+use crate::{SandboxError, Unsupported};
 
 /// The newest set of rights that we ask for.
 const NEWEST: ABI = ABI::V6;
 
 /// Refuses all that Landlock can refuse, except removing files in the folders `removes`. Returns
-/// what the kernel lacks.
-pub(super) fn refuse(removes: &[BorrowedFd<'_>]) -> Result<Option<Lack>, SandboxError> {
+/// what the kernel does not support.
+pub(super) fn refuse(removes: &[BorrowedFd<'_>]) -> Result<Option<Unsupported>, SandboxError> {
     let status = restrict(removes)
-        .map_err(|error| SandboxError::of("restricting by Landlock")(io::Error::other(error)))?;
+        .map_err(io::Error::other)
+        .map_err(SandboxError::of("restricting by Landlock"))?;
     Ok(match status {
         RulesetStatus::FullyEnforced => None,
-        RulesetStatus::PartiallyEnforced => Some(Lack::LandlockPartly),
-        RulesetStatus::NotEnforced => Some(Lack::Landlock),
+        RulesetStatus::PartiallyEnforced => Some(Unsupported::LandlockPartly),
+        RulesetStatus::NotEnforced => Some(Unsupported::Landlock),
     })
 }
 
-/// What the kernel lacks.
-pub(super) fn lack() -> Option<Lack> {
+/// What the kernel does not support.
+pub(super) fn unsupported() -> Option<Unsupported> {
     let (size, version) = (0usize, 1u32);
     // SAFETY: with this flag (`LANDLOCK_CREATE_RULESET_VERSION`) the kernel returns a number and reads nothing.
     let abi = unsafe {
         libc::syscall(libc::SYS_landlock_create_ruleset, std::ptr::null::<u8>(), size, version)
     };
     match abi {
-        ..=0 => Some(Lack::Landlock),
-        abi if abi < NEWEST as i64 => Some(Lack::LandlockPartly),
+        ..=0 => Some(Unsupported::Landlock),
+        abi if abi < NEWEST as i64 => Some(Unsupported::LandlockPartly),
         _ => None,
     }
 }

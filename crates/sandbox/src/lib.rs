@@ -1,37 +1,4 @@
-//! What a service gives up once all that it needs is open, so that an attacker gains little from a
-//! bug in the code that parses untrusted bytes.
-//!
-//! ```no_run
-//! use ringfence_sandbox::{Role, Sandbox};
-//!
-//! // Images, taps and sockets are open, and there is one thread.
-//! for lack in Sandbox::default().enter()? {
-//!     eprintln!("warning: {lack}");
-//! }
-//! std::thread::spawn(|| {
-//!     ringfence_sandbox::confine(Role::Worker);
-//!     // Moves data.
-//! });
-//! # Ok::<(), ringfence_sandbox::SandboxError>(())
-//! ```
-//!
-//! [`Sandbox::enter`] is called once, by the only thread. In this order it changes the user, drops
-//! all capabilities, sets `no_new_privs`, has Landlock refuse all files, TCP ports, abstract
-//! sockets and signals to other processes, and installs a seccomp filter with the system calls that
-//! a service makes. Threads that start later are confined from their first instruction on; those
-//! with a [`Role`] [`confine`] themselves further, to the calls of that role.
-//!
-//! What is open stays open: an attacker in the service can still read and write what it was given,
-//! the guest's memory above all. It cannot open, connect, execute, trace, or make an io_uring that
-//! would do so for it.
-//!
-//! A system call on no list fails with `EPERM`, is counted ([`refusals`]) and can be waited for
-//! ([`Refusals`]); in a build with debug assertions it ends the process, so that a call which a
-//! change adds fails a test.
-//!
-//! The lists of roles are a second line of defence: threads share their memory, so an attacker that
-//! controls one thread for long enough can make every call that the process may make. The process's
-//! own list is the wall.
+#![doc = include_str!("../README.md")]
 #![deny(unsafe_code)]
 
 mod calls;
@@ -39,11 +6,7 @@ mod calls;
 mod files;
 #[allow(unsafe_code)]
 mod filter;
-#[allow(unsafe_code)]
-mod refused;
 mod rights;
-#[allow(unsafe_code)]
-mod settle;
 
 use std::{
     fs, io,
@@ -55,7 +18,7 @@ use rustix::fs::{Gid, Uid};
 
 pub use self::{
     calls::Role,
-    refused::{Refusal, Refusals, go_on_when_refused, refusals},
+    filter::{Refusal, Refusals, go_on_when_refused, refusals},
 };
 
 /// What a process gives up.
@@ -73,7 +36,7 @@ pub struct Sandbox<'a> {
 /// A feature that this kernel does not have; the rest is in force.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Lack {
+pub enum Unsupported {
     /// No Landlock: only the system call filter and the user's rights guard files.
     #[error(
         "this kernel has no Landlock (5.13, in the list of lsm=): files are refused by system call alone"
@@ -99,7 +62,7 @@ pub enum Lack {
 #[non_exhaustive]
 pub enum SandboxError {
     /// Other threads run already, and would not be confined.
-    #[error("{0} threads run already, which would stay outside of the sandbox")]
+    #[error("{0} threads run, which would stay outside of the sandbox: enter it before they start")]
     Threads(usize),
     /// It was called before.
     #[error("the process is in its sandbox already")]
@@ -116,20 +79,20 @@ pub enum SandboxError {
 
 impl SandboxError {
     /// Makes the error of a failed `step`.
-    fn of(step: &'static str) -> impl Fn(io::Error) -> SandboxError {
-        move |source| SandboxError::Step { step, source }
+    fn of<E: Into<io::Error>>(step: &'static str) -> impl Fn(E) -> SandboxError {
+        move |source| SandboxError::Step { step, source: source.into() }
     }
 }
 
 impl Sandbox<'_> {
-    /// Gives all of it up, for good. Returns what this kernel lacks, to be reported.
+    /// Gives all of it up, for good. Returns what this kernel does not support, to be reported.
     ///
     /// # Errors
     /// [`SandboxError`]; the process may have given up a part by then, and should end.
-    pub fn enter(self) -> Result<Vec<Lack>, SandboxError> {
-        let mut lacks = self.enter_but_calls()?;
-        lacks.extend(filter::enter()?);
-        Ok(lacks)
+    pub fn enter(self) -> Result<Vec<Unsupported>, SandboxError> {
+        let mut unsupported = self.enter_but_calls()?;
+        unsupported.extend(filter::enter()?);
+        Ok(unsupported)
     }
 
     /// As [`enter`](Self::enter), without the system call filter: for a process that makes other
@@ -137,7 +100,7 @@ impl Sandbox<'_> {
     ///
     /// # Errors
     /// As [`enter`](Self::enter).
-    pub fn enter_but_calls(self) -> Result<Vec<Lack>, SandboxError> {
+    pub fn enter_but_calls(self) -> Result<Vec<Unsupported>, SandboxError> {
         static ENTERED: AtomicBool = AtomicBool::new(false);
         if ENTERED.load(Ordering::Relaxed) {
             return Err(SandboxError::Twice);
@@ -148,7 +111,7 @@ impl Sandbox<'_> {
             return Err(SandboxError::Threads(threads));
         }
         ENTERED.store(true, Ordering::Relaxed);
-        settle::settle();
+        filter::settle();
         // While it still has the right: as another user it could not drop them.
         rights::bound_capabilities()?;
         rights::change_user(self.user, self.group)?;
@@ -158,9 +121,9 @@ impl Sandbox<'_> {
     }
 }
 
-/// What this kernel lacks for a sandbox, checked without entering one.
-pub fn lacks() -> Vec<Lack> {
-    files::lack().into_iter().chain(filter::lack()).collect()
+/// What this kernel does not support of a sandbox, checked without entering one.
+pub fn unsupported() -> Vec<Unsupported> {
+    files::unsupported().into_iter().chain(filter::unsupported()).collect()
 }
 
 /// Confines the calling thread to the calls of its role, for good. Without an

@@ -15,19 +15,16 @@ use crate::SandboxError;
 /// Makes the only thread run as `user` and `group` from now on, with no other groups.
 pub(super) fn change_user(user: Option<Uid>, group: Option<Gid>) -> Result<(), SandboxError> {
     if user.is_some() || group.is_some() {
-        set_thread_groups(&[]).map_err(|error| {
-            SandboxError::of("giving up the other groups (it takes CAP_SETGID)")(error.into())
-        })?;
+        let step = SandboxError::of("giving up the other groups (it takes CAP_SETGID)");
+        set_thread_groups(&[]).map_err(step)?;
     }
     if let Some(group) = group {
-        set_thread_res_gid(group, group, group).map_err(|error| {
-            SandboxError::of("changing the group (it takes CAP_SETGID)")(error.into())
-        })?;
+        let step = SandboxError::of("changing the group (it takes CAP_SETGID)");
+        set_thread_res_gid(group, group, group).map_err(step)?;
     }
     if let Some(user) = user {
-        set_thread_res_uid(user, user, user).map_err(|error| {
-            SandboxError::of("changing the user (it takes CAP_SETUID)")(error.into())
-        })?;
+        let step = SandboxError::of("changing the user (it takes CAP_SETUID)");
+        set_thread_res_uid(user, user, user).map_err(step)?;
     }
     Ok(())
 }
@@ -38,7 +35,7 @@ pub(super) fn bound_capabilities() -> Result<(), SandboxError> {
     match clear_ambient_capability_set() {
         // EINVAL: the kernel is too old for ambient sets.
         Ok(()) | Err(Errno::INVAL) => {}
-        Err(error) => return Err(step(error.into())),
+        Err(error) => return Err(step(error)),
     }
     for number in 0..u64::BITS {
         let capability = CapabilitySet::from_bits_retain(1 << number);
@@ -47,7 +44,7 @@ pub(super) fn bound_capabilities() -> Result<(), SandboxError> {
             // EINVAL: past the last one. EPERM: the process has no capabilities to drop, and
             // no_new_privs keeps it from getting any.
             Err(Errno::INVAL | Errno::PERM) => break,
-            Err(error) => return Err(step(error.into())),
+            Err(error) => return Err(step(error)),
         }
     }
     Ok(())
@@ -55,13 +52,12 @@ pub(super) fn bound_capabilities() -> Result<(), SandboxError> {
 
 /// Gives up all capabilities that it has.
 pub(super) fn drop_capabilities() -> Result<(), SandboxError> {
-    let step = SandboxError::of("dropping capabilities");
     let none = CapabilitySet::empty();
     let sets = CapabilitySets { effective: none, permitted: none, inheritable: none };
-    set_capabilities(None, sets).map_err(|error| step(error.into()))
+    set_capabilities(None, sets).map_err(SandboxError::of("dropping capabilities"))
 }
 
 /// Executing a program gives no new rights.
 pub(super) fn no_new_privileges() -> Result<(), SandboxError> {
-    set_no_new_privs(true).map_err(|error| SandboxError::of("setting no_new_privs")(error.into()))
+    set_no_new_privs(true).map_err(SandboxError::of("setting no_new_privs"))
 }

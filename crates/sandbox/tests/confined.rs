@@ -53,8 +53,8 @@ fn is_refused<T>(done: io::Result<T>) -> bool {
 /// open anything.
 #[test]
 fn landlock_refuses_files_ports_and_abstract_sockets_but_for_what_may_be_removed() {
-    if ringfence_sandbox::lacks().iter().any(|lack| lack.to_string().contains("Landlock")) {
-        eprintln!("not tested: {:?}", ringfence_sandbox::lacks());
+    if ringfence_sandbox::unsupported().iter().any(|what| what.to_string().contains("Landlock")) {
+        eprintln!("not tested: {:?}", ringfence_sandbox::unsupported());
         return;
     }
     let [own, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
@@ -68,8 +68,8 @@ fn landlock_refuses_files_ports_and_abstract_sockets_but_for_what_may_be_removed
     forked(|| {
         let folder = fs::File::open(own.path()).unwrap();
         let removes = vec![folder.as_fd()];
-        let lacks = Sandbox { removes, ..Sandbox::default() }.enter_but_calls().unwrap();
-        assert!(lacks.is_empty(), "{lacks:?}");
+        let unsupported = Sandbox { removes, ..Sandbox::default() }.enter_but_calls().unwrap();
+        assert!(unsupported.is_empty(), "{unsupported:?}");
         for folder in [own.path(), other.path()] {
             assert!(is_refused(fs::File::open(folder.join("file"))));
             assert!(is_refused(fs::write(folder.join("new"), "")));

@@ -17,6 +17,13 @@ pub enum Bus {
 }
 
 impl Bus {
+    fn view(&self) -> Option<&View> {
+        match self {
+            Bus::Iommu(view) => Some(view),
+            Bus::Physical(_) => None,
+        }
+    }
+
     /// A quiet point; see [`View::quiet`].
     #[inline]
     pub fn quiet(&mut self) {
@@ -42,19 +49,13 @@ impl Bus {
     /// Keeps a translation in use for asynchronous I/O. `None` if no lease is needed, or the range
     /// is not mapped.
     pub fn lease(&self, addr: u64, len: u64) -> Option<Lease> {
-        match self {
-            Bus::Iommu(view) => view.lease(addr, len),
-            Bus::Physical(_) => None,
-        }
+        self.view()?.lease(addr, len)
     }
 
     /// As [`lease`](Self::lease), reusing one that was [put to rest](Lease::rest), which is
     /// cheaper; false where [`lease`](Self::lease) returns `None`.
     pub fn renew(&self, lease: &mut Lease, addr: u64, len: u64) -> bool {
-        match self {
-            Bus::Iommu(view) => view.renew(lease, addr, len),
-            Bus::Physical(_) => false,
-        }
+        self.view().is_some_and(|view| view.renew(lease, addr, len))
     }
 
     /// The memory behind it.
@@ -67,63 +68,48 @@ impl Bus {
 
     /// Runs `job` without reporting its faults; see [`View::silently`].
     pub fn silently<R>(&self, job: impl FnOnce() -> R) -> R {
-        match self {
-            Bus::Iommu(view) => view.silently(job),
-            Bus::Physical(_) => job(),
+        match self.view() {
+            Some(view) => view.silently(job),
+            None => job(),
         }
     }
 
     /// Looks up all that an access will need; see [`View::prefetch`]. True if nothing is missing.
     #[inline]
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
-        match self {
-            Bus::Iommu(view) => view.prefetch(addr, len, access),
-            Bus::Physical(_) => true,
-        }
+        self.view().is_none_or(|view| view.prefetch(addr, len, access))
     }
 
     /// Counts the updates and refusals for misses; see [`View::updates_seen`].
     #[inline]
     pub fn updates(&self) -> u64 {
-        match self {
-            Bus::Iommu(view) => view.updates_seen(),
-            Bus::Physical(_) => 0,
-        }
+        self.view().map_or(0, View::updates_seen)
     }
 
     /// Counts how often the endpoint was bound anew; see [`View::bindings`].
     #[inline]
     pub fn bindings(&self) -> u64 {
-        match self {
-            Bus::Iommu(view) => view.bindings(),
-            Bus::Physical(_) => 0,
-        }
+        self.view().map_or(0, View::bindings)
     }
 
     /// Counts the misses; see [`View::misses_sent`].
     #[inline]
     pub fn misses(&self) -> u64 {
-        match self {
-            Bus::Iommu(view) => view.misses_sent(),
-            Bus::Physical(_) => 0,
-        }
+        self.view().map_or(0, View::misses_sent)
     }
 
     /// Runs `job`, whose accesses have waited since there were so many misses; see [`View::since`].
     #[inline]
     pub fn since<R>(&self, misses: u64, job: impl FnOnce() -> R) -> R {
-        match self {
-            Bus::Iommu(view) => view.since(misses, job),
-            Bus::Physical(_) => job(),
+        match self.view() {
+            Some(view) => view.since(misses, job),
+            None => job(),
         }
     }
 
     /// The IOTLB that sends its misses, if there is one.
     pub fn iotlb(&self) -> Option<&Arc<Iotlb>> {
-        match self {
-            Bus::Iommu(view) => view.iotlb(),
-            Bus::Physical(_) => None,
-        }
+        self.view()?.iotlb()
     }
 
     /// The time-out of an access that waits for its translation.

@@ -4,18 +4,20 @@ use std::{
     collections::VecDeque,
     error::Error,
     io,
+    os::unix::net::UnixListener,
     ptr::NonNull,
     sync::{Arc, OnceLock},
 };
 
 use parking_lot::Mutex;
 use ringfence_iommu::shootdown::Lease;
+use ringfence_iotlb::IotlbConfig;
 use ringfence_mem::{Access, HostSlice, Memory, Translate};
 use ringfence_run::{
     event::{Bells, Doorbell},
-    worker::Worker,
+    worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown};
+use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Server, Shutdown};
 use ringfence_virtq::{Chain, Desc};
 
 use crate::{
@@ -35,6 +37,7 @@ use crate::{
 /// this one or, when a guest migrates, at the destination.
 ///
 /// [`Requests::backend`] makes it a vhost-user back end.
+#[allow(unused_variables, reason = "defaults that do nothing")]
 pub trait Device: Send + 'static {
     /// How many queues it has.
     fn queues(&self) -> u16 {
@@ -58,9 +61,7 @@ pub trait Device: Send + 'static {
     fn request(&mut self, queue: u16, request: Request);
     /// The driver stops a queue, and waits until all its requests are completed: complete those
     /// that wait for something that may never come.
-    fn stop(&mut self, queue: u16) {
-        let _ = queue;
-    }
+    fn stop(&mut self, queue: u16) {}
 }
 
 /// The largest ring of a [`Device`].
@@ -461,5 +462,32 @@ impl<D: Device> RawDevice for Requests<D> {
 
     fn bells(&self) -> Option<&Bells> {
         Some(self.rings.bells())
+    }
+}
+
+/// Serves the front ends that connect to `listener`, one after the other, each by a device that
+/// `device` makes, behind a device IOTLB. One worker thread serves the queues; `name` stands in
+/// messages. A connection that ends in an error is logged (by `tracing`), and the next is accepted.
+/// A front end that stays connected keeps all others waiting, even one that sends nothing.
+///
+/// A service that needs more (several sockets, silent peers, an orderly end, an upgrade under load)
+/// makes its own [`Worker`]s and [`Server`]s, from [`Requests::backend`].
+///
+/// # Errors
+/// The worker cannot be started, no connection can be accepted, or `device` failed.
+pub fn serve<D: Device>(
+    name: &str,
+    listener: &UnixListener,
+    iotlb: IotlbConfig,
+    mut device: impl FnMut() -> io::Result<D>,
+) -> io::Result<()> {
+    let workers: Arc<[Worker]> = [Worker::spawn(name, Notify::Adaptive)?].into();
+    loop {
+        let (front_end, _) = listener.accept()?;
+        let (device, addresses) = (device()?, Addresses::Iotlb(iotlb));
+        let backend = Requests::backend(device, name, addresses, Arc::clone(&workers), 0);
+        if let Err(error) = Server::new(front_end, backend).serve() {
+            tracing::warn!("{name}: the connection has ended: {error}");
+        }
     }
 }

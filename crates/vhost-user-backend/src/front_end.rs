@@ -3,11 +3,15 @@
 use std::{collections::HashMap, fmt, sync::Arc};
 
 use ringfence_mem::{DirtyLog, Memory};
-use ringfence_run::{PeerFd, notifier::Notifier, worker::Kick};
+use ringfence_run::{
+    PeerFd,
+    notifier::{Notifier, NotifierError},
+    worker::Kick,
+};
 use ringfence_vhost_user::{HandlerError, RingSetup};
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, device};
 
-use crate::{RingLog, Translation};
+use crate::RingLog;
 
 /// The front end's settings that outlive a run of a ring.
 #[derive(Default)]
@@ -29,6 +33,7 @@ struct Warned {
 
 /// The descriptors of a ring: for kicks, for interrupts, and for signalling a failure to the front
 /// end.
+#[non_exhaustive]
 pub struct Events {
     /// The descriptor of the driver's kicks; `None`: poll.
     pub kick: Option<Kick>,
@@ -39,6 +44,7 @@ pub struct Events {
 }
 
 /// What a ring of any device starts with.
+#[non_exhaustive]
 pub struct RingStart {
     /// Its addresses, and where it goes on.
     pub config: device::RingConfig,
@@ -78,23 +84,11 @@ impl FrontEnd {
         self.memory.clone().ok_or_else(|| HandlerError::new("there is no memory"))
     }
 
-    /// Sets new memory, for a translation too; the workers are to be updated afterwards. Warnings
-    /// about the memory name the device `name`.
-    ///
-    /// # Errors
-    /// As [`Translation::set_memory`].
-    pub fn set_memory(
-        &mut self,
-        name: &str,
-        memory: &Arc<Memory>,
-        translation: Option<&mut Translation>,
-    ) -> Result<(), HandlerError> {
+    /// Sets new memory; the workers are to be updated afterwards. Warnings about the memory name
+    /// the device `name`.
+    pub fn set_memory(&mut self, name: &str, memory: &Arc<Memory>) {
         self.warned.look_at(name, memory);
-        if let Some(translation) = translation {
-            translation.set_memory(memory)?;
-        }
         self.memory = Some(Arc::clone(memory));
-        Ok(())
     }
 
     /// What `ring` starts with.
@@ -204,7 +198,14 @@ fn warn_once(warned: &mut bool, source: &str, what: fmt::Arguments<'_>) {
 /// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.
 pub fn of_ring(ring: u16, event: Option<PeerFd>) -> Result<Option<Notifier>, HandlerError> {
     let notifier = event.map(Notifier::new).transpose();
-    notifier.map_err(|error| HandlerError::new(format!("the event of ring {ring}: {error}")))
+    Ok(notifier.map_err(|source| BadEvent { ring, source })?)
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("the event of ring {ring}: {source}")]
+struct BadEvent {
+    ring: u16,
+    source: NotifierError,
 }
 
 /// Copies a part of a configuration space. Front ends read the whole of a later, longer layout:

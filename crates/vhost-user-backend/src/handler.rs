@@ -13,13 +13,13 @@ use ringfence_run::{
 };
 use ringfence_vhost_user::{
     BackendChannel, ConfigWrite, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
-    RingAddresses, RingSetup, Shutdown, WireError,
+    RingAddresses, RingSetup, Shutdown, WireError, msg::code,
 };
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
 };
 
-use crate::{FrontEnd, IotlbTally, RingStart, Translation, read_config};
+use crate::{FrontEnd, IotlbTally, RingStart, read_config, translation::Translation};
 
 /// The rings of a device that one worker serves.
 pub trait Rings: Unit {
@@ -55,6 +55,7 @@ pub trait Rings: Unit {
 }
 
 /// The interface between a device and a [`Backend`], for one connection.
+#[allow(unused_variables, reason = "defaults that do nothing")]
 pub trait RawDevice {
     /// Its rings on a worker.
     type Rings: Rings;
@@ -88,7 +89,6 @@ pub trait RawDevice {
     /// # Errors
     /// The device cannot work with them.
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
-        let _ = features;
         Ok(())
     }
     /// The device is reset, as if no driver had used it.
@@ -98,7 +98,6 @@ pub trait RawDevice {
     /// # Errors
     /// The device cannot take it.
     fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
-        let _ = memory;
         Ok(())
     }
     /// Starts a ring on its share. `resumed`: it goes on from another process.
@@ -121,9 +120,7 @@ pub trait RawDevice {
     /// device is reset, or the meaning of addresses changes.
     fn forget(&mut self);
     /// The last ring has stopped.
-    fn suspended(&mut self, connection: Option<&Shutdown>) {
-        let _ = connection;
-    }
+    fn suspended(&mut self, connection: Option<&Shutdown>) {}
     /// Its configuration space, of which the front end reads `len` bytes at `offset`.
     fn config(&mut self, offset: u32, len: usize) -> Vec<u8>;
     /// The front end writes to the configuration space.
@@ -131,7 +128,6 @@ pub trait RawDevice {
     /// # Errors
     /// The field is not writable, or does not exist.
     fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<(), HandlerError> {
-        let _ = (offset, data);
         Err(HandlerError::new("the configuration space cannot be written"))
     }
     /// Sets where the device records what it has taken; see [`Handler::set_inflight`].
@@ -139,7 +135,6 @@ pub trait RawDevice {
     /// # Errors
     /// It keeps no such record.
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
-        let _ = inflight;
         Err(HandlerError::new("the device keeps no record of requests in flight"))
     }
     /// A guest with this address has arrived by migration; see [`Handler::send_rarp`].
@@ -147,12 +142,11 @@ pub trait RawDevice {
     /// # Errors
     /// It cannot be announced.
     fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {
-        let _ = (mac, features);
         Ok(())
     }
     /// A request of the front end was refused, and the front end notified; for logs.
     fn refused(&self, request: u32, why: &HandlerError) {
-        tracing::debug!(source = %self.name(), "request {request} was refused: {why}");
+        tracing::debug!(source = %self.name(), "{} was refused: {why}", code::name(request));
     }
     /// The bells that wake its workers when a translation comes, if several updates are to wake one
     /// once.
@@ -162,6 +156,7 @@ pub trait RawDevice {
 }
 
 /// How a ring that starts reaches memory.
+#[non_exhaustive]
 pub struct Connection<'a> {
     /// The memory.
     pub memory: Arc<Memory>,
@@ -246,6 +241,7 @@ impl<R: Unit> Shares<R> {
 }
 
 /// What translates a device's addresses where ACCESS_PLATFORM was negotiated.
+#[non_exhaustive]
 pub enum Addresses {
     /// ACCESS_PLATFORM is not offered.
     Physical,
@@ -255,17 +251,13 @@ pub enum Addresses {
     Iotlb(IotlbConfig),
 }
 
-/// What translates.
-enum Translated {
-    Plain,
-    Behind(Arc<Endpoint>),
-    Own(Translation),
-}
-
 /// A device as a vhost-user back end, for one connection.
 pub struct Backend<D: RawDevice> {
     device: D,
-    translated: Translated,
+    /// What translates addresses where ACCESS_PLATFORM was negotiated.
+    endpoint: Option<Arc<Endpoint>>,
+    /// The device IOTLB, if that is the endpoint's.
+    translation: Option<Translation>,
     front: FrontEnd,
     /// The front end's connection, once it is served.
     connection: Option<Shutdown>,
@@ -274,37 +266,22 @@ pub struct Backend<D: RawDevice> {
 impl<D: RawDevice> Backend<D> {
     /// Serves `device`.
     pub fn new(device: D, addresses: Addresses) -> Backend<D> {
-        let translated = match addresses {
-            Addresses::Physical => Translated::Plain,
-            Addresses::Behind(endpoint) => Translated::Behind(endpoint),
+        let (endpoint, translation) = match addresses {
+            Addresses::Physical => (None, None),
+            Addresses::Behind(endpoint) => (Some(endpoint), None),
             Addresses::Iotlb(config) => {
                 // A shootdown of its own: this front end's invalidations wait for no other's.
                 let translation = Translation::new(config, Shootdown::new(device.shares().count()));
                 device.tally().begin(translation.iotlb());
-                Translated::Own(translation)
+                (Some(Arc::clone(translation.endpoint())), Some(translation))
             }
         };
-        Backend { device, translated, front: FrontEnd::default(), connection: None }
+        Backend { device, endpoint, translation, front: FrontEnd::default(), connection: None }
     }
 
     /// The device.
     pub fn device(&self) -> &D {
         &self.device
-    }
-
-    fn own(&self) -> Option<&Translation> {
-        match &self.translated {
-            Translated::Own(translation) => Some(translation),
-            _ => None,
-        }
-    }
-
-    fn endpoint(&self) -> Option<&Arc<Endpoint>> {
-        match &self.translated {
-            Translated::Plain => None,
-            Translated::Behind(endpoint) => Some(endpoint),
-            Translated::Own(translation) => Some(translation.endpoint()),
-        }
     }
 
     /// Runs `job` on the share of `ring`, if there is one.
@@ -322,12 +299,12 @@ impl<D: RawDevice> Backend<D> {
 /// The connection is over: no replies are sent any more, and the workers drop their part of it.
 impl<D: RawDevice> Drop for Backend<D> {
     fn drop(&mut self) {
-        if let Some(translation) = self.own() {
+        if let Some(translation) = &self.translation {
             translation.set_channel(None);
         }
         self.device.forget();
         self.device.suspended(self.connection.as_ref());
-        if self.own().is_some() {
+        if self.translation.is_some() {
             self.device.tally().end();
         }
     }
@@ -335,7 +312,7 @@ impl<D: RawDevice> Drop for Backend<D> {
 
 impl<D: RawDevice> Handler for Backend<D> {
     fn connected(&mut self, connection: Shutdown) {
-        if let Translated::Own(translation) = &mut self.translated {
+        if let Some(translation) = &mut self.translation {
             translation.set_connection(connection.clone());
         }
         self.connection = Some(connection);
@@ -343,7 +320,7 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn features(&self) -> u64 {
         let rings = [F_INDIRECT_DESC, F_EVENT_IDX, F_RING_PACKED, F_VERSION_1];
-        let translated = self.endpoint().map(|_| F_ACCESS_PLATFORM);
+        let translated = self.endpoint.as_ref().map(|_| F_ACCESS_PLATFORM);
         let bits = rings.into_iter().chain(translated);
         bits.fold(self.device.features(), |features, bit| features | 1 << bit)
     }
@@ -378,11 +355,10 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
         self.device.set_memory(&memory)?;
-        let own = match &mut self.translated {
-            Translated::Own(translation) => Some(translation),
-            _ => None,
-        };
-        self.front.set_memory(&self.device.name(), &memory, own)?;
+        if let Some(translation) = &mut self.translation {
+            translation.set_memory(&memory)?;
+        }
+        self.front.set_memory(&self.device.name(), &memory);
         let part = self.device.part();
         self.device.shares().on_all(move |rings| rings.set_memory(part, &memory))
     }
@@ -391,7 +367,7 @@ impl<D: RawDevice> Handler for Backend<D> {
         let resumed = setup.resumed;
         let memory = self.front.memory()?;
         let start = self.front.start(ring, setup);
-        let endpoint = self.endpoint().filter(|_| self.front.has(F_ACCESS_PLATFORM)).cloned();
+        let endpoint = self.endpoint.clone().filter(|_| self.front.has(F_ACCESS_PLATFORM));
         let (features, shutdown) = (self.front.features(), self.connection.as_ref());
         let on = Connection { memory, endpoint, features, shutdown };
         self.device.start(ring, start, on, resumed)
@@ -441,14 +417,15 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
-        if let Some(translation) = self.own() {
+        if let Some(translation) = &self.translation {
             translation.set_channel(Some(channel));
         }
         Ok(())
     }
 
     fn iotlb_all(&mut self, messages: &[Iotlb], outcomes: &mut Vec<Result<(), HandlerError>>) {
-        let Translated::Own(translation) = &mut self.translated else {
+        let Some(translation) = &mut self.translation else {
+            // An IOMMU in this process is authoritative: QEMU sends one at the start of a ring.
             outcomes.extend(messages.iter().map(|_| Ok(())));
             return;
         };
@@ -466,11 +443,6 @@ impl<D: RawDevice> Handler for Backend<D> {
                 translation.messages(messages, outcomes);
             }
         }
-    }
-
-    fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
-        // An IOMMU in this process is authoritative: QEMU sends one at the start of a ring.
-        self.own().map_or(Ok(()), |translation| translation.message(message))
     }
 
     fn settled(&mut self) {
@@ -495,7 +467,7 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn channel_lost(&mut self, why: &WireError) {
         tracing::warn!(source = %self.device.name(), "the front end takes no more misses: {why}");
-        if let Some(translation) = self.own() {
+        if let Some(translation) = &self.translation {
             translation.set_channel(None);
         }
     }
@@ -506,13 +478,13 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn suspended(&mut self) {
         self.device.suspended(self.connection.as_ref());
-        if let Some(translation) = self.own() {
+        if let Some(translation) = &self.translation {
             translation.suspend();
         }
     }
 
-    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
-        if let Some(translation) = self.own() {
+    fn channel_reply(&mut self, message: Iotlb, number: u64, done: bool) {
+        if let Some(translation) = &self.translation {
             translation.reply(message, number, done);
         }
     }

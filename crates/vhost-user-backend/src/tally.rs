@@ -7,6 +7,7 @@ use ringfence_iotlb::{Counters, Iotlb};
 
 /// What the IOTLB of a device has counted. All but `entries` and `open` only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct IotlbTotals {
     /// Translations in the table now.
     pub entries: u64,

@@ -24,7 +24,7 @@ const NAP: Duration = Duration::from_micros(50);
 /// The device IOTLB of one vhost-user connection, which takes the front end's messages.
 ///
 /// The views of the device's workers are made from its [`Endpoint`].
-pub struct Translation {
+pub(crate) struct Translation {
     iotlb: Arc<Iotlb>,
     endpoint: Arc<Endpoint>,
     memory: Option<Arc<Memory>>,
@@ -73,30 +73,30 @@ fn prot_of(access: Access) -> Prot {
 
 impl Translation {
     /// An empty IOTLB whose views belong to `shootdown`.
-    pub fn new(config: IotlbConfig, shootdown: Arc<Shootdown>) -> Translation {
+    pub(crate) fn new(config: IotlbConfig, shootdown: Arc<Shootdown>) -> Translation {
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
         Translation { iotlb, endpoint, memory: None, connection: None, begun: Vec::new() }
     }
 
     /// The table, for its figures.
-    pub fn iotlb(&self) -> &Arc<Iotlb> {
+    pub(crate) fn iotlb(&self) -> &Arc<Iotlb> {
         &self.iotlb
     }
 
     /// What views are made from.
-    pub fn endpoint(&self) -> &Arc<Endpoint> {
+    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
         &self.endpoint
     }
 
     /// Sets the front end whose messages come from now on. Waits for the effect of its messages
     /// last as long as it is there.
-    pub fn set_connection(&mut self, connection: Shutdown) {
+    pub(crate) fn set_connection(&mut self, connection: Shutdown) {
         self.connection = Some(connection);
     }
 
     /// Sets the channel for misses; `None`: the front end is gone.
-    pub fn set_channel(&self, channel: Option<Arc<BackendChannel>>) {
+    pub(crate) fn set_channel(&self, channel: Option<Arc<BackendChannel>>) {
         self.iotlb.set_miss_sink(channel.map(|channel| Arc::new(ChannelSink(channel)) as _));
     }
 
@@ -105,7 +105,7 @@ impl Translation {
     ///
     /// # Errors
     /// The table failed.
-    pub fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
+    pub(crate) fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
         let token = self.iotlb.retain_targets(|first, last| {
             let regions = memory.regions();
             // In one region: entries never span two.
@@ -121,7 +121,7 @@ impl Translation {
     /// Waits for workers, so that none of them uses an earlier translation, but not for I/O: that
     /// of a ring that has stopped is over, or the connection is, and then no reply is expected
     /// (rule D28).
-    pub fn suspend(&self) {
+    pub(crate) fn suspend(&self) {
         match self.iotlb.forget() {
             // A worker waits for nothing that a peer or a disk controls.
             Ok(token) => {
@@ -136,20 +136,12 @@ impl Translation {
         }
     }
 
-    /// Carries out an IOTLB message of the front end, as
-    /// [`Handler::iotlb`](vhost_user::Handler::iotlb) gets it. It has taken effect on return.
-    ///
-    /// # Errors
-    /// An update outside of memory; a table that is full; the connection ended before I/O that uses
-    /// the invalidated range.
-    pub fn message(&self, message: vhost_user::Iotlb) -> Result<(), HandlerError> {
-        self.begin(message).and_then(|token| self.wait(token))
-    }
-
-    /// As [`message`](Self::message) for several messages, as
-    /// [`Handler::iotlb_all`](vhost_user::Handler::iotlb_all) gets them: waits for the workers when
-    /// all are begun, so mostly once.
-    pub fn messages(
+    /// Carries out IOTLB messages of the front end, as
+    /// [`Handler::iotlb_all`](vhost_user::Handler::iotlb_all) gets them, which have taken effect on
+    /// return: waits for the workers when all are begun, so mostly once. Fails for an update outside
+    /// of memory, a table that is full, or if the connection ended before I/O that uses an
+    /// invalidated range.
+    pub(crate) fn messages(
         &mut self,
         messages: &[vhost_user::Iotlb],
         outcomes: &mut Vec<Result<(), HandlerError>>,
@@ -201,9 +193,9 @@ impl Translation {
     }
 
     /// The front end's reply to a miss that was sent again, as
-    /// [`Handler::channel_answer`](vhost_user::Handler::channel_answer) gets it: if there is no
+    /// [`Handler::channel_reply`](vhost_user::Handler::channel_reply) gets it: if there is no
     /// such translation, requests stop waiting for it.
-    pub fn reply(&self, message: vhost_user::Iotlb, number: u64, done: bool) {
+    pub(crate) fn reply(&self, message: vhost_user::Iotlb, number: u64, done: bool) {
         if let vhost_user::Iotlb::Miss { iova, access } = message {
             self.iotlb.reply(Iova(iova), prot_of(access), number, done);
         }
@@ -300,6 +292,15 @@ mod tests {
         }
     }
 
+    fn message(
+        translation: &mut Translation,
+        message: vhost_user::Iotlb,
+    ) -> Result<(), HandlerError> {
+        let mut outcomes = Vec::new();
+        translation.messages(&[message], &mut outcomes);
+        outcomes.pop().unwrap()
+    }
+
     #[test]
     fn all_messages_are_begun_before_the_workers_are_waited_for() {
         // rule D15
@@ -335,6 +336,7 @@ mod tests {
         let memory = Memory::of_ram(&ram).unwrap();
         let mut translation = Translation::new(IotlbConfig::default(), Shootdown::new(1));
         translation.set_memory(&memory).unwrap();
+        let shootdown = Arc::clone(translation.iotlb().shootdown());
         let (front, ours) = UnixStream::pair().unwrap();
         let server = Server::new(ours, NoDevice);
         translation.set_connection(server.shutdown_handle());
@@ -343,14 +345,14 @@ mod tests {
         let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };
         let invalidate = vhost_user::Iotlb::Invalidate { first: 0x5000, last: 0x5fff };
         for hangs_up in [false, true] {
-            translation.message(update).unwrap();
+            message(&mut translation, update).unwrap();
             let mut lease = view.lease(0x5000, 8);
             std::thread::scope(|scope| {
-                let logged = translation.iotlb().shootdown().logged();
-                let served = scope.spawn(|| translation.message(invalidate));
+                let logged = shootdown.logged();
+                let served = scope.spawn(|| message(&mut translation, invalidate));
                 // Until it is begun, and far longer than any polling that it begins with.
                 let begun = Instant::now();
-                while translation.iotlb().shootdown().logged() == logged && !served.is_finished()
+                while shootdown.logged() == logged && !served.is_finished()
                     || begun.elapsed() < 20 * AWAKE
                 {
                     view.quiet();
@@ -381,7 +383,7 @@ mod tests {
         let user_addr = ram.user_addr();
         let access = Some(Access::ReadWrite);
         let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };
-        translation.message(update).unwrap();
+        message(&mut translation, update).unwrap();
         // Like a queue that is kept, while the worker that has the view does something else.
         let lease = view.lease(0x5000, 8).unwrap();
         view.write(0x5000, &[1]).unwrap();

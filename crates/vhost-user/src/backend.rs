@@ -40,13 +40,12 @@ pub struct RingSetup {
 ///
 /// An error refuses the request: the server reports it to the front end if that asked for an
 /// acknowledgement (REPLY_ACK), and otherwise ends the connection.
+#[allow(unused_variables, reason = "defaults that do nothing")]
 pub trait Handler {
     /// A connection is about to be served. Until [`disconnected`](Self::disconnected), `connection`
     /// says whether the front end is there. Nothing else limits what a device waits for on the
     /// front end's behalf (rule D15), so a device that may wait keeps the handle.
-    fn connected(&mut self, connection: Shutdown) {
-        let _ = connection;
-    }
+    fn connected(&mut self, connection: Shutdown) {}
 
     /// The virtio features that the device offers. (The server itself offers
     /// `VHOST_USER_F_PROTOCOL_FEATURES`, bit 30, and, with LOG_SHMFD, `VHOST_F_LOG_ALL`, bit 26.)
@@ -119,7 +118,6 @@ pub trait Handler {
     /// # Errors
     /// For example, the addresses lie outside the memory.
     fn move_ring(&mut self, ring: u16, addresses: RingAddresses) -> Result<(), HandlerError> {
-        let _ = (ring, addresses);
         Err(HandlerError::new("a running ring cannot be moved"))
     }
 
@@ -137,7 +135,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot use it.
     fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {
-        let _ = (ring, err);
         Ok(())
     }
 
@@ -146,7 +143,6 @@ pub trait Handler {
     /// # Errors
     /// There is no such part; the server reports that to the front end.
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
-        let _ = (offset, out);
         Err(HandlerError::new("no configuration space"))
     }
 
@@ -160,7 +156,6 @@ pub trait Handler {
         why: ConfigWrite,
         data: &[u8],
     ) -> Result<(), HandlerError> {
-        let _ = (offset, why, data);
         Err(HandlerError::new("the configuration space cannot be written"))
     }
 
@@ -177,7 +172,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot use it.
     fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
-        let _ = channel;
         Ok(())
     }
 
@@ -187,9 +181,8 @@ pub trait Handler {
     /// without a limit, and gives up only when the connection [is over](Shutdown::is_over).
     ///
     /// # Errors
-    /// Refused: the front end gets a non-zero answer.
+    /// Refused: the front end gets a non-zero reply.
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
-        let _ = message;
         Err(HandlerError::new("the device has no IOTLB"))
     }
 
@@ -205,18 +198,14 @@ pub trait Handler {
     /// collects updates before it wakes its workers wakes them now at the latest. Called often.
     fn settled(&mut self) {}
 
-    /// The front end has answered a message that was sent on the [`BackendChannel`] with `number`
-    /// and asked for an answer (rule D9). `done`: whether it did what the message requires, such as
+    /// The front end has replied to a message that was sent on the [`BackendChannel`] with `number`
+    /// and asked for a reply (rule D9). `done`: whether it did what the message requires, such as
     /// sending an update for a miss.
-    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
-        let _ = (message, number, done);
-    }
+    fn channel_reply(&mut self, message: Iotlb, number: u64, done: bool) {}
 
-    /// The [`BackendChannel`] is gone: the front end has closed it. Its unanswered messages stay
-    /// unanswered; the connection goes on.
-    fn channel_lost(&mut self, why: &WireError) {
-        let _ = why;
-    }
+    /// The [`BackendChannel`] is gone: the front end has closed it. Its messages without a
+    /// reply get none; the connection goes on.
+    fn channel_lost(&mut self, why: &WireError) {}
 
     /// Where the device records what it has taken and not yet completed, so that another process
     /// can go on if this one crashes (see [`InflightRegion`]). Set before the rings start; only if
@@ -225,7 +214,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot use it.
     fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
-        let _ = inflight;
         Err(HandlerError::new("the device keeps no account of requests in flight"))
     }
 
@@ -252,7 +240,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot log.
     fn log_ring(&mut self, ring: u16, log: Option<u64>) -> Result<(), HandlerError> {
-        let _ = (ring, log);
         Ok(())
     }
 
@@ -262,7 +249,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot use it.
     fn set_log_event(&mut self, event: PeerFd) -> Result<(), HandlerError> {
-        let _ = event;
         Ok(())
     }
 
@@ -272,7 +258,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot.
     fn set_status(&mut self, status: u8) -> Result<(), HandlerError> {
-        let _ = status;
         Ok(())
     }
 
@@ -281,7 +266,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot.
     fn send_rarp(&mut self, mac: [u8; 6]) -> Result<(), HandlerError> {
-        let _ = mac;
         Ok(())
     }
 
@@ -290,7 +274,6 @@ pub trait Handler {
     /// # Errors
     /// The device cannot.
     fn set_mtu(&mut self, mtu: u16) -> Result<(), HandlerError> {
-        let _ = mtu;
         Ok(())
     }
 
@@ -305,7 +288,5 @@ pub trait Handler {
 
     /// A request was refused, by the device or for its content, and the front end has been
     /// notified; the connection goes on. For logs.
-    fn refused(&mut self, request: u32, why: &HandlerError) {
-        let _ = (request, why);
-    }
+    fn refused(&mut self, request: u32, why: &HandlerError) {}
 }

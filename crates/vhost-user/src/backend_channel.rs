@@ -3,32 +3,33 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    thread,
-    time::{Duration, Instant},
+    thread::{Builder, JoinHandle},
+    time::Duration,
 };
 
-use ringfence_run::{Closer, PeerFd};
+use parking_lot::Mutex;
+use ringfence_run::{PeerFd, event};
 use rustix::{
     event::{PollFd, PollFlags, poll},
-    io::Errno,
-    net::{self, RecvFlags, SendFlags},
+    io::{Errno, retry_on_intr},
+    net::{self, RecvFlags},
 };
 use zerocopy::IntoBytes;
 
 use crate::{
-    Iotlb, WireError,
+    Iotlb, WireError, channel,
     inbox::{Inbox, Message},
     msg::{Header, code},
 };
 
-/// Most messages that ask for an answer and have none yet, or whose answer is not taken yet. Beyond
+/// Most messages that ask for a reply and have none yet, or whose reply is not taken yet. Beyond
 /// it no such message is sent.
-pub(crate) const MOST_ANSWERS: u32 = 256;
+pub(crate) const MOST_REPLIES: u32 = 256;
 
 /// How long a receive may take while the channel is left. A receive takes the bytes that are there;
 /// it takes longer only if the front end receives on our end itself, into memory that never comes,
@@ -40,16 +41,16 @@ const BATCH: usize = 64;
 
 /// The back end's end of the channel that SET_BACKEND_REQ_FD brings.
 ///
-/// Workers send on it without ever blocking; a thread of the connection's reads the answers. Nothing is sent
+/// Workers send on it without ever blocking; a thread of the connection's reads the replies. Nothing is sent
 /// while every ring is stopped (rule D27).
 #[derive(Debug)]
 pub struct BackendChannel {
     stream: PeerFd,
-    /// Whether the front end answers messages that ask for it (REPLY_ACK).
+    /// Whether the front end replies to messages that ask for it (REPLY_ACK).
     acks: bool,
     outbox: Mutex<Outbox>,
     received: Mutex<Received>,
-    /// How many misses were sent and have probably not been answered by an update yet.
+    /// How many misses were sent and have probably not been followed by an update yet.
     open: AtomicU32,
     /// Every ring is stopped.
     silent: AtomicBool,
@@ -60,7 +61,7 @@ struct Received {
     /// What was received and is no whole message yet; `None` once the channel is left to another
     /// process.
     inbox: Option<Inbox>,
-    /// How many of the next answers to skip: they belong to requests of another process. `None`:
+    /// How many of the next replies to skip: they belong to requests of another process. `None`:
     /// all of them do.
     foreign: Option<u32>,
 }
@@ -71,8 +72,8 @@ struct Outbox {
     rest: Vec<u8>,
     /// What was sent with need_reply, in order, each with its number.
     pending: VecDeque<(Iotlb, u64)>,
-    /// What was answered and not taken yet, and whether the front end could do it.
-    answered: Vec<(Iotlb, u64, bool)>,
+    /// What was replied to and not taken yet, and whether the front end could do it.
+    replied: Vec<(Iotlb, u64, bool)>,
     /// The front end is gone.
     broken: bool,
 }
@@ -84,11 +85,11 @@ impl BackendChannel {
     /// It is no Unix stream. Other sockets may report something to read that a receive does not
     /// return, so that a wait on them would never sleep.
     pub fn new(stream: impl Into<PeerFd>, acks: bool) -> io::Result<BackendChannel> {
-        BackendChannel::with(stream, acks, Some(0))
+        BackendChannel::resumed(stream, acks, Some(0))
     }
 
-    /// A channel that another process has used, with so many answers still to come. If that process
-    /// has died, their number is unknown (`None`), and answers could not be matched to requests:
+    /// A channel that another process has used, with so many replies still to come. If that process
+    /// has died, their number is unknown (`None`), and replies could not be matched to requests:
     /// this channel asks for none.
     ///
     /// # Errors
@@ -96,26 +97,16 @@ impl BackendChannel {
     pub(crate) fn resumed(
         stream: impl Into<PeerFd>,
         acks: bool,
-        to_come: Option<u32>,
-    ) -> io::Result<BackendChannel> {
-        BackendChannel::with(stream, acks && to_come.is_some(), to_come)
-    }
-
-    fn with(
-        stream: impl Into<PeerFd>,
-        acks: bool,
         foreign: Option<u32>,
     ) -> io::Result<BackendChannel> {
         let stream = stream.into();
         if !stream.is_unix_stream() {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "a channel must be a Unix stream",
-            ));
+            let why = "a channel must be a Unix stream";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         Ok(BackendChannel {
             stream,
-            acks,
+            acks: acks && foreign.is_some(),
             outbox: Mutex::default(),
             received: Mutex::new(Received { inbox: Some(Inbox::new()), foreign }),
             open: AtomicU32::new(0),
@@ -124,23 +115,23 @@ impl BackendChannel {
     }
 
     /// Sends IOTLB messages (misses and access failures, rule D16) without blocking, many with one
-    /// call. A number asks for an answer (rule D9), which
-    /// [`Handler::channel_answer`](crate::Handler::channel_answer) gets with that number. Returns
+    /// call. A number asks for a reply (rule D9), which
+    /// [`Handler::channel_reply`](crate::Handler::channel_reply) gets with that number. Returns
     /// how many were sent, from the first on: for the rest there is no room now.
     pub fn try_send(&self, messages: impl IntoIterator<Item = (Iotlb, Option<u64>)>) -> usize {
         let mut messages = messages.into_iter().fuse();
-        let mut outbox = self.outbox();
+        let mut outbox = self.outbox.lock();
         let (mut total, mut bytes) = (0, Vec::new());
         loop {
             bytes.clear();
             let mut batch = Vec::new();
-            let mut answers = outbox.pending.len() + outbox.answered.len();
+            let mut replies = outbox.pending.len() + outbox.replied.len();
             let mut more = false;
             for (message, ack) in messages.by_ref() {
                 let Some(wire) = message.emit() else { break };
                 let ack = ack.filter(|_| self.acks);
-                answers += usize::from(ack.is_some());
-                if answers > MOST_ANSWERS as usize {
+                replies += usize::from(ack.is_some());
+                if replies > MOST_REPLIES as usize {
                     break;
                 }
                 let header =
@@ -176,7 +167,7 @@ impl BackendChannel {
     /// false if there is no room, or no ring runs (rule D27): try again later. Needs CONFIG.
     pub fn config_changed(&self) -> bool {
         let header = Header::request(code::BACKEND_CONFIG_CHANGE_MSG, false, 0);
-        self.send(&mut self.outbox(), header.as_bytes(), Header::LEN) == 1
+        self.send(&mut self.outbox.lock(), header.as_bytes(), Header::LEN) == 1
     }
 
     /// Sends messages of `each` bytes; returns how many are on their way. If only a part of the
@@ -206,46 +197,33 @@ impl BackendChannel {
 
     /// Sends bytes, as far as there is room.
     fn put(&self, outbox: &mut Outbox, bytes: &[u8]) -> usize {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        loop {
-            match net::send(&self.stream, bytes, flags) {
-                Ok(sent) => return sent,
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return 0,
-                Err(_) => {
-                    self.end(outbox);
-                    return 0;
-                }
-            }
-        }
+        let sent = channel::put(&self.stream, bytes, &[]);
+        sent.unwrap_or_else(|_| {
+            self.end(outbox);
+            0
+        })
     }
 
     /// Whether a message was cut and waits for room.
     pub(crate) fn is_cut(&self) -> bool {
-        !self.outbox().rest.is_empty()
+        !self.outbox.lock().rest.is_empty()
     }
 
     /// Sends the rest of the cut message, as far as there is room.
     pub(crate) fn finish(&self) {
-        self.flush_rest(&mut self.outbox());
+        self.flush_rest(&mut self.outbox.lock());
     }
 
-    /// Waits until something can be received, and stores the answers in it. False if another
+    /// Waits until something can be received, and stores the replies in it. False if another
     /// process has taken over the channel by then.
     ///
     /// # Errors
-    /// The front end hung up, or sent an answer that no message asked for.
+    /// The front end hung up, or sent a reply that no message asked for.
     pub(crate) fn read(&self) -> Result<bool, WireError> {
-        let os = |what| move |errno: Errno| WireError::Os { what, source: errno.into() };
-        loop {
-            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], None) {
-                Ok(_) => break,
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(os("poll")(errno)),
-            }
-        }
+        retry_on_intr(|| poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], None))
+            .map_err(|errno| channel::os("poll", errno))?;
         // The lock is held during the receive, which the front end can make arbitrarily long.
-        let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut received = self.received.lock();
         let Received { inbox: Some(inbox), foreign } = &mut *received else { return Ok(false) };
         // No descriptors are expected here: a receive that does not ask for them closes them.
         match net::recv(&self.stream, inbox.room(), RecvFlags::DONTWAIT) {
@@ -260,7 +238,7 @@ impl BackendChannel {
                 let why = "a message on the back end's channel cannot be received";
                 return Err(WireError::State { request: code::BACKEND_IOTLB_MSG, why });
             }
-            Err(errno) => return Err(os("recv")(errno)),
+            Err(errno) => return Err(channel::os("recv", errno)),
         }
         while let Some(Message { header, payload, .. }) = inbox.take(true)? {
             let (got, wanted) = (header.request, code::BACKEND_IOTLB_MSG);
@@ -277,11 +255,11 @@ impl BackendChannel {
                 }
                 None => continue,
             }
-            let mut outbox = self.outbox();
+            let mut outbox = self.outbox.lock();
             let why = "a reply that no message asked for";
             let sent = outbox.pending.pop_front();
             let (message, number) = sent.ok_or(WireError::State { request: got, why })?;
-            outbox.answered.push((message, number, u64::from_ne_bytes(word) == 0));
+            outbox.replied.push((message, number, u64::from_ne_bytes(word) == 0));
         }
         Ok(true)
     }
@@ -292,40 +270,28 @@ impl BackendChannel {
     /// False if either end has sent part of a message, whose other part is here, or if the front
     /// end blocks our receive ([`LEAVE`]): the connection then ends with the process.
     pub(crate) fn leave(&self) -> bool {
-        let deadline = Instant::now() + LEAVE;
-        let inbox = loop {
-            match self.received.try_lock() {
-                Ok(mut received) => break received.inbox.take(),
-                Err(_) if Instant::now() >= deadline => return false,
-                Err(_) => thread::sleep(Duration::from_millis(1)),
-            }
-        };
-        inbox.is_some_and(|inbox| inbox.is_empty()) && self.flush_rest(&mut self.outbox())
+        let Some(mut received) = self.received.try_lock_for(LEAVE) else { return false };
+        received.inbox.take().is_some_and(|inbox| inbox.is_empty())
+            && self.flush_rest(&mut self.outbox.lock())
     }
 
-    /// How many answers are still to come on a channel that was [left](Self::leave); `None`:
+    /// How many replies are still to come on a channel that was [left](Self::leave); `None`:
     /// unknown, or more than one process asks for.
     pub(crate) fn to_come(&self) -> Option<u32> {
-        let foreign = self.received.lock().unwrap_or_else(PoisonError::into_inner).foreign?;
-        let pending = self.outbox().pending.len() as u32;
-        foreign.checked_add(pending).filter(|to_come| *to_come <= MOST_ANSWERS)
+        let foreign = self.received.lock().foreign?;
+        let pending = self.outbox.lock().pending.len() as u32;
+        foreign.checked_add(pending).filter(|to_come| *to_come <= MOST_REPLIES)
     }
 
     /// Whether the front end has closed it.
     pub(crate) fn is_lost(&self) -> bool {
-        self.outbox().broken
-    }
-
-    /// The answers that have come, each with its message and number and whether the front end could
-    /// do it.
-    pub(crate) fn take_answers(&self) -> Vec<(Iotlb, u64, bool)> {
-        std::mem::take(&mut self.outbox().answered)
+        self.outbox.lock().broken
     }
 
     /// Ends the channel, for both ends: nothing more is sent, and a reader sees the end of the
     /// stream.
     pub(crate) fn hang_up(&self) {
-        self.end(&mut self.outbox());
+        self.end(&mut self.outbox.lock());
     }
 
     /// Drops a cut message; the reader sees the end of the stream.
@@ -336,18 +302,13 @@ impl BackendChannel {
         let _ = net::shutdown(&self.stream, net::Shutdown::Both);
     }
 
-    /// What closes it.
-    pub(crate) fn closer(&self) -> &Closer {
-        self.stream.closer()
-    }
-
-    /// Whether misses were sent that have probably not been answered yet.
+    /// Whether misses were sent that have probably not been followed by an update yet.
     pub(crate) fn is_open(&self) -> bool {
         self.open.load(Ordering::Relaxed) != 0
     }
 
     /// The front end has sent so many updates.
-    pub(crate) fn answered(&self, updates: u32) {
+    pub(crate) fn updates_sent(&self, updates: u32) {
         let less = |open: u32| (open != 0).then(|| open.saturating_sub(updates));
         let _ = self.open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
     }
@@ -361,17 +322,83 @@ impl BackendChannel {
     /// Sets whether every ring is stopped (rule D27).
     pub(crate) fn set_silent(&self, silent: bool) {
         // Under the lock: a sender has either sent already, or sees the flag.
-        let _outbox = self.outbox();
+        let _outbox = self.outbox.lock();
         self.silent.store(silent, Ordering::Release);
-    }
-
-    fn outbox(&self) -> MutexGuard<'_, Outbox> {
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl AsFd for BackendChannel {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
+    }
+}
+
+/// Reads a channel until it is dropped, which hangs up.
+///
+/// The front end may have our end of the channel too, and the kernel lets one receive run at a
+/// time: a receive that never gets its memory holds up the others for as long as the front end
+/// likes, and no signal ends that. So the thread that serves does not receive, and the connection's
+/// [`Closer`](ringfence_run::Closer) waits for the thread that does.
+#[derive(Debug)]
+pub(crate) struct Replies {
+    channel: Arc<BackendChannel>,
+    /// Readable when there is something to take.
+    news: Arc<OwnedFd>,
+    end: Arc<Mutex<Option<WireError>>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Replies {
+    pub(crate) fn read(channel: Arc<BackendChannel>) -> io::Result<Replies> {
+        let news = Arc::new(event::new()?);
+        let end = Arc::new(Mutex::new(None));
+        let (from, notify, over) = (Arc::clone(&channel), Arc::clone(&news), Arc::clone(&end));
+        let reader = Builder::new().name("replies".into()).spawn(move || {
+            loop {
+                let read = from.read();
+                let ended = !matches!(read, Ok(true));
+                *over.lock() = read.err();
+                event::signal(&notify);
+                if ended {
+                    return;
+                }
+            }
+        })?;
+        Ok(Replies { channel, news, end, reader: Some(reader) })
+    }
+
+    pub(crate) fn channel(&self) -> &Arc<BackendChannel> {
+        &self.channel
+    }
+
+    /// Calls `each` for every reply that has come: with its message and number, and whether the
+    /// front end could do it.
+    ///
+    /// # Errors
+    /// The front end hung up, or sent a reply that no message asked for.
+    pub(crate) fn take(&self, mut each: impl FnMut(Iotlb, u64, bool)) -> Result<(), WireError> {
+        // It is empty if an earlier call has taken the replies that it announced.
+        let _ = rustix::io::read(&self.news, &mut [0; 8]);
+        // Replies that came before the end are stored before the end is.
+        let end = self.end.lock().take();
+        for (message, number, done) in std::mem::take(&mut self.channel.outbox.lock().replied) {
+            each(message, number, done);
+        }
+        end.map_or(Ok(()), Err)
+    }
+}
+
+impl AsFd for Replies {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.news.as_fd()
+    }
+}
+
+impl Drop for Replies {
+    fn drop(&mut self) {
+        self.channel.hang_up();
+        if let Some(reader) = self.reader.take() {
+            self.channel.stream.closer().run(move || drop(reader.join()));
+        }
     }
 }

@@ -8,7 +8,7 @@ use crate::{
 use ringfence_run::PeerFd;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    io::Errno,
+    io::{Errno, retry_on_intr},
     net::{
         self, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
         SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt,
@@ -27,18 +27,25 @@ use zerocopy::IntoBytes;
 /// would close the rest, within the receive.
 const MOST_FDS: usize = 253;
 
-/// Until when to wait.
-#[derive(Clone, Copy, Debug)]
+/// Until when to wait; a time beyond the clock's range is none.
+#[derive(Clone, Copy)]
 struct Deadline {
     at: Option<Instant>,
     timeout: Duration,
+}
+
+impl Deadline {
+    fn within(timeout: Option<Duration>) -> Deadline {
+        let at = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        Deadline { at, timeout: timeout.unwrap_or_default() }
+    }
 }
 
 /// One end of a connection.
 #[derive(Debug)]
 pub(crate) struct Channel {
     stream: Arc<PeerFd>,
-    /// The time-out for a peer to finish a message that it began, to take one, or to answer.
+    /// The time-out for a peer to finish a message that it began, to take one, or to reply.
     timeout: Duration,
     /// Another process takes over the connection.
     left: bool,
@@ -58,11 +65,6 @@ impl Channel {
 
     pub(crate) fn stream(&self) -> &Arc<PeerFd> {
         &self.stream
-    }
-
-    fn deadline(&self) -> Deadline {
-        // A time-out beyond the clock's range is none.
-        Deadline { at: Instant::now().checked_add(self.timeout), timeout: self.timeout }
     }
 
     /// Waits until the socket can be read or written.
@@ -95,31 +97,17 @@ impl Channel {
     pub(crate) fn send_bytes(
         &self,
         request: u32,
-        bytes: &[u8],
-        fds: &[BorrowedFd<'_>],
+        mut bytes: &[u8],
+        mut fds: &[BorrowedFd<'_>],
     ) -> Result<(), WireError> {
-        let until = self.deadline();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        let until = Deadline::within(Some(self.timeout));
+        if fds.len() > MAX_FDS {
             return Err(WireError::Fds { request, count: fds.len() });
         }
-        let mut sent = 0;
-        while sent < bytes.len() {
-            let data = [IoSlice::new(&bytes[sent..])];
-            let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-            match net::sendmsg(&*self.stream, &data, &mut control, flags) {
-                Ok(count) => {
-                    sent += count;
-                    // The descriptors went with the first byte.
-                    control.clear();
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => self.wait(PollFlags::OUT, until, "room to send")?,
-                Err(Errno::PIPE | Errno::CONNRESET) => {
-                    return Err(WireError::HungUp { what: "a message to it" });
-                }
-                Err(errno) => return Err(os("sendmsg", errno)),
+        while !bytes.is_empty() {
+            match put(&self.stream, bytes, fds)? {
+                0 => self.wait(PollFlags::OUT, until, "room to send")?,
+                sent => (bytes, fds) = (&bytes[sent..], &[]),
             }
         }
         Ok(())
@@ -128,28 +116,14 @@ impl Channel {
     /// Sends as much as there is room for now of messages without descriptors; returns how many
     /// bytes.
     pub(crate) fn send_some(&self, bytes: &[u8]) -> Result<usize, WireError> {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        loop {
-            match net::send(&*self.stream, bytes, flags) {
-                Ok(sent) => return Ok(sent),
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Ok(0),
-                Err(Errno::PIPE | Errno::CONNRESET) => {
-                    return Err(WireError::HungUp { what: "a message to it" });
-                }
-                Err(errno) => return Err(os("send", errno)),
-            }
-        }
+        put(&self.stream, bytes, &[])
     }
 
-    /// Receives what is there, without waiting; false if there is nothing.
-    pub(crate) fn receive_some(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
-        let now = Deadline { at: Some(Instant::now()), timeout: Duration::ZERO };
-        match self.fill(inbox, now, "reply") {
-            Ok(true) => Ok(true),
-            Ok(false) => Err(WireError::HungUp { what: "a reply" }),
-            Err(WireError::TimedOut { .. }) => Ok(false),
-            Err(error) => Err(error),
+    /// Receives what is there of replies, without waiting.
+    pub(crate) fn receive_some(&self, inbox: &mut Inbox) -> Result<(), WireError> {
+        match self.receive(inbox)? {
+            Some(false) => Err(WireError::HungUp { what: "a reply" }),
+            _ => Ok(()),
         }
     }
 
@@ -157,102 +131,69 @@ impl Channel {
     /// time-out.
     pub(crate) fn await_progress(&self, sends: bool) -> Result<(), WireError> {
         let flags = if sends { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
-        self.wait(flags, self.deadline(), "reply")
+        self.wait(flags, Deadline::within(Some(self.timeout)), "reply")
     }
 
-    /// Receives one request, without a limit on when it begins; `None` if the peer hung up instead.
-    pub(crate) fn recv_request(&self, inbox: &mut Inbox) -> Result<Option<Message>, WireError> {
-        self.recv(inbox, false, Deadline { at: None, timeout: self.timeout })
-    }
-
-    /// Waits until all of a request is there, without a limit on when it begins; false if the peer
-    /// hung up instead.
-    pub(crate) fn await_request(&self, inbox: &mut Inbox) -> Result<bool, WireError> {
-        self.arrive(inbox, false, Deadline { at: None, timeout: self.timeout })
-    }
-
-    /// As [`recv_request`](Self::recv_request), but it must begin within `limit`.
-    pub(crate) fn recv_request_within(
-        &self,
-        inbox: &mut Inbox,
-        limit: Duration,
-    ) -> Result<Option<Message>, WireError> {
-        let begin = Deadline { at: Instant::now().checked_add(limit), timeout: limit };
-        self.recv(inbox, false, begin)
-    }
-
-    /// Receives an answer, within the time-out.
+    /// Receives a reply, within the time-out.
     pub(crate) fn recv_reply(&self, inbox: &mut Inbox) -> Result<Message, WireError> {
-        let answer = self.recv(inbox, true, self.deadline())?;
-        answer.ok_or(WireError::HungUp { what: "a reply" })
+        self.arrive(inbox, true, Some(self.timeout))?;
+        inbox.take(true)?.ok_or(WireError::HungUp { what: "a reply" })
     }
 
-    fn recv(
+    /// Waits until all of a message is there, which must begin within `limit`; false if the peer
+    /// hung up instead.
+    pub(crate) fn arrive(
         &self,
         inbox: &mut Inbox,
         reply: bool,
-        begin: Deadline,
-    ) -> Result<Option<Message>, WireError> {
-        if self.arrive(inbox, reply, begin)? { inbox.take(reply) } else { Ok(None) }
-    }
-
-    /// Waits until all of a message is there; false if the peer hung up instead.
-    fn arrive(&self, inbox: &mut Inbox, reply: bool, begin: Deadline) -> Result<bool, WireError> {
+        limit: Option<Duration>,
+    ) -> Result<bool, WireError> {
         let what = if reply { "reply" } else { "whole message" };
-        let mut begun = None;
-        loop {
-            if inbox.has_message(reply)? {
-                return Ok(true);
-            }
+        let (begin, mut begun) = (Deadline::within(limit), None);
+        while !inbox.has_message(reply)? {
             let until = if reply || inbox.is_empty() {
                 begin
             } else {
-                *begun.get_or_insert_with(|| self.deadline())
+                *begun.get_or_insert_with(|| Deadline::within(Some(self.timeout)))
             };
-            if !self.fill(inbox, until, what)? {
-                return match inbox.is_empty() {
-                    true => Ok(false),
-                    false => Err(WireError::HungUp { what: "a message" }),
-                };
+            match self.receive(inbox)? {
+                Some(true) => {}
+                None => self.wait(PollFlags::IN, until, what)?,
+                Some(false) if inbox.is_empty() => return Ok(false),
+                Some(false) => return Err(WireError::HungUp { what: "a message" }),
             }
         }
+        Ok(true)
     }
 
-    /// Receives some bytes, of several messages perhaps; false if the peer hung up.
-    fn fill(
-        &self,
-        inbox: &mut Inbox,
-        until: Deadline,
-        what: &'static str,
-    ) -> Result<bool, WireError> {
-        loop {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            let mut data = [IoSliceMut::new(inbox.room())];
-            let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-            match net::recvmsg(&*self.stream, &mut data, &mut control, flags) {
-                Ok(message) => {
-                    let mut fds = Vec::new();
-                    for ancillary in control.drain() {
-                        if let RecvAncillaryMessage::ScmRights(rights) = ancillary {
-                            fds.extend(rights.map(|fd| PeerFd::new(fd, self.stream.closer())));
-                        }
-                    }
-                    // Descriptors that got no number, because the process has too many, are closed
-                    // already.
-                    if message.flags.contains(ReturnFlags::CTRUNC) {
-                        return Err(WireError::Fds { request: 0, count: fds.len() + 1 });
-                    }
-                    inbox.filled(message.bytes, fds)?;
-                    return Ok(message.bytes != 0);
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => self.wait(PollFlags::IN, until, what)?,
-                // The peer closed with bytes of ours unread.
-                Err(Errno::CONNRESET) => return Ok(false),
-                Err(errno) => return Err(os("recvmsg", errno)),
+    /// Receives some bytes, of several messages perhaps; `None` if there are none now, false if the
+    /// peer hung up.
+    fn receive(&self, inbox: &mut Inbox) -> Result<Option<bool>, WireError> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut data = [IoSliceMut::new(inbox.room())];
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let received =
+            retry_on_intr(|| net::recvmsg(&*self.stream, &mut data, &mut control, flags));
+        let message = match received {
+            Ok(message) => message,
+            Err(Errno::AGAIN) => return Ok(None),
+            // The peer closed with bytes of ours unread.
+            Err(Errno::CONNRESET) => return Ok(Some(false)),
+            Err(errno) => return Err(os("recvmsg", errno)),
+        };
+        let mut fds = Vec::new();
+        for ancillary in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = ancillary {
+                fds.extend(rights.map(|fd| PeerFd::new(fd, self.stream.closer())));
             }
         }
+        // Descriptors that got no number, because the process has too many, are closed already.
+        if message.flags.contains(ReturnFlags::CTRUNC) {
+            return Err(WireError::Fds { request: 0, count: fds.len() + 1 });
+        }
+        inbox.filled(message.bytes, fds)?;
+        Ok(Some(message.bytes != 0))
     }
 
     /// Leaves the connection to another process: dropping this does not end it.
@@ -282,6 +223,31 @@ impl AsFd for Channel {
     }
 }
 
-fn os(what: &'static str, errno: Errno) -> WireError {
+/// Sends as much as there is room for now; returns how many bytes. Descriptors go with the first.
+pub(crate) fn put(
+    stream: &PeerFd,
+    bytes: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> Result<usize, WireError> {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let sent = retry_on_intr(|| match fds {
+        // The only call that a worker's sandbox allows.
+        [] => net::send(stream, bytes, flags),
+        fds => {
+            control.clear();
+            control.push(SendAncillaryMessage::ScmRights(fds));
+            net::sendmsg(stream, &[IoSlice::new(bytes)], &mut control, flags)
+        }
+    });
+    match sent {
+        Err(Errno::AGAIN) => Ok(0),
+        Err(Errno::PIPE | Errno::CONNRESET) => Err(WireError::HungUp { what: "a message to it" }),
+        sent => sent.map_err(|errno| os("send", errno)),
+    }
+}
+
+pub(crate) fn os(what: &'static str, errno: Errno) -> WireError {
     WireError::Os { what, source: errno.into() }
 }

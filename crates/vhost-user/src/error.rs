@@ -1,17 +1,19 @@
 //! Errors that both ends share.
 use std::{fmt, io};
 
+use crate::msg::code::name;
+
 /// What is wrong with a peer's bytes or their timing. The connection ends with it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// The peer closed the connection in the middle of a message, or before an answer.
+    /// The peer closed the connection in the middle of a message, or before a reply.
     #[error("the peer hung up in the middle of {what}")]
     HungUp {
         /// Of what.
         what: &'static str,
     },
-    /// The peer did not answer (or finish its message) in time.
+    /// The peer did not reply (or finish its message) in time.
     #[error("no {what} within {millis} ms")]
     TimedOut {
         /// What was waited for.
@@ -20,13 +22,13 @@ pub enum WireError {
         millis: u128,
     },
     /// The header's version is not 1.
-    #[error("protocol version {version}; only 1 is known")]
+    #[error("protocol version {version}: only 1 is known")]
     Version {
         /// The version in the header.
         version: u32,
     },
     /// Flag bits that no version defines, or the reply bit on a request, or none on a reply.
-    #[error("request {request}: flags {flags:#x} are not valid here")]
+    #[error("{}: flags {flags:#x} are not valid here", name(*request))]
     Flags {
         /// The request.
         request: u32,
@@ -34,21 +36,21 @@ pub enum WireError {
         flags: u32,
     },
     /// A request that is unknown, or was not negotiated.
-    #[error("request {request} is not known, or was not negotiated")]
+    #[error("{} is not known, or was not negotiated", name(*request))]
     Request {
         /// The request's number.
         request: u32,
     },
-    /// An answer to a different request.
-    #[error("a reply to request {got}, where one to request {wanted} is due")]
+    /// A reply to a different request.
+    #[error("a reply to {}, where one to {} is due", name(*got), name(*wanted))]
     WrongReply {
         /// The request that was made.
         wanted: u32,
-        /// The request that the answer names.
+        /// The request that the reply names.
         got: u32,
     },
     /// A payload whose size does not suit the request.
-    #[error("request {request}: a payload of {size} bytes")]
+    #[error("{}: a payload of {size} bytes, which does not suit it", name(*request))]
     Size {
         /// The request.
         request: u32,
@@ -56,7 +58,7 @@ pub enum WireError {
         size: u32,
     },
     /// More or fewer descriptors than the request takes.
-    #[error("request {request}: {count} descriptors")]
+    #[error("{}: {count} descriptors", name(*request))]
     Fds {
         /// The request.
         request: u32,
@@ -64,7 +66,7 @@ pub enum WireError {
         count: usize,
     },
     /// A field with a value that it cannot have.
-    #[error("request {request}: {field} is {value:#x}")]
+    #[error("{}: {field} is {value:#x}", name(*request))]
     Value {
         /// The request.
         request: u32,
@@ -74,7 +76,7 @@ pub enum WireError {
         value: u64,
     },
     /// A known request that is invalid in the current state.
-    #[error("request {request}: {why}")]
+    #[error("{}: {why}", name(*request))]
     State {
         /// The request.
         request: u32,
@@ -99,11 +101,6 @@ impl HandlerError {
     /// An error that is only a text.
     pub fn new(text: impl Into<String>) -> HandlerError {
         HandlerError(text.into().into())
-    }
-
-    /// The error inside.
-    pub fn into_inner(self) -> Box<dyn std::error::Error + Send + Sync> {
-        self.0
     }
 }
 

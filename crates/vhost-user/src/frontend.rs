@@ -1,14 +1,11 @@
-//! The front end: sends requests and waits for their answers.
+//! The front end: sends requests and waits for their replies.
 
-mod device;
-mod iotlb;
 mod link;
-mod rings;
 
 use crate::{
-    ProtocolFeatures, WireError,
+    Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, WireError,
     inbox::Message,
-    msg::{self, Request, code},
+    msg::{self, ConfigWrite, Inflight, Request, code},
 };
 use link::Link;
 use ringfence_mem::Region;
@@ -19,25 +16,23 @@ use std::{
     time::Duration,
 };
 
-pub use iotlb::IotlbHandle;
-
 /// Why a request did not succeed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrontendError {
-    /// The connection failed or the back end answered nonsense; every later request fails too.
+    /// The connection failed or the back end sent no valid reply; every later request fails too.
     #[error(transparent)]
     Wire(#[from] WireError),
     /// The back end refused the request.
-    #[error("the back end refused request {request} with {code}")]
+    #[error("the back end refused {} with {code}", code::name(*request))]
     Refused {
         /// The request.
         request: u32,
-        /// The non-zero answer.
+        /// The non-zero reply.
         code: u64,
     },
     /// The request needs a feature that was not negotiated; nothing was sent.
-    #[error("request {request} needs {feature}, which was not negotiated")]
+    #[error("{} needs {feature}, which was not negotiated", code::name(*request))]
     NotNegotiated {
         /// The request.
         request: u32,
@@ -45,7 +40,7 @@ pub enum FrontendError {
         feature: &'static str,
     },
     /// An argument that cannot be sent; nothing was.
-    #[error("request {request}: {why}")]
+    #[error("{}: {why}", code::name(*request))]
     Argument {
         /// The request.
         request: u32,
@@ -53,7 +48,7 @@ pub enum FrontendError {
         why: &'static str,
     },
     /// An earlier request ended the connection.
-    #[error("the connection has ended")]
+    #[error("the connection has ended: make a new one")]
     Closed,
 }
 
@@ -61,24 +56,19 @@ type Result<T> = std::result::Result<T, FrontendError>;
 
 /// One connection to a back end.
 ///
-/// Requests block until they are answered or the time limit passes. The protocol has answers for
+/// Requests block until they are replied to or the time limit passes. The protocol has replies to
 /// some requests only; with REPLY_ACK all are acknowledged, so that a request that returned `Ok`
 /// was carried out. Without it, the others return once they are sent.
 #[derive(Debug)]
 pub struct Frontend {
     link: Arc<Link>,
-    /// The virtio features that were negotiated.
-    features: u64,
-    /// The protocol features that were negotiated.
-    protocol: ProtocolFeatures,
 }
 
 impl Frontend {
     /// A front end on a connected socket, which the [`Closer`](ringfence_run::Closer) of `stream`
-    /// closes; every answer must come within `timeout`.
+    /// closes; every reply must come within `timeout`.
     pub fn new(stream: impl Into<PeerFd>, timeout: Duration) -> Frontend {
-        let link = Arc::new(Link::new(stream.into(), timeout));
-        Frontend { link, features: 0, protocol: ProtocolFeatures::empty() }
+        Frontend { link: Arc::new(Link::new(stream.into(), timeout)) }
     }
 
     /// The usual beginning: SET_OWNER, features and protocol features. Negotiates what both ends
@@ -103,7 +93,7 @@ impl Frontend {
 
     /// The protocol features that were negotiated.
     pub fn protocol(&self) -> ProtocolFeatures {
-        self.protocol
+        self.link.state().protocol
     }
 
     /// GET_FEATURES: what the back end offers, [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES)
@@ -112,7 +102,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn features(&mut self) -> Result<u64> {
-        self.request_word(Request::GetFeatures, &[])
+        self.word(Request::GetFeatures, "features")
     }
 
     /// SET_FEATURES. Without [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES) among them, all
@@ -122,8 +112,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_features(&mut self, features: u64) -> Result<()> {
         self.send(Request::SetFeatures(features), &[])?;
-        self.features = features;
-        self.link.state().translated = features & msg::F_ACCESS_PLATFORM != 0;
+        self.link.state().features = features;
         Ok(())
     }
 
@@ -133,7 +122,8 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn protocol_features(&mut self) -> Result<ProtocolFeatures> {
-        self.request_word(Request::GetProtocolFeatures, &[]).map(ProtocolFeatures::from_bits_retain)
+        let features = self.word(Request::GetProtocolFeatures, "protocol features")?;
+        Ok(ProtocolFeatures::from_bits_retain(features))
     }
 
     /// SET_PROTOCOL_FEATURES.
@@ -142,8 +132,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_protocol_features(&mut self, features: ProtocolFeatures) -> Result<()> {
         self.send(Request::SetProtocolFeatures(features), &[])?;
-        self.protocol = features;
-        self.link.state().acks = features.contains(ProtocolFeatures::REPLY_ACK);
+        self.link.state().protocol = features;
         Ok(())
     }
 
@@ -160,11 +149,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn queue_num(&mut self) -> Result<u16> {
-        self.need(code::GET_QUEUE_NUM, ProtocolFeatures::MQ, "MQ")?;
-        let value = self.request_word(Request::GetQueueNum, &[])?;
-        let request = code::GET_QUEUE_NUM;
-        u16::try_from(value)
-            .map_err(|_| self.fail(WireError::Value { request, field: "queues", value }))
+        self.word(Request::GetQueueNum, "queues")
     }
 
     /// SET_MEM_TABLE: 1 to 8 regions, each with its file.
@@ -187,8 +172,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn max_mem_slots(&mut self) -> Result<u64> {
-        self.need_slots(code::GET_MAX_MEM_SLOTS)?;
-        self.request_word(Request::GetMaxMemSlots, &[])
+        self.word(Request::GetMaxMemSlots, "regions")
     }
 
     /// ADD_MEM_REG. Needs CONFIGURE_MEM_SLOTS.
@@ -196,7 +180,6 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn add_mem_region(&mut self, region: Region, file: BorrowedFd<'_>) -> Result<()> {
-        self.need_slots(code::ADD_MEM_REG)?;
         self.send(Request::AddMemReg(region), &[file])?;
         self.link.state().regions.push(region);
         Ok(())
@@ -207,7 +190,6 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn remove_mem_region(&mut self, region: Region) -> Result<()> {
-        self.need_slots(code::REM_MEM_REG)?;
         self.send(Request::RemMemReg(region), &[])?;
         self.link.state().regions.retain(|other| other.gpa != region.gpa);
         Ok(())
@@ -219,59 +201,267 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_backend_channel(&mut self, channel: BorrowedFd<'_>) -> Result<()> {
-        self.need(code::SET_BACKEND_REQ_FD, ProtocolFeatures::BACKEND_REQ, "BACKEND_REQ")?;
         self.send(Request::SetBackendReqFd, &[channel])
     }
 
-    fn need(&self, request: u32, bit: ProtocolFeatures, feature: &'static str) -> Result<()> {
-        if self.protocol.contains(bit) {
-            return Ok(());
+    /// GET_CONFIG: fills `out` (1 to 256 bytes) from the configuration space. Needs CONFIG.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<()> {
+        let request = code::GET_CONFIG;
+        let size = config_size(request, offset, out)?;
+        let message = self.exchange(&Request::GetConfig { offset, size }, false, &[])?;
+        let payload = self.link.plain(message)?;
+        if payload.is_empty() {
+            return Err(FrontendError::Refused { request, code: 1 });
         }
-        Err(FrontendError::NotNegotiated { request, feature })
+        match Request::parse(request, &payload) {
+            Ok(Request::GetConfig { offset: at, size: bytes }) if (at, bytes) == (offset, size) => {
+                out.copy_from_slice(&payload[msg::CONFIG_HEAD..]);
+                Ok(())
+            }
+            Ok(_) => Err(self.link.fail(WireError::Size { request, size: payload.len() as u32 })),
+            Err(error) => Err(self.link.fail(error)),
+        }
     }
 
-    fn need_slots(&self, request: u32) -> Result<()> {
-        self.need(request, ProtocolFeatures::CONFIGURE_MEM_SLOTS, "CONFIGURE_MEM_SLOTS")
+    /// SET_CONFIG, on behalf of the driver: 1 to 256 bytes. Needs CONFIG.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<()> {
+        config_size(code::SET_CONFIG, offset, data)?;
+        let (why, data) = (ConfigWrite::Driver, data.to_vec());
+        self.send(Request::SetConfig { offset, why, data }, &[])
     }
 
-    /// Ends the connection: after an error, bytes cannot be matched to our requests (rule D12).
-    fn fail(&self, error: WireError) -> FrontendError {
-        self.link.fail(error)
+    /// RESET_DEVICE: stops and disables all rings, unsets the features. Needs RESET_DEVICE.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn reset_device(&mut self) -> Result<()> {
+        self.send(Request::ResetDevice, &[])
     }
 
-    /// A request and its answer.
+    /// SET_STATUS: the driver's device status; 0 resets the device. Needs STATUS.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_status(&mut self, status: u8) -> Result<()> {
+        self.send(Request::SetStatus(status), &[])
+    }
+
+    /// GET_STATUS. Needs STATUS.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn status(&mut self) -> Result<u8> {
+        self.word(Request::GetStatus, "status")
+    }
+
+    /// GET_INFLIGHT_FD: has the back end allocate an in-flight region for so many queues of so many
+    /// descriptors; `None` if it cannot. Keep the file as long as the rings. Needs INFLIGHT_SHMFD,
+    /// and comes after SET_FEATURES, which determines the rings' format.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn inflight(&mut self, queues: u16, size: u16) -> Result<Option<(Inflight, PeerFd)>> {
+        let wanted = Inflight { queues, size, ..Inflight::default() };
+        let mut message = self.exchange(&Request::GetInflight(wanted), false, &[])?;
+        let place = msg::parse_inflight(&message.payload).map_err(|error| self.link.fail(error))?;
+        match (message.fds.pop(), place.len, message.fds.len()) {
+            (Some(fd), 1.., 0) => Ok(Some((place, fd))),
+            (None, 0, 0) => Ok(None),
+            (fd, ..) => {
+                let count = message.fds.len() + usize::from(fd.is_some());
+                Err(self.link.fail(WireError::Fds { request: code::GET_INFLIGHT_FD, count }))
+            }
+        }
+    }
+
+    /// SET_INFLIGHT_FD: hands the region to the back end, or to its successor. Before the rings
+    /// start. Needs INFLIGHT_SHMFD.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_inflight(&mut self, place: &Inflight, file: BorrowedFd<'_>) -> Result<()> {
+        self.send(Request::SetInflight(*place), &[file])
+    }
+
+    /// SET_LOG_BASE: `len` bytes of the file, from `offset` (a multiple of the page size), are the
+    /// dirty log from now on: one bit for 4096 bytes of guest-physical memory. Writes are logged
+    /// while F_LOG_ALL is among the features. Needs LOG_SHMFD.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_log_base(&mut self, file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()> {
+        self.send(Request::SetLogBase { len, offset }, &[file])
+    }
+
+    /// SET_LOG_FD: the descriptor with which the back end may signal that it has logged something.
+    /// Needs LOG_SHMFD.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_log_event(&mut self, event: BorrowedFd<'_>) -> Result<()> {
+        self.send(Request::SetLogFd, &[event])
+    }
+
+    /// SEND_RARP: a guest with this address is here now. Needs RARP.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn send_rarp(&mut self, mac: [u8; 6]) -> Result<()> {
+        self.send(Request::SendRarp(mac), &[])
+    }
+
+    /// NET_SET_MTU. Needs NET_MTU.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_mtu(&mut self, mtu: u16) -> Result<()> {
+        self.send(Request::NetSetMtu(mtu), &[])
+    }
+
+    /// SET_VRING_NUM: the ring's size.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_vring_num(&mut self, ring: u16, size: u16) -> Result<()> {
+        self.send(Request::SetVringNum { ring: ring.into(), num: size.into() }, &[])
+    }
+
+    /// SET_VRING_ADDR: where the ring's areas are, in addresses of this process, or in IOVAs if
+    /// ACCESS_PLATFORM was negotiated (rule D2).
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_vring_addr(&mut self, ring: u16, addresses: &RingAddresses) -> Result<()> {
+        self.send(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
+    }
+
+    /// SET_VRING_BASE: where the back end begins in the available ring.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_vring_base(&mut self, ring: u16, base: u32) -> Result<()> {
+        self.send(Request::SetVringBase { ring: ring.into(), base }, &[])
+    }
+
+    /// GET_VRING_BASE: stops the ring; returns its next available index.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn get_vring_base(&mut self, ring: u16) -> Result<u32> {
+        let message = self.exchange(&Request::GetVringBase { ring: ring.into() }, false, &[])?;
+        let payload = self.link.plain(message)?;
+        let [same, base] =
+            msg::parse_vring_base(&payload).map_err(|error| self.link.fail(error))?;
+        if same != u32::from(ring) {
+            let (request, value) = (code::GET_VRING_BASE, same.into());
+            return Err(self.link.fail(WireError::Value { request, field: "ring", value }));
+        }
+        Ok(base)
+    }
+
+    /// SET_VRING_KICK: starts the ring. `None`: the back end polls.
+    ///
+    /// Make event descriptors non-blocking: a careful back end does so otherwise, and as the two
+    /// processes share the open file, the flag then changes for this one too.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_vring_kick(&mut self, ring: u16, kick: Option<BorrowedFd<'_>>) -> Result<()> {
+        let (ring, fd) = (short(code::SET_VRING_KICK, ring)?, kick.is_some());
+        self.send(Request::SetVringKick { ring, fd }, kick.as_slice())
+    }
+
+    /// SET_VRING_CALL: the descriptor with which the back end notifies the driver. `None`: the
+    /// driver polls.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_vring_call(&mut self, ring: u16, call: Option<BorrowedFd<'_>>) -> Result<()> {
+        let (ring, fd) = (short(code::SET_VRING_CALL, ring)?, call.is_some());
+        self.send(Request::SetVringCall { ring, fd }, call.as_slice())
+    }
+
+    /// SET_VRING_ERR: the descriptor with which the back end signals that the ring is broken.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_vring_err(&mut self, ring: u16, err: Option<BorrowedFd<'_>>) -> Result<()> {
+        let (ring, fd) = (short(code::SET_VRING_ERR, ring)?, err.is_some());
+        self.send(Request::SetVringErr { ring, fd }, err.as_slice())
+    }
+
+    /// SET_VRING_ENABLE. Only with [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES); without
+    /// it, rings are enabled from the start.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn set_vring_enable(&mut self, ring: u16, enabled: bool) -> Result<()> {
+        if self.link.state().features & msg::F_PROTOCOL_FEATURES == 0 {
+            let (request, feature) = (code::SET_VRING_ENABLE, "PROTOCOL_FEATURES");
+            return Err(FrontendError::NotNegotiated { request, feature });
+        }
+        self.send(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
+    }
+
+    /// IOTLB_MSG: an update or an invalidation; `Ok` once the back end has carried it out. Needs
+    /// ACCESS_PLATFORM (rule D1). An update must lie within memory that was announced (rule D5).
+    /// [`IotlbHandle::post`] sends many at once.
+    ///
+    /// Every IOTLB message has a reply (rule D13). Where REPLY_ACK was negotiated the message asks
+    /// for it as well: some back ends send none otherwise.
+    ///
+    /// # Errors
+    /// See [`FrontendError`].
+    pub fn iotlb(&mut self, message: &Iotlb) -> Result<()> {
+        let (wires, _) = self.iotlb_handle().check(std::slice::from_ref(message))?;
+        wires.into_iter().try_for_each(|wire| self.send(Request::Iotlb(wire), &[]))
+    }
+
+    /// A handle that sends IOTLB messages from other threads.
+    pub fn iotlb_handle(&self) -> IotlbHandle {
+        IotlbHandle { link: Arc::clone(&self.link) }
+    }
+
+    /// A request and its reply.
     fn exchange(&self, request: &Request, ack: bool, fds: &[BorrowedFd<'_>]) -> Result<Message> {
-        let code = request.code();
-        let ticket = self.link.send(std::slice::from_ref(request), ack, fds, 1)?;
-        let mut answer = None;
-        self.link.collect(ticket, 1, code, |message| {
-            answer = Some(message);
-            Ok(())
-        })?;
-        answer.ok_or(FrontendError::Closed)
+        self.need(request)?;
+        self.link.exchange(request, ack, fds)
     }
 
-    /// A request with an answer of its own.
-    fn request(&mut self, request: Request) -> Result<Vec<u8>> {
-        debug_assert!(request.has_reply());
-        self.exchange(&request, false, &[]).and_then(|message| self.link.plain(message))
+    /// A request whose reply is a number.
+    fn word<T: TryFrom<u64>>(&self, request: Request, field: &'static str) -> Result<T> {
+        let value = self.link.word(self.exchange(&request, false, &[])?)?;
+        let request = request.code();
+        T::try_from(value).map_err(|_| self.link.fail(WireError::Value { request, field, value }))
     }
 
-    fn request_word(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<u64> {
-        debug_assert!(request.has_reply());
-        self.exchange(&request, false, fds).and_then(|message| self.link.word(message))
-    }
-
-    /// A request without an answer, or with an acknowledgement where that was negotiated.
-    fn send(&mut self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        debug_assert!(!request.has_reply());
-        if !self.protocol.contains(ProtocolFeatures::REPLY_ACK) {
-            return self.link.send(&[request], false, fds, 0).map(drop);
+    /// A request whose reply, if it has one or REPLY_ACK was negotiated, is whether it was done.
+    fn send(&self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let acks = self.protocol().contains(ProtocolFeatures::REPLY_ACK);
+        if !acks && !request.has_reply() {
+            self.need(&request)?;
+            return self.link.send(&request, fds);
         }
-        let code = request.code();
-        match self.exchange(&request, true, fds).and_then(|message| self.link.word(message))? {
+        let ack = acks && (!request.has_reply() || matches!(request, Request::Iotlb(_)));
+        match self.link.word(self.exchange(&request, ack, fds)?)? {
             0 => Ok(()),
-            word => Err(FrontendError::Refused { request: code, code: word }),
+            code => Err(FrontendError::Refused { request: request.code(), code }),
+        }
+    }
+
+    /// Refuses a request whose protocol feature was not negotiated.
+    fn need(&self, request: &Request) -> Result<()> {
+        match request.needs().difference(self.protocol()).iter_names().next() {
+            None => Ok(()),
+            Some((feature, _)) => {
+                Err(FrontendError::NotNegotiated { request: request.code(), feature })
+            }
         }
     }
 }
@@ -286,5 +476,92 @@ impl Drop for Frontend {
 impl AsFd for Frontend {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.link.as_fd()
+    }
+}
+
+fn short(request: u32, ring: u16) -> Result<u8> {
+    let why = "only rings 0 to 255 can be given a descriptor";
+    u8::try_from(ring).map_err(|_| FrontendError::Argument { request, why })
+}
+
+fn config_size(request: u32, offset: u32, data: &[u8]) -> Result<u32> {
+    let size = data.len() as u32;
+    if data.is_empty() || data.len() > msg::MAX_CONFIG || offset.checked_add(size).is_none() {
+        let why = "1 to 256 bytes of configuration space, within 2^32";
+        return Err(FrontendError::Argument { request, why });
+    }
+    Ok(size)
+}
+
+/// Sends IOTLB messages on a [`Frontend`]'s connection, from any thread, also while the front end
+/// itself waits for a reply, such as for a ring to stop.
+#[derive(Clone, Debug)]
+pub struct IotlbHandle {
+    link: Arc<Link>,
+}
+
+impl IotlbHandle {
+    /// Sends updates and invalidations, as [`Frontend::iotlb`], without waiting: the messages go
+    /// with the next [`flush`](Self::flush) (or before the next request of another kind), all in
+    /// one piece, in their order. Returns the last one's ticket: how many messages were ever posted
+    /// on this connection.
+    ///
+    /// It waits only while more than 64 KiB are unsent because the socket has no room.
+    ///
+    /// # Errors
+    /// See [`FrontendError`]. Nothing was posted.
+    pub fn post(&self, messages: &[Iotlb]) -> Result<u64> {
+        let (wires, ack) = self.check(messages)?;
+        self.link.post(&wires, ack)
+    }
+
+    /// Whether the back end has replied to the message with that ticket, and so to all before it.
+    /// An invalidation is then in effect.
+    #[inline]
+    pub fn is_done(&self, ticket: u64) -> bool {
+        self.link.done() >= ticket
+    }
+
+    /// Sends what was posted, as far as there is room, and takes the replies that have come,
+    /// without waiting. Call it repeatedly while messages are in flight.
+    ///
+    /// # Errors
+    /// See [`FrontendError`]. [`FrontendError::Refused`]: of a posted message; reported once.
+    pub fn flush(&self) -> Result<()> {
+        self.link.flush()
+    }
+
+    /// Waits until all that was posted has its reply.
+    ///
+    /// # Errors
+    /// As [`flush`](Self::flush).
+    pub fn settle(&self) -> Result<()> {
+        self.link.settle()
+    }
+
+    /// The messages in wire format, and whether they ask for replies.
+    fn check(&self, messages: &[Iotlb]) -> Result<(Vec<IotlbWire>, bool)> {
+        let request = code::IOTLB_MSG;
+        let mut wires = Vec::with_capacity(messages.len());
+        let state = self.link.state();
+        if state.features & msg::F_ACCESS_PLATFORM == 0 {
+            let feature = "ACCESS_PLATFORM";
+            return Err(FrontendError::NotNegotiated { request, feature });
+        }
+        for message in messages {
+            if let Iotlb::Update { first, last, user_addr, .. } = *message {
+                let end = last.checked_sub(first).and_then(|more| user_addr.checked_add(more));
+                if !end.is_some_and(|end| msg::within(&state.regions, user_addr, end)) {
+                    let why = "the update leads outside of the announced memory";
+                    return Err(FrontendError::Argument { request, why });
+                }
+            }
+            for part in message.halves() {
+                let wire = part.emit().filter(|wire| wire.parse().is_ok());
+                let why = "the range is empty or wraps";
+                wires.push(wire.ok_or(FrontendError::Argument { request, why })?);
+            }
+        }
+        Ok((wires, state.protocol.contains(ProtocolFeatures::REPLY_ACK)))
     }
 }

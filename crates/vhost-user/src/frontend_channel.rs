@@ -30,15 +30,15 @@ pub enum BackendMessage {
     ConfigChange,
 }
 
-/// A message of the back end, and whether it asks for an answer.
+/// A message of the back end, and whether it asks for a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use = "it may want a reply"]
+#[must_use = "it may need a reply"]
 pub struct BackendRequest {
     /// Its content.
     pub message: BackendMessage,
-    /// Whether it asks for an answer once that is done, or cannot be done (rule D9). Answers go in
-    /// the order of the messages.
-    pub wants_answer: bool,
+    /// Whether it asks for a reply once that is done, or cannot be done (rule D9). Replies go in the
+    /// order of the messages.
+    pub need_reply: bool,
 }
 
 /// The front end's end of the channel that [`Frontend::set_backend_channel`] hands out.
@@ -52,7 +52,7 @@ pub struct FrontendChannel {
 
 impl FrontendChannel {
     /// A channel, and the end of it that is for the back end. The back end must complete a message
-    /// that it began, and take an answer, within `timeout`.
+    /// that it began, and take a reply, within `timeout`.
     ///
     /// # Errors
     /// No descriptor is left.
@@ -71,37 +71,25 @@ impl FrontendChannel {
     /// # Errors
     /// The back end sent no valid message: end the connection.
     pub fn recv(&mut self) -> Result<Option<BackendRequest>, WireError> {
-        self.channel.recv_request(&mut self.inbox)?.map(|message| parse(&message)).transpose()
+        self.channel.arrive(&mut self.inbox, false, None)?;
+        self.inbox.take(false)?.map(|message| parse(&message)).transpose()
     }
 
-    /// Waits for messages, and appends all that are there then; false if the back end has hung up.
-    /// Answering them all at once saves a round trip for each.
+    /// Waits for messages, no longer than `limit` for the first to begin, and appends all that are
+    /// there then; false if the back end has hung up. Replying to them all at once saves a round
+    /// trip for each.
     ///
     /// # Errors
     /// As [`recv`](Self::recv); what came before is appended.
-    pub fn recv_all(&mut self, into: &mut Vec<BackendRequest>) -> Result<bool, WireError> {
-        let Some(first) = self.recv()? else { return Ok(false) };
-        into.push(first);
-        while let Some(message) = self.inbox.take(false)? {
-            into.push(parse(&message)?);
-        }
-        Ok(true)
-    }
-
-    /// As [`recv_all`](Self::recv_all), but waits no longer than `limit`; nothing is appended then.
-    ///
-    /// # Errors
-    /// As [`recv`](Self::recv).
-    pub fn recv_all_within(
+    pub fn recv_all(
         &mut self,
-        limit: Duration,
+        limit: Option<Duration>,
         into: &mut Vec<BackendRequest>,
     ) -> Result<bool, WireError> {
-        match self.channel.recv_request_within(&mut self.inbox, limit) {
-            Ok(None) => return Ok(false),
-            Ok(Some(message)) => into.push(parse(&message)?),
+        match self.channel.arrive(&mut self.inbox, false, limit) {
+            Ok(false) => return Ok(false),
             Err(WireError::TimedOut { .. }) if self.inbox.is_empty() => return Ok(true),
-            Err(error) => return Err(error),
+            arrived => _ = arrived?,
         }
         while let Some(message) = self.inbox.take(false)? {
             into.push(parse(&message)?);
@@ -109,13 +97,13 @@ impl FrontendChannel {
         Ok(true)
     }
 
-    /// Answers a message, if it asks for that, with whether it was done. For a miss, send the
+    /// Replies to a message, if it asks for that, with whether it was done. For a miss, send the
     /// update first (rule D9).
     ///
     /// # Errors
-    /// The back end has hung up, or takes no answers.
-    pub fn answer(&self, request: &BackendRequest, done: bool) -> Result<(), WireError> {
-        if !request.wants_answer {
+    /// The back end has hung up, or takes no replies.
+    pub fn reply(&self, request: &BackendRequest, done: bool) -> Result<(), WireError> {
+        if !request.need_reply {
             return Ok(());
         }
         let code = match request.message {
@@ -152,7 +140,7 @@ fn parse(message: &Message) -> Result<BackendRequest, WireError> {
         code::BACKEND_CONFIG_CHANGE_MSG => return Err(wrong_size),
         _ => return Err(WireError::Request { request }),
     };
-    Ok(BackendRequest { message, wants_answer: header.needs_reply() })
+    Ok(BackendRequest { message, need_reply: header.needs_reply() })
 }
 
 impl AsFd for FrontendChannel {

@@ -77,7 +77,7 @@ impl Inbox {
     }
 
     /// The header and the payload of the next message, if all of it is there; `reply`: whether it
-    /// must be an answer.
+    /// must be a reply.
     fn next(&self, reply: bool) -> Result<Option<(Header, &[u8])>, WireError> {
         let there = &self.buffer[self.start..self.end];
         let Ok((header, rest)) = Header::read_from_prefix(there) else { return Ok(None) };
@@ -85,12 +85,12 @@ impl Inbox {
         Ok(rest.get(..header.size as usize).map(|payload| (header, payload)))
     }
 
-    /// Whether all of a message is there; `reply`: whether it must be an answer.
+    /// Whether all of a message is there; `reply`: whether it must be a reply.
     pub(crate) fn has_message(&self, reply: bool) -> Result<bool, WireError> {
         self.next(reply).map(|next| next.is_some())
     }
 
-    /// The next message, if all of it is there; `reply`: whether it must be an answer.
+    /// The next message, if all of it is there; `reply`: whether it must be a reply.
     ///
     /// The kernel ends a receive behind a piece that has descriptors: they belong to the last
     /// message that was begun by then.
@@ -103,7 +103,7 @@ impl Inbox {
         Ok(Some(Message { header, payload, fds }))
     }
 
-    /// The payload of the next message, if it is that request (`reply`: the answer to it), all of
+    /// The payload of the next message, if it is that request (`reply`: the reply to it), all of
     /// it is there, it has that size and no descriptors; otherwise it stays for
     /// [`take`](Self::take). A fast path for messages that come by the dozen.
     pub(crate) fn take_plain<T: FromBytes>(&mut self, request: u32, reply: bool) -> Option<T> {

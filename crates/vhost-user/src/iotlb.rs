@@ -64,7 +64,7 @@ pub enum Iotlb {
     },
 }
 
-/// Why an IOTLB message is refused (rule D14): with an answer; the connection goes on.
+/// Why an IOTLB message is refused (rule D14): with a reply; the connection goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BadIotlb {

@@ -4,7 +4,7 @@
 //! The state is kept as requests: those by which a front end would bring a new back end into this
 //! state. The successor carries them out, with all checks, as if they had just arrived. A request
 //! that repeats what already holds changes nothing, so the order of events does not matter, with
-//! one exception: requests that were in progress. Which of those were carried out and answered is
+//! one exception: requests that were in progress. Which of those were carried out and replied to is
 //! unknown, and the connection cannot go on.
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,14 +14,14 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{
     WireError,
-    backend_channel::MOST_ANSWERS,
+    backend_channel::MOST_REPLIES,
     msg::{Header, Request},
 };
 
 /// The first bytes, and the version of the format.
 const MAGIC: [u8; 4] = *b"RFvu";
 const VERSION: u32 = 2;
-/// Stands for an unknown number of answers that are still to come.
+/// Stands for an unknown number of replies that are still to come.
 const NOT_KNOWN: u32 = u32::MAX;
 
 /// Keeps what another process needs to take over a connection. The [`Server`](crate::Server) calls
@@ -31,7 +31,7 @@ pub trait Keeper: Send {
     /// once: a process may die at any moment. Called for each batch of requests.
     fn unsettled(&mut self);
 
-    /// All requests were carried out and answered, and the current state is kept.
+    /// All requests were carried out and replied to, and the current state is kept.
     fn settled(&mut self);
 
     /// This is the state from now on; `None`: the connection cannot go on elsewhere, or is over.
@@ -41,7 +41,7 @@ pub trait Keeper: Send {
 /// The state of a connection, and the descriptors that belong to it.
 #[derive(Debug, Default)]
 pub struct ConnectionState<'a> {
-    /// How many answers the front end owes on the back end's channel; `None`: unknown.
+    /// How many replies the front end owes on the back end's channel; `None`: unknown.
     pub(crate) to_come: Option<u32>,
     pub(crate) requests: Vec<(Request, Vec<BorrowedFd<'a>>)>,
 }
@@ -95,7 +95,7 @@ pub enum ResumeError {
     },
 }
 
-/// Checks magic number and version; returns how many answers are to come, and the rest of the
+/// Checks magic number and version; returns how many replies are to come, and the rest of the
 /// bytes.
 fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
     let word = |rest| u32::read_from_prefix(rest).map_err(|_| ResumeError::Short(bytes.len()));
@@ -105,7 +105,7 @@ fn begin(bytes: &[u8]) -> Result<(Option<u32>, &[u8]), ResumeError> {
     }
     let (to_come, rest) = word(rest)?;
     // No front end owes more.
-    Ok((Some(to_come).filter(|to_come| *to_come <= MOST_ANSWERS), rest))
+    Ok((Some(to_come).filter(|to_come| *to_come <= MOST_REPLIES), rest))
 }
 
 impl SavedConnection {
@@ -194,7 +194,7 @@ mod tests {
         };
         let read = SavedConnection::parse(&bytes, fds()).unwrap();
         assert_eq!(read.to_come, Some(3));
-        for too_many in [None, Some(MOST_ANSWERS + 1), Some(NOT_KNOWN - 1)] {
+        for too_many in [None, Some(MOST_REPLIES + 1), Some(NOT_KNOWN - 1)] {
             let read = SavedConnection::parse(&emit(0, too_many), vec![]).unwrap();
             assert_eq!(read.to_come, None);
         }

@@ -1,12 +1,10 @@
-//! The vhost-user protocol, front end and back end.
+#![doc = include_str!("../README.md")]
 //!
-//! vhost-user moves the rings of a virtio device into another process: the *front end* (a VMM, or a
-//! user-space driver) sends the *back end* (the device) the places of the rings over a Unix socket,
-//! with the memory and the event descriptors.
+//! # What is inside
 //!
 //! - [`msg`]: the wire: header, payloads, the IOTLB messages; parse and emit are inverses.
-//! - [`Frontend`]: sends requests, and waits with a time-out for the answer where there is one.
-//! - [`Server`]: answers requests, and calls a [`Handler`] with values that were checked: whatever
+//! - [`Frontend`]: sends requests, and waits with a time-out for the reply where there is one.
+//! - [`Server`]: replies to requests, and calls a [`Handler`] with values that were checked: whatever
 //!   bytes and descriptors arrive, the worst outcome is a closed connection with a reason.
 //! - [`BackendChannel`] and [`FrontendChannel`]: the two ends of the channel on which the back end
 //!   sends requests: IOTLB misses, above all.
@@ -17,10 +15,8 @@
 //! (rule D28). The [`Server`] keeps that state: it never starts a running ring of a [`Handler`] or
 //! stops a stopped one, and stops every ring when the connection ends.
 //!
-//! The IOTLB messages are read, checked and answered here; the device provides the cache that they
+//! The IOTLB messages are read, checked and replied to here; the device provides the cache that they
 //! fill.
-//!
-//! The specification is QEMU's `docs/interop/vhost-user.rst`.
 
 #![forbid(unsafe_code)]
 

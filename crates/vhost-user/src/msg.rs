@@ -4,19 +4,19 @@
 //! exactly what [`Request::payload`] makes, and leaves no check for later, apart from those that
 //! depend on the state of the connection.
 
-mod parse;
-mod payload;
+pub mod code;
 mod request;
 #[cfg(test)]
 mod tests;
-mod wire;
 
-pub(crate) use payload::{parse_inflight, parse_vring_base};
 pub use request::Request;
-pub(crate) use wire::{CONFIG_HEAD, config, inflight, vring_base, within};
+pub(crate) use request::{
+    CONFIG_HEAD, config, inflight, parse_inflight, parse_vring_base, vring_base,
+};
 
 use crate::WireError;
 use bitflags::bitflags;
+use ringfence_mem::Region;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// VHOST_USER_F_PROTOCOL_FEATURES: the back end supports protocol features (a bit of the virtio
@@ -40,7 +40,7 @@ pub const MAX_PAYLOAD: usize = 512;
 
 bitflags! {
     /// Optional parts of the protocol.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct ProtocolFeatures: u64 {
         /// Several queues: GET_QUEUE_NUM.
         const MQ = 1 << 0;
@@ -64,24 +64,12 @@ bitflags! {
         const CONFIGURE_MEM_SLOTS = 1 << 15;
         /// SET_STATUS and GET_STATUS.
         const STATUS = 1 << 16;
-        /// Bits that are unknown here.
-        const _ = !0;
     }
 }
 
 impl ProtocolFeatures {
     /// What both ends of this crate implement.
-    pub const KNOWN: ProtocolFeatures = ProtocolFeatures::MQ
-        .union(ProtocolFeatures::REPLY_ACK)
-        .union(ProtocolFeatures::BACKEND_REQ)
-        .union(ProtocolFeatures::CONFIG)
-        .union(ProtocolFeatures::RESET_DEVICE)
-        .union(ProtocolFeatures::CONFIGURE_MEM_SLOTS)
-        .union(ProtocolFeatures::LOG_SHMFD)
-        .union(ProtocolFeatures::RARP)
-        .union(ProtocolFeatures::NET_MTU)
-        .union(ProtocolFeatures::INFLIGHT_SHMFD)
-        .union(ProtocolFeatures::STATUS);
+    pub const KNOWN: ProtocolFeatures = ProtocolFeatures::all();
 }
 
 /// The header of every message.
@@ -101,7 +89,7 @@ impl Header {
     pub const LEN: usize = 12;
     /// The supported version, in the lowest two bits of the flags.
     pub const VERSION: u32 = 1;
-    /// The message is an answer (rule D4).
+    /// The message is a reply (rule D4).
     pub const REPLY: u32 = 1 << 2;
     /// The sender wants an acknowledgement (REPLY_ACK).
     pub const NEED_REPLY: u32 = 1 << 3;
@@ -112,7 +100,7 @@ impl Header {
         Header { request, flags, size: size as u32 }
     }
 
-    /// An answer's header.
+    /// A reply's header.
     pub fn reply(request: u32, size: usize) -> Header {
         Header { request, flags: Self::VERSION | Self::REPLY, size: size as u32 }
     }
@@ -122,7 +110,7 @@ impl Header {
         self.flags & Self::NEED_REPLY != 0
     }
 
-    /// Checks the version, the flags and the size; `reply`: whether the message must be an answer.
+    /// Checks the version, the flags and the size; `reply`: whether the message must be a reply.
     ///
     /// # Errors
     /// [`WireError::Version`], [`WireError::Flags`], [`WireError::Size`].
@@ -179,45 +167,25 @@ pub struct Inflight {
     pub size: u16,
 }
 
-/// The numbers of the front end's requests.
-#[allow(missing_docs, reason = "the names are the specification's")]
-pub mod code {
-    pub const GET_FEATURES: u32 = 1;
-    pub const SET_FEATURES: u32 = 2;
-    pub const SET_OWNER: u32 = 3;
-    pub const RESET_OWNER: u32 = 4;
-    pub const SET_MEM_TABLE: u32 = 5;
-    pub const SET_LOG_BASE: u32 = 6;
-    pub const SET_LOG_FD: u32 = 7;
-    pub const SET_VRING_NUM: u32 = 8;
-    pub const SET_VRING_ADDR: u32 = 9;
-    pub const SET_VRING_BASE: u32 = 10;
-    pub const GET_VRING_BASE: u32 = 11;
-    pub const SET_VRING_KICK: u32 = 12;
-    pub const SET_VRING_CALL: u32 = 13;
-    pub const SET_VRING_ERR: u32 = 14;
-    pub const GET_PROTOCOL_FEATURES: u32 = 15;
-    pub const SET_PROTOCOL_FEATURES: u32 = 16;
-    pub const GET_QUEUE_NUM: u32 = 17;
-    pub const SET_VRING_ENABLE: u32 = 18;
-    pub const SEND_RARP: u32 = 19;
-    pub const NET_SET_MTU: u32 = 20;
-    pub const SET_BACKEND_REQ_FD: u32 = 21;
-    pub const IOTLB_MSG: u32 = 22;
-    pub const GET_CONFIG: u32 = 24;
-    pub const SET_CONFIG: u32 = 25;
-    pub const POSTCOPY_ADVISE: u32 = 28;
-    pub const POSTCOPY_LISTEN: u32 = 29;
-    pub const POSTCOPY_END: u32 = 30;
-    pub const GET_INFLIGHT_FD: u32 = 31;
-    pub const SET_INFLIGHT_FD: u32 = 32;
-    pub const RESET_DEVICE: u32 = 34;
-    pub const GET_MAX_MEM_SLOTS: u32 = 36;
-    pub const ADD_MEM_REG: u32 = 37;
-    pub const REM_MEM_REG: u32 = 38;
-    pub const SET_STATUS: u32 = 39;
-    pub const GET_STATUS: u32 = 40;
-    /// The back end's own requests, on its own channel.
-    pub const BACKEND_IOTLB_MSG: u32 = 1;
-    pub const BACKEND_CONFIG_CHANGE_MSG: u32 = 2;
+/// Whether all addresses of the front end's process from `first` to `last` lie in the regions,
+/// whose addresses do not wrap.
+pub(crate) fn within<'r>(
+    regions: impl IntoIterator<Item = &'r Region, IntoIter: Clone>,
+    first: u64,
+    last: u64,
+) -> bool {
+    let covers = |region: &Region, addr: u64| {
+        addr.checked_sub(region.user_addr).is_some_and(|offset| offset < region.size)
+    };
+    let regions = regions.into_iter();
+    let mut at = first;
+    // Each round leaves one region behind.
+    while let Some(region) = regions.clone().find(|region| covers(region, at)) {
+        let end = region.user_addr.saturating_add(region.size - 1);
+        if end >= last {
+            return true;
+        }
+        at = end + 1;
+    }
+    false
 }

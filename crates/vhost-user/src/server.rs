@@ -1,19 +1,17 @@
 //! The back end: serves one connection, and keeps the state of the rings consistent.
 
-mod answers;
 mod kept;
 mod requests;
-mod rings;
 mod shutdown;
 
 use crate::{
     Handler, HandlerError, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, SavedConnection,
     WireError,
+    backend_channel::Replies,
     channel::Channel,
     inbox::{Inbox, Message},
     msg::{self, Header, Request},
 };
-use answers::Answers;
 use kept::Kept;
 use ringfence_mem::{DirtyLog, Memory};
 use ringfence_run::PeerFd;
@@ -41,10 +39,10 @@ use zerocopy::IntoBytes;
 /// The features that the server itself offers.
 const OWN_FEATURES: u64 = msg::F_PROTOCOL_FEATURES | msg::F_LOG_ALL;
 
-/// Most bytes of answers that wait to be sent together.
+/// Most bytes of replies that wait to be sent together.
 const MOST_UNSENT: usize = 4096;
 
-/// Time-out for a front end to finish a message that it began, or to take an answer.
+/// Time-out for a front end to finish a message that it began, or to take a reply.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How often to check whether descriptors that are slow to close are closed.
@@ -58,7 +56,7 @@ pub enum ServeError {
     #[error(transparent)]
     Wire(#[from] WireError),
     /// The device refused a request that did not ask for an acknowledgement.
-    #[error("request {request} was refused: {why}")]
+    #[error("{} was refused: {why}", msg::code::name(*request))]
     Refused {
         /// The request.
         request: u32,
@@ -75,19 +73,19 @@ pub enum ServeError {
 
 /// The outcome of a request.
 enum Outcome {
-    /// No answer, unless an acknowledgement is wanted.
+    /// No reply, unless an acknowledgement is wanted.
     Done,
-    /// The request's own answer.
+    /// The request's own reply.
     Reply(Vec<u8>),
-    /// The request's own answer, and a descriptor with it.
+    /// The request's own reply, and a descriptor with it.
     ReplyFd(Vec<u8>, OwnedFd),
 }
 
 /// Why a request was not carried out.
 enum Failure {
-    /// An answer can report it, and the connection goes on.
+    /// A reply can report it, and the connection goes on.
     Refused(HandlerError),
-    /// The device is in a state that no answer can report: the connection ends.
+    /// The device is in a state that no reply can report: the connection ends.
     Broken(HandlerError),
     /// It must not have been sent: the connection ends.
     Wire(WireError),
@@ -140,9 +138,9 @@ pub struct Server<H> {
     log: Option<Arc<DirtyLog>>,
     status: u8,
     inbox: Inbox,
-    /// Answers that are not sent yet, because the next request is there already.
-    answers: Vec<u8>,
-    backend: Option<Answers>,
+    /// Replies that are not sent yet, because the next request is there already.
+    replies: Vec<u8>,
+    backend: Option<Replies>,
     /// The wait for the next message: polling, as long as that has paid off. A front end sends the
     /// updates for several misses one by one, and invalidations follow each other.
     wait: Wait,
@@ -158,7 +156,7 @@ pub struct Server<H> {
     left: bool,
     /// The saved state is being restored.
     resuming: bool,
-    /// How many answers the front end owes to the previous process, if that is known.
+    /// How many replies the front end owes to the previous process, if that is known.
     to_come: Option<u32>,
 }
 
@@ -183,7 +181,7 @@ impl<H: Handler> Server<H> {
             log: None,
             status: 0,
             inbox: Inbox::new(),
-            answers: Vec::new(),
+            replies: Vec::new(),
             backend: None,
             wait: Wait::new(Notify::Adaptive),
             together: Vec::new(),
@@ -197,7 +195,7 @@ impl<H: Handler> Server<H> {
         }
     }
 
-    /// Sets the time-out for the front end to finish a message that it began, or to take an answer
+    /// Sets the time-out for the front end to finish a message that it began, or to take a reply
     /// (10 s by default). Silence between messages is not limited.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.channel.set_timeout(timeout);
@@ -231,7 +229,7 @@ impl<H: Handler> Server<H> {
 
     /// Serves until the front end hangs up or [`Shutdown`] is used (`Ok`), or the connection must
     /// end for another reason. When it returns, all rings are stopped and the connection is closed.
-    /// A request that has no answer may not be carried out if the front end hangs up behind it
+    /// A request that has no reply may not be carried out if the front end hangs up behind it
     /// while its [`Closer`](ringfence_run::Closer) is full.
     ///
     /// # Errors
@@ -251,7 +249,7 @@ impl<H: Handler> Server<H> {
                 Err(error) => break Err(error),
             }
         };
-        // Answers what was carried out, if the front end still reads.
+        // Replies to what was carried out, if the front end still reads.
         let _ = self.flush();
         self.left &= self.handler.can_be_resumed();
         match self.left {
@@ -305,7 +303,7 @@ impl<H: Handler> Server<H> {
         if !self.await_closer() {
             return Ok(false);
         }
-        if !self.channel.await_request(&mut self.inbox)? {
+        if !self.channel.arrive(&mut self.inbox, false, None)? {
             return Ok(false);
         }
         if self.features & msg::F_ACCESS_PLATFORM != 0 && self.serve_iotlb() {
@@ -329,17 +327,17 @@ impl<H: Handler> Server<H> {
         // the very request that negotiates REPLY_ACK acknowledged.
         let ack = wants_reply && (acks || self.has(ProtocolFeatures::REPLY_ACK));
         match outcome {
-            Ok(Outcome::Reply(payload)) => self.answer(code, &payload),
+            Ok(Outcome::Reply(payload)) => self.reply(code, &payload),
             Ok(Outcome::ReplyFd(payload, fd)) => {
                 self.flush()?;
                 let header = Header::reply(code, payload.len());
                 self.channel.send(header, &payload, &[fd.as_fd()])?;
             }
-            Ok(Outcome::Done) if ack => self.answer(code, &0u64.to_ne_bytes()),
+            Ok(Outcome::Done) if ack => self.reply(code, &0u64.to_ne_bytes()),
             Ok(Outcome::Done) => {}
             Err(Failure::Refused(why)) if ack => {
                 self.handler.refused(code, &why);
-                self.answer(code, &1u64.to_ne_bytes());
+                self.reply(code, &1u64.to_ne_bytes());
             }
             Err(Failure::Refused(why) | Failure::Broken(why)) => {
                 return Err(ServeError::Refused { request: code, why });
@@ -351,7 +349,7 @@ impl<H: Handler> Server<H> {
     }
 
     /// Carries out the IOTLB messages that come next, all that are there together; false if
-    /// something else comes next. Their answers carry the outcomes: refusing one is no reason to
+    /// something else comes next. Their replies carry the outcomes: refusing one is no reason to
     /// hang up (rules D13, D14).
     fn serve_iotlb(&mut self) -> bool {
         let code = msg::code::IOTLB_MSG;
@@ -369,7 +367,7 @@ impl<H: Handler> Server<H> {
         if !together.is_empty() {
             let update = |message: &&Iotlb| matches!(message, Iotlb::Update { .. });
             if let Some(backend) = &self.backend {
-                backend.channel().answered(together.iter().filter(update).count() as u32);
+                backend.channel().updates_sent(together.iter().filter(update).count() as u32);
             }
             self.handler.iotlb_all(&together, &mut outcomes);
             let silent = || Err(HandlerError::new("the device did not report an outcome"));
@@ -381,18 +379,18 @@ impl<H: Handler> Server<H> {
             if let Err(why) = &outcome {
                 self.handler.refused(code, why);
             }
-            self.answer(code, &u64::from(outcome.is_err()).to_ne_bytes());
+            self.reply(code, &u64::from(outcome.is_err()).to_ne_bytes());
         }
         together.clear();
         (self.together, self.outcomes) = (together, outcomes);
         any
     }
 
-    /// Sends the answers, unless an IOTLB message is there whose answer can go with them. Other
+    /// Sends the replies, unless an IOTLB message is there whose reply can go with them. Other
     /// requests may take long.
     fn flush_unless_more(&mut self) -> Result<(), WireError> {
         let next = self.inbox.next_code();
-        match next == Some(msg::code::IOTLB_MSG) && self.answers.len() <= MOST_UNSENT {
+        match next == Some(msg::code::IOTLB_MSG) && self.replies.len() <= MOST_UNSENT {
             true => Ok(()),
             false => self.flush(),
         }
@@ -410,7 +408,7 @@ impl<H: Handler> Server<H> {
         true
     }
 
-    /// Waits until the front end sends something on the main channel; takes its answers on the back
+    /// Waits until the front end sends something on the main channel; takes its replies on the back
     /// end's channel meanwhile. False if the connection is to be left instead.
     fn wait(&mut self) -> Result<bool, ServeError> {
         let (mut looked, mut settled) = (false, false);
@@ -437,7 +435,7 @@ impl<H: Handler> Server<H> {
             }
             // Only its reader polls the channel, unless a message is cut.
             let cut = backend.map(|backend| backend.channel()).filter(|channel| channel.is_cut());
-            let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+            let zero = Timespec::default();
             let main = || PollFd::new(&self.channel, PollFlags::IN);
             let nothing = || PollFd::new(&self.channel, PollFlags::empty());
             let mut fds = [
@@ -462,9 +460,9 @@ impl<H: Handler> Server<H> {
             }
             if let Some(backend) = backend.filter(|_| own) {
                 let handler = &mut self.handler;
-                match backend
-                    .take(|message, number, done| handler.channel_answer(message, number, done))
-                {
+                match backend.take(|message, number, done| {
+                    handler.channel_reply(message, number, done);
+                }) {
                     Ok(()) => {}
                     Err(why @ WireError::HungUp { .. }) => {
                         self.lose_channel();
@@ -481,26 +479,26 @@ impl<H: Handler> Server<H> {
         }
     }
 
-    fn answer(&mut self, request: u32, payload: &[u8]) {
+    fn reply(&mut self, request: u32, payload: &[u8]) {
         let header = Header::reply(request, payload.len());
-        self.answers.extend_from_slice(header.as_bytes());
-        self.answers.extend_from_slice(payload);
+        self.replies.extend_from_slice(header.as_bytes());
+        self.replies.extend_from_slice(payload);
     }
 
-    /// Sends the answers that are waiting.
+    /// Sends the replies that are waiting.
     fn flush(&mut self) -> Result<(), WireError> {
-        if self.answers.is_empty() {
+        if self.replies.is_empty() {
             return Ok(());
         }
-        let answers = mem::take(&mut self.answers);
-        self.channel.send_bytes(0, &answers, &[])?;
-        self.answers = answers;
-        self.answers.clear();
+        let replies = mem::take(&mut self.replies);
+        self.channel.send_bytes(0, &replies, &[])?;
+        self.replies = replies;
+        self.replies.clear();
         Ok(())
     }
 
     /// Whether a protocol feature was negotiated.
     fn has(&self, feature: ProtocolFeatures) -> bool {
-        self.protocol.is_some_and(|protocol| protocol.contains(feature))
+        self.protocol.unwrap_or_default().contains(feature)
     }
 }

@@ -194,7 +194,7 @@ fn replies_are_requested_where_that_was_negotiated() {
     handle.flush().unwrap();
     assert!(head(&mut theirs));
     theirs.write_all(&[answer(0), answer(0)].concat()).unwrap();
-    handle.send(&[invalidate(1)]).unwrap();
+    front.iotlb(&invalidate(1)).unwrap();
     assert!(head(&mut theirs), "also by a call that waits");
 }
 
@@ -266,7 +266,12 @@ fn threads_that_post_and_send_get_their_own_replies() {
             });
         }
         let handle = front.iotlb_handle();
-        scope.spawn(move || (0..200).for_each(|page| handle.send(&[invalidate(page)]).unwrap()));
+        scope.spawn(move || {
+            for page in 0..200 {
+                handle.post(&[invalidate(page)]).unwrap();
+                handle.settle().unwrap();
+            }
+        });
         let handle = front.iotlb_handle();
         for round in 0..200 {
             let mut config = [0; 4];

@@ -92,7 +92,7 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
             if count < wanted {
                 full += 1;
                 // Read all that there is: the stream must go on where it was cut.
-                while front.recv_all_within(Duration::ZERO, &mut requests).unwrap() {
+                while front.recv_all(Some(Duration::ZERO), &mut requests).unwrap() {
                     if requests.len() as u64 + 1 >= sent {
                         break;
                     }
@@ -103,15 +103,15 @@ fn a_message_of_which_a_part_found_room_is_finished_first() {
     assert!(full > 0, "the socket took all at once");
     // A cut message is finished before another one goes.
     while channel.try_send([(miss(sent << 12), None)]) == 0 {
-        let _ = front.recv_all_within(Duration::ZERO, &mut requests).unwrap();
+        let _ = front.recv_all(Some(Duration::ZERO), &mut requests).unwrap();
     }
     sent += 1;
     drop(channel);
-    while front.recv_all(&mut requests).unwrap() {}
+    while front.recv_all(None, &mut requests).unwrap() {}
     let expected: Vec<BackendRequest> = (0..sent)
         .map(|page| BackendRequest {
             message: BackendMessage::Iotlb(miss(page << 12)),
-            wants_answer: false,
+            need_reply: false,
         })
         .collect();
     assert_eq!(requests, expected);
@@ -210,14 +210,14 @@ fn replies_reach_the_device_in_the_order_of_its_messages() {
     let mut channel = FrontendChannel::new(front_channel, LONG);
     let mut requests = Vec::new();
     while requests.len() < 4 {
-        assert!(channel.recv_all(&mut requests).unwrap());
+        assert!(channel.recv_all(None, &mut requests).unwrap());
     }
     assert_eq!(requests[3].message, BackendMessage::ConfigChange);
     front.iotlb(&update(0, &ram)).unwrap();
     for (index, request) in requests.iter().enumerate() {
-        assert_eq!(request.wants_answer, index == 0 || index == 2);
+        assert_eq!(request.need_reply, index == 0 || index == 2);
         // The first was translated, the others could not be.
-        channel.answer(request, index == 0).unwrap();
+        channel.reply(request, index == 0).unwrap();
     }
     drop(channel);
     // The back end reads the answers though nothing comes on the main socket.
@@ -354,7 +354,7 @@ fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
             let mut answered = 0;
             while answered < 200 {
                 let mut requests = Vec::new();
-                assert!(channel.recv_all(&mut requests).unwrap());
+                assert!(channel.recv_all(None, &mut requests).unwrap());
                 let updates: Vec<_> = requests
                     .iter()
                     .map(|request| match request.message {
@@ -362,8 +362,9 @@ fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
                         other => panic!("{other:?}"),
                     })
                     .collect();
-                handle.send(&updates).unwrap();
-                requests.iter().for_each(|request| channel.answer(request, true).unwrap());
+                handle.post(&updates).unwrap();
+                handle.settle().unwrap();
+                requests.iter().for_each(|request| channel.reply(request, true).unwrap());
                 answered += requests.len();
             }
         });
@@ -391,20 +392,21 @@ fn many_messages_are_in_flight_at_once_and_a_refusal_is_reported() {
     let (mut front, _channel, served, ram) = with_channel(Device::default(), false);
     let handle = front.iotlb_handle();
     let updates: Vec<_> = (0..1000).map(|page| update(page << 12, &ram)).collect();
-    handle.send(&updates).unwrap();
+    assert_eq!(handle.post(&updates).unwrap(), 1000);
+    handle.settle().unwrap();
     let outside = Iotlb::Update { first: 0, last: 0xfff, user_addr: 0, access: None };
-    assert!(matches!(handle.send(&[outside]), Err(FrontendError::Argument { .. })));
+    assert!(matches!(handle.post(&[outside]), Err(FrontendError::Argument { .. })));
     // Every answer was read: the next request gets its own.
     assert_eq!(front.queue_num().unwrap(), 2);
     front.remove_mem_region(ram.region()).unwrap();
-    assert!(matches!(handle.send(&updates[..1]), Err(FrontendError::Argument { .. })));
+    assert!(matches!(handle.post(&updates[..1]), Err(FrontendError::Argument { .. })));
     drop(front);
     let (result, device) = served.join().unwrap();
     result.unwrap();
     let count = device.events.iter().filter(|event| matches!(event, Event::Iotlb(_))).count();
     assert_eq!(count, 1000);
     // A handle that still exists reports that the connection is over.
-    assert!(handle.send(&[Iotlb::Invalidate { first: 0, last: 1 }]).is_err());
+    assert!(handle.post(&[Iotlb::Invalidate { first: 0, last: 1 }]).is_err());
 }
 
 #[test]
@@ -415,7 +417,8 @@ fn threads_that_share_a_connection_get_their_own_replies() {
             let (handle, ram) = (front.iotlb_handle(), &ram);
             scope.spawn(move || {
                 for page in 0..200 {
-                    handle.send(&[update((thread << 32) + (page << 12), ram)]).unwrap();
+                    handle.post(&[update((thread << 32) + (page << 12), ram)]).unwrap();
+                    handle.settle().unwrap();
                 }
             });
         }

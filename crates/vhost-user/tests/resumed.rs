@@ -194,11 +194,11 @@ fn the_back_ends_channel_goes_on_and_each_process_gets_the_replies_to_its_own_me
     let (kept, handle, second) = served(theirs.try_clone().unwrap(), second, Some(notes.saved()));
     let mut requests = Vec::new();
     while requests.len() < 2 {
-        assert!(channel.recv_all(&mut requests).unwrap());
+        assert!(channel.recv_all(None, &mut requests).unwrap());
     }
     // The misses of the first are answered when the second is there.
-    channel.answer(&requests[0], true).unwrap();
-    channel.answer(&requests[1], false).unwrap();
+    channel.reply(&requests[0], true).unwrap();
+    channel.reply(&requests[1], false).unwrap();
     until(|| answered.load(Ordering::Relaxed) > 0);
     let taken_back = Iotlb::Invalidate { first: 0x2000, last: 0x2fff };
     front.iotlb(&taken_back).unwrap();
@@ -216,8 +216,8 @@ fn the_back_ends_channel_goes_on_and_each_process_gets_the_replies_to_its_own_me
     for page in [3, 4] {
         let (kept, handle, served) =
             served(theirs.try_clone().unwrap(), with_miss(page), Some(saved));
-        assert!(channel.recv_all(&mut requests).unwrap());
-        channel.answer(&BackendRequest { wants_answer: true, ..requests[0] }, false).unwrap();
+        assert!(channel.recv_all(None, &mut requests).unwrap());
+        channel.reply(&BackendRequest { need_reply: true, ..requests[0] }, false).unwrap();
         until(|| rustix::io::ioctl_fionread(&back).unwrap() == 0);
         handle.leave();
         let (result, device) = served.join().unwrap();
@@ -225,8 +225,8 @@ fn the_back_ends_channel_goes_on_and_each_process_gets_the_replies_to_its_own_me
         assert_eq!(device.events.iter().find(on_channel), None);
         saved = kept.saved();
     }
-    let wants_answer: Vec<bool> = requests.iter().map(|request| request.wants_answer).collect();
-    assert_eq!(wants_answer, [true, true, false, false]);
+    let need_reply: Vec<bool> = requests.iter().map(|request| request.need_reply).collect();
+    assert_eq!(need_reply, [true, true, false, false]);
 }
 
 #[test]

@@ -225,7 +225,7 @@ proptest! {
         drop(theirs);
         let mut channel = FrontendChannel::new(common::end(ours), LONG);
         let mut requests = Vec::new();
-        while let Ok(true) = channel.recv_all(&mut requests) {}
+        while let Ok(true) = channel.recv_all(None, &mut requests) {}
         prop_assert!(requests.len() <= bytes.len() / Header::LEN);
     }
 

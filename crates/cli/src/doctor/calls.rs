@@ -1,6 +1,6 @@
 //! The system calls that are needed (io_uring, memfd), and the front ends.
 
-use ringfence_sandbox::Lack;
+use ringfence_sandbox::Unsupported;
 use rustix::io::Errno;
 use serde::Serialize;
 
@@ -124,7 +124,7 @@ pub(super) fn sandbox(tried: &Tried) -> Check {
         None => check(State::Note, "not tried"),
         Some([]) => check(State::Ok, "Landlock and filters of system calls confine services"),
         Some(lacks) => {
-            let lacks: Vec<String> = lacks.iter().map(Lack::to_string).collect();
+            let lacks: Vec<String> = lacks.iter().map(Unsupported::to_string).collect();
             check(State::Warning, &lacks.join("; "))
                 .remedy("A newer kernel:", ["apt-get install linux-image-amd64 && reboot"])
                 .remedy(

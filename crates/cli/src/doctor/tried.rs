@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_sandbox::Lack;
+use ringfence_sandbox::Unsupported;
 use rustix::{
     fs::{Access, AtFlags, CWD, MemfdFlags, Mode, OFlags, SealFlags},
     io::Errno,
@@ -27,7 +27,7 @@ pub(super) struct Tried {
     /// Memory that can be shared and sealed.
     pub(super) memfd: Option<Result<(), Errno>>,
     /// What a service's sandbox lacks.
-    pub(super) sandbox: Option<Vec<Lack>>,
+    pub(super) sandbox: Option<Vec<Unsupported>>,
     /// The version string of the first QEMU in the path.
     pub(super) qemu: Option<Option<String>>,
     /// Nodes in /dev, and whether this user may read and write them.
@@ -40,7 +40,7 @@ impl Tried {
         Tried {
             io_uring: Some(io_uring()),
             memfd: Some(memfd()),
-            sandbox: Some(ringfence_sandbox::lacks()),
+            sandbox: Some(ringfence_sandbox::unsupported()),
             qemu: Some(qemu(&format!("qemu-system-{}", std::env::consts::ARCH))),
             nodes: nodes.into_iter().map(|name| (name.clone(), node(&name))).collect(),
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringfence_mem::Memory;
 use ringfence_run::PeerFd;
-use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup};
+use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup, msg::code};
 use ringfence_vhost_user_backend::{Events, FrontEnd, RingStart, of_ring};
 use ringfence_virtio_iommu::device::Answers;
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
@@ -76,7 +76,7 @@ impl Handler for IommuBackend {
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
         self.seat.set_memory(&memory)?;
-        self.front.set_memory("iommu", &memory, None)?;
+        self.front.set_memory("iommu", &memory);
         let iommu = self.iommu();
         let (device, reported) = (Arc::clone(&iommu.device), Arc::clone(&iommu.reported));
         let (number, calls, reach) = (iommu.unit, self.calls.clone(), Shared::new(&memory));
@@ -152,6 +152,6 @@ impl Handler for IommuBackend {
     }
 
     fn refused(&mut self, request: u32, why: &HandlerError) {
-        tracing::warn!(source = %"iommu", "request {request} was refused: {why}");
+        tracing::warn!(source = %"iommu", "{} was refused: {why}", code::name(request));
     }
 }

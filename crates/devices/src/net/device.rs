@@ -5,7 +5,7 @@ use std::{io, sync::Arc, time::Duration};
 use ringfence_iotlb::{Endpoint, IotlbConfig};
 use ringfence_mem::Memory;
 use ringfence_run::worker::Worker;
-use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown};
+use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown, msg::code};
 use ringfence_vhost_user_backend::{
     Addresses, Backend, Connection, IotlbTally, IotlbTotals, RawDevice, RingStart, Shares,
 };
@@ -271,7 +271,7 @@ impl RawDevice for NetEnd {
     }
 
     fn refused(&self, request: u32, why: &HandlerError) {
-        tracing::warn!(source = %self.name(), "request {request} was refused: {why}");
+        tracing::warn!(source = %self.name(), "{} was refused: {why}", code::name(request));
     }
 
     fn send_rarp(&mut self, mac: [u8; 6], features: u64) -> Result<(), HandlerError> {

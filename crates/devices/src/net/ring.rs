@@ -77,7 +77,7 @@ impl NetRing {
         name: Arc<str>,
         log: RingLog,
     ) -> NetRing {
-        let Events { kick, call, err } = events;
+        let Events { kick, call, err, .. } = events;
         let mut ring = NetRing {
             index,
             queue,

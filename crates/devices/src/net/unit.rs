@@ -196,7 +196,7 @@ impl NetUnit {
         if let Way::Tap(tap) = &self.way {
             tap.settle(terms)?;
         }
-        let RingStart { config, events, enabled, log, at_used } = started;
+        let RingStart { config, events, enabled, log, at_used, .. } = started;
         bus.set_log(log.log());
         // Behind an IOMMU the translation of a ring may not have arrived yet (rule D22).
         let mut queue = match at_used {

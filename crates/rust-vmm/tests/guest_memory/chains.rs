@@ -1,15 +1,11 @@
 //! A translation that fails in the middle of a chain never makes the request shorter.
 
-use std::{
-    ops::Deref,
-    sync::{Arc, atomic::Ordering},
-    thread,
-};
+use std::{ops::Deref, sync::atomic::Ordering, thread};
 
 use ringfence_iotlb::Miss;
-use ringfence_rust_vmm::{Failure, FailureScope, UnleasedIommu};
+use ringfence_rust_vmm::{Failure, FailureScope};
 use virtio_queue::{QueueOwnedT, QueueT};
-use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, IommuMemory, Permissions};
+use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, Permissions};
 
 use crate::{front_end::*, rings::*};
 
@@ -97,26 +93,6 @@ fn bytes(bench: &Bench, iova: u64) -> [u8; LEN as usize] {
     let mut bytes = [0; LEN as usize];
     bench.memory.read_slice(&mut bytes, GuestAddress(BASE + iova)).unwrap();
     bytes
-}
-
-#[test]
-fn nor_is_one_over_the_adapter_for_iommu_memory() {
-    let pages = [0x1000, 0x5000].into_iter().chain(BUFFERS);
-    let styles = [Style::OneGuard, Style::ByDescriptor, Style::ManyGuards];
-    for (hole, style) in pages.flat_map(|hole| styles.map(|style| (hole, style))) {
-        let bench = bench();
-        let iommu = UnleasedIommu::new(Arc::clone(&bench.endpoint)).unwrap();
-        let memory = Arc::new(IommuMemory::new((*bench.memory).clone(), iommu, true, ()));
-        chain(&bench, hole == INDIRECT_TABLE);
-        map_around(&bench, hole);
-        serve(&memory, &mut queue(), style);
-        assert_eq!(used(&*bench.memory, BASE + USED), [], "{hole:#x} {style:?}");
-        let failure = memory.iommu().recover();
-        assert!(matches!(failure, Some(Failure::Refused { addr }) if addr & !(PAGE - 1) == hole));
-        bench.map(hole, BASE + hole, PAGE);
-        serve(&memory, &mut queue(), style);
-        assert_eq!(used(&*bench.memory, BASE + USED), [(u32::from(HEAD), 2 * LEN)], "{hole:#x}");
-    }
 }
 
 #[test]

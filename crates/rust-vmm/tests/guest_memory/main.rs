@@ -1,8 +1,7 @@
-//! rust-vmm's memory traits over an IOTLB: accesses, leases, waiting, chains of virtio-queue, the
-//! adapter for `IommuMemory`, and random devices against plain memory.
+//! rust-vmm's memory traits over an IOTLB: accesses, leases, waiting, chains of virtio-queue, and
+//! random devices against plain memory.
 
 mod accesses;
-mod adapter;
 mod chains;
 mod front_end;
 mod leases;

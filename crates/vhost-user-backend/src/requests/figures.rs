@@ -1,11 +1,15 @@
 //! What a device has done, for monitoring.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+use std::{
+    os::fd::BorrowedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
 };
 
 use parking_lot::Mutex;
+use ringfence_run::worker::Unit;
 
 use super::{QueueStats, Serve, queue::Remains};
 use crate::IotlbTally;
@@ -29,33 +33,11 @@ pub struct RequestFigures<S: Serve> {
     holds: AtomicBool,
 }
 
-/// One queue's figures. In a cache line of their own: the queue's worker writes them all the time.
+/// One queue's [`QueueStats`]. In a cache line of their own: the queue's worker writes them all the
+/// time.
 #[derive(Default)]
 #[repr(align(128))]
-struct QueueFigures {
-    requests: AtomicU64,
-    failed: AtomicU64,
-    bytes: AtomicU64,
-    interrupts: AtomicU64,
-    parked: AtomicU64,
-    away: AtomicU64,
-    full: AtomicU64,
-}
-
-impl QueueFigures {
-    fn pairs<'f>(&'f self, stats: &'f mut QueueStats) -> [(&'f AtomicU64, &'f mut u64); 7] {
-        let QueueStats { requests, failed, bytes, interrupts, parked, away, full } = stats;
-        [
-            (&self.requests, requests),
-            (&self.failed, failed),
-            (&self.bytes, bytes),
-            (&self.interrupts, interrupts),
-            (&self.parked, parked),
-            (&self.away, away),
-            (&self.full, full),
-        ]
-    }
-}
+struct QueueFigures([AtomicU64; 7]);
 
 impl<S: Serve> RequestFigures<S> {
     /// For a device of so many queues that has done nothing.
@@ -74,7 +56,7 @@ impl<S: Serve> RequestFigures<S> {
     pub fn queues(&self) -> impl Iterator<Item = QueueStats> + '_ {
         self.queues.iter().map(|queue| {
             let mut stats = QueueStats::default();
-            for (from, into) in queue.pairs(&mut stats) {
+            for (into, from) in stats.fields().into_iter().zip(&queue.0) {
                 *into = from.load(Ordering::Relaxed);
             }
             stats
@@ -83,8 +65,8 @@ impl<S: Serve> RequestFigures<S> {
 
     /// What all have done.
     pub fn sum(&self) -> QueueStats {
-        self.queues().fold(QueueStats::default(), |mut sum, stats| {
-            sum += stats;
+        self.queues().fold(QueueStats::default(), |mut sum, mut stats| {
+            sum.fields().into_iter().zip(stats.fields()).for_each(|(sum, more)| *sum += *more);
             sum
         })
     }
@@ -138,7 +120,7 @@ impl<S: Serve> RequestFigures<S> {
     /// Adds what queue `index` has done since the last call. Each queue has one worker at a time.
     pub(super) fn add(&self, index: u16, mut more: QueueStats) {
         if let Some(queue) = self.queues.get(usize::from(index)) {
-            for (into, more) in queue.pairs(&mut more) {
+            for (into, more) in queue.0.iter().zip(more.fields()) {
                 into.store(into.load(Ordering::Relaxed) + *more, Ordering::Relaxed);
             }
         }
@@ -152,4 +134,51 @@ impl<S: Serve> Drop for RequestFigures<S> {
         self.reap();
         self.stuck.get_mut().drain(..).for_each(std::mem::forget);
     }
+}
+
+/// How often to check whether the kernel is done with them: no worker is woken when it is, as the
+/// event that it writes to was the queue's.
+const EVERY_NS: u64 = 5_000_000;
+
+/// Drops what stopped queues kept, once the kernel is done with it: memory, and leases that unmaps
+/// wait for. On its own, it is the unit that a device leaves on its workers when a connection is
+/// over.
+pub struct Reaper<S: Serve> {
+    figures: Arc<RequestFigures<S>>,
+    due_ns: u64,
+}
+
+impl<S: Serve> Reaper<S> {
+    /// For the queues of these figures.
+    pub fn new(figures: &Arc<RequestFigures<S>>) -> Reaper<S> {
+        Reaper { figures: Arc::clone(figures), due_ns: 0 }
+    }
+
+    /// When it checks again, if it has to.
+    pub(super) fn due(&self) -> u64 {
+        self.due_ns
+    }
+}
+
+impl<S: Serve> Unit for Reaper<S> {
+    #[inline]
+    fn poll(&mut self, now_ns: u64) -> bool {
+        if self.figures.stuck() == 0 {
+            return false;
+        }
+        self.due_ns = now_ns.saturating_add(EVERY_NS);
+        self.figures.reap()
+    }
+
+    fn next_due(&self) -> Option<u64> {
+        (self.figures.stuck() > 0).then_some(self.due_ns)
+    }
+
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    fn disarm(&mut self) {}
+
+    fn wakers<'a>(&'a self, _: &mut Vec<BorrowedFd<'a>>) {}
 }

@@ -5,31 +5,27 @@
 //! [`RequestUnit`] is a worker's share of a device: some of its queues and the worker's way to
 //! memory.
 
-mod error;
 mod figures;
 mod queue;
-mod reaper;
 mod rings;
-mod stats;
 mod unit;
 
 use std::{io, sync::Arc};
 
 use ringfence_mem::{Access, AccessError, Memory};
 use ringfence_run::event::Doorbell;
-use ringfence_virtq::Chain;
+use ringfence_vhost_user::InflightError;
+use ringfence_virtq::{Chain, RingError};
 
-pub use error::QueueError;
-pub use figures::{MOST_LEFT, RequestFigures};
+pub use figures::{MOST_LEFT, Reaper, RequestFigures};
 pub use queue::{KEPT, MOST_HELD, RequestQueue, Slot};
-pub use reaper::Reaper;
 pub use rings::RequestRings;
-pub use stats::QueueStats;
-pub use unit::{RequestUnit, Start, Stopped};
+pub use unit::{RequestUnit, Stopped};
 
 use crate::{Bus, RingLog};
 
 /// Serves the requests of one ring, such as a disk's, and never waits.
+#[allow(unused_variables, reason = "defaults that do nothing")]
 pub trait Serve: Send + Sized + 'static {
     /// Its state of a request in progress.
     type Request: Default + Send;
@@ -62,14 +58,11 @@ pub trait Serve: Send + Sized + 'static {
     /// number, and whether the operation that it waited for has succeeded. `enough`: this round has
     /// moved as many bytes as it should.
     fn completed(&mut self, now_ns: u64, enough: bool) -> Option<(u16, bool)> {
-        let _ = (now_ns, enough);
         None
     }
     /// The operation that a request was busy with has ended: the request is
     /// [advanced](Self::advance) next.
-    fn complete(&mut self, request: &mut Self::Request, ok: bool) {
-        let _ = (request, ok);
-    }
+    fn complete(&mut self, request: &mut Self::Request, ok: bool) {}
     /// Ends a request whose translation does not come; returns whether it was done all the same,
     /// and how many bytes were written.
     fn fail(&mut self, request: &mut Self::Request, chain: &Chain, bus: &Bus) -> (bool, u32);
@@ -82,7 +75,6 @@ pub trait Serve: Send + Sized + 'static {
     /// Takes what the kernel has completed; true if there was anything. Marks what it wrote to
     /// memory in `log`.
     fn reap(&mut self, slots: &mut [Slot<Self::Request>], log: &RingLog) -> bool {
-        let _ = (slots, log);
         false
     }
     /// Whether something has come back since the last [`reap`](Self::reap) that only the bell
@@ -102,7 +94,6 @@ pub trait Serve: Send + Sized + 'static {
     /// # Errors
     /// A system call failed.
     fn notify(&self, bell: &Arc<Doorbell>) -> io::Result<()> {
-        let _ = bell;
         Ok(())
     }
     /// How many requests the kernel has.
@@ -111,13 +102,10 @@ pub trait Serve: Send + Sized + 'static {
     }
     /// Whether what the kernel has of a request may still change what another ring sees.
     fn holds(&self, request: &Self::Request) -> bool {
-        let _ = request;
         false
     }
     /// The bus is about to lose `memory`, which the kernel may still use.
-    fn keep(&mut self, memory: &Arc<Memory>) {
-        let _ = memory;
-    }
+    fn keep(&mut self, memory: &Arc<Memory>) {}
     /// When a request [completes](Self::completed) by the clock.
     fn next_due(&self) -> Option<u64> {
         None
@@ -126,6 +114,7 @@ pub trait Serve: Send + Sized + 'static {
 
 /// The outcome of a step of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Next {
     /// It is done.
     Done {
@@ -144,6 +133,7 @@ pub enum Next {
 
 /// A translation that is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Missing {
     /// The address.
     pub addr: u64,
@@ -159,4 +149,67 @@ impl Missing {
             _ => None,
         }
     }
+}
+
+/// What a queue has done.
+#[derive(Clone, Copy, Debug, Default)]
+#[non_exhaustive]
+pub struct QueueStats {
+    /// Requests completed.
+    pub requests: u64,
+    /// Of these, completed with a status other than OK.
+    pub failed: u64,
+    /// Bytes of data moved.
+    pub bytes: u64,
+    /// Interrupts sent.
+    pub interrupts: u64,
+    /// How often a request had to wait for a translation.
+    pub parked: u64,
+    /// How often the ring was not mapped.
+    pub away: u64,
+    /// How often the ring was not read further because requests in progress had as many descriptors
+    /// as allowed.
+    pub full: u64,
+}
+
+impl QueueStats {
+    fn fields(&mut self) -> [&mut u64; 7] {
+        let QueueStats { requests, failed, bytes, interrupts, parked, away, full } = self;
+        [requests, failed, bytes, interrupts, parked, away, full]
+    }
+
+    /// What was done since it was `before`.
+    fn since(mut self, mut before: QueueStats) -> QueueStats {
+        for (now, before) in self.fields().into_iter().zip(before.fields()) {
+            *now -= *before;
+        }
+        self
+    }
+}
+
+/// Why a queue stopped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum QueueError {
+    /// The driver broke the rules of the ring, or the ring cannot be reached.
+    #[error("ring: {0}")]
+    Ring(#[from] RingError),
+    /// Memory that was in use is gone.
+    #[error("memory: {0}")]
+    Memory(#[from] AccessError),
+    /// The record of an earlier process is invalid.
+    #[error(transparent)]
+    Record(#[from] InflightError),
+    /// The record of what is in flight is gone.
+    #[error("the in-flight region was truncated: without it a crash would lose requests")]
+    RecordLost,
+    /// io_uring cannot be used.
+    #[error("io_uring: {0}")]
+    Io(#[from] std::io::Error),
+    /// The ring is not at its new addresses.
+    #[error("the ring is not where it was moved to")]
+    Moved,
+    /// More workers than the IOMMU has places for.
+    #[error("more workers than the IOMMU has places for")]
+    Readers,
 }

@@ -3,17 +3,16 @@
 //! A queue never waits: a step of a request that meets a missing translation parks the request, and
 //! sends misses for all that the request will need. The request goes on when an update has come,
 //! and fails when its time-out is over.
+//!
+//! At a limit nothing fails: the ring is not read further, and chains that stay in it cost nothing.
+//! Reading goes on when requests have ended. No request needs one behind it to end: it ends when
+//! the disk completes it, or when a translation comes or times out.
 
 mod inflight;
-mod order;
 mod parked;
 mod ring;
-mod room;
-mod sleep;
 mod stop;
 mod wait;
-
-pub use room::{KEPT, MOST_HELD};
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -23,9 +22,9 @@ use ringfence_virtq::{Chain, device};
 
 use self::{
     inflight::{Recorded, take_next},
-    order::Order,
     parked::{Look, Parked},
     ring::Away,
+    stop::Order,
     wait::{Head, Wait},
 };
 use super::{Next, QueueError, QueueStats, Serve};
@@ -36,6 +35,13 @@ use crate::{Bus, RingLog};
 const ROUND_BYTES: u64 = 64 << 10;
 /// How many new requests one round takes at most.
 const ROUND_REQUESTS: usize = 32;
+/// For how many descriptors of a request, and as many pieces of memory, a slot keeps its
+/// allocations when the request is over: a little more than most reads and writes of 128 KiB have.
+pub const KEPT: usize = 64;
+/// The most descriptors, and pieces of memory, that all requests in progress with more than that
+/// have together. A ring at this limit is not read further; one request exceeds it by no more than
+/// 2048.
+pub const MOST_HELD: usize = 1 << 15;
 
 /// A request that was taken from the ring, or room for one.
 #[derive(Default)]
@@ -55,6 +61,18 @@ impl<R> Slot<R> {
     /// Whether it is done and waits for its turn to be completed.
     fn is_done(&self) -> bool {
         matches!(self.state, State::Done { .. })
+    }
+}
+
+impl<R: Default> Slot<R> {
+    /// Ends the request. Its descriptors no longer count in `held`, if they did.
+    fn end(&mut self, held: &mut usize) {
+        (self.state, self.wait) = (State::Free, None);
+        let descs = self.chain.descs().len();
+        if descs > KEPT {
+            *held -= descs;
+            (self.chain, self.request) = (Chain::default(), R::default());
+        }
     }
 }
 
@@ -445,5 +463,92 @@ impl<S: Serve> RequestQueue<S> {
             call.notify();
             self.stats.interrupts += 1;
         }
+    }
+
+    /// When the clock next gives the queue something to do, if it does.
+    pub fn next_due(&self) -> Option<u64> {
+        if let Some(away) = self.away {
+            // No event signals that it is mapped again, and the driver may omit kicks.
+            return Some(away.retry_at);
+        }
+        let parked = self.waits().then(|| self.parked.due());
+        parked.into_iter().chain(self.serve.next_due()).min()
+    }
+
+    /// Enables kicks before a sleep; true if there is something to do already.
+    pub fn arm(&mut self, bus: &Bus) -> bool {
+        match self.away {
+            Some(away) => bus.updates() != away.updates,
+            None if self.ring.is_valid() && self.ring.broken().is_none() => {
+                // A chain that cannot be taken yet is not new. Misses for what it needs were sent.
+                let takes = self.head.is_none() && !self.is_stalled() && !self.is_full();
+                let more = self.ring.enable_kicks() && takes;
+                self.look_behind(bus);
+                self.log.mark(&mut self.ring);
+                more || self.waits() && self.parked.has_updates(bus.updates())
+            }
+            None => false,
+        }
+    }
+
+    /// Disables kicks while the worker is awake.
+    pub fn disarm(&mut self) {
+        if self.ring.is_valid() && self.ring.broken().is_none() {
+            self.ring.suppress_kicks();
+            self.log.mark(&mut self.ring);
+        }
+    }
+
+    /// Whether requests wait for room.
+    fn is_stalled(&self) -> bool {
+        !self.stalled.is_empty()
+    }
+
+    /// Counts the descriptors of a request that was taken, if they are many. False if no more are
+    /// to be taken now.
+    fn hold(&mut self, at: u16) -> bool {
+        let descs = self.slots[usize::from(at)].chain.descs().len();
+        if descs <= KEPT {
+            return true;
+        }
+        self.held += descs;
+        self.stats.full += u64::from(self.is_full());
+        !self.is_full()
+    }
+
+    /// Whether requests in progress take as much memory as they may: the ring is read further when
+    /// some have ended.
+    fn is_full(&self) -> bool {
+        self.held >= MOST_HELD
+    }
+
+    /// Whether there is something to do before another request is taken.
+    fn is_occupied(&self) -> bool {
+        self.is_stalled() || self.is_spent()
+    }
+
+    /// Queues a request until its [`Serve`] has room.
+    fn stall(&mut self, at: u16) {
+        self.stalled.push_back(at);
+    }
+
+    /// Goes on with requests that found no room, as far as there is some now.
+    fn advance_stalled(&mut self, bus: &Bus) {
+        while !self.is_spent()
+            && let Some(at) = self.stalled.pop_front()
+        {
+            let others = self.stalled.len();
+            self.advance(at, bus);
+            if self.stalled.len() > others {
+                // It stays first.
+                self.stalled.rotate_right(1);
+                return;
+            }
+        }
+    }
+
+    /// Whether the last round ended because it had moved enough, so that there may be more to do.
+    pub fn is_spent(&self) -> bool {
+        self.serve.is_spent()
     }
 }

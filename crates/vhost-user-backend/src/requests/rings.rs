@@ -9,16 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_iotlb::Endpoint;
-use ringfence_mem::Memory;
-use ringfence_run::{
-    event::Bells,
-    worker::{Work, Worker},
-};
+use ringfence_run::{event::Bells, worker::Worker};
 use ringfence_vhost_user::{HandlerError, InflightRegion, Shutdown};
 use ringfence_virtq::device;
 
-use super::{Reaper, RequestFigures, RequestQueue, RequestUnit, Serve, Start};
+use super::{Reaper, RequestFigures, RequestQueue, RequestUnit, Serve, unit::Served};
 use crate::{Connection, Events, RingStart, Shares};
 
 /// How often to check whether a wait for a ring's end is given up.
@@ -84,29 +79,37 @@ impl<S: Serve> RequestRings<S> {
         on: Connection<'_>,
         serve: impl FnOnce(u16) -> Result<S, HandlerError>,
     ) -> Result<(), HandlerError> {
-        let RingStart { config, events, enabled, log, at_used } = start;
+        let RingStart { config, events: Events { kick, call, err }, enabled, log, at_used } = start;
         if at_used && self.inflight.is_none() {
             return Err(HandlerError::new("the ring's requests in flight are unknown"));
         }
-        let Events { kick, call, err } = events;
         let own = device::Queue::postponed(config)?;
         // Not on the worker: the kernel may take longer to set up `serve` than other rings should
         // wait.
-        let queue = RequestQueue::new(own, serve(config.size)?, Arc::clone(&self.name), call);
-        let start = Start { queue, kick, err, enabled, log, inflight: self.inflight.clone() };
-        let (name, unit, endpoint) = (Arc::clone(&self.name), self.shares.unit(), on.endpoint);
-        let (figures, bells, memory) =
-            (Arc::clone(&self.figures), Arc::clone(&self.bells), on.memory);
+        let serve = serve(config.size)?;
+        let mut queue = RequestQueue::new(own, serve, Arc::clone(&self.name), call);
+        queue.set_log(log);
+        if let Some(region) = &self.inflight {
+            queue.record(Arc::clone(region), ring);
+        }
+        let served = Served::new(ring, queue, kick, err, enabled);
+        let (name, number, figures) =
+            (Arc::clone(&self.name), self.shares.unit(), Arc::clone(&self.figures));
+        let (bells, memory, endpoint) = (Arc::clone(&self.bells), on.memory, on.endpoint);
         let (started, _) = self.shares.on_worker(ring.into(), move |work| {
-            let mut start = Some(start);
-            let unit = unit_of(work, unit, (&name, endpoint, bells, &memory, figures));
-            let started = unit.map_err(|error| error.to_string()).and_then(|unit| {
-                unit.start(ring, &mut start, &memory).map_err(|error| error.to_string())
-            });
+            let mut start = Some(served);
+            let started = || {
+                if work.unit::<RequestUnit<S>>(number).is_none() {
+                    let unit = RequestUnit::new(&name, endpoint, bells, &memory, figures)?;
+                    work.insert(number, Box::new(unit));
+                }
+                let unit: &mut RequestUnit<S> = work.unit(number).expect("inserted above");
+                Ok(unit.start(&mut start, &memory)?)
+            };
             // The worker does not drop what is left of it.
-            (started, start)
+            (started(), start)
         })?;
-        started.map_err(HandlerError::new)
+        started
     }
 
     /// Stops a ring: waits until all its requests have ended, unless `given_up` returns true.
@@ -164,20 +167,4 @@ impl<S: Serve> RequestRings<S> {
             });
         }
     }
-}
-
-type Parts<'a, S> =
-    (&'a str, Option<Arc<Endpoint>>, Arc<Bells>, &'a Arc<Memory>, Arc<RequestFigures<S>>);
-
-/// The share of this worker, made if it is not there yet.
-fn unit_of<'w, S: Serve>(
-    work: &'w mut Work,
-    number: u32,
-    (name, endpoint, bells, memory, figures): Parts<'_, S>,
-) -> std::io::Result<&'w mut RequestUnit<S>> {
-    if work.unit::<RequestUnit<S>>(number).is_none() {
-        let unit = RequestUnit::new(name, endpoint, bells, memory, figures)?;
-        work.insert(number, Box::new(unit));
-    }
-    Ok(work.unit(number).expect("inserted above"))
 }

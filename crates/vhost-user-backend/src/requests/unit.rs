@@ -13,32 +13,17 @@ use ringfence_run::{
     notifier::Notifier,
     worker::{Kick, Unit},
 };
-use ringfence_vhost_user::{HandlerError, InflightRegion, RingAddresses};
+use ringfence_vhost_user::{HandlerError, RingAddresses};
 use ringfence_virtq::RingError;
 
 use super::{QueueError, QueueStats, Reaper, RequestFigures, RequestQueue, Serve};
-use crate::{Bus, RingLog, Rings};
-
-/// What a queue is started with.
-pub struct Start<S: Serve> {
-    /// Made by the caller, as that takes a while.
-    pub queue: RequestQueue<S>,
-    /// The descriptor of its driver's kicks.
-    pub kick: Option<Kick>,
-    /// The descriptor that signals its failure to the front end.
-    pub err: Option<Arc<Notifier>>,
-    /// Whether it may work at once.
-    pub enabled: bool,
-    /// Where its writes are marked.
-    pub log: RingLog,
-    /// Where it records its requests in progress.
-    pub inflight: Option<Arc<InflightRegion>>,
-}
+use crate::{Bus, Rings};
 
 /// A queue that has stopped, and its kick descriptor.
 pub type Stopped<S> = (RequestQueue<S>, Option<Kick>);
 
-struct Served<S: Serve> {
+/// A queue that is served.
+pub(super) struct Served<S: Serve> {
     index: u16,
     // Dropped before `kick`, although it does not use it.
     queue: RequestQueue<S>,
@@ -54,6 +39,19 @@ struct Served<S: Serve> {
 }
 
 impl<S: Serve> Served<S> {
+    /// A ring's queue, the descriptors of its driver's kicks and of its failure, and whether it may
+    /// work at once.
+    pub(super) fn new(
+        index: u16,
+        queue: RequestQueue<S>,
+        kick: Option<Kick>,
+        err: Option<Arc<Notifier>>,
+        enabled: bool,
+    ) -> Served<S> {
+        let (failed, stopping, reported) = (None, None, QueueStats::default());
+        Served { index, queue, kick, err, enabled, failed, stopping, reported }
+    }
+
     fn works(&self) -> bool {
         self.enabled && self.failed.is_none() && self.stopping.is_none()
     }
@@ -70,8 +68,7 @@ impl<S: Serve> Served<S> {
 
     fn report(&mut self, figures: &RequestFigures<S>) {
         let now = self.queue.stats();
-        let mut more = now;
-        more -= self.reported;
+        let more = now.since(self.reported);
         if let Some(kick) = &self.kick {
             kick.found(more.requests as usize);
         }
@@ -134,35 +131,16 @@ impl<S: Serve> RequestUnit<S> {
     /// # Errors
     /// The ring cannot be reached; no descriptor can be registered; too many workers go through the
     /// IOMMU.
-    pub fn start(
+    pub(super) fn start(
         &mut self,
-        index: u16,
-        start: &mut Option<Start<S>>,
+        start: &mut Option<Served<S>>,
         memory: &Arc<Memory>,
     ) -> Result<(), QueueError> {
-        if let Some(start) = start {
-            self.prepare(index, start, memory)?;
-        }
-        let Some(Start { queue, kick, err, enabled, .. }) = start.take() else { return Ok(()) };
-        let (failed, stopping, reported) = (None, None, QueueStats::default());
-        self.queues.push(Served { index, queue, kick, err, enabled, failed, stopping, reported });
-        Ok(())
-    }
-
-    fn prepare(
-        &mut self,
-        index: u16,
-        Start { queue, log, inflight, .. }: &mut Start<S>,
-        memory: &Arc<Memory>,
-    ) -> Result<(), QueueError> {
+        let Some(Served { queue, .. }) = start else { return Ok(()) };
         if let (Some(endpoint), Bus::Physical(_)) = (&self.endpoint, &self.bus) {
             self.bus = self.through(endpoint).ok_or(QueueError::Readers)?;
         }
-        self.bus.set_log(log.log());
-        queue.set_log(std::mem::take(log));
-        if let Some(region) = inflight.take() {
-            queue.record(region, index);
-        }
+        self.bus.set_log(queue.log().0.log());
         match &self.bus {
             bus if bus.iotlb().is_some() => {}
             // A front end that is refused a ring gives the device up for good. The driver may yet
@@ -176,6 +154,7 @@ impl<S: Serve> RequestUnit<S> {
         queue.set_ordered(self.bus.iotlb().is_some() && self.bus.is_logged());
         queue.notify(&self.bell)?;
         queue.disarm();
+        self.queues.extend(start.take());
         Ok(())
     }
 
@@ -263,34 +242,31 @@ impl<S: Serve> RequestUnit<S> {
 
     /// Why a queue has stopped, if it has.
     pub fn failure(&self, index: u16) -> Option<&QueueError> {
-        self.queues.iter().find(|served| served.index == index)?.failed.as_ref()
+        self.get(index)?.failed.as_ref()
     }
 
     /// Whether a queue is being stopped.
     pub fn is_stopping(&self, index: u16) -> bool {
-        self.queues.iter().any(|served| served.index == index && served.stopping.is_some())
+        self.get(index).is_some_and(|served| served.stopping.is_some())
     }
 
     /// How many requests a queue has taken and not completed.
     pub fn under_way(&self, index: u16) -> u16 {
-        let found = self.queues.iter().find(|served| served.index == index);
-        found.map_or(0, |served| served.queue.ring().in_flight())
+        self.get(index).map_or(0, |served| served.queue.ring().in_flight())
     }
 
     /// How many requests of a queue the kernel has.
     pub fn in_kernel(&self, index: u16) -> u32 {
-        let found = self.queues.iter().find(|served| served.index == index);
-        found.map_or(0, |served| served.queue.in_kernel())
+        self.get(index).map_or(0, |served| served.queue.in_kernel())
     }
 
     /// Whether a queue's ring is not mapped, so that the queue waits.
     pub fn is_away(&self, index: u16) -> bool {
-        self.queues.iter().any(|served| served.index == index && served.queue.is_away())
+        self.get(index).is_some_and(|served| served.queue.is_away())
     }
 
-    /// The way to memory.
-    pub fn bus(&self) -> &Bus {
-        &self.bus
+    fn get(&self, index: u16) -> Option<&Served<S>> {
+        self.queues.iter().find(|served| served.index == index)
     }
 
     fn find(&mut self, index: u16) -> Option<&mut Served<S>> {

@@ -1,19 +1,19 @@
 //! What a server keeps of a connection for the process that takes over.
 
 use std::{
+    collections::BTreeMap,
     fmt, io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::Arc,
 };
 
 use ringfence_mem::Region;
-use ringfence_run::PeerFd;
-use rustix::event::{EventfdFlags, eventfd};
+use ringfence_run::{PeerFd, event};
 
 use super::{Failure, Ring, Server};
 use crate::{
     ConnectionState, Handler, HandlerError, Keeper, SavedConnection,
-    msg::{self, Inflight, Request},
+    msg::{self, Request, code},
 };
 
 /// The state kept for a successor.
@@ -26,25 +26,15 @@ pub(super) struct Kept {
     changed: bool,
 }
 
-/// State that the server does not have itself: descriptors, each a duplicate of the device's, and
-/// the MTU.
+/// State that the server does not have itself, as the requests that made it, each with a duplicate
+/// of its descriptor.
 #[derive(Default)]
 struct KeptFds {
     regions: Vec<(Region, PeerFd)>,
-    log: Option<(u64, u64, PeerFd)>,
-    log_event: Option<PeerFd>,
-    inflight: Option<(Inflight, PeerFd)>,
-    channel: Option<PeerFd>,
-    mtu: Option<u16>,
-    rings: Vec<RingFds>,
-}
-
-/// The descriptors of a ring.
-#[derive(Default)]
-struct RingFds {
-    kick: Option<PeerFd>,
-    call: Option<PeerFd>,
-    err: Option<PeerFd>,
+    /// Of the whole device, by number.
+    device: BTreeMap<u32, (Request, Option<PeerFd>)>,
+    /// The descriptors of rings, by ring and number.
+    rings: BTreeMap<(u8, u32), (Request, Option<PeerFd>)>,
 }
 
 impl fmt::Debug for Kept {
@@ -54,20 +44,9 @@ impl fmt::Debug for Kept {
 }
 
 impl Kept {
-    pub(super) fn new(keeper: Box<dyn Keeper>, rings: usize) -> io::Result<Kept> {
-        Ok(Kept {
-            keeper,
-            leave: Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
-            held: KeptFds {
-                rings: (0..rings).map(|_| RingFds::default()).collect(),
-                ..KeptFds::default()
-            },
-            changed: true,
-        })
-    }
-
-    fn note(&mut self, request: Request, fds: Vec<PeerFd>) {
-        self.changed |= self.held.note(request, fds);
+    pub(super) fn new(keeper: Box<dyn Keeper>) -> io::Result<Kept> {
+        let leave = Arc::new(event::new()?);
+        Ok(Kept { keeper, leave, held: KeptFds::default(), changed: true })
     }
 }
 
@@ -90,19 +69,17 @@ impl KeptFds {
                 let place = |region: &Region| (region.gpa, region.user_addr, region.size);
                 self.regions.retain(|(region, _)| place(region) != place(&gone));
             }
-            Request::SetLogBase { len, offset } => self.log = fds.pop().map(|fd| (len, offset, fd)),
-            Request::SetLogFd => self.log_event = fds.pop(),
-            Request::SetInflight(place) => self.inflight = fds.pop().map(|fd| (place, fd)),
-            Request::SetBackendReqFd => self.channel = fds.pop(),
-            Request::NetSetMtu(mtu) => self.mtu = Some(mtu),
-            Request::SetVringKick { ring, .. } => {
-                self.rings[usize::from(ring)].kick = fds.pop();
+            Request::SetLogBase { .. }
+            | Request::SetLogFd
+            | Request::SetInflight(_)
+            | Request::SetBackendReqFd
+            | Request::NetSetMtu(_) => {
+                self.device.insert(request.code(), (request, fds.pop()));
             }
-            Request::SetVringCall { ring, .. } => {
-                self.rings[usize::from(ring)].call = fds.pop();
-            }
-            Request::SetVringErr { ring, .. } => {
-                self.rings[usize::from(ring)].err = fds.pop();
+            Request::SetVringKick { ring, .. }
+            | Request::SetVringCall { ring, .. }
+            | Request::SetVringErr { ring, .. } => {
+                self.rings.insert((ring, request.code()), (request, fds.pop()));
             }
             // These leave no state.
             Request::GetFeatures
@@ -115,7 +92,8 @@ impl KeptFds {
             | Request::Iotlb(_) => return false,
             // These remove state.
             Request::ResetOwner | Request::ResetDevice | Request::SetStatus(0) => {
-                (self.inflight, self.mtu) = (None, None);
+                self.device.remove(&code::SET_INFLIGHT_FD);
+                self.device.remove(&code::NET_SET_MTU);
             }
             // The server has their state.
             _ => {}
@@ -131,7 +109,7 @@ impl<H: Handler> Server<H> {
     /// # Errors
     /// No descriptor is left.
     pub fn set_keeper(&mut self, keeper: Box<dyn Keeper>) -> io::Result<()> {
-        self.kept = Some(Kept::new(keeper, self.rings.len())?);
+        self.kept = Some(Kept::new(keeper)?);
         Ok(())
     }
 
@@ -180,7 +158,7 @@ impl<H: Handler> Server<H> {
         let outcome = self.carry_out(request.clone(), fds);
         if let Some(kept) = &mut self.kept {
             match outcome {
-                Ok(_) => kept.note(request, duplicates),
+                Ok(_) => kept.changed |= kept.held.note(request, duplicates),
                 // It may have stopped a ring.
                 Err(_) => kept.changed = true,
             }
@@ -192,7 +170,7 @@ impl<H: Handler> Server<H> {
     pub(super) fn lose_channel(&mut self) {
         self.backend = None;
         if let Some(kept) = &mut self.kept {
-            kept.held.channel = None;
+            kept.held.device.remove(&code::SET_BACKEND_REQ_FD);
             kept.changed = true;
         }
     }
@@ -211,7 +189,7 @@ impl<H: Handler> Server<H> {
     }
 
     /// All rings are stopped; those in `ran` are to run again in the successor. `to_come` is the
-    /// number of answers that are still to come on the back end's channel.
+    /// number of replies that are still to come on the back end's channel.
     pub(super) fn keep_stopped(&mut self, ran: &[bool], to_come: Option<u32>) {
         let Some(mut kept) = self.kept.take() else { return };
         for (ring, &ran) in self.rings.iter_mut().zip(ran) {
@@ -243,28 +221,17 @@ impl<H: Handler> Server<H> {
         for (region, fd) in &kept.regions {
             add(Request::AddMemReg(*region), Some(fd));
         }
-        if let Some((len, offset, fd)) = &kept.log {
-            add(Request::SetLogBase { len: *len, offset: *offset }, Some(fd));
+        for (request, fd) in kept.device.values() {
+            add(request.clone(), fd.as_ref());
         }
+        // Writes are logged once there is a log.
         if self.features & msg::F_LOG_ALL != 0 {
             add(Request::SetFeatures(self.features), None);
-        }
-        if let Some(fd) = &kept.log_event {
-            add(Request::SetLogFd, Some(fd));
-        }
-        if let Some((place, fd)) = &kept.inflight {
-            add(Request::SetInflight(*place), Some(fd));
-        }
-        if let Some(fd) = &kept.channel {
-            add(Request::SetBackendReqFd, Some(fd));
         }
         if self.status != 0 {
             add(Request::SetStatus(self.status), None);
         }
-        if let Some(mtu) = kept.mtu {
-            add(Request::NetSetMtu(mtu), None);
-        }
-        for (number, (ring, fds)) in (0..).zip(self.rings.iter().zip(&kept.rings)) {
+        for (number, ring) in (0..).zip(&self.rings) {
             let Ok(short) = u8::try_from(number) else { break };
             if let Some(size) = ring.size {
                 add(Request::SetVringNum { ring: number, num: size.into() }, None);
@@ -276,15 +243,13 @@ impl<H: Handler> Server<H> {
                 add(Request::SetVringBase { ring: number, base: ring.base }, None);
             }
             add(Request::SetVringEnable { ring: number, enabled: ring.enabled }, None);
-            if let Some(err) = &fds.err {
-                add(Request::SetVringErr { ring: short, fd: true }, Some(err));
-            }
-            if let Some(call) = &fds.call {
-                add(Request::SetVringCall { ring: short, fd: true }, Some(call));
-            }
-            if ring.running {
-                let fd = fds.kick.is_some();
-                add(Request::SetVringKick { ring: short, fd }, fds.kick.as_ref());
+            // The kick, which starts the ring, is the last.
+            let fds = kept.rings.range((short, 0)..=(short, u32::MAX)).rev();
+            for ((_, code), (request, fd)) in fds {
+                let is_kick = *code == code::SET_VRING_KICK;
+                if is_kick && ring.running || !is_kick && fd.is_some() {
+                    add(request.clone(), fd.as_ref());
+                }
             }
         }
         ConnectionState { to_come, requests }

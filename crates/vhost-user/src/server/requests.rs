@@ -1,48 +1,31 @@
-//! What each request does.
+//! What each request does, and the state that it changes: the rings, the memory, the log.
 
-use std::{os::fd::AsFd, sync::Arc};
+use std::{
+    os::fd::AsFd,
+    sync::{Arc, atomic::Ordering},
+};
 
-use ringfence_mem::{MemError, Memory, Region, SharedFile};
+use ringfence_mem::{DirtyLog, MemError, Memory, Region, SharedFile};
 use ringfence_run::PeerFd;
 
-use super::{Failure, Outcome, Server, answers::Answers};
+use super::{Failure, Outcome, Ring, Server};
 use crate::{
-    BackendChannel, Handler, HandlerError, InflightRegion, ProtocolFeatures, RingAddresses,
-    WireError,
-    msg::{self, Request},
+    BackendChannel, Handler, HandlerError, InflightRegion, Iotlb, IotlbWire, ProtocolFeatures,
+    RingAddresses, RingSetup, WireError,
+    backend_channel::Replies,
+    msg::{self, Inflight, Request, code},
 };
 
 impl<H: Handler> Server<H> {
     /// Refuses requests that need features that were not negotiated.
     pub(super) fn permit(&self, request: &Request) -> Result<(), WireError> {
-        let protocol = self.protocol.unwrap_or(ProtocolFeatures::empty());
         let permitted = match request {
-            Request::GetQueueNum => protocol.contains(ProtocolFeatures::MQ),
-            Request::SetLogBase { .. } | Request::SetLogFd => {
-                protocol.contains(ProtocolFeatures::LOG_SHMFD)
-            }
-            Request::SendRarp(_) => protocol.contains(ProtocolFeatures::RARP),
-            Request::NetSetMtu(_) => protocol.contains(ProtocolFeatures::NET_MTU),
-            Request::GetInflight(_) | Request::SetInflight(_) => {
-                protocol.contains(ProtocolFeatures::INFLIGHT_SHMFD)
-            }
-            Request::SetStatus(_) | Request::GetStatus => {
-                protocol.contains(ProtocolFeatures::STATUS)
-            }
-            Request::SetBackendReqFd => protocol.contains(ProtocolFeatures::BACKEND_REQ),
-            Request::GetConfig { .. } | Request::SetConfig { .. } => {
-                protocol.contains(ProtocolFeatures::CONFIG)
-            }
-            Request::ResetDevice => protocol.contains(ProtocolFeatures::RESET_DEVICE),
-            Request::GetMaxMemSlots | Request::AddMemReg(_) | Request::RemMemReg(_) => {
-                protocol.contains(ProtocolFeatures::CONFIGURE_MEM_SLOTS)
-            }
             // Front ends differ in when they acknowledge the virtio bit: using it is enough.
             Request::SetVringEnable { .. } => {
                 self.protocol.is_some() || self.features & msg::F_PROTOCOL_FEATURES != 0
             }
             Request::Iotlb(_) => self.features & msg::F_ACCESS_PLATFORM != 0,
-            _ => true,
+            other => self.has(other.needs()),
         };
         if permitted { Ok(()) } else { Err(WireError::Request { request: request.code() }) }
     }
@@ -63,10 +46,8 @@ impl<H: Handler> Server<H> {
             Request::SetFeatures(features) => self.set_features(features)?,
             Request::SetProtocolFeatures(features) => {
                 if !self.offered_protocol.contains(features) {
-                    let beyond = features & !self.offered_protocol;
-                    return Err(
-                        value("protocol features beyond those offered", beyond.bits()).into()
-                    );
+                    let beyond = features.difference(self.offered_protocol).bits();
+                    return Err(value("protocol features beyond those offered", beyond).into());
                 }
                 self.protocol = Some(features);
             }
@@ -162,15 +143,13 @@ impl<H: Handler> Server<H> {
             Request::SetBackendReqFd => {
                 let fd = fds.pop().ok_or(state("a channel without a descriptor"))?;
                 let acks = self.has(ProtocolFeatures::REPLY_ACK);
-                let channel = match self.resuming {
-                    false => BackendChannel::new(fd, acks),
-                    true => BackendChannel::resumed(fd, acks, self.to_come),
-                };
+                let to_come = if self.resuming { self.to_come } else { Some(0) };
+                let channel = BackendChannel::resumed(fd, acks, to_come);
                 let channel = Arc::new(channel.map_err(HandlerError::from)?);
                 channel.set_silent(!self.rings.iter().any(|ring| ring.running));
-                let answers = Answers::read(Arc::clone(&channel)).map_err(HandlerError::from)?;
+                let replies = Replies::read(Arc::clone(&channel)).map_err(HandlerError::from)?;
                 self.handler.set_backend_channel(channel)?;
-                self.backend = Some(answers);
+                self.backend = Some(replies);
             }
             // IOTLB messages were carried out before this, unless descriptors came with one or
             // ACCESS_PLATFORM is missing, which end the connection.
@@ -181,7 +160,7 @@ impl<H: Handler> Server<H> {
                 self.set_log(
                     SharedFile::map(fd.as_fd(), offset, len).map_err(HandlerError::from)?,
                 )?;
-                // Always answered. Front ends ignore the answer's value: a log that cannot be used
+                // Always replied to. Front ends ignore the reply's value: a log that cannot be used
                 // ends the connection.
                 return word(0);
             }
@@ -235,16 +214,14 @@ impl<H: Handler> Server<H> {
         }
         Ok(Outcome::Done)
     }
-}
 
-impl<H: Handler> Server<H> {
     /// The regions of memory that there are.
-    pub(super) fn regions(&self) -> impl Iterator<Item = &Region> {
+    fn regions(&self) -> impl Iterator<Item = &Region> {
         self.memory.iter().flat_map(|memory| memory.regions())
     }
 
     /// How many bytes the log has.
-    pub(super) fn log_bytes(&self) -> u64 {
+    fn log_bytes(&self) -> u64 {
         self.log.as_ref().map_or(0, |log| log.len())
     }
 
@@ -260,10 +237,202 @@ impl<H: Handler> Server<H> {
             false => Err(MemError::TooManyBytes { size, most: self.most_mapped }.into()),
         }
     }
+
+    pub(super) fn ring(&self, request: u32, ring: u32) -> Result<usize, WireError> {
+        let index = ring as usize;
+        if index < self.rings.len() {
+            return Ok(index);
+        }
+        Err(WireError::Value { request, field: "ring", value: ring.into() })
+    }
+
+    fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
+        self.handler.set_memory(Arc::clone(&memory))?;
+        self.memory = Some(memory);
+        self.note_mapped();
+        Ok(())
+    }
+
+    fn start(&mut self, request: u32, ring: usize, kick: Option<PeerFd>) -> Result<(), Failure> {
+        let missing = |why| Failure::Wire(WireError::State { request, why });
+        let Ring { size, addresses, enabled, .. } = self.rings[ring];
+        let size = size.ok_or_else(|| missing("the ring has no size yet"))?;
+        let addresses = addresses.ok_or_else(|| missing("the ring has no addresses yet"))?;
+        if self.memory.is_none() {
+            return Err(missing("there is no memory yet"));
+        }
+        self.suits(request, size, self.rings[ring].base)?;
+        // A new kick for a running ring: it goes on where it is.
+        self.stop(ring)?;
+        let Ring { base, lost, .. } = self.rings[ring];
+        let base = (!lost).then_some(base);
+        let resumed = self.resuming;
+        let setup = RingSetup { size, addresses, base, kick, enabled, resumed };
+        // The device may ask for the ring's translations at once.
+        self.speak(true);
+        let started = self.handler.start_ring(ring as u16, setup);
+        self.rings[ring].running = started.is_ok();
+        self.speak(false);
+        Ok(started?)
+    }
+
+    /// Cross-checks what several messages, which may have come in any order, have set for a ring:
+    /// the size and the base were valid given what was known when each of them came.
+    fn suits(&self, request: u32, size: u16, base: u32) -> Result<(), WireError> {
+        let value = |field, value| Err(WireError::Value { request, field, value });
+        if !self.is_packed() {
+            if !size.is_power_of_two() {
+                return value("the size of a split ring", size.into());
+            }
+            if base > u16::MAX.into() {
+                return value("the base of a split ring", base.into());
+            }
+        } else if [base, base >> 16].into_iter().any(|place| place & 0x7fff >= size.into()) {
+            // The ring checks how far its places may be from each other.
+            return value("a base with a place beyond the packed ring", base.into());
+        }
+        Ok(())
+    }
+
+    /// Stops a ring, if it runs, and records its position. A device that fails to stop it is not
+    /// asked again: another request that needs the ring stopped would then succeed.
+    pub(super) fn stop(&mut self, ring: usize) -> Result<(), Failure> {
+        if self.rings[ring].running {
+            self.rings[ring].running = false;
+            let base = self.handler.stop_ring(ring as u16);
+            self.speak(false);
+            if !self.rings.iter().any(|ring| ring.running) {
+                self.handler.suspended();
+            }
+            self.rings[ring].base = base.map_err(Failure::Broken)?;
+            self.rings[ring].lost = false;
+        }
+        Ok(())
+    }
+
+    fn enable(&mut self, ring: usize, enabled: bool) -> Result<(), HandlerError> {
+        if self.rings[ring].running && self.rings[ring].enabled != enabled {
+            self.handler.enable_ring(ring as u16, enabled)?;
+        }
+        self.rings[ring].enabled = enabled;
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<(), Failure> {
+        for ring in 0..self.rings.len() {
+            self.stop(ring)?;
+            self.rings[ring] = Ring::default();
+        }
+        if self.features & msg::F_LOG_ALL != 0 {
+            self.handler.set_log(None)?;
+        }
+        self.features = 0;
+        self.status = 0;
+        Ok(self.handler.reset()?)
+    }
+
+    /// Reads an IOTLB message, and checks it against the memory (rule D14).
+    pub(super) fn read_iotlb(&self, message: &IotlbWire) -> Result<Iotlb, HandlerError> {
+        let message = message.parse()?;
+        match message {
+            Iotlb::Update { first, last, user_addr, .. } => {
+                let memory = self.memory.as_ref().ok_or_else(|| HandlerError::new("no memory"))?;
+                if !msg::within(memory.regions(), user_addr, user_addr + (last - first)) {
+                    return Err(HandlerError::new("an update outside of memory"));
+                }
+            }
+            Iotlb::Invalidate { .. } => {}
+            Iotlb::Miss { .. } | Iotlb::AccessFail { .. } => {
+                return Err(HandlerError::new("a message that only a back end sends"));
+            }
+        }
+        Ok(message)
+    }
+
+    /// SET_VRING_ADDR for a running ring: a front end that begins to log sends the addresses again.
+    fn move_ring(&mut self, ring: usize, addresses: RingAddresses) -> Result<(), HandlerError> {
+        let before = self.rings[ring].addresses.unwrap_or_default();
+        if (RingAddresses { log: addresses.log, ..before }) != addresses {
+            return self.handler.move_ring(ring as u16, addresses);
+        }
+        if before.log != addresses.log {
+            return self.handler.log_ring(ring as u16, addresses.log);
+        }
+        Ok(())
+    }
+
+    /// SET_FEATURES. Only F_LOG_ALL may change while a ring runs; it holds once there is a log.
+    fn set_features(&mut self, features: u64) -> Result<(), Failure> {
+        let request = code::SET_FEATURES;
+        let value = features & !self.offered;
+        if value != 0 {
+            let field = "features beyond those offered";
+            return Err(WireError::Value { request, field, value }.into());
+        }
+        let running = self.rings.iter().any(|ring| ring.running);
+        if (features ^ self.features) & !msg::F_LOG_ALL != 0 && running {
+            let why = "features change while a ring runs";
+            return Err(WireError::State { request, why }.into());
+        }
+        let logs = features & msg::F_LOG_ALL != 0;
+        if !running {
+            self.handler.set_features(features & !super::OWN_FEATURES)?;
+        }
+        if logs != (self.features & msg::F_LOG_ALL != 0) {
+            self.handler.set_log(self.log.clone().filter(|_| logs))?;
+        }
+        self.features = features;
+        if features & msg::F_PROTOCOL_FEATURES == 0 {
+            for ring in 0..self.rings.len() {
+                self.enable(ring, true)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// SET_LOG_BASE: writes are logged there from now on, if logging is on.
+    fn set_log(&mut self, file: SharedFile) -> Result<(), HandlerError> {
+        let log = Arc::new(DirtyLog::new(file));
+        if self.features & msg::F_LOG_ALL != 0 {
+            self.handler.set_log(Some(Arc::clone(&log)))?;
+        }
+        self.log = Some(log);
+        self.note_mapped();
+        Ok(())
+    }
+
+    fn note_mapped(&self) {
+        let mapped = bytes(self.regions(), self.log_bytes());
+        self.mapped.store(mapped, Ordering::Relaxed);
+    }
+
+    /// Checks the number and the size of the queues that an in-flight region is for.
+    fn inflight_shape(&self, request: u32, place: &Inflight) -> Result<Inflight, WireError> {
+        let value = |field, value: u16| WireError::Value { request, field, value: value.into() };
+        if place.queues == 0 || usize::from(place.queues) > self.rings.len() {
+            return Err(value("queues", place.queues));
+        }
+        if place.size == 0 || place.size > self.handler.max_ring_size() {
+            return Err(value("queue size", place.size));
+        }
+        Ok(*place)
+    }
+
+    fn is_packed(&self) -> bool {
+        self.features & msg::F_RING_PACKED != 0
+    }
+
+    /// Sets whether the device may send messages of its own: while a ring runs, or is about to
+    /// (rule D27).
+    fn speak(&self, now: bool) {
+        if let Some(backend) = &self.backend {
+            backend.channel().set_silent(!now && !self.rings.iter().any(|ring| ring.running));
+        }
+    }
 }
 
 /// The total size of regions and a log, in bytes.
-pub(super) fn bytes<'r>(regions: impl Iterator<Item = &'r Region>, log: u64) -> u64 {
+fn bytes<'r>(regions: impl Iterator<Item = &'r Region>, log: u64) -> u64 {
     regions.fold(log, |sum, region| sum.saturating_add(region.size))
 }
 

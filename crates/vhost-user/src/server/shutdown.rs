@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use ringfence_run::PeerFd;
+use ringfence_run::{PeerFd, event};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net,
@@ -39,8 +39,7 @@ impl Shutdown {
     /// resumed](crate::Handler::can_be_resumed), the connection ends.
     pub fn leave(&self) {
         match &self.leave {
-            // It is never full.
-            Some(leave) => drop(rustix::io::write(leave, &1u64.to_ne_bytes())),
+            Some(leave) => event::signal(leave),
             None => self.shutdown(),
         }
     }
@@ -55,13 +54,12 @@ impl Shutdown {
         self.mapped.load(Ordering::Relaxed)
     }
 
-    /// Whether no answer can reach the front end any more: it has hung up, or the connection was
+    /// Whether no reply can reach the front end any more: it has hung up, or the connection was
     /// ended at this end. A device that waits without a time-out
     /// ([`Handler::iotlb`](crate::Handler::iotlb),
     /// [`Handler::stop_ring`](crate::Handler::stop_ring)) waits until then.
     pub fn is_over(&self) -> bool {
         let mut fds = [PollFd::new(&*self.stream, PollFlags::empty())];
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        self.is_shut_down() || matches!(poll(&mut fds, Some(&now)), Ok(1..))
+        self.is_shut_down() || matches!(poll(&mut fds, Some(&Timespec::default())), Ok(1..))
     }
 }

@@ -201,7 +201,7 @@ impl Handler for Device {
     fn settled(&mut self) {
         self.settled.store(self.carried_out.load(Ordering::Relaxed), Ordering::Relaxed);
     }
-    fn channel_answer(&mut self, message: Iotlb, number: u64, done: bool) {
+    fn channel_reply(&mut self, message: Iotlb, number: u64, done: bool) {
         self.events.push(Event::Answer(message, number, done));
         self.answered.fetch_add(1, Ordering::Relaxed);
     }
