@@ -3,7 +3,7 @@
 use ringfence_iommu::Address;
 
 use crate::{
-    BounceConfig,
+    BounceConfig, Policy,
     auto::{Auto, Cell, Choice, Kind, Slice},
     bounce::Client,
     map_call::MapCall,
@@ -11,7 +11,7 @@ use crate::{
     pieces::Measured,
 };
 
-/// The longest mapping that [`Policy::Auto`](crate::Policy::Auto) copies, in bytes: for a longer
+/// The longest mapping that [`Policy::Auto`] copies, in bytes: for a longer
 /// one the cost of a sync is negligible.
 const LONGEST: u64 = 4 << 20;
 
@@ -32,10 +32,6 @@ pub(crate) struct Decided {
 }
 
 impl<T: Address> Bouncer<T> {
-    pub(crate) fn new(client: Client<T>, config: BounceConfig) -> Bouncer<T> {
-        Bouncer { client, config, auto: Auto::new() }
-    }
-
     /// Decides whether a streaming mapping that need not be a copy becomes one.
     pub(crate) fn decide(
         &self,
@@ -44,8 +40,8 @@ impl<T: Address> Bouncer<T> {
         measured: &Measured,
     ) -> Decided {
         let &Measured { len, runs, .. } = measured;
-        if !mode.chooses() {
-            let copy = mode.bounces() && len <= self.config.threshold;
+        if mode.policy != Policy::Auto {
+            let copy = mode.policy.bounces() && len <= self.config.threshold;
             return Decided { choice: Choice { copy, slice: Slice::NONE }, cell: None };
         }
         if len > LONGEST {

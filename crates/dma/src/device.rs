@@ -1,8 +1,9 @@
 //! A device behind a domain.
 
 use core::{fmt, mem::ManuallyDrop, panic::Location};
-use std::sync::Arc;
+use std::sync::{Arc, atomic::AtomicU64};
 
+use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Fault};
 use ringfence_iova::{Allocator, Slabs};
 use ringfence_sync::cpu::OsCpu;
@@ -10,13 +11,14 @@ use ringfence_sync::cpu::OsCpu;
 use crate::{
     BouncePools, Choices, Coherent, DeviceBuilder, Direction, DmaBuffer, DmaConfig, Environment,
     Error, Explained, Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer,
-    Refused, SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
-    bounce::{Bytes, Client, ClientParts},
+    SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
+    auto::Auto,
+    bounce::{Bytes, Client},
     bouncer::Bouncer,
     builder::Source,
     control::Control,
-    counter::Count,
-    detect::DetectorState,
+    counter::{Count, TimeCounter},
+    detect::Ledger,
     flush::Lazy,
     layout::Limits,
     map_call::{Failed, Lasting, Made, MapCall},
@@ -26,9 +28,11 @@ use crate::{
     placed::Placed,
     port::Port,
     segment::Segments,
-    shared::{Parts, Shared},
+    shared::Shared,
+    stats::FreeCounters,
     thread_time::{BriefSampler, Sampler},
-    trust::{self, Means},
+    trust::{Means, decide},
+    waits::OtherWaits,
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
@@ -83,19 +87,19 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
             deferred_flush: domain.capabilities().deferred_flush,
             pools: pools.is_some(),
         };
-        let (policy, fallback) = choose(&config, means)?;
+        let (policy, fallback) = decide(config.policy, config.demand, config.trust, means)?;
         let control = Control::new(policy, fallback, config.flush)?;
-        let granule_of_allocator = allocator.granule();
         let Environment { clock, cpu, thread_clock } = environment;
         // Rule L27: if it is to be lazy, it becomes so in the same way as a device in use.
-        let at_first = Mode::new(policy.to_strict(), false);
+        let at_first = Mode { policy: policy.to_strict(), bounds_bytes: false };
         let limit = config.limit.0.min(geometry.aperture.last().0);
-        let bouncer = pools.map(|pools| {
-            let quota = config.bounce.quota;
-            let cpu = Arc::clone(&cpu);
-            Bouncer::new(Client::new(pools, ClientParts { limit, quota, cpu }), config.bounce)
+        let bouncer = pools.map(|pools| Bouncer {
+            client: Client::new(pools, (limit, config.bounce.quota), Arc::clone(&cpu)),
+            config: config.bounce,
+            auto: Auto::new(),
         });
-        let shared = Arc::new(Shared::new(Parts {
+        let detector = config.detect.map(|bounds| Ledger::new(bounds, allocator.granule()));
+        let shared = Arc::new(Shared {
             bouncer,
             mode: ModeCell::new(at_first),
             limits: Limits::new(&config, granule),
@@ -109,9 +113,15 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
             cpu,
             timer_kind: config.timer,
             trust: config.trust,
-            detector: config.detect.map(|bounds| DetectorState::new(bounds, granule_of_allocator)),
-            control,
-        }));
+            detector: detector.map(Mutex::new),
+            control: Mutex::new(control),
+            flush_failures: AtomicU64::default(),
+            expiry_time: TimeCounter::default(),
+            frees: FreeCounters::default(),
+            waits: OtherWaits::default(),
+            quarantined: Default::default(),
+            clones: Mutex::default(),
+        });
         shared.begin(policy)?;
         Ok(Device { port: Port::new(shared) })
     }
@@ -191,7 +201,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Coherent<B>, MapError<B>> {
         let (direction, at) = (Direction::Bidirectional, Location::caller());
         let made = Made { direction, at, bytes: Bytes::of::<D::Target>() };
-        self.map_one(memory, made, Lasting::Long).map(Coherent::new)
+        self.map_one(memory, made, Lasting::Long).map(Coherent)
     }
 
     /// Maps a buffer once for many I/Os: the result returns the segments of any part of it, and no
@@ -210,7 +220,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Persistent<B>, MapError<B>> {
         let made = Made { direction, at: Location::caller(), bytes: Bytes::of::<D::Target>() };
         let mapping = self.map_one(buffer, made, Lasting::Long)?;
-        self.port.counters.persistent_maps.add(1);
+        self.port.counters.persistent.add(1);
         self.port.counters.persistent_bytes.add(mapping.len());
         Ok(Persistent::new(mapping))
     }
@@ -228,7 +238,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             return Err(Error::Empty);
         }
         // The device's addresses are not translated then: a slot's address would lead elsewhere.
-        if shared.mode.get().is_off() {
+        if shared.mode.get().policy == Policy::Off {
             return Err(Error::NoPools);
         }
         let mut slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
@@ -262,12 +272,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     /// The policy in force.
     pub fn effective_policy(&self) -> Policy {
-        self.shared().policy()
+        self.shared().mode.get().policy
     }
 
     /// Why the policy in force is not the requested one; `None` if it is.
     pub fn fallback(&self) -> Option<Fallback> {
-        self.shared().fallback()
+        self.shared().control.lock().fallback
     }
 
     /// Changes the policy of the device and all its clones, in use or not (rule L27).
@@ -297,9 +307,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     /// Tunes the flush queues of one kind, for the device and all its clones.
     ///
-    /// If the policy is lazy, this becomes the kind in use (the policy becomes its
-    /// [sibling](Policy::with_queue_kind)), and what was queued is flushed, so that the new bounds
-    /// hold for every unmap that begins after this has returned. (A concurrent unmap without
+    /// If the policy is lazy, this becomes the kind in use (`lazy-sq`
+    /// becomes `lazy-mq`, or the reverse), and what was queued is flushed, so that the new bounds hold for every unmap that begins after this has returned. (A concurrent unmap without
     /// reserved bytes flushes before it returns instead of being queued.) If the policy is not
     /// lazy, the tuning is kept until it is.
     ///
@@ -325,7 +334,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// the device has no [`DmaConfig::detect`](crate::DmaConfig::detect).
     pub fn explain(&self, fault: &Fault) -> Option<Explained> {
         let shared = self.shared();
-        shared.detector.as_ref()?.explain(fault, shared.clock.now_ns())
+        shared.detector.as_ref()?.lock().explain(fault, shared.clock.now_ns())
     }
 
     /// The domain.
@@ -390,7 +399,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Ok(placed) => {
                 if let (Some(detector), Some(span)) = (&self.shared().detector, placed.span) {
                     let now_ns = self.shared().clock.now_ns();
-                    detector.mapped(span.range, made.direction, made.at, now_ns);
+                    detector.lock().mapped(span.range, made.direction, made.at, now_ns);
                 }
                 let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
                 Ok(Mapping::new(buffer, placed, owner, made.bytes))
@@ -407,16 +416,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// Another handle to the same clone.
     pub(crate) fn same(&self) -> Device<D, A> {
         Device { port: Arc::clone(&self.port) }
-    }
-}
-
-/// The policy in force, and why it is not the requested one.
-fn choose(config: &DmaConfig, means: Means) -> Result<(Policy, Option<Fallback>), SetupError> {
-    let policy = config.policy;
-    match trust::against(policy, config.trust, means) {
-        None => Ok((policy, None)),
-        Some(because) if config.demand => Err(Refused { policy, because }.into()),
-        Some(because) => Ok((trust::confined(policy), Some(because))),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Errors, and where the buffer is after them.
 
 use core::{fmt, mem::ManuallyDrop};
+use std::io;
 
 use ringfence_iommu::{Error as DomainError, Range};
 use ringfence_iova::{AllocError, ApertureError, ReserveError};
@@ -142,12 +143,22 @@ impl Error {
 ///
 /// Only if undoing failed too (the device did not acknowledge the invalidation) is the buffer
 /// withheld, as the device might still reach it; see [`into_buffer`](Self::into_buffer).
+#[derive(thiserror::Error)]
+#[error("cannot map{}: {error}", if buffer.is_ok() { "" } else {
+    ", and cannot undo what was done (the buffer is quarantined)"
+})]
 pub struct MapError<B> {
+    #[source]
     pub(crate) error: Error,
     pub(crate) buffer: Result<B, ManuallyDrop<B>>,
 }
 
 impl<B> MapError<B> {
+    pub(crate) fn new(error: Error, buffer: B, undone: bool) -> MapError<B> {
+        let buffer = if undone { Ok(buffer) } else { Err(ManuallyDrop::new(buffer)) };
+        MapError { error, buffer }
+    }
+
     /// The cause.
     pub fn error(&self) -> Error {
         self.error
@@ -174,30 +185,14 @@ impl<B> fmt::Debug for MapError<B> {
     }
 }
 
-impl<B> fmt::Display for MapError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.buffer {
-            Ok(_) => write!(f, "cannot map: {}", self.error),
-            Err(_) => write!(
-                f,
-                "cannot map, and cannot undo what was done (the buffer is quarantined): {}",
-                self.error
-            ),
-        }
-    }
-}
-
-impl<B> core::error::Error for MapError<B> {
-    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
-        Some(&self.error)
-    }
-}
-
 /// An unmap whose invalidation failed: the device may still reach the buffer.
 ///
 /// The buffer is therefore not given back, and dropping this error leaks it on purpose: memory that
 /// a device can write must not be reused. Its IOVA is quarantined.
+#[derive(thiserror::Error)]
+#[error("the device may still reach {range}, its invalidation failed: {error}")]
 pub struct UnmapError<B> {
+    #[source]
     pub(crate) error: ringfence_iommu::Error,
     pub(crate) range: Range,
     pub(crate) buffer: ManuallyDrop<B>,
@@ -235,22 +230,6 @@ impl<B> fmt::Debug for UnmapError<B> {
             .field("error", &self.error)
             .field("range", &self.range)
             .finish()
-    }
-}
-
-impl<B> fmt::Display for UnmapError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "the device may still reach {}, its invalidation failed: {}",
-            self.range, self.error
-        )
-    }
-}
-
-impl<B> core::error::Error for UnmapError<B> {
-    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
-        Some(&self.error)
     }
 }
 
@@ -300,8 +279,8 @@ pub enum SetupError {
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The timer thread, which flushes or gives back idle bounce slots, could not be started.
-    #[error("cannot start the timer thread of the flush queues or of the bounce pools")]
-    Thread,
+    #[error("cannot start the timer thread of the flush queues or of the bounce pools: {0}")]
+    Thread(io::ErrorKind),
     /// The size of the largest slot is not a power of two of whole granules, or exceeds the limit
     /// for all slots.
     #[error(
@@ -338,8 +317,8 @@ pub enum SwitchError {
     #[error(transparent)]
     Fallback(Fallback),
     /// The timer thread could not be started.
-    #[error("cannot start the flush queue's timer thread")]
-    Thread,
+    #[error("cannot start the flush queue's timer thread: {0}")]
+    Thread(io::ErrorKind),
     /// The flush queues cannot be made. If their flush failed, the policy is in force.
     #[error(transparent)]
     Queues(#[from] TuningError),
@@ -347,5 +326,5 @@ pub enum SwitchError {
     /// been unmapped lazily could not be flushed, and stays exposed until a flush succeeds: the
     /// timer's, or the next call's.
     #[error("the policy is strict now, but what was unmapped before could not be flushed: {0}")]
-    Flush(ringfence_iommu::Error),
+    Flush(#[source] ringfence_iommu::Error),
 }

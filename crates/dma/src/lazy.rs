@@ -7,6 +7,7 @@ use ringfence_iova::Allocator;
 use ringfence_sync::histogram::Histogram;
 
 use crate::{
+    QueueKind,
     counter::Count,
     flush::{Batch, Enqueued, Entry, Lazy, Removed, Watch},
     mode::Mode,
@@ -25,7 +26,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         watched: bool,
         counters: &Counters,
     ) -> Result<Option<Unmapped>> {
-        let reserved = mode.bounds_bytes();
+        let reserved = mode.bounds_bytes;
         if reserved && !self.reserve(span.mapped, counters) {
             counters.bound_unmaps.add(1);
             return self.unmap_strictly(span, watched, counters);
@@ -55,7 +56,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             Some(Entry { range: span.range, bytes: span.mapped, since_ns, pages, watch, reserved });
         loop {
             // Read each time: the queues may change while this thread flushes.
-            let ring = if self.mode.get().is_per_cpu() { self.cpu.current() } else { 0 };
+            let per_cpu = self.mode.get().policy.queue_kind() == Some(QueueKind::PerCpu);
+            let ring = if per_cpu { self.cpu.current() } else { 0 };
             let mut batch = Batch::new();
             let enqueued = self.lazy.queues.enqueue(ring, &mut entry, &mut batch);
             self.release(&mut batch, &counters.frees);
@@ -213,7 +215,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Whether a flush may have anything to do.
     pub(crate) fn wants_flush(&self) -> bool {
-        self.mode.get().is_lazy() || self.has_queued()
+        self.mode.get().policy.is_lazy() || self.has_queued()
     }
 
     /// Flushes and releases all that this covers. Nothing to do under a policy that is not lazy.

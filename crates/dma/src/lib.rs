@@ -34,8 +34,8 @@
 //!   next.
 //! * [`BouncePools`]: memory that stays mapped, for mappings that are copies;
 //!   [`Device::take_buffer`] → [`PoolBuffer`]: without a copy.
-//! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] returns the
-//!   reason.
+//! * [`Trust`]: an untrusted device is strict, whatever its policy says, and reports the
+//!   reason ([`Fallback`]).
 //! * [`Detector`]: reports which source lines mapped and unmapped a buffer that a device still
 //!   uses.
 //! * [`Choices`]: what [`Policy::Auto`] copies and what it maps, and why.
@@ -128,7 +128,7 @@ pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use builder::DeviceBuilder;
 pub use config::{DmaConfig, Environment, TimerKind};
 pub use counter::Sampled;
-pub use detect::{CallSite, Detector, Explained, Misuse, UseAfterUnmap};
+pub use detect::{CallSite, Cause, Detector, Explained};
 pub use device::Device;
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};
@@ -137,9 +137,6 @@ pub use policy::{ParsePolicyError, Policy, QueueKind};
 pub use segment::Segment;
 pub use stats::{Exposure, Stats};
 pub use thread_time::{OsThreadClock, ThreadClock};
-pub use trust::{
-    Decision, Distrust, Fallback, Finding, Guest, Platform, Reason, Refused, Trust, TrustError,
-    decide,
-};
+pub use trust::{Distrust, Fallback, Finding, Refused, Trust, TrustError};
 pub use tuning::{FlushTuning, TuningError};
 pub use waits::Waits;

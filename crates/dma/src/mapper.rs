@@ -54,7 +54,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
             limits: shared.limits,
             range,
             direction,
-            sync_each: !shared.mode.get().batches_maps(),
+            sync_each: !shared.mode.get().policy.batches_maps(),
             sync,
             list: ArrayVec::new(),
             any: false,

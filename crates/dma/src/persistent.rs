@@ -4,7 +4,9 @@ use core::{fmt, ops::Range as Bytes};
 
 use ringfence_iommu::Iova;
 
-use crate::{Mapping, OutOfBounds, Segment, SharedMemory, UnmapError};
+use crate::{
+    Mapping, OutOfBounds, Segment, SharedMemory, UnmapError, counter::Count, mapping::Owner,
+};
 
 /// A buffer that is mapped once and used for many I/Os: no I/O needs a request to the IOMMU, and
 /// none is protected from another. For buffers that a program registers once anyway (a pool of I/O
@@ -83,7 +85,9 @@ impl<B> Persistent<B> {
     /// # Errors
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.mapping.note_sync_for_cpu(bytes)
+        self.mapping.check(bytes)?;
+        self.mapping.counters().syncs_for_cpu.add(1);
+        Ok(())
     }
 
     /// Makes what the CPU wrote to `bytes` visible to the device, as [`Mapping::sync_for_device`].
@@ -91,7 +95,9 @@ impl<B> Persistent<B> {
     /// # Errors
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.mapping.note_sync_for_device(bytes)
+        self.mapping.check(bytes)?;
+        self.mapping.counters().syncs_for_device.add(1);
+        Ok(())
     }
 
     /// The buffer, which the device may access at any time.
@@ -112,9 +118,14 @@ impl<B> Persistent<B> {
     pub fn unmap(mut self) -> Result<B, UnmapError<B>> {
         let bytes = self.len();
         let (buffer, owner, _) = self.mapping.take(true, false)?;
-        owner.note_persistent_end(bytes);
+        note_end(&*owner, bytes);
         Ok(buffer)
     }
+}
+
+fn note_end(owner: &dyn Owner, bytes: u64) {
+    owner.counters().persistent.take_back(1);
+    owner.counters().persistent_bytes.take_back(bytes);
 }
 
 impl<B: SharedMemory> Persistent<B> {
@@ -129,7 +140,7 @@ impl<B> Drop for Persistent<B> {
         let bytes = self.len();
         // A buffer that cannot be unmapped is still reachable, and still counts.
         if let Some(owner) = self.mapping.take_dropped(true) {
-            owner.note_persistent_end(bytes);
+            note_end(&*owner, bytes);
         }
     }
 }

@@ -4,7 +4,7 @@ use ringfence_iommu::{Address, Domain, Iova, Range};
 use ringfence_iova::{Align, AllocReason, Allocator, Request};
 
 use crate::{
-    Device, Error, Trust,
+    Device, Error, Policy, Trust,
     bounce::Bounced,
     bouncer::Decided,
     counter::Count,
@@ -19,7 +19,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub(crate) fn place(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
         let (shared, counters) = (self.shared(), &*self.port().counters);
         let start = shared.sampler.start(counters.maps.get());
-        let placed = if shared.mode.get().is_off() {
+        let placed = if shared.mode.get().policy == Policy::Off {
             self.place_unmapped(wanted.pieces)
         } else {
             self.place_protected(wanted)
@@ -66,7 +66,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         }
         let mode = shared.mode.get();
         let Some(bouncer) = &shared.bouncer else { return self.place_mapped(wanted, measured) };
-        if !mode.bounces() || wanted.lasting == Lasting::Long {
+        if !mode.policy.bounces() || wanted.lasting == Lasting::Long {
             return self.place_mapped(wanted, measured);
         }
         let Decided { choice, cell } = bouncer.decide(mode, wanted, &measured);

@@ -24,8 +24,7 @@ pub(crate) struct Port<D: Domain, A: Allocator> {
 
 impl<D: Domain, A: Allocator> Port<D, A> {
     pub(crate) fn new(shared: Arc<Shared<D, A>>) -> Arc<Self> {
-        let counters = Arc::new(Counters::new(shared.bouncer.is_some()));
-        shared.add_clone(&counters);
+        let counters = shared.add_clone();
         Arc::new(Port { shared, counters })
     }
 
@@ -62,7 +61,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
         let (shared, counters) = (&*self.shared, &*self.counters);
         if let (Some(detector), Some(span)) = (&shared.detector, span) {
-            detector.unmapping(span.range, at, shared.clock.now_ns());
+            detector.lock().unmapping(span.range, at, shared.clock.now_ns());
         }
         let start = shared.sampler.start(counters.unmaps.get());
         let result = match span {
@@ -112,12 +111,6 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         }
     }
 
-    fn give_back_taken(&self, slot: Slot, len: u64) {
-        self.counters.given_back.add(1);
-        self.counters.given_back_bytes.add(len);
-        self.give_back_slot(slot);
-    }
-
     fn device_id(&self) -> DeviceId {
         DeviceId(Arc::as_ptr(&self.shared).addr())
     }
@@ -126,18 +119,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         self.shared.clock.now_ns()
     }
 
-    fn note_sync_for_cpu(&self, copied: u64) {
-        self.counters.syncs_for_cpu.add(1);
-        self.counters.copied_bytes.add(copied);
-    }
-
-    fn note_sync_for_device(&self, copied: u64) {
-        self.counters.syncs_for_device.add(1);
-        self.counters.copied_bytes.add(copied);
-    }
-
-    fn note_persistent_end(&self, bytes: u64) {
-        self.counters.persistent_unmaps.add(1);
-        self.counters.persistent_unmapped_bytes.add(bytes);
+    fn counters(&self) -> &Counters {
+        &self.counters
     }
 }

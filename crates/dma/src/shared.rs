@@ -14,7 +14,7 @@ use crate::{
     bouncer::Bouncer,
     control::Control,
     counter::{Count, TimeCounter},
-    detect::DetectorState,
+    detect::Ledger,
     flush::{Entry, Lazy},
     layout::Limits,
     mode::ModeCell,
@@ -35,7 +35,7 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     /// Where it gets bounce slots, if it has pools.
     pub(crate) bouncer: Option<Bouncer<D::Target>>,
     /// Holds freed IOVAs back, if the use-after-unmap detector is on.
-    pub(crate) detector: Option<Box<DetectorState>>,
+    pub(crate) detector: Option<Mutex<Ledger>>,
     pub(crate) limits: Limits,
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
@@ -53,88 +53,21 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) frees: FreeCounters,
     /// The waits for that.
     pub(crate) waits: OtherWaits,
-    quarantine: Quarantine,
+    /// The ranges that are never used again, and their bytes.
+    pub(crate) quarantined: [AtomicU64; 2],
     /// The counters of all clones, with a sum for those that are gone.
-    clones: Mutex<Clones>,
+    pub(crate) clones: Mutex<Clones>,
 }
 
 #[derive(Default)]
-struct Quarantine {
-    ranges: AtomicU64,
-    bytes: AtomicU64,
-}
-
-#[derive(Default)]
-struct Clones {
+pub(crate) struct Clones {
     alive: Vec<Arc<Counters>>,
     gone: Stats,
     gone_waits: Waits,
     gone_tally: Tally,
 }
 
-/// The parts a [`Shared`] is made of.
-pub(crate) struct Parts<D: Domain, A> {
-    pub(crate) bouncer: Option<Bouncer<D::Target>>,
-    pub(crate) domain: D,
-    pub(crate) allocator: A,
-    pub(crate) mode: ModeCell,
-    pub(crate) trust: Trust,
-    pub(crate) detector: Option<Box<DetectorState>>,
-    pub(crate) limits: Limits,
-    pub(crate) limit: u64,
-    pub(crate) sampler: Sampler,
-    pub(crate) brief_sampler: BriefSampler,
-    pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) cpu: Arc<dyn CpuId>,
-    pub(crate) lazy: Lazy,
-    pub(crate) timer_kind: TimerKind,
-    pub(crate) control: Control,
-}
-
 impl<D: Domain, A: Allocator> Shared<D, A> {
-    pub(crate) fn new(parts: Parts<D, A>) -> Self {
-        let Parts {
-            bouncer,
-            domain,
-            allocator,
-            mode,
-            trust,
-            detector,
-            limits,
-            limit,
-            sampler,
-            brief_sampler,
-            clock,
-            cpu,
-            lazy,
-            timer_kind,
-            control,
-        } = parts;
-        Shared {
-            bouncer,
-            domain,
-            allocator,
-            mode,
-            trust,
-            detector,
-            limits,
-            limit,
-            sampler,
-            brief_sampler,
-            clock,
-            cpu,
-            lazy,
-            timer_kind,
-            control: Mutex::new(control),
-            flush_failures: AtomicU64::new(0),
-            expiry_time: TimeCounter::default(),
-            frees: FreeCounters::default(),
-            waits: OtherWaits::default(),
-            quarantine: Quarantine::default(),
-            clones: Mutex::default(),
-        }
-    }
-
     /// Why the device cannot have `policy`; `None` if it can.
     pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
         let deferred_flush = self.domain.capabilities().deferred_flush;
@@ -159,7 +92,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         counters: &Counters,
     ) -> Result<Option<Unmapped>> {
         let mode = self.mode.get();
-        if mode.is_lazy() && !strictly {
+        if mode.policy.is_lazy() && !strictly {
             self.unmap_lazily(mode, span, watched, counters)
         } else {
             self.unmap_strictly(span, watched, counters)
@@ -215,11 +148,6 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Ok(unmapped)
     }
 
-    /// The policy in force.
-    pub(crate) fn policy(&self) -> Policy {
-        self.mode.get().policy()
-    }
-
     /// Undoes a map call that failed. Rule L29: its IOVA is free at once, and never goes through
     /// the flush queue. Returns whether that succeeded; if not, the range is quarantined.
     pub(crate) fn unwind(&self, range: Range, counters: &Counters) -> bool {
@@ -240,16 +168,15 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             None => give_back(&self.allocator, range),
             Some(detector) => {
                 let mut give_back = |range| give_back(&self.allocator, range);
-                detector.retire(range, self.clock.now_ns(), &mut give_back);
+                detector.lock().retire(range, self.clock.now_ns(), &mut give_back);
             }
         }
     }
 
     /// Gives back to the allocator what the detector holds; returns whether it held anything.
     pub(crate) fn free_held(&self) -> bool {
-        let detector = self.detector.as_ref();
-        detector
-            .is_some_and(|held| held.release_all(&mut |range| give_back(&self.allocator, range)))
+        let mut give_back = |range| give_back(&self.allocator, range);
+        self.detector.as_ref().is_some_and(|held| held.lock().release_all(&mut give_back))
     }
 
     /// The size to request from the allocator: whole granules of the allocator.
@@ -260,13 +187,13 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     /// Keeps an IOVA range from ever being used again. (Table pages need no such care: a dropped
     /// list of them goes back to its table, which frees it no sooner than allowed.)
     pub(crate) fn quarantine(&self, range: Range) {
-        self.quarantine.ranges.add(1);
-        self.quarantine.bytes.add(range.extent().saturating_add(1));
+        self.quarantined[0].add(1);
+        self.quarantined[1].add(range.extent().saturating_add(1));
     }
 
     /// What was chosen, and why, if the policy makes choices.
     pub(crate) fn choices(&self) -> Option<Choices> {
-        let bouncer = self.bouncer.as_ref().filter(|_| self.mode.get().chooses())?;
+        let bouncer = self.bouncer.as_ref().filter(|_| self.mode.get().policy == Policy::Auto)?;
         let sum = Tally::default();
         {
             let clones = self.clones.lock();
@@ -277,8 +204,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Some(bouncer.auto.choices(&sum))
     }
 
-    pub(crate) fn add_clone(&self, counters: &Arc<Counters>) {
-        self.clones.lock().alive.push(Arc::clone(counters));
+    /// The counters of a new clone.
+    pub(crate) fn add_clone(&self) -> Arc<Counters> {
+        let counters = Arc::new(Counters::new(self.bouncer.is_some()));
+        self.clones.lock().alive.push(Arc::clone(&counters));
+        counters
     }
 
     pub(crate) fn remove_clone(&self, counters: &Arc<Counters>) {
@@ -309,11 +239,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             clones.alive.iter().for_each(|counters| counters.add_to(&mut stats));
             stats
         };
-        stats.quarantined = self.quarantine.ranges.get();
-        stats.quarantined_bytes = self.quarantine.bytes.get();
+        [stats.quarantined, stats.quarantined_bytes] =
+            [self.quarantined[0].get(), self.quarantined[1].get()];
         stats.flush_failures = self.flush_failures.get();
         if let Some(detector) = &self.detector {
-            (stats.withheld, stats.withheld_bytes) = detector.held();
+            (stats.withheld, stats.withheld_bytes) = detector.lock().held();
         }
         self.expiry_time.add_to(&mut stats.expiry_time);
         self.frees.add_to(&mut stats);

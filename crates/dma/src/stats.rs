@@ -147,17 +147,14 @@ pub(crate) struct Counters {
     pub(crate) alloc_time: BriefCounter,
     pub(crate) frees: FreeCounters,
     pub(crate) waits: CallerWaits,
-    pub(crate) persistent_maps: AtomicU64,
+    /// Mappings that are live: the clone that made one also counts its end.
+    pub(crate) persistent: AtomicU64,
     pub(crate) persistent_bytes: AtomicU64,
-    pub(crate) persistent_unmaps: AtomicU64,
-    pub(crate) persistent_unmapped_bytes: AtomicU64,
     pub(crate) bounced: AtomicU64,
     pub(crate) copied_bytes: AtomicU64,
     pub(crate) not_bounced: AtomicU64,
     pub(crate) taken: AtomicU64,
     pub(crate) taken_bytes: AtomicU64,
-    pub(crate) given_back: AtomicU64,
-    pub(crate) given_back_bytes: AtomicU64,
     /// What was copied and mapped by choice; `None` for a device without pools.
     pub(crate) tally: Option<Box<Tally>>,
 }
@@ -209,16 +206,12 @@ impl Counters {
         self.unmap_time.add_to(&mut stats.unmap_time);
         self.alloc_time.add_to(&mut stats.alloc_time);
         self.frees.add_to(stats);
-        // A mapping is unmapped by the clone that made it, but the counts are read one by one.
-        let now = |mapped: &AtomicU64, unmapped: u64| mapped.get().saturating_sub(unmapped);
-        let (unmaps, bytes) = (self.persistent_unmaps.get(), self.persistent_unmapped_bytes.get());
-        stats.persistent += now(&self.persistent_maps, unmaps);
-        stats.persistent_bytes += now(&self.persistent_bytes, bytes);
+        stats.persistent += self.persistent.get();
+        stats.persistent_bytes += self.persistent_bytes.get();
         stats.bounced += self.bounced.get();
         stats.copied_bytes += self.copied_bytes.get();
         stats.not_bounced += self.not_bounced.get();
-        let (taken, bytes) = (self.given_back.get(), self.given_back_bytes.get());
-        stats.taken += now(&self.taken, taken);
-        stats.taken_bytes += now(&self.taken_bytes, bytes);
+        stats.taken += self.taken.get();
+        stats.taken_bytes += self.taken_bytes.get();
     }
 }

@@ -10,7 +10,7 @@ use ringfence_iommu::Domain;
 use ringfence_iova::Allocator;
 
 use crate::{
-    Fallback, FlushTuning, Policy, SetupError, SwitchError, TimerKind, TuningError,
+    FlushTuning, Policy, QueueKind, SetupError, SwitchError, TimerKind, TuningError,
     flush::{Shape, bound_ns},
     mode::Mode,
     shared::Shared,
@@ -22,7 +22,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         self.prepare(policy);
         if let Some(kind) = policy.queue_kind() {
             let tuning = *self.control.lock().of_kind(kind);
-            self.start_timer().map_err(|_| SetupError::Thread)?;
+            self.start_timer().map_err(|error| SetupError::Thread(error.kind()))?;
             self.queue_as(policy, &tuning, &mut false)?;
         }
         Ok(())
@@ -30,12 +30,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
 
     pub(crate) fn set_policy(self: &Arc<Self>, policy: Policy) -> Result<(), SwitchError> {
         // Skips the calibration for a change without effect.
-        let switches = policy != self.mode.get().policy() && self.refuses(policy).is_none();
+        let switches = policy != self.mode.get().policy && self.refuses(policy).is_none();
         if switches {
             self.prepare(policy);
         }
         let mut control = self.control.lock();
-        let before = self.mode.get().policy();
+        let before = self.mode.get().policy;
         if policy != before {
             if policy == Policy::Off || before == Policy::Off {
                 return Err(SwitchError::Off { from: before, to: policy });
@@ -46,14 +46,14 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
         }
         match policy.queue_kind() {
             Some(kind) if before.queue_kind() == Some(kind) && !control.unflushed => {
-                let bounds_bytes = self.mode.get().bounds_bytes();
-                self.mode.set(Mode::new(policy, bounds_bytes));
+                let bounds_bytes = self.mode.get().bounds_bytes;
+                self.mode.set(Mode { policy, bounds_bytes });
             }
             Some(kind) => {
-                self.start_timer().map_err(|_| SwitchError::Thread)?;
+                self.start_timer().map_err(|error| SwitchError::Thread(error.kind()))?;
                 let tuning = *control.of_kind(kind);
                 let result = self.queue_as(policy, &tuning, &mut control.unflushed);
-                if self.mode.get().policy() == policy {
+                if self.mode.get().policy == policy {
                     control.kind = kind;
                 }
                 result?;
@@ -75,7 +75,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     pub(crate) fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
         tuning.check()?;
         let mut control = self.control.lock();
-        let policy = self.mode.get().policy();
+        let policy = self.mode.get().policy;
         let result = if policy.is_lazy() {
             let policy = policy.with_queue_kind(tuning.kind);
             self.queue_as(policy, &tuning, &mut control.unflushed)
@@ -87,10 +87,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
             *control.of_kind(tuning.kind) = tuning;
         }
         result
-    }
-
-    pub(crate) fn fallback(&self) -> Option<Fallback> {
-        self.control.lock().fallback
     }
 
     /// Sets a lazy policy with `tuning`, whatever was in force before.
@@ -112,15 +108,16 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
             late_after_ns: bound_ns(tuning),
             reserved_only: bound.is_some(),
         };
-        let in_use = if policy.is_per_cpu() { lazy.queues.rings() } else { 1 };
+        let per_cpu = policy.queue_kind() == Some(QueueKind::PerCpu);
+        let in_use = if per_cpu { lazy.queues.rings() } else { 1 };
         let was_lazy = self.wants_flush();
-        lazy.queues.open(in_use, shape).map_err(TuningError::memory(tuning.slots))?;
+        lazy.queues.open(in_use, shape).map_err(|_| TuningError::Memory(tuning.slots))?;
         if let Some(bytes) = bound {
             lazy.queues.budget.set(bytes);
         }
         lazy.pace.tune(tuning);
         // Rule L27: from here on other threads see it.
-        self.mode.set(Mode::new(policy, bound.is_some()));
+        self.mode.set(Mode { policy, bounds_bytes: bound.is_some() });
         if was_lazy {
             // Only now: a thread that still sees the old mode would flush again and again until it
             // sees the new one.
@@ -141,7 +138,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     /// The flush failed: the timer tries again, and so does the next change. The policy is in force
     /// anyway.
     fn stop_queueing(&self, policy: Policy) -> ringfence_iommu::Result<()> {
-        self.mode.set(Mode::new(policy, false));
+        self.mode.set(Mode { policy, bounds_bytes: false });
         self.lazy.queues.close(0);
         self.expire_in(&self.waits.asked, &self.frees)?;
         self.lazy.queues.trim();

@@ -1,7 +1,5 @@
 //! The tuning of flush queues.
 
-use std::collections::TryReserveError;
-
 use crate::{Policy, QueueKind};
 
 /// Slots of a single queue in Linux.
@@ -166,8 +164,8 @@ pub enum TuningError {
     )]
     MaxExposureBytes(u64),
     /// The tuning is for one kind of queue, but the policy uses the other.
-    #[error("the tuning is for {tuned}, but the policy {policy} has {wanted}", tuned = .kind.name(),
-        wanted = .policy.queue_kind().map_or("no flush queue", QueueKind::name))]
+    #[error("the tuning is for {tuned}, but the policy {policy} has {wanted}", tuned = .kind,
+        wanted = .policy.queue_kind().unwrap_or_default())]
     Kind {
         /// The kind of the tuning.
         kind: QueueKind,
@@ -180,13 +178,7 @@ pub enum TuningError {
     /// The tuning is in force, but its initial flush failed: what was queued before stays queued,
     /// and the timer tries again.
     #[error("the queues are tuned, but what they held could not be flushed: {0}")]
-    Flush(ringfence_iommu::Error),
-}
-
-impl TuningError {
-    pub(crate) fn memory(slots: usize) -> impl FnOnce(TryReserveError) -> TuningError {
-        move |_| TuningError::Memory(slots)
-    }
+    Flush(#[source] ringfence_iommu::Error),
 }
 
 #[cfg(all(test, not(loom)))]

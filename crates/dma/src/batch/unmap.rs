@@ -2,7 +2,11 @@
 
 #![allow(clippy::result_large_err, reason = "a mapping that is given back is moved as it came")]
 
-use core::{fmt, mem, panic::Location};
+use core::{
+    fmt,
+    mem::{self, ManuallyDrop},
+    panic::Location,
+};
 use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_iommu::{Domain, Gather, Partial, Pending, Range, Result};
@@ -10,13 +14,8 @@ use ringfence_iova::Allocator;
 
 use super::flights::{Flight, Flights, join};
 use crate::{
-    Device, Mapping, Returned, UnmapError,
-    counter::Count,
-    flush::Removed,
-    mapping::{Owner, Parts},
-    port::Port,
-    span::Unmapped,
-    waits::timed,
+    Device, Mapping, Returned, UnmapError, counter::Count, flush::Removed, mapping::Owner,
+    port::Port, span::Unmapped, waits::timed,
 };
 
 /// Unmaps mappings of one device together: touching ranges as one, with one invalidation for all,
@@ -45,7 +44,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
 struct Member<B, T> {
     tag: T,
-    parts: Parts<B>,
+    mapping: ManuallyDrop<Mapping<B>>,
     watched: bool,
     state: State,
 }
@@ -63,8 +62,8 @@ struct Failed(Vec<(Range, ringfence_iommu::Error)>);
 
 impl Failed {
     /// The range of a mapping and the error, if its unmap failed.
-    fn of<B>(&self, parts: &Parts<B>) -> Option<(Range, ringfence_iommu::Error)> {
-        let range = parts.span()?.range;
+    fn of<B>(&self, mapping: &Mapping<B>) -> Option<(Range, ringfence_iommu::Error)> {
+        let range = mapping.span()?.range;
         let (_, error) = self.0.iter().find(|(held, _)| held.covers(range))?;
         Some((range, *error))
     }
@@ -118,12 +117,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         tag: T,
         watched: bool,
     ) -> core::result::Result<(), Mapping<B>> {
-        let parts = mapping.into_parts(self.port.device_id())?;
+        let mapping = mapping.unmapping(self.port.device_id())?;
         let shared = &*self.port.shared;
-        if let (Some(detector), Some(span)) = (&shared.detector, parts.span()) {
-            detector.unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
+        if let (Some(detector), Some(span)) = (&shared.detector, mapping.span()) {
+            detector.lock().unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
         }
-        self.gathered.push(Member { tag, parts, watched, state: State::Open(None) });
+        self.gathered.push(Member { tag, mapping, watched, state: State::Open(None) });
         Ok(())
     }
 
@@ -149,9 +148,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         }
         self.end_bounces();
         let mode = self.port.shared.mode.get();
-        if mode.policy().batches_unmaps() {
+        if mode.policy.batches_unmaps() {
             self.begin_together();
-        } else if mode.is_lazy() && mode.batches_maps() && !mode.bounds_bytes() {
+        } else if mode.policy.is_lazy() && mode.policy.batches_maps() && !mode.bounds_bytes {
             self.queue_together();
         } else {
             self.unmap_each();
@@ -163,7 +162,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     fn end_bounces(&mut self) {
         let clock = &self.port.shared.clock;
         for member in &mut self.gathered {
-            if member.parts.end_bounce(member.watched) {
+            if member.mapping.end_bounce(true, member.watched) {
                 let watch = || Unmapped { since_ns: clock.now_ns(), watch: Arc::default() };
                 member.state = State::Known(Ok(member.watched.then(watch)));
             }
@@ -174,7 +173,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let members = self.gathered.len();
         for mut member in self.gathered.drain(..) {
             if member.is_open() {
-                let unmapped = self.port.unmap(member.parts.span(), false, member.watched, None);
+                let unmapped = self.port.unmap(member.mapping.span(), false, member.watched, None);
                 member.state = State::Known(unmapped);
             }
             self.begun.push_back(member);
@@ -192,7 +191,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     /// Removes the translations of all that was pushed, touching ranges as one.
     fn remove(&mut self, gather: &mut Gather) -> (Vec<Range>, Failed) {
         let mut ranges = self.flights.ranges();
-        ranges.extend(self.gathered.iter().filter_map(|member| Some(member.parts.span()?.range)));
+        ranges.extend(self.gathered.iter().filter_map(|member| Some(member.mapping.span()?.range)));
         join(&mut ranges);
         let mut failed = Failed::default();
         let mut rest = &ranges[..];
@@ -219,7 +218,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         counters.unmap_syncs.add(u64::from(!ranges.is_empty()));
         let sync = Pending::unmap(&shared.domain, ranges, &mut gather);
         for mut member in self.gathered.drain(..) {
-            let failed = failed.of(&member.parts).filter(|_| member.is_open());
+            let failed = failed.of(&member.mapping).filter(|_| member.is_open());
             if let Some((range, error)) = failed {
                 shared.quarantine(range);
                 counters.unmap_failures.add(1);
@@ -251,10 +250,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 self.begun.push_back(member);
                 continue;
             }
-            let unmapped = if let Some((range, error)) = failed.of(&member.parts) {
+            let unmapped = if let Some((range, error)) = failed.of(&member.mapping) {
                 shared.quarantine(range);
                 Err(error)
-            } else if let Some(span) = member.parts.span() {
+            } else if let Some(span) = member.mapping.span() {
                 // Rule L21: the first entry carries the pages of all, as it is queued after all of
                 // them were unlinked.
                 let removed = Removed { since_ns, pages: gather.take_pages() };
@@ -288,17 +287,17 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 break;
             }
             let Flight { sync, members, settled, timed } = flight;
-            let settle = |parts: &Parts<B>, watcher| {
-                let range = parts.span().map_or(Range::ALL, |span| span.range);
-                Some(port.settle(parts.span(), watcher, sync.outcome(range)?))
+            let settle = |mapping: &Mapping<B>, watcher| {
+                let range = mapping.span().map_or(Range::ALL, |span| span.range);
+                Some(port.settle(mapping.span(), watcher, sync.outcome(range)?))
             };
             if !mem::replace(settled, true) {
                 // Settles all of them before the first is handed out, so as not to time the
                 // caller's code.
                 let start = if *timed { shared.sampler.start_always() } else { None };
-                for Member { parts, state, .. } in self.begun.iter_mut().take(*members) {
+                for Member { mapping, state, .. } in self.begun.iter_mut().take(*members) {
                     if let State::Open(watcher) = state
-                        && let Some(unmapped) = settle(parts, watcher.take())
+                        && let Some(unmapped) = settle(mapping, watcher.take())
                     {
                         *state = State::Known(unmapped);
                     }
@@ -308,14 +307,17 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             while *members > 0 {
                 // Counted first, so that the count stays right if the caller's code panics.
                 *members -= 1;
-                let Some(Member { tag, parts, state, .. }) = self.begun.pop_front() else { break };
+                let Some(Member { tag, mapping, state, .. }) = self.begun.pop_front() else {
+                    break;
+                };
                 handed_out += 1;
                 let unmapped = match state {
                     State::Known(unmapped) => Some(unmapped),
                     // A panic interrupted the settling above.
-                    State::Open(watcher) => settle(&parts, watcher),
+                    State::Open(watcher) => settle(&mapping, watcher),
                 };
-                each(tag, parts.give_back(unmapped.expect("the sync is over")));
+                let mapping = ManuallyDrop::into_inner(mapping);
+                each(tag, mapping.give_back(unmapped.expect("the sync is over")));
             }
             self.flights.land();
         }

@@ -16,10 +16,10 @@ use crate::Direction;
 
 pub(crate) use copy::{Bytes, Slices, SlicesMut};
 pub use memory::{BounceMemory, Chunk, HostMemory};
+pub(crate) use pools::Client;
 pub use pools::{
     BounceLimits, BouncePools, BounceStats, ClassStats, DeviceShare, Holder, SlotHolder, SlotInfo,
 };
-pub(crate) use pools::{Client, ClientParts};
 pub use taken::PoolBuffer;
 
 /// How a device bounces.

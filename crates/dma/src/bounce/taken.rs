@@ -7,7 +7,7 @@ use ringfence_iommu::Iova;
 use ringfence_mem::HostSlice;
 
 use super::Slot;
-use crate::{Segment, mapping::Owner, segment::Segments};
+use crate::{Segment, counter::Count, mapping::Owner, segment::Segments};
 
 /// A buffer in pool memory, mapped already: the program writes or reads it in place, without a copy
 /// and without a request to the IOMMU.
@@ -88,7 +88,9 @@ impl Drop for PoolBuffer {
     fn drop(&mut self) {
         if let Some(mut slot) = self.slot.take() {
             slot.dirty = slot.dirty.max(self.len);
-            self.owner.give_back_taken(slot, self.len);
+            self.owner.counters().taken.take_back(1);
+            self.owner.counters().taken_bytes.take_back(self.len);
+            self.owner.give_back_slot(slot);
         }
     }
 }

@@ -1,33 +1,21 @@
 //! The records of current and recent mappings.
 
 use core::{fmt, panic::Location};
-use std::{
-    collections::{BTreeMap, VecDeque},
-    thread::Thread,
-};
+use std::collections::{BTreeMap, VecDeque};
 
 use ringfence_iommu::{Iova, Range};
 
-use super::Detector;
+use super::{CallSite, Detector};
 use crate::Direction;
-
-/// When, where and on which thread something was done to a mapping.
-#[derive(Clone, Debug)]
-pub(crate) struct Mark {
-    /// `None` if the program named no place, as the mapping was dropped.
-    pub(crate) at: Option<&'static Location<'static>>,
-    pub(crate) ns: u64,
-    pub(crate) thread: Thread,
-}
 
 /// The record of an IOVA range.
 #[derive(Clone, Debug)]
 pub(crate) struct Record {
     pub(crate) range: Range,
     pub(crate) direction: Direction,
-    pub(crate) mapped: Mark,
+    pub(crate) mapped: CallSite,
     /// Its unmap, as soon as that has begun.
-    pub(crate) unmapped: Option<Mark>,
+    pub(crate) unmapped: Option<CallSite>,
 }
 
 /// The records of mapped ranges, and of freed ranges that are held back.
@@ -35,6 +23,8 @@ pub(crate) struct Record {
 /// No two of them overlap: a range that is held back is not allocated again.
 pub(crate) struct Ledger {
     bounds: Detector,
+    /// The allocator's granule.
+    pub(super) granule: u64,
     /// By the first address of the range.
     records: BTreeMap<u64, Record>,
     /// The ranges held back, oldest first.
@@ -43,32 +33,45 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    pub(crate) fn new(bounds: Detector) -> Ledger {
-        Ledger { bounds, records: BTreeMap::new(), held: VecDeque::new(), held_bytes: 0 }
+    pub(crate) fn new(bounds: Detector, granule: u64) -> Ledger {
+        let (records, held) = (BTreeMap::new(), VecDeque::new());
+        Ledger { bounds, granule, records, held, held_bytes: 0 }
     }
 
-    pub(crate) fn map(&mut self, record: Record) {
-        self.records.insert(record.range.first().0, record);
+    /// Records a mapping before its user gets the address.
+    pub(crate) fn mapped(
+        &mut self,
+        range: Range,
+        direction: Direction,
+        at: &'static Location<'static>,
+        now_ns: u64,
+    ) {
+        let mapped = CallSite::now(Some(at), now_ns);
+        self.records.insert(range.first().0, Record { range, direction, mapped, unmapped: None });
     }
 
     /// Records an unmap before it is done, as the device may already fault on it. If several places
     /// record it, the first is the one that requested it.
-    pub(crate) fn unmap(&mut self, range: Range, mark: Mark) {
+    pub(crate) fn unmapping(
+        &mut self,
+        range: Range,
+        at: Option<&'static Location<'static>>,
+        now_ns: u64,
+    ) {
         if let Some(record) = self.records.get_mut(&range.first().0) {
-            record.unmapped.get_or_insert(mark);
+            record.unmapped.get_or_insert_with(|| CallSite::now(at, now_ns));
         }
     }
 
     /// Takes a range that is free now, and calls `free` with the ranges that the allocator gets
-    /// instead: the oldest, as far as the bounds demand. `mark` is for a range whose unmap was not
-    /// recorded.
-    pub(crate) fn retire(&mut self, range: Range, mark: Mark, free: &mut impl FnMut(Range)) {
+    /// instead: the oldest, as far as the bounds demand.
+    pub(crate) fn retire(&mut self, range: Range, now_ns: u64, free: &mut impl FnMut(Range)) {
         let bytes = size(range);
         let Some(record) = self.records.get_mut(&range.first().0) else {
             // A map that failed: no device ever got the address.
             return free(range);
         };
-        record.unmapped.get_or_insert(mark);
+        record.unmapped.get_or_insert_with(|| CallSite::now(None, now_ns));
         if self.bounds.ranges == 0 || bytes > self.bounds.bytes.into() {
             // It would evict all others without fitting itself.
             self.records.remove(&range.first().0);
@@ -143,12 +146,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn mark(ns: u64) -> Mark {
-        Mark { at: None, ns, thread: std::thread::current() }
-    }
-
-    fn record(range: Range) -> Record {
-        Record { range, direction: Direction::ToDevice, mapped: mark(1), unmapped: None }
+    fn map(ledger: &mut Ledger, range: Range) {
+        ledger.mapped(range, Direction::ToDevice, Location::caller(), 1);
     }
 
     fn pages(first: u64, count: u64) -> Range {
@@ -157,27 +156,27 @@ mod tests {
 
     #[test]
     fn the_last_address_is_one_like_any_other() {
-        let mut ledger = Ledger::new(Detector { ranges: 4, bytes: u64::MAX });
+        let mut ledger = Ledger::new(Detector { ranges: 4, bytes: u64::MAX }, 0x1000);
         let top = Range::new(Iova(u64::MAX - 0xfff), Iova(u64::MAX)).unwrap();
-        ledger.map(record(top));
+        map(&mut ledger, top);
         assert_eq!(ledger.at(Iova(u64::MAX)).unwrap().range, top);
         assert!(ledger.above(Iova(u64::MAX - 0x1000), 0x1000).is_some());
         assert!(ledger.below(Iova(u64::MAX - 0x1000), 0x1000).is_none());
-        ledger.retire(top, mark(2), &mut |_| panic!("there is room"));
-        ledger.map(record(Range::ALL));
+        ledger.retire(top, 2, &mut |_| panic!("there is room"));
+        map(&mut ledger, Range::ALL);
         let mut freed = Vec::new();
-        ledger.retire(Range::ALL, mark(3), &mut |range| freed.push(range));
+        ledger.retire(Range::ALL, 3, &mut |range| freed.push(range));
         // All addresses are one byte more than the bound.
         assert_eq!((freed, ledger.held()), (vec![Range::ALL], (1, 0x1000)));
     }
 
     #[test]
     fn a_range_larger_than_the_bound_pushes_nothing_out() {
-        let mut ledger = Ledger::new(Detector { ranges: 4, bytes: 0x4000 });
+        let mut ledger = Ledger::new(Detector { ranges: 4, bytes: 0x4000 }, 0x1000);
         let mut freed = Vec::new();
         for range in [pages(1, 1), pages(16, 5), pages(32, 4)] {
-            ledger.map(record(range));
-            ledger.retire(range, mark(2), &mut |range| freed.push(range));
+            map(&mut ledger, range);
+            ledger.retire(range, 2, &mut |range| freed.push(range));
         }
         assert_eq!(freed, [pages(16, 5), pages(1, 1)]);
         assert_eq!(ledger.held(), (1, 0x4000));
@@ -209,7 +208,7 @@ mod tests {
             bytes in 0u64..0x8000,
             steps in prop::collection::vec(step(), 0..120),
         ) {
-            let mut ledger = Ledger::new(Detector { ranges, bytes });
+            let mut ledger = Ledger::new(Detector { ranges, bytes }, 0x1000);
             let mut live: Vec<Range> = Vec::new();
             let mut held: Vec<Range> = Vec::new();
             for step in steps {
@@ -222,7 +221,7 @@ mod tests {
                         if live.iter().chain(&held).any(|taken| taken.overlaps(range)) {
                             continue;
                         }
-                        ledger.map(record(range));
+                        map(&mut ledger, range);
                         live.push(range);
                     }
                     Step::Unmap(at) => {
@@ -230,8 +229,8 @@ mod tests {
                             continue;
                         }
                         let range = live.remove(at % live.len());
-                        ledger.unmap(range, mark(2));
-                        ledger.retire(range, mark(3), &mut |range| freed.push(range));
+                        ledger.unmapping(range, None, 2);
+                        ledger.retire(range, 3, &mut |range| freed.push(range));
                         if ranges == 0 || size(range) > bytes.into() {
                             want.push(range);
                         } else {

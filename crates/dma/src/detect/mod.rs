@@ -15,10 +15,10 @@ use core::{
 };
 use std::thread::{self, Thread};
 
-use parking_lot::Mutex;
-use ringfence_iommu::{Fault, FaultReason, Iova, Prot, Range};
+use ringfence_iommu::{Fault, FaultReason, Prot, Range};
 
-use self::ledger::{Ledger, Mark, Record};
+pub(crate) use self::ledger::Ledger;
+use self::ledger::Record;
 use crate::Direction;
 
 /// How much address space the detector holds back. The oldest range goes back to the allocator
@@ -40,6 +40,7 @@ impl Default for Detector {
 
 /// A place in the program, with time and thread.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct CallSite {
     /// Where; `None` if that is not known, as for the drop of a mapping.
     pub at: Option<&'static Location<'static>>,
@@ -49,42 +50,16 @@ pub struct CallSite {
     pub thread: Thread,
 }
 
+impl CallSite {
+    fn now(at: Option<&'static Location<'static>>, ns: u64) -> CallSite {
+        CallSite { at, ns, thread: thread::current() }
+    }
+}
+
 /// What a refused access was, as far as the detector knows.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Explained {
-    /// The device used a buffer that had been unmapped.
-    UseAfterUnmap(UseAfterUnmap),
-    /// The access violates the direction of a mapped buffer.
-    WrongDirection(Misuse),
-    /// The device went beyond a mapped buffer, by less than a granule of the allocator.
-    OutOfBounds(Misuse),
-    /// The address is mapped, with this permission. The device may have used it before the map had
-    /// returned, or hit a pad between two pieces that keeps segments from crossing a boundary.
-    Mapped(Misuse),
-}
-
-/// An access to an unmapped buffer.
-#[derive(Clone, Debug)]
-pub struct UseAfterUnmap {
-    /// The access.
-    pub fault: Fault,
-    /// The addresses of the former mapping, in whole granules.
-    pub range: Range,
-    /// The direction of the former mapping.
-    pub direction: Direction,
-    /// Where it was mapped.
-    pub mapped: CallSite,
-    /// Where it was unmapped.
-    pub unmapped: CallSite,
-    /// How long before the explanation it was unmapped, in nanoseconds. The access itself was
-    /// earlier than the explanation.
-    pub age_ns: u64,
-}
-
-/// An access that relates to a mapping but is not allowed by it.
-#[derive(Clone, Debug)]
-pub struct Misuse {
+pub struct Explained {
     /// The access.
     pub fault: Fault,
     /// The addresses of the mapping, in whole granules.
@@ -93,99 +68,60 @@ pub struct Misuse {
     pub direction: Direction,
     /// Where it was mapped.
     pub mapped: CallSite,
+    /// What was wrong with the access.
+    pub cause: Cause,
 }
 
-/// The detector of a device: its records, and a lock.
-#[derive(Debug)]
-pub(crate) struct DetectorState {
-    ledger: Mutex<Ledger>,
-    /// The allocator's granule.
-    granule: u64,
+/// Why an access was refused.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Cause {
+    /// The device used a buffer that had been unmapped.
+    UseAfterUnmap {
+        /// Where it was unmapped.
+        unmapped: CallSite,
+        /// How long before the explanation, in nanoseconds. The access itself was earlier than the
+        /// explanation.
+        age_ns: u64,
+    },
+    /// The access violates the direction of a mapped buffer.
+    WrongDirection,
+    /// The device went beyond a mapped buffer, by less than a granule of the allocator.
+    OutOfBounds,
+    /// The address is mapped, with this permission. The device may have used it before the map had
+    /// returned, or hit a pad between two pieces that keeps segments from crossing a boundary.
+    Mapped,
 }
 
-impl DetectorState {
-    pub(crate) fn new(bounds: Detector, granule: u64) -> Box<DetectorState> {
-        Box::new(DetectorState { ledger: Mutex::new(Ledger::new(bounds)), granule })
-    }
-
-    /// Records a mapping before its user gets the address.
-    pub(crate) fn mapped(
-        &self,
-        range: Range,
-        direction: Direction,
-        at: &'static Location<'static>,
-        now_ns: u64,
-    ) {
-        let mapped = Mark { at: Some(at), ns: now_ns, thread: thread::current() };
-        self.ledger.lock().map(Record { range, direction, mapped, unmapped: None });
-    }
-
-    /// Records an unmap that begins.
-    pub(crate) fn unmapping(
-        &self,
-        range: Range,
-        at: Option<&'static Location<'static>>,
-        now_ns: u64,
-    ) {
-        self.ledger.lock().unmap(range, Mark { at, ns: now_ns, thread: thread::current() });
-    }
-
-    /// Takes a range that was unmapped, and calls `free` with the ranges that may be allocated
-    /// again.
-    pub(crate) fn retire(&self, range: Range, now_ns: u64, free: &mut impl FnMut(Range)) {
-        let mark = Mark { at: None, ns: now_ns, thread: thread::current() };
-        self.ledger.lock().retire(range, mark, free);
-    }
-
-    /// Calls `free` with all that is held back; returns whether there was anything.
-    pub(crate) fn release_all(&self, free: &mut impl FnMut(Range)) -> bool {
-        self.ledger.lock().release_all(free)
-    }
-
-    /// How many ranges are held back, and how many bytes of address space.
-    pub(crate) fn held(&self) -> (u64, u64) {
-        self.ledger.lock().held()
-    }
-
+impl Ledger {
     /// Explains a fault; `None` if no record relates to it.
     pub(crate) fn explain(&self, fault: &Fault, now_ns: u64) -> Option<Explained> {
         if fault.reason == FaultReason::NoDomain {
             return None;
         }
-        let ledger = self.ledger.lock();
-        let fault = *fault;
-        let misuse = |record: &Record| Misuse {
-            fault,
-            range: record.range,
-            direction: record.direction,
-            mapped: place(&record.mapped),
-        };
-        let Some(record) = ledger.at(fault.iova) else {
+        let (record, cause) = match self.at(fault.iova) {
+            Some(record) => {
+                let cause = match &record.unmapped {
+                    Some(unmapped) => Cause::UseAfterUnmap {
+                        unmapped: unmapped.clone(),
+                        age_ns: now_ns.saturating_sub(unmapped.ns),
+                    },
+                    None if record.direction.prot().contains(fault.access) => Cause::Mapped,
+                    None => Cause::WrongDirection,
+                };
+                (record, cause)
+            }
             // The fault's address may be the first beyond the mapping, after an access that began
             // within; or the last one before it.
-            let beside = ledger.below(fault.iova, self.granule);
-            let beside = beside.or_else(|| ledger.above(fault.iova, self.granule));
-            return beside.map(|record| Explained::OutOfBounds(misuse(record)));
-        };
-        Some(match &record.unmapped {
-            Some(unmapped) => Explained::UseAfterUnmap(UseAfterUnmap {
-                fault,
-                range: record.range,
-                direction: record.direction,
-                mapped: place(&record.mapped),
-                unmapped: place(unmapped),
-                age_ns: now_ns.saturating_sub(unmapped.ns),
-            }),
-            None if record.direction.prot().contains(fault.access) => {
-                Explained::Mapped(misuse(record))
+            None => {
+                let below = self.below(fault.iova, self.granule);
+                let beside = below.or_else(|| self.above(fault.iova, self.granule))?;
+                (beside, Cause::OutOfBounds)
             }
-            None => Explained::WrongDirection(misuse(record)),
-        })
+        };
+        let &Record { range, direction, ref mapped, .. } = record;
+        Some(Explained { fault: *fault, range, direction, mapped: mapped.clone(), cause })
     }
-}
-
-fn place(mark: &Mark) -> CallSite {
-    CallSite { at: mark.at, ns: mark.ns, thread: mark.thread.clone() }
 }
 
 impl Display for CallSite {
@@ -233,66 +169,46 @@ impl Display for Age {
     }
 }
 
-impl Display for UseAfterUnmap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let offset = self.fault.iova.0.saturating_sub(self.range.first().0);
-        write!(
-            f,
-            "use after unmap: {}, {offset:#x} into {}, at most {} after it was unmapped {} \
-             (mapped {})",
-            AccessText(self.fault),
-            self.range,
-            Age(self.age_ns),
-            self.unmapped,
-            self.mapped
-        )
-    }
-}
-
 impl Display for Explained {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Explained::UseAfterUnmap(used) => used.fmt(f),
-            Explained::WrongDirection(Misuse { fault, range, direction, mapped }) => {
+        let Explained { fault, range, direction, mapped, cause } = self;
+        let (access, iova, first) = (AccessText(*fault), fault.iova.0, range.first().0);
+        match cause {
+            Cause::UseAfterUnmap { unmapped, age_ns } => write!(
+                f,
+                "use after unmap: {access}, {:#x} into {range}, at most {} after it was unmapped \
+                 {unmapped} (mapped {mapped})",
+                iova.saturating_sub(first),
+                Age(*age_ns)
+            ),
+            Cause::WrongDirection => {
                 let only = match direction {
                     Direction::ToDevice => "only to be read",
                     Direction::FromDevice => "only to be written",
                     Direction::Bidirectional => "to be read and written",
                 };
-                write!(
-                    f,
-                    "wrong direction: {}; {range} is {only} (mapped {mapped})",
-                    AccessText(*fault)
-                )
+                write!(f, "wrong direction: {access}; {range} is {only} (mapped {mapped})")
             }
-            Explained::OutOfBounds(Misuse { fault, range, mapped, .. }) => {
-                let (by, side) = beside(*range, fault.iova);
-                write!(
-                    f,
-                    "out of bounds: {}, {by:#x} bytes {side} {range} (mapped {mapped})",
-                    AccessText(*fault)
-                )
+            Cause::OutOfBounds => {
+                let (by, side) = match iova.checked_sub(range.last().0) {
+                    Some(beyond) => (beyond, "beyond"),
+                    None => (first.saturating_sub(iova), "before"),
+                };
+                write!(f, "out of bounds: {access}, {by:#x} bytes {side} {range} (mapped {mapped})")
             }
-            Explained::Mapped(Misuse { fault, range, mapped, .. }) => write!(
+            Cause::Mapped => write!(
                 f,
-                "{}, which is mapped now; it came before {range} was (mapped {mapped}), or hit a \
-                 pad in it",
-                AccessText(*fault)
+                "{access}, which is mapped now; it came before {range} was (mapped {mapped}), or \
+                 hit a pad in it"
             ),
         }
     }
 }
 
-/// How far from a range an address lies, and on which side.
-fn beside(range: Range, iova: Iova) -> (u64, &'static str) {
-    match iova.0.checked_sub(range.last().0) {
-        Some(beyond) => (beyond, "beyond"),
-        None => (range.first().0.saturating_sub(iova.0), "before"),
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use ringfence_iommu::Iova;
+
     use super::*;
 
     fn fault(iova: u64, access: Prot) -> Fault {
@@ -304,8 +220,8 @@ mod tests {
     }
 
     /// A detector with one mapping, and the place where that was made.
-    fn detector(direction: Direction) -> (Box<DetectorState>, String) {
-        let detector = DetectorState::new(Detector::default(), 0x1000);
+    fn detector(direction: Direction) -> (Ledger, String) {
+        let mut detector = Ledger::new(Detector::default(), 0x1000);
         let here = Location::caller();
         detector.mapped(range(), direction, here, 1_000);
         (detector, format!("{}:{}", here.file(), here.line()))
@@ -313,14 +229,16 @@ mod tests {
 
     #[test]
     fn a_use_after_unmap_report_names_both_places_and_its_greatest_age() {
-        let (detector, mapped) = detector(Direction::FromDevice);
+        let (mut detector, mapped) = detector(Direction::FromDevice);
         let here = Location::caller();
         detector.unmapping(range(), Some(here), 2_000);
         detector.retire(range(), 2_500, &mut |_| panic!("there is room"));
         let explained = detector.explain(&fault(0x11_234, Prot::WRITE), 3_002_000).unwrap();
-        let Explained::UseAfterUnmap(used) = &explained else { panic!("{explained}") };
-        assert_eq!((used.age_ns, used.range), (3_000_000, range()));
-        assert_eq!((used.mapped.ns, used.unmapped.ns), (1_000, 2_000));
+        let Cause::UseAfterUnmap { unmapped, age_ns } = &explained.cause else {
+            panic!("{explained}")
+        };
+        assert_eq!((*age_ns, explained.range), (3_000_000, range()));
+        assert_eq!((explained.mapped.ns, unmapped.ns), (1_000, 2_000));
         let thread = thread::current();
         let thread = thread.name().unwrap();
         assert_eq!(
@@ -337,7 +255,7 @@ mod tests {
 
     #[test]
     fn an_unmap_by_a_drop_is_reported_as_one_without_a_place() {
-        let (detector, _) = detector(Direction::ToDevice);
+        let (mut detector, _) = detector(Direction::ToDevice);
         detector.unmapping(range(), None, 2_000);
         // The unmap is not over yet, but the device already faulted on it.
         let text = detector.explain(&fault(0x10_000, Prot::READ), 2_900).unwrap().to_string();
@@ -349,12 +267,12 @@ mod tests {
         let (detector, _) = detector(Direction::ToDevice);
         let explain = |iova, access| detector.explain(&fault(iova, access), 5_000);
         let found = explain(0x10_004, Prot::WRITE).unwrap();
-        assert!(matches!(found, Explained::WrongDirection(_)), "{found}");
+        assert!(matches!(found.cause, Cause::WrongDirection), "{found}");
         assert!(found.to_string().contains("only to be read"), "{found}");
-        assert!(matches!(explain(0x10_004, Prot::RW).unwrap(), Explained::WrongDirection(_)));
-        assert!(matches!(explain(0x10_004, Prot::READ).unwrap(), Explained::Mapped(_)));
+        assert!(matches!(explain(0x10_004, Prot::RW).unwrap().cause, Cause::WrongDirection));
+        assert!(matches!(explain(0x10_004, Prot::READ).unwrap().cause, Cause::Mapped));
         let found = explain(0x12_000, Prot::READ).unwrap();
-        assert!(matches!(found, Explained::OutOfBounds(_)), "{found}");
+        assert!(matches!(found.cause, Cause::OutOfBounds), "{found}");
         assert!(found.to_string().contains("0x1 bytes beyond"), "{found}");
         let found = explain(0xf_ff8, Prot::READ).unwrap();
         assert!(found.to_string().contains("0x8 bytes before"), "{found}");
@@ -369,7 +287,7 @@ mod tests {
 
     #[test]
     fn what_is_given_back_to_the_allocator_is_forgotten() {
-        let (detector, _) = detector(Direction::ToDevice);
+        let (mut detector, _) = detector(Direction::ToDevice);
         detector.unmapping(range(), None, 2_000);
         detector.retire(range(), 2_000, &mut |_| panic!("there is room"));
         assert_eq!(detector.held(), (1, 0x2000));

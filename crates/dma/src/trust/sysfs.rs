@@ -4,7 +4,6 @@ use core::fmt;
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use super::{Distrust, Trust, TrustError};
@@ -98,7 +97,7 @@ fn is_block(dir: &Path) -> bool {
 }
 
 /// The content of a file in one line; `None` if there is no such file.
-pub(super) fn read(file: &Path) -> Result<Option<String>, TrustError> {
+fn read(file: &Path) -> Result<Option<String>, TrustError> {
     match fs::read(file) {
         Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).trim_end().to_owned())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -106,18 +105,53 @@ pub(super) fn read(file: &Path) -> Result<Option<String>, TrustError> {
     }
 }
 
-pub(super) fn is_there(file: &Path) -> Result<bool, TrustError> {
+fn is_there(file: &Path) -> Result<bool, TrustError> {
     file.try_exists().map_err(|error| unreadable(file, error))
 }
 
 fn unreadable(file: &Path, error: io::Error) -> TrustError {
-    TrustError::Unreadable { file: file.to_owned(), error: Arc::new(error) }
+    TrustError::Unreadable { file: file.to_owned(), error }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
+    use tempfile::TempDir;
+
     use super::*;
-    use crate::trust::tree::Tree;
+
+    /// A directory that is removed on drop.
+    struct Tree {
+        root: PathBuf,
+        _dir: TempDir,
+    }
+
+    impl Tree {
+        fn new() -> Tree {
+            let dir = tempfile::tempdir().unwrap();
+            Tree { root: dir.path().canonicalize().unwrap(), _dir: dir }
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.root.join(name)
+        }
+
+        /// The full name of `path` in this tree.
+        fn name(&self, path: &Path) -> String {
+            path.strip_prefix(&self.root).unwrap().to_str().unwrap().to_owned()
+        }
+
+        fn file(&self, name: &str, contents: &str) {
+            let file = self.path(name);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, contents).unwrap();
+        }
+
+        fn link(&self, name: &str, to: &str) {
+            let link = self.path(name);
+            fs::create_dir_all(link.parent().unwrap()).unwrap();
+            std::os::unix::fs::symlink(self.path(to), link).unwrap();
+        }
+    }
 
     const ROOT: &str = "sys/devices/pci0000:00";
     const PORT: &str = "sys/devices/pci0000:00/0000:00:1c.0";

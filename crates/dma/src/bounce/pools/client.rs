@@ -17,18 +17,10 @@ use super::{
 };
 use crate::{Error, bounce::Slot};
 
-/// The properties of a device that matter to the pools.
-pub(crate) struct ClientParts {
-    /// The highest IOVA that it can put on the bus.
-    pub(crate) limit: u64,
-    /// The most bytes that it may hold.
-    pub(crate) quota: u64,
-    pub(crate) cpu: Arc<dyn CpuId>,
-}
-
 /// A device as a client of the pools.
 pub(crate) struct Client<T: Address> {
     pools: BouncePools<T>,
+    /// The highest IOVA that it can put on the bus.
     limit: u64,
     cpu: Arc<dyn CpuId>,
     account: Arc<Account>,
@@ -79,8 +71,11 @@ impl Drop for Charge<'_> {
 }
 
 impl<T: Address> Client<T> {
-    pub(crate) fn new(pools: BouncePools<T>, parts: ClientParts) -> Client<T> {
-        let ClientParts { limit, quota, cpu } = parts;
+    pub(crate) fn new(
+        pools: BouncePools<T>,
+        (limit, quota): (u64, u64),
+        cpu: Arc<dyn CpuId>,
+    ) -> Client<T> {
         let inner = &*pools.0;
         let number = inner.numbers.fetch_add(1, Ordering::Relaxed);
         let account = Arc::new(Account { number, quota, held: CachePadded::default() });

@@ -35,7 +35,7 @@ use ringfence_iommu::{Address, Domain, Geometry};
 use ringfence_iova::{Allocator, Request};
 use ringfence_sync::clock::Clock;
 
-pub(crate) use self::client::{Client, ClientParts};
+pub(crate) use self::client::Client;
 pub use self::limits::{
     BounceLimits, BounceStats, ClassStats, DeviceShare, Holder, SlotHolder, SlotInfo,
 };
@@ -193,7 +193,7 @@ impl<T: Address> BouncePools<T> {
             tick: AtomicU32::new(0),
         });
         if timer == TimerKind::Thread {
-            inner.start_timer().map_err(|_| SetupError::Thread)?;
+            inner.start_timer().map_err(|error| SetupError::Thread(error.kind()))?;
         }
         Ok(BouncePools(inner))
     }

@@ -55,7 +55,7 @@ impl Rig {
 
     fn client(&self, limit: u64, quota: u64) -> Client<HostAddr> {
         let cpu: Arc<dyn CpuId> = Arc::new(OsCpu::new());
-        Client::new(self.pools().clone(), ClientParts { limit, quota, cpu })
+        Client::new(self.pools().clone(), (limit, quota), cpu)
     }
 
     /// Drops the pools, and checks that nothing is left.
@@ -246,8 +246,7 @@ fn the_thread_gives_back_what_is_idle_and_ends_with_the_pools() {
     );
     let pools = pools.unwrap();
     let cpu: Arc<dyn CpuId> = Arc::new(OsCpu::new());
-    let parts = ClientParts { limit: u64::MAX, quota: 1 << 20, cpu };
-    let client = Client::new(pools.clone(), parts);
+    let client = Client::new(pools.clone(), (u64::MAX, 1 << 20), cpu);
     client.give_back(take(&client, 1, Prot::READ).unwrap());
     while pools.stats().kept_bytes > 0 {
         thread::yield_now();
