@@ -30,9 +30,13 @@ impl Control {
         if policy.queue_kind().is_some_and(|kind| kind != tuning.kind) {
             return Err(TuningError::Kind { kind: tuning.kind, policy }.into());
         }
-        let (single, per_cpu) = (FlushTuning::single(), FlushTuning::per_cpu());
-        let mut control =
-            Control { fallback, kind: tuning.kind, single, per_cpu, unflushed: false };
+        let mut control = Control {
+            fallback,
+            kind: tuning.kind,
+            single: FlushTuning::linux(QueueKind::Single),
+            per_cpu: FlushTuning::linux(QueueKind::PerCpu),
+            unflushed: false,
+        };
         *control.of_kind(tuning.kind) = tuning;
         Ok(control)
     }

@@ -128,8 +128,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    /// Maps one buffer. Its pieces are laid out in one contiguous IOVA range; pieces that are
-    /// adjacent in memory are mapped at once.
+    /// Maps a buffer, or a list of them. The pieces are laid out in one contiguous IOVA range; pieces
+    /// that are adjacent in memory are mapped at once.
     ///
     /// # Errors
     /// Nothing is mapped, and the buffer is in the error.
@@ -160,33 +160,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             sync: Sync::Now,
         });
         self.finish(ManuallyDrop::into_inner(buffer), made, placed)
-    }
-
-    /// Maps a scatter list: several buffers at one contiguous IOVA range (rules L35, L44-L46).
-    ///
-    /// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules
-    /// there is a segment for each buffer that does not join the one before in whole granules;
-    /// there are never more segments than pieces, unless a piece is longer than a segment may be.
-    ///
-    /// # Errors
-    /// As [`map`](Self::map); all buffers are in the error, in their order.
-    #[track_caller]
-    pub fn map_sg<B: DmaBuffer<D::Target>>(
-        &self,
-        list: Vec<B>,
-        direction: Direction,
-    ) -> Result<Mapping<Vec<B>>, MapError<Vec<B>>> {
-        let list = ManuallyDrop::new(list);
-        let made = Made { direction, at: Location::caller(), bytes: Bytes::of_list::<D::Target>() };
-        let placed = self.place(&MapCall {
-            pieces: &|each| list.iter().for_each(|buffer| buffer.for_each_segment(each)),
-            slices: &|each| (made.bytes.read)(&list, each),
-            direction,
-            at: made.at,
-            lasting: Lasting::Streaming,
-            sync: Sync::Now,
-        });
-        self.finish(ManuallyDrop::into_inner(list), made, placed)
     }
 
     /// Maps memory for as long as the result lives, shared by the device and the CPU, such as rings
@@ -262,12 +235,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// policy.
     pub fn choices(&self) -> Option<Choices> {
         self.shared().choices()
-    }
-
-    /// The number of this device and its clones in their pools, as in
-    /// [`DeviceShare`](crate::DeviceShare) and [`SlotHolder`](crate::SlotHolder).
-    pub fn number_in_pools(&self) -> Option<u32> {
-        self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.number())
     }
 
     /// The policy in force.

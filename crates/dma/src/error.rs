@@ -4,7 +4,7 @@ use core::{fmt, mem::ManuallyDrop};
 use std::io;
 
 use ringfence_iommu::{Error as DomainError, Range};
-use ringfence_iova::{AllocError, ApertureError, ReserveError};
+use ringfence_iova::{AllocError, AllocReason, Allocator, ApertureError, ReserveError};
 
 use crate::{Fallback, Policy, Refused, TuningError};
 
@@ -23,12 +23,12 @@ pub enum Error {
     Unstable,
     /// All suitable I/O virtual addresses are taken: unmap something and try again.
     #[error(
-        "no I/O virtual addresses are free for {asked:#x} bytes at or below {limit:#x}: \
+        "no I/O virtual addresses are free for {size:#x} bytes at or below {limit:#x}: \
          {live_ranges} ranges are live, {live_bytes:#x} bytes are taken"
     )]
     Exhausted {
         /// The requested bytes of address space.
-        asked: u64,
+        size: u64,
         /// The highest suitable address.
         limit: u64,
         /// Ranges that the allocator has handed out.
@@ -42,12 +42,12 @@ pub enum Error {
     /// It would have to be copied into a bounce slot, and the device has reached its quota of slot
     /// memory: unmap something and try again.
     #[error(
-        "a bounce slot of {asked:#x} bytes: the device holds {held:#x} bytes of slots, and may hold \
+        "a bounce slot of {size:#x} bytes: the device holds {held:#x} bytes of slots, and may hold \
          {quota:#x} (BounceConfig::quota)"
     )]
     BounceQuota {
         /// Bytes of the requested slot.
-        asked: u64,
+        size: u64,
         /// Bytes of slots that the device holds.
         held: u64,
         /// The most that it may hold.
@@ -121,6 +121,18 @@ impl ErrorKind {
 }
 
 impl Error {
+    /// Why `allocator` has no address.
+    pub(crate) fn no_iova(error: AllocError, allocator: &(impl Allocator + ?Sized)) -> Error {
+        let AllocReason::Exhausted { .. } = error.reason else { return Error::NoIova(error) };
+        let (stats, request) = (allocator.stats(), error.request);
+        Error::Exhausted {
+            size: request.size,
+            limit: request.limit,
+            live_ranges: stats.live_ranges.saturating_sub(stats.cached_ranges),
+            live_bytes: stats.live_bytes,
+        }
+    }
+
     /// What it means for the caller.
     pub const fn kind(&self) -> ErrorKind {
         match self {

@@ -24,7 +24,7 @@
 //!   addresses; [`Direction`]: the direction of the data, hence what the device may do.
 //! * [`Policy`]: what a mapping costs and what it guarantees. The default is
 //!   [`StrictMap`](Policy::StrictMap); a lazy policy must be chosen by name.
-//! * [`Device::map`] and [`Device::map_sg`] → [`Mapping`]: one contiguous IOVA range, the
+//! * [`Device::map`], of a buffer or a list of them → [`Mapping`]: one contiguous IOVA range, the
 //!   [`Segment`]s to put in descriptors, and the buffer, which the mapping *owns*: the compiler
 //!   refuses to touch what the device may touch. [`Mapping::unmap`] gives it back; `Drop` unmaps.
 //! * [`MapBatch`] and [`UnmapBatch`]: many mappings, one sync, and no waiting for it.
@@ -121,8 +121,8 @@ mod waits;
 pub use auto::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 pub use batch::{MapBatch, UnmapBatch};
 pub use bounce::{
-    BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, ClassStats,
-    DeviceShare, Holder, HostMemory, PoolBuffer, SlotHolder, SlotInfo, Written,
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, ClassStats, Holder,
+    HostMemory, PoolBuffer, Written,
 };
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use builder::DeviceBuilder;

@@ -1,7 +1,7 @@
 //! Placing the pieces of a buffer: mapping them, or copying them to a slot.
 
 use ringfence_iommu::{Address, Domain, Iova, Range};
-use ringfence_iova::{Align, AllocReason, Allocator, Request};
+use ringfence_iova::{Align, Allocator, Request};
 
 use crate::{
     Device, Error, Policy, Trust,
@@ -191,14 +191,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Err(error) if !error.reason.is_invalid() && shared.free_held() => alloc(0),
             Err(error) => Err(error),
         };
-        allocated.map_err(|error| match error.reason {
-            AllocReason::Exhausted { .. } => {
-                let stats = shared.allocator.stats();
-                let live_ranges = stats.live_ranges.saturating_sub(stats.cached_ranges);
-                let live_bytes = stats.live_bytes;
-                Error::Exhausted { asked: size, limit: shared.limit, live_ranges, live_bytes }
-            }
-            _ => Error::NoIova(error),
-        })
+        allocated.map_err(|error| Error::no_iova(error, &shared.allocator))
     }
 }

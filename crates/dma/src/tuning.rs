@@ -2,15 +2,6 @@
 
 use crate::{Policy, QueueKind};
 
-/// Slots of a single queue in Linux.
-const SINGLE_SLOTS: usize = 32_768;
-/// How long a single queue waits in Linux, in milliseconds.
-const SINGLE_MS: u64 = 1000;
-/// Slots of each queue in Linux where every CPU has one.
-const PER_CPU_SLOTS: usize = 256;
-/// How long queues per CPU wait in Linux, in milliseconds.
-const PER_CPU_MS: u64 = 10;
-
 /// How large flush queues are, when they are flushed, and how much may stay exposed in them.
 ///
 /// A device keeps one tuning for each kind of queue, initially Linux's. The [`Policy`] decides
@@ -54,21 +45,16 @@ impl FlushTuning {
     /// The largest bound of exposed bytes.
     pub const MAX_BYTES: u64 = i64::MAX as u64;
 
-    /// A single queue as Linux tunes it: 32,768 slots, flushed after a second.
-    pub const fn single() -> FlushTuning {
-        FlushTuning::linux(QueueKind::Single)
+    /// As Linux tunes the queues of `policy`: 32,768 slots and a second for a single queue, 256
+    /// slots and 10 ms for queues per CPU. As a single queue, if the policy has none.
+    pub fn of(policy: Policy) -> FlushTuning {
+        FlushTuning::linux(policy.queue_kind().unwrap_or_default())
     }
 
-    /// Queues per CPU as Linux tunes them: 256 slots each, flushed after 10 ms.
-    pub const fn per_cpu() -> FlushTuning {
-        FlushTuning::linux(QueueKind::PerCpu)
-    }
-
-    /// As Linux tunes queues of this kind.
-    pub const fn linux(kind: QueueKind) -> FlushTuning {
+    pub(crate) const fn linux(kind: QueueKind) -> FlushTuning {
         let (slots, interval_ms) = match kind {
-            QueueKind::Single => (SINGLE_SLOTS, SINGLE_MS),
-            QueueKind::PerCpu => (PER_CPU_SLOTS, PER_CPU_MS),
+            QueueKind::Single => (32_768, 1000),
+            QueueKind::PerCpu => (256, 10),
         };
         FlushTuning {
             kind,
@@ -77,14 +63,6 @@ impl FlushTuning {
             interval_ms,
             max_exposure_ms: None,
             max_exposure_bytes: None,
-        }
-    }
-
-    /// As Linux tunes the queues of `policy`; as a single queue if it has none.
-    pub const fn of(policy: Policy) -> FlushTuning {
-        match policy.queue_kind() {
-            Some(kind) => FlushTuning::linux(kind),
-            None => FlushTuning::single(),
         }
     }
 
@@ -122,7 +100,7 @@ impl FlushTuning {
 
 impl Default for FlushTuning {
     fn default() -> FlushTuning {
-        FlushTuning::single()
+        FlushTuning::linux(QueueKind::Single)
     }
 }
 
@@ -191,9 +169,9 @@ mod tests {
             assert_eq!(FlushTuning::linux(kind).check(), Ok(()));
             assert_eq!(FlushTuning::linux(kind).kind, kind);
         }
-        let single = FlushTuning::single();
+        let single = FlushTuning::default();
         assert_eq!((single.slots, single.interval_ms, single.capacity()), (32_768, 1000, 32_767));
-        let per_cpu = FlushTuning::per_cpu();
+        let per_cpu = FlushTuning::linux(QueueKind::PerCpu);
         assert_eq!((per_cpu.slots, per_cpu.interval_ms, per_cpu.capacity()), (256, 10, 255));
         assert_eq!(FlushTuning::of(Policy::LazyMqMap), per_cpu);
         assert_eq!(FlushTuning::of(Policy::LazySq), single);
@@ -202,7 +180,7 @@ mod tests {
 
     #[test]
     fn invalid_tunings_are_refused_and_the_errors_name_the_bounds() {
-        let good = FlushTuning { slots: 8, ..FlushTuning::single() };
+        let good = FlushTuning { slots: 8, ..FlushTuning::default() };
         let check = |tuning: FlushTuning, error: TuningError, text: &str| {
             assert_eq!(tuning.check(), Err(error));
             assert!(error.to_string().contains(text), "{error}");

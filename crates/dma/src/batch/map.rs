@@ -36,7 +36,12 @@ pub struct MapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// A queue that makes mappings of this device with shared syncs.
     pub fn map_batch<B, T>(&self) -> MapBatch<D, A, B, T> {
-        MapBatch::new(self.clone())
+        MapBatch {
+            device: self.clone(),
+            gathered: Vec::new(),
+            begun: VecDeque::new(),
+            flights: Flights::default(),
+        }
     }
 }
 
@@ -49,15 +54,6 @@ struct Member<B, T> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
-    fn new(device: Device<D, A>) -> Self {
-        MapBatch {
-            device,
-            gathered: Vec::new(),
-            begun: VecDeque::new(),
-            flights: Flights::default(),
-        }
-    }
-
     /// Adds a buffer: as [`Device::map`], but not synced yet.
     ///
     /// # Errors
@@ -67,24 +63,11 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     where
         B: DmaBuffer<D::Target>,
     {
-        let bytes = Bytes::of::<D::Target>();
-        self.add(buffer, direction, tag, bytes, |buffer, each| buffer.for_each_segment(each))
-    }
-
-    #[track_caller]
-    fn add(
-        &mut self,
-        buffer: B,
-        direction: Direction,
-        tag: T,
-        bytes: Bytes<B>,
-        list: impl Fn(&B, &mut dyn FnMut(D::Target, u64)),
-    ) -> Result<(), (T, MapError<B>)> {
         let buffer = ManuallyDrop::new(buffer);
-        let made = Made { direction, at: Location::caller(), bytes };
+        let made = Made { direction, at: Location::caller(), bytes: Bytes::of::<D::Target>() };
         let placed = self.device.place(&MapCall {
-            pieces: &|each| list(&buffer, each),
-            slices: &|each| (bytes.read)(&buffer, each),
+            pieces: &|each| buffer.for_each_segment(each),
+            slices: &|each| buffer.for_each_slice(each),
             direction,
             at: made.at,
             lasting: Lasting::Streaming,
@@ -189,27 +172,6 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
             self.wait();
             self.poll(&mut each);
         }
-    }
-}
-
-impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, Vec<B>, T> {
-    /// Adds a scatter list: as [`Device::map_sg`], but not synced yet.
-    ///
-    /// # Errors
-    /// As [`Device::map_sg`]; nothing was added, and `tag` is given back.
-    #[track_caller]
-    pub fn push_sg(
-        &mut self,
-        list: Vec<B>,
-        direction: Direction,
-        tag: T,
-    ) -> Result<(), (T, MapError<Vec<B>>)>
-    where
-        B: DmaBuffer<D::Target>,
-    {
-        self.add(list, direction, tag, Bytes::of_list::<D::Target>(), |list, each| {
-            list.iter().for_each(|buffer| buffer.for_each_segment(each));
-        })
     }
 }
 

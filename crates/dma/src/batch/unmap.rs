@@ -38,7 +38,12 @@ pub struct UnmapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// A queue that unmaps mappings of this device together.
     pub fn unmap_batch<B, T>(&self) -> UnmapBatch<D, A, B, T> {
-        UnmapBatch::new(Arc::clone(self.port()))
+        UnmapBatch {
+            port: Arc::clone(self.port()),
+            gathered: Vec::new(),
+            begun: VecDeque::new(),
+            flights: Flights::default(),
+        }
     }
 }
 
@@ -78,15 +83,6 @@ enum State {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
-    fn new(port: Arc<Port<D, A>>) -> Self {
-        UnmapBatch {
-            port,
-            gathered: Vec::new(),
-            begun: VecDeque::new(),
-            flights: Flights::default(),
-        }
-    }
-
     /// Adds a mapping. Nothing happens to it before [`begin`](Self::begin).
     ///
     /// # Errors

@@ -35,16 +35,6 @@ impl<B> Bytes<B> {
     {
         Bytes { read: B::for_each_slice, write: B::for_each_slice_mut }
     }
-
-    pub(crate) fn of_list<T: Address>() -> Bytes<Vec<B>>
-    where
-        B: DmaBuffer<T>,
-    {
-        Bytes {
-            read: |list, each| list.iter().all(|buffer| buffer.for_each_slice(each)),
-            write: |list, each| list.iter_mut().all(|buffer| buffer.for_each_slice_mut(each)),
-        }
-    }
 }
 
 impl Slot {

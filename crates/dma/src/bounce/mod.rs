@@ -17,9 +17,7 @@ use crate::Direction;
 pub(crate) use copy::{Bytes, Slices, SlicesMut};
 pub use memory::{BounceMemory, Chunk, HostMemory};
 pub(crate) use pools::Client;
-pub use pools::{
-    BounceLimits, BouncePools, BounceStats, ClassStats, DeviceShare, Holder, SlotHolder, SlotInfo,
-};
+pub use pools::{BounceLimits, BouncePools, BounceStats, ClassStats, Holder};
 pub use taken::PoolBuffer;
 
 /// How a device bounces.

@@ -59,7 +59,7 @@ fn it_names_the_lines_that_mapped_and_unmapped() {
 fn every_way_to_map_and_to_unmap_records_its_place() {
     let bench = detecting(Policy::StrictMap, 8, 1 << 20);
     let mut iovas = Vec::new();
-    let list = bench.device.map_sg(vec![page(), page()], Direction::FromDevice).unwrap();
+    let list = bench.device.map(vec![page(), page()], Direction::FromDevice).unwrap();
     iovas.push(list.iova().0);
     let (_, stale) = list.unmap_watched().unwrap();
     let coherent = bench.device.alloc_coherent(page()).unwrap();

@@ -9,12 +9,7 @@ use std::sync::{
 use ringfence_iommu::{Address, Prot, Range};
 use ringfence_sync::{CachePadded, cpu::CpuId};
 
-use super::{
-    BouncePools, Inner,
-    mark::{SlotOwner, Stamp},
-    shelf::Kind,
-    zone::Zone,
-};
+use super::{BouncePools, Inner, mark::SlotOwner, shelf::Kind, zone::Zone};
 use crate::{Error, bounce::Slot};
 
 /// A device as a client of the pools.
@@ -23,7 +18,7 @@ pub(crate) struct Client<T: Address> {
     /// The highest IOVA that it can put on the bus.
     limit: u64,
     cpu: Arc<dyn CpuId>,
-    account: Arc<Account>,
+    pub(super) account: Account,
     /// For each class, the zone from which the device takes its slots, once it has one.
     homes: Box<[OnceLock<Arc<Zone<T>>>]>,
 }
@@ -31,8 +26,8 @@ pub(crate) struct Client<T: Address> {
 /// How much a device holds, and its quota.
 pub(super) struct Account {
     /// The device's number, unique in the pools for all time.
-    pub(super) number: u32,
-    pub(super) quota: u64,
+    number: u64,
+    quota: u64,
     /// On its own cache line: as a rule other threads change other devices' counts.
     pub(super) held: CachePadded<AtomicU64>,
 }
@@ -51,7 +46,7 @@ impl Account {
         let relaxed = Ordering::Relaxed;
         match self.held.fetch_update(relaxed, relaxed, add) {
             Ok(_) => Ok(Charge { account: self, bytes }),
-            Err(held) => Err(Error::BounceQuota { asked: bytes, held, quota: self.quota }),
+            Err(held) => Err(Error::BounceQuota { size: bytes, held, quota: self.quota }),
         }
     }
 }
@@ -77,23 +72,14 @@ impl<T: Address> Client<T> {
         cpu: Arc<dyn CpuId>,
     ) -> Client<T> {
         let inner = &*pools.0;
-        let number = inner.numbers.fetch_add(1, Ordering::Relaxed);
-        let account = Arc::new(Account { number, quota, held: CachePadded::default() });
-        let mut accounts = inner.accounts.lock();
-        accounts.retain(|account| account.strong_count() > 0);
-        accounts.push(Arc::downgrade(&account));
-        drop(accounts);
+        let number = inner.numbers.fetch_add(1, Ordering::Relaxed).into();
+        let account = Account { number, quota, held: CachePadded::default() };
         let homes = inner.classes.iter().map(|_| OnceLock::new()).collect();
         Client { pools, limit, cpu, account, homes }
     }
 
     pub(crate) fn pools(&self) -> &BouncePools<T> {
         &self.pools
-    }
-
-    /// The device's number in the pools.
-    pub(crate) fn number(&self) -> u32 {
-        self.account.number
     }
 
     /// A slot of at least `len` bytes that allows the device `prot`; `at` is the place of the
@@ -134,7 +120,7 @@ impl<T: Address> Client<T> {
         at: &'static Location<'static>,
     ) -> Result<Slot, Error> {
         let mut slot = self.take(len, prot, at)?;
-        if slot.key != u64::from(self.number()) {
+        if slot.key != self.account.number {
             slot.zero(0..slot.dirty);
             slot.dirty = 0;
         }
@@ -170,9 +156,7 @@ impl<T: Address> Client<T> {
     pub(crate) fn give_back(&self, mut slot: Slot) {
         let inner = &*self.pools.0;
         let size = slot.range.extent() + 1;
-        if slot.key != u64::from(self.number()) {
-            slot.key = self.number().into();
-        }
+        slot.key = self.account.number;
         let class = inner.class_of(size);
         match class.and_then(|class| self.homes[class].get()) {
             Some(home) if home.range.covers(slot.range) => self.push(home, slot),
@@ -220,7 +204,7 @@ impl<T: Address> Client<T> {
     fn held_at(&self, at: &'static Location<'static>) -> SlotOwner {
         let inner = &*self.pools.0;
         inner.note_use();
-        SlotOwner { at, stamp: Stamp::new(self.number(), inner.tick.load(Ordering::Relaxed)) }
+        SlotOwner { at, tick: inner.tick.load(Ordering::Relaxed) }
     }
 }
 

@@ -1,11 +1,11 @@
 //! The holders of slots: the leak detector.
 
-use core::{cmp::Reverse, sync::atomic::Ordering};
-use std::{collections::HashMap, sync::Weak};
+use core::cmp::Reverse;
+use std::collections::HashMap;
 
-use ringfence_iommu::{Address, Iova};
+use ringfence_iommu::Address;
 
-use super::{BouncePools, DeviceShare, Holder, SlotHolder, SlotInfo, mark::SlotOwner};
+use super::{BouncePools, Holder, mark::SlotOwner};
 
 impl<T: Address> BouncePools<T> {
     /// The places in the program that hold slots, those with the most bytes first.
@@ -18,7 +18,7 @@ impl<T: Address> BouncePools<T> {
             let holder = holders.entry(place).or_insert(none);
             holder.slots += 1;
             holder.bytes += size;
-            holder.oldest = holder.oldest.max(self.0.age(held.stamp.tick()));
+            holder.oldest = holder.oldest.max(self.0.age(held.tick));
         };
         for zone in self.0.zones() {
             zone.marks.held().for_each(|held| note(held, zone.slot_bytes()));
@@ -29,41 +29,5 @@ impl<T: Address> BouncePools<T> {
         let mut holders: Vec<Holder> = holders.into_values().collect();
         holders.sort_by_key(|holder| Reverse((holder.bytes, holder.oldest)));
         holders
-    }
-
-    /// What each device holds, those with the most bytes first.
-    pub fn devices(&self) -> Vec<DeviceShare> {
-        let accounts = self.0.accounts.lock();
-        let mut shares: Vec<DeviceShare> = accounts
-            .iter()
-            .filter_map(Weak::upgrade)
-            .map(|account| DeviceShare {
-                device: account.number,
-                held: account.held.load(Ordering::Relaxed),
-                quota: account.quota,
-            })
-            .collect();
-        shares.sort_by_key(|share| Reverse(share.held));
-        shares
-    }
-
-    /// The slot at `iova` and its holder, to explain a fault there. `None` if there is no slot.
-    pub fn find(&self, iova: Iova) -> Option<SlotInfo> {
-        let info = |range, single_use, held: Option<SlotOwner>| {
-            let holder = held.map(|SlotOwner { at, stamp }| SlotHolder {
-                at,
-                device: stamp.device(),
-                age: self.0.age(stamp.tick()),
-            });
-            SlotInfo { range, single_use, holder }
-        };
-        if let Some(single) = self.0.singles.at(iova) {
-            return Some(info(single.range, true, Some(single.held)));
-        }
-        let zones = self.0.zones();
-        let zone = zones.iter().find(|zone| zone.range.contains(iova))?;
-        let number = zone.number(iova);
-        zone.chunk(number)?;
-        Some(info(zone.range_of(&(number..number + 1)), false, zone.marks.get(number)))
     }
 }

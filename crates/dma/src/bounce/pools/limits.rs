@@ -75,37 +75,3 @@ pub struct Holder {
     /// For how long the oldest of them has been held, within [`BounceLimits::idle_ms`].
     pub oldest: Duration,
 }
-
-/// What a device holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceShare {
-    /// The device's [`number`](crate::Device::number_in_pools).
-    pub device: u32,
-    /// Bytes of slots that it holds, including single-use slots that it may still reach because
-    /// their unmap failed.
-    pub held: u64,
-    /// The most that it may hold.
-    pub quota: u64,
-}
-
-/// The slot at an address.
-#[derive(Clone, Copy, Debug)]
-pub struct SlotInfo {
-    /// Its addresses.
-    pub range: Range,
-    /// Whether it is mapped for one use.
-    pub single_use: bool,
-    /// Its holder; `None` if it is free.
-    pub holder: Option<SlotHolder>,
-}
-
-/// The holder of a slot.
-#[derive(Clone, Copy, Debug)]
-pub struct SlotHolder {
-    /// Where in the program it was taken.
-    pub at: &'static Location<'static>,
-    /// The device's [`number`](crate::Device::number_in_pools).
-    pub device: u32,
-    /// How long ago, within [`BounceLimits::idle_ms`].
-    pub age: Duration,
-}

@@ -3,7 +3,7 @@
 use core::{array, panic::Location, ptr};
 use std::sync::{
     OnceLock,
-    atomic::{AtomicPtr, AtomicU64, Ordering},
+    atomic::{AtomicPtr, AtomicU32, Ordering},
 };
 
 /// How many marks are allocated at a time, when the first of them is needed.
@@ -14,25 +14,7 @@ const BLOCK: usize = 64;
 pub(super) struct SlotOwner {
     /// Where in the program it was taken.
     pub(super) at: &'static Location<'static>,
-    pub(super) stamp: Stamp,
-}
-
-/// The device and the time, in one word, so that they are written at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stamp(u64);
-
-impl Stamp {
-    pub(super) fn new(device: u32, tick: u32) -> Stamp {
-        Stamp(u64::from(device) << 32 | u64::from(tick))
-    }
-
-    pub(super) fn device(self) -> u32 {
-        (self.0 >> 32) as u32
-    }
-
-    pub(super) fn tick(self) -> u32 {
-        self.0 as u32
-    }
+    pub(super) tick: u32,
 }
 
 /// The marks of a zone's slots, by number. Only for diagnosis: they are written with relaxed
@@ -43,7 +25,7 @@ pub(super) struct Marks(Box<[OnceLock<Box<[Mark; BLOCK]>>]>);
 struct Mark {
     /// Null if the slot is free.
     at: AtomicPtr<Location<'static>>,
-    stamp: AtomicU64,
+    tick: AtomicU32,
 }
 
 impl Marks {
@@ -74,7 +56,7 @@ impl Marks {
     #[inline]
     pub(super) fn set(&self, number: u32, held: SlotOwner) {
         if let Some(mark) = self.mark(number) {
-            mark.stamp.store(held.stamp.0, Ordering::Relaxed);
+            mark.tick.store(held.tick, Ordering::Relaxed);
             mark.at.store(ptr::from_ref(held.at).cast_mut(), Ordering::Relaxed);
         }
     }
@@ -91,7 +73,7 @@ impl Marks {
         let at = mark.at.load(Ordering::Relaxed);
         // SAFETY: it is null, or what `set` stored: a `'static` reference.
         let at = unsafe { at.as_ref() }?;
-        Some(SlotOwner { at, stamp: Stamp(mark.stamp.load(Ordering::Relaxed)) })
+        Some(SlotOwner { at, tick: mark.tick.load(Ordering::Relaxed) })
     }
 
     /// The owners of all slots that are held.
@@ -115,9 +97,9 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_names_its_device_and_its_time_until_it_is_cleared() {
+    fn a_mark_names_its_place_and_its_time_until_it_is_cleared() {
         let marks = Marks::new(100);
-        let held = |device| SlotOwner { at: Location::caller(), stamp: Stamp::new(device, 9) };
+        let held = |tick| SlotOwner { at: Location::caller(), tick };
         marks.set(99, held(1));
         assert!(marks.get(99).is_none(), "it was not prepared");
         marks.prepare(99);
@@ -126,7 +108,7 @@ mod tests {
         marks.set(1000, held(3));
         let found: Vec<SlotOwner> = marks.held().collect();
         assert_eq!(found.len(), 1);
-        assert_eq!((found[0].stamp.device(), found[0].stamp.tick()), (u32::MAX, 9));
+        assert_eq!(found[0].tick, u32::MAX);
         assert_eq!(found[0].at.file(), file!());
         marks.clear(99);
         assert!(marks.held().next().is_none());

@@ -25,7 +25,7 @@ mod tests;
 
 use core::{cmp::Reverse, fmt};
 use std::sync::{
-    Arc, Weak,
+    Arc,
     atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
@@ -36,10 +36,8 @@ use ringfence_iova::{Allocator, Request};
 use ringfence_sync::clock::Clock;
 
 pub(crate) use self::client::Client;
-pub use self::limits::{
-    BounceLimits, BounceStats, ClassStats, DeviceShare, Holder, SlotHolder, SlotInfo,
-};
-use self::{client::Account, single::Singles, zone::Zone};
+pub use self::limits::{BounceLimits, BounceStats, ClassStats, Holder};
+use self::{single::Singles, zone::Zone};
 use super::{BounceMemory, Chunk};
 use crate::{Environment, Error, SetupError, TimerKind, flush::Timer};
 
@@ -84,8 +82,7 @@ struct Inner<T: Address> {
     caches: usize,
     singles: Singles<T>,
     usage: Usage,
-    /// The accounts of the devices. A number is used once.
-    accounts: Mutex<Vec<Weak<Account>>>,
+    /// The number of the next device: each is used once.
     numbers: AtomicU32,
     clock: Arc<dyn Clock>,
     timer: Timer,
@@ -184,7 +181,6 @@ impl<T: Address> BouncePools<T> {
             caches: cpu.count().next_power_of_two().min(MOST_CACHES),
             singles: Singles::default(),
             usage: Usage::default(),
-            accounts: Mutex::default(),
             numbers: AtomicU32::new(0),
             clock,
             timer: Timer::named("ringfence-bounce"),

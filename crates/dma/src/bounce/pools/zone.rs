@@ -157,32 +157,17 @@ impl<T: Copy> Zone<T> {
         self.caches.iter().for_each(|cache| visit(&mut cache.lock()));
     }
 
-    /// A free slot of that kind from any shelf.
-    pub(super) fn steal(&self, kind: Kind) -> Option<Slot> {
+    /// A free slot from the first shelf from which one can be taken.
+    pub(super) fn steal(&self, take: impl Fn(&mut Shelf) -> Option<Slot>) -> Option<Slot> {
         let mut found = None;
-        self.each_shelf(|shelf| {
-            if found.is_none() {
-                found = shelf.pop(kind);
-            }
-        });
-        found
-    }
-
-    /// A free slot of another kind.
-    pub(super) fn steal_other(&self, than: Kind) -> Option<Slot> {
-        let mut found = None;
-        self.each_shelf(|shelf| {
-            if found.is_none() {
-                found = shelf.pop_other(than);
-            }
-        });
+        self.each_shelf(|shelf| found = found.take().or_else(|| take(shelf)));
         found
     }
 
     /// Moves up to `most` free slots to `into`, the least recently used first.
     pub(super) fn take_free(&self, most: usize, into: &mut Vec<Slot>) {
         let end = into.len().saturating_add(most);
-        self.each_shelf(|shelf| shelf.take_coldest(end - into.len(), into));
+        self.each_shelf(|shelf| shelf.take(end - into.len(), false, into));
     }
 
     /// Ends an interval: takes the slots that were not needed in it, but leaves a quarter of the
@@ -196,7 +181,7 @@ impl<T: Copy> Zone<T> {
         let end = into.len() + idle.saturating_sub(needed / 4);
         let mut touched = false;
         self.each_shelf(|shelf| {
-            shelf.take_idle(end - into.len(), into);
+            shelf.take(end - into.len(), true, into);
             touched |= shelf.begin_interval();
         });
         touched
