@@ -6,9 +6,8 @@ use crate::{
     BounceConfig, Policy,
     auto::{Auto, Cell, Choice, Kind, Slice},
     bounce::Client,
-    map_call::MapCall,
+    map_call::{MapCall, Measured},
     mode::Mode,
-    pieces::Measured,
 };
 
 /// The longest mapping that [`Policy::Auto`] copies, in bytes: for a longer
@@ -23,34 +22,27 @@ pub(crate) struct Bouncer<T: Address> {
     pub(crate) auto: Auto,
 }
 
-/// The decision about a mapping that need not be a copy.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Decided {
-    pub(crate) choice: Choice,
-    /// The cell that made the choice; `None` if the policy did.
-    pub(crate) cell: Option<Cell>,
-}
-
 impl<T: Address> Bouncer<T> {
-    /// Decides whether a streaming mapping that need not be a copy becomes one.
+    /// Decides whether a streaming mapping that need not be a copy becomes one; also returns the cell
+    /// that made the choice, unless the policy did.
     pub(crate) fn decide(
         &self,
         mode: Mode,
         wanted: &MapCall<'_, T>,
         measured: &Measured,
-    ) -> Decided {
+    ) -> (Choice, Option<Cell>) {
         let &Measured { len, runs, .. } = measured;
         if mode.policy != Policy::Auto {
             let copy = mode.policy.bounces() && len <= self.config.threshold;
-            return Decided { choice: Choice { copy, slice: Slice::NONE }, cell: None };
+            return (Choice { copy, slice: Slice::NONE }, None);
         }
         if len > LONGEST {
-            return Decided { choice: Choice { copy: false, slice: Slice::NONE }, cell: None };
+            return (Choice { copy: false, slice: Slice::NONE }, None);
         }
         let &MapCall { direction, sync, .. } = wanted;
         let written = self.config.written;
         let cell = Cell::of(direction, len, runs);
         let choice = self.auto.choose(cell, || Kind { direction, len, runs, sync, written });
-        Decided { choice, cell: Some(cell) }
+        (choice, Some(cell))
     }
 }

@@ -10,28 +10,26 @@ use ringfence_sync::cpu::OsCpu;
 
 use crate::{
     BouncePools, Choices, Coherent, DeviceBuilder, Direction, DmaBuffer, DmaConfig, Environment,
-    Error, Explained, Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer,
-    SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
+    Error, Explained, Fallback, MapError, Mapping, Persistent, Policy, PoolBuffer, SetupError,
+    SharedMemory, Stats, Trust, Waits,
     auto::Auto,
     bounce::{Bytes, Client},
     bouncer::Bouncer,
     builder::Source,
-    control::Control,
     counter::{Count, TimeCounter},
     detect::Ledger,
     flush::Lazy,
-    layout::Limits,
-    map_call::{Failed, Lasting, Made, MapCall},
+    layout::{Limits, Segments},
+    map_call::{Failed, Lasting, Made, MapCall, Sync},
     mapping::Owner,
     mode::{Mode, ModeCell},
-    pieces::Sync,
     placed::Placed,
     port::Port,
-    segment::Segments,
     shared::Shared,
     stats::FreeCounters,
     thread_time::{BriefSampler, Sampler},
     trust::{Means, decide},
+    tuning::Control,
     waits::OtherWaits,
 };
 
@@ -83,11 +81,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
             allocator.reserve(range.first().0, range.last().0)?;
         }
         let means = Means {
+            trust: config.trust,
             detecting: config.detect.is_some(),
             deferred_flush: domain.capabilities().deferred_flush,
             pools: pools.is_some(),
         };
-        let (policy, fallback) = decide(config.policy, config.demand, config.trust, means)?;
+        let (policy, fallback) = decide(config.policy, config.demand, means)?;
         let control = Control::new(policy, fallback, config.flush)?;
         let Environment { clock, cpu, thread_clock } = environment;
         // Rule L27: if it is to be lazy, it becomes so in the same way as a device in use.
@@ -112,7 +111,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
             lazy: Lazy::new(cpu.count()),
             cpu,
             timer_kind: config.timer,
-            trust: config.trust,
+            means,
             detector: detector.map(Mutex::new),
             control: Mutex::new(control),
             flush_failures: AtomicU64::default(),
@@ -247,48 +246,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().control.lock().fallback
     }
 
-    /// Changes the policy of the device and all its clones, in use or not (rule L27).
-    ///
-    /// Unmaps that begin after this has returned follow the new policy, and if queues were replaced
-    /// or removed, everything that was unmapped lazily before has been flushed and released. A
-    /// concurrent unmap follows either policy.
-    ///
-    /// A change to a strict policy succeeds only when nothing that was unmapped before is
-    /// reachable. If its flush fails, every later call with a strict policy, even the one in force,
-    /// flushes again, and fails until that holds.
-    ///
-    /// Each kind of flush queue keeps the tuning that was last set for it.
-    ///
-    /// # Errors
-    /// A change from or to `off`; a change to a lazy policy on a domain that cannot defer flushes;
-    /// a flush that failed. See [`SwitchError`] for the policy in force then.
-    pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
-        self.shared().set_policy(policy)
-    }
-
-    /// The tuning of the flush queues in use; under a policy that is not lazy, of those last in
-    /// use.
-    pub fn flush_tuning(&self) -> FlushTuning {
-        self.shared().flush_tuning()
-    }
-
-    /// Tunes the flush queues of one kind, for the device and all its clones.
-    ///
-    /// If the policy is lazy, this becomes the kind in use (`lazy-sq`
-    /// becomes `lazy-mq`, or the reverse), and what was queued is flushed, so that the new bounds hold for every unmap that begins after this has returned. (A concurrent unmap without
-    /// reserved bytes flushes before it returns instead of being queued.) If the policy is not
-    /// lazy, the tuning is kept until it is.
-    ///
-    /// # Errors
-    /// The tuning is invalid, there is no memory for it, or that flush failed; see [`TuningError`]
-    /// for whether it is in force then.
-    pub fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
-        self.shared().set_flush_tuning(tuning)
-    }
-
     /// Whether the device is trusted.
     pub fn trust(&self) -> Trust {
-        self.shared().trust
+        self.shared().means.trust
     }
 
     /// Why the device cannot have `policy`, neither now nor by a change at run time. `None` if it
@@ -312,28 +272,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// The allocator.
     pub fn allocator(&self) -> &A {
         &self.shared().allocator
-    }
-
-    /// Flushes the domain and releases everything that this covers, now. Under a policy that is not
-    /// lazy there is nothing to do.
-    ///
-    /// # Errors
-    /// The flush failed; what was queued stays queued.
-    pub fn flush(&self) -> ringfence_iommu::Result<()> {
-        self.shared().flush()
-    }
-
-    /// When the flush queue's timer is due, by the environment's clock; `None` if it is not armed.
-    pub fn timer_due_at_ns(&self) -> Option<u64> {
-        self.shared().timer_due_ns()
-    }
-
-    /// What the timer does when it expires: one flush, and every queue reaped (rule L23).
-    ///
-    /// # Errors
-    /// As [`flush`](Self::flush); the timer is armed again.
-    pub fn expire(&self) -> ringfence_iommu::Result<()> {
-        self.shared().expire()
     }
 
     /// How often and how long threads waited for the device, in the calls of all clones and outside

@@ -7,12 +7,11 @@ use ringfence_iova::Allocator;
 use ringfence_sync::histogram::Histogram;
 
 use crate::{
-    QueueKind,
+    Device, QueueKind,
     counter::Count,
-    flush::{Batch, Enqueued, Entry, Lazy, Removed, Watch},
+    flush::{Batch, Enqueued, Entry, Lazy, Removed, Span, Unmapped, Watch},
     mode::Mode,
     shared::Shared,
-    span::{Span, Unmapped},
     stats::{Counters, FreeCounters},
 };
 
@@ -218,31 +217,14 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.mode.get().policy.is_lazy() || self.has_queued()
     }
 
-    /// Flushes and releases all that this covers. Nothing to do under a policy that is not lazy.
-    pub(crate) fn flush(&self) -> Result<()> {
-        if !self.wants_flush() {
-            return Ok(());
-        }
-        self.flush_domain(&self.waits.asked)?;
-        self.reap_all(&self.frees);
-        Ok(())
-    }
-
-    /// As [`flush`](Self::flush), for a caller that needs the queued IOVAs to continue.
+    /// Flushes and releases all that this covers, for a caller that needs the queued IOVAs to continue.
     pub(crate) fn flush_for_room(&self, counters: &Counters) -> Result<()> {
         self.flush_domain(&counters.waits.full)?;
         self.reap_all(&counters.frees);
         Ok(())
     }
 
-    /// To be called when the timer expires (rule L23).
-    pub(crate) fn expire(&self) -> Result<()> {
-        let now_ns = self.clock.now_ns();
-        let late_ns = self.timer_due_ns().and_then(|due_ns| now_ns.checked_sub(due_ns));
-        self.expire_late(late_ns.unwrap_or(0))
-    }
-
-    /// The same, `late_ns` nanoseconds after it was due.
+    /// What the timer does, `late_ns` nanoseconds after it was due (rule L23).
     pub(crate) fn expire_late(&self, late_ns: u64) -> Result<()> {
         let start = self.sampler.start_always();
         self.lazy.pace.woke(late_ns);
@@ -273,8 +255,36 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn has_queued(&self) -> bool {
         self.lazy.queues.len() != 0
     }
+}
 
-    pub(crate) fn timer_due_ns(&self) -> Option<u64> {
-        self.lazy.timer.due_ns()
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
+    /// Flushes the domain and releases everything that this covers, now. Under a policy that is not
+    /// lazy there is nothing to do.
+    ///
+    /// # Errors
+    /// The flush failed; what was queued stays queued.
+    pub fn flush(&self) -> Result<()> {
+        let shared = self.shared();
+        if !shared.wants_flush() {
+            return Ok(());
+        }
+        shared.flush_domain(&shared.waits.asked)?;
+        shared.reap_all(&shared.frees);
+        Ok(())
+    }
+
+    /// When the flush queue's timer is due, by the environment's clock; `None` if it is not armed.
+    pub fn timer_due_at_ns(&self) -> Option<u64> {
+        self.shared().lazy.timer.due_ns()
+    }
+
+    /// What the timer does when it expires: one flush, and every queue reaped (rule L23).
+    ///
+    /// # Errors
+    /// As [`flush`](Self::flush); the timer is armed again.
+    pub fn expire(&self) -> Result<()> {
+        let now_ns = self.shared().clock.now_ns();
+        let late_ns = self.timer_due_at_ns().and_then(|due_ns| now_ns.checked_sub(due_ns));
+        self.shared().expire_late(late_ns.unwrap_or(0))
     }
 }

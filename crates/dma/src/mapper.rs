@@ -3,14 +3,12 @@
 use arrayvec::ArrayVec;
 use ringfence_iommu::{Address, Domain, Map, Partial, Range};
 use ringfence_iova::Allocator;
-use ringfence_sync::clock::Clock;
 
 use crate::{
     Direction, Error,
     counter::Count,
-    layout::{Layout, Limits, Run},
-    pieces::{Pieces, Sync},
-    segment::Segments,
+    layout::{Layout, Run, Segments},
+    map_call::{Pieces, Sync},
     shared::Shared,
     stats::Counters,
     waits::timed,
@@ -20,11 +18,9 @@ use crate::{
 const TOGETHER: usize = 32;
 
 /// Maps the pieces of one buffer into the range that was allocated for them.
-pub(crate) struct Mapper<'a, D: Domain> {
-    domain: &'a D,
-    clock: &'a dyn Clock,
+pub(crate) struct Mapper<'a, D: Domain, A: Allocator> {
+    shared: &'a Shared<D, A>,
     counters: &'a Counters,
-    limits: Limits,
     range: Range,
     direction: Direction,
     /// Sync each map call by itself, rather than all at the end.
@@ -38,8 +34,8 @@ pub(crate) struct Mapper<'a, D: Domain> {
     segments: &'a mut Segments,
 }
 
-impl<'a, D: Domain> Mapper<'a, D> {
-    pub(crate) fn new<A: Allocator>(
+impl<'a, D: Domain, A: Allocator> Mapper<'a, D, A> {
+    pub(crate) fn new(
         shared: &'a Shared<D, A>,
         counters: &'a Counters,
         range: Range,
@@ -48,10 +44,8 @@ impl<'a, D: Domain> Mapper<'a, D> {
         segments: &'a mut Segments,
     ) -> Self {
         Mapper {
-            domain: &shared.domain,
-            clock: &*shared.clock,
+            shared,
             counters,
-            limits: shared.limits,
             range,
             direction,
             sync_each: !shared.mode.get().policy.batches_maps(),
@@ -65,7 +59,7 @@ impl<'a, D: Domain> Mapper<'a, D> {
 
     /// Maps all pieces. After an error, part of them may be mapped ([`any`](Self::any)).
     pub(crate) fn map(&mut self, pieces: Pieces<'_, D::Target>) -> Result<(), Error> {
-        let mut layout = Layout::new(self.limits);
+        let mut layout = Layout::new(self.shared.limits);
         let mut result = Ok(());
         pieces(&mut |target, len| {
             if result.is_ok() {
@@ -87,9 +81,9 @@ impl<'a, D: Domain> Mapper<'a, D> {
             .range(self.range.first().0)
             .filter(|range| self.range.covers(*range))
             .ok_or(Error::Unstable)?;
-        let in_granule = self.limits.offset_in_granule(run.target);
+        let in_granule = self.shared.limits.offset_in_granule(run.target);
         // Rule L43: the address keeps the buffer's offset in its granule.
-        self.limits.add(self.segments, range.first().0 + in_granule, run.len);
+        self.shared.limits.add(self.segments, range.first().0 + in_granule, run.len);
         let target = run.target - in_granule;
         // SAFETY: it is a piece of a buffer (`DmaBuffer`), which the mapping owns until an unmap
         // has succeeded.
@@ -118,8 +112,8 @@ impl<'a, D: Domain> Mapper<'a, D> {
             return Ok(());
         }
         let made = match self.list[..] {
-            [map] => self.domain.map(map).map_err(|error| Partial { done: 0, error }),
-            _ => self.domain.map_pages(&self.list),
+            [map] => self.shared.domain.map(map).map_err(|error| Partial { done: 0, error }),
+            _ => self.shared.domain.map_pages(&self.list),
         };
         let (done, tried) = match made {
             Ok(()) => (self.list.len(), self.list.len()),
@@ -144,8 +138,8 @@ impl<'a, D: Domain> Mapper<'a, D> {
 
     fn sync(&self, range: Range) -> Result<(), Error> {
         self.counters.map_syncs.add(1);
-        let wait = || self.domain.iotlb_sync_map(range);
-        timed(self.clock, &self.counters.waits.map, wait)?;
+        let wait = || self.shared.domain.iotlb_sync_map(range);
+        timed(&*self.shared.clock, &self.counters.waits.map, wait)?;
         Ok(())
     }
 }

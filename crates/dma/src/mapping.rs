@@ -11,8 +11,8 @@ use crate::{
     auto::Slice,
     bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
     counter::Count,
+    flush::{Span, Unmapped},
     placed::Placed,
-    span::{Span, Unmapped},
     stats::Counters,
 };
 

@@ -6,13 +6,11 @@ use ringfence_iova::{Align, Allocator, Request};
 use crate::{
     Device, Error, Policy, Trust,
     bounce::Bounced,
-    bouncer::Decided,
     counter::Count,
-    map_call::{Failed, Lasting, MapCall},
+    flush::Span,
+    map_call::{Failed, Lasting, MapCall, Measured, Pieces, measure},
     mapper::Mapper,
-    pieces::{Measured, Pieces, measure},
     placed::Placed,
-    span::Span,
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
@@ -61,7 +59,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let measured = measure(shared.limits, wanted.pieces)?;
         // Rules L48, L50: a buffer that would expose its neighbours to an untrusted device is
         // copied, or not mapped at all.
-        if shared.trust != Trust::Trusted && !measured.fills {
+        if shared.means.trust != Trust::Trusted && !measured.fills {
             return Ok(self.place_bounced(wanted, &measured)?);
         }
         let mode = shared.mode.get();
@@ -69,7 +67,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if !mode.policy.bounces() || wanted.lasting == Lasting::Long {
             return self.place_mapped(wanted, measured);
         }
-        let Decided { choice, cell } = bouncer.decide(mode, wanted, &measured);
+        let (choice, cell) = bouncer.decide(mode, wanted, &measured);
         let bounced = choice.copy.then(|| self.place_bounced(wanted, &measured));
         let mut placed = match bounced {
             Some(Ok(placed)) => placed,
@@ -85,8 +83,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             // A sync waits for a time slice only if another thread does the work. A domain that
             // cannot defer flushes, such as one behind system calls, has finished the sync when it
             // returns.
-            let waits =
-                || shared.domain.capabilities().deferred_flush && shared.sampler.is_shared();
+            let waits = || shared.means.deferred_flush && shared.sampler.is_shared();
             bouncer.auto.note(
                 cell,
                 placed.bounced.is_some(),

@@ -11,8 +11,8 @@ use ringfence_iommu::Iova;
 use crate::{
     auto::Slice,
     bounce::{Bounced, Slot},
-    segment::Segments,
-    span::Span,
+    flush::Span,
+    layout::Segments,
 };
 
 /// Where a buffer was mapped.

@@ -10,9 +10,9 @@ use crate::{
     auto::{self, Slice},
     bounce::{Bounced, SlicesMut, Slot},
     counter::Count,
+    flush::{self, Unmapped},
     mapping::{DeviceId, Owner},
     shared::Shared,
-    span::{self, Unmapped},
     stats::Counters,
 };
 
@@ -31,7 +31,7 @@ impl<D: Domain, A: Allocator> Port<D, A> {
     /// Completes the strict unmap of a member of a batch, after its invalidation.
     pub(crate) fn settle(
         &self,
-        span: Option<span::Span>,
+        span: Option<flush::Span>,
         unmapped: Option<Unmapped>,
         result: ringfence_iommu::Result<Synced>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
@@ -54,7 +54,7 @@ impl<D: Domain, A: Allocator> Drop for Port<D, A> {
 impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     fn unmap(
         &self,
-        span: Option<span::Span>,
+        span: Option<flush::Span>,
         strictly: bool,
         watched: bool,
         at: Option<&'static Location<'static>>,

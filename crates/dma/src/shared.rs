@@ -9,19 +9,18 @@ use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    Choices, Fallback, Policy, Stats, TimerKind, Trust, Waits,
+    Choices, Fallback, Policy, Stats, TimerKind, Waits,
     auto::Tally,
     bouncer::Bouncer,
-    control::Control,
     counter::{Count, TimeCounter},
     detect::Ledger,
-    flush::{Entry, Lazy},
+    flush::{Entry, Lazy, Span, Unmapped},
     layout::Limits,
     mode::ModeCell,
-    span::{Span, Unmapped},
     stats::{Counters, FreeCounters},
     thread_time::{BriefSampler, Sampler},
     trust::{self, Means},
+    tuning::Control,
     waits::{OtherWaits, timed},
 };
 
@@ -31,7 +30,7 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) allocator: A,
     /// The policy in force.
     pub(crate) mode: ModeCell,
-    pub(crate) trust: Trust,
+    pub(crate) means: Means,
     /// Where it gets bounce slots, if it has pools.
     pub(crate) bouncer: Option<Bouncer<D::Target>>,
     /// Holds freed IOVAs back, if the use-after-unmap detector is on.
@@ -70,13 +69,7 @@ pub(crate) struct Clones {
 impl<D: Domain, A: Allocator> Shared<D, A> {
     /// Why the device cannot have `policy`; `None` if it can.
     pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
-        let deferred_flush = self.domain.capabilities().deferred_flush;
-        let means = Means {
-            detecting: self.detector.is_some(),
-            deferred_flush,
-            pools: self.bouncer.is_some(),
-        };
-        trust::against(policy, self.trust, means)
+        trust::against(policy, self.means)
     }
 
     /// Removes the translations of `span` and, at once or through a flush queue, their cached
@@ -247,12 +240,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         }
         self.expiry_time.add_to(&mut stats.expiry_time);
         self.frees.add_to(&mut stats);
-        let queues = &self.lazy.queues;
-        stats.flushes = queues.flushes();
-        stats.queued = queues.len() as u64;
-        stats.queued_bytes = queues.bytes();
-        stats.exposure = queues.exposure();
-        stats.late_releases = queues.late();
+        self.lazy.queues.add_to(&mut stats);
         stats
     }
 }

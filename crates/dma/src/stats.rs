@@ -123,40 +123,43 @@ impl Exposure {
     }
 }
 
-/// The counters of one clone of a device. Each clone counts in cache lines of its own.
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) maps: AtomicU64,
-    pub(crate) map_failures: AtomicU64,
-    pub(crate) unmaps: AtomicU64,
-    pub(crate) unmap_failures: AtomicU64,
-    pub(crate) bytes: AtomicU64,
-    pub(crate) map_calls: AtomicU64,
-    pub(crate) map_syncs: AtomicU64,
-    pub(crate) unmap_syncs: AtomicU64,
-    /// Batches begun: their numbers decide which are timed.
-    pub(crate) map_batches: AtomicU64,
-    pub(crate) unmap_batches: AtomicU64,
-    pub(crate) syncs_for_cpu: AtomicU64,
-    pub(crate) syncs_for_device: AtomicU64,
-    pub(crate) full_queue_flushes: AtomicU64,
-    pub(crate) bound_flushes: AtomicU64,
-    pub(crate) bound_unmaps: AtomicU64,
-    pub(crate) map_time: TimeCounter,
-    pub(crate) unmap_time: TimeCounter,
-    pub(crate) alloc_time: BriefCounter,
-    pub(crate) frees: FreeCounters,
-    pub(crate) waits: CallerWaits,
-    /// Mappings that are live: the clone that made one also counts its end.
-    pub(crate) persistent: AtomicU64,
-    pub(crate) persistent_bytes: AtomicU64,
-    pub(crate) bounced: AtomicU64,
-    pub(crate) copied_bytes: AtomicU64,
-    pub(crate) not_bounced: AtomicU64,
-    pub(crate) taken: AtomicU64,
-    pub(crate) taken_bytes: AtomicU64,
-    /// What was copied and mapped by choice; `None` for a device without pools.
-    pub(crate) tally: Option<Box<Tally>>,
+/// The counters that [`Stats`] has under the same names, and others.
+macro_rules! counters {
+    ($($name:ident)*) => {
+        /// The counters of one clone of a device. Each clone counts in cache lines of its own.
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $name: AtomicU64,)*
+            /// Batches begun: their numbers decide which are timed.
+            pub(crate) map_batches: AtomicU64,
+            pub(crate) unmap_batches: AtomicU64,
+            pub(crate) map_time: TimeCounter,
+            pub(crate) unmap_time: TimeCounter,
+            pub(crate) alloc_time: BriefCounter,
+            pub(crate) frees: FreeCounters,
+            pub(crate) waits: CallerWaits,
+            /// What was copied and mapped by choice; `None` for a device without pools.
+            pub(crate) tally: Option<Box<Tally>>,
+        }
+
+        impl Counters {
+            pub(crate) fn add_to(&self, stats: &mut Stats) {
+                $(stats.$name += self.$name.get();)*
+                self.map_time.add_to(&mut stats.map_time);
+                self.unmap_time.add_to(&mut stats.unmap_time);
+                self.alloc_time.add_to(&mut stats.alloc_time);
+                self.frees.add_to(stats);
+            }
+        }
+    };
+}
+
+counters! {
+    maps map_failures unmaps unmap_failures bytes map_calls map_syncs unmap_syncs
+    syncs_for_cpu syncs_for_device full_queue_flushes bound_flushes bound_unmaps
+    bounced copied_bytes not_bounced
+    // Live ones: the clone that made one also counts its end.
+    persistent persistent_bytes taken taken_bytes
 }
 
 /// Ranges given back to the allocator.
@@ -186,32 +189,5 @@ impl Counters {
             Ok(_) => self.unmaps.add(1),
             Err(_) => self.unmap_failures.add(1),
         }
-    }
-
-    pub(crate) fn add_to(&self, stats: &mut Stats) {
-        stats.maps += self.maps.get();
-        stats.map_failures += self.map_failures.get();
-        stats.unmaps += self.unmaps.get();
-        stats.unmap_failures += self.unmap_failures.get();
-        stats.bytes += self.bytes.get();
-        stats.map_calls += self.map_calls.get();
-        stats.map_syncs += self.map_syncs.get();
-        stats.unmap_syncs += self.unmap_syncs.get();
-        stats.syncs_for_cpu += self.syncs_for_cpu.get();
-        stats.syncs_for_device += self.syncs_for_device.get();
-        stats.full_queue_flushes += self.full_queue_flushes.get();
-        stats.bound_flushes += self.bound_flushes.get();
-        stats.bound_unmaps += self.bound_unmaps.get();
-        self.map_time.add_to(&mut stats.map_time);
-        self.unmap_time.add_to(&mut stats.unmap_time);
-        self.alloc_time.add_to(&mut stats.alloc_time);
-        self.frees.add_to(stats);
-        stats.persistent += self.persistent.get();
-        stats.persistent_bytes += self.persistent_bytes.get();
-        stats.bounced += self.bounced.get();
-        stats.copied_bytes += self.copied_bytes.get();
-        stats.not_bounced += self.not_bounced.get();
-        stats.taken += self.taken.get();
-        stats.taken_bytes += self.taken_bytes.get();
     }
 }

@@ -11,8 +11,7 @@ use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
     bounce::Bytes,
     counter::Count,
-    map_call::{Failed, Lasting, Made, MapCall},
-    pieces::Sync,
+    map_call::{Failed, Lasting, Made, MapCall, Sync},
     placed::Placed,
     waits::timed,
 };

@@ -14,8 +14,12 @@ use ringfence_iova::Allocator;
 
 use super::flights::{Flight, Flights, join};
 use crate::{
-    Device, Mapping, Returned, UnmapError, counter::Count, flush::Removed, mapping::Owner,
-    port::Port, span::Unmapped, waits::timed,
+    Device, Mapping, Returned, UnmapError,
+    counter::Count,
+    flush::{Removed, Unmapped},
+    mapping::Owner,
+    port::Port,
+    waits::timed,
 };
 
 /// Unmaps mappings of one device together: touching ranges as one, with one invalidation for all,
@@ -144,10 +148,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         }
         self.end_bounces();
         let mode = self.port.shared.mode.get();
-        if mode.policy.batches_unmaps() {
-            self.begin_together();
-        } else if mode.policy.is_lazy() && mode.policy.batches_maps() && !mode.bounds_bytes {
-            self.queue_together();
+        let lazily = mode.policy.is_lazy() && mode.policy.batches_maps() && !mode.bounds_bytes;
+        if mode.policy.batches_unmaps() || lazily {
+            self.begin_together(lazily);
         } else {
             self.unmap_each();
         }
@@ -198,7 +201,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         (ranges, failed)
     }
 
-    fn begin_together(&mut self) {
+    /// Removes all translations; then begins one invalidation for all or, if `lazily`, queues each
+    /// range for a flush (rule L18).
+    fn begin_together(&mut self, lazily: bool) {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
         let members = self.gathered.len();
@@ -209,61 +214,44 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         }
         let start = shared.sampler.start(counters.unmap_batches.get());
         counters.unmap_batches.add(1);
-        let mut gather = Gather::new();
+        let mut gather = if lazily { Gather::queued() } else { Gather::new() };
         let (ranges, failed) = self.remove(&mut gather);
-        counters.unmap_syncs.add(u64::from(!ranges.is_empty()));
-        let sync = Pending::unmap(&shared.domain, ranges, &mut gather);
+        let watched = self.gathered.iter().any(|member| member.watched);
+        let since_ns = if lazily || watched { shared.clock.now_ns() } else { 0 };
+        let sync = if lazily {
+            self.flights.reuse(ranges);
+            Pending::map(&shared.domain, self.flights.ranges())
+        } else {
+            counters.unmap_syncs.add(u64::from(!ranges.is_empty()));
+            Pending::unmap(&shared.domain, ranges, &mut gather)
+        };
         for mut member in self.gathered.drain(..) {
-            let failed = failed.of(&member.mapping).filter(|_| member.is_open());
-            if let Some((range, error)) = failed {
-                shared.quarantine(range);
-                counters.unmap_failures.add(1);
-                member.state = State::Known(Err(error));
-            } else if member.watched && member.is_open() {
-                let since_ns = shared.clock.now_ns();
-                member.state = State::Open(Some(Unmapped { since_ns, watch: Arc::default() }));
+            if member.is_open() {
+                let span = member.mapping.span();
+                if let Some((range, error)) = failed.of(&member.mapping) {
+                    shared.quarantine(range);
+                    member.state = State::Known(Err(error));
+                } else if lazily {
+                    // Rule L21: the first entry carries the pages of all, as it is queued after all
+                    // of them were unlinked.
+                    let mut queue = |span| {
+                        let removed = Removed { since_ns, pages: gather.take_pages() };
+                        shared.queue(span, removed, false, member.watched, counters)
+                    };
+                    member.state = State::Known(span.map_or(Ok(None), &mut queue));
+                } else if member.watched {
+                    let watch = Arc::default();
+                    member.state = State::Open(Some(Unmapped { since_ns, watch }));
+                }
+                if let State::Known(unmapped) = &member.state {
+                    counters.note_unmap(unmapped);
+                }
             }
             self.begun.push_back(member);
         }
         shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
-        self.flights.push(Flight { sync, members, settled: false, timed: start.is_some() });
-    }
-
-    /// Rule L18, for many: all translations are removed, and then each range waits in the flush
-    /// queue.
-    fn queue_together(&mut self) {
-        let port = Arc::clone(&self.port);
-        let (shared, counters) = (&*port.shared, &*port.counters);
-        let members = self.gathered.len();
-        let open = self.gathered.iter().filter(|member| member.is_open()).count();
-        let start = shared.sampler.start(counters.unmap_batches.get());
-        counters.unmap_batches.add(1);
-        let mut gather = Gather::queued();
-        let (ranges, failed) = self.remove(&mut gather);
-        let since_ns = shared.clock.now_ns();
-        for mut member in self.gathered.drain(..) {
-            if !member.is_open() {
-                self.begun.push_back(member);
-                continue;
-            }
-            let unmapped = if let Some((range, error)) = failed.of(&member.mapping) {
-                shared.quarantine(range);
-                Err(error)
-            } else if let Some(span) = member.mapping.span() {
-                // Rule L21: the first entry carries the pages of all, as it is queued after all of
-                // them were unlinked.
-                let removed = Removed { since_ns, pages: gather.take_pages() };
-                shared.queue(span, removed, false, member.watched, counters)
-            } else {
-                Ok(None)
-            };
-            counters.note_unmap(&unmapped);
-            member.state = State::Known(unmapped);
-            self.begun.push_back(member);
-        }
-        shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
-        self.flights.reuse(ranges);
-        self.push_settled(members);
+        let timed = !lazily && start.is_some();
+        self.flights.push(Flight { sync, members, settled: lazily, timed });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;

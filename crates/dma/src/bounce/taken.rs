@@ -7,7 +7,7 @@ use ringfence_iommu::Iova;
 use ringfence_mem::HostSlice;
 
 use super::Slot;
-use crate::{Segment, counter::Count, mapping::Owner, segment::Segments};
+use crate::{Segment, counter::Count, layout::Segments, mapping::Owner};
 
 /// A buffer in pool memory, mapped already: the program writes or reads it in place, without a copy
 /// and without a request to the IOMMU.

@@ -12,10 +12,11 @@ mod ledger;
 use core::{
     fmt::{self, Display},
     panic::Location,
+    time::Duration,
 };
 use std::thread::{self, Thread};
 
-use ringfence_iommu::{Fault, FaultReason, Prot, Range};
+use ringfence_iommu::{Fault, FaultReason, Iova, Prot, Range};
 
 pub(crate) use self::ledger::Ledger;
 use self::ledger::Record;
@@ -137,49 +138,25 @@ impl Display for CallSite {
     }
 }
 
-/// "endpoint 7 read 0x1000".
-struct AccessText(Fault);
-
-impl Display for AccessText {
+impl Display for Explained {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Fault { endpoint, access, iova, .. } = self.0;
-        let read = access.contains(Prot::READ);
-        let verb = match (read, access.contains(Prot::WRITE)) {
+        let Explained { fault, range, direction, mapped, cause } = self;
+        let Fault { endpoint, access, iova: Iova(iova), .. } = *fault;
+        let verb = match (access.contains(Prot::READ), access.contains(Prot::WRITE)) {
             (true, false) => "read",
             (false, true) => "wrote",
             (true, true) => "read and wrote",
             (false, false) => "used",
         };
-        write!(f, "endpoint {endpoint} {verb} {:#x}", iova.0)
-    }
-}
-
-/// A time span in readable form.
-struct Age(u64);
-
-impl Display for Age {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (unit, name) = match self.0 {
-            0..1_000 => (1, "ns"),
-            1_000..1_000_000 => (1_000, "us"),
-            1_000_000..1_000_000_000 => (1_000_000, "ms"),
-            _ => (1_000_000_000, "s"),
-        };
-        write!(f, "{} {name}", self.0 / unit)
-    }
-}
-
-impl Display for Explained {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Explained { fault, range, direction, mapped, cause } = self;
-        let (access, iova, first) = (AccessText(*fault), fault.iova.0, range.first().0);
+        let (access, first) =
+            (format_args!("endpoint {endpoint} {verb} {iova:#x}"), range.first().0);
         match cause {
             Cause::UseAfterUnmap { unmapped, age_ns } => write!(
                 f,
                 "use after unmap: {access}, {:#x} into {range}, at most {} after it was unmapped \
                  {unmapped} (mapped {mapped})",
                 iova.saturating_sub(first),
-                Age(*age_ns)
+                format_args!("{:.0?}", Duration::from_nanos(*age_ns))
             ),
             Cause::WrongDirection => {
                 let only = match direction {
@@ -207,8 +184,6 @@ impl Display for Explained {
 
 #[cfg(all(test, not(loom)))]
 mod tests {
-    use ringfence_iommu::Iova;
-
     use super::*;
 
     fn fault(iova: u64, access: Prot) -> Fault {
@@ -244,7 +219,7 @@ mod tests {
         assert_eq!(
             explained.to_string(),
             format!(
-                "use after unmap: endpoint 7 wrote 0x11234, 0x1234 into {}, at most 3 ms after it \
+                "use after unmap: endpoint 7 wrote 0x11234, 0x1234 into {}, at most 3ms after it \
                  was unmapped at {}:{}, thread {thread:?} (mapped at {mapped}, thread {thread:?})",
                 range(),
                 here.file(),
@@ -259,7 +234,7 @@ mod tests {
         detector.unmapping(range(), None, 2_000);
         // The unmap is not over yet, but the device already faulted on it.
         let text = detector.explain(&fault(0x10_000, Prot::READ), 2_900).unwrap().to_string();
-        assert!(text.contains("at most 900 ns after it was unmapped by a drop"), "{text}");
+        assert!(text.contains("at most 900ns after it was unmapped by a drop"), "{text}");
     }
 
     #[test]

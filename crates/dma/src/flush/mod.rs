@@ -8,7 +8,6 @@
 
 mod budget;
 mod counters;
-mod lazy;
 #[cfg(all(test, loom))]
 mod model;
 mod pace;
@@ -19,16 +18,55 @@ mod watch;
 
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use ringfence_iommu::{Range, table::PageList};
 
 pub(crate) use self::{
-    lazy::{Lazy, Removed},
     pace::{Pace, bound_ns},
     queues::{Enqueued, FlushQueues},
     ring::{Batch, Queued, Shape},
     timer::Timer,
-    watch::Watch,
+    watch::{Unmapped, Watch},
 };
+
+/// The IOVA range of a mapping.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Span {
+    /// All of it, in whole granules, pads included.
+    pub(crate) range: Range,
+    /// How many bytes of it are mapped.
+    pub(crate) mapped: u64,
+}
+
+/// The state of a lazy policy. A strict device has it too, closed and without memory, so that it
+/// can become lazy.
+pub(crate) struct Lazy {
+    pub(crate) queues: FlushQueues<Entry>,
+    pub(crate) pace: Pace,
+    pub(crate) timer: Timer,
+    /// Held by the thread that flushes because the bound of bytes is reached, so that one flush
+    /// serves all.
+    pub(crate) at_bound: Mutex<()>,
+}
+
+impl Lazy {
+    pub(crate) fn new(rings: usize) -> Lazy {
+        Lazy {
+            queues: FlushQueues::new(rings),
+            pace: Pace::new(),
+            timer: Timer::named("ringfence-flush"),
+            at_bound: Mutex::new(()),
+        }
+    }
+}
+
+/// Translations that were removed, but are not in a queue yet.
+pub(crate) struct Removed {
+    /// When.
+    pub(crate) since_ns: u64,
+    /// Table pages that were unlinked with them.
+    pub(crate) pages: PageList,
+}
 
 /// An unmapped range that waits for its flush.
 pub(crate) struct Entry {

@@ -17,7 +17,7 @@ use super::{
     counters::{Counters, Rules, Sound, Ticket},
     ring::{Batch, Pushed, Queued, Ring, Shape, memory},
 };
-use crate::Exposure;
+use crate::Stats;
 
 /// A ring for each CPU, of which a single queue uses only the first: so nothing is replaced or lost
 /// when that changes.
@@ -161,28 +161,14 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         self.rings.len()
     }
 
-    pub(crate) fn flushes(&self) -> u64 {
-        self.counters.flushes()
-    }
-
     /// How many entries wait.
     pub(crate) fn len(&self) -> usize {
         self.rings.iter().map(|ring| ring.lock().len()).sum()
     }
 
-    /// How many bytes wait.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.rings.iter().map(|ring| ring.lock().bytes()).sum()
-    }
-
-    /// The exposure of what was released so far.
-    pub(crate) fn exposure(&self) -> Exposure {
-        self.rings.iter().fold(Exposure::default(), |sum, ring| sum.plus(ring.lock().exposure()))
-    }
-
-    /// How many of these ranges were exposed for too long.
-    pub(crate) fn late(&self) -> u64 {
-        self.rings.iter().map(|ring| ring.lock().late()).sum()
+    pub(crate) fn add_to(&self, stats: &mut Stats) {
+        stats.flushes += self.counters.flushes();
+        self.rings.iter().for_each(|ring| ring.lock().add_to(stats));
     }
 
     /// Takes out everything, covered or not.

@@ -1,6 +1,9 @@
 //! Watching an unmapped IOVA until it is released.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
 /// Neither released nor unwatched yet.
 const WAITING: u64 = 0;
@@ -36,6 +39,12 @@ impl Watch {
             released => Some(released - 1),
         }
     }
+}
+
+/// An IOVA after its unmap, for a watcher.
+pub(crate) struct Unmapped {
+    pub(crate) since_ns: u64,
+    pub(crate) watch: Arc<Watch>,
 }
 
 #[cfg(all(test, not(loom)))]

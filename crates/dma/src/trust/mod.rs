@@ -108,9 +108,10 @@ fn confined(policy: Policy) -> Policy {
     }
 }
 
-/// The properties of a device, besides trust, that decide which policies it can have.
+/// The properties of a device that decide which policies it can have.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Means {
+    pub(crate) trust: Trust,
     /// Whether the use-after-unmap detector is on.
     pub(crate) detecting: bool,
     /// Whether its domain can defer flushes.
@@ -120,9 +121,11 @@ pub(crate) struct Means {
 }
 
 /// Why a device cannot have `policy`; `None` if it can. Distrust is the first reason reported.
-pub(crate) fn against(policy: Policy, trust: Trust, means: Means) -> Option<Fallback> {
-    match trust {
-        Trust::Untrusted { why } if !trust.allows(policy) => Some(Fallback::Untrusted { why }),
+pub(crate) fn against(policy: Policy, means: Means) -> Option<Fallback> {
+    match means.trust {
+        Trust::Untrusted { why } if !means.trust.allows(policy) => {
+            Some(Fallback::Untrusted { why })
+        }
         // A slot used after its unmap may already belong to the next mapping.
         _ if means.detecting && (!policy.is_strict() || policy.bounces()) => {
             Some(Fallback::Detector)
@@ -149,10 +152,9 @@ pub struct Refused {
 pub(crate) fn decide(
     policy: Policy,
     demanded: bool,
-    trust: Trust,
     means: Means,
 ) -> Result<(Policy, Option<Fallback>), Refused> {
-    match against(policy, trust, means) {
+    match against(policy, means) {
         None => Ok((policy, None)),
         Some(because) if demanded => Err(Refused { policy, because }),
         Some(because) => Ok((confined(policy), Some(because))),
@@ -191,7 +193,10 @@ mod tests {
 
     const UNTRUSTED: Trust = Trust::Untrusted { why: Distrust::Removable };
     const BECAUSE: Fallback = Fallback::Untrusted { why: Distrust::Removable };
-    const ALL: Means = Means { detecting: false, deferred_flush: true, pools: true };
+
+    fn all(trust: Trust) -> Means {
+        Means { trust, detecting: false, deferred_flush: true, pools: true }
+    }
 
     #[test]
     fn the_table_of_decisions() {
@@ -214,7 +219,7 @@ mod tests {
         ];
         assert_eq!(table.map(|row| row.0), Policy::ALL);
         for (policy, untrusted, demanded) in table {
-            let decide = |trust, demanded| decide(policy, demanded, trust, ALL);
+            let decide = |trust, demanded| decide(policy, demanded, all(trust));
             assert_eq!(decide(Trust::Trusted, false), granted(policy));
             assert_eq!(decide(Trust::Trusted, true), granted(policy));
             assert_eq!(decide(UNTRUSTED, false), untrusted);
@@ -234,7 +239,7 @@ mod tests {
     #[test]
     fn a_refusal_reports_its_reason() {
         assert_eq!(
-            decide(Policy::Off, true, Trust::described(false), ALL).unwrap_err().to_string(),
+            decide(Policy::Off, true, all(Trust::described(false))).unwrap_err().to_string(),
             "the policy off is demanded but not possible: the device is untrusted (it was \
              described as untrusted), so it gets strict protection"
         );

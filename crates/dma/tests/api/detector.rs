@@ -52,7 +52,7 @@ fn it_names_the_lines_that_mapped_and_unmapped() {
     assert_eq!(found.range.first().0, iova);
     let text = found.to_string();
     assert!(text.contains("0x123 into"), "{text}");
-    assert!(text.contains(&format!("at most 7 ms after it was unmapped at {}", file!())), "{text}");
+    assert!(text.contains(&format!("at most 7ms after it was unmapped at {}", file!())), "{text}");
 }
 
 #[test]
