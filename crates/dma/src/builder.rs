@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use ringfence_iommu::{Domain, Geometry};
+use ringfence_iommu::Domain;
 use ringfence_iova::{Allocator, Aperture, ApertureError, Slabs};
 use ringfence_sync::cpu::OsCpu;
 
@@ -11,18 +11,12 @@ use crate::{BouncePools, DmaConfig, Environment};
 /// The smallest granule of an allocator that is made from a geometry.
 const PAGE: u64 = 4096;
 
-/// Where the allocator comes from.
-pub(crate) enum Source<A> {
-    Given(A),
-    /// Is made for the domain.
-    Made(fn(&Geometry) -> Result<A, ApertureError>),
-}
-
 /// Makes a [`Device`](crate::Device): [`Device::builder`](crate::Device::builder).
 #[must_use = "build makes the device"]
 pub struct DeviceBuilder<D: Domain, A> {
     pub(crate) domain: D,
-    pub(crate) allocator: Source<A>,
+    /// An error if none was given and none can be made.
+    pub(crate) allocator: Result<A, ApertureError>,
     pub(crate) config: DmaConfig,
     pub(crate) environment: Environment,
     pub(crate) pools: Option<BouncePools<D::Target>>,
@@ -30,9 +24,12 @@ pub struct DeviceBuilder<D: Domain, A> {
 
 impl<D: Domain> DeviceBuilder<D, Slabs<OsCpu>> {
     pub(crate) fn new(domain: D) -> Self {
+        let geometry = domain.geometry();
+        let (aperture, granule) = (geometry.aperture, geometry.page_sizes.granule().max(PAGE));
+        let aperture = Aperture::new(aperture.first().0, aperture.last().0, granule);
         DeviceBuilder {
             domain,
-            allocator: Source::Made(slabs),
+            allocator: aperture.map(|aperture| Slabs::new(aperture, OsCpu::new())),
             config: DmaConfig::default(),
             environment: Environment::default(),
             pools: None,
@@ -46,7 +43,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     /// granules, whichever are larger.
     pub fn allocator<B: Allocator + 'static>(self, allocator: B) -> DeviceBuilder<D, B> {
         let DeviceBuilder { domain, config, environment, pools, .. } = self;
-        DeviceBuilder { domain, allocator: Source::Given(allocator), config, environment, pools }
+        DeviceBuilder { domain, allocator: Ok(allocator), config, environment, pools }
     }
 
     /// How it maps. Default: [`Policy::StrictMap`](crate::Policy::StrictMap) for a trusted device.
@@ -74,10 +71,4 @@ impl<D: Domain, A> fmt::Debug for DeviceBuilder<D, A> {
             .field("pools", &self.pools.is_some())
             .finish_non_exhaustive()
     }
-}
-
-fn slabs(geometry: &Geometry) -> Result<Slabs<OsCpu>, ApertureError> {
-    let (aperture, granule) = (geometry.aperture, geometry.page_sizes.granule().max(PAGE));
-    let aperture = Aperture::new(aperture.first().0, aperture.last().0, granule)?;
-    Ok(Slabs::new(aperture, OsCpu::new()))
 }

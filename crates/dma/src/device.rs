@@ -11,15 +11,14 @@ use ringfence_sync::cpu::OsCpu;
 use crate::{
     BouncePools, Choices, Coherent, DeviceBuilder, Direction, DmaBuffer, DmaConfig, Environment,
     Error, Explained, Fallback, MapError, Mapping, Persistent, Policy, PoolBuffer, SetupError,
-    SharedMemory, Stats, Trust, Waits,
+    SharedMemory, Stats, Waits,
     auto::Auto,
     bounce::{Bytes, Client},
     bouncer::Bouncer,
-    builder::Source,
-    counter::{Count, TimeCounter},
+    counter::{BriefSampler, Count, Sampler, TimeCounter},
     detect::Ledger,
     flush::Lazy,
-    layout::{Limits, Segments},
+    layout::Limits,
     map_call::{Failed, Lasting, Made, MapCall, Sync},
     mapping::Owner,
     mode::{Mode, ModeCell},
@@ -27,7 +26,6 @@ use crate::{
     port::Port,
     shared::Shared,
     stats::FreeCounters,
-    thread_time::{BriefSampler, Sampler},
     trust::{Means, decide},
     tuning::Control,
     waits::OtherWaits,
@@ -70,10 +68,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     pub fn build(self) -> Result<Device<D, A>, SetupError> {
         let DeviceBuilder { domain, allocator, config, environment, pools } = self;
         let geometry = domain.geometry();
-        let allocator = match allocator {
-            Source::Given(given) => given,
-            Source::Made(make) => make(&geometry)?,
-        };
+        let allocator = allocator?;
         let granule = geometry.page_sizes.granule();
         check(&config, granule, allocator.granule())?;
         for region in geometry.reserved.iter() {
@@ -151,8 +146,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         // If something below panics, the buffer is leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         let placed = self.place(&MapCall {
-            pieces: &|each| buffer.for_each_segment(each),
-            slices: &|each| buffer.for_each_slice(each),
+            buffer: &*buffer,
             direction: made.direction,
             at: made.at,
             lasting,
@@ -213,16 +207,15 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if shared.mode.get().policy == Policy::Off {
             return Err(Error::NoPools);
         }
-        let mut slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
-        // This mapping would not overwrite what a longer one left beyond its end.
-        slot.zero(len..slot.dirty);
-        slot.dirty = slot.dirty.min(len);
-        let mut segments = Segments::new();
-        shared.limits.add(&mut segments, slot.range.first().0, len);
+        let slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
+        let mut placed = Placed::new();
+        (placed.iova, placed.len) = (slot.range.first(), len);
+        shared.limits.add(&mut placed.segments, slot.range.first().0, len);
+        placed.slot = Some(slot);
         self.port.counters.taken.add(1);
         self.port.counters.taken_bytes.add(len);
         let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
-        Ok(PoolBuffer::new(slot, len, segments, owner))
+        Ok(PoolBuffer::new(placed, owner))
     }
 
     /// The pools that the device bounces in, if it has any.
@@ -244,11 +237,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// Why the policy in force is not the requested one; `None` if it is.
     pub fn fallback(&self) -> Option<Fallback> {
         self.shared().control.lock().fallback
-    }
-
-    /// Whether the device is trusted.
-    pub fn trust(&self) -> Trust {
-        self.shared().means.trust
     }
 
     /// Why the device cannot have `policy`, neither now nor by a change at run time. `None` if it

@@ -2,9 +2,6 @@
 
 use core::fmt;
 
-use arrayvec::ArrayVec;
-use ringfence_iommu::{Iova, Range};
-
 use crate::{DmaConfig, Error};
 
 /// A piece of a mapping as the device sees it, for one descriptor.
@@ -19,59 +16,6 @@ pub struct Segment {
 impl fmt::Display for Segment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:#x}+{:#x}", self.addr, self.len)
-    }
-}
-
-/// How many segments a mapping holds without a heap allocation. A buffer in one piece, or made of
-/// whole granules, has one.
-const INLINE: usize = 4;
-
-/// The segments of a mapping.
-#[derive(Debug)]
-pub(crate) enum Segments {
-    Inline(ArrayVec<Segment, INLINE>),
-    Spilled(Vec<Segment>),
-}
-
-impl Segments {
-    pub(crate) const fn new() -> Segments {
-        Segments::Inline(ArrayVec::new_const())
-    }
-
-    /// Removes all segments.
-    pub(crate) fn clear(&mut self) {
-        match self {
-            Segments::Inline(few) => few.clear(),
-            Segments::Spilled(many) => many.clear(),
-        }
-    }
-
-    pub(crate) fn as_slice(&self) -> &[Segment] {
-        match self {
-            Segments::Inline(few) => few,
-            Segments::Spilled(many) => many,
-        }
-    }
-
-    pub(crate) fn last_mut(&mut self) -> Option<&mut Segment> {
-        match self {
-            Segments::Inline(few) => few.last_mut(),
-            Segments::Spilled(many) => many.last_mut(),
-        }
-    }
-
-    pub(crate) fn push(&mut self, segment: Segment) {
-        match self {
-            Segments::Inline(few) => {
-                if let Err(full) = few.try_push(segment) {
-                    let mut many = Vec::with_capacity(4 * INLINE);
-                    many.extend(few.drain(..));
-                    many.push(full.element());
-                    *self = Segments::Spilled(many);
-                }
-            }
-            Segments::Spilled(many) => many.push(segment),
-        }
     }
 }
 
@@ -128,11 +72,6 @@ impl Limits {
         self.granule_mask + 1
     }
 
-    /// `len` bytes rounded up to whole granules.
-    fn whole_granules(&self, len: u64) -> Option<u64> {
-        Some(len.checked_add(self.granule_mask)? & !self.granule_mask)
-    }
-
     /// Whether `len` bytes from `first` contain addresses that differ above the boundary.
     fn crosses(&self, first: u64, len: u64) -> bool {
         (first ^ (first + (len - 1))) & !self.boundary != 0
@@ -140,7 +79,7 @@ impl Limits {
 
     /// Adds `len` bytes at `addr` to the segments: joined to the last one if they follow it
     /// (rule L45), cut at segment boundaries and at the largest segment (rule L44).
-    pub(crate) fn add(&self, segments: &mut Segments, addr: u64, len: u64) {
+    pub(crate) fn add(&self, segments: &mut Vec<Segment>, addr: u64, len: u64) {
         if let Some(last) = segments.last_mut()
             && last.addr.checked_add(last.len) == Some(addr)
             && let Some(joined) = last.len.checked_add(len)
@@ -225,7 +164,7 @@ impl Layout {
         let in_granule = limits.offset_in_granule(target);
         let span = len
             .checked_add(in_granule)
-            .and_then(|len| limits.whole_granules(len))
+            .and_then(|len| len.checked_next_multiple_of(limits.granule()))
             .ok_or(Error::TooLong)?;
         // A run that would cross a boundary begins on the next instead. The pad in between stays
         // unmapped: Linux extends the mapping before it, which exposes the memory that follows it.
@@ -237,14 +176,5 @@ impl Layout {
         }
         self.used = offset.checked_add(span).ok_or(Error::TooLong)?;
         each(Run { offset, target, len, span })
-    }
-}
-
-impl Run {
-    /// Its granules in the range that begins at `base`. `None` if it was not laid out for that
-    /// base.
-    pub(crate) fn range(&self, base: u64) -> Option<Range> {
-        let first = base.checked_add(self.offset)?;
-        Range::from_len(Iova(first), self.span)
     }
 }

@@ -180,7 +180,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Flushes the domain, without releasing anything; records in `waits` how long it took.
     pub(crate) fn flush_domain(&self, waits: &Histogram) -> Result<()> {
-        let ticket = self.lazy.queues.start_flush();
+        let ticket = self.lazy.queues.counters.start();
         let begun_ns = self.clock.now_ns();
         let result = self.domain.flush_iotlb_all();
         let ended_ns = self.clock.now_ns();
@@ -188,7 +188,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         waits.record(took_ns);
         self.lazy.pace.flushed(took_ns);
         match result {
-            Ok(_) => self.lazy.queues.finish_flush(ticket, ended_ns),
+            Ok(_) => self.lazy.queues.counters.finish(ticket, ended_ns),
             Err(_) => self.flush_failures.add(1),
         }
         result.map(|_synced| ())
@@ -229,7 +229,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         let start = self.sampler.start_always();
         self.lazy.pace.woke(late_ns);
         let result = self.expire_in(&self.waits.timer, &self.frees);
-        self.sampler.stop(start, &self.expiry_time);
+        self.sampler.stop(start, 1, &self.expiry_time);
         result
     }
 

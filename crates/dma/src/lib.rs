@@ -96,12 +96,11 @@ mod flush;
 mod layout;
 mod lazy;
 mod map_call;
-#[allow(unsafe_code)]
-mod mapper;
 mod mapping;
 mod mode;
 #[allow(unsafe_code)]
 mod persistent;
+#[allow(unsafe_code)]
 mod place;
 mod placed;
 mod policy;
@@ -109,7 +108,6 @@ mod port;
 mod shared;
 mod stats;
 mod switch;
-mod thread_time;
 mod trust;
 mod tuning;
 mod waits;
@@ -123,7 +121,7 @@ pub use bounce::{
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
 pub use builder::DeviceBuilder;
 pub use config::{DmaConfig, Environment, TimerKind};
-pub use counter::Sampled;
+pub use counter::{OsThreadClock, Sampled, ThreadClock};
 pub use detect::{CallSite, Cause, Detector, Explained};
 pub use device::Device;
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
@@ -132,7 +130,6 @@ pub use mapping::{Coherent, Mapping, Returned, StaleIova};
 pub use persistent::Persistent;
 pub use policy::{ParsePolicyError, Policy, QueueKind};
 pub use stats::{Exposure, Stats};
-pub use thread_time::{OsThreadClock, ThreadClock};
 pub use trust::{Distrust, Fallback, Finding, Refused, Trust, TrustError};
 pub use tuning::{FlushTuning, TuningError};
 pub use waits::Waits;

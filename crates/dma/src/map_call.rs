@@ -5,13 +5,10 @@ use core::panic::Location;
 use ringfence_iommu::Address;
 
 use crate::{
-    Direction, Error,
-    bounce::{Bytes, Slices},
+    Direction, DmaBuffer, Error,
+    bounce::Bytes,
     layout::{Layout, Limits, Run},
 };
-
-/// The pieces of a buffer, or of a list of buffers, one after the other.
-pub(crate) type Pieces<'a, T> = &'a dyn Fn(&mut dyn FnMut(T, u64));
 
 /// When the mappings of a map call are synced, if the policy leaves that open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +35,7 @@ pub(crate) struct Measured {
 /// Measures the pieces.
 pub(crate) fn measure<T: Address>(
     limits: Limits,
-    pieces: Pieces<'_, T>,
+    buffer: &dyn DmaBuffer<T>,
 ) -> Result<Measured, Error> {
     let mut layout = Layout::new(limits);
     let mut len = 0u64;
@@ -49,7 +46,7 @@ pub(crate) fn measure<T: Address>(
         Ok(())
     };
     let mut result = Ok(());
-    pieces(&mut |target, piece| {
+    buffer.for_each_segment(&mut |target, piece| {
         if result.is_ok() {
             len = len.saturating_add(piece);
             result = layout.piece(target.as_u64(), piece, &mut count);
@@ -78,19 +75,9 @@ pub(crate) struct Made<B> {
     pub(crate) bytes: Bytes<B>,
 }
 
-impl<B> Clone for Made<B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B> Copy for Made<B> {}
-
 /// What a map call is to map.
-#[derive(Clone, Copy)]
-pub(crate) struct MapCall<'a, T> {
-    pub(crate) pieces: Pieces<'a, T>,
-    pub(crate) slices: Slices<'a>,
+pub(crate) struct MapCall<'a, T: Address> {
+    pub(crate) buffer: &'a dyn DmaBuffer<T>,
     pub(crate) direction: Direction,
     pub(crate) at: &'static Location<'static>,
     pub(crate) lasting: Lasting,

@@ -50,6 +50,12 @@ type Taken<B> = (B, Arc<dyn Owner>, Option<Unmapped>);
 /// Why the buffer is there.
 const HELD: &str = "a mapping holds its buffer until it is unmapped";
 
+impl fmt::Debug for dyn Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Device").field(&self.device_id().0).finish()
+    }
+}
+
 /// The address of the state that all clones of a device share: unique among live devices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DeviceId(pub(crate) usize);
@@ -107,7 +113,7 @@ impl<B> Mapping<B> {
     /// What to put into descriptors, in the order of the buffer's bytes.
     #[inline]
     pub fn segments(&self) -> &[Segment] {
-        self.placed.segments.as_slice()
+        &self.placed.segments
     }
 
     /// As [`segments`](Self::segments), for a part of the buffer only: `bytes` are offsets in the
@@ -419,6 +425,7 @@ impl<B> Drop for Coherent<B> {
 /// An IOVA after its unmap, parked: while this lives, no other buffer gets it.
 ///
 /// A probe uses it to measure for how long a device can still reach memory.
+#[derive(Debug)]
 pub struct StaleIova {
     /// For a copy this includes its slot, which is not reused meanwhile.
     placed: Placed,
@@ -430,16 +437,6 @@ impl StaleIova {
     /// The address that the mapping had.
     pub fn iova(&self) -> Iova {
         self.placed.iova
-    }
-
-    /// How many bytes the buffer had.
-    pub fn len(&self) -> u64 {
-        self.placed.len
-    }
-
-    /// Always false.
-    pub fn is_empty(&self) -> bool {
-        false
     }
 
     /// The range that was unmapped, in whole granules; `None` under policy `off`, and for a copy,
@@ -470,16 +467,5 @@ impl Drop for StaleIova {
         {
             self.owner.free(range);
         }
-    }
-}
-
-impl fmt::Debug for StaleIova {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StaleIova")
-            .field("iova", &self.iova())
-            .field("len", &self.len())
-            .field("queued_at_ns", &self.queued_at_ns())
-            .field("released_at_ns", &self.released_at_ns())
-            .finish_non_exhaustive()
     }
 }

@@ -1,16 +1,21 @@
 //! Placing the pieces of a buffer: mapping them, or copying them to a slot.
 
-use ringfence_iommu::{Address, Domain, Iova, Range};
+use arrayvec::ArrayVec;
+use ringfence_iommu::{Address, Domain, Iova, Map, Partial, Range};
 use ringfence_iova::{Align, Allocator, Request};
+use ringfence_mem::ReadSlice;
 
 use crate::{
-    Device, Error, Policy, Trust,
+    Device, Direction, DmaBuffer, Error, Policy, Segment, Trust,
     bounce::Bounced,
     counter::Count,
     flush::Span,
-    map_call::{Failed, Lasting, MapCall, Measured, Pieces, measure},
-    mapper::Mapper,
+    layout::{Layout, Run},
+    map_call::{Failed, Lasting, MapCall, Measured, Sync, measure},
     placed::Placed,
+    shared::Shared,
+    stats::Counters,
+    waits::timed,
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
@@ -18,7 +23,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let (shared, counters) = (self.shared(), &*self.port().counters);
         let start = shared.sampler.start(counters.maps.get());
         let placed = if shared.mode.get().policy == Policy::Off {
-            self.place_unmapped(wanted.pieces)
+            self.place_unmapped(wanted.buffer)
         } else {
             self.place_protected(wanted)
         };
@@ -26,17 +31,17 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             counters.maps.add(1);
             counters.bytes.add(placed.len);
         }
-        shared.sampler.stop(start, &counters.map_time);
+        shared.sampler.stop(start, 1, &counters.map_time);
         placed
     }
 
     /// Policy `off`: the device uses the buffer's own addresses.
-    fn place_unmapped(&self, pieces: Pieces<'_, D::Target>) -> Result<Placed, Failed> {
+    fn place_unmapped(&self, buffer: &dyn DmaBuffer<D::Target>) -> Result<Placed, Failed> {
         let limits = self.shared().limits;
         let mut placed = Placed::new();
         let segments = &mut placed.segments;
         let mut len = Some(0u64);
-        pieces(&mut |target, piece| {
+        buffer.for_each_segment(&mut |target, piece| {
             let target = target.as_u64();
             if piece == 0 {
                 return;
@@ -49,14 +54,14 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
         });
         placed.len = len.ok_or(Error::TooLong)?;
-        placed.iova = Iova(placed.segments.as_slice().first().ok_or(Error::Empty)?.addr);
+        placed.iova = Iova(placed.segments.first().ok_or(Error::Empty)?.addr);
         Ok(placed)
     }
 
     /// Maps the pieces, or copies them to a slot.
     fn place_protected(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
         let shared = self.shared();
-        let measured = measure(shared.limits, wanted.pieces)?;
+        let measured = measure(shared.limits, wanted.buffer)?;
         // Rules L48, L50: a buffer that would expose its neighbours to an untrusted device is
         // copied, or not mapped at all.
         if shared.means.trust != Trust::Trusted && !measured.fills {
@@ -110,7 +115,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let len = measured.len;
         let slot = bouncer.client.take(len, wanted.direction.prot(), wanted.at)?;
         let mut bounced = Bounced::new(slot, len, wanted.direction);
-        match bounced.load(wanted.direction, bouncer.config.written, wanted.slices) {
+        let slices = &|each: &mut dyn FnMut(ReadSlice<'_>)| wanted.buffer.for_each_slice(each);
+        match bounced.load(wanted.direction, bouncer.config.written, slices) {
             Some(copied) => counters.copied_bytes.add(copied),
             None => {
                 bouncer.client.give_back(bounced.finish(None).0);
@@ -130,21 +136,31 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         wanted: &MapCall<'_, D::Target>,
         measured: Measured,
     ) -> Result<Placed, Failed> {
-        let (shared, pieces) = (self.shared(), wanted.pieces);
+        let shared = self.shared();
         let Measured { size, len, .. } = measured;
         let base = self.allocate(size)?;
         let Some(range) = Range::from_len(Iova(base), size) else {
             // An allocator whose range would pass 2^64 is broken: do not use the range.
             return Err(Error::TooLong.into());
         };
-        let (direction, sync) = (wanted.direction, wanted.sync);
         let mut placed = Placed::new();
-        let (counters, segments) = (&self.port().counters, &mut placed.segments);
-        let mut mapper = Mapper::new(shared, counters, range, direction, sync, segments);
-        match mapper.map(pieces) {
+        let counters = &*self.port().counters;
+        let mut mapper = Mapper {
+            shared,
+            counters,
+            range,
+            direction: wanted.direction,
+            sync_each: !shared.mode.get().policy.batches_maps(),
+            sync: wanted.sync,
+            list: ArrayVec::new(),
+            any: false,
+            mapped: 0,
+            segments: &mut placed.segments,
+        };
+        match mapper.map(wanted.buffer) {
             Ok(()) => {
                 let (mapped, synced) = (mapper.mapped, mapper.is_synced());
-                let first = placed.segments.as_slice().first();
+                let first = placed.segments.first();
                 placed.iova = Iova(first.map_or(base, |first| first.addr));
                 placed.span = Some(Span { range, mapped });
                 (placed.len, placed.synced) = (len, synced);
@@ -152,9 +168,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
             Err(error) => {
                 let undone = if mapper.any {
-                    shared.unwind(range, &self.port().counters)
+                    shared.unwind(range, counters)
                 } else {
-                    shared.free_counted(range, &self.port().counters);
+                    shared.free_counted(range, counters);
                     true
                 };
                 Err(Failed { error, undone })
@@ -189,5 +205,114 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Err(error) => Err(error),
         };
         allocated.map_err(|error| Error::no_iova(error, &shared.allocator))
+    }
+}
+
+/// How many runs one call of the domain maps.
+const TOGETHER: usize = 32;
+
+/// Maps the pieces of one buffer into the range that was allocated for them.
+struct Mapper<'a, D: Domain, A: Allocator> {
+    shared: &'a Shared<D, A>,
+    counters: &'a Counters,
+    range: Range,
+    direction: Direction,
+    /// Sync each map call by itself, rather than all at the end.
+    sync_each: bool,
+    sync: Sync,
+    /// Not mapped yet. Runs that are adjacent in IOVA and in memory are one.
+    list: ArrayVec<Map<D::Target>, TOGETHER>,
+    /// Whether anything was mapped.
+    any: bool,
+    mapped: u64,
+    segments: &'a mut Vec<Segment>,
+}
+
+impl<'a, D: Domain, A: Allocator> Mapper<'a, D, A> {
+    /// Maps all pieces. After an error, part of them may be mapped ([`any`](Self::any)).
+    fn map(&mut self, buffer: &dyn DmaBuffer<D::Target>) -> Result<(), Error> {
+        let mut layout = Layout::new(self.shared.limits);
+        let mut result = Ok(());
+        buffer.for_each_segment(&mut |target, len| {
+            if result.is_ok() {
+                result = layout.piece(target.as_u64(), len, &mut |run| self.run(run));
+            }
+        });
+        result?;
+        layout.finish(&mut |run| self.run(run))?;
+        self.map_list()?;
+        if !self.sync_each && self.sync == Sync::Now {
+            // Rule L34: once, after all of them, over the whole range.
+            self.sync(self.range)?;
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, run: Run) -> Result<(), Error> {
+        let first = self.range.first().0.checked_add(run.offset).map(Iova);
+        let range = first
+            .and_then(|first| Range::from_len(first, run.span))
+            .filter(|range| self.range.covers(*range))
+            .ok_or(Error::Unstable)?;
+        let in_granule = self.shared.limits.offset_in_granule(run.target);
+        // Rule L43: the address keeps the buffer's offset in its granule.
+        self.shared.limits.add(self.segments, range.first().0 + in_granule, run.len);
+        let target = run.target - in_granule;
+        // SAFETY: it is a piece of a buffer (`DmaBuffer`), which the mapping owns until an unmap
+        // has succeeded.
+        let map = |range, target| unsafe {
+            Map::of(range, D::Target::from_u64(target), self.direction.prot())
+        };
+        if let Some(last) = self.list.last_mut()
+            && let (held, held_target) = (last.range(), last.target().as_u64())
+            && held.last().0.checked_add(1) == Some(range.first().0)
+            && held_target.checked_add(held.extent()).and_then(|last| last.checked_add(1))
+                == Some(target)
+        {
+            *last = map(held.hull(range), held_target);
+            return Ok(());
+        }
+        let map = map(range, target);
+        if self.list.is_full() || self.sync_each {
+            self.map_list()?;
+        }
+        self.list.push(map);
+        Ok(())
+    }
+
+    fn map_list(&mut self) -> Result<(), Error> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        let made = match self.list[..] {
+            [map] => self.shared.domain.map(map).map_err(|error| Partial { done: 0, error }),
+            _ => self.shared.domain.map_pages(&self.list),
+        };
+        let (done, tried) = match made {
+            Ok(()) => (self.list.len(), self.list.len()),
+            Err(partial) => (partial.done, partial.done + 1),
+        };
+        self.counters.map_calls.add(tried as u64);
+        self.any |= done > 0;
+        for map in &self.list[..done] {
+            self.mapped = self.mapped.saturating_add(map.range().extent()).saturating_add(1);
+        }
+        made.map_err(|partial| partial.error)?;
+        // With `sync_each` this is the only element.
+        let first = self.list[0].range();
+        self.list.clear();
+        if self.sync_each { self.sync(first) } else { Ok(()) }
+    }
+
+    /// Whether everything that was mapped is synced; if not, the caller must sync it.
+    fn is_synced(&self) -> bool {
+        self.sync_each || self.sync == Sync::Now
+    }
+
+    fn sync(&self, range: Range) -> Result<(), Error> {
+        self.counters.map_syncs.add(1);
+        let wait = || self.shared.domain.iotlb_sync_map(range);
+        timed(&*self.shared.clock, &self.counters.waits.map, wait)?;
+        Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use core::{ops::Range as Span, panic::Location};
 use std::sync::Arc;
 
-use ringfence_iommu::{Domain, Range, Synced};
+use ringfence_iommu::{Domain, Range};
 use ringfence_iova::Allocator;
 
 use crate::{
@@ -26,22 +26,6 @@ impl<D: Domain, A: Allocator> Port<D, A> {
     pub(crate) fn new(shared: Arc<Shared<D, A>>) -> Arc<Self> {
         let counters = shared.add_clone();
         Arc::new(Port { shared, counters })
-    }
-
-    /// Completes the strict unmap of a member of a batch, after its invalidation.
-    pub(crate) fn settle(
-        &self,
-        span: Option<flush::Span>,
-        unmapped: Option<Unmapped>,
-        result: ringfence_iommu::Result<Synced>,
-    ) -> ringfence_iommu::Result<Option<Unmapped>> {
-        let counters = &*self.counters;
-        let settled = match span {
-            Some(span) => self.shared.settle(span.range, unmapped, result, counters),
-            None => Ok(unmapped),
-        };
-        counters.note_unmap(&settled);
-        settled
     }
 }
 
@@ -69,7 +53,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
             None => Ok(None),
         };
         counters.note_unmap(&result);
-        shared.sampler.stop(start, &counters.unmap_time);
+        shared.sampler.stop(start, 1, &counters.unmap_time);
         result
     }
 
@@ -93,7 +77,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         let (slot, copied) = bounced.finish(slices);
         counters.copied_bytes.add(copied);
         counters.unmaps.add(1);
-        shared.sampler.stop(start, &counters.unmap_time);
+        shared.sampler.stop(start, 1, &counters.unmap_time);
         slot
     }
 
@@ -102,7 +86,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         // The unmap's own number, so that either both are timed or neither.
         let start = shared.sampler.start(counters.unmaps.get());
         counters.copied_bytes.add(bounced.note_written(bytes, slices));
-        shared.sampler.stop_many(start, 0, &counters.unmap_time);
+        shared.sampler.stop(start, 0, &counters.unmap_time);
     }
 
     fn give_back_slot(&self, slot: Slot) {

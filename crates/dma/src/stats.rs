@@ -113,16 +113,6 @@ pub struct Stats {
     pub free_time: Sampled,
 }
 
-impl Exposure {
-    pub(crate) fn plus(self, other: Exposure) -> Exposure {
-        Exposure {
-            byte_ns: self.byte_ns.saturating_add(other.byte_ns),
-            max_age_ns: self.max_age_ns.max(other.max_age_ns),
-            released: self.released + other.released,
-        }
-    }
-}
-
 /// The counters that [`Stats`] has under the same names, and others.
 macro_rules! counters {
     ($($name:ident)*) => {

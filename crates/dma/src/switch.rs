@@ -56,7 +56,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
             Some(kind) => {
                 shared.start_timer().map_err(|error| SwitchError::Thread(error.kind()))?;
-                let tuning = *control.of_kind(kind);
+                let tuning = control.tunings[kind as usize];
                 let result = shared.queue_as(policy, &tuning, &mut control.unflushed);
                 if shared.mode.get().policy == policy {
                     control.kind = kind;
@@ -74,9 +74,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// The tuning of the flush queues in use; under a policy that is not lazy, of those last in
     /// use.
     pub fn flush_tuning(&self) -> FlushTuning {
-        let mut control = self.shared().control.lock();
-        let kind = control.kind;
-        *control.of_kind(kind)
+        let control = self.shared().control.lock();
+        control.tunings[control.kind as usize]
     }
 
     /// Tunes the flush queues of one kind, for the device and all its clones.
@@ -102,7 +101,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         };
         if !matches!(result, Err(TuningError::Memory(_))) {
             control.kind = tuning.kind;
-            *control.of_kind(tuning.kind) = tuning;
+            control.tunings[tuning.kind as usize] = tuning;
         }
         result
     }
@@ -113,7 +112,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     pub(crate) fn begin(self: &Arc<Self>, policy: Policy) -> Result<(), SetupError> {
         self.prepare(policy);
         if let Some(kind) = policy.queue_kind() {
-            let tuning = *self.control.lock().of_kind(kind);
+            let tuning = self.control.lock().tunings[kind as usize];
             self.start_timer().map_err(|error| SetupError::Thread(error.kind()))?;
             self.queue_as(policy, &tuning, &mut false)?;
         }

@@ -166,8 +166,8 @@ pub(crate) struct Control {
     pub(crate) fallback: Option<Fallback>,
     /// The kind of queue that is in use, was last in use, or will be.
     pub(crate) kind: QueueKind,
-    pub(crate) single: FlushTuning,
-    pub(crate) per_cpu: FlushTuning,
+    /// For each kind of queue.
+    pub(crate) tunings: [FlushTuning; 2],
     /// Entries queued under other bounds could not be flushed: the next change flushes them.
     pub(crate) unflushed: bool,
 }
@@ -187,22 +187,9 @@ impl Control {
         if policy.queue_kind().is_some_and(|kind| kind != tuning.kind) {
             return Err(TuningError::Kind { kind: tuning.kind, policy });
         }
-        let mut control = Control {
-            fallback,
-            kind: tuning.kind,
-            single: FlushTuning::linux(QueueKind::Single),
-            per_cpu: FlushTuning::linux(QueueKind::PerCpu),
-            unflushed: false,
-        };
-        *control.of_kind(tuning.kind) = tuning;
-        Ok(control)
-    }
-
-    pub(crate) fn of_kind(&mut self, kind: QueueKind) -> &mut FlushTuning {
-        match kind {
-            QueueKind::Single => &mut self.single,
-            QueueKind::PerCpu => &mut self.per_cpu,
-        }
+        let mut tunings = [QueueKind::Single, QueueKind::PerCpu].map(FlushTuning::linux);
+        tunings[tuning.kind as usize] = tuning;
+        Ok(Control { fallback, kind: tuning.kind, tunings, unflushed: false })
     }
 }
 

@@ -18,7 +18,7 @@ pub(super) struct Flight {
 /// Syncs under way, oldest first, and lists of ranges to use again.
 #[derive(Default)]
 pub(super) struct Flights {
-    queue: VecDeque<Flight>,
+    pub(super) queue: VecDeque<Flight>,
     spare: Vec<Vec<Range>>,
 }
 
@@ -32,14 +32,6 @@ impl Flights {
     pub(super) fn reuse(&mut self, mut ranges: Vec<Range>) {
         ranges.clear();
         self.spare.push(ranges);
-    }
-
-    pub(super) fn push(&mut self, flight: Flight) {
-        self.queue.push_back(flight);
-    }
-
-    pub(super) fn front(&mut self) -> Option<&mut Flight> {
-        self.queue.front_mut()
     }
 
     /// Takes out the oldest, once all of it was handed out.
@@ -56,10 +48,6 @@ impl Flights {
         {
             wait(&mut flight.sync);
         }
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
     }
 }
 

@@ -65,8 +65,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let buffer = ManuallyDrop::new(buffer);
         let made = Made { direction, at: Location::caller(), bytes: Bytes::of::<D::Target>() };
         let placed = self.device.place(&MapCall {
-            pieces: &|each| buffer.for_each_segment(each),
-            slices: &|each| buffer.for_each_slice(each),
+            buffer: &*buffer,
             direction,
             at: made.at,
             lasting: Lasting::Streaming,
@@ -111,9 +110,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         counters.map_syncs.add(u64::from(!ranges.is_empty()));
         let sync = Pending::map(&shared.domain, ranges);
         // The calls were counted, and some timed, when they were pushed.
-        shared.sampler.stop_many(start, 0, &counters.map_time);
+        shared.sampler.stop(start, 0, &counters.map_time);
         self.begun.extend(self.gathered.drain(..));
-        self.flights.push(Flight { sync, members, settled: false, timed: false });
+        self.flights.queue.push_back(Flight { sync, members, settled: false, timed: false });
     }
 
     /// Hands out, in the order in which they were pushed, the mappings that are synced; returns how
@@ -126,7 +125,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         let device = self.device.same();
         let (shared, counters) = (device.shared(), &*device.port().counters);
         let mut handed_out = 0;
-        while let Some(flight) = self.flights.front() {
+        while let Some(flight) = self.flights.queue.front_mut() {
             if !flight.sync.poll(&shared.domain) {
                 break;
             }
@@ -167,7 +166,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     /// Syncs all that is left, waits for it, and hands it out.
     pub fn finish(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) {
         self.begin();
-        while !self.flights.is_empty() {
+        while !self.flights.queue.is_empty() {
             self.wait();
             self.poll(&mut each);
         }

@@ -9,7 +9,7 @@ use core::{
 };
 use std::{collections::VecDeque, sync::Arc};
 
-use ringfence_iommu::{Domain, Gather, Partial, Pending, Range, Result};
+use ringfence_iommu::{Domain, Error, Gather, Partial, Pending, Range, Result};
 use ringfence_iova::Allocator;
 
 use super::flights::{Flight, Flights, join};
@@ -62,19 +62,6 @@ impl<B, T> Member<B, T> {
     /// Whether its outcome is still unknown.
     fn is_open(&self) -> bool {
         matches!(self.state, State::Open(_))
-    }
-}
-
-/// Ranges whose unmap failed. Usually none: then it allocates nothing.
-#[derive(Default)]
-struct Failed(Vec<(Range, ringfence_iommu::Error)>);
-
-impl Failed {
-    /// The range of a mapping and the error, if its unmap failed.
-    fn of<B>(&self, mapping: &Mapping<B>) -> Option<(Range, ringfence_iommu::Error)> {
-        let range = mapping.span()?.range;
-        let (_, error) = self.0.iter().find(|(held, _)| held.covers(range))?;
-        Some((range, *error))
     }
 }
 
@@ -184,18 +171,20 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     fn push_settled(&mut self, members: usize) {
         let ranges = self.flights.ranges();
         let sync = Pending::map(&self.port.shared.domain, ranges);
-        self.flights.push(Flight { sync, members, settled: true, timed: false });
+        self.flights.queue.push_back(Flight { sync, members, settled: true, timed: false });
     }
 
-    /// Removes the translations of all that was pushed, touching ranges as one.
-    fn remove(&mut self, gather: &mut Gather) -> (Vec<Range>, Failed) {
+    /// Removes the translations of all that was pushed, touching ranges as one; also returns those
+    /// for which that failed.
+    fn remove(&mut self, gather: &mut Gather) -> (Vec<Range>, Vec<(Range, Error)>) {
         let mut ranges = self.flights.ranges();
         ranges.extend(self.gathered.iter().filter_map(|member| Some(member.mapping.span()?.range)));
         join(&mut ranges);
-        let mut failed = Failed::default();
+        // Usually empty: then it allocates nothing.
+        let mut failed = Vec::new();
         let mut rest = &ranges[..];
         while let Err(Partial { done, error }) = self.port.shared.domain.unmap_pages(rest, gather) {
-            failed.0.push((rest[done], error));
+            failed.push((rest[done], error));
             rest = &rest[done + 1..];
         }
         (ranges, failed)
@@ -228,7 +217,11 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         for mut member in self.gathered.drain(..) {
             if member.is_open() {
                 let span = member.mapping.span();
-                if let Some((range, error)) = failed.of(&member.mapping) {
+                let failed = span.and_then(|span| {
+                    let (_, error) = failed.iter().find(|(held, _)| held.covers(span.range))?;
+                    Some((span.range, *error))
+                });
+                if let Some((range, error)) = failed {
                     shared.quarantine(range);
                     member.state = State::Known(Err(error));
                 } else if lazily {
@@ -249,9 +242,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             }
             self.begun.push_back(member);
         }
-        shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
+        shared.sampler.stop(start, open as u64, &counters.unmap_time);
         let timed = !lazily && start.is_some();
-        self.flights.push(Flight { sync, members, settled: lazily, timed });
+        self.flights.queue.push_back(Flight { sync, members, settled: lazily, timed });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
@@ -266,14 +259,20 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
         let mut handed_out = 0;
-        while let Some(flight) = self.flights.front() {
+        while let Some(flight) = self.flights.queue.front_mut() {
             if !flight.sync.poll(&shared.domain) {
                 break;
             }
             let Flight { sync, members, settled, timed } = flight;
             let settle = |mapping: &Mapping<B>, watcher| {
                 let range = mapping.span().map_or(Range::ALL, |span| span.range);
-                Some(port.settle(mapping.span(), watcher, sync.outcome(range)?))
+                let result = sync.outcome(range)?;
+                let settled = match mapping.span() {
+                    Some(span) => shared.settle(span.range, watcher, result, counters),
+                    None => Ok(watcher),
+                };
+                counters.note_unmap(&settled);
+                Some(settled)
             };
             if !mem::replace(settled, true) {
                 // Settles all of them before the first is handed out, so as not to time the
@@ -286,7 +285,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                         *state = State::Known(unmapped);
                     }
                 }
-                shared.sampler.stop_many(start, 0, &counters.unmap_time);
+                shared.sampler.stop(start, 0, &counters.unmap_time);
             }
             while *members > 0 {
                 // Counted first, so that the count stays right if the caller's code panics.
@@ -320,7 +319,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         mut each: impl FnMut(T, core::result::Result<Returned<B>, UnmapError<B>>),
     ) {
         self.begin();
-        while !self.flights.is_empty() {
+        while !self.flights.queue.is_empty() {
             self.wait();
             self.poll(&mut each);
         }

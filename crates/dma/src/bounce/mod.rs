@@ -1,10 +1,7 @@
 //! Bounce pools: memory that stays mapped, to and from which buffers are copied.
 
-#[allow(unsafe_code)]
 mod copy;
-#[allow(unsafe_code)]
 mod memory;
-#[allow(unsafe_code)]
 mod pools;
 mod taken;
 
@@ -14,7 +11,7 @@ use ringfence_iommu::{Prot, Range};
 
 use crate::Direction;
 
-pub(crate) use copy::{Bytes, Slices, SlicesMut};
+pub(crate) use copy::{Bytes, SlicesMut};
 pub use memory::{BounceMemory, Chunk, HostMemory};
 pub(crate) use pools::Client;
 pub use pools::{BounceLimits, BouncePools, BounceStats, ClassStats, Holder};

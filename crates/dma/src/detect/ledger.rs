@@ -1,6 +1,6 @@
 //! The records of current and recent mappings.
 
-use core::{fmt, panic::Location};
+use core::panic::Location;
 use std::collections::{BTreeMap, VecDeque};
 
 use ringfence_iommu::{Iova, Range};
@@ -124,15 +124,6 @@ impl Ledger {
     /// How many ranges are held back, and how many bytes of address space.
     pub(crate) fn held(&self) -> (u64, u64) {
         (self.held.len() as u64, u64::try_from(self.held_bytes).unwrap_or(u64::MAX))
-    }
-}
-
-impl fmt::Debug for Ledger {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ledger")
-            .field("records", &self.records.len())
-            .field("held", &self.held.len())
-            .finish_non_exhaustive()
     }
 }
 

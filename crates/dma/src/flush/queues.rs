@@ -14,7 +14,7 @@ use ringfence_sync::{
 
 use super::{
     budget::Budget,
-    counters::{Counters, Rules, Sound, Ticket},
+    counters::{Counters, Rules, Sound},
     ring::{Batch, Pushed, Queued, Ring, Shape, memory},
 };
 use crate::Stats;
@@ -22,7 +22,8 @@ use crate::Stats;
 /// A ring for each CPU, of which a single queue uses only the first: so nothing is replaced or lost
 /// when that changes.
 pub(crate) struct FlushQueues<E, R = Sound> {
-    counters: CachePadded<Counters<R>>,
+    /// Started and finished around each flush of the domain.
+    pub(crate) counters: CachePadded<Counters<R>>,
     /// Whether the timer runs (rule L23).
     armed: CachePadded<AtomicBool>,
     /// The bytes that may be exposed in all rings together, if that is bounded.
@@ -127,16 +128,6 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
     /// there may be more.
     pub(crate) fn reap(&self, ring: usize, batch: &mut Batch<E>) {
         self.ring(ring).lock().reap(&self.counters, batch);
-    }
-
-    /// To be called before the domain is flushed.
-    pub(crate) fn start_flush(&self) -> Ticket {
-        self.counters.start()
-    }
-
-    /// To be called when the domain's flush has succeeded, with the time.
-    pub(crate) fn finish_flush(&self, ticket: Ticket, now_ns: u64) {
-        self.counters.finish(ticket, now_ns);
     }
 
     /// To be called when the timer expires, *before* the flush it makes.

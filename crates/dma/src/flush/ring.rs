@@ -200,7 +200,10 @@ impl<E: Queued> Ring<E> {
     pub(crate) fn add_to(&self, stats: &mut Stats) {
         stats.queued += self.slots.len() as u64;
         stats.queued_bytes += self.bytes;
-        stats.exposure = stats.exposure.plus(self.exposure);
+        let (sum, exposure) = (&mut stats.exposure, &self.exposure);
+        sum.byte_ns = sum.byte_ns.saturating_add(exposure.byte_ns);
+        sum.max_age_ns = sum.max_age_ns.max(exposure.max_age_ns);
+        sum.released += exposure.released;
         stats.late_releases += self.late;
     }
 

@@ -42,6 +42,7 @@ impl Watch {
 }
 
 /// An IOVA after its unmap, for a watcher.
+#[derive(Debug)]
 pub(crate) struct Unmapped {
     pub(crate) since_ns: u64,
     pub(crate) watch: Arc<Watch>,

@@ -112,7 +112,7 @@ impl<T: Address> Client<T> {
     }
 
     /// As [`take`](Self::take), for a slot whose bytes the program will see: zeroes what another
-    /// device left in them.
+    /// device left in them, and what lies beyond `len`.
     pub(crate) fn take_for_cpu(
         &self,
         len: u64,
@@ -120,10 +120,10 @@ impl<T: Address> Client<T> {
         at: &'static Location<'static>,
     ) -> Result<Slot, Error> {
         let mut slot = self.take(len, prot, at)?;
-        if slot.key != self.account.number {
-            slot.zero(0..slot.dirty);
-            slot.dirty = 0;
-        }
+        // This use would not overwrite what a longer one left beyond its end.
+        let own = if slot.key == self.account.number { len.min(slot.dirty) } else { 0 };
+        slot.zero(own..slot.dirty);
+        slot.dirty = own;
         Ok(slot)
     }
 

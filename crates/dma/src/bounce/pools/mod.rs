@@ -8,18 +8,15 @@
 //! cache or in the depot of their zone, sorted by the permissions of the device.
 
 mod client;
-#[allow(unsafe_code)]
 mod grow;
 mod holders;
 mod idle;
 mod limits;
-#[allow(unsafe_code)]
 mod mark;
 mod shelf;
 mod single;
 mod zone;
 
-#[allow(unsafe_code)]
 #[cfg(all(test, not(loom)))]
 mod tests;
 

@@ -50,20 +50,6 @@ struct Depot<T> {
     quarantined: usize,
 }
 
-impl<T> Depot<T> {
-    fn lowest_bare(&self) -> u32 {
-        self.bare.peek().map_or(self.chunks.len() as u32, |Reverse(lowest)| *lowest)
-    }
-
-    /// Takes the lowest slot without memory.
-    fn take_bare(&mut self, lowest: u32) {
-        if self.bare.pop().is_none() {
-            debug_assert_eq!(lowest as usize, self.chunks.len(), "they are used one by one");
-            self.chunks.push(None);
-        }
-    }
-}
-
 impl<T: Copy> Zone<T> {
     /// `slots` slots of `1 << shift` bytes from `first`, for `cpus` CPUs, a power of two. `None` if
     /// they would pass the end of the address space.
@@ -191,10 +177,15 @@ impl<T: Copy> Zone<T> {
     /// all have. The caller gives them memory or [`leave`](Self::leave)s them bare.
     pub(super) fn take_bare(&self, most: u32) -> Option<Numbers<u32>> {
         let depot = &mut *self.depot.lock();
-        let start = depot.lowest_bare();
+        let lowest = |depot: &Depot<T>| {
+            depot.bare.peek().map_or(depot.chunks.len() as u32, |Reverse(lowest)| *lowest)
+        };
+        let start = lowest(depot);
         let mut end = start;
-        while end < self.slots && end - start < most && depot.lowest_bare() == end {
-            depot.take_bare(end);
+        while end < self.slots && end - start < most && lowest(depot) == end {
+            if depot.bare.pop().is_none() {
+                depot.chunks.push(None);
+            }
             self.marks.prepare(end);
             end += 1;
         }
