@@ -217,13 +217,6 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         self.mode.get().policy.is_lazy() || self.has_queued()
     }
 
-    /// Flushes and releases all that this covers, for a caller that needs the queued IOVAs to continue.
-    pub(crate) fn flush_for_room(&self, counters: &Counters) -> Result<()> {
-        self.flush_domain(&counters.waits.full)?;
-        self.reap_all(&counters.frees);
-        Ok(())
-    }
-
     /// What the timer does, `late_ns` nanoseconds after it was due (rule L23).
     pub(crate) fn expire_late(&self, late_ns: u64) -> Result<()> {
         let start = self.sampler.start_always();

@@ -82,7 +82,6 @@ mod auto;
 mod batch;
 #[allow(unsafe_code)]
 mod bounce;
-mod bouncer;
 #[allow(unsafe_code)]
 mod buffer;
 mod builder;

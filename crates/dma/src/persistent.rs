@@ -17,23 +17,18 @@ use crate::{
 #[must_use = "dropping a persistent mapping unmaps it"]
 pub struct Persistent<B> {
     mapping: Mapping<B>,
-    /// Where each segment begins in the buffer, if there are several.
+    /// Where each segment begins in the buffer.
     starts: Box<[u64]>,
 }
 
 impl<B> Persistent<B> {
     pub(crate) fn new(mapping: Mapping<B>) -> Persistent<B> {
-        let segments = mapping.segments();
-        let starts = if segments.len() == 1 {
-            Box::default()
-        } else {
-            let start = |sum: &mut u64, segment: &Segment| {
-                let start = *sum;
-                *sum = sum.saturating_add(segment.len);
-                Some(start)
-            };
-            segments.iter().scan(0, start).collect()
+        let start = |sum: &mut u64, segment: &Segment| {
+            let start = *sum;
+            *sum = sum.saturating_add(segment.len);
+            Some(start)
         };
+        let starts = mapping.segments().iter().scan(0, start).collect();
         Persistent { mapping, starts }
     }
 

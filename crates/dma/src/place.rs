@@ -7,13 +7,14 @@ use ringfence_mem::ReadSlice;
 
 use crate::{
     Device, Direction, DmaBuffer, Error, Policy, Segment, Trust,
+    auto::{Cell, Choice, Kind, Slice},
     bounce::Bounced,
     counter::Count,
     flush::Span,
     layout::{Layout, Run},
     map_call::{Failed, Lasting, MapCall, Measured, Sync, measure},
     placed::Placed,
-    shared::Shared,
+    shared::{Bouncer, Shared},
     stats::Counters,
     waits::timed,
 };
@@ -72,7 +73,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if !mode.policy.bounces() || wanted.lasting == Lasting::Long {
             return self.place_mapped(wanted, measured);
         }
-        let (choice, cell) = bouncer.decide(mode, wanted, &measured);
+        let (choice, cell) = bouncer.decide(mode.policy, wanted, &measured);
         let bounced = choice.copy.then(|| self.place_bounced(wanted, &measured));
         let mut placed = match bounced {
             Some(Ok(placed)) => placed,
@@ -198,13 +199,43 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Ok(base) => Ok(base),
             // Queued entries hold IOVAs that only wait for a flush: flush now rather than fail.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
-                shared.flush_for_room(counters)?;
+                shared.flush_domain(&counters.waits.full)?;
+                shared.reap_all(&counters.frees);
                 alloc(0)
             }
             Err(error) if !error.reason.is_invalid() && shared.free_held() => alloc(0),
             Err(error) => Err(error),
         };
         allocated.map_err(|error| Error::no_iova(error, &shared.allocator))
+    }
+}
+
+/// The longest mapping that [`Policy::Auto`] copies, in bytes: for a longer
+/// one the cost of a sync is negligible.
+const LONGEST: u64 = 4 << 20;
+
+impl<T: Address> Bouncer<T> {
+    /// Decides whether a streaming mapping that need not be a copy becomes one; also returns the cell
+    /// that made the choice, unless the policy did.
+    fn decide(
+        &self,
+        policy: Policy,
+        wanted: &MapCall<'_, T>,
+        measured: &Measured,
+    ) -> (Choice, Option<Cell>) {
+        let &Measured { len, runs, .. } = measured;
+        if policy != Policy::Auto {
+            let copy = policy.bounces() && len <= self.config.threshold;
+            return (Choice { copy, slice: Slice::NONE }, None);
+        }
+        if len > LONGEST {
+            return (Choice { copy: false, slice: Slice::NONE }, None);
+        }
+        let &MapCall { direction, sync, .. } = wanted;
+        let written = self.config.written;
+        let cell = Cell::of(direction, len, runs);
+        let choice = self.auto.choose(cell, || Kind { direction, len, runs, sync, written });
+        (choice, Some(cell))
     }
 }
 

@@ -4,14 +4,14 @@
 use std::sync::{Arc, atomic::AtomicU64};
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Domain, Gather, Range, Result, Synced};
+use ringfence_iommu::{Address, Domain, Gather, Range, Result, Synced};
 use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    Choices, Fallback, Policy, Stats, TimerKind, Waits,
-    auto::Tally,
-    bouncer::Bouncer,
+    BounceConfig, Choices, Fallback, Policy, Stats, TimerKind, Waits,
+    auto::{Auto, Tally},
+    bounce::Client,
     counter::{BriefSampler, Count, Sampler, TimeCounter},
     detect::Ledger,
     flush::{Entry, Lazy, Span, Unmapped},
@@ -55,6 +55,14 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) quarantined: [AtomicU64; 2],
     /// The counters of all clones, with a sum for those that are gone.
     pub(crate) clones: Mutex<Clones>,
+}
+
+/// A device's share of its domain's pools.
+pub(crate) struct Bouncer<T: Address> {
+    pub(crate) client: Client<T>,
+    pub(crate) config: BounceConfig,
+    /// Chooses under a policy that leaves it open.
+    pub(crate) auto: Auto,
 }
 
 #[derive(Default)]

@@ -2,11 +2,7 @@
 
 #![allow(clippy::result_large_err, reason = "a mapping that is given back is moved as it came")]
 
-use core::{
-    fmt,
-    mem::{self, ManuallyDrop},
-    panic::Location,
-};
+use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_iommu::{Domain, Error, Gather, Partial, Pending, Range, Result};
@@ -264,28 +260,26 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 break;
             }
             let Flight { sync, members, settled, timed } = flight;
-            let settle = |mapping: &Mapping<B>, watcher| {
-                let range = mapping.span().map_or(Range::ALL, |span| span.range);
-                let result = sync.outcome(range)?;
-                let settled = match mapping.span() {
-                    Some(span) => shared.settle(span.range, watcher, result, counters),
-                    None => Ok(watcher),
-                };
-                counters.note_unmap(&settled);
-                Some(settled)
-            };
-            if !mem::replace(settled, true) {
-                // Settles all of them before the first is handed out, so as not to time the
-                // caller's code.
+            if !*settled {
+                // All of them before the first is handed out, so as not to time the caller's code.
                 let start = if *timed { shared.sampler.start_always() } else { None };
                 for Member { mapping, state, .. } in self.begun.iter_mut().take(*members) {
+                    let span = mapping.span();
+                    let range = span.map_or(Range::ALL, |span| span.range);
                     if let State::Open(watcher) = state
-                        && let Some(unmapped) = settle(mapping, watcher.take())
+                        && let Some(result) = sync.outcome(range)
                     {
+                        let watcher = watcher.take();
+                        let unmapped = match span {
+                            Some(_) => shared.settle(range, watcher, result, counters),
+                            None => Ok(watcher),
+                        };
+                        counters.note_unmap(&unmapped);
                         *state = State::Known(unmapped);
                     }
                 }
                 shared.sampler.stop(start, 0, &counters.unmap_time);
+                *settled = true;
             }
             while *members > 0 {
                 // Counted first, so that the count stays right if the caller's code panics.
@@ -293,14 +287,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 let Some(Member { tag, mapping, state, .. }) = self.begun.pop_front() else {
                     break;
                 };
+                let State::Known(unmapped) = state else { unreachable!("the sync is over") };
                 handed_out += 1;
-                let unmapped = match state {
-                    State::Known(unmapped) => Some(unmapped),
-                    // A panic interrupted the settling above.
-                    State::Open(watcher) => settle(&mapping, watcher),
-                };
-                let mapping = ManuallyDrop::into_inner(mapping);
-                each(tag, mapping.give_back(unmapped.expect("the sync is over")));
+                each(tag, ManuallyDrop::into_inner(mapping).give_back(unmapped));
             }
             self.flights.land();
         }
