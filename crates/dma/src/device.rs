@@ -317,10 +317,11 @@ fn check(config: &DmaConfig, granule: u64, allocator: u64) -> Result<(), SetupEr
     }
     let boundary = config.segment_boundary;
     if boundary & boundary.wrapping_add(1) != 0 || boundary < granule - 1 {
-        return Err(SetupError::Boundary(boundary));
+        return Err(SetupError::Boundary { boundary, granule });
     }
-    if config.max_segment < granule {
-        return Err(SetupError::MaxSegment(config.max_segment));
+    let max_segment = config.max_segment;
+    if max_segment < granule {
+        return Err(SetupError::MaxSegment { max_segment, granule });
     }
     if config.sample_every != 0 && !config.sample_every.is_power_of_two() {
         return Err(SetupError::SampleEvery(config.sample_every));

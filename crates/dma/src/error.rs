@@ -24,7 +24,8 @@ pub enum Error {
     /// All suitable I/O virtual addresses are taken: unmap something and try again.
     #[error(
         "no I/O virtual addresses are free for {size:#x} bytes at or below {limit:#x}: \
-         {live_ranges} ranges are live, {live_bytes:#x} bytes are taken"
+         {live_ranges} ranges are live, {live_bytes:#x} bytes are taken; unmap something, or raise \
+         DmaConfig::limit"
     )]
     Exhausted {
         /// The requested bytes of address space.
@@ -42,8 +43,8 @@ pub enum Error {
     /// It would have to be copied into a bounce slot, and the device has reached its quota of slot
     /// memory: unmap something and try again.
     #[error(
-        "a bounce slot of {size:#x} bytes: the device holds {held:#x} bytes of slots, and may hold \
-         {quota:#x} (BounceConfig::quota)"
+        "cannot take a bounce slot of {size:#x} bytes: the device holds {held:#x} bytes of slots, and \
+         may hold {quota:#x}; unmap something, or raise BounceConfig::quota"
     )]
     BounceQuota {
         /// Bytes of the requested slot.
@@ -54,16 +55,16 @@ pub enum Error {
         quota: u64,
     },
     /// It would have to be copied into a bounce slot, and there is no memory for one.
-    #[error("there is no memory for a bounce slot of {0:#x} bytes")]
+    #[error("there is no memory for a bounce slot of {0:#x} bytes; unmap something, or give more")]
     Bounce(u64),
     /// A buffer in pool memory was asked for, and the device has no bounce pools.
-    #[error("the device has no bounce pools (DeviceBuilder::pools)")]
+    #[error("the device has no bounce pools: give it some (DeviceBuilder::pools)")]
     NoPools,
     /// The buffer does not fill its granules, so that the device would reach what lies beside it;
     /// an untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
     #[error(
         "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
-         the device has no bounce pools (DeviceBuilder::pools)"
+         the device has no bounce pools: give it some (DeviceBuilder::pools)"
     )]
     Neighbours {
         /// Bytes of a granule.
@@ -265,7 +266,10 @@ pub enum SetupError {
     #[error("cannot make an allocator for the domain's aperture: {0}")]
     Aperture(#[from] ApertureError),
     /// The allocator hands out pieces smaller than the domain can map.
-    #[error("the allocator's granule {allocator:#x} is not a multiple of the domain's {domain:#x}")]
+    #[error(
+        "the allocator's granule {allocator:#x} is not a multiple of the domain's {domain:#x}: \
+             make it with that"
+    )]
     Granule {
         /// The allocator's granule in bytes.
         allocator: u64,
@@ -273,11 +277,26 @@ pub enum SetupError {
         domain: u64,
     },
     /// The segment boundary is not a mask of ones, or is finer than the granule.
-    #[error("the segment boundary {0:#x} must be 2^n-1 and at least the granule less one")]
-    Boundary(u64),
+    #[error(
+        "the segment boundary {boundary:#x} must be 2^n-1 and at least {:#x}, as the granule is \
+         {granule:#x} bytes", .granule - 1
+    )]
+    Boundary {
+        /// The boundary.
+        boundary: u64,
+        /// The domain's granule in bytes.
+        granule: u64,
+    },
     /// The largest segment is smaller than the granule.
-    #[error("the largest segment of {0:#x} bytes is smaller than the granule")]
-    MaxSegment(u64),
+    #[error(
+        "the largest segment of {max_segment:#x} bytes must be at least the granule of {granule:#x}"
+    )]
+    MaxSegment {
+        /// Bytes of the largest segment.
+        max_segment: u64,
+        /// The domain's granule in bytes.
+        granule: u64,
+    },
     /// The tuning of the flush queues is invalid.
     #[error(transparent)]
     Tuning(#[from] TuningError),

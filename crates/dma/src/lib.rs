@@ -1,24 +1,8 @@
-//! The DMA API in user space: mappings that own their buffers, strict and lazy invalidation.
+#![doc = include_str!("../README.md")]
 //!
-//! ```
-//! # use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
-//! # let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).unwrap();
-//! # let geometry = Geometry::new(PageSizes::X86, aperture);
-//! # let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
-//! use ringfence_dma::{Device, Direction};
+//! # What is inside
 //!
-//! let device = Device::builder(domain).build()?; // strict+map, in the domain's own limits
-//! let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?; // takes the buffer
-//! for segment in mapping.segments() {
-//!     println!("{segment}"); // goes into a descriptor
-//! }
-//! let buffer = mapping.unmap()?; // from here on the device cannot reach it
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
-//!
-//! A [`Device`] stands for one device behind one [`Domain`](ringfence_iommu::Domain). It takes a
-//! buffer, gives it an I/O virtual address for as long as the device works on it, and gives the
-//! buffer back. The pieces, from the bottom:
+//! From the bottom:
 //!
 //! * [`DmaBuffer`]: memory that stays where it is, as a list of segments in the domain's target
 //!   addresses; [`Direction`]: the direction of the data, hence what the device may do.
@@ -42,13 +26,10 @@
 //! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
 //!   lazily unmapped memory stayed reachable.
 //!
-//! # What a policy guarantees
+//! # Policies
 //!
-//! *Strict*: when `unmap` has returned, no device access to the buffer succeeds. *Lazy*: within a
-//! window bounded by the flush queue's timer it may; the IOVA is never given to another buffer
-//! meanwhile (rule L19). The [`FlushTuning`] sets how large that window may be, in time and in
-//! bytes. *Off*: nothing is mapped and nothing is protected. A persistent mapping is reachable
-//! until it is unmapped, whatever the policy.
+//! Under a lazy policy the IOVA is never given to another buffer before its flush (rule L19). The
+//! [`FlushTuning`] sets how large the window may be until then, in time and in bytes.
 //!
 //! Policy and tuning can change while the device is in use ([`Device::set_policy`],
 //! [`Device::set_flush_tuning`]): unmaps that begin after such a call has returned follow it.
@@ -71,10 +52,8 @@
 //!
 //! # When the device fails
 //!
-//! A map that fails is undone completely and hands the buffer back with the device's own status
-//! ([`MapError`]); [`ErrorKind`] says what the caller can do about it. An unmap whose invalidation
-//! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
-//! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and
+//! A [`MapError`] has the buffer and the device's own status; [`ErrorKind`] is what the caller can do
+//! about it. An [`UnmapError`] keeps the buffer, and its IOVA is quarantined: never reused, and
 //! counted.
 #![deny(unsafe_code)]
 

@@ -8,6 +8,7 @@ use core::{fmt, str::FromStr};
 /// compared with: `sq` is a single flush queue, `mq` one per CPU, `+map` one map sync per mapping
 /// instead of one per [`map_pages`](ringfence_iommu::Domain::map_pages).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Policy {
     /// No mapping at all: devices use the buffer's own addresses. No protection.
     Off,

@@ -16,6 +16,7 @@ use crate::{
 /// that covers it (or of a later one, if its IOVA is only then released): the figures are never
 /// less than the real exposure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Exposure {
     /// The sum of bytes × nanoseconds over all released ranges.
     pub byte_ns: u128,

@@ -188,6 +188,7 @@ pub enum TrustError {
 
 /// What sysfs says about a device, and where.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Finding {
     /// The resulting trust.
     pub trust: Trust,

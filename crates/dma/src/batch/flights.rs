@@ -52,7 +52,7 @@ impl Flights {
 }
 
 /// Sorts ranges and joins those that touch. All ranges of a batch are whole mappings, so that their
-/// union contains no one else's.
+/// union contains nothing of others.
 pub(super) fn join(ranges: &mut Vec<Range>) {
     // Ranges that were mapped together are usually in order already.
     if !ranges.is_sorted_by_key(|range| range.first()) {

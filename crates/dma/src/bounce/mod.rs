@@ -38,6 +38,7 @@ impl Default for BounceConfig {
 /// Whether the driver reports how much of a buffer the device wrote (rule L49, as far as it applies
 /// here).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Written {
     /// It does not: a slot that the device may write is first loaded with the buffer's bytes, and
     /// all of it is copied back, so that what the device did not write stays as it was.

@@ -169,7 +169,7 @@ fn an_exhausted_address_space_and_a_full_domain_are_different_errors() {
     assert_eq!(
         error.to_string(),
         "cannot map: no I/O virtual addresses are free for 0x1000 bytes at or below 0x100fff: 1 \
-         ranges are live, 0x1000 bytes are taken"
+         ranges are live, 0x1000 bytes are taken; unmap something, or raise DmaConfig::limit"
     );
     assert!(error.into_buffer().is_some());
     drop(one);
@@ -239,16 +239,18 @@ fn an_invalid_configuration_is_refused() {
         let allocator = EagerAllocator::new(4096, domain.log.clone());
         Device::builder(domain).allocator(allocator).config(config).build().map(|_| ()).unwrap_err()
     };
-    let config = DmaConfig::default;
+    let (config, granule) = (DmaConfig::default, 4096);
     assert_eq!(
         device(DmaConfig { segment_boundary: 0x1_0000, ..config() }),
-        SetupError::Boundary(0x1_0000)
+        SetupError::Boundary { boundary: 0x1_0000, granule }
     );
     assert_eq!(
         device(DmaConfig { segment_boundary: 0x7ff, ..config() }),
-        SetupError::Boundary(0x7ff)
+        SetupError::Boundary { boundary: 0x7ff, granule }
     );
-    assert_eq!(device(DmaConfig { max_segment: 4095, ..config() }), SetupError::MaxSegment(4095));
+    let max_segment = 4095;
+    let refused = SetupError::MaxSegment { max_segment, granule };
+    assert_eq!(device(DmaConfig { max_segment, ..config() }), refused);
     assert_eq!(device(DmaConfig { sample_every: 3, ..config() }), SetupError::SampleEvery(3));
     let tuning = FlushTuning { slots: 1, ..FlushTuning::default() };
     assert_eq!(

@@ -26,6 +26,7 @@ impl Default for BounceLimits {
 /// What the pools of a domain hold, and what they did. The counters are read one after the other,
 /// while other threads may take and give back slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BounceStats {
     /// Slots in use, those for one use included.
     pub slots: u64,
@@ -50,6 +51,7 @@ pub struct BounceStats {
 
 /// The slots of one size in one range of addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ClassStats {
     /// Bytes of a slot.
     pub slot_bytes: u64,
@@ -65,6 +67,7 @@ pub struct ClassStats {
 
 /// A place in the program that holds slots.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Holder {
     /// Where in the program they were taken.
     pub at: &'static Location<'static>,
