@@ -126,7 +126,7 @@ impl ThreadClock for OsThreadClock {
 
 /// Chooses which calls to time, and times them.
 pub(crate) struct Sampler {
-    clock: Arc<dyn ThreadClock>,
+    pub(crate) clock: Arc<dyn ThreadClock>,
     wall: Arc<dyn Clock>,
     /// Calls whose number, multiplied by [`SPREAD`], is at most this are timed; `None`: none are.
     at_most: Option<u64>,
@@ -161,11 +161,6 @@ impl Sampler {
         sampler
     }
 
-    /// Whether other threads want the calling thread's CPU.
-    pub(crate) fn is_shared(&self) -> bool {
-        self.clock.is_shared()
-    }
-
     fn begin(&self) -> Reading {
         let wall_ns = self.wall.now_ns();
         Reading { thread_ns: self.clock.thread_ns(), wall_ns }
@@ -178,11 +173,6 @@ impl Sampler {
             thread_ns: thread_ns.saturating_sub(self.cost.thread_ns),
             wall_ns: wall_ns.saturating_sub(self.cost.wall_ns),
         }
-    }
-
-    /// The CPU time of the calling thread.
-    pub(crate) fn thread_ns(&self) -> u64 {
-        self.clock.thread_ns()
     }
 
     /// The time now, if call `number` is to be timed.

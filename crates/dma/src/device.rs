@@ -5,13 +5,13 @@ use std::sync::{Arc, atomic::AtomicU64};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Fault};
-use ringfence_iova::{Allocator, Slabs};
+use ringfence_iova::{Allocator, Aperture, ApertureError, Slabs};
 use ringfence_sync::cpu::OsCpu;
 
 use crate::{
-    BouncePools, Choices, Coherent, DeviceBuilder, Direction, DmaBuffer, DmaConfig, Environment,
-    Error, Explained, Fallback, MapError, Mapping, Persistent, Policy, PoolBuffer, SetupError,
-    SharedMemory, Stats, Waits,
+    BouncePools, Choices, Coherent, Direction, DmaBuffer, DmaConfig, Environment, Error, Explained,
+    Fallback, MapError, Mapping, Persistent, Policy, PoolBuffer, SetupError, SharedMemory, Stats,
+    Waits,
     auto::Auto,
     bounce::{Bytes, Client},
     counter::{BriefSampler, Count, Sampler, TimeCounter},
@@ -25,7 +25,7 @@ use crate::{
     port::Port,
     shared::{Bouncer, Shared},
     stats::FreeCounters,
-    trust::{Means, decide},
+    trust::{Means, against, decide},
     tuning::Control,
     waits::OtherWaits,
 };
@@ -33,7 +33,7 @@ use crate::{
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
 /// clone, which has its own counters, so that threads do not share a cache line.
 pub struct Device<D: Domain + 'static, A: Allocator + 'static = Slabs<OsCpu>> {
-    port: Arc<Port<D, A>>,
+    pub(crate) port: Arc<Port<D, A>>,
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> Clone for Device<D, A> {
@@ -55,11 +55,68 @@ impl<D: Domain + 'static> Device<D> {
     /// A device that maps through `domain`: under [`Policy::StrictMap`], trusted, at addresses of the
     /// domain's aperture, unless the builder is given something else.
     pub fn builder(domain: D) -> DeviceBuilder<D, Slabs<OsCpu>> {
-        DeviceBuilder::new(domain)
+        let geometry = domain.geometry();
+        let (aperture, granule) = (geometry.aperture, geometry.page_sizes.granule().max(PAGE));
+        let aperture = Aperture::new(aperture.first().0, aperture.last().0, granule);
+        DeviceBuilder {
+            domain,
+            allocator: aperture.map(|aperture| Slabs::new(aperture, OsCpu::new())),
+            config: DmaConfig::default(),
+            environment: Environment::default(),
+            pools: None,
+        }
+    }
+}
+
+/// The smallest granule of an allocator that is made from a geometry.
+const PAGE: u64 = 4096;
+
+/// Makes a [`Device`]: [`Device::builder`].
+#[must_use = "build makes the device"]
+pub struct DeviceBuilder<D: Domain, A> {
+    domain: D,
+    /// An error if none was given and none can be made.
+    allocator: Result<A, ApertureError>,
+    config: DmaConfig,
+    environment: Environment,
+    pools: Option<BouncePools<D::Target>>,
+}
+
+impl<D: Domain, A> fmt::Debug for DeviceBuilder<D, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBuilder")
+            .field("config", &self.config)
+            .field("pools", &self.pools.is_some())
+            .finish_non_exhaustive()
     }
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
+    /// The I/O virtual addresses come from `allocator`, in which the domain's reserved regions are
+    /// reserved. Default: [`Slabs`] over the domain's aperture, in pages of 4 KiB or the domain's
+    /// granules, whichever are larger.
+    pub fn allocator<B: Allocator + 'static>(self, allocator: B) -> DeviceBuilder<D, B> {
+        let DeviceBuilder { domain, config, environment, pools, .. } = self;
+        DeviceBuilder { domain, allocator: Ok(allocator), config, environment, pools }
+    }
+
+    /// How it maps. Default: [`Policy::StrictMap`] for a trusted device.
+    pub fn config(self, config: DmaConfig) -> Self {
+        DeviceBuilder { config, ..self }
+    }
+
+    /// Clocks and CPU numbers. Default: those of the operating system.
+    pub fn environment(self, environment: Environment) -> Self {
+        DeviceBuilder { environment, ..self }
+    }
+
+    /// Memory for copies, of the same domain, perhaps shared with its other devices: what
+    /// [`Policy::Bounce`] and [`Policy::Auto`] need,
+    /// and an untrusted device whose buffers do not fill their granules. Default: none.
+    pub fn pools(self, pools: &BouncePools<D::Target>) -> Self {
+        DeviceBuilder { pools: Some(pools.clone()), ..self }
+    }
+
     /// The device.
     ///
     /// # Errors
@@ -214,12 +271,12 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.port.counters.taken.add(1);
         self.port.counters.taken_bytes.add(len);
         let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
-        Ok(PoolBuffer::new(placed, owner))
+        Ok(PoolBuffer { placed, owner })
     }
 
     /// The pools that the device bounces in, if it has any.
     pub fn pools(&self) -> Option<&BouncePools<D::Target>> {
-        self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.pools())
+        self.shared().bouncer.as_ref().map(|bouncer| &bouncer.client.pools)
     }
 
     /// What [`Policy::Auto`] chose for each kind of mapping so far, and why. `None` under any other
@@ -241,7 +298,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// Why the device cannot have `policy`, neither now nor by a change at run time. `None` if it
     /// can.
     pub fn refuses(&self, policy: Policy) -> Option<Fallback> {
-        self.shared().refuses(policy)
+        against(policy, self.shared().means)
     }
 
     /// Explains the access behind a fault of the domain. `None` if no record relates to it, or if
@@ -276,10 +333,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         &self.port.shared
     }
 
-    pub(crate) fn port(&self) -> &Arc<Port<D, A>> {
-        &self.port
-    }
-
     /// Makes a mapping, or an error, from the result for a buffer.
     pub(crate) fn finish<B>(
         &self,
@@ -302,12 +355,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     pub(crate) fn failed<B>(&self, buffer: B, failed: Failed) -> MapError<B> {
         self.port.counters.map_failures.add(1);
-        MapError::new(failed.error, buffer, failed.undone)
-    }
-
-    /// Another handle to the same clone.
-    pub(crate) fn same(&self) -> Device<D, A> {
-        Device { port: Arc::clone(&self.port) }
+        let buffer = if failed.undone { Ok(buffer) } else { Err(ManuallyDrop::new(buffer)) };
+        MapError { error: failed.error, buffer }
     }
 }
 
@@ -336,8 +385,6 @@ mod tests {
     use ringfence_iommu::{
         Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
     };
-
-    use ringfence_iova::ApertureError;
 
     use super::*;
 

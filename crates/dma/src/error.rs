@@ -167,11 +167,6 @@ pub struct MapError<B> {
 }
 
 impl<B> MapError<B> {
-    pub(crate) fn new(error: Error, buffer: B, undone: bool) -> MapError<B> {
-        let buffer = if undone { Ok(buffer) } else { Err(ManuallyDrop::new(buffer)) };
-        MapError { error, buffer }
-    }
-
     /// The cause.
     pub fn error(&self) -> Error {
         self.error

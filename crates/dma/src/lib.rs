@@ -63,7 +63,6 @@ mod batch;
 mod bounce;
 #[allow(unsafe_code)]
 mod buffer;
-mod builder;
 mod config;
 mod counter;
 mod detect;
@@ -97,11 +96,10 @@ pub use bounce::{
     HostMemory, PoolBuffer, Written,
 };
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
-pub use builder::DeviceBuilder;
 pub use config::{DmaConfig, Environment, TimerKind};
 pub use counter::{OsThreadClock, Sampled, ThreadClock};
 pub use detect::{CallSite, Cause, Detector, Explained};
-pub use device::Device;
+pub use device::{Device, DeviceBuilder};
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
 pub use layout::Segment;
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};

@@ -1,6 +1,11 @@
 //! Buffers while the device has them.
 
-use core::{fmt, mem::ManuallyDrop, ops::Range as Bytes, panic::Location};
+use core::{
+    fmt,
+    mem::ManuallyDrop,
+    ops::{Deref, Range as Bytes},
+    panic::Location,
+};
 use std::sync::Arc;
 
 use ringfence_iommu::{Iova, Range, Result as DomainResult};
@@ -65,7 +70,7 @@ pub(crate) struct DeviceId(pub(crate) usize);
 /// Forgetting a mapping leaks the buffer and leaves it mapped, which is wasteful but safe.
 #[must_use = "dropping a mapping unmaps it"]
 pub struct Mapping<B> {
-    placed: Placed,
+    pub(crate) placed: Placed,
     /// `None` once `unmap` has taken it, so that `drop` has nothing left to do.
     held: Option<LiveMapping<B>>,
 }
@@ -237,10 +242,6 @@ impl<B> Mapping<B> {
         true
     }
 
-    pub(crate) fn span(&self) -> Option<Span> {
-        self.placed.span
-    }
-
     pub(crate) fn counters(&self) -> &Counters {
         self.held.as_ref().expect(HELD).owner.counters()
     }
@@ -377,27 +378,15 @@ impl<B> fmt::Debug for Mapping<B> {
 #[derive(Debug)]
 pub struct Coherent<B>(pub(crate) Mapping<B>);
 
+impl<B> Deref for Coherent<B> {
+    type Target = Mapping<B>;
+
+    fn deref(&self) -> &Mapping<B> {
+        &self.0
+    }
+}
+
 impl<B> Coherent<B> {
-    /// The address of the first byte for the device.
-    pub fn iova(&self) -> Iova {
-        self.0.iova()
-    }
-
-    /// How many bytes there are.
-    pub fn len(&self) -> u64 {
-        self.0.len()
-    }
-
-    /// Always false.
-    pub fn is_empty(&self) -> bool {
-        false
-    }
-
-    /// What to put into descriptors.
-    pub fn segments(&self) -> &[Segment] {
-        self.0.segments()
-    }
-
     /// Takes the memory back. Always strict, whatever the policy, as is dropping: it is rare, and
     /// rings are a worthwhile target for an attacker.
     ///

@@ -1,12 +1,11 @@
 //! Buffers that stay mapped from one I/O to the next.
 
-use core::{fmt, ops::Range as Bytes};
-
-use ringfence_iommu::Iova;
-
-use crate::{
-    Mapping, OutOfBounds, Segment, SharedMemory, UnmapError, counter::Count, mapping::Owner,
+use core::{
+    fmt,
+    ops::{Deref, Range as Bytes},
 };
+
+use crate::{Mapping, OutOfBounds, Segment, UnmapError, counter::Count, mapping::Owner};
 
 /// A buffer that is mapped once and used for many I/Os: no I/O needs a request to the IOMMU, and
 /// none is protected from another. For buffers that a program registers once anyway (a pool of I/O
@@ -21,6 +20,14 @@ pub struct Persistent<B> {
     starts: Box<[u64]>,
 }
 
+impl<B> Deref for Persistent<B> {
+    type Target = Mapping<B>;
+
+    fn deref(&self) -> &Mapping<B> {
+        &self.mapping
+    }
+}
+
 impl<B> Persistent<B> {
     pub(crate) fn new(mapping: Mapping<B>) -> Persistent<B> {
         let start = |sum: &mut u64, segment: &Segment| {
@@ -30,26 +37,6 @@ impl<B> Persistent<B> {
         };
         let starts = mapping.segments().iter().scan(0, start).collect();
         Persistent { mapping, starts }
-    }
-
-    /// The device's address of the first byte, as [`Mapping::iova`].
-    pub fn iova(&self) -> Iova {
-        self.mapping.iova()
-    }
-
-    /// How many bytes the buffer has.
-    pub fn len(&self) -> u64 {
-        self.mapping.len()
-    }
-
-    /// Always false: an empty buffer cannot be mapped.
-    pub fn is_empty(&self) -> bool {
-        false
-    }
-
-    /// What to put into descriptors for all of the buffer.
-    pub fn segments(&self) -> &[Segment] {
-        self.mapping.segments()
     }
 
     /// What to put into descriptors for `bytes` (offsets in the buffer), in their order. Allocates
@@ -121,13 +108,6 @@ impl<B> Persistent<B> {
 fn note_end(owner: &dyn Owner, bytes: u64) {
     owner.counters().persistent.take_back(1);
     owner.counters().persistent_bytes.take_back(bytes);
-}
-
-impl<B: SharedMemory> Persistent<B> {
-    /// The buffer, for reading while the device works on it.
-    pub fn shared(&self) -> &B {
-        self.mapping.shared()
-    }
 }
 
 impl<B> Drop for Persistent<B> {

@@ -21,7 +21,7 @@ use crate::{
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub(crate) fn place(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
-        let (shared, counters) = (self.shared(), &*self.port().counters);
+        let (shared, counters) = (self.shared(), &*self.port.counters);
         let start = shared.sampler.start(counters.maps.get());
         let placed = if shared.mode.get().policy == Policy::Off {
             self.place_unmapped(wanted.buffer)
@@ -78,18 +78,18 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let mut placed = match bounced {
             Some(Ok(placed)) => placed,
             Some(Err(_)) => {
-                self.port().counters.not_bounced.add(1);
+                self.port.counters.not_bounced.add(1);
                 self.place_mapped(wanted, measured)?
             }
             None => self.place_mapped(wanted, measured)?,
         };
         // Also if a copy was chosen and failed: failures count in the result of copying.
         placed.slice = choice.slice;
-        if let (Some(cell), Some(tally)) = (cell, &self.port().counters.tally) {
+        if let (Some(cell), Some(tally)) = (cell, &self.port.counters.tally) {
             // A sync waits for a time slice only if another thread does the work. A domain that
             // cannot defer flushes, such as one behind system calls, has finished the sync when it
             // returns.
-            let waits = || shared.means.deferred_flush && shared.sampler.is_shared();
+            let waits = || shared.means.deferred_flush && shared.sampler.clock.is_shared();
             bouncer.auto.note(
                 cell,
                 placed.bounced.is_some(),
@@ -107,7 +107,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         wanted: &MapCall<'_, D::Target>,
         measured: &Measured,
     ) -> Result<Placed, Error> {
-        let (shared, counters) = (self.shared(), &*self.port().counters);
+        let (shared, counters) = (self.shared(), &*self.port.counters);
         let granule = shared.limits.granule();
         let Some(bouncer) = &shared.bouncer else { return Err(Error::Neighbours { granule }) };
         if wanted.lasting == Lasting::Long {
@@ -145,7 +145,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             return Err(Error::TooLong.into());
         };
         let mut placed = Placed::new();
-        let counters = &*self.port().counters;
+        let counters = &*self.port.counters;
         let mut mapper = Mapper {
             shared,
             counters,
@@ -171,7 +171,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
                 let undone = if mapper.any {
                     shared.unwind(range, counters)
                 } else {
-                    shared.free_counted(range, counters);
+                    counters.frees.count.add(1);
+                    shared.free(range);
                     true
                 };
                 Err(Failed { error, undone })
@@ -189,7 +190,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             boundary: shared.limits.allocation_boundary(size),
             flush: true,
         };
-        let counters = &*self.port().counters;
+        let counters = &*self.port.counters;
         let number = counters.maps.get();
         let alloc = |calls| {
             let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);

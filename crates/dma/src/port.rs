@@ -24,8 +24,7 @@ pub(crate) struct Port<D: Domain, A: Allocator> {
 
 impl<D: Domain, A: Allocator> Port<D, A> {
     pub(crate) fn new(shared: Arc<Shared<D, A>>) -> Arc<Self> {
-        let counters = shared.add_clone();
-        Arc::new(Port { shared, counters })
+        Arc::new(Port { counters: shared.add_clone(), shared })
     }
 }
 
@@ -58,7 +57,8 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     }
 
     fn free(&self, range: Range) {
-        self.shared.free_counted(range, &self.counters);
+        self.counters.frees.count.add(1);
+        self.shared.free(range);
     }
 
     fn unmapping(&self, slice: Slice, len: u64) {
@@ -66,7 +66,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         let (shared, counters) = (&*self.shared, &self.counters);
         let mark = || {
             let clone = Arc::as_ptr(counters).addr();
-            auto::mark(clone, shared.sampler.thread_ns(), counters.bytes.get())
+            auto::mark(clone, shared.sampler.clock.thread_ns(), counters.bytes.get())
         };
         bouncer.auto.unmapping(slice, len, || shared.clock.now_ns(), mark);
     }

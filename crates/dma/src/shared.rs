@@ -9,7 +9,7 @@ use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    BounceConfig, Choices, Fallback, Policy, Stats, TimerKind, Waits,
+    BounceConfig, Choices, Policy, Stats, TimerKind, Waits,
     auto::{Auto, Tally},
     bounce::Client,
     counter::{BriefSampler, Count, Sampler, TimeCounter},
@@ -18,7 +18,7 @@ use crate::{
     layout::Limits,
     mode::ModeCell,
     stats::{Counters, FreeCounters},
-    trust::{self, Means},
+    trust::Means,
     tuning::Control,
     waits::{OtherWaits, timed},
 };
@@ -74,11 +74,6 @@ pub(crate) struct Clones {
 }
 
 impl<D: Domain, A: Allocator> Shared<D, A> {
-    /// Why the device cannot have `policy`; `None` if it can.
-    pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
-        trust::against(policy, self.means)
-    }
-
     /// Removes the translations of `span` and, at once or through a flush queue, their cached
     /// copies; then frees its IOVA. With `watched`, the IOVA stays parked with the watcher.
     ///
@@ -153,12 +148,6 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn unwind(&self, range: Range, counters: &Counters) -> bool {
         let span = Span { range, mapped: 0 };
         self.unmap_strictly(span, false, counters).is_ok()
-    }
-
-    /// Gives an IOVA range back to the allocator, other than by an unmap or a flush.
-    pub(crate) fn free_counted(&self, range: Range, counters: &Counters) {
-        counters.frees.count.add(1);
-        self.free(range);
     }
 
     /// Gives an IOVA range back to the allocator, or to the detector, which may then release

@@ -14,6 +14,7 @@ use crate::{
     flush::{Shape, bound_ns},
     mode::Mode,
     shared::Shared,
+    trust::against,
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
@@ -35,7 +36,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
         let shared = self.shared();
         // Skips the calibration for a change without effect.
-        let switches = policy != shared.mode.get().policy && shared.refuses(policy).is_none();
+        let switches =
+            policy != shared.mode.get().policy && against(policy, shared.means).is_none();
         if switches {
             shared.prepare(policy);
         }
@@ -45,7 +47,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             if policy == Policy::Off || before == Policy::Off {
                 return Err(SwitchError::Off { from: before, to: policy });
             }
-            if let Some(because) = shared.refuses(policy) {
+            if let Some(because) = against(policy, shared.means) {
                 return Err(SwitchError::Fallback(because));
             }
         }

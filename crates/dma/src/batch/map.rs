@@ -1,12 +1,12 @@
 //! Mapping together what is submitted together.
 
 use core::{fmt, mem::ManuallyDrop, panic::Location};
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_iommu::{Domain, Pending, Range};
 use ringfence_iova::Allocator;
 
-use super::flights::{Flight, Flights, join};
+use super::{Flight, Flights, join};
 use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
     bounce::Bytes,
@@ -98,7 +98,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         if self.gathered.is_empty() {
             return;
         }
-        let (shared, counters) = (self.device.shared(), &*self.device.port().counters);
+        let (shared, counters) = (self.device.shared(), &*self.device.port.counters);
         let members = self.gathered.len();
         let mut ranges = self.flights.ranges();
         let start = shared.sampler.start(counters.map_batches.get());
@@ -122,8 +122,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     /// each buffer is in an error with the device's own status (rule L34), except copies in bounce
     /// slots, which need no sync.
     pub fn poll(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) -> usize {
-        let device = self.device.same();
-        let (shared, counters) = (device.shared(), &*device.port().counters);
+        let device = Device { port: Arc::clone(&self.device.port) };
+        let (shared, counters) = (device.shared(), &*device.port.counters);
         let mut handed_out = 0;
         while let Some(flight) = self.flights.queue.front_mut() {
             if !flight.sync.poll(&shared.domain) {
@@ -159,7 +159,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
 
     /// Waits until the oldest sync that was begun is over, if there is one.
     pub fn wait(&mut self) {
-        let (shared, waits) = (self.device.shared(), &self.device.port().counters.waits.map);
+        let (shared, waits) = (self.device.shared(), &self.device.port.counters.waits.map);
         self.flights.wait(|sync| timed(&*shared.clock, waits, || sync.wait(&shared.domain)));
     }
 

@@ -8,7 +8,7 @@ use std::{collections::VecDeque, sync::Arc};
 use ringfence_iommu::{Domain, Error, Gather, Partial, Pending, Range, Result};
 use ringfence_iova::Allocator;
 
-use super::flights::{Flight, Flights, join};
+use super::{Flight, Flights, join};
 use crate::{
     Device, Mapping, Returned, UnmapError,
     counter::Count,
@@ -39,7 +39,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// A queue that unmaps mappings of this device together.
     pub fn unmap_batch<B, T>(&self) -> UnmapBatch<D, A, B, T> {
         UnmapBatch {
-            port: Arc::clone(self.port()),
+            port: Arc::clone(&self.port),
             gathered: Vec::new(),
             begun: VecDeque::new(),
             flights: Flights::default(),
@@ -102,7 +102,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     ) -> core::result::Result<(), Mapping<B>> {
         let mapping = mapping.unmapping(self.port.device_id())?;
         let shared = &*self.port.shared;
-        if let (Some(detector), Some(span)) = (&shared.detector, mapping.span()) {
+        if let (Some(detector), Some(span)) = (&shared.detector, mapping.placed.span) {
             detector.lock().unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
         }
         self.gathered.push(Member { tag, mapping, watched, state: State::Open(None) });
@@ -155,7 +155,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let members = self.gathered.len();
         for mut member in self.gathered.drain(..) {
             if member.is_open() {
-                let unmapped = self.port.unmap(member.mapping.span(), false, member.watched, None);
+                let unmapped =
+                    self.port.unmap(member.mapping.placed.span, false, member.watched, None);
                 member.state = State::Known(unmapped);
             }
             self.begun.push_back(member);
@@ -174,7 +175,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     /// for which that failed.
     fn remove(&mut self, gather: &mut Gather) -> (Vec<Range>, Vec<(Range, Error)>) {
         let mut ranges = self.flights.ranges();
-        ranges.extend(self.gathered.iter().filter_map(|member| Some(member.mapping.span()?.range)));
+        ranges.extend(
+            self.gathered.iter().filter_map(|member| Some(member.mapping.placed.span?.range)),
+        );
         join(&mut ranges);
         // Usually empty: then it allocates nothing.
         let mut failed = Vec::new();
@@ -212,7 +215,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         };
         for mut member in self.gathered.drain(..) {
             if member.is_open() {
-                let span = member.mapping.span();
+                let span = member.mapping.placed.span;
                 let failed = span.and_then(|span| {
                     let (_, error) = failed.iter().find(|(held, _)| held.covers(span.range))?;
                     Some((span.range, *error))
@@ -264,7 +267,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 // All of them before the first is handed out, so as not to time the caller's code.
                 let start = if *timed { shared.sampler.start_always() } else { None };
                 for Member { mapping, state, .. } in self.begun.iter_mut().take(*members) {
-                    let span = mapping.span();
+                    let span = mapping.placed.span;
                     let range = span.map_or(Range::ALL, |span| span.range);
                     if let State::Open(watcher) = state
                         && let Some(result) = sync.outcome(range)

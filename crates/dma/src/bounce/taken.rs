@@ -15,16 +15,12 @@ use crate::{Segment, counter::Count, mapping::Owner, placed::Placed};
 /// left there, or zeros. Dropping it gives it back to the pool.
 #[derive(Debug)]
 pub struct PoolBuffer {
-    placed: Placed,
-    owner: Arc<dyn Owner>,
+    /// With a slot, until it is dropped.
+    pub(crate) placed: Placed,
+    pub(crate) owner: Arc<dyn Owner>,
 }
 
 impl PoolBuffer {
-    /// In the slot of `placed`.
-    pub(crate) fn new(placed: Placed, owner: Arc<dyn Owner>) -> Self {
-        PoolBuffer { placed, owner }
-    }
-
     /// The address of the first byte for the device.
     pub fn iova(&self) -> Iova {
         self.placed.iova

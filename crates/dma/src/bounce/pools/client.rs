@@ -14,7 +14,7 @@ use crate::{Error, bounce::Slot};
 
 /// A device as a client of the pools.
 pub(crate) struct Client<T: Address> {
-    pools: BouncePools<T>,
+    pub(crate) pools: BouncePools<T>,
     /// The highest IOVA that it can put on the bus.
     limit: u64,
     cpu: Arc<dyn CpuId>,
@@ -76,10 +76,6 @@ impl<T: Address> Client<T> {
         let account = Account { number, quota, held: CachePadded::default() };
         let homes = inner.classes.iter().map(|_| OnceLock::new()).collect();
         Client { pools, limit, cpu, account, homes }
-    }
-
-    pub(crate) fn pools(&self) -> &BouncePools<T> {
-        &self.pools
     }
 
     /// A slot of at least `len` bytes that allows the device `prot`; `at` is the place of the

@@ -16,9 +16,6 @@ use crate::{
 /// How many bytes of slots are mapped together, with one sync; at least one slot.
 const TOGETHER: u64 = 64 << 10;
 
-/// Slots of one zone whose memory is to be given back.
-pub(super) type Victims<T> = (Arc<Zone<T>>, Vec<Slot>);
-
 impl<T: Address> Inner<T> {
     /// A slot of one of these zones: a free one, one that gets memory, or one with other
     /// permissions, remapped, in this order. `None` if no zone has room, even after idle slots of
@@ -188,9 +185,9 @@ impl<T: Address> Inner<T> {
         self.reclaim(u64::MAX)
     }
 
-    /// Unmaps slots, all with one sync, and gives their memory back. Returns how many; those whose
+    /// Unmaps slots of zones, all with one sync, and gives their memory back. Returns how many; those whose
     /// unmap failed are quarantined.
-    pub(super) fn release(&self, victims: Vec<Victims<T>>) -> u64 {
+    pub(super) fn release(&self, victims: Vec<(Arc<Zone<T>>, Vec<Slot>)>) -> u64 {
         let mut gather = Gather::new();
         let mut removed: Vec<(Arc<Zone<T>>, Numbers<u32>)> = Vec::new();
         for (zone, slots) in victims {

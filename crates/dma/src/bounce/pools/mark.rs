@@ -1,10 +1,17 @@
 //! The holder of each slot of a zone, for the leak detector.
 
-use core::{array, panic::Location, ptr};
-use std::sync::{
-    OnceLock,
-    atomic::{AtomicPtr, AtomicU32, Ordering},
+use core::{array, cmp::Reverse, panic::Location, ptr};
+use std::{
+    collections::HashMap,
+    sync::{
+        OnceLock,
+        atomic::{AtomicPtr, AtomicU32, Ordering},
+    },
 };
+
+use ringfence_iommu::Address;
+
+use super::{BouncePools, Holder};
 
 /// How many marks are allocated at a time, when the first of them is needed.
 const BLOCK: usize = 64;
@@ -82,6 +89,31 @@ impl Marks {
         blocks.flat_map(move |(block, _)| {
             (0..BLOCK).filter_map(move |at| self.get((block * BLOCK + at) as u32))
         })
+    }
+}
+
+impl<T: Address> BouncePools<T> {
+    /// The places in the program that hold slots, those with the most bytes first.
+    pub fn holders(&self) -> Vec<Holder> {
+        let mut holders: HashMap<_, Holder> = HashMap::new();
+        let mut note = |held: SlotOwner, size: u64| {
+            let at = held.at;
+            let place = (at.file(), at.line(), at.column());
+            let none = Holder { at, slots: 0, bytes: 0, oldest: Default::default() };
+            let holder = holders.entry(place).or_insert(none);
+            holder.slots += 1;
+            holder.bytes += size;
+            holder.oldest = holder.oldest.max(self.0.age(held.tick));
+        };
+        for zone in self.0.zones() {
+            zone.marks.held().for_each(|held| note(held, zone.slot_bytes()));
+        }
+        for single in self.0.singles.held() {
+            note(single.held, single.range.extent() + 1);
+        }
+        let mut holders: Vec<Holder> = holders.into_values().collect();
+        holders.sort_by_key(|holder| Reverse((holder.bytes, holder.oldest)));
+        holders
     }
 }
 

@@ -9,7 +9,6 @@
 
 mod client;
 mod grow;
-mod holders;
 mod idle;
 mod limits;
 mod mark;
