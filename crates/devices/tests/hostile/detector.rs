@@ -67,7 +67,10 @@ fn a_device_that_uses_a_stale_address_is_traced_to_the_lines_that_mapped_and_unm
             panic!("{explained}")
         };
         assert!(is_here(&explained.mapped, mapped) && is_here(by, unmapped), "{explained:?}");
-        assert_eq!((explained.fault.access, explained.direction), (Prot::WRITE, Direction::FromDevice));
+        assert_eq!(
+            (explained.fault.access, explained.direction),
+            (Prot::WRITE, Direction::FromDevice)
+        );
         let text = explained.to_string();
         assert!(text.starts_with("use after unmap: endpoint 7 wrote"), "{text}");
         assert!(text.contains("0x1200 into"), "{text}");
