@@ -1,9 +1,9 @@
-//! Which policy a device would get, and why: for the sysfs paths on the command line, or for every
+//! Which policies a device may have, and why: for the sysfs paths on the command line, or for every
 //! PCI device of this machine.
 
 use std::{env, fs, path::PathBuf};
 
-use ringfence_dma::{Distrust, Platform, Policy, Trust, decide};
+use ringfence_dma::{Distrust, Policy, Trust};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut devices: Vec<PathBuf> = env::args_os().skip(1).map(PathBuf::from).collect();
@@ -13,8 +13,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         devices = listed.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect();
         devices.sort();
     }
-    let platform = Platform::detect("/")?;
-    println!("platform: {platform}");
     for device in devices {
         let trust = match Trust::from_sysfs(&device) {
             Ok(finding) => {
@@ -27,14 +25,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 Trust::Untrusted { why: Distrust::Unknown }
             }
         };
-        for wanted in [None, Some(Policy::LazyMqMap)] {
-            let requested = wanted.map_or("nothing", Policy::name);
-            println!("  {requested} requested: {}", decide(trust, platform, wanted, false)?);
-        }
-        match decide(trust, platform, Some(Policy::LazyMqMap), true) {
-            Ok(decision) => println!("  demanded: {decision}"),
-            Err(refused) => println!("  {refused}"),
-        }
+        let allowed = Policy::ALL.into_iter().filter(|policy| trust.allows(*policy));
+        println!("  {}", allowed.map(Policy::name).collect::<Vec<_>>().join(", "));
     }
     Ok(())
 }

@@ -46,8 +46,8 @@ pub unsafe trait DmaBuffer<T: Address> {
     }
 
     /// Calls `each` with the bytes themselves, for copying from, piece by piece: the same bytes in
-    /// the same order as the segments, but perhaps in other pieces. Returns false without a call if
-    /// the CPU cannot reach them, as the default does: then the buffer cannot be bounced.
+    /// the same order as the segments, but perhaps in other pieces. Returns false if the CPU
+    /// cannot reach all of them, as the default does: then the buffer cannot be bounced.
     ///
     /// Pieces, not `&[u8]`, as the bytes may lie in memory that another process writes. A `&[u8]`
     /// of memory private to this process converts by `into`.
@@ -76,8 +76,9 @@ pub unsafe trait DmaBuffer<T: Address> {
 /// data race.
 pub unsafe trait SharedMemory {}
 
-// SAFETY: a boxed slice owns its heap memory, which stays put when the box is moved or forgotten.
-unsafe impl DmaBuffer<HostAddr> for Box<[u8]> {
+// SAFETY: a vector owns its heap memory, which stays put when the vector is moved or forgotten; it
+// cannot grow while a mapping owns it.
+unsafe impl DmaBuffer<HostAddr> for Vec<u8> {
     fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
         each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
     }
@@ -93,19 +94,22 @@ unsafe impl DmaBuffer<HostAddr> for Box<[u8]> {
     }
 }
 
-// SAFETY: as for a boxed slice; the vector cannot grow while a mapping owns it.
-unsafe impl DmaBuffer<HostAddr> for Vec<u8> {
-    fn for_each_segment(&self, each: &mut dyn FnMut(HostAddr, u64)) {
-        each(HostAddr(self.as_ptr().expose_provenance() as u64), <[u8]>::len(self) as u64);
+/// A scatter list: several buffers, mapped at one contiguous IOVA range (rules L35, L44-L46).
+///
+/// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules there is
+/// a segment for each buffer that does not join the one before in whole granules; there are never
+/// more segments than pieces, unless a piece is longer than a segment may be.
+// SAFETY: each element is a buffer, and the list cannot change while a mapping owns it.
+unsafe impl<T: Address, B: DmaBuffer<T>> DmaBuffer<T> for Vec<B> {
+    fn for_each_segment(&self, each: &mut dyn FnMut(T, u64)) {
+        self.iter().for_each(|buffer| buffer.for_each_segment(each));
     }
 
     fn for_each_slice(&self, each: &mut dyn FnMut(ReadSlice<'_>)) -> bool {
-        each((&self[..]).into());
-        true
+        self.iter().all(|buffer| buffer.for_each_slice(each))
     }
 
     fn for_each_slice_mut(&mut self, each: &mut dyn FnMut(HostSlice<'_>)) -> bool {
-        each((&mut self[..]).into());
-        true
+        self.iter_mut().all(|buffer| buffer.for_each_slice_mut(each))
     }
 }

@@ -77,6 +77,7 @@ impl DmaConfig {
 
 /// What flushes a lazy device's queues when they are due.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum TimerKind {
     /// A thread of the device's own, asleep while nothing is queued.
     #[default]

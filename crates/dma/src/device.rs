@@ -1,40 +1,39 @@
 //! A device behind a domain.
 
 use core::{fmt, mem::ManuallyDrop, panic::Location};
-use std::sync::Arc;
+use std::sync::{Arc, atomic::AtomicU64};
 
+use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Fault};
-use ringfence_iova::{Allocator, Slabs};
+use ringfence_iova::{Allocator, Aperture, ApertureError, Slabs};
 use ringfence_sync::cpu::OsCpu;
 
 use crate::{
-    BouncePools, Choices, Coherent, DeviceBuilder, Direction, DmaBuffer, DmaConfig, Environment,
-    Error, Explained, Fallback, FlushTuning, MapError, Mapping, Persistent, Policy, PoolBuffer,
-    Refused, SetupError, SharedMemory, Stats, SwitchError, Trust, TuningError, Waits,
-    bounce::{Bytes, Client, ClientParts},
-    bouncer::Bouncer,
-    builder::Source,
-    control::Control,
-    counter::Count,
-    detect::DetectorState,
+    BouncePools, Choices, Coherent, Direction, DmaBuffer, DmaConfig, Environment, Error, Explained,
+    Fallback, MapError, Mapping, Persistent, Policy, PoolBuffer, SetupError, SharedMemory, Stats,
+    Waits,
+    auto::Auto,
+    bounce::{Bytes, Client},
+    counter::{BriefSampler, Count, Sampler, TimeCounter},
+    detect::Ledger,
     flush::Lazy,
     layout::Limits,
-    map_call::{Failed, Lasting, Made, MapCall},
+    map_call::{Failed, Lasting, Made, MapCall, Sync},
     mapping::Owner,
     mode::{Mode, ModeCell},
-    pieces::Sync,
     placed::Placed,
     port::Port,
-    segment::Segments,
-    shared::{Parts, Shared},
-    thread_time::{BriefSampler, Sampler},
-    trust::{self, Means},
+    shared::{Bouncer, Shared},
+    stats::FreeCounters,
+    trust::{Means, against, decide},
+    tuning::Control,
+    waits::OtherWaits,
 };
 
 /// One device behind one domain: maps buffers for it. Cheap to clone; give each thread its own
 /// clone, which has its own counters, so that threads do not share a cache line.
 pub struct Device<D: Domain + 'static, A: Allocator + 'static = Slabs<OsCpu>> {
-    port: Arc<Port<D, A>>,
+    pub(crate) port: Arc<Port<D, A>>,
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> Clone for Device<D, A> {
@@ -56,11 +55,68 @@ impl<D: Domain + 'static> Device<D> {
     /// A device that maps through `domain`: under [`Policy::StrictMap`], trusted, at addresses of the
     /// domain's aperture, unless the builder is given something else.
     pub fn builder(domain: D) -> DeviceBuilder<D, Slabs<OsCpu>> {
-        DeviceBuilder::new(domain)
+        let geometry = domain.geometry();
+        let (aperture, granule) = (geometry.aperture, geometry.page_sizes.granule().max(PAGE));
+        let aperture = Aperture::new(aperture.first().0, aperture.last().0, granule);
+        DeviceBuilder {
+            domain,
+            allocator: aperture.map(|aperture| Slabs::new(aperture, OsCpu::new())),
+            config: DmaConfig::default(),
+            environment: Environment::default(),
+            pools: None,
+        }
+    }
+}
+
+/// The smallest granule of an allocator that is made from a geometry.
+const PAGE: u64 = 4096;
+
+/// Makes a [`Device`]: [`Device::builder`].
+#[must_use = "build makes the device"]
+pub struct DeviceBuilder<D: Domain, A> {
+    domain: D,
+    /// An error if none was given and none can be made.
+    allocator: Result<A, ApertureError>,
+    config: DmaConfig,
+    environment: Environment,
+    pools: Option<BouncePools<D::Target>>,
+}
+
+impl<D: Domain, A> fmt::Debug for DeviceBuilder<D, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBuilder")
+            .field("config", &self.config)
+            .field("pools", &self.pools.is_some())
+            .finish_non_exhaustive()
     }
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
+    /// The I/O virtual addresses come from `allocator`, in which the domain's reserved regions are
+    /// reserved. Default: [`Slabs`] over the domain's aperture, in pages of 4 KiB or the domain's
+    /// granules, whichever are larger.
+    pub fn allocator<B: Allocator + 'static>(self, allocator: B) -> DeviceBuilder<D, B> {
+        let DeviceBuilder { domain, config, environment, pools, .. } = self;
+        DeviceBuilder { domain, allocator: Ok(allocator), config, environment, pools }
+    }
+
+    /// How it maps. Default: [`Policy::StrictMap`] for a trusted device.
+    pub fn config(self, config: DmaConfig) -> Self {
+        DeviceBuilder { config, ..self }
+    }
+
+    /// Clocks and CPU numbers. Default: those of the operating system.
+    pub fn environment(self, environment: Environment) -> Self {
+        DeviceBuilder { environment, ..self }
+    }
+
+    /// Memory for copies, of the same domain, perhaps shared with its other devices: what
+    /// [`Policy::Bounce`] and [`Policy::Auto`] need,
+    /// and an untrusted device whose buffers do not fill their granules. Default: none.
+    pub fn pools(self, pools: &BouncePools<D::Target>) -> Self {
+        DeviceBuilder { pools: Some(pools.clone()), ..self }
+    }
+
     /// The device.
     ///
     /// # Errors
@@ -68,10 +124,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
     pub fn build(self) -> Result<Device<D, A>, SetupError> {
         let DeviceBuilder { domain, allocator, config, environment, pools } = self;
         let geometry = domain.geometry();
-        let allocator = match allocator {
-            Source::Given(given) => given,
-            Source::Made(make) => make(&geometry)?,
-        };
+        let allocator = allocator?;
         let granule = geometry.page_sizes.granule();
         check(&config, granule, allocator.granule())?;
         for region in geometry.reserved.iter() {
@@ -79,23 +132,24 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
             allocator.reserve(range.first().0, range.last().0)?;
         }
         let means = Means {
+            trust: config.trust,
             detecting: config.detect.is_some(),
             deferred_flush: domain.capabilities().deferred_flush,
             pools: pools.is_some(),
         };
-        let (policy, fallback) = choose(&config, means)?;
+        let (policy, fallback) = decide(config.policy, config.demand, means)?;
         let control = Control::new(policy, fallback, config.flush)?;
-        let granule_of_allocator = allocator.granule();
         let Environment { clock, cpu, thread_clock } = environment;
         // Rule L27: if it is to be lazy, it becomes so in the same way as a device in use.
-        let at_first = Mode::new(policy.to_strict(), false);
+        let at_first = Mode { policy: policy.to_strict(), bounds_bytes: false };
         let limit = config.limit.0.min(geometry.aperture.last().0);
-        let bouncer = pools.map(|pools| {
-            let quota = config.bounce.quota;
-            let cpu = Arc::clone(&cpu);
-            Bouncer::new(Client::new(pools, ClientParts { limit, quota, cpu }), config.bounce)
+        let bouncer = pools.map(|pools| Bouncer {
+            client: Client::new(pools, (limit, config.bounce.quota), Arc::clone(&cpu)),
+            config: config.bounce,
+            auto: Auto::new(),
         });
-        let shared = Arc::new(Shared::new(Parts {
+        let detector = config.detect.map(|bounds| Ledger::new(bounds, allocator.granule()));
+        let shared = Arc::new(Shared {
             bouncer,
             mode: ModeCell::new(at_first),
             limits: Limits::new(&config, granule),
@@ -108,18 +162,24 @@ impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {
             lazy: Lazy::new(cpu.count()),
             cpu,
             timer_kind: config.timer,
-            trust: config.trust,
-            detector: config.detect.map(|bounds| DetectorState::new(bounds, granule_of_allocator)),
-            control,
-        }));
+            means,
+            detector: detector.map(Mutex::new),
+            control: Mutex::new(control),
+            flush_failures: AtomicU64::default(),
+            expiry_time: TimeCounter::default(),
+            frees: FreeCounters::default(),
+            waits: OtherWaits::default(),
+            quarantined: Default::default(),
+            clones: Mutex::default(),
+        });
         shared.begin(policy)?;
         Ok(Device { port: Port::new(shared) })
     }
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
-    /// Maps one buffer. Its pieces are laid out in one contiguous IOVA range; pieces that are
-    /// adjacent in memory are mapped at once.
+    /// Maps a buffer, or a list of them. The pieces are laid out in one contiguous IOVA range; pieces
+    /// that are adjacent in memory are mapped at once.
     ///
     /// # Errors
     /// Nothing is mapped, and the buffer is in the error.
@@ -142,41 +202,13 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         // If something below panics, the buffer is leaked rather than freed while mapped.
         let buffer = ManuallyDrop::new(buffer);
         let placed = self.place(&MapCall {
-            pieces: &|each| buffer.for_each_segment(each),
-            slices: &|each| buffer.for_each_slice(each),
+            buffer: &*buffer,
             direction: made.direction,
             at: made.at,
             lasting,
             sync: Sync::Now,
         });
         self.finish(ManuallyDrop::into_inner(buffer), made, placed)
-    }
-
-    /// Maps a scatter list: several buffers at one contiguous IOVA range (rules L35, L44-L46).
-    ///
-    /// Each buffer begins at its own offset in a granule, so that on a domain of 4 KiB granules
-    /// there is a segment for each buffer that does not join the one before in whole granules;
-    /// there are never more segments than pieces, unless a piece is longer than a segment may be.
-    ///
-    /// # Errors
-    /// As [`map`](Self::map); all buffers are in the error, in their order.
-    #[track_caller]
-    pub fn map_sg<B: DmaBuffer<D::Target>>(
-        &self,
-        list: Vec<B>,
-        direction: Direction,
-    ) -> Result<Mapping<Vec<B>>, MapError<Vec<B>>> {
-        let list = ManuallyDrop::new(list);
-        let made = Made { direction, at: Location::caller(), bytes: Bytes::of_list::<D::Target>() };
-        let placed = self.place(&MapCall {
-            pieces: &|each| list.iter().for_each(|buffer| buffer.for_each_segment(each)),
-            slices: &|each| (made.bytes.read)(&list, each),
-            direction,
-            at: made.at,
-            lasting: Lasting::Streaming,
-            sync: Sync::Now,
-        });
-        self.finish(ManuallyDrop::into_inner(list), made, placed)
     }
 
     /// Maps memory for as long as the result lives, shared by the device and the CPU, such as rings
@@ -191,7 +223,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Coherent<B>, MapError<B>> {
         let (direction, at) = (Direction::Bidirectional, Location::caller());
         let made = Made { direction, at, bytes: Bytes::of::<D::Target>() };
-        self.map_one(memory, made, Lasting::Long).map(Coherent::new)
+        self.map_one(memory, made, Lasting::Long).map(Coherent)
     }
 
     /// Maps a buffer once for many I/Os: the result returns the segments of any part of it, and no
@@ -210,7 +242,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     ) -> Result<Persistent<B>, MapError<B>> {
         let made = Made { direction, at: Location::caller(), bytes: Bytes::of::<D::Target>() };
         let mapping = self.map_one(buffer, made, Lasting::Long)?;
-        self.port.counters.persistent_maps.add(1);
+        self.port.counters.persistent.add(1);
         self.port.counters.persistent_bytes.add(mapping.len());
         Ok(Persistent::new(mapping))
     }
@@ -228,24 +260,23 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             return Err(Error::Empty);
         }
         // The device's addresses are not translated then: a slot's address would lead elsewhere.
-        if shared.mode.get().is_off() {
+        if shared.mode.get().policy == Policy::Off {
             return Err(Error::NoPools);
         }
-        let mut slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
-        // This mapping would not overwrite what a longer one left beyond its end.
-        slot.zero(len..slot.dirty);
-        slot.dirty = slot.dirty.min(len);
-        let mut segments = Segments::new();
-        shared.limits.add(&mut segments, slot.range.first().0, len);
+        let slot = bouncer.client.take_for_cpu(len, direction.prot(), Location::caller())?;
+        let mut placed = Placed::new();
+        (placed.iova, placed.len) = (slot.range.first(), len);
+        shared.limits.add(&mut placed.segments, slot.range.first().0, len);
+        placed.slot = Some(slot);
         self.port.counters.taken.add(1);
         self.port.counters.taken_bytes.add(len);
         let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
-        Ok(PoolBuffer::new(slot, len, segments, owner))
+        Ok(PoolBuffer { placed, owner })
     }
 
     /// The pools that the device bounces in, if it has any.
     pub fn pools(&self) -> Option<&BouncePools<D::Target>> {
-        self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.pools())
+        self.shared().bouncer.as_ref().map(|bouncer| &bouncer.client.pools)
     }
 
     /// What [`Policy::Auto`] chose for each kind of mapping so far, and why. `None` under any other
@@ -254,78 +285,27 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         self.shared().choices()
     }
 
-    /// The number of this device and its clones in their pools, as in
-    /// [`DeviceShare`](crate::DeviceShare) and [`SlotHolder`](crate::SlotHolder).
-    pub fn number_in_pools(&self) -> Option<u32> {
-        self.shared().bouncer.as_ref().map(|bouncer| bouncer.client.number())
-    }
-
     /// The policy in force.
     pub fn effective_policy(&self) -> Policy {
-        self.shared().policy()
+        self.shared().mode.get().policy
     }
 
     /// Why the policy in force is not the requested one; `None` if it is.
     pub fn fallback(&self) -> Option<Fallback> {
-        self.shared().fallback()
-    }
-
-    /// Changes the policy of the device and all its clones, in use or not (rule L27).
-    ///
-    /// Unmaps that begin after this has returned follow the new policy, and if queues were replaced
-    /// or removed, everything that was unmapped lazily before has been flushed and released. A
-    /// concurrent unmap follows either policy.
-    ///
-    /// A change to a strict policy succeeds only when nothing that was unmapped before is
-    /// reachable. If its flush fails, every later call with a strict policy, even the one in force,
-    /// flushes again, and fails until that holds.
-    ///
-    /// Each kind of flush queue keeps the tuning that was last set for it.
-    ///
-    /// # Errors
-    /// A change from or to `off`; a change to a lazy policy on a domain that cannot defer flushes;
-    /// a flush that failed. See [`SwitchError`] for the policy in force then.
-    pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
-        self.shared().set_policy(policy)
-    }
-
-    /// The tuning of the flush queues in use; under a policy that is not lazy, of those last in
-    /// use.
-    pub fn flush_tuning(&self) -> FlushTuning {
-        self.shared().flush_tuning()
-    }
-
-    /// Tunes the flush queues of one kind, for the device and all its clones.
-    ///
-    /// If the policy is lazy, this becomes the kind in use (the policy becomes its
-    /// [sibling](Policy::with_queue_kind)), and what was queued is flushed, so that the new bounds
-    /// hold for every unmap that begins after this has returned. (A concurrent unmap without
-    /// reserved bytes flushes before it returns instead of being queued.) If the policy is not
-    /// lazy, the tuning is kept until it is.
-    ///
-    /// # Errors
-    /// The tuning is invalid, there is no memory for it, or that flush failed; see [`TuningError`]
-    /// for whether it is in force then.
-    pub fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
-        self.shared().set_flush_tuning(tuning)
-    }
-
-    /// Whether the device is trusted.
-    pub fn trust(&self) -> Trust {
-        self.shared().trust
+        self.shared().control.lock().fallback
     }
 
     /// Why the device cannot have `policy`, neither now nor by a change at run time. `None` if it
     /// can.
     pub fn refuses(&self, policy: Policy) -> Option<Fallback> {
-        self.shared().refuses(policy)
+        against(policy, self.shared().means)
     }
 
     /// Explains the access behind a fault of the domain. `None` if no record relates to it, or if
     /// the device has no [`DmaConfig::detect`](crate::DmaConfig::detect).
     pub fn explain(&self, fault: &Fault) -> Option<Explained> {
         let shared = self.shared();
-        shared.detector.as_ref()?.explain(fault, shared.clock.now_ns())
+        shared.detector.as_ref()?.lock().explain(fault, shared.clock.now_ns())
     }
 
     /// The domain.
@@ -336,28 +316,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// The allocator.
     pub fn allocator(&self) -> &A {
         &self.shared().allocator
-    }
-
-    /// Flushes the domain and releases everything that this covers, now. Under a policy that is not
-    /// lazy there is nothing to do.
-    ///
-    /// # Errors
-    /// The flush failed; what was queued stays queued.
-    pub fn flush(&self) -> ringfence_iommu::Result<()> {
-        self.shared().flush()
-    }
-
-    /// When the flush queue's timer is due, by the environment's clock; `None` if it is not armed.
-    pub fn timer_due_at_ns(&self) -> Option<u64> {
-        self.shared().timer_due_ns()
-    }
-
-    /// What the timer does when it expires: one flush, and every queue reaped (rule L23).
-    ///
-    /// # Errors
-    /// As [`flush`](Self::flush); the timer is armed again.
-    pub fn expire(&self) -> ringfence_iommu::Result<()> {
-        self.shared().expire()
     }
 
     /// How often and how long threads waited for the device, in the calls of all clones and outside
@@ -375,10 +333,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         &self.port.shared
     }
 
-    pub(crate) fn port(&self) -> &Arc<Port<D, A>> {
-        &self.port
-    }
-
     /// Makes a mapping, or an error, from the result for a buffer.
     pub(crate) fn finish<B>(
         &self,
@@ -390,7 +344,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Ok(placed) => {
                 if let (Some(detector), Some(span)) = (&self.shared().detector, placed.span) {
                     let now_ns = self.shared().clock.now_ns();
-                    detector.mapped(span.range, made.direction, made.at, now_ns);
+                    detector.lock().mapped(span.range, made.direction, made.at, now_ns);
                 }
                 let owner: Arc<dyn Owner> = Arc::<Port<D, A>>::clone(&self.port);
                 Ok(Mapping::new(buffer, placed, owner, made.bytes))
@@ -401,22 +355,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
 
     pub(crate) fn failed<B>(&self, buffer: B, failed: Failed) -> MapError<B> {
         self.port.counters.map_failures.add(1);
-        MapError::new(failed.error, buffer, failed.undone)
-    }
-
-    /// Another handle to the same clone.
-    pub(crate) fn same(&self) -> Device<D, A> {
-        Device { port: Arc::clone(&self.port) }
-    }
-}
-
-/// The policy in force, and why it is not the requested one.
-fn choose(config: &DmaConfig, means: Means) -> Result<(Policy, Option<Fallback>), SetupError> {
-    let policy = config.policy;
-    match trust::against(policy, config.trust, means) {
-        None => Ok((policy, None)),
-        Some(because) if config.demand => Err(Refused { policy, because }.into()),
-        Some(because) => Ok((trust::confined(policy), Some(because))),
+        let buffer = if failed.undone { Ok(buffer) } else { Err(ManuallyDrop::new(buffer)) };
+        MapError { error: failed.error, buffer }
     }
 }
 
@@ -426,10 +366,11 @@ fn check(config: &DmaConfig, granule: u64, allocator: u64) -> Result<(), SetupEr
     }
     let boundary = config.segment_boundary;
     if boundary & boundary.wrapping_add(1) != 0 || boundary < granule - 1 {
-        return Err(SetupError::Boundary(boundary));
+        return Err(SetupError::Boundary { boundary, granule });
     }
-    if config.max_segment < granule {
-        return Err(SetupError::MaxSegment(config.max_segment));
+    let max_segment = config.max_segment;
+    if max_segment < granule {
+        return Err(SetupError::MaxSegment { max_segment, granule });
     }
     if config.sample_every != 0 && !config.sample_every.is_power_of_two() {
         return Err(SetupError::SampleEvery(config.sample_every));
@@ -444,8 +385,6 @@ mod tests {
     use ringfence_iommu::{
         Geometry, HostAddr, Iova, PageSizes, Range, SoftDomain, shootdown::Shootdown, table::Limits,
     };
-
-    use ringfence_iova::ApertureError;
 
     use super::*;
 

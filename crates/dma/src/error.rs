@@ -1,9 +1,10 @@
 //! Errors, and where the buffer is after them.
 
 use core::{fmt, mem::ManuallyDrop};
+use std::io;
 
 use ringfence_iommu::{Error as DomainError, Range};
-use ringfence_iova::{AllocError, ApertureError, ReserveError};
+use ringfence_iova::{AllocError, AllocReason, Allocator, ApertureError, ReserveError};
 
 use crate::{Fallback, Policy, Refused, TuningError};
 
@@ -22,12 +23,13 @@ pub enum Error {
     Unstable,
     /// All suitable I/O virtual addresses are taken: unmap something and try again.
     #[error(
-        "no I/O virtual addresses are free for {asked:#x} bytes at or below {limit:#x}: \
-         {live_ranges} ranges are live, {live_bytes:#x} bytes are taken"
+        "no I/O virtual addresses are free for {size:#x} bytes at or below {limit:#x}: \
+         {live_ranges} ranges are live, {live_bytes:#x} bytes are taken; unmap something, or raise \
+         DmaConfig::limit"
     )]
     Exhausted {
         /// The requested bytes of address space.
-        asked: u64,
+        size: u64,
         /// The highest suitable address.
         limit: u64,
         /// Ranges that the allocator has handed out.
@@ -41,28 +43,28 @@ pub enum Error {
     /// It would have to be copied into a bounce slot, and the device has reached its quota of slot
     /// memory: unmap something and try again.
     #[error(
-        "a bounce slot of {asked:#x} bytes: the device holds {held:#x} bytes of slots, and may hold \
-         {quota:#x} (BounceConfig::quota)"
+        "cannot take a bounce slot of {size:#x} bytes: the device holds {held:#x} bytes of slots, and \
+         may hold {quota:#x}; unmap something, or raise BounceConfig::quota"
     )]
     BounceQuota {
         /// Bytes of the requested slot.
-        asked: u64,
+        size: u64,
         /// Bytes of slots that the device holds.
         held: u64,
         /// The most that it may hold.
         quota: u64,
     },
     /// It would have to be copied into a bounce slot, and there is no memory for one.
-    #[error("there is no memory for a bounce slot of {0:#x} bytes")]
+    #[error("there is no memory for a bounce slot of {0:#x} bytes; unmap something, or give more")]
     Bounce(u64),
     /// A buffer in pool memory was asked for, and the device has no bounce pools.
-    #[error("the device has no bounce pools (DeviceBuilder::pools)")]
+    #[error("the device has no bounce pools: give it some (DeviceBuilder::pools)")]
     NoPools,
     /// The buffer does not fill its granules, so that the device would reach what lies beside it;
     /// an untrusted device must not (rules L48, L50), and there are no bounce pools to copy it to.
     #[error(
         "the buffer of an untrusted device does not fill its granules of {granule:#x} bytes, and \
-         the device has no bounce pools (DeviceBuilder::pools)"
+         the device has no bounce pools: give it some (DeviceBuilder::pools)"
     )]
     Neighbours {
         /// Bytes of a granule.
@@ -120,6 +122,18 @@ impl ErrorKind {
 }
 
 impl Error {
+    /// Why `allocator` has no address.
+    pub(crate) fn no_iova(error: AllocError, allocator: &(impl Allocator + ?Sized)) -> Error {
+        let AllocReason::Exhausted { .. } = error.reason else { return Error::NoIova(error) };
+        let (stats, request) = (allocator.stats(), error.request);
+        Error::Exhausted {
+            size: request.size,
+            limit: request.limit,
+            live_ranges: stats.live_ranges.saturating_sub(stats.cached_ranges),
+            live_bytes: stats.live_bytes,
+        }
+    }
+
     /// What it means for the caller.
     pub const fn kind(&self) -> ErrorKind {
         match self {
@@ -142,7 +156,12 @@ impl Error {
 ///
 /// Only if undoing failed too (the device did not acknowledge the invalidation) is the buffer
 /// withheld, as the device might still reach it; see [`into_buffer`](Self::into_buffer).
+#[derive(thiserror::Error)]
+#[error("cannot map{}: {error}", if buffer.is_ok() { "" } else {
+    ", and cannot undo what was done (the buffer is quarantined)"
+})]
 pub struct MapError<B> {
+    #[source]
     pub(crate) error: Error,
     pub(crate) buffer: Result<B, ManuallyDrop<B>>,
 }
@@ -174,30 +193,14 @@ impl<B> fmt::Debug for MapError<B> {
     }
 }
 
-impl<B> fmt::Display for MapError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.buffer {
-            Ok(_) => write!(f, "cannot map: {}", self.error),
-            Err(_) => write!(
-                f,
-                "cannot map, and cannot undo what was done (the buffer is quarantined): {}",
-                self.error
-            ),
-        }
-    }
-}
-
-impl<B> core::error::Error for MapError<B> {
-    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
-        Some(&self.error)
-    }
-}
-
 /// An unmap whose invalidation failed: the device may still reach the buffer.
 ///
 /// The buffer is therefore not given back, and dropping this error leaks it on purpose: memory that
 /// a device can write must not be reused. Its IOVA is quarantined.
+#[derive(thiserror::Error)]
+#[error("the device may still reach {range}, its invalidation failed: {error}")]
 pub struct UnmapError<B> {
+    #[source]
     pub(crate) error: ringfence_iommu::Error,
     pub(crate) range: Range,
     pub(crate) buffer: ManuallyDrop<B>,
@@ -238,22 +241,6 @@ impl<B> fmt::Debug for UnmapError<B> {
     }
 }
 
-impl<B> fmt::Display for UnmapError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "the device may still reach {}, its invalidation failed: {}",
-            self.range, self.error
-        )
-    }
-}
-
-impl<B> core::error::Error for UnmapError<B> {
-    fn source(&self) -> Option<&(dyn core::error::Error + 'static)> {
-        Some(&self.error)
-    }
-}
-
 /// A range that does not lie in the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("bytes {start}..{end} do not lie in a mapping of {len} bytes")]
@@ -274,7 +261,10 @@ pub enum SetupError {
     #[error("cannot make an allocator for the domain's aperture: {0}")]
     Aperture(#[from] ApertureError),
     /// The allocator hands out pieces smaller than the domain can map.
-    #[error("the allocator's granule {allocator:#x} is not a multiple of the domain's {domain:#x}")]
+    #[error(
+        "the allocator's granule {allocator:#x} is not a multiple of the domain's {domain:#x}: \
+             make it with that"
+    )]
     Granule {
         /// The allocator's granule in bytes.
         allocator: u64,
@@ -282,11 +272,26 @@ pub enum SetupError {
         domain: u64,
     },
     /// The segment boundary is not a mask of ones, or is finer than the granule.
-    #[error("the segment boundary {0:#x} must be 2^n-1 and at least the granule less one")]
-    Boundary(u64),
+    #[error(
+        "the segment boundary {boundary:#x} must be 2^n-1 and at least {:#x}, as the granule is \
+         {granule:#x} bytes", .granule - 1
+    )]
+    Boundary {
+        /// The boundary.
+        boundary: u64,
+        /// The domain's granule in bytes.
+        granule: u64,
+    },
     /// The largest segment is smaller than the granule.
-    #[error("the largest segment of {0:#x} bytes is smaller than the granule")]
-    MaxSegment(u64),
+    #[error(
+        "the largest segment of {max_segment:#x} bytes must be at least the granule of {granule:#x}"
+    )]
+    MaxSegment {
+        /// Bytes of the largest segment.
+        max_segment: u64,
+        /// The domain's granule in bytes.
+        granule: u64,
+    },
     /// The tuning of the flush queues is invalid.
     #[error(transparent)]
     Tuning(#[from] TuningError),
@@ -300,8 +305,8 @@ pub enum SetupError {
     #[error(transparent)]
     Refused(#[from] Refused),
     /// The timer thread, which flushes or gives back idle bounce slots, could not be started.
-    #[error("cannot start the timer thread of the flush queues or of the bounce pools")]
-    Thread,
+    #[error("cannot start the timer thread of the flush queues or of the bounce pools: {0}")]
+    Thread(io::ErrorKind),
     /// The size of the largest slot is not a power of two of whole granules, or exceeds the limit
     /// for all slots.
     #[error(
@@ -338,8 +343,8 @@ pub enum SwitchError {
     #[error(transparent)]
     Fallback(Fallback),
     /// The timer thread could not be started.
-    #[error("cannot start the flush queue's timer thread")]
-    Thread,
+    #[error("cannot start the flush queue's timer thread: {0}")]
+    Thread(io::ErrorKind),
     /// The flush queues cannot be made. If their flush failed, the policy is in force.
     #[error(transparent)]
     Queues(#[from] TuningError),
@@ -347,5 +352,5 @@ pub enum SwitchError {
     /// been unmapped lazily could not be flushed, and stays exposed until a flush succeeds: the
     /// timer's, or the next call's.
     #[error("the policy is strict now, but what was unmapped before could not be flushed: {0}")]
-    Flush(ringfence_iommu::Error),
+    Flush(#[source] ringfence_iommu::Error),
 }

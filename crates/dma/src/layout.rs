@@ -1,8 +1,23 @@
 //! Where the pieces of a buffer lie in its IOVA range, and the segments for the device.
 
-use ringfence_iommu::Range;
+use core::fmt;
 
-use crate::{DmaConfig, Error, Segment, segment::Segments};
+use crate::{DmaConfig, Error};
+
+/// A piece of a mapping as the device sees it, for one descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Segment {
+    /// Its first byte: an IOVA, or under policy `off` a target address.
+    pub addr: u64,
+    /// How many bytes; never 0.
+    pub len: u64,
+}
+
+impl fmt::Display for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}+{:#x}", self.addr, self.len)
+    }
+}
 
 /// The limits on pieces and segments of a mapping.
 #[derive(Clone, Copy, Debug)]
@@ -57,11 +72,6 @@ impl Limits {
         self.granule_mask + 1
     }
 
-    /// `len` bytes rounded up to whole granules.
-    fn whole_granules(&self, len: u64) -> Option<u64> {
-        Some(len.checked_add(self.granule_mask)? & !self.granule_mask)
-    }
-
     /// Whether `len` bytes from `first` contain addresses that differ above the boundary.
     fn crosses(&self, first: u64, len: u64) -> bool {
         (first ^ (first + (len - 1))) & !self.boundary != 0
@@ -69,7 +79,7 @@ impl Limits {
 
     /// Adds `len` bytes at `addr` to the segments: joined to the last one if they follow it
     /// (rule L45), cut at segment boundaries and at the largest segment (rule L44).
-    pub(crate) fn add(&self, segments: &mut Segments, addr: u64, len: u64) {
+    pub(crate) fn add(&self, segments: &mut Vec<Segment>, addr: u64, len: u64) {
         if let Some(last) = segments.last_mut()
             && last.addr.checked_add(last.len) == Some(addr)
             && let Some(joined) = last.len.checked_add(len)
@@ -154,7 +164,7 @@ impl Layout {
         let in_granule = limits.offset_in_granule(target);
         let span = len
             .checked_add(in_granule)
-            .and_then(|len| limits.whole_granules(len))
+            .and_then(|len| len.checked_next_multiple_of(limits.granule()))
             .ok_or(Error::TooLong)?;
         // A run that would cross a boundary begins on the next instead. The pad in between stays
         // unmapped: Linux extends the mapping before it, which exposes the memory that follows it.
@@ -166,14 +176,5 @@ impl Layout {
         }
         self.used = offset.checked_add(span).ok_or(Error::TooLong)?;
         each(Run { offset, target, len, span })
-    }
-}
-
-impl Run {
-    /// Its granules in the range that begins at `base`. `None` if it was not laid out for that
-    /// base.
-    pub(crate) fn range(&self, base: u64) -> Option<Range> {
-        let first = base.checked_add(self.offset)?;
-        Range::from_len(ringfence_iommu::Iova(first), self.span)
     }
 }

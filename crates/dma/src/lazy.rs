@@ -7,11 +7,11 @@ use ringfence_iova::Allocator;
 use ringfence_sync::histogram::Histogram;
 
 use crate::{
+    Device, QueueKind,
     counter::Count,
-    flush::{Batch, Enqueued, Entry, Lazy, Removed, Watch},
+    flush::{Batch, Enqueued, Entry, Lazy, Removed, Span, Unmapped, Watch},
     mode::Mode,
     shared::Shared,
-    span::{Span, Unmapped},
     stats::{Counters, FreeCounters},
 };
 
@@ -25,7 +25,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         watched: bool,
         counters: &Counters,
     ) -> Result<Option<Unmapped>> {
-        let reserved = mode.bounds_bytes();
+        let reserved = mode.bounds_bytes;
         if reserved && !self.reserve(span.mapped, counters) {
             counters.bound_unmaps.add(1);
             return self.unmap_strictly(span, watched, counters);
@@ -55,7 +55,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             Some(Entry { range: span.range, bytes: span.mapped, since_ns, pages, watch, reserved });
         loop {
             // Read each time: the queues may change while this thread flushes.
-            let ring = if self.mode.get().is_per_cpu() { self.cpu.current() } else { 0 };
+            let per_cpu = self.mode.get().policy.queue_kind() == Some(QueueKind::PerCpu);
+            let ring = if per_cpu { self.cpu.current() } else { 0 };
             let mut batch = Batch::new();
             let enqueued = self.lazy.queues.enqueue(ring, &mut entry, &mut batch);
             self.release(&mut batch, &counters.frees);
@@ -179,7 +180,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Flushes the domain, without releasing anything; records in `waits` how long it took.
     pub(crate) fn flush_domain(&self, waits: &Histogram) -> Result<()> {
-        let ticket = self.lazy.queues.start_flush();
+        let ticket = self.lazy.queues.counters.start();
         let begun_ns = self.clock.now_ns();
         let result = self.domain.flush_iotlb_all();
         let ended_ns = self.clock.now_ns();
@@ -187,7 +188,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         waits.record(took_ns);
         self.lazy.pace.flushed(took_ns);
         match result {
-            Ok(_) => self.lazy.queues.finish_flush(ticket, ended_ns),
+            Ok(_) => self.lazy.queues.counters.finish(ticket, ended_ns),
             Err(_) => self.flush_failures.add(1),
         }
         result.map(|_synced| ())
@@ -213,39 +214,15 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Whether a flush may have anything to do.
     pub(crate) fn wants_flush(&self) -> bool {
-        self.mode.get().is_lazy() || self.has_queued()
+        self.mode.get().policy.is_lazy() || self.has_queued()
     }
 
-    /// Flushes and releases all that this covers. Nothing to do under a policy that is not lazy.
-    pub(crate) fn flush(&self) -> Result<()> {
-        if !self.wants_flush() {
-            return Ok(());
-        }
-        self.flush_domain(&self.waits.asked)?;
-        self.reap_all(&self.frees);
-        Ok(())
-    }
-
-    /// As [`flush`](Self::flush), for a caller that needs the queued IOVAs to continue.
-    pub(crate) fn flush_for_room(&self, counters: &Counters) -> Result<()> {
-        self.flush_domain(&counters.waits.full)?;
-        self.reap_all(&counters.frees);
-        Ok(())
-    }
-
-    /// To be called when the timer expires (rule L23).
-    pub(crate) fn expire(&self) -> Result<()> {
-        let now_ns = self.clock.now_ns();
-        let late_ns = self.timer_due_ns().and_then(|due_ns| now_ns.checked_sub(due_ns));
-        self.expire_late(late_ns.unwrap_or(0))
-    }
-
-    /// The same, `late_ns` nanoseconds after it was due.
+    /// What the timer does, `late_ns` nanoseconds after it was due (rule L23).
     pub(crate) fn expire_late(&self, late_ns: u64) -> Result<()> {
         let start = self.sampler.start_always();
         self.lazy.pace.woke(late_ns);
         let result = self.expire_in(&self.waits.timer, &self.frees);
-        self.sampler.stop(start, &self.expiry_time);
+        self.sampler.stop(start, 1, &self.expiry_time);
         result
     }
 
@@ -271,8 +248,36 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn has_queued(&self) -> bool {
         self.lazy.queues.len() != 0
     }
+}
 
-    pub(crate) fn timer_due_ns(&self) -> Option<u64> {
-        self.lazy.timer.due_ns()
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
+    /// Flushes the domain and releases everything that this covers, now. Under a policy that is not
+    /// lazy there is nothing to do.
+    ///
+    /// # Errors
+    /// The flush failed; what was queued stays queued.
+    pub fn flush(&self) -> Result<()> {
+        let shared = self.shared();
+        if !shared.wants_flush() {
+            return Ok(());
+        }
+        shared.flush_domain(&shared.waits.asked)?;
+        shared.reap_all(&shared.frees);
+        Ok(())
+    }
+
+    /// When the flush queue's timer is due, by the environment's clock; `None` if it is not armed.
+    pub fn timer_due_at_ns(&self) -> Option<u64> {
+        self.shared().lazy.timer.due_ns()
+    }
+
+    /// What the timer does when it expires: one flush, and every queue reaped (rule L23).
+    ///
+    /// # Errors
+    /// As [`flush`](Self::flush); the timer is armed again.
+    pub fn expire(&self) -> Result<()> {
+        let now_ns = self.shared().clock.now_ns();
+        let late_ns = self.timer_due_at_ns().and_then(|due_ns| now_ns.checked_sub(due_ns));
+        self.shared().expire_late(late_ns.unwrap_or(0))
     }
 }

@@ -1,30 +1,14 @@
-//! The DMA API in user space: mappings that own their buffers, strict and lazy invalidation.
+#![doc = include_str!("../README.md")]
 //!
-//! ```
-//! # use ringfence_iommu::{shootdown::Shootdown, table::Limits, *};
-//! # let aperture = Range::new(Iova(0), Iova((1 << 48) - 1)).unwrap();
-//! # let geometry = Geometry::new(PageSizes::X86, aperture);
-//! # let domain = SoftDomain::<HostAddr>::new(geometry, Limits::NONE, Shootdown::new(8));
-//! use ringfence_dma::{Device, Direction};
+//! # What is inside
 //!
-//! let device = Device::builder(domain).build()?; // strict+map, in the domain's own limits
-//! let mapping = device.map(vec![0u8; 64 << 10], Direction::FromDevice)?; // takes the buffer
-//! for segment in mapping.segments() {
-//!     println!("{segment}"); // goes into a descriptor
-//! }
-//! let buffer = mapping.unmap()?; // from here on the device cannot reach it
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
-//!
-//! A [`Device`] stands for one device behind one [`Domain`](ringfence_iommu::Domain). It takes a
-//! buffer, gives it an I/O virtual address for as long as the device works on it, and gives the
-//! buffer back. The pieces, from the bottom:
+//! From the bottom:
 //!
 //! * [`DmaBuffer`]: memory that stays where it is, as a list of segments in the domain's target
 //!   addresses; [`Direction`]: the direction of the data, hence what the device may do.
 //! * [`Policy`]: what a mapping costs and what it guarantees. The default is
 //!   [`StrictMap`](Policy::StrictMap); a lazy policy must be chosen by name.
-//! * [`Device::map`] and [`Device::map_sg`] → [`Mapping`]: one contiguous IOVA range, the
+//! * [`Device::map`], of a buffer or a list of them → [`Mapping`]: one contiguous IOVA range, the
 //!   [`Segment`]s to put in descriptors, and the buffer, which the mapping *owns*: the compiler
 //!   refuses to touch what the device may touch. [`Mapping::unmap`] gives it back; `Drop` unmaps.
 //! * [`MapBatch`] and [`UnmapBatch`]: many mappings, one sync, and no waiting for it.
@@ -34,21 +18,18 @@
 //!   next.
 //! * [`BouncePools`]: memory that stays mapped, for mappings that are copies;
 //!   [`Device::take_buffer`] → [`PoolBuffer`]: without a copy.
-//! * [`Trust`]: an untrusted device is strict, whatever its policy says; [`decide`] returns the
-//!   reason.
+//! * [`Trust`]: an untrusted device is strict, whatever its policy says, and reports the
+//!   reason ([`Fallback`]).
 //! * [`Detector`]: reports which source lines mapped and unmapped a buffer that a device still
 //!   uses.
 //! * [`Choices`]: what [`Policy::Auto`] copies and what it maps, and why.
 //! * [`Stats`]: counts, sampled thread time in map and unmap, and the *exposure*: bytes × time that
 //!   lazily unmapped memory stayed reachable.
 //!
-//! # What a policy guarantees
+//! # Policies
 //!
-//! *Strict*: when `unmap` has returned, no device access to the buffer succeeds. *Lazy*: within a
-//! window bounded by the flush queue's timer it may; the IOVA is never given to another buffer
-//! meanwhile (rule L19). The [`FlushTuning`] sets how large that window may be, in time and in
-//! bytes. *Off*: nothing is mapped and nothing is protected. A persistent mapping is reachable
-//! until it is unmapped, whatever the policy.
+//! Under a lazy policy the IOVA is never given to another buffer before its flush (rule L19). The
+//! [`FlushTuning`] sets how large the window may be until then, in time and in bytes.
 //!
 //! Policy and tuning can change while the device is in use ([`Device::set_policy`],
 //! [`Device::set_flush_tuning`]): unmaps that begin after such a call has returned follow it.
@@ -71,10 +52,8 @@
 //!
 //! # When the device fails
 //!
-//! A map that fails is undone completely and hands the buffer back with the device's own status
-//! ([`MapError`]); [`ErrorKind`] says what the caller can do about it. An unmap whose invalidation
-//! fails *cannot* be undone: the device may still reach the memory. Then the buffer is not handed
-//! back as if it were safe ([`UnmapError`]), and its IOVA is quarantined: never reused, and
+//! A [`MapError`] has the buffer and the device's own status; [`ErrorKind`] is what the caller can do
+//! about it. An [`UnmapError`] keeps the buffer, and its IOVA is quarantined: never reused, and
 //! counted.
 #![deny(unsafe_code)]
 
@@ -82,12 +61,9 @@ mod auto;
 mod batch;
 #[allow(unsafe_code)]
 mod bounce;
-mod bouncer;
 #[allow(unsafe_code)]
 mod buffer;
-mod builder;
 mod config;
-mod control;
 mod counter;
 mod detect;
 mod device;
@@ -97,23 +73,18 @@ mod flush;
 mod layout;
 mod lazy;
 mod map_call;
-#[allow(unsafe_code)]
-mod mapper;
 mod mapping;
 mod mode;
 #[allow(unsafe_code)]
 mod persistent;
-mod pieces;
+#[allow(unsafe_code)]
 mod place;
 mod placed;
 mod policy;
 mod port;
-mod segment;
 mod shared;
-mod span;
 mod stats;
 mod switch;
-mod thread_time;
 mod trust;
 mod tuning;
 mod waits;
@@ -121,25 +92,20 @@ mod waits;
 pub use auto::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 pub use batch::{MapBatch, UnmapBatch};
 pub use bounce::{
-    BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, ClassStats,
-    DeviceShare, Holder, HostMemory, PoolBuffer, SlotHolder, SlotInfo, Written,
+    BounceConfig, BounceLimits, BounceMemory, BouncePools, BounceStats, Chunk, ClassStats, Holder,
+    HostMemory, PoolBuffer, Written,
 };
 pub use buffer::{Direction, DmaBuffer, SharedMemory};
-pub use builder::DeviceBuilder;
 pub use config::{DmaConfig, Environment, TimerKind};
-pub use counter::Sampled;
-pub use detect::{CallSite, Detector, Explained, Misuse, UseAfterUnmap};
-pub use device::Device;
+pub use counter::{OsThreadClock, Sampled, ThreadClock};
+pub use detect::{CallSite, Cause, Detector, Explained};
+pub use device::{Device, DeviceBuilder};
 pub use error::{Error, ErrorKind, MapError, OutOfBounds, SetupError, SwitchError, UnmapError};
+pub use layout::Segment;
 pub use mapping::{Coherent, Mapping, Returned, StaleIova};
 pub use persistent::Persistent;
 pub use policy::{ParsePolicyError, Policy, QueueKind};
-pub use segment::Segment;
 pub use stats::{Exposure, Stats};
-pub use thread_time::{OsThreadClock, ThreadClock};
-pub use trust::{
-    Decision, Distrust, Fallback, Finding, Guest, Platform, Reason, Refused, Trust, TrustError,
-    decide,
-};
+pub use trust::{Distrust, Fallback, Finding, Refused, Trust, TrustError};
 pub use tuning::{FlushTuning, TuningError};
 pub use waits::Waits;

@@ -1,17 +1,24 @@
 //! Buffers while the device has them.
 
-use core::{fmt, mem::ManuallyDrop, ops::Range as Bytes, panic::Location};
+use core::{
+    fmt,
+    mem::ManuallyDrop,
+    ops::{Deref, Range as Bytes},
+    panic::Location,
+};
 use std::sync::Arc;
 
 use ringfence_iommu::{Iova, Range, Result as DomainResult};
 use ringfence_mem::HostSlice;
 
 use crate::{
-    Error, MapError, OutOfBounds, Segment, SharedMemory, UnmapError,
+    OutOfBounds, Segment, SharedMemory, UnmapError,
     auto::Slice,
     bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
+    counter::Count,
+    flush::{Span, Unmapped},
     placed::Placed,
-    span::{Span, Unmapped},
+    stats::Counters,
 };
 
 /// What a mapping needs from its device. A trait object, so that the type of a mapping depends only
@@ -36,17 +43,22 @@ pub(crate) trait Owner: Send + Sync {
     fn note_written(&self, bounced: &mut Bounced, bytes: Bytes<u64>, slices: SlicesMut<'_>);
     /// Gives back a slot of a mapping that has ended.
     fn give_back_slot(&self, slot: Slot);
-    /// Gives back the slot of a taken buffer of `len` bytes.
-    fn give_back_taken(&self, slot: Slot, len: u64);
     /// Identifies the device.
     fn device_id(&self) -> DeviceId;
     fn now_ns(&self) -> u64;
-    /// Counts a sync for the CPU, and the bytes copied for it.
-    fn note_sync_for_cpu(&self, copied: u64);
-    /// Counts a sync for the device, and the bytes copied for it.
-    fn note_sync_for_device(&self, copied: u64);
-    /// Counts the end of a persistent mapping of `bytes`.
-    fn note_persistent_end(&self, bytes: u64);
+    fn counters(&self) -> &Counters;
+}
+
+/// What an unmap gives back: the buffer, its owner, and the IOVA if it is watched.
+type Taken<B> = (B, Arc<dyn Owner>, Option<Unmapped>);
+
+/// Why the buffer is there.
+const HELD: &str = "a mapping holds its buffer until it is unmapped";
+
+impl fmt::Debug for dyn Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Device").field(&self.device_id().0).finish()
+    }
 }
 
 /// The address of the state that all clones of a device share: unique among live devices.
@@ -58,7 +70,7 @@ pub(crate) struct DeviceId(pub(crate) usize);
 /// Forgetting a mapping leaks the buffer and leaves it mapped, which is wasteful but safe.
 #[must_use = "dropping a mapping unmaps it"]
 pub struct Mapping<B> {
-    placed: Placed,
+    pub(crate) placed: Placed,
     /// `None` once `unmap` has taken it, so that `drop` has nothing left to do.
     held: Option<LiveMapping<B>>,
 }
@@ -106,7 +118,7 @@ impl<B> Mapping<B> {
     /// What to put into descriptors, in the order of the buffer's bytes.
     #[inline]
     pub fn segments(&self) -> &[Segment] {
-        self.placed.segments.as_slice()
+        &self.placed.segments
     }
 
     /// As [`segments`](Self::segments), for a part of the buffer only: `bytes` are offsets in the
@@ -141,15 +153,7 @@ impl<B> Mapping<B> {
     /// As [`unmap`](Self::unmap).
     #[track_caller]
     pub fn unmap_watched(mut self) -> Result<(B, StaleIova), UnmapError<B>> {
-        let (buffer, owner, unmapped) = if self.is_bounced() {
-            self.note_unmapping();
-            self.placed.slot = self.bring_back(true);
-            let LiveMapping { buffer, owner, .. } =
-                self.held.take().expect("a mapping is unmapped once");
-            (buffer, owner, None)
-        } else {
-            self.take(false, true)?
-        };
+        let (buffer, owner, unmapped) = self.take(false, true)?;
         let unmapped = unmapped
             .unwrap_or_else(|| Unmapped { since_ns: owner.now_ns(), watch: Arc::default() });
         let placed = self.placed.take();
@@ -170,7 +174,8 @@ impl<B> Mapping<B> {
             Some(bounced) => bounced.sync_for_cpu(bytes, &mut |each| (access.write)(buffer, each)),
             None => 0,
         };
-        owner.note_sync_for_cpu(copied);
+        owner.counters().syncs_for_cpu.add(1);
+        owner.counters().copied_bytes.add(copied);
         Ok(())
     }
 
@@ -186,7 +191,8 @@ impl<B> Mapping<B> {
             Some(bounced) => bounced.sync_for_device(bytes, &|each| (access.read)(buffer, each)),
             None => 0,
         };
-        owner.note_sync_for_device(copied);
+        owner.counters().syncs_for_device.add(1);
+        owner.counters().copied_bytes.add(copied);
         Ok(())
     }
 
@@ -221,31 +227,23 @@ impl<B> Mapping<B> {
         }
     }
 
-    /// Ends a copy, if it is one, and hands its slot to the caller. The buffer gets what the device
-    /// wrote, if it is `wanted`.
-    fn bring_back(&mut self, wanted: bool) -> Option<Slot> {
-        let bounced = self.placed.bounced.take()?;
-        let LiveMapping { buffer, owner, access } = self.held.as_mut()?;
+    /// Ends a copy; returns false if it is not one. The buffer gets what the device wrote, if it is
+    /// `wanted`; if `watched`, the slot is kept.
+    pub(crate) fn end_bounce(&mut self, wanted: bool, watched: bool) -> bool {
+        let Some(bounced) = self.placed.bounced.take() else { return false };
+        let LiveMapping { buffer, owner, access } = self.held.as_mut().expect(HELD);
         let mut slices = |each: &mut dyn FnMut(HostSlice<'_>)| (access.write)(buffer, each);
-        Some(owner.end_bounce(bounced, wanted.then_some(&mut slices)))
+        let slot = owner.end_bounce(bounced, wanted.then_some(&mut slices));
+        if watched {
+            self.placed.slot = Some(slot);
+        } else {
+            owner.give_back_slot(slot);
+        }
+        true
     }
 
-    /// As [`sync_for_cpu`](Self::sync_for_cpu), for a mapping that is not a copy.
-    pub(crate) fn note_sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.check(bytes)?;
-        if let Some(held) = &self.held {
-            held.owner.note_sync_for_cpu(0);
-        }
-        Ok(())
-    }
-
-    /// As [`sync_for_device`](Self::sync_for_device), for a mapping that is not a copy.
-    pub(crate) fn note_sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.check(bytes)?;
-        if let Some(held) = &self.held {
-            held.owner.note_sync_for_device(0);
-        }
-        Ok(())
+    pub(crate) fn counters(&self) -> &Counters {
+        self.held.as_ref().expect(HELD).owner.counters()
     }
 
     pub(crate) fn check(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
@@ -257,34 +255,36 @@ impl<B> Mapping<B> {
         }
     }
 
-    /// Takes the mapping apart, if it belongs to the device `of`: the owner of the parts unmaps
-    /// them.
+    /// Hands the mapping to a batch of the device `of`, if it belongs to that. Dropping the result
+    /// leaks the buffer, as the device may still reach it.
     #[allow(clippy::result_large_err, reason = "it is given back as it came")]
-    pub(crate) fn into_parts(mut self, of: DeviceId) -> Result<Parts<B>, Mapping<B>> {
-        match self.held.take() {
-            Some(LiveMapping { buffer, owner, access }) if owner.device_id() == of => {
-                if self.placed.slice != Slice::NONE {
-                    owner.unmapping(self.placed.slice, self.placed.len);
-                }
-                let placed = self.placed.take();
-                let buffer = ManuallyDrop::new(buffer);
-                Ok(Parts { placed, buffer, owner, access })
-            }
-            held => {
-                self.held = held;
-                Err(self)
-            }
+    pub(crate) fn unmapping(self, of: DeviceId) -> Result<ManuallyDrop<Mapping<B>>, Mapping<B>> {
+        if self.held.as_ref().expect(HELD).owner.device_id() != of {
+            return Err(self);
         }
+        self.note_unmapping();
+        Ok(ManuallyDrop::new(self))
+    }
+
+    /// The buffer, or an error, once the outcome of its unmap by a batch is known.
+    pub(crate) fn give_back(
+        mut self,
+        unmapped: DomainResult<Option<Unmapped>>,
+    ) -> Result<Returned<B>, UnmapError<B>> {
+        let held = self.held.take().expect(HELD);
+        let (buffer, owner, unmapped) = self.placed.taken(held, unmapped)?;
+        let placed = self.placed.take();
+        let stale = unmapped.map(|unmapped| StaleIova { placed, unmapped, owner });
+        Ok(Returned { buffer, stale })
     }
 
     /// Unmaps on behalf of the caller, and leaves the mapping empty.
-    #[allow(clippy::type_complexity, reason = "three things that go separate ways")]
     #[track_caller]
     pub(crate) fn take(
         &mut self,
         strictly: bool,
         watched: bool,
-    ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
+    ) -> Result<Taken<B>, UnmapError<B>> {
         self.end(strictly, watched, Some(Location::caller()))
     }
 
@@ -300,80 +300,41 @@ impl<B> Mapping<B> {
 
     /// The buffer, which the device may access.
     pub(crate) fn buffer_mut(&mut self) -> &mut B {
-        &mut self.held.as_mut().expect("a mapping holds its buffer until it is unmapped").buffer
+        &mut self.held.as_mut().expect(HELD).buffer
     }
 
-    #[allow(clippy::type_complexity, reason = "three things that go separate ways")]
     fn end(
         &mut self,
         strictly: bool,
         watched: bool,
         at: Option<&'static Location<'static>>,
-    ) -> Result<(B, Arc<dyn Owner>, Option<Unmapped>), UnmapError<B>> {
+    ) -> Result<Taken<B>, UnmapError<B>> {
         self.note_unmapping();
         // A copy has nothing to unmap, and nothing to wait for.
-        let bounced = self.placed.bounced.is_some();
-        let slot = self.bring_back(at.is_some());
-        let LiveMapping { buffer, owner, .. } =
-            self.held.take().expect("a mapping is unmapped once");
-        if let Some(slot) = slot {
-            owner.give_back_slot(slot);
-        }
-        if bounced {
-            return Ok((buffer, owner, None));
-        }
+        let ended = self.end_bounce(at.is_some(), watched);
         // If something below panics, the buffer is leaked rather than freed while mapped.
+        let held = ManuallyDrop::new(self.held.take().expect(HELD));
+        let unmapped = match ended {
+            true => Ok(None),
+            false => held.owner.unmap(self.placed.span, strictly, watched, at),
+        };
+        self.placed.taken(ManuallyDrop::into_inner(held), unmapped)
+    }
+}
+
+impl Placed {
+    /// What an unmap gives back, by its outcome.
+    fn taken<B>(
+        &self,
+        held: LiveMapping<B>,
+        unmapped: DomainResult<Option<Unmapped>>,
+    ) -> Result<Taken<B>, UnmapError<B>> {
+        let LiveMapping { buffer, owner, .. } = held;
         let buffer = ManuallyDrop::new(buffer);
-        match owner.unmap(self.placed.span, strictly, watched, at) {
+        match unmapped {
             Ok(unmapped) => Ok((ManuallyDrop::into_inner(buffer), owner, unmapped)),
             Err(error) => {
-                let range = self.placed.span.expect("only what is mapped can fail to unmap").range;
-                Err(UnmapError { error, range, buffer })
-            }
-        }
-    }
-}
-
-/// A mapping that a batch unmaps. Dropping it leaks its buffer, as the device may still reach it.
-pub(crate) struct Parts<B> {
-    placed: Placed,
-    buffer: ManuallyDrop<B>,
-    owner: Arc<dyn Owner>,
-    access: Access<B>,
-}
-
-impl<B> Parts<B> {
-    pub(crate) fn span(&self) -> Option<Span> {
-        self.placed.span
-    }
-
-    /// Ends a copy; returns false if it is not one. If `watched`, keeps its slot.
-    pub(crate) fn end_bounce(&mut self, watched: bool) -> bool {
-        let Parts { placed, buffer, owner, access } = self;
-        let Some(bounced) = placed.bounced.take() else { return false };
-        let mut slices = |each: &mut dyn FnMut(HostSlice<'_>)| (access.write)(buffer, each);
-        let left = owner.end_bounce(bounced, Some(&mut slices));
-        if watched {
-            placed.slot = Some(left);
-        } else {
-            owner.give_back_slot(left);
-        }
-        true
-    }
-
-    /// The buffer, or an error, once the outcome of its unmap is known.
-    pub(crate) fn give_back(
-        self,
-        unmapped: DomainResult<Option<Unmapped>>,
-    ) -> Result<Returned<B>, UnmapError<B>> {
-        let Parts { placed, buffer, owner, .. } = self;
-        match unmapped {
-            Ok(unmapped) => {
-                let stale = unmapped.map(|unmapped| StaleIova { placed, unmapped, owner });
-                Ok(Returned { buffer: ManuallyDrop::into_inner(buffer), stale })
-            }
-            Err(error) => {
-                let range = placed.span.expect("only what is mapped can fail to unmap").range;
+                let range = self.span.expect("only what is mapped can fail to unmap").range;
                 Err(UnmapError { error, range, buffer })
             }
         }
@@ -393,7 +354,7 @@ pub struct Returned<B> {
 impl<B: SharedMemory> Mapping<B> {
     /// The buffer, for reading while the device works on it.
     pub fn shared(&self) -> &B {
-        &self.held.as_ref().expect("a mapping holds its buffer until it is unmapped").buffer
+        &self.held.as_ref().expect(HELD).buffer
     }
 }
 
@@ -413,42 +374,19 @@ impl<B> fmt::Debug for Mapping<B> {
     }
 }
 
-impl<B> MapError<B> {
-    pub(crate) fn new(error: Error, buffer: B, undone: bool) -> MapError<B> {
-        let buffer = if undone { Ok(buffer) } else { Err(ManuallyDrop::new(buffer)) };
-        MapError { error, buffer }
+/// Memory that the device and the CPU share as long as this lives.
+#[derive(Debug)]
+pub struct Coherent<B>(pub(crate) Mapping<B>);
+
+impl<B> Deref for Coherent<B> {
+    type Target = Mapping<B>;
+
+    fn deref(&self) -> &Mapping<B> {
+        &self.0
     }
 }
 
-/// Memory that the device and the CPU share as long as this lives.
-#[derive(Debug)]
-pub struct Coherent<B>(Mapping<B>);
-
 impl<B> Coherent<B> {
-    pub(crate) fn new(mapping: Mapping<B>) -> Coherent<B> {
-        Coherent(mapping)
-    }
-
-    /// The address of the first byte for the device.
-    pub fn iova(&self) -> Iova {
-        self.0.iova()
-    }
-
-    /// How many bytes there are.
-    pub fn len(&self) -> u64 {
-        self.0.len()
-    }
-
-    /// Always false.
-    pub fn is_empty(&self) -> bool {
-        false
-    }
-
-    /// What to put into descriptors.
-    pub fn segments(&self) -> &[Segment] {
-        self.0.segments()
-    }
-
     /// Takes the memory back. Always strict, whatever the policy, as is dropping: it is rare, and
     /// rings are a worthwhile target for an attacker.
     ///
@@ -476,6 +414,7 @@ impl<B> Drop for Coherent<B> {
 /// An IOVA after its unmap, parked: while this lives, no other buffer gets it.
 ///
 /// A probe uses it to measure for how long a device can still reach memory.
+#[derive(Debug)]
 pub struct StaleIova {
     /// For a copy this includes its slot, which is not reused meanwhile.
     placed: Placed,
@@ -487,16 +426,6 @@ impl StaleIova {
     /// The address that the mapping had.
     pub fn iova(&self) -> Iova {
         self.placed.iova
-    }
-
-    /// How many bytes the buffer had.
-    pub fn len(&self) -> u64 {
-        self.placed.len
-    }
-
-    /// Always false.
-    pub fn is_empty(&self) -> bool {
-        false
     }
 
     /// The range that was unmapped, in whole granules; `None` under policy `off`, and for a copy,
@@ -527,16 +456,5 @@ impl Drop for StaleIova {
         {
             self.owner.free(range);
         }
-    }
-}
-
-impl fmt::Debug for StaleIova {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StaleIova")
-            .field("iova", &self.iova())
-            .field("len", &self.len())
-            .field("queued_at_ns", &self.queued_at_ns())
-            .field("released_at_ns", &self.released_at_ns())
-            .finish_non_exhaustive()
     }
 }

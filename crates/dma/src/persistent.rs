@@ -1,10 +1,11 @@
 //! Buffers that stay mapped from one I/O to the next.
 
-use core::{fmt, ops::Range as Bytes};
+use core::{
+    fmt,
+    ops::{Deref, Range as Bytes},
+};
 
-use ringfence_iommu::Iova;
-
-use crate::{Mapping, OutOfBounds, Segment, SharedMemory, UnmapError};
+use crate::{Mapping, OutOfBounds, Segment, UnmapError, counter::Count, mapping::Owner};
 
 /// A buffer that is mapped once and used for many I/Os: no I/O needs a request to the IOMMU, and
 /// none is protected from another. For buffers that a program registers once anyway (a pool of I/O
@@ -15,44 +16,27 @@ use crate::{Mapping, OutOfBounds, Segment, SharedMemory, UnmapError};
 #[must_use = "dropping a persistent mapping unmaps it"]
 pub struct Persistent<B> {
     mapping: Mapping<B>,
-    /// Where each segment begins in the buffer, if there are several.
+    /// Where each segment begins in the buffer.
     starts: Box<[u64]>,
+}
+
+impl<B> Deref for Persistent<B> {
+    type Target = Mapping<B>;
+
+    fn deref(&self) -> &Mapping<B> {
+        &self.mapping
+    }
 }
 
 impl<B> Persistent<B> {
     pub(crate) fn new(mapping: Mapping<B>) -> Persistent<B> {
-        let segments = mapping.segments();
-        let starts = if segments.len() == 1 {
-            Box::default()
-        } else {
-            let start = |sum: &mut u64, segment: &Segment| {
-                let start = *sum;
-                *sum = sum.saturating_add(segment.len);
-                Some(start)
-            };
-            segments.iter().scan(0, start).collect()
+        let start = |sum: &mut u64, segment: &Segment| {
+            let start = *sum;
+            *sum = sum.saturating_add(segment.len);
+            Some(start)
         };
+        let starts = mapping.segments().iter().scan(0, start).collect();
         Persistent { mapping, starts }
-    }
-
-    /// The device's address of the first byte, as [`Mapping::iova`].
-    pub fn iova(&self) -> Iova {
-        self.mapping.iova()
-    }
-
-    /// How many bytes the buffer has.
-    pub fn len(&self) -> u64 {
-        self.mapping.len()
-    }
-
-    /// Always false: an empty buffer cannot be mapped.
-    pub fn is_empty(&self) -> bool {
-        false
-    }
-
-    /// What to put into descriptors for all of the buffer.
-    pub fn segments(&self) -> &[Segment] {
-        self.mapping.segments()
     }
 
     /// What to put into descriptors for `bytes` (offsets in the buffer), in their order. Allocates
@@ -83,7 +67,9 @@ impl<B> Persistent<B> {
     /// # Errors
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_cpu(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.mapping.note_sync_for_cpu(bytes)
+        self.mapping.check(bytes)?;
+        self.mapping.counters().syncs_for_cpu.add(1);
+        Ok(())
     }
 
     /// Makes what the CPU wrote to `bytes` visible to the device, as [`Mapping::sync_for_device`].
@@ -91,7 +77,9 @@ impl<B> Persistent<B> {
     /// # Errors
     /// `bytes` do not lie in the buffer.
     pub fn sync_for_device(&self, bytes: Bytes<u64>) -> Result<(), OutOfBounds> {
-        self.mapping.note_sync_for_device(bytes)
+        self.mapping.check(bytes)?;
+        self.mapping.counters().syncs_for_device.add(1);
+        Ok(())
     }
 
     /// The buffer, which the device may access at any time.
@@ -112,16 +100,14 @@ impl<B> Persistent<B> {
     pub fn unmap(mut self) -> Result<B, UnmapError<B>> {
         let bytes = self.len();
         let (buffer, owner, _) = self.mapping.take(true, false)?;
-        owner.note_persistent_end(bytes);
+        note_end(&*owner, bytes);
         Ok(buffer)
     }
 }
 
-impl<B: SharedMemory> Persistent<B> {
-    /// The buffer, for reading while the device works on it.
-    pub fn shared(&self) -> &B {
-        self.mapping.shared()
-    }
+fn note_end(owner: &dyn Owner, bytes: u64) {
+    owner.counters().persistent.take_back(1);
+    owner.counters().persistent_bytes.take_back(bytes);
 }
 
 impl<B> Drop for Persistent<B> {
@@ -129,7 +115,7 @@ impl<B> Drop for Persistent<B> {
         let bytes = self.len();
         // A buffer that cannot be unmapped is still reachable, and still counts.
         if let Some(owner) = self.mapping.take_dropped(true) {
-            owner.note_persistent_end(bytes);
+            note_end(&*owner, bytes);
         }
     }
 }

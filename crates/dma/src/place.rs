@@ -1,26 +1,30 @@
 //! Placing the pieces of a buffer: mapping them, or copying them to a slot.
 
-use ringfence_iommu::{Address, Domain, Iova, Range};
-use ringfence_iova::{Align, AllocReason, Allocator, Request};
+use arrayvec::ArrayVec;
+use ringfence_iommu::{Address, Domain, Iova, Map, Partial, Range};
+use ringfence_iova::{Align, Allocator, Request};
+use ringfence_mem::ReadSlice;
 
 use crate::{
-    Device, Error, Trust,
+    Device, Direction, DmaBuffer, Error, Policy, Segment, Trust,
+    auto::{Cell, Choice, Kind, Slice},
     bounce::Bounced,
-    bouncer::Decided,
     counter::Count,
-    map_call::{Failed, Lasting, MapCall},
-    mapper::Mapper,
-    pieces::{Measured, Pieces, measure},
+    flush::Span,
+    layout::{Layout, Run},
+    map_call::{Failed, Lasting, MapCall, Measured, Sync, measure},
     placed::Placed,
-    span::Span,
+    shared::{Bouncer, Shared},
+    stats::Counters,
+    waits::timed,
 };
 
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     pub(crate) fn place(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
-        let (shared, counters) = (self.shared(), &*self.port().counters);
+        let (shared, counters) = (self.shared(), &*self.port.counters);
         let start = shared.sampler.start(counters.maps.get());
-        let placed = if shared.mode.get().is_off() {
-            self.place_unmapped(wanted.pieces)
+        let placed = if shared.mode.get().policy == Policy::Off {
+            self.place_unmapped(wanted.buffer)
         } else {
             self.place_protected(wanted)
         };
@@ -28,17 +32,17 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             counters.maps.add(1);
             counters.bytes.add(placed.len);
         }
-        shared.sampler.stop(start, &counters.map_time);
+        shared.sampler.stop(start, 1, &counters.map_time);
         placed
     }
 
     /// Policy `off`: the device uses the buffer's own addresses.
-    fn place_unmapped(&self, pieces: Pieces<'_, D::Target>) -> Result<Placed, Failed> {
+    fn place_unmapped(&self, buffer: &dyn DmaBuffer<D::Target>) -> Result<Placed, Failed> {
         let limits = self.shared().limits;
         let mut placed = Placed::new();
         let segments = &mut placed.segments;
         let mut len = Some(0u64);
-        pieces(&mut |target, piece| {
+        buffer.for_each_segment(&mut |target, piece| {
             let target = target.as_u64();
             if piece == 0 {
                 return;
@@ -51,42 +55,41 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
         });
         placed.len = len.ok_or(Error::TooLong)?;
-        placed.iova = Iova(placed.segments.as_slice().first().ok_or(Error::Empty)?.addr);
+        placed.iova = Iova(placed.segments.first().ok_or(Error::Empty)?.addr);
         Ok(placed)
     }
 
     /// Maps the pieces, or copies them to a slot.
     fn place_protected(&self, wanted: &MapCall<'_, D::Target>) -> Result<Placed, Failed> {
         let shared = self.shared();
-        let measured = measure(shared.limits, wanted.pieces)?;
+        let measured = measure(shared.limits, wanted.buffer)?;
         // Rules L48, L50: a buffer that would expose its neighbours to an untrusted device is
         // copied, or not mapped at all.
-        if shared.trust != Trust::Trusted && !measured.fills {
+        if shared.means.trust != Trust::Trusted && !measured.fills {
             return Ok(self.place_bounced(wanted, &measured)?);
         }
         let mode = shared.mode.get();
         let Some(bouncer) = &shared.bouncer else { return self.place_mapped(wanted, measured) };
-        if !mode.bounces() || wanted.lasting == Lasting::Long {
+        if !mode.policy.bounces() || wanted.lasting == Lasting::Long {
             return self.place_mapped(wanted, measured);
         }
-        let Decided { choice, cell } = bouncer.decide(mode, wanted, &measured);
+        let (choice, cell) = bouncer.decide(mode.policy, wanted, &measured);
         let bounced = choice.copy.then(|| self.place_bounced(wanted, &measured));
         let mut placed = match bounced {
             Some(Ok(placed)) => placed,
             Some(Err(_)) => {
-                self.port().counters.not_bounced.add(1);
+                self.port.counters.not_bounced.add(1);
                 self.place_mapped(wanted, measured)?
             }
             None => self.place_mapped(wanted, measured)?,
         };
         // Also if a copy was chosen and failed: failures count in the result of copying.
         placed.slice = choice.slice;
-        if let (Some(cell), Some(tally)) = (cell, &self.port().counters.tally) {
+        if let (Some(cell), Some(tally)) = (cell, &self.port.counters.tally) {
             // A sync waits for a time slice only if another thread does the work. A domain that
             // cannot defer flushes, such as one behind system calls, has finished the sync when it
             // returns.
-            let waits =
-                || shared.domain.capabilities().deferred_flush && shared.sampler.is_shared();
+            let waits = || shared.means.deferred_flush && shared.sampler.clock.is_shared();
             bouncer.auto.note(
                 cell,
                 placed.bounced.is_some(),
@@ -104,7 +107,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         wanted: &MapCall<'_, D::Target>,
         measured: &Measured,
     ) -> Result<Placed, Error> {
-        let (shared, counters) = (self.shared(), &*self.port().counters);
+        let (shared, counters) = (self.shared(), &*self.port.counters);
         let granule = shared.limits.granule();
         let Some(bouncer) = &shared.bouncer else { return Err(Error::Neighbours { granule }) };
         if wanted.lasting == Lasting::Long {
@@ -113,7 +116,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         let len = measured.len;
         let slot = bouncer.client.take(len, wanted.direction.prot(), wanted.at)?;
         let mut bounced = Bounced::new(slot, len, wanted.direction);
-        match bounced.load(wanted.direction, bouncer.config.written, wanted.slices) {
+        let slices = &|each: &mut dyn FnMut(ReadSlice<'_>)| wanted.buffer.for_each_slice(each);
+        match bounced.load(wanted.direction, bouncer.config.written, slices) {
             Some(copied) => counters.copied_bytes.add(copied),
             None => {
                 bouncer.client.give_back(bounced.finish(None).0);
@@ -133,21 +137,31 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         wanted: &MapCall<'_, D::Target>,
         measured: Measured,
     ) -> Result<Placed, Failed> {
-        let (shared, pieces) = (self.shared(), wanted.pieces);
+        let shared = self.shared();
         let Measured { size, len, .. } = measured;
         let base = self.allocate(size)?;
         let Some(range) = Range::from_len(Iova(base), size) else {
             // An allocator whose range would pass 2^64 is broken: do not use the range.
             return Err(Error::TooLong.into());
         };
-        let (direction, sync) = (wanted.direction, wanted.sync);
         let mut placed = Placed::new();
-        let (counters, segments) = (&self.port().counters, &mut placed.segments);
-        let mut mapper = Mapper::new(shared, counters, range, direction, sync, segments);
-        match mapper.map(pieces) {
+        let counters = &*self.port.counters;
+        let mut mapper = Mapper {
+            shared,
+            counters,
+            range,
+            direction: wanted.direction,
+            sync_each: !shared.mode.get().policy.batches_maps(),
+            sync: wanted.sync,
+            list: ArrayVec::new(),
+            any: false,
+            mapped: 0,
+            segments: &mut placed.segments,
+        };
+        match mapper.map(wanted.buffer) {
             Ok(()) => {
                 let (mapped, synced) = (mapper.mapped, mapper.is_synced());
-                let first = placed.segments.as_slice().first();
+                let first = placed.segments.first();
                 placed.iova = Iova(first.map_or(base, |first| first.addr));
                 placed.span = Some(Span { range, mapped });
                 (placed.len, placed.synced) = (len, synced);
@@ -155,9 +169,10 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
             Err(error) => {
                 let undone = if mapper.any {
-                    shared.unwind(range, &self.port().counters)
+                    shared.unwind(range, counters)
                 } else {
-                    shared.free_counted(range, &self.port().counters);
+                    counters.frees.count.add(1);
+                    shared.free(range);
                     true
                 };
                 Err(Failed { error, undone })
@@ -175,7 +190,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             boundary: shared.limits.allocation_boundary(size),
             flush: true,
         };
-        let counters = &*self.port().counters;
+        let counters = &*self.port.counters;
         let number = counters.maps.get();
         let alloc = |calls| {
             let (sampler, time) = (&shared.brief_sampler, &counters.alloc_time);
@@ -185,20 +200,151 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             Ok(base) => Ok(base),
             // Queued entries hold IOVAs that only wait for a flush: flush now rather than fail.
             Err(error) if !error.reason.is_invalid() && shared.has_queued() => {
-                shared.flush_for_room(counters)?;
+                shared.flush_domain(&counters.waits.full)?;
+                shared.reap_all(&counters.frees);
                 alloc(0)
             }
             Err(error) if !error.reason.is_invalid() && shared.free_held() => alloc(0),
             Err(error) => Err(error),
         };
-        allocated.map_err(|error| match error.reason {
-            AllocReason::Exhausted { .. } => {
-                let stats = shared.allocator.stats();
-                let live_ranges = stats.live_ranges.saturating_sub(stats.cached_ranges);
-                let live_bytes = stats.live_bytes;
-                Error::Exhausted { asked: size, limit: shared.limit, live_ranges, live_bytes }
+        allocated.map_err(|error| Error::no_iova(error, &shared.allocator))
+    }
+}
+
+/// The longest mapping that [`Policy::Auto`] copies, in bytes: for a longer
+/// one the cost of a sync is negligible.
+const LONGEST: u64 = 4 << 20;
+
+impl<T: Address> Bouncer<T> {
+    /// Decides whether a streaming mapping that need not be a copy becomes one; also returns the cell
+    /// that made the choice, unless the policy did.
+    fn decide(
+        &self,
+        policy: Policy,
+        wanted: &MapCall<'_, T>,
+        measured: &Measured,
+    ) -> (Choice, Option<Cell>) {
+        let &Measured { len, runs, .. } = measured;
+        if policy != Policy::Auto {
+            let copy = policy.bounces() && len <= self.config.threshold;
+            return (Choice { copy, slice: Slice::NONE }, None);
+        }
+        if len > LONGEST {
+            return (Choice { copy: false, slice: Slice::NONE }, None);
+        }
+        let &MapCall { direction, sync, .. } = wanted;
+        let written = self.config.written;
+        let cell = Cell::of(direction, len, runs);
+        let choice = self.auto.choose(cell, || Kind { direction, len, runs, sync, written });
+        (choice, Some(cell))
+    }
+}
+
+/// How many runs one call of the domain maps.
+const TOGETHER: usize = 32;
+
+/// Maps the pieces of one buffer into the range that was allocated for them.
+struct Mapper<'a, D: Domain, A: Allocator> {
+    shared: &'a Shared<D, A>,
+    counters: &'a Counters,
+    range: Range,
+    direction: Direction,
+    /// Sync each map call by itself, rather than all at the end.
+    sync_each: bool,
+    sync: Sync,
+    /// Not mapped yet. Runs that are adjacent in IOVA and in memory are one.
+    list: ArrayVec<Map<D::Target>, TOGETHER>,
+    /// Whether anything was mapped.
+    any: bool,
+    mapped: u64,
+    segments: &'a mut Vec<Segment>,
+}
+
+impl<'a, D: Domain, A: Allocator> Mapper<'a, D, A> {
+    /// Maps all pieces. After an error, part of them may be mapped ([`any`](Self::any)).
+    fn map(&mut self, buffer: &dyn DmaBuffer<D::Target>) -> Result<(), Error> {
+        let mut layout = Layout::new(self.shared.limits);
+        let mut result = Ok(());
+        buffer.for_each_segment(&mut |target, len| {
+            if result.is_ok() {
+                result = layout.piece(target.as_u64(), len, &mut |run| self.run(run));
             }
-            _ => Error::NoIova(error),
-        })
+        });
+        result?;
+        layout.finish(&mut |run| self.run(run))?;
+        self.map_list()?;
+        if !self.sync_each && self.sync == Sync::Now {
+            // Rule L34: once, after all of them, over the whole range.
+            self.sync(self.range)?;
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, run: Run) -> Result<(), Error> {
+        let first = self.range.first().0.checked_add(run.offset).map(Iova);
+        let range = first
+            .and_then(|first| Range::from_len(first, run.span))
+            .filter(|range| self.range.covers(*range))
+            .ok_or(Error::Unstable)?;
+        let in_granule = self.shared.limits.offset_in_granule(run.target);
+        // Rule L43: the address keeps the buffer's offset in its granule.
+        self.shared.limits.add(self.segments, range.first().0 + in_granule, run.len);
+        let target = run.target - in_granule;
+        // SAFETY: it is a piece of a buffer (`DmaBuffer`), which the mapping owns until an unmap
+        // has succeeded.
+        let map = |range, target| unsafe {
+            Map::of(range, D::Target::from_u64(target), self.direction.prot())
+        };
+        if let Some(last) = self.list.last_mut()
+            && let (held, held_target) = (last.range(), last.target().as_u64())
+            && held.last().0.checked_add(1) == Some(range.first().0)
+            && held_target.checked_add(held.extent()).and_then(|last| last.checked_add(1))
+                == Some(target)
+        {
+            *last = map(held.hull(range), held_target);
+            return Ok(());
+        }
+        let map = map(range, target);
+        if self.list.is_full() || self.sync_each {
+            self.map_list()?;
+        }
+        self.list.push(map);
+        Ok(())
+    }
+
+    fn map_list(&mut self) -> Result<(), Error> {
+        if self.list.is_empty() {
+            return Ok(());
+        }
+        let made = match self.list[..] {
+            [map] => self.shared.domain.map(map).map_err(|error| Partial { done: 0, error }),
+            _ => self.shared.domain.map_pages(&self.list),
+        };
+        let (done, tried) = match made {
+            Ok(()) => (self.list.len(), self.list.len()),
+            Err(partial) => (partial.done, partial.done + 1),
+        };
+        self.counters.map_calls.add(tried as u64);
+        self.any |= done > 0;
+        for map in &self.list[..done] {
+            self.mapped = self.mapped.saturating_add(map.range().extent()).saturating_add(1);
+        }
+        made.map_err(|partial| partial.error)?;
+        // With `sync_each` this is the only element.
+        let first = self.list[0].range();
+        self.list.clear();
+        if self.sync_each { self.sync(first) } else { Ok(()) }
+    }
+
+    /// Whether everything that was mapped is synced; if not, the caller must sync it.
+    fn is_synced(&self) -> bool {
+        self.sync_each || self.sync == Sync::Now
+    }
+
+    fn sync(&self, range: Range) -> Result<(), Error> {
+        self.counters.map_syncs.add(1);
+        let wait = || self.shared.domain.iotlb_sync_map(range);
+        timed(&*self.shared.clock, &self.counters.waits.map, wait)?;
+        Ok(())
     }
 }

@@ -11,8 +11,8 @@ use ringfence_iommu::Iova;
 use crate::{
     auto::Slice,
     bounce::{Bounced, Slot},
-    segment::Segments,
-    span::Span,
+    flush::Span,
+    layout::Segment,
 };
 
 /// Where a buffer was mapped.
@@ -24,9 +24,9 @@ pub(crate) struct Place {
     pub(crate) span: Option<Span>,
     /// The copy, if the device works on one.
     pub(crate) bounced: Option<Bounced>,
-    /// The slot of a copy that has ended and is watched.
+    /// The slot of a copy that has ended and is watched, or of a buffer in pool memory.
     pub(crate) slot: Option<Slot>,
-    pub(crate) segments: Segments,
+    pub(crate) segments: Vec<Segment>,
     /// Whether it is synced; if not, the caller syncs it, with others.
     pub(crate) synced: bool,
     /// The slice of a trial that it belongs to, if any.
@@ -40,7 +40,7 @@ impl Place {
         span: None,
         bounced: None,
         slot: None,
-        segments: Segments::new(),
+        segments: Vec::new(),
         synced: true,
         slice: Slice::NONE,
     };
@@ -96,7 +96,7 @@ impl Drop for Placed {
         let Place { iova: _, len: _, span, bounced, slot, segments, synced, slice } = &mut *place;
         (*span, *bounced, *slot) = (None, None, None);
         (*synced, *slice) = (true, Slice::NONE);
-        // Keeps the heap memory of a long list too.
+        // Keeps the heap memory of the list too.
         segments.clear();
         // Fails on a thread that ends, which needs no spares.
         let _ = SPARES.try_with(|spares| {
@@ -111,7 +111,6 @@ impl Drop for Placed {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use crate::Segment;
 
     #[test]
     fn a_place_that_is_used_again_holds_nothing_of_the_one_before() {
@@ -129,7 +128,7 @@ mod tests {
         drop(moved);
         let next = Placed::new();
         assert_eq!(core::ptr::from_ref(&*next), first, "it was kept");
-        assert!(next.segments.as_slice().is_empty() && next.synced && next.span.is_none());
+        assert!(next.segments.is_empty() && next.synced && next.span.is_none());
     }
 
     #[test]

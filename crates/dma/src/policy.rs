@@ -8,6 +8,7 @@ use core::{fmt, str::FromStr};
 /// compared with: `sq` is a single flush queue, `mq` one per CPU, `+map` one map sync per mapping
 /// instead of one per [`map_pages`](ringfence_iommu::Domain::map_pages).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Policy {
     /// No mapping at all: devices use the buffer's own addresses. No protection.
     Off,
@@ -68,13 +69,13 @@ impl Policy {
 
     /// Whether unmapped memory stays reachable for a while.
     pub const fn is_lazy(self) -> bool {
-        matches!(self, Policy::LazySq | Policy::LazyMq | Policy::LazySqMap | Policy::LazyMqMap)
+        self.queue_kind().is_some()
     }
 
     /// Whether no device access to the buffer succeeds once [`unmap`](crate::Mapping::unmap) has
     /// returned.
     pub const fn is_strict(self) -> bool {
-        matches!(self, Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto)
+        !self.is_lazy() && !matches!(self, Policy::Off)
     }
 
     /// Whether mappings may be copies in memory that stays mapped.
@@ -85,14 +86,7 @@ impl Policy {
     /// Whether one map sync serves a whole mapping, and all buffers submitted together (see
     /// [`MapBatch`](crate::MapBatch)).
     pub const fn batches_maps(self) -> bool {
-        matches!(
-            self,
-            Policy::StrictMap
-                | Policy::LazySqMap
-                | Policy::LazyMqMap
-                | Policy::Bounce
-                | Policy::Auto
-        )
+        !matches!(self, Policy::Off | Policy::Strict | Policy::LazySq | Policy::LazyMq)
     }
 
     /// Whether buffers that complete together are invalidated together (see
@@ -101,33 +95,23 @@ impl Policy {
         matches!(self, Policy::StrictMap | Policy::Bounce | Policy::Auto)
     }
 
-    /// Whether there is a flush queue per CPU.
-    pub const fn is_per_cpu(self) -> bool {
-        matches!(self, Policy::LazyMq | Policy::LazyMqMap)
-    }
-
     /// Which flush queues it has; `None` if it is not lazy.
     pub const fn queue_kind(self) -> Option<QueueKind> {
         match self {
             Policy::LazySq | Policy::LazySqMap => Some(QueueKind::Single),
             Policy::LazyMq | Policy::LazyMqMap => Some(QueueKind::PerCpu),
-            Policy::Off | Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto => {
-                None
-            }
+            _ => None,
         }
     }
 
     /// The same policy with flush queues of this kind; a policy that is not lazy is unchanged.
-    pub const fn with_queue_kind(self, kind: QueueKind) -> Policy {
+    pub(crate) const fn with_queue_kind(self, kind: QueueKind) -> Policy {
         match (self, kind) {
             (Policy::LazySq | Policy::LazyMq, QueueKind::Single) => Policy::LazySq,
             (Policy::LazySq | Policy::LazyMq, QueueKind::PerCpu) => Policy::LazyMq,
             (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::Single) => Policy::LazySqMap,
             (Policy::LazySqMap | Policy::LazyMqMap, QueueKind::PerCpu) => Policy::LazyMqMap,
-            (
-                Policy::Off | Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto,
-                _,
-            ) => self,
+            _ => self,
         }
     }
 
@@ -136,9 +120,7 @@ impl Policy {
         match self {
             Policy::LazySq | Policy::LazyMq => Policy::Strict,
             Policy::LazySqMap | Policy::LazyMqMap => Policy::StrictMap,
-            Policy::Off | Policy::Strict | Policy::StrictMap | Policy::Bounce | Policy::Auto => {
-                self
-            }
+            _ => self,
         }
     }
 }
@@ -155,7 +137,7 @@ impl fmt::Display for Policy {
     "{0:?} is not a policy: it must be one of off, strict, strict+map, lazy-sq, lazy-mq, \
      lazy-sq+map, lazy-mq+map, bounce, auto"
 )]
-pub struct ParsePolicyError(pub String);
+pub struct ParsePolicyError(String);
 
 impl FromStr for Policy {
     type Err = ParsePolicyError;
@@ -178,19 +160,12 @@ pub enum QueueKind {
     PerCpu,
 }
 
-impl QueueKind {
-    /// The kind in words.
-    pub const fn name(self) -> &'static str {
-        match self {
+impl fmt::Display for QueueKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
             QueueKind::Single => "a single flush queue",
             QueueKind::PerCpu => "a flush queue per CPU",
-        }
-    }
-}
-
-impl core::fmt::Display for QueueKind {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        f.pad(self.name())
+        })
     }
 }
 
@@ -223,10 +198,10 @@ mod tests {
             assert_eq!(policy.is_strict(), strict || policy.bounces());
             let batches = policy.name().ends_with("+map");
             assert_eq!(policy.batches_maps(), batches || policy.bounces());
-            assert_eq!(policy.is_per_cpu(), policy.name().contains("-mq"));
             assert!(!policy.to_strict().is_lazy());
             assert_eq!(policy.to_strict().batches_maps(), policy.batches_maps());
-            assert_eq!(policy.queue_kind() == Some(QueueKind::PerCpu), policy.is_per_cpu());
+            let per_cpu = policy.name().contains("-mq");
+            assert_eq!(policy.queue_kind() == Some(QueueKind::PerCpu), per_cpu);
             assert_eq!(policy.queue_kind().is_some(), policy.is_lazy());
             for kind in [QueueKind::Single, QueueKind::PerCpu] {
                 let other = policy.with_queue_kind(kind);

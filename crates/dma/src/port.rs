@@ -3,16 +3,16 @@
 use core::{ops::Range as Span, panic::Location};
 use std::sync::Arc;
 
-use ringfence_iommu::{Domain, Range, Synced};
+use ringfence_iommu::{Domain, Range};
 use ringfence_iova::Allocator;
 
 use crate::{
     auto::{self, Slice},
     bounce::{Bounced, SlicesMut, Slot},
     counter::Count,
+    flush::{self, Unmapped},
     mapping::{DeviceId, Owner},
     shared::Shared,
-    span::{self, Unmapped},
     stats::Counters,
 };
 
@@ -24,25 +24,7 @@ pub(crate) struct Port<D: Domain, A: Allocator> {
 
 impl<D: Domain, A: Allocator> Port<D, A> {
     pub(crate) fn new(shared: Arc<Shared<D, A>>) -> Arc<Self> {
-        let counters = Arc::new(Counters::new(shared.bouncer.is_some()));
-        shared.add_clone(&counters);
-        Arc::new(Port { shared, counters })
-    }
-
-    /// Completes the strict unmap of a member of a batch, after its invalidation.
-    pub(crate) fn settle(
-        &self,
-        span: Option<span::Span>,
-        unmapped: Option<Unmapped>,
-        result: ringfence_iommu::Result<Synced>,
-    ) -> ringfence_iommu::Result<Option<Unmapped>> {
-        let counters = &*self.counters;
-        let settled = match span {
-            Some(span) => self.shared.settle(span.range, unmapped, result, counters),
-            None => Ok(unmapped),
-        };
-        counters.note_unmap(&settled);
-        settled
+        Arc::new(Port { counters: shared.add_clone(), shared })
     }
 }
 
@@ -55,14 +37,14 @@ impl<D: Domain, A: Allocator> Drop for Port<D, A> {
 impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     fn unmap(
         &self,
-        span: Option<span::Span>,
+        span: Option<flush::Span>,
         strictly: bool,
         watched: bool,
         at: Option<&'static Location<'static>>,
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
         let (shared, counters) = (&*self.shared, &*self.counters);
         if let (Some(detector), Some(span)) = (&shared.detector, span) {
-            detector.unmapping(span.range, at, shared.clock.now_ns());
+            detector.lock().unmapping(span.range, at, shared.clock.now_ns());
         }
         let start = shared.sampler.start(counters.unmaps.get());
         let result = match span {
@@ -70,12 +52,13 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
             None => Ok(None),
         };
         counters.note_unmap(&result);
-        shared.sampler.stop(start, &counters.unmap_time);
+        shared.sampler.stop(start, 1, &counters.unmap_time);
         result
     }
 
     fn free(&self, range: Range) {
-        self.shared.free_counted(range, &self.counters);
+        self.counters.frees.count.add(1);
+        self.shared.free(range);
     }
 
     fn unmapping(&self, slice: Slice, len: u64) {
@@ -83,7 +66,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         let (shared, counters) = (&*self.shared, &self.counters);
         let mark = || {
             let clone = Arc::as_ptr(counters).addr();
-            auto::mark(clone, shared.sampler.thread_ns(), counters.bytes.get())
+            auto::mark(clone, shared.sampler.clock.thread_ns(), counters.bytes.get())
         };
         bouncer.auto.unmapping(slice, len, || shared.clock.now_ns(), mark);
     }
@@ -94,7 +77,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         let (slot, copied) = bounced.finish(slices);
         counters.copied_bytes.add(copied);
         counters.unmaps.add(1);
-        shared.sampler.stop(start, &counters.unmap_time);
+        shared.sampler.stop(start, 1, &counters.unmap_time);
         slot
     }
 
@@ -103,19 +86,13 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         // The unmap's own number, so that either both are timed or neither.
         let start = shared.sampler.start(counters.unmaps.get());
         counters.copied_bytes.add(bounced.note_written(bytes, slices));
-        shared.sampler.stop_many(start, 0, &counters.unmap_time);
+        shared.sampler.stop(start, 0, &counters.unmap_time);
     }
 
     fn give_back_slot(&self, slot: Slot) {
         if let Some(bouncer) = &self.shared.bouncer {
             bouncer.client.give_back(slot);
         }
-    }
-
-    fn give_back_taken(&self, slot: Slot, len: u64) {
-        self.counters.given_back.add(1);
-        self.counters.given_back_bytes.add(len);
-        self.give_back_slot(slot);
     }
 
     fn device_id(&self) -> DeviceId {
@@ -126,18 +103,7 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
         self.shared.clock.now_ns()
     }
 
-    fn note_sync_for_cpu(&self, copied: u64) {
-        self.counters.syncs_for_cpu.add(1);
-        self.counters.copied_bytes.add(copied);
-    }
-
-    fn note_sync_for_device(&self, copied: u64) {
-        self.counters.syncs_for_device.add(1);
-        self.counters.copied_bytes.add(copied);
-    }
-
-    fn note_persistent_end(&self, bytes: u64) {
-        self.counters.persistent_unmaps.add(1);
-        self.counters.persistent_unmapped_bytes.add(bytes);
+    fn counters(&self) -> &Counters {
+        &self.counters
     }
 }

@@ -4,24 +4,22 @@
 use std::sync::{Arc, atomic::AtomicU64};
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Domain, Gather, Range, Result, Synced};
+use ringfence_iommu::{Address, Domain, Gather, Range, Result, Synced};
 use ringfence_iova::Allocator;
 use ringfence_sync::{clock::Clock, cpu::CpuId};
 
 use crate::{
-    Choices, Fallback, Policy, Stats, TimerKind, Trust, Waits,
-    auto::Tally,
-    bouncer::Bouncer,
-    control::Control,
-    counter::{Count, TimeCounter},
-    detect::DetectorState,
-    flush::{Entry, Lazy},
+    BounceConfig, Choices, Policy, Stats, TimerKind, Waits,
+    auto::{Auto, Tally},
+    bounce::Client,
+    counter::{BriefSampler, Count, Sampler, TimeCounter},
+    detect::Ledger,
+    flush::{Entry, Lazy, Span, Unmapped},
     layout::Limits,
     mode::ModeCell,
-    span::{Span, Unmapped},
     stats::{Counters, FreeCounters},
-    thread_time::{BriefSampler, Sampler},
-    trust::{self, Means},
+    trust::Means,
+    tuning::Control,
     waits::{OtherWaits, timed},
 };
 
@@ -31,11 +29,11 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) allocator: A,
     /// The policy in force.
     pub(crate) mode: ModeCell,
-    pub(crate) trust: Trust,
+    pub(crate) means: Means,
     /// Where it gets bounce slots, if it has pools.
     pub(crate) bouncer: Option<Bouncer<D::Target>>,
     /// Holds freed IOVAs back, if the use-after-unmap detector is on.
-    pub(crate) detector: Option<Box<DetectorState>>,
+    pub(crate) detector: Option<Mutex<Ledger>>,
     pub(crate) limits: Limits,
     /// The highest IOVA to hand out.
     pub(crate) limit: u64,
@@ -53,99 +51,29 @@ pub(crate) struct Shared<D: Domain, A: Allocator> {
     pub(crate) frees: FreeCounters,
     /// The waits for that.
     pub(crate) waits: OtherWaits,
-    quarantine: Quarantine,
+    /// The ranges that are never used again, and their bytes.
+    pub(crate) quarantined: [AtomicU64; 2],
     /// The counters of all clones, with a sum for those that are gone.
-    clones: Mutex<Clones>,
+    pub(crate) clones: Mutex<Clones>,
+}
+
+/// A device's share of its domain's pools.
+pub(crate) struct Bouncer<T: Address> {
+    pub(crate) client: Client<T>,
+    pub(crate) config: BounceConfig,
+    /// Chooses under a policy that leaves it open.
+    pub(crate) auto: Auto,
 }
 
 #[derive(Default)]
-struct Quarantine {
-    ranges: AtomicU64,
-    bytes: AtomicU64,
-}
-
-#[derive(Default)]
-struct Clones {
+pub(crate) struct Clones {
     alive: Vec<Arc<Counters>>,
     gone: Stats,
     gone_waits: Waits,
     gone_tally: Tally,
 }
 
-/// The parts a [`Shared`] is made of.
-pub(crate) struct Parts<D: Domain, A> {
-    pub(crate) bouncer: Option<Bouncer<D::Target>>,
-    pub(crate) domain: D,
-    pub(crate) allocator: A,
-    pub(crate) mode: ModeCell,
-    pub(crate) trust: Trust,
-    pub(crate) detector: Option<Box<DetectorState>>,
-    pub(crate) limits: Limits,
-    pub(crate) limit: u64,
-    pub(crate) sampler: Sampler,
-    pub(crate) brief_sampler: BriefSampler,
-    pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) cpu: Arc<dyn CpuId>,
-    pub(crate) lazy: Lazy,
-    pub(crate) timer_kind: TimerKind,
-    pub(crate) control: Control,
-}
-
 impl<D: Domain, A: Allocator> Shared<D, A> {
-    pub(crate) fn new(parts: Parts<D, A>) -> Self {
-        let Parts {
-            bouncer,
-            domain,
-            allocator,
-            mode,
-            trust,
-            detector,
-            limits,
-            limit,
-            sampler,
-            brief_sampler,
-            clock,
-            cpu,
-            lazy,
-            timer_kind,
-            control,
-        } = parts;
-        Shared {
-            bouncer,
-            domain,
-            allocator,
-            mode,
-            trust,
-            detector,
-            limits,
-            limit,
-            sampler,
-            brief_sampler,
-            clock,
-            cpu,
-            lazy,
-            timer_kind,
-            control: Mutex::new(control),
-            flush_failures: AtomicU64::new(0),
-            expiry_time: TimeCounter::default(),
-            frees: FreeCounters::default(),
-            waits: OtherWaits::default(),
-            quarantine: Quarantine::default(),
-            clones: Mutex::default(),
-        }
-    }
-
-    /// Why the device cannot have `policy`; `None` if it can.
-    pub(crate) fn refuses(&self, policy: Policy) -> Option<Fallback> {
-        let deferred_flush = self.domain.capabilities().deferred_flush;
-        let means = Means {
-            detecting: self.detector.is_some(),
-            deferred_flush,
-            pools: self.bouncer.is_some(),
-        };
-        trust::against(policy, self.trust, means)
-    }
-
     /// Removes the translations of `span` and, at once or through a flush queue, their cached
     /// copies; then frees its IOVA. With `watched`, the IOVA stays parked with the watcher.
     ///
@@ -159,7 +87,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         counters: &Counters,
     ) -> Result<Option<Unmapped>> {
         let mode = self.mode.get();
-        if mode.is_lazy() && !strictly {
+        if mode.policy.is_lazy() && !strictly {
             self.unmap_lazily(mode, span, watched, counters)
         } else {
             self.unmap_strictly(span, watched, counters)
@@ -215,22 +143,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Ok(unmapped)
     }
 
-    /// The policy in force.
-    pub(crate) fn policy(&self) -> Policy {
-        self.mode.get().policy()
-    }
-
     /// Undoes a map call that failed. Rule L29: its IOVA is free at once, and never goes through
     /// the flush queue. Returns whether that succeeded; if not, the range is quarantined.
     pub(crate) fn unwind(&self, range: Range, counters: &Counters) -> bool {
         let span = Span { range, mapped: 0 };
         self.unmap_strictly(span, false, counters).is_ok()
-    }
-
-    /// Gives an IOVA range back to the allocator, other than by an unmap or a flush.
-    pub(crate) fn free_counted(&self, range: Range, counters: &Counters) {
-        counters.frees.count.add(1);
-        self.free(range);
     }
 
     /// Gives an IOVA range back to the allocator, or to the detector, which may then release
@@ -240,16 +157,15 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             None => give_back(&self.allocator, range),
             Some(detector) => {
                 let mut give_back = |range| give_back(&self.allocator, range);
-                detector.retire(range, self.clock.now_ns(), &mut give_back);
+                detector.lock().retire(range, self.clock.now_ns(), &mut give_back);
             }
         }
     }
 
     /// Gives back to the allocator what the detector holds; returns whether it held anything.
     pub(crate) fn free_held(&self) -> bool {
-        let detector = self.detector.as_ref();
-        detector
-            .is_some_and(|held| held.release_all(&mut |range| give_back(&self.allocator, range)))
+        let mut give_back = |range| give_back(&self.allocator, range);
+        self.detector.as_ref().is_some_and(|held| held.lock().release_all(&mut give_back))
     }
 
     /// The size to request from the allocator: whole granules of the allocator.
@@ -260,13 +176,13 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     /// Keeps an IOVA range from ever being used again. (Table pages need no such care: a dropped
     /// list of them goes back to its table, which frees it no sooner than allowed.)
     pub(crate) fn quarantine(&self, range: Range) {
-        self.quarantine.ranges.add(1);
-        self.quarantine.bytes.add(range.extent().saturating_add(1));
+        self.quarantined[0].add(1);
+        self.quarantined[1].add(range.extent().saturating_add(1));
     }
 
     /// What was chosen, and why, if the policy makes choices.
     pub(crate) fn choices(&self) -> Option<Choices> {
-        let bouncer = self.bouncer.as_ref().filter(|_| self.mode.get().chooses())?;
+        let bouncer = self.bouncer.as_ref().filter(|_| self.mode.get().policy == Policy::Auto)?;
         let sum = Tally::default();
         {
             let clones = self.clones.lock();
@@ -277,8 +193,11 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         Some(bouncer.auto.choices(&sum))
     }
 
-    pub(crate) fn add_clone(&self, counters: &Arc<Counters>) {
-        self.clones.lock().alive.push(Arc::clone(counters));
+    /// The counters of a new clone.
+    pub(crate) fn add_clone(&self) -> Arc<Counters> {
+        let counters = Arc::new(Counters::new(self.bouncer.is_some()));
+        self.clones.lock().alive.push(Arc::clone(&counters));
+        counters
     }
 
     pub(crate) fn remove_clone(&self, counters: &Arc<Counters>) {
@@ -309,20 +228,15 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             clones.alive.iter().for_each(|counters| counters.add_to(&mut stats));
             stats
         };
-        stats.quarantined = self.quarantine.ranges.get();
-        stats.quarantined_bytes = self.quarantine.bytes.get();
+        [stats.quarantined, stats.quarantined_bytes] =
+            [self.quarantined[0].get(), self.quarantined[1].get()];
         stats.flush_failures = self.flush_failures.get();
         if let Some(detector) = &self.detector {
-            (stats.withheld, stats.withheld_bytes) = detector.held();
+            (stats.withheld, stats.withheld_bytes) = detector.lock().held();
         }
         self.expiry_time.add_to(&mut stats.expiry_time);
         self.frees.add_to(&mut stats);
-        let queues = &self.lazy.queues;
-        stats.flushes = queues.flushes();
-        stats.queued = queues.len() as u64;
-        stats.queued_bytes = queues.bytes();
-        stats.exposure = queues.exposure();
-        stats.late_releases = queues.late();
+        self.lazy.queues.add_to(&mut stats);
         stats
     }
 }

@@ -16,6 +16,7 @@ use crate::{
 /// that covers it (or of a later one, if its IOVA is only then released): the figures are never
 /// less than the real exposure.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Exposure {
     /// The sum of bytes × nanoseconds over all released ranges.
     pub byte_ns: u128,
@@ -113,53 +114,43 @@ pub struct Stats {
     pub free_time: Sampled,
 }
 
-impl Exposure {
-    pub(crate) fn plus(self, other: Exposure) -> Exposure {
-        Exposure {
-            byte_ns: self.byte_ns.saturating_add(other.byte_ns),
-            max_age_ns: self.max_age_ns.max(other.max_age_ns),
-            released: self.released + other.released,
+/// The counters that [`Stats`] has under the same names, and others.
+macro_rules! counters {
+    ($($name:ident)*) => {
+        /// The counters of one clone of a device. Each clone counts in cache lines of its own.
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $name: AtomicU64,)*
+            /// Batches begun: their numbers decide which are timed.
+            pub(crate) map_batches: AtomicU64,
+            pub(crate) unmap_batches: AtomicU64,
+            pub(crate) map_time: TimeCounter,
+            pub(crate) unmap_time: TimeCounter,
+            pub(crate) alloc_time: BriefCounter,
+            pub(crate) frees: FreeCounters,
+            pub(crate) waits: CallerWaits,
+            /// What was copied and mapped by choice; `None` for a device without pools.
+            pub(crate) tally: Option<Box<Tally>>,
         }
-    }
+
+        impl Counters {
+            pub(crate) fn add_to(&self, stats: &mut Stats) {
+                $(stats.$name += self.$name.get();)*
+                self.map_time.add_to(&mut stats.map_time);
+                self.unmap_time.add_to(&mut stats.unmap_time);
+                self.alloc_time.add_to(&mut stats.alloc_time);
+                self.frees.add_to(stats);
+            }
+        }
+    };
 }
 
-/// The counters of one clone of a device. Each clone counts in cache lines of its own.
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) maps: AtomicU64,
-    pub(crate) map_failures: AtomicU64,
-    pub(crate) unmaps: AtomicU64,
-    pub(crate) unmap_failures: AtomicU64,
-    pub(crate) bytes: AtomicU64,
-    pub(crate) map_calls: AtomicU64,
-    pub(crate) map_syncs: AtomicU64,
-    pub(crate) unmap_syncs: AtomicU64,
-    /// Batches begun: their numbers decide which are timed.
-    pub(crate) map_batches: AtomicU64,
-    pub(crate) unmap_batches: AtomicU64,
-    pub(crate) syncs_for_cpu: AtomicU64,
-    pub(crate) syncs_for_device: AtomicU64,
-    pub(crate) full_queue_flushes: AtomicU64,
-    pub(crate) bound_flushes: AtomicU64,
-    pub(crate) bound_unmaps: AtomicU64,
-    pub(crate) map_time: TimeCounter,
-    pub(crate) unmap_time: TimeCounter,
-    pub(crate) alloc_time: BriefCounter,
-    pub(crate) frees: FreeCounters,
-    pub(crate) waits: CallerWaits,
-    pub(crate) persistent_maps: AtomicU64,
-    pub(crate) persistent_bytes: AtomicU64,
-    pub(crate) persistent_unmaps: AtomicU64,
-    pub(crate) persistent_unmapped_bytes: AtomicU64,
-    pub(crate) bounced: AtomicU64,
-    pub(crate) copied_bytes: AtomicU64,
-    pub(crate) not_bounced: AtomicU64,
-    pub(crate) taken: AtomicU64,
-    pub(crate) taken_bytes: AtomicU64,
-    pub(crate) given_back: AtomicU64,
-    pub(crate) given_back_bytes: AtomicU64,
-    /// What was copied and mapped by choice; `None` for a device without pools.
-    pub(crate) tally: Option<Box<Tally>>,
+counters! {
+    maps map_failures unmaps unmap_failures bytes map_calls map_syncs unmap_syncs
+    syncs_for_cpu syncs_for_device full_queue_flushes bound_flushes bound_unmaps
+    bounced copied_bytes not_bounced
+    // Live ones: the clone that made one also counts its end.
+    persistent persistent_bytes taken taken_bytes
 }
 
 /// Ranges given back to the allocator.
@@ -189,36 +180,5 @@ impl Counters {
             Ok(_) => self.unmaps.add(1),
             Err(_) => self.unmap_failures.add(1),
         }
-    }
-
-    pub(crate) fn add_to(&self, stats: &mut Stats) {
-        stats.maps += self.maps.get();
-        stats.map_failures += self.map_failures.get();
-        stats.unmaps += self.unmaps.get();
-        stats.unmap_failures += self.unmap_failures.get();
-        stats.bytes += self.bytes.get();
-        stats.map_calls += self.map_calls.get();
-        stats.map_syncs += self.map_syncs.get();
-        stats.unmap_syncs += self.unmap_syncs.get();
-        stats.syncs_for_cpu += self.syncs_for_cpu.get();
-        stats.syncs_for_device += self.syncs_for_device.get();
-        stats.full_queue_flushes += self.full_queue_flushes.get();
-        stats.bound_flushes += self.bound_flushes.get();
-        stats.bound_unmaps += self.bound_unmaps.get();
-        self.map_time.add_to(&mut stats.map_time);
-        self.unmap_time.add_to(&mut stats.unmap_time);
-        self.alloc_time.add_to(&mut stats.alloc_time);
-        self.frees.add_to(stats);
-        // A mapping is unmapped by the clone that made it, but the counts are read one by one.
-        let now = |mapped: &AtomicU64, unmapped: u64| mapped.get().saturating_sub(unmapped);
-        let (unmaps, bytes) = (self.persistent_unmaps.get(), self.persistent_unmapped_bytes.get());
-        stats.persistent += now(&self.persistent_maps, unmaps);
-        stats.persistent_bytes += now(&self.persistent_bytes, bytes);
-        stats.bounced += self.bounced.get();
-        stats.copied_bytes += self.copied_bytes.get();
-        stats.not_bounced += self.not_bounced.get();
-        let (taken, bytes) = (self.given_back.get(), self.given_back_bytes.get());
-        stats.taken += now(&self.taken, taken);
-        stats.taken_bytes += now(&self.taken_bytes, bytes);
     }
 }

@@ -10,87 +10,115 @@ use ringfence_iommu::Domain;
 use ringfence_iova::Allocator;
 
 use crate::{
-    Fallback, FlushTuning, Policy, SetupError, SwitchError, TimerKind, TuningError,
+    Device, FlushTuning, Policy, QueueKind, SetupError, SwitchError, TimerKind, TuningError,
     flush::{Shape, bound_ns},
     mode::Mode,
     shared::Shared,
+    trust::against,
 };
 
-impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
-    /// Puts a device that was made strict, or `off`, under its first policy.
-    pub(crate) fn begin(self: &Arc<Self>, policy: Policy) -> Result<(), SetupError> {
-        self.prepare(policy);
-        if let Some(kind) = policy.queue_kind() {
-            let tuning = *self.control.lock().of_kind(kind);
-            self.start_timer().map_err(|_| SetupError::Thread)?;
-            self.queue_as(policy, &tuning, &mut false)?;
-        }
-        Ok(())
-    }
-
-    pub(crate) fn set_policy(self: &Arc<Self>, policy: Policy) -> Result<(), SwitchError> {
+impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
+    /// Changes the policy of the device and all its clones, in use or not (rule L27).
+    ///
+    /// Unmaps that begin after this has returned follow the new policy, and if queues were replaced
+    /// or removed, everything that was unmapped lazily before has been flushed and released. A
+    /// concurrent unmap follows either policy.
+    ///
+    /// A change to a strict policy succeeds only when nothing that was unmapped before is
+    /// reachable. If its flush fails, every later call with a strict policy, even the one in force,
+    /// flushes again, and fails until that holds.
+    ///
+    /// Each kind of flush queue keeps the tuning that was last set for it.
+    ///
+    /// # Errors
+    /// A change from or to `off`; a change to a lazy policy on a domain that cannot defer flushes;
+    /// a flush that failed. See [`SwitchError`] for the policy in force then.
+    pub fn set_policy(&self, policy: Policy) -> Result<(), SwitchError> {
+        let shared = self.shared();
         // Skips the calibration for a change without effect.
-        let switches = policy != self.mode.get().policy() && self.refuses(policy).is_none();
+        let switches =
+            policy != shared.mode.get().policy && against(policy, shared.means).is_none();
         if switches {
-            self.prepare(policy);
+            shared.prepare(policy);
         }
-        let mut control = self.control.lock();
-        let before = self.mode.get().policy();
+        let mut control = shared.control.lock();
+        let before = shared.mode.get().policy;
         if policy != before {
             if policy == Policy::Off || before == Policy::Off {
                 return Err(SwitchError::Off { from: before, to: policy });
             }
-            if let Some(because) = self.refuses(policy) {
+            if let Some(because) = against(policy, shared.means) {
                 return Err(SwitchError::Fallback(because));
             }
         }
         match policy.queue_kind() {
             Some(kind) if before.queue_kind() == Some(kind) && !control.unflushed => {
-                let bounds_bytes = self.mode.get().bounds_bytes();
-                self.mode.set(Mode::new(policy, bounds_bytes));
+                let bounds_bytes = shared.mode.get().bounds_bytes;
+                shared.mode.set(Mode { policy, bounds_bytes });
             }
             Some(kind) => {
-                self.start_timer().map_err(|_| SwitchError::Thread)?;
-                let tuning = *control.of_kind(kind);
-                let result = self.queue_as(policy, &tuning, &mut control.unflushed);
-                if self.mode.get().policy() == policy {
+                shared.start_timer().map_err(|error| SwitchError::Thread(error.kind()))?;
+                let tuning = control.tunings[kind as usize];
+                let result = shared.queue_as(policy, &tuning, &mut control.unflushed);
+                if shared.mode.get().policy == policy {
                     control.kind = kind;
                 }
                 result?;
             }
             // Entries that an earlier change could not flush are still reachable, whatever is in
             // force now.
-            None => self.stop_queueing(policy).map_err(SwitchError::Flush)?,
+            None => shared.stop_queueing(policy).map_err(SwitchError::Flush)?,
         }
         control.fallback = None;
         Ok(())
     }
 
-    pub(crate) fn flush_tuning(&self) -> FlushTuning {
-        let mut control = self.control.lock();
-        let kind = control.kind;
-        *control.of_kind(kind)
+    /// The tuning of the flush queues in use; under a policy that is not lazy, of those last in
+    /// use.
+    pub fn flush_tuning(&self) -> FlushTuning {
+        let control = self.shared().control.lock();
+        control.tunings[control.kind as usize]
     }
 
-    pub(crate) fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
+    /// Tunes the flush queues of one kind, for the device and all its clones.
+    ///
+    /// If the policy is lazy, this becomes the kind in use (`lazy-sq` becomes `lazy-mq`, or the
+    /// reverse), and what was queued is flushed, so that the new bounds hold for every unmap that
+    /// begins after this has returned. (A concurrent unmap without reserved bytes flushes before it
+    /// returns instead of being queued.) If the policy is not lazy, the tuning is kept until it is.
+    ///
+    /// # Errors
+    /// The tuning is invalid, there is no memory for it, or that flush failed; see [`TuningError`]
+    /// for whether it is in force then.
+    pub fn set_flush_tuning(&self, tuning: FlushTuning) -> Result<(), TuningError> {
         tuning.check()?;
-        let mut control = self.control.lock();
-        let policy = self.mode.get().policy();
+        let shared = self.shared();
+        let mut control = shared.control.lock();
+        let policy = shared.mode.get().policy;
         let result = if policy.is_lazy() {
             let policy = policy.with_queue_kind(tuning.kind);
-            self.queue_as(policy, &tuning, &mut control.unflushed)
+            shared.queue_as(policy, &tuning, &mut control.unflushed)
         } else {
             Ok(())
         };
         if !matches!(result, Err(TuningError::Memory(_))) {
             control.kind = tuning.kind;
-            *control.of_kind(tuning.kind) = tuning;
+            control.tunings[tuning.kind as usize] = tuning;
         }
         result
     }
+}
 
-    pub(crate) fn fallback(&self) -> Option<Fallback> {
-        self.control.lock().fallback
+impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
+    /// Puts a device that was made strict, or `off`, under its first policy.
+    pub(crate) fn begin(self: &Arc<Self>, policy: Policy) -> Result<(), SetupError> {
+        self.prepare(policy);
+        if let Some(kind) = policy.queue_kind() {
+            let tuning = self.control.lock().tunings[kind as usize];
+            self.start_timer().map_err(|error| SetupError::Thread(error.kind()))?;
+            self.queue_as(policy, &tuning, &mut false)?;
+        }
+        Ok(())
     }
 
     /// Sets a lazy policy with `tuning`, whatever was in force before.
@@ -112,15 +140,16 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
             late_after_ns: bound_ns(tuning),
             reserved_only: bound.is_some(),
         };
-        let in_use = if policy.is_per_cpu() { lazy.queues.rings() } else { 1 };
+        let per_cpu = policy.queue_kind() == Some(QueueKind::PerCpu);
+        let in_use = if per_cpu { lazy.queues.rings() } else { 1 };
         let was_lazy = self.wants_flush();
-        lazy.queues.open(in_use, shape).map_err(TuningError::memory(tuning.slots))?;
+        lazy.queues.open(in_use, shape).map_err(|_| TuningError::Memory(tuning.slots))?;
         if let Some(bytes) = bound {
             lazy.queues.budget.set(bytes);
         }
         lazy.pace.tune(tuning);
         // Rule L27: from here on other threads see it.
-        self.mode.set(Mode::new(policy, bound.is_some()));
+        self.mode.set(Mode { policy, bounds_bytes: bound.is_some() });
         if was_lazy {
             // Only now: a thread that still sees the old mode would flush again and again until it
             // sees the new one.
@@ -141,7 +170,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     /// The flush failed: the timer tries again, and so does the next change. The policy is in force
     /// anyway.
     fn stop_queueing(&self, policy: Policy) -> ringfence_iommu::Result<()> {
-        self.mode.set(Mode::new(policy, false));
+        self.mode.set(Mode { policy, bounds_bytes: false });
         self.lazy.queues.close(0);
         self.expire_in(&self.waits.asked, &self.frees)?;
         self.lazy.queues.trim();

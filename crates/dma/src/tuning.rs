@@ -1,17 +1,6 @@
-//! The tuning of flush queues.
+//! The settings of a device that can change while it is in use: the tuning of its flush queues.
 
-use std::collections::TryReserveError;
-
-use crate::{Policy, QueueKind};
-
-/// Slots of a single queue in Linux.
-const SINGLE_SLOTS: usize = 32_768;
-/// How long a single queue waits in Linux, in milliseconds.
-const SINGLE_MS: u64 = 1000;
-/// Slots of each queue in Linux where every CPU has one.
-const PER_CPU_SLOTS: usize = 256;
-/// How long queues per CPU wait in Linux, in milliseconds.
-const PER_CPU_MS: u64 = 10;
+use crate::{Fallback, Policy, QueueKind};
 
 /// How large flush queues are, when they are flushed, and how much may stay exposed in them.
 ///
@@ -56,21 +45,16 @@ impl FlushTuning {
     /// The largest bound of exposed bytes.
     pub const MAX_BYTES: u64 = i64::MAX as u64;
 
-    /// A single queue as Linux tunes it: 32,768 slots, flushed after a second.
-    pub const fn single() -> FlushTuning {
-        FlushTuning::linux(QueueKind::Single)
+    /// As Linux tunes the queues of `policy`: 32,768 slots and a second for a single queue, 256
+    /// slots and 10 ms for queues per CPU. As a single queue, if the policy has none.
+    pub fn of(policy: Policy) -> FlushTuning {
+        FlushTuning::linux(policy.queue_kind().unwrap_or_default())
     }
 
-    /// Queues per CPU as Linux tunes them: 256 slots each, flushed after 10 ms.
-    pub const fn per_cpu() -> FlushTuning {
-        FlushTuning::linux(QueueKind::PerCpu)
-    }
-
-    /// As Linux tunes queues of this kind.
-    pub const fn linux(kind: QueueKind) -> FlushTuning {
+    pub(crate) const fn linux(kind: QueueKind) -> FlushTuning {
         let (slots, interval_ms) = match kind {
-            QueueKind::Single => (SINGLE_SLOTS, SINGLE_MS),
-            QueueKind::PerCpu => (PER_CPU_SLOTS, PER_CPU_MS),
+            QueueKind::Single => (32_768, 1000),
+            QueueKind::PerCpu => (256, 10),
         };
         FlushTuning {
             kind,
@@ -79,14 +63,6 @@ impl FlushTuning {
             interval_ms,
             max_exposure_ms: None,
             max_exposure_bytes: None,
-        }
-    }
-
-    /// As Linux tunes the queues of `policy`; as a single queue if it has none.
-    pub const fn of(policy: Policy) -> FlushTuning {
-        match policy.queue_kind() {
-            Some(kind) => FlushTuning::linux(kind),
-            None => FlushTuning::single(),
         }
     }
 
@@ -124,7 +100,7 @@ impl FlushTuning {
 
 impl Default for FlushTuning {
     fn default() -> FlushTuning {
-        FlushTuning::single()
+        FlushTuning::linux(QueueKind::Single)
     }
 }
 
@@ -166,8 +142,8 @@ pub enum TuningError {
     )]
     MaxExposureBytes(u64),
     /// The tuning is for one kind of queue, but the policy uses the other.
-    #[error("the tuning is for {tuned}, but the policy {policy} has {wanted}", tuned = .kind.name(),
-        wanted = .policy.queue_kind().map_or("no flush queue", QueueKind::name))]
+    #[error("the tuning is for {tuned}, but the policy {policy} has {wanted}", tuned = .kind,
+        wanted = .policy.queue_kind().unwrap_or_default())]
     Kind {
         /// The kind of the tuning.
         kind: QueueKind,
@@ -180,12 +156,40 @@ pub enum TuningError {
     /// The tuning is in force, but its initial flush failed: what was queued before stays queued,
     /// and the timer tries again.
     #[error("the queues are tuned, but what they held could not be flushed: {0}")]
-    Flush(ringfence_iommu::Error),
+    Flush(#[source] ringfence_iommu::Error),
 }
 
-impl TuningError {
-    pub(crate) fn memory(slots: usize) -> impl FnOnce(TryReserveError) -> TuningError {
-        move |_| TuningError::Memory(slots)
+/// The state that changes serialise on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Control {
+    /// Why the policy in force is not the requested one.
+    pub(crate) fallback: Option<Fallback>,
+    /// The kind of queue that is in use, was last in use, or will be.
+    pub(crate) kind: QueueKind,
+    /// For each kind of queue.
+    pub(crate) tunings: [FlushTuning; 2],
+    /// Entries queued under other bounds could not be flushed: the next change flushes them.
+    pub(crate) unflushed: bool,
+}
+
+impl Control {
+    /// The settings of a device that begins under `policy`.
+    ///
+    /// # Errors
+    /// The tuning is invalid, or does not fit this policy.
+    pub(crate) fn new(
+        policy: Policy,
+        fallback: Option<Fallback>,
+        tuning: Option<FlushTuning>,
+    ) -> Result<Control, TuningError> {
+        let tuning = tuning.unwrap_or(FlushTuning::of(policy));
+        tuning.check()?;
+        if policy.queue_kind().is_some_and(|kind| kind != tuning.kind) {
+            return Err(TuningError::Kind { kind: tuning.kind, policy });
+        }
+        let mut tunings = [QueueKind::Single, QueueKind::PerCpu].map(FlushTuning::linux);
+        tunings[tuning.kind as usize] = tuning;
+        Ok(Control { fallback, kind: tuning.kind, tunings, unflushed: false })
     }
 }
 
@@ -199,9 +203,9 @@ mod tests {
             assert_eq!(FlushTuning::linux(kind).check(), Ok(()));
             assert_eq!(FlushTuning::linux(kind).kind, kind);
         }
-        let single = FlushTuning::single();
+        let single = FlushTuning::default();
         assert_eq!((single.slots, single.interval_ms, single.capacity()), (32_768, 1000, 32_767));
-        let per_cpu = FlushTuning::per_cpu();
+        let per_cpu = FlushTuning::linux(QueueKind::PerCpu);
         assert_eq!((per_cpu.slots, per_cpu.interval_ms, per_cpu.capacity()), (256, 10, 255));
         assert_eq!(FlushTuning::of(Policy::LazyMqMap), per_cpu);
         assert_eq!(FlushTuning::of(Policy::LazySq), single);
@@ -210,7 +214,7 @@ mod tests {
 
     #[test]
     fn invalid_tunings_are_refused_and_the_errors_name_the_bounds() {
-        let good = FlushTuning { slots: 8, ..FlushTuning::single() };
+        let good = FlushTuning { slots: 8, ..FlushTuning::default() };
         let check = |tuning: FlushTuning, error: TuningError, text: &str| {
             assert_eq!(tuning.check(), Err(error));
             assert!(error.to_string().contains(text), "{error}");

@@ -173,7 +173,7 @@ fn batches_take_nothing_from_the_heap_once_they_have_grown() {
 
 #[test]
 fn queues_that_were_made_or_bounded_on_the_way_take_nothing_either() {
-    let linux = FlushTuning::per_cpu();
+    let linux = FlushTuning::of(Policy::LazyMq);
     let device = device(Policy::StrictMap, linux);
     map_and_unmap(&device);
     device.set_policy(Policy::LazyMqMap).unwrap();

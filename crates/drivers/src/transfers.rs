@@ -339,7 +339,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, Vec<B>, 
     /// As [`map`](Self::map), for a scatter list.
     ///
     /// # Errors
-    /// As [`MapBatch::push_sg`]. The transfer keeps its number.
+    /// As [`MapBatch::push`]. The transfer keeps its number.
     ///
     /// # Panics
     /// As [`map`](Self::map).
@@ -354,7 +354,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, Vec<B>, 
         B: DmaBuffer<D::Target>,
     {
         let state = self.slots[at].taken(at);
-        self.maps.push_sg(list, direction, at).map_err(|(_, error)| error)?;
+        self.maps.push(list, direction, at).map_err(|(_, error)| error)?;
         *state = State::Mapping;
         Ok(())
     }

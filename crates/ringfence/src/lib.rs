@@ -1,29 +1,7 @@
-//! DMA protection for user-space I/O: what Linux's IOMMU stack does for the drivers inside of it,
-//! for programs outside.
-//!
-//! # A first mapping
-//! ```
-#![doc = include_str!("../examples/map.rs")]
-//! ```
-//! A [`Device`] maps through a [`Domain`] and takes from it which addresses it may use. Under
-//! [`Policy::StrictMap`], the default, the device reaches nothing of a buffer that was handed back.
-//!
-//! # What there is
-//! A feature for each kind of user, of which the first is on by default:
-//!
-//! | feature | for | begins with |
-//! |---|---|---|
-//! | `driver` | drivers in user space | [`Device`], over a [`Domain`] |
-//! | `vfio` | those of real devices | `vfio::Type1`, `vfio::Iommufd` |
-//! | `backend` | vhost-user back ends with a device IOTLB | `backend::Device`, `backend::serve` |
-//! | `vmm` | VMMs that offer a virtio-iommu | `vmm::LocalIommu` |
-//! | `rust-vmm` | VMMs and devices of rust-vmm | `rust_vmm::VmmIommu`, `rust_vmm::IotlbAddressSpace` |
-//!
-//! What is not here is in the crate whose idea it is: ARCHITECTURE.md has the list.
+#![doc = include_str!("../README.md")]
 //!
 //! # A vhost-user back end
-//! Its device sees no address that was not translated, and a miss blocks the request, not the
-//! worker (feature `backend`):
+//! Feature `backend`:
 #![cfg_attr(feature = "backend", doc = concat!("```no_run\n", include_str!("../examples/rng.rs"), "```"))]
 //!
 //! # A virtio-iommu in a VMM

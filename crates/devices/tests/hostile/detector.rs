@@ -3,7 +3,7 @@
 
 use std::{panic::Location, sync::Arc};
 
-use ringfence_dma::{CallSite, Detector, Device, Direction, DmaConfig, Explained, Policy};
+use ringfence_dma::{CallSite, Cause, Detector, Device, Direction, DmaConfig, Explained, Policy};
 use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{Iova, Prot};
 use ringfence_iova::{Aperture, RbTree};
@@ -63,9 +63,14 @@ fn a_device_that_uses_a_stale_address_is_traced_to_the_lines_that_mapped_and_unm
         assert_eq!(queue.read(0, piece(stale, 512)), IOERR);
         assert!(holds(part.window(), 0x5a));
         let explained = explain(&mut rig, &dma, stale);
-        let Explained::UseAfterUnmap(used) = &explained else { panic!("{explained}") };
-        assert!(is_here(&used.mapped, mapped) && is_here(&used.unmapped, unmapped), "{used:?}");
-        assert_eq!((used.fault.access, used.direction), (Prot::WRITE, Direction::FromDevice));
+        let Cause::UseAfterUnmap { unmapped: by, .. } = &explained.cause else {
+            panic!("{explained}")
+        };
+        assert!(is_here(&explained.mapped, mapped) && is_here(by, unmapped), "{explained:?}");
+        assert_eq!(
+            (explained.fault.access, explained.direction),
+            (Prot::WRITE, Direction::FromDevice)
+        );
         let text = explained.to_string();
         assert!(text.starts_with("use after unmap: endpoint 7 wrote"), "{text}");
         assert!(text.contains("0x1200 into"), "{text}");
@@ -100,11 +105,11 @@ fn what_a_live_mapping_does_not_allow_is_reported_too() {
     assert_eq!(queue.write(0, piece(iova, PAGE)), OK);
     assert_eq!(queue.read(0, piece(iova, 512)), IOERR);
     let explained = explain(&mut rig, &dma, iova);
-    assert!(matches!(explained, Explained::WrongDirection(_)), "{explained}");
+    assert!(matches!(explained.cause, Cause::WrongDirection), "{explained}");
     // A length that is wrong by a sector: the fault reports the first byte that is out of reach.
     assert_eq!(queue.write(0, piece(iova, PAGE + 512)), IOERR);
     let explained = explain(&mut rig, &dma, iova + PAGE as u64);
-    assert!(matches!(explained, Explained::OutOfBounds(_)), "{explained}");
+    assert!(matches!(explained.cause, Cause::OutOfBounds), "{explained}");
     // An address that was never mapped.
     assert_eq!(queue.write(0, piece(1 << 38, 512)), IOERR);
     let fault = rig.fault_at(1 << 38).fault().unwrap();
@@ -127,5 +132,5 @@ fn a_device_reaches_coherent_memory_until_it_is_unmapped() {
     drop(shared);
     assert_eq!(queue.read(0, piece(iova, 512)), IOERR);
     let explained = explain(&mut rig, &dma, iova);
-    assert!(matches!(explained, Explained::UseAfterUnmap(_)), "{explained}");
+    assert!(matches!(explained.cause, Cause::UseAfterUnmap { .. }), "{explained}");
 }

@@ -211,7 +211,7 @@ impl Program {
                     return Ok(());
                 }
                 let (there, before) = (Requested::of_list(&list), self.rig.history.len());
-                match self.dma().map_sg(list, *direction) {
+                match self.dma().map(list, *direction) {
                     Ok(mapping) => {
                         let segments = mapping.segments().to_vec();
                         self.mapped(&segments, &there, *direction, before, Held::List(mapping))

@@ -205,7 +205,7 @@ impl Driver<'_> {
                 if list.is_empty() {
                     return Ok(());
                 }
-                if let Ok(mapping) = self.dma.map_sg(list, *direction) {
+                if let Ok(mapping) = self.dma.map(list, *direction) {
                     self.mapped(mapping.segments(), &there, *direction, mapping.is_bounced())?;
                     self.held.push((self.account.live.len() - 1, Held::List(mapping)));
                 }
@@ -301,7 +301,7 @@ impl Driver<'_> {
             let Some(buffer) = self.pages.buffer(&[(0, count * PAGE)], 0) else { continue };
             let there = self.request(buffer.pieces.clone());
             // What is refused at once is undone at once.
-            drop(batch.push_sg(vec![buffer], direction, there));
+            drop(batch.push(vec![buffer], direction, there));
         }
         batch.begin();
         let mut mapped = Vec::new();

@@ -1,7 +1,7 @@
 //! The calibrated costs of copying and mapping to the driver.
 
 use super::choices::{Calibration, ChoiceReason};
-use crate::{Direction, bounce::Written, pieces::Sync};
+use crate::{Direction, bounce::Written, map_call::Sync};
 
 /// What a mapping is expected to cost the driver either way, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use proptest::prelude::*;
 
 use super::*;
-use crate::{Direction, bounce::Written, pieces::Sync};
+use crate::{Direction, bounce::Written, map_call::Sync};
 
 const MS: u64 = 1_000_000;
 

@@ -1,18 +1,17 @@
 //! Mapping together what is submitted together.
 
 use core::{fmt, mem::ManuallyDrop, panic::Location};
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_iommu::{Domain, Pending, Range};
 use ringfence_iova::Allocator;
 
-use super::flights::{Flight, Flights, join};
+use super::{Flight, Flights, join};
 use crate::{
     Device, Direction, DmaBuffer, Error, MapError, Mapping,
     bounce::Bytes,
     counter::Count,
-    map_call::{Failed, Lasting, Made, MapCall},
-    pieces::Sync,
+    map_call::{Failed, Lasting, Made, MapCall, Sync},
     placed::Placed,
     waits::timed,
 };
@@ -36,7 +35,12 @@ pub struct MapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// A queue that makes mappings of this device with shared syncs.
     pub fn map_batch<B, T>(&self) -> MapBatch<D, A, B, T> {
-        MapBatch::new(self.clone())
+        MapBatch {
+            device: self.clone(),
+            gathered: Vec::new(),
+            begun: VecDeque::new(),
+            flights: Flights::default(),
+        }
     }
 }
 
@@ -49,15 +53,6 @@ struct Member<B, T> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
-    fn new(device: Device<D, A>) -> Self {
-        MapBatch {
-            device,
-            gathered: Vec::new(),
-            begun: VecDeque::new(),
-            flights: Flights::default(),
-        }
-    }
-
     /// Adds a buffer: as [`Device::map`], but not synced yet.
     ///
     /// # Errors
@@ -67,24 +62,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     where
         B: DmaBuffer<D::Target>,
     {
-        let bytes = Bytes::of::<D::Target>();
-        self.add(buffer, direction, tag, bytes, |buffer, each| buffer.for_each_segment(each))
-    }
-
-    #[track_caller]
-    fn add(
-        &mut self,
-        buffer: B,
-        direction: Direction,
-        tag: T,
-        bytes: Bytes<B>,
-        list: impl Fn(&B, &mut dyn FnMut(D::Target, u64)),
-    ) -> Result<(), (T, MapError<B>)> {
         let buffer = ManuallyDrop::new(buffer);
-        let made = Made { direction, at: Location::caller(), bytes };
+        let made = Made { direction, at: Location::caller(), bytes: Bytes::of::<D::Target>() };
         let placed = self.device.place(&MapCall {
-            pieces: &|each| list(&buffer, each),
-            slices: &|each| (bytes.read)(&buffer, each),
+            buffer: &*buffer,
             direction,
             at: made.at,
             lasting: Lasting::Streaming,
@@ -117,7 +98,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         if self.gathered.is_empty() {
             return;
         }
-        let (shared, counters) = (self.device.shared(), &*self.device.port().counters);
+        let (shared, counters) = (self.device.shared(), &*self.device.port.counters);
         let members = self.gathered.len();
         let mut ranges = self.flights.ranges();
         let start = shared.sampler.start(counters.map_batches.get());
@@ -129,9 +110,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
         counters.map_syncs.add(u64::from(!ranges.is_empty()));
         let sync = Pending::map(&shared.domain, ranges);
         // The calls were counted, and some timed, when they were pushed.
-        shared.sampler.stop_many(start, 0, &counters.map_time);
+        shared.sampler.stop(start, 0, &counters.map_time);
         self.begun.extend(self.gathered.drain(..));
-        self.flights.push(Flight { sync, members, settled: false, timed: false });
+        self.flights.queue.push_back(Flight { sync, members, settled: false, timed: false });
     }
 
     /// Hands out, in the order in which they were pushed, the mappings that are synced; returns how
@@ -141,10 +122,10 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
     /// each buffer is in an error with the device's own status (rule L34), except copies in bounce
     /// slots, which need no sync.
     pub fn poll(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) -> usize {
-        let device = self.device.same();
-        let (shared, counters) = (device.shared(), &*device.port().counters);
+        let device = Device { port: Arc::clone(&self.device.port) };
+        let (shared, counters) = (device.shared(), &*device.port.counters);
         let mut handed_out = 0;
-        while let Some(flight) = self.flights.front() {
+        while let Some(flight) = self.flights.queue.front_mut() {
             if !flight.sync.poll(&shared.domain) {
                 break;
             }
@@ -178,38 +159,17 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, B, T> {
 
     /// Waits until the oldest sync that was begun is over, if there is one.
     pub fn wait(&mut self) {
-        let (shared, waits) = (self.device.shared(), &self.device.port().counters.waits.map);
+        let (shared, waits) = (self.device.shared(), &self.device.port.counters.waits.map);
         self.flights.wait(|sync| timed(&*shared.clock, waits, || sync.wait(&shared.domain)));
     }
 
     /// Syncs all that is left, waits for it, and hands it out.
     pub fn finish(&mut self, mut each: impl FnMut(T, Result<Mapping<B>, MapError<B>>)) {
         self.begin();
-        while !self.flights.is_empty() {
+        while !self.flights.queue.is_empty() {
             self.wait();
             self.poll(&mut each);
         }
-    }
-}
-
-impl<D: Domain + 'static, A: Allocator + 'static, B, T> MapBatch<D, A, Vec<B>, T> {
-    /// Adds a scatter list: as [`Device::map_sg`], but not synced yet.
-    ///
-    /// # Errors
-    /// As [`Device::map_sg`]; nothing was added, and `tag` is given back.
-    #[track_caller]
-    pub fn push_sg(
-        &mut self,
-        list: Vec<B>,
-        direction: Direction,
-        tag: T,
-    ) -> Result<(), (T, MapError<Vec<B>>)>
-    where
-        B: DmaBuffer<D::Target>,
-    {
-        self.add(list, direction, tag, Bytes::of_list::<D::Target>(), |list, each| {
-            list.iter().for_each(|buffer| buffer.for_each_segment(each));
-        })
     }
 }
 

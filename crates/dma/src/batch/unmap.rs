@@ -2,20 +2,19 @@
 
 #![allow(clippy::result_large_err, reason = "a mapping that is given back is moved as it came")]
 
-use core::{fmt, mem, panic::Location};
+use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::{collections::VecDeque, sync::Arc};
 
-use ringfence_iommu::{Domain, Gather, Partial, Pending, Range, Result};
+use ringfence_iommu::{Domain, Error, Gather, Partial, Pending, Range, Result};
 use ringfence_iova::Allocator;
 
-use super::flights::{Flight, Flights, join};
+use super::{Flight, Flights, join};
 use crate::{
     Device, Mapping, Returned, UnmapError,
     counter::Count,
-    flush::Removed,
-    mapping::{Owner, Parts},
+    flush::{Removed, Unmapped},
+    mapping::Owner,
     port::Port,
-    span::Unmapped,
     waits::timed,
 };
 
@@ -39,13 +38,18 @@ pub struct UnmapBatch<D: Domain + 'static, A: Allocator + 'static, B, T = ()> {
 impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// A queue that unmaps mappings of this device together.
     pub fn unmap_batch<B, T>(&self) -> UnmapBatch<D, A, B, T> {
-        UnmapBatch::new(Arc::clone(self.port()))
+        UnmapBatch {
+            port: Arc::clone(&self.port),
+            gathered: Vec::new(),
+            begun: VecDeque::new(),
+            flights: Flights::default(),
+        }
     }
 }
 
 struct Member<B, T> {
     tag: T,
-    parts: Parts<B>,
+    mapping: ManuallyDrop<Mapping<B>>,
     watched: bool,
     state: State,
 }
@@ -54,19 +58,6 @@ impl<B, T> Member<B, T> {
     /// Whether its outcome is still unknown.
     fn is_open(&self) -> bool {
         matches!(self.state, State::Open(_))
-    }
-}
-
-/// Ranges whose unmap failed. Usually none: then it allocates nothing.
-#[derive(Default)]
-struct Failed(Vec<(Range, ringfence_iommu::Error)>);
-
-impl Failed {
-    /// The range of a mapping and the error, if its unmap failed.
-    fn of<B>(&self, parts: &Parts<B>) -> Option<(Range, ringfence_iommu::Error)> {
-        let range = parts.span()?.range;
-        let (_, error) = self.0.iter().find(|(held, _)| held.covers(range))?;
-        Some((range, *error))
     }
 }
 
@@ -79,15 +70,6 @@ enum State {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
-    fn new(port: Arc<Port<D, A>>) -> Self {
-        UnmapBatch {
-            port,
-            gathered: Vec::new(),
-            begun: VecDeque::new(),
-            flights: Flights::default(),
-        }
-    }
-
     /// Adds a mapping. Nothing happens to it before [`begin`](Self::begin).
     ///
     /// # Errors
@@ -118,12 +100,12 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         tag: T,
         watched: bool,
     ) -> core::result::Result<(), Mapping<B>> {
-        let parts = mapping.into_parts(self.port.device_id())?;
+        let mapping = mapping.unmapping(self.port.device_id())?;
         let shared = &*self.port.shared;
-        if let (Some(detector), Some(span)) = (&shared.detector, parts.span()) {
-            detector.unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
+        if let (Some(detector), Some(span)) = (&shared.detector, mapping.placed.span) {
+            detector.lock().unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
         }
-        self.gathered.push(Member { tag, parts, watched, state: State::Open(None) });
+        self.gathered.push(Member { tag, mapping, watched, state: State::Open(None) });
         Ok(())
     }
 
@@ -149,10 +131,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         }
         self.end_bounces();
         let mode = self.port.shared.mode.get();
-        if mode.policy().batches_unmaps() {
-            self.begin_together();
-        } else if mode.is_lazy() && mode.batches_maps() && !mode.bounds_bytes() {
-            self.queue_together();
+        let lazily = mode.policy.is_lazy() && mode.policy.batches_maps() && !mode.bounds_bytes;
+        if mode.policy.batches_unmaps() || lazily {
+            self.begin_together(lazily);
         } else {
             self.unmap_each();
         }
@@ -163,7 +144,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     fn end_bounces(&mut self) {
         let clock = &self.port.shared.clock;
         for member in &mut self.gathered {
-            if member.parts.end_bounce(member.watched) {
+            if member.mapping.end_bounce(true, member.watched) {
                 let watch = || Unmapped { since_ns: clock.now_ns(), watch: Arc::default() };
                 member.state = State::Known(Ok(member.watched.then(watch)));
             }
@@ -174,7 +155,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let members = self.gathered.len();
         for mut member in self.gathered.drain(..) {
             if member.is_open() {
-                let unmapped = self.port.unmap(member.parts.span(), false, member.watched, None);
+                let unmapped =
+                    self.port.unmap(member.mapping.placed.span, false, member.watched, None);
                 member.state = State::Known(unmapped);
             }
             self.begun.push_back(member);
@@ -186,24 +168,30 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     fn push_settled(&mut self, members: usize) {
         let ranges = self.flights.ranges();
         let sync = Pending::map(&self.port.shared.domain, ranges);
-        self.flights.push(Flight { sync, members, settled: true, timed: false });
+        self.flights.queue.push_back(Flight { sync, members, settled: true, timed: false });
     }
 
-    /// Removes the translations of all that was pushed, touching ranges as one.
-    fn remove(&mut self, gather: &mut Gather) -> (Vec<Range>, Failed) {
+    /// Removes the translations of all that was pushed, touching ranges as one; also returns those
+    /// for which that failed.
+    fn remove(&mut self, gather: &mut Gather) -> (Vec<Range>, Vec<(Range, Error)>) {
         let mut ranges = self.flights.ranges();
-        ranges.extend(self.gathered.iter().filter_map(|member| Some(member.parts.span()?.range)));
+        ranges.extend(
+            self.gathered.iter().filter_map(|member| Some(member.mapping.placed.span?.range)),
+        );
         join(&mut ranges);
-        let mut failed = Failed::default();
+        // Usually empty: then it allocates nothing.
+        let mut failed = Vec::new();
         let mut rest = &ranges[..];
         while let Err(Partial { done, error }) = self.port.shared.domain.unmap_pages(rest, gather) {
-            failed.0.push((rest[done], error));
+            failed.push((rest[done], error));
             rest = &rest[done + 1..];
         }
         (ranges, failed)
     }
 
-    fn begin_together(&mut self) {
+    /// Removes all translations; then begins one invalidation for all or, if `lazily`, queues each
+    /// range for a flush (rule L18).
+    fn begin_together(&mut self, lazily: bool) {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
         let members = self.gathered.len();
@@ -214,61 +202,48 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         }
         let start = shared.sampler.start(counters.unmap_batches.get());
         counters.unmap_batches.add(1);
-        let mut gather = Gather::new();
+        let mut gather = if lazily { Gather::queued() } else { Gather::new() };
         let (ranges, failed) = self.remove(&mut gather);
-        counters.unmap_syncs.add(u64::from(!ranges.is_empty()));
-        let sync = Pending::unmap(&shared.domain, ranges, &mut gather);
+        let watched = self.gathered.iter().any(|member| member.watched);
+        let since_ns = if lazily || watched { shared.clock.now_ns() } else { 0 };
+        let sync = if lazily {
+            self.flights.reuse(ranges);
+            Pending::map(&shared.domain, self.flights.ranges())
+        } else {
+            counters.unmap_syncs.add(u64::from(!ranges.is_empty()));
+            Pending::unmap(&shared.domain, ranges, &mut gather)
+        };
         for mut member in self.gathered.drain(..) {
-            let failed = failed.of(&member.parts).filter(|_| member.is_open());
-            if let Some((range, error)) = failed {
-                shared.quarantine(range);
-                counters.unmap_failures.add(1);
-                member.state = State::Known(Err(error));
-            } else if member.watched && member.is_open() {
-                let since_ns = shared.clock.now_ns();
-                member.state = State::Open(Some(Unmapped { since_ns, watch: Arc::default() }));
+            if member.is_open() {
+                let span = member.mapping.placed.span;
+                let failed = span.and_then(|span| {
+                    let (_, error) = failed.iter().find(|(held, _)| held.covers(span.range))?;
+                    Some((span.range, *error))
+                });
+                if let Some((range, error)) = failed {
+                    shared.quarantine(range);
+                    member.state = State::Known(Err(error));
+                } else if lazily {
+                    // Rule L21: the first entry carries the pages of all, as it is queued after all
+                    // of them were unlinked.
+                    let mut queue = |span| {
+                        let removed = Removed { since_ns, pages: gather.take_pages() };
+                        shared.queue(span, removed, false, member.watched, counters)
+                    };
+                    member.state = State::Known(span.map_or(Ok(None), &mut queue));
+                } else if member.watched {
+                    let watch = Arc::default();
+                    member.state = State::Open(Some(Unmapped { since_ns, watch }));
+                }
+                if let State::Known(unmapped) = &member.state {
+                    counters.note_unmap(unmapped);
+                }
             }
             self.begun.push_back(member);
         }
-        shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
-        self.flights.push(Flight { sync, members, settled: false, timed: start.is_some() });
-    }
-
-    /// Rule L18, for many: all translations are removed, and then each range waits in the flush
-    /// queue.
-    fn queue_together(&mut self) {
-        let port = Arc::clone(&self.port);
-        let (shared, counters) = (&*port.shared, &*port.counters);
-        let members = self.gathered.len();
-        let open = self.gathered.iter().filter(|member| member.is_open()).count();
-        let start = shared.sampler.start(counters.unmap_batches.get());
-        counters.unmap_batches.add(1);
-        let mut gather = Gather::queued();
-        let (ranges, failed) = self.remove(&mut gather);
-        let since_ns = shared.clock.now_ns();
-        for mut member in self.gathered.drain(..) {
-            if !member.is_open() {
-                self.begun.push_back(member);
-                continue;
-            }
-            let unmapped = if let Some((range, error)) = failed.of(&member.parts) {
-                shared.quarantine(range);
-                Err(error)
-            } else if let Some(span) = member.parts.span() {
-                // Rule L21: the first entry carries the pages of all, as it is queued after all of
-                // them were unlinked.
-                let removed = Removed { since_ns, pages: gather.take_pages() };
-                shared.queue(span, removed, false, member.watched, counters)
-            } else {
-                Ok(None)
-            };
-            counters.note_unmap(&unmapped);
-            member.state = State::Known(unmapped);
-            self.begun.push_back(member);
-        }
-        shared.sampler.stop_many(start, open as u64, &counters.unmap_time);
-        self.flights.reuse(ranges);
-        self.push_settled(members);
+        shared.sampler.stop(start, open as u64, &counters.unmap_time);
+        let timed = !lazily && start.is_some();
+        self.flights.queue.push_back(Flight { sync, members, settled: lazily, timed });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;
@@ -283,39 +258,41 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
         let mut handed_out = 0;
-        while let Some(flight) = self.flights.front() {
+        while let Some(flight) = self.flights.queue.front_mut() {
             if !flight.sync.poll(&shared.domain) {
                 break;
             }
             let Flight { sync, members, settled, timed } = flight;
-            let settle = |parts: &Parts<B>, watcher| {
-                let range = parts.span().map_or(Range::ALL, |span| span.range);
-                Some(port.settle(parts.span(), watcher, sync.outcome(range)?))
-            };
-            if !mem::replace(settled, true) {
-                // Settles all of them before the first is handed out, so as not to time the
-                // caller's code.
+            if !*settled {
+                // All of them before the first is handed out, so as not to time the caller's code.
                 let start = if *timed { shared.sampler.start_always() } else { None };
-                for Member { parts, state, .. } in self.begun.iter_mut().take(*members) {
+                for Member { mapping, state, .. } in self.begun.iter_mut().take(*members) {
+                    let span = mapping.placed.span;
+                    let range = span.map_or(Range::ALL, |span| span.range);
                     if let State::Open(watcher) = state
-                        && let Some(unmapped) = settle(parts, watcher.take())
+                        && let Some(result) = sync.outcome(range)
                     {
+                        let watcher = watcher.take();
+                        let unmapped = match span {
+                            Some(_) => shared.settle(range, watcher, result, counters),
+                            None => Ok(watcher),
+                        };
+                        counters.note_unmap(&unmapped);
                         *state = State::Known(unmapped);
                     }
                 }
-                shared.sampler.stop_many(start, 0, &counters.unmap_time);
+                shared.sampler.stop(start, 0, &counters.unmap_time);
+                *settled = true;
             }
             while *members > 0 {
                 // Counted first, so that the count stays right if the caller's code panics.
                 *members -= 1;
-                let Some(Member { tag, parts, state, .. }) = self.begun.pop_front() else { break };
-                handed_out += 1;
-                let unmapped = match state {
-                    State::Known(unmapped) => Some(unmapped),
-                    // A panic interrupted the settling above.
-                    State::Open(watcher) => settle(&parts, watcher),
+                let Some(Member { tag, mapping, state, .. }) = self.begun.pop_front() else {
+                    break;
                 };
-                each(tag, parts.give_back(unmapped.expect("the sync is over")));
+                let State::Known(unmapped) = state else { unreachable!("the sync is over") };
+                handed_out += 1;
+                each(tag, ManuallyDrop::into_inner(mapping).give_back(unmapped));
             }
             self.flights.land();
         }
@@ -334,7 +311,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         mut each: impl FnMut(T, core::result::Result<Returned<B>, UnmapError<B>>),
     ) {
         self.begin();
-        while !self.flights.is_empty() {
+        while !self.flights.queue.is_empty() {
             self.wait();
             self.poll(&mut each);
         }

@@ -20,30 +20,12 @@ pub(crate) struct Bytes<B> {
     pub(crate) write: fn(&mut B, &mut dyn FnMut(HostSlice<'_>)) -> bool,
 }
 
-impl<B> Clone for Bytes<B> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<B> Copy for Bytes<B> {}
-
 impl<B> Bytes<B> {
     pub(crate) fn of<T: Address>() -> Bytes<B>
     where
         B: DmaBuffer<T>,
     {
         Bytes { read: B::for_each_slice, write: B::for_each_slice_mut }
-    }
-
-    pub(crate) fn of_list<T: Address>() -> Bytes<Vec<B>>
-    where
-        B: DmaBuffer<T>,
-    {
-        Bytes {
-            read: |list, each| list.iter().all(|buffer| buffer.for_each_slice(each)),
-            write: |list, each| list.iter_mut().all(|buffer| buffer.for_each_slice_mut(each)),
-        }
     }
 }
 
@@ -61,14 +43,14 @@ impl Slot {
     /// reach the buffer, or the buffer is shorter than it claimed.
     pub(crate) fn fill(&mut self, bytes: Span<u64>, slices: Slices<'_>) -> bool {
         self.dirty = self.dirty.max(bytes.end);
-        let mut copier = Walk::new(bytes);
+        let mut copier = Walk { wanted: bytes, at: 0 };
         let reached = slices(&mut |slice| {
             if let Some((skip, at, len)) = copier.step(slice.len() as u64) {
                 // `at + len` is at most the end of `bytes`, which the caller keeps within the slot.
                 self.piece(at, len).copy_from_piece(slice.part(skip as usize, len as usize));
             }
         });
-        reached && copier.is_done()
+        reached && copier.at >= copier.wanted.end
     }
 
     /// Copies `bytes` of the slot to the same place of a buffer; with `scrub`, leaves zeros in the
@@ -81,7 +63,7 @@ impl Slot {
     ) -> bool {
         /// How much is copied, then scrubbed, at a time, so that it is still in the nearest cache.
         const PIECE: usize = 4096;
-        let mut copier = Walk::new(bytes);
+        let mut copier = Walk { wanted: bytes, at: 0 };
         let reached = slices(&mut |slice| {
             if let Some((skip, at, len)) = copier.step(slice.len() as u64) {
                 let (to, from) = (slice.part(skip as usize, len as usize), self.piece(at, len));
@@ -94,7 +76,7 @@ impl Slot {
                 }
             }
         });
-        reached && copier.is_done()
+        reached && copier.at >= copier.wanted.end
     }
 
     /// Writes zeros over `bytes`.
@@ -206,10 +188,6 @@ struct Walk {
 }
 
 impl Walk {
-    fn new(wanted: Span<u64>) -> Walk {
-        Walk { wanted, at: 0 }
-    }
-
     /// For the next slice, of `len` bytes: where in it to begin, where that lies in the buffer, and
     /// how many bytes are wanted.
     fn step(&mut self, len: u64) -> Option<(u64, u64, u64)> {
@@ -217,9 +195,5 @@ impl Walk {
         self.at = next;
         let (start, end) = (self.wanted.start.max(first), self.wanted.end.min(next));
         (start < end).then(|| (start - first, start, end - start))
-    }
-
-    fn is_done(&self) -> bool {
-        self.at >= self.wanted.end
     }
 }

@@ -1,13 +1,11 @@
 //! Pool memory that the caller writes and reads in place.
 
-use core::fmt;
 use std::sync::Arc;
 
 use ringfence_iommu::Iova;
 use ringfence_mem::HostSlice;
 
-use super::Slot;
-use crate::{Segment, mapping::Owner, segment::Segments};
+use crate::{Segment, counter::Count, mapping::Owner, placed::Placed};
 
 /// A buffer in pool memory, mapped already: the program writes or reads it in place, without a copy
 /// and without a request to the IOMMU.
@@ -15,31 +13,22 @@ use crate::{Segment, mapping::Owner, segment::Segments};
 /// As long as it lives the device can reach it: it is exposed by choice, and counted as such
 /// ([`Stats::taken`](crate::Stats::taken)). Its initial contents are what this device's own driver
 /// left there, or zeros. Dropping it gives it back to the pool.
+#[derive(Debug)]
 pub struct PoolBuffer {
-    /// `None` once `drop` has taken it.
-    slot: Option<Slot>,
-    len: u64,
-    segments: Segments,
-    owner: Arc<dyn Owner>,
+    /// With a slot, until it is dropped.
+    pub(crate) placed: Placed,
+    pub(crate) owner: Arc<dyn Owner>,
 }
 
 impl PoolBuffer {
-    pub(crate) fn new(slot: Slot, len: u64, segments: Segments, owner: Arc<dyn Owner>) -> Self {
-        PoolBuffer { slot: Some(slot), len, segments, owner }
-    }
-
-    fn slot(&self) -> &Slot {
-        self.slot.as_ref().expect("it holds its slot until it is dropped")
-    }
-
     /// The address of the first byte for the device.
     pub fn iova(&self) -> Iova {
-        self.slot().range.first()
+        self.placed.iova
     }
 
     /// How many bytes.
     pub fn len(&self) -> u64 {
-        self.len
+        self.placed.len
     }
 
     /// Always false.
@@ -49,7 +38,7 @@ impl PoolBuffer {
 
     /// What to put into descriptors.
     pub fn segments(&self) -> &[Segment] {
-        self.segments.as_slice()
+        &self.placed.segments
     }
 
     /// The bytes, to copy from and to.
@@ -58,7 +47,8 @@ impl PoolBuffer {
     /// to it at any time, even between two reads. So there is no `&[u8]` of it. Copy out what is to
     /// be checked ([`read`](Self::read)): the copy does not change.
     pub fn piece(&self) -> HostSlice<'_> {
-        self.slot().piece(0, self.len)
+        let slot = self.placed.slot.as_ref().expect("it holds its slot until it is dropped");
+        slot.piece(0, self.len())
     }
 
     /// Copies bytes out from `offset`.
@@ -79,25 +69,19 @@ impl PoolBuffer {
 
     fn part(&self, offset: u64, len: usize) -> HostSlice<'_> {
         let end = offset.checked_add(len as u64);
-        assert!(end.is_some_and(|end| end <= self.len), "past the end of a pool buffer");
+        assert!(end.is_some_and(|end| end <= self.len()), "past the end of a pool buffer");
         self.piece().part(offset as usize, len)
     }
 }
 
 impl Drop for PoolBuffer {
     fn drop(&mut self) {
-        if let Some(mut slot) = self.slot.take() {
-            slot.dirty = slot.dirty.max(self.len);
-            self.owner.give_back_taken(slot, self.len);
+        let len = self.len();
+        if let Some(mut slot) = self.placed.slot.take() {
+            slot.dirty = slot.dirty.max(len);
+            self.owner.counters().taken.take_back(1);
+            self.owner.counters().taken_bytes.take_back(len);
+            self.owner.give_back_slot(slot);
         }
-    }
-}
-
-impl fmt::Debug for PoolBuffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PoolBuffer")
-            .field("iova", &self.iova())
-            .field("len", &self.len)
-            .finish_non_exhaustive()
     }
 }

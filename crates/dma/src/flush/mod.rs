@@ -4,31 +4,70 @@
 //! * [`ring`], [`queues`]: the queues, reaped from the front, opened and closed at run time.
 //! * [`budget`]: how many bytes may be exposed in all of them together.
 //! * [`timer`], [`pace`]: timely flushes when the queues do not fill.
-//! * [`watch`]: reports when an IOVA was released, and keeps it from being reused.
+//! * [`Watch`]: reports when an IOVA was released, and keeps it from being reused.
 
 mod budget;
 mod counters;
-mod lazy;
 #[cfg(all(test, loom))]
 mod model;
 mod pace;
 mod queues;
 mod ring;
 mod timer;
-mod watch;
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
+use parking_lot::Mutex;
 use ringfence_iommu::{Range, table::PageList};
 
 pub(crate) use self::{
-    lazy::{Lazy, Removed},
     pace::{Pace, bound_ns},
     queues::{Enqueued, FlushQueues},
     ring::{Batch, Queued, Shape},
     timer::Timer,
-    watch::Watch,
 };
+
+/// The IOVA range of a mapping.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Span {
+    /// All of it, in whole granules, pads included.
+    pub(crate) range: Range,
+    /// How many bytes of it are mapped.
+    pub(crate) mapped: u64,
+}
+
+/// The state of a lazy policy. A strict device has it too, closed and without memory, so that it
+/// can become lazy.
+pub(crate) struct Lazy {
+    pub(crate) queues: FlushQueues<Entry>,
+    pub(crate) pace: Pace,
+    pub(crate) timer: Timer,
+    /// Held by the thread that flushes because the bound of bytes is reached, so that one flush
+    /// serves all.
+    pub(crate) at_bound: Mutex<()>,
+}
+
+impl Lazy {
+    pub(crate) fn new(rings: usize) -> Lazy {
+        Lazy {
+            queues: FlushQueues::new(rings),
+            pace: Pace::new(),
+            timer: Timer::named("ringfence-flush"),
+            at_bound: Mutex::new(()),
+        }
+    }
+}
+
+/// Translations that were removed, but are not in a queue yet.
+pub(crate) struct Removed {
+    /// When.
+    pub(crate) since_ns: u64,
+    /// Table pages that were unlinked with them.
+    pub(crate) pages: PageList,
+}
 
 /// An unmapped range that waits for its flush.
 pub(crate) struct Entry {
@@ -55,5 +94,66 @@ impl Queued for Entry {
     }
     fn is_reserved(&self) -> bool {
         self.reserved
+    }
+}
+
+/// Neither released nor unwatched yet.
+const WAITING: u64 = 0;
+/// The watcher is gone.
+const UNWATCHED: u64 = u64::MAX;
+
+/// Shared by the flush queue and a watcher of one of its entries. The IOVA goes back to the
+/// allocator when both are done with it; the second one gives it back.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    /// [`WAITING`], [`UNWATCHED`], or the time of the release plus one.
+    state: AtomicU64,
+}
+
+impl Watch {
+    /// Records that the flush has finished. Returns whether the caller must give back the IOVA.
+    #[must_use]
+    pub(crate) fn release(&self, now_ns: u64) -> bool {
+        let released = now_ns.saturating_add(1).min(UNWATCHED - 1);
+        self.state.compare_exchange(WAITING, released, Ordering::AcqRel, Ordering::Acquire).is_err()
+    }
+
+    /// Records that the watcher is gone. Returns whether the caller must give back the IOVA.
+    #[must_use]
+    pub(crate) fn unwatch(&self) -> bool {
+        self.state.swap(UNWATCHED, Ordering::AcqRel) != WAITING
+    }
+
+    /// When the release was.
+    pub(crate) fn released_at_ns(&self) -> Option<u64> {
+        match self.state.load(Ordering::Acquire) {
+            WAITING | UNWATCHED => None,
+            released => Some(released - 1),
+        }
+    }
+}
+
+/// An IOVA after its unmap, for a watcher.
+#[derive(Debug)]
+pub(crate) struct Unmapped {
+    pub(crate) since_ns: u64,
+    pub(crate) watch: Arc<Watch>,
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_of_flush_and_watcher_gives_the_iova_back() {
+        let watch = Watch::default();
+        assert_eq!(watch.released_at_ns(), None);
+        assert!(!watch.release(0));
+        assert_eq!(watch.released_at_ns(), Some(0));
+        assert!(watch.unwatch());
+
+        let watch = Watch::default();
+        assert!(!watch.unwatch());
+        assert!(watch.release(5));
     }
 }

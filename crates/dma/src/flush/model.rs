@@ -101,7 +101,7 @@ impl<R: Rules> World<R> {
     }
 
     fn flush(&self) {
-        let ticket = self.queues.start_flush();
+        let ticket = self.queues.counters.start();
         {
             let mut cached = self.cached.lock().unwrap();
             for (which, cached) in cached.iter_mut().enumerate() {
@@ -112,7 +112,7 @@ impl<R: Rules> World<R> {
                 );
             }
         }
-        self.queues.finish_flush(ticket, 0);
+        self.queues.counters.finish(ticket, 0);
     }
 
     fn reap(&self) {

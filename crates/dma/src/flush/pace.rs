@@ -108,7 +108,7 @@ mod tests {
 
     fn pace(interval_ms: u64, max_exposure_ms: Option<u64>) -> Pace {
         let pace = Pace::new();
-        pace.tune(&FlushTuning { interval_ms, max_exposure_ms, ..FlushTuning::single() });
+        pace.tune(&FlushTuning { interval_ms, max_exposure_ms, ..FlushTuning::default() });
         pace
     }
 

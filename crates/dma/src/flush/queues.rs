@@ -14,15 +14,16 @@ use ringfence_sync::{
 
 use super::{
     budget::Budget,
-    counters::{Counters, Rules, Sound, Ticket},
+    counters::{Counters, Rules, Sound},
     ring::{Batch, Pushed, Queued, Ring, Shape, memory},
 };
-use crate::Exposure;
+use crate::Stats;
 
 /// A ring for each CPU, of which a single queue uses only the first: so nothing is replaced or lost
 /// when that changes.
 pub(crate) struct FlushQueues<E, R = Sound> {
-    counters: CachePadded<Counters<R>>,
+    /// Started and finished around each flush of the domain.
+    pub(crate) counters: CachePadded<Counters<R>>,
     /// Whether the timer runs (rule L23).
     armed: CachePadded<AtomicBool>,
     /// The bytes that may be exposed in all rings together, if that is bounded.
@@ -129,16 +130,6 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         self.ring(ring).lock().reap(&self.counters, batch);
     }
 
-    /// To be called before the domain is flushed.
-    pub(crate) fn start_flush(&self) -> Ticket {
-        self.counters.start()
-    }
-
-    /// To be called when the domain's flush has succeeded, with the time.
-    pub(crate) fn finish_flush(&self, ticket: Ticket, now_ns: u64) {
-        self.counters.finish(ticket, now_ns);
-    }
-
     /// To be called when the timer expires, *before* the flush it makes.
     ///
     /// An entry that this expiry does not release was queued with a stamp that counts its flush, or
@@ -161,28 +152,14 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
         self.rings.len()
     }
 
-    pub(crate) fn flushes(&self) -> u64 {
-        self.counters.flushes()
-    }
-
     /// How many entries wait.
     pub(crate) fn len(&self) -> usize {
         self.rings.iter().map(|ring| ring.lock().len()).sum()
     }
 
-    /// How many bytes wait.
-    pub(crate) fn bytes(&self) -> u64 {
-        self.rings.iter().map(|ring| ring.lock().bytes()).sum()
-    }
-
-    /// The exposure of what was released so far.
-    pub(crate) fn exposure(&self) -> Exposure {
-        self.rings.iter().fold(Exposure::default(), |sum, ring| sum.plus(ring.lock().exposure()))
-    }
-
-    /// How many of these ranges were exposed for too long.
-    pub(crate) fn late(&self) -> u64 {
-        self.rings.iter().map(|ring| ring.lock().late()).sum()
+    pub(crate) fn add_to(&self, stats: &mut Stats) {
+        stats.flushes += self.counters.flushes();
+        self.rings.iter().for_each(|ring| ring.lock().add_to(stats));
     }
 
     /// Takes out everything, covered or not.

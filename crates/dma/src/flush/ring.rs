@@ -5,7 +5,7 @@ use std::collections::{TryReserveError, VecDeque};
 use arrayvec::ArrayVec;
 
 use super::counters::{Counters, Rules};
-use crate::Exposure;
+use crate::{Exposure, Stats};
 
 /// An entry of a flush queue.
 pub(crate) trait Queued {
@@ -196,17 +196,15 @@ impl<E: Queued> Ring<E> {
         self.slots.len()
     }
 
-    pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    pub(crate) fn exposure(&self) -> Exposure {
-        self.exposure
-    }
-
-    /// How many of the released entries had been exposed for too long.
-    pub(crate) fn late(&self) -> u64 {
-        self.late
+    /// Adds what waits, and what was released.
+    pub(crate) fn add_to(&self, stats: &mut Stats) {
+        stats.queued += self.slots.len() as u64;
+        stats.queued_bytes += self.bytes;
+        let (sum, exposure) = (&mut stats.exposure, &self.exposure);
+        sum.byte_ns = sum.byte_ns.saturating_add(exposure.byte_ns);
+        sum.max_age_ns = sum.max_age_ns.max(exposure.max_age_ns);
+        sum.released += exposure.released;
+        stats.late_releases += self.late;
     }
 
     /// Takes out everything, covered or not: only for when the whole domain is given up.

@@ -32,12 +32,8 @@ struct State {
 }
 
 impl Timer {
-    /// A timer that the caller polls, or that is yet to be [`start`](Self::start)ed.
-    pub(crate) fn new() -> Timer {
-        Timer::named("ringfence-flush")
-    }
-
-    /// The same with a thread of that name.
+    /// A timer that the caller polls, or that is yet to be [`start`](Self::start)ed, with a thread of
+    /// that name.
     pub(crate) fn named(name: &'static str) -> Timer {
         Timer {
             name,
@@ -157,7 +153,7 @@ mod tests {
     #[test]
     fn a_timer_expires_once_for_each_time_it_is_armed() {
         let (sender, receiver) = mpsc::channel();
-        let timer = Timer::new();
+        let timer = Timer::named("test");
         timer.start(Arc::new(MonotonicClock), move |late| sender.send(late).is_ok()).unwrap();
         timer.start(Arc::new(MonotonicClock), |_| panic!("a second thread")).unwrap();
         for _ in 0..3 {
@@ -174,7 +170,7 @@ mod tests {
     #[test]
     fn stopping_does_not_wait_for_the_timer_to_be_due() {
         // rule L30
-        let timer = Timer::new();
+        let timer = Timer::named("test");
         timer.start(Arc::new(ManualClock::new(0)), |_| panic!("never due")).unwrap();
         timer.arm(u64::MAX);
         assert_eq!(timer.due_ns(), Some(u64::MAX - 1));
@@ -183,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_timer_that_is_armed_again_keeps_the_earlier_time() {
-        let timer = Timer::new();
+        let timer = Timer::named("test");
         assert!(timer.is_later_than(u64::MAX - 1) && !timer.take_overdue(u64::MAX));
         for (due, expected) in [(50, 50), (70, 50), (30, 30)] {
             timer.arm(due);

@@ -285,7 +285,7 @@ fn neighbours_pushed_as_one_list_are_one_map_call_and_one_unmap() {
     let bench = Bench::new(Policy::StrictMap);
     let list: Vec<Buf> = (0..4).map(|n| Buf::new(&[(0x8000 + n * 0x1000, 0x1000)])).collect();
     let mut batch = bench.device.map_batch::<Vec<Buf>, ()>();
-    batch.push_sg(list, Direction::ToDevice, ()).unwrap();
+    batch.push(list, Direction::ToDevice, ()).unwrap();
     let mut mapping = None;
     batch.finish(|(), made| mapping = Some(made.unwrap()));
     let mapping = mapping.unwrap();

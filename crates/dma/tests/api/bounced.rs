@@ -117,7 +117,7 @@ fn a_list_with_one_piece_that_fits_ill_is_one_slot() {
         .map(|(&piece, byte)| filled(&pooled, &[piece], byte))
         .collect();
     pooled.bench.domain.forget_events();
-    let mapping = pooled.bench.device.map_sg(list, Direction::Bidirectional).unwrap();
+    let mapping = pooled.bench.device.map(list, Direction::Bidirectional).unwrap();
     assert!(mapping.is_bounced());
     assert_eq!(pooled.pools.stats().slots, 1);
     let (iova, len) = (mapping.iova().0, mapping.len());
@@ -378,7 +378,7 @@ fn what_the_cpu_cannot_reach_is_mapped_or_refused() {
         // Nor a list that contains it: what was loaded of the rest is cleared.
         let hidden = filled(&pooled, &[(0x5100, 0x100)], 5).hidden();
         let list = vec![filled(&pooled, &[(0x7000, 0x100)], 0xaa), hidden];
-        assert!(!pooled.bench.device.map_sg(list, direction).unwrap().is_bounced());
+        assert!(!pooled.bench.device.map(list, direction).unwrap().is_bounced());
         let next = pooled.bench.device.map(filled(&pooled, &[(0x9000, 1)], 1), direction).unwrap();
         let slot = pooled.bench.domain.reach(next.iova().0).unwrap().0;
         assert!(!pooled.ram.read(slot, 0x1000).contains(&0xaa));

@@ -164,12 +164,12 @@ fn an_exhausted_address_space_and_a_full_domain_are_different_errors() {
     let one = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap();
     let error = bench.device.map(Buf::new(&[(0x1000, 0x1000)]), Direction::ToDevice).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AddressSpace);
-    let (asked, limit, live_ranges, live_bytes) = (0x1000, 0x10_0fff, 1, 0x1000);
-    assert_eq!(error.error(), Error::Exhausted { asked, limit, live_ranges, live_bytes });
+    let (size, limit, live_ranges, live_bytes) = (0x1000, 0x10_0fff, 1, 0x1000);
+    assert_eq!(error.error(), Error::Exhausted { size, limit, live_ranges, live_bytes });
     assert_eq!(
         error.to_string(),
         "cannot map: no I/O virtual addresses are free for 0x1000 bytes at or below 0x100fff: 1 \
-         ranges are live, 0x1000 bytes are taken"
+         ranges are live, 0x1000 bytes are taken; unmap something, or raise DmaConfig::limit"
     );
     assert!(error.into_buffer().is_some());
     drop(one);
@@ -239,25 +239,27 @@ fn an_invalid_configuration_is_refused() {
         let allocator = EagerAllocator::new(4096, domain.log.clone());
         Device::builder(domain).allocator(allocator).config(config).build().map(|_| ()).unwrap_err()
     };
-    let config = DmaConfig::default;
+    let (config, granule) = (DmaConfig::default, 4096);
     assert_eq!(
         device(DmaConfig { segment_boundary: 0x1_0000, ..config() }),
-        SetupError::Boundary(0x1_0000)
+        SetupError::Boundary { boundary: 0x1_0000, granule }
     );
     assert_eq!(
         device(DmaConfig { segment_boundary: 0x7ff, ..config() }),
-        SetupError::Boundary(0x7ff)
+        SetupError::Boundary { boundary: 0x7ff, granule }
     );
-    assert_eq!(device(DmaConfig { max_segment: 4095, ..config() }), SetupError::MaxSegment(4095));
+    let max_segment = 4095;
+    let refused = SetupError::MaxSegment { max_segment, granule };
+    assert_eq!(device(DmaConfig { max_segment, ..config() }), refused);
     assert_eq!(device(DmaConfig { sample_every: 3, ..config() }), SetupError::SampleEvery(3));
-    let tuning = FlushTuning { slots: 1, ..FlushTuning::single() };
+    let tuning = FlushTuning { slots: 1, ..FlushTuning::default() };
     assert_eq!(
         device(DmaConfig { flush: Some(tuning), ..config() }),
         SetupError::Tuning(TuningError::Slots(1))
     );
     let policy = Policy::LazyMq;
     assert_eq!(
-        device(DmaConfig { flush: Some(FlushTuning::single()), ..DmaConfig::new(policy) }),
+        device(DmaConfig { flush: Some(FlushTuning::default()), ..DmaConfig::new(policy) }),
         SetupError::Tuning(TuningError::Kind { kind: QueueKind::Single, policy })
     );
     let domain = MockDomain::new(8192, Capabilities::FULL, Limits::NONE);

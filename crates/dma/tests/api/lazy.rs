@@ -309,7 +309,7 @@ fn the_timers_thread_flushes_by_itself() {
     // rule L23
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
-    let tuning = FlushTuning { interval_ms: 1, ..FlushTuning::per_cpu() };
+    let tuning = FlushTuning { interval_ms: 1, ..FlushTuning::of(Policy::LazyMq) };
     let config = DmaConfig { flush: Some(tuning), ..DmaConfig::new(Policy::LazyMqMap) };
     let device = Device::builder(Arc::clone(&domain))
         .allocator(Arc::clone(&allocator))

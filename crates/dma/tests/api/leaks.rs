@@ -133,8 +133,8 @@ const MAPS: [Operation; 4] = [
         Err(failed) => failed.into_buffer().is_some(),
     }),
     ("map_sg", |bench, _| {
-        let list = (0..3).map(|n| bench.buffer(n)).collect();
-        match bench.device.map_sg(list, Direction::FromDevice) {
+        let list = (0..3).map(|n| bench.buffer(n)).collect::<Vec<_>>();
+        match bench.device.map(list, Direction::FromDevice) {
             Ok(mapping) => mapping.unmap().is_err(),
             Err(failed) => failed.into_buffer().is_some_and(|list| list.len() == 3),
         }

@@ -25,7 +25,7 @@ fn elements_that_follow_each_other_in_memory_are_mapped_at_once() {
         Buf::new(&[(0x6000, 0x1000)]),
         Buf::new(&[(0x9000, 0x1000)]),
     ];
-    let mapping = bench.device.map_sg(list, Direction::ToDevice).unwrap();
+    let mapping = bench.device.map(list, Direction::ToDevice).unwrap();
     let iova = mapping.iova();
     let (first, second) = (
         Range::from_len(iova, 0x2000).unwrap(),
@@ -100,10 +100,10 @@ fn the_original_list_comes_back_unchanged() {
     let pieces = [[(0x5003, 1)], [(0x5004, 0x1fff)], [(1, 2)]];
     let list = || pieces.iter().map(|pieces| Buf::new(pieces)).collect::<Vec<_>>();
     let back = |list: Vec<Buf>| list.into_iter().map(|buf| buf.pieces.clone()).collect::<Vec<_>>();
-    let mapped = bench.device.map_sg(list(), Direction::ToDevice).unwrap();
+    let mapped = bench.device.map(list(), Direction::ToDevice).unwrap();
     assert_eq!(back(mapped.unmap().unwrap()), pieces);
     bench.domain.fail_after(1);
-    let failed = bench.device.map_sg(list(), Direction::ToDevice).unwrap_err();
+    let failed = bench.device.map(list(), Direction::ToDevice).unwrap_err();
     assert_eq!(back(failed.into_buffer().unwrap()), pieces);
 }
 
@@ -120,7 +120,7 @@ fn an_empty_list_and_a_list_past_the_end_of_addresses_are_refused() {
         assert_eq!(map(&[(u64::MAX, 2)]), Error::TooLong);
         assert_eq!(map(&[(0, u64::MAX), (0, u64::MAX)]), Error::TooLong);
         let no_buffers: Vec<Buf> = Vec::new();
-        let error = bench.device.map_sg(no_buffers, Direction::ToDevice).unwrap_err();
+        let error = bench.device.map(no_buffers, Direction::ToDevice).unwrap_err();
         assert_eq!(error.error(), Error::Empty);
         bench.assert_nothing_leaked();
         assert_eq!(bench.device.stats().map_failures, 5);

@@ -259,7 +259,7 @@ fn a_device_that_becomes_lazy_has_a_timer_of_its_own_from_then_on() {
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
     let config = DmaConfig {
-        flush: Some(FlushTuning { interval_ms: 1, ..FlushTuning::single() }),
+        flush: Some(FlushTuning { interval_ms: 1, ..FlushTuning::default() }),
         ..DmaConfig::new(Policy::StrictMap)
     };
     let device = Device::builder(Arc::clone(&domain))

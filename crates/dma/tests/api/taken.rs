@@ -82,7 +82,7 @@ fn a_watched_slot_is_not_reused_while_it_is_watched() {
         let device = &pooled.bench.device;
         let map = |at| {
             let list = vec![filled(&pooled, &[(at, 0x100)], 5)];
-            device.map_sg(list, Direction::ToDevice).unwrap()
+            device.map(list, Direction::ToDevice).unwrap()
         };
         let mapping = map(0x5000);
         let iova = mapping.iova();
@@ -95,7 +95,7 @@ fn a_watched_slot_is_not_reused_while_it_is_watched() {
         } else {
             mapping.unmap_watched().unwrap().1
         };
-        assert_eq!((stale.iova(), stale.len(), stale.range()), (iova, 0x100, None));
+        assert_eq!((stale.iova(), stale.range()), (iova, None));
         assert_eq!(pooled.pools.stats().slots, 1, "parked");
         let other = map(0x6000);
         assert_ne!(other.iova(), iova);

@@ -67,8 +67,11 @@ fn a_queue_at_its_mark_makes_the_timer_due_and_no_unmap_waits() {
 
 #[test]
 fn the_mark_wakes_the_timers_thread() {
-    let tuning =
-        FlushTuning { high_water: Some(4), interval_ms: 600_000, ..FlushTuning::per_cpu() };
+    let tuning = FlushTuning {
+        high_water: Some(4),
+        interval_ms: 600_000,
+        ..FlushTuning::of(Policy::LazyMq)
+    };
     let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
     let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
     // All of it on one CPU, so that one queue reaches its mark.
@@ -250,7 +253,7 @@ fn many_threads_together_never_exceed_the_bound_of_bytes() {
         let tuning = FlushTuning {
             max_exposure_bytes: Some(bound),
             interval_ms: 1,
-            ..FlushTuning::single()
+            ..FlushTuning::default()
         };
         let (device, domain) = gauged(policy, tuning);
         thread::scope(|scope| {
@@ -310,7 +313,7 @@ fn a_bound_of_bytes_holds_for_what_is_unmapped_after_it_was_set() {
 
 #[test]
 fn bounds_may_change_while_threads_unmap() {
-    let single = FlushTuning { interval_ms: 1, ..FlushTuning::single() };
+    let single = FlushTuning { interval_ms: 1, ..FlushTuning::default() };
     let (device, domain) = gauged(Policy::LazySq, single);
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -419,7 +422,7 @@ fn late_releases_are_reported_however_late_the_timer_is() {
             interval_ms: 1000,
             max_exposure_ms: Some(2),
             slots: 4096,
-            ..FlushTuning::single()
+            ..FlushTuning::default()
         };
         let (device, domain) = gauged(policy, tuning);
         thread::scope(|scope| {
@@ -523,7 +526,7 @@ fn larger_queues_hold_more() {
 fn a_shorter_interval_holds_at_once() {
     let bench = Bench::new(Policy::LazySq);
     drop(map(&bench));
-    let shorter = FlushTuning { interval_ms: 5, ..FlushTuning::single() };
+    let shorter = FlushTuning { interval_ms: 5, ..FlushTuning::default() };
     bench.device.set_flush_tuning(shorter).unwrap();
     assert_eq!((bench.device.stats().queued, bench.device.timer_due_at_ns()), (0, None));
     drop(map(&bench));
@@ -534,15 +537,15 @@ fn a_shorter_interval_holds_at_once() {
 fn each_kind_of_queue_keeps_its_tuning() {
     let bench = Bench::new(Policy::LazySqMap);
     let device = &bench.device;
-    assert_eq!(device.flush_tuning(), FlushTuning::single());
-    let per_cpu = FlushTuning { slots: 32, ..FlushTuning::per_cpu() };
+    assert_eq!(device.flush_tuning(), FlushTuning::default());
+    let per_cpu = FlushTuning { slots: 32, ..FlushTuning::of(Policy::LazyMq) };
     device.set_flush_tuning(per_cpu).unwrap();
     assert_eq!(device.effective_policy(), Policy::LazyMqMap, "the kind that was tuned is in use");
     assert_eq!(device.flush_tuning(), per_cpu);
     device.set_policy(Policy::LazySq).unwrap();
-    assert_eq!(device.flush_tuning(), FlushTuning::single());
+    assert_eq!(device.flush_tuning(), FlushTuning::default());
     device.set_policy(Policy::Strict).unwrap();
-    let single = FlushTuning { slots: 5, ..FlushTuning::single() };
+    let single = FlushTuning { slots: 5, ..FlushTuning::default() };
     device.set_flush_tuning(single).unwrap();
     assert_eq!((device.effective_policy(), device.flush_tuning()), (Policy::Strict, single));
     device.set_policy(Policy::LazyMq).unwrap();
@@ -559,11 +562,11 @@ fn an_invalid_tuning_changes_nothing() {
         drop(map(&bench));
         let before = (bench.device.stats(), bench.device.flush_tuning());
         let invalid = [
-            FlushTuning { slots: 1, ..FlushTuning::per_cpu() },
-            FlushTuning { high_water: Some(256), ..FlushTuning::per_cpu() },
-            FlushTuning { interval_ms: 0, ..FlushTuning::per_cpu() },
-            FlushTuning { max_exposure_ms: Some(0), ..FlushTuning::per_cpu() },
-            FlushTuning { max_exposure_bytes: Some(0), ..FlushTuning::per_cpu() },
+            FlushTuning { slots: 1, ..FlushTuning::of(Policy::LazyMq) },
+            FlushTuning { high_water: Some(256), ..FlushTuning::of(Policy::LazyMq) },
+            FlushTuning { interval_ms: 0, ..FlushTuning::of(Policy::LazyMq) },
+            FlushTuning { max_exposure_ms: Some(0), ..FlushTuning::of(Policy::LazyMq) },
+            FlushTuning { max_exposure_bytes: Some(0), ..FlushTuning::of(Policy::LazyMq) },
         ];
         for tuning in invalid {
             assert_eq!(bench.device.set_flush_tuning(tuning), Err(tuning.check().unwrap_err()));
@@ -583,7 +586,7 @@ fn waits_are_counted_by_their_cause() {
         cpu: Arc::new(FixedCpu::new(1)),
         thread_clock: Arc::new(TickingClock::default()),
     };
-    let tuning = FlushTuning { slots: 3, ..FlushTuning::single() };
+    let tuning = FlushTuning { slots: 3, ..FlushTuning::default() };
     let config = DmaConfig {
         timer: TimerKind::Manual,
         flush: Some(tuning),

@@ -17,7 +17,7 @@ fn a_watched_iova_is_not_reused_while_it_is_watched() {
         let iova = mapping.iova();
         let (buffer, stale) = mapping.unmap_watched().unwrap();
         assert_eq!(buffer.pieces, [(0x1000, 0x1000)]);
-        assert_eq!((stale.iova(), stale.len()), (iova, 0x1000));
+        assert_eq!(stale.iova(), iova);
         bench.device.flush().unwrap();
         assert!(stale.released_at_ns().is_some());
         let other = map(&bench);

@@ -157,7 +157,7 @@ impl Probe {
         };
         blank(&mut buffer);
         let mapping =
-            dma.map_sg(vec![buffer], Direction::FromDevice).context("mapping the probe's page")?;
+            dma.map(vec![buffer], Direction::FromDevice).context("mapping the probe's page")?;
         self.begun += 1;
         let (segment, bounced) = (mapping.segments()[0], mapping.is_bounced());
         self.state = if self.begun.is_multiple_of(BY_DISK) && !bounced {

@@ -92,7 +92,7 @@ fn pages(count: u64) -> Vec<Page> {
 #[test]
 fn a_scatter_list_of_neighbours_is_one_entry() {
     let (fake, domain, device) = device(Policy::StrictMap, Tuning::default());
-    let mapping = device.map_sg(pages(512), Direction::FromDevice).unwrap();
+    let mapping = device.map(pages(512), Direction::FromDevice).unwrap();
     assert_eq!((domain.usage().entries, mapping.segments().len()), (1, 1));
     fake.dma_write(mapping.iova().0, &[7; 512 * PAGE as usize]).unwrap();
     mapping.unmap().unwrap();

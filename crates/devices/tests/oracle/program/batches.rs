@@ -19,7 +19,7 @@ impl Program {
             let entry = self.set.entries.len();
             let (policy, copied) = (self.dma().effective_policy(), self.model(&there, direction));
             let maps = &mut self.batches().maps;
-            match maps.push_sg(vec![buffer], direction, Coming { entry, there, policy }) {
+            match maps.push(vec![buffer], direction, Coming { entry, there, policy }) {
                 Ok(()) => {
                     self.settle()?;
                     let numbers = self.rig.history.numbers(before);

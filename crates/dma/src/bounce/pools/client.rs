@@ -9,29 +9,16 @@ use std::sync::{
 use ringfence_iommu::{Address, Prot, Range};
 use ringfence_sync::{CachePadded, cpu::CpuId};
 
-use super::{
-    BouncePools, Inner,
-    mark::{SlotOwner, Stamp},
-    shelf::Kind,
-    zone::Zone,
-};
+use super::{BouncePools, Inner, mark::SlotOwner, shelf::Kind, zone::Zone};
 use crate::{Error, bounce::Slot};
-
-/// The properties of a device that matter to the pools.
-pub(crate) struct ClientParts {
-    /// The highest IOVA that it can put on the bus.
-    pub(crate) limit: u64,
-    /// The most bytes that it may hold.
-    pub(crate) quota: u64,
-    pub(crate) cpu: Arc<dyn CpuId>,
-}
 
 /// A device as a client of the pools.
 pub(crate) struct Client<T: Address> {
-    pools: BouncePools<T>,
+    pub(crate) pools: BouncePools<T>,
+    /// The highest IOVA that it can put on the bus.
     limit: u64,
     cpu: Arc<dyn CpuId>,
-    account: Arc<Account>,
+    pub(super) account: Account,
     /// For each class, the zone from which the device takes its slots, once it has one.
     homes: Box<[OnceLock<Arc<Zone<T>>>]>,
 }
@@ -39,8 +26,8 @@ pub(crate) struct Client<T: Address> {
 /// How much a device holds, and its quota.
 pub(super) struct Account {
     /// The device's number, unique in the pools for all time.
-    pub(super) number: u32,
-    pub(super) quota: u64,
+    number: u64,
+    quota: u64,
     /// On its own cache line: as a rule other threads change other devices' counts.
     pub(super) held: CachePadded<AtomicU64>,
 }
@@ -59,7 +46,7 @@ impl Account {
         let relaxed = Ordering::Relaxed;
         match self.held.fetch_update(relaxed, relaxed, add) {
             Ok(_) => Ok(Charge { account: self, bytes }),
-            Err(held) => Err(Error::BounceQuota { asked: bytes, held, quota: self.quota }),
+            Err(held) => Err(Error::BounceQuota { size: bytes, held, quota: self.quota }),
         }
     }
 }
@@ -79,26 +66,16 @@ impl Drop for Charge<'_> {
 }
 
 impl<T: Address> Client<T> {
-    pub(crate) fn new(pools: BouncePools<T>, parts: ClientParts) -> Client<T> {
-        let ClientParts { limit, quota, cpu } = parts;
+    pub(crate) fn new(
+        pools: BouncePools<T>,
+        (limit, quota): (u64, u64),
+        cpu: Arc<dyn CpuId>,
+    ) -> Client<T> {
         let inner = &*pools.0;
-        let number = inner.numbers.fetch_add(1, Ordering::Relaxed);
-        let account = Arc::new(Account { number, quota, held: CachePadded::default() });
-        let mut accounts = inner.accounts.lock();
-        accounts.retain(|account| account.strong_count() > 0);
-        accounts.push(Arc::downgrade(&account));
-        drop(accounts);
+        let number = inner.numbers.fetch_add(1, Ordering::Relaxed).into();
+        let account = Account { number, quota, held: CachePadded::default() };
         let homes = inner.classes.iter().map(|_| OnceLock::new()).collect();
         Client { pools, limit, cpu, account, homes }
-    }
-
-    pub(crate) fn pools(&self) -> &BouncePools<T> {
-        &self.pools
-    }
-
-    /// The device's number in the pools.
-    pub(crate) fn number(&self) -> u32 {
-        self.account.number
     }
 
     /// A slot of at least `len` bytes that allows the device `prot`; `at` is the place of the
@@ -131,7 +108,7 @@ impl<T: Address> Client<T> {
     }
 
     /// As [`take`](Self::take), for a slot whose bytes the program will see: zeroes what another
-    /// device left in them.
+    /// device left in them, and what lies beyond `len`.
     pub(crate) fn take_for_cpu(
         &self,
         len: u64,
@@ -139,10 +116,10 @@ impl<T: Address> Client<T> {
         at: &'static Location<'static>,
     ) -> Result<Slot, Error> {
         let mut slot = self.take(len, prot, at)?;
-        if slot.key != u64::from(self.number()) {
-            slot.zero(0..slot.dirty);
-            slot.dirty = 0;
-        }
+        // This use would not overwrite what a longer one left beyond its end.
+        let own = if slot.key == self.account.number { len.min(slot.dirty) } else { 0 };
+        slot.zero(own..slot.dirty);
+        slot.dirty = own;
         Ok(slot)
     }
 
@@ -175,9 +152,7 @@ impl<T: Address> Client<T> {
     pub(crate) fn give_back(&self, mut slot: Slot) {
         let inner = &*self.pools.0;
         let size = slot.range.extent() + 1;
-        if slot.key != u64::from(self.number()) {
-            slot.key = self.number().into();
-        }
+        slot.key = self.account.number;
         let class = inner.class_of(size);
         match class.and_then(|class| self.homes[class].get()) {
             Some(home) if home.range.covers(slot.range) => self.push(home, slot),
@@ -225,7 +200,7 @@ impl<T: Address> Client<T> {
     fn held_at(&self, at: &'static Location<'static>) -> SlotOwner {
         let inner = &*self.pools.0;
         inner.note_use();
-        SlotOwner { at, stamp: Stamp::new(self.number(), inner.tick.load(Ordering::Relaxed)) }
+        SlotOwner { at, tick: inner.tick.load(Ordering::Relaxed) }
     }
 }
 

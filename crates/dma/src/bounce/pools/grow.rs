@@ -16,9 +16,6 @@ use crate::{
 /// How many bytes of slots are mapped together, with one sync; at least one slot.
 const TOGETHER: u64 = 64 << 10;
 
-/// Slots of one zone whose memory is to be given back.
-pub(super) type Victims<T> = (Arc<Zone<T>>, Vec<Slot>);
-
 impl<T: Address> Inner<T> {
     /// A slot of one of these zones: a free one, one that gets memory, or one with other
     /// permissions, remapped, in this order. `None` if no zone has room, even after idle slots of
@@ -36,7 +33,7 @@ impl<T: Address> Inner<T> {
             return grown;
         }
         // There is no room: take what other CPUs keep in their caches.
-        if let Some(found) = first_of(zones, |zone| Ok(zone.steal(kind)))? {
+        if let Some(found) = first_of(zones, |zone| Ok(zone.steal(|shelf| shelf.pop(kind))))? {
             return Ok(Some(found));
         }
         if let Some(found) = first_of(zones, |zone| self.remap(zone, kind, prot))? {
@@ -119,7 +116,7 @@ impl<T: Address> Inner<T> {
         })
     }
 
-    fn map_slot(&self, range: Range, prot: Prot) -> Result<Chunk<T>, Error> {
+    pub(super) fn map_slot(&self, range: Range, prot: Prot) -> Result<Chunk<T>, Error> {
         let chunk = self.take_memory(range.extent() + 1)?;
         self.map_chunk(range, &chunk, prot).map(|()| chunk).map_err(|error| {
             self.give_back_memory(chunk);
@@ -128,7 +125,7 @@ impl<T: Address> Inner<T> {
     }
 
     /// Maps memory of the pools.
-    pub(super) fn map_chunk(&self, range: Range, chunk: &Chunk<T>, prot: Prot) -> DomainResult<()> {
+    fn map_chunk(&self, range: Range, chunk: &Chunk<T>, prot: Prot) -> DomainResult<()> {
         // SAFETY: the pools own the memory, and give it back or reuse it only after they have
         // unmapped it successfully (`unmap_now`, `release`).
         self.domain.map(unsafe { Map::of(range, chunk.target, prot) })
@@ -143,7 +140,7 @@ impl<T: Address> Inner<T> {
 
     /// Remaps a free slot that has other permissions.
     fn remap(&self, zone: &Zone<T>, kind: Kind, prot: Prot) -> Result<Option<Slot>, Error> {
-        let Some(mut slot) = zone.steal_other(kind) else { return Ok(None) };
+        let Some(mut slot) = zone.steal(|shelf| shelf.pop_other(kind)) else { return Ok(None) };
         let number = zone.number(slot.range.first());
         let quarantined = |error: DomainError| {
             self.quarantine(zone, 1, 0);
@@ -185,17 +182,12 @@ impl<T: Address> Inner<T> {
 
     /// Gives back all memory that is not in use. Returns whether there was any.
     pub(super) fn trim(&self) -> bool {
-        let victims = self.zones().into_iter().map(|zone| {
-            let mut slots = Vec::new();
-            zone.take_free(usize::MAX, &mut slots);
-            (zone, slots)
-        });
-        self.release(victims.collect()) > 0
+        self.reclaim(u64::MAX)
     }
 
-    /// Unmaps slots, all with one sync, and gives their memory back. Returns how many; those whose
+    /// Unmaps slots of zones, all with one sync, and gives their memory back. Returns how many; those whose
     /// unmap failed are quarantined.
-    pub(super) fn release(&self, victims: Vec<Victims<T>>) -> u64 {
+    pub(super) fn release(&self, victims: Vec<(Arc<Zone<T>>, Vec<Slot>)>) -> u64 {
         let mut gather = Gather::new();
         let mut removed: Vec<(Arc<Zone<T>>, Numbers<u32>)> = Vec::new();
         for (zone, slots) in victims {

@@ -26,6 +26,7 @@ impl Default for BounceLimits {
 /// What the pools of a domain hold, and what they did. The counters are read one after the other,
 /// while other threads may take and give back slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct BounceStats {
     /// Slots in use, those for one use included.
     pub slots: u64,
@@ -50,6 +51,7 @@ pub struct BounceStats {
 
 /// The slots of one size in one range of addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ClassStats {
     /// Bytes of a slot.
     pub slot_bytes: u64,
@@ -65,6 +67,7 @@ pub struct ClassStats {
 
 /// A place in the program that holds slots.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Holder {
     /// Where in the program they were taken.
     pub at: &'static Location<'static>,
@@ -74,38 +77,4 @@ pub struct Holder {
     pub bytes: u64,
     /// For how long the oldest of them has been held, within [`BounceLimits::idle_ms`].
     pub oldest: Duration,
-}
-
-/// What a device holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceShare {
-    /// The device's [`number`](crate::Device::number_in_pools).
-    pub device: u32,
-    /// Bytes of slots that it holds, including single-use slots that it may still reach because
-    /// their unmap failed.
-    pub held: u64,
-    /// The most that it may hold.
-    pub quota: u64,
-}
-
-/// The slot at an address.
-#[derive(Clone, Copy, Debug)]
-pub struct SlotInfo {
-    /// Its addresses.
-    pub range: Range,
-    /// Whether it is mapped for one use.
-    pub single_use: bool,
-    /// Its holder; `None` if it is free.
-    pub holder: Option<SlotHolder>,
-}
-
-/// The holder of a slot.
-#[derive(Clone, Copy, Debug)]
-pub struct SlotHolder {
-    /// Where in the program it was taken.
-    pub at: &'static Location<'static>,
-    /// The device's [`number`](crate::Device::number_in_pools).
-    pub device: u32,
-    /// How long ago, within [`BounceLimits::idle_ms`].
-    pub age: Duration,
 }

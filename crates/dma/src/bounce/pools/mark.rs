@@ -1,10 +1,17 @@
 //! The holder of each slot of a zone, for the leak detector.
 
-use core::{array, panic::Location, ptr};
-use std::sync::{
-    OnceLock,
-    atomic::{AtomicPtr, AtomicU64, Ordering},
+use core::{array, cmp::Reverse, panic::Location, ptr};
+use std::{
+    collections::HashMap,
+    sync::{
+        OnceLock,
+        atomic::{AtomicPtr, AtomicU32, Ordering},
+    },
 };
+
+use ringfence_iommu::Address;
+
+use super::{BouncePools, Holder};
 
 /// How many marks are allocated at a time, when the first of them is needed.
 const BLOCK: usize = 64;
@@ -14,25 +21,7 @@ const BLOCK: usize = 64;
 pub(super) struct SlotOwner {
     /// Where in the program it was taken.
     pub(super) at: &'static Location<'static>,
-    pub(super) stamp: Stamp,
-}
-
-/// The device and the time, in one word, so that they are written at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Stamp(u64);
-
-impl Stamp {
-    pub(super) fn new(device: u32, tick: u32) -> Stamp {
-        Stamp(u64::from(device) << 32 | u64::from(tick))
-    }
-
-    pub(super) fn device(self) -> u32 {
-        (self.0 >> 32) as u32
-    }
-
-    pub(super) fn tick(self) -> u32 {
-        self.0 as u32
-    }
+    pub(super) tick: u32,
 }
 
 /// The marks of a zone's slots, by number. Only for diagnosis: they are written with relaxed
@@ -43,7 +32,7 @@ pub(super) struct Marks(Box<[OnceLock<Box<[Mark; BLOCK]>>]>);
 struct Mark {
     /// Null if the slot is free.
     at: AtomicPtr<Location<'static>>,
-    stamp: AtomicU64,
+    tick: AtomicU32,
 }
 
 impl Marks {
@@ -74,7 +63,7 @@ impl Marks {
     #[inline]
     pub(super) fn set(&self, number: u32, held: SlotOwner) {
         if let Some(mark) = self.mark(number) {
-            mark.stamp.store(held.stamp.0, Ordering::Relaxed);
+            mark.tick.store(held.tick, Ordering::Relaxed);
             mark.at.store(ptr::from_ref(held.at).cast_mut(), Ordering::Relaxed);
         }
     }
@@ -91,7 +80,7 @@ impl Marks {
         let at = mark.at.load(Ordering::Relaxed);
         // SAFETY: it is null, or what `set` stored: a `'static` reference.
         let at = unsafe { at.as_ref() }?;
-        Some(SlotOwner { at, stamp: Stamp(mark.stamp.load(Ordering::Relaxed)) })
+        Some(SlotOwner { at, tick: mark.tick.load(Ordering::Relaxed) })
     }
 
     /// The owners of all slots that are held.
@@ -100,6 +89,31 @@ impl Marks {
         blocks.flat_map(move |(block, _)| {
             (0..BLOCK).filter_map(move |at| self.get((block * BLOCK + at) as u32))
         })
+    }
+}
+
+impl<T: Address> BouncePools<T> {
+    /// The places in the program that hold slots, those with the most bytes first.
+    pub fn holders(&self) -> Vec<Holder> {
+        let mut holders: HashMap<_, Holder> = HashMap::new();
+        let mut note = |held: SlotOwner, size: u64| {
+            let at = held.at;
+            let place = (at.file(), at.line(), at.column());
+            let none = Holder { at, slots: 0, bytes: 0, oldest: Default::default() };
+            let holder = holders.entry(place).or_insert(none);
+            holder.slots += 1;
+            holder.bytes += size;
+            holder.oldest = holder.oldest.max(self.0.age(held.tick));
+        };
+        for zone in self.0.zones() {
+            zone.marks.held().for_each(|held| note(held, zone.slot_bytes()));
+        }
+        for single in self.0.singles.held() {
+            note(single.held, single.range.extent() + 1);
+        }
+        let mut holders: Vec<Holder> = holders.into_values().collect();
+        holders.sort_by_key(|holder| Reverse((holder.bytes, holder.oldest)));
+        holders
     }
 }
 
@@ -115,9 +129,9 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_names_its_device_and_its_time_until_it_is_cleared() {
+    fn a_mark_names_its_place_and_its_time_until_it_is_cleared() {
         let marks = Marks::new(100);
-        let held = |device| SlotOwner { at: Location::caller(), stamp: Stamp::new(device, 9) };
+        let held = |tick| SlotOwner { at: Location::caller(), tick };
         marks.set(99, held(1));
         assert!(marks.get(99).is_none(), "it was not prepared");
         marks.prepare(99);
@@ -126,7 +140,7 @@ mod tests {
         marks.set(1000, held(3));
         let found: Vec<SlotOwner> = marks.held().collect();
         assert_eq!(found.len(), 1);
-        assert_eq!((found[0].stamp.device(), found[0].stamp.tick()), (u32::MAX, 9));
+        assert_eq!(found[0].tick, u32::MAX);
         assert_eq!(found[0].at.file(), file!());
         marks.clear(99);
         assert!(marks.held().next().is_none());

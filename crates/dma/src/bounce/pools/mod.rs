@@ -8,24 +8,20 @@
 //! cache or in the depot of their zone, sorted by the permissions of the device.
 
 mod client;
-#[allow(unsafe_code)]
 mod grow;
-mod holders;
 mod idle;
 mod limits;
-#[allow(unsafe_code)]
 mod mark;
 mod shelf;
 mod single;
 mod zone;
 
-#[allow(unsafe_code)]
 #[cfg(all(test, not(loom)))]
 mod tests;
 
 use core::{cmp::Reverse, fmt};
 use std::sync::{
-    Arc, Weak,
+    Arc,
     atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
 };
 
@@ -35,11 +31,9 @@ use ringfence_iommu::{Address, Domain, Geometry};
 use ringfence_iova::{Allocator, Request};
 use ringfence_sync::clock::Clock;
 
-pub(crate) use self::client::{Client, ClientParts};
-pub use self::limits::{
-    BounceLimits, BounceStats, ClassStats, DeviceShare, Holder, SlotHolder, SlotInfo,
-};
-use self::{client::Account, single::Singles, zone::Zone};
+pub(crate) use self::client::Client;
+pub use self::limits::{BounceLimits, BounceStats, ClassStats, Holder};
+use self::{single::Singles, zone::Zone};
 use super::{BounceMemory, Chunk};
 use crate::{Environment, Error, SetupError, TimerKind, flush::Timer};
 
@@ -84,8 +78,7 @@ struct Inner<T: Address> {
     caches: usize,
     singles: Singles<T>,
     usage: Usage,
-    /// The accounts of the devices. A number is used once.
-    accounts: Mutex<Vec<Weak<Account>>>,
+    /// The number of the next device: each is used once.
     numbers: AtomicU32,
     clock: Arc<dyn Clock>,
     timer: Timer,
@@ -184,7 +177,6 @@ impl<T: Address> BouncePools<T> {
             caches: cpu.count().next_power_of_two().min(MOST_CACHES),
             singles: Singles::default(),
             usage: Usage::default(),
-            accounts: Mutex::default(),
             numbers: AtomicU32::new(0),
             clock,
             timer: Timer::named("ringfence-bounce"),
@@ -193,7 +185,7 @@ impl<T: Address> BouncePools<T> {
             tick: AtomicU32::new(0),
         });
         if timer == TimerKind::Thread {
-            inner.start_timer().map_err(|_| SetupError::Thread)?;
+            inner.start_timer().map_err(|error| SetupError::Thread(error.kind()))?;
         }
         Ok(BouncePools(inner))
     }

@@ -110,21 +110,13 @@ impl Shelf {
         self.kinds.iter().map(|stack| stack.low).sum()
     }
 
-    /// Moves up to `most` slots that were not needed to `into`, the least recently used first.
-    pub(super) fn take_idle(&mut self, most: usize, into: &mut Vec<Slot>) {
+    /// Moves up to `most` slots to `into`, the least recently used first; if `idle`, only those that
+    /// were not needed.
+    pub(super) fn take(&mut self, most: usize, idle: bool, into: &mut Vec<Slot>) {
         let before = into.len();
         for stack in &mut self.kinds {
-            let count = stack.low.min(most - (into.len() - before));
-            into.extend(stack.cut(count));
-        }
-        self.len -= into.len() - before;
-    }
-
-    /// Moves up to `most` slots to `into`, the least recently used first.
-    pub(super) fn take_coldest(&mut self, most: usize, into: &mut Vec<Slot>) {
-        let before = into.len();
-        for stack in &mut self.kinds {
-            let count = stack.slots.len().min(most - (into.len() - before));
+            let there = if idle { stack.low } else { stack.slots.len() };
+            let count = there.min(most - (into.len() - before));
             into.extend(stack.cut(count));
         }
         self.len -= into.len() - before;
@@ -190,7 +182,7 @@ mod tests {
         used.into_iter().for_each(|slot| shelf.push(slot));
         assert_eq!(shelf.idle(), 6);
         let mut idle = Vec::new();
-        shelf.take_idle(5, &mut idle);
+        shelf.take(5, true, &mut idle);
         assert_eq!((numbers(&idle), shelf.idle(), shelf.len()), (vec![0, 1, 2, 3, 4], 1, 5));
         assert!(shelf.begin_interval());
         assert!(!shelf.begin_interval(), "nothing happened");
@@ -211,8 +203,8 @@ mod tests {
         assert_eq!(numbers(&[cache.pop_other(write).unwrap()]), [3]);
         assert_eq!(numbers(&[cache.pop_other(read).unwrap()]), [5]);
         let mut rest = Vec::new();
-        cache.take_coldest(10, &mut rest);
-        depot.take_coldest(10, &mut rest);
+        cache.take(10, false, &mut rest);
+        depot.take(10, false, &mut rest);
         let mut rest = numbers(&rest);
         rest.sort_unstable();
         assert_eq!((rest, cache.len(), depot.len()), (vec![0, 1, 2, 6], 0, 0));

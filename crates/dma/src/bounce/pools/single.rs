@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::atomic::Ordering};
 
 use parking_lot::Mutex;
 use ringfence_iommu::{Address, Iova, Prot, Range};
-use ringfence_iova::{AllocError, AllocReason, Request};
+use ringfence_iova::Request;
 
 use super::{Inner, client::Charge, mark::SlotOwner};
 use crate::{
@@ -39,13 +39,6 @@ impl<T: Copy> Singles<T> {
     pub(super) fn held(&self) -> Vec<Single<T>> {
         self.0.lock().values().copied().collect()
     }
-
-    /// The slot at `iova`.
-    pub(super) fn at(&self, iova: Iova) -> Option<Single<T>> {
-        let singles = self.0.lock();
-        let (_, single) = singles.range(..=iova.0).next_back()?;
-        single.range.contains(iova).then_some(*single)
-    }
 }
 
 impl<T: Address> Inner<T> {
@@ -57,29 +50,23 @@ impl<T: Address> Inner<T> {
         charge: Charge<'_>,
     ) -> Result<Slot, Error> {
         let request = Request::new(size).limit(limit);
-        let first = self.allocator.alloc(&request).map_err(|error| self.no_iova(error))?;
+        let first = self
+            .allocator
+            .alloc(&request)
+            .map_err(|error| Error::no_iova(error, &*self.allocator))?;
         let free = |error| {
             // If the allocator refuses the free, nothing can be lost in it.
             let _ = self.allocator.free(first, size);
             error
         };
         let range = Range::from_len(Iova(first), size).ok_or(Error::TooLong)?;
-        let memory = self.take_memory(size);
-        // Kept slots may hold the memory that is missing.
-        let memory = memory.or_else(|error| match self.trim() {
-            true => self.take_memory(size),
-            false => Err(error),
-        });
-        let chunk = memory.map_err(free)?;
-        let mapped = self.map_chunk(range, &chunk, prot);
-        let synced = match mapped {
-            Ok(()) => self.domain.iotlb_sync_map(range),
-            Err(error) => {
-                self.give_back_memory(chunk);
-                return Err(free(error.into()));
-            }
+        let mapped = match self.map_slot(range, prot) {
+            // Kept slots may hold the memory that is missing.
+            Err(Error::Bounce(_)) if self.trim() => self.map_slot(range, prot),
+            mapped => mapped,
         };
-        if let Err(error) = synced {
+        let chunk = mapped.map_err(free)?;
+        if let Err(error) = self.domain.iotlb_sync_map(range) {
             if self.unmap_now(range).is_ok() {
                 self.give_back_memory(chunk);
                 return Err(free(error.into()));
@@ -113,21 +100,6 @@ impl<T: Address> Inner<T> {
     pub(super) fn quarantine_single(&self, slot: &Slot) {
         if self.singles.0.lock().remove(&slot.range.first().0).is_some() {
             self.note_quarantine(slot.range.extent() + 1);
-        }
-    }
-
-    fn no_iova(&self, error: AllocError) -> Error {
-        match error.reason {
-            AllocReason::Exhausted { .. } => {
-                let stats = self.allocator.stats();
-                Error::Exhausted {
-                    asked: error.request.size,
-                    limit: error.request.limit,
-                    live_ranges: stats.live_ranges.saturating_sub(stats.cached_ranges),
-                    live_bytes: stats.live_bytes,
-                }
-            }
-            _ => Error::NoIova(error),
         }
     }
 }

@@ -55,7 +55,7 @@ impl Rig {
 
     fn client(&self, limit: u64, quota: u64) -> Client<HostAddr> {
         let cpu: Arc<dyn CpuId> = Arc::new(OsCpu::new());
-        Client::new(self.pools().clone(), ClientParts { limit, quota, cpu })
+        Client::new(self.pools().clone(), (limit, quota), cpu)
     }
 
     /// Drops the pools, and checks that nothing is left.
@@ -66,6 +66,19 @@ impl Rig {
         assert_eq!(self.domain.mappings(), 0);
         assert_eq!(self.allocator.stats().live_ranges, 0);
     }
+}
+
+/// The slot of a class at `iova`, and whether it is held.
+fn find(rig: &Rig, iova: Iova) -> Option<(Range, bool)> {
+    let zones = rig.pools().0.zones();
+    let zone = zones.iter().find(|zone| zone.range.contains(iova))?;
+    let number = zone.number(iova);
+    zone.chunk(number)?;
+    Some((zone.range_of(&(number..number + 1)), zone.marks.get(number).is_some()))
+}
+
+fn held_by(client: &Client<HostAddr>) -> u64 {
+    client.account.held.load(Ordering::Relaxed)
 }
 
 fn take(client: &Client<HostAddr>, len: u64, prot: Prot) -> Result<Slot, Error> {
@@ -87,18 +100,16 @@ fn a_slot_is_found_by_its_address_and_lies_as_its_size_says() {
         assert_eq!(size(&slot), expected);
         assert!(slot.range.first().0.is_multiple_of(expected), "naturally aligned");
         for iova in [slot.range.first(), slot.range.last()] {
-            let info = rig.pools().find(iova).unwrap();
-            assert_eq!((info.range, info.single_use), (slot.range, false));
-            assert_eq!(info.holder.unwrap().device, client.number());
+            assert_eq!(find(&rig, iova), Some((slot.range, true)));
             let mapping = rig.domain.mapping(iova).unwrap();
             assert_eq!((mapping.range, mapping.prot), (slot.range, Prot::READ));
             assert_eq!(mapping.target, slot.ptr.as_ptr().addr() as u64);
         }
         let range = slot.range;
         client.give_back(slot);
-        assert!(rig.pools().find(range.first()).unwrap().holder.is_none());
+        assert_eq!(find(&rig, range.first()), Some((range, false)));
     }
-    assert!(rig.pools().find(Iova(0)).is_none());
+    assert!(find(&rig, Iova(0)).is_none());
     let sizes: Vec<u64> = rig.pools().classes().iter().map(|class| class.slot_bytes).collect();
     assert_eq!(sizes, [4096, 8192, 128 << 10], "a class has addresses from its first use on");
     drop(client);
@@ -112,11 +123,10 @@ fn what_fits_no_class_or_no_memory_is_mapped_for_one_use() {
     let odd = take(&client, (64 << 10) + 1, Prot::RW).unwrap();
     assert_eq!(size(&odd), 68 << 10, "whole granules, no class");
     let unknown = take(&client, 4096, Prot::READ | Prot::from_bits_retain(64));
-    assert!(rig.pools().find(unknown.as_ref().unwrap().range.first()).unwrap().single_use);
+    assert!(find(&rig, unknown.as_ref().unwrap().range.first()).is_none());
     let pooled: Vec<Slot> = (0..4).map(|_| take(&client, 65536, Prot::RW).unwrap()).collect();
     let beyond = take(&client, 65536, Prot::RW).unwrap();
-    let info = rig.pools().find(beyond.range.last()).unwrap();
-    assert!(info.single_use && info.holder.is_some());
+    assert!(find(&rig, beyond.range.last()).is_none());
     let stats = rig.pools().stats();
     assert_eq!((stats.single_use, stats.grown, stats.slots, stats.kept_bytes), (3, 4, 7, 0));
     assert_eq!(stats.slot_bytes, (68 << 10) + 4096 + 5 * 65536);
@@ -246,8 +256,7 @@ fn the_thread_gives_back_what_is_idle_and_ends_with_the_pools() {
     );
     let pools = pools.unwrap();
     let cpu: Arc<dyn CpuId> = Arc::new(OsCpu::new());
-    let parts = ClientParts { limit: u64::MAX, quota: 1 << 20, cpu };
-    let client = Client::new(pools.clone(), parts);
+    let client = Client::new(pools.clone(), (u64::MAX, 1 << 20), cpu);
     client.give_back(take(&client, 1, Prot::READ).unwrap());
     while pools.stats().kept_bytes > 0 {
         thread::yield_now();
@@ -261,7 +270,7 @@ fn the_thread_gives_back_what_is_idle_and_ends_with_the_pools() {
 }
 
 #[test]
-fn the_leak_detector_names_places_and_devices() {
+fn the_leak_detector_names_places() {
     let rig = Rig::new(SMALL);
     let (one, other) = (rig.client(u64::MAX, 1 << 20), rig.client(u64::MAX, 1 << 21));
     let many: Vec<Slot> = (0..5).map(|_| take(&one, 4096, Prot::READ).unwrap()).collect();
@@ -275,17 +284,11 @@ fn the_leak_detector_names_places_and_devices() {
     assert!(holders[0].oldest.as_millis() < 20);
     assert_eq!((holders[1].slots, holders[1].bytes), (5, 5 * 4096));
     assert_eq!(holders[1].oldest.as_secs(), 60);
-    let shares = rig.pools().devices();
-    let (first, second) = (shares[0], shares[1]);
-    assert_eq!((first.device, first.held, first.quota), (other.number(), 1 << 20, 1 << 21));
-    assert_eq!((second.device, second.held, second.quota), (one.number(), 5 * 4096, 1 << 20));
-    let found = rig.pools().find(many[3].range.first()).unwrap().holder.unwrap();
-    assert_eq!((found.device, found.age.as_secs()), (one.number(), 60));
+    assert_eq!((held_by(&one), held_by(&other)), (5 * 4096, 1 << 20));
     many.into_iter().for_each(|slot| one.give_back(slot));
     other.give_back(large);
     assert_eq!(rig.pools().holders().len(), 0);
     drop((one, other));
-    assert_eq!(rig.pools().devices(), []);
     rig.end();
 }
 
@@ -334,7 +337,7 @@ fn a_narrow_device_that_finds_no_addresses_for_a_zone_maps_for_one_use() {
     let narrow = rig.client(0x1_ffff, 1 << 20);
     let slot = take(&narrow, 4096, Prot::READ).unwrap();
     assert!(slot.range.last().0 <= 0x1_ffff);
-    assert!(rig.pools().find(slot.range.first()).unwrap().single_use);
+    assert!(find(&rig, slot.range.first()).is_none());
     narrow.give_back(slot);
     // A quarter of the slots of a zone, as there are addresses for no more.
     let halved = rig.client((1 << 22) - 1, 1 << 20);
@@ -350,7 +353,7 @@ fn a_quota_is_exact_under_concurrent_requests() {
     let rig = Rig::new(BounceLimits { max_bytes: 1 << 20, ..SMALL });
     let (quota, client) = (40 << 10, rig.client(u64::MAX, 40 << 10));
     let error = take(&client, 64 << 10, Prot::READ).unwrap_err();
-    assert_eq!(error, Error::BounceQuota { asked: 64 << 10, held: 0, quota });
+    assert_eq!(error, Error::BounceQuota { size: 64 << 10, held: 0, quota });
     for _ in 0..200 {
         let taken = StdMutex::new(Vec::new());
         thread::scope(|scope| {
@@ -424,7 +427,7 @@ fn threads_that_hammer_the_pools_lose_no_slot_and_share_none() {
     let stats = rig.pools().stats();
     assert_eq!((stats.slots, stats.slot_bytes), (0, 0));
     assert!(stats.kept_bytes <= 512 << 10);
-    assert!(rig.pools().devices().iter().all(|share| share.held == 0));
+    assert_eq!((held_by(&one), held_by(&other)), (0, 0));
     rig.pools().trim();
     let stats = rig.pools().stats();
     assert_eq!((stats.grown, stats.quarantined_bytes), (stats.given_back, 0));

@@ -50,20 +50,6 @@ struct Depot<T> {
     quarantined: usize,
 }
 
-impl<T> Depot<T> {
-    fn lowest_bare(&self) -> u32 {
-        self.bare.peek().map_or(self.chunks.len() as u32, |Reverse(lowest)| *lowest)
-    }
-
-    /// Takes the lowest slot without memory.
-    fn take_bare(&mut self, lowest: u32) {
-        if self.bare.pop().is_none() {
-            debug_assert_eq!(lowest as usize, self.chunks.len(), "they are used one by one");
-            self.chunks.push(None);
-        }
-    }
-}
-
 impl<T: Copy> Zone<T> {
     /// `slots` slots of `1 << shift` bytes from `first`, for `cpus` CPUs, a power of two. `None` if
     /// they would pass the end of the address space.
@@ -157,32 +143,17 @@ impl<T: Copy> Zone<T> {
         self.caches.iter().for_each(|cache| visit(&mut cache.lock()));
     }
 
-    /// A free slot of that kind from any shelf.
-    pub(super) fn steal(&self, kind: Kind) -> Option<Slot> {
+    /// A free slot from the first shelf from which one can be taken.
+    pub(super) fn steal(&self, take: impl Fn(&mut Shelf) -> Option<Slot>) -> Option<Slot> {
         let mut found = None;
-        self.each_shelf(|shelf| {
-            if found.is_none() {
-                found = shelf.pop(kind);
-            }
-        });
-        found
-    }
-
-    /// A free slot of another kind.
-    pub(super) fn steal_other(&self, than: Kind) -> Option<Slot> {
-        let mut found = None;
-        self.each_shelf(|shelf| {
-            if found.is_none() {
-                found = shelf.pop_other(than);
-            }
-        });
+        self.each_shelf(|shelf| found = found.take().or_else(|| take(shelf)));
         found
     }
 
     /// Moves up to `most` free slots to `into`, the least recently used first.
     pub(super) fn take_free(&self, most: usize, into: &mut Vec<Slot>) {
         let end = into.len().saturating_add(most);
-        self.each_shelf(|shelf| shelf.take_coldest(end - into.len(), into));
+        self.each_shelf(|shelf| shelf.take(end - into.len(), false, into));
     }
 
     /// Ends an interval: takes the slots that were not needed in it, but leaves a quarter of the
@@ -196,7 +167,7 @@ impl<T: Copy> Zone<T> {
         let end = into.len() + idle.saturating_sub(needed / 4);
         let mut touched = false;
         self.each_shelf(|shelf| {
-            shelf.take_idle(end - into.len(), into);
+            shelf.take(end - into.len(), true, into);
             touched |= shelf.begin_interval();
         });
         touched
@@ -206,10 +177,15 @@ impl<T: Copy> Zone<T> {
     /// all have. The caller gives them memory or [`leave`](Self::leave)s them bare.
     pub(super) fn take_bare(&self, most: u32) -> Option<Numbers<u32>> {
         let depot = &mut *self.depot.lock();
-        let start = depot.lowest_bare();
+        let lowest = |depot: &Depot<T>| {
+            depot.bare.peek().map_or(depot.chunks.len() as u32, |Reverse(lowest)| *lowest)
+        };
+        let start = lowest(depot);
         let mut end = start;
-        while end < self.slots && end - start < most && depot.lowest_bare() == end {
-            depot.take_bare(end);
+        while end < self.slots && end - start < most && lowest(depot) == end {
+            if depot.bare.pop().is_none() {
+                depot.chunks.push(None);
+            }
             self.marks.prepare(end);
             end += 1;
         }

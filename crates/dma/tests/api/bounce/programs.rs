@@ -58,17 +58,16 @@ fn size_of(len: u64) -> u64 {
     }
 }
 
-fn held_by(rig: &Rig, device: usize) -> u64 {
-    let number = rig.devices[device].number_in_pools().unwrap();
-    let shares = rig.pools.devices();
-    shares.into_iter().find(|share| share.device == number).unwrap().held
+/// Whether a slot lies in no class.
+fn is_single_use(rig: &Rig, slot: Range) -> bool {
+    !rig.pools.classes().iter().any(|class| class.range.covers(slot))
 }
 
 /// Takes a buffer if possible, and checks all guarantees about it.
 fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool) -> Option<Held> {
-    let (size, before) = (size_of(len), held_by(rig, device));
+    let (size, before) = (size_of(len), rig.held_by(device));
     let result = rig.devices[device].take_buffer(len, direction);
-    if let Err(error @ Error::BounceQuota { asked, held, quota }) = result {
+    if let Err(error @ Error::BounceQuota { size: asked, held, quota }) = result {
         assert_eq!((asked, held, quota), (size, before, QUOTA));
         assert!(before + size > QUOTA, "{error}");
     } else {
@@ -87,13 +86,10 @@ fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool)
             return None;
         }
     };
-    let slot = rig.pools.find(buffer.iova()).unwrap();
-    assert_eq!(slot.range.first(), buffer.iova());
-    assert_eq!(slot.range.extent() + 1, size);
-    assert_eq!(slot.holder.unwrap().device, rig.devices[device].number_in_pools().unwrap());
-    assert!(slot.single_use || buffer.iova().0.is_multiple_of(size));
+    let slot = Range::from_len(buffer.iova(), size).unwrap();
+    assert!(is_single_use(rig, slot) || buffer.iova().0.is_multiple_of(size));
     if device == 1 {
-        assert!(slot.range.last().0 <= NARROW, "beyond what the device reaches");
+        assert!(slot.last().0 <= NARROW, "beyond what the device reaches");
     }
     let (target, _) = rig.domain.reach(buffer.iova().0).unwrap();
     // It contains zeros, or this device's bytes; from now on it has this device's.
@@ -101,7 +97,7 @@ fn take(rig: &Rig, device: usize, len: u64, direction: Direction, failing: bool)
     let found = buffer.piece().to_vec();
     assert!(found.iter().all(|&byte| byte == 0 || byte == mine), "another's bytes");
     buffer.piece().fill(mine);
-    Some(Held { buffer, device, slot: slot.range, target, direction })
+    Some(Held { buffer, device, slot, target, direction })
 }
 
 fn check(rig: &Rig, held: &[Held]) {
@@ -122,7 +118,7 @@ fn check(rig: &Rig, held: &[Held]) {
     let stats = rig.pools.stats();
     let bytes: u64 = held.iter().map(|held| held.slot.extent() + 1).sum();
     assert_eq!((stats.slots, stats.slot_bytes), (held.len() as u64, bytes));
-    let singles = held.iter().filter(|held| rig.pools.find(held.slot.first()).unwrap().single_use);
+    let singles = held.iter().filter(|held| is_single_use(rig, held.slot));
     let singles: u64 = singles.map(|held| held.slot.extent() + 1).sum();
     assert!(bytes - singles + stats.kept_bytes <= LIMITS.max_bytes);
     assert_eq!(rig.memory.bytes(), bytes + stats.kept_bytes + stats.quarantined_bytes);
@@ -131,7 +127,7 @@ fn check(rig: &Rig, held: &[Held]) {
     for device in 0..2 {
         let mine = held.iter().filter(|held| held.device == device);
         let mine: u64 = mine.map(|held| held.slot.extent() + 1).sum();
-        let charged = held_by(rig, device);
+        let charged = rig.held_by(device);
         assert!((mine..=mine + stats.quarantined_bytes).contains(&charged));
     }
 }

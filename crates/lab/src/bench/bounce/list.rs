@@ -188,7 +188,7 @@ impl Bench {
         let writes = direction != Direction::ToDevice;
         match way {
             Way::Whole => {
-                let mut mapping = dma.map_sg(std::mem::take(list), direction)?;
+                let mut mapping = dma.map(std::mem::take(list), direction)?;
                 ensure!(mapping.is_bounced(), "a list was mapped instead of copied");
                 ensure!(mapping.segments().len() == 1, "a copied list has several segments");
                 if writes {
