@@ -1,5 +1,5 @@
 //! The system call filters, as the kernel runs them. SIGSYS makes calls on no list fail, and counts
-//! them.
+//! them. They do not end the process (without debug assertions): a call that a list lacks must not take a guest down.
 
 use std::{
     cell::Cell,

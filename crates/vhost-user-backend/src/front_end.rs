@@ -33,6 +33,7 @@ struct Warned {
 
 /// The descriptors of a ring: for kicks, for interrupts, and for signalling a failure to the front
 /// end.
+#[derive(Default)]
 #[non_exhaustive]
 pub struct Events {
     /// The descriptor of the driver's kicks; `None`: poll.

@@ -102,6 +102,11 @@ impl HandlerError {
     pub fn new(text: impl Into<String>) -> HandlerError {
         HandlerError(text.into().into())
     }
+
+    /// The error as any other, with its sources.
+    pub fn into_inner(self) -> Box<dyn std::error::Error + Send + Sync> {
+        self.0
+    }
 }
 
 impl fmt::Display for HandlerError {

@@ -42,7 +42,7 @@ fn ring(ram: &Arc<GuestRam>, bus: &impl Lasting, at: u64, packed: bool) -> (Queu
         packed,
         base: device::RingConfig::start(packed),
     };
-    let events = Events { kick: None, call: None, err: None };
+    let events = Events::default();
     let ring = device::Queue::new(config, bus).unwrap();
     let log = RingLog::default();
     (queue, NetRing::new(0, ring, events, Arc::default(), "cost".into(), log))

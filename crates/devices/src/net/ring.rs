@@ -372,7 +372,7 @@ mod tests {
         let config =
             device::RingConfig { size: 8, desc, avail, used, event_idx, indirect, packed, base };
         let queue = device::Queue::postponed(config).unwrap();
-        let events = Events { kick: None, call: None, err: None };
+        let events = Events::default();
         NetRing::new(0, queue, events, Arc::default(), "test".into(), RingLog::default())
     }
 
