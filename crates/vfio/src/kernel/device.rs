@@ -10,7 +10,7 @@ use vfio_bindings::bindings::vfio::{
 };
 
 use super::{
-    Bar, IommuFile, Region,
+    Bar, Region,
     chain::{Chain, u32_at, u64_at},
     ioctl,
 };
@@ -33,11 +33,11 @@ pub struct Device {
     name: String,
     file: Arc<File>,
     /// The iommufd that it is bound to: its own descriptor must be closed before this one.
-    _iommu: Option<IommuFile>,
+    _iommu: Option<Arc<File>>,
 }
 
 impl Device {
-    pub(super) fn new(name: &str, file: File, iommu: Option<IommuFile>) -> Device {
+    pub(super) fn new(name: &str, file: File, iommu: Option<Arc<File>>) -> Device {
         Device { name: name.into(), file: Arc::new(file), _iommu: iommu }
     }
 

@@ -96,7 +96,7 @@ impl IommuFile {
             })
         })?;
         self.groups.lock().extend(Sysfs::default().group_of(device));
-        let device = Device::new(device, file, Some(self.clone()));
+        let device = Device::new(device, file, Some(Arc::clone(&self.file)));
         Ok(Bound { device, id: Id(bind.out_devid) })
     }
 

@@ -24,12 +24,52 @@ use std::{
     },
 };
 
+use ringfence_iommu::Error;
 use ringfence_mem::SharedFile;
 
 use self::record::{AMENDED, FIRST, head, read_log};
 pub(super) use self::record::{Answer, changes};
-use super::RestoreError;
-use crate::wire::Request;
+use crate::wire::{Request, Status};
+
+/// Why a state was not taken over. Nothing is attached, then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RestoreError {
+    /// The device has domains already.
+    #[error("the device is in use")]
+    InUse,
+    /// The bytes are too short, too long or not a saved state.
+    #[error("not a saved state: {0}")]
+    Format(&'static str),
+    /// It has another version.
+    #[error("the saved state has version {0}")]
+    Version(u32),
+    /// The device offers something else than the saved one.
+    #[error("the device differs from the one that was saved: {0}")]
+    Differs(&'static str),
+    /// Restoring the state failed; this is the answer of the request for it.
+    #[error("the state cannot be restored: domain {domain}, {status}")]
+    Refused {
+        /// The domain.
+        domain: u32,
+        /// The answer.
+        status: Status,
+    },
+    /// A request that was answered with OK is answered with something else.
+    #[error("request {at} after the state cannot be carried out here: {status}")]
+    Request {
+        /// Which of them.
+        at: usize,
+        /// The answer.
+        status: Status,
+    },
+    /// An invalidation failed.
+    #[error("an invalidation failed: {0}")]
+    Invalidation(Error),
+    /// An invalidation does not end.
+    #[error("an invalidation does not end")]
+    Stuck,
+}
 
 mod record;
 

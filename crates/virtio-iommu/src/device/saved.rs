@@ -1,49 +1,9 @@
 //! A device's state as bytes, for a guest that moves.
 
-use ringfence_iommu::{Domain, Error, Iova, Prot, Range, Result, table::Mapping};
+use ringfence_iommu::{Domain, Iova, Prot, Range, Result, table::Mapping};
 
-use super::{Backing, Device, Session};
-use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags, Status};
-
-/// Why a state was not taken over. Nothing is attached, then.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RestoreError {
-    /// The device has domains already.
-    #[error("the device is in use")]
-    InUse,
-    /// The bytes are too short, too long or not a saved state.
-    #[error("not a saved state: {0}")]
-    Format(&'static str),
-    /// It has another version.
-    #[error("the saved state has version {0}")]
-    Version(u32),
-    /// The device offers something else than the saved one.
-    #[error("the device differs from the one that was saved: {0}")]
-    Differs(&'static str),
-    /// Restoring the state failed; this is the answer of the request for it.
-    #[error("the state cannot be restored: domain {domain}, {status}")]
-    Refused {
-        /// The domain.
-        domain: u32,
-        /// The answer.
-        status: Status,
-    },
-    /// A request that was answered with OK is answered with something else.
-    #[error("request {at} after the state cannot be carried out here: {status}")]
-    Request {
-        /// Which of them.
-        at: usize,
-        /// The answer.
-        status: Status,
-    },
-    /// An invalidation failed.
-    #[error("an invalidation failed: {0}")]
-    Invalidation(Error),
-    /// An invalidation does not end.
-    #[error("an invalidation does not end")]
-    Stuck,
-}
+use super::{Backing, Device, RestoreError, Session};
+use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags};
 
 /// What the bytes begin with.
 const MAGIC: [u8; 4] = *b"RFvi";

@@ -16,6 +16,7 @@ mod report;
 mod run;
 mod subject;
 
+pub use bench::Check;
 pub use report::{Finding, Level, Mismatch, Outcome, Report};
-pub use run::{Check, checks, run};
+pub use run::{checks, run};
 pub use subject::{ACCESS, Event, Failed, Refused, Subject};

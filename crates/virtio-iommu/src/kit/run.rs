@@ -1,24 +1,10 @@
 //! The checks, one after the other.
 
 use super::{
-    Failed, Finding, Level, Mismatch, Outcome, Report, Subject,
-    bench::{Bench, Stop, Verdict},
+    Failed, Finding, Mismatch, Outcome, Report, Subject,
+    bench::{Bench, Check, Stop},
     checks::ALL,
 };
-
-/// One requirement on a device.
-#[derive(Clone, Copy, Debug)]
-pub struct Check {
-    /// The number of the rule: 22 for V22.
-    pub rule: u8,
-    /// How much it binds.
-    pub level: Level,
-    /// Its name, unique.
-    pub name: &'static str,
-    /// What the device must do, in a sentence.
-    pub says: &'static str,
-    pub(super) run: fn(&mut Bench<'_>) -> Verdict,
-}
 
 /// All checks, in the order of the rules.
 pub fn checks() -> Vec<Check> {

@@ -8,8 +8,22 @@ pub(super) use requests::{Answer, UNWRITTEN, attach, describe, map, unmap};
 
 use std::fmt::Display;
 
-use super::{Failed, Mismatch, Subject};
+use super::{Failed, Level, Mismatch, Subject};
 use crate::wire::{CONFIG_LEN, Features, MAX_REQUEST_LEN, Properties, Request, Status, TAIL_LEN};
+
+/// One requirement on a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Check {
+    /// The number of the rule: 22 for V22.
+    pub rule: u8,
+    /// How much it binds.
+    pub level: Level,
+    /// Its name, unique.
+    pub name: &'static str,
+    /// What the device must do, in a sentence.
+    pub says: &'static str,
+    pub(super) run: fn(&mut Bench<'_>) -> Verdict,
+}
 
 /// How a check ends: well, or before its end.
 pub(super) type Verdict = Result<(), Stop>;
