@@ -211,7 +211,7 @@ fn block(row: &Row) -> String {
         uses => format!("kept for {uses} uses"),
     };
     format!(
-        "{}, {kept}: {}, each with {} x {} in flight; IOTLB of {} sets x {} ways, {bits} bits",
+        "{}, {kept}: {} streams, each with {} x {} in flight; IOTLB of {} sets x {} ways, {bits} bits",
         of("pattern"),
         of("streams"),
         of("buffers"),

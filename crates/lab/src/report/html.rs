@@ -194,7 +194,7 @@ fn table(page: &mut String, job: &JobReport) {
         bytes(job.size),
         u64::from(job.iodepth) * u64::from(job.numjobs)
     );
-    for text in fallbacks(job).into_iter().chain(bounce::told(job)) {
+    for text in fallbacks(job).into_iter().chain(bounce::lines(job)) {
         put!(page, "<p class=\"fine\">{}</p>\n", escape(&text));
     }
     for (row, lines) in explained(job) {

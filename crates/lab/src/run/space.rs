@@ -62,7 +62,8 @@ const DEFAULT_BITS: u32 = 48;
 /// The widest: page tables of five levels have no more.
 const WIDEST: u32 = 57;
 
-/// The addresses that a link has.
+// The addresses that a link has.
+#[allow(missing_docs, reason = "clap would take it for that of the command")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Args)]
 pub struct Space {
     /// Where `ringfence` puts ranges: `size`, adjacent by size, from the top; `lowest` or

@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use super::{DiskChoice, Row, Usage};
 use crate::list::{named, number};
 
-/// How a policy is carried out, beyond its name. `None`: as Linux tunes it, or without a bound.
+// How a policy is carried out, beyond its name. `None`: as Linux tunes it, or without a bound.
+#[allow(missing_docs, reason = "clap would take it for that of the command")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Args)]
 pub struct Tuning {
     /// The most requests that share one map sync, under a policy with `+map`, and the most that
