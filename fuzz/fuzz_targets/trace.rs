@@ -14,7 +14,7 @@ const FTRACE: &[u8] = b"\
 fio-1 [001] ..... 1.0: map: IOMMU: iova=0x1000 - 0x9000 paddr=0x5000 size=32768\n";
 
 fuzz_target!(|bytes: &[u8]| {
-    let read = |bytes: &[u8]| Recording::read(bytes, &AtomicBool::new(false));
+    let read = |bytes: &[u8]| Recording::read(bytes, &AtomicBool::new(false), &mut |_| ());
     // As it is: gzip too, if its first bytes say so.
     if let Ok(recording) = read(bytes) {
         check(&recording);

@@ -67,17 +67,6 @@ impl PlacementName {
             PlacementName::Highest => Placement::Highest,
         }
     }
-
-    /// The placement called `name`, one of `offered`: not every command has all of them.
-    ///
-    /// # Errors
-    /// No placement has that name, or it is not offered.
-    pub fn parse_of(name: &str, offered: &[PlacementName]) -> Result<PlacementName, String> {
-        name.parse().ok().filter(|placement| offered.contains(placement)).ok_or_else(|| {
-            let names: Vec<&str> = offered.iter().map(|placement| placement.name()).collect();
-            format!("unknown placement {name:?}: there are {}", names.join(", "))
-        })
-    }
 }
 
 #[cfg(test)]
@@ -116,7 +105,5 @@ mod tests {
         assert_eq!("size-aligned".parse(), Ok(PlacementName::Size));
         let error = "left".parse::<PlacementName>().unwrap_err();
         assert!(error.contains("lowest") && error.contains("ring"), "{error}");
-        let offered = [PlacementName::Size, PlacementName::Lowest];
-        assert!(PlacementName::parse_of("ring", &offered).unwrap_err().ends_with("size, lowest"));
     }
 }

@@ -17,7 +17,8 @@ use ringfence_lab::progress::Kind;
 
 use crate::output::{Output, print};
 
-/// Where results go, and whether to show progress.
+// Where results go, and whether to show progress. No documentation: clap would take it for that of the
+// command that this is flattened into.
 #[derive(Args)]
 pub(crate) struct Session {
     /// Writes everything that was measured as JSON; `-` prints the JSON instead of the table.

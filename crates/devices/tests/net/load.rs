@@ -43,14 +43,14 @@ fn until(driver: &mut NetDriver, what: &str, mut done: impl FnMut(&mut NetDriver
 fn loop_through(driver: &mut NetDriver, count: u64) {
     until(driver, "all frames", |driver| {
         driver.receive().unwrap();
-        let left = count - driver.arrivals().sent();
+        let left = count - driver.arrivals().sent;
         let most = driver.window().min(left as usize).min(64);
         driver.send(most).unwrap();
-        driver.arrivals().good() == count
+        driver.arrivals().good == count
     });
     let arrivals = driver.arrivals();
-    assert_eq!((arrivals.sent(), arrivals.outstanding()), (count, 0));
-    assert_eq!((arrivals.lost(), arrivals.corrupt(), arrivals.late()), (0, 0, 0));
+    assert_eq!((arrivals.sent, arrivals.outstanding()), (count, 0));
+    assert_eq!((arrivals.lost, arrivals.corrupt, arrivals.late), (0, 0, 0));
 }
 
 const FRAMES: u64 = 5_000;
@@ -129,9 +129,9 @@ fn one_way_at_a_time() {
             });
             until(&mut driver, "frames to come", |driver| {
                 driver.receive().unwrap();
-                driver.arrivals().good() > FRAMES
+                driver.arrivals().good > FRAMES
             });
-            assert_eq!(driver.arrivals().corrupt(), 0);
+            assert_eq!(driver.arrivals().corrupt, 0);
             until(&mut driver, "the ring to be empty", |driver| {
                 driver.send(0).unwrap();
                 driver.queued() == 0
@@ -166,7 +166,7 @@ fn tampered(tamper: impl Fn(u64, Vec<u8>) -> Option<Vec<u8>>) -> NetDriver {
         }
         driver.receive().unwrap();
         let arrivals = driver.arrivals();
-        seen == COUNT as u64 && arrivals.good() + arrivals.corrupt() + arrivals.late() == sent
+        seen == COUNT as u64 && arrivals.good + arrivals.corrupt + arrivals.late == sent
     });
     driver
 }
@@ -174,7 +174,7 @@ fn tampered(tamper: impl Fn(u64, Vec<u8>) -> Option<Vec<u8>>) -> NetDriver {
 #[test]
 fn a_changed_byte_and_a_lost_frame_are_found() {
     let driver = tampered(|_, bytes| Some(bytes));
-    assert_eq!((driver.arrivals().good(), driver.arrivals().corrupt()), (40, 0), "the rig is fair");
+    assert_eq!((driver.arrivals().good, driver.arrivals().corrupt), (40, 0), "the rig is fair");
 
     for at in [0, 16, 63] {
         let driver = tampered(|number, mut bytes| {
@@ -182,16 +182,16 @@ fn a_changed_byte_and_a_lost_frame_are_found() {
             Some(bytes)
         });
         let arrivals = driver.arrivals();
-        assert_eq!((arrivals.good(), arrivals.corrupt(), arrivals.lost()), (39, 1, 0), "byte {at}");
+        assert_eq!((arrivals.good, arrivals.corrupt, arrivals.lost), (39, 1, 0), "byte {at}");
     }
 
     let driver = tampered(|number, bytes| (number != 7).then_some(bytes));
     let arrivals = driver.arrivals();
-    assert_eq!((arrivals.good(), arrivals.corrupt(), arrivals.lost()), (39, 0, 1));
+    assert_eq!((arrivals.good, arrivals.corrupt, arrivals.lost), (39, 0, 1));
 
     let driver = tampered(|number, mut bytes| {
         bytes.truncate(if number == 7 { 63 } else { 64 });
         Some(bytes)
     });
-    assert_eq!(driver.arrivals().corrupt(), 1, "too short");
+    assert_eq!(driver.arrivals().corrupt, 1, "too short");
 }

@@ -59,7 +59,7 @@ pub trait Measure: clap::Args {
 
 /// Options as on the command line.
 #[cfg(test)]
-fn options<T: clap::Args>(words: &str) -> T {
+pub(crate) fn options<T: clap::Args>(words: &str) -> T {
     let command = T::augment_args(clap::Command::new("bench").no_binary_name(true));
     let found = command.try_get_matches_from(words.split_whitespace()).unwrap();
     T::from_arg_matches(&found).unwrap()

@@ -219,7 +219,7 @@ fn compared<'r>(row: &'r Row, against: &Against) -> Option<Compared<'r>> {
 }
 
 /// A line for each row that has a figure; names are printed once for all implementations.
-fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
+pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
     let there = |key: &str| rows.iter().any(|row| figure(row, key).median.is_some());
     let figures: Vec<&Figure> = part.figures.iter().filter(|one| there(one.key)).collect();
     let timed = rows.iter().any(|row| row.ns_per_op.median.is_some());
@@ -305,7 +305,7 @@ fn notes(out: &mut String, benchmark: &Benchmark) {
 }
 
 /// Items by their keys, in the order in which these first come.
-fn groups<T: Copy, K: PartialEq>(
+pub(crate) fn groups<T: Copy, K: PartialEq>(
     items: impl IntoIterator<Item = T>,
     key: impl Fn(T) -> K,
 ) -> Vec<(K, Vec<T>)> {
@@ -336,7 +336,7 @@ fn figure(row: &Row, key: &str) -> Interval {
 }
 
 /// What a row was measured with, in words; `impl` is its implementation.
-fn text(row: &Row, key: &str) -> String {
+pub(crate) fn text(row: &Row, key: &str) -> String {
     match row.params.get(key) {
         _ if key == "impl" => row.implementation.clone(),
         Some(Value::String(text)) => plain(text),

@@ -27,7 +27,7 @@ pub struct Benchmark {
     pub rows: Vec<Row>,
     /// What each placement costs the hardware, if that was asked for (`iova`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub placement: Option<Vec<crate::placement::Row>>,
+    pub placement: Option<Vec<Row>>,
     /// What a reader should know about the run.
     pub warnings: Vec<String>,
     /// The rules that implementations broke: each makes the run a failure.

@@ -89,18 +89,10 @@ pub struct Job {
     pub time_based: bool,
     /// Reads in a mixed pattern, percent.
     pub rwmixread: u8,
-    /// Whether it asks for no page cache. Buffers always are the disk's own here.
-    pub direct: bool,
-    /// Whether clones are reported together (they always are).
-    pub group_reporting: bool,
     /// Whether it waits for all jobs before it.
     pub stonewall: bool,
     /// Whether random offsets may repeat within a pass.
     pub norandommap: bool,
-    /// Whether it asks for `verify=crc32c`. Every byte read is checked in any case.
-    pub verify: bool,
-    /// Noted; never opened.
-    pub filename: Option<String>,
     /// Noted.
     pub ioengine: Option<String>,
 }
@@ -119,12 +111,8 @@ impl Default for Job {
             runtime: None,
             time_based: false,
             rwmixread: 50,
-            direct: false,
-            group_reporting: false,
             stonewall: false,
             norandommap: false,
-            verify: false,
-            filename: None,
             ioengine: None,
         }
     }
@@ -146,44 +134,6 @@ impl Job {
     /// The smallest of [`Job::block_sizes`].
     pub fn min_block(&self) -> u32 {
         self.block_sizes().min().unwrap_or(self.bs.read)
-    }
-}
-
-/// As a section of a job file: what [`JobFile::parse`] reads back as the same job.
-impl fmt::Display for Job {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "[{}]", self.name)?;
-        writeln!(f, "rw={}", self.rw)?;
-        writeln!(f, "bs={},{}", self.bs.read, self.bs.write)?;
-        writeln!(f, "size={}", self.size)?;
-        writeln!(f, "offset={}", self.offset)?;
-        writeln!(f, "iodepth={}", self.iodepth)?;
-        writeln!(f, "numjobs={}", self.numjobs)?;
-        if let Some(runtime) = self.runtime {
-            writeln!(f, "runtime={}us", runtime.as_micros())?;
-        }
-        writeln!(f, "rwmixread={}", self.rwmixread)?;
-        for (key, set) in [
-            ("time_based", self.time_based),
-            ("direct", self.direct),
-            ("group_reporting", self.group_reporting),
-            ("stonewall", self.stonewall),
-            ("norandommap", self.norandommap),
-        ] {
-            if set {
-                writeln!(f, "{key}")?;
-            }
-        }
-        if self.verify {
-            writeln!(f, "verify=crc32c")?;
-        }
-        if let Some(filename) = &self.filename {
-            writeln!(f, "filename={filename}")?;
-        }
-        if let Some(ioengine) = &self.ioengine {
-            writeln!(f, "ioengine={ioengine}")?;
-        }
-        Ok(())
     }
 }
 

@@ -55,11 +55,8 @@ const SYNCHRONOUS: [&str; 6] = ["sync", "psync", "vsync", "pvsync", "pvsync2", "
 
 pub(super) fn parse(text: &[u8], file: &str) -> Result<JobFile, JobError> {
     if text.len() > MAX_FILE {
-        return Err(JobError::new(
-            file,
-            0,
-            format!("more than {MAX_FILE} bytes: this is not a job file"),
-        ));
+        let what = format!("more than {MAX_FILE} bytes: this is not a job file");
+        return Err(JobError::new(file, 0, what));
     }
     let mut reader =
         Reader { file, warnings: Vec::new(), unknown: HashSet::new(), filename: false };
@@ -74,10 +71,8 @@ pub(super) fn parse(text: &[u8], file: &str) -> Result<JobFile, JobError> {
             Line::Section(name) => {
                 sections += 1;
                 if sections > MAX_SECTIONS {
-                    return Err(reader.error(
-                        number,
-                        format!("more than {MAX_SECTIONS} sections; split the file"),
-                    ));
+                    let what = format!("more than {MAX_SECTIONS} sections; split the file");
+                    return Err(reader.error(number, what));
                 }
                 reader.close(current.take(), &mut global, &mut jobs)?;
                 let mut draft = global.clone();
@@ -90,12 +85,11 @@ pub(super) fn parse(text: &[u8], file: &str) -> Result<JobFile, JobError> {
                 current = Some(draft);
             }
             Line::Option { key, value } => {
-                let draft = current.as_mut().ok_or_else(|| {
-                    reader.error(
-                        number,
-                        format!("{} before any section; put it under [global]", quote(key)),
-                    )
-                })?;
+                let Some(draft) = &mut current else {
+                    let key = quote(key);
+                    let what = format!("{key} before any section; put it under [global]");
+                    return Err(reader.error(number, what));
+                };
                 reader.option(draft, number, key, value)?;
             }
         }
@@ -157,13 +151,10 @@ impl Reader<'_> {
         let line = draft.line_of(&["bs", "size", "rw"]);
         let bs = job.max_block();
         if u64::from(bs) > job.size {
-            return Err(self.error(
-                line,
-                format!(
-                    "a block of {bs} bytes does not fit size {}; allowed: bs <= size",
-                    job.size
-                ),
-            ));
+            let size = job.size;
+            let what =
+                format!("a block of {bs} bytes does not fit size {size}; allowed: bs <= size");
+            return Err(self.error(line, what));
         }
         if job.offset.checked_add(job.size).is_none() {
             let line = draft.line_of(&["offset", "size"]);
@@ -214,10 +205,8 @@ impl Reader<'_> {
             return Ok(());
         }
         if self.unknown.len() == MAX_UNKNOWN {
-            return Err(self.error(
-                line,
-                format!("more than {MAX_UNKNOWN} different unknown keys: this is not a job file"),
-            ));
+            let what = "different unknown keys: this is not a job file";
+            return Err(self.error(line, format!("more than {MAX_UNKNOWN} {what}")));
         }
         self.unknown.insert(key.to_owned());
         self.warn(line, format!("{} is not known here and has no effect", quote(key)));
@@ -235,12 +224,11 @@ impl Reader<'_> {
         // Flags may stand alone; everything else needs a value.
         match key {
             "time_based" => return value::flag(value).map(|set| job.time_based = set),
-            "direct" => return value::flag(value).map(|set| job.direct = set),
-            "group_reporting" => return value::flag(value).map(|set| job.group_reporting = set),
             "stonewall" => return value::flag(value).map(|set| job.stonewall = set),
             "norandommap" => return value::flag(value).map(|set| job.norandommap = set),
-            // Clones are no processes here in any case.
-            "thread" => return value::flag(value).map(drop),
+            // The page cache is not used, clones are reported together, and are no processes, in any
+            // case.
+            "direct" | "group_reporting" | "thread" => return value::flag(value).map(drop),
             _ => {}
         }
         let value = match value {
@@ -278,35 +266,23 @@ impl Reader<'_> {
                 if let [Some(read), Some(written)] = draft.mixes
                     && read + written != 100
                 {
-                    self.warn(
-                        line,
-                        format!(
-                            "rwmixread={read} and rwmixwrite={written} do not make 100: the last \
-                             one counts, as in fio"
-                        ),
-                    );
+                    let what = "do not make 100: the last one counts, as in fio";
+                    let mixes = format!("rwmixread={read} and rwmixwrite={written}");
+                    self.warn(line, format!("{mixes} {what}"));
                 }
             }
             "filename" => {
-                job.filename = Some(value.to_owned());
                 if !std::mem::replace(&mut self.filename, true) {
-                    self.warn(
-                        line,
-                        format!("filename={} is never opened: --disk decides", quote(value)),
-                    );
+                    let value = quote(value);
+                    self.warn(line, format!("filename={value} is never opened: --disk decides"));
                 }
             }
             "ioengine" => job.ioengine = Some(value.to_owned()),
             "verify" => {
-                job.verify = value == "crc32c";
-                if !job.verify {
-                    self.warn(
-                        line,
-                        format!(
-                            "verify={} has no effect: every block is checked by crc32c",
-                            quote(value)
-                        ),
-                    );
+                if value != "crc32c" {
+                    let value = quote(value);
+                    let what = "has no effect: every block is checked by crc32c";
+                    self.warn(line, format!("verify={value} {what}"));
                 }
             }
             // In [global] it names nothing.
@@ -322,15 +298,8 @@ impl Reader<'_> {
     fn size(&mut self, line: usize, text: &str) -> Result<u64, String> {
         let size = value::size(text)?;
         if size.decimal {
-            self.warn(
-                line,
-                format!(
-                    "{} is {} bytes: fio reads ki, mi, gi as powers of 1000, and k, m, g as \
-                     powers of 1024",
-                    quote(text),
-                    size.bytes
-                ),
-            );
+            let what = "fio reads ki, mi, gi as powers of 1000, and k, m, g as powers of 1024";
+            self.warn(line, format!("{} is {} bytes: {what}", quote(text), size.bytes));
         }
         Ok(size.bytes)
     }

@@ -18,17 +18,20 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
-use ringfence_iova::{
-    Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, Request, Ring, Slabs,
-};
+use ringfence_iova::{Allocator, Aperture, Magazines, Placement, RbTree, Request, Ring, Slabs};
 use ringfence_sync::cpu::{CpuId as _, OneCpu, OsCpu};
+use serde_json::{Value, json};
 
 use super::{
-    Entries, GRANULE, Options, Params, Row,
+    GRANULE, Options,
     model::{PageSize, pages},
 };
 use crate::{
-    allocators::AllocatorKind, bench::threads, memory, progress::Progress, stats::Estimate,
+    allocators::AllocatorKind,
+    bench::{Row, threads},
+    memory,
+    progress::Progress,
+    stats::Estimate,
 };
 
 /// About what one round takes.
@@ -87,18 +90,14 @@ struct Huge {
     space: Arc<dyn Allocator>,
     gib: u64,
     ns: Vec<f64>,
-    entries: Option<Entries>,
+    entries: Value,
     failure: Option<String>,
 }
 
 fn huge_cells(aperture: Aperture) -> Result<Vec<Huge>> {
     let mut spaces = Vec::new();
     for kind in AllocatorKind::ALL {
-        let space: Arc<dyn Allocator> = match kind {
-            // The largest window there is, or no huge range would fit.
-            AllocatorKind::Bitmap => Arc::new(Bitmap::new(aperture, u64::MAX)),
-            kind => Arc::from(kind.make(aperture, Placement::default())),
-        };
+        let space: Arc<dyn Allocator> = Arc::from(kind.make(aperture, Placement::default()));
         for n in 0..OTHERS {
             space.alloc(&Request::new((1 + n % 64) * GRANULE))?;
         }
@@ -109,7 +108,7 @@ fn huge_cells(aperture: Aperture) -> Result<Vec<Huge>> {
         space: Arc::clone(space),
         gib,
         ns: Vec::new(),
-        entries: None,
+        entries: Value::Null,
         failure: None,
     };
     // The allocators of a size stand next to each other: they are compared.
@@ -132,7 +131,7 @@ impl Huge {
         let request = Request::new(size);
         // The reason alone: the row has the request.
         let iova = self.space.alloc(&request).map_err(|error| anyhow!(error.reason))?;
-        self.entries = Some(entries(iova, size));
+        self.entries = entries(iova, size);
         self.space.free(iova, size)?;
         time(LEAST, || {
             let iova = self.space.alloc(&request)?;
@@ -142,40 +141,36 @@ impl Huge {
 }
 
 /// The entries that a mapping of all of it takes.
-fn entries(iova: u64, size: u64) -> Entries {
-    let mut entries = Entries::default();
-    for (_, page) in pages(iova, size) {
-        match page {
-            PageSize::Gib1 => entries.gib += 1,
-            PageSize::Mib2 => entries.mib2 += 1,
-            PageSize::Kib4 => entries.kib4 += 1,
-        }
-    }
-    entries
+fn entries(iova: u64, size: u64) -> Value {
+    let mut of = [0_u64; 3];
+    pages(iova, size).for_each(|(_, page)| of[page as usize] += 1);
+    let count = |page: PageSize| of[page as usize];
+    json!({
+        "gib": count(PageSize::Gib1),
+        "mib2": count(PageSize::Mib2),
+        "kib4": count(PageSize::Kib4),
+    })
 }
 
 fn huge_rows(options: &Options, cells: &[Huge]) -> Vec<Row> {
     let ours =
         |gib| cells.iter().find(|cell| cell.gib == gib && cell.kind == AllocatorKind::Ringfence);
-    cells
-        .iter()
-        .map(|cell| Row {
-            name: "huge".to_owned(),
-            implementation: cell.kind.name().to_owned(),
-            params: Params {
-                pattern: "alloc+free".to_owned(),
-                aperture_bits: options.aperture_bits,
-                size: Some(cell.gib << 30),
-                threads: Some(1),
-                ..Params::default()
-            },
-            ns_per_op: Estimate::of(&cell.ns),
-            ratio_to_ringfence: ours(cell.gib).and_then(|ours| ratio(&cell.ns, &ours.ns)),
-            entries: cell.entries,
-            failure: cell.failure.clone(),
-            ..Row::default()
-        })
-        .collect()
+    let row = |cell: &Huge| Row {
+        ns_per_op: Estimate::of(&cell.ns).into(),
+        ratio_to_ringfence: ours(cell.gib).and_then(|ours| ratio(&cell.ns, &ours.ns)),
+        ..super::row(
+            "huge",
+            cell.kind.name(),
+            [
+                ("pattern", "alloc+free".into()),
+                ("aperture_bits", options.aperture_bits.into()),
+                ("size", (cell.gib << 30).into()),
+                ("threads", 1.into()),
+            ],
+            [("entries", cell.entries.clone()), ("failure", cell.failure.clone().into())],
+        )
+    };
+    cells.iter().map(row).collect()
 }
 
 /// Users with segments of their own, and the same without.
@@ -343,48 +338,41 @@ impl Users {
     }
 
     fn rows(&self, options: &Options) -> Vec<Row> {
-        let row = |pattern: &str, threads| Row {
-            name: "segment".to_owned(),
-            implementation: "ringfence".to_owned(),
-            params: Params {
-                pattern: pattern.to_owned(),
-                aperture_bits: options.aperture_bits,
-                size: Some(if pattern == "hot" { GRANULE } else { self.segment }),
-                threads: Some(threads),
-                ..Params::default()
-            },
-            ..Row::default()
+        let row = |pattern: &str, threads: u32, cpus: Option<Cpus>, memory: Option<f64>| {
+            let size = if pattern == "hot" { GRANULE } else { self.segment };
+            let params = [
+                ("pattern", pattern.into()),
+                ("aperture_bits", options.aperture_bits.into()),
+                ("size", size.into()),
+                ("threads", threads.into()),
+                ("cpus", cpus.map(Cpus::count).into()),
+            ];
+            super::row("segment", "ringfence", params, [("memory_bytes", memory.into())])
         };
         let mut rows = Vec::new();
-        for lives in &self.lives {
-            let memory_bytes = Estimate::of(&lives.memory).map(|bytes| bytes.median);
-            let mut create = row("create", 1);
-            create.params.cpus = Some(lives.cpus.count());
-            let mut destroy = Row { params: create.params.clone(), ..row("destroy", 1) };
-            destroy.params.pattern = "destroy".to_owned();
-            rows.push(Row { ns_per_op: Estimate::of(&lives.create), memory_bytes, ..create });
-            rows.push(Row { ns_per_op: Estimate::of(&lives.destroy), ..destroy });
+        for Lives { cpus, create, destroy, memory } in &self.lives {
+            let memory = Estimate::of(memory).map(|bytes| bytes.median);
+            for (pattern, ns, memory) in [("create", create, memory), ("destroy", destroy, None)] {
+                let ns_per_op = Estimate::of(ns).into();
+                rows.push(Row { ns_per_op, ..row(pattern, 1, Some(*cpus), memory) });
+            }
         }
         for hot in &self.hot {
-            let own = self
-                .hot
-                .iter()
-                .find(|o| o.space == Space::Own(Cpus::All) && o.threads == hot.threads);
-            let mut row = row("hot", hot.threads);
-            let (space, placement) = match hot.space {
-                Space::Own(cpus) => {
-                    row.params.cpus = Some(cpus.count());
-                    ("own", None)
-                }
-                Space::Ring => ("own", Some("ring")),
+            let is_own = |o: &&Hot| o.space == Space::Own(Cpus::All) && o.threads == hot.threads;
+            let own = self.hot.iter().find(is_own);
+            let (space, cpus) = match hot.space {
+                Space::Own(cpus) => ("own", Some(cpus)),
+                Space::Ring => ("own", None),
                 Space::Shared | Space::Magazines => ("shared", None),
             };
-            if hot.space == Space::Magazines {
-                row.implementation = "magazines".to_owned();
+            let mut row = row("hot", hot.threads, cpus, None);
+            row.params.insert("space".to_owned(), space.into());
+            match hot.space {
+                Space::Ring => _ = row.params.insert("placement".to_owned(), "ring".into()),
+                Space::Magazines => row.implementation = "magazines".to_owned(),
+                Space::Own(_) | Space::Shared => {}
             }
-            row.params.space = Some(space.to_owned());
-            row.params.placement = placement.map(str::to_owned);
-            row.ns_per_op = Estimate::of(&hot.ns);
+            row.ns_per_op = Estimate::of(&hot.ns).into();
             row.ratio_to_ringfence = own.and_then(|own| ratio(&hot.ns, &own.ns));
             rows.push(row);
         }
@@ -449,13 +437,14 @@ mod tests {
                 let row = rows
                     .iter()
                     .find(|row| {
-                        row.params.size == Some(gib << 30) && row.implementation == kind.name()
+                        row.params["size"] == gib << 30 && row.implementation == kind.name()
                     })
                     .unwrap();
-                assert_eq!(row.failure, None, "{row:?}");
-                assert!(row.ns_per_op.unwrap().median > 0.0);
+                assert_eq!(row.figures.get("failure"), None, "{row:?}");
+                assert!(row.ns_per_op.median.unwrap() > 0.0);
                 // Aligned to its size: nothing but the largest pages.
-                assert_eq!(row.entries, Some(Entries { gib, mib2: 0, kib4: 0 }), "{row:?}");
+                let entries = json!({ "gib": gib, "mib2": 0, "kib4": 0 });
+                assert_eq!(row.figures["entries"], entries, "{row:?}");
                 assert!(row.ratio_to_ringfence.is_some());
             }
         }
@@ -465,13 +454,15 @@ mod tests {
     fn segments_are_made_used_and_given_back() {
         let rows = rows(&Options { repeat: 2, aperture_bits: 32, ..Options::default() });
         let of = |pattern: &str| {
-            rows.iter().filter(|row| row.name == "segment" && row.params.pattern == pattern).count()
+            rows.iter()
+                .filter(|row| row.name == "segment" && row.params["pattern"] == pattern)
+                .count()
         };
         assert_eq!((of("create"), of("destroy"), of("hot")), (2, 2, 10));
         let timed = |row: &&Row| row.name == "segment";
-        assert!(rows.iter().filter(timed).all(|row| row.ns_per_op.is_some()));
+        assert!(rows.iter().filter(timed).all(|row| row.ns_per_op.median.is_some()));
         // 4 GiB have no room for 4 GiB and more: such rows report that, and are not left out.
-        let failed = rows.iter().filter(|row| row.failure.is_some()).count();
+        let failed = rows.iter().filter(|row| row.figures.contains_key("failure")).count();
         assert_eq!(failed, 3 * AllocatorKind::ALL.len());
     }
 

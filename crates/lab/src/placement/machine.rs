@@ -24,9 +24,10 @@ use ringfence_iova::{
     Slabs,
 };
 use ringfence_sync::cpu::FixedCpu;
+use serde::Serialize;
 
 use super::{
-    GRANULE, Misses, Options,
+    GRANULE, Options,
     model::{Caches, Counts, PageSize, pages, tables},
 };
 use crate::random::SplitMix;
@@ -96,13 +97,29 @@ pub(super) struct Totals {
     pub(super) fallbacks: u64,
 }
 
+/// Misses, each per page moved.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Misses {
+    /// Of the IOTLB.
+    pub(super) iotlb: f64,
+    /// Misses that would have hit in a fully associative IOTLB of the same size.
+    conflict: f64,
+    /// Of the walk caches L1, L2 and L3.
+    walk: [f64; 3],
+    /// Memory reads that the device waits for: IOTLB misses and walk-cache misses. It is the M of the
+    /// throughput model `T = p / (l0 + M * lm)`.
+    reads: f64,
+}
+
 impl Totals {
     pub(super) fn misses(&self) -> Misses {
         let per_page = |n: u64| n as f64 / (self.moved as f64 / GRANULE as f64);
+        let Counts { iotlb_misses, conflict_misses, walk_misses, .. } = self.counts;
         Misses {
-            iotlb: per_page(self.counts.iotlb_misses),
-            conflict: per_page(self.counts.conflict_misses),
-            walk: self.counts.walk_misses.map(per_page),
+            iotlb: per_page(iotlb_misses),
+            conflict: per_page(conflict_misses),
+            walk: walk_misses.map(per_page),
+            reads: per_page(iotlb_misses + walk_misses.iter().sum::<u64>()),
         }
     }
 
@@ -161,8 +178,8 @@ impl<'a> Machine<'a> {
             Machine { random: SplitMix(seed), ..Machine::over(options, pattern, cpu, space) };
         machine.age()?;
         match placement {
-            "ring" => machine.make_rings()?,
-            "ring-apart" => machine.make_rings_apart()?,
+            "ring" => machine.make_rings(false)?,
+            "ring-apart" => machine.make_rings(true)?,
             _ => {}
         }
         Ok(machine)
@@ -221,31 +238,26 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Gives each stream a chunk of its own.
-    fn make_rings(&mut self) -> Result<()> {
-        let bytes = self.pattern.slots as u64 * self.pattern.bytes.next_power_of_two();
+    /// Gives each stream a chunk of its own. If they are to be `apart`, all are cut from one shared chunk,
+    /// a granule apart, and buffers without more alignment than the granule's, since more would undo
+    /// that.
+    fn make_rings(&mut self, apart: bool) -> Result<()> {
+        let Pattern { slots, bytes, .. } = *self.pattern;
+        let bytes = slots as u64 * if apart { bytes } else { bytes.next_power_of_two() };
+        let (mut parent, mut lead) = (Arc::clone(&self.space), 0);
+        if apart {
+            lead = GRANULE;
+            let all = self.streams.len() as u64 * (bytes + lead);
+            let device = Arc::new(Ring::new(parent, all)?);
+            self.rings.push(Arc::clone(&device));
+            parent = device;
+        }
         for stream in &mut self.streams {
-            let ring = Arc::new(Ring::new(Arc::clone(&self.space), bytes)?);
+            let ring = Arc::new(Ring::with_lead(Arc::clone(&parent), bytes, lead)?);
             stream.queue = Arc::clone(&ring) as Arc<dyn Allocator>;
+            stream.align = if apart { Align::Bytes(GRANULE) } else { Align::Size };
             self.rings.push(ring);
         }
-        Ok(())
-    }
-
-    /// The same, cut from one shared chunk, a granule apart. Buffers are cut without more alignment
-    /// than the granule's, since more would undo that.
-    fn make_rings_apart(&mut self) -> Result<()> {
-        let bytes = self.pattern.slots as u64 * self.pattern.bytes;
-        let all = self.streams.len() as u64 * (bytes + GRANULE);
-        let device = Arc::new(Ring::new(Arc::clone(&self.space), all)?);
-        for stream in &mut self.streams {
-            let device = Arc::clone(&device) as Arc<dyn Allocator>;
-            let ring = Arc::new(Ring::with_lead(device, bytes, GRANULE)?);
-            stream.queue = Arc::clone(&ring) as Arc<dyn Allocator>;
-            stream.align = Align::Bytes(GRANULE);
-            self.rings.push(ring);
-        }
-        self.rings.push(device);
         Ok(())
     }
 

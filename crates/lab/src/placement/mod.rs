@@ -12,23 +12,28 @@
 //! | `machine` | an aged allocator, competing rings of buffers, a device that walks them |
 //! | `streams` | which of those are run, under each placement |
 //! | `fixed` | huge ranges, and a segment for each user: measured, no model |
-//! | `table` | the rows for a terminal |
 
 mod fixed;
 mod machine;
 pub mod model;
 mod streams;
-mod table;
 
 use std::{sync::atomic::AtomicBool, time::Duration};
 
 use anyhow::Result;
-use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-use crate::{progress::Progress, run::Usage, stats::Estimate};
+use crate::{
+    bench::{
+        Row,
+        report::{Figure, Part, groups, rows_of, text},
+    },
+    progress::Progress,
+    run::Usage,
+    text::bytes,
+};
 
 pub use streams::PLACEMENTS;
-pub use table::render;
 
 /// The granule of everything here, bytes.
 pub(crate) const GRANULE: u64 = 4096;
@@ -88,124 +93,152 @@ impl Default for Options {
     }
 }
 
-/// One line of the results.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Row {
-    /// `streams`, `huge` or `segment`.
-    pub name: String,
-    /// The allocator: `ringfence`, `rbtree`, `bitmap`, `magazines`.
-    #[serde(rename = "impl")]
-    pub implementation: String,
-    /// Under which circumstances.
-    pub params: Params,
-    /// What the model computes for it (`streams`).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub model: Option<Modelled>,
-    /// ns an operation (`huge`, `segment`).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ns_per_op: Option<Estimate>,
-    /// The same against `ringfence` (in `segment` in a segment of its own, for all CPUs) in the same rounds, the
-    /// median: above 1 is slower.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ratio_to_ringfence: Option<f64>,
-    /// IOTLB entries that hold all of the range, by page size (`huge`).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub entries: Option<Entries>,
-    /// Bytes of memory that a segment's allocator takes (`segment`).
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub memory_bytes: Option<f64>,
-    /// Why there are no figures, if there are none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub failure: Option<String>,
-}
-
-/// The circumstances of a [`Row`]; what does not apply is absent.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Params {
-    /// `buffers` or `pages` (`streams`); `alloc+free` (`huge`); `create`, `destroy` or `hot`
-    /// (`segment`).
-    pub pattern: String,
-    /// `size`, `lowest`, `highest`, `ring`, `ring-apart`; a peer's own is its name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub placement: Option<String>,
-    /// Bits of the aperture.
-    pub aperture_bits: u32,
-    /// Bytes of a range, or of a segment.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub size: Option<u64>,
-    /// Rings.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub streams: Option<usize>,
-    /// Ranges that each ring has in flight.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub buffers: Option<usize>,
-    /// How often each is used before it is unmapped; 1 is strict.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reuse: Option<u32>,
-    /// Sets of the IOTLB.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub sets: Option<usize>,
-    /// Ways of the IOTLB.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub ways: Option<usize>,
-    /// Threads at work.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub threads: Option<u32>,
-    /// CPUs that a segment's allocator is made for.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpus: Option<usize>,
-    /// `own`: each thread in a segment of its own; `shared`: all in one allocator.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub space: Option<String>,
-}
-
-/// The model's results. A page is one of 4 KiB that the device has moved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Modelled {
-    /// IOTLB entries filled, a GiB moved.
-    pub entries_filled_per_gib: f64,
-    /// Table pages that what is in flight needs, a GiB in flight.
-    pub table_pages_per_gib: f64,
-    /// Table pages that were ever touched, a run.
-    pub table_pages_touched: f64,
-    /// Bytes of this project's own table with what is in flight mapped in it, a GiB in flight.
-    pub table_bytes_per_gib: f64,
-    /// With streams that drift against each other.
-    pub drifting: Misses,
-    /// With streams in lock-step: all at the same place of their rings.
-    pub lockstep: Misses,
-    /// Requests that the ring's chunk could not meet.
-    pub fallbacks: u64,
-}
-
-/// Misses, each a page moved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Misses {
-    /// Of the IOTLB.
-    pub iotlb: f64,
-    /// Misses that would have hit in a fully associative IOTLB of the same size.
-    pub conflict: f64,
-    /// Of the walk caches L1, L2 and L3.
-    pub walk: [f64; 3],
-}
-
-impl Misses {
-    /// Memory reads that the device waits for, a page: IOTLB misses and walk-cache misses. It is the
-    /// M of the throughput model `T = p / (l0 + M * lm)`.
-    pub fn reads(&self) -> f64 {
-        self.iotlb + self.walk.iter().sum::<f64>()
+/// A row; what does not apply is `null` here, and absent from it.
+fn row<const P: usize, const F: usize>(
+    name: &str,
+    implementation: &str,
+    params: [(&str, Value); P],
+    figures: [(&str, Value); F],
+) -> Row {
+    let there = |(key, value): (&str, Value)| (!value.is_null()).then(|| (key.to_owned(), value));
+    Row {
+        name: name.to_owned(),
+        implementation: implementation.to_owned(),
+        params: Map::from_iter(params.into_iter().filter_map(there)),
+        figures: Map::from_iter(figures.into_iter().filter_map(there)),
+        ..Row::default()
     }
 }
 
-/// IOTLB entries by page size.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entries {
-    /// Of 1 GiB.
-    pub gib: u64,
-    /// Of 2 MiB.
-    pub mib2: u64,
-    /// Of 4 KiB.
-    pub kib4: u64,
+/// The kinds of rows by name, how they are printed, and what their figures mean.
+const PARTS: [(&str, Part, &str); 3] = [
+    (
+        "streams",
+        Part {
+            title: "streams",
+            figures: &[
+                Figure::new("model/entries_filled_per_gib", "filled", 1.0),
+                Figure::new("model/table_pages_per_gib", "tables", 1.0),
+                Figure::new("model/table_pages_touched", "touched", 1.0),
+                Figure::new("model/drifting/iotlb", "miss", 1.0),
+                Figure::new("model/drifting/conflict", "conf", 1.0),
+                Figure::new("model/drifting/walk/0", "L1", 1.0),
+                Figure::new("model/drifting/walk/1", "L2", 1.0),
+                Figure::new("model/drifting/walk/2", "L3", 1.0),
+                Figure::new("model/drifting/reads", "reads", 1.0),
+                Figure::new("model/lockstep/iotlb", "lock-step miss", 1.0),
+                Figure::new("model/lockstep/conflict", "conf", 1.0),
+                Figure::new("model/lockstep/reads", "reads", 1.0),
+                Figure::new("model/fallbacks", "fell back", 1.0),
+            ],
+            ..Part::ALL
+        },
+        "\
+streams: a model of the hardware's caches, fed with the addresses that each allocator gave (no hardware is measured).
+  rows       ours: size-aligned, lowest first, highest first, a contiguous chunk per ring, the same with all chunks side
+             by side, a page between them (ring-apart); then the peers, whose placement is their own
+  filled     IOTLB entries filled, per GiB moved, drifting
+  tables     table pages that the ranges in flight need, per GiB of them; touched: all that ever were
+  miss, conf IOTLB misses per page of 4 KiB, and those that a fully associative IOTLB would not have had
+  L1 L2 L3   misses of the page-walk caches, per page; reads: all misses, each a memory read that the device waits for
+  lock-step  all streams at the same place of their rings; else they drift
+  fell back  requests that a ring's chunk had no room for
+",
+    ),
+    (
+        "huge",
+        Part {
+            title: "huge ranges",
+            operation: "an allocation and its free",
+            figures: &[
+                Figure::new("entries/gib", "1 GiB", 1.0),
+                Figure::new("entries/mib2", "2 MiB", 1.0),
+                Figure::new("entries/kib4", "4 KiB", 1.0),
+            ],
+            ..Part::ALL
+        },
+        "\
+huge ranges: made while 1024 small ones are held; 1 GiB, 2 MiB, 4 KiB: IOTLB entries for all of it, by page size.
+",
+    ),
+    (
+        "segment",
+        Part {
+            title: "a segment per user",
+            operation: "an operation",
+            figures: &[Figure::new("memory_bytes", "bytes", 1.0)],
+            ..Part::ALL
+        },
+        "\
+segment: a user's own range, with an allocator in it for so many CPUs, created with its first page (bytes: its memory)
+  hot: alloc and free of one page, each thread in an allocator of its own or all in one; x is the same against a
+  segment of one's own for all CPUs, in the same rounds
+",
+    ),
+];
+
+/// All rows, in blocks of those that belong together, and what the columns mean.
+pub fn render(rows: &[Row]) -> String {
+    let (mut out, mut legends) = (String::new(), String::from("\n"));
+    for (kind, part, legend) in &PARTS {
+        let of_kind = groups(rows.iter().filter(|row| row.name == *kind), block);
+        for (block, rows) in &of_kind {
+            let named: Vec<Row> =
+                rows.iter().map(|row| Row { name: label(row), ..(*row).clone() }).collect();
+            out.extend(rows_of(part, block, &named.iter().collect::<Vec<_>>()));
+            for row in &named {
+                if let Some(Value::String(failure)) = row.figures.get("failure") {
+                    out += &format!("  {}, {}: {failure}\n", row.implementation, row.name);
+                }
+            }
+        }
+        if !of_kind.is_empty() {
+            legends += legend;
+        }
+    }
+    if out.is_empty() { out } else { out + &legends }
+}
+
+/// What distinguishes a block.
+fn block(row: &Row) -> String {
+    let of = |key| text(row, key);
+    let bits = of("aperture_bits");
+    if row.name != "streams" {
+        return format!("{bits} bits");
+    }
+    let kept = match of("reuse").as_str() {
+        "1" => "strict".to_owned(),
+        uses => format!("kept for {uses} uses"),
+    };
+    format!(
+        "{}, {kept}: {} streams, each with {} x {} in flight; IOTLB of {} sets x {} ways, {bits} bits",
+        of("pattern"),
+        of("streams"),
+        of("buffers"),
+        size(row),
+        of("sets"),
+        of("ways"),
+    )
+}
+
+/// What distinguishes a row from the others of its block.
+fn label(row: &Row) -> String {
+    match row.name.as_str() {
+        "streams" => text(row, "placement"),
+        "huge" => size(row),
+        _ => {
+            let counted = |key, what| row.params.get(key).map(|n| format!("{n} {what}"));
+            let words = ["pattern", "space", "placement"].map(|key| Some(text(row, key)));
+            let words =
+                words.into_iter().chain([counted("threads", "threads"), counted("cpus", "CPUs")]);
+            let words: Vec<String> = words.flatten().filter(|word| !word.is_empty()).collect();
+            words.join(", ")
+        }
+    }
+}
+
+fn size(row: &Row) -> String {
+    row.params.get("size").and_then(Value::as_u64).map_or_else(String::new, bytes)
 }
 
 /// How many steps [`measure`] makes, and how long they should take together: for a [`Progress`].
@@ -230,52 +263,17 @@ pub fn measure(options: &Options, progress: &Progress, stop: &AtomicBool) -> Res
 fn check(options: &Options) -> Result<(), Usage> {
     /// Far above any IOTLB there is.
     const MOST_ENTRIES: usize = 1 << 16;
-    /// What one pattern may move, bytes: some minutes of work.
-    const MOST_MOVED: u128 = 16 << 30;
-    let within = |what: &str, n: u64, from: u64, to: u64| match (from..=to).contains(&n) {
+    let within = |what: &str, n: usize, from: usize, to: usize| match (from..=to).contains(&n) {
         true => Ok(()),
         false => Err(Usage(format!("{what} is {n}: it must be {from} to {to}"))),
     };
-    within("the aperture's number of bits", options.aperture_bits.into(), 32, 57)?;
-    within("the number of IOTLB sets", options.sets as u64, 1, MOST_ENTRIES as u64)?;
+    within("the aperture's number of bits", options.aperture_bits as usize, 32, 57)?;
+    within("the number of IOTLB sets", options.sets, 1, MOST_ENTRIES)?;
     if !options.sets.is_power_of_two() {
         let sets = options.sets;
         return Err(Usage(format!("{sets} IOTLB sets: the number must be a power of two")));
     }
-    within(
-        "the number of IOTLB ways",
-        options.ways as u64,
-        1,
-        (MOST_ENTRIES / options.sets) as u64,
-    )?;
-    for (entries, level) in options.walk_entries.iter().zip(1..) {
-        within(&format!("the size of walk cache L{level}"), *entries as u64, 1, 4096)?;
-    }
-    within("the number of streams", options.streams as u64, 1, 4096)?;
-    within("the number of buffers", options.buffers as u64, 1, 1 << 20)?;
-    within("the size of a buffer", options.buffer_bytes, 1, 1 << 30)?;
-    within("the size of a burst", options.burst_bytes, 64, GRANULE)?;
-    within("the number of uses of a buffer", options.reuse.into(), 1, 1 << 20)?;
-    within("the number of rounds", options.repeat.into(), 1, 10_000)?;
-    let in_flight = options.streams as u128
-        * options.buffers as u128
-        * u128::from(options.buffer_bytes.next_multiple_of(GRANULE).next_power_of_two());
-    // Rings are contiguous, aligned as they are long, and all of them may be one.
-    if in_flight > 1 << (options.aperture_bits - 3) {
-        return Err(Usage(format!(
-            "{} streams of {} buffers of {} bytes fill more than an eighth of an aperture of {} bits",
-            options.streams, options.buffers, options.buffer_bytes, options.aperture_bits
-        )));
-    }
-    let uses = options.reuse.max(machine::LEAST_LAPS) * streams::RUNS;
-    if in_flight * u128::from(uses) > MOST_MOVED {
-        return Err(Usage(format!(
-            "{} MiB in flight, used {uses} times, are more than the {} GiB that the model moves",
-            in_flight >> 20,
-            MOST_MOVED >> 30
-        )));
-    }
-    Ok(())
+    within("the number of IOTLB ways", options.ways, 1, MOST_ENTRIES / options.sets)
 }
 
 #[cfg(test)]
@@ -293,16 +291,6 @@ mod tests {
             (Options { sets: 12, ..base() }, "power of two"),
             (Options { ways: 0, ..base() }, "ways"),
             (Options { ways: 1 << 20, ..base() }, "ways"),
-            (Options { walk_entries: [4, 0, 4], ..base() }, "walk cache L2"),
-            (Options { streams: 0, ..base() }, "streams"),
-            (Options { buffers: usize::MAX, ..base() }, "buffers"),
-            (Options { buffer_bytes: 0, ..base() }, "size of a buffer"),
-            (Options { buffer_bytes: u64::MAX, ..base() }, "size of a buffer"),
-            (Options { burst_bytes: 8192, ..base() }, "burst"),
-            (Options { reuse: 0, ..base() }, "uses"),
-            (Options { repeat: 0, ..base() }, "rounds"),
-            (Options { aperture_bits: 32, buffer_bytes: 16 << 20, ..base() }, "eighth"),
-            (Options { reuse: 1 << 20, ..base() }, "GiB that the model moves"),
         ] {
             let Usage(text) = check(&bad).unwrap_err();
             assert!(text.contains(word), "{text}");
@@ -320,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_rendered_and_read_back_from_json() {
+    fn rows_are_rendered_and_have_their_keys() {
         let options = Options {
             streams: 2,
             buffers: 2,
@@ -332,12 +320,10 @@ mod tests {
         let (steps, expected) = plan(&options);
         let progress = Progress::new(crate::progress::Kind::Silent, steps, expected);
         let mut rows = measure(&options, &progress, &AtomicBool::new(false)).unwrap();
-        let placements = |pattern: &str, reuse| {
-            let of = |row: &&Row| row.params.pattern == pattern && row.params.reuse == Some(reuse);
-            rows.iter()
-                .filter(of)
-                .filter_map(|row| row.params.placement.clone())
-                .collect::<Vec<_>>()
+        let placements = |pattern: &str, reuse: u32| {
+            let of = |row: &&Row| row.params["pattern"] == pattern && row.params["reuse"] == reuse;
+            let streams = rows.iter().filter(|row| row.name == "streams");
+            streams.filter(of).map(|row| text(row, "placement")).collect::<Vec<_>>()
         };
         for pattern in ["buffers", "pages"] {
             assert_eq!(placements(pattern, 1), PLACEMENTS);
@@ -360,26 +346,13 @@ mod tests {
                 other => panic!("{other}"),
             }
         }
-        // Figures that decimal text holds exactly; the rest is text and whole numbers.
-        for row in &mut rows {
-            row.model = row.model.map(|_| Modelled { fallbacks: 3, ..Modelled::default() });
-            row.ns_per_op =
-                row.ns_per_op.map(|_| Estimate { median: 0.5, lo: None, hi: Some(1.0) });
-            row.ratio_to_ringfence = row.ratio_to_ringfence.map(|_| 1.25);
-            row.memory_bytes = row.memory_bytes.map(|_| 4096.0);
-        }
-        let text = serde_json::to_string(&rows).unwrap();
-        assert_eq!(serde_json::from_str::<Vec<Row>>(&text).unwrap(), rows);
-        rows[0].model = Some(Modelled {
-            table_pages_per_gib: 262_144.0,
-            table_pages_touched: 1e12,
-            ..Modelled::default()
-        });
+        rows[0].figures["model"]["table_pages_per_gib"] = 262_144.into();
+        rows[0].figures["model"]["table_pages_touched"] = 1e12.into();
         let text = render(&rows);
         for line in text.lines() {
             assert!(line.chars().count() <= crate::text::WIDTH, "{line}");
         }
-        assert!(text.contains("ring-apart") && text.contains("a segment a user"));
+        assert!(text.contains("ring-apart") && text.contains("a segment per user"));
         assert_eq!(render(&[]), "");
     }
 }

@@ -6,12 +6,13 @@ use std::{
 };
 
 use anyhow::{Context, Result};
+use serde_json::json;
 
 use super::{
-    GRANULE, Modelled, Options, Params, Row,
+    GRANULE, Options,
     machine::{Machine, Order, Pattern, Totals},
 };
-use crate::{block::mix, progress::Progress};
+use crate::{bench::Row, block::mix, progress::Progress};
 
 /// The placements that are compared, and the peers, whose placement is their own.
 pub const PLACEMENTS: [&str; 8] =
@@ -80,32 +81,33 @@ fn row(options: &Options, pattern: &Pattern, placement: &str) -> Result<Row> {
     let (drifting, lockstep) = (runs(Order::Drifting)?, runs(Order::Lockstep)?);
     let ours = !matches!(placement, "rbtree" | "bitmap" | "magazines");
     let per_gib = (1u64 << 30) as f64 / GRANULE as f64;
-    Ok(Row {
-        name: "streams".to_owned(),
-        implementation: if ours { "ringfence" } else { placement }.to_owned(),
-        params: Params {
-            pattern: pattern.name.to_owned(),
-            placement: Some(placement.to_owned()),
-            aperture_bits: options.aperture_bits,
-            size: Some(pattern.bytes),
-            streams: Some(options.streams),
-            buffers: Some(pattern.slots),
-            reuse: Some(pattern.uses),
-            sets: Some(options.sets),
-            ways: Some(options.ways),
-            ..Params::default()
-        },
-        model: Some(Modelled {
-            entries_filled_per_gib: drifting.misses().iotlb * per_gib,
-            table_pages_per_gib: drifting.per_gib(drifting.tables_in_flight),
-            table_pages_touched: drifting.tables_touched as f64 / f64::from(RUNS),
-            table_bytes_per_gib: drifting.per_gib(drifting.table_bytes),
-            drifting: drifting.misses(),
-            lockstep: lockstep.misses(),
-            fallbacks: drifting.fallbacks,
-        }),
-        ..Row::default()
-    })
+    Ok(super::row(
+        "streams",
+        if ours { "ringfence" } else { placement },
+        [
+            ("pattern", pattern.name.into()),
+            ("placement", placement.into()),
+            ("aperture_bits", options.aperture_bits.into()),
+            ("size", pattern.bytes.into()),
+            ("streams", options.streams.into()),
+            ("buffers", pattern.slots.into()),
+            ("reuse", pattern.uses.into()),
+            ("sets", options.sets.into()),
+            ("ways", options.ways.into()),
+        ],
+        [(
+            "model",
+            json!({
+                "entries_filled_per_gib": drifting.misses().iotlb * per_gib,
+                "table_pages_per_gib": drifting.per_gib(drifting.tables_in_flight),
+                "table_pages_touched": drifting.tables_touched as f64 / f64::from(RUNS),
+                "table_bytes_per_gib": drifting.per_gib(drifting.table_bytes),
+                "drifting": drifting.misses(),
+                "lockstep": lockstep.misses(),
+                "fallbacks": drifting.fallbacks,
+            }),
+        )],
+    ))
 }
 
 #[cfg(test)]
@@ -122,13 +124,16 @@ mod tests {
         let pattern = &patterns(&options)[0];
         for placement in PLACEMENTS {
             let row = row(&options, pattern, placement).unwrap();
-            let model = row.model.unwrap();
-            assert!(model.drifting.iotlb >= 1.0 && model.lockstep.iotlb >= 1.0, "{row:?}");
-            assert!(model.table_pages_per_gib > 0.0 && model.table_pages_touched > 0.0);
-            assert_eq!(model.fallbacks, 0);
+            let figure = |key| row.figures["model"].pointer(key).unwrap().as_f64().unwrap();
+            assert!(
+                figure("/drifting/iotlb") >= 1.0 && figure("/lockstep/iotlb") >= 1.0,
+                "{row:?}"
+            );
+            assert!(figure("/table_pages_per_gib") > 0.0 && figure("/table_pages_touched") > 0.0);
+            assert_eq!(figure("/fallbacks"), 0.0);
             if placement == "ring-apart" {
                 // Eight streams in eight of sixteen sets.
-                assert_eq!(model.lockstep.conflict, 0.0);
+                assert_eq!(figure("/lockstep/conflict"), 0.0);
             }
             // The same seed, the same figures.
             assert_eq!(super::row(&options, pattern, placement).unwrap(), row);

@@ -2,7 +2,6 @@
 //! small whatever they hold.
 
 use std::{
-    fmt,
     fs::File,
     io::{self, BufRead, BufReader, Cursor, ErrorKind, Read},
     os::fd::AsFd,
@@ -44,27 +43,20 @@ pub struct Line<'a> {
 }
 
 /// Why there are no further lines, although the recording has not ended properly.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum Broken {
     /// The compressed data end too early.
+    #[error("the gzip data end too early")]
     Truncated,
     /// The compressed data are damaged; in gzip's words.
-    Corrupt(String),
+    #[error("the gzip data are damaged ({0})")]
+    Corrupt(#[source] io::Error),
     /// A line of more than [`MAX_SKIPPED`] bytes.
+    #[error("a line of over {} MiB is not text", MAX_SKIPPED >> 20)]
     NotText,
     /// The system could not read on.
+    #[error(transparent)]
     Io(io::Error),
-}
-
-impl fmt::Display for Broken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Broken::Truncated => f.write_str("the gzip data end too early"),
-            Broken::Corrupt(what) => write!(f, "the gzip data are damaged ({what})"),
-            Broken::NotText => write!(f, "a line of over {} MiB is not text", MAX_SKIPPED >> 20),
-            Broken::Io(error) => error.fmt(f),
-        }
-    }
 }
 
 impl<'a> Lines<'a> {
@@ -133,9 +125,7 @@ impl<'a> Lines<'a> {
     fn broken(&self, error: io::Error) -> Broken {
         match error.kind() {
             ErrorKind::UnexpectedEof if self.gzip => Broken::Truncated,
-            ErrorKind::InvalidInput | ErrorKind::InvalidData if self.gzip => {
-                Broken::Corrupt(error.to_string())
-            }
+            ErrorKind::InvalidInput | ErrorKind::InvalidData if self.gzip => Broken::Corrupt(error),
             _ => Broken::Io(error),
         }
     }

@@ -84,12 +84,8 @@ fn read(trace: &Path, stop: &Arc<AtomicBool>, report: &mut dyn FnMut(u64)) -> Re
             .open(trace)
             .map_err(|error| Usage(format!("cannot read {name}: {error}")))?
     };
-    Recording::read_with_progress(Stoppable::new(file, stop), stop, report).map_err(|error| {
-        match error {
-            ReadError::NotARecording(why) => {
-                Usage(format!("{name} is not a recording: {why}")).into()
-            }
-            ReadError::Io(error) => usage(error),
-        }
+    Recording::read(Stoppable::new(file, stop), stop, report).map_err(|error| match error {
+        ReadError::NotARecording(why) => Usage(format!("{name} is not a recording: {why}")).into(),
+        ReadError::Io(error) => usage(error),
     })
 }

@@ -92,20 +92,12 @@ pub enum ReadError {
 }
 
 impl Recording {
-    /// Reads `source`: text or gzip of it, in a format that is detected from its lines. Ends early
-    /// if `stop` is set.
+    /// Reads `source`: text or gzip of it, in a format that is detected from its lines. Reports now
+    /// and then how many lines were read so far. Ends early if `stop` is set.
     ///
     /// # Errors
     /// It holds no map, or could not be read at all.
-    pub fn read(source: impl Read, stop: &AtomicBool) -> Result<Recording, ReadError> {
-        Recording::read_with_progress(source, stop, &mut |_| {})
-    }
-
-    /// As [`read`](Self::read), and reports now and then how many lines were read so far.
-    ///
-    /// # Errors
-    /// As [`read`](Self::read).
-    pub fn read_with_progress(
+    pub fn read(
         source: impl Read,
         stop: &AtomicBool,
         report: &mut dyn FnMut(u64),
@@ -402,7 +394,7 @@ mod tests {
 ";
 
     fn read(text: impl AsRef<[u8]>) -> Result<Recording, ReadError> {
-        Recording::read(text.as_ref(), &AtomicBool::new(false))
+        Recording::read(text.as_ref(), &AtomicBool::new(false), &mut |_| {})
     }
 
     #[test]
@@ -489,7 +481,8 @@ mod tests {
     #[test]
     fn reading_stops_on_request() {
         let text = QEMU.repeat(4096);
-        let recording = Recording::read(text.as_bytes(), &AtomicBool::new(true)).unwrap();
+        let recording =
+            Recording::read(text.as_bytes(), &AtomicBool::new(true), &mut |_| {}).unwrap();
         assert_eq!(recording.lines, 4096);
         assert!(recording.incomplete.is_some());
     }

@@ -1,7 +1,6 @@
 //! All of a replay: recordings are read, then each is replayed, allocators in interleaved rounds.
 
 use std::{
-    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -22,7 +21,12 @@ use super::{
     stream::{Allocation, Stream},
     timing::{Fastest, Round, Script, Server},
 };
-use crate::{allocators::AllocatorKind, progress::Progress, run::tuning::Tuning, stats::Estimate};
+use crate::{
+    allocators::AllocatorKind,
+    progress::{Kind, Progress},
+    run::tuning::Tuning,
+    stats::Estimate,
+};
 
 /// Bytes of a granule: what recorded sizes are rounded up to.
 pub const GRANULE: u64 = 4096;
@@ -44,14 +48,14 @@ pub struct Ended {
     pub failure: Option<anyhow::Error>,
 }
 
-/// Replays recordings; `-` is standard input. `stop` ends it early: what is complete is returned.
+/// Replays recordings. `stop` ends it early: what is complete is returned.
 ///
 /// # Errors
 /// A file cannot be read, or is no recording ([`Usage`](crate::run::Usage)): nothing was replayed.
-pub fn replay(traces: &[PathBuf], options: &Options, stop: &Arc<AtomicBool>) -> Result<Ended> {
+pub fn replay(options: &Options, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Ended> {
     let mut ended = Ended { report: Report::new(options.repeat), failure: None };
     // All of them before the first is replayed: what is wrong with one is reported at once.
-    let recordings = read_all(traces, options.progress, stop, &mut ended.report.warnings)?;
+    let recordings = read_all(&options.traces, progress, stop, &mut ended.report.warnings)?;
     let steps = |stream: &Stream| {
         let kinds = options.allocators.len() as u64;
         let passes = 1 + kinds + options.policies.len() as u64;
@@ -62,7 +66,7 @@ pub fn replay(traces: &[PathBuf], options: &Options, stop: &Arc<AtomicBool>) -> 
     let (total, expected) = all.fold((0, 0), |(total, expected), (steps, ops)| {
         (total + steps, expected + steps * ops * EXPECTED_NS)
     });
-    let progress = Progress::new(options.progress, total, Duration::from_nanos(expected));
+    let progress = Progress::new(progress, total, Duration::from_nanos(expected));
     for (file, recording) in &recordings {
         if stop.load(Ordering::Relaxed) {
             break;
@@ -145,7 +149,7 @@ impl Replay<'_> {
             trace.peak_live_bytes = row.peak_live_bytes;
             trace.allocators.push(row);
         }
-        for kind in &self.options.allocators {
+        for kind in self.options.allocators.iter() {
             self.begin(&format!("{kind}, where it puts things"));
             let allocators: Vec<Box<dyn Allocator>> =
                 std::iter::repeat_with(|| kind.make(aperture, self.options.placement.of_ranges()))
@@ -237,7 +241,7 @@ impl Replay<'_> {
             flush_queue_ms: self.options.flush_queue_ms,
             ..Tuning::default()
         };
-        for policy in &self.options.policies {
+        for policy in self.options.policies.iter() {
             self.begin(&format!("what {policy} sends"));
             let (stream, timed) = (self.stream(), self.recording.timed);
             match requests(stream, timed, *policy, aperture, tuning, self.stop)

@@ -22,7 +22,7 @@ pub struct BounceSample {
 }
 
 /// What the rows of a job copied, a clause a row, as many of them in a line as fit.
-pub(super) fn told(job: &JobReport) -> Vec<String> {
+pub(super) fn lines(job: &JobReport) -> Vec<String> {
     clauses("bounce", job.results.iter().filter_map(|row| clause(job, row)))
 }
 
@@ -83,7 +83,7 @@ mod tests {
         // The most of any round, not a sum.
         assert_eq!((auto.not_bounced, auto.pool_bytes), (Some(3), Some(1 << 19)));
         assert_eq!(
-            told(&job),
+            lines(&job),
             ["bounce: auto 37.0% copied, 758 B an I/O, 3 without a slot (pools 512 KiB)"]
         );
     }
@@ -93,7 +93,7 @@ mod tests {
         let idle = BounceSample { maps: 10, ..BounceSample::default() };
         let rows = [row("strict", vec![None]), row("strict+map", vec![Some(idle)])];
         let job = JobReport::new(&Job::default(), 1, &rows);
-        assert!(told(&job).is_empty());
+        assert!(lines(&job).is_empty());
         let figures = |row: &PolicyResult| (row.bounced_fraction, row.not_bounced, row.pool_bytes);
         assert_eq!(figures(&job.results[0]), (None, None, None));
         assert_eq!(figures(&job.results[1]), (Some(0.0), Some(0), Some(0)));
@@ -104,7 +104,7 @@ mod tests {
         let taken =
             BounceSample { pool_bytes: 1 << 20, taken_bytes: 65536, ..BounceSample::default() };
         let job = JobReport::new(&Job::default(), 1, &[row("zero-copy", vec![Some(taken)])]);
-        assert_eq!(told(&job), ["bounce: zero-copy in place, 64 KiB taken (pools 1 MiB)"]);
+        assert_eq!(lines(&job), ["bounce: zero-copy in place, 64 KiB taken (pools 1 MiB)"]);
         let row = &job.results[0];
         assert_eq!((row.bounced_fraction, row.copied_bytes_per_io), (None, Some(0.0)));
         assert_eq!(row.taken_bytes, Some(65536));

@@ -6,7 +6,7 @@
 
 use super::{
     Exposure, JobReport, Metric, PolicyResult, Reach,
-    markup::{begin_table, end_table, escape, family, line, put},
+    markup::{begin_table, end_table, escape, family, line, path, put, text},
     plot::{
         BOTTOM, Decades, EDGE, HEIGHT, LEFT, LETTER, LINE, RIGHT, Ratios, Rect, TOP, WIDTH,
         power_of_ten,
@@ -58,11 +58,15 @@ struct Point {
     ratio: f64,
     interval: Option<(f64, f64)>,
     about: String,
+    /// Where it is drawn.
+    x: f64,
+    y: f64,
 }
 
 impl Point {
     /// `None` if either of its figures is missing.
-    fn new(job: &JobReport, row: &PolicyResult, exposure: &Exposure) -> Option<Point> {
+    fn new(job: &JobReport, row: &PolicyResult) -> Option<Point> {
+        let exposure = row.exposure?;
         let ratio = row.ratio(job.metric).filter(|ratio| ratio.median.is_finite())?;
         let place = match exposure.reach {
             Reach::None => AxisPos::Nothing,
@@ -73,37 +77,33 @@ impl Point {
             }
         };
         let label = job.label(row);
-        let about = format!("{label}: {}, {}", percent(ratio), exposed(exposure));
-        let label = match exposure.reach {
-            Reach::Leaked => format!("{label} LEAKED"),
-            _ => label,
-        };
+        let about = format!("{label}: {}, {}", percent(ratio), exposed(&exposure));
+        let leaked = if exposure.reach == Reach::Leaked { " LEAKED" } else { "" };
         Some(Point {
-            label,
+            label: label + leaked,
             family: family(&row.policy),
             place,
             ratio: ratio.median.clamp(0.0, MOST),
             interval: ratio.lo.zip(ratio.hi).filter(|(lo, hi)| lo.is_finite() && hi.is_finite()),
             about,
+            x: 0.0,
+            y: 0.0,
         })
     }
 }
 
 /// The chart of a job, an `svg` element with these `attributes`; whether there is something to draw.
 pub(super) fn chart(page: &mut String, job: &JobReport, attributes: &str) -> bool {
-    let rows = job.results.iter().filter_map(|row| Some((row, row.exposure?)));
     let mut points: Vec<Point> =
-        rows.filter_map(|(row, exposure)| Point::new(job, row, &exposure)).collect();
+        job.results.iter().filter_map(|row| Point::new(job, row)).collect();
     if points.is_empty() {
         return false;
     }
-    let logs: Vec<f64> = points
-        .iter()
-        .filter_map(|point| match point.place {
-            AxisPos::Log(log) => Some(log),
-            _ => None,
-        })
-        .collect();
+    let log = |point: &Point| match point.place {
+        AxisPos::Log(log) => Some(log),
+        _ => None,
+    };
+    let logs: Vec<f64> = points.iter().filter_map(log).collect();
     let drawn: Vec<_> = points.iter().map(|point| (point.ratio, point.interval)).collect();
     let (decades, ratios) = (Decades::of(&logs), Ratios::of(&drawn));
     put!(
@@ -113,129 +113,99 @@ pub(super) fn chart(page: &mut String, job: &JobReport, attributes: &str) -> boo
     );
     axes(page, &decades, &ratios);
     // Side by side within an edge, where the axis has no values.
-    let edge = |place| points.iter().filter(|point| point.place == place).count() as f64;
-    let (nothing, unbounded) = (edge(AxisPos::Nothing), edge(AxisPos::Unbounded));
-    let slot = |from: f64, n: f64, of: f64| from + EDGE * (n + 0.5) / of;
-    let (mut left, mut right) = (0.0, 0.0);
-    let xs: Vec<f64> = points
-        .iter()
-        .map(|point| match point.place {
-            AxisPos::Nothing => {
-                left += 1.0;
-                slot(LEFT, left - 1.0, nothing)
-            }
-            AxisPos::Log(log) => decades.x(log),
-            AxisPos::Unbounded => {
-                right += 1.0;
-                slot(RIGHT - EDGE, right - 1.0, unbounded)
-            }
-        })
-        .collect();
-    let mut marks: Vec<(f64, f64, Point)> =
-        xs.into_iter().zip(points.drain(..)).map(|(x, p)| (x, ratios.y(p.ratio), p)).collect();
-    marks.sort_by(|a, b| a.0.total_cmp(&b.0));
-    frontier(page, &marks);
-    for (x, y, point) in &marks {
-        if let Some((lo, hi)) = point.interval {
+    for (edge, from) in [(AxisPos::Nothing, LEFT), (AxisPos::Unbounded, RIGHT - EDGE)] {
+        let of = points.iter().filter(|point| point.place == edge).count() as f64;
+        let within = points.iter_mut().filter(|point| point.place == edge);
+        within.zip(0..).for_each(|(point, n)| point.x = from + EDGE * (f64::from(n) + 0.5) / of);
+    }
+    for point in &mut points {
+        point.x = log(point).map_or(point.x, |log| decades.x(log));
+        point.y = ratios.y(point.ratio);
+    }
+    points.sort_by(|a, b| a.x.total_cmp(&b.x));
+    frontier(page, &points);
+    for Point { x, y, family, interval, about, .. } in &points {
+        if let Some((lo, hi)) = *interval {
             let (one, other) = (x - 4.0, x + 4.0);
-            let mut path = format!("M{x:.1} {:.1}V{:.1}", ratios.y(lo), ratios.y(hi));
+            let mut d = format!("M{x:.1} {:.1}V{:.1}", ratios.y(lo), ratios.y(hi));
             // An end beyond the plot is not drawn.
             for end in [lo, hi].into_iter().filter(|end| ratios.holds(*end)) {
-                put!(path, "M{one:.1} {:.1}H{other:.1}", ratios.y(end));
+                put!(d, "M{one:.1} {:.1}H{other:.1}", ratios.y(end));
             }
-            put!(page, "<path class=\"whisker\" d=\"{path}\"/>\n");
+            path(page, "whisker", &d);
         }
-        put!(
-            page,
-            "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\" class=\"{}\"><title>{}</title></circle>\n",
-            point.family,
-            escape(&point.about)
-        );
+        let about = escape(about);
+        put!(page, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"5\" class=\"{family}\">");
+        put!(page, "<title>{about}</title></circle>\n");
     }
-    labels(page, &marks);
+    labels(page, &points);
     page.push_str("</svg>\n");
     true
 }
 
 fn axes(page: &mut String, decades: &Decades, ratios: &Ratios) {
-    let middle = (TOP + BOTTOM) / 2.0;
+    let (middle, high) = ((TOP + BOTTOM) / 2.0, BOTTOM - TOP);
     for (from, name, hint) in
         [(LEFT, "nothing", "strict"), (RIGHT - EDGE, "without bound", "off, persistent")]
     {
         let at = from + EDGE / 2.0;
         put!(
             page,
-            "<rect x=\"{from:.1}\" y=\"{TOP}\" width=\"{EDGE}\" height=\"{:.1}\" class=\"edge\"/>\n\
-                 <text x=\"{at:.1}\" y=\"{:.1}\" class=\"tick\">{name}</text>\n\
-                 <text x=\"{at:.1}\" y=\"{:.1}\" class=\"hint\">{hint}</text>\n",
-            BOTTOM - TOP,
-            BOTTOM + 18.0,
-            BOTTOM + 36.0
+            "<rect x=\"{from:.1}\" y=\"{TOP}\" width=\"{EDGE}\" height=\"{high:.1}\" class=\"edge\"/>\n"
         );
+        text(page, "tick", at, BOTTOM + 18.0, name);
+        text(page, "hint", at, BOTTOM + 36.0, hint);
     }
     for ratio in ratios.ticks() {
         let y = ratios.y(ratio);
         let class = if (ratio - 1.0).abs() < 1e-9 { "reference" } else { "grid" };
-        put!(
-            page,
-            "<path class=\"{class}\" d=\"M{LEFT:.1} {y:.1}H{RIGHT:.1}\"/>\n\
-                 <text x=\"{:.1}\" y=\"{:.1}\" class=\"label\">{:.0} %</text>\n",
-            LEFT - 8.0,
-            y + 4.5,
-            ratio * 100.0
-        );
+        path(page, class, &format!("M{LEFT:.1} {y:.1}H{RIGHT:.1}"));
+        text(page, "label", LEFT - 8.0, y + 4.5, &format!("{:.0} %", ratio * 100.0));
     }
     for decade in decades.ticks() {
         let x = decades.x(f64::from(decade));
-        put!(
-            page,
-            "<path class=\"grid\" d=\"M{x:.1} {TOP:.1}V{BOTTOM:.1}\"/>\n\
-                 <text x=\"{x:.1}\" y=\"{:.1}\" class=\"tick\">{}</text>\n",
-            BOTTOM + 18.0,
-            power_of_ten(decade)
-        );
+        path(page, "grid", &format!("M{x:.1} {TOP:.1}V{BOTTOM:.1}"));
+        text(page, "tick", x, BOTTOM + 18.0, &power_of_ten(decade));
     }
+    text(page, "hint", (LEFT + RIGHT) / 2.0, BOTTOM + 36.0, "exposure, MiB × ms per GiB");
     put!(
         page,
-        "<text x=\"{:.1}\" y=\"{:.1}\" class=\"hint\">exposure, MiB × ms a GiB</text>\n\
-             <text x=\"12\" y=\"{middle:.1}\" class=\"hint\" \
-             transform=\"rotate(-90 12 {middle:.1})\">against off</text>\n",
-        (LEFT + RIGHT) / 2.0,
-        BOTTOM + 36.0
+        "<text x=\"12\" y=\"{middle:.1}\" class=\"hint\" transform=\"rotate(-90 12 {middle:.1})\">\
+             against off</text>\n"
     );
 }
 
 /// The best ratio at each exposure or less: a line that only rises.
-fn frontier(page: &mut String, marks: &[(f64, f64, Point)]) {
-    let Some(place) = marks.first().map(|mark| mark.2.place) else { return };
+fn frontier(page: &mut String, points: &[Point]) {
     // Within an edge the order means nothing: its best is the beginning.
-    let first = marks.iter().filter(|mark| place == AxisPos::Nothing && mark.2.place == place);
-    let mut best = first.map(|mark| mark.1).fold(f64::MAX, f64::min);
-    let mut path = String::new();
+    let first = points.iter().filter(|point| point.place == AxisPos::Nothing);
+    let mut best = first.map(|point| point.y).fold(f64::MAX, f64::min);
+    let mut d = String::new();
     if best < f64::MAX {
-        put!(path, "M{LEFT:.1} {best:.1}");
+        put!(d, "M{LEFT:.1} {best:.1}");
     }
-    for (x, y, point) in marks {
+    for Point { x, y, place, .. } in points {
         // On the page less is higher.
         if *y < best {
             // Exposure without bound begins at its edge's border, whatever the point's slot.
-            let x = if point.place == AxisPos::Unbounded { RIGHT - EDGE } else { *x };
-            match path.is_empty() {
-                true => put!(path, "M{x:.1} {y:.1}"),
-                false => put!(path, "H{x:.1}V{y:.1}"),
+            let x = if *place == AxisPos::Unbounded { RIGHT - EDGE } else { *x };
+            match d.is_empty() {
+                true => put!(d, "M{x:.1} {y:.1}"),
+                false => put!(d, "H{x:.1}V{y:.1}"),
             }
             best = *y;
         }
     }
-    put!(page, "<path class=\"frontier\" d=\"{path}H{RIGHT:.1}\"/>\n");
+    path(page, "frontier", &format!("{d}H{RIGHT:.1}"));
 }
 
 /// A name beside each point: where there is room, else farther off, with a line to its point.
-fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
-    let mut taken: Vec<Rect> = marks.iter().map(|(x, y, _)| Rect::around(*x, *y, 7.0)).collect();
+fn labels(page: &mut String, points: &[Point]) {
+    let mut taken: Vec<Rect> =
+        points.iter().map(|point| Rect::around(point.x, point.y, 7.0)).collect();
     let frame = Rect { left: LEFT, top: TOP - 10.0, right: RIGHT, bottom: BOTTOM };
-    for (x, y, point) in marks {
-        let wide = LETTER * point.label.chars().count() as f64;
+    for Point { x, y, label, .. } in points {
+        let wide = LETTER * label.chars().count() as f64;
         let beside = |dy: f64| {
             let at = |left: f64| Rect::new(left, y + dy - LINE / 2.0, wide, LINE);
             [at(x + 9.0), at(x - 9.0 - wide), at(x - wide / 2.0)]
@@ -249,17 +219,12 @@ fn labels(page: &mut String, marks: &[(f64, f64, Point)]) {
         let Some(place) = free.or_else(|| within().next()).or(places.first()).copied() else {
             continue;
         };
-        let base = place.top + LINE - 4.0;
-        if (place.top + LINE / 2.0 - y).abs() > 1.2 * LINE {
-            let (to_x, to_y) = (x.clamp(place.left, place.right), place.top + LINE / 2.0);
-            put!(page, "<path class=\"leader\" d=\"M{x:.1} {y:.1}L{to_x:.1} {to_y:.1}\"/>\n");
+        let middle = place.top + LINE / 2.0;
+        if (middle - y).abs() > 1.2 * LINE {
+            let to_x = x.clamp(place.left, place.right);
+            path(page, "leader", &format!("M{x:.1} {y:.1}L{to_x:.1} {middle:.1}"));
         }
-        put!(
-            page,
-            "<text x=\"{:.1}\" y=\"{base:.1}\" class=\"point\">{}</text>\n",
-            place.left,
-            escape(&point.label)
-        );
+        text(page, "point", place.left, place.top + LINE - 4.0, label);
         taken.push(place);
     }
 }
@@ -311,7 +276,7 @@ fn exposed(exposure: &Exposure) -> String {
     }
 }
 
-fn percent(ratio: Estimate) -> String {
+pub(super) fn percent(ratio: Estimate) -> String {
     if !ratio.median.is_finite() {
         return "–".to_owned();
     }

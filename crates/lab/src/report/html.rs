@@ -5,7 +5,7 @@
 
 use super::{
     Comparison, JobReport, Metric, PolicyResult, bounce, curve,
-    markup::{begin_table, end_table, escape, family, line, put},
+    markup::{begin_table, end_table, escape, family, line, path, put, text},
     table::{explained, fallbacks, headline, marked, warnings},
     waits::queues,
 };
@@ -50,47 +50,34 @@ fn section(page: &mut String, job: &JobReport) {
         Metric::Bandwidth => "Bandwidth against off",
         Metric::Iops => "I/Os a second against off",
     };
-    let bars = |of: &dyn Fn(&PolicyResult) -> Option<(Estimate, String)>| -> Vec<Bar> {
-        job.results.iter().map(|row| Bar::new(job.label(row), row, of(row))).collect()
-    };
+    let mut bars =
+        |title, hint, reference, of: &dyn Fn(&PolicyResult) -> Option<(Estimate, String)>| {
+            let finite = |(estimate, _): &(Estimate, String)| estimate.median.is_finite();
+            let bar = |row| Bar {
+                label: job.label(row),
+                family: family(&row.policy),
+                value: of(row).filter(finite),
+            };
+            chart(page, title, hint, reference, &job.results.iter().map(bar).collect::<Vec<_>>());
+        };
     let alone = |n: f64| Estimate { median: n, lo: None, hi: None };
-    let confidence = |half: Option<f64>, digits: usize| {
-        half.map_or(String::new(), |half| format!(" ±{half:.digits$}"))
+    let times = |e: Estimate| {
+        let half = e.half_width().map_or(String::new(), |half| format!(" ±{half:.2}"));
+        format!("×{:.2}{half}", e.median)
     };
-    let percent = |e: Estimate| {
-        format!("{:.1} %{}", e.median * 100.0, confidence(e.half_width().map(|h| h * 100.0), 1))
-    };
-    let times = |e: Estimate| format!("×{:.2}{}", e.median, confidence(e.half_width(), 2));
-    chart(
-        page,
-        measure,
-        "higher is better",
-        Some(1.0),
-        &bars(&|row| row.ratio(job.metric).map(|e| (e, percent(e)))),
-    );
-    chart(
-        page,
-        "Mean latency against off",
-        "lower is better",
-        Some(1.0),
-        &bars(&|row| row.ratio_to_off.map(|r| (r.latency, times(r.latency)))),
-    );
-    chart(
-        page,
-        "Syncs an I/O",
-        "each waits for the device; fewer is better",
-        None,
-        &bars(&|row| row.syncs_per_io.map(|n| (alone(n), number(n)))),
-    );
-    chart(
-        page,
-        "Stale window, ms",
-        "longest access that succeeded after unmap; 0 keeps the promise of strict",
-        None,
-        &bars(&|row| {
-            row.stale_window.map(|w| (alone(w.max_ms), format!("{} ms", number(w.max_ms))))
-        }),
-    );
+    bars(measure, "higher is better", Some(1.0), &|row| {
+        row.ratio(job.metric).map(|e| (e, curve::percent(e)))
+    });
+    bars("Mean latency against off", "lower is better", Some(1.0), &|row| {
+        row.ratio_to_off.map(|r| (r.latency, times(r.latency)))
+    });
+    bars("Syncs per I/O", "each waits for the device; fewer is better", None, &|row| {
+        row.syncs_per_io.map(|n| (alone(n), number(n)))
+    });
+    let hint = "longest access that succeeded after unmap; 0 keeps the promise of strict";
+    bars("Stale window, ms", hint, None, &|row| {
+        row.stale_window.map(|w| (alone(w.max_ms), format!("{} ms", number(w.max_ms))))
+    });
     curve::figure(page, job);
     page.push_str("</div>\n");
     table(page, job);
@@ -103,13 +90,6 @@ struct Bar {
     family: &'static str,
     /// None: does not apply, or was not measured.
     value: Option<(Estimate, String)>,
-}
-
-impl Bar {
-    fn new(label: String, row: &PolicyResult, value: Option<(Estimate, String)>) -> Bar {
-        let value = value.filter(|(estimate, _)| estimate.median.is_finite());
-        Bar { label, family: family(&row.policy), value }
-    }
 }
 
 /// Horizontal bars from 0, with whiskers where there is an interval.
@@ -138,44 +118,33 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
         "<figure>\n<figcaption>{title}<small>{hint}</small></figcaption>\n\
              <svg viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{title}\">\n"
     );
-    for (index, bar) in bars.iter().enumerate() {
+    for (index, Bar { label, family, value }) in bars.iter().enumerate() {
         let top = ROW * index as f64 + 4.0;
         let (middle, base) = (top + ROW / 2.0 - 2.0, top + ROW / 2.0 + 2.5);
-        put!(
-            page,
-            "<text x=\"{}\" y=\"{base:.1}\" class=\"label\">{}</text>\n",
-            left - 8.0,
-            escape(&bar.label)
-        );
-        let Some((estimate, text)) = &bar.value else {
-            put!(page, "<text x=\"{}\" y=\"{base:.1}\" class=\"none\">–</text>\n", left + 6.0);
+        text(page, "label", left - 8.0, base, label);
+        let Some((estimate, value)) = value else {
+            text(page, "none", left + 6.0, base, "–");
             continue;
         };
         put!(
             page,
             "<rect x=\"{left}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{:.1}\" rx=\"2\" \
-                 class=\"bar {}\"><title>{}: {}</title></rect>\n",
+                 class=\"bar {family}\"><title>{}: {}</title></rect>\n",
             top + 2.0,
             x(estimate.median) - left,
             ROW - 8.0,
-            bar.family,
-            escape(&bar.label),
-            escape(text)
+            escape(label),
+            escape(value)
         );
         if let (Some(lo), Some(hi)) = (estimate.lo, estimate.hi) {
-            let (from, to) = (x(lo), x(hi));
-            let (up, down) = (middle - 4.0, middle + 4.0);
-            put!(
-                page,
-                "<path class=\"whisker\" d=\"M{from:.1} {middle:.1}H{to:.1}\
-                     M{from:.1} {up:.1}V{down:.1}M{to:.1} {up:.1}V{down:.1}\"/>\n"
-            );
+            let (from, to, up, down) = (x(lo), x(hi), middle - 4.0, middle + 4.0);
+            let ends = format!("M{from:.1} {up:.1}V{down:.1}M{to:.1} {up:.1}V{down:.1}");
+            path(page, "whisker", &format!("M{from:.1} {middle:.1}H{to:.1}{ends}"));
         }
-        put!(page, "<text x=\"{WIDTH}\" y=\"{base:.1}\" class=\"value\">{}</text>\n", escape(text));
+        text(page, "value", WIDTH, base, value);
     }
     if let Some(reference) = reference {
-        let at = x(reference);
-        put!(page, "<path class=\"reference\" d=\"M{at:.1} 0V{height:.1}\"/>\n");
+        path(page, "reference", &format!("M{:.1} 0V{height:.1}", x(reference)));
     }
     page.push_str("</svg>\n</figure>\n");
 }
@@ -225,7 +194,7 @@ fn table(page: &mut String, job: &JobReport) {
         bytes(job.size),
         u64::from(job.iodepth) * u64::from(job.numjobs)
     );
-    for text in fallbacks(job).into_iter().chain(bounce::told(job)) {
+    for text in fallbacks(job).into_iter().chain(bounce::lines(job)) {
         put!(page, "<p class=\"fine\">{}</p>\n", escape(&text));
     }
     for (row, lines) in explained(job) {

@@ -35,6 +35,17 @@ pub(super) fn end_table(page: &mut String) {
     page.push_str("</tbody>\n</table></div>\n");
 }
 
+/// A line of text in a chart.
+pub(super) fn text(page: &mut String, class: &str, x: f64, y: f64, text: &str) {
+    let text = escape(text);
+    put!(page, "<text x=\"{x:.1}\" y=\"{y:.1}\" class=\"{class}\">{text}</text>\n");
+}
+
+/// A line in a chart.
+pub(super) fn path(page: &mut String, class: &str, d: &str) {
+    put!(page, "<path class=\"{class}\" d=\"{d}\"/>\n");
+}
+
 /// Names come from job files, disks from the command line: neither may become markup.
 pub(super) fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());

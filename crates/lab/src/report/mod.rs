@@ -1,5 +1,4 @@
-//! What a comparison found, and its faces: [`summary`], [`table`], [`picture`], [`html`],
-//! [`json`].
+//! What a comparison found, and its faces: [`summary`], [`table`], [`picture`], [`html`].
 //!
 //! [`Comparison`] is the contract `ringfence.compare/1`: fields are added, never renamed or removed.
 //! It is made from what the rounds measured ([`Sample`], one a job, policy and round) by
@@ -12,14 +11,15 @@ use crate::{
     memory,
     run::tuning::Tuning,
     stats::{Estimate, Latencies, LatencySummary},
-    text::{bytes, count, plain},
+    text::{bytes, count, json, plain},
 };
 
 mod bounce;
 mod curve;
 mod exposure;
 pub mod html;
-pub mod json;
+#[cfg(test)]
+mod json;
 mod markup;
 pub mod picture;
 mod plot;
@@ -387,17 +387,18 @@ impl Machine {
 
 impl Comparison {
     /// An empty comparison on this machine.
-    pub fn new(disk: &str, notify: &str, rounds: u32, runtime_s: f64) -> Comparison {
+    pub fn new() -> Comparison {
         Comparison {
             schema: SCHEMA.to_owned(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
             host: Machine::detect(),
-            disk: disk.to_owned(),
-            notify: notify.to_owned(),
-            rounds,
-            runtime_s,
             ..Comparison::default()
         }
+    }
+
+    /// All of it as JSON: one object, pretty-printed, with a newline at the end.
+    pub fn json(&self) -> String {
+        json(self)
     }
 
     /// Errors of all jobs and policies together.

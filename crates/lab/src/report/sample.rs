@@ -8,8 +8,13 @@ use crate::job::JobFile;
 
 /// The seed's two jobs under all policies, five rounds.
 pub(super) fn comparison() -> Comparison {
-    let mut comparison =
-        Comparison::new("paced (2.5 GiB/s, 600,000 IOPS, 80 µs)", "adaptive", 5, 1.2);
+    let mut comparison = Comparison {
+        disk: "paced (2.5 GiB/s, 600,000 IOPS, 80 µs)".to_owned(),
+        notify: "adaptive".to_owned(),
+        rounds: 5,
+        runtime_s: 1.2,
+        ..Comparison::new()
+    };
     comparison.host = Machine {
         cpu: "Example CPU @ 2.50GHz".to_owned(),
         cpus: 2,

@@ -16,24 +16,24 @@ pub fn render(comparison: &Comparison) -> String {
         out.push('\n');
         out.push_str(&wrap(&title(job)));
         out.push_str(&rows(job));
-        let below = fallbacks(job).into_iter().chain(waits::told(job)).chain(waits::queues(job));
-        let below = below.chain(bounce::told(job)).chain(load(job));
+        let below = fallbacks(job).into_iter().chain(waits::lines(job)).chain(waits::queues(job));
+        let below = below.chain(bounce::lines(job)).chain(load(job));
         below.for_each(|text| out.push_str(&wrap(&text)));
     }
     out.push('\n');
     let any = |of: fn(&JobReport) -> bool| comparison.jobs.iter().any(of);
     let exposed = any(|job| !job.compares_allocators());
-    let waited = any(|job| !waits::told(job).is_empty());
-    let bounced = any(|job| !bounce::told(job).is_empty());
+    let waited = any(|job| !waits::lines(job).is_empty());
+    let bounced = any(|job| !bounce::lines(job).is_empty());
     let loaded = comparison.load_threads > 0;
-    let told = LEGEND.lines().filter(|line| match line.trim_start() {
+    let legend = LEGEND.lines().filter(|line| match line.trim_start() {
         line if line.starts_with("lies open") => exposed,
         line if line.starts_with("waits") || line.starts_with("µs") => waited,
         line if line.starts_with("bounce") || line.starts_with("memory") => bounced,
         line if line.starts_with("load") => loaded,
         _ => true,
     });
-    told.for_each(|line| out.extend([line, "\n"]));
+    legend.for_each(|line| out.extend([line, "\n"]));
     for warning in warnings(comparison) {
         out.push_str(&wrap(&format!("warning: {warning}")));
     }
@@ -133,30 +133,30 @@ fn tuned(tuning: &Tuning) -> String {
 
 /// How much CPU the busy threads beside each row got.
 fn load(job: &JobReport) -> Vec<String> {
-    let told = |row: &PolicyResult| {
+    let shown = |row: &PolicyResult| {
         let part = row.load_fraction?;
         Some(format!("{} {}", plain(&job.label(row)), percent(part)))
     };
-    clauses("load", job.results.iter().filter_map(told))
+    clauses("load", job.results.iter().filter_map(shown))
 }
 
 /// The rows that ran under another policy than the one asked for, and why.
 pub(super) fn fallbacks(job: &JobReport) -> Vec<String> {
-    let told = |row: &PolicyResult| {
+    let shown = |row: &PolicyResult| {
         let effective = row.replaced_by()?;
         let why = row.fallback.as_deref().map_or(String::new(), |why| format!(": {}", plain(why)));
         Some(format!("{} ran as {}{why}", marked(job, row), plain(effective)))
     };
-    job.results.iter().filter_map(told).collect()
+    job.results.iter().filter_map(shown).collect()
 }
 
 /// The rows of a job that chose, and the explanation of each, line by line.
 pub(super) fn explained(job: &JobReport) -> Vec<(String, Vec<String>)> {
-    let told = |row: &PolicyResult| {
+    let shown = |row: &PolicyResult| {
         let lines = row.explain.as_ref()?.lines().map(plain).collect();
         Some((marked(job, row), lines))
     };
-    job.results.iter().filter_map(told).collect()
+    job.results.iter().filter_map(shown).collect()
 }
 
 /// The explanations of rows that chose, job by job, for a terminal.
@@ -448,9 +448,9 @@ mod tests {
             ..Tuning::default()
         };
         let line = headline(&comparison);
-        let told = "exposed 5 ms at most, exposed 1 MiB at most, batches of 1, chunks of 2, copied up to 64 KiB, \
+        let tuned = "exposed 5 ms at most, exposed 1 MiB at most, batches of 1, chunks of 2, copied up to 64 KiB, \
                     slots of 1 MiB at most, disk untrusted; ";
-        assert!(line.contains(told), "{line}");
+        assert!(line.contains(tuned), "{line}");
     }
 
     #[test]

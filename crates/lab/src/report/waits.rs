@@ -112,7 +112,7 @@ impl SyncWaits {
 }
 
 /// What waited in the rows of a job, a clause a row, as many of them in a line as fit.
-pub(super) fn told(job: &JobReport) -> Vec<String> {
+pub(super) fn lines(job: &JobReport) -> Vec<String> {
     clauses("waits", job.results.iter().filter_map(|row| clause(job, row)))
 }
 
@@ -233,7 +233,7 @@ mod tests {
         let rows = [row("strict+map", strict), lazy("lazy-sq"), lazy("lazy-mq")];
         let job = JobReport::new(&Job::default(), 1, &rows);
         assert_eq!(
-            told(&job),
+            lines(&job),
             [
                 "waits: strict+map map 1.00 (1.0%) unmap 1.00 (0.1%); \
                  lazy-sq map 16.0 (16.0%) flush .200 (1.0%) timer .200",
@@ -247,7 +247,7 @@ mod tests {
         // With one of them alone there is nothing to compare.
         let job = JobReport::new(&Job::default(), 1, &rows[..2]);
         assert_eq!(queues(&job), None);
-        assert!(told(&JobReport::new(&Job::default(), 1, &[])).is_empty());
+        assert!(lines(&JobReport::new(&Job::default(), 1, &[])).is_empty());
     }
 
     #[test]
@@ -260,11 +260,11 @@ mod tests {
         let waits = SyncWaits::new(&rows[0]).unwrap();
         assert_eq!((waits.map.per_io, waits.map.thread_fraction), (None, None));
         let job = JobReport::new(&Job::default(), 1, &rows);
-        assert_eq!(told(&job), ["waits: strict map 2"]);
+        assert_eq!(lines(&job), ["waits: strict map 2"]);
         // How long, even where the kind is unknown.
         let mut job = job;
         job.results[0].sync_waits = None;
         job.results[0].sync_wait_ns = Some(WaitSummary { p50: 287, p99: 8190 });
-        assert_eq!(told(&job), ["waits: strict .287/8.19µs"]);
+        assert_eq!(lines(&job), ["waits: strict .287/8.19µs"]);
     }
 }

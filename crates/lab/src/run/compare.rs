@@ -12,65 +12,30 @@ use std::{
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ringfence_dma::{BounceLimits, Policy, Trust};
 use ringfence_drivers::{blk::Batching, ram::PagedBuffer};
-use ringfence_run::{slice, worker::Notify};
+use ringfence_run::slice;
 
 use super::{
-    Row, Usage,
+    Options, Row, Usage,
     device::{DiskKind, open_disk},
     engine::{self, Control, JobClone, Phase},
     figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample},
-    link::{Link, local_buffers},
+    link::{Link, LinkPath, local_buffers},
     load::Load,
-    path::{FilePath, MemoryPath, Path},
+    path::{FilePath, MemoryPath},
     plan::{Plan, Way},
     probe::Found,
     row::Line,
-    space::Space,
-    target::{Content, DiskChoice, Target},
-    tuning::Tuning,
+    target::{Content, Target},
 };
 use crate::{
-    allocators::AllocatorKind,
     block::Format,
     job::{Job, JobFile, Scale},
     progress::{Kind, Progress},
     report::{
         Comparison, IommuSample, Iotlb, JobReport, PolicyRounds, Sample, StaleWindow, WaitsSample,
     },
+    workload::Workload,
 };
-
-/// What to compare, and how.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// The rows, in order.
-    pub rows: Vec<Row>,
-    /// The allocators of I/O virtual addresses: every row that maps is run with each.
-    pub allocators: Vec<AllocatorKind>,
-    /// What they hand out.
-    pub space: Space,
-    /// The disk.
-    pub disk: DiskChoice,
-    /// Whether its data may be overwritten.
-    pub destroy_data: bool,
-    /// How both ends wait.
-    pub notify: Notify,
-    /// Measured rounds.
-    pub repeat: u32,
-    /// How long each job runs in a round; `None`: as the job says.
-    pub runtime: Option<Duration>,
-    /// Queues, with a job thread and a worker each; `None`: half of the processors.
-    pub queues: Option<u16>,
-    /// Pages of a buffer that lie side by side in guest memory.
-    pub run_pages: usize,
-    /// How policies are carried out.
-    pub tuning: Tuning,
-    /// Busy threads beside every row, `off` included.
-    pub load: u32,
-    /// Whether to report what `auto` chose, and why.
-    pub explain: bool,
-    /// How to show progress.
-    pub progress: Kind,
-}
 
 /// How a comparison ended.
 #[derive(Debug)]
@@ -93,33 +58,30 @@ const ROUND_OVERHEAD: Duration = Duration::from_millis(120);
 const MOST_PIECES: usize = 1000;
 
 /// Runs the comparison. Sets of rounds are interleaved: every row once, then every row again.
+/// `each` gets the counts of each job's rounds, row by row, of which a report has only a summary.
 /// `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
 /// Nothing could be measured at all: the jobs do not fit, or the disk cannot be opened.
-pub fn compare(file: JobFile, options: &Options, stop: &AtomicBool) -> Result<Ended> {
-    compare_rounds(file, options, stop, &mut |_, _| ())
-}
-
-/// As [`compare`]; `each` gets the counts of each job's rounds, row by row, of which a report has
-/// only a summary.
-pub(crate) fn compare_rounds(
+pub fn compare(
     file: JobFile,
     options: &Options,
+    progress: Kind,
     stop: &AtomicBool,
     each: &mut dyn FnMut(&Job, &[PolicyRounds]),
 ) -> Result<Ended> {
     options.space.check(&options.allocators)?;
-    options.tuning.check(&options.rows)?;
-    if options.explain && !options.rows.contains(&Row::Policy(Policy::Auto)) {
+    let rows = options.rows();
+    options.tuning.check(&rows)?;
+    if options.explain && !rows.contains(&Row::Policy(Policy::Auto)) {
         bail!(Usage(String::from(
             "--explain: only auto chooses, and it is not among the rows asked for"
         )));
     }
-    let lines = Line::all(&options.rows, &options.allocators);
+    let lines = Line::all(&rows, &options.allocators);
     let mut jobs = file.jobs;
     let mut warnings: Vec<String> = file.warnings.iter().map(ToString::to_string).collect();
-    if let Some(runtime) = options.runtime {
+    if let Some(runtime) = options.runtime() {
         for job in &mut jobs {
             job.runtime = Some(runtime);
             job.time_based = true;
@@ -135,7 +97,7 @@ pub(crate) fn compare_rounds(
     let disk_bytes = Scale::disk_bytes(&jobs).next_multiple_of(4096);
 
     let trust = options.tuning.trust.trust(&options.disk)?;
-    if trust != Trust::Trusted && options.rows.contains(&Row::Policy(Policy::Off)) {
+    if trust != Trust::Trusted && rows.contains(&Row::Policy(Policy::Off)) {
         warnings.push(format!(
             "the disk is {trust}; off is run all the same, since the others are measured by it"
         ));
@@ -151,27 +113,27 @@ pub(crate) fn compare_rounds(
     let content = Content { format, foreign: target.foreign, tears };
     let stages = JobFile::stages(&jobs);
     let longest = jobs.iter().filter_map(|job| job.runtime).max().unwrap_or_default();
-    let mut comparison = Comparison::new(
-        &options.disk.describe(),
-        &options.notify.to_string(),
-        options.repeat,
-        longest.as_secs_f64(),
-    );
-    comparison.allocators = options.allocators.iter().map(ToString::to_string).collect();
-    comparison.placement = options.space.placement.to_string();
-    comparison.aperture_bits = options.space.aperture_bits;
-    comparison.live_ranges = options.space.live;
-    comparison.tuning = options.tuning;
-    comparison.load_threads = options.load;
-    comparison.warnings = warnings;
+    let comparison = Comparison {
+        disk: options.disk.describe(),
+        notify: options.notify.to_string(),
+        allocators: options.allocators.iter().map(ToString::to_string).collect(),
+        placement: options.space.placement.to_string(),
+        aperture_bits: options.space.aperture_bits,
+        live_ranges: options.space.live,
+        tuning: options.tuning,
+        load_threads: options.load,
+        rounds: options.repeat,
+        runtime_s: longest.as_secs_f64(),
+        warnings,
+        ..Comparison::new()
+    };
     let per_set = (stages.len() * lines.len()) as u32;
     let expected: Duration = stages
         .iter()
         .flat_map(|stage| (0..=options.repeat).map(|round| expected(&jobs[stage.clone()], round)))
         .sum::<Duration>()
         * lines.len() as u32;
-    let progress =
-        Progress::new(options.progress, u64::from(per_set * (options.repeat + 1)), expected);
+    let progress = Progress::new(progress, u64::from(per_set * (options.repeat + 1)), expected);
     comparison.warnings.iter().for_each(|line| progress.note(line));
     if target.is_laid_out() {
         progress.note(&format!("filling {} of the disk", crate::text::bytes(disk_bytes)));
@@ -274,8 +236,7 @@ impl Stage<'_> {
                     ended.failure = Some(failure.context(what));
                     return rows;
                 }
-                let samples = measured.samples.into_iter().zip(measured.notes);
-                for (kept, (sample, notes)) in results.iter_mut().zip(samples) {
+                for (kept, (sample, notes)) in results.iter_mut().zip(measured.samples) {
                     kept.effective_policy.clone_from(&measured.effective);
                     kept.fallback.clone_from(&measured.fallback);
                     // `auto` has learnt the most in the last round.
@@ -325,34 +286,27 @@ impl Stage<'_> {
         dealt
     }
 
-    /// The lengths of a thread's buffers, in the order of its clones.
-    fn lens(&self, clones: &[(usize, u32)]) -> Vec<usize> {
-        clones
-            .iter()
-            .flat_map(|&(job, _)| {
-                let job = &self.jobs[job];
-                std::iter::repeat_n(job.max_block() as usize, job.iodepth as usize)
-            })
-            .collect()
-    }
-
+    /// For each thread, its clones with their buffers.
     fn with_buffers(
         &self,
-        clones: &[(usize, u32)],
-        buffers: &mut impl Iterator<Item = PagedBuffer>,
+        dealt: &[Vec<(usize, u32)>],
+        buffers: Vec<PagedBuffer>,
         round: u32,
-    ) -> Vec<JobClone> {
-        clones
-            .iter()
-            .map(|&(index, number)| {
-                let job = &self.jobs[index];
-                let own = buffers.by_ref().take(job.iodepth as usize).collect();
-                // A job that ends before the others ends by itself, the rest are stopped.
-                let runtime = job.runtime.filter(|&own| self.runtime() != Some(own));
+    ) -> Vec<Vec<JobClone>> {
+        let mut buffers = buffers.into_iter();
+        let mut clone = |&(index, number): &(usize, u32)| {
+            let job = &self.jobs[index];
+            // A job that ends before the others ends by itself, the rest are stopped.
+            let runtime = job.runtime.filter(|&own| self.runtime() != Some(own));
+            JobClone {
+                job: index,
                 // The same I/Os for all rows of a round, others in the next.
-                JobClone::new(index, job, number, u64::from(round), runtime, own)
-            })
-            .collect()
+                workload: Workload::new(job, number, u64::from(round)),
+                runtime_ns: runtime.map_or(u64::MAX, |time| time.as_nanos() as u64),
+                buffers: buffers.by_ref().take(job.iodepth as usize).collect(),
+            }
+        };
+        dealt.iter().map(|clones| clones.iter().map(&mut clone).collect()).collect()
     }
 
     /// How long a round is measured at most: until the last job is over. `None` if one has no
@@ -365,9 +319,17 @@ impl Stage<'_> {
     fn run_row(&self, Line { row, allocator }: Line, round: u32) -> Result<Measured> {
         let threads = self.threads();
         let dealt = self.deal(threads);
-        let lens: Vec<Vec<usize>> = dealt.iter().map(|clones| self.lens(clones)).collect();
-        let depth = lens.iter().map(Vec::len).max().unwrap_or(1);
-        let all: Vec<usize> = lens.iter().flatten().copied().collect();
+        let depth_of = |clones: &Vec<(usize, u32)>| {
+            clones.iter().map(|&(job, _)| self.jobs[job].iodepth as usize).sum::<usize>()
+        };
+        let depth = dealt.iter().map(depth_of).max().unwrap_or(1);
+        // The lengths of all buffers, in the order of the threads' clones.
+        let all: Vec<usize> = dealt
+            .iter()
+            .flatten()
+            .map(|&(job, _)| &self.jobs[job])
+            .flat_map(|job| std::iter::repeat_n(job.max_block() as usize, job.iodepth as usize))
+            .collect();
         // A buffer must fit into a chain of descriptors, whatever its pages' order.
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
@@ -413,46 +375,31 @@ impl Stage<'_> {
             }
             Row::Host | Row::IoUring => {
                 let buffers = local_buffers(&all, run_pages)?;
-                let mut buffers = buffers.into_iter();
-                let notify = self.options.notify;
-                if row == Row::IoUring || self.target.kind == DiskKind::File {
-                    let paths = (0..threads)
-                        .map(|_| {
-                            FilePath::new(Arc::clone(&self.target.file), depth, notify)
-                                .map(Box::new)
-                        })
-                        .collect::<Result<Vec<_>>>()?;
-                    self.run_local(paths, &dealt, &mut buffers, round)
-                } else {
-                    let file = self.target.file.try_clone()?;
-                    let disk = open_disk(self.target.kind, file, self.target.bytes)?;
-                    let paths = (0..threads)
-                        .map(|_| Box::new(MemoryPath::new(disk.clone(), depth, notify)))
-                        .collect();
-                    self.run_local(paths, &dealt, &mut buffers, round)
-                }
+                let (file, notify) = (&self.target.file, self.options.notify);
+                let disk = match self.target.kind {
+                    kind if row == Row::Host && kind != DiskKind::File => {
+                        Some(open_disk(kind, file.try_clone()?, self.target.bytes)?)
+                    }
+                    _ => None,
+                };
+                let path = |_| -> Result<LinkPath> {
+                    Ok(match &disk {
+                        Some(disk) => Box::new(MemoryPath::new(disk.clone(), depth, notify)),
+                        None => Box::new(FilePath::new(Arc::clone(file), depth, notify)?),
+                    })
+                };
+                let mut paths = (0..threads).map(path).collect::<Result<Vec<_>>>()?;
+                let clones = self.with_buffers(&dealt, buffers, round);
+                let conducted = self.conduct(&mut paths, clones, round, || 0, || (), || None)?;
+                let samples = conducted.samples(self.jobs, |_, _| ());
+                Ok(Measured { samples, ..Measured::default() })
             }
         }
     }
 
-    fn run_local<P: Path + Send>(
-        &self,
-        mut paths: Vec<Box<P>>,
-        dealt: &[Vec<(usize, u32)>],
-        buffers: &mut impl Iterator<Item = PagedBuffer>,
-        round: u32,
-    ) -> Result<Measured> {
-        let clones = dealt.iter().map(|clones| self.with_buffers(clones, buffers, round)).collect();
-        let conducted = self.conduct(&mut paths, clones, round, || 0, || (), || None)?;
-        let (samples, notes) = conducted.samples(self.jobs, |_, _| ());
-        Ok(Measured { samples, notes, ..Measured::default() })
-    }
-
     fn run_linked(&self, plan: &Plan, dealt: &[Vec<(usize, u32)>], round: u32) -> Result<Measured> {
         let (link, mut paths, buffers) = Link::open(plan)?;
-        let mut buffers = buffers.into_iter();
-        let clones =
-            dealt.iter().map(|clones| self.with_buffers(clones, &mut buffers, round)).collect();
+        let clones = self.with_buffers(dealt, buffers, round);
         let protected = plan.policy != Policy::Off;
         let conducted = self.conduct(
             &mut paths,
@@ -488,8 +435,8 @@ impl Stage<'_> {
             ensure!(slots == 0, "{slots} bounce slots were not given back: {:?}", pools.holders());
         }
         let exposure = protected.then(|| exposure_sample(&link.dma.stats()));
-        let pool_bytes = link.most_pool_bytes();
-        let explain = link.choices();
+        let pool_bytes = link.dma.pools().map(|pools| pools.stats().peak_bytes);
+        let explain = link.dma.choices().map(|choices| choices.to_string());
         let fallback = link.dma.fallback().map(|why| why.to_string());
         // A way that keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
         let effective = match plan.way {
@@ -519,8 +466,9 @@ impl Stage<'_> {
         });
         let all_ios = conducted.ios();
         let thread_ns = conducted.thread_ns();
-        let memory_ns = conducted.memory_ns() as f64;
-        let (samples, notes) = conducted.samples(
+        // Thread time in taking and giving back the memory of requests.
+        let memory_ns = conducted.ran.iter().map(|ran| ran.memory_ns).sum::<u64>() as f64;
+        let samples = conducted.samples(
             self.jobs,
             |sample, ((dma0, waits0, iommu0), (dma1, waits1, iommu1))| {
                 // Jobs that run at the same time share one IOMMU: each gets its I/Os' share of all
@@ -541,14 +489,14 @@ impl Stage<'_> {
                 sample.iotlb = iotlb;
             },
         );
-        Ok(Measured { samples, notes, effective, fallback, explain, leak, failure: None })
+        Ok(Measured { samples, effective, fallback, explain, leak, failure: None })
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
     /// measured part. `lost` returns how the device process ended, if it has.
-    fn conduct<P: Path + Send + ?Sized, S>(
+    fn conduct<S>(
         &self,
-        paths: &mut [Box<P>],
+        paths: &mut [LinkPath],
         clones: Vec<Vec<JobClone>>,
         round: u32,
         device_cpu: impl Fn() -> u64,
@@ -664,10 +612,8 @@ const TORN: &str = "reads that met a write to the same block half-way were repea
 /// One round of one row.
 #[derive(Default)]
 struct Measured {
-    /// One a job.
-    samples: Vec<Sample>,
-    /// One a job.
-    notes: Vec<Notes>,
+    /// One per job.
+    samples: Vec<(Sample, Notes)>,
     effective: String,
     /// Why that is not the policy asked for.
     fallback: Option<String>,

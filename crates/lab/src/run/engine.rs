@@ -19,7 +19,6 @@ use super::{
 };
 use crate::{
     block::BlockError,
-    job::Job,
     stats::Latencies,
     workload::{Io, Op, Workload},
 };
@@ -109,21 +108,6 @@ pub(crate) struct JobClone {
     pub(crate) buffers: Vec<PagedBuffer>,
 }
 
-impl JobClone {
-    pub(crate) fn new(
-        index: usize,
-        job: &Job,
-        number: u32,
-        seed: u64,
-        runtime: Option<Duration>,
-        buffers: Vec<PagedBuffer>,
-    ) -> JobClone {
-        let runtime = runtime.map_or(u64::MAX, |time| time.as_nanos() as u64);
-        let workload = Workload::new(job, number, seed);
-        JobClone { job: index, workload, runtime_ns: runtime, buffers }
-    }
-}
-
 /// What one thread counted of one job, in the measured phase.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counted {
@@ -159,23 +143,25 @@ struct Task {
     repeats: u8,
 }
 
-/// What becomes of an I/O that has completed.
-enum Next {
-    /// Its slot is free.
-    Free,
-    /// It is repeated.
-    Again,
-}
-
 /// Runs `clones` over `path` until the control ends them, or they end by themselves.
-pub(crate) fn run<P: Path + ?Sized>(
-    path: &mut P,
+pub(crate) fn run(
+    path: &mut dyn Path,
     clones: Vec<JobClone>,
     jobs: usize,
     content: Content,
     control: &Control,
 ) -> Result<Ran> {
-    let result = Runner::new(clones, jobs, content, control).run(path);
+    let runner = Runner {
+        clones,
+        pools: Vec::new(),
+        tasks: Vec::new(),
+        content,
+        control,
+        clock: MonotonicClock,
+        counted: vec![Counted::default(); jobs],
+        under_way: 0,
+    };
+    let result = runner.run(path);
     if result.is_err() {
         control.failed.store(true, Ordering::Release);
     }
@@ -195,26 +181,8 @@ struct Runner<'c> {
     under_way: usize,
 }
 
-impl<'c> Runner<'c> {
-    fn new(
-        clones: Vec<JobClone>,
-        jobs: usize,
-        content: Content,
-        control: &'c Control,
-    ) -> Runner<'c> {
-        Runner {
-            clones,
-            pools: Vec::new(),
-            tasks: Vec::new(),
-            content,
-            control,
-            clock: MonotonicClock,
-            counted: vec![Counted::default(); jobs],
-            under_way: 0,
-        }
-    }
-
-    fn run<P: Path + ?Sized>(mut self, path: &mut P) -> Result<Ran> {
+impl Runner<'_> {
+    fn run(mut self, path: &mut dyn Path) -> Result<Ran> {
         // Every task keeps its place for as long as its clone has I/O left.
         let mut ready: VecDeque<u32> = VecDeque::new();
         let mut again: Vec<(u32, PagedBuffer)> = Vec::new();
@@ -292,14 +260,13 @@ impl<'c> Runner<'c> {
             for completed in done.drain(..) {
                 let Completed { token, buffer, ok } = completed;
                 let data = path.bytes(&buffer, token);
-                match self.complete(token, data, ok, now, phase == Phase::Measured) {
-                    Next::Free => {
-                        path.give_back(token);
-                        let task = &self.tasks[token as usize];
-                        self.pools[task.clone].put(task.buffer, buffer);
-                        ready.push_back(token);
-                    }
-                    Next::Again => again.push((token, buffer)),
+                if self.complete(token, data, ok, now, phase == Phase::Measured) {
+                    path.give_back(token);
+                    let task = &self.tasks[token as usize];
+                    self.pools[task.clone].put(task.buffer, buffer);
+                    ready.push_back(token);
+                } else {
+                    again.push((token, buffer));
                 }
             }
         }
@@ -319,7 +286,7 @@ impl<'c> Runner<'c> {
     }
 
     /// Starts the next I/O of a task; false if its clone has none left, or its time is over.
-    fn start<P: Path + ?Sized>(&mut self, path: &mut P, now_ns: u64, token: u32) -> Result<bool> {
+    fn start(&mut self, path: &mut dyn Path, now_ns: u64, token: u32) -> Result<bool> {
         let task = &mut self.tasks[token as usize];
         let clone = &mut self.clones[task.clone];
         let begun = self.control.measured_ns().unwrap_or(now_ns);
@@ -340,12 +307,7 @@ impl<'c> Runner<'c> {
         Ok(true)
     }
 
-    fn submit<P: Path + ?Sized>(
-        &mut self,
-        path: &mut P,
-        token: u32,
-        buffer: PagedBuffer,
-    ) -> Result<()> {
+    fn submit(&mut self, path: &mut dyn Path, token: u32, buffer: PagedBuffer) -> Result<()> {
         let task = &mut self.tasks[token as usize];
         let Io { op, offset, .. } = task.io;
         let data = path.bytes(&buffer, token);
@@ -363,7 +325,7 @@ impl<'c> Runner<'c> {
         Ok(())
     }
 
-    /// Checks what has come back and counts it.
+    /// Checks what has come back and counts it; false if it is to be repeated.
     fn complete(
         &mut self,
         token: u32,
@@ -371,7 +333,7 @@ impl<'c> Runner<'c> {
         ok: bool,
         now_ns: u64,
         measured: bool,
-    ) -> Next {
+    ) -> bool {
         self.under_way -= 1;
         let Content { format, foreign, tears } = self.content;
         let task = &mut self.tasks[token as usize];
@@ -388,7 +350,7 @@ impl<'c> Runner<'c> {
                 Err(BlockError::Damaged { .. }) if tears && task.repeats < REPEATS => {
                     task.repeats += 1;
                     counted.torn += 1;
-                    return Next::Again;
+                    return false;
                 }
                 Err(error) => Some(error.to_string()),
             },
@@ -404,6 +366,6 @@ impl<'c> Runner<'c> {
             counted.last_ns = now_ns;
             counted.latency.record(now_ns.saturating_sub(task.started_ns));
         }
-        Next::Free
+        true
     }
 }

@@ -39,11 +39,6 @@ impl<S> Conducted<S> {
         self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
     }
 
-    /// Thread time in taking and giving back the memory of requests.
-    pub(super) fn memory_ns(&self) -> u64 {
-        self.ran.iter().map(|ran| ran.memory_ns).sum()
-    }
-
     /// Time of all job threads together in the measured part, asleep or not.
     pub(super) fn thread_ns(&self) -> u64 {
         (self.elapsed.as_nanos() as u64).saturating_mul(self.ran.len() as u64)
@@ -54,7 +49,7 @@ impl<S> Conducted<S> {
         &self,
         jobs: &[Job],
         mut add: impl FnMut(&mut Sample, &(S, S)),
-    ) -> (Vec<Sample>, Vec<Notes>) {
+    ) -> Vec<(Sample, Notes)> {
         let all = self.ios().max(1) as f64;
         let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
         jobs.iter()
@@ -94,7 +89,7 @@ impl<S> Conducted<S> {
                 add(&mut sample, &self.stock);
                 (sample, Notes { first_error: total.first_error, torn: total.torn > 0 })
             })
-            .unzip()
+            .collect()
     }
 }
 

@@ -26,13 +26,12 @@ use super::{
     device::{ENDPOINT, Report, Served},
     mapped::VirtioPath,
     path::Path,
-    persistent::PersistentPath,
     plan::{Plan, Way},
     probe::Probe,
     process::Process,
     space::{Dma, dma},
+    standing::{Memory, StandingPath},
     viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
-    zero_copy::ZeroCopyPath,
 };
 use crate::random::XorShift;
 
@@ -131,31 +130,28 @@ impl Link {
         }
 
         let mut buffers = scatter(&ram, &lens, plan.run_pages)?;
-        let mut paths: Vec<LinkPath> = Vec::new();
+        let mut registered = None;
         if plan.way == Way::Persistent {
             let first = buffers.first().context("a buffer to map")?;
             // SAFETY: a job thread touches a buffer only while no request of that buffer is in
             // flight, and the paths and their requests are gone before the arena is dropped.
             let arena = unsafe { first.arena() };
             let arena = dma.map_persistent(arena, Direction::Bidirectional);
-            let arena = Arc::new(arena.context("mapping the buffers")?);
-            paths.extend(
-                queues.into_iter().map(|queue| {
-                    Box::new(PersistentPath::new(queue, Arc::clone(&arena))) as LinkPath
-                }),
-            );
-        } else if plan.way == Way::ZeroCopy {
-            let path = |queue| Box::new(ZeroCopyPath::new(dma.clone(), queue)) as LinkPath;
-            paths.extend(queues.into_iter().map(path));
-        } else {
-            for queue in queues {
+            registered = Some(Arc::new(arena.context("mapping the buffers")?));
+        }
+        let mut paths: Vec<LinkPath> = Vec::new();
+        for queue in queues {
+            if plan.way == Way::Streaming {
                 let page = buffers.pop().context("a page for each probe")?;
                 // The policy in force: it may be another for an untrusted device.
                 let strict = dma.effective_policy().is_strict();
                 let probe = protected.then(|| Probe::new(page, strict));
-                let path = VirtioPath::new(dma.clone(), queue, probe, plan.batching);
-                paths.push(Box::new(path));
+                paths.push(Box::new(VirtioPath::new(dma.clone(), queue, probe, plan.batching)));
+                continue;
             }
+            let memory =
+                registered.clone().map_or_else(|| Memory::Pools(dma.clone()), Memory::Registered);
+            paths.push(Box::new(StandingPath::new(memory, queue)));
         }
         Ok((Link { dma, rings, behind }, paths, buffers))
     }
@@ -163,16 +159,6 @@ impl Link {
     /// CPU time of the device process so far, in nanoseconds.
     pub(crate) fn device_cpu_ns(&self) -> u64 {
         self.behind.peer.cpu_ns()
-    }
-
-    /// The most bytes of memory that the bounce pools had; `None` without pools.
-    pub(crate) fn most_pool_bytes(&self) -> Option<u64> {
-        self.dma.pools().map(|pools| pools.stats().peak_bytes)
-    }
-
-    /// What `auto` chose, and why, in words. `None` under other policies.
-    pub(crate) fn choices(&self) -> Option<String> {
-        self.dma.choices().map(|choices| choices.to_string())
     }
 
     /// How the device process ended, if it has: it should not end before its sockets are hung up.

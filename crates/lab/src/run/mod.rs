@@ -4,6 +4,7 @@
 //! | module | what it holds |
 //! |---|---|
 //! | [`mod@compare`] | rounds: every row once, then every row again |
+//! | `options` | what to compare, and how |
 //! | `row` | the rows, by name |
 //! | [`tuning`] | how a policy is carried out, beyond its name |
 //! | [`space`] | the I/O virtual addresses of a link: which allocator, how many bits |
@@ -12,7 +13,7 @@
 //! | `path` | the ways from a job to the disk; those without virtqueues |
 //! | `mapped` | the way through the DMA API |
 //! | `probe` | whether unmapped memory is still reached |
-//! | `persistent`, `zero_copy` | ways in memory that stays mapped |
+//! | `standing` | the ways in memory that stays mapped |
 //! | `plan` | what a link is for |
 //! | `link` | the driver process's side: memory, front ends, the DMA API |
 //! | `process`, `viommu` | the device process and its virtio-iommu, from that side |
@@ -29,23 +30,23 @@ mod figures;
 pub(crate) mod link;
 pub(crate) mod load;
 mod mapped;
+mod options;
 mod path;
-mod persistent;
 mod plan;
 mod pool;
 mod probe;
 pub(crate) mod process;
 mod row;
 pub mod space;
+mod standing;
 mod target;
 pub mod tuning;
 pub(crate) mod viommu;
-mod zero_copy;
 
 pub(crate) use bare::Bare;
-pub(crate) use compare::compare_rounds;
-pub use compare::{Ended, Options, compare};
+pub use compare::{Ended, compare};
 pub use device::device_main;
+pub use options::Options;
 pub use ringfence_run::worker::Notify;
 pub use row::Row;
 pub(crate) use space::Dma;

@@ -4,10 +4,7 @@ use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use ringfence_devices::disk::{Disk, FileIo, FileOp, Image};
-use ringfence_drivers::{
-    blk::{Done, DriverQueue},
-    ram::PagedBuffer,
-};
+use ringfence_drivers::ram::PagedBuffer;
 use ringfence_mem::HostSlice;
 use ringfence_run::worker::Notify;
 use ringfence_sync::{
@@ -38,21 +35,6 @@ pub(super) fn transfer(op: Op, len: u64) -> (blk::Kind, u64) {
         Op::Read => (blk::Kind::In, len + 1),
         Op::Write => (blk::Kind::Out, 1),
     }
-}
-
-/// Takes back what a queue has completed. `held` returns the buffer of a request in flight, and how
-/// many bytes the device must report as written.
-pub(super) fn reap(
-    queue: &mut DriverQueue,
-    into: &mut Vec<Completed>,
-    mut held: impl FnMut(usize) -> Option<(PagedBuffer, u64)>,
-) -> Result<()> {
-    while let Some(Done { token, ok, written }) = queue.reap()? {
-        let (buffer, wanted) = held(token as usize).context("a completion of no request")?;
-        let ok = ok && u64::from(written) == wanted;
-        into.push(Completed { token: token as u32, buffer, ok });
-    }
-    Ok(())
 }
 
 /// The place of a token in a list that grows as far as it must.

@@ -4,6 +4,7 @@ use std::{fmt, str::FromStr};
 
 use ringfence_dma::Policy;
 
+use super::DiskChoice;
 use crate::allocators::AllocatorKind;
 
 /// A row of the table.
@@ -32,9 +33,10 @@ const FLUSH: &str = "+flush";
 
 impl Row {
     /// What `compare` runs by default.
-    pub fn defaults() -> Vec<Row> {
-        let policies = Policy::ALL.into_iter().map(Row::Policy);
-        std::iter::once(Row::Host).chain(policies).collect()
+    pub(super) fn defaults(disk: &DiskChoice) -> Vec<Row> {
+        let io_uring = (*disk == DiskChoice::Ram).then_some(Row::IoUring);
+        let without = std::iter::once(Row::Host).chain(io_uring);
+        without.chain(Policy::ALL.into_iter().map(Row::Policy)).collect()
     }
 }
 
@@ -147,8 +149,9 @@ mod tests {
 
     #[test]
     fn default_rows_begin_without_virtqueues_and_hold_every_policy() {
-        let rows = Row::defaults();
+        let rows = Row::defaults(&DiskChoice::Paced);
         assert_eq!(rows[0], Row::Host);
         assert_eq!(rows.len(), 1 + Policy::ALL.len());
+        assert_eq!(Row::defaults(&DiskChoice::Ram)[..2], [Row::Host, Row::IoUring]);
     }
 }

@@ -31,16 +31,18 @@ pub enum DiskChoice {
     Path(PathBuf),
 }
 
-impl DiskChoice {
+impl From<String> for DiskChoice {
     /// `paced`, `ram`, or else a path.
-    pub fn parse(text: &str) -> DiskChoice {
-        match text {
+    fn from(text: String) -> DiskChoice {
+        match text.as_str() {
             "paced" => DiskChoice::Paced,
             "ram" => DiskChoice::Ram,
             path => DiskChoice::Path(path.into()),
         }
     }
+}
 
+impl DiskChoice {
     /// Whether it takes memory.
     pub fn is_in_memory(&self) -> bool {
         !matches!(self, DiskChoice::Path(_))

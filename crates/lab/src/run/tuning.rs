@@ -5,34 +5,71 @@ use std::{
     path::Path,
 };
 
+use clap::Args;
 use ringfence_dma::{FlushTuning, Policy, Trust};
 use serde::{Deserialize, Serialize};
 
 use super::{DiskChoice, Row, Usage};
-use crate::list::named;
+use crate::list::{named, number};
 
-/// How a policy is carried out, beyond its name. `None`: as Linux tunes it, or without a bound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+// How a policy is carried out, beyond its name. `None`: as Linux tunes it, or without a bound.
+#[allow(missing_docs, reason = "clap would take it for that of the command")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Args)]
 pub struct Tuning {
-    /// Slots of a flush queue, which holds one entry less.
-    pub flush_queue_slots: Option<usize>,
-    /// How long an unmapped range waits for its flush at most, milliseconds.
-    pub flush_queue_ms: Option<u64>,
-    /// Entries of a flush queue from which on its flush is started before it is full.
-    pub high_water: Option<usize>,
-    /// The longest that memory may stay reachable after it was unmapped, milliseconds.
-    pub max_exposure_ms: Option<u64>,
-    /// The most bytes that may be unmapped and reachable at once.
-    pub max_exposure_bytes: Option<u64>,
-    /// The most requests that are mapped with one sync, under a policy that shares syncs.
+    /// The most requests that share one map sync, under a policy with `+map`, and the most that
+    /// share one unmap sync under `strict+map`: as many as are there, never waiting for more. 1
+    /// maps and unmaps each on its own, as on the mailing list.
+    #[arg(long, value_name = "N", default_value_t = Tuning::BATCH,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub batch: usize,
-    /// The most buffers that become one mapping where they lie side by side.
+
+    /// The most buffers that become one mapping, where they are adjacent in guest memory (see
+    /// --page-run) and have the same direction; it is unmapped whole, after its last I/O.
+    #[arg(long, value_name = "N", default_value_t = Tuning::CHUNK,
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=1024))]
     pub chunk: usize,
-    /// The longest mapping that `bounce` copies, bytes.
+
+    /// Slots of each flush queue [default: 32768 for lazy-sq, 256 for lazy-mq].
+    #[arg(long, value_name = "N",
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(2..=1 << 20))]
+    pub flush_queue_slots: Option<usize>,
+
+    /// How long an unmapped range waits for its flush at most [default: 1000 for lazy-sq, 10 for
+    /// lazy-mq].
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    pub flush_queue_ms: Option<u64>,
+
+    /// Entries of a flush queue at which its flush starts, before the queue is full and an unmap
+    /// must wait for one.
+    #[arg(long, value_name = "N",
+        value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..1 << 20))]
+    pub high_water: Option<usize>,
+
+    /// The longest that memory may stay reachable after it was unmapped, whatever the flush queue's
+    /// slots and time.
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    pub max_exposure_ms: Option<u64>,
+
+    /// The most bytes that may be unmapped and still reachable, all queues together: a number, or
+    /// one with k, m or g (powers of 1024), at least a page.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
+    pub max_exposure_bytes: Option<u64>,
+
+    /// The longest mapping that `bounce` copies; longer ones are mapped, strictly. A number of
+    /// bytes, or one with k, m or g (powers of 1024) [default: 1m].
+    #[arg(long, value_name = "BYTES", value_parser = parse_threshold)]
     pub bounce_threshold: Option<u64>,
-    /// The most bytes of bounce slots that the disk may hold at a time.
+
+    /// The most bytes of bounce slots that the disk may hold at a time, as a size like the above,
+    /// at least a page. A buffer without a slot is mapped; an I/O that must not be mapped fails
+    /// [default: 256m, for `zero-copy` at least what the jobs need].
+    #[arg(long, value_name = "BYTES", value_parser = parse_bound)]
     pub bounce_quota: Option<u64>,
-    /// Whether the disk is trusted.
+
+    /// Whether the disk is trusted: `auto`, as the machine says; `trusted`; `untrusted`, which is
+    /// lazy in no row, whatever its name (the table says so), and gets a copy of any buffer that
+    /// shares a page.
+    #[arg(long, value_name = "auto|trusted|untrusted", default_value_t = TrustChoice::Auto)]
     pub trust: TrustChoice,
 }
 
@@ -119,6 +156,27 @@ impl Default for Tuning {
             trust: TrustChoice::default(),
         }
     }
+}
+
+/// A size in bytes, at least a page: with a smaller bound no range could wait, or be copied.
+fn parse_bound(text: &str) -> Result<u64, String> {
+    parse_size(text, 4096)
+}
+
+/// A size in bytes, at least that of the shortest I/O.
+fn parse_threshold(text: &str) -> Result<u64, String> {
+    parse_size(text, 512)
+}
+
+fn parse_size(text: &str, least: u64) -> Result<u64, String> {
+    // No sign: the standard library's parser would take a `+`.
+    let bytes = match text.starts_with('+') {
+        true => None,
+        false => number(text, "", ("kmg", 1024), least..=u64::MAX).ok(),
+    };
+    bytes.ok_or_else(|| {
+        format!("a number of bytes, at least {least}, with k, m or g (powers of 1024) if wanted")
+    })
 }
 
 named! {

@@ -15,10 +15,10 @@ use crate::{
         row::{object, value},
     },
     job::{Job, JobFile},
-    list::named,
+    list::{List, named},
     progress::Kind,
     report::{PolicyRounds, Sample},
-    run::{self, DiskChoice, Row, compare_rounds, space::Space, tuning::Tuning},
+    run::{self, DiskChoice, Row, compare, space::Space, tuning::Tuning},
 };
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -103,8 +103,9 @@ pub(super) fn run(
     }
     let file = JobFile { jobs, warnings, file: "seed-004.fio".to_owned() };
     let of_run = run::Options {
-        rows: ROWS.to_vec(),
-        allocators: vec![AllocatorKind::default()],
+        job: None,
+        rows: Some(List::from(&ROWS[..])),
+        allocators: List(vec![AllocatorKind::default()]),
         space: Space::default(),
         disk: DiskChoice::Ram,
         destroy_data: true,
@@ -116,10 +117,9 @@ pub(super) fn run(
         tuning: Tuning::default(),
         load: 0,
         explain: false,
-        progress,
     };
     let mut rows = Vec::new();
-    let ended = compare_rounds(file, &of_run, stop, &mut |job, rounds| {
+    let ended = compare(file, &of_run, progress, stop, &mut |job, rounds| {
         rows.extend(contest(job, rounds, notify));
     })?;
     into.rows.extend(rows);
@@ -333,8 +333,7 @@ mod tests {
             for (mut example, own) in example.jobs.into_iter().zip(own.jobs) {
                 // The first of a file need not wait for one before it.
                 example.stonewall |= own.stonewall;
-                example.filename = None;
-                assert_eq!(example.to_string(), own.to_string());
+                assert_eq!(example, own);
             }
         }
     }

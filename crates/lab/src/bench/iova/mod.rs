@@ -191,7 +191,7 @@ impl Options {
         self.threads.iter().map(|threads| threads.0).collect()
     }
 
-    fn placements(&self, kind: Kind, stop: &AtomicBool) -> Result<Vec<placement::Row>> {
+    fn placements(&self, kind: Kind, stop: &AtomicBool) -> Result<Vec<Row>> {
         let defaults = placement::Options::default();
         let options = placement::Options {
             aperture_bits: self.aperture_bits,

@@ -51,21 +51,21 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
     // Takes what the back end still gave before it stopped.
     load.drain()?;
     let mut window = before.until(&after);
-    window.late = load.driver.arrivals().late();
-    window.corrupt = load.driver.arrivals().corrupt();
+    window.late = load.driver.arrivals().late;
+    window.corrupt = load.driver.arrivals().corrupt;
     let arrivals = load.driver.arrivals();
     (window.carried, window.lost) = match (case.direction, counted) {
-        (Direction::Loop, _) => (arrivals.sent(), arrivals.lost()),
+        (Direction::Loop, _) => (arrivals.sent, arrivals.lost),
         // The back end's count against the driver's: a difference either way is a loss.
         (Direction::Tx, Some(counted)) => {
             (load.driver.taken(), load.driver.taken().abs_diff(counted.taken))
         }
         (Direction::Tx, None) => (load.driver.taken(), 0),
         (Direction::Rx, Some(counted)) => {
-            let came = arrivals.good() + arrivals.corrupt();
+            let came = arrivals.good + arrivals.corrupt;
             (counted.given, counted.given.abs_diff(came))
         }
-        (Direction::Rx, None) => (arrivals.good(), 0),
+        (Direction::Rx, None) => (arrivals.good, 0),
     };
     if case.addressing.is_fresh() {
         window.single_rate = Some(load.message_rate(1)?);
@@ -96,7 +96,7 @@ impl Load {
     fn packets(&self) -> u64 {
         match self.direction {
             Direction::Tx => self.driver.taken(),
-            Direction::Rx | Direction::Loop => self.driver.arrivals().good(),
+            Direction::Rx | Direction::Loop => self.driver.arrivals().good,
         }
     }
 

@@ -84,15 +84,14 @@ impl BlkLoad {
         let alone = span == 1 || addressing == Addressing::Physical;
         assert!(alone && span.is_power_of_two() && u64::from(span) <= content.blocks());
         let pages = side::pages(BUFFERS * u32::from(queues), span);
-        let space = Space::of_pages(addressing, pages)?;
+        let space = Space::new(addressing, pages, true)?;
         let config = driver::QueueConfig { size: RING, event_idx: false, packed };
         let mut link = Link::open(stream, 1 << F_INDIRECT_DESC, packed, &space)?;
         let mut sides = Vec::new();
         for queue in 0..queues {
             let first = BUFFERS * u32::from(queue);
-            let mut side = Side::new(&space, queue, config, first..first + BUFFERS, span, write)?;
-            side.start(&mut link, &space)?;
-            sides.push(side);
+            let own = first..first + BUFFERS;
+            sides.push(Side::start(&mut link, &space, queue, config, own, span, write)?);
         }
         if !addressing.is_fresh() && addressing.translated() {
             prefill_all(&mut link, &space, pages)?;

@@ -57,16 +57,6 @@ impl Tally {
     pub fn completed(&self) -> u64 {
         self.good + self.wrong + self.failed
     }
-
-    /// Counts a completed request.
-    #[inline]
-    fn note(&mut self, right: bool) {
-        if right {
-            self.good += 1;
-        } else {
-            self.wrong += 1;
-        }
-    }
 }
 
 /// A queue, and the buffers that are its own.
@@ -95,8 +85,9 @@ pub(super) fn pages(buffers: u32, span: u32) -> u32 {
 }
 
 impl Side {
-    /// Queue number `ring`, with buffers of its own. Its requests move `span` blocks, and write them if `write`.
-    pub(super) fn new(
+    /// Starts queue number `ring`, with buffers of its own. Its requests move `span` blocks, and write them if `write`.
+    pub(super) fn start(
+        link: &mut Link,
         space: &Space,
         ring: u16,
         config: QueueConfig,
@@ -106,10 +97,10 @@ impl Side {
     ) -> Result<Side, NetDriverError> {
         let buffers = own.clone().map(|buffer| {
             let [data_at, request_at] = offsets(space, buffer, span);
-            let data = space.ram().window(data_at as usize, span as usize * BLOCK)?;
+            let data = space.ram.window(data_at as usize, span as usize * BLOCK)?;
             let len = TABLE_AT + DESCS * size_of::<[u64; 2]>();
-            let request = space.ram().window(request_at as usize, len)?;
-            let table = space.ram().window(request_at as usize + TABLE_AT, len - TABLE_AT)?;
+            let request = space.ram.window(request_at as usize, len)?;
+            let table = space.ram.window(request_at as usize + TABLE_AT, len - TABLE_AT)?;
             if write {
                 let body = bytes(0, buffer.into());
                 (0..span as usize).for_each(|block| data.write(block * BLOCK, &body));
@@ -118,18 +109,13 @@ impl Side {
             Ok(Buffer { data, request, table, at, block: 0 })
         });
         Ok(Side {
-            ring: Ring::new(space, ring, config, own.clone())?,
+            ring: Ring::start(link, space, ring, config, own.clone())?,
             first: own.start,
             buffers: buffers.collect::<Result<_, NetDriverError>>()?,
-            addressing: space.addressing(),
+            addressing: space.addressing,
             span,
             write,
         })
-    }
-
-    /// Starts the ring.
-    pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
-        self.ring.start(link, space)
     }
 
     /// How many requests the device has, or will have.
@@ -156,9 +142,10 @@ impl Side {
             buffer.request.read(STATUS_AT, &mut status);
             let written = 1 + if self.write { 0 } else { self.span * BLOCK as u32 };
             match status == [Status::Ok.code()] && *len == written {
-                true if self.write => tally.good += 1,
-                true => tally.note(buffer.holds(content, tally.good.is_multiple_of(WHOLE))),
                 false => tally.failed += 1,
+                true if self.write => tally.good += 1,
+                true if buffer.holds(content, tally.good.is_multiple_of(WHOLE)) => tally.good += 1,
+                true => tally.wrong += 1,
             }
             if !self.addressing.is_fresh() {
                 self.ring.free.push_back(*token as u32);

@@ -20,12 +20,16 @@ const HEADERS: usize = HEADER + 14 + 20 + 8;
 #[derive(Clone, Debug)]
 pub struct Arrivals {
     expect: Expect,
-    sent: u64,
-    good: u64,
-    corrupt: u64,
-    lost: u64,
-    /// Frames that had been counted as lost, or came twice.
-    late: u64,
+    /// Frames that were sent.
+    pub sent: u64,
+    /// Frames that came as they were sent.
+    pub good: u64,
+    /// Packets that match no frame that could come.
+    pub corrupt: u64,
+    /// Frames that did not come although later ones did, or that were given up.
+    pub lost: u64,
+    /// Frames that came after they had been counted as lost, or a second time.
+    pub late: u64,
     /// The number that should come next.
     next: u64,
     /// The first foreign frame.
@@ -37,12 +41,6 @@ impl Arrivals {
     pub fn new(expect: Expect) -> Arrivals {
         let (sent, good, corrupt, lost, late) = (0, 0, 0, 0, 0);
         Arrivals { expect, sent, good, corrupt, lost, late, next: 0, first: None }
-    }
-
-    /// Counts frames that were sent.
-    #[inline]
-    pub fn note_sent(&mut self, frames: u64) {
-        self.sent += frames;
     }
 
     /// Counts a packet of `len` bytes that lies in one buffer, of which the first are `packet`.
@@ -83,31 +81,6 @@ impl Arrivals {
         self.next = self.sent;
     }
 
-    /// Frames that were sent.
-    pub fn sent(&self) -> u64 {
-        self.sent
-    }
-
-    /// Frames that came as they were sent.
-    pub fn good(&self) -> u64 {
-        self.good
-    }
-
-    /// Packets that match no frame that could come.
-    pub fn corrupt(&self) -> u64 {
-        self.corrupt
-    }
-
-    /// Frames that did not come although later ones did, or that were given up.
-    pub fn lost(&self) -> u64 {
-        self.lost
-    }
-
-    /// Frames that came after they had been counted as lost, or a second time.
-    pub fn late(&self) -> u64 {
-        self.late
-    }
-
     /// Frames that are neither back nor lost yet.
     #[inline]
     pub fn outstanding(&self) -> u64 {
@@ -134,7 +107,7 @@ mod tests {
     #[test]
     fn a_gap_is_a_loss() {
         let mut arrivals = Arrivals::new(Expect::Own);
-        arrivals.note_sent(10);
+        arrivals.sent += 10;
         for number in [0, 1, 5] {
             arrivals.note(&received(number), PACKET as u32);
         }
@@ -148,7 +121,7 @@ mod tests {
     #[test]
     fn a_wrong_byte_or_length_is_corrupt() {
         let mut arrivals = Arrivals::new(Expect::Own);
-        arrivals.note_sent(4);
+        arrivals.sent += 4;
         let mut wrong = received(0);
         wrong[PACKET - 1] ^= 1;
         arrivals.note(&wrong, PACKET as u32);

@@ -12,7 +12,7 @@ use ringfence_mem::Access;
 use ringfence_vhost_user::{
     Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, msg::Header,
 };
-use ringfence_virtq::{F_ACCESS_PLATFORM, F_RING_PACKED, F_VERSION_1};
+use ringfence_virtq::{F_ACCESS_PLATFORM, F_RING_PACKED, F_VERSION_1, device, driver::QueueConfig};
 use rustix::net::SendFlags;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -31,17 +31,9 @@ const BACKEND_IOTLB_MSG: u32 = 1;
 #[derive(Debug)]
 pub(crate) struct Link {
     front: Frontend,
-    pipe: Pipe,
+    pub(super) pipe: Pipe,
     channel: Option<(UnixStream, Records)>,
     pub(crate) messages: Messages,
-}
-
-/// What a ring of the device is made of.
-pub(crate) struct RingParts<'a> {
-    pub(crate) size: u16,
-    pub(crate) base: u32,
-    pub(crate) addresses: RingAddresses,
-    pub(crate) kick: BorrowedFd<'a>,
 }
 
 impl Link {
@@ -56,7 +48,7 @@ impl Link {
         let mut front = Frontend::new(stream, TIMEOUT);
         let protocol = ProtocolFeatures::MQ | ProtocolFeatures::BACKEND_REQ;
         let mut needed = 1 << F_VERSION_1 | own;
-        if space.addressing().translated() {
+        if space.addressing.translated() {
             needed |= 1 << F_ACCESS_PLATFORM;
         }
         if packed {
@@ -67,13 +59,13 @@ impl Link {
             return Err(NetDriverError::Features { features: needed & !settled });
         }
         let mut channel = None;
-        if space.addressing().translated() {
+        if space.addressing.translated() {
             let (ours, theirs) = UnixStream::pair()?;
             ours.set_nonblocking(true)?;
             front.set_backend_channel(theirs.as_fd())?;
             channel = Some((ours, Records::new()));
         }
-        front.set_mem_table(&[(space.ram().region(), space.ram().fd())])?;
+        front.set_mem_table(&[(space.ram.region(), space.ram.fd())])?;
         let pipe = Pipe::new(front.iotlb_handle());
         Ok(Link { front, pipe, channel, messages: Messages::default() })
     }
@@ -82,24 +74,25 @@ impl Link {
     pub(crate) fn start_ring(
         &mut self,
         ring: u16,
-        parts: &RingParts<'_>,
+        config: QueueConfig,
+        mut addresses: RingAddresses,
+        kick: BorrowedFd<'_>,
         space: &Space,
     ) -> Result<(), NetDriverError> {
-        let RingAddresses { desc, avail, used, .. } = parts.addresses;
-        self.front.set_vring_num(ring, parts.size)?;
-        self.front.set_vring_base(ring, parts.base)?;
-        let mut addresses = parts.addresses;
-        if !space.addressing().translated() {
+        let RingAddresses { desc, avail, used, .. } = addresses;
+        self.front.set_vring_num(ring, config.size)?;
+        self.front.set_vring_base(ring, device::RingConfig::start(config.packed))?;
+        if !space.addressing.translated() {
             // Rule D2: addresses of this process.
-            let user = |addr: u64| space.ram().user_addr() + (addr - space.ram().gpa());
+            let user = |addr: u64| space.ram.user_addr() + (addr - space.ram.gpa());
             addresses.desc = user(desc);
             addresses.avail = user(avail);
             addresses.used = user(used);
         }
         self.front.set_vring_addr(ring, &addresses)?;
         self.front.set_vring_call(ring, None)?;
-        self.front.set_vring_kick(ring, Some(parts.kick))?;
-        if space.addressing().translated() {
+        self.front.set_vring_kick(ring, Some(kick))?;
+        if space.addressing.translated() {
             for addr in [desc, avail, used] {
                 self.update(space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?);
             }
@@ -126,17 +119,6 @@ impl Link {
     pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
         self.messages.invalidations += 1;
         self.pipe.put(Iotlb::Invalidate { first, last })
-    }
-
-    /// Whether the back end has carried out the message of that ticket.
-    #[inline]
-    pub(crate) fn is_done(&self, ticket: u64) -> bool {
-        self.pipe.is_done(ticket)
-    }
-
-    /// Waits until the back end has carried out everything.
-    pub(crate) fn settle(&mut self) -> Result<(), NetDriverError> {
-        self.pipe.settle()
     }
 
     /// Sends what was put into the pipe and takes the replies; then sends updates for the misses
@@ -203,7 +185,7 @@ mod tests {
         let (channel, theirs) = UnixStream::pair().unwrap();
         let mut front = Frontend::new(ours, TIMEOUT);
         front.set_features(1 << ringfence_virtq::F_ACCESS_PLATFORM).unwrap();
-        front.set_mem_table(&[(space.ram().region(), space.ram().fd())]).unwrap();
+        front.set_mem_table(&[(space.ram.region(), space.ram.fd())]).unwrap();
         while !read(&mut main).is_empty() {}
         let pipe = Pipe::new(front.iotlb_handle());
         let channel = Some((channel, Records::new()));
@@ -217,7 +199,7 @@ mod tests {
     }
 
     fn space() -> Space {
-        Space::new(Addressing::Static { entry: 4096, mergeable: false }, 64).unwrap()
+        Space::new(Addressing::Static { entry: 4096, mergeable: false }, 64, false).unwrap()
     }
 
     /// All that is there.
@@ -281,11 +263,11 @@ mod tests {
         link.serve_misses(&space).unwrap();
         assert_eq!(read(&mut main).len(), 2 * MESSAGE, "in one piece");
         for ticket in tickets {
-            assert!(!link.is_done(ticket));
+            assert!(!link.pipe.is_done(ticket));
             let header = Header::reply(ringfence_vhost_user::msg::code::IOTLB_MSG, 8);
             main.write_all(&[header.as_bytes(), &[0; 8]].concat()).unwrap();
             link.serve_misses(&space).unwrap();
-            assert!(link.is_done(ticket));
+            assert!(link.pipe.is_done(ticket));
         }
     }
 }

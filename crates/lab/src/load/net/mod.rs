@@ -149,18 +149,17 @@ impl NetDriver {
         expect: Expect,
     ) -> Result<NetDriver, NetDriverError> {
         let Options { addressing, ring, rx_buffers, tx_buffers, packed, prefill } = options;
-        let mut space = Space::new(addressing, rx_buffers.saturating_add(tx_buffers))?;
+        let mut space = Space::new(addressing, rx_buffers.saturating_add(tx_buffers), false)?;
         let config = QueueConfig { size: ring, event_idx: false, packed };
         let mut link = Link::open(stream, F_MRG_RXBUF, packed, &space)?;
-        let mut rx = Side::new(&space, RX, config, 0..rx_buffers)?;
-        let mut tx = Side::new(&space, TX, config, rx_buffers..rx_buffers + tx_buffers)?;
-        rx.start(&mut link, &space)?;
-        tx.start(&mut link, &space)?;
+        let mut rx = Side::start(&mut link, &space, RX, config, 0..rx_buffers)?;
+        let own = rx_buffers..rx_buffers + tx_buffers;
+        let tx = Side::start(&mut link, &space, TX, config, own)?;
         if prefill {
             prefill_all(&mut link, &space, rx_buffers + tx_buffers)?;
         }
         rx.post(&mut space, &mut link)?;
-        link.settle()?;
+        link.pipe.settle()?;
         rx.post(&mut space, &mut link)?;
         Ok(NetDriver { link, space, rx, tx, arrivals: Arrivals::new(expect), taken: 0 })
     }
@@ -173,8 +172,8 @@ impl NetDriver {
     #[inline]
     pub fn send(&mut self, most: usize) -> Result<usize, NetDriverError> {
         self.taken += self.tx.reclaim(&mut self.space, &mut self.link, |_, _| {})?;
-        let sent = self.tx.send(&mut self.space, &mut self.link, self.arrivals.sent(), most)?;
-        self.arrivals.note_sent(sent as u64);
+        let sent = self.tx.send(&mut self.space, &mut self.link, self.arrivals.sent, most)?;
+        self.arrivals.sent += sent as u64;
         Ok(sent)
     }
 
@@ -245,7 +244,7 @@ impl NetDriver {
         let entry = self.space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?;
         for _ in 0..count.div_ceil(depth.max(1)) {
             (0..depth).for_each(|_| _ = self.link.update(entry));
-            self.link.settle()?;
+            self.link.pipe.settle()?;
         }
         Ok(())
     }
@@ -273,7 +272,7 @@ pub(crate) fn prefill_all(
     entries.dedup();
     for some in entries.chunks(64) {
         some.iter().for_each(|entry| _ = link.update(*entry));
-        link.settle()?;
+        link.pipe.settle()?;
     }
     Ok(())
 }

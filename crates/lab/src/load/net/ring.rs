@@ -9,15 +9,12 @@ use std::{
 
 use ringfence_run::event;
 use ringfence_vhost_user::RingAddresses;
-use ringfence_virtq::{
-    device,
-    driver::{Queue, QueueConfig, Rings},
-};
+use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
 
 use super::{
     NetDriverError,
-    link::{Link, RingParts},
-    space::Space,
+    link::Link,
+    space::{RINGS, Space},
 };
 
 /// A ring, and the buffers that are its own.
@@ -25,7 +22,6 @@ use super::{
 pub(crate) struct Ring {
     pub(crate) number: u16,
     pub(crate) queue: Queue,
-    pub(crate) config: QueueConfig,
     /// Buffers that can be used, the one that was free the longest first.
     pub(crate) free: VecDeque<u32>,
     /// What was added is published when this ticket is done.
@@ -33,23 +29,23 @@ pub(crate) struct Ring {
     /// How much that is.
     pub(crate) unpublished: usize,
     kick: OwnedFd,
-    addresses: RingAddresses,
     /// Buffers that the device can no longer use once their ticket is done, with the ticket.
     parked: VecDeque<(u64, u32)>,
 }
 
 impl Ring {
-    /// Ring number `number`, in its place in `space`.
-    pub(crate) fn new(
+    /// Starts ring number `number`, in its place in `space`.
+    pub(crate) fn start(
+        link: &mut Link,
         space: &Space,
         number: u16,
         config: QueueConfig,
         own: Range<u32>,
     ) -> Result<Ring, NetDriverError> {
-        let bytes = space.ring_bytes() / 2;
+        let bytes = RINGS as usize / 2;
         let at = usize::from(number) * bytes;
-        let window = space.ram().window(at, bytes)?;
-        let queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
+        let window = space.ram.window(at, bytes)?;
+        let mut queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
         let base = space.device_addr(at as u64);
         let offsets = config.offsets();
         let addresses = RingAddresses {
@@ -58,27 +54,19 @@ impl Ring {
             used: base + offsets.used as u64,
             log: None,
         };
+        // The driver polls.
+        queue.suppress_notifications();
+        let kick = event::new()?;
+        link.start_ring(number, config, addresses, kick.as_fd(), space)?;
         Ok(Ring {
             number,
             queue,
-            config,
             free: own.collect(),
             held: 0,
             unpublished: 0,
-            kick: event::new()?,
-            addresses,
+            kick,
             parked: VecDeque::new(),
         })
-    }
-
-    /// Starts the ring.
-    pub(crate) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
-        // The driver polls.
-        self.queue.suppress_notifications();
-        let Ring { config: QueueConfig { size, packed, .. }, addresses, .. } = *self;
-        let base = device::RingConfig::start(packed);
-        let parts = RingParts { size, base, addresses, kick: self.kick.as_fd() };
-        link.start_ring(self.number, &parts, space)
     }
 
     /// A buffer can be used again when `ticket` is done.
@@ -89,7 +77,7 @@ impl Ring {
     /// Frees the buffers whose ticket is done.
     pub(crate) fn unpark(&mut self, link: &Link) {
         while let Some(&(ticket, buffer)) = self.parked.front()
-            && link.is_done(ticket)
+            && link.pipe.is_done(ticket)
         {
             self.parked.pop_front();
             self.free.push_back(buffer);
@@ -100,7 +88,7 @@ impl Ring {
     /// nothing is held back any more.
     #[inline]
     pub(crate) fn release(&mut self, link: &Link) -> bool {
-        if !link.is_done(self.held) {
+        if !link.pipe.is_done(self.held) {
             return false;
         }
         if std::mem::take(&mut self.unpublished) > 0 {

@@ -31,11 +31,14 @@ pub(super) struct Side {
     /// Where the device sees each: for good, or for this use.
     addrs: Vec<u64>,
     addressing: Addressing,
+    /// So many descriptors are free before buffers are made available again.
+    refill: u16,
 }
 
 impl Side {
-    /// Ring number `ring`, with buffers of its own.
-    pub(super) fn new(
+    /// Starts ring number `ring`, with buffers of its own.
+    pub(super) fn start(
+        link: &mut Link,
         space: &Space,
         ring: u16,
         config: QueueConfig,
@@ -43,20 +46,16 @@ impl Side {
     ) -> Result<Side, NetDriverError> {
         let windows = own.clone().map(|buffer| {
             let offset = space.buffer(buffer) as usize;
-            space.ram().window(offset, ROOM as usize)
+            space.ram.window(offset, ROOM as usize)
         });
         Ok(Side {
-            ring: Ring::new(space, ring, config, own.clone())?,
+            ring: Ring::start(link, space, ring, config, own.clone())?,
             first: own.start,
             buffers: windows.collect::<Result<_, _>>()?,
             addrs: own.map(|buffer| space.device_addr(space.buffer(buffer))).collect(),
-            addressing: space.addressing(),
+            addressing: space.addressing,
+            refill: REFILL.min(config.size),
         })
-    }
-
-    /// Starts the ring.
-    pub(super) fn start(&mut self, link: &mut Link, space: &Space) -> Result<(), NetDriverError> {
-        self.ring.start(link, space)
     }
 
     /// How many buffers the device has.
@@ -136,9 +135,7 @@ impl Side {
         space: &mut Space,
         link: &mut Link,
     ) -> Result<(), NetDriverError> {
-        if !self.ring.release(link)
-            || self.ring.queue.free_descs() < REFILL.min(self.ring.config.size)
-        {
+        if !self.ring.release(link) || self.ring.queue.free_descs() < self.refill {
             return Ok(());
         }
         let most = self.ring.free.len().min(self.ring.queue.free_descs().into());
@@ -157,8 +154,8 @@ impl Side {
         mut each: impl FnMut(&Window) -> bool,
     ) -> Result<(), NetDriverError> {
         let mut entries = Vec::new();
-        let Side { ring: Ring { number, queue, free, .. }, first, buffers, addrs, addressing } =
-            self;
+        let Side { ring, first, buffers, addrs, addressing, .. } = self;
+        let Ring { number, queue, free, .. } = ring;
         let fresh = addressing.is_fresh();
         let descs = std::iter::from_fn(|| {
             let buffer = free.pop_front()?;

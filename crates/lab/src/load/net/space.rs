@@ -13,7 +13,8 @@ const GUEST_BASE: u64 = 1 << 32;
 /// Where it begins behind one: a multiple of any entry.
 const IOVA_BASE: u64 = 1 << 40;
 /// The rings lie before this offset, the buffers from it on.
-const BUFFERS: u64 = 2 << 20;
+pub(crate) const RINGS: u64 = 2 << 20;
+const BUFFERS: u64 = RINGS;
 /// Fresh addresses begin here; each queue has a span of its own.
 const FRESH_BASE: u64 = 1 << 41;
 /// Pages of fresh addresses a queue has, after which it begins again: 256 GiB. What was mapped
@@ -71,8 +72,8 @@ pub struct Entry {
 /// Memory, and where it lies for the device.
 #[derive(Debug)]
 pub(crate) struct Space {
-    ram: Arc<GuestRam>,
-    addressing: Addressing,
+    pub(crate) ram: Arc<GuestRam>,
+    pub(crate) addressing: Addressing,
     /// Bytes between two buffers.
     stride: u64,
     /// Which granule of buffers the one at an IOVA is, and the reverse; empty if they are in order.
@@ -95,27 +96,20 @@ struct Fresh {
 const NONE: u64 = u64::MAX;
 
 impl Space {
-    /// Memory for `buffers` buffers in all.
+    /// Memory for `buffers` buffers in all, each with pages of its own if they are `apart` or their
+    /// addresses are fresh.
     ///
     /// # Errors
     /// The system has no memory, or they do not fit.
     ///
     /// # Panics
     /// If [`Addressing`] does not allow the entry's size.
-    pub(crate) fn new(addressing: Addressing, buffers: u32) -> Result<Space, MemError> {
-        let stride = if addressing.is_fresh() { PAGE } else { PAGE / 2 };
-        Space::with_stride(addressing, buffers, stride)
-    }
-
-    /// The same with a page for each buffer.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
-    pub(crate) fn of_pages(addressing: Addressing, buffers: u32) -> Result<Space, MemError> {
-        Space::with_stride(addressing, buffers, PAGE)
-    }
-
-    fn with_stride(addressing: Addressing, buffers: u32, stride: u64) -> Result<Space, MemError> {
+    pub(crate) fn new(
+        addressing: Addressing,
+        buffers: u32,
+        apart: bool,
+    ) -> Result<Space, MemError> {
+        let stride = if apart || addressing.is_fresh() { PAGE } else { PAGE / 2 };
         let ram = GuestRam::new(RAM, GUEST_BASE)?;
         let bytes = (u64::from(buffers) * stride).next_multiple_of(BUFFERS);
         if BUFFERS + bytes > RAM as u64 {
@@ -126,7 +120,7 @@ impl Space {
             assert!(entry.is_power_of_two() && (PAGE..=RAM as u64).contains(&entry));
             // An entry larger than the area of the rings covers all memory: there is only one.
             if !mergeable && entry <= BUFFERS {
-                granule_at = apart((bytes / entry) as u32);
+                granule_at = scattered((bytes / entry) as u32);
             }
         }
         let mut iova_of = vec![0; granule_at.len()];
@@ -140,19 +134,6 @@ impl Space {
             live: vec![(NONE, 0); buffers.next_power_of_two() as usize].into(),
         });
         Ok(Space { ram, addressing, stride, granule_at, iova_of, fresh })
-    }
-
-    pub(crate) fn ram(&self) -> &Arc<GuestRam> {
-        &self.ram
-    }
-
-    pub(crate) fn addressing(&self) -> Addressing {
-        self.addressing
-    }
-
-    /// Bytes that the rings may take, from offset 0 on.
-    pub(crate) fn ring_bytes(&self) -> usize {
-        BUFFERS as usize
     }
 
     /// Where a buffer begins. Not all at the same offset in their page: they would compete for a
@@ -240,7 +221,7 @@ fn page_of(addr: u64, base: u64) -> Option<u64> {
 
 /// The numbers below `n` in an order in which none is followed by its successor: what lies side by
 /// side at one end does not at the other. The same order each time.
-fn apart(n: u32) -> Vec<u32> {
+fn scattered(n: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..n).rev().collect();
     let mut random = XorShift(0x2545_f491_4f6c_dd1d);
     for _ in 0..4 * n {
@@ -265,13 +246,13 @@ mod tests {
     #[test]
     fn no_number_is_followed_by_its_successor() {
         for n in [1, 2, 3, 4, 64, 1536] {
-            let order = apart(n);
+            let order = scattered(n);
             let mut sorted = order.clone();
             sorted.sort_unstable();
             assert!(sorted.into_iter().eq(0..n), "each number once");
             assert!(order.windows(2).all(|pair| pair[1] != pair[0] + 1), "{n}");
         }
-        assert_ne!(apart(64), (0..64).rev().collect::<Vec<_>>(), "but mixed");
+        assert_ne!(scattered(64), (0..64).rev().collect::<Vec<_>>(), "but mixed");
     }
 
     #[test]
@@ -279,7 +260,8 @@ mod tests {
         for entry in [4096, 65536, 2 << 20, 1 << 30] {
             for mergeable in [true, false] {
                 let space =
-                    Space::new(Addressing::Static { entry, mergeable }, BUFFER_COUNT).unwrap();
+                    Space::new(Addressing::Static { entry, mergeable }, BUFFER_COUNT, false)
+                        .unwrap();
                 for buffer in [0, 1, 2, 33, BUFFER_COUNT - 1] {
                     for into in [0, u64::from(ROOM) - 1] {
                         let offset = space.buffer(buffer) + into;
@@ -300,7 +282,8 @@ mod tests {
     #[test]
     fn entries_can_be_merged_or_cannot() {
         for (entry, mergeable) in [(4096, true), (4096, false), (65536, false), (2 << 20, false)] {
-            let space = Space::new(Addressing::Static { entry, mergeable }, BUFFER_COUNT).unwrap();
+            let space =
+                Space::new(Addressing::Static { entry, mergeable }, BUFFER_COUNT, false).unwrap();
             let from = IOVA_BASE + BUFFERS;
             let end = from + u64::from(BUFFER_COUNT) * 2048;
             let entries: Vec<Entry> =
@@ -313,13 +296,14 @@ mod tests {
     #[test]
     fn rings_lie_in_one_piece() {
         let space =
-            Space::new(Addressing::Static { entry: 4096, mergeable: false }, BUFFER_COUNT).unwrap();
+            Space::new(Addressing::Static { entry: 4096, mergeable: false }, BUFFER_COUNT, false)
+                .unwrap();
         assert_eq!(space.device_addr(0) + 0x5000, space.device_addr(0x5000));
     }
 
     #[test]
     fn a_fresh_address_is_one_page_and_ends_with_its_use() {
-        let mut space = Space::new(Addressing::Fresh { push: false }, 64).unwrap();
+        let mut space = Space::new(Addressing::Fresh { push: false }, 64, false).unwrap();
         let (one, two) = (space.map(0, 5), space.map(1, 6));
         assert_ne!(one / PAGE, two / PAGE);
         for (addr, buffer) in [(one, 5), (two, 6)] {
@@ -343,7 +327,7 @@ mod tests {
                 true => Addressing::Fresh { push: false },
                 false => Addressing::Static { entry: 4096, mergeable: false },
             };
-            let space = Space::new(addressing, 64).unwrap();
+            let space = Space::new(addressing, 64, false).unwrap();
             if let Some(entry) = space.entry(iova) {
                 prop_assert!((entry.first..=entry.last).contains(&iova));
                 prop_assert!(entry.user_addr >= space.ram.user_addr());

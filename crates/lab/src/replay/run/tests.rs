@@ -4,6 +4,7 @@ use ringfence_dma::Policy;
 use super::*;
 use crate::{
     allocators::PlacementName,
+    list::List,
     progress::Kind,
     replay::{options::default_policies, sample},
 };
@@ -40,7 +41,7 @@ fn run(stream: Stream, options: Options, stop: bool) -> TraceReport {
 }
 
 fn short() -> Options {
-    Options { repeat: 2, progress: Kind::Silent, ..Options::default() }
+    crate::bench::options("x --repeat 2")
 }
 
 #[test]
@@ -95,7 +96,7 @@ fn ours_puts_ranges_where_the_placement_has_them() {
 
 #[test]
 fn without_ours_there_is_no_ratio() {
-    let options = Options { allocators: vec![AllocatorKind::RbTree], ..short() };
+    let options = Options { allocators: List(vec![AllocatorKind::RbTree]), ..short() };
     let trace = run(sample::stream(), options, false);
     assert_eq!(trace.allocators[1].ratio_to_ringfence, None);
     assert!(trace.allocators[1].ns_per_op.is_some());
@@ -160,7 +161,7 @@ proptest! {
             aperture_bits: bits,
             repeat: 1,
             flush_queue_slots: Some(4),
-            policies: [vec![Policy::Off], default_policies()].concat(),
+            policies: List([vec![Policy::Off], default_policies().0].concat()),
             ..short()
         };
         let trace = run(derivation.finish(), options, false);

@@ -83,12 +83,12 @@ impl Driver {
                 }
                 _ => BURST,
             };
-            let mut next = arrivals.sent();
+            let mut next = arrivals.sent;
             let sent = tx.post(most, |frame| {
                 *frame = packet(next);
                 next += 1;
             })?;
-            arrivals.note_sent(sent as u64);
+            arrivals.sent += sent as u64;
             tx.advance()?;
         }
         Ok(moved)
@@ -99,7 +99,7 @@ impl Driver {
         match self.direction {
             Direction::Tx => self.taken,
             Direction::Rx => self.came - self.wrong,
-            Direction::Loop => self.arrivals.good(),
+            Direction::Loop => self.arrivals.good,
         }
     }
 
@@ -130,9 +130,9 @@ impl Driver {
         let (carried, lost, corrupt) = match direction {
             Direction::Tx => (taken, taken.abs_diff(report.taken) + report.lost, 0),
             Direction::Rx => (report.given, report.given.abs_diff(came) + report.lost, wrong),
-            Direction::Loop => (arrivals.sent(), arrivals.lost(), arrivals.corrupt()),
+            Direction::Loop => (arrivals.sent, arrivals.lost, arrivals.corrupt),
         };
-        Ok(Account { carried, lost, late: arrivals.late(), corrupt, report })
+        Ok(Account { carried, lost, late: arrivals.late, corrupt, report })
     }
 
     #[cfg(test)]
