@@ -311,13 +311,13 @@ impl<B> Mapping<B> {
     ) -> Result<Taken<B>, UnmapError<B>> {
         self.note_unmapping();
         // A copy has nothing to unmap, and nothing to wait for.
-        let ended = self.end_bounce(at.is_some(), watched);
+        if self.end_bounce(at.is_some(), watched) {
+            let LiveMapping { buffer, owner, .. } = self.held.take().expect(HELD);
+            return Ok((buffer, owner, None));
+        }
         // If something below panics, the buffer is leaked rather than freed while mapped.
         let held = ManuallyDrop::new(self.held.take().expect(HELD));
-        let unmapped = match ended {
-            true => Ok(None),
-            false => held.owner.unmap(self.placed.span, strictly, watched, at),
-        };
+        let unmapped = held.owner.unmap(self.placed.span, strictly, watched, at);
         self.placed.taken(ManuallyDrop::into_inner(held), unmapped)
     }
 }

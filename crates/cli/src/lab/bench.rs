@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use ringfence_lab::bench::{Measure, blk, bounce, iotlb, iova, map, net, pin};
 
-use super::session::{Begun, Session, conclude, untold};
+use super::session::{Begun, Session, conclude, unprinted};
 use crate::output::Output;
 
 /// What can be measured.
@@ -113,7 +113,7 @@ impl<M: Measure> Of<M> {
         }
         let text = !json.as_ref().is_some_and(Output::is_stdout) && !benchmark.is_empty();
         let json = json.map_or(Ok(()), |output| output.write(&benchmark.json()));
-        benchmark.warnings = untold(benchmark.warnings, progress);
+        benchmark.warnings = unprinted(benchmark.warnings, progress);
         let shown = match text {
             true => self.options.print(&benchmark, self.details),
             false => String::new(),

@@ -9,7 +9,7 @@ use ringfence_lab::{
     run::{Ended, Options, compare},
 };
 
-use crate::lab::session::{Begun, Session, conclude, untold};
+use crate::lab::session::{Begun, Session, conclude, unprinted};
 use crate::output::Output;
 
 #[derive(Args)]
@@ -64,7 +64,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             false => report::html::render(&comparison),
         })
     });
-    comparison.warnings = untold(printed, progress);
+    comparison.warnings = unprinted(printed, progress);
     let mut shown = String::new();
     if table && measured {
         shown.push_str(&match arguments.details {

@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use ringfence_lab::replay::{Ended, Options, replay, table};
 
-use crate::lab::session::{Begun, Session, conclude, untold};
+use crate::lab::session::{Begun, Session, conclude, unprinted};
 use crate::output::Output;
 
 #[derive(Args)]
@@ -31,7 +31,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let printed = report.warnings.clone();
     report.warnings.extend(verdict.iter().cloned());
     let json = json.map_or(Ok(()), |output| output.write(&report.to_json()));
-    report.warnings = untold(printed, progress);
+    report.warnings = unprinted(printed, progress);
     let shown = match show && !report.traces.is_empty() {
         true => table::render(&report),
         false => String::new(),

@@ -61,7 +61,7 @@ fn same_place() -> bool {
 }
 
 /// The warnings for a table: none if they were printed to the same place at the beginning.
-pub(crate) fn untold(warnings: Vec<String>, progress: Kind) -> Vec<String> {
+pub(crate) fn unprinted(warnings: Vec<String>, progress: Kind) -> Vec<String> {
     if progress != Kind::Silent && same_place() { Vec::new() } else { warnings }
 }
 

@@ -209,7 +209,7 @@ fn waits(page: &mut String, job: &JobReport) {
     if job.results.iter().all(|row| row.sync_waits.is_none()) {
         return;
     }
-    page.push_str("<h3>Who waited, and for what</h3>\n");
+    page.push_str("<h3>Waits for the device</h3>\n");
     begin_table(
         page,
         "scroll",
@@ -342,7 +342,7 @@ mod tests {
         for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
             row.sync_waits = None;
         }
-        assert!(!render(&comparison).contains("Who waited"));
+        assert!(!render(&comparison).contains("Waits for the device"));
     }
 
     #[test]
