@@ -106,8 +106,14 @@ impl Line {
     fn no_front_end_connected_again(&self, sockets: usize) {
         let log = self.log();
         let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
-        assert_eq!(count("a front end has connected"), sockets, "{log}");
-        assert_eq!(count("going on with its front end"), TIMES * sockets, "{log}");
+        let found = ["a front end has connected", "going on with its front end"].map(count);
+        let wanted = [sockets, TIMES * sockets];
+        match self.end {
+            // The lines that a thread had yet to write are lost with a process that is killed: on a
+            // busy machine some are, but none is added.
+            End::Killed => assert!(found[0] <= wanted[0] && found[1] <= wanted[1], "{log}"),
+            End::Restarted | End::HandedOver => assert_eq!(found, wanted, "{log}"),
+        }
     }
 }
 
