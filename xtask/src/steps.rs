@@ -123,7 +123,7 @@ const STEPS: &[Step] = &[
     step("cases that failed once", 30, |run| soak::cases(run.suite()?)),
     step("end to end", 500, |run| run.tests(|program| program.package == COMMAND)),
     step("model checks", 220, |_| models()),
-    step("documentation", 70, |_| documentation()),
+    step("documentation", 150, |_| documentation()),
     step("documentation: links and names", 5, |_| {
         links::check().and_then(|()| architecture::check())
     }),

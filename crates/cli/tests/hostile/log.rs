@@ -44,7 +44,8 @@ fn a_flood_of_warnings_leaves_room_for_others() {
     };
     logs("net 1: IOTLB_MSG was refused");
     logs("hostile: connection ended: ");
-    let lines = service.log().lines().filter(|line| line.contains("net 0: IOTLB_MSG was refused")).count();
+    let lines =
+        service.log().lines().filter(|line| line.contains("net 0: IOTLB_MSG was refused")).count();
     // And one every ten seconds.
     let most = 16 + begun.elapsed().as_secs() as usize / 10 + 1;
     assert!((16..=most).contains(&lines), "{lines} lines in {:?}", begun.elapsed());
