@@ -40,10 +40,11 @@ pub(crate) fn cells(texts: &[&str]) -> Vec<String> {
 }
 
 /// At most five characters, three of them significant digits: `0`, `.012`, `1.23`, `45.6`, `7890`,
-/// `12.3k`.
+/// `12.3k`; and a sign, if it is negative.
 pub(crate) fn number(n: f64) -> String {
     match n {
         n if !n.is_finite() => dash(),
+        n if n <= -0.0005 => format!("-{}", number(-n)),
         n if n < 0.0005 => "0".to_owned(),
         n if n < 0.9995 => format!("{n:.3}").trim_start_matches('0').to_owned(),
         n if n < 9.995 => format!("{n:.2}"),

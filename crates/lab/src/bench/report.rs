@@ -129,7 +129,8 @@ pub fn render(benchmark: &Benchmark, sheet: &Sheet, details: bool) -> String {
             let blocks = groups(rows.copied(), |row| text(row, part.by));
             out.extend(blocks.iter().filter_map(|(by, rows)| rows_of(part, by, rows)));
         }
-        out.extend(["\n", LEGEND, sheet.legend]);
+        let timed = benchmark.rows.iter().any(|row| row.ns_per_op.median.is_some());
+        out.extend(["\n", if timed { LEGEND } else { "" }, sheet.legend]);
         let settings = benchmark.settings.iter().filter(|(key, _)| *key != MISSING);
         let settings = settings.map(|(key, value)| format!("{key} {value}"));
         out.extend(clauses("settings", settings).into_iter().map(|line| line + "\n"));
@@ -228,6 +229,7 @@ pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
     }
     let several = rows.iter().any(|row| row.implementation != rows[0].implementation);
     let compared = timed && several;
+    let peers = part.against.iter().any(|against| against.ratio == Against::PEERS.ratio);
     let line = |label: [String; 2], times: [String; 3], cells: Vec<String>| {
         let [name, implementation] = label;
         let [ns, half, x] = times;
@@ -248,7 +250,7 @@ pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
     let mut before = "";
     for row in rows {
         let x = match row.ratio_to_ringfence {
-            Some(ratio) if ratio < SLOWER && is_peer(row) => format!("<{}", number(ratio)),
+            Some(ratio) if ratio < SLOWER && peers && is_peer(row) => format!("<{}", number(ratio)),
             ratio => optional(ratio),
         };
         let mut found = Vec::new();
@@ -452,6 +454,17 @@ mod tests {
         assert!(text.contains("<.500") && !text.contains("<.100"), "a faster peer is marked");
         assert_eq!(cells_of(&text, "square 100"), ["square", "100", "10.0", ".500", ".100"]);
         assert!(text.contains("settings: budget_ms 8"), "{text}");
+    }
+
+    #[test]
+    fn only_peers_are_marked_as_faster_and_a_change_has_its_sign() {
+        let mut benchmark = benchmark();
+        let mut other = row("square", "lazy", 0.2, &[("part", "square")]);
+        other.figures = object([("ratio_to_off", (-97.06).into())]);
+        benchmark.rows.push(other);
+        let text = render(&benchmark, &SHEET, true);
+        assert!(text.contains("lazy") && !text.contains("<.200"), "{text}");
+        assert!(text.contains("-97.1"), "{text}");
     }
 
     #[test]

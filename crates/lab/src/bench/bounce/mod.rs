@@ -108,8 +108,9 @@ pub const SHEET: Sheet = Sheet {
 
 const LEGEND: &str = "  seed        two processes over a virtio-iommu, disk in memory, unpaced; x strict: throughput against a sync for each
               map call and each unmap; map, unmap: ms a GiB mapped, by the wall's clock, copies and sleep included, and
-              by how much percent that differs from strict's; CPU of both processes, µs an I/O. Seed 004 measured its
-              pools, on its own machine, at 2.8, 4.7, 3.6 and 3.6 times strict for reads of 4, 16, 64 and 128 KiB
+              by how much percent that differs from strict's; x: against bounce; CPU of both processes, µs an I/O. Seed
+              004 measured its pools, on its own machine, at 2.8, 4.7, 3.6 and 3.6 times strict for reads of 4, 16, 64
+              and 128 KiB
   list        elements of 1, 2, 3 and 3.5 KiB, each in a page of its own, for an untrusted disk of another process;
               ringfence: the whole list in one slot of a pool; each: each element in a slot; single-use: as Linux
               bounces it, a slot of a linear pool mapped and synced, unmapped and synced for each element
