@@ -12,11 +12,11 @@ use crate::{
 /// A PCI device that this process drives: see [`open`].
 #[non_exhaustive]
 pub struct Opened {
+    /// Its registers. Closed before the domain, which it is then no longer attached to.
+    pub device: Device,
     /// What the device can reach, which is nothing at first: `ringfence_dma::Device::builder` takes
     /// it.
     pub domain: Arc<dyn Domain<Target = HostAddr>>,
-    /// Its registers.
-    pub device: Device,
 }
 
 impl fmt::Debug for Opened {

@@ -316,9 +316,6 @@ fn mappings_come_in_order_with_their_targets() {
         table.map(mapping.range, mapping.target, mapping.prot).unwrap();
     }
     assert_eq!(table.iter().collect::<Vec<_>>(), made);
-    let mut seen = Vec::new();
-    seen.extend(table.iter());
-    assert_eq!(seen, made);
     assert_eq!(table.mapping_from(Iova(0x3000)), Some(made[1]));
     assert_eq!(table.mapping(Iova(0x3000)), Some(made[1]));
     assert_eq!(table.mapping_from(Iova(3 * GIB)), Some(made[3]));

@@ -10,8 +10,7 @@ use ringfence_iommu::{Domain, Error, Gather, Iova, Map, Partial, Range, Result, 
 use ringfence_sync::lock::SpinLock;
 
 /// The calls of a [`Domain`] that do something.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// An element of [`map_pages`](Domain::map_pages)
     Map,
