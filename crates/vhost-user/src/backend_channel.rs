@@ -381,9 +381,9 @@ impl Replies {
         let _ = rustix::io::read(&self.news, &mut [0; 8]);
         // Replies that came before the end are stored before the end is.
         let end = self.end.lock().take();
-        for (message, number, done) in std::mem::take(&mut self.channel.outbox.lock().replied) {
-            each(message, number, done);
-        }
+        // Not under the lock: `each` may send.
+        let replied = std::mem::take(&mut self.channel.outbox.lock().replied);
+        replied.into_iter().for_each(|(message, number, done)| each(message, number, done));
         end.map_or(Ok(()), Err)
     }
 }

@@ -202,6 +202,10 @@ impl Handler for Device {
         self.settled.store(self.carried_out.load(Ordering::Relaxed), Ordering::Relaxed);
     }
     fn channel_reply(&mut self, message: Iotlb, number: u64, done: bool) {
+        // A device may send from here, such as the failure of an access: the channel holds no lock.
+        if let Some(channel) = &self.channel {
+            channel.try_send([]);
+        }
         self.events.push(Event::Answer(message, number, done));
         self.answered.fetch_add(1, Ordering::Relaxed);
     }
