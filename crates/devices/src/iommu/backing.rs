@@ -277,7 +277,9 @@ impl Backing for Endpoints {
         if matches!(to, Binding::Bypass) && !may_bypass {
             return Err(Error::Unsupported("the endpoint may not bypass"));
         }
-        if *open {
+        // Blocked again, where it is to be: one that leaves must reach nothing, whatever became of
+        // an earlier attempt.
+        if *open || matches!(to, Binding::Blocked) {
             self.bind(endpoint, to.clone())?;
         }
         if let Some(slot) = self.slots.lock().get_mut(&endpoint) {
