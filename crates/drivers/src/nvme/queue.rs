@@ -95,7 +95,8 @@ where
         let max_transfer = LISTED * PAGE;
         let max_transfer = inner.identity.max_transfer.unwrap_or(u64::MAX).min(max_transfer);
         let list_bytes = (max_transfer / PAGE * 8).next_power_of_two().max(SMALLEST_LIST);
-        let device = &inner.device;
+        // A clone of its own: queues of several threads share no cache line of counters.
+        let device = &inner.device.clone();
         let mut state = inner.state.lock();
         let queues = state.queues.len() as u16;
         let id = state.queues.iter().position(|used| !used).ok_or(Error::NoQueue(queues))?;

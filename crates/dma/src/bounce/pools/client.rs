@@ -72,7 +72,7 @@ impl<T: Address> Client<T> {
         cpu: Arc<dyn CpuId>,
     ) -> Client<T> {
         let inner = &*pools.0;
-        let number = inner.numbers.fetch_add(1, Ordering::Relaxed).into();
+        let number = inner.numbers.fetch_add(1, Ordering::Relaxed);
         let account = Account { number, quota, held: CachePadded::default() };
         let homes = inner.classes.iter().map(|_| OnceLock::new()).collect();
         Client { pools, limit, cpu, account, homes }

@@ -79,7 +79,7 @@ struct Inner<T: Address> {
     singles: Singles<T>,
     usage: Usage,
     /// The number of the next device: each is used once.
-    numbers: AtomicU32,
+    numbers: AtomicU64,
     clock: Arc<dyn Clock>,
     timer: Timer,
     expiring: Mutex<()>,
@@ -177,7 +177,7 @@ impl<T: Address> BouncePools<T> {
             caches: cpu.count().next_power_of_two().min(MOST_CACHES),
             singles: Singles::default(),
             usage: Usage::default(),
-            numbers: AtomicU32::new(0),
+            numbers: AtomicU64::new(0),
             clock,
             timer: Timer::named("ringfence-bounce"),
             expiring: Mutex::new(()),
