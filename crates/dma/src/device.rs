@@ -305,7 +305,8 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
     /// the device has no [`DmaConfig::detect`](crate::DmaConfig::detect).
     pub fn explain(&self, fault: &Fault) -> Option<Explained> {
         let shared = self.shared();
-        shared.detector.as_ref()?.lock().explain(fault, shared.clock.now_ns())
+        let (detector, now_ns) = (shared.detector.as_ref()?, shared.clock.now_ns());
+        detector.lock().explain(fault, now_ns)
     }
 
     /// The domain.

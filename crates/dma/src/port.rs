@@ -44,7 +44,8 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     ) -> ringfence_iommu::Result<Option<Unmapped>> {
         let (shared, counters) = (&*self.shared, &*self.counters);
         if let (Some(detector), Some(span)) = (&shared.detector, span) {
-            detector.lock().unmapping(span.range, at, shared.clock.now_ns());
+            let now_ns = shared.clock.now_ns();
+            detector.lock().unmapping(span.range, at, now_ns);
         }
         let start = shared.sampler.start(counters.unmaps.get());
         let result = match span {

@@ -157,7 +157,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             None => give_back(&self.allocator, range),
             Some(detector) => {
                 let mut give_back = |range| give_back(&self.allocator, range);
-                detector.lock().retire(range, self.clock.now_ns(), &mut give_back);
+                let now_ns = self.clock.now_ns();
+                detector.lock().retire(range, now_ns, &mut give_back);
             }
         }
     }

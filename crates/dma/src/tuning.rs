@@ -143,7 +143,7 @@ pub enum TuningError {
     MaxExposureBytes(u64),
     /// The tuning is for one kind of queue, but the policy uses the other.
     #[error("the tuning is for {tuned}, but the policy {policy} has {wanted}", tuned = .kind,
-        wanted = .policy.queue_kind().unwrap_or_default())]
+        wanted = .policy.queue_kind().map_or("no flush queue".to_owned(), |kind| kind.to_string()))]
     Kind {
         /// The kind of the tuning.
         kind: QueueKind,

@@ -103,7 +103,8 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
         let mapping = mapping.unmapping(self.port.device_id())?;
         let shared = &*self.port.shared;
         if let (Some(detector), Some(span)) = (&shared.detector, mapping.placed.span) {
-            detector.lock().unmapping(span.range, Some(Location::caller()), shared.clock.now_ns());
+            let now_ns = shared.clock.now_ns();
+            detector.lock().unmapping(span.range, Some(Location::caller()), now_ns);
         }
         self.gathered.push(Member { tag, mapping, watched, state: State::Open(None) });
         Ok(())
