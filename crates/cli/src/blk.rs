@@ -78,7 +78,7 @@ pub(crate) struct Arguments {
     id: String,
 
     #[command(flatten)]
-    iotlb: serve::Iotlb,
+    iotlb: serve::Iotlb<64, 600_000>,
 
     /// How many IOTLB misses may be outstanding at a time
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().misses as u16,

@@ -50,7 +50,7 @@ pub(crate) struct Arguments {
     mtu: Option<u16>,
 
     #[command(flatten)]
-    iotlb: serve::Iotlb,
+    iotlb: serve::Iotlb<16, 3_600_000>,
 }
 
 fn address(text: &str) -> Result<[u8; 6], String> {

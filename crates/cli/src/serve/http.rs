@@ -140,7 +140,7 @@ impl Endpoint {
                     }
                     scrapers.push(Scraper::new(stream, self.time_out));
                 }
-                Err(Errno::AGAIN) => {}
+                Err(Errno::AGAIN | Errno::INTR) => {}
                 // Out of descriptors, for example: slow down.
                 Err(_) => std::thread::sleep(Duration::from_millis(100)),
             }

@@ -175,9 +175,10 @@ impl Subscriber for Lines {
 
     fn event(&self, event: &Event<'_>) {
         let level = *event.metadata().level();
-        let mut line = Line::default();
-        event.record(&mut line);
-        let Line { source, mut text } = line;
+        // Only the source first: most of a flood of lines is not written.
+        let mut source = Line { of_source: true, text: String::new() };
+        event.record(&mut source);
+        let source = source.text;
         let mut left_out = 0;
         if level <= Level::INFO && LIMITED.load(Ordering::Relaxed) {
             let now_ns = u64::try_from(self.begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -188,10 +189,14 @@ impl Subscriber for Lines {
             };
             left_out = count;
         }
+        let mut line = Line { of_source: false, text: beginning(level, &source) };
+        event.record(&mut line);
+        let mut text = line.text;
         if left_out > 0 {
             let _ = write!(text, " ({left_out} such lines before it were left out)");
         }
-        queue(format!("{}{text}\n", beginning(level, &source)));
+        text.push('\n');
+        queue(text);
     }
 
     fn enter(&self, _: &Id) {}
@@ -199,19 +204,19 @@ impl Subscriber for Lines {
     fn exit(&self, _: &Id) {}
 }
 
-/// The text of an event.
-#[derive(Default)]
+/// A part of an event's line: its source, if it has one, or all but that.
 struct Line {
-    /// Its source, if it has one.
-    source: String,
+    of_source: bool,
     text: String,
 }
 
 impl Visit for Line {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        if (field.name() == SOURCE) != self.of_source {
+            return;
+        }
         match field.name() {
-            SOURCE => push(&mut self.source, &format!("{value:?}")),
-            "message" => push(&mut self.text, &format!("{value:?}")),
+            SOURCE | "message" => push(&mut self.text, &format!("{value:?}")),
             name => push(&mut self.text, &format!(" {name}={value:?}")),
         }
     }

@@ -46,9 +46,10 @@ pub(crate) struct Options {
     pub(crate) common: Common,
 }
 
-/// The options of a device that translates by what its front end sends.
+/// The options of a device that translates by what its front end sends, which keeps `LEAST`
+/// translations at least, and waits for one for `LONGEST_MS` at most.
 #[derive(Args)]
-pub(crate) struct Iotlb {
+pub(crate) struct Iotlb<const LEAST: u64, const LONGEST_MS: u64> {
     /// Do not offer an IOMMU to the driver: for front ends whose drivers would accept it but cannot
     /// translate, such as User-Mode Linux
     #[arg(long)]
@@ -56,17 +57,17 @@ pub(crate) struct Iotlb {
 
     /// The most translations to keep in the IOTLB
     #[arg(long, value_name = "N", default_value_t = IotlbConfig::default().entries,
-          value_parser = clap::value_parser!(u64).range(16..=1 << 24))]
+          value_parser = clap::value_parser!(u64).range(LEAST..=1 << 24))]
     iotlb_entries: u64,
 
     /// How long a request or a packet waits for a translation before it fails
     #[arg(long, value_name = "MS", alias = "iotlb-patience-ms",
           default_value_t = IotlbConfig::default().timeout.as_millis() as u64,
-          value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
+          value_parser = clap::value_parser!(u64).range(1..=LONGEST_MS))]
     iotlb_timeout_ms: u64,
 }
 
-impl Iotlb {
+impl<const LEAST: u64, const LONGEST_MS: u64> Iotlb<LEAST, LONGEST_MS> {
     pub(crate) fn config(&self) -> IotlbConfig {
         IotlbConfig {
             entries: self.iotlb_entries,
