@@ -30,7 +30,6 @@ const SITE: &str = "target/book";
 /// # Errors
 /// [`NotRun`](crate::steps::NotRun): mdBook is not there, and cannot be built.
 pub(crate) fn make() -> Result<()> {
-    let mdbook = tool("mdbook", MDBOOK, &["--no-default-features"])?;
     let (root, source) = (root(), root().join(SOURCE));
     let _ = fs::remove_dir_all(&source);
     let repository = packages()?.into_iter().find_map(|package| package.repository);
@@ -69,6 +68,7 @@ pub(crate) fn make() -> Result<()> {
             fs::copy(&path, source.join(name))?;
         }
     }
+    let mdbook = tool("mdbook", MDBOOK, &["--no-default-features"])?;
     run(Command::new(mdbook).arg("build").current_dir(&root))?;
     check(&root.join(SITE), &pages)
 }

@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 
 use crate::{
     architecture, book, debian, deny, floors, front_door,
@@ -306,8 +306,10 @@ fn documentation() -> Result<()> {
 fn published() -> Result<()> {
     let packages = workspace::packages()?;
     let published = packages.iter().filter(|package| package.is_published());
-    let mut arguments = vec!["package", "--offline", "--quiet"];
-    arguments.extend(published.flat_map(|package| ["--package", &package.name]));
+    let names: Vec<&str> = published.flat_map(|package| ["--package", &package.name]).collect();
+    // Without a name cargo packages what it likes.
+    ensure!(!names.is_empty(), "no package is published");
+    let arguments = [&["package", "--offline", "--quiet"], &*names].concat();
     cargo(&arguments, &[])
 }
 

@@ -63,6 +63,14 @@ fn only_the_named_cells_are_measured() {
 }
 
 #[test]
+fn a_run_that_measures_nothing_says_why() {
+    let place = Place::new();
+    let ended = place.run(&[&SHORT[..], &["--impl", "sorted-list", "--entries", "64k"]].concat());
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(ended.out.contains("note: sorted-list: not measured"), "{ended}");
+}
+
+#[test]
 fn wrong_usage_is_refused_before_anything_runs() {
     let place = Place::new();
     for wrong in [

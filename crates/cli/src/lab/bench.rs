@@ -111,7 +111,9 @@ impl<M: Measure> Of<M> {
                 true => "interrupted before anything was complete".to_owned(),
             });
         }
-        let text = !json.as_ref().is_some_and(Output::is_stdout) && !benchmark.is_empty();
+        // What did not run is said too.
+        let has_text = !benchmark.rows.is_empty() || benchmark.placement.is_some();
+        let text = !json.as_ref().is_some_and(Output::is_stdout) && has_text;
         let json = json.map_or(Ok(()), |output| output.write(&benchmark.json()));
         benchmark.warnings = unprinted(benchmark.warnings, progress);
         let shown = match text {

@@ -110,8 +110,11 @@ impl Line {
         let wanted = [sockets, TIMES * sockets];
         match self.end {
             // The lines that a thread had yet to write are lost with a process that is killed: on a
-            // busy machine some are, but none is added.
-            End::Killed => assert!(found[0] <= wanted[0] && found[1] <= wanted[1], "{log}"),
+            // busy machine some are, but not all, and none is added.
+            End::Killed => {
+                assert!(found[0] <= wanted[0], "{log}");
+                assert!((1..=wanted[1]).contains(&found[1]), "{log}");
+            }
             End::Restarted | End::HandedOver => assert_eq!(found, wanted, "{log}"),
         }
     }

@@ -17,12 +17,12 @@ const SLOWER: f64 = 0.95;
 const MOST_SLOWER: usize = 8;
 /// Rows that a note names; the JSON has it at each.
 const MOST_NAMED: usize = 4;
+/// Our implementation.
+const OURS: &str = "ringfence";
 /// So few rows are all printed, without being asked for.
 const FEW: usize = 24;
-/// The setting that lists what a benchmark needs and did not find.
+/// The setting that lists why something did not run.
 pub(super) const MISSING: &str = "did_not_run";
-/// The implementation that shows what this machine can do: no peer.
-const CONTROL: &str = "control";
 
 /// What the details of every benchmark have.
 const LEGEND: &str = "\
@@ -55,6 +55,10 @@ pub struct Part {
     pub by: &'static str,
     /// What they are compared with in the first table.
     pub against: &'static [Against],
+    /// Implementations that are no peers: ours in another way, or what the machine can do.
+    pub others: &'static [&'static str],
+    /// Numbers whose sums the first table prints for each implementation.
+    pub counts: &'static [Figure],
     /// What the details print beside `ns_per_op` and `ratio_to_ringfence`.
     pub figures: &'static [Figure],
 }
@@ -101,8 +105,21 @@ impl Figure {
 
 impl Part {
     /// All rows: the base of a benchmark with one kind.
-    pub const ALL: Part =
-        Part { of: ("", &[]), title: "", operation: "", by: "", against: &[], figures: &[] };
+    pub const ALL: Part = Part {
+        of: ("", &[]),
+        title: "",
+        operation: "",
+        by: "",
+        against: &[],
+        others: &[],
+        counts: &[],
+        figures: &[],
+    };
+
+    fn is_peer(&self, row: &Row) -> bool {
+        let implementation = row.implementation.as_str();
+        implementation != OURS && !self.others.contains(&implementation)
+    }
 
     fn rows<'b>(&self, benchmark: &'b Benchmark) -> Vec<&'b Row> {
         let (key, values) = self.of;
@@ -133,18 +150,26 @@ pub fn render(benchmark: &Benchmark, sheet: &Sheet, details: bool) -> String {
         out.extend(["\n", if timed { LEGEND } else { "" }, sheet.legend]);
         let settings = benchmark.settings.iter().filter(|(key, _)| *key != MISSING);
         let settings = settings.map(|(key, value)| format!("{key} {value}"));
-        out.extend(clauses("settings", settings).into_iter().map(|line| line + "\n"));
+        out.extend(clauses("settings", settings).iter().map(|line| wrap(line)));
     } else {
         let _ = writeln!(out, "{} rows in all: --details prints them", benchmark.rows.len());
     }
     notes(&mut out, benchmark);
-    let missing = benchmark.settings.get(MISSING).and_then(Value::as_array);
-    for warning in &benchmark.warnings {
-        let is_missing = missing.is_some_and(|all| all.iter().any(|one| one == warning.as_str()));
-        let what = if is_missing { "DID NOT RUN" } else { "warning" };
-        out.push_str(&wrap(&format!("{what}: {}", plain(warning))));
+    let missing = missing(benchmark);
+    let warnings = benchmark.warnings.iter().map(String::as_str);
+    let warnings = warnings.filter(|warning| !missing.contains(warning));
+    let warnings = warnings.map(|warning| ("warning", warning));
+    let missing = missing.iter().map(|why| ("DID NOT RUN", *why));
+    for (what, text) in missing.chain(warnings) {
+        out.push_str(&wrap(&format!("{what}: {}", plain(text))));
     }
     out
+}
+
+/// Why something did not run.
+fn missing(benchmark: &Benchmark) -> Vec<&str> {
+    let missing = benchmark.settings.get(MISSING).and_then(Value::as_array);
+    missing.into_iter().flatten().filter_map(Value::as_str).collect()
 }
 
 /// A row that was compared.
@@ -162,7 +187,7 @@ fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
     for (part, rows) in parts {
         for against in part.against {
             let compared: Vec<Compared> =
-                rows.iter().filter_map(|row| compared(row, against)).collect();
+                rows.iter().filter_map(|row| compared(part, row, against)).collect();
             if !compared.is_empty() {
                 lines.push(cells(&["", "", "", "", "", ""]));
                 let label = format!("{}, {}", part.title, against.what);
@@ -189,8 +214,11 @@ fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
     }
     out.push_str(&labelled(lines));
     out.push_str(
-        "x: how many times as fast (the rows' geometric mean); slower: rows below .95 of it\n",
+        "x: how many times as fast (the rows' geometric mean); slower: rows whose x is below .95\n",
     );
+    for (part, rows) in parts {
+        out.extend(part.counts.iter().filter_map(|one| counted(one, rows)));
+    }
     if slower.is_empty() {
         return;
     }
@@ -206,9 +234,26 @@ fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
     out.push_str(&labelled(lines));
 }
 
-fn compared<'r>(row: &'r Row, against: &Against) -> Option<Compared<'r>> {
+/// The sum of a figure for each implementation that has it.
+fn counted(one: &Figure, rows: &[&Row]) -> Option<String> {
+    let of = rows.iter().filter_map(|row| Some((*row, figure(row, one.key).median?)));
+    let of: Vec<(&Row, f64)> = of.collect();
+    let sums = groups(&of, |(row, _)| &row.implementation).into_iter();
+    let sums = sums.map(|(name, of)| (name, of.iter().map(|(_, sum)| sum).sum::<f64>()));
+    let sums = sums.filter(|(_, sum)| *sum > 0.0);
+    let sums: Vec<String> = sums.map(|(name, sum)| format!("{name} {}", number(sum))).collect();
+    let sums = if sums.is_empty() { "none".to_owned() } else { sums.join(", ") };
+    (!of.is_empty()).then(|| wrap(&plain(&format!("{}: {sums}", one.head))))
+}
+
+fn compared<'r>(part: &Part, row: &'r Row, against: &Against) -> Option<Compared<'r>> {
     let peer = against.ratio == Against::PEERS.ratio;
-    if peer && !is_peer(row) {
+    // Without a line for each implementation, a line is about ours.
+    let counts = match peer {
+        true => part.is_peer(row),
+        false => against.by == "impl" || row.implementation == OURS,
+    };
+    if !counts {
         return None;
     }
     let ratio = if peer { row.ratio_to_ringfence } else { figure(row, against.ratio).median };
@@ -221,10 +266,14 @@ fn compared<'r>(row: &'r Row, against: &Against) -> Option<Compared<'r>> {
 
 /// A line for each row that has a figure; names are printed once for all implementations.
 pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
-    let there = |key: &str| rows.iter().any(|row| figure(row, key).median.is_some());
-    let figures: Vec<&Figure> = part.figures.iter().filter(|one| there(one.key)).collect();
+    let having = |one: &&Figure| rows.iter().any(|row| figure(row, one.key).median.is_some());
+    let zero = |one: &&Figure| {
+        !rows.iter().filter_map(|row| figure(row, one.key).median).any(|n| n != 0.0)
+    };
+    let (zeros, figures): (Vec<&Figure>, Vec<&Figure>) =
+        part.figures.iter().filter(having).partition(zero);
     let timed = rows.iter().any(|row| row.ns_per_op.median.is_some());
-    if !timed && figures.is_empty() {
+    if !timed && figures.is_empty() && zeros.is_empty() {
         return None;
     }
     let several = rows.iter().any(|row| row.implementation != rows[0].implementation);
@@ -250,7 +299,9 @@ pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
     let mut before = "";
     for row in rows {
         let x = match row.ratio_to_ringfence {
-            Some(ratio) if ratio < SLOWER && peers && is_peer(row) => format!("<{}", number(ratio)),
+            Some(ratio) if ratio < SLOWER && peers && part.is_peer(row) => {
+                format!("<{}", number(ratio))
+            }
             ratio => optional(ratio),
         };
         let mut found = Vec::new();
@@ -272,11 +323,12 @@ pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
     if timed {
         title = format!("{title}; ns: {}", part.operation);
     }
-    Some(format!("\n{title}\n{}", labelled(lines)))
-}
-
-fn is_peer(row: &Row) -> bool {
-    !["ringfence", CONTROL].contains(&row.implementation.as_str())
+    let zeros: Vec<&str> = zeros.iter().map(|one| one.head).collect();
+    let zeros = match zeros.is_empty() {
+        true => String::new(),
+        false => wrap(&format!("0 in each row: {}", zeros.join(", "))),
+    };
+    Some(format!("\n{title}\n{}{zeros}", labelled(lines)))
 }
 
 /// Lines whose first cell is a label.
@@ -292,7 +344,8 @@ fn notes(out: &mut String, benchmark: &Benchmark) {
     });
     let warned = |note: &str| {
         let what = note.strip_prefix("not measured: ").unwrap_or(note);
-        benchmark.warnings.iter().any(|warning| warning.contains(what))
+        let warnings = benchmark.warnings.iter().map(String::as_str);
+        warnings.chain(missing(benchmark)).any(|warning| warning.contains(what))
     };
     let parts = parts.filter(|(_, note)| !warned(note));
     let key = |(row, note): (&Row, &str)| (row.implementation.clone(), note.to_owned());
@@ -371,7 +424,13 @@ mod tests {
                 title: "round ones",
                 operation: "a turn",
                 against: &[Against::PEERS],
-                figures: &[Figure::new("p99_ns", "p99", 1e3), Figure::new("gone", "gone", 1.0)],
+                others: &["control"],
+                counts: &[Figure::new("lost", "lost wheels", 1.0)],
+                figures: &[
+                    Figure::new("p99_ns", "p99", 1e3),
+                    Figure::new("gone", "gone", 1.0),
+                    Figure::new("lost", "lost", 1.0),
+                ],
                 ..Part::ALL
             },
             Part {
@@ -402,7 +461,7 @@ mod tests {
         let mut benchmark = Benchmark::new("wheels", 3);
         benchmark.settings = object([("budget_ms", 8.into())]);
         for (name, ratios) in [("round/1", [1.0, 2.0, 0.1]), ("round/2", [1.0, 0.5, 0.1])] {
-            for (implementation, ratio) in ["ringfence", "ox", CONTROL].into_iter().zip(ratios) {
+            for (implementation, ratio) in [OURS, "ox", "control"].into_iter().zip(ratios) {
                 let mut row = row(name, implementation, ratio, &round);
                 row.figures = object([("p99_ns", 7000.into())]);
                 benchmark.rows.push(row);
@@ -439,6 +498,31 @@ mod tests {
         // The control is no peer, and what is its own base is not compared.
         assert_eq!(cells_of(&text, "a"), ["a", "2", ".632", ".500", ".800", "2"]);
         assert!(!text.contains("\n  control") && !text.contains("\n  b "), "{text}");
+    }
+
+    #[test]
+    fn a_line_of_a_parameter_is_about_our_rows() {
+        let mut benchmark = benchmark();
+        let mut other = row("square", "sledge", 1.0, &[("part", "square"), ("size", "a")]);
+        other.figures = object([("ratio_to_off", 0.1.into())]);
+        benchmark.rows.push(other);
+        let text = render(&benchmark, &SHEET, false);
+        assert_eq!(cells_of(&text, "a"), ["a", "2", ".632", ".500", ".800", "2"]);
+    }
+
+    #[test]
+    fn a_count_is_summed_and_a_column_of_zeros_is_a_line() {
+        let mut benchmark = benchmark();
+        for row in &mut benchmark.rows {
+            row.figures.insert("lost".to_owned(), 0.into());
+        }
+        let text = render(&benchmark, &SHEET, true);
+        assert!(text.contains("lost wheels: none\n") && text.contains("0 in each row: lost\n"));
+        benchmark.rows[1].figures.insert("lost".to_owned(), 2.into());
+        benchmark.rows[4].figures.insert("lost".to_owned(), 1.into());
+        let text = render(&benchmark, &SHEET, true);
+        assert!(text.contains("lost wheels: ox 3.00\n"), "{text}");
+        assert_eq!(cells_of(&text, "round/1 ").last().unwrap(), "0");
     }
 
     #[test]
@@ -481,7 +565,7 @@ mod tests {
     #[test]
     fn a_note_is_printed_once_with_its_rows() {
         let mut benchmark = benchmark();
-        benchmark.warnings = vec!["no oats".to_owned(), "it rains".to_owned()];
+        benchmark.warnings = vec!["it rains".to_owned()];
         benchmark.settings.insert(MISSING.to_owned(), serde_json::json!(["no oats"]));
         for index in 0..6 {
             let mut row = Row { name: format!("round/{index}"), ..Row::default() };
@@ -502,6 +586,7 @@ mod tests {
     fn no_line_is_wider_than_a_terminal_however_large_the_figures() {
         let mut benchmark = benchmark();
         benchmark.warnings.push("it rains ".repeat(40));
+        benchmark.settings.insert("calls".to_owned(), "quite long".repeat(40).into());
         for row in &mut benchmark.rows {
             row.ns_per_op = row.ns_per_op.scaled(1.234e14);
             row.ratio_to_ringfence = Some(987_654.0);

@@ -33,8 +33,6 @@ use crate::{
     text::bytes,
 };
 
-pub use streams::PLACEMENTS;
-
 /// The granule of everything here, bytes.
 pub(crate) const GRANULE: u64 = 4096;
 
@@ -93,7 +91,7 @@ impl Default for Options {
     }
 }
 
-/// A row; what does not apply is `null` here, and absent from it.
+/// A row; parameters and figures that do not apply are `null` here, and left out of it.
 fn row<const P: usize, const F: usize>(
     name: &str,
     implementation: &str,
@@ -278,7 +276,7 @@ fn check(options: &Options) -> Result<(), Usage> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{streams::PLACEMENTS, *};
 
     #[test]
     fn impossible_options_are_wrong_usage() {

@@ -15,7 +15,7 @@ use super::{
 use crate::{bench::Row, block::mix, progress::Progress};
 
 /// The placements that are compared, and the peers, whose placement is their own.
-pub const PLACEMENTS: [&str; 8] =
+pub(super) const PLACEMENTS: [&str; 8] =
     ["size", "lowest", "highest", "ring", "ring-apart", "rbtree", "bitmap", "magazines"];
 
 /// About what one placement takes.

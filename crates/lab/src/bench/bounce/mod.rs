@@ -85,6 +85,7 @@ pub const SHEET: Sheet = Sheet {
             title: "lists for an untrusted device",
             operation: "a list of so many elements, mapped and unmapped",
             against: &[Against::PEERS],
+            others: &["each"],
             figures: &[
                 Figure::new("thread_cpu_ns", "thread µs", 1e3),
                 Figure::new("device_cpu_ns", "device µs", 1e3),
@@ -99,7 +100,6 @@ pub const SHEET: Sheet = Sheet {
             title: "pools in one process",
             operation: "an operation, of a thread's CPU time (with several, of the wall's)",
             against: &[Against::PEERS],
-            figures: &[Figure::new("ratio_interval", "x", 1.0).with_half()],
             ..report::Part::ALL
         },
     ],
@@ -115,7 +115,9 @@ const LEGEND: &str = "  seed        two processes over a virtio-iommu, disk in m
               ringfence: the whole list in one slot of a pool; each: each element in a slot; single-use: as Linux
               bounces it, a slot of a linear pool mapped and synced, unmapped and synced for each element
   pool        over memory that is mapped already: ringfence by the DMA API, the peer by itself; so much percent of it
-              is held meanwhile, in buffers of the same length at random places
+              is held meanwhile, in buffers of the same length at random places; take: a slot taken and given back; to:
+              copied in besides; from: copied back (the device reports how much it wrote); preloaded: copied in and back
+              (it does not); both: in and back
   swiotlb-like  one block of 64 MiB in slots of 2 KiB, searched in line, at most 256 KiB at once, an area and its lock
                 for each CPU; it copies in whatever the direction
 ";
@@ -242,6 +244,14 @@ impl Measure for Options {
 mod tests {
     use super::*;
     use crate::list::parse;
+
+    #[test]
+    fn the_legend_has_the_shape_of_the_linear_pool() {
+        let mib = super::pool::BLOCK >> 20;
+        let (slot, longest) = (super::linear::SLOT >> 10, super::linear::LONGEST >> 10);
+        let shape = format!("one block of {mib} MiB in slots of {slot} KiB");
+        assert!(LEGEND.contains(&shape) && LEGEND.contains(&format!("at most {longest} KiB")));
+    }
 
     #[test]
     fn sizes_are_whole_sectors() {

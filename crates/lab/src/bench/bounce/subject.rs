@@ -31,21 +31,6 @@ named! {
 }
 
 impl Op {
-    /// What it does, in a few words.
-    pub const fn about(self) -> &'static str {
-        match self {
-            Op::Take => "a slot taken and given back, nothing copied",
-            Op::ToDevice => "to the device: taken, copied in, given back",
-            Op::FromDevice => {
-                "from the device, which reports how much it wrote: taken, copied back, given back"
-            }
-            Op::Preloaded => {
-                "from the device, an unknown length: taken, copied in, copied back, given back"
-            }
-            Op::Both => "both ways: taken, copied in, copied back, given back",
-        }
-    }
-
     const fn direction(self) -> Direction {
         match self {
             Op::ToDevice => Direction::ToDevice,

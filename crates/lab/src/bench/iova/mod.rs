@@ -73,6 +73,12 @@ pub const SHEET: Sheet = Sheet {
         title: "alloc and free",
         operation: "one alloc and one free, of a thread's CPU time (with several, of the wall's)",
         against: &[Against::PEERS],
+        others: &["control"],
+        counts: &[
+            Figure::new("failures", "requests that failed, of those that were checked", 1.0),
+            Figure::new("failures_with_hole", "although a hole was free", 1.0),
+            Figure::new("timed_failures", "of those that were timed", 1.0),
+        ],
         figures: &[
             Figure::new("p99_ns", "p99", 1.0),
             Figure::new("worst_ns", "worst", 1.0),

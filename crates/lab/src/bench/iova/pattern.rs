@@ -31,17 +31,6 @@ named! {
     Random = "random",
 }
 
-impl Pattern {
-    /// What it does, in a few words.
-    pub const fn about(self) -> &'static str {
-        match self {
-            Pattern::Hot | Pattern::Aligned16 => "one range allocated and freed, again and again",
-            Pattern::Batch => "256 ranges allocated, then freed",
-            Pattern::Random => "a random live range freed, another allocated",
-        }
-    }
-}
-
 /// How large ranges are: so many granules, or any number of them from the least to the most, all
 /// equally likely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -66,15 +55,6 @@ impl Size {
     /// As a parameter in JSON: a number, or text for a mix.
     pub fn value(&self) -> Value {
         if self.min == self.max { self.min.into() } else { self.to_string().into() }
-    }
-
-    /// In words.
-    pub fn about(&self) -> String {
-        match (self.min, self.max) {
-            (1, 1) => "1 granule".to_owned(),
-            (min, max) if min == max => format!("{min} granules"),
-            (min, max) => format!("{min} to {max} granules"),
-        }
     }
 }
 

@@ -86,7 +86,7 @@ pub const SHEET: Sheet = Sheet {
 
 const LEGEND: &str = "  rows       direction/ring/addresses: taken from the driver (tx), given to it (rx), both (loop)
   x off      against the same back end without an IOMMU; x dpdk: against DPDK's with the same addresses
-  lost       frames; 0.005 % is the most that counts as none
+  lost       frames; a window may lose 0.005 % of them
   ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
   short, moved, failed
              windows in which an end had its CPU for less than 95 %, in which the CPUs lay elsewhere than in most, that

@@ -66,6 +66,7 @@ pub const SHEET: Sheet = Sheet {
         title: "pin and unpin",
         operation: "a page of the list, pinned and unpinned",
         against: &[Against::PEERS],
+        others: &["ringfence-each", "runs-by-hand"],
         figures: &[
             Figure::new("pin_ns_per_page", "pin", 1.0).with_half(),
             Figure::new("pin_speedup", "x page", 1.0).with_half(),

@@ -139,7 +139,7 @@ const LEGEND: &str = "  map           what was mapped at once: side by side in I
                 addresses; burst memory: in the memory itself, as pins by guest-physical address see it
   in flight     for each buffer, what it was part of when it was mapped, with all that was mapped then; % beside: of
                 buffers, mapped beside another that was in flight
-  mean          pages of a run: calls of page-by-page for each call of a run; p50: half of the runs are no longer
+  mean          pages of a run (in flight: of the run that a buffer is part of); p50: half of the runs are no longer
   %>=2          pages in runs of at least 2, of all, percent
 ";
 
