@@ -104,6 +104,11 @@ pub enum ErrorKind {
         /// For a virtio-iommu, the status of its reply.
         status: u8,
     },
+    /// The kernel failed a call of VFIO.
+    Kernel {
+        /// Linux' error number.
+        errno: i32,
+    },
     /// The device no longer replies, or its replies violate the protocol. This is final.
     Gone,
 }
@@ -115,6 +120,7 @@ impl ErrorKind {
             DomainError::Full { .. } => ErrorKind::DomainFull,
             DomainError::NoMemory => ErrorKind::NoMemory,
             DomainError::Device { status, .. } => ErrorKind::Device { status },
+            DomainError::Kernel { errno, .. } => ErrorKind::Kernel { errno },
             DomainError::Gone(_) => ErrorKind::Gone,
             _ => ErrorKind::Invalid,
         }

@@ -1,5 +1,7 @@
 //! What can go wrong with a domain.
 
+use core::fmt;
+
 use crate::{Iova, Range};
 
 /// The result of an operation on a domain.
@@ -69,12 +71,20 @@ pub enum Error {
     #[error("out of memory")]
     NoMemory,
     /// The device replied with an error (for virtio-iommu: the status of its reply).
-    #[error("the device refused {range}: status {status}")]
+    #[error("the device refused {range}: {}", Status(*.status))]
     Device {
         /// The requested range.
         range: Range,
         /// The device's status.
         status: u8,
+    },
+    /// The kernel failed a call for a reason that is none of the others (VFIO).
+    #[error("the kernel refused {range}: {}", Errno(*.errno))]
+    Kernel {
+        /// The requested range.
+        range: Range,
+        /// Linux' error number.
+        errno: i32,
     },
     /// The device no longer replies, or its reply violates the protocol.
     #[error("the device is gone or broken: {0}")]
@@ -82,4 +92,62 @@ pub enum Error {
     /// The domain cannot do this.
     #[error("not supported: {0}")]
     Unsupported(&'static str),
+}
+
+/// Writes a number by its name, if it has one.
+fn write(f: &mut fmt::Formatter<'_>, name: Option<&&str>, what: &str, number: i32) -> fmt::Result {
+    match name {
+        Some(name) => f.write_str(name),
+        None => write!(f, "{what} {number}"),
+    }
+}
+
+/// A status of a virtio-iommu (virtio 1.3, 5.13.6.2).
+struct Status(u8);
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const NAMES: [&str; 9] =
+            ["OK", "IOERR", "UNSUPP", "DEVERR", "INVAL", "RANGE", "NOENT", "FAULT", "NOMEM"];
+        write(f, NAMES.get(usize::from(self.0)), "status", self.0.into())
+    }
+}
+
+/// An error number that the calls of VFIO return; these are the same on all architectures.
+struct Errno(i32);
+
+impl fmt::Display for Errno {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const NAMES: [(i32, &str); 9] = [
+            (1, "EPERM"),
+            (2, "ENOENT"),
+            (4, "EINTR"),
+            (5, "EIO"),
+            (11, "EAGAIN"),
+            (13, "EACCES"),
+            (14, "EFAULT"),
+            (16, "EBUSY"),
+            (22, "EINVAL"),
+        ];
+        let name = NAMES.iter().find(|(number, _)| *number == self.0);
+        write(f, name.map(|(_, name)| name), "error number", self.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::string::ToString;
+
+    use super::*;
+
+    #[test]
+    fn numbers_are_printed_by_name() {
+        let range = Range::new(Iova(0), Iova(0xfff)).unwrap();
+        let device = |status| Error::Device { range, status }.to_string();
+        assert_eq!(device(8), "the device refused [0x0, 0xfff]: NOMEM");
+        assert_eq!(device(9), "the device refused [0x0, 0xfff]: status 9");
+        let kernel = |errno| Error::Kernel { range, errno }.to_string();
+        assert_eq!(kernel(14), "the kernel refused [0x0, 0xfff]: EFAULT");
+        assert_eq!(kernel(105), "the kernel refused [0x0, 0xfff]: error number 105");
+    }
 }

@@ -20,7 +20,7 @@ use crate::{
 /// ([`deferred_flush`](ringfence_iommu::Capabilities::deferred_flush)), and a lazy policy over it
 /// becomes a strict one. The last page of the address space is outside of the aperture, whatever
 /// the kernel says: Linux can map it but not unmap it. An error number of the kernel that has no
-/// name here becomes [`Error::Device`], with the number as its status.
+/// name of its own becomes [`Error::Kernel`].
 ///
 /// Dropping it unmaps everything, so that devices that live longer can access nothing.
 pub struct Type1<K: Type1Kernel> {

@@ -39,9 +39,7 @@ pub(crate) fn lost(errno: Errno, range: Range) -> Error {
             Error::Gone("the kernel no longer knows the address space")
         }
         Errno::NOMEM => Error::NoMemory,
-        errno => {
-            Error::Device { range, status: errno.raw_os_error().try_into().unwrap_or(u8::MAX) }
-        }
+        errno => Error::Kernel { range, errno: errno.raw_os_error() },
     }
 }
 
