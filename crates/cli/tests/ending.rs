@@ -71,6 +71,23 @@ fn ctrl_c_prints_the_complete_rounds_and_leaves_nothing() {
 }
 
 #[test]
+fn a_jobs_table_is_printed_when_it_has_been_measured() {
+    let place = Place::new();
+    let second = JOB.replace("[pages]", "[forever]\nstonewall").replace("200ms", "3600");
+    place.write("job.fio", JOB.to_owned() + &second);
+    let jobs = ["compare", "job.fio", "--repeat", "1", "--policy", "off,strict"];
+    let mut running = place.start(&jobs);
+    running.wait_for_output(|line| line.trim_start().starts_with("strict"));
+    running.signal(Signal::INT);
+    let ended = running.wait();
+    assert_eq!(ended.code(), 1, "{ended}");
+    assert_eq!(ended.out.matches("\npages: ").count(), 1, "{ended}");
+    assert!(!ended.out.contains("\nforever: "), "{ended}");
+    assert!(ended.out.contains("--details: all figures"), "{ended}");
+    nothing_is_left(&place);
+}
+
+#[test]
 fn a_signal_to_the_command_alone_does_the_same() {
     for signal in [Signal::INT, Signal::TERM] {
         let place = Place::new();

@@ -100,6 +100,14 @@ impl Progress {
         }
     }
 
+    /// Hides the bar while `print` writes to a terminal.
+    pub fn hidden(&self, print: impl FnOnce()) {
+        match &self.face {
+            Face::Bar(bar) => bar.suspend(print),
+            Face::Lines(_) | Face::Silent => print(),
+        }
+    }
+
     /// The run is over, or was stopped: removes the bar.
     pub fn finish(&self) {
         if let Face::Bar(bar) = &self.face {

@@ -5,12 +5,13 @@ use std::{path::PathBuf, process::ExitCode};
 use anyhow::Result;
 use clap::Args;
 use ringfence_lab::{
-    report,
+    job::Job,
+    report::{self, Comparison, PolicyRounds},
     run::{Ended, Options, compare},
 };
 
 use crate::lab::session::{Begun, Session, conclude, unprinted};
-use crate::output::Output;
+use crate::output::{Output, print};
 
 #[derive(Args)]
 pub(crate) struct Arguments {
@@ -35,8 +36,27 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let Begun { json, progress, stop } = arguments.session.begin()?;
     let report_file = arguments.report.as_deref().map(Output::open).transpose()?;
     let table = !json.iter().chain(&report_file).any(Output::is_stdout);
+    // Each job's table appears when it has been measured.
+    let mut printed = Ok(());
+    let mut each = |comparison: &Comparison, _: &Job, _: &[PolicyRounds]| {
+        let Some(job) = comparison.jobs.last().filter(|_| table) else { return };
+        let mut shown = String::new();
+        if comparison.jobs.len() == 1 {
+            shown.push_str(&report::table::head(comparison));
+        }
+        shown.push_str(&match arguments.details {
+            true => report::table::job(job),
+            false => report::summary::job(job),
+        });
+        if arguments.options.explain {
+            shown.push_str(&report::table::explain(job));
+        }
+        if printed.is_ok() {
+            printed = print(&shown);
+        }
+    };
     let Ended { mut comparison, leaks, failure } =
-        compare(jobs, &arguments.options, progress, &stop, &mut |_, _| ())?;
+        compare(jobs, &arguments.options, progress, &stop, &mut each)?;
 
     let measured = !comparison.jobs.is_empty();
     let mut verdict: Vec<String> = leaks.iter().map(|leak| format!("LEAK: {leak}")).collect();
@@ -53,7 +73,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     }
 
     // Files outlive the terminal: they contain all warnings.
-    let printed = comparison.warnings.clone();
+    let warnings = comparison.warnings.clone();
     comparison.warnings.extend(verdict.iter().cloned());
     let json = json.map_or(Ok(()), |output| output.write(&comparison.json()));
     let picture =
@@ -64,16 +84,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             false => report::html::render(&comparison),
         })
     });
-    comparison.warnings = unprinted(printed, progress);
-    let mut shown = String::new();
-    if table && measured {
-        shown.push_str(&match arguments.details {
-            true => report::table::render(&comparison),
-            false => report::summary::render(&comparison, verdict.is_empty()),
-        });
-        if arguments.options.explain {
-            shown.push_str(&report::table::explain(&comparison));
-        }
-    }
-    conclude(&shown, &verdict, json.and(report_file))
+    comparison.warnings = unprinted(warnings, progress);
+    let shown = match (table && measured, arguments.details) {
+        (false, _) => String::new(),
+        (true, true) => report::table::end(&comparison),
+        (true, false) => report::summary::end(&comparison, verdict.is_empty()),
+    };
+    conclude(&shown, &verdict, printed.and(json).and(report_file))
 }

@@ -288,7 +288,16 @@ impl Running {
 
     /// Waits for a line on standard error (its progress) that `wanted` accepts.
     pub(crate) fn wait_for(&mut self, wanted: impl Fn(&str) -> bool) {
-        while !self.err.text().lines().any(&wanted) {
+        self.wait_until(|running| running.err.text().lines().any(&wanted));
+    }
+
+    /// Waits for a line on standard output that `wanted` accepts.
+    pub(crate) fn wait_for_output(&mut self, wanted: impl Fn(&str) -> bool) {
+        self.wait_until(|running| running.out.text().lines().any(&wanted));
+    }
+
+    fn wait_until(&mut self, is_there: impl Fn(&Running) -> bool) {
+        while !is_there(self) {
             assert!(self.is_running(), "{} has ended\n{}", self.what, self.err.text());
             assert!(self.begun.elapsed() < LIMIT, "{}\n{}", self.what, self.err.text());
             std::thread::sleep(Duration::from_millis(10));

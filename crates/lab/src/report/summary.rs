@@ -3,7 +3,7 @@
 
 use super::{
     Comparison, JobReport, PolicyResult, Reach,
-    table::{fallbacks, headline, marked, title, warnings},
+    table::{fallbacks, marked, title, warnings},
 };
 use crate::{
     stats::Estimate,
@@ -17,16 +17,16 @@ const ALIKE: f64 = 0.02;
 /// The policy that is preferred among equally fast ones: the library's default.
 const DEFAULT: &str = "strict+map";
 
-/// The summary for a terminal. Nothing is advised of a run in which something went wrong.
-pub fn render(comparison: &Comparison, all_went_well: bool) -> String {
-    let mut out = wrap(&headline(comparison));
-    for job in &comparison.jobs {
-        out.push('\n');
-        out.push_str(&wrap(&title(job)));
-        out.push_str(&rows(job));
-        fallbacks(job).iter().for_each(|text| out.push_str(&wrap(text)));
-    }
-    out.push('\n');
+/// A job's table for a terminal.
+pub fn job(job: &JobReport) -> String {
+    let mut out = format!("\n{}{}", wrap(&title(job)), rows(job));
+    out.extend(fallbacks(job).iter().map(|text| wrap(text)));
+    out
+}
+
+/// What follows the tables. Nothing is advised of a run in which something went wrong.
+pub fn end(comparison: &Comparison, all_went_well: bool) -> String {
+    let mut out = String::from("\n");
     if let Some(advice) = advice(&comparison.jobs).filter(|_| all_went_well) {
         out.push_str(&wrap(&advice));
     }
@@ -34,9 +34,7 @@ pub fn render(comparison: &Comparison, all_went_well: bool) -> String {
         "Ratios are medians of rounds, each against the off of its own round, ± with 95 % confidence. \
          --details: all figures.",
     ));
-    for warning in warnings(comparison) {
-        out.push_str(&wrap(&format!("warning: {warning}")));
-    }
+    out.extend(warnings(comparison).iter().map(|text| wrap(&format!("warning: {text}"))));
     out
 }
 
@@ -184,7 +182,16 @@ fn kept(ratio: Estimate) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{report::sample, text::WIDTH};
+    use crate::{
+        report::{sample, table},
+        text::WIDTH,
+    };
+
+    /// All that is printed.
+    fn render(comparison: &Comparison, all_went_well: bool) -> String {
+        let jobs: String = comparison.jobs.iter().map(job).collect();
+        format!("{}{jobs}{}", table::head(comparison), end(comparison, all_went_well))
+    }
 
     #[test]
     fn the_table_has_eight_columns_and_fits_a_terminal_of_eighty() {

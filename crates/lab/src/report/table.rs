@@ -8,19 +8,23 @@ use crate::{
     text::{block, bytes, clauses, count, dash, number, optional, percent, plain, us, wrap},
 };
 
-/// The whole report for a terminal.
-pub fn render(comparison: &Comparison) -> String {
-    let mut out = String::new();
-    out.push_str(&wrap(&headline(comparison)));
-    for job in &comparison.jobs {
-        out.push('\n');
-        out.push_str(&wrap(&title(job)));
-        out.push_str(&rows(job));
-        let below = fallbacks(job).into_iter().chain(waits::lines(job)).chain(waits::queues(job));
-        let below = below.chain(bounce::lines(job)).chain(load(job));
-        below.for_each(|text| out.push_str(&wrap(&text)));
-    }
-    out.push('\n');
+/// What precedes the tables: what was run, and where.
+pub fn head(comparison: &Comparison) -> String {
+    wrap(&headline(comparison))
+}
+
+/// A job's table, with every figure, for a terminal.
+pub fn job(job: &JobReport) -> String {
+    let mut out = format!("\n{}{}", wrap(&title(job)), rows(job));
+    let below = fallbacks(job).into_iter().chain(waits::lines(job)).chain(waits::queues(job));
+    let below = below.chain(bounce::lines(job)).chain(load(job));
+    out.extend(below.map(|text| wrap(&text)));
+    out
+}
+
+/// What follows the tables.
+pub fn end(comparison: &Comparison) -> String {
+    let mut out = String::from("\n");
     let any = |of: fn(&JobReport) -> bool| comparison.jobs.iter().any(of);
     let exposed = any(|job| !job.compares_allocators());
     let waited = any(|job| !waits::lines(job).is_empty());
@@ -34,9 +38,7 @@ pub fn render(comparison: &Comparison) -> String {
         _ => true,
     });
     legend.for_each(|line| out.extend([line, "\n"]));
-    for warning in warnings(comparison) {
-        out.push_str(&wrap(&format!("warning: {warning}")));
-    }
+    out.extend(warnings(comparison).iter().map(|text| wrap(&format!("warning: {text}"))));
     out
 }
 
@@ -159,14 +161,12 @@ pub(super) fn explained(job: &JobReport) -> Vec<(String, Vec<String>)> {
     job.results.iter().filter_map(shown).collect()
 }
 
-/// The explanations of rows that chose, job by job, for a terminal.
-pub fn explain(comparison: &Comparison) -> String {
+/// The explanations of a job's rows that chose, for a terminal.
+pub fn explain(job: &JobReport) -> String {
     let mut out = String::new();
-    for job in &comparison.jobs {
-        for (row, lines) in explained(job) {
-            out.push_str(&format!("\n{}, {row}:\n", plain(&job.name)));
-            lines.iter().for_each(|line| out.extend(["  ", line, "\n"]));
-        }
+    for (row, lines) in explained(job) {
+        out.push_str(&format!("\n{}, {row}:\n", plain(&job.name)));
+        lines.iter().for_each(|line| out.extend(["  ", line, "\n"]));
     }
     out
 }
@@ -276,6 +276,12 @@ mod tests {
     use super::*;
     use crate::report::sample;
     use crate::text::WIDTH;
+
+    /// All that is printed.
+    fn render(comparison: &Comparison) -> String {
+        let jobs: String = comparison.jobs.iter().map(job).collect();
+        format!("{}{jobs}{}", head(comparison), end(comparison))
+    }
 
     #[test]
     fn no_line_is_wider_than_a_terminal() {
@@ -418,10 +424,10 @@ mod tests {
         assert!(text.contains("\nbounce: bounce 100.0% copied, 64 KiB an I/O, "), "{text}");
         assert!(text.contains("auto 50.0% copied, 32 KiB an I/O, 0 without a slot"), "{text}");
         assert!(text.contains("\n  bounce     mappings that were copies"), "{text}");
-        assert_eq!(explain(&comparison), "");
+        assert_eq!(explain(&comparison.jobs[0]), "");
         let auto = comparison.jobs[0].results.iter_mut().find(|row| row.policy == "auto").unwrap();
         auto.explain = Some("up to 16 KiB copied\nabove \u{1b}mapped\n".to_owned());
-        let text = explain(&comparison);
+        let text = explain(&comparison.jobs[0]);
         assert_eq!(text, "\nrandwrite_multi, auto:\n  up to 16 KiB copied\n  above ?mapped\n");
         for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
             row.pool_bytes = None;

@@ -58,8 +58,8 @@ const ROUND_OVERHEAD: Duration = Duration::from_millis(120);
 const MOST_PIECES: usize = 1000;
 
 /// Runs the comparison. Sets of rounds are interleaved: every row once, then every row again.
-/// `each` gets the counts of each job's rounds, row by row, of which a report has only a summary.
-/// `stop` ends it early; what was measured until then is returned.
+/// `each` gets each job when it has been measured: what is known by then, in which it is the last,
+/// and the counts of its rounds, row by row, of which a report has only a summary. `stop` ends it early; what was measured until then is returned.
 ///
 /// # Errors
 /// Nothing could be measured at all: the jobs do not fit, or the disk cannot be opened.
@@ -68,7 +68,7 @@ pub fn compare(
     options: &Options,
     progress: Kind,
     stop: &AtomicBool,
-    each: &mut dyn FnMut(&Job, &[PolicyRounds]),
+    each: &mut dyn FnMut(&Comparison, &Job, &[PolicyRounds]),
 ) -> Result<Ended> {
     options.space.check(&options.allocators)?;
     let rows = options.rows();
@@ -151,11 +151,12 @@ pub fn compare(
         let stage =
             Stage { jobs, lines: &lines, options, target, trust, content, load: &load, stop };
         let rows = stage.run_all(&progress, &mut ended);
+        ended.comparison.interrupted = stop.load(Ordering::Relaxed);
         for (index, job) in stage.jobs.iter().enumerate() {
             let rounds: Vec<PolicyRounds> = rows.iter().map(|row| row[index].clone()).collect();
             if rounds.iter().any(|row| !row.rounds.is_empty()) {
                 ended.comparison.jobs.push(JobReport::new(job, number as u32 + 1, &rounds));
-                each(job, &rounds);
+                progress.hidden(|| each(&ended.comparison, job, &rounds));
             }
         }
     }

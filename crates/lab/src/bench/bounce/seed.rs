@@ -119,7 +119,7 @@ pub(super) fn run(
         explain: false,
     };
     let mut rows = Vec::new();
-    let ended = compare(file, &of_run, progress, stop, &mut |job, rounds| {
+    let ended = compare(file, &of_run, progress, stop, &mut |_, job, rounds| {
         rows.extend(contest(job, rounds, notify));
     })?;
     into.rows.extend(rows);
