@@ -4,15 +4,11 @@
 //! the reader's light or dark theme, which only CSS can do.
 
 use super::{
-    Comparison, JobReport, Metric, PolicyResult, bounce, curve,
-    markup::{begin_table, end_table, escape, family, line, path, put, text},
-    table::{explained, fallbacks, headline, marked, warnings},
-    waits::queues,
+    Comparison, JobReport, Metric, PolicyResult, curve,
+    markup::{escape, family, path, put, text},
+    table::{self, headline, warnings},
 };
-use crate::{
-    stats::Estimate,
-    text::{bytes, number, percent, us},
-};
+use crate::{stats::Estimate, text::number};
 
 /// The whole page.
 pub fn render(comparison: &Comparison) -> String {
@@ -28,6 +24,7 @@ pub fn render(comparison: &Comparison) -> String {
     for job in &comparison.jobs {
         section(&mut page, job);
     }
+    preformatted(&mut page, &table::legend(comparison));
     let warnings = warnings(comparison);
     if !warnings.is_empty() {
         page.push_str("<h2>Warnings</h2>\n<ul class=\"warnings\">\n");
@@ -44,7 +41,6 @@ pub fn render(comparison: &Comparison) -> String {
 
 fn section(page: &mut String, job: &JobReport) {
     put!(page, "<section>\n<h2>{}</h2>\n", escape(&job.name));
-    put!(page, "<p>{}; {} rounds</p>\n", escape(&job.describe()), job.rounds);
     page.push_str("<div class=\"charts\">\n");
     let measure = match job.metric {
         Metric::Bandwidth => "Bandwidth against off",
@@ -80,9 +76,17 @@ fn section(page: &mut String, job: &JobReport) {
     });
     curve::figure(page, job);
     page.push_str("</div>\n");
-    table(page, job);
-    waits(page, job);
+    preformatted(page, &(table::job(job) + &table::explain(job)));
     page.push_str("</section>\n");
+}
+
+/// Text as on a terminal.
+fn preformatted(page: &mut String, text: &str) {
+    page.push_str("<pre>\n");
+    for line in text.trim_start_matches('\n').lines() {
+        put!(page, "{}\n", escape(line));
+    }
+    page.push_str("</pre>\n");
 }
 
 struct Bar {
@@ -149,93 +153,6 @@ fn chart(page: &mut String, title: &str, hint: &str, reference: Option<f64>, bar
     page.push_str("</svg>\n</figure>\n");
 }
 
-fn table(page: &mut String, job: &JobReport) {
-    begin_table(
-        page,
-        "scroll",
-        "policy|MiB/s|IOPS|against off|latency p50|p99|p99.9, µs|CPU in IOMMU code|in the allocator|ns/I/O|map|\
-         unmap, ms/GiB|requests|syncs|kicks an I/O|sync wait p50|p99, µs|stale, ms|IOTLB hits|errors",
-    );
-    let optional = |n: Option<f64>| n.map_or("–".to_owned(), number);
-    for row in &job.results {
-        let wait = |f: fn(super::WaitSummary) -> u64| optional(row.sync_wait_ns.map(f).map(us));
-        let percent =
-            |n: Option<f64>| n.map_or("–".to_owned(), |n| format!("{:.1} %", n * 100.0));
-        let cells = [
-            number(row.bandwidth_bytes_per_s.median / (1 << 20) as f64),
-            number(row.iops.median),
-            percent(row.ratio(job.metric).map(|ratio| ratio.median)),
-            number(us(row.latency_ns.p50)),
-            number(us(row.latency_ns.p99)),
-            number(us(row.latency_ns.p999)),
-            percent(row.iommu_cpu_fraction),
-            percent(row.allocator_cpu_fraction),
-            optional(row.iommu_ns_per_io),
-            optional(row.map_ns_per_gib.map(|ns| ns / 1e6)),
-            optional(row.unmap_ns_per_gib.map(|ns| ns / 1e6)),
-            optional(row.requests_per_io),
-            optional(row.syncs_per_io),
-            optional(row.kicks_per_io),
-            wait(|w| w.p50),
-            wait(|w| w.p99),
-            optional(row.stale_window.map(|window| window.max_ms)),
-            percent(row.iotlb.and_then(|iotlb| {
-                let all = iotlb.hits.saturating_add(iotlb.misses);
-                (all > 0).then(|| iotlb.hits as f64 / all as f64)
-            })),
-            row.errors.to_string(),
-        ];
-        line(page, &row.policy, &marked(job, row), cells);
-    }
-    end_table(page);
-    put!(
-        page,
-        "<p class=\"fine\">Area {}, {} I/Os in flight.</p>\n",
-        bytes(job.size),
-        u64::from(job.iodepth) * u64::from(job.numjobs)
-    );
-    for text in fallbacks(job).into_iter().chain(bounce::lines(job)) {
-        put!(page, "<p class=\"fine\">{}</p>\n", escape(&text));
-    }
-    for (row, lines) in explained(job) {
-        put!(page, "<p class=\"fine\">{}:", escape(&row));
-        lines.iter().for_each(|line| put!(page, "<br/>{}", escape(line)));
-        page.push_str("</p>\n");
-    }
-}
-
-/// The waits for the device: a line for each kind of wait that a row had.
-fn waits(page: &mut String, job: &JobReport) {
-    if job.results.iter().all(|row| row.sync_waits.is_none()) {
-        return;
-    }
-    page.push_str("<h3>Waits for the device</h3>\n");
-    begin_table(
-        page,
-        "scroll",
-        "policy|for|syncs|an I/O|of the job threads' time|p50|p99, µs|all, ms",
-    );
-    for row in &job.results {
-        let Some(waits) = row.sync_waits else { continue };
-        for (kind, waited) in waits.kinds().filter(|(_, waited)| waited.count > 0) {
-            let cells = [
-                kind.to_owned(),
-                waited.count.to_string(),
-                waited.per_io.map_or("–".to_owned(), number),
-                waited.thread_fraction.map_or("none: not theirs".to_owned(), percent),
-                number(us(waited.p50)),
-                number(us(waited.p99)),
-                number(waited.total_ns as f64 / 1e6),
-            ];
-            line(page, &row.policy, &job.label(row), cells);
-        }
-    }
-    end_table(page);
-    if let Some(text) = queues(job) {
-        put!(page, "<p class=\"fine\">{}.</p>\n", escape(&text));
-    }
-}
-
 pub(super) const STYLE: &str = include_str!("style.css");
 const KEY: &str = include_str!("key.html");
 const METHOD: &str = include_str!("method.html");
@@ -274,9 +191,10 @@ mod tests {
     #[test]
     fn each_job_has_its_charts_tables_and_whiskers() {
         let page = render(&sample::comparison());
-        // Four charts of bars and the curve; all figures, the curve's, and the waits.
+        // Four charts of bars and the curve, with its figures; all figures, and what they mean.
         assert_eq!(page.matches("<svg").count(), 2 * 5);
-        assert_eq!(page.matches("<table").count(), 2 * 3);
+        assert_eq!(page.matches("<table").count(), 2);
+        assert_eq!(page.matches("<pre").count(), 2 + 1);
         // Eleven rows, two charts with intervals; of the curve all but the host; two jobs.
         assert_eq!(page.matches("class=\"whisker\"").count(), 2 * (22 + 10));
         assert!(page.contains("disk paced") && page.contains("notify adaptive"));
@@ -330,29 +248,19 @@ mod tests {
     }
 
     #[test]
-    fn who_waited_and_what_ran_as_something_else_is_told() {
+    fn the_figures_of_a_job_are_those_of_the_terminal() {
         let mut comparison = sample::comparison();
         let row = &mut comparison.jobs[0].results[4];
         row.effective_policy = "strict".to_owned();
         row.fallback = Some("no <deferring>".to_owned());
+        row.explain = Some("up to <16> KiB\ncopied".to_owned());
         let page = render(&comparison);
         assert!(page.contains("lazy-sq* ran as strict: no &lt;deferring&gt;"));
-        assert!(page.contains("flush of a full queue") && page.contains("flush by timer"));
-        assert!(page.contains("queues: lazy-sq+map and lazy-mq+map: flushes"));
-        for row in comparison.jobs.iter_mut().flat_map(|job| &mut job.results) {
-            row.sync_waits = None;
+        for job in &comparison.jobs {
+            for line in table::job(job).lines().chain(table::explain(job).lines()) {
+                assert!(page.contains(&escape(line)), "{line}");
+            }
         }
-        assert!(!render(&comparison).contains("Waits for the device"));
-    }
-
-    #[test]
-    fn what_was_copied_and_why_is_told() {
-        let mut comparison = sample::comparison();
-        let auto = comparison.jobs[0].results.iter_mut().find(|row| row.policy == "auto").unwrap();
-        auto.explain = Some("up to <16> KiB\ncopied".to_owned());
-        let page = render(&comparison);
-        assert!(page.contains("bounce: bounce 100.0% copied, 64 KiB an I/O"), "{page}");
-        assert!(page.contains("auto:<br/>up to &lt;16&gt; KiB<br/>copied</p>"), "{page}");
     }
 
     #[test]

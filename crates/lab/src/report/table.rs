@@ -24,7 +24,13 @@ pub fn job(job: &JobReport) -> String {
 
 /// What follows the tables.
 pub fn end(comparison: &Comparison) -> String {
-    let mut out = String::from("\n");
+    let mut out = format!("\n{}", legend(comparison));
+    out.extend(warnings(comparison).iter().map(|text| wrap(&format!("warning: {text}"))));
+    out
+}
+
+/// What the figures mean that the tables have.
+pub(super) fn legend(comparison: &Comparison) -> String {
     let any = |of: fn(&JobReport) -> bool| comparison.jobs.iter().any(of);
     let exposed = any(|job| !job.compares_allocators());
     let waited = any(|job| !waits::lines(job).is_empty());
@@ -37,9 +43,7 @@ pub fn end(comparison: &Comparison) -> String {
         line if line.starts_with("load") => loaded,
         _ => true,
     });
-    legend.for_each(|line| out.extend([line, "\n"]));
-    out.extend(warnings(comparison).iter().map(|text| wrap(&format!("warning: {text}"))));
-    out
+    legend.flat_map(|line| [line, "\n"]).collect()
 }
 
 const LEGEND: &str = "\
@@ -152,21 +156,13 @@ pub(super) fn fallbacks(job: &JobReport) -> Vec<String> {
     job.results.iter().filter_map(shown).collect()
 }
 
-/// The rows of a job that chose, and the explanation of each, line by line.
-pub(super) fn explained(job: &JobReport) -> Vec<(String, Vec<String>)> {
-    let shown = |row: &PolicyResult| {
-        let lines = row.explain.as_ref()?.lines().map(plain).collect();
-        Some((marked(job, row), lines))
-    };
-    job.results.iter().filter_map(shown).collect()
-}
-
 /// The explanations of a job's rows that chose, for a terminal.
 pub fn explain(job: &JobReport) -> String {
     let mut out = String::new();
-    for (row, lines) in explained(job) {
-        out.push_str(&format!("\n{}, {row}:\n", plain(&job.name)));
-        lines.iter().for_each(|line| out.extend(["  ", line, "\n"]));
+    for row in &job.results {
+        let Some(explanation) = &row.explain else { continue };
+        out.push_str(&format!("\n{}, {}:\n", plain(&job.name), marked(job, row)));
+        out.extend(explanation.lines().map(|line| format!("  {}\n", plain(line))));
     }
     out
 }
@@ -235,6 +231,7 @@ fn cells(job: &JobReport, row: &PolicyResult) -> Vec<String> {
     };
     let [ratio, ratio_half] = parts(row.ratio(job.metric));
     let latency = row.ratio_to_off.map(|ratios| ratios.latency);
+    let latency = latency.filter(|latency| latency.median.is_finite());
     let exposed = |figure: fn(&super::Exposure) -> Option<f64>| match row.exposure {
         Some(found) if is_open(found.reach) => "open".to_owned(),
         found => optional(found.as_ref().and_then(figure)),
