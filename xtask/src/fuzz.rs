@@ -92,7 +92,8 @@ pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
     Ok(Targets { binaries: build.join(TARGET).join("release"), names })
 }
 
-fn has_nightly() -> bool {
+/// Whether there is a nightly toolchain.
+pub(crate) fn has_nightly() -> bool {
     let output = Command::new("rustup").args(["toolchain", "list"]).output();
     output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("nightly"))
 }

@@ -144,6 +144,7 @@ const STEPS: &[Step] = &[
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
     }),
     long("packages", 600, |_| published()),
+    long("docs.rs", 300, |_| docs_rs()),
     long("a Debian root", 900, |_| debian::check()),
     long("services of systemd", 60, systemd),
     long("guests: tables of speed", 2000, |run| {
@@ -311,6 +312,23 @@ fn published() -> Result<()> {
     ensure!(!names.is_empty(), "no package is published");
     let arguments = [&["package", "--offline", "--quiet"], &*names].concat();
     cargo(&arguments, &[])
+}
+
+/// The pages of the published crates as docs.rs builds them: by a nightly compiler, with the features
+/// of `package.metadata.docs.rs`, which are all.
+fn docs_rs() -> Result<()> {
+    if !fuzz::has_nightly() {
+        bail!(NotRun("there is no nightly toolchain".to_owned()));
+    }
+    let packages = workspace::packages()?;
+    let published = packages.iter().filter(|package| package.is_published());
+    let mut arguments = vec!["+nightly", "doc", "--lib", "--no-deps", "--all-features"];
+    arguments.extend(published.flat_map(|package| ["--package", &package.name]));
+    let target = root().join("target/docs.rs");
+    let target = target.to_str().context("the path of the workspace is not UTF-8")?;
+    let flags = "--cfg docsrs -D warnings";
+    let environment = [("DOCS_RS", "1"), ("RUSTDOCFLAGS", flags), ("CARGO_TARGET_DIR", target)];
+    cargo(&arguments, &environment)
 }
 
 /// Every example must run, not only build.
