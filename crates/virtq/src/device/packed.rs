@@ -27,8 +27,8 @@ pub(super) struct Areas {
 
 /// The device's position in a packed ring.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Places {
-    /// Where the next chain is taken from, and where the next one is given back.
+pub(super) struct Position {
+    /// Where the next available chain begins, and where the next used descriptor is written.
     next_avail: RingPos,
     next_used: RingPos,
     /// How many descriptors lie between the two: those of all chains in flight.
@@ -43,7 +43,7 @@ pub(super) struct Places {
 }
 
 /// The device's end of a packed queue.
-pub(super) type Packed = End<Places>;
+pub(super) type Packed = End<Position>;
 
 impl Packed {
     /// As [`Queue::take_stored`](super::Queue::take_stored).
@@ -82,29 +82,34 @@ impl Packed {
     }
 }
 
-impl Format for Places {
+impl Format for Position {
     type Areas = Areas;
     /// Its address and its state.
     type First = (u64, State);
 
-    fn new(config: &RingConfig) -> Result<Places, RingError> {
+    fn new(config: &RingConfig) -> Result<Position, RingError> {
         let RingConfig { size, base, .. } = *config;
         if !layout::packed::is_size(size) {
             return Err(RingError::PackedSize { size });
         }
-        let none = RingError::PackedBase { base, size };
-        let next_avail = RingPos::in_ring(base as u16, size).ok_or(none)?;
+        let invalid = RingError::PackedBase { base, size };
+        let next_avail = RingPos::in_ring(base as u16, size).ok_or(invalid)?;
         let next_used = match (base >> 16) as u16 {
-            // Some front ends leave out the high half. A zero behind this place means that: as a
-            // used place, it would imply a whole ring or more in flight.
+            // Some front ends send the available position only. While its wrap counter is 1, a used
+            // position of 0 can mean nothing else: a whole ring or more would be in flight.
             0 if next_avail.wrap => next_avail,
-            bits => RingPos::in_ring(bits, size).ok_or(none)?,
+            bits => RingPos::in_ring(bits, size).ok_or(invalid)?,
         };
         match next_used.distance(next_avail, size) {
-            Some(held) if held <= size => {
-                Ok(Places { next_avail, next_used, held, unpublished: None, given: 0, unlogged: 0 })
-            }
-            _ => Err(none),
+            Some(held) if held <= size => Ok(Position {
+                next_avail,
+                next_used,
+                held,
+                unpublished: None,
+                given: 0,
+                unlogged: 0,
+            }),
+            _ => Err(invalid),
         }
     }
 
@@ -126,9 +131,9 @@ impl Format for Places {
     }
 
     fn begin(&mut self, areas: &Areas, _: &RingConfig, _: bool) -> Result<(), RingError> {
-        // Front ends without support for packed rings that pass on what drivers negotiate
-        // (User-Mode Linux) start them like split ones, at 0. For a ring that was used before, that
-        // is the beginning of every second lap.
+        // A front end that does not know packed rings but passes on the driver's features
+        // (User-Mode Linux) starts them at 0, as it starts split rings. In a ring that was used
+        // before, 0 is a valid position: the beginning of every second lap.
         if Format::next_avail(self) == 0 && areas.ring.is_new() {
             (self.next_avail, self.next_used) = (RingPos::START, RingPos::START);
         }
@@ -208,8 +213,8 @@ impl Format for Places {
         let state = State::used(len, id, wrap);
         match self.unpublished {
             None => self.unpublished = Some((at, state)),
-            // The driver polls one place after the other: it does not reach this one before the
-            // first is published, whose Release this store precedes.
+            // The driver reads used descriptors in order: it does not reach this one before it has
+            // seen the first, which `publish` stores later, with Release.
             Some(_) => areas.ring.set_state(at, state, Ordering::Relaxed),
         }
         self.next_used = self.next_used.forward(places, size);
@@ -220,8 +225,8 @@ impl Format for Places {
     #[inline]
     fn publish(&mut self, areas: &Areas, config: &RingConfig) -> bool {
         let Some((at, state)) = self.unpublished.take() else { return false };
-        // Release: a driver that sees this (with Acquire) sees what was given back with it and what
-        // was written to all those buffers, and we read none of them later.
+        // Release: a driver that sees this (with Acquire) sees all that was given back with it and
+        // all that was written to those buffers, and the device's reads of them are over.
         areas.ring.set_state(at, state, Ordering::Release);
         let given = core::mem::take(&mut self.given);
         self.unlogged += given;
@@ -276,7 +281,8 @@ impl Format for Places {
             chains += u16::from(!state.has(layout::DESC_F_NEXT));
             place = place.forward(1, size);
         }
-        // More will never be seen.
+        // The end of the ring or the limit is reached: a later look from here would see no more, so
+        // all that was asked for counts as seen.
         ahead.max(skip)
     }
 
@@ -324,7 +330,7 @@ fn walk(
         chain.count += 1;
         let (at, more) = (place.at, state.has(layout::DESC_F_NEXT));
         if state.has(layout::DESC_F_INDIRECT) {
-            // Virtio 2.8.19: not allowed in a list of direct ones.
+            // Virtio 2.8.19: an indirect descriptor must be the only one of its chain.
             if more || chain.count > 1 {
                 return Err(ChainFault::IndirectNext { at });
             }
@@ -341,8 +347,8 @@ fn walk(
             return Err(ChainFault::TooMany { room });
         }
         place = place.forward(1, ring.size());
-        // The driver makes the first descriptor available last, and we have seen that: all of the
-        // chain is there.
+        // The driver makes the first descriptor of a chain available last. It is available, so all
+        // the others are written.
         state = ring.state(place.at, Ordering::Relaxed);
         addr = ring.addr(place.at);
     }
