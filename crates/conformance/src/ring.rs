@@ -19,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::broken;
 
-/// A split ring in memory that the back end has.
+/// A split ring in memory that the back end has mapped.
 pub(super) struct Ring {
     queue: Queue,
     kick: OwnedFd,
@@ -27,8 +27,8 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    /// Starts ring `index` of a back end with its areas at `offset` in `ram`. `address` is that
-    /// place for the back end: an address of this process, or an IOVA.
+    /// Starts ring `index` of a back end with its areas at `offset` in `ram`. `address` is where
+    /// the back end finds that offset: an address of this process, or an IOVA.
     pub(super) fn start(
         front: &mut Frontend,
         ram: &Arc<GuestRam>,
@@ -67,7 +67,7 @@ impl Ring {
         Ok(())
     }
 
-    /// The next chain that comes back, `None` if none does within `timeout`.
+    /// Waits for the next used chain; `None` if the back end returns none within `timeout`.
     pub(super) fn wait(&mut self, timeout: Duration) -> Result<Option<Used>, Failed> {
         let deadline = Instant::now() + timeout;
         loop {
