@@ -19,7 +19,7 @@ use crate::{
     msg::{Header, code},
 };
 
-/// What a back end sends on its own channel.
+/// A message that a back end sends on its own channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackendMessage {
@@ -36,8 +36,8 @@ pub enum BackendMessage {
 pub struct BackendRequest {
     /// Its content.
     pub message: BackendMessage,
-    /// Whether it asks for a reply once that is done, or cannot be done (rule D9). Replies go in the
-    /// order of the messages.
+    /// Whether the back end asks for a reply once the message has been carried out, or has failed
+    /// (rule D9). Replies are sent in the order of the messages.
     pub need_reply: bool,
 }
 
@@ -61,7 +61,7 @@ impl FrontendChannel {
         Ok((FrontendChannel::new(ours, timeout), theirs.into()))
     }
 
-    /// A channel over a socket whose other end the back end has.
+    /// A channel over `stream`, whose other end is the back end's.
     pub fn new(stream: impl Into<PeerFd>, timeout: Duration) -> FrontendChannel {
         FrontendChannel { channel: Channel::new(stream.into(), timeout), inbox: Inbox::new() }
     }
@@ -75,12 +75,12 @@ impl FrontendChannel {
         self.inbox.take(false)?.map(|message| parse(&message)).transpose()
     }
 
-    /// Waits for messages, no longer than `limit` for the first to begin, and appends all that are
-    /// there then; false if the back end has hung up. Replying to them all at once saves a round
-    /// trip for each.
+    /// Waits up to `limit` for a message to begin, and appends all messages that have arrived by
+    /// then to `into`; false if the back end has hung up. Replying to all of them at once saves a
+    /// round trip for each.
     ///
     /// # Errors
-    /// As [`recv`](Self::recv); what came before is appended.
+    /// As [`recv`](Self::recv); the messages before the invalid one are appended.
     pub fn recv_all(
         &mut self,
         limit: Option<Duration>,
@@ -97,8 +97,8 @@ impl FrontendChannel {
         Ok(true)
     }
 
-    /// Replies to a message, if it asks for that, with whether it was done. For a miss, send the
-    /// update first (rule D9).
+    /// Replies to a message if it asks for a reply: `done` is whether it was carried out. For a
+    /// miss, send the update first (rule D9).
     ///
     /// # Errors
     /// The back end has hung up, or takes no replies.
