@@ -86,7 +86,7 @@ impl Bus {
         self.view().map_or(0, View::updates_seen)
     }
 
-    /// Counts how often the endpoint was bound anew; see [`View::bindings`].
+    /// Counts how often the endpoint was rebound; see [`View::bindings`].
     #[inline]
     pub fn bindings(&self) -> u64 {
         self.view().map_or(0, View::bindings)

@@ -29,7 +29,7 @@ pub(super) unsafe trait Lasting: Translate {
     /// Counts an access that timed out.
     fn gave_up(&self);
 
-    /// Counts how often the endpoint was bound anew.
+    /// Counts how often the endpoint was rebound.
     fn bindings(&self) -> u64;
 
     /// Runs `job` without reporting its faults.

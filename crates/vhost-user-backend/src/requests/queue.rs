@@ -131,7 +131,7 @@ pub struct RequestQueue<S: Serve> {
     away: Option<Away>,
     /// Whether the ring was mapped when it [began to stop](Self::begin_stop).
     mapped_at_stop: bool,
-    /// How often the endpoint had been bound anew when the ring was last found.
+    /// How often the endpoint had been rebound when the ring was last found.
     found: Option<u64>,
     parked: Parked,
     /// Requests for which there was no room, in their order.

@@ -7,9 +7,8 @@ use crate::{
 };
 use ringfence_virtq::{RingError, device};
 
-/// How long a ring that is not mapped is left alone before it is looked up again: at first, and at
-/// most.
-const AWAY_NS: (u64, u64) = (500_000, 16_000_000);
+/// The pause before a ring that is not mapped is looked up again: the first one, and the longest.
+const PAUSE_NS: (u64, u64) = (500_000, 16_000_000);
 
 /// A ring whose addresses are not mapped now.
 #[derive(Clone, Copy)]
@@ -29,7 +28,7 @@ impl<S: Serve> RequestQueue<S> {
         if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus) }
     }
 
-    /// Records that the ring was found, and how often the endpoint had been bound anew then.
+    /// Records that the ring was found, and how often the endpoint had been rebound by then.
     pub(in crate::requests) fn note_found(&mut self, bindings: u64) {
         self.found = Some(bindings);
     }
@@ -38,9 +37,9 @@ impl<S: Serve> RequestQueue<S> {
     fn look_for_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         let updates = bus.updates();
         let again = self.away.is_some();
-        // If the endpoint was bound anew since, the ring belongs to firmware that has left it, and
-        // the driver has not caused this lookup.
-        let left = self.found.is_some_and(|at| at != bus.bindings());
+        // If the endpoint was rebound since, the ring is one that firmware left running: its faults
+        // are not the driver's.
+        let stale = self.found.is_some_and(|at| at != bus.bindings());
         match self.away {
             Some(Away { retry_at, updates: seen, .. })
                 if self.now_ns < retry_at && seen == updates =>
@@ -50,7 +49,7 @@ impl<S: Serve> RequestQueue<S> {
             _ if bus.iotlb().is_some() => prefetch_ring(self.ring.config(), bus),
             _ => {}
         }
-        let found = match again || left {
+        let found = match again || stale {
             // Only the first lookup reports a fault to the driver.
             true => bus.silently(|| self.find(bus)),
             false => self.find(bus),
@@ -64,9 +63,9 @@ impl<S: Serve> RequestQueue<S> {
                 self.disarm();
             }
             Err(QueueError::Ring(RingError::Unreachable { .. })) => {
-                let (first, most) = AWAY_NS;
+                let (first, most) = PAUSE_NS;
                 let pause_ns = match self.away {
-                    // There was an update, perhaps the first of several.
+                    // There was an update, perhaps the first of several: look again soon.
                     Some(away) if away.updates != updates => first,
                     Some(away) => (away.pause_ns * 2).min(most),
                     None => first,
@@ -81,7 +80,7 @@ impl<S: Serve> RequestQueue<S> {
     }
 }
 
-/// Sends misses for all three areas at once, as far as they are not translated (rule D22).
+/// Sends the misses for all three areas at once, if they have no translation (rule D22).
 fn prefetch_ring(config: &device::RingConfig, bus: &Bus) {
     for (addr, len, access) in config.areas() {
         bus.prefetch(addr, len as u64, access);
