@@ -1,4 +1,4 @@
-//! When the timer is to be due.
+//! When the flush timer fires.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -49,7 +49,7 @@ impl Pace {
         note(&self.wake_ns, late_ns);
     }
 
-    /// How long after the removal of a translation the timer is to be due.
+    /// The time from the removal of a translation until the timer fires.
     pub(crate) fn wait_ns(&self) -> u64 {
         let interval_ns = self.interval_ns.load(Ordering::Relaxed);
         match self.bound_ns.load(Ordering::Relaxed) {
@@ -58,7 +58,7 @@ impl Pace {
         }
     }
 
-    /// How late the timer may be before another thread has to flush. `None` without a bound.
+    /// How late the timer may be before another thread must flush. `None` without a bound.
     pub(crate) fn max_late_ns(&self) -> Option<u64> {
         let bound_ns = self.bound_ns.load(Ordering::Relaxed);
         if bound_ns == NEVER {
@@ -70,9 +70,9 @@ impl Pace {
         Some(latest_ns.saturating_sub(self.wait_ns()))
     }
 
-    /// How much earlier than the bound the timer is to be due: the recent time of a wake-up and a
-    /// flush, plus a margin. At least an eighth of the bound, as they may take longer than before;
-    /// at most three quarters, as an earlier flush would not help then.
+    /// How long before the bound the timer fires: the recent time of a wake-up and a flush, plus a
+    /// margin. At least an eighth of the bound, as they may take longer than before; at most three
+    /// quarters, as flushing even more often would not make such slow flushes fit.
     fn lead_ns(&self, bound_ns: u64) -> u64 {
         let (flush_ns, wake_ns) = (&self.flush_ns, &self.wake_ns);
         let seen_ns =
@@ -94,7 +94,7 @@ fn with_margin(ns: u64) -> u64 {
 fn note(estimate: &AtomicU64, sample: u64) {
     let before = estimate.load(Ordering::Relaxed);
     let now = sample.max(before - before.div_ceil(8));
-    // Most samples change nothing, and need not take the cache line.
+    // Most samples change nothing: the cache line stays shared.
     if now != before {
         estimate.store(now, Ordering::Relaxed);
     }
