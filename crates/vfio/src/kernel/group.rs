@@ -12,8 +12,8 @@ const GET_STATUS: u32 = ioctl::vfio(3);
 const SET_CONTAINER: u32 = ioctl::vfio(4);
 const GET_DEVICE_FD: u32 = ioctl::vfio(6);
 
-/// A group of devices that the IOMMU does not isolate from each other, all of them left to user
-/// space.
+/// A group of devices that the IOMMU does not isolate from each other, none of them in use by a
+/// kernel driver.
 ///
 /// While it is open, it cannot be opened again.
 #[derive(Debug)]
@@ -23,24 +23,27 @@ pub struct Group {
 }
 
 impl Group {
-    /// Opens the group of that number.
+    /// Opens group `number`.
     ///
     /// # Errors
-    /// It does not exist, access is denied, it is in use, or a kernel driver has one of its
+    /// It does not exist, access is denied, it is in use, or a kernel driver is bound to one of its
     /// devices: the error names the device.
     pub fn open(number: u32) -> Result<Group> {
         let failed = || Error::new(format!("open VFIO group {number}"));
         let file = open(&format!("/dev/vfio/{number}")).map_err(|errno| {
             failed().because(errno).remedy(match errno {
                 Errno::NOENT => format!(
-                    "no device of it has a driver of VFIO's; for each of them: unbind its driver, \
-                     write vfio-pci into its driver_override, and its name into \
+                    "none of its devices is bound to a VFIO driver; for each device: unbind its \
+                     driver, write vfio-pci to its driver_override, and its name to \
                      /sys/bus/pci/drivers_probe{}",
-                    in_the_way(number)
+                    blocking_devices(number)
                 ),
-                Errno::BUSY => "another process has it, or iommufd has a device of it".into(),
+                Errno::BUSY => {
+                    "another process has it open, or one of its devices is open through iommufd"
+                        .into()
+                }
                 Errno::ACCESS | Errno::PERM => {
-                    format!("run as root, or give this user /dev/vfio/{number}")
+                    format!("run as root, or give this user access to /dev/vfio/{number}")
                 }
                 _ => String::new(),
             })
@@ -50,9 +53,9 @@ impl Group {
         unsafe { ioctl::memory(&file, GET_STATUS, &mut status) }
             .map_err(|errno| failed().because(errno))?;
         if status.flags & VFIO_GROUP_FLAGS_VIABLE == 0 {
-            let which = in_the_way(number);
+            let devices = blocking_devices(number);
             return Err(
-                failed().remedy(format!("drivers of the kernel's have devices of it{which}"))
+                failed().remedy(format!("kernel drivers are bound to its devices{devices}"))
             );
         }
         Ok(Group { number, file })
@@ -87,10 +90,10 @@ impl Group {
             Error::new(format!("put VFIO group {} into a container", self.number))
                 .because(errno)
                 .remedy(match errno {
-                    Errno::BUSY => "it is in one already, or a device of it is open",
+                    Errno::BUSY => "it is in a container already, or one of its devices is open",
                     Errno::INVAL => {
-                        "what is mapped in the container lies where a device of the group cannot have \
-                         it, or its IOMMU is of another kind"
+                        "the container has mappings at addresses that the group's devices cannot use, \
+                         or the group's IOMMU is of another type"
                     }
                     Errno::PERM => "the container belongs to another user",
                     _ => "",
@@ -98,17 +101,19 @@ impl Group {
         })
     }
 
-    /// A device of it, by its name on its bus.
+    /// Opens a device of the group, by its name on its bus.
     pub(super) fn device(&self, name: &str) -> Result<Device> {
         let failed = || Error::new(format!("open {name} of VFIO group {}", self.number));
         let mut text = CString::new(name)
-            .map_err(|_| failed().remedy("the name contains a zero byte"))?
+            .map_err(|_| failed().remedy("the name contains a NUL byte"))?
             .into_bytes_with_nul();
         // SAFETY: the request reads a string that ends with a zero.
         let fd = unsafe { ioctl::memory(&self.file, GET_DEVICE_FD, &mut text[..]) };
         let fd = fd.map_err(|errno| {
             failed().because(errno).remedy(match errno {
-                Errno::NODEV => "no such device is in the group with a driver of VFIO's",
+                Errno::NODEV => {
+                    "the group has no device of this name that is bound to a VFIO driver"
+                }
                 Errno::BUSY => {
                     "another process has it open, or a process address is invalid (rule L59)"
                 }
@@ -121,15 +126,17 @@ impl Group {
     }
 }
 
-/// The devices of a group that its drivers do not yield, as the end of a sentence.
-fn in_the_way(group: u32) -> String {
+/// The devices whose drivers keep a group from user space, as the end of a sentence.
+fn blocking_devices(group: u32) -> String {
     let members = Sysfs::default().members(group).unwrap_or_default();
     list(members.iter().filter(|member| !member.yields()))
 }
 
 fn list<'a>(members: impl Iterator<Item = &'a Member>) -> String {
     let names: Vec<String> = members
-        .map(|it| format!("{} ({})", it.device, it.driver.as_deref().unwrap_or("no driver")))
+        .map(|member| {
+            format!("{} ({})", member.device, member.driver.as_deref().unwrap_or("no driver"))
+        })
         .collect();
     if names.is_empty() { String::new() } else { format!(": {}", names.join(", ")) }
 }
