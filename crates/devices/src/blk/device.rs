@@ -25,48 +25,48 @@ use crate::{
     iommu::{Iommu, Seat},
 };
 
-/// The most buffers of data in a request: what fits a queue's chain beside header and status.
+/// The most data buffers of a request: with header and status they make a chain of 256 descriptors.
 const SEG_MAX: u32 = 254;
-/// The most bytes of each. With [`SEG_MAX`] of them a request is shorter than
-/// [`request::MOST_MOVED`]. Not less: FreeBSD does not use a device if its buffers are shorter than
-/// the longest request, 1 MiB.
+/// The most bytes of a data buffer. [`SEG_MAX`] buffers of this size do not exceed
+/// [`request::MOST_MOVED`]. It must not be less: FreeBSD does not use a device whose buffers are
+/// shorter than its longest request, 1 MiB.
 const SIZE_MAX: u32 = 1 << 20;
 const _: () = assert!(SEG_MAX as u64 * SIZE_MAX as u64 <= request::MOST_MOVED);
 
-/// How long a front end that stops a ring waits for the disk, if the data is in buffers of the
-/// service's own: then the connection ends, without a reply. I/O of the kernel no longer concerns
-/// the front end, but it must not take the ring for one that has done everything. (If the data is
-/// in the guest's memory, the stop waits: the memory is still in use.)
+/// How long the stop of a ring waits for the disk if the data is in buffers of the service's own.
+/// After that the connection ends without a reply: the disk does not use the guest's memory, but a
+/// reply would mean that all requests of the ring are completed. (If the data is in the guest's
+/// memory, the stop waits without limit: the memory is still in use.)
 const STOPS_WITHIN: Duration = Duration::from_secs(20);
 
-/// A block device as it is set up.
+/// How a block device is set up.
 #[derive(Clone)]
 pub struct BlkOptions {
-    /// What it serves.
+    /// The disk that it serves.
     pub disk: Disk,
-    /// Whether nothing may be written.
+    /// Whether writes are refused.
     pub read_only: bool,
-    /// The name that it gives.
+    /// The ID that drivers read (GET_ID), which is also its name in the log.
     pub id: Arc<str>,
     /// How many queues it offers.
     pub queues: u16,
-    /// Which endpoint of an IOMMU in this process it is; with one it offers
+    /// Its endpoint of an IOMMU in this process. With one, the device offers
     /// `VIRTIO_F_ACCESS_PLATFORM`.
     pub endpoint: Option<Arc<Endpoint>>,
-    /// The IOMMU that the endpoint is behind, if each connection has to be of its guest and has to
-    /// have its addresses translated.
+    /// The IOMMU that the endpoint is behind, if it is to check each connection: the connection
+    /// must belong to the IOMMU's guest, and its driver must accept that addresses are translated.
     pub iommu: Option<Arc<Iommu>>,
-    /// Without an endpoint: an IOTLB for each connection, which its front end fills; it offers
-    /// `VIRTIO_F_ACCESS_PLATFORM` too.
+    /// Without an endpoint: an IOTLB for each connection, which its front end fills. The device
+    /// offers `VIRTIO_F_ACCESS_PLATFORM` too.
     pub iotlb: Option<IotlbConfig>,
     /// The number of its units among a worker's.
     pub unit: u32,
-    /// Where it counts.
+    /// Its counters.
     pub figures: Arc<BlkFigures>,
 }
 
 impl BlkOptions {
-    /// A device without IOMMU, unit 0, that may be written.
+    /// A writable device without an IOMMU, as unit 0.
     pub fn new(disk: Disk, id: &str, queues: u16) -> BlkOptions {
         BlkOptions {
             disk,
@@ -82,12 +82,13 @@ impl BlkOptions {
     }
 }
 
-/// The most requests that a ring has.
+/// The largest ring, in descriptors.
 const RING_SIZE: u16 = 1024;
 
-/// Makes all io_urings that a device of so many queues takes, for a process that gives up the right
-/// to make them. There is one for each ring, for each one [left behind](BlkFigures::stuck) before
-/// that holds up the others, and for the rings with requests at the disk when it does.
+/// Makes all io_urings that a device with this many queues may need, for a process that then gives
+/// up the right to make them: one for each ring, one for each ring that may be
+/// [stuck](BlkFigures::stuck) before no more rings are started, and one for each ring that has
+/// requests at the disk at that moment.
 ///
 /// # Errors
 /// The kernel has no io_uring, or forbids it here.
@@ -104,7 +105,7 @@ pub struct Blk {
 }
 
 impl Blk {
-    /// As a vhost-user back end with queues that are served by `workers`, in turn.
+    /// Makes the device a vhost-user back end, whose queues are spread over `workers` in turn.
     pub fn backend(options: BlkOptions, workers: Arc<[Worker]>) -> Backend<Blk> {
         let addresses = match (&options.endpoint, options.iotlb) {
             (Some(endpoint), _) => Addresses::Behind(Arc::clone(endpoint)),
@@ -121,7 +122,7 @@ impl Blk {
         Backend::new(device, addresses)
     }
 
-    /// Whether a ring that began to stop at `begun` gives up a disk that does not answer.
+    /// Whether the stop of a ring, begun at `begun`, no longer waits for the disk.
     fn is_given_up(&self, begun: Instant, connection: Option<&Shutdown>) -> bool {
         self.rings.is_given_up(connection).unwrap_or_else(|| {
             let own = matches!(&self.options.disk, Disk::File(image) if image.has_own_buffers());
@@ -231,19 +232,23 @@ impl RawDevice for Blk {
         self.rings.forget();
     }
 
-    /// What the disk still has of rings that ran holds the image's lock, and nothing else up.
+    /// Releases the image once the disk has completed the requests of the rings that have stopped.
     fn suspended(&mut self, connection: Option<&Shutdown>) {
         let Disk::File(image) = &self.options.disk else { return };
         let left = self.options.figures.left();
         let is_busy = move || left.load(Ordering::Acquire) > 0;
         let (begun, is_stuck) = (Instant::now(), is_busy());
-        // It holds no memory of the guest's, so that nothing depends on it but the lock.
+        // Requests that the disk has not completed use no memory of the guest: only the lock
+        // depends on them.
         let given_up =
             || is_stuck || begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun, connection);
         match image.release(is_busy, given_up) {
             Ok(()) => {}
             Err(ImageError::NoAnswer) => {
-                tracing::warn!(source = %self.options.id, "the image stays locked until its disk answers");
+                tracing::warn!(
+                    source = %self.options.id,
+                    "the image stays locked until the disk has completed its requests"
+                );
             }
             Err(error) => tracing::error!(source = %self.options.id, "{error}: it stays locked"),
         }
