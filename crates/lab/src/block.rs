@@ -1,25 +1,25 @@
 //! Blocks that describe themselves, so that every byte read can be checked.
 //!
-//! A disk of a comparison is written by many jobs at once, on one area: no reader can know which
+//! In a comparison many jobs write to the same area of a disk at once: no reader can know which
 //! write it will see. So each *unit* of a block (512 to 4096 bytes, the same in a whole run, and a
-//! divisor of all its block sizes) says what it is:
+//! divisor of all its block sizes) has a header that describes it:
 //!
 //! ```text
 //!  0   8 magic       "RFblock1"
-//!  8   4 generation  of the run: what an earlier run left behind is told apart
+//!  8   4 generation  of the run, which distinguishes blocks that an earlier run has left
 //! 12   4 length      of the unit
-//! 16   8 offset      on the disk: a block from elsewhere is told apart
+//! 16   8 offset      on the disk, which distinguishes blocks from elsewhere
 //! 24   8 sequence    of the write: 1 and up
 //! 32   4 crc         CRC-32C of the whole unit, taken with this field zero
 //! 36   4 zero
 //! 40     payload     differs with generation, offset and sequence, in every word
 //! ```
 //!
-//! all little-endian. A unit never written is all zero, which is checked in full as well. Before a
-//! read the buffer is [poisoned](Format::poison), at both ends of each unit, so that a read that
-//! moved nothing, or too little, is found out rather than passing for what lay there before.
+//! all little-endian. A unit that was never written is all zero, which is checked in full as well.
+//! Before a read the buffer is [poisoned](Format::poison), at both ends of each unit: a read that
+//! moved nothing, or too little, leaves poison instead of valid data from an earlier read.
 //!
-//! Filling and checking cost the same under every policy. Together they must not be what is
+//! Filling and checking cost the same under every policy, but must take little of the time that is
 //! measured: `cargo test --release -p ringfence-lab -- --nocapture speed` prints what they take.
 
 use std::sync::OnceLock;
@@ -32,20 +32,20 @@ pub const MIN_UNIT: u32 = 512;
 pub const MAX_UNIT: u32 = 4096;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"RFblock1");
-/// No unit starts or ends with it: it is neither the magic nor zero, and the words of a payload are
-/// odd where it is even.
+/// No unit starts or ends with it: it is neither the magic nor zero, and it is even, while all
+/// words of a payload are odd.
 const POISON: u64 = u64::from_le_bytes(*b"~unread~");
 const HEADER: usize = 40;
 const CRC_AT: usize = 32;
 
-/// How the blocks of a run look.
+/// The format of a run's blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Format {
     unit: u32,
     generation: u32,
 }
 
-/// What a checked buffer held.
+/// The contents of a checked buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockInfo {
     /// Units that were written in this run.
@@ -60,8 +60,8 @@ pub struct BlockInfo {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BlockError {
-    /// The buffer is no whole number of units.
-    #[error("{len} bytes are not a multiple of {unit}-byte units")]
+    /// The buffer is not a whole number of units.
+    #[error("{len} bytes are not a whole number of {unit}-byte units")]
     Length {
         /// Length of the buffer, bytes.
         len: usize,
@@ -69,13 +69,17 @@ pub enum BlockError {
         unit: u32,
     },
     /// The poison is still there.
-    #[error("the read of {offset:#x} reported success but moved nothing, or not all, of it")]
+    #[error(
+        "the read at {offset:#x} reported success but transferred nothing, or not the whole unit"
+    )]
     NotTransferred {
         /// Where on the disk.
         offset: u64,
     },
     /// Neither a unit nor zero.
-    #[error("at {offset:#x} lies neither a block of ours nor zeros (first word {first:#018x})")]
+    #[error(
+        "the data at {offset:#x} is neither a block of a run nor zeros (first word {first:#018x})"
+    )]
     Foreign {
         /// Where on the disk.
         offset: u64,
@@ -83,7 +87,7 @@ pub enum BlockError {
         first: u64,
     },
     /// A unit of an earlier run.
-    #[error("at {offset:#x} lies a block of run {found}, in run {expected}")]
+    #[error("the block at {offset:#x} was written in run {found}, but this is run {expected}")]
     Generation {
         /// Where on the disk.
         offset: u64,
@@ -93,31 +97,31 @@ pub enum BlockError {
         expected: u32,
     },
     /// A unit that belongs elsewhere.
-    #[error("at {offset:#x} lies the block of {found:#x}")]
+    #[error("the block at {offset:#x} belongs at {found:#x}")]
     Misplaced {
         /// Where on the disk.
         offset: u64,
         /// Where it belongs.
         found: u64,
     },
-    /// A unit whose bytes changed after it was made: torn, or corrupted.
+    /// A unit whose bytes do not match its CRC: torn, or corrupted.
     #[error(
         "the block at {offset:#x} (write {sequence}) is damaged: CRC {found:#010x}, expected {expected:#010x}"
     )]
     Damaged {
         /// Where on the disk.
         offset: u64,
-        /// The sequence number it claims.
+        /// The sequence number in its header.
         sequence: u64,
-        /// The CRC its bytes have.
+        /// The CRC of its bytes.
         found: u32,
-        /// The CRC it claims.
+        /// The CRC in its header.
         expected: u32,
     },
 }
 
 impl BlockInfo {
-    /// Counts a unit of this sequence number, 0 for one that was never written.
+    /// Counts a unit with this sequence number: 0 if it was never written.
     fn note(&mut self, sequence: u64) {
         if sequence == 0 {
             self.empty += 1;
@@ -129,19 +133,19 @@ impl BlockInfo {
 }
 
 impl Format {
-    /// The format for a run of blocks of `sizes` (and at offsets) that are multiples of
-    /// [`MIN_UNIT`]: the largest unit that divides them all.
+    /// The format for a run whose blocks have these `sizes` and offsets, all multiples of
+    /// [`MIN_UNIT`]: the unit is the largest that divides them all.
     pub fn for_sizes(sizes: impl IntoIterator<Item = u64>, generation: u32) -> Format {
         let bits = sizes.into_iter().fold(u64::from(MAX_UNIT), |bits, size| bits | size);
         let unit = 1u64 << bits.trailing_zeros();
         Format { unit: (unit as u32).clamp(MIN_UNIT, MAX_UNIT), generation }
     }
 
-    /// Makes memory, which may be shared, the block at `offset` of the disk, by write number `sequence`: each
-    /// unit is made beside it and copied.
+    /// Fills `to`, which may be shared memory, with the block for `offset` of the disk and write
+    /// number `sequence`: each unit is made in a buffer and copied.
     ///
     /// # Panics
-    /// If it is no whole number of units.
+    /// If `to` is not a whole number of units.
     pub fn fill_piece(&self, to: HostSlice<'_>, offset: u64, sequence: u64) {
         let size = self.unit as usize;
         assert!(to.len().is_multiple_of(size), "{} bytes in units of {size}", to.len());
@@ -152,8 +156,8 @@ impl Format {
         }
     }
 
-    /// Checks every byte of memory that was read from `offset` of the disk, and may be shared: what is
-    /// checked is a copy of each unit.
+    /// Checks every byte of `from`, which was read from `offset` of the disk and may be shared
+    /// memory: each unit is copied to a buffer and checked there.
     pub fn check_piece(&self, from: HostSlice<'_>, offset: u64) -> Result<BlockInfo, BlockError> {
         let size = self.unit as usize;
         if !from.len().is_multiple_of(size) {
@@ -167,7 +171,7 @@ impl Format {
         Ok(info)
     }
 
-    /// Marks memory as not read yet. Touches two words of a unit.
+    /// Marks memory as not read yet: writes the first and the last word of each unit.
     pub fn poison(&self, to: HostSlice<'_>) {
         let size = self.unit as usize;
         for at in (0..to.len()).step_by(size) {
@@ -178,7 +182,7 @@ impl Format {
     }
 
     fn offsets(&self, first: u64) -> impl Iterator<Item = u64> + use<> {
-        // Offsets on a disk end at 2^64: the zip with the units stops first.
+        // This ends at 2^64. The callers' zip with the units of a buffer ends first.
         let unit = u64::from(self.unit);
         std::iter::successors(Some(first), move |offset| offset.checked_add(unit))
     }
@@ -192,7 +196,7 @@ impl Format {
         put(header, 16, &offset.to_le_bytes());
         put(header, 24, &sequence.to_le_bytes());
         put(header, CRC_AT, &[0; 8]);
-        // Odd, as the pattern is even: see POISON.
+        // The key is odd and the pattern even, so all words are odd: see POISON.
         let key = mix(offset ^ mix(sequence ^ (u64::from(self.generation) << 32))) | 1;
         let (words, _) = payload.as_chunks_mut::<8>();
         for (word, pattern) in words.iter_mut().zip(&PATTERN) {
@@ -233,7 +237,8 @@ impl Format {
     }
 }
 
-/// What every payload is made of: `PATTERN[i] ^ key`, with a key of the block's own.
+/// The pattern of all payloads: word `i` of a payload is `PATTERN[i] ^ key`, with a key of the
+/// unit's own.
 static PATTERN: [u64; WORDS] = {
     let mut pattern = [0; WORDS];
     let mut index = 0;
@@ -251,8 +256,8 @@ const WORDS: usize = (MAX_UNIT as usize - HEADER) / 8;
 /// A CRC is linear over XOR but for a constant: that of `pattern ^ key, key, key, ...` is that of
 /// the pattern, corrected by a linear function of the key; and that of header and payload together
 /// is that of the payload, corrected by a linear function of the header's. Both functions are
-/// tables by byte, made once for each size of unit. [`Format::check_piece`] uses none of this: it
-/// reads every byte, and so proves this arithmetic with each block.
+/// tables by byte, made once for each size of unit. [`Format::check_piece`] does not use them: it
+/// reads every byte, and so verifies this arithmetic with each block.
 struct Sums {
     /// CRC of the payload with key 0.
     pattern: u32,
@@ -461,7 +466,7 @@ mod tests {
         }
     }
 
-    /// Prints, judges nothing: machines differ. `--release -- --nocapture speed`.
+    /// Prints the speed without checking it: machines differ. `--release -- --nocapture speed`.
     #[test]
     fn speed_of_fill_and_check_is_printed() {
         for unit in [512, 4096] {

@@ -14,8 +14,8 @@ pub fn cpus() -> Vec<usize> {
     if cpus.is_empty() { vec![0] } else { cpus }
 }
 
-/// Runs `work` for every one of `parts` in a thread of its own, each bound to the next of `cpus`.
-/// None begins before all are there. The results are in the order of the parts.
+/// Runs `work` on each of `parts` in a thread of its own, each bound to the next of `cpus`. No
+/// thread begins its work before all have started. The results are in the order of the parts.
 ///
 /// # Panics
 /// If a thread panics.
@@ -56,15 +56,15 @@ pub fn together<T: Send, R: Send>(
     })
 }
 
-/// Binds this thread; where that is not allowed, the scheduler places it.
+/// Binds this thread to `cpu`; where that is not allowed, the scheduler places it.
 fn pin(cpu: usize) {
     let mut set = CpuSet::new();
     set.set(cpu);
     let _ = sched_setaffinity(None, &set);
 }
 
-/// Runs `work` with this thread bound to `cpu`, and restores the thread's CPUs afterwards. What
-/// `work` starts (threads, processes) inherits the binding.
+/// Runs `work` with this thread bound to `cpu`, and restores the thread's CPUs afterwards. Threads
+/// and processes that `work` starts inherit the binding.
 pub fn bound_to<R>(cpu: usize, work: impl FnOnce() -> R) -> R {
     let before = sched_getaffinity(None);
     pin(cpu);
@@ -80,7 +80,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_thread_runs_on_its_cpu_and_answers_in_order() {
+    fn every_thread_runs_on_its_cpu_and_results_are_in_order() {
         let cpus = cpus();
         let results = together(&cpus, vec![10, 20, 30], |index, part| {
             (index, part, rustix::thread::sched_getcpu())

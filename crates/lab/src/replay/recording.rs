@@ -266,7 +266,7 @@ impl Reader {
             }
             What::Attach => self.attached += 1,
             What::Detach => {}
-            What::Gone => self.derivation.gone(domain),
+            What::Gone => self.derivation.destroy(domain),
         }
         false
     }

@@ -1,12 +1,12 @@
-//! From maps and unmaps to allocations and frees. The [module above](super) describes how, and what
-//! is left out.
+//! Derives allocations and frees from recorded maps and unmaps. The [parent module](super)
+//! describes how, and what is left out.
 
 use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
-/// The most domains of a recording: each has its own allocator and table. A machine has one for a
-/// device or a group of them.
+/// The most domains of a recording: each has its own allocator and table. A machine has one domain
+/// for a device or a group of devices.
 pub const MAX_DOMAINS: usize = 256;
 
 /// A recording as its guest's allocator saw it.
@@ -15,31 +15,34 @@ pub struct Stream {
     allocations: Vec<Allocation>,
     pieces: Vec<Piece>,
     ops: Vec<Op>,
-    /// Domains; one that was taken away and made again counts twice.
+    /// How many domains; one that was destroyed and made again counts twice.
     pub domains: usize,
-    /// One more than the highest number of a CPU.
+    /// One more than the highest CPU number.
     pub cpus: usize,
-    /// Slots: see [`Allocation::slot`].
+    /// How many slots: see [`Allocation::slot`].
     pub slots: usize,
-    /// From the first operation to the last, nanoseconds; 0 if the recording has no times.
+    /// The time from the first operation to the last, in nanoseconds; 0 if the recording has no
+    /// times.
     pub duration_ns: u64,
-    /// Allocations that were never freed.
+    /// How many allocations were never freed.
     pub live_at_end: usize,
-    /// What is not part of the stream.
+    /// How many recorded events are not part of the stream.
     pub left_out: LeftOut,
 }
 
 /// A range that was handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// Where the recorded guest had it.
+    /// Its first address in the recorded guest.
     pub first: u64,
     /// Its last address.
     pub last: u64,
-    /// Which domain, from 0.
+    /// The index of its domain.
     pub domain: u16,
-    /// A number that no other allocation has at the same time; small, so that a table by it is too.
+    /// A number that no other allocation has at the same time. It is less than [`Stream::slots`],
+    /// so that it can index a small table.
     pub slot: u32,
+    /// The indices of its first piece, and of the piece after its last.
     pieces: (u32, u32),
 }
 
@@ -48,24 +51,24 @@ pub struct Allocation {
 pub struct Piece {
     /// Its target.
     pub target: u64,
-    /// Bytes; 2^64-1 for all addresses.
+    /// Its length in bytes; 2^64-1 for all addresses.
     pub len: u64,
 }
 
 /// The start or the end of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Op {
-    /// Since the first operation; never less than that of the one before.
+    /// The time since the first operation; never less than that of the operation before.
     pub time_ns: u64,
-    /// Which.
+    /// The index of its allocation in [`Stream::allocations`].
     pub allocation: u32,
-    /// The CPU it happened on; 0 if unknown.
+    /// The CPU that it ran on; 0 if unknown.
     pub cpu: u16,
-    /// Whether it is freed; else it is made.
+    /// True for the end of the allocation, false for its start.
     pub free: bool,
 }
 
-/// What a recording holds that is no part of its stream.
+/// The events of a recording that are not part of its stream, counted by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// Maps of addresses that were mapped already.
@@ -74,24 +77,24 @@ pub struct LeftOut {
     pub unmaps_of_nothing: u64,
     /// Unmaps of a part of a mapping, which were refused.
     pub unmaps_refused: u64,
-    /// Maps in further domains than [`MAX_DOMAINS`].
+    /// Maps in domains beyond [`MAX_DOMAINS`].
     pub maps_beyond_domains: u64,
 }
 
 impl Allocation {
-    /// Bytes; 2^64-1 for all addresses.
+    /// Its size in bytes; 2^64-1 for all addresses.
     pub fn size(&self) -> u64 {
         len(self.first, self.last)
     }
 }
 
 impl Stream {
-    /// The allocations; [`Op`]s name them by their place.
+    /// The allocations, in no particular order: [`Op::allocation`] is an index of them.
     pub fn allocations(&self) -> &[Allocation] {
         &self.allocations
     }
 
-    /// What happened, in order.
+    /// The operations, in the order of time.
     pub fn ops(&self) -> &[Op] {
         &self.ops
     }
@@ -121,7 +124,7 @@ impl Stream {
 /// When and where something was recorded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stamp {
-    /// Nanoseconds since some moment; `None` is the time of what was recorded before.
+    /// Nanoseconds since some moment; `None` means the time of the event before.
     pub time_ns: Option<u64>,
     /// The CPU.
     pub cpu: u16,
@@ -135,7 +138,7 @@ struct Live {
     mapped: Event,
 }
 
-/// One of what was recorded: its number in order, its time, its CPU.
+/// A recorded map or unmap: its number in order, its time, its CPU.
 #[derive(Clone, Copy)]
 struct Event {
     number: u32,
@@ -147,13 +150,14 @@ struct Event {
 #[derive(Default)]
 pub struct Derivation {
     stream: Stream,
-    /// Operations, not in order yet: an allocation is known only when it ends, long after its
-    /// beginning.
+    /// Operations with the numbers of their events, not in order yet: an allocation is known only
+    /// when it ends, long after its start.
     ops: Vec<(u32, Op)>,
-    /// Domains by the recording's number.
-    named: HashMap<u32, u16>,
+    /// The index of each domain, by its number in the recording.
+    indices: HashMap<u32, u16>,
+    /// The mappings of each domain, by first address.
     live: Vec<BTreeMap<u64, Live>>,
-    /// Removed by one unmap.
+    /// Memory for the mappings that one unmap removes.
     removed: Vec<(u64, Live)>,
     events: u32,
     /// The time of the first event, and that of the latest.
@@ -161,23 +165,24 @@ pub struct Derivation {
 }
 
 impl Derivation {
-    /// From `first` to `last`, `target` and what follows it was mapped. (`last` not before `first`.)
+    /// Records that addresses `first` to `last` were mapped to `target` and the addresses after it.
+    /// `last` must not be less than `first`.
     pub fn map(&mut self, domain: u32, first: u64, last: u64, target: u64, stamp: Stamp) {
         let mapped = self.event(stamp);
-        let domain = match self.named.get(&domain) {
-            Some(number) => usize::from(*number),
+        let domain = match self.indices.get(&domain) {
+            Some(index) => usize::from(*index),
             None if self.live.len() == MAX_DOMAINS => {
                 self.stream.left_out.maps_beyond_domains += 1;
                 return;
             }
             None => {
-                self.named.insert(domain, self.live.len() as u16);
+                self.indices.insert(domain, self.live.len() as u16);
                 self.live.push(BTreeMap::new());
                 self.live.len() - 1
             }
         };
         let live = &mut self.live[domain];
-        // The last that begins at or below the end: if that does not reach `first`, none does.
+        // The last mapping that begins at or below `last`: if it does not reach `first`, none does.
         let below = live.range(..=last).next_back();
         if below.is_some_and(|(_, below)| below.last >= first) {
             self.stream.left_out.maps_of_mapped += 1;
@@ -186,15 +191,15 @@ impl Derivation {
         live.insert(first, Live { last, target, mapped });
     }
 
-    /// What is mapped from `first` to `last` was unmapped. Whether the recorded IOMMU `cuts` a
-    /// mapping that reaches beyond, or refuses.
+    /// Records that addresses `first` to `last` were unmapped. A mapping that reaches beyond them
+    /// is cut if `cuts`; otherwise the recorded IOMMU has refused the unmap.
     pub fn unmap(&mut self, domain: u32, first: u64, last: u64, cuts: bool, stamp: Stamp) {
         let event = self.event(stamp);
-        let Some(number) = self.named.get(&domain).copied() else {
+        let Some(index) = self.indices.get(&domain).copied() else {
             self.stream.left_out.unmaps_of_nothing += 1;
             return;
         };
-        let live = &mut self.live[usize::from(number)];
+        let live = &mut self.live[usize::from(index)];
         let mut from = first;
         if let Some((start, below)) = live.range(..first).next_back()
             && below.last >= first
@@ -226,28 +231,28 @@ impl Derivation {
         }
         let removed = std::mem::take(&mut self.removed);
         for run in removed.chunk_by(|(_, low), (start, _)| low.last + 1 == *start) {
-            let allocation = self.allocate(number, run);
+            let allocation = self.allocate(index, run);
             self.push(event, allocation, true);
         }
         self.removed = removed;
     }
 
-    /// The domain was taken away. What is still mapped there is never freed; if its number comes
-    /// again, that is another domain.
-    pub fn gone(&mut self, domain: u32) {
-        self.named.remove(&domain);
+    /// Records that a domain was destroyed. What is still mapped in it is never freed; if its
+    /// number is used again, that is another domain.
+    pub fn destroy(&mut self, domain: u32) {
+        self.indices.remove(&domain);
     }
 
-    /// The stream.
+    /// Ends all recorded events: puts the operations into order, and numbers the slots.
     pub fn finish(mut self) -> Stream {
-        for (number, live) in std::mem::take(&mut self.live).into_iter().enumerate() {
+        for (index, live) in std::mem::take(&mut self.live).into_iter().enumerate() {
             self.stream.live_at_end += live.len();
             self.stream.domains += 1;
             for piece in live {
-                self.allocate(number as u16, &[piece]);
+                self.allocate(index as u16, &[piece]);
             }
         }
-        // Those of one event stay in their order: they are all of one kind.
+        // Operations of one event keep their order: all are starts, or all are ends.
         self.ops.sort_by_key(|(event, _)| *event);
         let mut stream = self.stream;
         stream.ops = self.ops.into_iter().map(|(_, op)| op).collect();
@@ -277,13 +282,15 @@ impl Derivation {
             let first = stamp.time_ns.unwrap_or(0);
             (first, first)
         });
-        // CPUs' clocks differ a little, and logs are written by several threads.
+        // A time may be less than the one before: CPUs' clocks differ a little, and several threads
+        // write a log.
         let time_ns = stamp.time_ns.unwrap_or(before).max(before);
         self.times = Some((first, time_ns));
         Event { number: self.events, time_ns: time_ns - first, cpu: stamp.cpu }
     }
 
-    /// An allocation of these mappings, which lie side by side; it begins with the first of them.
+    /// Adds an allocation of these mappings, which are adjacent; it starts when the first of them
+    /// was mapped. Returns its index.
     fn allocate(&mut self, domain: u16, run: &[(u64, Live)]) -> u32 {
         let pieces = &mut self.stream.pieces;
         let from = pieces.len() as u32;
@@ -293,11 +300,11 @@ impl Derivation {
         );
         let pieces = (from, pieces.len() as u32);
         let (first, last) = (run[0].0, run[run.len() - 1].1.last);
-        let begun = run.iter().map(|(_, piece)| piece.mapped).min_by_key(|event| event.number);
-        let number = self.stream.allocations.len() as u32;
+        let start = run.iter().map(|(_, piece)| piece.mapped).min_by_key(|event| event.number);
+        let index = self.stream.allocations.len() as u32;
         self.stream.allocations.push(Allocation { first, last, domain, slot: 0, pieces });
-        self.push(begun.expect("a run has a piece"), number, false);
-        number
+        self.push(start.expect("a run has a piece"), index, false);
+        index
     }
 
     fn push(&mut self, event: Event, allocation: u32, free: bool) {
@@ -418,7 +425,7 @@ mod tests {
         let mut derivation = Derivation::default();
         let stamp = Stamp::default();
         derivation.map(5, 0, 9, 0, stamp);
-        derivation.gone(5);
+        derivation.destroy(5);
         derivation.unmap(5, 0, 9, false, stamp);
         derivation.map(5, 0, 9, 0, stamp);
         let stream = derivation.finish();
@@ -454,7 +461,7 @@ mod tests {
             script in prop::collection::vec((any::<bool>(), 0u64..24, 1u64..6), 1..120),
             cuts: bool,
         ) {
-            // The oracle: which pages are mapped, and by which map, after each event.
+            // The oracle: after each event, the number of the map that each page is mapped by.
             let mut pages = [None::<usize>; 32];
             let mut expected = Vec::new();
             let mut derivation = Derivation::default();

@@ -599,7 +599,7 @@ impl Stage<'_> {
                 limit: self.runtime(),
                 begun_ns: control.measured_ns().unwrap_or(0),
                 cpu_ns: after.1.saturating_sub(before.1),
-                load: self.load.part(after.2.saturating_sub(before.2), elapsed),
+                load: self.load.cpu_share(after.2.saturating_sub(before.2), elapsed),
                 stock: (before.0, after.0),
                 ran,
             })

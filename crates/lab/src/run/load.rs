@@ -1,4 +1,4 @@
-//! Busy threads beside a run, as other work on the same host would be.
+//! Busy threads beside a run, which compete for the CPUs as other work on the host would.
 
 use std::{
     sync::{
@@ -11,13 +11,14 @@ use std::{
 
 use ringfence_dma::{OsThreadClock, ThreadClock};
 
-/// Turns between two looks at the clock, which is a system call: some 20 µs.
-const TURNS: u32 = 10_000;
+/// Iterations between two reads of the thread's clock, which is a system call: some 20 µs.
+const SPINS: u32 = 10_000;
 
 /// Threads that never wait. They end when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Load {
     stop: Arc<AtomicBool>,
+    /// Each with its CPU time so far.
     threads: Vec<(Arc<AtomicU64>, JoinHandle<()>)>,
 }
 
@@ -34,7 +35,7 @@ impl Load {
             let thread = std::thread::Builder::new().name(format!("load-{number}"));
             let thread = thread.spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    (0..TURNS).for_each(|turn| _ = std::hint::black_box(turn));
+                    (0..SPINS).for_each(|spin| _ = std::hint::black_box(spin));
                     written.store(OsThreadClock.thread_ns(), Ordering::Relaxed);
                 }
             })?;
@@ -43,14 +44,14 @@ impl Load {
         Ok(load)
     }
 
-    /// The part of `elapsed` that the threads ran for, `cpu_ns` altogether: 1 if each had a CPU of its
-    /// own all the while. `None` without any.
-    pub(crate) fn part(&self, cpu_ns: u64, elapsed: Duration) -> Option<f64> {
-        let all = elapsed.as_nanos() as f64 * self.threads.len() as f64;
-        (all > 0.0).then(|| cpu_ns as f64 / all)
+    /// The share of `elapsed` in which the threads ran, given their CPU time in it: 1 if each had a
+    /// CPU of its own throughout. `None` without threads.
+    pub(crate) fn cpu_share(&self, cpu_ns: u64, elapsed: Duration) -> Option<f64> {
+        let most_ns = elapsed.as_nanos() as f64 * self.threads.len() as f64;
+        (most_ns > 0.0).then(|| cpu_ns as f64 / most_ns)
     }
 
-    /// CPU time of all of them so far, ns.
+    /// The CPU time of all threads so far, in ns.
     pub(crate) fn cpu_ns(&self) -> u64 {
         self.threads.iter().map(|(cpu_ns, _)| cpu_ns.load(Ordering::Relaxed)).sum()
     }
@@ -60,7 +61,7 @@ impl Drop for Load {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for (_, thread) in self.threads.drain(..) {
-            // It cannot panic.
+            // The thread cannot panic.
             let _ = thread.join();
         }
     }
@@ -73,9 +74,9 @@ mod tests {
     #[test]
     fn a_load_takes_cpu_time_and_ends() {
         assert_eq!(Load::start(0).unwrap().cpu_ns(), 0);
-        assert_eq!(Load::start(0).unwrap().part(0, Duration::from_secs(1)), None);
+        assert_eq!(Load::start(0).unwrap().cpu_share(0, Duration::from_secs(1)), None);
         let load = Load::start(2).unwrap();
-        assert_eq!(load.part(500, Duration::from_nanos(500)), Some(0.5));
+        assert_eq!(load.cpu_share(500, Duration::from_nanos(500)), Some(0.5));
         let begun = load.cpu_ns();
         while load.cpu_ns() < begun + 1_000_000 {
             std::thread::yield_now();
