@@ -15,8 +15,8 @@
 //! * [`kit`]: the conformance kit. The device's rules as checks that run on any virtio-iommu, this
 //!   one or another, behind a small trait.
 //!
-//! In a *lazy* domain an UNMAP is answered at once, and a request of its own, IOTLB_FLUSH, waits for
-//! the invalidation of all that was unmapped before it
+//! In a *lazy* domain an UNMAP is completed at once, and a request of its own, IOTLB_FLUSH, waits
+//! for the invalidation of all that was unmapped before it
 //! ([`LAZY_IOTLB_FLUSH`](wire::Features::LAZY_IOTLB_FLUSH)).
 //!
 //! Rule numbers in comments and tests (`rule V22`, `rule L64`) are those of the project's table of

@@ -42,22 +42,22 @@ fn fresh() -> Link {
 
 /// What a device does with a request: the used length and the bytes it writes at the *end* of the
 /// reply, that is at the tail.
-type Answer = (u32, Vec<u8>);
+type Reply = (u32, Vec<u8>);
 
 /// The reply of a conforming device.
-fn ok(room: u64) -> Answer {
+fn ok(room: u64) -> Reply {
     (room as u32, vec![0; 4])
 }
 
-/// Serves `link` with a device that replies with `answer`, while `driver` runs.
+/// Serves `link` with `device`, while `driver` runs.
 fn against(
     link: Link,
-    answer: impl Fn(Request, u64) -> Answer + Sync,
+    device: impl Fn(Request, u64) -> Reply + Sync,
     driver: impl FnOnce(&Link) + Send,
 ) {
     let stop = AtomicBool::new(false);
     let Link { ram, bells, driver: driver_end, mut queue, used } = link;
-    let (stop, answer) = (&stop, &answer);
+    let (stop, device) = (&stop, &device);
     let device_ram = ram.clone();
     thread::scope(|scope| {
         scope.spawn(move || {
@@ -71,7 +71,7 @@ fn against(
                 let len = chain.read_at(&device_ram, 0, &mut bytes).unwrap();
                 let request = Request::parse(&bytes[..len]).expect("a legal request");
                 let room = chain.writable_len();
-                let (used, tail) = answer(request, room);
+                let (used, tail) = device(request, room);
                 let at = room - tail.len().min(room as usize) as u64;
                 chain.write_at(&device_ram, at, &tail).unwrap();
                 queue.push_used(chain.head(), used);
@@ -91,12 +91,12 @@ fn against(
 fn a_used_length_of_zero_is_an_io_error_whatever_the_tail_says() {
     // rule V34
     // rule L64
-    let answer = |request: Request, room| match request {
+    let device = |request: Request, room| match request {
         Request::Map { range, .. } if range == page(2) => (0, vec![0; 4]),
         Request::Map { range, .. } if range == page(3) => (3, vec![0; 4]),
         _ => ok(room),
     };
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let domain = link.driver.domain().unwrap();
         domain.attach(1).unwrap();
         (1..4).for_each(|n| map(&domain, page(n), 0).unwrap());
@@ -111,13 +111,13 @@ fn a_used_length_of_zero_is_an_io_error_whatever_the_tail_says() {
 #[test]
 fn reserved_bytes_of_a_tail_are_ignored_and_an_unwritten_or_unknown_status_is_an_error() {
     // rule V34
-    let answer = |request: Request, room| match request {
+    let device = |request: Request, room| match request {
         Request::Map { range, .. } if range == page(1) => (4, vec![0, 1, 2, 3]),
         Request::Map { range, .. } if range == page(2) => (4, vec![]),
         Request::Map { range, .. } if range == page(3) => (4, vec![99, 0, 0, 0]),
         _ => ok(room),
     };
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let domain = link.driver.domain().unwrap();
         domain.attach(1).unwrap();
         (1..4).for_each(|n| map(&domain, page(n), 0).unwrap());
@@ -130,7 +130,7 @@ fn reserved_bytes_of_a_tail_are_ignored_and_an_unwritten_or_unknown_status_is_an
 #[test]
 fn a_refused_attach_or_detach_changes_nothing() {
     // rule V37: the flags of each ATTACH are compared.
-    let answer = |request: Request, room| match request.kind() {
+    let device = |request: Request, room| match request.kind() {
         Kind::Detach => (4, vec![Status::DevErr as u8, 0, 0, 0]),
         Kind::Attach if request == attach_of(2) => (4, vec![Status::Unsupp as u8, 0, 0, 0]),
         _ => ok(room),
@@ -139,7 +139,7 @@ fn a_refused_attach_or_detach_changes_nothing() {
         let flags = ringfence_virtio_iommu::wire::AttachFlags::empty();
         Request::Attach { domain: 0, endpoint, flags }
     }
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let domain = link.driver.domain().unwrap();
         assert_eq!(refused(domain.attach(2)), Some(Status::Unsupp as u8));
         domain.attach(1).unwrap();
@@ -153,13 +153,13 @@ fn a_refused_attach_or_detach_changes_nothing() {
 #[test]
 fn a_flush_fails_as_long_as_something_unmapped_may_be_reachable() {
     let stubborn = AtomicBool::new(true);
-    let answer = |request: Request, room| match request {
+    let device = |request: Request, room| match request {
         Request::Unmap { range, .. } if range == page(1) && stubborn.load(Ordering::Relaxed) => {
             (4, vec![Status::DevErr as u8, 0, 0, 0])
         }
         _ => ok(room),
     };
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let domain = link.driver.domain().unwrap();
         domain.attach(1).unwrap();
         for n in 1..3 {
@@ -178,11 +178,11 @@ fn a_flush_fails_as_long_as_something_unmapped_may_be_reachable() {
 
 #[test]
 fn what_a_device_refuses_to_unmap_is_out_of_reach_once_no_endpoint_is_attached() {
-    let answer = |request: Request, room| match request.kind() {
+    let device = |request: Request, room| match request.kind() {
         Kind::Unmap => (4, vec![Status::DevErr as u8, 0, 0, 0]),
         _ => ok(room),
     };
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let domain = link.driver.domain().unwrap();
         domain.attach(1).unwrap();
         map(&domain, page(1), 0).unwrap();
@@ -201,12 +201,12 @@ fn an_endpoint_that_cannot_be_detached_after_a_failed_attach_still_counts() {
         true => (4, vec![Status::DevErr as u8, 0, 0, 0]),
         false => ok(room),
     };
-    let answer = |request: Request, room| match request {
+    let device = |request: Request, room| match request {
         Request::Map { range, .. } if range == page(2) => refuse(room),
         Request::Detach { .. } => refuse(room),
         _ => ok(room),
     };
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let domain = link.driver.domain().unwrap();
         (1..3).for_each(|n| map(&domain, page(n), 0).unwrap());
         let failed = Some(Status::DevErr as u8);
@@ -231,7 +231,7 @@ fn an_endpoint_that_cannot_be_detached_after_a_failed_attach_still_counts() {
 #[test]
 fn properties_are_parsed_with_tolerance() {
     // rule V41
-    let answer = |request: Request, room: u64| match request {
+    let device = |request: Request, room: u64| match request {
         Request::Probe { endpoint: 1 } => {
             let mut reply = vec![9, 0, 2, 0, 1, 1]; // unknown
             let range = range(0x5000, 0x5fff);
@@ -247,7 +247,7 @@ fn properties_are_parsed_with_tolerance() {
         }
         _ => ok(room),
     };
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let properties = link.driver.probe(1).unwrap();
         assert_eq!(properties.len(), 1);
         assert_eq!(link.driver.probe(2).unwrap(), []);
@@ -334,11 +334,11 @@ fn faults_reach_the_driver_but_for_those_to_be_ignored() {
 }
 
 #[test]
-fn a_probe_that_was_not_answered_in_full_is_an_error() {
+fn a_probe_whose_reply_is_incomplete_is_an_error() {
     // rule V34
     // rule V41: `properties` has the length that the device requires, and the tail lies behind it
     let size = Bench::new().config().probe_size;
-    let answer = |request: Request, room: u64| match request {
+    let device = |request: Request, room: u64| match request {
         Request::Probe { endpoint } => {
             assert_eq!(room, u64::from(size) + 4);
             let mut reply = vec![0; room as usize];
@@ -354,7 +354,7 @@ fn a_probe_that_was_not_answered_in_full_is_an_error() {
         }
         _ => ok(room),
     };
-    against(fresh(), answer, |link| {
+    against(fresh(), device, |link| {
         let probe = |endpoint| refused(link.driver.probe(endpoint).map(drop));
         assert_eq!(probe(1), Some(0xff));
         assert_eq!(probe(2), Some(Status::IoErr as u8));
@@ -388,19 +388,19 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Whatever a device answers: after a sync the driver keeps no mapping that was refused, it
+    /// Whatever a device replies: after a sync the driver keeps no mapping that was refused, it
     /// reports errors where they belong, and neither hangs nor panics.
     #[test]
-    fn any_answers_leave_the_driver_consistent(
-        answers in proptest::collection::vec((0u32..6, prop_oneof![Just(0u8), any::<u8>()]), 64),
+    fn any_replies_leave_the_driver_consistent(
+        replies in proptest::collection::vec((0u32..6, prop_oneof![Just(0u8), any::<u8>()]), 64),
         steps in proptest::collection::vec(step(), 1..40),
     ) {
         let next = std::sync::atomic::AtomicUsize::new(0);
         let accepted = std::sync::Mutex::new(std::collections::BTreeSet::new());
-        let answer = |request: Request, room: u64| match request {
+        let device = |request: Request, room: u64| match request {
             Request::Map { range, .. } => {
                 let at = next.fetch_add(1, Ordering::Relaxed);
-                let (used, status) = answers[at % answers.len()];
+                let (used, status) = replies[at % replies.len()];
                 let mut accepted = accepted.lock().unwrap();
                 if used >= 4 && status == 0 {
                     accepted.insert(range);
@@ -415,7 +415,7 @@ proptest! {
             }
             _ => ok(room),
         };
-        against(fresh(), answer, |link| {
+        against(fresh(), device, |link| {
             let domain = link.driver.domain().unwrap();
             domain.attach(1).unwrap();
             let mut gather = Gather::new();

@@ -50,8 +50,8 @@ pub struct Buffers {
 pub struct DriverConfig {
     /// How threads wait for the device.
     pub notify: Notify,
-    /// How long a device may go without answering anything before it counts as gone; `None`: for as long as
-    /// its [transport](Transport::is_alive) lives. An UNMAP is answered when no access can follow,
+    /// How long a device may complete no request before it counts as gone; `None` for as long as
+    /// its [transport](Transport::is_alive) lives. An UNMAP is completed when no access can follow,
     /// which may take as long as a disk that uses the memory: a limit is for transports that cannot
     /// detect whether the device is there.
     pub timeout: Option<Duration>,
@@ -155,7 +155,7 @@ impl Driver {
     /// Requests the properties of an endpoint: its reserved regions.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without PROBE; what the device answered.
+    /// [`Error::Unsupported`] without PROBE; [`Error::Device`] if the device refuses it.
     pub fn probe(&self, endpoint: u32) -> Result<Vec<ReservedRegion>> {
         if !self.features.contains(Features::PROBE) {
             return Err(Error::Unsupported("the device offers no PROBE"));
@@ -265,33 +265,33 @@ impl Driver {
     /// Sends a request and waits for its reply.
     pub(super) fn call(&self, request: &Request) -> Result<()> {
         let seq = self.send(request, Sent::Sync)?;
-        self.answer(seq)
+        self.result(seq)
     }
 
     /// Waits for the reply to the request `seq`, sent as [`Sent::Sync`].
-    pub(super) fn answer(&self, seq: u64) -> Result<()> {
+    pub(super) fn result(&self, seq: u64) -> Result<()> {
         refused(self.waiting.result(seq, &*self.transport)?, Range::ALL)
     }
 
-    /// Kicks; returns the number of the last request in the ring, answered or not; 0 if there never
-    /// was one.
+    /// Kicks; returns the number of the last request in the ring, completed or not; 0 if there
+    /// never was one.
     pub(super) fn begin_sync(&self) -> Result<u64> {
         self.syncs.fetch_add(1, Ordering::Relaxed);
         self.waiting.begin(&*self.transport)
     }
 
-    /// The number of the last request up to which all are answered; 0 if none is.
-    pub(super) fn answered(&self) -> u64 {
-        self.waiting.answered()
+    /// The number of the last request up to which all are completed; 0 if none is.
+    pub(super) fn retired(&self) -> u64 {
+        self.waiting.retired()
     }
 
-    /// Whether all requests up to the number from [`begin_sync`](Self::begin_sync) are answered.
+    /// Whether all requests up to the number from [`begin_sync`](Self::begin_sync) are completed.
     #[inline]
-    pub(super) fn is_answered(&self, seq: u64) -> Result<bool> {
+    pub(super) fn poll(&self, seq: u64) -> Result<bool> {
         self.waiting.poll(seq)
     }
 
-    /// Waits until it is.
+    /// Waits until they are.
     pub(super) fn wait_for(&self, seq: u64) -> Result<()> {
         let start = Instant::now();
         let result = self.waiting.wait_for(seq, &*self.transport);
@@ -299,7 +299,7 @@ impl Driver {
         result
     }
 
-    /// The result of the IOTLB_FLUSH `seq`, which is answered; returned once.
+    /// The result of the IOTLB_FLUSH `seq`, which is completed; returned once.
     pub(super) fn flushed(&self, seq: u64) -> Result<()> {
         let status = self.waiting.ring()?.result(seq);
         status.map_or(Ok(()), |status| refused(status, Range::ALL))
@@ -357,7 +357,7 @@ pub struct Stats {
     pub ring_full: u64,
     /// Notifications sent to the device.
     pub kicks: u64,
-    /// Requests that the device did not answer with OK.
+    /// Requests that the device did not complete with OK.
     pub errors: u64,
     /// How long sync points waited, in nanoseconds.
     pub sync_wait_ns: HistogramSnapshot,

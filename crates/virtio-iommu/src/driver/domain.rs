@@ -43,7 +43,7 @@ const fn seq_of(token: SyncToken) -> u64 {
 pub struct ViommuDomain {
     pub(super) driver: Arc<Driver>,
     pub(super) id: u32,
-    /// Whether it is lazy for the device: an UNMAP is not over when it is answered.
+    /// Whether it is lazy for the device: memory may be reachable after its UNMAP is completed.
     lazy: bool,
     reports: Arc<Reports>,
     /// Whether any endpoint is; changed under the lock of `state`.
@@ -82,7 +82,7 @@ impl Driver {
         ViommuDomain::new(self, false)
     }
 
-    /// A domain that maps, lazy if the device supports that: the device answers an UNMAP at once,
+    /// A domain that maps, lazy if the device supports that: the device completes an UNMAP at once,
     /// and invalidates on an IOTLB_FLUSH. For callers that unmap much and flush rarely: each
     /// [`iotlb_sync`](ringfence_iommu::Domain::iotlb_sync) takes one request more than in an
     /// ordinary domain. If the feature was not offered or not negotiated, this is an ordinary
@@ -138,10 +138,11 @@ impl ViommuDomain {
     /// become part of the geometry.
     ///
     /// # Errors
-    /// What the device answered; [`Error::Reserved`] if something is mapped where the endpoint
-    /// cannot have it; [`Error::Unsupported`] if it is attached to another domain. The endpoint is
-    /// not attached then; or, if the device refused a mapping and then the DETACH, it may reach what
-    /// the device did map, until it is detached, or what is mapped unmapped.
+    /// [`Error::Device`] if the device refuses; [`Error::Reserved`] if something is mapped in one
+    /// of the endpoint's reserved regions; [`Error::Unsupported`] if it is attached to another
+    /// domain. The endpoint is not attached then; or, if the device refused a mapping and then the
+    /// DETACH, it may reach what the device did map, until it is detached, or what is mapped
+    /// unmapped.
     pub fn attach(&self, endpoint: u32) -> Result<()> {
         let regions = self.driver.probed_regions(endpoint)?;
         let mut state = self.settled();
@@ -195,7 +196,8 @@ impl ViommuDomain {
     /// Detaches `endpoint`, waiting for the device. Mappings stay noted for a later attach.
     ///
     /// # Errors
-    /// What the device answered; it is attached still. [`Error::Unsupported`] if it was not.
+    /// [`Error::Device`] if the device refuses, and the endpoint stays attached;
+    /// [`Error::Unsupported`] if it was not attached.
     pub fn detach(&self, endpoint: u32) -> Result<()> {
         let mut state = self.settled();
         self.leave(&mut state, endpoint)
@@ -250,17 +252,17 @@ impl ViommuDomain {
         }
     }
 
-    /// Requests are answered in order: the number of the newest one identifies the sync. Without an
+    /// Requests are retired in order: the number of the newest one identifies the sync. Without an
     /// endpoint nothing is reachable, so the sync waits for nothing; but what the device refused
     /// before is reported.
     fn begin_sync(&self) -> Result<SyncToken> {
         match self.is_attached() {
             true => self.driver.begin_sync().map(SyncToken::new),
-            false => Ok(SyncToken::new(self.driver.answered())),
+            false => Ok(SyncToken::new(self.driver.retired())),
         }
     }
 
-    /// Whether an UNMAP is answered before its invalidation, so that a lazy policy waits for the
+    /// Whether an UNMAP is completed before its invalidation, so that a lazy policy waits for the
     /// device only when it flushes. Made by [`Driver::lazy_domain`](super::Driver::lazy_domain).
     pub fn is_lazy(&self) -> bool {
         self.lazy
@@ -278,7 +280,7 @@ impl ViommuDomain {
         self.begin_sync()
     }
 
-    /// What the reply was to the IOTLB_FLUSH of a sync that is over, if it had one.
+    /// The result of the IOTLB_FLUSH of a sync that is over, if it had one.
     fn flushed(&self, token: SyncToken) -> Result<()> {
         match token.as_u64() & FLUSH {
             0 => Ok(()),
@@ -321,7 +323,7 @@ impl ViommuDomain {
                 self.driver.make_room()?;
             };
             if let Some(seq) = sent
-                && self.driver.answer(seq).is_ok()
+                && self.driver.result(seq).is_ok()
             {
                 self.settled().failed_unmaps.forget(range);
             }
@@ -371,7 +373,7 @@ impl State {
     }
 }
 
-// SAFETY: a sync of unmaps is over once the device, which the driver trusts, has answered every
+// SAFETY: a sync of unmaps is over once the device, which the driver trusts, has completed every
 // UNMAP before it, or no endpoint is attached; what it refused is reported as failed.
 unsafe impl Domain for ViommuDomain {
     type Target = GuestPhys;
@@ -409,7 +411,7 @@ unsafe impl Domain for ViommuDomain {
         work: Work<'_>,
         failed: &mut dyn FnMut(Range, Error),
     ) -> bool {
-        let flushed = match self.driver.is_answered(seq_of(token)) {
+        let flushed = match self.driver.poll(seq_of(token)) {
             Ok(false) => return false,
             Ok(true) => self.flushed(token),
             Err(gone) => Err(gone),
@@ -427,7 +429,7 @@ unsafe impl Domain for ViommuDomain {
     }
 
     fn sync_wait(&self, token: SyncToken) {
-        // That the device is gone is what the poll reports.
+        // `sync_poll` reports a device that is gone.
         let _ = self.driver.wait_for(seq_of(token));
     }
 

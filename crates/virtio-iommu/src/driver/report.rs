@@ -21,7 +21,7 @@ pub(super) enum Sent {
     Sync,
 }
 
-/// A request that the device did not answer with OK.
+/// A request that the device did not complete with OK.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Failure {
     pub(super) sent: Sent,

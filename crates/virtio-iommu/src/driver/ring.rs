@@ -58,8 +58,8 @@ pub(super) struct Counts {
 /// The request queue.
 ///
 /// Requests are numbered from 1 in the order of the ring; request n has the slot n mod the number
-/// of slots. Should the device answer out of order, a slot is free again only once all requests
-/// before it are answered, so that "everything up to n" is one comparison.
+/// of slots. Should the device complete requests out of order, a slot is free again only once all
+/// requests before its own are completed, so that "everything up to n" is one comparison.
 #[derive(Debug)]
 pub(super) struct Ring {
     queue: Queue,
@@ -68,7 +68,7 @@ pub(super) struct Ring {
     slots: Box<[Slot]>,
     /// The number of the last request.
     issued: u64,
-    /// All requests up to this one are answered.
+    /// The device has completed all requests up to this one.
     retired: u64,
     /// Where failures are reported, by domain.
     reports: HashMap<u32, Arc<Reports>>,

@@ -14,7 +14,7 @@ pub trait Transport: Send + Sync {
     /// thread at a time.
     fn wait(&self, queue: u16, timeout: Duration);
 
-    /// Whether the device can still answer: false once its process or connection is known to be
+    /// Whether the device can still reply: false once its process or connection is known to be
     /// gone. A driver without a time-out waits for as long as this is true.
     fn is_alive(&self) -> bool {
         true

@@ -39,7 +39,7 @@ const LIFE_SIGN: Duration = Duration::from_millis(100);
 /// The ring and the threads that wait for it.
 pub(super) struct Waiting {
     ring: Mutex<Ring>,
-    /// All requests up to this one are answered.
+    /// The device has completed all requests up to this one.
     retired: AtomicU64,
     /// Whether a thread waits for the device's notification.
     led: Mutex<bool>,
@@ -143,8 +143,8 @@ impl Waiting {
         }
     }
 
-    /// All requests up to this one are answered.
-    pub(super) fn answered(&self) -> u64 {
+    /// The number of the last request up to which all are completed.
+    pub(super) fn retired(&self) -> u64 {
         self.retired.load(Ordering::SeqCst)
     }
 
@@ -186,7 +186,7 @@ impl Waiting {
         Ok(target)
     }
 
-    /// Whether all requests up to `target` are answered, without waiting.
+    /// Whether all requests up to `target` are completed, without waiting.
     ///
     /// # Errors
     /// [`Error::Gone`].
@@ -202,7 +202,7 @@ impl Waiting {
         Ok(self.is_retired(target))
     }
 
-    /// Waits until all requests up to `target` are answered.
+    /// Waits until all requests up to `target` are completed.
     ///
     /// # Errors
     /// [`Error::Gone`].
@@ -234,7 +234,7 @@ impl Waiting {
     }
 
     /// # Errors
-    /// [`Error::Gone`] if nothing was answered for too long, or the transport is gone.
+    /// [`Error::Gone`] if no request was completed for too long, or the transport is gone.
     fn check_timeout(&self, watchdog: &mut Watchdog, transport: &dyn Transport) -> Result<()> {
         let waited = watchdog.look(self.retired.load(Ordering::SeqCst));
         if self.timeout.is_some_and(|limit| waited >= limit) {

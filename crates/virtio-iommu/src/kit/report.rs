@@ -1,4 +1,4 @@
-//! What came out.
+//! The outcomes of checks.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ pub enum Level {
     Must,
     /// A device may deviate with good reason.
     Should,
-    /// The device is free: what it does is noted. It fails only if it does not answer at all.
+    /// The device is free: what it does is noted. It fails only if it does not reply at all.
     May,
 }
 
@@ -120,7 +120,7 @@ impl Report {
     }
 
     /// Whether the device conforms: everything was run, something was judged, no check of level
-    /// MUST failed, nor one of level MAY (which fails only where no answer comes); if `strict`, no
+    /// MUST failed, nor one of level MAY (which fails only if there is no reply); if `strict`, no
     /// check of level SHOULD either.
     pub fn conforms(&self, strict: bool) -> bool {
         let should = if strict { self.failed(Level::Should).count() } else { 0 };

@@ -15,7 +15,7 @@ pub fn checks() -> Vec<Check> {
 
 /// Runs the checks that are `wanted` on a device.
 ///
-/// A device that does not answer fails the check, and is restarted for the next one. If that fails,
+/// A device that does not reply fails the check, and is restarted for the next one. If that fails,
 /// the remaining checks are not run, and the report says so. At the end the field `bypass` is as it
 /// was.
 pub fn run(subject: &mut dyn Subject, wanted: impl Fn(&Check) -> bool) -> Report {
@@ -36,7 +36,7 @@ pub fn run(subject: &mut dyn Subject, wanted: impl Fn(&Check) -> bool) -> Report
                 Err(Stop::Failed(failed)) => Outcome::Fail(Mismatch {
                     sent: bench.steps(),
                     came: failed.to_string(),
-                    expected: "an answer".into(),
+                    expected: "a reply".into(),
                 }),
             },
         };

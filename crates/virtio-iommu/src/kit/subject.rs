@@ -135,7 +135,7 @@ pub struct Refused;
 #[non_exhaustive]
 pub enum Failed {
     /// The device did not return a buffer in time.
-    #[error("no answer came")]
+    #[error("the device did not reply")]
     Timeout,
     /// The device, or the way to it, broke.
     #[error(transparent)]

@@ -100,7 +100,7 @@ defects! {
     UnmapHolesIsRange: ["unmap-everything", "unmap-example-1", "unmap-example-6", "unmap-example-7"],
     UnmapRemovesNeighbours: ["unmap-example-5"],
     HangsOnBackwardsUnmap: ["unmap-backwards"],
-    ProbeUnofferedAnswered: ["probe-unoffered"],
+    ProbeUnofferedReplied: ["probe-unoffered"],
     HangsOnProbe: ["map-reserved-region", "map-ends", "probe-succeeds", "probe-absent", "probe-reserved-ignored", "probe-lengths", "probe-reserved-bits", "probe-zero-fill", "probe-small", "region-reserved", "region-one-msi", "region-no-overlap", "region-reaches-nothing"],
     ProbeIsUnsupp: ["probe-succeeds", "probe-absent", "probe-small"],
     ProbeAbsentIsOk: ["probe-absent"],

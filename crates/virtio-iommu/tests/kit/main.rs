@@ -103,10 +103,10 @@ fn a_device_that_hangs_is_started_again_and_one_that_is_lost_is_reported() {
     let mut model = Model::full(Some(Defect::HangsOnBackwardsMap));
     let report = run(&mut model, |_| true);
     let Outcome::Fail(mismatch) = outcome(&report, "map-backwards") else { panic!("{report:?}") };
-    assert_eq!(mismatch.came, "no answer came");
+    assert_eq!(mismatch.came, "the device did not reply");
     assert!(mismatch.sent.contains("MAP"), "{}", mismatch.sent);
     assert!(!report.is_cut_short());
-    assert!(!report.conforms(false), "no answer is a failure, also where a device is free");
+    assert!(!report.conforms(false), "no reply is a failure, also where a device is free");
 
     let mut model = Model { lost_at: 40, ..Model::full(None) };
     let report = run(&mut model, |_| true);

@@ -54,7 +54,7 @@ pub(crate) struct Model {
     pub(crate) ram: Vec<u8>,
     pub(crate) buffers: VecDeque<usize>,
     pub(crate) events: VecDeque<Event>,
-    /// Whether it does not answer until it is reset.
+    /// Whether it does not reply until it is reset.
     pub(crate) hung: bool,
     pub(crate) dropped: bool,
     /// Reports without a buffer, if they wait.
@@ -106,7 +106,7 @@ impl Model {
     /// A device with a defect, and whether it is a bare one: where the defect shows.
     pub(crate) fn of(defect: Defect) -> (Model, bool) {
         match defect {
-            OldBypassIgnored | MmioUnoffered | ProbeUnofferedAnswered => {
+            OldBypassIgnored | MmioUnoffered | ProbeUnofferedReplied => {
                 (Model::bare(Some(defect)), true)
             }
             _ => (Model::full(Some(defect)), false),

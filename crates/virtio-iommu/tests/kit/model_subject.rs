@@ -84,7 +84,7 @@ impl Subject for Model {
             Some(1 | 2) => 20,
             Some(3) => 36,
             Some(4) => 28,
-            Some(5) if self.offered & PROBE != 0 || self.is(ProbeUnofferedAnswered) => 72,
+            Some(5) if self.offered & PROBE != 0 || self.is(ProbeUnofferedReplied) => 72,
             _ if self.is(UnknownTypeIsUnsupp) && kind != Some(5) => 4,
             _ => return Ok(0),
         };

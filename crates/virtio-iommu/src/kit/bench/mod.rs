@@ -4,7 +4,7 @@ mod access;
 mod requests;
 
 pub(super) use access::Reached;
-pub(super) use requests::{Answer, UNWRITTEN, attach, describe, map, unmap};
+pub(super) use requests::{Reply, UNWRITTEN, attach, describe, map, unmap};
 
 use std::fmt::Display;
 
@@ -35,7 +35,7 @@ pub(super) enum Stop {
     Mismatch(Mismatch),
     /// It cannot be judged: why.
     NotApplicable(String),
-    /// The device does not answer.
+    /// The device does not reply.
     Failed(Failed),
 }
 

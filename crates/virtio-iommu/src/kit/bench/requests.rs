@@ -1,4 +1,4 @@
-//! Requests, and the statuses expected of them.
+//! Requests, and the replies expected to them.
 
 use std::fmt::Display;
 
@@ -7,18 +7,19 @@ use ringfence_iommu::{Iova, Range};
 use super::{Bench, Stop, mismatch, not_applicable};
 use crate::wire::{AttachFlags, Features, MAX_REQUEST_LEN, MapFlags, Request, Status, TAIL_LEN};
 
-/// What unwritten bytes of a reply look like.
+/// The value of the bytes of a reply that the device has not written.
 pub(in crate::kit) const UNWRITTEN: u8 = 0xee;
+
 /// A reply.
 #[derive(Clone, Debug)]
-pub(in crate::kit) struct Answer {
+pub(in crate::kit) struct Reply {
     /// What was done to the device since the check began, this request included.
     sent: String,
     pub(in crate::kit) used: u32,
     pub(in crate::kit) bytes: Vec<u8>,
 }
 
-impl Answer {
+impl Reply {
     fn is_unwritten(&self) -> bool {
         self.used == 0 && self.bytes.iter().all(|&byte| byte == UNWRITTEN)
     }
@@ -45,7 +46,7 @@ impl Answer {
         self.mismatch(self, names.join(" or "))
     }
 
-    /// Expects that a request is refused, however.
+    /// Expects that a request is refused, with any status or none.
     pub(in crate::kit) fn expect_refusal(&self) -> Result<(), Stop> {
         match self.is(Status::Ok) {
             true => self.mismatch(self, "a refusal"),
@@ -61,7 +62,7 @@ impl Answer {
         }
     }
 
-    /// It holds `came` instead of `expected`.
+    /// The reply is `came` instead of `expected`.
     pub(in crate::kit) fn mismatch(
         &self,
         came: impl Display,
@@ -70,7 +71,7 @@ impl Answer {
         mismatch(self.sent.clone(), came, expected)
     }
 
-    /// Of a request that a check begins with and does not judge.
+    /// Of a request that prepares a check: if it fails, the check is not applicable.
     pub(in crate::kit) fn given(&self) -> Result<(), Stop> {
         match self.is(Status::Ok) {
             true => Ok(()),
@@ -79,7 +80,7 @@ impl Answer {
     }
 }
 
-impl std::fmt::Display for Answer {
+impl std::fmt::Display for Reply {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (self.used, self.tail()) {
             (0, _) if self.is_unwritten() => f.write_str("nothing written"),
@@ -97,17 +98,17 @@ impl std::fmt::Display for Answer {
 }
 
 impl Bench<'_> {
-    /// Sends bytes and gives the device room for `room`.
+    /// Sends `readable`, with room for a reply of `room` bytes.
     pub(in crate::kit) fn send(
         &mut self,
         what: impl Into<String>,
         readable: &[u8],
         room: usize,
-    ) -> Result<Answer, Stop> {
+    ) -> Result<Reply, Stop> {
         self.steps.push(what.into());
         let mut bytes = vec![UNWRITTEN; room];
         let used = self.subject.request(readable, &mut bytes)?;
-        self.answered(used, bytes)
+        self.note_reply(used, bytes)
     }
 
     /// The same over descriptors of at most `piece` bytes.
@@ -117,26 +118,27 @@ impl Bench<'_> {
         piece: usize,
         readable: &[u8],
         room: usize,
-    ) -> Result<Answer, Stop> {
+    ) -> Result<Reply, Stop> {
         self.steps.push(format!("{} in descriptors of {piece} bytes", what.into()));
         let mut bytes = vec![UNWRITTEN; room];
         match self.subject.request_split(piece, readable, &mut bytes) {
             None => not_applicable("requests cannot be split"),
-            Some(used) => self.answered(used?, bytes),
+            Some(used) => self.note_reply(used?, bytes),
         }
     }
 
-    fn answered(&mut self, used: u32, bytes: Vec<u8>) -> Result<Answer, Stop> {
-        let mut answer = Answer { sent: String::new(), used, bytes };
+    /// Adds the reply to the steps, and checks its used length.
+    fn note_reply(&mut self, used: u32, bytes: Vec<u8>) -> Result<Reply, Stop> {
+        let mut reply = Reply { sent: String::new(), used, bytes };
         if let Some(step) = self.steps.last_mut() {
-            step.push_str(&format!(": {answer}"));
+            step.push_str(&format!(": {reply}"));
         }
-        let room = answer.bytes.len();
+        let room = reply.bytes.len();
         if used as usize > room {
             return self.mismatch(format!("used length {used}"), format!("at most {room}"));
         }
-        answer.sent = self.steps();
-        Ok(answer)
+        reply.sent = self.steps();
+        Ok(reply)
     }
 
     /// Sends a request, after `change` to its bytes.
@@ -145,7 +147,7 @@ impl Bench<'_> {
         request: Request,
         what: &str,
         change: impl FnOnce(&mut [u8]),
-    ) -> Result<Answer, Stop> {
+    ) -> Result<Reply, Stop> {
         let mut bytes = [0; MAX_REQUEST_LEN];
         let len = request.emit(&mut bytes);
         change(&mut bytes[..len]);
@@ -156,11 +158,11 @@ impl Bench<'_> {
         self.send(what, &bytes[..len], TAIL_LEN)
     }
 
-    pub(in crate::kit) fn request(&mut self, request: Request) -> Result<Answer, Stop> {
+    pub(in crate::kit) fn request(&mut self, request: Request) -> Result<Reply, Stop> {
         self.changed(request, "", |_| {})
     }
 
-    pub(in crate::kit) fn attach(&mut self, domain: u32, endpoint: u32) -> Result<Answer, Stop> {
+    pub(in crate::kit) fn attach(&mut self, domain: u32, endpoint: u32) -> Result<Reply, Stop> {
         self.request(attach(domain, endpoint))
     }
 
@@ -168,12 +170,12 @@ impl Bench<'_> {
         &mut self,
         domain: u32,
         endpoint: u32,
-    ) -> Result<Answer, Stop> {
+    ) -> Result<Reply, Stop> {
         let flags = AttachFlags::BYPASS;
         self.request(Request::Attach { domain, endpoint, flags })
     }
 
-    pub(in crate::kit) fn detach(&mut self, domain: u32, endpoint: u32) -> Result<Answer, Stop> {
+    pub(in crate::kit) fn detach(&mut self, domain: u32, endpoint: u32) -> Result<Reply, Stop> {
         self.request(Request::Detach { domain, endpoint })
     }
 
@@ -183,11 +185,11 @@ impl Bench<'_> {
         domain: u32,
         at: (u64, u64),
         phys: u64,
-    ) -> Result<Answer, Stop> {
+    ) -> Result<Reply, Stop> {
         self.request(map(domain, at, phys))
     }
 
-    pub(in crate::kit) fn unmap(&mut self, domain: u32, at: (u64, u64)) -> Result<Answer, Stop> {
+    pub(in crate::kit) fn unmap(&mut self, domain: u32, at: (u64, u64)) -> Result<Reply, Stop> {
         self.request(unmap(domain, at))
     }
 
@@ -254,9 +256,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_shows_what_was_written() {
+    fn a_reply_shows_what_was_written() {
         let text = |used, bytes: &[u8]| {
-            Answer { sent: String::new(), used, bytes: bytes.into() }.to_string()
+            Reply { sent: String::new(), used, bytes: bytes.into() }.to_string()
         };
         let nothing = [UNWRITTEN; 8];
         assert_eq!(text(0, &nothing), "nothing written");

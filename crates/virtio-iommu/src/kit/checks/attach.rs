@@ -7,27 +7,27 @@ use crate::{
 
 checks! {
     9 Must "attach-reserved" => reserved,
-        "ATTACH with reserved bytes that are not zero is answered with INVAL";
+        "ATTACH with reserved bytes that are not zero fails with INVAL";
     9 Must "attach-flags" => flags,
-        "ATTACH with an unknown flag is answered with INVAL";
+        "ATTACH with an unknown flag fails with INVAL";
     9 Must "attach-absent" => absent,
-        "ATTACH of an endpoint that does not exist is answered with NOENT";
+        "ATTACH of an endpoint that does not exist fails with NOENT";
     9 Must "attach-refused-does-nothing" => refused,
         "an ATTACH that was refused attaches nothing and makes no domain";
     10 Must "attach-makes-domain" => makes_domain,
         "ATTACH makes a domain that does not exist";
     10 Should "attach-bypass-consistent" => consistent,
-        "ATTACH whose flag BYPASS does not fit an existing domain is answered with INVAL";
+        "ATTACH whose flag BYPASS does not fit an existing domain fails with INVAL";
     11 Should "attach-again" => again,
         "ATTACH of an attached endpoint to another domain moves it";
     11 Must "attach-again-or-unsupp" => again_or_unsupp,
-        "ATTACH of an attached endpoint succeeds, or is answered with UNSUPP";
+        "ATTACH of an attached endpoint succeeds, or fails with UNSUPP";
     11 Must "attach-again-moves" => again_moves,
         "an endpoint that was moved reaches its new domain's mappings and none of its old one's";
     11 Should "attach-again-detaches" => again_detaches,
         "a domain whose last endpoint was moved away is destroyed";
     12 Must "attach-second-or-unsupp" => second_or_unsupp,
-        "ATTACH of a second endpoint to a domain succeeds, or is answered with UNSUPP";
+        "ATTACH of a second endpoint to a domain succeeds, or fails with UNSUPP";
     12 Must "attach-second-attaches" => second_attaches,
         "a second endpoint whose ATTACH succeeded reaches the domain's mappings";
     35 May "attach-outside-domain-range" => outside_range,
@@ -48,10 +48,10 @@ fn flags(bench: &mut Bench<'_>) -> Verdict {
     let request = attach(bench.domain(0)?, bench.endpoint(0)?);
     for bit in [1, 7, 31] {
         let what = format!("flag {:#x}", 1u32 << bit);
-        let answer = bench.changed(request, &what, |bytes| {
+        let reply = bench.changed(request, &what, |bytes| {
             bytes[12..16].copy_from_slice(&(1u32 << bit).to_le_bytes());
         })?;
-        answer.expect(&[Status::Inval])?;
+        reply.expect(&[Status::Inval])?;
     }
     Ok(())
 }
@@ -66,8 +66,8 @@ fn refused(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     let request = attach(domain, endpoint);
     for (what, byte) in [("byte 16 = 1", 16), ("flag 0x80000000", 15)] {
-        let answer = bench.changed(request, what, |bytes| bytes[byte] = 0x80)?;
-        if answer.is(Status::Ok) {
+        let reply = bench.changed(request, what, |bytes| bytes[byte] = 0x80)?;
+        if reply.is(Status::Ok) {
             return not_applicable("it is not refused");
         }
         bench.map(domain, bench.pages(0, 0), bench.phys(0))?.expect_refusal()?;
@@ -79,9 +79,9 @@ fn makes_domain(bench: &mut Bench<'_>) -> Verdict {
     bench.needs(Features::MAP_UNMAP)?;
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     bench.attach(domain, endpoint)?.expect(&[Status::Ok])?;
-    let answer = bench.map(domain, bench.pages(0, 0), bench.phys(0))?;
-    match answer.is(Status::NoEnt) {
-        true => bench.mismatch(answer, "a domain to map in"),
+    let reply = bench.map(domain, bench.pages(0, 0), bench.phys(0))?;
+    match reply.is(Status::NoEnt) {
+        true => bench.mismatch(reply, "a domain to map in"),
         false => Ok(()),
     }
 }
@@ -156,8 +156,8 @@ fn outside_range(bench: &mut Bench<'_>) -> Verdict {
     let outside: Vec<u32> = first.checked_sub(1).into_iter().chain(last.checked_add(1)).collect();
     let mut notes = Vec::new();
     for domain in outside {
-        let answer = bench.attach(domain, endpoint)?;
-        notes.push(format!("{domain}: {answer}"));
+        let reply = bench.attach(domain, endpoint)?;
+        notes.push(format!("{domain}: {reply}"));
     }
     match notes.is_empty() {
         true => not_applicable("every number is in the range"),

@@ -9,7 +9,7 @@ checks! {
     13 Must "detach-reserved-ignored" => reserved,
         "the reserved bytes of DETACH are ignored";
     13 Must "detach-absent" => absent,
-        "DETACH of an endpoint that does not exist is answered with NOENT";
+        "DETACH of an endpoint that does not exist fails with NOENT";
     13 May "detach-wrong-domain" => wrong_domain,
         "DETACH from a domain that the endpoint is not in";
     14 Must "detach-out-of-reach" => out_of_reach,
@@ -25,10 +25,10 @@ checks! {
 fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let (domain, endpoint) = bench.attached(0, 0)?;
     let request = Request::Detach { domain, endpoint };
-    let answer = bench.changed(request, "reserved bytes full of ones", |bytes| {
+    let reply = bench.changed(request, "reserved bytes full of ones", |bytes| {
         bytes[12..20].fill(0xff);
     })?;
-    answer.expect(&[Status::Ok])
+    reply.expect(&[Status::Ok])
 }
 
 fn absent(bench: &mut Bench<'_>) -> Verdict {
@@ -40,8 +40,8 @@ fn absent(bench: &mut Bench<'_>) -> Verdict {
 fn wrong_domain(bench: &mut Bench<'_>) -> Verdict {
     let (_, endpoint) = bench.attached(0, 0)?;
     let other = bench.domain(1)?;
-    let answer = bench.detach(other, endpoint)?;
-    bench.note(format!("it answers {answer}"))
+    let reply = bench.detach(other, endpoint)?;
+    bench.note(format!("reply: {reply}"))
 }
 
 /// A page mapped, then the endpoint detached: domain, endpoint, the page.

@@ -1,13 +1,13 @@
 //! Heads, tails, buffers (rules V7 and V8).
 
 use crate::{
-    kit::bench::{Answer, Bench, Stop, Verdict, attach, describe, map},
+    kit::bench::{Bench, Reply, Stop, Verdict, attach, describe, map},
     wire::{Features, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
 };
 
 checks! {
     7 Should "success-is-ok" => ok,
-        "a request that succeeds is answered with OK";
+        "a request that succeeds completes with OK";
     7 Should "tail-reserved" => tail_reserved,
         "the reserved bytes of the tail are zero";
     7 Must "head-reserved-ignored" => head_reserved,
@@ -23,7 +23,7 @@ checks! {
 }
 
 /// Each request once, in an order in which all succeed.
-fn round(bench: &mut Bench<'_>, each: fn(&Answer) -> Result<(), Stop>) -> Verdict {
+fn round(bench: &mut Bench<'_>, each: fn(&Reply) -> Result<(), Stop>) -> Verdict {
     let (domain, endpoint) = (bench.domain(0)?, bench.endpoint(0)?);
     bench.needs(Features::MAP_UNMAP)?;
     let at = bench.pages(0, 0);
@@ -34,13 +34,13 @@ fn round(bench: &mut Bench<'_>, each: fn(&Answer) -> Result<(), Stop>) -> Verdic
 }
 
 fn ok(bench: &mut Bench<'_>) -> Verdict {
-    round(bench, |answer| answer.expect(&[Status::Ok]))
+    round(bench, |reply| reply.expect(&[Status::Ok]))
 }
 
 fn tail_reserved(bench: &mut Bench<'_>) -> Verdict {
-    let zero = |answer: &Answer| match answer.tail() {
+    let zero = |reply: &Reply| match reply.tail() {
         Some([_, 0, 0, 0]) | None => Ok(()),
-        Some([_, reserved @ ..]) => answer.mismatch(format!("{reserved:x?}"), "three zeroes"),
+        Some([_, reserved @ ..]) => reply.mismatch(format!("{reserved:x?}"), "three zeroes"),
     };
     round(bench, zero)?;
     // Of a refusal, too.
@@ -53,11 +53,11 @@ fn head_reserved(bench: &mut Bench<'_>) -> Verdict {
     bench.mapped(domain, bench.pages(0, 0), phys)?;
     let map = map(domain, bench.pages(1, 1), phys);
     for (request, name) in [(map, "a head full of ones"), (attach(domain, endpoint), "the same")] {
-        let answer = bench.changed(request, name, |bytes| bytes[1..4].fill(0xff))?;
+        let reply = bench.changed(request, name, |bytes| bytes[1..4].fill(0xff))?;
         // An endpoint that cannot be attached twice is another check's matter.
         match request {
-            Request::Attach { .. } => answer.expect(&[Status::Ok, Status::Unsupp])?,
-            _ => answer.expect(&[Status::Ok])?,
+            Request::Attach { .. } => reply.expect(&[Status::Ok, Status::Unsupp])?,
+            _ => reply.expect(&[Status::Ok])?,
         }
     }
     Ok(())

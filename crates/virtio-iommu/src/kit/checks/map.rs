@@ -9,19 +9,19 @@ use crate::{
 
 checks! {
     15 Should "map-aligned" => aligned,
-        "MAP off the granule (start, end or target) is answered with RANGE";
+        "MAP off the granule (start, end or target) fails with RANGE";
     16 Should "map-overlap" => overlap,
-        "MAP over an existing mapping is answered with INVAL";
+        "MAP over an existing mapping fails with INVAL";
     16 Should "map-overlap-changes-nothing" => overlap_changes_nothing,
         "a MAP that was refused for an overlap leaves all mappings as they were";
     17 Must "map-flags" => flags,
-        "MAP with an unknown flag is answered with INVAL";
+        "MAP with an unknown flag fails with INVAL";
     17 Must "map-mmio-unoffered" => mmio_unoffered,
         "where MMIO is not offered its flag is unknown: INVAL";
     17 Should "map-no-domain" => no_domain,
-        "MAP in a domain that does not exist is answered with NOENT";
+        "MAP in a domain that does not exist fails with NOENT";
     17 Should "map-bypass-domain" => bypass_domain,
-        "MAP in a bypass domain is answered with INVAL";
+        "MAP in a bypass domain fails with INVAL";
     18 Should "map-reserved-region" => reserved_region,
         "MAP over a RESV_MEM region of an endpoint in the domain is refused";
     18 Must "map-input-range" => input_range,
@@ -37,7 +37,7 @@ checks! {
     19 May "read-of-write-only" => read_of_write_only,
         "reads of what is mapped with WRITE and without READ";
     20 Should "map-succeeds" => succeeds,
-        "MAP of free pages is answered with OK";
+        "MAP of free pages completes with OK";
     20 Should "map-ends" => ends,
         "the first and the last page of input_range can be mapped, and unmapped";
     20 Must "map-translates" => translates,
@@ -45,7 +45,7 @@ checks! {
     20 Must "map-many" => many,
         "mappings side by side lead each to its own target";
     20 Must "map-all-endpoints" => all_endpoints,
-        "a mapping is there for every endpoint of the domain when MAP is answered";
+        "a mapping is there for every endpoint of the domain when MAP has completed";
     20 Must "map-other-domains" => other_domains,
         "a mapping is there for the endpoints of its domain alone";
 }
@@ -106,10 +106,10 @@ fn flags(bench: &mut Bench<'_>) -> Verdict {
     let request = map(domain, bench.pages(0, 0), bench.phys(0));
     for bit in [3, 8, 31] {
         let flags = 1u32 << bit | 3;
-        let answer = bench.changed(request, &format!("flags {flags:#x}"), |bytes| {
+        let reply = bench.changed(request, &format!("flags {flags:#x}"), |bytes| {
             bytes[32..36].copy_from_slice(&flags.to_le_bytes());
         })?;
-        answer.expect(&[Status::Inval])?;
+        reply.expect(&[Status::Inval])?;
     }
     Ok(())
 }
@@ -121,10 +121,10 @@ fn mmio_unoffered(bench: &mut Bench<'_>) -> Verdict {
     }
     let request = map(domain, bench.pages(0, 0), bench.phys(0));
     let mmio = MapFlags::all().bits();
-    let answer = bench.changed(request, "the flag MMIO", |bytes| {
+    let reply = bench.changed(request, "the flag MMIO", |bytes| {
         bytes[32..36].copy_from_slice(&mmio.to_le_bytes());
     })?;
-    answer.expect(&[Status::Inval])
+    reply.expect(&[Status::Inval])
 }
 
 fn no_domain(bench: &mut Bench<'_>) -> Verdict {
@@ -196,19 +196,19 @@ fn backwards(bench: &mut Bench<'_>) -> Verdict {
     let request = map(domain, (first, last), phys);
     let mut notes = Vec::new();
     for end in [first - 1, first - bench.page() - 1, 0] {
-        let answer = bench.changed(request, &format!("an end of {end:#x}"), |bytes| {
+        let reply = bench.changed(request, &format!("an end of {end:#x}"), |bytes| {
             bytes[16..24].copy_from_slice(&end.to_le_bytes());
         })?;
-        notes.push(answer.to_string());
+        notes.push(reply.to_string());
     }
     notes.dedup();
-    bench.note(format!("it answers {}", notes.join(", ")))
+    bench.note(format!("reply: {}", notes.join(", ")))
 }
 
 fn target_overflow(bench: &mut Bench<'_>) -> Verdict {
     let (domain, _) = bench.attached(0, 0)?;
-    let answer = bench.map(domain, bench.pages(0, 1), u64::MAX - (bench.page() - 1))?;
-    bench.note(format!("it answers {answer}"))
+    let reply = bench.map(domain, bench.pages(0, 1), u64::MAX - (bench.page() - 1))?;
+    bench.note(format!("reply: {reply}"))
 }
 
 fn largest(bench: &mut Bench<'_>) -> Verdict {
@@ -219,8 +219,8 @@ fn largest(bench: &mut Bench<'_>) -> Verdict {
         u64::MAX => last,
         last => ((last + 1) & !mask).wrapping_sub(1),
     };
-    let answer = bench.map(domain, (first, last), 0)?;
-    bench.note(format!("{first:#x} to {last:#x}: it answers {answer}"))
+    let reply = bench.map(domain, (first, last), 0)?;
+    bench.note(format!("{first:#x} to {last:#x}: {reply}"))
 }
 
 fn map_with(bench: &mut Bench<'_>, at: (u64, u64), flags: MapFlags) -> Result<u32, Stop> {

@@ -1,7 +1,7 @@
 //! PROBE, and the RESV_MEM regions that it returns (rules V24 to V27).
 
 use crate::{
-    kit::bench::{Answer, Bench, Reached, Stop, UNWRITTEN, Verdict, not_applicable},
+    kit::bench::{Bench, Reached, Reply, Stop, UNWRITTEN, Verdict, not_applicable},
     wire::{Features, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
 };
 
@@ -9,9 +9,9 @@ checks! {
     24 Should "probe-unoffered" => unoffered,
         "where PROBE is not offered it comes back unwritten, with used length 0";
     24 Should "probe-succeeds" => succeeds,
-        "PROBE of each endpoint is answered with OK";
+        "PROBE of each endpoint completes with OK";
     24 Should "probe-absent" => absent,
-        "PROBE of an endpoint that does not exist is answered with NOENT";
+        "PROBE of an endpoint that does not exist fails with NOENT";
     24 Must "probe-reserved-ignored" => reserved,
         "the reserved bytes of PROBE are ignored";
     25 Must "probe-lengths" => lengths,
@@ -21,7 +21,7 @@ checks! {
     25 Should "probe-zero-fill" => zero_fill,
         "what is behind the last property is zero";
     26 Should "probe-small" => small,
-        "PROBE with less room than probe_size is answered with INVAL, and no property is written";
+        "PROBE with less room than probe_size fails with INVAL, and no property is written";
     27 Should "region-reserved" => region_reserved,
         "the reserved bytes of a RESV_MEM property are zero";
     27 Should "region-one-msi" => one_msi,
@@ -42,7 +42,7 @@ struct Raw<'a> {
 }
 
 /// Sends a PROBE with `size` bytes for properties.
-fn send(bench: &mut Bench<'_>, endpoint: u32, size: usize, reserved: u8) -> Result<Answer, Stop> {
+fn send(bench: &mut Bench<'_>, endpoint: u32, size: usize, reserved: u8) -> Result<Reply, Stop> {
     let mut bytes = [0; MAX_REQUEST_LEN];
     let len = Request::Probe { endpoint }.emit(&mut bytes);
     bytes[8..].fill(reserved);
@@ -55,9 +55,9 @@ fn send(bench: &mut Bench<'_>, endpoint: u32, size: usize, reserved: u8) -> Resu
 fn properties(bench: &mut Bench<'_>, endpoint: u32) -> Result<Vec<u8>, Stop> {
     bench.needs(Features::PROBE)?;
     let size = bench.probe_size();
-    let answer = send(bench, endpoint, size, 0)?;
-    answer.given()?;
-    Ok(answer.bytes[..size].to_vec())
+    let reply = send(bench, endpoint, size, 0)?;
+    reply.given()?;
+    Ok(reply.bytes[..size].to_vec())
 }
 
 /// The properties in `bytes`, strictly; what is behind the last one, or what is wrong.
@@ -123,9 +123,9 @@ fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let endpoint = bench.endpoint(0)?;
     let plain = properties(bench, endpoint)?;
     let size = bench.probe_size();
-    let answer = send(bench, endpoint, size, 0xff)?;
-    answer.expect(&[Status::Ok])?;
-    match answer.bytes[..size] == plain[..] {
+    let reply = send(bench, endpoint, size, 0xff)?;
+    reply.expect(&[Status::Ok])?;
+    match reply.bytes[..size] == plain[..] {
         true => Ok(()),
         false => bench.mismatch("other properties", "the same as without"),
     }
@@ -172,9 +172,9 @@ fn small(bench: &mut Bench<'_>) -> Verdict {
         return not_applicable("probe_size is 0");
     }
     for less in [size - 1, size / 2, 0] {
-        let answer = send(bench, endpoint, less, 0)?;
-        answer.expect(&[Status::Inval])?;
-        let head = answer.bytes[..less].first_chunk().copied().map_or(0, u16::from_le_bytes);
+        let reply = send(bench, endpoint, less, 0)?;
+        reply.expect(&[Status::Inval])?;
+        let head = reply.bytes[..less].first_chunk().copied().map_or(0, u16::from_le_bytes);
         if head != 0 && head != u16::from_le_bytes([UNWRITTEN; 2]) {
             return bench.mismatch(format!("a property of type {head:#x}"), "no property");
         }

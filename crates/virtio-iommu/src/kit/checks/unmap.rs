@@ -7,17 +7,17 @@ use crate::{
 
 checks! {
     21 Should "unmap-no-domain" => no_domain,
-        "UNMAP in a domain that does not exist is answered with NOENT";
+        "UNMAP in a domain that does not exist fails with NOENT";
     21 Should "unmap-bypass-domain" => bypass_domain,
-        "UNMAP in a bypass domain is answered with INVAL";
+        "UNMAP in a bypass domain fails with INVAL";
     21 May "unmap-reserved" => reserved,
         "UNMAP with reserved bytes that are not zero";
     22 Should "unmap-split" => split,
-        "UNMAP that would split a mapping is answered with RANGE";
+        "UNMAP that would split a mapping fails with RANGE";
     22 Should "unmap-split-removes-nothing" => split_removes_nothing,
         "UNMAP that would split a mapping removes none, not even others";
     23 Must "unmap-out-of-reach" => out_of_reach,
-        "when UNMAP is answered with OK no endpoint reaches what was mapped";
+        "once UNMAP has completed with OK, no endpoint reaches what was mapped";
     23 Should "unmap-everything" => everything,
         "UNMAP of all of input_range removes all mappings";
     23 Should "unmap-example-1" => |bench| example(bench, 0),
@@ -72,7 +72,7 @@ fn example(bench: &mut Bench<'_>, number: usize) -> Verdict {
         Status::Range
     }])?;
     if !sees {
-        return bench.note("by the answer alone");
+        return bench.note("checked by the status only");
     }
     for page in 0..15 {
         let was = mappings.iter().find(|&&(a, b)| (a..=b).contains(&page));
@@ -116,8 +116,8 @@ fn reserved(bench: &mut Bench<'_>) -> Verdict {
     let at = bench.pages(0, 0);
     bench.mapped(domain, at, bench.phys(0))?;
     let what = "reserved bytes full of ones";
-    let answer = bench.changed(unmap(domain, at), what, |bytes| bytes[24..28].fill(0xff))?;
-    bench.note(format!("it answers {answer}"))
+    let reply = bench.changed(unmap(domain, at), what, |bytes| bytes[24..28].fill(0xff))?;
+    bench.note(format!("reply: {reply}"))
 }
 
 /// Pages 1, 4 to 7 and 8 to 9 are mapped; each of these would split one of them.
@@ -198,8 +198,8 @@ fn backwards(bench: &mut Bench<'_>) -> Verdict {
     if at.0 == 0 {
         return not_applicable("there is nothing before the window");
     }
-    let answer = bench.changed(unmap(domain, at), "an end before its start", |bytes| {
+    let reply = bench.changed(unmap(domain, at), "an end before its start", |bytes| {
         bytes[16..24].copy_from_slice(&(at.0 - 1).to_le_bytes());
     })?;
-    bench.note(format!("it answers {answer}"))
+    bench.note(format!("reply: {reply}"))
 }
