@@ -27,7 +27,7 @@ use self::{
     iommu::Iommu,
     kernel::Kernel,
     memory::{HugePages, Memlock},
-    report::{Host, Report, in_the_way},
+    report::{Host, Report, blocking},
     tree::Tree,
     tried::Tried,
     vfio::Vfio,
@@ -37,7 +37,7 @@ use crate::{
     usage,
 };
 
-/// What this host lacks for protected I/O in user space, and how to fix it.
+/// Finds what this host lacks for protected I/O in user space, and how to fix it.
 ///
 /// Looks at limits, huge pages, the IOMMU and its groups, VFIO, io_uring and what back ends need.
 /// Nothing is changed: no module is loaded, no device is touched. Each lack comes with the commands
@@ -77,10 +77,10 @@ pub(crate) struct Arguments {
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let purposes = match &arguments.purpose {
         Purpose::All => &Purpose::EACH[..],
-        one => std::slice::from_ref(one),
+        purpose => std::slice::from_ref(purpose),
     };
     if arguments.device.is_some() && !purposes.contains(&Purpose::Vfio) {
-        return Err(usage::wrong("--device is of --for vfio"));
+        return Err(usage::wrong("--device needs --for vfio"));
     }
     if let Some(root) = arguments.root.as_deref().filter(|root| !root.is_dir()) {
         return Err(usage::wrong(format!("--root {}: not a folder", root.display())));
@@ -105,7 +105,7 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
     let calls = Calls::read(&tree, &tried);
     let (memlock, huge_pages) = (Memlock::read(&tree), HugePages::read(&tree));
 
-    // Dangers come first.
+    // Warnings of danger come first.
     let mut checks: Vec<check::Check> = iommu::no_iommu(&iommu, &tree).into_iter().collect();
     checks.push(memory::memlock(memlock.as_ref(), memory));
     checks.push(memory::huge_pages(&huge_pages, memory::transparent(&tree).as_deref()));
@@ -135,7 +135,7 @@ fn examine(root: Option<&Path>, purposes: &[Purpose], device: Option<&str>, memo
         memory,
         ready: purposes
             .iter()
-            .map(|purpose| (purpose.name(), in_the_way(&checks, *purpose).next().is_none()))
+            .map(|purpose| (purpose.name(), blocking(&checks, *purpose).next().is_none()))
             .collect(),
         checks,
         memlock,
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_host_is_looked_at_whatever_it_is() {
+    fn any_host_can_be_examined() {
         let report = examine(None, &Purpose::EACH, None, 1 << 20);
         assert_eq!(report.ready.len(), 3);
         assert!(!report.checks.is_empty());

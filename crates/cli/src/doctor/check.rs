@@ -35,11 +35,11 @@ impl Purpose {
 pub(super) enum State {
     /// Present.
     Ok,
-    /// Good to know; nothing depends on it.
+    /// For information; nothing depends on it.
     Note,
     /// It works, but is dangerous.
     Warning,
-    /// Not visible from here; a purpose that needs it cannot be called ready.
+    /// Not visible from here; a purpose that needs it is not ready, as with a lack.
     Unknown,
     /// Missing.
     Lack,
@@ -92,21 +92,22 @@ impl Check {
         self.remedy(text, [""; 0])
     }
 
-    pub(super) fn stands_in_the_way(&self) -> bool {
+    /// Whether a purpose that needs it cannot be called ready.
+    pub(super) fn is_blocking(&self) -> bool {
         matches!(self.state, State::Lack | State::Unknown)
     }
 }
 
-/// Bytes, in the largest unit of which there is at least one.
+/// Formats a number of bytes in the largest unit that is not larger than it.
 pub(super) fn bytes(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let unit = (bytes.checked_ilog2().unwrap_or(0) / 10) as usize;
-    let one = 1u64 << (10 * unit);
-    match (bytes / one, bytes % one) {
+    let unit_bytes = 1u64 << (10 * unit);
+    match (bytes / unit_bytes, bytes % unit_bytes) {
         (whole, 0) => format!("{whole} {}", UNITS[unit]),
         // Rounded down to a tenth, so that it never shows more than there is.
         (whole, rest) => {
-            format!("{whole}.{} {}", u128::from(rest) * 10 / u128::from(one), UNITS[unit])
+            format!("{whole}.{} {}", u128::from(rest) * 10 / u128::from(unit_bytes), UNITS[unit])
         }
     }
 }

@@ -95,7 +95,7 @@ impl Report {
         }
         line(&mut out, "");
         for purpose in &self.purposes {
-            let lacks: Vec<&str> = in_the_way(&self.checks, *purpose).collect();
+            let lacks: Vec<&str> = blocking(&self.checks, *purpose).collect();
             let verdict = match &lacks[..] {
                 [] => "ready".to_owned(),
                 lacks => format!("lacks {}", lacks.join(", ")),
@@ -123,10 +123,10 @@ impl Report {
     }
 }
 
-/// The names of the checks that fail for a purpose.
-pub(super) fn in_the_way(checks: &[Check], purpose: Purpose) -> impl Iterator<Item = &str> {
+/// The names of the checks that keep the host from a purpose.
+pub(super) fn blocking(checks: &[Check], purpose: Purpose) -> impl Iterator<Item = &str> {
     let its = move |check: &&Check| check.needed_for.contains(&purpose);
-    checks.iter().filter(its).filter(|check| check.stands_in_the_way()).map(|check| &check.name[..])
+    checks.iter().filter(its).filter(|check| check.is_blocking()).map(|check| &check.name[..])
 }
 
 fn line(out: &mut String, text: &str) {
