@@ -48,8 +48,10 @@ pub(super) struct Plan<'a> {
 }
 
 impl<'a> Plan<'a> {
+    /// Gives each device an address.
+    ///
     /// # Errors
-    /// There is no room on the bus, or two things are in one place.
+    /// The bus has no free address; two devices have the same address or the same socket.
     pub(super) fn new(arguments: &'a Arguments) -> Result<Plan<'a>> {
         let blks = arguments.blk.iter().map(|spec| (spec.common.address, Wanted::Blk(spec)));
         let nets = arguments.net.iter().flat_map(|spec| {
@@ -59,10 +61,12 @@ impl<'a> Plan<'a> {
         let idle = arguments.idle.iter().map(|&address| (Some(address), Wanted::Idle));
         let wanted: Vec<_> = blks.chain(nets).chain(idle).collect();
         if wanted.is_empty() {
-            return Err(usage::wrong("no device: --blk, --net or --idle"));
+            return Err(usage::wrong("no device is given: use --blk, --net or --idle"));
         }
         if arguments.slot.function != 0 {
-            return Err(usage::wrong("--slot: the IOMMU has a device of its own"));
+            return Err(usage::wrong(
+                "--slot: the IOMMU takes a PCI device of its own: give its function 0",
+            ));
         }
         let mut taken = BTreeSet::new();
         for &address in wanted.iter().filter_map(|(address, _)| address.as_ref()) {
@@ -79,8 +83,9 @@ impl<'a> Plan<'a> {
                 address.map(|address| (address, wanted))
             })
             .collect::<Option<Vec<_>>>();
-        let plan =
-            Plan { devices: devices.ok_or_else(|| usage::wrong("too many devices for a bus"))? };
+        let plan = Plan {
+            devices: devices.ok_or_else(|| usage::wrong("too many devices for one PCI bus"))?,
+        };
         let mut sockets = BTreeSet::from([&*arguments.iommu]);
         let twice = plan.sockets().find(|socket| !sockets.insert(socket));
         twice.map_or(Ok(()), |twice| {
@@ -99,7 +104,7 @@ impl<'a> Plan<'a> {
         self.devices.iter().filter_map(|(_, wanted)| wanted.socket())
     }
 
-    /// How many threads could have work.
+    /// How many queues there are, the IOMMU's included: more workers than that would be idle.
     pub(super) fn queues(&self) -> u16 {
         let all = self.devices.iter().filter_map(|(_, wanted)| wanted.common());
         all.fold(1, |sum: u16, common| sum.saturating_add(common.queues))
@@ -121,11 +126,12 @@ impl<'a> Plan<'a> {
     /// The endpoints that never bypass the IOMMU.
     pub(super) fn untrusted(&self) -> impl Iterator<Item = u32> {
         let devices = self.devices.iter();
-        let marked = devices.filter(|(_, wanted)| wanted.common().is_some_and(|p| p.untrusted));
+        let marked =
+            devices.filter(|(_, wanted)| wanted.common().is_some_and(|common| common.untrusted));
         marked.map(|(address, _)| address.number().into())
     }
 
-    /// The devices, as QEMU's arguments need them.
+    /// The devices, as they are described in QEMU's arguments.
     ///
     /// # Errors
     /// There is no current folder.
@@ -143,14 +149,14 @@ impl<'a> Plan<'a> {
         self.devices.iter().map(each).collect()
     }
 
-    /// Opens what the devices need, in their order.
+    /// Opens the images and tap devices, in the order of the devices.
     ///
     /// # Errors
     /// An image or a tap device cannot be opened.
     pub(super) fn open(&self) -> Result<Vec<Opened>> {
         let opened = self.devices.iter().map(|(_, wanted)| match wanted {
             Wanted::Blk(spec) => {
-                let how = ImageOptions {
+                let options = ImageOptions {
                     read_only: spec.read_only,
                     direct: spec.direct,
                     wait: blk::LOCK_WAIT,
@@ -158,7 +164,7 @@ impl<'a> Plan<'a> {
                     buffers: spec.buffers,
                     reader: Some(reader(&absolute(&spec.common.socket)?)),
                 };
-                Ok(Opened::Image(Arc::new(blk::open(&spec.image, how)?)))
+                Ok(Opened::Image(Arc::new(blk::open(&spec.image, options)?)))
             }
             Wanted::Net(NetSpec { way: NetWay::Tap(name), common }, _) => {
                 let tap = Tap::open(name, common.queues);
@@ -182,8 +188,8 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Makes the devices that have a socket, in the order of the sockets, with what is `opened` for
-    /// them. `endpoints` are those of all devices.
+    /// Makes the devices that have a socket, in the order of the sockets. `opened` and `endpoints`
+    /// are those of all devices.
     ///
     /// # Errors
     /// No thread or descriptor is left.
@@ -201,7 +207,7 @@ impl<'a> Plan<'a> {
         {
             let unit = FIRST_UNIT + made.len() as u32;
             let endpoint = Arc::clone(endpoint);
-            let does = match (wanted, opened, made.last()) {
+            let kind = match (wanted, opened, made.last()) {
                 (Wanted::Blk(spec), Opened::Image(image), _) => {
                     let disk = Disk::File(image);
                     let id = format!("ringfence-{address}");
@@ -212,17 +218,17 @@ impl<'a> Plan<'a> {
                         unit,
                         ..BlkOptions::new(disk, &id, spec.common.queues)
                     };
-                    Does::Blk(options, spec.image.display().to_string())
+                    DeviceKind::Blk(options, spec.image.display().to_string())
                 }
                 (Wanted::Idle | Wanted::Blk(_), ..) => continue,
-                (Wanted::Net(_, 1), _, Some(Device { does: Does::Net { net, .. }, .. })) => {
-                    Does::Net { net: Arc::clone(net), end: 1, endpoint }
+                (Wanted::Net(_, 1), _, Some(Device { kind: DeviceKind::Net { net, .. }, .. })) => {
+                    DeviceKind::Net { net: Arc::clone(net), end: 1, endpoint }
                 }
                 (Wanted::Net(spec, _), opened, _) => {
                     let (way, workers) = match (opened, &spec.way) {
                         (Opened::Tap(tap), _) => (Way::Tap(tap), Arc::clone(workers)),
-                        // A device may receive on any pair what the other sends on one: with one
-                        // worker, all pairs are within its reach.
+                        // What one end sends on a pair, the other may receive on any pair: one
+                        // worker serves them all.
                         (_, NetWay::Peer(_)) => (Way::Peer, ready.workers("peer", 1)?),
                         _ => (Way::Loopback, Arc::clone(workers)),
                     };
@@ -233,10 +239,10 @@ impl<'a> Plan<'a> {
                     };
                     let net = Net::new(options, workers);
                     let net = net.context("preparing a network device")?;
-                    Does::Net { net, end: 0, endpoint }
+                    DeviceKind::Net { net, end: 0, endpoint }
                 }
             };
-            made.push(Device { address, does, workers: Arc::clone(workers) });
+            made.push(Device { address, kind, workers: Arc::clone(workers) });
         }
         Ok(made)
     }
@@ -259,7 +265,7 @@ impl<'a> Wanted<'a> {
     }
 }
 
-/// What a device uses outside of the process.
+/// The file or interface that a device opens for its data.
 pub(super) enum Opened {
     Image(Arc<Image>),
     Tap(Arc<Tap>),
@@ -269,11 +275,11 @@ pub(super) enum Opened {
 /// A device behind the IOMMU, as served.
 pub(super) struct Device {
     address: Address,
-    does: Does,
+    kind: DeviceKind,
     workers: Arc<[Worker]>,
 }
 
-enum Does {
+enum DeviceKind {
     /// With the name of its image.
     Blk(BlkOptions, String),
     /// One end of a network device.
@@ -283,12 +289,12 @@ enum Does {
 impl Device {
     /// Serves a front end.
     pub(super) fn connect(&self, iommu: &Arc<Iommu>, stream: PeerFd) -> Box<dyn Connection> {
-        match &self.does {
-            Does::Blk(options, _) => {
+        match &self.kind {
+            DeviceKind::Blk(options, _) => {
                 let backend = Blk::backend(options.clone(), Arc::clone(&self.workers));
                 Box::new(Server::new(stream, backend))
             }
-            Does::Net { net, end, endpoint } => {
+            DeviceKind::Net { net, end, endpoint } => {
                 let backend = net.connect_behind(*end, Arc::clone(endpoint), Some(iommu.seat()));
                 Box::new(Server::new(stream, backend))
             }
@@ -296,11 +302,11 @@ impl Device {
     }
 }
 
-/// Disks that have not completed their requests, and how many rings wait for each.
-pub(super) fn left(devices: &[Device]) -> Vec<(String, usize)> {
-    let all = devices.iter().filter_map(|device| match &device.does {
-        Does::Blk(options, image) => Some((image.clone(), options.figures.stuck())),
-        Does::Net { .. } => None,
+/// The disks that have not completed all requests, and how many rings wait for each.
+pub(super) fn stuck_disks(devices: &[Device]) -> Vec<(String, usize)> {
+    let all = devices.iter().filter_map(|device| match &device.kind {
+        DeviceKind::Blk(options, image) => Some((image.clone(), options.figures.stuck())),
+        DeviceKind::Net { .. } => None,
     });
     all.filter(|(_, rings)| *rings > 0).collect()
 }
@@ -310,9 +316,9 @@ pub(super) fn figures(page: &mut Page, devices: &[Device]) {
     let (mut blks, mut nets) = (Vec::new(), Vec::new());
     for device in devices {
         let name = format!("{}/", device.address);
-        match &device.does {
-            Does::Blk(options, _) => blks.push((name, &*options.figures)),
-            Does::Net { net, end, .. } => nets.push((name, &**net, *end)),
+        match &device.kind {
+            DeviceKind::Blk(options, _) => blks.push((name, &*options.figures)),
+            DeviceKind::Net { net, end, .. } => nets.push((name, &**net, *end)),
         }
     }
     if !blks.is_empty() {
@@ -323,5 +329,5 @@ pub(super) fn figures(page: &mut Page, devices: &[Device]) {
     }
     let blks = blks.iter().map(|(_, figures)| figures.iotlb.totals());
     let totals = blks.chain(nets.iter().map(|(_, net, end)| net.iotlb(*end)));
-    crate::serve::iotlb_figures(page, &totals.fold(Default::default(), |sum, one| sum + one));
+    crate::serve::iotlb_figures(page, &totals.fold(Default::default(), |sum, iotlb| sum + iotlb));
 }

@@ -198,7 +198,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         };
         if let Err(why) = recovered {
             tracing::error!(
-                "the guest has to be reset: the mappings of the IOMMU of the process before \
+                "the guest has to be reset: the mappings of the IOMMU of the previous process \
                  cannot be taken over: {}",
                 crate::explain(&why)
             );
@@ -272,7 +272,7 @@ impl Service for Guard {
     }
 
     fn left(&self) -> Vec<(String, usize)> {
-        devices::left(&self.devices)
+        devices::stuck_disks(&self.devices)
     }
 
     fn figures(&self, page: &mut Page) {
