@@ -1,6 +1,6 @@
-//! Wrong usage, and what arguments have in common.
+//! Usage errors, and the values that several commands take.
 
-/// The request cannot be carried out as given: found before anything ran; exit code 2.
+/// A usage error, which is found before anything has run; the exit code is 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Usage(pub(crate) String);
 
@@ -12,12 +12,12 @@ impl std::fmt::Display for Usage {
 
 impl std::error::Error for Usage {}
 
-/// An error in the command line.
+/// A usage error with this text.
 pub(crate) fn wrong(text: impl Into<String>) -> anyhow::Error {
     Usage(text.into()).into()
 }
 
-/// A number of bytes, with a unit if wanted.
+/// Parses a number of bytes, which may have a unit.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     let unit = text.char_indices().next_back().and_then(|(at, unit)| {
         let shift = 10 * (1 + "kmgt".find(unit.to_ascii_lowercase())?);

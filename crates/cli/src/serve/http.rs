@@ -22,11 +22,11 @@ use super::socket::{self, Access, Placed};
 /// How long a scraper may take from its connection until it has the whole response.
 const TIME_OUT: Duration = Duration::from_secs(2);
 /// The longest request that is read, in bytes, and the most headers that it may have.
-const LONGEST: usize = 8 << 10;
-const HEADERS: usize = 64;
-/// How many scrapers are served at a time. A further one replaces a silent one, or else the first,
-/// which will ask again.
-const SCRAPERS: usize = 16;
+const MAX_REQUEST: usize = 8 << 10;
+const MAX_HEADERS: usize = 64;
+/// How many scrapers are served at a time. One more replaces a scraper that has sent nothing, or
+/// else the oldest, which will try again.
+const MAX_SCRAPERS: usize = 16;
 
 /// Where metrics are served: `HOST:PORT`, or `unix:PATH`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,23 +62,23 @@ impl fmt::Display for Address {
 /// Serves the metrics.
 pub(crate) struct Endpoint {
     listener: OwnedFd,
-    /// Its address; the kernel has chosen the port if it was given as 0.
+    /// Its address, with the port that the kernel has chosen if 0 was given.
     pub(super) address: Address,
     placed: Option<Placed>,
-    /// The host names that requests may use; `None`: any, where a browser cannot reach the
-    /// endpoint.
+    /// The host names that requests may have; `None` for any, on a Unix socket: no browser can
+    /// reach it.
     names: Option<Vec<String>>,
     time_out: Duration,
 }
 
 impl Endpoint {
-    /// Listens at `address`, and serves requests for one of its names or of `more`.
+    /// Listens at `address`. Requests must name its IP address, its host, or one of `more_names`.
     ///
     /// # Errors
     /// The address is taken or invalid.
     pub(crate) fn open(
         address: &Address,
-        more: &[String],
+        more_names: &[String],
         owner: Option<Uid>,
     ) -> io::Result<Endpoint> {
         let (listener, address, placed, names) = match address {
@@ -87,7 +87,7 @@ impl Endpoint {
                 let listener = TcpListener::bind(&*places)?;
                 listener.set_nonblocking(true)?;
                 let names = ["localhost", without_port(address)].map(str::to_owned);
-                let names = names.into_iter().chain(node()).chain(more.iter().cloned());
+                let names = names.into_iter().chain(node()).chain(more_names.iter().cloned());
                 let address = Address::Tcp(listener.local_addr()?.to_string());
                 (listener.into(), address, None, Some(names.collect()))
             }
@@ -99,12 +99,12 @@ impl Endpoint {
         Ok(Endpoint { listener, address, placed, names, time_out: TIME_OUT })
     }
 
-    /// The folder of its socket, if that is in the file system.
+    /// The folder of its socket, if it is a Unix socket.
     pub(crate) fn folder(&self) -> Option<BorrowedFd<'_>> {
         self.placed.as_ref().map(Placed::folder)
     }
 
-    /// Serves what `page` returns until `stop` is hung up.
+    /// Serves the text that `page` returns, until `stop` is hung up.
     pub(crate) fn serve(&self, stop: BorrowedFd<'_>, page: impl Fn() -> String) {
         let mut scrapers: Vec<Scraper> = Vec::new();
         loop {
@@ -115,26 +115,26 @@ impl Endpoint {
             let mut fds: Vec<PollFd<'_>> =
                 own.into_iter().chain(scrapers.iter().map(Scraper::waits_for)).collect();
             let now = Instant::now();
-            let first = scrapers.iter().map(|scraper| scraper.until).min();
-            let left = first.map(|until| until.saturating_duration_since(now));
+            let first = scrapers.iter().map(|scraper| scraper.deadline).min();
+            let left = first.map(|deadline| deadline.saturating_duration_since(now));
             let left = left.and_then(|left| Timespec::try_from(left).ok());
             let _ = poll(&mut fds, left.as_ref());
             let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
             if ready[1] {
                 return;
             }
-            let mut theirs = ready[2..].iter();
+            let mut scrapers_ready = ready[2..].iter();
             let now = Instant::now();
             scrapers.retain_mut(|scraper| {
-                let ready = theirs.next() == Some(&true);
-                now < scraper.until && (!ready || scraper.goes_on(self.names.as_deref(), &page))
+                let ready = scrapers_ready.next() == Some(&true);
+                now < scraper.deadline && (!ready || scraper.advance(self.names.as_deref(), &page))
             });
             if !ready[0] {
                 continue;
             }
             match accept_with(&self.listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(stream) => {
-                    if scrapers.len() == SCRAPERS {
+                    if scrapers.len() == MAX_SCRAPERS {
                         let silent = |scraper: &Scraper| scraper.request.is_empty();
                         scrapers.remove(scrapers.iter().position(silent).unwrap_or(0));
                     }
@@ -151,31 +151,32 @@ impl Endpoint {
 /// A connection for one request.
 struct Scraper {
     stream: OwnedFd,
-    until: Instant,
+    deadline: Instant,
     request: Vec<u8>,
-    /// The rest of the response to be written, once there is one.
+    /// The rest of the response, once the request is complete.
     response: Option<Vec<u8>>,
 }
 
 impl Scraper {
     fn new(stream: OwnedFd, time_out: Duration) -> Scraper {
-        let until = Instant::now() + time_out;
-        Scraper { stream, until, request: Vec::new(), response: None }
+        let deadline = Instant::now() + time_out;
+        Scraper { stream, deadline, request: Vec::new(), response: None }
     }
 
     fn waits_for(&self) -> PollFd<'_> {
-        let what = if self.response.is_some() { PollFlags::OUT } else { PollFlags::IN };
-        PollFd::new(&self.stream, what)
+        let events = if self.response.is_some() { PollFlags::OUT } else { PollFlags::IN };
+        PollFd::new(&self.stream, events)
     }
 
-    /// Reads or writes what is possible without blocking. False once it is over.
-    fn goes_on(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> bool {
+    /// Reads or writes once, without blocking. False once the connection is done.
+    fn advance(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> bool {
         match self.step(names, page) {
-            Ok(over) => !over,
+            Ok(done) => !done,
             Err(error) => matches!(error, Errno::AGAIN | Errno::INTR),
         }
     }
 
+    /// True once the response is written, or the scraper has hung up.
     fn step(&mut self, names: Option<&[String]>, page: impl Fn() -> String) -> Result<bool, Errno> {
         if self.response.is_none() {
             let mut part = [0; 1024];
@@ -192,42 +193,42 @@ impl Scraper {
     }
 }
 
-/// The response to a request, once the request is complete.
+/// The response to a request; `None` as long as the request is incomplete.
 fn respond(request: &[u8], names: Option<&[String]>, page: impl Fn() -> String) -> Option<String> {
-    let mut headers = [EMPTY_HEADER; HEADERS];
+    let mut headers = [EMPTY_HEADER; MAX_HEADERS];
     let mut parsed = Request::new(&mut headers);
     let too_large = || response("431 Request Header Fields Too Large", "");
     match parsed.parse(request) {
-        Ok(Status::Partial) => return (request.len() >= LONGEST).then(too_large),
+        Ok(Status::Partial) => return (request.len() >= MAX_REQUEST).then(too_large),
         Ok(Status::Complete(_)) => {}
         Err(httparse::Error::TooManyHeaders) => return Some(too_large()),
         Err(_) => return Some(response("400 Bad Request", "")),
     }
     let mut hosts = parsed.headers.iter().filter(|header| header.name.eq_ignore_ascii_case("host"));
-    if names.is_some_and(|names| hosts.any(|host| !is_meant(host.value, names))) {
-        let why = "use the address, localhost, or a name that is given to --metrics-host\n";
+    if names.is_some_and(|names| hosts.any(|host| !is_ours(host.value, names))) {
+        let why = "use the IP address, localhost, or a name that is given to --metrics-host\n";
         return Some(response("421 Misdirected Request", why));
     }
     let path = parsed.path.unwrap_or_default();
     let path = path.split_once('?').map_or(path, |(path, _)| path);
     Some(match (parsed.method, path) {
         (Some("GET"), "/metrics") => response("200 OK", &page()),
-        (Some("GET"), _) => response("404 Not Found", "the figures are at /metrics\n"),
+        (Some("GET"), _) => response("404 Not Found", "the metrics are at /metrics\n"),
         _ => response("405 Method Not Allowed", ""),
     })
 }
 
-/// Whether a request for that host is meant for the endpoint of these names. A web page can send
-/// requests to whatever its own name is made to resolve to (DNS rebinding), but not to our address,
-/// nor to our names.
-fn is_meant(host: &[u8], names: &[String]) -> bool {
+/// Whether `host`, of a request, is an IP address or one of `names`. This keeps web pages out (DNS
+/// rebinding): a page can have its own host name resolve to this endpoint, but its requests carry
+/// that name.
+fn is_ours(host: &[u8], names: &[String]) -> bool {
     let Ok(host) = std::str::from_utf8(host) else { return false };
     let host = without_port(host);
     let literal = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     literal.parse::<IpAddr>().is_ok() || names.iter().any(|name| host.eq_ignore_ascii_case(name))
 }
 
-/// This machine's own name, as `uname -n` prints it; `None` where the kernel has no file with it.
+/// This machine's name, as `uname -n` prints it; `None` if procfs does not have it.
 fn node() -> Option<String> {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     Some(name.trim_end().to_owned())
@@ -270,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_figures_are_served() {
+    fn only_the_metrics_are_served() {
         let page = || "x 1\n".to_owned();
         let got = |request: &str| respond(request.as_bytes(), None, page).unwrap();
         assert!(got("GET /metrics HTTP/1.1\r\n\r\n").ends_with("\r\n\r\nx 1\n"));
@@ -278,11 +279,11 @@ mod tests {
         assert!(got("GET / HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 404 "));
         assert!(got("POST /metrics HTTP/1.1\r\n\r\n").starts_with("HTTP/1.1 405 "));
         assert!(got("\u{1}\r\n\r\n").starts_with("HTTP/1.1 400 "));
-        let many = "a: b\r\n".repeat(HEADERS + 1);
+        let many = "a: b\r\n".repeat(MAX_HEADERS + 1);
         let many = format!("GET /metrics HTTP/1.1\r\n{many}\r\n");
         assert!(got(&many).starts_with("HTTP/1.1 431 "));
         assert_eq!(respond(b"GET /metrics HTTP/1.1\r\nHost: x\r\n", None, page), None);
-        assert!(got(&format!("GET /{}", "a".repeat(LONGEST))).starts_with("HTTP/1.1 431 "));
+        assert!(got(&format!("GET /{}", "a".repeat(MAX_REQUEST))).starts_with("HTTP/1.1 431 "));
     }
 
     #[test]
@@ -315,7 +316,7 @@ mod tests {
     #[test]
     fn silent_or_excessive_clients_delay_no_other() {
         let address: Address = "127.0.0.1:0".parse().unwrap();
-        // The time-out is not what ends it.
+        // The time-out must not be what ends these connections.
         let time_out = Duration::from_secs(3600);
         let endpoint = Endpoint { time_out, ..Endpoint::open(&address, &[], None).unwrap() };
         let Address::Tcp(at) = &endpoint.address else { unreachable!() };
@@ -324,23 +325,23 @@ mod tests {
         let figures = "x 1\n".repeat(1 << 20);
         std::thread::scope(|scope| {
             scope.spawn(|| endpoint.serve(stop.as_fd(), || figures.clone()));
-            let silent = [(); 3 * SCRAPERS].map(|()| TcpStream::connect(at).unwrap());
+            let silent = [(); 3 * MAX_SCRAPERS].map(|()| TcpStream::connect(at).unwrap());
             let mut long = TcpStream::connect(at).unwrap();
-            let _ = long.write_all(&[b'a'; LONGEST + 2]);
-            let mut deaf = TcpStream::connect(at).unwrap();
-            deaf.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+            let _ = long.write_all(&[b'a'; MAX_REQUEST + 2]);
+            let mut unread = TcpStream::connect(at).unwrap();
+            unread.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
             let mut good = TcpStream::connect(at).unwrap();
             good.write_all(b"GET /metrics HTTP/1.1\r\n").unwrap();
             good.write_all(b"\r\n").unwrap();
             let mut text = String::new();
             good.read_to_string(&mut text).unwrap();
             assert!(text.ends_with(&figures), "{} bytes", text.len());
-            drop((silent, deaf, held));
+            drop((silent, unread, held));
         });
     }
 
     #[test]
-    fn a_scraper_has_so_long_and_no_longer() {
+    fn a_silent_scraper_is_disconnected_after_the_time_out() {
         let time_out = Duration::from_millis(10);
         let endpoint = Endpoint {
             time_out,
