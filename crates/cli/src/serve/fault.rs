@@ -1,4 +1,4 @@
-//! A panic of a thread of this program.
+//! A panic of a thread ends the process.
 
 use std::{io::IsTerminal as _, panic};
 
@@ -9,31 +9,32 @@ use super::log;
 
 /// The exit code of a process in which a thread has panicked (`EX_SOFTWARE` of sysexits.h).
 pub(crate) const EXIT_CODE: i32 = 70;
-/// A writable pipe has room for this many bytes.
-const LINE: usize = 512;
+/// The longest line, in bytes: what fits a pipe that is writable (POSIX's minimum of PIPE_BUF).
+const MAX_LINE: usize = 512;
 
-/// From now on a thread that panics ends the process, with a line and [`EXIT_CODE`]. Without one of
-/// its threads a process no longer serves, and this goes unnoticed; one that ends is restarted, and
-/// its guest continues by the record of requests in flight.
+/// From now on a panic of any thread ends the process, with a line on standard error and
+/// [`EXIT_CODE`]. A process that has lost a thread would hang without notice; one that has ended is
+/// restarted by its service manager, and the guest continues by the record of requests in flight.
 pub(crate) fn end_process_on_panic() {
-    panic::set_hook(Box::new(|what| {
+    panic::set_hook(Box::new(|info| {
         log::end();
         let thread = std::thread::current();
-        let place = what.location().map_or_else(String::new, ToString::to_string);
-        let payload = what.payload();
+        let place = info.location().map_or_else(String::new, ToString::to_string);
+        let payload = info.payload();
         let text = payload.downcast_ref::<&str>().copied();
         let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-        let why = text.unwrap_or("no reason is given");
+        let why = text.unwrap_or("no message");
         let name = thread.name().unwrap_or("?");
-        let mut line = format!("error: a fault of ringfence: thread {name}, {place}: {why}");
+        let mut line = format!("error: thread {name} of ringfence panicked at {place}: {why}");
         line = line.replace(char::is_control, " ");
-        while line.len() >= LINE {
+        while line.len() >= MAX_LINE {
             line.pop();
         }
         line.push('\n');
         let stderr = std::io::stderr();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        // Waits for nothing, not even for other threads, which may hold any lock.
+        // This thread must not block, nor take a lock, which another thread may hold: a line that
+        // would block is left out.
         if stderr.is_terminal()
             || poll(&mut [PollFd::new(&stderr, PollFlags::OUT)], Some(&now)) == Ok(1)
         {
@@ -65,7 +66,7 @@ mod tests {
         assert_eq!(ended.status.code(), Some(EXIT_CODE));
         let message = String::from_utf8(ended.stderr).unwrap();
         assert_eq!(message.lines().count(), 1, "{message}");
-        let wanted = "error: a fault of ringfence: thread worker-0, ";
+        let wanted = "error: thread worker-0 of ringfence panicked at ";
         assert!(
             message.starts_with(wanted) && message.ends_with(": a test of two lines\n"),
             "{message}"

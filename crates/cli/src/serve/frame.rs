@@ -27,10 +27,10 @@ use tracing::{error, info, warn};
 
 use super::{
     Page, Ready, SILENT, Service,
-    estate::{Estate, Resumed, Turn},
     front::Front,
     hand_over, log,
     manager::Manager,
+    saved_state::{Resumed, SavedState, Turn},
     socket::Listener,
 };
 
@@ -55,7 +55,7 @@ struct Frame<S> {
     users: Vec<u32>,
     begun: Instant,
     fronts: Vec<Front>,
-    estate: Option<Estate>,
+    saved_state: Option<SavedState>,
     /// Which socket's connection may resume.
     turn: Arc<Turn>,
     /// Leave connections to a successor.
@@ -69,7 +69,7 @@ struct Frame<S> {
 /// # Errors
 /// Some I/O does not complete.
 pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
-    let Ready { fronts, endpoint, signals, manager, users, estate, door, .. } = ready;
+    let Ready { fronts, endpoint, signals, manager, users, saved_state, door, .. } = ready;
     let ((stop, running), resumed) = (ready.stop, ready.resumed);
     let frame = Frame {
         service,
@@ -79,7 +79,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         users,
         begun: Instant::now(),
         fronts,
-        estate,
+        saved_state,
         turn: Arc::default(),
         stopping: AtomicBool::new(false),
     };
@@ -107,7 +107,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
                 if let Some(Resumed { stream, saved }) = resumed {
                     frame.serve(at, stream, Some(saved));
                 }
-                frame.turn.over(at);
+                frame.turn.end(at);
                 frame.accept(at, stop);
             };
             named("front").spawn_scoped(scope, accept).expect("a thread for a socket");
@@ -120,11 +120,11 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             };
             named("figures").spawn_scoped(scope, serve).expect("a thread for figures");
         }
-        if let (Some(door), Some(estate)) = (&door, &frame.estate) {
+        if let (Some(door), Some(saved_state)) = (&door, &frame.saved_state) {
             let (frame, stop, known) = (&frame, stop.as_fd(), &successor);
             let wait = move || {
                 ringfence_sandbox::confine(Role::Front);
-                let successor = hand_over::await_successor(door, stop, estate)?;
+                let successor = hand_over::await_successor(door, stop, saved_state)?;
                 info!("{name}: a successor takes over");
                 frame.leaves.store(true, Ordering::Release);
                 let _ = signal_hook::low_level::raise(SIGTERM);
@@ -271,7 +271,7 @@ impl<S: Service> Frame<S> {
         }
         self.manager.report("STATUS=serving a front end");
         let ended = self.converse(front, at, stream, saved);
-        *front.now.lock() = None;
+        *front.current.lock() = None;
         match ended {
             Ok(()) if self.is_leaving() => info!(source = %name, "left to a successor"),
             Ok(()) => info!(source = %name, "the front end is gone"),
@@ -290,9 +290,9 @@ impl<S: Service> Frame<S> {
         stream: PeerFd,
         saved: Option<SavedConnection>,
     ) -> Result<()> {
-        let keeper = self.estate.as_ref().map(|estate| {
+        let keeper = self.saved_state.as_ref().map(|saved_state| {
             let turn = saved.as_ref().map(|_| Arc::clone(&self.turn));
-            estate.keeper(at, &front.listener.name, &stream, turn)
+            saved_state.keeper(at, &front.listener.name, &stream, turn)
         });
         let mut connection = self.service.connect(at, stream)?;
         let keeper = keeper.transpose()?.map(|keeper| Box::new(keeper) as Box<dyn Keeper>);
@@ -300,16 +300,16 @@ impl<S: Service> Frame<S> {
         let shutdown = connection.prepare(mapped, keeper, saved)?;
         {
             // The thread that ends the service sets the flag first and then checks this.
-            let mut now = front.now.lock();
+            let mut current = front.current.lock();
             if self.stopping.load(Ordering::Acquire) {
                 if self.is_leaving() {
-                    // The saved state is still that of the process before: dropping the connection
-                    // would hang up.
+                    // The saved state is still that of the previous process: dropping the
+                    // connection would hang up.
                     std::mem::forget(connection);
                 }
                 return Ok(());
             }
-            *now = Some(shutdown);
+            *current = Some(shutdown);
         }
         Ok(connection.serve()?)
     }
@@ -321,7 +321,7 @@ impl<S: Service> Frame<S> {
             if !leaves {
                 front.listener.remove();
             }
-            match &*front.now.lock() {
+            match &*front.current.lock() {
                 Some(connection) if leaves => connection.leave(),
                 Some(connection) => connection.shutdown(),
                 None => {}
@@ -373,17 +373,17 @@ impl<S: Service> Frame<S> {
         let made = of(|front| front.connections.load(Ordering::Relaxed));
         let broken = of(|front| front.broken.load(Ordering::Relaxed));
         let silent = of(|front| front.silent.load(Ordering::Relaxed));
-        let now = of(|front| front.now.lock().is_some().into());
+        let connected = of(|front| front.current.lock().is_some().into());
         page.many("connections_total", "Front ends so far.", "socket", made);
         let resumed = of(|front| front.resumed.load(Ordering::Relaxed));
-        let help = "Connections that went on from the process before.";
+        let help = "Connections that were taken over from the previous process.";
         page.many("resumed_connections_total", help, "socket", resumed);
         let help = "Connections that ended for another reason than the front end's leave.";
         page.many("broken_connections_total", help, "socket", broken);
         let help = "Connections that had sent nothing and gave way to others.";
         page.many("silent_connections_total", help, "socket", silent);
-        page.many("connected", "Whether there is a front end.", "socket", now);
-        let mapped = of(|front| front.now.lock().as_ref().map_or(0, Shutdown::mapped));
+        page.many("connected", "Whether there is a front end.", "socket", connected);
+        let mapped = of(|front| front.current.lock().as_ref().map_or(0, Shutdown::mapped));
         page.many("mapped_bytes", "Of the front end's files.", "socket", mapped);
         let help = "Lines of the log that were left out: more than their source may have, or than was taken.";
         page.one("log_lines_left_out_total", help, log::not_logged());

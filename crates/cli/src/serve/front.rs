@@ -1,4 +1,4 @@
-//! The front ends of a socket.
+//! A socket and the front ends that connect to it.
 
 use std::sync::atomic::AtomicU64;
 
@@ -9,19 +9,19 @@ use tracing::warn;
 
 use super::socket::Listener;
 
-/// The state that the frame keeps for each socket.
+/// The state of a socket and of its connections.
 pub(super) struct Front {
     pub(super) listener: Listener,
     /// Closes descriptors that its front ends have sent.
     pub(super) closer: Closer,
     pub(super) connections: AtomicU64,
-    /// Connections taken over from the process before.
+    /// Connections taken over from the previous process.
     pub(super) resumed: AtomicU64,
     pub(super) broken: AtomicU64,
     /// Connections that sent nothing and gave way to others.
     pub(super) silent: AtomicU64,
     /// The connection being served.
-    pub(super) now: Mutex<Option<Shutdown>>,
+    pub(super) current: Mutex<Option<Shutdown>>,
 }
 
 impl Front {
@@ -30,8 +30,8 @@ impl Front {
         let closer = Closer::new(move |count| {
             warn!(
                 source = %name,
-                "{count} descriptors of front ends wait to be closed, which their files' servers do not \
-                 allow: no more is taken from this socket until they do"
+                "{count} descriptors of front ends wait to be closed: the servers of these files do not \
+                 respond. This socket takes no more messages until they are closed"
             );
         });
         Front {
@@ -41,7 +41,7 @@ impl Front {
             resumed: AtomicU64::new(0),
             broken: AtomicU64::new(0),
             silent: AtomicU64::new(0),
-            now: Mutex::new(None),
+            current: Mutex::new(None),
         }
     }
 }

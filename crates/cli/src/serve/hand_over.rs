@@ -1,9 +1,9 @@
 //! `--hand-over`: a successor takes a service over from the running process.
 //!
 //! Both get the same path. A starting process checks whether another one listens there. If so, that
-//! one sends its estate, and continues to serve. The successor checks that it can read the estate,
-//! and only then asks for the handover; it resumes once the old process has ended, which also
-//! releases the images.
+//! one sends its saved state, and continues to serve. The successor checks that it can read the
+//! state, and only then asks for the handover; it resumes once the old process has ended, which
+//! also releases the images.
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
@@ -23,27 +23,27 @@ use rustix::{
 use tracing::{info, warn};
 
 use super::{
-    estate::{Estate, Inherited},
-    memo,
+    mailbox,
+    saved_state::{Inherited, SavedState},
     socket::Listener,
 };
 
-/// The running process's first message, which comes with the ends of its [`Estate`]'s queue. The
-/// successor's reply if it can take over is `GO`.
+/// The running process's first message, which comes with the [ends](SavedState::ends) of its saved
+/// state. The successor's reply if it can take over is `GO`.
 const HELLO: &[u8] = b"RFho\x01";
 const GO: &[u8] = b"go";
 
-/// How long a successor may take to check the estate: until then no other one is heard.
+/// How long a successor may take to check the saved state: until then no other one is served.
 const LOOKS: Duration = Duration::from_secs(10);
 
-/// How often to log that the process before has not ended.
+/// How often to log that the previous process has not ended.
 const WARN_EVERY: Duration = Duration::from_secs(5);
 
 /// Takes a service over from the process that listens at `path`; `None` if none does. When this
 /// returns, that process is gone.
 ///
 /// # Errors
-/// Its estate cannot be read here, or belongs to another service: the process continues.
+/// Its saved state cannot be read here, or belongs to another service: the process continues.
 pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[OwnedFd; 2]>> {
     let mut stream = match UnixStream::connect(path).map_err(|error| (error.kind(), error)) {
         Ok(stream) => stream,
@@ -53,7 +53,7 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
         }
     };
     stream.set_read_timeout(Some(LOOKS))?;
-    let (hello, fds) = memo::receive(stream.as_fd(), HELLO.len(), RecvFlags::empty(), true)
+    let (hello, fds) = mailbox::receive(stream.as_fd(), HELLO.len(), RecvFlags::empty(), true)
         .context("the process that runs sends nothing")?;
     let ends: Option<[_; 2]> = fds.try_into().ok();
     let ends = ends.filter(|_| hello == HELLO);
@@ -61,14 +61,14 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     let cannot = "this process cannot take over, and the one that runs goes on";
     Inherited::check(&ends, name, sockets).context(cannot)?;
     stream.write_all(GO).context(cannot)?;
-    info!("{name}: taking over; the process before is ending");
+    info!("{name}: taking over; the previous process is ending");
     stream.set_read_timeout(Some(WARN_EVERY))?;
     loop {
         match stream.read(&mut [0]).map_err(|error| error.kind()) {
             Ok(0) => return Ok(Some(ends)),
             Ok(_) | Err(ErrorKind::Interrupted) => {}
             Err(ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                warn!("{name}: the process before has not ended yet");
+                warn!("{name}: the previous process has not ended yet");
             }
             // It was killed with unread data.
             Err(_) => return Ok(Some(ends)),
@@ -76,12 +76,12 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     }
 }
 
-/// Sends the estate to successors that connect to `door`, until one takes over or `stop` is hung up.
-/// Returns the connection of that one, which waits for it to close.
+/// Sends the saved state to successors that connect to `door`, until one takes over or `stop` is
+/// hung up. Returns the connection of that successor, which waits for it to close.
 pub(super) fn await_successor(
     door: &Listener,
     stop: BorrowedFd<'_>,
-    estate: &Estate,
+    saved_state: &SavedState,
 ) -> Option<UnixStream> {
     loop {
         let mut fds = [
@@ -93,16 +93,16 @@ pub(super) fn await_successor(
             return None;
         }
         let Ok((stream, _)) = door.socket.accept() else { continue };
-        match show(&stream, estate) {
+        match show(&stream, saved_state) {
             Ok(()) => return Some(stream),
             Err(error) => warn!("a successor has not taken over: {error:#}"),
         }
     }
 }
 
-/// Sends the estate to one successor, and waits for its reply.
-fn show(mut stream: &UnixStream, estate: &Estate) -> Result<()> {
-    memo::send(stream.as_fd(), HELLO, &[], &estate.ends())?;
+/// Sends the saved state to one successor, and waits for its reply.
+fn show(mut stream: &UnixStream, saved_state: &SavedState) -> Result<()> {
+    mailbox::send(stream.as_fd(), HELLO, &[], &saved_state.ends())?;
     let mut fds = [PollFd::new(stream, PollFlags::IN)];
     let limit = Timespec { tv_sec: LOOKS.as_secs() as i64, tv_nsec: 0 };
     ensure!(poll(&mut fds, Some(&limit))? > 0, "it has not replied within {LOOKS:?}");

@@ -16,7 +16,7 @@ use std::{
 use rustix::net::{self, SendFlags};
 use tracing::warn;
 
-use super::memo;
+use super::mailbox;
 
 /// The names of the descriptors that it keeps.
 pub(super) const ENDS: [&str; 2] = ["ringfence-write", "ringfence-read"];
@@ -49,7 +49,7 @@ impl Manager {
         self.stores
     }
 
-    /// Makes it keep the ends of an estate, each by the name that
+    /// Makes it keep the ends of a saved state, each by the name that
     /// [`socket::passed`](super::socket::passed) looks for. Waits for a while for a manager that
     /// does not read: without this, a successor has nothing to resume.
     pub(super) fn store(&self, ends: [BorrowedFd<'_>; 2]) {
@@ -62,7 +62,7 @@ impl Manager {
         for (name, end) in ENDS.into_iter().zip(ends) {
             // FDPOLL=0: a hang-up of it means nothing.
             let state = format!("FDSTORE=1\nFDPOLL=0\nFDNAME={name}");
-            if let Err(error) = memo::send(socket.as_fd(), state.as_bytes(), &[], &[end]) {
+            if let Err(error) = mailbox::send(socket.as_fd(), state.as_bytes(), &[], &[end]) {
                 warn!("the service manager does not take a descriptor: {error}");
             }
         }

@@ -2,17 +2,17 @@
 //! and an orderly end.
 
 mod confine;
-mod estate;
 mod fault;
 mod frame;
 mod front;
 mod hand_over;
 mod http;
 mod log;
+mod mailbox;
 mod manager;
-mod memo;
 mod page;
 mod ready;
+mod saved_state;
 mod socket;
 
 use std::{io, path::PathBuf, time::Duration};

@@ -1,4 +1,4 @@
-//! Preparing a service: it takes over what the process before has left, opens what it needs, and
+//! Preparing a service: it takes over what the previous process has left, opens what it needs, and
 //! gives up the rest.
 
 use std::{
@@ -22,12 +22,11 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use tracing::warn;
 
 use super::{
-    Common, SILENT,
-    estate::{Estate, Inherited, Resumed},
-    fault,
+    Common, SILENT, fault,
     front::Front,
     hand_over, http, log,
     manager::Manager,
+    saved_state::{Inherited, Resumed, SavedState},
     socket::{self, Access, Listener, Passed},
 };
 
@@ -70,7 +69,7 @@ pub(crate) fn reader(socket: &Path) -> u64 {
 }
 
 /// Starts the log at the level of `--log`, raises the limit of descriptors as far as the system
-/// allows, and takes over what the process before has left of the service `name` with that many
+/// allows, and takes over what the previous process has left of the service `name` with that many
 /// `sockets`. Call it before anything is made.
 ///
 /// # Errors
@@ -101,8 +100,8 @@ pub(crate) struct Ready {
     pub(super) stop: (UnixStream, UnixStream),
     pub(super) manager: Manager,
     pub(super) users: Vec<u32>,
-    /// What outlives the process, if another process holds it.
-    pub(super) estate: Option<Estate>,
+    /// The state that outlives this process, if another process holds it.
+    pub(super) saved_state: Option<SavedState>,
     /// The socket on which successors ask.
     pub(super) door: Option<Listener>,
     /// Connections to resume, by socket.
@@ -124,7 +123,7 @@ impl Ready {
             .context("starting a worker")
     }
 
-    /// Whether the connection of socket `at` is resumed from the process before.
+    /// Whether the connection of socket `at` is resumed from the previous process.
     pub(crate) fn goes_on(&self, at: usize) -> bool {
         self.resumed[at].is_some()
     }
@@ -138,8 +137,8 @@ impl Ready {
         }
     }
 
-    /// Memory for what a successor needs of the devices, if there may be one, and whether the
-    /// process before has left content in it; with `anew`, that is ignored.
+    /// Memory in which the devices keep what a successor needs, if there may be one, and whether it
+    /// is that of the previous process; with `anew`, it never is.
     ///
     /// # Errors
     /// Those of the system.
@@ -148,7 +147,7 @@ impl Ready {
         bytes: usize,
         anew: bool,
     ) -> Result<Option<(SharedFile, bool)>> {
-        self.estate.as_mut().map(|estate| estate.memory(bytes, anew)).transpose()
+        self.saved_state.as_mut().map(|saved_state| saved_state.memory(bytes, anew)).transpose()
     }
 }
 
@@ -191,7 +190,7 @@ pub(crate) fn open(
     });
     let door = door.transpose()?;
     let mut resumed: Vec<_> = (0..sockets).map(|_| None).collect();
-    let mut estate = None;
+    let mut saved_state = None;
     if inherited.is_some() || door.is_some() || manager.stores() {
         let names: Vec<_> = fronts.iter().map(|front| &*front.listener.name).collect();
         let closers: Vec<_> = fronts.iter().map(|front| front.closer.clone()).collect();
@@ -199,12 +198,12 @@ pub(crate) fn open(
             resumed = inherited.connections(&names, &closers)?;
         }
         let sockets = fronts.iter().map(|front| front.listener.socket.as_fd());
-        let made = Estate::new(name, sockets, &closers, inherited);
+        let made = SavedState::new(name, sockets, &closers, inherited);
         let made = made.context("preparing for a successor")?;
         if !is_stored {
             manager.store(made.ends());
         }
-        estate = Some(made);
+        saved_state = Some(made);
     }
     let cpus = || thread::available_parallelism().map_or(1, |cpus| cpus.get());
     let workers = common.workers.map_or_else(cpus, usize::from);
@@ -224,7 +223,7 @@ pub(crate) fn open(
         stop,
         manager,
         users,
-        estate,
+        saved_state,
         door,
         resumed,
         workers,

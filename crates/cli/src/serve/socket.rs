@@ -36,7 +36,7 @@ impl Placed {
         self.place.folder()
     }
 
-    /// The socket that the process before has put there.
+    /// The socket that the previous process has put there.
     fn there(path: &Path) -> io::Result<Placed> {
         let place = FolderEntry::of(path)?;
         let (_, about) = place.look()?;
@@ -179,7 +179,7 @@ impl Listener {
 /// What the service manager has passed.
 pub(super) struct Passed {
     listeners: Vec<UnixListener>,
-    /// What the process before has left.
+    /// What the previous process has left.
     pub(super) ends: Option<[OwnedFd; 2]>,
 }
 
@@ -211,7 +211,7 @@ pub(super) fn passed() -> Result<Passed> {
         if let Some(end) = ENDS.iter().position(|end| *end == name) {
             let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
             let (family, kind) = (family.as_raw().into(), kind.as_raw() as i32);
-            let kept = fds.take_custom(at, family, kind, "what the process before has left");
+            let kept = fds.take_custom(at, family, kind, "what the previous process has left");
             ends[end] = Some(kept?.context(taken)?);
             continue;
         }
@@ -222,7 +222,7 @@ pub(super) fn passed() -> Result<Passed> {
     Ok(Passed { listeners, ends: write.zip(read).map(|(write, read)| [write, read]) })
 }
 
-/// The sockets that were passed, or those that the process before has left, or those at `paths`;
+/// The sockets that were passed, or those that the previous process has left, or those at `paths`;
 /// there must be `count`.
 ///
 /// # Errors
