@@ -6,13 +6,13 @@ use std::{
     os::unix::{net::UnixStream, process::CommandExt as _},
     path::PathBuf,
     process::{Child, Command, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{
-    common::Place,
+    common::{LIMIT, Place},
     guest::{IOMMU, PLATFORM, Ring, Session},
     honest::{Device, Neighbour},
     iommu::{self, FEATURES},
@@ -104,10 +104,18 @@ impl Line {
 
     /// Every connection was resumed by each next process: none was made anew.
     fn no_front_end_connected_again(&self, sockets: usize) {
-        let log = self.log();
-        let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
-        let found = ["a front end has connected", "going on with its front end"].map(count);
         let wanted = [sockets, TIMES * sockets];
+        let words = ["a front end has connected", "going on with its front end"];
+        let count =
+            |log: &str| words.map(|words| log.lines().filter(|line| line.contains(words)).count());
+        // A thread of its own writes the log: the last process's lines may be yet to come.
+        let least = if self.end == End::Killed { 1 } else { wanted[1] };
+        let begun = Instant::now();
+        while count(&self.log())[1] < least && begun.elapsed() < LIMIT {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let log = self.log();
+        let found = count(&log);
         match self.end {
             // The lines that a thread had yet to write are lost with a process that is killed: on a
             // busy machine some are, but not all, and none is added.
