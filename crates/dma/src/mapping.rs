@@ -13,7 +13,6 @@ use ringfence_mem::HostSlice;
 
 use crate::{
     OutOfBounds, Segment, SharedMemory, UnmapError,
-    auto::Slice,
     bounce::{Bounced, Bytes as Access, SlicesMut, Slot},
     counter::Count,
     flush::{Span, Unmapped},
@@ -33,8 +32,6 @@ pub(crate) trait Owner: Send + Sync {
         watched: bool,
         at: Option<&'static Location<'static>>,
     ) -> DomainResult<Option<Unmapped>>;
-    /// Reports that a mapping of `len` bytes, made in a slice of a trial, is being unmapped.
-    fn unmapping(&self, slice: Slice, len: u64);
     /// Frees an IOVA range that was parked.
     fn free(&self, range: Range);
     /// Ends a mapping that is a copy, and copies back to `slices`, if given. Returns its slot.
@@ -218,15 +215,6 @@ impl<B> Mapping<B> {
         Ok(())
     }
 
-    /// Reports the unmap to a trial, if one is running.
-    fn note_unmapping(&self) {
-        if self.placed.slice != Slice::NONE
-            && let Some(held) = &self.held
-        {
-            held.owner.unmapping(self.placed.slice, self.placed.len);
-        }
-    }
-
     /// Ends a copy; returns false if it is not one. The buffer gets what the device wrote, if it is
     /// `wanted`; if `watched`, the slot is kept.
     pub(crate) fn end_bounce(&mut self, wanted: bool, watched: bool) -> bool {
@@ -262,7 +250,6 @@ impl<B> Mapping<B> {
         if self.held.as_ref().expect(HELD).owner.device_id() != of {
             return Err(self);
         }
-        self.note_unmapping();
         Ok(ManuallyDrop::new(self))
     }
 
@@ -309,7 +296,6 @@ impl<B> Mapping<B> {
         watched: bool,
         at: Option<&'static Location<'static>>,
     ) -> Result<Taken<B>, UnmapError<B>> {
-        self.note_unmapping();
         // A copy has nothing to unmap, and nothing to wait for.
         if self.end_bounce(at.is_some(), watched) {
             let LiveMapping { buffer, owner, .. } = self.held.take().expect(HELD);

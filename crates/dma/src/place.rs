@@ -7,7 +7,7 @@ use ringfence_mem::ReadSlice;
 
 use crate::{
     Device, Direction, DmaBuffer, Error, Policy, Segment, Trust,
-    auto::{Cell, Choice, Kind, Slice},
+    auto::{Cell, Kind},
     bounce::Bounced,
     counter::Count,
     flush::Span,
@@ -73,9 +73,9 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
         if !mode.policy.bounces() || wanted.lasting == Lasting::Long {
             return self.place_mapped(wanted, measured);
         }
-        let (choice, cell) = bouncer.decide(mode.policy, wanted, &measured);
-        let bounced = choice.copy.then(|| self.place_bounced(wanted, &measured));
-        let mut placed = match bounced {
+        let (copy, cell) = bouncer.decide(mode.policy, wanted, &measured);
+        let bounced = copy.then(|| self.place_bounced(wanted, &measured));
+        let placed = match bounced {
             Some(Ok(placed)) => placed,
             Some(Err(_)) => {
                 self.port.counters.not_bounced.add(1);
@@ -83,8 +83,6 @@ impl<D: Domain + 'static, A: Allocator + 'static> Device<D, A> {
             }
             None => self.place_mapped(wanted, measured)?,
         };
-        // Also if a copy was chosen and failed: failures count in the result of copying.
-        placed.slice = choice.slice;
         if let (Some(cell), Some(tally)) = (cell, &self.port.counters.tally) {
             // A sync waits for a time slice only if another thread does the work. A domain that
             // cannot defer flushes, such as one behind system calls, has finished the sync when it
@@ -223,20 +221,19 @@ impl<T: Address> Bouncer<T> {
         policy: Policy,
         wanted: &MapCall<'_, T>,
         measured: &Measured,
-    ) -> (Choice, Option<Cell>) {
+    ) -> (bool, Option<Cell>) {
         let &Measured { len, runs, .. } = measured;
         if policy != Policy::Auto {
-            let copy = policy.bounces() && len <= self.config.threshold;
-            return (Choice { copy, slice: Slice::NONE }, None);
+            return (policy.bounces() && len <= self.config.threshold, None);
         }
         if len > LONGEST {
-            return (Choice { copy: false, slice: Slice::NONE }, None);
+            return (false, None);
         }
         let &MapCall { direction, sync, .. } = wanted;
         let written = self.config.written;
         let cell = Cell::of(direction, len, runs);
-        let choice = self.auto.choose(cell, || Kind { direction, len, runs, sync, written });
-        (choice, Some(cell))
+        let copy = self.auto.choose(cell, || Kind { direction, len, runs, sync, written });
+        (copy, Some(cell))
     }
 }
 

@@ -9,7 +9,6 @@ use core::{
 use ringfence_iommu::Iova;
 
 use crate::{
-    auto::Slice,
     bounce::{Bounced, Slot},
     flush::Span,
     layout::Segment,
@@ -29,8 +28,6 @@ pub(crate) struct Place {
     pub(crate) segments: Vec<Segment>,
     /// Whether it is synced; if not, the caller syncs it, with others.
     pub(crate) synced: bool,
-    /// The slice of a trial that it belongs to, if any.
-    pub(crate) slice: Slice,
 }
 
 impl Place {
@@ -42,7 +39,6 @@ impl Place {
         slot: None,
         segments: Vec::new(),
         synced: true,
-        slice: Slice::NONE,
     };
 }
 
@@ -93,9 +89,9 @@ impl DerefMut for Placed {
 impl Drop for Placed {
     fn drop(&mut self) {
         let Some(mut place) = self.0.take() else { return };
-        let Place { iova: _, len: _, span, bounced, slot, segments, synced, slice } = &mut *place;
+        let Place { iova: _, len: _, span, bounced, slot, segments, synced } = &mut *place;
         (*span, *bounced, *slot) = (None, None, None);
-        (*synced, *slice) = (true, Slice::NONE);
+        *synced = true;
         // Keeps the heap memory of the list too.
         segments.clear();
         // Fails on a thread that ends, which needs no spares.

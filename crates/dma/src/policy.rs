@@ -31,10 +31,9 @@ pub enum Policy {
     /// [`StrictMap`](Self::StrictMap).
     Bounce,
     /// Each mapping as under [`Bounce`](Self::Bounce) or [`StrictMap`](Self::StrictMap), whichever
-    /// is faster on this machine, or as fast and cheaper: measured when the policy comes into
-    /// force, then corrected by trials, which take at most 3 % of the time once each kind of
-    /// mapping had its first. [`Device::choices`](crate::Device::choices) returns what was chosen,
-    /// and why.
+    /// is faster for mappings of its size on this machine, as measured when the policy comes into
+    /// force. While other threads want the CPU, what copies in less than a wake-up is copied.
+    /// [`Device::choices`](crate::Device::choices) returns what was chosen, and why.
     Auto,
 }
 

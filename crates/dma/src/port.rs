@@ -7,7 +7,6 @@ use ringfence_iommu::{Domain, Range};
 use ringfence_iova::Allocator;
 
 use crate::{
-    auto::{self, Slice},
     bounce::{Bounced, SlicesMut, Slot},
     counter::Count,
     flush::{self, Unmapped},
@@ -60,16 +59,6 @@ impl<D: Domain, A: Allocator> Owner for Port<D, A> {
     fn free(&self, range: Range) {
         self.counters.frees.count.add(1);
         self.shared.free(range);
-    }
-
-    fn unmapping(&self, slice: Slice, len: u64) {
-        let Some(bouncer) = &self.shared.bouncer else { return };
-        let (shared, counters) = (&*self.shared, &self.counters);
-        let mark = || {
-            let clone = Arc::as_ptr(counters).addr();
-            auto::mark(clone, shared.sampler.clock.thread_ns(), counters.bytes.get())
-        };
-        bouncer.auto.unmapping(slice, len, || shared.clock.now_ns(), mark);
     }
 
     fn end_bounce(&self, bounced: Bounced, slices: Option<SlicesMut<'_>>) -> Slot {

@@ -2,6 +2,7 @@
 
 use core::panic::Location;
 
+use arrayvec::ArrayVec;
 use ringfence_iommu::{Address, Domain, Gather, Iova, Map, Range};
 use ringfence_iova::{Allocator, Request};
 use ringfence_sync::clock::Clock;
@@ -23,6 +24,8 @@ const BUDGET_NS: u64 = 150 * MS;
 /// The longest time for one measurement, and the most repeats.
 const EACH_NS: u64 = 2 * MS;
 const REPEATS: usize = 9;
+/// The longest time for one measurement of maps: the device's thread may wait for a time slice.
+const EACH_MAP_NS: u64 = 20 * MS;
 /// How many granules share a sync in a batch.
 const BATCH: u64 = 32;
 /// Copies take their source from successive places in a buffer of this size, so that it is not all
@@ -61,8 +64,9 @@ fn calibrate<D: Domain, A: Allocator>(
     match maps(shared, client, &is_late) {
         Ok(cost) => {
             calibration.map_call_ns = Some(cost.call_ns);
-            (calibration.map_run_ns, calibration.map_lone_ns) =
-                (Some(cost.run_ns), Some(cost.lone_ns));
+            calibration.map_run_ns = Some(cost.run_ns);
+            calibration.map_wall_ns = Some(cost.wall_ns);
+            calibration.map_lone_ns = Some(cost.lone_ns);
         }
         Err(error) => calibration.failed = Some(error),
     }
@@ -77,7 +81,7 @@ fn calibrate<D: Domain, A: Allocator>(
         }
         let mut one = |direction| {
             let mut at = 0;
-            median(clock, || {
+            median(clock, EACH_NS, || {
                 let len = bytes as usize;
                 at = if at + 2 * len <= SOURCE { at + len } else { 0 };
                 copy(client, &mut source[at..at + len], direction)
@@ -114,23 +118,35 @@ fn far_copy(clock: &dyn Clock, memory: &mut [u8]) -> u64 {
 }
 
 /// The median time of several calls, not counting the first.
-fn median(clock: &dyn Clock, mut call: impl FnMut() -> Result<(), Error>) -> Result<u64, Error> {
+fn median(
+    clock: &dyn Clock,
+    each_ns: u64,
+    call: impl FnMut() -> Result<(), Error>,
+) -> Result<u64, Error> {
+    let times = times(clock, each_ns, call)?;
+    Ok(times[times.len() / 2])
+}
+
+/// The times of several calls in at most about `each_ns`, sorted, not counting the first.
+fn times(
+    clock: &dyn Clock,
+    each_ns: u64,
+    mut call: impl FnMut() -> Result<(), Error>,
+) -> Result<ArrayVec<u64, REPEATS>, Error> {
     call()?;
     let began_ns = clock.now_ns();
-    let (mut times, mut count) = ([0; REPEATS], 0);
-    for time in &mut times {
+    let mut times = ArrayVec::new();
+    while !times.is_full() {
         let start_ns = clock.now_ns();
         call()?;
         let end_ns = clock.now_ns();
-        *time = end_ns.saturating_sub(start_ns);
-        count += 1;
-        if end_ns.saturating_sub(began_ns) >= EACH_NS {
+        times.push(end_ns.saturating_sub(start_ns));
+        if end_ns.saturating_sub(began_ns) >= each_ns {
             break;
         }
     }
-    let times = &mut times[..count];
     times.sort_unstable();
-    Ok(times[count / 2])
+    Ok(times)
 }
 
 /// Does all that a copied mapping does, from map to unmap.
@@ -160,6 +176,8 @@ struct MapCost {
     /// In a batch: the calls, and what each granule adds to them.
     call_ns: u64,
     run_ns: u64,
+    /// What each further granule adds to the time of the whole batch.
+    wall_ns: u64,
     /// For a single granule, with the waits for its syncs.
     lone_ns: u64,
 }
@@ -195,23 +213,26 @@ fn measure<D: Domain, A: Allocator>(
     safe: &mut bool,
 ) -> Result<MapCost, Error> {
     let clock = &*shared.clock;
-    // The medians of the time in the calls, and of the time in all.
+    // The least time in the calls, and in all: what delayed the others is no cost of a map.
     let mut timed = |count: u64| -> Result<(u64, u64), Error> {
-        let (mut calls, mut number) = ([0; REPEATS + 1], 0);
-        let all_ns = median(clock, || {
-            calls[number] = pair(shared, slot, count, safe)?;
-            number += 1;
+        let (mut calls_ns, mut first) = (u64::MAX, true);
+        let all_ns = times(clock, EACH_MAP_NS, || {
+            let call_ns = pair(shared, slot, count, safe)?;
+            if !std::mem::take(&mut first) {
+                calls_ns = calls_ns.min(call_ns);
+            }
             Ok(())
         })?;
-        // Without the first.
-        let calls = &mut calls[1..number];
-        calls.sort_unstable();
-        Ok((calls[calls.len() / 2], all_ns))
+        Ok((calls_ns, all_ns[0]))
     };
     let (one_ns, lone_ns) = timed(1)?;
-    let many_ns = if is_late() { one_ns.saturating_mul(BATCH) } else { timed(BATCH)?.0 };
-    let run_ns = many_ns.saturating_sub(one_ns) / (BATCH - 1);
-    Ok(MapCost { call_ns: one_ns.saturating_sub(run_ns), run_ns, lone_ns })
+    let (many_ns, all_ns) = match is_late() {
+        true => (one_ns.saturating_mul(BATCH), lone_ns.saturating_mul(BATCH)),
+        false => timed(BATCH)?,
+    };
+    let [run_ns, wall_ns] = [(many_ns, one_ns), (all_ns, lone_ns)]
+        .map(|(many_ns, one_ns)| many_ns.saturating_sub(one_ns) / (BATCH - 1));
+    Ok(MapCost { call_ns: one_ns.saturating_sub(run_ns), run_ns, wall_ns, lone_ns })
 }
 
 /// Maps `count` granules of a slot one by one, and unmaps them, with two syncs for all. Returns the
@@ -275,18 +296,18 @@ mod tests {
     fn the_median_leaves_out_the_first_and_ends_in_time() {
         let clock = ManualClock::new(0);
         let mut calls = 0;
-        let time = median(&clock, || {
+        let time = median(&clock, EACH_NS, || {
             calls += 1;
             clock.advance(if calls == 1 { 1_000_000 } else { 10 * calls });
             Ok(())
         });
         assert_eq!((time, calls), (Ok(60), 10), "of 20 to 100");
-        let slow = median(&clock, || {
+        let slow = median(&clock, EACH_NS, || {
             calls += 1;
             clock.advance(EACH_NS);
             Ok(())
         });
         assert_eq!((slow, calls), (Ok(EACH_NS), 12));
-        assert_eq!(median(&clock, || Err(Error::Empty)), Err(Error::Empty));
+        assert_eq!(median(&clock, EACH_NS, || Err(Error::Empty)), Err(Error::Empty));
     }
 }

@@ -14,7 +14,7 @@ pub struct Choices {
     pub cells: Vec<CellChoice>,
 }
 
-/// What copying and mapping cost the driver, measured when the policy came into force.
+/// What copying and mapping cost, measured when the policy came into force.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Calibration {
     /// The cost of a copy, the smallest first; sizes for which there was no slot or no time are
@@ -25,6 +25,9 @@ pub struct Calibration {
     pub map_call_ns: Option<u64>,
     /// The same for each granule.
     pub map_run_ns: Option<u64>,
+    /// Wall time that each further granule of a batch adds, syncs included: what the device takes for
+    /// it, if that is longer than the calls.
+    pub map_wall_ns: Option<u64>,
     /// Wall time to map and unmap one granule with its own two syncs, in nanoseconds.
     pub map_lone_ns: Option<u64>,
     /// How long the calibration took, in nanoseconds.
@@ -59,7 +62,7 @@ pub struct CellChoice {
     pub copied: u64,
     /// How many were mapped so far, including those that found no slot.
     pub mapped: u64,
-    /// Whether mappings are copies now, trials aside.
+    /// Whether mappings are copies now.
     pub copies: bool,
     /// Why.
     pub reason: ChoiceReason,
@@ -69,11 +72,11 @@ pub struct CellChoice {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum ChoiceReason {
-    /// They are mapped: the calibration failed, and there was no trial yet.
-    Untried,
-    /// The calibration says that it is cheaper; there was no trial yet, or none with a result.
-    Prior {
-        /// What a copy is expected to cost the driver, in nanoseconds.
+    /// They are mapped: the calibration failed.
+    Unknown,
+    /// It costs less, by the calibration.
+    Cost {
+        /// What a copy is expected to cost, in nanoseconds.
         copy_ns: u64,
         /// What a map and its unmap are expected to cost.
         map_ns: u64,
@@ -81,50 +84,16 @@ pub enum ChoiceReason {
     /// Other threads want the CPU: a copy waits for no other thread, and takes less time than
     /// waking one.
     Shared,
-    /// Trials show that it moves more bytes in the same time.
-    Faster {
-        /// How many times as many as the other way.
-        ratio: f64,
-        /// The relative error of the ratio (about two standard errors).
-        plus_minus: f64,
-        /// How many trials say so.
-        trials: u32,
-    },
-    /// Trials show that neither way is faster, and that this one leaves the threads more CPU time.
-    Cheaper {
-        /// A thread's CPU time per copied mapping, including all that the thread does for its I/O,
-        /// in nanoseconds.
-        copy_ns: u64,
-        /// The same per mapped one.
-        map_ns: u64,
-        /// How many trials say so.
-        trials: u32,
-    },
-    /// Trials show that neither way is faster or leaves the threads more CPU time (they may spin
-    /// rather than sleep): the calibration decides.
-    Even {
-        /// How many trials say so.
-        trials: u32,
-    },
 }
 
 impl fmt::Display for ChoiceReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            ChoiceReason::Untried => write!(f, "nothing is known yet"),
-            ChoiceReason::Prior { copy_ns, map_ns } => {
+            ChoiceReason::Unknown => write!(f, "the calibration failed"),
+            ChoiceReason::Cost { copy_ns, map_ns } => {
                 write!(f, "calibrated: copy {}, map {}", Time(copy_ns), Time(map_ns))
             }
             ChoiceReason::Shared => write!(f, "the CPU is shared, and a copy waits for no thread"),
-            ChoiceReason::Faster { ratio, plus_minus, trials } => {
-                let plus_minus = 100.0 * plus_minus;
-                write!(f, "{ratio:.2}x as fast, +-{plus_minus:.0} %, {}", Trials(trials))
-            }
-            ChoiceReason::Cheaper { copy_ns, map_ns, trials } => {
-                let (copy, map) = (Time(copy_ns), Time(map_ns));
-                write!(f, "as fast; CPU of the thread: copy {copy}, map {map}, {}", Trials(trials))
-            }
-            ChoiceReason::Even { trials } => write!(f, "no difference, {}", Trials(trials)),
         }
     }
 }
@@ -132,10 +101,14 @@ impl fmt::Display for ChoiceReason {
 impl fmt::Display for Calibration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "calibrated in {}:", Time(self.took_ns))?;
-        match (self.map_call_ns, self.map_run_ns, self.map_lone_ns) {
-            (Some(call), Some(run), Some(lone)) => {
-                let (call, run, lone) = (Time(call), Time(run), Time(lone));
-                write!(f, " map and unmap {call} and {run} a granule in a batch, {lone} alone")?;
+        match (self.map_call_ns, self.map_run_ns, self.map_wall_ns, self.map_lone_ns) {
+            (Some(call), Some(run), Some(wall), Some(lone)) => {
+                let [call, run, wall, lone] = [call, run, wall, lone].map(Time);
+                write!(
+                    f,
+                    " map and unmap {call} and {run} a granule in a batch ({wall} with the \
+                           device's work), {lone} alone"
+                )?;
             }
             _ => write!(f, " mapping could not be measured")?,
         }
@@ -176,14 +149,6 @@ impl fmt::Display for Choices {
             )?;
         }
         Ok(())
-    }
-}
-
-struct Trials(u32);
-
-impl fmt::Display for Trials {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} trial{}", self.0, if self.0 == 1 { "" } else { "s" })
     }
 }
 
@@ -234,16 +199,16 @@ mod tests {
                 ..Calibration::default()
             },
             cells: vec![
-                cell(true, ChoiceReason::Faster { ratio: 1.87, plus_minus: 0.03, trials: 4 }),
-                cell(false, ChoiceReason::Cheaper { copy_ns: 900, map_ns: 400, trials: 1 }),
+                cell(false, ChoiceReason::Cost { copy_ns: 900, map_ns: 400 }),
+                cell(true, ChoiceReason::Shared),
             ],
         };
         let table = choices.to_string();
         for wanted in [
             "calibrated in 950 ns: mapping could not be measured",
             "copy    1 MiB: in 80.0 us, out 1.5 ms",
-            "from device     64 KiB several copy            7            9  1.87x as fast, +-3 %, 4 trials",
-            "map             7            9  as fast; CPU of the thread: copy 900 ns, map 400 ns, 1 trial\n",
+            "from device     64 KiB several map             7            9  calibrated: copy 900 ns, map 400 ns\n",
+            "copy            7            9  the CPU is shared, and a copy waits for no thread\n",
         ] {
             assert!(table.contains(wanted), "{wanted:?} is missing in\n{table}");
         }

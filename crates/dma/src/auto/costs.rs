@@ -1,9 +1,9 @@
-//! The calibrated costs of copying and mapping to the driver.
+//! The calibrated costs of copying and mapping.
 
 use super::choices::{Calibration, ChoiceReason};
 use crate::{Direction, bounce::Written, map_call::Sync};
 
-/// What a mapping is expected to cost the driver either way, in nanoseconds.
+/// What a mapping is expected to cost either way, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Prior {
     pub(super) copy_ns: u64,
@@ -17,7 +17,7 @@ impl Prior {
 
     pub(super) fn reason(self) -> ChoiceReason {
         let Prior { copy_ns, map_ns } = self;
-        ChoiceReason::Prior { copy_ns, map_ns }
+        ChoiceReason::Cost { copy_ns, map_ns }
     }
 }
 
@@ -41,10 +41,14 @@ impl Calibration {
         let brings_back = direction != Direction::ToDevice;
         let copy_in = if loads { self.copy_ns(len, |cost| cost.in_ns)? } else { 0 };
         let copy_out = if brings_back { self.copy_ns(len, |cost| cost.out_ns)? } else { 0 };
-        let (call, run, lone) = (self.map_call_ns?, self.map_run_ns?, self.map_lone_ns?);
+        let (call, run) = (self.map_call_ns?, self.map_run_ns?);
+        let (wall, lone) = (self.map_wall_ns?, self.map_lone_ns?);
         let map_ns = match sync {
-            Sync::Later => call.saturating_add(run.saturating_mul(runs)),
-            Sync::Now => lone.saturating_add(run.saturating_mul(runs.saturating_sub(1))),
+            // The device is at work on one mapping while the driver makes the next.
+            Sync::Later => {
+                call.saturating_add(run.saturating_mul(runs)).max(wall.saturating_mul(runs))
+            }
+            Sync::Now => lone.saturating_add(wall.saturating_mul(runs.saturating_sub(1))),
         };
         Some(Prior { copy_ns: copy_in.saturating_add(copy_out), map_ns })
     }
@@ -75,6 +79,7 @@ mod tests {
             copies,
             map_call_ns: Some(50),
             map_run_ns: Some(100),
+            map_wall_ns: Some(100),
             map_lone_ns: Some(1000),
             ..Calibration::default()
         }
@@ -104,6 +109,11 @@ mod tests {
         assert_eq!(expect(several), 1650);
         assert_eq!(expect(Kind { sync: Sync::Now, ..several }), 2500);
         assert_eq!(expect(Kind { runs: u64::MAX, ..several }), u64::MAX);
+        // The device takes longer than the driver.
+        let slow = Calibration { map_wall_ns: Some(300), ..calibration() };
+        let expect = |kind| slow.expect(kind).unwrap().map_ns;
+        assert_eq!(expect(several), 4800);
+        assert_eq!(expect(Kind { sync: Sync::Now, ..several }), 5500);
     }
 
     #[test]

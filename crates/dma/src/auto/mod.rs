@@ -1,22 +1,16 @@
 //! [`Policy::Auto`](crate::Policy::Auto): which mappings are copies.
 //!
-//! What is cheaper depends on the size, on the direction, and on the device: on its caches and its
-//! IOTLB, which no model of the driver's own costs covers. So there are two layers. When the policy
-//! comes into force, [`calibrate()`] measures what copies and maps cost the driver: that is the
-//! first choice for each [`Cell`], a kind of mapping. Then [trials](trial) correct it while
-//! mappings are made: for a few milliseconds a cell's mappings are made in one way and in the
-//! other, and the way that moves more bytes is chosen; if both move the same, the one that leaves
-//! the threads more CPU time.
-//!
-//! A map call reads its choice from [`Auto::choose`] with one load. An unmap only compares a
-//! number, unless its mapping is part of a trial. Every [`LOOK_EVERY`] mappings a map call
-//! [checks](Auto::note) whether a trial is due.
+//! When the policy comes into force, [`calibrate()`] measures on this machine, over this domain, what
+//! copies and maps cost: the driver's calls, and what the device takes for each request meanwhile.
+//! The cheaper way is chosen once for each [`Cell`], a class of mappings, and stays.
 //!
 //! While other threads want the CPU of a mapping thread
-//! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)) there are no trials: a sync waits
-//! for a time slice of the device's thread, and a trial for several. Mappings that take less time
-//! to copy than a thread takes to wake are then copied, and the earlier choices return once no
-//! mapping thread shares its CPU.
+//! ([`ThreadClock::is_shared`](crate::ThreadClock::is_shared)), a sync waits for a time slice of the
+//! device's thread. Mappings that take less time to copy than a thread takes to wake are then
+//! copied.
+//!
+//! A map call reads its choice from [`Auto::choose`] with one load, or two where copies are short.
+//! Every [`LOOK_EVERY`] mappings [`Auto::note`] looks whether the CPU is shared.
 //!
 //! Both choices are strict.
 
@@ -25,11 +19,6 @@ mod calibrate;
 mod cell;
 mod choices;
 mod costs;
-mod evidence;
-mod judge;
-mod trial;
-#[cfg(all(test, not(loom)))]
-mod world;
 
 use core::fmt;
 // The atomics of `std` under loom too: what they hold is advice. They publish nothing, and a choice
@@ -38,73 +27,40 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use parking_lot::Mutex;
 
-use self::{
-    cell::CELLS,
-    judge::Judge,
-    trial::{Mark, Seen},
-};
+use self::{cell::CELLS, costs::Prior};
 pub(crate) use self::{cell::Cell, costs::Kind};
 pub use choices::{Calibration, CellChoice, ChoiceReason, Choices, CopyCost};
 
-/// How many mappings of a cell a clone of a device makes between two looks at the clock; a power of
+/// How many mappings of a cell a clone of a device makes between two looks at its CPU; a power of
 /// two.
 const LOOK_EVERY: u64 = 32;
+/// For how long a CPU counts as shared after it was last seen to be.
+const LINGER_NS: u64 = 100_000_000;
+/// The least that a sync takes on a shared CPU, for the wake-up of a thread and the switches to it
+/// and back: a shorter copy is the better choice, as it waits for no other thread's time slice. A
+/// longer one uses up CPU time that others want.
+const WAKE_NS: u64 = 10_000;
 
-/// The slice of a trial that a mapping was made in, by its number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Slice(u32);
-
-impl Slice {
-    /// The slice of a mapping that no trial counts.
-    pub(crate) const NONE: Slice = Slice(0);
-}
-
-/// How a mapping is to be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Choice {
-    pub(crate) copy: bool,
-    pub(crate) slice: Slice,
-}
-
-/// A cell's choice in a word: whether there is one, what it is, and its slice.
+/// What is known of a cell, in a word: 0 until its first mapping.
 #[derive(Clone, Copy)]
 struct Word(u32);
 
 impl Word {
     const KNOWN: u32 = 1;
+    /// Its mappings are copies.
     const COPY: u32 = 2;
-    const SLICE_SHIFT: u32 = 2;
+    /// They are while the CPU is shared.
+    const COPY_IF_SHARED: u32 = 4;
 
-    fn new(copy: bool, slice: u32) -> Word {
-        Word(slice << Word::SLICE_SHIFT | Word::KNOWN | if copy { Word::COPY } else { 0 })
+    fn new(prior: Option<Prior>) -> Word {
+        let bit =
+            |holds: fn(&Prior) -> bool, bit| if prior.is_some_and(|p| holds(&p)) { bit } else { 0 };
+        let copy = bit(|prior| prior.copies(), Word::COPY);
+        Word(Word::KNOWN | copy | bit(|prior| prior.copy_ns < WAKE_NS, Word::COPY_IF_SHARED))
     }
 
-    fn choice(self) -> Option<Choice> {
-        let (copy, slice) = (self.0 & Word::COPY != 0, Slice(self.0 >> Word::SLICE_SHIFT));
-        (self.0 & Word::KNOWN != 0).then_some(Choice { copy, slice })
-    }
-}
-
-/// A decision of the judge, for the threads that map and unmap.
-struct Order {
-    /// A cell whose mappings are to be made in a new way, or for a new slice.
-    cell: Option<(Cell, bool)>,
-    /// The current slice, 0 if there is none.
-    slice: u32,
-    /// Before this time unmaps are only counted.
-    wake_ns: u64,
-}
-
-impl Order {
-    /// The end of a cell's trial.
-    fn end(cell: Cell, copy: bool) -> Order {
-        Order { cell: Some((cell, copy)), slice: 0, wake_ns: u64::MAX }
-    }
-
-    /// The number after `slice`, within the bits that a [`Word`] has for it, and not 0.
-    fn next_slice(slice: u32) -> u32 {
-        let next = slice.wrapping_add(1) & (u32::MAX >> Word::SLICE_SHIFT);
-        if next == 0 { 1 } else { next }
+    fn has(self, bits: u32) -> bool {
+        self.0 & bits != 0
     }
 }
 
@@ -139,63 +95,67 @@ impl Tally {
     }
 }
 
+/// What is known, for [`Auto::first`] and for readers.
+struct Known {
+    calibration: Calibration,
+    /// Of each cell in use: what a mapping is expected to cost, if that could be measured.
+    priors: [Option<Prior>; CELLS],
+}
+
 /// Decides for a device which of its mappings are copies.
 pub(crate) struct Auto {
     words: [AtomicU32; CELLS],
-    /// The current slice, 0 if there is none.
-    slice: AtomicU32,
-    wake_ns: AtomicU64,
-    /// Mappings that were unmapped in their slice, over all slices, and their bytes. A late one
-    /// counts for the next slice, which hardly matters among hundreds.
-    mappings: AtomicU64,
-    bytes: AtomicU64,
-    /// Threads that map or unmap only try this lock: a decision can wait for the next mapping.
-    judge: Mutex<Judge>,
+    /// Until when the CPU counts as shared; 0 while it does not.
+    shared_until_ns: AtomicU64,
+    known: Mutex<Known>,
 }
 
 impl Auto {
     pub(crate) fn new() -> Auto {
         Auto {
             words: [const { AtomicU32::new(0) }; CELLS],
-            slice: AtomicU32::new(0),
-            wake_ns: AtomicU64::new(u64::MAX),
-            mappings: AtomicU64::new(0),
-            bytes: AtomicU64::new(0),
-            judge: Mutex::new(Judge::new()),
+            shared_until_ns: AtomicU64::new(0),
+            known: Mutex::new(Known { calibration: Calibration::default(), priors: [None; CELLS] }),
         }
     }
 
     /// Starts over, with a new calibration.
     pub(crate) fn restart(&self, calibration: Calibration) {
-        let mut judge = self.judge.lock();
-        judge.restart(calibration);
-        self.slice.store(0, Relaxed);
-        self.wake_ns.store(u64::MAX, Relaxed);
+        let mut known = self.known.lock();
+        *known = Known { calibration, priors: [None; CELLS] };
         self.words.iter().for_each(|word| word.store(0, Relaxed));
     }
 
-    /// How a mapping is to be made.
+    /// Whether a mapping is to be a copy.
     #[inline]
-    pub(crate) fn choose(&self, cell: Cell, kind: impl FnOnce() -> Kind) -> Choice {
-        let word = Word(self.words[cell.index()].load(Relaxed));
-        word.choice().unwrap_or_else(|| self.first(cell, kind()))
+    pub(crate) fn choose(&self, cell: Cell, kind: impl FnOnce() -> Kind) -> bool {
+        let mut word = Word(self.words[cell.index()].load(Relaxed));
+        if word.0 == 0 {
+            word = self.first(cell, kind());
+        }
+        word.has(Word::COPY) || word.has(Word::COPY_IF_SHARED) && self.is_shared()
     }
 
+    /// The choice for a cell, by its first mapping.
     #[cold]
-    fn first(&self, cell: Cell, kind: Kind) -> Choice {
-        let slice = Slice::NONE;
-        let Some(mut judge) = self.judge.try_lock() else { return Choice { copy: false, slice } };
-        let copy = judge.first(cell, kind);
+    fn first(&self, cell: Cell, kind: Kind) -> Word {
+        let mut known = self.known.lock();
         let word = &self.words[cell.index()];
         // Another thread may have been first.
         if word.load(Relaxed) == 0 {
-            word.store(Word::new(copy, 0).0, Relaxed);
+            let prior = known.calibration.expect(kind);
+            known.priors[cell.index()] = prior;
+            word.store(Word::new(prior).0, Relaxed);
         }
-        Choice { copy, slice }
+        Word(word.load(Relaxed))
     }
 
-    /// Counts a mapping that was made, and looks from time to time whether a trial is due.
-    /// `shared`: whether a sync would wait for a time slice of another thread.
+    fn is_shared(&self) -> bool {
+        self.shared_until_ns.load(Relaxed) != 0
+    }
+
+    /// Counts a mapping that was made, and looks from time to time whether the CPU is shared, so
+    /// that a sync would wait for a time slice of another thread (`shared`).
     #[inline]
     pub(crate) fn note(
         &self,
@@ -206,74 +166,44 @@ impl Auto {
         shared: impl Fn() -> bool,
     ) {
         if tally.count(cell, copied) % LOOK_EVERY == LOOK_EVERY - 1 {
-            self.look(cell, now_ns(), shared());
+            self.look(now_ns(), shared());
         }
     }
 
     #[cold]
-    fn look(&self, cell: Cell, now_ns: u64, shared: bool) {
-        if let Some(mut judge) = self.judge.try_lock()
-            && let Some(order) = judge.look(cell, now_ns, shared)
-        {
-            self.carry_out(order);
-        }
-    }
-
-    /// A mapping of a slice is being unmapped. Called at the same point for copies and maps: when
-    /// the driver requests the unmap.
-    #[cold]
-    pub(crate) fn unmapping(
-        &self,
-        slice: Slice,
-        len: u64,
-        now_ns: impl Fn() -> u64,
-        mark: impl Fn() -> Mark,
-    ) {
-        let is_current = || self.slice.load(Relaxed) == slice.0 && slice != Slice::NONE;
-        if !is_current() {
-            return;
-        }
-        let now_ns = now_ns();
-        let mappings = self.mappings.fetch_add(1, Relaxed);
-        let bytes = self.bytes.fetch_add(len, Relaxed);
-        if now_ns < self.wake_ns.load(Relaxed) {
-            return;
-        }
-        if let Some(mut judge) = self.judge.try_lock()
-            && is_current()
-            && let Some(order) = judge.unmapped(Seen { now_ns, mappings, bytes }, mark)
-        {
-            self.carry_out(order);
-        }
-    }
-
-    /// The caller holds the judge's lock.
-    fn carry_out(&self, order: Order) {
-        let Order { cell, slice, wake_ns } = order;
-        self.slice.store(slice, Relaxed);
-        self.wake_ns.store(wake_ns, Relaxed);
-        if let Some((cell, copy)) = cell {
-            self.words[cell.index()].store(Word::new(copy, slice).0, Relaxed);
+    fn look(&self, now_ns: u64, shared: bool) {
+        let until_ns = self.shared_until_ns.load(Relaxed);
+        if shared {
+            self.shared_until_ns.store(now_ns.saturating_add(LINGER_NS), Relaxed);
+        } else if until_ns != 0 && now_ns >= until_ns {
+            self.shared_until_ns.store(0, Relaxed);
         }
     }
 
     /// What was chosen, and why; `tally` is the sum over all clones.
     pub(crate) fn choices(&self, tally: &Tally) -> Choices {
-        let judge = self.judge.lock();
+        let known = self.known.lock();
         let cells = Cell::all().filter_map(|cell| {
-            let (copies, reason) = judge.choice(cell)?;
-            Some(CellChoice {
+            let word = Word(self.words[cell.index()].load(Relaxed));
+            let copies = word.has(Word::COPY);
+            let hurried = !copies && word.has(Word::COPY_IF_SHARED) && self.is_shared();
+            let reason = match known.priors[cell.index()] {
+                _ if hurried => ChoiceReason::Shared,
+                Some(prior) => prior.reason(),
+                None => ChoiceReason::Unknown,
+            };
+            word.has(Word::KNOWN).then(|| CellChoice {
                 direction: cell.direction(),
                 bytes: cell.bytes(),
                 scattered: cell.is_scattered(),
                 copied: tally.copied[cell.index()].load(Relaxed),
                 mapped: tally.mapped[cell.index()].load(Relaxed),
-                copies,
+                copies: copies || hurried,
                 reason,
             })
         });
         let cells = cells.collect();
-        Choices { calibration: judge.calibration().clone(), cells }
+        Choices { calibration: known.calibration.clone(), cells }
     }
 }
 
@@ -283,12 +213,102 @@ impl fmt::Debug for Auto {
     }
 }
 
-/// What the calling thread has done by now, as counted by a clone of a device.
-pub(crate) fn mark(clone: usize, cpu_ns: u64, bytes: u64) -> Mark {
-    thread_local! {
-        static HERE: core::cell::Cell<u8> = const { core::cell::Cell::new(0) };
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::{Direction, bounce::Written, map_call::Sync};
+
+    const MS: u64 = 1_000_000;
+
+    fn calibrated() -> Auto {
+        let cost = |bytes, ns| CopyCost { bytes, in_ns: ns, out_ns: ns };
+        let auto = Auto::new();
+        auto.restart(Calibration {
+            copies: vec![cost(512, 100), cost(4096, 600), cost(1 << 20, 100_000)],
+            map_call_ns: Some(100),
+            map_run_ns: Some(100),
+            map_wall_ns: Some(400),
+            map_lone_ns: Some(5_000),
+            ..Calibration::default()
+        });
+        auto
     }
-    // The address of a thread-local variable identifies the thread, without a heap allocation.
-    let thread = HERE.with(|here| core::ptr::from_ref(here).addr());
-    Mark { source: (thread, clone), cpu_ns, bytes }
+
+    fn choose(auto: &Auto, len: u64, runs: u64) -> bool {
+        let (direction, sync, written) = (Direction::ToDevice, Sync::Later, Written::Reported);
+        let kind = || Kind { direction, len, runs, sync, written };
+        auto.choose(Cell::of(direction, len, runs), kind)
+    }
+
+    #[test]
+    fn what_is_cheaper_is_chosen_by_size_and_runs() {
+        let auto = calibrated();
+        let chosen = [(512, 1), (4096, 1), (4096, 2), (1 << 20, 1), (1 << 20, 256)];
+        let chosen = chosen.map(|(len, runs)| choose(&auto, len, runs));
+        // The device takes 400 ns for a run, and works while the driver does.
+        assert_eq!(chosen, [true, false, true, false, true]);
+        let choices = auto.choices(&Tally::default());
+        let reason = ChoiceReason::Cost { copy_ns: 600, map_ns: 800 };
+        let found = choices.cells.iter().find(|cell| cell.bytes == 4096 && cell.scattered);
+        assert_eq!(found.map(|cell| (cell.copies, cell.reason)), Some((true, reason)));
+        assert_eq!(choices.cells.len(), 5);
+    }
+
+    #[test]
+    fn what_was_not_measured_is_mapped() {
+        let auto = Auto::new();
+        assert!(!choose(&auto, 512, 1));
+        auto.look(MS, true);
+        assert!(!choose(&auto, 512, 1));
+        assert_eq!(auto.choices(&Tally::default()).cells[0].reason, ChoiceReason::Unknown);
+        auto.restart(calibrated().choices(&Tally::default()).calibration);
+        assert_eq!(auto.choices(&Tally::default()).cells, []);
+        assert!(choose(&auto, 512, 1), "a new calibration is a new choice");
+    }
+
+    #[test]
+    fn on_a_shared_cpu_what_copies_soon_is_copied() {
+        let auto = calibrated();
+        let chosen = || [4096, 1 << 20].map(|len| choose(&auto, len, 1));
+        assert_eq!(chosen(), [false, false]);
+        auto.look(7 * MS, true);
+        assert_eq!(chosen(), [true, false], "the large one takes longer than a wake-up");
+        let cell = auto.choices(&Tally::default()).cells[0].clone();
+        assert_eq!((cell.bytes, cell.copies, cell.reason), (4096, true, ChoiceReason::Shared));
+        // A moment without another thread on the CPU changes nothing.
+        auto.look(106 * MS, false);
+        assert_eq!(chosen(), [true, false]);
+        auto.look(107 * MS, false);
+        assert_eq!(chosen(), [false, false]);
+    }
+
+    #[test]
+    fn a_look_is_taken_now_and_then() {
+        let (auto, tally) = (calibrated(), Tally::default());
+        let cell = Cell::of(Direction::ToDevice, 4096, 1);
+        let note = |copied| auto.note(cell, copied, &tally, || u64::MAX, || true);
+        (1..LOOK_EVERY).for_each(|_| note(false));
+        assert!(!auto.is_shared());
+        note(false);
+        assert!(auto.is_shared());
+        note(true);
+        let cells = auto.choices(&tally).cells;
+        assert_eq!(cells, [], "it was not chosen for");
+        choose(&auto, 4096, 1);
+        let cell = auto.choices(&tally).cells.remove(0);
+        assert_eq!((cell.mapped, cell.copied), (LOOK_EVERY, 1));
+    }
+
+    #[test]
+    fn threads_that_are_first_together_choose_the_same() {
+        for _ in 0..200 {
+            let auto = calibrated();
+            let chosen: Vec<bool> = std::thread::scope(|scope| {
+                let one = || scope.spawn(|| choose(&auto, 4096, 2));
+                let threads: Vec<_> = (0..3).map(|_| one()).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            assert_eq!(chosen, [true; 3]);
+        }
+    }
 }

@@ -65,6 +65,8 @@ pub(crate) struct MockDomain {
     begun: Mutex<Begun>,
     /// Runs in the middle of the next flush.
     pub(crate) during_flush: Mutex<Option<Hook>>,
+    /// What each operation takes, by this clock.
+    pub(crate) takes: Mutex<Option<(Arc<ManualClock>, u64)>>,
 }
 
 #[derive(Default)]
@@ -98,6 +100,7 @@ impl MockDomain {
             broken: Mutex::default(),
             begun: Mutex::default(),
             during_flush: Mutex::default(),
+            takes: Mutex::default(),
         })
     }
 
@@ -148,6 +151,9 @@ impl MockDomain {
 
     fn step(&self, event: Event, broken: fn(&Broken) -> bool) -> Result<()> {
         self.log.lock().unwrap().push(event);
+        if let Some((clock, ns)) = &*self.takes.lock().unwrap() {
+            clock.advance(*ns);
+        }
         if self.fail_after.fetch_sub(1, Ordering::Relaxed) == 0
             || broken(&self.broken.lock().unwrap())
         {
