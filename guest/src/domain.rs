@@ -114,9 +114,9 @@ fn whole(domain: &Type1<Attached>) -> Result<()> {
     domain.map(map_of(range(4 * PAGE, PAGE)?, memory, Prot::RW))?;
     let again = domain.map(map_of(range(3 * PAGE, PAGE)?, memory, Prot::RW));
     ensure!(matches!(again, Err(Error::Exists { .. })), "{again:?}");
-    // Nobody has this address: the kernel is who says so.
+    // No memory lies at this address, which only the kernel knows.
     let absent = domain.map(map_of(range(8 * PAGE, PAGE)?, HostAddr(PAGE), Prot::RW));
-    ensure!(matches!(absent, Err(Error::Device { status: 14, .. })), "{absent:?}");
+    ensure!(matches!(absent, Err(Error::Kernel { errno: 14, .. })), "{absent:?}");
     ensure!(domain.iova_to_phys(Iova(PLACE + 8 * PAGE)).is_none());
     for region in domain.geometry().reserved.iter() {
         let first = Iova(region.range.first().0 & !(PAGE - 1));

@@ -60,12 +60,12 @@ fn ends_often(
         service.reaches(figure, SOME);
         let log = service.log();
         let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
-        cut.push(count("in the middle of requests"));
+        cut.push(count("in the middle of a request"));
         let all = cut.len() * TIMES * sockets;
         let (new, on) = (count("has connected"), count("going on with its front end"));
         assert_eq!((new, on), (sockets + cut[0], all - cut[0]), "{log}");
     }
-    eprintln!("{} of {} connections were in the middle of requests", cut[0], TIMES * sockets);
+    eprintln!("{} of {} connections were in the middle of a request", cut[0], TIMES * sockets);
     // None in an orderly end, and none without translations by QEMU.
     assert_eq!(cut[0], cut[1]);
     assert!(cut[0] == 0 || iommu == Iommu::VirtioStrict && cut[0] < TIMES * sockets);
