@@ -117,25 +117,15 @@ fn far_copy(clock: &dyn Clock, memory: &mut [u8]) -> u64 {
     clock.now_ns().saturating_sub(start_ns)
 }
 
-/// The median time of several calls, not counting the first.
+/// The median time of several calls in about `each_ns`, not counting the first.
 fn median(
     clock: &dyn Clock,
     each_ns: u64,
-    call: impl FnMut() -> Result<(), Error>,
-) -> Result<u64, Error> {
-    let times = times(clock, each_ns, call)?;
-    Ok(times[times.len() / 2])
-}
-
-/// The times of several calls in at most about `each_ns`, sorted, not counting the first.
-fn times(
-    clock: &dyn Clock,
-    each_ns: u64,
     mut call: impl FnMut() -> Result<(), Error>,
-) -> Result<ArrayVec<u64, REPEATS>, Error> {
+) -> Result<u64, Error> {
     call()?;
     let began_ns = clock.now_ns();
-    let mut times = ArrayVec::new();
+    let mut times = ArrayVec::<u64, REPEATS>::new();
     while !times.is_full() {
         let start_ns = clock.now_ns();
         call()?;
@@ -146,7 +136,7 @@ fn times(
         }
     }
     times.sort_unstable();
-    Ok(times)
+    Ok(times[times.len() / 2])
 }
 
 /// Does all that a copied mapping does, from map to unmap.
@@ -213,17 +203,18 @@ fn measure<D: Domain, A: Allocator>(
     safe: &mut bool,
 ) -> Result<MapCost, Error> {
     let clock = &*shared.clock;
-    // The least time in the calls, and in all: what delayed the others is no cost of a map.
+    // The medians of the time in the calls, and of the time in all: those of copies are medians too.
     let mut timed = |count: u64| -> Result<(u64, u64), Error> {
-        let (mut calls_ns, mut first) = (u64::MAX, true);
-        let all_ns = times(clock, EACH_MAP_NS, || {
-            let call_ns = pair(shared, slot, count, safe)?;
-            if !std::mem::take(&mut first) {
-                calls_ns = calls_ns.min(call_ns);
-            }
+        let (mut calls, mut number) = ([0; REPEATS + 1], 0);
+        let all_ns = median(clock, EACH_MAP_NS, || {
+            calls[number] = pair(shared, slot, count, safe)?;
+            number += 1;
             Ok(())
         })?;
-        Ok((calls_ns, all_ns[0]))
+        // Without the first.
+        let calls = &mut calls[1..number];
+        calls.sort_unstable();
+        Ok((calls[calls.len() / 2], all_ns))
     };
     let (one_ns, lone_ns) = timed(1)?;
     let (many_ns, all_ns) = match is_late() {
