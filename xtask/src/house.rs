@@ -182,7 +182,9 @@ fn look(text: &str) -> Found {
 }
 
 fn is_for_tests(code: &str) -> bool {
-    ["#[cfg(test)]", "#[cfg(all(test", "#[cfg(any(test"].iter().any(|cfg| code.starts_with(cfg))
+    ["#[cfg(test)]", "#[cfg(all(test", "#[cfg(any(test", "#[cfg(loom)]"]
+        .iter()
+        .any(|cfg| code.starts_with(cfg))
 }
 
 /// Skips an item whose attribute was read; keeps the name of a module in a file of its own.

@@ -16,6 +16,7 @@ mod house;
 mod interface;
 mod links;
 mod modules;
+mod mutants;
 mod pace;
 mod packages;
 mod readme;
@@ -87,6 +88,16 @@ enum Command {
         /// Only the paths whose name contains this.
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
+    },
+    /// Explores all models, then takes each ordering of the product away, one at a time: a model must
+    /// fail, or a comment at the place must say why it need not.
+    Mutants {
+        /// Only orderings whose place contains this: a file, a function.
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+        /// Tries all models for each anew, and writes the table, docs/mutants.txt.
+        #[arg(long)]
+        update: bool,
     },
     /// Makes what the tests with real guests need, in target/guests: a QEMU, kernels, initramfs.
     Guests {
@@ -165,6 +176,10 @@ fn run(command: Command) -> Result<()> {
         Command::Book => book::make(),
         Command::Deny => deny::check(),
         Command::Gate { update, only } => gate::run(only.as_deref(), update),
+        Command::Mutants { only, update } => mutants::run(
+            only.as_deref(),
+            if update { mutants::Table::Write } else { mutants::Table::Follow },
+        ),
         Command::Guests { iommufd } => guests::make(&iommufd),
         Command::BenchGuest { cpus, only, update } => bench_guest::run(&cpus, only, update),
         Command::Readme { only } => readme::regenerate(only.as_deref()),

@@ -15,6 +15,7 @@ use crate::{
     architecture, book, debian, deny, floors, front_door,
     fuzz::{self, Length},
     gate, guests, house, interface, links,
+    mutants::{self, Table},
     pace::Pace,
     packages, rules, soak,
     suite::{self, Program, Suite},
@@ -122,7 +123,7 @@ const STEPS: &[Step] = &[
     step("unit and property tests", 300, |run| run.tests(|program| program.package != COMMAND)),
     step("cases that failed once", 30, |run| soak::cases(run.suite()?)),
     step("end to end", 500, |run| run.tests(|program| program.package == COMMAND)),
-    step("model checks", 220, |_| models()),
+    step("model checks", 300, |_| mutants::run(None, Table::Follow)),
     step("documentation", 150, |_| documentation()),
     step("documentation: links and names", 5, |_| {
         links::check().and_then(|()| architecture::check())
@@ -140,6 +141,7 @@ const STEPS: &[Step] = &[
         // The same ones each time.
         soak::random(run.suite()?, 1..=10)
     }),
+    long("every mutant on all models", 1800, |_| mutants::run(None, Table::Compare)),
     long("fuzz for a minute each", 700, |_| {
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
     }),
@@ -272,30 +274,6 @@ impl std::fmt::Display for NotRun {
 }
 
 impl std::error::Error for NotRun {}
-
-/// The lock-free parts, explored by loom in every interleaving that their bounds allow.
-fn models() -> Result<()> {
-    const PACKAGES: [&str; 6] = [
-        "ringfence-sync",
-        "ringfence-iommu",
-        "ringfence-iova",
-        "ringfence-iotlb",
-        "ringfence-dma",
-        "ringfence-virtq",
-    ];
-    let target = root().join("target/loom");
-    let target = target.to_str().context("the path of the workspace is not UTF-8")?;
-    // One command, so that what they share is built once and the rest side by side.
-    let mut arguments = vec!["test", "--release", "--lib", "--no-fail-fast"];
-    arguments.extend(PACKAGES.iter().flat_map(|&package| ["--package", package]));
-    arguments.push("model");
-    let environment =
-        [("RUSTFLAGS", "--cfg loom -Cdebug-assertions"), ("CARGO_TARGET_DIR", target)];
-    // Optimised, but not across crates.
-    let quick =
-        [("CARGO_PROFILE_RELEASE_LTO", "off"), ("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16")];
-    cargo(&arguments, &[&environment[..], &quick].concat())
-}
 
 /// The documentation of all crates builds without a warning, and its examples compile.
 fn documentation() -> Result<()> {

@@ -42,6 +42,7 @@ impl ManualClock {
     }
 
     /// Moves the clock forward by `ns`; it stops at the end of time rather than going back.
+    // Ordering: a test that moves the clock moves all that it did before into the past.
     pub fn advance(&self, ns: u64) {
         let mut now = self.ns.load(Ordering::Relaxed);
         while let Err(other) = self.ns.compare_exchange_weak(
@@ -57,6 +58,7 @@ impl ManualClock {
 
 impl Clock for ManualClock {
     fn now_ns(&self) -> u64 {
+        // Ordering: see `advance`.
         let now = self.ns.load(Ordering::Acquire);
         let step = self.step.load(Ordering::Relaxed);
         if step != 0 {

@@ -24,9 +24,31 @@ pub mod clock;
 pub mod cpu;
 pub mod histogram;
 pub mod lock;
+#[cfg(loom)]
+pub mod model;
 pub mod qsbr;
 #[cfg(feature = "std")]
 pub mod wait;
+
+/// Whether the mutant of this name is selected, which swaps two steps or leaves one out: false but
+/// in a model. The models must fail with it.
+#[cfg(not(loom))]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! mutant {
+    ($name:literal) => {
+        false
+    };
+}
+
+/// See the one of the product.
+#[cfg(loom)]
+#[macro_export]
+macro_rules! mutant {
+    ($name:literal) => {
+        $crate::model::mutant($name)
+    };
+}
 
 /// The reference-counted pointer for what threads share.
 ///

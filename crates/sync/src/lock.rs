@@ -179,36 +179,27 @@ mod tests {
 #[cfg(all(test, loom))]
 mod model {
     use super::RawSpinLock;
-    use crate::{Arc, atomic::AtomicBool, cell::UnsafeCell};
-
-    struct Counter {
-        raw: RawSpinLock,
-        value: UnsafeCell<u32>,
-    }
-
-    // SAFETY: the value is touched only while the lock is held, which is what the model checks.
-    unsafe impl Sync for Counter {}
-    // SAFETY: as above.
-    unsafe impl Send for Counter {}
-
-    fn add(counter: &Counter) {
-        counter.raw.wait();
-        // SAFETY: the lock is held; loom fails the model if an access overlaps or is unordered.
-        counter.value.with_mut(|value| unsafe { *value += 1 });
-        counter.raw.release();
-    }
+    use crate::{
+        Arc,
+        atomic::AtomicBool,
+        model::{Memory, check},
+    };
 
     #[test]
     fn sections_exclude_each_other_and_see_what_the_last_one_wrote() {
-        loom::model(|| {
+        check(None, || {
             let raw = RawSpinLock { held: AtomicBool::new(false) };
-            let counter = Arc::new(Counter { raw, value: UnsafeCell::new(0) });
+            let counter = Arc::new((raw, Memory::default()));
+            let add = |(raw, memory): &(RawSpinLock, Memory)| {
+                raw.wait();
+                memory.write();
+                raw.release();
+            };
             let other = Arc::clone(&counter);
             let thread = loom::thread::spawn(move || add(&other));
             add(&counter);
             thread.join().unwrap();
-            // SAFETY: the other thread has ended.
-            assert_eq!(counter.value.with(|value| unsafe { *value }), 2);
+            assert_eq!(counter.1.read(), 2);
         });
     }
 }

@@ -33,6 +33,7 @@ use core::fmt;
 use crate::{
     Backoff, CachePadded,
     atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
+    mutant,
 };
 
 /// What a slot holds while its reader is offline or it has no reader.
@@ -122,8 +123,11 @@ impl Qsbr {
         // this fence, every scan for the grace period after it (`is_over` loads the epoch that
         // the next line stores, with Acquire). It pairs with the fence in `Reader::online`.
         fence(Ordering::SeqCst);
-        // Release: a reader that sees this epoch sees the unlinking. Acquire: it sees the unlinking
-        // before every earlier start too, on whatever thread.
+        // A reader that sees this epoch sees the unlinking before it, and before every earlier start,
+        // on whatever thread.
+        //
+        // Ordering: a read-modify-write goes on with the releases before it, so that nothing needs the
+        // Acquire. (By C11 the fence makes any store after it a release; loom's does not.)
         Grace(self.epoch.fetch_add(1, Ordering::AcqRel) + 1)
     }
 
@@ -186,7 +190,9 @@ impl Qsbr {
                 }
             }
         }
-        // AcqRel: a thread that finds the period in `over` has acquired all that earlier scans saw.
+        // Release: a thread that finds the period in `over` acquires all that the scans have seen.
+        //
+        // Ordering: Acquire adds nothing: this goes on with the releases of the scans before.
         self.over.fetch_max(oldest, Ordering::AcqRel);
         true
     }
@@ -242,6 +248,11 @@ impl Reader {
             return false;
         }
         before();
+        let epoch = if mutant!("the epoch is loaded after the work") {
+            self.qsbr.epoch.load(Ordering::Relaxed)
+        } else {
+            epoch
+        };
         // Release: part 2 of the invariant.
         self.slot().seen.store(epoch, Ordering::Release);
         self.last = epoch;
@@ -263,6 +274,8 @@ impl Reader {
         }
         // The epoch may be old by the time it is stored; then writers wait needlessly for the next
         // quiet point, which does no harm.
+        //
+        // Ordering: part 1 of the invariant. The fence below would acquire what a relaxed load has read.
         let epoch = self.qsbr.epoch.load(Ordering::Acquire);
         // Release, so that part 2 also holds for a scan that never saw the reader offline.
         self.slot().seen.store(epoch, Ordering::Release);
@@ -462,7 +475,7 @@ mod tests {
 #[cfg(all(test, loom))]
 mod model {
     use super::*;
-    use crate::cell::UnsafeCell;
+    use crate::model::{Memory, check};
     use alloc::vec::Vec;
     use loom::thread;
 
@@ -471,20 +484,14 @@ mod model {
     /// overlaps that write or is not ordered with it.
     struct Shared {
         root: AtomicUsize,
-        cells: [UnsafeCell<u32>; 2],
+        cells: [Memory; 2],
         reclaimed: [AtomicBool; 2],
     }
-
-    // SAFETY: the cells are read by readers online and written after a grace period only, which is
-    // what the model checks.
-    unsafe impl Sync for Shared {}
-    // SAFETY: as above.
-    unsafe impl Send for Shared {}
 
     fn shared() -> Arc<Shared> {
         Arc::new(Shared {
             root: AtomicUsize::new(0),
-            cells: [UnsafeCell::new(1), UnsafeCell::new(2)],
+            cells: Default::default(),
             reclaimed: [AtomicBool::new(false), AtomicBool::new(false)],
         })
     }
@@ -493,32 +500,32 @@ mod model {
     fn read(shared: &Shared) {
         let at = shared.root.load(Ordering::Acquire);
         assert!(!shared.reclaimed[at].load(Ordering::Relaxed), "a reclaimed cell was reached");
-        // SAFETY: linked when `root` was read, and not reclaimed before the next quiet point.
-        let value = shared.cells[at].with(|cell| unsafe { *cell });
-        assert_ne!(value, 0, "reclaimed memory was read");
+        shared.cells[at].read();
     }
 
     /// Unlinks the linked cell, and reclaims it if the grace period ends within `polls` checks.
     /// (Bounded, as loom explores a scan for each check.)
     fn replace(shared: &Shared, qsbr: &Qsbr, polls: usize) {
+        replace_if(shared, qsbr, polls, Qsbr::is_over);
+    }
+
+    fn replace_if(
+        shared: &Shared,
+        qsbr: &Qsbr,
+        polls: usize,
+        is_over: impl Fn(&Qsbr, Grace) -> bool,
+    ) {
         // Relaxed would do for the cell that is linked now, which was there from the beginning.
         shared.root.store(1, Ordering::Release);
         let grace = qsbr.start();
         for _ in 0..polls {
-            if qsbr.is_over(grace) {
+            if is_over(qsbr, grace) {
                 shared.reclaimed[0].store(true, Ordering::Relaxed);
-                // SAFETY: unlinked, and every reader has been quiet since.
-                shared.cells[0].with_mut(|cell| unsafe { *cell = 0 });
+                shared.cells[0].write();
                 return;
             }
             thread::yield_now();
         }
-    }
-
-    fn check(preemptions: Option<usize>, f: impl Fn() + Send + Sync + 'static) {
-        let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = preemptions;
-        builder.check(f);
     }
 
     #[test]
@@ -597,10 +604,9 @@ mod model {
         });
     }
 
-    #[test]
-    fn a_thread_that_finds_it_over_may_reclaim() {
-        // The result may come from another thread's scan, through `over`.
-        check(Some(3), || {
+    /// The result may come from another thread's scan, through `over`.
+    fn found_by_another(is_over: fn(&Qsbr, Grace) -> bool) {
+        check(Some(3), move || {
             let qsbr = Arc::new(Qsbr::new(1));
             let shared = shared();
             let mut reader = qsbr.register().unwrap();
@@ -614,10 +620,59 @@ mod model {
             let other = thread::spawn(move || {
                 let _ = checking.is_over(Grace::from_u64(2));
             });
-            replace(&shared, &qsbr, 2);
+            replace_if(&shared, &qsbr, 2, is_over);
             reading.join().unwrap();
             other.join().unwrap();
         });
+    }
+
+    #[test]
+    fn a_thread_that_finds_it_over_may_reclaim() {
+        found_by_another(Qsbr::is_over);
+    }
+
+    #[test]
+    fn so_may_one_that_asks_for_some_readers() {
+        found_by_another(|qsbr, grace| qsbr.is_over_for(grace, |_| true));
+    }
+
+    /// A thread that has the number of a grace period from the one that has started it, by a way that orders
+    /// nothing.
+    fn told(is_over: fn(&Qsbr, Grace) -> bool) {
+        check(Some(3), move || {
+            let qsbr = Arc::new(Qsbr::new(1));
+            let (shared, number) = (shared(), Arc::new(AtomicU64::new(0)));
+            let (theirs, from) = (Arc::clone(&shared), Arc::clone(&qsbr));
+            let reading = thread::spawn(move || {
+                let mut reader = from.register().unwrap();
+                read(&theirs);
+                reader.quiescent();
+                read(&theirs);
+            });
+            let (theirs, from, told) =
+                (Arc::clone(&shared), Arc::clone(&qsbr), Arc::clone(&number));
+            let other = thread::spawn(move || {
+                let grace = Grace::from_u64(told.load(Ordering::Relaxed));
+                if grace.as_u64() > 0 && is_over(&from, grace) {
+                    theirs.reclaimed[0].store(true, Ordering::Relaxed);
+                    theirs.cells[0].write();
+                }
+            });
+            shared.root.store(1, Ordering::Release);
+            number.store(qsbr.start().as_u64(), Ordering::Relaxed);
+            reading.join().unwrap();
+            other.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_thread_that_was_told_of_it_may_reclaim() {
+        told(Qsbr::is_over);
+    }
+
+    #[test]
+    fn so_may_one_for_which_some_readers_count() {
+        told(|qsbr, grace| qsbr.is_over_for(grace, |_| true));
     }
 
     #[test]
