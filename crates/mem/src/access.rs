@@ -259,12 +259,15 @@ impl Window {
     }
 
     /// Whether the translation that this view came from is still valid.
+    // Ordering: whoever uses a window has a quiet point, before which it is invalidated and before
+    // which nothing else uses the memory: that orders them, not this flag.
     #[inline]
     pub fn is_valid(&self) -> bool {
         self.valid.load(Ordering::Acquire)
     }
 
     /// Marks this view, and all clones of it, as no longer valid.
+    // Ordering: see `is_valid`.
     pub fn invalidate(&self) {
         self.valid.store(false, Ordering::Release);
     }

@@ -1,6 +1,6 @@
 //! Which pages a device has written, for a front end that migrates the memory meanwhile.
 
-use core::sync::atomic::{AtomicU64, Ordering};
+use ringfence_sync::atomic::{AtomicU64, Ordering};
 
 use crate::{HostSlice, Memory, SharedFile};
 
@@ -46,10 +46,10 @@ impl DirtyLog {
         while page <= last {
             let stop = last.min(page | 7);
             let bits = 0xff << (page % 8) & 0xff >> (7 - stop % 8);
-            // Read-modify-write even if the bits are set already: it orders the bytes before the
-            // mark. A plain load could happen before the bytes are visible, and the bit be cleared
-            // in between.
-            self.file.u8_at((page / 8) as usize).fetch_or(bits as u8, Ordering::SeqCst);
+            // Release: the bytes come before the mark. A read-modify-write even if the bits are set
+            // already: a plain load could happen before the bytes are visible, and the bit be
+            // cleared in between.
+            self.file.u8_at((page / 8) as usize).fetch_or(bits as u8, Ordering::Release);
             page = stop + 1;
         }
     }
@@ -71,7 +71,7 @@ impl DirtyLog {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use core::sync::atomic::Ordering::Relaxed;
     use std::{collections::BTreeSet, sync::Arc, thread};
@@ -192,5 +192,44 @@ mod tests {
         bus.set_log(None);
         bus.write(0x10_8000, &[1]).unwrap();
         assert_eq!(marked(&file), BTreeSet::from([0x103, 0x104, 0x10f]));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use std::sync::Arc;
+
+    use loom::thread;
+    use ringfence_sync::{atomic::AtomicU32, model::check};
+
+    use super::*;
+
+    #[test]
+    fn who_clears_a_bit_copies_what_was_written_or_finds_the_bit_again() {
+        check(None, || {
+            let log = Arc::new(DirtyLog::new(SharedFile::create(1).unwrap().0));
+            let page = Arc::new(AtomicU32::new(0));
+            // Loom makes an atomic in memory at its first use, which must come before other threads'.
+            assert_eq!(log.file.u8_at(0).load(Ordering::Relaxed), 0);
+            let (theirs, written) = (Arc::clone(&log), Arc::clone(&page));
+            let device = thread::spawn(move || {
+                for value in [1, 2] {
+                    written.store(value, Ordering::Relaxed);
+                    theirs.mark(0, 1);
+                }
+            });
+            let clear = || log.file.u8_at(0).swap(0, Ordering::Acquire) != 0;
+            let mut copy = 0;
+            for _ in 0..2 {
+                if clear() {
+                    copy = page.load(Ordering::Relaxed);
+                }
+            }
+            device.join().unwrap();
+            if clear() {
+                copy = page.load(Ordering::Relaxed);
+            }
+            assert_eq!(copy, 2, "a write is lost");
+        });
     }
 }

@@ -334,7 +334,7 @@ impl Memory {
     /// # Errors
     /// [`AccessError::Lost`], with the guest-physical address of the first region that is.
     pub fn check(&self) -> Result<(), AccessError> {
-        // Another thread may have met the hole first and put the zeroes there that we read. It has
+        // Ordering: another thread may have met the hole first and put the zeroes there that we read. It has
         // set the mark before that: we must look for the mark only after our own accesses.
         fence(Ordering::Acquire);
         if !self.lost() {

@@ -1,10 +1,11 @@
 //! A file that two processes share for their own bookkeeping: an in-flight region, a dirty log.
 
-use core::sync::atomic::{AtomicU8, AtomicU16, AtomicU64};
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
 };
+
+use ringfence_sync::atomic::{AtomicU8, AtomicU16, AtomicU64};
 
 use crate::{Access, GuestRam, MemError, Memory, PAGE_SIZE, Region, Window};
 

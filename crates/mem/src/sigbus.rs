@@ -27,13 +27,14 @@
 //! The handler may run at any point: it takes no lock, allocates no heap memory, and calls `mmap`
 //! and `fallocate` only.
 
-use crate::MemError;
-use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::{
     io, mem,
     os::fd::IntoRawFd,
     ptr,
-    sync::{Mutex, OnceLock},
+    sync::{
+        Mutex, OnceLock,
+        atomic::{AtomicI32, Ordering},
+    },
 };
 
 use rustix::{
@@ -41,40 +42,20 @@ use rustix::{
     process::{Resource, getrlimit},
 };
 
+use self::registry::{Entry, Mapping, Registry};
+use crate::MemError;
+
+mod registry;
+
 /// Most mappings that can be watched at once in a process.
-const SLOTS: usize = 4096;
+const SLOTS: usize = if cfg!(loom) { 1 } else { 4096 };
 
-/// A slot's state is `generation << 2 | phase`: the generation makes a reader notice that the slot
-/// changed hands while it looked.
-const FREE: u64 = 0;
-const BUSY: u64 = 1;
-const LIVE: u64 = 2;
-const PHASE: u64 = 3;
-
-#[derive(Debug)]
-struct Slot {
-    state: AtomicU64,
-    start: AtomicUsize,
-    len: AtomicUsize,
-    page: AtomicUsize,
-    lost: AtomicBool,
+#[cfg(not(loom))]
+static REGISTRY: Registry<SLOTS> = Registry::new();
+#[cfg(loom)]
+loom::lazy_static! {
+    static ref REGISTRY: Registry<SLOTS> = Registry::new();
 }
-
-static REGISTRY: [Slot; SLOTS] = [const {
-    Slot {
-        state: AtomicU64::new(FREE),
-        start: AtomicUsize::new(0),
-        len: AtomicUsize::new(0),
-        page: AtomicUsize::new(0),
-        lost: AtomicBool::new(false),
-    }
-}; SLOTS];
-
-/// No slot from here on was ever used.
-static USED: AtomicUsize = AtomicUsize::new(0);
-
-/// How many existing mappings are lost: the one word that the fast path looks at.
-static LOST: AtomicUsize = AtomicUsize::new(0);
 
 /// The descriptor of the stand-in, for as long as the process lives; below 0 if there is none. Set before
 /// the handler can run.
@@ -90,100 +71,52 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 /// Whether any mapping of this process is lost.
 #[inline]
 pub(crate) fn any_lost() -> bool {
-    LOST.load(Ordering::Relaxed) != 0
+    REGISTRY.lost() != 0
 }
 
 /// A mapping's place in the registry, given back when dropped.
 #[derive(Debug)]
-pub(crate) struct Registered {
-    slot: &'static Slot,
-}
+pub(crate) struct Registered(Entry<SLOTS>);
 
 impl Registered {
     /// Enters a mapping. `page` is a power of two, `start` and `len` multiples of it.
     pub(crate) fn new(start: usize, len: usize, page: usize) -> Result<Registered, MemError> {
-        for (index, slot) in REGISTRY.iter().enumerate() {
-            let state = slot.state.load(Ordering::Relaxed);
-            let busy = (state & !PHASE) | BUSY;
-            if state & PHASE != FREE
-                || slot
-                    .state
-                    .compare_exchange(state, busy, Ordering::Acquire, Ordering::Relaxed)
-                    .is_err()
-            {
-                continue;
-            }
-            slot.start.store(start, Ordering::Relaxed);
-            slot.len.store(len, Ordering::Relaxed);
-            slot.page.store(page, Ordering::Relaxed);
-            slot.lost.store(false, Ordering::Relaxed);
-            // Release: a thread that sees LIVE sees the fields.
-            slot.state.store((state & !PHASE) | LIVE, Ordering::Release);
-            USED.fetch_max(index + 1, Ordering::Release);
-            return Ok(Registered { slot });
-        }
-        Err(MemError::RegistryFull { max: SLOTS })
+        let entry = REGISTRY.enter(Mapping { start, len, page });
+        entry.map(Registered).ok_or(MemError::RegistryFull { max: SLOTS })
     }
 
     /// Whether the mapping was lost.
     pub(crate) fn is_lost(&self) -> bool {
-        self.slot.lost.load(Ordering::Acquire)
+        self.0.is_lost()
     }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
         if self.is_lost() {
-            let start = self.slot.start.load(Ordering::Relaxed);
-            forget(start, self.slot.len.load(Ordering::Relaxed));
-            // No access to it is under way, so it cannot be lost again.
-            LOST.fetch_sub(1, Ordering::Relaxed);
+            let Mapping { start, len, .. } = self.0.mapping();
+            forget(start, len);
         }
-        let next = (self.slot.state.load(Ordering::Relaxed) & !PHASE) + (PHASE + 1);
-        // Release: all that we did comes before the next owner, which acquires in `new`. A handler
-        // that looks at this slot meanwhile serves another mapping: ours is no longer touched.
-        self.slot.state.store(next | FREE, Ordering::Release);
     }
 }
 
 /// Replaces what is behind `addr` by zeroes, if it is in a watched mapping. Async-signal-safe.
 fn replace(addr: usize) -> bool {
-    let used = USED.load(Ordering::Acquire).min(SLOTS);
-    for slot in &REGISTRY[..used] {
-        let state = slot.state.load(Ordering::Acquire);
-        if state & PHASE != LIVE {
-            continue;
+    let Some((index, Mapping { start, len, page })) = REGISTRY.find(addr) else { return false };
+    let first = addr & !(page - 1);
+    let rest = len - (first - start);
+    // Before the zeroes become visible, so that no thread takes them for data.
+    REGISTRY.lose(index);
+    let file = STAND_IN.load(Ordering::Relaxed);
+    // SAFETY: the span lies within a live mapping of ours, kept by the owner of the access that
+    // faulted; nothing but raw pointers leads there.
+    unsafe {
+        if file >= 0 && put(first, rest, libc::MAP_SHARED, file) {
+            has_page(file, addr)
+        } else {
+            put(first, rest, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
         }
-        let start = slot.start.load(Ordering::Relaxed);
-        let len = slot.len.load(Ordering::Relaxed);
-        let page = slot.page.load(Ordering::Relaxed);
-        // The three belong together only if the slot did not change hands meanwhile. If it did,
-        // this is not the mapping of the access that faulted: its owner keeps that one alive.
-        fence(Ordering::Acquire);
-        if slot.state.load(Ordering::Relaxed) != state || addr.wrapping_sub(start) >= len {
-            continue;
-        }
-        let first = addr & !(page - 1);
-        let rest = len - (first - start);
-        // Before the zeroes become visible, so that no thread takes them for data. The count comes
-        // first, since another thread that finds the mark continues at once. Acquire: that thread
-        // also sees the count of the one that set the mark.
-        LOST.fetch_add(1, Ordering::Relaxed);
-        if slot.lost.swap(true, Ordering::AcqRel) {
-            LOST.fetch_sub(1, Ordering::Relaxed);
-        }
-        let file = STAND_IN.load(Ordering::Relaxed);
-        // SAFETY: the span lies within a live mapping of ours, kept by the owner of the access that
-        // faulted; nothing but raw pointers leads there.
-        return unsafe {
-            if file >= 0 && put(first, rest, libc::MAP_SHARED, file) {
-                has_page(file, addr)
-            } else {
-                put(first, rest, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1)
-            }
-        };
     }
-    false
 }
 
 /// Maps `len` bytes at an address: of a file, from the offset that equals the address, or
@@ -399,7 +332,7 @@ mod tests {
                 let bus = Physical::new(Arc::clone(memory));
                 bus.read(0, &mut [0; 3 * PAGE_SIZE]).unwrap();
                 assert!(bus.check().is_err());
-                assert_eq!(super::LOST.load(super::Ordering::Relaxed), count + 1);
+                assert_eq!(super::REGISTRY.lost(), count + 1);
             }
             drop(first);
             assert!(super::any_lost());

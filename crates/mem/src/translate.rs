@@ -114,7 +114,7 @@ impl<const USER: bool> Translate for Direct<USER> {
 
     fn check(&self) -> Result<(), AccessError> {
         let touched = self.touched.replace(0) | self.held.get();
-        // Another thread may have met the hole first and put the zeroes there that we read. It has
+        // Ordering: another thread may have met the hole first and put the zeroes there that we read. It has
         // set the mark before that: we must look for the mark only after our own accesses.
         fence(Ordering::Acquire);
         if !sigbus::any_lost() {
