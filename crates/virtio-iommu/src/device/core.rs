@@ -266,6 +266,7 @@ impl<B: Backing> Device<B> {
         let mut orphans = Vec::new();
         if let Some(id) = state.attached.remove(&endpoint) {
             state.leave(id, endpoint, &mut orphans);
+            // Ordering: see `Device::find`.
             self.generation.fetch_add(1, Ordering::Release);
         }
         self.backing.set_domain(endpoint, Binding::Blocked)?;
@@ -296,6 +297,7 @@ impl<B: Backing> Device<B> {
         self.negotiated.store(0, Ordering::Relaxed);
         state.attached.clear();
         state.domains.clear();
+        // Ordering: see `Device::find`.
         self.generation.fetch_add(1, Ordering::Release);
         // Those too that were not attached: where a reset has failed they may be anywhere.
         self.unbind_all(&state)

@@ -1,4 +1,7 @@
 //! Faults on their way to the driver.
+//!
+//! Ordering: the faults have a lock. `count` spares a thread that; whoever reports a fault signals the
+//! device's event afterwards, and the device looks again.
 
 use std::{
     collections::VecDeque,

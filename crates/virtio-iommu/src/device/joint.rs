@@ -1,17 +1,20 @@
 //! A domain for endpoints of this process and for those behind a real IOMMU.
+//!
+//! Ordering: where a mirror joins, the primary's lock orders `mirrored`. A map or an unmap that had the lock
+//! before the primary was read has left its traces there; one that has it later sees the flag, which was
+//! set before. Where one leaves it is emptied first (Release): an unmap that sees the flag cleared
+//! (Acquire) returns after that.
 
-use std::{
-    fmt, mem,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-};
+use std::{fmt, sync::Arc};
 
-use parking_lot::{Mutex, MutexGuard};
 use ringfence_iommu::{
     Address, Domain, Error, Gather, GuestPhys, Iova, Map, Partial, Pending, Range, Result,
     table::Mapping,
+};
+use ringfence_sync::{
+    atomic::{AtomicBool, Ordering},
+    lock::Mutex,
+    mutant,
 };
 
 use super::{Binding, Mirror};
@@ -56,15 +59,23 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         self.mirrors.lock().len()
     }
 
-    /// Repeats all that is mapped in `mirror`, in which nothing is, and all that will be. If that fails
-    /// something may be left in it.
+    /// Repeats all that is mapped in `mirror`, in which nothing is, and all that will be. If that fails it
+    /// is emptied; if that fails too, something may be left in it.
     fn join(&self, mirror: &Arc<Mirror>) -> Result<()> {
         let mut mirrors = self.mirrors.lock();
-        self.mirrored.store(true, Ordering::Release);
+        let late = mutant!("the flag is set after the primary is read");
+        if !late {
+            self.mirrored.store(true, Ordering::Release);
+        }
         let replayed = self.each_in(Range::ALL, |mapping| mirror.map(mapping));
-        match replayed {
+        match &replayed {
             Ok(()) => mirrors.push(Arc::clone(mirror)),
-            Err(_) => self.mirrored.store(!mirrors.is_empty(), Ordering::Release),
+            // Before an unmap that sees no mirror returns: nothing that it unmaps may be left there. The
+            // caller empties it again, and reports it if that fails.
+            Err(_) => _ = mirror.unmap(Range::ALL),
+        }
+        if late || replayed.is_err() {
+            self.mirrored.store(!mirrors.is_empty(), Ordering::Release);
         }
         replayed
     }
@@ -307,16 +318,12 @@ impl<D: Domain<Target = GuestPhys>> Outside<D> {
             let emptied = self.mirror.unmap(Range::ALL);
             if emptied.and_then(|()| self.enter(&binding)).is_err() {
                 self.mirror.count();
-                Self::forget(binding);
+                *binding = Binding::Blocked;
             }
             return Err(error);
         }
         *binding = to;
         Ok(())
-    }
-
-    fn forget(mut binding: MutexGuard<'_, Binding<Joint<D>>>) {
-        drop(mem::replace(&mut *binding, Binding::Blocked));
     }
 
     fn enter(&self, to: &Binding<Joint<D>>) -> Result<()> {
@@ -354,5 +361,106 @@ fn is_same<D>(one: &Binding<D>, other: &Binding<D>) -> bool {
         (Binding::Bypass, Binding::Bypass) => true,
         (Binding::Domain(one), Binding::Domain(other)) => Arc::ptr_eq(one, other),
         _ => false,
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use std::sync::Arc;
+
+    use loom::thread;
+    use ringfence_iommu::{
+        Geometry, HostAddr, PageSizes, Prot, SoftDomain, shootdown::Shootdown, table::Limits,
+    };
+    use ringfence_sync::model::check;
+
+    use super::{super::HostRegion, *};
+
+    type Soft = SoftDomain<GuestPhys>;
+    type Far = SoftDomain<HostAddr>;
+
+    /// A slot of the model's smallest table.
+    const PAGE: u64 = 1 << 56;
+
+    fn page(n: u64) -> Range {
+        Range::from_len(Iova(n * PAGE), PAGE).unwrap()
+    }
+
+    fn map(joint: &Joint<Soft>, n: u64) {
+        joint.map_pages(&[Map::new(page(n), GuestPhys(n * PAGE), Prot::RW)]).unwrap();
+    }
+
+    /// What an endpoint behind an IOMMU does.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Does {
+        Join,
+        /// It has no memory behind page 1.
+        FailToJoin,
+        Leave,
+    }
+
+    /// An endpoint behind an IOMMU joins or leaves a domain with page 0 (and 1, if it fails to join) while a
+    /// driver changes it: the endpoint sees what is mapped, or nothing. What is unmapped it does not see
+    /// once the unmap has returned.
+    fn race(does: Does, change: fn(&Joint<Soft>, &Far)) {
+        check(None, move || {
+            let shootdown = Shootdown::new(1);
+            let geometry = || Geometry::new(PageSizes::new(PAGE).unwrap(), Range::ALL);
+            let primary = Soft::new(geometry(), Limits::NONE, Arc::clone(&shootdown));
+            let far = Far::new(geometry(), Limits::NONE, shootdown);
+            let last = if does == Does::FailToJoin { PAGE - 1 } else { u64::MAX };
+            let memory = HostRegion { guest: (GuestPhys(0), GuestPhys(last)), host: HostAddr(0) };
+            // SAFETY: nothing is ever accessed there.
+            let mirror = unsafe { Mirror::new(Arc::clone(&far) as _, [memory], false) };
+            let (joint, outside) = (Joint::new(primary), Outside::new(mirror));
+            map(&joint, 0);
+            let domain = || Binding::Domain(Arc::clone(&joint));
+            match does {
+                Does::Join => {}
+                Does::FailToJoin => map(&joint, 1),
+                Does::Leave => outside.bind(domain()).unwrap(),
+            }
+            let theirs = (Arc::clone(&joint), Arc::clone(&far));
+            let driver = thread::spawn(move || change(&theirs.0, &theirs.1));
+            let bound = outside.bind(if does == Does::Leave { Binding::Blocked } else { domain() });
+            driver.join().unwrap();
+            assert_eq!(bound.is_ok(), does != Does::FailToJoin);
+            for n in 0..2 {
+                let near = joint.iova_to_phys(Iova(n * PAGE)).filter(|_| does == Does::Join);
+                let far = far.iova_to_phys(Iova(n * PAGE));
+                assert_eq!(far.map(|to| to.0), near.map(|to| to.0), "page {n}");
+            }
+            assert_eq!(outside.mirror().failures(), 0);
+        });
+    }
+
+    fn unmap_0(joint: &Joint<Soft>, far: &Far) {
+        joint.unmap_pages(&[page(0)], &mut Gather::default()).unwrap();
+        assert_eq!(far.iova_to_phys(Iova(0)).map(|to| to.0), None, "unmapped, and reached");
+    }
+
+    #[test]
+    fn what_is_mapped_while_a_mirror_joins_is_in_both() {
+        race(Does::Join, |joint, _| map(joint, 1));
+    }
+
+    #[test]
+    fn what_is_unmapped_while_a_mirror_joins_is_in_neither() {
+        race(Does::Join, unmap_0);
+    }
+
+    #[test]
+    fn what_is_unmapped_while_a_mirror_cannot_join_is_not_left_in_it() {
+        race(Does::FailToJoin, unmap_0);
+    }
+
+    #[test]
+    fn a_mirror_that_leaves_keeps_nothing_of_what_is_mapped_meanwhile() {
+        race(Does::Leave, |joint, _| map(joint, 1));
+    }
+
+    #[test]
+    fn nor_of_what_is_unmapped() {
+        race(Does::Leave, unmap_0);
     }
 }

@@ -14,6 +14,8 @@
 //! point of its program have taken effect, and none after it. So it suffices that stores are in
 //! program order, which the compiler must keep: the bytes of a record first, then the length that
 //! counts them.
+//!
+//! Ordering: that is all; no thread reads what another writes here.
 
 use std::{
     collections::VecDeque,

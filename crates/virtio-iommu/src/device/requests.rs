@@ -146,6 +146,8 @@ impl<B: Backing> Device<B> {
         session: &'s mut Session<B>,
         id: u32,
     ) -> Answer<&'s View<B::Domain>> {
+        // Ordering: a driver that relies on an earlier request has seen its reply, so that rings order the
+        // two; of others either may come first.
         let generation = self.generation.load(Ordering::Acquire);
         if !matches!(session.last, Some((held, of, _)) if held == id && of == generation) {
             self.look_up(session, id, generation)?;
@@ -349,6 +351,7 @@ impl<B: Backing> Device<B> {
         if !session.rebound.contains(&endpoint) {
             session.rebound.push(endpoint);
         }
+        // Ordering: see `find`.
         self.generation.fetch_add(1, Ordering::Release);
     }
 }

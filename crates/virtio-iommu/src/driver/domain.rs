@@ -165,6 +165,7 @@ impl ViommuDomain {
         let first = state.endpoints.is_empty();
         state.endpoints.push((endpoint, regions));
         state.refresh_geometry();
+        // Ordering: see `is_attached`.
         self.attached.store(true, Ordering::Release);
         if first && let Err(error) = self.replay(&mut state) {
             state.torn = true;
@@ -212,6 +213,7 @@ impl ViommuDomain {
         state.refresh_geometry();
         self.driver.release(endpoint);
         if state.endpoints.is_empty() {
+            // Ordering: see `is_attached`.
             self.attached.store(false, Ordering::Release);
             state.torn = false;
             // Nothing is reachable any more, whatever was refused.
@@ -344,6 +346,9 @@ impl ViommuDomain {
         Ok(())
     }
 
+    // Ordering: written under the state's lock, and read under it but where a sync begins. The unmaps that a
+    // sync is for took the lock before it: it sees what they saw, or something later. That nothing was
+    // attached counts once the sync's poll has taken the lock.
     pub(super) fn is_attached(&self) -> bool {
         self.attached.load(Ordering::Acquire)
     }

@@ -11,6 +11,7 @@ mod core;
 mod domain;
 mod events;
 mod report;
+mod retired;
 mod ring;
 mod shadow;
 mod stretch;

@@ -1,4 +1,7 @@
 //! Replies of the device that were not reported yet.
+//!
+//! Ordering: the list has a lock; `any` spares a thread that. It is set after the list has the failure,
+//! and cleared under the lock: a thread that comes after whoever pushed sees the flag.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

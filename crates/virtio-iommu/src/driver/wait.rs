@@ -5,16 +5,15 @@
 //! enough sleep. One of them, the leader, waits for the device's notification; the others wait
 //! until a thread takes replies out of the ring, or the leader's place becomes free.
 //!
-//! No wake-up is lost: a follower counts itself in `followers` and *then* looks at `retired`,
-//! holding the mutex of the condition until it sleeps; a thread that advances `retired` *then*
-//! looks at `followers`, and notifies under that mutex. All four are sequentially consistent, so
-//! one of the two sees the other.
+//! No wake-up is lost: [`Retired`] argues that of a thread that is about to follow and one that takes
+//! replies out at least one sees the other; the first holds the mutex of the condition until it
+//! sleeps, and the second notifies under that mutex.
 
 use std::{
     hint,
     sync::{
         OnceLock,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -26,7 +25,7 @@ use ringfence_sync::{
     wait::{Next, Wait},
 };
 
-use super::{Notify, Transport, ring::Ring};
+use super::{Notify, Transport, retired::Retired, ring::Ring};
 use crate::wire::REQUEST_QUEUE;
 
 /// Looks at the ring before the first at the clock, and between two for signs of life.
@@ -39,12 +38,10 @@ const LIFE_SIGN: Duration = Duration::from_millis(100);
 /// The ring and the threads that wait for it.
 pub(super) struct Waiting {
     ring: Mutex<Ring>,
-    /// The device has completed all requests up to this one.
-    retired: AtomicU64,
+    retired: Retired,
     /// Whether a thread waits for the device's notification.
     led: Mutex<bool>,
     changed: Condvar,
-    followers: AtomicUsize,
     failed: OnceLock<&'static str>,
     notify: Notify,
     timeout: Option<Duration>,
@@ -85,10 +82,9 @@ impl Waiting {
         ring.queue().suppress_notifications();
         Waiting {
             ring: Mutex::new(ring),
-            retired: AtomicU64::new(0),
+            retired: Retired::default(),
             led: Mutex::new(false),
             changed: Condvar::new(),
-            followers: AtomicUsize::new(0),
             failed: OnceLock::new(),
             notify,
             timeout,
@@ -132,8 +128,7 @@ impl Waiting {
         match ring.reap() {
             Ok(false) => Ok(()),
             Ok(true) => {
-                self.retired.store(ring.retired(), Ordering::SeqCst);
-                if self.followers.load(Ordering::SeqCst) > 0 {
+                if self.retired.advance(ring.retired()) {
                     let _led = self.led.lock();
                     self.changed.notify_all();
                 }
@@ -145,11 +140,11 @@ impl Waiting {
 
     /// The number of the last request up to which all are completed.
     pub(super) fn retired(&self) -> u64 {
-        self.retired.load(Ordering::SeqCst)
+        self.retired.get()
     }
 
     fn is_retired(&self, seq: u64) -> bool {
-        self.retired.load(Ordering::SeqCst) >= seq
+        self.retired.get() >= seq
     }
 
     /// Kicks the device if it wants that and waits for everything that is in the ring now. False
@@ -207,7 +202,7 @@ impl Waiting {
     /// # Errors
     /// [`Error::Gone`].
     pub(super) fn wait_for(&self, target: u64, transport: &dyn Transport) -> Result<()> {
-        let mut watchdog = Watchdog::new(self.retired.load(Ordering::SeqCst));
+        let mut watchdog = Watchdog::new(self.retired.get());
         let mut wait = Wait::new(self.notify);
         let mut looks = 0u32;
         loop {
@@ -236,7 +231,7 @@ impl Waiting {
     /// # Errors
     /// [`Error::Gone`] if no request was completed for too long, or the transport is gone.
     fn check_timeout(&self, watchdog: &mut Watchdog, transport: &dyn Transport) -> Result<()> {
-        let waited = watchdog.look(self.retired.load(Ordering::SeqCst));
+        let waited = watchdog.look(self.retired.get());
         if self.timeout.is_some_and(|limit| waited >= limit) {
             return Err(
                 self.fail("the device does not respond: no request completed within the time-out")
@@ -261,11 +256,11 @@ impl Waiting {
     ) -> Result<()> {
         let mut led = self.led.lock();
         while *led {
-            self.followers.fetch_add(1, Ordering::SeqCst);
-            if !self.is_retired(target) && self.failed.get().is_none() {
-                self.changed.wait_for(&mut led, LIFE_SIGN);
-            }
-            self.followers.fetch_sub(1, Ordering::SeqCst);
+            self.retired.follow(target, || {
+                if self.failed.get().is_none() {
+                    self.changed.wait_for(&mut led, LIFE_SIGN);
+                }
+            });
             if self.is_retired(target) {
                 return Ok(());
             }
