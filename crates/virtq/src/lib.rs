@@ -34,8 +34,6 @@ pub mod driver;
 pub mod layout;
 #[cfg(all(test, loom))]
 mod model;
-#[cfg(all(test, loom))]
-mod model_packed;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 

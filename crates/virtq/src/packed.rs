@@ -6,9 +6,8 @@
 //!
 //! As for a split ring, the caller is responsible for the *order* of accesses, and explains it.
 
-use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-
 use ringfence_mem::Window;
+use ringfence_sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::{
     Area, Desc, RingError,
@@ -217,11 +216,13 @@ impl DescRing {
     }
 
     #[inline]
+    #[cfg_attr(loom, track_caller)]
     pub(crate) fn state(&self, at: u16, order: Ordering) -> State {
         State(u64::from_le(self.word(at, 1).load(order)))
     }
 
     #[inline]
+    #[cfg_attr(loom, track_caller)]
     pub(crate) fn set_state(&self, at: u16, state: State, order: Ordering) {
         self.word(at, 1).store(state.0.to_le(), order);
     }

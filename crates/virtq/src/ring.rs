@@ -7,12 +7,10 @@
 //!
 //! Fields are little-endian (virtio 1.x); conversion is free on little-endian machines.
 
-use core::{
-    ptr::NonNull,
-    sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering},
-};
+use core::ptr::NonNull;
 
 use ringfence_mem::Window;
+use ringfence_sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use crate::{Area, Desc, RingError, layout};
 
@@ -189,11 +187,13 @@ pub(crate) struct Field<'a>(&'a AtomicU16);
 
 impl Field<'_> {
     #[inline]
+    #[cfg_attr(loom, track_caller)]
     pub(crate) fn load(self, order: Ordering) -> u16 {
         u16::from_le(self.0.load(order))
     }
 
     #[inline]
+    #[cfg_attr(loom, track_caller)]
     pub(crate) fn store(self, value: u16, order: Ordering) {
         self.0.store(value.to_le(), order);
     }

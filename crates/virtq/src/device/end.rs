@@ -1,12 +1,10 @@
 //! What the device's ends of both formats share: the chains that are taken and given back, and the
 //! lookup of the areas.
 
-use core::{
-    fmt,
-    sync::atomic::{Ordering, fence},
-};
+use core::fmt;
 
 use ringfence_mem::Translate;
+use ringfence_sync::atomic::{Ordering, fence};
 
 use super::{Burst, Glimpse, RingConfig, Written, flight::Flight, table::Table};
 use crate::{Chain, ChainFault, Desc, RingError};

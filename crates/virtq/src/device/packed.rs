@@ -1,8 +1,7 @@
 //! The device's end of a packed virtqueue (virtio 1.3, 2.8).
 
-use core::sync::atomic::{Ordering, fence};
-
 use ringfence_mem::Translate;
+use ringfence_sync::atomic::{Ordering, fence};
 
 use super::{
     Glimpse, PEEK_DESCS, RingConfig, Stored, Written,

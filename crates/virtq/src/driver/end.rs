@@ -1,11 +1,9 @@
 //! What the driver's ends of both formats share: the chains that are added and taken back.
 
-use core::{
-    fmt,
-    sync::atomic::{Ordering, fence},
-};
+use core::fmt;
 
 use ringfence_mem::Window;
+use ringfence_sync::atomic::{Ordering, fence};
 
 use super::{
     QueueConfig, Rings, Used,

@@ -1,8 +1,7 @@
 //! The driver's end of a packed virtqueue (virtio 1.3, 2.8).
 
-use core::sync::atomic::{Ordering, fence};
-
 use ringfence_mem::Window;
+use ringfence_sync::atomic::{Ordering, fence};
 
 use super::{
     QueueConfig, Rings,
