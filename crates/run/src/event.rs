@@ -3,14 +3,12 @@
 use std::{
     io::{self, IoSliceMut},
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering, fence},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
+use ringfence_sync::atomic::{AtomicBool, Ordering, fence};
 use rustix::{
     event::{EventfdFlags, eventfd},
     io::ReadWriteFlags,
@@ -212,5 +210,32 @@ mod tests {
         bells.ring(&bell);
         bells.release();
         assert!(rung(&bell));
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use loom::thread;
+    use ringfence_sync::{atomic::AtomicUsize, model::check};
+
+    use super::*;
+
+    #[test]
+    fn an_owner_that_sleeps_is_woken_for_what_it_has_not_seen() {
+        check(None, || {
+            let bell = Arc::new(Doorbell::new().unwrap());
+            let work = Arc::new(AtomicUsize::new(0));
+            let (theirs, written) = (Arc::clone(&bell), Arc::clone(&work));
+            let other = thread::spawn(move || {
+                [1, 2].map(|n| {
+                    written.store(n, Ordering::Relaxed);
+                    theirs.is_wanted()
+                })
+            });
+            bell.arm();
+            let seen = work.load(Ordering::Relaxed);
+            let rung = other.join().unwrap();
+            assert!(rung[seen..].iter().all(|rung| *rung), "{seen} seen, rung for {rung:?}");
+        });
     }
 }

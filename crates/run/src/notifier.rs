@@ -257,7 +257,7 @@ impl Aio {
         // process for as long as the context exists: for ever. Both ends access its fields
         // atomically.
         let ring = unsafe { &*std::ptr::with_exposed_provenance::<AioRing>(*context as usize) };
-        // Takes all completions; their results do not matter.
+        // Takes all completions; their results do not matter. Ordering: the other end is the kernel.
         ring.head.store(ring.tail.load(Ordering::Acquire), Ordering::Release);
     }
 }

@@ -1,4 +1,7 @@
 //! The threads that move data: each polls the rings it is given, and sleeps when they are idle.
+//!
+//! Ordering: who clears `rung` (Acquire) sees the mail, or `stop`, for which it was set (Release): nothing
+//! else makes it look. The bell's event ends a sleep; the kernel orders its write before that.
 
 use std::{
     any::Any,

@@ -114,7 +114,8 @@ impl Cache {
         }
         let has = |feature| self.features & feature != 0;
         let writeback = !has(feature::CONFIG_WCE) || self.writeback == Some(true);
-        // Release: a queue that is notified of the change afterwards sees it.
+        // Ordering: a queue that is notified of the change afterwards sees it. A write that is handed over
+        // meanwhile is of the mode before or after, as virtio allows.
         self.through.store(!has(feature::FLUSH) || !writeback, Ordering::Release);
     }
 }

@@ -236,6 +236,7 @@ impl RawDevice for Blk {
     fn suspended(&mut self, connection: Option<&Shutdown>) {
         let Disk::File(image) = &self.options.disk else { return };
         let left = self.options.figures.left();
+        // Ordering: a number that is looked at again until it is 0.
         let is_busy = move || left.load(Ordering::Acquire) > 0;
         let (begun, is_stuck) = (Instant::now(), is_busy());
         // Requests that the disk has not completed use no memory of the guest: only the lock

@@ -297,6 +297,7 @@ impl FileStore {
             Action::Flush => FileOp::Flush,
             Action::Zero { offset, len, punch } => FileOp::Zero { offset, len, punch },
             Action::Transfer { write, offset, len } => {
+                // Ordering: see `Cache::settle`.
                 transfer.through = self.through.load(Ordering::Acquire);
                 if self.buffers.is_some() {
                     if !self.fill((chain, transfer), (write, offset, len), bus)? {
@@ -455,7 +456,7 @@ impl FileStore {
         let before = self.done.len();
         let (done, old, mut again) = (&mut self.done, &self.old, Vec::new());
         let own = self.buffers.is_some();
-        // The kernel has no request that zeroes and is durable.
+        // The kernel has no request that zeroes and is durable. Ordering: see `Cache::settle`.
         let (through, mut flushed) = (self.through.load(Ordering::Acquire), Vec::new());
         self.io.reap(|token, result| {
             let at = token as u16;

@@ -4,6 +4,10 @@
 //! finish at once is done by a limited number of kernel threads that belong to the calling thread.
 //! So an image that may hang has a submitting thread of its own: neither the worker nor another
 //! image waits for it.
+//!
+//! Ordering: a request is in the ring before `queued` is set (Release), and the thread clears the flag
+//! before it enters the ring (Acquire): it finds the request, or the flag is set again. Of those that set
+//! it one alone finds it clear, and signals the event, which the thread reads first.
 
 use std::{
     io,

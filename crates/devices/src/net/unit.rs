@@ -3,18 +3,15 @@
 mod ways;
 
 use std::{
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering, fence},
-    },
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
     time::Duration,
 };
 
 use ringfence_iotlb::{Counters, Endpoint, View};
 use ringfence_mem::{DirtyLog, Memory, Physical, UserAddresses};
 use ringfence_run::{
-    event,
+    event::Doorbell,
     notifier::Notifier,
     worker::{Kick, Unit},
 };
@@ -114,26 +111,9 @@ pub struct NetUnit {
     outlets: Vec<Outlet>,
     /// By pair, if they lead nowhere.
     probes: Vec<Probe>,
-    wake: Arc<Wake>,
+    /// Wakes the worker when its misses are resolved.
+    bell: Arc<Doorbell>,
     polled_ns: u64,
-}
-
-/// Wakes the worker when its misses are resolved.
-struct Wake {
-    event: OwnedFd,
-    asleep: AtomicBool,
-}
-
-impl Wake {
-    fn wake(&self) {
-        // The update was counted before. Of this fence and the one of `NetUnit::arm` one comes
-        // first: either this thread sees that the worker is about to sleep, or the worker sees the
-        // count.
-        fence(Ordering::SeqCst);
-        if self.asleep.load(Ordering::Relaxed) {
-            event::signal(&self.event);
-        }
-    }
 }
 
 impl NetUnit {
@@ -142,7 +122,7 @@ impl NetUnit {
     /// # Errors
     /// No descriptor is left.
     pub fn new(way: Way, pairs: u16, grace: Duration) -> std::io::Result<NetUnit> {
-        let wake = Arc::new(Wake { event: event::new()?, asleep: AtomicBool::new(false) });
+        let bell = Arc::new(Doorbell::new()?);
         let end = || End {
             receive: (0..pairs).map(|_| None).collect(),
             transmit: (0..pairs).map(|_| None).collect(),
@@ -160,7 +140,7 @@ impl NetUnit {
             _ => Vec::new(),
         };
         let ends = (0..way.ends()).map(|_| end()).collect();
-        Ok(NetUnit { ends, way, grace, outlets: outlets?, probes, wake, polled_ns: 0 })
+        Ok(NetUnit { ends, way, grace, outlets: outlets?, probes, bell, polled_ns: 0 })
     }
 
     /// Starts a ring; the first one of a driver determines how its memory is reached, and returns
@@ -185,8 +165,8 @@ impl NetUnit {
                 Some(endpoint) => {
                     let mut view = View::new(endpoint, Arc::clone(&memory))
                         .ok_or_else(|| HandlerError::new("too many workers for one IOMMU"))?;
-                    let wake = Arc::clone(&self.wake);
-                    view.wake_with(Box::new(move || wake.wake()));
+                    let bell = Arc::clone(&self.bell);
+                    view.wake_with(Box::new(move || bell.ring()));
                     counted = Some(view.counters());
                     Bus::Iommu(Box::new(view))
                 }
@@ -363,9 +343,7 @@ impl Unit for NetUnit {
     }
 
     fn arm(&mut self) -> bool {
-        self.wake.asleep.store(true, Ordering::Relaxed);
-        // See `Wake::wake`.
-        fence(Ordering::SeqCst);
+        self.bell.arm();
         let mut more = false;
         let updates = self.ends.iter().map(|end| end.bus.as_ref().map_or(0, Bus::updates));
         let updates: [u64; 2] = {
@@ -404,14 +382,14 @@ impl Unit for NetUnit {
     }
 
     fn disarm(&mut self) {
-        self.wake.asleep.store(false, Ordering::Relaxed);
+        self.bell.disarm();
         for end in &mut self.ends {
             end.rings_mut().for_each(NetRing::disarm);
         }
     }
 
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
-        into.push(self.wake.event.as_fd());
+        into.push(self.bell.as_fd());
         into.extend(self.outlets.iter().filter_map(Outlet::waker));
     }
 

@@ -8,8 +8,9 @@ use super::Error;
 
 /// The registers of an NVMe controller: its BAR 0.
 ///
-/// Each access is one access of that width to the device, in program order, and stores to memory
-/// before a write are visible to the device when it sees the write.
+/// Each access is one access of that width to the device, in program order. Accesses to memory before
+/// a write come before it: the loads are done, and the stores visible to the device, when it sees
+/// the write.
 pub trait Registers: Send + Sync {
     /// How many bytes of registers there are. Nothing at or beyond is ever accessed.
     fn size(&self) -> u64;

@@ -1,9 +1,6 @@
 //! A queue pair: commands go into one queue, completions come out of the other.
 
-use std::sync::{
-    Arc,
-    atomic::{Ordering, fence},
-};
+use std::sync::{Arc, atomic::Ordering};
 
 use ringfence_dma::{Coherent, Device};
 use ringfence_iommu::{Domain, HostAddr};
@@ -97,8 +94,7 @@ impl<R: Registers> Pair<R> {
     /// Notifies the device of all commands that were added, with one doorbell write.
     pub(super) fn ring(&mut self) {
         if self.doorbell_tail != self.tail {
-            // The commands, and their data, before the doorbell.
-            fence(Ordering::SeqCst);
+            // The commands and their data come before the doorbell, as `Registers` promises.
             self.registers.write32(self.submit_doorbell, self.tail);
             self.doorbell_tail = self.tail;
         }
@@ -108,7 +104,8 @@ impl<R: Registers> Pair<R> {
     pub(super) fn pop(&mut self) -> Option<CompletionEntry> {
         let at = self.completions + self.head as usize * COMPLETION_BYTES;
         let memory = self.memory.memory();
-        // The word with the phase first: what the device wrote before it is then visible.
+        // Ordering: the word with the phase first; what the device wrote before it is then visible. A
+        // device is no thread, and no model has it; x86 keeps the order of loads for it too.
         let last = u32::from_le(memory.word(at + 12).load(Ordering::Acquire));
         if (last >> 16 & 1 != 0) != self.phase {
             return None;
@@ -124,7 +121,8 @@ impl<R: Registers> Pair<R> {
     /// Returns the room of the completions that were taken to the device.
     pub(super) fn release(&mut self) {
         if self.taken != self.head {
-            fence(Ordering::SeqCst);
+            // The entries were read before the doorbell, as `Registers` promises: the device may
+            // overwrite them.
             self.registers.write32(self.complete_doorbell, self.head);
             self.taken = self.head;
         }

@@ -73,7 +73,8 @@ impl Bar {
     }
 
     /// Writes the register of 32 bits at `at`, a multiple of 4. A device that the write notifies
-    /// sees all that the CPU stored to memory before it.
+    /// sees all that the CPU stored to memory before it, and overwrites nothing that the CPU loaded
+    /// before it.
     ///
     /// # Errors
     /// There is no such register.
@@ -148,12 +149,13 @@ impl Bar {
     }
 }
 
-/// Orders earlier stores to memory before the register write: the device that it notifies reads
-/// memory.
+/// Orders earlier accesses to memory before the register write: the device that it notifies reads
+/// memory, and writes where it was read.
+///
+/// Ordering: x86 orders them by itself; only the compiler has to keep the order. Elsewhere a fence
+/// orders memory among CPUs, and registers need a stronger barrier.
 #[inline]
 fn before_register() {
-    // x86 orders them by itself; only the compiler has to keep the order. Elsewhere a fence orders
-    // memory among CPUs, and registers need a stronger barrier.
     std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
     #[cfg(target_arch = "aarch64")]
     // SAFETY: a barrier touches nothing.
