@@ -26,6 +26,9 @@ impl ModeCell {
     }
 
     /// Rule L27. Acquire: a thread that sees a lazy mode sees its queues complete.
+    // Ordering: queues are changed and used under their locks, which tell a thread with an older mode too;
+    // bytes are reserved before a translation goes, and a thread that reads an older bound than that of its
+    // mode keeps one that was in force. No model reads the mode.
     #[inline]
     pub(crate) fn get(&self) -> Mode {
         let word = self.0.load(Ordering::Acquire);
@@ -33,6 +36,7 @@ impl ModeCell {
     }
 
     /// Release: see [`get`](Self::get).
+    // Ordering: see `get`.
     pub(crate) fn set(&self, mode: Mode) {
         self.0.store(ModeCell::word(mode), Ordering::Release);
     }

@@ -2,18 +2,20 @@
 
 use std::{
     fmt,
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, OnceLock},
 };
 
-use crate::Iotlb;
-use parking_lot::Mutex;
 use ringfence_iommu::{
     Fault, FaultSink, GuestPhys, SoftDomain,
     shootdown::{Scope, Shootdown},
 };
+use ringfence_sync::{
+    atomic::{AtomicU64, Ordering},
+    lock::Mutex,
+    mutant,
+};
+
+use crate::Iotlb;
 
 /// Where an endpoint's accesses go.
 #[derive(Clone, Default)]
@@ -96,14 +98,21 @@ impl Endpoint {
 
     /// Changes the binding. The change has reached every view, and no in-flight I/O uses the old
     /// binding, once [`Shootdown::is_over`] returns true for the token returned (rule V14).
+    // Ordering: the lock orders the binding, and the grace period has a view look at the count that has
+    // not seen it change.
     pub fn bind(&self, to: Binding) -> u64 {
         let old = {
             let mut binding = self.binding.lock();
             let old = std::mem::replace(&mut *binding, to);
-            self.changes.fetch_add(1, Ordering::Release);
+            if !mutant!("a change is counted after its grace period begins") {
+                self.changes.fetch_add(1, Ordering::Release);
+            }
             old
         };
         let token = self.shootdown.begin(&[], true);
+        if mutant!("a change is counted after its grace period begins") {
+            self.changes.fetch_add(1, Ordering::Release);
+        }
         // Views hold their own reference to the old domain until they have seen the change.
         drop(old);
         token
@@ -120,6 +129,7 @@ impl Endpoint {
         }
     }
 
+    // Ordering: see `bind`.
     pub(crate) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }

@@ -17,6 +17,7 @@ use ringfence_iommu::{
     shootdown::{Invalidation, Lease, Reader},
 };
 use ringfence_mem::{Access, AccessError, DirtyLog, HostSlice, Memory, Translate, Window};
+use ringfence_sync::mutant;
 
 use self::find::{Region, piece};
 use crate::{Binding, Endpoint, Iotlb, Miss, cache::Cache, misses::Waiter};
@@ -318,6 +319,9 @@ impl View {
             drop_all(&self.cache, &self.windows);
             self.binding = self.endpoint.binding();
             self.changes = changes;
+            if mutant!("changes are counted after the binding is read") {
+                self.changes = self.endpoint.changes();
+            }
             self.reader.enter(self.binding.scope());
         }
     }
@@ -422,6 +426,8 @@ fn drop_all(cache: &Cache, windows: &RefCell<Vec<(Range, Window)>>) {
     windows.borrow_mut().drain(..).for_each(|(_, window)| window.invalidate());
 }
 
+#[cfg(all(test, loom))]
+mod model;
 #[cfg(all(test, not(loom)))]
 mod oracle;
 #[cfg(all(test, not(loom)))]

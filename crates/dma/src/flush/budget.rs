@@ -37,6 +37,7 @@ impl<R: Rules> Budget<R> {
         let before = self.bound.swap(bound, Ordering::Relaxed);
         // Neither the difference nor the sum can overflow: what is left is a bound, at least 0,
         // less what was reserved under bounds, at most 2^63-1.
+        // Ordering: a bound says how much, not what came before.
         self.left.fetch_add(bound - before, Ordering::AcqRel);
     }
 
@@ -55,6 +56,7 @@ impl<R: Rules> Budget<R> {
                 return false;
             }
             if !R::RESERVES_AT_ONCE {
+                // Ordering: this is the broken rule.
                 self.left.fetch_sub(bytes, Ordering::Acquire);
                 return true;
             }

@@ -15,13 +15,11 @@ mod queues;
 mod ring;
 mod timer;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use ringfence_iommu::{Range, table::PageList};
+use ringfence_sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) use self::{
     pace::{Pace, bound_ns},
@@ -115,7 +113,10 @@ impl Watch {
     #[must_use]
     pub(crate) fn release(&self, now_ns: u64) -> bool {
         let released = now_ns.saturating_add(1).min(UNWATCHED - 1);
-        self.state.compare_exchange(WAITING, released, Ordering::AcqRel, Ordering::Acquire).is_err()
+        // Whoever comes second sees all that the first has done. Nothing came before WAITING.
+        self.state
+            .compare_exchange(WAITING, released, Ordering::Release, Ordering::Acquire)
+            .is_err()
     }
 
     /// Records that the watcher is gone. Returns whether the caller must give back the IOVA.

@@ -7,7 +7,6 @@
 //! hold it, and a walk asserts that it reaches no released page.
 
 use loom::{
-    model::Builder,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -15,13 +14,62 @@ use loom::{
     thread,
 };
 
+use ringfence_sync::model::Memory;
+
 use super::{
+    budget::Budget,
     counters::{Rules, Sound},
     queues::{Enqueued, FlushQueues},
     ring::{Batch, Queued, Shape},
 };
 
 mod live;
+
+/// The watcher of an IOVA goes while the flush that it waits for ends: one of the two gives the IOVA
+/// back, after all that the other has done.
+#[test]
+fn an_iova_that_is_watched_is_given_back_once_and_last() {
+    check(|| {
+        let world = Arc::new((super::Watch::default(), Memory::default(), Memory::default()));
+        let theirs = Arc::clone(&world);
+        let flush = thread::spawn(move || {
+            let (watch, flushed, watched) = &*theirs;
+            flushed.write();
+            let last = watch.release(7);
+            last.then(|| watched.write()).is_some()
+        });
+        let (watch, flushed, watched) = &*world;
+        if watch.released_at_ns() == Some(7) {
+            assert_eq!(flushed.read(), 1);
+        }
+        watched.write();
+        let last = watch.unwatch();
+        if last {
+            flushed.write();
+        }
+        assert!(flush.join().unwrap() ^ last);
+    });
+}
+
+/// A byte that is given back after a flush is exposed again after that flush.
+#[test]
+fn what_is_reserved_again_was_given_back_before() {
+    check(|| {
+        let world = Arc::new((Budget::<Sound>::new(), Memory::default()));
+        world.0.set(1);
+        let expose = |(budget, exposed): &(Budget, Memory)| {
+            if budget.reserve(1) {
+                exposed.write();
+                budget.give_back(1);
+            }
+        };
+        let theirs = Arc::clone(&world);
+        let other = thread::spawn(move || expose(&theirs));
+        expose(&world);
+        other.join().unwrap();
+        assert!(world.0.reserve(1));
+    });
+}
 
 struct Unmapped {
     which: usize,
@@ -41,6 +89,9 @@ impl Queued for Unmapped {
 }
 
 struct World<R> {
+    /// What each translation leads to: the device reads it while it is mapped or cached, and its
+    /// owner writes it once it is released.
+    memory: [Memory; 2],
     queues: FlushQueues<Unmapped, R>,
     /// The table: whether each translation is present.
     present: [AtomicBool; 2],
@@ -61,6 +112,7 @@ impl<R: Rules> World<R> {
     /// A world with closed queues.
     fn closed(rings: usize) -> Self {
         World {
+            memory: Default::default(),
             queues: FlushQueues::new(rings),
             present: [AtomicBool::new(true), AtomicBool::new(true)],
             freed: [AtomicBool::new(false), AtomicBool::new(false)],
@@ -105,6 +157,10 @@ impl<R: Rules> World<R> {
         {
             let mut cached = self.cached.lock().unwrap();
             for (which, cached) in cached.iter_mut().enumerate() {
+                if *cached {
+                    // The last access by way of the cache: the flush waits for it.
+                    self.memory[which].read();
+                }
                 *cached = self.present[which].load(Ordering::Relaxed);
                 assert!(
                     !(*cached && self.freed[which].load(Ordering::Relaxed)),
@@ -128,8 +184,8 @@ impl<R: Rules> World<R> {
     }
 
     fn release_one(&self, Unmapped { which, .. }: Unmapped) {
-        let cached = self.cached.lock().unwrap();
-        assert!(!cached[which], "released while the device still reaches it");
+        self.memory[which].write();
+        assert!(!self.cached.lock().unwrap()[which], "released while the device still reaches it");
         self.freed[which].store(true, Ordering::Relaxed);
         self.released.fetch_add(1, Ordering::Relaxed);
     }
@@ -146,14 +202,12 @@ impl<R: Rules> World<R> {
 }
 
 fn check(f: impl Fn() + Sync + Send + 'static) {
-    Builder::new().check(f);
+    ringfence_sync::model::check(None, f);
 }
 
 /// For three threads, as all interleavings would take minutes: those with up to three preemptions.
 fn check_bounded(f: impl Fn() + Sync + Send + 'static) {
-    let mut builder = Builder::new();
-    builder.preemption_bound = Some(3);
-    builder.check(f);
+    ringfence_sync::model::check(Some(3), f);
 }
 
 fn one_unmaps_while_another_flushes<R: Rules + Send + Sync + 'static>() {

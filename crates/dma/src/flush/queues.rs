@@ -110,7 +110,10 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
                 Pushed::Closed => return Enqueued::Closed,
             }
         };
-        // Most threads find it armed and only read the shared cache line.
+        // Most threads find it armed and only read the shared cache line. Acquire: see `expiring`.
+        //
+        // Ordering: nothing needs the Release. That an expiry which clears this flag finds the entry
+        // follows from the ring's lock: had it reaped the ring before, its swap would come first.
         let arm = !self.armed.load(Ordering::Relaxed) && !self.armed.swap(true, Ordering::AcqRel);
         Enqueued::Queued { arm, high }
     }
@@ -139,11 +142,15 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
     pub(crate) fn expiring(&self) {
         // A swap, as arming is one: changes of the flag then follow each other, and a thread that
         // arms it after this also sets the timer after the caller has unset it.
+        //
+        // Ordering: nothing needs the Acquire, see `enqueue`.
         self.armed.swap(false, Ordering::AcqRel);
     }
 
     /// Sets the timer's flag for what an expiry had to leave behind; returns whether the caller
     /// must arm it.
+    // Ordering: Acquire as in `enqueue`, for the `expiring` of another thread that expires too; nothing needs
+    // the Release. The model has one thread that expires.
     pub(crate) fn rearm(&self) -> bool {
         self.len() != 0 && !self.armed.swap(true, Ordering::AcqRel)
     }

@@ -41,6 +41,9 @@ impl LeaseSlot {
         self.first.store(range.first().0, Ordering::Relaxed);
         self.last.store(range.last().0, Ordering::Relaxed);
         // Release: a thread that sees the mark sees the range.
+        //
+        // Ordering: a lease that counts is seen with its reader's quiet point in any case, and by the fence
+        // a thread that looks at the one before it sees that that is over.
         self.mark.store(mark, Ordering::Release);
     }
 }
@@ -203,12 +206,13 @@ impl Leases {
 
 impl Drop for Leases {
     fn drop(&mut self) {
-        let mut next = self.head.next.load(Ordering::Acquire);
+        // Ordering: no other thread has the chain.
+        let mut next = self.head.next.load(Ordering::Relaxed);
         while !next.is_null() {
             // SAFETY: made by `Box::into_raw` in `grow`, reached from its one predecessor, which is
             // gone after this; no other thread can reach it, as `self` is borrowed exclusively.
             let chunk = unsafe { Box::from_raw(next) };
-            next = chunk.next.load(Ordering::Acquire);
+            next = chunk.next.load(Ordering::Relaxed);
         }
     }
 }

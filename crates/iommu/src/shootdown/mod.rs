@@ -50,6 +50,7 @@ use arrayvec::ArrayVec;
 use ringfence_sync::{
     Backoff,
     lock::SpinLock,
+    mutant,
     qsbr::{self, Grace, Qsbr},
 };
 
@@ -161,6 +162,8 @@ impl Shootdown {
         if pending.entries.is_full() {
             pending.entries.retain(|entry| !self.entry_is_over(entry));
         }
+        let early =
+            mutant!("grace begins before the log has the ranges").then(|| self.qsbr.start());
         let entry = pending.add(scope, ranges);
         // A `--cfg`, not a feature: features are unified over all dependants, so that any of them,
         // or `--all-features`, would switch invalidation off.
@@ -169,7 +172,7 @@ impl Shootdown {
         }
         // After the log, so that a reader that sees this grace period sees the ranges. Inside the
         // lock, so that they enter `pending` in order.
-        let grace = self.qsbr.start();
+        let grace = early.unwrap_or_else(|| self.qsbr.start());
         (entry.first, entry.last) = (grace.as_u64(), grace.as_u64());
         scope.token(grace)
     }
@@ -227,10 +230,15 @@ impl Shootdown {
     }
 
     fn entry_is_over(&self, entry: &Entry) -> bool {
-        self.is_quiet_in(entry.scope, Grace::from_u64(entry.last))
-            && !self.leases[..self.qsbr.slots_used()]
-                .iter()
-                .any(|leases| leases.stand_on(&entry.gone, entry.last, entry.scope))
+        let is_quiet = || self.is_quiet_in(entry.scope, Grace::from_u64(entry.last));
+        let is_leased = || {
+            let leases = &self.leases[..self.qsbr.slots_used()];
+            leases.iter().any(|leases| leases.stand_on(&entry.gone, entry.last, entry.scope))
+        };
+        if mutant!("leases are looked at before the quiet points") {
+            return !is_leased() && is_quiet();
+        }
+        is_quiet() && !is_leased()
     }
 }
 
@@ -298,11 +306,18 @@ impl Reader {
     /// online.
     pub fn online(&mut self, f: impl FnMut(Invalidation)) {
         if !self.inner.is_online() {
+            let mut f = f;
             // In this order: a writer that finds us offline has logged its ranges before its scan,
             // and the fence in `online` lets us see them; see the module's comment.
+            let early = mutant!("the log is replayed before the reader is online");
+            if early {
+                self.shootdown.log.replay(&mut self.replayed, &mut f);
+            }
             self.inner.online();
             let guard = LeaveOnPanic(&mut self.inner);
-            self.shootdown.log.replay(&mut self.replayed, f);
+            if !early {
+                self.shootdown.log.replay(&mut self.replayed, f);
+            }
             core::mem::forget(guard);
         }
     }

@@ -3,7 +3,7 @@
 use loom::thread;
 use ringfence_sync::{
     atomic::{AtomicBool, Ordering},
-    cell::UnsafeCell,
+    model::{Memory, check},
 };
 
 use super::*;
@@ -22,20 +22,15 @@ const OTHER: Range = match Range::new(Iova(0x8000), Iova(0x8fff)) {
 /// access to the memory overlaps its owner's, or is not ordered with it.
 struct World {
     mapped: AtomicBool,
-    memory: UnsafeCell<u32>,
+    memory: Memory,
     /// The owner sets this once it has its memory back.
     returned: AtomicBool,
 }
 
-// SAFETY: the model checks which thread may touch the memory when.
-unsafe impl Sync for World {}
-// SAFETY: as above.
-unsafe impl Send for World {}
-
 fn world() -> Arc<World> {
     Arc::new(World {
         mapped: AtomicBool::new(true),
-        memory: UnsafeCell::new(1),
+        memory: Memory::default(),
         returned: AtomicBool::new(false),
     })
 }
@@ -54,8 +49,7 @@ impl World {
 
     fn touch(&self) {
         assert!(!self.returned.load(Ordering::Relaxed), "reached after it was returned");
-        // SAFETY: mapped when looked up, and the owner waits for us.
-        assert_ne!(self.memory.with(|memory| unsafe { *memory }), 0);
+        self.memory.read();
     }
 
     /// The owner unmaps the page and, if the invalidation ends within `looks` checks, uses its
@@ -75,8 +69,7 @@ impl World {
         for _ in 0..looks {
             if shootdown.is_over(token) {
                 self.returned.store(true, Ordering::Relaxed);
-                // SAFETY: the invalidation is over, so no device reaches the memory.
-                self.memory.with_mut(|memory| unsafe { *memory = 0 });
+                self.memory.write();
                 return;
             }
             thread::yield_now();
@@ -90,15 +83,9 @@ fn forget(cache: &mut bool, gone: Invalidation) {
     }
 }
 
-fn check(preemptions: usize, f: impl Fn() + Send + Sync + 'static) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(preemptions);
-    builder.check(f);
-}
-
 #[test]
 fn a_cache_never_serves_what_was_invalidated() {
-    check(4, || {
+    check(Some(4), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let mut reader = shootdown.reader().unwrap();
         let theirs = Arc::clone(&world);
@@ -117,7 +104,7 @@ fn a_cache_never_serves_what_was_invalidated() {
 
 #[test]
 fn nor_does_that_of_a_reader_which_was_offline() {
-    check(4, || {
+    check(Some(4), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let mut reader = shootdown.reader().unwrap();
         let theirs = Arc::clone(&world);
@@ -136,7 +123,7 @@ fn nor_does_that_of_a_reader_which_was_offline() {
 
 #[test]
 fn nor_that_of_a_reader_which_is_born_meanwhile() {
-    check(4, || {
+    check(Some(4), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let (theirs, from) = (Arc::clone(&world), Arc::clone(&shootdown));
         let device = thread::spawn(move || {
@@ -153,7 +140,7 @@ fn nor_that_of_a_reader_which_is_born_meanwhile() {
 
 #[test]
 fn nor_that_of_a_reader_which_is_lapped() {
-    check(3, || {
+    check(Some(3), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let mut reader = shootdown.reader().unwrap();
         let theirs = Arc::clone(&world);
@@ -174,8 +161,28 @@ fn nor_that_of_a_reader_which_is_lapped() {
 }
 
 #[test]
+fn nor_that_of_a_reader_which_replays_another_invalidation_meanwhile() {
+    check(Some(4), || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut cache = false;
+            theirs.access(&mut cache);
+            for _ in 0..2 {
+                reader.poll(|gone| forget(&mut cache, gone));
+            }
+            theirs.access(&mut cache);
+        });
+        shootdown.begin(&[OTHER], false);
+        world.unmap(&shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
 fn a_lease_holds_its_memory_beyond_a_quiet_point() {
-    check(4, || {
+    check(Some(4), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let mut reader = shootdown.reader().unwrap();
         let theirs = Arc::clone(&world);
@@ -195,8 +202,31 @@ fn a_lease_holds_its_memory_beyond_a_quiet_point() {
 }
 
 #[test]
+fn a_lease_is_not_overlooked_where_others_make_room_for_theirs() {
+    check(Some(3), || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let lease = theirs.access(&mut false).then(|| reader.lease(PAGE));
+            reader.poll(|_| ());
+            if lease.is_some() {
+                theirs.touch();
+            }
+        });
+        world.mapped.store(false, Ordering::Relaxed);
+        let token = shootdown.begin(&[PAGE], false);
+        // A model tracks two invalidations: for the third, one that is over makes room.
+        shootdown.begin(&[OTHER], false);
+        shootdown.begin(&[OTHER], false);
+        world.take_back(&shootdown, token, 1);
+        device.join().unwrap();
+    });
+}
+
+#[test]
 fn a_lease_that_is_renewed_is_not_overlooked() {
-    check(4, || {
+    check(Some(4), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let mut reader = shootdown.reader().unwrap();
         let mut lease = reader.lease(OTHER);
@@ -221,10 +251,31 @@ fn a_lease_that_is_renewed_is_not_overlooked() {
 }
 
 #[test]
+fn a_lease_is_over_where_its_place_is_used_for_another_range() {
+    check(Some(4), || {
+        let (shootdown, world) = (Shootdown::new(1), world());
+        let mut reader = shootdown.reader().unwrap();
+        let theirs = Arc::clone(&world);
+        let device = thread::spawn(move || {
+            let mut lease = theirs.access(&mut false).then(|| reader.lease(PAGE));
+            reader.poll(|_| ());
+            if let Some(lease) = &mut lease {
+                theirs.touch();
+                lease.rest();
+                // Of the same mark, if no grace period was started meanwhile.
+                reader.renew(lease, OTHER);
+            }
+        });
+        world.unmap(&shootdown, 2);
+        device.join().unwrap();
+    });
+}
+
+#[test]
 fn a_lease_is_found_in_a_place_that_others_use_and_leave() {
     // A chunk holds one lease in a model: the first lease is on another page and ends, or does not,
     // so that the one that matters goes to the same slot or to a further chunk.
-    check(3, || {
+    check(Some(3), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let mut reader = shootdown.reader().unwrap();
         let first = reader.lease(OTHER);
@@ -249,7 +300,7 @@ fn a_lease_is_found_in_a_place_that_others_use_and_leave() {
 /// A device that moves between two scopes, and begins in one of them, while a page of the first is
 /// unmapped.
 fn moving(begins: usize, device: fn(&World, &mut Reader, [Scope; 2])) {
-    check(4, move || {
+    check(Some(4), move || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let scopes = [shootdown.scope(), shootdown.scope()];
         let mut reader = shootdown.reader().unwrap();
@@ -295,7 +346,7 @@ fn a_lease_that_is_taken_along_elsewhere_is_not_overlooked() {
 
 #[test]
 fn the_next_reader_of_an_index_is_not_where_the_last_was() {
-    check(3, || {
+    check(Some(3), || {
         let (shootdown, world) = (Shootdown::new(1), world());
         let (here, there) = (shootdown.scope(), shootdown.scope());
         let mut reader = shootdown.reader().unwrap();
@@ -309,5 +360,21 @@ fn the_next_reader_of_an_index_is_not_where_the_last_was() {
         });
         world.unmap_in(here, &shootdown, 2);
         device.join().unwrap();
+    });
+}
+
+#[test]
+fn leases_that_two_threads_take_of_a_full_chain_get_places_of_their_own() {
+    check(None, || {
+        let (shootdown, leases) = (Shootdown::new(1), Arc::new(Leases::new()));
+        let mark = shootdown.scope().token(Qsbr::new(1).start());
+        leases.take(OTHER, mark);
+        let theirs = Arc::clone(&leases);
+        let other = thread::spawn(move || theirs.take(PAGE, mark));
+        let mine = leases.take(OTHER, mark);
+        let other = other.join().unwrap();
+        assert_eq!([mine.min(other), mine.max(other)], [1, 2]);
+        leases.give_back(mine);
+        assert!(leases.stand_on(&[PAGE], u64::MAX, Scope::ALL));
     });
 }

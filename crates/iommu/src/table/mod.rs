@@ -252,6 +252,7 @@ impl Table {
     /// The first mapping that ends at or after `iova`. Takes the lock.
     pub fn mapping_from(&self, iova: Iova) -> Option<Mapping> {
         let _writer = self.writer.lock();
+        // Ordering: the lock orders it.
         let root = Slot(self.root.load(Ordering::Acquire));
         let above = Span { first: iova.0, last: u64::MAX };
         // SAFETY: the lock is held.
@@ -263,6 +264,7 @@ impl Table {
     /// has room for without growing: if room is left, there are no more. Takes the lock, once.
     pub fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) {
         let _writer = self.writer.lock();
+        // Ordering: the lock orders it.
         let root = Slot(self.root.load(Ordering::Acquire));
         let above = Span { first: iova.0, last: u64::MAX };
         // SAFETY: the lock is held.

@@ -7,7 +7,10 @@
 use alloc::sync::Arc;
 
 use loom::thread;
-use ringfence_sync::qsbr::{Qsbr, Reader};
+use ringfence_sync::{
+    model,
+    qsbr::{Qsbr, Reader},
+};
 
 use super::*;
 
@@ -24,10 +27,8 @@ fn check(
     write: impl Fn(&Table, &Qsbr) + Send + Sync + 'static,
     read: impl Fn(&Table) + Send + Sync + 'static,
 ) {
-    let mut model = loom::model::Builder::new();
-    model.preemption_bound = Some(3);
     let read = Arc::new(read);
-    model.check(move || {
+    model::check(Some(3), move || {
         let table = Arc::new(Table::new(Limits::NONE));
         prepare(&table);
         let qsbr = Arc::new(Qsbr::new(1));

@@ -106,8 +106,8 @@ impl Node {
         Slot(self.slot(at).load(Ordering::Acquire))
     }
 
-    /// Changes the content of a slot. Release: a reader that sees the word sees what is behind it.
-    /// The caller keeps `live` correct.
+    /// Changes the content of a slot. The caller keeps `live` correct.
+    // Ordering: a leaf that comes or goes has nothing behind it; what has is set by `Writer::set`.
     #[inline]
     pub(super) fn store(&self, at: usize, word: Slot) {
         self.slot(at).store(word.0, Ordering::Release);
@@ -163,6 +163,8 @@ impl Record {
     }
 
     /// The permission, while it is mapped.
+    // Ordering: a record is seen with the block that it is in. That it dies is in force with the quiet
+    // points after it, as where a slot becomes empty.
     #[inline]
     pub(super) fn prot(&self) -> Option<Prot> {
         match self.prot.load(Ordering::Acquire) {
@@ -175,6 +177,7 @@ impl Record {
         self.prot().is_some()
     }
 
+    // Ordering: see `prot`.
     pub(super) fn kill(&self) {
         self.prot.store(0, Ordering::Release);
     }

@@ -321,6 +321,7 @@ impl Slots<'_> {
 /// The lock is held.
 #[inline]
 pub(super) unsafe fn slots_of<'n>(root: &AtomicU64, span: Span) -> Option<Slots<'n>> {
+    // Ordering: the lock orders it.
     let mut word = Slot(root.load(Ordering::Acquire));
     let differ = span.first ^ span.last;
     let mut shift = shift(ROOT_LEVEL);

@@ -30,6 +30,7 @@ impl<'t> SlotRef<'t> {
         SlotRef { slot: node.slot(at), node: Some(node), span: node.slot_span(at) }
     }
 
+    // Ordering: the lock orders it.
     pub(super) fn load(&self) -> Slot {
         Slot(self.slot.load(Ordering::Acquire))
     }

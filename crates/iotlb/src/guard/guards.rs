@@ -224,6 +224,7 @@ impl Guards {
         self.counted.failures.fetch_add(1, Ordering::Relaxed);
         if self.scope == FailureScope::Space {
             self.failure.lock().get_or_insert(failure);
+            // Ordering: the failure is behind a lock; the flag only spares the others that.
             self.stopped.store(true, Ordering::Release);
         }
         let (reason, addr) = match failure {
@@ -241,6 +242,7 @@ impl Guards {
     }
 
     /// Why none of its guards may be used any more, if so.
+    // Ordering: see `failed`.
     #[inline]
     pub fn failure(&self) -> Option<Failure> {
         if self.stopped.load(Ordering::Acquire) { *self.failure.lock() } else { None }
@@ -250,6 +252,7 @@ impl Guards {
     /// or was reset. Guards that failed themselves stay so.
     pub fn recover(&self) -> Option<Failure> {
         let mut failure = self.failure.lock();
+        // Ordering: see `failed`.
         self.stopped.store(false, Ordering::Release);
         failure.take()
     }

@@ -4,7 +4,7 @@ use loom::thread;
 use ringfence_iommu::shootdown::Invalidation;
 use ringfence_sync::{
     atomic::{AtomicBool, Ordering},
-    cell::UnsafeCell,
+    model::{self, Memory},
 };
 
 use super::*;
@@ -22,14 +22,9 @@ fn page() -> Range {
 /// memory overlaps its owner's, or is not ordered with it.
 struct World {
     iotlb: Arc<Iotlb>,
-    memory: UnsafeCell<u32>,
+    memory: Memory,
     returned: AtomicBool,
 }
-
-// SAFETY: the model checks that accesses to the memory do not overlap.
-unsafe impl Sync for World {}
-// SAFETY: as above.
-unsafe impl Send for World {}
 
 impl World {
     /// A device's access, with a cache of one translation.
@@ -41,8 +36,7 @@ impl World {
         match *cache {
             Some(target) if target == OLD.0 => {
                 assert!(!self.returned.load(Ordering::Relaxed), "reached after it was returned");
-                // SAFETY: it was there when it was looked up, and the owner waits for us.
-                assert_ne!(self.memory.with(|memory| unsafe { *memory }), 0);
+                self.memory.read();
             }
             Some(target) => assert_eq!(target, NEW.0),
             None => {}
@@ -54,8 +48,7 @@ impl World {
         for _ in 0..2 {
             if self.iotlb.shootdown().is_over(token) {
                 self.returned.store(true, Ordering::Relaxed);
-                // SAFETY: the change is in force: no device reaches it.
-                self.memory.with_mut(|memory| unsafe { *memory = 0 });
+                self.memory.write();
                 return;
             }
             thread::yield_now();
@@ -64,15 +57,13 @@ impl World {
 }
 
 fn check(change: fn(&Iotlb) -> u64) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(2);
-    builder.check(move || {
+    model::check(Some(2), move || {
         let shootdown = Shootdown::new(1);
         let config = IotlbConfig { entries: 1, seed: Some(1), ..IotlbConfig::default() };
         let iotlb = Iotlb::new(config, shootdown);
         iotlb.update(page(), OLD, Prot::RW).unwrap();
         let mut reader = iotlb.shootdown().reader().unwrap();
-        let (memory, returned) = (UnsafeCell::new(1), AtomicBool::new(false));
+        let (memory, returned) = (Memory::default(), AtomicBool::new(false));
         let world = Arc::new(World { iotlb, memory, returned });
         let theirs = Arc::clone(&world);
         let device = thread::spawn(move || {

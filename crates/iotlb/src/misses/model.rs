@@ -51,9 +51,7 @@ impl World {
 }
 
 fn check(f: impl Fn() + Send + Sync + 'static) {
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    builder.check(f);
+    ringfence_sync::model::check(Some(3), f);
 }
 
 /// A view with a miss finds the page, or is woken and finds it then, or sends the miss after the

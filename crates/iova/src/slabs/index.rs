@@ -44,9 +44,13 @@ impl Level for L1 {
     #[inline]
     fn get(&self, region: u64, _shift: u32) -> *mut Slab {
         // Acquire: the slab is seen in the state in which it was stored, or a later one.
+        //
+        // Ordering: needed, as any address may be freed, and its slab is then looked at: that of another
+        // thread, on a page that it has just made. No model has two pages of slabs.
         self[region as usize % FAN].load(Ordering::Acquire)
     }
 
+    // Ordering: see `get`.
     fn set(&self, region: u64, _shift: u32, slab: *mut Slab) {
         self[region as usize % FAN].store(slab, Ordering::Release);
     }
@@ -144,7 +148,7 @@ impl Hints {
     pub(super) fn get(&self, key: Key) -> Option<Handle> {
         let place = key.hash() % HINTS;
         [place, place ^ 1].into_iter().find_map(|place| {
-            // Acquire: the slab is seen initialised, or in a later state.
+            // Acquire: the slab is seen initialised, or in a later state. Ordering: as in `L1::get`.
             let slab = Handle::from_ptr(self.0[place].load(Ordering::Acquire))?;
             (slab.key() == key).then_some(slab)
         })
@@ -152,6 +156,7 @@ impl Hints {
 
     /// Two current slabs with the same place both find one: otherwise each free would evict the
     /// other's.
+    // Ordering: as in `L1::get`; a hint that is missed costs a walk of the index.
     pub(super) fn set(&self, slab: Handle) {
         let place = slab.key().hash() % HINTS;
         let there = |place: usize| Handle::from_ptr(self.0[place].load(Ordering::Acquire));

@@ -4,9 +4,12 @@
 //! Each model ends with the same check: no two ranges overlapped, and once all is freed and taken
 //! back the tree has every granule again, in one piece.
 
-use loom::{model::Builder, thread};
-use ringfence_sync::Arc;
-use std::{cell::Cell, sync::Mutex, vec::Vec};
+use loom::thread;
+use ringfence_sync::{
+    Arc,
+    model::{Memory, check},
+};
+use std::{array, cell::Cell, sync::Mutex, vec::Vec};
 
 use super::{
     slab::{Freed, Slab},
@@ -38,9 +41,17 @@ fn on(cpu: usize) {
 struct Space {
     slabs: Slabs<TwoCpus>,
     held: Mutex<Vec<(u64, u64)>>,
+    /// What the owner of a granule does with it. Loom fails the model if it overlaps what the next
+    /// owner does, or is not ordered with that.
+    used: [Memory; GRANULES as usize],
 }
 
 impl Space {
+    fn used(&self, iova: u64, granules: u64) {
+        let first = (iova / 4096 - FIRST) as usize;
+        self.used[first..first + granules as usize].iter().for_each(Memory::write);
+    }
+
     fn alloc(&self, granules: u64) -> u64 {
         let iova = self.slabs.alloc(&Request::new(granules * 4096)).expect("room");
         let range = (iova, iova + (granules * 4096 - 1));
@@ -50,6 +61,8 @@ impl Space {
             "{range:x?} is handed out while {held:x?} are"
         );
         held.push(range);
+        drop(held);
+        self.used(iova, granules);
         iova
     }
 
@@ -59,6 +72,7 @@ impl Space {
     }
 
     fn free(&self, iova: u64, granules: u64) {
+        self.used(iova, granules);
         self.held.lock().expect("no thread panics with it").retain(|(first, _)| *first != iova);
         self.slabs.free(iova, granules * 4096).expect("it is allocated");
     }
@@ -77,15 +91,18 @@ impl Space {
     }
 }
 
-/// Granules of the models' aperture: 32 to 95. A slab has four ranges.
+/// The models' aperture in granules. A slab has four ranges.
+const FIRST: u64 = 32;
 const GRANULES: u64 = 64;
 
 fn space(slab: u64, idle: u32) -> Arc<Space> {
-    let aperture = Aperture::new(32 * 4096, 96 * 4096 - 1, 4096).expect("not empty");
+    let last = (FIRST + GRANULES) * 4096 - 1;
+    let aperture = Aperture::new(FIRST * 4096, last, 4096).expect("not empty");
     let config =
         SlabConfig { largest_slab: Some(slab * 4096), idle_slabs: idle, ..SlabConfig::default() };
     let slabs = Slabs::with_config(aperture, TwoCpus, config);
-    Arc::new(Space { slabs, held: Mutex::new(Vec::new()) })
+    let used = array::from_fn(|_| Memory::default());
+    Arc::new(Space { slabs, held: Mutex::new(Vec::new()), used })
 }
 
 /// Takes back what is kept, and checks that the tree has every granule that is not handed out and
@@ -117,13 +134,6 @@ fn is_whole(space: &Space) {
     }
 }
 
-fn explore(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
-    let mut builder = Builder::new();
-    builder.preemption_bound = Some(preemptions);
-    builder.max_branches = 20_000;
-    builder.check(model);
-}
-
 /// Runs both on threads of their own.
 fn both(space: &Arc<Space>, one: impl FnOnce(&Space) + Send + 'static, other: impl FnOnce(&Space)) {
     let theirs = Arc::clone(space);
@@ -134,7 +144,7 @@ fn both(space: &Arc<Space>, one: impl FnOnce(&Space) + Send + 'static, other: im
 
 #[test]
 fn model_two_threads_on_one_cpu_never_get_the_same_range() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(4, 1);
         let pair = |space: &Space| {
             let first = space.alloc(1);
@@ -151,7 +161,7 @@ fn model_two_threads_on_one_cpu_never_get_the_same_range() {
 
 #[test]
 fn model_two_threads_that_need_a_new_slab_each_get_their_range() {
-    explore(2, || {
+    check(Some(2), || {
         let space = space(4, 1);
         (0..3).for_each(|_| space.take(1));
         // One range is left for the two threads.
@@ -163,7 +173,7 @@ fn model_two_threads_that_need_a_new_slab_each_get_their_range() {
 #[test]
 fn model_of_two_frees_of_a_range_exactly_one_succeeds() {
     for size in [4096, 3 * 4096] {
-        explore(3, move || {
+        check(Some(3), move || {
             let space = space(4, 1);
             let iova = space.slabs.alloc(&Request::new(size)).expect("room");
             let theirs = Arc::clone(&space);
@@ -182,7 +192,7 @@ fn model_of_two_frees_of_a_range_exactly_one_succeeds() {
 fn model_a_free_while_everything_is_taken_back_loses_nothing() {
     // A range of a current slab, of one in a list, and of a detached one.
     for taken in [2, 5, 8] {
-        explore(3, move || {
+        check(Some(3), move || {
             let space = space(4, 1);
             let ranges: Vec<u64> = (0..taken).map(|_| space.alloc(1)).collect();
             if taken == 8 {
@@ -205,7 +215,7 @@ fn model_a_free_while_everything_is_taken_back_loses_nothing() {
 #[test]
 fn model_two_frees_of_a_detached_slab_agree_on_its_owner() {
     for idle in [0, 1] {
-        explore(3, move || {
+        check(Some(3), move || {
             let space = space(4, idle);
             // The first slab is detached.
             let ranges: Vec<u64> = (0..5).map(|_| space.alloc(1)).collect();
@@ -229,21 +239,25 @@ fn model_two_frees_of_a_detached_slab_agree_on_its_owner() {
 
 #[test]
 fn model_the_last_range_of_a_listed_slab_is_taken_while_another_is_freed() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(4, 1);
-        // Two slabs are detached, then in the list with one free range each; the current one is
-        // exhausted.
+        // Three slabs are exhausted. The first becomes current again with one free range, the second
+        // gets into the list with another.
         let ranges: Vec<u64> = (0..12).map(|_| space.alloc(1)).collect();
         space.free(ranges[0], 1);
-        space.free(ranges[4], 1);
-        let other = ranges[5];
+        space.free(ranges[5], 1);
+        // The lowest one, which is taken first if it is free.
+        let other = ranges[4];
         both(
             &space,
             move |space| {
                 on(1);
                 space.free(other, 1);
             },
-            |space| space.take(1),
+            |space| {
+                space.take(1);
+                space.take(1);
+            },
         );
         is_whole(&space);
     });
@@ -251,7 +265,7 @@ fn model_the_last_range_of_a_listed_slab_is_taken_while_another_is_freed() {
 
 #[test]
 fn model_a_free_while_its_slab_makes_place_for_another_is_not_lost() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(4, 1);
         let ranges: Vec<u64> = (0..4).map(|_| space.alloc(1)).collect();
         let first = ranges[0];
@@ -270,7 +284,7 @@ fn model_a_free_while_its_slab_makes_place_for_another_is_not_lost() {
 
 #[test]
 fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(4, 0);
         let first = space.alloc(1);
         both(
@@ -293,7 +307,7 @@ fn model_an_old_pointer_to_a_slab_gives_no_range_of_another_class() {
 fn model_what_another_cpu_keeps_is_found_when_nothing_else_is_left() {
     // A range in its current slab, and one in its list.
     for taken in [1, 8] {
-        explore(2, move || {
+        check(Some(2), move || {
             let space = space(4, 1);
             let ranges: Vec<u64> = (0..taken).map(|_| space.alloc(1)).collect();
             let first = ranges[0];
@@ -321,7 +335,7 @@ fn model_what_another_cpu_keeps_is_found_when_nothing_else_is_left() {
 
 #[test]
 fn model_a_cpu_that_others_take_from_gives_no_range_of_another_class() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(4, 0);
         let first = space.alloc(1);
         // Left are the other three ranges of CPU 0's slab, and two pages.
@@ -347,7 +361,7 @@ fn model_a_cpu_that_others_take_from_gives_no_range_of_another_class() {
 
 #[test]
 fn model_a_free_on_an_offline_cpu_leaves_a_slab_to_its_owner() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(4, 1);
         let ranges: Vec<u64> = (0..5).map(|_| space.alloc(1)).collect();
         let (first, second) = (ranges[0], ranges[1]);
@@ -366,7 +380,7 @@ fn model_a_free_on_an_offline_cpu_leaves_a_slab_to_its_owner() {
 
 #[test]
 fn model_a_slab_that_is_given_back_is_not_taken_from() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(4, 0);
         // The first slab is in the list, with all but one range free; the current one is exhausted.
         let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
@@ -385,7 +399,7 @@ fn model_a_slab_that_is_given_back_is_not_taken_from() {
 
 #[test]
 fn model_a_slab_that_others_take_over_is_not_settled_where_it_was() {
-    explore(2, || {
+    check(Some(2), || {
         let space = space(4, 1);
         let ranges: Vec<u64> = (0..8).map(|_| space.alloc(1)).collect();
         ranges[..2].iter().for_each(|range| space.free(*range, 1));
@@ -413,7 +427,7 @@ fn model_a_slab_that_others_take_over_is_not_settled_where_it_was() {
 fn model_a_cpu_that_goes_offline_keeps_nothing() {
     // rule L9
     for taken in [2, 5] {
-        explore(3, move || {
+        check(Some(3), move || {
             let space = space(4, 1);
             let ranges: Vec<u64> = (0..taken).map(|_| space.alloc(1)).collect();
             let (first, second) = (ranges[0], ranges[1]);
@@ -436,7 +450,7 @@ fn model_a_cpu_that_goes_offline_keeps_nothing() {
 
 #[test]
 fn model_a_tail_is_cut_off_or_freed_but_not_both() {
-    explore(3, || {
+    check(Some(3), || {
         let space = space(16, 1);
         let first = space.alloc(3);
         both(
@@ -456,11 +470,47 @@ fn model_a_tail_is_cut_off_or_freed_but_not_both() {
     });
 }
 
+/// A range is freed twice, while what its slab has is given back: to the tree, so that another class can have
+/// it (`all`), or but for a range that is still held.
+fn freed_twice(all: bool) {
+    check(Some(3), move || {
+        let space = space(4, 0);
+        let range = space.slabs.alloc(&Request::new(4096)).expect("room");
+        let held = (!all).then(|| space.alloc(1));
+        let theirs = Arc::clone(&space);
+        let thread = thread::spawn(move || {
+            on(1);
+            theirs.slabs.free(range, 4096).is_ok()
+        });
+        let mine = space.slabs.free(range, 4096).is_ok();
+        if mine {
+            space.slabs.drain();
+            let mut core = space.slabs.core.lock();
+            space.slabs.withdraw_all(&mut core);
+            drop(core);
+            space.alloc(2);
+        }
+        assert!(mine ^ thread.join().expect("the other thread"), "freed twice, or not at all");
+        held.into_iter().for_each(|held| space.free(held, 1));
+        is_whole(&space);
+    });
+}
+
+#[test]
+fn model_a_second_free_is_refused_while_its_slab_becomes_another() {
+    freed_twice(true);
+}
+
+#[test]
+fn model_a_second_free_is_refused_while_its_slab_keeps_other_ranges() {
+    freed_twice(false);
+}
+
 /// A trimmed range is freed correctly; meanwhile another thread frees it with the size of its
 /// class, which must not return the tail behind it to the slab.
 #[test]
 fn a_free_of_the_wrong_size_is_refused_while_the_trimmed_range_ends() {
-    Builder::new().check(|| {
+    check(None, || {
         const CLASS: u32 = 2;
         let key = Key::of(32, CLASS);
         let slab = Arc::new(Slab::none());

@@ -21,6 +21,12 @@
 //!
 //! A slab without free ranges belongs to no CPU: it is *detached*, and the first free attaches it
 //! again.
+//!
+//! **Orderings.** In use, the word is changed by read-modify-writes alone, so that each change goes on
+//! with the releases before it, and whoever acquires it has all of them. A free releases the range to
+//! whoever takes it. The key changes, and ranges cease to be owned, between two versions of the word:
+//! whoever decides by an older state of them fails in the exchange. A range that comes to be owned is
+//! published with its size by `owned`; a size is cleared by an exchange, once.
 
 use core::{
     fmt,
@@ -107,6 +113,8 @@ impl Slab {
     }
 
     /// Sets up an unused slab: detached, owning nothing. Under the core's lock.
+    // Ordering: needed for a second free, by an old pointer to the slab, which may find the new word: it must
+    // find the new key, too. In the models a lock comes between.
     pub(super) fn set_up(&self, key: Key) {
         let word = self.word.load(Ordering::Relaxed);
         debug_assert_eq!((word & (FROZEN | FREE), self.owned()), (FROZEN, 0));
@@ -179,8 +187,11 @@ impl Slab {
             if free == 0 {
                 return None;
             }
-            // Acquire: the key that belongs to this word is seen. Release: the loads before a free
-            // that this pairs with stay before it.
+            // Acquire: the key that belongs to this word is seen, and what the last owner did.
+            // Release: what this thread read of the slab before, to find it, it did not read later, when
+            // the slab is another.
+            //
+            // Ordering: no model shows loads that move behind the exchange (loom executes them in order).
             match self.word.compare_exchange_weak(
                 word,
                 word & !(1 << free.trailing_zeros()),
@@ -203,6 +214,9 @@ impl Slab {
         loop {
             let bit = 1u32 << slot;
             // Acquire: the size of an owned range is seen.
+            //
+            // Ordering: who frees what it has been given has the size from there. For a free of what it does
+            // not have, of a range that becomes the slab's meanwhile, it is needed; no model has that.
             let owned = self.owned.load(Ordering::Acquire);
             let known = word & FROZEN == 0 && self.key() == key;
             if !known || owned & bit == 0 || word as u32 & bit != 0 {
@@ -217,6 +231,8 @@ impl Slab {
             let after = word | u64::from(bit);
             // Release: what this owner did with the range comes before what the next one does.
             // Acquire: as above.
+            //
+            // Ordering: the Acquire of success: what is read afterwards is read under a lock.
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
             {
                 Ok(_) => {
@@ -230,6 +246,8 @@ impl Slab {
 
     /// Frees a range of a detached slab and attaches the slab, as current or for the list. Under
     /// the lock of the CPU to which it becomes attached.
+    // Ordering: needed as in `give`, from which it differs by the CPU's lock; the models that have a
+    // second free end there.
     pub(super) fn give_and_attach(&self, key: Key, slot: u32, current: bool) -> Freed {
         let flags = if current { ATTACHED | CURRENT } else { ATTACHED };
         let mut word = self.word.load(Ordering::Acquire);
@@ -279,6 +297,8 @@ impl Slab {
         if *odd == 0 {
             // Acquire: if the size is gone because the range is no longer owned, the exchange that
             // follows sees the word's new version.
+            //
+            // Ordering: loom's exchanges read the newest word in any case.
             return size.load(Ordering::Acquire) == 0;
         }
         if size.compare_exchange(*odd, 0, Ordering::Relaxed, Ordering::Relaxed).is_err() {
@@ -299,7 +319,7 @@ impl Slab {
 
     /// Adds ranges to the slab, as taken. Under the core's lock.
     pub(super) fn own(&self, slots: u32) {
-        // Release: a thread that sees that a range is owned sees its size.
+        // Release: a thread that sees that a range is owned sees its size. Ordering: see `give`.
         self.owned.store(self.owned() | slots, Ordering::Release);
     }
 
@@ -314,6 +334,9 @@ impl Slab {
     /// A free with the class's full size, which is wrong, may be under way: it may have seen that
     /// the range is owned, and may see now that it has no size of its own. The version changes in
     /// between, so that its exchange fails.
+    //
+    // Ordering: the version's exchange is what such a free meets; loom's read the newest word in any
+    // case, so that a model shows the Release of the version alone.
     pub(super) fn disown_trimmed(&self, slot: u32) {
         self.owned.store(self.owned() & !(1 << slot), Ordering::Release);
         self.word.fetch_add(VERSION, Ordering::AcqRel);
@@ -322,6 +345,8 @@ impl Slab {
 
     /// Frees ranges that the slab owns and that are taken. If the slab is detached, it becomes a
     /// CPU's current one, and this returns true. Under that CPU's and the core's lock.
+    // Ordering: Acquire, for a slab that `claim` has detached under another CPU's lock: its place in
+    // lists. No model moves a slab from list to list.
     pub(super) fn add_free_as_current(&self, slots: u32) -> bool {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -340,6 +365,9 @@ impl Slab {
     ///
     /// Taking the only free range detaches the slab, unless `keep`: making it current would be
     /// wasted work, as it is exhausted.
+    //
+    // Ordering: Acquire as in `take`. Release, for a slab that is detached here and attached under another
+    // CPU's lock: its place in lists. No model moves a slab from list to list.
     pub(super) fn claim(&self, keep: bool) -> Claimed {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -364,6 +392,7 @@ impl Slab {
 
     /// Makes the slab no longer current; if it has no free range, detaches it and returns true.
     /// Under the lock of the CPU that had it as current.
+    // Ordering: it takes and gives nothing; the lock orders the rest.
     pub(super) fn displace(&self) -> bool {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -384,6 +413,7 @@ impl Slab {
 
     /// Takes all free ranges at once, and keeps other threads from changing the slab until it is
     /// [thawed](Self::thaw). Under the core's lock.
+    // Ordering: the core's lock orders what is changed until then.
     pub(super) fn freeze(&self) -> u32 {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -399,12 +429,13 @@ impl Slab {
     }
 
     /// Ends [`freeze`](Self::freeze) with these ranges free. Flags may have changed meanwhile.
+    // Ordering: sizes change by exchanges of their own; a range that becomes free here was freed before the
+    // freeze or is freed by the caller, under locks that the next owner's `freeze` or list has.
     pub(super) fn thaw(&self, free: u32) {
         let mut word = self.word.load(Ordering::Relaxed);
         while let Err(now) = self.word.compare_exchange_weak(
             word,
             (word & !FROZEN) | u64::from(free),
-            // Release: a thread that sees this sees which ranges are no longer owned.
             Ordering::AcqRel,
             Ordering::Relaxed,
         ) {
@@ -413,12 +444,14 @@ impl Slab {
     }
 
     /// Ends [`freeze`](Self::freeze), detached and with no free range.
+    // Ordering: as in `thaw`.
     pub(super) fn thaw_detached(&self) {
         debug_assert_eq!(self.place(), Listing::NOWHERE, "in a list and detached");
         self.word.fetch_and(!(FROZEN | ATTACHED | CURRENT), Ordering::AcqRel);
     }
 
     /// Gives up ranges that were free. Only while frozen.
+    // Ordering: see `thaw`.
     pub(super) fn disown(&self, slots: u32) {
         self.owned.store(self.owned() & !slots, Ordering::Release);
     }
