@@ -192,6 +192,7 @@ impl Refusals {
     pub fn take(&self) -> Option<(u64, Refusal)> {
         let mut count = [0; 8];
         rustix::io::read(EVENT.get()?, &mut count).ok()?;
+        // Ordering: the event's counter orders it: it is read after it was written.
         let last = LAST.load(Ordering::Acquire);
         let role = Role::ALL.get((last & 0xff) as usize).copied().unwrap_or(Role::Main);
         Some((u64::from_ne_bytes(count), Refusal { call: last >> 8, role }))
@@ -231,6 +232,7 @@ extern "C" fn on_sigsys(_: libc::c_int, info: *mut libc::siginfo_t, context: *mu
     };
     let role = ROLE.get();
     let number = Role::ALL.iter().position(|&of| of == role).unwrap_or(0);
+    // Ordering: see `take`.
     LAST.store(call << 8 | number as i64, Ordering::Release);
     COUNT.fetch_add(1, Ordering::Relaxed);
     if let Some(event) = EVENT.get() {

@@ -173,6 +173,7 @@ impl BackendChannel {
     /// Sends messages of `each` bytes; returns how many are on their way. If only a part of the
     /// last one finds room, its rest goes before everything else.
     fn send(&self, outbox: &mut Outbox, bytes: &[u8], each: usize) -> usize {
+        // Ordering: the lock of the outbox orders it.
         if self.silent.load(Ordering::Acquire) || !self.flush_rest(outbox) {
             return 0;
         }
@@ -321,8 +322,9 @@ impl BackendChannel {
 
     /// Sets whether every ring is stopped (rule D27).
     pub(crate) fn set_silent(&self, silent: bool) {
-        // Under the lock: a sender has either sent already, or sees the flag.
+        // A sender has either sent already, or sees the flag.
         let _outbox = self.outbox.lock();
+        // Ordering: the lock orders it.
         self.silent.store(silent, Ordering::Release);
     }
 }

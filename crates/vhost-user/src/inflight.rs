@@ -12,6 +12,10 @@
 //!
 //! A process that dies has done every store before some point of its program and none behind it. So
 //! it suffices that the compiler keeps the stores in order, which release stores ensure.
+//!
+//! Ordering: the reader is the next process, which begins after this one has ended: all stores before
+//! some point of its program have taken effect then, and none after it. Release and Acquire keep the
+//! compiler from changing that order.
 
 mod packed;
 mod split;

@@ -245,6 +245,7 @@ impl<H: Handler> Server<H> {
                 Ok(true) => {}
                 Ok(false) => break Ok(()),
                 // Cut off in the middle of a message, by our own shutdown.
+                // Ordering: the flag was set before the shutdown that has ended the reading.
                 Err(_) if self.stopping.load(Ordering::Acquire) => break Ok(()),
                 Err(error) => break Err(error),
             }

@@ -1,4 +1,6 @@
 //! The sockets of a service and their front ends, from start to orderly end.
+//!
+//! Ordering: `stopping` and `leaves` end loops. What else their readers need is behind locks.
 
 use std::{
     io,

@@ -118,6 +118,7 @@ impl Inherited {
                 bail!("a connection of {name} without its descriptors");
             };
             let page = SharedFile::map(&page, 0, 8).context("a connection's page")?;
+            // Ordering: the writer is the previous process, which writes no more once its state is here.
             let why = if page.u64_at(0).load(Ordering::Acquire) == SETTLED {
                 let fds = fds.map(|fd| PeerFd::new(fd, closer)).collect();
                 match SavedConnection::parse(&bytes, fds) {
@@ -308,10 +309,13 @@ pub(super) struct FrontKeeper {
 }
 
 impl Keeper for FrontKeeper {
+    // Ordering: read by the next process only, which has the page after this one has ended, or has
+    // sent it; Release keeps what the compiler could move away from the mark.
     fn unsettled(&mut self) {
         self.page.u64_at(0).store(UNSETTLED, Ordering::Release);
     }
 
+    // Ordering: as above.
     fn settled(&mut self) {
         self.page.u64_at(0).store(self.idle, Ordering::Release);
         self.turn.take().into_iter().for_each(|turn| turn.end(self.socket));

@@ -3,6 +3,8 @@
 //! A guest's CPUs may share a core, a cluster of cores or a socket, and the host moves them. How
 //! fast two processes communicate over shared memory depends on that. So it is measured before and
 //! after each window.
+//!
+//! Ordering: the number itself is all that goes from one to the other.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,4 +1,6 @@
 //! Threads that start together, each on a CPU of its own.
+//!
+//! Ordering: threads wait for a number.
 
 use std::{
     sync::atomic::{AtomicUsize, Ordering},

@@ -1,4 +1,6 @@
 //! One job thread: keeps its requests in flight, checks every byte that comes back.
+//!
+//! Ordering: flags and counts by which the threads of a run agree that it is over.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,8 @@
 //! What a device has done, for monitoring.
+//!
+//! Ordering: `left` and `holds` change under the lock of what is left. A ring is started by the thread
+//! that had the one before it stopped, which orders what is left before it. That the kernel is done with
+//! it (Release) comes before what is served then (Acquire).
 
 use std::{
     os::fd::BorrowedFd,

@@ -98,6 +98,7 @@ impl Link {
     }
 
     /// Ends the connection.
+    // Ordering: a flag; a message that is sent meanwhile fails in the socket.
     pub(super) fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.channel.close();
@@ -154,6 +155,7 @@ impl Link {
         Ok(turn)
     }
 
+    // Ordering: see `close`.
     fn check_open(&self) -> Result<()> {
         if self.closed.load(Ordering::Acquire) { Err(FrontendError::Closed) } else { Ok(()) }
     }
@@ -215,6 +217,8 @@ impl Link {
     }
 
     /// How many posted messages have their reply.
+    // Ordering: needed between threads: who sees that a reply was taken sees what its taker has seen. No model
+    // has a socket.
     #[inline]
     pub(super) fn done(&self) -> u64 {
         self.done.load(Ordering::Acquire)
@@ -359,7 +363,7 @@ impl Link {
             }
         }
         drop(outgoing);
-        // Release: a reader of `done` sees what the back end did before it replied, as far as
+        // Ordering: a reader of `done` sees what the back end did before it replied, as far as
         // another process's writes can be seen at all.
         self.done.fetch_add(next - start, Ordering::Release);
         result

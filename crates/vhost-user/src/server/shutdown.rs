@@ -1,4 +1,6 @@
 //! The end of a connection, from another thread.
+//!
+//! Ordering: `stopping` is set before the stream is shut down, and read after that has woken its reader.
 
 use std::{
     os::fd::OwnedFd,

@@ -276,11 +276,13 @@ impl Default for Control {
 impl Subject for Control {
     #[inline]
     fn take(&self, _granules: u64) -> Option<u64> {
+        // Ordering: what an allocator at least does, for the price of it.
         Some(self.0[LINE.get()].fetch_add(1, Ordering::AcqRel))
     }
 
     #[inline]
     fn give(&self, _first: u64, _granules: u64) -> bool {
+        // Ordering: see `take`.
         self.0[LINE.get()].fetch_sub(1, Ordering::AcqRel);
         true
     }

@@ -1,4 +1,6 @@
 //! Times one device under one load.
+//!
+//! Ordering: `stop` ends a loop.
 
 use std::{
     hint,
