@@ -35,6 +35,7 @@ pub trait Keeper: Send {
     fn settled(&mut self);
 
     /// This is the state from now on; `None`: the connection cannot go on elsewhere, or is over.
+    /// Called before the reply to a request that has changed it.
     fn keep(&mut self, state: Option<&ConnectionState<'_>>);
 }
 

@@ -331,6 +331,7 @@ impl<H: Handler> Server<H> {
             Ok(Outcome::Reply(payload)) => self.reply(code, &payload),
             Ok(Outcome::ReplyFd(payload, fd)) => {
                 self.flush()?;
+                self.keep_changes();
                 let header = Header::reply(code, payload.len());
                 self.channel.send(header, &payload, &[fd.as_fd()])?;
             }
@@ -491,6 +492,7 @@ impl<H: Handler> Server<H> {
         if self.replies.is_empty() {
             return Ok(());
         }
+        self.keep_changes();
         let replies = mem::take(&mut self.replies);
         self.channel.send_bytes(0, &replies, &[])?;
         self.replies = replies;

@@ -18,7 +18,7 @@ use std::{
     },
     sync::{Arc, Mutex, atomic::Ordering},
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 /// The state that was kept last.
@@ -40,6 +40,8 @@ impl Keeper for Notes {
         self.0.lock().unwrap().unsettled = false;
     }
     fn keep(&mut self, state: Option<&ConnectionState<'_>>) {
+        // A front end that got its reply before this would see the state of before.
+        thread::sleep(Duration::from_millis(1));
         let mut notes = self.0.lock().unwrap();
         notes.kept = state.map(|state| {
             let (bytes, fds) = state.emit();
@@ -117,6 +119,19 @@ fn restored_calls(base: Option<u32>) -> Vec<Event> {
         .chain(memories)
         .chain([Event::Call(0, true), start, Event::Call(1, true)])
         .collect()
+}
+
+#[test]
+fn a_state_is_kept_before_the_front_end_has_the_reply() {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let (notes, _, _served) = served(theirs, Device::default(), None);
+    let mut front = begun(ours);
+    for base in 20..30 {
+        front.set_vring_base(1, base).unwrap();
+        let kept = notes.0.lock().unwrap().kept.as_ref().unwrap().0.clone();
+        let state = [1, base].map(u32::to_ne_bytes).concat();
+        assert!(kept.windows(state.len()).any(|part| part == state), "{base}");
+    }
 }
 
 #[test]

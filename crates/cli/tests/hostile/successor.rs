@@ -17,6 +17,7 @@ use crate::{
     honest::{Device, Neighbour},
     iommu::{self, FEATURES},
     manager::Manager,
+    service::threads,
     wire::{Client, request::GET_FEATURES},
 };
 
@@ -78,8 +79,27 @@ impl Line {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
     }
 
+    /// Waits until each thread of the process has been seen asleep. The front ends have the replies
+    /// to their requests, but a thread that was held up since may have yet to record that no
+    /// request is in progress: whoever kills the process before that has cut a request.
+    fn settles(&self) {
+        let process = self.now.id();
+        let begun = Instant::now();
+        for (thread, name) in threads(process.to_string()) {
+            let file = format!("/proc/{process}/task/{}/stat", thread.as_raw_nonzero());
+            // The state follows the name, which is in parentheses.
+            let sleeps =
+                |stat: String| stat.rsplit_once(") ").is_some_and(|s| s.1.starts_with('S'));
+            while std::fs::read_to_string(&file).is_ok_and(|stat| !sleeps(stat)) {
+                assert!(begun.elapsed() < LIMIT, "thread {name} does not come to rest");
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+    }
+
     /// Starts the next process.
     fn goes_on(&mut self) {
+        self.settles();
         let Line { place, manager, arguments, end, now } = self;
         let before = Pid::from_child(now);
         match end {

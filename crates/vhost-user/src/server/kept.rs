@@ -177,14 +177,19 @@ impl<H: Handler> Server<H> {
 
     /// No request is in progress: keeps the state, if it has changed.
     pub(super) fn settle(&mut self) {
-        let Some(mut kept) = self.kept.take() else { return };
-        if std::mem::take(&mut kept.changed) {
-            let held = &kept.held;
-            let state =
-                self.handler.can_be_resumed().then(|| self.state(held, |ring| ring.running, None));
-            kept.keeper.keep(state.as_ref());
-        }
-        kept.keeper.settled();
+        self.keep_changes();
+        self.kept.iter_mut().for_each(|kept| kept.keeper.settled());
+    }
+
+    /// Keeps the state, if it has changed. Called before a reply too: once the front end has it,
+    /// only [`Keeper::settled`] is left to do, and a process rarely dies before that.
+    pub(super) fn keep_changes(&mut self) {
+        let Some(mut kept) = self.kept.take_if(|kept| kept.changed) else { return };
+        kept.changed = false;
+        let held = &kept.held;
+        let state =
+            self.handler.can_be_resumed().then(|| self.state(held, |ring| ring.running, None));
+        kept.keeper.keep(state.as_ref());
         self.kept = Some(kept);
     }
 
