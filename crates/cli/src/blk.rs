@@ -10,13 +10,13 @@ use std::{
 use anyhow::{Context, Result};
 use clap::Args;
 use ringfence_devices::{
-    blk::{self, BlkFigures, BlkOptions, make_rings},
+    blk::{self, BlkOptions, make_rings},
     disk::{Disk, DiskBuffers, Image, ImageError, ImageOptions},
 };
 use ringfence_iotlb::IotlbConfig;
 use ringfence_run::{PeerFd, worker::Worker};
 use ringfence_vhost_user::Server;
-use ringfence_vhost_user_backend::requests::QueueStats;
+use ringfence_vhost_user_backend::requests::{QueueStats, RequestFigures, Serve};
 use ringfence_virtq::blk::ID_BYTES;
 
 use crate::{
@@ -167,7 +167,7 @@ impl Service for Blk {
 
 /// The metrics of block devices, except those of their IOTLBs. A queue is named by its device and
 /// its number.
-pub(crate) fn figures(page: &mut Page, devices: &[(String, &BlkFigures)]) {
+pub(crate) fn figures<S: Serve>(page: &mut Page, devices: &[(String, &RequestFigures<S>)]) {
     type Read = fn(&QueueStats) -> u64;
     for (name, help, of) in [
         ("requests_total", "Requests completed.", (|q| q.requests) as Read),

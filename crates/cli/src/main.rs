@@ -9,6 +9,7 @@ mod guard;
 mod lab;
 mod net;
 mod output;
+mod proxy;
 mod serve;
 mod usage;
 
@@ -37,6 +38,10 @@ enum Command {
     Conformance(conformance::Arguments),
     #[command(about = "Serve an IOMMU, and devices behind it, to a stock virtual machine")]
     Guard(Box<guard::Arguments>),
+    #[command(
+        about = "Stand between a VMM and any vhost-user back end, which reaches nothing of the guest's"
+    )]
+    Proxy(proxy::Arguments),
     #[command(about = "What this host lacks for protected I/O in user space, and what helps")]
     Doctor(doctor::Arguments),
 }
@@ -50,6 +55,7 @@ fn main() -> ExitCode {
         Command::Blk(arguments) => blk::run(*arguments),
         Command::Conformance(arguments) => conformance::run(arguments),
         Command::Guard(arguments) => guard::run(*arguments),
+        Command::Proxy(arguments) => proxy::run(arguments),
         Command::Doctor(arguments) => doctor::run(arguments),
     };
     serve::end_log();

@@ -7,6 +7,10 @@
     doc = "- [`blk`], [`disk`]: virtio-blk, and the files and memory behind it."
 )]
 #![cfg_attr(feature = "net", doc = "- [`net`]: virtio-net, from port to port.")]
+#![cfg_attr(
+    feature = "proxy",
+    doc = "- [`proxy`]: stands before any vhost-user back end, which then reaches nothing of the guest's."
+)]
 //! - [`path`], [`peer`]: what a service has to know of strangers' paths and processes.
 #![deny(unsafe_code)]
 
@@ -20,3 +24,5 @@ pub mod net;
 pub mod path;
 #[allow(unsafe_code)]
 pub mod peer;
+#[cfg(feature = "proxy")]
+pub mod proxy;

@@ -27,14 +27,23 @@ pub enum Role {
     Worker,
     /// Submits requests to the kernel for a disk that may not complete them.
     Disk,
+    /// Connects to the back end of a proxy.
+    Connector,
     /// Writes the log.
     Log,
 }
 
 impl Role {
     /// All roles.
-    pub(super) const ALL: [Role; 6] =
-        [Role::Main, Role::Front, Role::Figures, Role::Worker, Role::Disk, Role::Log];
+    pub(super) const ALL: [Role; 7] = [
+        Role::Main,
+        Role::Front,
+        Role::Figures,
+        Role::Worker,
+        Role::Disk,
+        Role::Connector,
+        Role::Log,
+    ];
 }
 
 /// Which arguments a call may have: any if its list of rules is empty, else those that one of the
@@ -127,18 +136,34 @@ const FIGURES: &[c_long] =
 /// An io_uring ring and an eventfd.
 const DISK: &[c_long] = &[libc::SYS_io_uring_enter, libc::SYS_read];
 
+/// The connection to a back end, and its messages.
+const CONNECTOR: &[c_long] = &[
+    libc::SYS_connect,
+    libc::SYS_getsockopt,
+    libc::SYS_preadv2,
+    // Finds the kind of a descriptor.
+    libc::SYS_readlinkat,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmsg,
+    libc::SYS_shutdown,
+];
+
 /// The names of the sockets, and their removal.
 const MAIN: &[c_long] = &[libc::SYS_getsockname, libc::SYS_newfstatat, libc::SYS_unlinkat];
 
-/// What threads of a role may call.
-pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
+/// What threads of a role may call. `connects`: the process has a [`Role::Connector`].
+pub(super) fn allowed(role: Role, connects: bool) -> Result<Rules, BackendError> {
     let plain: &[&[c_long]] = match role {
+        Role::Main if connects => &[DESCRIPTORS, WORKER, FRONT, FIGURES, DISK, CONNECTOR, MAIN],
         Role::Main => &[DESCRIPTORS, WORKER, FRONT, FIGURES, DISK, MAIN],
         // The threads of a front end start those of disks, too.
         Role::Front => &[DESCRIPTORS, FRONT, WORKER],
         Role::Figures => &[DESCRIPTORS, FIGURES],
         Role::Worker => &[DESCRIPTORS, WORKER],
         Role::Disk => &[DISK],
+        Role::Connector if connects => &[DESCRIPTORS, CONNECTOR],
+        Role::Connector => &[],
         Role::Log => &[],
     };
     let plain = [BASE, &NOT_THERE].iter().chain(plain).copied().flatten();
@@ -182,7 +207,7 @@ pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
     let [header, offload, queue] = taps.map(|request| request as c_int);
     let requests = match role {
         Role::Disk | Role::Log => &[terminal][..],
-        Role::Figures => &[terminal, nonblocking],
+        Role::Figures | Role::Connector => &[terminal, nonblocking],
         Role::Main => &[terminal, nonblocking, header, offload, queue],
         Role::Front | Role::Worker => &[terminal, header, offload, queue],
     };
@@ -193,10 +218,18 @@ pub(super) fn allowed(role: Role) -> Result<Rules, BackendError> {
         _ => &COMMANDS,
     };
     rules.insert(libc::SYS_fcntl, one_of(1, commands)?);
-    if matches!(role, Role::Main | Role::Front) {
+    if connects && matches!(role, Role::Main | Role::Connector) {
+        // No other sockets than those of this host's processes.
+        for call in [libc::SYS_socket, libc::SYS_socketpair] {
+            rules.insert(call, one_of(0, &[libc::AF_UNIX])?);
+        }
+    }
+    if matches!(role, Role::Main | Role::Front | Role::Connector) {
         // Out-of-band data of a connection.
         let inline = vec![equals(1, libc::SOL_SOCKET)?, equals(2, libc::SO_OOBINLINE)?];
         rules.insert(libc::SYS_setsockopt, vec![SeccompRule::new(inline)?]);
+    }
+    if matches!(role, Role::Main | Role::Front) {
         // The threads that it starts confine themselves further.
         rules.insert(libc::SYS_seccomp, one_of(0, &[libc::SECCOMP_SET_MODE_FILTER as c_int])?);
     }
@@ -244,9 +277,10 @@ mod tests {
 
     #[test]
     fn the_first_thread_may_all_that_others_may() {
-        let main = allowed(Role::Main).unwrap();
-        for role in Role::ALL {
-            let rules = allowed(role).unwrap();
+        for (role, connects) in Role::ALL.into_iter().flat_map(|role| [(role, false), (role, true)])
+        {
+            let main = allowed(Role::Main, connects).unwrap();
+            let rules = allowed(role, connects).unwrap();
             assert!(rules.len() > BASE.len());
             for (call, conditions) in rules {
                 let of_main =
@@ -257,5 +291,18 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn only_one_thread_connects_and_only_to_unix_sockets_and_only_where_there_is_a_back_end() {
+        let roles = Role::ALL.into_iter().flat_map(|role| [(role, false), (role, true)]);
+        let may = roles.filter(|&(role, connects)| {
+            let rules = allowed(role, connects).unwrap();
+            if let Some(kinds) = rules.get(&libc::SYS_socket) {
+                assert_eq!(*kinds, one_of(0, &[libc::AF_UNIX]).unwrap());
+            }
+            rules.contains_key(&libc::SYS_connect)
+        });
+        assert!(may.eq([(Role::Main, true), (Role::Connector, true)]));
     }
 }

@@ -31,15 +31,15 @@ fn architecture() -> Option<TargetArch> {
 }
 
 /// Confines the calling thread, and all that it starts, to the calls of a service. Returns what the
-/// kernel does not support.
-pub(super) fn enter() -> Result<Option<Unsupported>, SandboxError> {
+/// kernel does not support. `connects`: one of them may connect to other services.
+pub(super) fn enter(connects: bool) -> Result<Option<Unsupported>, SandboxError> {
     let Some(target) = architecture() else {
         return Ok(Some(Unsupported::Architecture(ARCH)));
     };
     let compiled =
         |error| SandboxError::of("compiling the filter of system calls")(io::Error::other(error));
     let missing = not_there(target).map_err(compiled)?;
-    let filters = Role::ALL.into_iter().map(|role| Ok((role, list(role, target)?)));
+    let filters = Role::ALL.into_iter().map(|role| Ok((role, list(role, connects, target)?)));
     let filters = filters.collect::<Result<Vec<_>, _>>().map_err(compiled)?;
     catch_sigsys().map_err(SandboxError::of("preparing for SIGSYS"))?;
     let installed = SandboxError::of("installing the filter of system calls");
@@ -80,8 +80,8 @@ pub(super) fn confine(role: Role) -> io::Result<()> {
 }
 
 /// Admits the calls on the list; any other raises SIGSYS.
-fn list(role: Role, target: TargetArch) -> Result<BpfProgram, BackendError> {
-    let rules = calls::allowed(role)?;
+fn list(role: Role, connects: bool, target: TargetArch) -> Result<BpfProgram, BackendError> {
+    let rules = calls::allowed(role, connects)?;
     SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, target)?.try_into()
 }
 

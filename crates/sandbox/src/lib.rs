@@ -31,6 +31,8 @@ pub struct Sandbox<'a> {
     pub group: Option<Gid>,
     /// Folders in which, and below which, it may remove files, such as its sockets at exit.
     pub removes: Vec<BorrowedFd<'a>>,
+    /// Whether it has a thread of the role [`Connector`](Role::Connector).
+    pub connects: bool,
 }
 
 /// A feature that this kernel does not have; the rest is in force.
@@ -90,8 +92,9 @@ impl Sandbox<'_> {
     /// # Errors
     /// [`SandboxError`]; the process may have given up a part by then, and should end.
     pub fn enter(self) -> Result<Vec<Unsupported>, SandboxError> {
+        let connects = self.connects;
         let mut unsupported = self.enter_but_calls()?;
-        unsupported.extend(filter::enter()?);
+        unsupported.extend(filter::enter(connects)?);
         Ok(unsupported)
     }
 

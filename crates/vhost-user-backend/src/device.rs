@@ -306,7 +306,7 @@ impl<D: Device> Serve for DeviceQueue<D> {
         *request = Kept::New;
     }
 
-    fn is_begun(request: &Kept) -> bool {
+    fn is_begun(&self, request: &Kept) -> bool {
         !matches!(request, Kept::New)
     }
 
@@ -323,7 +323,7 @@ impl<D: Device> Serve for DeviceQueue<D> {
         any
     }
 
-    fn has_returned(&self) -> bool {
+    fn arm(&mut self) -> bool {
         !self.returns.done.lock().is_empty()
     }
 

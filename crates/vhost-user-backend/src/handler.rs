@@ -116,6 +116,15 @@ pub trait RawDevice {
     /// # Errors
     /// As [`Handler::stop_ring`].
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError>;
+    /// The front end enables or disables a ring, besides its [`Rings`].
+    ///
+    /// # Errors
+    /// It cannot be done.
+    fn enable(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
+        Ok(())
+    }
+    /// The front end's channel, for messages to it.
+    fn set_channel(&mut self, channel: &Arc<BackendChannel>) {}
     /// Has its shares drop all that they have of this connection: the connection is over, the
     /// device is reset, or the meaning of addresses changes.
     fn forget(&mut self);
@@ -388,6 +397,7 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
+        self.device.enable(ring, enabled)?;
         self.on(ring, move |rings, part| rings.enable(part, ring, enabled))
     }
 
@@ -417,6 +427,7 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn set_backend_channel(&mut self, channel: Arc<BackendChannel>) -> Result<(), HandlerError> {
+        self.device.set_channel(&channel);
         if let Some(translation) = &self.translation {
             translation.set_channel(Some(channel));
         }

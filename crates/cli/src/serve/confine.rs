@@ -71,16 +71,16 @@ impl Confinement {
         Ok(())
     }
 
-    /// Enters the sandbox, except for removing files in `removes` and below. Logs what the kernel
-    /// lacks.
+    /// Enters the sandbox, except for removing files in `removes` and below and, if it `connects`,
+    /// for a thread that does. Logs what the kernel lacks.
     ///
     /// # Errors
     /// Those of the system.
-    pub(super) fn enter(&self, removes: Vec<BorrowedFd<'_>>) -> Result<()> {
+    pub(super) fn enter(&self, removes: Vec<BorrowedFd<'_>>, connects: bool) -> Result<()> {
         if self.sandbox == Switch::Off {
             return Ok(());
         }
-        let sandbox = Sandbox { user: self.user(), group: self.group(), removes };
+        let sandbox = Sandbox { user: self.user(), group: self.group(), removes, connects };
         for lack in sandbox.enter().context("entering the sandbox (--sandbox off does without)")? {
             tracing::warn!("{lack}");
         }

@@ -52,6 +52,8 @@ pub(crate) struct Begun {
     /// Whether the service manager keeps what is inherited.
     is_stored: bool,
     inherited: Option<Inherited>,
+    /// Whether the service connects to another one.
+    pub(crate) connects: bool,
 }
 
 impl Begun {
@@ -87,7 +89,14 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
         ends = hand_over::take(path, name, sockets)?;
     }
     let inherited = ends.map(|ends| Inherited::read(ends, name, sockets)).transpose()?.flatten();
-    Ok(Begun { name, sockets, passed, is_stored: is_stored && inherited.is_some(), inherited })
+    Ok(Begun {
+        name,
+        sockets,
+        passed,
+        is_stored: is_stored && inherited.is_some(),
+        inherited,
+        connects: false,
+    })
 }
 
 /// Everything that the frame needs is open, and the sandbox, if there is one, is entered: threads
@@ -165,7 +174,7 @@ pub(crate) fn open(
     make: impl FnOnce() -> Result<()>,
 ) -> Result<Ready> {
     fault::end_process_on_panic();
-    let Begun { name, sockets, passed, is_stored, mut inherited } = begun;
+    let Begun { name, sockets, passed, is_stored, mut inherited, connects } = begun;
     enough_descriptors(rings, sockets)?;
     ringfence_mem::sigbus::install().context("preparing for truncated memory")?;
     // Before any front end can connect: the signal may come right after, and must end the service
@@ -213,7 +222,7 @@ pub(crate) fn open(
     let removes = fronts.iter().filter_map(|front| front.listener.folder());
     let removes = removes.chain(endpoint.iter().filter_map(http::Endpoint::folder));
     let removes = removes.chain(door.iter().filter_map(Listener::folder)).collect();
-    common.confine.enter(removes)?;
+    common.confine.enter(removes, connects)?;
     log::start();
     let (users, notify) = (common.allow_uid.clone(), common.notify);
     Ok(Ready {

@@ -236,7 +236,7 @@ impl Serve for BlkServer {
         request.step = Step::Parse;
     }
 
-    fn is_begun(request: &BlkRequest) -> bool {
+    fn is_begun(&self, request: &BlkRequest) -> bool {
         matches!(request.step, Step::Busy(_) | Step::Deliver(_) | Step::Complete(..))
     }
 
@@ -245,7 +245,8 @@ impl Serve for BlkServer {
     }
 
     fn kick(&mut self) -> io::Result<()> {
-        self.store.file_mut().map_or(Ok(()), |file| file.io.kick())
+        let kicked = self.store.file_mut().map_or(Ok(()), |file| file.io.kick());
+        kicked.map_err(|error| io::Error::new(error.kind(), format!("io_uring: {error}")))
     }
 
     fn notify(&self, bell: &Arc<Doorbell>) -> io::Result<()> {

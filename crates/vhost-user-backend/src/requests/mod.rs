@@ -13,7 +13,7 @@ mod unit;
 use std::{io, sync::Arc};
 
 use ringfence_mem::{Access, AccessError, Memory};
-use ringfence_run::event::Doorbell;
+use ringfence_run::{event::Doorbell, worker::Kick};
 use ringfence_vhost_user::InflightError;
 use ringfence_virtq::{Chain, RingError};
 
@@ -70,17 +70,33 @@ pub trait Serve: Send + Sized + 'static {
     /// begun.
     fn end(&mut self, request: &mut Self::Request);
     /// Whether a request has had effects, so that it cannot be put back into the ring.
-    fn is_begun(request: &Self::Request) -> bool;
+    fn is_begun(&self, request: &Self::Request) -> bool;
+    /// Whether a request will not go on, as what it waits for has stopped: it can be put back into
+    /// the ring when that stops, too.
+    fn is_left(&self, request: &Self::Request) -> bool {
+        false
+    }
+    /// Whether all that has [completed](Self::completed) together is done, so that it can be
+    /// published.
+    fn is_whole(&self) -> bool {
+        true
+    }
 
     /// Takes what the kernel has completed; true if there was anything. Marks what it wrote to
     /// memory in `log`.
     fn reap(&mut self, slots: &mut [Slot<Self::Request>], log: &RingLog) -> bool {
         false
     }
-    /// Whether something has come back since the last [`reap`](Self::reap) that only the bell
-    /// signals: checked before a sleep.
-    fn has_returned(&self) -> bool {
+    /// Before a sleep: makes what comes back wake the worker. True if something has come back since
+    /// the last [`reap`](Self::reap) for which nothing wakes it.
+    fn arm(&mut self) -> bool {
         false
+    }
+    /// The worker is awake.
+    fn disarm(&mut self) {}
+    /// The event by which a peer wakes the worker, besides the driver's kick.
+    fn kick_back(&self) -> Option<&Kick> {
+        None
     }
     /// Submits what was queued to the kernel.
     ///
@@ -203,8 +219,8 @@ pub enum QueueError {
     /// The record of what is in flight is gone.
     #[error("the in-flight region was truncated: without it a crash would lose requests")]
     RecordLost,
-    /// io_uring cannot be used.
-    #[error("io_uring: {0}")]
+    /// What the requests go to cannot be used.
+    #[error("{0}")]
     Io(#[from] std::io::Error),
     /// The ring is not at its new addresses.
     #[error("the ring is not where it was moved to")]

@@ -203,6 +203,11 @@ impl<S: Serve> RequestQueue<S> {
         &self.serve
     }
 
+    /// The same, to change it.
+    pub(super) fn serve_mut(&mut self) -> &mut S {
+        &mut self.serve
+    }
+
     /// The ring, for its position.
     pub fn ring(&self) -> &device::Queue {
         &self.ring
@@ -299,7 +304,7 @@ impl<S: Serve> RequestQueue<S> {
 
     /// Publishes completed requests; true if there were any.
     fn publish_if_any(&mut self, bus: &Bus) -> Result<bool, QueueError> {
-        let completed = self.stats.requests != self.published;
+        let completed = self.stats.requests != self.published && self.serve.is_whole();
         if completed {
             self.publish(bus)?;
         }

@@ -240,6 +240,11 @@ impl<S: Serve> RequestUnit<S> {
         served
     }
 
+    /// What serves the requests of a queue.
+    pub fn serve(&mut self, index: u16) -> Option<&mut S> {
+        self.find(index).map(|served| served.queue.serve_mut())
+    }
+
     /// Why a queue has stopped, if it has.
     pub fn failure(&self, index: u16) -> Option<&QueueError> {
         self.get(index)?.failed.as_ref()
@@ -405,7 +410,10 @@ impl<S: Serve> Unit for RequestUnit<S> {
     fn arm(&mut self) -> bool {
         self.bell.arm();
         // Including queues that stop, or have failed.
-        let mut more = self.queues.iter().any(|served| served.queue.serve().has_returned());
+        let mut more = false;
+        for served in &mut self.queues {
+            more |= served.queue.serve_mut().arm();
+        }
         // A ring that is held is not checked before its time.
         for served in self.queues.iter_mut().filter(|served| served.works() && !self.held) {
             more |= served.queue.arm(&self.bus);
@@ -416,6 +424,7 @@ impl<S: Serve> Unit for RequestUnit<S> {
     fn disarm(&mut self) {
         self.bell.disarm();
         for served in &mut self.queues {
+            served.queue.serve_mut().disarm();
             if served.failed.is_none() {
                 served.queue.disarm();
             }
@@ -428,7 +437,9 @@ impl<S: Serve> Unit for RequestUnit<S> {
 
     fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
         let working = self.queues.iter().filter(|served| served.failed.is_none());
-        into.extend(working.filter_map(|served| served.kick.as_ref()));
+        for served in working {
+            into.extend(served.kick.iter().chain(served.queue.serve().kick_back()));
+        }
     }
 
     fn offline(&mut self) {

@@ -78,13 +78,19 @@ impl<S: Serve> RequestQueue<S> {
             return;
         }
         let mut waiting = self.parked.take();
+        let left = |&at: &u16| self.serve.is_left(&self.slots[usize::from(at)].request);
+        self.stalled.retain(|at| !left(at));
+        let busy = |&at: &u16| matches!(self.slots[usize::from(at)].state, State::Taken);
+        let all = (0..self.slots.len() as u16).filter(busy).filter(left);
+        let more: Vec<u16> = all.filter(|at| !waiting.contains(at)).collect();
+        waiting.extend(more);
         let ordered = self.order.is_some();
         let taken = self.order.iter().flat_map(|order| &order.taken);
         waiting.extend(taken.filter(|&&at| self.slots[usize::from(at)].is_done()));
         waiting.sort_unstable_by_key(|&at| self.slots[usize::from(at)].number);
         while let Some(&at) = waiting.last() {
             let slot = &mut self.slots[usize::from(at)];
-            let begun = S::is_begun(&slot.request) && !slot.is_done() && !ordered;
+            let begun = self.serve.is_begun(&slot.request) && !slot.is_done() && !ordered;
             let head = slot.chain.head();
             if begun || !self.ring.untake(head) {
                 break;

@@ -1,0 +1,117 @@
+//! `ringfence proxy` before real back ends, with our own front end and driver, which know only the
+//! protocol.
+
+mod common;
+#[path = "common/machine.rs"]
+mod machine;
+
+use std::{
+    fs,
+    process::{Child, Command},
+};
+
+use common::{Place, Running};
+use machine::{BLOCKS, Kept, Load, MIB, Machine, PAGE, content, figure, figures};
+use ringfence_virtq::blk::Kind;
+use rustix::process::Signal;
+
+/// A back end that is not ours: QEMU's, which ends with its test.
+struct Daemon(Child);
+
+impl Daemon {
+    fn start(place: &Place) -> Daemon {
+        let image = place.path("disk.img");
+        let (image, socket) = (image.display(), place.path("back"));
+        let mut command = Command::new("qemu-storage-daemon");
+        command.args(["--blockdev", &format!("driver=file,filename={image},node-name=disk")]).args([
+            "--export",
+            &format!(
+                "vhost-user-blk,id=e,node-name=disk,writable=on,num-queues=2,addr.type=unix,addr.path={}",
+                socket.display()
+            ),
+        ]);
+        Daemon(command.spawn().expect("qemu-storage-daemon, of Debian's qemu-utils"))
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn our_back_end(place: &Place) -> Running {
+    let fixed =
+        ["blk", "--socket", "back", "--image", "disk.img", "--queues", "2", "--id", "a disk"];
+    let mut running = place.start(&fixed);
+    running.wait_for(|line| line.contains("listening on back"));
+    running
+}
+
+fn proxy(place: &Place, more: &[&str]) -> Running {
+    let fixed = ["proxy", "--socket", "s", "--backend", "back", "--metrics", "unix:m"];
+    let mut running = place.start(&[&fixed[..], more].concat());
+    running.wait_for(|line| line.contains("listening on s"));
+    running
+}
+
+fn ends(running: Running) {
+    running.signal(Signal::TERM);
+    let ended = running.wait();
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(
+        !ended.err.contains("panicked") && !ended.err.contains("sandbox has refused"),
+        "{ended}"
+    );
+}
+
+/// Writes, flushes and reads on two queues, for several clients one after the other.
+fn serves(place: &Place, translated: bool) {
+    for client in 0..3u8 {
+        let mut machine = Machine::new(2, translated);
+        let connection = machine.connect(&place.path("s"), None);
+        let mut capacity = [0; 8];
+        connection.main.lock().unwrap().config(0, &mut capacity).unwrap();
+        assert_eq!(u64::from_le_bytes(capacity), MIB as u64 / 512);
+        machine.data.write(0, &vec![0x40 + client; 3 * PAGE]);
+        assert!(machine.request(0, Kind::Out, 8, 0, 3 * PAGE));
+        assert!(machine.request(1, Kind::Flush, 0, 0, 0));
+        assert!(machine.request(1, Kind::In, 7, 8 * PAGE, 4 * PAGE));
+        let back = machine.bytes(8 * PAGE, 4 * PAGE);
+        assert_eq!(back[..512], [1; 512]);
+        assert_eq!(back[512..512 + 3 * PAGE], vec![0x40 + client; 3 * PAGE]);
+        assert!(!machine.request(0, Kind::Out, MIB as u64 / 512, 0, 512), "past the end");
+        assert!(machine.request(0, Kind::GetId, 0, 0, 20));
+    }
+}
+
+#[test]
+fn a_back_end_of_ours_serves_through_it() {
+    for translated in [false, true] {
+        let place = Place::new();
+        let image = place.write("disk.img", vec![1; MIB]);
+        let (back, front) = (our_back_end(&place), proxy(&place, &[]));
+        serves(&place, translated);
+        let text = figures(&place);
+        assert_eq!(figure(&text, "ringfence_iotlb_misses_total") > 0, translated, "{text}");
+        ends(front);
+        ends(back);
+        assert_eq!(fs::read(image).unwrap()[4096..4 * 4096], vec![0x42; 3 * 4096]);
+    }
+}
+
+#[test]
+fn qemus_storage_daemon_serves_through_it() {
+    for translated in [false, true] {
+        let place = Place::new();
+        let image = place.write("disk.img", vec![1; MIB]);
+        let (_back, front) = (Daemon::start(&place), proxy(&place, &[]));
+        while !place.path("back").exists() {
+            std::thread::yield_now();
+        }
+        serves(&place, translated);
+        ends(front);
+        assert_eq!(fs::read(image).unwrap()[4096..4 * 4096], vec![0x42; 3 * 4096]);
+    }
+}

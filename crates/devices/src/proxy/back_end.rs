@@ -1,0 +1,234 @@
+//! The back end behind a proxy, for one connection.
+
+use std::{io, os::fd::AsFd, sync::Arc, time::Duration};
+
+use ringfence_mem::{GuestRam, MemError, PAGE_SIZE, Region, Window};
+use ringfence_run::{
+    PeerFd, event,
+    notifier::{Notifier, NotifierError},
+    worker::Kick,
+};
+use ringfence_vhost_user::{
+    F_PROTOCOL_FEATURES, Frontend, FrontendError, ProtocolFeatures, RingAddresses,
+};
+use ringfence_virtq::{
+    F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1, RingError,
+    device::RingConfig,
+    driver::{self, QueueConfig, Rings},
+};
+
+use super::{
+    connector::{Connected, Heard},
+    slots::Slots,
+};
+
+/// How long a back end may take to reply: to GET_VRING_BASE once all its requests have completed. A
+/// VMM waits meanwhile. When the time is over the connection ends on both sides, and the requests
+/// stay on record: no promise depends on a reply.
+pub(super) const REPLIES_WITHIN: Duration = Duration::from_secs(20);
+/// Where the back end sees its memory. (Not at 0, which some take for an error; and nothing of this
+/// process's own addresses.)
+const FIRST: u64 = 1 << 30;
+/// The largest ring.
+pub(super) const RING_SIZE: u16 = 1024;
+/// The bytes of a shadow ring of that size, of either format.
+const RING_BYTES: usize = 64 << 10;
+/// The features of rings and transports, which the proxy negotiates itself on either side.
+const OF_RINGS: u64 = 0x3ffff_ff00_0000;
+/// The protocol features that it can pass on.
+const PASSED: ProtocolFeatures = ProtocolFeatures::CONFIG.union(ProtocolFeatures::RARP);
+
+/// Why a back end cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BackEndError {
+    /// It refuses a message, or does not follow the protocol.
+    #[error("the back end: {0}")]
+    Protocol(#[from] FrontendError),
+    /// It lacks a feature.
+    #[error("the back end does not offer {0}, without which no proxy can stand before it")]
+    Lacks(&'static str),
+    /// Its memory cannot be made.
+    #[error("memory for the back end: {0}")]
+    Memory(#[from] MemError),
+    /// A shadow ring cannot be made.
+    #[error("the shadow ring: {0}")]
+    Ring(#[from] RingError),
+    /// No descriptor can be made.
+    #[error("events for the back end: {0}")]
+    Event(#[from] io::Error),
+    /// No event of the back end's can be signalled.
+    #[error("events for the back end: {0}")]
+    Notifier(#[from] NotifierError),
+}
+
+type Result<T> = std::result::Result<T, BackEndError>;
+
+/// What a ring needs to be served by the back end.
+pub(super) struct Shadowed {
+    pub(super) ring: driver::Queue,
+    pub(super) slots: Slots,
+    pub(super) kick: Notifier,
+    pub(super) call: Kick,
+}
+
+/// A back end, and the memory that it has.
+pub(super) struct BackEnd {
+    link: Frontend,
+    ram: Arc<GuestRam>,
+    pool_size: u64,
+    offered: u64,
+    protocol: ProtocolFeatures,
+    queues: u16,
+    /// The features of its rings.
+    features: u64,
+    /// Whether it has its memory.
+    is_set_up: bool,
+}
+
+impl BackEnd {
+    /// Begins with a back end on a connected socket: at most `queues` queues, each with `pool_size`
+    /// bytes of slots. Returns by what it is heard, too.
+    pub(super) fn new(
+        (stream, channel, theirs): Connected,
+        queues: u16,
+        pool_size: u64,
+    ) -> Result<(BackEnd, Heard)> {
+        let mut link = Frontend::new(stream, REPLIES_WITHIN);
+        link.set_owner()?;
+        let offered = link.features()?;
+        for (bit, name) in
+            [(F_PROTOCOL_FEATURES, "protocol features"), (1 << F_VERSION_1, "VERSION_1")]
+        {
+            if offered & bit == 0 {
+                return Err(BackEndError::Lacks(name));
+            }
+        }
+        let wanted = PASSED
+            | ProtocolFeatures::REPLY_ACK
+            | ProtocolFeatures::MQ
+            | ProtocolFeatures::RESET_DEVICE
+            | ProtocolFeatures::BACKEND_REQ;
+        let protocol = link.protocol_features()? & wanted;
+        link.set_protocol_features(protocol)?;
+        // Without MQ it does not say. No kind of device has more without being asked.
+        let many = protocol.contains(ProtocolFeatures::MQ);
+        let queues = if many { link.queue_num()?.min(queues) } else { queues.min(2) };
+        let speaks = protocol.contains(ProtocolFeatures::BACKEND_REQ);
+        if speaks {
+            link.set_backend_channel(theirs.as_fd())?;
+        }
+        let hang_up = link.as_fd().try_clone_to_owned()?;
+        let heard = Heard { hang_up, channel: speaks.then_some(channel) };
+        let pool_size = pool_size.next_multiple_of(PAGE_SIZE as u64);
+        let bytes = usize::from(queues.max(1)) * (RING_BYTES + pool_size as usize);
+        let ram = GuestRam::new(bytes, FIRST)?;
+        let (features, is_set_up) = (0, false);
+        let back = BackEnd { link, ram, pool_size, offered, protocol, queues, features, is_set_up };
+        Ok((back, heard))
+    }
+
+    /// What its kind of device offers.
+    pub(super) fn features(&self) -> u64 {
+        self.offered & !OF_RINGS
+    }
+
+    /// Of what a proxy can pass on.
+    pub(super) fn protocol(&self) -> ProtocolFeatures {
+        self.protocol & PASSED
+    }
+
+    pub(super) fn queues(&self) -> u16 {
+        self.queues
+    }
+
+    /// Sets what the driver has accepted of [`features`](Self::features), while no ring runs.
+    pub(super) fn set_features(&mut self, features: u64) -> Result<()> {
+        let rings = [F_VERSION_1, F_INDIRECT_DESC, F_EVENT_IDX, F_RING_PACKED];
+        let rings = rings.into_iter().fold(F_PROTOCOL_FEATURES, |all, bit| all | 1 << bit);
+        self.features = self.offered & (features & !OF_RINGS | rings);
+        self.link.set_features(self.features)?;
+        Ok(())
+    }
+
+    /// Whether it takes chains with tables.
+    pub(super) fn indirect(&self) -> bool {
+        self.has(F_INDIRECT_DESC)
+    }
+
+    fn has(&self, bit: u32) -> bool {
+        self.features & (1 << bit) != 0
+    }
+
+    /// Starts a ring at the back end, as large as a ring of `size`.
+    pub(super) fn start(&mut self, ring: u16, size: u16) -> Result<Shadowed> {
+        if !self.is_set_up {
+            // One region, and no address of this process in it.
+            let region = Region {
+                gpa: FIRST,
+                size: self.ram.len() as u64,
+                user_addr: FIRST,
+                mmap_offset: 0,
+            };
+            self.link.set_mem_table(&[(region, self.ram.fd())])?;
+            self.is_set_up = true;
+        }
+        let at = usize::from(ring) * (RING_BYTES + self.pool_size as usize);
+        let config = QueueConfig {
+            size: size.next_power_of_two(),
+            event_idx: self.has(F_EVENT_IDX),
+            packed: self.has(F_RING_PACKED),
+        };
+        let area = self.ram.window(at, RING_BYTES)?;
+        area.slice().fill_zero();
+        let shadow = driver::Queue::with_config(config, Rings::placed(&area, &config)?)?;
+        let pool = FIRST + (at + RING_BYTES) as u64;
+        let slots = Slots::new(self.slots(ring)?, pool);
+        let [kick, call] = [event::new()?, event::new()?];
+        let (places, first) = (config.offsets(), FIRST + at as u64);
+        let [desc, avail, used] =
+            [places.desc, places.avail, places.used].map(|offset| first + offset as u64);
+        self.link.set_vring_num(ring, config.size)?;
+        self.link.set_vring_base(ring, RingConfig::start(config.packed))?;
+        self.link.set_vring_addr(ring, &RingAddresses { desc, avail, used, log: None })?;
+        self.link.set_vring_call(ring, Some(call.as_fd()))?;
+        self.link.set_vring_kick(ring, Some(kick.as_fd()))?;
+        let kick = Notifier::new(PeerFd::from(kick))?;
+        Ok(Shadowed { ring: shadow, slots, kick, call: Kick::from(call) })
+    }
+
+    fn slots(&self, ring: u16) -> Result<Window> {
+        let at = usize::from(ring) * (RING_BYTES + self.pool_size as usize);
+        Ok(self.ram.window(at + RING_BYTES, self.pool_size as usize)?)
+    }
+
+    /// Enables or disables a ring.
+    pub(super) fn enable(&mut self, ring: u16, enabled: bool) -> Result<()> {
+        Ok(self.link.set_vring_enable(ring, enabled)?)
+    }
+
+    /// Stops a ring: the back end completes what it has begun.
+    pub(super) fn stop(&mut self, ring: u16) -> Result<()> {
+        self.link.get_vring_base(ring)?;
+        Ok(())
+    }
+
+    pub(super) fn reset(&mut self) -> Result<()> {
+        if self.protocol.contains(ProtocolFeatures::RESET_DEVICE) {
+            self.link.reset_device()?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<()> {
+        Ok(self.link.config(offset, out)?)
+    }
+
+    pub(super) fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<()> {
+        Ok(self.link.set_config(offset, data)?)
+    }
+
+    pub(super) fn send_rarp(&mut self, mac: [u8; 6]) -> Result<()> {
+        Ok(self.link.send_rarp(mac)?)
+    }
+}

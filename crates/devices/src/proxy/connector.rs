@@ -1,0 +1,223 @@
+//! The thread that connects to a back end, and hears of it what is not a reply: that it hangs up,
+//! or that its configuration has changed.
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    path::PathBuf,
+    sync::{
+        Arc,
+        mpsc::{self, Receiver, Sender},
+    },
+    thread,
+};
+
+use ringfence_run::event;
+use ringfence_vhost_user::{
+    BackendChannel, BackendMessage, FrontendChannel, HandlerError, Shutdown,
+};
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
+};
+
+use super::back_end::REPLIES_WITHIN;
+
+/// Connects to one back end, by its path: the only thread of a service that may connect to
+/// anything.
+pub struct Connector {
+    orders: Sender<Order>,
+    bell: Arc<OwnedFd>,
+}
+
+/// What a connection to a back end begins with: its socket, the proxy's end of the back end's
+/// channel, and the back end's.
+pub(super) type Connected = (UnixStream, FrontendChannel, OwnedFd);
+
+enum Order {
+    /// Connect, and reply here.
+    Connect(Sender<io::Result<Connected>>),
+    /// From now on hear of this back end.
+    Hear(Heard),
+    /// End this connection when the back end is gone.
+    Ends(Shutdown),
+    /// Pass its messages on to this front end.
+    PassOn(Arc<BackendChannel>),
+    /// The connection is over.
+    Forget,
+}
+
+/// A back end, as far as it is heard.
+pub(super) struct Heard {
+    /// Hung up when it is gone.
+    pub(super) hang_up: OwnedFd,
+    /// Its messages, if it sends any.
+    pub(super) channel: Option<FrontendChannel>,
+}
+
+/// The thread's state.
+struct Ear {
+    path: PathBuf,
+    name: Arc<str>,
+    heard: Option<Heard>,
+    ends: Option<Shutdown>,
+    front: Option<Arc<BackendChannel>>,
+}
+
+impl Connector {
+    /// Starts the thread, which ends when the connector is dropped.
+    ///
+    /// # Errors
+    /// Out of threads or descriptors.
+    pub fn spawn(path: PathBuf, name: Arc<str>) -> io::Result<Connector> {
+        let (orders, received) = mpsc::channel();
+        let bell = Arc::new(event::new()?);
+        let rung = Arc::clone(&bell);
+        let ear = Ear { path, name, heard: None, ends: None, front: None };
+        thread::Builder::new().name("back end".into()).spawn(move || {
+            #[cfg(feature = "sandbox")]
+            ringfence_sandbox::confine(ringfence_sandbox::Role::Connector);
+            ear.run(&received, rung.as_fd());
+        })?;
+        Ok(Connector { orders, bell })
+    }
+
+    fn order(&self, order: Order) {
+        // The thread ends after the connector only.
+        let _ = self.orders.send(order);
+        event::signal(&*self.bell);
+    }
+
+    /// Connects to the back end.
+    ///
+    /// # Errors
+    /// It does not listen, or takes no connection now.
+    pub(super) fn connect(&self) -> Result<Connected, HandlerError> {
+        let (reply, connected) = mpsc::channel();
+        self.order(Order::Connect(reply));
+        let connected = connected.recv_timeout(REPLIES_WITHIN);
+        connected
+            .map_err(|_| HandlerError::new("the thread that connects to it does not reply"))?
+            .map_err(HandlerError::from)
+    }
+
+    pub(super) fn hear(&self, heard: Heard) {
+        self.order(Order::Hear(heard));
+    }
+
+    pub(super) fn ends(&self, connection: &Shutdown) {
+        self.order(Order::Ends(connection.clone()));
+    }
+
+    pub(super) fn pass_on(&self, front: &Arc<BackendChannel>) {
+        self.order(Order::PassOn(Arc::clone(front)));
+    }
+
+    pub(super) fn forget(&self) {
+        self.order(Order::Forget);
+    }
+}
+
+impl Drop for Connector {
+    fn drop(&mut self) {
+        // Wakes the thread, which then finds no sender.
+        drop(std::mem::replace(&mut self.orders, mpsc::channel().0));
+        event::signal(&*self.bell);
+    }
+}
+
+impl Ear {
+    fn run(mut self, orders: &Receiver<Order>, bell: BorrowedFd<'_>) {
+        loop {
+            let hung = PollFlags::RDHUP;
+            let mut fds = vec![PollFd::from_borrowed_fd(bell, PollFlags::IN)];
+            if let Some(Heard { hang_up, channel }) = &self.heard {
+                fds.push(PollFd::new(hang_up, hung));
+                fds.extend(channel.as_ref().map(|channel| PollFd::new(channel, PollFlags::IN)));
+            }
+            let _ = poll(&mut fds, None);
+            let ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
+            let (ordered, gone, speaks) = (ready(0), ready(1), ready(2));
+            drop(fds);
+            if gone {
+                self.heard = None;
+                tracing::warn!(source = %self.name, "the back end has hung up");
+                self.end();
+            } else if speaks && !self.pass_on() {
+                // It may go on without its channel.
+                self.heard.iter_mut().for_each(|heard| heard.channel = None);
+            }
+            if ordered {
+                event::drain(bell);
+                loop {
+                    match orders.try_recv() {
+                        Ok(order) => self.obey(order),
+                        Err(mpsc::TryRecvError::Empty) => break,
+                        Err(mpsc::TryRecvError::Disconnected) => return,
+                    }
+                }
+            }
+        }
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            // Whoever asked may have given up.
+            Order::Connect(reply) => _ = reply.send(self.connect()),
+            Order::Hear(heard) => self.heard = Some(heard),
+            Order::Ends(connection) => {
+                self.ends = Some(connection);
+                if self.heard.is_none() {
+                    self.end();
+                }
+            }
+            Order::PassOn(front) => self.front = Some(front),
+            Order::Forget => (self.heard, self.ends, self.front) = (None, None, None),
+        }
+    }
+
+    fn end(&self) {
+        if let Some(connection) = &self.ends {
+            connection.shutdown();
+        }
+    }
+
+    /// Connects without waiting: a back end whose backlog is full serves others.
+    fn connect(&self) -> io::Result<Connected> {
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+            None,
+        )?;
+        connect(&socket, &SocketAddrUnix::new(&*self.path)?)?;
+        let stream = UnixStream::from(socket);
+        stream.set_nonblocking(false)?;
+        let (ours, theirs) = FrontendChannel::pair(REPLIES_WITHIN)?;
+        Ok((stream, ours, theirs))
+    }
+
+    /// Takes a message of the back end's; false if no more will come.
+    fn pass_on(&mut self) -> bool {
+        let Some(Heard { channel: Some(channel), .. }) = &mut self.heard else { return false };
+        let request = match channel.recv() {
+            Ok(Some(request)) => request,
+            Ok(None) => return false,
+            Err(why) => {
+                tracing::warn!(source = %self.name, "a message of the back end's: {why}");
+                return false;
+            }
+        };
+        let done = match request.message {
+            BackendMessage::ConfigChange => {
+                self.front.as_ref().is_some_and(|front| front.config_changed())
+            }
+            // It was given no IOTLB.
+            _ => false,
+        };
+        channel.reply(&request, done).is_ok()
+    }
+}

@@ -1,0 +1,172 @@
+//! The proxy, as its front end sees it.
+
+use std::{sync::Arc, time::Instant};
+
+use ringfence_run::{event::Bells, worker::Worker};
+use ringfence_vhost_user::{
+    BackendChannel, HandlerError, InflightRegion, ProtocolFeatures, Shutdown,
+};
+use ringfence_vhost_user_backend::{
+    Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares,
+    requests::RequestRings,
+};
+use ringfence_virtq::F_VERSION_1;
+
+use super::{
+    Connector, ProxyOptions, ProxyQueue, ProxyUnit,
+    back_end::{BackEnd, REPLIES_WITHIN, RING_SIZE},
+};
+
+/// The proxy of one back end, for one connection of a front end.
+pub struct Proxy {
+    options: ProxyOptions,
+    rings: RequestRings<ProxyQueue>,
+    back: BackEnd,
+    connector: Arc<Connector>,
+}
+
+impl Proxy {
+    /// Connects to the back end, and makes the proxy a back end itself, whose queues are spread over
+    /// `workers` in turn.
+    ///
+    /// # Errors
+    /// The back end is not there, or no proxy can stand before it.
+    pub fn connect(
+        options: ProxyOptions,
+        connector: &Arc<Connector>,
+        workers: Arc<[Worker]>,
+    ) -> Result<Backend<Proxy>, HandlerError> {
+        let connected = connector.connect()?;
+        let (back, heard) = BackEnd::new(connected, options.queues, options.pool_size)?;
+        connector.hear(heard);
+        let addresses = options.iotlb.map_or(Addresses::Physical, Addresses::Iotlb);
+        let (name, figures) = (Arc::clone(&options.name), Arc::clone(&options.figures));
+        let rings = RequestRings::new(name, workers, options.unit, figures);
+        let device = Proxy { options, rings, back, connector: Arc::clone(connector) };
+        Ok(Backend::new(device, addresses))
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.connector.forget();
+    }
+}
+
+impl RawDevice for Proxy {
+    type Rings = ProxyUnit;
+
+    fn name(&self) -> Arc<str> {
+        Arc::clone(&self.options.name)
+    }
+
+    fn shares(&self) -> &Shares<ProxyUnit> {
+        self.rings.shares()
+    }
+
+    fn part(&self) {}
+
+    fn tally(&self) -> &IotlbTally {
+        &self.options.figures.iotlb
+    }
+
+    fn features(&self) -> u64 {
+        self.back.features()
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        self.back.protocol() | ProtocolFeatures::INFLIGHT_SHMFD
+    }
+
+    fn queues(&self) -> u16 {
+        self.back.queues()
+    }
+
+    fn max_ring_size(&self) -> u16 {
+        RING_SIZE
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        if features & (1 << F_VERSION_1) == 0 {
+            return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
+        }
+        Ok(self.back.set_features(features)?)
+    }
+
+    fn reset(&mut self) {
+        self.rings.set_inflight(None);
+        if let Err(why) = self.back.reset() {
+            tracing::warn!(source = %self.options.name, "{why}");
+        }
+    }
+
+    fn start(
+        &mut self,
+        ring: u16,
+        start: RingStart,
+        on: Connection<'_>,
+        _: bool,
+    ) -> Result<(), HandlerError> {
+        on.shutdown.into_iter().for_each(|connection| self.connector.ends(connection));
+        let (enabled, copy_back) = (start.enabled, self.options.copy_back);
+        let back = &mut self.back;
+        self.rings.start(ring, start, on, |size| {
+            let shadow = back.start(ring, size)?;
+            back.enable(ring, enabled)?;
+            Ok(ProxyQueue::new(shadow, back.indirect(), copy_back))
+        })
+    }
+
+    /// The back end stops first: what it has completed by then is completed, and the rest put back.
+    fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError> {
+        let begun = Instant::now();
+        self.back.stop(ring)?;
+        self.rings.shares().on(ring.into(), move |unit| {
+            unit.serve(ring).into_iter().for_each(ProxyQueue::stop);
+        })?;
+        self.rings.stop(ring, || {
+            let over = self.rings.is_given_up(connection);
+            over.unwrap_or_else(|| begun.elapsed() >= REPLIES_WITHIN)
+        })
+    }
+
+    fn enable(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
+        Ok(self.back.enable(ring, enabled)?)
+    }
+
+    fn set_channel(&mut self, channel: &Arc<BackendChannel>) {
+        self.connector.pass_on(channel);
+    }
+
+    fn forget(&mut self) {
+        self.rings.forget();
+    }
+
+    fn config(&mut self, offset: u32, len: usize) -> Vec<u8> {
+        let mut config = vec![0; offset as usize + len];
+        match self.back.config(offset, &mut config[offset as usize..]) {
+            Ok(()) => config,
+            Err(why) => {
+                tracing::warn!(source = %self.options.name, "{why}");
+                Vec::new()
+            }
+        }
+    }
+
+    fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<(), HandlerError> {
+        Ok(self.back.set_config(offset, data)?)
+    }
+
+    fn set_inflight(&mut self, inflight: Arc<InflightRegion>) -> Result<(), HandlerError> {
+        self.rings.set_inflight(Some(inflight));
+        Ok(())
+    }
+
+    fn send_rarp(&mut self, mac: [u8; 6], _: u64) -> Result<(), HandlerError> {
+        Ok(self.back.send_rarp(mac)?)
+    }
+
+    fn bells(&self) -> Option<&Bells> {
+        Some(self.rings.bells())
+    }
+}

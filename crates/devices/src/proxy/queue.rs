@@ -1,0 +1,398 @@
+//! One ring of the guest's, shadowed in memory that the back end sees.
+//!
+//! A chain is copied into a slot and added to the shadow ring; when the back end has used it, what
+//! it wrote is copied back, by the used length at most, and the slot is zeroed. Chains go back in
+//! the order in which the back end has used them, and what it has published together is published
+//! together: a packet may take several chains.
+
+use std::{collections::VecDeque, io};
+
+use ringfence_mem::{Access, AccessError, Translate};
+use ringfence_run::{notifier::Notifier, worker::Kick};
+use ringfence_vhost_user_backend::{
+    Bus, RingLog,
+    requests::{Missing, Next, Serve, Slot as Taken},
+};
+use ringfence_virtq::{Chain, Desc, RingError, driver};
+
+use super::{
+    back_end::Shadowed,
+    slots::{Slot, Slots, layout, places},
+};
+
+/// How many used chains are taken at a time.
+const BURST: usize = 64;
+
+/// How much of what a back end may have written is copied to the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CopyBack {
+    /// As many bytes as the back end reports.
+    #[default]
+    Used,
+    /// All writable bytes, for back ends that report too few.
+    All,
+}
+
+/// The state of a chain.
+#[derive(Debug, Default)]
+pub enum Shadow {
+    /// It has not been copied.
+    #[default]
+    New,
+    /// The back end has it.
+    Sent(Sent),
+    /// The back end has used it, and reports so many bytes.
+    Used(Sent, u32),
+}
+
+/// A chain's slot.
+#[derive(Debug)]
+pub struct Sent(Slot);
+
+/// Why a chain was not sent.
+enum Stop {
+    /// There is no room for it now.
+    Later,
+    /// An address cannot be reached.
+    Memory(AccessError),
+    /// It can never be sent.
+    Never(io::Error),
+}
+
+impl From<AccessError> for Stop {
+    fn from(error: AccessError) -> Stop {
+        Stop::Memory(error)
+    }
+}
+
+/// Serves a ring by a back end.
+pub struct ProxyQueue {
+    shadow: driver::Queue,
+    indirect: bool,
+    slots: Slots,
+    copy_back: CopyBack,
+    kick: Notifier,
+    call: Kick,
+    /// Whether chains were added since the last kick.
+    added: bool,
+    /// How many chains the back end has.
+    sent: u32,
+    /// Chains that the back end has used, each with the bytes that it reports.
+    used: VecDeque<(u16, u32)>,
+    /// What it reports of the chain that goes on.
+    reported: u32,
+    /// The chain whose copy back waits for a translation: those behind it wait, too.
+    waits: Option<u16>,
+    /// The back end no longer uses the ring.
+    stopped: bool,
+    /// What broke the ring.
+    broken: Option<io::Error>,
+    bytes: u64,
+    burst: Vec<driver::Used>,
+    shadowed: Vec<Desc>,
+}
+
+impl ProxyQueue {
+    /// A queue that the back end serves. `indirect`: chains may have tables.
+    pub(super) fn new(shadowed: Shadowed, indirect: bool, copy_back: CopyBack) -> ProxyQueue {
+        let Shadowed { ring: shadow, slots, kick, call } = shadowed;
+        ProxyQueue {
+            shadow,
+            indirect,
+            slots,
+            copy_back,
+            kick,
+            call,
+            added: false,
+            sent: 0,
+            used: VecDeque::new(),
+            reported: 0,
+            waits: None,
+            stopped: false,
+            broken: None,
+            bytes: 0,
+            burst: vec![driver::Used::default(); BURST],
+            shadowed: Vec::new(),
+        }
+    }
+
+    /// The back end has stopped the ring: takes what it has used, and no more. What it has not used
+    /// is the guest's again.
+    pub(super) fn stop(&mut self) {
+        self.take_used();
+        self.stopped = true;
+    }
+
+    /// Copies a chain and adds it to the shadow ring.
+    fn send(&mut self, at: u16, chain: &Chain, bus: &Bus) -> Result<Sent, Stop> {
+        let descs = chain.descs();
+        let (table, len) = layout(chain);
+        if len > self.slots.len() {
+            let text = format!(
+                "a chain takes {len} bytes, more than the {} of the queue's pool: raise --pool-size",
+                self.slots.len()
+            );
+            return Err(Stop::Never(io::Error::other(text)));
+        }
+        let by_table = self.indirect && descs.len() > 1;
+        let needed = if by_table { 1 } else { descs.len() };
+        if self.stopped || usize::from(self.shadow.free_descs()) < needed {
+            return Err(Stop::Later);
+        }
+        let slot = self.slots.take(len).ok_or(Stop::Later)?;
+        match self.fill(at, chain, bus, &slot, by_table.then_some(table)) {
+            Ok(()) => Ok(Sent(slot)),
+            Err(stop) => {
+                self.release(slot);
+                Err(stop)
+            }
+        }
+    }
+
+    fn fill(
+        &mut self,
+        at: u16,
+        chain: &Chain,
+        bus: &Bus,
+        slot: &Slot,
+        table: Option<u64>,
+    ) -> Result<(), Stop> {
+        self.shadowed.clear();
+        for (Desc { addr, len, write }, place) in places(chain) {
+            if !write {
+                let mut done = 0;
+                bus.slices(addr, len.into(), Access::Read, |piece| {
+                    let to = self.slots.piece(slot, place + done, piece.len() as u64);
+                    done += to.copy_from_piece(piece.into()) as u64;
+                })?;
+            }
+            self.shadowed.push(Desc { addr: slot.addr(place), len, write });
+        }
+        let added = match table {
+            Some(table) => {
+                let window = self.slots.window(slot, table);
+                self.shadow.add_indirect(slot.addr(table), &window, &self.shadowed, at.into())
+            }
+            None => self.shadow.add(&self.shadowed, at.into()),
+        };
+        added.map_err(|error| Stop::Never(io::Error::other(error)))?;
+        self.added = true;
+        self.sent += 1;
+        Ok(())
+    }
+
+    /// Copies to the guest the first bytes that the back end has written; returns how many.
+    fn copy_back(
+        &self,
+        chain: &Chain,
+        bus: &Bus,
+        slot: &Slot,
+        used: u32,
+    ) -> Result<u64, AccessError> {
+        let most = self.written(chain, used);
+        let mut left = most;
+        for (Desc { addr, len, write }, place) in places(chain) {
+            let part = if write { left.min(len.into()) } else { 0 };
+            if part == 0 {
+                continue;
+            }
+            left -= part;
+            let mut done = 0;
+            bus.slices(addr, part, Access::Write, |piece| {
+                let from = self.slots.piece(slot, place + done, piece.len() as u64);
+                done += piece.copy_from_piece(from.into()) as u64;
+                bus.mark(piece);
+            })?;
+        }
+        Ok(most)
+    }
+
+    /// How many bytes the back end has written, as far as it is believed.
+    fn written(&self, chain: &Chain, used: u32) -> u64 {
+        match self.copy_back {
+            CopyBack::Used => u64::from(used).min(chain.writable_len()),
+            CopyBack::All => chain.writable_len(),
+        }
+    }
+
+    /// Gives back the slot of a chain that is over, without what is the guest's in it. (What the
+    /// back end has written and not reported may stay: it is the back end's own.)
+    fn scrub(&self, chain: &Chain, slot: Slot, used: u32) {
+        let mut left = self.written(chain, used);
+        for (Desc { len, write, .. }, place) in places(chain) {
+            let part = if write { left.min(len.into()) } else { len.into() };
+            left -= if write { part } else { 0 };
+            self.slots.piece(&slot, place, part).fill_zero();
+        }
+        self.slots.give_back(slot);
+    }
+
+    /// Gives back a slot with nothing in it.
+    fn release(&self, slot: Slot) {
+        self.slots.whole(&slot).fill_zero();
+        self.slots.give_back(slot);
+    }
+
+    /// The driver names memory that it does not have. No generic completion says so.
+    fn unreachable(&mut self, error: AccessError) -> Next {
+        self.end_ring(io::Error::other(format!("a buffer of the driver's: {error}")))
+    }
+
+    /// The ring is given up in this round, and publishes nothing more.
+    fn end_ring(&mut self, why: io::Error) -> Next {
+        self.broken.get_or_insert(why);
+        Next::Busy
+    }
+
+    /// Takes what the back end has used; true if there was anything.
+    fn take_used(&mut self) -> bool {
+        let mut any = false;
+        while !self.stopped && self.broken.is_none() {
+            match self.shadow.pop_burst(&mut self.burst) {
+                Ok(0) => break,
+                Ok(count) => {
+                    any = true;
+                    self.sent -= count as u32;
+                    self.call.found(count);
+                    let used = self.burst[..count].iter();
+                    self.used.extend(used.map(|used| (used.token as u16, used.len)));
+                }
+                Err(error) => self.broken = Some(broken(&error)),
+            }
+        }
+        any
+    }
+}
+
+fn broken(error: &RingError) -> io::Error {
+    io::Error::other(format!("the back end broke the rules of its ring: {error}"))
+}
+
+impl Serve for ProxyQueue {
+    type Request = Shadow;
+    const NAME: &'static str = "the back end";
+    const KEEPS: bool = false;
+
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn advance(&mut self, at: u16, request: &mut Shadow, chain: &Chain, bus: &Bus, _: u64) -> Next {
+        match std::mem::take(request) {
+            Shadow::New => match self.send(at, chain, bus) {
+                Ok(sent) => {
+                    *request = Shadow::Sent(sent);
+                    Next::Busy
+                }
+                Err(Stop::Later) => Next::Later,
+                Err(Stop::Memory(error)) => match Missing::of(error) {
+                    Some(missing) => Next::Missing(missing),
+                    None => self.unreachable(error),
+                },
+                Err(Stop::Never(why)) => self.end_ring(why),
+            },
+            Shadow::Used(Sent(slot), used) => {
+                let done = match self.copy_back(chain, bus, &slot, used) {
+                    Ok(written) => {
+                        self.bytes += chain.readable_len() + written;
+                        Next::Done { ok: true, used }
+                    }
+                    Err(error) => match Missing::of(error) {
+                        Some(missing) => {
+                            self.waits = Some(at);
+                            *request = Shadow::Used(Sent(slot), used);
+                            return Next::Missing(missing);
+                        }
+                        None => self.unreachable(error),
+                    },
+                };
+                self.waits = None;
+                self.scrub(chain, slot, used);
+                done
+            }
+            sent @ Shadow::Sent(_) => {
+                *request = sent;
+                Next::Busy
+            }
+        }
+    }
+
+    fn completed(&mut self, _: u64, _: bool) -> Option<(u16, bool)> {
+        if self.waits.is_some() {
+            return None;
+        }
+        let (at, used) = self.used.pop_front()?;
+        self.reported = used;
+        Some((at, true))
+    }
+
+    fn complete(&mut self, request: &mut Shadow, _: bool) {
+        *request = match std::mem::take(request) {
+            Shadow::Sent(sent) => Shadow::Used(sent, self.reported),
+            other => other,
+        };
+    }
+
+    /// No generic completion says that a request has failed: the ring stops instead, unless it does
+    /// already.
+    fn fail(&mut self, request: &mut Shadow, _: &Chain, _: &Bus) -> (bool, u32) {
+        if matches!(request, Shadow::Used(..)) {
+            self.waits = None;
+        }
+        if !self.stopped {
+            self.broken.get_or_insert_with(|| io::Error::other("a buffer was not mapped in time"));
+        }
+        (false, 0)
+    }
+
+    fn end(&mut self, request: &mut Shadow) {
+        if let Shadow::Sent(Sent(slot)) | Shadow::Used(Sent(slot), _) = std::mem::take(request) {
+            self.release(slot);
+        }
+    }
+
+    fn is_begun(&self, request: &Shadow) -> bool {
+        !matches!(request, Shadow::New) && !self.is_left(request)
+    }
+
+    fn is_left(&self, request: &Shadow) -> bool {
+        self.stopped && matches!(request, Shadow::New | Shadow::Sent(_))
+    }
+
+    fn is_whole(&self) -> bool {
+        self.used.is_empty() && self.waits.is_none()
+    }
+
+    fn reap(&mut self, _: &mut [Taken<Shadow>], _: &RingLog) -> bool {
+        self.take_used()
+    }
+
+    fn kick(&mut self) -> io::Result<()> {
+        if let Some(why) = &self.broken {
+            return Err(io::Error::new(why.kind(), why.to_string()));
+        }
+        if std::mem::take(&mut self.added) {
+            self.shadow.publish();
+            if self.shadow.needs_kick() {
+                self.kick.notify();
+            }
+        }
+        Ok(())
+    }
+
+    fn in_kernel(&self) -> u32 {
+        if self.stopped { 0 } else { self.sent }
+    }
+
+    fn arm(&mut self) -> bool {
+        !self.stopped && self.broken.is_none() && self.shadow.enable_notifications()
+    }
+
+    fn disarm(&mut self) {
+        self.shadow.suppress_notifications();
+    }
+
+    fn kick_back(&self) -> Option<&Kick> {
+        Some(&self.call)
+    }
+}
