@@ -108,6 +108,11 @@ impl Slots {
     }
 
     /// The end of a slot, from `at` on.
+    pub(super) fn rest(&self, slot: &Slot, at: u64) -> HostSlice<'_> {
+        self.piece(slot, at, slot.len - at)
+    }
+
+    /// The same, to keep.
     pub(super) fn window(&self, slot: &Slot, at: u64) -> Window {
         let (from, len) = (slot.addr - self.first + at, slot.len - at);
         self.area.part(from as usize, len as usize).expect("a slot lies in the area")

@@ -1,0 +1,299 @@
+//! A back end that follows a script: honest, or not at all.
+
+use std::{
+    collections::VecDeque,
+    os::unix::net::UnixListener,
+    path::Path,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use parking_lot::Mutex;
+use ringfence_mem::{Access, Memory, Translate, UserAddresses};
+use ringfence_run::{PeerFd, event, notifier::Notifier};
+use ringfence_vhost_user::{
+    Handler, HandlerError, ProtocolFeatures, RingAddresses, RingSetup, Server, Shutdown,
+};
+use ringfence_virtq::{
+    Chain,
+    device::{Queue, RingConfig},
+};
+
+use crate::{F_EVENT_IDX, F_INDIRECT, F_PACKED, F_VERSION_1};
+
+/// What it does with the chains that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Script {
+    /// Uses them, the last first.
+    Honest,
+    /// Uses none.
+    Silent,
+    /// Reports more bytes than there is room for.
+    TooLong,
+    /// Uses a chain that it has not.
+    NotThere,
+    /// Uses a chain that no ring can have.
+    OutOfRange,
+    /// Uses a chain twice.
+    Twice,
+    /// Moves the used index by more than there is.
+    Jump,
+    /// Writes to every byte of its memory, and uses all chains.
+    WriteAll,
+    /// Hangs up.
+    HangUp,
+}
+
+/// What it shows of itself.
+#[derive(Default)]
+pub(crate) struct Seen {
+    pub(crate) memory: Mutex<Option<Arc<Memory>>>,
+    /// How many chains it has.
+    pub(crate) has: Mutex<usize>,
+    pub(crate) script: Mutex<Option<Script>>,
+}
+
+impl Seen {
+    /// All bytes of its memory.
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let memory = self.memory.lock().clone().expect("it has memory");
+        let mut all = Vec::new();
+        for region in memory.regions() {
+            let memory = UserAddresses::new(Arc::clone(&memory));
+            memory
+                .slices(region.user_addr, region.size, Access::Read, |piece| {
+                    all.extend(piece.to_vec());
+                })
+                .unwrap();
+        }
+        all
+    }
+}
+
+/// The first bytes that it writes to a chain with these readable bytes.
+pub(crate) fn reply(readable: &[u8], len: usize) -> Vec<u8> {
+    let sum = readable.iter().fold(17u8, |sum, byte| sum.wrapping_mul(31).wrapping_add(*byte));
+    (0..len).map(|at| sum.wrapping_add((at as u8).wrapping_mul(7))).collect()
+}
+
+struct Ring {
+    over: Arc<AtomicBool>,
+    thread: JoinHandle<u32>,
+}
+
+struct Scripted {
+    features: u64,
+    seen: Arc<Seen>,
+    ring: Option<Ring>,
+    call: Arc<Mutex<Option<Notifier>>>,
+    connection: Option<Shutdown>,
+}
+
+/// Listens at `path`, and serves one front end after the other.
+pub(crate) fn listen(path: &Path, features: u64, seen: &Arc<Seen>) {
+    let listener = UnixListener::bind(path).unwrap();
+    let seen = Arc::clone(seen);
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let handler = Scripted {
+                features: features | 1 << F_VERSION_1,
+                seen: Arc::clone(&seen),
+                ring: None,
+                call: Arc::default(),
+                connection: None,
+            };
+            let mut server = Server::new(stream.unwrap(), handler);
+            let _ = server.serve();
+        }
+    });
+}
+
+impl Handler for Scripted {
+    fn connected(&mut self, connection: Shutdown) {
+        self.connection = Some(connection);
+    }
+
+    fn features(&self) -> u64 {
+        self.features
+    }
+
+    fn protocol_features(&self) -> ProtocolFeatures {
+        ProtocolFeatures::REPLY_ACK | ProtocolFeatures::MQ
+    }
+
+    fn queues(&self) -> u16 {
+        1
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
+        self.features = features;
+        Ok(())
+    }
+
+    fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
+        *self.seen.memory.lock() = Some(memory);
+        Ok(())
+    }
+
+    fn start_ring(&mut self, _: u16, setup: RingSetup) -> Result<(), HandlerError> {
+        let has = |bit: u32| self.features & (1 << bit) != 0;
+        let RingSetup { size, addresses: RingAddresses { desc, avail, used, .. }, base, .. } =
+            setup;
+        let config = RingConfig {
+            size,
+            desc,
+            avail,
+            used,
+            event_idx: has(F_EVENT_IDX),
+            indirect: has(F_INDIRECT),
+            packed: has(F_PACKED),
+            base: base.unwrap_or(0),
+        };
+        let memory = self.seen.memory.lock().clone().unwrap();
+        let queue = Queue::new(config, &UserAddresses::new(Arc::clone(&memory)))?;
+        let over = Arc::new(AtomicBool::new(false));
+        let work = Work {
+            queue,
+            memory,
+            seen: Arc::clone(&self.seen),
+            call: Arc::clone(&self.call),
+            connection: self.connection.clone(),
+            kick: setup.kick,
+            waiting: VecDeque::new(),
+        };
+        let until = Arc::clone(&over);
+        let thread = thread::spawn(move || work.run(&until));
+        self.ring = Some(Ring { over, thread });
+        Ok(())
+    }
+
+    fn stop_ring(&mut self, _: u16) -> Result<u32, HandlerError> {
+        let Some(Ring { over, thread }) = self.ring.take() else { return Ok(0) };
+        over.store(true, Ordering::Release);
+        Ok(thread.join().unwrap())
+    }
+
+    fn enable_ring(&mut self, _: u16, _: bool) -> Result<(), HandlerError> {
+        Ok(())
+    }
+
+    fn set_call(&mut self, _: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
+        *self.call.lock() = call.map(Notifier::new).transpose()?;
+        Ok(())
+    }
+}
+
+impl Drop for Scripted {
+    fn drop(&mut self) {
+        let _ = self.stop_ring(0);
+    }
+}
+
+/// A ring's thread.
+struct Work {
+    queue: Queue,
+    memory: Arc<Memory>,
+    seen: Arc<Seen>,
+    call: Arc<Mutex<Option<Notifier>>>,
+    connection: Option<Shutdown>,
+    kick: Option<PeerFd>,
+    waiting: VecDeque<Chain>,
+}
+
+impl Work {
+    fn run(mut self, over: &AtomicBool) -> u32 {
+        let bus = UserAddresses::new(Arc::clone(&self.memory));
+        while !over.load(Ordering::Acquire) {
+            // Its script may have destroyed the ring.
+            let mut chain = Chain::new();
+            while let Ok(true) = self.queue.pop(&bus, &mut chain) {
+                self.waiting.push_back(std::mem::take(&mut chain));
+            }
+            *self.seen.has.lock() = self.waiting.len();
+            let script = self.seen.script.lock().unwrap_or(Script::Honest);
+            if script != Script::Silent && !self.waiting.is_empty() {
+                self.act(script, &bus);
+                if let Some(call) = &*self.call.lock() {
+                    call.notify();
+                }
+            }
+            self.kick.iter().for_each(event::drain);
+            thread::sleep(std::time::Duration::from_micros(100));
+        }
+        self.queue.next_avail() - self.waiting.len() as u32
+    }
+
+    fn act(&mut self, script: Script, bus: &UserAddresses) {
+        if script == Script::HangUp {
+            self.connection.iter().for_each(Shutdown::shutdown);
+            return;
+        }
+        if script == Script::WriteAll {
+            for region in self.memory.regions() {
+                bus.slices(region.user_addr, region.size, Access::Write, |piece| piece.fill(0xee))
+                    .unwrap();
+            }
+        }
+        let mut last = None;
+        while let Some(chain) = self.waiting.pop_back() {
+            let used = self.serve(&chain, bus);
+            let (head, used) = match script {
+                Script::TooLong => (chain.head(), chain.writable_len() as u32 + 1),
+                Script::NotThere => (chain.head() ^ 1, used),
+                Script::OutOfRange => (0x7fff, used),
+                _ => (chain.head(), used),
+            };
+            self.push(script, head, used, bus);
+            last = Some((head, used));
+        }
+        if let (Script::Twice, Some((head, used))) = (script, last) {
+            self.push(script, head, used, bus);
+        }
+    }
+
+    /// Reads and writes a chain's buffers; returns how many bytes it has written.
+    fn serve(&self, chain: &Chain, bus: &UserAddresses) -> u32 {
+        let mut readable = vec![0; chain.readable_len() as usize];
+        if chain.read_at(bus, 0, &mut readable).is_err() {
+            return 0;
+        }
+        // Not always all that there is room for.
+        let room = chain.writable_len() as usize;
+        let most = room - room / 3 * usize::from(readable.len() % 2 == 1);
+        let _ = chain.write_at(bus, 0, &reply(&readable, most));
+        most as u32
+    }
+
+    /// Adds an entry to the used ring, past all checks of the queue.
+    fn push(&mut self, script: Script, head: u16, used: u32, bus: &UserAddresses) {
+        let config = *self.queue.config();
+        if matches!(script, Script::Honest | Script::WriteAll) {
+            self.queue.push_used(head, used);
+            let _ = self.queue.publish_used();
+            return;
+        }
+        let size = usize::from(config.size);
+        if config.packed {
+            let Ok(ring) = bus.window(config.desc, 16 * size as u64, Access::ReadWrite) else {
+                return;
+            };
+            ring.write(8, &used.to_le_bytes());
+            ring.write(12, &head.to_le_bytes());
+            // Available and used, as in the first lap, and written to.
+            let flags = 1 << 15 | 1 << 7 | 1 << 1;
+            ring.u16_at(14).store(flags, Ordering::Release);
+            return;
+        }
+        let len = 6 + 8 * size as u64;
+        let Ok(ring) = bus.window(config.used, len, Access::ReadWrite) else { return };
+        let index = ring.u16_at(2).load(Ordering::Relaxed);
+        let at = 4 + 8 * (usize::from(index) % size);
+        ring.write(at, &u32::from(head).to_le_bytes());
+        ring.write(at + 4, &used.to_le_bytes());
+        let by = if script == Script::Jump { config.size + 3 } else { 1 };
+        ring.u16_at(2).store(index.wrapping_add(by), Ordering::Release);
+    }
+}

@@ -1,0 +1,177 @@
+//! The proxy between a guest whose every byte is judged and a back end that follows a script.
+
+mod back_end;
+mod guest;
+
+use std::{path::PathBuf, sync::Arc, thread, time::Instant};
+
+use back_end::{Script, Seen, listen};
+use guest::{Guest, LONG};
+pub(crate) use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
+use ringfence_virtq::{F_INDIRECT_DESC as F_INDIRECT, F_RING_PACKED as F_PACKED};
+use tempfile::TempDir;
+
+/// What the back end's memory begins with: its ring.
+const RING_BYTES: usize = 64 << 10;
+
+/// All features that matter to rings, in all combinations.
+fn features() -> impl Iterator<Item = u64> {
+    let bits = [F_EVENT_IDX, F_INDIRECT, F_PACKED];
+    (0..8).map(move |which| {
+        let chosen = bits.iter().enumerate().filter(|(at, _)| which & (1 << at) != 0);
+        chosen.fold(0, |all, (_, bit)| all | 1 << bit)
+    })
+}
+
+/// A back end and the place where it listens.
+struct Far {
+    folder: TempDir,
+    seen: Arc<Seen>,
+}
+
+impl Far {
+    fn new(features: u64) -> Far {
+        let far = Far { folder: tempfile::tempdir().unwrap(), seen: Arc::default() };
+        listen(&far.path(), features, &far.seen);
+        far
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("s")
+    }
+
+    fn obeys(&self, script: Script) {
+        *self.seen.script.lock() = Some(script);
+    }
+
+    /// Waits until it has that many chains.
+    fn wait_for(&self, count: usize) {
+        let begun = Instant::now();
+        while *self.seen.has.lock() < count {
+            assert!(begun.elapsed() < LONG, "it gets no chains");
+            thread::sleep(std::time::Duration::from_micros(100));
+        }
+    }
+}
+
+/// Submits random chains and takes them back.
+fn works(guest: &mut Guest, chains: usize) {
+    for round in 0..chains {
+        if guest.submit() {
+            guest.publish();
+        }
+        if round % 7 == 0 {
+            guest.wait(4, true);
+            guest.check();
+        }
+    }
+    guest.wait(0, true);
+    guest.check();
+}
+
+#[test]
+fn chains_of_any_shape_pass_between_rings_of_any_format() {
+    for front in features() {
+        for back in features() {
+            // A table in front may be longer than a ring behind.
+            if front & 1 << F_INDIRECT != 0 && back & 1 << F_INDIRECT == 0 {
+                continue;
+            }
+            let far = Far::new(back);
+            let mut guest = Guest::new(&far.path(), front, front ^ back << 3);
+            works(&mut guest, 30);
+            // All is over: behind the ring, nothing of any request is left.
+            assert!(far.seen.bytes()[RING_BYTES..].iter().all(|&byte| byte == 0));
+        }
+    }
+}
+
+#[test]
+fn a_back_end_sees_what_is_in_flight_and_nothing_else() {
+    let far = Far::new(0);
+    let mut guest = Guest::new(&far.path(), 0, 1);
+    works(&mut guest, 50);
+    far.obeys(Script::Silent);
+    while guest.in_flight() < 4 && guest.submit() {}
+    guest.publish();
+    far.wait_for(guest.in_flight());
+    assert!(!Guest::is_seen_in(&far.seen.bytes()));
+    far.obeys(Script::Honest);
+    guest.wait(0, true);
+    guest.check();
+}
+
+#[test]
+fn a_back_end_that_breaks_its_ring_breaks_the_guests_ring_and_nothing_else() {
+    use Script::{Jump, NotThere, OutOfRange, TooLong, Twice};
+    let other = Far::new(0);
+    let mut beside = Guest::new(&other.path(), 0, 99);
+    for packed in [0, 1 << F_PACKED] {
+        for script in [TooLong, NotThere, OutOfRange, Twice, Jump] {
+            if matches!(script, Jump | Twice) && packed != 0 {
+                // A packed ring has no index, and its script writes one entry only.
+                continue;
+            }
+            let far = Far::new(packed);
+            let mut guest = Guest::new(&far.path(), 0, 7);
+            if packed == 0 {
+                // (The script knows where the first entry of a packed ring is.)
+                works(&mut guest, 20);
+            }
+            far.obeys(script);
+            assert!(guest.submit());
+            guest.publish();
+            guest.wait_for_failure();
+            guest.reap(false);
+            guest.check();
+            works(&mut beside, 10);
+        }
+    }
+}
+
+#[test]
+fn a_back_end_that_writes_everywhere_changes_only_what_it_was_given() {
+    for packed in [0, 1 << F_PACKED] {
+        let far = Far::new(packed);
+        let mut guest = Guest::new(&far.path(), 0, 3);
+        works(&mut guest, 20);
+        far.obeys(Script::WriteAll);
+        // Whether the ring lives depends on when the proxy looks at it.
+        for _ in 0..20 {
+            guest.submit();
+            guest.publish();
+            thread::sleep(std::time::Duration::from_micros(100));
+            guest.reap(false);
+            guest.check();
+        }
+    }
+}
+
+/// As a network's received packets: the driver has them back when it stops the ring.
+#[test]
+fn what_a_back_end_has_not_used_is_put_back_when_the_ring_stops() {
+    for front in [0, 1 << F_PACKED] {
+        let far = Far::new(0);
+        let mut guest = Guest::new(&far.path(), front, 5);
+        works(&mut guest, 30);
+        far.obeys(Script::Silent);
+        while guest.in_flight() < 5 && guest.submit() {}
+        guest.publish();
+        far.wait_for(5);
+        guest.stop();
+        guest.check();
+        assert!(far.seen.bytes()[RING_BYTES..].iter().all(|&byte| byte == 0));
+    }
+}
+
+#[test]
+fn a_back_end_that_hangs_up_ends_the_connection_in_front() {
+    let far = Far::new(0);
+    let mut guest = Guest::new(&far.path(), 0, 11);
+    works(&mut guest, 5);
+    far.obeys(Script::HangUp);
+    assert!(guest.submit());
+    guest.publish();
+    guest.wait_for_end();
+    guest.check();
+}
