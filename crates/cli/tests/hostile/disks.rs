@@ -14,7 +14,7 @@ use rustix::{
 
 use crate::{
     common::{LIMIT, Place},
-    fuse::Fuse,
+    fuse::{Fault, Fuse, Kind},
     guest::{BASE, Desc, LOG_ALL, RING, SIZE, Session, WRITE},
     honest::{Device, DiskDriver},
     idle::takes_no_time,
@@ -165,7 +165,7 @@ fn an_image_that_has_lost_writes_is_not_handed_over() {
     let (service, fuse) = handing_over();
     let mut driver = DiskDriver::start(BASE, &service.path("hostile"), Device::Disk);
     driver.writes_and_reads(FAR, 1);
-    fuse.refuse_a_flush();
+    fuse.fault(Kind::Flush, Fault::Fails(Errno::IO));
     assert!(driver.session.stop(0).is_some());
     drop(driver);
     // The kernel reports the error once. The next front end comes after all that the last one left.

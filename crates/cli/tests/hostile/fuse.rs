@@ -1,9 +1,11 @@
-//! A file system of the test's own, with one file, that responds when the test wants it to.
+//! A file system of the test's own, with one file: it responds when the test wants it to and as the test
+//! wants it to, and records what reaches it.
 
 use std::{
     ffi::CString,
     fs::{File, OpenOptions},
     io::{Read as _, Write as _},
+    ops::Range,
     os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     sync::{
@@ -46,6 +48,17 @@ struct Transfer {
     padding: u32,
 }
 
+/// `struct fuse_fallocate_in`.
+#[derive(FromBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct Allocation {
+    handle: u64,
+    offset: u64,
+    len: u64,
+    mode: u32,
+    padding: u32,
+}
+
 /// `struct fuse_attr`.
 #[derive(IntoBytes, Immutable)]
 #[repr(C)]
@@ -79,10 +92,41 @@ mod opcode {
     pub(super) const INTERRUPT: u32 = 36;
     pub(super) const DESTROY: u32 = 38;
     pub(super) const BATCH_FORGET: u32 = 42;
+    pub(super) const FALLOCATE: u32 = 43;
+}
+
+/// A kind of request for the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Kind {
+    Read = opcode::READ,
+    Write = opcode::WRITE,
+    Flush = opcode::FSYNC,
+}
+
+/// How a request goes wrong.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Fault {
+    Fails(Errno),
+    /// Only so many bytes are moved.
+    Short(usize),
+}
+
+/// What has reached the file, in this order.
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    /// These bytes at this place.
+    Write(usize, Vec<u8>),
+    /// All that was written before is to stay, whatever happens: if the power fails, what was written since may be
+    /// there or not.
+    Flush,
 }
 
 const ROOT: u64 = 1;
 const FILE: u64 = 2;
+/// Of `fallocate(2)`.
+const PUNCH_HOLE: u32 = 2;
+const ZERO_RANGE: u32 = 16;
 /// Longer than any test.
 const VALID: u64 = 1 << 30;
 
@@ -93,8 +137,12 @@ struct State {
     holds: bool,
     /// Also those of this process.
     holds_own: bool,
-    /// Whether the next flush fails.
-    refuses: bool,
+    /// Of the held requests only reads and writes that touch these bytes.
+    held_bytes: Option<Range<usize>>,
+    /// The next requests of these kinds go wrong.
+    faults: Vec<(Kind, Fault)>,
+    /// Since when it is recorded, if it is.
+    journal: Option<Vec<Event>>,
     over: bool,
 }
 
@@ -148,9 +196,48 @@ impl Fuse {
         File::options().read(true).write(true).open(self.folder.join("image")).unwrap()
     }
 
-    /// Makes the next flush of its file fail.
-    pub(crate) fn refuse_a_flush(&self) {
-        self.shared.state.lock().unwrap().refuses = true;
+    /// From now on holds reads and writes that touch these bytes, and nothing else.
+    pub(crate) fn hold_bytes(&self, bytes: Range<usize>) {
+        self.shared.state.lock().unwrap().held_bytes = Some(bytes);
+        self.hold(true);
+    }
+
+    /// Makes the next request of this kind go wrong, after those that are to already.
+    pub(crate) fn fault(&self, kind: Kind, fault: Fault) {
+        self.shared.state.lock().unwrap().faults.push((kind, fault));
+    }
+
+    /// How many of these are yet to come.
+    pub(crate) fn faults(&self) -> usize {
+        self.shared.state.lock().unwrap().faults.len()
+    }
+
+    /// The bytes of its file at a place.
+    pub(crate) fn bytes(&self, place: Range<usize>) -> Vec<u8> {
+        self.shared.state.lock().unwrap().data[place].to_vec()
+    }
+
+    /// Records from now on what reaches the file.
+    pub(crate) fn record(&self) {
+        self.shared.state.lock().unwrap().journal = Some(Vec::new());
+    }
+
+    /// How much is recorded.
+    pub(crate) fn recorded(&self) -> usize {
+        self.shared.state.lock().unwrap().journal.as_ref().map_or(0, Vec::len)
+    }
+
+    /// What is recorded.
+    pub(crate) fn journal(&self) -> Vec<Event> {
+        self.shared.state.lock().unwrap().journal.take().unwrap()
+    }
+
+    /// Ends the connection to the kernel: every request, also those that are held, fails from now on.
+    pub(crate) fn disappear(&self) {
+        // It is in use, so that it is not unmounted, but nothing is waited for.
+        let _ = rustix::mount::unmount(&self.folder, rustix::mount::UnmountFlags::FORCE);
+        self.shared.state.lock().unwrap().over = true;
+        self.shared.changed.notify_all();
     }
 
     /// Waits until `count` requests are held.
@@ -183,7 +270,12 @@ fn serve(shared: &Arc<Shared>) {
     while let Ok(len) = (&shared.device).read(&mut bytes) {
         let (header, rest) = Header::read_from_prefix(&bytes[..len]).unwrap();
         match header.opcode {
-            opcode::READ | opcode::WRITE | opcode::FSYNC | opcode::FLUSH | opcode::STATFS => {
+            opcode::READ
+            | opcode::WRITE
+            | opcode::FSYNC
+            | opcode::FLUSH
+            | opcode::STATFS
+            | opcode::FALLOCATE => {
                 // A thread for each: a held request holds up no other.
                 let (shared, rest) = (Arc::clone(shared), rest.to_vec());
                 thread::spawn(move || data(&shared, &header, &rest));
@@ -254,40 +346,86 @@ fn names(shared: &Shared, header: &Header) {
     }
 }
 
+/// The bytes that a read or a write is for.
+fn place(header: &Header, rest: &[u8]) -> Option<Range<usize>> {
+    let (transfer, _) = Transfer::read_from_prefix(rest).ok()?;
+    let (from, size) = (transfer.offset as usize, transfer.size as usize);
+    [opcode::READ, opcode::WRITE].contains(&header.opcode).then(|| from..from + size)
+}
+
+impl State {
+    /// Whether a request has to wait.
+    fn holds(&self, own: bool, place: Option<&Range<usize>>) -> bool {
+        let touches = |bytes: &Range<usize>| {
+            place.is_some_and(|place| place.start < bytes.end && bytes.start < place.end)
+        };
+        self.holds
+            && !self.over
+            && (self.holds_own || !own)
+            && self.held_bytes.as_ref().is_none_or(touches)
+    }
+
+    /// Puts bytes into the file, as far as it reaches.
+    fn put(&mut self, at: usize, bytes: &[u8]) {
+        let end = (at + bytes.len()).min(self.data.len());
+        let Some(place) = self.data.get_mut(at..end).filter(|place| !place.is_empty()) else {
+            return;
+        };
+        let bytes = &bytes[..place.len()];
+        place.copy_from_slice(bytes);
+        if let Some(journal) = &mut self.journal {
+            journal.push(Event::Write(at, bytes.to_vec()));
+        }
+    }
+}
+
 fn data(shared: &Shared, header: &Header, rest: &[u8]) {
     shared.held.fetch_add(1, Ordering::AcqRel);
     let state = shared.state.lock().unwrap();
     // Requests of this process for the file, such as closing it, are not held.
     let own = Path::new("/proc/self/task").join(header.process.to_string()).exists();
-    let mut state = shared
-        .changed
-        .wait_while(state, |state| state.holds && !state.over && (state.holds_own || !own))
-        .unwrap();
+    let place = place(header, rest);
+    let mut state =
+        shared.changed.wait_while(state, |state| state.holds(own, place.as_ref())).unwrap();
     shared.held.fetch_sub(1, Ordering::AcqRel);
-    if header.opcode == opcode::FSYNC && std::mem::take(&mut state.refuses) {
-        drop(state);
-        return reply(shared, header, Err(Errno::IO.raw_os_error()));
+    let fault = state.faults.iter().position(|(kind, _)| *kind as u32 == header.opcode);
+    let mut most = usize::MAX;
+    match fault.map(|at| state.faults.remove(at).1) {
+        Some(Fault::Fails(errno)) => {
+            drop(state);
+            return reply(shared, header, Err(errno.raw_os_error()));
+        }
+        Some(Fault::Short(bytes)) => most = bytes,
+        None => {}
     }
-    if [opcode::FSYNC, opcode::FLUSH, opcode::STATFS].contains(&header.opcode) {
-        drop(state);
-        let len = if header.opcode == opcode::STATFS { 80 } else { 0 };
-        return reply(shared, header, Ok(&[0; 80][..len]));
-    }
-    let (transfer, bytes) = Transfer::read_from_prefix(rest).unwrap();
-    let (from, size) = (transfer.offset as usize, transfer.size as usize);
-    if header.opcode == opcode::READ {
-        let end = (from + size).min(state.data.len());
-        let out = state.data.get(from..end).unwrap_or_default().to_vec();
-        drop(state);
-        return reply(shared, header, Ok(&out));
-    }
-    let end = (from + size).min(state.data.len());
-    if let Some(place) = state.data.get_mut(from..end) {
-        let len = place.len();
-        place.copy_from_slice(&bytes[..len]);
+    let mut out = Vec::new();
+    match (header.opcode, place) {
+        (opcode::READ, Some(place)) => {
+            let end = place.end.min(state.data.len()).min(place.start.saturating_add(most));
+            out.extend(state.data.get(place.start..end).unwrap_or_default());
+        }
+        (opcode::WRITE, Some(place)) => {
+            let (_, bytes) = Transfer::read_from_prefix(rest).unwrap();
+            let len = place.len().min(most);
+            state.put(place.start, &bytes[..len]);
+            out.extend((len as u32).to_ne_bytes());
+            out.resize(8, 0);
+        }
+        (opcode::FALLOCATE, _) => {
+            let (Allocation { offset, len, mode, .. }, _) =
+                Allocation::read_from_prefix(rest).unwrap();
+            // Holes and zeroes; there is nothing else here.
+            assert!(mode & (PUNCH_HOLE | ZERO_RANGE) != 0);
+            state.put(offset as usize, &vec![0; len as usize]);
+        }
+        (opcode::FSYNC, _) => {
+            if let Some(journal) = &mut state.journal {
+                journal.push(Event::Flush);
+            }
+        }
+        (opcode::STATFS, _) => out.resize(80, 0),
+        _ => {}
     }
     drop(state);
-    let mut out = (size as u32).to_ne_bytes().to_vec();
-    out.resize(8, 0);
     reply(shared, header, Ok(&out));
 }

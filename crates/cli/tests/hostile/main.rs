@@ -8,14 +8,17 @@ mod bounds;
 mod closing;
 #[path = "../common/mod.rs"]
 mod common;
+mod cuts;
 mod descriptors;
 mod disks;
+mod faults;
 mod figures;
 mod fuse;
 mod guest;
 mod honest;
 mod idle;
 mod iommu;
+mod killed;
 mod log;
 #[path = "../common/manager.rs"]
 mod manager;
@@ -27,3 +30,4 @@ mod successor;
 mod systemd;
 mod taken;
 mod wire;
+mod writer;

@@ -138,7 +138,7 @@ impl BlkServer {
             return Ok(Step::Start(action));
         }
         self.bytes += len;
-        Ok(Step::Complete(Status::Ok, if write { 0 } else { len as u32 }))
+        Ok(file.after(&request.transfer, action, if write { 0 } else { len as u32 }))
     }
 }
 
@@ -211,10 +211,13 @@ impl Serve for BlkServer {
                     Step::Deliver(action)
                 } else if file.part_is_done(&mut request.transfer, offset, len) {
                     self.bytes += len;
-                    Step::Complete(Status::Ok, if write { 0 } else { len as u32 })
+                    file.after(&request.transfer, action, if write { 0 } else { len as u32 })
                 } else {
                     Step::Start(action)
                 }
+            }
+            (Store::File(file), Step::Busy(action)) if ok => {
+                file.after(&request.transfer, action, 0)
             }
             _ => Step::Complete(if ok { Status::Ok } else { Status::IoErr }, 0),
         };

@@ -418,6 +418,24 @@ impl FileStore {
         transfer.moved == len
     }
 
+    /// What follows the last step of a request that the disk has done: a flush, if the request is to
+    /// be durable when it completes and is not by itself.
+    pub(super) fn after(&self, transfer: &Transfer, action: Action, written: u32) -> Step {
+        let flushes = match action {
+            Action::Transfer { write, .. } => {
+                write && transfer.through && !self.io.writes_through()
+            }
+            // The kernel has no request that zeroes and is durable. Ordering: see `Cache::settle`.
+            Action::Zero { .. } => self.through.load(Ordering::Acquire),
+            Action::Flush | Action::Identify | Action::Nothing => false,
+        };
+        match flushes {
+            // Nothing is written to the driver's memory by what is flushed.
+            true => Step::Start(Action::Flush),
+            false => Step::Complete(Status::Ok, written),
+        }
+    }
+
     /// Whether there is room for the pieces of a transfer, which it then takes.
     fn admits(&mut self, transfer: &mut Transfer) -> bool {
         let count = transfer.pieces.len();
@@ -456,8 +474,6 @@ impl FileStore {
         let before = self.done.len();
         let (done, old, mut again) = (&mut self.done, &self.old, Vec::new());
         let own = self.buffers.is_some();
-        // The kernel has no request that zeroes and is durable. Ordering: see `Cache::settle`.
-        let (through, mut flushed) = (self.through.load(Ordering::Acquire), Vec::new());
         self.io.reap(|token, result| {
             let at = token as u16;
             let request = &mut slots[usize::from(at)].request;
@@ -479,12 +495,6 @@ impl FileStore {
                 return;
             }
             transfer.leases.end();
-            if result.is_ok() && through && matches!(request.step, Step::Busy(Action::Zero { .. }))
-            {
-                request.step = Step::Busy(Action::Flush);
-                flushed.push(at);
-                return;
-            }
             done.push_back((at, result.is_ok() && (!moves || moved == transfer.left)));
         });
         for at in again {
@@ -493,12 +503,6 @@ impl FileStore {
             if !unsafe { self.io.submit(transfer.op(), &transfer.pieces, at.into()) } {
                 // It had a place before, so this does not happen.
                 transfer.leases.end();
-                self.done.push_back((at, false));
-            }
-        }
-        for at in flushed {
-            // SAFETY: it has no memory.
-            if !unsafe { self.io.submit(FileOp::Flush, &[], at.into()) } {
                 self.done.push_back((at, false));
             }
         }

@@ -1,6 +1,10 @@
 //! How much a round moves, and how much requests under way hold.
 
-use std::{fs::File, sync::Arc, time::Duration};
+use std::{
+    fs::File,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use ringfence_iommu::{Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink, View};
@@ -208,6 +212,32 @@ fn a_long_write_goes_in_parts_too() {
     let mut written = vec![0; len as usize];
     std::os::unix::fs::FileExt::read_exact_at(&kept, &mut written, 0).unwrap();
     assert!(written == bytes);
+}
+
+#[test]
+fn a_flush_follows_a_write_that_is_not_durable_by_itself() {
+    for own in [false, true] {
+        for through in [false, true] {
+            // A pipe takes what is written, and cannot be flushed.
+            let (read, write) = rustix::pipe::pipe().unwrap();
+            let image = Image::new(write, MIB);
+            let image = if own { image.with_own_buffers() } else { image };
+            let mut rig = Rig::new(image, 16, 8 * MIB);
+            let serve = rig.queue.serve();
+            serve.store.file().unwrap().through.store(through, Ordering::Release);
+            rig.header(Kind::Out, 0);
+            rig.put(DATA, &[7; PAGE as usize]);
+            let header = Desc::readable(HEADER, HEADER_BYTES as u32);
+            let data = Desc::readable(DATA, PAGE as u32);
+            rig.driver.add(&[header, data, Desc::writable(STATUS, 1)], 0).unwrap();
+            rig.driver.publish();
+            rig.finish(1, if through { Status::IoErr } else { Status::Ok });
+            drop(rig);
+            let mut written = Vec::new();
+            std::io::Read::read_to_end(&mut File::from(read), &mut written).unwrap();
+            assert_eq!(written, [7; PAGE as usize]);
+        }
+    }
 }
 
 #[test]

@@ -21,7 +21,8 @@ pub enum FileOp {
     Read(u64),
     /// Write at this offset.
     Write(u64),
-    /// Write at this offset, and complete when that is durable.
+    /// Write at this offset, and complete when that is durable, if the image
+    /// [writes through](Image::writes_through).
     WriteThrough(u64),
     /// Make everything written durable.
     Flush,
@@ -76,6 +77,11 @@ impl FileIo {
         self.ring.submitter().register_eventfd(event.as_raw_fd())
     }
 
+    /// Whether a write can be durable by itself when it completes.
+    pub fn writes_through(&self) -> bool {
+        self.image.writes_through()
+    }
+
     /// How many requests are not yet reaped.
     pub fn in_flight(&self) -> u32 {
         self.in_flight
@@ -102,9 +108,11 @@ impl FileIo {
             FileOp::Read(offset) => {
                 opcode::Readv::new(fd_for(offset), pieces.as_ptr(), count).offset(offset).build()
             }
-            FileOp::Write(offset) => write(offset).build(),
             // The range alone, and by a write that is durable itself where the device has one.
-            FileOp::WriteThrough(offset) => write(offset).rw_flags(libc::RWF_DSYNC).build(),
+            FileOp::WriteThrough(offset) if self.image.writes_through() => {
+                write(offset).rw_flags(libc::RWF_DSYNC).build()
+            }
+            FileOp::Write(offset) | FileOp::WriteThrough(offset) => write(offset).build(),
             FileOp::Flush => opcode::Fsync::new(fd).flags(types::FsyncFlags::DATASYNC).build(),
             FileOp::Zero { offset, len, punch } => {
                 let how =

@@ -47,6 +47,8 @@ pub struct Image {
     /// Whether it may not answer: its data goes through [`Buffers`](super::Buffers) then, and its
     /// requests through a thread that is started when it is first needed.
     own_buffers: bool,
+    /// Whether a write can be durable by itself when it completes.
+    writes_through: bool,
     submitter: Mutex<Option<Arc<Submitter>>>,
     rings: Rings,
 }
@@ -75,14 +77,25 @@ pub struct Holes {
 }
 
 impl Image {
-    /// `len` bytes of a file that is open for the requests to come, and always answers. It is not
-    /// examined further.
+    /// `len` bytes of a file that is open for the requests to come, and always answers.
     pub fn new(file: OwnedFd, len: u64) -> Image {
-        let (file, holes) = (file.into(), Holes::default());
+        let (writes_through, holes) = (origin::writes_through(&file), Holes::default());
+        let file = file.into();
         let (direct, hand_over, submitter, rings) =
             (None, None, Mutex::default(), Rings::default());
         let (shrinks, own_buffers) = (false, false);
-        Image { file, direct, len, shrinks, holes, hand_over, own_buffers, submitter, rings }
+        Image {
+            file,
+            direct,
+            len,
+            shrinks,
+            holes,
+            hand_over,
+            own_buffers,
+            writes_through,
+            submitter,
+            rings,
+        }
     }
 
     /// The same, of a file that may not answer.
@@ -187,6 +200,12 @@ impl Image {
     /// Whether it may not answer, so that data is in buffers of the service's own while it has them.
     pub fn has_own_buffers(&self) -> bool {
         self.own_buffers
+    }
+
+    /// Whether [`FileOp::WriteThrough`](super::FileOp::WriteThrough) suffices for a write to be durable when it
+    /// completes. Else a flush must follow it.
+    pub fn writes_through(&self) -> bool {
+        self.writes_through
     }
 
     /// What hands its requests over, if it may not answer.

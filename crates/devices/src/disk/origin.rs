@@ -1,4 +1,4 @@
-//! Whether the storage of an image always answers.
+//! What is known of the storage of an image: whether it always answers, and whether it writes through.
 
 use std::{
     fs,
@@ -13,6 +13,10 @@ const IN_MEMORY: [u64; 3] = [0x0102_1994, 0x8584_58f6, 0x9584_58f6];
 /// File systems on a device of this machine: ext2 to ext4, XFS, F2FS. Not Btrfs and ZFS: their
 /// files do not show their devices.
 const LOCAL: [u64; 3] = [0xef53, 0x5846_5342, 0xf2f5_2010];
+/// File systems on whose files a write with `RWF_DSYNC` is durable when it completes: ext2 to ext4, XFS,
+/// F2FS, Btrfs. Others may drop the flag: FUSE does where its server has the cache bypassed
+/// (`FOPEN_DIRECT_IO`).
+const WRITING_THROUGH: [u64; 4] = [0xef53, 0x5846_5342, 0xf2f5_2010, 0x9123_683e];
 /// Drivers of hosts of SCSI devices that end each request after a time, by a reset of the device if it must
 /// be. (Devices behind a network are ended by their transport's settings, or never: a virtual machine's
 /// SCSI host never does.)
@@ -37,14 +41,28 @@ pub(super) fn always_answers(file: impl AsFd) -> bool {
     let Ok(about) = fstat(&file) else { return false };
     let device = match FileType::from_raw_mode(about.st_mode) {
         FileType::BlockDevice => about.st_rdev,
-        _ => match fstatfs(&file).map(|system| system.f_type as u64 & u64::from(u32::MAX)) {
-            Ok(system) if IN_MEMORY.contains(&system) => return true,
-            Ok(system) if LOCAL.contains(&system) => about.st_dev,
+        _ => match system_of(&file) {
+            Some(system) if IN_MEMORY.contains(&system) => return true,
+            Some(system) if LOCAL.contains(&system) => about.st_dev,
             _ => return false,
         },
     };
     let place = format!("/sys/dev/block/{}:{}", major(device), minor(device));
     fs::canonicalize(place).is_ok_and(|place| device_answers(&place, DEPTH))
+}
+
+/// Whether a write to `file` with `RWF_DSYNC` is durable when it completes. False if unknown.
+pub(super) fn writes_through(file: impl AsFd) -> bool {
+    let is_device = |file| {
+        fstat(file).is_ok_and(|a| FileType::from_raw_mode(a.st_mode) == FileType::BlockDevice)
+    };
+    let known = |system| IN_MEMORY.contains(&system) || WRITING_THROUGH.contains(&system);
+    is_device(file.as_fd()) || system_of(file).is_some_and(known)
+}
+
+/// The file system of a file, by its magic number.
+fn system_of(file: impl AsFd) -> Option<u64> {
+    fstatfs(file).ok().map(|system| system.f_type as u64 & u64::from(u32::MAX))
 }
 
 /// How many devices may lie on top of each other.
@@ -190,5 +208,16 @@ mod tests {
         let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         assert!(always_answers(memory));
         assert!(!always_answers(fs::File::open("/proc/self/maps").unwrap()));
+    }
+
+    #[test]
+    fn a_file_system_that_is_not_known_to_write_through_does_not() {
+        let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        assert!(writes_through(memory));
+        for path in ["/proc/self/maps", "/dev/zero"] {
+            let file = fs::File::open(path).unwrap();
+            let known = system_of(&file).is_some_and(|system| IN_MEMORY.contains(&system));
+            assert_eq!(writes_through(file), known, "{path}");
+        }
     }
 }
