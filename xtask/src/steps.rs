@@ -149,6 +149,7 @@ const STEPS: &[Step] = &[
     long("docs.rs", 300, |_| docs_rs()),
     long("a Debian root", 900, |_| debian::check()),
     long("services of systemd", 60, systemd),
+    long("ends that are killed", 600, |run| run.ignored(COMMAND, "hostile", &["killed::"])),
     long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
         run.ignored(COMMAND, "guests", &["--test-threads=1", "speed::", "--skip", "speed::guard"])
@@ -355,7 +356,9 @@ fn hanging_disks(run: &Run) -> Result<()> {
         return Err(NotRun("there is no /dev/fuse: as root, modprobe fuse".to_owned()).into());
     }
     // Figures take a machine to themselves.
-    run.ignored(COMMAND, "hostile", &["--skip", "figures::", "--skip", "systemd::"])
+    let others = ["figures::", "systemd::", "killed::"];
+    let skipped: Vec<&str> = others.iter().flat_map(|name| ["--skip", *name]).collect();
+    run.ignored(COMMAND, "hostile", &skipped)
 }
 
 /// Services that systemd itself starts anew, in namespaces of its own.

@@ -1,0 +1,174 @@
+//! A disk that goes wrong, a file of FUSE: it leaves requests unanswered, reports errors, moves less than was
+//! asked for, and disappears. A driver gets an error or what it asked for, never other bytes.
+
+use std::rc::Rc;
+
+use rustix::io::Errno;
+
+use crate::{
+    common::Place,
+    fuse::{self, Fault, Fuse},
+    guest::{BASE, PLATFORM, Session},
+    honest::Device,
+    service::Service,
+    writer::{ERROR, FLUSH, Kind, LONGEST, OK, Request, SECTOR, Writer, word},
+};
+
+/// A sector far from others: nothing that is read ahead reaches it.
+const FAR: u64 = 16384;
+/// How the disk is used: options of `guard`.
+const WAYS: [&str; 3] = [",disk-buffers=own", ",disk-buffers=guest", ",direct"];
+
+/// A disk of FUSE in a service, beside another disk.
+fn disk(way: &str) -> (Service, Fuse) {
+    let place = Place::new();
+    let fuse = Fuse::mount(&place.path("fuse"), 32 << 20);
+    (Service::with(place, Device::Guarded, &format!("fuse/image{way}")), fuse)
+}
+
+fn session(service: &Service, features: u64) -> Rc<Session> {
+    Rc::new(Session::open_at(BASE, &service.path("hostile"), PLATFORM | features))
+}
+
+fn words(sector: u64, number: u64) -> Vec<u64> {
+    (sector..sector + LONGEST).map(|sector| word(sector, number)).collect()
+}
+
+fn bytes(sector: u64) -> std::ops::Range<usize> {
+    sector as usize * SECTOR..(sector + LONGEST) as usize * SECTOR
+}
+
+/// What the disk has.
+fn there(fuse: &Fuse, sector: u64) -> Vec<u64> {
+    fuse.bytes(bytes(sector)).chunks(SECTOR).map(crate::writer::word_of).collect()
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn a_request_that_is_never_answered_holds_up_no_other_of_its_disk() {
+    for way in WAYS {
+        for kind in [Kind::Read, Kind::Write] {
+            let (service, fuse) = disk(way);
+            let session = session(&service, FLUSH);
+            let mut rings = [0, 1].map(|index| Writer::of(&session, index));
+            fuse.hold_bytes(bytes(FAR));
+            let hung = Request { kind, sector: FAR, count: LONGEST, number: 1 };
+            rings[0].submit(hung);
+            fuse.await_held(1);
+            for (ring, at) in rings.iter_mut().zip([0, 256]) {
+                // While a write is under way Linux begins no other to the same file of FUSE, and flushes nothing.
+                let number = 7;
+                if kind == Kind::Read {
+                    assert_eq!(ring.one(Kind::Write, at, LONGEST, number), OK);
+                    assert_eq!(ring.one(Kind::Flush, 0, 0, 0), OK);
+                }
+                assert_eq!(ring.one(Kind::Read, at, LONGEST, 0), OK);
+                assert!(kind == Kind::Write || ring.words == words(at, number));
+            }
+            service.neighbour_goes_on(way);
+            fuse.hold(false);
+            assert_eq!(rings[0].wait(), (hung, OK), "{way}");
+            drop((rings, session));
+            service.end();
+        }
+    }
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn an_error_of_the_disk_is_one_of_the_request_and_of_no_other() {
+    // Linux may read again what it has not read ahead.
+    const TIMES: usize = 8;
+    for way in WAYS {
+        let (mut service, fuse) = disk(way);
+        for (features, of_disk, kind) in [
+            (FLUSH, fuse::Kind::Read, Kind::Read),
+            (FLUSH, fuse::Kind::Write, Kind::Write),
+            (FLUSH, fuse::Kind::Flush, Kind::Flush),
+            // Without flushes a write is durable when it completes.
+            (0, fuse::Kind::Flush, Kind::Write),
+        ] {
+            for (errno, sector) in [(Errno::IO, FAR), (Errno::NOSPC, FAR + 1024)] {
+                let name = format!("{way}, {of_disk:?}, {kind:?}, {errno:?}");
+                let session = session(&service, features);
+                let mut writer = Writer::of(&session, 0);
+                if kind == Kind::Flush {
+                    // There must be something to flush.
+                    assert_eq!(writer.one(Kind::Write, sector, LONGEST, 1), OK, "{name}");
+                }
+                (0..TIMES).for_each(|_| fuse.fault(of_disk, Fault::Fails(errno)));
+                assert_eq!(writer.one(kind, sector, LONGEST, 2), ERROR, "{name}");
+                assert!(fuse.heal() < TIMES, "{name}: nothing went wrong");
+                assert_eq!(writer.one(Kind::Write, sector, LONGEST, 3), OK, "{name}");
+                assert_eq!(writer.one(kind, sector, LONGEST, 3), OK, "{name}");
+                assert_eq!(writer.one(Kind::Read, sector, LONGEST, 0), OK, "{name}");
+                assert_eq!(writer.words, words(sector, 3), "{name}");
+                assert_eq!(there(&fuse, sector), words(sector, 3), "{name}");
+            }
+        }
+        service.attack("a disk with errors", |_| {});
+        service.end();
+    }
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn what_the_disk_moves_in_part_is_moved_whole_or_is_an_error() {
+    for way in WAYS {
+        let (service, fuse) = disk(way);
+        let session = session(&service, FLUSH);
+        let mut writer = Writer::of(&session, 0);
+        for (number, short) in [(1, SECTOR), (2, 3 * SECTOR), (3, 7 * SECTOR)] {
+            let sector = FAR + 1024 * number;
+            fuse.fault(fuse::Kind::Write, Fault::Short(short));
+            let status = writer.one(Kind::Write, sector, LONGEST, number);
+            assert_eq!(fuse.heal(), 0, "{way}");
+            if way == ",direct" {
+                // Linux makes an error of it.
+                assert_eq!(status, ERROR);
+                assert_eq!(writer.one(Kind::Write, sector, LONGEST, number), OK);
+            }
+            assert!(status == OK || way == ",direct", "{way}");
+            assert_eq!(there(&fuse, sector), words(sector, number), "{way}");
+        }
+        if way == ",direct" {
+            // Linux itself decides what becomes of less in its page cache.
+            assert_eq!(writer.one(Kind::Write, FAR, LONGEST, 4), OK);
+            fuse.fault(fuse::Kind::Read, Fault::Short(SECTOR));
+            let status = writer.one(Kind::Read, FAR, LONGEST, 0);
+            assert_eq!(fuse.heal(), 0, "{way}");
+            assert!(status == ERROR || writer.words == words(FAR, 4), "{:x?}", writer.words);
+        }
+        service.neighbour_goes_on(way);
+        drop((writer, session));
+        service.end();
+    }
+}
+
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn a_disk_that_disappears_fails_its_requests_and_ends_no_service() {
+    for way in WAYS {
+        let (service, fuse) = disk(way);
+        let connect = || Writer::of(&session(&service, FLUSH), 0);
+        let mut writer = connect();
+        assert_eq!(writer.one(Kind::Write, 0, LONGEST, 1), OK);
+        fuse.hold_bytes(bytes(FAR));
+        writer.submit(Request { kind: Kind::Read, sector: FAR, count: LONGEST, number: 0 });
+        fuse.await_held(1);
+        fuse.disappear();
+        assert_eq!(writer.wait().1, ERROR, "{way}");
+        for connection in 0..2 {
+            for kind in [Kind::Read, Kind::Write, Kind::Flush] {
+                let sector = FAR + 1024 * (connection + 1);
+                assert_eq!(writer.one(kind, sector, LONGEST, 2), ERROR, "{way}, {kind:?}");
+            }
+            service.neighbour_goes_on(way);
+            // The next front end's requests fail, too.
+            drop(writer);
+            writer = connect();
+        }
+        drop(writer);
+        service.end();
+    }
+}

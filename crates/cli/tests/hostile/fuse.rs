@@ -124,6 +124,8 @@ pub(crate) enum Event {
 
 const ROOT: u64 = 1;
 const FILE: u64 = 2;
+/// Of `struct fuse_open_out`, whose second word has the flags first.
+const FOPEN_DIRECT_IO: u64 = 1;
 /// Of `fallocate(2)`.
 const PUNCH_HOLE: u32 = 2;
 const ZERO_RANGE: u32 = 16;
@@ -141,6 +143,8 @@ struct State {
     held_bytes: Option<Range<usize>>,
     /// The next requests of these kinds go wrong.
     faults: Vec<(Kind, Fault)>,
+    /// Whether the kernel caches nothing of the file.
+    bypasses: bool,
     /// Since when it is recorded, if it is.
     journal: Option<Vec<Event>>,
     over: bool,
@@ -207,14 +211,19 @@ impl Fuse {
         self.shared.state.lock().unwrap().faults.push((kind, fault));
     }
 
-    /// How many of these are yet to come.
-    pub(crate) fn faults(&self) -> usize {
-        self.shared.state.lock().unwrap().faults.len()
+    /// No request goes wrong any more; returns how many were still to.
+    pub(crate) fn heal(&self) -> usize {
+        std::mem::take(&mut self.shared.state.lock().unwrap().faults).len()
     }
 
     /// The bytes of its file at a place.
     pub(crate) fn bytes(&self, place: Range<usize>) -> Vec<u8> {
         self.shared.state.lock().unwrap().data[place].to_vec()
+    }
+
+    /// From the next opening of the file on the kernel caches nothing of it.
+    pub(crate) fn bypass_the_cache(&self) {
+        self.shared.state.lock().unwrap().bypasses = true;
     }
 
     /// Records from now on what reaches the file.
@@ -322,8 +331,9 @@ fn names(shared: &Shared, header: &Header) {
     match header.opcode {
         opcode::INIT => {
             let mut out = Vec::new();
-            // Version 7.31; no feature; 64 requests in the background; 1 MiB a request.
-            for word in [7_u32, 31, 0, 0, 64 | 48 << 16, 1 << 20, 1] {
+            // Version 7.31; FUSE_ASYNC_READ and FUSE_ASYNC_DIO, so that no thread waits for what others
+            // are to read, as with libfuse; 64 requests in the background; 1 MiB a request.
+            for word in [7_u32, 31, 0, 1 | 1 << 15, 64 | 48 << 16, 1 << 20, 1] {
                 out.extend(word.to_ne_bytes());
             }
             out.resize(64, 0);
@@ -339,7 +349,10 @@ fn names(shared: &Shared, header: &Header) {
             out.extend(attributes(shared, header.node).as_bytes());
             reply(shared, header, Ok(&out));
         }
-        opcode::OPEN => reply(shared, header, Ok(&words(&[1, 0]))),
+        opcode::OPEN => {
+            let flags = if shared.state.lock().unwrap().bypasses { FOPEN_DIRECT_IO } else { 0 };
+            reply(shared, header, Ok(&words(&[1, flags])));
+        }
         opcode::RELEASE => reply(shared, header, Ok(&[])),
         opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::DESTROY => {}
         _ => reply(shared, header, Err(Errno::NOSYS.raw_os_error())),

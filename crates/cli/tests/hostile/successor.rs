@@ -23,7 +23,7 @@ use crate::{
 
 /// How a process makes way for the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+pub(crate) enum End {
     /// It is killed, and the service manager starts another.
     Killed,
     /// The service manager asks it to end, and starts another.
@@ -36,7 +36,7 @@ enum End {
 const TIMES: usize = 10;
 
 /// A service, one process after the other.
-struct Line {
+pub(crate) struct Line {
     place: Place,
     manager: Manager,
     arguments: Vec<String>,
@@ -45,7 +45,7 @@ struct Line {
 }
 
 impl Line {
-    fn start(arguments: &[&str], end: End) -> Line {
+    pub(crate) fn start(arguments: &[&str], end: End) -> Line {
         let place = Place::new();
         for name in ["disk.img", "other.img"] {
             place.write(name, vec![0; 4 << 20]);
@@ -71,7 +71,7 @@ impl Line {
         command.process_group(0).spawn().unwrap()
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.place.path(name)
     }
 
@@ -83,9 +83,14 @@ impl Line {
     /// to their requests, but a thread that was held up since may have yet to record that no
     /// request is in progress: whoever kills the process before that has cut a request.
     fn settles(&self) {
+        self.threads_settle(|_| true);
+    }
+
+    /// The same, of threads whose names are chosen.
+    fn threads_settle(&self, chosen: impl Fn(&str) -> bool) {
         let process = self.now.id();
         let begun = Instant::now();
-        for (thread, name) in threads(process.to_string()) {
+        for (thread, name) in threads(process.to_string()).filter(|(_, name)| chosen(name)) {
             let file = format!("/proc/{process}/task/{}/stat", thread.as_raw_nonzero());
             // The state follows the name, which is in parentheses.
             let sleeps =
@@ -95,6 +100,16 @@ impl Line {
                 std::thread::sleep(Duration::from_micros(100));
             }
         }
+    }
+
+    /// Kills the process whatever it does for drivers; only those of its threads that answer front ends come
+    /// to rest before. Between the end and the next process there is `meanwhile`.
+    pub(crate) fn killed_at_work(&mut self, meanwhile: impl FnOnce()) {
+        self.threads_settle(|name| name == "front");
+        self.now.kill().unwrap();
+        self.now.wait().unwrap();
+        meanwhile();
+        self.now = Line::process(&self.place, &self.manager, &self.arguments, self.end);
     }
 
     /// Starts the next process.

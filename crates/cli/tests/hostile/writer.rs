@@ -1,6 +1,6 @@
 //! A driver of a disk with several requests under way, whose data say which write they are of.
 
-use std::os::fd::AsFd as _;
+use std::{os::fd::AsFd as _, rc::Rc};
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -47,8 +47,7 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    pub(crate) const FLUSH: Request =
-        Request { kind: Kind::Flush, sector: 0, count: 0, number: 0 };
+    pub(crate) const FLUSH: Request = Request { kind: Kind::Flush, sector: 0, count: 0, number: 0 };
 
     pub(crate) fn sectors(&self) -> std::ops::Range<u64> {
         self.sector..self.sector + self.count
@@ -85,15 +84,22 @@ impl Random {
 }
 
 pub(crate) struct Writer {
-    pub(crate) session: Session,
-    pub(crate) ring: Ring,
+    pub(crate) session: Rc<Session>,
+    ring: Ring,
     under_way: [Option<Request>; SLOTS],
+    /// What the sectors held that were read last.
+    pub(crate) words: Vec<u64>,
 }
 
 impl Writer {
-    pub(crate) fn start(session: Session, index: u32) -> Writer {
-        let ring = session.ring(index);
-        Writer { session, ring, under_way: [None; SLOTS] }
+    pub(crate) fn start(session: Session) -> Writer {
+        Writer::of(&Rc::new(session), 0)
+    }
+
+    /// One for each ring.
+    pub(crate) fn of(session: &Rc<Session>, index: u32) -> Writer {
+        let (session, ring) = (Rc::clone(session), session.ring(index));
+        Writer { session, ring, under_way: [None; SLOTS], words: Vec::new() }
     }
 
     /// With a record of the requests in flight, so that another process can resume them.
@@ -103,7 +109,7 @@ impl Writer {
         ftruncate(&record, BYTES).unwrap();
         let place = in_flight(BYTES, 0, 1, RING);
         assert!(session.client.set(SET_INFLIGHT_FD, &place, &[record.as_fd()]));
-        Writer::start(session, 0)
+        Writer::start(session)
     }
 
     fn at(&self, slot: usize) -> u64 {
@@ -175,19 +181,16 @@ impl Writer {
         let request = request.unwrap_or_else(|| panic!("slot {slot} is completed twice"));
         let (at, ram) = (self.at(slot), &self.session.ram);
         let [status] = ram.get(at + STATUS);
+        if request.kind == Kind::Read && status == OK {
+            let word = |n| word_of(&ram.get::<SECTOR>(at + BYTES + n * SECTOR as u64));
+            self.words = (0..request.count).map(word).collect();
+        }
         (request, status)
     }
 
-    /// Makes a request that is the only one; returns its status.
+    /// Makes a request that completes next; returns its status.
     pub(crate) fn one(&mut self, kind: Kind, sector: u64, count: u64, number: u64) -> u8 {
         self.submit(Request { kind, sector, count, number });
         self.wait().1
-    }
-
-    /// The words of the sectors that the request made in the first slot has read.
-    pub(crate) fn words(&self, count: u64) -> Vec<u64> {
-        let at = self.at(0) + BYTES;
-        let word = |n| word_of(&self.session.ram.get::<SECTOR>(at + n * SECTOR as u64));
-        (0..count).map(word).collect()
     }
 }
