@@ -7,13 +7,13 @@ use std::{
     mem,
     ptr::NonNull,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use ringfence_iommu::{
-    Fault, FaultReason, Iova, Prot, Range,
+    Fault, FaultReason, GuestPhys, Iova, Prot, Range, SoftDomain,
     shootdown::{Invalidation, Lease, Reader},
 };
 use ringfence_mem::{Access, AccessError, DirtyLog, HostSlice, Memory, Translate, Window};
@@ -46,6 +46,8 @@ pub struct View {
     memory: Arc<Memory>,
     reader: Reader,
     binding: Binding,
+    /// The domain that it was bound to when it went offline.
+    left: Option<Weak<SoftDomain<GuestPhys>>>,
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
     /// Empty while the view is offline: invalidations do not wait for the view then, so no lookup
@@ -87,6 +89,7 @@ impl View {
             memory,
             reader,
             binding,
+            left: None,
             changes,
             cache: Cache::new(),
             other: Cache::none(),
@@ -254,6 +257,12 @@ impl View {
             self.publish();
             mem::swap(&mut self.cache, &mut self.other);
             self.reader.offline();
+            // A domain that goes meanwhile gives back its tables, which count against a limit that
+            // other domains share, however long the worker sleeps.
+            if let Binding::Domain(domain) = &self.binding {
+                self.left = Some(Arc::downgrade(domain));
+                self.binding = Binding::Blocked;
+            }
         }
     }
 
@@ -266,6 +275,11 @@ impl View {
                 Invalidation::All => drop_all(cache, windows),
             });
             mem::swap(&mut self.cache, &mut self.other);
+            // If it has gone, the endpoint's binding has changed, and is looked up now or at the next
+            // quiet point.
+            if let Some(domain) = self.left.take().and_then(|left| left.upgrade()) {
+                self.binding = Binding::Domain(domain);
+            }
             self.rebind();
         }
     }

@@ -242,6 +242,24 @@ fn a_view_that_is_offline_is_not_waited_for_and_has_forgotten_when_it_is_back() 
 }
 
 #[test]
+fn a_view_that_is_offline_does_not_keep_a_domain_that_goes() {
+    let Bench { endpoint, domain, mut view, shootdown, .. } = bench();
+    map(&domain, 0x1000, 16 * PAGE, 1, Prot::RW);
+    view.write(0x1000, &[1]).unwrap();
+    view.offline();
+    let gone = Arc::downgrade(&domain);
+    let next = self::domain(&shootdown);
+    map(&next, 0x1000, 17 * PAGE, 1, Prot::RW);
+    endpoint.bind(Binding::Domain(next));
+    drop(domain);
+    assert!(gone.upgrade().is_none(), "its mappings count against a limit that others share");
+    view.online();
+    let mut byte = [7];
+    view.read(0x1000, &mut byte).unwrap();
+    assert_eq!(byte, [0], "the next domain leads elsewhere");
+}
+
+#[test]
 fn a_view_that_is_offline_finds_nothing_that_it_knew() {
     let Bench { domain, endpoint, mut view, .. } = bench();
     map(&domain, 0x1000, 16 * PAGE, 2, Prot::RW);
