@@ -27,6 +27,10 @@ pub(crate) enum Lie {
     Trusts,
     /// All memory for slots is the same.
     OneSlot,
+    /// Asynchronous I/O takes no lease that lasts as long as it does.
+    NoLeases,
+    /// A device that was detached reaches what it reached before.
+    StaysAttached,
 }
 
 pub(crate) struct Lying<D> {

@@ -12,6 +12,7 @@
 
 #[path = "../../../dma/tests/api/copied.rs"]
 mod copied;
+mod front;
 mod history;
 mod lying;
 mod mutants;
@@ -21,4 +22,5 @@ mod program;
 mod rig;
 mod set;
 mod slots;
+mod source;
 mod together;

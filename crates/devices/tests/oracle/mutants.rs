@@ -10,34 +10,54 @@ use ringfence_dma::{Policy, Trust};
 
 use crate::{
     lying::Lie,
-    program::{self, Step},
-    rig::Setup,
+    program::{self, Meanwhile, Step},
+    rig::{Kind, Setup},
     together,
 };
 
 /// Programs that are tried before a lie counts as not found out.
 const TRIES: usize = 100;
 
-/// Runs programs of one driver under the policies that fit, until one fails.
-fn one_driver(lie: Lie, fits: impl Fn(Policy) -> bool) -> Option<String> {
+const KINDS: [Kind; 4] = [Kind::Viommu, Kind::LazyViommu, Kind::Table, Kind::Asked];
+
+/// Runs programs of one driver, set up as `change` has it, until one fails; it skips those for which
+/// it returns `None`.
+fn one(change: impl Fn(Setup, &mut Vec<Step>) -> Option<Setup>) -> Option<String> {
     let mut runner = TestRunner::deterministic();
     let programs = (program::setup(), vec(program::step(), 40));
     (0..TRIES).find_map(|_| {
-        let (setup, steps) = programs.new_tree(&mut runner).expect("a program").current();
-        let setup = Setup { lie, ..setup };
-        fits(setup.config.policy).then(|| program::run(&setup, &steps).err()).flatten()
+        let (setup, mut steps) = programs.new_tree(&mut runner).expect("a program").current();
+        let setup = change(setup, &mut steps)?;
+        program::run(&setup, &steps).err()
     })
 }
 
-/// As [`one_driver`], with two.
-fn two_drivers(lie: Lie, fits: impl Fn(Policy) -> bool) -> Option<String> {
+/// As [`one`], with two drivers.
+fn two(change: impl Fn(Setup) -> Option<Setup>) -> Option<String> {
     let mut runner = TestRunner::deterministic();
     let programs = (together::setup(), [vec(together::step(), 200), vec(together::step(), 200)]);
     (0..TRIES).find_map(|_| {
         let (setup, programs) = programs.new_tree(&mut runner).expect("a program").current();
-        let setup = Setup { lie, ..setup };
-        fits(setup.config.policy).then(|| together::run(&setup, 0, &programs).err()).flatten()
+        together::run(&change(setup)?, 0, &programs).err()
     })
+}
+
+/// Under the policies that fit.
+fn one_driver(lie: Lie, fits: impl Fn(Policy) -> bool) -> Option<String> {
+    one(|setup, _| fits(setup.config.policy).then_some(Setup { lie, ..setup }))
+}
+
+fn two_drivers(lie: Lie, fits: impl Fn(Policy) -> bool) -> Option<String> {
+    two(|setup| fits(setup.config.policy).then_some(Setup { lie, ..setup }))
+}
+
+/// With what translates.
+fn one_driver_of(kind: Kind, lie: Lie) -> Option<String> {
+    one(|setup, _| Some(Setup { kind, lie, ..setup }))
+}
+
+fn two_drivers_of(kind: Kind, lie: Lie) -> Option<String> {
+    two(|setup| Some(Setup { kind, lie, ..setup }))
 }
 
 #[track_caller]
@@ -118,6 +138,36 @@ fn slots_that_share_their_memory_are_found_out() {
     ];
     is_found_out(Lie::OneSlot, one_driver(Lie::OneSlot, |_| true), &texts);
     is_found_out(Lie::OneSlot, two_drivers(Lie::OneSlot, |_| true), REACHES_OTHERS);
+}
+
+#[test]
+fn io_without_leases_is_found_out() {
+    let lie = Lie::NoLeases;
+    for kind in KINDS {
+        // Both by unmaps and by detaches.
+        let unmaps = one(|setup, steps| {
+            steps.retain(|step| !step.detaches());
+            Some(Setup { kind, lie, ..setup })
+        });
+        is_found_out(lie, unmaps, &["outlives its mapping", "was changed"]);
+        let detaches = one(|setup, steps| {
+            let unmaps = |then: &Option<Meanwhile>| matches!(then, Some(Meanwhile::Unmap));
+            steps.retain(|step| !matches!(step, Step::Hold { then, .. } if unmaps(then)));
+            Some(Setup { kind, lie, ..setup })
+        });
+        is_found_out(lie, detaches, &["outlives the detach", "outlives its mapping"]);
+        let together = two(|setup| Some(Setup { kind, lie, renews: None, ..setup }));
+        is_found_out(lie, together, REACHES);
+    }
+}
+
+#[test]
+fn a_detached_device_that_stays_attached_is_found_out() {
+    let texts = ["detached", "outlives the detach"];
+    for kind in KINDS {
+        is_found_out(Lie::StaysAttached, one_driver_of(kind, Lie::StaysAttached), &texts);
+        is_found_out(Lie::StaysAttached, two_drivers_of(kind, Lie::StaysAttached), &texts);
+    }
 }
 
 #[test]

@@ -21,7 +21,7 @@ use ringfence_run::{
 use ringfence_sync::clock::{Clock, MonotonicClock};
 use ringfence_vhost_user_backend::Bus;
 
-use crate::history::Sequence;
+use crate::{history::Sequence, lying::Lie};
 
 /// The most bytes of one touch.
 pub(crate) const MOST: usize = 16;
@@ -59,6 +59,10 @@ pub(crate) type Touched = Result<[u8; MOST], AccessError>;
 
 struct Batch {
     touches: Vec<Touch>,
+    /// The results of the first of them.
+    touched: Vec<Touched>,
+    /// How many misses there were when the next one began to wait, if it does.
+    since: Option<u64>,
     reply: mpsc::Sender<Vec<Touched>>,
 }
 
@@ -75,6 +79,7 @@ impl Probe {
         number: u32,
         endpoint: &Arc<Endpoint>,
         memory: &Arc<Memory>,
+        lie: Lie,
     ) -> Probe {
         let (post, mail) = mpsc::channel();
         let wake = Arc::new(event::new().unwrap());
@@ -85,17 +90,20 @@ impl Probe {
                 let view = View::new(endpoint, memory).expect("room for another view");
                 let bus = Bus::Iommu(Box::new(view));
                 let (next, holds, roaming) = (None, Vec::new(), None);
-                let unit = ProbeUnit { holds, bus, mail, next, wake: bell, roaming };
+                let leases = lie != Lie::NoLeases;
+                let unit = ProbeUnit { holds, leases, bus, mail, next, wake: bell, roaming };
                 work.insert(number, Box::new(unit));
             })
             .expect("the worker is there");
         Probe { post, wake }
     }
 
-    /// Makes the device do all of these accesses, in their order and without a quiet point.
+    /// Makes the device do all of these accesses, in their order, and without a quiet point but where
+    /// one waits for its translation.
     pub(crate) fn touch(&self, touches: Vec<Touch>) -> Vec<Touched> {
         let (reply, answer) = mpsc::channel();
-        self.post.send(Batch { touches, reply }).expect("the worker is there");
+        let (touched, since) = (Vec::new(), None);
+        self.post.send(Batch { touches, touched, since, reply }).expect("the worker is there");
         event::signal(&self.wake);
         answer.recv().expect("the worker answers")
     }
@@ -108,12 +116,13 @@ struct Held {
     last: [u8; 8],
     // Dropped after the end was recorded, so that an invalidation that waits for it finds it
     // recorded.
-    _lease: Lease,
+    _lease: Option<Lease>,
 }
 
-/// Writes `first` at `addr`, and holds the translation.
+/// Writes `first` at `addr`, and holds the translation; with a lease, unless it lies.
 fn hold(
     bus: &Bus,
+    leases: bool,
     addr: u64,
     first: [u8; 8],
     last: [u8; 8],
@@ -128,7 +137,7 @@ fn hold(
         found = NonNull::new(piece.as_ptr());
     })?;
     let at = found.expect("eight bytes are a piece");
-    Ok(Held { at, until_ns, last, _lease: lease })
+    Ok(Held { at, until_ns, last, _lease: leases.then_some(lease) })
 }
 
 /// Where the end of what was held is recorded.
@@ -141,6 +150,7 @@ enum Over {
 pub(crate) struct ProbeUnit {
     // Before the bus, which keeps the memory that they point into.
     holds: Vec<(Held, Over)>,
+    leases: bool,
     bus: Bus,
     mail: mpsc::Receiver<Batch>,
     next: Option<Batch>,
@@ -149,19 +159,40 @@ pub(crate) struct ProbeUnit {
 }
 
 impl ProbeUnit {
-    fn touch(&mut self, touch: &Touch) -> Touched {
+    fn touch(&mut self, touch: &Touch, since: u64) -> Touched {
+        let ProbeUnit { bus, holds, leases, .. } = self;
         let mut bytes = [0; MOST];
         let (addr, len) = (touch.addr, touch.len);
-        match &touch.how {
-            How::Read => self.bus.read(addr, &mut bytes[..len])?,
-            How::Write(data) => self.bus.write(addr, &data[..len])?,
+        bus.since(since, || match &touch.how {
+            How::Read => bus.read(addr, &mut bytes[..len]),
+            How::Write(data) => bus.write(addr, &data[..len]),
             How::Hold { first, last, time, over } => {
                 let until_ns = MonotonicClock.now_ns() + time.as_nanos() as u64;
-                let held = hold(&self.bus, addr, *first, *last, until_ns)?;
-                self.holds.push((held, Over::Flag(Arc::clone(over))));
+                let held = hold(bus, *leases, addr, *first, *last, until_ns)?;
+                holds.push((held, Over::Flag(Arc::clone(over))));
+                Ok(())
             }
-        }
+        })?;
         Ok(bytes)
+    }
+
+    /// Goes on with a batch; the batch again, if one of its accesses waits for a translation.
+    fn serve(&mut self, mut batch: Batch) -> Result<(), Batch> {
+        while let Some(touch) = batch.touches.get(batch.touched.len()).cloned() {
+            let misses = self.bus.misses();
+            // A refusal concerns only what has waited for it.
+            match self.touch(&touch, batch.since.unwrap_or(u64::MAX)) {
+                Err(AccessError::Again { .. }) => {
+                    batch.since.get_or_insert(misses);
+                    return Err(batch);
+                }
+                touched => batch.touched.push(touched),
+            }
+            batch.since = None;
+        }
+        // The test thread may have failed meanwhile.
+        let _ = batch.reply.send(batch.touched);
+        Ok(())
     }
 
     /// Ends what is held and due.
@@ -212,10 +243,12 @@ impl Unit for ProbeUnit {
     fn poll(&mut self, now_ns: u64) -> bool {
         let mut busy = self.let_go(now_ns);
         while let Some(batch) = self.next.take().or_else(|| self.mail.try_recv().ok()) {
-            let touched = batch.touches.iter().map(|touch| self.touch(touch)).collect();
-            // The test thread may have failed meanwhile.
-            let _ = batch.reply.send(touched);
             busy = true;
+            if let Err(waits) = self.serve(batch) {
+                // It goes on after a quiet point, which sends the miss.
+                self.next = Some(waits);
+                break;
+            }
         }
         busy | self.roam(now_ns)
     }
@@ -237,6 +270,11 @@ impl Unit for ProbeUnit {
     }
 
     fn disarm(&mut self) {}
+
+    fn waits(&self) -> bool {
+        let roams = self.roaming.as_ref().is_some_and(|roaming| roaming.waits.is_some());
+        roams || self.next.as_ref().is_some_and(|batch| batch.since.is_some())
+    }
 
     fn wakers<'a>(&'a self, into: &mut Vec<BorrowedFd<'a>>) {
         into.push(self.wake.as_fd());
@@ -278,7 +316,22 @@ pub(crate) struct Roaming {
     stamp: u64,
     rest_until_ns: u64,
     ends: bool,
+    /// An access that waits for its translation.
+    waits: Option<Attempt>,
     pub(crate) records: Vec<Record>,
+}
+
+/// An access that is to be made.
+#[derive(Clone, Copy)]
+struct Attempt {
+    addr: u64,
+    write: bool,
+    loud: bool,
+    /// Of asynchronous I/O.
+    hold_until_ns: Option<u64>,
+    began: u64,
+    /// How many misses there were when it began to wait.
+    since: Option<u64>,
 }
 
 /// The most accesses that are recorded.
@@ -294,7 +347,24 @@ impl Roaming {
         stamp: u64,
     ) -> Roaming {
         let (targets, records) = (Arc::clone(targets), Vec::new());
-        Roaming { targets, sequence, random: seed, stamp, rest_until_ns: 0, ends: false, records }
+        let (rest_until_ns, ends, waits) = (0, false, None);
+        Roaming { targets, sequence, random: seed, stamp, rest_until_ns, ends, waits, records }
+    }
+
+    /// Picks what to touch next, if there is anything yet.
+    fn aim(&mut self, now_ns: u64) -> Option<Attempt> {
+        let draw = self.draw();
+        let page = self.targets[draw as usize % self.targets.len()].load(Ordering::SeqCst);
+        if page == 0 {
+            return None;
+        }
+        let (write, loud) = (draw & 1 << 20 != 0, (draw >> 21).is_multiple_of(64));
+        let held = write && (draw >> 27).is_multiple_of(64);
+        let half = if write { HALF } else { 0 };
+        let addr = page + half + (draw >> 33) % (HALF / 8) * 8;
+        let hold_until_ns = held.then_some(now_ns + draw % 100_000);
+        let began = self.sequence.next();
+        Some(Attempt { addr, write, loud, hold_until_ns, began, since: None })
     }
 
     /// SplitMix64.
@@ -315,7 +385,9 @@ impl ProbeUnit {
         let rests = roaming.rest_until_ns > now_ns || full || roaming.ends;
         if !rests {
             for _ in 0..1 + roaming.draw() % 16 {
-                self.one(&mut roaming, now_ns);
+                if !self.one(&mut roaming, now_ns) {
+                    break;
+                }
             }
             if roaming.draw().is_multiple_of(16) {
                 roaming.rest_until_ns = now_ns + roaming.draw() % 200_000;
@@ -325,25 +397,21 @@ impl ProbeUnit {
         !rests
     }
 
-    fn one(&mut self, roaming: &mut Roaming, now_ns: u64) {
-        let draw = roaming.draw();
-        let page = roaming.targets[draw as usize % roaming.targets.len()].load(Ordering::SeqCst);
-        if page == 0 {
-            return;
-        }
-        let (write, loud) = (draw & 1 << 20 != 0, (draw >> 21).is_multiple_of(64));
-        let held = write && (draw >> 27).is_multiple_of(64);
+    /// One access; false if it waits for its translation.
+    fn one(&mut self, roaming: &mut Roaming, now_ns: u64) -> bool {
+        let Some(attempt) = roaming.waits.take().or_else(|| roaming.aim(now_ns)) else {
+            return true;
+        };
+        let Attempt { addr, write, loud, hold_until_ns, mut began, since } = attempt;
         let number = roaming.records.len();
         let mut data = if write { roaming.stamp | number as u64 } else { 0 };
-        let half = if write { HALF } else { 0 };
-        let addr = page + half + (draw >> 33) % (HALF / 8) * 8;
-        let began = roaming.sequence.next();
-        let ProbeUnit { bus, holds, .. } = self;
+        let ProbeUnit { bus, holds, leases, .. } = self;
+        let misses = bus.misses();
         let mut access = || {
             let mut bytes = data.to_le_bytes();
-            if held {
-                let until_ns = now_ns + draw % 100_000;
-                holds.push((hold(bus, addr, bytes, bytes, until_ns)?, Over::Record(number)));
+            if let Some(until_ns) = hold_until_ns {
+                let held = hold(bus, *leases, addr, bytes, bytes, until_ns)?;
+                holds.push((held, Over::Record(number)));
             } else if write {
                 bus.write(addr, &bytes)?;
             } else {
@@ -352,8 +420,21 @@ impl ProbeUnit {
             }
             Ok::<(), AccessError>(())
         };
-        let ok = if loud { access() } else { bus.silently(access) }.is_ok();
-        let ended = (!ok || !held).then(|| roaming.sequence.next());
+        // A refusal concerns only what has waited for it.
+        let mut access = || bus.since(since.unwrap_or(u64::MAX), &mut access);
+        let looked = if since.is_some() { roaming.sequence.next() } else { began };
+        let result = if loud { access() } else { bus.silently(access) };
+        if let Err(AccessError::Again { .. }) = result {
+            roaming.waits = Some(Attempt { since: since.or(Some(misses)), ..attempt });
+            return false;
+        }
+        let ok = result.is_ok();
+        if ok {
+            // What it found it has found now, however long it has waited.
+            began = looked;
+        }
+        let ended = (!ok || hold_until_ns.is_none()).then(|| roaming.sequence.next());
         roaming.records.push(Record { addr, write, began, ended, ok, data, loud });
+        true
     }
 }

@@ -10,7 +10,10 @@ mod uses;
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, atomic::AtomicBool},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use proptest::{collection::vec, prelude::*};
@@ -31,12 +34,12 @@ use crate::{
     history::Piece,
     lying::Lie,
     pages::Buf,
-    rig::{Addresses, Dma, MapBatch, Rig, Setup, UnmapBatch},
+    rig::{self, Addresses, Dma, MapBatch, Rig, Setup, UnmapBatch},
     set::{Run, Set, State, runs},
 };
 
 use self::copies::Requested;
-pub(crate) use self::steps::{Step, direction, policy, setup, step};
+pub(crate) use self::steps::{Meanwhile, Step, direction, policy, setup, step};
 
 /// What the program has mapped.
 enum Held {
@@ -105,6 +108,10 @@ pub(crate) struct Program {
     moving: Vec<Moving>,
     random: u64,
     fills: u8,
+    /// Whether the device may refuse mappings.
+    limited: bool,
+    /// Whether the device of the DMA API is to be dropped with entries in its flush queues.
+    leaves_queued: bool,
     /// Why an access is refused.
     reason: FaultReason,
     accesses: u64,
@@ -146,7 +153,7 @@ impl Program {
             copies: BTreeMap::new(),
             bounce: setup.config.bounce,
             not_bounced: 0,
-            may_fail: setup.mappings < 1 << 16,
+            may_fail: setup.mappings < 1 << 16 || setup.space < 1 << 20,
             taken: Vec::new(),
             rig,
             dma: Some(dma),
@@ -161,6 +168,8 @@ impl Program {
             moving: Vec::new(),
             random: 1,
             fills: 0,
+            limited: setup.mappings < 1 << 16,
+            leaves_queued: setup.leaves_queued,
             reason: FaultReason::Mapping,
             accesses: 0,
             refused: 0,
@@ -263,7 +272,14 @@ impl Program {
                 Ok(())
             }
             Step::Use { which } => self.use_it(*which),
-            Step::Hold { which, worker, us } => self.hold(*which, *worker, *us),
+            Step::Hold { which, worker, us, then } => {
+                self.hold(*which, *worker, *us)?;
+                match then {
+                    Some(Meanwhile::Unmap) => self.unmap(*which),
+                    Some(Meanwhile::Detach) => self.detach(),
+                    None => Ok(()),
+                }
+            }
             Step::Submit { buffers, direction, from, at_once } => {
                 self.submit(buffers, *direction, *from)?;
                 if *at_once { self.collect(false) } else { Ok(()) }
@@ -323,6 +339,9 @@ impl Program {
                 self.cpu.set(*cpu);
                 Ok(())
             }
+            Step::Detach => self.detach(),
+            Step::Attach => self.attach(),
+            Step::Renew => self.detach().and_then(|()| self.attach()),
             Step::Fail { kind, stage, nth } => {
                 self.may_fail = true;
                 self.dma().domain().inject(*kind, When::Nth(*nth), *stage);
@@ -333,6 +352,30 @@ impl Program {
                 Ok(())
             }
         }
+    }
+
+    /// Rule V14: from here on the device reaches nothing, not by asynchronous I/O either.
+    fn detach(&mut self) -> Result<(), String> {
+        if self.rig.is_attached() {
+            self.rig.detach()?;
+            self.reason = self.rig.detached_reason();
+            if let Some(moving) = self.moving.iter().find(|m| !m.over.load(Ordering::SeqCst)) {
+                return Err(format!("I/O to {:#x} outlives the detach", moving.gpa));
+            }
+        }
+        Ok(())
+    }
+
+    fn attach(&mut self) -> Result<(), String> {
+        if !self.rig.is_attached() {
+            match self.rig.attach() {
+                Ok(()) => self.reason = FaultReason::Mapping,
+                // It has no room for what was mapped meanwhile, and stays detached.
+                Err(_) if self.limited => {}
+                Err(what) => return Err(what),
+            }
+        }
+        Ok(())
     }
 
     fn mapped(
@@ -443,10 +486,13 @@ impl Program {
             self.unmap(0)?;
         }
         self.watched.drain(..).for_each(|(entry, _)| self.set.entries[entry].watched = false);
-        let flushed = self.dma().flush();
-        self.flushed(flushed.is_ok())?;
-        if let Err(error) = flushed {
-            return Err(format!("the last flush failed: {error}"));
+        self.attach()?;
+        if !self.leaves_queued {
+            let flushed = self.dma().flush();
+            self.flushed(flushed.is_ok())?;
+            if let Err(error) = flushed {
+                return Err(format!("the last flush failed: {error}"));
+            }
         }
         while !self.taken.is_empty() {
             self.give_back(0)?;
@@ -470,6 +516,9 @@ impl Program {
         self.batches = None;
         self.dma = None;
         let pooled = self.rig.pools.take().is_some();
+        // Rule L30: what was queued was flushed.
+        self.flushed(true)?;
+        self.rig.end();
         let addresses = self.rig.allocator.stats();
         let live = addresses.allocs - addresses.frees;
         let leaks = pooled && self.may_fail;
@@ -504,7 +553,7 @@ pub(crate) fn cases(default: u32) -> u32 {
 }
 
 /// A setup that does nothing besides what a program requests.
-fn plain(policy: Policy) -> Setup {
+pub(crate) fn plain(policy: Policy) -> Setup {
     let flush = FlushTuning { slots: 8, ..FlushTuning::of(policy) };
     Setup {
         config: DmaConfig {
@@ -519,7 +568,11 @@ fn plain(policy: Policy) -> Setup {
         notify: Notify::Adaptive,
         ring_size: 8,
         probe_first: false,
-        lazy_domain: false,
+        kind: rig::Kind::Viommu,
+        space: 1 << 20,
+        entries: 1 << 16,
+        leaves_queued: false,
+        renews: None,
         bounces: Some((BounceLimits { largest: 4096, max_bytes: 16_384, idle_ms: 1000 }, 32)),
         lie: Lie::Nothing,
     }
@@ -548,11 +601,9 @@ proptest! {
     #[test]
     fn the_device_never_reaches_a_byte_that_it_may_not(
         setup in setup(),
-        lazy_domain in any::<bool>(),
         steps in vec(step(), 1..60),
     ) {
-        // rules L17, L19, L22, L24, L27, L28, L29, L33, L34, L43, D15
-        let setup = Setup { lazy_domain, ..setup };
+        // rules L17, L19, L22, L24, L27, L28, L29, L30, L33, L34, L43, D15, V14
         run(&setup, &steps).map_err(TestCaseError::fail)?;
     }
 }

@@ -1,36 +1,23 @@
-//! A device process in this process: workers, a virtio-iommu and a probe on each worker; and the
+//! A device process in this process: workers, what translates, and a probe on each worker; and the
 //! driver's end of it.
 
 use std::{
-    os::fd::OwnedFd,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use ringfence_devices::iommu::{Endpoints, Iommu, IommuBackend, IommuOptions};
 use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig, Environment, Trust};
-use ringfence_drivers::ram::RamPart;
 use ringfence_iommu::{
-    Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
+    Domain, FaultReason, Geometry, GuestPhys, Iova, PageSizes, Range, ReservedKind, ReservedRegion,
     shootdown::Shootdown, table::Limits,
 };
 use ringfence_iommu_testing::Faulty;
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_iova::{Allocator, Aperture, Magazines, RbTree, Slabs};
 use ringfence_mem::{GuestRam, Memory};
-use ringfence_run::{
-    PeerFd, event,
-    worker::{Notify, Worker},
-};
+use ringfence_run::worker::{Notify, Worker};
 use ringfence_sync::cpu::OsCpu;
-use ringfence_vhost_user::{Handler, RingAddresses, RingSetup};
-use ringfence_virtio_iommu::{
-    device::DeviceConfig,
-    driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
-    wire::{CONFIG_LEN, FaultRecord, Features, IommuConfig},
-};
-use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, driver as ring, layout};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use ringfence_virtio_iommu::wire::FaultRecord;
 
 use crate::{
     history::{History, Recorded},
@@ -38,6 +25,7 @@ use crate::{
     pages::Pages,
     probe::Probe,
     slots::{Lent, SlotMemory},
+    source::{Here, Source, Viommu},
 };
 
 /// The endpoint ID of the probes.
@@ -45,7 +33,7 @@ pub(crate) const ENDPOINT: u32 = 7;
 /// Guest-physical base of the memory.
 const GPA: u64 = 1 << 32;
 /// The IOMMU's unit; probes come before it or after it in a worker's turn.
-const IOMMU_UNIT: u32 = 5;
+pub(crate) const IOMMU_UNIT: u32 = 5;
 /// Longer than any reply takes on a busy machine; a test that waits so long has failed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 /// Reserved by the device: never to be mapped.
@@ -55,11 +43,10 @@ pub(crate) const RESERVED: Range = match Range::new(Iova(0x4_0000), Iova(0x4_fff
 };
 /// How many pages of data there are.
 pub(crate) const PAGES: usize = 96;
-/// How much address space there is for them.
-const APERTURE: u64 = 1 << 20;
-
+/// What translates for the device.
+pub(crate) type Translates = Arc<dyn Domain<Target = GuestPhys>>;
 /// The driver's side, from what fails on demand down to what sends requests.
-pub(crate) type Stack = Faulty<Recorded<Lying<Arc<ViommuDomain>>>>;
+pub(crate) type Stack = Faulty<Recorded<Lying<Translates>>>;
 pub(crate) type Dma = Device<Arc<Stack>, Arc<dyn Allocator>>;
 pub(crate) type MapBatch<B, T> = ringfence_dma::MapBatch<Arc<Stack>, Arc<dyn Allocator>, B, T>;
 pub(crate) type UnmapBatch<B, T> = ringfence_dma::UnmapBatch<Arc<Stack>, Arc<dyn Allocator>, B, T>;
@@ -69,6 +56,19 @@ pub(crate) enum Addresses {
     Slabs,
     Magazines,
     Tree,
+}
+
+/// What the device's addresses go through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A virtio-iommu, with requests in a ring.
+    Viommu,
+    /// One that answers an UNMAP before its invalidation.
+    LazyViommu,
+    /// A table in this process.
+    Table,
+    /// A device IOTLB, which asks a front end for what it misses.
+    Asked,
 }
 
 /// How a rig is set up.
@@ -85,8 +85,16 @@ pub(crate) struct Setup {
     /// Requests under way at a time, twice.
     pub(crate) ring_size: u16,
     pub(crate) probe_first: bool,
-    /// Whether the virtio-iommu answers an UNMAP before its invalidation.
-    pub(crate) lazy_domain: bool,
+    pub(crate) kind: Kind,
+    /// How many bytes of address space there are for data.
+    pub(crate) space: u64,
+    /// How many translations a device IOTLB holds before it evicts.
+    pub(crate) entries: u64,
+    /// Whether the device of the DMA API is dropped with entries in its flush queues.
+    pub(crate) leaves_queued: bool,
+    /// For how many microseconds the device is attached, and for how many not, while two drivers
+    /// run; `None`: it stays attached.
+    pub(crate) renews: Option<(u64, u64)>,
     /// The limits of its bounce pools, and pages of memory for them; `None` for no pools.
     pub(crate) bounces: Option<(BounceLimits, usize)>,
     pub(crate) lie: Lie,
@@ -98,36 +106,13 @@ pub(crate) struct Rig {
     pub(crate) allocator: Arc<dyn Allocator>,
     pub(crate) history: History,
     pub(crate) pages: Arc<Pages>,
-    pub(crate) endpoint: Arc<Endpoint>,
     /// One on each worker.
     pub(crate) probes: Vec<Probe>,
     pub(crate) probe_unit: u32,
-    driver: Arc<Driver>,
-    events: EventReceiver,
-    event_kick: OwnedFd,
-    pub(crate) backend: IommuBackend,
+    source: Source,
+    attached: bool,
+    lie: Lie,
     pub(crate) workers: Arc<[Worker]>,
-}
-
-/// The virtio-iommu's notifications.
-struct Events {
-    kick: OwnedFd,
-    call: OwnedFd,
-}
-
-impl Transport for Events {
-    fn kick(&self, _: u16) {
-        event::signal(&self.kick);
-    }
-
-    fn wait(&self, _: u16, timeout: Duration) {
-        let mut fds = [PollFd::new(&self.call, PollFlags::IN)];
-        let nanos = timeout.subsec_nanos().into();
-        let timeout = Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: nanos };
-        if poll(&mut fds, Some(&timeout)).is_ok_and(|woken| woken > 0) {
-            event::drain(&self.call);
-        }
-    }
 }
 
 impl Rig {
@@ -143,49 +128,29 @@ impl Rig {
         let geometry =
             Geometry { reserved: [reserved].into(), ..Geometry::new(page_sizes, Range::ALL) };
         let limits = Limits { table_bytes: 16 << 20, mappings: setup.mappings };
-        let endpoints = Endpoints::new([Arc::clone(&endpoint)], shootdown, geometry, limits);
-        let features = DeviceConfig::default().features | Features::PROPOSED;
-        let device = DeviceConfig { page_sizes, features, ..DeviceConfig::default() };
-        let options = IommuOptions { device, unit: IOMMU_UNIT };
-        let mut backend = Iommu::new(Arc::new(endpoints), options, Arc::clone(&workers)).connect();
-
         let ram = GuestRam::new(2 << 20, GPA).unwrap();
         let memory = Memory::of_ram(&ram).unwrap();
-        let offer = backend.features();
-        let features = driver::negotiate_proposed(offer, Features::PROPOSED);
-        backend.set_features(features.bits() | 1 << F_VERSION_1 | 1 << F_EVENT_IDX).unwrap();
-        backend.set_memory(Arc::clone(&memory)).unwrap();
-        let mut config = [0; CONFIG_LEN];
-        backend.config(0, &mut config).unwrap();
-        let config = IommuConfig::parse(&config).unwrap();
-
-        let transport = Events { kick: event::new().unwrap(), call: event::new().unwrap() };
-        let size = setup.ring_size;
-        let queue = start_ring(&mut backend, &ram, 0, size, &transport.kick, Some(&transport.call));
-        let buffers = RamPart::carve(&ram, Driver::buffer_bytes(size, &config), 4096).unwrap();
-        let buffers = Buffers { window: buffers.window().clone(), addr: buffers.gpa() };
-        let options =
-            driver::DriverConfig { notify, timeout: Some(LONG), ..driver::DriverConfig::default() };
-        let driver =
-            Driver::new(Arc::new(transport), queue, buffers, config, features, options).unwrap();
-
-        let event_kick = event::new().unwrap();
-        let queue = start_ring(&mut backend, &ram, 1, 64, &event_kick, None);
-        let buffers = RamPart::carve(&ram, EventReceiver::buffer_bytes(64), 4096).unwrap();
-        let events = EventReceiver::new(queue, buffers.window().clone(), buffers.gpa());
-        event::signal(&event_kick);
-
-        let probe_unit = if setup.probe_first { IOMMU_UNIT - 1 } else { IOMMU_UNIT + 1 };
-        let probes =
-            workers.iter().map(|w| Probe::start(w, probe_unit, &endpoint, &memory)).collect();
-        let pages = Pages::carve(&ram, PAGES);
-        let domain = match setup.lazy_domain {
-            true => driver.lazy_domain(),
-            false => driver.domain(),
+        let (mut source, domain) = match setup.kind {
+            Kind::Viommu | Kind::LazyViommu => {
+                let (viommu, domain) =
+                    Viommu::start(setup, &endpoint, geometry, limits, &workers, &ram, &memory);
+                (Source::Viommu(Box::new(viommu)), domain)
+            }
+            Kind::Table => {
+                let (here, domain) = Here::table(&endpoint, geometry, limits);
+                (Source::Here(here), domain)
+            }
+            Kind::Asked => {
+                let (here, domain) = Here::asked(&endpoint, geometry, limits, setup.entries);
+                (Source::Here(here), domain)
+            }
         };
-        let domain = domain.unwrap();
-        assert_eq!(domain.is_lazy(), setup.lazy_domain);
-        domain.attach(ENDPOINT).unwrap();
+        source.attach().unwrap();
+        let probe_unit = if setup.probe_first { IOMMU_UNIT - 1 } else { IOMMU_UNIT + 1 };
+        let lie = setup.lie;
+        let probes =
+            workers.iter().map(|w| Probe::start(w, probe_unit, &endpoint, &memory, lie)).collect();
+        let pages = Pages::carve(&ram, PAGES);
         let history = History::default();
         let stack = Lying::new(domain, setup.lie);
         let stack = Arc::new(Faulty::new(Recorded::new(stack, history.clone()), 1));
@@ -216,23 +181,60 @@ impl Rig {
             allocator,
             history,
             pages,
-            endpoint,
             probes,
             probe_unit,
-            driver,
-            events,
-            event_kick,
-            backend,
+            source,
+            attached: true,
+            lie,
             workers,
         };
         (rig, dma)
     }
 
+    /// Lets the device reach what is mapped.
+    ///
+    /// # Errors
+    /// What translates refused.
+    pub(crate) fn attach(&mut self) -> Result<(), String> {
+        let attached = self.source.attach();
+        self.attached = attached.is_ok();
+        attached
+    }
+
+    pub(crate) fn is_attached(&self) -> bool {
+        self.attached
+    }
+
+    /// Lets it reach nothing, from when this returns on.
+    ///
+    /// # Errors
+    /// As [`attach`](Self::attach).
+    pub(crate) fn detach(&mut self) -> Result<(), String> {
+        if self.lie != Lie::StaysAttached {
+            self.source.detach()?;
+        }
+        self.attached = false;
+        Ok(())
+    }
+
+    /// Why an access is refused while the device is detached.
+    pub(crate) fn detached_reason(&self) -> FaultReason {
+        self.source.detached_reason()
+    }
+
+    /// Ends what outlives the driver's domain: from now on the device is in none.
+    pub(crate) fn end(&mut self) {
+        self.source.end();
+    }
+
     /// Calls `each` with every fault record that has come.
     pub(crate) fn poll_events(&mut self, each: impl FnMut(FaultRecord)) {
-        if self.events.poll(each).unwrap() {
-            event::signal(&self.event_kick);
-        }
+        self.source.poll_events(each);
+    }
+
+    /// How many fault records were dropped for lack of room.
+    pub(crate) fn dropped_faults(&self) -> u64 {
+        self.source.dropped_faults()
     }
 
     /// Waits for `count` fault records, in order; an error if they do not arrive.
@@ -251,22 +253,19 @@ impl Rig {
 
     /// How many mappings the device has in its table.
     pub(crate) fn mappings_in_the_device(&self) -> u64 {
-        match self.endpoint.binding() {
-            Binding::Domain(domain) => domain.mappings(),
-            _ => 0,
-        }
+        self.source.mappings()
     }
 
     /// What the driver noted of a device that it gave up.
     pub(crate) fn failed(&self) -> Option<String> {
-        self.driver.failed().map(|error| error.to_string())
+        self.source.failed()
     }
 }
 
 fn allocator(setup: &Setup) -> Box<dyn Allocator> {
     let aperture = match setup.at_the_top {
-        true => Aperture::new(u64::MAX - (APERTURE - 1), u64::MAX, setup.granule),
-        false => Aperture::new(0, APERTURE - 1, setup.granule),
+        true => Aperture::new(u64::MAX - (setup.space - 1), u64::MAX, setup.granule),
+        false => Aperture::new(0, setup.space - 1, setup.granule),
     };
     let aperture = aperture.unwrap();
     match setup.addresses {
@@ -274,38 +273,4 @@ fn allocator(setup: &Setup) -> Box<dyn Allocator> {
         Addresses::Magazines => Box::new(Magazines::new(RbTree::new(aperture), OsCpu::new())),
         Addresses::Tree => Box::new(RbTree::new(aperture)),
     }
-}
-
-/// Both ends of a ring of the virtio-iommu.
-fn start_ring(
-    backend: &mut IommuBackend,
-    ram: &Arc<GuestRam>,
-    index: u16,
-    size: u16,
-    kick: &OwnedFd,
-    call: Option<&OwnedFd>,
-) -> ring::Queue {
-    let at = layout::offsets(size);
-    let part = RamPart::carve(ram, at.len, 4096).unwrap();
-    let rings = ring::Rings::in_window(part.window(), size).unwrap();
-    let queue = ring::Queue::new(size, rings, true).unwrap();
-    let user = ram.user_addr() + (part.gpa() - ram.gpa());
-    let addresses = RingAddresses {
-        desc: user,
-        avail: user + at.avail as u64,
-        used: user + at.used as u64,
-        log: None,
-    };
-    let kick = Some(kick.try_clone().unwrap());
-    let setup = RingSetup {
-        size,
-        addresses,
-        base: Some(0),
-        kick: kick.map(PeerFd::from),
-        enabled: true,
-        resumed: false,
-    };
-    backend.start_ring(index, setup).unwrap();
-    backend.set_call(index, call.map(|call| call.try_clone().unwrap().into())).unwrap();
-    queue
 }

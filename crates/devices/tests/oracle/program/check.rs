@@ -171,13 +171,16 @@ impl Program {
                 Err(other) => return Err(format!("{touch:x?}: {other}")),
             };
             for n in 0..failed.unwrap_or(touch.len) {
+                let addr = touch.addr + n as u64;
+                if !self.rig.is_attached() {
+                    return Err(format!("the device reaches {addr:#x}, detached: {touch:x?}"));
+                }
                 if verdict_at(n) == Verdict::Never {
-                    let addr = touch.addr + n as u64;
                     return Err(format!("the device reaches {addr:#x}: {touch:x?}"));
                 }
             }
             if let Some(n) = failed {
-                if let Verdict::Must(gpa) = verdict_at(n) {
+                if let (Verdict::Must(gpa), true) = (verdict_at(n), self.rig.is_attached()) {
                     return Err(format!("{touch:x?} was refused, {gpa:#x} is mapped there"));
                 }
                 continue;

@@ -10,11 +10,18 @@ use ringfence_run::worker::Notify;
 
 use crate::{
     lying::Lie,
-    rig::{Addresses, Setup},
+    rig::{Addresses, Kind as Translation, Setup},
 };
 
 /// The pieces of a buffer: the offset of each in its first page, and its length.
 pub(super) type Pieces = Vec<(u64, u64)>;
+
+/// What a program does while asynchronous I/O is under way.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Meanwhile {
+    Unmap,
+    Detach,
+}
 
 #[derive(Clone, Debug)]
 pub(crate) enum Step {
@@ -57,6 +64,8 @@ pub(crate) enum Step {
         which: usize,
         worker: usize,
         us: u64,
+        /// Whether to unmap or detach at once what it is under way to.
+        then: Option<Meanwhile>,
     },
     /// Maps these together, and begins to; [`Collect`](Step::Collect) hands them out.
     Submit {
@@ -114,12 +123,24 @@ pub(crate) enum Step {
         ms: u64,
     },
     MoveToCpu(usize),
+    /// The device is detached from its domain; attached again it reaches what is mapped then.
+    Detach,
+    Attach,
+    /// Both, one after the other.
+    Renew,
     Fail {
         kind: Kind,
         stage: Stage,
         nth: u64,
     },
     Mend,
+}
+
+impl Step {
+    pub(crate) fn detaches(&self) -> bool {
+        let then = matches!(self, Step::Hold { then: Some(Meanwhile::Detach), .. });
+        then || matches!(self, Step::Detach | Step::Renew)
+    }
 }
 
 fn pieces() -> impl Strategy<Value = Pieces> {
@@ -180,7 +201,10 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         1 => which().prop_map(|which| Step::Unwatch { which }),
         1 => which().prop_map(|which| Step::Use { which }),
         2 => (which(), 0..2usize, 0..400u64)
-            .prop_map(|(which, worker, us)| Step::Hold { which, worker, us }),
+            .prop_map(|(which, worker, us)| Step::Hold { which, worker, us, then: None }),
+        1 => (which(), 0..2usize, 0..3000u64, meanwhile()).prop_map(
+            |(which, worker, us, then)| Step::Hold { which, worker, us, then: Some(then) }
+        ),
         1 => (pieces(), 0..96usize)
             .prop_map(|(pieces, from)| Step::Persistent { pieces, from }),
         1 => policy().prop_map(|policy| Step::Switch { policy }),
@@ -196,9 +220,16 @@ pub(crate) fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Flush),
         1 => (0..20u64).prop_map(|ms| Step::Wait { ms }),
         1 => (0..2usize).prop_map(Step::MoveToCpu),
+        1 => Just(Step::Detach),
+        2 => Just(Step::Attach),
+        1 => Just(Step::Renew),
         3 => failure(),
         1 => Just(Step::Mend),
     ]
+}
+
+fn meanwhile() -> impl Strategy<Value = Meanwhile> {
+    prop_oneof![3 => Just(Meanwhile::Unmap), 1 => Just(Meanwhile::Detach)]
 }
 
 /// Its offset and length, cut to the buffer if too large.
@@ -247,6 +278,19 @@ prop_compose! {
     }
 }
 
+/// `ORACLE_KIND` picks one of them.
+fn kind() -> impl Strategy<Value = Translation> {
+    let kinds = [
+        ("virtio-iommu", Translation::Viommu),
+        ("lazy", Translation::LazyViommu),
+        ("table", Translation::Table),
+        ("iotlb", Translation::Asked),
+    ];
+    let only = std::env::var("ORACLE_KIND").ok();
+    let kinds = kinds.into_iter().filter(|(name, _)| only.as_deref().is_none_or(|o| o == *name));
+    prop::sample::select(kinds.map(|(_, kind)| kind).collect::<Vec<_>>())
+}
+
 prop_compose! {
     pub(crate) fn setup()(
         policy in policy(),
@@ -273,6 +317,11 @@ prop_compose! {
         notify in prop_oneof![2 => Just(Notify::Adaptive), 1 => Just(Notify::Sleep)],
         ring_size in prop_oneof![Just(8u16), Just(64)],
         probe_first in any::<bool>(),
+        kind in kind(),
+        // All that is mapped fits, or not even the data.
+        space in prop_oneof![3 => Just(1u64 << 20), 1 => Just(1 << 18)],
+        entries in prop_oneof![1 => Just(1u64 << 16), 1 => 1..20u64],
+        leaves_queued in any::<bool>(),
     ) -> Setup {
         let config = DmaConfig {
             flush: Some(FlushTuning { kind: policy.queue_kind().unwrap_or_default(), ..tuning }),
@@ -289,8 +338,8 @@ prop_compose! {
         };
         let lie = Lie::Nothing;
         Setup {
-            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first,
-            lazy_domain: false, bounces, lie,
+            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first, kind,
+            space, entries, leaves_queued, bounces, lie, renews: None,
         }
     }
 }

@@ -54,7 +54,7 @@ impl Program {
             run.len >= 64 && ((run.iova + 24) & (self.granule - 1)) <= self.granule - 8
         });
         let writes = found.prot.contains(Prot::WRITE) && !self.copies.contains_key(&entry);
-        let Some(&run) = run.filter(|_| writes) else { return Ok(()) };
+        let Some(&run) = run.filter(|_| writes && self.rig.is_attached()) else { return Ok(()) };
         let (first, last) = (self.draw().to_le_bytes(), self.draw().to_le_bytes());
         let (over, time) = (Arc::new(AtomicBool::new(false)), Duration::from_micros(us));
         let how = How::Hold { first, last, time, over: Arc::clone(&over) };

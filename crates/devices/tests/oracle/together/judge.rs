@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use ringfence_iommu::Prot;
 
-use super::{Account, Count, Live, NAME, STAMP};
+use super::{Account, Count, Down, Live, NAME, Overwritten, STAMP};
 use crate::{
     history::{History, Piece},
     pages::{PAGE, Pages},
@@ -17,6 +17,8 @@ pub(super) struct Judge {
     /// Which of the pieces are slots.
     slots: Vec<bool>,
     accounts: Vec<Account>,
+    /// In their order.
+    downs: Vec<Down>,
     /// The pieces of each page, and the mappings.
     by_page: HashMap<u64, Vec<usize>>,
     live_by_page: HashMap<u64, Vec<(usize, usize)>>,
@@ -31,7 +33,7 @@ fn wanted(record: &Record) -> Prot {
 }
 
 impl Judge {
-    pub(super) fn new(history: &History, accounts: Vec<Account>) -> Judge {
+    pub(super) fn new(history: &History, accounts: Vec<Account>, downs: Vec<Down>) -> Judge {
         let pieces = history.since(0);
         let slots = pieces.iter().map(|piece| history.is_slot(piece)).collect();
         let mut by_page: HashMap<_, Vec<_>> = HashMap::new();
@@ -48,7 +50,7 @@ impl Judge {
                 live_by_page.entry(page).or_default().push((account, number));
             }
         }
-        Judge { pieces, slots, accounts, by_page, live_by_page }
+        Judge { pieces, slots, accounts, downs, by_page, live_by_page }
     }
 
     /// The pieces that an access was entitled to, and which of them are slots.
@@ -67,6 +69,9 @@ impl Judge {
     pub(super) fn judge(&self, record: &Record, count: &mut Count) -> Result<(), String> {
         if record.ok {
             count.succeeded += 1;
+            if self.was_detached(record) {
+                return Err(format!("the device reaches {record:x?}, detached"));
+            }
             let right = |(piece, slot): &(&Piece, bool)| match slot {
                 _ if record.write => true,
                 true => self.slot_may_show(record),
@@ -89,12 +94,30 @@ impl Judge {
             let owed = holds
                 && live.prot.allows(wanted(record))
                 && live.from < record.began
-                && record.ended.is_some_and(|ended| ended < live.until);
+                && record.ended.is_some_and(|ended| ended < live.until)
+                && !self.may_be_detached(record);
             if owed {
                 return Err(format!("a live mapping was refused: {record:x?}"));
             }
         }
         Ok(())
+    }
+
+    /// Rule V14: whether an access that succeeded ended while the device was detached, or went on from
+    /// before that. (One that begins before the detach has returned is refused, or keeps the detach
+    /// from returning: its worker passes no quiet point meanwhile.)
+    fn was_detached(&self, record: &Record) -> bool {
+        let ended = record.ended.unwrap_or(u64::MAX);
+        let before = self.downs.partition_point(|down| down.begun < ended);
+        let last = before.checked_sub(1).map(|at| &self.downs[at]);
+        last.is_some_and(|down| ended < down.ends || record.began < down.begun)
+    }
+
+    /// Whether the device may have been detached during an access.
+    fn may_be_detached(&self, record: &Record) -> bool {
+        let after = self.downs.partition_point(|down| down.ended < record.began);
+        let next = self.downs.get(after);
+        next.is_some_and(|down| record.ended.is_none_or(|ended| down.begins < ended))
     }
 
     /// The copies that were ever at an address, and where in its buffer each byte belongs.
@@ -137,6 +160,32 @@ impl Judge {
             || self.copies_at(record.addr).any(brought_back)
     }
 
+    /// Rule L17: what the CPU has to itself after a strict unmap, no device writes; returns how often
+    /// one did that was allowed to. A lazy unmap hands a page back before its invalidation, and the
+    /// page's next owner may unmap it strictly: under a policy that has changed since and whose flush
+    /// failed, or as coherent memory, whose unmap is always strict. Only by the earlier address,
+    /// which is still open, may the page be written then.
+    pub(super) fn check_overwritten(&self, records: &[Vec<Record>]) -> Result<u64, String> {
+        let mut reused = 0;
+        for &Overwritten { gpa, word, at } in self.accounts.iter().flat_map(|a| &a.overwritten) {
+            let record = stamped(records, word);
+            let earlier = record.and_then(|record| {
+                self.allowing(record).find(|(piece, slot)| {
+                    !slot
+                        && piece.target_of(record.addr) == gpa
+                        && piece.closed.is_none_or(|closed| at < closed)
+                })
+            });
+            if earlier.is_none() {
+                return Err(format!(
+                    "{gpa:#x} was written after its unmap had returned at {at}: {word:#x}, {record:x?}"
+                ));
+            }
+            reused += 1;
+        }
+        Ok(reused)
+    }
+
     /// Rule L17: when a strict unmap has returned, there was an invalidation.
     pub(super) fn check_returned(&self) -> Result<(), String> {
         for returned in self.accounts.iter().flat_map(|account| &account.returned) {
@@ -160,6 +209,12 @@ impl Judge {
     }
 }
 
+/// The access that wrote this word, if a probe did.
+fn stamped(records: &[Vec<Record>], word: u64) -> Option<&Record> {
+    let probe = (word & 0xff << 56 == STAMP).then(|| records.get((word >> 48 & 0xff) as usize))?;
+    probe?.get(word as u32 as usize)
+}
+
 /// What the probes have written is where it was to go.
 pub(super) fn check_stamps(
     pages: &Pages,
@@ -174,11 +229,10 @@ pub(super) fn check_stamps(
             if word != NAME | gpa {
                 return Err(format!("{word:#x} was written at {gpa:#x}, where no device writes"));
             }
-        } else if word & 0xff << 56 == STAMP {
-            let record = &records[(word >> 48 & 0xff) as usize][word as u32 as usize];
-            if !judge.leads_to(record, gpa) {
-                return Err(format!("{record:x?} has written to {gpa:#x}"));
-            }
+        } else if let Some(record) = stamped(records, word)
+            && !judge.leads_to(record, gpa)
+        {
+            return Err(format!("{record:x?} has written to {gpa:#x}"));
         }
     }
     Ok(())
