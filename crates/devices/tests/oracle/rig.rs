@@ -13,7 +13,7 @@ use ringfence_iommu::{
 };
 use ringfence_iommu_testing::Faulty;
 use ringfence_iotlb::{Binding, Endpoint};
-use ringfence_iova::{Allocator, Aperture, Magazines, RbTree, Slabs};
+use ringfence_iova::{Allocator, Aperture, Magazines, RbTree, SlabConfig, Slabs};
 use ringfence_mem::{GuestRam, Memory};
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_sync::cpu::OsCpu;
@@ -54,6 +54,8 @@ pub(crate) type UnmapBatch<B, T> = ringfence_dma::UnmapBatch<Arc<Stack>, Arc<dyn
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Addresses {
     Slabs,
+    /// Of few ranges each, none of which is kept when it is all free.
+    FewSlabs,
     Magazines,
     Tree,
 }
@@ -81,6 +83,8 @@ pub(crate) struct Setup {
     pub(crate) at_the_top: bool,
     /// How many mappings the device holds before it refuses more.
     pub(crate) mappings: u64,
+    /// And how many bytes of table.
+    pub(crate) table_bytes: u64,
     pub(crate) notify: Notify,
     /// Requests under way at a time, twice.
     pub(crate) ring_size: u16,
@@ -98,6 +102,18 @@ pub(crate) struct Setup {
     /// The limits of its bounce pools, and pages of memory for them; `None` for no pools.
     pub(crate) bounces: Option<(BounceLimits, usize)>,
     pub(crate) lie: Lie,
+}
+
+impl Setup {
+    /// Whether the device may refuse mappings.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.mappings < 1 << 16 || self.table_bytes < 16 << 20
+    }
+
+    /// Whether a map may fail, even if nothing else does.
+    pub(crate) fn may_fail(&self) -> bool {
+        self.is_limited() || self.space < 1 << 20
+    }
 }
 
 pub(crate) struct Rig {
@@ -127,7 +143,7 @@ impl Rig {
         let reserved = ReservedRegion { range: RESERVED, kind: ReservedKind::Reserved };
         let geometry =
             Geometry { reserved: [reserved].into(), ..Geometry::new(page_sizes, Range::ALL) };
-        let limits = Limits { table_bytes: 16 << 20, mappings: setup.mappings };
+        let limits = Limits { table_bytes: setup.table_bytes, mappings: setup.mappings };
         let ram = GuestRam::new(2 << 20, GPA).unwrap();
         let memory = Memory::of_ram(&ram).unwrap();
         let (mut source, domain) = match setup.kind {
@@ -270,6 +286,11 @@ fn allocator(setup: &Setup) -> Box<dyn Allocator> {
     let aperture = aperture.unwrap();
     match setup.addresses {
         Addresses::Slabs => Box::new(Slabs::new(aperture, OsCpu::new())),
+        Addresses::FewSlabs => {
+            let largest_slab = Some(4 * setup.granule);
+            let config = SlabConfig { largest_slab, idle_slabs: 0, ..SlabConfig::default() };
+            Box::new(Slabs::with_config(aperture, OsCpu::new(), config))
+        }
         Addresses::Magazines => Box::new(Magazines::new(RbTree::new(aperture), OsCpu::new())),
         Addresses::Tree => Box::new(RbTree::new(aperture)),
     }

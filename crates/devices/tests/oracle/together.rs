@@ -525,7 +525,7 @@ pub(crate) fn run(
             let (up, down) = setup.renews.unwrap_or((200, 0));
             thread::sleep(Duration::from_micros(up));
             if renewed.is_ok() && setup.renews.is_some() {
-                let (time, limited) = (Duration::from_micros(down), setup.mappings < 1 << 16);
+                let (time, limited) = (Duration::from_micros(down), setup.is_limited());
                 renewed = renew(&mut rig, time, limited, &mut downs);
             }
         }
@@ -556,7 +556,7 @@ pub(crate) fn run(
         return Err(taken);
     }
     // What fails may cost a pool its addresses.
-    let exact = failures == 0 && setup.mappings == 1 << 16 && setup.space == 1 << 20;
+    let exact = failures == 0 && !setup.may_fail();
     slots_left(&mut rig, quarantined, exact)?;
     let judge = Judge::new(&rig.history, accounts, downs);
     let mut count = Count::default();

@@ -309,11 +309,13 @@ prop_compose! {
         granule in prop_oneof![3 => Just(4096u64), 1 => Just(512)],
         addresses in prop_oneof![
             Just(Addresses::Slabs),
+            Just(Addresses::FewSlabs),
             Just(Addresses::Magazines),
             Just(Addresses::Tree)
         ],
         at_the_top in any::<bool>(),
         mappings in prop_oneof![2 => Just(1u64 << 16), 1 => 4..40u64],
+        table_bytes in prop_oneof![5 => Just(16u64 << 20), 1 => (1u64 << 14)..(1 << 17)],
         notify in prop_oneof![2 => Just(Notify::Adaptive), 1 => Just(Notify::Sleep)],
         ring_size in prop_oneof![Just(8u16), Just(64)],
         probe_first in any::<bool>(),
@@ -338,7 +340,7 @@ prop_compose! {
         };
         let lie = Lie::Nothing;
         Setup {
-            config, granule, addresses, at_the_top, mappings, notify, ring_size, probe_first, kind,
+            config, granule, addresses, at_the_top, mappings, table_bytes, notify, ring_size, probe_first, kind,
             space, entries, leaves_queued, bounces, lie, renews: None,
         }
     }
