@@ -1,6 +1,7 @@
 //! What a device may touch, over time, with every part real: the DMA API over the virtio-iommu
 //! driver, virtqueues in shared memory, and, on worker threads, the IOMMU's unit and a device that
-//! keeps trying addresses through its IOTLB.
+//! keeps trying addresses through its IOTLB. Or the DMA API is over a table in this process, or over a
+//! front end's, which a device IOTLB asks for what it misses.
 //!
 //! * [`program`]: random programs of one driver; after each step the device tries everything that it
 //!   may reach and much that it may not, and each refusal must come back as a fault record.
@@ -8,7 +9,8 @@
 //!   access.
 //! * [`mutants`]: a stack with one deliberate defect must not pass either of them.
 //!
-//! `PROPTEST_CASES` sets how many programs are run.
+//! `PROPTEST_CASES` sets how many programs are run, `ORACLE_KIND` what they run over: `virtio-iommu`,
+//! `lazy` (one that answers an UNMAP before its invalidation), `table` or `iotlb`.
 
 #[path = "../../../dma/tests/api/copied.rs"]
 mod copied;
