@@ -9,6 +9,7 @@ mod chain;
 mod container;
 mod device;
 mod group;
+mod info;
 mod ioctl;
 mod iommu;
 mod region;

@@ -6,24 +6,19 @@ use std::{
 };
 
 use parking_lot::Mutex;
-use ringfence_iommu::{Iova, Range, ReservedRegion};
+use ringfence_iommu::ReservedRegion;
 use rustix::io::Errno;
 use vfio_bindings::bindings::vfio::{
     VFIO_API_VERSION, VFIO_IOMMU_DIRTY_PAGES_FLAG_GET_BITMAP, VFIO_IOMMU_DIRTY_PAGES_FLAG_START,
-    VFIO_IOMMU_DIRTY_PAGES_FLAG_STOP, VFIO_IOMMU_INFO_CAPS, VFIO_IOMMU_INFO_PGSIZES,
-    VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE, VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION,
-    VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL, VFIO_TYPE1v2_IOMMU, VFIO_UNMAP_ALL, VFIO_UPDATE_VADDR,
+    VFIO_IOMMU_DIRTY_PAGES_FLAG_STOP, VFIO_TYPE1v2_IOMMU, VFIO_UNMAP_ALL, VFIO_UPDATE_VADDR,
     vfio_bitmap, vfio_iommu_type1_dirty_bitmap, vfio_iommu_type1_dirty_bitmap_get,
-    vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap, vfio_iommu_type1_info,
-    vfio_iommu_type1_info_cap_iova_range, vfio_iommu_type1_info_cap_migration,
-    vfio_iommu_type1_info_dma_avail,
+    vfio_iommu_type1_dma_map, vfio_iommu_type1_dma_unmap,
 };
 
 use super::{
-    Bitmap, Device, DirtyInfo, Extension, Group, KernelResult, Locked, MapFlags, Sysfs, Type1Info,
+    Bitmap, Device, Extension, Group, KernelResult, Locked, MapFlags, Sysfs, Type1Info,
     Type1Kernel, UnmapFlags,
-    chain::{Capability, Chain, u32_at, u64_at},
-    ioctl, open,
+    info, ioctl, open,
 };
 use crate::{
     error::{Error, Result},
@@ -163,7 +158,7 @@ impl Attached {
 
 impl Type1Kernel for Attached {
     fn info(&self) -> KernelResult<Type1Info> {
-        Ok(parse(&ioctl::reply(&self.file, GET_INFO, 0)?))
+        Ok(info::parse(&ioctl::reply(&self.file, GET_INFO, 0)?))
     }
 
     fn has(&self, extension: Extension) -> bool {
@@ -238,88 +233,9 @@ fn raw(dirty: Option<Bitmap<'_>>) -> vfio_bitmap {
     }
 }
 
-/// Parses a reply to `VFIO_IOMMU_GET_INFO`.
-fn parse(info_bytes: &[u8]) -> Type1Info {
-    let flags = u32_at(info_bytes, offset_of!(vfio_iommu_type1_info, flags)).unwrap_or(0);
-    let mut info = Type1Info::default();
-    if flags & VFIO_IOMMU_INFO_PGSIZES != 0 {
-        let at = offset_of!(vfio_iommu_type1_info, iova_pgsizes);
-        info.page_sizes = u64_at(info_bytes, at).unwrap_or(0);
-    }
-    if flags & VFIO_IOMMU_INFO_CAPS != 0 {
-        let at = offset_of!(vfio_iommu_type1_info, cap_offset);
-        for capability in Chain::new(info_bytes, u32_at(info_bytes, at).unwrap_or(0)) {
-            note(&mut info, &capability);
-        }
-    }
-    info
-}
-
-fn note(info: &mut Type1Info, capability: &Capability<'_>) {
-    match capability.id {
-        VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE => {
-            type Cap = vfio_iommu_type1_info_cap_iova_range;
-            let count = u32_at(capability.bytes, offset_of!(Cap, nr_iovas)).unwrap_or(0);
-            let pairs = capability.pairs(offset_of!(Cap, iova_ranges), count);
-            let mut ranges: Vec<_> =
-                pairs.filter_map(|(first, last)| Range::new(Iova(first), Iova(last))).collect();
-            ranges.sort();
-            info.ranges = Some(ranges);
-        }
-        VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION => {
-            type Cap = vfio_iommu_type1_info_cap_migration;
-            let page_sizes = u64_at(capability.bytes, offset_of!(Cap, pgsize_bitmap));
-            let max_bytes = u64_at(capability.bytes, offset_of!(Cap, max_dirty_bitmap_size));
-            let both = page_sizes.zip(max_bytes);
-            info.dirty = both.map(|(page_sizes, max_bytes)| DirtyInfo { page_sizes, max_bytes });
-        }
-        VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL => {
-            let at = offset_of!(vfio_iommu_type1_info_dma_avail, avail);
-            info.available = u32_at(capability.bytes, at);
-        }
-        _ => {}
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
-
-    /// Two numbers that follow each other in memory.
-    fn both(first: u32, second: u32) -> u64 {
-        u64::from_ne_bytes([first.to_ne_bytes(), second.to_ne_bytes()].concat().try_into().unwrap())
-    }
-
-    /// A reply with every capability, as a kernel lays it out.
-    fn info_bytes() -> Vec<u8> {
-        let mut words =
-            vec![both(0, VFIO_IOMMU_INFO_PGSIZES | VFIO_IOMMU_INFO_CAPS), 0x4020_1000, both(24, 0)];
-        let header = |id: u32, next: u32| both(1 << 16 | id, next);
-        words.extend([header(VFIO_IOMMU_TYPE1_INFO_CAP_MIGRATION, 56), 0, 0x1000, 0x1000_0000]);
-        words.extend([header(VFIO_IOMMU_TYPE1_INFO_DMA_AVAIL, 72), 65_535]);
-        words.extend([header(VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE, 0), 2]);
-        words.extend([0xfef0_0000, u64::MAX, 0, 0xfedf_ffff]);
-        words.iter().flat_map(|word| word.to_ne_bytes()).collect()
-    }
-
-    #[test]
-    fn info_is_read_as_it_is_laid_out() {
-        let range = |first, last| Range::new(Iova(first), Iova(last)).unwrap();
-        assert_eq!(
-            parse(&info_bytes()),
-            Type1Info {
-                page_sizes: 0x4020_1000,
-                ranges: Some(vec![range(0, 0xfedf_ffff), range(0xfef0_0000, u64::MAX)]),
-                available: Some(65_535),
-                dirty: Some(DirtyInfo { page_sizes: 0x1000, max_bytes: 0x1000_0000 }),
-            }
-        );
-        // A kernel from before capabilities reports only its page sizes.
-        let old = parse(&info_bytes()[..16]);
-        assert_eq!(old, Type1Info { page_sizes: 0x4020_1000, ..Type1Info::default() });
-    }
 
     #[test]
     fn what_takes_no_container_says_so() {
@@ -334,23 +250,5 @@ mod tests {
         let bitmap = Bitmap { page: 4096, words: &mut words };
         assert_eq!(attached.dirty(0, 4096, bitmap), Err(Errno::NOTTY));
         assert!(attached.device("0000:00:00.0").is_err());
-    }
-
-    proptest! {
-        #[test]
-        fn no_info_is_too_strange(
-            flips in prop::collection::vec((0..120_usize, any::<u8>()), 0..8),
-            cut in 0..130_usize,
-        ) {
-            let mut info_bytes = info_bytes();
-            for (at, byte) in flips {
-                if let Some(there) = info_bytes.get_mut(at) {
-                    *there = byte;
-                }
-            }
-            info_bytes.truncate(cut);
-            let info = parse(&info_bytes);
-            prop_assert!(info.ranges.unwrap_or_default().is_sorted());
-        }
     }
 }
