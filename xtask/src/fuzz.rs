@@ -1,8 +1,15 @@
 //! The fuzz targets: a fixed number of runs with a fixed seed in a test run, time and new seeds in a soak.
+//! All begin with the inputs in `fuzz/seeds`.
+
+pub(crate) mod coverage;
+mod hours;
+pub(crate) mod seeds;
 
 use std::{
+    fs,
+    io::Read,
     path::{Path, PathBuf},
-    process::Command,
+    process::{Child, Command, Stdio},
     sync::Mutex,
 };
 
@@ -12,22 +19,27 @@ use crate::{
     suite::side_by_side,
     workspace::{root, run},
 };
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// How long a target runs.
 #[derive(Clone, Copy)]
 pub(crate) enum Length {
-    /// The same runs each time, on the cases in `fuzz/cases` and on mutations of them.
+    /// The same runs each time, on the seeds, on the cases in `fuzz/cases` and on mutations of them.
     Repeatable,
-    /// As long as this with this seed; the corpus is kept for the next time.
-    Explore { seconds: u64, seed: u64 },
+    /// As long as this with this seed; the corpus is kept for the next time. `noted`: in
+    /// `fuzz/hours.toml`.
+    Explore { seconds: u64, seed: u64, noted: bool },
 }
 
 /// How many runs of each target a test run makes: as many as five seconds hold on an idle processor.
 fn runs(target: &str) -> u32 {
     match target {
-        "vhost_user_channel" => 20_000,
+        "viommu_saved" => 2_000,
+        "dirty_log" | "inflight" | "iotlb" => 5_000,
+        "vfio_replies" | "vhost_user_channel" => 20_000,
+        "virtq_driver" => 60_000,
         "trace" => 100_000,
         "viommu_pieces" | "viommu_ring" => 100_000,
         "vhost_user_front" | "vhost_user_msg" | "viommu_orders" => 150_000,
@@ -49,20 +61,7 @@ pub(crate) struct Targets {
 /// address sanitiser if `sanitise` and a nightly compiler is there.
 pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
     let folder = root().join("fuzz");
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(folder.join("fuzz_targets"))? {
-        let path = entry?.path();
-        // Folders hold what targets share.
-        if path.is_dir() {
-            continue;
-        }
-        let name = path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
-        if only.is_none_or(|only| name.contains(only)) {
-            names.push(name.to_owned());
-        }
-    }
-    ensure!(!names.is_empty(), "no fuzz target has {:?} in its name", only.unwrap_or_default());
-    names.sort();
+    let names = names(only)?;
     let nightly = sanitise && has_nightly();
     if sanitise {
         println!(
@@ -90,6 +89,25 @@ pub(crate) fn build(only: Option<&str>, sanitise: bool) -> Result<Targets> {
         .env("CARGO_TARGET_DIR", &build)
         .current_dir(&folder))?;
     Ok(Targets { binaries: build.join(TARGET).join("release"), names })
+}
+
+/// The names of the targets that contain `only`.
+fn names(only: Option<&str>) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in fs::read_dir(root().join("fuzz/fuzz_targets"))? {
+        let path = entry?.path();
+        // Folders hold what targets share.
+        if path.is_dir() {
+            continue;
+        }
+        let name = path.file_stem().and_then(|n| n.to_str()).context("a file without a name")?;
+        if only.is_none_or(|only| name.contains(only)) {
+            names.push(name.to_owned());
+        }
+    }
+    ensure!(!names.is_empty(), "no fuzz target has {:?} in its name", only.unwrap_or_default());
+    names.sort();
+    Ok(names)
 }
 
 /// Whether there is a nightly toolchain.
@@ -125,16 +143,16 @@ impl Targets {
             Length::Explore { .. } => folder.join("corpus").join(name),
         };
         if matches!(length, Length::Repeatable) && corpus.exists() {
-            std::fs::remove_dir_all(&corpus)?;
+            fs::remove_dir_all(&corpus)?;
         }
-        std::fs::create_dir_all(&corpus)?;
-        std::fs::create_dir_all(&cases)?;
+        fs::create_dir_all(&corpus)?;
+        fs::create_dir_all(&cases)?;
         let mut command = Command::new(self.binaries.join(name));
         match length {
             Length::Repeatable => {
                 command.arg("-seed=1").arg(format!("-runs={}", runs(name)));
             }
-            Length::Explore { seconds, seed } => {
+            Length::Explore { seconds, seed, .. } => {
                 // libFuzzer takes 32 bits, and chooses a seed itself for 0.
                 let seed = (seed as u32).max(1);
                 command.arg(format!("-max_total_time={seconds}")).arg(format!("-seed={seed}"));
@@ -146,24 +164,44 @@ impl Targets {
             .arg(format!("-artifact_prefix={}/", cases.display()))
             .args(limits)
             .args([&corpus, &cases])
+            .args(Some(folder.join("seeds").join(name)).filter(|seeds| seeds.exists()))
             .current_dir(&folder);
-        let output = command.output().with_context(|| name.to_owned())?;
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        if !output.status.success() {
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+        let (stderr, cpu_seconds) = attend(&mut child)?;
+        let status = child.wait()?;
+        if !status.success() {
             let repeat = format!("cargo xtask fuzz --only {name}");
             bail!(
-                "{}; commit what is new in {}; to repeat it: {repeat}\n{stderr}",
-                output.status,
+                "{status}; commit what is new in {}; to repeat it: {repeat}\n{stderr}",
                 show(&cases)
             );
         }
         let executed =
             stderr.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
-        println!("{name}: {} runs", executed.unwrap_or("?").trim());
+        let executed = executed.unwrap_or("?").trim();
+        println!("{name}: {executed} runs");
+        if let Length::Explore { noted: true, .. } = length {
+            hours::add(name, cpu_seconds, executed.parse().unwrap_or(0))?;
+        }
         // Fails unless it is empty.
-        let _ = std::fs::remove_dir(&cases);
+        let _ = fs::remove_dir(&cases);
         Ok(())
     }
+}
+
+/// Reads what a target prints until it ends; also returns the processor time that it has taken.
+fn attend(child: &mut Child) -> Result<(String, f64)> {
+    let mut printed = Vec::new();
+    child.stderr.take().context("it was given one")?.read_to_end(&mut printed)?;
+    let pid = Pid::from_child(child);
+    // Its times are there until it is waited for.
+    waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT)?;
+    let stat = fs::read_to_string(format!("/proc/{}/stat", child.id()))?;
+    // Behind the name: state, and from the twelfth word on the times of the process, in hundredths.
+    let behind = stat.rsplit_once(')').map_or("", |(_, behind)| behind);
+    let ticks: u64 =
+        behind.split_whitespace().skip(11).take(2).filter_map(|it| it.parse::<u64>().ok()).sum();
+    Ok((String::from_utf8_lossy(&printed).into_owned(), ticks as f64 / 100.0))
 }
 
 fn show(path: &Path) -> String {

@@ -146,8 +146,14 @@ enum Command {
         #[arg(long, default_value_t = 40)]
         lines: usize,
     },
-    /// Runs every fuzz target for a while.
+    /// Runs every fuzz target for a while; fuzz/hours.toml adds it up.
     Fuzz {
+        /// Runs none, but writes fuzz/seeds anew.
+        #[arg(long)]
+        seeds: bool,
+        /// Runs none, but prints how much of each parser the inputs that there are reach.
+        #[arg(long)]
+        coverage: bool,
         /// How long each runs.
         #[arg(long, default_value_t = 60)]
         seconds: u64,
@@ -185,9 +191,11 @@ fn run(command: Command) -> Result<()> {
         Command::Readme { only } => readme::regenerate(only.as_deref()),
         Command::Soak { minutes, only } => soak::soak(minutes, only.as_deref()),
         Command::Timeline { thread, seconds, lines } => timeline::run(&thread, seconds, lines),
-        Command::Fuzz { seconds, only } => {
-            let seed = std::process::id().into();
-            fuzz::build(only.as_deref(), true)?.run(fuzz::Length::Explore { seconds, seed })
+        Command::Fuzz { seeds: true, .. } => fuzz::seeds::write(),
+        Command::Fuzz { coverage: true, only, .. } => fuzz::coverage::print(only.as_deref()),
+        Command::Fuzz { seconds, only, .. } => {
+            let (seed, noted) = (std::process::id().into(), true);
+            fuzz::build(only.as_deref(), true)?.run(fuzz::Length::Explore { seconds, seed, noted })
         }
     }
 }

@@ -62,7 +62,8 @@ pub(crate) fn soak(minutes: u64, only: Option<&str>) -> Result<()> {
         tests.retain(|(_, names)| !names.is_empty());
         if let Some(targets) = &mut targets
             && Instant::now() < end
-            && let Err(error) = targets.run(Length::Explore { seconds: FUZZ_SECONDS, seed })
+            && let Err(error) =
+                targets.run(Length::Explore { seconds: FUZZ_SECONDS, seed, noted: true })
         {
             println!("{error:#}");
             found.push(format!("{error:#}").lines().next().unwrap_or_default().to_owned());

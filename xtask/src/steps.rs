@@ -143,7 +143,7 @@ const STEPS: &[Step] = &[
     }),
     long("every mutant on all models", 1800, |_| mutants::run(None, Table::Compare)),
     long("fuzz for a minute each", 700, |_| {
-        fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1 })
+        fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1, noted: false })
     }),
     long("packages", 600, |_| published()),
     long("docs.rs", 300, |_| docs_rs()),
