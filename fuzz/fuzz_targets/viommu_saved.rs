@@ -9,7 +9,6 @@
 //! input are a saved connection, judged by a walk over its headers.
 #![no_main]
 
-#[allow(dead_code)]
 #[path = "../../crates/virtio-iommu/tests/common/mod.rs"]
 mod common;
 

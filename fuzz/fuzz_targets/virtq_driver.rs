@@ -92,7 +92,7 @@ fn run(ram: &Ram, chain: &mut Chain, size: u8, flags: u8, steps: &[u8]) {
             }
             _ => {
                 let some = bench.driver.enable_notifications();
-                assert!(bench.device.is_none() || some == !bench.given.is_empty());
+                assert!(bench.device.is_none() || some != bench.given.is_empty());
             }
         }
         bench.check();

@@ -2,16 +2,21 @@
 
 mod common;
 #[path = "common/machine.rs"]
+#[allow(dead_code)]
 mod machine;
 
 use std::{
     fs,
-    os::unix::net::{UnixDatagram, UnixListener, UnixStream},
+    io::{Read, Write},
+    os::{
+        fd::OwnedFd,
+        unix::net::{UnixDatagram, UnixListener},
+    },
     time::{Duration, Instant},
 };
 
 use common::{Place, Running};
-use machine::{BLOCKS, Kept, LONG, Load, MIB, Machine, PAGE, content, figure, figures};
+use machine::{Kept, LONG, Load, MIB, Machine, PAGE, connected, content, figure, figures};
 use ringfence_virtq::blk::{self, Kind};
 use rustix::process::Signal;
 use zerocopy::IntoBytes;
@@ -156,12 +161,7 @@ fn a_back_end_that_is_killed_under_load_and_started_again_loses_nothing() {
         let image = place.write("disk.img", vec![0; MIB]);
         let mut machine = Machine::new(2, translated);
         let mut kept = Kept::default();
-        let mut load = Load {
-            versions: HashMap::new(),
-            under_way: HashMap::new(),
-            acknowledged: 0,
-            tokens: 0,
-        };
+        let mut load = Load::default();
         for life in 0..6 {
             let running = started(&place, &["--queues", "2"]);
             let connection = machine.connect(&place.path("s"), Some(&mut kept));

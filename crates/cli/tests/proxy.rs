@@ -3,15 +3,17 @@
 
 mod common;
 #[path = "common/machine.rs"]
+#[allow(dead_code)]
 mod machine;
 
 use std::{
     fs,
     process::{Child, Command},
+    time::Instant,
 };
 
 use common::{Place, Running};
-use machine::{BLOCKS, Kept, Load, MIB, Machine, PAGE, content, figure, figures};
+use machine::{Kept, LONG, Load, MIB, Machine, PAGE, content, figure, figures};
 use ringfence_virtq::blk::Kind;
 use rustix::process::Signal;
 
@@ -113,5 +115,56 @@ fn qemus_storage_daemon_serves_through_it() {
         serves(&place, translated);
         ends(front);
         assert_eq!(fs::read(image).unwrap()[4096..4 * 4096], vec![0x42; 3 * 4096]);
+    }
+}
+
+/// Writes, while the proxy or its back end is killed and started again.
+fn is_killed_under_load(translated: bool, front_dies: bool) {
+    let place = Place::new();
+    let image = place.write("disk.img", vec![0; MIB]);
+    let starts =
+        |dies: bool| if dies == front_dies { proxy(&place, &[]) } else { our_back_end(&place) };
+    let (stays, mut dies) = (starts(false), starts(true));
+    let mut machine = Machine::new(2, translated);
+    let (mut load, mut kept) = (Load::default(), Kept::default());
+    for round in 1..=4 {
+        let connection = machine.connect(&place.path("s"), Some(&mut kept));
+        let begun = Instant::now();
+        while load.acknowledged < round * 150 {
+            load.step(&mut machine, true);
+            assert!(begun.elapsed() < LONG, "it stands still at {}", load.acknowledged);
+        }
+        dies.signal(Signal::KILL);
+        assert_eq!(dies.wait().code(), -9);
+        dies = starts(true);
+        drop(connection);
+    }
+    let _connection = machine.connect(&place.path("s"), Some(&mut kept));
+    let begun = Instant::now();
+    while !load.under_way.is_empty() {
+        load.step(&mut machine, false);
+        assert!(begun.elapsed() < LONG, "{} requests are lost", load.under_way.len());
+    }
+    for running in if front_dies { [dies, stays] } else { [stays, dies] } {
+        ends(running);
+    }
+    let disk = fs::read(image).unwrap();
+    for (block, version) in load.versions {
+        let at = block as usize * PAGE;
+        assert!(disk[at..at + PAGE] == content(block, version)[..], "block {block}");
+    }
+}
+
+#[test]
+fn a_proxy_that_is_killed_under_load_and_started_again_loses_nothing() {
+    for translated in [false, true] {
+        is_killed_under_load(translated, true);
+    }
+}
+
+#[test]
+fn a_back_end_that_is_killed_under_load_and_started_again_loses_nothing() {
+    for translated in [false, true] {
+        is_killed_under_load(translated, false);
     }
 }

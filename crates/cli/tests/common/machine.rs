@@ -238,6 +238,7 @@ pub(crate) fn figures(place: &Place) -> String {
 }
 
 /// One write at a time to each block; acknowledged versions are remembered.
+#[derive(Default)]
 pub(crate) struct Load {
     pub(crate) versions: HashMap<u64, u32>,
     /// By token: the block and its new version.

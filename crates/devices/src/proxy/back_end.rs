@@ -1,6 +1,6 @@
 //! The back end behind a proxy, for one connection.
 
-use std::{io, os::fd::AsFd, sync::Arc, time::Duration};
+use std::{io, os::fd::AsFd, sync::Arc};
 
 use ringfence_mem::{GuestRam, MemError, PAGE_SIZE, Region, Window};
 use ringfence_run::{
@@ -18,14 +18,10 @@ use ringfence_virtq::{
 };
 
 use super::{
-    connector::{Connected, Heard},
+    connector::{Connected, Heard, REPLIES_WITHIN},
     slots::Slots,
 };
 
-/// How long a back end may take to reply: to GET_VRING_BASE once all its requests have completed. A
-/// VMM waits meanwhile. When the time is over the connection ends on both sides, and the requests
-/// stay on record: no promise depends on a reply.
-pub(super) const REPLIES_WITHIN: Duration = Duration::from_secs(20);
 /// Where the back end sees its memory. (Not at 0, which some take for an error; and nothing of this
 /// process's own addresses.)
 const FIRST: u64 = 1 << 30;
@@ -34,7 +30,7 @@ pub(super) const RING_SIZE: u16 = 1024;
 /// The bytes of a shadow ring of that size, of either format.
 const RING_BYTES: usize = 64 << 10;
 /// The features of rings and transports, which the proxy negotiates itself on either side.
-const OF_RINGS: u64 = 0x3ffff_ff00_0000;
+const OF_RINGS: u64 = 0x3_ffff_ff00_0000;
 /// The protocol features that it can pass on.
 const PASSED: ProtocolFeatures = ProtocolFeatures::CONFIG.union(ProtocolFeatures::RARP);
 

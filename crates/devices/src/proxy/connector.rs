@@ -13,6 +13,7 @@ use std::{
         mpsc::{self, Receiver, Sender},
     },
     thread,
+    time::Duration,
 };
 
 use ringfence_run::event;
@@ -24,8 +25,10 @@ use rustix::{
     net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with},
 };
 
-use super::back_end::REPLIES_WITHIN;
-
+/// How long a back end may take to reply: to GET_VRING_BASE once all its requests have completed. A
+/// VMM waits meanwhile. When the time is over the connection ends on both sides, and the requests
+/// stay on record: no promise depends on a reply.
+pub(super) const REPLIES_WITHIN: Duration = Duration::from_secs(20);
 /// Connects to one back end, by its path: the only thread of a service that may connect to
 /// anything.
 pub struct Connector {

@@ -14,7 +14,8 @@ use ringfence_virtq::F_VERSION_1;
 
 use super::{
     Connector, ProxyOptions, ProxyQueue, ProxyUnit,
-    back_end::{BackEnd, REPLIES_WITHIN, RING_SIZE},
+    back_end::{BackEnd, RING_SIZE},
+    connector::REPLIES_WITHIN,
 };
 
 /// The proxy of one back end, for one connection of a front end.

@@ -224,6 +224,9 @@ impl ProxyQueue {
             left -= if write { part } else { 0 };
             self.slots.piece(&slot, place, part).fill_zero();
         }
+        if self.indirect {
+            self.slots.rest(&slot, layout(chain).0).fill_zero();
+        }
         self.slots.give_back(slot);
     }
 

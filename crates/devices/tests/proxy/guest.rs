@@ -248,8 +248,8 @@ impl Guest {
         let (chains, descs) = self.back;
         let size = u32::from(SIZE);
         let wrap = 1 - descs / size % 2;
-        let position = descs % size | wrap << 15;
-        let expected = if self.packed { position << 16 | position } else { chains };
+        let position = (descs % size) | (wrap << 15);
+        let expected = if self.packed { (position << 16) | position } else { chains };
         assert_eq!(self.main.get_vring_base(0).unwrap(), expected);
     }
 

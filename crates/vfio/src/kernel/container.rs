@@ -17,8 +17,7 @@ use vfio_bindings::bindings::vfio::{
 
 use super::{
     Bitmap, Device, Extension, Group, KernelResult, Locked, MapFlags, Sysfs, Type1Info,
-    Type1Kernel, UnmapFlags,
-    info, ioctl, open,
+    Type1Kernel, UnmapFlags, info, ioctl, open,
 };
 use crate::{
     error::{Error, Result},
