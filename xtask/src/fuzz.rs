@@ -6,6 +6,7 @@ mod hours;
 pub(crate) mod seeds;
 
 use std::{
+    collections::BTreeMap,
     fs,
     io::Read,
     path::{Path, PathBuf},
@@ -206,4 +207,9 @@ fn attend(child: &mut Child) -> Result<(String, f64)> {
 
 fn show(path: &Path) -> String {
     path.strip_prefix(root()).unwrap_or(path).display().to_string()
+}
+
+/// For how many processor hours each target has run by hand and in soaks.
+pub(crate) fn hours() -> Result<BTreeMap<String, f64>> {
+    hours::all()
 }

@@ -7,6 +7,7 @@ mod book;
 mod circles;
 mod debian;
 mod deny;
+mod evidence;
 mod floors;
 mod front_door;
 mod fuzz;
@@ -61,6 +62,12 @@ enum Command {
         /// Also prints the rules that are in order.
         #[arg(long)]
         all: bool,
+    },
+    /// Compares docs/evidence.md, what stands behind each promise of the README, with the tree.
+    Evidence {
+        /// Makes the page anew.
+        #[arg(long)]
+        update: bool,
     },
     /// Counts lines of the product and `unsafe` by crate; fails if there is more than in
     /// xtask/house.toml, if files import each other, or if a long file has no reason.
@@ -177,6 +184,7 @@ fn run(command: Command) -> Result<()> {
     match command {
         Command::Test { only, all, list } => steps::test(only.as_deref(), all, list),
         Command::Rules { all } => rules::account(all),
+        Command::Evidence { update } => evidence::check(update),
         Command::House { update } => house::check(update),
         Command::Interface { update } => interface::check(update),
         Command::Book => book::make(),

@@ -74,6 +74,12 @@ pub(crate) fn account(all: bool) -> Result<()> {
     Ok(())
 }
 
+/// The rules that have tests, and how many.
+pub(crate) fn tested() -> Result<BTreeMap<String, usize>> {
+    let tests = tests_found::find(&crate::workspace::root())?.tests;
+    Ok(tests.into_iter().map(|(id, places)| (id.to_string(), places.len())).collect())
+}
+
 /// A rule's letter and number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Id(char, u32);

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::{
-    architecture, book, debian, deny, floors, front_door,
+    architecture, book, debian, deny, evidence, floors, front_door,
     fuzz::{self, Length},
     gate, guests, house, interface, links,
     mutants::{self, Table},
@@ -101,6 +101,7 @@ const STEPS: &[Step] = &[
         let kinds = [
             ("ringfence-devices", "blk"),
             ("ringfence-devices", "net"),
+            ("ringfence-devices", "proxy"),
             ("ringfence", "driver"),
             ("ringfence", "vfio"),
             ("ringfence", "backend"),
@@ -118,6 +119,7 @@ const STEPS: &[Step] = &[
     step("house", 5, |_| house::check(false)),
     step("interfaces", 10, |_| interface::check(false)),
     step("rules", 5, |_| rules::account(false)),
+    step("evidence", 5, |_| evidence::check(false)),
     step("licences", 5, |_| deny::check()),
     step("build", 450, |run| run.suite().map(|_| ())),
     step("unit and property tests", 300, |run| run.tests(|program| program.package != COMMAND)),

@@ -20,6 +20,13 @@ struct Target {
     commit: String,
 }
 
+/// The processor hours of each target.
+pub(super) fn all() -> Result<BTreeMap<String, f64>> {
+    let text = fs::read_to_string(root().join("fuzz/hours.toml")).unwrap_or_default();
+    let targets: BTreeMap<String, Target> = toml::from_str(&text).context("fuzz/hours.toml")?;
+    Ok(targets.into_iter().map(|(name, target)| (name, target.cpu_hours)).collect())
+}
+
 /// Adds a run of a target.
 pub(super) fn add(name: &str, cpu_seconds: f64, runs: u64) -> Result<()> {
     // Targets run side by side.
