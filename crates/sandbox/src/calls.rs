@@ -221,7 +221,10 @@ pub(super) fn allowed(role: Role, connects: bool) -> Result<Rules, BackendError>
     if connects && matches!(role, Role::Main | Role::Connector) {
         // No other sockets than those of this host's processes.
         for call in [libc::SYS_socket, libc::SYS_socketpair] {
-            rules.insert(call, one_of(0, &[libc::AF_UNIX])?);
+            let unix = equals(0, libc::AF_UNIX)?;
+            let stream = SeccompCmpOp::MaskedEq(SOCKET_KIND);
+            let stream = SeccompCondition::new(1, Dword, stream, libc::SOCK_STREAM as u64)?;
+            rules.insert(call, vec![SeccompRule::new(vec![unix, stream])?]);
         }
     }
     if matches!(role, Role::Main | Role::Front | Role::Connector) {
@@ -254,6 +257,9 @@ const COMMANDS: [c_int; 6] = [
     libc::F_ADD_SEALS,
     libc::F_GET_SEALS,
 ];
+
+/// The bits of a socket's type without its flags.
+const SOCKET_KIND: u64 = 0xf;
 
 /// An argument's bits of `mask` are `value`.
 fn masked(argument: u8, mask: c_int, value: c_int) -> Result<SeccompRule, BackendError> {
@@ -298,8 +304,9 @@ mod tests {
         let roles = Role::ALL.into_iter().flat_map(|role| [(role, false), (role, true)]);
         let may = roles.filter(|&(role, connects)| {
             let rules = allowed(role, connects).unwrap();
-            if let Some(kinds) = rules.get(&libc::SYS_socket) {
-                assert_eq!(*kinds, one_of(0, &[libc::AF_UNIX]).unwrap());
+            for call in [libc::SYS_socket, libc::SYS_socketpair] {
+                // With rules of its own: not any.
+                assert!(rules.get(&call).is_none_or(|kinds| !kinds.is_empty()));
             }
             rules.contains_key(&libc::SYS_connect)
         });

@@ -75,6 +75,10 @@ pub trait RawDevice {
     fn tally(&self) -> &IotlbTally;
     /// The features that it offers besides those of rings.
     fn features(&self) -> u64;
+    /// The features of rings that it does not offer.
+    fn withheld(&self) -> u64 {
+        0
+    }
     /// The protocol features that it offers besides REPLY_ACK, MQ, CONFIGURE_MEM_SLOTS,
     /// RESET_DEVICE, LOG_SHMFD and BACKEND_REQ.
     fn protocol_features(&self) -> ProtocolFeatures {
@@ -332,6 +336,7 @@ impl<D: RawDevice> Handler for Backend<D> {
         let translated = self.endpoint.as_ref().map(|_| F_ACCESS_PLATFORM);
         let bits = rings.into_iter().chain(translated);
         bits.fold(self.device.features(), |features, bit| features | 1 << bit)
+            & !self.device.withheld()
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {

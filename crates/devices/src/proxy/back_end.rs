@@ -107,7 +107,7 @@ impl BackEnd {
             | ProtocolFeatures::BACKEND_REQ;
         let protocol = link.protocol_features()? & wanted;
         link.set_protocol_features(protocol)?;
-        // Without MQ it does not say. No kind of device has more without being asked.
+        // Without MQ it does not say. A network, a disk and the like have no more.
         let many = protocol.contains(ProtocolFeatures::MQ);
         let queues = if many { link.queue_num()?.min(queues) } else { queues.min(2) };
         let speaks = protocol.contains(ProtocolFeatures::BACKEND_REQ);
@@ -147,6 +147,11 @@ impl BackEnd {
         Ok(())
     }
 
+    /// Whether it offers a feature.
+    pub(super) fn offers(&self, bit: u32) -> bool {
+        self.offered & (1 << bit) != 0
+    }
+
     /// Whether it takes chains with tables.
     pub(super) fn indirect(&self) -> bool {
         self.has(F_INDIRECT_DESC)
@@ -181,6 +186,7 @@ impl BackEnd {
         let pool = FIRST + (at + RING_BYTES) as u64;
         let slots = Slots::new(self.slots(ring)?, pool);
         let [kick, call] = [event::new()?, event::new()?];
+        let notifier = Notifier::new(PeerFd::from(kick.try_clone()?))?;
         let (places, first) = (config.offsets(), FIRST + at as u64);
         let [desc, avail, used] =
             [places.desc, places.avail, places.used].map(|offset| first + offset as u64);
@@ -189,12 +195,13 @@ impl BackEnd {
         self.link.set_vring_addr(ring, &RingAddresses { desc, avail, used, log: None })?;
         self.link.set_vring_call(ring, Some(call.as_fd()))?;
         self.link.set_vring_kick(ring, Some(kick.as_fd()))?;
-        let kick = Notifier::new(PeerFd::from(kick))?;
-        Ok(Shadowed { ring: shadow, slots, kick, call: Kick::from(call) })
+        Ok(Shadowed { ring: shadow, slots, kick: notifier, call: Kick::from(call) })
     }
 
+    /// The memory for a ring's slots, with nothing of an earlier ring in it.
     fn slots(&self, ring: u16) -> Result<Window> {
         let at = usize::from(ring) * (RING_BYTES + self.pool_size as usize);
+        self.ram.discard(at + RING_BYTES, self.pool_size as usize)?;
         Ok(self.ram.window(at + RING_BYTES, self.pool_size as usize)?)
     }
 
@@ -210,6 +217,7 @@ impl BackEnd {
     }
 
     pub(super) fn reset(&mut self) -> Result<()> {
+        self.is_set_up = false;
         if self.protocol.contains(ProtocolFeatures::RESET_DEVICE) {
             self.link.reset_device()?;
         }

@@ -29,6 +29,9 @@ use rustix::{
 /// VMM waits meanwhile. When the time is over the connection ends on both sides, and the requests
 /// stay on record: no promise depends on a reply.
 pub(super) const REPLIES_WITHIN: Duration = Duration::from_secs(20);
+/// How often a message of the back end's is taken.
+const AT_MOST_ONE_IN: Duration = Duration::from_millis(1);
+
 /// Connects to one back end, by its path: the only thread of a service that may connect to
 /// anything.
 pub struct Connector {
@@ -214,6 +217,8 @@ impl Ear {
                 return false;
             }
         };
+        // A back end that sends without end gets no more of a CPU.
+        thread::sleep(AT_MOST_ONE_IN);
         let done = match request.message {
             BackendMessage::ConfigChange => {
                 self.front.as_ref().is_some_and(|front| front.config_changed())

@@ -4,13 +4,13 @@ use std::{sync::Arc, time::Instant};
 
 use ringfence_run::{event::Bells, worker::Worker};
 use ringfence_vhost_user::{
-    BackendChannel, HandlerError, InflightRegion, ProtocolFeatures, Shutdown,
+    BackendChannel, HandlerError, InflightRegion, ProtocolFeatures, Shutdown, msg::MAX_CONFIG,
 };
 use ringfence_vhost_user_backend::{
     Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares,
     requests::RequestRings,
 };
-use ringfence_virtq::F_VERSION_1;
+use ringfence_virtq::{F_INDIRECT_DESC, F_VERSION_1};
 
 use super::{
     Connector, ProxyOptions, ProxyQueue, ProxyUnit,
@@ -75,6 +75,11 @@ impl RawDevice for Proxy {
         self.back.features()
     }
 
+    /// A table may have more buffers than a ring that takes no tables.
+    fn withheld(&self) -> u64 {
+        if self.back.offers(F_INDIRECT_DESC) { 0 } else { 1 << F_INDIRECT_DESC }
+    }
+
     fn protocol_features(&self) -> ProtocolFeatures {
         self.back.protocol() | ProtocolFeatures::INFLIGHT_SHMFD
     }
@@ -110,18 +115,26 @@ impl RawDevice for Proxy {
     ) -> Result<(), HandlerError> {
         on.shutdown.into_iter().for_each(|connection| self.connector.ends(connection));
         let (enabled, copy_back) = (start.enabled, self.options.copy_back);
-        let back = &mut self.back;
-        self.rings.start(ring, start, on, |size| {
+        let (back, mut runs) = (&mut self.back, false);
+        let started = self.rings.start(ring, start, on, |size| {
             let shadow = back.start(ring, size)?;
+            runs = true;
             back.enable(ring, enabled)?;
             Ok(ProxyQueue::new(shadow, back.indirect(), copy_back))
-        })
+        });
+        if started.is_err() && runs {
+            self.back.stop(ring)?;
+        }
+        started
     }
 
     /// The back end stops first: what it has completed by then is completed, and the rest put back.
     fn stop(&mut self, ring: u16, connection: Option<&Shutdown>) -> Result<u32, HandlerError> {
         let begun = Instant::now();
-        self.back.stop(ring)?;
+        // A front end that is gone waits for no reply, and the next one may be there.
+        if !connection.is_some_and(Shutdown::is_over) {
+            self.back.stop(ring)?;
+        }
         self.rings.shares().on(ring.into(), move |unit| {
             unit.serve(ring).into_iter().for_each(ProxyQueue::stop);
         })?;
@@ -144,7 +157,12 @@ impl RawDevice for Proxy {
     }
 
     fn config(&mut self, offset: u32, len: usize) -> Vec<u8> {
-        let mut config = vec![0; offset as usize + len];
+        let end = offset as usize + len;
+        if end > MAX_CONFIG {
+            // Refused: it is not there.
+            return Vec::new();
+        }
+        let mut config = vec![0; end];
         match self.back.config(offset, &mut config[offset as usize..]) {
             Ok(()) => config,
             Err(why) => {

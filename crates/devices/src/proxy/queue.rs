@@ -23,6 +23,10 @@ use super::{
 /// How many used chains are taken at a time.
 const BURST: usize = 64;
 
+/// How many bytes a round copies before other queues have their turn, besides the rest of the chain
+/// that exceeds it.
+const ROUND_BYTES: u64 = 1 << 20;
+
 /// How much of what a back end may have written is copied to the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CopyBack {
@@ -45,9 +49,9 @@ pub enum Shadow {
     Used(Sent, u32),
 }
 
-/// A chain's slot.
+/// A chain's slot, and its number.
 #[derive(Debug)]
-pub struct Sent(Slot);
+pub struct Sent(Slot, u16);
 
 /// Why a chain was not sent.
 enum Stop {
@@ -77,12 +81,14 @@ pub struct ProxyQueue {
     added: bool,
     /// How many chains the back end has.
     sent: u32,
-    /// Chains that the back end has used, each with the bytes that it reports.
-    used: VecDeque<(u16, u32)>,
-    /// What it reports of the chain that goes on.
-    reported: u32,
+    /// Chains that the back end has used.
+    used: VecDeque<u16>,
+    /// Bytes that were copied in this round.
+    round: u64,
     /// The chain whose copy back waits for a translation: those behind it wait, too.
     waits: Option<u16>,
+    /// The back end has stopped the ring: what it has used until now is taken once more.
+    ends: bool,
     /// The back end no longer uses the ring.
     stopped: bool,
     /// What broke the ring.
@@ -106,8 +112,9 @@ impl ProxyQueue {
             added: false,
             sent: 0,
             used: VecDeque::new(),
-            reported: 0,
+            round: 0,
             waits: None,
+            ends: false,
             stopped: false,
             broken: None,
             bytes: 0,
@@ -119,8 +126,7 @@ impl ProxyQueue {
     /// The back end has stopped the ring: takes what it has used, and no more. What it has not used
     /// is the guest's again.
     pub(super) fn stop(&mut self) {
-        self.take_used();
-        self.stopped = true;
+        self.ends = true;
     }
 
     /// Copies a chain and adds it to the shadow ring.
@@ -128,25 +134,36 @@ impl ProxyQueue {
         let descs = chain.descs();
         let (table, len) = layout(chain);
         if len > self.slots.len() {
-            let text = format!(
-                "a chain takes {len} bytes, more than the {} of the queue's pool: raise --pool-size",
-                self.slots.len()
-            );
-            return Err(Stop::Never(io::Error::other(text)));
+            return Err(Stop::Never(io::Error::other(self.too_long(len))));
         }
         let by_table = self.indirect && descs.len() > 1;
         let needed = if by_table { 1 } else { descs.len() };
-        if self.stopped || usize::from(self.shadow.free_descs()) < needed {
+        if needed > usize::from(self.shadow.size()) {
+            let text = format!("a chain of {needed} buffers, and the back end takes no tables");
+            return Err(Stop::Never(io::Error::other(text)));
+        }
+        if self.ends || usize::from(self.shadow.free_descs()) < needed {
             return Err(Stop::Later);
         }
-        let slot = self.slots.take(len).ok_or(Stop::Later)?;
+        let Some(slot) = self.slots.take(len) else {
+            if self.slots.is_unused() {
+                return Err(Stop::Never(io::Error::other(self.too_long(len))));
+            }
+            return Err(Stop::Later);
+        };
         match self.fill(at, chain, bus, &slot, by_table.then_some(table)) {
-            Ok(()) => Ok(Sent(slot)),
+            Ok(()) => Ok(Sent(slot, at)),
             Err(stop) => {
-                self.release(slot);
+                // Only what is read was copied.
+                self.scrub(chain, slot, None);
                 Err(stop)
             }
         }
+    }
+
+    fn too_long(&self, len: u64) -> String {
+        let most = self.slots.len();
+        format!("a chain takes {len} bytes of the {most} of the queue's pool: raise --pool-size")
     }
 
     fn fill(
@@ -178,6 +195,7 @@ impl ProxyQueue {
         added.map_err(|error| Stop::Never(io::Error::other(error)))?;
         self.added = true;
         self.sent += 1;
+        self.round += chain.readable_len();
         Ok(())
     }
 
@@ -215,10 +233,11 @@ impl ProxyQueue {
         }
     }
 
-    /// Gives back the slot of a chain that is over, without what is the guest's in it. (What the
-    /// back end has written and not reported may stay: it is the back end's own.)
-    fn scrub(&self, chain: &Chain, slot: Slot, used: u32) {
-        let mut left = self.written(chain, used);
+    /// Gives back the slot of a chain that is over, of which the back end has used so many bytes,
+    /// without what is the guest's in it. (What the back end has written and not reported may stay:
+    /// it is the back end's own.)
+    fn scrub(&self, chain: &Chain, slot: Slot, used: Option<u32>) {
+        let mut left = used.map_or(0, |used| self.written(chain, used));
         for (Desc { len, write, .. }, place) in places(chain) {
             let part = if write { left.min(len.into()) } else { len.into() };
             left -= if write { part } else { 0 };
@@ -248,7 +267,7 @@ impl ProxyQueue {
     }
 
     /// Takes what the back end has used; true if there was anything.
-    fn take_used(&mut self) -> bool {
+    fn take_used(&mut self, slots: &mut [Taken<Shadow>]) -> bool {
         let mut any = false;
         while !self.stopped && self.broken.is_none() {
             match self.shadow.pop_burst(&mut self.burst) {
@@ -257,12 +276,18 @@ impl ProxyQueue {
                     any = true;
                     self.sent -= count as u32;
                     self.call.found(count);
-                    let used = self.burst[..count].iter();
-                    self.used.extend(used.map(|used| (used.token as u16, used.len)));
+                    for &driver::Used { token, len } in &self.burst[..count] {
+                        let request = &mut slots[token as usize].request;
+                        if let Shadow::Sent(sent) = std::mem::take(request) {
+                            *request = Shadow::Used(sent, len);
+                            self.used.push_back(token as u16);
+                        }
+                    }
                 }
                 Err(error) => self.broken = Some(broken(&error)),
             }
         }
+        self.stopped = self.ends;
         any
     }
 }
@@ -275,6 +300,15 @@ impl Serve for ProxyQueue {
     type Request = Shadow;
     const NAME: &'static str = "the back end";
     const KEEPS: bool = false;
+    const FAILS: bool = false;
+
+    fn begin_round(&mut self) {
+        self.round = 0;
+    }
+
+    fn is_spent(&self) -> bool {
+        self.round >= ROUND_BYTES
+    }
 
     fn bytes(&self) -> u64 {
         self.bytes
@@ -294,23 +328,24 @@ impl Serve for ProxyQueue {
                 },
                 Err(Stop::Never(why)) => self.end_ring(why),
             },
-            Shadow::Used(Sent(slot), used) => {
+            Shadow::Used(Sent(slot, _), used) => {
                 let done = match self.copy_back(chain, bus, &slot, used) {
                     Ok(written) => {
                         self.bytes += chain.readable_len() + written;
+                        self.round += written;
                         Next::Done { ok: true, used }
                     }
                     Err(error) => match Missing::of(error) {
                         Some(missing) => {
                             self.waits = Some(at);
-                            *request = Shadow::Used(Sent(slot), used);
+                            *request = Shadow::Used(Sent(slot, at), used);
                             return Next::Missing(missing);
                         }
                         None => self.unreachable(error),
                     },
                 };
                 self.waits = None;
-                self.scrub(chain, slot, used);
+                self.scrub(chain, slot, Some(used));
                 done
             }
             sent @ Shadow::Sent(_) => {
@@ -320,20 +355,12 @@ impl Serve for ProxyQueue {
         }
     }
 
-    fn completed(&mut self, _: u64, _: bool) -> Option<(u16, bool)> {
-        if self.waits.is_some() {
+    fn completed(&mut self, now_ns: u64, _: bool) -> Option<(u16, bool)> {
+        // At the end of a ring everything is.
+        if self.waits.is_some() || self.is_spent() && now_ns != u64::MAX {
             return None;
         }
-        let (at, used) = self.used.pop_front()?;
-        self.reported = used;
-        Some((at, true))
-    }
-
-    fn complete(&mut self, request: &mut Shadow, _: bool) {
-        *request = match std::mem::take(request) {
-            Shadow::Sent(sent) => Shadow::Used(sent, self.reported),
-            other => other,
-        };
+        self.used.pop_front().map(|at| (at, true))
     }
 
     /// No generic completion says that a request has failed: the ring stops instead, unless it does
@@ -349,9 +376,10 @@ impl Serve for ProxyQueue {
     }
 
     fn end(&mut self, request: &mut Shadow) {
-        if let Shadow::Sent(Sent(slot)) | Shadow::Used(Sent(slot), _) = std::mem::take(request) {
-            self.release(slot);
-        }
+        let (Shadow::Sent(sent) | Shadow::Used(sent, _)) = std::mem::take(request) else { return };
+        let Sent(slot, at) = sent;
+        self.waits.take_if(|waits| *waits == at);
+        self.release(slot);
     }
 
     fn is_begun(&self, request: &Shadow) -> bool {
@@ -366,8 +394,8 @@ impl Serve for ProxyQueue {
         self.used.is_empty() && self.waits.is_none()
     }
 
-    fn reap(&mut self, _: &mut [Taken<Shadow>], _: &RingLog) -> bool {
-        self.take_used()
+    fn reap(&mut self, slots: &mut [Taken<Shadow>], _: &RingLog) -> bool {
+        self.take_used(slots)
     }
 
     fn kick(&mut self) -> io::Result<()> {

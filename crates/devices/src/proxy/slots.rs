@@ -4,7 +4,9 @@
 //! sector, so that a back end can read and write them without the page cache; then the small ones,
 //! such as a header and a status; then the table of descriptors, if there is one.
 
-use ringfence_iova::{Allocator, Aperture, Request, SlabConfig, Slabs};
+use std::cell::Cell;
+
+use ringfence_iova::{Align, Allocator, Aperture, Request, SlabConfig, Slabs};
 use ringfence_mem::{HostSlice, Window};
 use ringfence_sync::cpu::OneCpu;
 use ringfence_virtq::{Chain, Desc, layout::DESC_SIZE};
@@ -22,6 +24,8 @@ pub(super) struct Slots {
     /// Where the back end sees `area`.
     first: u64,
     space: Slabs<OneCpu>,
+    /// How many are taken.
+    taken: Cell<usize>,
 }
 
 /// A part of the memory that holds one chain.
@@ -77,7 +81,8 @@ impl Slots {
         let last = first + (area.len() as u64 - 1);
         let aperture = Aperture::new(first, last, LINE).expect("whole pages");
         let config = SlabConfig { limits: Vec::new(), ..SlabConfig::default() };
-        Slots { area, first, space: Slabs::with_config(aperture, OneCpu, config) }
+        let space = Slabs::with_config(aperture, OneCpu, config);
+        Slots { area, first, space, taken: Cell::new(0) }
     }
 
     /// The bytes of all slots together.
@@ -87,13 +92,23 @@ impl Slots {
 
     /// A slot of at least `len` bytes, if there is one now.
     pub(super) fn take(&self, len: u64) -> Option<Slot> {
-        let addr = self.space.alloc(&Request::new(len)).ok()?;
+        let aligned = Request::new(len);
+        // Where there is little room a sector's alignment is enough.
+        let other = aligned.align(Align::Bytes(SECTOR));
+        let addr = self.space.alloc(&aligned).or_else(|_| self.space.alloc(&other)).ok()?;
+        self.taken.set(self.taken.get() + 1);
         Some(Slot { addr, len })
+    }
+
+    /// Whether no slot is taken.
+    pub(super) fn is_unused(&self) -> bool {
+        self.taken.get() == 0
     }
 
     /// Takes back a slot; what it holds stays in it.
     pub(super) fn give_back(&self, slot: Slot) {
         self.space.free(slot.addr, slot.len).expect("a slot is given back once");
+        self.taken.set(self.taken.get() - 1);
     }
 
     /// `len` bytes of a slot.

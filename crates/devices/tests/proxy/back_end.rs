@@ -216,6 +216,7 @@ impl Work {
             let script = self.seen.script.lock().unwrap_or(Script::Honest);
             if script != Script::Silent && !self.waiting.is_empty() {
                 self.act(script, &bus);
+                *self.seen.has.lock() = self.waiting.len();
                 if let Some(call) = &*self.call.lock() {
                     call.notify();
                 }

@@ -30,6 +30,11 @@ const PAGE: usize = 4096;
 /// Pages of the ring, and of all memory.
 const RING_PAGES: usize = 4;
 const PAGES: usize = 64;
+/// Tables of descriptors, in the pages behind the ring's first.
+const TABLES: usize = 12;
+const TABLE_BYTES: usize = 1024;
+/// The most buffers of a chain with a table: more than the ring has descriptors.
+pub(crate) const MOST_BUFFERS: usize = 40;
 /// A guard against hanging, not a measurement.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 pub(crate) const SIZE: u16 = 32;
@@ -40,6 +45,8 @@ struct Flight {
     /// Offset and length of what the device may write.
     writable: Vec<(usize, usize)>,
     pages: Vec<usize>,
+    /// The number of its table.
+    table: Option<usize>,
 }
 
 pub(crate) struct Guest {
@@ -52,6 +59,8 @@ pub(crate) struct Guest {
     model: Vec<u8>,
     flights: HashMap<u64, Flight>,
     free: Vec<usize>,
+    /// Tables that are free; none without INDIRECT_DESC.
+    tables: Vec<usize>,
     tokens: u64,
     packed: bool,
     /// How many chains have come back, and how many descriptors they had.
@@ -68,10 +77,15 @@ fn canary(at: usize) -> [u8; 8] {
 impl Guest {
     /// A guest whose proxy has the back end at `path`; `features` are those of its own ring.
     pub(crate) fn new(path: &Path, features: u64, seed: u64) -> Guest {
+        Guest::with_pool(path, features, seed, 1 << 20)
+    }
+
+    /// The same, with so many bytes of slots.
+    pub(crate) fn with_pool(path: &Path, features: u64, seed: u64, pool_size: u64) -> Guest {
         let name: Arc<str> = "proxy".into();
         let connector = Arc::new(Connector::spawn(path.to_owned(), name).unwrap());
         let workers: Arc<[Worker]> = [Worker::spawn("test", Notify::Sleep).unwrap()].into();
-        let options = ProxyOptions { pool_size: 1 << 20, ..ProxyOptions::new("proxy", 4) };
+        let options = ProxyOptions { pool_size, ..ProxyOptions::new("proxy", 4) };
         let proxy = Proxy::connect(options, &connector, workers).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Server::new(theirs, proxy);
@@ -101,7 +115,6 @@ impl Guest {
         for (at, word) in model.chunks_mut(8).enumerate() {
             word.copy_from_slice(&canary(at * 8));
         }
-        let _ = F_INDIRECT;
         let guest = Guest {
             ram,
             main,
@@ -111,6 +124,7 @@ impl Guest {
             model,
             flights: HashMap::new(),
             free: (0..PAGES - RING_PAGES).collect(),
+            tables: (0..TABLES).filter(|_| has(F_INDIRECT)).collect(),
             tokens: 0,
             packed: config.packed,
             back: (0, 0),
@@ -132,8 +146,17 @@ impl Guest {
 
     /// Submits a chain of random buffers, if there is room.
     pub(crate) fn submit(&mut self) -> bool {
-        let count = 1 + self.random(5);
-        if self.free.len() < count || usize::from(self.queue.free_descs()) < count {
+        let has_tables = !self.tables.is_empty();
+        let most = if has_tables && self.random(8) == 0 { MOST_BUFFERS } else { 5 };
+        let count = 1 + self.random(most);
+        self.submit_of(count)
+    }
+
+    /// Submits a chain of `count` random buffers, if there is room.
+    pub(crate) fn submit_of(&mut self, count: usize) -> bool {
+        if self.free.len() < count
+            || usize::from(self.queue.free_descs()) < if self.tables.is_empty() { count } else { 1 }
+        {
             return false;
         }
         let readable = self.random(count + 1);
@@ -161,8 +184,17 @@ impl Guest {
             }
         }
         self.tokens += 1;
-        self.queue.add(&descs, self.tokens).unwrap();
-        self.flights.insert(self.tokens, Flight { readable: bytes, writable, pages });
+        let table = self.tables.pop();
+        match table {
+            Some(table) => {
+                let at = PAGE + table * TABLE_BYTES;
+                let window = self.ram.window(at, TABLE_BYTES).unwrap();
+                let addr = self.ram.gpa() + at as u64;
+                self.queue.add_indirect(addr, &window, &descs, self.tokens).unwrap();
+            }
+            None => self.queue.add(&descs, self.tokens).unwrap(),
+        }
+        self.flights.insert(self.tokens, Flight { readable: bytes, writable, pages, table });
         true
     }
 
@@ -179,7 +211,8 @@ impl Guest {
     pub(crate) fn reap(&mut self, honest: bool) -> usize {
         let mut count = 0;
         while let Some(used) = self.queue.pop().unwrap() {
-            let Flight { readable, writable, pages } = self.flights.remove(&used.token).unwrap();
+            let Flight { readable, writable, pages, table } =
+                self.flights.remove(&used.token).unwrap();
             let written = reply(&readable, used.len as usize);
             let mut at = 0;
             for (offset, len) in writable {
@@ -197,6 +230,7 @@ impl Guest {
             }
             self.back = (self.back.0 + 1, self.back.1 + pages.len() as u32);
             self.free.extend(pages);
+            self.tables.extend(table);
             count += 1;
         }
         count
@@ -223,6 +257,30 @@ impl Guest {
         }
     }
 
+    /// Waits until all chains have come back, or the device has given the ring up: true.
+    pub(crate) fn comes_back_or_fails(&mut self) -> bool {
+        let begun = Instant::now();
+        loop {
+            self.reap(true);
+            if self.flights.is_empty() {
+                return false;
+            }
+            if rustix::io::read(&self.err, &mut [0; 8]).is_ok() {
+                return true;
+            }
+            assert!(begun.elapsed() < LONG, "neither");
+            thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// Whether `bytes` hold what some chain in flight is to be read of.
+    pub(crate) fn readable_in(&self, bytes: &[u8]) -> bool {
+        let longest =
+            self.flights.values().map(|flight| &flight.readable).max_by_key(|it| it.len());
+        let Some(first) = longest.and_then(|it| it.first_chunk::<8>()) else { return false };
+        bytes.windows(8).any(|eight| eight == first)
+    }
+
     /// Checks every byte but those that the device may be writing.
     pub(crate) fn check(&self) {
         let mut now = self.ram.slice(RING_PAGES * PAGE, self.model.len()).unwrap().to_vec();
@@ -243,14 +301,21 @@ impl Guest {
         ends.into_iter().any(|(at, _)| bytes[at - last..=at] == *magic)
     }
 
-    /// Stops the ring, which must go on with the chains that have not come back.
+    /// Disables the ring, as VMMs do before they stop it.
+    pub(crate) fn disable(&mut self) {
+        self.main.set_vring_enable(0, false).unwrap();
+    }
+
+    /// Stops the ring, and takes what has come back: it goes on with the chains that have not. (For
+    /// rings without tables.)
     pub(crate) fn stop(&mut self) {
+        let base = self.main.get_vring_base(0).unwrap();
+        self.reap(true);
         let (chains, descs) = self.back;
         let size = u32::from(SIZE);
         let wrap = 1 - descs / size % 2;
         let position = (descs % size) | (wrap << 15);
-        let expected = if self.packed { (position << 16) | position } else { chains };
-        assert_eq!(self.main.get_vring_base(0).unwrap(), expected);
+        assert_eq!(base, if self.packed { (position << 16) | position } else { chains });
     }
 
     /// Waits until the proxy has ended the connection.

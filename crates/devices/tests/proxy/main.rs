@@ -6,7 +6,7 @@ mod guest;
 use std::{path::PathBuf, sync::Arc, thread, time::Instant};
 
 use back_end::{Script, Seen, listen};
-use guest::{Guest, LONG};
+use guest::{Guest, LONG, MOST_BUFFERS};
 pub(crate) use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 use ringfence_virtq::{F_INDIRECT_DESC as F_INDIRECT, F_RING_PACKED as F_PACKED};
 use tempfile::TempDir;
@@ -44,6 +44,15 @@ impl Far {
         *self.seen.script.lock() = Some(script);
     }
 
+    /// Waits until it has no chain.
+    fn wait_for_none(&self) {
+        let begun = Instant::now();
+        while *self.seen.has.lock() > 0 {
+            assert!(begun.elapsed() < LONG, "it keeps its chains");
+            thread::sleep(std::time::Duration::from_micros(100));
+        }
+    }
+
     /// Waits until it has that many chains.
     fn wait_for(&self, count: usize) {
         let begun = Instant::now();
@@ -73,12 +82,14 @@ fn works(guest: &mut Guest, chains: usize) {
 fn chains_of_any_shape_pass_between_rings_of_any_format() {
     for front in features() {
         for back in features() {
-            // A table in front may be longer than a ring behind.
+            // Tables are offered only if the back end takes them: they may be longer than its ring.
             if front & 1 << F_INDIRECT != 0 && back & 1 << F_INDIRECT == 0 {
                 continue;
             }
             let far = Far::new(back);
-            let mut guest = Guest::new(&far.path(), front, front ^ back << 3);
+            // Half of them with little room for requests in flight: one of the longest fills it.
+            let pool = if (front ^ back) & 1 << F_EVENT_IDX == 0 { 1 << 20 } else { 192 << 10 };
+            let mut guest = Guest::with_pool(&far.path(), front, front ^ (back << 3), pool);
             works(&mut guest, 30);
             // All is over: behind the ring, nothing of any request is left.
             assert!(far.seen.bytes()[RING_BYTES..].iter().all(|&byte| byte == 0));
@@ -95,6 +106,7 @@ fn a_back_end_sees_what_is_in_flight_and_nothing_else() {
     while guest.in_flight() < 4 && guest.submit() {}
     guest.publish();
     far.wait_for(guest.in_flight());
+    assert!(guest.readable_in(&far.seen.bytes()), "its memory is what is looked at");
     assert!(!Guest::is_seen_in(&far.seen.bytes()));
     far.obeys(Script::Honest);
     guest.wait(0, true);
@@ -173,5 +185,41 @@ fn a_back_end_that_hangs_up_ends_the_connection_in_front() {
     assert!(guest.submit());
     guest.publish();
     guest.wait_for_end();
+    guest.check();
+}
+
+/// As QEMU stops a device: it disables the ring first, and the back end completes what it has.
+#[test]
+fn what_a_back_end_completes_while_its_ring_is_disabled_is_completed_once() {
+    for front in [0, 1 << F_PACKED] {
+        let far = Far::new(0);
+        let mut guest = Guest::new(&far.path(), front, 21);
+        works(&mut guest, 30);
+        far.obeys(Script::Silent);
+        while guest.in_flight() < 5 && guest.submit() {}
+        guest.publish();
+        far.wait_for(5);
+        guest.disable();
+        far.obeys(Script::Honest);
+        far.wait_for_none();
+        guest.stop();
+        assert_eq!(guest.in_flight(), 0, "all are completed");
+        guest.check();
+    }
+}
+
+#[test]
+fn a_chain_that_no_pool_holds_stops_its_ring() {
+    let far = Far::new(1 << F_INDIRECT);
+    let mut guest = Guest::with_pool(&far.path(), 1 << F_INDIRECT, 2, 24 << 10);
+    for _ in 0..20 {
+        // Up to 20 KiB: more than half of it.
+        assert!(guest.submit_of(5));
+        guest.publish();
+        assert!(!guest.comes_back_or_fails());
+    }
+    assert!(guest.submit_of(MOST_BUFFERS));
+    guest.publish();
+    assert!(guest.comes_back_or_fails());
     guest.check();
 }

@@ -34,6 +34,9 @@ pub trait Serve: Send + Sized + 'static {
     /// Whether to keep what the kernel still uses of an abandoned ring until the kernel is done.
     /// Otherwise it is dropped with its requests, which ends all that they may do.
     const KEEPS: bool;
+    /// Whether a driver learns of a request that has failed from what is written for it. Otherwise
+    /// the ring stops instead: a completion with nothing written might be taken for a success.
+    const FAILS: bool = true;
 
     /// A round begins.
     fn begin_round(&mut self) {}
@@ -225,6 +228,9 @@ pub enum QueueError {
     /// The ring is not at its new addresses.
     #[error("the ring is not where it was moved to")]
     Moved,
+    /// Requests can neither go on nor be put back, and no completion says that they have failed.
+    #[error("requests that can neither be completed nor put back: {0}")]
+    Lost(usize),
     /// More workers than the IOMMU has places for.
     #[error("more workers than the IOMMU has places for")]
     Readers,

@@ -110,8 +110,11 @@ impl<F: Format> End<F> {
             return Err(AddError::Empty);
         }
         let (size, free) = (self.size(), self.free_descs());
-        if descs.len() > usize::from(size) {
-            return Err(AddError::TooMany { wanted: descs.len(), size });
+        // Virtio 2.7.5.3.1 allows a table no more buffers than the queue has; Linux's drivers have
+        // more, and devices take them.
+        let most = if wanted == 1 { size.max(layout::MAX_INDIRECT) } else { size };
+        if descs.len() > usize::from(most) {
+            return Err(AddError::TooMany { wanted: descs.len(), size: most });
         }
         if wanted > usize::from(free) {
             return Err(AddError::Full { wanted, free });

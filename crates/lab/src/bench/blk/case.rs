@@ -30,6 +30,8 @@ named! {
     Buffers = "buffers",
     /// With the service confined as it is by default, and not (`--sandbox off`).
     Sandbox = "sandbox",
+    /// Behind `ringfence proxy`, on the CPU of the back end, and not.
+    Proxy = "proxy",
     /// Driver and device in one thread, over memory: what the data path costs by itself.
     Path = "path",
 }
@@ -66,9 +68,11 @@ pub(super) struct Case {
     pub(super) buffers: Option<(u32, bool)>,
     /// For the part that compares sandboxes: whether the service is confined.
     pub(super) sandbox: Option<bool>,
+    /// For the part that compares proxies: blocks of a request, and whether there is a proxy.
+    pub(super) proxy: Option<(u32, bool)>,
 }
 
-/// Blocks of requests whose buffers are compared: 4 KiB and 64 KiB.
+/// Blocks of requests whose buffers, or proxies, are compared: 4 KiB and 64 KiB.
 const SPANS: [u32; 2] = [1, 16];
 
 impl Case {
@@ -76,6 +80,7 @@ impl Case {
         match self.addressing {
             _ if self.buffers.is_some() => Part::Buffers,
             _ if self.sandbox.is_some() => Part::Sandbox,
+            _ if self.proxy.is_some() => Part::Proxy,
             Addressing::Physical => Part::Off,
             Addressing::Static { .. } => Part::Static,
             Addressing::Fresh { .. } => Part::Dynamic,
@@ -93,6 +98,10 @@ impl Case {
             let size = Entry(u64::from(span) * BLOCK as u64);
             return format!("{size}/{}", self.disk_buffers());
         }
+        if let Some((span, proxy)) = self.proxy {
+            let size = Entry(u64::from(span) * BLOCK as u64);
+            return format!("{size}/{}", if proxy { "proxy" } else { "direct" });
+        }
         match self.sandbox {
             Some(true) => return "confined".to_owned(),
             Some(false) => return "unconfined".to_owned(),
@@ -106,11 +115,13 @@ impl Case {
         format!("{kind}/{ring}/{queues}x{depth}/{}", self.addresses())
     }
 
-    /// The case with the same requests without an IOMMU, with the guest's buffers, or unconfined.
+    /// The case with the same requests without an IOMMU, with the guest's buffers, unconfined, or
+    /// without a proxy.
     pub(super) fn off(&self) -> Case {
         let buffers = self.buffers.map(|(span, _)| (span, false));
         let sandbox = self.sandbox.map(|_| false);
-        Case { addressing: Addressing::Physical, buffers, sandbox, ..*self }
+        let proxy = self.proxy.map(|(span, _)| (span, false));
+        Case { addressing: Addressing::Physical, buffers, sandbox, proxy, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
@@ -126,6 +137,10 @@ impl Case {
             let bytes = u64::from(span) * BLOCK as u64;
             params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
         }
+        if let Some((span, proxy)) = self.proxy {
+            let bytes = u64::from(span) * BLOCK as u64;
+            params.extend(object([("bytes", bytes.into()), ("proxy", proxy.into())]));
+        }
         params.extend(self.sandbox.map(|on| ("sandbox".to_owned(), on.into())));
         params.extend(addressing_params(self.addressing));
         params
@@ -137,7 +152,7 @@ impl Case {
             addressing: self.addressing,
             queues: self.queues,
             depth: self.depth,
-            span: self.buffers.map_or(1, |(span, _)| span),
+            span: self.buffers.or(self.proxy).map_or(1, |(span, _)| span),
             packed: self.ring == Ring::Packed,
             write: self.kind == Kind::Write,
         }
@@ -156,13 +171,24 @@ impl Options {
                         // One request in each of two queues shows the same as one in one queue.
                         if self.queues.is_some() || depth > 1 || queues == 1 {
                             let addressing = Addressing::Physical;
-                            let (buffers, sandbox) = (None, None);
-                            let off =
-                                Case { kind, ring, depth, queues, addressing, buffers, sandbox };
+                            let (buffers, sandbox, proxy) = (None, None, None);
+                            let off = Case {
+                                kind,
+                                ring,
+                                depth,
+                                queues,
+                                addressing,
+                                buffers,
+                                sandbox,
+                                proxy,
+                            };
                             cases.extend(
                                 self.addressings().map(|addressing| Case { addressing, ..off }),
                             );
-                            cases.extend(self.buffers().map(|b| Case { buffers: Some(b), ..off }));
+                            let own = self.spans(Part::Buffers);
+                            cases.extend(own.map(|own| Case { buffers: Some(own), ..off }));
+                            let proxies = self.spans(Part::Proxy);
+                            cases.extend(proxies.map(|proxy| Case { proxy: Some(proxy), ..off }));
                             if self.parts.contains(&Part::Sandbox) {
                                 cases.extend(
                                     [false, true].map(|on| Case { sandbox: Some(on), ..off }),
@@ -176,9 +202,9 @@ impl Options {
         cases
     }
 
-    /// The cases of the part that compares buffers, the guest's before the service's own.
-    fn buffers(&self) -> impl Iterator<Item = (u32, bool)> {
-        let spans = SPANS.into_iter().filter(|_| self.parts.contains(&Part::Buffers));
+    /// The cases of a part that compares requests of two sizes, each without what it is about first.
+    fn spans(&self, part: Part) -> impl Iterator<Item = (u32, bool)> {
+        let spans = SPANS.into_iter().filter(move |_| self.parts.contains(&part));
         spans.flat_map(|span| [(span, false), (span, true)])
     }
 
@@ -203,7 +229,7 @@ impl Options {
                     .collect()
                 }
                 Part::Dynamic => [false, true].map(|push| Addressing::Fresh { push }).to_vec(),
-                Part::Buffers | Part::Sandbox | Part::Path => Vec::new(),
+                Part::Buffers | Part::Sandbox | Part::Proxy | Part::Path => Vec::new(),
             }
         };
         self.parts.iter().flat_map(of)
@@ -239,6 +265,7 @@ mod tests {
             "write/packed/2x1/dynamic/pushed",
             "read/split/1x1/64k/own",
             "read/split/1x128/confined",
+            "write/packed/1x128/64k/proxy",
         ] {
             assert!(cases.iter().any(|case| case.name() == wanted), "{wanted}");
         }

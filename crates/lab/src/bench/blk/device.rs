@@ -74,7 +74,8 @@ pub(super) struct Device {
 /// A running `ringfence blk` with its driver.
 struct Running {
     driver: Driver,
-    process: Process,
+    /// The back end, and its proxy if there is one.
+    processes: Vec<Process>,
     /// The disk that it writes.
     image: Option<Image>,
 }
@@ -97,8 +98,8 @@ impl Device {
     }
 
     fn fail(&mut self, error: &anyhow::Error) {
-        let words = self.running.take().map(|running| running.process.last_words());
-        let words = words.map_or(String::new(), |words| format!(" (it printed: {words})"));
+        let words = self.running.take().map(|running| last_words(&running.processes));
+        let words = words.unwrap_or_default();
         let window = Err(format!("{error:#}{words}"));
         self.outcome.windows.push(Measured { window, ping: [None; 2] });
     }
@@ -108,9 +109,9 @@ impl Device {
         let Some(running) = &mut self.running else { return };
         let before = ping::round_trip_ns(self.cpus);
         let window = threads::bound_to(self.cpus[1], || {
-            running.process.resume()?;
-            let window = running.driver.measure(&running.process, length)?;
-            running.process.pause()?;
+            running.processes.iter_mut().try_for_each(Process::resume)?;
+            let window = running.driver.measure(&running.processes, length)?;
+            running.processes.iter().try_for_each(Process::pause)?;
             Ok(window)
         });
         match window {
@@ -124,10 +125,10 @@ impl Device {
 
     /// Stops it, and checks what it has written.
     pub(super) fn end(mut self) -> Outcome {
-        let Some(Running { driver, mut process, image }) = self.running.take() else {
+        let Some(Running { driver, mut processes, image }) = self.running.take() else {
             return self.outcome;
         };
-        let ended = process.resume().and_then(|()| driver.stop());
+        let ended = processes.iter_mut().try_for_each(Process::resume).and_then(|()| driver.stop());
         let looked = ended.and_then(|(tally, content)| {
             self.outcome.tally = tally;
             let Some(image) = &image else { return Ok(0) };
@@ -137,8 +138,8 @@ impl Device {
         match looked {
             Ok(wrong) => self.outcome.wrong_on_disk = wrong,
             Err(error) => {
-                let words = process.last_words();
-                let window = Err(format!("at its end: {error:#} (it printed: {words})"));
+                let words = last_words(&processes);
+                let window = Err(format!("at its end: {error:#}{words}"));
                 self.outcome.windows.push(Measured { window, ping: [None; 2] });
             }
         }
@@ -168,15 +169,31 @@ impl Running {
         if case.sandbox == Some(false) {
             arguments.extend(["--sandbox", "off"].map(str::to_owned));
         }
-        let process =
-            Process::start("ringfence blk", &program, &arguments, Some(cpus[0]), &socket, false)?;
+        let start = |name, arguments: &[String], socket: &Path| {
+            Process::start(name, &program, arguments, Some(cpus[0]), socket, false)
+        };
+        let mut processes = vec![start("ringfence blk", &arguments, &socket)?];
+        let mut front = socket.clone();
+        if case.proxy.is_some_and(|(_, on)| on) {
+            front = places.sockets.join(format!("{name}.front"));
+            let mut arguments = vec!["proxy".to_owned()];
+            for (option, path) in [("--backend", &socket), ("--socket", &front)] {
+                arguments.extend([option.to_owned(), path.display().to_string()]);
+            }
+            processes.push(start("ringfence proxy", &arguments, &front)?);
+        }
         let driver = threads::bound_to(cpus[1], || {
-            let stream = UnixStream::connect(&socket).context("connecting");
+            let stream = UnixStream::connect(&front).context("connecting");
             Driver::open(stream?, case, content)
         });
-        let driver = driver
-            .map_err(|error| error.context(format!("it printed: {}", process.last_words())))?;
-        process.pause()?;
-        Ok(Running { driver, process, image })
+        let driver = driver.map_err(|error| error.context(last_words(&processes)))?;
+        processes.iter().try_for_each(Process::pause)?;
+        Ok(Running { driver, processes, image })
     }
+}
+
+/// What processes have printed, for an error.
+fn last_words(processes: &[Process]) -> String {
+    let words = processes.iter().map(|process| format!(" (it printed: {})", process.last_words()));
+    words.collect()
 }

@@ -38,11 +38,11 @@ impl Driver {
     }
 
     /// Loads it for `length`, and leaves it idle.
-    pub(super) fn measure(&mut self, process: &Process, length: Duration) -> Result<Window> {
+    pub(super) fn measure(&mut self, back: &[Process], length: Duration) -> Result<Window> {
         self.run(WARM_UP)?;
-        let before = self.mark(process);
+        let before = self.mark(back);
         self.run(length)?;
-        let after = self.mark(process);
+        let after = self.mark(back);
         self.load.drain(STUCK)?;
         Ok(before.until(&after))
     }
@@ -53,8 +53,9 @@ impl Driver {
         Ok((tally, self.load.stop()?))
     }
 
-    fn mark(&self, process: &Process) -> Mark {
-        Mark::new(self.load.tally().completed(), process.cpu_ns(), self.load.messages())
+    fn mark(&self, back: &[Process]) -> Mark {
+        let cpu_ns = back.iter().map(Process::cpu_ns).sum();
+        Mark::new(self.load.tally().completed(), cpu_ns, self.load.messages())
     }
 
     fn run(&mut self, length: Duration) -> Result<()> {

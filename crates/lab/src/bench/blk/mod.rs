@@ -62,7 +62,7 @@ pub const SHEET: Sheet = Sheet {
     about: "block back end, driver and back end on a CPU each, requests of 4 KiB",
     parts: &[
         report::Part {
-            of: ("part", &["off", "static", "dynamic", "buffers", "sandbox"]),
+            of: ("part", &["off", "static", "dynamic", "buffers", "sandbox", "proxy"]),
             title: "requests",
             operation: "a request",
             against: &[Against { ratio: "ratio_to_off", by: "part", what: "against the base" }],
@@ -98,7 +98,7 @@ pub const SHEET: Sheet = Sheet {
 const LEGEND: &str = "  rows       kind/ring/queues x requests in flight in each/addresses; random places of a file that the page cache holds;
              of each block that is read the first and last words are checked, of some all bytes, and after writes the
              file itself
-  x off      against the same requests without an IOMMU, with the guest's buffers, or unconfined
+  x off      against the same requests without an IOMMU, with the guest's buffers, unconfined, or without a proxy
   cpu        CPU time of the back end for a request, µs, the kernel's work for it included; x off as above
   ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
   short, moved, failed
@@ -109,6 +109,8 @@ const LEGEND: &str = "  rows       kind/ring/queues x requests in flight in each
              back end misses, or the driver pushes
   own, guest where data is while the disk has it: in buffers of the service's own, or in the guest's
   misses     of the back end's IOTLB, for each request
+  direct, proxy
+             the driver at the back end, or at a proxy before it, which then shares the back end's CPU
   path       what the device takes for a request, and how fast that is against the same code compiled without an IOTLB
 ";
 
@@ -127,8 +129,9 @@ EXIT STATUS:
 pub struct Options {
     /// What to measure, separated by commas: off (no IOMMU), static (buffers are mapped once),
     /// dynamic (each request has its own addresses), buffers (data in the service's own buffers,
-    /// and in the guest's, with requests of 4 KiB and of 64), sandbox (confined, and not), path
-    /// (the data path alone, compiled with an IOTLB and without).
+    /// and in the guest's, with requests of 4 KiB and of 64), sandbox (confined, and not), proxy
+    /// (behind `ringfence proxy`, and not, requests of two sizes), path (the data path alone,
+    /// compiled with an IOTLB and without).
     #[arg(long = "only", value_name = "LIST", default_value_t = List::from(&Part::ALL[..]))]
     pub parts: List<Part>,
 

@@ -29,10 +29,15 @@ impl<S: Serve> RequestQueue<S> {
     /// are put back, as far as they are the newest and were not begun. From now on
     /// [`wind_down`](Self::wind_down) takes the place of [`poll`](Self::poll).
     pub fn begin_stop(&mut self, bus: &Bus) {
-        self.put_back();
         // If the ring is not mapped, no request can be completed.
         self.away = None;
         self.mapped_at_stop = self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok();
+        self.reap();
+        // What is put back is taken from the record, which may not be ahead of the ring.
+        if self.stats.requests == self.published || self.mapped_at_stop && self.publish(bus).is_ok()
+        {
+            self.put_back();
+        }
     }
 
     /// Advances and completes requests in progress, so that nothing is lost when the ring stops;
@@ -63,7 +68,11 @@ impl<S: Serve> RequestQueue<S> {
         }
         // Another process of this front end does what is on record, unless the guest moves.
         if self.recorded.is_none() || self.log.is_on() {
-            for at in self.parked.take() {
+            let left = self.parked.take();
+            if !S::FAILS && !left.is_empty() {
+                return Err(QueueError::Lost(left.len()));
+            }
+            for at in left {
                 self.fail(at, bus);
             }
         }
@@ -74,9 +83,6 @@ impl<S: Serve> RequestQueue<S> {
 
     /// Puts back into the ring the requests that were taken last and not begun.
     fn put_back(&mut self) {
-        if self.recorded.as_ref().is_some_and(|recorded| !recorded.forgets()) {
-            return;
-        }
         let mut waiting = self.parked.take();
         let left = |&at: &u16| self.serve.is_left(&self.slots[usize::from(at)].request);
         self.stalled.retain(|at| !left(at));
@@ -84,6 +90,11 @@ impl<S: Serve> RequestQueue<S> {
         let all = (0..self.slots.len() as u16).filter(busy).filter(left);
         let more: Vec<u16> = all.filter(|at| !waiting.contains(at)).collect();
         waiting.extend(more);
+        if self.recorded.as_ref().is_some_and(|recorded| !recorded.forgets()) {
+            // They stay on record.
+            waiting.into_iter().for_each(|at| self.parked.add(at));
+            return;
+        }
         let ordered = self.order.is_some();
         let taken = self.order.iter().flat_map(|order| &order.taken);
         waiting.extend(taken.filter(|&&at| self.slots[usize::from(at)].is_done()));

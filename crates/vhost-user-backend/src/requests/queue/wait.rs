@@ -93,6 +93,9 @@ impl<S: Serve> RequestQueue<S> {
     /// request nor the place of its status is known.
     #[cold]
     pub(super) fn give_head_up(&mut self, at: u16) -> Result<(), QueueError> {
+        if !S::FAILS {
+            return Err(QueueError::Lost(1));
+        }
         let slot = &mut self.slots[usize::from(at)];
         let recorded = self.recorded.as_mut();
         if let Some(entry) = take_next(&mut self.ring, recorded, &Blank, &mut slot.chain)? {
