@@ -372,7 +372,7 @@ proptest! {
                     };
                     let wants = if indirect { 1 } else { descs.len() };
                     let fits = !descs.is_empty()
-                        && descs.len() <= usize::from(size)
+                        && (indirect || descs.len() <= usize::from(size))
                         && wants <= usize::from(free);
                     prop_assert_eq!(result.is_ok(), fits, "{:?}", result);
                     if fits {
