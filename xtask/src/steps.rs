@@ -150,6 +150,7 @@ const STEPS: &[Step] = &[
     step("huge pages", 10, huge_pages),
     step("disks that hang", 60, hanging_disks),
     step("guests", 940, real_guests),
+    step("a storage daemon of QEMU's", 60, storage_daemon),
     step("job files under the real fio", 5, real_fio),
     step("fuzz smoke", 520, fuzz_smoke),
     long("property tests with ten more seeds", 2400, |run| {
@@ -379,6 +380,25 @@ fn hanging_disks(run: &Run) -> Result<()> {
     run.ignored(COMMAND, "hostile", &skipped)
 }
 
+/// A back end that is not ours, behind the proxy: of the QEMU that guests run in.
+fn storage_daemon(run: &Run) -> Result<()> {
+    make_guests(run)?;
+    // Older Debians have it in a package of QEMU's, newer ones in another.
+    let program = "usr/bin/qemu-storage-daemon";
+    if ![root().join("target/guests/root"), "/".into()].iter().any(|at| at.join(program).exists()) {
+        return Err(NotRun("no qemu-storage-daemon: apt-get install qemu-utils".to_owned()).into());
+    }
+    run.ignored(COMMAND, "proxy", &[])
+}
+
+/// What guests need.
+fn make_guests(run: &Run) -> Result<()> {
+    for package in ["g++", "make", "xz-utils"] {
+        needs(run, package)?;
+    }
+    guests::make(&[]).map_err(|error| NotRun(format!("guests cannot be made: {error:#}")).into())
+}
+
 /// Services that systemd itself starts anew, in namespaces of its own.
 fn systemd(run: &Run) -> Result<()> {
     if !packages::is_root() {
@@ -392,10 +412,7 @@ fn systemd(run: &Run) -> Result<()> {
 
 /// Our back ends with QEMU and User-Mode Linux as front ends.
 fn real_guests(run: &Run) -> Result<()> {
-    for package in ["g++", "make", "xz-utils"] {
-        needs(run, package)?;
-    }
-    guests::make(&[]).map_err(|error| NotRun(format!("guests cannot be made: {error:#}")))?;
+    make_guests(run)?;
     // Not the tables of speed: they take minutes, and a machine to themselves.
     let mut arguments = vec!["--skip", "speed::"];
     if !guests::iommufd::is_there() {
