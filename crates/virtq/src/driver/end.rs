@@ -100,19 +100,17 @@ pub(super) fn write_flag(desc: &Desc) -> u16 {
 }
 
 impl<F: Format> End<F> {
-    /// Checks a chain that takes `wanted` descriptors of the queue; returns its writable bytes.
+    /// Checks a chain that takes `wanted` descriptors of the queue, and may have `most` buffers;
+    /// returns its writable bytes.
     #[inline(always)]
-    fn checked(&self, descs: &[Desc], wanted: usize) -> Result<u32, AddError> {
+    fn checked(&self, descs: &[Desc], wanted: usize, most: u16) -> Result<u32, AddError> {
         if let Some(error) = self.broken {
             return Err(AddError::Broken(error));
         }
         if descs.is_empty() {
             return Err(AddError::Empty);
         }
-        let (size, free) = (self.size(), self.free_descs());
-        // Virtio 2.7.5.3.1 allows a table no more buffers than the queue has; Linux's drivers have
-        // more, and devices take them.
-        let most = if wanted == 1 { size.max(layout::MAX_INDIRECT) } else { size };
+        let free = self.free_descs();
         if descs.len() > usize::from(most) {
             return Err(AddError::TooMany { wanted: descs.len(), size: most });
         }
@@ -158,7 +156,7 @@ impl<F: Format> End<F> {
     // Callers pass chains of constant length: the compiler unrolls the loops over it.
     #[inline(always)]
     pub(super) fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
-        let room = self.checked(descs, descs.len())?;
+        let room = self.checked(descs, descs.len(), self.size())?;
         let tail = self.areas.write(&mut self.at, &self.names, descs);
         self.names.add(tail, descs.len() as u16, room, token);
         Ok(())
@@ -172,7 +170,9 @@ impl<F: Format> End<F> {
         descs: &[Desc],
         token: u64,
     ) -> Result<(), AddError> {
-        let room = self.checked(descs, 1)?;
+        // Virtio 2.7.5.3.1 allows a table no more buffers than the queue has; Linux's drivers have
+        // more, and devices take them.
+        let room = self.checked(descs, 1, self.size().max(layout::MAX_INDIRECT))?;
         let bytes = descs.len() * layout::DESC_SIZE;
         if table.len() < bytes {
             return Err(AddError::Table { wanted: descs.len(), len: table.len() });
@@ -181,7 +181,7 @@ impl<F: Format> End<F> {
             let entry = F::entry(desc, position, descs.len());
             table.write(position * layout::DESC_SIZE, &entry);
         }
-        // Fits: `checked` limited the chain to the queue's size.
+        // Fits: `checked` limited the chain to 2^15 buffers.
         let desc = (table_addr, bytes as u32, layout::DESC_F_INDIRECT);
         self.areas.write_one(&mut self.at, &self.names, desc);
         self.names.add(self.names.first(), 1, room, token);
