@@ -45,16 +45,7 @@ fn requests_of_all_kinds_reach_the_image_for_one_client_after_the_other() {
         for client in 0..3u8 {
             let mut machine = Machine::new(2, translated);
             let connection = machine.connect(&place.path("s"), None);
-            let mut capacity = [0; 8];
-            connection.main.lock().unwrap().config(0, &mut capacity).unwrap();
-            assert_eq!(u64::from_le_bytes(capacity), MIB as u64 / 512);
-            machine.data.write(0, &vec![0x40 + client; 3 * PAGE]);
-            assert!(machine.request(0, Kind::Out, 8, 0, 3 * PAGE));
-            assert!(machine.request(1, Kind::Flush, 0, 0, 0));
-            assert!(machine.request(1, Kind::In, 7, 8 * PAGE, 4 * PAGE));
-            let back = machine.bytes(8 * PAGE, 4 * PAGE);
-            assert_eq!(back[..512], [1; 512]);
-            assert_eq!(back[512..512 + 3 * PAGE], vec![0x40 + client; 3 * PAGE]);
+            machine.writes_and_reads(&connection, 0x40 + client);
             assert!(machine.request(0, Kind::GetId, 0, 0, 20));
             assert_eq!(machine.bytes(0, 20), b"a disk\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
             for (kind, sector) in [(Kind::Discard, 100), (Kind::WriteZeroes, 200)] {

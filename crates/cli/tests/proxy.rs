@@ -88,16 +88,7 @@ fn serves(place: &Place, translated: bool) {
     for client in 0..3u8 {
         let mut machine = Machine::new(2, translated);
         let connection = machine.connect(&place.path("s"), None);
-        let mut capacity = [0; 8];
-        connection.main.lock().unwrap().config(0, &mut capacity).unwrap();
-        assert_eq!(u64::from_le_bytes(capacity), MIB as u64 / 512);
-        machine.data.write(0, &vec![0x40 + client; 3 * PAGE]);
-        assert!(machine.request(0, Kind::Out, 8, 0, 3 * PAGE));
-        assert!(machine.request(1, Kind::Flush, 0, 0, 0));
-        assert!(machine.request(1, Kind::In, 7, 8 * PAGE, 4 * PAGE));
-        let back = machine.bytes(8 * PAGE, 4 * PAGE);
-        assert_eq!(back[..512], [1; 512]);
-        assert_eq!(back[512..512 + 3 * PAGE], vec![0x40 + client; 3 * PAGE]);
+        machine.writes_and_reads(&connection, 0x40 + client);
         assert!(!machine.request(0, Kind::Out, MIB as u64 / 512, 0, 512), "past the end");
         assert!(machine.request(0, Kind::GetId, 0, 0, 20));
     }

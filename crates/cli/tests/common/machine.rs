@@ -189,6 +189,21 @@ impl Machine {
         }
     }
 
+    /// What any disk of 1 MiB of ones does: tells its size, writes three pages of `byte` behind its
+    /// first page, flushes, and reads them back with the sector before them.
+    pub(crate) fn writes_and_reads(&mut self, connection: &Connection, byte: u8) {
+        let mut capacity = [0; 8];
+        connection.main.lock().unwrap().config(0, &mut capacity).unwrap();
+        assert_eq!(u64::from_le_bytes(capacity), MIB as u64 / 512);
+        self.data.write(0, &vec![byte; 3 * PAGE]);
+        assert!(self.request(0, Kind::Out, 8, 0, 3 * PAGE));
+        assert!(self.request(1, Kind::Flush, 0, 0, 0));
+        assert!(self.request(1, Kind::In, 7, 8 * PAGE, 4 * PAGE));
+        let back = self.bytes(8 * PAGE, 4 * PAGE);
+        assert_eq!(back[..512], [1; 512]);
+        assert_eq!(back[512..512 + 3 * PAGE], vec![byte; 3 * PAGE]);
+    }
+
     pub(crate) fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.data.read(at, &mut bytes);
