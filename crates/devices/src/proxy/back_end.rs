@@ -2,7 +2,7 @@
 
 use std::{io, os::fd::AsFd, sync::Arc};
 
-use ringfence_mem::{GuestRam, MemError, PAGE_SIZE, Region, Window};
+use ringfence_mem::{GuestRam, MemError, PAGE_SIZE, Region};
 use ringfence_run::{
     PeerFd, event,
     notifier::{Notifier, NotifierError},
@@ -183,8 +183,10 @@ impl BackEnd {
         let area = self.ram.window(at, RING_BYTES)?;
         area.slice().fill_zero();
         let shadow = driver::Queue::with_config(config, Rings::placed(&area, &config)?)?;
-        let pool = FIRST + (at + RING_BYTES) as u64;
-        let slots = Slots::new(self.slots(ring)?, pool);
+        let (pool, pool_size) = (at + RING_BYTES, self.pool_size as usize);
+        // With nothing of an earlier ring in it.
+        self.ram.discard(pool, pool_size)?;
+        let slots = Slots::new(self.ram.window(pool, pool_size)?, FIRST + pool as u64);
         let [kick, call] = [event::new()?, event::new()?];
         let notifier = Notifier::new(PeerFd::from(kick.try_clone()?))?;
         let (places, first) = (config.offsets(), FIRST + at as u64);
@@ -196,13 +198,6 @@ impl BackEnd {
         self.link.set_vring_call(ring, Some(call.as_fd()))?;
         self.link.set_vring_kick(ring, Some(kick.as_fd()))?;
         Ok(Shadowed { ring: shadow, slots, kick: notifier, call: Kick::from(call) })
-    }
-
-    /// The memory for a ring's slots, with nothing of an earlier ring in it.
-    fn slots(&self, ring: u16) -> Result<Window> {
-        let at = usize::from(ring) * (RING_BYTES + self.pool_size as usize);
-        self.ram.discard(at + RING_BYTES, self.pool_size as usize)?;
-        Ok(self.ram.window(at + RING_BYTES, self.pool_size as usize)?)
     }
 
     /// Enables or disables a ring.
