@@ -351,18 +351,20 @@ impl Roaming {
         Roaming { targets, sequence, random: seed, stamp, rest_until_ns, ends, waits, records }
     }
 
-    /// Picks what to touch next, if there is anything yet.
-    fn aim(&mut self, now_ns: u64) -> Option<Attempt> {
+    /// Picks what to touch next, if there is anything yet. Without leases all that is written is held,
+    /// and for longer than most unmaps take: whether that is seen does not depend on the moment.
+    fn aim(&mut self, now_ns: u64, leases: bool) -> Option<Attempt> {
         let draw = self.draw();
         let page = self.targets[draw as usize % self.targets.len()].load(Ordering::SeqCst);
         if page == 0 {
             return None;
         }
         let (write, loud) = (draw & 1 << 20 != 0, (draw >> 21).is_multiple_of(64));
-        let held = write && (draw >> 27).is_multiple_of(64);
+        let held = write && (!leases || (draw >> 27).is_multiple_of(64));
+        let hold_ns = draw % if leases { 100_000 } else { 20_000_000 };
         let half = if write { HALF } else { 0 };
         let addr = page + half + (draw >> 33) % (HALF / 8) * 8;
-        let hold_until_ns = held.then_some(now_ns + draw % 100_000);
+        let hold_until_ns = held.then_some(now_ns + hold_ns);
         let began = self.sequence.next();
         Some(Attempt { addr, write, loud, hold_until_ns, began, since: None })
     }
@@ -399,7 +401,8 @@ impl ProbeUnit {
 
     /// One access; false if it waits for its translation.
     fn one(&mut self, roaming: &mut Roaming, now_ns: u64) -> bool {
-        let Some(attempt) = roaming.waits.take().or_else(|| roaming.aim(now_ns)) else {
+        let Some(attempt) = roaming.waits.take().or_else(|| roaming.aim(now_ns, self.leases))
+        else {
             return true;
         };
         let Attempt { addr, write, loud, hold_until_ns, mut began, since } = attempt;
