@@ -413,6 +413,7 @@ fn systemd(run: &Run) -> Result<()> {
 /// Our back ends with QEMU and User-Mode Linux as front ends.
 fn real_guests(run: &Run) -> Result<()> {
     make_guests(run)?;
+    needs(run, "dpdk-dev")?;
     // Not the tables of speed: they take minutes, and a machine to themselves.
     let mut arguments = vec!["--skip", "speed::"];
     if !guests::iommufd::is_there() {

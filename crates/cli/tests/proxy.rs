@@ -5,58 +5,17 @@ mod common;
 #[path = "common/machine.rs"]
 #[allow(dead_code)]
 mod machine;
+#[path = "common/strangers.rs"]
+#[allow(dead_code)]
+mod strangers;
 
-use std::{
-    fs,
-    path::Path,
-    process::{Child, Command},
-    time::Instant,
-};
+use std::{fs, time::Instant};
 
 use common::{Place, Running};
 use machine::{Kept, LONG, Load, MIB, Machine, PAGE, content, figure, figures};
 use ringfence_virtq::blk::Kind;
 use rustix::process::Signal;
-
-/// A back end that is not ours: QEMU's, which ends with its test.
-struct Daemon(Child);
-
-impl Daemon {
-    fn start(place: &Place) -> Daemon {
-        let image = place.path("disk.img");
-        let (image, socket) = (image.display(), place.path("back"));
-        let mut command = storage_daemon();
-        command.args(["--blockdev", &format!("driver=file,filename={image},node-name=disk")]).args([
-            "--export",
-            &format!(
-                "vhost-user-blk,id=e,node-name=disk,writable=on,num-queues=2,addr.type=unix,addr.path={}",
-                socket.display()
-            ),
-        ]);
-        Daemon(command.spawn().expect("a qemu-storage-daemon"))
-    }
-}
-
-/// The one of the QEMU that guests run in, or that is installed.
-fn storage_daemon() -> Command {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guests/root");
-    let program = root.join("usr/bin/qemu-storage-daemon");
-    if !program.exists() {
-        return Command::new("qemu-storage-daemon");
-    }
-    let mut command = Command::new(program);
-    let libraries = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu"].map(|at| root.join(at));
-    command.env("QEMU_MODULE_DIR", libraries[0].join("qemu"));
-    command.env("LD_LIBRARY_PATH", std::env::join_paths(libraries).unwrap());
-    command
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+use strangers::Stranger;
 
 fn our_back_end(place: &Place) -> Running {
     let fixed =
@@ -115,10 +74,8 @@ fn qemus_storage_daemon_serves_through_it() {
     for translated in [false, true] {
         let place = Place::new();
         let image = place.write("disk.img", vec![1; MIB]);
-        let (_back, front) = (Daemon::start(&place), proxy(&place, &[]));
-        while !place.path("back").exists() {
-            std::thread::yield_now();
-        }
+        let _back = Stranger::storage_daemon(&image, &place.path("back"));
+        let front = proxy(&place, &[]);
         serves(&place, translated);
         ends(front);
         assert_eq!(fs::read(image).unwrap()[4096..4 * 4096], vec![0x42; 3 * 4096]);

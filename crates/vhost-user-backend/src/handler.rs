@@ -86,6 +86,10 @@ pub trait RawDevice {
     }
     /// How many rings it has.
     fn queues(&self) -> u16;
+    /// What GET_QUEUE_NUM replies: some back ends of networks count pairs of rings.
+    fn queue_num(&self) -> u16 {
+        self.queues()
+    }
     /// The largest ring that it takes.
     fn max_ring_size(&self) -> u16;
     /// These features were negotiated, while no ring runs.
@@ -352,6 +356,10 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn queues(&self) -> u16 {
         self.device.queues()
+    }
+
+    fn queue_num(&self) -> u16 {
+        self.device.queue_num()
     }
 
     fn max_ring_size(&self) -> u16 {

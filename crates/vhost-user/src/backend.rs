@@ -63,6 +63,11 @@ pub trait Handler {
     /// How many rings the device has.
     fn queues(&self) -> u16;
 
+    /// What GET_QUEUE_NUM replies: some back ends of networks count pairs of rings.
+    fn queue_num(&self) -> u16 {
+        self.queues()
+    }
+
     /// Whether another process can [take over](crate::Keeper) with what was negotiated.
     fn can_be_resumed(&self) -> bool {
         true

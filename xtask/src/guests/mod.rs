@@ -6,6 +6,7 @@
 //! ```text
 //! qemu-system-x86_64    starts the QEMU in root/, which is this Debian's
 //! qemu11/qemu-system-x86_64    a newer one: devices of any kind can be outside of it
+//! qemu11/virtiofsd    file systems, for which we have no back end
 //! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
 //! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
 //! vmlinuz-iomix, initramfs-iomix    the first one again, with stress-ng and ext4
@@ -41,7 +42,7 @@ pub(crate) fn folder() -> PathBuf {
 }
 
 /// Changes whenever the output changes, so that what an older checkout made is made again.
-const RECIPE: &str = "4";
+const RECIPE: &str = "5";
 
 /// Makes what is not there yet, and our own programs as their sources are now. `iommufd`: the packages
 /// of a kernel that has it.
@@ -128,17 +129,17 @@ fn qemu(folder: &Path) -> Result<()> {
          export QEMU_MODULE_DIR=\"$root/usr/lib/x86_64-linux-gnu/qemu\"\n\
          exec \"$root/usr/bin/qemu-system-x86_64\" -L \"$root/usr/share/qemu\" \
          -L \"$root/usr/share/seabios\" \"$@\"\n";
-    starter(folder, text).map(|_| ())
+    starter(folder, "qemu-system-x86_64", text).map(|_| ())
 }
 
-/// Writes `folder/qemu-system-x86_64`, which finds its parts beside itself, and tries it; returns
-/// the version that it prints.
-fn starter(folder: &Path, text: &str) -> Result<String> {
-    let program = folder.join("qemu-system-x86_64");
+/// Writes a program that finds its parts beside itself, and tries it; returns the version that it
+/// prints.
+fn starter(folder: &Path, name: &str, text: &str) -> Result<String> {
+    let program = folder.join(name);
     fs::write(&program, text)?;
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
     let version_line = output(Command::new(&program).arg("--version"))
-        .context("the QEMU that was just unpacked does not start")?;
+        .with_context(|| format!("the {name} that was just unpacked does not start"))?;
     let version_line = version_line.lines().next().unwrap_or_default();
     println!("guests: {version_line}");
     Ok(version_line.to_owned())

@@ -1,5 +1,5 @@
 //! A second QEMU, for the guests behind `ringfence guard`: since 11.1 a device of any kind, an IOMMU
-//! too, can be one that another process serves.
+//! too, can be one that another process serves. With it `virtiofsd`, a back end that is not ours.
 //!
 //! It comes from the Debian release after the machine's, with all its libraries, the C library's loader
 //! among them: none of them is the machine's.
@@ -20,16 +20,21 @@ const RELEASE: &str = "forky";
 const VERSION: (u32, u32) = (11, 1);
 
 const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
-/// What is needed at run time besides libraries. Some firmware is a link to what lies elsewhere.
-const KEPT: &[&str] =
-    &["usr/bin/qemu-system-x86_64", "usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe"];
+const PROGRAMS: [&str; 2] = ["usr/bin/qemu-system-x86_64", "usr/libexec/virtiofsd"];
+/// What is needed at run time besides programs and libraries. Some firmware is a link to what lies
+/// elsewhere.
+const KEPT: [&str; 3] = ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe"];
 
-const STARTER: &str = "#!/bin/sh\n\
-    root=\"${0%/*}\"\n\
-    libraries=\"$root/usr/lib/x86_64-linux-gnu\"\n\
-    exec \"$libraries/ld-linux-x86-64.so.2\" --library-path \"$libraries\" \
-    \"$root/usr/bin/qemu-system-x86_64\" -L \"$root/usr/share/qemu\" \
-    -L \"$root/usr/share/seabios\" \"$@\"\n";
+/// Starts a program with the libraries beside it, and with more arguments.
+fn start(program: &str, arguments: &str) -> String {
+    format!(
+        "#!/bin/sh\n\
+         root=\"${{0%/*}}\"\n\
+         libraries=\"$root/{LIBRARIES}\"\n\
+         exec \"$libraries/ld-linux-x86-64.so.2\" --library-path \"$libraries\" \
+         \"$root/{program}\" {arguments} \"$@\"\n"
+    )
+}
 
 /// Makes `folder/qemu11`.
 ///
@@ -43,10 +48,14 @@ pub(super) fn make(debian: &Debian, folder: &Path) -> Result<()> {
     }
     let newer = debian.release(RELEASE, &spare)?;
     let all = spare.join("root");
-    for package in newer.fetch(&newer.with_what_it_needs("qemu-system-x86")?)? {
+    let mut packages = newer.with_what_it_needs("qemu-system-x86")?;
+    packages.extend(newer.with_what_it_needs("virtiofsd")?);
+    packages.sort();
+    packages.dedup();
+    for package in newer.fetch(&packages)? {
         debian::extract(&package, &all)?;
     }
-    for kept in needed(&all)?.iter().map(String::as_str).chain(KEPT.iter().copied()) {
+    for kept in needed(&all)?.iter().map(String::as_str).chain(PROGRAMS).chain(KEPT) {
         let to = place.join(kept);
         fs::create_dir_all(to.parent().context("a path")?)?;
         // Not every release has all of it.
@@ -54,7 +63,9 @@ pub(super) fn make(debian: &Debian, folder: &Path) -> Result<()> {
             fs::rename(all.join(kept), &to).with_context(|| kept.to_owned())?;
         }
     }
-    let version_line = starter(&place, STARTER)?;
+    let firmware = "-L \"$root/usr/share/qemu\" -L \"$root/usr/share/seabios\"";
+    starter(&place, "virtiofsd", &start(PROGRAMS[1], ""))?;
+    let version_line = starter(&place, "qemu-system-x86_64", &start(PROGRAMS[0], firmware))?;
     let version =
         version(&version_line).with_context(|| format!("no version in {version_line:?}"))?;
     ensure!(version >= VERSION, "{RELEASE} has {version_line}: {VERSION:?} is what the tests need");
@@ -62,14 +73,17 @@ pub(super) fn make(debian: &Debian, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The libraries that QEMU loads, and what their names are links to, below `all`.
+/// The libraries that the programs load, and what their names are links to, below `all`.
 fn needed(all: &Path) -> Result<Vec<String>> {
     let all = all.canonicalize()?;
     let libraries = all.join(LIBRARIES);
-    let mut list = Command::new(libraries.join("ld-linux-x86-64.so.2"));
-    list.arg("--list").arg("--library-path").arg(&libraries);
-    let list = output(list.arg(all.join(KEPT[0])))?;
-    let loaded: Vec<&str> = list
+    let mut lists = String::new();
+    for program in PROGRAMS {
+        let mut list = Command::new(libraries.join("ld-linux-x86-64.so.2"));
+        list.arg("--list").arg("--library-path").arg(&libraries);
+        lists += &output(list.arg(all.join(program)))?;
+    }
+    let loaded: Vec<&str> = lists
         .lines()
         .filter_map(|line| line.split_whitespace().next()?.rsplit('/').next())
         .collect();

@@ -7,15 +7,11 @@ use crate::{
 };
 
 /// How much of the load a back end has completed when it is killed.
-const MANY: f64 = 500.0;
-const COMPLETED: &str = "ringfence_requests_total";
+pub(crate) const MANY: f64 = 500.0;
+pub(crate) const COMPLETED: &str = "ringfence_requests_total";
 
-/// No acknowledged write is lost, and no request: fio sees no error and verifies all that it wrote.
-fn killed_under_load(iommu: Iommu, more: &str) {
-    let place = Place::new();
-    let image = place.image("image", 64);
-    let mut back = service(&place, &image, 1);
-    let script = r#"
+/// Writes, reads back and verifies until the test ends it.
+pub(crate) const LOAD: &str = r#"
 load virtio_blk
 # Again and again, until it is enough.
 passes() {
@@ -36,7 +32,13 @@ give load < /tmp/load
 echo 3 > /proc/sys/vm/drop_caches
 say whole $(md5sum < /dev/vda)
 "#;
-    let mut guest = Qemu::new(iommu).blk(&back.socket, 1, more).start(&place, script);
+
+/// No acknowledged write is lost, and no request: fio sees no error and verifies all that it wrote.
+fn killed_under_load(iommu: Iommu, more: &str) {
+    let place = Place::new();
+    let image = place.image("image", 64);
+    let mut back = service(&place, &image, 1);
+    let mut guest = Qemu::new(iommu).blk(&back.socket, 1, more).start(&place, LOAD);
     guest.hear("ready");
     let mut before = back.figure(COMPLETED);
     guest.say("go");

@@ -20,14 +20,14 @@ load virtio_blk
 say before $(md5sum < /dev/vda)
 "#;
 
-struct Machine {
-    iommu: Iommu,
+pub(crate) struct Machine {
+    pub(crate) iommu: Iommu,
     /// Queues of the disk and of each network device; and processors.
-    queues: u32,
+    pub(crate) queues: u32,
     /// More of QEMU's options for the disk, and for the network devices.
-    options: [&'static str; 2],
+    pub(crate) options: [&'static str; 2],
     /// The scripts that it runs, one after the other.
-    scripts: &'static [&'static str],
+    pub(crate) scripts: &'static [&'static str],
 }
 
 const MACHINES: &[Machine] = &[
@@ -59,18 +59,19 @@ const MACHINES: &[Machine] = &[
     },
 ];
 
-struct Ends {
-    place: Place,
-    image: PathBuf,
-    disk: Service,
-    network: Service,
-    peer: PathBuf,
+pub(crate) struct Ends {
+    pub(crate) image: PathBuf,
+    pub(crate) disk: Service,
+    pub(crate) network: Service,
+    pub(crate) peer: PathBuf,
     /// A network that returns what it receives.
-    loopback: Service,
+    pub(crate) loopback: PathBuf,
+    // Dropped last: the others say why a test failed by what lies there.
+    pub(crate) place: Place,
 }
 
 impl Ends {
-    fn serve(&mut self, machine: &Machine) {
+    pub(crate) fn serve(&mut self, machine: &Machine) {
         let Machine { iommu, queues, options, scripts } = *machine;
         let does = |script: &str| scripts.contains(&script);
         let before = md5(&self.image, 0, 32 * MIB);
@@ -82,7 +83,7 @@ impl Ends {
             .net(&self.network.socket, queues, options[1])
             .net(&self.peer, queues, options[1]);
         if does(LOOPBACK) {
-            qemu = qemu.net(&self.loopback.socket, 1, options[1]);
+            qemu = qemu.net(&self.loopback, 1, options[1]);
         }
         let last = "say net-domain $(domain $(virtio_pci 1 0))\n";
         let output = qemu.start(&self.place, &[BEFORE, &scripts.concat(), last].concat()).end();
@@ -112,9 +113,10 @@ fn machine_after_machine_behind_every_iommu() {
     let disk = service(&place, &image, 2);
     let (network, peer) = back_to_back(&place, &["--queues", "2"]);
     let loopback = place.service("loopback.sock", &["net", "--loopback", "--log", "debug"]);
-    let mut ends = Ends { place, image, disk, network, peer, loopback };
+    let back = loopback.socket.clone();
+    let mut ends = Ends { place, image, disk, network, peer, loopback: back };
     MACHINES.iter().for_each(|machine| ends.serve(machine));
-    let Ends { disk, network, loopback, .. } = ends;
+    let Ends { disk, network, .. } = ends;
     [disk, network, loopback].into_iter().for_each(Service::terminate);
 }
 

@@ -1,5 +1,5 @@
 //! Third-party peers: a stock QEMU, a stock Linux and User-Mode Linux in front of `ringfence blk`,
-//! `ringfence net` and `ringfence guard`.
+//! `ringfence net`, `ringfence guard` and `ringfence proxy`.
 //!
 //! `cargo xtask guests` makes the guests and `cargo xtask test --only guests` runs them; a test
 //! that runs without them fails and says so. A guest is emulated and takes a processor: as many run
@@ -12,6 +12,8 @@ mod manager;
 mod place;
 mod proxy;
 mod qemu;
+#[path = "../common/strangers.rs"]
+mod strangers;
 
 mod blk;
 mod conformance;
@@ -19,6 +21,7 @@ mod crash;
 mod doctor;
 mod firmware;
 mod guard;
+mod isolated;
 mod machines;
 mod migrate;
 mod net;

@@ -23,8 +23,8 @@ $there ip link set eth1 up
 $there ip link set lo up
 mkdir -p /tmp/www
 dd if=/dev/urandom of=/tmp/www/file bs=64k count=64
-# The link may take a moment.
-ping -c 1 -w 300 10.0.0.2
+# A switch may drop what comes before the other end is there.
+until ping -c 1 -W 10 10.0.0.2; do usleep 10000; done
 httpd -h /tmp/www
 $there httpd -h /tmp/www
 "#;

@@ -286,6 +286,15 @@ impl Qemu {
         self
     }
 
+    /// A file system with the tag `host`, with its back end listening on a socket.
+    pub(crate) fn fs(mut self, socket: &Path) -> Qemu {
+        let n = self.port();
+        self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
+        let own = self.own().replace(",disable-legacy=on", "");
+        self.add("-device", format!("vhost-user-fs-pci,chardev=c{n},tag=host,{own}"));
+        self
+    }
+
     /// A thread of QEMU's for one disk.
     pub(crate) fn thread(mut self, name: &str) -> Qemu {
         self.add("-object", format!("iothread,id={name}"));

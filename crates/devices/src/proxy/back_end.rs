@@ -75,7 +75,7 @@ pub(super) struct BackEnd {
     pool_size: u64,
     offered: u64,
     protocol: ProtocolFeatures,
-    queues: u16,
+    queue_num: u16,
     /// The features of its rings.
     features: u64,
     /// Whether it has its memory.
@@ -83,7 +83,7 @@ pub(super) struct BackEnd {
 }
 
 impl BackEnd {
-    /// Begins with a back end on a connected socket: at most `queues` queues, each with `pool_size`
+    /// Begins with a back end on a connected socket: at most `queues` rings, each with `pool_size`
     /// bytes of slots. Returns by what it is heard, too.
     pub(super) fn new(
         (stream, channel, theirs): Connected,
@@ -109,7 +109,7 @@ impl BackEnd {
         link.set_protocol_features(protocol)?;
         // Without MQ it does not say. A network, a disk and the like have no more.
         let many = protocol.contains(ProtocolFeatures::MQ);
-        let queues = if many { link.queue_num()?.min(queues) } else { queues.min(2) };
+        let queue_num = if many { link.queue_num()? } else { 2 }.min(queues);
         let speaks = protocol.contains(ProtocolFeatures::BACKEND_REQ);
         if speaks {
             link.set_backend_channel(theirs.as_fd())?;
@@ -120,7 +120,8 @@ impl BackEnd {
         let bytes = usize::from(queues.max(1)) * (RING_BYTES + pool_size as usize);
         let ram = GuestRam::new(bytes, FIRST)?;
         let (features, is_set_up) = (0, false);
-        let back = BackEnd { link, ram, pool_size, offered, protocol, queues, features, is_set_up };
+        let back =
+            BackEnd { link, ram, pool_size, offered, protocol, queue_num, features, is_set_up };
         Ok((back, heard))
     }
 
@@ -134,8 +135,9 @@ impl BackEnd {
         self.protocol & PASSED
     }
 
-    pub(super) fn queues(&self) -> u16 {
-        self.queues
+    /// How many queues it has, as it counts them: pairs of rings, if it is a network of DPDK's.
+    pub(super) fn queue_num(&self) -> u16 {
+        self.queue_num
     }
 
     /// Sets what the driver has accepted of [`features`](Self::features), while no ring runs.

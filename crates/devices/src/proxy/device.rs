@@ -85,7 +85,11 @@ impl RawDevice for Proxy {
     }
 
     fn queues(&self) -> u16 {
-        self.back.queues()
+        self.options.queues
+    }
+
+    fn queue_num(&self) -> u16 {
+        self.back.queue_num()
     }
 
     fn max_ring_size(&self) -> u16 {

@@ -33,7 +33,7 @@ pub type ProxyUnit = RequestUnit<ProxyQueue>;
 pub struct ProxyOptions {
     /// Its name in the log.
     pub name: Arc<str>,
-    /// The most queues that it offers.
+    /// The most rings that it has.
     pub queues: u16,
     /// The bytes of each queue's slots: memory that is used when requests need it, and then kept. A
     /// larger request stops its queue.

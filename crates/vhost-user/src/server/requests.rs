@@ -41,7 +41,7 @@ impl<H: Handler> Server<H> {
         match request {
             Request::GetFeatures => return word(self.offered),
             Request::GetProtocolFeatures => return word(self.offered_protocol.bits()),
-            Request::GetQueueNum => return word(self.rings.len() as u64),
+            Request::GetQueueNum => return word(self.handler.queue_num().into()),
             Request::GetMaxMemSlots => return word(Memory::MAX_REGIONS as u64),
             Request::SetFeatures(features) => self.set_features(features)?,
             Request::SetProtocolFeatures(features) => {
