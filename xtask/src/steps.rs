@@ -19,6 +19,7 @@ use crate::{
     pace::Pace,
     packages, rules, soak,
     suite::{self, Program, Suite},
+    tools,
     workspace::{self, cargo, output, root},
 };
 
@@ -166,6 +167,13 @@ const STEPS: &[Step] = &[
     long("a Debian root", 900, |_| debian::check()),
     long("services of systemd", 60, systemd),
     long("ends that are killed", 600, |run| run.ignored(COMMAND, "hostile", &["killed::"])),
+    long("back ends of rust-vmm's", 120, |run| {
+        make_guests(run)?;
+        for name in ["vhost-device-rng", "vhost-device-console"] {
+            tools::tool(name, "0.1.0", &[])?;
+        }
+        run.ignored(COMMAND, "guests", &["rust_vmm::"])
+    }),
     long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
         run.ignored(COMMAND, "guests", &["--test-threads=1", "speed::", "--skip", "speed::guard"])
@@ -415,7 +423,7 @@ fn real_guests(run: &Run) -> Result<()> {
     make_guests(run)?;
     needs(run, "dpdk-dev")?;
     // Not the tables of speed: they take minutes, and a machine to themselves.
-    let mut arguments = vec!["--skip", "speed::"];
+    let mut arguments = vec!["--skip", "speed::", "--skip", "rust_vmm::"];
     if !guests::iommufd::is_there() {
         let tests = guests::iommufd::TESTS;
         println!("NOT RUN: guests' tests {tests}: Debian has no kernel for them (docs/vfio.md)");

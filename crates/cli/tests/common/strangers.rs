@@ -60,6 +60,19 @@ impl Stranger {
         Stranger::start(command, &sockets.each_ref().map(PathBuf::as_path))
     }
 
+    /// A device of rust-vmm's, which listens at `socket` if `path` follows its arguments.
+    pub(crate) fn of_rust_vmm(
+        name: &str,
+        arguments: &[&str],
+        path: &Path,
+        socket: &Path,
+    ) -> Stranger {
+        let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/tools/bin");
+        let mut command = Command::new(tools.join(name));
+        command.args(arguments).arg(path);
+        Stranger::start(command, &[socket])
+    }
+
     /// The file system below `folder`.
     pub(crate) fn virtiofsd(folder: &Path, socket: &Path) -> Stranger {
         let mut command = Command::new(guests().join("qemu11/virtiofsd"));

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// `ringfence proxy` that listens at `name`, before the back end at `back`.
-fn proxy(place: &Place, name: &str, back: &Path) -> Service {
+pub(crate) fn proxy(place: &Place, name: &str, back: &Path) -> Service {
     let arguments = ["proxy", "--backend", back.to_str().unwrap(), "--log", "debug"];
     place.service(name, &[&arguments[..], &PATIENT].concat())
 }

@@ -27,6 +27,7 @@ mod migrate;
 mod net;
 mod nvme;
 mod rng;
+mod rust_vmm;
 mod speed;
 mod successor;
 mod uml;

@@ -286,6 +286,18 @@ impl Qemu {
         self
     }
 
+    /// A device of any kind, by its number among virtio's, with its back end listening on a socket.
+    pub(crate) fn other(mut self, socket: &Path, kind: u32, queues: u32, config: u32) -> Qemu {
+        let n = self.port();
+        self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
+        let own = self.own().replace(",disable-legacy=on", "");
+        self.add(
+            "-device",
+            format!("vhost-user-test-device-pci,chardev=c{n},virtio-id={kind},num_vqs={queues},config_size={config},{own}"),
+        );
+        self
+    }
+
     /// A file system with the tag `host`, with its back end listening on a socket.
     pub(crate) fn fs(mut self, socket: &Path) -> Qemu {
         let n = self.port();

@@ -8,6 +8,7 @@ use ringfence_vhost_user::Server;
 use ringfence_vhost_user_backend::{Addresses, Device, Request, Requests};
 
 use crate::{
+    machine::Transcript,
     place::Place,
     qemu::{Iommu, Qemu},
 };
@@ -23,7 +24,7 @@ impl Device for Rng {
     }
 }
 
-const SCRIPT: &str = r#"
+pub(crate) const SCRIPT: &str = r#"
 modprobe virtio_rng
 named() { grep -q virtio_rng /sys/class/misc/hw_random/rng_current; }
 await named
@@ -32,6 +33,14 @@ dd if=/dev/hwrng of=/tmp/bytes bs=1k count=64 iflag=fullblock 2> /dev/null
 say bytes $(wc -c < /tmp/bytes)
 say packed $(gzip -c < /tmp/bytes | wc -c)
 "#;
+
+/// What [`SCRIPT`] has read is random.
+pub(crate) fn is_random(output: &Transcript, iommu: Iommu) {
+    assert_eq!(output.word("domain"), iommu.domain());
+    assert_eq!(output.word("bytes"), "65536");
+    // Random bytes cannot be compressed.
+    assert!(output.word("packed").parse::<u32>().unwrap() > 65536);
+}
 
 fn served(iommu: Iommu) {
     let place = Place::new();
@@ -49,10 +58,7 @@ fn served(iommu: Iommu) {
     });
     let output = Qemu::new(iommu).newer().rng(&socket).start(&place, SCRIPT).end();
     let (queue, iotlb) = serving.join().unwrap();
-    assert_eq!(output.word("domain"), iommu.domain());
-    assert_eq!(output.word("bytes"), "65536");
-    // Random bytes cannot be compressed.
-    assert!(output.word("packed").parse::<u32>().unwrap() > 65536);
+    is_random(&output, iommu);
     assert!(queue.requests > 0 && queue.bytes >= 65536 && queue.failed == 0, "{queue:?}");
     assert_eq!(iotlb.updates > 0, iommu != Iommu::None, "{iotlb:?}");
     assert_eq!((iotlb.refusals, iotlb.timeouts), (0, 0), "{iotlb:?}");

@@ -246,3 +246,19 @@ fn a_device_that_gives_back_what_it_has_not_breaks_the_drivers_queue() {
     let text = "used index 0: 5 bytes written to id 0, which has room for 4";
     assert_eq!(used(1, 0, 5), error(text));
 }
+
+/// Such as rust-vmm's console.
+#[test]
+fn a_device_may_report_what_it_has_read_where_there_is_nothing_to_write() {
+    for packed in [false, true] {
+        let ram = testing::Ram::new(BASE, 0x10000);
+        let (mut queue, mut device) = testing::pair_of(&ram, BASE, rig::config(SIZE, packed));
+        queue.add(&[Desc::readable(0, 4)], 5).unwrap();
+        queue.publish();
+        let mut chain = Chain::new();
+        assert_eq!(device.pop(&ram, &mut chain), Ok(true));
+        device.push_used(chain.head(), 4);
+        let _ = device.publish_used();
+        assert_eq!(queue.pop(), Ok(Some(driver::Used { token: 5, len: 0 })));
+    }
+}
