@@ -31,7 +31,8 @@ use crate::{
 /// How an [`Iotlb`] is made.
 #[derive(Clone, Copy, Debug)]
 pub struct IotlbConfig {
-    /// The most entries (rule D24).
+    /// The most entries (rule D24). An access needs all of its own at once: one that covers more pages
+    /// waits until its time-out.
     pub entries: u64,
     /// The most bytes of table memory.
     pub table_bytes: u64,

@@ -110,10 +110,6 @@ impl FrontEnd {
         let translated = self.has(F_ACCESS_PLATFORM);
         let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);
         let at_used = base.is_none();
-        if let Some(call) = call.as_ref().filter(|_| at_used) {
-            // The driver may not have been notified of the last used buffers.
-            call.notify();
-        }
         RingStart { config, events: Events { kick, call, err }, enabled, log, at_used }
     }
 
@@ -122,7 +118,9 @@ impl FrontEnd {
         self.log = log.cloned();
     }
 
-    /// Stores a ring's interrupt descriptor, for its next start too.
+    /// Stores a ring's interrupt descriptor, for its next start too. Once the ring has it, it is to be
+    /// notified: what was given back before may have been signalled to nobody, or where nobody
+    /// listened any more, and the driver waits for that.
     ///
     /// # Errors
     /// It cannot be notified without blocking: it is neither an eventfd nor a Unix stream.

@@ -416,7 +416,10 @@ impl<D: RawDevice> Handler for Backend<D> {
 
     fn set_call(&mut self, ring: u16, call: Option<PeerFd>) -> Result<(), HandlerError> {
         let call = self.front.set_call(ring, call)?;
-        self.on(ring, move |rings, part| rings.set_call(part, ring, call))
+        let set = call.clone();
+        self.on(ring, move |rings, part| rings.set_call(part, ring, set))?;
+        call.iter().for_each(|call| call.notify());
+        Ok(())
     }
 
     fn set_err(&mut self, ring: u16, err: Option<PeerFd>) -> Result<(), HandlerError> {

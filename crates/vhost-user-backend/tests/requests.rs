@@ -324,6 +324,21 @@ fn a_ring_that_stops_waits_for_what_the_device_has() {
 }
 
 #[test]
+fn an_interrupt_that_is_set_is_notified_of_what_was_given_back_before() {
+    let mut rig = Rig::new();
+    rig.map(1);
+    // As QEMU does: it sets the interrupt last.
+    rig.main.lock().unwrap().set_vring_call(0, None).unwrap();
+    rig.send(&[Desc::writable(iova(1), 8)], 0);
+    rig.next().complete();
+    assert_eq!(rig.completed(), (0, 0));
+    let call = event::new().unwrap();
+    rig.main.lock().unwrap().set_vring_call(0, Some(call.as_fd())).unwrap();
+    let mut count = [0; 8];
+    assert_eq!(rustix::io::read(&call, &mut count), Ok(8), "nobody hears of the request");
+}
+
+#[test]
 fn completions_that_wait_for_their_turn_come_when_it_has_come() {
     let mut rig = Rig::new();
     (1..17).for_each(|page| rig.map(page));

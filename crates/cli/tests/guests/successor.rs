@@ -6,6 +6,7 @@ use crate::{
     net::PAIR,
     place::{Guard, Place, Service, md5},
     qemu::{Iommu, Qemu},
+    strangers::Stranger,
 };
 
 /// How often each way.
@@ -118,6 +119,32 @@ fn a_disk() {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_disk_whose_translations_come_from_qemu() {
     unguarded(Iommu::VirtioStrict);
+}
+
+/// Each process connects to the back end anew.
+fn proxied(iommu: Iommu) {
+    let place = Place::new().managed();
+    let (image, socket) = (place.image("image", 32), place.path("qsd"));
+    let _back = Stranger::storage_daemon(&image, &socket);
+    let next = || {
+        let back = socket.to_str().unwrap();
+        place.service("disk.p", &["proxy", "--backend", back, "--log", "info"])
+    };
+    let first = next();
+    let qemu = Qemu::new(iommu).blk(&first.socket, 1, "");
+    disk(iommu, 1, &place, qemu, first, next);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_proxy() {
+    proxied(Iommu::None);
+}
+
+#[test]
+#[ignore = "guests: cargo xtask test --only guests"]
+fn a_proxy_whose_translations_come_from_qemu() {
+    proxied(Iommu::VirtioStrict);
 }
 
 /// QEMU gets no option to connect again, and does not for the IOMMU.

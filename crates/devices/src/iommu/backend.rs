@@ -129,7 +129,10 @@ impl Handler for IommuBackend {
         if let Some(kept) = self.calls.get_mut(usize::from(ring)) {
             kept.clone_from(&call);
         }
-        self.iommu().on_unit(move |unit| unit.set_call(ring, call))?;
+        let set = call.clone();
+        self.iommu().on_unit(move |unit| unit.set_call(ring, set))?;
+        // What was given back before may have been signalled to nobody.
+        call.iter().for_each(|call| call());
         Ok(())
     }
 

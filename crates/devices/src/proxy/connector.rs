@@ -148,14 +148,6 @@ impl Ear {
             let ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
             let (ordered, gone, speaks) = (ready(0), ready(1), ready(2));
             drop(fds);
-            if gone {
-                self.heard = None;
-                tracing::warn!(source = %self.name, "the back end has hung up");
-                self.end();
-            } else if speaks && !self.pass_on() {
-                // It may go on without its channel.
-                self.heard.iter_mut().for_each(|heard| heard.channel = None);
-            }
             if ordered {
                 event::drain(bell);
                 loop {
@@ -165,6 +157,17 @@ impl Ear {
                         Err(mpsc::TryRecvError::Disconnected) => return,
                     }
                 }
+                // What was heard may be of a connection that was to be forgotten: its front end may
+                // have been left to another process, which serves it now.
+                continue;
+            }
+            if gone {
+                self.heard = None;
+                tracing::warn!(source = %self.name, "the back end has hung up");
+                self.end();
+            } else if speaks && !self.pass_on() {
+                // It may go on without its channel.
+                self.heard.iter_mut().for_each(|heard| heard.channel = None);
             }
         }
     }

@@ -176,7 +176,11 @@ impl ProxyQueue {
     ) -> Result<(), Stop> {
         self.shadowed.clear();
         for (Desc { addr, len, write }, place) in places(chain) {
-            if !write {
+            if write {
+                // The translation must be there when the chain comes back: a ring that stops then
+                // gets none any more.
+                bus.slices(addr, len.into(), Access::Write, |_| {})?;
+            } else {
                 let mut done = 0;
                 bus.slices(addr, len.into(), Access::Read, |piece| {
                     let to = self.slots.piece(slot, place + done, piece.len() as u64);
@@ -356,8 +360,8 @@ impl Serve for ProxyQueue {
     }
 
     fn completed(&mut self, now_ns: u64, _: bool) -> Option<(u16, bool)> {
-        // At the end of a ring everything is.
-        if self.waits.is_some() || self.is_spent() && now_ns != u64::MAX {
+        // At the end of a ring everything is that can be.
+        if now_ns != u64::MAX && (self.waits.is_some() || self.is_spent()) {
             return None;
         }
         self.used.pop_front().map(|at| (at, true))

@@ -154,12 +154,17 @@ impl Guest {
 
     /// Submits a chain of `count` random buffers, if there is room.
     pub(crate) fn submit_of(&mut self, count: usize) -> bool {
+        let readable = self.random(count + 1);
+        self.submit_with(count, readable)
+    }
+
+    /// The same, whose first `readable` buffers are read, and all others written.
+    pub(crate) fn submit_with(&mut self, count: usize, readable: usize) -> bool {
         if self.free.len() < count
             || usize::from(self.queue.free_descs()) < if self.tables.is_empty() { count } else { 1 }
         {
             return false;
         }
-        let readable = self.random(count + 1);
         let (mut descs, mut bytes, mut writable) = (Vec::new(), Vec::new(), Vec::new());
         let pages: Vec<usize> = (0..count)
             .map(|_| {
