@@ -6,6 +6,8 @@
 
 #![no_main]
 
+mod threads;
+
 use std::{
     io::IoSlice,
     mem::MaybeUninit,
@@ -126,7 +128,9 @@ impl Handler for Device {
     }
 }
 
-fuzz_target!(|data: &[u8]| {
+fuzz_target!(|data: &[u8]| threads::await_end(|| run(data)));
+
+fn run(data: &[u8]) {
     let (front, back) = UnixStream::pair().expect("a socket pair");
     let ram = GuestRam::new(1 << 14, 0).expect("a memory file");
     let event = eventfd(0, EventfdFlags::NONBLOCK).expect("an eventfd");
@@ -144,7 +148,7 @@ fuzz_target!(|data: &[u8]| {
     let _ = server.serve();
     assert_eq!(server.into_handler().running, [false; QUEUES]);
     goes_on(data, &kinds);
-});
+}
 
 /// Resumes a connection that another process has saved as these bytes.
 fn goes_on(data: &[u8], kinds: &[BorrowedFd<'_>]) {
