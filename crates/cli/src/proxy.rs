@@ -34,7 +34,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "PATH")]
     backend: PathBuf,
 
-    /// The most queues to offer, if the back end has so many
+    /// The most rings to offer, if the back end has so many: a network has two for a pair of queues
     #[arg(long, value_name = "N", default_value_t = 64,
           value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: u16,

@@ -49,8 +49,9 @@ impl Stranger {
         let own = std::process::id();
         // One CPU for the thread that never gives it away: beside that, the one that takes messages would
         // keep a VMM waiting for seconds.
+        let cpu = last_cpu();
         let arguments = format!(
-            "--lcores 0@1,1@1 --no-huge --no-pci --no-telemetry --iova-mode=va -m 256 --file-prefix rf{own} \
+            "--lcores 0@{cpu},1@{cpu} --no-huge --no-pci --no-telemetry --iova-mode=va -m 256 --file-prefix rf{own} \
              --vdev net_vhost0,iface={one} --vdev net_vhost1,iface={other} -- \
              -i --auto-start --forward-mode=io --total-num-mbufs=8192"
         );
@@ -76,7 +77,7 @@ impl Stranger {
     /// The file system below `folder`.
     pub(crate) fn virtiofsd(folder: &Path, socket: &Path) -> Stranger {
         let mut command = Command::new(guests().join("qemu11/virtiofsd"));
-        // A user other than root could give files no owner; no namespaces of its own in a container.
+        // Without namespaces of its own, which take privileges that a container lacks.
         command.arg("--sandbox=none").arg("--shared-dir").arg(folder);
         command.arg("--socket-path").arg(socket);
         Stranger::start(command, &[socket])
@@ -88,6 +89,14 @@ impl Drop for Stranger {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
+}
+
+/// The last of the CPUs that this process may use.
+fn last_cpu() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+    let last = list.unwrap().rsplit([',', '-', '\t']).next().unwrap();
+    last.trim().parse().unwrap()
 }
 
 /// What was made for guests.

@@ -11,7 +11,7 @@ use crate::{
     blk::{MIB, PATIENT, VERIFY, no_errors},
     crash::{COMPLETED, LOAD, MANY},
     machines::{Ends, Machine},
-    net::{LOOPBACK, PAIR, TRAFFIC, back_to_back},
+    net::{LOOPBACK, LOSSY, PAIR, TRAFFIC, back_to_back},
     place::{Place, Service, md5},
     qemu::{Iommu, Qemu},
     strangers::Stranger,
@@ -32,7 +32,7 @@ fn machines(place: Place, image: PathBuf, queues: u32, disk: &Path, networks: &[
     let mut proxies: Vec<Service> = proxies.collect();
     let (peer, loopback) = (proxies[1].socket.clone(), proxies.last().unwrap().socket.clone());
     let mut ends = Ends { place, image, disk, network: proxies.swap_remove(0), peer, loopback };
-    let some: &[&str] = &[VERIFY, PAIR, TRAFFIC];
+    let some: &[&str] = &[VERIFY, LOSSY, PAIR, TRAFFIC];
     let all: &[&str] = &[VERIFY, PAIR, TRAFFIC, LOOPBACK];
     let scripts = if networks.len() > 2 { all } else { some };
     let plain = Machine { iommu: Iommu::None, queues, options: ["", ""], scripts };

@@ -23,10 +23,16 @@ $there ip link set eth1 up
 $there ip link set lo up
 mkdir -p /tmp/www
 dd if=/dev/urandom of=/tmp/www/file bs=64k count=64
-# A switch may drop what comes before the other end is there.
-until ping -c 1 -W 10 10.0.0.2; do usleep 10000; done
+# The link may take a moment.
+type reach > /dev/null 2>&1 || reach() { ping -c 1 -w 300 $1; }
+reach 10.0.0.2
 httpd -h /tmp/www
 $there httpd -h /tmp/www
+"#;
+
+/// Before [`PAIR`], if what lies between the two drops what comes before the other end is there.
+pub(crate) const LOSSY: &str = r#"
+reach() { until ping -c 1 -W 10 $1; do usleep 10000; done; }
 "#;
 
 /// Between those two: files both ways over TCP with their sums, and fragmented datagrams.

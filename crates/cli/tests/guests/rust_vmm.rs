@@ -7,7 +7,7 @@ use std::{
 
 use crate::{
     isolated::proxy,
-    place::Place,
+    place::{LIMIT, Place},
     qemu::{Iommu, Qemu},
     rng,
     strangers::Stranger,
@@ -55,7 +55,9 @@ done
     let machine = Qemu::new(Iommu::None).newer().other(&front.socket, 3, 4, 12);
     let mut guest = machine.start(&place, script);
     guest.hear("opened");
-    let mut terminal = BufReader::new(TcpStream::connect(("127.0.0.1", port)).unwrap());
+    let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut terminal = BufReader::new(stream);
     guest.say("go");
     for number in 1..=200 {
         let mut line = String::new();

@@ -94,10 +94,6 @@ impl Handler for IommuBackend {
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         let RingStart { config, events: Events { kick, .. }, enabled, at_used, .. } =
             self.front.start(ring, setup);
-        if at_used && let Some(Some(call)) = self.calls.get(usize::from(ring)) {
-            // The driver may not have been notified of the last used entries.
-            call();
-        }
         let answered = match ring {
             REQUESTS => self.iommu().requests_start(config.base, at_used, self.front.features())?,
             _ => Answers::default(),

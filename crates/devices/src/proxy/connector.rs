@@ -150,15 +150,20 @@ impl Ear {
             drop(fds);
             if ordered {
                 event::drain(bell);
-                loop {
-                    match orders.try_recv() {
-                        Ok(order) => self.obey(order),
-                        Err(mpsc::TryRecvError::Empty) => break,
-                        Err(mpsc::TryRecvError::Disconnected) => return,
-                    }
+            }
+            let mut obeyed = false;
+            loop {
+                match orders.try_recv() {
+                    Ok(order) => self.obey(order),
+                    Err(mpsc::TryRecvError::Empty) => break,
+                    Err(mpsc::TryRecvError::Disconnected) => return,
                 }
-                // What was heard may be of a connection that was to be forgotten: its front end may
-                // have been left to another process, which serves it now.
+                obeyed = true;
+            }
+            if obeyed {
+                // What was heard may be of a connection that was to be forgotten, which is ordered
+                // before its end: its front end may have been left to another process, which serves
+                // it now.
                 continue;
             }
             if gone {

@@ -3,7 +3,8 @@
 //! A chain is copied into a slot and added to the shadow ring; when the back end has used it, what
 //! it wrote is copied back, by the used length at most, and the slot is zeroed. Chains go back in
 //! the order in which the back end has used them, and what it has published together is published
-//! together: a packet may take several chains.
+//! together: a packet may take several chains. At the end of a ring those that wait for a
+//! translation hold up no others.
 
 use std::{collections::VecDeque, io};
 
@@ -145,6 +146,12 @@ impl ProxyQueue {
         if self.ends || usize::from(self.shadow.free_descs()) < needed {
             return Err(Stop::Later);
         }
+        // Before anything is copied; and of what is written, too, though it may be gone when the chain
+        // comes back: a ring that stops then gets no translations any more.
+        for &Desc { addr, len, write } in descs {
+            let access = if write { Access::Write } else { Access::Read };
+            bus.slices(addr, len.into(), access, |_| {})?;
+        }
         let Some(slot) = self.slots.take(len) else {
             if self.slots.is_unused() {
                 return Err(Stop::Never(io::Error::other(self.too_long(len))));
@@ -176,11 +183,7 @@ impl ProxyQueue {
     ) -> Result<(), Stop> {
         self.shadowed.clear();
         for (Desc { addr, len, write }, place) in places(chain) {
-            if write {
-                // The translation must be there when the chain comes back: a ring that stops then
-                // gets none any more.
-                bus.slices(addr, len.into(), Access::Write, |_| {})?;
-            } else {
+            if !write {
                 let mut done = 0;
                 bus.slices(addr, len.into(), Access::Read, |piece| {
                     let to = self.slots.piece(slot, place + done, piece.len() as u64);
@@ -348,7 +351,7 @@ impl Serve for ProxyQueue {
                         None => self.unreachable(error),
                     },
                 };
-                self.waits = None;
+                self.waits.take_if(|waits| *waits == at);
                 self.scrub(chain, slot, Some(used));
                 done
             }
@@ -370,8 +373,8 @@ impl Serve for ProxyQueue {
     /// No generic completion says that a request has failed: the ring stops instead, unless it does
     /// already.
     fn fail(&mut self, request: &mut Shadow, _: &Chain, _: &Bus) -> (bool, u32) {
-        if matches!(request, Shadow::Used(..)) {
-            self.waits = None;
+        if let Shadow::Used(Sent(_, at), _) = request {
+            self.waits.take_if(|waits| waits == at);
         }
         if !self.stopped {
             self.broken.get_or_insert_with(|| io::Error::other("a buffer was not mapped in time"));

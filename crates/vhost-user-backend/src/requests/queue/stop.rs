@@ -70,6 +70,8 @@ impl<S: Serve> RequestQueue<S> {
         if self.recorded.is_none() || self.log.is_on() {
             let left = self.parked.take();
             if !S::FAILS && !left.is_empty() {
+                // All others are done.
+                self.publish(bus)?;
                 return Err(QueueError::Lost(left.len()));
             }
             for at in left {
