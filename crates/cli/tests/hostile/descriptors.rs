@@ -164,8 +164,10 @@ pub(crate) const KINDS: &[(&str, Attack)] = &[
         session.start(&ring, 0);
         let number = words(&[ring.index.into()]);
         assert!(session.client.set(SET_VRING_CALL, &number, &[event.as_fd()]));
+        // It is notified when it is set.
+        rustix::io::read(&event, &mut [0u8; 8]).unwrap();
+        rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         fcntl_setfl(&event, OFlags::empty()).unwrap();
-        let _ = rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes());
         for _ in 0..20 {
             target.works(&session, &mut ring);
         }
