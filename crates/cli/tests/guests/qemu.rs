@@ -276,34 +276,28 @@ impl Qemu {
     }
 
     /// A source of random bytes, with its back end listening on a socket.
-    pub(crate) fn rng(mut self, socket: &Path) -> Qemu {
-        let n = self.port();
-        // Its device needs a connection at once, and does not connect again.
-        self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
-        // It has never been a device of virtio 0.9.
-        let own = self.own().replace(",disable-legacy=on", "");
-        self.add("-device", format!("vhost-user-rng-pci,chardev=c{n},{own}"));
-        self
+    pub(crate) fn rng(self, socket: &Path) -> Qemu {
+        self.modern(socket, "vhost-user-rng-pci")
     }
 
     /// A device of any kind, by its number among virtio's, with its back end listening on a socket.
-    pub(crate) fn other(mut self, socket: &Path, kind: u32, queues: u32, config: u32) -> Qemu {
-        let n = self.port();
-        self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
-        let own = self.own().replace(",disable-legacy=on", "");
-        self.add(
-            "-device",
-            format!("vhost-user-test-device-pci,chardev=c{n},virtio-id={kind},num_vqs={queues},config_size={config},{own}"),
-        );
-        self
+    pub(crate) fn other(self, socket: &Path, kind: u32, queues: u32, config: u32) -> Qemu {
+        let shape = format!("virtio-id={kind},num_vqs={queues},config_size={config}");
+        self.modern(socket, &format!("vhost-user-test-device-pci,{shape}"))
     }
 
     /// A file system with the tag `host`, with its back end listening on a socket.
-    pub(crate) fn fs(mut self, socket: &Path) -> Qemu {
+    pub(crate) fn fs(self, socket: &Path) -> Qemu {
+        self.modern(socket, "vhost-user-fs-pci,tag=host")
+    }
+
+    /// A device that has never been one of virtio 0.9. It needs a connection at once, and does not
+    /// connect again.
+    fn modern(mut self, socket: &Path, device: &str) -> Qemu {
         let n = self.port();
         self.add("-chardev", format!("socket,id=c{n},path={}", socket.display()));
         let own = self.own().replace(",disable-legacy=on", "");
-        self.add("-device", format!("vhost-user-fs-pci,chardev=c{n},tag=host,{own}"));
+        self.add("-device", format!("{device},chardev=c{n},{own}"));
         self
     }
 

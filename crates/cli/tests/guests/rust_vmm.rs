@@ -17,9 +17,9 @@ use crate::{
 #[ignore = "long: cargo xtask test --all --only rust-vmm"]
 fn random_bytes() {
     for iommu in [Iommu::None, Iommu::IntelStrict] {
-        let (place, fixed) = (Place::new(), ["--socket-path"]);
+        let place = Place::new();
         let socket = place.path("rng0");
-        let _back = Stranger::of_rust_vmm("vhost-device-rng", &fixed, &place.path("rng"), &socket);
+        let _back = Stranger::of_rust_vmm("vhost-device-rng", &[], &socket);
         let front = proxy(&place, "rng.p", &socket);
         let output = Qemu::new(iommu).newer().rng(&front.socket).start(&place, rng::SCRIPT).end();
         rng::is_random(&output, iommu);
@@ -33,10 +33,9 @@ fn random_bytes() {
 fn a_console() {
     let place = Place::new();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    let (path, number) = (place.path("console"), port.to_string());
-    let arguments = ["--backend", "network", "--tcp-port", &number, "--socket-path"];
-    let socket = place.path("console0");
-    let _back = Stranger::of_rust_vmm("vhost-device-console", &arguments, &path, &socket);
+    let (number, socket) = (port.to_string(), place.path("console0"));
+    let arguments = ["--backend", "network", "--tcp-port", &number];
+    let _back = Stranger::of_rust_vmm("vhost-device-console", &arguments, &socket);
     let front = proxy(&place, "console.p", &socket);
     let script = r#"
 await [ -e /dev/hvc0 ]
