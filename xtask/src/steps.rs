@@ -428,17 +428,21 @@ fn real_guests(run: &Run) -> Result<()> {
         println!("NOT RUN: guests' tests {tests}: Debian has no kernel for them (docs/vfio.md)");
         arguments.extend(["--skip", tests]);
     }
+    let mut lacking = Vec::new();
     if let Err(why) = needs(run, "dpdk-dev") {
-        let test = "isolated::machines_with_back_ends_of_qemu_and_dpdk";
-        println!("NOT RUN: guests' test {test}: {why}");
-        arguments.extend(["--skip", test]);
+        lacking.push(("isolated::machines_with_back_ends_of_qemu_and_dpdk", why.to_string()));
     }
     if !packages::is_root() {
-        let test = "isolated::a_tree_of_files_is_copied";
-        println!("NOT RUN: guests' test {test}: files of a guest's users take root");
-        arguments.extend(["--skip", test]);
+        let why = "files of a guest's users take root".to_owned();
+        lacking.push(("isolated::a_tree_of_files_is_copied", why));
     }
-    run.ignored(COMMAND, "guests", &arguments)
+    arguments.extend(lacking.iter().flat_map(|&(test, _)| ["--skip", test]));
+    run.ignored(COMMAND, "guests", &arguments)?;
+    if lacking.is_empty() {
+        return Ok(());
+    }
+    let tests: Vec<String> = lacking.iter().map(|(test, why)| format!("{test}: {why}")).collect();
+    Err(NotRun(format!("all but {}", tests.join(", "))).into())
 }
 
 /// The job files that we ship must be fio's own: fio parses them too.
