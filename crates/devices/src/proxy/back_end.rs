@@ -76,6 +76,8 @@ pub(super) struct BackEnd {
     offered: u64,
     protocol: ProtocolFeatures,
     queue_num: u16,
+    /// How many rings it has memory for.
+    rings: u16,
     /// The features of its rings.
     features: u64,
     /// Whether it has its memory.
@@ -109,7 +111,11 @@ impl BackEnd {
         link.set_protocol_features(protocol)?;
         // Without MQ it does not say. A network, a disk and the like have no more.
         let many = protocol.contains(ProtocolFeatures::MQ);
-        let queue_num = if many { link.queue_num()? } else { 2 }.min(queues);
+        let queue_num = if many { link.queue_num()? } else { 2 };
+        // Not more, unless it counts pairs and does not count the ring that controls them: one that locks
+        // its memory takes all that it is given, and until it has zeroed that it replies to nothing.
+        let rings = queue_num.saturating_mul(2).saturating_add(1).min(queues);
+        let queue_num = queue_num.min(queues);
         let speaks = protocol.contains(ProtocolFeatures::BACKEND_REQ);
         if speaks {
             link.set_backend_channel(theirs.as_fd())?;
@@ -117,11 +123,20 @@ impl BackEnd {
         let hang_up = link.as_fd().try_clone_to_owned()?;
         let heard = Heard { hang_up, channel: speaks.then_some(channel) };
         let pool_size = pool_size.next_multiple_of(PAGE_SIZE as u64);
-        let bytes = usize::from(queues.max(1)) * (RING_BYTES + pool_size as usize);
+        let bytes = usize::from(rings.max(1)) * (RING_BYTES + pool_size as usize);
         let ram = GuestRam::new(bytes, FIRST)?;
         let (features, is_set_up) = (0, false);
-        let back =
-            BackEnd { link, ram, pool_size, offered, protocol, queue_num, features, is_set_up };
+        let back = BackEnd {
+            link,
+            ram,
+            pool_size,
+            offered,
+            protocol,
+            queue_num,
+            rings,
+            features,
+            is_set_up,
+        };
         Ok((back, heard))
     }
 
@@ -138,6 +153,11 @@ impl BackEnd {
     /// How many queues it has, as it counts them: pairs of rings, if it is a network of DPDK's.
     pub(super) fn queue_num(&self) -> u16 {
         self.queue_num
+    }
+
+    /// How many rings it has at most.
+    pub(super) fn rings(&self) -> u16 {
+        self.rings
     }
 
     /// Sets what the driver has accepted of [`features`](Self::features), while no ring runs.

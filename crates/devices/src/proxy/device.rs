@@ -85,7 +85,7 @@ impl RawDevice for Proxy {
     }
 
     fn queues(&self) -> u16 {
-        self.options.queues
+        self.back.rings()
     }
 
     fn queue_num(&self) -> u16 {
