@@ -37,18 +37,22 @@ pub(crate) enum Length {
 /// How many runs of each target a test run makes: as many as five seconds hold on an idle processor.
 fn runs(target: &str) -> u32 {
     match target {
-        "viommu_saved" => 2_000,
-        "dirty_log" | "inflight" | "iotlb" => 5_000,
-        "vfio_replies" | "vhost_user_channel" => 20_000,
-        "virtq_driver" => 60_000,
-        "trace" => 100_000,
-        "viommu_pieces" | "viommu_ring" => 100_000,
-        "vhost_user_front" | "vhost_user_msg" | "viommu_orders" => 150_000,
-        "viommu_request" => 400_000,
-        "fio_job" | "virtq_packed" => 600_000,
-        "virtq_chain" => 2_500_000,
+        "iotlb" => 2_500,
+        "vhost_user_channel" => 4_000,
+        "viommu_saved" => 5_000,
+        "inflight" | "trace" => 10_000,
+        "dirty_log" | "vhost_user_front" | "vhost_user_msg" => 15_000,
+        "viommu_pieces" => 25_000,
+        "viommu_ring" => 30_000,
+        "viommu_orders" => 50_000,
+        "vfio_replies" => 60_000,
+        "fio_job" => 80_000,
+        "viommu_request" => 120_000,
+        "virtq_packed" => 250_000,
+        "virtq_driver" => 300_000,
+        "virtq_chain" => 1_000_000,
         // A new target, until it is measured.
-        _ => 100_000,
+        _ => 10_000,
     }
 }
 
@@ -180,7 +184,7 @@ impl Targets {
         let executed =
             stderr.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
         let executed = executed.unwrap_or("?").trim();
-        println!("{name}: {executed} runs");
+        println!("{name}: {executed} runs, {cpu_seconds:.1} s of a processor");
         if let Length::Explore { noted: true, .. } = length {
             hours::add(name, cpu_seconds, executed.parse().unwrap_or(0))?;
         }

@@ -53,11 +53,22 @@ impl Run {
 
     /// Runs tests that a program ignores by itself, since they need something.
     fn ignored(&self, package: &str, target: &str, arguments: &[&str]) -> Result<()> {
+        self.ignored_in(package, target, arguments, &[])
+    }
+
+    /// The same, with variables of the environment.
+    fn ignored_in(
+        &self,
+        package: &str,
+        target: &str,
+        arguments: &[&str],
+        environment: &[(&str, &str)],
+    ) -> Result<()> {
         let mut programs = self.suite()?.tests.iter();
         let program = programs.find(|p| p.package == package && p.target == target);
         let program = program.with_context(|| format!("no test program {package} {target}"))?;
         let all = [&["--ignored"], arguments].concat();
-        let mut tally = suite::run(std::slice::from_ref(program), &all, &[])?;
+        let mut tally = suite::run(std::slice::from_ref(program), &all, environment)?;
         self.programs.borrow_mut().append(&mut tally.programs);
         tally.verdict()?;
         let skipped = arguments.windows(2).filter(|pair| pair[0] == "--skip").map(|pair| pair[1]);
@@ -150,10 +161,10 @@ const STEPS: &[Step] = &[
     step("speed gate", 320, |_| gate::run(None, false)),
     step("huge pages", 10, huge_pages),
     step("disks that hang", 60, hanging_disks),
-    step("guests", 940, real_guests),
+    step("guests", 700, real_guests),
     step("a storage daemon of QEMU's", 60, storage_daemon),
     step("job files under the real fio", 5, real_fio),
-    step("fuzz smoke", 520, fuzz_smoke),
+    step("fuzz smoke", 300, fuzz_smoke),
     long("property tests with ten more seeds", 2400, |run| {
         // The same ones each time.
         soak::random(run.suite()?, 1..=10)
@@ -174,10 +185,28 @@ const STEPS: &[Step] = &[
         }
         run.ignored(COMMAND, "guests", &["rust_vmm::"])
     }),
+    long("guests: more of them", 900, |run| {
+        make_guests(run)?;
+        let arguments = [MORE_GUESTS, &["successor::"]].concat();
+        run.ignored_in(COMMAND, "guests", &arguments, &[("RINGFENCE_ENDS", "10")])
+    }),
     long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
         run.ignored(COMMAND, "guests", &["--test-threads=1", "speed::", "--skip", "speed::guard"])
     }),
+];
+
+/// Tests with guests that only `--all` runs, where the same code of ours runs as in others: behind
+/// another IOMMU of QEMU's, in another QEMU, or to see what QEMU does.
+const MORE_GUESTS: &[&str] = &[
+    "wire::",
+    "conformance::the_virtio_iommu_of_qemu",
+    "doctor::what_the_doctor_says_makes_a_guest_ready_behind_intels_iommu",
+    "firmware::firmware_reads_and_writes_before_intels_iommu_is_on",
+    "migrate::a_disk_moves_behind_intels_iommu_strict",
+    "migrate::a_network_moves_without_an_iommu",
+    "nvme::a_driver_works_and_is_killed_behind_intels_iommu",
+    "vfio::a_driver_and_a_domain_over_a_real_kernel_with_intels_iommu",
 ];
 
 /// The package of the command, whose tests run it from end to end.
@@ -423,6 +452,7 @@ fn real_guests(run: &Run) -> Result<()> {
     make_guests(run)?;
     // Not the tables of speed: they take minutes, and a machine to themselves.
     let mut arguments = vec!["--skip", "speed::", "--skip", "rust_vmm::"];
+    arguments.extend(MORE_GUESTS.iter().flat_map(|test| ["--skip", *test]));
     if !guests::iommufd::is_there() {
         let tests = guests::iommufd::TESTS;
         println!("NOT RUN: guests' tests {tests}: Debian has no kernel for them (docs/vfio.md)");

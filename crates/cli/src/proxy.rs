@@ -39,9 +39,9 @@ pub(crate) struct Arguments {
           value_parser = clap::value_parser!(u16).range(1..=256))]
     queues: u16,
 
-    /// How much memory each ring has for copies of requests in flight, in MiB. It is taken when
+    /// How much memory each queue has for copies of requests in flight, in MiB. It is taken when
     /// requests need it, or at once by a back end that locks its memory. A larger request stops its
-    /// ring
+    /// queue
     #[arg(long, value_name = "MIB", default_value_t = 16,
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     pool_size: u16,

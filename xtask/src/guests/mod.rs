@@ -7,7 +7,7 @@
 //! qemu-system-x86_64    starts the QEMU in root/, which is this Debian's
 //! qemu11/qemu-system-x86_64    a newer one: devices of any kind can be outside of it
 //! qemu11/virtiofsd    file systems, for which we have no back end
-//! vmlinuz, initramfs    Debian's cloud kernel; busybox, fio and the modules for it
+//! vmlinuz, initramfs    Debian's cloud kernel, unpacked; busybox, fio and the modules for it
 //! vmlinuz-iommufd, initramfs-iommufd    Ubuntu's kernel, which has what Debian's lacks
 //! vmlinuz-iomix, initramfs-iomix    the first one again, with stress-ng and ext4
 //! linux.uml, initramfs.uml    the same for User-Mode Linux
@@ -21,6 +21,7 @@ mod fio;
 mod initramfs;
 pub(crate) mod iomix;
 pub(crate) mod iommufd;
+mod kernel;
 mod qemu11;
 
 use std::{
@@ -42,7 +43,7 @@ pub(crate) fn folder() -> PathBuf {
 }
 
 /// Changes whenever the output changes, so that what an older checkout made is made again.
-const RECIPE: &str = "5";
+const RECIPE: &str = "6";
 
 /// Makes what is not there yet, and our own programs as their sources are now. `iommufd`: the packages
 /// of a kernel that has it.
@@ -82,8 +83,8 @@ fn parts() -> Result<()> {
 
     println!("guests: making the initramfs");
     let version = kernel.strip_prefix("linux-image-").context("a kernel without a version")?;
-    fs::rename(root.join("boot").join(format!("vmlinuz-{version}")), folder.join("vmlinuz"))
-        .context("the kernel's package has no kernel")?;
+    let packed = root.join("boot").join(format!("vmlinuz-{version}"));
+    kernel::unpack(&packed, &folder.join("vmlinuz")).context("the kernel of the package")?;
     initramfs::make(&folder, &root.join("lib/modules").join(version), "initramfs", &[], &[])?;
     fs::rename(root.join("usr/bin/linux.uml"), folder.join("linux.uml"))
         .context("the package user-mode-linux has no linux.uml")?;

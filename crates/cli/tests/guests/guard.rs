@@ -12,7 +12,7 @@ use std::{
 };
 
 use crate::{
-    blk::{COMES_AND_GOES, MIB, VERIFY, came_back, no_errors, verified},
+    blk::{COMES_AND_GOES, MIB, SIZE_MIB, VERIFY, came_back, no_errors, verified},
     machine::{Guest, Transcript},
     net::{PAIR, TRAFFIC, arrived},
     place::{Guard, LIMIT, Place, md5},
@@ -112,7 +112,7 @@ fn both_verified(output: &Transcript, images: &[PathBuf; 2]) {
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn devices_in_domains_of_their_own() {
-    let place = Place::alone();
+    let place = Place::new();
     let images = [place.image("image0", 16), place.image("image1", 16)];
     let disks = [0, 1].map(|n| disk(&place, &format!("disk{n}.sock"), &images[n], ""));
     let net = |name: &str| place.path(name).display().to_string();
@@ -135,7 +135,7 @@ fn devices_in_domains_of_their_own() {
 #[test]
 #[ignore = "guests: cargo xtask test --only guests"]
 fn devices_that_share_a_domain() {
-    let place = Place::alone();
+    let place = Place::new();
     let images = [place.image("image0", 16), place.image("image1", 16)];
     let at = |n: usize| format!(",addr=06.{n}");
     let disks = [0, 1].map(|n| disk(&place, &format!("disk{n}.sock"), &images[n], &at(n)));
@@ -165,7 +165,7 @@ hear
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_guest_that_reboots() {
     // rule V4
-    let place = Place::alone();
+    let place = Place::new();
     let image = place.image("image", 32);
     let guard = one_disk(&place, &image, "");
     let script = r#"
@@ -215,8 +215,8 @@ say last $(dd if=/dev/vda bs=1M count=8 | md5sum)
 #[ignore = "guests: cargo xtask test --only guests"]
 fn guest_after_guest() {
     // rule V14, rule V20
-    let place = Place::alone();
-    let image = place.image("image", 32);
+    let place = Place::new();
+    let image = place.image("image", SIZE_MIB);
     let mut guard = one_disk(&place, &image, ",queues=2");
     let load = r#"
 load virtio_blk

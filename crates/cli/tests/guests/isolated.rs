@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    blk::{PATIENT, VERIFY, no_errors},
+    blk::{PATIENT, SIZE_MIB, VERIFY, no_errors},
     crash::{COMPLETED, LOAD, MANY, lost_nothing},
     machines::{Ends, Machine},
     net::{LOOPBACK, LOSSY, PAIR, TRAFFIC, back_to_back},
@@ -23,9 +23,16 @@ pub(crate) fn proxy(place: &Place, name: &str, back: &Path) -> Service {
     place.service(name, &[&arguments[..], &PATIENT].concat())
 }
 
-/// Two machines, whose disk has its back end at `disk` and whose networks have theirs at `networks`: the
-/// last of these returns what it receives, if there are three.
-fn machines(place: Place, image: PathBuf, queues: u32, disk: &Path, networks: &[PathBuf]) {
+/// Machines behind these IOMMUs, whose disk has its back end at `disk` and whose networks have theirs at
+/// `networks`: the last of these returns what it receives, if there are three.
+fn machines(
+    iommus: &[Iommu],
+    place: Place,
+    image: PathBuf,
+    queues: u32,
+    disk: &Path,
+    networks: &[PathBuf],
+) {
     let disk = proxy(&place, "disk.p", disk);
     let names = ["one.p", "other.p", "loopback.p"];
     let proxies = names.iter().zip(networks).map(|(name, back)| proxy(&place, name, back));
@@ -35,10 +42,11 @@ fn machines(place: Place, image: PathBuf, queues: u32, disk: &Path, networks: &[
     let some: &[&str] = &[VERIFY, LOSSY, PAIR, TRAFFIC];
     let all: &[&str] = &[VERIFY, PAIR, TRAFFIC, LOOPBACK];
     let scripts = if networks.len() > 2 { all } else { some };
-    let plain = Machine { iommu: Iommu::None, queues, options: ["", ""], scripts };
-    let options = [",packed=on", ",packed=on"];
-    ends.serve(&plain);
-    ends.serve(&Machine { iommu: Iommu::VirtioStrict, queues, options, scripts });
+    for &iommu in iommus {
+        // Both formats of rings.
+        let options = if iommu == Iommu::None { ["", ""] } else { [",packed=on", ",packed=on"] };
+        ends.serve(&Machine { iommu, queues, options, scripts });
+    }
     let Ends { disk, network, .. } = ends;
     [disk, network].into_iter().chain(proxies).for_each(Service::terminate);
 }
@@ -47,12 +55,12 @@ fn machines(place: Place, image: PathBuf, queues: u32, disk: &Path, networks: &[
 #[ignore = "guests: cargo xtask test --only guests"]
 fn machines_with_back_ends_of_ours() {
     let place = Place::new();
-    let image = place.image("image", 32);
+    let image = place.image("image", SIZE_MIB);
     let disk = crate::blk::service(&place, &image, 2);
     let (network, peer) = back_to_back(&place, &["--queues", "2"]);
     let loopback = place.service("loopback.sock", &["net", "--loopback", "--log", "debug"]);
     let networks = [network.socket.clone(), peer, loopback.socket.clone()];
-    machines(place, image, 2, &disk.socket.clone(), &networks);
+    machines(&[Iommu::VirtioStrict], place, image, 2, &disk.socket.clone(), &networks);
     [disk, network, loopback].into_iter().for_each(Service::terminate);
 }
 
@@ -60,11 +68,11 @@ fn machines_with_back_ends_of_ours() {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn machines_with_back_ends_of_qemu_and_dpdk() {
     let place = Place::new();
-    let image = place.image("image", 32);
+    let image = place.image("image", SIZE_MIB);
     let (disk, networks) = (place.path("qsd"), ["pmd0", "pmd1"].map(|name| place.path(name)));
     let _disk = Stranger::storage_daemon(&image, &disk);
     let _network = Stranger::testpmd(&networks);
-    machines(place, image, 1, &disk, &networks);
+    machines(&[Iommu::None, Iommu::VirtioStrict], place, image, 1, &disk, &networks);
 }
 
 /// A file system is made and mounted, and again after a reboot.

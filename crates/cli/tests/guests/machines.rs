@@ -8,7 +8,9 @@
 use std::path::PathBuf;
 
 use crate::{
-    blk::{COMES_AND_GOES, MIB, Misses, VERIFY, came_back, service, verified, was_served},
+    blk::{
+        COMES_AND_GOES, MIB, Misses, SIZE_MIB, VERIFY, came_back, service, verified, was_served,
+    },
     net::{self, LOOPBACK, PAIR, TRAFFIC, TWO_PAIRS, all_came_back, arrived, back_to_back},
     place::{Place, Service, md5, part},
     qemu::{Iommu, Qemu},
@@ -74,7 +76,7 @@ impl Ends {
     pub(crate) fn serve(&mut self, machine: &Machine) {
         let Machine { iommu, queues, options, scripts } = *machine;
         let does = |script: &str| scripts.contains(&script);
-        let before = md5(&self.image, 0, 32 * MIB);
+        let before = md5(&self.image, 0, SIZE_MIB * MIB);
         let misses = Misses::of(&self.disk);
         let mut qemu = Qemu::new(iommu)
             .cpus(queues)
@@ -109,7 +111,7 @@ impl Ends {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn machine_after_machine_behind_every_iommu() {
     let place = Place::new();
-    let image = place.image("image", 32);
+    let image = place.image("image", SIZE_MIB);
     let disk = service(&place, &image, 2);
     let (network, peer) = back_to_back(&place, &["--queues", "2"]);
     let loopback = place.service("loopback.sock", &["net", "--loopback", "--log", "debug"]);
@@ -125,7 +127,7 @@ fn machine_after_machine_behind_every_iommu() {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn qemus_own_devices_pass() {
     let place = Place::new();
-    let image = place.image("image", 32);
+    let image = place.image("image", SIZE_MIB);
     let machine = Qemu::new(Iommu::VirtioStrict).own_blk(&image, 1, "").own_net().own_net();
     let output = machine.start(&place, &[VERIFY, PAIR, TRAFFIC].concat()).end();
     assert_eq!(output.word("domain"), "DMA");

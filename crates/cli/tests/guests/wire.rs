@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use crate::{
-    blk::{Misses, VERIFY, service, was_served},
+    blk::{Misses, SIZE_MIB, VERIFY, service, was_served},
     place::Place,
     proxy::{
         GET_VRING_BASE, INVALIDATE, Iotlb, MISS, Message, Recording, SET_VRING_KICK, UPDATE, Way,
@@ -15,7 +15,7 @@ use crate::{
 
 fn record(iommu: Iommu) -> Recording {
     let place = Place::new();
-    let image = place.image("image", 32);
+    let image = place.image("image", SIZE_MIB);
     let back = service(&place, &image, 1);
     let (none, between) = (Misses::of(&back), place.path("between.sock"));
     let wire = Recording::between(between.clone(), &back.socket);

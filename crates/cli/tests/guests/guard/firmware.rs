@@ -40,7 +40,7 @@ pub(super) fn is_copied(image: &Path) -> bool {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn it_reads_and_writes_a_disk_that_bypasses() {
     // rule V5
-    let place = Place::alone();
+    let place = Place::new();
     let image = image(&place, "image");
     let mut guard = place.guard(&["--blk", &disk(&place, "disk.sock", &image, "")]);
     let device = guard.arguments.iter_mut().find(|word| word.starts_with("vhost-user-blk-pci"));
@@ -69,7 +69,7 @@ fn let_at_it(place: &Place, image: &Path, option: &str, more: &[&str]) -> Guard 
 #[ignore = "guests: cargo xtask test --only guests"]
 fn an_untrusted_disk_is_out_of_its_reach() {
     // rule V6
-    let place = Place::alone();
+    let place = Place::new();
     let guard = let_at_it(&place, &image(&place, "image"), ",untrusted", &[]);
     let machine = Qemu::guarded(Iommu::GuardStrict, &guard).kernel_parameters("edd=skipmbr");
     let mut guest = machine.start(&place, &format!("say begin\nhear\n{LINUX}"));
@@ -88,7 +88,7 @@ fn an_untrusted_disk_is_out_of_its_reach() {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn without_bypass_every_disk_is_out_of_its_reach() {
     // rule V6
-    let place = Place::alone();
+    let place = Place::new();
     let guard = let_at_it(&place, &image(&place, "image"), "", &["--no-bypass"]);
     let stopped = Qemu::guarded(Iommu::GuardStrict, &guard).start(&place, "");
     guard.wait_for_a_fault("0x30");

@@ -27,7 +27,7 @@ fn two_disks(place: &Place, options: [&str; 2]) -> (Guard, [PathBuf; 2]) {
 #[ignore = "guests: cargo xtask test --only guests"]
 fn firmware_leaves_it_to_linux() {
     // rule V20
-    let place = Place::alone();
+    let place = Place::new();
     let (guard, images) = two_disks(&place, [",untrusted", ""]);
     let begin = r#"
 load virtio_blk
@@ -53,7 +53,7 @@ hear
 #[ignore = "guests: cargo xtask test --only guests"]
 fn a_guest_reboots_whose_firmware_starts_nothing() {
     // rule V4
-    let place = Place::alone();
+    let place = Place::new();
     let image = place.image("image", 16);
     let guard = place.guard(&["--blk", &disk(&place, "disk.sock", &image, ",untrusted")]);
     let script = r#"
@@ -104,7 +104,7 @@ sleep 1000
 /// The trusted disk works untranslated, all accesses of the other are refused; returns what the
 /// guest's log says about it. `refused`: how many of the driver's requests are.
 fn one_of_two_bypasses(iommu: Iommu, refused: f64) -> String {
-    let place = Place::alone();
+    let place = Place::new();
     let (guard, _) = two_disks(&place, ["", ",untrusted"]);
     let mut guest = Qemu::guarded(iommu, &guard).start(&place, WITHOUT_TRANSLATION);
     meanwhile(&mut guest, "busy", || guard.wait_for_a_fault("0x38"));

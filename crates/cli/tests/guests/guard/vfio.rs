@@ -19,7 +19,7 @@ use crate::{
 fn drivers_in_user_space() {
     // rule V6, rule V14, rule V20, rule V28
     let count = std::env::var("RINGFENCE_REQUESTS").map_or(100_000, |n| n.parse().unwrap());
-    let place = Place::alone();
+    let place = Place::new();
     let disks = [0, 1].map(|n| {
         let image = place.image(&format!("image{n}"), 32);
         disk(&place, &format!("disk{n}.sock"), &image, "")

@@ -244,7 +244,7 @@ fn interval(values: Option<Estimate>) -> String {
 }
 
 fn table(guarded: Iommu, own: Iommu, cpus: u32) {
-    let place = Place::alone();
+    let place = Place::new();
     // In memory, so that this machine's disk is not measured: QEMU and we read and write it alike.
     let memory = tempfile::tempdir_in("/dev/shm").expect("a file system in memory");
     let images = ["guard", "qemu", "blk"].map(|name| {
