@@ -177,7 +177,9 @@ const STEPS: &[Step] = &[
     long("docs.rs", 300, |_| docs_rs()),
     long("a Debian root", 900, |_| debian::check()),
     long("services of systemd", 60, systemd),
-    long("ends that are killed", 600, |run| run.ignored(COMMAND, "hostile", &["killed::"])),
+    long("ends that are killed", 600, |run| {
+        run.ignored(COMMAND, "hostile", &["killed::", "successor::a_pause_with"])
+    }),
     long("back ends of rust-vmm's", 120, |run| {
         make_guests(run)?;
         for name in ["vhost-device-rng", "vhost-device-console"] {
@@ -411,8 +413,8 @@ fn hanging_disks(run: &Run) -> Result<()> {
     if !Path::new("/dev/fuse").exists() {
         return Err(NotRun("there is no /dev/fuse: as root, modprobe fuse".to_owned()).into());
     }
-    // Figures take a machine to themselves.
-    let others = ["figures::", "systemd::", "killed::"];
+    // Figures take a machine to themselves; the others are steps.
+    let others = ["figures::", "systemd::", "killed::", "a_pause_with"];
     let skipped: Vec<&str> = others.iter().flat_map(|name| ["--skip", *name]).collect();
     run.ignored(COMMAND, "hostile", &skipped)
 }

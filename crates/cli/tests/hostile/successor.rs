@@ -281,7 +281,7 @@ fn mapped(line: &Line) -> (Session, Ring) {
 }
 
 #[test]
-#[ignore = "figures"]
+#[ignore = "takes minutes: cargo xtask test --all --only ends"]
 fn a_pause_with_100000_mappings() {
     each(|end| {
         let guard = [
