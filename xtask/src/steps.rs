@@ -161,7 +161,7 @@ const STEPS: &[Step] = &[
     step("speed gate", 320, |_| gate::run(None, false)),
     step("huge pages", 10, huge_pages),
     step("disks that hang", 60, hanging_disks),
-    step("guests", 700, real_guests),
+    step("guests", 800, real_guests),
     step("a storage daemon of QEMU's", 60, storage_daemon),
     step("job files under the real fio", 5, real_fio),
     step("fuzz smoke", 300, fuzz_smoke),
@@ -432,7 +432,7 @@ fn storage_daemon(run: &Run) -> Result<()> {
 
 /// What guests need.
 fn make_guests(run: &Run) -> Result<()> {
-    for package in ["g++", "make", "xz-utils"] {
+    for package in ["g++", "make", "xz-utils", "zstd"] {
         needs(run, package)?;
     }
     guests::make(&[]).map_err(|error| NotRun(format!("guests cannot be made: {error:#}")).into())

@@ -203,7 +203,7 @@ impl Findings {
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn the_virtio_iommu_of_qemu_differs_from_the_specification_as_known() {
     judge(false);
 }

@@ -132,7 +132,7 @@ fn what_it_says_makes_a_guest_ready(machine: Qemu, remapping: [&str; 2]) -> Valu
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn what_the_doctor_says_makes_a_guest_ready_behind_intels_iommu() {
     what_it_says_makes_a_guest_ready(Qemu::new(Iommu::IntelStrict), ["ok", "ok"]);
 }

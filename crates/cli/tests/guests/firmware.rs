@@ -96,7 +96,7 @@ run_fio mixed --rw=randrw --bs=4k --iodepth=16 --offset=1m --size=4m --verify=cr
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn firmware_reads_and_writes_before_intels_iommu_is_on() {
     reads_and_writes_before(Iommu::IntelStrict);
 }

@@ -197,7 +197,7 @@ fn a_disk_moves_without_an_iommu() {
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn a_disk_moves_behind_intels_iommu_strict() {
     disk(Iommu::IntelStrict, "");
 }
@@ -268,7 +268,7 @@ wait $transfers
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn a_network_moves_without_an_iommu() {
     network(Iommu::None, "");
 }

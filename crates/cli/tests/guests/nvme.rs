@@ -115,7 +115,7 @@ fn a_driver_works_and_is_killed(iommu: Iommu) {
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn a_driver_works_and_is_killed_behind_intels_iommu() {
     a_driver_works_and_is_killed(Iommu::IntelStrict);
 }

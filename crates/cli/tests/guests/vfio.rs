@@ -62,7 +62,7 @@ fn a_driver_and_a_domain(iommu: Iommu) {
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn a_driver_and_a_domain_over_a_real_kernel_with_intels_iommu() {
     // rule L51, rule L55, rule L60, rule L63
     a_driver_and_a_domain(Iommu::IntelStrict);

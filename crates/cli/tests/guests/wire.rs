@@ -90,7 +90,7 @@ fn always(wire: &Recording) {
 
 // rules D7, D8, D10, D16, D17: as a stock front end keeps them, and as we do towards it
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn intels_iommu_strict() {
     let wire = record(Iommu::IntelStrict);
     always(&wire);
@@ -104,7 +104,7 @@ fn intels_iommu_strict() {
 /// A lazy IOMMU flushes the whole space, in two pieces around the MSI window: the rings' addresses
 /// are invalidated too and must come back, and no ring is lost.
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn intels_iommu_lazy() {
     let wire = record(Iommu::IntelLazy);
     always(&wire);
@@ -128,7 +128,7 @@ fn intels_iommu_lazy() {
 }
 
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn a_virtio_iommu_strict() {
     let wire = record(Iommu::VirtioStrict);
     always(&wire);
@@ -136,7 +136,7 @@ fn a_virtio_iommu_strict() {
 
 // rule D9: where a miss wants a reply, the update goes before it
 #[test]
-#[ignore = "guests: cargo xtask test --all --only guests"]
+#[ignore = "guests: cargo xtask test --all --only more"]
 fn an_update_goes_before_the_reply() {
     let wire = record(Iommu::VirtioLazy);
     always(&wire);
