@@ -125,7 +125,8 @@ fn with_needs(
     Ok(modules.into_values().map(|(module, _)| module).zip(names).collect())
 }
 
-fn unpack(path: &Path) -> Result<Vec<u8>> {
+/// The content of a file that is compressed, as its name says, or not.
+pub(super) fn unpack(path: &Path) -> Result<Vec<u8>> {
     let program = match path.extension().and_then(|extension| extension.to_str()) {
         Some("xz") => "xz",
         Some("zst") => "zstd",

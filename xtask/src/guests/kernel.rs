@@ -1,13 +1,10 @@
 //! A kernel that an emulated machine starts at once.
 
-use std::{
-    fs::{self, File},
-    io::Write,
-    path::Path,
-    process::{Command, Stdio},
-};
+use std::{fs, path::Path};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
+
+use super::initramfs;
 
 /// Where a kernel's first page says how many sectors of code for real mode follow it, that its
 /// protocol is one that says where the rest is, and where (Linux, Documentation/arch/x86/boot.rst).
@@ -25,17 +22,10 @@ pub(super) fn unpack(packed: &Path, into: &Path) -> Result<()> {
         fs::copy(packed, into).with_context(|| into.display().to_string())?;
         return Ok(());
     };
-    let file = File::create(into).with_context(|| into.display().to_string())?;
-    let mut zstd = Command::new("zstd")
-        .args(["-dcq"])
-        .stdin(Stdio::piped())
-        .stdout(file)
-        .spawn()
-        .context("zstd -dcq")?;
-    zstd.stdin.take().context("it was given one")?.write_all(payload).context("zstd -dcq")?;
-    let status = zstd.wait()?;
-    ensure!(status.success(), "zstd -dcq: {status}");
-    Ok(())
+    let file = into.with_extension("zst");
+    fs::write(&file, payload).with_context(|| file.display().to_string())?;
+    fs::write(into, initramfs::unpack(&file)?).with_context(|| into.display().to_string())?;
+    Ok(fs::remove_file(file)?)
 }
 
 /// What is compressed with zstd in a kernel's file, without the length behind it.
