@@ -21,7 +21,7 @@ use crate::{allocators::AllocatorKind, stats::Latencies};
 /// A pass of fewer operations is repeated, so that a round takes long enough to be timed.
 const FEWEST_OPS: usize = 20_000;
 /// But no more often than this: each pass begins with fresh allocators, which take time to make.
-const MOST_PASSES: usize = 32;
+const MOST_PASSES: usize = 8;
 /// So many operations, then a look at whether to stop.
 const BETWEEN_LOOKS: usize = 4096;
 
