@@ -127,6 +127,30 @@ fn where_ringfence_is_the_iommu_each_use_of_a_buffer_is_mapped_and_nothing_is_lo
 }
 
 #[test]
+fn behind_a_proxy_frames_are_carried_and_compared_with_the_same_back_end_without() {
+    let place = Place::new();
+    let json = place.bench(&SHORT, &["--only", "proxy", "--direction", "loop,tx,rx"]);
+    let wanted = ["split", "packed"].map(|ring| {
+        let of = |direction: &str| {
+            ["direct", "proxy"].map(|how| format!("{direction}/{ring}/{how} ringfence"))
+        };
+        ["loop", "tx", "rx"].map(of).concat()
+    });
+    assert_eq!(names(&json), wanted.concat(), "of Ringfence alone");
+    for row in json["rows"].as_array().unwrap() {
+        assert!(number(row, "/carried") > 0.0, "{row}");
+        assert!(number(row, "/ratio_to_off/median") > 0.0, "{row}");
+        assert_eq!((&row["lost"], &row["corrupt"]), (&0.into(), &0.into()), "{row}");
+        assert_eq!(row["params"]["part"], "proxy");
+        assert_eq!(
+            row["params"]["proxy"],
+            row["name"].as_str().unwrap().ends_with("proxy"),
+            "{row}"
+        );
+    }
+}
+
+#[test]
 fn dpdk_is_measured_too_or_its_absence_is_reported() {
     let place = Place::new();
     let json = place

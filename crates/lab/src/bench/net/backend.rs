@@ -4,7 +4,7 @@ use std::{os::unix::net::UnixStream, path::Path};
 
 use anyhow::{Context, Result};
 
-use super::case::Direction;
+use super::case::{Case, Direction};
 use crate::bench::process::Process;
 
 /// Frames that a back end reports as taken from the driver and given to it since it began.
@@ -16,11 +16,11 @@ pub(super) struct Counted {
 
 /// A back end that is started once and used again and again.
 pub(super) trait Backend {
-    /// Its process.
-    fn process(&mut self) -> &mut Process;
+    /// Its process, and the proxy's if there is one.
+    fn processes(&mut self) -> &mut [Process];
 
-    /// Chooses the direction for the calls that follow. To be called while it is stopped.
-    fn choose(&mut self, direction: Direction);
+    /// Chooses the case for the calls that follow. To be called while it is stopped.
+    fn choose(&mut self, case: &Case);
 
     /// Makes it carry packets in `direction`.
     ///

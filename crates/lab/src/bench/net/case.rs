@@ -20,6 +20,8 @@ named! {
     Dynamic = "dynamic",
     /// As dynamic, with Ringfence's own IOMMU in the device's process.
     Notified = "notified",
+    /// Behind `ringfence proxy`, on the CPU of the back end, and not.
+    Proxy = "proxy",
 }
 
 named! {
@@ -90,6 +92,8 @@ pub(super) struct Case {
     pub(super) addressing: Addressing,
     /// Behind Ringfence's own IOMMU, how buffers are mapped; `addressing` is unused then.
     pub(super) mapped: Option<Mapped>,
+    /// For the part that compares proxies: whether there is one.
+    pub(super) proxy: Option<bool>,
 }
 
 /// The addressing in a word or two.
@@ -129,6 +133,9 @@ impl Case {
         if self.mapped.is_some() {
             return Part::Notified;
         }
+        if self.proxy.is_some() {
+            return Part::Proxy;
+        }
         match self.addressing {
             Addressing::Physical => Part::Off,
             Addressing::Static { .. } => Part::Static,
@@ -140,6 +147,9 @@ impl Case {
     pub(super) fn addresses(&self) -> String {
         if let Some(mapped) = self.mapped {
             return mapped.name();
+        }
+        if let Some(proxy) = self.proxy {
+            return if proxy { "proxy" } else { "direct" }.to_owned();
         }
         addresses(self.addressing)
     }
@@ -154,15 +164,18 @@ impl Case {
         self.mapped.map_or(self.addressing.translated(), Mapped::translated)
     }
 
-    /// Whether `implementation` can be measured: no other is behind Ringfence's own IOMMU.
+    /// Whether `implementation` can be measured: no other is behind Ringfence's own IOMMU, and no
+    /// other leaves a proxy time on its CPU.
     pub(super) fn is_for(&self, implementation: Implementation) -> bool {
-        self.mapped.is_none() || implementation == Implementation::Ringfence
+        let any = matches!(self.part(), Part::Off | Part::Static | Part::Dynamic);
+        any || implementation == Implementation::Ringfence
     }
 
-    /// The case with the same packets and rings without an IOMMU.
+    /// The case with the same packets and rings without an IOMMU, or without a proxy.
     pub(super) fn off(&self) -> Case {
         let mapped = self.mapped.map(|_| Mapped::OFF);
-        Case { addressing: Addressing::Physical, mapped, ..*self }
+        let proxy = self.proxy.map(|_| false);
+        Case { addressing: Addressing::Physical, mapped, proxy, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
@@ -175,6 +188,7 @@ impl Case {
         if let Some(mapped) = self.mapped {
             params.extend(mapped.params());
         }
+        params.extend(self.proxy.map(|proxy| ("proxy".to_owned(), proxy.into())));
         params.extend(addressing_params(self.addressing));
         params
     }
@@ -207,7 +221,8 @@ impl Options {
         let mut cases = Vec::new();
         for &ring in self.rings.iter() {
             for &direction in self.directions.iter() {
-                let with = |addressing| Case { direction, ring, addressing, mapped: None };
+                let with =
+                    |addressing| Case { direction, ring, addressing, mapped: None, proxy: None };
                 let smallest = self.entries.iter().map(|entry| entry.0).min();
                 for part in self.parts.iter() {
                     match part {
@@ -235,6 +250,11 @@ impl Options {
                             cases.extend(mapped.map(|mapped| Case { mapped, ..case }));
                         }
                         Part::Dynamic | Part::Notified => {}
+                        Part::Proxy => {
+                            let case = with(Addressing::Physical);
+                            let both = [false, true].map(Some);
+                            cases.extend(both.map(|proxy| Case { proxy, ..case }));
+                        }
                     }
                 }
             }
@@ -253,7 +273,7 @@ mod tests {
     fn names_are_read_back() {
         assert_eq!(parse::<Part>("dynamic,off", "list"), Ok(vec![Part::Dynamic, Part::Off]));
         let error = parse::<Part>("statics", "list").unwrap_err();
-        assert!(error.contains("off, static, dynamic, notified"), "{error}");
+        assert!(error.contains("off, static, dynamic, notified, proxy"), "{error}");
         for text in ["4k", "64k", "2m", "1g"] {
             assert_eq!(text.parse::<Entry>().unwrap().to_string(), text);
         }

@@ -9,7 +9,10 @@ use super::{
     case::{Case, Direction},
 };
 use crate::{
-    bench::window::{LOOK, Mark, STUCK, TURNS, Window},
+    bench::{
+        process::Process,
+        window::{LOOK, Mark, STUCK, TURNS, Window},
+    },
     load::net::{Expect, NetDriver},
 };
 
@@ -101,7 +104,8 @@ impl Load {
     }
 
     fn mark(&self, backend: &mut dyn Backend) -> Mark {
-        Mark::new(self.packets(), backend.process().cpu_ns(), self.driver.messages())
+        let cpu_ns = backend.processes().iter().map(Process::cpu_ns).sum();
+        Mark::new(self.packets(), cpu_ns, self.driver.messages())
     }
 
     fn run(&mut self, length: Duration) -> Result<()> {

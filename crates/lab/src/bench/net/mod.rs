@@ -33,7 +33,7 @@ use clap::Args;
 
 use super::{
     Benchmark, Measure, ping,
-    process::Folder,
+    process::{Folder, Process},
     report::{self, Against, Figure, Sheet, render},
     rounds,
     row::object,
@@ -85,7 +85,7 @@ pub const SHEET: Sheet = Sheet {
 };
 
 const LEGEND: &str = "  rows       direction/ring/addresses: taken from the driver (tx), given to it (rx), both (loop)
-  x off      against the same back end without an IOMMU; x dpdk: against DPDK's with the same addresses
+  x off      against the same back end without an IOMMU, or without a proxy; x dpdk: against DPDK's with the same addresses
   lost       frames; a window may lose 0.005 % of them
   ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
   short, moved, failed
@@ -95,6 +95,8 @@ const LEGEND: &str = "  rows       direction/ring/addresses: taken from the driv
   dynamic    each use of a buffer has a page of its own, invalidated after it: the back end misses, or the driver pushes
   notified   so too, where Ringfence is the IOMMU, in the device's process: 64 neighbouring buffers, or as many that lie
              scattered, or each by itself are a mapping; notified off is the same driver and device without
+  direct, proxy
+             the driver at a back end that leaves its CPU while it has nothing to do, or at a proxy that shares that CPU
   upd/s      UPDATEs with their replies that the socket moves: with one in flight, and 64
   msg        messages of a frame: misses, UPDATEs and INVALIDATEs with their replies; x msg: frames a second times that,
              against the messages that the socket moves with 64 in flight
@@ -116,7 +118,8 @@ EXIT STATUS:
 pub struct Options {
     /// What to measure, separated by commas: off (no IOMMU), static (buffers are mapped once),
     /// dynamic (each use of a buffer has its own address), notified (the same, mapped through the
-    /// DMA API, with Ringfence as the IOMMU in the device's process).
+    /// DMA API, with Ringfence as the IOMMU in the device's process), proxy (behind `ringfence
+    /// proxy`, and not).
     #[arg(long = "only", value_name = "LIST", default_value_t = List::from(&Part::ALL[..]))]
     pub parts: List<Part>,
 
@@ -175,8 +178,7 @@ impl Measure for Options {
                 Implementation::Dpdk if !testpmd::is_there() => {
                     Err("DPDK's testpmd is not installed: apt-get install dpdk-dev".to_owned())
                 }
-                _ => start(implementation, &folder.0, cpus[0])
-                    .and_then(|mut backend| backend.process().pause().map(|()| backend))
+                _ => start(implementation, &folder.0, cpus[0], options)
                     .map_err(|error| format!("{error:#}")),
             };
             if let Err(why) = &started {
@@ -228,11 +230,19 @@ impl Measure for Options {
 }
 
 /// Starts a back end in `folder`, on `cpu`.
-fn start(implementation: Implementation, folder: &Path, cpu: usize) -> Result<Box<dyn Backend>> {
-    Ok(match implementation {
-        Implementation::Ringfence => Box::new(ringfence::Ringfence::start(folder, cpu)?),
+fn start(
+    implementation: Implementation,
+    folder: &Path,
+    cpu: usize,
+    options: &Options,
+) -> Result<Box<dyn Backend>> {
+    let proxies = options.parts.contains(&Part::Proxy);
+    let mut backend: Box<dyn Backend> = match implementation {
+        Implementation::Ringfence => Box::new(ringfence::Ringfence::start(folder, cpu, proxies)?),
         Implementation::Dpdk => Box::new(testpmd::Testpmd::start(folder, cpu)?),
-    })
+    };
+    backend.processes().iter().try_for_each(Process::pause)?;
+    Ok(backend)
 }
 
 /// One window, with the probe before and after it.
@@ -253,18 +263,19 @@ fn measure(
         return Measured { window: window.map_err(|error| format!("{error:#}")), ping };
     }
     let window = backend.as_mut().map_err(|why| why.clone()).and_then(|backend| {
-        backend.choose(case.direction);
+        backend.choose(case);
         ping[0] = ping::round_trip_ns(cpus);
         let window = threads::bound_to(cpus[1], || {
-            backend.process().resume()?;
+            backend.processes().iter_mut().try_for_each(Process::resume)?;
             let window = load::measure(backend.as_mut(), case, length).map_err(|error| {
                 // It logs the reason when its rings have stopped, after the connection was closed.
                 std::thread::sleep(REASON);
-                error.context(format!("it printed: {}", backend.process().last_words()))
+                let printed = backend.processes().iter().map(Process::last_words);
+                error.context(format!("it printed: {}", printed.collect::<Vec<_>>().join("; ")))
             });
             // Let it see the end of the connection before it is stopped.
             std::thread::sleep(Duration::from_millis(10));
-            backend.process().pause()?;
+            backend.processes().iter().try_for_each(Process::pause)?;
             window
         });
         ping[1] = ping::round_trip_ns(cpus);

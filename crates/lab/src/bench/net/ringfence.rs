@@ -6,54 +6,76 @@ use anyhow::{Context, Result};
 
 use super::{
     backend::{Backend, Counted},
-    case::Direction,
+    case::{Case, Direction},
 };
 use crate::bench::process::Process;
 
-/// A running `ringfence net`.
-///
-/// One for each socket: with `--loopback`, and with `--probe`. The unused one sleeps.
+/// Running back ends, `ringfence net`, one for each way of use. Those that are not used are stopped.
 pub(super) struct Ringfence {
-    looped: End,
-    probed: End,
+    ends: Vec<End>,
     /// The one that is used.
-    loops: bool,
+    used: usize,
 }
 
 struct End {
-    process: Process,
+    /// The back end, and its proxy if there is one.
+    processes: Vec<Process>,
     socket: PathBuf,
+    /// With `--loopback`, or with `--probe`.
+    loops: bool,
+    proxy: Option<bool>,
 }
 
 impl Ringfence {
-    pub(super) fn start(folder: &Path, cpu: usize) -> Result<Ringfence> {
-        let program = std::env::current_exe().context("where this program is")?;
-        let start = |way: &str| -> Result<End> {
-            let socket = folder.join(format!("ringfence{way}.sock"));
-            let path = socket.display().to_string();
-            // Polls, as testpmd does.
-            let arguments = ["net", way, "--notify", "poll", "--log", "info", "--socket", &path];
-            let arguments: Vec<String> = arguments.map(str::to_owned).into();
-            let process =
-                Process::start("ringfence net", &program, &arguments, Some(cpu), &socket, false)?;
-            process.pause()?;
-            Ok(End { process, socket })
-        };
-        Ok(Ringfence { looped: start("--loopback")?, probed: start("--probe")?, loops: true })
+    /// `proxies`: those with a proxy, too, and those that they are compared with.
+    pub(super) fn start(folder: &Path, cpu: usize, proxies: bool) -> Result<Ringfence> {
+        let proxies = if proxies { &[None, Some(false), Some(true)][..] } else { &[None] };
+        let ways = proxies.iter().flat_map(|proxy| [true, false].map(|loops| (loops, *proxy)));
+        let ends = ways.map(|(loops, proxy)| End::start(folder, cpu, loops, proxy));
+        Ok(Ringfence { ends: ends.collect::<Result<_>>()?, used: 0 })
     }
+}
 
-    fn used(&self) -> &End {
-        if self.loops { &self.looped } else { &self.probed }
+impl End {
+    fn start(folder: &Path, cpu: usize, loops: bool, proxy: Option<bool>) -> Result<End> {
+        let program = std::env::current_exe().context("where this program is")?;
+        let way = if loops { "--loopback" } else { "--probe" };
+        let name = format!(
+            "ringfence{way}{}",
+            proxy.map_or("", |on| if on { ".back" } else { ".direct" })
+        );
+        let mut processes = Vec::new();
+        let mut start = |name, arguments: &[&str], socket: &Path| -> Result<()> {
+            let path = socket.display().to_string();
+            let arguments = [arguments, &["--log", "info", "--socket", &path]].concat();
+            let arguments: Vec<String> = arguments.into_iter().map(str::to_owned).collect();
+            let process = Process::start(name, &program, &arguments, Some(cpu), socket, false)?;
+            process.pause()?;
+            processes.push(process);
+            Ok(())
+        };
+        let mut socket = folder.join(format!("{name}.sock"));
+        // Polls, as testpmd does; beside a proxy it would keep the CPU that both have.
+        let notify = if proxy.is_some() { "adaptive" } else { "poll" };
+        start("ringfence net", &["net", way, "--notify", notify], &socket)?;
+        if proxy == Some(true) {
+            let back = socket.display().to_string();
+            socket = folder.join(format!("{name}.front"));
+            start("ringfence proxy", &["proxy", "--backend", &back], &socket)?;
+        }
+        Ok(End { processes, socket, loops, proxy })
     }
 }
 
 impl Backend for Ringfence {
-    fn process(&mut self) -> &mut Process {
-        if self.loops { &mut self.looped.process } else { &mut self.probed.process }
+    fn processes(&mut self) -> &mut [Process] {
+        &mut self.ends[self.used].processes
     }
 
-    fn choose(&mut self, direction: Direction) {
-        self.loops = direction == Direction::Loop;
+    fn choose(&mut self, case: &Case) {
+        let loops = case.direction == Direction::Loop;
+        let is_it = |end: &End| (end.loops, end.proxy) == (loops, case.proxy);
+        self.used = self.ends.iter().position(is_it).unwrap_or_default();
     }
 
     fn begin(&mut self, _: Direction) -> Result<()> {
@@ -61,7 +83,7 @@ impl Backend for Ringfence {
     }
 
     fn socket(&self) -> &Path {
-        &self.used().socket
+        &self.ends[self.used].socket
     }
 
     fn end(&mut self) -> Result<Option<Counted>> {

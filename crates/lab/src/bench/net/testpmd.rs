@@ -16,7 +16,7 @@ use rustix::{
 
 use super::{
     backend::{Backend, Counted},
-    case::Direction,
+    case::{Case, Direction},
 };
 use crate::bench::process::Process;
 
@@ -103,11 +103,11 @@ impl Testpmd {
 }
 
 impl Backend for Testpmd {
-    fn process(&mut self) -> &mut Process {
-        &mut self.process
+    fn processes(&mut self) -> &mut [Process] {
+        std::slice::from_mut(&mut self.process)
     }
 
-    fn choose(&mut self, _: Direction) {}
+    fn choose(&mut self, _: &Case) {}
 
     fn begin(&mut self, direction: Direction) -> Result<()> {
         if self.forwards {
