@@ -89,6 +89,28 @@ fn a_confined_service_is_compared_with_one_that_is_not() {
 }
 
 #[test]
+fn behind_a_proxy_requests_are_compared_with_the_same_back_end_without_asleep_too() {
+    let place = Place::new();
+    let only = ["--only", "proxy", "--depth", "1,8", "--queues", "1", "--kind", "read"];
+    let json = place.bench(&SHORT, &only);
+    let looking = ["4k/direct", "4k/proxy", "64k/direct", "64k/proxy"];
+    let of = |depth: u32, ways: &[&str]| -> Vec<String> {
+        ways.iter().map(|way| format!("read/split/1x{depth}/{way}")).collect()
+    };
+    let asleep = ["4k/direct/asleep", "4k/proxy/asleep"];
+    let wanted = [of(1, &[&looking[..], &asleep].concat()), of(8, &looking)];
+    assert_eq!(names(&json), wanted.concat());
+    for row in json["rows"].as_array().unwrap() {
+        let name = row["name"].as_str().unwrap();
+        assert!(number(row, "/ratio_to_off/median") > 0.0, "{row}");
+        assert!(number(row, "/answered") > 0.0, "{row}");
+        assert_eq!((&row["wrong"], &row["failed"]), (&0.into(), &0.into()), "{row}");
+        assert_eq!(row["params"]["proxy"], name.contains("/proxy"), "{row}");
+        assert_eq!(row["params"]["sleeps"], name.ends_with("/asleep"), "{row}");
+    }
+}
+
+#[test]
 fn the_data_path_by_itself_is_measured_with_and_without_an_iotlb() {
     let place = Place::new();
     let json = place.bench(&SHORT, &["--only", "path", "--kind", "write"]);

@@ -68,8 +68,19 @@ pub(super) struct Case {
     pub(super) buffers: Option<(u32, bool)>,
     /// For the part that compares sandboxes: whether the service is confined.
     pub(super) sandbox: Option<bool>,
-    /// For the part that compares proxies: blocks of a request, and whether there is a proxy.
-    pub(super) proxy: Option<(u32, bool)>,
+    /// For the part that compares proxies.
+    pub(super) proxy: Option<Way>,
+}
+
+/// A way to the back end, of the part that compares proxies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Way {
+    /// Blocks of a request.
+    span: u32,
+    /// Whether there is a proxy.
+    pub(super) proxy: bool,
+    /// Whether all sleep whenever they wait; else the driver looks all the time.
+    pub(super) sleeps: bool,
 }
 
 /// Blocks of requests whose buffers, or proxies, are compared: 4 KiB and 64 KiB.
@@ -98,9 +109,10 @@ impl Case {
             let size = Entry(u64::from(span) * BLOCK as u64);
             return format!("{size}/{}", self.disk_buffers());
         }
-        if let Some((span, proxy)) = self.proxy {
+        if let Some(Way { span, proxy, sleeps }) = self.proxy {
             let size = Entry(u64::from(span) * BLOCK as u64);
-            return format!("{size}/{}", if proxy { "proxy" } else { "direct" });
+            let wait = if sleeps { "/asleep" } else { "" };
+            return format!("{size}/{}{wait}", if proxy { "proxy" } else { "direct" });
         }
         match self.sandbox {
             Some(true) => return "confined".to_owned(),
@@ -120,7 +132,7 @@ impl Case {
     pub(super) fn off(&self) -> Case {
         let buffers = self.buffers.map(|(span, _)| (span, false));
         let sandbox = self.sandbox.map(|_| false);
-        let proxy = self.proxy.map(|(span, _)| (span, false));
+        let proxy = self.proxy.map(|way| Way { proxy: false, ..way });
         Case { addressing: Addressing::Physical, buffers, sandbox, proxy, ..*self }
     }
 
@@ -137,13 +149,22 @@ impl Case {
             let bytes = u64::from(span) * BLOCK as u64;
             params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
         }
-        if let Some((span, proxy)) = self.proxy {
+        if let Some(Way { span, proxy, sleeps }) = self.proxy {
             let bytes = u64::from(span) * BLOCK as u64;
-            params.extend(object([("bytes", bytes.into()), ("proxy", proxy.into())]));
+            params.extend(object([
+                ("bytes", bytes.into()),
+                ("proxy", proxy.into()),
+                ("sleeps", sleeps.into()),
+            ]));
         }
         params.extend(self.sandbox.map(|on| ("sandbox".to_owned(), on.into())));
         params.extend(addressing_params(self.addressing));
         params
+    }
+
+    /// Whether driver and back end sleep whenever they wait.
+    pub(super) fn sleeps(&self) -> bool {
+        self.proxy.is_some_and(|way| way.sleeps)
     }
 
     /// How the driver is to be set up.
@@ -152,9 +173,14 @@ impl Case {
             addressing: self.addressing,
             queues: self.queues,
             depth: self.depth,
-            span: self.buffers.or(self.proxy).map_or(1, |(span, _)| span),
+            span: self
+                .buffers
+                .map(|(span, _)| span)
+                .or(self.proxy.map(|way| way.span))
+                .unwrap_or(1),
             packed: self.ring == Ring::Packed,
             write: self.kind == Kind::Write,
+            sleeps: self.sleeps(),
         }
     }
 }
@@ -187,8 +213,8 @@ impl Options {
                             );
                             let own = self.spans(Part::Buffers);
                             cases.extend(own.map(|own| Case { buffers: Some(own), ..off }));
-                            let proxies = self.spans(Part::Proxy);
-                            cases.extend(proxies.map(|proxy| Case { proxy: Some(proxy), ..off }));
+                            let ways = self.ways(depth == 1);
+                            cases.extend(ways.map(|way| Case { proxy: Some(way), ..off }));
                             if self.parts.contains(&Part::Sandbox) {
                                 cases.extend(
                                     [false, true].map(|on| Case { sandbox: Some(on), ..off }),
@@ -206,6 +232,15 @@ impl Options {
     fn spans(&self, part: Part) -> impl Iterator<Item = (u32, bool)> {
         let spans = SPANS.into_iter().filter(move |_| self.parts.contains(&part));
         spans.flat_map(|span| [(span, false), (span, true)])
+    }
+
+    /// The ways of the part that compares proxies. `asleep`: where all sleep, too.
+    fn ways(&self, asleep: bool) -> impl Iterator<Item = Way> {
+        let sized = self.spans(Part::Proxy);
+        let looking = sized.map(|(span, proxy)| Way { span, proxy, sleeps: false });
+        let asleep = asleep && self.parts.contains(&Part::Proxy);
+        let both = [false, true].map(|proxy| Way { span: 1, proxy, sleeps: true });
+        looking.chain(both.into_iter().filter(move |_| asleep))
     }
 
     fn addressings(&self) -> impl Iterator<Item = Addressing> + '_ {
@@ -266,6 +301,7 @@ mod tests {
             "read/split/1x1/64k/own",
             "read/split/1x128/confined",
             "write/packed/1x128/64k/proxy",
+            "read/split/1x1/4k/proxy/asleep",
         ] {
             assert!(cases.iter().any(|case| case.name() == wanted), "{wanted}");
         }

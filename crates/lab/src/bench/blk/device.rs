@@ -9,6 +9,7 @@ use std::{
 
 use crate::load::blk::{Content, Tally};
 use anyhow::{Context, Result};
+use ringfence_run::worker::Notify;
 
 use super::{
     Outcome,
@@ -169,14 +170,16 @@ impl Running {
         if case.sandbox == Some(false) {
             arguments.extend(["--sandbox", "off"].map(str::to_owned));
         }
+        let notify = if case.sleeps() { Notify::Sleep } else { Notify::Adaptive };
+        arguments.extend(["--notify".to_owned(), notify.to_string()]);
         let start = |name, arguments: &[String], socket: &Path| {
             Process::start(name, &program, arguments, Some(cpus[0]), socket, false)
         };
         let mut processes = vec![start("ringfence blk", &arguments, &socket)?];
         let mut front = socket.clone();
-        if case.proxy.is_some_and(|(_, on)| on) {
+        if case.proxy.is_some_and(|way| way.proxy) {
             front = places.sockets.join(format!("{name}.front"));
-            let mut arguments = vec!["proxy".to_owned()];
+            let mut arguments = vec!["proxy".to_owned(), "--notify".to_owned(), notify.to_string()];
             for (option, path) in [("--backend", &socket), ("--socket", &front)] {
                 arguments.extend([option.to_owned(), path.display().to_string()]);
             }

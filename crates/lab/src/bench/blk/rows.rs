@@ -39,7 +39,9 @@ fn row(outcome: &Outcome, off: &[Measured]) -> Row {
     let rates = |of: &[Measured]| figures(of, |window| Some(window.rate()));
     let cpus = |of: &[Measured]| figures(of, |window| Some(backend_us(window)));
     let (rate, cpu) = (rates(own), cpus(own));
-    let is_short = |window: &Window| window.driver_share < FULL_SHARE;
+    // One that sleeps leaves its CPU.
+    let is_short: fn(&Window) -> bool =
+        if case.sleeps() { |_| false } else { |window| window.driver_share < FULL_SHARE };
     let mut row = window::row(case.name(), "ringfence", case.params(), own, is_short);
     row.ratio_to_ringfence = window::windows(own).next().map(|_| 1.0);
     row.figures.extend(object([

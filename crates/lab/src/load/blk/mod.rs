@@ -52,6 +52,9 @@ pub struct Options {
     pub packed: bool,
     /// Whether requests write.
     pub write: bool,
+    /// Sleeps until the device notifies it, whenever it waits; else it looks all the time. Of one
+    /// queue only.
+    pub sleeps: bool,
 }
 
 /// A block device under load.
@@ -79,8 +82,9 @@ impl BlkLoad {
         options: Options,
         content: Content,
     ) -> Result<BlkLoad, NetDriverError> {
-        let Options { addressing, queues, depth, span, packed, write } = options;
+        let Options { addressing, queues, depth, span, packed, sleeps, .. } = options;
         assert!((1..=MOST_QUEUES).contains(&queues) && (1..=MOST_DEPTH).contains(&depth));
+        assert!(!sleeps || (queues == 1 && !addressing.translated()));
         let alone = span == 1 || addressing == Addressing::Physical;
         assert!(alone && span.is_power_of_two() && u64::from(span) <= content.blocks());
         let pages = side::pages(BUFFERS * u32::from(queues), span);
@@ -91,7 +95,7 @@ impl BlkLoad {
         for queue in 0..queues {
             let first = BUFFERS * u32::from(queue);
             let own = first..first + BUFFERS;
-            sides.push(Side::start(&mut link, &space, queue, config, own, span, write)?);
+            sides.push(Side::start(&mut link, &space, queue, config, own, options)?);
         }
         if !addressing.is_fresh() && addressing.translated() {
             prefill_all(&mut link, &space, pages)?;
@@ -112,6 +116,9 @@ impl BlkLoad {
             completed += side.reclaim(space, link, content, tally)?;
             let most = if more { depth.saturating_sub(side.in_flight()) } else { 0 };
             side.submit(space, link, content, most)?;
+            if completed == 0 {
+                side.wait()?;
+            }
         }
         Ok(completed)
     }

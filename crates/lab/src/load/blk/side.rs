@@ -10,7 +10,10 @@ use ringfence_virtq::{
 };
 use zerocopy::IntoBytes;
 
-use super::content::{BLOCK, Content, bytes, ends};
+use super::{
+    Options,
+    content::{BLOCK, Content, bytes, ends},
+};
 use crate::load::net::{Addressing, NetDriverError, link::Link, ring::Ring, space::Space};
 
 /// Most requests that are taken back at once.
@@ -85,15 +88,14 @@ pub(super) fn pages(buffers: u32, span: u32) -> u32 {
 }
 
 impl Side {
-    /// Starts queue number `ring`, with buffers of its own. Its requests move `span` blocks, and write them if `write`.
+    /// Starts queue number `ring`, with buffers of its own. Its requests are as the options say.
     pub(super) fn start(
         link: &mut Link,
         space: &Space,
         ring: u16,
         config: QueueConfig,
         own: Range<u32>,
-        span: u32,
-        write: bool,
+        Options { span, write, sleeps, .. }: Options,
     ) -> Result<Side, NetDriverError> {
         let buffers = own.clone().map(|buffer| {
             let [data_at, request_at] = offsets(space, buffer, span);
@@ -109,13 +111,19 @@ impl Side {
             Ok(Buffer { data, request, table, at, block: 0 })
         });
         Ok(Side {
-            ring: Ring::start(link, space, ring, config, own.clone())?,
+            ring: Ring::start(link, space, ring, config, own.clone(), sleeps)?,
             first: own.start,
             buffers: buffers.collect::<Result<_, NetDriverError>>()?,
             addressing: space.addressing,
             span,
             write,
         })
+    }
+
+    /// Sleeps until the device has used something, if it is to sleep.
+    #[inline]
+    pub(super) fn wait(&mut self) -> Result<(), NetDriverError> {
+        self.ring.wait()
     }
 
     /// How many requests the device has, or will have.

@@ -77,6 +77,7 @@ impl Link {
         config: QueueConfig,
         mut addresses: RingAddresses,
         kick: BorrowedFd<'_>,
+        call: Option<BorrowedFd<'_>>,
         space: &Space,
     ) -> Result<(), NetDriverError> {
         let RingAddresses { desc, avail, used, .. } = addresses;
@@ -90,7 +91,7 @@ impl Link {
             addresses.used = user(used);
         }
         self.front.set_vring_addr(ring, &addresses)?;
-        self.front.set_vring_call(ring, None)?;
+        self.front.set_vring_call(ring, call)?;
         self.front.set_vring_kick(ring, Some(kick))?;
         if space.addressing.translated() {
             for addr in [desc, avail, used] {

@@ -3,6 +3,7 @@
 
 use std::{
     collections::VecDeque,
+    io,
     ops::Range,
     os::fd::{AsFd, OwnedFd},
 };
@@ -10,12 +11,19 @@ use std::{
 use ringfence_run::event;
 use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+};
 
 use super::{
     NetDriverError,
     link::Link,
     space::{RINGS, Space},
 };
+
+/// For how long a driver sleeps before it looks whether it is to end.
+const NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 /// A ring, and the buffers that are its own.
 #[derive(Debug)]
@@ -29,18 +37,22 @@ pub(crate) struct Ring {
     /// How much that is.
     pub(crate) unpublished: usize,
     kick: OwnedFd,
+    /// By what the device notifies a driver that sleeps.
+    call: Option<OwnedFd>,
     /// Buffers that the device can no longer use once their ticket is done, with the ticket.
     parked: VecDeque<(u64, u32)>,
 }
 
 impl Ring {
-    /// Starts ring number `number`, in its place in `space`.
+    /// Starts ring number `number`, in its place in `space`. `sleeps`: the driver waits by
+    /// [`wait`](Self::wait).
     pub(crate) fn start(
         link: &mut Link,
         space: &Space,
         number: u16,
         config: QueueConfig,
         own: Range<u32>,
+        sleeps: bool,
     ) -> Result<Ring, NetDriverError> {
         let bytes = RINGS as usize / 2;
         let at = usize::from(number) * bytes;
@@ -54,10 +66,12 @@ impl Ring {
             used: base + offsets.used as u64,
             log: None,
         };
-        // The driver polls.
+        // Until the driver waits.
         queue.suppress_notifications();
         let kick = event::new()?;
-        link.start_ring(number, config, addresses, kick.as_fd(), space)?;
+        let call = sleeps.then(event::new).transpose()?;
+        let calls = call.as_ref().map(AsFd::as_fd);
+        link.start_ring(number, config, addresses, kick.as_fd(), calls, space)?;
         Ok(Ring {
             number,
             queue,
@@ -65,8 +79,24 @@ impl Ring {
             held: 0,
             unpublished: 0,
             kick,
+            call,
             parked: VecDeque::new(),
         })
+    }
+
+    /// Sleeps until the device has used something, for [`NAP`] at most; not at all without
+    /// notifications.
+    #[inline]
+    pub(crate) fn wait(&mut self) -> Result<(), NetDriverError> {
+        let Some(call) = &self.call else { return Ok(()) };
+        if !self.queue.enable_notifications() {
+            match poll(&mut [PollFd::new(call, PollFlags::IN)], Some(&NAP)) {
+                Ok(_) | Err(Errno::INTR) => event::drain(call),
+                Err(errno) => return Err(io::Error::from(errno).into()),
+            }
+        }
+        self.queue.suppress_notifications();
+        Ok(())
     }
 
     /// A buffer can be used again when `ticket` is done.

@@ -49,7 +49,7 @@ impl Side {
             space.ram.window(offset, ROOM as usize)
         });
         Ok(Side {
-            ring: Ring::start(link, space, ring, config, own.clone())?,
+            ring: Ring::start(link, space, ring, config, own.clone(), false)?,
             first: own.start,
             buffers: windows.collect::<Result<_, _>>()?,
             addrs: own.map(|buffer| space.device_addr(space.buffer(buffer))).collect(),
