@@ -67,11 +67,14 @@ fn is_found_out(lie: Lie, found: Option<String>, texts: &[&str]) {
     assert!(texts.iter().any(|text| what.contains(text)), "{lie:?}: {what}");
 }
 
-/// Messages that show that a slot is shared with another mapping.
-const REACHES_OTHERS: &[&str] =
-    &["the device reaches", "where no device writes", "has written to", "was written after"];
-/// Messages that show a breach of protection.
-const REACHES: &[&str] = &["the device reaches", "was written after its unmap"];
+/// Messages that show a breach of protection. Which of them comes first depends, with two drivers, on
+/// whether the address was allocated again before the device used what was left of it.
+const REACHES: &[&str] = &[
+    "the device reaches",
+    "was written after its unmap",
+    "has written to",
+    "where no device writes",
+];
 
 #[test]
 fn a_sync_that_does_not_wait_is_found_out() {
@@ -137,7 +140,7 @@ fn slots_that_share_their_memory_are_found_out() {
         "a taken buffer holds",
     ];
     is_found_out(Lie::OneSlot, one_driver(Lie::OneSlot, |_| true), &texts);
-    is_found_out(Lie::OneSlot, two_drivers(Lie::OneSlot, |_| true), REACHES_OTHERS);
+    is_found_out(Lie::OneSlot, two_drivers(Lie::OneSlot, |_| true), REACHES);
 }
 
 #[test]
