@@ -9,7 +9,10 @@ mod machine;
 #[allow(dead_code)]
 mod strangers;
 
-use std::{fs, time::Instant};
+use std::{
+    fs, thread,
+    time::{Duration, Instant},
+};
 
 use common::{Place, Running};
 use machine::{Kept, LONG, Load, MIB, Machine, PAGE, content, figure, figures};
@@ -65,6 +68,27 @@ fn a_back_end_of_ours_serves_through_it() {
         ends(front);
         ends(back);
         assert_eq!(fs::read(image).unwrap()[4096..4 * 4096], vec![0x42; 3 * 4096]);
+    }
+}
+
+#[test]
+fn a_proxy_with_nothing_to_do_wakes_up_twice_a_second_at_most() {
+    for translated in [false, true] {
+        let place = Place::new();
+        place.write("disk.img", vec![1; MIB]);
+        let (_back, front) = (our_back_end(&place), proxy(&place, &[]));
+        let mut machine = Machine::new(2, translated);
+        let connection = machine.connect(&place.path("s"), None);
+        machine.writes_and_reads(&connection, 0x40);
+        // What it still has to do after that.
+        thread::sleep(Duration::from_secs(1));
+        let process = front.process();
+        let (begun, before) = (Instant::now(), process.waits());
+        assert!(before > 0, "nothing is counted");
+        thread::sleep(Duration::from_secs(3));
+        let (waits, seconds) = (process.waits() - before, begun.elapsed().as_secs_f32());
+        assert!(waits as f32 <= 2.0 * seconds, "{waits} times in {seconds} s");
+        machine.writes_and_reads(&connection, 0x41);
     }
 }
 

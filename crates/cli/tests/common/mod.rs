@@ -229,6 +229,17 @@ impl Process {
         assert!(took < waited / 10, "{name}: {took:?} of {waited:?}");
     }
 
+    /// How often its threads have waited for something so far.
+    pub(crate) fn waits(&self) -> u64 {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.id));
+        let waits = |task: fs::DirEntry| {
+            let text = fs::read_to_string(task.path().join("status")).ok()?;
+            let count = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+            count?.trim().parse::<u64>().ok()
+        };
+        tasks.into_iter().flatten().flatten().filter_map(waits).sum()
+    }
+
     /// Whether it has this file open.
     pub(crate) fn has_open(&self, path: &Path) -> bool {
         let path = fs::canonicalize(path).unwrap();
