@@ -110,8 +110,8 @@ const LEGEND: &str = "  rows       kind/ring/queues x requests in flight in each
   own, guest where data is while the disk has it: in buffers of the service's own, or in the guest's
   misses     of the back end's IOTLB, for each request
   direct, proxy
-             the driver at the back end, or at a proxy before it, which then shares the back end's CPU; asleep: all sleep
-             whenever they wait, and the driver has a notification for each request
+             the driver at the back end, or at a proxy before it, which then shares the back end's CPU
+  asleep     all sleep whenever they wait, and the driver has a notification for each request
   path       what the device takes for a request, and how fast that is against the same code compiled without an IOTLB
 ";
 

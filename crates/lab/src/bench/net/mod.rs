@@ -85,7 +85,8 @@ pub const SHEET: Sheet = Sheet {
 };
 
 const LEGEND: &str = "  rows       direction/ring/addresses: taken from the driver (tx), given to it (rx), both (loop)
-  x off      against the same back end without an IOMMU, or without a proxy; x dpdk: against DPDK's with the same addresses
+  x off      against the same back end without an IOMMU, or without a proxy
+  x dpdk     against DPDK's with the same addresses
   lost       frames; a window may lose 0.005 % of them
   ping       round trip of a cache line between the CPUs, ns; it shows where the host has put them
   short, moved, failed
