@@ -209,12 +209,17 @@ impl Process {
 
     /// The processor time that its threads have used so far; none if it is gone.
     pub(crate) fn cpu_time(&self) -> Duration {
+        Duration::from_nanos(self.of_threads("schedstat", |text| text.split(' ').next()))
+    }
+
+    /// The sum over its threads of the number that `find` picks from this file of theirs.
+    fn of_threads(&self, file: &str, find: fn(&str) -> Option<&str>) -> u64 {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.id));
-        let spent = |task: fs::DirEntry| {
-            let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
-            text.split(' ').next()?.parse::<u64>().ok()
+        let number = |task: fs::DirEntry| {
+            let text = fs::read_to_string(task.path().join(file)).ok()?;
+            find(&text)?.trim().parse::<u64>().ok()
         };
-        Duration::from_nanos(tasks.into_iter().flatten().flatten().filter_map(spent).sum())
+        tasks.into_iter().flatten().flatten().filter_map(number).sum()
     }
 
     /// Checks that it is nearly idle for a second in which `act` is called again and again: a
@@ -231,13 +236,9 @@ impl Process {
 
     /// How often its threads have waited for something so far.
     pub(crate) fn waits(&self) -> u64 {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.id));
-        let waits = |task: fs::DirEntry| {
-            let text = fs::read_to_string(task.path().join("status")).ok()?;
-            let count = text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
-            count?.trim().parse::<u64>().ok()
-        };
-        tasks.into_iter().flatten().flatten().filter_map(waits).sum()
+        self.of_threads("status", |text| {
+            text.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"))
+        })
     }
 
     /// Whether it has this file open.

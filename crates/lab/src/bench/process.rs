@@ -81,7 +81,7 @@ impl Process {
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).args(arguments);
         // A file takes all of its output; a full pipe would stop it.
-        let log = socket.with_extension("log");
+        let log = PathBuf::from([socket.as_os_str(), OsStr::new(".log")].join(OsStr::new("")));
         command.stderr(File::create(&log).context("a file for its messages")?);
         // Where DPDK keeps what it needs while it runs.
         command.env("RUNTIME_DIRECTORY", socket.parent().unwrap_or(Path::new("/tmp")));

@@ -230,7 +230,7 @@ impl Measure for Options {
     }
 }
 
-/// Starts a back end in `folder`, on `cpu`.
+/// Starts a back end in `folder`, on `cpu`; it is stopped until it is measured.
 fn start(
     implementation: Implementation,
     folder: &Path,
@@ -238,12 +238,10 @@ fn start(
     options: &Options,
 ) -> Result<Box<dyn Backend>> {
     let proxies = options.parts.contains(&Part::Proxy);
-    let mut backend: Box<dyn Backend> = match implementation {
+    Ok(match implementation {
         Implementation::Ringfence => Box::new(ringfence::Ringfence::start(folder, cpu, proxies)?),
         Implementation::Dpdk => Box::new(testpmd::Testpmd::start(folder, cpu)?),
-    };
-    backend.processes().iter().try_for_each(Process::pause)?;
-    Ok(backend)
+    })
 }
 
 /// One window, with the probe before and after it.

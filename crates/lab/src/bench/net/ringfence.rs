@@ -75,7 +75,7 @@ impl Backend for Ringfence {
     fn choose(&mut self, case: &Case) {
         let loops = case.direction == Direction::Loop;
         let is_it = |end: &End| (end.loops, end.proxy) == (loops, case.proxy);
-        self.used = self.ends.iter().position(is_it).unwrap_or_default();
+        self.used = self.ends.iter().position(is_it).expect("an end for each way of use");
     }
 
     fn begin(&mut self, _: Direction) -> Result<()> {

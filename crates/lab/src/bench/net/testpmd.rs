@@ -63,6 +63,7 @@ impl Testpmd {
         let (unread, forwards) = (String::new(), false);
         let mut testpmd = Testpmd { process, commands, output, unread, socket, forwards };
         testpmd.until("testpmd>")?;
+        testpmd.process.pause()?;
         Ok(testpmd)
     }
 
