@@ -68,9 +68,16 @@ pub(crate) fn make() -> Result<()> {
             fs::copy(&path, source.join(name))?;
         }
     }
-    let mdbook = tool("mdbook", MDBOOK, &["--no-default-features"])?;
-    run(Command::new(mdbook).arg("build").current_dir(&root))?;
+    run(Command::new(mdbook()?).arg("build").current_dir(&root))?;
     check(&root.join(SITE), &pages)
+}
+
+/// The program.
+///
+/// # Errors
+/// [`NotRun`](crate::steps::NotRun): it is not there, and cannot be built.
+pub(crate) fn mdbook() -> Result<PathBuf> {
+    tool("mdbook", MDBOOK, &["--no-default-features"])
 }
 
 /// Whether a file is a page.

@@ -159,7 +159,7 @@ impl Counts {
 }
 
 /// The runner, of the version that fits the library in Cargo.lock.
-fn runner() -> Result<PathBuf> {
+pub(crate) fn runner() -> Result<PathBuf> {
     #[derive(Deserialize)]
     struct Lock {
         package: Vec<Package>,

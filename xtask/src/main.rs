@@ -8,6 +8,7 @@ mod circles;
 mod debian;
 mod deny;
 mod evidence;
+mod fetch;
 mod floors;
 mod front_door;
 mod fuzz;
@@ -112,6 +113,8 @@ enum Command {
         #[arg(long, num_args = 1.., value_name = "DEB")]
         iommufd: Vec<PathBuf>,
     },
+    /// Makes what tests take from elsewhere: guests, and other projects' programs. `test` does so by itself.
+    Fetch,
     /// Measures disks in real guests: `guard` and `blk` against QEMU's own, with 1, 2 and 4 virtual CPUs (about
     /// half an hour).
     BenchGuest {
@@ -195,6 +198,7 @@ fn run(command: Command) -> Result<()> {
             if update { mutants::Table::Write } else { mutants::Table::Follow },
         ),
         Command::Guests { iommufd } => guests::make(&iommufd),
+        Command::Fetch => fetch::everything(),
         Command::BenchGuest { cpus, only, update } => bench_guest::run(&cpus, only, update),
         Command::Readme { only } => readme::regenerate(only.as_deref()),
         Command::Soak { minutes, only } => soak::soak(minutes, only.as_deref()),

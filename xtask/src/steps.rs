@@ -12,7 +12,9 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 
 use crate::{
-    architecture, book, debian, deny, evidence, floors, front_door,
+    architecture, book, debian, deny, evidence,
+    fetch::Fetch,
+    floors, front_door,
     fuzz::{self, Length},
     gate, guests, house, interface, links,
     mutants::{self, Table},
@@ -28,6 +30,8 @@ struct Run {
     /// Debian packages that are neither there nor could be installed.
     missing: Vec<&'static str>,
     suite: OnceCell<Suite>,
+    /// What is made ready for later steps beside the first ones.
+    fetch: RefCell<Option<Fetch>>,
     /// Tests that no step has run, with the reason.
     idle: RefCell<BTreeSet<String>>,
     /// How many tests of each program passed, for a result that is kept.
@@ -44,43 +48,29 @@ impl Run {
 
     /// Runs the test programs that `which` selects.
     fn tests(&self, which: impl Fn(&Program) -> bool) -> Result<()> {
-        let programs: Vec<_> = self.suite()?.tests.iter().filter(|p| which(p)).cloned().collect();
-        let mut tally = suite::run(&programs, &[], &[])?;
-        self.idle.borrow_mut().append(&mut tally.ignored);
-        self.programs.borrow_mut().append(&mut tally.programs);
-        tally.verdict()
+        let programs = self.suite()?.tests.iter().filter(|program| which(program));
+        self.run(&programs.cloned().collect::<Vec<_>>(), &[])
     }
 
     /// Runs tests that a program ignores by itself, since they need something.
     fn ignored(&self, package: &str, target: &str, arguments: &[&str]) -> Result<()> {
-        self.ignored_in(package, target, arguments, &[])
+        self.run(&[self.program(package, target)?.ignored(arguments)], &[])
     }
 
-    /// The same, with variables of the environment.
-    fn ignored_in(
-        &self,
-        package: &str,
-        target: &str,
-        arguments: &[&str],
-        environment: &[(&str, &str)],
-    ) -> Result<()> {
+    fn program(&self, package: &str, target: &str) -> Result<&Program> {
         let mut programs = self.suite()?.tests.iter();
         let program = programs.find(|p| p.package == package && p.target == target);
-        let program = program.with_context(|| format!("no test program {package} {target}"))?;
-        let all = [&["--ignored"], arguments].concat();
-        let mut tally = suite::run(std::slice::from_ref(program), &all, environment)?;
+        program.with_context(|| format!("no test program {package} {target}"))
+    }
+
+    /// Runs `programs`, some side by side, with these variables of the environment.
+    fn run(&self, programs: &[Program], environment: &[(&str, &str)]) -> Result<()> {
+        let mut tally = suite::run(programs, &[], environment)?;
+        let mut idle = self.idle.borrow_mut();
+        idle.append(&mut tally.ignored);
         self.programs.borrow_mut().append(&mut tally.programs);
         tally.verdict()?;
-        let skipped = arguments.windows(2).filter(|pair| pair[0] == "--skip").map(|pair| pair[1]);
-        let skipped: Vec<&str> = skipped.collect();
-        let chosen: Vec<&&str> =
-            arguments.iter().filter(|a| !a.starts_with("--") && !skipped.contains(*a)).collect();
-        self.idle.borrow_mut().retain(|test| {
-            let ran = test.starts_with(&program.name())
-                && !skipped.iter().any(|name| test.contains(name))
-                && (chosen.is_empty() || chosen.iter().any(|name| test.contains(**name)));
-            !ran
-        });
+        idle.retain(|test| !programs.iter().any(|program| program.chooses(test)));
         Ok(())
     }
 }
@@ -146,10 +136,17 @@ const STEPS: &[Step] = &[
     step("rules", 5, |_| rules::account(false)),
     step("evidence", 5, |_| evidence::check(false)),
     step("licences", 5, |_| deny::check()),
-    step("build", 450, |run| run.suite().map(|_| ())),
+    step("build", 450, |run| {
+        run.suite()?;
+        // No test runs beside it.
+        if let Some(Err(error)) = run.fetch.take().map(Fetch::end) {
+            println!("{error}; the steps that need it try again");
+        }
+        Ok(())
+    }),
     step("unit and property tests", 300, |run| run.tests(|program| program.package != COMMAND)),
     step("cases that failed once", 30, |run| soak::cases(run.suite()?)),
-    step("end to end", 500, |run| run.tests(|program| program.package == COMMAND)),
+    step("end to end", 500, end_to_end),
     step("model checks", 300, |_| mutants::run(None, Table::Follow)),
     step("documentation", 150, |_| documentation()),
     step("documentation: links and names", 5, |_| {
@@ -160,7 +157,6 @@ const STEPS: &[Step] = &[
     step("front door", 120, |_| front_door::check()),
     step("speed gate", 320, |_| gate::run(None, false)),
     step("huge pages", 10, huge_pages),
-    step("disks that hang", 60, hanging_disks),
     step("guests", 800, real_guests),
     step("a storage daemon of QEMU's", 60, storage_daemon),
     step("job files under the real fio", 5, real_fio),
@@ -190,7 +186,8 @@ const STEPS: &[Step] = &[
     long("guests: more of them", 900, |run| {
         make_guests(run)?;
         let arguments = [MORE_GUESTS, &["successor::"]].concat();
-        run.ignored_in(COMMAND, "guests", &arguments, &[("RINGFENCE_ENDS", "10")])
+        let program = run.program(COMMAND, "guests")?.ignored(&arguments);
+        run.run(&[program], &[("RINGFENCE_ENDS", "10")])
     }),
     long("guests: tables of speed", 2000, |run| {
         guests::make(&[])?;
@@ -233,7 +230,8 @@ pub(crate) fn test(only: Option<&str>, all: bool, list: bool) -> Result<()> {
     let kept = (all && only.is_none()).then(|| commit("cargo xtask test --all")).transpose()?;
     let missing = packages::ensure();
     let (idle, programs) = (RefCell::default(), RefCell::default());
-    let run = Run { missing, suite: OnceCell::new(), idle, programs };
+    let fetch = RefCell::new(only.is_none().then(Fetch::begin).transpose()?);
+    let run = Run { missing, suite: OnceCell::new(), fetch, idle, programs };
     let (mut failed, mut not_run, mut lines) = (Vec::new(), Vec::new(), Vec::new());
     let (begun, pace) = (Instant::now(), Pace::begin());
     for step in &steps {
@@ -405,18 +403,27 @@ fn huge_pages(run: &Run) -> Result<()> {
     result
 }
 
-/// Disks that are files of a file system of the test's own.
-fn hanging_disks(run: &Run) -> Result<()> {
-    if !packages::is_root() {
-        return Err(NotRun("mounting a file system takes root".to_owned()).into());
+/// The command's tests, and beside them, as they wait most of their time, those whose disks are files
+/// of a file system of the test's own.
+fn end_to_end(run: &Run) -> Result<()> {
+    let programs = run.suite()?.tests.iter().filter(|program| program.package == COMMAND);
+    let mut programs: Vec<Program> = programs.cloned().collect();
+    let lacking = if !packages::is_root() {
+        Some("mounting a file system takes root")
+    } else if !Path::new("/dev/fuse").exists() {
+        Some("there is no /dev/fuse: as root, modprobe fuse")
+    } else {
+        // Figures take a machine to themselves; the others are steps.
+        let others = ["figures::", "systemd::", "killed::", "a_pause_with"];
+        let skipped: Vec<&str> = others.iter().flat_map(|name| ["--skip", *name]).collect();
+        programs.insert(0, run.program(COMMAND, "hostile")?.ignored(&skipped));
+        None
+    };
+    run.run(&programs, &[])?;
+    match lacking {
+        Some(why) => Err(NotRun(format!("disks that hang: {why}; all others ran")).into()),
+        None => Ok(()),
     }
-    if !Path::new("/dev/fuse").exists() {
-        return Err(NotRun("there is no /dev/fuse: as root, modprobe fuse".to_owned()).into());
-    }
-    // Figures take a machine to themselves; the others are steps.
-    let others = ["figures::", "systemd::", "killed::", "a_pause_with"];
-    let skipped: Vec<&str> = others.iter().flat_map(|name| ["--skip", *name]).collect();
-    run.ignored(COMMAND, "hostile", &skipped)
 }
 
 /// A back end that is not ours, behind the proxy: of the QEMU that guests run in.

@@ -43,11 +43,38 @@ pub(crate) struct Program {
     path: PathBuf,
     /// Where cargo would run it.
     folder: PathBuf,
+    /// What it is run with, to run other tests than it does by itself.
+    arguments: Vec<String>,
 }
 
 impl Program {
     pub(crate) fn name(&self) -> String {
         format!("{} {}", self.package, self.selector)
+    }
+
+    /// Of its tests those that it ignores by itself, as `arguments` choose among them.
+    pub(crate) fn ignored(&self, arguments: &[&str]) -> Program {
+        let arguments = ["--ignored"].iter().chain(arguments).map(|text| (*text).to_owned());
+        Program { arguments: arguments.collect(), ..self.clone() }
+    }
+
+    /// Whether it is run with arguments that choose this test, as `PACKAGE TARGET: TEST`, which it
+    /// ignores by itself.
+    pub(crate) fn chooses(&self, test: &str) -> bool {
+        let mut chosen = Vec::new();
+        let mut arguments = self.arguments.iter();
+        let Some("--ignored") = arguments.next().map(String::as_str) else { return false };
+        while let Some(argument) = arguments.next() {
+            match &**argument {
+                "--skip" if arguments.next().is_some_and(|name| test.contains(&**name)) => {
+                    return false;
+                }
+                name if !name.starts_with("--") => chosen.push(name),
+                _ => {}
+            }
+        }
+        test.starts_with(&self.name())
+            && (chosen.is_empty() || chosen.iter().any(|name| test.contains(name)))
     }
 
     /// The command that runs one of its tests with a seed.
@@ -139,7 +166,8 @@ pub(crate) fn built(command: &mut Command) -> Result<Suite> {
             "lib" => "--lib".to_owned(),
             kind => format!("--{kind} {target}"),
         };
-        let program = Program { package, target, selector, path: path.into(), folder };
+        let program =
+            Program { package, target, selector, path: path.into(), folder, arguments: Vec::new() };
         if message["profile"]["test"] == true {
             suite.tests.push(program);
         } else if kind == "example" {
@@ -187,10 +215,11 @@ pub(crate) fn run(
     let one = |program: &Program| -> Result<()> {
         let begun = Instant::now();
         // A file, not a pipe: a process that a test leaves behind would hold a pipe open.
-        let log = logs.join(format!("{}-{}.log", program.package, program.target));
+        let kind = if program.arguments.is_empty() { "" } else { "-ignored" };
+        let log = logs.join(format!("{}-{}{kind}.log", program.package, program.target));
         let to = File::create(&log).with_context(|| log.display().to_string())?;
         let mut command = program.command();
-        command.args(arguments).envs(environment.iter().copied());
+        command.args(&program.arguments).args(arguments).envs(environment.iter().copied());
         command.stdin(Stdio::null()).stdout(to.try_clone()?).stderr(to);
         let status = command.status().with_context(|| program.path.display().to_string())?;
         let printed = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
@@ -364,7 +393,20 @@ mod tests {
             selector: "--test oracle".into(),
             path: "/".into(),
             folder: "/".into(),
+            arguments: Vec::new(),
         }
+    }
+
+    #[test]
+    fn arguments_choose_among_ignored_tests() {
+        let test = |name: &str| format!("ringfence-x --test oracle: {name}: takes root");
+        assert!(!program().chooses(&test("a::one")));
+        assert!(program().ignored(&["--test-threads=1"]).chooses(&test("a::one")));
+        let some = program().ignored(&["a::", "--skip", "a::two"]);
+        assert!(some.chooses(&test("a::one")));
+        assert!(!some.chooses(&test("a::two")));
+        assert!(!some.chooses(&test("b::one")));
+        assert!(!some.chooses("ringfence-y --test oracle: a::one: takes root"));
     }
 
     #[test]
