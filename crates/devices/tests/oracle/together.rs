@@ -646,16 +646,15 @@ fn slots_left(rig: &mut Rig, quarantined: u64, exact: bool) -> Result<(), String
         thread::yield_now();
     }
     pools.trim();
-    let left = rig.history.slots();
     drop(pools);
     let start = Instant::now();
     loop {
-        let addresses = rig.allocator.stats();
+        let (addresses, left) = (rig.allocator.stats(), rig.history.slots());
         let taken = addresses.allocs - addresses.frees;
         if taken == quarantined && left.is_empty() || !exact && taken >= quarantined {
             return Ok(());
         }
-        // A thread of the pools may drop them last.
+        // A thread of the pools may drop them last, or be unmapping a slot that it has taken out of them.
         if start.elapsed() > LONG {
             return Err(format!("{taken} ranges are taken, {quarantined} quarantined; {left:x?}"));
         }
