@@ -344,6 +344,25 @@ fn a_reader_that_leaves_is_no_failure() {
 }
 
 #[test]
+fn a_disk_behind_a_proxy_reaches_copies_and_its_row_advises_nothing() {
+    let place = Place::new();
+    let json = place.measure(JOB, &["--repeat", "1", "--policy", "off,proxy"]);
+    assert_eq!(policies(&json, 0), ["off", "proxy"]);
+    let row = row(&json, 0, "proxy");
+    assert!(number(row, "/ratio_to_off/iops/median") > 0.0);
+    assert_eq!(row["errors"], 0);
+    assert_eq!(row["exposure"]["reach"], "copies");
+    // What no probe has tried is no finding.
+    assert_eq!(row["exposure"]["max_ms"], Value::Null);
+    assert_eq!(row["stale_window"], Value::Null);
+    let ended = place.compare(JOB, &["--repeat", "1", "--policy", "off,proxy"]);
+    assert_eq!(ended.code(), 0, "{ended}");
+    let line = ended.out.lines().find(|line| line.trim_start().starts_with("proxy ")).unwrap();
+    assert!(line.ends_with(" copies"), "{ended}");
+    assert!(!ended.out.contains("Here:"), "{ended}");
+}
+
+#[test]
 fn what_stays_mapped_sends_no_request_and_is_never_called_strict() {
     let json = Place::new().measure(JOB, &["--repeat", "1", "--policy", "off,persistent"]);
     let row = row(&json, 0, "persistent");

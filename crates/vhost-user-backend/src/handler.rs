@@ -493,8 +493,9 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn channel_lost(&mut self, why: &WireError) {
-        tracing::warn!(source = %self.device.name(), "the front end takes no more misses: {why}");
+        // Others have none to send.
         if let Some(translation) = &self.translation {
+            tracing::warn!(source = %self.device.name(), "the front end takes no more misses: {why}");
             translation.set_channel(None);
         }
     }

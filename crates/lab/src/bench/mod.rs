@@ -32,7 +32,7 @@ pub mod map;
 pub mod net;
 pub mod pin;
 mod ping;
-mod process;
+pub(crate) mod process;
 pub mod report;
 pub mod rounds;
 pub mod row;

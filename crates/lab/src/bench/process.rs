@@ -19,10 +19,10 @@ const START: Duration = Duration::from_secs(60);
 const STANDS_STILL: Duration = Duration::from_secs(60);
 
 /// A folder for sockets, removed when this is dropped.
-pub(in crate::bench) struct Folder(pub(in crate::bench) PathBuf);
+pub(crate) struct Folder(pub(crate) PathBuf);
 
 impl Folder {
-    pub(in crate::bench) fn new() -> Result<Folder> {
+    pub(crate) fn new() -> Result<Folder> {
         let path = std::env::temp_dir().join(format!("ringfence-bench-{}", std::process::id()));
         fs::create_dir(&path).with_context(|| format!("making {}", path.display()))?;
         Ok(Folder(path))
@@ -50,7 +50,7 @@ fn is_listened_at(socket: &Path) -> Result<bool> {
 }
 
 /// A process that is killed when this is dropped.
-pub(in crate::bench) struct Process {
+pub(crate) struct Process {
     name: &'static str,
     pub(in crate::bench) child: Child,
     /// Its standard error.
@@ -60,7 +60,7 @@ pub(in crate::bench) struct Process {
 impl Process {
     /// Starts a program on `cpu` (`None`: it binds itself) and waits until it listens at `socket`.
     /// `talks`: its standard input and output are pipes.
-    pub(in crate::bench) fn start(
+    pub(crate) fn start(
         name: &'static str,
         program: &Path,
         arguments: &[String],
@@ -107,7 +107,7 @@ impl Process {
     }
 
     /// The end of its standard error.
-    pub(in crate::bench) fn last_words(&self) -> String {
+    pub(crate) fn last_words(&self) -> String {
         let text = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let lines: Vec<&str> = text.lines().rev().take(3).collect();
@@ -154,7 +154,7 @@ impl Process {
     }
 
     /// How much CPU time all its threads have had, nanoseconds.
-    pub(in crate::bench) fn cpu_ns(&self) -> u64 {
+    pub(crate) fn cpu_ns(&self) -> u64 {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
         let spent = |task: fs::DirEntry| {
             let text = fs::read_to_string(task.path().join("schedstat")).ok()?;

@@ -69,7 +69,7 @@ impl Point {
         let exposure = row.exposure?;
         let ratio = row.ratio(job.metric).filter(|ratio| ratio.median.is_finite())?;
         let place = match exposure.reach {
-            Reach::None => AxisPos::Nothing,
+            Reach::None | Reach::Copies => AxisPos::Nothing,
             Reach::Persistent | Reach::Always | Reach::Leaked => AxisPos::Unbounded,
             Reach::Flush => {
                 let figure = exposure.mib_ms_per_gib().filter(|figure| figure.is_finite())?;
@@ -260,6 +260,7 @@ fn numbers(page: &mut String, job: &JobReport, rows: &[(&PolicyResult, Exposure)
 fn until(reach: Reach) -> &'static str {
     match reach {
         Reach::None => "never",
+        Reach::Copies => "never, but copies",
         Reach::Flush => "until a flush",
         Reach::Persistent => "as long as the job runs, by choice",
         Reach::Always => "always",

@@ -13,6 +13,8 @@ use super::{PolicyRounds, Sample};
 pub enum Reach {
     /// Not once unmap has returned.
     None,
+    /// Never: it reaches copies of the requests in flight, in memory of a proxy. No probe tries it.
+    Copies,
     /// Until a flush that comes later.
     Flush,
     /// It is unmapped after the last I/O only: as long as the job runs, by choice. Memory of the
@@ -63,6 +65,7 @@ impl Exposure {
             ("host" | "io_uring", _) => return None,
             // Whatever maps and unmaps the buffers, the device reaches them in between.
             ("persistent" | "zero-copy", _) => Reach::Persistent,
+            ("proxy", _) => Reach::Copies,
             (_, "off") => Reach::Always,
             (_, policy) if promises_none(policy) => match reached {
                 true => Reach::Leaked,
@@ -151,6 +154,7 @@ mod tests {
             ("persistent", "", Reach::Persistent),
             ("zero-copy", "zero-copy", Reach::Persistent),
             ("zero-copy", "strict+map", Reach::Persistent),
+            ("proxy", "proxy", Reach::Copies),
             ("off", "", Reach::Always),
             ("off", "off", Reach::Always),
             ("lazy-mq", "off", Reach::Always),

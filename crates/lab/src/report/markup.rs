@@ -68,7 +68,7 @@ pub(super) fn family(policy: &str) -> &'static str {
     match policy {
         "host" | "off" => "none",
         "persistent" | "zero-copy" => "persistent",
-        "bounce" | "auto" => "strict",
+        "bounce" | "auto" | "proxy" => "strict",
         policy if policy.starts_with("strict") => "strict",
         policy if policy.starts_with("lazy") => "lazy",
         _ => "other",

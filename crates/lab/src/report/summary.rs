@@ -69,6 +69,7 @@ fn window(row: &PolicyResult) -> String {
     let Some(exposure) = &row.exposure else { return dash() };
     match exposure.reach {
         Reach::None => "never".to_owned(),
+        Reach::Copies => "copies".to_owned(),
         Reach::Flush => format!("{} ms", number(longest_ms(row))),
         Reach::Persistent | Reach::Always => "always".to_owned(),
         Reach::Leaked => format!("LEAKED {} ms", number(longest_ms(row))),

@@ -41,6 +41,7 @@ impl Bare {
             policy,
             way: Way::Streaming,
             lazy_domain: false,
+            proxied: false,
             allocator: Default::default(),
             space: Space::default(),
             notify,

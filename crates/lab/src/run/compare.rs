@@ -335,10 +335,11 @@ impl Stage<'_> {
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         match row {
-            Row::Policy(_) | Row::LazyDomain(_) | Row::Persistent | Row::ZeroCopy => {
+            Row::Policy(_) | Row::LazyDomain(_) | Row::Persistent | Row::ZeroCopy | Row::Proxy => {
                 let plan = Plan {
                     policy: match row {
                         Row::Policy(policy) | Row::LazyDomain(policy) => policy,
+                        Row::Proxy => Policy::Off,
                         // What is mapped once needs one sync, and is unmapped only at the end.
                         _ => Policy::StrictMap,
                     },
@@ -348,6 +349,7 @@ impl Stage<'_> {
                         _ => Way::Streaming,
                     },
                     lazy_domain: matches!(row, Row::LazyDomain(_)),
+                    proxied: row == Row::Proxy,
                     // Not used under `off`.
                     allocator: allocator.unwrap_or_default(),
                     space: self.options.space,
@@ -361,9 +363,9 @@ impl Stage<'_> {
                     buffers: all,
                     run_pages,
                     tuning: self.options.tuning,
-                    // `off` is the base of all ratios: it is run, with a warning.
+                    // `off` is the base of all ratios: it is run, with a warning. A proxy copies by itself.
                     trust: match row {
-                        Row::Policy(Policy::Off) => Trust::Trusted,
+                        Row::Policy(Policy::Off) | Row::Proxy => Trust::Trusted,
                         _ => self.trust,
                     },
                     idle_ms: BounceLimits::default().idle_ms,
@@ -443,6 +445,7 @@ impl Stage<'_> {
         let effective = match plan.way {
             Way::Persistent => Row::Persistent.to_string(),
             Way::ZeroCopy => Row::ZeroCopy.to_string(),
+            Way::Streaming if plan.proxied => Row::Proxy.to_string(),
             Way::Streaming => match link.dma.effective_policy() {
                 // The device process offers what is proposed.
                 policy if plan.lazy_domain && policy.is_lazy() => {

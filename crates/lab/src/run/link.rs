@@ -18,7 +18,7 @@ use ringfence_drivers::{
 };
 use ringfence_mem::GuestRam;
 use ringfence_run::event;
-use ringfence_vhost_user::ProtocolFeatures;
+use ringfence_vhost_user::{Frontend, ProtocolFeatures};
 use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk::feature};
 
@@ -28,7 +28,8 @@ use super::{
     path::Path,
     plan::{Plan, Way},
     probe::Probe,
-    process::Process,
+    process::{Process, REPLY_TIMEOUT},
+    proxied::Proxied,
     space::{Dma, dma},
     standing::{Memory, StandingPath},
     viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
@@ -53,6 +54,7 @@ pub(crate) struct Link {
     pub(crate) dma: Dma,
     rings: Vec<RingMemory>,
     pub(crate) behind: Behind<Process>,
+    proxy: Option<Proxied>,
 }
 
 impl Link {
@@ -74,10 +76,23 @@ impl Link {
             GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + OWN_BYTES + pools, GUEST_BASE)
                 .context("making the guest memory")?;
 
-        let start = |device: UnixStream, iommu: UnixStream| {
+        let mut proxy = None;
+        let start = |iommu: UnixStream| {
             let file = plan.disk.as_raw_fd();
             let served = Served::Disk { file, kind: plan.kind, bytes: plan.disk_bytes };
-            Process::start(served, plan.queues, plan.notify, device.into(), iommu.into())
+            let (front, device) = match plan.proxied {
+                false => {
+                    let (socket, device) = UnixStream::pair()?;
+                    (Frontend::new(socket, REPLY_TIMEOUT), device)
+                }
+                true => {
+                    let (started, front, device) = Proxied::start(plan.notify)?;
+                    proxy = Some(started);
+                    (front, device)
+                }
+            };
+            let (queues, notify) = (plan.queues, plan.notify);
+            Ok((Process::start(served, queues, notify, device.into(), iommu.into())?, front))
         };
         let mut behind = Behind::open(Arc::clone(&ram), plan.notify, plan.lazy_domain, start)?;
         let domain = &behind.domain;
@@ -98,7 +113,9 @@ impl Link {
         if protected {
             features |= 1 << F_ACCESS_PLATFORM;
         }
-        behind.agree(features, ProtocolFeatures::MQ | ProtocolFeatures::CONFIG, "virtio-blk")?;
+        let protocol = ProtocolFeatures::MQ | ProtocolFeatures::CONFIG;
+        let agreed = behind.agree(features, protocol, "virtio-blk");
+        agreed.with_context(|| proxy.as_ref().map_or_else(String::new, Proxied::last_words))?;
         let mut rings = Vec::new();
         let mut queues = Vec::new();
         for index in 0..plan.queues {
@@ -153,12 +170,12 @@ impl Link {
                 registered.clone().map_or_else(|| Memory::Pools(dma.clone()), Memory::Registered);
             paths.push(Box::new(StandingPath::new(memory, queue)));
         }
-        Ok((Link { dma, rings, behind }, paths, buffers))
+        Ok((Link { dma, rings, behind, proxy }, paths, buffers))
     }
 
-    /// CPU time of the device process so far, in nanoseconds.
+    /// CPU time of the device process so far, and of its proxy, in nanoseconds.
     pub(crate) fn device_cpu_ns(&self) -> u64 {
-        self.behind.peer.cpu_ns()
+        self.behind.peer.cpu_ns() + self.proxy.as_ref().map_or(0, Proxied::cpu_ns)
     }
 
     /// How the device process ended, if it has: it should not end before its sockets are hung up.

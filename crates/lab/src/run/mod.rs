@@ -17,6 +17,7 @@
 //! | `plan` | what a link is for |
 //! | `link` | the driver process's side: memory, front ends, the DMA API |
 //! | `process`, `viommu` | the device process and its virtio-iommu, from that side |
+//! | `proxied` | a proxy between the two |
 //! | `bare` | a link without jobs, for benchmarks |
 //! | [`device`] | the device process |
 //! | `target` | the disk |
@@ -36,6 +37,7 @@ mod plan;
 mod pool;
 mod probe;
 pub(crate) mod process;
+mod proxied;
 mod row;
 pub mod space;
 mod standing;

@@ -33,6 +33,7 @@ const MOST_LOAD: i64 = 1024;
     ringfence compare my.fio --policy off,strict+map --allocator rbtree,bitmap,ringfence
     ringfence compare my.fio --policy off,strict+map,lazy-mq+map --max-exposure-ms 2
     ringfence compare my.fio --policy off,strict+map,bounce,auto,zero-copy --explain
+    ringfence compare --policy off,strict+map,proxy                 a back end without any of the guest's memory
     ringfence compare --load 2                                      beside two busy threads
     ringfence compare my.fio --disk /dev/nvme1n1 --destroy-data --report report.html
 
@@ -44,9 +45,9 @@ pub struct Options {
     /// A fio job file. Its `filename` is never opened: --disk decides.
     pub job: Option<PathBuf>,
 
-    /// The rows of the table, separated by commas: host, io_uring, persistent, zero-copy, off,
+    /// The rows of the table, separated by commas: host, io_uring, persistent, zero-copy, proxy, off,
     /// strict, strict+map, lazy-sq, lazy-mq, lazy-sq+map, lazy-mq+map, bounce, auto [default: all
-    /// but io_uring, which --disk ram adds, persistent and zero-copy].
+    /// but io_uring, which --disk ram adds, persistent, zero-copy and proxy].
     ///
     /// `bounce` copies each buffer into a slot that stays mapped, and back; `auto` copies or maps,
     /// whichever is cheaper.
@@ -58,6 +59,9 @@ pub struct Options {
     /// `zero-copy` takes memory of the bounce pools for each I/O, fills or reads it in place and
     /// gives it back: nothing is copied or mapped, and the device can access that memory all the
     /// while.
+    ///
+    /// `proxy` has no IOMMU: `ringfence proxy` stands between driver and disk, and the disk's process
+    /// reaches copies of the requests in flight, in the proxy's memory, and nothing else.
     ///
     /// A lazy policy with `+flush` behind it, such as `lazy-mq+map+flush`, runs in a lazy domain of
     /// the virtio-iommu: a proposal (virtio-spec issue 204), not part of the specification. The

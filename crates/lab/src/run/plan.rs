@@ -32,6 +32,8 @@ pub(crate) struct Plan {
     pub(crate) way: Way,
     /// Whether the domain is lazy.
     pub(crate) lazy_domain: bool,
+    /// Whether a proxy stands before the device process.
+    pub(crate) proxied: bool,
     /// The allocator of I/O virtual addresses, and their space.
     pub(crate) allocator: AllocatorKind,
     pub(crate) space: Space,

@@ -21,6 +21,9 @@ pub enum Row {
     /// The job through virtqueues, each I/O in memory of the bounce pools, filled and read in place:
     /// nothing is copied or mapped, and the device reaches that memory as long as the job runs.
     ZeroCopy,
+    /// The job through virtqueues, without an IOMMU, at `ringfence proxy`: the device reaches copies of
+    /// the requests in flight, in the proxy's memory.
+    Proxy,
     /// The job through virtqueues and the DMA API under a policy.
     Policy(Policy),
     /// The same under a lazy policy, in a lazy domain of the virtio-iommu: a proposal, not part of
@@ -47,6 +50,7 @@ impl fmt::Display for Row {
             Row::IoUring => f.pad("io_uring"),
             Row::Persistent => f.pad("persistent"),
             Row::ZeroCopy => f.pad("zero-copy"),
+            Row::Proxy => f.pad("proxy"),
             Row::Policy(policy) => f.pad(policy.name()),
             Row::LazyDomain(policy) => f.pad(&format!("{policy}{FLUSH}")),
         }
@@ -67,10 +71,11 @@ impl FromStr for Row {
             "io_uring" => Ok(Row::IoUring),
             "persistent" => Ok(Row::Persistent),
             "zero-copy" => Ok(Row::ZeroCopy),
+            "proxy" => Ok(Row::Proxy),
             _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
                 format!(
-                    "{error}; also host, io_uring, persistent, zero-copy, and {FLUSH} behind a \
-                     lazy policy"
+                    "{error}; also host, io_uring, persistent, zero-copy, proxy, and {FLUSH} behind \
+                     a lazy policy"
                 )
             }),
         }
@@ -89,7 +94,7 @@ impl Line {
     /// The lines of a table: a row that maps is there once for each allocator.
     pub(crate) fn all(rows: &[Row], allocators: &[AllocatorKind]) -> Vec<Line> {
         let lines = |&row: &Row| match row {
-            Row::Host | Row::IoUring | Row::Policy(Policy::Off) => {
+            Row::Host | Row::IoUring | Row::Proxy | Row::Policy(Policy::Off) => {
                 vec![Line { row, allocator: None }]
             }
             Row::Persistent | Row::ZeroCopy | Row::Policy(_) | Row::LazyDomain(_) => {
@@ -119,12 +124,12 @@ mod tests {
 
     #[test]
     fn what_maps_is_there_once_for_each_allocator() {
-        let rows = parse_list("host,off,persistent,zero-copy,bounce").unwrap();
+        let rows = parse_list("host,off,proxy,persistent,zero-copy,bounce").unwrap();
         let lines = Line::all(&rows, &[AllocatorKind::RbTree, AllocatorKind::Ringfence]);
         let names: Vec<String> = lines.iter().map(Line::to_string).collect();
         let of = |row| [format!("{row}/rbtree"), format!("{row}/ringfence")];
         let wanted = ["persistent", "zero-copy", "bounce"].map(of).concat();
-        assert_eq!(names, [&["host".to_owned(), "off".to_owned()][..], &wanted].concat());
+        assert_eq!(names, [&["host", "off", "proxy"].map(str::to_owned)[..], &wanted].concat());
     }
 
     #[test]

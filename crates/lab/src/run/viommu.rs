@@ -83,19 +83,19 @@ pub(crate) struct Behind<P> {
 }
 
 impl<P> Behind<P> {
-    /// Lets `start` serve the device's socket and the IOMMU's, and brings up the latter's driver,
-    /// with a domain that is lazy or not.
+    /// Lets `start` serve a device, and the IOMMU at a socket, and brings up the latter's driver, with a
+    /// domain that is lazy or not. `start` returns the device's front end, too.
     pub(crate) fn open(
         ram: Arc<GuestRam>,
         notify: Notify,
         lazy: bool,
-        start: impl FnOnce(UnixStream, UnixStream) -> Result<P>,
+        start: impl FnOnce(UnixStream) -> Result<(P, Frontend)>,
     ) -> Result<Behind<P>> {
-        let (socket, theirs) = UnixStream::pair()?;
         let (iommu_socket, iommu_theirs) = UnixStream::pair()?;
-        let peer = start(theirs, iommu_theirs)?;
+        let (peer, front) = start(iommu_theirs)?;
         let alive = iommu_socket.try_clone()?;
-        let sockets = [socket.try_clone()?, iommu_socket.try_clone()?];
+        let socket = UnixStream::from(front.as_fd().try_clone_to_owned()?);
+        let sockets = [socket, iommu_socket.try_clone()?];
         let mut iommu_front = Frontend::new(iommu_socket, REPLY_TIMEOUT);
         let iommu = start_iommu(&mut iommu_front, &ram, notify, lazy, alive.into())
             .context("setting up the virtio-iommu")?;
@@ -104,7 +104,6 @@ impl<P> Behind<P> {
         if domain.is_lazy() != lazy {
             bail!("the virtio-iommu knows no lazy domains");
         }
-        let front = Frontend::new(socket, REPLY_TIMEOUT);
         Ok(Behind { iommu, domain, front, _iommu_front: iommu_front, sockets, peer, ram })
     }
 

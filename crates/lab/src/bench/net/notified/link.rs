@@ -10,7 +10,7 @@ use ringfence_dma::{BounceConfig, BounceLimits, DmaConfig, Policy, Written};
 use ringfence_drivers::ram::{PagedBuffer, RamMemory};
 use ringfence_mem::GuestRam;
 use ringfence_run::{event, worker::Notify};
-use ringfence_vhost_user::ProtocolFeatures;
+use ringfence_vhost_user::{Frontend, ProtocolFeatures};
 use ringfence_virtio_iommu::driver::{Stats, ViommuDomain};
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_VERSION_1,
@@ -22,7 +22,7 @@ use crate::run::{
     Dma,
     device::{ENDPOINT, Report, Served},
     link::{GUEST_BASE, scatter},
-    process::Process,
+    process::{Process, REPLY_TIMEOUT},
     space::{Space, dma},
     viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
 };
@@ -91,7 +91,11 @@ impl Link {
         let bytes = 2 * (BUFFERS * PAGE + ring_bytes) + OWN_BYTES + pools;
         let ram = GuestRam::new(bytes, GUEST_BASE).context("making the guest memory")?;
 
-        let start = |net, iommu| peer(net, iommu).context("starting a device process");
+        let start = |iommu| {
+            let (socket, net) = UnixStream::pair()?;
+            let peer = peer(net, iommu).context("starting a device process")?;
+            Ok((peer, Frontend::new(socket, REPLY_TIMEOUT)))
+        };
         let mut behind = Behind::open(Arc::clone(&ram), Notify::Poll, false, start)?;
         let domain = &behind.domain;
         let mut dma = None;

@@ -1,0 +1,59 @@
+//! `ringfence proxy` between the driver process and the device process.
+
+use std::{
+    os::unix::net::{UnixListener, UnixStream},
+    path::Path,
+};
+
+use anyhow::{Context, Result, bail};
+use ringfence_run::worker::Notify;
+use ringfence_vhost_user::Frontend;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::process::REPLY_TIMEOUT;
+use crate::bench::process::{Folder, Process};
+
+/// A running proxy, which ends when this is dropped.
+pub(crate) struct Proxied {
+    process: Process,
+    _folder: Folder,
+}
+
+impl Proxied {
+    /// Starts one; returns the driver's front end and the device's socket, too.
+    ///
+    /// # Errors
+    /// It does not start, or does not connect to the device.
+    pub(crate) fn start(notify: Notify) -> Result<(Proxied, Frontend, UnixStream)> {
+        let folder = Folder::new()?;
+        let [back, front] = ["back", "front"].map(|name| folder.0.join(name));
+        let listener = UnixListener::bind(&back).context("a socket for the device process")?;
+        let path = |path: &Path| path.display().to_string();
+        let arguments = ["proxy", "--socket", &path(&front), "--backend", &path(&back)];
+        let notify = ["--notify", &notify.to_string(), "--log", "warn"];
+        let arguments: Vec<String> =
+            arguments.iter().chain(&notify).map(|&text| text.to_owned()).collect();
+        let program = std::env::current_exe().context("where this program is")?;
+        let process = Process::start("ringfence proxy", &program, &arguments, None, &front, false)?;
+        let driver = UnixStream::connect(&front).context("connecting to the proxy")?;
+        // It connects to the device once the driver has said something.
+        let mut driver = Frontend::new(driver, REPLY_TIMEOUT);
+        driver.set_owner().context("the first message to the proxy")?;
+        let limit = Timespec { tv_sec: REPLY_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
+        if poll(&mut [PollFd::new(&listener, PollFlags::IN)], Some(&limit))? == 0 {
+            bail!("the proxy does not connect to the device: {}", process.last_words());
+        }
+        let (device, _) = listener.accept().context("the proxy's connection")?;
+        Ok((Proxied { process, _folder: folder }, driver, device))
+    }
+
+    /// The end of its log.
+    pub(crate) fn last_words(&self) -> String {
+        self.process.last_words()
+    }
+
+    /// Its CPU time so far, in nanoseconds.
+    pub(crate) fn cpu_ns(&self) -> u64 {
+        self.process.cpu_ns()
+    }
+}
