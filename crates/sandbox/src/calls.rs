@@ -19,7 +19,7 @@ pub enum Role {
     /// The process's first thread, which starts and ends the others: all calls that any thread
     /// makes.
     Main,
-    /// Accepts the front ends of a socket and answers their messages.
+    /// Accepts the front ends of a socket and replies to their messages.
     Front,
     /// Serves metrics.
     Figures,

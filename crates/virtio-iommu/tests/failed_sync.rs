@@ -189,8 +189,8 @@ fn a_process_after_the_one_whose_invalidation_failed_answers_that_it_did() {
     device.recover(&recovered).unwrap();
     let device = Arc::new(device);
     let (ram, queue) = seen;
-    let answers = recovered.into_answers();
-    let mut queue = RequestQueue::resume(Arc::clone(&device), queue, answers);
+    let completions = recovered.into_completions();
+    let mut queue = RequestQueue::resume(Arc::clone(&device), queue, completions);
     assert_eq!(queue.poll(&ram).unwrap().published, 3);
     assert_eq!(statuses(&ram), [Status::DevErr, Status::Ok, Status::DevErr]);
     assert_eq!((device.domains(), backing.domain.iova_to_phys(Iova(0x1000))), (1, None));

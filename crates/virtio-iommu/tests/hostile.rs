@@ -18,7 +18,7 @@ use std::{
 };
 
 use common::{
-    model::{Answer, Mapping, Model, Space},
+    model::{Completion, Mapping, Model, Space},
     twin::{Shape, Twin, all_mappings},
 };
 use proptest::{prelude::Rng, test_runner::TestRunner};
@@ -221,13 +221,13 @@ fn naive(image: &[u8], indirect: bool, model: &Model, into: &mut BTreeSet<Outcom
         };
         bytes.extend(&image[at as usize..at as usize + len]);
     }
-    let (answer, effect) = model.judge(&bytes, room);
-    let any_of = match answer {
-        Answer::Unwritten => {
+    let (completion, effect) = model.judge(&bytes, room);
+    let any_of = match completion {
+        Completion::Unwritten => {
             into.insert(Outcome { used: used(0), ..untouched });
             return;
         }
-        Answer::Tail { at: 0, any_of } => any_of,
+        Completion::Tail { at: 0, any_of } => any_of,
         other => panic!("{other:?} is not expected here"),
     };
     let &[(addr, _)] = &writable[..] else { panic!("one buffer is all there is") };

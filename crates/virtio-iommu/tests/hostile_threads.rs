@@ -1,5 +1,5 @@
 //! Two request queues in two domains and in one, endpoints that come and go, and threads that
-//! access all the while: nothing is reached after its UNMAP or its DETACH was answered.
+//! access all the while: nothing is reached after its UNMAP or its DETACH was completed.
 
 mod common;
 
@@ -62,7 +62,7 @@ impl World {
     }
 
     /// Waits until replies may be given.
-    fn answered(&self, session: &mut Session<Arc<Endpoints>>) {
+    fn completed(&self, session: &mut Session<Arc<Endpoints>>) {
         self.device.begin_sync(session);
         while !self.device.poll_sync(session).expect("no invalidation fails") {
             thread::yield_now();
@@ -116,7 +116,7 @@ impl World {
             for &(domain, range, _) in &held {
                 assert_eq!(self.send(&mut session, Request::Unmap { domain, range }), 0);
             }
-            self.answered(&mut session);
+            self.completed(&mut session);
             held.iter().for_each(|&(_, _, id)| self.returned[id as usize].store(true, SeqCst));
         }
     }
@@ -130,14 +130,14 @@ impl World {
             self.tenure.store(rounds, SeqCst);
             let domain = [OWN[0].0, SHARED.0, OWN[1].0, 4][rounds as usize % 4];
             self.attach(&mut session, (domain, GUEST));
-            self.answered(&mut session);
+            self.completed(&mut session);
             if rounds <= 8 {
                 self.await_devices();
             }
             thread::yield_now();
             let detach = Request::Detach { domain, endpoint: GUEST };
             assert_eq!(self.send(&mut session, detach), 0);
-            self.answered(&mut session);
+            self.completed(&mut session);
             self.ended.store(rounds, SeqCst);
         }
         rounds
@@ -145,7 +145,7 @@ impl World {
 
     fn check(&self, found: Translation, at: Iova) {
         let id = (found.target(at) >> 12) as usize;
-        assert!(!self.returned[id].load(SeqCst), "{id} is reached after its UNMAP was answered");
+        assert!(!self.returned[id].load(SeqCst), "{id} is reached after its UNMAP was completed");
     }
 
     /// A device's thread: it uses what it looked up until that is invalidated.
@@ -234,7 +234,7 @@ fn nothing_is_reached_after_its_unmap_or_its_detach_was_answered() {
         over: AtomicBool::new(false),
     };
     OWN.into_iter().chain([SHARED]).for_each(|to| world.attach(&mut session, to));
-    world.answered(&mut session);
+    world.completed(&mut session);
     let (rounds, hits) = thread::scope(|scope| {
         let world = &world;
         let devices = [0, 1].map(|number| scope.spawn(move || world.accesses(number)));

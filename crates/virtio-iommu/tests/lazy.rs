@@ -313,16 +313,16 @@ impl World {
         parse_tail(tail).expect("a status")
     }
 
-    /// What queue `queue` releases when it answers; if it has answered already, at once.
+    /// What queue `queue` releases when it completes a request; if it has completed already, at once.
     fn releases(&mut self, queue: usize, which: impl Fn(&Stale) -> bool) {
         let ids = self.stale.iter().filter(|&stale| which(stale)).map(|stale| stale.id).collect();
         self.queues[queue].releases = ids;
         if !self.queues[queue].waits {
-            self.answered(queue);
+            self.completed(queue);
         }
     }
 
-    fn answered(&mut self, queue: usize) {
+    fn completed(&mut self, queue: usize) {
         let released = core::mem::take(&mut self.queues[queue].releases);
         self.stale.retain(|stale| !released.contains(&stale.id));
     }
@@ -375,7 +375,7 @@ impl World {
                     }
                 }
                 match is_lazy(domain) {
-                    true => assert!(!self.queues[queue].waits, "an answer that waits"),
+                    true => assert!(!self.queues[queue].waits, "a completion that waits"),
                     false => self.releases(queue, |stale| stale.id > before),
                 }
             }
@@ -399,7 +399,7 @@ impl World {
                 let Queue { session, waits, .. } = &mut self.queues[queue];
                 if *waits && self.bench.device.poll_sync(session) == Ok(true) {
                     *waits = false;
-                    self.answered(queue);
+                    self.completed(queue);
                 }
             }
             Step::Quiet { endpoint } => self.caches[endpoint as usize - 1].quiet(),
@@ -479,7 +479,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     /// What a lazy domain unmapped is unreachable once a flush that was sent afterwards is
-    /// answered, whichever queue sent it, whatever other flushes are under way. Before, it leads
+    /// completed, whichever queue sent it, whatever other flushes are under way. Before, it leads
     /// where it led, and nowhere else.
     #[test]
     fn what_was_unmapped_before_a_flush_is_unreachable_after_its_answer(
@@ -518,7 +518,7 @@ fn a_flush_waits_for_what_another_one_invalidates_and_for_one_that_was_given_up(
         }
         world.step(Step::Flush { queue: 1, domain: 1 });
         world.caches.iter_mut().for_each(Cache::quiet);
-        assert!(both(&mut world, 1), "nor is this one answered before it has");
+        assert!(both(&mut world, 1), "nor is this one completed before it has");
         world.step(Step::EndLease);
         assert!(!both(&mut world, 1));
         assert!(!both(&mut world, 0));
@@ -531,13 +531,13 @@ fn a_flush_waits_for_what_another_one_invalidates_and_for_one_that_was_given_up(
 #[test]
 fn a_flush_that_ends_before_another_takes_nothing_away_from_it() {
     let mut world = World::new();
-    let answered = |world: &mut World, queue| {
+    let completed = |world: &mut World, queue| {
         world.caches.iter_mut().for_each(Cache::quiet);
         world.step(Step::Poll { queue });
         !world.queues[queue].waits
     };
     world.step(Step::Move { queue: 0, endpoint: 1, to: Some(1) });
-    assert!(answered(&mut world, 0));
+    assert!(completed(&mut world, 0));
     for page in [1, 4] {
         world.step(Step::Map { queue: 0, domain: 1, page, target: 2 });
     }
@@ -548,12 +548,12 @@ fn a_flush_that_ends_before_another_takes_nothing_away_from_it() {
     world.step(Step::Flush { queue: 0, domain: 1 });
     world.step(unmap(4));
     world.step(Step::Flush { queue: 1, domain: 1 });
-    assert!(!answered(&mut world, 1), "the I/O at page 4 has not ended");
-    assert!(answered(&mut world, 0));
+    assert!(!completed(&mut world, 1), "the I/O at page 4 has not ended");
+    assert!(completed(&mut world, 0));
     world.step(Step::Flush { queue: 0, domain: 1 });
-    assert!(!answered(&mut world, 0), "for this one, too, page 4 was unmapped before");
+    assert!(!completed(&mut world, 0), "for this one, too, page 4 was unmapped before");
     world.step(Step::EndLease);
-    assert!(answered(&mut world, 0) && answered(&mut world, 1));
+    assert!(completed(&mut world, 0) && completed(&mut world, 1));
 }
 
 #[test]

@@ -179,12 +179,12 @@ impl Replay {
             let used = self.driver.pop().unwrap().expect("a reply").len as usize;
             let mut reply = [0; 4];
             self.ram.read(DATA + n as u64 * 2 * SLOT + SLOT, &mut reply).unwrap();
-            self.answered(event, used, &reply);
+            self.completed(event, used, &reply);
         }
         batch.iter().for_each(|&event| self.compare_around(event));
     }
 
-    fn answered(&mut self, event: Event, used: usize, reply: &[u8]) {
+    fn completed(&mut self, event: Event, used: usize, reply: &[u8]) {
         let bytes = bytes(event);
         if let (_, Effect::Unmap { domain, first, last }) = self.twin.model.judge(&bytes, 4)
             && let Some(Space::Mappings(mappings)) = self.twin.model.domains.get(&domain)

@@ -245,7 +245,7 @@ impl RawDevice for Blk {
             || is_stuck || begun.elapsed() >= STOPS_WITHIN || self.is_given_up(begun, connection);
         match image.release(is_busy, given_up) {
             Ok(()) => {}
-            Err(ImageError::NoAnswer) => {
+            Err(ImageError::TimedOut) => {
                 tracing::warn!(
                     source = %self.options.id,
                     "the image stays locked until the disk has completed its requests"

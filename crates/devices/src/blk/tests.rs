@@ -63,7 +63,7 @@ impl Rig {
         Rig { pipe: None, driver, queue, bus, ram, now_ns: 1 }
     }
 
-    /// With a disk that does not answer before its pipe is dropped.
+    /// With a disk that hangs until its pipe is dropped.
     fn silent(ring: u16) -> Rig {
         let (read, write) = rustix::pipe::pipe().unwrap();
         let rig = Rig::new(Image::new(read, MIB), ring, 8 * MIB);
@@ -309,13 +309,13 @@ fn what_is_given_up_makes_room_for_the_rest_of_the_ring() {
     rig.reads_by_tables(64);
     rig.driver.publish();
     // Each round is later than what is waited for.
-    let mut answered = 0;
-    while answered < 64 {
+    let mut completed = 0;
+    while completed < 64 {
         rig.now_ns += 10_000_000;
         rig.round();
         while rig.driver.pop().unwrap().is_some() {
             assert_eq!(rig.byte(STATUS), Status::IoErr.code());
-            answered += 1;
+            completed += 1;
         }
         assert!(rig.queue.held() <= 1 << 15);
     }
@@ -360,9 +360,9 @@ fn a_ring_stops_whose_requests_wait_for_their_turn() {
     while !rig.queue.wind_down(&rig.bus).unwrap() {
         assert!(rig.queue.in_kernel() > 0 || rig.queue.is_spent(), "nothing would wake it");
     }
-    let mut answered = 0;
+    let mut completed = 0;
     while rig.driver.pop().unwrap().is_some() {
-        answered += 1;
+        completed += 1;
     }
-    assert_eq!(answered, rig.queue.stats().requests);
+    assert_eq!(completed, rig.queue.stats().requests);
 }

@@ -1,4 +1,4 @@
-//! Memory of the service's own, for data on its way to and from a disk that may not answer.
+//! Memory of the service's own, for data on its way to and from a disk that may hang.
 
 use std::{
     fmt, io,
@@ -13,13 +13,13 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DiskBuffers {
-    /// In memory of the service, and copied once more: requests that the disk does not answer hold
+    /// In memory of the service, and copied once more: requests that the disk does not complete hold
     /// no memory of the guest. An invalidation never waits for the disk.
     Own,
     /// Where the driver has it. An invalidation waits until the disk is done with the memory in
     /// question, however long that takes, and so does the sender of the invalidation.
     Guest,
-    /// [`Guest`](Self::Guest) for disks that always answer: memory, and local devices with a kernel
+    /// [`Guest`](Self::Guest) for disks that never hang: memory, and local devices with a kernel
     /// driver that ends each request after a time; [`Own`](Self::Own) for all others.
     #[default]
     Auto,

@@ -10,12 +10,12 @@ use super::{
     options::{ImageError, ImageOptions},
 };
 
-/// How often to check whether the caller has given up, or the disk has answered.
+/// How often to check whether the caller has given up, or the disk has completed its requests.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Whether the image is locked. What was written reaches the disk before the lock is released. A
 /// thread of its own makes these requests to the disk, while there is something to do: a disk that
-/// does not answer keeps the lock as it is, and holds up no other thread.
+/// hangs keeps the lock as it is, and holds up no other thread.
 pub(super) struct HandOver {
     /// The same open file description as the image's, to which the locks belong. Once
     /// [`set`](Self::set) has returned the outcome, the thread no longer holds it.
@@ -67,11 +67,11 @@ impl HandOver {
     }
 
     /// Locks the image or, once it is no longer `busy`, releases it: for one caller at a time.
-    /// Waits until that has succeeded or failed, or until `given_up`: then it is done once the disk
-    /// answers, unless the next call wants the opposite.
+    /// Waits until that has succeeded or failed, or until `given_up`: then it is done once the disk has
+    /// completed its requests, unless the next call wants the opposite.
     ///
     /// # Errors
-    /// [`ImageError::NoAnswer`] if it was given up. Why it failed: the lock is as it was.
+    /// [`ImageError::TimedOut`] if it was given up. Why it failed: the lock is as it was.
     pub(super) fn set(
         &self,
         busy: Option<Busy>,
@@ -108,7 +108,7 @@ impl HandOver {
             }
             if given_up() {
                 state.waits = false;
-                return Err(ImageError::NoAnswer);
+                return Err(ImageError::TimedOut);
             }
             self.shared.changed.wait_for(&mut state, LOOK);
         }
@@ -244,7 +244,7 @@ mod tests {
             move || busy.load(Ordering::Acquire)
         };
         one.take(|| false).unwrap();
-        assert!(matches!(one.release(is_busy(), || true), Err(ImageError::NoAnswer)));
+        assert!(matches!(one.release(is_busy(), || true), Err(ImageError::TimedOut)));
         assert!(matches!(other.take(|| false), Err(ImageError::Locked)));
         // It is in use again, and not released.
         one.take(|| false).unwrap();

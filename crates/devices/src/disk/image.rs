@@ -44,7 +44,7 @@ pub struct Image {
     holes: Holes,
     /// Of an image that is handed over.
     hand_over: Option<HandOver>,
-    /// Whether it may not answer: its data goes through [`Buffers`](super::Buffers) then, and its
+    /// Whether it may hang: its data goes through [`Buffers`](super::Buffers) then, and its
     /// requests through a thread that is started when it is first needed.
     own_buffers: bool,
     /// Whether a write can be durable by itself when it completes.
@@ -77,7 +77,7 @@ pub struct Holes {
 }
 
 impl Image {
-    /// `len` bytes of a file that is open for the requests to come, and always answers.
+    /// `len` bytes of a file that is open for the requests to come, and never hangs.
     pub fn new(file: OwnedFd, len: u64) -> Image {
         let (writes_through, holes) = (origin::writes_through(&file), Holes::default());
         let file = file.into();
@@ -98,7 +98,7 @@ impl Image {
         }
     }
 
-    /// The same, of a file that may not answer.
+    /// The same, of a file that may hang.
     pub fn with_own_buffers(self) -> Image {
         Image { own_buffers: true, ..self }
     }
@@ -139,7 +139,7 @@ impl Image {
         let own_buffers = match options.buffers {
             DiskBuffers::Own => true,
             DiskBuffers::Guest => false,
-            DiskBuffers::Auto => !origin::always_answers(&file),
+            DiskBuffers::Auto => !origin::never_hangs(&file),
         };
         // Elsewhere no read reaches a guest's memory that its process does not see the end of.
         let reader = options.reader.filter(|_| options.direct && !own_buffers);
@@ -170,18 +170,18 @@ impl Image {
     ///
     /// # Errors
     /// [`ImageError::Locked`] if the process that has it does not release it in time,
-    /// [`ImageError::NoAnswer`] if it was given up.
+    /// [`ImageError::TimedOut`] if it was given up.
     pub fn take(&self, given_up: impl FnMut() -> bool) -> Result<(), ImageError> {
         self.hand_over.as_ref().map_or(Ok(()), |hand_over| hand_over.set(None, given_up))
     }
 
     /// The driver has ended: another process may have the image, with all that was written, wherever it runs,
-    /// once none of its I/O is under way (`busy`). This waits until `given_up`: a disk that does
-    /// not answer keeps the lock until it does, or longer if the next driver has
+    /// once none of its I/O is under way (`busy`). This waits until `given_up`: a disk that
+    /// hangs keeps the lock until it has completed its requests, or longer if the next driver has
     /// [taken](Self::take) the image by then.
     ///
     /// # Errors
-    /// What was written is not on the disk, [`ImageError::NoAnswer`] if it may be later; the lock stays. Once the
+    /// What was written is not on the disk, [`ImageError::TimedOut`] if it may be later; the lock stays. Once the
     /// disk has refused, each later call fails ([`ImageError::Lost`]).
     pub fn release(
         &self,
@@ -192,12 +192,12 @@ impl Image {
         hand_over.set(Some(Box::new(busy)), given_up)
     }
 
-    /// Whether the disk must still answer before another process may have the image.
+    /// Whether the disk has requests to complete before another process may have the image.
     pub fn is_releasing(&self) -> bool {
         self.hand_over.as_ref().is_some_and(|hand_over| hand_over.is_ending())
     }
 
-    /// Whether it may not answer, so that data is in buffers of the service's own while it has them.
+    /// Whether it may hang, so that data is in buffers of the service's own while it has them.
     pub fn has_own_buffers(&self) -> bool {
         self.own_buffers
     }
@@ -208,7 +208,7 @@ impl Image {
         self.writes_through
     }
 
-    /// What hands its requests over, if it may not answer.
+    /// What hands its requests over, if it may hang.
     ///
     /// # Errors
     /// No thread is left.

@@ -35,7 +35,7 @@ pub use ram::Ram;
 pub enum Disk {
     /// Memory, as fast as it can be copied.
     Ram(Arc<Ram>),
-    /// Memory, answering at the pace of a real disk, which all queues share.
+    /// Memory, at the pace of a real disk, which all queues share.
     Paced(Arc<Ram>, Arc<Mutex<Pacer>>),
     /// A file or block device, through io_uring.
     File(Arc<Image>),

@@ -19,9 +19,9 @@ pub enum ImageError {
     /// Another process uses it: for writing, or for reading what we would write.
     #[error("another process uses it (it is locked)")]
     Locked,
-    /// The disk did not answer in time.
-    #[error("the disk does not answer")]
-    NoAnswer,
+    /// The disk has not completed its requests in time.
+    #[error("the disk hangs")]
+    TimedOut,
     /// Data that must be on the disk before another process has the image was refused by it.
     #[error("what was written has not reached the disk")]
     Lost,

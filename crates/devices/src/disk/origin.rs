@@ -1,4 +1,4 @@
-//! What is known of the storage of an image: whether it always answers, and whether it writes through.
+//! What is known of the storage of an image: whether it ever hangs, and whether it writes through.
 
 use std::{
     fs,
@@ -37,7 +37,7 @@ const SCSI_HOSTS: [&str; 12] = [
 
 /// Whether every request to `file`, a file or a block device, ends after a time, whatever happens
 /// to the storage behind it. False if unknown.
-pub(super) fn always_answers(file: impl AsFd) -> bool {
+pub(super) fn never_hangs(file: impl AsFd) -> bool {
     let Ok(about) = fstat(&file) else { return false };
     let device = match FileType::from_raw_mode(about.st_mode) {
         FileType::BlockDevice => about.st_rdev,
@@ -48,7 +48,7 @@ pub(super) fn always_answers(file: impl AsFd) -> bool {
         },
     };
     let place = format!("/sys/dev/block/{}:{}", major(device), minor(device));
-    fs::canonicalize(place).is_ok_and(|place| device_answers(&place, DEPTH))
+    fs::canonicalize(place).is_ok_and(|place| device_never_hangs(&place, DEPTH))
 }
 
 /// Whether a write to `file` with `RWF_DSYNC` is durable when it completes. False if unknown.
@@ -69,7 +69,7 @@ fn system_of(file: impl AsFd) -> Option<u64> {
 const DEPTH: u32 = 8;
 
 /// Whether a block device, at its place in `/sys`, ends each request.
-fn device_answers(place: &Path, depth: u32) -> bool {
+fn device_never_hangs(place: &Path, depth: u32) -> bool {
     if depth == 0 {
         return false;
     }
@@ -100,7 +100,7 @@ fn device_answers(place: &Path, depth: u32) -> bool {
             .unwrap_or_default();
         return !below.is_empty()
             && below.iter().all(|device| {
-                fs::canonicalize(device).is_ok_and(|place| device_answers(&place, depth - 1))
+                fs::canonicalize(device).is_ok_and(|place| device_never_hangs(&place, depth - 1))
             });
     }
     name.starts_with("sd") && host_of(&disk).is_some_and(|host| SCSI_HOSTS.contains(&&*host))
@@ -176,7 +176,7 @@ mod tests {
         lies_on("virtual/dm-2", "virtual/dm-1");
         lies_on("virtual/md127", "nvme0/nvme0n1");
         lies_on("virtual/md127", "fabric/nvme1n1");
-        let answers = |place| device_answers(&at(place), DEPTH);
+        let never_hangs = |place| device_never_hangs(&at(place), DEPTH);
         for place in [
             "nvme0/nvme0n1",
             "nvme0/nvme0n1/nvme0n1p1",
@@ -186,7 +186,7 @@ mod tests {
             "virtual/zram0",
             "virtual/dm-0",
         ] {
-            assert!(answers(place), "{place}");
+            assert!(never_hangs(place), "{place}");
         }
         for place in [
             "fabric/nvme1n1",
@@ -199,15 +199,15 @@ mod tests {
             "virtual/md127",
             "nothing",
         ] {
-            assert!(!answers(place), "{place}");
+            assert!(!never_hangs(place), "{place}");
         }
     }
 
     #[test]
-    fn memory_always_answers_and_what_is_unknown_does_not() {
+    fn memory_never_hangs_and_what_is_unknown_may() {
         let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-        assert!(always_answers(memory));
-        assert!(!always_answers(fs::File::open("/proc/self/maps").unwrap()));
+        assert!(never_hangs(memory));
+        assert!(!never_hangs(fs::File::open("/proc/self/maps").unwrap()));
     }
 
     #[test]

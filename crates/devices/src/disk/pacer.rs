@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_disk_answers_after_its_latency_and_saves_nothing_up() {
+    fn an_idle_disk_completes_after_its_latency_and_saves_nothing_up() {
         let mut pacer = Pacer::new(Pace::default());
         let first = pacer.schedule(1_000_000, 4096);
         let much_later = pacer.schedule(10_000_000_000, 4096);

@@ -63,7 +63,7 @@ impl Rings {
                 make(depth)
             }
             made => Err(io::Error::other(format!(
-                "all {made} io_urings of the image are in use, by rings whose requests the disk has not answered"
+                "all {made} io_urings of the image are in use, by rings whose requests the disk has not completed"
             ))),
         }
     }

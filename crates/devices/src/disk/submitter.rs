@@ -1,4 +1,4 @@
-//! A thread that hands requests to the kernel, for an image that may not answer.
+//! A thread that hands requests to the kernel, for an image that may hang.
 //!
 //! `io_uring_enter` may block if a file system ignores the request not to, and what it does not
 //! finish at once is done by a limited number of kernel threads that belong to the calling thread.

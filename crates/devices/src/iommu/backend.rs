@@ -6,7 +6,7 @@ use ringfence_mem::Memory;
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::{ConfigWrite, Handler, HandlerError, RingSetup, msg::code};
 use ringfence_vhost_user_backend::{Events, FrontEnd, RingStart, of_ring};
-use ringfence_virtio_iommu::device::Answers;
+use ringfence_virtio_iommu::device::Completions;
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 
 use super::{
@@ -94,13 +94,13 @@ impl Handler for IommuBackend {
     fn start_ring(&mut self, ring: u16, setup: RingSetup) -> Result<(), HandlerError> {
         let RingStart { config, events: Events { kick, .. }, enabled, at_used, .. } =
             self.front.start(ring, setup);
-        let answered = match ring {
+        let completed = match ring {
             REQUESTS => self.iommu().requests_start(config.base, at_used, self.front.features())?,
-            _ => Answers::default(),
+            _ => Completions::default(),
         };
         let started = self
             .iommu()
-            .on_unit(move |unit| unit.start(ring, config, at_used, answered, kick, enabled))?;
+            .on_unit(move |unit| unit.start(ring, config, at_used, completed, kick, enabled))?;
         Ok(started.ok_or_else(|| HandlerError::new("there is no memory yet"))??)
     }
 

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use ringfence_mem::Memory;
 use ringfence_run::worker::Worker;
 use ringfence_vhost_user::HandlerError;
-use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig};
+use ringfence_virtio_iommu::device::{Completions, Counters, Device, DeviceConfig};
 use ringfence_virtq::F_ACCESS_PLATFORM;
 
 use super::{
@@ -43,8 +43,8 @@ pub(super) type FrontUnit = IommuUnit<Arc<Endpoints>, Shared>;
 pub(super) struct State {
     /// What has become of the request queue.
     pub(super) requests: Requests,
-    /// Answers of an earlier process, until the request queue goes on.
-    pub(super) answered: Answers,
+    /// Completions of an earlier process, until the request queue goes on.
+    pub(super) completed: Completions,
     /// Whether a later process takes over the state.
     pub(super) handed_over: bool,
     /// The memory that each connection brought, by its seat.
@@ -134,7 +134,7 @@ impl Iommu {
     }
 
     /// The request queue is about to start, at this place of its ring, or `at_used`, where an
-    /// earlier process has left it; returns that process's answers. Unless it goes on where it was
+    /// earlier process has left it; returns that process's completions. Unless it goes on where it was
     /// stopped or left, the driver is a new one, for which no endpoint is attached (rule V4): front
     /// ends that reset a device only stop its rings.
     ///
@@ -145,9 +145,9 @@ impl Iommu {
         base: u32,
         at_used: bool,
         features: u64,
-    ) -> Result<Answers, HandlerError> {
+    ) -> Result<Completions, HandlerError> {
         let mut state = self.state.lock();
-        let answered = std::mem::take(&mut state.answered);
+        let completed = std::mem::take(&mut state.completed);
         let goes_on = match state.requests {
             Requests::Stopped(at) => at_used || base != 0 && base == at,
             // Its connection goes on, wherever the ring stood: also at 0, after 2^16 requests.
@@ -159,7 +159,7 @@ impl Iommu {
             self.device.set_features(features);
         }
         self.note(&mut state, Requests::Running);
-        Ok(if goes_on { answered } else { Answers::default() })
+        Ok(if goes_on { completed } else { Completions::default() })
     }
 
     /// The request queue was stopped.

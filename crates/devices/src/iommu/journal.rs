@@ -67,7 +67,7 @@ impl Iommu {
         // The recovered state holds even if the next process cannot get it.
         self.device.set_journal(journal, lost).unwrap_or_else(|error| lost(&error));
         state.requests = left_by(note);
-        state.answered = recovered.into_answers();
+        state.completed = recovered.into_completions();
         let domains = self.device.domains();
         let mappings = self.device.backing().mappings();
         tracing::info!(
@@ -204,7 +204,7 @@ mod tests {
                 if self.driver.pop().unwrap().is_some() {
                     break;
                 }
-                assert!(tried < 20_000, "no answer");
+                assert!(tried < 20_000, "no completion");
                 thread::sleep(Duration::from_millis(1));
             }
             let mut tail = [0xee; 4];

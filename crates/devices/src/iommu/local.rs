@@ -4,7 +4,7 @@ use std::{io, marker::PhantomData, os::fd::OwnedFd, sync::Arc};
 
 use parking_lot::Mutex;
 use ringfence_run::worker::{Notify, Worker};
-use ringfence_virtio_iommu::device::{Answers, Counters, Device, DeviceConfig};
+use ringfence_virtio_iommu::device::{Completions, Counters, Device, DeviceConfig};
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1, RingError, device};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
@@ -162,7 +162,7 @@ impl<R: Reach> LocalIommu<R> {
             fcntl_getfl(&kick)
                 .and_then(|flags| fcntl_setfl(&kick, flags | OFlags::NONBLOCK))
                 .map_err(|error| LocalIommuError::Event(error.into()))?;
-            unit.start(ring, config, false, Answers::default(), Some(kick.into()), true)
+            unit.start(ring, config, false, Completions::default(), Some(kick.into()), true)
                 .map_err(|error| LocalIommuError::Ring { index, error })?;
             started.push(ring);
         }
@@ -173,7 +173,7 @@ impl<R: Reach> LocalIommu<R> {
         Ok(())
     }
 
-    /// Stops serving the rings, once requests that were carried out are answered, and returns their
+    /// Stops serving the rings, once requests that were carried out are completed, and returns their
     /// indices and the next descriptor of each, which is the same in both its areas: for a pause,
     /// or to migrate the guest. The device keeps its state. Without rings it was not active.
     ///

@@ -9,14 +9,14 @@ use std::{
 use ringfence_mem::Translate;
 use ringfence_run::worker::{Kick, Unit, Worker};
 use ringfence_virtio_iommu::device::{
-    Answers, Backing, Counters, Device, EventQueue, Progress, RequestQueue,
+    Backing, Completions, Counters, Device, EventQueue, Progress, RequestQueue,
 };
 use ringfence_virtq::{RingError, device};
 
 use super::{faults::Reported, reach::Reach};
 
 /// How long invalidations may hold up the end of a ring, or a reset. They wait for I/O under way,
-/// and some disks never answer.
+/// and some disks never complete a request.
 pub(super) const INVALIDATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Interrupts the driver.
@@ -137,7 +137,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
     }
 
     /// Starts ring 0 (requests) or 1 (events); `at_used`: at its used index. Requests in the ring
-    /// that another process has carried out get the answers in `answered`.
+    /// that another process has carried out get the completions in `completed`.
     ///
     /// # Errors
     /// The ring cannot be reached or makes no sense.
@@ -146,7 +146,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         ring: u16,
         config: device::RingConfig,
         at_used: bool,
-        answered: Answers,
+        completed: Completions,
         kick: Option<Kick>,
         enabled: bool,
     ) -> Result<(), RingError> {
@@ -159,7 +159,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         let queue = match ring {
             REQUESTS => {
                 self.pending = false;
-                Queue::Requests(RequestQueue::resume(Arc::clone(&self.device), queue, answered))
+                Queue::Requests(RequestQueue::resume(Arc::clone(&self.device), queue, completed))
             }
             _ => Queue::Events(EventQueue::new(Arc::clone(&self.reported.faults), queue)),
         };
@@ -253,7 +253,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         self.rings.iter().flatten().fold(self.past, |past, ring| sum(past, ring.counters()))
     }
 
-    /// Whether a ring is served: requests that were carried out are answered, enabled or not, and an
+    /// Whether a ring is served: requests that were carried out are completed, enabled or not, and an
     /// event queue has work while faults wait.
     fn has_work(&self, ring: u16) -> bool {
         self.rings[usize::from(ring)].as_ref().is_some_and(|found| match ring {

@@ -1,4 +1,4 @@
-//! The first answer of a comparison: eight columns a job that need no legend, and which policy
+//! The first table of a comparison: eight columns a job that need no legend, and which policy
 //! serves best here.
 
 use super::{

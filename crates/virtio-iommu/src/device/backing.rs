@@ -59,7 +59,7 @@ pub trait Backing: Send + Sync {
     /// A new, empty domain.
     ///
     /// # Errors
-    /// There is no room: the request that needed it is answered with NOMEM.
+    /// There is no room: the request that needed it is completed with NOMEM.
     fn create_domain(&self) -> Result<Arc<Self::Domain>>;
 
     /// Puts an endpoint somewhere else. When it returns, lookups that begin use the new binding;
@@ -67,7 +67,7 @@ pub trait Backing: Send + Sync {
     /// [`sync_binding_begin`](Self::sync_binding_begin). The backing ignores an unknown endpoint.
     ///
     /// # Errors
-    /// It cannot go there, and is where it was. The request is answered with NOMEM for
+    /// It cannot go there, and is where it was. The request is completed with NOMEM for
     /// [`NoMemory`](ringfence_iommu::Error::NoMemory) and [`Full`](ringfence_iommu::Error::Full),
     /// with DEVERR for [`Gone`](ringfence_iommu::Error::Gone), and otherwise with UNSUPP (rules
     /// V11, V12).

@@ -3,7 +3,7 @@
 //! ```text
 //! header   what it is, its version, its length, which half holds, a note of the process that keeps the device
 //! half     the length of a snapshot, the length of a log, the snapshot, the log   (two of them)
-//! record   where a request lies in its ring and how it is answered; its bytes, if it changed something
+//! record   where a request lies in its ring and how it is completed; its bytes, if it changed something
 //! ```
 //!
 //! A snapshot is what [`Device::save`](super::Device::save) returns. Requests that are carried out
@@ -30,7 +30,7 @@ use ringfence_iommu::Error;
 use ringfence_mem::SharedFile;
 
 use self::record::{AMENDED, FIRST, head, read_log};
-pub(super) use self::record::{Answer, changes};
+pub(super) use self::record::{Completion, changes};
 use crate::wire::{Request, Status};
 
 /// Why a state was not taken over. Nothing is attached, then.
@@ -49,20 +49,20 @@ pub enum RestoreError {
     /// The device offers something else than the saved one.
     #[error("the device differs from the one that was saved: {0}")]
     Differs(&'static str),
-    /// Restoring the state failed; this is the answer of the request for it.
+    /// Restoring the state failed; this is the status of the request for it.
     #[error("the state cannot be restored: domain {domain}, {status}")]
     Refused {
         /// The domain.
         domain: u32,
-        /// The answer.
+        /// The status.
         status: Status,
     },
-    /// A request that was answered with OK is answered with something else.
+    /// A request that was completed with OK has another status here.
     #[error("request {at} after the state cannot be carried out here: {status}")]
     Request {
         /// Which of them.
         at: usize,
-        /// The answer.
+        /// The status.
         status: Status,
     },
     /// An invalidation failed.
@@ -148,23 +148,23 @@ pub enum JournalError {
 
 /// Replies that the driver may not have seen, by their places in the ring.
 #[derive(Clone, Debug, Default)]
-pub struct Answers {
-    pub(super) open: VecDeque<(u16, Answer)>,
+pub struct Completions {
+    pub(super) open: VecDeque<(u16, Completion)>,
 }
 
-impl Answers {
-    /// The answers for the places of a ring of `size` that goes on at `next`.
-    pub(super) fn at(mut self, next: u16, size: u16) -> Answers {
+impl Completions {
+    /// The completions for the places of a ring of `size` that goes on at `next`.
+    pub(super) fn at(mut self, next: u16, size: u16) -> Completions {
         self.open.retain(|&(position, _)| position.wrapping_sub(next) < size);
         self
     }
 
-    /// Takes the answer to the request at `position`, if it is the next.
-    pub(super) fn take(&mut self, position: u16) -> Option<Answer> {
+    /// Takes the completion of the request at `position`, if it is the next.
+    pub(super) fn take(&mut self, position: u16) -> Option<Completion> {
         match self.open.front() {
-            Some(&(at, answer)) if at == position => {
+            Some(&(at, completion)) if at == position => {
                 self.open.pop_front();
-                Some(answer)
+                Some(completion)
             }
             _ => None,
         }
@@ -177,7 +177,7 @@ pub struct Recovered {
     pub(super) snapshot: Vec<u8>,
     /// Requests that were carried out since, and changed something.
     pub(super) requests: Vec<Request>,
-    answers: Answers,
+    completions: Completions,
     note: u64,
 }
 
@@ -193,8 +193,8 @@ impl Recovered {
     }
 
     /// What the request queue [goes on](super::RequestQueue::resume) with.
-    pub fn into_answers(self) -> Answers {
-        self.answers
+    pub fn into_completions(self) -> Completions {
+        self.completions
     }
 }
 
@@ -207,8 +207,8 @@ pub struct Journal {
     log: usize,
     len: usize,
     room: usize,
-    /// Answers that the driver may not have seen.
-    open: Vec<(u16, Answer)>,
+    /// Completions that the driver may not have seen.
+    open: Vec<(u16, Completion)>,
     /// Whether it has seen all of them.
     settled: bool,
     /// Whether nothing is written any more.
@@ -315,31 +315,31 @@ impl Journal {
         (from..log).step_by(8).for_each(|at| bytes.extend(word(at).to_ne_bytes()));
         bytes.truncate(snapshot);
         let words = (log..log + len).step_by(8).map(word);
-        let (requests, answers) = read_log(words, len)?;
+        let (requests, completions) = read_log(words, len)?;
         let note = word(NOTE_AT);
         if file.is_lost() {
             return Err(JournalError::Lost);
         }
-        let open = answers.open.iter().copied().collect();
-        let recovered = Recovered { snapshot: bytes, requests, answers, note };
+        let open = completions.open.iter().copied().collect();
+        let recovered = Recovered { snapshot: bytes, requests, completions, note };
         let (settled, over) = (false, false);
         Ok((Journal { file, half, log, len, room: len, open, settled, over }, recovered))
     }
 
-    /// All requests that were carried out are answered: the next one begins a new group.
+    /// All requests that were carried out are completed: the next one begins a new group.
     pub(super) fn settle(&mut self) {
         self.settled = true;
     }
 
-    /// The ring is gone, and its answers are not needed any more.
+    /// The ring is gone, and its completions are not needed any more.
     pub(super) fn forget_answers(&mut self) {
         self.open.clear();
     }
 
-    /// Writes how the request at `position` is answered, and its bytes if it `changed` something.
+    /// Writes how the request at `position` is completed, and its bytes if it `changed` something.
     /// False if there is no room: a new snapshot is needed.
     #[must_use]
-    pub(super) fn record(&mut self, position: u16, answer: Answer, changed: &[u8]) -> bool {
+    pub(super) fn record(&mut self, position: u16, completion: Completion, changed: &[u8]) -> bool {
         let flags = match std::mem::take(&mut self.settled) {
             true => {
                 self.open.clear();
@@ -347,22 +347,22 @@ impl Journal {
             }
             false => 0,
         };
-        self.open.push((position, answer));
-        self.append(position, answer, flags, changed)
+        self.open.push((position, completion));
+        self.append(position, completion, flags, changed)
     }
 
-    /// Replaces the answer of the request at `position`. False as for [`record`](Self::record).
+    /// Replaces the completion of the request at `position`. False as for [`record`](Self::record).
     #[must_use]
-    pub(super) fn amend(&mut self, position: u16, answer: Answer) -> bool {
+    pub(super) fn amend(&mut self, position: u16, completion: Completion) -> bool {
         let open = self.open.iter_mut().rev();
         match open.into_iter().find(|(at, _)| *at == position) {
-            Some((_, held)) => *held = answer,
+            Some((_, held)) => *held = completion,
             None => return true,
         }
-        self.append(position, answer, AMENDED, &[])
+        self.append(position, completion, AMENDED, &[])
     }
 
-    fn append(&mut self, position: u16, answer: Answer, flags: u64, bytes: &[u8]) -> bool {
+    fn append(&mut self, position: u16, completion: Completion, flags: u64, bytes: &[u8]) -> bool {
         if self.over {
             return true;
         }
@@ -371,7 +371,7 @@ impl Journal {
             return false;
         }
         let at = self.log + self.len;
-        self.put(at, head(position, answer, flags, bytes.len()));
+        self.put(at, head(position, completion, flags, bytes.len()));
         self.put_bytes(at + 8, bytes);
         self.len += size;
         self.put_last(self.base() + 8, self.len as u64);
@@ -395,8 +395,8 @@ impl Journal {
         let log = base + HALF_HEAD + padded;
         self.put(base, snapshot.len() as u64);
         self.put_bytes(base + HALF_HEAD, snapshot);
-        for (n, &(position, answer)) in self.open.iter().enumerate() {
-            self.put(log + n * 8, head(position, answer, 0, 0));
+        for (n, &(position, completion)) in self.open.iter().enumerate() {
+            self.put(log + n * 8, head(position, completion, 0, 0));
         }
         (self.log, self.len) = (log, self.open.len() * 8);
         self.room = (room - padded).min(self.len + LOG.max(padded));

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::{
     Backing, Device, Journal, JournalError, Recovered, RestoreError, Session,
-    journal::{Answer, Kept},
+    journal::{Completion, Kept},
     requests::Reply,
 };
 use crate::wire::{Request, Status, TAIL_LEN};
@@ -22,29 +22,29 @@ const BURST: usize = 64;
 const INVALIDATION_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Kept {
-    /// All requests that were carried out are answered.
+    /// All requests that were carried out are completed.
     pub(super) fn settle(&mut self) {
         self.journal.settle();
     }
 
-    /// Records the answer to the request at `position`, and its bytes if it `changed` something.
+    /// Records the completion of the request at `position`, and its bytes if it `changed` something.
     pub(super) fn record<B: Backing>(
         &mut self,
         device: &Device<B>,
         position: u16,
-        answer: Answer,
+        completion: Completion,
         changed: &[u8],
     ) {
-        let recorded = self.journal.record(position, answer, changed);
+        let recorded = self.journal.record(position, completion, changed);
         // What a failed request changed is unknown.
-        if !recorded || answer == Answer::Status(Status::DevErr) {
+        if !recorded || completion == Completion::Status(Status::DevErr) {
             self.renew(device);
         }
     }
 
-    /// Replaces the recorded answer of the request at `position`.
+    /// Replaces the recorded completion of the request at `position`.
     pub(super) fn amend<B: Backing>(&mut self, device: &Device<B>, position: u16, status: Status) {
-        if !self.journal.amend(position, Answer::Status(status)) {
+        if !self.journal.amend(position, Completion::Status(status)) {
             self.renew(device);
         }
     }
@@ -124,7 +124,7 @@ impl<B: Backing> Device<B> {
 
     /// Takes over what was read from a journal, before endpoints or request queues work: its
     /// snapshot, as [`restore`](Self::restore) does, and then the requests after it, all of which
-    /// must be answered with OK again. All or nothing.
+    /// must be completed with OK again. All or nothing.
     ///
     /// # Errors
     /// See [`RestoreError`]. The device is as after a [reset](Self::reset).

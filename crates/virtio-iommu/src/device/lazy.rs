@@ -1,4 +1,4 @@
-//! Lazy domains (proposal oasis-tcs/virtio-spec#204): an UNMAP is answered at once, and an
+//! Lazy domains (proposal oasis-tcs/virtio-spec#204): an UNMAP is completed at once, and an
 //! IOTLB_FLUSH invalidates what may still be cached of it.
 
 use std::sync::Arc;

@@ -26,7 +26,7 @@ pub use self::core::{Device, DeviceConfig};
 pub use backing::{Backing, Binding, EndpointInfo};
 pub use events::{EventQueue, FaultQueue};
 pub use joint::{Joint, Outside};
-pub use journal::{Answers, Journal, JournalError, Recovered, RestoreError};
+pub use journal::{Completions, Journal, JournalError, Recovered, RestoreError};
 pub use mirror::{HostRegion, Mirror};
 pub use queue::{Counters, Progress, RequestQueue};
 pub use session::Session;

@@ -6,8 +6,8 @@ use ringfence_mem::{AccessError, Translate};
 use ringfence_virtq::{Chain, Desc, RingError, cut, device::Queue};
 
 use super::{
-    Answers, Backing, Device, Session,
-    journal::{Answer, changes},
+    Backing, Completions, Device, Session,
+    journal::{Completion, changes},
     requests::Reply,
 };
 use crate::wire::{Kind, MAX_REQUEST_LEN, Status, TAIL_LEN, emit_tail};
@@ -54,7 +54,7 @@ pub struct Counters {
     pub unmaps: u64,
     /// Other requests, unknown ones among them.
     pub others: u64,
-    /// Requests that were not answered with OK.
+    /// Requests that were not completed with OK.
     pub refused: u64,
     /// Invalidations waited for, one per domain and batch.
     pub syncs: u64,
@@ -121,11 +121,11 @@ fn write_pieces(mem: &impl Translate, pieces: &[Desc], bytes: &[u8]) -> Result<(
 
 /// Serves one request virtqueue. Belongs to one thread at a time.
 ///
-/// Requests are carried out in the order of the ring and answered in it. Those found together make
+/// Requests are carried out in the order of the ring and completed in it. Those found together make
 /// a batch: when none of them needs an invalidation their replies are published at once, else
 /// together once all invalidations of the batch are over, one per domain. So after the reply to an
 /// UNMAP no access succeeds, whatever the device's threads had cached; and a MAP that follows it in
-/// the ring is not answered before it.
+/// the ring is not completed before it.
 pub struct RequestQueue<B: Backing> {
     device: Arc<Device<B>>,
     queue: Queue,
@@ -137,8 +137,8 @@ pub struct RequestQueue<B: Backing> {
     /// Whether `pending` waits for an invalidation.
     waiting: bool,
     properties: Vec<u8>,
-    /// Answers of an earlier process, which the driver may not have seen.
-    answers: Answers,
+    /// Completions of an earlier process, which the driver may not have seen.
+    completions: Completions,
 }
 
 impl<B: Backing> fmt::Debug for RequestQueue<B> {
@@ -165,17 +165,21 @@ impl<B: Backing> RequestQueue<B> {
                 .collect(),
             waiting: false,
             properties: Vec::new(),
-            answers: Answers::default(),
+            completions: Completions::default(),
         }
     }
 
     /// Goes on with `queue`, whose areas were found, for a device that was
     /// [recovered](Device::recover): requests that are still in the ring and were carried out get
-    /// the same answers again.
-    pub fn resume(device: Arc<Device<B>>, queue: Queue, answers: Answers) -> RequestQueue<B> {
+    /// the same completions again.
+    pub fn resume(
+        device: Arc<Device<B>>,
+        queue: Queue,
+        completions: Completions,
+    ) -> RequestQueue<B> {
         let mut requests = RequestQueue::new(device, queue);
         let (next, size) = (requests.position(), requests.queue.config().size);
-        requests.answers = answers.at(next, size);
+        requests.completions = completions.at(next, size);
         requests
     }
 
@@ -215,7 +219,7 @@ impl<B: Backing> RequestQueue<B> {
         if !self.waiting {
             let mut taken = core::mem::take(&mut self.taken);
             let mut result = Ok(AHEAD);
-            if self.device.kept.get().is_some() || !self.answers.open.is_empty() {
+            if self.device.kept.get().is_some() || !self.completions.open.is_empty() {
                 (progress.handled, result) = self.carry_out_recorded(mem, &mut taken, most);
             } else {
                 while result == Ok(AHEAD) {
@@ -355,7 +359,7 @@ impl<B: Backing> RequestQueue<B> {
         self.pending.push(Pending { head, used, status: Status::Unsupp, waits: false, tail });
     }
 
-    /// A request is answered with a tail at `tail_at`, for which there is room.
+    /// A request is completed with a tail at `tail_at`, for which there is room.
     fn reply(&mut self, chain: &Chain, tail_at: u64, status: Status, waits: bool) {
         if status != Status::Ok {
             self.counters.refused += 1;
@@ -368,7 +372,7 @@ impl<B: Backing> RequestQueue<B> {
         self.pending.push(Pending { head: chain.head(), used, status, waits, tail });
     }
 
-    /// Carries out all requests in the ring, as [`poll`](Self::poll) does, and records each; or answers it as it is
+    /// Carries out all requests in the ring, as [`poll`](Self::poll) does, and records each; or completes it as it is
     /// on record. Returns how many there were.
     #[inline(never)]
     fn carry_out_recorded(
@@ -387,19 +391,19 @@ impl<B: Backing> RequestQueue<B> {
                 kept = device.kept.get().map(|kept| kept.lock());
                 if let Some(kept) = &mut kept
                     && self.pending.is_empty()
-                    && self.answers.open.is_empty()
+                    && self.completions.open.is_empty()
                 {
                     kept.settle();
                 }
             }
             for taken in &mut taken[..count] {
-                match self.answers.take(position) {
-                    Some(answer) => self.answer(mem, taken, answer),
+                match self.completions.take(position) {
+                    Some(completion) => self.complete_as(mem, taken, completion),
                     None => {
                         self.carry_out(mem, taken);
                         if let Some(kept) = &mut kept {
-                            let (answer, changed) = self.record_of(taken);
-                            kept.record(&device, position, answer, changed);
+                            let (completion, changed) = self.record_of(taken);
+                            kept.record(&device, position, completion, changed);
                         }
                     }
                 }
@@ -412,34 +416,34 @@ impl<B: Backing> RequestQueue<B> {
         }
     }
 
-    /// The answer of the request that was carried out last, and its bytes if it changed something.
-    fn record_of<'t>(&self, taken: &'t Taken) -> (Answer, &'t [u8]) {
+    /// The completion of the request that was carried out last, and its bytes if it changed something.
+    fn record_of<'t>(&self, taken: &'t Taken) -> (Completion, &'t [u8]) {
         let request = taken.len.map_or(&[][..], |len| &taken.bytes[..len]);
         let kind = request.first().copied().and_then(Kind::from_u8);
         match (self.pending.last(), kind) {
-            (None | Some(Pending { tail: Tail::None, .. }), _) => (Answer::Unwritten, &[]),
-            (_, Some(Kind::Probe)) => (Answer::Again, &[]),
+            (None | Some(Pending { tail: Tail::None, .. }), _) => (Completion::Unwritten, &[]),
+            (_, Some(Kind::Probe)) => (Completion::Again, &[]),
             (Some(&Pending { status: Status::Ok, .. }), Some(kind)) if changes(kind) => {
                 let len = kind.request_len().min(request.len());
-                (Answer::Status(Status::Ok), &request[..len])
+                (Completion::Status(Status::Ok), &request[..len])
             }
-            (Some(&Pending { status, .. }), _) => (Answer::Status(status), &[]),
+            (Some(&Pending { status, .. }), _) => (Completion::Status(status), &[]),
         }
     }
 
-    /// Answers a request as another process did, without carrying it out.
+    /// Completes a request as another process did, without carrying it out.
     #[cold]
-    fn answer(&mut self, mem: &impl Translate, taken: &mut Taken, answer: Answer) {
+    fn complete_as(&mut self, mem: &impl Translate, taken: &mut Taken, completion: Completion) {
         let has_room = taken.chain.writable_len() >= TAIL_LEN as u64;
         let is_probe = taken.len.is_ok() && taken.bytes[0] == Kind::Probe as u8;
-        match answer {
-            Answer::Again if is_probe => self.carry_out_any(mem, taken),
-            Answer::Status(status) if has_room => {
+        match completion {
+            Completion::Again if is_probe => self.carry_out_any(mem, taken),
+            Completion::Status(status) if has_room => {
                 self.counters.others += 1;
                 self.reply(&taken.chain, 0, status, false);
             }
             // Or the driver has changed the request.
-            Answer::Status(_) | Answer::Unwritten | Answer::Again => {
+            Completion::Status(_) | Completion::Unwritten | Completion::Again => {
                 self.counters.others += 1;
                 self.leave_unwritten(&taken.chain);
             }

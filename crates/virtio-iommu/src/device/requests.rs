@@ -46,7 +46,7 @@ impl<B: Backing> Device<B> {
         }
     }
 
-    /// Writes the properties of an endpoint; the status to answer with.
+    /// Writes the properties of an endpoint; the status of the request.
     pub(super) fn emit_properties(&self, info: &EndpointInfo, out: &mut [u8]) -> Status {
         match info.is_consistent() && write_properties(&info.reserved, out) {
             true => Status::Ok,
@@ -145,7 +145,7 @@ impl<B: Backing> Device<B> {
         &self,
         session: &'s mut Session<B>,
         id: u32,
-    ) -> Answer<&'s View<B::Domain>> {
+    ) -> Outcome<&'s View<B::Domain>> {
         // Ordering: a driver that relies on an earlier request has seen its reply, so that rings order the
         // two; of others either may come first.
         let generation = self.generation.load(Ordering::Acquire);
@@ -159,7 +159,7 @@ impl<B: Backing> Device<B> {
     }
 
     #[cold]
-    fn look_up(&self, session: &mut Session<B>, id: u32, generation: u64) -> Answer<()> {
+    fn look_up(&self, session: &mut Session<B>, id: u32, generation: u64) -> Outcome<()> {
         // A domain that has gone is not held any longer.
         session.last = None;
         // The generation was taken before: if an ATTACH comes between, the next look-up is repeated.
@@ -174,7 +174,7 @@ impl<B: Backing> Device<B> {
     }
 
     /// Carries out an IOTLB_FLUSH, whose reply waits for the session's sync.
-    fn iotlb_flush(&self, session: &mut Session<B>, id: u32) -> Answer<()> {
+    fn iotlb_flush(&self, session: &mut Session<B>, id: u32) -> Outcome<()> {
         let View { domain, lazy, .. } = self.find(session, id)?.clone();
         let (Some(domain), Some(lazy)) = (domain, lazy) else { return Err(Status::Inval) };
         let Session { touched, used, flights, .. } = session;
@@ -190,7 +190,7 @@ impl<B: Backing> Device<B> {
         range: Range,
         phys: u64,
         flags: MapFlags,
-    ) -> Answer<()> {
+    ) -> Outcome<()> {
         if !self.has(Features::MAP_UNMAP) {
             return Err(Status::Unsupp);
         }
@@ -226,7 +226,7 @@ impl<B: Backing> Device<B> {
 
     /// Whether the reply waits for the session's sync: not in a lazy domain.
     #[inline]
-    fn unmap(&self, session: &mut Session<B>, id: u32, range: Range) -> Answer<bool> {
+    fn unmap(&self, session: &mut Session<B>, id: u32, range: Range) -> Outcome<bool> {
         if !self.has(Features::MAP_UNMAP) {
             return Err(Status::Unsupp);
         }
@@ -259,7 +259,7 @@ impl<B: Backing> Device<B> {
         id: u32,
         endpoint: u32,
         flags: AttachFlags,
-    ) -> Answer<()> {
+    ) -> Outcome<()> {
         let bypass = flags.contains(AttachFlags::BYPASS);
         let lazy = flags.contains(AttachFlags::LAZY);
         if bypass && !self.has(Features::BYPASS_CONFIG) || lazy && (bypass || !self.flushes()) {
@@ -332,7 +332,7 @@ impl<B: Backing> Device<B> {
         Ok(())
     }
 
-    fn detach(&self, session: &mut Session<B>, id: u32, endpoint: u32) -> Answer<()> {
+    fn detach(&self, session: &mut Session<B>, id: u32, endpoint: u32) -> Outcome<()> {
         let mut state = self.state.write();
         self.backing.endpoint(endpoint).ok_or(Status::NoEnt)?;
         if state.attached.get(&endpoint) != Some(&id) {
@@ -372,8 +372,8 @@ impl<D> State<D> {
     }
 }
 
-/// The answer to a request.
-pub(super) type Answer<T> = std::result::Result<T, Status>;
+/// What a request returns, or the status that it fails with.
+pub(super) type Outcome<T> = std::result::Result<T, Status>;
 
 /// What is to be written for a request, and when.
 #[derive(Debug)]
@@ -397,7 +397,7 @@ impl Reply {
         Reply::Status { status, waits: false }
     }
 
-    fn to(done: Answer<bool>) -> Reply {
+    fn to(done: Outcome<bool>) -> Reply {
         let (status, waits) = outcome_of(done);
         Reply::Status { status, waits }
     }
@@ -405,7 +405,7 @@ impl Reply {
 
 /// The status for what was carried out, or refused, and whether it waits for the session's sync.
 #[inline]
-fn outcome_of(done: Answer<bool>) -> (Status, bool) {
+fn outcome_of(done: Outcome<bool>) -> (Status, bool) {
     done.map_or_else(|status| (status, false), |waits| (Status::Ok, waits))
 }
 
@@ -431,7 +431,7 @@ fn inward<D: Domain>(
     granule: u64,
     input: Range,
     range: Range,
-) -> Answer<Option<Range>> {
+) -> Outcome<Option<Range>> {
     let Some(range) = range.intersection(input) else { return Ok(None) };
     let mask = granule - 1;
     let (mut first, mut last) = (range.first().0, range.last().0);

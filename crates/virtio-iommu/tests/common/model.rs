@@ -69,9 +69,9 @@ pub(crate) enum Space {
     Mappings(BTreeMap<u64, Mapping>),
 }
 
-/// What may be answered.
+/// How a request may be completed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub(crate) enum Completion {
     /// Nothing is written; used length 0.
     Unwritten,
     /// A tail at `at` with one of these statuses, where the used length ends; nothing before it.
@@ -178,8 +178,8 @@ impl Model {
     }
 
     /// The allowed replies to a request with `room` bytes for the reply, and what OK does.
-    pub(crate) fn judge(&self, bytes: &[u8], room: usize) -> (Answer, Effect) {
-        let unwritten = (Answer::Unwritten, Effect::Nothing);
+    pub(crate) fn judge(&self, bytes: &[u8], room: usize) -> (Completion, Effect) {
+        let unwritten = (Completion::Unwritten, Effect::Nothing);
         // Rule V8.
         if room < TAIL || bytes.len() < 4 {
             return unwritten;
@@ -195,7 +195,7 @@ impl Model {
         let mut wrong = BTreeSet::new();
         if bytes.len() < len {
             wrong.insert(INVAL);
-            return (Answer::Tail { at, any_of: wrong }, Effect::Nothing);
+            return (Completion::Tail { at, any_of: wrong }, Effect::Nothing);
         }
         let effect = match bytes[0] {
             1 => self.attach(bytes, &mut wrong),
@@ -203,7 +203,7 @@ impl Model {
             3 => self.map(bytes, &mut wrong),
             4 => self.unmap(bytes, &mut wrong),
             _ => match self.probe(bytes, room, &mut wrong) {
-                Some(properties) => return (Answer::Properties(properties), Effect::Nothing),
+                Some(properties) => return (Completion::Properties(properties), Effect::Nothing),
                 None => Effect::Nothing,
             },
         };
@@ -213,10 +213,10 @@ impl Model {
                 wrong.insert(NOMEM);
             }
         }
-        (Answer::Tail { at, any_of: wrong }, effect)
+        (Completion::Tail { at, any_of: wrong }, effect)
     }
 
-    /// Applies a request that was answered with OK.
+    /// Applies a request that was completed with OK.
     pub(crate) fn commit(&mut self, effect: Effect) {
         match effect {
             Effect::Nothing => {}

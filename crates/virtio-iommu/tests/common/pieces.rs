@@ -13,7 +13,7 @@ use ringfence_virtq::{
 };
 
 use super::{
-    model::{Answer, OK},
+    model::{Completion, OK},
     program::Author,
     twin::{Shape, Twin},
 };
@@ -131,7 +131,7 @@ fn offer(ram: &Ram, chain: &[(Piece, bool)], indirect: bool) -> RingConfig {
 /// How many requests came to their end in which way.
 #[derive(Debug, Default)]
 pub(crate) struct Met {
-    pub(crate) answered: u64,
+    pub(crate) completed: u64,
     pub(crate) unreadable: u64,
     pub(crate) unwritable: u64,
 }
@@ -164,7 +164,7 @@ fn step(author: &mut Author<'_>, twin: &mut Twin, ram: &Ram, met: &mut Met) {
     for piece in reply.iter().filter(|piece| piece.addr != NOWHERE) {
         ram.read(piece.addr, &mut whole[piece.at..piece.at + piece.len]).unwrap();
     }
-    let (answer, effect) = twin.model.judge(&bytes, room);
+    let (completion, effect) = twin.model.judge(&bytes, room);
     if is_cut_off(&request, LONGEST) {
         // IOERR, whatever the request; nothing was done.
         met.unreadable += 1;
@@ -176,8 +176,8 @@ fn step(author: &mut Author<'_>, twin: &mut Twin, ram: &Ram, met: &mut Met) {
         }
     } else if is_cut_off(&reply, room) {
         met.unwritable += 1;
-        match answer {
-            Answer::Tail { at: 0, any_of } => {
+        match completion {
+            Completion::Tail { at: 0, any_of } => {
                 // The request is carried out even if its tail cannot be written.
                 if is_cut_off(&reply, 4) {
                     assert_eq!(used, 0);
@@ -188,12 +188,12 @@ fn step(author: &mut Author<'_>, twin: &mut Twin, ram: &Ram, met: &mut Met) {
                     twin.compare_answer(&bytes, used, &whole);
                 }
             }
-            Answer::Unwritten => assert_eq!(used, 0),
+            Completion::Unwritten => assert_eq!(used, 0),
             // PROBE changes nothing.
             _ => assert!(used == 0 || used == room),
         }
     } else {
-        met.answered += 1;
+        met.completed += 1;
         twin.compare_answer(&bytes, used, &whole);
     }
     twin.compare();

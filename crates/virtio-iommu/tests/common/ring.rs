@@ -167,7 +167,7 @@ impl Served {
         &self.device
     }
 
-    /// Ends the device's thread: from here on the device does not answer.
+    /// Ends the device's thread: from here on the device completes nothing.
     pub(crate) fn silence(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         self.bells.kick.raise();

@@ -11,7 +11,7 @@ use ringfence_virtio_iommu::{
 
 use super::{
     Bench, Endpoints, Soft,
-    model::{Answer, Effect, Mapping, Model, NOMEM, OK, Region, Setup, Space},
+    model::{Completion, Effect, Mapping, Model, NOMEM, OK, Region, Setup, Space},
     range,
 };
 
@@ -67,8 +67,8 @@ pub(crate) struct Twin {
 /// What the requests of a program came to.
 #[derive(Debug, Default)]
 pub(crate) struct Met {
-    /// How often each kind of request was answered with each status.
-    pub(crate) answers: BTreeMap<(u8, u8), u64>,
+    /// How often each kind of request was completed with each status.
+    pub(crate) completions: BTreeMap<(u8, u8), u64>,
     /// UNMAPs that removed several mappings.
     pub(crate) spanning: u64,
     /// The most mappings that were compared at a time.
@@ -136,26 +136,26 @@ impl Twin {
 
     /// As [`request`](Self::request), for a reply that arrived by another way.
     pub(crate) fn compare_answer(&mut self, bytes: &[u8], used: usize, reply: &[u8]) -> Option<u8> {
-        let (answer, effect) = self.model.judge(bytes, reply.len());
+        let (completion, effect) = self.model.judge(bytes, reply.len());
         let untouched = |part: &[u8]| part.iter().all(|&byte| byte == 0xee);
-        match answer {
-            Answer::Unwritten => {
+        match completion {
+            Completion::Unwritten => {
                 assert_eq!(used, 0, "{bytes:02x?}: used, though it is not to be written");
                 assert!(untouched(reply), "{bytes:02x?}: written {reply:02x?}");
                 None
             }
-            Answer::Properties(properties) => {
+            Completion::Properties(properties) => {
                 assert_eq!((used, reply), (properties.len(), &properties[..]), "{bytes:02x?}");
-                *self.met.answers.entry((bytes[0], OK)).or_default() += 1;
+                *self.met.completions.entry((bytes[0], OK)).or_default() += 1;
                 Some(OK)
             }
-            Answer::Tail { at, any_of } => {
+            Completion::Tail { at, any_of } => {
                 assert_eq!(used, at + 4, "{bytes:02x?}: used, and one of {any_of:?} is due");
                 let status = reply[at];
                 assert!(any_of.contains(&status), "{bytes:02x?}: {status} for one of {any_of:?}");
                 assert_eq!(reply[at + 1..at + 4], [0; 3], "reserved bytes of the tail");
                 assert!(untouched(&reply[..at]) && untouched(&reply[at + 4..]), "{reply:02x?}");
-                *self.met.answers.entry((bytes[0], status)).or_default() += 1;
+                *self.met.completions.entry((bytes[0], status)).or_default() += 1;
                 if status == OK {
                     let before = self.model.count();
                     self.model.commit(effect);

@@ -216,7 +216,7 @@ fn own_pipe() -> (Disk, File) {
     (Disk::File(Arc::new(image)), writer.into())
 }
 
-/// A queue with a read, into a page of sevens, that the disk has not answered.
+/// A queue with a read, into a page of sevens, that the disk has not completed.
 struct Reading {
     answers: File,
     behind: Behind,
@@ -247,7 +247,7 @@ fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
         } else {
             behind.invalidate(iova(page), iova(page) + 0xfff);
         }
-        assert_eq!(behind.on_unit(0, |unit| unit.in_kernel(0)), 1, "the disk has not answered");
+        assert_eq!(behind.on_unit(0, |unit| unit.in_kernel(0)), 1, "the disk has not completed");
         answers.write_all(&[5; PAGE]).unwrap();
         // By the translation that there is then: a new miss is sent.
         assert_eq!(queue.finish(), if is_taken { IOERR } else { OK });

@@ -2,17 +2,17 @@
 
 use std::collections::VecDeque;
 
-use super::{Answers, JournalError, PLACES};
+use super::{Completions, JournalError, PLACES};
 use crate::wire::{Kind, MAX_REQUEST_LEN, Request, Status, parse_tail};
 
-/// All requests before this one in the ring are answered.
+/// All requests before this one in the ring are completed.
 pub(super) const FIRST: u64 = 1;
-/// This replaces the answer of an earlier record.
+/// This replaces the completion of an earlier record.
 pub(super) const AMENDED: u64 = 2;
 
-/// How a request is answered.
+/// How a request is completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in super::super) enum Answer {
+pub(in super::super) enum Completion {
     /// With this status.
     Status(Status),
     /// Not at all: used length 0.
@@ -24,30 +24,30 @@ pub(in super::super) enum Answer {
 const UNWRITTEN: u8 = 0xff;
 const AGAIN: u8 = 0xfe;
 
-impl Answer {
+impl Completion {
     fn code(self) -> u8 {
         match self {
-            Answer::Status(status) => status as u8,
-            Answer::Unwritten => UNWRITTEN,
-            Answer::Again => AGAIN,
+            Completion::Status(status) => status as u8,
+            Completion::Unwritten => UNWRITTEN,
+            Completion::Again => AGAIN,
         }
     }
 
-    fn from_code(code: u8) -> Option<Answer> {
+    fn from_code(code: u8) -> Option<Completion> {
         match code {
-            UNWRITTEN => Some(Answer::Unwritten),
-            AGAIN => Some(Answer::Again),
-            code => parse_tail([code, 0, 0, 0]).ok().map(Answer::Status),
+            UNWRITTEN => Some(Completion::Unwritten),
+            AGAIN => Some(Completion::Again),
+            code => parse_tail([code, 0, 0, 0]).ok().map(Completion::Status),
         }
     }
 }
 
 /// The first word of a record.
-pub(super) fn head(position: u16, answer: Answer, flags: u64, len: usize) -> u64 {
-    u64::from(position) | u64::from(answer.code()) << 16 | (len as u64) << 24 | flags << 32
+pub(super) fn head(position: u16, completion: Completion, flags: u64, len: usize) -> u64 {
+    u64::from(position) | u64::from(completion.code()) << 16 | (len as u64) << 24 | flags << 32
 }
 
-/// Whether a request changes something that is answered with OK.
+/// Whether a request changes something that is completed with OK.
 pub(in super::super) fn changes(kind: Kind) -> bool {
     match kind {
         Kind::Map | Kind::Unmap | Kind::Attach | Kind::Detach => true,
@@ -56,12 +56,12 @@ pub(in super::super) fn changes(kind: Kind) -> bool {
     }
 }
 
-/// The requests and the last answers in a log.
+/// The requests and the last completions in a log.
 pub(super) fn read_log(
     mut words: impl Iterator<Item = u64>,
     len: usize,
-) -> Result<(Vec<Request>, Answers), JournalError> {
-    let (mut requests, mut answers) = (Vec::new(), VecDeque::<(u16, Answer)>::new());
+) -> Result<(Vec<Request>, Completions), JournalError> {
+    let (mut requests, mut completions) = (Vec::new(), VecDeque::<(u16, Completion)>::new());
     let mut at = 0;
     while let Some(head) = words.next() {
         let wrong = |what| JournalError::Record { at, what };
@@ -71,25 +71,25 @@ pub(super) fn read_log(
         if rest != [0; 3] || flags > AMENDED {
             return Err(wrong("it has unknown fields"));
         }
-        let answer = Answer::from_code(code).ok_or(wrong("its status is unknown"))?;
+        let completion = Completion::from_code(code).ok_or(wrong("its status is unknown"))?;
         if request_len > MAX_REQUEST_LEN || request_len.next_multiple_of(8) > len - at - 8 {
             return Err(wrong("it passes the end"));
         }
         if flags == AMENDED {
-            let earlier = answers.iter_mut().rev().find(|(earlier, _)| *earlier == position);
+            let earlier = completions.iter_mut().rev().find(|(earlier, _)| *earlier == position);
             let (_, held) = earlier.ok_or(wrong("it belongs to no request"))?;
-            *held = answer;
+            *held = completion;
         } else {
             if flags == FIRST {
-                answers.clear();
+                completions.clear();
             }
-            if answers.back().is_some_and(|&(last, _)| last.wrapping_add(1) != position) {
+            if completions.back().is_some_and(|&(last, _)| last.wrapping_add(1) != position) {
                 return Err(wrong("it does not follow the one before it"));
             }
-            if answers.len() == PLACES {
+            if completions.len() == PLACES {
                 return Err(wrong("the ring has fewer places"));
             }
-            answers.push_back((position, answer));
+            completions.push_back((position, completion));
         }
         if request_len > 0 {
             let mut bytes = [0; MAX_REQUEST_LEN.next_multiple_of(8)];
@@ -99,10 +99,10 @@ pub(super) fn read_log(
             }
             let request = Request::parse(&bytes[..request_len]).ok();
             let request = request.filter(|request| changes(request.kind()));
-            let done = flags != AMENDED && answer == Answer::Status(Status::Ok);
+            let done = flags != AMENDED && completion == Completion::Status(Status::Ok);
             requests.push(request.filter(|_| done).ok_or(wrong("it changed nothing"))?);
         }
         at += 8 + request_len.next_multiple_of(8);
     }
-    Ok((requests, Answers { open: answers }))
+    Ok((requests, Completions { open: completions }))
 }

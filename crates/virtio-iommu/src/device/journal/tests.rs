@@ -191,14 +191,14 @@ impl Guest {
         let mut queue =
             Queue::postponed_at_used(device::RingConfig { base: 77, ..self.at }).unwrap();
         queue.revalidate(&self.ram).unwrap();
-        RequestQueue::resume(Arc::clone(&self.twin.device), queue, recovered.into_answers())
+        RequestQueue::resume(Arc::clone(&self.twin.device), queue, recovered.into_completions())
     }
 
     /// The driver takes the replies.
     fn hear(&mut self) {
         while let Some(used) = self.driver.pop().unwrap() {
             let (token, request, room) = self.sent.pop_front().unwrap();
-            assert_eq!(used.token, token, "answers come in the order of the ring");
+            assert_eq!(used.token, token, "completions come in the order of the ring");
             let mut reply = vec![0; room];
             let buffer = BUFFERS + token % u64::from(SIZE) * BUFFER;
             self.ram.read(buffer + REPLY, &mut reply).unwrap();
@@ -294,7 +294,7 @@ proptest! {
                 let map = Request::Map { domain: 1, range: at, phys: 0, flags: MapFlags::READ };
                 let mut bytes = [0; MAX_REQUEST_LEN];
                 let len = map.emit(&mut bytes);
-                let ok = Answer::Status(Status::Ok);
+                let ok = Completion::Status(Status::Ok);
                 kept.lock().record(&bench.device, n as u16, ok, &bytes[..len]);
             }
         }
@@ -355,11 +355,11 @@ fn positions_wrap_and_answers_elsewhere_are_dropped() {
     // Recorded, and none published.
     guest.serve([22]);
     assert_eq!(guest.deaths, 1);
-    let answers = |from: u16| {
-        let all = (0..6).map(|n| (from.wrapping_add(n), Answer::Unwritten)).collect();
-        Answers { open: all }.at(0xfffe, 8).open.len()
+    let completions = |from: u16| {
+        let all = (0..6).map(|n| (from.wrapping_add(n), Completion::Unwritten)).collect();
+        Completions { open: all }.at(0xfffe, 8).open.len()
     };
-    assert_eq!([0xfffe, 0xfffc, 0xfff8, 4, 6, 0x8000].map(answers), [6, 4, 0, 2, 0, 0]);
+    assert_eq!([0xfffe, 0xfffc, 0xfff8, 4, 6, 0x8000].map(completions), [6, 4, 0, 2, 0, 0]);
 }
 
 #[test]
@@ -371,20 +371,20 @@ fn an_answer_that_became_another_is_the_other() {
     let kept = device.kept.get().unwrap();
     kept.lock().settle();
     for position in 7..10 {
-        kept.lock().record(&device, position, Answer::Status(Status::Ok), &[]);
+        kept.lock().record(&device, position, Completion::Status(Status::Ok), &[]);
     }
     kept.lock().amend(&device, 8, Status::DevErr);
     for renewed in [false, true] {
         if renewed {
             device.reset().unwrap();
-            kept.lock().record(&device, 8, Answer::Status(Status::DevErr), &[]);
+            kept.lock().record(&device, 8, Completion::Status(Status::DevErr), &[]);
             device.set_features(0);
             device.set_features(u64::MAX);
         }
         let (_, recovered) = Journal::open(SharedFile::map(&fd, 0, 0x1000).unwrap()).unwrap();
-        let answers = recovered.into_answers().open;
-        assert!(answers.contains(&(8, Answer::Status(Status::DevErr))));
-        assert_eq!(answers.len(), if renewed { 1 } else { 3 });
+        let completions = recovered.into_completions().open;
+        assert!(completions.contains(&(8, Completion::Status(Status::DevErr))));
+        assert_eq!(completions.len(), if renewed { 1 } else { 3 });
     }
 }
 
@@ -432,7 +432,7 @@ fn how_long_it_takes() {
         assert_eq!(bench.send(request), Status::Ok);
         let kept = device.kept.get().unwrap();
         kept.lock().settle();
-        kept.lock().record(&device, n, Answer::Status(Status::Ok), &bytes[..len]);
+        kept.lock().record(&device, n, Completion::Status(Status::Ok), &bytes[..len]);
         n = n.wrapping_add(1);
     };
     record(&mut bench, Request::Attach { domain: 1, endpoint: 1, flags: AttachFlags::empty() });
