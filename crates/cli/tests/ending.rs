@@ -153,8 +153,9 @@ fn a_killed_command_takes_its_device_process_with_it() {
 }
 
 #[test]
-fn a_device_process_that_is_killed_is_an_error_that_says_so() {
-    for row in ["off", "strict", "lazy-mq+map"] {
+fn a_process_that_is_killed_is_an_error_that_says_so() {
+    let device = ["off", "strict", "lazy-mq+map", "proxy"].map(|row| (row, "device process"));
+    for (row, victim) in device.into_iter().chain([("proxy", "proxy")]) {
         let place = Place::new();
         place.write("job.fio", JOB);
         // The warm-up is over soon; the following round takes an hour, and is interrupted.
@@ -170,11 +171,21 @@ fn a_device_process_that_is_killed_is_an_error_that_says_so() {
             assert!(begun.elapsed() < LIMIT, "no round begins");
             std::thread::sleep(Duration::from_millis(5));
         };
-        device.kill(Signal::KILL);
+        match victim {
+            "proxy" => {
+                let mut processes = place.processes().into_iter();
+                processes
+                    .find(|process| process.line.contains(" proxy --backend "))
+                    .unwrap()
+                    .kill(Signal::KILL);
+            }
+            _ => device.kill(Signal::KILL),
+        }
         // It ends because of that.
         let ended = running.wait();
         assert_eq!(ended.code(), 1, "{ended}");
-        assert!(ended.err.contains("the device process ended in the middle"), "{ended}");
+        let said = format!("the {victim} ended in the middle");
+        assert!(ended.err.contains(&said), "{ended}");
         assert!(ended.err.contains("SIGKILL"), "{ended}");
         assert_eq!(ended.err.matches("error:").count(), 1, "{ended}");
         assert!(!ended.err.contains("panicked"), "{ended}");

@@ -4,11 +4,12 @@ use std::{
     ffi::OsStr,
     fs::{self, File},
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail};
+use ringfence_run::worker::Notify;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::bench::threads;
@@ -104,6 +105,27 @@ impl Process {
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(process)
+    }
+
+    /// Starts a `ringfence proxy` before the back end that listens at `backend`, and waits until it
+    /// listens at `socket`.
+    pub(crate) fn proxy(
+        backend: &Path,
+        socket: &Path,
+        notify: Notify,
+        cpu: Option<usize>,
+    ) -> Result<Process> {
+        let program = std::env::current_exe().context("where this program is")?;
+        let [backend, front] = [backend, socket].map(|path| path.display().to_string());
+        let notify = notify.to_string();
+        let arguments = ["proxy", "--backend", &backend, "--socket", &front, "--notify", &notify];
+        let arguments = arguments.map(str::to_owned);
+        Process::start("ringfence proxy", &program, &arguments, cpu, socket, false)
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().ok().flatten()
     }
 
     /// The end of its standard error.

@@ -497,7 +497,7 @@ impl Stage<'_> {
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
-    /// measured part. `lost` returns how the device process ended, if it has.
+    /// measured part. `lost` returns which process ended, and how, if one has.
     fn conduct<S>(
         &self,
         paths: &mut [LinkPath],
@@ -505,7 +505,7 @@ impl Stage<'_> {
         round: u32,
         device_cpu: impl Fn() -> u64,
         stock: impl Fn() -> S,
-        lost: impl Fn() -> Option<ExitStatus>,
+        lost: impl Fn() -> Option<(&'static str, ExitStatus)>,
     ) -> Result<Conducted<S>> {
         let threads = paths.len() as u32;
         let (jobs, content) = (self.jobs.len(), self.content);
@@ -584,11 +584,11 @@ impl Stage<'_> {
                 }
             }
             if let Some(error) = failure {
-                // The device process's end is the cause, whatever noticed it first; it may take a
-                // moment until its parent can see it.
+                // The end of a process is the cause, whatever noticed it first; it may take a moment until
+                // its parent can see it.
                 for _ in 0..50 {
-                    if let Some(status) = lost() {
-                        bail!("the device process ended in the middle ({status})");
+                    if let Some((process, status)) = lost() {
+                        bail!("the {process} ended in the middle ({status})");
                     }
                     std::thread::sleep(Duration::from_millis(1));
                 }

@@ -18,7 +18,7 @@ use ringfence_drivers::{
 };
 use ringfence_mem::GuestRam;
 use ringfence_run::event;
-use ringfence_vhost_user::{Frontend, ProtocolFeatures};
+use ringfence_vhost_user::ProtocolFeatures;
 use ringfence_virtio_iommu::driver::ViommuDomain;
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk::feature};
 
@@ -28,11 +28,11 @@ use super::{
     path::Path,
     plan::{Plan, Way},
     probe::Probe,
-    process::{Process, REPLY_TIMEOUT},
+    process::Process,
     proxied::Proxied,
     space::{Dma, dma},
     standing::{Memory, StandingPath},
-    viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
+    viommu::{Behind, OWN_BYTES, RingMemory, front_end, ring_addresses, start_ring},
 };
 use crate::random::XorShift;
 
@@ -81,10 +81,7 @@ impl Link {
             let file = plan.disk.as_raw_fd();
             let served = Served::Disk { file, kind: plan.kind, bytes: plan.disk_bytes };
             let (front, device) = match plan.proxied {
-                false => {
-                    let (socket, device) = UnixStream::pair()?;
-                    (Frontend::new(socket, REPLY_TIMEOUT), device)
-                }
+                false => front_end()?,
                 true => {
                     let (started, front, device) = Proxied::start(plan.notify)?;
                     proxy = Some(started);
@@ -113,9 +110,7 @@ impl Link {
         if protected {
             features |= 1 << F_ACCESS_PLATFORM;
         }
-        let protocol = ProtocolFeatures::MQ | ProtocolFeatures::CONFIG;
-        let agreed = behind.agree(features, protocol, "virtio-blk");
-        agreed.with_context(|| proxy.as_ref().map_or_else(String::new, Proxied::last_words))?;
+        behind.agree(features, ProtocolFeatures::MQ | ProtocolFeatures::CONFIG, "virtio-blk")?;
         let mut rings = Vec::new();
         let mut queues = Vec::new();
         for index in 0..plan.queues {
@@ -178,9 +173,11 @@ impl Link {
         self.behind.peer.cpu_ns() + self.proxy.as_ref().map_or(0, Proxied::cpu_ns)
     }
 
-    /// How the device process ended, if it has: it should not end before its sockets are hung up.
-    pub(crate) fn lost(&self) -> Option<ExitStatus> {
-        self.behind.peer.ended()
+    /// How the device process, or its proxy, ended, if it has: none should before the sockets are hung
+    /// up.
+    pub(crate) fn lost(&self) -> Option<(&'static str, ExitStatus)> {
+        let proxy = self.proxy.as_ref().and_then(Proxied::ended).map(|how| ("proxy", how));
+        proxy.or_else(|| self.behind.peer.ended().map(|how| ("device process", how)))
     }
 
     /// Ends the link in order: stops the rings, frees their memory, hangs up, and reads the device

@@ -2,10 +2,11 @@
 
 use std::{
     os::unix::net::{UnixListener, UnixStream},
-    path::Path,
+    process::ExitStatus,
 };
 
 use anyhow::{Context, Result, bail};
+use parking_lot::Mutex;
 use ringfence_run::worker::Notify;
 use ringfence_vhost_user::Frontend;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -15,7 +16,7 @@ use crate::bench::process::{Folder, Process};
 
 /// A running proxy, which ends when this is dropped.
 pub(crate) struct Proxied {
-    process: Process,
+    process: Mutex<Process>,
     _folder: Folder,
 }
 
@@ -28,13 +29,7 @@ impl Proxied {
         let folder = Folder::new()?;
         let [back, front] = ["back", "front"].map(|name| folder.0.join(name));
         let listener = UnixListener::bind(&back).context("a socket for the device process")?;
-        let path = |path: &Path| path.display().to_string();
-        let arguments = ["proxy", "--socket", &path(&front), "--backend", &path(&back)];
-        let notify = ["--notify", &notify.to_string(), "--log", "warn"];
-        let arguments: Vec<String> =
-            arguments.iter().chain(&notify).map(|&text| text.to_owned()).collect();
-        let program = std::env::current_exe().context("where this program is")?;
-        let process = Process::start("ringfence proxy", &program, &arguments, None, &front, false)?;
+        let process = Process::proxy(&back, &front, notify, None)?;
         let driver = UnixStream::connect(&front).context("connecting to the proxy")?;
         // It connects to the device once the driver has said something.
         let mut driver = Frontend::new(driver, REPLY_TIMEOUT);
@@ -44,16 +39,16 @@ impl Proxied {
             bail!("the proxy does not connect to the device: {}", process.last_words());
         }
         let (device, _) = listener.accept().context("the proxy's connection")?;
-        Ok((Proxied { process, _folder: folder }, driver, device))
+        Ok((Proxied { process: Mutex::new(process), _folder: folder }, driver, device))
     }
 
-    /// The end of its log.
-    pub(crate) fn last_words(&self) -> String {
-        self.process.last_words()
+    /// How it ended, if it has.
+    pub(crate) fn ended(&self) -> Option<ExitStatus> {
+        self.process.lock().ended()
     }
 
     /// Its CPU time so far, in nanoseconds.
     pub(crate) fn cpu_ns(&self) -> u64 {
-        self.process.cpu_ns()
+        self.process.lock().cpu_ns()
     }
 }

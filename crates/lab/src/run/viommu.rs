@@ -67,6 +67,12 @@ impl RingMemory {
     }
 }
 
+/// A front end, and the socket at which it is to be served.
+pub(crate) fn front_end() -> Result<(Frontend, UnixStream)> {
+    let (socket, theirs) = UnixStream::pair()?;
+    Ok((Frontend::new(socket, REPLY_TIMEOUT), theirs))
+}
+
 /// A device behind its virtio-iommu, both served at the other ends of two sockets.
 pub(crate) struct Behind<P> {
     // In the order of an orderly shutdown.
@@ -91,13 +97,12 @@ impl<P> Behind<P> {
         lazy: bool,
         start: impl FnOnce(UnixStream) -> Result<(P, Frontend)>,
     ) -> Result<Behind<P>> {
-        let (iommu_socket, iommu_theirs) = UnixStream::pair()?;
+        let (mut iommu_front, iommu_theirs) = front_end()?;
         let (peer, front) = start(iommu_theirs)?;
-        let alive = iommu_socket.try_clone()?;
-        let socket = UnixStream::from(front.as_fd().try_clone_to_owned()?);
-        let sockets = [socket, iommu_socket.try_clone()?];
-        let mut iommu_front = Frontend::new(iommu_socket, REPLY_TIMEOUT);
-        let iommu = start_iommu(&mut iommu_front, &ram, notify, lazy, alive.into())
+        let socket = |front: &Frontend| front.as_fd().try_clone_to_owned();
+        let sockets = [socket(&front)?.into(), socket(&iommu_front)?.into()];
+        let alive = socket(&iommu_front)?;
+        let iommu = start_iommu(&mut iommu_front, &ram, notify, lazy, alive)
             .context("setting up the virtio-iommu")?;
         let domain = if lazy { iommu.lazy_domain() } else { iommu.domain() };
         let domain = domain.context("making a domain")?;

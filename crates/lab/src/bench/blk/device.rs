@@ -172,18 +172,18 @@ impl Running {
         }
         let notify = if case.sleeps() { Notify::Sleep } else { Notify::Adaptive };
         arguments.extend(["--notify".to_owned(), notify.to_string()]);
-        let start = |name, arguments: &[String], socket: &Path| {
-            Process::start(name, &program, arguments, Some(cpus[0]), socket, false)
-        };
-        let mut processes = vec![start("ringfence blk", &arguments, &socket)?];
+        let mut processes = vec![Process::start(
+            "ringfence blk",
+            &program,
+            &arguments,
+            Some(cpus[0]),
+            &socket,
+            false,
+        )?];
         let mut front = socket.clone();
         if case.proxy.is_some_and(|way| way.proxy) {
             front = places.sockets.join(format!("{name}.front"));
-            let mut arguments = vec!["proxy".to_owned(), "--notify".to_owned(), notify.to_string()];
-            for (option, path) in [("--backend", &socket), ("--socket", &front)] {
-                arguments.extend([option.to_owned(), path.display().to_string()]);
-            }
-            processes.push(start("ringfence proxy", &arguments, &front)?);
+            processes.push(Process::proxy(&socket, &front, notify, Some(cpus[0]))?);
         }
         let driver = threads::bound_to(cpus[1], || {
             let stream = UnixStream::connect(&front).context("connecting");

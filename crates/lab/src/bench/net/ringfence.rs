@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use ringfence_run::worker::Notify;
 
 use super::{
     backend::{Backend, Counted},
@@ -44,24 +45,21 @@ impl End {
             "ringfence{way}{}",
             proxy.map_or("", |on| if on { ".back" } else { ".direct" })
         );
-        let mut processes = Vec::new();
-        let mut start = |name, arguments: &[&str], socket: &Path| -> Result<()> {
-            let path = socket.display().to_string();
-            let arguments = [arguments, &["--log", "info", "--socket", &path]].concat();
-            let arguments: Vec<String> = arguments.into_iter().map(str::to_owned).collect();
-            let process = Process::start(name, &program, &arguments, Some(cpu), socket, false)?;
-            process.pause()?;
-            processes.push(process);
-            Ok(())
-        };
         let mut socket = folder.join(format!("{name}.sock"));
+        let path = socket.display().to_string();
         // Polls, as testpmd does; beside a proxy it would keep the CPU that both have.
         let notify = if proxy.is_some() { "adaptive" } else { "poll" };
-        start("ringfence net", &["net", way, "--notify", notify], &socket)?;
+        let arguments = ["net", way, "--notify", notify, "--log", "info", "--socket", &path];
+        let arguments = arguments.map(str::to_owned);
+        let start =
+            Process::start("ringfence net", &program, &arguments, Some(cpu), &socket, false);
+        let mut processes = vec![start?];
+        processes[0].pause()?;
         if proxy == Some(true) {
-            let back = socket.display().to_string();
-            socket = folder.join(format!("{name}.front"));
-            start("ringfence proxy", &["proxy", "--backend", &back], &socket)?;
+            let back = std::mem::replace(&mut socket, folder.join(format!("{name}.front")));
+            let proxy = Process::proxy(&back, &socket, Notify::Adaptive, Some(cpu))?;
+            proxy.pause()?;
+            processes.push(proxy);
         }
         Ok(End { processes, socket, loops, proxy })
     }

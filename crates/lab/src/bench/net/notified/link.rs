@@ -10,7 +10,7 @@ use ringfence_dma::{BounceConfig, BounceLimits, DmaConfig, Policy, Written};
 use ringfence_drivers::ram::{PagedBuffer, RamMemory};
 use ringfence_mem::GuestRam;
 use ringfence_run::{event, worker::Notify};
-use ringfence_vhost_user::{Frontend, ProtocolFeatures};
+use ringfence_vhost_user::ProtocolFeatures;
 use ringfence_virtio_iommu::driver::{Stats, ViommuDomain};
 use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_VERSION_1,
@@ -22,9 +22,9 @@ use crate::run::{
     Dma,
     device::{ENDPOINT, Report, Served},
     link::{GUEST_BASE, scatter},
-    process::{Process, REPLY_TIMEOUT},
+    process::Process,
     space::{Space, dma},
-    viommu::{Behind, OWN_BYTES, RingMemory, ring_addresses, start_ring},
+    viommu::{Behind, OWN_BYTES, RingMemory, front_end, ring_addresses, start_ring},
 };
 
 /// VIRTIO_NET_F_MRG_RXBUF (bit 15).
@@ -92,9 +92,8 @@ impl Link {
         let ram = GuestRam::new(bytes, GUEST_BASE).context("making the guest memory")?;
 
         let start = |iommu| {
-            let (socket, net) = UnixStream::pair()?;
-            let peer = peer(net, iommu).context("starting a device process")?;
-            Ok((peer, Frontend::new(socket, REPLY_TIMEOUT)))
+            let (front, net) = front_end()?;
+            Ok((peer(net, iommu).context("starting a device process")?, front))
         };
         let mut behind = Behind::open(Arc::clone(&ram), Notify::Poll, false, start)?;
         let domain = &behind.domain;
