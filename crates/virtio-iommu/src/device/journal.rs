@@ -332,7 +332,7 @@ impl Journal {
     }
 
     /// The ring is gone, and its completions are not needed any more.
-    pub(super) fn forget_answers(&mut self) {
+    pub(super) fn forget_completions(&mut self) {
         self.open.clear();
     }
 

@@ -116,7 +116,7 @@ impl<B: Backing> Device<B> {
         let mut kept = kept.lock();
         let changed = change();
         if over {
-            kept.journal.forget_answers();
+            kept.journal.forget_completions();
         }
         kept.renew(self);
         changed

@@ -15,7 +15,7 @@ pub(super) const AMENDED: u64 = 2;
 pub(in super::super) enum Completion {
     /// With this status.
     Status(Status),
-    /// Not at all: used length 0.
+    /// Without a status: used length 0.
     Unwritten,
     /// With more than a status, and without any change: it can be carried out again.
     Again,

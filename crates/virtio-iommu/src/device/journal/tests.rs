@@ -338,7 +338,7 @@ fn it_may_die_before_any_store() {
 }
 
 #[test]
-fn positions_wrap_and_answers_elsewhere_are_dropped() {
+fn positions_wrap_and_completions_elsewhere_are_dropped() {
     let mut guest = Guest::new(Shape::default(), 1 << 20);
     // Up to there nothing of interest.
     for n in 0..u32::from(u16::MAX) - 1 {
@@ -363,7 +363,7 @@ fn positions_wrap_and_answers_elsewhere_are_dropped() {
 }
 
 #[test]
-fn an_answer_that_became_another_is_the_other() {
+fn a_completion_that_became_another_is_the_other() {
     // rule V20
     let (file, fd) = SharedFile::create(0x1000).unwrap();
     let device = Bench::new().device;
