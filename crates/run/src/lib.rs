@@ -11,6 +11,7 @@
 //! - [`slice`](mod@slice): the scheduler's time slice of a thread that others wait for.
 //! - [`restricted`]: io_uring instances that can do only what they are made for.
 
+mod bell;
 pub mod event;
 pub mod notifier;
 mod peer_fd;

@@ -1,7 +1,4 @@
 //! The threads that move data: each polls the rings it is given, and sleeps when they are idle.
-//!
-//! Ordering: who clears `rung` (Acquire) sees the mail, or `stop`, for which it was set (Release): nothing
-//! else makes it look. The bell's event ends a sleep; the kernel orders its write before that.
 
 use std::{
     any::Any,
@@ -9,11 +6,7 @@ use std::{
     collections::BTreeMap,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
+    sync::{Arc, mpsc},
     thread::JoinHandle,
     time::Duration,
 };
@@ -25,7 +18,7 @@ use ringfence_sync::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::{PeerFd, event, slice};
+use crate::{PeerFd, bell::Bell, event, slice};
 
 /// What a worker polls: those rings of one device that belong to this worker.
 pub trait Unit: Any {
@@ -96,22 +89,8 @@ type Mail = Box<dyn FnOnce(&mut Work) + Send>;
 /// A worker thread, from outside.
 pub struct Worker {
     post: mpsc::Sender<Mail>,
-    bell: Arc<Bell>,
+    bell: Arc<Bell<OwnedFd>>,
     thread: Option<JoinHandle<()>>,
-}
-
-struct Bell {
-    /// Set while mail or the end is waiting, so that a busy worker looks with one load.
-    rung: AtomicBool,
-    stop: AtomicBool,
-    wake: OwnedFd,
-}
-
-impl Bell {
-    fn ring(&self) {
-        self.rung.store(true, Ordering::Release);
-        event::signal(&self.wake);
-    }
 }
 
 impl Worker {
@@ -125,11 +104,7 @@ impl Worker {
 
     fn spawn_by(name: &str, notify: Notify, clock: impl Clock + 'static) -> io::Result<Worker> {
         let (post, mail) = mpsc::channel();
-        let bell = Arc::new(Bell {
-            rung: AtomicBool::new(false),
-            stop: AtomicBool::new(false),
-            wake: event::new()?,
-        });
+        let bell = Arc::new(Bell::new(event::new()?));
         let shared = Arc::clone(&bell);
         let thread = std::thread::Builder::new()
             .name(name.to_owned())
@@ -156,8 +131,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.bell.stop.store(true, Ordering::Release);
-        self.bell.ring();
+        self.bell.stop();
         if let Some(thread) = self.thread.take() {
             // A panic of the worker was printed where it happened.
             let _ = thread.join();
@@ -165,7 +139,7 @@ impl Drop for Worker {
     }
 }
 
-fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Clock) {
+fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell<OwnedFd>, notify: Notify, clock: &impl Clock) {
     // The kernel may otherwise delay a sleep's end by 50 µs, more than a paced disk's service.
     // SAFETY: `prctl` with this option reads two numbers and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
@@ -179,9 +153,8 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
     let mut work = Work::default();
     let mut wait = Wait::new(notify);
     loop {
-        // A load first: a swap would hold up all stores of the round before.
-        if bell.rung.load(Ordering::Relaxed) && bell.rung.swap(false, Ordering::AcqRel) {
-            if bell.stop.load(Ordering::Acquire) {
+        if bell.has_rung() {
+            if bell.stops() {
                 return;
             }
             // Only the mail that is there now: a caller that calls again and again does not hold up
@@ -217,9 +190,9 @@ fn run(mail: &mpsc::Receiver<Mail>, bell: &Bell, notify: Notify, clock: &impl Cl
 }
 
 /// Sleeps until a unit is notified or due, or there is mail.
-fn sleep(work: &mut Work, bell: &Bell, now_ns: u64) {
+fn sleep(work: &mut Work, bell: &Bell<OwnedFd>, now_ns: u64) {
     // Ask for notifications first and look again afterwards: what comes between is then seen.
-    let mut something = bell.rung.load(Ordering::Acquire);
+    let mut something = bell.is_rung();
     work.units.values_mut().for_each(|unit| something |= unit.arm());
     let due = work.next_due();
     if !something && due.is_none_or(|due| due > now_ns) {
@@ -336,7 +309,7 @@ mod tests {
     use super::*;
     use ringfence_mem::{GuestRam, Memory};
     use ringfence_sync::{clock::ManualClock, wait::SPIN};
-    use std::sync::atomic::AtomicU64;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     /// Counts the notifications that it gets.
     struct Counting {

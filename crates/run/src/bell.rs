@@ -1,0 +1,115 @@
+//! What calls a worker from its rings: mail, or the end.
+//!
+//! The worker that clears `rung` (Acquire) sees the mail, and `stops`, for which it was set
+//! (Release). Nothing else makes it look, so that all other accesses are relaxed: a flag that is seen
+//! too early ends a sleep, and one that is seen too late does not prolong it, as the event that is
+//! signalled after the flag was set ends it, and whoever has drained that event sees the flag.
+
+use std::os::fd::OwnedFd;
+
+use ringfence_sync::atomic::{AtomicBool, Ordering};
+
+use crate::event;
+
+/// Ends the sleep of a thread that waits for it, also one that begins later.
+pub(crate) trait Wake {
+    /// Wakes the thread, for what was written before.
+    fn wake(&self);
+}
+
+impl Wake for OwnedFd {
+    fn wake(&self) {
+        event::signal(self);
+    }
+}
+
+/// The bell of one worker.
+pub(crate) struct Bell<W> {
+    /// Set while mail or the end is waiting, so that a busy worker looks with one load.
+    rung: AtomicBool,
+    stops: AtomicBool,
+    /// Ends the worker's sleep.
+    pub(crate) wake: W,
+}
+
+impl<W: Wake> Bell<W> {
+    /// The bell of a worker that has no mail.
+    pub(crate) fn new(wake: W) -> Bell<W> {
+        Bell { rung: AtomicBool::new(false), stops: AtomicBool::new(false), wake }
+    }
+
+    /// Calls the worker, for mail that was sent before.
+    pub(crate) fn ring(&self) {
+        // A swap, as clearing it is one: the changes follow each other.
+        self.rung.swap(true, Ordering::Release);
+        self.wake.wake();
+    }
+
+    /// Calls the worker for the last time.
+    pub(crate) fn stop(&self) {
+        self.stops.store(true, Ordering::Relaxed);
+        self.ring();
+    }
+
+    /// Whether there is something for the worker, which then looks at all of it.
+    #[inline]
+    pub(crate) fn has_rung(&self) -> bool {
+        // A load first: a swap would hold up all stores of the round before.
+        self.is_rung() && self.rung.swap(false, Ordering::Acquire)
+    }
+
+    /// Whether the worker is to end; to be read where the bell has rung.
+    pub(crate) fn stops(&self) -> bool {
+        self.stops.load(Ordering::Relaxed)
+    }
+
+    /// Whether it has rung, before a sleep.
+    #[inline]
+    pub(crate) fn is_rung(&self) -> bool {
+        self.rung.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(all(test, loom))]
+mod model {
+    use std::sync::Arc;
+
+    use loom::{sync::Notify, thread};
+    use ringfence_sync::model::{Memory, check};
+
+    use super::*;
+
+    /// In a model an event is loom's: a signal is kept until the worker takes it.
+    impl Wake for Notify {
+        fn wake(&self) {
+            self.notify();
+        }
+    }
+
+    #[test]
+    fn a_worker_that_is_called_wakes_and_finds_its_mail_and_its_end() {
+        check(Some(4), || {
+            let bell = Arc::new(Bell::new(Notify::new()));
+            let mail = Arc::new(Memory::default());
+            let (theirs, sent) = (Arc::clone(&bell), Arc::clone(&mail));
+            let caller = thread::spawn(move || {
+                sent.write();
+                theirs.ring();
+                theirs.stop();
+            });
+            let read = loop {
+                if bell.has_rung() {
+                    let read = mail.read();
+                    if bell.stops() {
+                        break read;
+                    }
+                }
+                if !bell.is_rung() {
+                    bell.wake.wait();
+                }
+            };
+            assert_eq!(read, 1, "the end comes after the mail");
+            caller.join().unwrap();
+        });
+    }
+}
