@@ -3,10 +3,9 @@
 use core::{fmt, mem::ManuallyDrop, panic::Location};
 use std::sync::{Arc, atomic::AtomicU64};
 
-use parking_lot::Mutex;
 use ringfence_iommu::{Domain, Fault};
 use ringfence_iova::{Allocator, Aperture, ApertureError, Slabs};
-use ringfence_sync::cpu::OsCpu;
+use ringfence_sync::{cpu::OsCpu, lock::Mutex};
 
 use crate::{
     BouncePools, Choices, Coherent, Direction, DmaBuffer, DmaConfig, Environment, Error, Explained,

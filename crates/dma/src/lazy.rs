@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ringfence_iommu::{Domain, Gather, Result};
 use ringfence_iova::Allocator;
-use ringfence_sync::histogram::Histogram;
+use ringfence_sync::{histogram::Histogram, mutant};
 
 use crate::{
     Device, QueueKind,
@@ -26,7 +26,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         counters: &Counters,
     ) -> Result<Option<Unmapped>> {
         let reserved = mode.bounds_bytes;
-        if reserved && !self.reserve(span.mapped, counters) {
+        let late = mutant!("bytes are reserved after they are exposed");
+        if reserved && !late && !self.reserve(span.mapped, counters) {
             counters.bound_unmaps.add(1);
             return self.unmap_strictly(span, watched, counters);
         }
@@ -34,6 +35,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         if let Err(error) = self.domain.unmap(span.range, &mut gather) {
             self.give_up(span, reserved);
             return Err(error);
+        }
+        if reserved && late {
+            while !self.reserve(span.mapped, counters) {}
         }
         let removed = Removed { since_ns: self.clock.now_ns(), pages: gather.take_pages() };
         self.queue(span, removed, reserved, watched, counters)
@@ -72,7 +76,10 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
                 // mode.
                 Enqueued::Closed => counters.bound_flushes.add(1),
             }
-            if let Err(error) = self.flush_domain(&counters.waits.full) {
+            let left = mutant!("a refused entry is left to the flush of another thread");
+            if !(left && enqueued == Enqueued::Closed)
+                && let Err(error) = self.flush_domain(&counters.waits.full)
+            {
                 self.give_up(span, reserved);
                 return Err(error);
             }
@@ -196,7 +203,8 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
 
     /// Rule L24: after a flush by any thread, every queue can be reaped, in use or formerly in use.
     pub(crate) fn reap_all(&self, frees: &FreeCounters) {
-        (0..self.lazy.queues.rings()).for_each(|ring| self.reap(ring, frees));
+        let rings = if mutant!("one queue is reaped") { 1 } else { self.lazy.queues.rings() };
+        (0..rings).for_each(|ring| self.reap(ring, frees));
     }
 
     /// Releases all that may be released from a queue.
@@ -230,7 +238,10 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     pub(crate) fn expire_in(&self, waits: &Histogram, frees: &FreeCounters) -> Result<()> {
         let Lazy { queues, pace, timer, .. } = &self.lazy;
         timer.disarm();
-        queues.expiring();
+        let late = mutant!("the flag is cleared after the flush");
+        if !late {
+            queues.expiring();
+        }
         // After the flag was cleared: if the device becomes lazy again meanwhile, its threads must
         // find it clear.
         if !self.wants_flush() {
@@ -238,6 +249,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         }
         let result = self.flush_domain(waits);
         self.reap_all(frees);
+        if late {
+            queues.expiring();
+        }
         if result.is_err() && queues.rearm() {
             timer.arm(self.clock.now_ns().saturating_add(pace.wait_ns()));
         }

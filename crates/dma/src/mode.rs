@@ -1,6 +1,6 @@
 //! The mode, which every map and unmap reads first.
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use ringfence_sync::atomic::{AtomicU8, Ordering};
 
 use crate::Policy;
 

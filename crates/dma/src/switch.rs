@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use ringfence_iommu::Domain;
 use ringfence_iova::Allocator;
+use ringfence_sync::mutant;
 
 use crate::{
     Device, FlushTuning, Policy, QueueKind, SetupError, SwitchError, TimerKind, TuningError,
@@ -138,7 +139,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
             capacity: tuning.capacity(),
             high_water: tuning.high_water.unwrap_or(usize::MAX),
             late_after_ns: bound_ns(tuning),
-            reserved_only: bound.is_some(),
+            reserved_only: bound.is_some() && !mutant!("a bounded queue takes everything"),
         };
         let per_cpu = policy.queue_kind() == Some(QueueKind::PerCpu);
         let in_use = if per_cpu { lazy.queues.rings() } else { 1 };
@@ -171,8 +172,14 @@ impl<D: Domain + 'static, A: Allocator + 'static> Shared<D, A> {
     /// anyway.
     fn stop_queueing(&self, policy: Policy) -> ringfence_iommu::Result<()> {
         self.mode.set(Mode { policy, bounds_bytes: false });
-        self.lazy.queues.close(0);
+        let late = mutant!("queues are closed after their last flush");
+        if !late {
+            self.lazy.queues.close(0);
+        }
         self.expire_in(&self.waits.asked, &self.frees)?;
+        if late {
+            self.lazy.queues.close(0);
+        }
         self.lazy.queues.trim();
         Ok(())
     }

@@ -1,34 +1,28 @@
 //! How many bytes may be exposed at a time.
 
-use core::marker::PhantomData;
-
-use ringfence_sync::atomic::{AtomicI64, Ordering};
-
-use super::counters::{Rules, Sound};
+use ringfence_sync::{
+    atomic::{AtomicI64, Ordering},
+    mutant,
+};
 
 /// The bytes that may still be exposed, under a bound that can change meanwhile.
 ///
 /// Bytes are reserved before their translation is removed, and given back after the flush that
 /// covers it has finished: so the exposed bytes never exceed the reserved ones, and those never
 /// exceed the bound.
-pub(crate) struct Budget<R = Sound> {
+pub(crate) struct Budget {
     /// The bound less what is reserved: one number, so that a thread sees both in step. Negative
     /// after the bound was lowered below what was reserved.
     left: AtomicI64,
     /// The bound itself. Only reported and compared with, it decides nothing: hence an atomic of
     /// `core`, not the model's.
     bound: core::sync::atomic::AtomicI64,
-    rules: PhantomData<R>,
 }
 
-impl<R: Rules> Budget<R> {
+impl Budget {
     /// Nothing may be exposed.
     pub(crate) fn new() -> Self {
-        Budget {
-            left: AtomicI64::new(0),
-            bound: core::sync::atomic::AtomicI64::new(0),
-            rules: PhantomData,
-        }
+        Budget { left: AtomicI64::new(0), bound: core::sync::atomic::AtomicI64::new(0) }
     }
 
     /// Changes the bound; bytes above 2^63-1 count as that. One thread at a time.
@@ -55,9 +49,8 @@ impl<R: Rules> Budget<R> {
             if left < bytes {
                 return false;
             }
-            if !R::RESERVES_AT_ONCE {
-                // Ordering: this is the broken rule.
-                self.left.fetch_sub(bytes, Ordering::Acquire);
+            if mutant!("bytes are looked for and reserved in two steps") {
+                self.left.fetch_sub(bytes, Ordering::Relaxed);
                 return true;
             }
             // Acquire: a flush that made room was over before.
@@ -113,7 +106,7 @@ mod tests {
     proptest! {
         #[test]
         fn bytes_are_reserved_exactly_while_they_fit_the_bound(steps in vec(step(), 1..40)) {
-            let budget = Budget::<Sound>::new();
+            let budget = Budget::new();
             let (mut bound, mut held) = (0u64, Vec::<u64>::new());
             for step in steps {
                 let sum: u128 = held.iter().copied().map(u128::from).sum();

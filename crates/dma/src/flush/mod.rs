@@ -17,9 +17,11 @@ mod timer;
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use ringfence_iommu::{Range, table::PageList};
-use ringfence_sync::atomic::{AtomicU64, Ordering};
+use ringfence_sync::{
+    atomic::{AtomicU64, Ordering},
+    lock::Mutex,
+};
 
 pub(crate) use self::{
     pace::{Pace, bound_ns},

@@ -14,20 +14,20 @@ use ringfence_sync::{
 
 use super::{
     budget::Budget,
-    counters::{Counters, Rules, Sound},
+    counters::Counters,
     ring::{Batch, Pushed, Queued, Ring, Shape, memory},
 };
 use crate::Stats;
 
 /// A ring for each CPU, of which a single queue uses only the first: so nothing is replaced or lost
 /// when that changes.
-pub(crate) struct FlushQueues<E, R = Sound> {
+pub(crate) struct FlushQueues<E> {
     /// Started and finished around each flush of the domain.
-    pub(crate) counters: CachePadded<Counters<R>>,
+    pub(crate) counters: CachePadded<Counters>,
     /// Whether the timer runs (rule L23).
     armed: CachePadded<AtomicBool>,
     /// The bytes that may be exposed in all rings together, if that is bounded.
-    pub(crate) budget: CachePadded<Budget<R>>,
+    pub(crate) budget: CachePadded<Budget>,
     rings: Box<[CachePadded<SpinLock<Ring<E>>>]>,
 }
 
@@ -47,7 +47,7 @@ pub(crate) enum Enqueued {
     Closed,
 }
 
-impl<E: Queued, R: Rules> FlushQueues<E, R> {
+impl<E: Queued> FlushQueues<E> {
     /// `rings` closed queues.
     pub(crate) fn new(rings: usize) -> Self {
         FlushQueues {
@@ -104,7 +104,7 @@ impl<E: Queued, R: Rules> FlushQueues<E, R> {
             let mut ring = self.ring(ring).lock();
             ring.reap(&self.counters, batch);
             // Under the lock, so that stamps never decrease from the front of a ring to its end.
-            match ring.push::<R>(self.counters.stamp(), entry) {
+            match ring.push(self.counters.stamp(), entry) {
                 Pushed::In { high } => high,
                 Pushed::Full => return Enqueued::Full,
                 Pushed::Closed => return Enqueued::Closed,

@@ -3,8 +3,9 @@
 use std::collections::{TryReserveError, VecDeque};
 
 use arrayvec::ArrayVec;
+use ringfence_sync::mutant;
 
-use super::counters::{Counters, Rules};
+use super::counters::Counters;
 use crate::{Exposure, Stats};
 
 /// An entry of a flush queue.
@@ -143,7 +144,7 @@ impl<E: Queued> Ring<E> {
 
     /// Takes out the entries that finished flushes cover, oldest first, as many as `batch` has room
     /// for.
-    pub(crate) fn reap<R: Rules>(&mut self, counters: &Counters<R>, batch: &mut Batch<E>) {
+    pub(crate) fn reap(&mut self, counters: &Counters, batch: &mut Batch<E>) {
         if self.slots.is_empty() {
             return;
         }
@@ -156,7 +157,7 @@ impl<E: Queued> Ring<E> {
         // not covered.
         while !batch.entries.is_full()
             && let Some(oldest) = self.slots.front()
-            && Counters::<R>::covers(oldest.stamp, finished)
+            && Counters::covers(oldest.stamp, finished)
             && let Some(Slot { entry, .. }) = self.slots.pop_front()
         {
             self.bytes -= entry.bytes();
@@ -176,9 +177,10 @@ impl<E: Queued> Ring<E> {
 
     /// Takes the entry, if there is one; leaves it in place if the ring is full or refuses it. (By
     /// reference: entries are moved once, into their slot.)
-    pub(crate) fn push<R: Rules>(&mut self, stamp: u64, entry: &mut Option<E>) -> Pushed {
+    pub(crate) fn push(&mut self, stamp: u64, entry: &mut Option<E>) -> Pushed {
         let Some(pushed) = entry else { return Pushed::In { high: false } };
-        if R::CLOSES && !(self.open && (pushed.is_reserved() || !self.shape.reserved_only)) {
+        let takes = self.open && (pushed.is_reserved() || !self.shape.reserved_only);
+        if !takes && !mutant!("a closed queue takes entries") {
             return Pushed::Closed;
         }
         // May exceed the capacity if that was lowered.

@@ -2,16 +2,16 @@
 
 use std::{
     io,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::Arc,
     thread::{self, JoinHandle},
     time::Duration,
 };
 
 use parking_lot::{Condvar, Mutex};
-use ringfence_sync::clock::Clock;
+use ringfence_sync::{
+    atomic::{AtomicU64, Ordering},
+    clock::Clock,
+};
 
 /// Not armed.
 const NEVER: u64 = u64::MAX;
@@ -25,8 +25,9 @@ pub(crate) struct Timer {
 }
 
 struct State {
-    /// When to expire, or [`NEVER`]. Changed under the lock, read without.
+    /// When to expire, or [`NEVER`].
     due_ns: AtomicU64,
+    /// Held by the thread from when it has read `due_ns` until it sleeps.
     stop: Mutex<bool>,
     changed: Condvar,
 }
@@ -64,10 +65,9 @@ impl Timer {
 
     /// Sets the timer to expire at `due_ns`, if it would not do so earlier.
     pub(crate) fn arm(&self, due_ns: u64) {
-        {
-            let _stop = self.state.stop.lock();
-            self.state.due_ns.fetch_min(due_ns.min(NEVER - 1), Ordering::Relaxed);
-        }
+        self.state.due_ns.fetch_min(due_ns.min(NEVER - 1), Ordering::Relaxed);
+        // A thread that has not read the new time sleeps by now.
+        drop(self.state.stop.lock());
         self.state.changed.notify_one();
     }
 
@@ -79,10 +79,7 @@ impl Timer {
     /// Unsets it if it was due at `latest_ns` or before. Of several threads that try, one succeeds.
     pub(crate) fn take_overdue(&self, latest_ns: u64) -> bool {
         let due = self.state.due_ns.load(Ordering::Relaxed);
-        let relaxed = Ordering::Relaxed;
-        due <= latest_ns
-            && due != NEVER
-            && self.state.due_ns.compare_exchange(due, NEVER, relaxed, relaxed).is_ok()
+        due <= latest_ns && due != NEVER && self.state.take(due)
     }
 
     /// Unsets it.
@@ -133,12 +130,18 @@ impl State {
                 continue;
             }
             let now = clock.now_ns();
-            if now >= due {
-                self.due_ns.store(NEVER, Ordering::Relaxed);
+            if now < due {
+                self.changed.wait_for(&mut stop, Duration::from_nanos(due - now));
+            } else if self.take(due) {
                 return Some(now - due);
             }
-            self.changed.wait_for(&mut stop, Duration::from_nanos(due - now));
         }
+    }
+
+    /// Unsets the timer if it is still due then. Of several threads that try, one succeeds.
+    fn take(&self, due_ns: u64) -> bool {
+        let relaxed = Ordering::Relaxed;
+        self.due_ns.compare_exchange(due_ns, NEVER, relaxed, relaxed).is_ok()
     }
 }
 

@@ -2,7 +2,8 @@
 
 use loom::thread;
 use ringfence_iommu::{
-    Domain, Geometry, GuestPhys, Map, PageSizes, SoftDomain, shootdown::Shootdown, table::Limits,
+    Domain, Gather, Geometry, GuestPhys, Map, PageSizes, SoftDomain, shootdown::Shootdown,
+    table::Limits,
 };
 use ringfence_mem::{Region, Translate};
 use ringfence_sync::{
@@ -52,8 +53,13 @@ impl World {
     /// Binds the endpoint to nothing; what it reached is the owner's again once that is in force.
     fn unbind(&self) {
         let token = self.endpoint.bind(Binding::Blocked);
+        self.take_back(|| self.endpoint.shootdown().is_over(token));
+    }
+
+    /// What it reached is the owner's again if `is_over` soon.
+    fn take_back(&self, is_over: impl Fn() -> bool) {
         for _ in 0..2 {
-            if self.endpoint.shootdown().is_over(token) {
+            if is_over() {
                 self.returned.store(true, Ordering::Relaxed);
                 self.reached.write();
                 return;
@@ -63,21 +69,36 @@ impl World {
     }
 }
 
+/// One page.
+fn page() -> Range {
+    Range::from_len(Iova(0), PAGE).unwrap()
+}
+
+/// A domain in which it is mapped.
+fn domain(shootdown: &Arc<Shootdown>) -> Arc<SoftDomain<GuestPhys>> {
+    let geometry = Geometry::new(PageSizes::new(PAGE).unwrap(), Range::ALL);
+    let domain = SoftDomain::new(geometry, Limits::NONE, Arc::clone(shootdown));
+    domain.map_pages(&[Map::new(page(), GuestPhys(0), Prot::RW)]).unwrap();
+    domain
+}
+
+/// An endpoint that nothing was reached through yet.
+fn world(shootdown: Arc<Shootdown>, binding: Binding) -> Arc<World> {
+    let endpoint = Endpoint::new(1, shootdown, binding);
+    let (reached, returned) = (model::Memory::default(), AtomicBool::new(false));
+    Arc::new(World { endpoint, reached, returned })
+}
+
 /// Unbinds the endpoint while a device accesses through a view that was there before, or is made by
 /// it. The endpoint was bound before, or is bound meanwhile (`twice`).
 fn race(there: bool, twice: bool, device: fn(&World, View)) {
     // rule V14
     check(Some(3), move || {
         let shootdown = Shootdown::new(1);
-        let geometry = Geometry::new(PageSizes::new(PAGE).unwrap(), Range::ALL);
-        let domain = SoftDomain::new(geometry, Limits::NONE, Arc::clone(&shootdown));
-        let page = Range::from_len(Iova(0), PAGE).unwrap();
-        domain.map_pages(&[Map::new(page, GuestPhys(0), Prot::RW)]).unwrap();
+        let domain = domain(&shootdown);
         // Loom does not know how `Arc` orders the last drop: the domain lives longer than the threads.
         let bound = || Binding::Domain(Arc::clone(&domain));
-        let endpoint = Endpoint::new(1, shootdown, if twice { Binding::Blocked } else { bound() });
-        let (reached, returned) = (model::Memory::default(), AtomicBool::new(false));
-        let world = Arc::new(World { endpoint, reached, returned });
+        let world = world(shootdown, if twice { Binding::Blocked } else { bound() });
         let (memory, of) = (memory(), Arc::clone(&world.endpoint));
         let view = move || View::new(Arc::clone(&of), Arc::clone(&memory)).unwrap();
         let before = Moved(there.then(&view));
@@ -145,5 +166,56 @@ fn of_two_changes_the_last_counts() {
             view.quiet();
         }
         world.access(&view);
+    });
+}
+
+/// Table, log and views together: each view looks the page up in the table, and has it in a cache of its own
+/// until it reads the log. The owner unmaps it meanwhile.
+fn unmapped_under(views: usize, preemptions: usize, device: fn(&World, View)) {
+    // rule L18
+    check(Some(preemptions), move || {
+        let shootdown = Shootdown::new(views);
+        let domain = domain(&shootdown);
+        let world = world(shootdown, Binding::Domain(Arc::clone(&domain)));
+        let memory = memory();
+        let threads: Vec<_> = (0..views)
+            .map(|_| {
+                let view = View::new(Arc::clone(&world.endpoint), Arc::clone(&memory));
+                let (view, theirs) = (Moved(view), Arc::clone(&world));
+                thread::spawn(move || {
+                    let Moved(view) = { view };
+                    device(&theirs, view.unwrap());
+                })
+            })
+            .collect();
+        let mut gather = Gather::new();
+        assert_eq!(domain.unmap_pages(&[page()], &mut gather), Ok(PAGE.into()));
+        let token = domain.sync_begin(gather.work()).unwrap();
+        world.take_back(|| domain.sync_poll(token, gather.work(), &mut |_, _| ()));
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        drop(domain);
+    });
+}
+
+#[test]
+fn what_was_unmapped_is_forgotten_by_both_views_that_have_it() {
+    unmapped_under(2, 2, |world, mut view| {
+        world.access(&view);
+        view.quiet();
+        world.access(&view);
+    });
+}
+
+#[test]
+fn a_lease_of_one_view_holds_what_was_unmapped_and_the_other_view_does_not() {
+    unmapped_under(2, 2, |world, mut view| {
+        let lease = view.slices(0, 1, Access::Read, |_| ()).is_ok().then(|| view.lease(0, 1));
+        view.quiet();
+        if lease.is_some() {
+            world.touch();
+        }
+        drop(lease);
     });
 }
