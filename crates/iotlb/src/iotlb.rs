@@ -192,33 +192,32 @@ impl Iotlb {
                 && mapping.target.wrapping_add(range.first().0 - mapping.range.first().0)
                     == target.0
         };
+        let is_there = || self.domain.mapping(range.first()).is_some_and(same);
         let mut token = 0;
-        if !self.domain.mapping(range.first()).is_some_and(same) {
-            // Evicted entries may still be in use, as replaced ones may.
-            if writer.was_evicted(range, self.shootdown()) {
-                token = self.remove(range)?;
-            }
-            loop {
-                // The map itself finds what overlaps: mostly nothing does.
-                let mapped = match self.domain.mappings() < self.config.entries {
-                    true => self.domain.map(Map::new(range, target, prot)),
-                    false if self.overlaps(range) => {
-                        Err(Error::Exists { range, at: range.first() })
-                    }
-                    false => {
-                        self.evict(&mut writer)?;
-                        continue;
-                    }
-                };
-                match mapped {
-                    Ok(()) => break,
-                    // This token is later than those of evicted entries, and covers the whole
-                    // range.
-                    Err(Error::Exists { .. }) => token = self.remove(range)?,
-                    Err(error) => self.make_room(&mut writer, range, error)?,
+        // Evicted entries may still be in use, as replaced ones may.
+        if writer.was_evicted(range, self.shootdown()) && !is_there() {
+            token = self.remove(range)?;
+        }
+        loop {
+            // The map itself finds what overlaps: mostly nothing does.
+            let mapped = match self.domain.mappings() < self.config.entries {
+                true => self.domain.map(Map::new(range, target, prot)),
+                false if self.overlaps(range) => Err(Error::Exists { range, at: range.first() }),
+                false => {
+                    self.evict(&mut writer)?;
+                    continue;
                 }
+            };
+            match mapped {
+                Ok(()) => {
+                    writer.victims.add(range.first(), &self.domain);
+                    break;
+                }
+                Err(Error::Exists { .. }) if is_there() => break,
+                // This token is later than those of evicted entries, and covers the whole range.
+                Err(Error::Exists { .. }) => token = self.remove(range)?,
+                Err(error) => self.make_room(&mut writer, range, error)?,
             }
-            writer.victims.add(range.first(), &self.domain);
         }
         drop(writer);
         self.stats.updates.fetch_add(1, Ordering::Relaxed);
@@ -323,13 +322,19 @@ impl Iotlb {
     }
 
     fn remove(&self, range: Range) -> Result<u64> {
-        // Entries are removed whole: what is removed in excess costs only a miss.
-        let first = self.domain.mapping(range.first()).map_or(range.first(), |m| m.range.first());
-        let last = self.domain.mapping(range.last()).map_or(range.last(), |m| m.range.last());
-        let whole = Range::new(first, last).expect("they enclose a range");
         // Neither the ranges nor the table pages of the gather matter: `begin` covers the whole
         // range, which is what views may hold.
-        self.domain.unmap(whole, &mut Gather::queued())?;
+        let whole = match self.domain.unmap(range, &mut Gather::queued()) {
+            // Entries are removed whole: what is removed in excess costs only a miss.
+            Err(Error::WouldSplit { .. }) => {
+                let [first, last] = [range.first(), range.last()]
+                    .map(|at| self.domain.mapping(at).map_or(point(at), |there| there.range));
+                let whole = first.hull(last);
+                self.domain.unmap(whole, &mut Gather::queued())?;
+                whole
+            }
+            removed => removed.map(|_| range)?,
+        };
         self.begin(&[whole])
     }
 

@@ -4,6 +4,7 @@ use ringfence_iommu::{GuestPhys, Iova, Range, SoftDomain};
 
 /// The beginnings of entries, for picking one at random; some may be gone.
 pub(crate) struct Victims {
+    /// Empty as long as nothing is evicted.
     firsts: Vec<Iova>,
     random: u64,
 }
@@ -15,27 +16,15 @@ impl Victims {
 
     /// An entry that begins with `first` was put in.
     pub(crate) fn add(&mut self, first: Iova, domain: &SoftDomain<GuestPhys>) {
-        let (listed, there) = (self.firsts.len() as u64, domain.mappings());
-        if listed > 2 * there + 64 {
-            // Most of them are gone, or duplicates: checking one is cheaper than tidying up.
-            let at = self.random();
-            if domain.mapping(self.firsts[at]).is_none() {
-                self.firsts[at] = first;
-                return;
-            }
-            if listed > 4 * there + 128 {
-                self.tidy(domain);
-            }
+        if self.firsts.is_empty() {
+            return;
         }
-        self.firsts.push(first);
-    }
-
-    /// Removes entries that are gone, and duplicates.
-    #[cold]
-    fn tidy(&mut self, domain: &SoftDomain<GuestPhys>) {
-        self.firsts.sort_unstable_by_key(|first| first.0);
-        self.firsts.dedup();
-        self.firsts.retain(|&first| domain.mapping(first).is_some());
+        if self.firsts.len() as u64 > 2 * domain.mappings() + 64 {
+            // Most of them are gone, or duplicates: the next eviction lists them anew.
+            self.firsts = Vec::new();
+        } else {
+            self.firsts.push(first);
+        }
     }
 
     /// The index of a random entry; there must be one.
@@ -50,14 +39,19 @@ impl Victims {
 
     /// One of those that are still there; it counts as gone from now on.
     pub(crate) fn pick(&mut self, domain: &SoftDomain<GuestPhys>) -> Option<Range> {
-        while !self.firsts.is_empty() {
+        loop {
+            if self.firsts.is_empty() {
+                domain.for_each(|mapping| self.firsts.push(mapping.range.first()));
+            }
+            if self.firsts.is_empty() {
+                return None;
+            }
             let at = self.random();
             let first = self.firsts.swap_remove(at);
             if let Some(mapping) = domain.mapping(first) {
                 return Some(mapping.range);
             }
         }
-        None
     }
 }
 
@@ -91,10 +85,15 @@ mod tests {
             if number >= 100 {
                 domain.unmap(page(number - 100), &mut Gather::new()).unwrap();
             }
+            // From here on they are listed.
+            if number % 1000 == 500 {
+                assert!(victims.pick(&domain).is_some());
+            }
             assert!(victims.firsts.len() < 1000, "{}", victims.firsts.len());
         }
         let mut picked = BTreeSet::new();
         while let Some(range) = victims.pick(&domain) {
+            domain.unmap(range, &mut Gather::new()).unwrap();
             picked.insert(range.first().0 >> 12);
         }
         assert_eq!(picked, (9_900..10_000).collect());
@@ -103,11 +102,16 @@ mod tests {
     #[test]
     fn one_that_comes_and_goes_again_and_again_takes_no_more_room() {
         let (domain, mut victims) = (domain(), Victims::new(1));
-        for _ in 0..10_000 {
+        add(&mut victims, &domain, 8);
+        for number in 0..10_000 {
             add(&mut victims, &domain, 7);
+            if number == 10 {
+                assert!(victims.pick(&domain).is_some());
+            }
             assert!(victims.firsts.len() < 1000, "{}", victims.firsts.len());
             domain.unmap(page(7), &mut Gather::new()).unwrap();
         }
+        domain.unmap(page(8), &mut Gather::new()).unwrap();
         assert_eq!(victims.pick(&domain), None);
     }
 }
