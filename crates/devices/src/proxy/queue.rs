@@ -133,11 +133,11 @@ impl ProxyQueue {
     /// Copies a chain and adds it to the shadow ring.
     fn send(&mut self, at: u16, chain: &Chain, bus: &Bus) -> Result<Sent, Stop> {
         let descs = chain.descs();
-        let (table, len) = layout(chain);
+        let by_table = self.by_table(chain);
+        let (table, len) = layout(chain, by_table);
         if len > self.slots.len() {
             return Err(Stop::Never(io::Error::other(self.too_long(len))));
         }
-        let by_table = self.indirect && descs.len() > 1;
         let needed = if by_table { 1 } else { descs.len() };
         if needed > usize::from(self.shadow.size()) {
             let text = format!("a chain of {needed} buffers, and the back end takes no tables");
@@ -146,11 +146,10 @@ impl ProxyQueue {
         if self.ends || usize::from(self.shadow.free_descs()) < needed {
             return Err(Stop::Later);
         }
-        // Before anything is copied; and of what is written, too, though it may be gone when the chain
-        // comes back: a ring that stops then gets no translations any more.
-        for &Desc { addr, len, write } in descs {
-            let access = if write { Access::Write } else { Access::Read };
-            bus.slices(addr, len.into(), access, |_| {})?;
+        // What is written, too, though it may be gone when the chain comes back: a ring that stops then
+        // gets no translations any more.
+        for &Desc { addr, len, .. } in chain.writable() {
+            bus.slices(addr, len.into(), Access::Write, |_| {})?;
         }
         let Some(slot) = self.slots.take(len) else {
             if self.slots.is_unused() {
@@ -166,6 +165,11 @@ impl ProxyQueue {
                 Err(stop)
             }
         }
+    }
+
+    /// Whether a chain takes one descriptor of the shadow ring, and a table in its slot.
+    fn by_table(&self, chain: &Chain) -> bool {
+        self.indirect && chain.descs().len() > 1
     }
 
     fn too_long(&self, len: u64) -> String {
@@ -250,8 +254,8 @@ impl ProxyQueue {
             left -= if write { part } else { 0 };
             self.slots.piece(&slot, place, part).fill_zero();
         }
-        if self.indirect {
-            self.slots.rest(&slot, layout(chain).0).fill_zero();
+        if self.by_table(chain) {
+            self.slots.rest(&slot, layout(chain, true).0).fill_zero();
         }
         self.slots.give_back(slot);
     }

@@ -67,11 +67,13 @@ pub(super) fn places(chain: &Chain) -> impl Iterator<Item = (Desc, u64)> + '_ {
     chain.descs().iter().map(move |&desc| (desc, places.next(desc.len)))
 }
 
-/// The offset of a chain's table in its slot, and how long the slot is with it.
-pub(super) fn layout(chain: &Chain) -> (u64, u64) {
+/// The offset of a chain's table in its slot, and how long the slot is, with the table if there is one.
+pub(super) fn layout(chain: &Chain, by_table: bool) -> (u64, u64) {
     let mut places = Places::of(chain);
     chain.descs().iter().for_each(|desc| _ = places.next(desc.len));
-    (places.small, places.small + (chain.descs().len() * DESC_SIZE) as u64)
+    let table = if by_table { chain.descs().len() * DESC_SIZE } else { 0 };
+    // Buffers may be empty, and a slot may not.
+    (places.small, (places.small + table as u64).max(1))
 }
 
 impl Slots {

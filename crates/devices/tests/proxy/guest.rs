@@ -174,7 +174,8 @@ impl Guest {
             .collect();
         for (number, page) in pages.iter().enumerate() {
             let small = self.random(2) == 0;
-            let len = 1 + self.random(if small { 40 } else { PAGE });
+            // Empty ones, too.
+            let len = self.random(if small { 41 } else { PAGE + 1 });
             let offset = page * PAGE + self.random(PAGE - len + 1);
             let addr = self.ram.gpa() + (RING_PAGES * PAGE + offset) as u64;
             if number < readable {
