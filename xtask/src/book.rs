@@ -30,6 +30,16 @@ const SITE: &str = "target/book";
 /// # Errors
 /// [`NotRun`](crate::steps::NotRun): mdBook is not there, and cannot be built.
 pub(crate) fn make() -> Result<()> {
+    let pages = source()?;
+    run(Command::new(mdbook()?).arg("build").current_dir(root()))?;
+    check(&root().join(SITE), &pages)
+}
+
+/// Writes what mdBook makes the site from; returns its pages.
+///
+/// # Errors
+/// A page is not in the table of contents, or one there is not in the tree.
+pub(crate) fn source() -> Result<BTreeSet<PathBuf>> {
     let (root, source) = (root(), root().join(SOURCE));
     let _ = fs::remove_dir_all(&source);
     let repository = packages()?.into_iter().find_map(|package| package.repository);
@@ -68,15 +78,14 @@ pub(crate) fn make() -> Result<()> {
             fs::copy(&path, source.join(name))?;
         }
     }
-    run(Command::new(mdbook()?).arg("build").current_dir(&root))?;
-    check(&root.join(SITE), &pages)
+    Ok(pages)
 }
 
 /// The program.
 ///
 /// # Errors
 /// [`NotRun`](crate::steps::NotRun): it is not there, and cannot be built.
-pub(crate) fn mdbook() -> Result<PathBuf> {
+fn mdbook() -> Result<PathBuf> {
     tool("mdbook", MDBOOK, &["--no-default-features"])
 }
 

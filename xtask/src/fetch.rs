@@ -10,14 +10,14 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
-use crate::{book, gate, guests, workspace::root};
+use crate::{gate, guests, workspace::root};
 
 /// Makes everything.
 ///
 /// # Errors
 /// The first that cannot be made; the others are made nevertheless.
 pub(crate) fn everything() -> Result<()> {
-    let made = [guests::make(&[]), gate::runner().map(drop), book::mdbook().map(drop)];
+    let made = [guests::make(&[]), gate::runner().map(drop)];
     made.into_iter().collect()
 }
 

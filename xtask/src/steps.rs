@@ -151,9 +151,10 @@ const STEPS: &[Step] = &[
     step("model checks", 300, |_| mutants::run(None, Table::Follow)),
     step("documentation", 150, |_| documentation()),
     step("documentation: links and names", 5, |_| {
-        links::check().and_then(|()| architecture::check())
+        links::check()?;
+        book::source()?;
+        architecture::check()
     }),
-    step("documentation: the book", 130, |_| book::make()),
     step("examples", 60, examples),
     step("front door", 120, |_| front_door::check()),
     step("speed gate", 320, |_| gate::run(None, false)),
@@ -170,6 +171,8 @@ const STEPS: &[Step] = &[
     long("fuzz for a minute each", 700, |_| {
         fuzz::build(None, true)?.run(Length::Explore { seconds: 60, seed: 1, noted: false })
     }),
+    long("a build that invalidates nothing", 150, |run| run.ignored(COMMAND, "mutant", &[])),
+    long("documentation: the book", 130, |_| book::make()),
     long("packages", 600, |_| published()),
     long("docs.rs", 300, |_| docs_rs()),
     long("a Debian root", 900, |_| debian::check()),

@@ -193,7 +193,6 @@ fn package(id: &str) -> String {
 fn rank(program: &Program) -> usize {
     const LONG: &[&str] = &[
         "ringfence-lab --lib",
-        "ringfence-cli --test mutant",
         "ringfence-cli --test hostile",
         "ringfence-devices --test oracle",
         "ringfence-cli --test bench_bounce",

@@ -85,6 +85,7 @@ fn build() -> PathBuf {
 }
 
 #[test]
+#[ignore = "builds the command once more"]
 fn a_build_that_invalidates_nothing_fails_as_a_leak() {
     let place = Place::of(build());
     let rows = "off,strict,strict+map";
@@ -101,6 +102,7 @@ fn a_build_that_invalidates_nothing_fails_as_a_leak() {
 /// Features of all dependants add up: one that switched something off would do so for all,
 /// unnoticed.
 #[test]
+#[ignore = "builds a crate once more"]
 fn no_feature_takes_invalidation_away() {
     let output = cargo("metadata").args(["--no-deps", "--format-version", "1"]).output();
     let metadata: Value =
