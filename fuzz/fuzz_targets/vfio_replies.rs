@@ -1,4 +1,4 @@
-//! A hostile kernel's answers to VFIO's domains.
+//! A hostile kernel's results for VFIO's domains.
 //!
 //! The parsers are `vfio/src/kernel/{info,chain}.rs` (the reply to `VFIO_IOMMU_GET_INFO`, with its chain of
 //! capabilities), which are compiled in here as they are, and what `vfio/src/space.rs`,
@@ -43,15 +43,15 @@ fn lowest(sizes: u64) -> u64 {
     sizes & sizes.wrapping_neg()
 }
 
-/// The kernel: what it was asked, and how it answers.
+/// The kernel: the calls it got, and how it behaves.
 #[derive(Clone)]
 struct Hostile(Arc<Mutex<State>>);
 
 struct State {
     info: Type1Info,
-    /// How it answers: 0 as an honest one, at the end too.
-    answers: Vec<u8>,
-    /// What it has mapped, according to its answers: first and last.
+    /// How it behaves: 0 as an honest one, at the end too.
+    choices: Vec<u8>,
+    /// What it has mapped, according to its results: first and last.
     mapped: BTreeMap<u64, u64>,
     calls: u64,
     /// Whether it has refused to take something back.
@@ -62,16 +62,16 @@ struct State {
 }
 
 impl State {
-    fn answer(&mut self) -> u8 {
+    fn choice(&mut self) -> u8 {
         self.calls += 1;
         assert!(self.calls < 20_000, "it is asked without end");
-        let answer = self.answers.pop().unwrap_or(0);
-        self.honest &= answer == 0;
-        answer
+        let choice = self.choices.pop().unwrap_or(0);
+        self.honest &= choice == 0;
+        choice
     }
 
     fn map(&mut self, iova: u64, vaddr: u64, size: u64) -> KernelResult<()> {
-        let answer = self.answer();
+        let choice = self.choice();
         let last = iova.checked_add(size - 1).expect("no range wraps");
         vaddr.checked_add(size - 1).expect("no address wraps");
         let granule = lowest(self.info.page_sizes).max(1);
@@ -93,24 +93,24 @@ impl State {
             assert!(!self.honest, "{iova:#x} is mapped already");
             return Err(Errno::EXIST);
         }
-        if answer & 1 != 0 {
-            return Err(ERRNOS[usize::from(answer / 2 % 8)]);
+        if choice & 1 != 0 {
+            return Err(ERRNOS[usize::from(choice / 2 % 8)]);
         }
         self.mapped.insert(iova, last);
         Ok(())
     }
 
     fn unmap(&mut self, iova: u64, last: u64) -> KernelResult<u64> {
-        let answer = self.answer();
+        let choice = self.choice();
         let whole: Vec<u64> =
             self.mapped.range(iova..=last).filter(|it| *it.1 <= last).map(|it| *it.0).collect();
         let mut bytes = 0_u64;
-        let some = match answer % 8 {
+        let some = match choice % 8 {
             // A part of it, nothing at all, or an error.
             1 | 2 => whole.len() / 2,
             3 | 4 => {
                 self.keeps = true;
-                return Err(ERRNOS[usize::from(answer / 8 % 8)]);
+                return Err(ERRNOS[usize::from(choice / 8 % 8)]);
             }
             _ => whole.len(),
         };
@@ -118,7 +118,7 @@ impl State {
             let end = self.mapped.remove(first).expect("it is there");
             bytes = bytes.saturating_add(end - first).saturating_add(1);
         }
-        Ok(match answer % 8 {
+        Ok(match choice % 8 {
             5 => bytes.saturating_mul(2),
             6 => u64::MAX,
             _ => bytes,
@@ -126,11 +126,11 @@ impl State {
     }
 
     fn bits(&mut self, size: u64, Bitmap { page, words }: Bitmap<'_>) -> KernelResult<()> {
-        let answer = self.answer();
+        let choice = self.choice();
         assert!(page.is_power_of_two() && words.iter().all(|&word| word == 0));
         assert!(u128::from(size / page) <= words.len() as u128 * 64);
-        words.fill(if answer & 1 != 0 { u64::MAX } else { u64::from(answer) << 56 });
-        if answer & 2 != 0 { Err(ERRNOS[usize::from(answer / 4 % 8)]) } else { Ok(()) }
+        words.fill(if choice & 1 != 0 { u64::MAX } else { u64::from(choice) << 56 });
+        if choice & 2 != 0 { Err(ERRNOS[usize::from(choice / 4 % 8)]) } else { Ok(()) }
     }
 }
 
@@ -209,12 +209,12 @@ impl IommufdKernel for Hostile {
     }
 }
 
-// Input: a byte of flags, the length of a reply, the number of answers; the reply; the answers; steps of five
+// Input: a byte of flags, the length of a reply, the number of choices; the reply; the choices; steps of five
 // bytes.
 fuzz_target!(|data: &[u8]| {
-    let Some((&[flags, reply, answers], rest)) = data.split_first_chunk() else { return };
+    let Some((&[flags, reply, choices], rest)) = data.split_first_chunk() else { return };
     let (reply, rest) = rest.split_at(usize::from(reply).min(rest.len()));
-    let (answers, steps) = rest.split_at(usize::from(answers).min(rest.len()));
+    let (choices, steps) = rest.split_at(usize::from(choices).min(rest.len()));
     let mut info = kernel::parse(reply);
     check_info(&info, reply.len());
     if flags & 1 != 0 {
@@ -222,10 +222,10 @@ fuzz_target!(|data: &[u8]| {
         info = Type1Info { page_sizes: 0x4020_1000, ..info };
         info.ranges = info.ranges.filter(|ranges| !ranges.is_empty());
     }
-    let answers = answers.iter().rev().copied().collect();
+    let choices = choices.iter().rev().copied().collect();
     let state = State {
         info,
-        answers,
+        choices,
         mapped: BTreeMap::new(),
         calls: 0,
         keeps: false,

@@ -125,13 +125,13 @@ fn run(fixed: &Fixed, program: &[[u8; 5]], begins: u8, changes: &[[u8; 3]]) {
         assert!(progress.handled == 1 && !progress.pending);
         assert!(queue.pop().expect("the device is honest").is_some());
     }
-    let recorded = answers(&bench);
+    let recorded = behaviour(&bench);
     let saved = bench.device.save().expect("its domains list what they hold");
 
     // Unchanged.
     let moved = fresh();
     moved.device.restore(&saved).expect("it was not changed");
-    assert_eq!(answers(&moved), recorded, "it answers as the one it was");
+    assert_eq!(behaviour(&moved), recorded, "it behaves as the one it was");
     assert_eq!(moved.device.save().as_ref(), Ok(&saved));
     // Raw, and with a checksum for what is there.
     for signed in [false, true] {
@@ -168,7 +168,7 @@ fn run(fixed: &Fixed, program: &[[u8; 5]], begins: u8, changes: &[[u8; 3]]) {
             if !changed {
                 let result = result.as_ref().expect("a journal");
                 assert!(result.is_ok(), "it was not changed: {result:?}");
-                assert_eq!(answers(&other), recorded, "it answers as the one it was");
+                assert_eq!(behaviour(&other), recorded, "it behaves as the one it was");
             }
             judge(&other, matches!(result, Some(Ok(()))));
         }
@@ -176,25 +176,25 @@ fn run(fixed: &Fixed, program: &[[u8; 5]], begins: u8, changes: &[[u8; 3]]) {
 }
 
 /// Where the accesses of all endpoints lead.
-fn answers(bench: &Bench) -> Vec<Option<u64>> {
-    let mut answers = vec![Some(u64::from(bench.device.config()[36]))];
+fn behaviour(bench: &Bench) -> Vec<Option<u64>> {
+    let mut results = vec![Some(u64::from(bench.device.config()[36]))];
     for endpoint in ENDPOINTS {
         for spot in SPOTS {
             for page in (0..8).map_while(|page: u64| spot.checked_add(page << 12)) {
                 for access in [Prot::READ, Prot::WRITE] {
-                    answers.push(bench.endpoints.access(endpoint, page, access));
+                    results.push(bench.endpoints.access(endpoint, page, access));
                 }
             }
         }
     }
-    answers
+    results
 }
 
 /// What a device holds after a state was restored or refused.
 fn judge(bench: &Bench, restored: bool) {
     if !restored {
         assert_eq!(bench.device.domains(), 0);
-        assert!(answers(bench).into_iter().all(|answer| matches!(answer, None | Some(0))));
+        assert!(behaviour(bench).into_iter().all(|result| matches!(result, None | Some(0))));
         return;
     }
     assert!(bench.device.domains() <= 3);
@@ -212,7 +212,7 @@ fn judge(bench: &Bench, restored: bool) {
     let saved = bench.device.save().expect("its domains list what they hold");
     let next = fresh();
     next.device.restore(&saved).expect("it was saved");
-    assert_eq!(answers(&next), answers(bench));
+    assert_eq!(behaviour(&next), behaviour(bench));
 }
 
 /// Puts the checksum that the bytes should have.

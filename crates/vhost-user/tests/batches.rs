@@ -1,4 +1,4 @@
-//! IOTLB messages in batches, at both ends: carried out together, answered in order, however they are
+//! IOTLB messages in batches, at both ends: carried out together, their replies in order, however they are
 //! cut and whatever comes between them.
 
 mod common;
@@ -34,21 +34,21 @@ fn empty() -> Request {
 }
 
 fn words(stream: &mut UnixStream, count: usize) -> Vec<(u32, u64)> {
-    let mut answer = [0; Header::LEN + 8];
+    let mut reply = [0; Header::LEN + 8];
     let mut each = || {
-        stream.read_exact(&mut answer).unwrap();
-        let word = |at: usize| u32::from_ne_bytes(answer[at..at + 4].try_into().unwrap());
+        stream.read_exact(&mut reply).unwrap();
+        let word = |at: usize| u32::from_ne_bytes(reply[at..at + 4].try_into().unwrap());
         assert_eq!(word(4), Header::VERSION | Header::REPLY, "rule D4");
-        (word(0), u64::from_ne_bytes(answer[Header::LEN..].try_into().unwrap()))
+        (word(0), u64::from_ne_bytes(reply[Header::LEN..].try_into().unwrap()))
     };
     (0..count).map(|_| each()).collect()
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
-    /// Rule D13: one answer each, in order; a request with a descriptor comes between them.
+    /// Rule D13: one reply each, in order; a request with a descriptor comes between them.
     #[test]
-    fn a_batch_is_answered_in_order_however_it_is_cut(
+    fn the_replies_to_a_batch_come_in_order_however_it_is_cut(
         kinds in prop::collection::vec(0..8u8, 1..150),
         cuts in prop::collection::vec(1..900usize, 1..30),
     ) {
@@ -56,7 +56,7 @@ proptest! {
         let (mut stream, served) = serve(Device::default());
         send(&stream, &message(&Request::SetFeatures(VERSION_1 | F_ACCESS_PLATFORM), false), &[]);
         let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let (mut rest, mut wanted, mut answers) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut rest, mut wanted, mut replies) = (Vec::new(), Vec::new(), Vec::new());
         let mut cuts = cuts.into_iter().cycle();
         let mut write = |rest: &mut Vec<u8>| {
             let mut rest = &*std::mem::take(rest);
@@ -77,26 +77,26 @@ proptest! {
                 }
                 1 => {
                     rest.extend(message(&empty(), page % 2 == 0));
-                    answers.push((code::IOTLB_MSG, 1));
+                    replies.push((code::IOTLB_MSG, 1));
                 }
                 2 => {
                     rest.extend(message(&Request::GetFeatures, false));
-                    answers.push((code::GET_FEATURES, offered));
+                    replies.push((code::GET_FEATURES, offered));
                 }
                 _ => {
                     let invalidate = invalidate(page as u64);
                     rest.extend(message(&request(&invalidate), page % 2 == 0));
                     wanted.push(Event::Iotlb(invalidate));
-                    answers.push((code::IOTLB_MSG, 0));
+                    replies.push((code::IOTLB_MSG, 0));
                 }
             }
         }
-        // After a hang-up, requests without answers may not be carried out: one thread closes the
+        // After a hang-up, requests without replies may not be carried out: one thread closes the
         // descriptors of all these tests, and may not have run for a while.
         rest.extend(message(&Request::GetFeatures, false));
-        answers.push((code::GET_FEATURES, offered));
+        replies.push((code::GET_FEATURES, offered));
         write(&mut rest);
-        prop_assert_eq!(words(&mut stream, answers.len()), answers);
+        prop_assert_eq!(words(&mut stream, replies.len()), replies);
         drop(stream);
         let (result, device) = served.join().unwrap();
         prop_assert!(result.is_ok(), "{:?}", result);
@@ -150,24 +150,24 @@ fn alone() -> (Frontend, IotlbHandle, UnixStream) {
     (front, handle, theirs)
 }
 
-fn answer(word: u64) -> Vec<u8> {
+fn reply(word: u64) -> Vec<u8> {
     bytes(Header::reply(code::IOTLB_MSG, 8), &word.to_ne_bytes())
 }
 
 #[test]
-fn posts_are_done_when_they_are_answered_however_the_answers_are_cut() {
+fn posts_are_done_when_their_replies_come_however_these_are_cut() {
     let (_front, handle, mut theirs) = alone();
     let first = handle.post(&(0..50).map(invalidate).collect::<Vec<_>>()).unwrap();
     let last = handle.post(&(50..100).map(invalidate).collect::<Vec<_>>()).unwrap();
     assert_eq!((first, last), (50, 100));
     handle.flush().unwrap();
     assert!(!handle.is_done(1));
-    let answers: Vec<u8> = (0..100).flat_map(|_| answer(0)).collect();
-    for (at, byte) in answers.iter().enumerate() {
+    let replies: Vec<u8> = (0..100).flat_map(|_| reply(0)).collect();
+    for (at, byte) in replies.iter().enumerate() {
         theirs.write_all(&[*byte]).unwrap();
-        if at % 7 == 0 || at + 1 == answers.len() {
+        if at % 7 == 0 || at + 1 == replies.len() {
             handle.flush().unwrap();
-            let whole = ((at + 1) / answer(0).len()) as u64;
+            let whole = ((at + 1) / reply(0).len()) as u64;
             assert_eq!((1..=100).filter(|&ticket| handle.is_done(ticket)).count() as u64, whole);
         }
     }
@@ -186,14 +186,14 @@ fn replies_are_requested_where_that_was_negotiated() {
     handle.post(&[invalidate(1)]).unwrap();
     handle.flush().unwrap();
     assert!(!head(&mut theirs));
-    theirs.write_all(&answer(0)).unwrap();
+    theirs.write_all(&reply(0)).unwrap();
     handle.settle().unwrap();
     front.set_protocol_features(ProtocolFeatures::REPLY_ACK).unwrap();
     theirs.read_exact(&mut [0; Header::LEN + 8]).unwrap();
     handle.post(&[invalidate(1)]).unwrap();
     handle.flush().unwrap();
     assert!(head(&mut theirs));
-    theirs.write_all(&[answer(0), answer(0)].concat()).unwrap();
+    theirs.write_all(&[reply(0), reply(0)].concat()).unwrap();
     front.iotlb(&invalidate(1)).unwrap();
     assert!(head(&mut theirs), "also by a call that waits");
 }
@@ -202,7 +202,7 @@ fn replies_are_requested_where_that_was_negotiated() {
 fn a_refusal_is_reported_once_and_an_invalid_reply_ends_the_connection() {
     let (_front, handle, mut theirs) = alone();
     handle.post(&[invalidate(1), invalidate(2), invalidate(3)]).unwrap();
-    theirs.write_all(&[answer(0), answer(7), answer(9)].concat()).unwrap();
+    theirs.write_all(&[reply(0), reply(7), reply(9)].concat()).unwrap();
     let refused = handle.settle();
     assert!(matches!(refused, Err(FrontendError::Refused { code: 7, .. })), "{refused:?}");
     handle.settle().unwrap();
@@ -223,12 +223,12 @@ fn a_refusal_is_reported_once_and_an_invalid_reply_ends_the_connection() {
 }
 
 #[test]
-fn requests_behind_posts_are_answered_although_the_posts_are_not_polled() {
+fn requests_behind_posts_get_replies_although_the_posts_are_not_polled() {
     let (mut front, served) = connect(Device::default());
     front.negotiate(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN).unwrap();
     let handle = front.iotlb_handle();
     handle.post(&(0..100).map(invalidate).collect::<Vec<_>>()).unwrap();
-    // The posts go before this request, and their answers before its own.
+    // The posts go before this request, and their replies before its own.
     let mut config = [0; 4];
     front.config(8, &mut config).unwrap();
     assert_eq!(config, [8, 9, 10, 11]);

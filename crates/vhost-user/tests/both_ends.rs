@@ -306,7 +306,7 @@ fn no_more_is_mapped_than_may_be() {
     front.remove_mem_region(rams[0].region()).unwrap();
     assert_eq!(handle.mapped(), 2 * LEN);
     add(&mut front, 2).unwrap();
-    // No answer reports that a log is refused.
+    // No reply reports that a log is refused.
     front.set_log_base(log.fd(), 0, LEN + 1).unwrap_err();
     let (ended, device) = served.join().unwrap();
     let Err(ServeError::Refused { request: code::SET_LOG_BASE, why }) = ended else {
@@ -474,17 +474,17 @@ fn another_thread_ends_a_server_that_waits() {
 
 #[test]
 fn the_request_that_negotiates_acknowledgements_is_acknowledged() {
-    // As User-Mode Linux does: it waits for the answer before it sends anything else.
+    // As User-Mode Linux does: it waits for the reply before it sends anything else.
     let (mut front, served) = serve(Device::default());
     front.set_read_timeout(Some(LONG)).unwrap();
     let ack = ProtocolFeatures::REPLY_ACK.bits();
     // SET_PROTOCOL_FEATURES, version 1 with need_reply.
     let words: Vec<u8> = [16_u32, 1 | 8, 8].iter().flat_map(|w| w.to_ne_bytes()).collect();
     front.write_all(&[&words[..], &ack.to_ne_bytes()].concat()).unwrap();
-    let mut answer = [0; 20];
-    front.read_exact(&mut answer).unwrap();
+    let mut reply = [0; 20];
+    front.read_exact(&mut reply).unwrap();
     let expected: Vec<u8> = [16_u32, 5, 8, 0, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
-    assert_eq!(answer[..], expected);
+    assert_eq!(reply[..], expected);
     drop(front);
     let _ = served.join().unwrap();
 }

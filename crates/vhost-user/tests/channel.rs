@@ -1,4 +1,4 @@
-//! The back end's channel: misses, their answers, and peers that break it.
+//! The back end's channel: misses, their replies, and peers that break it.
 
 mod common;
 
@@ -124,7 +124,7 @@ fn no_more_replies_are_requested_than_can_be_kept() {
     let messages = |ack| (0..1000).map(move |page| (miss(page << 12), ack));
     assert_eq!(channel.try_send(messages(Some(1))), 256);
     assert_eq!(channel.try_send(messages(Some(1))), 0);
-    // Messages that ask for no answer may still go.
+    // Messages that ask for no reply may still go.
     assert!(channel.try_send(messages(None).take(10)) > 0);
 }
 
@@ -220,18 +220,18 @@ fn replies_reach_the_device_in_the_order_of_its_messages() {
         channel.reply(request, index == 0).unwrap();
     }
     drop(channel);
-    // The back end reads the answers though nothing comes on the main socket.
+    // The back end reads the replies though nothing comes on the main socket.
     await_loss(&lost);
     drop(front);
     let (_, device) = served.join().unwrap();
     let update_at = device.events.iter().position(|e| matches!(e, Event::Iotlb(_))).unwrap();
-    let answers: Vec<_> = device.events[update_at + 1..]
+    let replies: Vec<_> = device.events[update_at + 1..]
         .iter()
-        .filter(|event| matches!(event, Event::Answer(..) | Event::ChannelLost))
+        .filter(|event| matches!(event, Event::Reply(..) | Event::ChannelLost))
         .collect();
-    let first = &Event::Answer(miss(0), 7, true);
-    let second = &Event::Answer(miss(2 << 12), 5, false);
-    assert_eq!(answers, [first, second, &Event::ChannelLost]);
+    let first = &Event::Reply(miss(0), 7, true);
+    let second = &Event::Reply(miss(2 << 12), 5, false);
+    assert_eq!(replies, [first, second, &Event::ChannelLost]);
 }
 
 /// Waits until the device has lost its channel.
@@ -262,22 +262,19 @@ fn channel_receives(bytes: &[u8]) -> Result<(), ServeError> {
 
 #[test]
 fn nonsense_on_the_channel_ends_the_connection_with_a_reason() {
-    let answer = |header: Header, payload: &[u8]| [header.as_bytes(), payload].concat();
+    let reply = |header: Header, payload: &[u8]| [header.as_bytes(), payload].concat();
     let good = Header::reply(code::BACKEND_IOTLB_MSG, 8);
     let zero = [0; 8];
-    let twice = [answer(good, &zero), answer(good, &zero)].concat();
+    let twice = [reply(good, &zero), reply(good, &zero)].concat();
     let wire = |bytes: &[u8]| match channel_receives(bytes) {
         Err(ServeError::Wire(error)) => error,
         other => panic!("{other:?}"),
     };
     assert!(matches!(wire(&twice), WireError::State { .. }));
-    assert!(matches!(
-        wire(&answer(Header { size: 4, ..good }, &zero[..4])),
-        WireError::Size { .. }
-    ));
-    assert!(matches!(wire(&answer(Header { flags: 1, ..good }, &zero)), WireError::Flags { .. }));
-    assert!(matches!(wire(&answer(Header { flags: 6, ..good }, &zero)), WireError::Version { .. }));
-    assert!(matches!(wire(&answer(Header::reply(2, 8), &zero)), WireError::WrongReply { .. }));
+    assert!(matches!(wire(&reply(Header { size: 4, ..good }, &zero[..4])), WireError::Size { .. }));
+    assert!(matches!(wire(&reply(Header { flags: 1, ..good }, &zero)), WireError::Flags { .. }));
+    assert!(matches!(wire(&reply(Header { flags: 6, ..good }, &zero)), WireError::Version { .. }));
+    assert!(matches!(wire(&reply(Header::reply(2, 8), &zero)), WireError::WrongReply { .. }));
     assert!(matches!(wire(&[0xff; 600]), WireError::Version { .. }));
 }
 
@@ -350,9 +347,9 @@ fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
     let handle = front.iotlb_handle();
     let mut channel = FrontendChannel::new(channel, LONG);
     thread::scope(|scope| {
-        let answering = scope.spawn(|| {
-            let mut answered = 0;
-            while answered < 200 {
+        let replying = scope.spawn(|| {
+            let mut replied = 0;
+            while replied < 200 {
                 let mut requests = Vec::new();
                 assert!(channel.recv_all(None, &mut requests).unwrap());
                 let updates: Vec<_> = requests
@@ -365,12 +362,12 @@ fn updates_are_served_while_a_miss_is_open_and_another_thread_waits() {
                 handle.post(&updates).unwrap();
                 handle.settle().unwrap();
                 requests.iter().for_each(|request| channel.reply(request, true).unwrap());
-                answered += requests.len();
+                replied += requests.len();
             }
         });
         // This thread waits for the ring, on the same socket.
         assert_eq!(front.get_vring_base(0).unwrap(), 77);
-        answering.join().unwrap();
+        replying.join().unwrap();
     });
     drop(front);
     let (result, device) = served.join().unwrap();
@@ -396,7 +393,7 @@ fn many_messages_are_in_flight_at_once_and_a_refusal_is_reported() {
     handle.settle().unwrap();
     let outside = Iotlb::Update { first: 0, last: 0xfff, user_addr: 0, access: None };
     assert!(matches!(handle.post(&[outside]), Err(FrontendError::Argument { .. })));
-    // Every answer was read: the next request gets its own.
+    // Every reply was read: the next request gets its own.
     assert_eq!(front.queue_num().unwrap(), 2);
     front.remove_mem_region(ram.region()).unwrap();
     assert!(matches!(handle.post(&updates[..1]), Err(FrontendError::Argument { .. })));
@@ -462,7 +459,7 @@ fn invalid_messages_of_a_back_end_on_the_channel_are_refused() {
 }
 
 /// A device may delay waking its workers, so the server must call it when nothing more is there,
-/// whether all its misses were answered or none.
+/// whether all its misses got replies or none.
 #[test]
 fn a_device_is_notified_when_no_more_replies_come() {
     let on_stop: fn(&mut Device) = |device| {

@@ -122,8 +122,8 @@ fn what_a_device_marks_the_front_end_sees() {
 }
 
 #[test]
-fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_answers_are_wanted() {
-    // Otherwise the same request, sent again, would be answered as if the ring had stopped.
+fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_replies_are_wanted() {
+    // Otherwise the same request, sent again, would get a reply as if the ring had stopped.
     for request in [
         |front: &mut Frontend| front.get_vring_base(0).map(|_| ()),
         |front: &mut Frontend| front.reset_device(),
@@ -143,7 +143,7 @@ fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_answers_are_want
 fn a_log_that_cannot_be_used_ends_the_connection() {
     let (mut front, served) = negotiated(Device::default());
     let (_, fd) = SharedFile::create(4096).unwrap();
-    // Front ends ignore the answer's value.
+    // Front ends ignore the reply's value.
     assert!(front.set_log_base(fd.as_fd(), 0, 4097).is_err());
     let error = served.join().unwrap().0.unwrap_err();
     assert!(matches!(error, ServeError::Refused { request: code::SET_LOG_BASE, .. }), "{error}");

@@ -1,5 +1,5 @@
 //! Invalid messages: either end reports an error, closes the connection and keeps no resources.
-//! Also the exact bytes of the answers.
+//! Also the exact bytes of the replies.
 
 mod common;
 
@@ -25,8 +25,8 @@ use std::{
 };
 use zerocopy::IntoBytes;
 
-/// Reads one answer to a request.
-fn answer(mut stream: &UnixStream, request: u32) -> Vec<u8> {
+/// Reads one reply to a request.
+fn reply(mut stream: &UnixStream, request: u32) -> Vec<u8> {
     let mut header = [0; 12];
     stream.read_exact(&mut header).unwrap();
     let field = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
@@ -37,8 +37,8 @@ fn answer(mut stream: &UnixStream, request: u32) -> Vec<u8> {
     payload
 }
 
-fn answer_word(stream: &UnixStream, request: u32) -> u64 {
-    u64::from_ne_bytes(answer(stream, request).try_into().unwrap())
+fn reply_word(stream: &UnixStream, request: u32) -> u64 {
+    u64::from_ne_bytes(reply(stream, request).try_into().unwrap())
 }
 
 /// A connection whose back end has negotiated these features.
@@ -57,27 +57,27 @@ fn finish(stream: UnixStream, served: common::Served) -> Vec<Event> {
 }
 
 #[test]
-fn answers_carry_the_reply_bit_and_zero_for_success() {
+fn replies_carry_the_reply_bit_and_zero_for_success() {
     // rule D4
     let _alone = alone();
     let (stream, served) = settled(VERSION_1, ProtocolFeatures::KNOWN);
     send(&stream, &message(&Request::GetFeatures, false), &[]);
     let features = VERSION_1 | F_ACCESS_PLATFORM | F_PROTOCOL_FEATURES | F_LOG_ALL;
-    assert_eq!(answer_word(&stream, code::GET_FEATURES), features);
+    assert_eq!(reply_word(&stream, code::GET_FEATURES), features);
     send(&stream, &message(&Request::SetOwner, true), &[]);
-    assert_eq!(answer_word(&stream, code::SET_OWNER), 0);
+    assert_eq!(reply_word(&stream, code::SET_OWNER), 0);
     let region = Region { gpa: 0, size: 4096, user_addr: 0, mmap_offset: 0 };
     let short = memfd_create("short", MemfdFlags::CLOEXEC).unwrap();
     let table = message(&Request::SetMemTable(vec![region]), true);
     send(&stream, &table, &[short.as_fd()]);
-    assert_ne!(answer_word(&stream, code::SET_MEM_TABLE), 0);
+    assert_ne!(reply_word(&stream, code::SET_MEM_TABLE), 0);
     send(&stream, &message(&Request::GetVringBase { ring: 1 }, false), &[]);
-    assert_eq!(answer(&stream, code::GET_VRING_BASE), [1u32, 0].as_bytes());
+    assert_eq!(reply(&stream, code::GET_VRING_BASE), [1u32, 0].as_bytes());
     finish(stream, served);
 }
 
 #[test]
-fn a_request_with_an_answer_of_its_own_never_gets_two() {
+fn a_request_with_a_reply_of_its_own_never_gets_two() {
     // rule D13
     let _alone = alone();
     let (stream, served) = settled(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN);
@@ -86,8 +86,8 @@ fn a_request_with_an_answer_of_its_own_never_gets_two() {
     for need_reply in [true, false] {
         send(&stream, &message(&Request::Iotlb(invalidate), need_reply), &[]);
         send(&stream, &message(&Request::GetQueueNum, need_reply), &[]);
-        assert_eq!(answer_word(&stream, code::IOTLB_MSG), 0);
-        assert_eq!(answer_word(&stream, code::GET_QUEUE_NUM), 2);
+        assert_eq!(reply_word(&stream, code::IOTLB_MSG), 0);
+        assert_eq!(reply_word(&stream, code::GET_QUEUE_NUM), 2);
     }
     stream.shutdown(std::net::Shutdown::Write).unwrap();
     let mut rest = Vec::new();
@@ -103,21 +103,21 @@ fn need_reply_means_nothing_before_it_was_negotiated() {
     send(&stream, &message(&Request::SetOwner, true), &[]);
     let reply_ack = Request::SetProtocolFeatures(ProtocolFeatures::REPLY_ACK);
     send(&stream, &message(&reply_ack, true), &[]);
-    // The first answer: the request before it was sent when nothing was negotiated.
-    assert_eq!(answer_word(&stream, code::SET_PROTOCOL_FEATURES), 0);
+    // The first reply: the request before it was sent when nothing was negotiated.
+    assert_eq!(reply_word(&stream, code::SET_PROTOCOL_FEATURES), 0);
     send(&stream, &message(&Request::SetFeatures(VERSION_1), true), &[]);
-    assert_eq!(answer_word(&stream, code::SET_FEATURES), 0);
+    assert_eq!(reply_word(&stream, code::SET_FEATURES), 0);
     finish(stream, served);
 }
 
 #[test]
-fn impossible_iotlb_messages_are_answered_and_change_nothing() {
+fn impossible_iotlb_messages_get_replies_and_change_nothing() {
     // rule D14
     let _alone = alone();
     let (stream, served) = settled(VERSION_1 | F_ACCESS_PLATFORM, ProtocolFeatures::KNOWN);
     let ram = GuestRam::new(1 << 16, 0).unwrap();
     send(&stream, &message(&Request::SetMemTable(vec![ram.region()]), true), &[ram.fd()]);
-    assert_eq!(answer_word(&stream, code::SET_MEM_TABLE), 0);
+    assert_eq!(reply_word(&stream, code::SET_MEM_TABLE), 0);
     let at = ram.user_addr();
     let wire = |kind, iova, size, user_addr, perm| {
         Request::Iotlb(IotlbWire { iova, size, user_addr, perm, kind, padding: [0; 6] })
@@ -138,10 +138,10 @@ fn impossible_iotlb_messages_are_answered_and_change_nothing() {
         wire(255, 0, 4096, at, 3),
     ] {
         send(&stream, &message(&bad, true), &[]);
-        assert_ne!(answer_word(&stream, code::IOTLB_MSG), 0, "{bad:?}");
+        assert_ne!(reply_word(&stream, code::IOTLB_MSG), 0, "{bad:?}");
     }
     send(&stream, &message(&wire(2, u64::MAX - 4095, 4096, at, 3), true), &[]);
-    assert_eq!(answer_word(&stream, code::IOTLB_MSG), 0);
+    assert_eq!(reply_word(&stream, code::IOTLB_MSG), 0);
     let events = finish(stream, served);
     let taken = events.iter().filter(|event| matches!(event, Event::Iotlb(_))).count();
     assert_eq!(taken, 1);
@@ -214,15 +214,15 @@ fn a_backend_channel_is_acknowledged_and_surplus_descriptors_are_not_kept() {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let (stream, served) = settled(VERSION_1, ProtocolFeatures::KNOWN);
     send(&stream, &message(&Request::SetBackendReqFd, true), &[theirs.as_fd()]);
-    assert_eq!(answer_word(&stream, code::SET_BACKEND_REQ_FD), 0);
+    assert_eq!(reply_word(&stream, code::SET_BACKEND_REQ_FD), 0);
 
     let ram = GuestRam::new(1 << 16, 0).unwrap();
     for request in [Request::AddMemReg(ram.region()), Request::RemMemReg(ram.region())] {
         send(&stream, &message(&request, true), &[ram.fd()]);
-        assert_eq!(answer_word(&stream, request.code()), 0);
+        assert_eq!(reply_word(&stream, request.code()), 0);
     }
     // Ours: two channels, the memory; the back end's: its end, the channel that it was given, and
-    // the eventfd that announces answers. Not the two descriptors of the region.
+    // the eventfd that announces replies. Not the two descriptors of the region.
     assert_eq!(open_fds(), before + 7);
     finish(stream, served);
     drop((ours, theirs, ram));
@@ -294,7 +294,7 @@ fn a_message_may_come_in_single_bytes() {
     for byte in message(&Request::GetFeatures, false) {
         stream.write_all(&[byte]).unwrap();
     }
-    answer_word(&stream, code::GET_FEATURES);
+    reply_word(&stream, code::GET_FEATURES);
     finish(stream, served);
 }
 
@@ -310,7 +310,7 @@ fn a_front_end_that_stalls_in_the_middle_of_a_message_is_cut_off() {
 }
 
 #[test]
-fn a_front_end_that_takes_no_answers_is_cut_off() {
+fn a_front_end_that_takes_no_replies_is_cut_off() {
     let _alone = alone();
     let (stream, theirs) = UnixStream::pair().unwrap();
     let mut server = Server::new(common::end(theirs), Device::default());
@@ -326,7 +326,7 @@ fn a_front_end_that_takes_no_answers_is_cut_off() {
     asking.join().unwrap();
 }
 
-/// A front end's outcome for an answer to GET_FEATURES; afterwards it must have hung up.
+/// A front end's outcome for a reply to GET_FEATURES; afterwards it must have hung up.
 fn front_end_on(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<u64, FrontendError> {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let mut front = Frontend::new(common::end(ours), Duration::from_millis(50));
@@ -341,7 +341,7 @@ fn front_end_on(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<u64, FrontendErr
 }
 
 #[test]
-fn an_invalid_or_short_answer_closes_the_connection() {
+fn an_invalid_or_short_reply_closes_the_connection() {
     // rule D12
     let _alone = alone();
     let before = open_fds();

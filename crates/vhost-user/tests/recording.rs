@@ -26,7 +26,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 const RECORDING: &str = include_str!("data/qemu-7.2-blk-intel-lazy.txt");
 
-/// Sends a request as a front end does; returns the answer, if one comes.
+/// Sends a request as a front end does; returns the reply, if one comes.
 fn send_request(
     mut stream: &UnixStream,
     request: &Request,
@@ -54,8 +54,8 @@ fn send_request(
     Some(payload)
 }
 
-fn word(answer: Option<Vec<u8>>) -> u64 {
-    u64::from_ne_bytes(answer.expect("a reply").try_into().unwrap())
+fn word(reply: Option<Vec<u8>>) -> u64 {
+    u64::from_ne_bytes(reply.expect("a reply").try_into().unwrap())
 }
 
 fn number(text: &str) -> u64 {
@@ -155,11 +155,11 @@ fn every_message_of_a_qemu_is_accepted() {
             }
             other => panic!("{other}"),
         };
-        let answer = send_request(&stream, &request, acks, fds.as_slice());
+        let reply = send_request(&stream, &request, acks, fds.as_slice());
         match request {
-            Request::GetVringBase { .. } => assert_eq!(answer.unwrap(), [0u32, 1].as_bytes()),
+            Request::GetVringBase { .. } => assert_eq!(reply.unwrap(), [0u32, 1].as_bytes()),
             // Garbage in unused fields is no reason to refuse.
-            _ if acks => assert_eq!(word(answer), 0, "{line}"),
+            _ if acks => assert_eq!(word(reply), 0, "{line}"),
             _ => {}
         }
         sent += 1;

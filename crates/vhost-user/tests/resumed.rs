@@ -59,7 +59,7 @@ impl Notes {
         SavedConnection::parse(bytes, fds).unwrap()
     }
 
-    /// Waits until all requests that were sent are carried out and answered.
+    /// Waits until all requests that were sent are carried out and have their replies.
     fn await_settled(&self) {
         until(|| !self.0.lock().unwrap().unsettled);
     }
@@ -205,29 +205,29 @@ fn the_back_ends_channel_goes_on_and_each_process_gets_the_replies_to_its_own_me
     handle.leave();
     first.join().unwrap().0.unwrap();
     let second = with_miss(2);
-    let answered = Arc::clone(&second.answered);
+    let replied = Arc::clone(&second.replied);
     let (kept, handle, second) = served(theirs.try_clone().unwrap(), second, Some(notes.saved()));
     let mut requests = Vec::new();
     while requests.len() < 2 {
         assert!(channel.recv_all(None, &mut requests).unwrap());
     }
-    // The misses of the first are answered when the second is there.
+    // The misses of the first get their replies when the second is there.
     channel.reply(&requests[0], true).unwrap();
     channel.reply(&requests[1], false).unwrap();
-    until(|| answered.load(Ordering::Relaxed) > 0);
+    until(|| replied.load(Ordering::Relaxed) > 0);
     let taken_back = Iotlb::Invalidate { first: 0x2000, last: 0x2fff };
     front.iotlb(&taken_back).unwrap();
     kept.await_settled();
-    // It dies: how many answers are still to come stays unknown for all later processes.
+    // It dies: how many replies are still to come stays unknown for all later processes.
     let mut saved = kept.saved();
     handle.leave();
     let (result, device) = second.join().unwrap();
     result.unwrap();
     assert!(device.events.contains(&Event::Iotlb(taken_back)));
-    let on_channel = |event: &&Event| matches!(event, Event::Answer(..) | Event::ChannelLost);
+    let on_channel = |event: &&Event| matches!(event, Event::Reply(..) | Event::ChannelLost);
     let miss = Iotlb::Miss { iova: 0x2000, access: Access::Read };
     let on_channel_events: Vec<_> = device.events.iter().filter(on_channel).collect();
-    assert_eq!(on_channel_events, [&Event::Answer(miss, 0x2000, false)]);
+    assert_eq!(on_channel_events, [&Event::Reply(miss, 0x2000, false)]);
     for page in [3, 4] {
         let (kept, handle, served) =
             served(theirs.try_clone().unwrap(), with_miss(page), Some(saved));

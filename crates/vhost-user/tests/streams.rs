@@ -96,8 +96,8 @@ fn any_piece() -> impl Strategy<Value = (Piece, Vec<u8>)> {
     (piece, prop_oneof![3 => Just(vec![255]), 1 => prop::collection::vec(0..3u8, 0..11)])
 }
 
-/// Whether it is the answer to an IOTLB message, whatever its value.
-fn is_answer(bytes: &[u8]) -> bool {
+/// Whether it is the reply to an IOTLB message, whatever its value.
+fn is_reply(bytes: &[u8]) -> bool {
     bytes.len() == 20 && bytes.starts_with(&[1, 0, 0, 0, 1 | 1 << 2, 0, 0, 0, 8, 0, 0, 0])
 }
 
@@ -140,7 +140,7 @@ proptest! {
                 };
                 send(&stream, &bytes, if bytes.is_empty() { &[] } else { &fds });
             }
-            // Hung up: answers are lost, requests that were sent are served.
+            // Hung up: replies are lost, requests that were sent are served.
             stream.shutdown(std::net::Shutdown::Write).unwrap();
             let _ = server.serve();
             // Every ring that started was stopped.
@@ -206,10 +206,10 @@ proptest! {
         while lost.load(Ordering::Relaxed) == 0 && front.queue_num().is_ok() {}
         drop(front);
         let events = served.join().unwrap();
-        let answers = events.iter().filter(|event| matches!(event, Event::Answer(..))).count();
-        // Read until the answers are nonsense, or no message is unanswered.
-        let good = sent.chunks(20).take_while(|piece| is_answer(piece)).count();
-        prop_assert_eq!(answers as u64, misses.min(good as u64));
+        let replies = events.iter().filter(|event| matches!(event, Event::Reply(..))).count();
+        // Read until the replies are nonsense, or no message is without a reply.
+        let good = sent.chunks(20).take_while(|piece| is_reply(piece)).count();
+        prop_assert_eq!(replies as u64, misses.min(good as u64));
     }
 
     #[test]
@@ -230,10 +230,10 @@ proptest! {
     }
 
     #[test]
-    fn no_answer_harms_the_front_end(answer in prop::collection::vec(any::<u8>(), 0..40)) {
+    fn no_reply_harms_the_front_end(reply in prop::collection::vec(any::<u8>(), 0..40)) {
         let _alone = alone();
         let (ours, theirs) = UnixStream::pair().unwrap();
-        send(&theirs, &answer, &[]);
+        send(&theirs, &reply, &[]);
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
         let mut front = Frontend::new(common::end(ours), LONG);
         prop_assert!(front.features().is_err());

@@ -145,7 +145,7 @@ fn a_sync_kicks_a_device_that_sleeps() {
 }
 
 #[test]
-fn a_sync_that_was_begun_is_over_once_the_device_has_answered_and_not_before() {
+fn a_sync_that_was_begun_is_over_once_the_device_has_completed_it_and_not_before() {
     // rules L17, L64
     let bench = Bench::new();
     let features = bench.device.features();
@@ -319,7 +319,7 @@ fn requests_never_leave_the_ranges_and_an_unmap_ends_where_mappings_do() {
     assert!(matches!(outside, Err(Error::OutsideAperture { .. })));
     map(&domain, page(0x20), 0).unwrap();
     map(&domain, page(0x30), 0).unwrap();
-    // The device would answer RANGE to nothing here: it is sent [first mapping, last mapping].
+    // The device would complete nothing here with RANGE: it is sent [first mapping, last mapping].
     assert_eq!(unmap_now(&domain, Range::ALL), Ok(8192));
     assert_eq!(served.driver.stats().errors, 0);
 }
@@ -525,7 +525,8 @@ fn a_device_that_goes_silent_is_given_up_and_no_thread_waits_for_ever() {
             let domain = served.driver.domain().ok()?;
             domain.attach(1).ok().map(|()| (served, domain))
         };
-        let (mut served, domain) = (0..1000).find_map(begin).expect("a device that answers");
+        let (mut served, domain) =
+            (0..1000).find_map(begin).expect("a device that completes requests");
         served.silence();
         let start = Instant::now();
         let gone = thread::scope(|scope| {
@@ -600,7 +601,7 @@ fn many_threads_share_the_ring_and_none_loses_a_wake_up() {
 }
 
 #[test]
-fn an_unmap_is_answered_only_once_no_reader_can_use_what_it_removed() {
+fn an_unmap_is_completed_only_once_no_reader_can_use_what_it_removed() {
     let bench = Bench::new();
     let features = bench.device.features();
     // It has no limit: only the reader below decides.

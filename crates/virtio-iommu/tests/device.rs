@@ -447,8 +447,8 @@ fn the_seven_examples_of_the_specification_hold() {
                 assert_eq!(bench.map(1, scaled(mapping), 0), Status::Ok);
             }
             let expected = if succeeds { Status::Ok } else { Status::Range };
-            let answer = bench.unmap(1, scaled(unmap));
-            assert_eq!(answer, expected, "example {} with a granule of {granule}", number + 1);
+            let status = bench.unmap(1, scaled(unmap));
+            assert_eq!(status, expected, "example {} with a granule of {granule}", number + 1);
             for &mapping in maps {
                 let gone = succeeds && scaled(unmap).covers(scaled(mapping));
                 let reads = bench.reads(1, scaled(mapping).first().0);
@@ -552,7 +552,7 @@ fn a_mapping_of_one_byte_needs_a_granule_of_one() {
 }
 
 #[test]
-fn limits_answer_with_no_memory_and_leave_everything_as_it_was() {
+fn limits_complete_with_no_memory_and_leave_everything_as_it_was() {
     let limits = Limits { mappings: 10, ..Limits::NONE };
     let options = DeviceConfig { max_domains: 2, domain_range: (1, 9), ..DeviceConfig::default() };
     let bench = &mut Bench::with(options, limits);

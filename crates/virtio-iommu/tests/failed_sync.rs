@@ -142,7 +142,7 @@ fn an_attach_that_is_sent_again_waits_for_the_binding_that_could_not_be_invalida
 }
 
 #[test]
-fn a_process_after_the_one_whose_invalidation_failed_answers_that_it_did() {
+fn a_process_after_the_one_whose_invalidation_failed_reports_that_it_did() {
     // rule V20
     const LEN: usize = 1 << 16;
     let (file, fd) = SharedFile::create(LEN).unwrap();

@@ -214,7 +214,7 @@ fn naive(image: &[u8], indirect: bool, model: &Model, into: &mut BTreeSet<Outcom
     let mut bytes = vec![];
     for &(addr, len) in &readable {
         let Some(at) = addr.checked_sub(GPA).filter(|at| *at < LEN as u64) else {
-            // Nothing that changes here makes such a request answerable.
+            // Nothing that changes here makes such a request completable.
             assert_eq!(room, 0);
             into.insert(Outcome { used: used(0), ..untouched });
             return;

@@ -218,7 +218,7 @@ impl Cache {
 }
 
 #[test]
-fn nothing_is_reached_after_its_unmap_or_its_detach_was_answered() {
+fn nothing_is_reached_after_its_unmap_or_its_detach_was_completed() {
     // rule V14
     // rule V20
     let Bench { endpoints, device, mut session } = Bench::new();

@@ -482,7 +482,7 @@ proptest! {
     /// completed, whichever queue sent it, whatever other flushes are under way. Before, it leads
     /// where it led, and nowhere else.
     #[test]
-    fn what_was_unmapped_before_a_flush_is_unreachable_after_its_answer(
+    fn what_was_unmapped_before_a_flush_is_unreachable_after_its_completion(
         steps in vec(step(), 1..120),
     ) {
         let mut world = World::new();

@@ -37,7 +37,7 @@ proptest! {
 
 /// The programs are worth running: every status occurs, and there are mappings to compare.
 #[test]
-fn programs_meet_every_answer() {
+fn programs_meet_every_status() {
     let mut met = Met::default();
     for seed in 1..600 {
         let Met { completions, spanning, mappings } = program::run(&program::random(seed, 2000));

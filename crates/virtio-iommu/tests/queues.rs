@@ -95,7 +95,7 @@ fn probe_puts_its_tail_where_the_properties_end() {
 }
 
 #[test]
-fn addresses_that_lead_nowhere_are_answered_and_harm_nothing() {
+fn addresses_that_lead_nowhere_get_completions_and_harm_nothing() {
     let mut rig = rig();
     let reply = Desc::writable(DATA + 0x1000, 4);
     assert_eq!(rig.send(attach(), &[Desc::readable(0x10, 20), reply]), 4);
@@ -144,7 +144,7 @@ fn requests_before_one_that_cannot_be_read_are_carried_out() {
 }
 
 #[test]
-fn a_batch_is_answered_in_the_order_of_the_ring() {
+fn a_batch_is_completed_in_the_order_of_the_ring() {
     let mut rig = rig();
     let flags = MapFlags::READ;
     let map = |n: u64| range(n << 12, (n << 12) + 0xfff);

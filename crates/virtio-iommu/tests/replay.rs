@@ -199,7 +199,7 @@ impl Replay {
             self.outcome.spanning += usize::from(self.removed.len() > 1);
             self.outcome.most = self.outcome.most.max(self.removed.len());
         }
-        let status = self.twin.compare_answer(&bytes, used, reply);
+        let status = self.twin.compare_completion(&bytes, used, reply);
         self.outcome.refused += usize::from(status != Some(OK));
         self.outcome.requests += 1;
         self.outcome.live = self.outcome.live.max(self.twin.model.count() as usize);

@@ -28,7 +28,7 @@ fn worked() -> Bench {
 }
 
 #[test]
-fn a_device_that_moved_answers_as_the_one_it_was() {
+fn a_device_that_moved_behaves_as_the_one_it_was() {
     let mut bench = worked();
     let saved = bench.device.save().unwrap();
     let mut moved = Bench::new();

@@ -24,7 +24,7 @@ use ringfence_virtio_iommu::{
 struct Rig {
     domain: Arc<ViommuDomain>,
     access: Sender<(Iova, Prot)>,
-    answers: Receiver<Option<u64>>,
+    replies: Receiver<Option<u64>>,
     _served: Served,
 }
 
@@ -44,11 +44,11 @@ impl Rig {
         };
         let mut cache = Cache::new(served.endpoints.shootdown.reader().unwrap());
         let (access, accesses) = mpsc::channel();
-        let (answer, answers) = mpsc::channel();
+        let (reached, replies) = mpsc::channel();
         thread::spawn(move || {
             loop {
                 match accesses.try_recv() {
-                    Ok((iova, prot)) => answer.send(cache.access(&behind, iova, prot)).unwrap(),
+                    Ok((iova, prot)) => reached.send(cache.access(&behind, iova, prot)).unwrap(),
                     Err(TryRecvError::Empty) => {
                         cache.quiet();
                         thread::yield_now();
@@ -57,7 +57,7 @@ impl Rig {
                 }
             }
         });
-        Rig { domain, access, answers, _served: served }
+        Rig { domain, access, replies, _served: served }
     }
 }
 
@@ -71,7 +71,7 @@ impl Subject for Rig {
     }
     fn access(&mut self, iova: Iova, prot: Prot) -> Option<u64> {
         self.access.send((iova, prot)).unwrap();
-        self.answers.recv().unwrap()
+        self.replies.recv().unwrap()
     }
 }
 

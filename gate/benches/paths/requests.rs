@@ -90,10 +90,10 @@ pub(crate) struct Rig {
 pub(crate) enum Step {
     Empty,
     MapsSent,
-    MapsAnswered,
+    MapsServed,
     Mapped,
     UnmapsSent,
-    UnmapsAnswered,
+    UnmapsServed,
     Unmapped,
 }
 
@@ -191,11 +191,11 @@ impl Rig {
     fn step(&mut self) {
         self.step = match self.step {
             Step::Empty => (self.send_maps(), Step::MapsSent).1,
-            Step::MapsSent => (self.serve(), Step::MapsAnswered).1,
-            Step::MapsAnswered => (self.settle_maps(), Step::Mapped).1,
+            Step::MapsSent => (self.serve(), Step::MapsServed).1,
+            Step::MapsServed => (self.settle_maps(), Step::Mapped).1,
             Step::Mapped => (self.send_unmaps(), Step::UnmapsSent).1,
-            Step::UnmapsSent => (self.serve(), Step::UnmapsAnswered).1,
-            Step::UnmapsAnswered => (self.settle_unmaps(), Step::Unmapped).1,
+            Step::UnmapsSent => (self.serve(), Step::UnmapsServed).1,
+            Step::UnmapsServed => (self.settle_unmaps(), Step::Unmapped).1,
             Step::Unmapped => Step::Empty,
         };
     }

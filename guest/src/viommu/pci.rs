@@ -148,7 +148,7 @@ impl Registers {
     }
 
     pub(crate) fn read<R: Register>(&self, at: usize) -> R {
-        // SAFETY: within what is mapped and aligned, as `at` checks; what a device answers is a
+        // SAFETY: within what is mapped and aligned, as `at` checks; what a device returns is a
         // number.
         unsafe { self.at::<R>(at).read_volatile() }
     }

@@ -24,7 +24,7 @@ use crate::{
 };
 
 const VERSION_1: u64 = 1 << 32;
-/// QEMU answers before its kick returns. What was not answered in this time never is.
+/// QEMU completes requests before its kick returns. What is not completed in this time never is.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// An event that is on its way is there by then.
 const MOMENT: Duration = Duration::from_millis(50);
@@ -46,7 +46,7 @@ pub(crate) struct Viommu {
     pub(crate) target: Memory,
     pub(crate) edus: Vec<Edu>,
     queues: Option<Queues>,
-    /// In which domain an endpoint is, as far as requests that were answered tell.
+    /// In which domain an endpoint is, as far as completed requests show.
     domains: HashMap<u32, u32>,
     /// The same from before a reset, after which nobody is in any.
     before_reset: HashMap<u32, u32>,
@@ -118,16 +118,16 @@ impl Viommu {
     /// Sends a request that is the subject's, not the kit's; its status.
     ///
     /// # Errors
-    /// It is not answered.
+    /// It is not completed.
     pub(crate) fn own_request(&mut self, request: &Request) -> Result<u8> {
         let (mut readable, mut tail) = ([0; MAX_REQUEST_LEN], [0xff; TAIL_LEN]);
         let len = request.emit(&mut readable);
         let used = self.request(&readable[..len], &mut tail)?;
-        ensure!(used as usize >= TAIL_LEN, "{request:?} was returned unanswered");
+        ensure!(used as usize >= TAIL_LEN, "{request:?} was returned without a status");
         Ok(tail[0])
     }
 
-    /// Whether the device answers nothing any more, and says so.
+    /// Whether the device completes nothing any more, and says so.
     pub(crate) fn has_given_up(&self) -> bool {
         self.device.needs_reset()
     }
@@ -164,7 +164,7 @@ impl Viommu {
         self.device.kick(REQUEST_QUEUE);
         let begun = Instant::now();
         loop {
-            // Asked first: an answer that is there by then counts.
+            // Read first: a completion that is there by then counts.
             let (given_up, over) = (self.device.needs_reset(), begun.elapsed() > TIMEOUT);
             if let Some(used) = queue.pop().map_err(broken)? {
                 self.memory.window().read(WRITABLE, writable);

@@ -90,7 +90,7 @@ fn dirty_log() -> Vec<u8> {
     bytes
 }
 
-/// A reply with each capability, as a kernel lays it out; honest answers and others.
+/// A reply with each capability, as a kernel lays it out; honest ones and others.
 fn vfio(flags: u8) -> Vec<u8> {
     let both = |first: u32, second: u32| u64::from(first) | u64::from(second) << 32;
     let header = |id: u32, next: u32| both(1 << 16 | id, next);

@@ -398,7 +398,7 @@ fn into_page(file: &File, f: impl FnOnce(*mut std::ffi::c_void)) {
     let page = page.unwrap();
     f(page);
     // Unmapping would write it too, and block every mmap of the process meanwhile: even in the
-    // thread that answers.
+    // thread that replies.
     // SAFETY: nothing refers to it any more.
     unsafe { msync(page, 4096, MsyncFlags::SYNC) }.unwrap();
     // SAFETY: as above.

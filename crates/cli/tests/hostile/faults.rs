@@ -1,4 +1,4 @@
-//! A disk that goes wrong, a file of FUSE: it leaves requests unanswered, reports errors, moves less than was
+//! A disk that goes wrong, a file of FUSE: it leaves requests hanging, reports errors, moves less than was
 //! asked for, and disappears. A driver gets an error or what it asked for, never other bytes.
 
 use std::rc::Rc;
@@ -45,7 +45,7 @@ fn there(fuse: &Fuse, sector: u64) -> Vec<u64> {
 
 #[test]
 #[ignore = "mounts a file system of FUSE, which takes root"]
-fn a_request_that_is_never_answered_holds_up_no_other_of_its_disk() {
+fn a_request_that_hangs_holds_up_no_other_of_its_disk() {
     for way in WAYS {
         for kind in [Kind::Read, Kind::Write] {
             let (service, fuse) = disk(way);

@@ -102,7 +102,7 @@ impl Line {
         }
     }
 
-    /// Kills the process whatever it does for drivers; only those of its threads that answer front ends come
+    /// Kills the process whatever it does for drivers; only those of its threads that reply to front ends come
     /// to rest before. Between the end and the next process there is `meanwhile`.
     pub(crate) fn killed_at_work(&mut self, meanwhile: impl FnOnce()) {
         self.threads_settle(|name| name == "front");

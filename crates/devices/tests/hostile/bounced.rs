@@ -47,7 +47,7 @@ struct Bench {
 
 /// What the liar does with a request, and what it reports.
 #[derive(Clone, Copy, Debug)]
-struct Answer {
+struct Outcome {
     /// How many bytes it writes to the data, from the beginning.
     writes: usize,
     /// How many it reports as written, the status included.
@@ -61,12 +61,12 @@ struct Liar {
 }
 
 impl Liar {
-    /// Completes all requests, each with the next of `answers`.
-    fn serve(&mut self, answers: &mut dyn Iterator<Item = Answer>) {
+    /// Completes all requests, each with the next of `outcomes`.
+    fn serve(&mut self, outcomes: &mut dyn Iterator<Item = Outcome>) {
         self.view.online();
         let mut chain = Chain::new();
         while self.ring.pop(&self.view, &mut chain).unwrap() {
-            let Answer { writes, reports, status } = answers.next().expect("an answer for each");
+            let Outcome { writes, reports, status } = outcomes.next().expect("an outcome for each");
             chain.write_at(&self.view, 0, &vec![0xd0; writes]).unwrap();
             let last = chain.writable_len() - 1;
             chain.write_at(&self.view, last, &[status]).unwrap();
@@ -156,7 +156,7 @@ impl Bench {
             self.queue
                 .reap(64, |_, done| panic!("{done:?}"), |done| _ = all.insert(done.token, done))
                 .unwrap();
-            assert!(start.elapsed() < LONG, "{} of {count} answers", all.len());
+            assert!(start.elapsed() < LONG, "{} of {count} completions", all.len());
             self.queue.wait(Duration::from_millis(1));
         }
         all
@@ -251,16 +251,16 @@ fn what_the_device_did_not_write_stays_as_it_was() {
 fn a_device_that_reports_wrong_lengths_harms_the_buffer_it_was_given_and_nothing_else() {
     // rule L49
     const LEN: usize = 1536;
-    let answers = [
-        Answer { writes: LEN, reports: LEN as u32 + 1, status: 0 },
+    let outcomes = [
+        Outcome { writes: LEN, reports: LEN as u32 + 1, status: 0 },
         // Too much: what it never wrote.
-        Answer { writes: 100, reports: LEN as u32 + 1, status: 0 },
-        Answer { writes: 0, reports: LEN as u32 + 1, status: 1 },
+        Outcome { writes: 100, reports: LEN as u32 + 1, status: 0 },
+        Outcome { writes: 0, reports: LEN as u32 + 1, status: 1 },
         // Too little.
-        Answer { writes: LEN, reports: 101, status: 0 },
-        Answer { writes: LEN, reports: 1, status: 0 },
-        Answer { writes: LEN, reports: 0, status: 0 },
-        Answer { writes: 100, reports: 51, status: 1 },
+        Outcome { writes: LEN, reports: 101, status: 0 },
+        Outcome { writes: LEN, reports: 1, status: 0 },
+        Outcome { writes: LEN, reports: 0, status: 0 },
+        Outcome { writes: 100, reports: 51, status: 1 },
     ];
     for written in [Written::Unknown, Written::Reported] {
         let mut bench = bench(config(Policy::Bounce, written), true);
@@ -270,7 +270,7 @@ fn a_device_that_reports_wrong_lengths_harms_the_buffer_it_was_given_and_nothing
             bench.queue.submit(Kind::In, 0, buffer, 0).unwrap();
         }
         bench.queue.publish().unwrap();
-        let honest = answers[0];
+        let honest = outcomes[0];
         bench.liar.as_mut().unwrap().serve(&mut core::iter::repeat(honest));
         let mut left = 7;
         while left > 0 {
@@ -280,9 +280,9 @@ fn a_device_that_reports_wrong_lengths_harms_the_buffer_it_was_given_and_nothing
             bench.queue.submit(Kind::In, 0, buffer, n as u64).unwrap();
         }
         bench.queue.publish().unwrap();
-        bench.liar.as_mut().unwrap().serve(&mut answers.iter().copied());
+        bench.liar.as_mut().unwrap().serve(&mut outcomes.iter().copied());
         for (n, done) in bench.reap(7) {
-            let Answer { writes, reports, status } = answers[n as usize];
+            let Outcome { writes, reports, status } = outcomes[n as usize];
             let outcome = done.outcome.unwrap();
             assert_eq!((outcome.ok, outcome.written), (status == 0 && reports > 0, reports));
             let reported = (reports as usize).saturating_sub(1);
@@ -294,7 +294,7 @@ fn a_device_that_reports_wrong_lengths_harms_the_buffer_it_was_given_and_nothing
                     (true, false) if written == Written::Reported => 0,
                     (true, false) => OWN,
                 };
-                assert_eq!(byte, wanted, "{written:?}, {:?}: byte {at}", answers[n as usize]);
+                assert_eq!(byte, wanted, "{written:?}, {:?}: byte {at}", outcomes[n as usize]);
             }
         }
         bench.assert_no_slot_is_lost();
@@ -309,9 +309,9 @@ fn a_length_beyond_the_buffer_breaks_the_ring_and_loses_no_slot() {
             bench.queue.submit(Kind::In, 0, buffer, n as u64).unwrap();
         }
         bench.queue.publish().unwrap();
-        let answer = |reports| Answer { writes: 512, reports, status: 0 };
-        let mut answers = [answer(514), answer(513)].into_iter();
-        bench.liar.as_mut().unwrap().serve(&mut answers);
+        let outcome = |reports| Outcome { writes: 512, reports, status: 0 };
+        let mut outcomes = [outcome(514), outcome(513)].into_iter();
+        bench.liar.as_mut().unwrap().serve(&mut outcomes);
         let reaped = bench.queue.reap(64, |_, _| unreachable!(), |_| ());
         assert!(matches!(reaped, Err(MappedError::Ring(_))), "{reaped:?}");
         bench.assert_no_slot_is_lost();

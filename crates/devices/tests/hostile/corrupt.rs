@@ -25,7 +25,7 @@ fn breaks(translated: bool, why: &str, corrupt: impl FnOnce(&mut RawQueue)) {
 
     good.go_round();
     rig.iommu_works();
-    assert_eq!(bad.used_index(), before, "{why}: a queue that has stopped answers");
+    assert_eq!(bad.used_index(), before, "{why}: a queue that has stopped completes requests");
     assert!(rig.failure(1).is_none());
     // Memory can still be added to the device.
     rig.share(&[]);

@@ -288,7 +288,7 @@ fn what_waits_when_a_guest_moves_is_put_back_with_all_that_came_after_it() {
     moving.set(true);
     let Moving { way: Way::Behind(behind), queue, .. } = &mut moving else { unreachable!() };
     queue.go_round();
-    let answered = queue.used_index();
+    let completed = queue.used_index();
     behind.updates(Updates::Held);
     let (page, data) = behind.mapped();
     fill(&data, 7);
@@ -296,32 +296,32 @@ fn what_waits_when_a_guest_moves_is_put_back_with_all_that_came_after_it() {
     behind.wait_missed(page);
     flush(queue);
     behind.round(0);
-    assert_eq!((queue.used_index(), behind.on_unit(0, |unit| unit.under_way(0))), (answered, 2));
+    assert_eq!((queue.used_index(), behind.on_unit(0, |unit| unit.under_way(0))), (completed, 2));
     let base = behind.main().get_vring_base(0).unwrap();
-    assert_eq!((base, queue.used_index()), (answered.into(), answered));
+    assert_eq!((base, queue.used_index()), (completed.into(), completed));
     behind.updates(Updates::Now);
     behind.release(|_| ());
-    queue.start(&mut behind.main(), answered);
+    queue.start(&mut behind.main(), completed);
     assert_eq!((queue.wait().0, queue.wait()), (0, (8, 1)));
     assert!(holds(&data, 0));
 }
 
 /// Requests that were done out of order are completed when the guest stays, after all.
 #[test]
-fn answers_that_were_held_back_are_given_when_logging_ends() {
+fn completions_that_were_held_back_are_published_when_logging_ends() {
     let mut moving = Moving::behind(ram_disk(1 << 20));
     moving.set(true);
     let Moving { way: Way::Behind(behind), queue, .. } = &mut moving else { unreachable!() };
     // The ring itself is translated before updates are held back.
     queue.go_round();
-    let answered = queue.used_index();
+    let completed = queue.used_index();
     behind.updates(Updates::Held);
     let (page, _) = behind.mapped();
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
     behind.wait_missed(page);
     flush(queue);
     behind.round(0);
-    assert_eq!(queue.used_index(), answered);
+    assert_eq!(queue.used_index(), completed);
     moving.set(false);
     assert_eq!(moving.queue.wait(), (8, 1));
     let Way::Behind(behind) = &moving.way else { unreachable!() };

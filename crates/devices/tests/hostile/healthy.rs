@@ -96,7 +96,7 @@ fn a_unit_does_not_outlive_the_meaning_of_its_addresses() {
 
 /// Runs requests through the driver library that programs use, with notifications enabled on both
 /// sides.
-fn requests_are_answered(translated: bool, workers: usize, notify: Notify, count: u64) {
+fn requests_are_completed(translated: bool, workers: usize, notify: Notify, count: u64) {
     let setup = Setup { workers, notify, event_idx: true, ..Setup::new(translated) };
     let mut rig = Rig::new(setup);
     let layout = QueueLayout::new(16, 4);
@@ -156,9 +156,9 @@ fn requests_are_answered(translated: bool, workers: usize, notify: Notify, count
 #[test]
 fn no_notification_is_lost_however_both_ends_wait() {
     for notify in [Notify::Sleep, Notify::Adaptive, Notify::Poll] {
-        requests_are_answered(true, 2, notify, 300);
+        requests_are_completed(true, 2, notify, 300);
     }
-    requests_are_answered(false, 1, Notify::Sleep, 300);
+    requests_are_completed(false, 1, Notify::Sleep, 300);
 }
 
 #[test]

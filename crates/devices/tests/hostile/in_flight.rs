@@ -67,7 +67,7 @@ impl Slow {
             scope.spawn(|| {
                 unmap(&domain, DATA, PAGE as u64);
                 // At this moment the page is the driver's again, with what the disk gave in it.
-                assert!(holds(&data, byte), "the unmap was answered before the read was done");
+                assert!(holds(&data, byte), "the unmap was completed before the read was done");
                 unmapped.store(true, Ordering::Release);
             });
             for _ in 0..20 {
@@ -81,7 +81,7 @@ impl Slow {
 }
 
 #[test]
-fn an_unmap_is_answered_only_when_the_io_that_uses_the_range_has_ended() {
+fn an_unmap_is_completed_only_when_the_io_that_uses_the_range_has_ended() {
     // rule D15
     for workers in [1, 2] {
         let mut slow = slow(workers);
@@ -122,19 +122,19 @@ fn io_of_a_queue_that_has_failed_does_not_hold_up_unmaps_for_ever() {
 }
 
 #[test]
-fn io_of_a_queue_that_is_disabled_ends_and_is_answered_when_it_is_enabled() {
+fn io_of_a_queue_that_is_disabled_ends_and_is_completed_when_it_is_enabled() {
     let mut slow = slow(1);
     slow.rig.blk.set_vring_enable(0, false).unwrap();
     let used = slow.reader.used_index();
     slow.unmap_waits(6);
     slow.go_round();
-    assert_eq!(slow.reader.used_index(), used, "a disabled ring was answered in");
+    assert_eq!(slow.reader.used_index(), used, "completions in a disabled ring");
     slow.rig.blk.set_vring_enable(0, true).unwrap();
     assert_eq!(slow.reader.finish(), OK);
 }
 
 #[test]
-fn io_of_a_ring_that_is_away_ends_and_is_answered_when_the_ring_is_back() {
+fn io_of_a_ring_that_is_away_ends_and_is_completed_when_the_ring_is_back() {
     let mut slow = slow(1);
     let page = slow.reader.page.clone();
     let gpa = GPA + (page.slice().as_ptr() as u64 - slow.rig.ram.user_addr());
@@ -186,7 +186,7 @@ fn io_under_way_survives_a_new_memory_table() {
 }
 
 #[test]
-fn a_ring_that_stops_answers_what_is_under_way() {
+fn a_ring_that_stops_completes_what_is_under_way() {
     let mut slow = slow(1);
     // The data is in the pipe, but the completion not yet in the ring: the stop has to wait for it.
     slow.rig.blk.set_vring_enable(0, false).unwrap();
@@ -215,11 +215,11 @@ fn many_requests_to_a_file_race_with_unmaps_of_their_memory() {
             std::thread::yield_now();
         }
         rig.unmap(DATA, len as u64);
-        // Clears what arrived before the unmap was answered; nothing may arrive after.
+        // Clears what arrived before the unmap was completed; nothing may arrive after.
         fill(data.window(), 0);
         let status = queue.finish();
         assert!(status == OK || status == IOERR);
-        assert!(holds(data.window(), 0), "round {round}: written after the unmap was answered");
+        assert!(holds(data.window(), 0), "round {round}: written after the unmap was completed");
     }
 }
 

@@ -192,7 +192,7 @@ fn memory_that_the_rings_of_an_iommu_have_kept_is_unmapped_by_no_worker() {
 }
 
 #[test]
-fn requests_that_a_paced_disk_has_not_answered_yet_are_when_the_ring_stops() {
+fn requests_that_a_paced_disk_has_not_completed_yet_are_when_the_ring_stops() {
     let file = memfd_create("disk", MemfdFlags::CLOEXEC).unwrap();
     ftruncate(&file, 1 << 20).unwrap();
     let ram = Arc::new(Ram::map(file.as_fd(), 1 << 20).unwrap());

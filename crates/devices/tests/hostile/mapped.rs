@@ -80,7 +80,7 @@ impl Bench {
                 .unwrap();
             if all.len() == before {
                 self.queue.wait(LONG);
-                assert!(start.elapsed() < LONG, "{} of {count} answers", all.len());
+                assert!(start.elapsed() < LONG, "{} of {count} completions", all.len());
             }
         }
         all

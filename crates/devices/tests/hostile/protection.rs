@@ -296,7 +296,7 @@ fn a_driver_that_unmaps_under_running_requests_never_finds_a_page_touched() {
             }
             if !holds(page.window(), 0) {
                 stop.store(true, Ordering::Relaxed);
-                panic!("round {round}: written after the unmap was answered");
+                panic!("round {round}: written after the unmap was completed");
             }
         }
         until("a refusal", || rig.options.figures.iotlb.totals().faults > 0);

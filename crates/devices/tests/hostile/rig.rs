@@ -262,7 +262,7 @@ impl Rig {
         }
     }
 
-    /// Checks that the virtio-iommu answers.
+    /// Checks that the virtio-iommu completes requests.
     pub(crate) fn iommu_works(&self) {
         self.iommu.driver.probe(ENDPOINT).unwrap();
         let page = 0x7000_0000;
@@ -532,7 +532,7 @@ impl RawQueue {
 
     pub(crate) fn wait(&mut self) -> (u32, u32) {
         let mut found = None;
-        until("an answer in the ring", || {
+        until("a completion in the ring", || {
             found = self.take();
             found.is_some()
         });

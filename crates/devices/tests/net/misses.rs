@@ -225,7 +225,7 @@ fn a_buffer_that_cannot_be_reached_costs_no_packet() {
 }
 
 #[test]
-fn after_an_invalidation_is_answered_nothing_is_written_there() {
+fn after_an_invalidation_is_completed_nothing_is_written_there() {
     // rule D15
     for packed in [false, true] {
         let net = device(options(Way::Loopback, 1), 1, Notify::Adaptive);
@@ -368,7 +368,7 @@ fn a_receiver_that_is_silent_holds_up_the_sender_for_a_moment_only() {
 }
 
 #[test]
-fn an_invalidation_is_not_answered_while_a_worker_may_be_using_it() {
+fn an_invalidation_is_not_completed_while_a_worker_may_be_using_it() {
     // rule D15
     let workers: Arc<[Worker]> = [Worker::spawn("net", Notify::Poll).unwrap()].into();
     let net = Net::new(options(Way::Loopback, 1), Arc::clone(&workers)).unwrap();

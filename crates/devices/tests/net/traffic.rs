@@ -69,7 +69,7 @@ fn packets_come_back_byte_for_byte() {
 }
 
 #[test]
-fn a_worker_that_sleeps_is_woken_by_packets_and_by_answers() {
+fn a_worker_that_sleeps_is_woken_by_packets_and_by_updates() {
     for packed in [false, true] {
         let setup = Setup { packed, event_idx: true, ..Setup::new(true) };
         let net = device(options(Way::Loopback, 1), 1, Notify::Sleep);

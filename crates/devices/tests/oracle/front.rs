@@ -1,4 +1,4 @@
-//! The front end of a device IOTLB: it has the table, answers misses, and invalidates what the driver
+//! The front end of a device IOTLB: it has the table, sends updates for misses, and invalidates what the driver
 //! unmaps.
 
 use std::{
@@ -36,7 +36,7 @@ impl MissSink for Sink {
 }
 
 impl Front {
-    /// A front end, and a thread that answers the misses of its IOTLB until the [end](Self::end).
+    /// A front end, and a thread that sends updates for the misses of its IOTLB until the [end](Self::end).
     pub(crate) fn start(
         geometry: Geometry,
         limits: Limits,
@@ -51,9 +51,9 @@ impl Front {
         let table = SoftDomain::new(geometry, limits, Shootdown::new(1));
         let (order, syncs) = (Mutex::new(false), Mutex::default());
         let front = Arc::new(Front { table, iotlb, order, syncs });
-        let answers = Arc::clone(&front);
+        let server = Arc::clone(&front);
         // Ends when the sink is gone.
-        thread::spawn(move || misses.iter().flatten().for_each(|miss| answers.answer(miss)));
+        thread::spawn(move || misses.iter().flatten().for_each(|miss| server.serve(miss)));
         front
     }
 
@@ -80,7 +80,7 @@ impl Front {
         }
     }
 
-    fn answer(&self, miss: Miss) {
+    fn serve(&self, miss: Miss) {
         let attached = self.order.lock();
         let found = self.table.mapping(miss.iova).filter(|_| *attached);
         match found.filter(|mapping| mapping.prot.allows(miss.access)) {

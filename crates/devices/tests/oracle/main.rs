@@ -10,7 +10,7 @@
 //! * [`mutants`]: a stack with one deliberate defect must not pass either of them.
 //!
 //! `PROPTEST_CASES` sets how many programs are run, `ORACLE_KIND` what they run over: `virtio-iommu`,
-//! `lazy` (one that answers an UNMAP before its invalidation), `table` or `iotlb`.
+//! `lazy` (one that completes an UNMAP before its invalidation), `table` or `iotlb`.
 
 #[path = "../../../dma/tests/api/copied.rs"]
 mod copied;

@@ -101,11 +101,11 @@ impl Probe {
     /// Makes the device do all of these accesses, in their order, and without a quiet point but where
     /// one waits for its translation.
     pub(crate) fn touch(&self, touches: Vec<Touch>) -> Vec<Touched> {
-        let (reply, answer) = mpsc::channel();
+        let (reply, replies) = mpsc::channel();
         let (touched, since) = (Vec::new(), None);
         self.post.send(Batch { touches, touched, since, reply }).expect("the worker is there");
         event::signal(&self.wake);
-        answer.recv().expect("the worker answers")
+        replies.recv().expect("the worker lives")
     }
 }
 

@@ -65,7 +65,7 @@ pub(crate) enum Addresses {
 pub(crate) enum Kind {
     /// A virtio-iommu, with requests in a ring.
     Viommu,
-    /// One that answers an UNMAP before its invalidation.
+    /// One that completes an UNMAP before its invalidation.
     LazyViommu,
     /// A table in this process.
     Table,

@@ -129,11 +129,11 @@ pub(crate) fn page_of(miss: &Miss) -> u64 {
 
 /// A bench whose misses go nowhere until they are [served](Bench::with_front_end).
 pub(crate) fn ignore_misses(bench: &Bench) {
-    struct NoAnswer;
-    impl MissSink for NoAnswer {
+    struct NoUpdate;
+    impl MissSink for NoUpdate {
         fn send(&self, misses: &[Miss]) -> usize {
             misses.len()
         }
     }
-    bench.iotlb.set_miss_sink(Some(Arc::new(NoAnswer)));
+    bench.iotlb.set_miss_sink(Some(Arc::new(NoUpdate)));
 }

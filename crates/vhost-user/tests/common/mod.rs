@@ -40,7 +40,7 @@ pub(crate) enum Event {
     Reset,
     Channel,
     Iotlb(Iotlb),
-    Answer(Iotlb, u64, bool),
+    Reply(Iotlb, u64, bool),
     ChannelLost,
     Inflight(u16, u16),
     Log(bool),
@@ -69,8 +69,8 @@ pub(crate) struct Device {
     pub(crate) carried_out: Arc<AtomicU64>,
     /// How many of them had taken effect at the last call of `settled`.
     pub(crate) settled: Arc<AtomicU64>,
-    /// How many answers came on the channel.
-    pub(crate) answered: Arc<AtomicU64>,
+    /// How many replies came on the channel.
+    pub(crate) replied: Arc<AtomicU64>,
     /// How many channels the front end has closed.
     pub(crate) lost: Arc<AtomicU64>,
     /// Whether the end of a connection is recorded.
@@ -79,7 +79,7 @@ pub(crate) struct Device {
     pub(crate) on_stop: Option<fn(&mut Device)>,
     /// Whether rings start.
     pub(crate) refuses_rings: bool,
-    /// The IOVA of the miss that the device sends, asking for an answer, when a ring starts.
+    /// The IOVA of the miss that the device sends, asking for a reply, when a ring starts.
     pub(crate) miss_at: Option<u64>,
     /// The result of `stop_ring`; `None`: an error.
     pub(crate) stopped_at: Option<u32>,
@@ -97,7 +97,7 @@ impl Default for Device {
             together: Vec::new(),
             carried_out: Arc::default(),
             settled: Arc::default(),
-            answered: Arc::default(),
+            replied: Arc::default(),
             lost: Arc::default(),
             notes_end: false,
             on_stop: None,
@@ -155,7 +155,7 @@ impl Handler for Device {
             on_stop(self);
         }
         self.note(Event::Stop(ring))?;
-        self.stopped_at.ok_or_else(|| HandlerError::new("the disk does not answer"))
+        self.stopped_at.ok_or_else(|| HandlerError::new("the disk does not reply"))
     }
     fn enable_ring(&mut self, ring: u16, enabled: bool) -> Result<(), HandlerError> {
         self.note(Event::Enable(ring, enabled))
@@ -193,7 +193,7 @@ impl Handler for Device {
         outcomes.extend(messages.iter().map(|message| self.iotlb(*message)));
     }
     fn iotlb(&mut self, message: Iotlb) -> Result<(), HandlerError> {
-        // An answer that does not wait for this call comes before it.
+        // A reply that does not wait for this call comes before it.
         thread::yield_now();
         self.carried_out.fetch_add(1, Ordering::Relaxed);
         self.note(Event::Iotlb(message))
@@ -206,8 +206,8 @@ impl Handler for Device {
         if let Some(channel) = &self.channel {
             channel.try_send([]);
         }
-        self.events.push(Event::Answer(message, number, done));
-        self.answered.fetch_add(1, Ordering::Relaxed);
+        self.events.push(Event::Reply(message, number, done));
+        self.replied.fetch_add(1, Ordering::Relaxed);
     }
     fn channel_lost(&mut self, _why: &WireError) {
         self.events.push(Event::ChannelLost);

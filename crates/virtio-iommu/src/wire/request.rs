@@ -46,7 +46,7 @@ bitflags::bitflags! {
     pub struct AttachFlags: u32 {
         /// The domain is a bypass domain. Needs the feature BYPASS_CONFIG.
         const BYPASS = 1;
-        /// The domain is lazy: UNMAP there is answered before its invalidation. Needs the proposed
+        /// The domain is lazy: UNMAP there is completed before its invalidation. Needs the proposed
         /// feature LAZY_IOTLB_FLUSH.
         const LAZY = 1 << 31;
     }
@@ -159,7 +159,7 @@ impl ParseError {
         }
     }
 
-    /// The status to answer with; `None` where the buffer is to be returned unwritten (rule V8).
+    /// The status to complete with; `None` where the buffer is to be returned unwritten (rule V8).
     pub const fn status(self) -> Option<Status> {
         match self {
             ParseError::NoHead(_) | ParseError::UnknownType(_) => None,

@@ -185,7 +185,7 @@ fn step(author: &mut Author<'_>, twin: &mut Twin, ram: &Ram, met: &mut Met) {
                         twin.model.commit(effect);
                     }
                 } else {
-                    twin.compare_answer(&bytes, used, &whole);
+                    twin.compare_completion(&bytes, used, &whole);
                 }
             }
             Completion::Unwritten => assert_eq!(used, 0),
@@ -194,7 +194,7 @@ fn step(author: &mut Author<'_>, twin: &mut Twin, ram: &Ram, met: &mut Met) {
         }
     } else {
         met.completed += 1;
-        twin.compare_answer(&bytes, used, &whole);
+        twin.compare_completion(&bytes, used, &whole);
     }
     twin.compare();
 }

@@ -131,11 +131,16 @@ impl Twin {
             assert_eq!(self.device.poll_sync(session), Ok(true));
             assert!(!session.needs_sync());
         }
-        self.compare_answer(bytes, used, &reply)
+        self.compare_completion(bytes, used, &reply)
     }
 
     /// As [`request`](Self::request), for a reply that arrived by another way.
-    pub(crate) fn compare_answer(&mut self, bytes: &[u8], used: usize, reply: &[u8]) -> Option<u8> {
+    pub(crate) fn compare_completion(
+        &mut self,
+        bytes: &[u8],
+        used: usize,
+        reply: &[u8],
+    ) -> Option<u8> {
         let (completion, effect) = self.model.judge(bytes, reply.len());
         let untouched = |part: &[u8]| part.iter().all(|&byte| byte == 0xee);
         match completion {

@@ -1,5 +1,5 @@
-//! A vhost-user disk that does nothing, as fast as a separate process can: it answers the messages
-//! that `ringfence blk` answers and requests the same translations, in one thread that sleeps until
+//! A vhost-user disk that does nothing, as fast as a separate process can: it handles the messages
+//! that `ringfence blk` handles and requests the same translations, in one thread that sleeps until
 //! there is work, and completes every request without moving a byte of its data. Anything slower
 //! than this, behind the same IOMMU of QEMU, is the fault of the back end; the rest is not.
 

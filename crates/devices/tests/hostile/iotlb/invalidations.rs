@@ -16,9 +16,9 @@ pub(super) fn pipe() -> (Disk, File) {
 }
 
 #[test]
-fn an_invalidation_is_answered_only_when_the_io_that_uses_the_range_has_ended() {
+fn an_invalidation_is_completed_only_when_the_io_that_uses_the_range_has_ended() {
     // rule D15
-    let (disk, mut answers) = pipe();
+    let (disk, mut source) = pipe();
     let mut behind = Behind::new(1, config(), disk);
     let mut queue = behind.queue(0);
     for byte in 1..4 {
@@ -29,7 +29,7 @@ fn an_invalidation_is_answered_only_when_the_io_that_uses_the_range_has_ended() 
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 behind.unmap(page);
-                assert!(holds(&data, byte), "answered before the read was done");
+                assert!(holds(&data, byte), "completed before the read was done");
                 invalidated.store(true, Ordering::Release);
             });
             for _ in 0..20 {
@@ -37,12 +37,12 @@ fn an_invalidation_is_answered_only_when_the_io_that_uses_the_range_has_ended() 
                 assert!(!invalidated.load(Ordering::Acquire), "invalidated under a read");
             }
             // A part of the data does not complete the read.
-            answers.write_all(&[byte; 1000]).unwrap();
+            source.write_all(&[byte; 1000]).unwrap();
             for _ in 0..20 {
                 behind.round(0);
                 assert!(!invalidated.load(Ordering::Acquire), "invalidated under half a read");
             }
-            answers.write_all(&[byte; PAGE - 1000]).unwrap();
+            source.write_all(&[byte; PAGE - 1000]).unwrap();
         });
         assert_eq!(queue.finish(), OK);
     }
@@ -51,7 +51,7 @@ fn an_invalidation_is_answered_only_when_the_io_that_uses_the_range_has_ended() 
 #[test]
 fn an_invalidation_does_not_wait_for_requests_that_wait_themselves() {
     // rule D19
-    let (disk, mut answers) = pipe();
+    let (disk, mut source) = pipe();
     let mut behind = Behind::new(1, config(), disk);
     let mut queue = behind.queue(0);
     queue.go_round_with(piece(iova(0), 20));
@@ -69,7 +69,7 @@ fn an_invalidation_does_not_wait_for_requests_that_wait_themselves() {
     }
     behind.updates(Updates::Now);
     behind.release(|_| ());
-    answers.write_all(&[3; 1024]).unwrap();
+    source.write_all(&[3; 1024]).unwrap();
     assert_eq!(queue.finish(), OK);
 }
 

@@ -170,7 +170,7 @@ fn chains_that_come_behind_one_that_waits_cause_misses_too() {
 }
 
 #[test]
-fn answers_in_any_order_do() {
+fn updates_in_any_order_do() {
     for seed in 0..20usize {
         let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
         let mut queue = behind.queue(0);
@@ -240,13 +240,13 @@ fn a_miss_that_is_refused_when_it_is_sent_again_stalls_its_request_alone_and_not
         for n in 0..20 {
             let other = Fresh::lay(&mut behind, &queue, 3, Kind::In, n, false);
             queue.push(3);
-            let mut answer = queue.wait();
-            if answer.0 == 0 {
+            let mut completion = queue.wait();
+            if completion.0 == 0 {
                 // It is refused at some time, when the miss is sent again.
-                failed = Some(answer);
-                answer = queue.wait();
+                failed = Some(completion);
+                completion = queue.wait();
             }
-            assert_eq!(answer, (3, PAGE as u32 + 1));
+            assert_eq!(completion, (3, PAGE as u32 + 1));
             assert_eq!(other.status(), 0);
         }
         let failed = failed.unwrap_or_else(|| queue.wait());
@@ -328,7 +328,7 @@ impl Numbers {
 }
 
 #[test]
-fn arbitrary_chains_and_answers_harm_only_their_ring() {
+fn arbitrary_chains_and_updates_harm_only_their_ring() {
     let first = TestRunner::default().rng().next_u64();
     for seed in 0..40 {
         let mut numbers = Numbers(first.wrapping_add(seed));

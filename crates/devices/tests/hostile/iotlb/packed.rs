@@ -82,7 +82,7 @@ impl Packed {
 
     fn wait(&mut self) -> driver::Used {
         let mut found = None;
-        until("an answer in the ring", || {
+        until("a completion in the ring", || {
             found = self.ring.pop().unwrap();
             found.is_some()
         });

@@ -18,7 +18,7 @@ fn a_ring_stops_at_once_though_requests_wait_and_goes_on_with_them() {
     let mut behind = Behind::new(1, config, ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
-    let answered = queue.used_index();
+    let completed = queue.used_index();
     behind.updates(Updates::Held);
     let (page, data) = behind.mapped();
     fill(&data, 7);
@@ -26,11 +26,11 @@ fn a_ring_stops_at_once_though_requests_wait_and_goes_on_with_them() {
     behind.wait_missed(page);
     // No miss is resolved meanwhile, as with a VMM that waits for this reply.
     let base = behind.main().get_vring_base(0).unwrap();
-    assert_eq!((base, queue.used_index()), (answered.into(), answered));
+    assert_eq!((base, queue.used_index()), (completed.into(), completed));
     assert_eq!(queue.status(), 0xee);
     behind.updates(Updates::Now);
     behind.release(|_| ());
-    queue.start(&mut behind.main(), answered);
+    queue.start(&mut behind.main(), completed);
     assert_eq!(queue.finish(), OK);
     assert!(holds(&data, 0));
 }
@@ -104,11 +104,11 @@ fn event_and_round(behind: &Behind, queue: &RawQueue) {
 }
 
 #[test]
-fn requests_that_ran_before_one_that_waits_are_answered() {
+fn requests_that_ran_before_one_that_waits_are_completed() {
     let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
     let mut queue = behind.queue(0);
     queue.go_round();
-    let answered = queue.used_index();
+    let completed = queue.used_index();
     behind.updates(Updates::Held);
     let (page, _) = behind.mapped();
     // The first waits; the second, taken after it, is done.
@@ -117,7 +117,7 @@ fn requests_that_ran_before_one_that_waits_are_answered() {
     overtake(&mut queue);
     // It cannot go back behind one that was completed: it is completed with an error.
     let base = behind.main().get_vring_base(0).unwrap();
-    assert_eq!(base, u32::from(answered) + 2);
+    assert_eq!(base, u32::from(completed) + 2);
     assert_eq!(queue.finish(), IOERR);
 }
 
@@ -129,7 +129,7 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
         behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
         let mut queue = behind.queue(0);
         queue.go_round();
-        let answered = queue.used_index();
+        let completed = queue.used_index();
         behind.updates(Updates::Held);
         let (page, data) = behind.mapped();
         fill(&data, 7);
@@ -140,12 +140,12 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
             overtake(&mut queue);
         }
         let base = behind.main().get_vring_base(0).unwrap();
-        assert_eq!(base, u32::from(answered) + if overtaken { 2 } else { 0 });
-        assert_eq!(queue.take(), None, "it was answered without being done");
+        assert_eq!(base, u32::from(completed) + if overtaken { 2 } else { 0 });
+        assert_eq!(queue.take(), None, "it was completed without being done");
         behind.updates(Updates::Now);
         behind.release(|_| ());
         // Whatever base the front end sets.
-        queue.start(&mut behind.main(), answered);
+        queue.start(&mut behind.main(), completed);
         assert_eq!(queue.finish(), OK);
         assert!(holds(&data, 0));
         queue.go_round();
@@ -154,11 +154,11 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
 }
 
 #[test]
-fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
+fn a_disk_that_hangs_holds_up_its_own_ring_and_no_other() {
     // rules D15, D28
-    // When the disk answers at last the next front end is there, or none is.
+    // When the disk completes them at last the next front end is there, or none is.
     for next_is_there in [true, false] {
-        let (disk, mut answers) = pipe();
+        let (disk, mut source) = pipe();
         let mut behind = Behind::connect(workers(1), options(config(), disk));
         let (mut queue, mut neighbour) = (behind.queue(0), behind.queue(1));
         let (page, data) = behind.mapped();
@@ -191,7 +191,7 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
         let next = Some(next).filter(|_| next_is_there);
         // So that the worker sleeps, most likely: nothing wakes it.
         std::thread::sleep(Duration::from_millis(20));
-        answers.write_all(&[5; PAGE]).unwrap();
+        source.write_all(&[5; PAGE]).unwrap();
         until("the end of the I/O", || holds(&data, 5));
         until("the ring is free", || figures.stuck() == 0);
         if next.is_some() {
@@ -202,7 +202,7 @@ fn a_disk_that_does_not_answer_holds_up_its_own_ring_and_no_other() {
         let mut queue = last.queue(0);
         let (page, data) = last.mapped();
         queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-        answers.write_all(&[6; PAGE]).unwrap();
+        source.write_all(&[6; PAGE]).unwrap();
         assert_eq!(queue.finish(), OK);
         assert!(holds(&data, 6));
         assert_eq!(unmapped_by(&behind.workers), 0);
@@ -218,7 +218,7 @@ fn own_pipe() -> (Disk, File) {
 
 /// A queue with a read, into a page of sevens, that the disk has not completed.
 struct Reading {
-    answers: File,
+    source: File,
     behind: Behind,
     queue: RawQueue,
     page: usize,
@@ -226,29 +226,29 @@ struct Reading {
 }
 
 fn reading() -> Reading {
-    let (disk, answers) = own_pipe();
+    let (disk, source) = own_pipe();
     let mut behind = Behind::connect(workers(1), options(config(), disk));
     let mut queue = behind.queue(0);
     let (page, data) = behind.mapped();
     fill(&data, 7);
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
     until("a request under way", || behind.on_unit(0, |unit| unit.in_kernel(0)) == 1);
-    Reading { answers, behind, queue, page, data }
+    Reading { source, behind, queue, page, data }
 }
 
 #[test]
 fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
     // rule D15
-    // The page gets another owner before the disk answers, or stays.
+    // The page gets another owner before the disk completes the read, or stays.
     for is_taken in [true, false] {
-        let Reading { mut answers, behind, mut queue, page, data } = reading();
+        let Reading { mut source, behind, mut queue, page, data } = reading();
         if is_taken {
             behind.unmap(page);
         } else {
             behind.invalidate(iova(page), iova(page) + 0xfff);
         }
         assert_eq!(behind.on_unit(0, |unit| unit.in_kernel(0)), 1, "the disk has not completed");
-        answers.write_all(&[5; PAGE]).unwrap();
+        source.write_all(&[5; PAGE]).unwrap();
         // By the translation that there is then: a new miss is sent.
         assert_eq!(queue.finish(), if is_taken { IOERR } else { OK });
         assert!(holds(&data, if is_taken { 7 } else { 5 }));
@@ -258,7 +258,7 @@ fn an_invalidation_does_not_wait_for_a_disk_that_has_no_memory_of_the_guest() {
 #[test]
 fn a_read_that_does_not_end_holds_up_no_later_ring_and_its_data_goes_nowhere() {
     // rule D28
-    let Reading { mut answers, mut behind, data, .. } = reading();
+    let Reading { mut source, mut behind, data, .. } = reading();
     behind.hang_up();
     // The last update may be in use before the front end gets its reply.
     let ended = behind.ended();
@@ -271,10 +271,10 @@ fn a_read_that_does_not_end_holds_up_no_later_ring_and_its_data_goes_nowhere() {
     queue.go_round_with(piece(iova(name), 20));
     // The first bytes are the first reader's.
     let (page, new) = next.mapped();
-    answers.write_all(&[5; PAGE]).unwrap();
+    source.write_all(&[5; PAGE]).unwrap();
     until("the end of the old I/O", || figures.stuck() == 0);
     queue.submit(Kind::In, 0, &[piece(iova(page), PAGE)]);
-    answers.write_all(&[6; PAGE]).unwrap();
+    source.write_all(&[6; PAGE]).unwrap();
     assert_eq!(queue.finish(), OK);
     assert!(holds(&new, 6) && holds(&data, 7));
 }

@@ -202,7 +202,7 @@ impl Guest {
             let mut reply = vec![0; room];
             let buffer = BUFFERS + token % u64::from(SIZE) * BUFFER;
             self.ram.read(buffer + REPLY, &mut reply).unwrap();
-            self.twin.compare_answer(&request, used.len as usize, &reply);
+            self.twin.compare_completion(&request, used.len as usize, &reply);
         }
         assert!(self.sent.is_empty());
         self.twin.compare();
