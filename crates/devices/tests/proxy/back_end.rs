@@ -2,7 +2,9 @@
 
 use std::{
     collections::VecDeque,
-    os::unix::net::UnixListener,
+    io::{Read, Write},
+    net::Shutdown as Shut,
+    os::unix::net::{UnixListener, UnixStream},
     path::Path,
     sync::{
         Arc,
@@ -45,6 +47,53 @@ pub(crate) enum Script {
     WriteAll,
     /// Hangs up.
     HangUp,
+}
+
+/// What it sends instead of its first reply, which is to GET_FEATURES.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Nonsense {
+    /// A reply to another message.
+    Code,
+    /// No reply: a request.
+    Request,
+    /// A reply that is longer than it can be.
+    Size,
+    /// A part of one, and the end.
+    Half,
+    /// Replies ahead of their requests, each to another message.
+    Ahead,
+    /// A feature that no back end lacks is missing.
+    Old,
+}
+
+/// The bytes of a message with a number.
+fn message(code: u32, flags: u32, size: u32, number: u64) -> Vec<u8> {
+    let header = [code, flags, size].into_iter().flat_map(u32::to_ne_bytes);
+    header.chain(number.to_ne_bytes()).collect()
+}
+
+impl Nonsense {
+    /// Replies to one front end, until it hangs up.
+    fn reply(self, mut stream: UnixStream) {
+        // The protocol's version, and what marks a reply.
+        const REPLY: u32 = 1 | 1 << 2;
+        const GET_FEATURES: u32 = 1;
+        let all = u64::MAX;
+        let said = match self {
+            Nonsense::Code => message(GET_FEATURES + 10, REPLY, 8, all),
+            Nonsense::Request => message(GET_FEATURES, 1, 8, all),
+            Nonsense::Size => message(GET_FEATURES, REPLY, u32::MAX, all),
+            Nonsense::Half => message(GET_FEATURES, REPLY, 8, all)[..15].to_vec(),
+            Nonsense::Ahead => [1, 2, 3, 4].map(|code| message(code, REPLY, 8, all)).concat(),
+            Nonsense::Old => message(GET_FEATURES, REPLY, 8, all & !(1 << F_VERSION_1)),
+        };
+        // SET_OWNER, which has no reply, comes before it.
+        let mut requests = [0; 2 * 12];
+        if stream.read_exact(&mut requests).is_ok() && stream.write_all(&said).is_ok() {
+            let _ = stream.shutdown(Shut::Write);
+            let _ = stream.read_to_end(&mut Vec::new());
+        }
+    }
 }
 
 /// What it shows of itself.
@@ -92,12 +141,16 @@ struct Scripted {
     connection: Option<Shutdown>,
 }
 
-/// Listens at `path`, and serves one front end after the other.
-pub(crate) fn listen(path: &Path, features: u64, seen: &Arc<Seen>) {
+/// Listens at `path`, and serves one front end after the other, the first ones with nonsense.
+pub(crate) fn listen(path: &Path, features: u64, seen: &Arc<Seen>, first: &'static [Nonsense]) {
     let listener = UnixListener::bind(path).unwrap();
     let seen = Arc::clone(seen);
     thread::spawn(move || {
-        for stream in listener.incoming() {
+        let mut streams = listener.incoming();
+        for nonsense in first {
+            nonsense.reply(streams.next().unwrap().unwrap());
+        }
+        for stream in streams {
             let handler = Scripted {
                 features: features | 1 << F_VERSION_1,
                 seen: Arc::clone(&seen),

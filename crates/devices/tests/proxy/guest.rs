@@ -74,6 +74,11 @@ fn canary(at: usize) -> [u8; 8] {
     (0xc0ff_ee00_dead_0000 | (at / PAGE) as u64).to_le_bytes()
 }
 
+/// A worker that serves a proxy.
+pub(crate) fn workers() -> Arc<[Worker]> {
+    [Worker::spawn("test", Notify::Sleep).unwrap()].into()
+}
+
 impl Guest {
     /// A guest whose proxy has the back end at `path`; `features` are those of its own ring.
     pub(crate) fn new(path: &Path, features: u64, seed: u64) -> Guest {
@@ -82,11 +87,19 @@ impl Guest {
 
     /// The same, with so many bytes of slots.
     pub(crate) fn with_pool(path: &Path, features: u64, seed: u64, pool_size: u64) -> Guest {
-        let name: Arc<str> = "proxy".into();
-        let connector = Arc::new(Connector::spawn(path.to_owned(), name).unwrap());
-        let workers: Arc<[Worker]> = [Worker::spawn("test", Notify::Sleep).unwrap()].into();
+        let connector = Arc::new(Connector::spawn(path.to_owned(), "proxy".into()).unwrap());
+        Guest::behind(&connector, features, seed, pool_size)
+    }
+
+    /// The same, whose proxy connects by `connector`.
+    pub(crate) fn behind(
+        connector: &Arc<Connector>,
+        features: u64,
+        seed: u64,
+        pool_size: u64,
+    ) -> Guest {
         let options = ProxyOptions { pool_size, ..ProxyOptions::new("proxy", 4) };
-        let proxy = Proxy::connect(options, &connector, workers).unwrap();
+        let proxy = Proxy::connect(options, connector, workers()).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Server::new(theirs, proxy);
         let serving = Some(thread::spawn(move || _ = server.serve()));

@@ -5,8 +5,9 @@ mod guest;
 
 use std::{path::PathBuf, sync::Arc, thread, time::Instant};
 
-use back_end::{Script, Seen, listen};
-use guest::{Guest, LONG, MOST_BUFFERS};
+use back_end::{Nonsense, Script, Seen, listen};
+use guest::{Guest, LONG, MOST_BUFFERS, workers};
+use ringfence_devices::proxy::{Connector, Proxy, ProxyOptions};
 pub(crate) use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 use ringfence_virtq::{F_INDIRECT_DESC as F_INDIRECT, F_RING_PACKED as F_PACKED};
 use tempfile::TempDir;
@@ -32,7 +33,7 @@ struct Far {
 impl Far {
     fn new(features: u64) -> Far {
         let far = Far { folder: tempfile::tempdir().unwrap(), seen: Arc::default() };
-        listen(&far.path(), features, &far.seen);
+        listen(&far.path(), features, &far.seen, &[]);
         far
     }
 
@@ -178,6 +179,22 @@ fn what_a_back_end_has_not_used_is_put_back_when_the_ring_stops() {
         guest.check();
         assert!(far.seen.bytes()[RING_BYTES..].iter().all(|&byte| byte == 0));
     }
+}
+
+#[test]
+fn a_back_end_whose_replies_are_nonsense_is_refused_and_the_next_one_served() {
+    use Nonsense::{Ahead, Code, Half, Old, Request, Size};
+    const FIRST: &[Nonsense] = &[Code, Request, Size, Half, Ahead, Old];
+    let far = Far { folder: tempfile::tempdir().unwrap(), seen: Arc::default() };
+    listen(&far.path(), 0, &far.seen, FIRST);
+    let connector = Arc::new(Connector::spawn(far.path(), "proxy".into()).unwrap());
+    for nonsense in FIRST {
+        let refused = Proxy::connect(ProxyOptions::new("proxy", 4), &connector, workers());
+        let why = refused.err().unwrap_or_else(|| panic!("{nonsense:?}")).to_string();
+        assert!(why.starts_with("the back end"), "{nonsense:?}: {why}");
+    }
+    let mut guest = Guest::behind(&connector, 0, 5, 1 << 20);
+    works(&mut guest, 20);
 }
 
 #[test]
