@@ -172,7 +172,6 @@ fn of_two_changes_the_last_counts() {
 /// Table, log and views together: each view looks the page up in the table, and has it in a cache of its own
 /// until it reads the log. The owner unmaps it meanwhile.
 fn unmapped_under(views: usize, preemptions: usize, device: fn(&World, View)) {
-    // rule L18
     check(Some(preemptions), move || {
         let shootdown = Shootdown::new(views);
         let domain = domain(&shootdown);
@@ -201,6 +200,7 @@ fn unmapped_under(views: usize, preemptions: usize, device: fn(&World, View)) {
 
 #[test]
 fn what_was_unmapped_is_forgotten_by_both_views_that_have_it() {
+    // rule L18
     unmapped_under(2, 2, |world, mut view| {
         world.access(&view);
         view.quiet();
