@@ -219,8 +219,8 @@ impl Iotlb {
                 Err(error) => self.make_room(&mut writer, range, error)?,
             }
         }
+        count(&self.stats.updates);
         drop(writer);
-        self.stats.updates.fetch_add(1, Ordering::Relaxed);
         self.misses.update(range, prot);
         Ok(token)
     }
@@ -233,7 +233,7 @@ impl Iotlb {
     /// The table failed.
     pub fn invalidate(&self, range: Range) -> Result<u64> {
         let _writer = self.writer.lock();
-        self.stats.invalidations.fetch_add(1, Ordering::Relaxed);
+        count(&self.stats.invalidations);
         self.remove(range)
     }
 
@@ -340,7 +340,7 @@ impl Iotlb {
 
     fn evict(&self, writer: &mut Writer) -> Result<()> {
         let range = writer.victims.pick(&self.domain).ok_or(Error::NoMemory)?;
-        self.stats.evictions.fetch_add(1, Ordering::Relaxed);
+        count(&self.stats.evictions);
         let token = self.remove(range)?;
         writer.evicted.push((range, token));
         if writer.evicted.len() > EVICTED {
@@ -459,6 +459,11 @@ impl Writer {
             |&(evicted, token): &(Range, u64)| evicted.overlaps(range) && !shootdown.is_over(token);
         self.evicted.iter().any(held)
     }
+}
+
+/// Counts one more, for the thread that has the writer's lock.
+fn count(counter: &AtomicU64) {
+    counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
 }
 
 fn nanos(duration: Duration) -> u64 {

@@ -295,7 +295,7 @@ impl Device {
                 Box::new(Server::new(stream, backend))
             }
             DeviceKind::Net { net, end, endpoint } => {
-                let backend = net.connect_behind(*end, Arc::clone(endpoint), Some(iommu.seat()));
+                let backend = net.connect_behind(*end, Arc::clone(endpoint), Some(iommu.client()));
                 Box::new(Server::new(stream, backend))
             }
         }

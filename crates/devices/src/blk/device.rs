@@ -22,7 +22,7 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::{BlkFigures, BlkServer, BlkUnit, cache::Cache, request};
 use crate::{
     disk::{Disk, Image, ImageError},
-    iommu::{Iommu, Seat},
+    iommu::{Iommu, IommuClient},
 };
 
 /// The most data buffers of a request: with header and status they make a chain of 256 descriptors.
@@ -100,7 +100,7 @@ pub fn make_rings(image: &Image, queues: u16) -> std::io::Result<()> {
 pub struct Blk {
     options: BlkOptions,
     rings: RequestRings<BlkServer>,
-    seat: Option<Seat>,
+    client: Option<IommuClient>,
     cache: Cache,
 }
 
@@ -115,7 +115,7 @@ impl Blk {
         let (id, figures) = (Arc::clone(&options.id), Arc::clone(&options.figures));
         let device = Blk {
             rings: RequestRings::new(id, workers, options.unit, figures),
-            seat: options.iommu.as_ref().map(Iommu::seat),
+            client: options.iommu.as_ref().map(Iommu::client),
             options,
             cache: Cache::default(),
         };
@@ -190,7 +190,7 @@ impl RawDevice for Blk {
         if features & (1 << F_VERSION_1) == 0 {
             return Err(HandlerError::new("VIRTIO_F_VERSION_1 is needed"));
         }
-        self.seat.iter().try_for_each(|seat| seat.set_features(features))?;
+        self.client.iter().try_for_each(|client| client.set_features(features))?;
         self.cache.set_features(features);
         Ok(())
     }
@@ -201,7 +201,7 @@ impl RawDevice for Blk {
     }
 
     fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
-        self.seat.iter().try_for_each(|seat| seat.set_memory(memory))
+        self.client.iter().try_for_each(|client| client.set_memory(memory))
     }
 
     fn start(
@@ -212,7 +212,7 @@ impl RawDevice for Blk {
         resumed: bool,
     ) -> Result<(), HandlerError> {
         if !resumed {
-            self.seat.iter().try_for_each(Seat::ring_starts)?;
+            self.client.iter().try_for_each(IommuClient::ring_starts)?;
         }
         let (through, shutdown) = (self.cache.through(), on.shutdown);
         self.rings.start(ring, start, on, |size| {

@@ -10,7 +10,7 @@ use ringfence_virtio_iommu::device::Completions;
 use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 
 use super::{
-    Iommu, Seat,
+    Iommu, IommuClient,
     device::FrontUnit,
     reach::Shared,
     unit::{Call, NoWorker, REQUESTS},
@@ -18,7 +18,7 @@ use super::{
 
 /// A virtio-iommu as a vhost-user back end, for one front end.
 pub struct IommuBackend {
-    seat: Seat,
+    client: IommuClient,
     front: FrontEnd,
     /// Where interrupts go: front ends set this before they bring memory.
     calls: [Option<Call>; 2],
@@ -30,21 +30,21 @@ impl Iommu {
         if let Err(error) = self.device.backing().open() {
             tracing::error!(source = %"iommu", "an endpoint stays blocked: {error}");
         }
-        IommuBackend { seat: self.seat(), front: FrontEnd::default(), calls: [None, None] }
+        IommuBackend { client: self.client(), front: FrontEnd::default(), calls: [None, None] }
     }
 }
 
 impl IommuBackend {
     /// The IOMMU that it serves.
     pub fn iommu(&self) -> &Arc<Iommu> {
-        &self.seat.iommu
+        &self.client.iommu
     }
 }
 
 /// The front end is gone. What is behind the IOMMU reaches nothing from now on.
 impl Drop for IommuBackend {
     fn drop(&mut self) {
-        self.iommu().front_end_gone(self.seat.number);
+        self.iommu().front_end_gone(self.client.number);
     }
 }
 
@@ -75,7 +75,7 @@ impl Handler for IommuBackend {
     }
 
     fn set_memory(&mut self, memory: Arc<Memory>) -> Result<(), HandlerError> {
-        self.seat.set_memory(&memory)?;
+        self.client.set_memory(&memory)?;
         self.front.set_memory("iommu", &memory);
         let iommu = self.iommu();
         let (device, reported) = (Arc::clone(&iommu.device), Arc::clone(&iommu.reported));

@@ -47,9 +47,9 @@ pub(super) struct State {
     pub(super) completed: Completions,
     /// Whether a later process takes over the state.
     pub(super) handed_over: bool,
-    /// The memory that each connection brought, by its seat.
+    /// The memory that each connection brought, by its number.
     memories: BTreeMap<u64, Arc<Memory>>,
-    next_seat: u64,
+    next_client: u64,
     /// What the units of earlier front ends have counted.
     past: Counters,
 }
@@ -126,11 +126,11 @@ impl Iommu {
         self.workers[0].call(move |work| work.unit::<FrontUnit>(unit).map(job)).ok_or(NoWorker)
     }
 
-    /// A place for a device behind this IOMMU, for one connection.
-    pub fn seat(self: &Arc<Self>) -> Seat {
+    /// A connection of a device behind this IOMMU, or of its own front end.
+    pub fn client(self: &Arc<Self>) -> IommuClient {
         let mut state = self.state.lock();
-        state.next_seat += 1;
-        Seat { iommu: Arc::clone(self), number: state.next_seat }
+        state.next_client += 1;
+        IommuClient { iommu: Arc::clone(self), number: state.next_client }
     }
 
     /// The request queue is about to start, at this place of its ring, or `at_used`, where an
@@ -180,7 +180,7 @@ impl Iommu {
 
     /// The front end is gone: its driver's mappings are void, and nothing is reachable until there
     /// is another front end.
-    pub(super) fn front_end_gone(&self, seat: u64) {
+    pub(super) fn front_end_gone(&self, client: u64) {
         let handed_over = self.state.lock().handed_over;
         if handed_over {
             // Nothing is unmapped any more in this process, and the devices finish what they have under way.
@@ -189,7 +189,7 @@ impl Iommu {
             if let Err(error) = self.device.backing().shut() {
                 tracing::error!(source = %"iommu", "an endpoint could not be blocked: {error}");
             }
-            if self.state.lock().memories.keys().any(|&other| other != seat) {
+            if self.state.lock().memories.keys().any(|&other| other != client) {
                 tracing::warn!(source = %"iommu", "its front end is gone: the devices behind it reach nothing now");
             }
         }
@@ -230,13 +230,13 @@ impl Iommu {
     }
 }
 
-/// A connection's place behind a guest's [`Iommu`], or in front of it. It ends when it is dropped.
-pub struct Seat {
+/// A connection of a guest whose [`Iommu`] it is: of a device behind it, or of its own front end.
+pub struct IommuClient {
     pub(super) iommu: Arc<Iommu>,
     pub(super) number: u64,
 }
 
-impl Seat {
+impl IommuClient {
     /// The memory that the connection brings. All connections must belong to the same guest: a
     /// mapping names guest-physical memory, which must be the same for every device.
     ///
@@ -287,7 +287,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for IommuClient {
     fn drop(&mut self) {
         self.iommu.state.lock().memories.remove(&self.number);
     }
@@ -350,12 +350,12 @@ mod tests {
         assert!(reached());
         iommu.requests_stopped(2);
         far.inject(Kind::Unmap, When::Always, Stage::Before);
-        let seat = iommu.seat();
+        let client = iommu.client();
         for _ in 0..2 {
-            assert!(seat.ring_starts().is_err() && reached());
+            assert!(client.ring_starts().is_err() && reached());
         }
         far.clear();
-        seat.ring_starts().unwrap();
+        client.ring_starts().unwrap();
         assert!(!reached());
     }
 }

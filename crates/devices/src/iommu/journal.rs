@@ -252,7 +252,7 @@ mod tests {
         guest.successor().dies();
         let mut process = guest.successor();
         assert!(!process.is_bound(), "no front end is there");
-        process.iommu.seat().ring_starts().unwrap();
+        process.iommu.client().ring_starts().unwrap();
         guest.publish(map(0x1000));
         guest.connect(&mut process, None);
         assert!(process.is_bound());
@@ -286,7 +286,7 @@ mod tests {
         let base = process.backend.as_mut().unwrap().stop_ring(0).unwrap();
         drop(process);
         let mut process = guest.successor();
-        process.iommu.seat().ring_starts().unwrap();
+        process.iommu.client().ring_starts().unwrap();
         guest.connect(&mut process, Some(base));
         assert_eq!([map(0x1000), map(0x2000)].map(|request| guest.send(request)), [INVAL, OK]);
         let base = process.backend.as_mut().unwrap().stop_ring(0).unwrap();
@@ -298,7 +298,7 @@ mod tests {
         process.backend.as_mut().unwrap().stop_ring(0).unwrap();
         process.dies();
         let process = guest.successor();
-        process.iommu.seat().ring_starts().unwrap();
+        process.iommu.client().ring_starts().unwrap();
         assert_eq!(process.iommu.device.domains(), 0);
     }
 

@@ -4,7 +4,7 @@
 //! change: no IOTLB message is needed, and a mapping is usable when its MAP is completed.
 //!
 //! [`Iommu`] is the device, which outlives its front ends; [`IommuBackend`] serves one of them.
-//! Devices behind it interact with it through a [`Seat`].
+//! Devices behind it interact with it through a [`IommuClient`].
 //!
 //! Inside a VMM there is no front end: a [`LocalIommu`] is started with the VMM's rings and event
 //! descriptors, and reaches its memory as the VMM's [`Reach`] does.
@@ -21,6 +21,6 @@ mod unit;
 
 pub use backend::IommuBackend;
 pub use backing::{Endpoints, JointDomain};
-pub use device::{Iommu, IommuFigures, IommuOptions, Seat};
+pub use device::{Iommu, IommuClient, IommuFigures, IommuOptions};
 pub use local::{LocalIommu, LocalIommuError};
 pub use reach::Reach;

@@ -18,7 +18,7 @@ use super::{
     unit::{NetUnit, Start, Way},
     wire::{LINK_UP, NetConfig, feature},
 };
-use crate::iommu::Seat;
+use crate::iommu::IommuClient;
 
 /// A network device as it is set up.
 #[derive(Clone)]
@@ -107,20 +107,20 @@ impl Net {
             true => Addresses::Iotlb(self.options.iotlb),
             false => Addresses::Physical,
         };
-        Backend::new(NetEnd { net: Arc::clone(self), end, seat: None }, addresses)
+        Backend::new(NetEnd { net: Arc::clone(self), end, client: None }, addresses)
     }
 
     /// As [`connect`](Self::connect), behind an IOMMU of this process: addresses mean what they mean
     /// to `endpoint`, whose shootdown has a place for each worker. No misses are sent to the front
-    /// end, and its IOTLB messages change nothing. With a `seat`, only front ends of the IOMMU's
+    /// end, and its IOTLB messages change nothing. With a `client`, only front ends of the IOMMU's
     /// guest are accepted, and only with translated addresses.
     pub fn connect_behind(
         self: &Arc<Self>,
         end: usize,
         endpoint: Arc<Endpoint>,
-        seat: Option<Seat>,
+        client: Option<IommuClient>,
     ) -> Backend<NetEnd> {
-        let device = NetEnd { net: Arc::clone(self), end, seat };
+        let device = NetEnd { net: Arc::clone(self), end, client };
         Backend::new(device, Addresses::Behind(endpoint))
     }
 
@@ -145,7 +145,7 @@ impl Net {
 pub struct NetEnd {
     net: Arc<Net>,
     end: usize,
-    seat: Option<Seat>,
+    client: Option<IommuClient>,
 }
 
 impl RawDevice for NetEnd {
@@ -208,13 +208,13 @@ impl RawDevice for NetEnd {
     }
 
     fn set_features(&mut self, features: u64) -> Result<(), HandlerError> {
-        self.seat.iter().try_for_each(|seat| seat.set_features(features))?;
+        self.client.iter().try_for_each(|client| client.set_features(features))?;
         debug!(source = %self.name(), "features {features:#x}");
         Ok(())
     }
 
     fn set_memory(&mut self, memory: &Arc<Memory>) -> Result<(), HandlerError> {
-        self.seat.iter().try_for_each(|seat| seat.set_memory(memory))
+        self.client.iter().try_for_each(|client| client.set_memory(memory))
     }
 
     fn start(
@@ -225,7 +225,7 @@ impl RawDevice for NetEnd {
         resumed: bool,
     ) -> Result<(), HandlerError> {
         if !resumed {
-            self.seat.iter().try_for_each(Seat::ring_starts)?;
+            self.client.iter().try_for_each(IommuClient::ring_starts)?;
         }
         let start = Start {
             ring: start,
