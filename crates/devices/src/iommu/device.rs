@@ -230,7 +230,7 @@ impl Iommu {
     }
 }
 
-/// A connection of a guest whose [`Iommu`] it is: of a device behind it, or of its own front end.
+/// A connection of an [`Iommu`]'s guest: of a device behind it, or of its own front end.
 pub struct IommuClient {
     pub(super) iommu: Arc<Iommu>,
     pub(super) number: u64,

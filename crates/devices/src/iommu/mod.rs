@@ -4,7 +4,7 @@
 //! change: no IOTLB message is needed, and a mapping is usable when its MAP is completed.
 //!
 //! [`Iommu`] is the device, which outlives its front ends; [`IommuBackend`] serves one of them.
-//! Devices behind it interact with it through a [`IommuClient`].
+//! Devices behind it interact with it through an [`IommuClient`].
 //!
 //! Inside a VMM there is no front end: a [`LocalIommu`] is started with the VMM's rings and event
 //! descriptors, and reaches its memory as the VMM's [`Reach`] does.

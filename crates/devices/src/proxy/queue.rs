@@ -146,10 +146,14 @@ impl ProxyQueue {
         if self.ends || usize::from(self.shadow.free_descs()) < needed {
             return Err(Stop::Later);
         }
-        // What is written, too, though it may be gone when the chain comes back: a ring that stops then
+        // Behind an IOTLB a chain that misses a translation begins anew: before anything is copied. And
+        // what is written, too, though it may be gone when the chain comes back: a ring that stops then
         // gets no translations any more.
-        for &Desc { addr, len, .. } in chain.writable() {
-            bus.slices(addr, len.into(), Access::Write, |_| {})?;
+        for &Desc { addr, len, write } in descs {
+            let access = if write { Access::Write } else { Access::Read };
+            if write || matches!(bus, Bus::Iommu(_)) {
+                bus.slices(addr, len.into(), access, |_| {})?;
+            }
         }
         let Some(slot) = self.slots.take(len) else {
             if self.slots.is_unused() {

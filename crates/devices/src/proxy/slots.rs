@@ -48,9 +48,12 @@ impl Places {
         Places { large: 0, small: large.sum() }
     }
 
-    /// The offset of the next buffer, of `len` bytes.
+    /// The offset of the next buffer, of `len` bytes. That of an empty one lies in the slot as well.
     fn next(&mut self, len: u32) -> u64 {
         let len = u64::from(len);
+        if len == 0 {
+            return 0;
+        }
         let (next, align) = match len >= SECTOR {
             true => (&mut self.large, SECTOR),
             false => (&mut self.small, SMALL),

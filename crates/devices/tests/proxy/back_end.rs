@@ -31,6 +31,8 @@ use crate::{F_EVENT_IDX, F_INDIRECT, F_PACKED, F_VERSION_1};
 pub(crate) enum Script {
     /// Uses them, the last first.
     Honest,
+    /// Uses them, each with all its bytes written, and reports none.
+    Untold,
     /// Uses none.
     Silent,
     /// Reports more bytes than there is room for.
@@ -293,8 +295,9 @@ impl Work {
         }
         let mut last = None;
         while let Some(chain) = self.waiting.pop_back() {
-            let used = self.serve(&chain, bus);
+            let used = self.serve(&chain, bus, script == Script::Untold);
             let (head, used) = match script {
+                Script::Untold => (chain.head(), 0),
                 Script::TooLong => (chain.head(), chain.writable_len() as u32 + 1),
                 Script::NotThere => (chain.head() ^ 1, used),
                 Script::OutOfRange => (0x7fff, used),
@@ -308,15 +311,15 @@ impl Work {
         }
     }
 
-    /// Reads and writes a chain's buffers; returns how many bytes it has written.
-    fn serve(&self, chain: &Chain, bus: &UserAddresses) -> u32 {
+    /// Reads a chain's buffers and writes them, `all` or some; returns how many bytes it has written.
+    fn serve(&self, chain: &Chain, bus: &UserAddresses, all: bool) -> u32 {
         let mut readable = vec![0; chain.readable_len() as usize];
         if chain.read_at(bus, 0, &mut readable).is_err() {
             return 0;
         }
         // Not always all that there is room for.
         let room = chain.writable_len() as usize;
-        let most = room - room / 3 * usize::from(readable.len() % 2 == 1);
+        let most = room - room / 3 * usize::from(readable.len() % 2 == 1 && !all);
         let _ = chain.write_at(bus, 0, &reply(&readable, most));
         most as u32
     }
@@ -324,7 +327,7 @@ impl Work {
     /// Adds an entry to the used ring, past all checks of the queue.
     fn push(&mut self, script: Script, head: u16, used: u32, bus: &UserAddresses) {
         let config = *self.queue.config();
-        if matches!(script, Script::Honest | Script::WriteAll) {
+        if matches!(script, Script::Honest | Script::Untold | Script::WriteAll) {
             self.queue.push_used(head, used);
             let _ = self.queue.publish_used();
             return;

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ringfence_devices::proxy::{Connector, Proxy, ProxyOptions};
+use ringfence_devices::proxy::{Connector, CopyBack, Proxy, ProxyOptions};
 use ringfence_mem::GuestRam;
 use ringfence_run::{
     event,
@@ -63,6 +63,8 @@ pub(crate) struct Guest {
     tables: Vec<usize>,
     tokens: u64,
     packed: bool,
+    /// Whether all that is writable comes back, whatever is reported.
+    gets_all: bool,
     /// How many chains have come back, and how many descriptors they had.
     back: (u32, u32),
     random: u64,
@@ -88,17 +90,18 @@ impl Guest {
     /// The same, with so many bytes of slots.
     pub(crate) fn with_pool(path: &Path, features: u64, seed: u64, pool_size: u64) -> Guest {
         let connector = Arc::new(Connector::spawn(path.to_owned(), "proxy".into()).unwrap());
-        Guest::behind(&connector, features, seed, pool_size)
+        let options = ProxyOptions { pool_size, ..ProxyOptions::new("proxy", 4) };
+        Guest::behind(&connector, features, seed, options)
     }
 
-    /// The same, whose proxy connects by `connector`.
+    /// The same, whose proxy has these options and connects by `connector`.
     pub(crate) fn behind(
         connector: &Arc<Connector>,
         features: u64,
         seed: u64,
-        pool_size: u64,
+        options: ProxyOptions,
     ) -> Guest {
-        let options = ProxyOptions { pool_size, ..ProxyOptions::new("proxy", 4) };
+        let gets_all = options.copy_back == CopyBack::All;
         let proxy = Proxy::connect(options, connector, workers()).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut server = Server::new(theirs, proxy);
@@ -140,6 +143,7 @@ impl Guest {
             tables: (0..TABLES).filter(|_| has(F_INDIRECT)).collect(),
             tokens: 0,
             packed: config.packed,
+            gets_all,
             back: (0, 0),
             random: seed * 2 + 1,
             serving,
@@ -187,8 +191,9 @@ impl Guest {
             .collect();
         for (number, page) in pages.iter().enumerate() {
             let small = self.random(2) == 0;
-            // Empty ones, too.
+            // Empty ones, too, but the first that is written: scripts lie of its length.
             let len = self.random(if small { 41 } else { PAGE + 1 });
+            let len = len.max(usize::from(number == readable));
             let offset = page * PAGE + self.random(PAGE - len + 1);
             let addr = self.ram.gpa() + (RING_PAGES * PAGE + offset) as u64;
             if number < readable {
@@ -232,10 +237,12 @@ impl Guest {
         while let Some(used) = self.queue.pop().unwrap() {
             let Flight { readable, writable, pages, table } =
                 self.flights.remove(&used.token).unwrap();
-            let written = reply(&readable, used.len as usize);
+            let room: usize = writable.iter().map(|(_, len)| len).sum();
+            let all = if self.gets_all { room } else { used.len as usize };
+            let written = reply(&readable, all);
             let mut at = 0;
             for (offset, len) in writable {
-                let part = len.min(used.len as usize - at);
+                let part = len.min(all - at);
                 let now = self.ram.slice(RING_PAGES * PAGE + offset, part).unwrap().to_vec();
                 if honest {
                     assert!(
