@@ -32,6 +32,12 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
             return self.unmap_strictly(span, watched, counters);
         }
         let mut gather = Gather::queued();
+        if mutant!("a range is queued before its translation is removed") {
+            let removed = Removed { since_ns: self.clock.now_ns(), pages: gather.take_pages() };
+            let queued = self.queue(span, removed, reserved, watched, counters);
+            self.domain.unmap(span.range, &mut gather)?;
+            return queued;
+        }
         if let Err(error) = self.domain.unmap(span.range, &mut gather) {
             self.give_up(span, reserved);
             return Err(error);
@@ -239,7 +245,9 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
         let Lazy { queues, pace, timer, .. } = &self.lazy;
         timer.disarm();
         let late = mutant!("the flag is cleared after the flush");
-        if !late {
+        let idle =
+            mutant!("an expiry with nothing to flush leaves the flag") && !self.wants_flush();
+        if !late && !idle {
             queues.expiring();
         }
         // After the flag was cleared: if the device becomes lazy again meanwhile, its threads must

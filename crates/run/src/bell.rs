@@ -40,7 +40,8 @@ impl<W: Wake> Bell<W> {
 
     /// Calls the worker, for mail that was sent before.
     pub(crate) fn ring(&self) {
-        // A swap, as clearing it is one: the changes follow each other.
+        // A swap, not a store: the worker that finds this ring has seen what came before the one that it
+        // has not found, too (the release sequence goes on).
         self.rung.swap(true, Ordering::Release);
         self.wake.wake();
     }
@@ -75,7 +76,10 @@ mod model {
     use std::sync::Arc;
 
     use loom::{sync::Notify, thread};
-    use ringfence_sync::model::{Memory, check};
+    use ringfence_sync::{
+        atomic::AtomicUsize,
+        model::{Memory, check},
+    };
 
     use super::*;
 
@@ -84,6 +88,31 @@ mod model {
         fn wake(&self) {
             self.notify();
         }
+    }
+
+    /// Two callers: each call finds the mail of those before it, though the worker finds one ring.
+    #[test]
+    fn a_worker_that_two_call_at_once_finds_the_mail_of_both() {
+        check(Some(3), || {
+            let bell = Arc::new(Bell::new(Notify::new()));
+            let mail = Arc::new(AtomicUsize::new(0));
+            let callers = [(); 2].map(|()| {
+                let (bell, mail) = (Arc::clone(&bell), Arc::clone(&mail));
+                thread::spawn(move || {
+                    mail.fetch_add(1, Ordering::Relaxed);
+                    bell.ring();
+                })
+            });
+            let mut read = 0;
+            while read < 2 {
+                if bell.has_rung() {
+                    read = mail.load(Ordering::Relaxed);
+                } else if !bell.is_rung() {
+                    bell.wake.wait();
+                }
+            }
+            callers.into_iter().for_each(|caller| caller.join().unwrap());
+        });
     }
 
     #[test]

@@ -43,6 +43,8 @@ struct World {
     cached: Mutex<[bool; 2]>,
     /// How many pages may be exposed at a time.
     bound: usize,
+    /// How many flushes fail.
+    failures: StdUsize,
     // The account, in the order of the execution. No thread of the product sees it.
     exposed: [StdBool; 2],
     returned: [StdBool; 2],
@@ -116,7 +118,13 @@ unsafe impl Domain for Behind {
         match work {
             Work::Map(_) => {}
             Work::Unmap { ranges, .. } => self.0.invalidate(ranges.iter().map(page)),
-            Work::All => self.0.invalidate(0..2),
+            Work::All => match self.0.failures.load(Ordering::Relaxed) {
+                0 => self.0.invalidate(0..2),
+                more => {
+                    self.0.failures.store(more - 1, Ordering::Relaxed);
+                    return Err(Error::NoMemory);
+                }
+            },
         }
         Ok(SyncToken::DONE)
     }
@@ -168,7 +176,8 @@ impl Allocator for Owner {
     }
 }
 
-/// Two CPUs: the threads have them in turn, in the order in which they ask first.
+/// Two CPUs: the threads have them in turn, in the order in which they ask first. The model's own has
+/// the first.
 #[derive(Default)]
 struct Cpus(StdMutex<Vec<ThreadId>>);
 
@@ -205,13 +214,16 @@ impl Live {
             present: [(); 2].map(|()| AtomicBool::new(true)),
             cached: Mutex::new([true; 2]),
             bound: tuning.max_exposure_bytes.map_or(2, |bytes| (bytes / PAGE) as usize),
+            failures: StdUsize::new(0),
             exposed: Default::default(),
             returned: Default::default(),
             releases: StdUsize::new(0),
         });
+        let cpus = Cpus::default();
+        cpus.current();
         let environment = Environment {
             clock: std::sync::Arc::new(ManualClock::new(1)),
-            cpu: std::sync::Arc::new(Cpus::default()),
+            cpu: std::sync::Arc::new(cpus),
             thread_clock: std::sync::Arc::new(OsThreadClock),
         };
         let config = DmaConfig {
@@ -381,6 +393,18 @@ fn what_an_expiry_leaves_behind_finds_the_timer_armed_again() {
 }
 
 #[test]
+fn what_an_expiry_whose_flush_fails_leaves_behind_finds_the_timer_armed_again() {
+    // rule L23
+    check(|| {
+        let live = Live::new(QueueKind::PerCpu, 3);
+        live.unmap(0);
+        live.world.failures.store(1, Ordering::Relaxed);
+        beside(&live, [|live| live.unmap(1)], |live| assert!(live.device.expire().is_err()));
+        live.settle(2);
+    });
+}
+
+#[test]
 fn what_is_under_way_while_the_policy_becomes_strict_is_flushed_and_not_queued() {
     // rules L19, L27
     check(|| {
@@ -455,7 +479,7 @@ fn the_timer_may_expire_while_the_policy_changes_and_others_unmap() {
         let live = Live::new(QueueKind::Single, 3);
         beside(&live, [|live| live.unmap(0), Live::expire], |live| {
             live.becomes_strict();
-            live.becomes_lazy(QueueKind::Single);
+            live.becomes_lazy(QueueKind::PerCpu);
         });
         live.settle(1);
     });

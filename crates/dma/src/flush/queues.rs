@@ -112,7 +112,9 @@ impl<E: Queued> FlushQueues<E> {
         };
         // Most threads find it armed and only read the shared cache line. Acquire: see `expiring`.
         //
-        // Ordering: nothing needs the Release. That an expiry which clears this flag finds the entry
+        // Ordering: with the Acquire, the caller sets the timer after the expiry that cleared the flag
+        // has unset it. (In the models both are read-modify-writes or come later, in whose order there
+        // is no doubt.) Nothing needs the Release. That an expiry which clears this flag finds the entry
         // follows from the ring's lock: had it reaped the ring before, its swap would come first.
         let arm = !self.armed.load(Ordering::Relaxed) && !self.armed.swap(true, Ordering::AcqRel);
         Enqueued::Queued { arm, high }
@@ -143,14 +145,14 @@ impl<E: Queued> FlushQueues<E> {
         // A swap, as arming is one: changes of the flag then follow each other, and a thread that
         // arms it after this also sets the timer after the caller has unset it.
         //
-        // Ordering: nothing needs the Acquire, see `enqueue`.
+        // Ordering: with the Release, what the caller has unset is set again after it; nothing needs the
+        // Acquire. See `enqueue`.
         self.armed.swap(false, Ordering::AcqRel);
     }
 
     /// Sets the timer's flag for what an expiry had to leave behind; returns whether the caller
     /// must arm it.
-    // Ordering: Acquire as in `enqueue`, for the `expiring` of another thread that expires too; nothing needs
-    // the Release. The model has one thread that expires.
+    // Ordering: as in `enqueue`, for the `expiring` of another thread that expires too.
     pub(crate) fn rearm(&self) -> bool {
         self.len() != 0 && !self.armed.swap(true, Ordering::AcqRel)
     }

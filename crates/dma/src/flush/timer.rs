@@ -27,7 +27,7 @@ pub(crate) struct Timer {
 struct State {
     /// When to expire, or [`NEVER`].
     due_ns: AtomicU64,
-    /// Held by the thread from when it has read `due_ns` until it sleeps.
+    /// Held by the thread from before it reads `due_ns` until it sleeps.
     stop: Mutex<bool>,
     changed: Condvar,
 }

@@ -148,15 +148,7 @@ fn nor_one_that_is_made_meanwhile() {
 
 #[test]
 fn a_lease_holds_what_was_reached_beyond_the_change() {
-    race(true, false, |world, mut view| {
-        let lease = view.slices(0, 1, Access::Read, |_| ()).is_ok().then(|| view.lease(0, 1));
-        view.quiet();
-        if lease.is_some() {
-            world.touch();
-        }
-        drop(lease);
-        world.access(&view);
-    });
+    race(true, false, hold);
 }
 
 #[test]
@@ -171,22 +163,20 @@ fn of_two_changes_the_last_counts() {
 
 /// Table, log and views together: each view looks the page up in the table, and has it in a cache of its own
 /// until it reads the log. The owner unmaps it meanwhile.
-fn unmapped_under(views: usize, preemptions: usize, device: fn(&World, View)) {
-    check(Some(preemptions), move || {
-        let shootdown = Shootdown::new(views);
+fn unmapped_under(devices: [fn(&World, View); 2]) {
+    check(Some(2), move || {
+        let shootdown = Shootdown::new(devices.len());
         let domain = domain(&shootdown);
         let world = world(shootdown, Binding::Domain(Arc::clone(&domain)));
         let memory = memory();
-        let threads: Vec<_> = (0..views)
-            .map(|_| {
-                let view = View::new(Arc::clone(&world.endpoint), Arc::clone(&memory));
-                let (view, theirs) = (Moved(view), Arc::clone(&world));
-                thread::spawn(move || {
-                    let Moved(view) = { view };
-                    device(&theirs, view.unwrap());
-                })
+        let threads = devices.map(|device| {
+            let view = View::new(Arc::clone(&world.endpoint), Arc::clone(&memory));
+            let (view, theirs) = (Moved(view), Arc::clone(&world));
+            thread::spawn(move || {
+                let Moved(view) = { view };
+                device(&theirs, view.unwrap());
             })
-            .collect();
+        });
         let mut gather = Gather::new();
         assert_eq!(domain.unmap_pages(&[page()], &mut gather), Ok(PAGE.into()));
         let token = domain.sync_begin(gather.work()).unwrap();
@@ -198,24 +188,29 @@ fn unmapped_under(views: usize, preemptions: usize, device: fn(&World, View)) {
     });
 }
 
+fn look_twice(world: &World, mut view: View) {
+    world.access(&view);
+    view.quiet();
+    world.access(&view);
+}
+
+fn hold(world: &World, mut view: View) {
+    let lease = view.slices(0, 1, Access::Read, |_| ()).is_ok().then(|| view.lease(0, 1));
+    view.quiet();
+    if lease.is_some() {
+        world.touch();
+    }
+    drop(lease);
+    world.access(&view);
+}
+
 #[test]
 fn what_was_unmapped_is_forgotten_by_both_views_that_have_it() {
     // rule L18
-    unmapped_under(2, 2, |world, mut view| {
-        world.access(&view);
-        view.quiet();
-        world.access(&view);
-    });
+    unmapped_under([look_twice, look_twice]);
 }
 
 #[test]
 fn a_lease_of_one_view_holds_what_was_unmapped_and_the_other_view_does_not() {
-    unmapped_under(2, 2, |world, mut view| {
-        let lease = view.slices(0, 1, Access::Read, |_| ()).is_ok().then(|| view.lease(0, 1));
-        view.quiet();
-        if lease.is_some() {
-            world.touch();
-        }
-        drop(lease);
-    });
+    unmapped_under([hold, look_twice]);
 }
