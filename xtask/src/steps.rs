@@ -173,6 +173,7 @@ const STEPS: &[Step] = &[
     }),
     long("a build that invalidates nothing", 150, |run| run.ignored(COMMAND, "mutant", &[])),
     long("documentation: the book", 130, |_| book::make()),
+    long("no memory is overcommitted", 600, not_overcommitted),
     long("packages", 600, |_| published()),
     long("docs.rs", 300, |_| docs_rs()),
     long("a Debian root", 900, |_| debian::check()),
@@ -404,6 +405,19 @@ fn huge_pages(run: &Run) -> Result<()> {
     if lacking > 0 {
         set(all)?;
     }
+    result
+}
+
+/// The tests of the command, and of what maps memory, where the kernel promises no more than it has.
+/// The setting is the machine's: it is put back.
+fn not_overcommitted(run: &Run) -> Result<()> {
+    const SETTING: &str = "/proc/sys/vm/overcommit_memory";
+    let before = std::fs::read_to_string(SETTING).context(SETTING)?;
+    let refused = |error| NotRun(format!("{error}; as root: sysctl vm.overcommit_memory=2"));
+    std::fs::write(SETTING, "2").map_err(refused)?;
+    let packages = [COMMAND, "ringfence-dma", "ringfence-mem", "ringfence-vfio"];
+    let result = run.tests(|program| packages.contains(&&*program.package));
+    std::fs::write(SETTING, before.trim()).context(SETTING)?;
     result
 }
 

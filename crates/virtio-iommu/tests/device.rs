@@ -552,7 +552,7 @@ fn a_mapping_of_one_byte_needs_a_granule_of_one() {
 }
 
 #[test]
-fn limits_complete_with_no_memory_and_leave_everything_as_it_was() {
+fn requests_beyond_limits_get_no_memory_and_leave_everything_as_it_was() {
     let limits = Limits { mappings: 10, ..Limits::NONE };
     let options = DeviceConfig { max_domains: 2, domain_range: (1, 9), ..DeviceConfig::default() };
     let bench = &mut Bench::with(options, limits);

@@ -44,11 +44,11 @@ impl Rig {
         };
         let mut cache = Cache::new(served.endpoints.shootdown.reader().unwrap());
         let (access, accesses) = mpsc::channel();
-        let (reached, replies) = mpsc::channel();
+        let (reply, replies) = mpsc::channel();
         thread::spawn(move || {
             loop {
                 match accesses.try_recv() {
-                    Ok((iova, prot)) => reached.send(cache.access(&behind, iova, prot)).unwrap(),
+                    Ok((iova, prot)) => reply.send(cache.access(&behind, iova, prot)).unwrap(),
                     Err(TryRecvError::Empty) => {
                         cache.quiet();
                         thread::yield_now();
