@@ -448,7 +448,7 @@ pub(crate) const SHARING: &[(&str, Attack)] = &[
         let (session, _channel) = target.open_with_channel();
         let _rings = [session.ring(0), session.ring(1)];
         // Longer than a neighbour may wait.
-        std::thread::sleep(std::time::Duration::from_millis(1500));
+        std::thread::sleep(std::time::Duration::from_secs(3));
     }),
     ("channels that send nonsense", |target| {
         for byte in 0..100 {
