@@ -4,7 +4,7 @@ use ringfence_iommu::{GuestPhys, Iova, Range, SoftDomain};
 
 /// The beginnings of entries, for picking one at random; some may be gone.
 pub(crate) struct Victims {
-    /// Empty as long as nothing is evicted.
+    /// Empty until something is evicted, and once most of them were gone.
     firsts: Vec<Iova>,
     random: u64,
 }

@@ -20,9 +20,9 @@ use crate::{
 
 /// How long a neighbour's request may take, whatever happens beside it, beyond the delay of the
 /// machine. On a quiet machine it takes less than a millisecond; a worker that is held up stalls
-/// for good, or for one of the time-outs, the shortest of which is 3 s. Nothing shorter is to be found,
-/// and a machine may hold up two services at once for more than a second.
-const BOUND: Duration = Duration::from_millis(2500);
+/// for good, or for one of the time-outs, the shortest of which is 2 s (a channel that is left to the
+/// next process). A machine may hold up two services at once for more than a second.
+const BOUND: Duration = Duration::from_millis(1750);
 
 /// An attack on the device at a socket.
 pub(crate) type Attack = fn(&Target);

@@ -18,6 +18,7 @@ use ringfence_mem::{Access, Memory, Translate, UserAddresses};
 use ringfence_run::{PeerFd, event, notifier::Notifier};
 use ringfence_vhost_user::{
     Handler, HandlerError, ProtocolFeatures, RingAddresses, RingSetup, Server, Shutdown,
+    msg::{Header, code},
 };
 use ringfence_virtq::{
     Chain,
@@ -68,29 +69,29 @@ pub(crate) enum Nonsense {
     Old,
 }
 
-/// The bytes of a message with a number.
-fn message(code: u32, flags: u32, size: u32, number: u64) -> Vec<u8> {
-    let header = [code, flags, size].into_iter().flat_map(u32::to_ne_bytes);
-    header.chain(number.to_ne_bytes()).collect()
+/// The bytes of a message with these features.
+fn message(Header { request, flags, size }: Header, features: u64) -> Vec<u8> {
+    let header = [request, flags, size].into_iter().flat_map(u32::to_ne_bytes);
+    header.chain(features.to_ne_bytes()).collect()
 }
 
 impl Nonsense {
     /// Replies to one front end, until it hangs up.
     fn reply(self, mut stream: UnixStream) {
-        // The protocol's version, and what marks a reply.
-        const REPLY: u32 = 1 | 1 << 2;
-        const GET_FEATURES: u32 = 1;
-        let all = u64::MAX;
+        let (honest, all) = (Header::reply(code::GET_FEATURES, 8), u64::MAX);
         let said = match self {
-            Nonsense::Code => message(GET_FEATURES + 10, REPLY, 8, all),
-            Nonsense::Request => message(GET_FEATURES, 1, 8, all),
-            Nonsense::Size => message(GET_FEATURES, REPLY, u32::MAX, all),
-            Nonsense::Half => message(GET_FEATURES, REPLY, 8, all)[..15].to_vec(),
-            Nonsense::Ahead => [1, 2, 3, 4].map(|code| message(code, REPLY, 8, all)).concat(),
-            Nonsense::Old => message(GET_FEATURES, REPLY, 8, all & !(1 << F_VERSION_1)),
+            Nonsense::Code => message(Header::reply(code::GET_VRING_BASE, 8), all),
+            Nonsense::Request => message(Header::request(code::GET_FEATURES, false, 8), all),
+            Nonsense::Size => message(Header { size: u32::MAX, ..honest }, all),
+            Nonsense::Half => message(honest, all)[..15].to_vec(),
+            Nonsense::Ahead => {
+                let next = Header::reply(code::SET_FEATURES, 8);
+                [message(honest, all), message(next, all)].concat()
+            }
+            Nonsense::Old => message(honest, all & !(1 << F_VERSION_1)),
         };
         // SET_OWNER, which has no reply, comes before it.
-        let mut requests = [0; 2 * 12];
+        let mut requests = [0; 2 * Header::LEN];
         if stream.read_exact(&mut requests).is_ok() && stream.write_all(&said).is_ok() {
             let _ = stream.shutdown(Shut::Write);
             let _ = stream.read_to_end(&mut Vec::new());
