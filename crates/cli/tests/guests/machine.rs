@@ -179,7 +179,12 @@ impl Drop for Guest {
         if thread::panicking() {
             let console = self.console.as_ref().map(|path| std::fs::read(path).unwrap_or_default());
             let console = console.unwrap_or_default();
-            eprintln!("--- console\n{}", tail(&String::from_utf8_lossy(&console), 60));
+            let console = String::from_utf8_lossy(&console);
+            let crash = ["Oops:", "BUG:", "RIP: ", "Kernel panic"];
+            let is_of_a_crash = |line: &&str| crash.iter().any(|words| line.contains(words));
+            let crash: Vec<&str> = console.lines().filter(is_of_a_crash).take(6).collect();
+            eprintln!("--- its kernel crashed with\n{}", crash.join("\n"));
+            eprintln!("--- console\n{}", tail(&console, 60));
             eprintln!("--- the guest printed\n{}\n---", tail(&self.lines().join("\n"), 60));
         }
     }

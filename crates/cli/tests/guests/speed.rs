@@ -119,7 +119,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 
 fn table(iommu: Iommu, load: &str, disks: &[Disk]) {
     let place = Place::new();
-    let mut qemu = Qemu::new(iommu);
+    let mut qemu = Qemu::new(iommu).parallel();
     let mut services = Vec::new();
     for (n, disk) in disks.iter().enumerate() {
         let image = place.image(&format!("image{n}"), 64);

@@ -267,8 +267,8 @@ fn table(guarded: Iommu, own: Iommu, cpus: u32) {
         ("blk", behind_qemus().blk(&service.socket, 1, ""), Back::Blk(service)),
         ("null", behind_qemus().blk(&socket, 1, ""), Back::Null),
     ];
-    let mut rows =
-        machines.map(|(name, machine, back)| Row::new(name, machine.cpus(cpus), &place, back));
+    let mut rows = machines
+        .map(|(name, machine, back)| Row::new(name, machine.cpus(cpus).parallel(), &place, back));
     for (round, job) in (0..ROUNDS).flat_map(|round| (0..JOBS.len()).map(move |job| (round, job))) {
         let rows = rows.iter_mut().filter(|row| job < row.back.jobs().len());
         rows.for_each(|row| row.turn(round, job));
