@@ -5,7 +5,7 @@
 //! here.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, HashMap},
     fs::{self, File},
     mem,
     path::{Path, PathBuf},
@@ -143,7 +143,19 @@ pub(crate) fn build() -> Result<Suite> {
     command.args(["test", "--workspace", "--no-run"]);
     let suite = built(&mut command)?;
     ensure!(!suite.examples.is_empty(), "cargo has built no example");
+    one_file_each(&suite.examples)?;
     Ok(suite)
+}
+
+/// Two examples of one name lie in one file: the first would never run.
+fn one_file_each(examples: &[Program]) -> Result<()> {
+    let mut at = HashMap::new();
+    for example in examples {
+        if let Some(other) = at.insert(&example.path, example) {
+            bail!("{} and {} are one file: rename an example", other.name(), example.name());
+        }
+    }
+    Ok(())
 }
 
 /// Runs a `cargo test --no-run`; returns the test programs and examples that it built.
@@ -406,6 +418,13 @@ mod tests {
         assert!(!some.chooses(&test("a::two")));
         assert!(!some.chooses(&test("b::one")));
         assert!(!some.chooses("ringfence-y --test oracle: a::one: takes root"));
+    }
+
+    #[test]
+    fn two_examples_of_one_name_are_refused() {
+        let other = Program { path: "/else".into(), ..program() };
+        assert!(one_file_each(&[program(), other]).is_ok());
+        assert!(one_file_each(&[program(), program()]).is_err());
     }
 
     #[test]
