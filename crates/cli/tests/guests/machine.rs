@@ -183,7 +183,9 @@ impl Drop for Guest {
             let crash = ["Oops:", "BUG:", "RIP: ", "Kernel panic"];
             let is_of_a_crash = |line: &&str| crash.iter().any(|words| line.contains(words));
             let crash: Vec<&str> = console.lines().filter(is_of_a_crash).take(6).collect();
-            eprintln!("--- its kernel crashed with\n{}", crash.join("\n"));
+            if !crash.is_empty() {
+                eprintln!("--- its kernel crashed with\n{}", crash.join("\n"));
+            }
             eprintln!("--- console\n{}", tail(&console, 60));
             eprintln!("--- the guest printed\n{}\n---", tail(&self.lines().join("\n"), 60));
         }

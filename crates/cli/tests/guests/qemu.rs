@@ -407,7 +407,8 @@ impl Qemu {
         // Linux patches its own code while it runs (a static key that TCP turns at its first packet).
         // Of QEMU's threads, one for each processor, one may then still run what another has just
         // overwritten: `Oops: int3`. With QEMU 7.2 that took under a hundred patches, with 11 under
-        // a thousand; one thread for all processors did 3000 without it.
+        // a thousand; one thread for all processors did 3000 without it. Two processors then never
+        // run at once; what drivers do at once is tested without an emulator.
         let threads = if self.parallel { "multi" } else { "single" };
         command.args(["-accel", &format!("tcg,thread={threads}")]);
         // Without what makes emulation slow: a fifth level of page tables, mitigations (below).

@@ -1,6 +1,6 @@
 //! The state that all CPUs share, under one lock: the free granules, and what is in no slab.
 
-use alloc::{boxed::Box, collections::BTreeMap, sync::Arc, vec::Vec};
+use alloc::{collections::BTreeMap, sync::Arc, vec::Vec};
 use core::ops::ControlFlow;
 
 use super::{
@@ -117,14 +117,14 @@ impl Core {
 
     /// Takes a range at `number` and records it: as a range of a slab if its alignment allows,
     /// otherwise on its own.
-    pub(super) fn enter(&mut self, indexes: &[LazyIndex], number: u64, count: u64) {
+    pub(super) fn enter(&mut self, indexes: &[Index], number: u64, count: u64) {
         self.tree.take(number, count);
         let class = order_of(count);
         let aligned = number.trailing_zeros() >= class;
         match indexes.get(class as usize).filter(|_| aligned) {
             Some(index) => {
                 let slot = slot_of(number, class);
-                let slab = self.slab_at(index.make(), Key::of(number, class));
+                let slab = self.slab_at(index, Key::of(number, class));
                 if count == 1 << class {
                     slab.own(1 << slot);
                 } else {
@@ -138,13 +138,13 @@ impl Core {
     }
 
     /// Takes the free ranges out of a slab that is in no list, and detaches the slab from its CPU.
-    pub(super) fn withdraw(&mut self, indexes: &[LazyIndex], slab: Handle) {
+    pub(super) fn withdraw(&mut self, indexes: &[Index], slab: Handle) {
         let free = slab.freeze();
         self.take_back(indexes, slab, free);
     }
 
     /// Ends the freezing of a slab that is in no list: its `free` ranges go back to the tree.
-    pub(super) fn take_back(&mut self, indexes: &[LazyIndex], slab: Handle, free: u32) {
+    pub(super) fn take_back(&mut self, indexes: &[Index], slab: Handle, free: u32) {
         let class = slab.class();
         slab.disown(free);
         let mut rest = u64::from(free);
@@ -162,14 +162,14 @@ impl Core {
     }
 
     /// Retires a frozen slab that owns nothing.
-    fn retire(&mut self, indexes: &[LazyIndex], slab: Handle) {
+    fn retire(&mut self, indexes: &[Index], slab: Handle) {
         let key = slab.key();
-        indexes[key.class() as usize].make().set(key.region(), None);
+        indexes[key.class() as usize].set(key.region(), None);
         self.unused.push(slab);
     }
 
     /// Retires a slab if it owns nothing and is attached to no CPU.
-    pub(super) fn retire_lost(&mut self, indexes: &[LazyIndex], slab: Handle) {
+    pub(super) fn retire_lost(&mut self, indexes: &[Index], slab: Handle) {
         if slab.owned() == 0 && !slab.is_attached() && !slab.is_frozen() {
             let free = slab.freeze();
             debug_assert_eq!(free, 0);
@@ -236,27 +236,4 @@ impl Core {
 /// Whether one of `ranges`, by first and last granule, contains `number`.
 fn holds(ranges: &BTreeMap<u64, u64>, number: u64) -> bool {
     ranges.range(..=number).next_back().is_some_and(|(_, last)| *last >= number)
-}
-
-/// An index that is made when its class is first used.
-pub(super) struct LazyIndex {
-    index: once_cell::race::OnceBox<Index>,
-    last: u64,
-}
-
-impl LazyIndex {
-    /// For regions up to the number `last`.
-    pub(super) fn new(last: u64) -> LazyIndex {
-        LazyIndex { index: once_cell::race::OnceBox::new(), last }
-    }
-
-    #[inline]
-    pub(super) fn get(&self, key: Key) -> Option<Handle> {
-        self.index.get()?.get(key.region())
-    }
-
-    /// The index itself, for writers.
-    pub(super) fn make(&self) -> &Index {
-        self.index.get_or_init(|| Box::new(Index::new(self.last)))
-    }
 }

@@ -8,7 +8,6 @@ use ringfence_sync::{
 };
 
 use super::{
-    index::Hints,
     key::Listing,
     slab::{Claimed, Handle, Slab},
 };
@@ -106,7 +105,6 @@ impl Cpu {
         &self,
         lists: &mut Lists,
         bin: Bin,
-        hints: &Hints,
         lost: &mut impl FnMut(Handle),
     ) -> Option<(Handle, u32)> {
         let current = self.current(bin);
@@ -120,7 +118,6 @@ impl Cpu {
                 Claimed::Last(slot) => return Some((slab, slot)),
                 Claimed::Current(slot) => {
                     self.set_current(bin, Some(slab));
-                    hints.set(slab);
                     if let Some(current) = current {
                         lists.displace(bin, current, lost);
                     }

@@ -2,169 +2,182 @@
 //!
 //! A radix tree for each class. Its nodes are made when first needed and never freed, so that a
 //! reader needs no protection from writers: it finds a slab, or none. Writers hold the core's lock.
+//! Most readers find the leaf without a walk.
 
 use alloc::boxed::Box;
-use core::ptr;
+use core::ptr::{self, NonNull};
 
 use once_cell::race::OnceBox;
 use ringfence_sync::atomic::{AtomicPtr, Ordering};
 
-use super::{
-    key::Key,
-    slab::{Handle, Slab},
-};
+use super::slab::{Handle, Slab};
 
-/// Bits of a region's number that a node decodes: 9, so that a node is a page of 4 KiB.
+/// Bits of a region's number that a node decodes: 9, so that a node is 4 KiB.
 #[cfg(not(loom))]
 const BITS: u32 = 9;
 #[cfg(loom)]
 const BITS: u32 = 1;
 const FAN: usize = 1 << BITS;
+/// Leaves that are found without a walk: of pages, 4 GiB.
+#[cfg(not(loom))]
+const NEAR: usize = 64;
+#[cfg(loom)]
+const NEAR: usize = 2;
 
-type L1 = [AtomicPtr<Slab>; FAN];
-type L2 = [OnceBox<L1>; FAN];
+/// A node of the lowest level.
+#[repr(C, align(64))]
+struct Leaf {
+    slabs: [AtomicPtr<Slab>; FAN],
+    /// The number of its first region, without the bits that it decodes. On a cache line of its own,
+    /// as every reader compares it.
+    number: u64,
+}
+
+type L2 = [OnceBox<Leaf>; FAN];
 type L3 = [OnceBox<L2>; FAN];
 type L4 = [OnceBox<L3>; FAN];
 type L5 = [OnceBox<L4>; FAN];
 type L6 = [OnceBox<L5>; FAN];
 type L7 = [OnceBox<L6>; FAN];
 
-/// A node and all below it.
-trait Level {
-    fn empty() -> Box<Self>;
-    fn get(&self, region: u64, shift: u32) -> *mut Slab;
-    fn set(&self, region: u64, shift: u32, slab: *mut Slab);
-}
-
-impl Level for L1 {
-    fn empty() -> Box<Self> {
-        Box::new(core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())))
-    }
-
+impl Leaf {
     #[inline]
-    fn get(&self, region: u64, _shift: u32) -> *mut Slab {
+    fn get(&self, region: u64) -> Option<Handle> {
         // Acquire: the slab is seen in the state in which it was stored, or a later one.
         //
         // Ordering: needed, as any address may be freed, and its slab is then looked at: that of another
         // thread, on a page that it has just made. No model has two pages of slabs.
-        self[region as usize % FAN].load(Ordering::Acquire)
+        Handle::from_ptr(self.slabs[region as usize % FAN].load(Ordering::Acquire))
     }
 
     // Ordering: see `get`.
-    fn set(&self, region: u64, _shift: u32, slab: *mut Slab) {
-        self[region as usize % FAN].store(slab, Ordering::Release);
+    fn set(&self, region: u64, slab: Option<Handle>) {
+        let slab = slab.map_or(ptr::null_mut(), Handle::as_ptr);
+        self.slabs[region as usize % FAN].store(slab, Ordering::Release);
+    }
+}
+
+/// A node and all below it.
+trait Level: Send + Sync {
+    fn empty(region: u64) -> Box<Self>
+    where
+        Self: Sized;
+    fn find(&self, region: u64, shift: u32) -> Option<&Leaf>;
+    fn make(&self, region: u64, shift: u32) -> &Leaf;
+}
+
+impl Level for Leaf {
+    fn empty(region: u64) -> Box<Self> {
+        let slabs = core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut()));
+        Box::new(Leaf { number: region >> BITS, slabs })
+    }
+
+    #[inline]
+    fn find(&self, _region: u64, _shift: u32) -> Option<&Leaf> {
+        Some(self)
+    }
+
+    fn make(&self, _region: u64, _shift: u32) -> &Leaf {
+        self
     }
 }
 
 impl<T: Level> Level for [OnceBox<T>; FAN] {
-    fn empty() -> Box<Self> {
+    fn empty(_region: u64) -> Box<Self> {
         Box::new(core::array::from_fn(|_| OnceBox::new()))
     }
 
     #[inline]
-    fn get(&self, region: u64, shift: u32) -> *mut Slab {
-        match self[(region >> shift) as usize % FAN].get() {
-            Some(below) => below.get(region, shift - BITS),
-            None => ptr::null_mut(),
-        }
+    fn find(&self, region: u64, shift: u32) -> Option<&Leaf> {
+        self[(region >> shift) as usize % FAN].get()?.find(region, shift - BITS)
     }
 
-    fn set(&self, region: u64, shift: u32, slab: *mut Slab) {
-        let below = self[(region >> shift) as usize % FAN].get_or_init(T::empty);
-        below.set(region, shift - BITS, slab);
+    fn make(&self, region: u64, shift: u32) -> &Leaf {
+        let below = self[(region >> shift) as usize % FAN].get_or_init(|| T::empty(region));
+        below.make(region, shift - BITS)
     }
 }
 
-/// The slabs of one class. Its depth is that of the address space.
-pub(super) enum Index {
-    D1(Box<L1>),
-    D2(Box<L2>),
-    D3(Box<L3>),
-    D4(Box<L4>),
-    D5(Box<L5>),
-    D6(Box<L6>),
-    D7(Box<L7>),
+const MOST_LEVELS: u32 = 7;
+
+/// The empty node at the top of so many levels.
+fn top(levels: u32) -> Box<dyn Level> {
+    match levels {
+        1 => Leaf::empty(0),
+        2 => L2::empty(0),
+        3 => L3::empty(0),
+        4 => L4::empty(0),
+        5 => L5::empty(0),
+        6 => L6::empty(0),
+        MOST_LEVELS => L7::empty(0),
+        _ => unreachable!("as many levels as an index may have"),
+    }
 }
 
-macro_rules! with {
-    ($index:expr, |$node:ident, $shift:ident| $body:expr) => {
-        match $index {
-            Index::D1($node) => (|$shift: u32| $body)(0),
-            Index::D2($node) => (|$shift: u32| $body)(BITS),
-            Index::D3($node) => (|$shift: u32| $body)(2 * BITS),
-            Index::D4($node) => (|$shift: u32| $body)(3 * BITS),
-            Index::D5($node) => (|$shift: u32| $body)(4 * BITS),
-            Index::D6($node) => (|$shift: u32| $body)(5 * BITS),
-            Index::D7($node) => (|$shift: u32| $body)(6 * BITS),
-        }
-    };
+/// The slabs of one class. It has no node before the class is first used.
+pub(super) struct Index {
+    tree: OnceBox<Box<dyn Level>>,
+    /// As many as the address space needs.
+    levels: u32,
+    /// Some leaves, each in the place of its number: the first there stays, so that readers on
+    /// other CPUs keep their copy of the cache line.
+    near: [AtomicPtr<Leaf>; NEAR],
 }
 
 impl Index {
-    /// An empty index for regions up to the number `last`.
+    /// For regions up to the number `last`.
     pub(super) fn new(last: u64) -> Index {
-        match (u64::BITS - last.leading_zeros()).div_ceil(BITS) {
-            0 | 1 => Index::D1(L1::empty()),
-            2 => Index::D2(L2::empty()),
-            3 => Index::D3(L3::empty()),
-            4 => Index::D4(L4::empty()),
-            5 => Index::D5(L5::empty()),
-            6 => Index::D6(L6::empty()),
-            // 63 bits: a region is at least 32 granules.
-            _ => Index::D7(L7::empty()),
+        // Of 63 bits at most, as a region is at least 32 granules.
+        let levels = (u64::BITS - last.leading_zeros()).div_ceil(BITS).clamp(1, MOST_LEVELS);
+        let near = core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut()));
+        Index { tree: OnceBox::new(), levels, near }
+    }
+
+    /// The place of a leaf. The highest of an address space and the highest below 4 GiB, where
+    /// allocation begins, are half the places apart.
+    #[inline]
+    fn near(&self, number: u64) -> &AtomicPtr<Leaf> {
+        let high = (number >> NEAR.trailing_zeros()) % (NEAR as u64 / 2);
+        &self.near[(number ^ high) as usize % NEAR]
+    }
+
+    /// The slab of a region, if it has one. Most leaves are found without a walk of the tree.
+    #[inline]
+    pub(super) fn get(&self, region: u64) -> Option<Handle> {
+        // Acquire: the leaf is seen initialised.
+        //
+        // Ordering: needed, as any address may be freed, in a leaf that another thread has just made. No
+        // model frees there without having been handed a range of it.
+        let leaf = NonNull::new(self.near(region >> BITS).load(Ordering::Acquire));
+        // SAFETY: the pointer was stored for a leaf of this tree, which is neither moved nor freed before
+        // the tree is dropped, and changes only through atomics.
+        #[allow(unsafe_code)]
+        match leaf.map(|leaf| unsafe { leaf.as_ref() }) {
+            Some(leaf) if leaf.number == region >> BITS => leaf.get(region),
+            _ => self.walk(region),
         }
     }
 
-    #[inline]
-    pub(super) fn get(&self, region: u64) -> Option<Handle> {
-        Handle::from_ptr(with!(self, |node, shift| node.get(region, shift)))
+    #[inline(never)]
+    fn walk(&self, region: u64) -> Option<Handle> {
+        self.tree.get()?.find(region, self.shift())?.get(region)
     }
 
     /// Under the core's lock.
+    // Ordering: see `get`.
     pub(super) fn set(&self, region: u64, slab: Option<Handle>) {
-        let slab = slab.map_or(ptr::null_mut(), Handle::as_ptr);
-        with!(self, |node, shift| node.set(region, shift, slab));
-    }
-}
-
-/// The current slabs of the CPUs, or recent ones: most frees are of these, and one load finds them
-/// here. Written only when a CPU gets another slab, so that readers on other CPUs keep their copy
-/// of the cache line.
-pub(super) struct Hints([AtomicPtr<Slab>; HINTS]);
-
-/// 2 KiB, so that they stay in the nearest cache.
-#[cfg(not(loom))]
-const HINTS: usize = 256;
-#[cfg(loom)]
-const HINTS: usize = 2;
-
-impl Hints {
-    pub(super) fn new() -> Hints {
-        Hints(core::array::from_fn(|_| AtomicPtr::new(ptr::null_mut())))
-    }
-
-    /// The slab, if it is here, at its own place or the one beside it.
-    #[inline]
-    pub(super) fn get(&self, key: Key) -> Option<Handle> {
-        let place = key.hash() % HINTS;
-        [place, place ^ 1].into_iter().find_map(|place| {
-            // Acquire: the slab is seen initialised, or in a later state. Ordering: as in `L1::get`.
-            let slab = Handle::from_ptr(self.0[place].load(Ordering::Acquire))?;
-            (slab.key() == key).then_some(slab)
-        })
-    }
-
-    /// Two current slabs with the same place both find one: otherwise each free would evict the
-    /// other's.
-    // Ordering: as in `L1::get`; a hint that is missed costs a walk of the index.
-    pub(super) fn set(&self, slab: Handle) {
-        let place = slab.key().hash() % HINTS;
-        let there = |place: usize| Handle::from_ptr(self.0[place].load(Ordering::Acquire));
-        if there(place) == Some(slab) || there(place ^ 1) == Some(slab) {
-            return;
+        let tree = self.tree.get_or_init(|| Box::new(top(self.levels)));
+        let leaf = tree.make(region, self.shift());
+        leaf.set(region, slab);
+        let near = self.near(leaf.number);
+        if near.load(Ordering::Relaxed).is_null() {
+            near.store(ptr::from_ref(leaf).cast_mut(), Ordering::Release);
         }
-        let used = there(place).is_some_and(|other| other.is_current());
-        self.0[if used { place ^ 1 } else { place }].store(slab.as_ptr(), Ordering::Release);
+    }
+
+    /// By how much the highest level shifts a region's number.
+    fn shift(&self) -> u32 {
+        (self.levels - 1) * BITS
     }
 }
 
@@ -179,7 +192,9 @@ mod tests {
         for bits in 0..=59 {
             let last = (1u64 << bits) - 1;
             let index = Index::new(last);
-            for region in [0, last / 3, last] {
+            // More leaves than are found without a walk.
+            let regions = (0..80).map(|n| last / 3 + (n << BITS)).filter(|region| *region < last);
+            for region in [0, last].into_iter().chain(regions) {
                 assert_eq!(index.get(region), None);
                 index.set(region, Some(handle));
                 assert_eq!(index.get(region), Some(handle));

@@ -34,6 +34,12 @@ impl Key {
         Key(number & !((1 << (class + SLOT_BITS)) - 1) | class as u64)
     }
 
+    /// The key of a slab by its [region](Self::region).
+    #[inline]
+    pub(super) const fn at(region: u64, class: u32) -> Key {
+        Key(region << SLOT_BITS << class | class as u64)
+    }
+
     #[inline]
     pub(super) const fn class(self) -> u32 {
         (self.0 & Key::CLASS) as u32
@@ -42,13 +48,6 @@ impl Key {
     #[inline]
     pub(super) const fn first(self) -> u64 {
         self.0 & !Key::CLASS
-    }
-
-    /// A hash of the key, of 16 bits.
-    #[inline]
-    pub(super) const fn hash(self) -> usize {
-        // Fibonacci hashing: neighbours end up far apart.
-        (self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 48) as usize
     }
 
     /// The slab's number among those of its class.
@@ -99,5 +98,24 @@ impl Listing {
 
     pub(super) const fn idle(self) -> u32 {
         self.0 & ((1 << Listing::IDLE_BITS) - 1)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_found_from_a_granule_and_from_its_region() {
+        for class in 0..31 {
+            // A region is at least 32 granules, and at most 2^64 granules are numbered.
+            for number in [0, 1, 31 << class, u64::MAX / 3, u64::MAX >> 1, u64::MAX] {
+                let key = Key::of(number, class);
+                assert_eq!(Key::at(key.region(), class), key, "{number:#x} {class}");
+                let slot = slot_of(number, class);
+                assert!(key.number(slot) <= number, "{number:#x} {class}");
+                assert!(number - key.number(slot) < 1 << class, "{number:#x} {class}");
+            }
+        }
     }
 }

@@ -18,13 +18,13 @@ use ringfence_sync::{
     lock::SpinLock,
 };
 
-use self::core::{Core, LazyIndex};
+use self::core::Core;
 use crate::{
     Align, AllocError, Allocator, Aperture, FreeError, FreeReason, Request, ReserveError, Stats,
     aperture::GranuleRequest,
 };
 use cpu::{Bin, Cpu, MAX_CLASSES, MAX_ZONES};
-use index::Hints;
+use index::Index;
 use key::{Key, SLOT_BITS, SLOTS, slot_of};
 use slab::{Freed, Handle};
 use tree::{Tree, order_of};
@@ -141,8 +141,7 @@ pub struct Slabs<C: CpuId> {
     /// In granules.
     idle_share: u64,
     /// One for each class: none if the placement does not use slabs.
-    indexes: Box<[LazyIndex]>,
-    hints: Hints,
+    indexes: Box<[Index]>,
     cpus: Box<[CachePadded<Cpu>]>,
     cpu: C,
     /// Taken before the lock of a CPU's lists, if both are taken. On a cache line apart from what
@@ -191,8 +190,7 @@ impl<C: CpuId> Slabs<C> {
             placement: config.placement,
             idle_slabs: config.idle_slabs,
             idle_share: granules >> IDLE_SHARE_BITS,
-            indexes: (0..classes).map(|class| LazyIndex::new(region_of_last(class))).collect(),
-            hints: Hints::new(),
+            indexes: (0..classes).map(|class| Index::new(region_of_last(class))).collect(),
             cpus: (0..cpu.count().max(1)).map(|cpu| CachePadded::new(Cpu::new(cpu))).collect(),
             cpu,
             core: CachePadded::new(SpinLock::new(core)),
@@ -243,12 +241,11 @@ impl<C: CpuId> Slabs<C> {
         self.zones[..MAX_ZONES - 1].iter().map(|end| usize::from(last > *end)).sum()
     }
 
-    /// The bin of a slab. The caller holds a range of it, or the core's lock.
-    fn bin_of(&self, slab: Handle) -> Bin {
-        let class = slab.class();
-        let last = slab.key().number(SLOTS - 1) | ((1 << class) - 1);
+    /// The bin of a slab.
+    fn bin_of(&self, key: Key) -> Bin {
+        let last = key.first() | ((1 << (key.class() + SLOT_BITS)) - 1);
         // A slab may extend beyond the top.
-        Bin::new(self.zone_of(last.min(self.top)), class)
+        Bin::new(self.zone_of(last.min(self.top)), key.class())
     }
 
     fn why_not_free(&self, core: &Core, iova: u64, size: u64) -> FreeReason {
@@ -272,7 +269,7 @@ impl<C: CpuId> Slabs<C> {
     fn holder(&self, core: &Core, number: u64) -> Option<()> {
         let in_slab = self.indexes.iter().zip(0u32..).any(|(index, class)| {
             let (key, slot) = (Key::of(number, class), slot_of(number, class));
-            index.get(key).filter(|slab| slab.key() == key).is_some_and(|slab| {
+            index.get(key.region()).filter(|slab| slab.key() == key).is_some_and(|slab| {
                 let taken = slab.owned() & !slab.free() & 1 << slot != 0;
                 let (size, trimmed) = slab.size(slot);
                 taken && (!trimmed || number - key.number(slot) < size)
@@ -345,7 +342,7 @@ impl<C: CpuId> Allocator for Slabs<C> {
         let slot = slot_of(number, class);
         let slab = self.indexes.get(class as usize).and_then(|index| {
             let key = Key::of(number, class);
-            index.get(key).filter(|slab| slab.key() == key)
+            index.get(key.region()).filter(|slab| slab.key() == key)
         });
         let is_it = slab.is_some_and(|slab| {
             number.trailing_zeros() >= class

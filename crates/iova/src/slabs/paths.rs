@@ -181,7 +181,7 @@ impl<C: CpuId> Slabs<C> {
     fn take_listed(&self, cpu: &Cpu, bin: Bin) -> Option<(Handle, u32)> {
         let mut lost = Vec::new();
         let mut lists = cpu.lists.lock();
-        let taken = cpu.take(&mut lists, bin, &self.hints, &mut |slab| lost.push(slab));
+        let taken = cpu.take(&mut lists, bin, &mut |slab| lost.push(slab));
         drop(lists);
         self.retire_lost(lost);
         taken
@@ -217,15 +217,14 @@ impl<C: CpuId> Slabs<C> {
         })?;
         core.tree.take(first, 1 << order);
         let slot = slot_of(first, class);
-        let index = self.indexes[class as usize].make();
+        let index = &self.indexes[class as usize];
         let slab = core.slab_at(index, Key::of(first, class));
         let slots = (((1u64 << (1 << (order - class))) - 1) << slot) as u32;
         slab.own(slots);
         let rest = slots & !(1 << slot);
         if rest != 0 && slab.add_free_as_current(rest) {
-            self.hints.set(slab);
             let mut lost = None;
-            cpu.install(&mut lists, self.bin_of(slab), slab, &mut |old| lost = Some(old));
+            cpu.install(&mut lists, self.bin_of(slab.key()), slab, &mut |old| lost = Some(old));
             if let Some(lost) = lost {
                 core.retire_lost(&self.indexes, lost);
             }
@@ -253,7 +252,7 @@ impl<C: CpuId> Slabs<C> {
             }
             my_lists.push(bin, others.pop(bin)?);
             let mut lost = Vec::new();
-            let taken = cpu.take(my_lists, bin, &self.hints, &mut |slab| lost.push(slab));
+            let taken = cpu.take(my_lists, bin, &mut |slab| lost.push(slab));
             drop((first, second));
             self.retire_lost(lost);
             taken
@@ -279,24 +278,19 @@ impl<C: CpuId> Slabs<C> {
         if count != 1 << class {
             *odd = count as u32;
         }
-        let number = iova >> self.shift;
-        if iova & ((1 << (class + self.shift)) - 1) != 0 {
+        // The number of the range among those of its class.
+        let range = iova >> (class + self.shift);
+        if range << (class + self.shift) != iova {
             return false;
         }
-        let (key, slot) = (Key::of(number, class), slot_of(number, class));
-        let hint = self.hints.get(key);
-        let Some(slab) = hint.or_else(|| self.indexes[class as usize].get(key)) else {
-            return false;
-        };
+        let (region, slot) = (range >> SLOT_BITS, range as u32 & (SLOTS - 1));
+        let Some(slab) = self.indexes[class as usize].get(region) else { return false };
+        let key = Key::at(region, class);
         match slab.give(key, slot, odd) {
-            Freed::Done { last: false, current } => {
-                if current && hint.is_none() {
-                    self.hints.set(slab);
+            Freed::Done { last } => {
+                if last {
+                    self.settle(slab, key);
                 }
-                true
-            }
-            Freed::Done { last: true, .. } => {
-                self.settle(slab, key);
                 true
             }
             Freed::Detached => self.attach(slab, key, slot),
@@ -317,12 +311,12 @@ impl<C: CpuId> Slabs<C> {
         };
         let (key, slot) = (Key::of(number, class), slot_of(number, class));
         loop {
-            let freed = match index.get(key) {
+            let freed = match index.get(key.region()) {
                 Some(slab) => (slab, slab.give(key, slot, &mut odd)),
                 None => return self.free_exact(iova, size, number, count),
             };
             match freed {
-                (slab, Freed::Done { last, .. }) => {
+                (slab, Freed::Done { last }) => {
                     if last {
                         self.settle(slab, key);
                     }
@@ -336,7 +330,8 @@ impl<C: CpuId> Slabs<C> {
                 (_, Freed::Unclear) => {
                     let mut core = self.core.lock();
                     // No slab is frozen now.
-                    let Some(slab) = index.get(key).filter(|slab| slab.key() == key) else {
+                    let Some(slab) = index.get(key.region()).filter(|slab| slab.key() == key)
+                    else {
                         return self.reject(&core, iova, size);
                     };
                     if slab.owned() & !slab.free() & 1 << slot == 0 {
@@ -383,7 +378,7 @@ impl<C: CpuId> Slabs<C> {
         if lists.online {
             // As the current slab if that has nothing left, so that the next request is met at
             // once.
-            let bin = self.bin_of(slab);
+            let bin = self.bin_of(key);
             let current = cpu.is_exhausted(bin);
             match slab.give_and_attach(key, slot, current) {
                 Freed::Detached if current => {
@@ -438,14 +433,14 @@ impl<C: CpuId> Slabs<C> {
         {
             let mut lists = self.cpus[home].lists.lock();
             let most = self.most_idle(key.class());
-            if !here(slab) || lists.keep_idle(self.bin_of(slab), slab, most) {
+            if !here(slab) || lists.keep_idle(self.bin_of(key), slab, most) {
                 return;
             }
         }
         let mut core = self.core.lock();
         let mut lists = self.cpus[home].lists.lock();
         if here(slab) && !slab.is_frozen() {
-            lists.unlink(self.bin_of(slab), slab);
+            lists.unlink(self.bin_of(key), slab);
             core.withdraw(&self.indexes, slab);
         }
     }

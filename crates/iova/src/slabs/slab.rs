@@ -76,9 +76,8 @@ struct Sizes([AtomicU32; SLOTS as usize]);
 /// The outcome of an attempt to free a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Freed {
-    /// It is free. `last`: it was the last taken range of a slab in a list. `current`: its slab is
-    /// the current one of a CPU.
-    Done { last: bool, current: bool },
+    /// It is free. `last`: it was the last taken range of a slab in a list.
+    Done { last: bool },
     /// The slab has to be attached.
     Detached,
     /// Not decidable here: to be checked under the core's lock.
@@ -157,10 +156,6 @@ impl Slab {
         self.word.load(Ordering::Relaxed) & ATTACHED != 0
     }
 
-    pub(super) fn is_current(&self) -> bool {
-        self.word.load(Ordering::Relaxed) & CURRENT != 0
-    }
-
     pub(super) fn is_frozen(&self) -> bool {
         self.word.load(Ordering::Relaxed) & FROZEN != 0
     }
@@ -237,7 +232,7 @@ impl Slab {
             {
                 Ok(_) => {
                     let current = word & CURRENT != 0;
-                    return Freed::Done { last: after as u32 == owned && !current, current };
+                    return Freed::Done { last: after as u32 == owned && !current };
                 }
                 Err(now) => word = now,
             }
@@ -262,7 +257,7 @@ impl Slab {
             let after = word | u64::from(bit) | if attached { 0 } else { flags };
             match self.word.compare_exchange_weak(word, after, Ordering::AcqRel, Ordering::Acquire)
             {
-                Ok(_) if attached => return Freed::Done { last: false, current: false },
+                Ok(_) if attached => return Freed::Done { last: false },
                 Ok(_) => return Freed::Detached,
                 Err(now) => word = now,
             }

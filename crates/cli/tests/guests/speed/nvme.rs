@@ -28,7 +28,7 @@ struct Row {
 fn table(iommu: Iommu) {
     let place = Place::new();
     let script = "vfio-nvme $pci $group iops >&3";
-    let mut guest = machine(iommu, &place).start(&place, &format!("{TAKE}\n{script}"));
+    let mut guest = machine(iommu, &place).parallel().start(&place, &format!("{TAKE}\n{script}"));
     let mut rows: Vec<(String, Row)> = Vec::new();
     for turn in 0..SIZES * ROUNDS * ROWS {
         let name = guest.hear("run ").split_off(4);
