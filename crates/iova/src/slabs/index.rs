@@ -10,7 +10,10 @@ use core::ptr::{self, NonNull};
 use once_cell::race::OnceBox;
 use ringfence_sync::atomic::{AtomicPtr, Ordering};
 
-use super::slab::{Handle, Slab};
+use super::{
+    key::Key,
+    slab::{Handle, Slab},
+};
 
 /// Bits of a region's number that a node decodes: 9, so that a node is 4 KiB.
 #[cfg(not(loom))]
@@ -156,6 +159,11 @@ impl Index {
             Some(leaf) if leaf.number == region >> BITS => leaf.get(region),
             _ => self.walk(region),
         }
+    }
+
+    /// The slab with that key, which it keeps as long as the core is locked.
+    pub(super) fn with(&self, key: Key) -> Option<Handle> {
+        self.get(key.region()).filter(|slab| slab.key() == key)
     }
 
     #[inline(never)]

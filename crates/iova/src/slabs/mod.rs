@@ -269,7 +269,7 @@ impl<C: CpuId> Slabs<C> {
     fn holder(&self, core: &Core, number: u64) -> Option<()> {
         let in_slab = self.indexes.iter().zip(0u32..).any(|(index, class)| {
             let (key, slot) = (Key::of(number, class), slot_of(number, class));
-            index.get(key.region()).filter(|slab| slab.key() == key).is_some_and(|slab| {
+            index.with(key).is_some_and(|slab| {
                 let taken = slab.owned() & !slab.free() & 1 << slot != 0;
                 let (size, trimmed) = slab.size(slot);
                 taken && (!trimmed || number - key.number(slot) < size)
@@ -340,10 +340,8 @@ impl<C: CpuId> Allocator for Slabs<C> {
         }
         let class = order_of(count);
         let slot = slot_of(number, class);
-        let slab = self.indexes.get(class as usize).and_then(|index| {
-            let key = Key::of(number, class);
-            index.get(key.region()).filter(|slab| slab.key() == key)
-        });
+        let index = self.indexes.get(class as usize);
+        let slab = index.and_then(|index| index.with(Key::of(number, class)));
         let is_it = slab.is_some_and(|slab| {
             number.trailing_zeros() >= class
                 && slab.owned() & !slab.free() & 1 << slot != 0

@@ -330,8 +330,7 @@ impl<C: CpuId> Slabs<C> {
                 (_, Freed::Unclear) => {
                     let mut core = self.core.lock();
                     // No slab is frozen now.
-                    let Some(slab) = index.get(key.region()).filter(|slab| slab.key() == key)
-                    else {
+                    let Some(slab) = index.with(key) else {
                         return self.reject(&core, iova, size);
                     };
                     if slab.owned() & !slab.free() & 1 << slot == 0 {
