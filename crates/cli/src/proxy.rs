@@ -30,7 +30,8 @@ pub(crate) struct Arguments {
     #[command(flatten)]
     service: serve::Options,
 
-    /// The socket of the back end
+    /// The socket of the back end, to which the proxy connects when a front end has sent its first
+    /// message
     #[arg(long, value_name = "PATH")]
     backend: PathBuf,
 

@@ -82,12 +82,14 @@ pub struct Gather {
 
 impl Gather {
     /// An empty gather, for a caller that will sync.
+    #[inline]
     pub fn new() -> Gather {
         Gather::default()
     }
 
     /// An empty gather for a caller that queues the unmap and later flushes the whole domain, so
     /// that it records no ranges (rule L26), only table pages.
+    #[inline]
     pub fn queued() -> Gather {
         Gather { queued: true, ..Gather::default() }
     }

@@ -95,6 +95,7 @@ impl Geometry {
     }
 
     /// The first reserved region that `range` overlaps.
+    #[inline]
     pub fn reserved_in(&self, range: Range) -> Option<ReservedRegion> {
         self.reserved.iter().copied().find(|region| region.range.overlaps(range))
     }

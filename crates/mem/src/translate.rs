@@ -11,6 +11,7 @@ use core::{
 use std::sync::Arc;
 
 /// Which regions were touched: one bit each for the first 63, one for all the rest.
+#[inline]
 fn bit(region: usize) -> u64 {
     1 << region.min(63)
 }

@@ -83,21 +83,25 @@ impl Chain {
     }
 
     /// The buffers that the device reads.
+    #[inline]
     pub fn readable(&self) -> &[Desc] {
         &self.descs[..self.readable]
     }
 
     /// The buffers that the device writes.
+    #[inline]
     pub fn writable(&self) -> &[Desc] {
         &self.descs[self.readable..]
     }
 
     /// Bytes that the device may read: at most 2^32 - 1, together with the writable ones.
+    #[inline]
     pub fn readable_len(&self) -> u64 {
         self.readable_len.into()
     }
 
     /// Bytes that the device may write.
+    #[inline]
     pub fn writable_len(&self) -> u64 {
         self.writable_len.into()
     }

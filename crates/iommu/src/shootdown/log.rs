@@ -65,6 +65,7 @@ impl Log {
     }
 
     /// The range at `position`, which has been written; `None` if it was overwritten.
+    #[inline]
     fn get(&self, position: u64) -> Option<Range> {
         let entry = self.entry(position);
         let first = entry.first.load(Ordering::Relaxed);

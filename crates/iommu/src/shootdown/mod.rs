@@ -148,6 +148,7 @@ impl Shootdown {
     ///
     /// Never under-invalidates; with many ranges it may also invalidate addresses between them
     /// (rule L42).
+    #[inline]
     pub fn begin(&self, ranges: &[Range], all: bool) -> u64 {
         self.begin_in(Scope::ALL, ranges, all)
     }

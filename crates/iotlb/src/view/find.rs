@@ -44,7 +44,7 @@ impl View {
         })
     }
 
-    #[inline]
+    #[inline(always)]
     fn lookup(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
         match self.cache.get(addr, wanted(access)) {
             Some(entry) => {

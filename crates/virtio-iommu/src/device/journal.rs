@@ -353,6 +353,7 @@ impl Journal {
 
     /// Replaces the completion of the request at `position`. False as for [`record`](Self::record).
     #[must_use]
+    #[inline]
     pub(super) fn amend(&mut self, position: u16, completion: Completion) -> bool {
         let open = self.open.iter_mut().rev();
         match open.into_iter().find(|(at, _)| *at == position) {

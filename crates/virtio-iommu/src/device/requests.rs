@@ -397,6 +397,7 @@ impl Reply {
         Reply::Status { status, waits: false }
     }
 
+    #[inline]
     fn to(done: Outcome<bool>) -> Reply {
         let (status, waits) = outcome_of(done);
         Reply::Status { status, waits }

@@ -255,6 +255,7 @@ impl Ring {
         Ok(self.retired != before)
     }
 
+    #[inline]
     fn complete(&mut self, at: usize, used: u32) -> Result<(), Broken> {
         let count = self.slots.len() as u64;
         let slot = self.slots.get_mut(at).ok_or(Broken)?;

@@ -72,6 +72,7 @@ pub enum Kind {
 
 impl Kind {
     /// The kind that a type byte stands for, if it is one.
+    #[inline]
     pub fn from_u8(raw: u8) -> Option<Kind> {
         Kind::try_read_from_bytes(&[raw]).ok()
     }
@@ -282,7 +283,7 @@ impl Request {
 
     /// Writes the device-readable bytes to the front of `out`, reserved fields zero (rule V34), and
     /// returns how many there are: [`Kind::request_len`].
-    #[inline]
+    #[inline(always)]
     pub fn emit(&self, out: &mut [u8; MAX_REQUEST_LEN]) -> usize {
         let (kind, head_reserved) = (self.kind() as u8, [0; 3]);
         fn put(out: &mut [u8], raw: &(impl IntoBytes + Immutable)) -> usize {

@@ -129,6 +129,7 @@ impl Format for Position {
         areas.ring.is_valid() && areas.driver.is_valid() && areas.device.is_valid()
     }
 
+    #[inline]
     fn begin(&mut self, areas: &Areas, _: &RingConfig, _: bool) -> Result<(), RingError> {
         // A front end that does not know packed rings but passes on the driver's features
         // (User-Mode Linux) starts them at 0, as it starts split rings. In a ring that was used
@@ -299,6 +300,7 @@ impl Format for Position {
         }
     }
 
+    #[inline]
     fn wanted<'w>(areas: &'w Areas, _: &RingConfig) -> Written<'w> {
         let (window, len) = (areas.device.window(), layout::packed::EVENT_SIZE);
         Written::new(Area::DeviceEvent, window, 0, len)

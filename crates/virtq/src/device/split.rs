@@ -106,6 +106,7 @@ impl Format for Indices {
         areas.desc.is_valid() && areas.avail.is_valid() && areas.used.is_valid()
     }
 
+    #[inline]
     fn begin(
         &mut self,
         areas: &Areas,
@@ -312,6 +313,7 @@ impl Format for Indices {
         }
     }
 
+    #[inline]
     fn wanted<'w>(areas: &'w Areas, config: &RingConfig) -> Written<'w> {
         let event = match config.event_idx {
             true => layout::avail_event(config.size),

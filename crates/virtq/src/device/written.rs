@@ -16,6 +16,7 @@ pub struct Written<'w> {
 }
 
 impl<'w> Written<'w> {
+    #[inline]
     pub(super) fn new(area: Area, window: &'w Window, offset: usize, len: usize) -> Written<'w> {
         Written { area, offset, piece: window.slice().part(offset, len) }
     }
@@ -23,6 +24,7 @@ impl<'w> Written<'w> {
 
 /// The entries of `entry` bytes from index `first` on, `count` of them, in a ring of `size` whose
 /// entries begin at `start`: offset and length of at most two ranges.
+#[inline]
 pub(super) fn entries(
     (start, entry): (usize, usize),
     first: u16,

@@ -237,7 +237,7 @@ impl<F: Format> End<F> {
         })
     }
 
-    #[inline]
+    #[inline(always)]
     pub(super) fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError> {
         if let Some(error) = self.broken {
             return Err(error);

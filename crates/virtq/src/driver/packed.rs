@@ -123,6 +123,7 @@ impl Format for Areas {
         self.put_first(at, state, 1, place.forward(1, self.ring.size()));
     }
 
+    #[inline]
     fn entry(desc: &Desc, _: usize, _: usize) -> [u8; layout::DESC_SIZE] {
         State::new(desc.len, 0, write_flag(desc)).to_bytes(desc.addr)
     }

@@ -83,6 +83,7 @@ impl Format for Areas {
         self.enqueue(names, head);
     }
 
+    #[inline]
     fn entry(desc: &Desc, position: usize, count: usize) -> [u8; layout::DESC_SIZE] {
         let next = position as u16 + 1;
         RawDesc::buffer(desc, (usize::from(next) < count).then_some(next)).to_bytes()

@@ -69,7 +69,7 @@ pub(super) struct Case {
     /// For the part that compares sandboxes: whether the service is confined.
     pub(super) sandbox: Option<bool>,
     /// For the part that compares proxies.
-    pub(super) proxy: Option<Way>,
+    pub(super) way: Option<Way>,
 }
 
 /// A way to the back end, of the part that compares proxies.
@@ -91,7 +91,7 @@ impl Case {
         match self.addressing {
             _ if self.buffers.is_some() => Part::Buffers,
             _ if self.sandbox.is_some() => Part::Sandbox,
-            _ if self.proxy.is_some() => Part::Proxy,
+            _ if self.way.is_some() => Part::Proxy,
             Addressing::Physical => Part::Off,
             Addressing::Static { .. } => Part::Static,
             Addressing::Fresh { .. } => Part::Dynamic,
@@ -109,7 +109,7 @@ impl Case {
             let size = Entry(u64::from(span) * BLOCK as u64);
             return format!("{size}/{}", self.disk_buffers());
         }
-        if let Some(Way { span, proxy, sleeps }) = self.proxy {
+        if let Some(Way { span, proxy, sleeps }) = self.way {
             let size = Entry(u64::from(span) * BLOCK as u64);
             let wait = if sleeps { "/asleep" } else { "" };
             return format!("{size}/{}{wait}", if proxy { "proxy" } else { "direct" });
@@ -132,8 +132,8 @@ impl Case {
     pub(super) fn off(&self) -> Case {
         let buffers = self.buffers.map(|(span, _)| (span, false));
         let sandbox = self.sandbox.map(|_| false);
-        let proxy = self.proxy.map(|way| Way { proxy: false, ..way });
-        Case { addressing: Addressing::Physical, buffers, sandbox, proxy, ..*self }
+        let way = self.way.map(|way| Way { proxy: false, ..way });
+        Case { addressing: Addressing::Physical, buffers, sandbox, way, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
@@ -149,7 +149,7 @@ impl Case {
             let bytes = u64::from(span) * BLOCK as u64;
             params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
         }
-        if let Some(Way { span, proxy, sleeps }) = self.proxy {
+        if let Some(Way { span, proxy, sleeps }) = self.way {
             let bytes = u64::from(span) * BLOCK as u64;
             params.extend(object([
                 ("bytes", bytes.into()),
@@ -164,7 +164,7 @@ impl Case {
 
     /// Whether driver and back end sleep whenever they wait.
     pub(super) fn sleeps(&self) -> bool {
-        self.proxy.is_some_and(|way| way.sleeps)
+        self.way.is_some_and(|way| way.sleeps)
     }
 
     /// How the driver is to be set up.
@@ -173,11 +173,7 @@ impl Case {
             addressing: self.addressing,
             queues: self.queues,
             depth: self.depth,
-            span: self
-                .buffers
-                .map(|(span, _)| span)
-                .or(self.proxy.map(|way| way.span))
-                .unwrap_or(1),
+            span: self.buffers.map(|(span, _)| span).or(self.way.map(|way| way.span)).unwrap_or(1),
             packed: self.ring == Ring::Packed,
             write: self.kind == Kind::Write,
             sleeps: self.sleeps(),
@@ -197,7 +193,7 @@ impl Options {
                         // One request in each of two queues shows the same as one in one queue.
                         if self.queues.is_some() || depth > 1 || queues == 1 {
                             let addressing = Addressing::Physical;
-                            let (buffers, sandbox, proxy) = (None, None, None);
+                            let (buffers, sandbox, way) = (None, None, None);
                             let off = Case {
                                 kind,
                                 ring,
@@ -206,7 +202,7 @@ impl Options {
                                 addressing,
                                 buffers,
                                 sandbox,
-                                proxy,
+                                way,
                             };
                             cases.extend(
                                 self.addressings().map(|addressing| Case { addressing, ..off }),
@@ -214,7 +210,7 @@ impl Options {
                             let own = self.spans(Part::Buffers);
                             cases.extend(own.map(|own| Case { buffers: Some(own), ..off }));
                             let ways = self.ways(depth == 1);
-                            cases.extend(ways.map(|way| Case { proxy: Some(way), ..off }));
+                            cases.extend(ways.map(|way| Case { way: Some(way), ..off }));
                             if self.parts.contains(&Part::Sandbox) {
                                 cases.extend(
                                     [false, true].map(|on| Case { sandbox: Some(on), ..off }),

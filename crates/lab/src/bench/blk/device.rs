@@ -181,7 +181,7 @@ impl Running {
             false,
         )?];
         let mut front = socket.clone();
-        if case.proxy.is_some_and(|way| way.proxy) {
+        if case.way.is_some_and(|way| way.proxy) {
             front = places.sockets.join(format!("{name}.front"));
             processes.push(Process::proxy(&socket, &front, notify, Some(cpus[0]))?);
         }
