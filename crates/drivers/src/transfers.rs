@@ -335,31 +335,6 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
     }
 }
 
-impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, Vec<B>, W> {
-    /// As [`map`](Self::map), for a scatter list.
-    ///
-    /// # Errors
-    /// As [`MapBatch::push`]. The transfer keeps its number.
-    ///
-    /// # Panics
-    /// As [`map`](Self::map).
-    #[track_caller]
-    pub fn map_sg(
-        &mut self,
-        at: usize,
-        list: Vec<B>,
-        direction: Direction,
-    ) -> Result<(), MapError<Vec<B>>>
-    where
-        B: DmaBuffer<D::Target>,
-    {
-        let state = self.slots[at].taken(at);
-        self.maps.push(list, direction, at).map_err(|(_, error)| error)?;
-        *state = State::Mapping;
-        Ok(())
-    }
-}
-
 impl<D: Domain + 'static, A: Allocator + 'static, B, W> fmt::Debug for Transfers<D, A, B, W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Transfers")

@@ -415,12 +415,11 @@ impl Iotlb {
             || self.misses.is_refused(wanted, since, waiter, MonotonicClock.now_ns())
     }
 
-    /// Sends the misses of a view, and wakes `waiter` when they are resolved; without one they are
-    /// prefetches, and nothing waits. `wanted` is emptied.
+    /// Sends the misses of a view, and wakes `waiter` when they are resolved. `wanted` is emptied.
     pub(crate) fn send_misses(
         &self,
         wanted: &mut Vec<Miss>,
-        waiter: Option<&Arc<Waiter>>,
+        waiter: &Arc<Waiter>,
         reader: &Reader,
     ) {
         self.misses.note(wanted, waiter, MonotonicClock.now_ns(), |miss| {

@@ -289,13 +289,12 @@ impl Misses {
         })
     }
 
-    /// Notes that `waiter` waits for `wanted` (`None`: a prefetch, for which nothing waits) and
-    /// leaves in `wanted` what to send now. `there` returns whether a translation has arrived
-    /// meanwhile.
+    /// Notes that `waiter` waits for `wanted` and leaves in `wanted` what to send now. `there`
+    /// returns whether a translation has arrived meanwhile.
     pub(crate) fn note(
         &self,
         wanted: &mut Vec<Miss>,
-        waiter: Option<&Arc<Waiter>>,
+        waiter: &Arc<Waiter>,
         now_ns: u64,
         there: impl Fn(&Miss) -> bool,
     ) {
@@ -317,26 +316,18 @@ impl Misses {
     }
 
     /// Enters `miss`; returns whether it is to be sent.
-    fn enter(
-        &self,
-        list: &mut List,
-        miss: &mut Miss,
-        waiter: Option<&Arc<Waiter>>,
-        now_ns: u64,
-    ) -> bool {
+    fn enter(&self, list: &mut List, miss: &mut Miss, waiter: &Arc<Waiter>, now_ns: u64) -> bool {
         let (full, iova) = (list.pending.len() >= self.most, miss.iova);
         let Some(found) = list.pending.get_mut(&miss.key()) else {
             if full {
                 let blocked = &mut list.blocked;
-                if let Some(waiter) = waiter
-                    && !blocked.iter().any(|other| Arc::ptr_eq(other, waiter))
-                {
+                if !blocked.iter().any(|other| Arc::ptr_eq(other, waiter)) {
                     blocked.push(Arc::clone(waiter));
                 }
                 return false;
             }
             let mut pending = Pending::new(miss.iova, now_ns, self.number());
-            waiter.inspect(|waiter| pending.add(waiter, iova));
+            pending.add(waiter, iova);
             list.pending.insert(miss.key(), pending);
             return true;
         };
@@ -360,7 +351,7 @@ impl Misses {
             miss.iova = found.iova;
             found.state = State::Sent { at_ns: now_ns };
         }
-        waiter.inspect(|waiter| found.add(waiter, iova));
+        found.add(waiter, iova);
         send
     }
 
@@ -417,7 +408,7 @@ impl Misses {
             pending.state = State::Refused { until_ns };
             pending.refused = Some(number.unwrap_or(pending.number));
             pending.waiters.iter().for_each(|waiting| woken.add(&waiting.waiter));
-            pending.waiters.one.is_none()
+            false
         });
         refused
     }

@@ -62,7 +62,6 @@ pub struct View {
     /// Misses that are not sent yet.
     wanted: RefCell<Vec<Miss>>,
     /// Prefetches that are not sent yet.
-    ahead: RefCell<Vec<Miss>>,
     waiter: Arc<Waiter>,
     /// How many misses there were when the current access began to wait, if known.
     since: Cell<Option<u64>>,
@@ -96,7 +95,6 @@ impl View {
             region: Cell::new(None),
             windows: RefCell::default(),
             wanted: RefCell::default(),
-            ahead: RefCell::default(),
             waiter: Waiter::new(Box::new(|| ())),
             since: Cell::new(None),
             hits: Cell::new(0),
@@ -121,7 +119,7 @@ impl View {
         if !self.reader.is_online() {
             return;
         }
-        if !self.wanted.get_mut().is_empty() || !self.ahead.get_mut().is_empty() {
+        if !self.wanted.get_mut().is_empty() {
             self.send_misses();
         }
         if self.endpoint.changes() != self.changes {
@@ -155,17 +153,14 @@ impl View {
     /// Sends misses for all that accesses found [missing](AccessError::Again) since the last call,
     /// as a [quiet point](Self::quiet) does.
     pub fn send_misses(&self) {
-        let batches = [(&self.wanted, Some(&self.waiter)), (&self.ahead, None)];
-        for (misses, waiter) in batches {
-            let mut misses = misses.borrow_mut();
-            // Offline it has looked up nothing, so nothing is missing.
-            if let (false, true, Some(iotlb)) =
-                (misses.is_empty(), self.reader.is_online(), self.iotlb())
-            {
-                iotlb.send_misses(&mut misses, waiter, &self.reader);
-            }
-            misses.clear();
+        let mut misses = self.wanted.borrow_mut();
+        // Offline it has looked up nothing, so nothing is missing.
+        if let (false, true, Some(iotlb)) =
+            (misses.is_empty(), self.reader.is_online(), self.iotlb())
+        {
+            iotlb.send_misses(&mut misses, &self.waiter, &self.reader);
         }
+        misses.clear();
     }
 
     /// Counts the updates and refusals for this view's misses: while it stays the same there is no
@@ -223,7 +218,7 @@ impl View {
     ///
     /// Misses beyond the first 256 pages are sent once these have arrived.
     pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
-        self.look_ahead(addr, len, access, &self.wanted)
+        self.look_ahead(addr, len, access)
     }
 
     /// The largest cached piece of memory around `addr` that allows the access, and its first
@@ -240,12 +235,6 @@ impl View {
         };
         // SAFETY: as in `slices`, of all bytes of the entry.
         Some((entry.first, unsafe { piece(entry, entry.first, entry.extent) }))
-    }
-
-    /// Prefetches what later accesses may need, such as the page after a buffer's: no access waits
-    /// for it, and none fails because it was refused. True if nothing is missing.
-    pub fn expect(&self, addr: u64, len: u64, access: Access) -> bool {
-        self.look_ahead(addr, len, access, &self.ahead)
     }
 
     /// The worker goes to sleep: invalidations no longer wait for it. Until it is back

@@ -22,11 +22,6 @@ impl Backoff {
         Backoff { step: Cell::new(0) }
     }
 
-    /// Starts over: what was waited for has made progress.
-    pub fn reset(&self) {
-        self.step.set(0);
-    }
-
     /// Whether it has spun for so long that a caller that can sleep should do so.
     pub fn is_completed(&self) -> bool {
         self.step.get() > SPINS
@@ -95,7 +90,7 @@ mod tests {
         }
         assert!(backoff.is_completed());
         backoff.snooze();
-        backoff.reset();
+        let backoff = Backoff::new();
         assert!(!backoff.is_completed());
         for _ in 0..100 {
             backoff.spin();

@@ -266,7 +266,7 @@ where
             _ => Direction::ToDevice,
         };
         let count = list.len();
-        match self.transfers.map_sg(group, list, direction) {
+        match self.transfers.map(group, list, direction) {
             Ok(()) => {
                 self.waiting += count;
                 Ok(())

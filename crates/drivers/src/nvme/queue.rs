@@ -224,7 +224,7 @@ where
                     other => return Err(Refused { why: NotSubmitted::Data, data: Some(other) }),
                 };
                 let noted = Noted { is_list, ..noted };
-                let mapped = self.transfers.map_sg(at, list, direction).map_err(|error| {
+                let mapped = self.transfers.map(at, list, direction).map_err(|error| {
                     let why = NotSubmitted::Map(error.error());
                     let list = error.into_buffer();
                     Refused { why, data: list.map(|list| noted.data_of(list, &mut self.spare)) }

@@ -199,7 +199,7 @@ impl Guards {
         wanted.iter_mut().for_each(|miss| miss.access = miss_access(miss.access));
         self.look(u64::MAX, |looker| {
             if let Binding::Iotlb(iotlb) = &looker.binding {
-                iotlb.send_misses(wanted, Some(&self.waiter), &looker.reader);
+                iotlb.send_misses(wanted, &self.waiter, &looker.reader);
             }
         });
         let until = until.min(Instant::now() + ROUND);

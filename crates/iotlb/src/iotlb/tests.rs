@@ -407,22 +407,6 @@ fn an_update_that_forbids_the_access_is_a_refusal_at_the_second_reply() {
 }
 
 #[test]
-fn a_refused_prefetch_fails_no_access() {
-    let mut bench = bench();
-    assert!(!bench.view.expect(0, 2 * PAGE, Access::Read));
-    bench.view.quiet();
-    assert_eq!(bench.sink.pages(), [0, 1]);
-    bench.iotlb.refuse(pages(0, 1), Prot::READ);
-    // It may have been mapped since: a miss is sent.
-    let missing = AccessError::Again { addr: 0, access: Access::Read };
-    assert_eq!(bench.view.read(0, &mut [0]), Err(missing));
-    bench.view.quiet();
-    assert_eq!(bench.sink.pages(), [0]);
-    bench.update(0, GPA, 2, Prot::RW);
-    assert!(bench.view.expect(0, 2 * PAGE, Access::Read));
-}
-
-#[test]
 fn no_lock_is_held_while_misses_are_sent() {
     // rule D20
     struct Updates(std::sync::Weak<Iotlb>);

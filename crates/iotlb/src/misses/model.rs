@@ -45,7 +45,7 @@ impl World {
             return (true, false);
         }
         let mut wanted = vec![miss()];
-        self.misses.note(&mut wanted, Some(waiter), 0, |_| self.there());
+        self.misses.note(&mut wanted, waiter, 0, |_| self.there());
         (false, !wanted.is_empty())
     }
 }

@@ -21,7 +21,7 @@ fn pages(first: u64, count: u64) -> Range {
 /// The misses to send if `waiter` waits for `wanted` at that time.
 fn note(misses: &Misses, wanted: &[Miss], waiter: &Arc<Waiter>, now_ns: u64) -> Vec<Miss> {
     let mut wanted = wanted.to_vec();
-    misses.note(&mut wanted, Some(waiter), now_ns, |_| false);
+    misses.note(&mut wanted, waiter, now_ns, |_| false);
     wanted
 }
 
@@ -154,17 +154,6 @@ fn a_refusal_holds_for_its_waiters_and_expires() {
     assert_eq!(misses.refuse(Range::ALL, Prot::READ, None, 20).len(), 2);
 }
 
-#[test]
-fn a_refused_prefetch_fails_no_access() {
-    let misses = Misses::new(100, TIMES);
-    let mut ahead = vec![miss(0x5000, Prot::READ)];
-    misses.note(&mut ahead, None, 0, |_| false);
-    assert_eq!(ahead.len(), 1);
-    misses.refuse(pages(5, 1), Prot::READ, None, 1);
-    assert_eq!(misses.open(), 0);
-    assert!(!misses.is_refused((Iova(0x5000), Prot::READ), None, &waiter(), 1));
-}
-
 /// Two accesses that share a waiter, and pass since when they wait.
 #[test]
 fn a_refusal_reaches_only_earlier_waiters() {
@@ -249,7 +238,7 @@ fn what_came_before_it_was_noted_is_not_waited_for() {
     let misses = Misses::new(100, TIMES);
     let waiter = waiter();
     let mut wanted = vec![miss(0x1000, Prot::READ), miss(0x2000, Prot::READ)];
-    misses.note(&mut wanted, Some(&waiter), 0, |miss| miss.iova.0 == 0x1000);
+    misses.note(&mut wanted, &waiter, 0, |miss| miss.iova.0 == 0x1000);
     assert_eq!(wanted, [miss(0x2000, Prot::READ)]);
     assert_eq!((waiter.updates(), misses.open()), (1, 1));
 }

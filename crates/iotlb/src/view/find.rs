@@ -122,13 +122,7 @@ impl View {
         Some(region)
     }
 
-    pub(super) fn look_ahead(
-        &self,
-        addr: u64,
-        len: u64,
-        access: Access,
-        missing: &RefCell<Vec<Miss>>,
-    ) -> bool {
+    pub(super) fn look_ahead(&self, addr: u64, len: u64, access: Access) -> bool {
         let Some(last) = len.checked_sub(1).and_then(|more| addr.checked_add(more)) else {
             return true;
         };
@@ -139,7 +133,7 @@ impl View {
                     Ok(entry) => (entry.first + entry.extent).checked_add(1),
                     Err(AccessError::Again { .. }) => {
                         ready = false;
-                        if !note(missing, at, access) {
+                        if !note(&self.wanted, at, access) {
                             return;
                         }
                         (at | (PAGE - 1)).checked_add(1)

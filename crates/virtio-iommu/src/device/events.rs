@@ -152,9 +152,4 @@ impl EventQueue {
     pub fn queue(&mut self) -> &mut Queue {
         &mut self.queue
     }
-
-    /// Ends the service.
-    pub fn into_queue(self) -> Queue {
-        self.queue
-    }
 }

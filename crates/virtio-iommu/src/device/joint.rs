@@ -19,8 +19,28 @@ use ringfence_sync::{
 
 use super::{Binding, Mirror};
 
-/// How many mappings are read from the primary domain at a time.
+/// How many mappings are read from a domain at a time.
 const BATCH: usize = 64;
+
+/// Calls `f` with each mapping of `domain` that ends in `range` or after it and begins in it or before
+/// it.
+pub(super) fn each_mapping(
+    domain: &impl Domain,
+    range: Range,
+    mut f: impl FnMut(&Mapping) -> Result<()>,
+) -> Result<()> {
+    let mut batch = Vec::with_capacity(BATCH);
+    let mut next = Some(range.first());
+    while let Some(from) = next {
+        batch.clear();
+        domain.mappings_from(from, &mut batch)?;
+        let more = batch.len() == batch.capacity();
+        next = batch.last().filter(|_| more).and_then(|last| last.range.last().checked_add(1));
+        next = next.filter(|&next| next <= range.last());
+        batch.iter().take_while(|mapping| mapping.range.overlaps(range)).try_for_each(&mut f)?;
+    }
+    Ok(())
+}
 
 /// A domain that is repeated in others: what a driver maps is in the *primary* one, through which
 /// endpoints of this process translate, and in the [`Mirror`] of each member behind a real IOMMU. All
@@ -67,7 +87,7 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         if !late {
             self.mirrored.store(true, Ordering::Release);
         }
-        let replayed = self.each_in(Range::ALL, |mapping| mirror.map(mapping));
+        let replayed = each_mapping(&self.primary, Range::ALL, |mapping| mirror.map(mapping));
         match &replayed {
             Ok(()) => mirrors.push(Arc::clone(mirror)),
             // Before an unmap that sees no mirror returns: nothing that it unmaps may be left there. The
@@ -92,28 +112,10 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         Ok(())
     }
 
-    /// Calls `f` with each mapping that ends in `range` or after it and begins in it or before it.
-    fn each_in(&self, range: Range, mut f: impl FnMut(&Mapping) -> Result<()>) -> Result<()> {
-        let mut batch = Vec::with_capacity(BATCH);
-        let mut next = Some(range.first());
-        while let Some(from) = next {
-            batch.clear();
-            self.primary.mappings_from(from, &mut batch)?;
-            let more = batch.len() == batch.capacity();
-            next = batch.last().filter(|_| more).and_then(|last| last.range.last().checked_add(1));
-            next = next.filter(|&next| next <= range.last());
-            batch
-                .iter()
-                .take_while(|mapping| mapping.range.overlaps(range))
-                .try_for_each(&mut f)?;
-        }
-        Ok(())
-    }
-
     /// Has the mirrors repeat again what the primary has in `range`, after a failure.
     fn restore(&self, mirrors: &[Arc<Mirror>], range: Range) {
         for mirror in mirrors {
-            if self.each_in(range, |mapping| mirror.fill(mapping)).is_err() {
+            if each_mapping(&self.primary, range, |mapping| mirror.fill(mapping)).is_err() {
                 mirror.count();
             }
         }
@@ -127,7 +129,9 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         // What the primary would refuse is refused before a mirror is touched, as far as that can
         // be checked.
         if !mirrors.is_empty() {
-            self.each_in(range, |mapping| Err(Error::Exists { range, at: mapping.range.first() }))?;
+            each_mapping(&self.primary, range, |mapping| {
+                Err(Error::Exists { range, at: mapping.range.first() })
+            })?;
             self.primary.geometry().check_map(map)?;
         }
         let mut done = 0;
@@ -149,7 +153,7 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         let mirrors = self.mirrors.lock();
         if !mirrors.is_empty() {
             for end in [range.first(), range.last()] {
-                self.each_in(Range::new(end, end).unwrap_or(range), |mapping| {
+                each_mapping(&self.primary, Range::new(end, end).unwrap_or(range), |mapping| {
                     match range.covers(mapping.range) {
                         true => Ok(()),
                         // Rule V22.
@@ -170,9 +174,9 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         let mirrors = self.mirrors.lock();
         let filled = Partial::each(maps, |map| {
             let range = map.range();
-            mirrors
-                .iter()
-                .try_for_each(|mirror| self.each_in(range, |mapping| mirror.fill(mapping)))
+            mirrors.iter().try_for_each(|mirror| {
+                each_mapping(&self.primary, range, |mapping| mirror.fill(mapping))
+            })
         });
         filled.inspect_err(|partial| {
             for range in maps[partial.done..].iter().map(Map::range) {
@@ -198,7 +202,7 @@ impl<D: Domain<Target = GuestPhys>> Joint<D> {
         // What has been mapped there since stays.
         let mut gaps = Vec::new();
         let mut next = Some(range.first());
-        self.each_in(range, |mapping| {
+        each_mapping(&self.primary, range, |mapping| {
             if let Some(first) = next
                 && let Some(last) = mapping.range.first().0.checked_sub(1)
             {

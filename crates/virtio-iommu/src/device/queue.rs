@@ -502,9 +502,4 @@ impl<B: Backing> RequestQueue<B> {
     pub fn counters(&self) -> Counters {
         self.counters
     }
-
-    /// Ends the service. Call it when nothing is pending, else replies are lost.
-    pub fn into_queue(self) -> Queue {
-        self.queue
-    }
 }

@@ -2,15 +2,13 @@
 
 use ringfence_iommu::{Domain, Iova, Prot, Range, Result, table::Mapping};
 
-use super::{Backing, Device, RestoreError, Session};
+use super::{Backing, Device, RestoreError, Session, joint::each_mapping};
 use crate::wire::{AttachFlags, CONFIG_LEN, Features, MapFlags};
 
 /// What the bytes begin with.
 const MAGIC: [u8; 4] = *b"RFvi";
 /// The version of the format.
 const VERSION: u32 = 1;
-/// How many mappings are read from a domain at a time.
-const BATCH: usize = 256;
 
 impl<B: Backing> Device<B> {
     /// All state that the driver has set up, as bytes for [`restore`](Self::restore): what was
@@ -134,21 +132,15 @@ impl<B: Backing> Device<B> {
 const BYPASS_AT: usize = 36;
 
 fn save_mappings(domain: &impl Domain, out: &mut Vec<u8>) -> Result<u64> {
-    let (mut batch, mut next, mut total) = (Vec::with_capacity(BATCH), Some(Iova(0)), 0);
-    while let Some(from) = next {
-        batch.clear();
-        domain.mappings_from(from, &mut batch)?;
-        for Mapping { range, target, prot } in &batch {
-            out.extend(range.first().0.to_le_bytes());
-            out.extend(range.last().0.to_le_bytes());
-            out.extend(target.to_le_bytes());
-            out.extend(prot.bits().to_le_bytes());
-        }
-        total += batch.len() as u64;
-        let more = batch.len() == batch.capacity();
-        let last = batch.last().filter(|_| more);
-        next = last.and_then(|last| last.range.last().0.checked_add(1)).map(Iova);
-    }
+    let mut total = 0;
+    each_mapping(domain, Range::ALL, |&Mapping { range, target, prot }| {
+        out.extend(range.first().0.to_le_bytes());
+        out.extend(range.last().0.to_le_bytes());
+        out.extend(target.to_le_bytes());
+        out.extend(prot.bits().to_le_bytes());
+        total += 1;
+        Ok(())
+    })?;
     Ok(total)
 }
 
