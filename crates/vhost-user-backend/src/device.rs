@@ -22,6 +22,7 @@ use ringfence_virtq::{Chain, Desc};
 
 use crate::{
     Addresses, Backend, Bus, Connection, IotlbTally, RawDevice, RingLog, RingStart, Shares,
+    read_config,
     requests::{Missing, Next, RequestFigures, RequestRings, RequestUnit, Serve, Slot},
 };
 
@@ -444,8 +445,8 @@ impl<D: Device> RawDevice for Requests<D> {
         self.rings.forget();
     }
 
-    fn config(&mut self, _: u32, _: usize) -> Vec<u8> {
-        self.device.lock().config()
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+        read_config(&self.device.lock().config(), offset, out)
     }
 
     fn reset(&mut self) {

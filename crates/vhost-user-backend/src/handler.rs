@@ -19,7 +19,7 @@ use ringfence_virtq::{
     F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_RING_PACKED, F_VERSION_1,
 };
 
-use crate::{FrontEnd, IotlbTally, RingStart, read_config, translation::Translation};
+use crate::{FrontEnd, IotlbTally, RingStart, translation::Translation};
 
 /// The rings of a device that one worker serves.
 pub trait Rings: Unit {
@@ -60,6 +60,8 @@ pub trait RawDevice {
     /// Its rings on a worker.
     type Rings: Rings;
 
+    /// The front end is served by this connection from now on.
+    fn connected(&mut self, connection: &Shutdown) {}
     /// Its name in messages.
     fn name(&self) -> Arc<str>;
     /// The workers' shares that serve its rings.
@@ -138,8 +140,11 @@ pub trait RawDevice {
     fn forget(&mut self);
     /// The last ring has stopped.
     fn suspended(&mut self, connection: Option<&Shutdown>) {}
-    /// Its configuration space, of which the front end reads `len` bytes at `offset`.
-    fn config(&mut self, offset: u32, len: usize) -> Vec<u8>;
+    /// The front end reads the configuration space; see [`Handler::config`].
+    ///
+    /// # Errors
+    /// It cannot be read now, or not there.
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError>;
     /// The front end writes to the configuration space.
     ///
     /// # Errors
@@ -332,6 +337,7 @@ impl<D: RawDevice> Handler for Backend<D> {
         if let Some(translation) = &mut self.translation {
             translation.set_connection(connection.clone());
         }
+        self.device.connected(&connection);
         self.connection = Some(connection);
     }
 
@@ -428,7 +434,7 @@ impl<D: RawDevice> Handler for Backend<D> {
     }
 
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
-        read_config(&self.device.config(offset, out.len()), offset, out)
+        self.device.config(offset, out)
     }
 
     fn set_config(&mut self, offset: u32, _: ConfigWrite, data: &[u8]) -> Result<(), HandlerError> {

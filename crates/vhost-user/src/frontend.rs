@@ -213,7 +213,9 @@ impl Frontend {
         let size = config_size(request, offset, out)?;
         let message = self.exchange(&Request::GetConfig { offset, size }, false, &[])?;
         let payload = self.link.plain(message)?;
-        if payload.is_empty() {
+        // Or with the head of a configuration without bytes.
+        let none = |head: &[u8]| head.len() == msg::CONFIG_HEAD && head[4..8] == [0; 4];
+        if payload.is_empty() || none(&payload) {
             return Err(FrontendError::Refused { request, code: 1 });
         }
         match Request::parse(request, &payload) {

@@ -370,3 +370,25 @@ fn an_invalid_or_short_reply_closes_the_connection() {
     drop(file);
     assert_eq!(open_fds(), before);
 }
+
+/// As rust-vmm's back ends refuse it: the head of a configuration that has no bytes.
+#[test]
+fn a_configuration_without_bytes_is_a_refusal_and_the_connection_goes_on() {
+    let _alone = alone();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let mut front = Frontend::new(common::end(ours), Duration::from_secs(60));
+    let word = |request, word: u64| bytes(Header::reply(request, 8), &word.to_ne_bytes());
+    let refusal = bytes(Header::reply(code::GET_CONFIG, 12), &[0; 12]);
+    for reply in [
+        word(code::GET_FEATURES, F_PROTOCOL_FEATURES),
+        word(code::GET_PROTOCOL_FEATURES, ProtocolFeatures::CONFIG.bits()),
+        refusal,
+        word(code::GET_FEATURES, 7),
+    ] {
+        send(&theirs, &reply, &[]);
+    }
+    front.negotiate(0, ProtocolFeatures::CONFIG).unwrap();
+    let refused = front.config(0, &mut [0; 60]);
+    assert!(matches!(refused, Err(FrontendError::Refused { .. })), "{refused:?}");
+    assert_eq!(front.features().unwrap(), 7);
+}

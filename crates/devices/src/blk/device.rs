@@ -10,7 +10,7 @@ use ringfence_mem::Memory;
 use ringfence_run::{event::Bells, worker::Worker};
 use ringfence_vhost_user::{HandlerError, InflightRegion, ProtocolFeatures, Shutdown};
 use ringfence_vhost_user_backend::{
-    Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares,
+    Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares, read_config,
     requests::{MOST_LEFT, RequestRings},
 };
 use ringfence_virtq::{
@@ -255,13 +255,13 @@ impl RawDevice for Blk {
         }
     }
 
-    fn config(&mut self, offset: u32, len: usize) -> Vec<u8> {
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
         let mut config = BlkConfig::new_zeroed();
         config.capacity.set(self.options.disk.len() / SECTOR);
         config.size_max.set(SIZE_MAX);
         config.seg_max.set(SEG_MAX);
         config.blk_size.set(SECTOR as u32);
-        config.writeback = self.cache.read(offset, len);
+        config.writeback = self.cache.read(offset, out.len());
         config.num_queues.set(self.options.queues);
         config.max_discard_sectors.set(request::MOST_ZEROED);
         config.max_discard_seg.set(1);
@@ -269,7 +269,7 @@ impl RawDevice for Blk {
         config.max_write_zeroes_sectors.set(request::MOST_ZEROED);
         config.max_write_zeroes_seg.set(1);
         config.write_zeroes_may_unmap = u8::from(self.options.disk.holes().punch);
-        config.as_bytes().to_vec()
+        read_config(config.as_bytes(), offset, out)
     }
 
     fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<(), HandlerError> {

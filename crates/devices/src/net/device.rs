@@ -8,6 +8,7 @@ use ringfence_run::worker::Worker;
 use ringfence_vhost_user::{HandlerError, ProtocolFeatures, Shutdown, msg::code};
 use ringfence_vhost_user_backend::{
     Addresses, Backend, Connection, IotlbTally, IotlbTotals, RawDevice, RingStart, Shares,
+    read_config,
 };
 use tracing::debug;
 use zerocopy::{FromZeros, IntoBytes};
@@ -258,7 +259,7 @@ impl RawDevice for NetEnd {
         let _ = self.net.shares.on_all(move |unit| unit.forget(end));
     }
 
-    fn config(&mut self, _: u32, _: usize) -> Vec<u8> {
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
         let NetOptions { pairs, mac, mtu, .. } = &self.net.options;
         let mut config = NetConfig::new_zeroed();
         config.mac = mac.unwrap_or_default();
@@ -267,7 +268,7 @@ impl RawDevice for NetEnd {
         config.mtu.set(mtu.unwrap_or_default());
         config.speed.set(u32::MAX);
         config.duplex = u8::MAX;
-        config.as_bytes().to_vec()
+        read_config(config.as_bytes(), offset, out)
     }
 
     fn refused(&self, request: u32, why: &HandlerError) {

@@ -92,6 +92,7 @@ impl BackEnd {
         queues: u16,
         pool_size: u64,
     ) -> Result<(BackEnd, Heard)> {
+        let hang_up = PeerFd::new(stream.as_fd().try_clone_to_owned()?, stream.closer());
         let mut link = Frontend::new(stream, REPLIES_WITHIN);
         link.set_owner()?;
         let offered = link.features()?;
@@ -120,7 +121,6 @@ impl BackEnd {
         if speaks {
             link.set_backend_channel(theirs.as_fd())?;
         }
-        let hang_up = link.as_fd().try_clone_to_owned()?;
         let heard = Heard { hang_up, channel: speaks.then_some(channel) };
         let pool_size = pool_size.next_multiple_of(PAGE_SIZE as u64);
         let bytes = usize::from(rings.max(1)) * (RING_BYTES + pool_size as usize);

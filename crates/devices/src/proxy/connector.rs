@@ -16,9 +16,9 @@ use std::{
     time::Duration,
 };
 
-use ringfence_run::event;
+use ringfence_run::{PeerFd, event};
 use ringfence_vhost_user::{
-    BackendChannel, BackendMessage, FrontendChannel, HandlerError, Shutdown,
+    BackendChannel, BackendMessage, BackendRequest, FrontendChannel, HandlerError, Shutdown,
 };
 use rustix::{
     event::{PollFd, PollFlags, poll},
@@ -29,7 +29,7 @@ use rustix::{
 /// VMM waits meanwhile. When the time is over the connection ends on both sides, and the requests
 /// stay on record: no promise depends on a reply.
 pub(super) const REPLIES_WITHIN: Duration = Duration::from_secs(20);
-/// How often a message of the back end's is taken.
+/// How often messages of the back end's are taken.
 const AT_MOST_ONE_IN: Duration = Duration::from_millis(1);
 
 /// Connects to one back end, by its path: the only thread of a service that may connect to
@@ -41,7 +41,7 @@ pub struct Connector {
 
 /// What a connection to a back end begins with: its socket, the proxy's end of the back end's
 /// channel, and the back end's.
-pub(super) type Connected = (UnixStream, FrontendChannel, OwnedFd);
+pub(super) type Connected = (PeerFd, FrontendChannel, OwnedFd);
 
 enum Order {
     /// Connect, and reply here.
@@ -59,7 +59,7 @@ enum Order {
 /// A back end, as far as it is heard.
 pub(super) struct Heard {
     /// Hung up when it is gone.
-    pub(super) hang_up: OwnedFd,
+    pub(super) hang_up: PeerFd,
     /// Its messages, if it sends any.
     pub(super) channel: Option<FrontendChannel>,
 }
@@ -211,29 +211,60 @@ impl Ear {
         let stream = UnixStream::from(socket);
         stream.set_nonblocking(false)?;
         let (ours, theirs) = FrontendChannel::pair(REPLIES_WITHIN)?;
-        Ok((stream, ours, theirs))
+        Ok((stream.into(), ours, theirs))
     }
 
-    /// Takes a message of the back end's; false if no more will come.
+    /// Takes the messages of the back end's that have arrived; false if no more will come.
     fn pass_on(&mut self) -> bool {
         let Some(Heard { channel: Some(channel), .. }) = &mut self.heard else { return false };
-        let request = match channel.recv() {
-            Ok(Some(request)) => request,
-            Ok(None) => return false,
+        let mut requests = Vec::new();
+        match channel.recv_all(None, &mut requests) {
+            Ok(true) => {}
+            Ok(false) => return false,
             Err(why) => {
                 tracing::warn!(source = %self.name, "a message of the back end's: {why}");
                 return false;
             }
-        };
+        }
         // A back end that sends without end gets no more of a CPU.
         thread::sleep(AT_MOST_ONE_IN);
-        let done = match request.message {
-            BackendMessage::ConfigChange => {
-                self.front.as_ref().is_some_and(|front| front.config_changed())
-            }
-            // It was given no IOTLB.
-            _ => false,
-        };
-        channel.reply(&request, done).is_ok()
+        // It was given no IOTLB: nothing else is passed on. Changes that come together are one.
+        let is_change = |request: &&BackendRequest| request.message == BackendMessage::ConfigChange;
+        let changed = requests.iter().any(|request| is_change(&request))
+            && self.front.as_ref().is_some_and(|front| front.config_changed());
+        requests
+            .iter()
+            .all(|request| channel.reply(request, changed && is_change(&request)).is_ok())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use ringfence_vhost_user::msg::{Header, code};
+
+    use super::*;
+
+    #[test]
+    fn messages_that_come_together_are_all_replied_to() {
+        let (mut theirs, ours) = UnixStream::pair().unwrap();
+        let channel = Some(FrontendChannel::new(ours, REPLIES_WITHIN));
+        let (_link, hang_up) = UnixStream::pair().unwrap();
+        let heard = Some(Heard { hang_up: hang_up.into(), channel });
+        let (path, name) = (PathBuf::new(), "proxy".into());
+        let mut ear = Ear { path, name, heard, ends: None, front: None };
+        let Header { request, flags, size } =
+            Header::request(code::BACKEND_CONFIG_CHANGE_MSG, true, 0);
+        let message = [request, flags, size].map(u32::to_ne_bytes).concat();
+        theirs.write_all(&message.repeat(3)).unwrap();
+        assert!(ear.pass_on());
+        theirs.set_nonblocking(true).unwrap();
+        let mut replies = [0; 3 * (Header::LEN + 8)];
+        theirs.read_exact(&mut replies).expect("three replies");
+        // Failed: there is no front end.
+        assert!(replies.chunks(Header::LEN + 8).all(|reply| reply[Header::LEN] == 1));
+        drop(theirs);
+        assert!(!ear.pass_on(), "no more will come");
     }
 }

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use ringfence_run::{event::Bells, worker::Worker};
 use ringfence_vhost_user::{
-    BackendChannel, HandlerError, InflightRegion, ProtocolFeatures, Shutdown, msg::MAX_CONFIG,
+    BackendChannel, HandlerError, InflightRegion, ProtocolFeatures, Shutdown,
 };
 use ringfence_vhost_user_backend::{
     Addresses, Backend, Connection, IotlbTally, RawDevice, RingStart, Shares,
@@ -56,6 +56,10 @@ impl Drop for Proxy {
 
 impl RawDevice for Proxy {
     type Rings = ProxyUnit;
+
+    fn connected(&mut self, connection: &Shutdown) {
+        self.connector.ends(connection);
+    }
 
     fn name(&self) -> Arc<str> {
         Arc::clone(&self.options.name)
@@ -117,7 +121,6 @@ impl RawDevice for Proxy {
         on: Connection<'_>,
         _: bool,
     ) -> Result<(), HandlerError> {
-        on.shutdown.into_iter().for_each(|connection| self.connector.ends(connection));
         let (enabled, copy_back) = (start.enabled, self.options.copy_back);
         let (back, mut runs) = (&mut self.back, false);
         let started = self.rings.start(ring, start, on, |size| {
@@ -160,20 +163,8 @@ impl RawDevice for Proxy {
         self.rings.forget();
     }
 
-    fn config(&mut self, offset: u32, len: usize) -> Vec<u8> {
-        let end = offset as usize + len;
-        if end > MAX_CONFIG {
-            // Refused: it is not there.
-            return Vec::new();
-        }
-        let mut config = vec![0; end];
-        match self.back.config(offset, &mut config[offset as usize..]) {
-            Ok(()) => config,
-            Err(why) => {
-                tracing::warn!(source = %self.options.name, "{why}");
-                Vec::new()
-            }
-        }
+    fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+        Ok(self.back.config(offset, out)?)
     }
 
     fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<(), HandlerError> {

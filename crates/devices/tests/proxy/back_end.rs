@@ -106,9 +106,15 @@ pub(crate) struct Seen {
     /// How many chains it has.
     pub(crate) has: Mutex<usize>,
     pub(crate) script: Mutex<Option<Script>>,
+    connection: Mutex<Option<Shutdown>>,
 }
 
 impl Seen {
+    /// Ends the connection.
+    pub(crate) fn hang_up(&self) {
+        self.connection.lock().iter().for_each(Shutdown::shutdown);
+    }
+
     /// All bytes of its memory.
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let memory = self.memory.lock().clone().expect("it has memory");
@@ -141,7 +147,6 @@ struct Scripted {
     seen: Arc<Seen>,
     ring: Option<Ring>,
     call: Arc<Mutex<Option<Notifier>>>,
-    connection: Option<Shutdown>,
 }
 
 /// Listens at `path`, and serves one front end after the other, the first ones with nonsense.
@@ -159,7 +164,6 @@ pub(crate) fn listen(path: &Path, features: u64, seen: &Arc<Seen>, first: &'stat
                 seen: Arc::clone(&seen),
                 ring: None,
                 call: Arc::default(),
-                connection: None,
             };
             let mut server = Server::new(stream.unwrap(), handler);
             let _ = server.serve();
@@ -169,7 +173,7 @@ pub(crate) fn listen(path: &Path, features: u64, seen: &Arc<Seen>, first: &'stat
 
 impl Handler for Scripted {
     fn connected(&mut self, connection: Shutdown) {
-        self.connection = Some(connection);
+        *self.seen.connection.lock() = Some(connection);
     }
 
     fn features(&self) -> u64 {
@@ -177,7 +181,11 @@ impl Handler for Scripted {
     }
 
     fn protocol_features(&self) -> ProtocolFeatures {
-        ProtocolFeatures::REPLY_ACK | ProtocolFeatures::MQ
+        ProtocolFeatures::REPLY_ACK | ProtocolFeatures::MQ | ProtocolFeatures::CONFIG
+    }
+
+    fn config(&mut self, _: u32, _: &mut [u8]) -> Result<(), HandlerError> {
+        Err(HandlerError::new("not now"))
     }
 
     fn queues(&self) -> u16 {
@@ -216,7 +224,6 @@ impl Handler for Scripted {
             memory,
             seen: Arc::clone(&self.seen),
             call: Arc::clone(&self.call),
-            connection: self.connection.clone(),
             kick: setup.kick,
             waiting: VecDeque::new(),
         };
@@ -254,7 +261,6 @@ struct Work {
     memory: Arc<Memory>,
     seen: Arc<Seen>,
     call: Arc<Mutex<Option<Notifier>>>,
-    connection: Option<Shutdown>,
     kick: Option<PeerFd>,
     waiting: VecDeque<Chain>,
 }
@@ -285,7 +291,7 @@ impl Work {
 
     fn act(&mut self, script: Script, bus: &UserAddresses) {
         if script == Script::HangUp {
-            self.connection.iter().for_each(Shutdown::shutdown);
+            self.seen.hang_up();
             return;
         }
         if script == Script::WriteAll {

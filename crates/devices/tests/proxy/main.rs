@@ -1,15 +1,20 @@
 //! The proxy between a guest whose every byte is judged and a back end that follows a script.
 
 mod back_end;
+mod chains;
 mod guest;
+#[path = "../common/serving.rs"]
+mod serving;
 
 use std::{path::PathBuf, sync::Arc, thread, time::Instant};
 
 use back_end::{Nonsense, Script, Seen, listen};
 use guest::{Guest, LONG, MOST_BUFFERS, workers};
 use ringfence_devices::proxy::{Connector, CopyBack, Proxy, ProxyOptions};
+use ringfence_vhost_user::{Frontend, FrontendError, ProtocolFeatures};
 pub(crate) use ringfence_virtq::{F_EVENT_IDX, F_VERSION_1};
 use ringfence_virtq::{F_INDIRECT_DESC as F_INDIRECT, F_RING_PACKED as F_PACKED};
+use serving::Serving;
 use tempfile::TempDir;
 
 /// What the back end's memory begins with: its ring.
@@ -39,6 +44,10 @@ impl Far {
 
     fn path(&self) -> PathBuf {
         self.folder.path().join("s")
+    }
+
+    fn connector(&self) -> Arc<Connector> {
+        Arc::new(Connector::spawn(self.path(), "proxy".into()).unwrap())
     }
 
     fn obeys(&self, script: Script) {
@@ -195,7 +204,7 @@ fn a_back_end_whose_replies_are_nonsense_is_refused_and_the_next_one_served() {
     ];
     let far = Far { folder: tempfile::tempdir().unwrap(), seen: Arc::default() };
     listen(&far.path(), 0, &far.seen, FIRST);
-    let connector = Arc::new(Connector::spawn(far.path(), "proxy".into()).unwrap());
+    let connector = far.connector();
     for (nonsense, reason) in FIRST.iter().zip(reasons) {
         let refused = Proxy::connect(ProxyOptions::new("proxy", 4), &connector, workers());
         let why = refused.err().unwrap_or_else(|| panic!("{nonsense:?}")).to_string();
@@ -210,7 +219,7 @@ fn what_a_back_end_writes_and_does_not_report_comes_back_if_all_does() {
     for copy_back in [CopyBack::Used, CopyBack::All] {
         let far = Far::new(0);
         far.obeys(Script::Untold);
-        let connector = Arc::new(Connector::spawn(far.path(), "proxy".into()).unwrap());
+        let connector = far.connector();
         let options = ProxyOptions { copy_back, ..ProxyOptions::new("proxy", 4) };
         let mut guest = Guest::behind(&connector, 0, 13, options);
         works(&mut guest, 20);
@@ -227,6 +236,36 @@ fn a_back_end_that_hangs_up_ends_the_connection_in_front() {
     guest.publish();
     guest.wait_for_end();
     guest.check();
+}
+
+/// A front end of a proxy that has no ring yet, and the proxy.
+fn without_rings(far: &Far) -> (Frontend, Serving) {
+    let proxy = Proxy::connect(ProxyOptions::new("proxy", 4), &far.connector(), workers());
+    let (serving, ours) = Serving::start(proxy.unwrap());
+    let mut main = Frontend::new(ours, LONG);
+    main.negotiate(1 << F_VERSION_1, ProtocolFeatures::REPLY_ACK | ProtocolFeatures::CONFIG)
+        .unwrap();
+    (main, serving)
+}
+
+#[test]
+fn so_does_one_that_hangs_up_before_a_ring_has_started() {
+    let far = Far::new(0);
+    let (_main, mut serving) = without_rings(&far);
+    far.seen.hang_up();
+    _ = serving.ended();
+}
+
+#[test]
+fn a_configuration_that_the_back_end_refuses_is_refused() {
+    let far = Far::new(0);
+    let (mut main, _serving) = without_rings(&far);
+    for _ in 0..2 {
+        let refused = main.config(0, &mut [0; 60]);
+        assert!(matches!(refused, Err(FrontendError::Refused { .. })), "{refused:?}");
+    }
+    far.seen.hang_up();
+    assert!(main.config(0, &mut [0; 60]).is_err());
 }
 
 /// As QEMU stops a device: it disables the ring first, and the back end completes what it has.

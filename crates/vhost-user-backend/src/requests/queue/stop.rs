@@ -58,12 +58,15 @@ impl<S: Serve> RequestQueue<S> {
         // After `complete`, which makes room for them: no other event may wake the worker.
         self.advance_stalled(bus);
         self.reap();
+        self.serve.kick()?;
         if self.free.len() + self.parked.len() + self.done() < self.slots.len() {
             self.publish_if_any(bus)?;
             return Ok(false);
         }
         if self.order.is_some() {
-            // Now also requests that are done but not completed.
+            // Now also requests that are done but not completed. What is put back is taken from the
+            // record, which may not be ahead of the ring.
+            self.publish(bus)?;
             self.put_back();
         }
         // Another process of this front end does what is on record, unless the guest moves.
