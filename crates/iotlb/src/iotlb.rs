@@ -254,7 +254,7 @@ impl Iotlb {
     /// # Errors
     /// The table failed.
     pub fn retain_targets(&self, keep: impl Fn(GuestPhys, GuestPhys) -> bool) -> Result<u64> {
-        let _writer = self.writer.lock();
+        let writer = self.writer.lock();
         let mut gone = Vec::new();
         self.domain.for_each(|mapping| {
             let last = mapping.target.wrapping_add(mapping.range.extent());
@@ -266,6 +266,9 @@ impl Iotlb {
         let mut gather = Gather::new();
         let unmapped = self.domain.unmap_pages(&gone, &mut gather);
         drop(gather.take_pages());
+        // And for those on evicted entries, wherever these led.
+        let evicted = writer.evicted.iter().filter(|(_, token)| !self.shootdown().is_over(*token));
+        evicted.for_each(|&(range, _)| gather.add(range));
         let token = self.begin(gather.ranges());
         unmapped.map_err(|partial| partial.error)?;
         token
@@ -415,8 +418,8 @@ impl Iotlb {
             || self.misses.is_refused(wanted, since, waiter, MonotonicClock.now_ns())
     }
 
-    /// Sends the misses of a view, and wakes `waiter` when they are resolved. `wanted` is emptied.
-    pub(crate) fn send_misses(
+    /// Notes that `waiter` waits for `wanted`, and leaves there what is to be [sent](Self::send_misses).
+    pub(crate) fn note_misses(
         &self,
         wanted: &mut Vec<Miss>,
         waiter: &Arc<Waiter>,
@@ -426,6 +429,10 @@ impl Iotlb {
             let found = self.domain.translate(reader, miss.iova);
             found.is_some_and(|found| found.prot.allows(miss.access))
         });
+    }
+
+    /// Sends misses that were noted. `wanted` is emptied.
+    pub(crate) fn send_misses(&self, wanted: &mut Vec<Miss>) {
         if !wanted.is_empty() {
             let sent = self.sink().map_or(0, |sink| sink.send(wanted)).min(wanted.len());
             self.stats.misses.fetch_add(sent as u64, Ordering::Relaxed);

@@ -61,7 +61,6 @@ pub struct View {
     windows: RefCell<Vec<(Range, Window)>>,
     /// Misses that are not sent yet.
     wanted: RefCell<Vec<Miss>>,
-    /// Prefetches that are not sent yet.
     waiter: Arc<Waiter>,
     /// How many misses there were when the current access began to wait, if known.
     since: Cell<Option<u64>>,
@@ -158,7 +157,8 @@ impl View {
         if let (false, true, Some(iotlb)) =
             (misses.is_empty(), self.reader.is_online(), self.iotlb())
         {
-            iotlb.send_misses(&mut misses, &self.waiter, &self.reader);
+            iotlb.note_misses(&mut misses, &self.waiter, &self.reader);
+            iotlb.send_misses(&mut misses);
         }
         misses.clear();
     }

@@ -4,7 +4,7 @@
 use std::{
     fmt,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -12,14 +12,14 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 use ringfence_iommu::{
-    Fault, FaultReason, Iova, Prot, Range,
+    Fault, FaultReason, GuestPhys, Iova, Prot, Range, SoftDomain,
     shootdown::{Lease, Reader},
     table::Translation,
 };
 
 use super::{Failure, FailureScope};
 use crate::{
-    Binding, Endpoint, Miss,
+    Binding, Endpoint, Iotlb, Miss,
     misses::{Waiter, point},
 };
 
@@ -51,6 +51,9 @@ pub(super) enum Found {
 pub(super) struct Looker {
     reader: Reader,
     binding: Binding,
+    /// The domain that `binding` stands for while nothing is looked up: one that goes meanwhile gives back
+    /// its tables, which count against a limit that other domains share.
+    left: Option<Weak<SoftDomain<GuestPhys>>>,
     waiter: Arc<Waiter>,
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
@@ -77,6 +80,26 @@ impl Looker {
         found.filter(|found| found.prot.allows(prot)).map_or(Found::Refused, Found::There)
     }
 
+    /// Finds the endpoint's binding again.
+    fn bind(&mut self, endpoint: &Endpoint) {
+        let changes = endpoint.changes();
+        let left = self.left.take();
+        if changes != self.changes {
+            (self.binding, self.changes) = (endpoint.binding(), changes);
+        } else if let Some(left) = left {
+            // If it has gone, the endpoint has another, whatever the count was.
+            self.binding = left.upgrade().map_or_else(|| endpoint.binding(), Binding::Domain);
+        }
+    }
+
+    /// Keeps no domain.
+    fn rest(&mut self) {
+        if let Binding::Domain(domain) = &self.binding {
+            self.left = Some(Arc::downgrade(domain));
+            self.binding = Binding::Blocked;
+        }
+    }
+
     /// Keeps what was found since the look began in use.
     pub(super) fn lease(&self, range: Range) -> Lease {
         self.reader.lease(range)
@@ -94,6 +117,7 @@ struct Online<'a>(&'a mut Looker);
 impl Drop for Online<'_> {
     fn drop(&mut self) {
         self.0.reader.offline();
+        self.0.rest();
     }
 }
 
@@ -132,7 +156,10 @@ impl Guards {
             ring.rung.notify_all();
         }));
         let (changes, binding) = (endpoint.changes(), endpoint.binding());
-        let looker = Looker { reader, changes, binding, waiter: Arc::clone(&waiter), since: 0 };
+        let (left, since) = (None, 0);
+        let waits = Arc::clone(&waiter);
+        let mut looker = Looker { reader, changes, binding, left, waiter: waits, since };
+        looker.rest();
         Some(Arc::new(Guards {
             endpoint,
             looker: Mutex::new(looker),
@@ -163,28 +190,26 @@ impl Guards {
         // Nothing is cached that an invalidation would concern.
         looker.reader.online(|_| ());
         let online = Online(&mut looker);
-        let changes = self.endpoint.changes();
-        if changes != online.0.changes {
-            online.0.binding = self.endpoint.binding();
-            online.0.changes = changes;
-        }
+        online.0.bind(&self.endpoint);
         job(online.0)
+    }
+
+    /// The IOTLB that they look up, if they are bound to one.
+    fn iotlb(&self) -> Option<Arc<Iotlb>> {
+        match self.endpoint.binding() {
+            Binding::Iotlb(iotlb) => Some(iotlb),
+            _ => None,
+        }
     }
 
     /// How many misses there were so far, those sent again included.
     pub(super) fn misses_sent(&self) -> u64 {
-        match &self.looker.lock().binding {
-            Binding::Iotlb(iotlb) => iotlb.misses_sent(),
-            _ => 0,
-        }
+        self.iotlb().map_or(0, |iotlb| iotlb.misses_sent())
     }
 
     /// How long an access waits.
     pub(super) fn timeout(&self) -> Duration {
-        match &self.looker.lock().binding {
-            Binding::Iotlb(iotlb) => iotlb.config().timeout,
-            _ => Duration::ZERO,
-        }
+        self.iotlb().map_or(Duration::ZERO, |iotlb| iotlb.config().timeout)
     }
 
     /// Counts updates and refusals; to be called before the lookup that finds something missing.
@@ -197,11 +222,13 @@ impl Guards {
     pub(super) fn send_and_wait(&self, wanted: &mut Vec<Miss>, updates: u64, until: Instant) {
         const ROUND: Duration = Duration::from_millis(5);
         wanted.iter_mut().for_each(|miss| miss.access = miss_access(miss.access));
-        self.look(u64::MAX, |looker| {
-            if let Binding::Iotlb(iotlb) = &looker.binding {
-                iotlb.send_misses(wanted, &self.waiter, &looker.reader);
-            }
+        let iotlb = self.look(u64::MAX, |looker| {
+            let Binding::Iotlb(iotlb) = &looker.binding else { return None };
+            iotlb.note_misses(wanted, &self.waiter, &looker.reader);
+            Some(Arc::clone(iotlb))
         });
+        // With no lock held (rule D20).
+        iotlb.inspect(|iotlb| iotlb.send_misses(wanted));
         let until = until.min(Instant::now() + ROUND);
         let mut lock = self.bell.lock.lock();
         while self.waiter.updates() == updates {
@@ -214,7 +241,7 @@ impl Guards {
     /// An access gave up.
     pub(super) fn timed_out(&self) {
         self.counted.timeouts.fetch_add(1, Ordering::Relaxed);
-        if let Binding::Iotlb(iotlb) = &self.looker.lock().binding {
+        if let Some(iotlb) = self.iotlb() {
             iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
         }
     }

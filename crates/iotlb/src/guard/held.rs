@@ -218,7 +218,16 @@ impl Guard {
             let range = self.range(addr, count).map_err(|failure| self.fail(failure, prot))?;
             ranges.extend(range.map(|range| (range, prot)));
         }
-        self.ensure(&ranges).map_err(|failure| self.fail(failure, Prot::empty()))?;
+        self.ensure(&ranges).map_err(|failure| {
+            let at = match failure {
+                Failure::Refused { addr }
+                | Failure::TimedOut { addr }
+                | Failure::OutsideMemory { addr } => Iova(addr),
+                _ => ranges.first().map_or(Iova(0), |(range, _)| range.first()),
+            };
+            let part = ranges.iter().find(|(range, _)| range.contains(at));
+            self.fail(failure, part.map_or(Prot::empty(), |&(_, prot)| prot))
+        })?;
         // As if handed out: otherwise a wait would drop them.
         let pieces = &mut self.0.inner.borrow_mut().pieces;
         ranges.iter().for_each(|&(range, prot)| pieces.touch(range, prot));
@@ -408,9 +417,8 @@ impl Guard {
     fn bound(&self) {
         let mut inner = self.0.inner.borrow_mut();
         if inner.pieces.len() > REMEMBERED {
-            debug_assert!(inner.leases.all, "there were more pieces than leases");
             self.0.fixed.set(true);
-            // The pieces are only a cache now: leases that are never dropped are not taken again.
+            // The pieces are only a cache now: leases are kept, and taken until one is of everything.
             inner.pieces = Pieces::default();
         }
     }

@@ -482,6 +482,22 @@ fn entries_that_lead_out_of_memory_go_and_leases_on_any_of_them_are_waited_for()
 }
 
 #[test]
+fn leases_on_what_made_room_are_waited_for_too() {
+    // rule D25
+    let mut bench = bench_with(IotlbConfig { entries: 1, ..IotlbConfig::default() });
+    bench.update(0, GPA, 1, Prot::RW);
+    assert!(bench.reads(0));
+    let lease = bench.view.lease(0, 8).unwrap();
+    bench.update(1 << 30, GPA + PAGE, 1, Prot::RW);
+    assert_eq!(bench.iotlb.entries(), 1);
+    let token = bench.iotlb.retain_targets(|first, _| first.0 != GPA).unwrap();
+    bench.view.quiet();
+    assert!(!bench.shootdown.is_over(token), "the lease is on the one that made room");
+    drop(lease);
+    assert!(bench.shootdown.is_over(token));
+}
+
+#[test]
 fn a_view_that_sleeps_is_woken_by_its_update() {
     // rule D18
     let bench = bench();

@@ -197,6 +197,9 @@ impl<A: Allocator, C: CpuId> Magazines<A, C> {
     #[inline]
     fn take(&self, class: Class, limit: u64) -> Option<u64> {
         let mut cpu = self.this_cpu().lock();
+        if !cpu.online {
+            return None;
+        }
         let Pair { loaded, previous } = &mut cpu.classes[class.index];
         if loaded.is_empty() {
             if !previous.is_empty() {

@@ -182,6 +182,19 @@ fn only_the_chosen_magazine_is_scanned_for_a_range_below_the_limit() {
 }
 
 #[test]
+fn a_cpu_that_is_offline_takes_no_magazine_that_all_share() {
+    // rule L9
+    let magazines = checked(big(), OneCpu, usize::MAX);
+    let iovas = pages(&magazines, 3 * SLOTS);
+    free_all(&magazines, &iovas);
+    let (_, _, shared) = fill(&magazines);
+    assert!(shared > 0);
+    magazines.offline(0);
+    pages(&magazines, 1);
+    assert_eq!(fill(&magazines), (0, 0, shared));
+}
+
+#[test]
 fn cached_ranges_stay_allocated_below_until_their_cpu_goes_offline() {
     // rule L9
     let cpu = FixedCpu::new(2);

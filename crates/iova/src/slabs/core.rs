@@ -32,6 +32,8 @@ pub(super) struct Core {
     unused: Vec<Handle>,
     /// Searches of the tree.
     pub(super) searches: u64,
+    /// How many ranges came from the tree.
+    pub(super) found: u64,
 }
 
 impl Core {
@@ -43,6 +45,7 @@ impl Core {
             pages: Vec::new(),
             unused: Vec::new(),
             searches: 0,
+            found: 0,
         }
     }
 
@@ -75,7 +78,9 @@ impl Core {
     pub(super) fn place(&mut self, wanted: &GranuleRequest, placement: Placement) -> Option<u64> {
         self.searches += 1;
         let (count, limit) = (wanted.count, wanted.limit);
-        let natural = 1u64.checked_shl(order_of(count))?;
+        let Some(natural) = 1u64.checked_shl(order_of(count)) else {
+            return self.place_anywhere(wanted, placement);
+        };
         let find = |tree: &Tree, count| match placement {
             Placement::Lowest => tree.lowest(count, limit),
             Placement::SizeAligned | Placement::Highest => tree.highest(count, limit),

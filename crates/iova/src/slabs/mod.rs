@@ -96,7 +96,8 @@ impl Default for SlabConfig {
 /// CPU takes from its current slab of the class: one compare-and-exchange, the lowest free range
 /// first, so that buffers mapped one after the other are neighbours, in one page of the translation
 /// table. A free finds the slab by the address and sets its bit: another exchange, which always
-/// detects a double free, a wrong size and a range that was never allocated. Neither waits for
+/// detects a double free, a wrong size and a range that was never allocated. (A wrong free that meets
+/// another free of the same range at the same time may be taken for that one.) Neither waits for
 /// another thread.
 ///
 /// Slabs play the part of magazines: those with free ranges wait in a list of the CPU; those that
@@ -136,6 +137,8 @@ pub struct Slabs<C: CpuId> {
     last_zone: usize,
     /// As an exponent of two, in granules.
     largest_slab: u32,
+    /// As an exponent of two, in granules: a hole so large allows tails again.
+    roomy: u32,
     placement: Placement,
     idle_slabs: u32,
     /// In granules.
@@ -180,13 +183,15 @@ impl<C: CpuId> Slabs<C> {
         let zones = zones(&aperture, &config.limits);
         let mut core = Core::new(Tree::new(aperture.high));
         core.tree.give(aperture.low, granules + 1);
+        let (largest_slab, all) = (largest_slab.unwrap_or(0), core.tree.fit().ilog2());
         Slabs {
             aperture,
             shift,
             top: aperture.high,
             zones,
             last_zone: zones.iter().position(|last| *last == aperture.high).unwrap_or(0),
-            largest_slab: largest_slab.unwrap_or(0),
+            largest_slab,
+            roomy: largest_slab.saturating_add(6).min(all),
             placement: config.placement,
             idle_slabs: config.idle_slabs,
             idle_share: granules >> IDLE_SHARE_BITS,
@@ -381,7 +386,7 @@ impl<C: CpuId> Allocator for Slabs<C> {
         // Computed: counting would slow down every free.
         stats.frees = stats.allocs.saturating_sub(live);
         // Ranges that did not come from the tree came from a slab of a CPU.
-        stats.cache_hits = stats.allocs.saturating_sub(core.searches);
+        stats.cache_hits = stats.allocs.saturating_sub(core.found);
         stats
     }
 

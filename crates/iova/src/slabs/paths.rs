@@ -1,7 +1,6 @@
 //! The paths of a request and of a free, from the hot path to the last resort.
 
 use super::*;
-use crate::AllocReason;
 
 impl<C: CpuId> Slabs<C> {
     #[inline]
@@ -108,9 +107,7 @@ impl<C: CpuId> Slabs<C> {
                 Ok(self.aperture.start_of(number))
             }
             Err(error) => {
-                if matches!(error.reason, AllocReason::Exhausted { .. }) {
-                    self.failures.fetch_add(1, Ordering::Relaxed);
-                }
+                self.failures.fetch_add(1, Ordering::Relaxed);
                 Err(error)
             }
         }
@@ -134,7 +131,7 @@ impl<C: CpuId> Slabs<C> {
                 let found = self
                     .take_listed(self.this_cpu().1, Bin::new(zone, class))
                     .or_else(|| self.grow(&mut self.core.lock(), zone, class))
-                    .or_else(|| self.take_over(Bin::new(zone, class)))
+                    .or_else(|| self.take_over(&mut self.core.lock(), Bin::new(zone, class)))
                     // Prefers taking back what all CPUs keep over sharing a slab that another CPU
                     // is using.
                     .or_else(
@@ -166,6 +163,7 @@ impl<C: CpuId> Slabs<C> {
             }
         }
         let place = place?;
+        core.found += 1;
         core.enter(&self.indexes, place, wanted.count);
         Some(place)
     }
@@ -215,6 +213,7 @@ impl<C: CpuId> Slabs<C> {
             let first = core.tree.highest(1 << order, limit)?;
             above.is_none_or(|above| first > above).then_some((order, first))
         })?;
+        core.found += 1;
         core.tree.take(first, 1 << order);
         let slot = slot_of(first, class);
         let index = &self.indexes[class as usize];
@@ -232,15 +231,16 @@ impl<C: CpuId> Slabs<C> {
         Some((slab, slot))
     }
 
-    /// Allows tails again once a hole as large as 64 of the largest slabs is free.
+    /// Allows tails again once a hole as large as 64 of the largest slabs is free, or everything.
     fn relax(&self, fit: u32) {
-        if fit >= self.largest_slab + 6 && self.tight.load(Ordering::Relaxed) {
+        if fit >= self.roomy && self.tight.load(Ordering::Relaxed) {
             self.tight.store(false, Ordering::Relaxed);
         }
     }
 
-    /// Takes over a slab from another CPU's list, and a range from it.
-    fn take_over(&self, bin: Bin) -> Option<(Handle, u32)> {
+    /// Takes over a slab from another CPU's list, and a range from it. Under the core's lock, so that
+    /// whoever takes back what all CPUs keep misses none.
+    fn take_over(&self, core: &mut Core, bin: Bin) -> Option<(Handle, u32)> {
         let (mine, cpu) = self.this_cpu();
         (0..self.cpus.len()).filter(|other| *other != mine).find_map(|other| {
             let mut first = self.cpus[mine.min(other)].lists.lock();
@@ -254,7 +254,7 @@ impl<C: CpuId> Slabs<C> {
             let mut lost = Vec::new();
             let taken = cpu.take(my_lists, bin, &mut |slab| lost.push(slab));
             drop((first, second));
-            self.retire_lost(lost);
+            lost.into_iter().for_each(|slab| core.retire_lost(&self.indexes, slab));
             taken
         })
     }
@@ -343,9 +343,8 @@ impl<C: CpuId> Slabs<C> {
                             core.retire_lost(&self.indexes, slab);
                             return Ok(());
                         }
-                        (length, false) if length == count => {}
-                        // The size has been checked and cleared: see `Slab::give`.
-                        (_, false) if odd == 0 && !count.is_power_of_two() => {}
+                        // A size of its own that has been checked is cleared: see `Slab::give`.
+                        (length, false) if length == if odd == 0 { 1 << class } else { count } => {}
                         _ => return self.reject(&core, iova, size),
                     }
                 }

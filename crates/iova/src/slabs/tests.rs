@@ -166,6 +166,55 @@ fn one_cpus_frees_serve_another_when_nothing_else_is_left() {
 }
 
 #[test]
+fn what_takes_more_than_half_of_all_addresses_fits_if_they_are_free() {
+    let slabs = Slabs::new(Aperture::new(0, u64::MAX, 1).unwrap(), OneCpu);
+    let request = Request::new((1 << 63) + 1).align(Align::Bytes(1));
+    for _ in 0..2 {
+        let iova = slabs.alloc(&request).unwrap();
+        assert!(slabs.alloc(&request).is_err());
+        slabs.free(iova, request.size).unwrap();
+    }
+}
+
+/// As if another thread had freed the range, and allocated it again, since its size was checked.
+#[test]
+fn a_free_whose_size_was_checked_is_refused_if_the_range_has_another_one_now() {
+    let slabs = one_cpu(48);
+    let iova = slabs.alloc(&pages(6)).unwrap();
+    assert!(slabs.free_cold(iova, 5 * PAGE, 0).is_err());
+    slabs.free(iova, 6 * PAGE).unwrap();
+}
+
+#[test]
+fn ranges_that_came_from_a_slab_are_counted_whatever_failed() {
+    let slabs = one_cpu(48);
+    for _ in 0..320 {
+        slabs.alloc(&pages(1)).unwrap();
+    }
+    for _ in 0..20 {
+        assert!(slabs.alloc(&pages(1).limit(PAGE - 1)).is_err());
+    }
+    assert!(slabs.alloc(&Request::new(0)).is_err());
+    let Stats { allocs, cache_hits, failures, .. } = slabs.stats();
+    assert_eq!((allocs, cache_hits, failures), (320, 310, 21));
+}
+
+#[test]
+fn slabs_larger_than_the_aperture_do_not_keep_it_tight() {
+    let config = SlabConfig { largest_slab: Some(1 << 40), ..SlabConfig::default() };
+    let slabs = Slabs::with_config(aperture(32), OneCpu, config);
+    let mut ranges = Vec::new();
+    while let Ok(iova) = slabs.alloc(&pages(3 << 10)) {
+        ranges.push(iova);
+    }
+    assert!(slabs.tight.load(Ordering::Relaxed));
+    ranges.into_iter().for_each(|iova| slabs.free(iova, (3 << 10) * PAGE).unwrap());
+    slabs.drain();
+    slabs.alloc(&pages(3)).unwrap();
+    assert!(!slabs.tight.load(Ordering::Relaxed));
+}
+
+#[test]
 fn what_lies_behind_short_ranges_is_found_when_nothing_else_is_left() {
     let slabs = one_cpu(32);
     // Ranges of 33 pages, each in 64.

@@ -223,6 +223,23 @@ fn an_endpoint_may_have_any_binding() {
 }
 
 #[test]
+fn a_domain_that_nothing_is_bound_to_is_not_kept_by_a_device_that_looked_in_it() {
+    let shootdown = Shootdown::new(1);
+    let geometry = Geometry::new(PageSizes::X86, Range::ALL);
+    let domain = SoftDomain::new(geometry, Limits::NONE, Arc::clone(&shootdown));
+    domain.map(Map::new(range(0, PAGE), GuestPhys(0x20_3000), Prot::READ)).unwrap();
+    let there = Arc::downgrade(&domain);
+    let endpoint = Endpoint::new(1, shootdown, Binding::Domain(domain));
+    let space = IotlbAddressSpace::new(Arc::clone(&endpoint), memory()).unwrap();
+    for _ in 0..2 {
+        assert_eq!(space.memory().read_obj::<u64>(GuestAddress(0)).unwrap(), 0x20_3000);
+    }
+    endpoint.bind(Binding::Blocked);
+    assert!(there.upgrade().is_none(), "its tables count against a limit that others share");
+    assert!(space.memory().read_obj::<u64>(GuestAddress(0)).is_err());
+}
+
+#[test]
 fn memory_that_a_front_end_shared_is_regions() {
     let top = u64::MAX - 0x1fff;
     let file = memfd_create("shared", MemfdFlags::CLOEXEC).unwrap();
