@@ -72,7 +72,7 @@ impl PlacementName {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::list::parse;
+    use crate::list::List;
     use ringfence_iova::Request;
 
     #[test]
@@ -88,13 +88,12 @@ mod tests {
 
     #[test]
     fn a_list_names_each_once() {
-        let kinds = parse::<AllocatorKind>("rbtree, ringfence", "list of allocators").unwrap();
-        assert_eq!(kinds, [AllocatorKind::RbTree, AllocatorKind::Ringfence]);
-        assert!(parse::<AllocatorKind>("rbtree,rbtree", "list of allocators").is_err());
-        assert!(parse::<AllocatorKind>("", "list of allocators").is_err());
-        assert!(
-            parse::<AllocatorKind>("tree", "list of allocators").unwrap_err().contains("bitmap")
-        );
+        let parse = str::parse::<List<AllocatorKind>>;
+        let kinds = parse("rbtree, ringfence").unwrap();
+        assert_eq!(kinds[..], [AllocatorKind::RbTree, AllocatorKind::Ringfence]);
+        assert!(parse("rbtree,rbtree").is_err());
+        assert!(parse("").is_err());
+        assert!(parse("tree").unwrap_err().contains("bitmap"));
     }
 
     #[test]

@@ -7,26 +7,8 @@ use std::{
     time::Duration,
 };
 
-/// The items of a list such as `rbtree,ringfence`. Errors call it `what`: "list of allocators".
-///
-/// # Errors
-/// An item is invalid, or the list is empty or names one twice.
-pub fn parse<T>(text: &str, what: &str) -> Result<Vec<T>, String>
-where
-    T: FromStr<Err: Display> + PartialEq,
-{
-    let mut items = Vec::new();
-    for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
-        let item: T = word.parse().map_err(|error: T::Err| error.to_string())?;
-        if items.contains(&item) {
-            return Err(format!("{word} is given twice in the {what}"));
-        }
-        items.push(item);
-    }
-    if items.is_empty() { Err(format!("an empty {what}")) } else { Ok(items) }
-}
-
-/// A list given as one option (clap takes a bare `Vec` for a repeated option).
+/// A list given as one option, such as `rbtree,ringfence` (clap takes a bare `Vec` for a repeated
+/// option). It is not empty and names nothing twice.
 #[derive(Clone, Debug, PartialEq)]
 pub struct List<T>(pub Vec<T>);
 
@@ -48,7 +30,15 @@ impl<T: FromStr<Err: Display> + PartialEq> FromStr for List<T> {
     type Err = String;
 
     fn from_str(text: &str) -> Result<List<T>, String> {
-        parse(text, "list").map(List)
+        let mut items = Vec::new();
+        for word in text.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+            let item: T = word.parse().map_err(|error: T::Err| error.to_string())?;
+            if items.contains(&item) {
+                return Err(format!("{word} is given twice in the list"));
+            }
+            items.push(item);
+        }
+        if items.is_empty() { Err("an empty list".to_owned()) } else { Ok(List(items)) }
     }
 }
 

@@ -13,10 +13,9 @@ use parking_lot::Mutex;
 /// How progress is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A bar if stderr is a terminal, else lines.
+    /// A bar if stderr is a terminal, else a line each time something begins, at most one a second,
+    /// for logs.
     Auto,
-    /// A line each time something begins, at most one a second, for logs.
-    Lines,
     /// Not at all (`--json -`).
     Silent,
 }
@@ -55,7 +54,7 @@ impl Progress {
         let face = match kind {
             Kind::Silent => Face::Silent,
             Kind::Auto if std::io::stderr().is_terminal() => Face::Bar(bar(total)),
-            Kind::Auto | Kind::Lines => Face::Lines(Mutex::new(Box::new(std::io::stderr()))),
+            Kind::Auto => Face::Lines(Mutex::new(Box::new(std::io::stderr()))),
         };
         Progress::with_face(face, total, expected)
     }

@@ -41,6 +41,13 @@ impl XorShift {
     pub(crate) fn below(&mut self, n: u64) -> u64 {
         scaled(self.next(), n)
     }
+
+    /// Fisher and Yates.
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+        for at in (1..items.len()).rev() {
+            items.swap(at, self.below(at as u64 + 1) as usize);
+        }
+    }
 }
 
 /// The upper half of a product: no remainder, whose lowest values would be favoured. The bias of at most `n`

@@ -1,9 +1,9 @@
 //! fio job files: what to measure, as people have it.
 //!
 //! The dialect is fio's: `[global]` sections set defaults for what follows, every other section is
-//! a job, `key=value` or a bare key, `#` and `;` start comments. The keys in [`KEYS`] are obeyed
-//! (or, for `filename` and `ioengine`, noted); any other key is named in one warning and has no
-//! effect. A wrong value is an error with its line.
+//! a job, `key=value` or a bare key, `#` and `;` start comments. The keys that `options.rs` knows are
+//! obeyed (or, for `filename` and `ioengine`, noted); any other key is named in one warning and has
+//! no effect. A wrong value is an error with its line.
 //!
 //! Jobs run at the same time, as in fio, unless a job says `stonewall`: see [`JobFile::stages`].
 
@@ -17,9 +17,7 @@ mod scale;
 mod value;
 
 pub use ini::{MAX_FILE, MAX_LINE};
-pub use options::{
-    DEFAULT_SIZE, KEYS, MAX_BS, MAX_IODEPTH, MAX_NUMJOBS, MAX_SECTIONS, MAX_UNKNOWN,
-};
+pub use options::{DEFAULT_SIZE, MAX_BS, MAX_IODEPTH, MAX_NUMJOBS, MAX_SECTIONS, MAX_UNKNOWN};
 pub use scale::Scale;
 
 named! {
@@ -137,24 +135,7 @@ impl Job {
     }
 }
 
-/// Something in a job file that has no effect, or not the one fio would give it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Warning {
-    /// The file as it was named.
-    pub file: String,
-    /// The line, from 1.
-    pub line: usize,
-    /// What.
-    pub what: String,
-}
-
-impl fmt::Display for Warning {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}: {}", self.file, self.line, self.what)
-    }
-}
-
-/// Why a job file cannot be used.
+/// Why a job file cannot be used; or what in it has no effect, or not the one fio would give it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct JobError {
     /// The file as it was named.
@@ -188,7 +169,7 @@ pub struct JobFile {
     /// In the order of the file.
     pub jobs: Vec<Job>,
     /// One for each thing that has no effect, in the order of the file.
-    pub warnings: Vec<Warning>,
+    pub warnings: Vec<JobError>,
 }
 
 impl JobFile {

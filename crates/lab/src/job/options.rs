@@ -3,39 +3,11 @@
 use std::collections::{HashMap, HashSet};
 
 use super::{
-    Job, JobError, JobFile, MAX_FILE, Rw, Warning,
+    Job, JobError, JobFile, MAX_FILE, Rw,
     ini::{Line, lines},
     value::{self, quote},
 };
 use crate::block::MIN_UNIT;
-
-/// The keys that are obeyed or noted.
-pub const KEYS: [&str; 24] = [
-    "rw",
-    "readwrite",
-    "bs",
-    "blocksize",
-    "size",
-    "offset",
-    "iodepth",
-    "numjobs",
-    "runtime",
-    "timeout",
-    "time_based",
-    "rwmixread",
-    "rwmixwrite",
-    "direct",
-    "filename",
-    "ioengine",
-    "group_reporting",
-    "verify",
-    "stonewall",
-    "wait_for_previous",
-    "name",
-    "description",
-    "norandommap",
-    "thread",
-];
 
 /// Sections a file may have.
 pub const MAX_SECTIONS: usize = 1000;
@@ -108,20 +80,20 @@ struct Draft {
     section: usize,
     is_global: bool,
     /// Where a key got its value, for errors that only show when the section is whole.
-    lines: HashMap<&'static str, usize>,
+    lines: HashMap<String, usize>,
     /// `rwmixread` and `rwmixwrite` as this section gave them.
     mixes: [Option<u8>; 2],
 }
 
 impl Draft {
-    fn line_of(&self, keys: &[&'static str]) -> usize {
-        keys.iter().filter_map(|key| self.lines.get(key)).max().copied().unwrap_or(self.section)
+    fn line_of(&self, keys: &[&str]) -> usize {
+        keys.iter().filter_map(|key| self.lines.get(*key)).max().copied().unwrap_or(self.section)
     }
 }
 
 struct Reader<'a> {
     file: &'a str,
-    warnings: Vec<Warning>,
+    warnings: Vec<JobError>,
     unknown: HashSet<String>,
     filename: bool,
 }
@@ -132,7 +104,7 @@ impl Reader<'_> {
     }
 
     fn warn(&mut self, line: usize, what: String) {
-        self.warnings.push(Warning { file: self.file.to_owned(), line, what });
+        self.warnings.push(self.error(line, what));
     }
 
     /// A section is whole: a `[global]` becomes the default, a job is checked and kept.
@@ -190,14 +162,14 @@ impl Reader<'_> {
             "blocksize" => "bs",
             "timeout" => "runtime",
             "wait_for_previous" => "stonewall",
-            _ => match KEYS.iter().find(|known| **known == key) {
-                Some(known) => known,
-                None => return self.unknown(line, key),
-            },
+            _ => key,
         };
-        draft.lines.insert(known, line);
-        self.obey(draft, line, known, value)
-            .map_err(|what| self.error(line, format!("{}: {what}", quote(key))))
+        match self.obey(draft, line, known, value) {
+            Ok(true) => draft.lines.insert(known.to_owned(), line),
+            Ok(false) => return self.unknown(line, key),
+            Err(what) => return Err(self.error(line, format!("{}: {what}", quote(key)))),
+        };
+        Ok(())
     }
 
     fn unknown(&mut self, line: usize, key: &str) -> Result<(), JobError> {
@@ -213,40 +185,37 @@ impl Reader<'_> {
         Ok(())
     }
 
+    /// Obeys a key; false if it is not known.
     fn obey(
         &mut self,
         draft: &mut Draft,
         line: usize,
-        key: &'static str,
+        key: &str,
         value: Option<&str>,
-    ) -> Result<(), String> {
+    ) -> Result<bool, String> {
         let job = &mut draft.job;
         // Flags may stand alone; everything else needs a value.
+        let flag = || value::flag(value);
+        let value =
+            || value.filter(|value| !value.is_empty()).ok_or("needs a value; write KEY=VALUE");
         match key {
-            "time_based" => return value::flag(value).map(|set| job.time_based = set),
-            "stonewall" => return value::flag(value).map(|set| job.stonewall = set),
-            "norandommap" => return value::flag(value).map(|set| job.norandommap = set),
+            "time_based" => job.time_based = flag()?,
+            "stonewall" => job.stonewall = flag()?,
+            "norandommap" => job.norandommap = flag()?,
             // The page cache is not used, clones are reported together, and are no processes, in any
             // case.
-            "direct" | "group_reporting" | "thread" => return value::flag(value).map(drop),
-            _ => {}
-        }
-        let value = match value {
-            Some("") | None => return Err("needs a value; write KEY=VALUE".to_owned()),
-            Some(value) => value,
-        };
-        match key {
-            "rw" => job.rw = pattern(value)?,
-            "bs" => self.block_sizes(job, line, value)?,
+            "direct" | "group_reporting" | "thread" => drop(flag()?),
+            "rw" => job.rw = pattern(value()?)?,
+            "bs" => self.block_sizes(job, line, value()?)?,
             "size" => {
-                let size = self.size(line, value)?;
+                let size = self.size(line, value()?)?;
                 if size == 0 {
                     return Err("0 is not allowed; allowed: at least one block".to_owned());
                 }
                 job.size = size;
             }
             "offset" => {
-                let offset = self.size(line, value)?;
+                let offset = self.size(line, value()?)?;
                 if !offset.is_multiple_of(MIN_UNIT.into()) {
                     return Err(format!(
                         "{offset} bytes are not allowed; allowed: multiples of {MIN_UNIT}"
@@ -254,12 +223,12 @@ impl Reader<'_> {
                 }
                 job.offset = offset;
             }
-            "iodepth" => job.iodepth = value::number(value, 1..=MAX_IODEPTH)? as u32,
-            "numjobs" => job.numjobs = value::number(value, 1..=MAX_NUMJOBS)? as u32,
+            "iodepth" => job.iodepth = value::number(value()?, 1..=MAX_IODEPTH)? as u32,
+            "numjobs" => job.numjobs = value::number(value()?, 1..=MAX_NUMJOBS)? as u32,
             // fio: no limit.
-            "runtime" => job.runtime = Some(value::time(value)?).filter(|time| !time.is_zero()),
+            "runtime" => job.runtime = Some(value::time(value()?)?).filter(|time| !time.is_zero()),
             "rwmixread" | "rwmixwrite" => {
-                let percent = value::number(value, 0..=100)? as u8;
+                let percent = value::number(value()?, 0..=100)? as u8;
                 let write = key == "rwmixwrite";
                 draft.mixes[usize::from(write)] = Some(percent);
                 draft.job.rwmixread = if write { 100 - percent } else { percent };
@@ -272,13 +241,14 @@ impl Reader<'_> {
                 }
             }
             "filename" => {
+                let value = quote(value()?);
                 if !std::mem::replace(&mut self.filename, true) {
-                    let value = quote(value);
                     self.warn(line, format!("filename={value} is never opened: --disk decides"));
                 }
             }
-            "ioengine" => job.ioengine = Some(value.to_owned()),
+            "ioengine" => job.ioengine = Some(value()?.to_owned()),
             "verify" => {
+                let value = value()?;
                 if value != "crc32c" {
                     let value = quote(value);
                     let what = "has no effect: every block is checked by crc32c";
@@ -286,13 +256,12 @@ impl Reader<'_> {
                 }
             }
             // In [global] it names nothing.
-            "name" if draft.is_global => {}
-            "name" => job.name = value.to_owned(),
+            "name" if !draft.is_global => job.name = value()?.to_owned(),
             // For people.
-            "description" => {}
-            _ => unreachable!("{key} is in KEYS and has no meaning"),
+            "name" | "description" => drop(value()?),
+            _ => return Ok(false),
         }
-        Ok(())
+        Ok(true)
     }
 
     fn size(&mut self, line: usize, text: &str) -> Result<u64, String> {

@@ -2,6 +2,34 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// The keys that are obeyed or noted.
+const KEYS: [&str; 24] = [
+    "rw",
+    "readwrite",
+    "bs",
+    "blocksize",
+    "size",
+    "offset",
+    "iodepth",
+    "numjobs",
+    "runtime",
+    "timeout",
+    "time_based",
+    "rwmixread",
+    "rwmixwrite",
+    "direct",
+    "filename",
+    "ioengine",
+    "group_reporting",
+    "verify",
+    "stonewall",
+    "wait_for_previous",
+    "name",
+    "description",
+    "norandommap",
+    "thread",
+];
+
 fn parse(text: &str) -> JobFile {
     JobFile::parse(text.as_bytes(), "t.fio").unwrap_or_else(|error| panic!("{error}"))
 }
@@ -236,7 +264,7 @@ proptest! {
     #[test]
     fn nothing_that_looks_like_a_job_file_panics(
         lines in prop::collection::vec(
-            (prop::sample::select(super::KEYS.to_vec()), "[=, ]{0,2}[0-9a-z%:,.x-]{0,24}"), 0..30),
+            (prop::sample::select(KEYS.to_vec()), "[=, ]{0,2}[0-9a-z%:,.x-]{0,24}"), 0..30),
     ) {
         let text: String = std::iter::once("[a]\n".to_owned())
             .chain(lines.iter().map(|(key, value)| format!("{key}{value}\n")))

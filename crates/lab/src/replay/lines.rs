@@ -14,7 +14,7 @@ use std::{
 use flate2::read::MultiGzDecoder;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// What is kept of a line, bytes; those of a recording have under 300.
+/// What is looked at of a line, bytes; those of a recording have under 300.
 pub const MAX_LINE: usize = 4096;
 /// A line longer than this is no text, and reading stops there.
 pub const MAX_SKIPPED: usize = 1 << 20;
@@ -88,37 +88,20 @@ impl<'a> Lines<'a> {
     /// The rest cannot be read. The beginning of a line is not handed out.
     pub fn next_line(&mut self) -> Result<Option<Line<'_>>, Broken> {
         self.line.clear();
-        let mut length = 0;
-        loop {
-            let part = match self.source.fill_buf() {
-                Ok(part) => part,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(self.broken(error)),
-            };
-            if part.is_empty() {
-                if length == 0 {
-                    return Ok(None);
-                }
-                break;
-            }
-            let end = part.iter().position(|byte| *byte == b'\n');
-            let taken = &part[..end.unwrap_or(part.len())];
-            let room = MAX_LINE - self.line.len();
-            self.line.extend_from_slice(&taken[..taken.len().min(room)]);
-            length += taken.len();
-            let consumed = taken.len() + usize::from(end.is_some());
-            self.source.consume(consumed);
-            self.bytes = self.bytes.saturating_add(consumed as u64);
-            if length > MAX_SKIPPED {
-                return Err(Broken::NotText);
-            }
-            if end.is_some() {
-                break;
-            }
+        let mut source = self.source.by_ref().take(MAX_SKIPPED as u64 + 1);
+        let read = source.read_until(b'\n', &mut self.line);
+        self.bytes = self.bytes.saturating_add(self.line.len() as u64);
+        if read.map_err(|error| self.broken(error))? == 0 {
+            return Ok(None);
+        }
+        let line = self.line.strip_suffix(b"\n").unwrap_or(&self.line);
+        if line.len() > MAX_SKIPPED {
+            return Err(Broken::NotText);
         }
         self.number += 1;
-        let cut = length > self.line.len();
-        let text = self.line.strip_suffix(b"\r").unwrap_or(&self.line);
+        let text = &line[..line.len().min(MAX_LINE)];
+        let cut = text.len() < line.len();
+        let text = text.strip_suffix(b"\r").unwrap_or(text);
         Ok(Some(Line { number: self.number, text, cut }))
     }
 

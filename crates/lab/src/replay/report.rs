@@ -2,7 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{space::Moment, stream::LeftOut};
+use super::{
+    space::{Moment, Peaks},
+    stream::LeftOut,
+};
 use crate::{report::Machine, stats::Estimate, text::json};
 
 /// Name and version of the JSON contract.
@@ -109,18 +112,9 @@ pub struct AllocatorRow {
     /// Allocations that found no place. (`recorded`: those whose place was still in use, about
     /// which the derivation was wrong.)
     pub failures: u64,
-    /// Most ranges that were in use at once.
-    pub peak_live_ranges: u64,
-    /// Most bytes that were in use at once.
-    pub peak_live_bytes: u64,
-    /// The address-space high-water mark: the widest span from the lowest to the highest address
-    /// in use at one time. Of several domains the sum.
-    pub span_bytes: u64,
-    /// From the lowest to the highest address that was ever in use (to 2 MiB). Of several domains
-    /// the sum.
-    pub extent_bytes: u64,
-    /// Distinct 2 MiB regions that were ever touched: leaf table pages.
-    pub table_pages: u64,
+    /// What was in use.
+    #[serde(flatten)]
+    pub peaks: Peaks,
     /// The part of the span that was not in use, as a mean over the operations.
     pub fragmentation: f64,
     /// The same at some moments, with what it is made of.

@@ -145,8 +145,8 @@ impl Replay<'_> {
         self.begin("where the guest put things");
         let recorded = |allocation: &Allocation| Some(allocation.first);
         if let Some(row) = self.placement(RECORDED, recorded, |_, _, _| Ok(()))? {
-            trace.peak_live_ranges = row.peak_live_ranges;
-            trace.peak_live_bytes = row.peak_live_bytes;
+            trace.peak_live_ranges = row.peaks.ranges;
+            trace.peak_live_bytes = row.peaks.bytes;
             trace.allocators.push(row);
         }
         for kind in self.options.allocators.iter() {
@@ -216,12 +216,7 @@ impl Replay<'_> {
                 return Ok(None);
             }
         }
-        let peaks = space.peaks();
-        row.peak_live_ranges = peaks.ranges;
-        row.peak_live_bytes = peaks.bytes;
-        row.span_bytes = peaks.span_bytes;
-        row.extent_bytes = peaks.extent_bytes;
-        row.table_pages = peaks.table_pages;
+        row.peaks = space.peaks();
         row.fragmentation = sum / ops as f64;
         self.done();
         Ok(Some(row))

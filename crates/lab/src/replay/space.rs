@@ -39,16 +39,19 @@ pub struct Moment {
     pub fragmentation: f64,
 }
 
-/// What was seen over all moments.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What was seen over all moments, as it is reported.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Peaks {
-    /// Most ranges in use at once.
+    /// Most ranges that were in use at once.
+    #[serde(rename = "peak_live_ranges")]
     pub ranges: u64,
-    /// Most bytes in use at once.
+    /// Most bytes that were in use at once.
+    #[serde(rename = "peak_live_bytes")]
     pub bytes: u64,
-    /// Widest span: the high-water mark.
+    /// The high-water mark: the widest span from the lowest to the highest address in use at one
+    /// time. Of several domains the sum, here and below.
     pub span_bytes: u64,
-    /// From the lowest to the highest address that was ever in use.
+    /// From the lowest to the highest address that was ever in use (to [`TABLE_PAGE_SPAN`]).
     pub extent_bytes: u64,
     /// Regions of [`TABLE_PAGE_SPAN`] that were ever touched: leaf table pages.
     pub table_pages: u64,

@@ -106,8 +106,8 @@ fn allocator_cells(row: &AllocatorRow) -> Vec<String> {
         median(row.worst_ns),
         optional(row.worst_steady_ns),
         row.failures.to_string(),
-        bytes(row.span_bytes),
-        row.table_pages.to_string(),
+        bytes(row.peaks.span_bytes),
+        row.peaks.table_pages.to_string(),
         format!("{:.1}%", row.fragmentation * 100.0),
     ]
 }
@@ -158,7 +158,7 @@ fn block(lines: Vec<Vec<String>>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::text::WIDTH;
+    use crate::{replay::space::Peaks, text::WIDTH};
 
     fn report() -> Report {
         let mut report = Report::new(15);
@@ -173,8 +173,7 @@ mod tests {
             worst_steady_ns: Some(123_456.0),
             ratio_to_ringfence: estimate,
             failures: 1_234_567,
-            span_bytes: u64::MAX,
-            table_pages: 1 << 31,
+            peaks: Peaks { span_bytes: u64::MAX, table_pages: 1 << 31, ..Peaks::default() },
             fragmentation: 0.123_456,
             ..AllocatorRow::default()
         };

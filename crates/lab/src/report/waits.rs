@@ -54,14 +54,8 @@ pub struct Waited {
     pub thread_fraction: Option<f64>,
 }
 
-/// The kinds: what they are called, and whether a job thread waits.
-const KINDS: [(&str, bool); 5] = [
-    ("map", true),
-    ("unmap", true),
-    ("flush by timer", false),
-    ("flush of a full queue", true),
-    ("flush asked for", true),
-];
+/// Whether a job thread waits, by kind: for all but the flushes by timer.
+const IN_JOB: [bool; 5] = [true, true, false, true, true];
 
 impl WaitsSample {
     fn kinds(&self) -> [&HistogramSnapshot; 5] {
@@ -86,7 +80,7 @@ impl SyncWaits {
                 p99: waits.quantile(0.99),
                 total_ns: waits.sum(),
                 per_io: part(waits.count(), ios),
-                thread_fraction: part(waits.sum(), thread_ns).filter(|_| KINDS[kind].1),
+                thread_fraction: part(waits.sum(), thread_ns).filter(|_| IN_JOB[kind]),
             }
         });
         let [map, unmap, timer, full, asked] = all;
@@ -97,12 +91,6 @@ impl SyncWaits {
             full,
             asked,
         })
-    }
-
-    /// Each kind, and what it is called.
-    pub fn kinds(&self) -> impl Iterator<Item = (&'static str, Waited)> {
-        let waits = [self.map, self.unmap, self.timer, self.full, self.asked];
-        KINDS.into_iter().map(|(name, _)| name).zip(waits)
     }
 
     /// What part of the job threads' time went into flushes.

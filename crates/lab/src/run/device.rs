@@ -90,14 +90,9 @@ impl Setup {
 /// What the device process did, as JSON at its end.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Report {
-    pub(crate) requests: u64,
-    pub(crate) failed: u64,
-    pub(crate) bytes: u64,
-    pub(crate) interrupts: u64,
     pub(crate) iotlb_hits: u64,
     pub(crate) iotlb_misses: u64,
     pub(crate) faults: u64,
-    pub(crate) iommu_requests: u64,
     pub(crate) iommu_refused: u64,
     pub(crate) iommu_syncs: u64,
     /// Of a network device: frames that it took from the driver, gave to it, and lost.
@@ -203,12 +198,7 @@ impl Behind {
     /// What the IOMMU has to report.
     fn report(&mut self) -> Report {
         let counters = self.iommu.handler().iommu().figures().requests;
-        Report {
-            iommu_requests: counters.maps + counters.unmaps + counters.others,
-            iommu_refused: counters.refused,
-            iommu_syncs: counters.syncs,
-            ..Report::default()
-        }
+        Report { iommu_refused: counters.refused, iommu_syncs: counters.syncs, ..Report::default() }
     }
 }
 
@@ -226,12 +216,8 @@ pub(crate) fn serve(
     let figures = Arc::clone(&options.figures);
     let mut server = Server::new(blk, Blk::backend(options, Arc::clone(&behind.workers)));
     behind.serve(&mut server, "block device")?;
-    let (stats, iotlb) = (figures.sum(), figures.iotlb.totals());
+    let iotlb = figures.iotlb.totals();
     Ok(Report {
-        requests: stats.requests,
-        failed: stats.failed,
-        bytes: stats.bytes,
-        interrupts: stats.interrupts,
         iotlb_hits: iotlb.hits,
         iotlb_misses: iotlb.walks,
         faults: iotlb.faults,

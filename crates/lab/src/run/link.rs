@@ -170,13 +170,15 @@ impl Link {
 
     /// CPU time of the device process so far, and of its proxy, in nanoseconds.
     pub(crate) fn device_cpu_ns(&self) -> u64 {
-        self.behind.peer.cpu_ns() + self.proxy.as_ref().map_or(0, Proxied::cpu_ns)
+        let proxy = self.proxy.as_ref().map_or(0, |proxy| proxy.process.lock().cpu_ns());
+        self.behind.peer.cpu_ns() + proxy
     }
 
     /// How the device process, or its proxy, ended, if it has: none should before the sockets are hung
     /// up.
     pub(crate) fn lost(&self) -> Option<(&'static str, ExitStatus)> {
-        let proxy = self.proxy.as_ref().and_then(Proxied::ended).map(|how| ("proxy", how));
+        let proxy = self.proxy.as_ref().and_then(|proxy| proxy.process.lock().ended());
+        let proxy = proxy.map(|how| ("proxy", how));
         proxy.or_else(|| self.behind.peer.ended().map(|how| ("device process", how)))
     }
 
@@ -221,10 +223,7 @@ pub(crate) fn scatter(ram: &Arc<GuestRam>, lens: &[usize], run: usize) -> Result
     // Each run is a mapping of its own, and the kernel bounds these (vm.max_map_count, 65,530).
     let run = run.max(pages.div_ceil(MOST_RUNS)).max(1);
     let mut runs: Vec<usize> = (0..pages).step_by(run).collect();
-    let mut random = XorShift(0x9e37_79b9_7f4a_7c15);
-    for at in (1..runs.len()).rev() {
-        runs.swap(at, (random.next() % (at as u64 + 1)) as usize);
-    }
+    XorShift(0x9e37_79b9_7f4a_7c15).shuffle(&mut runs);
     let frames: Vec<u64> = runs
         .into_iter()
         .flat_map(|start| start..(start + run).min(pages))

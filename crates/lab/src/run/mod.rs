@@ -23,7 +23,7 @@
 //! | `target` | the disk |
 //! | `load` | busy threads beside it |
 
-mod bare;
+pub(crate) mod bare;
 pub mod compare;
 pub mod device;
 mod engine;
@@ -45,7 +45,6 @@ mod target;
 pub mod tuning;
 pub(crate) mod viommu;
 
-pub(crate) use bare::Bare;
 pub use compare::{Ended, compare};
 pub use device::device_main;
 pub use options::Options;

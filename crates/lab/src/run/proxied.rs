@@ -1,9 +1,6 @@
 //! `ringfence proxy` between the driver process and the device process.
 
-use std::{
-    os::unix::net::{UnixListener, UnixStream},
-    process::ExitStatus,
-};
+use std::os::unix::net::{UnixListener, UnixStream};
 
 use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
@@ -16,7 +13,7 @@ use crate::bench::process::{Folder, Process};
 
 /// A running proxy, which ends when this is dropped.
 pub(crate) struct Proxied {
-    process: Mutex<Process>,
+    pub(crate) process: Mutex<Process>,
     _folder: Folder,
 }
 
@@ -40,15 +37,5 @@ impl Proxied {
         }
         let (device, _) = listener.accept().context("the proxy's connection")?;
         Ok((Proxied { process: Mutex::new(process), _folder: folder }, driver, device))
-    }
-
-    /// How it ended, if it has.
-    pub(crate) fn ended(&self) -> Option<ExitStatus> {
-        self.process.lock().ended()
-    }
-
-    /// Its CPU time so far, in nanoseconds.
-    pub(crate) fn cpu_ns(&self) -> u64 {
-        self.process.lock().cpu_ns()
     }
 }

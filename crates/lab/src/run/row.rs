@@ -117,9 +117,10 @@ impl fmt::Display for Line {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::list::List;
 
     fn parse_list(text: &str) -> Result<Vec<Row>, String> {
-        crate::list::parse(text, "list of policies")
+        text.parse().map(|List(rows)| rows)
     }
 
     #[test]

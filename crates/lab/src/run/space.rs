@@ -92,24 +92,12 @@ impl Default for Space {
     }
 }
 
-/// What the device of a link needs of its space.
-#[derive(Clone, Copy, Debug, Default)]
-struct Needs<'a> {
-    /// Addresses that are never handed out, inclusive.
-    reserved: &'a [(u64, u64)],
-    /// The lengths of what is mapped at the same time.
-    mapped: &'a [usize],
-    /// Whether ranges wait for a flush after they were unmapped.
-    lazy: bool,
-}
-
-impl Needs<'_> {
-    /// Bytes of a chunk that holds all of it.
-    fn chunk(&self) -> u64 {
-        let aligned = |len: usize| (len as u64).next_multiple_of(GRANULE).next_power_of_two();
-        let mapped: u64 = self.mapped.iter().map(|&len| aligned(len)).sum();
-        if self.lazy { mapped.saturating_mul(WAITING) } else { mapped }
-    }
+/// Bytes of a ring's chunk that holds all that is mapped at the same time, of these lengths.
+/// `lazy`: ranges wait for a flush after they were unmapped.
+fn chunk(mapped: &[usize], lazy: bool) -> u64 {
+    let aligned = |len: usize| (len as u64).next_multiple_of(GRANULE).next_power_of_two();
+    let mapped: u64 = mapped.iter().map(|&len| aligned(len)).sum();
+    if lazy { mapped.saturating_mul(WAITING) } else { mapped }
 }
 
 /// How many times what is in flight a chunk holds under a lazy policy, where ranges wait for their
@@ -139,7 +127,7 @@ impl Space {
         Ok(())
     }
 
-    /// An allocator of this kind for a device in `domain`: see [`Needs`].
+    /// An allocator of this kind for a device in `domain`: see [`chunk`].
     pub(crate) fn of_domain(
         &self,
         kind: AllocatorKind,
@@ -149,16 +137,21 @@ impl Space {
     ) -> Result<AnyAllocator> {
         let bounds = |region: &ReservedRegion| (region.range.first().0, region.range.last().0);
         let reserved: Vec<_> = domain.geometry().reserved.iter().map(bounds).collect();
-        self.make(kind, Needs { reserved: &reserved, mapped, lazy })
+        self.make(kind, &reserved, chunk(mapped, lazy))
     }
 
-    /// An allocator of this kind over these addresses.
-    fn make(&self, kind: AllocatorKind, needs: Needs<'_>) -> Result<AnyAllocator> {
+    /// An allocator of this kind over these addresses, except those `reserved`, inclusive.
+    fn make(
+        &self,
+        kind: AllocatorKind,
+        reserved: &[(u64, u64)],
+        chunk: u64,
+    ) -> Result<AnyAllocator> {
         let last = u64::MAX >> (u64::BITS - self.aperture_bits);
         let aperture = Aperture::new(0, last, GRANULE).context("the aperture")?;
         let allocator = kind.make(aperture, self.placement.of_ranges());
         // First: ranges that others hold must not be there.
-        for &(first, last) in needs.reserved {
+        for &(first, last) in reserved {
             allocator.reserve(first, last).context("keeping reserved addresses free")?;
         }
         // Others have a preference of their own: where they do not fit below 4 GiB any more, the
@@ -166,7 +159,7 @@ impl Space {
         age(&Preferred32::new(&*allocator), self.live)
             .with_context(|| format!("taking {} ranges before the jobs begin", self.live))?;
         let ring = self.placement == PlacementName::Ring && kind == AllocatorKind::Ringfence;
-        let allocator = if ring { cut(allocator, needs.chunk())? } else { allocator };
+        let allocator = if ring { cut(allocator, chunk)? } else { allocator };
         Ok(Arc::new(Preferred32::new(allocator)))
     }
 }
@@ -219,7 +212,7 @@ mod tests {
     }
 
     fn make(space: Space, kind: AllocatorKind) -> AnyAllocator {
-        space.make(kind, Needs { reserved: &[MSI], ..Needs::default() }).unwrap()
+        space.make(kind, &[MSI], 0).unwrap()
     }
 
     #[test]
@@ -272,8 +265,8 @@ mod tests {
         let mapped = [65536, 65536, 65536, 20_000, 1024];
         for bits in [NARROWEST, 48] {
             let ring = Space { aperture_bits: bits, ..ring };
-            let needs = Needs { reserved: &[MSI], mapped: &mapped, lazy: false };
-            let allocator = ring.make(AllocatorKind::Ringfence, needs).unwrap();
+            let chunk = chunk(&mapped, false);
+            let allocator = ring.make(AllocatorKind::Ringfence, &[MSI], chunk).unwrap();
             let mut places: Vec<u64> = mapped
                 .iter()
                 .map(|&len| allocator.alloc(&Request::new(len as u64)).unwrap())
@@ -290,8 +283,8 @@ mod tests {
     fn a_ring_that_has_no_room_is_as_large_as_it_can_be() {
         let space = Space { placement: PlacementName::Ring, aperture_bits: 32, live: 0 };
         let mapped = [1 << 30; 16];
-        let needs = Needs { reserved: &[MSI], mapped: &mapped, lazy: true };
-        let allocator = space.make(AllocatorKind::Ringfence, needs).unwrap();
+        let chunk = chunk(&mapped, true);
+        let allocator = space.make(AllocatorKind::Ringfence, &[MSI], chunk).unwrap();
         allocator.alloc(&Request::new(1 << 29)).unwrap();
     }
 }

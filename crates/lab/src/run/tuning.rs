@@ -225,9 +225,10 @@ impl TrustChoice {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::list::List;
 
     fn rows(list: &str) -> Vec<Row> {
-        crate::list::parse(list, "list of policies").unwrap()
+        list.parse::<List<Row>>().unwrap().0
     }
 
     #[test]

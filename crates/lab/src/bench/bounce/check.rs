@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::subject::{Op, Subject};
-use crate::block::mix;
+use crate::{block::mix, random::SplitMix};
 
 /// Buffers that are held at once.
 const HELD: usize = 24;
@@ -20,11 +20,11 @@ pub(super) fn check<S: Subject>(
     steps: u32,
     seed: u64,
 ) -> Result<u64, String> {
-    let mut checker = Checker { subject, len, state: seed, account: BTreeMap::new() };
+    let mut checker = Checker { subject, len, random: SplitMix(seed), account: BTreeMap::new() };
     let mut held = Vec::new();
     let mut passed = 0;
     for _ in 0..steps {
-        if held.is_empty() || held.len() < HELD && checker.random(2) == 0 {
+        if held.is_empty() || held.len() < HELD && checker.random.below(2) == 0 {
             match checker.begin()? {
                 Some(one) => held.push(one),
                 // The pool is full: then some buffer must be held.
@@ -32,7 +32,7 @@ pub(super) fn check<S: Subject>(
                 None => {}
             }
         } else {
-            let at = checker.random(held.len() as u64) as usize;
+            let at = checker.random.index(held.len());
             checker.end(held.swap_remove(at))?;
             passed += 1;
         }
@@ -47,7 +47,7 @@ pub(super) fn check<S: Subject>(
 struct Checker<'a, S> {
     subject: &'a S,
     len: usize,
-    state: u64,
+    random: SplitMix,
     /// Where held slots begin, and where they end.
     account: BTreeMap<u64, u64>,
 }
@@ -65,14 +65,9 @@ fn byte(fill: u64, at: usize) -> u8 {
 }
 
 impl<S: Subject> Checker<'_, S> {
-    fn random(&mut self, below: u64) -> u64 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.state) % below
-    }
-
     fn begin(&mut self) -> Result<Option<Begun<S::Held>>, String> {
-        let op = Op::ALL[1 + self.random(Op::ALL.len() as u64 - 1) as usize];
-        let fill = self.random(u64::MAX);
+        let op = Op::ALL[1 + self.random.index(Op::ALL.len() - 1)];
+        let fill = self.random.next();
         let buffer = (0..self.len).map(|at| byte(fill, at)).collect();
         let Some(held) = self.subject.begin(buffer, op) else { return Ok(None) };
         let (place, _) = self.subject.seen(&held).ok_or("is in no slot")?;
@@ -107,7 +102,7 @@ impl<S: Subject> Checker<'_, S> {
     fn end(&mut self, begun: Begun<S::Held>) -> Result<(), String> {
         self.look(&begun, "still was to be seen")?;
         let Begun { held, op, fill, place } = begun;
-        let written = if op.comes_back() { self.random(self.len as u64 + 1) as usize } else { 0 };
+        let written = if op.comes_back() { self.random.index(self.len + 1) } else { 0 };
         let (_, ptr) = self.subject.seen(&held).ok_or("is in no slot")?;
         for at in 0..written {
             // SAFETY: as above; this is what the device would do.

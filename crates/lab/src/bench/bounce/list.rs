@@ -9,9 +9,8 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use ringfence_dma::{Direction, Mapping, Policy};
 use ringfence_drivers::ram::PagedBuffer;
-use ringfence_run::worker::Notify;
 
-use super::{Part, linear::Linear};
+use super::{Options, Part, linear::Linear};
 use crate::{
     bench::{
         Benchmark, Row,
@@ -21,7 +20,7 @@ use crate::{
     },
     list::named,
     progress::{Kind, Progress},
-    run::{Bare, Dma},
+    run::{Dma, bare, link::Link},
 };
 
 /// Bytes of the elements, in turn: none fills its granule.
@@ -30,25 +29,10 @@ const PAGE: usize = 4096;
 /// Bytes of the linear pool: more than the longest list takes.
 const BLOCK: u64 = 1 << 20;
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Elements of a list.
-    pub elements: Vec<usize>,
-    /// How long one measurement runs.
-    pub budget: Duration,
-}
-
-impl Options {
-    /// The longest list.
-    pub const LONGEST: usize = 128;
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options { elements: vec![4, 16, 64], budget: Duration::from_millis(40) }
-    }
-}
+/// Elements of a list, the longest last.
+const ELEMENTS: [usize; 3] = [4, 16, 64];
+/// How long one measurement runs, if not said otherwise.
+pub(super) const BUDGET: Duration = Duration::from_millis(40);
 
 named! {
     /// How a list is bounced.
@@ -71,27 +55,27 @@ const DIRECTIONS: [(Direction, &str); 2] =
 /// There is no device process.
 pub(super) fn run(
     options: &Options,
-    (repeat, notify): (u32, Notify),
     progress: Kind,
     stop: &AtomicBool,
     into: &mut Benchmark,
 ) -> Result<()> {
-    let longest = options.elements.iter().copied().max().unwrap_or(0).min(Options::LONGEST);
+    let (repeat, budget) = (options.repeat, options.budget.unwrap_or(BUDGET));
+    let longest = ELEMENTS[ELEMENTS.len() - 1];
     let linear = Linear::new(BLOCK, 1);
     let pages = (linear.bytes() / PAGE as u64) as usize;
     let elements = LENS.iter().copied().cycle().take(longest);
     let buffers = elements.chain(std::iter::repeat_n(PAGE, pages)).collect();
     // Under a strict policy that does not share syncs, as Linux maps such an element.
-    let (bare, mut buffers) = Bare::untrusted(Policy::Strict, notify, buffers)?;
+    let (link, paths, mut buffers) = bare::untrusted(Policy::Strict, options.notify, buffers)?;
     let pages = buffers.split_off(longest).into_iter().map(Some).collect();
     let single = SingleUse { linear, pages, mapped: Vec::new() };
-    let mut bench = Bench { bare, list: Vec::new(), spare: buffers, single, each: Vec::new() };
+    let mut bench = Bench { link, list: Vec::new(), spare: buffers, single, each: Vec::new() };
 
-    let cells = options.elements.len() * DIRECTIONS.len();
-    let step = options.budget.mul_f64(1.2) * Way::ALL.len() as u32;
+    let cells = ELEMENTS.len() * DIRECTIONS.len();
+    let step = budget.mul_f64(1.2) * Way::ALL.len() as u32;
     let steps = cells as u64 * u64::from(repeat);
     let progress = Progress::new(progress, steps, step.mul_f64(steps as f64));
-    for elements in options.elements.iter().map(|elements| (*elements).min(longest)) {
+    for elements in ELEMENTS {
         for (direction, name) in DIRECTIONS {
             if stop.load(Ordering::Relaxed) {
                 break;
@@ -107,7 +91,7 @@ pub(super) fn run(
                     if stop.load(Ordering::Relaxed) {
                         break 'rounds;
                     }
-                    bench.measure(way, direction, options.budget, taken)?;
+                    bench.measure(way, direction, budget, taken)?;
                 }
                 progress.step(step);
             }
@@ -117,7 +101,8 @@ pub(super) fn run(
         }
     }
     progress.finish();
-    bench.bare.close()
+    drop(paths);
+    bench.link.close().map(drop)
 }
 
 /// What a list took in each round, ns.
@@ -158,7 +143,7 @@ fn row(way: Way, direction: &str, elements: usize, own: &Taken, ours: &Taken) ->
 }
 
 struct Bench {
-    bare: Bare,
+    link: Link,
     /// The elements of the list.
     list: Vec<PagedBuffer>,
     /// More of them, for longer lists.
@@ -184,7 +169,7 @@ impl Bench {
 
     /// Maps and unmaps the list.
     fn pass(&mut self, way: Way, direction: Direction) -> Result<()> {
-        let (dma, list) = (self.bare.dma(), &mut self.list);
+        let (dma, list) = (&self.link.dma, &mut self.list);
         let writes = direction != Direction::ToDevice;
         match way {
             Way::Whole => {
@@ -257,14 +242,15 @@ impl Bench {
         while run_in.elapsed() < budget / 8 {
             self.pass(way, direction)?;
         }
-        let before = (self.bare.device_cpu_ns(), self.bare.requests());
+        let requests = |link: &Link| link.behind.iommu.stats().requests();
+        let before = (self.link.device_cpu_ns(), requests(&self.link));
         let cpu = cpu_time();
         let (passes, took) =
             fitting(budget, |passes| (0..passes).try_for_each(|_| self.pass(way, direction)))?;
         let each = |ns: f64| ns / passes as f64;
         let cpu = cpu_time().saturating_sub(cpu).as_nanos() as f64;
-        let device = self.bare.device_cpu_ns().saturating_sub(before.0) as f64;
-        let requests = self.bare.requests().saturating_sub(before.1) as f64;
+        let device = self.link.device_cpu_ns().saturating_sub(before.0) as f64;
+        let requests = requests(&self.link).saturating_sub(before.1) as f64;
         into.wall.push(each(took.as_nanos() as f64));
         into.cpu.push(each(cpu));
         into.device.push(each(device));

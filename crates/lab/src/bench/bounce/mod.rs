@@ -185,44 +185,36 @@ impl std::str::FromStr for Size {
 }
 
 impl Options {
-    /// Those of each part.
-    fn parts(&self) -> (seed::Options, list::Options, pool::Options) {
-        let ops = self.ops.to_vec();
-        let mut seed = seed::Options { ops, runtime: self.runtime, ..seed::Options::default() };
-        let mut list = list::Options::default();
+    fn of_pool(&self) -> pool::Options {
         let mut pool = pool::Options::default();
         if let Some(sizes) = &self.sizes {
-            seed.sizes = sizes.iter().map(|size| size.0).collect();
             pool.sizes = sizes.iter().map(|size| size.0 as usize).collect();
         }
-        if let Some(budget) = self.budget {
-            (list.budget, pool.budget) = (budget, budget);
-        }
-        (seed, list, pool)
+        pool.budget = self.budget.unwrap_or(pool.budget);
+        pool
     }
 }
 
 impl Measure for Options {
     fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
         let options = self;
-        let (seed, list, pool) = self.parts();
+        let (list_budget, pool) = (options.budget.unwrap_or(list::BUDGET), self.of_pool());
         let mut benchmark = Benchmark::new("bounce", options.repeat);
         benchmark.settings = object([
             ("parts", options.parts.iter().map(|part| part.name()).collect()),
             ("notify", options.notify.to_string().into()),
             ("runtime_s", options.runtime.as_secs_f64().into()),
-            ("list_budget_ms", (list.budget.as_secs_f64() * 1e3).into()),
+            ("list_budget_ms", (list_budget.as_secs_f64() * 1e3).into()),
             ("pool_budget_ms", (pool.budget.as_secs_f64() * 1e3).into()),
             ("peer_bytes", pool::BLOCK.into()),
         ]);
-        let how = (options.repeat, options.notify);
         for part in options.parts.iter() {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
             let ended = match part {
-                Part::Seed => seed::run(&seed, how, progress, stop, &mut benchmark),
-                Part::List => list::run(&list, how, progress, stop, &mut benchmark),
+                Part::Seed => seed::run(options, progress, stop, &mut benchmark),
+                Part::List => list::run(options, progress, stop, &mut benchmark),
                 Part::Pool => pool::run(&pool, options.repeat, progress, stop, &mut benchmark),
             };
             match ended {
@@ -243,7 +235,6 @@ impl Measure for Options {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::list::parse;
 
     #[test]
     fn the_legend_has_the_shape_of_the_linear_pool() {
@@ -265,9 +256,10 @@ mod tests {
 
     #[test]
     fn parts_have_names() {
-        assert_eq!(parse::<Part>("pool,seed", "list"), Ok(vec![Part::Pool, Part::Seed]));
-        let error = parse::<Part>("pools", "list").unwrap_err();
+        let parse = str::parse::<List<Part>>;
+        assert_eq!(parse("pool,seed"), Ok(List(vec![Part::Pool, Part::Seed])));
+        let error = parse("pools").unwrap_err();
         assert!(error.contains("seed, list, pool"), "{error}");
-        assert!(parse::<Part>("pool,pool", "list").is_err() && parse::<Part>("", "list").is_err());
+        assert!(parse("pool,pool").is_err() && parse("").is_err());
     }
 }

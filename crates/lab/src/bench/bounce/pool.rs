@@ -22,8 +22,8 @@ use crate::{
         row::{object, value},
         threads,
     },
-    block::mix,
     progress::{Kind, Progress},
+    random::SplitMix,
     text::bytes,
 };
 
@@ -229,11 +229,9 @@ impl<S: Subject> Filled<S> {
                 }
             }
         }
-        let mut state = 1u64;
+        let mut random = SplitMix(1);
         while filled.held.len() > full * percent as usize / 100 {
-            state = mix(state.wrapping_add(0x9e37_79b9_7f4a_7c15));
-            let at = (state % filled.held.len() as u64) as usize;
-            let held = filled.held.swap_remove(at);
+            let held = filled.held.swap_remove(random.index(filled.held.len()));
             if filled.subject.end(held, Op::Both, 0).is_none() {
                 filled.out = Some("it lost a buffer that was held".to_owned());
                 return filled;

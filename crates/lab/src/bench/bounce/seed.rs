@@ -1,12 +1,12 @@
 //! The table of seed 004: sequential I/O, 64 deep, by block size, under each policy.
 
-use std::{sync::atomic::AtomicBool, time::Duration};
+use std::sync::atomic::AtomicBool;
 
 use anyhow::{Context, Result};
 use ringfence_dma::Policy;
 use ringfence_run::worker::Notify;
 
-use super::Part;
+use super::{Options, Part};
 use crate::{
     allocators::AllocatorKind,
     bench::{
@@ -47,24 +47,8 @@ named! {
     Write = "write",
 }
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Block sizes, bytes.
-    pub sizes: Vec<u32>,
-    /// Reads, writes, or both.
-    pub ops: Vec<Op>,
-    /// How long each row runs in a round.
-    pub runtime: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        let sizes = [4 << 10, 16 << 10, 64 << 10, 128 << 10].to_vec();
-        let ops = vec![Op::Read, Op::Write];
-        Options { sizes, ops, runtime: Duration::from_millis(150) }
-    }
-}
+/// The sizes of the default run, bytes.
+const SIZES: [u32; 4] = [4 << 10, 16 << 10, 64 << 10, 128 << 10];
 
 /// The job file of the examples, with these sizes.
 fn job_file(sizes: &[u32], op: Op) -> String {
@@ -88,15 +72,17 @@ fn job_file(sizes: &[u32], op: Op) -> String {
 /// The jobs do not fit this machine.
 pub(super) fn run(
     options: &Options,
-    (repeat, notify): (u32, Notify),
     progress: Kind,
     stop: &AtomicBool,
     into: &mut Benchmark,
 ) -> Result<()> {
+    let Options { notify, repeat, .. } = *options;
+    let sizes = options.sizes.as_ref();
+    let sizes = sizes.map_or(SIZES.to_vec(), |sizes| sizes.iter().map(|size| size.0).collect());
     let mut jobs = Vec::new();
     let mut warnings = Vec::new();
-    for op in &options.ops {
-        let text = job_file(&options.sizes, *op);
+    for op in options.ops.iter() {
+        let text = job_file(&sizes, *op);
         let file = JobFile::parse(text.as_bytes(), "seed-004.fio").context("the seed's job")?;
         jobs.extend(file.jobs);
         warnings.extend(file.warnings);
@@ -324,11 +310,10 @@ mod tests {
     /// The jobs that ship are the jobs that are measured.
     #[test]
     fn the_examples_hold_the_same_jobs() {
-        let sizes = Options::default().sizes;
         for (op, name) in [(Op::Read, "seed-004.fio"), (Op::Write, "seed-004-writes.fio")] {
             let path = format!("{}/../../examples/{name}", env!("CARGO_MANIFEST_DIR"));
             let example = JobFile::load(path.as_ref()).unwrap();
-            let own = JobFile::parse(job_file(&sizes, op).as_bytes(), name).unwrap();
+            let own = JobFile::parse(job_file(&SIZES, op).as_bytes(), name).unwrap();
             assert_eq!(example.jobs.len(), own.jobs.len());
             for (mut example, own) in example.jobs.into_iter().zip(own.jobs) {
                 // The first of a file need not wait for one before it.

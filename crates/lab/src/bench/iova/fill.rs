@@ -127,7 +127,7 @@ impl LiveSet {
             // Sorted by address first: so the same places become holes whatever the order of
             // filling.
             self.churned.sort_unstable();
-            shuffle(&mut self.churned);
+            random(self.churned.len() as u64).shuffle(&mut self.churned);
             let keep = (last + 1) * percent / 100 / block;
             let mut freed = 0;
             while self.churned.len() as u64 > keep {
@@ -163,14 +163,6 @@ impl LiveSet {
 /// How many aligned blocks there are up to granule `last`, that of granule 0 left out.
 fn blocks(last: u64, block: u64) -> u64 {
     (last + 1) / block - 1
-}
-
-/// Fisher and Yates.
-fn shuffle(slots: &mut [Slot]) {
-    let mut rng = random(slots.len() as u64);
-    for index in (1..slots.len()).rev() {
-        slots.swap(index, rng.below(index as u64 + 1) as usize);
-    }
 }
 
 #[cfg(test)]

@@ -386,7 +386,7 @@ mod tests {
             Contender::Allocator(Box::new(Faulty { tree, calls: AtomicU64::new(0), fault }))
         };
         let size = Size { min: 1, max: 1 };
-        Entrant::with(Implementation::OURS, make, aperture(), (live, size), &method())
+        Entrant::with(Implementation::Ringfence, make, aperture(), (live, size), &method())
     }
 
     #[test]

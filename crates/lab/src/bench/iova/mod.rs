@@ -393,7 +393,7 @@ impl Contest {
         into: &mut Benchmark,
     ) {
         let find = |wanted| entrants.iter().position(|one| one.implementation == wanted);
-        let (ours, control) = (find(Implementation::OURS), find(Implementation::Control));
+        let (ours, control) = (find(Implementation::Ringfence), find(Implementation::Control));
         let nothing = Samples::default();
         let samples = |index: Option<usize>, threads| {
             index.and_then(|index| self.samples.get(&(index, threads))).unwrap_or(&nothing)

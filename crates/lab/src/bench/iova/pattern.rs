@@ -233,7 +233,7 @@ impl Cell {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::list::parse;
+    use crate::list::List;
 
     #[test]
     fn a_live_set_reads_as_it_is_written() {
@@ -270,7 +270,7 @@ mod tests {
     #[test]
     fn a_list_holds_each_once() {
         fn list<T: FromStr<Err = String> + PartialEq>(text: &str) -> Result<Vec<T>, String> {
-            parse(text, "list")
+            text.parse().map(|List(items)| items)
         }
         assert_eq!(list::<Size>("1, 16").unwrap().len(), 2);
         assert!(list::<Size>("1,1").unwrap_err().contains("twice"));

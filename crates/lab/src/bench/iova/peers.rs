@@ -3,8 +3,6 @@
 use std::{
     cell::Cell,
     collections::BTreeMap,
-    fmt,
-    str::FromStr,
     sync::atomic::{AtomicU64, Ordering},
 };
 
@@ -14,7 +12,7 @@ use ringfence_sync::CachePadded;
 use vm_allocator::{AddressAllocator, AllocPolicy, RangeInclusive};
 
 use super::GRANULE;
-use crate::allocators::AllocatorKind;
+use crate::{allocators::AllocatorKind, list::named};
 
 /// What the benchmark needs of an allocator. All numbers are granules.
 pub(super) trait Subject: Sync {
@@ -36,47 +34,30 @@ impl Subject for dyn Allocator + '_ {
     }
 }
 
-/// An implementation by name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Implementation {
-    /// One of this workspace.
-    Own(AllocatorKind),
+named! {
+    /// An implementation by name: ours first, then the other allocators of this workspace.
+    Implementation, "unknown allocator {:?}: there are {}":
+    /// Ours, the base of ratios.
+    Ringfence = "ringfence",
+    /// The red-black tree alone.
+    RbTree = "rbtree",
+    /// The bitmap, next fit.
+    Bitmap = "bitmap",
+    /// The tree with Linux's magazines in front.
+    Magazines = "magazines",
     /// rust-vmm's interval tree: every VMM's allocator of MMIO ranges. First match; a mutex around
     /// it.
-    VmAllocator,
+    VmAllocator = "vm-allocator",
     /// What one writes in an afternoon: a `BTreeMap` of the free ranges, first fit from the top,
     /// neighbours merged; a mutex around it.
-    BTreeMap,
+    BTreeMap = "btreemap",
     /// No allocator: an atomic operation on a cache line of the thread's own for an alloc, and one
     /// for a free. Its time is the pattern's own cost, and its scaling is the best possible on this
     /// machine.
-    Control,
+    Control = "control",
 }
 
 impl Implementation {
-    /// All of them, ours first.
-    pub const ALL: [Implementation; 7] = [
-        Implementation::Own(AllocatorKind::Ringfence),
-        Implementation::Own(AllocatorKind::RbTree),
-        Implementation::Own(AllocatorKind::Bitmap),
-        Implementation::Own(AllocatorKind::Magazines),
-        Implementation::VmAllocator,
-        Implementation::BTreeMap,
-        Implementation::Control,
-    ];
-    /// The base of ratios.
-    pub const OURS: Implementation = Implementation::Own(AllocatorKind::Ringfence);
-
-    /// Its name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Implementation::Own(kind) => kind.name(),
-            Implementation::VmAllocator => "vm-allocator",
-            Implementation::BTreeMap => "btreemap",
-            Implementation::Control => "control",
-        }
-    }
-
     /// Whether it can be filled range by range at given places, since its search is too slow to
     /// fill it by requests.
     pub(super) fn is_placed(self) -> bool {
@@ -87,30 +68,14 @@ impl Implementation {
     pub(super) fn make(self, aperture: Aperture) -> Contender {
         let (first, last) = (aperture.first() / GRANULE, aperture.last() / GRANULE);
         match self {
-            Implementation::Own(kind) => {
-                Contender::Allocator(kind.make(aperture, Placement::default()))
-            }
             Implementation::VmAllocator => Contender::VmAllocator(VmAllocator::new(first, last)),
             Implementation::BTreeMap => Contender::FreeRanges(FreeRanges::new(first, last)),
             Implementation::Control => Contender::Control(Box::default()),
+            own => {
+                let kind: AllocatorKind = own.name().parse().expect("an allocator of that name");
+                Contender::Allocator(kind.make(aperture, Placement::default()))
+            }
         }
-    }
-}
-
-impl fmt::Display for Implementation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Implementation {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Implementation, String> {
-        Self::ALL.into_iter().find(|one| one.name() == name).ok_or_else(|| {
-            let names: Vec<_> = Self::ALL.iter().map(|one| one.name()).collect();
-            format!("unknown allocator {name:?}: there are {}", names.join(", "))
-        })
     }
 }
 

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::{Options, notified::Mapped};
 use crate::bench::row::object;
-use crate::list::named;
+use crate::list::{named, short};
 
 named! {
     /// A part of the benchmark.
@@ -64,11 +64,7 @@ impl Entry {
 
 impl fmt::Display for Entry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0.trailing_zeros() {
-            shift @ ..20 => f.pad(&format!("{}k", 1 << (shift - 10))),
-            shift @ 20..30 => f.pad(&format!("{}m", 1 << (shift - 20))),
-            shift => f.pad(&format!("{}g", 1 << (shift - 30))),
-        }
+        f.pad(&short(self.0, ("kmg", 1 << 10)))
     }
 }
 
@@ -267,12 +263,13 @@ impl Options {
 mod tests {
     use super::*;
     use crate::bench::options;
-    use crate::list::parse;
+    use crate::list::List;
 
     #[test]
     fn names_are_read_back() {
-        assert_eq!(parse::<Part>("dynamic,off", "list"), Ok(vec![Part::Dynamic, Part::Off]));
-        let error = parse::<Part>("statics", "list").unwrap_err();
+        let parse = str::parse::<List<Part>>;
+        assert_eq!(parse("dynamic,off"), Ok(List(vec![Part::Dynamic, Part::Off])));
+        let error = parse("statics").unwrap_err();
         assert!(error.contains("off, static, dynamic, notified, proxy"), "{error}");
         for text in ["4k", "64k", "2m", "1g"] {
             assert_eq!(text.parse::<Entry>().unwrap().to_string(), text);

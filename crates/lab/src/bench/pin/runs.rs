@@ -20,8 +20,7 @@ use std::{
 };
 
 use anyhow::Result;
-use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::set::PAGE;
 use crate::{
@@ -89,20 +88,26 @@ impl Lengths {
         (part(longer.runs(), self.runs()), part(longer.pages(), self.pages()))
     }
 
-    fn summary(&self) -> Distribution {
-        let quantile = |q| self.quantile(q);
+    /// The figures of a row, in pages. `runs`: calls, if a run is one; `pages`: calls, if a page
+    /// is one; `from`: what part is in runs of at least so many pages.
+    fn figures(&self) -> Map<String, Value> {
         let (runs, pages) = (self.runs(), self.pages());
-        Distribution {
-            runs,
-            pages,
-            mean: if runs == 0 { 0.0 } else { pages as f64 / runs as f64 },
-            p10: quantile(0.1),
-            p50: quantile(0.5),
-            p90: quantile(0.9),
-            p99: quantile(0.99),
-            longest: self.0.last_key_value().map_or(0, |(pages, _)| *pages),
-            from: FROM.iter().map(|&n| (n, self.from(n))).map(From::from).collect(),
-        }
+        let from = FROM.map(|length| {
+            let (of_runs, of_pages) = self.from(length);
+            json!({ "length": length, "of_runs": of_runs, "of_pages": of_pages })
+        });
+        object([
+            ("runs", runs.into()),
+            ("pages", pages.into()),
+            ("mean", if runs == 0 { 0.0 } else { pages as f64 / runs as f64 }.into()),
+            ("p10", self.quantile(0.1).into()),
+            ("p50", self.quantile(0.5).into()),
+            ("p90", self.quantile(0.9).into()),
+            ("p99", self.quantile(0.99).into()),
+            ("longest", self.0.last_key_value().map_or(0, |(pages, _)| *pages).into()),
+            ("from", from.to_vec().into()),
+            ("histogram", self.0.iter().map(|(n, of)| json!([n, of])).collect()),
+        ])
     }
 }
 
@@ -143,36 +148,6 @@ const LEGEND: &str = "  map           what was mapped at once: side by side in I
   %>=2          pages in runs of at least 2, of all, percent
 ";
 
-/// The figures of a distribution of lengths, in pages.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Distribution {
-    /// How many runs there are: calls, if a run is one.
-    pub(super) runs: u64,
-    /// How many pages: calls, if a page is one.
-    pub(super) pages: u64,
-    pub(super) mean: f64,
-    pub(super) p10: u64,
-    pub(super) p50: u64,
-    pub(super) p90: u64,
-    pub(super) p99: u64,
-    pub(super) longest: u64,
-    pub(super) from: Vec<Share>,
-}
-
-/// What part is in runs of at least so many pages.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Share {
-    pub(super) length: u64,
-    pub(super) of_runs: f64,
-    pub(super) of_pages: f64,
-}
-
-impl From<(u64, (f64, f64))> for Share {
-    fn from((length, (of_runs, of_pages)): (u64, (f64, f64))) -> Share {
-        Share { length, of_runs, of_pages }
-    }
-}
-
 /// All measures of a recording.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Found {
@@ -190,14 +165,7 @@ fn rows(file: &str, recording: &Recording) -> Vec<Row> {
     let buffers = found.buffer.runs();
     let neighbours = if buffers == 0 { 0.0 } else { found.neighbours as f64 / buffers as f64 };
     let row = |measure: &str, lengths: &Lengths| {
-        let mut figures = match serde_json::to_value(lengths.summary()) {
-            Ok(Value::Object(figures)) => figures,
-            _ => unreachable!("a distribution is plain data"),
-        };
-        figures.insert(
-            "histogram".to_owned(),
-            lengths.0.iter().map(|(n, of)| json!([n, of])).collect(),
-        );
+        let mut figures = lengths.figures();
         if measure == "in flight" {
             figures.insert("with_neighbour".to_owned(), neighbours.into());
         }
@@ -428,14 +396,20 @@ mod tests {
 
     #[test]
     fn quantiles_and_shares_are_of_runs_and_of_pages() {
-        let found = lengths([(1, 8), (16, 2)]).summary();
-        assert_eq!((found.runs, found.pages, found.mean), (10, 40, 4.0));
-        assert_eq!((found.p10, found.p50, found.p90, found.longest), (1, 1, 16, 16));
-        let share = |length| found.from.iter().find(|share| share.length == length).unwrap();
-        assert_eq!((share(2).of_runs, share(2).of_pages), (0.2, 0.8));
-        assert_eq!((share(16).of_pages, share(64).of_pages), (0.8, 0.0));
-        let none = Lengths::default().summary();
-        assert_eq!((none.runs, none.p50, none.mean, none.from[0].of_runs), (0, 0, 0.0, 0.0));
+        let found = lengths([(1, 8), (16, 2)]).figures();
+        let of = |names: &[&str]| names.iter().map(|name| found[*name].clone()).collect::<Value>();
+        assert_eq!(of(&["runs", "pages", "mean"]), json!([10, 40, 4.0]));
+        assert_eq!(of(&["p10", "p50", "p90", "longest"]), json!([1, 1, 16, 16]));
+        let shares = found["from"].as_array().unwrap();
+        let share = |length| shares.iter().find(|share| share["length"] == length).unwrap();
+        assert_eq!(*share(2), json!({ "length": 2, "of_runs": 0.2, "of_pages": 0.8 }));
+        assert_eq!((&share(16)["of_pages"], &share(64)["of_pages"]), (&json!(0.8), &json!(0.0)));
+        let none = Lengths::default().figures();
+        assert_eq!(
+            (&none["runs"], &none["p50"], &none["mean"]),
+            (&0.into(), &0.into(), &0.0.into())
+        );
+        assert_eq!(none["from"][0]["of_runs"], 0.0);
     }
 
     proptest! {

@@ -3,7 +3,7 @@
 use ringfence_iommu::Iova;
 
 use super::params::Lie;
-use crate::block::mix;
+use crate::random::XorShift;
 
 /// The size of a page in bytes.
 pub(super) const PAGE: usize = 4096;
@@ -60,9 +60,7 @@ pub(super) fn iova(page: usize) -> Iova {
 /// Every other place, in no order.
 fn shuffled(count: usize) -> Vec<usize> {
     let mut pages: Vec<usize> = (0..count).map(|n| 2 * n).collect();
-    for n in (1..count).rev() {
-        pages.swap(n, mix(n as u64) as usize % (n + 1));
-    }
+    XorShift(0x9e37_79b9_7f4a_7c15).shuffle(&mut pages);
     pages
 }
 
@@ -79,14 +77,8 @@ fn mixed(count: usize, run: usize) -> Vec<usize> {
 }
 
 fn runs(pages: &[usize]) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
-    for &page in pages {
-        match runs.last_mut() {
-            Some(run) if run.first + run.pages == page => run.pages += 1,
-            _ => runs.push(Run { first: page, pages: 1 }),
-        }
-    }
-    runs
+    let runs = pages.chunk_by(|page, next| page + 1 == *next);
+    runs.map(|run| Run { first: run[0], pages: run.len() }).collect()
 }
 
 #[cfg(test)]

@@ -55,8 +55,8 @@ fn the_recorded_placement_is_the_recordings_own() {
     assert_eq!((recorded.name.as_str(), recorded.failures), (RECORDED, 0));
     assert_eq!(recorded.ns_per_op, None);
     // Before the last unmap: what stays, and one buffer.
-    assert_eq!(recorded.peak_live_ranges, 51);
-    assert_eq!(recorded.table_pages, 2);
+    assert_eq!(recorded.peaks.ranges, 51);
+    assert_eq!(recorded.peaks.table_pages, 2);
     assert_eq!(trace.policies[0].map_requests, 100);
 }
 
@@ -67,12 +67,12 @@ fn every_allocator_and_policy_has_its_row() {
     assert_eq!(names, [RECORDED, "rbtree", "bitmap", "magazines", "ringfence"]);
     for row in &trace.allocators[1..] {
         assert_eq!(row.failures, 0, "{}", row.name);
-        assert_eq!(row.peak_live_ranges, 51, "{}", row.name);
-        assert_eq!(row.peak_live_bytes, trace.peak_live_bytes, "{}", row.name);
+        assert_eq!(row.peaks.ranges, 51, "{}", row.name);
+        assert_eq!(row.peaks.bytes, trace.peak_live_bytes, "{}", row.name);
         assert_eq!(row.fragmentation_over_time.len(), MOMENTS, "{}", row.name);
         assert!((0.0..1.0).contains(&row.fragmentation), "{}", row.name);
-        assert!(row.span_bytes >= trace.peak_live_bytes, "{}", row.name);
-        assert!(row.extent_bytes >= row.span_bytes / 2, "{}", row.name);
+        assert!(row.peaks.span_bytes >= trace.peak_live_bytes, "{}", row.name);
+        assert!(row.peaks.extent_bytes >= row.peaks.span_bytes / 2, "{}", row.name);
         for estimate in [row.ns_per_op, row.alloc_ns, row.free_ns, row.ratio_to_ringfence] {
             assert!(estimate.is_some(), "{}", row.name);
         }
@@ -86,7 +86,7 @@ fn ours_puts_ranges_where_the_placement_has_them() {
     let at = |placement| {
         let options = Options { placement, ..short() };
         let trace = run(sample::stream(), options, false);
-        (trace.placement, trace.allocators[4].span_bytes)
+        (trace.placement, trace.allocators[4].peaks.span_bytes)
     };
     let (name, lowest) = at(PlacementName::Lowest);
     assert_eq!(name, "lowest");
@@ -108,7 +108,7 @@ fn an_aperture_that_is_too_small_makes_failures_not_an_error() {
     let trace = run(sample::stream(), options, false);
     for row in &trace.allocators[1..] {
         assert!(row.failures > 0, "{}", row.name);
-        assert!(row.peak_live_bytes <= 2 << 16, "{}", row.name);
+        assert!(row.peaks.bytes <= 2 << 16, "{}", row.name);
     }
     assert!(trace.policies[1].failures.unwrap() > 0);
 }
