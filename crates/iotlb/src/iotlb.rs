@@ -216,7 +216,13 @@ impl Iotlb {
                 Err(Error::Exists { .. }) if is_there() => break,
                 // This token is later than those of evicted entries, and covers the whole range.
                 Err(Error::Exists { .. }) => token = self.remove(range)?,
-                Err(error) => self.make_room(&mut writer, range, error)?,
+                Err(error) => {
+                    if let Err(error) = self.make_room(&mut writer, range, error) {
+                        // What was replaced is in no table now, wherever it was.
+                        writer.evicted.push((Range::ALL, token));
+                        return Err(error);
+                    }
+                }
             }
         }
         count(&self.stats.updates);

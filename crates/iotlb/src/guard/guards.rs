@@ -19,7 +19,7 @@ use ringfence_iommu::{
 
 use super::{Failure, FailureScope};
 use crate::{
-    Binding, Endpoint, Iotlb, Miss,
+    Binding, Endpoint, Iotlb, IotlbConfig, Miss,
     misses::{Waiter, point},
 };
 
@@ -207,9 +207,10 @@ impl Guards {
         self.iotlb().map_or(0, |iotlb| iotlb.misses_sent())
     }
 
-    /// How long an access waits.
+    /// How long an access waits. Where nothing is missed any more it looks once more.
     pub(super) fn timeout(&self) -> Duration {
-        self.iotlb().map_or(Duration::ZERO, |iotlb| iotlb.config().timeout)
+        let default = || IotlbConfig::default().timeout;
+        self.iotlb().map_or_else(default, |iotlb| iotlb.config().timeout)
     }
 
     /// Counts updates and refusals; to be called before the lookup that finds something missing.

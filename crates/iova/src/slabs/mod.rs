@@ -191,7 +191,7 @@ impl<C: CpuId> Slabs<C> {
             zones,
             last_zone: zones.iter().position(|last| *last == aperture.high).unwrap_or(0),
             largest_slab,
-            roomy: largest_slab.saturating_add(6).min(all),
+            roomy: largest_slab.saturating_add(6).min(all.saturating_sub(2)),
             placement: config.placement,
             idle_slabs: config.idle_slabs,
             idle_share: granules >> IDLE_SHARE_BITS,
@@ -344,13 +344,12 @@ impl<C: CpuId> Allocator for Slabs<C> {
             return Ok(());
         }
         let class = order_of(count);
-        let slot = slot_of(number, class);
         let index = self.indexes.get(class as usize);
         let slab = index.and_then(|index| index.with(Key::of(number, class)));
         let is_it = slab.is_some_and(|slab| {
             number.trailing_zeros() >= class
-                && slab.owned() & !slab.free() & 1 << slot != 0
-                && slab.size(slot).0 == count
+                && slab.owned() & !slab.free() & 1 << slot_of(number, class) != 0
+                && slab.size(slot_of(number, class)).0 == count
         });
         if is_it { Ok(()) } else { fails(self.why_not_free(&core, iova, size)) }
     }

@@ -231,7 +231,8 @@ impl<C: CpuId> Slabs<C> {
         Some((slab, slot))
     }
 
-    /// Allows tails again once a hole as large as 64 of the largest slabs is free, or everything.
+    /// Allows tails again once a hole as large as 64 of the largest slabs is free, or a quarter of
+    /// everything.
     fn relax(&self, fit: u32) {
         if fit >= self.roomy && self.tight.load(Ordering::Relaxed) {
             self.tight.store(false, Ordering::Relaxed);

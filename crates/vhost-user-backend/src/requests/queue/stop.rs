@@ -58,8 +58,8 @@ impl<S: Serve> RequestQueue<S> {
         // After `complete`, which makes room for them: no other event may wake the worker.
         self.advance_stalled(bus);
         self.reap();
-        self.serve.kick()?;
         if self.free.len() + self.parked.len() + self.done() < self.slots.len() {
+            self.serve.kick()?;
             self.publish_if_any(bus)?;
             return Ok(false);
         }
