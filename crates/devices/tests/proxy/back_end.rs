@@ -278,7 +278,6 @@ impl Work {
             let script = self.seen.script.lock().unwrap_or(Script::Honest);
             if script != Script::Silent && !self.waiting.is_empty() {
                 self.act(script, &bus);
-                *self.seen.has.lock() = self.waiting.len();
                 if let Some(call) = &*self.call.lock() {
                     call.notify();
                 }
@@ -302,6 +301,8 @@ impl Work {
         }
         let mut last = None;
         while let Some(chain) = self.waiting.pop_back() {
+            // Before the guest can know.
+            *self.seen.has.lock() = self.waiting.len();
             let used = self.serve(&chain, bus, script == Script::Untold);
             let (head, used) = match script {
                 Script::Untold => (chain.head(), 0),

@@ -42,6 +42,8 @@ pub(crate) const SIZE: u16 = 32;
 /// A chain in flight.
 struct Flight {
     readable: Vec<u8>,
+    /// How many of these are in the first buffer.
+    first: usize,
     /// Offset and length of what the device may write.
     writable: Vec<(usize, usize)>,
     pages: Vec<usize>,
@@ -218,7 +220,9 @@ impl Guest {
             }
             None => self.queue.add(&descs, self.tokens).unwrap(),
         }
-        self.flights.insert(self.tokens, Flight { readable: bytes, writable, pages, table });
+        let first = if readable > 0 { descs[0].len as usize } else { 0 };
+        let flight = Flight { readable: bytes, first, writable, pages, table };
+        self.flights.insert(self.tokens, flight);
         true
     }
 
@@ -235,7 +239,7 @@ impl Guest {
     pub(crate) fn reap(&mut self, honest: bool) -> usize {
         let mut count = 0;
         while let Some(used) = self.queue.pop().unwrap() {
-            let Flight { readable, writable, pages, table } =
+            let Flight { readable, writable, pages, table, .. } =
                 self.flights.remove(&used.token).unwrap();
             let room: usize = writable.iter().map(|(_, len)| len).sum();
             let all = if self.gets_all { room } else { used.len as usize };
@@ -299,12 +303,14 @@ impl Guest {
         }
     }
 
+    /// The first bytes that a chain in flight is read of, if one has so many in one buffer.
+    pub(crate) fn readable(&self) -> Option<&[u8; 8]> {
+        self.flights.values().find_map(|flight| flight.readable[..flight.first].first_chunk())
+    }
+
     /// Whether `bytes` hold what some chain in flight is to be read of.
     pub(crate) fn readable_in(&self, bytes: &[u8]) -> bool {
-        let longest =
-            self.flights.values().map(|flight| &flight.readable).max_by_key(|it| it.len());
-        let Some(first) = longest.and_then(|it| it.first_chunk::<8>()) else { return false };
-        bytes.windows(8).any(|eight| eight == first)
+        self.readable().is_some_and(|first| bytes.windows(8).any(|eight| eight == first))
     }
 
     /// Checks every byte but those that the device may be writing.
