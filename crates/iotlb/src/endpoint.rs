@@ -32,6 +32,14 @@ pub enum Binding {
 }
 
 impl Binding {
+    /// The IOTLB, if it is one.
+    pub(crate) fn iotlb(&self) -> Option<&Arc<Iotlb>> {
+        match self {
+            Binding::Iotlb(iotlb) => Some(iotlb),
+            _ => None,
+        }
+    }
+
     /// The scope in which an endpoint with this binding translates.
     pub(crate) fn scope(&self) -> Scope {
         match self {

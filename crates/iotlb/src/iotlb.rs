@@ -219,7 +219,7 @@ impl Iotlb {
                 Err(error) => {
                     if let Err(error) = self.make_room(&mut writer, range, error) {
                         // What was replaced is in no table now, wherever it was.
-                        writer.evicted.push((Range::ALL, token));
+                        self.note_evicted(&mut writer, Range::ALL, token);
                         return Err(error);
                     }
                 }
@@ -351,6 +351,12 @@ impl Iotlb {
         let range = writer.victims.pick(&self.domain).ok_or(Error::NoMemory)?;
         count(&self.stats.evictions);
         let token = self.remove(range)?;
+        self.note_evicted(writer, range, token);
+        Ok(())
+    }
+
+    /// Notes that a view may use what was in `range` until `token` is over.
+    fn note_evicted(&self, writer: &mut Writer, range: Range, token: u64) {
         writer.evicted.push((range, token));
         if writer.evicted.len() > EVICTED {
             writer.evicted.retain(|&(_, token)| !self.shootdown().is_over(token));
@@ -362,7 +368,6 @@ impl Iotlb {
             // all.
             writer.evicted = vec![(all, self.shootdown().begin(&[all], false))];
         }
-        Ok(())
     }
 
     /// Frees some of the table's memory. Fails with `error`, which is why it was called, if it

@@ -213,9 +213,9 @@ impl Frontend {
         let size = config_size(request, offset, out)?;
         let message = self.exchange(&Request::GetConfig { offset, size }, false, &[])?;
         let payload = self.link.plain(message)?;
-        // Or with the head of a configuration without bytes.
-        let none = |head: &[u8]| head.len() == msg::CONFIG_HEAD && head[4..8] == [0; 4];
-        if payload.is_empty() || none(&payload) {
+        // Or a configuration without bytes: a head that gives 0 as the size.
+        let is_head = payload.len() == msg::CONFIG_HEAD;
+        if payload.is_empty() || is_head && payload[4..8] == [0; 4] {
             return Err(FrontendError::Refused { request, code: 1 });
         }
         match Request::parse(request, &payload) {

@@ -50,10 +50,11 @@ pub(super) enum Found {
 /// Looks translations up; online.
 pub(super) struct Looker {
     reader: Reader,
+    /// Of a domain only while something is looked up: one that goes meanwhile gives back its tables,
+    /// which count against a limit that other domains share.
     binding: Binding,
-    /// The domain that `binding` stands for while nothing is looked up: one that goes meanwhile gives back
-    /// its tables, which count against a limit that other domains share.
-    left: Option<Weak<SoftDomain<GuestPhys>>>,
+    /// The domain, if it is one.
+    domain: Option<Weak<SoftDomain<GuestPhys>>>,
     waiter: Arc<Waiter>,
     /// The count of changes of the endpoint's binding that `binding` reflects.
     changes: u64,
@@ -80,22 +81,37 @@ impl Looker {
         found.filter(|found| found.prot.allows(prot)).map_or(Found::Refused, Found::There)
     }
 
-    /// Finds the endpoint's binding again.
-    fn bind(&mut self, endpoint: &Endpoint) {
+    /// Reads the endpoint's binding if it has changed.
+    fn renew(&mut self, endpoint: &Endpoint) {
         let changes = endpoint.changes();
-        let left = self.left.take();
         if changes != self.changes {
-            (self.binding, self.changes) = (endpoint.binding(), changes);
-        } else if let Some(left) = left {
-            // If it has gone, the endpoint has another, whatever the count was.
-            self.binding = left.upgrade().map_or_else(|| endpoint.binding(), Binding::Domain);
+            self.changes = changes;
+            self.set(endpoint.binding());
         }
     }
 
-    /// Keeps no domain.
-    fn rest(&mut self) {
-        if let Binding::Domain(domain) = &self.binding {
-            self.left = Some(Arc::downgrade(domain));
+    fn set(&mut self, binding: Binding) {
+        self.domain = match &binding {
+            Binding::Domain(domain) => Some(Arc::downgrade(domain)),
+            _ => None,
+        };
+        self.binding = binding;
+    }
+
+    /// Begins to look.
+    fn begin(&mut self, endpoint: &Endpoint) {
+        self.renew(endpoint);
+        match self.domain.as_ref().map(Weak::upgrade) {
+            Some(Some(domain)) => self.binding = Binding::Domain(domain),
+            // It has gone: the endpoint has another binding, whatever the count was.
+            Some(None) => self.set(endpoint.binding()),
+            None => {}
+        }
+    }
+
+    /// Looks no more.
+    fn end(&mut self) {
+        if self.domain.is_some() {
             self.binding = Binding::Blocked;
         }
     }
@@ -117,7 +133,7 @@ struct Online<'a>(&'a mut Looker);
 impl Drop for Online<'_> {
     fn drop(&mut self) {
         self.0.reader.offline();
-        self.0.rest();
+        self.0.end();
     }
 }
 
@@ -155,11 +171,11 @@ impl Guards {
             let _lock = ring.lock.lock();
             ring.rung.notify_all();
         }));
-        let (changes, binding) = (endpoint.changes(), endpoint.binding());
-        let (left, since) = (None, 0);
-        let waits = Arc::clone(&waiter);
-        let mut looker = Looker { reader, changes, binding, left, waiter: waits, since };
-        looker.rest();
+        let (changes, waits) = (endpoint.changes(), Arc::clone(&waiter));
+        let (binding, domain, since) = (Binding::Blocked, None, 0);
+        let mut looker = Looker { reader, binding, domain, waiter: waits, changes, since };
+        looker.set(endpoint.binding());
+        looker.end();
         Some(Arc::new(Guards {
             endpoint,
             looker: Mutex::new(looker),
@@ -190,27 +206,27 @@ impl Guards {
         // Nothing is cached that an invalidation would concern.
         looker.reader.online(|_| ());
         let online = Online(&mut looker);
-        online.0.bind(&self.endpoint);
+        online.0.begin(&self.endpoint);
         job(online.0)
     }
 
-    /// The IOTLB that they look up, if they are bound to one.
-    fn iotlb(&self) -> Option<Arc<Iotlb>> {
-        match self.endpoint.binding() {
-            Binding::Iotlb(iotlb) => Some(iotlb),
-            _ => None,
-        }
+    /// What `job` finds of the IOTLB that they are bound to, if it is one.
+    fn of_iotlb<R>(&self, job: impl FnOnce(&Arc<Iotlb>) -> R) -> Option<R> {
+        let mut looker = self.looker.lock();
+        looker.renew(&self.endpoint);
+        looker.end();
+        looker.binding.iotlb().map(job)
     }
 
     /// How many misses there were so far, those sent again included.
     pub(super) fn misses_sent(&self) -> u64 {
-        self.iotlb().map_or(0, |iotlb| iotlb.misses_sent())
+        self.of_iotlb(|iotlb| iotlb.misses_sent()).unwrap_or(0)
     }
 
     /// How long an access waits. Where nothing is missed any more it looks once more.
     pub(super) fn timeout(&self) -> Duration {
-        let default = || IotlbConfig::default().timeout;
-        self.iotlb().map_or_else(default, |iotlb| iotlb.config().timeout)
+        let timeout = self.of_iotlb(|iotlb| iotlb.config().timeout);
+        timeout.unwrap_or_else(|| IotlbConfig::default().timeout)
     }
 
     /// Counts updates and refusals; to be called before the lookup that finds something missing.
@@ -224,7 +240,7 @@ impl Guards {
         const ROUND: Duration = Duration::from_millis(5);
         wanted.iter_mut().for_each(|miss| miss.access = miss_access(miss.access));
         let iotlb = self.look(u64::MAX, |looker| {
-            let Binding::Iotlb(iotlb) = &looker.binding else { return None };
+            let iotlb = looker.binding.iotlb()?;
             iotlb.note_misses(wanted, &self.waiter, &looker.reader);
             Some(Arc::clone(iotlb))
         });
@@ -242,9 +258,7 @@ impl Guards {
     /// An access gave up.
     pub(super) fn timed_out(&self) {
         self.counted.timeouts.fetch_add(1, Ordering::Relaxed);
-        if let Some(iotlb) = self.iotlb() {
-            iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed);
-        }
+        self.of_iotlb(|iotlb| iotlb.stats().timeouts.fetch_add(1, Ordering::Relaxed));
     }
 
     /// A guard failed.

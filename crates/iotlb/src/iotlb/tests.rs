@@ -498,6 +498,15 @@ fn leases_on_what_made_room_are_waited_for_too() {
 }
 
 #[test]
+fn updates_that_fail_leave_a_bounded_record() {
+    let bench = bench_with(IotlbConfig { table_bytes: 1, ..IotlbConfig::default() });
+    for _ in 0..1000 {
+        bench.iotlb.update(pages(0, 1), GuestPhys(GPA), Prot::RW).unwrap_err();
+    }
+    assert!(bench.iotlb.writer.lock().evicted.len() <= EVICTED);
+}
+
+#[test]
 fn a_view_that_sleeps_is_woken_by_its_update() {
     // rule D18
     let bench = bench();

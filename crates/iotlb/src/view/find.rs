@@ -122,7 +122,20 @@ impl View {
         Some(region)
     }
 
-    pub(super) fn look_ahead(&self, addr: u64, len: u64, access: Access) -> bool {
+    /// Looks up all that an access will need, so that its misses are sent together, with those of
+    /// other prefetches such as of a chain's other buffers. True if nothing is missing: each address was found, up to the first that is a fault, which is left to the access
+    /// itself.
+    ///
+    /// This does not guarantee that the access finds them too: it may return
+    /// [`Again`](AccessError::Again) after all, and must then be retried later, as without the
+    /// prefetch. Whatever left the table since the last [quiet point](Self::quiet) (an entry that
+    /// was invalidated, replaced or evicted) may still be in the cache when it is looked up here,
+    /// and lose its place there to another part of the same access before the access is made. Right
+    /// after a quiet point, and while the table stays as it is, the access finds all that was found
+    /// here.
+    ///
+    /// Misses beyond the first 256 pages are sent once these have arrived.
+    pub fn prefetch(&self, addr: u64, len: u64, access: Access) -> bool {
         let Some(last) = len.checked_sub(1).and_then(|more| addr.checked_add(more)) else {
             return true;
         };

@@ -347,9 +347,10 @@ impl<C: CpuId> Allocator for Slabs<C> {
         let index = self.indexes.get(class as usize);
         let slab = index.and_then(|index| index.with(Key::of(number, class)));
         let is_it = slab.is_some_and(|slab| {
+            let slot = slot_of(number, class);
             number.trailing_zeros() >= class
-                && slab.owned() & !slab.free() & 1 << slot_of(number, class) != 0
-                && slab.size(slot_of(number, class)).0 == count
+                && slab.owned() & !slab.free() & 1 << slot != 0
+                && slab.size(slot).0 == count
         });
         if is_it { Ok(()) } else { fails(self.why_not_free(&core, iova, size)) }
     }

@@ -102,8 +102,7 @@ impl Side {
             entry.map(|Entry { first, last, .. }| Entry { first, last, user_addr: first })
         });
         let mut ticket = 0;
-        let entries: Vec<Entry> = entries.collect();
-        runs(&entries, |run| ticket = link.invalidate(run.first, run.last));
+        runs(entries, |run| ticket = link.invalidate(run.first, run.last));
         used.iter().for_each(|used| self.ring.park(ticket, used.token as u32));
         self.ring.unpark(link);
     }
@@ -170,7 +169,7 @@ impl Side {
         });
         self.ring.unpublished += queue.add_burst(descs.take(count))?;
         if self.addressing == (Addressing::Fresh { push: true }) {
-            runs(&entries, |run| self.ring.held = link.update(run));
+            runs(entries, |run| self.ring.held = link.update(run));
         }
         self.ring.release(link);
         Ok(())
@@ -178,14 +177,21 @@ impl Side {
 }
 
 /// Calls `each` with entries that go on where the one before ends, at both ends, as one.
-fn runs(entries: &[Entry], mut each: impl FnMut(Entry)) {
-    let goes_on = |one: &Entry, next: &Entry| {
-        one.last.checked_add(1) == Some(next.first)
-            && next.user_addr.checked_sub(one.user_addr) == Some(next.first - one.first)
-    };
-    for run in entries.chunk_by(goes_on) {
-        each(Entry { last: run[run.len() - 1].last, ..run[0] });
+fn runs(entries: impl IntoIterator<Item = Entry>, mut each: impl FnMut(Entry)) {
+    let mut open: Option<Entry> = None;
+    for entry in entries {
+        match &mut open {
+            Some(run)
+                if run.last.checked_add(1) == Some(entry.first)
+                    && entry.user_addr.checked_sub(run.user_addr)
+                        == Some(entry.first - run.first) =>
+            {
+                run.last = entry.last;
+            }
+            _ => open.replace(entry).into_iter().for_each(&mut each),
+        }
     }
+    open.into_iter().for_each(each);
 }
 
 #[cfg(test)]
@@ -198,8 +204,8 @@ mod tests {
         let entries =
             [entry(0, 100), entry(10, 110), entry(20, 500), entry(40, 520), entry(50, 530)];
         let mut found = Vec::new();
-        runs(&entries, |run| found.push((run.first, run.last, run.user_addr)));
+        runs(entries, |run| found.push((run.first, run.last, run.user_addr)));
         assert_eq!(found, [(0, 19, 100), (20, 29, 500), (40, 59, 520)]);
-        runs(&[], |_| panic!("there is none"));
+        runs([], |_| panic!("there is none"));
     }
 }

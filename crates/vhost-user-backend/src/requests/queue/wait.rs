@@ -152,12 +152,13 @@ impl<S: Serve> RequestQueue<S> {
         for at in ready.drain(..) {
             let slot = &self.slots[usize::from(at)];
             let since_ns = slot.wait.map_or(now_ns, |wait| wait.since_ns);
-            let begun = self.serve.is_begun(&slot.request);
             match now_ns.saturating_sub(since_ns) >= timeout_ns {
                 true => self.give_up(at, bus),
                 // A round goes on with no more freed requests than it takes from the ring. One that has
                 // begun has the room that others wait for.
-                false if self.is_spent() && begun => self.stalled.push_front(at),
+                false if self.is_spent() && self.serve.is_begun(&slot.request) => {
+                    self.stalled.push_front(at);
+                }
                 false if self.is_spent() => self.stall(at),
                 false => self.advance(at, bus),
             }
