@@ -281,6 +281,38 @@ fn packets_of_a_tap_for_too_small_buffers_wake_no_worker() {
 
 /// Takes root, for a network namespace with a tap device in it.
 #[test]
+fn a_tap_with_more_queues_than_its_driver_uses_loses_nothing() {
+    const PORTS: std::ops::Range<u16> = 4000..4032;
+    let mut service = Service::with_tap(&["--queues", "4"]);
+    let mut driver = service.driver("0", Setup::new(false));
+    driver.offer_all(0, 1024);
+    find_kernel(&mut driver, 1);
+    let process = service.child.id().to_string();
+    // Flows that the kernel begins: it spreads them over its queues.
+    let sends = format!(
+        "ip neigh replace 10.9.0.2 lladdr 02:00:00:00:00:02 dev rf0 && \
+         for port in $(seq {} {}); do echo > /dev/udp/10.9.0.2/$port; done",
+        PORTS.start,
+        PORTS.end - 1
+    );
+    let sent = Command::new("nsenter").args(["-t", &process, "-n", "bash", "-c", &sends]).status();
+    assert!(sent.unwrap().success());
+    let mut came = std::collections::BTreeSet::new();
+    until("a packet of each flow", &mut [&mut driver], |drivers| {
+        while let Some((_, bytes)) = drivers[0].receive(0) {
+            if bytes[12..14] == [8, 0] && bytes[23] == 17 {
+                came.insert(u16::from_be_bytes([bytes[36], bytes[37]]));
+            }
+        }
+        came.len() == PORTS.len()
+    });
+    assert!(came.into_iter().eq(PORTS));
+    drop(driver);
+    service.end();
+}
+
+/// Takes root, for a network namespace with a tap device in it.
+#[test]
 fn a_tap_that_is_gone_wakes_no_worker() {
     let mut service = Service::with_tap(&[]);
     let mut driver = service.driver("0", Setup::new(false));

@@ -11,7 +11,7 @@ use crate::{
     guest::{BASE, PLATFORM, Session},
     honest::Device,
     service::Service,
-    writer::{ERROR, FLUSH, Kind, LONGEST, OK, Request, SECTOR, Writer, word},
+    writer::{ERROR, FLUSH, Kind, LONGEST, OK, Request, SECTOR, UNSUPPORTED, Writer, word},
 };
 
 /// A sector far from others: nothing that is read ahead reaches it.
@@ -107,6 +107,28 @@ fn an_error_of_the_disk_is_one_of_the_request_and_of_no_other() {
             }
         }
         service.attack("a disk with errors", |_| {});
+        service.end();
+    }
+}
+
+/// A device of blocks may turn out to know no request for zeroes. Its driver writes them then.
+#[test]
+#[ignore = "mounts a file system of FUSE, which takes root"]
+fn a_disk_that_zeroes_no_range_after_all_says_that_it_is_not_supported() {
+    for way in WAYS {
+        let (service, fuse) = disk(way);
+        let session = session(&service, FLUSH);
+        let mut writer = Writer::of(&session, 0);
+        assert_eq!(writer.one(Kind::Write, FAR, LONGEST, 1), OK, "{way}");
+        for (errno, status) in [(Errno::OPNOTSUPP, UNSUPPORTED), (Errno::IO, ERROR)] {
+            fuse.fault(fuse::Kind::Zero, Fault::Fails(errno));
+            assert_eq!(writer.one(Kind::Zero, FAR, LONGEST, 0), status, "{way}");
+            assert_eq!(fuse.heal(), 0, "{way}: nothing went wrong");
+            assert_eq!(there(&fuse, FAR), words(FAR, 1), "{way}");
+        }
+        assert_eq!(writer.one(Kind::Zero, FAR, LONGEST, 0), OK, "{way}");
+        assert_eq!(there(&fuse, FAR), vec![0; LONGEST as usize], "{way}");
+        drop((writer, session));
         service.end();
     }
 }

@@ -102,6 +102,7 @@ pub(crate) enum Kind {
     Read = opcode::READ,
     Write = opcode::WRITE,
     Flush = opcode::FSYNC,
+    Zero = opcode::FALLOCATE,
 }
 
 /// How a request goes wrong.

@@ -25,6 +25,7 @@ pub(crate) const WRITE_ZEROES: u64 = 1 << 14;
 /// Statuses of requests.
 pub(crate) const OK: u8 = 0;
 pub(crate) const ERROR: u8 = 1;
+pub(crate) const UNSUPPORTED: u8 = 2;
 
 /// Request types, by their numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

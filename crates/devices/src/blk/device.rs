@@ -256,6 +256,7 @@ impl RawDevice for Blk {
     }
 
     fn config(&mut self, offset: u32, out: &mut [u8]) -> Result<(), HandlerError> {
+        let holes = self.options.disk.holes();
         let mut config = BlkConfig::new_zeroed();
         config.capacity.set(self.options.disk.len() / SECTOR);
         config.size_max.set(SIZE_MAX);
@@ -265,10 +266,10 @@ impl RawDevice for Blk {
         config.num_queues.set(self.options.queues);
         config.max_discard_sectors.set(request::MOST_ZEROED);
         config.max_discard_seg.set(1);
-        config.discard_sector_alignment.set(1);
+        config.discard_sector_alignment.set(holes.unit / SECTOR as u32);
         config.max_write_zeroes_sectors.set(request::MOST_ZEROED);
         config.max_write_zeroes_seg.set(1);
-        config.write_zeroes_may_unmap = u8::from(self.options.disk.holes().punch);
+        config.write_zeroes_may_unmap = u8::from(holes.punch);
         read_config(config.as_bytes(), offset, out)
     }
 

@@ -133,7 +133,7 @@ fn place(sector: u64, len: u64, limits: &Limits) -> Result<u64, Status> {
 /// A discard, or a request to write zeroes: of one range, which is the limit in the configuration
 /// space.
 fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Result<Action, Stop> {
-    let Holes { punch, zero } = limits.holes;
+    let Holes { punch, zero, unit } = limits.holes;
     let can = if kind == Kind::Discard { punch } else { punch || zero };
     if !can {
         return Err(Status::Unsupported.into());
@@ -155,6 +155,9 @@ fn zero(chain: &Chain, mem: &impl Translate, limits: &Limits, kind: Kind) -> Res
     let offset = place(extent.sector.get(), len, limits)?;
     if len == 0 {
         return Ok(Action::Nothing);
+    }
+    if !(offset | len).is_multiple_of(unit.into()) {
+        return Err(Status::Unsupported.into());
     }
     // Keeping the space allocated is optional; reading zeroes is required.
     let wanted = kind == Kind::Discard || extent.flags.get() & EXTENT_UNMAP != 0;
@@ -297,8 +300,7 @@ mod tests {
 
     const CAPACITY: u64 = 64 * SECTOR;
     const BUFFERS: u64 = 0x1_0000;
-    const BOTH: Holes = Holes { punch: true, zero: true };
-    const LIMITS: Limits = Limits { capacity: CAPACITY, read_only: false, holes: BOTH };
+    const LIMITS: Limits = Limits { capacity: CAPACITY, read_only: false, holes: Holes::ALL };
 
     /// Passes a chain of these buffers through a ring.
     fn chain(mem: &Memory, descs: &[Desc]) -> Chain {
@@ -445,7 +447,7 @@ mod tests {
         use Kind::{Discard, WriteZeroes};
         let (offset, len) = (3 * SECTOR, 2 * SECTOR);
         let of = |punch| Ok(Action::Zero { offset, len, punch });
-        let with = |punch, zero| Limits { holes: Holes { punch, zero }, ..LIMITS };
+        let with = |punch, zero| Limits { holes: Holes { punch, zero, ..Holes::NONE }, ..LIMITS };
         assert_eq!(zeroed(Discard, 3, 2, 0, &LIMITS), of(true));
         assert_eq!(zeroed(WriteZeroes, 3, 2, 0, &LIMITS), of(false));
         assert_eq!(zeroed(WriteZeroes, 3, 2, EXTENT_UNMAP, &LIMITS), of(true));
@@ -457,6 +459,14 @@ mod tests {
         assert_eq!(zeroed(WriteZeroes, 3, 2, 0, &with(false, false)), unsupported);
         assert_eq!(zeroed(Discard, 3, 2, EXTENT_UNMAP, &LIMITS), unsupported);
         assert_eq!(zeroed(WriteZeroes, 3, 2, 2, &LIMITS), unsupported);
+        // A device of larger blocks than the driver's.
+        let large = Limits { holes: Holes { unit: 4096, ..Holes::ALL }, ..LIMITS };
+        for (sector, sectors) in [(3, 2), (8, 2), (3, 8)] {
+            assert_eq!(zeroed(Discard, sector, sectors, 0, &large), unsupported);
+            assert_eq!(zeroed(WriteZeroes, sector, sectors, 0, &large), unsupported);
+        }
+        let whole = Action::Zero { offset: 4096, len: 8192, punch: false };
+        assert_eq!(zeroed(WriteZeroes, 8, 16, 0, &large), Ok(whole));
         let failed = Err(Stop::Status(Status::IoErr));
         for (sector, sectors) in [(63, 2), (64, 1), (u64::MAX, 1), (0, u32::MAX), (1 << 55, 1)] {
             assert_eq!(zeroed(Discard, sector, sectors, 0, &LIMITS), failed);

@@ -219,6 +219,7 @@ impl Serve for BlkServer {
             (Store::File(file), Step::Busy(action)) if ok => {
                 file.after(&request.transfer, action, 0)
             }
+            (_, step @ Step::Complete(..)) => step,
             _ => Step::Complete(if ok { Status::Ok } else { Status::IoErr }, 0),
         };
     }

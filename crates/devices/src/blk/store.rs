@@ -29,6 +29,9 @@ const MAX_PIECES: usize = 1024;
 /// it copies all before it returns to the worker. The default limit of Linux for a request, so that
 /// few requests have more than one part.
 const PART: u64 = 4 << 20;
+/// The same of a request whose part of that size has more than [`MAX_PIECES`]. Of as many buffers as
+/// a request may have (`SEG_MAX`), in pages that lie apart, it has 1020 pieces at most.
+const SCATTERED_PART: u64 = 2 << 20;
 /// How many bytes a round hands to the kernel, or copies, before others have their turn; with the last request it may be
 /// [`PART`] more. A round costs a system call, so that it is not less.
 const ROUND: u64 = 1 << 20;
@@ -189,6 +192,12 @@ impl Leases {
 unsafe impl Send for Transfer {}
 
 impl Transfer {
+    /// For how many pieces it keeps room.
+    #[cfg(test)]
+    pub(super) fn room(&self) -> usize {
+        self.pieces.capacity()
+    }
+
     fn op(&self) -> FileOp {
         match (self.write, self.through) {
             (true, true) => FileOp::WriteThrough(self.offset),
@@ -232,19 +241,38 @@ impl Transfer {
         }
     }
 
-    /// Translates the next part of the data of `chain`, all of it or nothing. The leases are taken
-    /// first, so that an invalidation of what is translated after them waits.
+    /// Translates the next part of the data of `chain`, all of it or nothing: a smaller one if it is in
+    /// too many pieces.
     fn translate(
         &mut self,
         chain: &Chain,
         bus: &Bus,
         (write, offset, len): (bool, u64, u64),
     ) -> Result<(), request::Stop> {
+        // Neither wraps: what was moved is of these bytes.
+        (self.offset, self.write) = (offset + self.moved, write);
+        let left = len - self.moved;
+        let mut done = self.translate_part(chain, bus, left.min(PART));
+        if self.pieces.len() > MAX_PIECES && left > SCATTERED_PART {
+            done = self.translate_part(chain, bus, SCATTERED_PART);
+        }
+        if done.is_err() {
+            // An invalidation does not wait for what waits itself, and that holds no long list.
+            self.leases.end();
+            if self.pieces.capacity() > KEPT {
+                self.pieces = Vec::new();
+            }
+        }
+        done
+    }
+
+    /// Translates the next `most` bytes. The leases are taken first, so that an invalidation of what
+    /// is translated after them waits.
+    fn translate_part(&mut self, chain: &Chain, bus: &Bus, most: u64) -> Result<(), request::Stop> {
         self.pieces.clear();
         self.leases.end();
-        // Neither wraps: what was moved is of these bytes.
-        (self.left, self.offset, self.write) =
-            (PART.min(len - self.moved), offset + self.moved, write);
+        self.left = most;
+        let write = self.write;
         let access = if write { Access::Read } else { Access::Write };
         for desc in request::part(chain, write, self.moved, self.left) {
             self.leases.take(bus, desc.addr, desc.len.into());
@@ -261,16 +289,10 @@ impl Transfer {
                     _ => pieces.push(libc::iovec { iov_base: base, iov_len: piece.len() }),
                 }
             });
-            let visited = visited.map_err(request::Stop::from);
+            visited?;
             // Too many pieces are an error, never a shorter transfer (rule D23).
-            let few = match self.pieces.len() {
-                0..=MAX_PIECES => Ok(()),
-                _ => Err(Status::IoErr.into()),
-            };
-            if let Err(stop) = visited.and(few) {
-                // An invalidation does not wait for what waits itself.
-                self.leases.end();
-                return Err(stop);
+            if self.pieces.len() > MAX_PIECES {
+                return Err(Status::IoErr.into());
             }
         }
         Ok(())
@@ -278,9 +300,10 @@ impl Transfer {
 }
 
 impl FileStore {
-    /// Whether the round has moved enough: others have their turn before this goes on.
+    /// Whether the round has moved enough, or the kernel takes no more: others have their turn before
+    /// this goes on.
     pub(super) fn is_spent(&self) -> bool {
-        self.round >= ROUND
+        self.round >= ROUND || self.io.is_refused()
     }
 
     /// Translates the data of a request and hands it to the kernel. False: there is no room now.
@@ -477,6 +500,12 @@ impl FileStore {
         self.io.reap(|token, result| {
             let at = token as u16;
             let request = &mut slots[usize::from(at)].request;
+            if let (Step::Busy(Action::Zero { .. }), Err(error)) = (request.step, &result)
+                && error.raw_os_error() == Some(libc::EOPNOTSUPP)
+            {
+                // A driver writes the zeroes itself then.
+                request.step = Step::Complete(Status::Unsupported, 0);
+            }
             let (moves, transfer) = (request.moves_data(), &mut request.transfer);
             let moved = result.as_ref().map_or(0, |&moved| u64::from(moved));
             if moves && own {

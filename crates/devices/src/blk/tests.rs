@@ -299,7 +299,39 @@ fn a_ring_is_not_read_further_while_too_many_descriptors_are_held() {
     iotlb.update(range, ringfence_iommu::GuestPhys(DATA), Prot::RW).unwrap();
     rig.finish(64, Status::Ok);
     // Nothing of it is kept.
-    assert!(rig.queue.longest_kept() <= KEPT);
+    assert!(rig.queue.slots().iter().all(|slot| slot.chain().descs().len() <= KEPT));
+}
+
+#[test]
+fn a_request_within_the_limits_whose_pages_lie_apart_succeeds() {
+    let mut rig = Rig::new(image(4 * MIB), 1024, 16 * MIB);
+    let _iotlb = rig.translated(5 * 256);
+    // 257 pages each, none beside another.
+    let data = [0, 1, 2, 3].map(|n| Desc::writable(DATA + 512 + n * (MIB + PAGE), MIB as u32));
+    rig.reads(&data, 0);
+    rig.driver.publish();
+    rig.finish(1, Status::Ok);
+    for n in 0..4 {
+        let first = DATA + 512 + n * (MIB + PAGE);
+        for iova in [first, first + MIB - 1] {
+            let page = (iova - DATA) / PAGE;
+            let place = DATA + (5 * 256 - 1 - page) * PAGE + (iova - DATA) % PAGE;
+            assert_eq!(rig.byte(place), 7, "buffer {n}");
+        }
+    }
+}
+
+#[test]
+fn what_waits_for_a_translation_holds_no_long_list() {
+    let mut rig = Rig::new(image(4 * MIB), 1024, 16 * MIB);
+    let _iotlb = rig.translated(1000);
+    rig.reads(&[Desc::writable(DATA, 4 * MIB as u32)], 0);
+    rig.driver.publish();
+    rig.round();
+    assert_eq!(rig.queue.parked(), 1);
+    assert!(rig.queue.slots().iter().all(|slot| slot.request.transfer.room() <= KEPT));
+    rig.now_ns += 10_000_000;
+    rig.finish(1, Status::IoErr);
 }
 
 #[test]

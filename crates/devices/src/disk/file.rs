@@ -48,6 +48,8 @@ pub struct FileIo {
     /// Handed over or waiting to be; never more than the completion ring holds.
     in_flight: u32,
     depth: u32,
+    /// Whether the kernel did not take all when it was last handed over.
+    refused: bool,
     /// How long the image was when the first request that changes it was queued since the last kick.
     bytes: Option<u64>,
     /// Where another thread hands requests over.
@@ -64,7 +66,8 @@ impl FileIo {
         let ring = image.rings().take(depth)?;
         let depth = depth.min(ring.params().sq_entries());
         let ring = ManuallyDrop::new(ring);
-        let mut io = FileIo { ring, image, in_flight: 0, depth, bytes: None, pending: None };
+        let mut io =
+            FileIo { ring, image, in_flight: 0, depth, refused: false, bytes: None, pending: None };
         io.pending = io.image.submitter()?.map(|by| by.add(io.ring.as_raw_fd())).transpose()?;
         Ok(io)
     }
@@ -157,14 +160,22 @@ impl FileIo {
             return Ok(());
         }
         loop {
-            match self.ring.submit() {
-                Ok(_) => return Ok(()),
-                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of something that completions give back.
-                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => return Ok(()),
-                Err(error) => return Err(error),
+            let submitted = self.ring.submit();
+            let errno = submitted.as_ref().err().and_then(io::Error::raw_os_error);
+            // It is short of memory, or of something that completions give back.
+            self.refused = matches!(errno, Some(libc::EAGAIN | libc::EBUSY));
+            match submitted {
+                Err(error) if !self.refused && errno != Some(libc::EINTR) => return Err(error),
+                Err(_) if !self.refused => {}
+                _ => return Ok(()),
             }
         }
+    }
+
+    /// Whether the kernel did not take what it was handed last: it must be handed over again, as nothing
+    /// signals that it could be.
+    pub fn is_refused(&self) -> bool {
+        self.refused
     }
 
     /// Calls `each` with the token and result (bytes moved) of every completed request.

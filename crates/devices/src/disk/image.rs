@@ -13,8 +13,8 @@ use std::{
 
 use parking_lot::Mutex;
 use rustix::fs::{
-    AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl, open,
-    statx,
+    AtFlags, FallocateFlags, Mode, OFlags, StatxFlags, fallocate, fcntl_getfl, fcntl_setfl,
+    ioctl_blksszget, open, statx,
 };
 
 use super::{
@@ -68,18 +68,20 @@ struct Direct {
 }
 
 /// Which ways there are to make a range read as zeroes without writing them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Holes {
     /// Giving the space back.
     pub punch: bool,
     /// Keeping the space.
     pub zero: bool,
+    /// What a range must begin and end at a multiple of, in bytes: at least a sector.
+    pub unit: u32,
 }
 
 impl Image {
     /// `len` bytes of a file that is open for the requests to come, and never hangs.
     pub fn new(file: OwnedFd, len: u64) -> Image {
-        let (writes_through, holes) = (origin::writes_through(&file), Holes::default());
+        let (writes_through, holes) = (origin::writes_through(&file), Holes::NONE);
         let file = file.into();
         let (direct, hand_over, submitter, rings) =
             (None, None, Mutex::default(), Rings::default());
@@ -160,7 +162,7 @@ impl Image {
         if len == 0 {
             return Err(ImageError::Empty(bytes));
         }
-        let holes = if options.read_only { Holes::default() } else { Holes::of(&file, bytes) };
+        let holes = if options.read_only { Holes::NONE } else { Holes::of(&file, bytes) };
         let (shrinks, plain) = (kind.is_file(), Image::new(file.into(), len));
         Ok(Image { direct, shrinks, holes, hand_over, own_buffers, ..plain })
     }
@@ -295,17 +297,28 @@ impl Direct {
 }
 
 impl Holes {
-    /// Tried without effect: on a range past the end of the file.
+    /// No way.
+    pub const NONE: Holes = Holes { punch: false, zero: false, unit: SECTOR as u32 };
+    /// Both ways, for any sectors.
+    pub const ALL: Holes = Holes { punch: true, zero: true, unit: SECTOR as u32 };
+
+    /// Of a file tried without effect: on a range past its end.
     fn of(file: &File, len: u64) -> Holes {
         let past = len.next_multiple_of(u64::from(PAGE));
         let can =
             |mode| fallocate(file, mode | FallocateFlags::KEEP_SIZE, past, PAGE.into()).is_ok();
         match file.metadata().is_ok_and(|about| about.file_type().is_block_device()) {
-            // The kernel does both itself if the device cannot.
-            true => Holes { punch: true, zero: true },
+            // The kernel writes zeroes itself where the device has no request for them, but gives no
+            // space back then. Ranges are of the device's own blocks.
+            true => Holes {
+                punch: origin::gives_back(file),
+                zero: true,
+                unit: ioctl_blksszget(file).map_or(PAGE, |bytes| bytes.max(SECTOR as u32)),
+            },
             false => Holes {
                 punch: can(FallocateFlags::PUNCH_HOLE),
                 zero: can(FallocateFlags::ZERO_RANGE),
+                ..Holes::NONE
             },
         }
     }

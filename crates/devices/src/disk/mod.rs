@@ -54,7 +54,7 @@ impl Disk {
     /// How it can be made to read as zeroes.
     pub fn holes(&self) -> Holes {
         match self {
-            Disk::Ram(_) | Disk::Paced(..) => Holes { punch: true, zero: true },
+            Disk::Ram(_) | Disk::Paced(..) => Holes::ALL,
             Disk::File(image) => image.holes(),
         }
     }

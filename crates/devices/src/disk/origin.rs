@@ -47,8 +47,7 @@ pub(super) fn never_hangs(file: impl AsFd) -> bool {
             _ => return false,
         },
     };
-    let place = format!("/sys/dev/block/{}:{}", major(device), minor(device));
-    fs::canonicalize(place).is_ok_and(|place| device_never_hangs(&place, DEPTH))
+    place_of(device).is_some_and(|place| device_never_hangs(&place, DEPTH))
 }
 
 /// Whether a write to `file` with `RWF_DSYNC` is durable when it completes. False if unknown.
@@ -58,6 +57,30 @@ pub(super) fn writes_through(file: impl AsFd) -> bool {
     };
     let known = |system| IN_MEMORY.contains(&system) || WRITING_THROUGH.contains(&system);
     is_device(file.as_fd()) || system_of(file).is_some_and(known)
+}
+
+/// Whether a block device gives the space of a range back that is to read as zeroes. False if
+/// unknown.
+pub(super) fn gives_back(file: impl AsFd) -> bool {
+    let Ok(about) = fstat(&file) else { return false };
+    place_of(about.st_rdev).is_some_and(|place| device_gives_back(&place))
+}
+
+/// Whether a block device, at its place in `/sys`, has a request for zeroes. Without one the kernel
+/// refuses holes, and may write zeroes instead.
+fn device_gives_back(place: &Path) -> bool {
+    let most = disk_of(place).and_then(|disk| read(&disk.join("queue/write_zeroes_max_bytes")));
+    most.is_some_and(|most| most.parse::<u64>().is_ok_and(|most| most > 0))
+}
+
+/// Where a block device is in `/sys`.
+fn place_of(device: u64) -> Option<PathBuf> {
+    fs::canonicalize(format!("/sys/dev/block/{}:{}", major(device), minor(device))).ok()
+}
+
+/// The place of the whole device: a partition lies in the folder of its disk.
+fn disk_of(place: &Path) -> Option<&Path> {
+    if place.join("partition").exists() { place.parent() } else { Some(place) }
 }
 
 /// The file system of a file, by its magic number.
@@ -73,12 +96,7 @@ fn device_never_hangs(place: &Path, depth: u32) -> bool {
     if depth == 0 {
         return false;
     }
-    // A partition lies in the folder of its disk.
-    let disk = match place.join("partition").exists() {
-        true => place.parent().map(Path::to_owned),
-        false => Some(place.to_owned()),
-    };
-    let Some(disk) = disk else { return false };
+    let Some(disk) = disk_of(place) else { return false };
     let name = disk.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let numbered = |prefix: &str| {
         name.strip_prefix(prefix).is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
@@ -93,7 +111,7 @@ fn device_never_hangs(place: &Path, depth: u32) -> bool {
     if numbered("mmcblk") {
         return true;
     }
-    if numbered("md") || is_linear(&disk) {
+    if numbered("md") || is_linear(disk) {
         // All that it lies on.
         let below: Vec<PathBuf> = fs::read_dir(disk.join("slaves"))
             .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path())).collect())
@@ -103,7 +121,7 @@ fn device_never_hangs(place: &Path, depth: u32) -> bool {
                 fs::canonicalize(device).is_ok_and(|place| device_never_hangs(&place, depth - 1))
             });
     }
-    name.starts_with("sd") && host_of(&disk).is_some_and(|host| SCSI_HOSTS.contains(&&*host))
+    name.starts_with("sd") && host_of(disk).is_some_and(|host| SCSI_HOSTS.contains(&&*host))
 }
 
 /// Whether it is a volume of LVM, or encrypted: these hand requests on, and hold none back as a multipath
@@ -201,6 +219,21 @@ mod tests {
         ] {
             assert!(!never_hangs(place), "{place}");
         }
+    }
+
+    #[test]
+    fn a_device_with_no_request_for_zeroes_gives_nothing_back() {
+        let sys = sys(&[
+            ("sda/queue/write_zeroes_max_bytes", "0"),
+            ("sda/sda1/partition", "1"),
+            ("nvme0n1/queue/write_zeroes_max_bytes", "131072"),
+            ("nvme0n1/nvme0n1p1/partition", "1"),
+            ("old/size", "1"),
+        ]);
+        let gives = ["sda", "sda/sda1", "nvme0n1", "nvme0n1/nvme0n1p1", "old", "none"]
+            .map(|place| device_gives_back(&sys.path().join(place)));
+        assert_eq!(gives, [false, false, true, true, false, false]);
+        assert!(!gives_back(fs::File::open("/proc/self/maps").unwrap()));
     }
 
     #[test]

@@ -115,6 +115,10 @@ impl Tap {
         // Kernels before 6.2 refuse what they do not know.
         tap.uso = tap.settle(Terms { features: feature::GUEST_OFFLOADS }).is_ok();
         tap.settle(Terms::default())?;
+        // The kernel spreads packets over all that are attached. A driver may use fewer.
+        for queue in 0..queues {
+            tap.attach(queue.into(), false);
+        }
         Ok(tap)
     }
 

@@ -58,6 +58,11 @@ pub struct Slot<R> {
 }
 
 impl<R> Slot<R> {
+    /// Its buffers.
+    pub fn chain(&self) -> &Chain {
+        &self.chain
+    }
+
     /// Whether it is done and waits for its turn to be completed.
     fn is_done(&self) -> bool {
         matches!(self.state, State::Done { .. })
@@ -223,10 +228,9 @@ impl<S: Serve> RequestQueue<S> {
         self.held
     }
 
-    /// How many descriptors the longest request has that is in progress, or for which memory is
-    /// kept.
-    pub fn longest_kept(&self) -> usize {
-        self.slots.iter().map(|slot| slot.chain.descs().len()).max().unwrap_or(0)
+    /// The requests in progress, and those whose room is kept.
+    pub fn slots(&self) -> &[Slot<S::Request>] {
+        &self.slots
     }
 
     /// Replaces the descriptor that interrupts are sent through.
