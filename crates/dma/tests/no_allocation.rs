@@ -202,9 +202,11 @@ unsafe impl BounceMemory<GuestPhys> for Heap {
         let chunk = HostMemory.take(len, align)?;
         Some(Chunk { target: GuestPhys(chunk.target.0), ptr: chunk.ptr, len, align })
     }
-    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+    unsafe fn give_back(&self, chunk: Chunk<GuestPhys>) {
         let target = HostAddr(chunk.target.0);
-        HostMemory.give_back(Chunk { target, ptr: chunk.ptr, len: chunk.len, align: chunk.align });
+        let Chunk { ptr, len, align, .. } = chunk;
+        // SAFETY: as the caller promises: `take` is that of the heap.
+        unsafe { HostMemory.give_back(Chunk { target, ptr, len, align }) };
     }
 }
 

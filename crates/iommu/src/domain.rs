@@ -61,8 +61,9 @@ pub unsafe trait Domain: Send + Sync {
     fn map_pages(&self, maps: &[Map<Self::Target>]) -> Result<(), Partial>;
 
     /// Removes every mapping in `ranges`, which may contain holes, in order, taking its locks once
-    /// for many, and returns how many bytes were mapped. Adds to `gather` the ranges that may still
-    /// be cached and the table pages that were unlinked, also for what was removed before an error.
+    /// for many, and returns how many bytes were mapped. Adds to `gather` the ranges, and the table
+    /// pages that were unlinked, also for what was removed before an error. A range in which nothing
+    /// is mapped may still be cached, too: another caller may have removed it and not have synced.
     ///
     /// The caller does not map an unmapped range again before its sync has succeeded.
     ///

@@ -267,7 +267,6 @@ impl<T: Address> SoftDomain<T> {
             for &range in chunk {
                 let checked = self.geometry.check_unmap(range);
                 match checked.and_then(|()| table.unmap(range, gather.pages_mut())) {
-                    Ok(0) => {}
                     Ok(removed) => {
                         bytes += removed;
                         gather.add(range);
@@ -352,9 +351,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
     fn unmap(&self, range: Range, gather: &mut Gather) -> Result<u128> {
         self.geometry.check_unmap(range)?;
         let bytes = self.table.unmap(range, gather.pages_mut())?;
-        if bytes != 0 {
-            gather.add(range);
-        }
+        gather.add(range);
         Ok(bytes)
     }
 

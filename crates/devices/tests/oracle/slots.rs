@@ -89,7 +89,7 @@ unsafe impl BounceMemory<GuestPhys> for Lent {
         Some(Chunk { target: GuestPhys(at), ptr: NonNull::new(ptr)?, len, align })
     }
 
-    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+    unsafe fn give_back(&self, chunk: Chunk<GuestPhys>) {
         if self.0.lie == Lie::OneSlot {
             self.0.book.lock().out.remove(&chunk.target.0);
             return;

@@ -3,7 +3,7 @@
 use core::panic::Location;
 
 use arrayvec::ArrayVec;
-use ringfence_iommu::{Address, Domain, Gather, Iova, Map, Range};
+use ringfence_iommu::{Address, Domain, Gather, Iova, Map, Prot, Range};
 use ringfence_iova::{Allocator, Request};
 use ringfence_sync::clock::Clock;
 
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     Direction, Error, Policy,
-    bounce::{Bounced, Client, Slot, Written},
+    bounce::{Bounced, Client, Written},
     shared::Shared,
     stats::Counters,
 };
@@ -186,7 +186,10 @@ fn maps<D: Domain, A: Allocator>(
     slot.zero(0..slot.dirty);
     slot.dirty = 0;
     let mut safe = true;
-    let result = measure(shared, &slot, is_late, &mut safe);
+    let result = match client.target(&slot) {
+        Some(target) => measure(shared, (target, slot.prot), is_late, &mut safe),
+        None => Err(Error::Unstable),
+    };
     if safe {
         client.give_back(slot);
     } else {
@@ -198,7 +201,7 @@ fn maps<D: Domain, A: Allocator>(
 
 fn measure<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
-    slot: &Slot,
+    slot: (D::Target, Prot),
     is_late: &dyn Fn() -> bool,
     safe: &mut bool,
 ) -> Result<MapCost, Error> {
@@ -230,7 +233,7 @@ fn measure<D: Domain, A: Allocator>(
 /// time without the syncs. `safe` becomes false if the device may still reach them.
 fn pair<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
-    slot: &Slot,
+    slot: (D::Target, Prot),
     count: u64,
     safe: &mut bool,
 ) -> Result<u64, Error> {
@@ -264,17 +267,17 @@ fn pair<D: Domain, A: Allocator>(
 /// Maps the granule at `offset` of a slot to the same place of `range`.
 fn map<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
-    slot: &Slot,
+    (target, prot): (D::Target, Prot),
     range: Range,
     offset: u64,
 ) -> Result<(), Error> {
     let granule = shared.limits.granule();
-    let at = |range: Range| range.first().0.checked_add(offset).map(Iova);
-    let target = at(slot.range).and_then(|iova| shared.domain.iova_to_phys(iova));
-    let granule = at(range).and_then(|iova| Range::from_len(iova, granule));
+    let target = target.checked_add(offset);
+    let at = range.first().0.checked_add(offset).map(Iova);
+    let granule = at.and_then(|iova| Range::from_len(iova, granule));
     let (Some(target), Some(granule)) = (target, granule) else { return Err(Error::Unstable) };
-    // SAFETY: memory of the slot, which its owner keeps, for ever if the unmap fails (`safe`).
-    Ok(shared.domain.map(unsafe { Map::of(granule, target, slot.prot) })?)
+    // SAFETY: memory of the slot, as the pools know it, which its owner keeps, for ever if the unmap fails (`safe`).
+    Ok(shared.domain.map(unsafe { Map::of(granule, target, prot) })?)
 }
 
 #[cfg(all(test, not(loom)))]

@@ -58,6 +58,13 @@ impl Flights {
         self.spare.push(ranges);
     }
 
+    /// One more member of the latest.
+    fn board(&mut self) {
+        if let Some(flight) = self.queue.back_mut() {
+            flight.members += 1;
+        }
+    }
+
     /// Takes out the oldest, once all of it was handed out.
     fn land(&mut self) {
         if let Some(flight) = self.queue.pop_front() {

@@ -153,7 +153,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     }
 
     fn unmap_each(&mut self) {
-        let members = self.gathered.len();
+        self.push_settled();
         for mut member in self.gathered.drain(..) {
             if member.is_open() {
                 let unmapped =
@@ -161,15 +161,15 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 member.state = State::Known(unmapped);
             }
             self.begun.push_back(member);
+            self.flights.board();
         }
-        self.push_settled(members);
     }
 
-    /// Adds a flight of members whose outcomes are known.
-    fn push_settled(&mut self, members: usize) {
+    /// Adds a flight for members whose outcomes are known.
+    fn push_settled(&mut self) {
         let ranges = self.flights.ranges();
         let sync = Pending::map(&self.port.shared.domain, ranges);
-        self.flights.queue.push_back(Flight { sync, members, settled: true, timed: false });
+        self.flights.queue.push_back(Flight { sync, members: 0, settled: true, timed: false });
     }
 
     /// Removes the translations of all that was pushed, touching ranges as one; also returns those
@@ -195,11 +195,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
     fn begin_together(&mut self, lazily: bool) {
         let port = Arc::clone(&self.port);
         let (shared, counters) = (&*port.shared, &*port.counters);
-        let members = self.gathered.len();
         let open = self.gathered.iter().filter(|member| member.is_open()).count();
         if open == 0 {
-            self.begun.extend(self.gathered.drain(..));
-            return self.push_settled(members);
+            return self.unmap_each();
         }
         let start = shared.sampler.start(counters.unmap_batches.get());
         counters.unmap_batches.add(1);
@@ -214,6 +212,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
             counters.unmap_syncs.add(u64::from(!ranges.is_empty()));
             Pending::unmap(&shared.domain, ranges, &mut gather)
         };
+        // Before its members: each has a flight whatever panics, a clock, a domain or an allocator.
+        let timed = !lazily && start.is_some();
+        self.flights.queue.push_back(Flight { sync, members: 0, settled: lazily, timed });
         for mut member in self.gathered.drain(..) {
             if member.is_open() {
                 let span = member.mapping.placed.span;
@@ -241,10 +242,9 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> UnmapBatch<D, A, B, T> {
                 }
             }
             self.begun.push_back(member);
+            self.flights.board();
         }
         shared.sampler.stop(start, open as u64, &counters.unmap_time);
-        let timed = !lazily && start.is_some();
-        self.flights.queue.push_back(Flight { sync, members, settled: lazily, timed });
     }
 
     /// Hands out, in the order in which they were pushed, the buffers whose invalidation is over;

@@ -117,13 +117,24 @@ unsafe impl<T: Send> Send for Chunk<T> {}
 /// [`take`](Self::take) returns memory of that length, in one piece at `target`, aligned as
 /// requested, and at `ptr`; it stays there, readable and writable, and nothing else uses it until
 /// it is given back (for ever, if it never is).
+///
+/// Safe code gives nothing back:
+/// ```compile_fail,E0133
+/// use ringfence_dma::{BounceMemory, HostMemory};
+/// let chunk = HostMemory.take(4096, 4096).unwrap();
+/// HostMemory.give_back(chunk);
+/// ```
 pub unsafe trait BounceMemory<T: Address>: Send + Sync {
     /// `len` bytes, whose `target` is a multiple of `align`, a power of two; `None` if there is no
     /// memory. Their contents do not matter.
     fn take(&self, len: u64, align: u64) -> Option<Chunk<T>>;
 
-    /// Takes back what [`take`](Self::take) returned: no device reaches it any more.
-    fn give_back(&self, chunk: Chunk<T>);
+    /// Takes back what [`take`](Self::take) returned.
+    ///
+    /// # Safety
+    /// `take` of this value returned `chunk`, which was not given back since, and nothing reaches its
+    /// memory any more, no device either.
+    unsafe fn give_back(&self, chunk: Chunk<T>);
 }
 
 /// This process's own memory, from its heap.
@@ -146,9 +157,9 @@ unsafe impl BounceMemory<HostAddr> for HostMemory {
         Some(Chunk { target: HostAddr(ptr.as_ptr().expose_provenance() as u64), ptr, len, align })
     }
 
-    fn give_back(&self, chunk: Chunk<HostAddr>) {
+    unsafe fn give_back(&self, chunk: Chunk<HostAddr>) {
         let Some(layout) = Self::layout(chunk.len, chunk.align) else { return };
-        // SAFETY: `take` made it, with this layout.
+        // SAFETY: `take` made it, with this layout, as the caller promises.
         unsafe { dealloc(chunk.ptr.as_ptr(), layout) }
     }
 }

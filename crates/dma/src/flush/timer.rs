@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     thread::{self, JoinHandle},
     time::Duration,
@@ -57,7 +58,10 @@ impl Timer {
         let mut thread = self.thread.lock();
         if thread.is_none() {
             let state = Arc::clone(&self.state);
-            let wait = move || while state.wait(&*clock).is_some_and(&expire) {};
+            // A domain or an allocator that panics has not flushed: the next time it is tried again.
+            let goes_on =
+                move |late_ns| catch_unwind(AssertUnwindSafe(|| expire(late_ns))).unwrap_or(true);
+            let wait = move || while state.wait(&*clock).is_some_and(&goes_on) {};
             *thread = Some(thread::Builder::new().name(self.name.to_owned()).spawn(wait)?);
         }
         Ok(())

@@ -37,14 +37,11 @@ unsafe impl BounceMemory<GuestPhys> for Memory {
         Some(Chunk { target: GuestPhys(target.0), ptr, len, align })
     }
 
-    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+    unsafe fn give_back(&self, chunk: Chunk<GuestPhys>) {
         let Chunk { target, ptr, len, align } = chunk;
-        HostMemory.give_back(Chunk {
-            target: ringfence_iommu::HostAddr(target.0),
-            ptr,
-            len,
-            align,
-        });
+        let target = ringfence_iommu::HostAddr(target.0);
+        // SAFETY: as the caller promises: `take` is that of the heap.
+        unsafe { HostMemory.give_back(Chunk { target, ptr, len, align }) };
     }
 }
 
@@ -76,7 +73,8 @@ impl Bytes {
 
 impl Drop for Bytes {
     fn drop(&mut self) {
-        HostMemory.give_back(self.0);
+        // SAFETY: it was taken for this value, and goes with it.
+        unsafe { HostMemory.give_back(self.0) };
     }
 }
 
@@ -176,6 +174,41 @@ impl World {
         assert_eq!((cell.bytes, cell.scattered), (LEN as u64, false));
         Some(cell.copies)
     }
+}
+
+/// Pools may be of another domain than the device's, with the same address for something else.
+#[test]
+fn what_is_mapped_to_measure_is_memory_of_the_pools() {
+    let domain = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
+    let allocator = EagerAllocator::new(4096, Arc::clone(&domain.log));
+    let other = MockDomain::new(4096, Capabilities::FULL, Limits::NONE);
+    let of_other = EagerAllocator::new(4096, Arc::clone(&other.log));
+    let memory = Memory::default();
+    let pools = BouncePools::new(other, of_other, memory, BounceLimits::default()).unwrap();
+    let plain = Device::builder(Arc::clone(&domain))
+        .allocator(Arc::clone(&allocator))
+        .config(Setup::new(Policy::StrictMap).config)
+        .build()
+        .unwrap();
+    // All that the pools could have taken.
+    let buffer = crate::mock::Buf::new(&[(1 << 40, 64 << 20)]);
+    let mapping = plain.map(buffer, Direction::Bidirectional).unwrap();
+    domain.forget_events();
+    let auto = Device::builder(Arc::clone(&domain))
+        .allocator(allocator)
+        .config(Setup::new(Policy::Auto).config)
+        .pools(&pools)
+        .build()
+        .unwrap();
+    let mapped: Vec<u64> = domain
+        .events()
+        .iter()
+        .filter_map(|event| if let Event::Map(_, target, _) = event { Some(*target) } else { None })
+        .collect();
+    assert!(!mapped.is_empty(), "nothing was measured");
+    let buffers = (1 << 40)..(1 << 40) + (64 << 20);
+    assert!(!mapped.iter().any(|target| buffers.contains(target)), "a buffer is mapped twice");
+    drop((auto, mapping.unmap()));
 }
 
 #[test]

@@ -1,12 +1,21 @@
 //! Batches: the guarantee of single mappings, for one sync.
 
-use std::{collections::BTreeSet, sync::atomic::Ordering};
+use std::{
+    collections::BTreeSet,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use proptest::{collection::vec, prelude::*};
-use ringfence_dma::{Direction, Error, MapBatch, Mapping, Policy, UnmapBatch, UnmapError};
+use ringfence_dma::{
+    Direction, Error, MapBatch, Mapping, Policy, ThreadClock, UnmapBatch, UnmapError,
+};
 use ringfence_iommu::{Error as DomainError, Iova, Range};
 
-use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, STATUS};
+use crate::mock::{Bench, Broken, Buf, EagerAllocator, Event, MockDomain, STATUS, Setup};
 
 type Unmaps = UnmapBatch<std::sync::Arc<MockDomain>, std::sync::Arc<EagerAllocator>, Buf, usize>;
 type Maps = MapBatch<std::sync::Arc<MockDomain>, std::sync::Arc<EagerAllocator>, Buf, usize>;
@@ -31,6 +40,59 @@ fn poll(batch: &mut Unmaps) -> Polled {
 
 fn count(bench: &Bench, wanted: impl Fn(&Event) -> bool) -> usize {
     bench.domain.events().iter().filter(|event| wanted(event)).count()
+}
+
+/// A clock of a thread's time that panics where it is read for the `n`th time from now.
+#[derive(Default)]
+struct Panics(AtomicU64);
+
+impl ThreadClock for Panics {
+    fn thread_ns(&self) -> u64 {
+        assert_ne!(self.0.fetch_sub(1, Ordering::Relaxed), 1, "a panic of the test's");
+        0
+    }
+}
+
+#[test]
+fn each_buffer_of_a_batch_waits_for_its_own_sync_whatever_has_panicked() {
+    let mut panicked = 0;
+    for (watched, nth) in [false, true].into_iter().flat_map(|it| (1..9).map(move |n| (it, n))) {
+        let clock = Arc::new(Panics::default());
+        let mut setup = Setup::new(Policy::StrictMap);
+        setup.config.sample_every = 1;
+        setup.thread_clock = Arc::clone(&clock) as _;
+        let bench = setup.build();
+        let mut mappings = map_pages(&bench, 3).into_iter();
+        let mut batch: Unmaps = bench.device.unmap_batch();
+        let mut push = |batch: &mut Unmaps, tag| {
+            let mapping = mappings.next().unwrap();
+            match watched {
+                true => batch.push_watched(mapping, tag).unwrap(),
+                false => batch.push(mapping, tag).unwrap(),
+            }
+        };
+        bench.domain.hold();
+        push(&mut batch, 0);
+        clock.0.store(nth, Ordering::Relaxed);
+        panicked += usize::from(catch_unwind(AssertUnwindSafe(|| batch.begin())).is_err());
+        clock.0.store(0, Ordering::Relaxed);
+        push(&mut batch, 1);
+        batch.begin();
+        push(&mut batch, 2);
+        batch.begin();
+        let mut tags = Vec::new();
+        while bench.domain.let_go() {
+            batch.poll(|tag, returned| {
+                tags.push(tag);
+                let at = returned.unwrap().buffer.pieces[0].0;
+                let reached = bench.domain.cached().iter().any(|(_, target, _)| *target == at);
+                assert!(!reached, "buffer {tag} is back, and the device reaches it");
+            });
+        }
+        assert_eq!((tags, batch.is_empty()), (vec![0, 1, 2], true), "panic at {nth}");
+        bench.assert_nothing_leaked();
+    }
+    assert!(panicked > 2, "{panicked}");
 }
 
 #[test]

@@ -82,6 +82,8 @@ pub(crate) struct Broken {
     pub(crate) unmap: bool,
     pub(crate) sync: bool,
     pub(crate) flush: bool,
+    /// The failures of syncs that are polled for are of this range alone.
+    pub(crate) only: Option<Range>,
 }
 
 impl MockDomain {
@@ -295,7 +297,8 @@ unsafe impl Domain for MockDomain {
             }),
             _ => {
                 let synced = self.step(Event::Sync, |broken| broken.sync);
-                _ = synced.inspect_err(|&error| failed(Range::ALL, error));
+                let of = self.broken.lock().unwrap().only.unwrap_or(Range::ALL);
+                _ = synced.inspect_err(|&error| failed(of, error));
             }
         }
         true
@@ -469,6 +472,7 @@ pub(crate) struct Setup {
     pub(crate) capabilities: Capabilities,
     pub(crate) limits: Limits,
     pub(crate) config: DmaConfig,
+    pub(crate) thread_clock: Arc<dyn ThreadClock>,
 }
 
 impl Setup {
@@ -478,11 +482,12 @@ impl Setup {
             capabilities: Capabilities::FULL,
             limits: Limits::NONE,
             config: DmaConfig { timer: TimerKind::Manual, ..DmaConfig::new(policy) },
+            thread_clock: Arc::new(TickingClock::default()),
         }
     }
 
     pub(crate) fn build(self) -> Bench {
-        let Setup { granule, capabilities, limits, config } = self;
+        let Setup { granule, capabilities, limits, config, thread_clock } = self;
         let domain = MockDomain::new(granule, capabilities, limits);
         let allocator = EagerAllocator::new(granule.max(4096), Arc::clone(&domain.log));
         let clock = Arc::new(ManualClock::new(1_000_000));
@@ -490,7 +495,7 @@ impl Setup {
         let environment = Environment {
             clock: Arc::clone(&clock) as _,
             cpu: Arc::clone(&cpu) as _,
-            thread_clock: Arc::new(TickingClock::default()),
+            thread_clock,
         };
         let device = Device::builder(Arc::clone(&domain))
             .allocator(Arc::clone(&allocator))

@@ -14,7 +14,7 @@ use ringfence_iommu::GuestPhys;
 use ringfence_mem::{HostSlice, ReadSlice};
 use ringfence_sync::{clock::ManualClock, cpu::FixedCpu};
 
-use crate::mock::{Bench, EagerAllocator, MockDomain, Setup, TickingClock};
+use crate::mock::{Bench, EagerAllocator, MockDomain, Setup};
 
 /// The first address of slot memory; buffers lie below.
 pub(crate) const SLOTS: u64 = 0x80_0000;
@@ -183,7 +183,7 @@ unsafe impl BounceMemory<GuestPhys> for Shared {
         Some(Chunk { target: GuestPhys(at), ptr: ram.at(at, len as usize), len, align })
     }
 
-    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+    unsafe fn give_back(&self, chunk: Chunk<GuestPhys>) {
         let held = self.0.book.lock().unwrap().out.remove(&chunk.target.0);
         assert_eq!(held, Some(chunk.len), "what is given back was taken");
     }
@@ -204,7 +204,7 @@ impl Pooled {
 
     /// With pools of these limits, and `room` bytes of memory for them.
     pub(crate) fn with(setup: Setup, limits: BounceLimits, room: u64) -> Pooled {
-        let Setup { granule, capabilities, limits: table, config } = setup;
+        let Setup { granule, capabilities, limits: table, config, thread_clock } = setup;
         let domain = MockDomain::new(granule, capabilities, table);
         let allocator = EagerAllocator::new(granule.max(4096), Arc::clone(&domain.log));
         let (clock, cpu) = (Arc::new(ManualClock::new(1_000_000)), Arc::new(FixedCpu::new(2)));
@@ -220,7 +220,7 @@ impl Pooled {
         let environment = Environment {
             clock: Arc::clone(&clock) as _,
             cpu: Arc::clone(&cpu) as _,
-            thread_clock: Arc::new(TickingClock::default()),
+            thread_clock,
         };
         let device = Device::builder(Arc::clone(&domain))
             .allocator(Arc::clone(&allocator))

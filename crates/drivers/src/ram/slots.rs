@@ -50,7 +50,7 @@ unsafe impl BounceMemory<GuestPhys> for RamMemory {
         Some(Chunk { target: GuestPhys(gpa + offset as u64), ptr, len, align })
     }
 
-    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+    unsafe fn give_back(&self, chunk: Chunk<GuestPhys>) {
         let offset = (chunk.target.0 - self.ram.gpa()) as usize;
         let pages = (chunk.len as usize).next_multiple_of(PAGE);
         // Before it can be taken again. If the system refuses, the pages stay, which only wastes
@@ -128,14 +128,16 @@ mod tests {
         // SAFETY: the chunk is ours, and so long.
         unsafe { chunk.ptr.as_ptr().write_bytes(7, 3 * PAGE) };
         assert_eq!(blocks(&ram), 3);
-        memory.give_back(chunk);
+        // SAFETY: it was taken above.
+        unsafe { memory.give_back(chunk) };
         assert_eq!(blocks(&ram), 0);
         let again = memory.take(3 * PAGE as u64, PAGE as u64).unwrap();
         assert_eq!((again.target, again.ptr), (chunk.target, chunk.ptr));
         // SAFETY: as above.
         let bytes = unsafe { std::slice::from_raw_parts(again.ptr.as_ptr(), 3 * PAGE) };
         assert!(bytes.iter().all(|&byte| byte == 0));
-        memory.give_back(again);
+        // SAFETY: it was taken above.
+        unsafe { memory.give_back(again) };
         assert!(memory.take((PAGES as u64 + 1) * PAGE as u64, 1).is_none());
         assert!(memory.take(u64::MAX, 1).is_none());
         assert!(memory.take(1, 1 << 63).is_none());
@@ -167,10 +169,12 @@ mod tests {
                     live.extend(taken);
                 } else if !live.is_empty() {
                     let which = which % live.len();
-                    memory.give_back(live.swap_remove(which));
+                    // SAFETY: it was taken, and is live.
+                    unsafe { memory.give_back(live.swap_remove(which)) };
                 }
             }
-            live.into_iter().for_each(|chunk| memory.give_back(chunk));
+            // SAFETY: they were taken, and are live.
+            live.into_iter().for_each(|chunk| unsafe { memory.give_back(chunk) });
             let whole = BTreeMap::from([(PAGE, PAGES * PAGE)]);
             prop_assert_eq!(&memory.free.lock().0, &whole);
         }

@@ -44,10 +44,10 @@ impl ViommuDomain {
                 if ring.is_some_and(|ring| ring.put(&unmap, Sent::Unmap).is_none()) {
                     return Ok(false);
                 }
-                gather.add(covered.hull);
                 bytes += covered.bytes;
                 state.shadow.remove(covered);
             }
+            gather.add(range);
             state.failed_maps.forget(range);
             Ok(true)
         })?;

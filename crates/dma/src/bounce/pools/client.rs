@@ -166,6 +166,17 @@ impl<T: Address> Client<T> {
         self.account.held.fetch_sub(size, Ordering::Relaxed);
     }
 
+    /// Where a slot's memory is, in the addresses that a domain maps to.
+    pub(crate) fn target(&self, slot: &Slot) -> Option<T> {
+        let inner = &*self.pools.0;
+        let class = inner.class_of(slot.range.extent() + 1);
+        let chunk = match class.and_then(|class| inner.zone_at(class, slot.range)) {
+            Some(zone) => zone.chunk(zone.number(slot.range.first())),
+            None => inner.singles.chunk(slot.range.first()),
+        };
+        chunk.map(|chunk| chunk.target)
+    }
+
     /// Takes a slot back whose memory the device may also reach by other addresses: it is never
     /// used again. A single-use slot stays charged to the device, as all quarantined single-use
     /// slots do.

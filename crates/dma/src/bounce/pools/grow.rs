@@ -4,7 +4,8 @@ use core::{ops::Range as Numbers, sync::atomic::Ordering};
 use std::sync::Arc;
 
 use ringfence_iommu::{
-    Address, Error as DomainError, Gather, Map, Prot, Range, Result as DomainResult, Synced,
+    Address, Error as DomainError, Gather, Map, Pending, Prot, Range, Result as DomainResult,
+    Synced,
 };
 
 use super::{Inner, shelf::Kind, zone::Zone};
@@ -205,13 +206,15 @@ impl<T: Address> Inner<T> {
         if removed.is_empty() {
             return 0;
         }
-        let synced = self.domain.iotlb_sync(&mut gather);
+        // Each run by itself: one whose unmap fails takes none of the others with it.
+        let ranges = removed.iter().map(|(zone, run)| zone.range_of(run)).collect();
+        let mut sync = Pending::unmap(&self.domain, ranges, &mut gather);
+        sync.wait(&self.domain);
         let mut given_back = 0;
         for (zone, run) in removed {
-            if synced.is_err() {
-                self.quarantine(&zone, run.len(), 0);
-            } else {
-                given_back += self.strip(&zone, run);
+            match sync.outcome(zone.range_of(&run)) {
+                Some(Ok(_)) => given_back += self.strip(&zone, run),
+                _ => self.quarantine(&zone, run.len(), 0),
             }
         }
         given_back

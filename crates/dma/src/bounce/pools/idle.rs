@@ -67,7 +67,9 @@ impl<T: Address> Inner<T> {
     #[cold]
     fn wake(&self) {
         let now_ns = self.look();
-        self.ticking.store(true, Ordering::Relaxed);
+        // Ordering: of this and the timer's `expire` the later one sees what the other wrote before: if
+        // `ticking` stays set, the timer is set, too.
+        self.ticking.swap(true, Ordering::AcqRel);
         self.timer.arm(now_ns.saturating_add(self.interval_ns()));
     }
 
@@ -80,7 +82,8 @@ impl<T: Address> Inner<T> {
         // the timer.
         let _one = self.expiring.lock();
         self.timer.disarm();
-        self.ticking.store(false, Ordering::Relaxed);
+        // Ordering: see `wake`.
+        self.ticking.swap(false, Ordering::AcqRel);
         self.look();
         let mut touched = false;
         let mut victims = Vec::new();

@@ -339,7 +339,8 @@ impl<T: Address> Inner<T> {
 
     fn give_back_memory(&self, chunk: Chunk<T>) {
         self.usage.memory.fetch_sub(chunk.len, Ordering::Relaxed);
-        self.memory.give_back(chunk);
+        // SAFETY: it was taken of this memory for a slot, whose unmap is over, and which is no more.
+        unsafe { self.memory.give_back(chunk) };
     }
 }
 

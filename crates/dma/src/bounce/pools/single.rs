@@ -35,6 +35,11 @@ impl<T: Copy> Singles<T> {
         (singles.len() as u64, singles.values().map(|single| single.range.extent() + 1).sum())
     }
 
+    /// The memory of the slot at this address.
+    pub(super) fn chunk(&self, first: Iova) -> Option<Chunk<T>> {
+        self.0.lock().get(&first.0).map(|single| single.chunk)
+    }
+
     /// All slots for one use.
     pub(super) fn held(&self) -> Vec<Single<T>> {
         self.0.lock().values().copied().collect()

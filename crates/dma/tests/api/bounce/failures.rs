@@ -108,6 +108,28 @@ fn growth_that_fails_half_way_gives_what_it_got() {
 }
 
 #[test]
+fn a_slot_whose_unmap_fails_takes_no_other_with_it() {
+    let rig = Rig::new(LIMITS);
+    let take = |len| rig.devices[0].take_buffer(len, Direction::ToDevice).unwrap();
+    // Of three classes, in ranges of their own.
+    let buffers = [take(2 << 10), take(8 << 10), take(32 << 10)];
+    let lost = Range::from_len(buffers[1].iova(), 4096).unwrap();
+    drop(buffers);
+    let slots = rig.pools.stats().kept_bytes;
+    *rig.domain.broken.lock().unwrap() =
+        Broken { sync: true, only: Some(lost), ..Broken::default() };
+    // Polled for.
+    rig.domain.hold();
+    rig.pools.trim();
+    *rig.domain.broken.lock().unwrap() = Broken::default();
+    let stats = rig.pools.stats();
+    assert!(stats.quarantined_bytes > 0 && stats.quarantined_bytes < slots, "{stats:?}");
+    assert_eq!(rig.memory.bytes(), stats.quarantined_bytes);
+    rig.domain.let_go();
+    rig.end();
+}
+
+#[test]
 fn a_slot_whose_unmap_fails_is_never_used_again() {
     for broken in
         [Broken { unmap: true, ..Broken::default() }, Broken { sync: true, ..Broken::default() }]

@@ -63,7 +63,7 @@ unsafe impl BounceMemory<GuestPhys> for Supply {
         Some(Chunk { target: GuestPhys(chunk.target.0), ptr: chunk.ptr, len, align })
     }
 
-    fn give_back(&self, chunk: Chunk<GuestPhys>) {
+    unsafe fn give_back(&self, chunk: Chunk<GuestPhys>) {
         for (range, target, _) in self.0.domain.cached() {
             let apart = target > chunk.target.0 + (chunk.len - 1)
                 || target + range.extent() < chunk.target.0;
@@ -71,7 +71,8 @@ unsafe impl BounceMemory<GuestPhys> for Supply {
         }
         let taken = self.0.live.lock().unwrap().remove(&chunk.target.0).expect("it was taken once");
         assert_eq!((taken.len, taken.align), (chunk.len, chunk.align), "as it was taken");
-        HostMemory.give_back(taken);
+        // SAFETY: it was taken there, and given back once.
+        unsafe { HostMemory.give_back(taken) };
     }
 }
 

@@ -162,7 +162,7 @@ proptest! {
                     failing = true;
                 }
                 Op::Break { unmap, sync } => {
-                    *rig.domain.broken.lock().unwrap() = Broken { unmap, sync, flush: false };
+                    *rig.domain.broken.lock().unwrap() = Broken { unmap, sync, ..Broken::default() };
                     failing |= unmap || sync;
                 }
                 Op::Room(bytes) => rig.memory.set_room(bytes),

@@ -43,6 +43,7 @@ pub fn checks<S: Subject>() -> Vec<Check<S>> {
         refuses_to_map_twice: "a mapping over another is refused, and changes nothing",
         maps_a_list_up_to_the_first_refused: "of a list those before the first that is refused are made, and no other",
         unmaps_for_good: "after unmap and sync no access succeeds, cached or not",
+        unmaps_what_another_removed: "an unmap waits for what was removed before and not synced, too",
         keeps_the_neighbours: "an unmap leaves what lies beside it",
         unmaps_over_holes: "an unmap over holes removes what is mapped, and reports how many bytes",
         splits_nothing: "an unmap that would split a mapping is refused, and removes nothing",
@@ -158,6 +159,26 @@ fn unmaps_for_good<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
         let found = bench.subject.access(middle, Prot::READ);
         ensure(found.is_none(), || format!("{middle} is reached after its unmap"))?;
         bench.refused(n)?;
+    }
+    Ok(())
+}
+
+fn unmaps_what_another_removed<S: Subject>(bench: &mut Bench<'_, S>) -> Checked {
+    // One range, and a list of those that another caller has removed and not synced.
+    for list in [&[3][..], &[5, 9, 20]] {
+        let ranges: Vec<Range> = list.iter().map(|&n| bench.page(n)).collect();
+        for &n in list {
+            bench.must_map(bench.page(n), n, Prot::RW)?;
+            bench.reaches(n, n)?;
+        }
+        let removed = bench.domain().unmap_pages(&ranges, &mut Gather::new());
+        removed.map_err(|error| fail("unmapping for another".into(), error))?;
+        let mut gather = Gather::new();
+        let removed = bench.domain().unmap_pages(&ranges, &mut gather);
+        removed.map_err(|error| fail("unmapping once more".into(), error))?;
+        let synced = bench.domain().iotlb_sync(&mut gather);
+        synced.map_err(|error| fail("syncing".into(), error))?;
+        list.iter().try_for_each(|&n| bench.refused(n))?;
     }
     Ok(())
 }

@@ -185,7 +185,8 @@ unsafe impl Sync for Pool {}
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        HostMemory.give_back(self.block);
+        // SAFETY: it was taken when this was made, and goes with it.
+        unsafe { HostMemory.give_back(self.block) };
     }
 }
 
