@@ -123,7 +123,7 @@ fn change(part: &mut [u8], steps: &[[u8; 2]]) {
 
 fn split(bench: &mut Bench<'_>, mut used: u16, steps: &[[u8; 2]]) {
     let size = bench.place.size;
-    let open = |bench: &Bench<'_>, used| bench.region().split(1, used);
+    let open = |bench: &Bench<'_>, used| bench.region().split(1, bench.place.size, used);
     let (mut inflight, recovered) = open(bench, used).expect("a new region");
     assert!(recovered.is_empty());
     let (mut taken, mut done) = (Vec::<u16>::new(), Vec::<u16>::new());
@@ -183,7 +183,8 @@ fn split(bench: &mut Bench<'_>, mut used: u16, steps: &[[u8; 2]]) {
 }
 
 fn resume_split(bench: &Bench<'_>, used: u16, taken: &[u16]) -> SplitInflight {
-    let (inflight, heads) = bench.region().split(1, used).expect("an honest process left it");
+    let (inflight, heads) =
+        bench.region().split(1, bench.place.size, used).expect("an honest process left it");
     assert_eq!(heads, taken);
     assert_eq!(inflight.base(), used.wrapping_add(heads.len() as u16));
     bench.check();
@@ -192,11 +193,11 @@ fn resume_split(bench: &Bench<'_>, used: u16, taken: &[u16]) -> SplitInflight {
 
 fn hostile_split(bench: &mut Bench<'_>, part: &[u8], used: u16) {
     let size = bench.place.size;
-    let first = bench.region().split(1, used);
+    let first = bench.region().split(1, bench.place.size, used);
     bench.check();
     let after = bench.left();
     bench.leave(part, 0xff);
-    let second = bench.region().split(1, used);
+    let second = bench.region().split(1, bench.place.size, used);
     bench.check();
     let ((_, same), (mut inflight, heads)) = match (first, second) {
         (Ok(first), Ok(second)) => (first, second),
@@ -217,12 +218,15 @@ fn hostile_split(bench: &mut Bench<'_>, part: &[u8], used: u16) {
         expected.push(free);
     }
     drop(inflight);
-    let (mut inflight, heads) = bench.region().split(1, used).expect("it was in order");
+    let (mut inflight, heads) =
+        bench.region().split(1, bench.place.size, used).expect("it was in order");
     assert_eq!(heads.iter().collect::<BTreeSet<_>>(), expected.iter().collect());
     heads.iter().for_each(|&head| inflight.complete(head));
     let used = used.wrapping_add(heads.len() as u16);
     inflight.publish(|| used);
-    assert!(bench.region().split(1, used).expect("nothing is in flight").1.is_empty());
+    assert!(
+        bench.region().split(1, bench.place.size, used).expect("nothing is in flight").1.is_empty()
+    );
     bench.check();
 }
 
@@ -344,7 +348,9 @@ fn open_packed(
     bench: &Bench<'_>,
     ring: &Ring,
 ) -> Result<(PackedInflight, Vec<PackedBuffer>), ringfence_vhost_user::InflightError> {
-    bench.region().packed(1, ring.base(), |index| ring.flags[usize::from(index)])
+    bench
+        .region()
+        .packed(1, bench.place.size, ring.base(), |index| Ok(ring.flags[usize::from(index)]))
 }
 
 fn resume_packed(bench: &Bench<'_>, ring: &Ring, held: &mut [Held]) -> PackedInflight {

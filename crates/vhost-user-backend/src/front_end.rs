@@ -36,7 +36,7 @@ struct Warned {
 #[derive(Default)]
 #[non_exhaustive]
 pub struct Events {
-    /// The descriptor of the driver's kicks; `None`: poll.
+    /// The driver's kicks; `None`: it is polled by whoever calls.
     pub kick: Option<Kick>,
     /// The descriptor for interrupts.
     pub call: Option<Arc<Notifier>>,
@@ -105,7 +105,7 @@ impl FrontEnd {
             packed: self.has(F_RING_PACKED),
             base: base.unwrap_or(device::RingConfig::start(self.has(F_RING_PACKED))),
         };
-        let kick = kick.map(Kick::from);
+        let kick = Some(kick.map_or_else(Kick::none, Kick::from));
         let (call, err) = (self.calls.get(&ring).cloned(), self.errs.get(&ring).cloned());
         let translated = self.has(F_ACCESS_PLATFORM);
         let log = RingLog::new(self.log.clone(), self.memory.as_ref(), addresses.log, translated);

@@ -67,6 +67,14 @@ pub enum InflightError {
         /// How many it needs.
         needed: u64,
     },
+    /// It is for smaller rings.
+    #[error("a ring of {size} descriptors, where the in-flight region is for {most} at most")]
+    Ring {
+        /// How many descriptors the ring has.
+        size: u16,
+        /// How many it may have.
+        most: u16,
+    },
     /// A queue without a part, or a ring of the other format.
     #[error("the in-flight region has no part for queue {0}")]
     NoQueue(u16),
@@ -157,15 +165,19 @@ impl InflightRegion {
     /// The part of a split ring's queue, brought up to date, with the heads of the descriptor
     /// chains that were taken and not completed, in the order in which they were taken: the caller
     /// carries them out again, and they are still in flight. `used_idx` is the current index of the
-    /// used ring. The ring goes on at [`SplitInflight::base`], whatever the front end sends.
+    /// used ring, which has `size` descriptors. The ring goes on at [`SplitInflight::base`], whatever
+    /// the front end sends.
+    ///
     /// # Errors
-    /// [`InflightError::NoQueue`], [`InflightError::Version`], [`InflightError::Broken`].
+    /// [`InflightError::NoQueue`], [`InflightError::Ring`], [`InflightError::Version`],
+    /// [`InflightError::Broken`].
     pub fn split(
         &self,
         queue: u16,
+        size: u16,
         used_idx: u16,
     ) -> Result<(SplitInflight, Vec<u16>), InflightError> {
-        SplitInflight::open(self.part(queue, false)?, used_idx)
+        SplitInflight::open(self.part(queue, size, false)?, used_idx)
     }
 
     /// The part of a packed ring's queue, brought up to date, with the buffers that were taken and
@@ -174,19 +186,24 @@ impl InflightRegion {
     /// for a region that was never written.
     ///
     /// # Errors
-    /// [`InflightError::NoQueue`], [`InflightError::Version`], [`InflightError::Broken`].
-    pub fn packed(
+    /// [`InflightError::NoQueue`], [`InflightError::Ring`], [`InflightError::Version`],
+    /// [`InflightError::Broken`]; an error of `flags_at`, before anything is changed.
+    pub fn packed<E: From<InflightError>>(
         &self,
         queue: u16,
+        size: u16,
         base: u32,
-        flags_at: impl FnOnce(u16) -> u16,
-    ) -> Result<(PackedInflight, Vec<PackedBuffer>), InflightError> {
-        PackedInflight::open(self.part(queue, true)?, base, flags_at)
+        flags_at: impl FnOnce(u16) -> Result<u16, E>,
+    ) -> Result<(PackedInflight, Vec<PackedBuffer>), E> {
+        PackedInflight::open(self.part(queue, size, true)?, size, base, flags_at)
     }
 
-    fn part(&self, queue: u16, packed: bool) -> Result<Part, InflightError> {
+    fn part(&self, queue: u16, size: u16, packed: bool) -> Result<Part, InflightError> {
         if queue >= self.place.queues || packed != self.packed {
             return Err(InflightError::NoQueue(queue));
+        }
+        if size > self.place.size {
+            return Err(InflightError::Ring { size, most: self.place.size });
         }
         let start = usize::from(queue) * part_len(self.place.size, packed);
         Ok(Part { file: Arc::clone(&self.file), start, size: self.place.size })

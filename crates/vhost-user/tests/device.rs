@@ -164,7 +164,7 @@ fn what_is_in_flight_survives_the_back_end() {
     let _ram = started(&mut front);
     let device = finish(front, served);
     let region = device.inflight.unwrap();
-    let (mut queue, heads) = region.split(1, 100).unwrap();
+    let (mut queue, heads) = region.split(1, region.place().size, 100).unwrap();
     assert!(heads.is_empty());
     [5, 9, 7].into_iter().for_each(|head| queue.take(head));
     queue.complete(9);
@@ -178,7 +178,7 @@ fn what_is_in_flight_survives_the_back_end() {
     assert!(front.set_inflight(&place, file.as_fd()).is_err());
     let (result, device) = served.join().unwrap();
     assert!(matches!(result, Err(ServeError::Wire(WireError::State { .. }))));
-    let (queue, heads) = device.inflight.unwrap().split(1, 101).unwrap();
+    let (queue, heads) = device.inflight.unwrap().split(1, 1, 101).unwrap();
     assert_eq!((heads, queue.base()), (vec![5, 7], 103));
 }
 

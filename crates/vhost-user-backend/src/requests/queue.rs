@@ -16,7 +16,7 @@ mod wait;
 
 use std::{collections::VecDeque, sync::Arc};
 
-use ringfence_mem::{Memory, Translate};
+use ringfence_mem::{AccessError, Memory, Translate};
 use ringfence_run::{event::Doorbell, notifier::Notifier};
 use ringfence_virtq::{Chain, device};
 
@@ -92,6 +92,16 @@ enum State {
     Done { ok: bool, used: u32 },
 }
 
+/// What became of an attempt to take a chain.
+enum Taken {
+    /// There is none.
+    Nothing,
+    /// It was taken.
+    Chain,
+    /// Its table has no translation.
+    Table(AccessError),
+}
+
 /// What the kernel still uses of a queue that is gone: the memory, and the leases on its
 /// translations.
 pub(super) struct Remains<S: Serve> {
@@ -136,6 +146,10 @@ pub struct RequestQueue<S: Serve> {
     away: Option<Away>,
     /// Whether the ring was mapped when it [began to stop](Self::begin_stop).
     mapped_at_stop: bool,
+    /// Requests that can neither be completed nor be put back: where the ring goes on is unknown.
+    lost: bool,
+    /// Whether only its record says where it goes on.
+    at_used: bool,
     /// How often the endpoint had been rebound when the ring was last found.
     found: Option<u64>,
     parked: Parked,
@@ -180,6 +194,8 @@ impl<S: Serve> RequestQueue<S> {
             recorded: None,
             away: None,
             mapped_at_stop: false,
+            lost: false,
+            at_used: false,
             found: None,
             parked: Parked::default(),
             stalled: VecDeque::new(),
@@ -211,6 +227,17 @@ impl<S: Serve> RequestQueue<S> {
     /// The same, to change it.
     pub(super) fn serve_mut(&mut self) -> &mut S {
         &mut self.serve
+    }
+
+    /// The ring goes on where its record says, and nowhere else is known.
+    pub(super) fn set_at_used(&mut self) {
+        self.at_used = true;
+    }
+
+    /// The index at which the ring goes on; `None` if that is unknown.
+    pub fn next_avail(&self) -> Option<u32> {
+        let closed = self.recorded.as_ref().is_some_and(Recorded::is_closed);
+        (!self.lost && !(self.at_used && closed)).then(|| self.ring.next_avail())
     }
 
     /// The ring, for its position.
@@ -347,7 +374,11 @@ impl<S: Serve> RequestQueue<S> {
     /// # Errors
     /// The ring is not there.
     pub fn move_to(&mut self, mem: &impl Translate) -> Result<(), QueueError> {
-        self.find(mem)
+        self.find(mem)?;
+        if self.away.take().is_some() {
+            self.disarm();
+        }
+        Ok(())
     }
 
     /// Moves the ring to these addresses, at which [`move_to`](Self::move_to) must find it.
@@ -381,41 +412,54 @@ impl<S: Serve> RequestQueue<S> {
         let mut taken = 0;
         while taken < most && self.serve.bytes() < stop_at && !self.is_occupied() {
             let Some(&at) = self.free.last() else { break };
-            let slot = &mut self.slots[usize::from(at)];
-            let (ring, recorded) = (&mut self.ring, self.recorded.as_mut());
-            let since = self.head.map_or(u64::MAX, |head| head.misses);
-            match bus.since(since, || take_next(ring, recorded, bus, &mut slot.chain)) {
-                Ok(Some(entry)) => {
-                    self.head = None;
-                    slot.entry = entry;
-                }
-                Ok(None) => break,
-                // Behind an IOTLB the translation may yet come, and if not, the next chain is
-                // unaffected.
-                Err(error) => match wait::unreachable_table(&error) {
-                    Some(why) if bus.iotlb().is_some() => {
-                        if self.wait_for_head(bus, why) {
-                            break;
-                        }
-                        self.give_head_up(at)?;
-                        taken += 1;
-                        continue;
+            match self.take_one(at, bus)? {
+                Taken::Nothing => break,
+                Taken::Table(why) => {
+                    if self.wait_for_head(bus, &why) {
+                        break;
                     }
-                    _ => return Err(error.into()),
-                },
+                    self.give_head_up(at)?;
+                }
+                Taken::Chain => {
+                    if !self.hold(at) {
+                        most = 0;
+                    }
+                    self.advance(at, bus);
+                }
             }
-            self.free.pop();
-            slot.state = State::Taken;
-            slot.number = self.taken;
-            self.taken += 1;
-            self.enqueue(at);
             taken += 1;
-            if !self.hold(at) {
-                most = 0;
-            }
-            self.advance(at, bus);
         }
         Ok(taken > 0)
+    }
+
+    /// Takes the next chain into `at`, if there is one.
+    #[inline]
+    fn take_one(&mut self, at: u16, bus: &Bus) -> Result<Taken, QueueError> {
+        let slot = &mut self.slots[usize::from(at)];
+        let (ring, recorded) = (&mut self.ring, self.recorded.as_mut());
+        let since = self.head.map_or(u64::MAX, |head| head.misses);
+        match bus.since(since, || take_next(ring, recorded, bus, &mut slot.chain)) {
+            Ok(Some(entry)) => self.begin(at, entry),
+            Ok(None) => return Ok(Taken::Nothing),
+            // Behind an IOTLB the translation may yet come, and if not, the next chain is
+            // unaffected.
+            Err(error) => match wait::unreachable_table(&error) {
+                Some(why) if bus.iotlb().is_some() => return Ok(Taken::Table(*why)),
+                _ => return Err(error.into()),
+            },
+        }
+        Ok(Taken::Chain)
+    }
+
+    /// A chain was taken into `at`.
+    #[inline]
+    fn begin(&mut self, at: u16, entry: u16) {
+        self.head = None;
+        self.free.pop();
+        let slot = &mut self.slots[usize::from(at)];
+        (slot.state, slot.entry, slot.number) = (State::Taken, entry, self.taken);
+        self.taken += 1;
+        self.enqueue(at);
     }
 
     /// Goes on with a request, as far as it goes.
@@ -478,7 +522,7 @@ impl<S: Serve> RequestQueue<S> {
     pub fn next_due(&self) -> Option<u64> {
         if let Some(away) = self.away {
             // No event signals that it is mapped again, and the driver may omit kicks.
-            return Some(away.retry_at);
+            return away.retry_at;
         }
         let parked = self.waits().then(|| self.parked.due());
         parked.into_iter().chain(self.serve.next_due()).min()

@@ -39,6 +39,12 @@ pub struct RequestRings<S: Serve> {
     over: Cell<Option<Instant>>,
 }
 
+/// Where a ring that has stopped goes on.
+fn next_avail<S: Serve>(queue: &RequestQueue<S>) -> Result<u32, HandlerError> {
+    let lost = || HandlerError::new("the ring's requests in flight are lost");
+    queue.next_avail().ok_or_else(lost)
+}
+
 impl<S: Serve> RequestRings<S> {
     /// Rings that `workers` serve in turn, as their unit number `unit`, counted in `figures`.
     pub fn new(
@@ -92,6 +98,9 @@ impl<S: Serve> RequestRings<S> {
         if let Some(region) = &self.inflight {
             queue.record(Arc::clone(region), ring);
         }
+        if at_used {
+            queue.set_at_used();
+        }
         let served = Served::new(ring, queue, kick, err, enabled);
         let (name, number, figures) =
             (Arc::clone(&self.name), self.shares.unit(), Arc::clone(&self.figures));
@@ -122,7 +131,7 @@ impl<S: Serve> RequestRings<S> {
         self.shares.on(ring.into(), move |unit| unit.begin_stop(ring, reply))?;
         loop {
             match stopped.recv_timeout(LOOK) {
-                Ok((queue, _)) => return Ok(queue.ring().next_avail()),
+                Ok((queue, _)) => return next_avail(&queue),
                 Err(RecvTimeoutError::Timeout) if !given_up() => {}
                 Err(RecvTimeoutError::Timeout) => break,
                 Err(RecvTimeoutError::Disconnected) => {
@@ -133,7 +142,7 @@ impl<S: Serve> RequestRings<S> {
         let left = self.shares.on(ring.into(), move |unit| unit.abandon(ring))?.unwrap_or(0);
         // It may have ended meanwhile.
         if let Ok((queue, _)) = stopped.try_recv() {
-            return Ok(queue.ring().next_avail());
+            return next_avail(&queue);
         }
         let name = S::NAME;
         Err(HandlerError::new(format!("{name} has not completed {left} requests of ring {ring}")))

@@ -184,6 +184,11 @@ impl<S: Serve> RequestUnit<S> {
     /// Continues the stop of a queue; true if it has ended.
     fn wind_down(&mut self, at: usize) -> bool {
         let served = &mut self.queues[at];
+        if self.shared.figures.holds() && served.queue.must_do_record() {
+            // As in `poll`.
+            served.queue.reap();
+            return false;
+        }
         let mut ended = None;
         if served.failed.is_none() {
             match served.queue.wind_down(&self.bus) {
@@ -309,8 +314,12 @@ impl<S: Serve> Rings for RequestUnit<S> {
         if let Bus::Physical(_) = self.bus {
             let addresses = UserAddresses::new(Arc::clone(memory));
             for served in self.queues.iter_mut().filter(|served| served.failed.is_none()) {
-                if let Err(error) = served.queue.move_to(&addresses) {
-                    served.fail(&self.shared, error);
+                match served.queue.move_to(&addresses) {
+                    Err(QueueError::Ring(RingError::Unreachable { .. })) => {
+                        served.queue.is_gone(&self.bus);
+                    }
+                    Err(error) => served.fail(&self.shared, error),
+                    Ok(()) => {}
                 }
             }
         }
@@ -365,7 +374,9 @@ impl<S: Serve> Unit for RequestUnit<S> {
                 false => {
                     let served = &self.queues[at];
                     let winds_down = served.stopping.is_some() && served.failed.is_none();
-                    busy |= winds_down && served.queue.is_spent();
+                    let more = served.queue.must_do_record() && served.queue.in_kernel() == 0;
+                    let held = self.shared.figures.holds();
+                    busy |= winds_down && (served.queue.is_spent() || more && !held);
                     at += 1;
                 }
             }

@@ -76,6 +76,8 @@ impl RingPos {
 #[derive(Debug)]
 pub struct PackedInflight {
     part: Part,
+    /// How many descriptors the ring has: perhaps fewer than the region has entries.
+    ring: u16,
     counter: u64,
     free_head: u16,
     /// Of each entry, as it was written: a peer may change the region.
@@ -97,15 +99,16 @@ struct Link {
 }
 
 impl PackedInflight {
-    pub(super) fn open(
+    pub(super) fn open<E: From<InflightError>>(
         part: Part,
+        ring: u16,
         base: u32,
-        flags_at: impl FnOnce(u16) -> u16,
-    ) -> Result<(PackedInflight, Vec<PackedBuffer>), InflightError> {
+        flags_at: impl FnOnce(u16) -> Result<u16, E>,
+    ) -> Result<(PackedInflight, Vec<PackedBuffer>), E> {
         let size = part.size;
         if part.is_new()? {
             let used = RingPos { index: (base >> 16 & 0x7fff) as u16, wrap: base >> 31 != 0 };
-            let used = Self::checked(used, size)?;
+            let used = Self::checked(used, ring)?;
             part.clear(entry(size));
             for index in 0..size {
                 part.put16(entry(index) + NEXT, index + 1);
@@ -114,11 +117,11 @@ impl PackedInflight {
             part.born();
         }
         let (now, old) = Self::get_used(&part);
-        let (now, old) = (Self::checked(now, size)?, Self::checked(old, size)?);
+        let (now, old) = (Self::checked(now, ring)?, Self::checked(old, ring)?);
         let mut free_head = part.get16(OLD_FREE_HEAD);
         let mut used = old;
         if now != old {
-            let flags = flags_at(old.index) & (AVAIL | USED_BIT);
+            let flags = flags_at(old.index)? & (AVAIL | USED_BIT);
             let available = if old.wrap { AVAIL } else { USED_BIT };
             // The driver was shown the batch: what was recorded of it holds.
             if flags != available {
@@ -159,7 +162,7 @@ impl PackedInflight {
             let num = part.get16(at + NUM);
             if num == 0 || num > size {
                 let what = "the length of a buffer";
-                return Err(InflightError::Broken { what, value: num.into() });
+                return Err(InflightError::Broken { what, value: num.into() }.into());
             }
             let mut descriptors = Vec::new();
             let (mut index, mut last) = (slot, slot);
@@ -185,11 +188,16 @@ impl PackedInflight {
         buffers.sort_by_key(|&(counter, _)| counter);
         let counter = buffers.last().map_or(0, |&(counter, _)| counter.wrapping_add(1));
         let buffers: Vec<_> = buffers.into_iter().map(|(_, buffer)| buffer).collect();
-        // No entry is counted twice, so that this is at most the ring's size.
-        let taken: usize = buffers.iter().map(|buffer| buffer.descriptors.len()).sum();
-        let available = used.advance(taken as u16, size);
+        // No entry is counted twice, so that this is at most the region's size.
+        let taken = buffers.iter().map(|buffer| buffer.descriptors.len()).sum::<usize>() as u16;
+        if taken > ring {
+            let what = "the number of descriptors in flight";
+            return Err(InflightError::Broken { what, value: taken.into() }.into());
+        }
+        let available = used.advance(taken, ring);
         let batch = Vec::with_capacity(size.into());
-        let inflight = PackedInflight { part, counter, free_head, links, used, available, batch };
+        let inflight =
+            PackedInflight { part, ring, counter, free_head, links, used, available, batch };
         Ok((inflight, buffers))
     }
 
@@ -227,7 +235,7 @@ impl PackedInflight {
             (index < size).then(|| self.links[usize::from(index)].next)
         });
         let enough = free.take(descriptors.len()).all(|index| index < size);
-        if descriptors.is_empty() || descriptors.len() > usize::from(size) || !enough {
+        if descriptors.is_empty() || descriptors.len() > usize::from(self.ring) || !enough {
             return None;
         }
         let slot = self.free_head;
@@ -252,7 +260,7 @@ impl PackedInflight {
             self.part.put16(FREE_HEAD, self.free_head);
         }
         self.links[usize::from(slot)].num = descriptors.len() as u16;
-        self.available = self.available.advance(descriptors.len() as u16, size);
+        self.available = self.available.advance(descriptors.len() as u16, self.ring);
         // Before this store, the buffer counts as not taken.
         self.part.put16(OLD_FREE_HEAD, self.free_head);
         Some(slot)
@@ -280,7 +288,7 @@ impl PackedInflight {
             self.links[usize::from(last)].next = self.free_head;
             self.free_head = slot;
             self.part.put16(FREE_HEAD, slot);
-            self.used = self.used.advance(num, self.part.size);
+            self.used = self.used.advance(num, self.ring);
         }
         Self::put_used(&self.part, self.used, old);
         show();

@@ -31,6 +31,49 @@ fn live_for(stores: Option<u32>) {
     STORES.with(|left| left.set(stores));
 }
 
+/// The flags of a ring's descriptor that was never written.
+fn zero(_: u16) -> Result<u16, InflightError> {
+    Ok(0)
+}
+
+/// Of a ring whose flags decide nothing.
+fn nothing(_: u16) -> Result<u16, InflightError> {
+    unreachable!("the region is new")
+}
+
+#[test]
+fn a_ring_is_at_most_as_large_as_its_region() {
+    for packed in [false, true] {
+        let (made, _fd) = InflightRegion::allocate(1, 4, packed).unwrap();
+        let refused = match packed {
+            true => made.packed(0, 5, 1 << 15 | 1 << 31, zero).map(|_| ()),
+            false => made.split(0, 5, 0).map(|_| ()),
+        };
+        assert!(matches!(refused, Err(InflightError::Ring { size: 5, most: 4 })));
+    }
+}
+
+/// Nothing is decided by flags that cannot be read.
+#[test]
+fn a_ring_that_cannot_be_read_leaves_its_record_as_it_was() {
+    let (made, _fd) = InflightRegion::allocate(1, 4, true).unwrap();
+    let buffer = [PackedDescriptor { addr: 1, len: 2, flags: 0, id: 4 }];
+    let (mut queue, _) = made.packed(0, 4, 1 << 15 | 1 << 31, nothing).unwrap();
+    let taken = queue.take(&buffer).unwrap();
+    queue.complete(taken);
+    // It dies when it has written where the batch ends, and shown nothing.
+    let died = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        queue.publish(|| panic!("it is killed"))
+    }));
+    assert!(died.is_err());
+    let unreadable = |_| Err::<u16, _>(InflightError::NoQueue(77));
+    assert!(matches!(made.packed(0, 4, 0, unreadable), Err(InflightError::NoQueue(77))));
+    // Not shown: the descriptor is available as in its first lap.
+    let available = |_| Ok::<_, InflightError>(1 << 7);
+    let (_, buffers) = made.packed(0, 4, 0, available).unwrap();
+    assert_eq!(buffers.len(), 1, "it was completed and never shown");
+}
+
 #[test]
 fn a_region_that_another_process_kept_is_the_same_region() {
     for packed in [false, true] {
@@ -38,17 +81,17 @@ fn a_region_that_another_process_kept_is_the_same_region() {
         assert!(made.place().len >= 3 * part_len(100, packed) as u64);
         let again = InflightRegion::open(fd, &made.place(), packed).unwrap();
         if packed {
-            let (mut queue, _) = made.packed(2, 1 << 15 | 1 << 31, |_| 0).unwrap();
+            let (mut queue, _) = made.packed(2, 100, 1 << 15 | 1 << 31, zero).unwrap();
             queue.take(&[PackedDescriptor { addr: 1, len: 2, flags: 3, id: 4 }]).unwrap();
-            assert_eq!(again.packed(2, 0, |_| 0).unwrap().1.len(), 1);
-            assert!(again.split(0, 0).is_err());
+            assert_eq!(again.packed(2, 100, 0, zero).unwrap().1.len(), 1);
+            assert!(again.split(0, 100, 0).is_err());
         } else {
-            let (mut queue, _) = made.split(2, 0).unwrap();
+            let (mut queue, _) = made.split(2, 100, 0).unwrap();
             queue.take(99);
-            assert_eq!(again.split(2, 0).unwrap().1, [99]);
-            assert!(again.packed(0, 0, |_| 0).is_err());
+            assert_eq!(again.split(2, 100, 0).unwrap().1, [99]);
+            assert!(again.packed(0, 100, 0, zero).is_err());
         }
-        assert!(matches!(made.part(3, packed), Err(InflightError::NoQueue(3))));
+        assert!(matches!(made.part(3, 100, packed), Err(InflightError::NoQueue(3))));
     }
 }
 
@@ -62,7 +105,7 @@ fn a_device_has_a_word_of_its_own_where_there_is_room_for_it() {
         let place = msg::Inflight { len: len as u64, ..made.place() };
         InflightRegion::open(fd.try_clone().unwrap(), &place, false).unwrap()
     };
-    let mut queue = again(bytes + ALIGN).split(1, 0).unwrap().0;
+    let mut queue = again(bytes + ALIGN).split(1, 64, 0).unwrap().0;
     (0..64).for_each(|head| queue.take(head));
     assert_eq!(again(bytes + ALIGN).note(), u64::MAX - 7, "a queue wrote there");
     // A region of a program without a note.
@@ -96,17 +139,17 @@ fn a_region_that_does_not_hold_its_queues_is_refused() {
 #[test]
 fn a_layout_that_is_not_known_is_refused() {
     let (made, _fd) = InflightRegion::allocate(1, 64, false).unwrap();
-    made.split(0, 0).unwrap();
-    made.part(0, false).unwrap().put16(DESC_NUM_AT, 65);
-    assert!(matches!(made.split(0, 0), Err(InflightError::Broken { value: 65, .. })));
-    made.part(0, false).unwrap().put16(VERSION_AT, 2);
-    assert!(matches!(made.split(0, 0), Err(InflightError::Version(2))));
+    made.split(0, 64, 0).unwrap();
+    made.part(0, 64, false).unwrap().put16(DESC_NUM_AT, 65);
+    assert!(matches!(made.split(0, 64, 0), Err(InflightError::Broken { value: 65, .. })));
+    made.part(0, 64, false).unwrap().put16(VERSION_AT, 2);
+    assert!(matches!(made.split(0, 64, 0), Err(InflightError::Version(2))));
 }
 
 #[test]
 fn a_split_part_lies_as_the_protocol_says() {
     let (made, _fd) = InflightRegion::allocate(1, 4, false).unwrap();
-    let (mut queue, _) = made.split(0, 7).unwrap();
+    let (mut queue, _) = made.split(0, 4, 7).unwrap();
     queue.take(3);
     queue.take(1);
     queue.take(2);
@@ -162,13 +205,13 @@ proptest! {
         let (region, _fd) = InflightRegion::allocate(1, SIZE, false).unwrap();
         let mut ring =
             Ring { offered: vec![], free: (0..SIZE).collect(), used_idx: start, shown: BTreeSet::new() };
-        drop(region.split(0, start).unwrap());
+        drop(region.split(0, SIZE, start).unwrap());
         for (steps, stores, recovery) in lives {
             // Dying while recovering changes nothing either.
             live_for(Some(recovery));
-            drop(region.split(0, ring.used_idx).unwrap());
+            drop(region.split(0, SIZE, ring.used_idx).unwrap());
             live_for(None);
-            let (mut queue, heads) = region.split(0, ring.used_idx).unwrap();
+            let (mut queue, heads) = region.split(0, SIZE, ring.used_idx).unwrap();
             // All chains that were taken and not shown, up to where the ring goes on.
             let base = usize::from(queue.base().wrapping_sub(start));
             let expected: Vec<u16> =
@@ -227,7 +270,7 @@ proptest! {
             }
             live_for(None);
             // A completed take is not forgotten, and what was never offered does not appear.
-            let (queue, _) = region.split(0, ring.used_idx).unwrap();
+            let (queue, _) = region.split(0, SIZE, ring.used_idx).unwrap();
             let base = usize::from(queue.base().wrapping_sub(start));
             prop_assert!(base >= next && base <= begun.max(next), "{} {} {}", next, base, begun);
         }
@@ -236,11 +279,12 @@ proptest! {
     #[test]
     fn a_packed_ring_is_recovered_between_any_two_stores(
         begin in (0..SIZE, any::<bool>()),
+        extra in 0..4u16,
         lives in prop::collection::vec((steps(), 0..300u32, 0..12u32), 1..6),
     ) {
-        let (region, _fd) = InflightRegion::allocate(1, SIZE, true).unwrap();
+        let (region, _fd) = InflightRegion::allocate(1, SIZE + extra, true).unwrap();
         let half = u32::from(begin.0) | u32::from(begin.1) << 15;
-        drop(region.packed(0, half | half << 16, |_| unreachable!()).unwrap());
+        drop(region.packed(0, SIZE, half | half << 16, nothing).unwrap());
         let start = usize::from(begin.0) + if begin.1 { 0 } else { usize::from(SIZE) };
         // Positions count on for ever; a lap changes the wrap counter.
         let place = |at: usize| {
@@ -263,9 +307,9 @@ proptest! {
         let (mut offered_to, mut used_to) = (0, 0);
         for (steps, stores, recovery) in lives {
             live_for(Some(recovery));
-            drop(region.packed(0, 0, |index| flags[usize::from(index)]).unwrap());
+            drop(region.packed(0, SIZE, 0, |index| Ok::<_, InflightError>(flags[usize::from(index)])).unwrap());
             live_for(None);
-            let (mut queue, buffers) = region.packed(0, 0, |index| flags[usize::from(index)]).unwrap();
+            let (mut queue, buffers) = region.packed(0, SIZE, 0, |index| Ok::<_, InflightError>(flags[usize::from(index)])).unwrap();
             let taken: usize = offered
                 .iter()
                 .position(|(at, _)| encode(*at) == queue.base() & 0xffff && *at >= used_to)
@@ -345,7 +389,7 @@ proptest! {
                 }
             }
             live_for(None);
-            let (queue, _) = region.packed(0, 0, |index| flags[usize::from(index)]).unwrap();
+            let (queue, _) = region.packed(0, SIZE, 0, |index| Ok::<_, InflightError>(flags[usize::from(index)])).unwrap();
             let end = |n: usize| offered.get(n).map_or(offered_to, |(at, _)| *at);
             let base = queue.base() & 0xffff;
             prop_assert!((next..=begun.max(next)).any(|n| encode(end(n)) == base));
@@ -361,14 +405,14 @@ proptest! {
         flags in any::<u16>(),
     ) {
         let (region, _fd) = InflightRegion::allocate(1, SIZE, packed).unwrap();
-        let part = region.part(0, packed).unwrap();
+        let part = region.part(0, SIZE, packed).unwrap();
         let len = part_len(SIZE, packed);
         words.iter().for_each(|&(at, word)| part.put16(at * 2 % len, word));
         bytes.iter().for_each(|&(at, byte)| part.put8(at % len, byte));
         part.put16(VERSION_AT, 1);
         part.put16(DESC_NUM_AT, SIZE);
         if packed {
-            if let Ok((mut queue, buffers)) = region.packed(0, 0, |_| flags) {
+            if let Ok((mut queue, buffers)) = region.packed(0, SIZE, 0, |_| Ok::<_, InflightError>(flags)) {
                 let in_flight: usize = buffers.iter().map(|b| b.descriptors.len()).sum();
                 prop_assert!(in_flight <= usize::from(SIZE));
                 // Later damage to the region is not read.
@@ -380,7 +424,7 @@ proptest! {
                 (0..=u16::from(u8::MAX)).for_each(|slot| queue.complete(slot));
                 queue.publish(|| ());
             }
-        } else if let Ok((mut queue, heads)) = region.split(0, used) {
+        } else if let Ok((mut queue, heads)) = region.split(0, SIZE, used) {
             prop_assert!(heads.iter().all(|&head| head < SIZE));
             heads.into_iter().chain([SIZE, u16::MAX]).for_each(|head| {
                 queue.take(head);

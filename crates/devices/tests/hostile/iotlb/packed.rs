@@ -20,6 +20,15 @@ struct Packed {
 
 impl Packed {
     fn new(recorded: bool) -> Packed {
+        Packed::at(recorded, device::RingConfig::start(true))
+    }
+
+    fn at(recorded: bool, base: u32) -> Packed {
+        Packed::with(recorded, SIZE, base)
+    }
+
+    /// With a record for rings of up to `most` descriptors.
+    fn with(recorded: bool, most: u16, base: u32) -> Packed {
         let workers: Arc<[Worker]> = Arc::new([Worker::spawn("worker", Notify::Adaptive).unwrap()]);
         let options = BlkOptions {
             iotlb: Some(config()),
@@ -28,7 +37,7 @@ impl Packed {
         };
         let mut behind = Behind::connect_with(workers, options, 1 << F_RING_PACKED);
         if recorded {
-            let region = behind.main().inflight(4, SIZE).unwrap().unwrap();
+            let region = behind.main().inflight(4, most).unwrap().unwrap();
             behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
         }
         let (page, window) = behind.mapped();
@@ -39,7 +48,7 @@ impl Packed {
         let offsets = [at.desc, at.avail, at.used].map(|offset| offset as u64);
         let kick = event::new().unwrap();
         let packed = Packed { behind, ring, at: iova(page), offsets, kick };
-        packed.start(device::RingConfig::start(true));
+        packed.start(base);
         packed
     }
 
@@ -108,6 +117,68 @@ fn packed_rings_carry_the_same_requests() {
         }
         assert_eq!(packed.behind.options.figures.sum().failed, 0);
     }
+}
+
+/// At the beginning of every second lap the position of a ring that is all in flight is one that front ends
+/// send for an empty one.
+#[test]
+fn a_packed_ring_that_is_all_in_flight_goes_on_where_it_was() {
+    for laps in 0..3 {
+        let mut packed = Packed::new(true);
+        for _ in 0..laps * SIZE {
+            packed.submit(Kind::In, 0, true, 0);
+            packed.wait();
+        }
+        // The ring itself.
+        packed.behind.push(0);
+        packed.behind.updates(Updates::Held);
+        for _ in 0..SIZE {
+            let (pages, _) = packed.submit(Kind::In, 8, true, 7);
+            // Its table.
+            packed.behind.push(pages[2] + 1);
+            packed.behind.wait_missed(pages[1]);
+        }
+        let base = packed.behind.main().get_vring_base(0).unwrap();
+        packed.behind.updates(Updates::Now);
+        packed.behind.release(|_| ());
+        packed.start(base);
+        for _ in 0..SIZE {
+            assert_eq!(packed.wait().len, PAGE as u32 + 1, "after {laps} laps");
+        }
+        assert_eq!(packed.behind.options.figures.sum().failed, 0);
+    }
+}
+
+/// Front ends that know no packed rings send 0, others the available position alone.
+#[test]
+fn a_record_begins_where_its_ring_does() {
+    for base in [0, 1 << 15] {
+        let mut packed = Packed::at(true, base);
+        for round in 0..3 {
+            for _ in 0..5 {
+                packed.submit(Kind::In, 0, round == 1, 0);
+                packed.wait();
+            }
+            let base = packed.behind.main().get_vring_base(0).unwrap();
+            packed.start(base);
+        }
+        assert_eq!(packed.behind.options.figures.sum().failed, 0);
+    }
+}
+
+/// A record may be for larger rings than the driver's.
+#[test]
+fn a_record_for_larger_rings_counts_the_places_of_its_ring() {
+    let mut packed = Packed::with(true, 32, device::RingConfig::start(true));
+    for _ in 0..9 {
+        for _ in 0..5 {
+            packed.submit(Kind::In, 0, true, 0);
+            packed.wait();
+        }
+        let base = packed.behind.main().get_vring_base(0).unwrap();
+        packed.start(base);
+    }
+    assert_eq!(packed.behind.options.figures.sum().failed, 0);
 }
 
 #[test]

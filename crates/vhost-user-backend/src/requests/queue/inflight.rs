@@ -1,7 +1,7 @@
 //! The record of what a queue has taken and not completed, from which another process goes on after
 //! a crash of this one.
 
-use std::{cell::Cell, collections::VecDeque, sync::Arc};
+use std::{collections::VecDeque, sync::Arc};
 
 use ringfence_mem::{AccessError, Translate};
 use ringfence_vhost_user::{InflightRegion, PackedDescriptor, PackedInflight, SplitInflight};
@@ -39,6 +39,9 @@ enum Again {
     Packed { slot: u16, id: u16, descs: Vec<Desc>, table: Option<(u64, u32)> },
 }
 
+/// The base of a packed ring of which all is in flight, at the beginning of every second lap.
+const WHOLE_RING: u32 = 1 << 15;
+
 /// The entry of a chain that needs none: a split ring's entry is its head.
 const NO_ENTRY: u16 = u16::MAX;
 
@@ -65,36 +68,36 @@ impl Recorded {
                 let addr = config.used.saturating_add(layout::IDX as u64);
                 mem.read(addr, &mut idx).map_err(|error| unreachable(Area::Used, addr, error))?;
                 let used = u16::from_le_bytes(idx);
-                let (inflight, heads) = self.region.split(self.queue, used)?;
+                let (inflight, heads) = self.region.split(self.queue, config.size, used)?;
                 self.again = heads.into_iter().map(Again::Head).collect();
                 let base = inflight.base().into();
                 self.record = Some(Record::Split { inflight, used });
                 base
             }
             true => {
-                let failed = Cell::new(None);
-                let flags_at = |at: u16| {
+                let flags_at = |at: u16| -> Result<u16, QueueError> {
                     let (mut flags, offset) = ([0; 2], usize::from(at) * layout::DESC_SIZE + 14);
                     let addr = config.desc.saturating_add(offset as u64);
-                    if let Err(error) = mem.read(addr, &mut flags) {
-                        failed.set(Some(unreachable(Area::Descriptors, addr, error)));
-                    }
-                    u16::from_le_bytes(flags)
+                    mem.read(addr, &mut flags)
+                        .map_err(|error| unreachable(Area::Descriptors, addr, error))?;
+                    Ok(u16::from_le_bytes(flags))
                 };
-                // Before any change: the ring may be unreadable.
-                flags_at(0);
-                if let Some(error) = failed.take() {
-                    return Err(error.into());
-                }
-                let (inflight, buffers) = self.region.packed(self.queue, config.base, flags_at)?;
-                if let Some(error) = failed.take() {
-                    return Err(error.into());
-                }
+                // A record begins where the ring does, which only the ring may tell.
+                let mut ring = device::Queue::postponed(*config)?;
+                ring.revalidate(mem)?;
+                let (queue, size) = (self.queue, config.size);
+                let (inflight, buffers) =
+                    self.region.packed(queue, size, ring.next_avail(), flags_at)?;
                 self.again = buffers
                     .into_iter()
                     .map(|buffer| again(buffer.slot, &buffer.descriptors))
                     .collect();
-                let base = inflight.base();
+                let base = match inflight.base() {
+                    // A whole ring is in flight. Front ends send this for none (see
+                    // `RingConfig::base`), so that the used position is passed twice.
+                    WHOLE_RING => 0,
+                    base => base,
+                };
                 self.record = Some(Record::Packed(inflight));
                 base
             }
@@ -124,6 +127,11 @@ impl Recorded {
             self.again.pop_front();
         }
         Some(taken)
+    }
+
+    /// Whether there are chains to take again.
+    pub(super) fn has_more(&self) -> bool {
+        !self.again.is_empty()
     }
 
     /// Records that a chain is taken, before it has any effect. Returns its entry; `None` if there
@@ -220,7 +228,7 @@ pub(super) fn take_next(
     if !ring.pop(mem, chain)? {
         return Ok(None);
     }
-    // The record has room for as many as a ring holds, unless the region is for smaller rings.
+    // The record has room for as many as a ring holds.
     recorded.take(chain).map(Some).ok_or(RingError::Format)
 }
 

@@ -13,8 +13,8 @@ const PAUSE_NS: (u64, u64) = (500_000, 16_000_000);
 /// A ring whose addresses are not mapped now.
 #[derive(Clone, Copy)]
 pub(super) struct Away {
-    /// When to look it up again.
-    pub(super) retry_at: u64,
+    /// When to look it up again; `None`: when the memory changes.
+    pub(super) retry_at: Option<u64>,
     pause_ns: u64,
     /// The count of updates and refusals at the last lookup.
     pub(super) updates: u64,
@@ -24,8 +24,18 @@ impl<S: Serve> RequestQueue<S> {
     /// Checks that the ring is still mapped, or looks it up again; false if it is away.
     #[inline]
     pub(super) fn find_ring(&mut self, bus: &Bus) -> Result<bool, QueueError> {
-        // Ring addresses are IOVAs only behind an IOMMU; plain ones never become invalid.
-        if self.ring.is_valid() { Ok(true) } else { self.look_for_ring(bus) }
+        // Ring addresses are IOVAs only behind an IOMMU; plain ones change with the memory.
+        match self.ring.is_valid() && self.away.is_none() {
+            true => Ok(true),
+            false => self.look_for_ring(bus),
+        }
+    }
+
+    /// The memory that has the ring is gone. It may come back at the same addresses: a region that
+    /// changes is first removed and then added again.
+    pub(in crate::requests) fn is_gone(&mut self, bus: &Bus) {
+        self.stats.away += u64::from(self.away.is_none());
+        self.away = Some(Away { retry_at: None, pause_ns: 0, updates: bus.updates() });
     }
 
     /// Records that the ring was found, and how often the endpoint had been rebound by then.
@@ -42,7 +52,7 @@ impl<S: Serve> RequestQueue<S> {
         let stale = self.found.is_some_and(|at| at != bus.bindings());
         match self.away {
             Some(Away { retry_at, updates: seen, .. })
-                if self.now_ns < retry_at && seen == updates =>
+                if retry_at.is_none_or(|at| self.now_ns < at) && seen == updates =>
             {
                 return Ok(false);
             }
@@ -71,7 +81,7 @@ impl<S: Serve> RequestQueue<S> {
                     None => first,
                 };
                 self.stats.away += u64::from(self.away.is_none());
-                let retry_at = self.now_ns.saturating_add(pause_ns);
+                let retry_at = Some(self.now_ns.saturating_add(pause_ns));
                 self.away = Some(Away { retry_at, pause_ns, updates });
             }
             Err(error) => return Err(error),

@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 
-use super::{RequestQueue, State};
+use super::{RequestQueue, State, Taken, inflight::Recorded};
 use crate::{
     Bus,
     requests::{QueueError, Serve},
@@ -30,8 +30,9 @@ impl<S: Serve> RequestQueue<S> {
     /// [`wind_down`](Self::wind_down) takes the place of [`poll`](Self::poll).
     pub fn begin_stop(&mut self, bus: &Bus) {
         // If the ring is not mapped, no request can be completed.
-        self.away = None;
-        self.mapped_at_stop = self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok();
+        let gone = self.away.take().is_some_and(|away| away.retry_at.is_none());
+        self.mapped_at_stop =
+            !gone && (self.ring.is_valid() || bus.silently(|| self.find(bus)).is_ok());
         self.reap();
         // What is put back is taken from the record, which may not be ahead of the ring.
         if self.stats.requests == self.published || self.mapped_at_stop && self.publish(bus).is_ok()
@@ -48,6 +49,12 @@ impl<S: Serve> RequestQueue<S> {
     /// # Errors
     /// As [`poll`](Self::poll). The queue may still be in the [kernel](Self::in_kernel).
     pub fn wind_down(&mut self, bus: &Bus) -> Result<bool, QueueError> {
+        let ended = self.wind_down_further(bus);
+        self.lost |= matches!(ended, Err(QueueError::Lost(_)));
+        ended
+    }
+
+    fn wind_down_further(&mut self, bus: &Bus) -> Result<bool, QueueError> {
         self.serve.begin_round();
         self.reap();
         if !self.mapped_at_stop {
@@ -57,13 +64,17 @@ impl<S: Serve> RequestQueue<S> {
         self.complete(bus, u64::MAX, u64::MAX);
         // After `complete`, which makes room for them: no other event may wake the worker.
         self.advance_stalled(bus);
+        if self.must_do_record() {
+            self.take_what_is_on_record(bus)?;
+        }
         self.reap();
         if self.free.len() + self.parked.len() + self.done() < self.slots.len() {
             self.serve.kick()?;
             self.publish_if_any(bus)?;
             return Ok(false);
         }
-        if self.order.is_some() {
+        let more = self.must_do_record();
+        if self.order.is_some() && !more {
             // Now also requests that are done but not completed. What is put back is taken from the
             // record, which may not be ahead of the ring.
             self.publish(bus)?;
@@ -81,9 +92,39 @@ impl<S: Serve> RequestQueue<S> {
                 self.fail(at, bus);
             }
         }
+        if more {
+            // There is room for it in the next round.
+            return Ok(false);
+        }
         self.end_order(true);
         self.publish(bus)?;
         Ok(true)
+    }
+
+    /// Whether an earlier process took chains that this one has not taken again, and no other does
+    /// what is on record, as the guest moves.
+    pub(in crate::requests) fn must_do_record(&self) -> bool {
+        self.log.is_on() && self.recorded.as_ref().is_some_and(Recorded::has_more)
+    }
+
+    /// Takes chains that an earlier process took, as far as there is room.
+    fn take_what_is_on_record(&mut self, bus: &Bus) -> Result<(), QueueError> {
+        while self.must_do_record()
+            && !self.is_occupied()
+            && !self.is_full()
+            && let Some(&at) = self.free.last()
+        {
+            match self.take_one(at, bus)? {
+                Taken::Nothing => break,
+                Taken::Chain => {
+                    self.hold(at);
+                    self.advance(at, bus);
+                }
+                // The front end sends no update meanwhile.
+                Taken::Table(_) => self.give_head_up(at)?,
+            }
+        }
+        Ok(())
     }
 
     /// Puts back into the ring the requests that were taken last and not begun.

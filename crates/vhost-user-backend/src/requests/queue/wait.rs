@@ -99,10 +99,7 @@ impl<S: Serve> RequestQueue<S> {
         let slot = &mut self.slots[usize::from(at)];
         let recorded = self.recorded.as_mut();
         if let Some(entry) = take_next(&mut self.ring, recorded, &Blank, &mut slot.chain)? {
-            self.head = None;
-            slot.entry = entry;
-            self.free.pop();
-            self.enqueue(at);
+            self.begin(at, entry);
             self.hold(at);
             self.finish(at, false, 0);
         }
