@@ -5,8 +5,11 @@
 mod common;
 
 use common::{Bench, range, ring::Served};
-use ringfence_iommu::{Domain, Error, Gather, GuestPhys, Iova, Map, Prot, Range};
-use ringfence_virtio_iommu::driver::{DriverConfig, Notify, ViommuDomain};
+use ringfence_iommu::{Domain, Error, Gather, GuestPhys, Iova, Map, Prot, Range, table::Limits};
+use ringfence_virtio_iommu::{
+    device::DeviceConfig,
+    driver::{DriverConfig, Notify, ViommuDomain},
+};
 
 fn served(size: u16) -> Served {
     Served::start(
@@ -41,10 +44,40 @@ fn reads(served: &Served, n: u64) -> Option<u64> {
     served.endpoints.access(1, page(n).first().0 + 5, Prot::READ)
 }
 
+/// More than are kept one by one.
+#[test]
+fn maps_that_the_device_has_refused_concern_no_later_ones() {
+    let limits = Limits { mappings: 200, ..Limits::NONE };
+    let options = DriverConfig { notify: Notify::Poll, ..DriverConfig::default() };
+    let served = Served::start(Bench::with(DeviceConfig::default(), limits), 256, options, true);
+    let domain = served.driver.domain().unwrap();
+    domain.attach(1).unwrap();
+    let full = maps(0..200);
+    assert_eq!(map(&domain, &full), 200);
+    domain.iotlb_sync_map(page(0).hull(page(199))).unwrap();
+    // None beside another.
+    let refused: Vec<_> =
+        (1000..1400).step_by(4).map(|n| Map::new(page(n), GuestPhys(n << 13), Prot::RW)).collect();
+    assert_eq!(map(&domain, &refused), refused.len());
+    for one in &refused {
+        assert!(domain.iotlb_sync_map(one.range()).is_err());
+        assert_eq!(unmap(&domain, &[one.range()], &mut Gather::new()), 1);
+    }
+    let mut gather = Gather::new();
+    assert_eq!(unmap(&domain, &full.iter().map(Map::range).collect::<Vec<_>>(), &mut gather), 200);
+    domain.iotlb_sync(&mut gather).unwrap();
+    for n in 1250..1400 {
+        let later = Map::new(page(n), GuestPhys(n << 13), Prot::RW);
+        domain.map(later).unwrap();
+        assert_eq!(domain.iotlb_sync_map(later.range()).map(|_| ()), Ok(()), "page {n}");
+        assert_eq!(reads(&served, n), Some((n << 13) + 5));
+    }
+}
+
 #[test]
 fn batches_of_any_size_pass_rings_of_any_size() {
     // rules V20, V23, L64
-    for size in [4, 16, 256] {
+    for size in [4, 6, 16, 100, 256] {
         let served = served(size);
         let domain = served.driver.domain().unwrap();
         domain.attach(1).unwrap();

@@ -2,24 +2,25 @@
 
 mod common;
 
-use std::sync::Arc;
+use std::{cell::Cell, sync::Arc};
 
 use common::{Bench, Endpoints, range};
 use ringfence_iommu::{Fault, FaultReason, FaultSink, Iova, Prot};
-use ringfence_mem::{Access, Translate};
+use ringfence_mem::{Access, AccessError, HostSlice, Translate, Window};
 use ringfence_virtio_iommu::{
     device::{EventQueue, FaultQueue, RequestQueue},
     driver::EventReceiver,
     wire::{AttachFlags, FAULT_LEN, FaultRecord, MAX_REQUEST_LEN, MapFlags, Request, Status},
 };
 use ringfence_virtq::{
-    Desc, driver,
+    Desc, driver, layout,
     testing::{Ram, pair},
 };
 
 const SIZE: u16 = 16;
 const BASE: u64 = 0x8000;
 const DATA: u64 = BASE + 0x4000;
+const TABLE: u64 = BASE + 0x6000;
 
 struct Rig {
     ram: Ram,
@@ -207,6 +208,56 @@ fn faults_reach_the_driver_and_wait_for_buffers_up_to_a_limit() {
     // The buffers are the device's again.
     (20..24).for_each(|n| faults.report(fault(n)));
     assert_eq!(events.poll(&ram).unwrap().published, 3);
+}
+
+/// Memory in which the driver makes the same chain available again whenever its table is read.
+struct Feeds<'a> {
+    ram: &'a Ram,
+    avail: Window,
+    made: Cell<u16>,
+}
+
+impl Translate for Feeds<'_> {
+    fn slices<F>(&self, addr: u64, len: u64, access: Access, each: F) -> Result<(), AccessError>
+    where
+        F: FnMut(HostSlice<'_>),
+    {
+        if addr == TABLE && self.made.get() < 1000 {
+            self.made.set(self.made.get() + 1);
+            self.avail.write(2, &self.made.get().to_le_bytes());
+        }
+        self.ram.slices(addr, len, access, each)
+    }
+
+    fn window(&self, addr: u64, len: u64, access: Access) -> Result<Window, AccessError> {
+        self.ram.window(addr, len, access)
+    }
+}
+
+#[test]
+fn a_driver_that_goes_on_offering_small_buffers_holds_up_nothing_else() {
+    const SIZE: u16 = 4;
+    let ram = Ram::new(BASE, 0x8000);
+    let (mut front, back) = pair(&ram, BASE, SIZE, false);
+    let faults = FaultQueue::new(8);
+    let mut events = EventQueue::new(Arc::clone(&faults), back);
+    let table = ram.window(TABLE, 64, Access::ReadWrite).unwrap();
+    front
+        .add_indirect(TABLE, &table, &[Desc::writable(DATA, 8), Desc::writable(DATA + 8, 8)], 1)
+        .unwrap();
+    front.publish();
+    let avail = BASE + layout::offsets(SIZE).avail as u64;
+    let avail = ram.window(avail, layout::avail_bytes(SIZE) as u64, Access::ReadWrite).unwrap();
+    // The same head in every place.
+    let mut head = [0; 2];
+    avail.read(4, &mut head);
+    (0..usize::from(SIZE)).for_each(|at| avail.write(4 + 2 * at, &head));
+    let feeds = Feeds { ram: &ram, avail, made: Cell::new(1) };
+    faults.report(fault(5));
+    for _ in 0..3 {
+        let progress = events.poll(&feeds).unwrap();
+        assert_eq!((progress.handled, progress.published), (0, SIZE.into()));
+    }
 }
 
 #[test]

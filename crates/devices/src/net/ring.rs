@@ -56,6 +56,8 @@ pub(super) struct NetRing {
     pub(super) enabled: bool,
     /// It broke the rules, and does nothing any more.
     pub(super) failed: bool,
+    /// Whether its memory is gone, until it changes again.
+    gone: bool,
     /// When the address of the ring, which is unmapped, is looked up again.
     away_until: Option<u64>,
     /// Whether a fault was reported since it was mapped last.
@@ -88,6 +90,7 @@ impl NetRing {
             err,
             enabled: false,
             failed: false,
+            gone: false,
             away_until: None,
             fault_reported: false,
             found: None,
@@ -145,7 +148,7 @@ impl NetRing {
     /// Checks whether the ring is where it was, and looks it up if not (rules D21, D22).
     #[inline]
     pub(super) fn ready<B: Lasting>(&mut self, bus: &B, now_ns: u64) -> Ready {
-        if self.failed {
+        if self.failed || self.gone {
             return Ready::No;
         }
         if self.queue.is_valid() { Ready::Yes } else { self.look_for(bus, now_ns) }
@@ -318,10 +321,15 @@ impl NetRing {
 
     /// Translates the ring's addresses anew.
     pub(super) fn move_to(&mut self, mem: &impl Translate) {
-        if !self.failed
-            && let Err(error) = self.queue.revalidate(mem)
-        {
-            self.fail(error);
+        if self.failed {
+            return;
+        }
+        let found = self.queue.revalidate(mem);
+        // A region that changes is first removed and then added again.
+        self.gone = matches!(found, Err(RingError::Unreachable { .. }));
+        match found {
+            Err(error) if !self.gone => self.fail(error),
+            _ => {}
         }
     }
 
@@ -336,7 +344,7 @@ impl NetRing {
             }
             self.taken.truncate(last);
         }
-        if self.held() > 0 && !self.failed && self.queue.is_valid() {
+        if self.held() > 0 && !self.failed && !self.gone && self.queue.is_valid() {
             while self.held() > 0 {
                 self.lose(Lost::NoReceiver);
             }

@@ -126,6 +126,24 @@ fn memory_that_is_replaced_under_two_devices_is_unmapped_by_no_worker() {
     }
 }
 
+/// As a front end changes a region: it removes it, and adds it again.
+#[test]
+fn rings_whose_memory_goes_and_comes_back_go_on() {
+    let net = device(options(Way::Peer, 1), 1, Notify::Adaptive);
+    let mut ends = [0, 1].map(|end| Driver::running(&net, end, Setup::new(false)));
+    ends.iter_mut().for_each(|end| end.offer_all(0, 2048));
+    let elsewhere = GuestRam::new(PAGE as usize, 0).unwrap();
+    for round in 0..10 {
+        for Driver { front, ram, .. } in &mut ends[..1 + round % 2] {
+            front.set_mem_table(&[(elsewhere.region(), elsewhere.fd())]).unwrap();
+            front.set_mem_table(&[(ram.region(), ram.fd())]).unwrap();
+        }
+        let [first, second] = &mut ends;
+        exchange(&mut [first, second], 0, 1, 0, 10, 1500);
+    }
+    assert!((0..2).all(|ring| counted(&net, 1, ring).1 == 0));
+}
+
 #[test]
 fn a_pair_that_only_the_sender_uses_ends_at_another_of_the_receiver() {
     let net = device(options(Way::Peer, 2), 1, Notify::Adaptive);

@@ -115,6 +115,9 @@ struct Staged<B> {
 /// that one [`reap`](Self::reap) finds share one invalidation. Neither call waits: a later `reap`
 /// submits a request to the device once the IOMMU has its mapping, and returns a buffer once its
 /// invalidation is over. A completion is never held back so that others can join it.
+///
+/// Drop unmaps the buffers that the device still has, and waits for that under a strict policy. Reset the
+/// device first under any other, and where buffers are copied: it may still be working on them.
 pub struct MappedQueue<D: Domain + 'static, A: Allocator + 'static, B> {
     queue: DriverQueue,
     batching: Batching,

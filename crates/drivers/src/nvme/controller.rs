@@ -186,6 +186,11 @@ impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Inner<D, A, R> {
     pub(super) fn is_confined(&self) -> bool {
         self.device.effective_policy() != Policy::Off
     }
+
+    /// Whether unmapped memory is reached until the next flush.
+    pub(super) fn is_lazy(&self) -> bool {
+        self.device.effective_policy().is_lazy()
+    }
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, R: Registers> Drop for Inner<D, A, R> {

@@ -521,11 +521,13 @@ where
         if deleted.is_ok() || self.inner.stop().is_ok() {
             return;
         }
-        // It may go on for ever. It cannot reach what is unmapped, unless nothing is translated.
+        // It may go on for ever. It cannot reach what is unmapped, unless nothing is translated; what is
+        // unmapped lazily it reaches for a while.
         let confined = self.inner.is_confined();
+        let at_once = confined && !self.inner.is_lazy();
         for (noted, mapping) in self.transfers.take_submitted() {
             match mapping {
-                Some(mapping) if confined && !mapping.is_bounced() => drop(mapping),
+                Some(mapping) if at_once && !mapping.is_bounced() => drop(mapping),
                 held => forget((held, take(&mut noted.kept))),
             }
         }

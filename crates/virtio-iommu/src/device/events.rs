@@ -118,6 +118,9 @@ impl EventQueue {
     /// As there.
     pub fn poll_some(&mut self, mem: &impl Translate, most: usize) -> Result<Progress, RingError> {
         let mut progress = Progress::default();
+        // One round of the ring: a driver that offers buffers too small for a record, again and again, holds
+        // up nothing else.
+        let most = most.min(self.queue.config().size.into());
         // A fault stays in the count until there is a buffer for it: callers use the count to
         // decide whether to poll again.
         while progress.published < most && self.faults.waiting() > 0 {

@@ -355,6 +355,21 @@ impl ViommuDomain {
 }
 
 impl State {
+    /// Reports the refused MAPs in ranges that their callers have mapped. What is mapped now was not refused,
+    /// whatever an entry says that stands for several.
+    fn report_maps(&mut self, ranges: &[Range], failed: &mut dyn FnMut(Range, Error)) {
+        if self.failed_maps.is_empty() {
+            return;
+        }
+        for &range in ranges {
+            let mapped = self.shadow.covered(range).ok().flatten();
+            match mapped.is_some_and(|mapped| mapped.bytes == range.len()) {
+                true => self.failed_maps.forget(range),
+                false => self.failed_maps.report(&[range], true, failed),
+            }
+        }
+    }
+
     /// To be called when the endpoints have changed.
     fn refresh_geometry(&mut self) {
         let mut reserved: Vec<_> =
@@ -426,7 +441,7 @@ unsafe impl Domain for ViommuDomain {
         }
         let mut state = self.settled();
         match work {
-            Work::Map(ranges) => state.failed_maps.report(ranges, true, failed),
+            Work::Map(ranges) => state.report_maps(ranges, failed),
             Work::Unmap { ranges, exact } => state.failed_unmaps.report(ranges, exact, failed),
             Work::All => state.failed_unmaps.report(&[Range::ALL], false, failed),
         }

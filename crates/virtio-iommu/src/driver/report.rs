@@ -109,6 +109,11 @@ impl Failures {
         }
     }
 
+    /// Whether there is none.
+    pub(super) fn is_empty(&self) -> bool {
+        self.list.is_empty()
+    }
+
     /// The ranges of the failures.
     pub(super) fn ranges(&self) -> Vec<Range> {
         self.list.iter().map(|held| held.range).collect()

@@ -29,9 +29,13 @@ pub(super) const fn probe_bytes(probe_size: usize) -> usize {
     PROBE_REPLY_AT + probe_size + TAIL_LEN
 }
 
-/// How many requests a queue of `size` descriptors holds: each takes two.
+/// How many requests a queue of `size` descriptors holds: each takes two. A power of two, also of a packed
+/// queue of another size.
 pub(super) const fn slots(size: u16) -> usize {
-    size as usize / 2
+    match size / 2 {
+        0 => 0,
+        half => 1 << half.ilog2(),
+    }
 }
 
 /// A request on its way.
@@ -107,8 +111,7 @@ impl Ring {
 
     #[inline]
     fn slot_of(&self, seq: u64) -> usize {
-        // Half as many as a queue has descriptors, so a power of two: a division would be the
-        // dearest instruction of a request.
+        // A power of two: a division would be the dearest instruction of a request.
         debug_assert!(self.slots.len().is_power_of_two());
         (seq & (self.slots.len() as u64 - 1)) as usize
     }

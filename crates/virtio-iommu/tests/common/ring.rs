@@ -18,8 +18,9 @@ use ringfence_virtio_iommu::{
 };
 use ringfence_virtq::{
     device::Queue,
+    driver::QueueConfig,
     layout,
-    testing::{Ram, pair},
+    testing::{Ram, pair_of},
 };
 
 use super::{Bench, Endpoints};
@@ -88,10 +89,12 @@ pub(crate) fn link(
     options: DriverConfig,
 ) -> Link {
     let bytes = Driver::buffer_bytes(size, &config);
-    let at = layout::offsets(size);
+    // Packed where a split ring cannot have that size.
+    let ring = QueueConfig { size, event_idx: true, packed: !size.is_power_of_two() };
+    let at = ring.offsets();
     let buffers = at.len.next_multiple_of(64);
     let ram = Ram::new(BASE, buffers + bytes);
-    let (front, queue) = pair(&ram, BASE, size, true);
+    let (front, queue) = pair_of(&ram, BASE, ring);
     let addr = BASE + buffers as u64;
     let window = ram.window(addr, bytes as u64, Access::ReadWrite).unwrap();
     let used_len = layout::used_bytes(size) as u64;
