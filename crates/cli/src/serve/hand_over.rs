@@ -93,19 +93,21 @@ pub(super) fn await_successor(
             return None;
         }
         let Ok((stream, _)) = door.socket.accept() else { continue };
-        match show(&stream, saved_state) {
+        match show(&stream, stop, saved_state) {
             Ok(()) => return Some(stream),
             Err(error) => warn!("a successor has not taken over: {error:#}"),
         }
     }
 }
 
-/// Sends the saved state to one successor, and waits for its reply.
-fn show(mut stream: &UnixStream, saved_state: &SavedState) -> Result<()> {
+/// Sends the saved state to one successor, and waits for its reply, until `stop` is hung up.
+fn show(mut stream: &UnixStream, stop: BorrowedFd<'_>, saved_state: &SavedState) -> Result<()> {
     mailbox::send(stream.as_fd(), HELLO, &[], &saved_state.ends())?;
-    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    let mut fds =
+        [PollFd::new(stream, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
     let limit = Timespec { tv_sec: LOOKS.as_secs() as i64, tv_nsec: 0 };
     ensure!(poll(&mut fds, Some(&limit))? > 0, "it has not replied within {LOOKS:?}");
+    ensure!(fds[1].revents().is_empty(), "this process is ending");
     // The reply comes in one piece.
     let mut word = [0; GO.len()];
     let there = stream.read(&mut word).context("it has left")?;

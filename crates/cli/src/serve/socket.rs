@@ -8,6 +8,8 @@ use std::{
     },
     path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
 };
 
 use super::manager::ENDS;
@@ -17,7 +19,11 @@ use listenfd::ListenFd;
 use parking_lot::Mutex;
 use ringfence_devices::path::FolderEntry;
 use rustix::{
-    fs::{AtFlags, FileType, Gid, Mode, Stat, Uid, chownat, statat, unlinkat},
+    fs::{
+        AtFlags, FileType, FlockOperation, Gid, Mode, OFlags, Stat, Uid, chownat, flock, openat,
+        statat, unlinkat,
+    },
+    io::Errno,
     net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType},
     process::{geteuid, umask},
 };
@@ -98,6 +104,7 @@ impl Access {
 pub(crate) fn bind(path: &Path, access: Access) -> io::Result<(UnixListener, Placed)> {
     let refuse = |kind, why| Err(io::Error::new(kind, why));
     let place = FolderEntry::of(path)?;
+    let _alone = lock(place.folder());
     if let Ok((_, about)) = place.look() {
         if !is_socket(&about) {
             return refuse(ErrorKind::AlreadyExists, "there is a file, not a socket");
@@ -222,6 +229,24 @@ pub(super) fn passed() -> Result<Passed> {
     Ok(Passed { listeners, ends: write.zip(read).map(|(write, read)| [write, read]) })
 }
 
+/// Locks a folder: one process at a time replaces what is there, as of two the second would remove the first
+/// one's socket. A folder that cannot be read, or that others keep locked, does not hold up the start: then
+/// two that begin at the same moment may do that.
+fn lock(folder: BorrowedFd<'_>) -> Option<OwnedFd> {
+    let how = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let folder = openat(folder, ".", how, Mode::empty()).ok()?;
+    let begun = Instant::now();
+    while flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
+        && begun.elapsed() < LOCKED_WITHIN
+    {
+        thread::sleep(LOCKED_WITHIN / 200);
+    }
+    Some(folder)
+}
+
+/// For how long another process may keep a folder locked: far longer than a start takes.
+const LOCKED_WITHIN: Duration = Duration::from_secs(2);
+
 /// The sockets that were passed, or those that the previous process has left, or those at `paths`;
 /// there must be `count`.
 ///
@@ -242,9 +267,17 @@ pub(super) fn open(
         let path = name(&socket);
         let name = path.as_ref().map(|path| path.display().to_string());
         let name = name.unwrap_or(format!("LISTEN_FDS[{at}]"));
-        let placed = path.filter(|path| !activated && paths.get(at) == Some(&&**path));
-        let placed = placed.and_then(|path| Placed::there(&path).ok());
-        listeners.push(Listener { socket, name, placed });
+        let own = path.filter(|path| !activated && paths.get(at) == Some(&&**path));
+        match own.map(|path| (Placed::there(&path), path)) {
+            // The previous process was ending by itself, or somebody has removed it.
+            Some((Err(error), path)) if error.kind() == ErrorKind::NotFound => {
+                listeners.push(Listener::bind(&path, access)?);
+            }
+            own => {
+                let placed = own.and_then(|(placed, _)| placed.ok());
+                listeners.push(Listener { socket, name, placed });
+            }
+        }
     }
     if listeners.is_empty() {
         let bound = paths.iter().map(|path| Listener::bind(path, access));
@@ -264,6 +297,23 @@ mod tests {
     use std::{fs, os::unix::fs::MetadataExt as _};
 
     use super::*;
+
+    #[test]
+    fn of_two_that_replace_a_stale_socket_one_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        for _ in 0..200 {
+            drop(UnixListener::bind(&path).unwrap());
+            let bound = std::thread::scope(|scope| {
+                let both = [(); 2].map(|()| scope.spawn(|| bind(&path, Access::OWN)));
+                both.map(|one| one.join().unwrap())
+            });
+            assert_eq!(bound.iter().filter(|bound| bound.is_ok()).count(), 1);
+            UnixStream::connect(&path).expect("it leads to the one that listens");
+            drop(bound);
+            let _ = fs::remove_file(&path);
+        }
+    }
 
     #[test]
     fn a_stale_socket_is_replaced_a_live_one_and_a_file_are_not() {

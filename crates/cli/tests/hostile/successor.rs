@@ -2,7 +2,7 @@
 
 use std::{
     fs::File,
-    io::Write as _,
+    io::{Read as _, Write as _},
     os::unix::{net::UnixStream, process::CommandExt as _},
     path::PathBuf,
     process::{Child, Command, Stdio},
@@ -260,6 +260,41 @@ fn a_successor_that_cannot_take_over_says_so_and_the_process_before_goes_on() {
     }
     line.goes_on();
     neighbours.iter().for_each(|one| drop(one.two_more()));
+}
+
+/// Waits until a line of the log has these words.
+fn logged(line: &Line, words: &str) {
+    let begun = Instant::now();
+    while !line.log().contains(words) {
+        assert!(begun.elapsed() < LIMIT, "{words}: {}", line.log());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn a_successor_that_says_nothing_holds_up_no_end() {
+    let mut line = Line::start(&["net", "--socket", "one", "--loopback"], End::HandedOver);
+    logged(&line, "listening on");
+    let mut stream = UnixStream::connect(line.path("door")).unwrap();
+    // It looks: the service waits for its reply.
+    stream.read_exact(&mut [0]).unwrap();
+    kill_process(Pid::from_child(&line.now), Signal::TERM).unwrap();
+    assert!(line.now.wait().unwrap().success(), "{}", line.log());
+}
+
+/// The manager keeps the socket of a process that was killed; what leads to it may be gone.
+#[test]
+fn a_socket_whose_file_is_gone_is_made_anew() {
+    let mut line = Line::start(&["net", "--socket", "one", "--loopback"], End::Killed);
+    logged(&line, "listening on");
+    line.settles();
+    std::fs::remove_file(line.path("one")).unwrap();
+    line.goes_on();
+    let begun = Instant::now();
+    while UnixStream::connect(line.path("one")).is_err() {
+        assert!(begun.elapsed() < LIMIT, "{}", line.log());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// How many mappings the IOMMU holds.
