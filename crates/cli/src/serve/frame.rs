@@ -23,7 +23,10 @@ use ringfence_devices::peer::Peer;
 use ringfence_run::{PeerFd, slice};
 use ringfence_sandbox::{Refusals, Role};
 use ringfence_vhost_user::{Keeper, SavedConnection, Shutdown};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::{self, RecvFlags},
+};
 use signal_hook::consts::SIGTERM;
 use tracing::{error, info, warn};
 
@@ -220,7 +223,12 @@ impl<S: Service> Frame<S> {
             }
             if let Some(speaks) = fds[2..].iter().position(ready) {
                 drop(fds);
-                self.serve(at, silent.remove(speaks), None);
+                let stream = silent.remove(speaks);
+                // One that has only hung up was no front end: nothing changes for the devices.
+                let mut first = [0];
+                if !matches!(net::recv(&stream, &mut first, RecvFlags::PEEK), Ok((0, _))) {
+                    self.serve(at, stream, None);
+                }
                 continue;
             }
             match socket.accept() {

@@ -282,6 +282,19 @@ fn a_successor_that_says_nothing_holds_up_no_end() {
     assert!(line.now.wait().unwrap().success(), "{}", line.log());
 }
 
+/// A check of the port is no front end: nothing changes for the devices, such as the bypass of those behind an IOMMU.
+#[test]
+fn a_connection_that_only_hangs_up_is_not_served() {
+    let line = Line::start(&["net", "--socket", "one", "--loopback"], End::Restarted);
+    logged(&line, "listening on");
+    for _ in 0..20 {
+        drop(UnixStream::connect(line.path("one")).unwrap());
+    }
+    Neighbour::start(line.path("one"), Device::Net).two_more();
+    let log = line.log();
+    assert_eq!(log.matches("a front end has connected").count(), 1, "{log}");
+}
+
 /// The manager keeps the socket of a process that was killed; what leads to it may be gone.
 #[test]
 fn a_socket_whose_file_is_gone_is_made_anew() {
