@@ -23,8 +23,8 @@ use libfuzzer_sys::fuzz_target;
 use ringfence_mem::{DirtyLog, GuestRam, Memory};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::{
-    F_ACCESS_PLATFORM, Handler, HandlerError, InflightRegion, Iotlb, ProtocolFeatures,
-    RingAddresses, RingSetup, SavedConnection, Server,
+    F_ACCESS_PLATFORM, Handler, HandlerError, InflightError, InflightRegion, Iotlb,
+    ProtocolFeatures, RingAddresses, RingSetup, SavedConnection, Server,
 };
 use rustix::{
     event::{EventfdFlags, eventfd},
@@ -102,11 +102,12 @@ impl Handler for Device {
         assert!(!self.running.contains(&true));
         let place = inflight.place();
         assert!(usize::from(place.queues) <= QUEUES && place.size <= 32768);
-        if let Ok((mut queue, heads)) = inflight.split(0, 3) {
+        if let Ok((mut queue, heads)) = inflight.split(0, place.size, 3) {
             assert!(heads.iter().all(|&head| head < place.size));
             queue.take(0);
         }
-        let _ = inflight.packed(0, 0, |_| 0);
+        let zero = |_| Ok::<_, InflightError>(0);
+        let _ = inflight.packed(0, place.size, 0, zero);
         Ok(())
     }
     fn disconnected(&mut self) {

@@ -237,7 +237,8 @@ impl<S: Serve> RequestQueue<S> {
     /// The index at which the ring goes on; `None` if that is unknown.
     pub fn next_avail(&self) -> Option<u32> {
         let closed = self.recorded.as_ref().is_some_and(Recorded::is_closed);
-        (!self.lost && !(self.at_used && closed)).then(|| self.ring.next_avail())
+        let unknown = self.lost || self.at_used && closed;
+        (!unknown).then(|| self.ring.next_avail())
     }
 
     /// The ring, for its position.
