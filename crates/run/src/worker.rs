@@ -242,8 +242,8 @@ const MAKES_UP: u32 = 2;
 /// has woken it.
 const REST_NS: u64 = 4_000_000;
 
-/// How often a worker that sleeps looks at rings whose drivers do not kick, in ns. It costs a percent
-/// or two of a CPU, of a front end that asks for it alone.
+/// How often a worker that sleeps looks at rings whose drivers do not kick, in ns: the protocol says that they
+/// are polled. It costs the worker a percent or two of its CPU, also while such a ring is disabled.
 const LOOK_NS: u64 = 500_000;
 
 /// The eventfd of one ring, or none: the worker looks at the ring by itself then. A peer can write to it as often as it likes, or have made it such that

@@ -36,7 +36,7 @@ struct Warned {
 #[derive(Default)]
 #[non_exhaustive]
 pub struct Events {
-    /// The driver's kicks; `None`: it is polled by whoever calls.
+    /// The driver's kicks; `None`: nothing wakes the worker for this ring.
     pub kick: Option<Kick>,
     /// The descriptor for interrupts.
     pub call: Option<Arc<Notifier>>,

@@ -33,8 +33,8 @@ pub trait Rings: Unit {
     fn set_call(&mut self, part: Self::Part, ring: u16, call: Option<Arc<Notifier>>);
     /// Replaces the descriptor that signals a ring's failure to the front end.
     fn set_err(&mut self, part: Self::Part, ring: u16, err: Option<Arc<Notifier>>);
-    /// Replaces the memory under running rings. A ring that is not in the new memory stops, like
-    /// one whose driver breaks the rules.
+    /// Replaces the memory under running rings. A ring that is not in the new memory is left alone
+    /// until it is in one again.
     fn set_memory(&mut self, part: Self::Part, memory: &Arc<Memory>);
     /// Sets where pages that are written are marked from now on; `None`: nowhere (rule D26).
     fn set_log(&mut self, part: Self::Part, log: Option<&Arc<DirtyLog>>);

@@ -374,6 +374,26 @@ fn requests_in_many_pieces_wait_for_their_turn() {
     rig.finish(200, Status::IoErr);
 }
 
+/// The front end, which stops the ring, sends no translations any more.
+#[test]
+fn a_ring_stops_whose_requests_have_all_buffers_and_wait_for_translations() {
+    let mut rig = Rig::new(image(MIB).with_own_buffers(), 1024, 8 * MIB);
+    let _iotlb = rig.translated(0);
+    for token in 0..8 {
+        rig.reads(&[Desc::writable(DATA, MIB as u32)], token);
+    }
+    rig.driver.publish();
+    while rig.queue.parked() < 4 || rig.queue.in_kernel() > 0 {
+        rig.round();
+        rig.now_ns = 1;
+    }
+    rig.queue.begin_stop(&rig.bus);
+    while !rig.queue.wind_down(&rig.bus).unwrap() {
+        assert!(rig.queue.in_kernel() > 0 || rig.queue.is_spent(), "nothing would wake it");
+    }
+    assert!(!rig.queue.is_busy());
+}
+
 #[test]
 fn a_ring_stops_whose_requests_wait_for_their_turn() {
     let mut rig = Rig::silent(1024);

@@ -28,6 +28,8 @@ struct Ring<B: Backing> {
     kick: Option<Kick>,
     enabled: bool,
     failed: bool,
+    /// It lies in no region of the front end's memory now: one that changes is removed and added again.
+    gone: bool,
 }
 
 #[allow(clippy::large_enum_variant, reason = "there is one of each")]
@@ -60,8 +62,12 @@ impl<B: Backing> Queue<B> {
 }
 
 impl<B: Backing> Ring<B> {
+    fn is_there(&self) -> bool {
+        !self.failed && !self.gone
+    }
+
     fn works(&self) -> bool {
-        self.enabled && !self.failed
+        self.enabled && self.is_there()
     }
 
     /// Stops it; its replies that wait, if it is the request queue, are not `pending` any more.
@@ -163,7 +169,8 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
             }
             _ => Queue::Events(EventQueue::new(Arc::clone(&self.reported.faults), queue)),
         };
-        self.rings[usize::from(ring)] = Some(Ring { queue, kick, enabled, failed: false });
+        self.rings[usize::from(ring)] =
+            Some(Ring { queue, kick, enabled, failed: false, gone: false });
         Ok(())
     }
 
@@ -234,7 +241,8 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
         }
     }
 
-    /// Replaces the memory under the running rings. A ring that is not in the new memory stops.
+    /// Replaces the memory under the running rings. A ring that is not in the new memory is left alone until it is
+    /// in one again.
     pub(super) fn set_reach(&mut self, reach: R) {
         self.reach = reach;
         self.revalidate();
@@ -242,8 +250,11 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
 
     fn revalidate(&mut self) {
         for ring in self.rings.iter_mut().flatten().filter(|ring| !ring.failed) {
-            if let Err(error) = ring.queue.ring().revalidate(self.reach.rings()) {
-                ring.fail(&mut self.pending, &error);
+            let found = ring.queue.ring().revalidate(self.reach.rings());
+            ring.gone = matches!(found, Err(RingError::Unreachable { .. }));
+            match found {
+                Err(error) if !ring.gone => ring.fail(&mut self.pending, &error),
+                _ => {}
             }
         }
     }
@@ -257,7 +268,7 @@ impl<B: Backing + 'static, R: Reach> IommuUnit<B, R> {
     /// event queue has work while faults wait.
     fn has_work(&self, ring: u16) -> bool {
         self.rings[usize::from(ring)].as_ref().is_some_and(|found| match ring {
-            REQUESTS => (found.enabled || self.pending) && !found.failed,
+            REQUESTS => (found.enabled || self.pending) && found.is_there(),
             _ => found.works() && self.reported.faults.waiting() > 0,
         })
     }
@@ -329,7 +340,7 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     }
 
     fn disarm(&mut self) {
-        let rings = self.rings.iter_mut().flatten().filter(|ring| !ring.failed);
+        let rings = self.rings.iter_mut().flatten().filter(|ring| ring.is_there());
         rings.for_each(|ring| ring.queue.ring().suppress_kicks());
     }
 
@@ -338,7 +349,8 @@ impl<B: Backing + 'static, R: Reach> Unit for IommuUnit<B, R> {
     }
 
     fn kicks<'a>(&'a self, into: &mut Vec<&'a Kick>) {
-        into.extend(self.rings.iter().flatten().filter_map(|ring| ring.kick.as_ref()));
+        let rings = self.rings.iter().flatten().filter(|ring| !ring.failed);
+        into.extend(rings.filter_map(|ring| ring.kick.as_ref()));
     }
 }
 

@@ -56,7 +56,7 @@ pub(super) struct NetRing {
     pub(super) enabled: bool,
     /// It broke the rules, and does nothing any more.
     pub(super) failed: bool,
-    /// Whether its memory is gone, until it changes again.
+    /// Whether it lies in no region of the front end's memory now.
     gone: bool,
     /// When the address of the ring, which is unmapped, is looked up again.
     away_until: Option<u64>,
@@ -290,7 +290,7 @@ impl NetRing {
 
     /// Enables kicks; true if there is something to do already.
     pub(super) fn arm(&mut self) -> bool {
-        if self.failed || !self.queue.is_valid() {
+        if self.failed || self.gone || !self.queue.is_valid() {
             return false;
         }
         let more = self.queue.enable_kicks();
@@ -300,7 +300,7 @@ impl NetRing {
 
     /// Suppresses kicks.
     pub(super) fn disarm(&mut self) {
-        if !self.failed && self.queue.is_valid() {
+        if !self.failed && !self.gone && self.queue.is_valid() {
             self.queue.suppress_kicks();
             self.log.mark(&mut self.queue);
         }
@@ -326,9 +326,11 @@ impl NetRing {
         }
         let found = self.queue.revalidate(mem);
         // A region that changes is first removed and then added again.
+        let was_gone = self.gone;
         self.gone = matches!(found, Err(RingError::Unreachable { .. }));
         match found {
             Err(error) if !self.gone => self.fail(error),
+            Ok(()) if was_gone => self.disarm(),
             _ => {}
         }
     }

@@ -148,7 +148,7 @@ pub struct RequestQueue<S: Serve> {
     mapped_at_stop: bool,
     /// Requests that can neither be completed nor be put back: where the ring goes on is unknown.
     lost: bool,
-    /// Whether only its record says where it goes on.
+    /// The front end has sent no base: the record has it, once that is opened.
     at_used: bool,
     /// How often the endpoint had been rebound when the ring was last found.
     found: Option<u64>,
@@ -234,10 +234,11 @@ impl<S: Serve> RequestQueue<S> {
         self.at_used = true;
     }
 
-    /// The index at which the ring goes on; `None` if that is unknown.
+    /// The index at which the ring goes on; `None` if that is unknown, and matters: where the guest does not
+    /// move, its driver begins anew, or the record says it.
     pub fn next_avail(&self) -> Option<u32> {
         let closed = self.recorded.as_ref().is_some_and(Recorded::is_closed);
-        let unknown = self.lost || self.at_used && closed;
+        let unknown = self.lost || self.at_used && closed && self.log.is_on();
         (!unknown).then(|| self.ring.next_avail())
     }
 

@@ -39,7 +39,8 @@ enum Again {
     Packed { slot: u16, id: u16, descs: Vec<Desc>, table: Option<(u64, u32)> },
 }
 
-/// The base of a packed ring of which all is in flight, at the beginning of every second lap.
+/// The base of a packed ring of which all is in flight, at the beginning of every second lap: used position 0
+/// with wrap 0, available position 0 with wrap 1.
 const WHOLE_RING: u32 = 1 << 15;
 
 /// The entry of a chain that needs none: a split ring's entry is its head.
@@ -82,7 +83,7 @@ impl Recorded {
                         .map_err(|error| unreachable(Area::Descriptors, addr, error))?;
                     Ok(u16::from_le_bytes(flags))
                 };
-                // A record begins where the ring does, which only the ring may tell.
+                // A front end may send 0 for a new ring. Whether it is new is seen in its descriptors.
                 let mut ring = device::Queue::postponed(*config)?;
                 ring.revalidate(mem)?;
                 let (queue, size) = (self.queue, config.size);
@@ -93,8 +94,8 @@ impl Recorded {
                     .map(|buffer| again(buffer.slot, &buffer.descriptors))
                     .collect();
                 let base = match inflight.base() {
-                    // A whole ring is in flight. Front ends send this for none (see
-                    // `RingConfig::base`), so that the used position is passed twice.
+                    // Front ends send this for an empty ring (see `RingConfig::base`). So the used
+                    // position is passed twice; what is taken again moves the other.
                     WHOLE_RING => 0,
                     base => base,
                 };

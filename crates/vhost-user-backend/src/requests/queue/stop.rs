@@ -58,20 +58,35 @@ impl<S: Serve> RequestQueue<S> {
         self.serve.begin_round();
         self.reap();
         if !self.mapped_at_stop {
-            return Ok(self.in_kernel() == 0);
+            let over = self.in_kernel() == 0;
+            // Nothing can be completed, and nobody else does it if the guest moves.
+            self.lost |= over && self.log.is_on() && (self.is_busy() || self.must_do_record());
+            return Ok(over);
         }
-        // Regardless of the clock: a real disk may be faster, too.
-        self.complete(bus, u64::MAX, u64::MAX);
-        // After `complete`, which makes room for them: no other event may wake the worker.
-        self.advance_stalled(bus);
-        if self.must_do_record() {
-            self.take_what_is_on_record(bus)?;
-        }
-        self.reap();
-        if self.free.len() + self.parked.len() + self.done() < self.slots.len() {
+        loop {
+            // Regardless of the clock: a real disk may be faster, too.
+            self.complete(bus, u64::MAX, u64::MAX);
+            // After `complete`, which makes room for them: no other event may wake the worker.
+            self.advance_stalled(bus);
+            if self.must_do_record() {
+                self.take_what_is_on_record(bus)?;
+            }
+            // Nor may an event that comes with what is reaped here.
+            while self.reap() {
+                self.complete(bus, u64::MAX, u64::MAX);
+            }
+            if self.free.len() + self.parked.len() + self.done() == self.slots.len() {
+                break;
+            }
             self.serve.kick()?;
             self.publish_if_any(bus)?;
-            return Ok(false);
+            let rests = self.in_kernel() == 0 && !self.is_spent();
+            if !(rests && self.is_stalled() && !self.parked.is_empty()) {
+                return Ok(false);
+            }
+            // Requests that wait for translations, of which none comes any more, have the room that
+            // others wait for.
+            self.end_parked(bus)?;
         }
         let more = self.must_do_record();
         if self.order.is_some() && !more {
@@ -80,25 +95,33 @@ impl<S: Serve> RequestQueue<S> {
             self.publish(bus)?;
             self.put_back();
         }
-        // Another process of this front end does what is on record, unless the guest moves.
-        if self.recorded.is_none() || self.log.is_on() {
-            let left = self.parked.take();
-            if !S::FAILS && !left.is_empty() {
-                // All others are done.
-                self.publish(bus)?;
-                return Err(QueueError::Lost(left.len()));
-            }
-            for at in left {
-                self.fail(at, bus);
-            }
-        }
+        self.end_parked(bus)?;
         if more {
-            // There is room for it in the next round.
+            // The next round takes more of the record, as there is room now.
             return Ok(false);
         }
         self.end_order(true);
         self.publish(bus)?;
         Ok(true)
+    }
+
+    /// Ends requests that wait for translations: they fail. Or they stay on record, with those that wait for
+    /// the room that they have: another process of this front end does what is on record, unless the
+    /// guest moves.
+    fn end_parked(&mut self, bus: &Bus) -> Result<(), QueueError> {
+        if self.recorded.is_some() && !self.log.is_on() {
+            self.stalled.drain(..).for_each(|at| self.parked.add(at));
+            return Ok(());
+        }
+        let left = self.parked.take();
+        if !S::FAILS && !left.is_empty() {
+            self.publish(bus)?;
+            return Err(QueueError::Lost(left.len()));
+        }
+        for at in left {
+            self.fail(at, bus);
+        }
+        Ok(())
     }
 
     /// Whether an earlier process took chains that this one has not taken again, and no other does
