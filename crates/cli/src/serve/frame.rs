@@ -3,7 +3,7 @@
 //! Ordering: `stopping` and `leaves` end loops. What else their readers need is behind locks.
 
 use std::{
-    io,
+    io::{self, Write as _},
     os::{
         fd::{AsFd, BorrowedFd},
         unix::net::UnixStream,
@@ -27,7 +27,6 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     net::{self, RecvFlags},
 };
-use signal_hook::consts::SIGTERM;
 use tracing::{error, info, warn};
 
 use super::{
@@ -89,6 +88,7 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         stopping: AtomicBool::new(false),
     };
     let name = frame.service.name();
+    let (signals, wake) = signals;
     let successor = Mutex::new(None);
     for front in &frame.fronts {
         info!("{name}: listening on {}", front.listener.name);
@@ -126,18 +126,19 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             named("figures").spawn_scoped(scope, serve).expect("a thread for figures");
         }
         if let (Some(door), Some(saved_state)) = (&door, &frame.saved_state) {
-            let (frame, stop, known) = (&frame, stop.as_fd(), &successor);
+            let (frame, stop, known, wake) = (&frame, stop.as_fd(), &successor, &wake);
             let wait = move || {
                 ringfence_sandbox::confine(Role::Front);
                 let successor = hand_over::await_successor(door, stop, saved_state)?;
-                if frame.stopping.load(Ordering::Acquire) {
-                    // It ends by itself. The successor finds sockets without files, and makes new ones.
-                    return None;
+                let mut known = known.lock();
+                *known = Some(successor);
+                // Otherwise it ends by itself: the successor finds sockets without files, and makes new ones.
+                if !frame.stopping.load(Ordering::Acquire) {
+                    info!("{name}: a successor takes over");
+                    frame.leaves.store(true, Ordering::Release);
+                    // Not a signal: it would be the second, if one has come.
+                    let _ = (&*wake).write(&[0]);
                 }
-                info!("{name}: a successor takes over");
-                frame.leaves.store(true, Ordering::Release);
-                let _ = signal_hook::low_level::raise(SIGTERM);
-                *known.lock() = Some(successor);
                 Some(())
             };
             named("successor").spawn_scoped(scope, wait).expect("a thread for a successor");
@@ -152,7 +153,11 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
             log::end();
             std::process::exit(1);
         });
-        door.iter().for_each(Listener::remove);
+        {
+            // A successor either knows that it is left all, or that it is left nothing.
+            let _known = successor.lock();
+            frame.stopping.store(true, Ordering::Release);
+        }
         frame.end();
         drop(running);
     });
@@ -170,8 +175,10 @@ pub(crate) fn run<S: Service>(ready: Ready, service: S) -> Result<ExitCode> {
         }
     }
     frame.close();
+    drop(endpoint);
     // Images and taps are closed, and nothing is served: the successor need not wait for the
-    // remaining closes.
+    // remaining closes; nor one that came too late to be accepted.
+    drop(door);
     drop(successor.into_inner().map(|stream| stream.shutdown(std::net::Shutdown::Both)));
     info!("{name}: ended");
     Ok(if left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -329,7 +336,6 @@ impl<S: Service> Frame<S> {
     }
 
     fn end(&self) {
-        self.stopping.store(true, Ordering::Release);
         let leaves = self.leaves.load(Ordering::Acquire);
         for front in &self.fronts {
             if !leaves {

@@ -6,7 +6,7 @@
 //! also releases the images.
 
 use std::{
-    io::{ErrorKind, Read as _, Write as _},
+    io::{self, ErrorKind, Read as _, Write as _},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
@@ -40,7 +40,7 @@ const LOOKS: Duration = Duration::from_secs(10);
 const WARN_EVERY: Duration = Duration::from_secs(5);
 
 /// Takes a service over from the process that listens at `path`; `None` if none does. When this
-/// returns, that process is gone.
+/// returns, that process is gone: what it has left, if it has ended by itself meanwhile, is nothing.
 ///
 /// # Errors
 /// Its saved state cannot be read here, or belongs to another service: the process continues.
@@ -53,14 +53,22 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
         }
     };
     stream.set_read_timeout(Some(LOOKS))?;
-    let (hello, fds) = mailbox::receive(stream.as_fd(), HELLO.len(), RecvFlags::empty(), true)
-        .context("the process that runs sends nothing")?;
+    let (hello, fds) = match mailbox::receive(stream.as_fd(), HELLO.len(), RecvFlags::empty(), true)
+    {
+        // It was ending, and did not look any more.
+        Ok((hello, _)) if hello.is_empty() => return Ok(None),
+        Err(error) if has_left(&error) => return Ok(None),
+        received => received.context("the process that runs sends nothing")?,
+    };
     let ends: Option<[_; 2]> = fds.try_into().ok();
     let ends = ends.filter(|_| hello == HELLO);
     let ends = ends.context("the process that listens there cannot hand over to this version")?;
     let cannot = "this process cannot take over, and the one that runs goes on";
     Inherited::check(&ends, name, sockets).context(cannot)?;
-    stream.write_all(GO).context(cannot)?;
+    match stream.write_all(GO) {
+        Err(error) if has_left(&error) => return Ok(Some(ends)),
+        written => written.context(cannot)?,
+    }
     info!("{name}: taking over; the previous process is ending");
     stream.set_read_timeout(Some(WARN_EVERY))?;
     loop {
@@ -76,8 +84,14 @@ pub(super) fn take(path: &Path, name: &str, sockets: usize) -> Result<Option<[Ow
     }
 }
 
+/// Whether a connection fails because the process at its other end has gone.
+fn has_left(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
+}
+
 /// Sends the saved state to successors that connect to `door`, until one takes over or `stop` is
-/// hung up. Returns the connection of that successor, which waits for it to close.
+/// hung up. Returns the connection of that successor, or of one that looked then: it waits for the
+/// connection to close, and that must be kept until this process is gone.
 pub(super) fn await_successor(
     door: &Listener,
     stop: BorrowedFd<'_>,
@@ -100,14 +114,17 @@ pub(super) fn await_successor(
     }
 }
 
-/// Sends the saved state to one successor, and waits for its reply, until `stop` is hung up.
+/// Sends the saved state to one successor, and waits for its reply; no longer once `stop` is hung up.
 fn show(mut stream: &UnixStream, stop: BorrowedFd<'_>, saved_state: &SavedState) -> Result<()> {
     mailbox::send(stream.as_fd(), HELLO, &[], &saved_state.ends())?;
     let mut fds =
         [PollFd::new(stream, PollFlags::IN), PollFd::from_borrowed_fd(stop, PollFlags::IN)];
     let limit = Timespec { tv_sec: LOOKS.as_secs() as i64, tv_nsec: 0 };
     ensure!(poll(&mut fds, Some(&limit))? > 0, "it has not replied within {LOOKS:?}");
-    ensure!(fds[1].revents().is_empty(), "this process is ending");
+    if !fds[1].revents().is_empty() {
+        // Whatever it replies: it goes on when this process is gone.
+        return Ok(());
+    }
     // The reply comes in one piece.
     let mut word = [0; GO.len()];
     let there = stream.read(&mut word).context("it has left")?;

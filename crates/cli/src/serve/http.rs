@@ -61,10 +61,11 @@ impl fmt::Display for Address {
 
 /// Serves the metrics.
 pub(crate) struct Endpoint {
+    // Before the socket, as in `Listener`.
+    placed: Option<Placed>,
     listener: OwnedFd,
     /// Its address, with the port that the kernel has chosen if 0 was given.
     pub(super) address: Address,
-    placed: Option<Placed>,
     /// The host names that requests may have; `None` for any, on a Unix socket: no browser can
     /// reach it.
     names: Option<Vec<String>>,

@@ -104,7 +104,8 @@ pub(crate) fn begin(common: &Common, name: &'static str, sockets: usize) -> Resu
 pub(crate) struct Ready {
     pub(super) fronts: Vec<Front>,
     pub(super) endpoint: Option<http::Endpoint>,
-    pub(super) signals: UnixStream,
+    /// Readable when the process is to end, and by what it becomes so.
+    pub(super) signals: (UnixStream, UnixStream),
     /// Hung up at the end, which wakes every waiting thread.
     pub(super) stop: (UnixStream, UnixStream),
     pub(super) manager: Manager,
@@ -268,8 +269,9 @@ fn enough_descriptors(rings: usize, sockets: usize) -> Result<()> {
     Ok(())
 }
 
-/// Becomes readable with the first SIGTERM or SIGINT. The second ends the process.
-fn signals() -> io::Result<UnixStream> {
+/// The first becomes readable with the first SIGTERM or SIGINT, or when something is written to the
+/// second. The second signal ends the process.
+fn signals() -> io::Result<(UnixStream, UnixStream)> {
     use signal_hook::{flag, low_level::pipe};
     let (read, write) = UnixStream::pair()?;
     let seen = Arc::new(AtomicBool::new(false));
@@ -279,5 +281,5 @@ fn signals() -> io::Result<UnixStream> {
         flag::register(signal, Arc::clone(&seen))?;
         pipe::register(signal, write.try_clone()?)?;
     }
-    Ok(read)
+    Ok((read, write))
 }

@@ -7,7 +7,10 @@ use std::{
         unix::net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -152,10 +155,11 @@ fn bind_with(socket: &OwnedFd, at: &SocketAddrUnix, mode: Mode) -> io::Result<()
 
 /// A socket of the service.
 pub(crate) struct Listener {
+    // Before the socket: while somebody listens, nobody else makes a file there.
+    pub(super) placed: Option<Placed>,
     pub(super) socket: UnixListener,
     /// Its name in messages.
     pub(super) name: String,
-    pub(super) placed: Option<Placed>,
 }
 
 impl Listener {
@@ -235,16 +239,18 @@ pub(super) fn passed() -> Result<Passed> {
 fn lock(folder: BorrowedFd<'_>) -> Option<OwnedFd> {
     let how = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let folder = openat(folder, ".", how, Mode::empty()).ok()?;
-    let begun = Instant::now();
+    static UNTIL: OnceLock<Instant> = OnceLock::new();
+    let until = *UNTIL.get_or_init(|| Instant::now() + LOCKED_WITHIN);
     while flock(&folder, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
-        && begun.elapsed() < LOCKED_WITHIN
+        && Instant::now() < until
     {
         thread::sleep(LOCKED_WITHIN / 200);
     }
     Some(folder)
 }
 
-/// For how long another process may keep a folder locked: far longer than a start takes.
+/// For how long other processes may keep the folders of all sockets locked: far longer than a start takes. Any
+/// user that can read a folder can lock it.
 const LOCKED_WITHIN: Duration = Duration::from_secs(2);
 
 /// The sockets that were passed, or those that the previous process has left, or those at `paths`;

@@ -282,6 +282,37 @@ fn a_successor_that_says_nothing_holds_up_no_end() {
     assert!(line.now.wait().unwrap().success(), "{}", line.log());
 }
 
+/// As when both are done by one script. Whoever is first, the successor serves, once the process before is gone.
+#[test]
+fn a_process_that_is_told_to_end_while_its_successor_comes_has_one() {
+    let mut line = Line::start(
+        &["blk", "--socket", "disk", "--image", "disk.img", "--metrics", "unix:figures"],
+        End::HandedOver,
+    );
+    for delay in 0..TIMES as u64 {
+        // Two that begin at the same time are another matter.
+        let begun = Instant::now();
+        while line.log().matches("listening on").count() <= delay as usize {
+            assert!(begun.elapsed() < LIMIT, "{}", line.log());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let next = Line::process(&line.place, &line.manager, &line.arguments, line.end);
+        let mut before = std::mem::replace(&mut line.now, next);
+        std::thread::sleep(Duration::from_millis(delay));
+        kill_process(Pid::from_child(&before), Signal::TERM).unwrap();
+        let status = before.wait().unwrap();
+        // The second signal, if the first was the successor's, would end it at once.
+        assert!(status.success(), "{status}, {delay} ms: {}", line.log());
+        let begun = Instant::now();
+        while UnixStream::connect(line.path("disk")).is_err() {
+            let ended = line.now.try_wait().unwrap();
+            assert!(ended.is_none() && begun.elapsed() < LIMIT, "{delay} ms: {}", line.log());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Neighbour::start(line.path("disk"), Device::Disk).two_more();
+    }
+}
+
 /// A check of the port is no front end: nothing changes for the devices, such as the bypass of those behind an IOMMU.
 #[test]
 fn a_connection_that_only_hangs_up_is_not_served() {
