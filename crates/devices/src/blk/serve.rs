@@ -187,16 +187,13 @@ impl Serve for BlkServer {
     }
 
     fn completed(&mut self, now_ns: u64, enough: bool) -> Option<(u16, bool)> {
-        if self.is_spent() {
-            return None;
-        }
         match &mut self.store {
             Store::Ram(_) => None,
             Store::Paced { due, .. } => {
                 due.front().filter(|(when, _)| !enough && *when <= now_ns)?;
                 due.pop_front().map(|(_, at)| (at, true))
             }
-            Store::File(file) => file.done.pop_front(),
+            Store::File(file) => file.completed(),
         }
     }
 

@@ -306,6 +306,11 @@ impl FileStore {
         self.round >= ROUND || self.io.is_refused()
     }
 
+    /// A request that the kernel has completed, unless the round has moved enough.
+    pub(super) fn completed(&mut self) -> Option<(u16, bool)> {
+        if self.round < ROUND { self.done.pop_front() } else { None }
+    }
+
     /// Translates the data of a request and hands it to the kernel. False: there is no room now.
     ///
     /// # Errors

@@ -325,14 +325,20 @@ impl<S: Serve> RequestQueue<S> {
     }
 
     /// Takes what the kernel has completed, so that unmaps no longer wait for it; completes no
-    /// requests and does not touch the ring. True if there was anything. All that there is to do
-    /// for a queue that is disabled or has failed.
+    /// requests and does not touch the ring. True if there was anything.
     pub fn reap(&mut self) -> bool {
         let reaped = self.serve.reap(&mut self.slots, &self.log);
         // Transfers that were done in part go on, whatever becomes of the queue. The next round
         // reports an io_uring that cannot be used.
         let _ = self.serve.kick();
         reaped
+    }
+
+    /// All that there is to do for a queue that is disabled or has failed: [`reap`](Self::reap). True
+    /// if there was anything, or the kernel has refused what it must be asked again.
+    pub(super) fn idle(&mut self) -> bool {
+        self.serve.begin_round();
+        self.reap() || self.is_spent()
     }
 
     /// Publishes completed requests; true if there were any.

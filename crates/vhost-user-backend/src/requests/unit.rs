@@ -186,7 +186,7 @@ impl<S: Serve> RequestUnit<S> {
         let served = &mut self.queues[at];
         if self.shared.figures.holds() && served.queue.must_do_record() {
             // As in `poll`.
-            served.queue.reap();
+            served.queue.idle();
             return false;
         }
         let mut ended = None;
@@ -198,7 +198,7 @@ impl<S: Serve> RequestUnit<S> {
             }
         }
         let ended = ended.unwrap_or_else(|| {
-            served.queue.reap();
+            served.queue.idle();
             served.queue.in_kernel() == 0
         });
         served.report(&self.shared.figures);
@@ -373,10 +373,9 @@ impl<S: Serve> Unit for RequestUnit<S> {
                 true => busy = true,
                 false => {
                     let served = &self.queues[at];
-                    let winds_down = served.stopping.is_some() && served.failed.is_none();
                     let more = served.queue.must_do_record() && served.queue.in_kernel() == 0;
-                    let held = self.shared.figures.holds();
-                    busy |= winds_down && (served.queue.is_spent() || more && !held);
+                    let more = more && served.failed.is_none() && !self.shared.figures.holds();
+                    busy |= served.stopping.is_some() && (served.queue.is_spent() || more);
                     at += 1;
                 }
             }
@@ -387,7 +386,7 @@ impl<S: Serve> Unit for RequestUnit<S> {
         for served in self.queues.iter_mut().filter(|served| served.stopping.is_none()) {
             if held || !served.works() {
                 // I/O that the kernel has completed must not hold up an unmap for ever.
-                busy |= served.queue.reap();
+                busy |= served.queue.idle();
                 continue;
             }
             match served.queue.poll(&self.bus, now_ns) {
