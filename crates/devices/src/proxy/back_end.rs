@@ -208,7 +208,7 @@ impl BackEnd {
         let (pool, pool_size) = (at + RING_BYTES, self.pool_size as usize);
         // With nothing of an earlier ring in it.
         self.ram.discard(pool, pool_size)?;
-        let slots = Slots::new(self.ram.window(pool, pool_size)?, FIRST + pool as u64);
+        let slots = Slots::new(self.ram.window(pool, pool_size)?, FIRST + pool as u64, size);
         let [kick, call] = [event::new()?, event::new()?];
         let notifier = Notifier::new(PeerFd::from(kick.try_clone()?))?;
         let (places, first) = (config.offsets(), FIRST + at as u64);

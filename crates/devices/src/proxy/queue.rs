@@ -6,7 +6,7 @@
 //! together: a packet may take several chains. At the end of a ring those that wait for a
 //! translation hold up no others.
 
-use std::{collections::VecDeque, io};
+use std::{collections::VecDeque, convert::Infallible, io};
 
 use ringfence_mem::{Access, AccessError, Translate};
 use ringfence_run::{notifier::Notifier, worker::Kick};
@@ -18,7 +18,7 @@ use ringfence_virtq::{Chain, Desc, RingError, driver};
 
 use super::{
     back_end::Shadowed,
-    slots::{Slot, Slots, layout, places},
+    slots::{Layout, Slot, Slots},
 };
 
 /// How many used chains are taken at a time.
@@ -44,15 +44,19 @@ pub enum Shadow {
     /// It has not been copied.
     #[default]
     New,
-    /// The back end has it.
+    /// It has been copied.
     Sent(Sent),
-    /// The back end has used it, and reports so many bytes.
-    Used(Sent, u32),
 }
 
-/// A chain's slot, and its number.
+/// A chain in its slot.
 #[derive(Debug)]
-pub struct Sent(Slot, u16);
+pub struct Sent {
+    slot: Slot,
+    /// The chain's number.
+    at: u16,
+    /// How many bytes the back end reports, once it has used the chain.
+    used: Option<u32>,
+}
 
 /// Why a chain was not sent.
 enum Stop {
@@ -134,9 +138,9 @@ impl ProxyQueue {
     fn send(&mut self, at: u16, chain: &Chain, bus: &Bus) -> Result<Sent, Stop> {
         let descs = chain.descs();
         let by_table = self.by_table(chain);
-        let (table, len) = layout(chain, by_table);
-        if len > self.slots.len() {
-            return Err(Stop::Never(io::Error::other(self.too_long(len))));
+        let layout = Layout::of(chain, by_table);
+        if layout.len > self.slots.most() {
+            return Err(self.too_long(layout));
         }
         let needed = if by_table { 1 } else { descs.len() };
         if needed > usize::from(self.shadow.size()) {
@@ -155,14 +159,11 @@ impl ProxyQueue {
                 bus.slices(addr, len.into(), access, |_| {})?;
             }
         }
-        let Some(slot) = self.slots.take(len) else {
-            if self.slots.is_unused() {
-                return Err(Stop::Never(io::Error::other(self.too_long(len))));
-            }
-            return Err(Stop::Later);
+        let Some(slot) = self.slots.take(at, layout) else {
+            return Err(if self.slots.is_unused() { self.too_long(layout) } else { Stop::Later });
         };
-        match self.fill(at, chain, bus, &slot, by_table.then_some(table)) {
-            Ok(()) => Ok(Sent(slot, at)),
+        match self.fill(at, chain, bus, &slot, by_table) {
+            Ok(()) => Ok(Sent { slot, at, used: None }),
             Err(stop) => {
                 // Only what is read was copied.
                 self.scrub(chain, slot, None);
@@ -176,9 +177,12 @@ impl ProxyQueue {
         self.indirect && chain.descs().len() > 1
     }
 
-    fn too_long(&self, len: u64) -> String {
-        let most = self.slots.len();
-        format!("a chain takes {len} bytes of the {most} of the queue's pool: raise --pool-size")
+    #[cold]
+    fn too_long(&self, Layout { len, .. }: Layout) -> Stop {
+        let most = self.slots.most();
+        let text =
+            format!("a chain takes {len} bytes of {most} of the queue's pool: raise --pool-size");
+        Stop::Never(io::Error::other(text))
     }
 
     fn fill(
@@ -187,25 +191,36 @@ impl ProxyQueue {
         chain: &Chain,
         bus: &Bus,
         slot: &Slot,
-        table: Option<u64>,
+        by_table: bool,
     ) -> Result<(), Stop> {
-        self.shadowed.clear();
-        for (Desc { addr, len, write }, place) in places(chain) {
-            if !write {
-                let mut done = 0;
-                bus.slices(addr, len.into(), Access::Read, |piece| {
-                    let to = self.slots.piece(slot, place + done, piece.len() as u64);
-                    done += to.copy_from_piece(piece.into()) as u64;
-                })?;
+        let slots = &self.slots;
+        slot.each(chain, |Desc { addr, len, write }, place| {
+            if write {
+                return Ok(());
             }
-            self.shadowed.push(Desc { addr: slot.addr(place), len, write });
-        }
-        let added = match table {
-            Some(table) => {
-                let window = self.slots.window(slot, table);
-                self.shadow.add_indirect(slot.addr(table), &window, &self.shadowed, at.into())
+            let mut done = 0;
+            bus.slices(addr, len.into(), Access::Read, |piece| {
+                let to = slots.piece(slot, place + done, piece.len() as u64);
+                done += to.copy_from_piece(piece.into()) as u64;
+            })
+        })?;
+        let shadowed = |desc, place| Desc { addr: slot.addr(place), ..desc };
+        let added = match chain.descs() {
+            [only] => self.shadow.add(&[shadowed(*only, 0)], at.into()),
+            descs => {
+                self.shadowed.clear();
+                let _ = slot.each(chain, |desc, place| {
+                    self.shadowed.push(shadowed(desc, place));
+                    Ok::<_, Infallible>(())
+                });
+                if by_table {
+                    let table = slot.table(descs.len());
+                    let window = self.slots.window(slot, table);
+                    self.shadow.add_indirect(slot.addr(table), &window, &self.shadowed, at.into())
+                } else {
+                    self.shadow.add(&self.shadowed, at.into())
+                }
             }
-            None => self.shadow.add(&self.shadowed, at.into()),
         };
         added.map_err(|error| Stop::Never(io::Error::other(error)))?;
         self.added = true;
@@ -224,10 +239,10 @@ impl ProxyQueue {
     ) -> Result<u64, AccessError> {
         let most = self.written(chain, used);
         let mut left = most;
-        for (Desc { addr, len, write }, place) in places(chain) {
+        slot.each(chain, |Desc { addr, len, write }, place| {
             let part = if write { left.min(len.into()) } else { 0 };
             if part == 0 {
-                continue;
+                return Ok(());
             }
             left -= part;
             let mut done = 0;
@@ -235,8 +250,8 @@ impl ProxyQueue {
                 let from = self.slots.piece(slot, place + done, piece.len() as u64);
                 done += piece.copy_from_piece(from.into()) as u64;
                 bus.mark(piece);
-            })?;
-        }
+            })
+        })?;
         Ok(most)
     }
 
@@ -253,20 +268,21 @@ impl ProxyQueue {
     /// it is the back end's own.)
     fn scrub(&self, chain: &Chain, slot: Slot, used: Option<u32>) {
         let mut left = used.map_or(0, |used| self.written(chain, used));
-        for (Desc { len, write, .. }, place) in places(chain) {
+        let _ = slot.each(chain, |Desc { len, write, .. }, place| {
             let part = if write { left.min(len.into()) } else { len.into() };
             left -= if write { part } else { 0 };
             self.slots.piece(&slot, place, part).fill_zero();
-        }
+            Ok::<_, Infallible>(())
+        });
         if self.by_table(chain) {
-            self.slots.rest(&slot, layout(chain, true).0).fill_zero();
+            self.slots.rest(&slot, slot.table(chain.descs().len())).fill_zero();
         }
         self.slots.give_back(slot);
     }
 
     /// Gives back a slot with nothing in it.
     fn release(&self, slot: Slot) {
-        self.slots.whole(&slot).fill_zero();
+        self.slots.rest(&slot, 0).fill_zero();
         self.slots.give_back(slot);
     }
 
@@ -292,9 +308,8 @@ impl ProxyQueue {
                     self.sent -= count as u32;
                     self.call.found(count);
                     for &driver::Used { token, len } in &self.burst[..count] {
-                        let request = &mut slots[token as usize].request;
-                        if let Shadow::Sent(sent) = std::mem::take(request) {
-                            *request = Shadow::Used(sent, len);
+                        if let Shadow::Sent(sent) = &mut slots[token as usize].request {
+                            sent.used = Some(len);
                             self.used.push_back(token as u16);
                         }
                     }
@@ -330,8 +345,8 @@ impl Serve for ProxyQueue {
     }
 
     fn advance(&mut self, at: u16, request: &mut Shadow, chain: &Chain, bus: &Bus, _: u64) -> Next {
-        match std::mem::take(request) {
-            Shadow::New => match self.send(at, chain, bus) {
+        let Shadow::Sent(sent) = request else {
+            return match self.send(at, chain, bus) {
                 Ok(sent) => {
                     *request = Shadow::Sent(sent);
                     Next::Busy
@@ -342,32 +357,28 @@ impl Serve for ProxyQueue {
                     None => self.unreachable(error),
                 },
                 Err(Stop::Never(why)) => self.end_ring(why),
+            };
+        };
+        let Some(used) = sent.used else { return Next::Busy };
+        let done = match self.copy_back(chain, bus, &sent.slot, used) {
+            Ok(written) => {
+                self.bytes += chain.readable_len() + written;
+                self.round += written;
+                Next::Done { ok: true, used }
+            }
+            Err(error) => match Missing::of(error) {
+                Some(missing) => {
+                    self.waits = Some(at);
+                    return Next::Missing(missing);
+                }
+                None => self.unreachable(error),
             },
-            Shadow::Used(Sent(slot, _), used) => {
-                let done = match self.copy_back(chain, bus, &slot, used) {
-                    Ok(written) => {
-                        self.bytes += chain.readable_len() + written;
-                        self.round += written;
-                        Next::Done { ok: true, used }
-                    }
-                    Err(error) => match Missing::of(error) {
-                        Some(missing) => {
-                            self.waits = Some(at);
-                            *request = Shadow::Used(Sent(slot, at), used);
-                            return Next::Missing(missing);
-                        }
-                        None => self.unreachable(error),
-                    },
-                };
-                self.waits.take_if(|waits| *waits == at);
-                self.scrub(chain, slot, Some(used));
-                done
-            }
-            sent @ Shadow::Sent(_) => {
-                *request = sent;
-                Next::Busy
-            }
+        };
+        self.waits.take_if(|waits| *waits == at);
+        if let Shadow::Sent(Sent { slot, .. }) = std::mem::take(request) {
+            self.scrub(chain, slot, Some(used));
         }
+        done
     }
 
     fn completed(&mut self, now_ns: u64, _: bool) -> Option<(u16, bool)> {
@@ -381,7 +392,7 @@ impl Serve for ProxyQueue {
     /// No generic completion says that a request has failed: the ring stops instead, unless it does
     /// already.
     fn fail(&mut self, request: &mut Shadow, _: &Chain, _: &Bus) -> (bool, u32) {
-        if let Shadow::Used(Sent(_, at), _) = request {
+        if let Shadow::Sent(Sent { at, used: Some(_), .. }) = request {
             self.waits.take_if(|waits| waits == at);
         }
         if !self.stopped {
@@ -391,8 +402,7 @@ impl Serve for ProxyQueue {
     }
 
     fn end(&mut self, request: &mut Shadow) {
-        let (Shadow::Sent(sent) | Shadow::Used(sent, _)) = std::mem::take(request) else { return };
-        let Sent(slot, at) = sent;
+        let Shadow::Sent(Sent { slot, at, .. }) = std::mem::take(request) else { return };
         self.waits.take_if(|waits| *waits == at);
         self.release(slot);
     }
@@ -402,7 +412,7 @@ impl Serve for ProxyQueue {
     }
 
     fn is_left(&self, request: &Shadow) -> bool {
-        self.stopped && matches!(request, Shadow::New | Shadow::Sent(_))
+        self.stopped && matches!(request, Shadow::New | Shadow::Sent(Sent { used: None, .. }))
     }
 
     fn is_whole(&self) -> bool {

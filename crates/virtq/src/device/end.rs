@@ -298,8 +298,17 @@ impl<F: Format> End<F> {
         self.look(1)?;
         let (Some(areas), size) = (&self.areas, self.config.size) else { return Ok(false) };
         let Some(first) = self.at.next(areas, size) else { return Ok(false) };
-        let with = (&self.flight, &mut self.table, mem);
-        if let Err(fault) = self.at.walk(areas, first, size - self.at.held(), with, chain) {
+        let copied = match self.at.single(first) {
+            Some((name, number, desc)) => {
+                (chain.head, chain.count) = (name, 1);
+                self.flight.check(name).and_then(|()| chain.push(number, desc))
+            }
+            None => {
+                let with = (&self.flight, &mut self.table, mem);
+                self.at.walk(areas, first, size - self.at.held(), with, chain)
+            }
+        };
+        if let Err(fault) = copied {
             let name = chain.head;
             chain.clear();
             return Err(self.refuse(name, fault));
