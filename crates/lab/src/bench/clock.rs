@@ -72,6 +72,12 @@ impl Clock {
         ticks as f64 * self.ns_per_tick
     }
 
+    /// The nanoseconds of single operations of so many ticks: of the [`middle`] half, without what the
+    /// clock costs. It sorts them.
+    pub(super) fn middle(&self, ticks: &mut [u64]) -> f64 {
+        (self.ns(1) * middle(ticks) - self.cost_ns()).max(0.0)
+    }
+
     /// What reading it costs, ns: about that much is in every time of a single operation.
     pub fn cost_ns(&self) -> f64 {
         self.cost_ns
@@ -140,7 +146,7 @@ pub(super) fn fitting<E>(
 
 /// The mean of the middle half of some times; it sorts them. A mean, since a virtual machine's counter may
 /// have steps of 10 ns; of the middle half, since some of what was timed was interrupted.
-pub(super) fn middle(values: &mut [u64]) -> f64 {
+fn middle(values: &mut [u64]) -> f64 {
     values.sort_unstable();
     let quarter = values.len() / 4;
     let half = &values[quarter..values.len() - quarter];
@@ -161,5 +167,11 @@ mod tests {
         let ours = clock.ns(last.wrapping_sub(first));
         let its = (ended - begun).as_nanos() as f64;
         assert!((ours / its - 1.0).abs() < 0.1, "{ours} for {its}, {clock:?}");
+    }
+    #[test]
+    fn what_was_interrupted_does_not_count() {
+        assert_eq!(middle(&mut [1_000_000, 10, 12, 2]), 11.0);
+        assert_eq!(middle(&mut [10]), 10.0);
+        assert_eq!(middle(&mut [10, 13]), 11.5);
     }
 }

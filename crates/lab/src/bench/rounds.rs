@@ -1,8 +1,17 @@
 //! Values of interleaved rounds, and their intervals and ratios.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::{
+    collections::BTreeMap,
+    ops::Index,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
-use super::Interval;
+use serde_json::{Map, Value};
+
+use super::{
+    Interval, Row,
+    row::{object, value},
+};
 use crate::stats::Estimate;
 
 /// What is measured in a round, in the order of turns. Each round reverses the order of the one
@@ -15,29 +24,116 @@ pub(super) fn turns<T>(of: impl IntoIterator<Item = T>, round: u32) -> Vec<T> {
     turns
 }
 
-/// Lets all take turns in `repeat` rounds, after one in which caches grow and which does not count.
-/// What `measure` returns is `keep`t only if the round was not stopped: otherwise it has nothing to
-/// compare with.
-pub(super) fn contest<E, S>(
-    entrants: &mut [E],
-    repeat: u32,
-    stop: &AtomicBool,
-    mut measure: impl FnMut(&mut E) -> Option<S>,
-    mut keep: impl FnMut(&mut E, S),
-) {
-    for round in 0..=repeat {
-        let mut samples = Vec::new();
-        for entrant in turns(entrants.iter_mut(), round) {
-            if stop.load(Ordering::Relaxed) {
-                return;
+/// One of those that take turns.
+pub(super) struct Entrant<K, S> {
+    /// Which implementation it is, and what else tells it from the others.
+    pub(super) key: K,
+    /// What is measured, or why it is not.
+    pub(super) subject: Result<S, String>,
+    /// What was measured of it.
+    pub(super) taken: Taken,
+}
+
+impl<K, S> Entrant<K, S> {
+    pub(super) fn new(key: K, subject: Result<S, String>) -> Entrant<K, S> {
+        Entrant { key, subject, taken: Taken::default() }
+    }
+
+    /// It is measured no more, and what was measured of it counts no more.
+    pub(super) fn fail(&mut self) {
+        (self.subject, self.taken) = (Err("it failed".to_owned()), Taken::default());
+    }
+}
+
+/// Those that take turns.
+pub(super) struct Contest<K, S>(pub(super) Vec<Entrant<K, S>>);
+
+impl<K: PartialEq, S> Contest<K, S> {
+    /// A contest of what `make` makes.
+    pub(super) fn new(
+        keys: impl IntoIterator<Item = K>,
+        mut make: impl FnMut(&K) -> Result<S, String>,
+    ) -> Contest<K, S> {
+        let subjects = keys.into_iter().map(|key| (make(&key), key));
+        Contest(subjects.map(|(subject, key)| Entrant::new(key, subject)).collect())
+    }
+
+    /// Lets all take turns in `repeat` rounds, after one in which caches grow and which does not
+    /// count. What `measure` returns counts only if the round was not stopped: otherwise it has
+    /// nothing to compare with. Who fails is told to `failed`, and is out.
+    pub(super) fn run(
+        &mut self,
+        repeat: u32,
+        stop: &AtomicBool,
+        mut measure: impl FnMut(&mut S) -> anyhow::Result<Sample>,
+        mut failed: impl FnMut(&K, anyhow::Error),
+    ) {
+        for round in 0..=repeat {
+            let mut samples = Vec::new();
+            for entrant in turns(&mut self.0, round) {
+                if stop.load(Ordering::Relaxed) {
+                    return;
+                }
+                let Ok(subject) = &mut entrant.subject else { continue };
+                match measure(subject) {
+                    Ok(sample) => samples.push((entrant, sample)),
+                    Err(error) => {
+                        failed(&entrant.key, error);
+                        entrant.fail();
+                    }
+                }
             }
-            if let Some(sample) = measure(entrant) {
-                samples.push((entrant, sample));
+            if round > 0 && !stop.load(Ordering::Relaxed) {
+                samples.into_iter().for_each(|(entrant, sample)| entrant.taken.push(sample));
             }
         }
-        if round > 0 && !stop.load(Ordering::Relaxed) {
-            samples.into_iter().for_each(|(entrant, sample)| keep(entrant, sample));
+    }
+
+    /// What was measured of one of them: nothing, if it does not take part.
+    pub(super) fn taken(&self, key: &K) -> &Taken {
+        self.0.iter().find(|one| one.key == *key).map_or(Taken::none(), |one| &one.taken)
+    }
+}
+
+/// What was measured in a turn, by name.
+pub(super) type Sample = Vec<(&'static str, f64)>;
+
+/// What was measured of one implementation: rounds of named figures.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Taken(BTreeMap<&'static str, Rounds>);
+
+impl Taken {
+    /// Of what does not take part.
+    pub(super) fn none() -> &'static Taken {
+        static NONE: Taken = Taken(BTreeMap::new());
+        &NONE
+    }
+
+    /// The values of the next round.
+    pub(super) fn push(&mut self, sample: impl IntoIterator<Item = (&'static str, f64)>) {
+        for (name, value) in sample {
+            self.0.entry(name).or_default().push(value);
         }
+    }
+
+    /// The intervals of some of them, as figures of a row.
+    pub(super) fn intervals(&self, names: &[&str]) -> impl Iterator<Item = (String, Value)> {
+        names.iter().map(|name| ((*name).to_owned(), value(self[name].interval())))
+    }
+
+    /// The sum of a count over all rounds.
+    pub(super) fn sum(&self, name: &str) -> u64 {
+        self[name].0.iter().sum::<f64>() as u64
+    }
+}
+
+/// The rounds of a figure: none, if it was not measured.
+impl Index<&str> for Taken {
+    type Output = Rounds;
+
+    fn index(&self, name: &str) -> &Rounds {
+        static NONE: Rounds = Rounds(Vec::new());
+        self.0.get(name).unwrap_or(&NONE)
     }
 }
 
@@ -64,9 +160,33 @@ impl Rounds {
         self.0.is_empty()
     }
 
-    /// Why there are none, if there are none: `out`, or that the run was stopped.
+    /// What is missing, for a row's note: all of it if there is no round, because of `out` or because
+    /// the run was stopped.
     pub(super) fn missing(&self, out: Option<&String>) -> Option<String> {
-        out.cloned().or_else(|| self.is_empty().then(|| "not measured: interrupted".to_owned()))
+        match self.is_empty() {
+            true => Some(format!("not measured: {}", out.map_or("interrupted", String::as_str))),
+            false => out.map(|why| format!("measured in part: {why}")),
+        }
+    }
+
+    /// The row of these rounds of nanoseconds, beside ours; `out`: why it was measured no more.
+    pub(super) fn row(
+        &self,
+        (name, implementation): (String, &str),
+        params: Map<String, Value>,
+        ours: &Rounds,
+        out: Option<&String>,
+    ) -> Row {
+        let ratio = self.ratio_to(ours);
+        Row {
+            name,
+            implementation: implementation.to_owned(),
+            params,
+            ns_per_op: self.interval(),
+            ratio_to_ringfence: ratio.median,
+            note: self.missing(out),
+            figures: object([("ratio_interval", value(ratio))]),
+        }
     }
 
     /// The median and its interval.

@@ -15,7 +15,7 @@ use crate::{
     bench::{
         Benchmark, Row,
         clock::{cpu_time, fitting},
-        rounds::Rounds,
+        rounds::Taken,
         row::{object, value},
     },
     list::named,
@@ -105,41 +105,18 @@ pub(super) fn run(
     bench.link.close().map(drop)
 }
 
-/// What a list took in each round, ns.
-#[derive(Clone, Default)]
-struct Taken {
-    wall: Rounds,
-    /// Of the thread that maps.
-    cpu: Rounds,
-    /// Of the device process.
-    device: Rounds,
-    /// Of both.
-    both: Rounds,
-    /// Requests to the IOMMU: no time.
-    requests: Rounds,
-}
-
 fn row(way: Way, direction: &str, elements: usize, own: &Taken, ours: &Taken) -> Row {
-    Row {
-        name: format!("list/{direction}/{elements}"),
-        implementation: way.name().to_owned(),
-        params: object([
-            ("part", Part::List.name().into()),
-            ("direction", direction.into()),
-            ("elements", elements.into()),
-        ]),
-        ns_per_op: own.wall.interval(),
-        ratio_to_ringfence: own.wall.ratio_to(&ours.wall).median,
-        note: own.wall.missing(None),
-        figures: object([
-            ("ratio_interval", value(own.wall.ratio_to(&ours.wall))),
-            ("thread_cpu_ns", value(own.cpu.interval())),
-            ("device_cpu_ns", value(own.device.interval())),
-            ("cpu_ns", value(own.both.interval())),
-            ("requests_per_list", value(own.requests.interval())),
-            ("cpu_ratio", value(own.both.ratio_to(&ours.both))),
-        ]),
-    }
+    let name = format!("list/{direction}/{elements}");
+    let params = object([
+        ("part", Part::List.name().into()),
+        ("direction", direction.into()),
+        ("elements", elements.into()),
+    ]);
+    let mut row = own["wall"].row((name, way.name()), params, &ours["wall"], None);
+    let names = ["thread_cpu_ns", "device_cpu_ns", "cpu_ns", "requests_per_list"];
+    row.figures.extend(own.intervals(&names));
+    row.figures.extend(object([("cpu_ratio", value(own["cpu_ns"].ratio_to(&ours["cpu_ns"])))]));
+    row
 }
 
 struct Bench {
@@ -247,15 +224,17 @@ impl Bench {
         let cpu = cpu_time();
         let (passes, took) =
             fitting(budget, |passes| (0..passes).try_for_each(|_| self.pass(way, direction)))?;
-        let each = |ns: f64| ns / passes as f64;
         let cpu = cpu_time().saturating_sub(cpu).as_nanos() as f64;
         let device = self.link.device_cpu_ns().saturating_sub(before.0) as f64;
         let requests = requests(&self.link).saturating_sub(before.1) as f64;
-        into.wall.push(each(took.as_nanos() as f64));
-        into.cpu.push(each(cpu));
-        into.device.push(each(device));
-        into.both.push(each(cpu + device));
-        into.requests.push(each(requests));
+        let all = [
+            ("wall", took.as_nanos() as f64),
+            ("thread_cpu_ns", cpu),
+            ("device_cpu_ns", device),
+            ("cpu_ns", cpu + device),
+            ("requests_per_list", requests),
+        ];
+        into.push(all.map(|(name, all)| (name, all / passes as f64)));
         Ok(())
     }
 }

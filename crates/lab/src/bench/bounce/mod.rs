@@ -184,40 +184,29 @@ impl std::str::FromStr for Size {
     }
 }
 
-impl Options {
-    fn of_pool(&self) -> pool::Options {
-        let mut pool = pool::Options::default();
-        if let Some(sizes) = &self.sizes {
-            pool.sizes = sizes.iter().map(|size| size.0 as usize).collect();
-        }
-        pool.budget = self.budget.unwrap_or(pool.budget);
-        pool
-    }
-}
-
 impl Measure for Options {
     fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
         let options = self;
-        let (list_budget, pool) = (options.budget.unwrap_or(list::BUDGET), self.of_pool());
+        let budget_ms = |usual| options.budget.unwrap_or(usual).as_secs_f64() * 1e3;
         let mut benchmark = Benchmark::new("bounce", options.repeat);
         benchmark.settings = object([
             ("parts", options.parts.iter().map(|part| part.name()).collect()),
             ("notify", options.notify.to_string().into()),
             ("runtime_s", options.runtime.as_secs_f64().into()),
-            ("list_budget_ms", (list_budget.as_secs_f64() * 1e3).into()),
-            ("pool_budget_ms", (pool.budget.as_secs_f64() * 1e3).into()),
+            ("list_budget_ms", budget_ms(list::BUDGET).into()),
+            ("pool_budget_ms", budget_ms(pool::BUDGET).into()),
             ("peer_bytes", pool::BLOCK.into()),
         ]);
         for part in options.parts.iter() {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
-            let ended = match part {
-                Part::Seed => seed::run(options, progress, stop, &mut benchmark),
-                Part::List => list::run(options, progress, stop, &mut benchmark),
-                Part::Pool => pool::run(&pool, options.repeat, progress, stop, &mut benchmark),
+            let run = match part {
+                Part::Seed => seed::run,
+                Part::List => list::run,
+                Part::Pool => pool::run,
             };
-            match ended {
+            match run(options, progress, stop, &mut benchmark) {
                 Err(error) if error.is::<crate::run::Usage>() => return Err(error),
                 Err(error) => benchmark.errors.push(format!("{part}: {error:#}")),
                 Ok(()) => {}

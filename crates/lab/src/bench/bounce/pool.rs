@@ -9,17 +9,17 @@ use std::{
 use anyhow::{Context, Result};
 
 use super::{
-    PEER, Part,
+    OURS, Options, PEER, Part,
     check::check,
     linear::LONGEST,
     subject::{Op, Ours, Subject, SwiotlbLike},
 };
 use crate::{
     bench::{
-        Benchmark, Row,
+        Benchmark,
         clock::{cpu_time, fitting},
         rounds::Rounds,
-        row::{object, value},
+        row::object,
         threads,
     },
     progress::{Kind, Progress},
@@ -32,29 +32,14 @@ pub(super) const BLOCK: u64 = 64 << 20;
 /// Steps of a check.
 const STEPS: u32 = 300;
 
-/// What to measure, and how.
-#[derive(Clone, Debug)]
-pub struct Options {
-    /// Lengths of buffers, bytes.
-    pub sizes: Vec<usize>,
-    /// How much of the linear pool is held meanwhile, %.
-    pub held: Vec<u32>,
-    /// Numbers of threads.
-    pub threads: Vec<usize>,
-    /// How long one measurement runs.
-    pub budget: Duration,
-}
-
-impl Default for Options {
-    fn default() -> Options {
-        Options {
-            sizes: [1 << 9, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20].to_vec(),
-            held: vec![0, 50, 90],
-            threads: vec![1, 2],
-            budget: Duration::from_millis(3),
-        }
-    }
-}
+/// Lengths of buffers, bytes, if not said otherwise.
+const SIZES: [usize; 6] = [1 << 9, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20];
+/// How much of the linear pool is held meanwhile, %.
+const HELD: [u32; 3] = [0, 50, 90];
+/// Numbers of threads.
+const THREADS: [usize; 2] = [1, 2];
+/// How long one measurement runs, if not said otherwise.
+pub(super) const BUDGET: Duration = Duration::from_millis(3);
 
 /// Runs all of it.
 ///
@@ -62,190 +47,134 @@ impl Default for Options {
 /// Pools cannot be set up.
 pub(super) fn run(
     options: &Options,
-    repeat: u32,
     progress: Kind,
     stop: &AtomicBool,
     into: &mut Benchmark,
 ) -> Result<()> {
-    let cells: Vec<(usize, u32)> = options
-        .sizes
-        .iter()
-        .flat_map(|size| options.held.iter().map(|held| (*size, *held)))
-        .collect();
-    let each = options.budget.mul_f64(1.2) * (2 * Op::ALL.len() * options.threads.len()) as u32;
-    let steps = cells.len() as u64 * u64::from(repeat);
+    let (repeat, budget) = (options.repeat, options.budget.unwrap_or(BUDGET));
+    let sizes = options.sizes.as_ref();
+    let sizes =
+        sizes.map_or(SIZES.to_vec(), |sizes| sizes.iter().map(|size| size.0 as usize).collect());
+    let cells = sizes.iter().flat_map(|size| HELD.map(|held| (*size, held)));
+    let each = budget.mul_f64(1.2) * (2 * Op::ALL.len() * THREADS.len()) as u32;
+    let steps = (sizes.len() * HELD.len()) as u64 * u64::from(repeat);
     let progress = Progress::new(progress, steps, each.mul_f64(steps as f64));
-    for (size, held) in cells {
+    for cell in cells {
         if stop.load(Ordering::Relaxed) {
             break;
         }
-        let contest = Contest::new(size, held, options)?;
-        contest.run(repeat, (&progress, each), stop, into);
+        contest(cell, (repeat, budget), (&progress, each), stop, into)?;
     }
     progress.finish();
     Ok(())
 }
 
-/// The entrants at one size and one number of held slots.
-struct Contest<'a> {
-    size: usize,
-    held: u32,
-    options: &'a Options,
-    cpus: Vec<usize>,
-    entrants: Vec<(&'static str, Box<dyn Entrant>)>,
-}
-
-impl<'a> Contest<'a> {
-    fn new(size: usize, held: u32, options: &'a Options) -> Result<Contest<'a>> {
-        let cpus = threads::cpus();
-        let theirs = SwiotlbLike::new(BLOCK, cpus.len()).context("memory for a linear pool")?;
-        let full = match theirs.holds(size) {
-            0 => (BLOCK / size as u64) as usize,
-            full => full,
-        };
-        let too_long = size as u64 > LONGEST;
-        let why = format!("it has at most {} in one piece", bytes(LONGEST));
-        let theirs = Filled::new(theirs, size, (full, held), too_long.then_some(why));
-        let ours = Filled::new(Ours::new()?, size, (full, held), None);
-        let entrants: Vec<(&str, Box<dyn Entrant>)> =
-            vec![(super::OURS, Box::new(ours)), (PEER, Box::new(theirs))];
-        Ok(Contest { size, held, options, cpus, entrants })
-    }
-
-    fn run(
-        mut self,
-        repeat: u32,
-        (progress, each): (&Progress, Duration),
-        stop: &AtomicBool,
-        into: &mut Benchmark,
-    ) {
-        let keys: Vec<(Op, usize)> = Op::ALL
-            .into_iter()
-            .flat_map(|op| self.options.threads.iter().map(move |threads| (op, *threads)))
-            .collect();
-        let mut measured = vec![vec![Rounds::default(); keys.len()]; self.entrants.len()];
-        self.check(into);
-        'rounds: for round in 1..=repeat {
-            let what = format!("{}, {} % held", bytes(self.size as u64), self.held);
-            progress.begin(&format!("pools: {what}, round {round} of {repeat}"));
-            for (index, (op, threads)) in keys.iter().enumerate() {
-                for ((_, entrant), rounds) in self.entrants.iter_mut().zip(&mut measured) {
-                    if stop.load(Ordering::Relaxed) {
-                        break 'rounds;
-                    }
-                    let cpus = &self.cpus;
-                    if let Some(ns) = entrant.measure(*op, *threads, cpus, self.options.budget) {
-                        rounds[index].push(ns);
-                    }
+/// Both pools at one size and one number of held slots.
+fn contest(
+    (size, held): (usize, u32),
+    (repeat, budget): (u32, Duration),
+    (progress, each): (&Progress, Duration),
+    stop: &AtomicBool,
+    into: &mut Benchmark,
+) -> Result<()> {
+    let cpus = threads::cpus();
+    let theirs = SwiotlbLike::new(BLOCK, cpus.len()).context("memory for a linear pool")?;
+    let full = match theirs.holds(size) {
+        0 => (BLOCK / size as u64) as usize,
+        full => full,
+    };
+    let ours = fill(Ours::new()?, size, (full, held)).map(|pool| Box::new(pool) as Box<dyn Pool>);
+    let theirs = match size as u64 > LONGEST {
+        true => Err(format!("it has at most {} in one piece", bytes(LONGEST))),
+        false => fill(theirs, size, (full, held)).map(|pool| Box::new(pool) as Box<dyn Pool>),
+    };
+    let mut pools = [(OURS, ours), (PEER, theirs)];
+    let keys = Op::ALL.into_iter().flat_map(|op| THREADS.map(|threads| (op, threads)));
+    let keys: Vec<(Op, usize)> = keys.collect();
+    let mut measured = vec![[Rounds::default(), Rounds::default()]; keys.len()];
+    let what = format!("{}, {held} % held", bytes(size as u64));
+    // Whether each does what a pool must; one that does not is out.
+    let mut check = |pools: &mut [(&str, Result<Box<dyn Pool>, String>)]| {
+        for (name, pool) in pools {
+            if let Ok(Err(found)) = pool.as_ref().map(|pool| pool.check(&cpus)) {
+                into.errors.push(format!("pools: {name} {found} (buffers of {what})"));
+                *pool = Err(format!("it {found}"));
+            }
+        }
+    };
+    check(&mut pools);
+    'rounds: for round in 1..=repeat {
+        progress.begin(&format!("pools: {what}, round {round} of {repeat}"));
+        for ((op, threads), rounds) in keys.iter().zip(&mut measured) {
+            for ((_, pool), rounds) in pools.iter_mut().zip(rounds) {
+                if stop.load(Ordering::Relaxed) {
+                    break 'rounds;
+                }
+                match pool.as_ref().map(|pool| pool.measure(*op, *threads, &cpus, budget)) {
+                    Ok(Some(ns)) => rounds.push(ns),
+                    Ok(None) => *pool = Err("it had no room, or lost a buffer".to_owned()),
+                    Err(_) => {}
                 }
             }
-            progress.step(each);
         }
-        self.check(into);
-        for (index, (op, threads)) in keys.iter().enumerate() {
-            for ((name, entrant), rounds) in self.entrants.iter().zip(&measured) {
-                let (own, ours) = (&rounds[index], &measured[0][index]);
-                into.rows.push(self.row(name, (*op, *threads), own, ours, entrant.out()));
-            }
-        }
+        progress.step(each);
     }
-
-    /// Checks that every entrant does what a pool must; one that does not is out.
-    fn check(&mut self, into: &mut Benchmark) {
-        for (name, entrant) in &mut self.entrants {
-            if let Err(found) = entrant.check(&self.cpus) {
-                let held = self.held;
-                let about = format!("buffers of {}, {held} % held", bytes(self.size as u64));
-                into.errors.push(format!("pools: {name} {found} ({about})"));
-            }
-        }
-    }
-
-    fn row(
-        &self,
-        name: &str,
-        (op, threads): (Op, usize),
-        own: &Rounds,
-        ours: &Rounds,
-        out: Option<&str>,
-    ) -> Row {
-        let Contest { size, held, .. } = self;
-        let ratio = own.ratio_to(ours);
-        let why = match (own.is_empty(), out) {
-            (true, why) => Some(format!("not measured: {}", why.unwrap_or("interrupted"))),
-            (false, why) => why.map(|why| format!("measured in part: {why}")),
-        };
-        Row {
-            name: format!("pool/{}/{size}/{held}%/{threads}", op.name()),
-            implementation: name.to_owned(),
-            params: object([
+    check(&mut pools);
+    for ((op, threads), rounds) in keys.iter().zip(&measured) {
+        for ((name, pool), own) in pools.iter().zip(rounds) {
+            let op = op.name();
+            let params = object([
                 ("part", Part::Pool.name().into()),
-                ("op", op.name().into()),
-                ("size", (*size).into()),
-                ("held_percent", (*held).into()),
-                ("threads", threads.into()),
-            ]),
-            ns_per_op: own.interval(),
-            ratio_to_ringfence: ratio.median,
-            note: why,
-            figures: object([("ratio_interval", value(ratio))]),
+                ("op", op.into()),
+                ("size", size.into()),
+                ("held_percent", held.into()),
+                ("threads", (*threads).into()),
+            ]);
+            let row = format!("pool/{op}/{size}/{held}%/{threads}");
+            into.rows.push(own.row((row, name), params, &rounds[0], pool.as_ref().err()));
         }
     }
+    Ok(())
 }
 
 /// An implementation with the buffers that it holds.
-trait Entrant {
+trait Pool {
     /// # Errors
-    /// The rule that it breaks; it is not measured any more.
-    fn check(&mut self, cpus: &[usize]) -> Result<(), String>;
+    /// The rule that it breaks.
+    fn check(&self, cpus: &[usize]) -> Result<(), String>;
     /// Nanoseconds an operation of a thread: of its CPU time if there is one, else of the wall's,
     /// as threads wait for each other. `None` if a pass failed.
-    fn measure(&mut self, op: Op, threads: usize, cpus: &[usize], budget: Duration) -> Option<f64>;
-    /// Why it is not measured.
-    fn out(&self) -> Option<&str>;
+    fn measure(&self, op: Op, threads: usize, cpus: &[usize], budget: Duration) -> Option<f64>;
 }
 
 struct Filled<S: Subject> {
     subject: S,
     size: usize,
-    held: Vec<S::Held>,
-    out: Option<String>,
+    _held: Vec<S::Held>,
 }
 
-impl<S: Subject> Filled<S> {
-    /// With so many percent of `full` buffers held: all are taken, and random ones given back.
-    fn new(subject: S, size: usize, (full, percent): (usize, u32), out: Option<String>) -> Self {
-        let mut filled = Filled { subject, size, held: Vec::new(), out };
-        if percent == 0 || filled.out.is_some() {
-            return filled;
-        }
-        for _ in 0..full {
-            match filled.subject.begin(vec![1; size], Op::Both) {
-                Some(held) => filled.held.push(held),
-                None => {
-                    let fitted = filled.held.len();
-                    filled.out = Some(format!("{fitted} of {full} buffers fitted"));
-                    return filled;
-                }
-            }
-        }
-        let mut random = SplitMix(1);
-        while filled.held.len() > full * percent as usize / 100 {
-            let held = filled.held.swap_remove(random.index(filled.held.len()));
-            if filled.subject.end(held, Op::Both, 0).is_none() {
-                filled.out = Some("it lost a buffer that was held".to_owned());
-                return filled;
-            }
-        }
-        filled
+/// A pool with so many percent of `full` buffers held: all are taken, and random ones given back.
+fn fill<S: Subject>(
+    subject: S,
+    size: usize,
+    (full, percent): (usize, u32),
+) -> Result<Filled<S>, String> {
+    let mut held = Vec::new();
+    let full = if percent == 0 { 0 } else { full };
+    for fitted in 0..full {
+        let begun = subject.begin(vec![1; size], Op::Both);
+        held.push(begun.ok_or_else(|| format!("{fitted} of {full} buffers fitted"))?);
     }
+    let mut random = SplitMix(1);
+    while held.len() > full * percent as usize / 100 {
+        let ended = subject.end(held.swap_remove(random.index(held.len())), Op::Both, 0);
+        ended.ok_or("it lost a buffer that was held")?;
+    }
+    Ok(Filled { subject, size, _held: held })
 }
 
-impl<S: Subject> Entrant for Filled<S> {
-    fn check(&mut self, cpus: &[usize]) -> Result<(), String> {
-        if self.out.is_some() {
-            return Ok(());
-        }
+impl<S: Subject> Pool for Filled<S> {
+    fn check(&self, cpus: &[usize]) -> Result<(), String> {
         let (subject, size) = (&self.subject, self.size);
         let before = subject.in_use();
         // A whole program of large buffers takes long.
@@ -253,40 +182,24 @@ impl<S: Subject> Entrant for Filled<S> {
         let found = threads::together(cpus, vec![1u64, 2], |index, seed| {
             check(&subject.for_thread(index), size, steps, seed)
         });
-        let lost = match subject.in_use() {
+        found.into_iter().find_map(Result::err).map_or(Ok(()), Err)?;
+        match subject.in_use() {
             after if after != before => {
                 Err(format!("holds {after} after {before}: slots are lost"))
             }
             _ => Ok(()),
-        };
-        let found = found.into_iter().find_map(Result::err).map_or(lost, Err);
-        if let Err(found) = &found {
-            self.out = Some(format!("it {found}"));
         }
-        found
     }
 
-    fn measure(&mut self, op: Op, threads: usize, cpus: &[usize], budget: Duration) -> Option<f64> {
-        if self.out.is_some() {
-            return None;
-        }
+    fn measure(&self, op: Op, threads: usize, cpus: &[usize], budget: Duration) -> Option<f64> {
         let (subject, size) = (&self.subject, self.size);
         let slices = threads::together(cpus, vec![(); threads], |index, ()| {
             slice(&subject.for_thread(index), op, size, budget)
         });
-        let slices: Option<Vec<Slice>> = slices.into_iter().collect();
-        let Some(slices) = slices else {
-            self.out = Some("it had no room, or lost a buffer".to_owned());
-            return None;
-        };
-        let ns = |slice: &Slice| if threads == 1 { slice.cpu } else { slice.wall };
-        let per_ns: f64 =
-            slices.iter().map(|one| one.passes as f64 / ns(one).as_nanos() as f64).sum();
-        Some(threads as f64 / per_ns)
-    }
-
-    fn out(&self) -> Option<&str> {
-        self.out.as_deref()
+        let ns = |one: &Slice| if threads == 1 { one.cpu } else { one.wall }.as_nanos() as f64;
+        let per_ns = |one: Option<Slice>| one.map(|one| one.passes as f64 / ns(&one));
+        let per_ns: Option<f64> = slices.into_iter().map(per_ns).sum();
+        Some(threads as f64 / per_ns?)
     }
 }
 
@@ -334,15 +247,12 @@ fn passes<S: Subject>(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn tiny() -> Options {
-        let budget = Duration::from_micros(200);
-        Options { sizes: vec![512, 1 << 20], held: vec![0, 90], threads: vec![1, 2], budget }
-    }
+    use crate::bench::options;
 
     fn measured(stop: bool) -> Benchmark {
+        let tiny: Options = options("--sizes 512,1m --budget 0.2 --repeat 2");
         let mut benchmark = Benchmark::new("bounce", 2);
-        run(&tiny(), 2, Kind::Silent, &AtomicBool::new(stop), &mut benchmark).unwrap();
+        run(&tiny, Kind::Silent, &AtomicBool::new(stop), &mut benchmark).unwrap();
         benchmark
     }
 
@@ -350,14 +260,14 @@ mod tests {
     fn every_cell_is_measured_but_what_the_peer_cannot() {
         let benchmark = measured(false);
         assert_eq!(benchmark.errors, Vec::<String>::new());
-        assert_eq!(benchmark.rows.len(), 2 * 2 * Op::ALL.len() * 2 * 2);
+        assert_eq!(benchmark.rows.len(), 2 * 3 * Op::ALL.len() * 2 * 2);
         for row in &benchmark.rows {
             let cannot = row.params["size"] == 1 << 20 && row.implementation == PEER;
             assert_eq!(row.ns_per_op.median.is_none(), cannot, "{row:?}");
             assert_eq!(row.ratio_to_ringfence.is_none(), cannot, "{row:?}");
             let note = row.note.as_deref().unwrap_or_default();
             assert_eq!(note.contains("256 KiB"), cannot, "{row:?}");
-            if row.implementation == super::super::OURS {
+            if row.implementation == OURS {
                 assert_eq!(row.ratio_to_ringfence, Some(1.0));
             }
         }
@@ -373,11 +283,10 @@ mod tests {
         let theirs = SwiotlbLike::new(BLOCK, 2).unwrap();
         let full = theirs.holds(4096);
         assert_eq!(full as u64, BLOCK / 4096);
-        let filled = Filled::new(theirs, 4096, (full, 90), None);
-        assert_eq!(filled.out, None);
+        let filled = fill(theirs, 4096, (full, 90)).unwrap();
         assert_eq!(filled.subject.in_use(), (full * 90 / 100) as u64 * 4096);
         let theirs = SwiotlbLike::new(BLOCK, 2).unwrap();
-        let over = Filled::new(theirs, 4096, (full + 1, 90), None);
-        assert!(over.out.unwrap().contains("fitted"));
+        let over = fill(theirs, 4096, (full + 1, 90));
+        assert!(over.err().unwrap().contains("fitted"));
     }
 }

@@ -11,7 +11,7 @@ use crate::{
     allocators::AllocatorKind,
     bench::{
         Benchmark, Row as BenchRow,
-        rounds::Rounds,
+        rounds::{Rounds, Taken},
         row::{object, value},
     },
     job::{Job, JobFile},
@@ -121,39 +121,26 @@ pub(super) fn run(
 }
 
 /// What a row counted, a round each.
-struct Counted {
-    /// Nanoseconds an I/O.
-    ns: Rounds,
-    /// Bytes a second.
-    bandwidth: Rounds,
-    map: Rounds,
-    unmap: Rounds,
-    cpu: Rounds,
-}
-
-impl Counted {
-    fn of(samples: &[&Sample]) -> Counted {
-        let rounds = |f: &dyn Fn(&Sample) -> f64| samples.iter().copied().map(f).collect();
-        // A row without an IOMMU has none of these figures.
-        let mapped = |f: &dyn Fn(&Sample) -> Option<f64>| {
-            let values: Option<Vec<f64>> = samples.iter().copied().map(f).collect();
-            values.unwrap_or_default().into_iter().collect()
-        };
-        let per_gib = |ns: u64, bytes: u64| (bytes > 0).then(|| ns as f64 / (bytes as f64 / GIB));
-        Counted {
-            ns: rounds(&|sample| sample.elapsed_ns as f64 / sample.ios as f64),
-            bandwidth: rounds(&|sample| sample.bytes as f64 / (sample.elapsed_ns as f64 / 1e9)),
-            cpu: rounds(&|sample| sample.cpu_ns.unwrap_or(0) as f64 / sample.ios as f64),
-            map: mapped(&|sample| {
-                let iommu = sample.iommu.as_ref()?;
-                per_gib(iommu.map_wall_ns, iommu.mapped_bytes)
-            }),
-            unmap: mapped(&|sample| {
-                let iommu = sample.iommu.as_ref()?;
-                per_gib(iommu.unmap_wall_ns, iommu.mapped_bytes)
-            }),
-        }
+fn counted<'s>(samples: impl Iterator<Item = &'s Sample> + Clone) -> Taken {
+    let mut taken = Taken::default();
+    for sample in samples.clone() {
+        let ios = sample.ios as f64;
+        taken.push([
+            ("ns", sample.elapsed_ns as f64 / ios),
+            ("bandwidth_bytes_per_s", sample.bytes as f64 / (sample.elapsed_ns as f64 / 1e9)),
+            ("cpu_ns_per_io", sample.cpu_ns.unwrap_or(0) as f64 / ios),
+        ]);
     }
+    // A row without an IOMMU has none of these figures.
+    let mapped = samples.map(|sample| {
+        let iommu = sample.iommu.as_ref().filter(|iommu| iommu.mapped_bytes > 0)?;
+        let per_gib = |ns: u64| ns as f64 / (iommu.mapped_bytes as f64 / GIB);
+        let (map, unmap) = (per_gib(iommu.map_wall_ns), per_gib(iommu.unmap_wall_ns));
+        Some([("map_ns_per_gib", map), ("unmap_ns_per_gib", unmap)])
+    });
+    let mapped: Option<Vec<_>> = mapped.collect();
+    mapped.into_iter().flatten().for_each(|sample| taken.push(sample));
+    taken
 }
 
 /// By how many percent `own` differs from `base`, round by round.
@@ -171,24 +158,24 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
     // the other rows either.
     let idle =
         |round: usize| rows.iter().any(|row| row.rounds.get(round).is_some_and(|of| of.ios == 0));
-    let counted = |row: &PolicyRounds| {
+    let kept = |row: &PolicyRounds| {
         let kept = row.rounds.iter().enumerate().filter(|(round, _)| !idle(*round));
-        Counted::of(&kept.map(|(_, sample)| sample).collect::<Vec<_>>())
+        counted(kept.map(|(_, sample)| sample))
     };
     let left_out =
         rows.first().map_or(0, |row| (0..row.rounds.len()).filter(|at| idle(*at)).count());
-    let counted: Vec<Counted> = rows.iter().map(counted).collect();
-    let nothing = Counted::of(&[]);
+    let counted: Vec<Taken> = rows.iter().map(kept).collect();
     let find = |policy: Policy| {
         let index = rows.iter().position(|row| row.policy == policy.name());
-        index.map_or(&nothing, |index| &counted[index])
+        index.map_or(Taken::none(), |index| &counted[index])
     };
-    let (off, strict) = (find(Policy::Off), find(Policy::Strict));
-    let (shared, ours) = (find(Policy::StrictMap), find(OURS));
-    let row = |(row, own): (&PolicyRounds, &Counted)| {
+    let (strict, ours) = (find(Policy::Strict), find(OURS));
+    let row = |(row, own): (&PolicyRounds, &Taken)| {
+        let ns = &own["ns"];
         // The ratio of throughputs.
-        let faster = |base: &Counted| value(base.ns.ratio_to(&own.ns));
-        let note = match (&row.fallback, own.ns.is_empty()) {
+        let faster = |base: Policy| value(find(base)["ns"].ratio_to(ns));
+        let change = |figure| value(change(&own[figure], &strict[figure]).interval());
+        let note = match (&row.fallback, ns.is_empty()) {
             (_, true) => Some("not measured: interrupted, or rows got nothing done".to_owned()),
             (Some(why), _) => Some(format!("in force was {}: {why}", row.effective_policy)),
             (None, _) if left_out > 0 => {
@@ -196,6 +183,16 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
             }
             (None, _) => None,
         };
+        let mut figures = object([
+            ("ratio_to_strict", faster(Policy::Strict)),
+            ("ratio_to_strict_map", faster(Policy::StrictMap)),
+            ("ratio_to_off", faster(Policy::Off)),
+            ("map_change_percent", change("map_ns_per_gib")),
+            ("unmap_change_percent", change("unmap_ns_per_gib")),
+        ]);
+        let names =
+            ["bandwidth_bytes_per_s", "map_ns_per_gib", "unmap_ns_per_gib", "cpu_ns_per_io"];
+        figures.extend(own.intervals(&names));
         BenchRow {
             name: format!("seed/{}/{size}", op.name()),
             implementation: row.policy.clone(),
@@ -205,20 +202,10 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
                 ("size", size.into()),
                 ("notify", notify.to_string().into()),
             ]),
-            ns_per_op: own.ns.interval(),
-            ratio_to_ringfence: own.ns.ratio_to(&ours.ns).median,
+            ns_per_op: ns.interval(),
+            ratio_to_ringfence: ns.ratio_to(&ours["ns"]).median,
             note,
-            figures: object([
-                ("bandwidth_bytes_per_s", value(own.bandwidth.interval())),
-                ("ratio_to_strict", faster(strict)),
-                ("ratio_to_strict_map", faster(shared)),
-                ("ratio_to_off", faster(off)),
-                ("map_ns_per_gib", value(own.map.interval())),
-                ("unmap_ns_per_gib", value(own.unmap.interval())),
-                ("map_change_percent", value(change(&own.map, &strict.map).interval())),
-                ("unmap_change_percent", value(change(&own.unmap, &strict.unmap).interval())),
-                ("cpu_ns_per_io", value(own.cpu.interval())),
-            ]),
+            figures,
         }
     };
     rows.iter().zip(&counted).map(row).collect()

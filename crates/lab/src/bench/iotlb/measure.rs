@@ -11,13 +11,14 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+use parking_lot::Mutex;
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
 use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, View};
 use ringfence_mem::{Access, Memory, Translate};
 
 use super::{
     params::{Implementation, Order},
-    peers::{Map, Shared, SingleLock, SortedList, Table, VmMemory},
+    peers::{Map, Shared, SortedList, Table, VmMemory},
     set::{Random, Set},
 };
 use crate::bench::{clock::cpu_time, threads::together};
@@ -35,7 +36,7 @@ const CHECKED: u64 = 4096;
 /// What an operation took, ns.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sample {
-    pub(super) operations: u64,
+    pub(super) operations: f64,
     pub(super) wall: f64,
     pub(super) cpu: f64,
     /// Entries that another thread renewed meanwhile, a second.
@@ -63,10 +64,10 @@ pub(super) fn subject(
 ) -> Result<Box<dyn Subject>> {
     let mut subject: Box<dyn Subject> = match implementation {
         Implementation::Ringfence => Box::new(Ours::new(set, memory)?),
-        Implementation::VmMemory => Box::new(Peer(RwLock::new(filled::<VmMemory>(set)))),
-        Implementation::BTreeMap => Box::new(Peer(RwLock::new(filled::<Map>(set)))),
-        Implementation::SortedList => Box::new(Peer(RwLock::new(filled::<SortedList>(set)))),
-        Implementation::SingleLock => Box::new(Peer(filled::<SingleLock>(set))),
+        Implementation::VmMemory => Box::new(RwLock::new(filled::<VmMemory>(set))),
+        Implementation::BTreeMap => Box::new(RwLock::new(filled::<Map>(set))),
+        Implementation::SortedList => Box::new(RwLock::new(filled::<SortedList>(set))),
+        Implementation::SingleLock => Box::new(filled::<Mutex<Map>>(set)),
     };
     check(&mut *subject, set).with_context(|| implementation.name())?;
     Ok(subject)
@@ -155,31 +156,46 @@ fn timed(operations: u64, budget: Duration, mut work: impl FnMut()) -> Sample {
         done += operations;
         let wall = begun.elapsed();
         if wall >= budget {
-            let each = |time: Duration| time.as_nanos() as f64 / done as f64;
-            return Sample {
-                operations: done,
-                wall: each(wall),
-                cpu: each(cpu_time() - cpu),
-                renewed: 0.0,
-            };
+            let (operations, cpu) = (done as f64, cpu_time() - cpu);
+            let each = |time: Duration| time.as_nanos() as f64 / operations;
+            return Sample { operations, wall: each(wall), cpu: each(cpu), renewed: 0.0 };
         }
     }
 }
 
-/// Runs `work`; for [`Order::Steady`] beside another thread, which calls `renew` for a random entry
-/// [`PACE`] times a millisecond.
-fn beside(
-    order: Order,
-    set: &Set,
-    renew: impl Fn(u64) + Send,
-    work: impl FnOnce() -> Vec<Sample>,
+/// Times a thread on each of the CPUs: random lookups by `look` in what `join` makes, with a quiet
+/// point after each burst. Each thread calls `renew` for a random entry now and then or, for
+/// [`Order::Steady`], another thread does, [`PACE`] times a millisecond.
+fn threads<V>(
+    (set, order): (&Set, Order),
+    (cpus, budget): (&[usize], Duration),
+    renew: impl Fn(u64) + Sync,
+    join: impl Fn() -> V + Sync,
+    look: impl Fn(&mut V, &mut Cursor) + Sync,
 ) -> Sample {
+    let work = || {
+        together(cpus, vec![(); cpus.len()], |index, ()| {
+            let (mut view, mut cursor) = (join(), Cursor::new(index as u64));
+            let mut work = || {
+                for _ in 0..STEADY / BURST {
+                    look(&mut view, &mut cursor);
+                }
+                let entry = cursor.random.below(set.entries);
+                if order == Order::Threads {
+                    renew(entry);
+                }
+            };
+            // Once through all of it, so that caches are warm.
+            timed(STEADY, budget / 4, &mut work);
+            timed(STEADY, budget, work)
+        })
+    };
     if order != Order::Steady {
         return mean(&work());
     }
     let (stop, renewed) = (&AtomicBool::new(false), &AtomicU64::new(0));
     thread::scope(|scope| {
-        scope.spawn(move || {
+        scope.spawn(|| {
             let mut random = Random(7);
             while !stop.load(Ordering::Relaxed) {
                 thread::sleep(Duration::from_millis(1));
@@ -195,38 +211,12 @@ fn beside(
     })
 }
 
-/// The mean of what threads took for an operation.
+/// The mean of what threads took for an operation, and the sum of their operations.
 fn mean(samples: &[Sample]) -> Sample {
-    let of = |value: fn(&Sample) -> f64| {
-        samples.iter().map(value).sum::<f64>() / samples.len().max(1) as f64
-    };
-    Sample {
-        operations: samples.iter().map(|sample| sample.operations).sum(),
-        wall: of(|sample| sample.wall),
-        cpu: of(|sample| sample.cpu),
-        renewed: 0.0,
-    }
-}
-
-/// The work of one thread of several: random lookups with `quiet` after each burst, and `renew` of a
-/// random entry now and then.
-fn steadily(
-    set: &Set,
-    seed: usize,
-    budget: Duration,
-    mut look: impl FnMut(&mut Cursor),
-    mut renew: impl FnMut(u64),
-) -> Sample {
-    let mut cursor = Cursor::new(seed as u64);
-    let mut work = || {
-        for _ in 0..STEADY / BURST {
-            look(&mut cursor);
-        }
-        renew(cursor.random.below(set.entries));
-    };
-    // Once through all of it, so that caches are warm.
-    timed(STEADY, budget / 4, &mut work);
-    timed(STEADY, budget, work)
+    let sum = |value: fn(&Sample) -> f64| samples.iter().map(value).sum::<f64>();
+    let threads = samples.len().max(1) as f64;
+    let (wall, cpu) = (sum(|one| one.wall) / threads, sum(|one| one.cpu) / threads);
+    Sample { operations: sum(|one| one.operations), wall, cpu, renewed: 0.0 }
 }
 
 fn filled<T: Table>(set: &Set) -> T {
@@ -238,64 +228,36 @@ fn filled<T: Table>(set: &Set) -> T {
     table
 }
 
-fn time_table<T: Table>(
-    table: &mut T,
-    set: &Set,
-    order: Order,
-    cursor: &mut Cursor,
-    budget: Duration,
-) -> Sample {
-    if order == Order::Churn {
-        return timed(1, budget, || {
-            let entry = cursor.random.below(set.entries);
-            let (iova, target) = (set.iova(entry), set.target(entry));
-            table.remove(iova, set.page);
-            table.insert(iova, set.page, target);
-            black_box(table.lookup(iova, 64));
-        });
-    }
-    let table = &*table;
-    timed(BURST, budget, || {
-        burst(order, set, cursor, |addr, len| table.lookup(addr, len).unwrap_or(0));
-    })
-}
-
-fn time_shared<S: Shared>(
-    table: &S,
-    set: &Set,
-    (order, cpus): (Order, &[usize]),
-    budget: Duration,
-) -> Sample {
-    let renew = |entry| table.renew(set.iova(entry), set.page, set.target(entry));
-    beside(order, set, renew, || {
-        together(cpus, vec![(); cpus.len()], |index, ()| {
-            let look = |cursor: &mut Cursor| {
-                burst(Order::Random, set, cursor, |addr, len| table.lookup(addr, len).unwrap_or(0));
-            };
-            let own = |entry| {
-                if order == Order::Threads {
-                    renew(entry)
-                }
-            };
-            steadily(set, index, budget, look, own)
-        })
-    })
-}
-
 /// A table by itself, and behind its lock where threads share it.
-struct Peer<S>(S);
-
-impl<S: Shared> Subject for Peer<S> {
+impl<S: Shared> Subject for S {
     fn find(&mut self, addr: u64) -> Option<u64> {
-        self.0.lookup(addr, 64)
+        self.shared_lookup(addr, 64)
     }
 
     fn time(&mut self, set: &Set, order: Order, cursor: &mut Cursor, budget: Duration) -> Sample {
-        time_table(self.0.alone(), set, order, cursor, budget)
+        let table = self.alone();
+        if order == Order::Churn {
+            return timed(1, budget, || {
+                let entry = cursor.random.below(set.entries);
+                let (iova, target) = (set.iova(entry), set.target(entry));
+                table.remove(iova, set.page);
+                table.insert(iova, set.page, target);
+                black_box(table.lookup(iova, 64));
+            });
+        }
+        let table = &*table;
+        timed(BURST, budget, || {
+            burst(order, set, cursor, |addr, len| table.lookup(addr, len).unwrap_or(0));
+        })
     }
 
     fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {
-        time_shared(&self.0, set, (order, cpus), budget)
+        let renew = |entry| self.renew(set.iova(entry), set.page, set.target(entry));
+        let look = |(): &mut (), cursor: &mut Cursor| {
+            let lookup = |addr, len| self.shared_lookup(addr, len).unwrap_or(0);
+            burst(Order::Random, set, cursor, lookup);
+        };
+        threads((set, order), (cpus, budget), renew, || (), look)
     }
 }
 
@@ -314,7 +276,7 @@ impl Ours {
             IotlbConfig { entries: set.entries, table_bytes: 4 << 30, ..IotlbConfig::default() };
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         for entry in 0..set.entries {
-            renew(&iotlb, set, entry)?;
+            renew(&iotlb, set, entry, false)?;
         }
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
         let view =
@@ -327,10 +289,16 @@ impl Ours {
     }
 }
 
-/// Invalidates an entry and inserts it again; returns the token of the invalidation.
-fn renew(iotlb: &Iotlb, set: &Set, entry: u64) -> ringfence_iommu::Result<u64> {
+/// Invalidates an entry and inserts it again, with `wait` when the invalidation is over; returns the
+/// token of the invalidation.
+#[inline]
+fn renew(iotlb: &Iotlb, set: &Set, entry: u64, wait: bool) -> ringfence_iommu::Result<u64> {
     let range = Range::from_len(Iova(set.iova(entry)), set.page).expect("no entry wraps");
     let token = iotlb.invalidate(range)?;
+    if wait {
+        // Until the invalidation is over, the entry may not map elsewhere.
+        iotlb.shootdown().wait(token);
+    }
     iotlb.update(range, GuestPhys(set.target(entry)), Prot::RW)?;
     Ok(token)
 }
@@ -358,7 +326,7 @@ impl Subject for Ours {
         if order == Order::Churn {
             return timed(1, budget, || {
                 let entry = cursor.random.below(set.entries);
-                let token = renew(iotlb, set, entry);
+                let token = renew(iotlb, set, entry, false);
                 view.quiet();
                 // The invalidation was over before the entry may map elsewhere.
                 assert!(token.is_ok_and(|token| iotlb.shootdown().is_over(token)));
@@ -374,33 +342,19 @@ impl Subject for Ours {
     fn threads(&mut self, set: &Set, order: Order, cpus: &[usize], budget: Duration) -> Sample {
         // No invalidation waits for this thread meanwhile.
         self.view.offline();
-        let (endpoint, memory, iotlb) = (&self.endpoint, &self.memory, &self.iotlb);
-        let again =
-            |entry| renew(iotlb, set, entry).expect("there is room for what was just there");
-        let waited = |entry| {
-            let range = Range::from_len(Iova(set.iova(entry)), set.page).expect("no entry wraps");
-            let token = iotlb.invalidate(range).expect("it is aligned");
-            // Until the invalidation is over, the entry may not map elsewhere.
-            iotlb.shootdown().wait(token);
-            let target = GuestPhys(set.target(entry));
-            iotlb.update(range, target, Prot::RW).expect("there is room for what was just there");
+        let join = || {
+            let view = View::new(Arc::clone(&self.endpoint), Arc::clone(&self.memory));
+            view.expect("there are places for all of them")
         };
-        let sample = beside(order, set, waited, || {
-            together(cpus, vec![(); cpus.len()], |index, ()| {
-                let view = View::new(Arc::clone(endpoint), Arc::clone(memory));
-                let mut view = view.expect("there are places for all of them");
-                let look = |cursor: &mut Cursor| {
-                    view.quiet();
-                    burst(Order::Random, set, cursor, |addr, len| look(&view, addr, len));
-                };
-                let own = |entry| {
-                    if order == Order::Threads {
-                        _ = again(entry)
-                    }
-                };
-                steadily(set, index, budget, look, own)
-            })
-        });
+        let again = |entry| {
+            let renewed = renew(&self.iotlb, set, entry, order == Order::Steady);
+            renewed.expect("there is room for what was just there");
+        };
+        let look = |view: &mut View, cursor: &mut Cursor| {
+            view.quiet();
+            burst(Order::Random, set, cursor, |addr, len| look(view, addr, len));
+        };
+        let sample = threads((set, order), (cpus, budget), again, join, look);
         self.view.online();
         sample
     }

@@ -28,15 +28,15 @@ use clap::Args;
 use serde_json::json;
 
 use self::{
-    measure::{Cursor, Sample, Subject, check, subject},
+    measure::{Cursor, Subject, check, subject},
     params::{Entries, Implementation, Merge, Order, Page},
-    peers::{SortedList, Table},
+    peers::SortedList,
     set::Set,
 };
 use super::{
     Benchmark, Measure, Row,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::{self, Rounds},
+    rounds::{Contest, Entrant},
     row::{object, value},
     threads,
 };
@@ -189,7 +189,7 @@ impl Measure for Options {
             }
             let Cell { order, page, merge } = cell;
             progress.begin(&format!("{merge} entries of {page}, {order}"));
-            Contest::new(cell, options, &cpus, &mut benchmark)?.run(options, stop, &mut benchmark);
+            contest(cell, options, &cpus, stop, &mut benchmark)?;
             progress.step(each(&cell));
         }
         progress.finish();
@@ -203,174 +203,124 @@ impl Measure for Options {
 }
 
 /// An implementation with a number of entries.
-struct Entrant {
-    implementation: Implementation,
+struct Filled {
     set: Set,
-    /// Why it is not measured.
-    out: Option<String>,
-    subject: Option<Box<dyn Subject>>,
+    subject: Box<dyn Subject>,
     cursor: Cursor,
-    /// Of one thread and of two.
-    samples: [Samples; 2],
 }
 
-/// What operations took in each round.
-#[derive(Default)]
-struct Samples {
-    wall: Rounds,
-    cpu: Rounds,
-    /// Entries that others renewed meanwhile, a second.
-    renewed: Rounds,
-    operations: u64,
-}
+/// Names of the figures of one thread and of two.
+const FIGURES: [[&str; 4]; 2] = [
+    ["wall", "cpu", "renewed", "operations"],
+    ["wall of 2", "cpu of 2", "renewed of 2", "operations of 2"],
+];
 
-impl Samples {
-    fn add(&mut self, sample: Sample) {
-        self.wall.push(sample.wall);
-        self.cpu.push(sample.cpu);
-        self.renewed.push(sample.renewed);
-        self.operations += sample.operations;
-    }
-}
-
-struct Contest<'a> {
+fn contest(
     cell: Cell,
-    cpus: &'a [usize],
-    entrants: Vec<Entrant>,
+    options: &Options,
+    cpus: &[usize],
+    stop: &AtomicBool,
+    into: &mut Benchmark,
+) -> Result<()> {
+    let (Cell { order, page, merge }, budget) = (cell, options.budget);
+    let mut entrants = Vec::new();
+    for entries in options.entries(cell) {
+        let set = Set::new(entries, page, merge);
+        let memory = match set.impossible() {
+            Some(why) => Err(why),
+            None => Ok(set.memory()?),
+        };
+        for &implementation in options.implementations.iter() {
+            let filled = memory.as_ref().map_err(Clone::clone).and_then(|memory| {
+                if implementation == Implementation::SortedList && set.entries > SortedList::MOST {
+                    return Err(format!("it holds {} entries", SortedList::MOST));
+                }
+                let subject = subject(implementation, &set, memory).map_err(|error| {
+                    into.errors.push(format!("{error:#} ({set:?})"));
+                    "it failed its check".to_owned()
+                })?;
+                Ok(Filled { set, subject, cursor: Cursor::new(1) })
+            });
+            entrants.push(Entrant::new((implementation, set.entries), filled));
+        }
+    }
+    let mut contest = Contest(entrants);
+    // Of one thread and, where there are any, of two.
+    let measure = |Filled { set, subject, cursor }: &mut Filled| {
+        let samples = if order.is_threads() {
+            let cpus = [cpus[0], *cpus.get(1).unwrap_or(&cpus[0])];
+            [1, 2].map(|n| subject.threads(set, order, &cpus[..n], budget)).to_vec()
+        } else {
+            // The processor's caches hold the others' data.
+            subject.time(set, order, cursor, budget / 2);
+            vec![subject.time(set, order, cursor, budget)]
+        };
+        let samples = samples.iter().map(|one| [one.wall, one.cpu, one.renewed, one.operations]);
+        Ok(FIGURES.into_iter().flatten().zip(samples.flatten()).collect())
+    };
+    contest.run(options.repeat, stop, measure, |_, _| {});
+    for Entrant { key: (implementation, _), subject, .. } in &mut contest.0 {
+        let Ok(Filled { set, subject, .. }) = subject else { continue };
+        if let Err(error) = check(&mut **subject, set) {
+            into.errors.push(format!("{implementation}: {error:#}, afterwards"));
+        }
+    }
+    let numbers: &[usize] = if order.is_threads() { &[1, 2] } else { &[1] };
+    for &threads in numbers {
+        into.rows.extend(contest.0.iter().map(|one| row(cell, threads, one, &contest)));
+    }
+    Ok(())
 }
 
-impl<'a> Contest<'a> {
-    fn new(
-        cell: Cell,
-        options: &Options,
-        cpus: &'a [usize],
-        into: &mut Benchmark,
-    ) -> Result<Contest<'a>> {
-        let mut entrants = Vec::new();
-        for entries in options.entries(cell) {
-            let set = Set::new(entries, cell.page, cell.merge);
-            let memory = match set.impossible() {
-                None => Some(set.memory()?),
-                Some(_) => None,
-            };
-            for &implementation in options.implementations.iter() {
-                let too_many =
-                    implementation == Implementation::SortedList && set.entries > SortedList::MOST;
-                let mut out = set.impossible().or_else(|| {
-                    too_many.then(|| format!("not measured: it holds {} entries", SortedList::MOST))
-                });
-                let made = match (&memory, &out) {
-                    (Some(memory), None) => subject(implementation, &set, memory).map(Some),
-                    _ => Ok(None),
-                };
-                let subject = made.unwrap_or_else(|error| {
-                    into.errors.push(format!("{error:#} ({set:?})"));
-                    out = Some("not measured: it failed its check".to_owned());
-                    None
-                });
-                let (cursor, samples) = (Cursor::new(1), Default::default());
-                entrants.push(Entrant { implementation, set, out, subject, cursor, samples });
-            }
-        }
-        Ok(Contest { cell, cpus, entrants })
-    }
+type Key = (Implementation, u64);
 
-    fn run(mut self, options: &Options, stop: &AtomicBool, into: &mut Benchmark) {
-        let (order, budget, cpus) = (self.cell.order, options.budget, self.cpus);
-        // Of one thread and, where there are any, of two.
-        let measure = |entrant: &mut Entrant| {
-            let (subject, set) = (entrant.subject.as_mut()?, &entrant.set);
-            if !order.is_threads() {
-                let cursor = &mut entrant.cursor;
-                // The processor's caches hold the others' data.
-                subject.time(set, order, cursor, budget / 2);
-                return Some(vec![subject.time(set, order, cursor, budget)]);
-            }
-            let cpus = [cpus[0], *cpus.get(1).unwrap_or(&cpus[0])];
-            Some([1, 2].map(|n| subject.threads(set, order, &cpus[..n], budget)).to_vec())
-        };
-        let keep = |entrant: &mut Entrant, samples: Vec<Sample>| {
-            entrant.samples.iter_mut().zip(samples).for_each(|(all, sample)| all.add(sample));
-        };
-        rounds::contest(&mut self.entrants, options.repeat, stop, measure, keep);
-        for entrant in &mut self.entrants {
-            let Some(subject) = &mut entrant.subject else { continue };
-            if let Err(error) = check(&mut **subject, &entrant.set) {
-                into.errors.push(format!("{}: {error:#}, afterwards", entrant.implementation));
-            }
-        }
-        self.rows(into);
+fn row(
+    Cell { order, page, merge }: Cell,
+    threads: usize,
+    one: &Entrant<Key, Filled>,
+    contest: &Contest<Key, Filled>,
+) -> Row {
+    let ((implementation, entries), taken) = (one.key, &one.taken);
+    let [wall, cpu, renewed, operations] = FIGURES[threads - 1];
+    // One thread is measured by its CPU time; several wait for each other too.
+    let time = if order.is_threads() { wall } else { cpu };
+    let of = |implementation, entries| &contest.taken(&(implementation, entries))[time];
+    let own = &taken[time];
+    let label = if order.is_threads() { format!("/{threads}") } else { String::new() };
+    let name = format!("{order}/{merge}/{page}/{}{label}", Entries(entries));
+    let params = object([
+        ("order", order.name().into()),
+        ("merge", merge.name().into()),
+        ("page", page.name().into()),
+        ("entries", entries.into()),
+        ("threads", threads.into()),
+    ]);
+    let (ours, out) = (of(Implementation::Ringfence, entries), one.subject.as_ref().err());
+    let mut row = own.row((name, implementation.name()), params, ours, out);
+    let list = of(Implementation::SortedList, SortedList::MOST);
+    row.figures.extend(object([
+        ("wall_ns_per_op", value(taken[wall].interval())),
+        ("cpu_ns_per_op", value(taken[cpu].interval())),
+        ("operations", taken.sum(operations).into()),
+        ("ratio_to_64_entries", value(own.ratio_to(of(implementation, 64)))),
+        ("sorted_list_of_2048_to_this", value(list.ratio_to(own))),
+    ]));
+    if order == Order::Steady {
+        row.figures.insert("invalidations_per_s".to_owned(), value(taken[renewed].interval()));
     }
-
-    fn rows(&self, into: &mut Benchmark) {
-        let Cell { order, page, merge } = self.cell;
-        let numbers: &[usize] = if order.is_threads() { &[0, 1] } else { &[0] };
-        let none = Samples::default();
-        let find = |implementation, entries, threads: usize| {
-            self.entrants
-                .iter()
-                .find(|one| one.implementation == implementation && one.set.entries == entries)
-                .map_or(&none, |one| &one.samples[threads])
-        };
-        // One thread is measured by its CPU time; several wait for each other too.
-        let time = |samples: &'_ Samples| -> Rounds {
-            if order.is_threads() { samples.wall.clone() } else { samples.cpu.clone() }
-        };
-        for &threads in numbers {
-            for entrant in &self.entrants {
-                let own = &entrant.samples[threads];
-                let entries = entrant.set.entries;
-                let ours = find(Implementation::Ringfence, entries, threads);
-                let ratio = time(own).ratio_to(&time(ours));
-                let same = |entries| find(entrant.implementation, entries, threads);
-                let list = find(Implementation::SortedList, SortedList::MOST, threads);
-                let mut figures = object([
-                    ("ratio_interval", value(ratio)),
-                    ("wall_ns_per_op", value(own.wall.interval())),
-                    ("cpu_ns_per_op", value(own.cpu.interval())),
-                    ("operations", own.operations.into()),
-                    ("ratio_to_64_entries", value(time(own).ratio_to(&time(same(64))))),
-                    ("sorted_list_of_2048_to_this", value(time(list).ratio_to(&time(own)))),
-                ]);
-                if order == Order::Steady {
-                    let renewed = own.renewed.interval();
-                    figures.insert("invalidations_per_s".to_owned(), value(renewed));
-                }
-                if threads == 1 {
-                    for (key, time) in [
-                        ("scaling", (|samples| &samples.wall) as fn(&Samples) -> &Rounds),
-                        ("cpu_scaling", |samples| &samples.cpu),
-                    ] {
-                        let one = time(&entrant.samples[0]);
-                        let more = one.with(time(own), |one, two| 2.0 * one / two);
-                        figures.insert(key.to_owned(), value(more.interval()));
-                    }
-                }
-                let label =
-                    if order.is_threads() { format!("/{}", threads + 1) } else { String::new() };
-                into.rows.push(Row {
-                    name: format!("{order}/{merge}/{page}/{}{label}", Entries(entries)),
-                    implementation: entrant.implementation.to_string(),
-                    params: object([
-                        ("order", order.name().into()),
-                        ("merge", merge.name().into()),
-                        ("page", page.name().into()),
-                        ("entries", entries.into()),
-                        ("threads", (threads + 1).into()),
-                    ]),
-                    ns_per_op: time(own).interval(),
-                    ratio_to_ringfence: ratio.median,
-                    note: own.wall.missing(entrant.out.as_ref()),
-                    figures,
-                });
-            }
+    if threads == 2 {
+        for (key, figure) in [("scaling", 0), ("cpu_scaling", 1)] {
+            let [one, two] = FIGURES.map(|names| &taken[names[figure]]);
+            let more = one.with(two, |one, two| 2.0 * one / two);
+            row.figures.insert(key.to_owned(), value(more.interval()));
         }
     }
+    row
 }
 
 #[cfg(test)]
 pub(super) mod tests {
-    use super::{super::options, *};
+    use super::{super::options, measure::Sample, *};
 
     fn tiny() -> Options {
         options("--entries 1,64,4k --page 4k,1g --repeat 2 --budget 0.1")

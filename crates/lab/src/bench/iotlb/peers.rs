@@ -15,8 +15,6 @@ pub(super) trait Table: Default + Send + Sync {
     fn insert(&mut self, iova: u64, len: u64, target: u64);
     /// Removes an entry.
     fn remove(&mut self, iova: u64, len: u64);
-    /// How many entries it can hold.
-    const MOST: u64 = u64::MAX;
 }
 
 /// vm-memory's.
@@ -96,6 +94,9 @@ impl Default for Random {
 }
 
 impl SortedList {
+    /// How many entries it can hold.
+    pub(super) const MOST: u64 = 2048;
+
     /// The link to the first node for which `stop` is true, or the last link.
     fn link(&mut self, stop: impl Fn(&Node) -> bool) -> &mut Option<Box<Node>> {
         let mut link = &mut self.head;
@@ -107,8 +108,6 @@ impl SortedList {
 }
 
 impl Table for SortedList {
-    const MOST: u64 = 2048;
-
     #[inline]
     fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
         let (mut at, mut left, mut found) = (addr, len, None);
@@ -174,7 +173,7 @@ pub(super) trait Shared: Sync {
 
     fn alone(&mut self) -> &mut Self::Alone;
 
-    fn lookup(&self, addr: u64, len: u64) -> Option<u64>;
+    fn shared_lookup(&self, addr: u64, len: u64) -> Option<u64>;
     /// Removes an entry and inserts it again.
     fn renew(&self, iova: u64, len: u64, target: u64);
 }
@@ -187,7 +186,7 @@ impl<T: Table> Shared for RwLock<T> {
     }
 
     #[inline]
-    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
+    fn shared_lookup(&self, addr: u64, len: u64) -> Option<u64> {
         self.read().expect("no lookup panics").lookup(addr, len)
     }
 
@@ -199,39 +198,36 @@ impl<T: Table> Shared for RwLock<T> {
 }
 
 /// A B-tree behind one lock, by one thread or several.
-#[derive(Default)]
-pub(super) struct SingleLock(pub(super) Mutex<Map>);
-
-impl Table for SingleLock {
+impl Table for Mutex<Map> {
     #[inline]
     fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
-        self.0.lock().lookup(addr, len)
+        self.lock().lookup(addr, len)
     }
 
     fn insert(&mut self, iova: u64, len: u64, target: u64) {
-        self.0.lock().insert(iova, len, target);
+        self.lock().insert(iova, len, target);
     }
 
     fn remove(&mut self, iova: u64, len: u64) {
-        self.0.lock().remove(iova, len);
+        self.lock().remove(iova, len);
     }
 }
 
-impl Shared for SingleLock {
-    type Alone = SingleLock;
+impl Shared for Mutex<Map> {
+    type Alone = Mutex<Map>;
 
     /// Its lock is taken in any case.
-    fn alone(&mut self) -> &mut SingleLock {
+    fn alone(&mut self) -> &mut Mutex<Map> {
         self
     }
 
     #[inline]
-    fn lookup(&self, addr: u64, len: u64) -> Option<u64> {
-        self.0.lock().lookup(addr, len)
+    fn shared_lookup(&self, addr: u64, len: u64) -> Option<u64> {
+        self.lookup(addr, len)
     }
 
     fn renew(&self, iova: u64, len: u64, target: u64) {
-        let mut table = self.0.lock();
+        let mut table = self.lock();
         table.remove(iova, len);
         table.insert(iova, len, target);
     }
@@ -261,7 +257,7 @@ mod tests {
         behaves::<VmMemory>();
         behaves::<Map>();
         behaves::<SortedList>();
-        behaves::<SingleLock>();
+        behaves::<Mutex<Map>>();
     }
 
     #[test]

@@ -31,7 +31,7 @@ impl Set {
     pub(super) fn impossible(&self) -> Option<String> {
         let bytes = self.entries.checked_mul(self.page);
         let large = self.merge == Merge::Mergeable && bytes.is_none_or(|bytes| bytes > MOST);
-        large.then(|| "not measured: they would lead to more than 128 GiB".to_owned())
+        large.then(|| "they would lead to more than 128 GiB".to_owned())
     }
 
     /// How many places of its size the memory has.

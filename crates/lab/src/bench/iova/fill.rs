@@ -30,21 +30,13 @@ pub(super) struct Slot {
     pub(super) granules: u64,
 }
 
-/// Why a set was not filled, in words for a row's note.
+/// Why a set was not filled.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Unfilled {
-    /// It does not fit.
-    Full(String),
-    /// It takes too long.
-    Late(String),
-}
-
-impl Unfilled {
-    pub(super) fn why(self) -> String {
-        match self {
-            Unfilled::Full(why) | Unfilled::Late(why) => why,
-        }
-    }
+pub(super) struct Unfilled {
+    /// It takes too long; else it does not fit.
+    pub(super) late: bool,
+    /// In words for a row's note.
+    pub(super) why: String,
 }
 
 /// What is allocated.
@@ -61,11 +53,7 @@ pub(super) struct LiveSet {
 impl LiveSet {
     /// An empty one with room for `live`, so that filling it takes memory for the allocator only.
     pub(super) fn with_room(live: Live, last: u64) -> LiveSet {
-        let room = match live {
-            Live::Count(count) => count,
-            Live::Full { block, .. } => blocks(last, block),
-        };
-        LiveSet { churned: Vec::with_capacity(room as usize), ..LiveSet::default() }
+        LiveSet { churned: Vec::with_capacity(ranges(live, last) as usize), ..LiveSet::default() }
     }
 
     pub(super) fn all(&self) -> impl Iterator<Item = &Slot> {
@@ -96,14 +84,11 @@ impl LiveSet {
             Live::Count(_) => draw(size),
             Live::Full { block, .. } => vec![block],
         };
-        let count = match live {
-            Live::Count(count) => count,
-            Live::Full { block, .. } => blocks(last, block),
-        };
+        let count = ranges(live, last);
         let late = |done: u64, of: u64, what: &str| {
             let (seconds, late) = (limit.as_secs_f64(), Instant::now() > deadline);
             let text = || format!("{what} {done} of {of} ranges took more than {seconds} s");
-            if late { Err(Unfilled::Late(text())) } else { Ok(()) }
+            if late { Err(Unfilled { late, why: text() }) } else { Ok(()) }
         };
         let mut next = 1;
         for index in 0..count {
@@ -115,7 +100,8 @@ impl LiveSet {
             };
             next = place + granules;
             let Some(first) = first else {
-                return Err(Unfilled::Full(format!("{index} of {count} ranges fitted")));
+                let why = format!("{index} of {count} ranges fitted");
+                return Err(Unfilled { late: false, why });
             };
             self.churned.push(Slot { first, granules });
             // Each can take a millisecond.
@@ -160,9 +146,13 @@ impl LiveSet {
     }
 }
 
-/// How many aligned blocks there are up to granule `last`, that of granule 0 left out.
-fn blocks(last: u64, block: u64) -> u64 {
-    (last + 1) / block - 1
+/// How many ranges a set is filled with: as many aligned blocks as there are up to granule `last`,
+/// that of granule 0 left out, if it is full.
+fn ranges(live: Live, last: u64) -> u64 {
+    match live {
+        Live::Count(count) => count,
+        Live::Full { block, .. } => (last + 1) / block - 1,
+    }
 }
 
 #[cfg(test)]
@@ -222,12 +212,14 @@ mod tests {
         let contender = Implementation::BTreeMap.make(aperture);
         let error = set.fill(&contender, (live, size), LAST, false, Duration::from_secs(100));
         assert!(
-            matches!(error, Err(Unfilled::Full(why)) if why.ends_with("of 100000 ranges fitted"))
+            matches!(error, Err(Unfilled { late: false, why }) if why.ends_with("of 100000 ranges fitted"))
         );
         let contender = Implementation::BTreeMap.make(aperture);
         let mut set = LiveSet::with_room(live, LAST);
         let error = set.fill(&contender, (live, size), LAST, false, Duration::ZERO);
-        assert!(matches!(error, Err(Unfilled::Late(why)) if why.contains("took more than")));
+        assert!(
+            matches!(error, Err(Unfilled { late: true, why }) if why.contains("took more than"))
+        );
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! One implementation over one live set: checked, timed, sampled, by one thread or several.
 
 use std::{
+    collections::BTreeMap,
     convert::Infallible,
     time::{Duration, Instant},
 };
@@ -9,7 +10,7 @@ use ringfence_iova::Aperture;
 
 use super::{
     GRANULE,
-    fill::{LiveSet, Slot, Unfilled, draw},
+    fill::{LiveSet, Slot, draw},
     oracle::{Oracle, Violation},
     pattern::{Live, Pattern, Size},
     peers::{Contender, Control, Implementation, Subject, with_subject},
@@ -18,7 +19,7 @@ use super::{
 use crate::{
     bench::{
         clock::{Clock, cpu_time, fitting},
-        rounds::Rounds,
+        rounds::Taken,
         threads::together,
     },
     memory::heap,
@@ -60,21 +61,15 @@ pub(super) struct Entrant {
     pub(super) out: Option<String>,
     /// The rules that it broke.
     pub(super) violations: Vec<String>,
+    /// What checks saw of the pattern.
+    pub(super) checked: Checked,
+    /// What was timed of the pattern, by numbers of threads.
+    pub(super) samples: BTreeMap<usize, Samples>,
 }
 
 impl Entrant {
-    /// Makes one over `aperture` and fills it.
+    /// Fills what `make` makes, over `aperture`.
     pub(super) fn new(
-        implementation: Implementation,
-        aperture: Aperture,
-        of: (Live, Size),
-        method: &Method,
-    ) -> Entrant {
-        Entrant::with(implementation, || implementation.make(aperture), aperture, of, method)
-    }
-
-    /// The same, for what `make` makes.
-    pub(super) fn with(
         implementation: Implementation,
         make: impl Fn() -> Contender,
         aperture: Aperture,
@@ -95,14 +90,16 @@ impl Entrant {
                 implementation,
                 empty_bytes: empty_bytes.filter(|_| measured),
                 bytes_per_live: grown().filter(|_| measured).and_then(per_live),
-                late: matches!(filled, Err(Unfilled::Late(_))),
-                out: filled.err().map(Unfilled::why),
+                late: filled.as_ref().is_err_and(|unfilled| unfilled.late),
+                out: filled.err().map(|unfilled| unfilled.why),
                 contender,
                 set,
                 size,
                 sizes: draw(size),
                 last,
                 violations: Vec::new(),
+                checked: Checked::default(),
+                samples: BTreeMap::new(),
             }
         };
         if !implementation.is_placed() {
@@ -131,6 +128,7 @@ impl Entrant {
 
     /// What a pattern needs before it is measured.
     pub(super) fn prepare(&mut self, pattern: Pattern) {
+        (self.checked, self.samples) = Default::default();
         if pattern == Pattern::Random && self.out.is_none() {
             self.set.fill_beside(&self.contender, self.size);
         }
@@ -138,66 +136,62 @@ impl Entrant {
 
     /// Runs the pattern, untimed, checked by an oracle that is first given all live ranges. A
     /// violation puts the implementation [`out`](Self::out).
-    pub(super) fn check(&mut self, pattern: Pattern, part: u64, method: &Method) -> Checked {
-        let mut checked = Checked::default();
+    pub(super) fn check(&mut self, pattern: Pattern, part: u64, method: &Method) {
         if self.out.is_some() || !self.contender.allocates() {
-            return checked;
+            return;
         }
         let mut oracle = Oracle::new(self.last);
         let taken = self.set.all().try_for_each(|slot| oracle.take(slot.first, slot.granules));
         if let Err(violation) = taken {
-            self.disqualify(pattern, violation);
-            return checked;
+            return self.disqualify(pattern, violation);
         }
         let deadline = Instant::now() + method.budget * 2;
         let mut worker = Worker::new(&mut self.set.churned, &self.sizes, part);
+        let mut checked = Checked::default();
         let violation = with_subject!(&self.contender, subject => {
-            let mut watched = Watched::new(subject, &mut oracle);
+            let (oracle, violation) = (&mut oracle, None);
+            let mut watched = Watched { subject, oracle, checked: &mut checked, violation };
             loop {
-                watched.checked.operations += worker.step(pattern, &mut watched);
-                checked = watched.checked;
-                let over = checked.operations >= CHECKED || Instant::now() > deadline;
+                let operations = worker.step(pattern, &mut watched);
+                watched.checked.operations += operations;
+                let over = watched.checked.operations >= CHECKED || Instant::now() > deadline;
                 if over || watched.violation.is_some() {
                     break watched.violation;
                 }
             }
         });
+        self.checked.add(checked);
         if let Some(violation) = violation {
             self.disqualify(pattern, violation);
         }
-        checked
     }
 
     /// Runs the pattern in `threads` threads, each with its part of the live set: first all in a
     /// row, then each operation timed. `part` seeds the choices.
-    pub(super) fn measure(
-        &mut self,
-        pattern: Pattern,
-        threads: usize,
-        part: u64,
-        method: &Method,
-        into: &mut Samples,
-    ) {
+    pub(super) fn measure(&mut self, pattern: Pattern, threads: usize, part: u64, method: &Method) {
         if self.out.is_some() {
             return;
         }
-        let (contender, clock) = (&self.contender, method.clock);
+        let (contender, clock, budget) = (&self.contender, method.clock, method.budget);
         let parts = workers(&mut self.set.churned, &self.sizes, threads, part);
         let slices = together(&method.cpus, parts, |index, mut worker| {
             Control::enter(index);
-            with_subject!(contender, subject => worker.slice(subject, pattern, method.budget))
+            with_subject!(contender, subject => worker.slice(subject, pattern, budget))
         });
         let a_thread = |ns: fn(&Slice) -> f64| {
             let per_ns: f64 = slices.iter().map(|slice| slice.operations as f64 / ns(slice)).sum();
             threads as f64 / per_ns
         };
         let (wall, cpu) = (a_thread(|slice| slice.wall_ns), a_thread(|slice| slice.cpu_ns));
-        into.wall.push(wall);
-        into.cpu.push(cpu);
-        // One thread waits for no other: what others do with its CPU meanwhile is not its time.
-        into.ns.push(if threads == 1 { cpu } else { wall });
-        into.operations += slices.iter().map(|slice| slice.operations).sum::<u64>();
-        into.failures += slices.iter().map(|slice| slice.failures).sum::<u64>();
+        let into = self.samples.entry(threads).or_default();
+        into.taken.push([
+            ("wall_ns_per_op", wall),
+            ("cpu_ns_per_op", cpu),
+            // One thread waits for no other: what others do with its CPU meanwhile is not its time.
+            ("ns", if threads == 1 { cpu } else { wall }),
+            ("operations", slices.iter().map(|slice| slice.operations as f64).sum()),
+            ("failures", slices.iter().map(|slice| slice.failures as f64).sum()),
+        ]);
         let refused = slices.into_iter().find_map(|slice| slice.refused);
 
         let parts = workers(&mut self.set.churned, &self.sizes, threads, part ^ 1 << 32);
@@ -205,12 +199,11 @@ impl Entrant {
             Control::enter(index);
             let mut latencies = Latencies::new();
             with_subject!(contender, subject => {
-                worker.sample(subject, pattern, method.budget / 2, clock, &mut latencies);
+                worker.run(pattern, budget / 2, &mut Timed::new(subject, clock, &mut latencies));
             });
             latencies
         });
-        let all = into.latencies.get_or_insert_with(Latencies::new);
-        sampled.iter().for_each(|one| all.merge(one));
+        sampled.iter().for_each(|one| into.latencies.merge(one));
         if let Some(violation) = refused {
             self.disqualify(pattern, violation);
         }
@@ -242,19 +235,12 @@ fn workers<'a>(
 /// What was timed of one implementation with one number of threads.
 #[derive(Default)]
 pub(super) struct Samples {
-    /// Nanoseconds that an operation takes a thread, a round each: of its CPU time if there is one
-    /// thread, else of the wall's, as threads wait for each other.
-    pub(super) ns: Rounds,
-    /// The same of the wall's time, always: numbers of threads are compared by it.
-    pub(super) wall: Rounds,
-    /// The same of the threads' CPU time, always.
-    pub(super) cpu: Rounds,
+    /// Rounds of what an operation takes a thread: of `wall_ns_per_op` and `cpu_ns_per_op` always, by
+    /// which numbers of threads are compared; of `ns`, the CPU time if there is one thread, else the
+    /// wall's, as threads wait for each other. And of `operations` and those that `failures` are.
+    pub(super) taken: Taken,
     /// Single operations of all rounds.
-    pub(super) latencies: Option<Latencies>,
-    /// Operations in the times of `ns`.
-    pub(super) operations: u64,
-    /// Requests of them that failed.
-    pub(super) failures: u64,
+    pub(super) latencies: Latencies,
 }
 
 /// What one thread did.
@@ -270,7 +256,7 @@ impl Worker<'_> {
     /// Runs for `budget`, and before that for a part of it untimed: until then caches hold
     /// another's data.
     fn slice<S: Subject + ?Sized>(&mut self, s: &S, pattern: Pattern, budget: Duration) -> Slice {
-        let mut plain = Plain::new(s);
+        let mut plain = Plain { subject: s, failures: 0, refused: None };
         self.run(pattern, budget / 8, &mut plain);
         plain.failures = 0;
         let begun = cpu_time();
@@ -278,17 +264,6 @@ impl Worker<'_> {
         let cpu_ns = (cpu_time() - begun).as_nanos() as f64;
         let Plain { failures, refused, .. } = plain;
         Slice { operations, wall_ns: took.as_nanos() as f64, cpu_ns, failures, refused }
-    }
-
-    fn sample<S: Subject + ?Sized>(
-        &mut self,
-        subject: &S,
-        pattern: Pattern,
-        budget: Duration,
-        clock: Clock,
-        latencies: &mut Latencies,
-    ) {
-        self.run(pattern, budget, &mut Timed::new(subject, clock, latencies));
     }
 
     /// At least one step; returns how many operations ran, and how long they took.
@@ -386,7 +361,11 @@ mod tests {
             Contender::Allocator(Box::new(Faulty { tree, calls: AtomicU64::new(0), fault }))
         };
         let size = Size { min: 1, max: 1 };
-        Entrant::with(Implementation::Ringfence, make, aperture(), (live, size), &method())
+        Entrant::new(Implementation::Ringfence, make, aperture(), (live, size), &method())
+    }
+
+    fn entrant(implementation: Implementation, of: (Live, Size), method: &Method) -> Entrant {
+        Entrant::new(implementation, || implementation.make(aperture()), aperture(), of, method)
     }
 
     #[test]
@@ -395,13 +374,14 @@ mod tests {
             let fault = AllocReason::Exhausted { first: 0, last: 0 };
             (call >= 100 && call % 4 == 0).then_some(Err(fault))
         });
-        let checked = entrant.check(Pattern::Hot, 0, &method());
+        entrant.check(Pattern::Hot, 0, &method());
+        let checked = entrant.checked;
         assert_eq!(checked.operations, CHECKED);
         assert_eq!((checked.failures, checked.with_hole), (CHECKED / 4, CHECKED / 4));
         assert_eq!(entrant.out, None, "it is not a violation, and goes on");
-        let mut samples = Samples::default();
-        entrant.measure(Pattern::Random, 1, 0, &method(), &mut samples);
-        assert!(samples.failures > 0 && samples.failures < samples.operations);
+        entrant.measure(Pattern::Random, 1, 0, &method());
+        let taken = &entrant.samples[&1].taken;
+        assert!(taken.sum("failures") > 0 && taken.sum("failures") < taken.sum("operations"));
     }
 
     #[test]
@@ -410,8 +390,9 @@ mod tests {
         let live = Live::Count((1 << 16) - 1);
         let size = Size::SIXTEEN;
         let implementation = Implementation::BTreeMap;
-        let mut entrant = Entrant::new(implementation, aperture(), (live, size), &method());
-        let checked = entrant.check(Pattern::Aligned16, 0, &method());
+        let mut entrant = entrant(implementation, (live, size), &method());
+        entrant.check(Pattern::Aligned16, 0, &method());
+        let checked = entrant.checked;
         assert!(checked.operations > 0);
         assert_eq!((checked.failures, checked.with_hole), (checked.operations, 0));
     }
@@ -428,9 +409,8 @@ mod tests {
         entrant.check(Pattern::Random, 0, &method());
         assert!(entrant.violations[0].contains("taken already"), "{:?}", entrant.violations);
         assert!(entrant.out.is_some());
-        let mut samples = Samples::default();
-        entrant.measure(Pattern::Random, 1, 0, &method(), &mut samples);
-        assert!(samples.ns.is_empty(), "it is out");
+        entrant.measure(Pattern::Random, 1, 0, &method());
+        assert!(entrant.samples.is_empty(), "it is out");
     }
 
     #[test]
@@ -438,7 +418,8 @@ mod tests {
         let mut entrant = faulty(Live::Count(100), |tree, request, call| {
             (call == 50).then(|| Ok(tree.alloc(request).unwrap() + 7 * GRANULE))
         });
-        assert_eq!(entrant.check(Pattern::Hot, 0, &method()), Checked::default());
+        entrant.check(Pattern::Hot, 0, &method());
+        assert_eq!(entrant.checked, Checked::default());
         assert!(entrant.violations[0].contains("taken already"), "{:?}", entrant.violations);
     }
 
@@ -450,15 +431,15 @@ mod tests {
                 (Live::Count(500), Size { min: 1, max: 32 }),
                 (Live::Full { percent: 48, block: 16 }, Size { min: 1, max: 1 }),
             ] {
-                let mut entrant = Entrant::new(implementation, aperture(), (live, size), &method);
+                let mut entrant = entrant(implementation, (live, size), &method);
                 for pattern in [Pattern::Hot, Pattern::Batch, Pattern::Random] {
                     entrant.prepare(pattern);
                     entrant.check(pattern, 1, &method);
                     for threads in [1, 2] {
-                        let mut samples = Samples::default();
-                        entrant.measure(pattern, threads, 2, &method, &mut samples);
-                        assert!(samples.operations > 0 && samples.ns.len() == 1);
-                        assert!(samples.latencies.is_some_and(|all| all.count() > 0));
+                        entrant.measure(pattern, threads, 2, &method);
+                        let Samples { taken, latencies } = &entrant.samples[&threads];
+                        assert!(taken.sum("operations") > 0 && taken["ns"].len() == 1);
+                        assert!(latencies.count() > 0);
                     }
                     entrant.check(pattern, 3, &method);
                 }
@@ -473,10 +454,10 @@ mod tests {
             return;
         }
         let of = (Live::Count(10_000), Size { min: 1, max: 1 });
-        let control = Entrant::new(Implementation::Control, aperture(), of, &method());
+        let control = entrant(Implementation::Control, of, &method());
         assert_eq!((control.empty_bytes, control.bytes_per_live), (None, None));
         let tree = "rbtree".parse().unwrap();
-        let tree = Entrant::new(tree, aperture(), of, &method());
+        let tree = entrant(tree, of, &method());
         assert!(tree.bytes_per_live.is_some());
     }
 }

@@ -27,7 +27,6 @@ pub mod peers;
 mod work;
 
 use std::{
-    collections::BTreeMap,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -38,13 +37,12 @@ use std::{
 use anyhow::Result;
 use clap::Args;
 use ringfence_iova::Aperture;
-use serde_json::{Map, Value};
 
 use super::{
-    Benchmark, Interval, Measure, Row,
+    Benchmark, Measure, Row,
     clock::Clock,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::Rounds,
+    rounds::Taken,
     row::{object, value},
     threads,
 };
@@ -54,10 +52,9 @@ use crate::{
     progress::{Kind, Progress},
     run::Usage,
 };
-use measure::{Entrant, Method, Samples};
+use measure::{Entrant, Method};
 use pattern::{Cell, Live, Pattern, Size};
 use peers::{Implementation, MOST_THREADS};
-use work::Checked;
 
 /// Bytes of a granule: a page of most machines.
 const GRANULE: u64 = 4096;
@@ -193,10 +190,6 @@ impl Options {
         )
     }
 
-    fn threads(&self) -> Vec<usize> {
-        self.threads.iter().map(|threads| threads.0).collect()
-    }
-
     fn placements(&self, kind: Kind, stop: &AtomicBool) -> Result<Vec<Row>> {
         let defaults = placement::Options::default();
         let options = placement::Options {
@@ -238,7 +231,6 @@ impl Measure for Options {
         for bits in [options.aperture_bits, FULL_BITS] {
             aperture(bits).map_err(|error| Usage(format!("--aperture {bits}: {error}")))?;
         }
-        let numbers = options.threads();
         let method = Method {
             clock: Clock::calibrate(),
             cpus: threads::cpus(),
@@ -255,12 +247,13 @@ impl Measure for Options {
             ("clock_ns", method.clock.cost_ns().into()),
             ("cpus", method.cpus.clone().into()),
         ]);
-        if let Some(most) = numbers.iter().max().filter(|most| **most > method.cpus.len()) {
-            benchmark.warnings.push(format!(
-            "{most} threads on {} processors: they take turns, and their scaling is meaningless",
-            method.cpus.len()
-        ));
-        }
+        let (most, cpus) = (options.threads.iter().map(|one| one.0).max(), method.cpus.len());
+        benchmark.warnings.extend(most.filter(|most| *most > cpus).map(|most| {
+            format!(
+                "{most} threads on {cpus} processors: they take turns, and their scaling is \
+                 meaningless"
+            )
+        }));
         let step =
             options.budget.mul_f64(1.0 + 1.0 / 8.0 + 1.0 / 2.0) * options.threads.len() as u32;
         let steps =
@@ -268,7 +261,7 @@ impl Measure for Options {
         let progress = Progress::new(progress, steps, step.mul_f64(steps as f64));
         benchmark.warnings.iter().for_each(|line| progress.note(line));
 
-        let run = Run { options, numbers, method: &method, progress: &progress, step, stop };
+        let run = Run { options, method: &method, progress: &progress, step, stop };
         // Those of one live set and size stand together.
         for group in cells.chunk_by(|a, b| (a.live, a.size) == (b.live, b.size)) {
             if stop.load(Ordering::Relaxed) {
@@ -296,7 +289,6 @@ fn aperture(bits: u32) -> Result<Aperture, ringfence_iova::ApertureError> {
 
 struct Run<'a> {
     options: &'a Options,
-    numbers: Vec<usize>,
     method: &'a Method,
     progress: &'a Progress,
     /// What one step of the progress should take.
@@ -306,150 +298,94 @@ struct Run<'a> {
 
 impl Run<'_> {
     /// All cells of one live set and size.
-    fn group(&self, cells: &[Cell], benchmark: &mut Benchmark) {
+    fn group(&self, cells: &[Cell], into: &mut Benchmark) {
         let Some(Cell { live, size, .. }) = cells.first().copied() else { return };
         let bits = if live.is_full() { FULL_BITS } else { self.options.aperture_bits };
         // Checked before.
         let Ok(aperture) = aperture(bits) else { return };
         let mut entrants = Vec::new();
-        for implementation in self.options.implementations.iter() {
+        for &implementation in self.options.implementations.iter() {
             if self.stop.load(Ordering::Relaxed) {
                 return;
             }
             self.progress.begin(&format!("{implementation}: filling {live} of {size}"));
-            entrants.push(Entrant::new(*implementation, aperture, (live, size), self.method));
+            let make = || implementation.make(aperture);
+            let entrant = Entrant::new(implementation, make, aperture, (live, size), self.method);
+            entrants.push(entrant);
         }
         for cell in cells {
-            let contest = self.contest(cell, &mut entrants);
-            contest.rows(cell, bits, &self.numbers, &entrants, benchmark);
+            self.contest(cell, &mut entrants);
+            for &Threads(threads) in self.options.threads.iter() {
+                let row = |one| row(cell, bits, threads, one, &entrants);
+                into.rows.extend(entrants.iter().map(row));
+            }
             for entrant in &mut entrants {
                 let about = format!("live {live}, size {size}");
                 let found = entrant.violations.drain(..);
-                benchmark.errors.extend(found.map(|text| format!("{text} ({about})")));
+                into.errors.extend(found.map(|text| format!("{text} ({about})")));
             }
         }
     }
 
     /// One cell: checked, measured in interleaved rounds, checked again.
-    fn contest(&self, cell: &Cell, entrants: &mut [Entrant]) -> Contest {
-        let pattern = cell.pattern;
-        let mut contest = Contest::default();
-        for (index, entrant) in entrants.iter_mut().enumerate() {
-            self.begin(cell, entrant, "checking");
-            entrant.prepare(pattern);
-            contest.checked.entry(index).or_default().add(entrant.check(pattern, 0, self.method));
+    fn contest(&self, cell: &Cell, entrants: &mut [Entrant]) {
+        let (Cell { live, size, pattern }, repeat) = (cell, self.options.repeat);
+        let begin = |entrant: &Entrant, what: &str| {
+            let name = entrant.implementation;
+            self.progress.begin(&format!("{pattern}, live {live}, size {size}: {name}, {what}"));
+        };
+        for entrant in entrants.iter_mut() {
+            begin(entrant, "checking");
+            entrant.prepare(*pattern);
+            entrant.check(*pattern, 0, self.method);
         }
-        for round in 1..=self.options.repeat {
-            for (index, entrant) in entrants.iter_mut().enumerate() {
+        for round in 1..=repeat {
+            for entrant in entrants.iter_mut() {
                 if self.stop.load(Ordering::Relaxed) {
-                    return contest;
+                    return;
                 }
-                self.begin(cell, entrant, &format!("round {round} of {}", self.options.repeat));
-                for threads in &self.numbers {
-                    if pattern == Pattern::Random && entrant.churned() < *threads {
-                        continue;
+                begin(entrant, &format!("round {round} of {repeat}"));
+                for &Threads(threads) in self.options.threads.iter() {
+                    if *pattern != Pattern::Random || entrant.churned() >= threads {
+                        entrant.measure(*pattern, threads, round.into(), self.method);
                     }
-                    let samples = contest.samples.entry((index, *threads)).or_default();
-                    entrant.measure(pattern, *threads, round.into(), self.method, samples);
                 }
                 self.progress.step(self.step);
             }
         }
-        for (index, entrant) in entrants.iter_mut().enumerate() {
-            let part = u64::from(self.options.repeat) + 1;
-            contest.checked.entry(index).or_default().add(entrant.check(
-                pattern,
-                part,
-                self.method,
-            ));
-        }
-        contest
-    }
-
-    fn begin(&self, cell: &Cell, entrant: &Entrant, what: &str) {
-        let Cell { live, size, pattern } = cell;
-        let name = entrant.implementation;
-        self.progress.begin(&format!("{pattern}, live {live}, size {size}: {name}, {what}"));
-    }
-}
-
-/// One of the times of some samples.
-type TimeOf = fn(&Samples) -> &Rounds;
-
-/// What came out of one cell, by the index of the implementation.
-#[derive(Default)]
-struct Contest {
-    checked: BTreeMap<usize, Checked>,
-    samples: BTreeMap<(usize, usize), Samples>,
-}
-
-impl Contest {
-    fn rows(
-        self,
-        cell: &Cell,
-        bits: u32,
-        numbers: &[usize],
-        entrants: &[Entrant],
-        into: &mut Benchmark,
-    ) {
-        let find = |wanted| entrants.iter().position(|one| one.implementation == wanted);
-        let (ours, control) = (find(Implementation::Ringfence), find(Implementation::Control));
-        let nothing = Samples::default();
-        let samples = |index: Option<usize>, threads| {
-            index.and_then(|index| self.samples.get(&(index, threads))).unwrap_or(&nothing)
-        };
-        // How much more several threads get done than one, a round each.
-        let scaling = |index: Option<usize>, threads: usize, time: TimeOf| {
-            let (one, several) = (time(samples(index, 1)), time(samples(index, threads)));
-            one.with(several, |one, several| threads as f64 * one / several)
-        };
-        for threads in numbers.iter().copied() {
-            for (index, entrant) in entrants.iter().enumerate() {
-                let own = samples(Some(index), threads);
-                let checked = self.checked.get(&index).copied().unwrap_or_default();
-                let ratio = own.ns.ratio_to(&samples(ours, threads).ns);
-                let mut row = Row {
-                    name: format!("{}/{}/{}/{threads}", cell.pattern, cell.live, cell.size),
-                    implementation: entrant.implementation.to_string(),
-                    params: params(cell, threads, bits),
-                    ns_per_op: own.ns.interval(),
-                    ratio_to_ringfence: ratio.median,
-                    note: note(entrant, own, threads),
-                    figures: figures(entrant, own, checked, ratio),
-                };
-                if threads > 1 {
-                    // On a machine that does other work, waiting for a CPU hides waiting for the
-                    // other thread. CPU time shows the latter, except sleep at a lock.
-                    let times: [(_, TimeOf); 2] = [
-                        ("scaling", |samples| &samples.wall),
-                        ("cpu_scaling", |samples| &samples.cpu),
-                    ];
-                    for (key, time) in times {
-                        let of_it = scaling(Some(index), threads, time);
-                        let ratio = of_it.ratio_to(&scaling(control, threads, time));
-                        row.figures.insert(key.to_owned(), value(of_it.interval()));
-                        row.figures.insert(format!("{key}_to_control"), value(ratio));
-                    }
-                }
-                into.rows.push(row);
-            }
+        for entrant in entrants.iter_mut() {
+            entrant.check(*pattern, u64::from(repeat) + 1, self.method);
         }
     }
 }
 
-fn params(cell: &Cell, threads: usize, bits: u32) -> Map<String, Value> {
-    object([
+fn row<'e>(
+    cell: &Cell,
+    bits: u32,
+    threads: usize,
+    entrant: &'e Entrant,
+    all: &'e [Entrant],
+) -> Row {
+    let find = |implementation| all.iter().find(|one| one.implementation == implementation);
+    let taken = |of: Option<&'e Entrant>, threads| {
+        let samples = of.and_then(|of| of.samples.get(&threads));
+        samples.map_or(Taken::none(), |samples| &samples.taken)
+    };
+    let own = taken(Some(entrant), threads);
+    let params = object([
         ("pattern", cell.pattern.name().into()),
         ("live", cell.live.value()),
         ("size", cell.size.value()),
         ("threads", threads.into()),
         ("aperture_bits", bits.into()),
-    ])
-}
+    ]);
+    let name = format!("{}/{}/{}/{threads}", cell.pattern, cell.live, cell.size);
+    let ours = taken(find(Implementation::Ringfence), threads);
+    let ns = &own["ns"];
+    let mut row = ns.row((name, entrant.implementation.name()), params, &ours["ns"], None);
 
-fn note(entrant: &Entrant, samples: &Samples, threads: usize) -> Option<String> {
-    let mut notes = Vec::new();
-    if samples.ns.is_empty() {
+    let (mut notes, operations) = (Vec::new(), own.sum("operations"));
+    if ns.is_empty() {
         let why = entrant.out.clone().unwrap_or_else(|| match entrant.churned() < threads {
             true => "fewer live ranges than threads".to_owned(),
             false => "interrupted".to_owned(),
@@ -457,42 +393,53 @@ fn note(entrant: &Entrant, samples: &Samples, threads: usize) -> Option<String> 
         notes.push(format!("not measured: {why}"));
     } else {
         notes.extend(entrant.out.as_ref().map(|why| format!("measured in part: {why}")));
-        if samples.operations < FEW {
+        if operations < FEW {
             notes.push(format!("fewer than {FEW} operations fitted the budget"));
         }
     }
     notes.extend(entrant.note().map(str::to_owned));
-    (!notes.is_empty()).then(|| notes.join("; "))
-}
+    row.note = (!notes.is_empty()).then(|| notes.join("; "));
 
-fn figures(
-    entrant: &Entrant,
-    samples: &Samples,
-    checked: Checked,
-    ratio: Interval,
-) -> Map<String, Value> {
-    let single = |q: f64| samples.latencies.as_ref().map(|all| all.quantile(q));
-    let was_checked = checked.operations > 0;
-    object([
-        ("ratio_interval", value(ratio)),
-        ("wall_ns_per_op", value(samples.wall.interval())),
-        ("cpu_ns_per_op", value(samples.cpu.interval())),
+    let latencies = entrant.samples.get(&threads).map(|samples| &samples.latencies);
+    let single = |q: f64| latencies.map(|all| all.quantile(q));
+    let checked = Some(entrant.checked).filter(|checked| checked.operations > 0);
+    row.figures.extend(own.intervals(&["wall_ns_per_op", "cpu_ns_per_op"]));
+    row.figures.extend(object([
         ("p99_ns", single(0.99).into()),
         ("worst_ns", single(1.0).into()),
-        ("sampled_operations", samples.latencies.as_ref().map_or(0, |all| all.count()).into()),
-        ("operations", samples.operations.into()),
-        ("timed_failures", samples.failures.into()),
-        ("checked_operations", checked.operations.into()),
-        ("failures", was_checked.then_some(checked.failures).into()),
-        ("failures_with_hole", was_checked.then_some(checked.with_hole).into()),
+        ("sampled_operations", latencies.map_or(0, |all| all.count()).into()),
+        ("operations", operations.into()),
+        ("timed_failures", own.sum("failures").into()),
+        ("checked_operations", entrant.checked.operations.into()),
+        ("failures", checked.map(|checked| checked.failures).into()),
+        ("failures_with_hole", checked.map(|checked| checked.with_hole).into()),
         ("bytes_per_live", entrant.bytes_per_live.into()),
         ("empty_bytes", entrant.empty_bytes.into()),
-    ])
+    ]));
+    if threads > 1 {
+        // How much more several threads get done than one, a round each. On a machine that does
+        // other work, waiting for a CPU hides waiting for the other thread. CPU time shows the
+        // latter, except sleep at a lock.
+        for (key, time) in [("scaling", "wall_ns_per_op"), ("cpu_scaling", "cpu_ns_per_op")] {
+            let scaling = |of| {
+                let [one, several] = [1, threads].map(|threads| &taken(of, threads)[time]);
+                one.with(several, |one, several| threads as f64 * one / several)
+            };
+            let of_it = scaling(Some(entrant));
+            let ratio = of_it.ratio_to(&scaling(find(Implementation::Control)));
+            row.figures.insert(key.to_owned(), value(of_it.interval()));
+            row.figures.insert(format!("{key}_to_control"), value(ratio));
+        }
+    }
+    row
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{super::options, *};
+    use super::{
+        super::{Interval, options},
+        *,
+    };
 
     pub(super) fn tiny() -> Options {
         options(

@@ -109,17 +109,11 @@ impl<'a> Worker<'a> {
 
 /// Nothing but the operations, and a count of what failed.
 pub(super) struct Plain<'a, S: ?Sized> {
-    subject: &'a S,
+    pub(super) subject: &'a S,
     /// Requests that failed.
     pub(super) failures: u64,
     /// A free that was refused.
     pub(super) refused: Option<Violation>,
-}
-
-impl<'a, S: ?Sized> Plain<'a, S> {
-    pub(super) fn new(subject: &'a S) -> Self {
-        Plain { subject, failures: 0, refused: None }
-    }
 }
 
 impl<S: Subject + ?Sized> Operate for Plain<'_, S> {
@@ -152,7 +146,8 @@ pub(super) struct Timed<'a, S: ?Sized> {
 
 impl<'a, S: ?Sized> Timed<'a, S> {
     pub(super) fn new(subject: &'a S, clock: Clock, latencies: &'a mut Latencies) -> Self {
-        Timed { plain: Plain::new(subject), clock, begun: 0, held: [0; BATCH], latencies }
+        let plain = Plain { subject, failures: 0, refused: None };
+        Timed { plain, clock, begun: 0, held: [0; BATCH], latencies }
     }
 
     #[inline]
@@ -220,18 +215,12 @@ impl Checked {
 
 /// An allocator checked by the oracle.
 pub(super) struct Watched<'a, S: ?Sized> {
-    subject: &'a S,
-    oracle: &'a mut Oracle,
+    pub(super) subject: &'a S,
+    pub(super) oracle: &'a mut Oracle,
     /// The counts so far.
-    pub(super) checked: Checked,
+    pub(super) checked: &'a mut Checked,
     /// The first thing that was wrong.
     pub(super) violation: Option<Violation>,
-}
-
-impl<'a, S: Subject + ?Sized> Watched<'a, S> {
-    pub(super) fn new(subject: &'a S, oracle: &'a mut Oracle) -> Self {
-        Watched { subject, oracle, checked: Checked::default(), violation: None }
-    }
 }
 
 impl<S: Subject + ?Sized> Operate for Watched<'_, S> {

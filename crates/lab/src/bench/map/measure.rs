@@ -24,14 +24,10 @@ use ringfence_virtio_iommu::{
 use super::{
     load::{Load, MEMORY, page, succeeded, target},
     ours::{MIRRORED, Machine, Ours},
-    params::{Batch, Order},
     rig::{Rig, Server, Serving},
 };
 use crate::{
-    bench::{
-        clock::{Clock, middle},
-        threads::together,
-    },
+    bench::{clock::Clock, rounds::Sample, threads::together},
     block::mix,
 };
 
@@ -41,16 +37,6 @@ pub(super) struct How<'a> {
     pub(super) clock: &'a Clock,
     pub(super) cpus: &'a [usize],
     pub(super) budget: Duration,
-}
-
-/// What an operation took, ns.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Sample {
-    pub(super) ns: f64,
-    /// Where they are timed separately: a MAP, and an UNMAP.
-    pub(super) map: f64,
-    pub(super) unmap: f64,
-    pub(super) operations: u64,
 }
 
 /// One device under one load.
@@ -100,51 +86,34 @@ fn check<S: Server>(rig: &mut Rig<S>, live: u64) -> Result<()> {
 /// No load uses pages from here on.
 const FREE: u64 = 1 << 30;
 
-/// Both ends on one core.
-pub(super) struct OneCore<S> {
-    rig: Rig<S>,
-    load: Load,
-    batch: usize,
+/// Pairs of MAP and UNMAP.
+pub(super) struct Pairs<S> {
+    pub(super) rig: Rig<S>,
+    pub(super) load: Load,
+    /// How many mappings come and go together.
+    pub(super) batch: usize,
+    /// One end on each of two cores; else both are on one.
+    pub(super) two: bool,
 }
 
-impl<S: Server> OneCore<S> {
-    pub(super) fn new(rig: Rig<S>, Batch(batch): Batch, order: Order) -> OneCore<S> {
-        OneCore { rig, load: Load::new(batch, order), batch }
-    }
-}
+/// What an end of a ring does meanwhile: nanoseconds of a pair, and how many there were.
+type End<'a> = Box<dyn FnOnce() -> Result<(f64, u64)> + Send + 'a>;
 
-impl<S: Server> Subject for OneCore<S> {
-    fn sample(&mut self, how: How<'_>) -> Result<Sample> {
-        // Driver and device take turns in one thread.
-        let Rig { domain, server, .. } = &mut self.rig;
-        let mut serving = server.begin()?;
-        drive(domain, &mut self.load, self.batch, how, || serving.serve().map(drop))
-    }
-
-    fn check(&mut self) -> Result<()> {
-        check(&mut self.rig, 0)
-    }
-}
-
-/// One end on each of two cores.
-pub(super) struct TwoCores<S>(pub(super) OneCore<S>);
-
-/// What runs on a core.
-enum Side<'a, S> {
-    Driver(&'a ViommuDomain, &'a mut Load),
-    Device(&'a mut S),
-}
-
-impl<S: Server> Subject for TwoCores<S> {
-    fn sample(&mut self, how: How<'_>) -> Result<Sample> {
-        let OneCore { rig, load, batch } = &mut self.0;
-        let (stop, batch) = (&AtomicBool::new(false), *batch);
-        let sides = vec![Side::Driver(&rig.domain, load), Side::Device(&mut rig.server)];
-        let mut results = together(how.cpus, sides, |_, side| {
-            let result = match side {
-                Side::Driver(domain, load) => drive(domain, load, batch, how, spin(stop)),
-                Side::Device(server) => attend(server, stop),
-            };
+impl<S: Server> Pairs<S> {
+    fn measure(&mut self, how: How<'_>) -> Result<(f64, u64)> {
+        let Pairs { rig: Rig { domain, server, .. }, load, batch, two } = self;
+        if !*two {
+            // Driver and device take turns in one thread.
+            let mut serving = server.begin()?;
+            return drive(domain, load, *batch, how, || serving.serve().map(drop));
+        }
+        let stop = &AtomicBool::new(false);
+        let ends: Vec<End<'_>> = vec![
+            Box::new(|| drive(domain, load, *batch, how, spin(stop))),
+            Box::new(|| attend(server, stop)),
+        ];
+        let mut results = together(how.cpus, ends, |_, end| {
+            let result = end();
             stop.store(true, Ordering::Release);
             result
         });
@@ -152,9 +121,16 @@ impl<S: Server> Subject for TwoCores<S> {
         results.pop().context("the device's side")??;
         results.pop().context("the driver's side")?
     }
+}
+
+impl<S: Server> Subject for Pairs<S> {
+    fn sample(&mut self, how: How<'_>) -> Result<Sample> {
+        let (ns, operations) = self.measure(how)?;
+        Ok(vec![("ns", ns), ("operations", operations as f64)])
+    }
 
     fn check(&mut self) -> Result<()> {
-        self.0.check()
+        check(&mut self.rig, 0)
     }
 }
 
@@ -165,7 +141,7 @@ fn drive(
     batch: usize,
     how: How<'_>,
     mut wait: impl FnMut() -> Result<()>,
-) -> Result<Sample> {
+) -> Result<(f64, u64)> {
     let steps = (64 / batch).max(1);
     let (begun, budget) = (how.clock.now(), how.budget.as_nanos() as f64);
     let mut operations = 0;
@@ -177,7 +153,7 @@ fn drive(
     }
     load.finish(domain, &mut wait)?;
     let ns = how.clock.ns(how.clock.now().wrapping_sub(begun)) / operations as f64;
-    Ok(Sample { ns, operations, ..Sample::default() })
+    Ok((ns, operations))
 }
 
 /// Waits for a device on another core.
@@ -195,7 +171,7 @@ fn spin(stop: &AtomicBool) -> impl FnMut() -> Result<()> {
 }
 
 /// The device's side, until it is stopped.
-fn attend<S: Server>(server: &mut S, stop: &AtomicBool) -> Result<Sample> {
+fn attend<S: Server>(server: &mut S, stop: &AtomicBool) -> Result<(f64, u64)> {
     let mut serving = server.begin()?;
     let mut idle = 0_u32;
     while !stop.load(Ordering::Relaxed) {
@@ -210,19 +186,20 @@ fn attend<S: Server>(server: &mut S, stop: &AtomicBool) -> Result<Sample> {
             thread::yield_now();
         }
     }
-    Ok(Sample::default())
+    Ok((0.0, 0))
 }
 
-/// As [`OneCore`], with a thread and a request queue for each of several domains of one device.
-pub(super) struct Domains<S>(pub(super) Vec<OneCore<S>>);
+/// As [`Pairs`] on one core, with a thread and a request queue for each of several domains of one
+/// device.
+pub(super) struct Domains<S>(pub(super) Vec<Pairs<S>>);
 
 impl<S: Server> Subject for Domains<S> {
     fn sample(&mut self, how: How<'_>) -> Result<Sample> {
-        let results = together(how.cpus, self.0.iter_mut().collect(), |_, one| one.sample(how));
+        let results = together(how.cpus, self.0.iter_mut().collect(), |_, one| one.measure(how));
         let samples = results.into_iter().collect::<Result<Vec<_>>>()?;
-        let a_ns: f64 = samples.iter().map(|sample| 1.0 / sample.ns).sum();
-        let operations = samples.iter().map(|sample| sample.operations).sum();
-        Ok(Sample { ns: 1.0 / a_ns, operations, ..Sample::default() })
+        let a_ns: f64 = samples.iter().map(|(ns, _)| 1.0 / ns).sum();
+        let operations: u64 = samples.iter().map(|(_, operations)| operations).sum();
+        Ok(vec![("ns", 1.0 / a_ns), ("operations", operations as f64)])
     }
 
     fn check(&mut self) -> Result<()> {
@@ -298,10 +275,9 @@ impl<S: Server> Subject for OneOf<S> {
                 break;
             }
         }
-        let operations = self.map.len() as u64;
-        let ns = |ticks: &mut [u64]| (clock.ns(1) * middle(ticks) - clock.cost_ns()).max(0.0);
-        let (map, unmap) = (ns(&mut self.map), ns(&mut self.unmap));
-        Ok(Sample { ns: map + unmap, map, unmap, operations })
+        let operations = self.map.len() as f64;
+        let (map, unmap) = (clock.middle(&mut self.map), clock.middle(&mut self.unmap));
+        Ok(vec![("ns", map + unmap), ("map", map), ("unmap", unmap), ("operations", operations)])
     }
 
     fn check(&mut self) -> Result<()> {
@@ -345,20 +321,20 @@ impl Attach {
 impl Subject for Attach {
     fn sample(&mut self, How { clock, budget, .. }: How<'_>) -> Result<Sample> {
         let (start, budget) = (clock.now(), budget.as_nanos() as f64);
-        let (mut ns, mut times) = (0.0, 0);
+        let (mut ns, mut times) = (0.0, 0.0);
         loop {
             let begun = clock.now();
             self.join()?;
             let attached = clock.now();
             ns += clock.ns(attached.wrapping_sub(begun));
-            times += 1;
+            times += 1.0;
             self.leave()?;
             if clock.ns(attached.wrapping_sub(start)) >= budget {
                 break;
             }
         }
-        let ns = ns / times as f64;
-        Ok(Sample { ns: ns / self.live as f64, map: ns, operations: times, ..Sample::default() })
+        let ns = ns / times;
+        Ok(vec![("ns", ns / self.live as f64), ("map", ns), ("operations", times)])
     }
 
     fn check(&mut self) -> Result<()> {
@@ -395,15 +371,4 @@ pub(super) fn send(
     let ok = used as usize == TAIL_LEN && reply[0] == Status::Ok as u8;
     ensure!(ok, "{request:?} is completed with {reply:?}");
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_interrupted_does_not_count() {
-        assert_eq!(middle(&mut [1_000_000, 10, 12, 2]), 11.0);
-        assert_eq!(middle(&mut [10]), 10.0);
-    }
 }

@@ -33,7 +33,8 @@ use clap::Args;
 use serde_json::json;
 
 use self::{
-    measure::{Attach, Domains, How, OneCore, OneOf, Sample, Subject, TwoCores},
+    load::Load,
+    measure::{Attach, Domains, How, OneOf, Pairs, Subject},
     params::{Batch, Implementation, Live, Op, Order, Spread},
 };
 use super::{
@@ -41,7 +42,7 @@ use super::{
     clock::Clock,
     ping,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::{self, Rounds},
+    rounds::{self, Contest, Rounds},
     row::{object, value},
     threads,
 };
@@ -212,45 +213,39 @@ impl Options {
         cells
     }
 
-    fn entrants(&self, cell: Cell) -> Vec<Of> {
-        let of = |live: &[usize], threads: &[usize]| {
-            let mut all = Vec::new();
-            for &live in live {
-                for &threads in threads {
-                    let form = Form::Usual;
-                    let of = |&implementation| Of { implementation, live, threads, form };
-                    all.extend(self.implementations.iter().map(of));
-                }
-            }
-            all
+    fn entrants(&self, op: Op) -> Vec<Of> {
+        let lives = match op {
+            Op::OneOf | Op::Attach => self.lives.iter().map(|live| live.0).collect(),
+            _ => vec![0],
         };
-        let lives: Vec<usize> = self.lives.iter().map(|live| live.0).collect();
-        match cell.op {
-            Op::TwoDomains => {
-                let mut all = of(&[0], &[1, 2]);
-                let ours =
-                    |of: &&Of| of.implementation == Implementation::Ringfence && of.threads == 2;
-                let apart = all.iter().find(ours).map(|&of| Of { form: Form::Apart, ..of });
-                all.extend(apart);
-                all
+        let most = if op == Op::TwoDomains { 2 } else { 1 };
+        let mut all = Vec::new();
+        for live in lives {
+            for threads in 1..=most {
+                let form = Form::Usual;
+                let of = |&implementation| Of { implementation, live, threads, form };
+                all.extend(self.implementations.iter().map(of));
             }
-            Op::OneOf => of(&lives, &[1]),
-            Op::Attach => {
-                let mut all = of(&lives, &[1]);
-                // The others translate by a lookup that takes the endpoint's domain each time.
-                all.retain(|of| of.implementation == Implementation::Ringfence);
-                let mirrors: Vec<Of> =
-                    all.iter().map(|&of| Of { form: Form::Mirror, ..of }).collect();
-                all.extend(mirrors);
-                all
-            }
-            _ => of(&[0], &[1]),
         }
+        let ours = |of: &Of| of.implementation == Implementation::Ringfence;
+        let form = match op {
+            Op::TwoDomains => Form::Apart,
+            Op::Attach => {
+                // The others translate by a lookup that takes the endpoint's domain each time.
+                all.retain(ours);
+                Form::Mirror
+            }
+            _ => return all,
+        };
+        let most = all.iter().filter(|of| ours(of) && of.threads == most);
+        let too: Vec<Of> = most.map(|&of| Of { form, ..of }).collect();
+        all.extend(too);
+        all
     }
 
     fn expected(&self, cell: Cell) -> Duration {
         let each = self.budget.mul_f64(1.3) * (self.repeat + 1);
-        each * self.entrants(cell).len() as u32
+        each * self.entrants(cell.op).len() as u32
     }
 }
 
@@ -278,7 +273,7 @@ impl Measure for Options {
             }
             progress.begin(&format!("{}, batches of {}", cell.op, cell.batch));
             let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
-            Contest::new(cell, options, &mut benchmark).run(options, how, stop, &mut benchmark);
+            contest(cell, options, how, stop, &mut benchmark);
             progress.step(options.expected(cell));
         }
         progress.finish();
@@ -301,179 +296,116 @@ impl Measure for Options {
     }
 }
 
-/// A device under a load, and its measurements.
-struct Entrant {
-    of: Of,
-    subject: Option<Box<dyn Subject>>,
-    /// Why it is not measured.
-    out: Option<String>,
-    ns: Rounds,
-    map: Rounds,
-    unmap: Rounds,
-    operations: u64,
-}
-
-struct Contest {
-    cell: Cell,
-    entrants: Vec<Entrant>,
-}
-
-impl Contest {
-    fn new(cell: Cell, options: &Options, into: &mut Benchmark) -> Contest {
-        let mut entrants = Vec::new();
-        for of in options.entrants(cell) {
-            let made = subject(cell, of).and_then(|mut subject| {
-                subject.check()?;
-                Ok(subject)
-            });
-            let (subject, out) = match made {
-                Ok(subject) => (Some(subject), None),
-                Err(error) => {
-                    let implementation = of.implementation;
-                    into.errors.push(format!("{implementation}, {}: {error:#}", cell.op));
-                    (None, Some("not measured: it failed its check".to_owned()))
-                }
-            };
-            let (ns, map, unmap) = Default::default();
-            entrants.push(Entrant { of, subject, out, ns, map, unmap, operations: 0 });
+fn contest(cell: Cell, options: &Options, how: How<'_>, stop: &AtomicBool, into: &mut Benchmark) {
+    let mut failed = |of: &Of, error: anyhow::Error| {
+        into.errors.push(format!("{}, {}: {error:#}", of.implementation, cell.op));
+    };
+    let mut contest = Contest::new(options.entrants(cell.op), |of| {
+        let made = subject(cell, *of).and_then(|mut subject| {
+            subject.check()?;
+            Ok(subject)
+        });
+        made.map_err(|error| {
+            failed(of, error);
+            "it failed its check".to_owned()
+        })
+    });
+    let slice = |subject: &mut Box<dyn Subject>, budget| {
+        let how = How { budget, ..how };
+        match cell.op {
+            // These bind their own threads.
+            Op::TwoCores | Op::TwoDomains => subject.sample(how),
+            _ => threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how)),
         }
-        Contest { cell, entrants }
-    }
-
-    fn run(mut self, options: &Options, how: How<'_>, stop: &AtomicBool, into: &mut Benchmark) {
-        let cell = self.cell;
-        let slice = |subject: &mut Box<dyn Subject>, budget| {
-            let how = How { budget, ..how };
-            match cell.op {
-                // These bind their own threads.
-                Op::TwoCores | Op::TwoDomains => subject.sample(how),
-                _ => threads::bound_to(how.cpus[how.cpus.len() - 1], || subject.sample(how)),
-            }
-        };
-        let measure = |entrant: &mut Entrant| {
-            let subject = entrant.subject.as_mut()?;
-            // The processor's caches hold the others' data.
-            let warm = slice(subject, options.budget / 4);
-            let sample = warm.and_then(|_| slice(subject, options.budget));
-            sample.map_err(|error| entrant.fail(&error, cell, into)).ok()
-        };
-        rounds::contest(&mut self.entrants, options.repeat, stop, measure, Entrant::push);
-        for entrant in &mut self.entrants {
-            if let Some(Err(error)) = entrant.subject.as_mut().map(|subject| subject.check()) {
-                entrant.fail(&error, self.cell, into);
-            }
-        }
-        self.rows(into);
-    }
-
-    fn rows(&self, into: &mut Benchmark) {
-        let Cell { op, batch, order } = self.cell;
-        let none = Rounds::default();
-        for own in &self.entrants {
-            let Of { implementation, live, threads, form } = own.of;
-            let find = |of: Of| self.entrants.iter().find(|one| one.of == of);
-            let of = |of: Of, what: fn(&Entrant) -> &Rounds| find(of).map_or(&none, what);
-            let ours =
-                of(Of { implementation: Implementation::Ringfence, ..own.of }, |one| &one.ns);
-            let mut params = object([
-                ("op", op.name().into()),
-                ("live", live.into()),
-                ("form", form.name().into()),
-            ]);
-            let mut figures = object([
-                ("ratio_interval", value(own.ns.ratio_to(ours))),
-                ("operations", own.operations.into()),
-            ]);
-            let mut name = match op {
-                Op::OneOf | Op::Attach => format!("{op}/{}", Live(live)),
-                Op::TwoDomains => format!("{op}/{batch}/{threads}"),
-                _ => format!("{op}/{batch}/{order}"),
-            };
-            if form != Form::Usual {
-                name = format!("{name}/{}", form.name());
-            }
-            if !matches!(op, Op::OneOf | Op::Attach) {
-                params.extend(object([
-                    ("batch", batch.0.into()),
-                    ("order", order.name().into()),
-                    ("threads", threads.into()),
-                ]));
-                figures.insert("pairs_per_s".to_owned(), value(rate(&own.ns)));
-            }
-            if op == Op::TwoDomains && threads == 2 {
-                let one = of(Of { threads: 1, form: Form::Usual, ..own.of }, |one| &one.ns);
-                figures.insert("scaling".to_owned(), value(one.ratio_to(&own.ns)));
-            }
-            if op == Op::OneOf {
-                let fewest = self.entrants.iter().map(|one| one.of.live).min().unwrap_or(live);
-                let fewest = Of { live: fewest, ..own.of };
-                figures.extend(object([
-                    ("map_ns", value(own.map.interval())),
-                    ("unmap_ns", value(own.unmap.interval())),
-                    ("map_ratio_to_fewest", value(own.map.ratio_to(of(fewest, |one| &one.map)))),
-                    (
-                        "unmap_ratio_to_fewest",
-                        value(own.unmap.ratio_to(of(fewest, |one| &one.unmap))),
-                    ),
-                ]));
-            }
-            if op == Op::Attach {
-                figures.insert("attach_ns".to_owned(), value(own.map.interval()));
-            }
-            into.rows.push(Row {
-                name,
-                implementation: implementation.to_string(),
-                params,
-                ns_per_op: own.ns.interval(),
-                ratio_to_ringfence: own.ns.ratio_to(ours).median,
-                note: own.ns.missing(own.out.as_ref()),
-                figures,
-            });
+    };
+    let measure = |subject: &mut Box<dyn Subject>| {
+        // The processor's caches hold the others' data.
+        slice(subject, options.budget / 4)?;
+        slice(subject, options.budget)
+    };
+    contest.run(options.repeat, stop, measure, &mut failed);
+    for entrant in &mut contest.0 {
+        if let Ok(Err(error)) = entrant.subject.as_mut().map(|subject| subject.check()) {
+            failed(&entrant.key, error);
+            entrant.fail();
         }
     }
+    into.rows.extend(contest.0.iter().map(|one| row(cell, one, &contest)));
 }
 
-impl Entrant {
-    fn push(&mut self, sample: Sample) {
-        self.ns.push(sample.ns);
-        self.map.push(sample.map);
-        self.unmap.push(sample.unmap);
-        self.operations += sample.operations;
-    }
+type Entrant = rounds::Entrant<Of, Box<dyn Subject>>;
 
-    fn fail(&mut self, error: &anyhow::Error, cell: Cell, into: &mut Benchmark) {
-        into.errors.push(format!("{}, {}: {error:#}", self.of.implementation, cell.op));
-        self.out = Some("not measured: it failed".to_owned());
-        self.subject = None;
-        (self.ns, self.map, self.unmap) = Default::default();
+fn row(
+    Cell { op, batch, order }: Cell,
+    one: &Entrant,
+    contest: &Contest<Of, Box<dyn Subject>>,
+) -> Row {
+    let (own, Of { implementation, live, threads, form }) = (&one.taken, one.key);
+    let mut params =
+        object([("op", op.name().into()), ("live", live.into()), ("form", form.name().into())]);
+    let mut name = match op {
+        Op::OneOf | Op::Attach => format!("{op}/{}", Live(live)),
+        Op::TwoDomains => format!("{op}/{batch}/{threads}"),
+        _ => format!("{op}/{batch}/{order}"),
+    };
+    if form != Form::Usual {
+        name = format!("{name}/{}", form.name());
     }
-}
-
-/// A ring in which all requests of a load fit: there are three batches at most, and each request
-/// takes two descriptors.
-fn ring(batch: Batch) -> u16 {
-    (8 * batch.0).next_power_of_two().clamp(256, 8192) as u16
+    let mut figures = object([("operations", own.sum("operations").into())]);
+    let ns = &own["ns"];
+    match op {
+        Op::OneOf => {
+            let least = contest.0.iter().map(|one| one.key.live).min().unwrap_or(live);
+            let fewest = contest.taken(&Of { live: least, ..one.key });
+            figures.extend(object([
+                ("map_ns", value(own["map"].interval())),
+                ("unmap_ns", value(own["unmap"].interval())),
+                ("map_ratio_to_fewest", value(own["map"].ratio_to(&fewest["map"]))),
+                ("unmap_ratio_to_fewest", value(own["unmap"].ratio_to(&fewest["unmap"]))),
+            ]));
+        }
+        Op::Attach => figures.extend(object([("attach_ns", value(own["map"].interval()))])),
+        _ => {
+            params.extend(object([
+                ("batch", batch.0.into()),
+                ("order", order.name().into()),
+                ("threads", threads.into()),
+            ]));
+            figures.extend(object([("pairs_per_s", value(rate(ns)))]));
+        }
+    }
+    if op == Op::TwoDomains && threads == 2 {
+        let alone = contest.taken(&Of { threads: 1, form: Form::Usual, ..one.key });
+        figures.extend(object([("scaling", value(alone["ns"].ratio_to(ns)))]));
+    }
+    let ours = contest.taken(&Of { implementation: Implementation::Ringfence, ..one.key });
+    let out = one.subject.as_ref().err();
+    let mut row = ns.row((name, implementation.name()), params, &ours["ns"], out);
+    row.figures.extend(figures);
+    row
 }
 
 /// Makes a device to measure.
 fn subject(cell: Cell, of: Of) -> Result<Box<dyn Subject>> {
-    let scan = match of.implementation {
-        Implementation::Ringfence => {
-            if cell.op == Op::Attach {
-                return Ok(Box::new(Attach::new(of.live, of.form == Form::Mirror)?));
-            }
-            if of.form == Form::Apart {
-                let rig = |id| ours::Machine::new(id).rig(ring(cell.batch), id);
-                return of_device(cell, of, rig);
-            }
-            let machine = ours::Machine::new(of.threads as u32);
-            return of_device(cell, of, |id| machine.rig(ring(cell.batch), id));
+    // All requests of a load fit: there are three batches at most, and each request takes two
+    // descriptors.
+    let size = (8 * cell.batch.0).next_power_of_two().clamp(256, 8192) as u16;
+    match (of.implementation, of.form) {
+        (Implementation::Ringfence, form) if cell.op == Op::Attach => {
+            Ok(Box::new(Attach::new(of.live, form == Form::Mirror)?))
         }
-        Implementation::BTreeMap => true,
-        Implementation::BTreeMapRange => false,
-    };
-    let machine = peers::Machine::new(scan);
-    of_device(cell, of, |id| machine.rig(ring(cell.batch), id))
+        (Implementation::Ringfence, Form::Apart) => {
+            of_device(cell, of, |id| ours::Machine::new(id).rig(size, id))
+        }
+        (Implementation::Ringfence, _) => {
+            let machine = ours::Machine::new(of.threads as u32);
+            of_device(cell, of, |id| machine.rig(size, id))
+        }
+        (peer, _) => {
+            let machine = peers::Machine::new(peer == Implementation::BTreeMap);
+            of_device(cell, of, |id| machine.rig(size, id))
+        }
+    }
 }
 
 fn of_device<S: rig::Server + 'static>(
@@ -481,13 +413,13 @@ fn of_device<S: rig::Server + 'static>(
     of: Of,
     rig: impl Fn(u32) -> Result<rig::Rig<S>>,
 ) -> Result<Box<dyn Subject>> {
-    let one = |id| Ok(OneCore::new(rig(id)?, batch, order));
+    let two = op == Op::TwoCores;
+    let one =
+        |id| Ok(Pairs { rig: rig(id)?, load: Load::new(batch.0, order), batch: batch.0, two });
     Ok(match op {
-        Op::OneCore => Box::new(one(1)?),
-        Op::TwoCores => Box::new(TwoCores(one(1)?)),
+        Op::OneCore | Op::TwoCores => Box::new(one(1)?),
         Op::TwoDomains => {
-            let ids = 1..=of.threads as u32;
-            Box::new(Domains(ids.map(one).collect::<Result<Vec<_>>>()?))
+            Box::new(Domains((1..=of.threads as u32).map(one).collect::<Result<_>>()?))
         }
         Op::OneOf => Box::new(OneOf::new(rig(1)?, of.live)?),
         Op::Attach | Op::Memory => return Err(anyhow!("not measured of this device")),

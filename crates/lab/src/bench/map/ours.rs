@@ -16,7 +16,7 @@ use ringfence_virtio_iommu::{
     wire::IommuConfig,
 };
 
-use super::rig::{Link, Rig, Server, Serving};
+use super::rig::{Rig, Server, Serving};
 
 /// Where a mirror has guest memory: nothing accesses it.
 pub(super) const MIRRORED: HostAddr = HostAddr(1 << 40);
@@ -58,14 +58,13 @@ impl Machine {
     /// A request queue of `size` descriptors, whose server translates for endpoint `id`.
     pub(super) fn rig(&self, size: u16, id: u32) -> Result<Rig<Ours>> {
         let config = IommuConfig::parse(&self.device.config()).context("our own configuration")?;
-        // The drivers of several queues are independent: each has a domain number of its own.
-        let config = IommuConfig { domain_range: (id, id), ..config };
         let features = negotiate(self.device.features().bits());
-        let Link { driver, queue, alive, memory } = Link::new(size, config, features)?;
-        let endpoint = Arc::clone(&self.endpoints[id as usize - 1]);
-        let requests = RequestQueue::new(Arc::clone(&self.device), queue);
-        let bus = Physical::new(Arc::clone(&memory));
-        Rig::new((driver, alive), Ours { requests, bus, memory, endpoint }, id)
+        Rig::new(size, (config, features), id, |queue, memory| Ours {
+            requests: RequestQueue::new(Arc::clone(&self.device), queue),
+            bus: Physical::new(Arc::clone(&memory)),
+            memory,
+            endpoint: Arc::clone(&self.endpoints[id as usize - 1]),
+        })
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    sync::{Arc, RwLock},
 };
 
 use anyhow::{Result, anyhow};
@@ -13,7 +13,7 @@ use ringfence_virtio_iommu::wire::{
 };
 use ringfence_virtq::{Chain, device::Queue};
 
-use super::rig::{Link, Rig, Server, Serving};
+use super::rig::{Rig, Server, Serving};
 
 /// A mapping by its first address: its last address, its target, and its permissions.
 type Mappings = BTreeMap<u64, (u64, u64, MapFlags)>;
@@ -26,13 +26,8 @@ struct State {
     domains: RwLock<BTreeMap<u32, Mappings>>,
 }
 
-fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
-    lock.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
-    lock.write().unwrap_or_else(PoisonError::into_inner)
-}
+/// Of locks.
+const WHOLE: &str = "no request panics";
 
 impl State {
     /// Carries out a request, with all checks that ours makes for MAP and UNMAP. There is nothing
@@ -41,20 +36,20 @@ impl State {
         let granule = PageSizes::X86.granule();
         match request {
             Request::Attach { domain, endpoint, .. } => {
-                write(&self.endpoints).insert(endpoint, domain);
-                write(&self.domains).entry(domain).or_default();
+                self.endpoints.write().expect(WHOLE).insert(endpoint, domain);
+                self.domains.write().expect(WHOLE).entry(domain).or_default();
                 Status::Ok
             }
             Request::Detach { domain, endpoint } => {
-                write(&self.endpoints).remove(&endpoint);
-                write(&self.domains).remove(&domain);
+                self.endpoints.write().expect(WHOLE).remove(&endpoint);
+                self.domains.write().expect(WHOLE).remove(&domain);
                 Status::Ok
             }
             Request::Map { domain, range, phys, flags } => {
                 if !range.is_aligned(granule) || phys & (granule - 1) != 0 {
                     return Status::Range;
                 }
-                let mut domains = write(&self.domains);
+                let mut domains = self.domains.write().expect(WHOLE);
                 let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
                 let (first, last) = (range.first().0, range.last().0);
                 let below = mappings.range(..=last).next_back();
@@ -65,7 +60,7 @@ impl State {
                 Status::Ok
             }
             Request::Unmap { domain, range } => {
-                let mut domains = write(&self.domains);
+                let mut domains = self.domains.write().expect(WHOLE);
                 let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
                 unmap(mappings, range, scan)
             }
@@ -74,8 +69,8 @@ impl State {
     }
 
     fn access(&self, endpoint: u32, iova: u64) -> Option<u64> {
-        let domain = *read(&self.endpoints).get(&endpoint)?;
-        let domains = read(&self.domains);
+        let domain = *self.endpoints.read().expect(WHOLE).get(&endpoint)?;
+        let domains = self.domains.read().expect(WHOLE);
         let (first, (last, phys, _)) = domains.get(&domain)?.range(..=iova).next_back()?;
         (iova <= *last).then(|| phys + (iova - first))
     }
@@ -118,14 +113,12 @@ impl Machine {
         let config = IommuConfig {
             page_sizes: PageSizes::X86,
             input_range: Range::ALL,
-            // The drivers of several queues are independent: each has a domain number of its own.
             domain_range: (id, id),
             probe_size: 0,
             bypass: false,
         };
         let features = Features::MAP_UNMAP | Features::DOMAIN_RANGE;
-        let Link { driver, queue, alive, memory } = Link::new(size, config, features)?;
-        let server = BTree {
+        Rig::new(size, (config, features), id, |queue, memory| BTree {
             queue,
             bus: Physical::new(memory),
             chain: Chain::new(),
@@ -133,8 +126,7 @@ impl Machine {
             scan: self.scan,
             domain: id,
             refused: 0,
-        };
-        Rig::new((driver, alive), server, id)
+        })
     }
 }
 
@@ -175,7 +167,7 @@ impl Server for BTree {
     }
 
     fn counts(&self) -> (u64, u64) {
-        let domains = read(&self.state.domains);
+        let domains = self.state.domains.read().expect(WHOLE);
         (domains.get(&self.domain).map_or(0, |mappings| mappings.len() as u64), self.refused)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, Ordering},
     },
     thread,
@@ -49,9 +49,7 @@ pub(super) trait Serving {
 }
 
 /// A transport without kicks: the device polls the ring until it is gone.
-struct Polled {
-    gone: AtomicBool,
-}
+struct Polled(Weak<()>);
 
 impl Transport for Polled {
     fn kick(&self, _queue: u16) {}
@@ -59,30 +57,31 @@ impl Transport for Polled {
         thread::sleep(timeout.min(Duration::from_millis(1)));
     }
     fn is_alive(&self) -> bool {
-        !self.gone.load(Ordering::Relaxed)
+        self.0.strong_count() > 0
     }
 }
 
-/// While this exists, the device counts as alive; afterwards no driver waits for it.
-pub(super) struct Alive(Arc<Polled>);
-
-impl Drop for Alive {
-    fn drop(&mut self) {
-        self.0.gone.store(true, Ordering::Relaxed);
-    }
-}
-
-/// The driver's end of a request queue, and what the device's end is made from.
-pub(super) struct Link {
+/// A domain of the driver's with an endpoint in it, and the device behind it.
+pub(super) struct Rig<S> {
+    // While this exists, the device counts as alive. First: dropped before the domain, which would
+    // wait for its endpoint to be detached.
+    _alive: Arc<()>,
     pub(super) driver: Arc<Driver>,
-    pub(super) queue: virtq::Queue,
-    pub(super) alive: Alive,
-    pub(super) memory: Arc<Memory>,
+    pub(super) domain: Arc<ViommuDomain>,
+    pub(super) server: S,
 }
 
-impl Link {
-    /// A split ring of `size` descriptors for a device with this configuration and these features.
-    pub(super) fn new(size: u16, config: IommuConfig, features: Features) -> Result<Link> {
+impl<S: Server> Rig<S> {
+    /// A split ring of `size` descriptors for a device with this configuration and these features,
+    /// whose end `server` makes, with `endpoint` attached to a new domain.
+    pub(super) fn new(
+        size: u16,
+        (config, features): (IommuConfig, Features),
+        endpoint: u32,
+        server: impl FnOnce(virtq::Queue, Arc<Memory>) -> S,
+    ) -> Result<Rig<S>> {
+        // The drivers of several queues are independent: each has a domain number of its own.
+        let config = IommuConfig { domain_range: (endpoint, endpoint), ..config };
         let ram = GuestRam::new(BYTES, 0)?;
         let memory = Memory::of_ram(&ram)?;
         let bus = Physical::new(Arc::clone(&memory));
@@ -107,29 +106,10 @@ impl Link {
             timeout: Some(Duration::from_secs(60)),
             ..driver::DriverConfig::default()
         };
-        let alive = Alive(Arc::new(Polled { gone: AtomicBool::new(false) }));
-        let transport = Arc::clone(&alive.0);
+        let alive = Arc::new(());
+        let transport = Arc::new(Polled(Arc::downgrade(&alive)));
         let driver = Driver::new(transport, front, buffers, config, features, options)?;
-        Ok(Link { driver, queue, alive, memory })
-    }
-}
-
-/// A domain of the driver's with an endpoint in it, and the device behind it.
-pub(super) struct Rig<S> {
-    // First: dropped before the domain, which would wait for its endpoint to be detached.
-    _alive: Alive,
-    pub(super) driver: Arc<Driver>,
-    pub(super) domain: Arc<ViommuDomain>,
-    pub(super) server: S,
-}
-
-impl<S: Server> Rig<S> {
-    /// Attaches `endpoint` to a new domain.
-    pub(super) fn new(
-        (driver, alive): (Arc<Driver>, Alive),
-        mut server: S,
-        endpoint: u32,
-    ) -> Result<Rig<S>> {
+        let mut server = server(queue, memory);
         let domain = driver.domain()?;
         served(&mut server, || Ok(domain.attach(endpoint)?))?;
         Ok(Rig { _alive: alive, driver, domain, server })

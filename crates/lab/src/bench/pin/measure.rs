@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::set::{PAGE, Set};
 use crate::{
-    bench::clock::{Clock, middle},
+    bench::{clock::Clock, rounds::Sample},
     memory,
 };
 
@@ -20,7 +20,8 @@ pub(super) trait Subject {
     /// Unpins all of them.
     fn unpin(&mut self, set: &Set) -> Result<()>;
 
-    /// Pins and unpins a list again and again for about the budget, at least once.
+    /// Pins and unpins a list again and again for about the budget, at least once: what a list took,
+    /// ns.
     ///
     /// The figure is the mean of the middle half of the calls: a mean, since a virtual machine's counter
     /// may have steps of 10 ns; of the middle half, since some calls are interrupted.
@@ -41,9 +42,9 @@ pub(super) trait Subject {
                 break;
             }
         }
-        let ns = |ticks: &mut [u64]| (clock.ns(1) * middle(ticks) - clock.cost_ns()).max(0.0);
-        let lists = times.pin.len() as u64;
-        Ok(Sample { pin: ns(&mut times.pin), unpin: ns(&mut times.unpin), lists })
+        let lists = times.pin.len() as f64;
+        let (pin, unpin) = (clock.middle(&mut times.pin), clock.middle(&mut times.unpin));
+        Ok(vec![("pin", pin), ("unpin", unpin), ("both", pin + unpin), ("lists", lists)])
     }
 
     /// Pins the list once, and checks with the kernel that it is pinned and, after that, unpinned.
@@ -70,14 +71,6 @@ pub(super) trait Subject {
     }
 }
 
-/// What a list took, ns.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Sample {
-    pub(super) pin: f64,
-    pub(super) unpin: f64,
-    pub(super) lists: u64,
-}
-
 /// Times of single calls, kept from slice to slice: memory that is new is slow.
 #[derive(Default)]
 pub(super) struct Times {
@@ -96,16 +89,4 @@ pub(super) struct How<'a> {
 fn pinned_bytes() -> Result<u64> {
     let kib = memory::number("/proc/self/status", "VmPin");
     kib.map(|kib| kib << 10).context("/proc/self/status has no VmPin")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_was_interrupted_does_not_count() {
-        assert_eq!(middle(&mut [1_000_000, 10, 12, 2]), 11.0);
-        assert_eq!(middle(&mut [10]), 10.0);
-        assert_eq!(middle(&mut [10, 13]), 11.5);
-    }
 }

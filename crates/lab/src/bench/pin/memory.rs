@@ -16,26 +16,22 @@ pub(super) struct Memory {
     mapped: *mut c_void,
     mapped_len: usize,
     first: usize,
-    len: usize,
+    /// Its bytes.
+    pub(super) len: usize,
 }
-
-/// Why there is no memory of a kind, and what would help.
-pub(super) struct Absent(pub(super) String);
 
 impl Memory {
     /// Memory of `pages` pages.
     ///
     /// # Errors
-    /// The outer: the system has no memory. The inner: it has none of this kind.
-    pub(super) fn new(backing: Backing, pages: usize) -> Result<Result<Memory, Absent>> {
+    /// The outer: the system has no memory. The inner: it has none of this kind, and what would help.
+    pub(super) fn new(backing: Backing, pages: usize) -> Result<Result<Memory, String>> {
         let huge = huge_page();
         let len = (pages * PAGE).next_multiple_of(huge);
         if backing == Backing::Hugetlb {
-            let Some(memory) = hugetlb(len, huge) else {
-                return Ok(Err(no_hugetlb(len, huge)));
-            };
-            memory.touch();
-            return Ok(Ok(memory));
+            // All huge pages are reserved when they are mapped.
+            let memory = map(len, MapFlags::PRIVATE | MapFlags::HUGETLB);
+            return Ok(memory.inspect(Memory::touch).map_err(|_| no_hugetlb(len, huge)));
         }
         // More than that, so that it can be aligned to huge pages.
         let mut memory = map(len + huge, MapFlags::PRIVATE).context("memory to pin")?;
@@ -51,13 +47,13 @@ impl Memory {
         memory.touch();
         let found = memory.huge_bytes();
         if backing == Backing::Thp && found < len {
-            return Ok(Err(Absent(format!(
+            return Ok(Err(format!(
                 "thp did not run: {} of {} became huge pages; \
                  /sys/kernel/mm/transparent_hugepage/enabled must hold [madvise] or [always], and \
                  memory must not be fragmented (echo 1 > /proc/sys/vm/compact_memory)",
                 text::bytes(found as u64),
                 text::bytes(len as u64),
-            ))));
+            )));
         }
         Ok(Ok(memory))
     }
@@ -67,11 +63,6 @@ impl Memory {
     pub(super) fn page(&self, page: usize) -> usize {
         debug_assert!(page * PAGE < self.len);
         self.first + page * PAGE
-    }
-
-    /// Its bytes.
-    pub(super) fn len(&self) -> usize {
-        self.len
     }
 
     /// Writes to every page, so that it is present.
@@ -105,20 +96,14 @@ fn map(len: usize, flags: MapFlags) -> rustix::io::Result<Memory> {
     Ok(Memory { mapped, mapped_len: len, first: mapped as usize, len })
 }
 
-/// Memory of the system's huge pages, of which all are reserved when it is mapped.
-fn hugetlb(len: usize, huge: usize) -> Option<Memory> {
-    let len = len.next_multiple_of(huge);
-    map(len, MapFlags::PRIVATE | MapFlags::HUGETLB).ok()
-}
-
-fn no_hugetlb(len: usize, huge: usize) -> Absent {
+fn no_hugetlb(len: usize, huge: usize) -> String {
     let pages = len.div_ceil(huge);
     let free = memory::number("/proc/meminfo", "HugePages_Free").unwrap_or(0);
-    Absent(format!(
+    format!(
         "hugetlb did not run: it takes {pages} huge pages of {}, and {free} are free; as root, \
          `sysctl vm.nr_hugepages={pages}` sets them apart (and 0 gives them back)",
         text::bytes(huge as u64),
-    ))
+    )
 }
 
 /// The size of the system's huge pages.
@@ -153,7 +138,7 @@ mod tests {
     fn small_pages_are_no_huge_ones() {
         let Ok(memory) = Memory::new(Backing::Small, 1024).unwrap() else { panic!() };
         assert_eq!(memory.huge_bytes(), 0);
-        assert!(memory.len() >= 1024 * PAGE && memory.page(0).is_multiple_of(huge_page()));
+        assert!(memory.len >= 1024 * PAGE && memory.page(0).is_multiple_of(huge_page()));
         assert_eq!(memory.page(1023) - memory.page(0), 1023 * PAGE);
     }
 
@@ -162,13 +147,13 @@ mod tests {
         for backing in [Backing::Thp, Backing::Hugetlb] {
             match Memory::new(backing, 1024).unwrap() {
                 Ok(memory) if backing == Backing::Thp => {
-                    assert_eq!(memory.huge_bytes(), memory.len());
+                    assert_eq!(memory.huge_bytes(), memory.len);
                 }
                 Ok(_) => {}
-                Err(Absent(why)) => assert!(why.contains("did not run"), "{why}"),
+                Err(why) => assert!(why.contains("did not run"), "{why}"),
             }
         }
-        let Absent(why) = no_hugetlb(32 << 20, 2 << 20);
+        let why = no_hugetlb(32 << 20, 2 << 20);
         assert!(why.contains("16 huge pages of 2 MiB"), "{why}");
         assert!(why.contains("vm.nr_hugepages=16"), "{why}");
     }

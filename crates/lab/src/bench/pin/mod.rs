@@ -32,16 +32,16 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
 
 use self::{
     measure::{How, Subject, Times},
-    memory::{Absent, Memory},
+    memory::Memory,
     ours::Ours,
     params::{Backing, Implementation, Lie, Pages},
-    peers::{OneCall, PageByPage, RunsByHand, one_page_calls},
+    peers::{PageByPage, RunsByHand, one_page_calls},
     ring::Name,
     set::Set,
 };
@@ -49,8 +49,7 @@ use super::{
     Benchmark, Measure, Row,
     clock::Clock,
     report::{Against, Figure, MISSING, Part, Sheet, render},
-    rounds,
-    rounds::Rounds,
+    rounds::{Contest, Rounds},
     row::{object, value},
     threads,
 };
@@ -202,45 +201,31 @@ fn measured(
     let clock = Clock::calibrate();
     let small = Memory::new(Backing::Small, Set::span(most))?;
     let Ok(small) = small else { unreachable!("small pages are always there") };
-    let calls = one_page_calls(&small, &clock)?;
-    let fastest = calls.iter().filter(|one| one.name.is_some());
-    let fastest =
-        fastest.min_by(|a, b| (a.pin_ns + a.unpin_ns).total_cmp(&(b.pin_ns + b.unpin_ns)));
-    let fastest = *fastest.context("the kernel has no call that pins one page after the other")?;
+    let (name, calls) = one_page_calls(&small, &clock)?;
+    drop(small);
     benchmark.settings = object([
         ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
         ("cpu", cpu.into()),
         ("clock", clock.name().into()),
         ("clock_ns", clock.cost_ns().into()),
-        ("one_page_calls", calls.iter().map(|one| summary(one, fastest.call)).collect()),
+        ("one_page_calls", calls.into()),
         (MISSING, json!([])),
     ]);
     let cells: Vec<Cell> =
         options.backings().iter().flat_map(|backing| options.cells(*backing)).collect();
     let expected = cells.iter().map(|cell| options.expected(cell)).sum();
     let progress = Progress::new(show, cells.len() as u64, expected);
-    let mut small = Some(small);
     for &backing in options.backings() {
-        let memory = match (backing, small.take()) {
-            (Backing::Small, Some(memory)) => Ok(memory),
-            _ => Memory::new(backing, Set::span(most))?,
-        };
-        let memory = memory.map_err(|absent| {
-            absent_note(absent, options.backings.is_some(), show, &mut benchmark)
-        });
+        let memory = Memory::new(backing, Set::span(most))?
+            .inspect_err(|why| absent(why, options.backings.is_some(), show, &mut benchmark));
         for cell in options.cells(backing) {
             if stop.load(Ordering::Relaxed) {
                 break;
             }
             let Cell { list, pages, .. } = cell;
             progress.begin(&format!("{pages} pages, {backing}, {list}"));
-            let name = fastest.name.unwrap_or(Name::Descriptor);
-            Contest::new(cell, options, memory.as_ref(), name, &mut benchmark).run(
-                options,
-                &clock,
-                stop,
-                &mut benchmark,
-            );
+            let on = (memory.as_ref(), name);
+            contest(cell, options, on, (&clock, stop), &mut benchmark);
             progress.step(options.expected(&cell));
         }
     }
@@ -250,143 +235,72 @@ fn measured(
 }
 
 /// Reports missing memory: as an error if it was named, else as a warning.
-fn absent_note(Absent(why): Absent, named: bool, show: Kind, into: &mut Benchmark) -> String {
+fn absent(why: &str, named: bool, show: Kind, into: &mut Benchmark) {
     if show != Kind::Silent && !named {
         eprintln!("{why}");
     }
     if let Some(Value::Array(missing)) = into.settings.get_mut(MISSING) {
-        missing.push(why.clone().into());
+        missing.push(why.into());
     }
-    match named {
-        true => into.errors.push(why.clone()),
-        false => into.warnings.push(why.clone()),
-    }
-    format!("not measured: {why}")
+    let lines = if named { &mut into.errors } else { &mut into.warnings };
+    lines.push(why.to_owned());
 }
 
-fn summary(one: &OneCall, fastest: &str) -> Value {
-    json!({
-        "call": one.call,
-        "pin_ns": one.pin_ns,
-        "unpin_ns": one.unpin_ns,
-        "page_by_page": one.call == fastest,
-    })
-}
-
-/// An implementation, and its measurements.
-struct Entrant<'m> {
-    implementation: Implementation,
-    subject: Option<Box<dyn Subject + 'm>>,
-    /// Why it is not measured.
-    out: Option<String>,
-    /// Of a list, ns.
-    pin: Rounds,
-    unpin: Rounds,
-    lists: u64,
-}
-
-impl Entrant<'_> {
-    fn both(&self) -> Rounds {
-        self.pin.with(&self.unpin, |pin, unpin| pin + unpin)
-    }
-}
-
-struct Contest<'m> {
+fn contest(
     cell: Cell,
-    set: Set,
-    entrants: Vec<Entrant<'m>>,
-}
-
-impl<'m> Contest<'m> {
-    fn new(
-        cell: Cell,
-        options: &Options,
-        memory: Result<&'m Memory, &String>,
-        name: Name,
-        into: &mut Benchmark,
-    ) -> Contest<'m> {
-        let set = Set::new(cell.list, cell.pages);
-        let mut entrants = Vec::new();
-        for &implementation in options.implementations.iter() {
-            let made = match memory {
-                Ok(memory) => subject(implementation, cell, &set, memory, name),
-                Err(why) => Err(why.clone()),
-            };
-            let (subject, out) = match made {
-                Ok(subject) => (Some(subject), None),
-                Err(why) => (None, Some(why)),
-            };
-            if let (Some(why), true) = (&out, memory.is_ok()) {
-                let Cell { backing, list, pages } = cell;
-                let why = format!("{implementation}, {pages} pages of {backing}, {list}: {why}");
-                into.errors.push(why);
-            }
-            let (pin, unpin) = Default::default();
-            entrants.push(Entrant { implementation, subject, out, pin, unpin, lists: 0 });
-        }
-        Contest { cell, set, entrants }
-    }
-
-    fn run(mut self, options: &Options, clock: &Clock, stop: &AtomicBool, into: &mut Benchmark) {
-        let (set, list, mut times) = (&self.set, self.cell.list, Times::default());
-        let measure = |entrant: &mut Entrant<'_>| {
-            let subject = entrant.subject.as_mut()?;
-            // The processor's caches hold the others' data.
-            let mut slice = |budget| subject.time(set, How { clock, budget }, &mut times);
-            match slice(options.budget / 4).and_then(|_| slice(options.budget)) {
-                Ok(sample) => return Some(sample),
-                Err(error) => {
-                    into.errors.push(format!("{}, {list}: {error:#}", entrant.implementation));
-                }
-            }
-            entrant.out = Some("not measured: it failed".to_owned());
-            entrant.subject = None;
-            None
-        };
-        rounds::contest(&mut self.entrants, options.repeat, stop, measure, |entrant, sample| {
-            entrant.pin.push(sample.pin);
-            entrant.unpin.push(sample.unpin);
-            entrant.lists += sample.lists;
+    options: &Options,
+    (memory, name): (Result<&Memory, &String>, Name),
+    (clock, stop): (&Clock, &AtomicBool),
+    into: &mut Benchmark,
+) {
+    let Cell { backing, list, pages } = cell;
+    let (set, mut times) = (Set::new(list, pages), Times::default());
+    let mut contest = Contest::new(options.implementations.iter().copied(), |implementation| {
+        let memory = memory.map_err(Clone::clone)?;
+        subject(*implementation, cell, &set, memory, name).inspect_err(|why| {
+            let about = format!("{implementation}, {pages} pages of {backing}, {list}");
+            into.errors.push(format!("{about}: not measured: {why}"));
+        })
+    });
+    let measure = |subject: &mut Box<dyn Subject + '_>| {
+        // The processor's caches hold the others' data.
+        let mut slice = |budget| subject.time(&set, How { clock, budget }, &mut times);
+        slice(options.budget / 4)?;
+        slice(options.budget)
+    };
+    contest.run(options.repeat, stop, measure, |implementation, error| {
+        into.errors.push(format!("{implementation}, {list}: {error:#}"));
+    });
+    let ours = &contest.taken(&Implementation::Ringfence)["both"];
+    let peer = contest.taken(&Implementation::PageByPage);
+    let a_page = |rounds: &Rounds| rounds.interval().scaled(1.0 / pages as f64);
+    for one in &contest.0 {
+        let [both, pin, unpin] = ["both", "pin", "unpin"].map(|figure| &one.taken[figure]);
+        into.rows.push(Row {
+            name: format!("{pages}/{backing}/{list}"),
+            implementation: one.key.to_string(),
+            params: object([
+                ("pages", pages.into()),
+                ("backing", backing.name().into()),
+                ("list", list.name().into()),
+            ]),
+            ns_per_op: a_page(both),
+            ratio_to_ringfence: both.ratio_to(ours).median,
+            note: both.missing(one.subject.as_ref().err()),
+            figures: object([
+                ("pin_ns_per_page", value(a_page(pin))),
+                ("unpin_ns_per_page", value(a_page(unpin))),
+                ("pin_ns_per_list", value(pin.interval())),
+                ("unpin_ns_per_list", value(unpin.interval())),
+                ("pin_ratio_to_page_by_page", value(pin.ratio_to(&peer["pin"]))),
+                ("unpin_ratio_to_page_by_page", value(unpin.ratio_to(&peer["unpin"]))),
+                ("pin_speedup", value(peer["pin"].ratio_to(pin))),
+                ("unpin_speedup", value(peer["unpin"].ratio_to(unpin))),
+                ("lists", one.taken.sum("lists").into()),
+                ("runs", set.runs.len().into()),
+                ("held_pages", (pages - set.fresh.len()).into()),
+            ]),
         });
-        self.rows(into);
-    }
-
-    fn rows(&self, into: &mut Benchmark) {
-        let Cell { backing, list, pages } = self.cell;
-        let find = |wanted| self.entrants.iter().find(|one| one.implementation == wanted);
-        let ours = find(Implementation::Ringfence).map(Entrant::both).unwrap_or_default();
-        let none = Rounds::default();
-        let peer = find(Implementation::PageByPage);
-        let (peer_pin, peer_unpin) = peer.map_or((&none, &none), |one| (&one.pin, &one.unpin));
-        let a_page = |rounds: &Rounds| rounds.interval().scaled(1.0 / pages as f64);
-        for own in &self.entrants {
-            let both = own.both();
-            into.rows.push(Row {
-                name: format!("{pages}/{backing}/{list}"),
-                implementation: own.implementation.to_string(),
-                params: object([
-                    ("pages", pages.into()),
-                    ("backing", backing.name().into()),
-                    ("list", list.name().into()),
-                ]),
-                ns_per_op: a_page(&both),
-                ratio_to_ringfence: both.ratio_to(&ours).median,
-                note: own.pin.missing(own.out.as_ref()),
-                figures: object([
-                    ("pin_ns_per_page", value(a_page(&own.pin))),
-                    ("unpin_ns_per_page", value(a_page(&own.unpin))),
-                    ("pin_ns_per_list", value(own.pin.interval())),
-                    ("unpin_ns_per_list", value(own.unpin.interval())),
-                    ("pin_ratio_to_page_by_page", value(own.pin.ratio_to(peer_pin))),
-                    ("unpin_ratio_to_page_by_page", value(own.unpin.ratio_to(peer_unpin))),
-                    ("pin_speedup", value(peer_pin.ratio_to(&own.pin))),
-                    ("unpin_speedup", value(peer_unpin.ratio_to(&own.unpin))),
-                    ("lists", own.lists.into()),
-                    ("runs", self.set.runs.len().into()),
-                    ("held_pages", (pages - self.set.fresh.len()).into()),
-                ]),
-            });
-        }
     }
 }
 
@@ -418,7 +332,7 @@ fn subject<'m>(
             true => "; the limit of locked memory (ulimit -l) may be in the way",
             false => "",
         };
-        format!("not measured: {error:#}{help}")
+        format!("{error:#}{help}")
     })
 }
 

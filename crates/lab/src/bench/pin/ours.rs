@@ -31,7 +31,7 @@ impl Ours {
     pub(super) fn new(set: &Set, memory: &Memory, each: bool) -> Result<Ours> {
         let backing = Uring::new().context("io_uring")?;
         let mut pinner = Pinner::new(backing, Arc::new(Account::new("bench pin")));
-        let window = Range::from_len(Iova(BASE), memory.len() as u64).context("no memory")?;
+        let window = Range::from_len(Iova(BASE), memory.len as u64).context("no memory")?;
         pinner.add_window(window, HostAddr(memory.page(0) as u64), Prot::RW)?;
         for run in &set.held {
             pinner.pin_range(iova(run.first), (run.pages * PAGE) as u64, Prot::RW)?;

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use serde_json::{Value, json};
 
 use super::{
     measure::Subject,
@@ -80,24 +81,17 @@ impl Subject for RunsByHand {
     }
 }
 
-/// A way to pin one page, and what it takes, ns.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct OneCall {
-    pub(super) call: &'static str,
-    /// How it names the ring, if it can pin pages one after the other.
-    pub(super) name: Option<Name>,
-    pub(super) pin_ns: f64,
-    pub(super) unpin_ns: f64,
-}
-
 /// How long the ways are compared.
 const COMPARISON: Duration = Duration::from_millis(40);
+/// Times in a block.
+const BLOCK: u64 = 100;
 
-/// The ways to pin one page, each measured in turns with the others.
+/// Measures the ways to pin one page, each in turns with the others: how the fastest names the ring,
+/// of those that can pin pages one after the other, and what each way takes.
 ///
 /// # Errors
 /// A call that every kernel has fails.
-pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCall>> {
+pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<(Name, Vec<Value>)> {
     let page = buffer(memory.page(0), 1);
     let mut ways: Vec<Way<'_>> = Vec::new();
     for (call, name) in
@@ -116,28 +110,38 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<Vec<OneCa
     ways.push(Way::new("table of one", None, once));
     let begun = Instant::now();
     while begun.elapsed() < COMPARISON {
-        for way in &mut ways {
-            way.block(clock).with_context(|| format!("pinning a page ({})", way.call))?;
+        for Way { call, block, ticks, .. } in &mut ways {
+            let [pin, unpin] = block(clock).with_context(|| format!("pinning a page ({call})"))?;
+            *ticks = [ticks[0].min(pin), ticks[1].min(unpin)];
         }
     }
-    Ok(ways.into_iter().map(|way| way.summary(clock)).collect())
+    let each = |ticks| (clock.ns(ticks) / BLOCK as f64 - clock.cost_ns()).max(0.0);
+    let sum = |way: &Way<'_>| way.ticks.map(each).iter().sum::<f64>();
+    let named = ways.iter().filter_map(|way| Some((way, way.name?)));
+    let fastest = named.min_by(|(a, _), (b, _)| sum(a).total_cmp(&sum(b)));
+    let (fastest, name) =
+        fastest.context("the kernel has no call that pins one page after the other")?;
+    let calls = ways.iter().map(|way| {
+        let ([pin_ns, unpin_ns], page_by_page) = (way.ticks.map(each), way.call == fastest.call);
+        json!({ "call": way.call, "pin_ns": pin_ns, "unpin_ns": unpin_ns, "page_by_page": page_by_page })
+    });
+    Ok((name, calls.collect()))
 }
 
 /// The ticks of a block's pins, and of its unpins.
-type Block<'a> = Box<dyn Fn(&Clock) -> rustix::io::Result<(u64, u64)> + 'a>;
+type Block<'a> = Box<dyn Fn(&Clock) -> rustix::io::Result<[u64; 2]> + 'a>;
 
+/// A way to pin one page.
 struct Way<'a> {
     call: &'static str,
+    /// How it names the ring, if it can pin pages one after the other.
     name: Option<Name>,
     block: Block<'a>,
     /// Of the shortest block.
-    ticks: (u64, u64),
+    ticks: [u64; 2],
 }
 
 impl<'a> Way<'a> {
-    /// Times in a block.
-    const BLOCK: u64 = 100;
-
     /// `once` pins (true) or unpins the page. Each has a loop of its own, into which it is inlined.
     fn new(
         call: &'static str,
@@ -145,29 +149,17 @@ impl<'a> Way<'a> {
         once: impl Fn(bool) -> rustix::io::Result<()> + 'a,
     ) -> Way<'a> {
         let block = move |clock: &Clock| {
-            let mut ticks = (0, 0);
-            for _ in 0..Way::BLOCK {
+            let mut ticks = [0, 0];
+            for _ in 0..BLOCK {
                 let begun = clock.now();
                 once(true)?;
                 let pinned = clock.now();
                 once(false)?;
-                ticks.0 += pinned.wrapping_sub(begun);
-                ticks.1 += clock.now().wrapping_sub(pinned);
+                ticks[0] += pinned.wrapping_sub(begun);
+                ticks[1] += clock.now().wrapping_sub(pinned);
             }
             Ok(ticks)
         };
-        Way { call, name, block: Box::new(block), ticks: (u64::MAX, u64::MAX) }
-    }
-
-    fn block(&mut self, clock: &Clock) -> rustix::io::Result<()> {
-        let (pin, unpin) = (self.block)(clock)?;
-        self.ticks = (self.ticks.0.min(pin), self.ticks.1.min(unpin));
-        Ok(())
-    }
-
-    fn summary(&self, clock: &Clock) -> OneCall {
-        let each = |ticks| (clock.ns(ticks) / Way::BLOCK as f64 - clock.cost_ns()).max(0.0);
-        let (pin_ns, unpin_ns) = (each(self.ticks.0), each(self.ticks.1));
-        OneCall { call: self.call, name: self.name, pin_ns, unpin_ns }
+        Way { call, name, block: Box::new(block), ticks: [u64::MAX; 2] }
     }
 }
