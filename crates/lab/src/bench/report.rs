@@ -156,13 +156,9 @@ pub fn render(benchmark: &Benchmark, sheet: &Sheet, details: bool) -> String {
     }
     notes(&mut out, benchmark);
     let missing = missing(benchmark);
-    let warnings = benchmark.warnings.iter().map(String::as_str);
-    let warnings = warnings.filter(|warning| !missing.contains(warning));
-    let warnings = warnings.map(|warning| ("warning", warning));
-    let missing = missing.iter().map(|why| ("DID NOT RUN", *why));
-    for (what, text) in missing.chain(warnings) {
-        out.push_str(&wrap(&format!("{what}: {}", plain(text))));
-    }
+    out.extend(missing.iter().map(|why| wrap(&format!("DID NOT RUN: {}", plain(why)))));
+    let warnings = benchmark.warnings.iter().filter(|why| !missing.contains(&why.as_str()));
+    out.extend(warnings.map(|why| wrap(&format!("warning: {}", plain(why)))));
     out
 }
 
@@ -172,29 +168,20 @@ fn missing(benchmark: &Benchmark) -> Vec<&str> {
     missing.into_iter().flatten().filter_map(Value::as_str).collect()
 }
 
-/// A row that was compared.
-struct Compared<'r> {
-    row: &'r Row,
-    /// With what.
-    base: String,
-    ratio: f64,
-}
-
 /// A line for each comparison, and the rows that are slower.
 fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
     let mut lines = Vec::new();
     let mut slower = Vec::new();
     for (part, rows) in parts {
         for against in part.against {
-            let compared: Vec<Compared> =
-                rows.iter().filter_map(|row| compared(part, row, against)).collect();
+            let compared = compared(part, rows, against);
             if !compared.is_empty() {
                 lines.push(cells(&["", "", "", "", "", ""]));
                 let label = format!("{}, {}", part.title, against.what);
                 lines.push(cells(&[&label, "rows", "x", "least", "most", "slower"]));
             }
-            for (base, of) in groups(&compared, |one| one.base.clone()) {
-                let ratios = || of.iter().map(|one| one.ratio);
+            for (base, of) in groups(&compared, |(_, base, _)| base) {
+                let ratios = || of.iter().map(|(.., ratio)| *ratio);
                 let mean = ratios().map(f64::ln).sum::<f64>() / of.len() as f64;
                 let least = ratios().fold(f64::INFINITY, f64::min);
                 let most = ratios().fold(0.0, f64::max);
@@ -205,7 +192,7 @@ fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
                 lines.push(line);
             }
             if against.ratio == Against::PEERS.ratio {
-                slower.extend(compared.into_iter().filter(|one| one.ratio < SLOWER));
+                slower.extend(compared.into_iter().filter(|(.., ratio)| *ratio < SLOWER));
             }
         }
     }
@@ -222,14 +209,11 @@ fn first(out: &mut String, parts: &[(&Part, Vec<&Row>)]) {
     if slower.is_empty() {
         return;
     }
-    slower.sort_by(|a, b| a.ratio.total_cmp(&b.ratio));
-    let _ = writeln!(
-        out,
-        "\nslower than a peer, the worst of {} first",
-        count(slower.len() as u64, "row")
-    );
-    let lines = slower.iter().take(MOST_SLOWER).map(|one| {
-        vec![format!("  {}, {}", one.row.name, one.base), format!("x{}", number(one.ratio))]
+    slower.sort_by(|(.., a), (.., b)| a.total_cmp(b));
+    let all = count(slower.len() as u64, "row");
+    let _ = writeln!(out, "\nslower than a peer, the worst of {all} first");
+    let lines = slower.iter().take(MOST_SLOWER).map(|(row, base, ratio)| {
+        vec![format!("  {}, {base}", row.name), format!("x{}", number(*ratio))]
     });
     out.push_str(&labelled(lines));
 }
@@ -246,56 +230,43 @@ fn counted(one: &Figure, rows: &[&Row]) -> Option<String> {
     (!of.is_empty()).then(|| wrap(&plain(&format!("{}: {sums}", one.head))))
 }
 
-fn compared<'r>(part: &Part, row: &'r Row, against: &Against) -> Option<Compared<'r>> {
+/// The rows that are compared, with what, and their ratios.
+fn compared<'r>(part: &Part, rows: &[&'r Row], against: &Against) -> Vec<(&'r Row, String, f64)> {
     let peer = against.ratio == Against::PEERS.ratio;
-    // Without a line for each implementation, a line is about ours.
-    let counts = match peer {
-        true => part.is_peer(row),
-        false => against.by == "impl" || row.implementation == OURS,
-    };
-    if !counts {
-        return None;
-    }
-    let ratio = if peer { row.ratio_to_ringfence } else { figure(row, against.ratio).median };
-    let base = text(row, against.by);
-    // What is compared with itself says nothing.
-    let itself = !peer && ratio == Some(1.0);
-    let ratio = ratio.filter(|ratio| *ratio > 0.0 && !itself)?;
-    Some(Compared { row, base, ratio })
+    let compared = rows.iter().filter_map(|row| {
+        // Without a line for each implementation, a line is about ours.
+        let counts = match peer {
+            true => part.is_peer(row),
+            false => against.by == "impl" || row.implementation == OURS,
+        };
+        let ratio = if peer { row.ratio_to_ringfence } else { figure(row, against.ratio).median };
+        // What is compared with itself says nothing.
+        let ratio = ratio.filter(|ratio| counts && *ratio > 0.0 && (peer || *ratio != 1.0))?;
+        Some((*row, text(row, against.by), ratio))
+    });
+    compared.collect()
 }
 
 /// A line for each row that has a figure; names are printed once for all implementations.
 pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
-    let having = |one: &&Figure| rows.iter().any(|row| figure(row, one.key).median.is_some());
-    let zero = |one: &&Figure| {
-        !rows.iter().filter_map(|row| figure(row, one.key).median).any(|n| n != 0.0)
-    };
-    let (zeros, figures): (Vec<&Figure>, Vec<&Figure>) =
-        part.figures.iter().filter(having).partition(zero);
+    let medians = |one: &Figure| rows.iter().filter_map(|row| figure(row, one.key).median);
+    let having = part.figures.iter().filter(|one| medians(one).next().is_some());
+    let (figures, zeros): (Vec<&Figure>, Vec<&Figure>) =
+        having.partition(|one| medians(one).any(|n| n != 0.0));
     let timed = rows.iter().any(|row| row.ns_per_op.median.is_some());
     if !timed && figures.is_empty() && zeros.is_empty() {
         return None;
     }
     let several = rows.iter().any(|row| row.implementation != rows[0].implementation);
-    let compared = timed && several;
     let peers = part.against.iter().any(|against| against.ratio == Against::PEERS.ratio);
-    let line = |label: [String; 2], times: [String; 3], cells: Vec<String>| {
-        let [name, implementation] = label;
-        let [ns, half, x] = times;
-        let mut line = vec![name];
-        line.extend(several.then_some(implementation));
-        line.extend(timed.then_some([ns, half]).into_iter().flatten());
-        line.extend(compared.then_some(x));
-        line.extend(cells);
-        line
+    let shown = [true, several, timed, timed, timed && several];
+    let line = |cells: [String; 5], of: &dyn Fn(&Figure) -> [String; 2]| -> Vec<String> {
+        let cells = cells.into_iter().zip(shown).filter_map(|(cell, shown)| shown.then_some(cell));
+        let halves = |one: &Figure| of(one).into_iter().take(if one.half { 2 } else { 1 });
+        cells.chain(figures.iter().copied().flat_map(halves)).collect()
     };
-    let mut heads = Vec::new();
-    for one in &figures {
-        heads.push(one.head.to_owned());
-        heads.extend(one.half.then(|| "±".to_owned()));
-    }
-    let mut lines =
-        vec![line(["", "impl"].map(str::to_owned), ["ns", "±", "x"].map(str::to_owned), heads)];
+    let heads = ["", "impl", "ns", "±", "x"].map(str::to_owned);
+    let mut lines = vec![line(heads, &|one| [one.head, "±"].map(str::to_owned))];
     let mut before = "";
     for row in rows {
         let x = match row.ratio_to_ringfence {
@@ -304,17 +275,12 @@ pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
             }
             ratio => optional(ratio),
         };
-        let mut found = Vec::new();
-        for one in &figures {
-            let [median, half] = both(figure(row, one.key).scaled(1.0 / one.scale));
-            found.push(median);
-            found.extend(one.half.then_some(half));
-        }
         let name = row.name.strip_suffix(by).map_or(&*row.name, |name| name.trim_end_matches('/'));
         let label = if before == name { String::new() } else { plain(name) };
         before = name;
         let [ns, half] = both(row.ns_per_op);
-        lines.push(line([label, row.implementation.clone()], [ns, half, x], found));
+        let cells = [label, row.implementation.clone(), ns, half, x];
+        lines.push(line(cells, &|one| both(figure(row, one.key).scaled(1.0 / one.scale))));
     }
     let mut title = part.title.to_owned();
     if !by.is_empty() {
@@ -324,11 +290,11 @@ pub(crate) fn rows_of(part: &Part, by: &str, rows: &[&Row]) -> Option<String> {
         title = format!("{title}; ns: {}", part.operation);
     }
     let zeros: Vec<&str> = zeros.iter().map(|one| one.head).collect();
-    let zeros = match zeros.is_empty() {
-        true => String::new(),
-        false => wrap(&format!("0 in each row: {}", zeros.join(", "))),
-    };
-    Some(format!("\n{title}\n{}{zeros}", labelled(lines)))
+    let mut out = format!("\n{title}\n{}", labelled(lines));
+    if !zeros.is_empty() {
+        out.push_str(&wrap(&format!("0 in each row: {}", zeros.join(", "))));
+    }
+    Some(out)
 }
 
 /// Lines whose first cell is a label.
@@ -377,10 +343,7 @@ pub(crate) fn groups<T: Copy, K: PartialEq>(
 
 /// A figure of a row, which may be below another (`/map/p50`): an interval, or a number by itself.
 fn figure(row: &Row, key: &str) -> Interval {
-    let (first, below) = match key.find('/') {
-        Some(at) => key.split_at(at),
-        None => (key, ""),
-    };
+    let (first, below) = key.split_at(key.find('/').unwrap_or(key.len()));
     match row.figures.get(first).and_then(|value| value.pointer(below)) {
         Some(Value::Object(interval)) => {
             serde_json::from_value(Value::Object(interval.clone())).unwrap_or_default()
