@@ -151,11 +151,16 @@ impl Process {
         Ok(())
     }
 
+    /// What a file of `/proc` says of each of its threads.
+    fn threads(&self, file: &'static str) -> impl Iterator<Item = String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
+        let tasks = tasks.into_iter().flatten().flatten();
+        tasks.filter_map(move |task| fs::read_to_string(task.path().join(file)).ok())
+    }
+
     /// Whether none of its threads runs: they are stopped, or it has ended.
     fn stands_still(&self) -> bool {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
-        tasks.into_iter().flatten().flatten().all(|task| {
-            let text = fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        self.threads("stat").all(|text| {
             // The name before it may hold anything, brackets too.
             let state = text.rsplit(") ").next().and_then(|rest| rest.chars().next());
             state.is_none_or(|state| matches!(state, 'T' | 't' | 'Z' | 'X'))
@@ -177,12 +182,8 @@ impl Process {
 
     /// How much CPU time all its threads have had, nanoseconds.
     pub(crate) fn cpu_ns(&self) -> u64 {
-        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
-        let spent = |task: fs::DirEntry| {
-            let text = fs::read_to_string(task.path().join("schedstat")).ok()?;
-            text.split(' ').next()?.parse::<u64>().ok()
-        };
-        tasks.into_iter().flatten().flatten().filter_map(spent).sum()
+        let spent = |text: String| text.split(' ').next()?.parse::<u64>().ok();
+        self.threads("schedstat").filter_map(spent).sum()
     }
 }
 

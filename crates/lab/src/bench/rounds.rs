@@ -3,7 +3,11 @@
 use std::{
     collections::BTreeMap,
     ops::Index,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use serde_json::{Map, Value};
@@ -12,7 +16,43 @@ use super::{
     Interval, Row,
     row::{object, value},
 };
-use crate::stats::Estimate;
+use crate::{
+    progress::{Kind, Progress},
+    stats::Estimate,
+};
+
+/// Set when a run is to end early.
+pub type Stop = Arc<AtomicBool>;
+
+/// Whether it is.
+pub(super) fn stopped(stop: &Stop) -> bool {
+    stop.load(Ordering::Relaxed)
+}
+
+/// Measures cells one after the other, each of which should take so long, until the run is stopped.
+///
+/// # Errors
+/// Those of `measure`.
+pub(super) fn cells<C: Copy>(
+    cells: &[C],
+    (show, stop): (Kind, &Stop),
+    expected: impl Fn(C) -> Duration,
+    name: impl Fn(C) -> String,
+    mut measure: impl FnMut(C) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    let all = cells.iter().copied().map(&expected).sum();
+    let progress = Progress::new(show, cells.len() as u64, all);
+    for &cell in cells {
+        if stopped(stop) {
+            break;
+        }
+        progress.begin(&name(cell));
+        measure(cell)?;
+        progress.step(expected(cell));
+    }
+    progress.finish();
+    Ok(())
+}
 
 /// What is measured in a round, in the order of turns. Each round reverses the order of the one
 /// before: the second in turn is a percent or two slower, whatever it is.
@@ -64,14 +104,14 @@ impl<K: PartialEq, S> Contest<K, S> {
     pub(super) fn run(
         &mut self,
         repeat: u32,
-        stop: &AtomicBool,
+        stop: &Stop,
         mut measure: impl FnMut(&mut S) -> anyhow::Result<Sample>,
         mut failed: impl FnMut(&K, anyhow::Error),
     ) {
         for round in 0..=repeat {
             let mut samples = Vec::new();
             for entrant in turns(&mut self.0, round) {
-                if stop.load(Ordering::Relaxed) {
+                if stopped(stop) {
                     return;
                 }
                 let Ok(subject) = &mut entrant.subject else { continue };
@@ -83,7 +123,7 @@ impl<K: PartialEq, S> Contest<K, S> {
                     }
                 }
             }
-            if round > 0 && !stop.load(Ordering::Relaxed) {
+            if round > 0 && !stopped(stop) {
                 samples.into_iter().for_each(|(entrant, sample)| entrant.taken.push(sample));
             }
         }
@@ -91,7 +131,7 @@ impl<K: PartialEq, S> Contest<K, S> {
 
     /// What was measured of one of them: nothing, if it does not take part.
     pub(super) fn taken(&self, key: &K) -> &Taken {
-        self.0.iter().find(|one| one.key == *key).map_or(Taken::none(), |one| &one.taken)
+        self.0.iter().find(|one| one.key == *key).map_or(&NOTHING, |one| &one.taken)
     }
 }
 
@@ -102,13 +142,10 @@ pub(super) type Sample = Vec<(&'static str, f64)>;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Taken(BTreeMap<&'static str, Rounds>);
 
-impl Taken {
-    /// Of what does not take part.
-    pub(super) fn none() -> &'static Taken {
-        static NONE: Taken = Taken(BTreeMap::new());
-        &NONE
-    }
+/// Of what does not take part.
+pub(super) static NOTHING: Taken = Taken(BTreeMap::new());
 
+impl Taken {
     /// The values of the next round.
     pub(super) fn push(&mut self, sample: impl IntoIterator<Item = (&'static str, f64)>) {
         for (name, value) in sample {
@@ -206,20 +243,14 @@ impl Rounds {
     }
 }
 
-impl FromIterator<f64> for Rounds {
-    fn from_iter<I: IntoIterator<Item = f64>>(values: I) -> Rounds {
-        Rounds(values.into_iter().collect())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn ratios_are_of_rounds_not_of_medians() {
-        let ours: Rounds = [10.0, 20.0, 40.0].into_iter().collect();
-        let theirs: Rounds = [20.0, 40.0, 80.0].into_iter().collect();
+        let ours = Rounds(vec![10.0, 20.0, 40.0]);
+        let theirs = Rounds(vec![20.0, 40.0, 80.0]);
         let ratio = theirs.ratio_to(&ours);
         assert_eq!((ratio.median, ratio.half_width()), (Some(2.0), Some(0.0)));
         assert_eq!(ours.interval().median, Some(20.0));
@@ -227,10 +258,10 @@ mod tests {
 
     #[test]
     fn a_round_that_one_side_lacks_is_left_out() {
-        let ours: Rounds = [10.0].into_iter().collect();
-        let theirs: Rounds = [20.0, 1000.0].into_iter().collect();
+        let ours = Rounds(vec![10.0]);
+        let theirs = Rounds(vec![20.0, 1000.0]);
         assert_eq!(theirs.ratio_to(&ours).median, Some(2.0));
-        assert_eq!(theirs.with(&ours, |a, b| a + b), [30.0].into_iter().collect());
+        assert_eq!(theirs.with(&ours, |a, b| a + b), Rounds(vec![30.0]));
         assert_eq!(Rounds::default().ratio_to(&ours), Interval::default());
     }
 }

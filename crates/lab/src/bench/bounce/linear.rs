@@ -100,22 +100,19 @@ impl Area {
                 at = 0;
             }
             if self.slots[at].run >= count {
-                self.claim(at, count, original, len);
+                for (index, slot) in self.slots[at..at + count].iter_mut().enumerate() {
+                    let skipped = index as u64 * SLOT;
+                    let original = original.wrapping_add(skipped);
+                    *slot = Slot { run: 0, original, len: len - skipped };
+                }
+                self.recount(at, 0);
+                self.next = at + count;
+                self.used += count;
                 return Some(at);
             }
             at += stride;
         }
         None
-    }
-
-    fn claim(&mut self, at: usize, count: usize, original: u64, len: u64) {
-        for (index, slot) in self.slots[at..at + count].iter_mut().enumerate() {
-            let skipped = index as u64 * SLOT;
-            *slot = Slot { run: 0, original: original.wrapping_add(skipped), len: len - skipped };
-        }
-        self.recount(at, 0);
-        self.next = at + count;
-        self.used += count;
     }
 
     fn give_back(&mut self, at: usize) -> Option<(u64, u64)> {

@@ -1,10 +1,7 @@
 //! Scatter lists for an untrusted device, whose elements do not fill their granules: bounced whole,
 //! and element by element. Between two processes, over a virtio-iommu.
 
-use std::{
-    sync::atomic::{AtomicBool, Ordering},
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use ringfence_dma::{Direction, Mapping, Policy};
@@ -15,7 +12,7 @@ use crate::{
     bench::{
         Benchmark, Row,
         clock::{cpu_time, fitting},
-        rounds::Taken,
+        rounds::{Sample, Stop, Taken, stopped},
         row::{object, value},
     },
     list::named,
@@ -56,7 +53,7 @@ const DIRECTIONS: [(Direction, &str); 2] =
 pub(super) fn run(
     options: &Options,
     progress: Kind,
-    stop: &AtomicBool,
+    stop: &Stop,
     into: &mut Benchmark,
 ) -> Result<()> {
     let (repeat, budget) = (options.repeat, options.budget.unwrap_or(BUDGET));
@@ -77,7 +74,7 @@ pub(super) fn run(
     let progress = Progress::new(progress, steps, step.mul_f64(steps as f64));
     for elements in ELEMENTS {
         for (direction, name) in DIRECTIONS {
-            if stop.load(Ordering::Relaxed) {
+            if stopped(stop) {
                 break;
             }
             bench.draw(elements);
@@ -88,10 +85,10 @@ pub(super) fn run(
                     "lists of {elements}, {name} the device, round {round} of {repeat}"
                 ));
                 for (way, taken) in Way::ALL.into_iter().zip(&mut taken) {
-                    if stop.load(Ordering::Relaxed) {
+                    if stopped(stop) {
                         break 'rounds;
                     }
-                    bench.measure(way, direction, budget, taken)?;
+                    taken.push(bench.measure(way, direction, budget)?);
                 }
                 progress.step(step);
             }
@@ -208,13 +205,7 @@ impl Bench {
         })
     }
 
-    fn measure(
-        &mut self,
-        way: Way,
-        direction: Direction,
-        budget: Duration,
-        into: &mut Taken,
-    ) -> Result<()> {
+    fn measure(&mut self, way: Way, direction: Direction, budget: Duration) -> Result<Sample> {
         let run_in = Instant::now();
         while run_in.elapsed() < budget / 8 {
             self.pass(way, direction)?;
@@ -227,6 +218,7 @@ impl Bench {
         let cpu = cpu_time().saturating_sub(cpu).as_nanos() as f64;
         let device = self.link.device_cpu_ns().saturating_sub(before.0) as f64;
         let requests = requests(&self.link).saturating_sub(before.1) as f64;
+        let each = |(name, all)| (name, all / passes as f64);
         let all = [
             ("wall", took.as_nanos() as f64),
             ("thread_cpu_ns", cpu),
@@ -234,8 +226,7 @@ impl Bench {
             ("cpu_ns", cpu + device),
             ("requests_per_list", requests),
         ];
-        into.push(all.map(|(name, all)| (name, all / passes as f64)));
-        Ok(())
+        Ok(all.map(each).to_vec())
     }
 }
 

@@ -16,13 +16,7 @@ pub mod pool;
 pub mod seed;
 pub mod subject;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
@@ -31,6 +25,7 @@ use ringfence_run::worker::Notify;
 use super::{
     Benchmark, Measure,
     report::{self, Against, Figure, Sheet, render},
+    rounds::{Stop, stopped},
     row::object,
 };
 use crate::{
@@ -185,7 +180,7 @@ impl std::str::FromStr for Size {
 }
 
 impl Measure for Options {
-    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+    fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
         let options = self;
         let budget_ms = |usual| options.budget.unwrap_or(usual).as_secs_f64() * 1e3;
         let mut benchmark = Benchmark::new("bounce", options.repeat);
@@ -198,7 +193,7 @@ impl Measure for Options {
             ("peer_bytes", pool::BLOCK.into()),
         ]);
         for part in options.parts.iter() {
-            if stop.load(Ordering::Relaxed) {
+            if stopped(stop) {
                 break;
             }
             let run = match part {
@@ -212,7 +207,7 @@ impl Measure for Options {
                 Ok(()) => {}
             }
         }
-        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        benchmark.interrupted = stopped(stop);
         Ok(benchmark)
     }
 

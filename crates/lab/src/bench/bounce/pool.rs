@@ -1,10 +1,7 @@
 //! Our pools against a linear one, in one process: what it costs to take a slot, copy, copy back
 //! and give it back.
 
-use std::{
-    sync::atomic::{AtomicBool, Ordering},
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 
@@ -18,7 +15,7 @@ use crate::{
     bench::{
         Benchmark,
         clock::{cpu_time, fitting},
-        rounds::Rounds,
+        rounds::{Rounds, Stop, stopped},
         row::object,
         threads,
     },
@@ -48,7 +45,7 @@ pub(super) const BUDGET: Duration = Duration::from_millis(3);
 pub(super) fn run(
     options: &Options,
     progress: Kind,
-    stop: &AtomicBool,
+    stop: &Stop,
     into: &mut Benchmark,
 ) -> Result<()> {
     let (repeat, budget) = (options.repeat, options.budget.unwrap_or(BUDGET));
@@ -60,7 +57,7 @@ pub(super) fn run(
     let steps = (sizes.len() * HELD.len()) as u64 * u64::from(repeat);
     let progress = Progress::new(progress, steps, each.mul_f64(steps as f64));
     for cell in cells {
-        if stop.load(Ordering::Relaxed) {
+        if stopped(stop) {
             break;
         }
         contest(cell, (repeat, budget), (&progress, each), stop, into)?;
@@ -74,7 +71,7 @@ fn contest(
     (size, held): (usize, u32),
     (repeat, budget): (u32, Duration),
     (progress, each): (&Progress, Duration),
-    stop: &AtomicBool,
+    stop: &Stop,
     into: &mut Benchmark,
 ) -> Result<()> {
     let cpus = threads::cpus();
@@ -107,7 +104,7 @@ fn contest(
         progress.begin(&format!("pools: {what}, round {round} of {repeat}"));
         for ((op, threads), rounds) in keys.iter().zip(&mut measured) {
             for ((_, pool), rounds) in pools.iter_mut().zip(rounds) {
-                if stop.load(Ordering::Relaxed) {
+                if stopped(stop) {
                     break 'rounds;
                 }
                 match pool.as_ref().map(|pool| pool.measure(*op, *threads, &cpus, budget)) {
@@ -252,7 +249,7 @@ mod tests {
     fn measured(stop: bool) -> Benchmark {
         let tiny: Options = options("--sizes 512,1m --budget 0.2 --repeat 2");
         let mut benchmark = Benchmark::new("bounce", 2);
-        run(&tiny, Kind::Silent, &AtomicBool::new(stop), &mut benchmark).unwrap();
+        run(&tiny, Kind::Silent, &Stop::new(stop.into()), &mut benchmark).unwrap();
         benchmark
     }
 

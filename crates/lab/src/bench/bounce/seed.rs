@@ -1,7 +1,5 @@
 //! The table of seed 004: sequential I/O, 64 deep, by block size, under each policy.
 
-use std::sync::atomic::AtomicBool;
-
 use anyhow::{Context, Result};
 use ringfence_dma::Policy;
 use ringfence_run::worker::Notify;
@@ -11,7 +9,7 @@ use crate::{
     allocators::AllocatorKind,
     bench::{
         Benchmark, Row as BenchRow,
-        rounds::{Rounds, Taken},
+        rounds::{NOTHING, Rounds, Stop, Taken},
         row::{object, value},
     },
     job::{Job, JobFile},
@@ -73,7 +71,7 @@ fn job_file(sizes: &[u32], op: Op) -> String {
 pub(super) fn run(
     options: &Options,
     progress: Kind,
-    stop: &AtomicBool,
+    stop: &Stop,
     into: &mut Benchmark,
 ) -> Result<()> {
     let Options { notify, repeat, .. } = *options;
@@ -167,7 +165,7 @@ fn contest(job: &Job, rows: &[PolicyRounds], notify: Notify) -> Vec<BenchRow> {
     let counted: Vec<Taken> = rows.iter().map(kept).collect();
     let find = |policy: Policy| {
         let index = rows.iter().position(|row| row.policy == policy.name());
-        index.map_or(Taken::none(), |index| &counted[index])
+        index.map_or(&NOTHING, |index| &counted[index])
     };
     let (strict, ours) = (find(Policy::Strict), find(OURS));
     let row = |(row, own): (&PolicyRounds, &Taken)| {

@@ -78,6 +78,7 @@ type SoftDevice = Device<Soft, Arc<Slabs<OsCpu>>>;
 
 /// Our pools: devices of one domain in this process, one whose driver knows how much was written,
 /// and one whose driver does not.
+#[derive(Clone)]
 pub(super) struct Ours {
     domain: Soft,
     reported: SoftDevice,
@@ -122,11 +123,7 @@ impl Subject for Ours {
     type Held = Mapping<Vec<u8>>;
 
     fn for_thread(&self, _index: usize) -> Ours {
-        Ours {
-            domain: Arc::clone(&self.domain),
-            reported: self.reported.clone(),
-            unknown: self.unknown.clone(),
-        }
+        self.clone()
     }
 
     #[inline]
@@ -203,17 +200,10 @@ impl SwiotlbLike {
 
     /// How many buffers of this length it holds when it is full.
     pub(super) fn holds(&self, len: usize) -> usize {
-        match len as u64 {
-            0 => 0,
-            len if len > LONGEST => 0,
-            // From a page on, a buffer begins at one.
-            len => {
-                let step = if len < 4096 { SLOT } else { 4096 };
-                let (segments, each) =
-                    (self.pool.slots.bytes() / LONGEST, len.next_multiple_of(step));
-                (segments * (LONGEST / each)) as usize
-            }
-        }
+        // From a page on, a buffer begins at one.
+        let each = (len as u64).next_multiple_of(if len < 4096 { SLOT } else { 4096 });
+        let segments = self.pool.slots.bytes() / LONGEST;
+        LONGEST.checked_div(each).map_or(0, |in_one| (segments * in_one) as usize)
     }
 
     fn at(&self, offset: u64) -> *mut u8 {
@@ -221,14 +211,9 @@ impl SwiotlbLike {
     }
 }
 
-/// A buffer and where its copy begins.
-pub(super) struct Copied {
-    buffer: Vec<u8>,
-    offset: u64,
-}
-
 impl Subject for SwiotlbLike {
-    type Held = Copied;
+    /// A buffer and where its copy begins.
+    type Held = (Vec<u8>, u64);
 
     fn for_thread(&self, index: usize) -> SwiotlbLike {
         SwiotlbLike { pool: Arc::clone(&self.pool), cpu: index }
@@ -236,18 +221,17 @@ impl Subject for SwiotlbLike {
 
     /// Copies in whatever the direction: it does not know what the device will write.
     #[inline]
-    fn begin(&self, buffer: Vec<u8>, _op: Op) -> Option<Copied> {
+    fn begin(&self, buffer: Vec<u8>, _op: Op) -> Option<Self::Held> {
         let (original, len) = (buffer.as_ptr().addr() as u64, buffer.len());
         let offset = self.pool.slots.take(self.cpu, original, len as u64, 1)?;
         // SAFETY: the slots from `offset` hold `len` bytes of the block and are this buffer's alone,
         // which lies elsewhere.
         unsafe { self.at(offset).copy_from_nonoverlapping(buffer.as_ptr(), len) };
-        Some(Copied { buffer, offset })
+        Some((buffer, offset))
     }
 
     #[inline]
-    fn end(&self, held: Copied, op: Op, _written: usize) -> Option<Vec<u8>> {
-        let Copied { mut buffer, offset } = held;
+    fn end(&self, (mut buffer, offset): Self::Held, op: Op, _: usize) -> Option<Vec<u8>> {
         let (original, len) = (buffer.as_ptr().addr() as u64, buffer.len());
         if op.comes_back() {
             // SAFETY: as in `begin`, the other way.
@@ -262,8 +246,8 @@ impl Subject for SwiotlbLike {
         taken.is_some_and(|offset| self.pool.slots.give_back(offset).is_some())
     }
 
-    fn seen(&self, held: &Copied) -> Option<(u64, *mut u8)> {
-        Some((held.offset, self.at(held.offset)))
+    fn seen(&self, (_, offset): &Self::Held) -> Option<(u64, *mut u8)> {
+        Some((*offset, self.at(*offset)))
     }
 
     fn loads(&self, _op: Op) -> bool {

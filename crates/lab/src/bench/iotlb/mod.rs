@@ -15,13 +15,7 @@ pub mod params;
 mod peers;
 mod set;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
@@ -36,13 +30,13 @@ use self::{
 use super::{
     Benchmark, Measure, Row,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::{Contest, Entrant},
+    rounds::{Contest, Entrant, Stop, cells, stopped},
     row::{object, value},
     threads,
 };
 use crate::{
     list::{List, milliseconds},
-    progress::{Kind, Progress},
+    progress::Kind,
 };
 
 /// How it is printed.
@@ -162,12 +156,11 @@ impl Options {
 }
 
 impl Measure for Options {
-    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+    fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
         let options = self;
-        let cells = options.cells();
-        let cpus = threads::cpus();
+        let (all, cpus) = (options.cells(), threads::cpus());
         let mut benchmark = Benchmark::new("iotlb", options.repeat);
-        if cells.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
+        if all.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
             benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
         }
         benchmark.settings = object([
@@ -175,25 +168,17 @@ impl Measure for Options {
             ("cpus", json!(cpus)),
             ("sorted_list_entries", SortedList::MOST.into()),
         ]);
-        let each = |cell: &Cell| {
+        let expected = |cell: Cell| {
             // With warming up: a half of the budget, or twice a quarter.
             let times = if cell.order.is_threads() { 2.5 } else { 1.5 };
-            let all = options.entries(*cell).len() * options.implementations.len();
+            let all = options.entries(cell).len() * options.implementations.len();
             options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
         };
-        let expected: Duration = cells.iter().map(each).sum();
-        let progress = Progress::new(progress, cells.len() as u64, expected);
-        for cell in cells {
-            if stop.load(Ordering::Relaxed) {
-                break;
-            }
-            let Cell { order, page, merge } = cell;
-            progress.begin(&format!("{merge} entries of {page}, {order}"));
-            contest(cell, options, &cpus, stop, &mut benchmark)?;
-            progress.step(each(&cell));
-        }
-        progress.finish();
-        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        let name = |Cell { order, page, merge }| format!("{merge} entries of {page}, {order}");
+        cells(&all, (progress, stop), expected, name, |cell| {
+            contest(cell, options, &cpus, stop, &mut benchmark)
+        })?;
+        benchmark.interrupted = stopped(stop);
         Ok(benchmark)
     }
 
@@ -219,7 +204,7 @@ fn contest(
     cell: Cell,
     options: &Options,
     cpus: &[usize],
-    stop: &AtomicBool,
+    stop: &Stop,
     into: &mut Benchmark,
 ) -> Result<()> {
     let (Cell { order, page, merge }, budget) = (cell, options.budget);
@@ -328,7 +313,7 @@ pub(super) mod tests {
 
     #[test]
     fn every_implementation_has_a_row_for_every_combination() {
-        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         // Mergeable: five orders of 4k, one of 1g. Unmergeable: the same and two numbers of threads,
         // twice.
@@ -367,7 +352,7 @@ pub(super) mod tests {
 
     #[test]
     fn stopped_at_once_it_has_no_rows() {
-        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
     }
 }

@@ -94,10 +94,10 @@ impl LiveSet {
         for index in 0..count {
             let granules = sizes[index as usize % sizes.len()];
             let place = u64::next_multiple_of(next, align(granules));
-            let first = match placed {
-                true => contender.place(place, granules).then_some(place),
-                false => with_subject!(contender, subject => subject.take(granules)),
-            };
+            let first = with_subject!(contender, subject => match placed {
+                true => subject.place(place, granules).then_some(place),
+                false => subject.take(granules),
+            });
             next = place + granules;
             let Some(first) = first else {
                 let why = format!("{index} of {count} ranges fitted");
@@ -115,16 +115,17 @@ impl LiveSet {
             self.churned.sort_unstable();
             random(self.churned.len() as u64).shuffle(&mut self.churned);
             let keep = (last + 1) * percent / 100 / block;
-            let mut freed = 0;
-            while self.churned.len() as u64 > keep {
-                let Some(slot) = self.churned.pop() else { break };
+            let holes = self.churned.drain(keep.min(count) as usize..).rev();
+            for (freed, slot) in (1..).zip(holes) {
                 with_subject!(contender, subject => subject.give(slot.first, slot.granules));
-                freed += 1;
                 if freed % 64 == 0 {
                     late(freed, count - keep, "freeing")?;
                 }
             }
-            if !live.is_of(size) {
+            // `random` takes from the set only if it is made of what is measured. If not, ranges
+            // beside it are churned: if other sizes replaced its own blocks, every operation would
+            // change the set, and a faster allocator would face one that has changed more.
+            if size != (Size { min: block, max: block }) {
                 self.fixed = std::mem::take(&mut self.churned);
             }
         }

@@ -47,7 +47,7 @@ pub(super) struct Method {
 pub(super) struct Entrant {
     pub(super) implementation: Implementation,
     contender: Contender,
-    set: LiveSet,
+    pub(super) set: LiveSet,
     size: Size,
     sizes: Vec<u64>,
     last: u64,
@@ -114,18 +114,6 @@ impl Entrant {
         }
     }
 
-    /// What a reader should know about how the set was made.
-    pub(super) fn note(&self) -> Option<&'static str> {
-        self.set
-            .placed
-            .then_some("filled range by range at given places, as requests would take too long")
-    }
-
-    /// How many ranges `random` takes from.
-    pub(super) fn churned(&self) -> usize {
-        self.set.churned.len()
-    }
-
     /// What a pattern needs before it is measured.
     pub(super) fn prepare(&mut self, pattern: Pattern) {
         (self.checked, self.samples) = Default::default();
@@ -147,20 +135,19 @@ impl Entrant {
         }
         let deadline = Instant::now() + method.budget * 2;
         let mut worker = Worker::new(&mut self.set.churned, &self.sizes, part);
-        let mut checked = Checked::default();
+        let most = self.checked.operations + CHECKED;
         let violation = with_subject!(&self.contender, subject => {
-            let (oracle, violation) = (&mut oracle, None);
-            let mut watched = Watched { subject, oracle, checked: &mut checked, violation };
+            let (oracle, checked) = (&mut oracle, &mut self.checked);
+            let mut watched = Watched { subject, oracle, checked, violation: None };
             loop {
                 let operations = worker.step(pattern, &mut watched);
                 watched.checked.operations += operations;
-                let over = watched.checked.operations >= CHECKED || Instant::now() > deadline;
+                let over = watched.checked.operations >= most || Instant::now() > deadline;
                 if over || watched.violation.is_some() {
                     break watched.violation;
                 }
             }
         });
-        self.checked.add(checked);
         if let Some(violation) = violation {
             self.disqualify(pattern, violation);
         }
@@ -217,19 +204,16 @@ impl Entrant {
 
 /// One for each thread, each with its part of the live set.
 fn workers<'a>(
-    mut slots: &'a mut [Slot],
+    slots: &'a mut [Slot],
     sizes: &'a [u64],
     threads: usize,
     part: u64,
 ) -> Vec<Worker<'a>> {
-    let share = slots.len().div_ceil(threads);
-    let mut workers = Vec::with_capacity(threads);
-    for index in 0..threads as u64 {
-        let (own, rest) = slots.split_at_mut(share.min(slots.len()));
-        slots = rest;
-        workers.push(Worker::new(own, sizes, part ^ index << 40));
-    }
-    workers
+    let share = slots.len().div_ceil(threads).max(1);
+    let mut shares = slots.chunks_mut(share);
+    let mut worker =
+        |index| Worker::new(shares.next().unwrap_or_default(), sizes, part ^ index << 40);
+    (0..threads as u64).map(&mut worker).collect()
 }
 
 /// What was timed of one implementation with one number of threads.

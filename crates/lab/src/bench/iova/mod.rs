@@ -26,13 +26,7 @@ pub mod pattern;
 pub mod peers;
 mod work;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::Result;
 use clap::Args;
@@ -42,7 +36,7 @@ use super::{
     Benchmark, Measure, Row,
     clock::Clock,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::Taken,
+    rounds::{NOTHING, Stop, stopped},
     row::{object, value},
     threads,
 };
@@ -179,18 +173,7 @@ counted! {
 }
 
 impl Options {
-    /// What is measured, with its aperture's bits.
-    fn cells(&self) -> Vec<Cell> {
-        let named = self.lives.is_some() || self.sizes.is_some() || self.patterns.is_some();
-        Cell::plan(
-            self.lives.as_deref().unwrap_or(&Live::DEFAULTS),
-            self.sizes.as_deref().unwrap_or(&Size::DEFAULTS),
-            self.patterns.as_deref().unwrap_or(&Pattern::ALL),
-            named,
-        )
-    }
-
-    fn placements(&self, kind: Kind, stop: &AtomicBool) -> Result<Vec<Row>> {
+    fn placements(&self, kind: Kind, stop: &Stop) -> Result<Vec<Row>> {
         let defaults = placement::Options::default();
         let options = placement::Options {
             aperture_bits: self.aperture_bits,
@@ -207,7 +190,7 @@ impl Options {
 }
 
 impl Measure for Options {
-    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+    fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
         let options = self;
         // First, since it is short and may reject its options.
         let placement = match options.placement {
@@ -215,11 +198,16 @@ impl Measure for Options {
             None => None,
         };
         if options.placement.as_deref() == Some("only") {
-            let interrupted = stop.load(Ordering::Relaxed);
+            let interrupted = stopped(stop);
             let nothing = Benchmark::new("iova", options.repeat);
             return Ok(Benchmark { placement, interrupted, ..nothing });
         }
-        let cells = options.cells();
+        let cells = Cell::plan(
+            options.lives.as_deref().unwrap_or(&Live::DEFAULTS),
+            options.sizes.as_deref().unwrap_or(&Size::DEFAULTS),
+            options.patterns.as_deref().unwrap_or(&Pattern::ALL),
+            options.lives.is_some() || options.sizes.is_some() || options.patterns.is_some(),
+        );
         if cells.is_empty() {
             return Err(Usage(
                 "nothing to measure: no combination of these live sets, sizes and patterns exists \
@@ -244,7 +232,7 @@ impl Measure for Options {
             ("granule", GRANULE.into()),
             ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
             ("clock", method.clock.name().into()),
-            ("clock_ns", method.clock.cost_ns().into()),
+            ("clock_ns", method.clock.cost_ns.into()),
             ("cpus", method.cpus.clone().into()),
         ]);
         let (most, cpus) = (options.threads.iter().map(|one| one.0).max(), method.cpus.len());
@@ -264,12 +252,12 @@ impl Measure for Options {
         let run = Run { options, method: &method, progress: &progress, step, stop };
         // Those of one live set and size stand together.
         for group in cells.chunk_by(|a, b| (a.live, a.size) == (b.live, b.size)) {
-            if stop.load(Ordering::Relaxed) {
+            if stopped(stop) {
                 break;
             }
             run.group(group, &mut benchmark);
         }
-        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        benchmark.interrupted = stopped(stop);
         benchmark.placement = placement;
         progress.finish();
         Ok(benchmark)
@@ -293,7 +281,7 @@ struct Run<'a> {
     progress: &'a Progress,
     /// What one step of the progress should take.
     step: Duration,
-    stop: &'a AtomicBool,
+    stop: &'a Stop,
 }
 
 impl Run<'_> {
@@ -305,7 +293,7 @@ impl Run<'_> {
         let Ok(aperture) = aperture(bits) else { return };
         let mut entrants = Vec::new();
         for &implementation in self.options.implementations.iter() {
-            if self.stop.load(Ordering::Relaxed) {
+            if stopped(self.stop) {
                 return;
             }
             self.progress.begin(&format!("{implementation}: filling {live} of {size}"));
@@ -341,12 +329,12 @@ impl Run<'_> {
         }
         for round in 1..=repeat {
             for entrant in entrants.iter_mut() {
-                if self.stop.load(Ordering::Relaxed) {
+                if stopped(self.stop) {
                     return;
                 }
                 begin(entrant, &format!("round {round} of {repeat}"));
                 for &Threads(threads) in self.options.threads.iter() {
-                    if *pattern != Pattern::Random || entrant.churned() >= threads {
+                    if *pattern != Pattern::Random || entrant.set.churned.len() >= threads {
                         entrant.measure(*pattern, threads, round.into(), self.method);
                     }
                 }
@@ -369,7 +357,7 @@ fn row<'e>(
     let find = |implementation| all.iter().find(|one| one.implementation == implementation);
     let taken = |of: Option<&'e Entrant>, threads| {
         let samples = of.and_then(|of| of.samples.get(&threads));
-        samples.map_or(Taken::none(), |samples| &samples.taken)
+        samples.map_or(&NOTHING, |samples| &samples.taken)
     };
     let own = taken(Some(entrant), threads);
     let params = object([
@@ -386,10 +374,11 @@ fn row<'e>(
 
     let (mut notes, operations) = (Vec::new(), own.sum("operations"));
     if ns.is_empty() {
-        let why = entrant.out.clone().unwrap_or_else(|| match entrant.churned() < threads {
-            true => "fewer live ranges than threads".to_owned(),
-            false => "interrupted".to_owned(),
-        });
+        let why =
+            entrant.out.clone().unwrap_or_else(|| match entrant.set.churned.len() < threads {
+                true => "fewer live ranges than threads".to_owned(),
+                false => "interrupted".to_owned(),
+            });
         notes.push(format!("not measured: {why}"));
     } else {
         notes.extend(entrant.out.as_ref().map(|why| format!("measured in part: {why}")));
@@ -397,7 +386,11 @@ fn row<'e>(
             notes.push(format!("fewer than {FEW} operations fitted the budget"));
         }
     }
-    notes.extend(entrant.note().map(str::to_owned));
+    if entrant.set.placed {
+        notes.push(
+            "filled range by range at given places, as requests would take too long".to_owned(),
+        );
+    }
     row.note = (!notes.is_empty()).then(|| notes.join("; "));
 
     let latencies = entrant.samples.get(&threads).map(|samples| &samples.latencies);
@@ -450,7 +443,7 @@ mod tests {
 
     #[test]
     fn every_implementation_has_a_row_for_every_cell_and_number_of_threads() {
-        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         assert_eq!(benchmark.rows.len(), 3 * 2 * Implementation::ALL.len());
         for row in &benchmark.rows {
@@ -471,7 +464,7 @@ mod tests {
             "--allocator btreemap --live 100k,1 --sizes 33-512 --pattern random --aperture 32 \
              --repeat 2 --budget 0.2 --fill-limit 100",
         );
-        let benchmark = large.run(Kind::Silent, &Arc::default()).unwrap();
+        let benchmark = large.run(Kind::Silent, &Stop::default()).unwrap();
         let notes: Vec<_> = benchmark.rows.iter().map(|row| row.note.clone()).collect();
         assert!(notes[0].as_ref().unwrap().starts_with("not measured: "), "{notes:?}");
         // On a busy machine how it was filled, too.
@@ -483,14 +476,14 @@ mod tests {
     #[test]
     fn nothing_to_measure_is_wrong_usage() {
         let nothing: Options = options("--live 0 --pattern random");
-        let error = nothing.run(Kind::Silent, &Arc::default()).unwrap_err();
+        let error = nothing.run(Kind::Silent, &Stop::default()).unwrap_err();
         assert!(error.is::<Usage>() && error.to_string().contains("live set"), "{error}");
         assert!("65".parse::<Threads>().unwrap_err().contains("from 1 to 64"));
     }
 
     #[test]
     fn stopped_at_once_it_has_no_rows() {
-        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
     }
 }

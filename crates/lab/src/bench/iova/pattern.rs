@@ -120,16 +120,6 @@ impl Live {
     pub fn is_full(&self) -> bool {
         matches!(self, Live::Full { .. })
     }
-
-    /// Whether the set is made of what is measured, so that `random` takes from it. If not, ranges
-    /// beside it are churned: if other sizes replaced a full set's own blocks, every operation
-    /// would change the set, and a faster allocator would face one that has changed more.
-    pub fn is_of(&self, size: Size) -> bool {
-        match *self {
-            Live::Count(count) => count > 0,
-            Live::Full { block, .. } => size == Size { min: block, max: block },
-        }
-    }
 }
 
 impl fmt::Display for Live {

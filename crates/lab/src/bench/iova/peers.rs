@@ -20,6 +20,10 @@ pub(super) trait Subject: Sync {
     fn take(&self, granules: u64) -> Option<u64>;
     /// Frees it; false if that was refused.
     fn give(&self, first: u64, granules: u64) -> bool;
+    /// Takes exactly this range; false if it is not free, or the implementation cannot do this.
+    fn place(&self, _first: u64, _granules: u64) -> bool {
+        false
+    }
 }
 
 impl Subject for dyn Allocator + '_ {
@@ -115,15 +119,6 @@ impl Contender {
     pub(super) fn allocates(&self) -> bool {
         !matches!(self, Contender::Control(_))
     }
-
-    /// Takes exactly this range; false if it is not free, or the implementation cannot do this.
-    pub(super) fn place(&self, first: u64, granules: u64) -> bool {
-        match self {
-            Contender::VmAllocator(subject) => subject.place(first, granules),
-            Contender::FreeRanges(subject) => subject.place(first, granules),
-            Contender::Allocator(_) | Contender::Control(_) => false,
-        }
-    }
 }
 
 /// rust-vmm's `AddressAllocator`, in bytes as its users have it.
@@ -134,11 +129,6 @@ impl VmAllocator {
         let size = (last - first + 1) * GRANULE;
         let inner = AddressAllocator::new(first * GRANULE, size);
         VmAllocator(Mutex::new(inner.expect("an aperture is neither empty nor wraps")))
-    }
-
-    fn place(&self, first: u64, granules: u64) -> bool {
-        let policy = AllocPolicy::ExactMatch(first * GRANULE);
-        self.0.lock().allocate(granules * GRANULE, align(granules) * GRANULE, policy).is_ok()
     }
 }
 
@@ -153,6 +143,11 @@ impl Subject for VmAllocator {
         let range = RangeInclusive::new(first * GRANULE, (first + granules) * GRANULE - 1);
         range.is_ok_and(|range| self.0.lock().free(&range).is_ok())
     }
+
+    fn place(&self, first: u64, granules: u64) -> bool {
+        let policy = AllocPolicy::ExactMatch(first * GRANULE);
+        self.0.lock().allocate(granules * GRANULE, align(granules) * GRANULE, policy).is_ok()
+    }
 }
 
 /// Free ranges by their first granule, with their last; no two touch.
@@ -161,16 +156,6 @@ pub(super) struct FreeRanges(Mutex<BTreeMap<u64, u64>>);
 impl FreeRanges {
     fn new(first: u64, last: u64) -> FreeRanges {
         FreeRanges(Mutex::new(BTreeMap::from([(first, last)])))
-    }
-
-    fn place(&self, place: u64, granules: u64) -> bool {
-        let (mut free, end) = (self.0.lock(), place + granules - 1);
-        let hole = free.range(..=place).next_back().map(|(first, last)| (*first, *last));
-        let hole = hole.filter(|(_, last)| *last >= end);
-        hole.is_some_and(|hole| {
-            cut(&mut free, hole, (place, end));
-            true
-        })
     }
 }
 
@@ -214,6 +199,16 @@ impl Subject for FreeRanges {
         }
         free.insert(start, end);
         true
+    }
+
+    fn place(&self, place: u64, granules: u64) -> bool {
+        let (mut free, end) = (self.0.lock(), place + granules - 1);
+        let hole = free.range(..=place).next_back().map(|(first, last)| (*first, *last));
+        let hole = hole.filter(|(_, last)| *last >= end);
+        hole.is_some_and(|hole| {
+            cut(&mut free, hole, (place, end));
+            true
+        })
     }
 }
 
@@ -310,13 +305,15 @@ mod tests {
     fn peers_with_slow_searches_are_filled_place_by_place() {
         for one in Implementation::ALL {
             let contender = one.make(Aperture::new(0, 0xffff, GRANULE).unwrap());
-            assert_eq!(contender.place(4, 4), one.is_placed(), "{one}");
-            if one.is_placed() {
-                assert!(!contender.place(4, 4), "it is taken");
-                assert!(!contender.place(12, 5), "it ends beyond");
-                with_subject!(&contender, subject => assert!(subject.give(4, 4)));
-                assert!(contender.place(8, 8));
-            }
+            with_subject!(&contender, subject => {
+                assert_eq!(subject.place(4, 4), one.is_placed(), "{one}");
+                if one.is_placed() {
+                    assert!(!subject.place(4, 4), "it is taken");
+                    assert!(!subject.place(12, 5), "it ends beyond");
+                    assert!(subject.give(4, 4));
+                    assert!(subject.place(8, 8));
+                }
+            });
         }
     }
 }

@@ -205,14 +205,6 @@ pub(super) struct Checked {
     pub(super) with_hole: u64,
 }
 
-impl Checked {
-    pub(super) fn add(&mut self, more: Checked) {
-        self.operations += more.operations;
-        self.failures += more.failures;
-        self.with_hole += more.with_hole;
-    }
-}
-
 /// An allocator checked by the oracle.
 pub(super) struct Watched<'a, S: ?Sized> {
     pub(super) subject: &'a S,

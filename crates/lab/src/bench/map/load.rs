@@ -32,6 +32,19 @@ pub(super) fn succeeded(sync: &Pending) -> Result<()> {
     outcome.map(|_synced| ()).context("a sync")
 }
 
+/// Waits until a sync is over, and has succeeded.
+#[inline]
+pub(super) fn over(
+    sync: &mut Pending,
+    domain: &ViommuDomain,
+    mut wait: impl FnMut() -> Result<()>,
+) -> Result<()> {
+    while !sync.poll(domain) {
+        wait()?;
+    }
+    succeeded(sync)
+}
+
 /// A batch of pages that come and go together.
 struct Set {
     maps: Vec<Map<GuestPhys>>,
@@ -49,10 +62,7 @@ impl Set {
         wait: &mut impl FnMut() -> Result<()>,
     ) -> Result<Vec<Range>> {
         let Some(mut sync) = self.sync.take() else { return Ok(mem::take(&mut self.ranges)) };
-        while !sync.poll(domain) {
-            wait()?;
-        }
-        succeeded(&sync)?;
+        over(&mut sync, domain, wait)?;
         Ok(sync.into_ranges())
     }
 }

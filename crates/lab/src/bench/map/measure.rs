@@ -22,9 +22,9 @@ use ringfence_virtio_iommu::{
 };
 
 use super::{
-    load::{Load, MEMORY, page, succeeded, target},
+    load::{Load, MEMORY, over, page, succeeded, target},
     ours::{MIRRORED, Machine, Ours},
-    rig::{Rig, Server, Serving},
+    rig::{Rig, Server, Serving, attend},
 };
 use crate::{
     bench::{clock::Clock, rounds::Sample, threads::together},
@@ -110,7 +110,7 @@ impl<S: Server> Pairs<S> {
         let stop = &AtomicBool::new(false);
         let ends: Vec<End<'_>> = vec![
             Box::new(|| drive(domain, load, *batch, how, spin(stop))),
-            Box::new(|| attend(server, stop)),
+            Box::new(|| attend(server, stop).map(|()| (0.0, 0))),
         ];
         let mut results = together(how.cpus, ends, |_, end| {
             let result = end();
@@ -170,25 +170,6 @@ fn spin(stop: &AtomicBool) -> impl FnMut() -> Result<()> {
     }
 }
 
-/// The device's side, until it is stopped.
-fn attend<S: Server>(server: &mut S, stop: &AtomicBool) -> Result<(f64, u64)> {
-    let mut serving = server.begin()?;
-    let mut idle = 0_u32;
-    while !stop.load(Ordering::Relaxed) {
-        if serving.serve()? {
-            idle = 0;
-            continue;
-        }
-        hint::spin_loop();
-        idle = idle.wrapping_add(1);
-        // One CPU for both: the driver needs it.
-        if idle.is_multiple_of(4096) {
-            thread::yield_now();
-        }
-    }
-    Ok((0.0, 0))
-}
-
 /// As [`Pairs`] on one core, with a thread and a request queue for each of several domains of one
 /// device.
 pub(super) struct Domains<S>(pub(super) Vec<Pairs<S>>);
@@ -217,10 +198,7 @@ fn fill<S: Server>(rig: &mut Rig<S>, live: usize) -> Result<()> {
         let maps: Vec<_> = pages.map(|n| Map::new(page(n), target(n), Prot::RW)).collect();
         domain.map_pages(&maps)?;
         let mut sync = Pending::map(&**domain, maps.iter().map(Map::range).collect());
-        while !sync.poll(&**domain) {
-            serving.serve()?;
-        }
-        succeeded(&sync)?;
+        over(&mut sync, domain, || serving.serve().map(drop))?;
     }
     Ok(())
 }
@@ -256,17 +234,11 @@ impl<S: Server> Subject for OneOf<S> {
             let begun = clock.now();
             domain.unmap(range, &mut gather)?;
             let mut sync = Pending::gathered(&**domain, list, &mut gather);
-            while !sync.poll(&**domain) {
-                serving.serve()?;
-            }
-            succeeded(&sync)?;
+            over(&mut sync, domain, || serving.serve().map(drop))?;
             let unmapped = clock.now();
             domain.map(Map::new(range, target, Prot::RW))?;
             let mut sync = Pending::map(&**domain, sync.into_ranges());
-            while !sync.poll(&**domain) {
-                serving.serve()?;
-            }
-            succeeded(&sync)?;
+            over(&mut sync, domain, || serving.serve().map(drop))?;
             list = sync.into_ranges();
             let mapped = clock.now();
             self.unmap.push(unmapped.wrapping_sub(begun));
@@ -306,15 +278,14 @@ impl Attach {
         Ok(Attach { rig, machine, session: Session::new(), live, mirror })
     }
 
-    fn join(&mut self) -> Result<()> {
-        let (domain, endpoint) = (self.rig.domain.id(), 2);
-        let attach = Request::Attach { domain, endpoint, flags: AttachFlags::empty() };
-        send(&self.machine.device, &mut self.session, &attach)
-    }
-
-    fn leave(&mut self) -> Result<()> {
-        let (domain, endpoint) = (self.rig.domain.id(), 2);
-        send(&self.machine.device, &mut self.session, &Request::Detach { domain, endpoint })
+    /// Endpoint 2 joins the domain, or leaves it.
+    fn join(&mut self, leave: bool) -> Result<()> {
+        let (domain, endpoint, flags) = (self.rig.domain.id(), 2, AttachFlags::empty());
+        let request = match leave {
+            false => Request::Attach { domain, endpoint, flags },
+            true => Request::Detach { domain, endpoint },
+        };
+        send(&self.machine.device, &mut self.session, &request)
     }
 }
 
@@ -324,11 +295,11 @@ impl Subject for Attach {
         let (mut ns, mut times) = (0.0, 0.0);
         loop {
             let begun = clock.now();
-            self.join()?;
+            self.join(false)?;
             let attached = clock.now();
             ns += clock.ns(attached.wrapping_sub(begun));
             times += 1.0;
-            self.leave()?;
+            self.join(true)?;
             if clock.ns(attached.wrapping_sub(start)) >= budget {
                 break;
             }
@@ -340,7 +311,7 @@ impl Subject for Attach {
     fn check(&mut self) -> Result<()> {
         check(&mut self.rig, self.live as u64)?;
         let Some(mirror) = self.mirror.clone() else { return Ok(()) };
-        self.join()?;
+        self.join(false)?;
         let mapped = mirror.mappings();
         ensure!(mapped == self.live as u64, "{mapped} of {} mappings are there", self.live);
         for n in (0..self.live as u64).step_by(self.live.div_ceil(100)) {
@@ -349,7 +320,7 @@ impl Subject for Attach {
             let expected = HostAddr(host + target(n).0);
             ensure!(found == Some(expected), "{at:?} leads to {found:?}, not to {expected:?}");
         }
-        self.leave()?;
+        self.join(true)?;
         ensure!(mirror.mappings() == 0, "mappings are left when the endpoint has gone");
         Ok(())
     }

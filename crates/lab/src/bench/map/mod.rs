@@ -20,13 +20,7 @@ mod peers;
 mod rig;
 mod spread;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::time::Duration;
 
 use anyhow::{Result, anyhow};
 use clap::Args;
@@ -42,13 +36,13 @@ use super::{
     clock::Clock,
     ping,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::{self, Contest, Rounds},
+    rounds::{self, Contest, Rounds, Stop, cells, stopped},
     row::{object, value},
     threads,
 };
 use crate::{
     list::{List, milliseconds},
-    progress::{Kind, Progress},
+    progress::Kind,
 };
 
 /// How it is printed.
@@ -83,7 +77,6 @@ pub const SHEET: Sheet = Sheet {
             of: ("op", &["attach"]),
             title: "a second endpoint joins a domain with many mappings",
             operation: "ATTACH, for each mapping",
-            against: &[],
             figures: &[Figure::new("attach_ns", "ATTACH", 1.0).with_half()],
             ..Part::ALL
         },
@@ -91,7 +84,6 @@ pub const SHEET: Sheet = Sheet {
             of: ("op", &["memory"]),
             title: "table memory of a domain",
             operation: "MAP",
-            against: &[],
             figures: &[Figure::new("bytes_per_mapping", "B/mapping", 1.0)],
             ..Part::ALL
         },
@@ -193,24 +185,18 @@ impl Form {
 
 impl Options {
     fn cells(&self) -> Vec<Cell> {
-        let mut cells = Vec::new();
-        for &op in self.ops.iter() {
-            match op {
-                Op::OneCore | Op::TwoCores => cells.extend(self.orders.iter().flat_map(|&order| {
-                    self.batches.iter().map(move |&batch| Cell { op, batch, order })
-                })),
-                Op::TwoDomains => cells.extend(self.batches.iter().map(|&batch| Cell {
-                    op,
-                    batch,
-                    order: self.orders[0],
-                })),
-                Op::OneOf | Op::Attach => {
-                    cells.push(Cell { op, batch: Batch(1), order: Order::Scattered });
-                }
-                Op::Memory => {}
+        let batches = |op, order| self.batches.iter().map(move |&batch| Cell { op, batch, order });
+        let of = |&op: &Op| match op {
+            Op::OneCore | Op::TwoCores => {
+                self.orders.iter().flat_map(|&order| batches(op, order)).collect()
             }
-        }
-        cells
+            Op::TwoDomains => batches(op, self.orders[0]).collect(),
+            Op::OneOf | Op::Attach => {
+                vec![Cell { op, batch: Batch(1), order: Order::Scattered }]
+            }
+            Op::Memory => Vec::new(),
+        };
+        self.ops.iter().flat_map(of).collect()
     }
 
     fn entrants(&self, op: Op) -> Vec<Of> {
@@ -242,15 +228,10 @@ impl Options {
         all.extend(too);
         all
     }
-
-    fn expected(&self, cell: Cell) -> Duration {
-        let each = self.budget.mul_f64(1.3) * (self.repeat + 1);
-        each * self.entrants(cell.op).len() as u32
-    }
 }
 
 impl Measure for Options {
-    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+    fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
         let options = self;
         let cpus = threads::cpus();
         let mut benchmark = Benchmark::new("map", options.repeat);
@@ -264,30 +245,27 @@ impl Measure for Options {
             benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
         }
         let before = round_trip();
-        let cells = options.cells();
-        let expected = cells.iter().map(|&cell| options.expected(cell)).sum();
-        let progress = Progress::new(progress, cells.len() as u64, expected);
-        for cell in cells {
-            if stop.load(Ordering::Relaxed) {
-                break;
-            }
-            progress.begin(&format!("{}, batches of {}", cell.op, cell.batch));
-            let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
+        let expected = |cell: Cell| {
+            let each = options.budget.mul_f64(1.3) * (options.repeat + 1);
+            each * options.entrants(cell.op).len() as u32
+        };
+        let name = |cell: Cell| format!("{}, batches of {}", cell.op, cell.batch);
+        let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
+        cells(&options.cells(), (progress, stop), expected, name, |cell| {
             contest(cell, options, how, stop, &mut benchmark);
-            progress.step(options.expected(cell));
-        }
-        progress.finish();
-        if options.ops.contains(&Op::Memory) && !stop.load(Ordering::Relaxed) {
+            Ok(())
+        })?;
+        if options.ops.contains(&Op::Memory) && !stopped(stop) {
             memory(options, &mut benchmark);
         }
         benchmark.settings = object([
             ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
             ("cpus", json!(cpus)),
             ("clock", clock.name().into()),
-            ("clock_ns", clock.cost_ns().into()),
+            ("clock_ns", clock.cost_ns.into()),
             ("round_trip_ns", json!([before, round_trip()])),
         ]);
-        benchmark.interrupted = stop.load(Ordering::Relaxed);
+        benchmark.interrupted = stopped(stop);
         Ok(benchmark)
     }
 
@@ -296,7 +274,7 @@ impl Measure for Options {
     }
 }
 
-fn contest(cell: Cell, options: &Options, how: How<'_>, stop: &AtomicBool, into: &mut Benchmark) {
+fn contest(cell: Cell, options: &Options, how: How<'_>, stop: &Stop, into: &mut Benchmark) {
     let mut failed = |of: &Of, error: anyhow::Error| {
         into.errors.push(format!("{}, {}: {error:#}", of.implementation, cell.op));
     };
@@ -436,21 +414,9 @@ fn memory(options: &Options, into: &mut Benchmark) {
             ..Row::default()
         };
         row.params = object([("op", Op::Memory.name().into()), ("spread", spread.name().into())]);
-        match spread::measure(spread, live) {
-            Ok(table) => {
-                let each = table.bytes as f64 / table.mappings as f64;
-                row.params.insert("live".to_owned(), table.mappings.into());
-                row.ns_per_op.median = Some(table.map_ns);
-                row.ratio_to_ringfence = Some(1.0);
-                row.figures = object([
-                    ("bytes_per_mapping", each.into()),
-                    ("table_bytes", table.bytes.into()),
-                ]);
-            }
-            Err(error) => {
-                into.errors.push(format!("table memory, {spread}: {error:#}"));
-                row.note = Some("not measured: it failed".to_owned());
-            }
+        if let Err(error) = spread::measure(spread, live, &mut row) {
+            into.errors.push(format!("table memory, {spread}: {error:#}"));
+            row.note = Some("not measured: it failed".to_owned());
         }
         into.rows.push(row);
     }
@@ -474,7 +440,7 @@ mod tests {
 
     #[test]
     fn every_device_has_a_row_for_every_load() {
-        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         let all = Implementation::ALL.len();
         assert_eq!(benchmark.rows.len(), (2 * 6 + 3 * 2 + 2) * all + 3 + 2 * 2 + Spread::ALL.len());
@@ -494,7 +460,7 @@ mod tests {
 
     #[test]
     fn stopped_at_once_it_has_no_rows() {
-        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
     }
 }

@@ -142,23 +142,6 @@ pub(super) struct BTree {
     refused: u64,
 }
 
-impl BTree {
-    /// Carries out the request in `chain`; returns how many bytes it has written.
-    #[inline]
-    fn carry_out(&mut self) -> Result<u32> {
-        let mut bytes = [0; MAX_REQUEST_LEN];
-        let reach = |error| anyhow!("a request cannot be reached: {error}");
-        let len = self.chain.read_at(&self.bus, 0, &mut bytes).map_err(reach)?;
-        let status = match Request::parse(&bytes[..len]) {
-            Ok(request) => self.state.execute(request, self.scan),
-            Err(error) => error.status().unwrap_or(Status::Unsupp),
-        };
-        self.refused += u64::from(status != Status::Ok);
-        self.chain.write_at(&self.bus, 0, &emit_tail(status)).map_err(reach)?;
-        Ok(TAIL_LEN as u32)
-    }
-}
-
 impl Server for BTree {
     type Serving<'s> = &'s mut BTree;
 
@@ -177,8 +160,16 @@ impl Serving for &mut BTree {
     fn serve(&mut self) -> Result<bool> {
         let mut any = false;
         while self.queue.pop(&self.bus, &mut self.chain)? {
-            let used = self.carry_out()?;
-            self.queue.push_used(self.chain.head(), used);
+            let mut bytes = [0; MAX_REQUEST_LEN];
+            let reach = |error| anyhow!("a request cannot be reached: {error}");
+            let len = self.chain.read_at(&self.bus, 0, &mut bytes).map_err(reach)?;
+            let status = match Request::parse(&bytes[..len]) {
+                Ok(request) => self.state.execute(request, self.scan),
+                Err(error) => error.status().unwrap_or(Status::Unsupp),
+            };
+            self.refused += u64::from(status != Status::Ok);
+            self.chain.write_at(&self.bus, 0, &emit_tail(status)).map_err(reach)?;
+            self.queue.push_used(self.chain.head(), TAIL_LEN as u32);
             any = true;
         }
         if any {

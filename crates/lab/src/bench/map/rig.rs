@@ -1,6 +1,7 @@
 //! Both ends of a request queue over memory that they share.
 
 use std::{
+    hint,
     sync::{
         Arc, Weak,
         atomic::{AtomicBool, Ordering},
@@ -148,19 +149,30 @@ impl<S: Server> Rig<S> {
     }
 }
 
+/// The device's side, until it is stopped.
+pub(super) fn attend<S: Server>(server: &mut S, stop: &AtomicBool) -> Result<()> {
+    let mut serving = server.begin()?;
+    let mut idle = 0_u32;
+    while !stop.load(Ordering::Relaxed) {
+        if serving.serve()? {
+            idle = 0;
+            continue;
+        }
+        hint::spin_loop();
+        idle = idle.wrapping_add(1);
+        // One CPU for both: the driver needs it.
+        if idle.is_multiple_of(4096) {
+            thread::yield_now();
+        }
+    }
+    Ok(())
+}
+
 /// Runs `work` while another thread serves.
 pub(super) fn served<S: Server, R>(server: &mut S, work: impl FnOnce() -> Result<R>) -> Result<R> {
     let stop = &AtomicBool::new(false);
     thread::scope(|scope| {
-        let serving = scope.spawn(move || {
-            let mut serving = server.begin()?;
-            while !stop.load(Ordering::Relaxed) {
-                if !serving.serve()? {
-                    thread::yield_now();
-                }
-            }
-            Ok(())
-        });
+        let serving = scope.spawn(|| attend(server, stop));
         let result = work();
         stop.store(true, Ordering::Relaxed);
         let served = serving.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));

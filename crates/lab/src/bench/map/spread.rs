@@ -11,15 +11,10 @@ use ringfence_virtio_iommu::{
 };
 
 use super::{load::target, measure::send, ours::Machine, params::Spread};
-use crate::block::mix;
-
-/// The memory of a domain's table.
-pub(super) struct Table {
-    pub(super) mappings: u64,
-    pub(super) bytes: u64,
-    /// What a MAP took, ns, without a ring.
-    pub(super) map_ns: f64,
-}
+use crate::{
+    bench::{Row, row::object},
+    block::mix,
+};
 
 impl Spread {
     /// Distinct pages with this spread.
@@ -38,8 +33,8 @@ impl Spread {
     }
 }
 
-/// Maps up to `live` pages with this spread, and looks how large the table is.
-pub(super) fn measure(spread: Spread, live: usize) -> Result<Table> {
+/// Maps up to `live` pages with this spread, without a ring, and looks how large the domain's table is.
+pub(super) fn measure(spread: Spread, live: usize, into: &mut Row) -> Result<()> {
     let machine = Machine::new(1);
     let mut session = Session::new();
     let flags = AttachFlags::empty();
@@ -57,6 +52,14 @@ pub(super) fn measure(spread: Spread, live: usize) -> Result<Table> {
     let Binding::Domain(table) = machine.endpoints[0].binding() else {
         anyhow::bail!("the endpoint has no domain");
     };
-    anyhow::ensure!(table.mappings() == pages.len() as u64, "mappings are missing");
-    Ok(Table { mappings: table.mappings(), bytes: table.table_bytes(), map_ns })
+    let (mappings, bytes) = (table.mappings(), table.table_bytes());
+    anyhow::ensure!(mappings == pages.len() as u64, "mappings are missing");
+    into.params.insert("live".to_owned(), mappings.into());
+    into.ns_per_op.median = Some(map_ns);
+    into.ratio_to_ringfence = Some(1.0);
+    into.figures = object([
+        ("bytes_per_mapping", (bytes as f64 / mappings as f64).into()),
+        ("table_bytes", bytes.into()),
+    ]);
+    Ok(())
 }

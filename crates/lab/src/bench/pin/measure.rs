@@ -25,10 +25,15 @@ pub(super) trait Subject {
     ///
     /// The figure is the mean of the middle half of the calls: a mean, since a virtual machine's counter
     /// may have steps of 10 ns; of the middle half, since some calls are interrupted.
-    fn time(&mut self, set: &Set, how: How<'_>, times: &mut Times) -> Result<Sample> {
-        let How { clock, budget } = how;
-        times.pin.clear();
-        times.unpin.clear();
+    /// Times of single calls are kept from slice to slice: memory that is new is slow.
+    fn time(
+        &mut self,
+        set: &Set,
+        (clock, budget): (&Clock, Duration),
+        [pin, unpin]: &mut [Vec<u64>; 2],
+    ) -> Result<Sample> {
+        pin.clear();
+        unpin.clear();
         let (budget, start) = (budget.as_nanos() as f64, clock.now());
         loop {
             let begun = clock.now();
@@ -36,14 +41,14 @@ pub(super) trait Subject {
             let pinned = clock.now();
             self.unpin(set)?;
             let unpinned = clock.now();
-            times.pin.push(pinned.wrapping_sub(begun));
-            times.unpin.push(unpinned.wrapping_sub(pinned));
+            pin.push(pinned.wrapping_sub(begun));
+            unpin.push(unpinned.wrapping_sub(pinned));
             if clock.ns(unpinned.wrapping_sub(start)) >= budget {
                 break;
             }
         }
-        let lists = times.pin.len() as f64;
-        let (pin, unpin) = (clock.middle(&mut times.pin), clock.middle(&mut times.unpin));
+        let lists = pin.len() as f64;
+        let (pin, unpin) = (clock.middle(pin), clock.middle(unpin));
         Ok(vec![("pin", pin), ("unpin", unpin), ("both", pin + unpin), ("lists", lists)])
     }
 
@@ -69,20 +74,6 @@ pub(super) trait Subject {
         );
         Ok(())
     }
-}
-
-/// Times of single calls, kept from slice to slice: memory that is new is slow.
-#[derive(Default)]
-pub(super) struct Times {
-    pin: Vec<u64>,
-    unpin: Vec<u64>,
-}
-
-/// With which clock, and for about how long.
-#[derive(Clone, Copy)]
-pub(super) struct How<'a> {
-    pub(super) clock: &'a Clock,
-    pub(super) budget: Duration,
 }
 
 /// How much of this process is pinned, as the kernel counts it.

@@ -6,8 +6,7 @@
 //! | `set` | the pages of a list |
 //! | `memory` | memory to pin: small pages, huge ones |
 //! | `ring` | the kernel's registered buffers, by hand |
-//! | `peers` | pinning by hand; which call for one page is the fastest |
-//! | `ours` | our pinner over the same mechanism |
+//! | `ways` | our pinner, and pinning by hand over the same mechanism; which call for one page is the fastest |
 //! | `measure` | times and checks one of them |
 //! | [`runs`] | how long runs are in recordings of real work |
 //!
@@ -16,40 +15,31 @@
 
 mod measure;
 mod memory;
-mod ours;
 pub mod params;
-mod peers;
 mod ring;
 pub mod runs;
 mod set;
+mod ways;
 
-use std::{
-    path::PathBuf,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{path::PathBuf, time::Duration};
 
 use anyhow::Result;
 use clap::Args;
 use serde_json::{Value, json};
 
 use self::{
-    measure::{How, Subject, Times},
+    measure::Subject,
     memory::Memory,
-    ours::Ours,
     params::{Backing, Implementation, Lie, Pages},
-    peers::{PageByPage, RunsByHand, one_page_calls},
     ring::Name,
     set::Set,
+    ways::{Ours, PageByPage, RunsByHand, one_page_calls},
 };
 use super::{
     Benchmark, Measure, Row,
     clock::Clock,
     report::{Against, Figure, MISSING, Part, Sheet, render},
-    rounds::{Contest, Rounds},
+    rounds::{Contest, Rounds, Stop, stopped},
     row::{object, value},
     threads,
 };
@@ -146,18 +136,15 @@ struct Cell {
 }
 
 impl Options {
-    fn backings(&self) -> &[Backing] {
-        self.backings.as_deref().unwrap_or(&Backing::ALL)
-    }
-
-    fn cells(&self, backing: Backing) -> Vec<Cell> {
+    /// All of them, by what backs the memory.
+    fn cells(&self) -> Vec<Cell> {
         let mut cells = Vec::new();
-        for &list in self.lists.iter() {
-            for &Pages(pages) in self.pages.iter() {
+        for &backing in self.backings.as_deref().unwrap_or(&Backing::ALL) {
+            for &list in self.lists.iter() {
                 // One page is the same in every list.
-                if pages > 1 || list == self.lists[0] {
-                    cells.push(Cell { backing, list, pages });
-                }
+                let pages = self.pages.iter().map(|pages| pages.0);
+                let pages = pages.filter(|pages| *pages > 1 || list == self.lists[0]);
+                cells.extend(pages.map(|pages| Cell { backing, list, pages }));
             }
         }
         cells
@@ -168,19 +155,61 @@ impl Options {
         let slice = self.budget.max(Duration::from_micros(cell.pages as u64)).mul_f64(1.25);
         slice * (self.repeat + 1) * self.implementations.len() as u32
     }
+
+    fn measured(
+        &self,
+        mut benchmark: Benchmark,
+        show: Kind,
+        cpu: usize,
+        stop: &Stop,
+    ) -> Result<Benchmark> {
+        let (options, clock) = (self, Clock::calibrate());
+        let most = options.pages.iter().map(|pages| pages.0).max().unwrap_or(1);
+        let small = Memory::new(Backing::Small, Set::span(most))?;
+        let Ok(small) = small else { unreachable!("small pages are always there") };
+        let (name, calls) = one_page_calls(&small, &clock)?;
+        drop(small);
+        benchmark.settings = object([
+            ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
+            ("cpu", cpu.into()),
+            ("clock", clock.name().into()),
+            ("clock_ns", clock.cost_ns.into()),
+            ("one_page_calls", calls.into()),
+            (MISSING, json!([])),
+        ]);
+        let cells = options.cells();
+        let expected = cells.iter().map(|cell| options.expected(cell)).sum();
+        let progress = Progress::new(show, cells.len() as u64, expected);
+        for cells in cells.chunk_by(|a, b| a.backing == b.backing) {
+            let memory = Memory::new(cells[0].backing, Set::span(most))?
+                .inspect_err(|why| absent(why, options.backings.is_some(), show, &mut benchmark));
+            for &cell in cells {
+                if stopped(stop) {
+                    break;
+                }
+                let Cell { backing, list, pages } = cell;
+                progress.begin(&format!("{pages} pages, {backing}, {list}"));
+                let on = (memory.as_ref(), name);
+                contest(cell, options, on, (&clock, stop), &mut benchmark);
+                progress.step(options.expected(&cell));
+            }
+        }
+        progress.finish();
+        benchmark.interrupted = stopped(stop);
+        Ok(benchmark)
+    }
 }
 
 impl Measure for Options {
-    fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+    fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
         let options = self;
         if let Some(traces) = &options.runs {
             return runs::run(traces, progress, stop);
         }
-        let most = options.pages.iter().map(|pages| pages.0).max().unwrap_or(1);
         let cpu = *threads::cpus().last().unwrap_or(&0);
         // Made first: it counts the CPUs that this thread may use.
         let benchmark = Benchmark::new("pin", options.repeat);
-        threads::bound_to(cpu, || measured(benchmark, (options, progress), most, cpu, stop))
+        threads::bound_to(cpu, || options.measured(benchmark, progress, cpu, stop))
     }
 
     fn print(&self, benchmark: &Benchmark, details: bool) -> String {
@@ -189,49 +218,6 @@ impl Measure for Options {
             None => render(benchmark, &SHEET, details),
         }
     }
-}
-
-fn measured(
-    mut benchmark: Benchmark,
-    (options, show): (&Options, Kind),
-    most: usize,
-    cpu: usize,
-    stop: &AtomicBool,
-) -> Result<Benchmark> {
-    let clock = Clock::calibrate();
-    let small = Memory::new(Backing::Small, Set::span(most))?;
-    let Ok(small) = small else { unreachable!("small pages are always there") };
-    let (name, calls) = one_page_calls(&small, &clock)?;
-    drop(small);
-    benchmark.settings = object([
-        ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
-        ("cpu", cpu.into()),
-        ("clock", clock.name().into()),
-        ("clock_ns", clock.cost_ns().into()),
-        ("one_page_calls", calls.into()),
-        (MISSING, json!([])),
-    ]);
-    let cells: Vec<Cell> =
-        options.backings().iter().flat_map(|backing| options.cells(*backing)).collect();
-    let expected = cells.iter().map(|cell| options.expected(cell)).sum();
-    let progress = Progress::new(show, cells.len() as u64, expected);
-    for &backing in options.backings() {
-        let memory = Memory::new(backing, Set::span(most))?
-            .inspect_err(|why| absent(why, options.backings.is_some(), show, &mut benchmark));
-        for cell in options.cells(backing) {
-            if stop.load(Ordering::Relaxed) {
-                break;
-            }
-            let Cell { list, pages, .. } = cell;
-            progress.begin(&format!("{pages} pages, {backing}, {list}"));
-            let on = (memory.as_ref(), name);
-            contest(cell, options, on, (&clock, stop), &mut benchmark);
-            progress.step(options.expected(&cell));
-        }
-    }
-    progress.finish();
-    benchmark.interrupted = stop.load(Ordering::Relaxed);
-    Ok(benchmark)
 }
 
 /// Reports missing memory: as an error if it was named, else as a warning.
@@ -250,11 +236,11 @@ fn contest(
     cell: Cell,
     options: &Options,
     (memory, name): (Result<&Memory, &String>, Name),
-    (clock, stop): (&Clock, &AtomicBool),
+    (clock, stop): (&Clock, &Stop),
     into: &mut Benchmark,
 ) {
     let Cell { backing, list, pages } = cell;
-    let (set, mut times) = (Set::new(list, pages), Times::default());
+    let (set, mut times) = (Set::new(list, pages), [Vec::new(), Vec::new()]);
     let mut contest = Contest::new(options.implementations.iter().copied(), |implementation| {
         let memory = memory.map_err(Clone::clone)?;
         subject(*implementation, cell, &set, memory, name).inspect_err(|why| {
@@ -264,7 +250,7 @@ fn contest(
     });
     let measure = |subject: &mut Box<dyn Subject + '_>| {
         // The processor's caches hold the others' data.
-        let mut slice = |budget| subject.time(&set, How { clock, budget }, &mut times);
+        let mut slice = |budget| subject.time(&set, (clock, budget), &mut times);
         slice(options.budget / 4)?;
         slice(options.budget)
     };
@@ -356,7 +342,7 @@ pub(super) mod tests {
     #[test]
     fn every_implementation_has_a_row_for_every_list() {
         let _alone = alone();
-        let benchmark = tiny().run(Kind::Silent, &Arc::default()).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::default()).unwrap();
         assert_eq!(benchmark.errors, Vec::<String>::new());
         assert_eq!(benchmark.rows.len(), 3 * (1 + 4) * Implementation::ALL.len());
         for row in &benchmark.rows {
@@ -406,7 +392,7 @@ pub(super) mod tests {
         let _alone = alone();
         let options: Options =
             options("--memory 4k,hugetlb --pages 16384 --list contiguous --repeat 2 --budget 0.1");
-        let benchmark = options.run(Kind::Silent, &Arc::default()).unwrap();
+        let benchmark = options.run(Kind::Silent, &Stop::default()).unwrap();
         let absent = benchmark.rows.iter().any(|row| row.note.is_some());
         assert_eq!(benchmark.errors.is_empty(), !absent, "{:?}", benchmark.errors);
     }
@@ -414,7 +400,7 @@ pub(super) mod tests {
     #[test]
     fn stopped_at_once_it_has_no_rows() {
         let _alone = alone();
-        let benchmark = tiny().run(Kind::Silent, &Arc::new(true.into())).unwrap();
+        let benchmark = tiny().run(Kind::Silent, &Stop::new(true.into())).unwrap();
         assert!(benchmark.interrupted && benchmark.rows.is_empty());
     }
 }

@@ -13,11 +13,7 @@
 //!
 //! In a burst pages are taken in order of their addresses, and one that comes twice counts once.
 
-use std::{
-    collections::BTreeMap,
-    path::PathBuf,
-    sync::{Arc, atomic::AtomicBool},
-};
+use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -27,10 +23,11 @@ use crate::{
     bench::{
         Benchmark, Row,
         report::{Figure, Part, Sheet},
+        rounds::{Stop, stopped},
         row::object,
     },
     progress::Kind,
-    replay::{self, Recording, Stream, stream::Allocation},
+    replay::{self, Recording, Stream},
 };
 
 /// Lengths from which on runs are counted apart.
@@ -40,13 +37,12 @@ const FROM: [u64; 5] = [2, 8, 16, 64, 512];
 ///
 /// # Errors
 /// A file cannot be read, or is no recording ([`Usage`](crate::run::Usage)).
-pub fn run(traces: &[PathBuf], progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
+pub fn run(traces: &[PathBuf], progress: Kind, stop: &Stop) -> Result<Benchmark> {
     let mut benchmark = Benchmark::new("pin", 0);
     let recordings = replay::read(traces, progress, stop, &mut benchmark.warnings)?;
-    for (file, recording) in &recordings {
-        benchmark.rows.extend(rows(file, recording));
-    }
-    benchmark.interrupted = stop.load(std::sync::atomic::Ordering::Relaxed);
+    benchmark.rows =
+        recordings.iter().flat_map(|(file, recording)| rows(file, recording)).collect();
+    benchmark.interrupted = stopped(stop);
     Ok(benchmark)
 }
 
@@ -72,13 +68,12 @@ impl Lengths {
     fn quantile(&self, q: f64) -> u64 {
         let rank = ((self.runs() as f64 * q).ceil() as u64).max(1);
         let mut seen = 0;
-        for (pages, runs) in &self.0 {
-            seen += runs;
-            if seen >= rank {
-                return *pages;
-            }
-        }
-        0
+        let mut lengths = self.0.iter();
+        let found = lengths.find(|(_, runs)| {
+            seen += **runs;
+            seen >= rank
+        });
+        found.map_or(0, |(pages, _)| *pages)
     }
 
     /// The part of the runs, and the part of the pages, that are of at least so many pages.
@@ -203,30 +198,37 @@ fn find(stream: &Stream) -> Found {
     let mut live: Vec<Live> = (0..stream.domains).map(|_| Live::default()).collect();
     // Whether an allocation is in `live`, by its slot.
     let mut held = vec![false; stream.slots];
-    let mut burst = Burst::default();
+    // What was mapped since the last unmap, with the number of its domain: addresses of two are never
+    // side by side.
+    let (mut iovas, mut memory) = (Vec::new(), Vec::new());
     for op in stream.ops() {
         let allocation = stream.allocation(op);
         let pages = touched(allocation.first, allocation.last);
         let (domain, slot) = (usize::from(allocation.domain), allocation.slot as usize);
         if op.free {
-            burst.end(&mut found);
+            runs(&mut iovas, &mut found.burst);
+            runs(&mut memory, &mut found.burst_memory);
             if std::mem::take(&mut held[slot]) {
                 live[domain].remove(pages);
             }
             continue;
         }
         found.buffer.add(count(pages));
+        iovas.push((allocation.domain, pages));
         for piece in stream.pieces(allocation) {
             found.map.add(piece.len.div_ceil(PAGE as u64));
+            let last = piece.target.saturating_add(piece.len.saturating_sub(1));
+            // Memory is the same for all domains.
+            memory.push((0, touched(piece.target, last)));
         }
-        burst.add(stream, allocation);
         if let Some(run) = live[domain].insert(pages) {
             held[slot] = true;
             found.in_flight.add(count(run));
             found.neighbours += u64::from(run != pages);
         }
     }
-    burst.end(&mut found);
+    runs(&mut iovas, &mut found.burst);
+    runs(&mut memory, &mut found.burst_memory);
     found
 }
 
@@ -234,56 +236,22 @@ fn count((first, last): Pages) -> u64 {
     last - first + 1
 }
 
-/// What was mapped since the last unmap.
-#[derive(Default)]
-struct Burst {
-    /// With the number of the domain before it: addresses of two are never side by side.
-    iovas: Vec<(u16, Pages)>,
-    memory: Vec<(u16, Pages)>,
-}
-
-impl Burst {
-    fn add(&mut self, stream: &Stream, allocation: &Allocation) {
-        self.iovas.push((allocation.domain, touched(allocation.first, allocation.last)));
-        let pieces = stream.pieces(allocation).iter();
-        // Memory is the same for all domains.
-        self.memory.extend(pieces.map(|piece| {
-            let last = piece.target.saturating_add(piece.len.saturating_sub(1));
-            (0, touched(piece.target, last))
-        }));
-    }
-
-    fn end(&mut self, found: &mut Found) {
-        runs(&mut self.iovas, &mut found.burst);
-        runs(&mut self.memory, &mut found.burst_memory);
-    }
-}
-
 /// Counts the runs of `pages`, and empties it.
 fn runs(pages: &mut Vec<(u16, Pages)>, into: &mut Lengths) {
     pages.sort_unstable();
+    let mut add =
+        |run: Option<(u16, Pages)>| run.into_iter().for_each(|(_, run)| into.add(count(run)));
     let mut run: Option<(u16, Pages)> = None;
     for (domain, (first, last)) in pages.drain(..) {
-        run = match run {
+        match &mut run {
             // What is side by side, and what is there already.
-            Some((of, (from, to))) if of == domain && first <= to.saturating_add(1) => {
-                Some((of, (from, to.max(last))))
+            Some((of, (_, to))) if *of == domain && first <= to.saturating_add(1) => {
+                *to = last.max(*to);
             }
-            before => {
-                into.add_run(before);
-                Some((domain, (first, last)))
-            }
-        };
-    }
-    into.add_run(run);
-}
-
-impl Lengths {
-    fn add_run(&mut self, run: Option<(u16, Pages)>) {
-        if let Some((_, pages)) = run {
-            self.add(count(pages));
+            _ => add(run.replace((domain, (first, last)))),
         }
     }
+    add(run);
 }
 
 /// What is mapped in a domain, as runs: their last pages by their first.

@@ -1,18 +1,75 @@
-//! Pinning by hand: no accounting, no checks, no unwinding. Pages that are pinned already cost
-//! nothing here.
+//! The ways to pin: our pinner, and by hand, with no accounting, no checks, no unwinding. Pages that
+//! are pinned already cost nothing by hand.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, Result};
+use ringfence_iommu::{HostAddr, Iova, Prot, Range};
+use ringfence_vfio::{
+    Account,
+    pin::{Pinner, Uring},
+};
 use serde_json::{Value, json};
 
 use super::{
     measure::Subject,
     memory::Memory,
     ring::{NOTHING, Name, Ring, buffer},
-    set::Set,
+    set::{BASE, PAGE, Set, iova},
 };
 use crate::bench::clock::Clock;
+
+/// Our pinner, with the memory behind a window and everything that it does for its users: account,
+/// permissions, counts, dirty bits.
+pub(super) struct Ours {
+    pinner: Pinner<Uring>,
+    /// Called for each page, not for the list.
+    each: bool,
+}
+
+impl Ours {
+    /// A pinner that holds the part of a set that is pinned already.
+    ///
+    /// # Errors
+    /// There is no io_uring, or that part cannot be pinned.
+    pub(super) fn new(set: &Set, memory: &Memory, each: bool) -> Result<Ours> {
+        let backing = Uring::new().context("io_uring")?;
+        let mut pinner = Pinner::new(backing, Arc::new(Account::new("bench pin")));
+        let window = Range::from_len(Iova(BASE), memory.len as u64).context("no memory")?;
+        pinner.add_window(window, HostAddr(memory.page(0) as u64), Prot::RW)?;
+        for run in &set.held {
+            pinner.pin_range(iova(run.first), (run.pages * PAGE) as u64, Prot::RW)?;
+        }
+        Ok(Ours { pinner, each })
+    }
+}
+
+impl Subject for Ours {
+    #[inline(always)]
+    fn pin(&mut self, set: &Set) -> Result<()> {
+        if self.each {
+            for iova in &set.iovas {
+                self.pinner.pin(std::slice::from_ref(iova), Prot::RW)?;
+            }
+            return Ok(());
+        }
+        Ok(self.pinner.pin(&set.iovas, Prot::RW)?)
+    }
+
+    #[inline(always)]
+    fn unpin(&mut self, set: &Set) -> Result<()> {
+        if self.each {
+            for iova in &set.iovas {
+                self.pinner.unpin(std::slice::from_ref(iova))?;
+            }
+            return Ok(());
+        }
+        Ok(self.pinner.unpin(&set.iovas)?)
+    }
+}
 
 /// Slots that one call changes: more or fewer take longer a slot.
 const BATCH: usize = 64;
@@ -115,7 +172,7 @@ pub(super) fn one_page_calls(memory: &Memory, clock: &Clock) -> Result<(Name, Ve
             *ticks = [ticks[0].min(pin), ticks[1].min(unpin)];
         }
     }
-    let each = |ticks| (clock.ns(ticks) / BLOCK as f64 - clock.cost_ns()).max(0.0);
+    let each = |ticks| (clock.ns(ticks) / BLOCK as f64 - clock.cost_ns).max(0.0);
     let sum = |way: &Way<'_>| way.ticks.map(each).iter().sum::<f64>();
     let named = ways.iter().filter_map(|way| Some((way, way.name?)));
     let fastest = named.min_by(|(a, _), (b, _)| sum(a).total_cmp(&sum(b)));
