@@ -40,14 +40,9 @@ pub(super) fn cpus(benchmark: &mut Benchmark) -> [usize; 2] {
 }
 
 /// The progress over so many windows of about `step` each; the warnings are printed first.
-pub(super) fn progress(
-    kind: Kind,
-    windows: u64,
-    step: Duration,
-    benchmark: &Benchmark,
-) -> Progress {
-    let expected = step * u32::try_from(windows).unwrap_or(u32::MAX);
-    let progress = Progress::new(kind, windows, expected);
+pub(super) fn progress(kind: Kind, steps: u64, step: Duration, benchmark: &Benchmark) -> Progress {
+    let expected = step * u32::try_from(steps).unwrap_or(u32::MAX);
+    let progress = Progress::new(kind, steps, expected);
     for warning in &benchmark.warnings {
         progress.note(&format!("warning: {warning}"));
     }

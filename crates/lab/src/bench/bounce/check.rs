@@ -14,8 +14,8 @@ const HELD: usize = 24;
 ///
 /// # Errors
 /// What was found, in a few words.
-pub(super) fn check<S: Subject>(
-    subject: &S,
+pub(super) fn check(
+    subject: &impl Subject,
     len: usize,
     steps: u32,
     seed: u64,

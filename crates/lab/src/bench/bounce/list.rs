@@ -50,12 +50,7 @@ const DIRECTIONS: [(Direction, &str); 2] =
 ///
 /// # Errors
 /// There is no device process.
-pub(super) fn run(
-    options: &Options,
-    progress: Kind,
-    stop: &Stop,
-    into: &mut Benchmark,
-) -> Result<()> {
+pub(super) fn run(options: &Options, show: Kind, stop: &Stop, into: &mut Benchmark) -> Result<()> {
     let (repeat, budget) = (options.repeat, options.budget.unwrap_or(BUDGET));
     let longest = ELEMENTS[ELEMENTS.len() - 1];
     let linear = Linear::new(BLOCK, 1);
@@ -71,7 +66,7 @@ pub(super) fn run(
     let cells = ELEMENTS.len() * DIRECTIONS.len();
     let step = budget.mul_f64(1.2) * Way::ALL.len() as u32;
     let steps = cells as u64 * u64::from(repeat);
-    let progress = Progress::new(progress, steps, step.mul_f64(steps as f64));
+    let progress = Progress::new(show, steps, step.mul_f64(steps as f64));
     for elements in ELEMENTS {
         for (direction, name) in DIRECTIONS {
             if stopped(stop) {

@@ -42,12 +42,7 @@ pub(super) const BUDGET: Duration = Duration::from_millis(3);
 ///
 /// # Errors
 /// Pools cannot be set up.
-pub(super) fn run(
-    options: &Options,
-    progress: Kind,
-    stop: &Stop,
-    into: &mut Benchmark,
-) -> Result<()> {
+pub(super) fn run(options: &Options, show: Kind, stop: &Stop, into: &mut Benchmark) -> Result<()> {
     let (repeat, budget) = (options.repeat, options.budget.unwrap_or(BUDGET));
     let sizes = options.sizes.as_ref();
     let sizes =
@@ -55,7 +50,7 @@ pub(super) fn run(
     let cells = sizes.iter().flat_map(|size| HELD.map(|held| (*size, held)));
     let each = budget.mul_f64(1.2) * (2 * Op::ALL.len() * THREADS.len()) as u32;
     let steps = (sizes.len() * HELD.len()) as u64 * u64::from(repeat);
-    let progress = Progress::new(progress, steps, each.mul_f64(steps as f64));
+    let progress = Progress::new(show, steps, each.mul_f64(steps as f64));
     for cell in cells {
         if stopped(stop) {
             break;
@@ -65,6 +60,9 @@ pub(super) fn run(
     progress.finish();
     Ok(())
 }
+
+/// A pool by name, or why it is not measured.
+type Entrant = (&'static str, Result<Box<dyn Pool>, String>);
 
 /// Both pools at one size and one number of held slots.
 fn contest(
@@ -80,10 +78,10 @@ fn contest(
         0 => (BLOCK / size as u64) as usize,
         full => full,
     };
-    let ours = fill(Ours::new()?, size, (full, held)).map(|pool| Box::new(pool) as Box<dyn Pool>);
+    let ours = fill(Ours::new()?, size, full, held).map(|pool| Box::new(pool) as Box<dyn Pool>);
     let theirs = match size as u64 > LONGEST {
         true => Err(format!("it has at most {} in one piece", bytes(LONGEST))),
-        false => fill(theirs, size, (full, held)).map(|pool| Box::new(pool) as Box<dyn Pool>),
+        false => fill(theirs, size, full, held).map(|pool| Box::new(pool) as Box<dyn Pool>),
     };
     let mut pools = [(OURS, ours), (PEER, theirs)];
     let keys = Op::ALL.into_iter().flat_map(|op| THREADS.map(|threads| (op, threads)));
@@ -91,7 +89,7 @@ fn contest(
     let mut measured = vec![[Rounds::default(), Rounds::default()]; keys.len()];
     let what = format!("{}, {held} % held", bytes(size as u64));
     // Whether each does what a pool must; one that does not is out.
-    let mut check = |pools: &mut [(&str, Result<Box<dyn Pool>, String>)]| {
+    let mut check = |pools: &mut [Entrant]| {
         for (name, pool) in pools {
             if let Ok(Err(found)) = pool.as_ref().map(|pool| pool.check(&cpus)) {
                 into.errors.push(format!("pools: {name} {found} (buffers of {what})"));
@@ -154,7 +152,8 @@ struct Filled<S: Subject> {
 fn fill<S: Subject>(
     subject: S,
     size: usize,
-    (full, percent): (usize, u32),
+    full: usize,
+    percent: u32,
 ) -> Result<Filled<S>, String> {
     let mut held = Vec::new();
     let full = if percent == 0 { 0 } else { full };
@@ -191,54 +190,42 @@ impl<S: Subject> Pool for Filled<S> {
     fn measure(&self, op: Op, threads: usize, cpus: &[usize], budget: Duration) -> Option<f64> {
         let (subject, size) = (&self.subject, self.size);
         let slices = threads::together(cpus, vec![(); threads], |index, ()| {
-            slice(&subject.for_thread(index), op, size, budget)
+            slice(&subject.for_thread(index), op, size, budget, threads == 1)
         });
-        let ns = |one: &Slice| if threads == 1 { one.cpu } else { one.wall }.as_nanos() as f64;
-        let per_ns = |one: Option<Slice>| one.map(|one| one.passes as f64 / ns(&one));
-        let per_ns: Option<f64> = slices.into_iter().map(per_ns).sum();
+        let per_ns: Option<f64> = slices.into_iter().sum();
         Some(threads as f64 / per_ns?)
     }
 }
 
-/// What one thread did.
-struct Slice {
-    passes: u64,
-    wall: Duration,
-    cpu: Duration,
-}
-
-/// Passes for `budget`, and before that for a part of it untimed. `None` if one failed.
-fn slice<S: Subject>(subject: &S, op: Op, size: usize, budget: Duration) -> Option<Slice> {
-    let mut buffer = vec![1u8; size];
-    passes(subject, op, &mut buffer, budget / 8)?;
-    let begun = cpu_time();
-    let (passes, wall) = passes(subject, op, &mut buffer, budget)?;
-    Some(Slice { passes, wall, cpu: cpu_time().saturating_sub(begun) })
-}
-
-/// At least one pass.
-fn passes<S: Subject>(
-    subject: &S,
+/// Passes of a thread for `budget`, and before that for a part of it untimed; how many there were for
+/// each nanosecond, of the CPU's time if it is `alone`, else of the wall's. `None` if one failed.
+fn slice(
+    subject: &impl Subject,
     op: Op,
-    buffer: &mut Vec<u8>,
+    size: usize,
     budget: Duration,
-) -> Option<(u64, Duration)> {
-    let passes = |count| {
+    alone: bool,
+) -> Option<f64> {
+    let mut buffer = vec![1u8; size];
+    let mut pass = |count| {
         // A loop for each: the choice is not part of an operation.
         if op == Op::Take {
             for _ in 0..count {
-                subject.take(buffer.len()).then_some(()).ok_or(())?;
+                subject.take(size).then_some(()).ok_or(())?;
             }
         } else {
             for _ in 0..count {
-                let len = buffer.len();
-                let held = subject.begin(std::mem::take(buffer), op).ok_or(())?;
-                *buffer = subject.end(held, op, len).ok_or(())?;
+                let held = subject.begin(std::mem::take(&mut buffer), op).ok_or(())?;
+                buffer = subject.end(held, op, size).ok_or(())?;
             }
         }
         Ok::<(), ()>(())
     };
-    fitting(budget, passes).ok()
+    fitting(budget / 8, &mut pass).ok()?;
+    let begun = cpu_time();
+    let (passes, wall) = fitting(budget, &mut pass).ok()?;
+    let took = if alone { cpu_time().saturating_sub(begun) } else { wall };
+    Some(passes as f64 / took.as_nanos() as f64)
 }
 
 #[cfg(test)]
@@ -280,10 +267,10 @@ mod tests {
         let theirs = SwiotlbLike::new(BLOCK, 2).unwrap();
         let full = theirs.holds(4096);
         assert_eq!(full as u64, BLOCK / 4096);
-        let filled = fill(theirs, 4096, (full, 90)).unwrap();
+        let filled = fill(theirs, 4096, full, 90).unwrap();
         assert_eq!(filled.subject.in_use(), (full * 90 / 100) as u64 * 4096);
         let theirs = SwiotlbLike::new(BLOCK, 2).unwrap();
-        let over = fill(theirs, 4096, (full + 1, 90));
+        let over = fill(theirs, 4096, full + 1, 90);
         assert!(over.err().unwrap().contains("fitted"));
     }
 }

@@ -13,7 +13,7 @@ use crate::{
         row::{object, value},
     },
     job::{Job, JobFile},
-    list::{List, named},
+    list::{List, named, short},
     progress::Kind,
     report::{PolicyRounds, Sample},
     run::{self, DiskChoice, Row, compare, space::Space, tuning::Tuning},
@@ -55,10 +55,7 @@ fn job_file(sizes: &[u32], op: Op) -> String {
         "[global]\nioengine=libaio\ndirect=1\ntime_based\nruntime=10\nrw={rw}\niodepth=64\nsize=512m\n"
     );
     for size in sizes {
-        let name = match size {
-            size if size.is_multiple_of(1024) => format!("{}k", size / 1024),
-            size => size.to_string(),
-        };
+        let name = short(u64::from(*size), ("k", 1 << 10));
         text.push_str(&format!("[{rw}_{name}]\nstonewall\nbs={size}\n"));
     }
     text
@@ -68,12 +65,7 @@ fn job_file(sizes: &[u32], op: Op) -> String {
 ///
 /// # Errors
 /// The jobs do not fit this machine.
-pub(super) fn run(
-    options: &Options,
-    progress: Kind,
-    stop: &Stop,
-    into: &mut Benchmark,
-) -> Result<()> {
+pub(super) fn run(options: &Options, show: Kind, stop: &Stop, into: &mut Benchmark) -> Result<()> {
     let Options { notify, repeat, .. } = *options;
     let sizes = options.sizes.as_ref();
     let sizes = sizes.map_or(SIZES.to_vec(), |sizes| sizes.iter().map(|size| size.0).collect());
@@ -103,7 +95,7 @@ pub(super) fn run(
         explain: false,
     };
     let mut rows = Vec::new();
-    let ended = compare(file, &of_run, progress, stop, &mut |_, job, rounds| {
+    let ended = compare(file, &of_run, show, stop, &mut |_, job, rounds| {
         rows.extend(contest(job, rounds, notify));
     })?;
     into.rows.extend(rows);

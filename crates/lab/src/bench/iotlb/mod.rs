@@ -176,7 +176,7 @@ impl Measure for Options {
         };
         let name = |Cell { order, page, merge }| format!("{merge} entries of {page}, {order}");
         cells(&all, (progress, stop), expected, name, |cell| {
-            contest(cell, options, &cpus, stop, &mut benchmark)
+            contest(cell, options, stop, &mut benchmark)
         })?;
         benchmark.interrupted = stopped(stop);
         Ok(benchmark)
@@ -200,14 +200,9 @@ const FIGURES: [[&str; 4]; 2] = [
     ["wall of 2", "cpu of 2", "renewed of 2", "operations of 2"],
 ];
 
-fn contest(
-    cell: Cell,
-    options: &Options,
-    cpus: &[usize],
-    stop: &Stop,
-    into: &mut Benchmark,
-) -> Result<()> {
+fn contest(cell: Cell, options: &Options, stop: &Stop, into: &mut Benchmark) -> Result<()> {
     let (Cell { order, page, merge }, budget) = (cell, options.budget);
+    let cpus = threads::cpus();
     let mut entrants = Vec::new();
     for entries in options.entries(cell) {
         let set = Set::new(entries, page, merge);
@@ -257,14 +252,11 @@ fn contest(
     Ok(())
 }
 
-type Key = (Implementation, u64);
+type Filling = Entrant<(Implementation, u64), Filled>;
+type Fillings = Contest<(Implementation, u64), Filled>;
 
-fn row(
-    Cell { order, page, merge }: Cell,
-    threads: usize,
-    one: &Entrant<Key, Filled>,
-    contest: &Contest<Key, Filled>,
-) -> Row {
+fn row(cell: Cell, threads: usize, one: &Filling, contest: &Fillings) -> Row {
+    let Cell { order, page, merge } = cell;
     let ((implementation, entries), taken) = (one.key, &one.taken);
     let [wall, cpu, renewed, operations] = FIGURES[threads - 1];
     // One thread is measured by its CPU time; several wait for each other too.

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     bench::{
         clock::{Clock, cpu_time, fitting},
-        rounds::Taken,
+        rounds::{NOTHING, Taken},
         threads::together,
     },
     memory::heap,
@@ -112,6 +112,11 @@ impl Entrant {
             }
             filled => filled,
         }
+    }
+
+    /// What was timed with so many threads.
+    pub(super) fn taken(&self, threads: usize) -> &Taken {
+        self.samples.get(&threads).map_or(&NOTHING, |samples| &samples.taken)
     }
 
     /// What a pattern needs before it is measured.

@@ -193,10 +193,8 @@ impl Measure for Options {
     fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
         let options = self;
         // First, since it is short and may reject its options.
-        let placement = match options.placement {
-            Some(_) => Some(options.placements(progress, stop)?),
-            None => None,
-        };
+        let placement = options.placement.as_ref().map(|_| options.placements(progress, stop));
+        let placement = placement.transpose()?;
         if options.placement.as_deref() == Some("only") {
             let interrupted = stopped(stop);
             let nothing = Benchmark::new("iova", options.repeat);
@@ -347,19 +345,9 @@ impl Run<'_> {
     }
 }
 
-fn row<'e>(
-    cell: &Cell,
-    bits: u32,
-    threads: usize,
-    entrant: &'e Entrant,
-    all: &'e [Entrant],
-) -> Row {
+fn row(cell: &Cell, bits: u32, threads: usize, entrant: &Entrant, all: &[Entrant]) -> Row {
     let find = |implementation| all.iter().find(|one| one.implementation == implementation);
-    let taken = |of: Option<&'e Entrant>, threads| {
-        let samples = of.and_then(|of| of.samples.get(&threads));
-        samples.map_or(&NOTHING, |samples| &samples.taken)
-    };
-    let own = taken(Some(entrant), threads);
+    let own = entrant.taken(threads);
     let params = object([
         ("pattern", cell.pattern.name().into()),
         ("live", cell.live.value()),
@@ -368,28 +356,21 @@ fn row<'e>(
         ("aperture_bits", bits.into()),
     ]);
     let name = format!("{}/{}/{}/{threads}", cell.pattern, cell.live, cell.size);
-    let ours = taken(find(Implementation::Ringfence), threads);
+    let ours = find(Implementation::Ringfence).map_or(&NOTHING, |ours| ours.taken(threads));
     let ns = &own["ns"];
-    let mut row = ns.row((name, entrant.implementation.name()), params, &ours["ns"], None);
+    let fewer = (entrant.set.churned.len() < threads && ns.is_empty())
+        .then(|| "fewer live ranges than threads".to_owned());
+    let out = entrant.out.as_ref().or(fewer.as_ref());
+    let mut row = ns.row((name, entrant.implementation.name()), params, &ours["ns"], out);
 
-    let (mut notes, operations) = (Vec::new(), own.sum("operations"));
-    if ns.is_empty() {
-        let why =
-            entrant.out.clone().unwrap_or_else(|| match entrant.set.churned.len() < threads {
-                true => "fewer live ranges than threads".to_owned(),
-                false => "interrupted".to_owned(),
-            });
-        notes.push(format!("not measured: {why}"));
-    } else {
-        notes.extend(entrant.out.as_ref().map(|why| format!("measured in part: {why}")));
-        if operations < FEW {
-            notes.push(format!("fewer than {FEW} operations fitted the budget"));
-        }
+    let operations = own.sum("operations");
+    let mut notes = Vec::from_iter(row.note);
+    if !ns.is_empty() && operations < FEW {
+        notes.push(format!("fewer than {FEW} operations fitted the budget"));
     }
     if entrant.set.placed {
-        notes.push(
-            "filled range by range at given places, as requests would take too long".to_owned(),
-        );
+        let how = "filled range by range at given places, as requests would take too long";
+        notes.push(how.to_owned());
     }
     row.note = (!notes.is_empty()).then(|| notes.join("; "));
 
@@ -414,12 +395,13 @@ fn row<'e>(
         // other work, waiting for a CPU hides waiting for the other thread. CPU time shows the
         // latter, except sleep at a lock.
         for (key, time) in [("scaling", "wall_ns_per_op"), ("cpu_scaling", "cpu_ns_per_op")] {
-            let scaling = |of| {
-                let [one, several] = [1, threads].map(|threads| &taken(of, threads)[time]);
+            let scaling = |of: &Entrant| {
+                let [one, several] = [1, threads].map(|threads| &of.taken(threads)[time]);
                 one.with(several, |one, several| threads as f64 * one / several)
             };
-            let of_it = scaling(Some(entrant));
-            let ratio = of_it.ratio_to(&scaling(find(Implementation::Control)));
+            let of_it = scaling(entrant);
+            let control = find(Implementation::Control).map(scaling).unwrap_or_default();
+            let ratio = of_it.ratio_to(&control);
             row.figures.insert(key.to_owned(), value(of_it.interval()));
             row.figures.insert(format!("{key}_to_control"), value(ratio));
         }

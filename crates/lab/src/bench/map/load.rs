@@ -26,6 +26,11 @@ pub(super) fn target(n: u64) -> GuestPhys {
     GuestPhys((mix(n) % MEMORY) << 12)
 }
 
+/// Called again and again until the device has completed.
+pub(super) trait Wait: FnMut() -> Result<()> {}
+
+impl<F: FnMut() -> Result<()>> Wait for F {}
+
 /// Whether a sync that is over has succeeded.
 pub(super) fn succeeded(sync: &Pending) -> Result<()> {
     let outcome = sync.outcome(Range::ALL).context("a sync under way")?;
@@ -34,11 +39,7 @@ pub(super) fn succeeded(sync: &Pending) -> Result<()> {
 
 /// Waits until a sync is over, and has succeeded.
 #[inline]
-pub(super) fn over(
-    sync: &mut Pending,
-    domain: &ViommuDomain,
-    mut wait: impl FnMut() -> Result<()>,
-) -> Result<()> {
+pub(super) fn over(sync: &mut Pending, domain: &ViommuDomain, mut wait: impl Wait) -> Result<()> {
     while !sync.poll(domain) {
         wait()?;
     }
@@ -56,11 +57,7 @@ struct Set {
 
 impl Set {
     /// Waits until the sync under way is over, if there is one; returns its ranges.
-    fn end(
-        &mut self,
-        domain: &ViommuDomain,
-        wait: &mut impl FnMut() -> Result<()>,
-    ) -> Result<Vec<Range>> {
+    fn end(&mut self, domain: &ViommuDomain, wait: &mut impl Wait) -> Result<Vec<Range>> {
         let Some(mut sync) = self.sync.take() else { return Ok(mem::take(&mut self.ranges)) };
         over(&mut sync, domain, wait)?;
         Ok(sync.into_ranges())
@@ -96,13 +93,14 @@ impl Load {
         Load { sets, gather: Gather::new(), begun: 0 }
     }
 
-    /// One batch. `wait` is called again and again until the device has completed.
+    /// How many mappings come and go together.
+    pub(super) fn batch(&self) -> usize {
+        self.sets[0].maps.len()
+    }
+
+    /// One batch.
     #[inline]
-    pub(super) fn step(
-        &mut self,
-        domain: &ViommuDomain,
-        mut wait: impl FnMut() -> Result<()>,
-    ) -> Result<()> {
+    pub(super) fn step(&mut self, domain: &ViommuDomain, mut wait: impl Wait) -> Result<()> {
         let [new, used] = [self.begun % SETS, (self.begun + SETS - 1) % SETS];
         let set = &mut self.sets[new];
         domain.map_pages(&set.maps)?;
@@ -118,11 +116,7 @@ impl Load {
     }
 
     /// Unmaps the batch that is left.
-    pub(super) fn finish(
-        &mut self,
-        domain: &ViommuDomain,
-        mut wait: impl FnMut() -> Result<()>,
-    ) -> Result<()> {
+    pub(super) fn finish(&mut self, domain: &ViommuDomain, mut wait: impl Wait) -> Result<()> {
         if self.begun > 0 {
             let last = (self.begun - 1) % SETS;
             self.unmap(last, domain, &mut wait)?;
@@ -136,12 +130,7 @@ impl Load {
 
     /// Unmaps a set once it is mapped.
     #[inline]
-    fn unmap(
-        &mut self,
-        set: usize,
-        domain: &ViommuDomain,
-        wait: &mut impl FnMut() -> Result<()>,
-    ) -> Result<()> {
+    fn unmap(&mut self, set: usize, domain: &ViommuDomain, wait: &mut impl Wait) -> Result<()> {
         let set = &mut self.sets[set];
         let ranges = set.end(domain, wait)?;
         domain.unmap_pages(&set.places, &mut self.gather)?;
@@ -151,12 +140,7 @@ impl Load {
 
     /// Waits until a set is unmapped.
     #[inline]
-    fn settle(
-        &mut self,
-        set: usize,
-        domain: &ViommuDomain,
-        wait: &mut impl FnMut() -> Result<()>,
-    ) -> Result<()> {
+    fn settle(&mut self, set: usize, domain: &ViommuDomain, wait: &mut impl Wait) -> Result<()> {
         let set = &mut self.sets[set];
         set.ranges = set.end(domain, wait)?;
         Ok(())

@@ -16,13 +16,13 @@ use anyhow::{Context, Result, ensure};
 use ringfence_devices::iommu::Endpoints;
 use ringfence_iommu::{Domain, Gather, HostAddr, Iova, Map, Pending, Prot, SoftDomain};
 use ringfence_virtio_iommu::{
-    device::{Device, Session},
+    device::Session,
     driver::ViommuDomain,
-    wire::{AttachFlags, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
+    wire::{AttachFlags, Request},
 };
 
 use super::{
-    load::{Load, MEMORY, over, page, succeeded, target},
+    load::{Load, MEMORY, Wait, over, page, succeeded, target},
     ours::{MIRRORED, Machine, Ours},
     rig::{Rig, Server, Serving, attend},
 };
@@ -90,26 +90,27 @@ const FREE: u64 = 1 << 30;
 pub(super) struct Pairs<S> {
     pub(super) rig: Rig<S>,
     pub(super) load: Load,
-    /// How many mappings come and go together.
-    pub(super) batch: usize,
     /// One end on each of two cores; else both are on one.
     pub(super) two: bool,
 }
 
-/// What an end of a ring does meanwhile: nanoseconds of a pair, and how many there were.
-type End<'a> = Box<dyn FnOnce() -> Result<(f64, u64)> + Send + 'a>;
+/// Nanoseconds of a pair, and how many there were.
+type Done = Result<(f64, u64)>;
+
+/// What an end of a ring does meanwhile.
+type End<'a> = Box<dyn FnOnce() -> Done + Send + 'a>;
 
 impl<S: Server> Pairs<S> {
-    fn measure(&mut self, how: How<'_>) -> Result<(f64, u64)> {
-        let Pairs { rig: Rig { domain, server, .. }, load, batch, two } = self;
+    fn measure(&mut self, how: How<'_>) -> Done {
+        let Pairs { rig: Rig { domain, server, .. }, load, two } = self;
         if !*two {
             // Driver and device take turns in one thread.
             let mut serving = server.begin()?;
-            return drive(domain, load, *batch, how, || serving.serve().map(drop));
+            return drive(domain, load, how, || serving.serve().map(drop));
         }
         let stop = &AtomicBool::new(false);
         let ends: Vec<End<'_>> = vec![
-            Box::new(|| drive(domain, load, *batch, how, spin(stop))),
+            Box::new(|| drive(domain, load, how, spin(stop))),
             Box::new(|| attend(server, stop).map(|()| (0.0, 0))),
         ];
         let mut results = together(how.cpus, ends, |_, end| {
@@ -135,13 +136,8 @@ impl<S: Server> Subject for Pairs<S> {
 }
 
 /// The driver's side, until the budget is spent; `wait` is called until the device has completed.
-fn drive(
-    domain: &ViommuDomain,
-    load: &mut Load,
-    batch: usize,
-    how: How<'_>,
-    mut wait: impl FnMut() -> Result<()>,
-) -> Result<(f64, u64)> {
+fn drive(domain: &ViommuDomain, load: &mut Load, how: How<'_>, mut wait: impl Wait) -> Done {
+    let batch = load.batch();
     let steps = (64 / batch).max(1);
     let (begun, budget) = (how.clock.now(), how.budget.as_nanos() as f64);
     let mut operations = 0;
@@ -157,7 +153,7 @@ fn drive(
 }
 
 /// Waits for a device on another core.
-fn spin(stop: &AtomicBool) -> impl FnMut() -> Result<()> {
+fn spin(stop: &AtomicBool) -> impl Wait {
     let mut looks = 0_u32;
     move || {
         hint::spin_loop();
@@ -285,7 +281,7 @@ impl Attach {
             false => Request::Attach { domain, endpoint, flags },
             true => Request::Detach { domain, endpoint },
         };
-        send(&self.machine.device, &mut self.session, &request)
+        self.machine.send(&mut self.session, &request)
     }
 }
 
@@ -324,22 +320,4 @@ impl Subject for Attach {
         ensure!(mirror.mappings() == 0, "mappings are left when the endpoint has gone");
         Ok(())
     }
-}
-
-/// Carries out a request without a ring, while nothing translates.
-pub(super) fn send(
-    device: &Arc<Device<Endpoints>>,
-    session: &mut Session<Endpoints>,
-    request: &Request,
-) -> Result<()> {
-    let (mut bytes, mut reply) = ([0; MAX_REQUEST_LEN], [0xff; TAIL_LEN]);
-    let len = request.emit(&mut bytes);
-    let used = device.handle(session, &bytes[..len], &mut reply);
-    if session.needs_sync() {
-        device.begin_sync(session);
-        ensure!(device.poll_sync(session)?, "an invalidation did not complete");
-    }
-    let ok = used as usize == TAIL_LEN && reply[0] == Status::Ok as u8;
-    ensure!(ok, "{request:?} is completed with {reply:?}");
-    Ok(())
 }

@@ -36,7 +36,7 @@ use super::{
     clock::Clock,
     ping,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::{self, Contest, Rounds, Stop, cells, stopped},
+    rounds::{self, Rounds, Stop, cells, stopped},
     row::{object, value},
     threads,
 };
@@ -312,12 +312,9 @@ fn contest(cell: Cell, options: &Options, how: How<'_>, stop: &Stop, into: &mut 
 }
 
 type Entrant = rounds::Entrant<Of, Box<dyn Subject>>;
+type Contest = rounds::Contest<Of, Box<dyn Subject>>;
 
-fn row(
-    Cell { op, batch, order }: Cell,
-    one: &Entrant,
-    contest: &Contest<Of, Box<dyn Subject>>,
-) -> Row {
+fn row(Cell { op, batch, order }: Cell, one: &Entrant, contest: &Contest) -> Row {
     let (own, Of { implementation, live, threads, form }) = (&one.taken, one.key);
     let mut params =
         object([("op", op.name().into()), ("live", live.into()), ("form", form.name().into())]);
@@ -392,8 +389,7 @@ fn of_device<S: rig::Server + 'static>(
     rig: impl Fn(u32) -> Result<rig::Rig<S>>,
 ) -> Result<Box<dyn Subject>> {
     let two = op == Op::TwoCores;
-    let one =
-        |id| Ok(Pairs { rig: rig(id)?, load: Load::new(batch.0, order), batch: batch.0, two });
+    let one = |id| Ok(Pairs { rig: rig(id)?, load: Load::new(batch.0, order), two });
     Ok(match op {
         Op::OneCore | Op::TwoCores => Box::new(one(1)?),
         Op::TwoDomains => {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use ringfence_devices::iommu::Endpoints;
 use ringfence_iommu::{
     Geometry, GuestPhys, HostAddr, PageSizes, Range, SoftDomain, shootdown::Shootdown,
@@ -11,9 +11,9 @@ use ringfence_iommu::{
 use ringfence_iotlb::{Binding, Endpoint, View};
 use ringfence_mem::{Access, Memory, Physical, Translate};
 use ringfence_virtio_iommu::{
-    device::{Device, DeviceConfig, HostRegion, Mirror, RequestQueue},
+    device::{Device, DeviceConfig, HostRegion, Mirror, RequestQueue, Session},
     driver::negotiate,
-    wire::IommuConfig,
+    wire::{IommuConfig, MAX_REQUEST_LEN, Request, Status, TAIL_LEN},
 };
 
 use super::rig::{Rig, Server, Serving};
@@ -23,7 +23,7 @@ pub(super) const MIRRORED: HostAddr = HostAddr(1 << 40);
 
 /// The device behind one or more request queues.
 pub(super) struct Machine {
-    pub(super) device: Arc<Device<Endpoints>>,
+    device: Arc<Device<Endpoints>>,
     pub(super) endpoints: Vec<Arc<Endpoint>>,
 }
 
@@ -53,6 +53,20 @@ impl Machine {
         self.device.backing().add_outside(id, mirror, &[])?;
         self.device.endpoint_added(id)?;
         Ok(table)
+    }
+
+    /// Carries out a request without a ring, while nothing translates.
+    pub(super) fn send(&self, session: &mut Session<Endpoints>, request: &Request) -> Result<()> {
+        let (mut bytes, mut reply) = ([0; MAX_REQUEST_LEN], [0xff; TAIL_LEN]);
+        let len = request.emit(&mut bytes);
+        let used = self.device.handle(session, &bytes[..len], &mut reply);
+        if session.needs_sync() {
+            self.device.begin_sync(session);
+            ensure!(self.device.poll_sync(session)?, "an invalidation did not complete");
+        }
+        let ok = used as usize == TAIL_LEN && reply[0] == Status::Ok as u8;
+        ensure!(ok, "{request:?} is completed with {reply:?}");
+        Ok(())
     }
 
     /// A request queue of `size` descriptors, whose server translates for endpoint `id`.

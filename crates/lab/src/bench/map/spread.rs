@@ -10,7 +10,7 @@ use ringfence_virtio_iommu::{
     wire::{AttachFlags, MapFlags, Request},
 };
 
-use super::{load::target, measure::send, ours::Machine, params::Spread};
+use super::{load::target, ours::Machine, params::Spread};
 use crate::{
     bench::{Row, row::object},
     block::mix,
@@ -39,14 +39,14 @@ pub(super) fn measure(spread: Spread, live: usize, into: &mut Row) -> Result<()>
     let mut session = Session::new();
     let flags = AttachFlags::empty();
     let (domain, endpoint) = (1, 1);
-    send(&machine.device, &mut session, &Request::Attach { domain, endpoint, flags })?;
+    machine.send(&mut session, &Request::Attach { domain, endpoint, flags })?;
     let pages = spread.pages(live);
     let begun = Instant::now();
     for &n in &pages {
         let range = Range::from_len(Iova(n << 12), 4096).context("a page of 48 bits")?;
         let flags = MapFlags::READ | MapFlags::WRITE;
         let map = Request::Map { domain, range, phys: target(n).0, flags };
-        send(&machine.device, &mut session, &map)?;
+        machine.send(&mut session, &map)?;
     }
     let map_ns = begun.elapsed().as_nanos() as f64 / pages.len() as f64;
     let Binding::Domain(table) = machine.endpoints[0].binding() else {

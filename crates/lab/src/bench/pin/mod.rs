@@ -156,14 +156,9 @@ impl Options {
         slice * (self.repeat + 1) * self.implementations.len() as u32
     }
 
-    fn measured(
-        &self,
-        mut benchmark: Benchmark,
-        show: Kind,
-        cpu: usize,
-        stop: &Stop,
-    ) -> Result<Benchmark> {
-        let (options, clock) = (self, Clock::calibrate());
+    /// On one CPU.
+    fn measured(&self, mut benchmark: Benchmark, show: Kind, stop: &Stop) -> Result<Benchmark> {
+        let (options, clock, cpus) = (self, Clock::calibrate(), threads::cpus());
         let most = options.pages.iter().map(|pages| pages.0).max().unwrap_or(1);
         let small = Memory::new(Backing::Small, Set::span(most))?;
         let Ok(small) = small else { unreachable!("small pages are always there") };
@@ -171,7 +166,7 @@ impl Options {
         drop(small);
         benchmark.settings = object([
             ("budget_ms", (options.budget.as_secs_f64() * 1e3).into()),
-            ("cpu", cpu.into()),
+            ("cpu", cpus.last().copied().into()),
             ("clock", clock.name().into()),
             ("clock_ns", clock.cost_ns.into()),
             ("one_page_calls", calls.into()),
@@ -209,7 +204,7 @@ impl Measure for Options {
         let cpu = *threads::cpus().last().unwrap_or(&0);
         // Made first: it counts the CPUs that this thread may use.
         let benchmark = Benchmark::new("pin", options.repeat);
-        threads::bound_to(cpu, || options.measured(benchmark, progress, cpu, stop))
+        threads::bound_to(cpu, || options.measured(benchmark, progress, stop))
     }
 
     fn print(&self, benchmark: &Benchmark, details: bool) -> String {
