@@ -8,7 +8,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// the operating system's clock.
 ///
 /// If a clock of 25 ns timed an operation of 10 ns, it would mostly time itself. What is left of
-/// that error is printed with the figures: [`cost_ns`](Self#structfield.cost_ns).
+/// that error is printed with the figures: [`cost_ns`](Self::cost_ns).
 #[derive(Clone, Copy, Debug)]
 pub struct Clock {
     counter: bool,

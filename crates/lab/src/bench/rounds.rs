@@ -1,4 +1,4 @@
-//! Values of interleaved rounds, and their intervals and ratios.
+//! Contests in interleaved rounds: who takes turns, what was measured of whom, its intervals and ratios.
 
 use std::{
     collections::BTreeMap,
@@ -7,7 +7,6 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
 };
 
 use serde_json::{Map, Value};
@@ -16,10 +15,7 @@ use super::{
     Interval, Row,
     row::{object, value},
 };
-use crate::{
-    progress::{Kind, Progress},
-    stats::Estimate,
-};
+use crate::stats::Estimate;
 
 /// Set when a run is to end early.
 pub type Stop = Arc<AtomicBool>;
@@ -27,31 +23,6 @@ pub type Stop = Arc<AtomicBool>;
 /// Whether it is.
 pub(super) fn stopped(stop: &Stop) -> bool {
     stop.load(Ordering::Relaxed)
-}
-
-/// Measures cells one after the other, each of which should take so long, until the run is stopped.
-///
-/// # Errors
-/// Those of `measure`.
-pub(super) fn cells<C: Copy>(
-    cells: &[C],
-    (show, stop): (Kind, &Stop),
-    expected: impl Fn(C) -> Duration,
-    name: impl Fn(C) -> String,
-    mut measure: impl FnMut(C) -> anyhow::Result<()>,
-) -> anyhow::Result<()> {
-    let all = cells.iter().copied().map(&expected).sum();
-    let progress = Progress::new(show, cells.len() as u64, all);
-    for &cell in cells {
-        if stopped(stop) {
-            break;
-        }
-        progress.begin(&name(cell));
-        measure(cell)?;
-        progress.step(expected(cell));
-    }
-    progress.finish();
-    Ok(())
 }
 
 /// What is measured in a round, in the order of turns. Each round reverses the order of the one
@@ -263,5 +234,31 @@ mod tests {
         assert_eq!(theirs.ratio_to(&ours).median, Some(2.0));
         assert_eq!(theirs.with(&ours, |a, b| a + b), Rounds(vec![30.0]));
         assert_eq!(Rounds::default().ratio_to(&ours), Interval::default());
+    }
+    #[test]
+    fn the_first_round_does_not_count_and_who_fails_is_out() {
+        let of = |key: &u32| if *key == 3 { Err("too many".to_owned()) } else { Ok((*key, 0)) };
+        let mut contest = Contest::new([1, 2, 3], of);
+        let mut failed = Vec::new();
+        let measure = |(key, times): &mut (u32, u32)| {
+            *times += 1;
+            anyhow::ensure!(*key == 1 || *times < 3, "it broke");
+            Ok(vec![("ns", f64::from(*times)), ("operations", 2.0)])
+        };
+        let error = |key: &u32, error: anyhow::Error| failed.push(format!("{key}: {error}"));
+        contest.run(3, &Stop::default(), measure, error);
+        assert_eq!(failed, ["2: it broke"]);
+        assert_eq!(contest.taken(&1)["ns"], Rounds(vec![2.0, 3.0, 4.0]));
+        assert_eq!(contest.taken(&1).sum("operations"), 6);
+        let notes: Vec<_> = contest
+            .0
+            .iter()
+            .map(|one| one.taken["ns"].missing(one.subject.as_ref().err()))
+            .collect();
+        let why = ["it failed", "too many"].map(|why| Some(format!("not measured: {why}")));
+        assert_eq!((&notes[0], &notes[1..]), (&None, &why[..]));
+        assert!(contest.taken(&4)["ns"].is_empty(), "it does not take part");
+        contest.run(3, &Stop::new(true.into()), |_| unreachable!(), |_, _| unreachable!());
+        assert_eq!(contest.taken(&1)["ns"].len(), 3);
     }
 }

@@ -30,13 +30,13 @@ use self::{
 use super::{
     Benchmark, Measure, Row,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::{Contest, Entrant, Stop, cells, stopped},
+    rounds::{Contest, Entrant, Stop, stopped},
     row::{object, value},
     threads,
 };
 use crate::{
     list::{List, milliseconds},
-    progress::Kind,
+    progress::{Kind, Progress},
 };
 
 /// How it is printed.
@@ -158,9 +158,9 @@ impl Options {
 impl Measure for Options {
     fn run(&self, progress: Kind, stop: &Stop) -> Result<Benchmark> {
         let options = self;
-        let (all, cpus) = (options.cells(), threads::cpus());
+        let (cells, cpus) = (options.cells(), threads::cpus());
         let mut benchmark = Benchmark::new("iotlb", options.repeat);
-        if all.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
+        if cells.iter().any(|cell| cell.order.is_threads()) && cpus.len() < 2 {
             benchmark.warnings.push("two threads on one processor: they take turns".to_owned());
         }
         benchmark.settings = object([
@@ -174,10 +174,18 @@ impl Measure for Options {
             let all = options.entries(cell).len() * options.implementations.len();
             options.budget.mul_f64(times * all as f64) * (options.repeat + 1)
         };
-        let name = |Cell { order, page, merge }| format!("{merge} entries of {page}, {order}");
-        cells(&all, (progress, stop), expected, name, |cell| {
-            contest(cell, options, stop, &mut benchmark)
-        })?;
+        let all_of_it = cells.iter().copied().map(expected).sum();
+        let progress = Progress::new(progress, cells.len() as u64, all_of_it);
+        for cell in cells {
+            if stopped(stop) {
+                break;
+            }
+            let Cell { order, page, merge } = cell;
+            progress.begin(&format!("{merge} entries of {page}, {order}"));
+            contest(cell, options, stop, &mut benchmark)?;
+            progress.step(expected(cell));
+        }
+        progress.finish();
         benchmark.interrupted = stopped(stop);
         Ok(benchmark)
     }

@@ -56,11 +56,14 @@ struct Set {
 }
 
 impl Set {
-    /// Waits until the sync under way is over, if there is one; returns its ranges.
-    fn end(&mut self, domain: &ViommuDomain, wait: &mut impl Wait) -> Result<Vec<Range>> {
-        let Some(mut sync) = self.sync.take() else { return Ok(mem::take(&mut self.ranges)) };
-        over(&mut sync, domain, wait)?;
-        Ok(sync.into_ranges())
+    /// Waits until the sync under way is over, if there is one.
+    #[inline]
+    fn end(&mut self, domain: &ViommuDomain, wait: &mut impl Wait) -> Result<()> {
+        if let Some(mut sync) = self.sync.take() {
+            over(&mut sync, domain, wait)?;
+            self.ranges = sync.into_ranges();
+        }
+        Ok(())
     }
 }
 
@@ -110,7 +113,7 @@ impl Load {
             self.unmap(used, domain, &mut wait)?;
         }
         if self.begun > 2 {
-            self.settle((used + SETS - 1) % SETS, domain, &mut wait)?;
+            self.sets[(used + SETS - 1) % SETS].end(domain, &mut wait)?;
         }
         Ok(())
     }
@@ -120,9 +123,7 @@ impl Load {
         if self.begun > 0 {
             let last = (self.begun - 1) % SETS;
             self.unmap(last, domain, &mut wait)?;
-            for set in 0..SETS {
-                self.settle(set, domain, &mut wait)?;
-            }
+            self.sets.iter_mut().try_for_each(|set| set.end(domain, &mut wait))?;
             self.begun = 0;
         }
         Ok(())
@@ -132,17 +133,9 @@ impl Load {
     #[inline]
     fn unmap(&mut self, set: usize, domain: &ViommuDomain, wait: &mut impl Wait) -> Result<()> {
         let set = &mut self.sets[set];
-        let ranges = set.end(domain, wait)?;
+        set.end(domain, wait)?;
         domain.unmap_pages(&set.places, &mut self.gather)?;
-        set.sync = Some(Pending::unmap(domain, ranges, &mut self.gather));
-        Ok(())
-    }
-
-    /// Waits until a set is unmapped.
-    #[inline]
-    fn settle(&mut self, set: usize, domain: &ViommuDomain, wait: &mut impl Wait) -> Result<()> {
-        let set = &mut self.sets[set];
-        set.ranges = set.end(domain, wait)?;
+        set.sync = Some(Pending::unmap(domain, mem::take(&mut set.ranges), &mut self.gather));
         Ok(())
     }
 }

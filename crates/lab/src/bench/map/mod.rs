@@ -29,20 +29,20 @@ use serde_json::json;
 use self::{
     load::Load,
     measure::{Attach, Domains, How, OneOf, Pairs, Subject},
-    params::{Batch, Implementation, Live, Op, Order, Spread},
+    params::{Batch, Form, Implementation, Live, Op, Order, Spread},
 };
 use super::{
     Benchmark, Interval, Measure, Row,
     clock::Clock,
     ping,
     report::{Against, Figure, Part, Sheet, render},
-    rounds::{self, Rounds, Stop, cells, stopped},
+    rounds::{self, Rounds, Stop, stopped},
     row::{object, value},
     threads,
 };
 use crate::{
     list::{List, milliseconds},
-    progress::Kind,
+    progress::{Kind, Progress},
 };
 
 /// How it is printed.
@@ -161,28 +161,6 @@ struct Of {
     form: Form,
 }
 
-/// What else differs between devices of a contest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
-    Usual,
-    /// The two threads have a device each, and nothing in common: what they still cost each other
-    /// is the machine's.
-    Apart,
-    /// The endpoint translates in a table of its own, as one that VFIO passes through: each mapping
-    /// must be made there too.
-    Mirror,
-}
-
-impl Form {
-    fn name(self) -> &'static str {
-        match self {
-            Form::Usual => "",
-            Form::Apart => "apart",
-            Form::Mirror => "mirror",
-        }
-    }
-}
-
 impl Options {
     fn cells(&self) -> Vec<Cell> {
         let batches = |op, order| self.batches.iter().map(move |&batch| Cell { op, batch, order });
@@ -249,12 +227,19 @@ impl Measure for Options {
             let each = options.budget.mul_f64(1.3) * (options.repeat + 1);
             each * options.entrants(cell.op).len() as u32
         };
-        let name = |cell: Cell| format!("{}, batches of {}", cell.op, cell.batch);
         let how = How { clock: &clock, cpus: &cpus, budget: options.budget };
-        cells(&options.cells(), (progress, stop), expected, name, |cell| {
+        let cells = options.cells();
+        let all = cells.iter().copied().map(expected).sum();
+        let progress = Progress::new(progress, cells.len() as u64, all);
+        for cell in cells {
+            if stopped(stop) {
+                break;
+            }
+            progress.begin(&format!("{}, batches of {}", cell.op, cell.batch));
             contest(cell, options, how, stop, &mut benchmark);
-            Ok(())
-        })?;
+            progress.step(expected(cell));
+        }
+        progress.finish();
         if options.ops.contains(&Op::Memory) && !stopped(stop) {
             memory(options, &mut benchmark);
         }

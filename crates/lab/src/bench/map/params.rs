@@ -33,6 +33,19 @@ named! {
 }
 
 named! {
+    /// What else differs between devices of a contest.
+    Form, "unknown form {:?}: there are {}":
+    /// Nothing.
+    Usual = "",
+    /// The two threads have a device each, and nothing in common: what they still cost each other
+    /// is the machine's.
+    Apart = "apart",
+    /// The endpoint translates in a table of its own, as one that VFIO passes through: each mapping
+    /// must be made there too.
+    Mirror = "mirror",
+}
+
+named! {
     /// How the pages of a batch lie.
     Order, "unknown order {:?}: there are {}":
     /// Side by side.

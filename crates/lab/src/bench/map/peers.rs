@@ -24,6 +24,8 @@ struct State {
     /// The domain of each endpoint.
     endpoints: RwLock<BTreeMap<u32, u32>>,
     domains: RwLock<BTreeMap<u32, Mappings>>,
+    /// UNMAP looks at every mapping of the domain.
+    scan: bool,
 }
 
 /// Of locks.
@@ -32,7 +34,7 @@ const WHOLE: &str = "no request panics";
 impl State {
     /// Carries out a request, with all checks that ours makes for MAP and UNMAP. There is nothing
     /// to invalidate, since nothing is cached: every access takes the locks.
-    fn execute(&self, request: Request, scan: bool) -> Status {
+    fn execute(&self, request: Request) -> Status {
         let granule = PageSizes::X86.granule();
         match request {
             Request::Attach { domain, endpoint, .. } => {
@@ -62,7 +64,7 @@ impl State {
             Request::Unmap { domain, range } => {
                 let mut domains = self.domains.write().expect(WHOLE);
                 let Some(mappings) = domains.get_mut(&domain) else { return Status::NoEnt };
-                unmap(mappings, range, scan)
+                unmap(mappings, range, self.scan)
             }
             Request::Probe { .. } | Request::IotlbFlush { .. } => Status::Unsupp,
         }
@@ -97,15 +99,12 @@ fn unmap(mappings: &mut Mappings, range: Range, scan: bool) -> Status {
 }
 
 /// A device behind one or more request queues.
-pub(super) struct Machine {
-    state: Arc<State>,
-    scan: bool,
-}
+pub(super) struct Machine(Arc<State>);
 
 impl Machine {
     /// `scan`: UNMAP looks at every mapping of the domain.
     pub(super) fn new(scan: bool) -> Machine {
-        Machine { state: Arc::default(), scan }
+        Machine(Arc::new(State { scan, ..State::default() }))
     }
 
     /// A request queue of `size` descriptors, with endpoint `id` in its driver's domain.
@@ -122,8 +121,7 @@ impl Machine {
             queue,
             bus: Physical::new(memory),
             chain: Chain::new(),
-            state: Arc::clone(&self.state),
-            scan: self.scan,
+            state: Arc::clone(&self.0),
             domain: id,
             refused: 0,
         })
@@ -136,7 +134,6 @@ pub(super) struct BTree {
     bus: Physical,
     chain: Chain,
     state: Arc<State>,
-    scan: bool,
     /// The domain and the endpoint in it.
     domain: u32,
     refused: u64,
@@ -164,7 +161,7 @@ impl Serving for &mut BTree {
             let reach = |error| anyhow!("a request cannot be reached: {error}");
             let len = self.chain.read_at(&self.bus, 0, &mut bytes).map_err(reach)?;
             let status = match Request::parse(&bytes[..len]) {
-                Ok(request) => self.state.execute(request, self.scan),
+                Ok(request) => self.state.execute(request),
                 Err(error) => error.status().unwrap_or(Status::Unsupp),
             };
             self.refused += u64::from(status != Status::Ok);

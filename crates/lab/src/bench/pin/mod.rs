@@ -6,14 +6,12 @@
 //! | `set` | the pages of a list |
 //! | `memory` | memory to pin: small pages, huge ones |
 //! | `ring` | the kernel's registered buffers, by hand |
-//! | `ways` | our pinner, and pinning by hand over the same mechanism; which call for one page is the fastest |
-//! | `measure` | times and checks one of them |
+//! | `ways` | our pinner, and pinning by hand over the same mechanism, timed and checked |
 //! | [`runs`] | how long runs are in recordings of real work |
 //!
 //! All implementations take turns in each round, in alternating order, so that what slows the
 //! machine for a while slows all of them and what drifts cancels out; ratios are those of a round.
 
-mod measure;
 mod memory;
 pub mod params;
 mod ring;
@@ -28,12 +26,11 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use self::{
-    measure::Subject,
     memory::Memory,
     params::{Backing, Implementation, Lie, Pages},
     ring::Name,
     set::Set,
-    ways::{Ours, PageByPage, RunsByHand, one_page_calls},
+    ways::{Ours, PageByPage, RunsByHand, Subject, one_page_calls},
 };
 use super::{
     Benchmark, Measure, Row,
@@ -321,7 +318,7 @@ fn subject<'m>(
 pub(super) mod tests {
     use parking_lot::{Mutex, MutexGuard};
 
-    use super::{super::options, measure::Subject, *};
+    use super::{super::options, *};
 
     /// The kernel counts what the whole process has pinned, so that tests that read the count take
     /// turns.

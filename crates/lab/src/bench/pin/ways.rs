@@ -1,12 +1,12 @@
-//! The ways to pin: our pinner, and by hand, with no accounting, no checks, no unwinding. Pages that
-//! are pinned already cost nothing by hand.
+//! The ways to pin, timed and checked: our pinner, and by hand, with no accounting, no checks, no
+//! unwinding. Pages that are pinned already cost nothing by hand.
 
 use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use ringfence_iommu::{HostAddr, Iova, Prot, Range};
 use ringfence_vfio::{
     Account,
@@ -15,12 +15,86 @@ use ringfence_vfio::{
 use serde_json::{Value, json};
 
 use super::{
-    measure::Subject,
     memory::Memory,
     ring::{NOTHING, Name, Ring, buffer},
     set::{BASE, PAGE, Set, iova},
 };
-use crate::bench::clock::Clock;
+use crate::{
+    bench::{clock::Clock, rounds::Sample},
+    memory,
+};
+
+/// A way to pin the pages of a set, and to unpin them.
+///
+/// To be inlined into the timing loop: if the processor loses its return predictions during a
+/// system call, a function that returns after it makes the call half as expensive again.
+pub(super) trait Subject {
+    /// Pins all of them.
+    fn pin(&mut self, set: &Set) -> Result<()>;
+    /// Unpins all of them.
+    fn unpin(&mut self, set: &Set) -> Result<()>;
+
+    /// Pins and unpins a list again and again for about the budget, at least once: what a list took,
+    /// ns.
+    ///
+    /// The figure is the mean of the middle half of the calls: a mean, since a virtual machine's counter
+    /// may have steps of 10 ns; of the middle half, since some calls are interrupted.
+    /// Times of single calls are kept from slice to slice: memory that is new is slow.
+    fn time(
+        &mut self,
+        set: &Set,
+        (clock, budget): (&Clock, Duration),
+        [pin, unpin]: &mut [Vec<u64>; 2],
+    ) -> Result<Sample> {
+        pin.clear();
+        unpin.clear();
+        let (budget, start) = (budget.as_nanos() as f64, clock.now());
+        loop {
+            let begun = clock.now();
+            self.pin(set)?;
+            let pinned = clock.now();
+            self.unpin(set)?;
+            let unpinned = clock.now();
+            pin.push(pinned.wrapping_sub(begun));
+            unpin.push(unpinned.wrapping_sub(pinned));
+            if clock.ns(unpinned.wrapping_sub(start)) >= budget {
+                break;
+            }
+        }
+        let lists = pin.len() as f64;
+        let (pin, unpin) = (clock.middle(pin), clock.middle(unpin));
+        Ok(vec![("pin", pin), ("unpin", unpin), ("both", pin + unpin), ("lists", lists)])
+    }
+
+    /// Pins the list once, and checks with the kernel that it is pinned and, after that, unpinned.
+    /// `new`: pages that were not pinned before.
+    ///
+    /// # Errors
+    /// It cannot be pinned, or the kernel's count differs.
+    fn check(&mut self, set: &Set, new: usize) -> Result<()> {
+        let before = pinned_bytes()?;
+        self.pin(set)?;
+        let with = pinned_bytes()?;
+        self.unpin(set)?;
+        let after = pinned_bytes()?;
+        // Of a huge page the kernel counts all pages, once.
+        ensure!(
+            with >= before + (new * PAGE) as u64,
+            "of {new} pages not all are pinned: the kernel has {with} bytes, and had {before}"
+        );
+        ensure!(
+            after == before,
+            "the kernel has {after} bytes pinned afterwards, and had {before}"
+        );
+        Ok(())
+    }
+}
+
+/// How much of this process is pinned, as the kernel counts it.
+fn pinned_bytes() -> Result<u64> {
+    let kib = memory::number("/proc/self/status", "VmPin");
+    kib.map(|kib| kib << 10).context("/proc/self/status has no VmPin")
+}
 
 /// Our pinner, with the memory behind a window and everything that it does for its users: account,
 /// permissions, counts, dirty bits.
