@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-use crate::load::net::{Addressing, Options as DriverOptions};
+use crate::load::net::{Addressing, Options as DriverOptions, RING};
 use serde_json::{Map, Value};
 
 use super::{Options, notified::Mapped};
@@ -203,9 +203,9 @@ impl Case {
             packed: self.ring == Ring::Packed,
             // The cache is measured, not how it fills.
             prefill: true,
+            ring: RING,
             rx_buffers,
             tx_buffers,
-            ..DriverOptions::default()
         }
     }
 }

@@ -166,7 +166,7 @@ impl Measure for Options {
         benchmark.settings = object([
             ("window_s", options.window.as_secs_f64().into()),
             ("frame_bytes", 64.into()),
-            ("ring", crate::load::net::Options::default().ring.into()),
+            ("ring", crate::load::net::RING.into()),
             ("backend_cpu", cpus[0].into()),
             ("driver_cpu", cpus[1].into()),
             ("most_lost", MOST_LOST.into()),

@@ -21,14 +21,10 @@ use std::{
 pub use content::{BLOCK, Content};
 pub use side::Tally;
 
-use crate::load::net::{
-    Addressing, Messages, NetDriverError, link::Link, prefill_all, space::Space,
-};
+use crate::load::net::{Addressing, Messages, RING, Result, link::Link, space::Space};
 use ringfence_virtq::{F_INDIRECT_DESC, driver};
 use side::Side;
 
-/// Descriptors of each ring.
-const RING: u16 = 256;
 /// Buffers of each queue, which take turns.
 const BUFFERS: u32 = 512;
 /// The most queues.
@@ -61,7 +57,6 @@ pub struct Options {
 #[derive(Debug)]
 pub struct BlkLoad {
     link: Link,
-    space: Space,
     sides: Vec<Side>,
     content: Content,
     depth: usize,
@@ -72,16 +67,12 @@ impl BlkLoad {
     /// Brings a device up: features, memory, rings, and all lasting translations.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// See [`NetDriverError`](crate::load::net::NetDriverError).
     ///
     /// # Panics
     /// If the options make no sense: more queues or requests than there may be, or an entry's size
     /// that is no power of two.
-    pub fn open(
-        stream: UnixStream,
-        options: Options,
-        content: Content,
-    ) -> Result<BlkLoad, NetDriverError> {
+    pub fn open(stream: UnixStream, options: Options, content: Content) -> Result<BlkLoad> {
         let Options { addressing, queues, depth, span, packed, sleeps, .. } = options;
         assert!((1..=MOST_QUEUES).contains(&queues) && (1..=MOST_DEPTH).contains(&depth));
         assert!(!sleeps || (queues == 1 && !addressing.translated()));
@@ -90,34 +81,33 @@ impl BlkLoad {
         let pages = side::pages(BUFFERS * u32::from(queues), span);
         let space = Space::new(addressing, pages, true)?;
         let config = driver::QueueConfig { size: RING, event_idx: false, packed };
-        let mut link = Link::open(stream, 1 << F_INDIRECT_DESC, packed, &space)?;
-        let mut sides = Vec::new();
-        for queue in 0..queues {
+        let mut link = Link::open(stream, 1 << F_INDIRECT_DESC, packed, space)?;
+        let sides = (0..queues).map(|queue| {
             let first = BUFFERS * u32::from(queue);
-            let own = first..first + BUFFERS;
-            sides.push(Side::start(&mut link, &space, queue, config, own, options)?);
-        }
+            Side::start(&mut link, queue, config, first..first + BUFFERS, options)
+        });
+        let sides = sides.collect::<Result<_>>()?;
         if !addressing.is_fresh() && addressing.translated() {
-            prefill_all(&mut link, &space, pages)?;
+            link.prefill(pages)?;
         }
-        Ok(BlkLoad { link, space, sides, content, depth, tally: Tally::default() })
+        Ok(BlkLoad { link, sides, content, depth, tally: Tally::default() })
     }
 
     /// Takes back and checks completed requests, and submits as many again if `more`; returns how
     /// many completed.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
+    /// See [`NetDriverError`](crate::load::net::NetDriverError).
     #[inline]
-    pub fn turn(&mut self, more: bool) -> Result<usize, NetDriverError> {
-        let BlkLoad { link, space, sides, content, depth, tally } = self;
+    pub fn turn(&mut self, more: bool) -> Result<usize> {
+        let BlkLoad { link, sides, content, depth, tally } = self;
         let mut completed = 0;
         for side in sides {
-            completed += side.reclaim(space, link, content, tally)?;
+            completed += side.reclaim(link, content, tally)?;
             let most = if more { depth.saturating_sub(side.in_flight()) } else { 0 };
-            side.submit(space, link, content, most)?;
+            side.submit(link, content, most)?;
             if completed == 0 {
-                side.wait()?;
+                side.ring.wait()?;
             }
         }
         Ok(completed)
@@ -128,9 +118,9 @@ impl BlkLoad {
     /// proceeds without this.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
-    pub fn serve_misses(&mut self) -> Result<u64, NetDriverError> {
-        self.link.serve_misses(&self.space)
+    /// See [`NetDriverError`](crate::load::net::NetDriverError).
+    pub fn serve_misses(&mut self) -> Result<u64> {
+        self.link.serve_misses()
     }
 
     /// How many requests are submitted and not completed.
@@ -145,14 +135,14 @@ impl BlkLoad {
 
     /// What happened on the sockets.
     pub fn messages(&self) -> Messages {
-        self.link.messages
+        self.link.pipe.messages
     }
 
     /// Waits until all requests are completed.
     ///
     /// # Errors
-    /// See [`NetDriverError`]; [`NetDriverError::Io`] if nothing completes within `timeout`.
-    pub fn drain(&mut self, timeout: Duration) -> Result<(), NetDriverError> {
+    /// See [`NetDriverError`](crate::load::net::NetDriverError); [`NetDriverError::Io`] if nothing completes within `timeout`.
+    pub fn drain(&mut self, timeout: Duration) -> Result<()> {
         let mut since = Instant::now();
         while self.in_flight() > 0 {
             self.serve_misses()?;
@@ -168,8 +158,8 @@ impl BlkLoad {
     /// Stops the rings, all of whose requests have completed; returns what the disk holds.
     ///
     /// # Errors
-    /// See [`NetDriverError`].
-    pub fn stop(mut self) -> Result<Content, NetDriverError> {
+    /// See [`NetDriverError`](crate::load::net::NetDriverError).
+    pub fn stop(mut self) -> Result<Content> {
         for ring in (0..self.sides.len() as u16).rev() {
             self.link.stop_ring(ring)?;
         }

@@ -14,7 +14,7 @@ use super::{
     Options,
     content::{BLOCK, Content, bytes, ends},
 };
-use crate::load::net::{Addressing, NetDriverError, link::Link, ring::Ring, space::Space};
+use crate::load::net::{Addressing, Result, link::Link, ring::Ring, space::Space};
 
 /// Most requests that are taken back at once.
 const BURST: usize = 64;
@@ -65,11 +65,8 @@ impl Tally {
 /// A queue, and the buffers that are its own.
 #[derive(Debug)]
 pub(super) struct Side {
-    ring: Ring,
-    /// The first buffer.
-    first: u32,
+    pub(super) ring: Ring,
     buffers: Vec<Buffer>,
-    addressing: Addressing,
     /// Blocks of a request.
     span: u32,
     write: bool,
@@ -91,13 +88,14 @@ impl Side {
     /// Starts queue number `ring`, with buffers of its own. Its requests are as the options say.
     pub(super) fn start(
         link: &mut Link,
-        space: &Space,
         ring: u16,
         config: QueueConfig,
         own: Range<u32>,
         Options { span, write, sleeps, .. }: Options,
-    ) -> Result<Side, NetDriverError> {
-        let buffers = own.clone().map(|buffer| {
+    ) -> Result<Side> {
+        let ring = Ring::start(link, ring, config, own.clone(), sleeps)?;
+        let space = &link.space;
+        let buffers = own.map(|buffer| {
             let [data_at, request_at] = offsets(space, buffer, span);
             let data = space.ram.window(data_at as usize, span as usize * BLOCK)?;
             let len = TABLE_AT + DESCS * size_of::<[u64; 2]>();
@@ -110,20 +108,7 @@ impl Side {
             let at = [data_at, request_at].map(|offset| space.device_addr(offset));
             Ok(Buffer { data, request, table, at, block: 0 })
         });
-        Ok(Side {
-            ring: Ring::start(link, space, ring, config, own.clone(), sleeps)?,
-            first: own.start,
-            buffers: buffers.collect::<Result<_, NetDriverError>>()?,
-            addressing: space.addressing,
-            span,
-            write,
-        })
-    }
-
-    /// Sleeps until the device has used something, if it is to sleep.
-    #[inline]
-    pub(super) fn wait(&mut self) -> Result<(), NetDriverError> {
-        self.ring.wait()
+        Ok(Side { ring, buffers: buffers.collect::<Result<_>>()?, span, write })
     }
 
     /// How many requests the device has, or will have.
@@ -137,15 +122,15 @@ impl Side {
     #[inline]
     pub(super) fn reclaim(
         &mut self,
-        space: &mut Space,
         link: &mut Link,
         content: &Content,
         tally: &mut Tally,
-    ) -> Result<usize, NetDriverError> {
+    ) -> Result<usize> {
+        let fresh = link.space.addressing.is_fresh();
         let mut used = [Used::default(); BURST];
         let count = self.ring.queue.pop_burst(&mut used)?;
         for Used { token, len } in &used[..count] {
-            let buffer = &self.buffers[(*token as u32 - self.first) as usize];
+            let buffer = &self.buffers[self.ring.index(*token as u32)];
             let mut status = [NO_STATUS];
             buffer.request.read(STATUS_AT, &mut status);
             let written = 1 + if self.write { 0 } else { self.span * BLOCK as u32 };
@@ -155,24 +140,24 @@ impl Side {
                 true if buffer.holds(content, tally.good.is_multiple_of(WHOLE)) => tally.good += 1,
                 true => tally.wrong += 1,
             }
-            if !self.addressing.is_fresh() {
+            if !fresh {
                 self.ring.free.push_back(*token as u32);
             }
         }
-        if self.addressing.is_fresh() {
-            self.unmap(&used[..count], space, link);
+        if fresh {
+            self.unmap(&used[..count], link);
         }
         Ok(count)
     }
 
     /// Unmaps buffers, and frees those that can be used again.
-    fn unmap(&mut self, used: &[Used], space: &mut Space, link: &mut Link) {
+    fn unmap(&mut self, used: &[Used], link: &mut Link) {
         for used in used {
-            let buffer = &self.buffers[(used.token as u32 - self.first) as usize];
+            let buffer = &self.buffers[self.ring.index(used.token as u32)];
             // The two pages of a request are mapped side by side.
             let [first, request] = buffer.at;
-            buffer.at.iter().for_each(|addr| space.unmap(*addr));
-            let ticket = link.invalidate(first, request | (PAGE_SIZE as u64 - 1));
+            buffer.at.iter().for_each(|addr| link.space.unmap(*addr));
+            let ticket = link.pipe.invalidate(first, request | (PAGE_SIZE as u64 - 1));
             self.ring.park(ticket, used.token as u32);
         }
         self.ring.unpark(link);
@@ -182,45 +167,44 @@ impl Side {
     #[inline]
     pub(super) fn submit(
         &mut self,
-        space: &mut Space,
         link: &mut Link,
         content: &mut Content,
         most: usize,
-    ) -> Result<(), NetDriverError> {
+    ) -> Result<()> {
         if !self.ring.release(link) {
             return Ok(());
         }
         let most = most.min(self.ring.queue.free_descs().into());
         for _ in 0..most {
             let Some(number) = self.ring.free.pop_front() else { break };
-            let Side { ring, first, buffers, addressing, span, write } = self;
-            let block = content.pick((*span).into());
-            let buffer = &mut buffers[(number - *first) as usize];
+            let Side { ring, buffers, span, write } = self;
+            let (span, write) = (*span, *write);
+            let block = content.pick(span.into());
+            let buffer = &mut buffers[ring.index(number)];
             buffer.block = block;
-            if *write {
-                for nth in 0..*span {
+            if write {
+                for nth in 0..span {
                     let (block, at) = (block + u64::from(nth), nth as usize * BLOCK);
                     let (head, tail) = ends(block, content.write(block, number.into()));
                     buffer.data.write(at, &head);
                     buffer.data.write(at + BLOCK - tail.len(), &tail);
                 }
             }
-            if let Addressing::Fresh { push } = *addressing {
-                let [_, request] = offsets(space, number, *span);
+            if let Addressing::Fresh { push } = link.space.addressing {
+                let [_, request] = offsets(&link.space, number, span);
                 buffer.at = [0, 1].map(|page| {
-                    let addr = space.map(ring.number.into(), pages(number, *span) + page);
+                    let addr = link.space.map(ring.number.into(), pages(number, span) + page);
                     addr & !(PAGE_SIZE as u64 - 1)
                 });
                 buffer.at[1] += request % PAGE_SIZE as u64;
                 if push {
                     for addr in buffer.at {
                         // A page each, though they are contiguous.
-                        let entry = space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?;
-                        ring.held = link.update(entry);
+                        ring.held = link.pipe.update(link.space.mapped(addr)?);
                     }
                 }
             }
-            let kind = if *write { Kind::Out } else { Kind::In };
+            let kind = if write { Kind::Out } else { Kind::In };
             let sector = block * BLOCK as u64 / SECTOR;
             let header =
                 Header { kind: kind.code().into(), reserved: 0.into(), sector: sector.into() };
@@ -229,15 +213,11 @@ impl Side {
             let [data, request] = buffer.at;
             let descs: [Desc; DESCS] = [
                 Desc::readable(request, HEADER_BYTES as u32),
-                Desc { addr: data, len: *span * BLOCK as u32, write: !*write },
+                Desc { addr: data, len: span * BLOCK as u32, write: !write },
                 Desc::writable(request + STATUS_AT as u64, 1),
             ];
-            ring.queue.add_indirect(
-                request + TABLE_AT as u64,
-                &buffer.table,
-                &descs,
-                number.into(),
-            )?;
+            let table_at = request + TABLE_AT as u64;
+            ring.queue.add_indirect(table_at, &buffer.table, &descs, number.into())?;
             ring.unpublished += 1;
         }
         self.ring.release(link);

@@ -8,43 +8,37 @@ use std::{
     time::Duration,
 };
 
-use ringfence_mem::Access;
 use ringfence_vhost_user::{
-    Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, msg::Header,
+    Frontend, Iotlb, IotlbWire, ProtocolFeatures, RingAddresses,
+    msg::{Header, code::BACKEND_IOTLB_MSG},
 };
 use ringfence_virtq::{F_ACCESS_PLATFORM, F_RING_PACKED, F_VERSION_1, device, driver::QueueConfig};
 use rustix::net::SendFlags;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
-    Entry, Messages, NetDriverError,
+    Entry, NetDriverError, Result,
     pipe::{Pipe, Records},
     space::Space,
 };
 
 /// The time-out for any reply of a back end.
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// BACKEND_IOTLB_MSG.
-const BACKEND_IOTLB_MSG: u32 = 1;
 
-/// The front end of a device, and the channel on which the device sends misses.
+/// The front end of a device, the channel on which the device sends misses, and the memory that
+/// both share.
 #[derive(Debug)]
 pub(crate) struct Link {
     front: Frontend,
-    pub(super) pipe: Pipe,
+    pub(crate) pipe: Pipe,
     channel: Option<(UnixStream, Records)>,
-    pub(crate) messages: Messages,
+    pub(crate) space: Space,
 }
 
 impl Link {
     /// Negotiates the features in `own` and those that addresses and rings need, and shares the
     /// memory.
-    pub(crate) fn open(
-        stream: UnixStream,
-        own: u64,
-        packed: bool,
-        space: &Space,
-    ) -> Result<Link, NetDriverError> {
+    pub(crate) fn open(stream: UnixStream, own: u64, packed: bool, space: Space) -> Result<Link> {
         let mut front = Frontend::new(stream, TIMEOUT);
         let protocol = ProtocolFeatures::MQ | ProtocolFeatures::BACKEND_REQ;
         let mut needed = 1 << F_VERSION_1 | own;
@@ -67,35 +61,33 @@ impl Link {
         }
         front.set_mem_table(&[(space.ram.region(), space.ram.fd())])?;
         let pipe = Pipe::new(front.iotlb_handle());
-        Ok(Link { front, pipe, channel, messages: Messages::default() })
+        Ok(Link { front, pipe, channel, space })
     }
 
-    /// Starts a ring; its areas are mapped first, as QEMU does it.
+    /// Starts a ring whose areas lie from the offset `at` on; they are mapped first, as QEMU does it.
     pub(crate) fn start_ring(
         &mut self,
         ring: u16,
         config: QueueConfig,
-        mut addresses: RingAddresses,
+        at: usize,
         kick: BorrowedFd<'_>,
         call: Option<BorrowedFd<'_>>,
-        space: &Space,
-    ) -> Result<(), NetDriverError> {
-        let RingAddresses { desc, avail, used, .. } = addresses;
+    ) -> Result<()> {
         self.front.set_vring_num(ring, config.size)?;
         self.front.set_vring_base(ring, device::RingConfig::start(config.packed))?;
-        if !space.addressing.translated() {
-            // Rule D2: addresses of this process.
-            let user = |addr: u64| space.ram.user_addr() + (addr - space.ram.gpa());
-            addresses.desc = user(desc);
-            addresses.avail = user(avail);
-            addresses.used = user(used);
-        }
-        self.front.set_vring_addr(ring, &addresses)?;
+        let (space, offsets) = (&self.space, config.offsets());
+        let translated = space.addressing.translated();
+        // Rule D2: addresses of this process, where none are translated.
+        let [desc, avail, used] = [offsets.desc, offsets.avail, offsets.used].map(|area| {
+            let offset = (at + area) as u64;
+            if translated { space.device_addr(offset) } else { space.ram.user_addr() + offset }
+        });
+        self.front.set_vring_addr(ring, &RingAddresses { desc, avail, used, log: None })?;
         self.front.set_vring_call(ring, call)?;
         self.front.set_vring_kick(ring, Some(kick))?;
-        if space.addressing.translated() {
+        if translated {
             for addr in [desc, avail, used] {
-                self.update(space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?);
+                self.pipe.update(self.space.mapped(addr)?);
             }
             self.pipe.settle()?;
         }
@@ -103,32 +95,35 @@ impl Link {
         Ok(())
     }
 
-    /// Stops a ring; returns where the back end would continue.
-    pub(crate) fn stop_ring(&mut self, ring: u16) -> Result<u32, NetDriverError> {
+    /// Stops a ring.
+    pub(crate) fn stop_ring(&mut self, ring: u16) -> Result<()> {
         self.pipe.settle()?;
         self.front.set_vring_enable(ring, false)?;
-        Ok(self.front.get_vring_base(ring)?)
+        self.front.get_vring_base(ring)?;
+        Ok(())
     }
 
-    /// Puts a translation into the pipe; returns its ticket.
-    pub(crate) fn update(&mut self, entry: Entry) -> u64 {
-        self.messages.updates += 1;
-        self.pipe.put(update(entry))
-    }
-
-    /// Invalidates translations: nothing uses them any more when the ticket is done.
-    pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
-        self.messages.invalidations += 1;
-        self.pipe.put(Iotlb::Invalidate { first, last })
+    /// Sends each lasting translation of the first buffers once, in the order of addresses.
+    pub(crate) fn prefill(&mut self, buffers: u32) -> Result<()> {
+        let space = &self.space;
+        let entry = |buffer| space.entry(space.device_addr(space.buffer(buffer)));
+        let mut entries: Vec<Entry> = (0..buffers).filter_map(entry).collect();
+        entries.sort_unstable_by_key(|entry| entry.first);
+        entries.dedup();
+        for some in entries.chunks(64) {
+            some.iter().for_each(|entry| _ = self.pipe.update(*entry));
+            self.pipe.settle()?;
+        }
+        Ok(())
     }
 
     /// Sends what was put into the pipe and takes the replies; then sends updates for the misses
     /// that have come meanwhile, and returns how many these were. A miss at an unmapped address
     /// gets no UPDATE (rule D8).
-    pub(crate) fn serve_misses(&mut self, space: &Space) -> Result<u64, NetDriverError> {
-        let Link { pipe, channel, messages, .. } = self;
+    pub(crate) fn serve_misses(&mut self) -> Result<u64> {
+        let Link { pipe, channel, space, .. } = self;
         let Some((channel, records)) = channel else { return Ok(0) };
-        let before = messages.misses;
+        let before = pipe.messages.misses;
         pipe.flush()?;
         records.receive(&*channel, |message| {
             let (head, wire) = message.split_at(Header::LEN);
@@ -142,12 +137,9 @@ impl Link {
             };
             let mut failed = 0_u64;
             if let Iotlb::Miss { iova, .. } = message {
-                messages.misses += 1;
+                pipe.messages.misses += 1;
                 match space.entry(iova) {
-                    Some(entry) => {
-                        messages.updates += 1;
-                        pipe.put(update(entry));
-                    }
+                    Some(entry) => _ = pipe.update(entry),
                     None => failed = 1,
                 }
             }
@@ -164,24 +156,23 @@ impl Link {
             Ok(())
         })?;
         pipe.flush()?;
-        Ok(messages.misses - before)
+        Ok(pipe.messages.misses - before)
     }
-}
-
-/// The UPDATE for an entry.
-fn update(Entry { first, last, user_addr }: Entry) -> Iotlb {
-    Iotlb::Update { first, last, user_addr, access: Some(Access::ReadWrite) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::net::{Addressing, pipe::MESSAGE};
+    use crate::load::net::{
+        Addressing,
+        pipe::{MESSAGE, update},
+    };
+    use ringfence_mem::Access;
     use std::io::{Read, Write};
 
     /// A link between the ends of two sockets, over which a memory was announced, and their other
     /// ends.
-    fn link(space: &Space) -> (Link, UnixStream, UnixStream) {
+    fn link(space: Space) -> (Link, UnixStream, UnixStream) {
         let (ours, mut main) = UnixStream::pair().unwrap();
         let (channel, theirs) = UnixStream::pair().unwrap();
         let mut front = Frontend::new(ours, TIMEOUT);
@@ -190,7 +181,7 @@ mod tests {
         while !read(&mut main).is_empty() {}
         let pipe = Pipe::new(front.iotlb_handle());
         let channel = Some((channel, Records::new()));
-        (Link { front, pipe, channel, messages: Messages::default() }, main, theirs)
+        (Link { front, pipe, channel, space }, main, theirs)
     }
 
     fn miss(iova: u64, ack: bool) -> Vec<u8> {
@@ -215,26 +206,25 @@ mod tests {
     #[test]
     fn a_miss_is_served_by_its_entry_and_one_that_leads_nowhere_by_none() {
         // rules D8, D9
-        let space = space();
-        let (mut link, mut main, mut channel) = link(&space);
-        let known = space.device_addr(space.buffer(7)) + 9;
+        let (mut link, mut main, mut channel) = link(space());
+        let known = link.space.device_addr(link.space.buffer(7)) + 9;
         let messages = [miss(known, false), miss(5, false), miss(known, true), miss(5, true)];
         channel.write_all(&messages.concat()).unwrap();
-        assert_eq!(link.serve_misses(&space).unwrap(), 4);
+        assert_eq!(link.serve_misses().unwrap(), 4);
 
         let updates = read(&mut main);
         let (updates, rest) = updates.as_chunks::<MESSAGE>();
         assert_eq!((updates.len(), rest.len()), (2, 0), "for those that lead somewhere");
-        for update in updates {
-            let wire = IotlbWire::read_from_bytes(&update[Header::LEN..]).unwrap();
-            assert_eq!(wire.parse(), Ok(super::update(space.entry(known).unwrap())));
+        for message in updates {
+            let wire = IotlbWire::read_from_bytes(&message[Header::LEN..]).unwrap();
+            assert_eq!(wire.parse(), Ok(update(link.space.entry(known).unwrap())));
         }
         let replies = read(&mut channel);
         let done = [0_u64, 1].map(|value| {
             [Header::reply(BACKEND_IOTLB_MSG, 8).as_bytes(), &value.to_ne_bytes()].concat()
         });
         assert_eq!(replies, done.concat(), "to those that wanted one, in order");
-        assert_eq!((link.messages.misses, link.messages.updates), (4, 2));
+        assert_eq!((link.pipe.messages.misses, link.pipe.messages.updates), (4, 2));
     }
 
     #[test]
@@ -242,32 +232,30 @@ mod tests {
         let mut wrong = [miss(5, false), miss(5, false), miss(5, false)];
         wrong[0][0] = 2;
         wrong[1][8] = 31;
-        let space = space();
         // The type: no message has it.
         wrong[2][Header::LEN + 25] = 9;
         for bytes in wrong {
-            let (mut link, _main, mut channel) = link(&space);
+            let (mut link, _main, mut channel) = link(space());
             channel.write_all(&bytes).unwrap();
-            assert!(matches!(link.serve_misses(&space), Err(NetDriverError::Channel { .. })));
+            assert!(matches!(link.serve_misses(), Err(NetDriverError::Channel { .. })));
         }
-        let (mut link, _main, channel) = link(&space);
+        let (mut link, _main, channel) = link(space());
         drop(channel);
-        assert!(link.serve_misses(&space).is_err(), "and so is its end");
+        assert!(link.serve_misses().is_err(), "and so is its end");
     }
 
     #[test]
     fn a_ticket_is_that_of_its_own_message() {
-        let space = space();
-        let (mut link, mut main, _channel) = link(&space);
-        let tickets =
-            [link.invalidate(0, 4095), link.update(space.entry(space.device_addr(0)).unwrap())];
-        link.serve_misses(&space).unwrap();
+        let (mut link, mut main, _channel) = link(space());
+        let entry = link.space.mapped(link.space.device_addr(0)).unwrap();
+        let tickets = [link.pipe.invalidate(0, 4095), link.pipe.update(entry)];
+        link.serve_misses().unwrap();
         assert_eq!(read(&mut main).len(), 2 * MESSAGE, "in one piece");
         for ticket in tickets {
             assert!(!link.pipe.is_done(ticket));
             let header = Header::reply(ringfence_vhost_user::msg::code::IOTLB_MSG, 8);
             main.write_all(&[header.as_bytes(), &[0; 8]].concat()).unwrap();
-            link.serve_misses(&space).unwrap();
+            link.serve_misses().unwrap();
             assert!(link.pipe.is_done(ticket));
         }
     }

@@ -33,6 +33,12 @@ use link::Link;
 use side::Side;
 use space::Space;
 
+/// The result of a driver's calls.
+pub(crate) type Result<T, E = NetDriverError> = std::result::Result<T, E>;
+
+/// Descriptors of a ring, as QEMU gives a device.
+pub const RING: u16 = 256;
+
 /// VIRTIO_NET_F_MRG_RXBUF (bit 15): a packet may take several receive buffers.
 const F_MRG_RXBUF: u64 = 1 << 15;
 
@@ -97,21 +103,6 @@ pub struct Options {
     pub prefill: bool,
 }
 
-impl Default for Options {
-    /// Rings as QEMU gives a device, each with three times as many pages of buffers.
-    fn default() -> Options {
-        let (addressing, packed) = (Addressing::Physical, false);
-        Options {
-            addressing,
-            ring: 256,
-            rx_buffers: 1536,
-            tx_buffers: 1536,
-            packed,
-            prefill: false,
-        }
-    }
-}
-
 /// What happened on the sockets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Messages {
@@ -127,7 +118,6 @@ pub struct Messages {
 #[derive(Debug)]
 pub struct NetDriver {
     link: Link,
-    space: Space,
     rx: Side,
     tx: Side,
     arrivals: Arrivals,
@@ -143,25 +133,21 @@ impl NetDriver {
     ///
     /// # Panics
     /// If the options make no sense: a ring's size or an entry's is no power of two.
-    pub fn open(
-        stream: UnixStream,
-        options: Options,
-        expect: Expect,
-    ) -> Result<NetDriver, NetDriverError> {
+    pub fn open(stream: UnixStream, options: Options, expect: Expect) -> Result<NetDriver> {
         let Options { addressing, ring, rx_buffers, tx_buffers, packed, prefill } = options;
-        let mut space = Space::new(addressing, rx_buffers.saturating_add(tx_buffers), false)?;
+        let buffers = rx_buffers.saturating_add(tx_buffers);
+        let space = Space::new(addressing, buffers, false)?;
         let config = QueueConfig { size: ring, event_idx: false, packed };
-        let mut link = Link::open(stream, F_MRG_RXBUF, packed, &space)?;
-        let mut rx = Side::start(&mut link, &space, RX, config, 0..rx_buffers)?;
-        let own = rx_buffers..rx_buffers + tx_buffers;
-        let tx = Side::start(&mut link, &space, TX, config, own)?;
+        let mut link = Link::open(stream, F_MRG_RXBUF, packed, space)?;
+        let mut rx = Side::start(&mut link, RX, config, 0..rx_buffers)?;
+        let tx = Side::start(&mut link, TX, config, rx_buffers..buffers)?;
         if prefill {
-            prefill_all(&mut link, &space, rx_buffers + tx_buffers)?;
+            link.prefill(buffers)?;
         }
-        rx.post(&mut space, &mut link)?;
+        rx.post(&mut link)?;
         link.pipe.settle()?;
-        rx.post(&mut space, &mut link)?;
-        Ok(NetDriver { link, space, rx, tx, arrivals: Arrivals::new(expect), taken: 0 })
+        rx.post(&mut link)?;
+        Ok(NetDriver { link, rx, tx, arrivals: Arrivals::new(expect), taken: 0 })
     }
 
     /// Sends up to `most` frames, numbered on from those before; returns how many. Fewer if the ring
@@ -170,9 +156,9 @@ impl NetDriver {
     /// # Errors
     /// See [`NetDriverError`].
     #[inline]
-    pub fn send(&mut self, most: usize) -> Result<usize, NetDriverError> {
-        self.taken += self.tx.reclaim(&mut self.space, &mut self.link, |_, _| {})?;
-        let sent = self.tx.send(&mut self.space, &mut self.link, self.arrivals.sent, most)?;
+    pub fn send(&mut self, most: usize) -> Result<usize> {
+        self.taken += self.tx.reclaim(&mut self.link, |_, _| {})?;
+        let sent = self.tx.send(&mut self.link, self.arrivals.sent, most)?;
         self.arrivals.sent += sent as u64;
         Ok(sent)
     }
@@ -183,12 +169,10 @@ impl NetDriver {
     /// # Errors
     /// See [`NetDriverError`].
     #[inline]
-    pub fn receive(&mut self) -> Result<usize, NetDriverError> {
+    pub fn receive(&mut self) -> Result<usize> {
         let arrivals = &mut self.arrivals;
-        let came = self
-            .rx
-            .reclaim(&mut self.space, &mut self.link, |packet, len| arrivals.note(packet, len))?;
-        self.rx.post(&mut self.space, &mut self.link)?;
+        let came = self.rx.reclaim(&mut self.link, |packet, len| arrivals.note(packet, len))?;
+        self.rx.post(&mut self.link)?;
         Ok(came as usize)
     }
 
@@ -198,8 +182,8 @@ impl NetDriver {
     ///
     /// # Errors
     /// See [`NetDriverError`].
-    pub fn serve_misses(&mut self) -> Result<u64, NetDriverError> {
-        self.link.serve_misses(&self.space)
+    pub fn serve_misses(&mut self) -> Result<u64> {
+        self.link.serve_misses()
     }
 
     /// How many more frames can be sent so that each finds a receive buffer, were they all to come
@@ -231,7 +215,7 @@ impl NetDriver {
 
     /// What happened on the sockets.
     pub fn messages(&self) -> Messages {
-        self.link.messages
+        self.link.pipe.messages
     }
 
     /// Sends `count` UPDATEs of a page, at most `depth` of them in flight, and waits for the
@@ -239,12 +223,12 @@ impl NetDriver {
     ///
     /// # Errors
     /// See [`NetDriverError`].
-    pub fn round_trips(&mut self, count: u64, depth: u64) -> Result<(), NetDriverError> {
-        let addr = self.space.device_addr(0);
-        let entry = self.space.entry(addr).ok_or(NetDriverError::NoEntry { addr })?;
+    pub fn round_trips(&mut self, count: u64, depth: u64) -> Result<()> {
+        let Link { space, pipe, .. } = &mut self.link;
+        let entry = space.mapped(space.device_addr(0))?;
         for _ in 0..count.div_ceil(depth.max(1)) {
-            (0..depth).for_each(|_| _ = self.link.update(entry));
-            self.link.pipe.settle()?;
+            (0..depth).for_each(|_| _ = pipe.update(entry));
+            pipe.settle()?;
         }
         Ok(())
     }
@@ -253,26 +237,7 @@ impl NetDriver {
     ///
     /// # Errors
     /// See [`NetDriverError`].
-    pub fn stop(mut self) -> Result<(), NetDriverError> {
-        self.link.stop_ring(TX)?;
-        self.link.stop_ring(RX)?;
-        Ok(())
+    pub fn stop(mut self) -> Result<()> {
+        [TX, RX].into_iter().try_for_each(|ring| self.link.stop_ring(ring))
     }
-}
-
-/// Sends each lasting translation of a buffer once, in the order of addresses.
-pub(crate) fn prefill_all(
-    link: &mut Link,
-    space: &Space,
-    buffers: u32,
-) -> Result<(), NetDriverError> {
-    let entry = |buffer| space.entry(space.device_addr(space.buffer(buffer)));
-    let mut entries: Vec<Entry> = (0..buffers).filter_map(entry).collect();
-    entries.sort_unstable_by_key(|entry| entry.first);
-    entries.dedup();
-    for some in entries.chunks(64) {
-        some.iter().for_each(|entry| _ = link.update(*entry));
-        link.pipe.settle()?;
-    }
-    Ok(())
 }

@@ -6,10 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ringfence_mem::Access;
 use ringfence_vhost_user::{Iotlb, IotlbHandle, IotlbWire, msg::Header};
 use rustix::{io::Errno, net::RecvFlags};
 
-use super::NetDriverError;
+use super::{Entry, Messages, Result};
 
 /// Bytes of a message about an IOTLB.
 pub(super) const MESSAGE: usize = Header::LEN + size_of::<IotlbWire>();
@@ -32,8 +33,8 @@ impl Records {
     pub(super) fn receive(
         &mut self,
         socket: impl AsFd,
-        mut each: impl FnMut(&[u8; MESSAGE]) -> Result<(), NetDriverError>,
-    ) -> Result<(), NetDriverError> {
+        mut each: impl FnMut(&[u8; MESSAGE]) -> Result<()>,
+    ) -> Result<()> {
         loop {
             let room = &mut self.buffer[self.held..];
             let len = match rustix::net::recv(&socket, &mut *room, RecvFlags::DONTWAIT) {
@@ -59,23 +60,35 @@ impl Records {
 /// The updates and invalidations of one driver, gathered and posted together. No other sender uses
 /// the connection.
 #[derive(Debug)]
-pub(super) struct Pipe {
+pub(crate) struct Pipe {
     iotlb: IotlbHandle,
     gathered: Vec<Iotlb>,
-    /// How many were ever put in: the tickets of the connection.
-    put: u64,
+    pub(crate) messages: Messages,
 }
 
 impl Pipe {
     pub(super) fn new(iotlb: IotlbHandle) -> Pipe {
-        Pipe { iotlb, gathered: Vec::new(), put: 0 }
+        Pipe { iotlb, gathered: Vec::new(), messages: Messages::default() }
     }
 
-    /// Puts a message in, to be sent with the next [`flush`](Self::flush). Returns its ticket.
-    pub(super) fn put(&mut self, message: Iotlb) -> u64 {
-        self.gathered.push(message);
-        self.put += 1;
-        self.put
+    /// Puts a translation in, to be sent with the next [`flush`](Self::flush). Returns its ticket.
+    pub(crate) fn update(&mut self, entry: Entry) -> u64 {
+        self.gathered.push(update(entry));
+        self.messages.updates += 1;
+        self.put()
+    }
+
+    /// Puts in that translations end: nothing uses them any more when the ticket is done.
+    pub(crate) fn invalidate(&mut self, first: u64, last: u64) -> u64 {
+        self.gathered.push(Iotlb::Invalidate { first, last });
+        self.messages.invalidations += 1;
+        self.put()
+    }
+
+    /// How many were ever put in: the ticket of the last.
+    #[inline]
+    fn put(&self) -> u64 {
+        self.messages.updates + self.messages.invalidations
     }
 
     /// Whether the back end has carried out the message of that ticket, and so all before.
@@ -85,7 +98,7 @@ impl Pipe {
     }
 
     /// Sends what was put in, and takes the replies that have come, without waiting.
-    pub(super) fn flush(&mut self) -> Result<(), NetDriverError> {
+    pub(super) fn flush(&mut self) -> Result<()> {
         if !self.gathered.is_empty() {
             self.iotlb.post(&self.gathered)?;
             self.gathered.clear();
@@ -94,9 +107,9 @@ impl Pipe {
     }
 
     /// Waits until everything is carried out, by polling: a wake-up would cost more than the reply.
-    pub(super) fn settle(&mut self) -> Result<(), NetDriverError> {
+    pub(super) fn settle(&mut self) -> Result<()> {
         let begun = Instant::now();
-        while !self.is_done(self.put) {
+        while !self.is_done(self.put()) {
             self.flush()?;
             if begun.elapsed() > TIMEOUT {
                 return Err(io::Error::from(io::ErrorKind::TimedOut).into());
@@ -104,4 +117,9 @@ impl Pipe {
         }
         Ok(())
     }
+}
+
+/// The UPDATE for an entry.
+pub(super) fn update(Entry { first, last, user_addr }: Entry) -> Iotlb {
+    Iotlb::Update { first, last, user_addr, access: Some(Access::ReadWrite) }
 }

@@ -9,18 +9,13 @@ use std::{
 };
 
 use ringfence_run::event;
-use ringfence_vhost_user::RingAddresses;
 use ringfence_virtq::driver::{Queue, QueueConfig, Rings};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
 };
 
-use super::{
-    NetDriverError,
-    link::Link,
-    space::{RINGS, Space},
-};
+use super::{Result, link::Link, space::RINGS};
 
 /// For how long a driver sleeps before it looks whether it is to end.
 const NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -30,6 +25,8 @@ const NAP: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 pub(crate) struct Ring {
     pub(crate) number: u16,
     pub(crate) queue: Queue,
+    /// The first of its buffers.
+    pub(crate) first: u32,
     /// Buffers that can be used, the one that was free the longest first.
     pub(crate) free: VecDeque<u32>,
     /// What was added is published when this ticket is done.
@@ -44,50 +41,49 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// Starts ring number `number`, in its place in `space`. `sleeps`: the driver waits by
+    /// Starts ring number `number`, in its place in memory. `sleeps`: the driver waits by
     /// [`wait`](Self::wait).
     pub(crate) fn start(
         link: &mut Link,
-        space: &Space,
         number: u16,
         config: QueueConfig,
         own: Range<u32>,
         sleeps: bool,
-    ) -> Result<Ring, NetDriverError> {
+    ) -> Result<Ring> {
         let bytes = RINGS as usize / 2;
         let at = usize::from(number) * bytes;
-        let window = space.ram.window(at, bytes)?;
+        let window = link.space.ram.window(at, bytes)?;
         let mut queue = Queue::with_config(config, Rings::placed(&window, &config)?)?;
-        let base = space.device_addr(at as u64);
-        let offsets = config.offsets();
-        let addresses = RingAddresses {
-            desc: base + offsets.desc as u64,
-            avail: base + offsets.avail as u64,
-            used: base + offsets.used as u64,
-            log: None,
-        };
         // Until the driver waits.
         queue.suppress_notifications();
         let kick = event::new()?;
         let call = sleeps.then(event::new).transpose()?;
         let calls = call.as_ref().map(AsFd::as_fd);
-        link.start_ring(number, config, addresses, kick.as_fd(), calls, space)?;
+        link.start_ring(number, config, at, kick.as_fd(), calls)?;
+        let (first, held, unpublished, parked) = (own.start, 0, 0, VecDeque::new());
         Ok(Ring {
             number,
             queue,
+            first,
             free: own.collect(),
-            held: 0,
-            unpublished: 0,
+            held,
+            unpublished,
             kick,
             call,
-            parked: VecDeque::new(),
+            parked,
         })
+    }
+
+    /// Which of its buffers the one of that number is.
+    #[inline]
+    pub(crate) fn index(&self, buffer: u32) -> usize {
+        (buffer - self.first) as usize
     }
 
     /// Sleeps until the device has used something, for [`NAP`] at most; not at all without
     /// notifications.
     #[inline]
-    pub(crate) fn wait(&mut self) -> Result<(), NetDriverError> {
+    pub(crate) fn wait(&mut self) -> Result<()> {
         let Some(call) = &self.call else { return Ok(()) };
         if !self.queue.enable_notifications() {
             match poll(&mut [PollFd::new(call, PollFlags::IN)], Some(&NAP)) {

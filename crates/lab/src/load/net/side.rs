@@ -8,12 +8,7 @@ use ringfence_virtq::{
     driver::{QueueConfig, Used},
 };
 
-use super::{
-    Addressing, Entry, NetDriverError,
-    link::Link,
-    ring::Ring,
-    space::{ROOM, Space},
-};
+use super::{Addressing, Entry, Result, link::Link, ring::Ring, space::ROOM};
 use ringfence_devices::net::frame::{PACKET, packet};
 
 /// Most packets that are taken back at once.
@@ -25,12 +20,9 @@ const REFILL: u16 = 32;
 #[derive(Debug)]
 pub(super) struct Side {
     ring: Ring,
-    /// The first buffer.
-    first: u32,
     buffers: Vec<Window>,
     /// Where the device sees each: for good, or for this use.
     addrs: Vec<u64>,
-    addressing: Addressing,
     /// So many descriptors are free before buffers are made available again.
     refill: u16,
 }
@@ -39,23 +31,16 @@ impl Side {
     /// Starts ring number `ring`, with buffers of its own.
     pub(super) fn start(
         link: &mut Link,
-        space: &Space,
         ring: u16,
         config: QueueConfig,
         own: Range<u32>,
-    ) -> Result<Side, NetDriverError> {
-        let windows = own.clone().map(|buffer| {
-            let offset = space.buffer(buffer) as usize;
-            space.ram.window(offset, ROOM as usize)
-        });
-        Ok(Side {
-            ring: Ring::start(link, space, ring, config, own.clone(), false)?,
-            first: own.start,
-            buffers: windows.collect::<Result<_, _>>()?,
-            addrs: own.map(|buffer| space.device_addr(space.buffer(buffer))).collect(),
-            addressing: space.addressing,
-            refill: REFILL.min(config.size),
-        })
+    ) -> Result<Side> {
+        let ring = Ring::start(link, ring, config, own.clone(), false)?;
+        let (space, refill) = (&link.space, REFILL.min(config.size));
+        let offsets = own.map(|buffer| space.buffer(buffer));
+        let addrs = offsets.clone().map(|offset| space.device_addr(offset)).collect();
+        let windows = offsets.map(|offset| space.ram.window(offset as usize, ROOM as usize));
+        Ok(Side { ring, buffers: windows.collect::<Result<_, _>>()?, addrs, refill })
     }
 
     /// How many buffers the device has.
@@ -69,59 +54,54 @@ impl Side {
     #[inline]
     pub(super) fn reclaim(
         &mut self,
-        space: &mut Space,
         link: &mut Link,
         mut each: impl FnMut(&[u8; PACKET], u32),
-    ) -> Result<u64, NetDriverError> {
+    ) -> Result<u64> {
+        let fresh = link.space.addressing.is_fresh();
         let mut used = [Used::default(); BURST];
         let count = self.ring.queue.pop_burst(&mut used)?;
         for Used { token, len } in &used[..count] {
             let buffer = *token as u32;
             if *len > 0 {
                 let mut bytes = [0; PACKET];
-                self.buffers[(buffer - self.first) as usize].read(0, &mut bytes);
+                self.buffers[self.ring.index(buffer)].read(0, &mut bytes);
                 each(&bytes, *len);
             }
-            if !self.addressing.is_fresh() {
+            if !fresh {
                 self.ring.free.push_back(buffer);
             }
         }
-        if self.addressing.is_fresh() {
-            self.unmap(&used[..count], space, link);
+        if fresh {
+            self.unmap(&used[..count], link);
         }
         Ok(count as u64)
     }
 
     /// Unmaps buffers, and frees those that can be used again.
-    fn unmap(&mut self, used: &[Used], space: &mut Space, link: &mut Link) {
+    fn unmap(&mut self, used: &[Used], link: &mut Link) {
+        let Link { space, pipe, .. } = link;
         let entries = used.iter().filter_map(|used| {
-            let addr = self.addrs[(used.token as u32 - self.first) as usize];
+            let addr = self.addrs[self.ring.index(used.token as u32)];
             let entry = space.entry(addr);
             space.unmap(addr);
             // Only their order matters here, not their targets.
             entry.map(|Entry { first, last, .. }| Entry { first, last, user_addr: first })
         });
         let mut ticket = 0;
-        runs(entries, |run| ticket = link.invalidate(run.first, run.last));
+        runs(entries, |run| ticket = pipe.invalidate(run.first, run.last));
         used.iter().for_each(|used| self.ring.park(ticket, used.token as u32));
         self.ring.unpark(link);
     }
 
     /// Sends up to `most` frames, from `number` on; returns how many.
     #[inline]
-    pub(super) fn send(
-        &mut self,
-        space: &mut Space,
-        link: &mut Link,
-        number: u64,
-        most: usize,
-    ) -> Result<usize, NetDriverError> {
+    pub(super) fn send(&mut self, link: &mut Link, number: u64, most: usize) -> Result<usize> {
         if !self.ring.release(link) {
             return Ok(0);
         }
         let most = most.min(self.ring.queue.free_descs().into()).min(self.ring.free.len());
         let mut numbers = number..;
-        self.fill(most, PACKET as u32, space, link, |buffer| {
+        self.fill(most, PACKET as u32, link, |buffer| {
             buffer.write(0, &packet(numbers.next().unwrap_or_default()));
             false
         })?;
@@ -130,16 +110,12 @@ impl Side {
 
     /// Makes buffers available to write to, if the ring takes many.
     #[inline]
-    pub(super) fn post(
-        &mut self,
-        space: &mut Space,
-        link: &mut Link,
-    ) -> Result<(), NetDriverError> {
+    pub(super) fn post(&mut self, link: &mut Link) -> Result<()> {
         if !self.ring.release(link) || self.ring.queue.free_descs() < self.refill {
             return Ok(());
         }
         let most = self.ring.free.len().min(self.ring.queue.free_descs().into());
-        self.fill(most, ROOM, space, link, |_| true)
+        self.fill(most, ROOM, link, |_| true)
     }
 
     /// Adds `count` buffers of `len` bytes, for which there is room, prepared by `each`, which
@@ -149,14 +125,14 @@ impl Side {
         &mut self,
         count: usize,
         len: u32,
-        space: &mut Space,
         link: &mut Link,
         mut each: impl FnMut(&Window) -> bool,
-    ) -> Result<(), NetDriverError> {
+    ) -> Result<()> {
         let mut entries = Vec::new();
-        let Side { ring, first, buffers, addrs, addressing, .. } = self;
-        let Ring { number, queue, free, .. } = ring;
-        let fresh = addressing.is_fresh();
+        let Side { ring, buffers, addrs, .. } = self;
+        let Ring { number, queue, first, free, .. } = ring;
+        let space = &mut link.space;
+        let fresh = space.addressing.is_fresh();
         let descs = std::iter::from_fn(|| {
             let buffer = free.pop_front()?;
             let index = (buffer - *first) as usize;
@@ -168,8 +144,8 @@ impl Side {
             Some((Desc { addr: addrs[index], len, write }, u64::from(buffer)))
         });
         self.ring.unpublished += queue.add_burst(descs.take(count))?;
-        if self.addressing == (Addressing::Fresh { push: true }) {
-            runs(entries, |run| self.ring.held = link.update(run));
+        if link.space.addressing == (Addressing::Fresh { push: true }) {
+            runs(entries, |run| self.ring.held = link.pipe.update(run));
         }
         self.ring.release(link);
         Ok(())

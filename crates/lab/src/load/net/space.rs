@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use ringfence_mem::{GuestRam, MemError, PAGE_SIZE};
 
+use super::{NetDriverError, Result};
 use crate::random::XorShift;
 
 /// Bytes of memory: as much as the largest entry covers. Only what is used takes memory.
@@ -104,16 +105,12 @@ impl Space {
     ///
     /// # Panics
     /// If [`Addressing`] does not allow the entry's size.
-    pub(crate) fn new(
-        addressing: Addressing,
-        buffers: u32,
-        apart: bool,
-    ) -> Result<Space, MemError> {
+    pub(crate) fn new(addressing: Addressing, buffers: u32, apart: bool) -> Result<Space> {
         let stride = if apart || addressing.is_fresh() { PAGE } else { PAGE / 2 };
         let ram = GuestRam::new(RAM, GUEST_BASE)?;
         let bytes = (u64::from(buffers) * stride).next_multiple_of(BUFFERS);
         if BUFFERS + bytes > RAM as u64 {
-            return Err(MemError::Full { len: bytes, left: RAM as u64 - BUFFERS });
+            return Err(MemError::Full { len: bytes, left: RAM as u64 - BUFFERS }.into());
         }
         let mut granule_at = Vec::new();
         if let Addressing::Static { entry, mergeable } = addressing {
@@ -207,6 +204,14 @@ impl Space {
             None => start,
         };
         Some(self.at(IOVA_BASE + start, entry, to))
+    }
+
+    /// The entry for an address that is mapped.
+    ///
+    /// # Errors
+    /// [`NetDriverError::NoEntry`].
+    pub(crate) fn mapped(&self, addr: u64) -> Result<Entry> {
+        self.entry(addr).ok_or(NetDriverError::NoEntry { addr })
     }
 
     fn at(&self, first: u64, len: u64, offset: u64) -> Entry {
