@@ -1,16 +1,14 @@
 //! A link without jobs, for benchmarks of the DMA API between two processes.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result};
 use ringfence_dma::{Policy, Trust};
-use ringfence_drivers::{blk::Batching, ram::PagedBuffer};
+use ringfence_drivers::ram::PagedBuffer;
 use ringfence_run::worker::Notify;
 
 use super::{
-    DiskChoice,
+    DiskChoice, Row,
     link::{Link, LinkPath},
-    plan::{Plan, Way},
+    plan::Plan,
     space::Space,
     target::Target,
     tuning::Tuning,
@@ -29,26 +27,19 @@ pub(crate) fn untrusted(
     notify: Notify,
     buffers: Vec<usize>,
 ) -> Result<(Link, Vec<LinkPath>, Vec<PagedBuffer>)> {
-    let target = Target::open(&DiskChoice::Ram, DISK, &[], true)?;
     let plan = Plan {
-        policy,
-        way: Way::Streaming,
-        lazy_domain: false,
-        proxied: false,
+        row: Row::Policy(policy),
         allocator: Default::default(),
         space: Space::default(),
         notify,
-        kind: target.kind,
-        disk: Arc::clone(&target.file),
-        disk_bytes: target.bytes,
+        tuning: Tuning::default(),
+        target: &Target::open(&DiskChoice::Ram, DISK, &[], true)?,
+        trust: Trust::described(false),
         queues: 1,
         depth: 1,
         pieces: 1,
         buffers,
         run_pages: 1,
-        tuning: Tuning::default(),
-        trust: Trust::described(false),
-        batching: Batching::default(),
         // Slots that come and go between measurements would be counted as theirs.
         idle_ms: 1 << 30,
     };

@@ -1,28 +1,24 @@
 //! Rounds: every row once, then every row again.
 
 use std::{
-    process::ExitStatus,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ringfence_dma::{BounceLimits, Policy, Trust};
-use ringfence_drivers::{blk::Batching, ram::PagedBuffer};
+use ringfence_drivers::ram::PagedBuffer;
 use ringfence_run::slice;
 
 use super::{
     Options, Row, Usage,
     device::{DiskKind, open_disk},
-    engine::{self, Control, JobClone, Phase},
-    figures::{Conducted, Notes, bounce_sample, exposure_sample, iommu_sample},
+    engine::{self, Control, Counted, JobClone, Phase},
+    figures::{Conducted, bounce_sample, exposure_sample, iommu_sample},
     link::{Link, LinkPath, local_buffers},
     load::Load,
     path::{FilePath, MemoryPath},
-    plan::{Plan, Way},
+    plan::Plan,
     probe::Found,
     row::Line,
     target::{Content, Target},
@@ -237,15 +233,16 @@ impl Stage<'_> {
                     ended.failure = Some(failure.context(what));
                     return rows;
                 }
-                for (kept, (sample, notes)) in results.iter_mut().zip(measured.samples) {
+                for (kept, (sample, counted)) in results.iter_mut().zip(measured.samples) {
                     kept.effective_policy.clone_from(&measured.effective);
                     kept.fallback.clone_from(&measured.fallback);
                     // `auto` has learnt the most in the last round.
                     kept.explain.clone_from(&measured.explain);
-                    if notes.torn && !kept.warnings.iter().any(|warning| warning == TORN) {
+                    if counted.torn > 0 && !kept.warnings.iter().any(|warning| warning == TORN) {
                         kept.warnings.push(TORN.to_owned());
                     }
-                    let first = notes.first_error.map(|error| format!("the first error: {error}"));
+                    let first =
+                        counted.first_error.map(|error| format!("the first error: {error}"));
                     // The first round warms up, and is discarded, except for its errors.
                     if round == 0 && sample.errors > 0 {
                         let first = first.unwrap_or_default();
@@ -275,16 +272,10 @@ impl Stage<'_> {
 
     /// For each thread, its clones: job and number, in turn, so that threads have equal shares.
     fn deal(&self, threads: u16) -> Vec<Vec<(usize, u32)>> {
-        let mut dealt = vec![Vec::new(); threads.into()];
-        let clones = self
-            .jobs
-            .iter()
-            .enumerate()
-            .flat_map(|(job, description)| (0..description.numjobs).map(move |n| (job, n)));
-        for (at, clone) in clones.enumerate() {
-            dealt[at % usize::from(threads)].push(clone);
-        }
-        dealt
+        let jobs = self.jobs.iter().enumerate();
+        let clones = jobs.flat_map(|(job, about)| (0..about.numjobs).map(move |n| (job, n)));
+        let threads = usize::from(threads);
+        (0..threads).map(|thread| clones.clone().skip(thread).step_by(threads).collect()).collect()
     }
 
     /// For each thread, its clones with their buffers.
@@ -334,87 +325,58 @@ impl Stage<'_> {
         // A buffer must fit into a chain of descriptors, whatever its pages' order.
         let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
-        match row {
-            Row::Policy(_) | Row::LazyDomain(_) | Row::Persistent | Row::ZeroCopy | Row::Proxy => {
-                let plan = Plan {
-                    policy: match row {
-                        Row::Policy(policy) | Row::LazyDomain(policy) => policy,
-                        Row::Proxy => Policy::Off,
-                        // What is mapped once needs one sync, and is unmapped only at the end.
-                        _ => Policy::StrictMap,
-                    },
-                    way: match row {
-                        Row::Persistent => Way::Persistent,
-                        Row::ZeroCopy => Way::ZeroCopy,
-                        _ => Way::Streaming,
-                    },
-                    lazy_domain: matches!(row, Row::LazyDomain(_)),
-                    proxied: row == Row::Proxy,
-                    // Not used under `off`.
-                    allocator: allocator.unwrap_or_default(),
-                    space: self.options.space,
-                    notify: self.options.notify,
-                    kind: self.target.kind,
-                    disk: Arc::clone(&self.target.file),
-                    disk_bytes: self.target.bytes,
-                    queues: threads,
-                    depth: depth + 1,
-                    pieces: pages.div_ceil(run_pages) + 1,
-                    buffers: all,
-                    run_pages,
-                    tuning: self.options.tuning,
-                    // `off` is the base of all ratios: it is run, with a warning. A proxy copies by itself.
-                    trust: match row {
-                        Row::Policy(Policy::Off) | Row::Proxy => Trust::Trusted,
-                        _ => self.trust,
-                    },
-                    idle_ms: BounceLimits::default().idle_ms,
-                    batching: Batching {
-                        requests: self.options.tuning.batch,
-                        chunk: self.options.tuning.chunk.min(self.options.tuning.batch),
-                    },
-                };
-                self.run_linked(&plan, &dealt, round)
-            }
-            Row::Host | Row::IoUring => {
-                let buffers = local_buffers(&all, run_pages)?;
-                let (file, notify) = (&self.target.file, self.options.notify);
-                let disk = match self.target.kind {
-                    kind if row == Row::Host && kind != DiskKind::File => {
-                        Some(open_disk(kind, file.try_clone()?, self.target.bytes)?)
-                    }
-                    _ => None,
-                };
-                let path = |_| -> Result<LinkPath> {
-                    Ok(match &disk {
-                        Some(disk) => Box::new(MemoryPath::new(disk.clone(), depth, notify)),
-                        None => Box::new(FilePath::new(Arc::clone(file), depth, notify)?),
-                    })
-                };
-                let mut paths = (0..threads).map(path).collect::<Result<Vec<_>>>()?;
-                let clones = self.with_buffers(&dealt, buffers, round);
-                let conducted = self.conduct(&mut paths, clones, round, || 0, || (), || None)?;
-                let samples = conducted.samples(self.jobs, |_, _| ());
-                Ok(Measured { samples, ..Measured::default() })
-            }
+        let &Options { space, notify, tuning, .. } = self.options;
+        if !matches!(row, Row::Host | Row::IoUring) {
+            let plan = Plan {
+                row,
+                // Not used under `off`.
+                allocator: allocator.unwrap_or_default(),
+                space,
+                notify,
+                tuning,
+                target: self.target,
+                // `off` is the base of all ratios: it is run, with a warning. A proxy copies by itself.
+                trust: if row.policy() == Policy::Off { Trust::Trusted } else { self.trust },
+                queues: threads,
+                depth: depth + 1,
+                pieces: pages.div_ceil(run_pages) + 1,
+                buffers: all,
+                run_pages,
+                idle_ms: BounceLimits::default().idle_ms,
+            };
+            return self.run_linked(&plan, &dealt, round);
         }
+        let buffers = local_buffers(&all, run_pages)?;
+        let Target { kind, file, bytes, .. } = self.target;
+        let disk = (row == Row::Host && *kind != DiskKind::File)
+            .then(|| open_disk(*kind, file.try_clone()?, *bytes))
+            .transpose()?;
+        let path = |_| -> Result<LinkPath> {
+            Ok(match &disk {
+                Some(disk) => Box::new(MemoryPath::new(disk.clone(), depth, notify)),
+                None => Box::new(FilePath::new(file, depth, notify)?),
+            })
+        };
+        let mut paths = (0..threads).map(path).collect::<Result<Vec<_>>>()?;
+        let clones = self.with_buffers(&dealt, buffers, round);
+        let conducted = self.conduct(&mut paths, clones, round, None)?;
+        Ok(Measured { samples: conducted.samples(self.jobs, |_, _| ()), ..Measured::default() })
     }
 
-    fn run_linked(&self, plan: &Plan, dealt: &[Vec<(usize, u32)>], round: u32) -> Result<Measured> {
+    fn run_linked(
+        &self,
+        plan: &Plan<'_>,
+        dealt: &[Vec<(usize, u32)>],
+        round: u32,
+    ) -> Result<Measured> {
         let (link, mut paths, buffers) = Link::open(plan)?;
+        let dma = &link.behind.dma;
         let clones = self.with_buffers(dealt, buffers, round);
-        let protected = plan.policy != Policy::Off;
-        let conducted = self.conduct(
-            &mut paths,
-            clones,
-            round,
-            || link.device_cpu_ns(),
-            || (link.dma.stats(), link.dma.waits(), link.behind.iommu.stats()),
-            || link.lost(),
-        );
+        let protected = plan.is_protected();
+        let conducted = self.conduct(&mut paths, clones, round, Some(&link));
         let probes = paths.iter().filter_map(|path| path.probe());
         let found = probes.fold(Found::default(), |sum, probe| sum.and(probe.found()));
-        let leak = (link.dma.effective_policy().is_strict() && found.accesses > 0).then(|| {
+        let leak = (dma.effective_policy().is_strict() && found.accesses > 0).then(|| {
             format!(
                 "after unmap had returned, the device reached the memory in {} of {} attempts, \
                  up to {:.3} ms later",
@@ -432,31 +394,25 @@ impl Stage<'_> {
         };
         drop(paths);
         // What is still queued was exposed until now.
-        link.dma.flush().context("the last flush")?;
-        if let Some(pools) = link.dma.pools() {
+        dma.flush().context("the last flush")?;
+        if let Some(pools) = dma.pools() {
             let slots = pools.stats().slots;
             ensure!(slots == 0, "{slots} bounce slots were not given back: {:?}", pools.holders());
         }
-        let exposure = protected.then(|| exposure_sample(&link.dma.stats()));
-        let pool_bytes = link.dma.pools().map(|pools| pools.stats().peak_bytes);
-        let explain = link.dma.choices().map(|choices| choices.to_string());
-        let fallback = link.dma.fallback().map(|why| why.to_string());
-        // A way that keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
-        let effective = match plan.way {
-            Way::Persistent => Row::Persistent.to_string(),
-            Way::ZeroCopy => Row::ZeroCopy.to_string(),
-            Way::Streaming if plan.proxied => Row::Proxy.to_string(),
-            Way::Streaming => match link.dma.effective_policy() {
-                // The device process offers what is proposed.
-                policy if plan.lazy_domain && policy.is_lazy() => {
-                    Row::LazyDomain(policy).to_string()
-                }
-                policy => policy.to_string(),
-            },
+        let exposure = protected.then(|| exposure_sample(&dma.stats()));
+        let pool_bytes = dma.pools().map(|pools| pools.stats().peak_bytes);
+        let explain = dma.choices().map(|choices| choices.to_string());
+        let fallback = dma.fallback().map(|why| why.to_string());
+        let effective = match (plan.row, dma.effective_policy()) {
+            // The device process offers what is proposed.
+            (Row::LazyDomain(_), policy) if policy.is_lazy() => Row::LazyDomain(policy),
+            (Row::LazyDomain(_) | Row::Policy(_), policy) => Row::Policy(policy),
+            // A way that keeps its buffers mapped is no strict policy, whatever unmaps them in the end.
+            (row, _) => row,
         };
         let report = link.close()?;
         // Nothing is unmapped while it runs, so there is nothing to probe.
-        let probed = exposure.filter(|_| plan.way == Way::Streaming);
+        let probed = exposure.filter(|_| !plan.row.stays_mapped());
         let stale = probed.map(|exposure| StaleWindow {
             max_ms: found.max_ns as f64 / 1e6,
             byte_ms: exposure.byte_ns as f64 / 1e6,
@@ -472,44 +428,40 @@ impl Stage<'_> {
         let thread_ns = conducted.thread_ns();
         // Thread time in taking and giving back the memory of requests.
         let memory_ns = conducted.ran.iter().map(|ran| ran.memory_ns).sum::<u64>() as f64;
-        let samples = conducted.samples(
-            self.jobs,
-            |sample, ((dma0, waits0, iommu0), (dma1, waits1, iommu1))| {
-                // Jobs that run at the same time share one IOMMU: each gets its I/Os' share of all
-                // I/Os.
-                let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
-                if protected {
-                    let iommu = iommu_sample(dma0, dma1, iommu0, iommu1, share);
-                    let waits =
-                        WaitsSample { waits: waits1.since(waits0), ios: all_ios, thread_ns };
-                    let cpu_ns = iommu.cpu_ns + (memory_ns * share) as u64;
-                    sample.iommu = Some(IommuSample { cpu_ns, waits, ..iommu });
-                }
-                sample.bounce = pool_bytes.map(|bytes| bounce_sample(dma0, dma1, share, bytes));
-                let kicks = (iommu1.kicks - iommu0.kicks) as f64 * share;
-                sample.kicks = sample.kicks.map(|own| own + kicks as u64);
-                sample.stale = stale;
-                sample.exposure = exposure;
-                sample.iotlb = iotlb;
-            },
-        );
+        let samples = conducted.samples(self.jobs, |sample, [before, after]| {
+            // Jobs that run at the same time share one IOMMU: each gets its I/Os' share of all I/Os.
+            let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
+            if protected {
+                let iommu = iommu_sample(before, after, share);
+                let waits = after.waits.since(&before.waits);
+                let waits = WaitsSample { waits, ios: all_ios, thread_ns };
+                let cpu_ns = iommu.cpu_ns + (memory_ns * share) as u64;
+                sample.iommu = Some(IommuSample { cpu_ns, waits, ..iommu });
+            }
+            let (dma0, dma1) = (&before.dma, &after.dma);
+            sample.bounce = pool_bytes.map(|bytes| bounce_sample(dma0, dma1, share, bytes));
+            let kicks = (after.iommu.kicks - before.iommu.kicks) as f64 * share;
+            sample.kicks = sample.kicks.map(|own| own + kicks as u64);
+            sample.stale = stale;
+            sample.exposure = exposure;
+            sample.iotlb = iotlb;
+        });
+        let effective = effective.to_string();
         Ok(Measured { samples, effective, fallback, explain, leak, failure: None })
     }
 
     /// Runs the threads through a round and takes stock at the beginning and the end of its
-    /// measured part. `lost` returns which process ended, and how, if one has.
-    fn conduct<S>(
+    /// measured part.
+    fn conduct(
         &self,
         paths: &mut [LinkPath],
         clones: Vec<Vec<JobClone>>,
         round: u32,
-        device_cpu: impl Fn() -> u64,
-        stock: impl Fn() -> S,
-        lost: impl Fn() -> Option<(&'static str, ExitStatus)>,
-    ) -> Result<Conducted<S>> {
+        link: Option<&Link>,
+    ) -> Result<Conducted> {
         let threads = paths.len() as u32;
         let (jobs, content) = (self.jobs.len(), self.content);
-        let control = Control::new();
+        let control = Control::default();
         let endless = self.jobs.iter().all(|job| job.time_based && job.runtime.is_some());
         let runtime = match (self.runtime(), round) {
             (runtime, 0) => Some(runtime.unwrap_or(WARM_UP).min(WARM_UP)),
@@ -520,8 +472,12 @@ impl Stage<'_> {
             if endless { RUN_IN.min(runtime.unwrap_or_default() / 4) } else { Duration::ZERO };
         let take_stock = || {
             let load_ns = self.load.cpu_ns();
-            (stock(), own_cpu_ns().saturating_sub(load_ns) + device_cpu(), load_ns)
+            let device_ns = || link.map_or(0, Link::device_cpu_ns);
+            let stock = link.map(Link::stock);
+            (stock, own_cpu_ns().saturating_sub(load_ns) + device_ns(), load_ns)
         };
+        // Which process ended, and how, if one has.
+        let lost = || link.and_then(Link::lost);
         let mut before = take_stock();
         if run_in.is_zero() {
             control.enter(Phase::Measured);
@@ -545,20 +501,19 @@ impl Stage<'_> {
                     if self.stop.load(Ordering::Relaxed) {
                         return false;
                     }
-                    if control.finished() >= threads || control.failed() {
+                    let over = control.finished.load(Ordering::Acquire) >= threads;
+                    if over || control.failed.load(Ordering::Acquire) {
                         return true;
                     }
                     if lost().is_some() {
-                        control.abandon();
+                        control.abandoned.store(true, Ordering::Relaxed);
                         return true;
                     }
-                    let left = match limit {
-                        Some(limit) => match limit.checked_sub(begun.elapsed()) {
-                            None | Some(Duration::ZERO) => return true,
-                            Some(left) => left,
-                        },
-                        None => Duration::MAX,
-                    };
+                    let left = limit.map(|limit| limit.saturating_sub(begun.elapsed()));
+                    let left = left.unwrap_or(Duration::MAX);
+                    if left.is_zero() {
+                        return true;
+                    }
                     let step = if endless { 50 } else { 1 };
                     std::thread::sleep(left.min(Duration::from_millis(step)));
                 }
@@ -603,7 +558,7 @@ impl Stage<'_> {
                 begun_ns: control.measured_ns().unwrap_or(0),
                 cpu_ns: after.1.saturating_sub(before.1),
                 load: self.load.cpu_share(after.2.saturating_sub(before.2), elapsed),
-                stock: (before.0, after.0),
+                stock: before.0.zip(after.0).map(<[_; 2]>::from),
                 ran,
             })
         })
@@ -617,7 +572,7 @@ const TORN: &str = "reads that met a write to the same block half-way were repea
 #[derive(Default)]
 struct Measured {
     /// One per job.
-    samples: Vec<(Sample, Notes)>,
+    samples: Vec<(Sample, Counted)>,
     effective: String,
     /// Why that is not the policy asked for.
     fallback: Option<String>,

@@ -29,16 +29,17 @@ use crate::{
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// What the threads of a stage share with the thread that conducts them.
+#[derive(Default)]
 pub(crate) struct Control {
     phase: AtomicU8,
     /// Threads that have nothing left to start.
-    finished: AtomicU32,
-    failed: AtomicBool,
-    /// The other side is gone: nothing will complete any more.
-    abandoned: AtomicBool,
+    pub(super) finished: AtomicU32,
+    pub(super) failed: AtomicBool,
+    /// The other side is gone: nothing will complete any more, and the threads end without it.
+    pub(super) abandoned: AtomicBool,
     /// When the measured part began (`MonotonicClock`), 0 before.
     measured_ns: AtomicU64,
-    /// The number of the next write.
+    /// The number of the last write.
     sequence: AtomicU64,
 }
 
@@ -51,17 +52,6 @@ pub(crate) enum Phase {
 }
 
 impl Control {
-    pub(crate) fn new() -> Control {
-        Control {
-            phase: AtomicU8::new(Phase::RunIn as u8),
-            finished: AtomicU32::new(0),
-            failed: AtomicBool::new(false),
-            abandoned: AtomicBool::new(false),
-            measured_ns: AtomicU64::new(0),
-            sequence: AtomicU64::new(1),
-        }
-    }
-
     pub(crate) fn enter(&self, phase: Phase) {
         if phase == Phase::Measured {
             self.measured_ns.store(MonotonicClock.now_ns(), Ordering::Relaxed);
@@ -74,25 +64,12 @@ impl Control {
         Some(self.measured_ns.load(Ordering::Relaxed)).filter(|&at| at != 0)
     }
 
-    /// Lets the threads end without waiting for completions.
-    pub(crate) fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Relaxed);
-    }
-
     fn phase(&self) -> Phase {
         match self.phase.load(Ordering::Relaxed) {
             0 => Phase::RunIn,
             1 => Phase::Measured,
             _ => Phase::Ending,
         }
-    }
-
-    pub(crate) fn finished(&self) -> u32 {
-        self.finished.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn failed(&self) -> bool {
-        self.failed.load(Ordering::Acquire)
     }
 }
 
@@ -122,6 +99,21 @@ pub(crate) struct Counted {
     pub(crate) errors: u64,
     pub(crate) first_error: Option<String>,
     pub(crate) latency: Latencies,
+}
+
+impl Counted {
+    /// Adds what another thread counted.
+    pub(super) fn add(&mut self, more: &Counted) {
+        self.ios += more.ios;
+        self.bytes += more.bytes;
+        self.last_ns = self.last_ns.max(more.last_ns);
+        self.torn += more.torn;
+        self.errors += more.errors;
+        self.latency.merge(&more.latency);
+        if self.first_error.is_none() {
+            self.first_error.clone_from(&more.first_error);
+        }
+    }
 }
 
 /// What one thread did.
@@ -315,7 +307,7 @@ impl Runner<'_> {
         let data = path.bytes(&buffer, token);
         match op {
             Op::Write => {
-                let sequence = self.control.sequence.fetch_add(1, Ordering::Relaxed);
+                let sequence = self.control.sequence.fetch_add(1, Ordering::Relaxed) + 1;
                 self.content.format.fill_piece(data, offset, sequence);
             }
             // What comes back must have been written by the disk, not left over.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ringfence_dma::Stats as DmaStats;
+use ringfence_dma::{Sampled, Stats as DmaStats, Waits};
 use ringfence_virtio_iommu::driver::Stats as IommuStats;
 
 use super::engine::{Counted, Ran};
@@ -12,15 +12,16 @@ use crate::{
     stats::Latencies,
 };
 
-/// Notes about a job in a round.
-pub(super) struct Notes {
-    /// The first of its errors.
-    pub(super) first_error: Option<String>,
-    /// Whether reads were repeated.
-    pub(super) torn: bool,
+/// What a link has counted until a moment.
+#[derive(Default)]
+pub(super) struct Stock {
+    pub(super) dma: DmaStats,
+    pub(super) waits: Waits,
+    pub(super) iommu: IommuStats,
 }
 
-pub(super) struct Conducted<S> {
+/// What the threads of a round did.
+pub(super) struct Conducted {
     /// How long the measured part was.
     pub(super) elapsed: Duration,
     /// How long it was meant to be, if the jobs did not end by themselves.
@@ -30,11 +31,12 @@ pub(super) struct Conducted<S> {
     pub(super) cpu_ns: u64,
     /// The part of their time that busy threads beside it got, if there are any.
     pub(super) load: Option<f64>,
-    pub(super) stock: (S, S),
+    /// What their link had counted at its beginning and its end.
+    pub(super) stock: Option<[Stock; 2]>,
     pub(super) ran: Vec<Ran>,
 }
 
-impl<S> Conducted<S> {
+impl Conducted {
     pub(super) fn ios(&self) -> u64 {
         self.ran.iter().flat_map(|ran| &ran.jobs).map(|job| job.ios).sum()
     }
@@ -44,30 +46,20 @@ impl<S> Conducted<S> {
         (self.elapsed.as_nanos() as u64).saturating_mul(self.ran.len() as u64)
     }
 
-    /// A sample for each job, and notes about it; `add` adds what only some rows have.
+    /// A sample for each job, and its counts; `add` adds what only rows with a link have.
     pub(super) fn samples(
         &self,
         jobs: &[Job],
-        mut add: impl FnMut(&mut Sample, &(S, S)),
-    ) -> Vec<(Sample, Notes)> {
+        mut add: impl FnMut(&mut Sample, &[Stock; 2]),
+    ) -> Vec<(Sample, Counted)> {
         let all = self.ios().max(1) as f64;
         let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
         jobs.iter()
             .enumerate()
             .map(|(index, job)| {
                 let counted = self.ran.iter().map(|ran| &ran.jobs[index]);
-                let total = counted.fold(Counted::default(), |mut sum, more| {
-                    sum.ios += more.ios;
-                    sum.bytes += more.bytes;
-                    sum.errors += more.errors;
-                    sum.torn += more.torn;
-                    sum.last_ns = sum.last_ns.max(more.last_ns);
-                    sum.latency.merge(&more.latency);
-                    if sum.first_error.is_none() {
-                        sum.first_error.clone_from(&more.first_error);
-                    }
-                    sum
-                });
+                let mut total = Counted::default();
+                counted.for_each(|more| total.add(more));
                 // A job that ended before the others, or when its area was done, took until then.
                 let mut elapsed_ns = self.elapsed.as_nanos() as u64;
                 if !job.time_based || job.runtime != self.limit {
@@ -78,7 +70,7 @@ impl<S> Conducted<S> {
                     elapsed_ns,
                     ios: total.ios,
                     bytes: total.bytes,
-                    latency: total.latency,
+                    latency: std::mem::take(&mut total.latency),
                     cpu_ns: Some((self.cpu_ns as f64 * share) as u64),
                     thread_cpu_ns: Some((sum(|ran| ran.thread_cpu_ns) * share) as u64),
                     kicks: Some((sum(|ran| ran.kicks) * share) as u64),
@@ -86,24 +78,19 @@ impl<S> Conducted<S> {
                     errors: total.errors,
                     ..Sample::default()
                 };
-                add(&mut sample, &self.stock);
-                (sample, Notes { first_error: total.first_error, torn: total.torn > 0 })
+                self.stock.iter().for_each(|stock| add(&mut sample, stock));
+                (sample, total)
             })
             .collect()
     }
 }
 
 /// The IOMMU's part between two takings of stock, of which this job has `share`.
-pub(super) fn iommu_sample(
-    dma0: &DmaStats,
-    dma1: &DmaStats,
-    iommu0: &IommuStats,
-    iommu1: &IommuStats,
-    share: f64,
-) -> IommuSample {
+pub(super) fn iommu_sample(before: &Stock, after: &Stock, share: f64) -> IommuSample {
+    let (dma0, dma1) = (&before.dma, &after.dma);
     let part = |n: f64| (n * share) as u64;
-    // Sampled calls stand for all calls.
-    let times = |of: fn(&DmaStats) -> (ringfence_dma::Sampled, u64)| {
+    // Sampled calls stand for all calls: their time of the thread, and by the clock.
+    let times = |of: fn(&DmaStats) -> (Sampled, u64)| {
         let ((sampled0, calls0), (sampled1, calls1)) = (of(dma0), of(dma1));
         let count = sampled1.count - sampled0.count;
         let calls = calls1.saturating_sub(calls0);
@@ -114,15 +101,13 @@ pub(super) fn iommu_sample(
         };
         (all(sampled1.ns, sampled0.ns), all(sampled1.wall_ns, sampled0.wall_ns))
     };
-    let time = |of| times(of).0;
-    let wall = |of| times(of).1;
-    let map_ns = time(|stats| (stats.map_time, stats.maps));
-    let unmap_ns = time(|stats| (stats.unmap_time, stats.unmaps));
+    let (map_ns, map_wall_ns) = times(|stats| (stats.map_time, stats.maps));
+    let (unmap_ns, unmap_wall_ns) = times(|stats| (stats.unmap_time, stats.unmaps));
     // A copy has its slot's address: it needs no allocation.
-    let alloc_ns = time(|stats| (stats.alloc_time, stats.maps.saturating_sub(stats.bounced)));
-    let free_ns = time(|stats| (stats.free_time, stats.frees));
+    let (alloc_ns, _) = times(|dma| (dma.alloc_time, dma.maps.saturating_sub(dma.bounced)));
+    let (free_ns, _) = times(|stats| (stats.free_time, stats.frees));
     let expiry_ns = (dma1.expiry_time.ns - dma0.expiry_time.ns) as f64;
-    let iommu = iommu1.since(iommu0);
+    let iommu = after.iommu.since(&before.iommu);
     let mut sync_wait = Latencies::new();
     for (value, count) in iommu.sync_wait_ns.buckets() {
         sync_wait.record_n(value, count);
@@ -131,8 +116,8 @@ pub(super) fn iommu_sample(
         cpu_ns: part(map_ns + unmap_ns + expiry_ns),
         map_ns: part(map_ns),
         unmap_ns: part(unmap_ns + expiry_ns),
-        map_wall_ns: part(wall(|stats| (stats.map_time, stats.maps))),
-        unmap_wall_ns: part(wall(|stats| (stats.unmap_time, stats.unmaps))),
+        map_wall_ns: part(map_wall_ns),
+        unmap_wall_ns: part(unmap_wall_ns),
         allocator_ns: part(alloc_ns + free_ns),
         mapped_bytes: part((dma1.bytes - dma0.bytes) as f64),
         requests: part(iommu.requests() as f64),
@@ -177,8 +162,6 @@ pub(super) fn exposure_sample(dma: &DmaStats) -> ExposureSample {
 
 #[cfg(test)]
 mod tests {
-    use ringfence_dma::Sampled;
-
     use super::*;
 
     fn stats(maps: u64, bounced: u64) -> DmaStats {
@@ -198,15 +181,15 @@ mod tests {
 
     #[test]
     fn a_copy_uses_no_allocator() {
-        let (before, after) = (stats(0, 0), stats(100, 90));
-        let iommu = IommuStats::default();
+        let stock = |maps, bounced| Stock { dma: stats(maps, bounced), ..Stock::default() };
+        let (before, after) = (stock(0, 0), stock(100, 90));
         // Two of ten took 1000 ns.
-        let sample = iommu_sample(&before, &after, &iommu, &iommu, 1.0);
+        let sample = iommu_sample(&before, &after, 1.0);
         assert_eq!(sample.allocator_ns, 5000);
-        let half = iommu_sample(&before, &after, &iommu, &iommu, 0.5);
+        let half = iommu_sample(&before, &after, 0.5);
         assert_eq!(half.allocator_ns, 2500);
         // Where all mappings are copies, nothing is allocated.
-        assert_eq!(iommu_sample(&before, &stats(9, 9), &iommu, &iommu, 1.0).allocator_ns, 0);
+        assert_eq!(iommu_sample(&before, &stock(9, 9), 1.0).allocator_ns, 0);
     }
 
     #[test]

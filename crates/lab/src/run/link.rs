@@ -1,5 +1,4 @@
-//! The driver process's side of a link: guest memory, the device process, both front ends, the
-//! DMA API.
+//! The driver process's side of a link: the device process, its queues, the buffers of jobs.
 
 use std::{
     os::{
@@ -11,33 +10,32 @@ use std::{
 };
 
 use anyhow::{Context, Result};
-use ringfence_dma::{BounceLimits, Direction, DmaConfig, Policy};
+use ringfence_dma::{BounceLimits, Direction, DmaConfig};
 use ringfence_drivers::{
     blk::{DriverQueue, QueueLayout},
-    ram::{PagedBuffer, RamMemory},
+    ram::PagedBuffer,
 };
 use ringfence_mem::GuestRam;
 use ringfence_run::event;
 use ringfence_vhost_user::ProtocolFeatures;
 use ringfence_virtio_iommu::driver::ViommuDomain;
-use ringfence_virtq::{F_ACCESS_PLATFORM, F_EVENT_IDX, F_INDIRECT_DESC, F_VERSION_1, blk::feature};
+use ringfence_virtq::{F_EVENT_IDX, F_INDIRECT_DESC, blk::feature};
 
 use super::{
-    device::{ENDPOINT, Report, Served},
+    Row,
+    device::{Report, Served},
+    figures::Stock,
     mapped::VirtioPath,
     path::Path,
-    plan::{Plan, Way},
+    plan::Plan,
     probe::Probe,
     process::Process,
     proxied::Proxied,
-    space::{Dma, dma},
     standing::{Memory, StandingPath},
-    viommu::{Behind, OWN_BYTES, RingMemory, front_end, ring_addresses, start_ring},
+    viommu::{Behind, GUEST_BASE, Setup, front_end, start_ring},
 };
 use crate::random::XorShift;
 
-/// Where guest memory begins for the device: beyond all that is special on a PC.
-pub(crate) const GUEST_BASE: u64 = 1 << 32;
 /// On average one map and one unmap call in so many is timed.
 const SAMPLE_EVERY: u32 = 64;
 const PAGE: usize = 4096;
@@ -49,101 +47,82 @@ pub(crate) type LinkPath = Box<dyn Path + Send>;
 
 /// A link to a running device process.
 pub(crate) struct Link {
-    // In the order of an orderly shutdown: queues and mappings first, then the sockets, then the
-    // child.
-    pub(crate) dma: Dma,
-    rings: Vec<RingMemory>,
     pub(crate) behind: Behind<Process>,
+    queues: u16,
     proxy: Option<Proxied>,
 }
 
 impl Link {
     /// Starts a device process and brings everything up; returns a path for each queue, without
     /// buffers for data yet.
-    pub(crate) fn open(plan: &Plan) -> Result<(Link, Vec<LinkPath>, Vec<PagedBuffer>)> {
-        let protected = plan.policy != Policy::Off;
+    pub(crate) fn open(plan: &Plan<'_>) -> Result<(Link, Vec<LinkPath>, Vec<PagedBuffer>)> {
+        let Plan { row, notify, target, queues, .. } = *plan;
+        let policy = row.policy();
+        let streams = !row.stays_mapped();
         // A chain, even through an indirect table, is never longer than its queue.
         let queue_size = plan.depth.max(plan.pieces + 2).next_power_of_two().min(1024) as u16;
-        let queue_layout = QueueLayout::new(queue_size, plan.pieces);
-        let rings_bytes = queue_layout.bytes().next_multiple_of(PAGE) * usize::from(plan.queues);
+        let layout = QueueLayout::new(queue_size, plan.pieces);
+        let rings = std::iter::repeat_n(layout.bytes(), queues.into());
+        let rings_bytes: usize = rings.clone().map(|len| len.next_multiple_of(PAGE)).sum();
         let mut lens = plan.buffers.clone();
         // A page for each queue's probe.
-        if plan.way == Way::Streaming {
-            lens.extend(std::iter::repeat_n(PAGE, plan.queues.into()));
+        if streams {
+            lens.extend(std::iter::repeat_n(PAGE, queues.into()));
         }
-        let pools = plan.pool_bytes();
-        let ram =
-            GuestRam::new(pages_of(&lens) * PAGE + rings_bytes + OWN_BYTES + pools, GUEST_BASE)
-                .context("making the guest memory")?;
-
+        let max_bytes = plan.pool_bytes() as u64;
+        let setup = Setup {
+            name: "disk",
+            bytes: pages_of(&lens) * PAGE + rings_bytes,
+            config: DmaConfig {
+                policy,
+                sample_every: SAMPLE_EVERY,
+                flush: Some(plan.tuning.flush(policy)),
+                trust: plan.trust,
+                bounce: plan.bounce(),
+                ..DmaConfig::default()
+            },
+            limits: BounceLimits { max_bytes, idle_ms: plan.idle_ms, ..BounceLimits::default() },
+            notify,
+            lazy: matches!(row, Row::LazyDomain(_)),
+        };
+        let allocator = |domain: &ViommuDomain| {
+            let mapped: Vec<usize> = lens.iter().copied().chain(rings).collect();
+            plan.space.of_domain(plan.allocator, domain, &mapped, policy.is_lazy())
+        };
         let mut proxy = None;
         let start = |iommu: UnixStream| {
-            let file = plan.disk.as_raw_fd();
-            let served = Served::Disk { file, kind: plan.kind, bytes: plan.disk_bytes };
-            let (front, device) = match plan.proxied {
-                false => front_end()?,
-                true => {
-                    let (started, front, device) = Proxied::start(plan.notify)?;
+            let file = target.file.as_raw_fd();
+            let served = Served::Disk { file, kind: target.kind, bytes: target.bytes };
+            let (front, device) = match row {
+                Row::Proxy => {
+                    let (started, front, device) = Proxied::start(notify)?;
                     proxy = Some(started);
                     (front, device)
                 }
+                _ => front_end()?,
             };
-            let (queues, notify) = (plan.queues, plan.notify);
             Ok((Process::start(served, queues, notify, device.into(), iommu.into())?, front))
         };
-        let mut behind = Behind::open(Arc::clone(&ram), plan.notify, plan.lazy_domain, start)?;
-        let domain = &behind.domain;
-        if protected {
-            domain.attach(ENDPOINT).context("attaching the disk to its domain")?;
-        }
-        let rings = std::iter::repeat_n(queue_layout.bytes(), plan.queues.into());
-        let mapped: Vec<usize> = lens.iter().copied().chain(rings).collect();
-        let memory = match pools {
-            0 => None,
-            bytes => Some(RamMemory::carve(&ram, bytes).context("memory for bounce slots")?),
-        };
-        let dma = make_dma(plan, domain, &mapped, memory)?;
+        let mut behind = Behind::open(setup, allocator, start)?;
 
         // Without FLUSH each write would be made durable by itself, which `host` does not do.
-        let mut features =
-            feature::FLUSH | 1 << F_VERSION_1 | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
-        if protected {
-            features |= 1 << F_ACCESS_PLATFORM;
-        }
+        let features = feature::FLUSH | 1 << F_EVENT_IDX | 1 << F_INDIRECT_DESC;
         behind.agree(features, ProtocolFeatures::MQ | ProtocolFeatures::CONFIG, "virtio-blk")?;
-        let mut rings = Vec::new();
-        let mut queues = Vec::new();
-        for index in 0..plan.queues {
-            let (memory, bus, base) =
-                RingMemory::new(&ram, queue_layout.bytes(), protected.then_some(&dma))?;
+        let mut drivers = Vec::new();
+        for index in 0..queues {
+            let (window, bus, base) = behind.ring_memory(layout.bytes())?;
             let (kick, call) = (Arc::new(event::new()?), Arc::new(event::new()?));
-            let window = memory.part().window();
-            let queue = DriverQueue::new(
-                queue_layout,
-                window,
-                bus,
-                Arc::clone(&kick),
-                Arc::clone(&call),
-                plan.notify,
-            )?;
-            let addresses =
-                ring_addresses(base, [0, queue_layout.avail_at(), queue_layout.used_at()]);
-            start_ring(
-                &mut behind.front,
-                index,
-                queue_size,
-                &addresses,
-                kick.as_fd(),
-                Some(call.as_fd()),
-            )
-            .with_context(|| format!("starting queue {index}"))?;
-            rings.push(memory);
-            queues.push(queue);
+            let (kicks, calls) = (Arc::clone(&kick), Arc::clone(&call));
+            drivers.push(DriverQueue::new(layout, &window, bus, kicks, calls, notify)?);
+            let (kick, call) = (kick.as_fd(), Some(call.as_fd()));
+            start_ring(&mut behind.front, index, queue_size, base, kick, call)
+                .with_context(|| format!("starting queue {index}"))?;
         }
 
-        let mut buffers = scatter(&ram, &lens, plan.run_pages)?;
+        let dma = &behind.dma;
+        let mut buffers = scatter(&behind.ram, &lens, plan.run_pages)?;
         let mut registered = None;
-        if plan.way == Way::Persistent {
+        if row == Row::Persistent {
             let first = buffers.first().context("a buffer to map")?;
             // SAFETY: a job thread touches a buffer only while no request of that buffer is in
             // flight, and the paths and their requests are gone before the arena is dropped.
@@ -152,20 +131,20 @@ impl Link {
             registered = Some(Arc::new(arena.context("mapping the buffers")?));
         }
         let mut paths: Vec<LinkPath> = Vec::new();
-        for queue in queues {
-            if plan.way == Way::Streaming {
+        for queue in drivers {
+            if streams {
                 let page = buffers.pop().context("a page for each probe")?;
                 // The policy in force: it may be another for an untrusted device.
                 let strict = dma.effective_policy().is_strict();
-                let probe = protected.then(|| Probe::new(page, strict));
-                paths.push(Box::new(VirtioPath::new(dma.clone(), queue, probe, plan.batching)));
+                let probe = plan.is_protected().then(|| Probe::new(page, strict));
+                paths.push(Box::new(VirtioPath::new(dma.clone(), queue, probe, &plan.tuning)));
                 continue;
             }
             let memory =
                 registered.clone().map_or_else(|| Memory::Pools(dma.clone()), Memory::Registered);
             paths.push(Box::new(StandingPath::new(memory, queue)));
         }
-        Ok((Link { dma, rings, behind, proxy }, paths, buffers))
+        Ok((Link { behind, queues, proxy }, paths, buffers))
     }
 
     /// CPU time of the device process so far, and of its proxy, in nanoseconds.
@@ -182,36 +161,21 @@ impl Link {
         proxy.or_else(|| self.behind.peer.ended().map(|how| ("device process", how)))
     }
 
+    /// What was counted so far.
+    pub(super) fn stock(&self) -> Stock {
+        let Behind { dma, iommu, .. } = &self.behind;
+        Stock { dma: dma.stats(), waits: dma.waits(), iommu: iommu.stats() }
+    }
+
     /// Ends the link in order: stops the rings, frees their memory, hangs up, and reads the device
     /// process's report.
     pub(crate) fn close(mut self) -> Result<Report> {
-        for index in 0..self.rings.len() {
-            self.behind.front.get_vring_base(index as u16).context("stopping a queue")?;
+        for index in 0..self.queues {
+            self.behind.front.get_vring_base(index).context("stopping a queue")?;
         }
-        self.behind.hang_up(self.rings, Some(&self.dma))?;
+        self.behind.hang_up()?;
         self.behind.peer.finish()
     }
-}
-
-fn make_dma(
-    plan: &Plan,
-    domain: &Arc<ViommuDomain>,
-    mapped: &[usize],
-    memory: Option<RamMemory>,
-) -> Result<Dma> {
-    let lazy = plan.policy.is_lazy();
-    let allocator = plan.space.of_domain(plan.allocator, domain, mapped, lazy)?;
-    let config = DmaConfig {
-        policy: plan.policy,
-        sample_every: SAMPLE_EVERY,
-        flush: Some(plan.tuning.flush(plan.policy)),
-        trust: plan.trust,
-        bounce: plan.bounce(),
-        ..DmaConfig::default()
-    };
-    let max_bytes = plan.pool_bytes() as u64;
-    let limits = BounceLimits { max_bytes, idle_ms: plan.idle_ms, ..BounceLimits::default() };
-    dma(domain, allocator, config, memory.map(|memory| (memory, limits)))
 }
 
 /// Pages of guest memory as an application that has run for a while has them: side by side for the

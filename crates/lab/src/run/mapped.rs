@@ -13,6 +13,7 @@ use super::{
     path::{Completed, Path, TURN, place, transfer},
     probe::Probe,
     space::{Dma, Queue},
+    tuning::Tuning,
 };
 use crate::workload::Op;
 
@@ -33,8 +34,9 @@ impl VirtioPath {
         dma: Dma,
         queue: DriverQueue,
         probe: Option<Probe>,
-        batching: Batching,
+        &Tuning { batch, chunk, .. }: &Tuning,
     ) -> VirtioPath {
+        let batching = Batching { requests: batch, chunk: chunk.min(batch) };
         let queue = MappedQueue::new(queue, &dma, batching);
         VirtioPath { dma, queue, expected: Vec::new(), probe }
     }

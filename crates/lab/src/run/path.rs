@@ -4,6 +4,7 @@ use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail};
 use ringfence_devices::disk::{Disk, FileIo, FileOp, Image};
+use ringfence_dma::DmaBuffer;
 use ringfence_drivers::ram::PagedBuffer;
 use ringfence_mem::HostSlice;
 use ringfence_run::worker::Notify;
@@ -97,16 +98,13 @@ pub(crate) struct MemoryPath {
     disk: Disk,
     depth: usize,
     wait: Wait,
-    clock: MonotonicClock,
     /// In flight, in order of completion.
     due: VecDeque<(u64, Op, u64, PagedBuffer, u32)>,
 }
 
 impl MemoryPath {
     pub(crate) fn new(disk: Disk, depth: usize, notify: Notify) -> MemoryPath {
-        let clock = MonotonicClock;
-        let due = VecDeque::with_capacity(depth);
-        MemoryPath { disk, depth, wait: Wait::new(notify), clock, due }
+        MemoryPath { disk, depth, wait: Wait::new(notify), due: VecDeque::with_capacity(depth) }
     }
 }
 
@@ -118,8 +116,7 @@ impl Path for MemoryPath {
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
         let at = match &self.disk {
             Disk::Paced(_, pacer) => {
-                let now = self.clock.now_ns();
-                pacer.lock().schedule(now, ringfence_dma::DmaBuffer::len(&buffer))
+                pacer.lock().schedule(MonotonicClock.now_ns(), DmaBuffer::len(&buffer))
             }
             _ => 0,
         };
@@ -135,29 +132,25 @@ impl Path for MemoryPath {
         let (Disk::Ram(ram) | Disk::Paced(ram, _)) = &self.disk else {
             bail!("a disk in memory was expected");
         };
-        let now = self.clock.now_ns();
-        while let Some((at, op, offset, buffer, token)) = self.due.pop_front() {
-            if at > now {
-                self.due.push_front((at, op, offset, buffer, token));
-                break;
-            }
+        let now = MonotonicClock.now_ns();
+        // A few at a time, as the device process does between its rounds: what has completed is
+        // checked before it has left the cache.
+        while into.len() < TURN
+            && self.due.front().is_some_and(|&(at, ..)| at <= now)
+            && let Some((_, op, offset, buffer, token)) = self.due.pop_front()
+        {
             self.wait.found(|| now);
             match op {
                 Op::Read => ram.read(offset, buffer.piece()),
                 Op::Write => ram.write(offset, buffer.piece()),
             }
             into.push(Completed { token, buffer, ok: true });
-            // As the device process does between its rounds: what has completed is checked before
-            // it has left the cache.
-            if into.len() >= TURN {
-                break;
-            }
         }
         Ok(())
     }
 
     fn wait(&mut self) -> Result<()> {
-        let (now, due) = (self.clock.now_ns(), self.due.front().map(|&(at, ..)| at));
+        let (now, due) = (MonotonicClock.now_ns(), self.due.front().map(|&(at, ..)| at));
         if self.wait.step(now, || due) == Next::Sleep {
             let left = due.map_or(0, |at| at.saturating_sub(now));
             std::thread::sleep(Duration::from_nanos(left));
@@ -171,11 +164,8 @@ impl Path for MemoryPath {
 pub(crate) struct FilePath {
     // Dropped first: it waits for what the kernel still has under way in the buffers.
     io: FileIo,
-    under_way: Vec<Option<Box<UnderWay>>>,
-    // Boxes, since the kernel holds a pointer into each while it moves between the lists.
-    #[allow(clippy::vec_box)]
-    spare: Vec<Box<UnderWay>>,
-    depth: usize,
+    /// By token. It never moves: the kernel holds pointers into it.
+    under_way: Box<[UnderWay]>,
     wait: Wait,
 }
 
@@ -188,36 +178,32 @@ struct UnderWay {
 unsafe impl Send for UnderWay {}
 
 impl FilePath {
-    pub(crate) fn new(file: Arc<OwnedFd>, depth: usize, notify: Notify) -> Result<FilePath> {
+    pub(crate) fn new(file: &OwnedFd, depth: usize, notify: Notify) -> Result<FilePath> {
         // Its length does not matter here: offsets are the job's.
         let image = Image::new(file.try_clone().context("the disk's descriptor")?, u64::MAX);
         let io = FileIo::new(Arc::new(image), depth as u32).context("setting up io_uring")?;
-        let wait = Wait::new(notify);
-        Ok(FilePath { io, under_way: Vec::new(), spare: Vec::new(), depth, wait })
+        let none = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        let under_way = (0..depth).map(|_| UnderWay { buffer: None, piece: [none] }).collect();
+        Ok(FilePath { io, under_way, wait: Wait::new(notify) })
     }
 }
 
 impl Path for FilePath {
     fn depth(&self) -> usize {
-        self.depth
+        self.under_way.len()
     }
 
     fn submit(&mut self, op: Op, offset: u64, buffer: PagedBuffer, token: u32) -> Result<()> {
         let piece = buffer.piece();
-        let piece = [libc::iovec { iov_base: piece.as_ptr().cast(), iov_len: piece.len() }];
-        let mut held = self.spare.pop().unwrap_or_else(|| {
-            let piece = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
-            Box::new(UnderWay { buffer: None, piece: [piece] })
-        });
+        let held = &mut self.under_way[token as usize];
+        held.piece = [libc::iovec { iov_base: piece.as_ptr().cast(), iov_len: piece.len() }];
         held.buffer = Some(buffer);
-        held.piece = piece;
         let op = match op {
             Op::Read => FileOp::Read(offset),
             Op::Write => FileOp::Write(offset),
         };
-        let held = place(&mut self.under_way, token).insert(held);
-        // SAFETY: the box holds the iovec and, with the buffer, the memory until the completion;
-        // both stay in `under_way`, which is dropped after `io`.
+        // SAFETY: `under_way` holds the iovec and, with the buffer, the memory until the completion;
+        // it does not move, and is dropped after `io`.
         if !unsafe { self.io.submit(op, &held.piece, token.into()) } {
             bail!("more requests than the io_uring holds");
         }
@@ -229,17 +215,13 @@ impl Path for FilePath {
     }
 
     fn reap(&mut self, into: &mut Vec<Completed>) -> Result<()> {
-        let (under_way, spare) = (&mut self.under_way, &mut self.spare);
-        let wait = &mut self.wait;
+        let (under_way, wait) = (&mut self.under_way, &mut self.wait);
         self.io.reap(|token, result| {
             wait.found(|| MonotonicClock.now_ns());
-            let Some(mut held) = under_way[token as usize].take() else { return };
-            let wanted = held.piece[0].iov_len;
-            let ok = result.is_ok_and(|moved| moved as usize == wanted);
-            if let Some(buffer) = held.buffer.take() {
-                into.push(Completed { token: token as u32, buffer, ok });
-            }
-            spare.push(held);
+            let held = &mut under_way[token as usize];
+            let ok = result.is_ok_and(|moved| moved as usize == held.piece[0].iov_len);
+            let buffer = held.buffer.take();
+            into.extend(buffer.map(|buffer| Completed { token: token as u32, buffer, ok }));
         });
         Ok(())
     }

@@ -1,12 +1,9 @@
 //! What a link is for.
 
-use std::{os::fd::OwnedFd, sync::Arc};
-
 use ringfence_dma::{BounceConfig, Policy, Trust, Written};
-use ringfence_drivers::blk::Batching;
 use ringfence_run::worker::Notify;
 
-use super::{device::DiskKind, space::Space, tuning::Tuning};
+use super::{Row, space::Space, target::Target, tuning::Tuning};
 use crate::allocators::AllocatorKind;
 
 const PAGE: usize = 4096;
@@ -14,33 +11,21 @@ const PAGE: usize = 4096;
 /// needed.
 const POOLS: usize = 512 << 20;
 
-/// How the memory of a job's I/O is mapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// As the policy says, for one I/O at a time.
-    Streaming,
-    /// All of it once, for as long as the job runs.
-    Persistent,
-    /// It is memory of the bounce pools, which is mapped already.
-    ZeroCopy,
-}
-
 /// What a link is for.
 #[derive(Clone)]
-pub(crate) struct Plan {
-    pub(crate) policy: Policy,
-    pub(crate) way: Way,
-    /// Whether the domain is lazy.
-    pub(crate) lazy_domain: bool,
-    /// Whether a proxy stands before the device process.
-    pub(crate) proxied: bool,
+pub(crate) struct Plan<'a> {
+    /// What runs through it: how the memory of a job's I/O is mapped, under which policy, in what
+    /// kind of domain, and whether a proxy stands before the device process.
+    pub(crate) row: Row,
     /// The allocator of I/O virtual addresses, and their space.
     pub(crate) allocator: AllocatorKind,
     pub(crate) space: Space,
     pub(crate) notify: Notify,
-    pub(crate) kind: DiskKind,
-    pub(crate) disk: Arc<OwnedFd>,
-    pub(crate) disk_bytes: u64,
+    /// How the policy is carried out.
+    pub(crate) tuning: Tuning,
+    /// The disk, and whether it is trusted.
+    pub(crate) target: &'a Target,
+    pub(crate) trust: Trust,
     /// Queues, with a job thread and a worker each.
     pub(crate) queues: u16,
     /// Requests in flight in each queue.
@@ -51,21 +36,24 @@ pub(crate) struct Plan {
     pub(crate) buffers: Vec<usize>,
     /// Pages of a buffer that lie side by side in guest memory.
     pub(crate) run_pages: usize,
-    /// How the policy is carried out.
-    pub(crate) tuning: Tuning,
-    /// Whether the disk is trusted.
-    pub(crate) trust: Trust,
-    /// How requests share mappings and syncs.
-    pub(crate) batching: Batching,
     /// How long unused bounce slots are kept, milliseconds.
     pub(crate) idle_ms: u64,
 }
 
-impl Plan {
+impl Plan<'_> {
+    /// Whether there is an IOMMU between the jobs and the disk.
+    pub(super) fn is_protected(&self) -> bool {
+        self.row.policy() != Policy::Off
+    }
+
+    /// Whether every buffer must have a slot of the bounce pools.
+    fn must_bounce(&self) -> bool {
+        self.row == Row::ZeroCopy || self.trust != Trust::Trusted
+    }
+
     /// Addresses of guest memory that the bounce pools need; 0 if there are none.
     pub(super) fn pool_bytes(&self) -> usize {
-        let pools =
-            self.policy.bounces() || self.trust != Trust::Trusted || self.way == Way::ZeroCopy;
+        let pools = self.row.policy().bounces() || self.must_bounce();
         // Half for reads and half for writes, which do not share slots.
         if pools { POOLS.max(2 * self.slot_bytes()) } else { 0 }
     }
@@ -77,14 +65,13 @@ impl Plan {
 
     /// How the disk bounces.
     pub(super) fn bounce(&self) -> BounceConfig {
-        let default = BounceConfig::default();
+        let BounceConfig { threshold, quota, .. } = BounceConfig::default();
         // Without a fallback every buffer must have a slot: the default quota grows until the job
         // fits.
-        let must = self.way == Way::ZeroCopy || self.trust != Trust::Trusted;
-        let quota = if must { default.quota.max(self.slot_bytes() as u64) } else { default.quota };
+        let needed = if self.must_bounce() { self.slot_bytes() as u64 } else { 0 };
         BounceConfig {
-            threshold: self.tuning.bounce_threshold.unwrap_or(default.threshold),
-            quota: self.tuning.bounce_quota.unwrap_or(quota),
+            threshold: self.tuning.bounce_threshold.unwrap_or(threshold),
+            quota: self.tuning.bounce_quota.unwrap_or(quota.max(needed)),
             written: Written::Reported,
         }
     }

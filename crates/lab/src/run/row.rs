@@ -33,6 +33,14 @@ pub enum Row {
 
 /// The suffix of a lazy domain's row after its policy's name.
 const FLUSH: &str = "+flush";
+/// The rows that are no policy's.
+const OTHERS: [(Row, &str); 5] = [
+    (Row::Host, "host"),
+    (Row::IoUring, "io_uring"),
+    (Row::Persistent, "persistent"),
+    (Row::ZeroCopy, "zero-copy"),
+    (Row::Proxy, "proxy"),
+];
 
 impl Row {
     /// What `compare` runs by default.
@@ -41,18 +49,29 @@ impl Row {
         let without = std::iter::once(Row::Host).chain(io_uring);
         without.chain(Policy::ALL.into_iter().map(Row::Policy)).collect()
     }
+
+    /// Whether its memory stays mapped as long as the job runs.
+    pub(super) fn stays_mapped(self) -> bool {
+        matches!(self, Row::Persistent | Row::ZeroCopy)
+    }
+
+    /// The policy under which it runs; `off`: nothing is mapped.
+    pub(super) fn policy(self) -> Policy {
+        match self {
+            Row::Policy(policy) | Row::LazyDomain(policy) => policy,
+            Row::Host | Row::IoUring | Row::Proxy => Policy::Off,
+            // What is mapped once needs one sync, and is unmapped only at the end.
+            Row::Persistent | Row::ZeroCopy => Policy::StrictMap,
+        }
+    }
 }
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let other = OTHERS.iter().find(|(row, _)| row == self);
         match self {
-            Row::Host => f.pad("host"),
-            Row::IoUring => f.pad("io_uring"),
-            Row::Persistent => f.pad("persistent"),
-            Row::ZeroCopy => f.pad("zero-copy"),
-            Row::Proxy => f.pad("proxy"),
-            Row::Policy(policy) => f.pad(policy.name()),
             Row::LazyDomain(policy) => f.pad(&format!("{policy}{FLUSH}")),
+            row => f.pad(other.map_or_else(|| row.policy().name(), |(_, name)| name)),
         }
     }
 }
@@ -66,19 +85,14 @@ impl FromStr for Row {
         {
             return Ok(Row::LazyDomain(policy));
         }
-        match name {
-            "host" => Ok(Row::Host),
-            "io_uring" => Ok(Row::IoUring),
-            "persistent" => Ok(Row::Persistent),
-            "zero-copy" => Ok(Row::ZeroCopy),
-            "proxy" => Ok(Row::Proxy),
-            _ => name.parse().map(Row::Policy).map_err(|error: ringfence_dma::ParsePolicyError| {
-                format!(
-                    "{error}; also host, io_uring, persistent, zero-copy, proxy, and {FLUSH} behind \
-                     a lazy policy"
-                )
-            }),
+        if let Some((row, _)) = OTHERS.iter().find(|(_, other)| *other == name) {
+            return Ok(*row);
         }
+        let policy: Result<Policy, _> = name.parse();
+        policy.map(Row::Policy).map_err(|error| {
+            let others = OTHERS.map(|(_, name)| name).join(", ");
+            format!("{error}; also {others}, and {FLUSH} behind a lazy policy")
+        })
     }
 }
 
@@ -93,12 +107,10 @@ pub(crate) struct Line {
 impl Line {
     /// The lines of a table: a row that maps is there once for each allocator.
     pub(crate) fn all(rows: &[Row], allocators: &[AllocatorKind]) -> Vec<Line> {
-        let lines = |&row: &Row| match row {
-            Row::Host | Row::IoUring | Row::Proxy | Row::Policy(Policy::Off) => {
-                vec![Line { row, allocator: None }]
-            }
-            Row::Persistent | Row::ZeroCopy | Row::Policy(_) | Row::LazyDomain(_) => {
-                allocators.iter().map(|&kind| Line { row, allocator: Some(kind) }).collect()
+        let lines = |&row: &Row| -> Vec<Line> {
+            match row.policy() {
+                Policy::Off => vec![Line { row, allocator: None }],
+                _ => allocators.iter().map(|&kind| Line { row, allocator: Some(kind) }).collect(),
             }
         };
         rows.iter().flat_map(lines).collect()

@@ -5,11 +5,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Args;
-use ringfence_dma::{BounceLimits, BouncePools, Device, DmaConfig};
-use ringfence_drivers::{
-    blk::MappedQueue,
-    ram::{PagedBuffer, RamMemory},
-};
+use ringfence_dma::Device;
+use ringfence_drivers::{blk::MappedQueue, ram::PagedBuffer};
 use ringfence_iommu::{Domain, ReservedRegion};
 use ringfence_iova::{Allocator, Aperture, Preferred32, Request, Ring};
 use ringfence_virtio_iommu::driver::ViommuDomain;
@@ -29,25 +26,6 @@ pub(crate) type Dma = Device<Arc<ViommuDomain>, AnyAllocator>;
 
 /// A queue of the disk, behind the DMA API.
 pub(crate) type Queue = MappedQueue<Arc<ViommuDomain>, AnyAllocator, PagedBuffer>;
-
-/// The DMA API of a device, with bounce pools if there is memory for them.
-///
-/// # Errors
-/// It cannot be set up.
-pub(crate) fn dma(
-    domain: &Arc<ViommuDomain>,
-    allocator: AnyAllocator,
-    config: DmaConfig,
-    pools: Option<(RamMemory, BounceLimits)>,
-) -> Result<Dma> {
-    let mut device =
-        Device::builder(Arc::clone(domain)).allocator(allocator.clone()).config(config);
-    if let Some((memory, limits)) = pools {
-        let pools = BouncePools::new(domain.clone(), allocator, memory, limits);
-        device = device.pools(&pools.context("setting up the bounce pools")?);
-    }
-    device.build().context("setting up the DMA API")
-}
 
 /// What devices map in: x86 and Arm translate 4 KiB at the least, and so does the lab's device.
 const GRANULE: u64 = 4096;

@@ -138,7 +138,7 @@ impl Bench {
 
     /// Maps and unmaps the list.
     fn pass(&mut self, way: Way, direction: Direction) -> Result<()> {
-        let (dma, list) = (&self.link.dma, &mut self.list);
+        let (dma, list) = (&self.link.behind.dma, &mut self.list);
         let writes = direction != Direction::ToDevice;
         match way {
             Way::Whole => {

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 
 use super::{
     Mapped,
-    link::{Link, Peer},
+    link::{self, Link, Peer},
     ring::Ring,
 };
 use crate::{bench::net::case::Direction, run::device::Report};
@@ -49,10 +49,10 @@ impl Driver {
         peer: impl FnOnce(UnixStream, UnixStream, bool) -> Result<Peer>,
     ) -> Result<Driver> {
         let loops = direction == Direction::Loop;
-        let (link, [rx, tx], [receive, transmit]) =
-            Link::open(mapped, |net, iommu| peer(net, iommu, loops))?;
-        let rx = Ring::new(mapped, link.dma.as_ref(), rx, receive, true);
-        let tx = Ring::new(mapped, link.dma.as_ref(), tx, transmit, false);
+        let (link, [rx, tx]) = link::open(mapped, |net, iommu| peer(net, iommu, loops))?;
+        let dma = mapped.translated().then_some(&link.dma);
+        let rx = Ring::new(mapped, dma, rx, true);
+        let tx = Ring::new(mapped, dma, tx, false);
         let arrivals = Arrivals::new(Expect::Own);
         Ok(Driver { rx, tx, link, direction, arrivals, came: 0, wrong: 0, taken: 0 })
     }
@@ -117,7 +117,10 @@ impl Driver {
         let Driver {
             mut rx, mut tx, mut link, direction, mut arrivals, mut came, mut wrong, ..
         } = self;
-        link.stop_rings()?;
+        // Transmit first: the device still gives back what it has taken.
+        for index in [1, 0] {
+            link.front.get_vring_base(index).context("stopping a ring")?;
+        }
         let taken = self.taken + tx.finish(|_, _| ())?;
         match direction {
             Direction::Loop => rx.finish(|frame, len| arrivals.note(frame, len))?,
@@ -125,7 +128,8 @@ impl Driver {
         };
         arrivals.give_up();
         drop((rx, tx));
-        let report = link.close().context("ending the device process")?;
+        let report = link.hang_up().and_then(|()| link.peer.finish());
+        let report = report.context("ending the device process")?;
         // The device's count against the driver's: a difference either way is a loss.
         let (carried, lost, corrupt) = match direction {
             Direction::Tx => (taken, taken.abs_diff(report.taken) + report.lost, 0),

@@ -52,9 +52,9 @@ pub(in crate::bench::net) fn measure(
 
 /// Requests to the virtio-iommu are the messages.
 fn mark(driver: &Driver) -> Mark {
-    let iommu = driver.link.iommu();
+    let iommu = driver.link.iommu.stats();
     let messages = Messages { misses: 0, updates: iommu.maps, invalidations: iommu.unmaps };
-    Mark::new(driver.frames(), driver.link.device_cpu_ns(), messages)
+    Mark::new(driver.frames(), driver.link.peer.cpu_ns(), messages)
 }
 
 fn run(driver: &mut Driver, length: Duration) -> Result<()> {

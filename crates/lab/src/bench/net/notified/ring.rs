@@ -64,8 +64,7 @@ impl Ring {
     pub(super) fn new(
         mapped: Mapped,
         dma: Option<&Dma>,
-        queue: Queue,
-        buffers: Vec<PagedBuffer>,
+        (queue, buffers): (Queue, Vec<PagedBuffer>),
         receives: bool,
     ) -> Ring {
         let copied = mapped.policy.bounces();

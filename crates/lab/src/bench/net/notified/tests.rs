@@ -59,7 +59,8 @@ fn every_row_carries_frames_and_maps_as_it_says() {
         for direction in Direction::ALL {
             let mut driver = open(mapped, direction);
             turns(&mut driver, |driver| driver.frames() >= FRAMES);
-            let [maps, unmaps] = [driver.link.iommu().maps, driver.link.iommu().unmaps];
+            let iommu = driver.link.iommu.stats();
+            let [maps, unmaps] = [iommu.maps, iommu.unmaps];
             let account = end(driver);
             let Account { carried, lost, late, corrupt, report } = account;
             let what = format!("{mapped:?} {direction}: {account:?}");
