@@ -24,6 +24,7 @@ use ringfence_iommu::{
 use ringfence_iotlb::{Binding, Endpoint};
 use ringfence_run::worker::{Notify, Worker};
 use ringfence_vhost_user::{Handler, Server};
+use ringfence_vhost_user_backend::IotlbTotals;
 use ringfence_virtio_iommu::{device::DeviceConfig, wire::Features};
 use serde::{Deserialize, Serialize};
 
@@ -140,7 +141,7 @@ pub fn device_main() -> Result<()> {
     let found = match setup.served {
         Served::Disk { file, kind, bytes } => {
             let disk = open_disk(kind, own(file), bytes)?;
-            serve(device.into(), iommu.into(), disk, setup.queues, notify)
+            serve_disk(device.into(), iommu.into(), disk, setup.queues, notify)
         }
         Served::Net { loops } => serve_net(device.into(), iommu.into(), loops, notify),
     }?;
@@ -195,15 +196,22 @@ impl Behind {
             .context("the IOMMU's socket")
     }
 
-    /// What the IOMMU has to report.
-    fn report(&mut self) -> Report {
+    /// What the IOMMU has to report, and the device's IOTLB.
+    fn report(&mut self, iotlb: IotlbTotals) -> Report {
         let counters = self.iommu.handler().iommu().figures().requests;
-        Report { iommu_refused: counters.refused, iommu_syncs: counters.syncs, ..Report::default() }
+        Report {
+            iotlb_hits: iotlb.hits,
+            iotlb_misses: iotlb.walks,
+            faults: iotlb.faults,
+            iommu_refused: counters.refused,
+            iommu_syncs: counters.syncs,
+            ..Report::default()
+        }
     }
 }
 
 /// Serves a disk and its IOMMU until both sockets are hung up.
-pub(crate) fn serve(
+fn serve_disk(
     blk: UnixStream,
     iommu: UnixStream,
     disk: Disk,
@@ -216,13 +224,7 @@ pub(crate) fn serve(
     let figures = Arc::clone(&options.figures);
     let mut server = Server::new(blk, Blk::backend(options, Arc::clone(&behind.workers)));
     behind.serve(&mut server, "block device")?;
-    let iotlb = figures.iotlb.totals();
-    Ok(Report {
-        iotlb_hits: iotlb.hits,
-        iotlb_misses: iotlb.walks,
-        faults: iotlb.faults,
-        ..behind.report()
-    })
+    Ok(behind.report(figures.iotlb.totals()))
 }
 
 /// Serves a network device of one pair of queues and its IOMMU until both sockets are hung up.
@@ -240,15 +242,12 @@ pub(crate) fn serve_net(
     behind.serve(&mut server, "network device")?;
     // So that its views have added their counts.
     drop(server);
-    let (iotlb, rings) = (device.iotlb(0), device.counters(0));
+    let rings = device.counters(0);
     let lost = |ring: &QueueCounters| Lost::ALL.iter().map(|&why| ring.lost(why)).sum::<u64>();
     Ok(Report {
-        iotlb_hits: iotlb.hits,
-        iotlb_misses: iotlb.walks,
-        faults: iotlb.faults,
         given: rings[0].packets(),
         taken: rings[1].packets(),
         lost: rings.iter().map(|ring| lost(ring)).sum(),
-        ..behind.report()
+        ..behind.report(device.iotlb(0))
     })
 }

@@ -8,10 +8,7 @@ use std::{
         unix::fs::{FileExt, FileTypeExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use anyhow::{Context, Result, bail};
@@ -72,7 +69,7 @@ pub(crate) struct Content {
 /// The disk, open.
 pub(crate) struct Target {
     pub(crate) kind: DiskKind,
-    pub(crate) file: Arc<OwnedFd>,
+    pub(crate) file: OwnedFd,
     pub(crate) bytes: u64,
     /// Whether it holds foreign data, which is only read.
     pub(crate) foreign: bool,
@@ -88,72 +85,48 @@ impl Target {
         jobs: &[Job],
         destroy: bool,
     ) -> Result<Target> {
+        let mut warnings = Vec::new();
         let path = match choice {
             DiskChoice::Path(path) => path,
             memory => {
-                let file = memory::file("ringfence-disk", len)?;
                 let paced = *memory == DiskChoice::Paced;
-                return Ok(Target {
-                    kind: if paced { DiskKind::Paced } else { DiskKind::Ram },
-                    file: Arc::new(file),
-                    bytes: len,
-                    foreign: false,
-                    warnings: Vec::new(),
-                });
+                let kind = if paced { DiskKind::Paced } else { DiskKind::Ram };
+                let file = memory::file("ringfence-disk", len)?;
+                return Ok(Target { kind, file, bytes: len, foreign: false, warnings });
             }
         };
-        let writes = jobs.iter().any(|job| job.rw.writes());
-        let mut target = match std::fs::metadata(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => make(path, len)?,
-            Err(error) => bail!(Usage(format!("--disk {}: {error}", path.display()))),
-            Ok(found) if found.is_dir() => {
-                bail!(Usage(format!(
-                    "--disk {} is a directory; name a file in it, or a block device",
-                    path.display()
-                )))
-            }
-            Ok(found) => {
-                if writes && !destroy {
-                    bail!(Usage(format!(
-                        "--disk {} exists and the jobs write: give --destroy-data if what is on it \
-                         may be lost",
-                        path.display()
-                    )));
-                }
-                let is_device = found.file_type().is_block_device();
-                if !is_device && !found.is_file() {
-                    bail!(Usage(format!(
-                        "--disk {} is neither a file nor a block device",
-                        path.display()
-                    )));
-                }
-                let mut warnings = Vec::new();
-                let file = open(path, destroy, false, &mut warnings)?;
-                let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))?;
-                if size < len {
-                    bail!(Usage(format!(
-                        "--disk {} has {}, the jobs need {}: lower size or offset",
-                        path.display(),
-                        bytes(size),
-                        bytes(len)
-                    )));
-                }
-                Target {
-                    kind: DiskKind::File,
-                    file: Arc::new(file.into()),
-                    bytes: size / 512 * 512,
-                    foreign: !destroy,
-                    warnings,
-                }
-            }
+        let wrong = |why: String| bail!(Usage(format!("--disk {}{why}", path.display())));
+        let found = match std::fs::metadata(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return make(path, len),
+            Err(error) => return wrong(format!(": {error}")),
+            Ok(found) => found,
         };
-        if target.foreign {
-            target.warnings.push(format!(
+        if found.is_dir() {
+            return wrong(" is a directory; name a file in it, or a block device".to_owned());
+        }
+        if jobs.iter().any(|job| job.rw.writes()) && !destroy {
+            let why =
+                " exists and the jobs write: give --destroy-data if what is on it may be lost";
+            return wrong(why.to_owned());
+        }
+        if !found.file_type().is_block_device() && !found.is_file() {
+            return wrong(" is neither a file nor a block device".to_owned());
+        }
+        let file = open(path, destroy, false, &mut warnings)?;
+        let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))?;
+        if size < len {
+            let (has, need) = (bytes(size), bytes(len));
+            return wrong(format!(" has {has}, the jobs need {need}: lower size or offset"));
+        }
+        let foreign = !destroy;
+        if foreign {
+            warnings.push(format!(
                 "{} holds data of others: whether reads arrive is checked, their content cannot be",
                 path.display()
             ));
         }
-        Ok(target)
+        let (kind, file, bytes) = (DiskKind::File, file.into(), size / 512 * 512);
+        Ok(Target { kind, file, bytes, foreign, warnings })
     }
 
     /// Whether it must be laid out.
@@ -192,13 +165,8 @@ fn make(path: &Path, len: u64) -> Result<Target> {
         other => other,
     }
     .with_context(|| format!("no room for {} in {}", bytes(len), path.display()))?;
-    Ok(Target {
-        kind: DiskKind::File,
-        file: Arc::new(file.into()),
-        bytes: len,
-        foreign: false,
-        warnings,
-    })
+    let (kind, file, foreign) = (DiskKind::File, file.into(), false);
+    Ok(Target { kind, file, bytes: len, foreign, warnings })
 }
 
 /// Opens (or makes) with O_DIRECT where the file system has it.

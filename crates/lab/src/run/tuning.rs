@@ -200,25 +200,23 @@ impl TrustChoice {
     /// # Errors
     /// sysfs makes no sense, or cannot be read.
     pub(crate) fn trust(self, disk: &DiskChoice) -> Result<Trust, Usage> {
-        match (self, disk) {
-            (TrustChoice::Trusted, _) => Ok(Trust::Trusted),
-            (TrustChoice::Untrusted, _) => Ok(Trust::described(false)),
-            (TrustChoice::Auto, DiskChoice::Path(path)) => match std::fs::metadata(path) {
-                Ok(found) if found.file_type().is_block_device() => {
-                    let number = found.rdev();
-                    let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
-                    let device = format!("/sys/dev/block/{major}:{minor}");
-                    let finding = Trust::from_sysfs(Path::new(&device));
-                    finding.map(|finding| finding.trust).map_err(|error| {
-                        Usage(format!("{error}; use --trust trusted or --trust untrusted"))
-                    })
-                }
-                // A file is as far away as the file system puts it.
-                _ => Ok(Trust::Trusted),
-            },
-            // Our own process.
-            (TrustChoice::Auto, _) => Ok(Trust::Trusted),
+        if self == TrustChoice::Untrusted {
+            return Ok(Trust::described(false));
         }
+        // Memory is of our own process; a file is as far away as the file system puts it.
+        if self == TrustChoice::Auto
+            && let DiskChoice::Path(path) = disk
+            && let Ok(found) = std::fs::metadata(path)
+            && found.file_type().is_block_device()
+        {
+            let number = found.rdev();
+            let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+            let finding = Trust::from_sysfs(Path::new(&format!("/sys/dev/block/{major}:{minor}")));
+            return finding.map(|finding| finding.trust).map_err(|error| {
+                Usage(format!("{error}; use --trust trusted or --trust untrusted"))
+            });
+        }
+        Ok(Trust::Trusted)
     }
 }
 
