@@ -62,118 +62,120 @@ pub(super) struct Case {
     pub(super) ring: Ring,
     pub(super) depth: usize,
     pub(super) queues: u16,
-    pub(super) addressing: Addressing,
-    /// For the part that compares buffers: blocks of a request, and whether buffers are the
-    /// service's own.
-    pub(super) buffers: Option<(u32, bool)>,
-    /// For the part that compares sandboxes: whether the service is confined.
-    pub(super) sandbox: Option<bool>,
-    /// For the part that compares proxies.
-    pub(super) way: Option<Way>,
+    pub(super) topic: Topic,
 }
 
-/// A way to the back end, of the part that compares proxies.
+/// What distinguishes a case from others with the same requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Way {
-    /// Blocks of a request.
-    span: u32,
-    /// Whether there is a proxy.
-    pub(super) proxy: bool,
-    /// Whether all sleep whenever they wait; else the driver looks all the time.
-    pub(super) sleeps: bool,
+pub(super) enum Topic {
+    /// By what addresses the device sees memory.
+    Addresses(Addressing),
+    /// Blocks of a request, and whether buffers are the service's own.
+    Buffers { span: u32, own: bool },
+    /// Whether the service is confined.
+    Sandbox(bool),
+    /// Blocks of a request, whether there is a proxy, and whether all sleep whenever they wait; else
+    /// the driver looks all the time.
+    Proxy { span: u32, proxy: bool, sleeps: bool },
 }
 
 /// Blocks of requests whose buffers, or proxies, are compared: 4 KiB and 64 KiB.
 const SPANS: [u32; 2] = [1, 16];
 
 impl Case {
-    fn part(&self) -> Part {
-        match self.addressing {
-            _ if self.buffers.is_some() => Part::Buffers,
-            _ if self.sandbox.is_some() => Part::Sandbox,
-            _ if self.way.is_some() => Part::Proxy,
-            Addressing::Physical => Part::Off,
-            Addressing::Static { .. } => Part::Static,
-            Addressing::Fresh { .. } => Part::Dynamic,
+    /// The addresses by which the device sees memory.
+    pub(super) fn addressing(&self) -> Addressing {
+        match self.topic {
+            Topic::Addresses(addressing) => addressing,
+            _ => Addressing::Physical,
         }
     }
 
     /// Where data is while the disk has it, as `--disk-buffers` calls it.
     pub(super) fn disk_buffers(&self) -> &'static str {
-        if self.buffers.is_some_and(|(_, own)| own) { "own" } else { "guest" }
+        if matches!(self.topic, Topic::Buffers { own: true, .. }) { "own" } else { "guest" }
     }
 
-    /// Its addressing in a word or two.
-    fn addresses(&self) -> String {
-        if let Some((span, _)) = self.buffers {
-            let size = Entry(u64::from(span) * BLOCK as u64);
-            return format!("{size}/{}", self.disk_buffers());
+    /// Whether driver and back end sleep whenever they wait.
+    pub(super) fn sleeps(&self) -> bool {
+        matches!(self.topic, Topic::Proxy { sleeps: true, .. })
+    }
+
+    /// The part that it belongs to, its topic in a word or two, and that as parameters.
+    fn about(&self) -> (Part, String, Map<String, Value>) {
+        let bytes = |span: u32| u64::from(span) * BLOCK as u64;
+        match self.topic {
+            Topic::Addresses(addressing) => {
+                let part = match addressing {
+                    Addressing::Physical => Part::Off,
+                    Addressing::Static { .. } => Part::Static,
+                    Addressing::Fresh { .. } => Part::Dynamic,
+                };
+                (part, addresses(addressing).replace(' ', "/"), addressing_params(addressing))
+            }
+            Topic::Buffers { span, own } => (
+                Part::Buffers,
+                format!("{}/{}", Entry(bytes(span)), self.disk_buffers()),
+                object([("bytes", bytes(span).into()), ("own_buffers", own.into())]),
+            ),
+            Topic::Sandbox(on) => {
+                let name = if on { "confined" } else { "unconfined" };
+                (Part::Sandbox, name.to_owned(), object([("sandbox", on.into())]))
+            }
+            Topic::Proxy { span, proxy, sleeps } => {
+                let way = if proxy { "proxy" } else { "direct" };
+                let wait = if sleeps { "/asleep" } else { "" };
+                let [proxy, sleeps] = [proxy, sleeps].map(Value::from);
+                (
+                    Part::Proxy,
+                    format!("{}/{way}{wait}", Entry(bytes(span))),
+                    object([("bytes", bytes(span).into()), ("proxy", proxy), ("sleeps", sleeps)]),
+                )
+            }
         }
-        if let Some(Way { span, proxy, sleeps }) = self.way {
-            let size = Entry(u64::from(span) * BLOCK as u64);
-            let wait = if sleeps { "/asleep" } else { "" };
-            return format!("{size}/{}{wait}", if proxy { "proxy" } else { "direct" });
-        }
-        match self.sandbox {
-            Some(true) => return "confined".to_owned(),
-            Some(false) => return "unconfined".to_owned(),
-            None => {}
-        }
-        addresses(self.addressing).replace(' ', "/")
     }
 
     pub(super) fn name(&self) -> String {
         let Case { kind, ring, depth, queues, .. } = self;
-        format!("{kind}/{ring}/{queues}x{depth}/{}", self.addresses())
+        format!("{kind}/{ring}/{queues}x{depth}/{}", self.about().1)
     }
 
     /// The case with the same requests without an IOMMU, with the guest's buffers, unconfined, or
     /// without a proxy.
     pub(super) fn off(&self) -> Case {
-        let buffers = self.buffers.map(|(span, _)| (span, false));
-        let sandbox = self.sandbox.map(|_| false);
-        let way = self.way.map(|way| Way { proxy: false, ..way });
-        Case { addressing: Addressing::Physical, buffers, sandbox, way, ..*self }
+        let topic = match self.topic {
+            Topic::Addresses(_) => Topic::Addresses(Addressing::Physical),
+            Topic::Buffers { span, .. } => Topic::Buffers { span, own: false },
+            Topic::Sandbox(_) => Topic::Sandbox(false),
+            Topic::Proxy { span, sleeps, .. } => Topic::Proxy { span, proxy: false, sleeps },
+        };
+        Case { topic, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
+        let (part, _, own) = self.about();
         let mut params = object([
-            ("part", self.part().name().into()),
+            ("part", part.name().into()),
             ("kind", self.kind.name().into()),
             ("ring", self.ring.name().into()),
             ("depth", self.depth.into()),
             ("queues", self.queues.into()),
-            ("iommu", self.addressing.translated().into()),
+            ("iommu", self.addressing().translated().into()),
         ]);
-        if let Some((span, own)) = self.buffers {
-            let bytes = u64::from(span) * BLOCK as u64;
-            params.extend(object([("bytes", bytes.into()), ("own_buffers", own.into())]));
-        }
-        if let Some(Way { span, proxy, sleeps }) = self.way {
-            let bytes = u64::from(span) * BLOCK as u64;
-            params.extend(object([
-                ("bytes", bytes.into()),
-                ("proxy", proxy.into()),
-                ("sleeps", sleeps.into()),
-            ]));
-        }
-        params.extend(self.sandbox.map(|on| ("sandbox".to_owned(), on.into())));
-        params.extend(addressing_params(self.addressing));
+        params.extend(own);
         params
-    }
-
-    /// Whether driver and back end sleep whenever they wait.
-    pub(super) fn sleeps(&self) -> bool {
-        self.way.is_some_and(|way| way.sleeps)
     }
 
     /// How the driver is to be set up.
     pub(super) fn load(&self) -> blk::Options {
         blk::Options {
-            addressing: self.addressing,
+            addressing: self.addressing(),
             queues: self.queues,
             depth: self.depth,
-            span: self.buffers.map(|(span, _)| span).or(self.way.map(|way| way.span)).unwrap_or(1),
+            span: match self.topic {
+                Topic::Buffers { span, .. } | Topic::Proxy { span, .. } => span,
+                _ => 1,
+            },
             packed: self.ring == Ring::Packed,
             write: self.kind == Kind::Write,
             sleeps: self.sleeps(),
@@ -192,30 +194,8 @@ impl Options {
                     {
                         // One request in each of two queues shows the same as one in one queue.
                         if self.queues.is_some() || depth > 1 || queues == 1 {
-                            let addressing = Addressing::Physical;
-                            let (buffers, sandbox, way) = (None, None, None);
-                            let off = Case {
-                                kind,
-                                ring,
-                                depth,
-                                queues,
-                                addressing,
-                                buffers,
-                                sandbox,
-                                way,
-                            };
-                            cases.extend(
-                                self.addressings().map(|addressing| Case { addressing, ..off }),
-                            );
-                            let own = self.spans(Part::Buffers);
-                            cases.extend(own.map(|own| Case { buffers: Some(own), ..off }));
-                            let ways = self.ways(depth == 1);
-                            cases.extend(ways.map(|way| Case { way: Some(way), ..off }));
-                            if self.parts.contains(&Part::Sandbox) {
-                                cases.extend(
-                                    [false, true].map(|on| Case { sandbox: Some(on), ..off }),
-                                );
-                            }
+                            let case = |topic| Case { kind, ring, depth, queues, topic };
+                            cases.extend(self.topics(depth == 1).into_iter().map(case));
                         }
                     }
                 }
@@ -224,46 +204,41 @@ impl Options {
         cases
     }
 
-    /// The cases of a part that compares requests of two sizes, each without what it is about first.
-    fn spans(&self, part: Part) -> impl Iterator<Item = (u32, bool)> {
-        let spans = SPANS.into_iter().filter(move |_| self.parts.contains(&part));
-        spans.flat_map(|span| [(span, false), (span, true)])
+    /// The topics of all cases with the same requests. `asleep`: also where all sleep.
+    fn topics(&self, asleep: bool) -> Vec<Topic> {
+        let addressings = self.parts.iter().flat_map(|part| self.addressings(*part));
+        let mut topics: Vec<Topic> = addressings.map(Topic::Addresses).collect();
+        let spans = SPANS.into_iter().flat_map(|span| [(span, false), (span, true)]);
+        if self.parts.contains(&Part::Buffers) {
+            topics.extend(spans.clone().map(|(span, own)| Topic::Buffers { span, own }));
+        }
+        if self.parts.contains(&Part::Proxy) {
+            let sleeps = false;
+            topics.extend(spans.map(|(span, proxy)| Topic::Proxy { span, proxy, sleeps }));
+            let both = [false, true].map(|proxy| Topic::Proxy { span: 1, proxy, sleeps: true });
+            topics.extend(both.into_iter().filter(|_| asleep));
+        }
+        if self.parts.contains(&Part::Sandbox) {
+            topics.extend([false, true].map(Topic::Sandbox));
+        }
+        topics
     }
 
-    /// The ways of the part that compares proxies. `asleep`: where all sleep, too.
-    fn ways(&self, asleep: bool) -> impl Iterator<Item = Way> {
-        let sized = self.spans(Part::Proxy);
-        let looking = sized.map(|(span, proxy)| Way { span, proxy, sleeps: false });
-        let asleep = asleep && self.parts.contains(&Part::Proxy);
-        let both = [false, true].map(|proxy| Way { span: 1, proxy, sleeps: true });
-        looking.chain(both.into_iter().filter(move |_| asleep))
-    }
-
-    fn addressings(&self) -> impl Iterator<Item = Addressing> + '_ {
-        let of = |part: &Part| -> Vec<Addressing> {
-            match part {
-                Part::Off => vec![Addressing::Physical],
-                Part::Static => {
-                    let both = |entry: &Entry| {
-                        [true, false]
-                            .map(|mergeable| Addressing::Static { entry: entry.0, mergeable })
-                    };
-                    let all = self.entries.iter().flat_map(both);
-                    // A larger entry covers all of memory; of 2 MiB there are too few to show a
-                    // difference.
-                    all.filter(|addressing| {
-                        !matches!(
-                            addressing,
-                            Addressing::Static { entry: 0x20_0000.., mergeable: false }
-                        )
-                    })
+    fn addressings(&self, part: Part) -> Vec<Addressing> {
+        match part {
+            Part::Off => vec![Addressing::Physical],
+            Part::Static => {
+                let both =
+                    self.entries.iter().flat_map(|entry| [(entry.0, true), (entry.0, false)]);
+                // A larger entry covers all of memory; of 2 MiB there are too few to show a
+                // difference.
+                both.filter(|&(entry, mergeable)| mergeable || entry < 2 << 20)
+                    .map(|(entry, mergeable)| Addressing::Static { entry, mergeable })
                     .collect()
-                }
-                Part::Dynamic => [false, true].map(|push| Addressing::Fresh { push }).to_vec(),
-                Part::Buffers | Part::Sandbox | Part::Proxy | Part::Path => Vec::new(),
             }
-        };
-        self.parts.iter().flat_map(of)
+            Part::Dynamic => [false, true].map(|push| Addressing::Fresh { push }).to_vec(),
+            Part::Buffers | Part::Sandbox | Part::Proxy | Part::Path => Vec::new(),
+        }
     }
 }
 

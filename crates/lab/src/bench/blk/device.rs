@@ -13,10 +13,10 @@ use ringfence_run::worker::Notify;
 
 use super::{
     Outcome,
-    case::{Case, Kind},
+    case::{Case, Kind, Topic},
     load::Driver,
 };
-use crate::bench::{ping, process::Process, threads, window::Measured};
+use crate::bench::{net::backend, ping, process::Process, threads, window::Measured};
 
 /// Blocks of a disk: 16 MiB, which the page cache holds. The less of the processor's caches they
 /// take, the more of the time is the back end's.
@@ -156,35 +156,20 @@ impl Running {
             Kind::Read => None,
             Kind::Write => Some(Image::new(places.written, &name, &content)?),
         };
-        let program = std::env::current_exe().context("where this program is")?;
-        let socket = places.sockets.join(format!("{name}.sock"));
-        let path = &image.as_ref().unwrap_or(&places.read).0;
-        let mut arguments = vec!["blk".to_owned(), "--queues".to_owned(), case.queues.to_string()];
-        for (option, value) in [("--image", path), ("--socket", &socket)] {
-            arguments.extend([option.to_owned(), value.display().to_string()]);
-        }
-        if case.kind == Kind::Read {
-            arguments.push("--read-only".to_owned());
-        }
-        arguments.extend(["--disk-buffers", case.disk_buffers()].map(str::to_owned));
-        if case.sandbox == Some(false) {
-            arguments.extend(["--sandbox", "off"].map(str::to_owned));
-        }
+        let disk = image.as_ref().unwrap_or(&places.read).0.display().to_string();
         let notify = if case.sleeps() { Notify::Sleep } else { Notify::Adaptive };
-        arguments.extend(["--notify".to_owned(), notify.to_string()]);
-        let mut processes = vec![Process::start(
-            "ringfence blk",
-            &program,
-            &arguments,
-            Some(cpus[0]),
-            &socket,
-            false,
-        )?];
-        let mut front = socket.clone();
-        if case.way.is_some_and(|way| way.proxy) {
-            front = places.sockets.join(format!("{name}.front"));
-            processes.push(Process::proxy(&socket, &front, notify, Some(cpus[0]))?);
+        let (queues, wait) = (case.queues.to_string(), notify.to_string());
+        let mut arguments = vec!["blk", "--queues", &queues, "--image", &disk, "--notify", &wait];
+        arguments.extend(["--disk-buffers", case.disk_buffers()]);
+        if case.kind == Kind::Read {
+            arguments.push("--read-only");
         }
+        if case.topic == Topic::Sandbox(false) {
+            arguments.extend(["--sandbox", "off"]);
+        }
+        let proxied = matches!(case.topic, Topic::Proxy { proxy: true, .. });
+        let (place, proxy) = ((places.sockets, &*name), proxied.then_some(notify));
+        let (processes, front) = backend::ours("ringfence blk", &arguments, place, cpus[0], proxy)?;
         let driver = threads::bound_to(cpus[1], || {
             let stream = UnixStream::connect(&front).context("connecting");
             Driver::open(stream?, case, content)

@@ -34,7 +34,7 @@ impl Driver {
     pub(super) fn open(stream: UnixStream, case: &Case, content: Content) -> Result<Driver> {
         let load = BlkLoad::open(stream, case.load(), content)?;
         let now = Instant::now();
-        Ok(Driver { load, fresh: case.addressing.is_fresh(), last: now, looked: now })
+        Ok(Driver { load, fresh: case.addressing().is_fresh(), last: now, looked: now })
     }
 
     /// Loads it for `length`, and leaves it idle.

@@ -53,7 +53,7 @@ fn row(outcome: &Outcome, off: &[Measured]) -> Row {
         ("wrong", (tally.wrong + wrong_on_disk).into()),
         ("failed", tally.failed.into()),
     ]));
-    if case.addressing.translated() {
+    if case.addressing().translated() {
         row.figures.extend(messages_per(own, "request"));
     }
     row

@@ -85,11 +85,18 @@ impl FromStr for Entry {
 pub(super) struct Case {
     pub(super) direction: Direction,
     pub(super) ring: Ring,
-    pub(super) addressing: Addressing,
-    /// Behind Ringfence's own IOMMU, how buffers are mapped; `addressing` is unused then.
-    pub(super) mapped: Option<Mapped>,
-    /// For the part that compares proxies: whether there is one.
-    pub(super) proxy: Option<bool>,
+    pub(super) topic: Topic,
+}
+
+/// What distinguishes a case from others with the same frames and rings.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Topic {
+    /// By what addresses the device sees memory.
+    Addresses(Addressing),
+    /// How buffers are mapped, behind Ringfence's own IOMMU.
+    Notified(Mapped),
+    /// Whether there is a proxy.
+    Proxy(bool),
 }
 
 /// The addressing in a word or two.
@@ -125,81 +132,86 @@ const FEW: u32 = 256;
 const FRESH: u32 = 1024;
 
 impl Case {
-    pub(super) fn part(&self) -> Part {
-        if self.mapped.is_some() {
-            return Part::Notified;
-        }
-        if self.proxy.is_some() {
-            return Part::Proxy;
-        }
-        match self.addressing {
-            Addressing::Physical => Part::Off,
-            Addressing::Static { .. } => Part::Static,
-            Addressing::Fresh { .. } => Part::Dynamic,
+    /// The addresses by which the device sees memory; unused behind Ringfence's own IOMMU.
+    pub(super) fn addressing(&self) -> Addressing {
+        match self.topic {
+            Topic::Addresses(addressing) => addressing,
+            Topic::Notified(_) | Topic::Proxy(_) => Addressing::Physical,
         }
     }
 
-    /// Its addressing in a word or two.
-    pub(super) fn addresses(&self) -> String {
-        if let Some(mapped) = self.mapped {
-            return mapped.name();
+    /// The part that it belongs to, its topic in a word or two, and that as parameters.
+    fn about(&self) -> (Part, String, Map<String, Value>) {
+        match self.topic {
+            Topic::Addresses(addressing) => {
+                let part = match addressing {
+                    Addressing::Physical => Part::Off,
+                    Addressing::Static { .. } => Part::Static,
+                    Addressing::Fresh { .. } => Part::Dynamic,
+                };
+                (part, addresses(addressing), addressing_params(addressing))
+            }
+            Topic::Notified(mapped) => (Part::Notified, mapped.name(), mapped.params()),
+            Topic::Proxy(on) => {
+                let name = if on { "proxy" } else { "direct" };
+                (Part::Proxy, name.to_owned(), object([("proxy", on.into())]))
+            }
         }
-        if let Some(proxy) = self.proxy {
-            return if proxy { "proxy" } else { "direct" }.to_owned();
-        }
-        addresses(self.addressing)
     }
 
     pub(super) fn name(&self) -> String {
-        let addresses = self.addresses().replace(' ', "/");
+        let addresses = self.about().1.replace(' ', "/");
         format!("{}/{}/{addresses}", self.direction, self.ring)
     }
 
     /// Whether addresses are translated.
     pub(super) fn translated(&self) -> bool {
-        self.mapped.map_or(self.addressing.translated(), Mapped::translated)
+        match self.topic {
+            Topic::Notified(mapped) => mapped.translated(),
+            _ => self.addressing().translated(),
+        }
     }
 
     /// Whether `implementation` can be measured: no other is behind Ringfence's own IOMMU, and no
     /// other leaves a proxy time on its CPU.
     pub(super) fn is_for(&self, implementation: Implementation) -> bool {
-        let any = matches!(self.part(), Part::Off | Part::Static | Part::Dynamic);
+        let any = matches!(self.topic, Topic::Addresses(_));
         any || implementation == Implementation::Ringfence
     }
 
     /// The case with the same packets and rings without an IOMMU, or without a proxy.
     pub(super) fn off(&self) -> Case {
-        let mapped = self.mapped.map(|_| Mapped::OFF);
-        let proxy = self.proxy.map(|_| false);
-        Case { addressing: Addressing::Physical, mapped, proxy, ..*self }
+        let topic = match self.topic {
+            Topic::Addresses(_) => Topic::Addresses(Addressing::Physical),
+            Topic::Notified(_) => Topic::Notified(Mapped::OFF),
+            Topic::Proxy(_) => Topic::Proxy(false),
+        };
+        Case { topic, ..*self }
     }
 
     pub(super) fn params(&self) -> Map<String, Value> {
+        let (part, _, own) = self.about();
         let mut params = object([
-            ("part", self.part().name().into()),
+            ("part", part.name().into()),
             ("direction", self.direction.name().into()),
             ("ring", self.ring.name().into()),
             ("iommu", self.translated().into()),
         ]);
-        if let Some(mapped) = self.mapped {
-            params.extend(mapped.params());
-        }
-        params.extend(self.proxy.map(|proxy| ("proxy".to_owned(), proxy.into())));
-        params.extend(addressing_params(self.addressing));
+        params.extend(own);
         params
     }
 
     /// How the driver is to be set up.
     pub(super) fn driver(&self) -> DriverOptions {
-        let fresh = self.addressing.is_fresh();
-        let [rx_buffers, tx_buffers] = match (self.direction, fresh) {
+        let addressing = self.addressing();
+        let [rx_buffers, tx_buffers] = match (self.direction, addressing.is_fresh()) {
             (Direction::Loop, false) => [PAGES; 2],
             (Direction::Tx, false) => [FEW, 2 * PAGES - FEW],
             (Direction::Rx, false) => [2 * PAGES - FEW, FEW],
             (_, true) => [FRESH; 2],
         };
         DriverOptions {
-            addressing: self.addressing,
+            addressing,
             packed: self.ring == Ring::Packed,
             // The cache is measured, not how it fills.
             prefill: true,
@@ -217,45 +229,35 @@ impl Options {
         let mut cases = Vec::new();
         for &ring in self.rings.iter() {
             for &direction in self.directions.iter() {
-                let with =
-                    |addressing| Case { direction, ring, addressing, mapped: None, proxy: None };
-                let smallest = self.entries.iter().map(|entry| entry.0).min();
-                for part in self.parts.iter() {
-                    match part {
-                        Part::Off => cases.push(with(Addressing::Physical)),
-                        Part::Static => {
-                            for &Entry(entry) in self.entries.iter() {
-                                if ring == Ring::Packed && Some(entry) != smallest {
-                                    continue;
-                                }
-                                let some = |mergeable| Addressing::Static { entry, mergeable };
-                                cases.push(with(some(true)));
-                                // A larger entry covers all of memory.
-                                if entry <= 2 << 20 {
-                                    cases.push(with(some(false)));
-                                }
-                            }
-                        }
-                        Part::Dynamic if ring == Ring::Split => {
-                            cases.push(with(Addressing::Fresh { push: false }));
-                            cases.push(with(Addressing::Fresh { push: true }));
-                        }
-                        Part::Notified if ring == Ring::Split => {
-                            let case = with(Addressing::Physical);
-                            let mapped = Mapped::ALL.into_iter().map(Some);
-                            cases.extend(mapped.map(|mapped| Case { mapped, ..case }));
-                        }
-                        Part::Dynamic | Part::Notified => {}
-                        Part::Proxy => {
-                            let case = with(Addressing::Physical);
-                            let both = [false, true].map(Some);
-                            cases.extend(both.map(|proxy| Case { proxy, ..case }));
-                        }
-                    }
-                }
+                let topics = self.parts.iter().flat_map(|part| self.topics(*part, ring));
+                cases.extend(topics.map(|topic| Case { direction, ring, topic }));
             }
         }
         cases
+    }
+
+    fn topics(&self, part: Part, ring: Ring) -> Vec<Topic> {
+        let split = ring == Ring::Split;
+        match part {
+            Part::Off => vec![Topic::Addresses(Addressing::Physical)],
+            Part::Static => {
+                let smallest = self.entries.iter().map(|entry| entry.0).min();
+                let entries = self.entries.iter().map(|entry| entry.0);
+                let entries = entries.filter(|entry| split || Some(*entry) == smallest);
+                let both = entries.flat_map(|entry| [(entry, true), (entry, false)]);
+                // A larger entry covers all of memory.
+                both.filter(|&(entry, mergeable)| mergeable || entry <= 2 << 20)
+                    .map(|(entry, mergeable)| Addressing::Static { entry, mergeable })
+                    .map(Topic::Addresses)
+                    .collect()
+            }
+            Part::Dynamic if split => {
+                [false, true].map(|push| Topic::Addresses(Addressing::Fresh { push })).to_vec()
+            }
+            Part::Notified if split => Mapped::ALL.map(Topic::Notified).to_vec(),
+            Part::Dynamic | Part::Notified => Vec::new(),
+            Part::Proxy => [false, true].map(Topic::Proxy).to_vec(),
+        }
     }
 }
 
@@ -289,7 +291,7 @@ mod tests {
             assert!(off <= at);
             let driver = case.driver();
             let pages = (driver.rx_buffers + driver.tx_buffers) / 2 + 3;
-            assert!(case.part() != Part::Static || pages < 2048, "more than DPDK holds");
+            assert!(case.about().0 != Part::Static || pages < 2048, "more than DPDK holds");
         }
         assert!(cases.iter().any(|case| case.name() == "loop/split/4k/unmergeable"));
     }

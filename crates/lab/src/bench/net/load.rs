@@ -29,7 +29,7 @@ const MESSAGES: Duration = Duration::from_millis(25);
 pub(super) const DEPTH: u64 = 64;
 
 /// Drives `backend` for `length`.
-pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) -> Result<Window> {
+pub(super) fn measure(backend: &mut Backend, case: &Case, length: Duration) -> Result<Window> {
     backend.begin(case.direction).context("beginning")?;
     let expect = match case.direction {
         Direction::Rx => Expect::Foreign,
@@ -70,7 +70,7 @@ pub(super) fn measure(backend: &mut dyn Backend, case: &Case, length: Duration) 
         }
         (Direction::Rx, None) => (arrivals.good, 0),
     };
-    if case.addressing.is_fresh() {
+    if case.addressing().is_fresh() {
         window.single_rate = Some(load.message_rate(1)?);
         window.many_rate = Some(load.message_rate(DEPTH)?);
     }
@@ -91,7 +91,7 @@ struct Load {
 impl Load {
     fn new(driver: NetDriver, case: &Case) -> Load {
         let now = Instant::now();
-        let (direction, fresh) = (case.direction, case.addressing.is_fresh());
+        let (direction, fresh) = (case.direction, case.addressing().is_fresh());
         Load { driver, direction, fresh, last: now, looked: now }
     }
 
@@ -103,7 +103,7 @@ impl Load {
         }
     }
 
-    fn mark(&self, backend: &mut dyn Backend) -> Mark {
+    fn mark(&self, backend: &mut Backend) -> Mark {
         let cpu_ns = backend.processes().iter().map(Process::cpu_ns).sum();
         Mark::new(self.packets(), cpu_ns, self.driver.messages())
     }

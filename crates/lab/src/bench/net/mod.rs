@@ -4,23 +4,21 @@
 //! |---|---|
 //! | [`case`] | what is measured: which way packets go, and by what addresses |
 //! | `load` | one measurement |
-//! | `backend`, `ringfence`, `testpmd` | the back ends |
+//! | `backend`, `testpmd` | the back ends |
 //! | `notified` | our device behind our own IOMMU, in one process |
 //! | `rows` | the rows that the rounds give |
 //!
 //! The driver and the back end have a CPU each, and poll. Back ends take turns: those that are not
 //! measured are stopped.
 
-mod backend;
+pub(super) mod backend;
 pub mod case;
 mod load;
 mod notified;
-mod ringfence;
 pub(super) mod rows;
 mod testpmd;
 
 use std::{
-    path::Path,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -28,7 +26,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use clap::Args;
 
 use super::{
@@ -46,7 +44,7 @@ use crate::{
     run::Usage,
 };
 use backend::Backend;
-use case::{Case, Direction, Entry, Implementation, Part, Ring};
+use case::{Case, Direction, Entry, Implementation, Part, Ring, Topic};
 
 /// The most that may be lost: 0.005 %.
 const MOST_LOST: f64 = 5e-5;
@@ -175,26 +173,27 @@ impl Measure for Options {
         let folder = Folder::new()?;
         let mut backends = Vec::new();
         for &implementation in options.implementations.iter() {
+            let proxies = options.parts.contains(&Part::Proxy);
             let started = match implementation {
-                Implementation::Dpdk if !testpmd::is_there() => {
-                    Err("DPDK's testpmd is not installed: apt-get install dpdk-dev".to_owned())
+                Implementation::Ringfence => Backend::ringfence(&folder.0, cpus[0], proxies),
+                Implementation::Dpdk if testpmd::is_there() => Backend::testpmd(&folder.0, cpus[0]),
+                Implementation::Dpdk => {
+                    Err(anyhow!("DPDK's testpmd is not installed: apt-get install dpdk-dev"))
                 }
-                _ => start(implementation, &folder.0, cpus[0], options)
-                    .map_err(|error| format!("{error:#}")),
             };
+            let started = started.map_err(|error| format!("{error:#}"));
             if let Err(why) = &started {
                 benchmark.warnings.push(format!("{implementation} is not measured: {why}"));
             }
             backends.push((implementation, started));
         }
-        let of = |case: &Case| {
+        let pairs = cases.iter().flat_map(|case| {
             options
                 .implementations
                 .iter()
-                .filter(|implementation| case.is_for(**implementation))
-                .count()
-        };
-        let total = u64::from(options.repeat) * cases.iter().map(of).sum::<usize>() as u64;
+                .filter(move |implementation| case.is_for(**implementation))
+        });
+        let total = u64::from(options.repeat) * pairs.count() as u64;
         let step = options.window + OVERHEAD;
         let progress = window::progress(progress, total, step, &benchmark);
         let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
@@ -230,29 +229,15 @@ impl Measure for Options {
     }
 }
 
-/// Starts a back end in `folder`, on `cpu`; it is stopped until it is measured.
-fn start(
-    implementation: Implementation,
-    folder: &Path,
-    cpu: usize,
-    options: &Options,
-) -> Result<Box<dyn Backend>> {
-    let proxies = options.parts.contains(&Part::Proxy);
-    Ok(match implementation {
-        Implementation::Ringfence => Box::new(ringfence::Ringfence::start(folder, cpu, proxies)?),
-        Implementation::Dpdk => Box::new(testpmd::Testpmd::start(folder, cpu)?),
-    })
-}
-
 /// One window, with the probe before and after it.
 fn measure(
-    backend: &mut Result<Box<dyn Backend>, String>,
+    backend: &mut Result<Backend, String>,
     case: &Case,
     length: Duration,
     cpus: [usize; 2],
 ) -> Measured {
     let mut ping = [None; 2];
-    if let Some(mapped) = case.mapped {
+    if let Topic::Notified(mapped) = case.topic {
         // A device process of its own, which lives as long as the window.
         ping[0] = ping::round_trip_ns(cpus);
         let window = threads::bound_to(cpus[1], || {
@@ -266,11 +251,12 @@ fn measure(
         ping[0] = ping::round_trip_ns(cpus);
         let window = threads::bound_to(cpus[1], || {
             backend.processes().iter_mut().try_for_each(Process::resume)?;
-            let window = load::measure(backend.as_mut(), case, length).map_err(|error| {
+            let window = load::measure(backend, case, length).map_err(|error| {
                 // It logs the reason when its rings have stopped, after the connection was closed.
                 std::thread::sleep(REASON);
                 let printed = backend.processes().iter().map(Process::last_words);
-                error.context(format!("it printed: {}", printed.collect::<Vec<_>>().join("; ")))
+                let printed = printed.collect::<Vec<_>>().join("; ");
+                anyhow!("{error:#} (it printed: {printed})")
             });
             // Let it see the end of the connection before it is stopped.
             std::thread::sleep(Duration::from_millis(10));
@@ -278,16 +264,7 @@ fn measure(
             window
         });
         ping[1] = ping::round_trip_ns(cpus);
-        window.map_err(|error| {
-            // The error first, then the back end's log.
-            let chain: Vec<String> = error.chain().map(ToString::to_string).collect();
-            match &chain[..] {
-                [printed, rest @ ..] if !rest.is_empty() => {
-                    format!("{} ({printed})", rest.join(": "))
-                }
-                _ => chain.join(": "),
-            }
-        })
+        window.map_err(|error| format!("{error:#}"))
     });
     Measured { window, ping }
 }

@@ -94,7 +94,7 @@ fn row(
     if case.translated() {
         row.figures.extend(messages_per(own, "packet"));
     }
-    if case.addressing.is_fresh() {
+    if case.addressing().is_fresh() {
         let packets = sum(|window| window.done).max(1);
         // Like with like: misses, updates, invalidations and replies of the window against as many
         // messages as the socket moves: an UPDATE and its reply are two.

@@ -2,7 +2,7 @@
 
 use std::{
     io::{Read, Write},
-    path::{Path, PathBuf},
+    path::Path,
     process::{ChildStdin, ChildStdout},
     time::{Duration, Instant},
 };
@@ -10,14 +10,10 @@ use std::{
 use anyhow::{Context, Result, bail};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{OFlags, fcntl_setfl},
-    io::Errno,
+    io::retry_on_intr,
 };
 
-use super::{
-    backend::{Backend, Counted},
-    case::{Case, Direction},
-};
+use super::case::Direction;
 use crate::bench::process::Process;
 
 /// Where Debian puts it (package `dpdk-dev`).
@@ -25,14 +21,19 @@ const PROGRAM: &str = "/usr/bin/dpdk-testpmd";
 /// How long it may take to carry out a command.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A running testpmd.
-pub(super) struct Testpmd {
-    process: Process,
+/// Frames that a back end reports as taken from the driver and given to it since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counted {
+    pub(super) taken: u64,
+    pub(super) given: u64,
+}
+
+/// A running testpmd's standard input and output.
+pub(super) struct Console {
     commands: ChildStdin,
     output: ChildStdout,
     /// Output that was not looked at yet.
     unread: String,
-    socket: PathBuf,
     /// Whether it forwards packets.
     forwards: bool,
 }
@@ -42,9 +43,9 @@ pub(super) fn is_there() -> bool {
     Path::new(PROGRAM).exists()
 }
 
-impl Testpmd {
-    pub(super) fn start(folder: &Path, cpu: usize) -> Result<Testpmd> {
-        let socket = folder.join("testpmd.sock");
+impl Console {
+    /// Starts one that listens at `socket`; it is stopped until it is measured.
+    pub(super) fn start(socket: &Path, cpu: usize) -> Result<(Process, Console)> {
         // Two lcores, the least it takes, on one CPU: the first only waits for commands, and the
         // other never gives the CPU away. So the thread that serves the socket goes where EAL puts
         // it, on another CPU: beside the lcore it would wait for milliseconds, for each message.
@@ -56,15 +57,13 @@ impl Testpmd {
         );
         let arguments: Vec<String> = arguments.split_whitespace().map(str::to_owned).collect();
         let mut process =
-            Process::start("dpdk-testpmd", Path::new(PROGRAM), &arguments, None, &socket, true)?;
+            Process::start("dpdk-testpmd", Path::new(PROGRAM), &arguments, None, socket, true)?;
         let commands = process.child.stdin.take().context("testpmd's standard input")?;
         let output = process.child.stdout.take().context("testpmd's standard output")?;
-        fcntl_setfl(&output, OFlags::NONBLOCK).context("testpmd's standard output")?;
-        let (unread, forwards) = (String::new(), false);
-        let mut testpmd = Testpmd { process, commands, output, unread, socket, forwards };
-        testpmd.until("testpmd>")?;
-        testpmd.process.pause()?;
-        Ok(testpmd)
+        let mut console = Console { commands, output, unread: String::new(), forwards: false };
+        console.until(&mut process, "testpmd>")?;
+        process.pause()?;
+        Ok((process, console))
     }
 
     fn command(&mut self, command: &str) -> Result<()> {
@@ -73,47 +72,34 @@ impl Testpmd {
     }
 
     /// Its output up to and including `end`.
-    fn until(&mut self, end: &str) -> Result<String> {
+    fn until(&mut self, process: &mut Process, end: &str) -> Result<String> {
         let begun = Instant::now();
         loop {
             if let Some(at) = self.unread.find(end) {
                 let rest = self.unread.split_off(at + end.len());
                 return Ok(std::mem::replace(&mut self.unread, rest));
             }
+            let left = Timespec::try_from(REPLY_TIMEOUT.saturating_sub(begun.elapsed()))?;
+            let mut fds = [PollFd::new(&self.output, PollFlags::IN)];
+            if retry_on_intr(|| poll(&mut fds, Some(&left))).context("waiting for testpmd")? == 0 {
+                bail!("testpmd did not print {end:?} within {REPLY_TIMEOUT:?}");
+            }
             let mut buffer = [0; 4096];
-            match self.output.read(&mut buffer) {
-                Ok(0) => {
-                    self.process.resume()?;
+            match self.output.read(&mut buffer).context("reading testpmd's output")? {
+                0 => {
+                    process.resume()?;
                     bail!("testpmd closed its standard output");
                 }
-                Ok(len) => self.unread.push_str(&String::from_utf8_lossy(&buffer[..len])),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                    if begun.elapsed() > REPLY_TIMEOUT {
-                        bail!("testpmd did not print {end:?} within {REPLY_TIMEOUT:?}");
-                    }
-                    let short = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-                    match poll(&mut [PollFd::new(&self.output, PollFlags::IN)], Some(&short)) {
-                        Ok(_) | Err(Errno::INTR) => {}
-                        Err(errno) => return Err(errno).context("waiting for testpmd"),
-                    }
-                }
-                Err(error) => return Err(error).context("reading testpmd's output"),
+                len => self.unread.push_str(&String::from_utf8_lossy(&buffer[..len])),
             }
         }
     }
-}
 
-impl Backend for Testpmd {
-    fn processes(&mut self) -> &mut [Process] {
-        std::slice::from_mut(&mut self.process)
-    }
-
-    fn choose(&mut self, _: &Case) {}
-
-    fn begin(&mut self, direction: Direction) -> Result<()> {
+    /// Makes `process` carry packets in `direction`.
+    pub(super) fn begin(&mut self, process: &mut Process, direction: Direction) -> Result<()> {
         if self.forwards {
             // The measurement before this one failed.
-            self.end()?;
+            self.end(process)?;
         }
         let mode = match direction {
             Direction::Tx => "rxonly",
@@ -121,24 +107,18 @@ impl Backend for Testpmd {
             Direction::Loop => "io",
         };
         self.command(&format!("set fwd {mode}"))?;
-        self.until("packet forwarding mode")?;
+        self.until(process, "packet forwarding mode")?;
         self.command("start")?;
         self.forwards = true;
-        self.until("TX RS bit threshold")?;
-        Ok(())
+        self.until(process, "TX RS bit threshold").map(drop)
     }
 
-    fn socket(&self) -> &Path {
-        &self.socket
-    }
-
-    fn end(&mut self) -> Result<Option<Counted>> {
+    /// Makes `process` stop; returns what it has counted since it began.
+    pub(super) fn end(&mut self, process: &mut Process) -> Result<Counted> {
         self.command("stop")?;
-        let statistics = self.until("Done.")?;
+        let statistics = self.until(process, "Done.")?;
         self.forwards = false;
-        let counted = counted(&statistics);
-        counted
-            .map(Some)
+        counted(&statistics)
             .with_context(|| format!("no statistics in testpmd's output: {statistics:?}"))
     }
 }
