@@ -33,7 +33,7 @@ pub(crate) fn untrusted(
         space: Space::default(),
         notify,
         tuning: Tuning::default(),
-        target: &Target::open(&DiskChoice::Ram, DISK, &[], true)?,
+        target: &Target::open(&DiskChoice::Ram, DISK, &[], true, &mut Vec::new())?,
         trust: Trust::described(false),
         queues: 1,
         depth: 1,

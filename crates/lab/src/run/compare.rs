@@ -19,9 +19,10 @@ use super::{
     load::Load,
     path::{FilePath, MemoryPath},
     plan::Plan,
+    pool::Pool,
     probe::Found,
     row::Line,
-    target::{Content, Target},
+    target::{Content, DiskChoice, Target},
 };
 use crate::{
     block::Format,
@@ -86,7 +87,7 @@ pub fn compare(
     let machine = crate::report::Machine::detect();
     let scale = Scale {
         memory: Scale::default_memory(machine.memory_bytes),
-        disk_in_memory: options.disk.is_in_memory(),
+        disk_in_memory: !matches!(options.disk, DiskChoice::Path(_)),
     };
     let changes = scale.apply(&mut jobs);
     warnings.extend(changes.map_err(|error| Usage(format!("{}: {error}", file.file)))?);
@@ -98,8 +99,8 @@ pub fn compare(
             "the disk is {trust}; off is run all the same, since the others are measured by it"
         ));
     }
-    let target = Target::open(&options.disk, disk_bytes, &jobs, options.destroy_data)?;
-    warnings.extend(target.warnings.iter().cloned());
+    let destroy = options.destroy_data;
+    let target = Target::open(&options.disk, disk_bytes, &jobs, destroy, &mut warnings)?;
     let sizes = jobs.iter().flat_map(|job| {
         job.block_sizes().map(u64::from).chain(std::iter::once(job.offset)).collect::<Vec<_>>()
     });
@@ -131,7 +132,7 @@ pub fn compare(
         * lines.len() as u32;
     let progress = Progress::new(progress, u64::from(per_set * (options.repeat + 1)), expected);
     comparison.warnings.iter().for_each(|line| progress.note(line));
-    if target.is_laid_out() {
+    if target.kind == DiskKind::File && !target.foreign {
         progress.note(&format!("filling {} of the disk", crate::text::bytes(disk_bytes)));
         target.lay_out(disk_bytes, content, stop)?;
     }
@@ -193,18 +194,13 @@ impl Stage<'_> {
     fn run_all(&self, progress: &Progress, ended: &mut Ended) -> Vec<Vec<PolicyRounds>> {
         let names: Vec<&str> = self.jobs.iter().map(|job| job.name.as_str()).collect();
         let names = names.join(" + ");
-        let mut rows: Vec<Vec<PolicyRounds>> = self
-            .lines
-            .iter()
-            .map(|line| {
-                let fresh = PolicyRounds {
-                    policy: line.row.to_string(),
-                    allocator: line.allocator.map(|kind| kind.to_string()),
-                    ..PolicyRounds::default()
-                };
-                vec![fresh; self.jobs.len()]
-            })
-            .collect();
+        let fresh = |line: &Line| PolicyRounds {
+            policy: line.row.to_string(),
+            allocator: line.allocator.map(|kind| kind.to_string()),
+            ..PolicyRounds::default()
+        };
+        let rows = self.lines.iter().map(|line| vec![fresh(line); self.jobs.len()]);
+        let mut rows: Vec<Vec<PolicyRounds>> = rows.collect();
         for round in 0..=self.options.repeat {
             for (line, results) in self.lines.iter().zip(&mut rows) {
                 let label = match self.options.allocators.len() {
@@ -244,17 +240,15 @@ impl Stage<'_> {
                     let first =
                         counted.first_error.map(|error| format!("the first error: {error}"));
                     // The first round warms up, and is discarded, except for its errors.
-                    if round == 0 && sample.errors > 0 {
-                        let first = first.unwrap_or_default();
-                        ended.failure =
-                            Some(anyhow!("{what}: {} I/Os failed; {first}", sample.errors));
-                        return rows;
-                    }
                     if round > 0 {
                         if kept.rounds.iter().all(|round| round.errors == 0) {
                             kept.warnings.extend(first);
                         }
                         kept.rounds.push(sample);
+                    } else if sample.errors > 0 {
+                        let (errors, first) = (sample.errors, first.unwrap_or_default());
+                        ended.failure = Some(anyhow!("{what}: {errors} I/Os failed; {first}"));
+                        return rows;
                     }
                 }
             }
@@ -270,60 +264,44 @@ impl Stage<'_> {
         queues.clamp(1, clones.min(u16::MAX.into()) as u16)
     }
 
-    /// For each thread, its clones: job and number, in turn, so that threads have equal shares.
-    fn deal(&self, threads: u16) -> Vec<Vec<(usize, u32)>> {
-        let jobs = self.jobs.iter().enumerate();
-        let clones = jobs.flat_map(|(job, about)| (0..about.numjobs).map(move |n| (job, n)));
-        let threads = usize::from(threads);
-        (0..threads).map(|thread| clones.clone().skip(thread).step_by(threads).collect()).collect()
-    }
-
-    /// For each thread, its clones with their buffers.
-    fn with_buffers(
-        &self,
-        dealt: &[Vec<(usize, u32)>],
-        buffers: Vec<PagedBuffer>,
-        round: u32,
-    ) -> Vec<Vec<JobClone>> {
-        let mut buffers = buffers.into_iter();
-        let mut clone = |&(index, number): &(usize, u32)| {
-            let job = &self.jobs[index];
+    /// For each thread, its clones, dealt in turn, so that threads have equal shares. They have no
+    /// buffers yet.
+    fn deal(&self, threads: u16, round: u32) -> Vec<Vec<JobClone>> {
+        let clones = self.jobs.iter().enumerate().flat_map(|(index, job)| {
             // A job that ends before the others ends by itself, the rest are stopped.
             let runtime = job.runtime.filter(|&own| self.runtime() != Some(own));
-            JobClone {
+            (0..job.numjobs).map(move |number| JobClone {
                 job: index,
                 // The same I/Os for all rows of a round, others in the next.
                 workload: Workload::new(job, number, u64::from(round)),
                 runtime_ns: runtime.map_or(u64::MAX, |time| time.as_nanos() as u64),
-                buffers: buffers.by_ref().take(job.iodepth as usize).collect(),
-            }
-        };
-        dealt.iter().map(|clones| clones.iter().map(&mut clone).collect()).collect()
+                buffers: Pool::default(),
+            })
+        });
+        let threads = usize::from(threads);
+        (0..threads).map(|thread| clones.clone().skip(thread).step_by(threads).collect()).collect()
     }
 
     /// How long a round is measured at most: until the last job is over. `None` if one has no
     /// `runtime` and ends when its area is done.
     fn runtime(&self) -> Option<Duration> {
         let all: Option<Vec<Duration>> = self.jobs.iter().map(|job| job.runtime).collect();
-        all.and_then(|all| all.into_iter().max())
+        all?.into_iter().max()
     }
 
     fn run_row(&self, Line { row, allocator }: Line, round: u32) -> Result<Measured> {
         let threads = self.threads();
-        let dealt = self.deal(threads);
-        let depth_of = |clones: &Vec<(usize, u32)>| {
-            clones.iter().map(|&(job, _)| self.jobs[job].iodepth as usize).sum::<usize>()
+        let clones = self.deal(threads, round);
+        // The lengths of a clone's buffers.
+        let lens = |clone: &JobClone| {
+            let job = &self.jobs[clone.job];
+            std::iter::repeat_n(job.max_block() as usize, job.iodepth as usize)
         };
-        let depth = dealt.iter().map(depth_of).max().unwrap_or(1);
-        // The lengths of all buffers, in the order of the threads' clones.
-        let all: Vec<usize> = dealt
-            .iter()
-            .flatten()
-            .map(|&(job, _)| &self.jobs[job])
-            .flat_map(|job| std::iter::repeat_n(job.max_block() as usize, job.iodepth as usize))
-            .collect();
+        let depths = clones.iter().map(|own| own.iter().flat_map(lens).count());
+        let depth = depths.max().unwrap_or(1);
+        let buffers: Vec<usize> = clones.iter().flatten().flat_map(lens).collect();
         // A buffer must fit into a chain of descriptors, whatever its pages' order.
-        let pages = all.iter().copied().max().unwrap_or(1).div_ceil(4096);
+        let pages = buffers.iter().copied().max().unwrap_or(1).div_ceil(4096);
         let run_pages = self.options.run_pages.max(pages.div_ceil(MOST_PIECES)).max(1);
         let &Options { space, notify, tuning, .. } = self.options;
         if !matches!(row, Row::Host | Row::IoUring) {
@@ -340,13 +318,13 @@ impl Stage<'_> {
                 queues: threads,
                 depth: depth + 1,
                 pieces: pages.div_ceil(run_pages) + 1,
-                buffers: all,
+                buffers,
                 run_pages,
                 idle_ms: BounceLimits::default().idle_ms,
             };
-            return self.run_linked(&plan, &dealt, round);
+            return self.run_linked(&plan, clones, round);
         }
-        let buffers = local_buffers(&all, run_pages)?;
+        let buffers = local_buffers(&buffers, run_pages)?;
         let Target { kind, file, bytes, .. } = self.target;
         let disk = (row == Row::Host && *kind != DiskKind::File)
             .then(|| open_disk(*kind, file.try_clone()?, *bytes))
@@ -358,22 +336,20 @@ impl Stage<'_> {
             })
         };
         let mut paths = (0..threads).map(path).collect::<Result<Vec<_>>>()?;
-        let clones = self.with_buffers(&dealt, buffers, round);
-        let conducted = self.conduct(&mut paths, clones, round, None)?;
-        Ok(Measured { samples: conducted.samples(self.jobs, |_, _| ()), ..Measured::default() })
+        let conducted = self.conduct(&mut paths, clones, buffers, round, None)?;
+        Ok(Measured { samples: conducted.samples(self.jobs, |_, _, _| ()), ..Measured::default() })
     }
 
     fn run_linked(
         &self,
         plan: &Plan<'_>,
-        dealt: &[Vec<(usize, u32)>],
+        clones: Vec<Vec<JobClone>>,
         round: u32,
     ) -> Result<Measured> {
         let (link, mut paths, buffers) = Link::open(plan)?;
         let dma = &link.behind.dma;
-        let clones = self.with_buffers(dealt, buffers, round);
         let protected = plan.is_protected();
-        let conducted = self.conduct(&mut paths, clones, round, Some(&link));
+        let conducted = self.conduct(&mut paths, clones, buffers, round, Some(&link));
         let probes = paths.iter().filter_map(|path| path.probe());
         let found = probes.fold(Found::default(), |sum, probe| sum.and(probe.found()));
         let leak = (dma.effective_policy().is_strict() && found.accesses > 0).then(|| {
@@ -428,18 +404,17 @@ impl Stage<'_> {
         let thread_ns = conducted.thread_ns();
         // Thread time in taking and giving back the memory of requests.
         let memory_ns = conducted.ran.iter().map(|ran| ran.memory_ns).sum::<u64>() as f64;
-        let samples = conducted.samples(self.jobs, |sample, [before, after]| {
-            // Jobs that run at the same time share one IOMMU: each gets its I/Os' share of all I/Os.
-            let share = if all_ios == 0 { 0.0 } else { sample.ios as f64 / all_ios as f64 };
+        // Jobs that run at the same time share one IOMMU.
+        let samples = conducted.samples(self.jobs, |sample, stock, share| {
+            let [before, after] = stock;
             if protected {
-                let iommu = iommu_sample(before, after, share);
+                let iommu = iommu_sample(stock, share);
                 let waits = after.waits.since(&before.waits);
                 let waits = WaitsSample { waits, ios: all_ios, thread_ns };
                 let cpu_ns = iommu.cpu_ns + (memory_ns * share) as u64;
                 sample.iommu = Some(IommuSample { cpu_ns, waits, ..iommu });
             }
-            let (dma0, dma1) = (&before.dma, &after.dma);
-            sample.bounce = pool_bytes.map(|bytes| bounce_sample(dma0, dma1, share, bytes));
+            sample.bounce = pool_bytes.map(|bytes| bounce_sample(stock, share, bytes));
             let kicks = (after.iommu.kicks - before.iommu.kicks) as f64 * share;
             sample.kicks = sample.kicks.map(|own| own + kicks as u64);
             sample.stale = stale;
@@ -455,10 +430,16 @@ impl Stage<'_> {
     fn conduct(
         &self,
         paths: &mut [LinkPath],
-        clones: Vec<Vec<JobClone>>,
+        mut clones: Vec<Vec<JobClone>>,
+        buffers: Vec<PagedBuffer>,
         round: u32,
         link: Option<&Link>,
     ) -> Result<Conducted> {
+        let mut buffers = buffers.into_iter();
+        for clone in clones.iter_mut().flatten() {
+            let own = buffers.by_ref().take(self.jobs[clone.job].iodepth as usize);
+            clone.buffers = Pool::new(own.collect());
+        }
         let threads = paths.len() as u32;
         let (jobs, content) = (self.jobs.len(), self.content);
         let control = Control::default();
@@ -474,7 +455,9 @@ impl Stage<'_> {
             let load_ns = self.load.cpu_ns();
             let device_ns = || link.map_or(0, Link::device_cpu_ns);
             let stock = link.map(Link::stock);
-            (stock, own_cpu_ns().saturating_sub(load_ns) + device_ns(), load_ns)
+            let own = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+            let own_ns = own.tv_sec as u64 * 1_000_000_000 + own.tv_nsec as u64;
+            (stock, own_ns.saturating_sub(load_ns) + device_ns(), load_ns)
         };
         // Which process ended, and how, if one has.
         let lost = || link.and_then(Link::lost);
@@ -581,9 +564,4 @@ struct Measured {
     leak: Option<String>,
     /// What broke a round that leaked.
     failure: Option<anyhow::Error>,
-}
-
-fn own_cpu_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

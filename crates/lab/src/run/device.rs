@@ -69,9 +69,8 @@ pub(crate) enum Served {
 /// The setup of the device process, as JSON on its standard input.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Setup {
-    pub(crate) device: RawFd,
-    pub(crate) iommu: RawFd,
-    pub(crate) report: RawFd,
+    /// Of the device and of the virtio-iommu.
+    pub(crate) sockets: [RawFd; 2],
     pub(crate) served: Served,
     pub(crate) queues: u16,
     pub(crate) notify: String,
@@ -80,7 +79,7 @@ pub(crate) struct Setup {
 impl Setup {
     /// What the process inherits.
     pub(crate) fn descriptors(&self) -> Vec<RawFd> {
-        let mut all = vec![self.device, self.iommu, self.report];
+        let mut all = self.sockets.to_vec();
         if let Served::Disk { file, .. } = self.served {
             all.push(file);
         }
@@ -130,7 +129,7 @@ pub fn device_main() -> Result<()> {
     // SAFETY: the parent passed these descriptors for this process alone, they are distinct and
     // not the standard ones (checked above), and nothing else here owns them.
     let own = |fd: RawFd| unsafe { OwnedFd::from_raw_fd(fd) };
-    let [device, iommu, report] = [setup.device, setup.iommu, setup.report].map(own);
+    let [device, iommu] = setup.sockets.map(|fd| UnixStream::from(own(fd)));
     // This process ends with its parent, even if it hangs. (A parent that dies hangs up in any
     // case.)
     // SAFETY: `prctl` with this option takes a number.
@@ -140,13 +139,22 @@ pub fn device_main() -> Result<()> {
     let notify: Notify = setup.notify.parse().map_err(anyhow::Error::msg)?;
     let found = match setup.served {
         Served::Disk { file, kind, bytes } => {
-            let disk = open_disk(kind, own(file), bytes)?;
-            serve_disk(device.into(), iommu.into(), disk, setup.queues, notify)
+            let mut behind = Behind::new(iommu, setup.queues, notify, 0)?;
+            let options = BlkOptions {
+                endpoint: Some(Arc::clone(&behind.endpoint)),
+                unit: 1,
+                ..BlkOptions::new(open_disk(kind, own(file), bytes)?, DISK_ID, setup.queues)
+            };
+            let figures = Arc::clone(&options.figures);
+            let backend = Blk::backend(options, Arc::clone(&behind.workers));
+            behind.serve(&mut Server::new(device, backend), "block device")?;
+            behind.report(figures.iotlb.totals())
         }
-        Served::Net { loops } => serve_net(device.into(), iommu.into(), loops, notify),
-    }?;
-    std::fs::File::from(report).write_all(&serde_json::to_vec(&found)?)?;
-    Ok(())
+        Served::Net { loops } => serve_net(device, iommu, loops, notify)?,
+    };
+    let mut out = std::io::stdout().lock();
+    serde_json::to_writer(&mut out, &found)?;
+    Ok(out.flush()?)
 }
 
 /// What stands behind the sockets of a device process: workers, and an IOMMU whose tables the
@@ -208,23 +216,6 @@ impl Behind {
             ..Report::default()
         }
     }
-}
-
-/// Serves a disk and its IOMMU until both sockets are hung up.
-fn serve_disk(
-    blk: UnixStream,
-    iommu: UnixStream,
-    disk: Disk,
-    queues: u16,
-    notify: Notify,
-) -> Result<Report> {
-    let mut behind = Behind::new(iommu, queues, notify, 0)?;
-    let endpoint = Some(Arc::clone(&behind.endpoint));
-    let options = BlkOptions { endpoint, unit: 1, ..BlkOptions::new(disk, DISK_ID, queues) };
-    let figures = Arc::clone(&options.figures);
-    let mut server = Server::new(blk, Blk::backend(options, Arc::clone(&behind.workers)));
-    behind.serve(&mut server, "block device")?;
-    Ok(behind.report(figures.iotlb.totals()))
 }
 
 /// Serves a network device of one pair of queues and its IOMMU until both sockets are hung up.

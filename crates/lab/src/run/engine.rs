@@ -84,7 +84,7 @@ pub(crate) struct JobClone {
     /// How long it runs from the beginning of the measured part, if not until its end.
     pub(crate) runtime_ns: u64,
     /// A buffer for each I/O in flight.
-    pub(crate) buffers: Vec<PagedBuffer>,
+    pub(crate) buffers: Pool,
 }
 
 /// What one thread counted of one job, in the measured phase.
@@ -147,11 +147,9 @@ pub(crate) fn run(
 ) -> Result<Ran> {
     let runner = Runner {
         clones,
-        pools: Vec::new(),
         tasks: Vec::new(),
         content,
         control,
-        clock: MonotonicClock,
         counted: vec![Counted::default(); jobs],
         under_way: 0,
     };
@@ -165,12 +163,9 @@ pub(crate) fn run(
 
 struct Runner<'c> {
     clones: Vec<JobClone>,
-    /// Their buffers.
-    pools: Vec<Pool>,
     tasks: Vec<Task>,
     content: Content,
     control: &'c Control,
-    clock: MonotonicClock,
     counted: Vec<Counted>,
     under_way: usize,
 }
@@ -178,17 +173,13 @@ struct Runner<'c> {
 impl Runner<'_> {
     fn run(mut self, path: &mut dyn Path) -> Result<Ran> {
         // Every task keeps its place for as long as its clone has I/O left.
-        let mut ready: VecDeque<u32> = VecDeque::new();
-        let mut again: Vec<(u32, PagedBuffer)> = Vec::new();
-        for clone in 0..self.clones.len() {
-            let pool = Pool::new(std::mem::take(&mut self.clones[clone].buffers));
-            for _ in 0..pool.len() {
-                let io = Io { op: Op::Read, offset: 0, len: 0 };
-                self.tasks.push(Task { clone, io, buffer: 0, started_ns: 0, repeats: 0 });
-                ready.push_back(self.tasks.len() as u32 - 1);
-            }
-            self.pools.push(pool);
+        for (clone, about) in self.clones.iter().enumerate() {
+            let io = Io { op: Op::Read, offset: 0, len: 0 };
+            let task = || Task { clone, io, buffer: 0, started_ns: 0, repeats: 0 };
+            self.tasks.extend((0..about.buffers.len()).map(|_| task()));
         }
+        let mut ready: VecDeque<u32> = (0..self.tasks.len() as u32).collect();
+        let mut again: Vec<(u32, PagedBuffer)> = Vec::new();
         let depth = path.depth();
         let thread_clock = OsThreadClock;
         let mut begun = None;
@@ -208,7 +199,7 @@ impl Runner<'_> {
             if phase == Phase::Ending && ended.is_none() {
                 ended = Some(mark());
             }
-            let now = self.clock.now_ns();
+            let now = MonotonicClock.now_ns();
             let mut started = false;
             // What was begun is completed, in any phase.
             while let Some((token, buffer)) = again.pop() {
@@ -250,14 +241,14 @@ impl Runner<'_> {
                 continue;
             }
             idle_since = None;
-            let now = self.clock.now_ns();
+            let now = MonotonicClock.now_ns();
             for completed in done.drain(..) {
                 let Completed { token, buffer, ok } = completed;
                 let data = path.bytes(&buffer, token);
                 if self.complete(token, data, ok, now, phase == Phase::Measured) {
                     path.give_back(token);
                     let task = &self.tasks[token as usize];
-                    self.pools[task.clone].put(task.buffer, buffer);
+                    self.clones[task.clone].buffers.put(task.buffer, buffer);
                     ready.push_back(token);
                 } else {
                     again.push((token, buffer));
@@ -268,8 +259,8 @@ impl Runner<'_> {
             // Counted once more when the thread ends.
             self.control.finished.fetch_sub(1, Ordering::Release);
         }
-        let ended =
-            ended.unwrap_or_else(|| (thread_clock.thread_ns(), path.kicks(), path.memory_ns()));
+        // It ends in no other phase.
+        let ended = ended.unwrap_or_default();
         let begun = begun.unwrap_or(ended);
         Ok(Ran {
             jobs: self.counted,
@@ -289,7 +280,7 @@ impl Runner<'_> {
         }
         let Some(io) = clone.workload.next() else { return Ok(false) };
         // As many buffers as tasks: there is one for each that is ready.
-        let Some((number, mut buffer)) = self.pools[task.clone].take(io.op) else {
+        let Some((number, mut buffer)) = clone.buffers.take(io.op) else {
             bail!("a job has more I/O under way than buffers");
         };
         task.io = io;
@@ -313,7 +304,7 @@ impl Runner<'_> {
             // What comes back must have been written by the disk, not left over.
             Op::Read => self.content.format.poison(data),
         }
-        task.started_ns = self.clock.now_ns();
+        task.started_ns = MonotonicClock.now_ns();
         path.submit(op, offset, buffer, token)?;
         self.under_way += 1;
         Ok(())

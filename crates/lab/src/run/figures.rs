@@ -46,11 +46,12 @@ impl Conducted {
         (self.elapsed.as_nanos() as u64).saturating_mul(self.ran.len() as u64)
     }
 
-    /// A sample for each job, and its counts; `add` adds what only rows with a link have.
+    /// A sample for each job, and its counts; `add` adds what only rows with a link have, which gets
+    /// the job's I/Os' share of all I/Os.
     pub(super) fn samples(
         &self,
         jobs: &[Job],
-        mut add: impl FnMut(&mut Sample, &[Stock; 2]),
+        mut add: impl FnMut(&mut Sample, &[Stock; 2], f64),
     ) -> Vec<(Sample, Counted)> {
         let all = self.ios().max(1) as f64;
         let sum = |each: fn(&Ran) -> u64| self.ran.iter().map(each).sum::<u64>() as f64;
@@ -78,7 +79,7 @@ impl Conducted {
                     errors: total.errors,
                     ..Sample::default()
                 };
-                self.stock.iter().for_each(|stock| add(&mut sample, stock));
+                self.stock.iter().for_each(|stock| add(&mut sample, stock, share));
                 (sample, total)
             })
             .collect()
@@ -86,7 +87,7 @@ impl Conducted {
 }
 
 /// The IOMMU's part between two takings of stock, of which this job has `share`.
-pub(super) fn iommu_sample(before: &Stock, after: &Stock, share: f64) -> IommuSample {
+pub(super) fn iommu_sample([before, after]: &[Stock; 2], share: f64) -> IommuSample {
     let (dma0, dma1) = (&before.dma, &after.dma);
     let part = |n: f64| (n * share) as u64;
     // Sampled calls stand for all calls: their time of the thread, and by the clock.
@@ -129,12 +130,8 @@ pub(super) fn iommu_sample(before: &Stock, after: &Stock, share: f64) -> IommuSa
 
 /// What was copied between two takings of stock, of which this job has `share`, in pools that had
 /// `pool_bytes` of memory at most.
-pub(super) fn bounce_sample(
-    dma0: &DmaStats,
-    dma1: &DmaStats,
-    share: f64,
-    pool_bytes: u64,
-) -> BounceSample {
+pub(super) fn bounce_sample(stock: &[Stock; 2], share: f64, pool_bytes: u64) -> BounceSample {
+    let [dma0, dma1] = stock.each_ref().map(|stock| &stock.dma);
     let part = |of: fn(&DmaStats) -> u64| ((of(dma1) - of(dma0)) as f64 * share) as u64;
     let maps = part(|stats| stats.maps);
     BounceSample {
@@ -164,8 +161,8 @@ pub(super) fn exposure_sample(dma: &DmaStats) -> ExposureSample {
 mod tests {
     use super::*;
 
-    fn stats(maps: u64, bounced: u64) -> DmaStats {
-        DmaStats {
+    fn stock(maps: u64, bounced: u64) -> Stock {
+        let dma = DmaStats {
             maps,
             bounced,
             copied_bytes: 4096 * bounced,
@@ -176,29 +173,29 @@ mod tests {
                 wall_ns: 10 * maps,
             },
             ..DmaStats::default()
-        }
+        };
+        Stock { dma, ..Stock::default() }
     }
 
     #[test]
     fn a_copy_uses_no_allocator() {
-        let stock = |maps, bounced| Stock { dma: stats(maps, bounced), ..Stock::default() };
-        let (before, after) = (stock(0, 0), stock(100, 90));
+        let taken = [stock(0, 0), stock(100, 90)];
         // Two of ten took 1000 ns.
-        let sample = iommu_sample(&before, &after, 1.0);
+        let sample = iommu_sample(&taken, 1.0);
         assert_eq!(sample.allocator_ns, 5000);
-        let half = iommu_sample(&before, &after, 0.5);
+        let half = iommu_sample(&taken, 0.5);
         assert_eq!(half.allocator_ns, 2500);
         // Where all mappings are copies, nothing is allocated.
-        assert_eq!(iommu_sample(&before, &stock(9, 9), 1.0).allocator_ns, 0);
+        assert_eq!(iommu_sample(&[stock(0, 0), stock(9, 9)], 1.0).allocator_ns, 0);
     }
 
     #[test]
     fn a_job_gets_its_share_of_the_copies_and_all_of_the_pools() {
-        let sample = bounce_sample(&stats(10, 5), &stats(110, 45), 0.5, 1 << 20);
+        let sample = bounce_sample(&[stock(10, 5), stock(110, 45)], 0.5, 1 << 20);
         assert_eq!((sample.maps, sample.bounced, sample.copied_bytes), (50, 20, 20 * 4096));
         assert_eq!((sample.pool_bytes, sample.taken_bytes), (1 << 20, 512));
         // Counts that were read while one more was made.
-        let sample = bounce_sample(&stats(0, 0), &stats(7, 8), 1.0, 0);
+        let sample = bounce_sample(&[stock(0, 0), stock(7, 8)], 1.0, 0);
         assert_eq!((sample.maps, sample.bounced), (7, 7));
     }
 }

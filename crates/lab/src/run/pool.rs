@@ -7,7 +7,8 @@ use crate::workload::Op;
 /// Free buffers in the order of their addresses. Reads take the lowest and writes the highest, so
 /// that I/Os of one kind that are started together have neighbours where there are any, as an
 /// allocator by address gives them.
-pub(super) struct Pool {
+#[derive(Default)]
+pub(crate) struct Pool {
     buffers: Vec<Option<PagedBuffer>>,
     /// A bit for each buffer that is there.
     free: Vec<u64>,

@@ -58,15 +58,21 @@ enum State {
     },
     /// The device writes, or has a request to write, where it may no longer.
     Stale {
-        buffer: PagedBuffer,
-        iova: StaleIova,
-        aim: Aim,
-        unmapped_ns: u64,
+        page: Page,
         /// Whether the request was submitted before the page was unmapped.
         reads: bool,
     },
     /// Something went wrong; the error was returned.
     Broken,
+}
+
+/// A page that was unmapped.
+struct Page {
+    buffer: PagedBuffer,
+    /// Parked, so that no buffer of the job has it.
+    _iova: StaleIova,
+    aim: Aim,
+    unmapped_ns: u64,
 }
 
 /// The request to the device.
@@ -104,7 +110,6 @@ impl Found {
 /// The probe of one job thread.
 pub(crate) struct Probe {
     state: State,
-    clock: MonotonicClock,
     strict: bool,
     /// How many were begun.
     begun: u64,
@@ -127,13 +132,8 @@ impl Probe {
     /// A probe with a page of its own. Under a `strict` policy the first success ends a probe: one
     /// is one too many.
     pub(crate) fn new(buffer: PagedBuffer, strict: bool) -> Probe {
-        Probe {
-            state: State::Idle { buffer, next_ns: 0 },
-            clock: MonotonicClock,
-            strict,
-            begun: 0,
-            found: Found::default(),
-        }
+        let state = State::Idle { buffer, next_ns: 0 };
+        Probe { state, strict, begun: 0, found: Found::default() }
     }
 
     pub(crate) fn found(&self) -> Found {
@@ -185,22 +185,22 @@ impl Probe {
             State::Unmapping { aim, reads: true } => {
                 self.state = State::Unmapping { aim, reads: false };
             }
-            State::Stale { mut buffer, iova, aim, unmapped_ns, reads } => {
-                let now = self.clock.now_ns();
+            State::Stale { mut page, reads } => {
+                let now = MonotonicClock.now_ns();
+                let Page { buffer, aim, unmapped_ns, .. } = &mut page;
                 // Either is a breach: the status (except with a slot, or for a read submitted
                 // before the unmap, which may have completed in time), or changed bytes.
-                let reached = ok && !aim.bounced && !reads || !is_blank(&buffer);
-                blank(&mut buffer);
+                let reached = ok && !aim.bounced && !reads || !is_blank(buffer);
+                blank(buffer);
+                let open_ns = now - *unmapped_ns;
                 if reached {
                     self.found.accesses += 1;
-                    self.found.max_ns = self.found.max_ns.max(now - unmapped_ns);
+                    self.found.max_ns = self.found.max_ns.max(open_ns);
                 }
-                let again = reached && !self.strict && now - unmapped_ns < GIVE_UP_NS;
-                if again || reads && !reached {
-                    self.probe_unmapped(queue, buffer, iova, aim, unmapped_ns)?;
+                if reached && !self.strict && open_ns < GIVE_UP_NS || reads && !reached {
+                    self.probe_unmapped(queue, page)?;
                 } else {
-                    drop(iova);
-                    self.state = State::Idle { buffer, next_ns: now + EVERY_NS };
+                    self.state = State::Idle { buffer: page.buffer, next_ns: now + EVERY_NS };
                 }
             }
             State::Idle { .. } | State::Unmapping { .. } | State::Broken => {
@@ -221,7 +221,7 @@ impl Probe {
             anyhow::bail!("a page of no probe")
         };
         let returned = returned.context("unmapping the probe's page")?;
-        let unmapped_ns = self.clock.now_ns();
+        let unmapped_ns = MonotonicClock.now_ns();
         let mut buffer = returned.buffer.into_iter().next().context("the probe's page")?;
         let iova = returned.stale.context("the probe's IOVA")?;
         if aim.kind == blk::Kind::GetId {
@@ -230,26 +230,20 @@ impl Probe {
             anyhow::ensure!(id == DISK_ID.as_bytes(), "GET_ID completed with OK and wrote nothing");
         }
         blank(&mut buffer);
+        let page = Page { buffer, _iova: iova, aim, unmapped_ns };
         if reads {
             self.found.probes += 1;
-            self.state = State::Stale { buffer, iova, aim, unmapped_ns, reads };
+            self.state = State::Stale { page, reads };
             return Ok(());
         }
-        self.probe_unmapped(queue, buffer, iova, aim, unmapped_ns)
+        self.probe_unmapped(queue, page)
     }
 
     /// Submits a write to where the device may no longer write.
-    fn probe_unmapped(
-        &mut self,
-        queue: &mut Queue,
-        buffer: PagedBuffer,
-        iova: StaleIova,
-        aim: Aim,
-        unmapped_ns: u64,
-    ) -> Result<()> {
+    fn probe_unmapped(&mut self, queue: &mut Queue, page: Page) -> Result<()> {
         self.found.probes += 1;
-        submit(queue, aim)?;
-        self.state = State::Stale { buffer, iova, aim, unmapped_ns, reads: false };
+        submit(queue, page.aim)?;
+        self.state = State::Stale { page, reads: false };
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     io::{Read, Write},
     os::{
-        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::process::CommandExt,
     },
     process::{Child, Command, ExitStatus, Stdio},
@@ -23,7 +23,6 @@ pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 /// The device process.
 pub(crate) struct Process {
     child: Mutex<Child>,
-    report: Option<OwnedFd>,
 }
 
 impl Process {
@@ -39,18 +38,11 @@ impl Process {
         device: OwnedFd,
         iommu: OwnedFd,
     ) -> Result<Process> {
-        let (report, theirs) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
-        let setup = Setup {
-            device: device.as_raw_fd(),
-            iommu: iommu.as_raw_fd(),
-            report: theirs.as_raw_fd(),
-            served,
-            queues,
-            notify: notify.to_string(),
-        };
+        let sockets = [device.as_raw_fd(), iommu.as_raw_fd()];
+        let setup = Setup { sockets, served, queues, notify: notify.to_string() };
         let inherited = setup.descriptors();
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("ringfence").arg("device").stdin(Stdio::piped()).stdout(Stdio::null());
+        command.arg0("ringfence").arg("device").stdin(Stdio::piped()).stdout(Stdio::piped());
         // SAFETY: between fork and exec only `signal` and `fcntl` are called, which are
         // async-signal-safe; the descriptors are open, since their owners live until after the
         // spawn.
@@ -70,7 +62,7 @@ impl Process {
         }
         let mut child = command.spawn().context("starting the device process")?;
         let stdin = child.stdin.take();
-        let process = Process { child: Mutex::new(child), report: Some(report) };
+        let process = Process { child: Mutex::new(child) };
         let mut stdin = stdin.context("its standard input")?;
         stdin.write_all(&serde_json::to_vec(&setup)?).context("sending it its setup")?;
         Ok(process)
@@ -97,17 +89,14 @@ impl Process {
     pub(crate) fn finish(&mut self) -> Result<Report> {
         let deadline = Instant::now() + REPLY_TIMEOUT;
         let mut text = Vec::new();
-        if let Some(report) = self.report.take() {
-            let mut file = std::fs::File::from(report);
-            let mut fds = [PollFd::new(&file, PollFlags::IN)];
-            let limit = Timespec { tv_sec: REPLY_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
-            if poll(&mut fds, Some(&limit))? == 0 {
+        if let Some(mut report) = self.child.get_mut().stdout.take() {
+            if !arrives(&report)? {
                 bail!("the device process does not end");
             }
-            file.read_to_end(&mut text)?;
+            report.read_to_end(&mut text)?;
         }
         while Instant::now() < deadline {
-            if let Some(status) = self.child.lock().try_wait()? {
+            if let Some(status) = self.child.get_mut().try_wait()? {
                 if !status.success() {
                     bail!("the device process failed: {status}");
                 }
@@ -117,6 +106,12 @@ impl Process {
         }
         bail!("the device process does not end")
     }
+}
+
+/// Whether there is something to read within the time limit, or the other end is gone.
+pub(super) fn arrives(from: impl AsFd) -> Result<bool> {
+    let limit = Timespec { tv_sec: REPLY_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
+    Ok(poll(&mut [PollFd::new(&from, PollFlags::IN)], Some(&limit))? > 0)
 }
 
 impl Drop for Process {

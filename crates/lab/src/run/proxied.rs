@@ -6,9 +6,8 @@ use anyhow::{Context, Result, bail};
 use parking_lot::Mutex;
 use ringfence_run::worker::Notify;
 use ringfence_vhost_user::Frontend;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::process::REPLY_TIMEOUT;
+use super::process::{REPLY_TIMEOUT, arrives};
 use crate::bench::process::{Folder, Process};
 
 /// A running proxy, which ends when this is dropped.
@@ -31,8 +30,7 @@ impl Proxied {
         // It connects to the device once the driver has said something.
         let mut driver = Frontend::new(driver, REPLY_TIMEOUT);
         driver.set_owner().context("the first message to the proxy")?;
-        let limit = Timespec { tv_sec: REPLY_TIMEOUT.as_secs() as i64, tv_nsec: 0 };
-        if poll(&mut [PollFd::new(&listener, PollFlags::IN)], Some(&limit))? == 0 {
+        if !arrives(&listener)? {
             bail!("the proxy does not connect to the device: {}", process.last_words());
         }
         let (device, _) = listener.accept().context("the proxy's connection")?;

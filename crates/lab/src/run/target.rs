@@ -40,11 +40,6 @@ impl From<String> for DiskChoice {
 }
 
 impl DiskChoice {
-    /// Whether it takes memory.
-    pub fn is_in_memory(&self) -> bool {
-        !matches!(self, DiskChoice::Path(_))
-    }
-
     /// In a few words, for tables.
     pub fn describe(&self) -> String {
         match self {
@@ -73,31 +68,29 @@ pub(crate) struct Target {
     pub(crate) bytes: u64,
     /// Whether it holds foreign data, which is only read.
     pub(crate) foreign: bool,
-    /// What a reader must know.
-    pub(crate) warnings: Vec<String>,
 }
 
 impl Target {
-    /// Opens a disk of at least `len` bytes for `jobs`.
+    /// Opens a disk of at least `len` bytes for `jobs`; adds what a reader must know to `warnings`.
     pub(crate) fn open(
         choice: &DiskChoice,
         len: u64,
         jobs: &[Job],
         destroy: bool,
+        warnings: &mut Vec<String>,
     ) -> Result<Target> {
-        let mut warnings = Vec::new();
         let path = match choice {
             DiskChoice::Path(path) => path,
             memory => {
                 let paced = *memory == DiskChoice::Paced;
                 let kind = if paced { DiskKind::Paced } else { DiskKind::Ram };
                 let file = memory::file("ringfence-disk", len)?;
-                return Ok(Target { kind, file, bytes: len, foreign: false, warnings });
+                return Ok(Target { kind, file, bytes: len, foreign: false });
             }
         };
         let wrong = |why: String| bail!(Usage(format!("--disk {}{why}", path.display())));
         let found = match std::fs::metadata(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return make(path, len),
+            Err(error) if error.kind() == ErrorKind::NotFound => return make(path, len, warnings),
             Err(error) => return wrong(format!(": {error}")),
             Ok(found) => found,
         };
@@ -112,7 +105,7 @@ impl Target {
         if !found.file_type().is_block_device() && !found.is_file() {
             return wrong(" is neither a file nor a block device".to_owned());
         }
-        let file = open(path, destroy, false, &mut warnings)?;
+        let file = open(path, destroy, false, warnings)?;
         let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))?;
         if size < len {
             let (has, need) = (bytes(size), bytes(len));
@@ -126,12 +119,7 @@ impl Target {
             ));
         }
         let (kind, file, bytes) = (DiskKind::File, file.into(), size / 512 * 512);
-        Ok(Target { kind, file, bytes, foreign, warnings })
-    }
-
-    /// Whether it must be laid out.
-    pub(crate) fn is_laid_out(&self) -> bool {
-        self.kind == DiskKind::File && !self.foreign
+        Ok(Target { kind, file, bytes, foreign })
     }
 
     /// Fills the first `len` bytes of a file with our blocks, so that every read can be checked. A
@@ -154,10 +142,9 @@ impl Target {
 }
 
 /// Makes a file of `len` bytes without a name: whatever happens to this program, nothing stays.
-fn make(path: &Path, len: u64) -> Result<Target> {
-    let mut warnings =
-        vec![format!("{} did not exist: made for this run, and removed", path.display())];
-    let file = open(path, true, true, &mut warnings)?;
+fn make(path: &Path, len: u64, warnings: &mut Vec<String>) -> Result<Target> {
+    warnings.push(format!("{} did not exist: made for this run, and removed", path.display()));
+    let file = open(path, true, true, warnings)?;
     std::fs::remove_file(path).with_context(|| format!("removing {}", path.display()))?;
     match rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, len) {
         // Laying it out then finds out whether there is room.
@@ -165,8 +152,7 @@ fn make(path: &Path, len: u64) -> Result<Target> {
         other => other,
     }
     .with_context(|| format!("no room for {} in {}", bytes(len), path.display()))?;
-    let (kind, file, foreign) = (DiskKind::File, file.into(), false);
-    Ok(Target { kind, file, bytes: len, foreign, warnings })
+    Ok(Target { kind: DiskKind::File, file: file.into(), bytes: len, foreign: false })
 }
 
 /// Opens (or makes) with O_DIRECT where the file system has it.

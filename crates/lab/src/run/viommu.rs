@@ -211,10 +211,9 @@ impl Transport for Events {
     fn wait(&self, _queue: u16, timeout: Duration) {
         let mut fds =
             [PollFd::new(&self.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::HUP)];
-        let timeout =
-            Timespec { tv_sec: timeout.as_secs() as i64, tv_nsec: timeout.subsec_nanos().into() };
-        // EINTR is an early return, which is allowed.
-        if poll(&mut fds, Some(&timeout)).is_ok() && fds[0].revents().contains(PollFlags::IN) {
+        // A time beyond the clock's range is none. EINTR is an early return, which is allowed.
+        let timeout = Timespec::try_from(timeout).ok();
+        if poll(&mut fds, timeout.as_ref()).is_ok() && fds[0].revents().contains(PollFlags::IN) {
             event::drain(&self.call);
         }
     }
