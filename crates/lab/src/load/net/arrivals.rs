@@ -10,6 +10,8 @@ pub enum Expect {
     /// Foreign ones: of one length, with the same Ethernet, IPv4 and UDP headers. After these,
     /// generators leave whatever was in their buffers.
     Foreign,
+    /// The one of number 0, again and again.
+    First,
 }
 
 /// The part of a foreign packet that does not change.
@@ -46,10 +48,17 @@ impl Arrivals {
     /// Counts a packet of `len` bytes that lies in one buffer, of which the first are `packet`.
     #[inline]
     pub fn note(&mut self, packet: &[u8; PACKET], len: u32) {
-        if self.expect == Expect::Foreign {
-            return self.note_foreign(packet, len);
+        let whole = len as usize == PACKET;
+        match self.expect {
+            Expect::Own => {}
+            Expect::Foreign => {
+                let first = self.first.get_or_insert(*packet);
+                let alike = packet[..HEADERS] == first[..HEADERS];
+                return self.count(alike && whole && one_buffer(packet));
+            }
+            Expect::First => return self.count(whole && number(packet) == Some(0)),
         }
-        let number = number(packet).filter(|&number| len as usize == PACKET && number < self.sent);
+        let number = number(packet).filter(|&number| whole && number < self.sent);
         match number {
             Some(number) if number >= self.next => {
                 // Order is kept, so those before it will not come any more.
@@ -66,13 +75,8 @@ impl Arrivals {
         }
     }
 
-    fn note_foreign(&mut self, packet: &[u8; PACKET], len: u32) {
-        let first = self.first.get_or_insert(*packet);
-        let alike = packet[..HEADERS] == first[..HEADERS];
-        match alike && len as usize == PACKET && one_buffer(packet) {
-            true => self.good += 1,
-            false => self.corrupt += 1,
-        }
+    fn count(&mut self, good: bool) {
+        *if good { &mut self.good } else { &mut self.corrupt } += 1;
     }
 
     /// What is outstanding is lost.

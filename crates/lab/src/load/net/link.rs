@@ -50,7 +50,7 @@ impl Link {
         }
         let settled = front.negotiate(needed, protocol)?;
         if settled & needed != needed {
-            return Err(NetDriverError::Features { features: needed & !settled });
+            return Err(NetDriverError::Features(needed & !settled));
         }
         let mut channel = None;
         if space.addressing.translated() {
@@ -133,7 +133,7 @@ impl Link {
             let known = head.request == BACKEND_IOTLB_MSG && head.check(false).is_ok();
             let (true, Ok(message)) = (known && head.size as usize == size_of_val(&wire), message)
             else {
-                return Err(NetDriverError::Channel { request: head.request });
+                return Err(NetDriverError::Channel(head.request));
             };
             let mut failed = 0_u64;
             if let Iotlb::Miss { iova, .. } = message {
@@ -237,7 +237,7 @@ mod tests {
         for bytes in wrong {
             let (mut link, _main, mut channel) = link(space());
             channel.write_all(&bytes).unwrap();
-            assert!(matches!(link.serve_misses(), Err(NetDriverError::Channel { .. })));
+            assert!(matches!(link.serve_misses(), Err(NetDriverError::Channel(_))));
         }
         let (mut link, _main, channel) = link(space());
         drop(channel);

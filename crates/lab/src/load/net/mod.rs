@@ -65,24 +65,15 @@ pub enum NetDriverError {
     /// A descriptor or a socket failed, or the back end hung up its channel.
     #[error("the back end's channel: {0}")]
     Io(#[from] io::Error),
-    /// The back end does not offer virtio features that were requested.
-    #[error("the back end does not offer features {features:#x}")]
-    Features {
-        /// Which, as bits.
-        features: u64,
-    },
-    /// A message on the back end's channel that is not an IOTLB message.
-    #[error("request {request} on the back end's channel is not an IOTLB message")]
-    Channel {
-        /// Its number.
-        request: u32,
-    },
+    /// The back end does not offer virtio features that were requested: these, as bits.
+    #[error("the back end does not offer features {0:#x}")]
+    Features(u64),
+    /// A message on the back end's channel that is not an IOTLB message: the number of its request.
+    #[error("request {0} on the back end's channel is not an IOTLB message")]
+    Channel(u32),
     /// A ring is at an address without an entry.
-    #[error("no entry for a ring at {addr:#x}")]
-    NoEntry {
-        /// Where.
-        addr: u64,
-    },
+    #[error("no entry for a ring at {0:#x}")]
+    NoEntry(u64),
 }
 
 /// How to drive a device.

@@ -211,7 +211,7 @@ impl Space {
     /// # Errors
     /// [`NetDriverError::NoEntry`].
     pub(crate) fn mapped(&self, addr: u64) -> Result<Entry> {
-        self.entry(addr).ok_or(NetDriverError::NoEntry { addr })
+        self.entry(addr).ok_or(NetDriverError::NoEntry(addr))
     }
 
     fn at(&self, first: u64, len: u64, offset: u64) -> Entry {

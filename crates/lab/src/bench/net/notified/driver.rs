@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixStream;
 
-use crate::load::net::{Arrivals, Expect, PACKET, number, packet};
+use crate::load::net::{Arrivals, Expect, packet};
 use anyhow::{Context, Result};
 
 use super::{
@@ -22,11 +22,8 @@ pub(super) struct Driver {
     tx: Ring,
     pub(super) link: Link,
     direction: Direction,
-    /// What came back of what was sent.
+    /// What came back of what was sent, or came of the device's own frames: it always sends the same.
     arrivals: Arrivals,
-    /// Frames of the device's own that came, and those of them that were wrong.
-    came: u64,
-    wrong: u64,
     /// Frames that the device has taken.
     taken: u64,
 }
@@ -53,21 +50,18 @@ impl Driver {
         let dma = mapped.translated().then_some(&link.dma);
         let rx = Ring::new(mapped, dma, rx, true);
         let tx = Ring::new(mapped, dma, tx, false);
-        let arrivals = Arrivals::new(Expect::Own);
-        Ok(Driver { rx, tx, link, direction, arrivals, came: 0, wrong: 0, taken: 0 })
+        let expect = if direction == Direction::Rx { Expect::First } else { Expect::Own };
+        Ok(Driver { rx, tx, link, direction, arrivals: Arrivals::new(expect), taken: 0 })
     }
 
     /// One turn: takes back, sends (if it is to `send`), makes available what is mapped; returns
     /// how many frames came or were taken.
     #[inline]
     pub(super) fn turn(&mut self, send: bool) -> Result<usize> {
-        let Driver { rx, tx, arrivals, came, wrong, .. } = self;
+        let Driver { rx, tx, arrivals, .. } = self;
         let mut moved = 0;
         if self.direction != Direction::Tx {
-            moved += match self.direction {
-                Direction::Loop => rx.reap(|frame, len| arrivals.note(frame, len))?,
-                _ => rx.reap(|frame, len| note(frame, len, came, wrong))?,
-            };
+            moved += rx.reap(|frame, len| arrivals.note(frame, len))?;
             rx.post(usize::MAX, |_| ())?;
             rx.advance()?;
         }
@@ -98,8 +92,7 @@ impl Driver {
     pub(super) fn frames(&self) -> u64 {
         match self.direction {
             Direction::Tx => self.taken,
-            Direction::Rx => self.came - self.wrong,
-            Direction::Loop => self.arrivals.good,
+            Direction::Rx | Direction::Loop => self.arrivals.good,
         }
     }
 
@@ -114,18 +107,13 @@ impl Driver {
 
     /// Ends it in order, and returns what became of all frames. Outstanding frames are lost.
     pub(super) fn close(self) -> Result<Account> {
-        let Driver {
-            mut rx, mut tx, mut link, direction, mut arrivals, mut came, mut wrong, ..
-        } = self;
+        let Driver { mut rx, mut tx, mut link, direction, mut arrivals, taken } = self;
         // Transmit first: the device still gives back what it has taken.
         for index in [1, 0] {
             link.front.get_vring_base(index).context("stopping a ring")?;
         }
-        let taken = self.taken + tx.finish(|_, _| ())?;
-        match direction {
-            Direction::Loop => rx.finish(|frame, len| arrivals.note(frame, len))?,
-            _ => rx.finish(|frame, len| note(frame, len, &mut came, &mut wrong))?,
-        };
+        let taken = taken + tx.finish(|_, _| ())?;
+        rx.finish(|frame, len| arrivals.note(frame, len))?;
         arrivals.give_up();
         drop((rx, tx));
         let report = link.hang_up().and_then(|()| link.peer.finish());
@@ -133,7 +121,10 @@ impl Driver {
         // The device's count against the driver's: a difference either way is a loss.
         let (carried, lost, corrupt) = match direction {
             Direction::Tx => (taken, taken.abs_diff(report.taken) + report.lost, 0),
-            Direction::Rx => (report.given, report.given.abs_diff(came) + report.lost, wrong),
+            Direction::Rx => {
+                let came = arrivals.good + arrivals.corrupt;
+                (report.given, report.given.abs_diff(came) + report.lost, arrivals.corrupt)
+            }
             Direction::Loop => (arrivals.sent, arrivals.lost, arrivals.corrupt),
         };
         Ok(Account { carried, lost, late: arrivals.late, corrupt, report })
@@ -143,11 +134,4 @@ impl Driver {
     pub(super) fn rings(&mut self) -> [&mut Ring; 2] {
         [&mut self.rx, &mut self.tx]
     }
-}
-
-/// Counts a frame of the device's own: it always sends the same.
-#[inline]
-fn note(frame: &[u8; PACKET], len: u32, came: &mut u64, wrong: &mut u64) {
-    *came += 1;
-    *wrong += u64::from(len as usize != PACKET || number(frame) != Some(0));
 }

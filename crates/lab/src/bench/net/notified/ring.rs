@@ -55,7 +55,6 @@ pub(super) struct Ring {
     ready: VecDeque<usize>,
     /// How many are being mapped.
     mapping: usize,
-    in_ring: usize,
     /// Empty between two calls.
     unmapped: Vec<usize>,
 }
@@ -90,19 +89,18 @@ impl Ring {
             bundles,
             ready: VecDeque::new(),
             mapping: 0,
-            in_ring: 0,
             unmapped: Vec::new(),
         }
     }
 
     /// How many buffers the device has.
     pub(super) fn in_flight(&self) -> usize {
-        self.in_ring
+        self.queue.in_flight().into()
     }
 
     /// How many buffers the device has, or soon will.
     pub(super) fn under_way(&self) -> usize {
-        self.in_ring + (self.ready.len() + self.mapping) * self.size
+        self.in_flight() + (self.ready.len() + self.mapping) * self.size
     }
 
     /// Calls `fill` to write the frames of free bundles, of `most` buffers at most, and begins to
@@ -189,7 +187,6 @@ impl Ring {
             bundle.lens.fill(0);
         }
         if added > 0 {
-            self.in_ring += added;
             self.queue.publish();
         }
         Ok(())
@@ -211,8 +208,12 @@ impl Ring {
                 self.retire(at, &mut each)?;
             }
         }
-        self.in_ring -= count;
-        self.hand_out(&mut each)?;
+        if let Some(transfers) = &mut self.transfers {
+            transfers.begin_unmaps();
+            if transfers.is_unmapping() {
+                self.take_unmapped(&mut each, false)?;
+            }
+        }
         Ok(count)
     }
 
@@ -232,14 +233,6 @@ impl Ring {
         }
         transfers.end(bundle.transfer);
         Ok(())
-    }
-
-    /// Begins to unmap what was gathered, and takes back what is unmapped.
-    #[inline]
-    fn hand_out(&mut self, each: &mut impl FnMut(&[u8; PACKET], u32)) -> Result<()> {
-        let Some(transfers) = &mut self.transfers else { return Ok(()) };
-        transfers.begin_unmaps();
-        if transfers.is_unmapping() { self.take_unmapped(each, false) } else { Ok(()) }
     }
 
     /// Takes back what is unmapped; all of it if it is to `wait`.
