@@ -10,10 +10,7 @@ use super::Options;
 
 pub use crate::bench::net::case::{Entry, Ring};
 use crate::{
-    bench::{
-        net::case::{addresses, addressing_params},
-        row::object,
-    },
+    bench::{net::case::addresses, row::object},
     list::{PLAIN, counted, named},
 };
 
@@ -111,7 +108,8 @@ impl Case {
                     Addressing::Static { .. } => Part::Static,
                     Addressing::Fresh { .. } => Part::Dynamic,
                 };
-                (part, addresses(addressing).replace(' ', "/"), addressing_params(addressing))
+                let (name, params) = addresses(addressing);
+                (part, name.replace(' ', "/"), params)
             }
             Topic::Buffers { span, own } => (
                 Part::Buffers,

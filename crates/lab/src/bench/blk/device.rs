@@ -126,23 +126,10 @@ impl Device {
 
     /// Stops it, and checks what it has written.
     pub(super) fn end(mut self) -> Outcome {
-        let Some(Running { driver, mut processes, image }) = self.running.take() else {
-            return self.outcome;
-        };
-        let ended = processes.iter_mut().try_for_each(Process::resume).and_then(|()| driver.stop());
-        let looked = ended.and_then(|(tally, content)| {
-            self.outcome.tally = tally;
-            let Some(image) = &image else { return Ok(0) };
-            let file = File::open(&image.0).context("looking at the disk")?;
-            content.wrong_in(&file, LOOK).context("looking at the disk")
-        });
-        match looked {
-            Ok(wrong) => self.outcome.wrong_on_disk = wrong,
-            Err(error) => {
-                let words = last_words(&processes);
-                let window = Err(format!("at its end: {error:#}{words}"));
-                self.outcome.windows.push(Measured { window, ping: [None; 2] });
-            }
+        if let Some(running) = &mut self.running
+            && let Err(error) = running.end(&mut self.outcome)
+        {
+            self.fail(&error.context("at its end"));
         }
         self.outcome
     }
@@ -177,6 +164,16 @@ impl Running {
         let driver = driver.map_err(|error| error.context(last_words(&processes)))?;
         processes.iter().try_for_each(Process::pause)?;
         Ok(Running { driver, processes, image })
+    }
+
+    fn end(&mut self, outcome: &mut Outcome) -> Result<()> {
+        self.processes.iter_mut().try_for_each(Process::resume)?;
+        let (tally, content) = self.driver.stop()?;
+        outcome.tally = tally;
+        let Some(image) = &self.image else { return Ok(()) };
+        let found = File::open(&image.0).and_then(|file| content.wrong_in(&file, LOOK));
+        outcome.wrong_on_disk = found.context("looking at the disk")?;
+        Ok(())
     }
 }
 

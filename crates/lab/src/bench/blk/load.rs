@@ -48,7 +48,7 @@ impl Driver {
     }
 
     /// Stops it; returns what became of all requests, and what the disk holds.
-    pub(super) fn stop(self) -> Result<(Tally, Content)> {
+    pub(super) fn stop(&mut self) -> Result<(Tally, &Content)> {
         let tally = self.load.tally();
         Ok((tally, self.load.stop()?))
     }

@@ -49,7 +49,8 @@ const REQUESTS_AT: u64 = 1 << 16;
 const RAM: u64 = REQUESTS_AT + 2 * REQUESTS * PAGE;
 /// Blocks of the disk.
 const BLOCKS: u64 = 1 << 10;
-/// Where memory begins for a device with an IOMMU.
+/// Where memory begins for a device, without an IOMMU and with one.
+const GPA: u64 = 1 << 32;
 const IOVA: u64 = 1 << 40;
 /// Where the status and the table of a request stand in their page.
 const STATUS_AT: u64 = HEADER_BYTES as u64;
@@ -97,13 +98,15 @@ trait Timed {
 }
 
 impl<T: Way> Rig<T> {
-    /// `at`: where the device sees a page of memory.
+    /// `at`: where the device sees a page of memory; `way`: how it gets there.
     fn new(
-        (ram, way): (&Arc<GuestRam>, T),
         disk: &Arc<Ram>,
         kind: Kind,
-        at: impl Fn(u64) -> u64,
+        at: fn(u64) -> u64,
+        way: impl FnOnce(&Arc<GuestRam>, Arc<Memory>) -> Result<T>,
     ) -> Result<Rig<T>> {
+        let ram = GuestRam::new(RAM as usize, GPA)?;
+        let way = way(&ram, Memory::of_ram(&ram)?)?;
         let config = driver::QueueConfig { size: RING, event_idx: false, packed: false };
         let window = ram.window(0, REQUESTS_AT as usize)?;
         let driver = driver::Queue::with_config(config, driver::Rings::placed(&window, &config)?)?;
@@ -228,7 +231,7 @@ fn scattered(page: u64) -> u64 {
 }
 
 /// A way through an IOTLB that has all of memory.
-fn translated(ram: &Arc<GuestRam>, memory: &Arc<Memory>) -> Result<Bus> {
+fn translated(ram: &Arc<GuestRam>, memory: Arc<Memory>) -> Result<Bus> {
     let shootdown = Shootdown::new(1);
     let iotlb = Iotlb::new(IotlbConfig::default(), Arc::clone(&shootdown));
     for page in 0..RAM / PAGE {
@@ -236,7 +239,7 @@ fn translated(ram: &Arc<GuestRam>, memory: &Arc<Memory>) -> Result<Bus> {
         iotlb.update(range, GuestPhys(ram.gpa() + page * PAGE), Prot::RW)?;
     }
     let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(iotlb));
-    let view = View::new(endpoint, Arc::clone(memory)).context("no place for a view")?;
+    let view = View::new(endpoint, memory).context("no place for a view")?;
     Ok(Bus::Iommu(Box::new(view)))
 }
 
@@ -252,38 +255,17 @@ pub(super) fn measure(
     mut begin: impl FnMut(&str),
 ) -> Result<()> {
     let clock = Clock::calibrate();
-    let gpa = 1 << 32;
     for &kind in kinds {
         let disk = disk()?;
-        let ram = || -> Result<(Arc<GuestRam>, Arc<Memory>)> {
-            let ram = GuestRam::new(RAM as usize, gpa)?;
-            let memory = Memory::of_ram(&ram)?;
-            Ok((ram, memory))
-        };
-        let plain = |page: u64| gpa + page * PAGE;
-        let (without, off, on) = (ram()?, ram()?, ram()?);
-        let bus = translated(&on.0, &on.1)?;
+        let plain = |page: u64| GPA + page * PAGE;
+        let without = Rig::new(&disk, kind, plain, |_, memory| Ok(Physical::new(memory)))?;
+        let physical = |_: &_, memory| Ok(Bus::Physical(Physical::new(memory)));
+        let off = Rig::new(&disk, kind, plain, physical)?;
+        let on = Rig::new(&disk, kind, scattered, translated)?;
         let mut rigs: [(&str, Box<dyn Timed>, Rounds); 3] = [
-            (
-                "without",
-                Box::new(Rig::new((&without.0, Physical::new(without.1)), &disk, kind, plain)?),
-                Rounds::default(),
-            ),
-            (
-                "off",
-                Box::new(Rig::new(
-                    (&off.0, Bus::Physical(Physical::new(off.1))),
-                    &disk,
-                    kind,
-                    plain,
-                )?),
-                Rounds::default(),
-            ),
-            (
-                "4k/unmergeable",
-                Box::new(Rig::new((&on.0, bus), &disk, kind, scattered)?),
-                Rounds::default(),
-            ),
+            ("without", Box::new(without), Rounds::default()),
+            ("off", Box::new(off), Rounds::default()),
+            ("4k/unmergeable", Box::new(on), Rounds::default()),
         ];
         // Caches grow in the first round, which does not count.
         for round in 0..=repeat {
@@ -347,17 +329,17 @@ mod tests {
         assert!(benchmark.rows.iter().all(|row| row.ns_per_op.median.is_some()));
 
         let disk = disk().unwrap();
-        let ram = GuestRam::new(RAM as usize, 0).unwrap();
-        let memory = Memory::of_ram(&ram).unwrap();
-        let block = ram.window(0, BLOCK).unwrap();
-        block.write(0, &[0x5a; BLOCK]);
-        disk.write(0, block.slice());
-        let bus = translated(&ram, &memory).unwrap();
-        let mut rig = Rig::new((&ram, bus), &disk, Kind::Read, scattered).unwrap();
+        disk.write(0, (&mut [0x5a; BLOCK][..]).into());
+        let mut data = None;
+        let way = |ram: &Arc<GuestRam>, memory| {
+            data = Some(ram.window(REQUESTS_AT as usize, BLOCK).unwrap());
+            translated(ram, memory)
+        };
+        let mut rig = Rig::new(&disk, Kind::Read, scattered, way).unwrap();
         rig.submit().unwrap();
         rig.serve().unwrap();
         let mut found = [0; BLOCK];
-        ram.window(REQUESTS_AT as usize, BLOCK).unwrap().read(0, &mut found);
+        data.unwrap().read(0, &mut found);
         assert_eq!((found, rig.failed), ([0x5a; BLOCK], 0));
     }
 }

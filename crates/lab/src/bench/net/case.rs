@@ -99,27 +99,20 @@ pub(super) enum Topic {
     Proxy(bool),
 }
 
-/// The addressing in a word or two.
-pub(in crate::bench) fn addresses(addressing: Addressing) -> String {
+/// The addressing in a word or two, and as parameters.
+pub(in crate::bench) fn addresses(addressing: Addressing) -> (String, Map<String, Value>) {
     match addressing {
-        Addressing::Physical => "off".to_owned(),
+        Addressing::Physical => ("off".to_owned(), Map::new()),
         Addressing::Static { entry, mergeable } => {
             let kind = if mergeable { "mergeable" } else { "unmergeable" };
-            format!("{} {kind}", Entry(entry))
+            let params = object([("entry", entry.into()), ("mergeable", mergeable.into())]);
+            (format!("{} {kind}", Entry(entry)), params)
         }
-        Addressing::Fresh { push: false } => "dynamic asked".to_owned(),
-        Addressing::Fresh { push: true } => "dynamic pushed".to_owned(),
-    }
-}
-
-/// The addressing as parameters.
-pub(in crate::bench) fn addressing_params(addressing: Addressing) -> Map<String, Value> {
-    match addressing {
-        Addressing::Physical => Map::new(),
-        Addressing::Static { entry, mergeable } => {
-            object([("entry", entry.into()), ("mergeable", mergeable.into())])
+        Addressing::Fresh { push } => {
+            let kind = if push { "pushed" } else { "asked" };
+            let params = object([("entry", 4096.into()), ("pushed", push.into())]);
+            (format!("dynamic {kind}"), params)
         }
-        Addressing::Fresh { push } => object([("entry", 4096.into()), ("pushed", push.into())]),
     }
 }
 
@@ -149,7 +142,8 @@ impl Case {
                     Addressing::Static { .. } => Part::Static,
                     Addressing::Fresh { .. } => Part::Dynamic,
                 };
-                (part, addresses(addressing), addressing_params(addressing))
+                let (name, params) = addresses(addressing);
+                (part, name, params)
             }
             Topic::Notified(mapped) => (Part::Notified, mapped.name(), mapped.params()),
             Topic::Proxy(on) => {

@@ -148,6 +148,15 @@ pub struct Options {
     pub window: Duration,
 }
 
+/// What was measured of a case with one implementation.
+#[derive(Debug)]
+struct Outcome {
+    case: Case,
+    implementation: Implementation,
+    /// By rounds.
+    windows: Vec<Measured>,
+}
+
 impl Measure for Options {
     fn run(&self, progress: Kind, stop: &Arc<AtomicBool>) -> Result<Benchmark> {
         let options = self;
@@ -187,40 +196,33 @@ impl Measure for Options {
             }
             backends.push((implementation, started));
         }
-        let pairs = cases.iter().flat_map(|case| {
-            options
-                .implementations
-                .iter()
-                .filter(move |implementation| case.is_for(**implementation))
+        let outcomes = cases.iter().flat_map(|&case| {
+            let all = options.implementations.iter().copied();
+            let some = all.filter(move |implementation| case.is_for(*implementation));
+            some.map(move |implementation| Outcome { case, implementation, windows: Vec::new() })
         });
-        let total = u64::from(options.repeat) * pairs.count() as u64;
+        let mut outcomes: Vec<Outcome> = outcomes.collect();
+        let total = u64::from(options.repeat) * outcomes.len() as u64;
         let step = options.window + OVERHEAD;
         let progress = window::progress(progress, total, step, &benchmark);
-        let mut found = vec![vec![Vec::new(); backends.len()]; cases.len()];
         'rounds: for round in 1..=options.repeat {
-            for (case, found) in cases.iter().zip(&mut found) {
-                let turns = rounds::turns(backends.iter_mut().zip(found), round);
-                for ((implementation, backend), found) in turns {
-                    if !case.is_for(*implementation) {
-                        continue;
-                    }
+            for contest in outcomes.chunk_by_mut(|a, b| a.case == b.case) {
+                for Outcome { case, implementation, windows } in rounds::turns(contest, round) {
                     if stop.load(Ordering::Relaxed) {
                         break 'rounds;
                     }
-                    progress.begin(&format!(
-                        "{}, {implementation}, round {round} of {}",
-                        case.name(),
-                        options.repeat
-                    ));
-                    found.push(measure(backend, case, options.window, cpus));
+                    let (name, repeat) = (case.name(), options.repeat);
+                    progress.begin(&format!("{name}, {implementation}, round {round} of {repeat}"));
+                    let backend = backends.iter_mut().find(|(one, _)| one == implementation);
+                    let (_, backend) = backend.expect("one of each");
+                    windows.push(measure(backend, case, options.window, cpus));
                     progress.step(step);
                 }
             }
         }
         progress.finish();
         benchmark.interrupted = stop.load(Ordering::Relaxed);
-        let implementations: Vec<_> = backends.iter().map(|(name, _)| *name).collect();
-        rows::fill(&mut benchmark, &cases, &implementations, &found);
+        rows::fill(&mut benchmark, &outcomes);
         Ok(benchmark)
     }
 

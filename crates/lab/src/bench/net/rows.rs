@@ -1,7 +1,7 @@
 //! The rows that the rounds give.
 
 use super::{
-    MOST_LOST,
+    MOST_LOST, Outcome,
     case::{Case, Implementation},
 };
 use crate::{
@@ -16,40 +16,30 @@ use crate::{
     load::net::FRAME,
 };
 
-/// Adds the rows of all cases. `found`: for each case and implementation the windows, by rounds.
-pub(super) fn fill(
-    benchmark: &mut Benchmark,
-    cases: &[Case],
-    implementations: &[Implementation],
-    found: &[Vec<Vec<Measured>>],
-) {
-    let of = |case: &Case, implementation: Implementation| {
-        let case = cases.iter().position(|other| other == case)?;
-        let at = implementations.iter().position(|other| *other == implementation)?;
-        Some(found[case][at].as_slice())
+/// Adds the rows of all cases.
+pub(super) fn fill(benchmark: &mut Benchmark, outcomes: &[Outcome]) {
+    let of = |case: Case, implementation: Implementation| -> &[Measured] {
+        let is_it = |one: &&Outcome| one.case == case && one.implementation == implementation;
+        outcomes.iter().find(is_it).map_or(&[], |one| &one.windows)
     };
-    for case in cases {
-        for &implementation in implementations.iter().filter(|one| case.is_for(**one)) {
-            let own = of(case, implementation).unwrap_or_default();
-            let off = of(&case.off(), implementation).unwrap_or_default();
-            let ours = of(case, Implementation::Ringfence).unwrap_or_default();
-            let dpdk = of(case, Implementation::Dpdk).unwrap_or_default();
-            let row = row(case, implementation, own, [off, ours, dpdk]);
-            let corrupt: u64 = windows(own).map(|window| window.corrupt).sum();
-            if corrupt > 0 {
-                let what = format!("{}, {implementation}: {corrupt} frames were wrong", row.name);
-                match implementation {
-                    Implementation::Ringfence => benchmark.errors.push(what),
-                    Implementation::Dpdk => benchmark.warnings.push(what),
-                }
+    for outcome in outcomes {
+        let Outcome { case, implementation, windows: own } = outcome;
+        let ours = of(*case, Implementation::Ringfence);
+        let dpdk = of(*case, Implementation::Dpdk);
+        let row = row(outcome, [of(case.off(), *implementation), ours, dpdk]);
+        let corrupt: u64 = windows(own).map(|window| window.corrupt).sum();
+        if corrupt > 0 {
+            let what = format!("{}, {implementation}: {corrupt} frames were wrong", row.name);
+            match implementation {
+                Implementation::Ringfence => benchmark.errors.push(what),
+                Implementation::Dpdk => benchmark.warnings.push(what),
             }
-            if implementation == Implementation::Ringfence && windows(own).next().is_some() {
-                let failed =
-                    failures(own).map(|why| format!("{}, {implementation}: {why}", row.name));
-                benchmark.errors.extend(failed);
-            }
-            benchmark.rows.push(row);
         }
+        if *implementation == Implementation::Ringfence && windows(own).next().is_some() {
+            let failed = failures(own).map(|why| format!("{}, {implementation}: {why}", row.name));
+            benchmark.errors.extend(failed);
+        }
+        benchmark.rows.push(row);
     }
 }
 
@@ -57,12 +47,8 @@ fn is_short(window: &Window) -> bool {
     window.driver_share.min(window.backend_share) < FULL_SHARE
 }
 
-fn row(
-    case: &Case,
-    implementation: Implementation,
-    own: &[Measured],
-    [off, ours, dpdk]: [&[Measured]; 3],
-) -> Row {
+fn row(outcome: &Outcome, [off, ours, dpdk]: [&[Measured]; 3]) -> Row {
+    let Outcome { case, implementation, windows: own } = outcome;
     let rates = |of: &[Measured]| figures(of, |window| Some(window.rate()));
     let rate = rates(own);
     let alone = figures(own, |window| (!is_short(window)).then(|| window.rate()));
@@ -137,7 +123,11 @@ mod tests {
 
     fn filled(found: Vec<Vec<Vec<Measured>>>) -> Benchmark {
         let mut benchmark = Benchmark::new("net", 3);
-        fill(&mut benchmark, &cases(), &Implementation::ALL, &found);
+        let outcomes = cases().into_iter().zip(found).flat_map(|(case, found)| {
+            let both = Implementation::ALL.into_iter().zip(found);
+            both.map(move |(implementation, windows)| Outcome { case, implementation, windows })
+        });
+        fill(&mut benchmark, &outcomes.collect::<Vec<_>>());
         benchmark
     }
 

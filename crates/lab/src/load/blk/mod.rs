@@ -159,10 +159,9 @@ impl BlkLoad {
     ///
     /// # Errors
     /// See [`NetDriverError`](crate::load::net::NetDriverError).
-    pub fn stop(mut self) -> Result<Content> {
-        for ring in (0..self.sides.len() as u16).rev() {
-            self.link.stop_ring(ring)?;
-        }
-        Ok(self.content)
+    pub fn stop(&mut self) -> Result<&Content> {
+        let rings = 0..self.sides.len() as u16;
+        rings.rev().try_for_each(|ring| self.link.stop_ring(ring))?;
+        Ok(&self.content)
     }
 }
