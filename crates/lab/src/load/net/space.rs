@@ -147,48 +147,34 @@ impl Space {
             let base = if self.addressing.translated() { IOVA_BASE } else { GUEST_BASE };
             return base + offset;
         };
-        let granule = offset.checked_sub(BUFFERS).map(|into| (into / entry) as usize);
-        let moved = granule.and_then(|granule| self.iova_of.get(granule));
-        IOVA_BASE
-            + match moved {
-                Some(&iova) => BUFFERS + u64::from(iova) * entry + offset % entry,
-                None => offset,
-            }
+        IOVA_BASE + moved(&self.iova_of, offset, entry)
     }
 
     /// Maps a fresh address, in `queue`, for the page of a buffer; returns the buffer's address.
     pub(crate) fn map(&mut self, queue: usize, buffer: u32) -> u64 {
         let into = self.buffer(buffer) % PAGE;
-        let Fresh { base, next, live } = &mut self.fresh[queue];
-        let page = *next % FRESH_PAGES;
-        *next += 1;
-        let slot = page as usize & (live.len() - 1);
-        live[slot] = (page, buffer);
-        *base + page * PAGE + into
+        let fresh = &mut self.fresh[queue];
+        let page = fresh.next % FRESH_PAGES;
+        fresh.next += 1;
+        *fresh.place(page) = (page, buffer);
+        fresh.base + page * PAGE + into
     }
 
     /// Unmaps the address.
     pub(crate) fn unmap(&mut self, addr: u64) {
-        for Fresh { base, live, .. } in &mut self.fresh {
-            if let Some(page) = page_of(addr, *base) {
-                let slot = page as usize & (live.len() - 1);
-                if live[slot].0 == page {
-                    live[slot].0 = NONE;
-                }
+        for fresh in &mut self.fresh {
+            if let Some((page, _)) = fresh.live(addr) {
+                fresh.place(page).0 = NONE;
             }
         }
     }
 
     /// The entry for a miss at `iova`; `None`: nothing is mapped there.
     pub(crate) fn entry(&self, iova: u64) -> Option<Entry> {
-        if let Some(found) = self.fresh.iter().find_map(|fresh| {
-            let page = page_of(iova, fresh.base)?;
-            let &(number, buffer) = &fresh.live[page as usize & (fresh.live.len() - 1)];
-            (number == page).then_some((fresh.base + page * PAGE, buffer))
-        }) {
-            let (first, buffer) = found;
+        let found = |fresh: &Fresh| Some((fresh.base, fresh.live(iova)?));
+        if let Some((base, (page, buffer))) = self.fresh.iter().find_map(found) {
             let offset = self.buffer(buffer) / PAGE * PAGE;
-            return self.addressing.is_fresh().then(|| self.at(first, PAGE, offset));
+            return Some(self.at(base + page * PAGE, PAGE, offset));
         }
         let offset = iova.checked_sub(IOVA_BASE).filter(|&offset| offset < RAM as u64)?;
         let entry = match self.addressing {
@@ -198,12 +184,7 @@ impl Space {
             Addressing::Fresh { .. } => PAGE,
         };
         let start = offset / entry * entry;
-        let granule = start.checked_sub(BUFFERS).map(|into| (into / entry) as usize);
-        let to = match granule.and_then(|granule| self.granule_at.get(granule)) {
-            Some(&granule) => BUFFERS + u64::from(granule) * entry,
-            None => start,
-        };
-        Some(self.at(IOVA_BASE + start, entry, to))
+        Some(self.at(IOVA_BASE + start, entry, moved(&self.granule_at, start, entry)))
     }
 
     /// The entry for an address that is mapped.
@@ -219,9 +200,26 @@ impl Space {
     }
 }
 
-fn page_of(addr: u64, base: u64) -> Option<u64> {
-    let page = addr.checked_sub(base)? / PAGE;
-    (page < FRESH_PAGES).then_some(page)
+impl Fresh {
+    fn place(&mut self, page: u64) -> &mut (u64, u32) {
+        &mut self.live[page as usize & (self.live.len() - 1)]
+    }
+
+    /// The page at an address, and its buffer, if it is mapped.
+    fn live(&self, addr: u64) -> Option<(u64, u32)> {
+        let page = addr.checked_sub(self.base)? / PAGE;
+        let found = self.live[page as usize & (self.live.len() - 1)];
+        (page < FRESH_PAGES && found.0 == page).then_some(found)
+    }
+}
+
+/// Where the byte at `offset` is once its granule of buffers is where `to` says, if it does.
+fn moved(to: &[u32], offset: u64, entry: u64) -> u64 {
+    let granule = offset.checked_sub(BUFFERS).map(|into| (into / entry) as usize);
+    match granule.and_then(|granule| to.get(granule)) {
+        Some(&granule) => BUFFERS + u64::from(granule) * entry + offset % entry,
+        None => offset,
+    }
 }
 
 /// The numbers below `n` in an order in which none is followed by its successor: what lies side by
