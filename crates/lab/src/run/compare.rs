@@ -442,7 +442,7 @@ impl Stage<'_> {
         }
         let threads = paths.len() as u32;
         let (jobs, content) = (self.jobs.len(), self.content);
-        let control = Control::default();
+        let control = &Control::default();
         let endless = self.jobs.iter().all(|job| job.time_based && job.runtime.is_some());
         let runtime = match (self.runtime(), round) {
             (runtime, 0) => Some(runtime.unwrap_or(WARM_UP).min(WARM_UP)),
@@ -467,17 +467,13 @@ impl Stage<'_> {
         }
         let mut begun = Instant::now();
         std::thread::scope(|scope| {
-            let handles: Vec<_> = paths
-                .iter_mut()
-                .zip(clones)
-                .map(|(path, clones)| {
-                    let control = &control;
-                    scope.spawn(move || {
-                        slice::shorten();
-                        engine::run(&mut **path, clones, jobs, content, control)
-                    })
+            let started = paths.iter_mut().zip(clones).map(|(path, clones)| {
+                scope.spawn(move || {
+                    slice::shorten();
+                    engine::run(&mut **path, clones, jobs, content, control)
                 })
-                .collect();
+            });
+            let handles: Vec<_> = started.collect();
             let wait = |limit: Option<Duration>| {
                 let begun = Instant::now();
                 loop {

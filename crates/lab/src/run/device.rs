@@ -129,7 +129,7 @@ pub fn device_main() -> Result<()> {
     // SAFETY: the parent passed these descriptors for this process alone, they are distinct and
     // not the standard ones (checked above), and nothing else here owns them.
     let own = |fd: RawFd| unsafe { OwnedFd::from_raw_fd(fd) };
-    let [device, iommu] = setup.sockets.map(|fd| UnixStream::from(own(fd)));
+    let sockets = setup.sockets.map(|fd| UnixStream::from(own(fd)));
     // This process ends with its parent, even if it hangs. (A parent that dies hangs up in any
     // case.)
     // SAFETY: `prctl` with this option takes a number.
@@ -139,6 +139,7 @@ pub fn device_main() -> Result<()> {
     let notify: Notify = setup.notify.parse().map_err(anyhow::Error::msg)?;
     let found = match setup.served {
         Served::Disk { file, kind, bytes } => {
+            let [device, iommu] = sockets;
             let mut behind = Behind::new(iommu, setup.queues, notify, 0)?;
             let options = BlkOptions {
                 endpoint: Some(Arc::clone(&behind.endpoint)),
@@ -147,10 +148,11 @@ pub fn device_main() -> Result<()> {
             };
             let figures = Arc::clone(&options.figures);
             let backend = Blk::backend(options, Arc::clone(&behind.workers));
-            behind.serve(&mut Server::new(device, backend), "block device")?;
+            let mut server = Server::new(device, backend);
+            behind.serve(&mut server, "block device")?;
             behind.report(figures.iotlb.totals())
         }
-        Served::Net { loops } => serve_net(device, iommu, loops, notify)?,
+        Served::Net { loops } => serve_net(sockets, loops, notify)?,
     };
     let mut out = std::io::stdout().lock();
     serde_json::to_writer(&mut out, &found)?;
@@ -219,12 +221,8 @@ impl Behind {
 }
 
 /// Serves a network device of one pair of queues and its IOMMU until both sockets are hung up.
-pub(crate) fn serve_net(
-    net: UnixStream,
-    iommu: UnixStream,
-    loops: bool,
-    notify: Notify,
-) -> Result<Report> {
+pub(crate) fn serve_net(sockets: [UnixStream; 2], loops: bool, notify: Notify) -> Result<Report> {
+    let [net, iommu] = sockets;
     // A network device's unit is the first of a worker's.
     let mut behind = Behind::new(iommu, 1, notify, 1)?;
     let way = if loops { Way::Loopback } else { Way::Probe };

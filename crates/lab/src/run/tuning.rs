@@ -84,46 +84,31 @@ impl Tuning {
     /// # Errors
     /// Wrong usage: values that exclude each other, or that have no effect on any of the rows.
     pub fn check(&self, rows: &[Row]) -> Result<(), Usage> {
-        let policies = rows.iter().filter_map(|row| match row {
-            Row::Policy(policy) | Row::LazyDomain(policy) if policy.is_lazy() => Some(*policy),
-            _ => None,
-        });
-        let lazy: Vec<Policy> = policies.collect();
-        for policy in &lazy {
-            let checked = self.flush(*policy).check();
+        let lazy = rows.iter().map(|row| row.policy()).filter(|policy| policy.is_lazy());
+        for policy in lazy.clone() {
+            let checked = self.flush(policy).check();
             checked.map_err(|error| Usage(format!("{policy}: {error}")))?;
         }
-        let bounds = [
-            ("--max-exposure-ms", self.max_exposure_ms.is_some()),
-            ("--max-exposure-bytes", self.max_exposure_bytes.is_some()),
-            ("--high-water", self.high_water.is_some()),
-        ];
-        match bounds.into_iter().find(|(_, given)| *given && lazy.is_empty()) {
-            Some((option, _)) => Err(Usage(format!(
-                "{option}: only lazy policies leave unmapped memory exposed, and no row has one"
-            ))),
-            None => self.check_bounce(rows),
-        }
-    }
-
-    fn check_bounce(&self, rows: &[Row]) -> Result<(), Usage> {
-        if self.bounce_threshold.is_some() && !rows.contains(&Row::Policy(Policy::Bounce)) {
-            return Err(Usage(String::from(
-                "--bounce-threshold: only bounce copies by length, and it is not among the rows",
-            )));
-        }
-        let takes = |row: &Row| match row {
-            Row::Policy(policy) => policy.bounces(),
-            row => *row == Row::ZeroCopy,
-        };
+        let takes = |row: &Row| row.policy().bounces() || *row == Row::ZeroCopy;
         let pools = rows.iter().any(takes) || self.trust == TrustChoice::Untrusted;
-        if self.bounce_quota.is_some() && !pools {
-            return Err(Usage(String::from(
-                "--bounce-quota: no row uses bounce slots: bounce, auto and zero-copy do, and \
-                 every row of an untrusted disk",
-            )));
+        let bounce = rows.contains(&Row::Policy(Policy::Bounce));
+        let lazy = lazy.count() > 0;
+        let exposed = "only lazy policies leave unmapped memory exposed, and no row has one";
+        let copies = "only bounce copies by length, and it is not among the rows";
+        let slots = "no row uses bounce slots: bounce, auto and zero-copy do, and every row of an \
+                     untrusted disk";
+        // Whether each is given, and whether a row uses it.
+        let options = [
+            ("--max-exposure-ms", self.max_exposure_ms.is_some(), lazy, exposed),
+            ("--max-exposure-bytes", self.max_exposure_bytes.is_some(), lazy, exposed),
+            ("--high-water", self.high_water.is_some(), lazy, exposed),
+            ("--bounce-threshold", self.bounce_threshold.is_some(), bounce, copies),
+            ("--bounce-quota", self.bounce_quota.is_some(), pools, slots),
+        ];
+        match options.into_iter().find(|&(_, given, used, _)| given && !used) {
+            Some((option, .., why)) => Err(Usage(format!("{option}: {why}"))),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// How the flush queues of `policy` are tuned: as Linux does it, except where something else is
