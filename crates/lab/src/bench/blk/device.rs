@@ -25,10 +25,10 @@ pub(super) const BLOCKS: u64 = 1 << 12;
 const LOOK: usize = 3;
 
 /// A file that is a disk, removed when this is dropped.
-struct Image(PathBuf);
+pub(super) struct Image(PathBuf);
 
 impl Image {
-    fn new(at: &Path, name: &str, content: &Content) -> Result<Image> {
+    pub(super) fn new(at: &Path, name: &str, content: &Content) -> Result<Image> {
         let path = at.join(format!("ringfence-bench-{}-{name}.img", std::process::id()));
         let file = File::options().write(true).create_new(true).open(&path);
         let file = file.with_context(|| format!("making {}", path.display()))?;
@@ -49,19 +49,11 @@ impl Drop for Image {
 
 /// Where files are made.
 pub(super) struct Places<'a> {
-    sockets: &'a Path,
+    pub(super) sockets: &'a Path,
     /// The disk of all devices that only read.
-    read: Image,
+    pub(super) read: Image,
     /// Where the other devices' disks are.
-    written: &'a Path,
-}
-
-impl<'a> Places<'a> {
-    /// Makes the disk that is only read.
-    pub(super) fn new(sockets: &'a Path, read: &Path, written: &'a Path) -> Result<Places<'a>> {
-        let read = Image::new(read, "read", &Content::new(BLOCKS))?;
-        Ok(Places { sockets, read, written })
-    }
+    pub(super) written: &'a Path,
 }
 
 /// A device of a case, and its measurements.

@@ -32,13 +32,13 @@ use std::{
     time::Duration,
 };
 
-use crate::load::blk::{BLOCK, Tally};
+use crate::load::blk::{BLOCK, Content, Tally};
 use anyhow::Result;
 use clap::Args;
 
 use self::{
     case::{Case, Depth, Entry, Kind, Part, Queues, Ring},
-    device::{BLOCKS, Device, Places},
+    device::{BLOCKS, Device, Image, Places},
 };
 use super::{
     Benchmark, Measure,
@@ -207,7 +207,8 @@ impl Measure for Options {
             ("driver_cpu", cpus[1].into()),
         ]);
         let folder = Folder::new()?;
-        let places = Places::new(&folder.0, read, written)?;
+        let read = Image::new(read, "read", &Content::new(BLOCKS))?;
+        let places = Places { sockets: &folder.0, read, written };
         let total = u64::from(options.repeat) * cases.len() as u64;
         let step = options.window + OVERHEAD;
         let progress = window::progress(progress, total, step, &benchmark);

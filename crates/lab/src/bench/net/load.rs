@@ -53,11 +53,8 @@ pub(super) fn measure(backend: &mut Backend, case: &Case, length: Duration) -> R
     let counted = backend.end().context("ending")?;
     // Takes what the back end still gave before it stopped.
     load.drain()?;
-    let mut window = before.until(&after);
-    window.late = load.driver.arrivals().late;
-    window.corrupt = load.driver.arrivals().corrupt;
     let arrivals = load.driver.arrivals();
-    (window.carried, window.lost) = match (case.direction, counted) {
+    let (carried, lost) = match (case.direction, counted) {
         (Direction::Loop, _) => (arrivals.sent, arrivals.lost),
         // The back end's count against the driver's: a difference either way is a loss.
         (Direction::Tx, Some(counted)) => {
@@ -70,6 +67,8 @@ pub(super) fn measure(backend: &mut Backend, case: &Case, length: Duration) -> R
         }
         (Direction::Rx, None) => (arrivals.good, 0),
     };
+    let (late, corrupt) = (arrivals.late, arrivals.corrupt);
+    let mut window = Window { carried, lost, late, corrupt, ..before.until(&after) };
     if case.addressing().is_fresh() {
         window.single_rate = Some(load.message_rate(1)?);
         window.many_rate = Some(load.message_rate(DEPTH)?);

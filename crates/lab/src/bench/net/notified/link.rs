@@ -48,7 +48,7 @@ impl Peer {
     /// The same as a thread of this process.
     #[cfg(test)]
     pub(super) fn thread(net: UnixStream, iommu: UnixStream, loops: bool) -> Result<Peer> {
-        let serve = move || crate::run::device::serve_net(net, iommu, loops, Notify::Poll);
+        let serve = move || crate::run::device::serve_net([net, iommu], loops, Notify::Poll);
         Ok(Peer::Thread(Some(std::thread::spawn(serve))))
     }
 
