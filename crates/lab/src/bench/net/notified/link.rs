@@ -74,12 +74,15 @@ impl Peer {
 /// A running network device behind its IOMMU.
 pub(super) type Link = Behind<Peer>;
 
+/// The queue of a ring, and its bundles.
+pub(super) type Parts = (Queue, Vec<PagedBuffer>);
+
 /// Brings up a device and its IOMMU; returns the queue of each ring (receive, transmit), and its
 /// bundles.
 pub(super) fn open(
     mapped: Mapped,
     peer: impl FnOnce(UnixStream, UnixStream) -> Result<Peer>,
-) -> Result<(Link, [(Queue, Vec<PagedBuffer>); 2])> {
+) -> Result<(Link, [Parts; 2])> {
     let config = QueueConfig { size: RING, event_idx: false, packed: false };
     let ring_bytes = config.offsets().len.next_multiple_of(PAGE);
     let max_bytes = if mapped.policy.bounces() { POOLS as u64 } else { 0 };

@@ -13,7 +13,7 @@ use ringfence_virtq::{
     driver::{Queue, Used},
 };
 
-use super::Mapped;
+use super::{Mapped, link::Parts};
 use crate::run::{Dma, space::AnyAllocator};
 
 const PAGE: u64 = 4096;
@@ -63,7 +63,7 @@ impl Ring {
     pub(super) fn new(
         mapped: Mapped,
         dma: Option<&Dma>,
-        (queue, buffers): (Queue, Vec<PagedBuffer>),
+        (queue, buffers): Parts,
         receives: bool,
     ) -> Ring {
         let copied = mapped.policy.bounces();
