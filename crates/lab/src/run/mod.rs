@@ -15,8 +15,9 @@
 //! | `probe` | whether unmapped memory is still reached |
 //! | `standing` | the ways in memory that stays mapped |
 //! | `plan` | what a link is for |
-//! | `link` | the driver process's side: memory, front ends, the DMA API |
-//! | `process`, `viommu` | the device process and its virtio-iommu, from that side |
+//! | `link` | the driver process's side of a disk: its queues, the buffers of jobs |
+//! | `viommu` | the same of any device behind a virtio-iommu: memory, front ends, the DMA API |
+//! | `process` | the device process, from that side |
 //! | `proxied` | a proxy between the two |
 //! | `bare` | a link without jobs, for benchmarks |
 //! | [`device`] | the device process |
