@@ -4,7 +4,7 @@
 use ringfence_iova::{
     Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, SlabConfig, Slabs,
 };
-use ringfence_sync::cpu::OsCpu;
+use ringfence_sync::cpu::{CpuId, OsCpu};
 
 use crate::list::named;
 
@@ -27,17 +27,25 @@ impl AllocatorKind {
     /// An allocator of this kind over `aperture`. Only ours takes a placement; the others have one
     /// of their own.
     pub fn make(self, aperture: Aperture, placement: Placement) -> Box<dyn Allocator> {
+        self.make_for(aperture, placement, OsCpu::new())
+    }
+
+    /// The same for threads that run where `cpu` says.
+    pub(crate) fn make_for(
+        self,
+        aperture: Aperture,
+        placement: Placement,
+        cpu: impl CpuId + 'static,
+    ) -> Box<dyn Allocator> {
         match self {
             AllocatorKind::RbTree => Box::new(RbTree::new(aperture)),
             // All of the aperture, up to the most that a bitmap can hold (256 GiB of pages): its
             // default window is too small for a hundred thousand ranges.
             AllocatorKind::Bitmap => Box::new(Bitmap::new(aperture, u64::MAX)),
-            AllocatorKind::Magazines => {
-                Box::new(Magazines::new(RbTree::new(aperture), OsCpu::new()))
-            }
+            AllocatorKind::Magazines => Box::new(Magazines::new(RbTree::new(aperture), cpu)),
             AllocatorKind::Ringfence => {
                 let config = SlabConfig { placement, ..SlabConfig::default() };
-                Box::new(Slabs::with_config(aperture, OsCpu::new(), config))
+                Box::new(Slabs::with_config(aperture, cpu, config))
             }
         }
     }

@@ -20,7 +20,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use ringfence_iova::{Allocator, Aperture, Magazines, Placement, RbTree, Request, Ring, Slabs};
 use ringfence_sync::cpu::{CpuId as _, OneCpu, OsCpu};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::{
     GRANULE, Options,
@@ -55,6 +55,28 @@ pub(super) fn steps(options: &Options) -> u64 {
     u64::from(options.repeat)
 }
 
+/// One measurement of a round.
+struct Cell<'a> {
+    /// A row for each time that it takes.
+    rows: Vec<Row>,
+    /// The times, each in all rounds.
+    ns: Vec<Vec<f64>>,
+    /// The cell that it is compared with.
+    base: Option<usize>,
+    /// Takes the times of a round, and notes in the rows what else it sees.
+    measure: Box<dyn FnMut(&mut [Row]) -> Result<Vec<f64>> + 'a>,
+}
+
+impl<'a> Cell<'a> {
+    fn new(
+        rows: Vec<Row>,
+        base: Option<usize>,
+        measure: impl FnMut(&mut [Row]) -> Result<Vec<f64>> + 'a,
+    ) -> Cell<'a> {
+        Cell { ns: vec![Vec::new(); rows.len()], rows, base, measure: Box::new(measure) }
+    }
+}
+
 pub(super) fn measure(
     options: &Options,
     progress: &Progress,
@@ -65,36 +87,37 @@ pub(super) fn measure(
     }
     let last = u64::MAX >> (64 - options.aperture_bits);
     let aperture = Aperture::new(0, last, GRANULE)?;
-    let mut cells = huge_cells(aperture)?;
-    let mut users = Users::new(aperture, options)?;
+    let users = Users::new(aperture, options);
+    let mut cells = huge_cells(aperture, options)?;
+    users.add_cells(&mut cells);
     for round in 1..=options.repeat {
         // One round at least: rows without a figure are useless.
         if round > 1 && stop.load(Ordering::Relaxed) {
             break;
         }
         progress.begin(&format!("huge ranges and segments, round {round} of {}", options.repeat));
-        for cell in &mut cells {
-            cell.round();
+        for Cell { rows, ns, measure, .. } in &mut cells {
+            let times = measure(rows).context("segments")?;
+            ns.iter_mut().zip(times).for_each(|(ns, time)| ns.push(time));
         }
-        users.round().context("segments")?;
         progress.step(STEP);
     }
-    let mut rows = huge_rows(options, &cells);
-    rows.extend(users.rows(options));
+    let mut rows = Vec::new();
+    for Cell { rows: of, ns, base, .. } in &cells {
+        // The median of the rounds' ratios.
+        let ratio = base.and_then(|base| Estimate::ratio(&ns[0], &cells[base].ns[0]));
+        rows.extend(of.iter().zip(ns).map(|(row, ns)| Row {
+            ns_per_op: Estimate::of(ns).into(),
+            ratio_to_ringfence: ratio.map(|ratio| ratio.median),
+            ..row.clone()
+        }));
+    }
     Ok(rows)
 }
 
-/// One allocator and one size.
-struct Huge {
-    kind: AllocatorKind,
-    space: Arc<dyn Allocator>,
-    gib: u64,
-    ns: Vec<f64>,
-    entries: Value,
-    failure: Option<String>,
-}
-
-fn huge_cells(aperture: Aperture) -> Result<Vec<Huge>> {
+/// Each allocator with each size. The allocators of a size stand next to each other: they are
+/// compared.
+fn huge_cells(aperture: Aperture, options: &Options) -> Result<Vec<Cell<'static>>> {
     let mut spaces = Vec::new();
     for kind in AllocatorKind::ALL {
         let space: Arc<dyn Allocator> = Arc::from(kind.make(aperture, Placement::default()));
@@ -103,77 +126,56 @@ fn huge_cells(aperture: Aperture) -> Result<Vec<Huge>> {
         }
         spaces.push((kind, space));
     }
-    let cell = |gib, (kind, space): &(AllocatorKind, Arc<dyn Allocator>)| Huge {
-        kind: *kind,
-        space: Arc::clone(space),
-        gib,
-        ns: Vec::new(),
-        entries: Value::Null,
-        failure: None,
-    };
-    // The allocators of a size stand next to each other: they are compared.
-    let of_size = |gib| spaces.iter().map(move |space| cell(gib, space));
-    Ok(HUGE.into_iter().flat_map(of_size).collect())
-}
-
-impl Huge {
-    fn round(&mut self) {
-        if self.failure.is_none() {
-            match self.pair() {
-                Ok(ns) => self.ns.push(ns),
-                Err(error) => self.failure = Some(format!("{error:#}")),
-            }
+    let ours = AllocatorKind::ALL.iter().position(|kind| *kind == AllocatorKind::Ringfence);
+    let mut cells = Vec::new();
+    for gib in HUGE {
+        let base = ours.map(|ours| cells.len() + ours);
+        for (kind, space) in &spaces {
+            let space = Arc::clone(space);
+            let params = [
+                ("pattern", "alloc+free".into()),
+                ("aperture_bits", options.aperture_bits.into()),
+                ("size", (gib << 30).into()),
+                ("threads", 1.into()),
+            ];
+            let row = super::row("huge", kind.name(), params);
+            cells.push(Cell::new(vec![row], base, move |rows| {
+                let figures = &mut rows[0].figures;
+                if figures.contains_key("failure") {
+                    return Ok(Vec::new());
+                }
+                huge_pair(&*space, gib << 30, figures).map(|ns| vec![ns]).or_else(|error| {
+                    figures.insert("failure".to_owned(), format!("{error:#}").into());
+                    Ok(Vec::new())
+                })
+            }));
         }
     }
-
-    fn pair(&mut self) -> Result<f64> {
-        let size = self.gib << 30;
-        let request = Request::new(size);
-        // The reason alone: the row has the request.
-        let iova = self.space.alloc(&request).map_err(|error| anyhow!(error.reason))?;
-        self.entries = entries(iova, size);
-        self.space.free(iova, size)?;
-        time(LEAST, || {
-            let iova = self.space.alloc(&request)?;
-            Ok(self.space.free(iova, size)?)
-        })
-    }
+    Ok(cells)
 }
 
-/// The entries that a mapping of all of it takes.
-fn entries(iova: u64, size: u64) -> Value {
+fn huge_pair(space: &dyn Allocator, size: u64, figures: &mut Map<String, Value>) -> Result<f64> {
+    let request = Request::new(size);
+    // The reason alone: the row has the request.
+    let iova = space.alloc(&request).map_err(|error| anyhow!(error.reason))?;
+    // The entries that a mapping of all of it takes.
     let mut of = [0_u64; 3];
     pages(iova, size).for_each(|(_, page)| of[page as usize] += 1);
     let count = |page: PageSize| of[page as usize];
-    json!({
+    let entries = json!({
         "gib": count(PageSize::Gib1),
         "mib2": count(PageSize::Mib2),
         "kib4": count(PageSize::Kib4),
+    });
+    figures.insert("entries".to_owned(), entries);
+    space.free(iova, size)?;
+    time(LEAST, || {
+        let iova = space.alloc(&request)?;
+        Ok(space.free(iova, size)?)
     })
 }
 
-fn huge_rows(options: &Options, cells: &[Huge]) -> Vec<Row> {
-    let ours =
-        |gib| cells.iter().find(|cell| cell.gib == gib && cell.kind == AllocatorKind::Ringfence);
-    let row = |cell: &Huge| Row {
-        ns_per_op: Estimate::of(&cell.ns).into(),
-        ratio_to_ringfence: ours(cell.gib).and_then(|ours| ratio(&cell.ns, &ours.ns)),
-        ..super::row(
-            "huge",
-            cell.kind.name(),
-            [
-                ("pattern", "alloc+free".into()),
-                ("aperture_bits", options.aperture_bits.into()),
-                ("size", (cell.gib << 30).into()),
-                ("threads", 1.into()),
-            ],
-            [("entries", cell.entries.clone()), ("failure", cell.failure.clone().into())],
-        )
-    };
-    cells.iter().map(row).collect()
-}
-
-/// Users with segments of their own, and the same without.
+/// Where users take their pages from: segments of their own, or not.
 struct Users {
     /// The shared allocator.
     global: Arc<Slabs<OsCpu>>,
@@ -181,49 +183,16 @@ struct Users {
     cpu: OsCpu,
     magazines: Arc<Magazines<RbTree, OsCpu>>,
     segment: u64,
-    lives: [Lives; 2],
-    hot: Vec<Hot>,
-}
-
-/// Segments that come and go, of one kind.
-struct Lives {
-    cpus: Cpus,
-    create: Vec<f64>,
-    destroy: Vec<f64>,
-    /// Bytes a segment, as often as it was seen.
-    memory: Vec<f64>,
-}
-
-/// For how many CPUs the allocator of a segment is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Cpus {
-    /// All of the machine's: the user has many threads.
-    All,
-    /// One: the user is a thread.
-    One,
-}
-
-impl Cpus {
-    fn count(self) -> usize {
-        match self {
-            Cpus::All => OsCpu::new().count(),
-            Cpus::One => 1,
-        }
-    }
-}
-
-/// Pairs of one page, in one arrangement.
-struct Hot {
-    space: Space,
-    threads: u32,
-    ns: Vec<f64>,
+    aperture_bits: u32,
 }
 
 /// Where a thread takes its pages from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 enum Space {
-    /// A segment with an allocator of its own.
-    Own(Cpus),
+    /// A segment with an allocator of its own, for all CPUs: the user has many threads.
+    Own,
+    /// The same for one CPU: the user is a thread.
+    OwnCpu,
     /// A ring of its own.
     Ring,
     /// The shared allocator.
@@ -233,100 +202,115 @@ enum Space {
 }
 
 impl Users {
-    fn new(aperture: Aperture, options: &Options) -> Result<Users> {
+    fn new(aperture: Aperture, options: &Options) -> Users {
         let cpu = OsCpu::new();
-        let global = Arc::new(Slabs::new(aperture, cpu));
-        let magazines = Arc::new(Magazines::new(RbTree::new(aperture), cpu));
-        let mut hot = Vec::new();
-        for threads in [1, 2] {
-            for space in [
-                Space::Own(Cpus::All),
-                Space::Own(Cpus::One),
-                Space::Ring,
-                Space::Shared,
-                Space::Magazines,
-            ] {
-                hot.push(Hot { space, threads, ns: Vec::new() });
-            }
-        }
-        // Small enough for all of them to fit, beside what alignment wastes.
-        let segment = 1 << SEGMENT_SHIFT.min(options.aperture_bits - 10);
-        Ok(Users {
-            global,
+        Users {
+            global: Arc::new(Slabs::new(aperture, cpu)),
             cpu,
-            magazines,
-            segment,
-            lives: [Cpus::All, Cpus::One].map(|cpus| Lives {
-                cpus,
-                create: Vec::new(),
-                destroy: Vec::new(),
-                memory: Vec::new(),
-            }),
-            hot,
-        })
+            magazines: Arc::new(Magazines::new(RbTree::new(aperture), cpu)),
+            // Small enough for all of them to fit, beside what alignment wastes.
+            segment: 1 << SEGMENT_SHIFT.min(options.aperture_bits - 10),
+            aperture_bits: options.aperture_bits,
+        }
     }
 
-    fn round(&mut self) -> Result<()> {
-        for n in 0..self.lives.len() {
-            self.come_and_go(n)?;
+    fn add_cells<'a>(&'a self, cells: &mut Vec<Cell<'a>>) {
+        for space in [Space::Own, Space::OwnCpu] {
+            let row = |pattern| self.row(pattern, self.segment, 1, space);
+            let mut memory = Vec::new();
+            let rows = vec![row("create"), row("destroy")];
+            cells.push(Cell::new(rows, None, move |rows| {
+                let (times, grown) = self.come_and_go(space)?;
+                memory.extend(grown);
+                if let Some(bytes) = Estimate::of(&memory) {
+                    rows[0].figures.insert("memory_bytes".to_owned(), bytes.median.into());
+                }
+                Ok(times)
+            }));
         }
-        for n in 0..self.hot.len() {
-            let Hot { space, threads, .. } = self.hot[n];
-            let mut queues: Vec<Arc<dyn Allocator>> = Vec::new();
-            let mut segments = Vec::new();
-            for _ in 0..threads {
-                queues.push(match space {
-                    Space::Own(cpus) => {
-                        let segment = self.segment(cpus)?;
-                        segments.push(segment.first);
-                        segment.space
-                    }
-                    Space::Ring => Arc::new(Ring::new(Arc::clone(&self.global), RING)?),
-                    Space::Shared => Arc::clone(&self.global) as Arc<dyn Allocator>,
-                    Space::Magazines => Arc::clone(&self.magazines) as Arc<dyn Allocator>,
-                });
-            }
-            self.hot[n].ns.push(pairs(&queues)?);
-            drop(queues);
-            for first in segments {
-                self.global.free(first, self.segment)?;
+        for threads in [1, 2] {
+            let base = Some(cells.len());
+            for space in [Space::Own, Space::OwnCpu, Space::Ring, Space::Shared, Space::Magazines] {
+                let mut row = self.row("hot", GRANULE, threads, space);
+                let own = !matches!(space, Space::Shared | Space::Magazines);
+                row.params.insert("space".to_owned(), if own { "own" } else { "shared" }.into());
+                match space {
+                    Space::Ring => _ = row.params.insert("placement".to_owned(), "ring".into()),
+                    Space::Magazines => row.implementation = "magazines".to_owned(),
+                    _ => {}
+                }
+                let measure = move |_: &mut [Row]| Ok(vec![self.hot(space, threads)?]);
+                cells.push(Cell::new(vec![row], base, measure));
             }
         }
-        Ok(())
     }
 
-    /// Segments are created, each ready for use, and destroyed.
-    fn come_and_go(&mut self, n: usize) -> Result<()> {
-        let cpus = self.lives[n].cpus;
+    fn row(&self, pattern: &str, size: u64, threads: u32, space: Space) -> Row {
+        let cpus = match space {
+            Space::Own => self.cpu.count().into(),
+            Space::OwnCpu => 1.into(),
+            _ => Value::Null,
+        };
+        let params = [
+            ("pattern", pattern.into()),
+            ("aperture_bits", self.aperture_bits.into()),
+            ("size", size.into()),
+            ("threads", threads.into()),
+            ("cpus", cpus),
+        ];
+        super::row("segment", "ringfence", params)
+    }
+
+    /// Pairs of one page, in threads each of which has such a space.
+    fn hot(&self, space: Space, threads: u32) -> Result<f64> {
+        let mut queues: Vec<Arc<dyn Allocator>> = Vec::new();
+        let mut segments = Vec::new();
+        for _ in 0..threads {
+            queues.push(match space {
+                Space::Own | Space::OwnCpu => {
+                    let (first, queue) = self.segment(space)?;
+                    segments.push(first);
+                    queue
+                }
+                Space::Ring => Arc::new(Ring::new(Arc::clone(&self.global), RING)?),
+                Space::Shared => Arc::clone(&self.global) as Arc<dyn Allocator>,
+                Space::Magazines => Arc::clone(&self.magazines) as Arc<dyn Allocator>,
+            });
+        }
+        let ns = pairs(&queues)?;
+        drop(queues);
+        segments.into_iter().try_for_each(|first| self.global.free(first, self.segment))?;
+        Ok(ns)
+    }
+
+    /// Segments are created, each ready for use, and destroyed: how long either takes, and the bytes
+    /// that one has if they are known.
+    fn come_and_go(&self, space: Space) -> Result<(Vec<f64>, Option<f64>)> {
         let mut segments = Vec::with_capacity(SEGMENTS);
         let heap = memory::heap();
         let start = Instant::now();
         for _ in 0..SEGMENTS {
-            segments.push(self.segment(cpus)?);
+            segments.push(self.segment(space)?);
         }
         let created = start.elapsed();
         let grown = memory::heap().zip(heap).map(|(after, before)| after.saturating_sub(before));
         let start = Instant::now();
-        for Segment { first, space } in segments {
+        for (first, space) in segments {
             drop(space);
             self.global.free(first, self.segment)?;
         }
-        let destroyed = start.elapsed();
-        let each = |time: Duration| time.as_nanos() as f64 / SEGMENTS as f64;
-        let lives = &mut self.lives[n];
-        lives.create.push(each(created));
-        lives.destroy.push(each(destroyed));
-        lives.memory.extend(grown.map(|bytes| bytes as f64 / SEGMENTS as f64));
-        Ok(())
+        let times = [created, start.elapsed()].map(|time| time.as_nanos() as f64 / SEGMENTS as f64);
+        Ok((times.into(), grown.map(|bytes| bytes as f64 / SEGMENTS as f64)))
     }
 
-    /// A segment that has served its first page.
-    fn segment(&self, cpus: Cpus) -> Result<Segment> {
+    /// A user's range of the global allocator, and the allocator within, which has served its first
+    /// page.
+    fn segment(&self, space: Space) -> Result<(u64, Arc<dyn Allocator>)> {
         let first = self.global.alloc(&Request::new(self.segment))?;
         let aperture = Aperture::new(first, first + (self.segment - 1), GRANULE)?;
-        let space: Arc<dyn Allocator> = match cpus {
-            Cpus::All => Arc::new(Slabs::new(aperture, self.cpu)),
-            Cpus::One => Arc::new(Slabs::new(aperture, OneCpu)),
+        let space: Arc<dyn Allocator> = match space {
+            Space::OwnCpu => Arc::new(Slabs::new(aperture, OneCpu)),
+            _ => Arc::new(Slabs::new(aperture, self.cpu)),
         };
         let iova = space.alloc(&Request::new(GRANULE))?;
         ensure!(
@@ -334,61 +318,8 @@ impl Users {
             "{iova:#x} is not of the segment at {first:#x}"
         );
         space.free(iova, GRANULE)?;
-        Ok(Segment { first, space })
+        Ok((first, space))
     }
-
-    fn rows(&self, options: &Options) -> Vec<Row> {
-        let row = |pattern: &str, threads: u32, cpus: Option<Cpus>, memory: Option<f64>| {
-            let size = if pattern == "hot" { GRANULE } else { self.segment };
-            let params = [
-                ("pattern", pattern.into()),
-                ("aperture_bits", options.aperture_bits.into()),
-                ("size", size.into()),
-                ("threads", threads.into()),
-                ("cpus", cpus.map(Cpus::count).into()),
-            ];
-            super::row("segment", "ringfence", params, [("memory_bytes", memory.into())])
-        };
-        let mut rows = Vec::new();
-        for Lives { cpus, create, destroy, memory } in &self.lives {
-            let memory = Estimate::of(memory).map(|bytes| bytes.median);
-            for (pattern, ns, memory) in [("create", create, memory), ("destroy", destroy, None)] {
-                let ns_per_op = Estimate::of(ns).into();
-                rows.push(Row { ns_per_op, ..row(pattern, 1, Some(*cpus), memory) });
-            }
-        }
-        for hot in &self.hot {
-            let is_own = |o: &&Hot| o.space == Space::Own(Cpus::All) && o.threads == hot.threads;
-            let own = self.hot.iter().find(is_own);
-            let (space, cpus) = match hot.space {
-                Space::Own(cpus) => ("own", Some(cpus)),
-                Space::Ring => ("own", None),
-                Space::Shared | Space::Magazines => ("shared", None),
-            };
-            let mut row = row("hot", hot.threads, cpus, None);
-            row.params.insert("space".to_owned(), space.into());
-            match hot.space {
-                Space::Ring => _ = row.params.insert("placement".to_owned(), "ring".into()),
-                Space::Magazines => row.implementation = "magazines".to_owned(),
-                Space::Own(_) | Space::Shared => {}
-            }
-            row.ns_per_op = Estimate::of(&hot.ns).into();
-            row.ratio_to_ringfence = own.and_then(|own| ratio(&hot.ns, &own.ns));
-            rows.push(row);
-        }
-        rows
-    }
-}
-
-/// A user's range of the global allocator, and the allocator within.
-struct Segment {
-    first: u64,
-    space: Arc<dyn Allocator>,
-}
-
-/// The median of the rounds' ratios.
-fn ratio(values: &[f64], base: &[f64]) -> Option<f64> {
-    Estimate::ratio(values, base).map(|ratio| ratio.median)
 }
 
 /// ns of a pair of one page, a thread for each allocator, all at once.

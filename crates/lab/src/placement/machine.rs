@@ -14,15 +14,12 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow};
 use ringfence_iommu::{
     Iova, Prot, Range,
     table::{Limits, Table as IommuTable},
 };
-use ringfence_iova::{
-    Align, Allocator, Aperture, Bitmap, Magazines, Placement, RbTree, Request, Ring, SlabConfig,
-    Slabs,
-};
+use ringfence_iova::{Align, Allocator, Aperture, Request, Ring};
 use ringfence_sync::cpu::FixedCpu;
 use serde::Serialize;
 
@@ -30,7 +27,10 @@ use super::{
     GRANULE, Options,
     model::{Caches, Counts, PageSize, pages, tables},
 };
-use crate::random::SplitMix;
+use crate::{
+    allocators::{AllocatorKind, PlacementName},
+    random::SplitMix,
+};
 
 /// CPUs of the modelled machine: streams are served by them in turn, so that per-CPU caches are
 /// used as they would be, and the addresses do not depend on where this process runs.
@@ -81,7 +81,7 @@ pub(super) struct Machine<'a> {
     totals: Totals,
 }
 
-/// The result of a run.
+/// The result of a run, or of several together.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Totals {
     /// Bytes.
@@ -126,17 +126,6 @@ impl Totals {
     /// What was counted at some moments, a GiB that was in flight then.
     pub(super) fn per_gib(&self, n: u64) -> f64 {
         n as f64 / (self.bytes_in_flight as f64 / (1u64 << 30) as f64)
-    }
-
-    /// Adds the result of another run.
-    pub(super) fn add(&mut self, run: &Totals) {
-        self.moved += run.moved;
-        self.counts.add(run.counts);
-        self.tables_touched += run.tables_touched;
-        self.tables_in_flight += run.tables_in_flight;
-        self.table_bytes += run.table_bytes;
-        self.bytes_in_flight += run.bytes_in_flight;
-        self.fallbacks += run.fallbacks;
     }
 }
 
@@ -261,8 +250,8 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    /// Fills the rings, lets the device run, empties them.
-    pub(super) fn run(mut self, order: Order) -> Result<Totals> {
+    /// Fills the rings, lets the device run, empties them. Adds to the `totals` of other runs.
+    pub(super) fn run(mut self, order: Order, totals: Totals) -> Result<Totals> {
         let in_flight = self.streams.len() as u64 * self.pattern.slots as u64 * self.pattern.bytes;
         for stream in 0..self.streams.len() {
             self.fill(stream)?;
@@ -272,9 +261,9 @@ impl<'a> Machine<'a> {
         }
         // A lap that does not count, until the caches and the allocator are as they stay.
         self.advance(order, in_flight)?;
-        self.caches.restart();
+        self.caches.restart(totals.counts);
         self.tables.clear();
-        self.totals = Totals::default();
+        self.totals = totals;
         let moments = 8;
         let moved = in_flight * u64::from(self.pattern.uses.max(LEAST_LAPS));
         for _ in 0..moments {
@@ -282,8 +271,8 @@ impl<'a> Machine<'a> {
             self.look()?;
         }
         self.totals.counts = self.caches.counts();
-        self.totals.tables_touched = self.tables.len() as u64;
-        self.totals.fallbacks = self.rings.iter().map(|ring| ring.fallbacks()).sum();
+        self.totals.tables_touched += self.tables.len() as u64;
+        self.totals.fallbacks += self.rings.iter().map(|ring| ring.fallbacks()).sum::<u64>();
         self.finish()
     }
 
@@ -413,19 +402,11 @@ impl<'a> Machine<'a> {
 
 /// The allocator of a placement, or of a peer.
 fn space(placement: &str, aperture: Aperture, cpu: &Arc<FixedCpu>) -> Result<Arc<dyn Allocator>> {
-    let slabs = |placement| -> Arc<dyn Allocator> {
-        let config = SlabConfig { placement, ..SlabConfig::default() };
-        Arc::new(Slabs::with_config(aperture, Arc::clone(cpu), config))
-    };
-    Ok(match placement {
-        "size" | "ring" | "ring-apart" => slabs(Placement::SizeAligned),
-        "lowest" => slabs(Placement::Lowest),
-        "highest" => slabs(Placement::Highest),
-        "rbtree" => Arc::new(RbTree::new(aperture)),
-        "bitmap" => Arc::new(Bitmap::new(aperture, u64::MAX)),
-        "magazines" => Arc::new(Magazines::new(RbTree::new(aperture), Arc::clone(cpu))),
-        other => anyhow::bail!("unknown placement {other:?}"),
-    })
+    let ours = placement.trim_end_matches("-apart").parse::<PlacementName>();
+    let kind = ours.as_ref().map_or_else(|_| placement.parse(), |_| Ok(AllocatorKind::Ringfence));
+    let kind: AllocatorKind = kind.map_err(|_| anyhow!("unknown placement {placement:?}"))?;
+    let of_ranges = ours.unwrap_or_default().of_ranges();
+    Ok(Arc::from(kind.make_for(aperture, of_ranges, Arc::clone(cpu))))
 }
 
 #[cfg(test)]
@@ -475,7 +456,8 @@ mod tests {
         let space = Arc::new(Bump::default());
         let cpu = Arc::new(FixedCpu::new(CPUS));
         let shared = Arc::clone(&space) as Arc<dyn Allocator>;
-        let totals = Machine::over(options, pattern, cpu, shared).run(order).unwrap();
+        let machine = Machine::over(options, pattern, cpu, shared);
+        let totals = machine.run(order, Totals::default()).unwrap();
         assert!(space.0.lock().unwrap().1.is_empty(), "all was freed, by its right size");
         totals
     }

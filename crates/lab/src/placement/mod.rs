@@ -91,19 +91,13 @@ impl Default for Options {
     }
 }
 
-/// A row; parameters and figures that do not apply are `null` here, and left out of it.
-fn row<const P: usize, const F: usize>(
-    name: &str,
-    implementation: &str,
-    params: [(&str, Value); P],
-    figures: [(&str, Value); F],
-) -> Row {
+/// A row; parameters that do not apply are `null` here, and left out of it.
+fn row<const N: usize>(name: &str, implementation: &str, params: [(&str, Value); N]) -> Row {
     let there = |(key, value): (&str, Value)| (!value.is_null()).then(|| (key.to_owned(), value));
     Row {
         name: name.to_owned(),
         implementation: implementation.to_owned(),
         params: Map::from_iter(params.into_iter().filter_map(there)),
-        figures: Map::from_iter(figures.into_iter().filter_map(there)),
         ..Row::default()
     }
 }

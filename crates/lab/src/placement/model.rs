@@ -34,11 +34,7 @@ impl PageSize {
 
     /// The number of address bits within it.
     pub const fn shift(self) -> u32 {
-        match self {
-            PageSize::Kib4 => 12,
-            PageSize::Mib2 => 21,
-            PageSize::Gib1 => 30,
-        }
+        12 + 9 * self as u32
     }
 
     /// In bytes.
@@ -80,11 +76,7 @@ pub fn tables(iova: u64, size: PageSize) -> impl Iterator<Item = (usize, u64)> {
 
 /// The level of the table that has the page's entry.
 fn lowest_level(size: PageSize) -> usize {
-    match size {
-        PageSize::Gib1 => 1,
-        PageSize::Mib2 => 2,
-        PageSize::Kib4 => 3,
-    }
+    3 - size as usize
 }
 
 /// Which table of a level translates `iova`: those of L1 are for 512 GiB, of L3 for 2 MiB.
@@ -103,18 +95,6 @@ pub struct Counts {
     pub conflict_misses: u64,
     /// Look-ups in the walk caches L1, L2 and L3 that found nothing.
     pub walk_misses: [u64; 3],
-}
-
-impl Counts {
-    /// Adds what was counted elsewhere.
-    pub fn add(&mut self, other: Counts) {
-        self.accesses += other.accesses;
-        self.iotlb_misses += other.iotlb_misses;
-        self.conflict_misses += other.conflict_misses;
-        for (sum, misses) in self.walk_misses.iter_mut().zip(other.walk_misses) {
-            *sum += misses;
-        }
-    }
 }
 
 /// The caches.
@@ -171,9 +151,9 @@ impl Caches {
         self.counts
     }
 
-    /// Counts from nothing; the caches keep what they hold.
-    pub fn restart(&mut self) {
-        self.counts = Counts::default();
+    /// Counts on from `counts`; the caches keep what they hold.
+    pub fn restart(&mut self, counts: Counts) {
+        self.counts = counts;
     }
 }
 
@@ -291,7 +271,7 @@ mod tests {
         let mut caches = Caches::new(16, 4, [1, 1, 2]);
         let at = |t: u64, g: u64, m: u64, p: u64| t << 39 | g << 30 | m << 21 | p << 12;
         let mut walk = |iova, size| {
-            caches.restart();
+            caches.restart(Counts::default());
             caches.access(iova, size);
             caches.counts().walk_misses
         };

@@ -71,43 +71,37 @@ pub(super) fn patterns(options: &Options) -> Vec<Pattern> {
 
 fn row(options: &Options, pattern: &Pattern, placement: &str) -> Result<Row> {
     let runs = |order| {
-        let mut sum = Totals::default();
-        for run in 0..RUNS {
+        (0..RUNS).try_fold(Totals::default(), |sum, run| {
             let seed = mix(options.seed ^ u64::from(run) << 56);
-            sum.add(&Machine::new(options, pattern, placement, seed)?.run(order)?);
-        }
-        anyhow::Ok(sum)
+            Machine::new(options, pattern, placement, seed)?.run(order, sum)
+        })
     };
     let (drifting, lockstep) = (runs(Order::Drifting)?, runs(Order::Lockstep)?);
     let ours = !matches!(placement, "rbtree" | "bitmap" | "magazines");
     let per_gib = (1u64 << 30) as f64 / GRANULE as f64;
-    Ok(super::row(
-        "streams",
-        if ours { "ringfence" } else { placement },
-        [
-            ("pattern", pattern.name.into()),
-            ("placement", placement.into()),
-            ("aperture_bits", options.aperture_bits.into()),
-            ("size", pattern.bytes.into()),
-            ("streams", options.streams.into()),
-            ("buffers", pattern.slots.into()),
-            ("reuse", pattern.uses.into()),
-            ("sets", options.sets.into()),
-            ("ways", options.ways.into()),
-        ],
-        [(
-            "model",
-            json!({
-                "entries_filled_per_gib": drifting.misses().iotlb * per_gib,
-                "table_pages_per_gib": drifting.per_gib(drifting.tables_in_flight),
-                "table_pages_touched": drifting.tables_touched as f64 / f64::from(RUNS),
-                "table_bytes_per_gib": drifting.per_gib(drifting.table_bytes),
-                "drifting": drifting.misses(),
-                "lockstep": lockstep.misses(),
-                "fallbacks": drifting.fallbacks,
-            }),
-        )],
-    ))
+    let params = [
+        ("pattern", pattern.name.into()),
+        ("placement", placement.into()),
+        ("aperture_bits", options.aperture_bits.into()),
+        ("size", pattern.bytes.into()),
+        ("streams", options.streams.into()),
+        ("buffers", pattern.slots.into()),
+        ("reuse", pattern.uses.into()),
+        ("sets", options.sets.into()),
+        ("ways", options.ways.into()),
+    ];
+    let mut row = super::row("streams", if ours { "ringfence" } else { placement }, params);
+    let model = json!({
+        "entries_filled_per_gib": drifting.misses().iotlb * per_gib,
+        "table_pages_per_gib": drifting.per_gib(drifting.tables_in_flight),
+        "table_pages_touched": drifting.tables_touched as f64 / f64::from(RUNS),
+        "table_bytes_per_gib": drifting.per_gib(drifting.table_bytes),
+        "drifting": drifting.misses(),
+        "lockstep": lockstep.misses(),
+        "fallbacks": drifting.fallbacks,
+    });
+    row.figures.insert("model".to_owned(), model);
+    Ok(row)
 }
 
 #[cfg(test)]
