@@ -22,22 +22,19 @@ pub enum Kind {
 
 /// The progress of one run of known length.
 pub struct Progress {
-    face: Face,
+    /// Counts in any case, and draws nothing unless stderr is a terminal.
+    bar: ProgressBar,
+    /// Where lines go instead.
+    lines: Option<Mutex<Lines>>,
     total: u64,
     expected: Duration,
-    started: Instant,
     state: Mutex<State>,
 }
 
-enum Face {
-    Bar(ProgressBar),
-    Lines(Mutex<Box<dyn Write + Send>>),
-    Silent,
-}
+type Lines = Box<dyn Write + Send>;
 
 #[derive(Default)]
 struct State {
-    done: u64,
     /// What the steps that are done should have taken together.
     expected: Duration,
     what: String,
@@ -51,22 +48,26 @@ const BETWEEN_LINES: Duration = Duration::from_secs(1);
 impl Progress {
     /// Progress over `total` steps that together should take `expected`.
     pub fn new(kind: Kind, total: u64, expected: Duration) -> Progress {
-        let face = match kind {
-            Kind::Silent => Face::Silent,
-            Kind::Auto if std::io::stderr().is_terminal() => Face::Bar(bar(total)),
-            Kind::Auto => Face::Lines(Mutex::new(Box::new(std::io::stderr()))),
+        let (target, lines): (_, Option<Lines>) = match kind {
+            Kind::Silent => (ProgressDrawTarget::hidden(), None),
+            Kind::Auto if std::io::stderr().is_terminal() => (ProgressDrawTarget::stderr(), None),
+            Kind::Auto => (ProgressDrawTarget::hidden(), Some(Box::new(std::io::stderr()))),
         };
-        Progress::with_face(face, total, expected)
+        Progress::shown(target, lines, total, expected)
     }
 
-    fn with_face(face: Face, total: u64, expected: Duration) -> Progress {
-        let progress = Progress {
-            face,
-            total,
-            expected,
-            started: Instant::now(),
-            state: Mutex::new(State::default()),
-        };
+    fn shown(
+        target: ProgressDrawTarget,
+        lines: Option<Lines>,
+        total: u64,
+        expected: Duration,
+    ) -> Progress {
+        let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {wide_msg}")
+            .expect("the template is well formed");
+        let bar = ProgressBar::with_draw_target(Some(total), target)
+            .with_style(style.progress_chars("=> "));
+        let (lines, state) = (lines.map(Mutex::new), Mutex::default());
+        let progress = Progress { bar, lines, total, expected, state };
         progress.show(true);
         progress
     }
@@ -81,43 +82,36 @@ impl Progress {
     pub fn step(&self, expected: Duration) {
         {
             let mut state = self.state.lock();
-            state.done = (state.done + 1).min(self.total);
+            self.bar.set_position((self.bar.position() + 1).min(self.total));
             state.expected = (state.expected + expected).min(self.expected);
         }
-        match &self.face {
-            Face::Bar(_) => self.show(false),
-            Face::Lines(_) | Face::Silent => {}
+        if self.lines.is_none() {
+            self.show(false);
         }
     }
 
     /// Prints a line, above the bar, unless progress is silent.
     pub fn note(&self, line: &str) {
-        match &self.face {
-            Face::Bar(bar) => bar.println(line),
-            Face::Lines(out) => print(out, line),
-            Face::Silent => {}
+        match &self.lines {
+            Some(out) => print(out, line),
+            None => self.bar.println(line),
         }
     }
 
     /// Hides the bar while `print` writes to a terminal.
     pub fn hidden(&self, print: impl FnOnce()) {
-        match &self.face {
-            Face::Bar(bar) => bar.suspend(print),
-            Face::Lines(_) | Face::Silent => print(),
-        }
+        self.bar.suspend(print);
     }
 
     /// The run is over, or was stopped: removes the bar.
     pub fn finish(&self) {
-        if let Face::Bar(bar) = &self.face {
-            bar.finish_and_clear();
-        }
+        self.bar.finish_and_clear();
     }
 
     /// Time left, by what was done so far; by what was expected until something is done.
     #[cfg(test)]
     fn left(&self) -> Duration {
-        self.left_after(self.started.elapsed(), self.state.lock().expected)
+        self.left_after(self.bar.elapsed(), self.state.lock().expected)
     }
 
     fn left_after(&self, elapsed: Duration, done: Duration) -> Duration {
@@ -129,27 +123,20 @@ impl Progress {
 
     fn show(&self, always: bool) {
         let mut state = self.state.lock();
-        let left = self.left_after(self.started.elapsed(), state.expected);
-        match &self.face {
-            Face::Bar(bar) => {
-                bar.set_position(state.done);
-                bar.set_message(format!("{} left  {}", short(left), state.what));
-            }
-            Face::Lines(out) => {
-                let soon = state.last.is_some_and(|last| last.elapsed() < BETWEEN_LINES);
-                if soon && !always {
-                    return;
-                }
-                state.last = (!always).then(Instant::now);
-                let line = match state.what.as_str() {
-                    "" => format!("{} rounds, about {}", self.total, short(left)),
-                    what => {
-                        format!("[{}/{}] {what} ({} left)", state.done, self.total, short(left))
-                    }
-                };
-                print(out, &line);
-            }
-            Face::Silent => {}
+        let left = short(self.left_after(self.bar.elapsed(), state.expected));
+        let Some(out) = &self.lines else {
+            self.bar.set_message(format!("{left} left  {}", state.what));
+            return;
+        };
+        let soon = state.last.is_some_and(|last| last.elapsed() < BETWEEN_LINES);
+        if soon && !always {
+            return;
+        }
+        state.last = (!always).then(Instant::now);
+        let (done, total) = (self.bar.position(), self.total);
+        match state.what.as_str() {
+            "" => print(out, &format!("{total} rounds, about {left}")),
+            what => print(out, &format!("[{done}/{total}] {what} ({left} left)")),
         }
     }
 }
@@ -160,15 +147,7 @@ impl Drop for Progress {
     }
 }
 
-fn bar(total: u64) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
-    let style = ProgressStyle::with_template("{bar:30} {pos}/{len}  {wide_msg}")
-        .expect("the template is well formed");
-    bar.set_style(style.progress_chars("=> "));
-    bar
-}
-
-fn print(out: &Mutex<Box<dyn Write + Send>>, line: &str) {
+fn print(out: &Mutex<Lines>, line: &str) {
     // Without a reader: no reason to stop a measurement.
     let _ = writeln!(out.lock(), "{line}");
 }
@@ -204,8 +183,9 @@ mod tests {
     #[test]
     fn without_a_terminal_there_are_plain_lines() {
         let shared = Shared::default();
-        let face = Face::Lines(Mutex::new(Box::new(shared.clone())));
-        let progress = Progress::with_face(face, 4, Duration::from_secs(65));
+        let lines: Lines = Box::new(shared.clone());
+        let (target, expected) = (ProgressDrawTarget::hidden(), Duration::from_secs(65));
+        let progress = Progress::shown(target, Some(lines), 4, expected);
         progress.begin("a, off, round 1 of 2");
         progress.step(Duration::from_secs(10));
         progress.note("careful");
