@@ -45,17 +45,6 @@ pub struct Format {
     generation: u32,
 }
 
-/// The contents of a checked buffer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct BlockInfo {
-    /// Units that were written in this run.
-    pub written: u32,
-    /// Units never written: all zero.
-    pub empty: u32,
-    /// Highest sequence number among the written ones (0 if there is none).
-    pub sequence: u64,
-}
-
 /// What is wrong with a unit that was read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -120,18 +109,6 @@ pub enum BlockError {
     },
 }
 
-impl BlockInfo {
-    /// Counts a unit with this sequence number: 0 if it was never written.
-    fn note(&mut self, sequence: u64) {
-        if sequence == 0 {
-            self.empty += 1;
-        } else {
-            self.written += 1;
-            self.sequence = self.sequence.max(sequence);
-        }
-    }
-}
-
 impl Format {
     /// The format for a run whose blocks have these `sizes` and offsets, all multiples of
     /// [`MIN_UNIT`]: the unit is the largest that divides them all.
@@ -158,17 +135,17 @@ impl Format {
 
     /// Checks every byte of `from`, which was read from `offset` of the disk and may be shared
     /// memory: each unit is copied to a buffer and checked there.
-    pub fn check_piece(&self, from: HostSlice<'_>, offset: u64) -> Result<BlockInfo, BlockError> {
+    pub fn check_piece(&self, from: HostSlice<'_>, offset: u64) -> Result<(), BlockError> {
         let size = self.unit as usize;
         if !from.len().is_multiple_of(size) {
             return Err(BlockError::Length { len: from.len(), unit: self.unit });
         }
-        let (mut info, mut unit) = (BlockInfo::default(), [0; MAX_UNIT as usize]);
+        let mut unit = [0; MAX_UNIT as usize];
         for (at, offset) in (0..from.len()).step_by(size).zip(self.offsets(offset)) {
             from.part(at, size).copy_to(&mut unit[..size]);
-            info.note(self.check_unit(&unit[..size], offset)?);
+            self.check_unit(&unit[..size], offset)?;
         }
-        Ok(info)
+        Ok(())
     }
 
     /// Marks memory as not read yet: writes the first and the last word of each unit.
@@ -206,14 +183,14 @@ impl Format {
         put(header, CRC_AT, &crc.to_le_bytes());
     }
 
-    /// The sequence number; 0 for a unit never written.
-    fn check_unit(&self, unit: &[u8], offset: u64) -> Result<u64, BlockError> {
+    /// Accepts what was written here in this run, and what was never written.
+    fn check_unit(&self, unit: &[u8], offset: u64) -> Result<(), BlockError> {
         let first = u64::from_le_bytes(get(unit, 0));
         if first == POISON || unit.last_chunk() == Some(&POISON.to_le_bytes()) {
             return Err(BlockError::NotTransferred { offset });
         }
         if first != MAGIC {
-            return if is_zero(unit) { Ok(0) } else { Err(BlockError::Foreign { offset, first }) };
+            return if is_zero(unit) { Ok(()) } else { Err(BlockError::Foreign { offset, first }) };
         }
         let sequence = u64::from_le_bytes(get(unit, 24));
         let expected = u32::from_le_bytes(get(unit, CRC_AT));
@@ -233,7 +210,7 @@ impl Format {
         if place != offset || length != self.unit {
             return Err(BlockError::Misplaced { offset, found: place });
         }
-        Ok(sequence)
+        Ok(())
     }
 }
 
@@ -346,8 +323,30 @@ mod tests {
         }
 
         fn check(&self, buf: &[u8], offset: u64) -> Result<BlockInfo, BlockError> {
-            self.check_piece((&mut buf.to_vec()[..]).into(), offset)
+            self.check_piece((&mut buf.to_vec()[..]).into(), offset)?;
+            let mut info = BlockInfo::default();
+            for unit in buf.chunks(self.unit as usize) {
+                match u64::from_le_bytes(get(unit, 0)) {
+                    MAGIC => {
+                        info.written += 1;
+                        info.sequence = info.sequence.max(u64::from_le_bytes(get(unit, 24)));
+                    }
+                    _ => info.empty += 1,
+                }
+            }
+            Ok(info)
         }
+    }
+
+    /// The contents of a checked buffer.
+    #[derive(Debug, Default, PartialEq)]
+    struct BlockInfo {
+        /// Units that were written in this run.
+        written: u32,
+        /// Units never written: all zero.
+        empty: u32,
+        /// Highest sequence number among the written ones (0 if there is none).
+        sequence: u64,
     }
 
     const FORMAT: Format = Format { unit: 4096, generation: 7 };

@@ -327,7 +327,7 @@ impl Runner<'_> {
             (false, op) => Some(format!("{op:?} at {:#x} failed", task.io.offset)),
             (true, Op::Write) => None,
             (true, Op::Read) => match format.check_piece(data, task.io.offset) {
-                Ok(_) => None,
+                Ok(()) => None,
                 // Foreign data cannot be checked, only that it was transferred.
                 Err(error) if foreign && !matches!(error, BlockError::NotTransferred { .. }) => {
                     None
