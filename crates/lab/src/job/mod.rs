@@ -7,7 +7,7 @@
 //!
 //! Jobs run at the same time, as in fio, unless a job says `stonewall`: see [`JobFile::stages`].
 
-use std::{fmt, ops::Range, path::Path, time::Duration};
+use std::{ops::Range, path::Path, time::Duration};
 
 use crate::list::named;
 
@@ -137,6 +137,7 @@ impl Job {
 
 /// Why a job file cannot be used; or what in it has no effect, or not the one fio would give it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{file}{}: {what}", if *.line == 0 { String::new() } else { format!(":{}", .line) })]
 pub struct JobError {
     /// The file as it was named.
     pub file: String,
@@ -149,15 +150,6 @@ pub struct JobError {
 impl JobError {
     fn new(file: &str, line: usize, what: impl Into<String>) -> JobError {
         JobError { file: file.to_owned(), line, what: what.into() }
-    }
-}
-
-impl fmt::Display for JobError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.line {
-            0 => write!(f, "{}: {}", self.file, self.what),
-            line => write!(f, "{}:{line}: {}", self.file, self.what),
-        }
     }
 }
 

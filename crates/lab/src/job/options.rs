@@ -173,14 +173,13 @@ impl Reader<'_> {
     }
 
     fn unknown(&mut self, line: usize, key: &str) -> Result<(), JobError> {
-        if self.unknown.contains(key) {
+        if !self.unknown.insert(key.to_owned()) {
             return Ok(());
         }
-        if self.unknown.len() == MAX_UNKNOWN {
+        if self.unknown.len() > MAX_UNKNOWN {
             let what = "different unknown keys: this is not a job file";
             return Err(self.error(line, format!("more than {MAX_UNKNOWN} {what}")));
         }
-        self.unknown.insert(key.to_owned());
         self.warn(line, format!("{} is not known here and has no effect", quote(key)));
         Ok(())
     }
@@ -283,10 +282,7 @@ impl Reader<'_> {
             ));
         }
         let mut sizes = [None; 3];
-        for (size, part) in sizes.iter_mut().zip(&parts) {
-            if part.is_empty() {
-                continue;
-            }
+        for (size, part) in sizes.iter_mut().zip(&parts).filter(|(_, part)| !part.is_empty()) {
             let bytes = self.size(line, part)?;
             if bytes == 0 || bytes > MAX_BS || !bytes.is_multiple_of(MIN_UNIT.into()) {
                 return Err(format!(
@@ -295,12 +291,8 @@ impl Reader<'_> {
             }
             *size = Some(bytes as u32);
         }
-        if let Some(read) = sizes[0] {
-            job.bs.read = read;
-        }
-        if let Some(write) = if parts.len() == 1 { sizes[0] } else { sizes[1] } {
-            job.bs.write = write;
-        }
+        job.bs.read = sizes[0].unwrap_or(job.bs.read);
+        job.bs.write = sizes[usize::from(parts.len() > 1)].unwrap_or(job.bs.write);
         Ok(())
     }
 }

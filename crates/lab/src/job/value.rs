@@ -19,24 +19,18 @@ pub(super) fn size(text: &str) -> Result<Size, String> {
             "{text} is a part of a file, and no file is opened here; give {allowed}"
         ));
     }
-    let (number, suffix) = number_and_suffix(text)
-        .ok_or_else(|| format!("{} is not a size; allowed: {allowed}", quote(text)))?;
+    let bad = || format!("{} is not a size; allowed: {allowed}", quote(text));
+    let (number, suffix) = number_and_suffix(text).ok_or_else(bad)?;
     let lower = suffix.to_ascii_lowercase();
     let mut letters = lower.chars();
-    let power = match letters.next() {
-        None => 0,
-        Some(letter) => match "bkmgtp".find(letter) {
-            Some(power) => power as u32,
-            None => return Err(format!("{} is not a size; allowed: {allowed}", quote(text))),
-        },
-    };
+    let power = letters.next().map_or(Some(0), |letter| "bkmgtp".find(letter)).ok_or_else(bad)?;
     let decimal = match letters.as_str() {
         "" => false,
         "b" if power > 0 => false,
         "i" | "ib" if power > 0 => true,
-        _ => return Err(format!("{} is not a size; allowed: {allowed}", quote(text))),
+        _ => return Err(bad()),
     };
-    let factor = if decimal { 1000u64 } else { 1024 }.pow(power);
+    let factor = if decimal { 1000u64 } else { 1024 }.pow(power as u32);
     let bytes = number
         .checked_mul(factor)
         .ok_or_else(|| format!("{} is more than 2^64 bytes; allowed: {allowed}", quote(text)))?;
