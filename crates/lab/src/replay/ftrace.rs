@@ -30,8 +30,16 @@ pub(super) fn parse(line: &str) -> ParseResult {
     let (name, text) = (stamped.name, stamped.text);
     let name = name.strip_prefix("iommu:").unwrap_or(name);
     let what: fn(&str) -> Result<What, String> = match name {
-        "map" => mapped,
-        "unmap" => unmapped,
+        "map" => |values| {
+            let (first, last) = bounds(values)?;
+            map(first, last, number(field(values, "paddr")?)?)
+        },
+        "unmap" => |values| {
+            let (first, last) = bounds(values)?;
+            // Not used, but the last word: it shows that the line is whole.
+            number(field(values, "unmapped_size")?)?;
+            unmap(first, last)
+        },
         "attach_device_to_domain" => |_| Ok(What::Attach),
         "detach_device_from_domain" => |_| Ok(What::Detach),
         _ => return Ok(Some(Parsed::Other)),
@@ -126,17 +134,6 @@ pub(super) fn lost(line: &str) -> u64 {
     // `CPU:0 [LOST 150 EVENTS]`
     let lost = line.strip_prefix("CPU:").and_then(|line| line.split_once("[LOST "));
     lost.and_then(|(_, lost)| first_number(lost)).unwrap_or(0)
-}
-
-fn mapped(values: &str) -> Result<What, String> {
-    let (first, last) = bounds(values)?;
-    map(first, last, number(field(values, "paddr")?)?)
-}
-
-fn unmapped(values: &str) -> Result<What, String> {
-    let (first, last) = bounds(values)?;
-    number(field(values, "unmapped_size")?)?;
-    unmap(first, last)
 }
 
 /// The first and the last address. Where the end is given twice, as an address and as a size, both

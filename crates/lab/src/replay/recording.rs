@@ -23,8 +23,10 @@ const REPORTED: usize = 5;
 
 named! {
     /// The format of a recording, as reports call it.
+    #[derive(Default)]
     Format, "unknown format of recordings {:?}: there are {}":
     /// QEMU's log of its virtio-iommu device.
+    #[default]
     Qemu = "qemu-virtio-iommu",
     /// Text of the kernel's tracepoints `iommu:map` and `iommu:unmap`.
     Ftrace = "ftrace",
@@ -54,7 +56,7 @@ pub struct Damage {
 }
 
 /// A recording that was read.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recording {
     /// How it is written.
     pub format: Format,
@@ -102,14 +104,14 @@ impl Recording {
         stop: &AtomicBool,
         report: &mut dyn FnMut(u64),
     ) -> Result<Recording, ReadError> {
-        let mut lines = Lines::new(source)?;
+        let mut source = Lines::new(source)?;
         let mut reader = Reader::default();
         let mut incomplete = None;
         // Where the last map or unmap ended.
         let mut spoken = 0;
         loop {
-            let at = lines.bytes();
-            let line = match lines.next_line() {
+            let at = source.bytes();
+            let line = match source.next_line() {
                 Ok(Some(line)) => line,
                 Ok(None) => break,
                 Err(Broken::Io(error)) => return Err(error.into()),
@@ -124,12 +126,13 @@ impl Recording {
                 incomplete = Some(format!("{} MiB without a map or an unmap", MAX_SILENCE >> 20));
                 break;
             }
-            if reader.maps + reader.unmaps == MAX_EVENTS {
+            let Recording { lines, maps, unmaps, .. } = reader.found;
+            if maps + unmaps == MAX_EVENTS {
                 incomplete = Some(format!("{MAX_EVENTS} maps and unmaps are the most"));
                 break;
             }
-            if reader.lines.is_multiple_of(4096) {
-                report(reader.lines);
+            if lines.is_multiple_of(4096) {
+                report(lines);
                 if stop.load(Ordering::Relaxed) {
                     incomplete = Some("interrupted".to_owned());
                     break;
@@ -185,19 +188,13 @@ impl Recording {
 #[derive(Default)]
 struct Reader {
     format: Option<Format>,
-    lines: u64,
+    found: Recording,
     /// Lines without a shape before the format was known: damage if it is.
     shapeless: Vec<u64>,
     shapeless_count: u64,
-    damaged: u64,
-    damage: Vec<Damage>,
-    maps: u64,
-    unmaps: u64,
-    attached: u64,
     /// Events dropped, by a header and by notes between the lines.
     lost_before: u64,
     lost_between: u64,
-    timed: bool,
     /// Whether QEMU's lines begin with a process and a time; then every one does.
     prefixed: bool,
     /// What a recording without maps may be.
@@ -208,7 +205,7 @@ struct Reader {
 impl Reader {
     /// Takes in a line; returns whether it was about a mapping.
     fn line(&mut self, line: Line<'_>) -> bool {
-        self.lines = line.number;
+        self.found.lines = line.number;
         // What is not UTF-8 can be a task's name, which is not needed, or a number, which then
         // fails to parse.
         let text = String::from_utf8_lossy(line.text);
@@ -249,22 +246,22 @@ impl Reader {
 
     fn event(&mut self, event: Event) -> bool {
         let Event { time_ns, cpu, domain, what } = event;
-        self.timed |= time_ns.is_some();
+        self.found.timed |= time_ns.is_some();
         self.prefixed |= time_ns.is_some();
         let stamp = Stamp { time_ns, cpu };
         match what {
             What::Map { first, last, target } => {
-                self.maps += 1;
+                self.found.maps += 1;
                 self.derivation.map(domain, first, last, target, stamp);
                 return true;
             }
             What::Unmap { first, last } => {
-                self.unmaps += 1;
+                self.found.unmaps += 1;
                 let cuts = self.format.is_some_and(Format::cuts);
                 self.derivation.unmap(domain, first, last, cuts, stamp);
                 return true;
             }
-            What::Attach => self.attached += 1,
+            What::Attach => self.found.attached += 1,
             What::Detach => {}
             What::Gone => self.derivation.destroy(domain),
         }
@@ -314,50 +311,39 @@ impl Reader {
     }
 
     fn damaged(&mut self, line: u64, what: String) {
-        self.damaged += 1;
-        if self.damage.len() < REPORTED {
-            self.damage.push(Damage { line, what });
+        self.found.damaged += 1;
+        if self.found.damage.len() < REPORTED {
+            self.found.damage.push(Damage { line, what });
         }
     }
 
     fn finish(mut self, incomplete: Option<String>) -> Result<Recording, ReadError> {
-        let (Some(format), 1..) = (self.format, self.maps) else {
+        let (Some(format), 1..) = (self.format, self.found.maps) else {
             return Err(ReadError::NotARecording(self.nothing(incomplete.as_deref())));
         };
         if format != Format::Qemu || self.prefixed {
             let what = self.no_line();
-            self.damaged += self.shapeless_count;
-            let mut damage: Vec<Damage> = std::mem::take(&mut self.shapeless)
-                .into_iter()
-                .map(|line| Damage { line, what: what.clone() })
-                .collect();
-            damage.append(&mut self.damage);
-            damage.truncate(REPORTED);
-            self.damage = damage;
+            let before = self.shapeless.iter().map(|&line| Damage { line, what: what.clone() });
+            self.found.damage = before.chain(self.found.damage).take(REPORTED).collect();
+            self.found.damaged += self.shapeless_count;
         }
         Ok(Recording {
             format,
-            lines: self.lines,
-            damaged: self.damaged,
-            damage: self.damage,
-            maps: self.maps,
-            unmaps: self.unmaps,
-            attached: self.attached,
             lost: self.lost_before.max(self.lost_between),
-            timed: self.timed,
             incomplete,
             stream: self.derivation.finish(),
+            ..self.found
         })
     }
 
     /// Why this is no recording.
     fn nothing(&self, incomplete: Option<&str>) -> String {
-        let mut why = match (self.lines, self.resembles) {
+        let mut why = match (self.found.lines, self.resembles) {
             (0, _) => "it is empty".to_owned(),
             (_, Some(resembles)) => resembles.to_owned(),
             (lines, None) => format!("none of its {lines} lines is a map"),
         };
-        if let Some(damage) = self.damage.first() {
+        if let Some(damage) = self.found.damage.first() {
             why += &format!(" (line {} is damaged: {})", damage.line, damage.what);
         }
         if let Some(incomplete) = incomplete {

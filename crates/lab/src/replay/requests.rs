@@ -119,8 +119,7 @@ pub(super) fn requests(
     stop: &AtomicBool,
 ) -> Result<Option<PolicyRow>> {
     let mut rig = Rig::new(stream, policy, aperture, tuning)?;
-    let mut held: Vec<Option<Mapping<Recorded<'_>>>> =
-        std::iter::repeat_with(|| None).take(stream.slots).collect();
+    let mut held: Vec<Option<Mapping<Recorded<'_>>>> = (0..stream.slots).map(|_| None).collect();
     let mut failures = 0;
     for (number, op) in stream.ops().iter().enumerate() {
         rig.move_to(op.time_ns, op.cpu)?;
@@ -157,7 +156,7 @@ impl Rig {
         let clock = Arc::new(ManualClock::new(0));
         let cpu = Arc::new(FixedCpu::new(stream.cpus));
         let range = Range::new(Iova(0), Iova(aperture.last())).context("an empty aperture")?;
-        let device = || {
+        let device = |_| {
             let geometry = Geometry::new(PageSizes::X86, range);
             let domain = SoftDomain::new(geometry, Limits::NONE, Shootdown::new(1));
             let mut config = DmaConfig::new(policy);
@@ -176,8 +175,7 @@ impl Rig {
                 .environment(environment)
                 .build()
         };
-        let devices: Result<Vec<_>, _> =
-            std::iter::repeat_with(device).take(stream.domains).collect();
+        let devices: Result<Vec<_>, _> = (0..stream.domains).map(device).collect();
         Ok(Rig {
             devices: devices.with_context(|| format!("setting up devices under {policy}"))?,
             clock,
@@ -225,38 +223,31 @@ impl Rig {
     }
 
     fn row(&self, policy: Policy, timed: bool, failures: u64) -> PolicyRow {
-        let mut row = PolicyRow {
-            policy: policy.name().to_owned(),
-            effective_policy: policy.name().to_owned(),
-            failures: Some(failures),
-            ..PolicyRow::default()
+        let in_force = self.devices.last().map_or(policy, |device| device.effective_policy());
+        let sum = |count: fn(&Counts) -> &AtomicU64| {
+            let counts = self.devices.iter().map(|device| &device.domain().counts);
+            counts.map(|counts| count(counts).load(Ordering::Relaxed)).sum::<u64>()
         };
-        let (mut age_ns, mut byte_ns) = (0, 0.0);
-        let [mut map_syncs, mut unmap_syncs, mut flushes, mut full] = [0; 4];
-        for device in &self.devices {
-            device.effective_policy().name().clone_into(&mut row.effective_policy);
-            let counts = &device.domain().counts;
-            row.map_requests += counts.maps.load(Ordering::Relaxed);
-            row.unmap_requests += counts.unmaps.load(Ordering::Relaxed);
-            map_syncs += counts.map_syncs.load(Ordering::Relaxed);
-            unmap_syncs += counts.unmap_syncs.load(Ordering::Relaxed);
-            flushes += counts.flushes.load(Ordering::Relaxed);
-            let stats = device.stats();
-            full += stats.full_queue_flushes;
-            age_ns = age_ns.max(stats.exposure.max_age_ns);
-            byte_ns += stats.exposure.byte_ns as f64;
+        let (map_syncs, unmap_syncs) = (sum(|c| &c.map_syncs), sum(|c| &c.unmap_syncs));
+        let flushes = sum(|c| &c.flushes);
+        let stats = || self.devices.iter().map(|device| device.stats());
+        let age_ns = stats().map(|stats| stats.exposure.max_age_ns).max().unwrap_or(0);
+        let byte_ns: f64 = stats().map(|stats| stats.exposure.byte_ns as f64).sum();
+        PolicyRow {
+            policy: policy.name().to_owned(),
+            effective_policy: in_force.name().to_owned(),
+            map_requests: sum(|c| &c.maps),
+            unmap_requests: sum(|c| &c.unmaps),
+            syncs: Some(map_syncs + unmap_syncs + flushes),
+            map_syncs: Some(map_syncs),
+            unmap_syncs: Some(unmap_syncs),
+            flushes: Some(flushes),
+            full_queue_flushes: Some(stats().map(|stats| stats.full_queue_flushes).sum()),
+            max_deferred_ms: timed.then(|| age_ns as f64 / 1e6),
+            max_deferred_bytes: Some(self.most_queued),
+            deferred_byte_ms: timed.then(|| byte_ns / 1e6),
+            failures: Some(failures),
         }
-        row.map_syncs = Some(map_syncs);
-        row.unmap_syncs = Some(unmap_syncs);
-        row.flushes = Some(flushes);
-        row.full_queue_flushes = Some(full);
-        row.syncs = Some(map_syncs + unmap_syncs + flushes);
-        row.max_deferred_bytes = Some(self.most_queued);
-        if timed {
-            row.max_deferred_ms = Some(age_ns as f64 / 1e6);
-            row.deferred_byte_ms = Some(byte_ns / 1e6);
-        }
-        row
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow};
-use ringfence_iova::{Allocator, Aperture, Request};
+use ringfence_iova::{Aperture, Request};
 
 use super::{
     Options,
@@ -17,7 +17,7 @@ use super::{
     recording::Recording,
     report::{AllocatorRow, PolicyRow, RECORDED, Report, TraceReport},
     requests::requests,
-    space::{Moment, Space},
+    space::Space,
     stream::{Allocation, Stream},
     timing::{Fastest, Round, Script, Server},
 };
@@ -151,10 +151,8 @@ impl Replay<'_> {
         }
         for kind in self.options.allocators.iter() {
             self.begin(&format!("{kind}, where it puts things"));
-            let allocators: Vec<Box<dyn Allocator>> =
-                std::iter::repeat_with(|| kind.make(aperture, self.options.placement.of_ranges()))
-                    .take(self.stream().domains)
-                    .collect();
+            let one = |_| kind.make(aperture, self.options.placement.of_ranges());
+            let allocators: Vec<_> = (0..self.stream().domains).map(one).collect();
             let of = |allocation: &Allocation| &*allocators[usize::from(allocation.domain)];
             let place = |allocation: &Allocation| {
                 of(allocation).alloc(&Request::new(allocation.size())).ok()
@@ -209,8 +207,7 @@ impl Replay<'_> {
             sum += space.fragmentation();
             // The last moment is that of the last operation.
             if (number + 1) * MOMENTS / ops > number * MOMENTS / ops {
-                let moment: Moment = space.moment(op.time_ns);
-                row.fragmentation_over_time.push(moment);
+                row.fragmentation_over_time.push(space.moment(op.time_ns));
             }
             if number % 4096 == 0 && self.stop.load(Ordering::Relaxed) {
                 return Ok(None);
@@ -253,17 +250,14 @@ impl Replay<'_> {
     /// What every allocator takes, in interleaved rounds.
     fn time(&self, aperture: Aperture, trace: &mut TraceReport) -> Result<()> {
         let script = Script::new(self.stream(), aperture, self.options.placement.of_ranges());
-        let kinds = self.options.allocators.iter().map(|kind| Server::Kind(*kind));
-        let servers: Vec<Server> = std::iter::once(Server::None).chain(kinds).collect();
+        let kinds = self.options.allocators.iter().copied().map(Some);
+        let servers: Vec<Server> = std::iter::once(None).chain(kinds).collect();
         let mut rounds: Vec<Vec<Round>> = Vec::new();
         let mut fastest: Vec<Fastest> = servers.iter().map(|_| Fastest::new(&script)).collect();
         'rounds: for number in 0..=self.options.repeat {
             let mut round = Vec::new();
             for (server, fastest) in servers.iter().zip(&mut fastest) {
-                let what = match server {
-                    Server::Kind(kind) => kind.name(),
-                    Server::None => "the loop alone",
-                };
+                let what = server.map_or("the loop alone", AllocatorKind::name);
                 self.begin(&match number {
                     0 => format!("{what}, warm-up"),
                     _ => format!("{what}, round {number} of {}", self.options.repeat),
@@ -302,12 +296,9 @@ impl Replay<'_> {
             row.p99_ns = estimate(index, |round| round.p99);
             row.worst_ns = estimate(index, |round| round.worst);
             row.worst_steady_ns = fastest[index].longest();
-            row.ratio_to_ringfence = ours.and_then(|ours| {
-                Estimate::ratio(
-                    &column(index, |round| round.both),
-                    &column(ours, |round| round.both),
-                )
-            });
+            let both = |index| column(index, |round| round.both);
+            row.ratio_to_ringfence =
+                ours.and_then(|ours| Estimate::ratio(&both(index), &both(ours)));
         }
     }
 

@@ -60,10 +60,8 @@ pub struct Peaks {
 impl Space {
     /// An empty space of so many domains.
     pub fn new(domains: usize) -> Space {
-        Space {
-            domains: std::iter::repeat_with(Domain::default).take(domains).collect(),
-            ..Space::default()
-        }
+        let domains = (0..domains).map(|_| Domain::default()).collect();
+        Space { domains, ..Space::default() }
     }
 
     /// Takes the addresses from `first` to `last`.
@@ -125,7 +123,7 @@ impl Space {
     /// What was seen so far.
     pub fn peaks(&self) -> Peaks {
         let touched = || self.domains.iter().map(|domain| &domain.touched);
-        let extent: u128 = touched().map(Regions::extent).sum();
+        let extent: u128 = touched().map(|regions| extent(&regions.intervals)).sum();
         Peaks {
             ranges: self.peak_ranges,
             bytes: saturated(self.peak_bytes),
@@ -142,10 +140,15 @@ fn saturated(bytes: u128) -> u64 {
 
 impl Domain {
     fn span(&self) -> u128 {
-        match (self.ranges.first_key_value(), self.ranges.last_key_value()) {
-            (Some((first, _)), Some((_, last))) => u128::from(last - first) + 1,
-            _ => 0,
-        }
+        extent(&self.ranges)
+    }
+}
+
+/// From the beginning of the first interval to the end of the last.
+fn extent(intervals: &BTreeMap<u64, u64>) -> u128 {
+    match (intervals.first_key_value(), intervals.last_key_value()) {
+        (Some((first, _)), Some((_, last))) => u128::from(last - first) + 1,
+        _ => 0,
     }
 }
 
@@ -175,13 +178,6 @@ impl Regions {
         }
         self.intervals.insert(first, last);
         self.count += last - first + 1;
-    }
-
-    fn extent(&self) -> u128 {
-        match (self.intervals.first_key_value(), self.intervals.last_key_value()) {
-            (Some((first, _)), Some((_, last))) => u128::from(last - first) + 1,
-            _ => 0,
-        }
     }
 }
 
@@ -255,7 +251,7 @@ mod tests {
                 oracle.extend(first..=first + more);
                 prop_assert_eq!(regions.count, oracle.len() as u64);
                 let width = oracle.last().unwrap() - oracle.first().unwrap() + 1;
-                prop_assert_eq!(regions.extent(), u128::from(width));
+                prop_assert_eq!(extent(&regions.intervals), u128::from(width));
             }
         }
     }

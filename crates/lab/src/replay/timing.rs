@@ -48,14 +48,8 @@ struct SlotRange {
     size: u64,
 }
 
-/// What serves the operations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Server {
-    /// An allocator.
-    Kind(AllocatorKind),
-    /// No allocator: what the loop itself takes.
-    None,
-}
+/// What serves the operations: an allocator, or none, for what the loop itself takes.
+pub(super) type Server = Option<AllocatorKind>;
 
 /// What a round found, nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
@@ -114,18 +108,18 @@ impl Script {
         stop: &AtomicBool,
     ) -> Result<Option<Round>> {
         let Some(both) = self.unclocked(server, stop)? else { return Ok(None) };
-        if server == Server::None {
+        if server.is_none() {
             return Ok(Some(Round { both, ..Round::default() }));
         }
         Ok(self.clocked(server, fastest, stop)?.map(|round| Round { both, ..round }))
     }
 
     fn serve(&self, server: Server) -> Vec<Box<dyn Allocator>> {
-        let one = || match server {
-            Server::Kind(kind) => kind.make(self.aperture, self.placement),
-            Server::None => Box::new(Nothing),
+        let one = |_| match server {
+            Some(kind) => kind.make(self.aperture, self.placement),
+            None => Box::new(Nothing) as Box<dyn Allocator>,
         };
-        std::iter::repeat_with(one).take(self.domains).collect()
+        (0..self.domains).map(one).collect()
     }
 
     /// Nanoseconds an operation.
@@ -213,20 +207,13 @@ fn take(step: &Step, allocator: &dyn Allocator, held: &mut SlotRange) -> Result<
 }
 
 fn refused(server: Server, error: FreeError) -> anyhow::Error {
-    match server {
-        Server::Kind(kind) => anyhow!("the allocator {kind} handed out what it denies: {error}"),
-        Server::None => error.into(),
-    }
+    let kind = server.map_or("of nothing", AllocatorKind::name);
+    anyhow!("the allocator {kind} handed out what it denies: {error}")
 }
 
 /// The median time of two readings of the clock with nothing between them.
 fn clock_cost() -> Duration {
-    let mut costs: Vec<Duration> = (0..1001)
-        .map(|_| {
-            let begun = Instant::now();
-            begun.elapsed()
-        })
-        .collect();
+    let mut costs: Vec<Duration> = (0..1001).map(|_| Instant::now().elapsed()).collect();
     costs.sort();
     costs[costs.len() / 2]
 }
@@ -268,9 +255,9 @@ mod tests {
         for kind in AllocatorKind::ALL {
             let mut fastest = Fastest::new(&script);
             assert_eq!(fastest.longest(), None);
-            let round = script.round(Server::Kind(kind), &mut fastest, &go).unwrap().unwrap();
+            let round = script.round(Some(kind), &mut fastest, &go).unwrap().unwrap();
             assert_eq!(fastest.longest(), Some(round.worst));
-            script.round(Server::Kind(kind), &mut fastest, &go).unwrap().unwrap();
+            script.round(Some(kind), &mut fastest, &go).unwrap().unwrap();
             assert!(fastest.longest().unwrap() <= round.worst);
             for ns in [round.both, round.alloc, round.free, round.p99, round.worst] {
                 assert!(ns.is_finite() && ns >= 0.0, "{kind}: {round:?}");
@@ -278,7 +265,7 @@ mod tests {
             assert!(round.p99 <= round.worst * 1.001, "{kind}: {round:?}");
         }
         let mut fastest = Fastest::new(&script);
-        assert!(script.round(Server::None, &mut fastest, &go).unwrap().unwrap().both > 0.0);
+        assert!(script.round(None, &mut fastest, &go).unwrap().unwrap().both > 0.0);
     }
 
     #[test]
@@ -287,7 +274,7 @@ mod tests {
         let script = Script::new(&sample::stream(), aperture, Placement::default());
         let stop = AtomicBool::new(true);
         let mut fastest = Fastest::new(&script);
-        let server = Server::Kind(AllocatorKind::RbTree);
+        let server = Some(AllocatorKind::RbTree);
         assert!(script.round(server, &mut fastest, &stop).unwrap().is_none());
         assert_eq!(fastest.longest(), None);
     }

@@ -10,19 +10,7 @@ use crate::{
 };
 
 fn recording(stream: Stream) -> Recording {
-    Recording {
-        format: crate::replay::Format::Qemu,
-        lines: 0,
-        damaged: 0,
-        damage: Vec::new(),
-        maps: 100,
-        unmaps: 20,
-        attached: 0,
-        lost: 0,
-        timed: true,
-        incomplete: None,
-        stream,
-    }
+    Recording { maps: 100, unmaps: 20, timed: true, stream, ..Recording::default() }
 }
 
 fn run(stream: Stream, options: Options, stop: bool) -> TraceReport {
