@@ -37,17 +37,12 @@ impl Estimate {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
         let median = median(&sorted);
-        let (lo, hi) = match sorted.len() {
-            1 => (None, None),
-            2..=5 => {
-                let half = t_half_width(&sorted);
-                (Some(median - half), Some(median + half))
-            }
-            _ => {
-                let (lo, hi) = order_interval(&sorted);
-                (Some(lo), Some(hi))
-            }
+        let interval = match sorted.len() {
+            1 => None,
+            2..=5 => Some(t_half_width(&sorted)).map(|half| (median - half, median + half)),
+            _ => Some(order_interval(&sorted)),
         };
+        let (lo, hi) = interval.unzip();
         Some(Estimate { median, lo, hi })
     }
 

@@ -211,8 +211,7 @@ impl<'a> Machine<'a> {
         for step in 0..AGED_RANGES + AGED_STEPS {
             self.cpu.set(self.random.index(CPUS));
             if step >= AGED_RANGES {
-                let (iova, size) = self.background.swap_remove(self.random.index(AGED_RANGES));
-                self.space.free(iova, size)?;
+                self.free_any()?;
             }
             // Small ones are more frequent; not all are powers of two.
             let most = 1 << self.random.index(7);
@@ -220,11 +219,15 @@ impl<'a> Machine<'a> {
             self.background.push((self.space.alloc(&Request::new(size))?, size));
         }
         while self.background.len() > AGED_RANGES / 2 {
-            let which = self.random.index(self.background.len());
-            let (iova, size) = self.background.swap_remove(which);
-            self.space.free(iova, size)?;
+            self.free_any()?;
         }
         Ok(())
+    }
+
+    fn free_any(&mut self) -> Result<()> {
+        let which = self.random.index(self.background.len());
+        let (iova, size) = self.background.swap_remove(which);
+        Ok(self.space.free(iova, size)?)
     }
 
     /// Gives each stream a chunk of its own. If they are to be `apart`, all are cut from one shared chunk,

@@ -19,9 +19,7 @@ const MOST: f64 = 4.0;
 
 /// The figure of a job: the chart if there is something to compare with, and its numbers.
 pub(super) fn figure(page: &mut String, job: &JobReport) {
-    let rows: Vec<(&PolicyResult, Exposure)> =
-        job.results.iter().filter_map(|row| Some((row, row.exposure?))).collect();
-    if rows.is_empty() {
+    if job.results.iter().all(|row| row.exposure.is_none()) {
         return;
     }
     let measure = match job.metric {
@@ -36,7 +34,7 @@ pub(super) fn figure(page: &mut String, job: &JobReport) {
              </figcaption>\n"
     );
     chart(page, job, "");
-    numbers(page, job, &rows);
+    numbers(page, job);
     page.push_str("</figure>\n");
 }
 
@@ -230,7 +228,7 @@ fn labels(page: &mut String, points: &[Point]) {
 }
 
 /// The numbers of the chart, for those who cannot see it or want them exactly.
-fn numbers(page: &mut String, job: &JobReport, rows: &[(&PolicyResult, Exposure)]) {
+fn numbers(page: &mut String, job: &JobReport) {
     begin_table(
         page,
         "inner",
@@ -238,7 +236,7 @@ fn numbers(page: &mut String, job: &JobReport, rows: &[(&PolicyResult, Exposure)
          longer than the bound",
     );
     let dash = || "–".to_owned();
-    for (row, exposure) in rows {
+    for (row, exposure) in job.results.iter().filter_map(|row| Some((row, row.exposure?))) {
         let per_gib = exposure.mib_ms_per_gib();
         let cells = [
             row.ratio(job.metric).map_or_else(dash, percent),

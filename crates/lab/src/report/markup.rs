@@ -1,5 +1,7 @@
 //! Text that becomes a page.
 
+use crate::text::plain;
+
 /// Adds to a page.
 macro_rules! put {
     ($page:expr, $($text:tt)+) => {{
@@ -48,19 +50,8 @@ pub(super) fn path(page: &mut String, class: &str, d: &str) {
 
 /// Names come from job files, disks from the command line: neither may become markup.
 pub(super) fn escape(text: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '&' => out.push_str("&amp;"),
-            '<' => out.push_str("&lt;"),
-            '>' => out.push_str("&gt;"),
-            '"' => out.push_str("&quot;"),
-            '\'' => out.push_str("&#39;"),
-            c if c.is_control() => out.push('?'),
-            c => out.push(c),
-        }
-    }
-    out
+    let entities = [('&', "&amp;"), ('<', "&lt;"), ('>', "&gt;"), ('"', "&quot;"), ('\'', "&#39;")];
+    entities.into_iter().fold(plain(text), |text, (c, entity)| text.replace(c, entity))
 }
 
 /// Policies of one promise have one colour.

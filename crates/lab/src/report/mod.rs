@@ -414,11 +414,6 @@ impl JobReport {
         let measured = || rounds.iter().filter(|row| !row.rounds.is_empty());
         // An `off` that was replaced is no base for the others.
         let off = measured().find(|row| row.policy == BASELINE && row.in_force() == BASELINE);
-        let smallest = match job.rw {
-            rw if !rw.writes() => job.bs.read,
-            rw if !rw.reads() => job.bs.write,
-            _ => job.bs.read.min(job.bs.write),
-        };
         JobReport {
             name: job.name.clone(),
             rw: job.rw.to_string(),
@@ -429,7 +424,10 @@ impl JobReport {
             numjobs: job.numjobs,
             stage,
             rounds: measured().map(|row| row.rounds.len()).min().unwrap_or(0) as u32,
-            metric: if smallest >= BANDWIDTH_FROM { Metric::Bandwidth } else { Metric::Iops },
+            metric: match job.min_block() {
+                BANDWIDTH_FROM.. => Metric::Bandwidth,
+                _ => Metric::Iops,
+            },
             results: measured()
                 .map(|row| PolicyResult::new(row, off.map(|off| off.rounds.as_slice())))
                 .collect(),
@@ -467,22 +465,17 @@ impl JobReport {
 impl PolicyResult {
     fn new(row: &PolicyRounds, off: Option<&[Sample]>) -> PolicyResult {
         let rounds = row.rounds.as_slice();
+        let iops: fn(&Sample) -> f64 = |s| per_second(s.ios, s.elapsed_ns);
+        let bandwidth: fn(&Sample) -> f64 = |s| per_second(s.bytes, s.elapsed_ns);
         let column = |f: fn(&Sample) -> f64| rounds.iter().map(f).collect::<Vec<_>>();
         let estimate = |f| Estimate::of(&column(f)).unwrap_or_default();
         let ratio = |f: fn(&Sample) -> f64, off: &[Sample]| {
             Estimate::ratio(&column(f), &off.iter().map(f).collect::<Vec<_>>())
         };
         let sum = |f: &dyn Fn(&Sample) -> Option<u64>| {
-            rounds
-                .iter()
-                .filter_map(f)
-                .fold(None, |sum: Option<u64>, n| Some(sum.unwrap_or(0).saturating_add(n)))
-                .map(|n| n as f64)
+            rounds.iter().filter_map(f).reduce(u64::saturating_add).map(|n| n as f64)
         };
-        let per = |n: Option<f64>, of: Option<f64>| match (n, of) {
-            (Some(n), Some(of)) if of > 0.0 => Some(n / of),
-            _ => None,
-        };
+        let per = |n: Option<f64>, of: Option<f64>| Some(n? / of.filter(|of| *of > 0.0)?);
         let iommu = |f: fn(&IommuSample) -> u64| sum(&|s| s.iommu.as_ref().map(f));
         let ios = sum(&|s| Some(s.ios));
         let bounce = |f: fn(&BounceSample) -> u64| sum(&|s| s.bounce.as_ref().map(f));
@@ -503,13 +496,13 @@ impl PolicyResult {
             allocator: row.allocator.clone(),
             effective_policy: row.effective_policy.clone(),
             fallback: row.fallback.clone(),
-            iops: estimate(Sample::iops),
-            bandwidth_bytes_per_s: estimate(Sample::bandwidth),
+            iops: estimate(iops),
+            bandwidth_bytes_per_s: estimate(bandwidth),
             latency_ns: latency.summary(),
             ratio_to_off: off.and_then(|off| {
                 Some(Ratios {
-                    iops: ratio(Sample::iops, off)?,
-                    bandwidth: ratio(Sample::bandwidth, off)?,
+                    iops: ratio(iops, off)?,
+                    bandwidth: ratio(bandwidth, off)?,
                     latency: ratio(|s| s.latency.mean(), off)?,
                 })
             }),
@@ -577,18 +570,7 @@ impl PolicyResult {
     }
 }
 
-impl Sample {
-    /// I/Os a second (0 if no time passed).
-    pub fn iops(&self) -> f64 {
-        per_second(self.ios, self.elapsed_ns)
-    }
-
-    /// Bytes a second (0 if no time passed).
-    pub fn bandwidth(&self) -> f64 {
-        per_second(self.bytes, self.elapsed_ns)
-    }
-}
-
+/// 0 if no time passed.
 fn per_second(n: u64, ns: u64) -> f64 {
     if ns == 0 { 0.0 } else { n as f64 * 1e9 / ns as f64 }
 }

@@ -95,17 +95,14 @@ impl<'r> Worst<'r> {
     /// `None` if a job does not have the row, if it ran under another policy, or if the device
     /// reached unmapped memory.
     fn of_strict(jobs: &'r [JobReport], name: &str) -> Option<Worst<'r>> {
-        let mut worst: Option<Worst<'r>> = None;
-        for job in jobs {
+        let of = |job: &'r JobReport| {
             let row = job.results.iter().find(|row| job.label(row) == name)?;
             let strict = row.exposure?.reach == Reach::None && row.replaced_by().is_none();
             let keeps = row.ratio(job.metric).filter(|_| strict)?;
-            if worst.as_ref().is_none_or(|worst| keeps.median < worst.keeps.median) {
-                let (name, policy) = (name.to_owned(), row.policy.as_str());
-                worst = Some(Worst { name, policy, job: &job.name, keeps });
-            }
-        }
-        worst
+            Some(Worst { name: name.to_owned(), policy: &row.policy, job: &job.name, keeps })
+        };
+        let all: Vec<Worst<'r>> = jobs.iter().map(of).collect::<Option<_>>()?;
+        all.into_iter().min_by(|a, b| a.keeps.median.total_cmp(&b.keeps.median))
     }
 }
 
@@ -143,34 +140,32 @@ fn advice(jobs: &[JobReport]) -> Option<String> {
 
 /// What the lazy rows would gain over the row `name`, in the job where they gain most.
 fn lazier(jobs: &[JobReport], name: &str) -> Option<String> {
-    let mut most: Option<(f64, String)> = None;
-    let mut measured = false;
+    let mut lazy = Vec::new();
     for job in jobs {
         let strict = job.results.iter().find(|row| job.label(row) == name)?.ratio(job.metric)?;
-        for row in &job.results {
-            let lazy = row.exposure.is_some_and(|exposure| exposure.reach == Reach::Flush);
-            let Some(keeps) = row.ratio(job.metric).filter(|_| lazy) else { continue };
-            measured = true;
-            let gain = keeps.median - strict.median;
-            let beyond = gain > noise(strict, keeps);
-            if beyond && most.as_ref().is_none_or(|(most, _)| gain > *most) {
-                let text = format!(
-                    "{} kept {} in {}, with memory reachable for {} ms at the longest",
-                    plain(&job.label(row)),
-                    kept(keeps),
-                    plain(&job.name),
-                    number(longest_ms(row))
-                );
-                most = Some((gain, text));
-            }
-        }
+        let rows = job
+            .results
+            .iter()
+            .filter(|row| row.exposure.is_some_and(|exposure| exposure.reach == Reach::Flush));
+        lazy.extend(rows.filter_map(|row| Some((job, row, row.ratio(job.metric)?, strict))));
     }
+    if lazy.is_empty() {
+        return Some("no lazy policy was measured".to_owned());
+    }
+    let gains = lazy.into_iter().map(|(job, row, keeps, strict)| {
+        (keeps.median - strict.median, noise(strict, keeps), job, row, keeps)
+    });
+    let most = gains.filter(|(gain, noise, ..)| gain > noise);
+    let most = most.reduce(|most, other| if other.0 > most.0 { other } else { most });
     Some(match most {
-        Some((_, text)) => text,
-        None if measured => {
-            "no lazy policy measured here was faster by more than the noise".to_owned()
-        }
-        None => "no lazy policy was measured".to_owned(),
+        Some((_, _, job, row, keeps)) => format!(
+            "{} kept {} in {}, with memory reachable for {} ms at the longest",
+            plain(&job.label(row)),
+            kept(keeps),
+            plain(&job.name),
+            number(longest_ms(row))
+        ),
+        None => "no lazy policy measured here was faster by more than the noise".to_owned(),
     })
 }
 

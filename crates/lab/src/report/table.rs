@@ -5,7 +5,7 @@ use super::{Comparison, JobReport, PolicyResult, Reach, bounce, waits};
 use crate::{
     run::tuning::{TrustChoice, Tuning},
     stats::Estimate,
-    text::{block, bytes, clauses, count, dash, number, optional, percent, plain, us, wrap},
+    text::{self, block, bytes, clauses, count, dash, number, optional, percent, plain, us, wrap},
 };
 
 /// What precedes the tables: what was run, and where.
@@ -199,18 +199,17 @@ pub(super) fn title(job: &JobReport) -> String {
 /// small ones; the latency stands beside both.
 fn rows(job: &JobReport) -> String {
     let unit = job.metric.unit();
-    let headers = [
-        ["", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/"],
-        ["", "", "vs off", "±", "vs off", "±", "", "", "%", "%", "/I/O", "map"],
+    let mut lines = vec![
+        text::cells(&[
+            "", unit, "", "", "latency", "", "µs p50", "p99", "CPU", "alloc", "ns", "ms/", "GiB",
+            "per", "I/O", "", "lies", "open", "stale",
+        ]),
+        text::cells(&[
+            "", "", "vs off", "±", "vs off", "±", "", "", "%", "%", "/I/O", "map", "unmap", "reqs",
+            "syncs", "kicks", "ms", "MiBms", "ms",
+        ]),
     ];
-    let rest = [
-        ["GiB", "per", "I/O", "", "lies", "open", "stale"],
-        ["unmap", "reqs", "syncs", "kicks", "ms", "MiBms", "ms"],
-    ];
-    let headers = headers.iter().zip(&rest).map(|(first, rest)| {
-        first.iter().chain(rest).map(|word| (*word).to_owned()).collect::<Vec<_>>()
-    });
-    let mut lines: Vec<_> = headers.chain(job.results.iter().map(|row| cells(job, row))).collect();
+    lines.extend(job.results.iter().map(|row| cells(job, row)));
     if job.compares_allocators() {
         // Their names take the room.
         lines.iter_mut().for_each(|line| drop(line.drain(EXPOSED)));

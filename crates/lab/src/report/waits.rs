@@ -54,25 +54,15 @@ pub struct Waited {
     pub thread_fraction: Option<f64>,
 }
 
-/// Whether a job thread waits, by kind: for all but the flushes by timer.
-const IN_JOB: [bool; 5] = [true, true, false, true, true];
-
-impl WaitsSample {
-    fn kinds(&self) -> [&HistogramSnapshot; 5] {
-        let Waits { map, unmap, timer, full, asked } = &self.waits;
-        [map, unmap, timer, full, asked]
-    }
-}
-
 impl SyncWaits {
     /// From the rounds of a row. `None`: nothing waited.
     pub(super) fn new(row: &PolicyRounds) -> Option<SyncWaits> {
         let samples = || row.rounds.iter().filter_map(|round| Some(&round.iommu.as_ref()?.waits));
         let ios: f64 = samples().map(|sample| sample.ios as f64).sum();
         let thread_ns: f64 = samples().map(|sample| sample.thread_ns as f64).sum();
-        let all: [Waited; 5] = std::array::from_fn(|kind| {
+        let waited = |kind: fn(&Waits) -> &HistogramSnapshot| {
             let mut waits = HistogramSnapshot::default();
-            samples().for_each(|sample| waits.merge(sample.kinds()[kind]));
+            samples().for_each(|sample| waits.merge(kind(&sample.waits)));
             let part = |n: u64, of: f64| (of > 0.0).then(|| n as f64 / of);
             Waited {
                 count: waits.count(),
@@ -80,17 +70,19 @@ impl SyncWaits {
                 p99: waits.quantile(0.99),
                 total_ns: waits.sum(),
                 per_io: part(waits.count(), ios),
-                thread_fraction: part(waits.sum(), thread_ns).filter(|_| IN_JOB[kind]),
+                thread_fraction: part(waits.sum(), thread_ns),
             }
-        });
-        let [map, unmap, timer, full, asked] = all;
-        all.iter().any(|waited| waited.count > 0).then_some(SyncWaits {
-            map,
-            unmap,
-            timer,
-            full,
-            asked,
-        })
+        };
+        let waits = SyncWaits {
+            map: waited(|waits| &waits.map),
+            unmap: waited(|waits| &waits.unmap),
+            // No job thread waits for them.
+            timer: Waited { thread_fraction: None, ..waited(|waits| &waits.timer) },
+            full: waited(|waits| &waits.full),
+            asked: waited(|waits| &waits.asked),
+        };
+        let SyncWaits { map, unmap, timer, full, asked } = &waits;
+        [map, unmap, timer, full, asked].iter().any(|kind| kind.count > 0).then_some(waits)
     }
 
     /// What part of the job threads' time went into flushes.
