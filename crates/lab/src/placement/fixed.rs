@@ -64,8 +64,10 @@ struct Cell<'a> {
     /// The cell that it is compared with.
     base: Option<usize>,
     /// Takes the times of a round, and notes in the rows what else it sees.
-    measure: Box<dyn FnMut(&mut [Row]) -> Result<Vec<f64>> + 'a>,
+    measure: Box<Measure<'a>>,
 }
+
+type Measure<'a> = dyn FnMut(&mut [Row]) -> Result<Vec<f64>> + 'a;
 
 impl<'a> Cell<'a> {
     fn new(

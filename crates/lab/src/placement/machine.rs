@@ -276,7 +276,16 @@ impl<'a> Machine<'a> {
         self.totals.counts = self.caches.counts();
         self.totals.tables_touched += self.tables.len() as u64;
         self.totals.fallbacks += self.rings.iter().map(|ring| ring.fallbacks()).sum::<u64>();
-        self.finish()
+        // Frees everything: an allocator whose record is wrong fails here.
+        for stream in &self.streams {
+            for slot in stream.slots.iter().flatten() {
+                stream.queue.free(slot.iova, self.pattern.bytes)?;
+            }
+        }
+        for (iova, size) in self.background {
+            self.space.free(iova, size)?;
+        }
+        Ok(self.totals)
     }
 
     /// The device moves `bytes`, and what is used up is replaced.
@@ -328,15 +337,7 @@ impl<'a> Machine<'a> {
         if self.streams[which].done.len() < (slots / 8).max(1) {
             return Ok(());
         }
-        self.unmap(which)?;
-        if self.streams[which].empty.len() >= (slots / 2).max(1) {
-            self.fill(which)?;
-        }
-        Ok(())
-    }
-
-    /// Strict: the entries are gone before the addresses are free.
-    fn unmap(&mut self, which: usize) -> Result<()> {
+        // Strict: the entries are gone before the addresses are free.
         let stream = &mut self.streams[which];
         self.cpu.set(stream.cpu);
         for at in std::mem::take(&mut stream.done) {
@@ -346,6 +347,9 @@ impl<'a> Machine<'a> {
             }
             stream.queue.free(slot.iova, self.pattern.bytes)?;
             stream.empty.push_back(at);
+        }
+        if self.streams[which].empty.len() >= (slots / 2).max(1) {
+            self.fill(which)?;
         }
         Ok(())
     }
@@ -387,19 +391,6 @@ impl<'a> Machine<'a> {
         self.totals.tables_in_flight += needed.len() as u64;
         self.totals.table_bytes += table.table_bytes();
         Ok(())
-    }
-
-    /// Frees everything: an allocator whose record is wrong fails here.
-    fn finish(mut self) -> Result<Totals> {
-        for stream in &self.streams {
-            for slot in stream.slots.iter().flatten() {
-                stream.queue.free(slot.iova, self.pattern.bytes)?;
-            }
-        }
-        for (iova, size) in std::mem::take(&mut self.background) {
-            self.space.free(iova, size)?;
-        }
-        Ok(self.totals)
     }
 }
 
