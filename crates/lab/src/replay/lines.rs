@@ -23,7 +23,7 @@ const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// The lines of a recording, one after the other.
 pub struct Lines<'a> {
-    source: Box<dyn BufRead + 'a>,
+    source: BufReader<Box<dyn Read + 'a>>,
     gzip: bool,
     line: Vec<u8>,
     number: u64,
@@ -69,11 +69,9 @@ impl<'a> Lines<'a> {
         source.by_ref().take(GZIP.len() as u64).read_to_end(&mut magic)?;
         let gzip = magic == GZIP;
         let source = Cursor::new(magic).chain(source);
-        let source: Box<dyn BufRead + 'a> = if gzip {
-            Box::new(BufReader::with_capacity(1 << 16, MultiGzDecoder::new(source)))
-        } else {
-            Box::new(BufReader::with_capacity(1 << 16, source))
-        };
+        let source: Box<dyn Read + 'a> =
+            if gzip { Box::new(MultiGzDecoder::new(source)) } else { Box::new(source) };
+        let source = BufReader::with_capacity(1 << 16, source);
         Ok(Lines { source, gzip, line: Vec::new(), number: 0, bytes: 0 })
     }
 

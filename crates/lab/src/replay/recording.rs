@@ -144,43 +144,33 @@ impl Recording {
 
     /// What a reader of the figures must know, each in a sentence; they call the recording `file`.
     pub fn warnings(&self, file: &str) -> Vec<String> {
-        let mut warnings: Vec<String> = self
-            .damage
-            .iter()
-            .map(|Damage { line, what }| format!("{file}:{line}: skipped: {what}"))
-            .collect();
-        let more = self.damaged - self.damage.len() as u64;
-        if more > 0 {
-            warnings.push(format!("{file}: {more} more damaged lines were skipped"));
-        }
-        if let Some(why) = &self.incomplete {
-            let lines = self.lines;
-            warnings.push(format!("{file}: read up to line {lines} only: {why}"));
-        }
-        if self.lost > 0 {
-            warnings.push(format!(
-                "{file}: the kernel dropped {} events (its buffer was too small): figures are of \
-                 what is left",
-                self.lost
-            ));
-        }
-        if !self.timed {
-            warnings.push(format!(
-                "{file}: no line has a time, so that no flush queue's timer runs out"
-            ));
-        }
+        let damage = self.damage.iter();
+        let damage = damage.map(|Damage { line, what }| format!("{file}:{line}: skipped: {what}"));
+        let Recording { lines, lost, .. } = self;
         let left_out = self.stream.left_out;
-        for (count, what) in [
-            (left_out.maps_of_mapped, "maps of addresses that were mapped already"),
-            (left_out.unmaps_of_nothing, "unmaps where nothing was mapped"),
-            (left_out.unmaps_refused, "unmaps that would have cut a mapping"),
-            (left_out.maps_beyond_domains, "maps in more domains than are replayed"),
-        ] {
-            if count > 0 {
-                warnings.push(format!("{file}: left out: {count} {what}"));
-            }
-        }
-        warnings
+        let counts = [
+            (self.damaged - self.damage.len() as u64, "", "more damaged lines were skipped"),
+            (left_out.maps_of_mapped, "left out: ", "maps of addresses that were mapped already"),
+            (left_out.unmaps_of_nothing, "left out: ", "unmaps where nothing was mapped"),
+            (left_out.unmaps_refused, "left out: ", "unmaps that would have cut a mapping"),
+            (left_out.maps_beyond_domains, "left out: ", "maps in more domains than are replayed"),
+        ];
+        let [more, left_out @ ..] =
+            counts.map(|(count, what, of)| (count > 0).then(|| format!("{what}{count} {of}")));
+        let others = [
+            more,
+            self.incomplete.as_ref().map(|why| format!("read up to line {lines} only: {why}")),
+            (*lost > 0).then(|| {
+                format!(
+                    "the kernel dropped {lost} events (its buffer was too small): figures are of \
+                     what is left"
+                )
+            }),
+            (!self.timed)
+                .then(|| "no line has a time, so that no flush queue's timer runs out".to_owned()),
+        ];
+        let others = others.into_iter().chain(left_out).flatten();
+        damage.chain(others.map(|text| format!("{file}: {text}"))).collect()
     }
 }
 

@@ -56,17 +56,12 @@ pub fn replay(options: &Options, progress: Kind, stop: &Arc<AtomicBool>) -> Resu
     let mut ended = Ended { report: Report::new(options.repeat), failure: None };
     // All of them before the first is replayed: what is wrong with one is reported at once.
     let recordings = read_all(&options.traces, progress, stop, &mut ended.report.warnings)?;
-    let steps = |stream: &Stream| {
-        let kinds = options.allocators.len() as u64;
-        let passes = 1 + kinds + options.policies.len() as u64;
-        let ops = stream.ops().len() as u64;
-        (passes + u64::from(options.repeat + 1) * (kinds + 1), ops)
-    };
-    let all = recordings.iter().map(|(_, recording)| steps(&recording.stream));
-    let (total, expected) = all.fold((0, 0), |(total, expected), (steps, ops)| {
-        (total + steps, expected + steps * ops * EXPECTED_NS)
-    });
-    let progress = Progress::new(progress, total, Duration::from_nanos(expected));
+    // Of each recording.
+    let with_loop = options.allocators.len() as u64 + 1;
+    let steps = with_loop * u64::from(options.repeat + 2) + options.policies.len() as u64;
+    let ops: usize = recordings.iter().map(|(_, recording)| recording.stream.ops().len()).sum();
+    let expected = Duration::from_nanos(steps * ops as u64 * EXPECTED_NS);
+    let progress = Progress::new(progress, steps * recordings.len() as u64, expected);
     for (file, recording) in &recordings {
         if stop.load(Ordering::Relaxed) {
             break;
@@ -81,7 +76,6 @@ pub fn replay(options: &Options, progress: Kind, stop: &Arc<AtomicBool>) -> Resu
         }
     }
     ended.report.interrupted = stop.load(Ordering::Relaxed);
-    progress.finish();
     Ok(ended)
 }
 

@@ -162,19 +162,12 @@ struct Regions {
 impl Regions {
     /// Region numbers are below 2^43: nothing here wraps.
     fn insert(&mut self, mut first: u64, mut last: u64) {
-        if let Some((start, end)) = self.intervals.range(..=first).next_back() {
-            if *end >= last {
-                return;
-            }
-            if *end + 1 >= first {
-                first = *start;
-            }
-        }
-        while let Some((start, end)) = self.intervals.range(first..=last + 1).next_back() {
-            let (start, end) = (*start, *end);
+        while let Some((&start, &end)) = self.intervals.range(..=last + 1).next_back()
+            && end + 1 >= first
+        {
             self.intervals.remove(&start);
             self.count -= end - start + 1;
-            last = last.max(end);
+            (first, last) = (first.min(start), last.max(end));
         }
         self.intervals.insert(first, last);
         self.count += last - first + 1;

@@ -3,7 +3,7 @@
 use super::report::{AllocatorRow, PolicyRow, Report, TraceReport};
 use crate::{
     stats::Estimate,
-    text::{CellAlignment, bytes, cells, columns, count, dash, number, optional, plain, wrap},
+    text::{block, bytes, cells, count, dash, number, optional, plain, wrap},
 };
 
 const ALLOCATORS: &str = "\
@@ -87,7 +87,7 @@ fn allocators(trace: &TraceReport) -> String {
         "tables", "frag",
     ])];
     lines.extend(trace.allocators.iter().map(allocator_cells));
-    block(lines)
+    block(2, lines)
 }
 
 fn allocator_cells(row: &AllocatorRow) -> Vec<String> {
@@ -126,7 +126,7 @@ fn policies(trace: &TraceReport) -> String {
         ]),
     ];
     lines.extend(trace.policies.iter().map(policy_cells));
-    block(lines)
+    block(2, lines)
 }
 
 fn policy_cells(row: &PolicyRow) -> Vec<String> {
@@ -149,10 +149,6 @@ fn policy_cells(row: &PolicyRow) -> Vec<String> {
         row.max_deferred_bytes.map_or(dash(), bytes),
         count(row.failures),
     ]
-}
-
-fn block(lines: Vec<Vec<String>>) -> String {
-    columns(lines, [(0, CellAlignment::Right), (2, CellAlignment::Right)])
 }
 
 #[cfg(test)]
