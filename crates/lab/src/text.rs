@@ -7,9 +7,9 @@ use serde::Serialize;
 /// Widest line.
 pub(crate) const WIDTH: usize = 120;
 
-/// Rows of cells under each other, aligned to the right, one blank apart.
-pub(crate) fn block(rows: impl IntoIterator<Item = Vec<String>>) -> String {
-    columns(rows, [(0, CellAlignment::Right), (1, CellAlignment::Right)])
+/// Rows of cells under each other, aligned to the right, so many blanks apart.
+pub(crate) fn block(blanks: u16, rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    columns(rows, [(0, CellAlignment::Right), (blanks, CellAlignment::Right)])
 }
 
 /// Rows of cells under each other. For the first column, and for the others: how many blanks
@@ -154,7 +154,7 @@ mod tests {
     fn columns_are_aligned_and_lines_end_with_their_last_cell() {
         let rows = [["a", "1", ""], ["bb", "22", "3"]];
         let rows = rows.iter().map(|row| row.iter().map(|cell| cell.to_string()).collect());
-        assert_eq!(block(rows), " a  1\nbb 22 3\n");
+        assert_eq!(block(1, rows), " a  1\nbb 22 3\n");
     }
 
     #[test]

@@ -104,14 +104,10 @@ impl Iterator for Workload {
         }
         let at = match &mut self.pass {
             Some(pass) => {
-                let block = match pass.next() {
-                    Some(block) => block,
-                    None => {
-                        *pass = Pass::new(pass.blocks, self.random.next());
-                        pass.next()?
-                    }
-                };
-                block * bytes
+                if pass.done >= pass.blocks {
+                    *pass = Pass::new(pass.blocks, self.random.next());
+                }
+                pass.next()? * bytes
             }
             None if self.rw.is_random() => self.random.below(self.size / bytes) * bytes,
             None => {

@@ -48,34 +48,28 @@ impl Scale {
         }
         // Down to a whole MiB: it reads better, and every block size up to that divides it.
         let end = if room >= 1 << 20 { room & !((1 << 20) - 1) } else { room };
-        let mut changes = Vec::new();
-        let mut scaled = Vec::with_capacity(jobs.len());
-        for job in jobs.iter() {
+        let scaled = |job: &Job| {
             let block = u64::from(job.max_block());
             let least = job.size.min(block * Scale::MIN_BLOCKS);
             let size = job.size.min(end.saturating_sub(job.offset).max(least));
             let last = job.offset.saturating_add(size);
-            if last > room {
-                return Err(too_large(
-                    &format!("job {} needs a disk and buffers of", job.name),
-                    last.saturating_add(buffers),
-                ));
-            }
-            scaled.push(size);
-        }
-        for (job, size) in jobs.iter_mut().zip(scaled) {
-            if job.size != size {
-                changes.push(format!(
-                    "job {}: size {} instead of {}, so that disk and buffers fit {} of memory",
-                    job.name,
-                    bytes(size),
-                    bytes(job.size),
-                    bytes(self.memory)
-                ));
-                job.size = size;
-            }
-        }
-        Ok(changes)
+            let what = || format!("job {} needs a disk and buffers of", job.name);
+            (last <= room)
+                .then_some(size)
+                .ok_or_else(|| too_large(&what(), last.saturating_add(buffers)))
+        };
+        // None is changed if one does not fit.
+        let scaled: Vec<u64> = jobs.iter().map(scaled).collect::<Result<_, _>>()?;
+        let changed = jobs.iter_mut().zip(scaled).filter(|(job, size)| job.size != *size);
+        let changes = changed.map(|(job, size)| {
+            let (before, now) = (bytes(std::mem::replace(&mut job.size, size)), bytes(size));
+            let (name, memory) = (&job.name, bytes(self.memory));
+            format!(
+                "job {name}: size {now} instead of {before}, so that disk and buffers fit {memory} \
+                 of memory"
+            )
+        });
+        Ok(changes.collect())
     }
 
     /// Bytes a disk must hold for these jobs: they share it, as jobs with one `filename` do.

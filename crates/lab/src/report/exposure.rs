@@ -75,21 +75,17 @@ impl Exposure {
         };
         let late_releases =
             samples().fold(0, |sum: u64, sample| sum.saturating_add(sample.late_releases));
-        let unknown =
-            Exposure { reach, max_ms: None, byte_ms: None, byte_ms_per_gib: None, late_releases };
         let counted = matches!(reach, Reach::None | Reach::Flush) && samples().next().is_some();
-        if !counted {
-            return Some(unknown);
-        }
         let max_ns = samples().map(|sample| sample.max_ns).max().unwrap_or(0);
         let byte_ns = samples().map(|sample| sample.byte_ns).fold(0, u128::saturating_add);
         let mapped: f64 = samples().map(|sample| sample.mapped_bytes as f64).sum();
         let byte_ms = byte_ns as f64 / 1e6;
         Some(Exposure {
-            max_ms: Some(max_ns as f64 / 1e6),
-            byte_ms: Some(byte_ms),
-            byte_ms_per_gib: (mapped > 0.0).then(|| byte_ms / mapped * super::GIB),
-            ..unknown
+            reach,
+            max_ms: counted.then(|| max_ns as f64 / 1e6),
+            byte_ms: counted.then_some(byte_ms),
+            byte_ms_per_gib: (counted && mapped > 0.0).then(|| byte_ms / mapped * super::GIB),
+            late_releases,
         })
     }
 

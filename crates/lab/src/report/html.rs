@@ -13,14 +13,15 @@ use crate::{stats::Estimate, text::number};
 /// The whole page.
 pub fn render(comparison: &Comparison) -> String {
     let mut page = String::with_capacity(64 << 10);
-    page.push_str("<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n");
-    page.push_str("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n");
-    page.push_str("<title>Ringfence: what DMA protection costs</title>\n<style>\n");
-    page.push_str(STYLE);
-    page.push_str("</style>\n</head>\n<body>\n<main>\n");
-    page.push_str("<h1>What DMA protection costs on this machine</h1>\n");
-    put!(page, "<p class=\"lead\">{}</p>\n", escape(&headline(comparison)));
-    page.push_str(KEY);
+    put!(
+        page,
+        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>Ringfence: what DMA protection costs</title>\n<style>\n{STYLE}</style>\n</head>\n\
+         <body>\n<main>\n<h1>What DMA protection costs on this machine</h1>\n\
+         <p class=\"lead\">{}</p>\n{KEY}",
+        escape(&headline(comparison))
+    );
     for job in &comparison.jobs {
         section(&mut page, job);
     }
@@ -33,9 +34,8 @@ pub fn render(comparison: &Comparison) -> String {
         }
         page.push_str("</ul>\n");
     }
-    page.push_str(METHOD);
-    put!(page, "<footer>ringfence {}</footer>\n", escape(&comparison.version));
-    page.push_str("</main>\n</body>\n</html>\n");
+    let version = escape(&comparison.version);
+    put!(page, "{METHOD}<footer>ringfence {version}</footer>\n</main>\n</body>\n</html>\n");
     page
 }
 

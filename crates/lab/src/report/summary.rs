@@ -7,7 +7,7 @@ use super::{
 };
 use crate::{
     stats::Estimate,
-    text::{CellAlignment, columns, dash, number, percent, plain, wrap},
+    text::{block, dash, number, percent, plain, wrap},
 };
 
 /// Policies this close to each other, in parts of `off`, are equally fast for the advice, however
@@ -59,8 +59,7 @@ fn rows(job: &JobReport) -> String {
             window(row),
         ]
     });
-    let right = CellAlignment::Right;
-    columns(lines.into_iter().chain(cells), [(0, right), (2, right)])
+    block(2, lines.into_iter().chain(cells))
 }
 
 /// How long a device reaches memory after its unmap, for a reader: `never` is kept by policy *and*

@@ -214,7 +214,7 @@ fn rows(job: &JobReport) -> String {
         // Their names take the room.
         lines.iter_mut().for_each(|line| drop(line.drain(EXPOSED)));
     }
-    block(lines)
+    block(1, lines)
 }
 
 /// The columns of exposure, which hardly depends on an allocator.
