@@ -87,11 +87,9 @@ pub(super) fn unmap(first: u64, last: u64) -> Result<What, String> {
 }
 
 fn check(first: u64, last: u64) -> Result<(), String> {
-    if first <= last {
-        Ok(())
-    } else {
-        Err(format!("the range from {first:#x} to {last:#x} ends before it starts"))
-    }
+    (first <= last)
+        .then_some(())
+        .ok_or_else(|| format!("the range from {first:#x} to {last:#x} ends before it starts"))
 }
 
 #[cfg(test)]

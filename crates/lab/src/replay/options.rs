@@ -81,21 +81,16 @@ pub struct Options {
     pub flush_queue_ms: Option<u64>,
 }
 
-/// Whether `policy` can be replayed: a recording holds no data that could be copied.
-pub(super) fn is_replayable(policy: Policy) -> bool {
-    !policy.bounces()
-}
-
-/// All policies that protect and can be replayed.
+/// All policies that protect and can be replayed: a recording holds no data that could be copied.
 pub(super) fn default_policies() -> List<Policy> {
-    let protects = |policy: &Policy| *policy != Policy::Off && is_replayable(*policy);
+    let protects = |policy: &Policy| *policy != Policy::Off && !policy.bounces();
     List(Policy::ALL.into_iter().filter(protects).collect())
 }
 
 /// The policies of a list such as `strict,lazy-mq+map`.
 fn parse_policies(text: &str) -> Result<List<Policy>, String> {
     let policies: List<Policy> = text.parse()?;
-    match policies.iter().find(|policy| !is_replayable(**policy)) {
+    match policies.iter().find(|policy| policy.bounces()) {
         Some(policy) => Err(format!(
             "{policy} cannot be replayed: it copies, and a recording holds no data; `ringfence compare \
              --policy {policy}` measures it"

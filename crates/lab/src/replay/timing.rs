@@ -107,11 +107,11 @@ impl Script {
         fastest: &mut Fastest,
         stop: &AtomicBool,
     ) -> Result<Option<Round>> {
-        let Some(both) = self.unclocked(server, stop)? else { return Ok(None) };
-        if server.is_none() {
-            return Ok(Some(Round { both, ..Round::default() }));
+        let both = self.unclocked(server, stop)?;
+        match both {
+            Some(both) if server.is_some() => self.clocked(both, server, fastest, stop),
+            both => Ok(both.map(|both| Round { both, ..Round::default() })),
         }
-        Ok(self.clocked(server, fastest, stop)?.map(|round| Round { both, ..round }))
     }
 
     fn serve(&self, server: Server) -> Vec<Box<dyn Allocator>> {
@@ -147,6 +147,7 @@ impl Script {
 
     fn clocked(
         &self,
+        both: f64,
         server: Server,
         fastest: &mut Fastest,
         stop: &AtomicBool,
@@ -158,8 +159,8 @@ impl Script {
         let mut worst = 0;
         // Allocations, frees: how many, how long.
         let mut sums = [(0u64, 0u64); 2];
-        let both = self.steps.chunks(BETWEEN_LOOKS).zip(fastest.0.chunks_mut(BETWEEN_LOOKS));
-        for (steps, fastest) in both {
+        let chunks = self.steps.chunks(BETWEEN_LOOKS).zip(fastest.0.chunks_mut(BETWEEN_LOOKS));
+        for (steps, fastest) in chunks {
             for (step, fastest) in steps.iter().zip(fastest) {
                 let allocator = &*allocators[usize::from(step.domain)];
                 let held = &mut held[step.slot as usize];
@@ -181,7 +182,7 @@ impl Script {
         }
         let mean = |(count, sum): (u64, u64)| sum as f64 / count as f64;
         Ok(Some(Round {
-            both: 0.0,
+            both,
             alloc: mean(sums[0]),
             free: mean(sums[1]),
             p99: all.quantile(0.99) as f64,

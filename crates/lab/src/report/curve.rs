@@ -199,8 +199,8 @@ fn frontier(page: &mut String, points: &[Point]) {
 
 /// A name beside each point: where there is room, else farther off, with a line to its point.
 fn labels(page: &mut String, points: &[Point]) {
-    let mut taken: Vec<Rect> =
-        points.iter().map(|point| Rect::around(point.x, point.y, 7.0)).collect();
+    let around = |point: &Point| Rect::new(point.x - 7.0, point.y - 7.0, 14.0, 14.0);
+    let mut taken: Vec<Rect> = points.iter().map(around).collect();
     let frame = Rect { left: LEFT, top: TOP - 10.0, right: RIGHT, bottom: BOTTOM };
     for Point { x, y, label, .. } in points {
         let wide = LETTER * label.chars().count() as f64;

@@ -102,10 +102,6 @@ impl Rect {
         Rect { left, top, right: left + wide, bottom: top + high }
     }
 
-    pub(super) fn around(x: f64, y: f64, by: f64) -> Rect {
-        Rect::new(x - by, y - by, 2.0 * by, 2.0 * by)
-    }
-
     pub(super) fn meets(&self, other: &Rect) -> bool {
         self.left < other.right
             && other.left < self.right
