@@ -30,46 +30,31 @@ impl Sampled {
 pub(crate) struct TimeCounter {
     count: AtomicU64,
     ns: AtomicU64,
-    wall_ns: AtomicU64,
+    /// Wall time. Of calls that may be shorter than a reading of the clock: the time between two
+    /// readings with nothing in between, once a sample.
+    other_ns: AtomicU64,
 }
 
 impl TimeCounter {
     /// Adds the time of `calls` calls together; 0 for a part of calls that are already counted.
-    pub(crate) fn note(&self, calls: u64, ns: u64, wall_ns: u64) {
+    pub(crate) fn note(&self, calls: u64, ns: u64, other_ns: u64) {
         self.count.add(calls);
         self.ns.add(ns);
-        self.wall_ns.add(wall_ns);
+        self.other_ns.add(other_ns);
     }
 
     pub(crate) fn add_to(&self, sum: &mut Sampled) {
         sum.count += self.count.get();
         sum.ns += self.ns.get();
-        sum.wall_ns += self.wall_ns.get();
-    }
-}
-
-/// A sum of sampled times of calls that may be shorter than a reading of the clock.
-#[derive(Debug, Default)]
-pub(crate) struct BriefCounter {
-    count: AtomicU64,
-    /// The calls, with the clock's own time between two readings.
-    ns: AtomicU64,
-    /// The time between two readings with nothing in between, once a sample.
-    clock_ns: AtomicU64,
-}
-
-impl BriefCounter {
-    pub(crate) fn note(&self, calls: u64, ns: u64, clock_ns: u64) {
-        self.count.add(calls);
-        self.ns.add(ns);
-        self.clock_ns.add(clock_ns);
+        sum.wall_ns += self.other_ns.get();
     }
 
-    pub(crate) fn add_to(&self, sum: &mut Sampled) {
+    /// As [`add_to`](Self::add_to), for calls that may be shorter than a reading of the clock.
+    pub(crate) fn add_brief_to(&self, sum: &mut Sampled) {
         sum.count += self.count.get();
         // Subtracts the sums, not each sample: a clock's jitter may make a single difference
         // negative, and clamping it to 0 would make the mean too large.
-        let ns = self.ns.get().saturating_sub(self.clock_ns.get());
+        let ns = self.ns.get().saturating_sub(self.other_ns.get());
         sum.ns += ns;
         sum.wall_ns += ns;
     }
@@ -219,7 +204,7 @@ impl BriefSampler {
         &self,
         number: u64,
         calls: u64,
-        sum: &BriefCounter,
+        sum: &TimeCounter,
         call: impl FnOnce() -> R,
     ) -> R {
         match self.at_least {
@@ -231,7 +216,7 @@ impl BriefSampler {
     }
 
     #[cold]
-    fn timed<R>(&self, calls: u64, sum: &BriefCounter, call: impl FnOnce() -> R) -> R {
+    fn timed<R>(&self, calls: u64, sum: &TimeCounter, call: impl FnOnce() -> R) -> R {
         // The first reading finds the clock's code and the kernel's page uncached: it is not used.
         self.clock.now_ns();
         let empty = self.clock.now_ns();
@@ -309,12 +294,12 @@ mod tests {
             // Each reading takes 20 ns, each call 7.
             let clock = Arc::new(ManualClock::stepping(20));
             let sampler = BriefSampler::new(Arc::clone(&clock) as Arc<dyn Clock>, every);
-            let counter = BriefCounter::default();
+            let counter = TimeCounter::default();
             for number in 0..8192 {
                 sampler.time(number, 1, &counter, || clock.advance(7));
             }
             let mut sum = Sampled::default();
-            counter.add_to(&mut sum);
+            counter.add_brief_to(&mut sum);
             assert!(sum.count.abs_diff(8192 / u64::from(every)) <= 1, "{every}: {}", sum.count);
             assert_eq!(sum.ns, 7 * sum.count);
         }
@@ -324,11 +309,11 @@ mod tests {
     fn a_second_try_adds_time_and_no_call() {
         let clock = Arc::new(ManualClock::stepping(20));
         let sampler = BriefSampler::new(Arc::clone(&clock) as Arc<dyn Clock>, 1);
-        let counter = BriefCounter::default();
+        let counter = TimeCounter::default();
         sampler.time(1, 1, &counter, || clock.advance(5));
         sampler.time(1, 0, &counter, || clock.advance(6));
         let mut sum = Sampled::default();
-        counter.add_to(&mut sum);
+        counter.add_brief_to(&mut sum);
         assert_eq!(sum, Sampled { count: 1, ns: 11, wall_ns: 11 });
     }
 
@@ -337,19 +322,19 @@ mod tests {
         for every in [2, 64, 1024] {
             let long = sampler(every);
             let brief = BriefSampler::new(Arc::new(ManualClock::new(0)), every);
-            let counter = BriefCounter::default();
+            let counter = TimeCounter::default();
             for number in (0..1 << 16).filter(|&number| long.start(number).is_some()) {
                 brief.time(number, 1, &counter, || ());
             }
             let mut sum = Sampled::default();
-            counter.add_to(&mut sum);
+            counter.add_brief_to(&mut sum);
             assert_eq!(sum.count, 0, "{every}");
         }
         let none = BriefSampler::new(Arc::new(ManualClock::new(0)), 0);
-        let counter = BriefCounter::default();
+        let counter = TimeCounter::default();
         none.time(0, 1, &counter, || ());
         let mut sum = Sampled::default();
-        counter.add_to(&mut sum);
+        counter.add_brief_to(&mut sum);
         assert_eq!(sum.count, 0);
     }
 

@@ -166,7 +166,7 @@ impl<D: Domain, A: Allocator> Shared<D, A> {
     }
 
     /// Releases what flushes have covered: table pages, then IOVAs.
-    fn release(&self, batch: &mut Batch<Entry>, frees: &FreeCounters) {
+    fn release(&self, batch: &mut Batch, frees: &FreeCounters) {
         if batch.entries.is_empty() {
             return;
         }

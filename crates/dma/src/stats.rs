@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 use crate::{
     Sampled,
     auto::Tally,
-    counter::{BriefCounter, Count, TimeCounter},
+    counter::{Count, TimeCounter},
     waits::CallerWaits,
 };
 
@@ -126,7 +126,7 @@ macro_rules! counters {
             pub(crate) unmap_batches: AtomicU64,
             pub(crate) map_time: TimeCounter,
             pub(crate) unmap_time: TimeCounter,
-            pub(crate) alloc_time: BriefCounter,
+            pub(crate) alloc_time: TimeCounter,
             pub(crate) frees: FreeCounters,
             pub(crate) waits: CallerWaits,
             /// What was copied and mapped by choice; `None` for a device without pools.
@@ -138,7 +138,7 @@ macro_rules! counters {
                 $(stats.$name += self.$name.get();)*
                 self.map_time.add_to(&mut stats.map_time);
                 self.unmap_time.add_to(&mut stats.unmap_time);
-                self.alloc_time.add_to(&mut stats.alloc_time);
+                self.alloc_time.add_brief_to(&mut stats.alloc_time);
                 self.frees.add_to(stats);
             }
         }
@@ -158,13 +158,13 @@ counters! {
 pub(crate) struct FreeCounters {
     /// How many ranges.
     pub(crate) count: AtomicU64,
-    pub(crate) time: BriefCounter,
+    pub(crate) time: TimeCounter,
 }
 
 impl FreeCounters {
     pub(crate) fn add_to(&self, stats: &mut Stats) {
         stats.frees += self.count.get();
-        self.time.add_to(&mut stats.free_time);
+        self.time.add_brief_to(&mut stats.free_time);
     }
 }
 

@@ -58,18 +58,10 @@ fn calibrate<D: Domain, A: Allocator>(
     let clock = &*shared.clock;
     let began_ns = clock.now_ns();
     let is_late = || clock.now_ns().saturating_sub(began_ns) >= BUDGET_NS;
-    let mut calibration = Calibration::default();
     // Maps first: in a slow domain they take long, and copies, which never do, must not use up the
     // time.
-    match maps(shared, client, &is_late) {
-        Ok(cost) => {
-            calibration.map_call_ns = Some(cost.call_ns);
-            calibration.map_run_ns = Some(cost.run_ns);
-            calibration.map_wall_ns = Some(cost.wall_ns);
-            calibration.map_lone_ns = Some(cost.lone_ns);
-        }
-        Err(error) => calibration.failed = Some(error),
-    }
+    let failed = |error| Calibration { failed: Some(error), ..Calibration::default() };
+    let mut calibration = maps(shared, client, &is_late).unwrap_or_else(failed);
     // Not the system's zero pages: until written, these would be one page, in the nearest cache.
     // But zeros all the same, so that slots are left without data however this ends.
     let mut source = vec![1u8; SOURCE];
@@ -161,23 +153,12 @@ fn copy<T: Address>(
     Ok(())
 }
 
-/// The time to map and unmap.
-struct MapCost {
-    /// In a batch: the calls, and what each granule adds to them.
-    call_ns: u64,
-    run_ns: u64,
-    /// What each further granule adds to the time of the whole batch.
-    wall_ns: u64,
-    /// For a single granule, with the waits for its syncs.
-    lone_ns: u64,
-}
-
 /// Measures the time to map and unmap, in a batch and alone.
 fn maps<D: Domain, A: Allocator>(
     shared: &Shared<D, A>,
     client: &Client<D::Target>,
     is_late: &dyn Fn() -> bool,
-) -> Result<MapCost, Error> {
+) -> Result<Calibration, Error> {
     let granule = shared.limits.granule();
     let size = granule.checked_mul(BATCH).ok_or(Error::TooLong)?;
     // Memory that the domain's devices can reach anyway while it is a slot.
@@ -204,7 +185,7 @@ fn measure<D: Domain, A: Allocator>(
     slot: (D::Target, Prot),
     is_late: &dyn Fn() -> bool,
     safe: &mut bool,
-) -> Result<MapCost, Error> {
+) -> Result<Calibration, Error> {
     let clock = &*shared.clock;
     // The medians of the time in the calls, and of the time in all: those of copies are medians too.
     let mut timed = |count: u64| -> Result<(u64, u64), Error> {
@@ -226,7 +207,13 @@ fn measure<D: Domain, A: Allocator>(
     };
     let [run_ns, wall_ns] = [(many_ns, one_ns), (all_ns, lone_ns)]
         .map(|(many_ns, one_ns)| many_ns.saturating_sub(one_ns) / (BATCH - 1));
-    Ok(MapCost { call_ns: one_ns.saturating_sub(run_ns), run_ns, wall_ns, lone_ns })
+    Ok(Calibration {
+        map_call_ns: Some(one_ns.saturating_sub(run_ns)),
+        map_run_ns: Some(run_ns),
+        map_wall_ns: Some(wall_ns),
+        map_lone_ns: Some(lone_ns),
+        ..Calibration::default()
+    })
 }
 
 /// Maps `count` granules of a slot one by one, and unmaps them, with two syncs for all. Returns the

@@ -7,8 +7,12 @@ const SIZES: usize = 12;
 const SMALLEST: u64 = 512;
 const LARGEST: u64 = 1 << 20;
 
+/// The directions, in the order of their declaration.
+const DIRECTIONS: [Direction; 3] =
+    [Direction::ToDevice, Direction::FromDevice, Direction::Bidirectional];
+
 /// How many cells there are.
-pub(crate) const CELLS: usize = 3 * SIZES * 2;
+pub(crate) const CELLS: usize = DIRECTIONS.len() * SIZES * 2;
 
 /// Mappings of one direction and one size class that are one run of memory, or several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,15 +20,10 @@ pub(crate) struct Cell(u8);
 
 impl Cell {
     pub(crate) fn of(direction: Direction, len: u64, runs: u64) -> Cell {
-        let direction = match direction {
-            Direction::ToDevice => 0,
-            Direction::FromDevice => 1,
-            Direction::Bidirectional => 2,
-        };
         // Clamped first: a longer size might have no next power of two.
         let bytes = len.clamp(SMALLEST, LARGEST).next_power_of_two();
         let size = (bytes / SMALLEST).trailing_zeros() as usize;
-        Cell(((direction * SIZES + size) * 2 + usize::from(runs > 1)) as u8)
+        Cell(((direction as usize * SIZES + size) * 2 + usize::from(runs > 1)) as u8)
     }
 
     /// All cells.
@@ -37,11 +36,7 @@ impl Cell {
     }
 
     pub(crate) fn direction(self) -> Direction {
-        match self.index() / (SIZES * 2) {
-            0 => Direction::ToDevice,
-            1 => Direction::FromDevice,
-            _ => Direction::Bidirectional,
-        }
+        DIRECTIONS[self.index() / (SIZES * 2)]
     }
 
     /// The largest size of the class, in bytes; the last class is unbounded.
@@ -65,9 +60,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-
-    const DIRECTIONS: [Direction; 3] =
-        [Direction::ToDevice, Direction::FromDevice, Direction::Bidirectional];
 
     #[test]
     fn every_cell_is_found_from_what_it_holds() {

@@ -20,7 +20,6 @@ mod cell;
 mod choices;
 mod costs;
 
-use core::fmt;
 // The atomics of `std` under loom too: what they hold is advice. They publish nothing, and a choice
 // that is a moment old is as safe as a new one.
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -67,31 +66,24 @@ impl Word {
 /// What a clone of a device copied and mapped, cell by cell.
 #[derive(Debug)]
 pub(crate) struct Tally {
-    copied: [AtomicU64; CELLS],
-    mapped: [AtomicU64; CELLS],
+    /// What is mapped, and what is copied.
+    counts: [[AtomicU64; CELLS]; 2],
 }
 
 impl Default for Tally {
     fn default() -> Tally {
-        let zeros = || [const { AtomicU64::new(0) }; CELLS];
-        Tally { copied: zeros(), mapped: zeros() }
+        Tally { counts: [(); 2].map(|()| [const { AtomicU64::new(0) }; CELLS]) }
     }
 }
 
 impl Tally {
-    fn count(&self, cell: Cell, copied: bool) -> u64 {
-        let counts = if copied { &self.copied } else { &self.mapped };
-        counts[cell.index()].fetch_add(1, Relaxed)
+    fn of(&self, cell: Cell, copied: bool) -> &AtomicU64 {
+        &self.counts[usize::from(copied)][cell.index()]
     }
 
     pub(crate) fn add_to(&self, sum: &Tally) {
-        let add = |sums: &[AtomicU64], counts: &[AtomicU64]| {
-            sums.iter()
-                .zip(counts)
-                .for_each(|(sum, n)| _ = sum.fetch_add(n.load(Relaxed), Relaxed));
-        };
-        add(&sum.copied, &self.copied);
-        add(&sum.mapped, &self.mapped);
+        let all = sum.counts.iter().flatten().zip(self.counts.iter().flatten());
+        all.for_each(|(sum, n)| _ = sum.fetch_add(n.load(Relaxed), Relaxed));
     }
 }
 
@@ -166,7 +158,7 @@ impl Auto {
         now_ns: impl Fn() -> u64,
         shared: impl Fn() -> bool,
     ) {
-        if tally.count(cell, copied) % LOOK_EVERY == LOOK_EVERY - 1 {
+        if tally.of(cell, copied).fetch_add(1, Relaxed) % LOOK_EVERY == LOOK_EVERY - 1 {
             self.look(now_ns(), shared());
         }
     }
@@ -197,20 +189,14 @@ impl Auto {
                 direction: cell.direction(),
                 bytes: cell.bytes(),
                 scattered: cell.is_scattered(),
-                copied: tally.copied[cell.index()].load(Relaxed),
-                mapped: tally.mapped[cell.index()].load(Relaxed),
+                copied: tally.of(cell, true).load(Relaxed),
+                mapped: tally.of(cell, false).load(Relaxed),
                 copies: copies || hurried,
                 reason,
             })
         });
         let cells = cells.collect();
         Choices { calibration: known.calibration.clone(), cells }
-    }
-}
-
-impl fmt::Debug for Auto {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Auto").finish_non_exhaustive()
     }
 }
 

@@ -25,8 +25,8 @@ use ringfence_sync::{
 
 pub(crate) use self::{
     pace::{Pace, bound_ns},
-    queues::{Enqueued, FlushQueues},
-    ring::{Batch, Queued, Shape},
+    queues::FlushQueues,
+    ring::{Batch, Enqueued, Shape},
     timer::Timer,
 };
 
@@ -42,7 +42,7 @@ pub(crate) struct Span {
 /// The state of a lazy policy. A strict device has it too, closed and without memory, so that it
 /// can become lazy.
 pub(crate) struct Lazy {
-    pub(crate) queues: FlushQueues<Entry>,
+    pub(crate) queues: FlushQueues,
     pub(crate) pace: Pace,
     pub(crate) timer: Timer,
     /// Held by the thread that flushes because the bound of bytes is reached, so that one flush
@@ -83,18 +83,6 @@ pub(crate) struct Entry {
     pub(crate) watch: Option<Arc<Watch>>,
     /// Whether its bytes were reserved from the budget.
     pub(crate) reserved: bool,
-}
-
-impl Queued for Entry {
-    fn bytes(&self) -> u64 {
-        self.bytes
-    }
-    fn since_ns(&self) -> u64 {
-        self.since_ns
-    }
-    fn is_reserved(&self) -> bool {
-        self.reserved
-    }
 }
 
 /// Neither released nor unwatched yet.

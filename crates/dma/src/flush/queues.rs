@@ -13,41 +13,26 @@ use ringfence_sync::{
 };
 
 use super::{
+    Entry,
     budget::Budget,
     counters::Counters,
-    ring::{Batch, Pushed, Queued, Ring, Shape, memory},
+    ring::{Batch, Enqueued, Ring, Shape, memory},
 };
 use crate::Stats;
 
 /// A ring for each CPU, of which a single queue uses only the first: so nothing is replaced or lost
 /// when that changes.
-pub(crate) struct FlushQueues<E> {
+pub(crate) struct FlushQueues {
     /// Started and finished around each flush of the domain.
     pub(crate) counters: CachePadded<Counters>,
     /// Whether the timer runs (rule L23).
     armed: CachePadded<AtomicBool>,
     /// The bytes that may be exposed in all rings together, if that is bounded.
     pub(crate) budget: CachePadded<Budget>,
-    rings: Box<[CachePadded<SpinLock<Ring<E>>>]>,
+    rings: Box<[CachePadded<SpinLock<Ring>>]>,
 }
 
-/// What [`FlushQueues::enqueue`] did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Enqueued {
-    /// The entry is queued.
-    Queued {
-        /// The timer does not run: the caller arms it.
-        arm: bool,
-        /// The queue is at its mark: the caller makes the timer due.
-        high: bool,
-    },
-    /// The queue is full and holds nothing that may be released: the caller flushes and retries.
-    Full,
-    /// The queue takes no such entries any more (rule L27): the caller flushes and releases it.
-    Closed,
-}
-
-impl<E: Queued> FlushQueues<E> {
+impl FlushQueues {
     /// `rings` closed queues.
     pub(crate) fn new(rings: usize) -> Self {
         FlushQueues {
@@ -96,20 +81,17 @@ impl<E: Queued> FlushQueues<E> {
     pub(crate) fn enqueue(
         &self,
         ring: usize,
-        entry: &mut Option<E>,
-        batch: &mut Batch<E>,
+        entry: &mut Option<Entry>,
+        batch: &mut Batch,
     ) -> Enqueued {
         self.counters.removed();
-        let high = {
+        let pushed = {
             let mut ring = self.ring(ring).lock();
             ring.reap(&self.counters, batch);
             // Under the lock, so that stamps never decrease from the front of a ring to its end.
-            match ring.push(self.counters.stamp(), entry) {
-                Pushed::In { high } => high,
-                Pushed::Full => return Enqueued::Full,
-                Pushed::Closed => return Enqueued::Closed,
-            }
+            ring.push(self.counters.stamp(), entry)
         };
+        let Enqueued::Queued { high, .. } = pushed else { return pushed };
         // Most threads find it armed and only read the shared cache line. Acquire: see `expiring`.
         //
         // Ordering: with the Acquire, the caller sets the timer after the expiry that cleared the flag
@@ -120,18 +102,18 @@ impl<E: Queued> FlushQueues<E> {
         Enqueued::Queued { arm, high }
     }
 
-    fn ring(&self, ring: usize) -> &SpinLock<Ring<E>> {
+    fn ring(&self, ring: usize) -> &SpinLock<Ring> {
         &self.rings[ring % self.rings.len()]
     }
 
     /// Counts an entry that was released without having been queued.
-    pub(crate) fn note_released(&self, ring: usize, entry: &E, released_ns: u64) {
+    pub(crate) fn note_released(&self, ring: usize, entry: &Entry, released_ns: u64) {
         self.ring(ring).lock().note_released(entry, released_ns);
     }
 
     /// Takes out of one ring what may be released, at most a batch. If the batch comes back full,
     /// there may be more.
-    pub(crate) fn reap(&self, ring: usize, batch: &mut Batch<E>) {
+    pub(crate) fn reap(&self, ring: usize, batch: &mut Batch) {
         self.ring(ring).lock().reap(&self.counters, batch);
     }
 
@@ -172,7 +154,7 @@ impl<E: Queued> FlushQueues<E> {
     }
 
     /// Takes out everything, covered or not.
-    pub(crate) fn drain(&mut self, each: &mut dyn FnMut(E)) {
+    pub(crate) fn drain(&mut self, each: &mut dyn FnMut(Entry)) {
         for ring in &mut self.rings {
             ring.get_mut().drain().for_each(&mut *each);
         }

@@ -5,49 +5,39 @@ use std::collections::{TryReserveError, VecDeque};
 use arrayvec::ArrayVec;
 use ringfence_sync::mutant;
 
-use super::counters::Counters;
+use super::{Entry, counters::Counters};
 use crate::{Exposure, Stats};
-
-/// An entry of a flush queue.
-pub(crate) trait Queued {
-    /// How many bytes stay reachable.
-    fn bytes(&self) -> u64;
-    /// Since when, by the device's clock.
-    fn since_ns(&self) -> u64;
-    /// Whether its bytes were reserved from the [`Budget`](super::Budget).
-    fn is_reserved(&self) -> bool;
-}
 
 /// How many entries are taken out at a time, so that the queue's lock is held briefly whatever the
 /// length of the queue, and released ranges need no allocation.
 pub(crate) const BATCH: usize = 32;
 
 /// Entries whose flush has finished, out of the queue, for the caller to release.
-pub(crate) struct Batch<E> {
-    pub(crate) entries: ArrayVec<E, BATCH>,
+pub(crate) struct Batch {
+    pub(crate) entries: ArrayVec<Entry, BATCH>,
     /// When the newest flush finished: at the latest from then on the device cannot reach them.
     pub(crate) released_ns: u64,
 }
 
-impl<E> Batch<E> {
-    pub(crate) fn new() -> Batch<E> {
+impl Batch {
+    pub(crate) fn new() -> Batch {
         Batch { entries: ArrayVec::new(), released_ns: 0 }
     }
 }
 
-pub(crate) struct Slot<E> {
+pub(crate) struct Slot {
     stamp: u64,
-    entry: E,
+    entry: Entry,
 }
 
 /// Memory for the entries of a ring.
-pub(crate) type Memory<E> = VecDeque<Slot<E>>;
+pub(crate) type Memory = VecDeque<Slot>;
 
 /// Memory for `capacity` entries.
 ///
 /// # Errors
 /// There is no memory.
-pub(crate) fn memory<E>(capacity: usize) -> Result<Memory<E>, TryReserveError> {
+pub(crate) fn memory(capacity: usize) -> Result<Memory, TryReserveError> {
     let mut memory = VecDeque::new();
     memory.try_reserve_exact(capacity)?;
     Ok(memory)
@@ -76,14 +66,19 @@ impl Shape {
     };
 }
 
-/// The outcome of a push.
+/// What [`FlushQueues::enqueue`](super::FlushQueues::enqueue) did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pushed {
-    /// It is queued; `high`: the ring is at its mark.
-    In { high: bool },
-    /// There is no room for it.
+pub(crate) enum Enqueued {
+    /// The entry is queued.
+    Queued {
+        /// The timer does not run: the caller arms it.
+        arm: bool,
+        /// The queue is at its mark: the caller makes the timer due.
+        high: bool,
+    },
+    /// The queue is full and holds nothing that may be released: the caller flushes and retries.
     Full,
-    /// The ring takes no entries, or not this kind.
+    /// The queue takes no such entries any more (rule L27): the caller flushes and releases it.
     Closed,
 }
 
@@ -91,8 +86,8 @@ pub(crate) enum Pushed {
 ///
 /// The ring's lock serialises pushes and changes of what is accepted: an entry in flight while its
 /// device becomes strict, or bounded, finds a ring that refuses it.
-pub(crate) struct Ring<E> {
-    slots: Memory<E>,
+pub(crate) struct Ring {
+    slots: Memory,
     shape: Shape,
     open: bool,
     bytes: u64,
@@ -100,9 +95,9 @@ pub(crate) struct Ring<E> {
     late: u64,
 }
 
-impl<E: Queued> Ring<E> {
+impl Ring {
     /// A closed ring without memory.
-    pub(crate) fn new() -> Ring<E> {
+    pub(crate) fn new() -> Ring {
         Ring {
             slots: Memory::new(),
             shape: Shape::NONE,
@@ -116,7 +111,7 @@ impl<E: Queued> Ring<E> {
     /// Accepts entries from now on, according to `shape`. `memory` must have room for as many, and
     /// is exchanged for the memory that is no longer needed. Entries beyond a smaller capacity stay
     /// until they are released. Never allocates.
-    pub(crate) fn open(&mut self, shape: Shape, memory: &mut Memory<E>) {
+    pub(crate) fn open(&mut self, shape: Shape, memory: &mut Memory) {
         if memory.capacity() > self.slots.capacity() {
             memory.append(&mut self.slots);
             core::mem::swap(&mut self.slots, memory);
@@ -137,14 +132,14 @@ impl<E: Queued> Ring<E> {
     }
 
     /// Takes the memory, if the ring is empty and closed.
-    pub(crate) fn trim(&mut self) -> Memory<E> {
+    pub(crate) fn trim(&mut self) -> Memory {
         let unused = !self.open && self.slots.is_empty();
         if unused { core::mem::take(&mut self.slots) } else { Memory::new() }
     }
 
     /// Takes out the entries that finished flushes cover, oldest first, as many as `batch` has room
     /// for.
-    pub(crate) fn reap(&mut self, counters: &Counters, batch: &mut Batch<E>) {
+    pub(crate) fn reap(&mut self, counters: &Counters, batch: &mut Batch) {
         if self.slots.is_empty() {
             return;
         }
@@ -160,16 +155,16 @@ impl<E: Queued> Ring<E> {
             && Counters::covers(oldest.stamp, finished)
             && let Some(Slot { entry, .. }) = self.slots.pop_front()
         {
-            self.bytes -= entry.bytes();
+            self.bytes -= entry.bytes;
             self.note_released(&entry, released_ns);
             batch.entries.push(entry);
         }
     }
 
     /// Counts an entry that was released, from this ring or bypassing it.
-    pub(crate) fn note_released(&mut self, entry: &E, released_ns: u64) {
-        let age = released_ns.saturating_sub(entry.since_ns());
-        self.exposure.byte_ns += u128::from(entry.bytes()) * u128::from(age);
+    pub(crate) fn note_released(&mut self, entry: &Entry, released_ns: u64) {
+        let age = released_ns.saturating_sub(entry.since_ns);
+        self.exposure.byte_ns += u128::from(entry.bytes) * u128::from(age);
         self.exposure.max_age_ns = self.exposure.max_age_ns.max(age);
         self.exposure.released += 1;
         self.late += u64::from(age > self.shape.late_after_ns);
@@ -177,21 +172,22 @@ impl<E: Queued> Ring<E> {
 
     /// Takes the entry, if there is one; leaves it in place if the ring is full or refuses it. (By
     /// reference: entries are moved once, into their slot.)
-    pub(crate) fn push(&mut self, stamp: u64, entry: &mut Option<E>) -> Pushed {
-        let Some(pushed) = entry else { return Pushed::In { high: false } };
-        let takes = self.open && (pushed.is_reserved() || !self.shape.reserved_only);
+    pub(crate) fn push(&mut self, stamp: u64, entry: &mut Option<Entry>) -> Enqueued {
+        let arm = false;
+        let Some(pushed) = entry else { return Enqueued::Queued { arm, high: false } };
+        let takes = self.open && (pushed.reserved || !self.shape.reserved_only);
         if !takes && !mutant!("a closed queue takes entries") {
-            return Pushed::Closed;
+            return Enqueued::Closed;
         }
         // May exceed the capacity if that was lowered.
         if self.slots.len() >= self.shape.capacity {
-            return Pushed::Full;
+            return Enqueued::Full;
         }
-        self.bytes = self.bytes.saturating_add(pushed.bytes());
+        self.bytes = self.bytes.saturating_add(pushed.bytes);
         if let Some(entry) = entry.take() {
             self.slots.push_back(Slot { stamp, entry });
         }
-        Pushed::In { high: self.slots.len() >= self.shape.high_water }
+        Enqueued::Queued { arm, high: self.slots.len() >= self.shape.high_water }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -210,7 +206,7 @@ impl<E: Queued> Ring<E> {
     }
 
     /// Takes out everything, covered or not: only for when the whole domain is given up.
-    pub(crate) fn drain(&mut self) -> impl Iterator<Item = E> + '_ {
+    pub(crate) fn drain(&mut self) -> impl Iterator<Item = Entry> + '_ {
         self.bytes = 0;
         self.slots.drain(..).map(|slot| slot.entry)
     }

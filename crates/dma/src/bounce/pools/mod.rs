@@ -163,7 +163,8 @@ impl<T: Address> BouncePools<T> {
             return Err(SetupError::Slots { largest, granule: smallest, max });
         }
         let smallest = smallest.trailing_zeros();
-        let classes = (smallest..=largest.trailing_zeros()).map(|_| Class::default()).collect();
+        let class = |_| Class { zones: RwLock::default(), exhausted: Mutex::default() };
+        let classes = (smallest..=largest.trailing_zeros()).map(class).collect();
         let Environment { clock, cpu, .. } = environment;
         let inner = Arc::new(Inner {
             domain,
@@ -175,7 +176,7 @@ impl<T: Address> BouncePools<T> {
             smallest,
             classes,
             caches: cpu.count().next_power_of_two().min(MOST_CACHES),
-            singles: Singles::default(),
+            singles: Singles(Mutex::default()),
             usage: Usage::default(),
             numbers: AtomicU64::new(0),
             clock,
@@ -224,12 +225,6 @@ impl<T: Address> BouncePools<T> {
 
 /// The most caches of a zone, however many CPUs there are: several CPUs may share one.
 const MOST_CACHES: usize = 64;
-
-impl<T> Default for Class<T> {
-    fn default() -> Class<T> {
-        Class { zones: RwLock::default(), exhausted: Mutex::default() }
-    }
-}
 
 impl<T: Address> Inner<T> {
     /// The class of slots of `size` bytes; `None` if there is none.

@@ -13,19 +13,13 @@ use crate::{
 };
 
 /// The slots that are mapped for one use, by their first addresses.
-pub(super) struct Singles<T>(Mutex<BTreeMap<u64, Single<T>>>);
+pub(super) struct Singles<T>(pub(super) Mutex<BTreeMap<u64, Single<T>>>);
 
 #[derive(Clone, Copy)]
 pub(super) struct Single<T> {
     pub(super) range: Range,
     chunk: Chunk<T>,
     pub(super) held: SlotOwner,
-}
-
-impl<T> Default for Singles<T> {
-    fn default() -> Singles<T> {
-        Singles(Mutex::default())
-    }
 }
 
 impl<T: Copy> Singles<T> {
