@@ -15,7 +15,11 @@ pub use self::{
     written::Written,
 };
 use self::{packed::Packed, split::Split};
-use crate::{Area, Chain, Desc, RingError, layout};
+use crate::{
+    Area, Chain, Desc, RingError,
+    either::{Format, either},
+    layout,
+};
 
 /// The addresses of the areas, as the device sees them, and what was negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,25 +125,7 @@ fn window(
 
 /// The device's end: takes chains, gives them back in batches.
 #[derive(Debug)]
-pub struct Queue(Format);
-
-// Queues are few, and live as long as their device: the larger variant costs nothing.
-#[allow(clippy::large_enum_variant)]
-#[derive(Debug)]
-enum Format {
-    Split(Split),
-    Packed(Packed),
-}
-
-/// Forwards a call to either format.
-macro_rules! either {
-    ($queue:expr, $ring:ident => $call:expr) => {
-        match $queue {
-            Queue(Format::Split($ring)) => $call,
-            Queue(Format::Packed($ring)) => $call,
-        }
-    };
-}
+pub struct Queue(Format<Split, Packed>);
 
 impl Queue {
     /// A queue over the areas that `config` names. The used index of a split ring continues from
@@ -176,7 +162,11 @@ impl Queue {
     /// As there; [`RingError::Format`] if the ring is packed, which does not hold its position.
     pub fn postponed_at_used(config: RingConfig) -> Result<Queue, RingError> {
         match config.packed {
-            false => Ok(Queue(Format::Split(Split::postponed_at_used(config)?))),
+            false => {
+                let mut ring = Split::postponed(RingConfig { base: 0, ..config })?;
+                ring.goes_on_at_used();
+                Ok(Queue(Format::Split(ring)))
+            }
             true => Err(RingError::Format),
         }
     }
@@ -184,9 +174,9 @@ impl Queue {
     /// Whether the queue's position is unknown: it is [to continue at the used
     /// index](Self::postponed_at_used) and was not found yet.
     pub fn is_lost(&self) -> bool {
-        match self {
-            Queue(Format::Split(ring)) => ring.is_lost(),
-            Queue(Format::Packed(_)) => false,
+        match &self.0 {
+            Format::Split(ring) => ring.is_lost(),
+            Format::Packed(_) => false,
         }
     }
 
@@ -206,9 +196,9 @@ impl Queue {
         head: u16,
         chain: &mut Chain,
     ) -> Result<(), RingError> {
-        match self {
-            Queue(Format::Split(ring)) => ring.take_head(mem, head, chain),
-            Queue(Format::Packed(_)) => Err(RingError::Format),
+        match &mut self.0 {
+            Format::Split(ring) => ring.take_head(mem, head, chain),
+            Format::Packed(_) => Err(RingError::Format),
         }
     }
 
@@ -229,15 +219,15 @@ impl Queue {
         stored: Stored<'_>,
         chain: &mut Chain,
     ) -> Result<(), RingError> {
-        match self {
-            Queue(Format::Split(_)) => Err(RingError::Format),
-            Queue(Format::Packed(ring)) => ring.take_stored(mem, id, stored, chain),
+        match &mut self.0 {
+            Format::Split(_) => Err(RingError::Format),
+            Format::Packed(ring) => ring.take_stored(mem, id, stored, chain),
         }
     }
 
     /// The configuration that the queue was made from, with the current addresses.
     pub fn config(&self) -> &RingConfig {
-        either!(self, ring => ring.config())
+        either!(&self.0, ring => ring.config())
     }
 
     /// Whether the areas were found and the translations of all three are still valid. To be
@@ -246,7 +236,7 @@ impl Queue {
     /// [`revalidate`](Self::revalidate) has found them again.
     #[inline]
     pub fn is_valid(&self) -> bool {
-        either!(self, ring => ring.is_valid())
+        either!(&self.0, ring => ring.is_valid())
     }
 
     /// Translates the areas' addresses: for the first time if the queue was
@@ -257,19 +247,19 @@ impl Queue {
     /// later attempt may succeed. The first time, [`RingError::Base`], which breaks it. The error
     /// that broke the queue, if one did.
     pub fn revalidate(&mut self, mem: &impl Translate) -> Result<(), RingError> {
-        either!(self, ring => ring.revalidate(mem))
+        either!(&mut self.0, ring => ring.revalidate(mem))
     }
 
     /// Moves the areas (`SET_VRING_ADDR` on a running ring): the queue is not valid until
     /// [`revalidate`](Self::revalidate) has found them. Indices and chains in flight stay the same,
     /// so that the driver must have moved the contents.
     pub fn relocate(&mut self, desc: u64, avail: u64, used: u64) {
-        either!(self, ring => ring.relocate(desc, avail, used));
+        either!(&mut self.0, ring => ring.relocate(desc, avail, used));
     }
 
     /// What broke the queue, if something did.
     pub fn broken(&self) -> Option<RingError> {
-        either!(self, ring => ring.broken())
+        either!(&self.0, ring => ring.broken())
     }
 
     /// Takes the next available chain into `chain`; false if there is none. The head stays this
@@ -282,7 +272,7 @@ impl Queue {
     /// empty then.
     #[inline]
     pub fn pop(&mut self, mem: &impl Translate, chain: &mut Chain) -> Result<bool, RingError> {
-        either!(self, ring => ring.pop(mem, chain))
+        either!(&mut self.0, ring => ring.pop(mem, chain))
     }
 
     /// Takes up to `most` available chains into `burst`, which is emptied first; returns how many.
@@ -313,7 +303,7 @@ impl Queue {
         most: usize,
         burst: &mut Burst,
     ) -> Result<usize, RingError> {
-        either!(self, ring => ring.pop_more(mem, most, burst))
+        either!(&mut self.0, ring => ring.pop_more(mem, most, burst))
     }
 
     /// Shows `each` the buffers of the available chains from number `skip` to `ahead` that are not
@@ -331,14 +321,14 @@ impl Queue {
         ahead: u16,
         each: impl FnMut(Glimpse),
     ) -> u16 {
-        either!(self, ring => ring.peek_from(mem, skip, ahead, each))
+        either!(&mut self.0, ring => ring.peek_from(mem, skip, ahead, each))
     }
 
     /// Puts the chain `head` back, untouched, as if it had not been taken: the next
     /// [`pop`](Self::pop) takes it again. Only for the chain that was taken last, so that several
     /// are put back in reverse order; for any other `head` returns false and changes nothing.
     pub fn untake(&mut self, head: u16) -> bool {
-        either!(self, ring => ring.untake(head))
+        either!(&mut self.0, ring => ring.untake(head))
     }
 
     /// Gives the chain `head` back, `len` bytes of it written. The driver sees it after
@@ -349,7 +339,7 @@ impl Queue {
     /// `head` is not in flight: the device's own mistake.
     #[inline]
     pub fn push_used(&mut self, head: u16, len: u32) {
-        either!(self, ring => ring.push_used(head, len));
+        either!(&mut self.0, ring => ring.push_used(head, len));
     }
 
     /// Gives chains back, in this order: each its head, and the bytes written.
@@ -358,20 +348,20 @@ impl Queue {
     /// As [`push_used`](Self::push_used).
     #[inline]
     pub fn push_used_burst(&mut self, used: impl IntoIterator<Item = (u16, u32)>) {
-        either!(self, ring => ring.push_used_burst(used));
+        either!(&mut self.0, ring => ring.push_used_burst(used));
     }
 
     /// Makes all chains given back so far visible to the driver. True if it wants an interrupt.
     #[inline]
     #[must_use]
     pub fn publish_used(&mut self) -> bool {
-        either!(self, ring => ring.publish_used())
+        either!(&mut self.0, ring => ring.publish_used())
     }
 
     /// Disables kicks. A hint: one may still come.
     #[inline]
     pub fn suppress_kicks(&mut self) {
-        either!(self, ring => ring.suppress_kicks());
+        either!(&mut self.0, ring => ring.suppress_kicks());
     }
 
     /// Enables a kick with the next available chain. True if one is there already, for which none
@@ -379,17 +369,17 @@ impl Queue {
     /// last call was not followed by [`suppress_kicks`](Self::suppress_kicks).
     #[must_use]
     pub fn enable_kicks(&mut self) -> bool {
-        either!(self, ring => ring.enable_kicks())
+        either!(&mut self.0, ring => ring.enable_kicks())
     }
 
     /// The queue's position, for `GET_VRING_BASE` when it stops (see [`RingConfig::base`]).
     pub fn next_avail(&self) -> u32 {
-        either!(self, ring => ring.next_avail())
+        either!(&self.0, ring => ring.next_avail())
     }
 
     /// How many chains are taken and not yet given back.
     pub fn in_flight(&self) -> u16 {
-        either!(self, ring => ring.in_flight())
+        either!(&self.0, ring => ring.in_flight())
     }
 
     /// Shows `each` what this end has written into the areas since the last call and
@@ -398,6 +388,6 @@ impl Queue {
     /// packed ring it shows all descriptors that were given back, of which only the first of each
     /// chain was written.
     pub fn written(&mut self, each: impl FnMut(Written<'_>)) {
-        either!(self, ring => ring.written(each));
+        either!(&mut self.0, ring => ring.written(each));
     }
 }

@@ -8,7 +8,11 @@ mod split;
 use ringfence_mem::Window;
 
 use self::{packed::Packed, split::Split};
-use crate::{AddError, Area, Desc, RingError, layout};
+use crate::{
+    AddError, Area, Desc, RingError,
+    either::{Format, either},
+    layout,
+};
 
 /// The shape of a queue, and what was negotiated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,25 +93,7 @@ pub struct Used {
 /// Chains come back in any order. Dropping the queue forgets the chains in flight: stop the device
 /// first, or it goes on using their buffers.
 #[derive(Debug)]
-pub struct Queue(Format);
-
-// Queues are few, and live as long as their device: the larger variant costs nothing.
-#[allow(clippy::large_enum_variant)]
-#[derive(Debug)]
-enum Format {
-    Split(Split),
-    Packed(Packed),
-}
-
-/// Forwards a call to either format.
-macro_rules! either {
-    ($queue:expr, $ring:ident => $call:expr) => {
-        match $queue {
-            Queue(Format::Split($ring)) => $call,
-            Queue(Format::Packed($ring)) => $call,
-        }
-    };
-}
+pub struct Queue(Format<Split, Packed>);
 
 impl Queue {
     /// A new queue with a split ring, as [`with_config`](Self::with_config).
@@ -133,22 +119,22 @@ impl Queue {
 
     /// How many descriptors the queue has.
     pub fn size(&self) -> u16 {
-        either!(self, ring => ring.size())
+        either!(&self.0, ring => ring.size())
     }
 
     /// How many descriptors are free.
     pub fn free_descs(&self) -> u16 {
-        either!(self, ring => ring.free_descs())
+        either!(&self.0, ring => ring.free_descs())
     }
 
     /// How many chains are added and not yet taken back.
     pub fn in_flight(&self) -> u16 {
-        either!(self, ring => ring.in_flight())
+        either!(&self.0, ring => ring.in_flight())
     }
 
     /// What broke the queue, if something did.
     pub fn broken(&self) -> Option<RingError> {
-        either!(self, ring => ring.broken())
+        either!(&self.0, ring => ring.broken())
     }
 
     /// Adds a chain of buffers, readable ones first. [`pop`](Self::pop) returns `token` with it.
@@ -158,7 +144,7 @@ impl Queue {
     /// [`AddError`]; nothing has changed then.
     #[inline(always)]
     pub fn add(&mut self, descs: &[Desc], token: u64) -> Result<(), AddError> {
-        either!(self, ring => ring.add(descs, token))
+        either!(&mut self.0, ring => ring.add(descs, token))
     }
 
     /// Adds a chain through an indirect table, which takes only one descriptor of the queue. The
@@ -175,7 +161,7 @@ impl Queue {
         descs: &[Desc],
         token: u64,
     ) -> Result<(), AddError> {
-        either!(self, ring => ring.add_indirect(table_addr, table, descs, token))
+        either!(&mut self.0, ring => ring.add_indirect(table_addr, table, descs, token))
     }
 
     /// Adds chains of one buffer each, with their tokens, until `buffers` ends or the queue is
@@ -189,20 +175,20 @@ impl Queue {
         &mut self,
         buffers: impl IntoIterator<Item = (Desc, u64)>,
     ) -> Result<usize, AddError> {
-        either!(self, ring => ring.add_burst(buffers))
+        either!(&mut self.0, ring => ring.add_burst(buffers))
     }
 
     /// Makes all chains added so far visible to the device.
     #[inline]
     pub fn publish(&mut self) {
-        either!(self, ring => ring.publish());
+        either!(&mut self.0, ring => ring.publish());
     }
 
     /// Whether the device wants a kick for what was published since the last call.
     #[inline]
     #[must_use]
     pub fn needs_kick(&mut self) -> bool {
-        either!(self, ring => ring.needs_kick())
+        either!(&mut self.0, ring => ring.needs_kick())
     }
 
     /// Takes back the next chain that the device has used, if there is one.
@@ -211,7 +197,7 @@ impl Queue {
     /// [`RingError`]: the device broke the rules; every later call returns the same.
     #[inline]
     pub fn pop(&mut self) -> Result<Option<Used>, RingError> {
-        either!(self, ring => ring.pop())
+        either!(&mut self.0, ring => ring.pop())
     }
 
     /// Takes back as many chains as the device has used and `out` holds; returns how many.
@@ -221,13 +207,13 @@ impl Queue {
     /// returned, and the next call fails.
     #[inline]
     pub fn pop_burst(&mut self, out: &mut [Used]) -> Result<usize, RingError> {
-        either!(self, ring => ring.pop_burst(out))
+        either!(&mut self.0, ring => ring.pop_burst(out))
     }
 
     /// Disables interrupts. A hint: one may still come.
     #[inline]
     pub fn suppress_notifications(&mut self) {
-        either!(self, ring => ring.suppress_notifications());
+        either!(&mut self.0, ring => ring.suppress_notifications());
     }
 
     /// Enables an interrupt with the next used chain. True if one is there already, for which none
@@ -235,6 +221,6 @@ impl Queue {
     /// last call was not followed by [`suppress_notifications`](Self::suppress_notifications).
     #[must_use]
     pub fn enable_notifications(&mut self) -> bool {
-        either!(self, ring => ring.enable_notifications())
+        either!(&mut self.0, ring => ring.enable_notifications())
     }
 }

@@ -24,6 +24,7 @@
 //! - [`blk`] has the format of virtio-blk requests.
 
 mod chain;
+mod either;
 mod error;
 mod packed;
 mod ring;

@@ -114,10 +114,7 @@ impl RawDesc {
     #[inline]
     pub(crate) fn to_bytes(self) -> [u8; layout::DESC_SIZE] {
         let [addr, rest] = self.words();
-        let mut bytes = [0; layout::DESC_SIZE];
-        bytes[..8].copy_from_slice(&addr.to_le_bytes());
-        bytes[8..].copy_from_slice(&rest.to_le_bytes());
-        bytes
+        (u128::from(addr) | u128::from(rest) << 64).to_le_bytes()
     }
 
     #[inline]
@@ -214,16 +211,22 @@ pub(crate) type AvailRing = Ring<2>;
 pub(crate) type UsedRing = Ring<8>;
 
 impl<const ENTRY: usize> Ring<ENTRY> {
-    fn checked(
+    /// Which area it is, and how it is aligned.
+    const AREA: (Area, usize) = match ENTRY {
+        2 => (Area::Avail, layout::AVAIL_ALIGN),
+        _ => (Area::Used, layout::USED_ALIGN),
+    };
+
+    /// The ring of a queue of `size` at the device's address `addr`, with an event or without.
+    pub(crate) fn new(
         window: Window,
-        area: Area,
         addr: u64,
         size: u16,
         event: bool,
-        align: usize,
     ) -> Result<Self, RingError> {
         debug_assert!(layout::is_size(size));
         let needed = layout::RING + ENTRY * usize::from(size) + if event { 2 } else { 0 };
+        let (area, align) = Self::AREA;
         let place = Place::new(window, area, addr, needed, align)?;
         Ok(Ring { place, mask: size - 1, event })
     }
@@ -239,7 +242,7 @@ impl<const ENTRY: usize> Ring<ENTRY> {
 
     #[inline]
     pub(crate) fn flags(&self) -> Field<'_> {
-        // SAFETY: `checked` found that the area holds the flags, the index and all entries, and that
+        // SAFETY: `new` found that the area holds the flags, the index and all entries, and that
         // it begins at an even address; `place` keeps the memory mapped.
         Field(unsafe { AtomicU16::from_ptr(self.place.base().add(layout::FLAGS).cast().as_ptr()) })
     }
@@ -253,7 +256,7 @@ impl<const ENTRY: usize> Ring<ENTRY> {
     /// The address of the entry of a running index: inside the area, for any index.
     #[inline]
     fn entry(&self, index: u16) -> NonNull<u8> {
-        // SAFETY: the index is reduced below the queue's size, for which `checked` has
+        // SAFETY: the index is reduced below the queue's size, for which `new` has
         // checked the area.
         unsafe { self.place.base().add(layout::RING + ENTRY * usize::from(index & self.mask)) }
     }
@@ -264,7 +267,7 @@ impl<const ENTRY: usize> Ring<ENTRY> {
     pub(crate) fn event(&self) -> Option<Field<'_>> {
         self.event.then(|| {
             let offset = layout::RING + ENTRY * (usize::from(self.mask) + 1);
-            // SAFETY: with `event` set, `checked` found that the area has two bytes there; the
+            // SAFETY: with `event` set, `new` found that the area has two bytes there; the
             // offset is even, as the area's beginning is.
             Field(unsafe { AtomicU16::from_ptr(self.place.base().add(offset).cast().as_ptr()) })
         })
@@ -272,15 +275,6 @@ impl<const ENTRY: usize> Ring<ENTRY> {
 }
 
 impl AvailRing {
-    pub(crate) fn new(
-        window: Window,
-        addr: u64,
-        size: u16,
-        event: bool,
-    ) -> Result<Self, RingError> {
-        Ring::checked(window, Area::Avail, addr, size, event, layout::AVAIL_ALIGN)
-    }
-
     /// The head of the chain at a running index.
     #[inline]
     pub(crate) fn head(&self, index: u16) -> Field<'_> {
@@ -310,15 +304,6 @@ fn soon_written(line: *mut u8) {
 }
 
 impl UsedRing {
-    pub(crate) fn new(
-        window: Window,
-        addr: u64,
-        size: u16,
-        event: bool,
-    ) -> Result<Self, RingError> {
-        Ring::checked(window, Area::Used, addr, size, event, layout::USED_ALIGN)
-    }
-
     #[inline]
     fn words(&self, index: u16) -> [&AtomicU32; 2] {
         let at = self.entry(index).cast::<u32>();

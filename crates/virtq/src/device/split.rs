@@ -42,16 +42,6 @@ pub(super) struct Indices {
 pub(super) type Split = End<Indices>;
 
 impl Split {
-    /// As [`Queue::postponed_at_used`](super::Queue::postponed_at_used).
-    ///
-    /// # Errors
-    /// As there.
-    pub(super) fn postponed_at_used(config: RingConfig) -> Result<Split, RingError> {
-        let mut queue = Split::postponed(RingConfig { base: 0, ..config })?;
-        queue.goes_on_at_used();
-        Ok(queue)
-    }
-
     /// As [`Queue::take_head`](super::Queue::take_head).
     ///
     /// # Errors
