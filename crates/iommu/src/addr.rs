@@ -69,8 +69,8 @@ address! {
 /// A range of I/O virtual addresses, both ends included. Never empty.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Range {
-    first: u64,
-    last: u64,
+    pub(crate) first: u64,
+    pub(crate) last: u64,
 }
 
 impl Range {

@@ -198,50 +198,28 @@ fn end<D: Domain + ?Sized>(domain: &D, token: SyncToken, work: Work<'_>) -> Resu
 unsafe impl<D: Domain + ?Sized> Domain for Arc<D> {
     type Target = D::Target;
 
-    fn geometry(&self) -> Geometry {
-        (**self).geometry()
-    }
-    fn capabilities(&self) -> Capabilities {
-        (**self).capabilities()
-    }
+    crate::pass_on!(
+        @all self, **self;
+        geometry, capabilities, sync_begin, sync_poll, sync_wait, sync, iova_to_phys, mappings_from
+    );
+
     #[inline]
     fn map_pages(&self, maps: &[Map<Self::Target>]) -> Result<(), Partial> {
         (**self).map_pages(maps)
     }
+
     #[inline]
     fn unmap_pages(&self, ranges: &[Range], gather: &mut Gather) -> Result<u128, Partial> {
         (**self).unmap_pages(ranges, gather)
     }
-    fn sync_begin(&self, work: Work<'_>) -> Result<SyncToken> {
-        (**self).sync_begin(work)
-    }
-    fn sync_poll(
-        &self,
-        token: SyncToken,
-        work: Work<'_>,
-        failed: &mut dyn FnMut(Range, Error),
-    ) -> bool {
-        (**self).sync_poll(token, work, failed)
-    }
-    fn sync_wait(&self, token: SyncToken) {
-        (**self).sync_wait(token);
-    }
-    fn iova_to_phys(&self, iova: Iova) -> Option<Self::Target> {
-        (**self).iova_to_phys(iova)
-    }
-    fn mappings_from(&self, iova: Iova, into: &mut Vec<Mapping>) -> Result<()> {
-        (**self).mappings_from(iova, into)
-    }
+
     #[inline]
     fn map(&self, map: Map<Self::Target>) -> Result<()> {
         (**self).map(map)
     }
+
     #[inline]
     fn unmap(&self, range: Range, gather: &mut Gather) -> Result<u128> {
         (**self).unmap(range, gather)
-    }
-    #[inline]
-    fn sync(&self, work: Work<'_>) -> Result<Synced> {
-        (**self).sync(work)
     }
 }

@@ -11,7 +11,7 @@ const RANGES: usize = 32;
 /// Ranges that do not touch each other, at most `N`.
 #[derive(Debug, Default)]
 pub(crate) struct Ranges<const N: usize> {
-    ranges: ArrayVec<Range, N>,
+    pub(crate) ranges: ArrayVec<Range, N>,
     widened: bool,
 }
 
@@ -56,10 +56,6 @@ impl<const N: usize> Ranges<N> {
         self.add_to_many(widened);
     }
 
-    pub(crate) fn as_slice(&self) -> &[Range] {
-        &self.ranges
-    }
-
     fn clear(&mut self) {
         self.ranges.clear();
         self.widened = false;
@@ -76,7 +72,7 @@ impl<const N: usize> Ranges<N> {
 #[derive(Debug, Default)]
 pub struct Gather {
     ranges: Ranges<RANGES>,
-    pages: PageList,
+    pub(crate) pages: PageList,
     queued: bool,
 }
 
@@ -125,14 +121,9 @@ impl Gather {
         self.pages.append(pages);
     }
 
-    /// The table pages, to add to them.
-    pub(crate) fn pages_mut(&mut self) -> &mut PageList {
-        &mut self.pages
-    }
-
     /// The ranges to invalidate, in no order; they do not touch each other.
     pub fn ranges(&self) -> &[Range] {
-        self.ranges.as_slice()
+        &self.ranges.ranges
     }
 
     /// The work for a sync of this gather.

@@ -1,60 +1,66 @@
 //! Domains around a domain.
 
 /// Forwards methods to a wrapped domain in a field: `pass_on!(inner: geometry, sync_wait)` in the
-/// implementation of [`Domain`](crate::Domain).
+/// implementation of [`Domain`](crate::Domain). `@all self, expression;` instead of the field forwards
+/// them to what the expression is.
 #[macro_export]
 macro_rules! pass_on {
-    ($inner:ident: $($method:ident),+ $(,)?) => { $($crate::pass_on!(@$method $inner);)+ };
-    (@geometry $inner:ident) => {
-        fn geometry(&self) -> $crate::Geometry {
-            $crate::Domain::geometry(&self.$inner)
+    ($inner:ident: $($method:ident),+ $(,)?) => {
+        $($crate::pass_on!(@$method self, self.$inner);)+
+    };
+    (@all $this:ident, $inner:expr; $($method:ident),+) => {
+        $($crate::pass_on!(@$method $this, $inner);)+
+    };
+    (@geometry $this:ident, $inner:expr) => {
+        fn geometry(&$this) -> $crate::Geometry {
+            $crate::Domain::geometry(&$inner)
         }
     };
-    (@capabilities $inner:ident) => {
-        fn capabilities(&self) -> $crate::Capabilities {
-            $crate::Domain::capabilities(&self.$inner)
+    (@capabilities $this:ident, $inner:expr) => {
+        fn capabilities(&$this) -> $crate::Capabilities {
+            $crate::Domain::capabilities(&$inner)
         }
     };
-    (@sync_begin $inner:ident) => {
+    (@sync_begin $this:ident, $inner:expr) => {
         #[inline]
-        fn sync_begin(&self, work: $crate::Work<'_>) -> $crate::Result<$crate::SyncToken> {
-            $crate::Domain::sync_begin(&self.$inner, work)
+        fn sync_begin(&$this, work: $crate::Work<'_>) -> $crate::Result<$crate::SyncToken> {
+            $crate::Domain::sync_begin(&$inner, work)
         }
     };
-    (@sync_poll $inner:ident) => {
+    (@sync_poll $this:ident, $inner:expr) => {
         #[inline]
         fn sync_poll(
-            &self,
+            &$this,
             token: $crate::SyncToken,
             work: $crate::Work<'_>,
             failed: &mut dyn FnMut($crate::Range, $crate::Error),
         ) -> bool {
-            $crate::Domain::sync_poll(&self.$inner, token, work, failed)
+            $crate::Domain::sync_poll(&$inner, token, work, failed)
         }
     };
-    (@sync_wait $inner:ident) => {
-        fn sync_wait(&self, token: $crate::SyncToken) {
-            $crate::Domain::sync_wait(&self.$inner, token);
+    (@sync_wait $this:ident, $inner:expr) => {
+        fn sync_wait(&$this, token: $crate::SyncToken) {
+            $crate::Domain::sync_wait(&$inner, token);
         }
     };
-    (@sync $inner:ident) => {
+    (@sync $this:ident, $inner:expr) => {
         #[inline]
-        fn sync(&self, work: $crate::Work<'_>) -> $crate::Result<$crate::Synced> {
-            $crate::Domain::sync(&self.$inner, work)
+        fn sync(&$this, work: $crate::Work<'_>) -> $crate::Result<$crate::Synced> {
+            $crate::Domain::sync(&$inner, work)
         }
     };
-    (@iova_to_phys $inner:ident) => {
-        fn iova_to_phys(&self, iova: $crate::Iova) -> Option<Self::Target> {
-            $crate::Domain::iova_to_phys(&self.$inner, iova)
+    (@iova_to_phys $this:ident, $inner:expr) => {
+        fn iova_to_phys(&$this, iova: $crate::Iova) -> Option<Self::Target> {
+            $crate::Domain::iova_to_phys(&$inner, iova)
         }
     };
-    (@mappings_from $inner:ident) => {
+    (@mappings_from $this:ident, $inner:expr) => {
         fn mappings_from(
-            &self,
+            &$this,
             iova: $crate::Iova,
             into: &mut $crate::__Vec<$crate::table::Mapping>,
         ) -> $crate::Result<()> {
-            $crate::Domain::mappings_from(&self.$inner, iova, into)
+            $crate::Domain::mappings_from(&$inner, iova, into)
         }
     };
 }

@@ -266,7 +266,7 @@ impl<T: Address> SoftDomain<T> {
             let mut table = self.table.locked();
             for &range in chunk {
                 let checked = self.geometry.check_unmap(range);
-                match checked.and_then(|()| table.unmap(range, gather.pages_mut())) {
+                match checked.and_then(|()| table.unmap(range, &mut gather.pages)) {
                     Ok(removed) => {
                         bytes += removed;
                         gather.add(range);
@@ -350,7 +350,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
     #[inline]
     fn unmap(&self, range: Range, gather: &mut Gather) -> Result<u128> {
         self.geometry.check_unmap(range)?;
-        let bytes = self.table.unmap(range, gather.pages_mut())?;
+        let bytes = self.table.unmap(range, &mut gather.pages)?;
         gather.add(range);
         Ok(bytes)
     }
@@ -415,12 +415,7 @@ unsafe impl<T: Address> Domain for SoftDomain<T> {
 }
 
 impl<T> fmt::Debug for SoftDomain<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SoftDomain")
-            .field("geometry", &self.geometry)
-            .field("table", &self.table)
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(SoftDomain as it, geometry: it.geometry, table: it.table);
 }
 
 #[cfg(all(test, not(loom), not(ringfence_mutant = "no-invalidation")))]

@@ -72,9 +72,7 @@ pub struct Endpoint {
 }
 
 impl fmt::Debug for Endpoint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Endpoint").field("id", &self.id).field("binding", &self.binding()).finish()
-    }
+    ringfence_sync::shows!(Endpoint as it, id: it.id, binding: it.binding());
 }
 
 impl Endpoint {

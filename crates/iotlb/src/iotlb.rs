@@ -512,13 +512,9 @@ unsafe impl Domain for Iotlb {
 }
 
 impl fmt::Debug for Iotlb {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Iotlb")
-            .field("config", &self.config)
-            .field("entries", &self.entries())
-            .field("open_misses", &self.open_misses())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        Iotlb as it, config: it.config, entries: it.entries(), open_misses: it.open_misses()
+    );
 }
 
 #[cfg(all(test, not(loom)))]

@@ -24,4 +24,4 @@ mod view;
 pub use endpoint::{Binding, Endpoint};
 pub use iotlb::{Iotlb, IotlbConfig, IotlbStats};
 pub use misses::{Miss, MissSink};
-pub use view::{Counters, View};
+pub use view::{Counters, View, prot_of};

@@ -206,7 +206,7 @@ impl View {
     /// reports no fault and sends no miss, the access itself does.
     #[inline]
     pub fn around(&self, addr: u64, access: Access) -> Option<(u64, HostSlice<'_>)> {
-        let entry = match self.cache.get(addr, wanted(access)) {
+        let entry = match self.cache.get(addr, prot_of(access)) {
             Some(entry) => {
                 self.hits.set(self.hits.get() + 1);
                 entry
@@ -322,7 +322,7 @@ impl View {
         }
         self.faults.set(self.faults.get() + 1);
         let (endpoint, iova) = (self.endpoint.id(), Iova(addr));
-        self.endpoint.report(Fault { reason, endpoint, iova, access: wanted(access) });
+        self.endpoint.report(Fault { reason, endpoint, iova, access: prot_of(access) });
     }
 }
 
@@ -384,7 +384,8 @@ impl Translate for View {
     }
 }
 
-fn wanted(access: Access) -> Prot {
+/// The permission that an access needs.
+pub fn prot_of(access: Access) -> Prot {
     match access {
         Access::Read => Prot::READ,
         Access::Write => Prot::WRITE,

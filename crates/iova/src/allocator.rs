@@ -51,6 +51,33 @@ pub trait Allocator: Send + Sync {
     fn drain(&self) {}
 }
 
+/// The methods besides `alloc`, of an allocator that passes them on.
+macro_rules! pass_on {
+    ($this:ident => $inner:expr) => {
+        #[inline]
+        fn free(&$this, iova: u64, size: u64) -> Result<(), $crate::FreeError> {
+            $inner.free(iova, size)
+        }
+        fn reserve(&$this, first: u64, last: u64) -> Result<(), $crate::ReserveError> {
+            $inner.reserve(first, last)
+        }
+        fn check_free(&$this, iova: u64, size: u64) -> Result<(), $crate::FreeError> {
+            $inner.check_free(iova, size)
+        }
+        fn granule(&$this) -> u64 {
+            $inner.granule()
+        }
+        fn stats(&$this) -> $crate::Stats {
+            $inner.stats()
+        }
+        fn drain(&$this) {
+            $inner.drain();
+        }
+    };
+}
+
+pub(crate) use pass_on;
+
 macro_rules! forward {
     ($pointer:ty) => {
         impl<A: Allocator + ?Sized> Allocator for $pointer {
@@ -58,25 +85,7 @@ macro_rules! forward {
             fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
                 (**self).alloc(request)
             }
-            #[inline]
-            fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
-                (**self).free(iova, size)
-            }
-            fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
-                (**self).reserve(first, last)
-            }
-            fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
-                (**self).check_free(iova, size)
-            }
-            fn granule(&self) -> u64 {
-                (**self).granule()
-            }
-            fn stats(&self) -> Stats {
-                (**self).stats()
-            }
-            fn drain(&self) {
-                (**self).drain();
-            }
+            pass_on!(self => (**self));
         }
     };
 }

@@ -2,7 +2,7 @@
 
 use ringfence_sync::atomic::{AtomicBool, Ordering};
 
-use crate::{AllocError, Allocator, FreeError, Request, ReserveError, Stats};
+use crate::{AllocError, Allocator, Request, allocator::pass_on};
 
 /// The last 32-bit address.
 const LAST_32: u64 = 0xffff_ffff;
@@ -56,29 +56,7 @@ impl<A: Allocator> Allocator for Preferred32<A> {
         self.inner.alloc(request)
     }
 
-    fn free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
-        self.inner.free(iova, size)
-    }
-
-    fn reserve(&self, first: u64, last: u64) -> Result<(), ReserveError> {
-        self.inner.reserve(first, last)
-    }
-
-    fn check_free(&self, iova: u64, size: u64) -> Result<(), FreeError> {
-        self.inner.check_free(iova, size)
-    }
-
-    fn granule(&self) -> u64 {
-        self.inner.granule()
-    }
-
-    fn stats(&self) -> Stats {
-        self.inner.stats()
-    }
-
-    fn drain(&self) {
-        self.inner.drain();
-    }
+    pass_on!(self => self.inner);
 }
 
 #[cfg(all(test, not(loom)))]

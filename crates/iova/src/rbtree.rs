@@ -104,13 +104,8 @@ impl RbTree {
 
 impl Allocator for RbTree {
     fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
-        let wanted = match self.aperture.wanted(request) {
-            Ok(wanted) => wanted,
-            Err(error) => {
-                self.state.lock().stats.failures += 1;
-                return Err(error);
-            }
-        };
+        let wanted = self.aperture.wanted(request);
+        let wanted = wanted.inspect_err(|_| self.state.lock().stats.failures += 1)?;
         // Allocated before the lock is taken and, if unused, freed after it is released.
         let node = Box::new(Node { link: RBTreeLink::new(), first: 0, last: 0, reserved: false });
         let placed = self.state.lock().alloc(&wanted, node);
@@ -163,9 +158,7 @@ impl Allocator for RbTree {
 }
 
 impl fmt::Debug for RbTree {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RbTree").field("aperture", &self.aperture).finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(RbTree as it, aperture: it.aperture);
 }
 
 /// Checks that the range at the cursor, the last that starts at or below `number`, may be freed: it
@@ -249,12 +242,8 @@ impl State {
             return Err(reason);
         }
         let Some(node) = cursor.remove() else { return Err(FreeReason::NotAllocated) };
-        let next = match (cursor.get_ptr(), cursor.get()) {
-            (Some(ptr), Some(next)) => {
-                Some(Cached { node: ptr, first: next.first, last: next.last })
-            }
-            _ => None,
-        };
+        let next = cursor.get_ptr().zip(cursor.get());
+        let next = next.map(|(node, next)| Cached { node, first: next.first, last: next.last });
         // There is now a hole above (or at) the cached node: start above it next time. This also
         // moves the cached nodes off the removed node.
         let is_32 = node.last < self.end_32;

@@ -215,12 +215,7 @@ impl<A: Allocator> Drop for Ring<A> {
 }
 
 impl<A: Allocator> fmt::Debug for Ring<A> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ring")
-            .field("chunk", &self.chunk())
-            .field("fallbacks", &self.fallbacks())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Ring as it, chunk: it.chunk(), fallbacks: it.fallbacks());
 }
 
 /// Relaxed: a statistic that orders nothing.

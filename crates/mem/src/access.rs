@@ -226,9 +226,7 @@ unsafe impl Send for Window {}
 unsafe impl Sync for Window {}
 
 impl fmt::Debug for Window {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Window").field("len", &self.len).field("valid", &self.is_valid()).finish()
-    }
+    ringfence_sync::shows!(Window as it, len: it.len, valid: it.is_valid());
 }
 
 impl Window {

@@ -146,8 +146,10 @@ impl Table {
 pub struct Memory {
     /// In guest-physical order.
     mapped: Box<[Mapped]>,
-    by_gpa: Table,
-    by_user: Table,
+    /// The regions by guest-physical address.
+    pub(crate) by_gpa: Table,
+    /// The regions by address of the front end's process.
+    pub(crate) by_user: Table,
 }
 
 // SAFETY: the pointers lead into the mappings that `mapped` owns; they are only ever given out as
@@ -373,16 +375,6 @@ impl Memory {
         // SAFETY: the bytes (at least `bytes`: one piece covers them) stay mapped while `keep`,
         // the memory, lives; nothing makes references to them.
         Ok((unsafe { Window::new(base, bytes, keep) }, found.region))
-    }
-
-    /// The regions by guest-physical address.
-    pub(crate) fn by_gpa(&self) -> &Table {
-        &self.by_gpa
-    }
-
-    /// The regions by address of the front end's process.
-    pub(crate) fn by_user(&self) -> &Table {
-        &self.by_user
     }
 }
 

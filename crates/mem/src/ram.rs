@@ -1,6 +1,6 @@
 //! Memory that this process makes and shares.
 
-use crate::{HostSlice, MemError, PAGE_SIZE, Region, Window, mapping::Mapping};
+use crate::{HostSlice, MemError, PAGE_SIZE, Region, Window, mapping::Mapping, region::aligned};
 use rustix::fs::{self, FallocateFlags, MemfdFlags, SealFlags};
 use std::{
     any::Any,
@@ -35,16 +35,12 @@ impl GuestRam {
     /// # Errors
     /// A length of zero, misalignment, addresses that wrap, or a refusal of the system.
     pub fn new(len: usize, gpa: u64) -> Result<Arc<GuestRam>, MemError> {
-        let align = PAGE_SIZE as u64;
         let size = len as u64;
         if len == 0 {
             return Err(MemError::Empty);
         }
-        for (what, value) in [("length", size), ("guest-physical address", gpa)] {
-            if value % align != 0 {
-                return Err(MemError::Misaligned { what, value, align });
-            }
-        }
+        aligned("length", size)?;
+        aligned("guest-physical address", gpa)?;
         if gpa.checked_add(size - 1).is_none() || i64::try_from(size).is_err() {
             return Err(MemError::Wraps { what: "guest-physical address", addr: gpa, size });
         }
@@ -149,12 +145,8 @@ impl GuestRam {
     /// are unchanged then.
     pub fn discard(&self, offset: usize, len: usize) -> Result<(), MemError> {
         self.check(offset, len)?;
-        let align = PAGE_SIZE as u64;
-        for (what, value) in [("offset", offset as u64), ("length", len as u64)] {
-            if value % align != 0 {
-                return Err(MemError::Misaligned { what, value, align });
-            }
-        }
+        aligned("offset", offset as u64)?;
+        aligned("length", len as u64)?;
         if len == 0 {
             return Ok(());
         }
@@ -176,9 +168,7 @@ impl GuestRam {
             return Err(MemError::Empty);
         }
         for &frame in frames {
-            if frame % page != 0 {
-                return Err(MemError::Misaligned { what: "frame", value: frame, align: page });
-            }
+            aligned("frame", frame)?;
             if frame >= self.len() as u64 {
                 let size = self.len() as u64;
                 return Err(MemError::OutOfBounds { offset: frame, len: page, size });

@@ -23,15 +23,9 @@ impl Region {
         }
         // A ring's fields are aligned by their *address*; that they are aligned in this process
         // too follows from all three being page-aligned.
-        for (what, value) in [
-            ("guest-physical address", self.gpa),
-            ("user address", self.user_addr),
-            ("mmap offset", self.mmap_offset),
-        ] {
-            if value % PAGE_SIZE as u64 != 0 {
-                return Err(MemError::Misaligned { what, value, align: PAGE_SIZE as u64 });
-            }
-        }
+        aligned("guest-physical address", self.gpa)?;
+        aligned("user address", self.user_addr)?;
+        aligned("mmap offset", self.mmap_offset)?;
         for (what, addr, end) in [
             ("guest-physical address", self.gpa, u64::MAX),
             ("user address", self.user_addr, u64::MAX),
@@ -43,5 +37,15 @@ impl Region {
             }
         }
         Ok(())
+    }
+}
+
+/// Refuses a value that is not a multiple of the page size.
+pub(crate) fn aligned(what: &'static str, value: u64) -> Result<(), MemError> {
+    let align = PAGE_SIZE as u64;
+    if value.is_multiple_of(align) {
+        Ok(())
+    } else {
+        Err(MemError::Misaligned { what, value, align })
     }
 }

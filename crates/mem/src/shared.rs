@@ -51,7 +51,7 @@ impl SharedFile {
             return Err(MemError::NotMemory);
         }
         let size = memory.regions().map(|region| region.size).sum();
-        let window = memory.window(memory.by_gpa(), 0, len, Access::ReadWrite);
+        let window = memory.window(&memory.by_gpa, 0, len, Access::ReadWrite);
         let (window, _) = window.map_err(|_| MemError::OutOfBounds { offset: 0, len, size })?;
         Ok(SharedFile { window, memory })
     }

@@ -64,7 +64,7 @@ impl<const USER: bool> Direct<USER> {
 
     #[inline]
     fn table(&self) -> &Table {
-        if USER { self.memory.by_user() } else { self.memory.by_gpa() }
+        if USER { &self.memory.by_user } else { &self.memory.by_gpa }
     }
 }
 

@@ -50,6 +50,36 @@ macro_rules! mutant {
     };
 }
 
+/// What `Debug` shows of a type: its name, and the named parts.
+#[macro_export]
+macro_rules! shows {
+    ($name:ident) => {
+        $crate::shows!($name as _it);
+    };
+    ($name:ident as $it:ident $(, $part:ident: $shown:expr)*) => {
+        fn fmt(&self, f: &mut ::core::fmt::Formatter<'_>) -> ::core::fmt::Result {
+            let $it = self;
+            let mut shown = f.debug_struct(stringify!($name));
+            $(shown.field(stringify!($part), &$shown);)*
+            shown.finish_non_exhaustive()
+        }
+    };
+}
+
+/// Lets counts be added: those of a struct, which are named.
+#[macro_export]
+macro_rules! sums {
+    ($counts:ident: $($field:ident)*) => {
+        impl ::core::ops::Add for $counts {
+            type Output = $counts;
+
+            fn add(self, more: $counts) -> $counts {
+                $counts { $($field: self.$field + more.$field),* }
+            }
+        }
+    };
+}
+
 /// The reference-counted pointer for what threads share.
 ///
 /// Always the one of `alloc`, under loom too: loom's own can neither be turned into a pointer to a

@@ -199,13 +199,10 @@ impl Qsbr {
 }
 
 impl fmt::Debug for Qsbr {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Qsbr")
-            .field("epoch", &self.epoch.load(Ordering::Relaxed))
-            .field("over", &self.over.load(Ordering::Relaxed))
-            .field("max_readers", &self.slots.len())
-            .finish()
-    }
+    crate::shows!(
+        Qsbr as it, epoch: it.epoch.load(Ordering::Relaxed), over: it.over.load(Ordering::Relaxed),
+        max_readers: it.slots.len()
+    );
 }
 
 /// A thread that reads what the [`Qsbr`] protects. It is online from the start.
@@ -328,13 +325,7 @@ impl Drop for Reader {
 }
 
 impl fmt::Debug for Reader {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reader")
-            .field("index", &self.index)
-            .field("passed", &self.last)
-            .field("online", &self.online)
-            .finish()
-    }
+    crate::shows!(Reader as it, index: it.index, passed: it.last, online: it.online);
 }
 
 #[cfg(all(test, not(loom)))]

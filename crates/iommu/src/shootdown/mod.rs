@@ -72,7 +72,7 @@ fn fill(gone: &mut Gone, ranges: &[Range]) {
     if gone.try_extend_from_slice(ranges).is_err() {
         let mut joined = Ranges::<RANGES>::default();
         ranges.iter().for_each(|&range| joined.add(range));
-        gone.extend(joined.as_slice().iter().copied());
+        gone.extend(joined.ranges.iter().copied());
     }
 }
 
@@ -244,12 +244,7 @@ impl Shootdown {
 }
 
 impl fmt::Debug for Shootdown {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shootdown")
-            .field("qsbr", &self.qsbr)
-            .field("logged", &self.logged())
-            .finish()
-    }
+    ringfence_sync::shows!(Shootdown as it, qsbr: it.qsbr, logged: it.logged());
 }
 
 /// A thread that translates: see the [module](self).
@@ -359,12 +354,7 @@ impl Reader {
 }
 
 impl fmt::Debug for Reader {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reader")
-            .field("inner", &self.inner)
-            .field("replayed", &self.replayed)
-            .finish()
-    }
+    ringfence_sync::shows!(Reader as it, inner: it.inner, replayed: it.replayed);
 }
 
 /// Takes a reader offline if its callback panics: its cache may still hold what it should have

@@ -108,13 +108,10 @@ impl Budget {
 }
 
 impl fmt::Debug for Budget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Budget")
-            .field("limits", &self.limits)
-            .field("table_bytes", &self.table_bytes())
-            .field("taken_mappings", &self.taken_mappings())
-            .finish()
-    }
+    ringfence_sync::shows!(
+        Budget as it, limits: it.limits, table_bytes: it.table_bytes(),
+        taken_mappings: it.taken_mappings()
+    );
 }
 
 #[cfg(all(test, not(loom)))]

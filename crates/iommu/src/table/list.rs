@@ -2,11 +2,8 @@
 
 use alloc::vec::Vec;
 
-use super::{
-    Mapping,
-    slot::{Slot, Span},
-};
-use crate::Prot;
+use super::{Mapping, slot::Slot};
+use crate::{Prot, Range};
 
 /// Collects mappings in ascending order, starting at the first address of one.
 pub(super) struct List<'a> {
@@ -26,16 +23,16 @@ impl List<'_> {
         self.into.len() == self.into.capacity()
     }
 
-    fn push(&mut self, span: Span, delta: u64, prot: Prot) {
+    fn push(&mut self, span: Range, delta: u64, prot: Prot) {
         let target = span.first.wrapping_add(delta);
-        self.into.push(Mapping { range: span.range(), target, prot });
+        self.into.push(Mapping { range: span, target, prot });
     }
 
     /// Adds the mappings that end in `within`, in the slot that stands for `slot` and holds `word`.
     ///
     /// # Safety
     /// The lock is held.
-    pub(super) unsafe fn visit(&mut self, word: Slot, slot: Span, within: Span) {
+    pub(super) unsafe fn visit(&mut self, word: Slot, slot: Range, within: Range) {
         if word.is_empty() || self.is_full() {
         } else if word.is_leaf() {
             if word.starts() {
@@ -44,7 +41,7 @@ impl List<'_> {
             if word.ends()
                 && let Some((first, delta, prot)) = self.open.take()
             {
-                self.push(Span { first, last: slot.last }, delta, prot);
+                self.push(Range { first, last: slot.last }, delta, prot);
             }
         } else if word.is_block() {
             // SAFETY: reachable, and the lock is held.

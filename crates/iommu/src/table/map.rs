@@ -10,10 +10,11 @@ use super::{
     Mapping,
     node::{Block, Node, Record},
     pages::Chain,
-    slot::{FANOUT, ROOT_LEVEL, Slot, Span, delta, index, shift},
+    slot::{FANOUT, ROOT_LEVEL, Slot, delta, index, shift},
     walk::{first_mapped, slots_of},
     writer::{SlotRef, Writer},
 };
+use crate::Range;
 
 /// How many nodes a map may need: two per level, for its two ends.
 const NODES: usize = 2 * ROOT_LEVEL as usize;
@@ -68,14 +69,14 @@ fn link(block: Box<Block>) -> NonNull<Block> {
 }
 
 fn record(mapping: &Mapping) -> Record {
-    Record::new(mapping.range.into(), delta(mapping), mapping.prot)
+    Record::new(mapping.range, delta(mapping), mapping.prot)
 }
 
 /// The level of the node to make for `part` of a mapping in an empty slot: the lowest that contains
 /// it, or the next if the part fills that node and so is one slot of the next.
-fn level_for(part: Span) -> u32 {
+fn level_for(part: Range) -> u32 {
     let level = part.level();
-    if part == Span::of_node(level, part.first) { level + 1 } else { level }
+    if part == Range::of_node(level, part.first) { level + 1 } else { level }
 }
 
 /// How a map continues below a slot of which it covers a part.
@@ -89,7 +90,7 @@ enum Step<'t> {
 }
 
 /// Decides that, for the rehearsal and for the real map alike. The slot holds no leaf or block.
-fn step<'t>(word: Slot, part: Span) -> Step<'t> {
+fn step<'t>(word: Slot, part: Range) -> Step<'t> {
     if word.is_empty() {
         return Step::New { level: level_for(part), old: None };
     }
@@ -110,13 +111,13 @@ fn step<'t>(word: Slot, part: Span) -> Step<'t> {
 pub(super) fn rehearse(
     word: Slot,
     level: u32,
-    part: Span,
+    part: Range,
     fits: bool,
     need: &mut Need,
 ) -> Result<(), u64> {
     // SAFETY: the lock is held.
     let mapped = |word| unsafe { first_mapped(word, level, part) };
-    if part == Span::of_slot(level, part.first) {
+    if part == Range::of_slot(level, part.first) {
         need.shared |= !fits;
         return mapped(word).map_or(Ok(()), Err);
     }
@@ -131,7 +132,7 @@ pub(super) fn rehearse(
         Step::Into(node) => {
             for at in node.indices(part) {
                 let part = part.clip(node.slot_span(at));
-                rehearse(node.load(at), node.level(), part, fits, need)?;
+                rehearse(node.load(at), node.level, part, fits, need)?;
             }
             return Ok(());
         }
@@ -158,9 +159,9 @@ pub(super) fn rehearse(
 }
 
 /// What slot `at` stands for in the node of `level` that contains `part`.
-fn slot_in(level: u32, part: Span, at: usize) -> Span {
-    let base = Span::of_node(level, part.first).first;
-    Span::of_slot(level, base | (at as u64) << shift(level))
+fn slot_in(level: u32, part: Range, at: usize) -> Range {
+    let base = Range::of_node(level, part.first).first;
+    Range::of_slot(level, base | (at as u64) << shift(level))
 }
 
 /// How many live records the block of a slot has.
@@ -177,7 +178,7 @@ fn living(word: Slot) -> usize {
 /// all of them empty, and leaves can hold the difference. False: nothing was done.
 #[inline(always)]
 pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, mapping: &Mapping) -> bool {
-    let span = Span::from(mapping.range);
+    let span = mapping.range;
     // SAFETY: the lock is held.
     let Some(part) = (unsafe { slots_of(root, span) }) else { return false };
     let (node, slots) = (part.node, part.indices());
@@ -206,7 +207,7 @@ pub(super) struct Commit<'w> {
 
 impl Commit<'_> {
     /// Maps `part`, some or all of the slot at `place`.
-    pub(super) fn put(&mut self, place: SlotRef<'_>, part: Span) {
+    pub(super) fn put(&mut self, place: SlotRef<'_>, part: Range) {
         let word = place.load();
         if part == place.span {
             let new = match self.stock.shared {
@@ -255,7 +256,7 @@ impl Commit<'_> {
         }
     }
 
-    fn node<'t>(&mut self, level: u32, part: Span) -> &'t Node {
+    fn node<'t>(&mut self, level: u32, part: Range) -> &'t Node {
         let node = self.stock.nodes.pop().expect("the rehearsal counted the nodes");
         self.writer.adopt(node, level, part.first)
     }

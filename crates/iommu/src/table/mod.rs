@@ -74,7 +74,7 @@ use self::{
     list::List,
     map::{Commit, Need},
     pages::{Chain, Ledger},
-    slot::{ROOT_LEVEL, Slot, Span},
+    slot::{ROOT_LEVEL, Slot},
     unmap::Removed,
     walk::{Leaf, first_mapped, leaf_at, run_at},
     writer::{SlotRef, Writer},
@@ -233,7 +233,7 @@ impl Table {
     #[inline]
     pub fn lookup_run(&self, iova: Iova, within: Range) -> Option<Translation> {
         // SAFETY: as in `lookup`.
-        unsafe { run_at(&self.root, iova.0, within.into()) }.map(Leaf::translation)
+        unsafe { run_at(&self.root, iova.0, within) }.map(Leaf::translation)
     }
 
     /// As [`lookup`](Self::lookup), under the table's lock: any thread may call it at any time.
@@ -254,7 +254,7 @@ impl Table {
         let _writer = self.writer.lock();
         // Ordering: the lock orders it.
         let root = Slot(self.root.load(Ordering::Acquire));
-        let above = Span { first: iova.0, last: u64::MAX };
+        let above = Range { first: iova.0, last: u64::MAX };
         // SAFETY: the lock is held.
         let at = unsafe { first_mapped(root, ROOT_LEVEL, above) }?;
         self.whole(at)
@@ -266,13 +266,13 @@ impl Table {
         let _writer = self.writer.lock();
         // Ordering: the lock orders it.
         let root = Slot(self.root.load(Ordering::Acquire));
-        let above = Span { first: iova.0, last: u64::MAX };
+        let above = Range { first: iova.0, last: u64::MAX };
         // SAFETY: the lock is held.
         let Some(at) = (unsafe { first_mapped(root, ROOT_LEVEL, above) }) else { return };
         let Some(Mapping { range, .. }) = self.whole(at) else { return };
-        let all = Span { first: 0, last: u64::MAX };
+        let within = Range { last: u64::MAX, ..range };
         // SAFETY: the lock is held.
-        unsafe { List::new(into).visit(root, all, Span { first: range.first().0, ..all }) };
+        unsafe { List::new(into).visit(root, Range::ALL, within) };
     }
 
     /// All mappings in ascending order. Takes the lock anew for each step: a mapping that exists
@@ -314,7 +314,7 @@ impl Table {
 
     /// The budget it shares, if it does.
     pub fn budget(&self) -> Option<&Arc<Budget>> {
-        self.ledger.budget()
+        self.ledger.budget.as_ref()
     }
 
     /// The unlinked pages that no list holds: from maps (which replace blocks and empty nodes),
@@ -337,15 +337,14 @@ impl Table {
 
     #[inline]
     fn remove_in(&self, writer: &mut Writer, range: Range) -> Result<Removed> {
-        let span = Span::from(range);
-        let removed = match unmap::quick(writer, &self.root, span) {
+        let removed = match unmap::quick(writer, &self.root, range) {
             Some(removed) => removed,
             None => {
-                if let Some(at) = unmap::splits(&self.root, span) {
+                if let Some(at) = unmap::splits(&self.root, range) {
                     return Err(Error::WouldSplit { range, at: Iova(at) });
                 }
                 let mut removed = Removed::default();
-                unmap::sweep(writer, SlotRef::root(&self.root), span, &mut removed);
+                unmap::sweep(writer, SlotRef::root(&self.root), range, &mut removed);
                 removed
             }
         };
@@ -369,7 +368,7 @@ impl Table {
 
     /// The slow path of a map: it may need memory, and may fail.
     fn map_slowly(&self, writer: &mut Writer, mapping: Mapping) -> Result<()> {
-        let span = Span::from(mapping.range);
+        let span = mapping.range;
         let root = SlotRef::root(&self.root);
         let fits = Slot::fits(slot::delta(&mapping));
         let mut need = Need::default();
@@ -413,7 +412,7 @@ impl Table {
     fn scavenge_with(&self, writer: &mut Writer) -> u64 {
         let mut pages = Chain::default();
         writer.scavenge(&self.root, &mut pages);
-        let bytes = pages.bytes();
+        let bytes = pages.bytes;
         self.ledger.retire(&pages);
         self.ledger.defer(pages);
         bytes
@@ -464,10 +463,9 @@ impl Locked<'_> {
 impl Drop for Table {
     fn drop(&mut self) {
         let mut removed = Removed::default();
-        let all = Span { first: 0, last: u64::MAX };
         let mut pages = {
             let mut writer = self.writer.lock();
-            unmap::sweep(&mut writer, SlotRef::root(&self.root), all, &mut removed);
+            unmap::sweep(&mut writer, SlotRef::root(&self.root), Range::ALL, &mut removed);
             if let Some(budget) = self.budget() {
                 budget.give_mappings(writer.granted);
             }
@@ -481,12 +479,8 @@ impl Drop for Table {
 }
 
 impl fmt::Debug for Table {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Table")
-            .field("mappings", &self.mappings())
-            .field("table_bytes", &self.table_bytes())
-            .field("retired_bytes", &self.retired_bytes())
-            .field("limits", &self.limits)
-            .finish()
-    }
+    ringfence_sync::shows!(
+        Table as it, mappings: it.mappings(), table_bytes: it.table_bytes(),
+        retired_bytes: it.retired_bytes(), limits: it.limits
+    );
 }

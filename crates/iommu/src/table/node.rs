@@ -9,8 +9,8 @@ use core::{
 
 use ringfence_sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use super::slot::{FANOUT, Slot, Span, index, shift};
-use crate::Prot;
+use super::slot::{FANOUT, Slot, index, shift};
+use crate::{Prot, Range};
 
 /// A node: an array of slots for the addresses from `base` on.
 ///
@@ -21,8 +21,8 @@ use crate::Prot;
 pub(super) struct Node {
     // First, so that a slot's address is the pointer plus a scaled index.
     slots: [AtomicU64; FANOUT],
-    base: u64,
-    level: u32,
+    pub(super) base: u64,
+    pub(super) level: u32,
     /// How many slots are not empty.
     pub(super) live: Cell<u32>,
     /// The node whose slot points here; null for the root slot.
@@ -69,7 +69,7 @@ impl Node {
     /// Makes a node that is not linked yet the one of `level` that stands for `address`, and hands
     /// it over to the tree, which frees it through [`Slot`] words.
     pub(super) fn place<'n>(mut self: Box<Self>, level: u32, address: u64) -> &'n Node {
-        self.base = Span::of_node(level, address).first;
+        self.base = Range::of_node(level, address).first;
         self.level = level;
         let node = Box::into_raw(self);
         // Freeing needs this pointer's provenance; one made from a reference would not do.
@@ -78,20 +78,10 @@ impl Node {
         unsafe { &*node }
     }
 
-    #[inline]
-    pub(super) fn level(&self) -> u32 {
-        self.level
-    }
-
-    #[inline]
-    pub(super) fn base(&self) -> u64 {
-        self.base
-    }
-
     /// The addresses that the node stands for.
     #[inline]
-    pub(super) fn span(&self) -> Span {
-        Span::of_node(self.level, self.base)
+    pub(super) fn span(&self) -> Range {
+        Range::of_node(self.level, self.base)
     }
 
     #[inline]
@@ -115,16 +105,16 @@ impl Node {
 
     /// The slots, by index, that stand for an address of `span`, which overlaps the node's own.
     #[inline]
-    pub(super) fn indices(&self, span: Span) -> core::ops::RangeInclusive<usize> {
+    pub(super) fn indices(&self, span: Range) -> core::ops::RangeInclusive<usize> {
         let inside = span.clip(self.span());
         index(self.level, inside.first)..=index(self.level, inside.last)
     }
 
     /// What the slot at an index stands for.
     #[inline]
-    pub(super) fn slot_span(&self, at: usize) -> Span {
+    pub(super) fn slot_span(&self, at: usize) -> Range {
         let address = self.base | (at as u64) << shift(self.level);
-        Span::of_slot(self.level, address)
+        Range::of_slot(self.level, address)
     }
 
     /// Marks the node as being read, for the model checker.
@@ -150,7 +140,7 @@ impl Node {
 /// A mapping, or part of one, that a leaf cannot encode.
 pub(super) struct Record {
     /// All of the mapping, not only the part in this slot.
-    pub(super) span: Span,
+    pub(super) span: Range,
     pub(super) delta: u64,
     /// The permission; 0 once it is unmapped. A record never maps anything else: it dies, and a
     /// later mapping in the same page makes a new block. So an unmap needs no memory.
@@ -158,7 +148,7 @@ pub(super) struct Record {
 }
 
 impl Record {
-    pub(super) fn new(span: Span, delta: u64, prot: Prot) -> Record {
+    pub(super) fn new(span: Range, delta: u64, prot: Prot) -> Record {
         Record { span, delta, prot: AtomicU32::new(prot.bits()) }
     }
 
@@ -277,7 +267,7 @@ const _: () = assert!(align_of::<Block>() >= 4, "a block pointer has two low bit
 impl Slot {
     /// A pointer to `node` for a slot of `level`.
     pub(super) fn child(node: &Node, level: u32) -> Slot {
-        let shift = if node.level() + 1 == level { 0 } else { shift(node.level()) };
+        let shift = if node.level + 1 == level { 0 } else { shift(node.level) };
         let address = ptr::from_ref(node).expose_provenance() as u64;
         Slot(address | u64::from(shift) << 1 | Self::CHILD)
     }

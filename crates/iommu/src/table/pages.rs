@@ -23,7 +23,7 @@ pub(super) struct Ledger {
     /// Unlinked pages that are on no list.
     deferred: SpinLock<Chain>,
     /// The budget shared with other tables.
-    budget: Option<Arc<Budget>>,
+    pub(super) budget: Option<Arc<Budget>>,
 }
 
 impl Ledger {
@@ -42,10 +42,6 @@ impl Ledger {
 
     pub(super) fn retired(&self) -> u64 {
         self.retired.load(Ordering::Relaxed)
-    }
-
-    pub(super) fn budget(&self) -> Option<&Arc<Budget>> {
-        self.budget.as_ref()
     }
 
     /// Counts `bytes` that are about to be allocated; returns false, with nothing counted, if that
@@ -111,16 +107,12 @@ pub(super) struct Chain {
     /// A child or block word, or empty.
     head: u64,
     tail: u64,
-    bytes: u64,
+    pub(super) bytes: u64,
 }
 
 impl Chain {
     pub(super) fn is_empty(&self) -> bool {
         self.head == 0
-    }
-
-    pub(super) fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Adds a node that no slot points to any more.
@@ -230,7 +222,7 @@ impl PageList {
 
     /// How many bytes of table memory the pages hold.
     pub fn bytes(&self) -> u64 {
-        self.pages.bytes()
+        self.pages.bytes
     }
 
     /// Frees the pages (rules L21, L40).
@@ -276,7 +268,5 @@ impl Drop for PageList {
 }
 
 impl fmt::Debug for PageList {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PageList").field("bytes", &self.bytes()).finish()
-    }
+    ringfence_sync::shows!(PageList as it, bytes: it.bytes());
 }

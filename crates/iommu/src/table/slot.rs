@@ -1,7 +1,7 @@
 //! One 64-bit word of the tree: what it encodes, and the arithmetic of levels.
 
 use super::Mapping;
-use crate::{Iova, Prot, Range};
+use crate::{Prot, Range};
 
 /// log2 of the bytes that a slot of a level-0 node stands for. The model checker explores a tree of
 /// the same height order over a far smaller one: 256 "pages" of 2^56 bytes in nodes of four slots.
@@ -30,31 +30,25 @@ pub(super) const fn index(level: u32, address: u64) -> usize {
     (address >> shift(level)) as usize & (FANOUT - 1)
 }
 
-/// A range of addresses, both ends included, as plain numbers to compute with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
-    pub(super) first: u64,
-    pub(super) last: u64,
-}
-
-impl Span {
+/// The ranges of a tree.
+impl Range {
     /// The 2^`bits` addresses, so aligned, around `address`.
     #[inline]
-    pub(super) const fn around(address: u64, bits: u32) -> Span {
+    pub(super) const fn around(address: u64, bits: u32) -> Range {
         let low = if bits >= 64 { u64::MAX } else { (1 << bits) - 1 };
-        Span { first: address & !low, last: address | low }
+        Range { first: address & !low, last: address | low }
     }
 
     /// The addresses of the slot at `level` that contains `address`.
     #[inline]
-    pub(super) const fn of_slot(level: u32, address: u64) -> Span {
-        Span::around(address, shift(level))
+    pub(super) const fn of_slot(level: u32, address: u64) -> Range {
+        Range::around(address, shift(level))
     }
 
     /// The addresses of the node of `level` that contains `address`.
     #[inline]
-    pub(super) const fn of_node(level: u32, address: u64) -> Span {
-        Span::around(address, shift(level + 1))
+    pub(super) const fn of_node(level: u32, address: u64) -> Range {
+        Range::around(address, shift(level + 1))
     }
 
     /// The level of the lowest node that contains the span.
@@ -67,43 +61,11 @@ impl Span {
         }
     }
 
+    /// What two ranges that overlap have in common.
     #[inline]
-    pub(super) const fn covers(self, other: Span) -> bool {
-        self.first <= other.first && other.last <= self.last
-    }
-
-    #[inline]
-    pub(super) const fn overlaps(self, other: Span) -> bool {
-        self.first <= other.last && other.first <= self.last
-    }
-
-    /// What two spans that overlap have in common.
-    #[inline]
-    pub(super) fn clip(self, other: Span) -> Span {
+    pub(super) fn clip(self, other: Range) -> Range {
         debug_assert!(self.overlaps(other));
-        Span { first: self.first.max(other.first), last: self.last.min(other.last) }
-    }
-
-    #[inline]
-    pub(super) fn hull(self, other: Span) -> Span {
-        Span { first: self.first.min(other.first), last: self.last.max(other.last) }
-    }
-
-    #[inline]
-    pub(super) const fn len(self) -> u128 {
-        (self.last - self.first) as u128 + 1
-    }
-
-    #[inline]
-    pub(super) fn range(self) -> Range {
-        Range::new(Iova(self.first), Iova(self.last)).unwrap_or(Range::ALL)
-    }
-}
-
-impl From<Range> for Span {
-    #[inline]
-    fn from(range: Range) -> Span {
-        Span { first: range.first().0, last: range.last().0 }
+        Range { first: self.first.max(other.first), last: self.last.min(other.last) }
     }
 }
 
@@ -132,14 +94,13 @@ impl Slot {
     /// A leaf for a slot that stands for `slot`, wholly covered by `mapping`. Only if the
     /// difference [fits](Self::fits).
     #[inline]
-    pub(super) fn leaf(slot: Span, mapping: &Mapping) -> Slot {
-        let whole = Span::from(mapping.range);
+    pub(super) fn leaf(slot: Range, mapping: &Mapping) -> Slot {
         let mut word =
             delta(mapping) | u64::from(mapping.prot.bits()) << Self::PROT_AT | Self::LEAF;
-        if slot.first == whole.first {
+        if slot.first == mapping.range.first {
             word |= Self::STARTS;
         }
-        if slot.last == whole.last {
+        if slot.last == mapping.range.last {
             word |= Self::ENDS;
         }
         Slot(word)

@@ -5,10 +5,11 @@ use ringfence_sync::atomic::AtomicU64;
 use super::{
     node::Node,
     pages::Chain,
-    slot::{Slot, Span},
+    slot::Slot,
     walk::{leaf_at, slots_of},
     writer::{SlotRef, Writer},
 };
+use crate::Range;
 
 /// What was removed.
 #[derive(Default)]
@@ -21,7 +22,7 @@ pub(super) struct Removed {
 }
 
 impl Removed {
-    fn leaf(&mut self, word: Slot, slot: Span) {
+    fn leaf(&mut self, word: Slot, slot: Range) {
         self.bytes += slot.len();
         self.mappings += u64::from(word.starts());
     }
@@ -37,7 +38,7 @@ impl Removed {
 }
 
 /// The end of `span` at which a mapping would be split, if there is one.
-pub(super) fn splits(root: &AtomicU64, span: Span) -> Option<u64> {
+pub(super) fn splits(root: &AtomicU64, span: Range) -> Option<u64> {
     // SAFETY: the lock is held.
     let (low, high) = unsafe { (leaf_at(root, span.first), leaf_at(root, span.last)) };
     if low.is_some_and(|leaf| leaf.span.first < span.first || !leaf.starts) {
@@ -52,7 +53,7 @@ pub(super) fn splits(root: &AtomicU64, span: Span) -> Option<u64> {
 /// The fast path for by far the commonest case: the range is one or more slots of a node, not all
 /// of them, that hold leaves or nothing. `None`: nothing was done (a split is refused elsewhere).
 #[inline(always)]
-pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option<Removed> {
+pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Range) -> Option<Removed> {
     // SAFETY: the lock is held.
     let part = unsafe { slots_of(root, span) }?;
     if part.are_all() {
@@ -80,7 +81,7 @@ pub(super) fn quick(writer: &mut Writer, root: &AtomicU64, span: Span) -> Option
 
 /// Removes every mapping from `part`, some or all of the slot at `place`. The caller has checked
 /// that this splits none.
-pub(super) fn sweep(writer: &mut Writer, place: SlotRef<'_>, part: Span, removed: &mut Removed) {
+pub(super) fn sweep(writer: &mut Writer, place: SlotRef<'_>, part: Range, removed: &mut Removed) {
     let word = place.load();
     if word.is_empty() {
     } else if word.is_leaf() {
@@ -105,7 +106,7 @@ pub(super) fn sweep(writer: &mut Writer, place: SlotRef<'_>, part: Span, removed
     }
 }
 
-fn sweep_block(writer: &mut Writer, place: SlotRef<'_>, part: Span, removed: &mut Removed) {
+fn sweep_block(writer: &mut Writer, place: SlotRef<'_>, part: Range, removed: &mut Removed) {
     let word = place.load();
     // SAFETY: reachable, and the lock is held.
     let block = unsafe { word.block_ptr().as_ref() };

@@ -5,15 +5,15 @@ use ringfence_sync::atomic::{AtomicU64, Ordering};
 use super::{
     Translation,
     node::Node,
-    slot::{FANOUT, RADIX_BITS, ROOT_LEVEL, Slot, Span, index, shift},
+    slot::{FANOUT, RADIX_BITS, ROOT_LEVEL, Slot, index, shift},
 };
-use crate::Prot;
+use crate::{Prot, Range};
 
 /// What a slot holds for an address: a leaf, or the record of a block.
 #[derive(Clone, Copy)]
 pub(super) struct Leaf {
     /// The slot's addresses, or all of the record's mapping.
-    pub(super) span: Span,
+    pub(super) span: Range,
     pub(super) delta: u64,
     pub(super) prot: Prot,
     /// Whether a mapping begins with `span`.
@@ -25,7 +25,7 @@ pub(super) struct Leaf {
 impl Leaf {
     #[inline]
     pub(super) fn translation(self) -> Translation {
-        Translation { range: self.span.range(), delta: self.delta, prot: self.prot }
+        Translation { range: self.span, delta: self.delta, prot: self.prot }
     }
 
     /// Whether two leaves have the same difference and permission.
@@ -40,7 +40,7 @@ impl Leaf {
 fn leaf_of(word: Slot, shift: u32, address: u64) -> Option<Leaf> {
     if word.is_leaf() {
         return Some(Leaf {
-            span: Span::around(address, shift),
+            span: Range::around(address, shift),
             delta: word.delta(),
             prot: word.prot(),
             starts: word.starts(),
@@ -142,7 +142,7 @@ unsafe fn end_at<'n>(root: &AtomicU64, address: u64) -> End<'n> {
 /// where levels were skipped, as the walk has not compared those bits.
 #[inline]
 fn node_has(node: &Node, shift: u32, address: u64) -> bool {
-    (address ^ node.base()) >> shift < FANOUT as u64
+    (address ^ node.base) >> shift < FANOUT as u64
 }
 
 /// The rest of the walk from a slot of `node`, of `shift`, that holds `word`.
@@ -185,7 +185,7 @@ unsafe fn walk_down<'n>(mut word: Slot, mut shift: u32, address: u64) -> End<'n>
 /// # Safety
 /// As [`leaf_at`].
 #[inline]
-pub(super) unsafe fn run_at(root: &AtomicU64, address: u64, within: Span) -> Option<Leaf> {
+pub(super) unsafe fn run_at(root: &AtomicU64, address: u64, within: Range) -> Option<Leaf> {
     // SAFETY: the caller's promise.
     let end = unsafe { end_at(root, address) };
     let mut run = leaf_of(end.word, end.shift, address)?;
@@ -216,9 +216,9 @@ pub(super) unsafe fn run_at(root: &AtomicU64, address: u64, within: Span) -> Opt
 /// The slots of `node` around the one of `address`, which holds the leaf `word`, that hold the
 /// same; and whether the run may continue below and above, in another node or in a block.
 #[inline]
-fn run_in(node: &Node, word: Slot, address: u64, within: Span) -> (Span, bool, bool) {
+fn run_in(node: &Node, word: Slot, address: u64, within: Range) -> (Range, bool, bool) {
     let inside = node.indices(within);
-    let (mut first, mut last) = (index(node.level(), address), index(node.level(), address));
+    let (mut first, mut last) = (index(node.level, address), index(node.level, address));
     let mut down = Slot::EMPTY;
     while first > *inside.start() {
         down = node.load(first - 1);
@@ -248,7 +248,7 @@ fn run_in(node: &Node, word: Slot, address: u64, within: Span) -> (Span, bool, b
 ///
 /// # Safety
 /// The lock is held.
-pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Span) -> Option<u64> {
+pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Range) -> Option<u64> {
     if word.is_empty() {
         None
     } else if word.is_leaf() {
@@ -263,7 +263,7 @@ pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Span) -> Optio
     } else {
         // SAFETY: reachable, and the lock is held.
         let node = unsafe { word.node() };
-        debug_assert!(node.level() < level);
+        debug_assert!(node.level < level);
         if node.live.get() == 0 || !node.span().overlaps(within) {
             return None;
         }
@@ -273,7 +273,7 @@ pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Span) -> Optio
                 return None;
             }
             // SAFETY: as above.
-            unsafe { first_mapped(word, node.level(), within.clip(node.slot_span(at))) }
+            unsafe { first_mapped(word, node.level, within.clip(node.slot_span(at))) }
         })
     }
 }
@@ -285,7 +285,7 @@ pub(super) unsafe fn first_mapped(word: Slot, level: u32, within: Span) -> Optio
 pub(super) struct Slots<'n> {
     pub(super) node: &'n Node,
     shift: u32,
-    span: Span,
+    span: Range,
 }
 
 impl Slots<'_> {
@@ -304,13 +304,13 @@ impl Slots<'_> {
 
     /// What the slot at an index of the node stands for.
     #[inline]
-    pub(super) fn span_of(&self, at: usize) -> Span {
-        Span::around(self.node_span().first | (at as u64) << self.shift, self.shift)
+    pub(super) fn span_of(&self, at: usize) -> Range {
+        Range::around(self.node_span().first | (at as u64) << self.shift, self.shift)
     }
 
     #[inline]
-    fn node_span(&self) -> Span {
-        Span::around(self.span.first, self.shift + RADIX_BITS)
+    fn node_span(&self) -> Range {
+        Range::around(self.span.first, self.shift + RADIX_BITS)
     }
 }
 
@@ -320,7 +320,7 @@ impl Slots<'_> {
 /// # Safety
 /// The lock is held.
 #[inline]
-pub(super) unsafe fn slots_of<'n>(root: &AtomicU64, span: Span) -> Option<Slots<'n>> {
+pub(super) unsafe fn slots_of<'n>(root: &AtomicU64, span: Range) -> Option<Slots<'n>> {
     // Ordering: the lock orders it.
     let mut word = Slot(root.load(Ordering::Acquire));
     let differ = span.first ^ span.last;
@@ -333,9 +333,9 @@ pub(super) unsafe fn slots_of<'n>(root: &AtomicU64, span: Span) -> Option<Slots<
             shift -= RADIX_BITS;
         } else {
             shift = word.skip();
-            outside = span.first ^ node.base();
+            outside = span.first ^ node.base;
         }
-        debug_assert_eq!(shift, super::slot::shift(node.level()));
+        debug_assert_eq!(shift, super::slot::shift(node.level));
         if (outside | differ) >> shift >= FANOUT as u64 {
             return None;
         }

@@ -8,8 +8,9 @@ use ringfence_sync::atomic::{AtomicU64, Ordering};
 use super::{
     node::Node,
     pages::Chain,
-    slot::{FANOUT, ROOT_LEVEL, Slot, Span, index},
+    slot::{FANOUT, ROOT_LEVEL, Slot, index},
 };
+use crate::Range;
 
 /// One slot of the tree.
 #[derive(Clone, Copy)]
@@ -18,12 +19,12 @@ pub(super) struct SlotRef<'t> {
     /// The node the slot is in; `None` for the root slot.
     node: Option<&'t Node>,
     /// What the slot stands for.
-    pub(super) span: Span,
+    pub(super) span: Range,
 }
 
 impl<'t> SlotRef<'t> {
     pub(super) fn root(root: &'t AtomicU64) -> SlotRef<'t> {
-        SlotRef { slot: root, node: None, span: Span { first: 0, last: u64::MAX } }
+        SlotRef { slot: root, node: None, span: Range::ALL }
     }
 
     pub(super) fn of(node: &'t Node, at: usize) -> SlotRef<'t> {
@@ -37,7 +38,7 @@ impl<'t> SlotRef<'t> {
 
     /// The level of the node the slot is in.
     pub(super) fn level(&self) -> u32 {
-        self.node.map_or(ROOT_LEVEL, Node::level)
+        self.node.map_or(ROOT_LEVEL, |node| node.level)
     }
 
     /// The slot that points to `node`.
@@ -45,7 +46,7 @@ impl<'t> SlotRef<'t> {
         // SAFETY: the node is linked, so its parent is, and the lock is held.
         match unsafe { node.parent.get().as_ref() } {
             None => SlotRef::root(root),
-            Some(parent) => SlotRef::of(parent, index(parent.level(), node.base())),
+            Some(parent) => SlotRef::of(parent, index(parent.level, node.base)),
         }
     }
 }

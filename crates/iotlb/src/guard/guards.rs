@@ -301,10 +301,5 @@ impl Guards {
 }
 
 impl fmt::Debug for Guards {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Guards")
-            .field("endpoint", &self.endpoint)
-            .field("failure", &self.failure())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Guards as it, endpoint: it.endpoint, failure: it.failure());
 }

@@ -5,7 +5,7 @@ use std::{cell::RefCell, ptr::NonNull};
 use ringfence_iommu::{FaultReason, Iova, Prot, Range, table::Translation};
 use ringfence_mem::{Access, AccessError, HostSlice};
 
-use super::{View, wanted};
+use super::{View, prot_of};
 use crate::{
     Binding, Miss,
     cache::{Entry, offset},
@@ -46,7 +46,7 @@ impl View {
 
     #[inline(always)]
     fn lookup(&self, addr: u64, access: Access) -> Result<Entry, AccessError> {
-        match self.cache.get(addr, wanted(access)) {
+        match self.cache.get(addr, prot_of(access)) {
             Some(entry) => {
                 self.hits.set(self.hits.get() + 1);
                 Ok(entry)
@@ -63,9 +63,9 @@ impl View {
         let found = match &self.binding {
             Binding::Iotlb(iotlb) => {
                 match iotlb.translate(&self.reader, iova, self.cache.search(addr)) {
-                    Some(found) if found.prot.allows(wanted(access)) => Some(found),
+                    Some(found) if found.prot.allows(prot_of(access)) => Some(found),
                     found => {
-                        let missing = (iova, wanted(access));
+                        let missing = (iova, prot_of(access));
                         if !iotlb.is_refused(missing, self.since.get(), &self.waiter) {
                             return Err(AccessError::Again { addr, access });
                         }
@@ -86,7 +86,7 @@ impl View {
             self.fault(FaultReason::Mapping, addr, access);
             return Err(AccessError::Unmapped { addr, access });
         };
-        if !prot.allows(wanted(access)) {
+        if !prot.allows(prot_of(access)) {
             self.fault(FaultReason::Mapping, addr, access);
             return Err(AccessError::NotPermitted { addr, access });
         }
@@ -217,7 +217,7 @@ const NEAR: usize = 4;
 /// Notes what is missing; false if there is no room for it now.
 #[cold]
 fn note(misses: &RefCell<Vec<Miss>>, addr: u64, access: Access) -> bool {
-    let miss = Miss { iova: Iova(addr), access: wanted(access), again: None };
+    let miss = Miss { iova: Iova(addr), access: prot_of(access), again: None };
     let mut misses = misses.borrow_mut();
     let room = misses.len() < BATCH;
     // A duplicate further back is found when they are sent; here it only takes room.

@@ -6,10 +6,10 @@ use proptest::prelude::*;
 use ringfence_iommu::{Domain, GuestPhys, Map, Prot};
 use ringfence_mem::{Access, AccessError, PAGE_SIZE, Translate, Window};
 
+use super::prot_of;
 use super::tests::{
     Bench, PAGE, REGIONS, bench, domain, host, is_over, joined, memory, pages, unmap,
 };
-use super::wanted;
 use crate::Binding;
 
 /// The I/O virtual pages that the property test plays with: around the border of a cache's block,
@@ -74,7 +74,7 @@ impl Oracle {
             1 => addr,
             n => match self.domains[n - 2].get(&(addr >> 12)) {
                 None => return Err(AccessError::Unmapped { addr, access }),
-                Some(&(_, prot)) if !prot.contains(wanted(access)) => {
+                Some(&(_, prot)) if !prot.contains(prot_of(access)) => {
                     return Err(AccessError::NotPermitted { addr, access });
                 }
                 Some(&(target, _)) => target << 12 | addr & (PAGE - 1),

@@ -164,13 +164,7 @@ impl Bitmap {
 impl Allocator for Bitmap {
     fn alloc(&self, request: &Request) -> Result<u64, AllocError> {
         let mut state = self.state.lock();
-        let wanted = match self.window.wanted(request) {
-            Ok(wanted) => wanted,
-            Err(error) => {
-                state.stats.failures += 1;
-                return Err(error);
-            }
-        };
+        let wanted = self.window.wanted(request).inspect_err(|_| state.stats.failures += 1)?;
         let place = match state.take_from_next(&self.window, &wanted) {
             Some(place) => Ok(place),
             None => match self.flush.as_deref() {
@@ -231,12 +225,7 @@ impl Allocator for Bitmap {
 }
 
 impl fmt::Debug for Bitmap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Bitmap")
-            .field("window", &self.window)
-            .field("lazy", &self.flush.is_some())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Bitmap as it, window: it.window, lazy: it.flush.is_some());
 }
 
 impl Freed {

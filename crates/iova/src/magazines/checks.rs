@@ -4,7 +4,7 @@ use alloc::collections::BTreeSet;
 
 use ringfence_sync::lock::SpinLock;
 
-use crate::FreeError;
+use crate::{FreeError, FreeReason};
 
 /// The addresses that are cached.
 ///
@@ -20,23 +20,23 @@ impl Checks {
         Checks { cached: SpinLock::new(BTreeSet::new()) }
     }
 
-    /// Whether `iova`, for which `check` succeeds, may be cached: false if it is cached already. If it
-    /// may, and `record`, it counts as cached from now on.
+    /// Whether the `size` bytes at `iova`, for which `check` succeeds, may be cached: they are not
+    /// if they are cached already. If they may, and `record`, they count as cached from now on.
     pub(super) fn admits(
         &self,
-        iova: u64,
+        (iova, size): (u64, u64),
         record: bool,
         check: impl FnOnce() -> Result<(), FreeError>,
-    ) -> Result<bool, FreeError> {
+    ) -> Result<(), FreeError> {
         let mut cached = self.cached.lock();
         if cached.contains(&iova) {
-            return Ok(false);
+            return Err(FreeError { iova, size, reason: FreeReason::AlreadyFree });
         }
         check()?;
         if record {
             cached.insert(iova);
         }
-        Ok(true)
+        Ok(())
     }
 
     /// Records that `iova` has left the caches for a caller.

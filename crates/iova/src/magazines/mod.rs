@@ -341,14 +341,8 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
             return rejected(FreeError { iova, size, reason: FreeReason::NotAllocated });
         }
         if let Some(checks) = &self.checks {
-            let admits = checks.admits(iova, true, || self.inner.check_free(iova, class.size));
-            match admits {
-                Ok(true) => {}
-                Ok(false) => {
-                    return rejected(FreeError { iova, size, reason: FreeReason::AlreadyFree });
-                }
-                Err(error) => return rejected(error),
-            }
+            let below = || self.inner.check_free(iova, class.size);
+            checks.admits((iova, size), true, below).or_else(rejected)?;
         }
         if self.put(class, iova) {
             return Ok(());
@@ -371,11 +365,7 @@ impl<A: Allocator, C: CpuId> Allocator for Magazines<A, C> {
         let Some(class) = self.class_of(size) else { return self.inner.check_free(iova, size) };
         let below = || self.inner.check_free(iova, class.size);
         let result = match &self.checks {
-            Some(checks) => match checks.admits(iova, false, below) {
-                Ok(true) => Ok(()),
-                Ok(false) => Err(FreeError { iova, size, reason: FreeReason::AlreadyFree }),
-                Err(error) => Err(error),
-            },
+            Some(checks) => checks.admits((iova, size), false, below),
             None => below(),
         };
         result.map_err(|error| FreeError { iova, size, ..error })
@@ -425,12 +415,7 @@ impl<A: Allocator, C: CpuId> Drop for Magazines<A, C> {
 }
 
 impl<A: Allocator + fmt::Debug, C: CpuId> fmt::Debug for Magazines<A, C> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Magazines")
-            .field("inner", &self.inner)
-            .field("cpus", &self.cpus.len())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Magazines as it, inner: it.inner, cpus: it.cpus.len());
 }
 
 #[cfg(all(test, not(loom)))]

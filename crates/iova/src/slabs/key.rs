@@ -12,19 +12,9 @@ pub(super) const SLOT_BITS: u32 = SLOTS.trailing_zeros();
 /// The identity of a slab: the number of its first granule, which is a multiple of 32 at least, and
 /// the class in its low bits. In one word, so that they are loaded and compared at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Key(u64);
+pub(super) struct Key(pub(super) u64);
 
 impl Key {
-    #[inline]
-    pub(super) const fn from_bits(bits: u64) -> Key {
-        Key(bits)
-    }
-
-    #[inline]
-    pub(super) const fn bits(self) -> u64 {
-        self.0
-    }
-
     const CLASS: u64 = SLOTS as u64 - 1;
 
     /// The key of the slab of a class that contains the granule.
@@ -71,17 +61,9 @@ pub(super) const fn slot_of(number: u64, class: u32) -> u32 {
 
 /// Where a slab is listed: a CPU, and how many ranges it counts as idle there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Listing(u32);
+pub(super) struct Listing(pub(super) u32);
 
 impl Listing {
-    pub(super) const fn from_bits(bits: u32) -> Listing {
-        Listing(bits)
-    }
-
-    pub(super) const fn bits(self) -> u32 {
-        self.0
-    }
-
     /// In no list.
     pub(super) const NOWHERE: Listing = Listing(0);
     /// Enough for all ranges of a slab.

@@ -396,13 +396,9 @@ impl<C: CpuId> Allocator for Slabs<C> {
 }
 
 impl<C: CpuId> fmt::Debug for Slabs<C> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slabs")
-            .field("aperture", &self.aperture)
-            .field("placement", &self.placement)
-            .field("stats", &self.stats())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        Slabs as it, aperture: it.aperture, placement: it.placement, stats: it.stats()
+    );
 }
 
 #[cfg(all(test, loom))]

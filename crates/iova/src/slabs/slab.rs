@@ -105,7 +105,7 @@ impl Slab {
             key: AtomicU64::new(0),
             owned: AtomicU32::new(0),
             sizes: OnceBox::new(),
-            place: AtomicU32::new(Listing::NOWHERE.bits()),
+            place: AtomicU32::new(Listing::NOWHERE.0),
             next: AtomicPtr::new(ptr::null_mut()),
             previous: AtomicPtr::new(ptr::null_mut()),
         }
@@ -117,7 +117,7 @@ impl Slab {
     pub(super) fn set_up(&self, key: Key) {
         let word = self.word.load(Ordering::Relaxed);
         debug_assert_eq!((word & (FROZEN | FREE), self.owned()), (FROZEN, 0));
-        self.key.store(key.bits(), Ordering::Relaxed);
+        self.key.store(key.0, Ordering::Relaxed);
         // Release: a thread that sees the new word sees the new key. Other threads change only
         // flags of a frozen word, which this one does not have now.
         let word = (word & !(FROZEN | ATTACHED | CURRENT)).wrapping_add(VERSION);
@@ -127,7 +127,7 @@ impl Slab {
     /// Its identity. Only stable while the caller holds a range of it or the core's lock.
     #[inline]
     pub(super) fn key(&self) -> Key {
-        Key::from_bits(self.key.load(Ordering::Relaxed))
+        Key(self.key.load(Ordering::Relaxed))
     }
 
     pub(super) fn class(&self) -> u32 {
@@ -136,12 +136,12 @@ impl Slab {
 
     /// Only stable under the lock of the CPU that it names.
     pub(super) fn place(&self) -> Listing {
-        Listing::from_bits(self.place.load(Ordering::Relaxed))
+        Listing(self.place.load(Ordering::Relaxed))
     }
 
     /// Under the lock of the CPU that it names, or named before.
     pub(super) fn set_place(&self, place: Listing) {
-        self.place.store(place.bits(), Ordering::Relaxed);
+        self.place.store(place.0, Ordering::Relaxed);
     }
 
     pub(super) fn owned(&self) -> u32 {
@@ -477,13 +477,10 @@ impl Slab {
 }
 
 impl fmt::Debug for Slab {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slab")
-            .field("key", &self.key())
-            .field("word", &format_args!("{:#x}", self.word.load(Ordering::Relaxed)))
-            .field("owned", &format_args!("{:#x}", self.owned()))
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        Slab as it, key: it.key(), word: format_args!("{:#x}", it.word.load(Ordering::Relaxed)),
+        owned: format_args!("{:#x}", it.owned())
+    );
 }
 
 /// A reference to a slab of the same allocator.
