@@ -110,7 +110,5 @@ impl Default for Environment {
 }
 
 impl fmt::Debug for Environment {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Environment").finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Environment);
 }

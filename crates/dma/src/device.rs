@@ -42,12 +42,7 @@ impl<D: Domain + 'static, A: Allocator + 'static> Clone for Device<D, A> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> fmt::Debug for Device<D, A> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Device")
-            .field("policy", &self.effective_policy())
-            .field("fallback", &self.fallback())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Device as it, policy: it.effective_policy(), fallback: it.fallback());
 }
 
 impl<D: Domain + 'static> Device<D> {
@@ -82,12 +77,7 @@ pub struct DeviceBuilder<D: Domain, A> {
 }
 
 impl<D: Domain, A> fmt::Debug for DeviceBuilder<D, A> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceBuilder")
-            .field("config", &self.config)
-            .field("pools", &self.pools.is_some())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(DeviceBuilder as it, config: it.config, pools: it.pools.is_some());
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static> DeviceBuilder<D, A> {

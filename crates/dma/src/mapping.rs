@@ -351,13 +351,7 @@ impl<B> Drop for Mapping<B> {
 }
 
 impl<B> fmt::Debug for Mapping<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Mapping")
-            .field("iova", &self.iova())
-            .field("len", &self.len())
-            .field("segments", &self.segments())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Mapping as it, iova: it.iova(), len: it.len(), segments: it.segments());
 }
 
 /// Memory that the device and the CPU share as long as this lives.

@@ -121,11 +121,7 @@ impl<B> Drop for Persistent<B> {
 }
 
 impl<B> fmt::Debug for Persistent<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Persistent")
-            .field("iova", &self.iova())
-            .field("len", &self.len())
-            .field("segments", &self.segments().len())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        Persistent as it, iova: it.iova(), len: it.len(), segments: it.segments().len()
+    );
 }

@@ -336,12 +336,7 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, W> Transfers<D, A, B, W> {
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, W> fmt::Debug for Transfers<D, A, B, W> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Transfers")
-            .field("under_way", &self.under_way())
-            .field("most", &self.most)
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Transfers as it, under_way: it.under_way(), most: it.most);
 }
 
 #[cfg(test)]

@@ -26,12 +26,7 @@ impl Account {
     /// An account whose limit is RLIMIT_MEMLOCK of this process. If the limit is raised later, the
     /// account notices it at the next charge that it would refuse.
     pub fn new(owner: impl Into<String>) -> Account {
-        Account {
-            owner: owner.into(),
-            used: AtomicU64::new(0),
-            limit: AtomicU64::new(limit()),
-            follows: true,
-        }
+        Account { follows: true, ..Account::with_limit(owner, limit()) }
     }
 
     /// An account with a given limit, in bytes.

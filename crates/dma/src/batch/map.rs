@@ -181,10 +181,5 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> Drop for MapBatch<D, A, 
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> fmt::Debug for MapBatch<D, A, B, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MapBatch")
-            .field("gathered", &self.gathered.len())
-            .field("begun", &self.begun.len())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(MapBatch as it, gathered: it.gathered.len(), begun: it.begun.len());
 }

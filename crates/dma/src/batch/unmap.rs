@@ -327,10 +327,5 @@ impl<D: Domain + 'static, A: Allocator + 'static, B, T> Drop for UnmapBatch<D, A
 }
 
 impl<D: Domain + 'static, A: Allocator + 'static, B, T> fmt::Debug for UnmapBatch<D, A, B, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UnmapBatch")
-            .field("gathered", &self.gathered.len())
-            .field("begun", &self.begun.len())
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(UnmapBatch as it, gathered: it.gathered.len(), begun: it.begun.len());
 }

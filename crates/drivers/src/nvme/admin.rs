@@ -36,7 +36,8 @@ enum About {
 /// The admin queue.
 pub(super) struct Admin<R> {
     registers: Arc<R>,
-    pair: Pair<R>,
+    /// The queues themselves.
+    pub(super) pair: Pair<R>,
     /// Receives the data of Identify.
     data_page: Coherent<Pages>,
     limit: Duration,
@@ -65,11 +66,6 @@ impl<R: Registers> Admin<R> {
         let data_page = Pages::shared(device, BYTES)?;
         let registers = Arc::clone(registers);
         Ok(Admin { registers, pair, data_page, limit, next_id: 0, failed: None })
-    }
-
-    /// The queues themselves.
-    pub(super) fn pair(&self) -> &Pair<R> {
-        &self.pair
     }
 
     /// The controller was stopped: every further command fails.
@@ -184,7 +180,7 @@ impl<R: Registers> Admin<R> {
     pub(super) fn create<S: Registers>(&mut self, id: u16, pair: &Pair<S>) -> Result<(), Error> {
         const CONTIGUOUS: u32 = 1;
         let (submit, complete) = pair.places();
-        let shape = (pair.entries() - 1) << 16 | u32::from(id);
+        let shape = (pair.entries - 1) << 16 | u32::from(id);
         let create = |opcode, at| Command::new(opcode, 0).data([at, 0]).word(10, shape);
         let completions = create(admin::CREATE_COMPLETE, complete).word(11, CONTIGUOUS);
         self.run("create a completion queue", completions)?;

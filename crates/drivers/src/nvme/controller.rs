@@ -62,12 +62,9 @@ where
     A: Allocator + 'static,
     R: Registers,
 {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Controller")
-            .field("identity", &self.inner.identity)
-            .field("namespaces", &self.inner.namespaces)
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        Controller as it, identity: it.inner.identity, namespaces: it.inner.namespaces
+    );
 }
 
 impl<D, A, R> Controller<D, A, R>
@@ -99,7 +96,7 @@ where
         let ready = inner.ready_timeout();
         let state = inner.state.get_mut();
         let admin = state.admin.insert(admin);
-        enable(&*inner.registers, admin.pair().entries(), admin.pair().places(), ready)?;
+        enable(&*inner.registers, admin.pair.entries, admin.pair.places(), ready)?;
         inner.identity = admin.identity()?;
         let granted = admin.queues(config.queues)?;
         inner.namespaces = admin.namespaces()?;

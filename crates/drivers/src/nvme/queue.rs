@@ -613,12 +613,8 @@ where
     A: Allocator + 'static,
     R: Registers,
 {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("IoQueue")
-            .field("id", &self.id)
-            .field("transfers", &self.transfers)
-            .field("submitted", &self.submitted)
-            .field("failed", &self.failed)
-            .finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(
+        IoQueue as it, id: it.id, transfers: it.transfers, submitted: it.submitted,
+        failed: it.failed
+    );
 }

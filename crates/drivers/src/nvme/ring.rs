@@ -19,7 +19,8 @@ use super::{
 pub(super) struct Pair<R> {
     registers: Arc<R>,
     memory: Coherent<Pages>,
-    entries: u32,
+    /// Entries of each of the two.
+    pub(super) entries: u32,
     /// Where completions begin in the memory.
     completions: usize,
     /// Where the next command goes, and the tail in the last doorbell write.
@@ -70,11 +71,6 @@ impl<R: Registers> Pair<R> {
     pub(super) fn places(&self) -> (u64, u64) {
         let first = self.memory.iova().0;
         (first, first + self.completions as u64)
-    }
-
-    /// Entries of each of the two.
-    pub(super) fn entries(&self) -> u32 {
-        self.entries
     }
 
     /// How many commands may be in flight.

@@ -48,10 +48,10 @@ impl Bar {
                 return Err(Errno::INVAL);
             };
             let (flags, prot) = (MapFlags::SHARED, ProtFlags::READ | ProtFlags::WRITE);
-            let place = bar.region.offset() + at;
+            let place = bar.region.offset + at;
             // SAFETY: a new mapping, at an address of the kernel's choice.
             let memory =
-                unsafe { mmap(std::ptr::null_mut(), size, prot, flags, bar.region.file(), place) }?;
+                unsafe { mmap(std::ptr::null_mut(), size, prot, flags, &bar.region.file, place) }?;
             let memory = NonNull::new(memory.cast()).ok_or(Errno::FAULT)?;
             bar.areas.push(Area { at, len, memory });
         }

@@ -31,7 +31,7 @@ const MASTER: u16 = 1 << 2;
 #[derive(Debug)]
 pub struct Device {
     name: String,
-    file: Arc<File>,
+    pub(super) file: Arc<File>,
     /// The iommufd that it is bound to: its own descriptor must be closed before this one.
     _iommu: Option<Arc<File>>,
 }
@@ -39,10 +39,6 @@ pub struct Device {
 impl Device {
     pub(super) fn new(name: &str, file: File, iommu: Option<Arc<File>>) -> Device {
         Device { name: name.into(), file: Arc::new(file), _iommu: iommu }
-    }
-
-    pub(super) fn file(&self) -> &File {
-        &self.file
     }
 
     /// Its name on its bus.

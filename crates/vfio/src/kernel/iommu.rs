@@ -130,7 +130,7 @@ impl Bound {
         let argsz = ioctl::size::<vfio_device_attach_iommufd_pt>();
         let mut pt = vfio_device_attach_iommufd_pt { argsz, pt_id: table.0, ..Default::default() };
         // SAFETY: the request's own structure.
-        unsafe { ioctl::memory(self.device.file(), ATTACH_PT, &mut pt) }.map(drop).map_err(|errno| {
+        unsafe { ioctl::memory(&self.device.file, ATTACH_PT, &mut pt) }.map(drop).map_err(|errno| {
             let operation = format!("attach {} to an address space", self.device.name());
             Error::new(operation).because(errno).remedy(match errno {
                 Errno::INVAL => {

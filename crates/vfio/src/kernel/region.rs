@@ -7,8 +7,8 @@ use crate::error::{Error, Result};
 /// A part of a device that is read and written by system calls, one register at a time.
 #[derive(Clone, Debug)]
 pub struct Region {
-    file: Arc<File>,
-    offset: u64,
+    pub(super) file: Arc<File>,
+    pub(super) offset: u64,
     size: u64,
 }
 
@@ -60,14 +60,6 @@ impl Region {
             return Err(Error::new(operation));
         }
         Ok(self.offset + at)
-    }
-
-    pub(super) fn file(&self) -> &File {
-        &self.file
-    }
-
-    pub(super) fn offset(&self) -> u64 {
-        self.offset
     }
 }
 

@@ -11,7 +11,7 @@ pub(super) struct Flight {
     /// How many chains were taken.
     order: u64,
     /// How many are in flight.
-    chains: u16,
+    pub(super) chains: u16,
 }
 
 const COUNT: u64 = 0xffff;
@@ -22,11 +22,6 @@ const UNORDERED: u64 = ORDER;
 impl Flight {
     pub(super) fn new(size: u16) -> Flight {
         Flight { names: vec![0; size.into()].into_boxed_slice(), order: 0, chains: 0 }
-    }
-
-    /// How many are in flight.
-    pub(super) fn chains(&self) -> u16 {
-        self.chains
     }
 
     /// Whether any chain was ever taken from the ring.
@@ -107,7 +102,7 @@ mod tests {
         flight.take(1, 2);
         assert_eq!(flight.give_back(1), 2);
         assert_eq!(flight.untake(0), None, "one that was taken after it is back already");
-        assert_eq!((flight.chains(), flight.check(0)), (2, Err(ChainFault::InFlight)));
+        assert_eq!((flight.chains, flight.check(0)), (2, Err(ChainFault::InFlight)));
         assert_eq!(flight.check(4), Err(ChainFault::Head { size: 4 }));
     }
 }

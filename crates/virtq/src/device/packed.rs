@@ -203,7 +203,7 @@ impl Format for Position {
     }
 
     fn in_flight(&self, flight: &Flight) -> u16 {
-        flight.chains()
+        flight.chains
     }
 
     #[inline]

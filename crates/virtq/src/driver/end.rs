@@ -142,7 +142,7 @@ impl<F: Format> End<F> {
     }
 
     pub(super) fn free_descs(&self) -> u16 {
-        self.names.free()
+        self.names.free
     }
 
     pub(super) fn in_flight(&self) -> u16 {
@@ -184,7 +184,7 @@ impl<F: Format> End<F> {
         // Fits: `checked` limited the chain to 2^15 buffers.
         let desc = (table_addr, bytes as u32, layout::DESC_F_INDIRECT);
         self.areas.write_one(&mut self.at, &self.names, desc);
-        self.names.add(self.names.first(), 1, room, token);
+        self.names.add(self.names.first, 1, room, token);
         Ok(())
     }
 
@@ -199,7 +199,7 @@ impl<F: Format> End<F> {
         let mut at = self.at;
         let (mut added, mut refused) = (0, None);
         let mut buffers = buffers.into_iter();
-        while self.names.free() > 0
+        while self.names.free > 0
             && let Some((desc, token)) = buffers.next()
         {
             if desc.wraps() {
@@ -209,7 +209,7 @@ impl<F: Format> End<F> {
             let one = (desc.addr, desc.len, write_flag(&desc));
             self.areas.write_one(&mut at, &self.names, one);
             let room = if desc.write { desc.len } else { 0 };
-            self.names.add(self.names.first(), 1, room, token);
+            self.names.add(self.names.first, 1, room, token);
             added += 1;
         }
         self.at = at;

@@ -32,14 +32,16 @@ pub(super) struct Names {
     slots: Box<[Slot]>,
     /// First of the free list, meaningful while `free` is not 0. The list is a stack: the name used
     /// last is the one most likely still in the cache.
-    first: u16,
+    pub(super) first: u16,
     /// How many descriptors are free.
-    free: u16,
+    pub(super) free: u16,
     /// How many chains were ever added, published, and taken back. The rings' indices are the low
     /// 16 bits; 64 bits never wrap, so that they can be compared.
-    added: u64,
-    published: u64,
-    taken: u64,
+    pub(super) added: u64,
+    /// How many were published.
+    pub(super) published: u64,
+    /// How many were taken back.
+    pub(super) taken: u64,
 }
 
 /// A chain that the device reports as given back.
@@ -72,40 +74,10 @@ impl Names {
         self.slots.len() as u16
     }
 
-    /// How many descriptors are free.
-    #[inline]
-    pub(super) fn free(&self) -> u16 {
-        self.free
-    }
-
     /// How many chains are added and not taken back.
     pub(super) fn in_flight(&self) -> u16 {
         // Each has a descriptor of its own, so the difference is at most the size.
         (self.added - self.taken) as u16
-    }
-
-    /// How many chains were ever added.
-    #[inline]
-    pub(super) fn added(&self) -> u64 {
-        self.added
-    }
-
-    /// How many were published.
-    #[inline]
-    pub(super) fn published(&self) -> u64 {
-        self.published
-    }
-
-    /// How many were taken back.
-    #[inline]
-    pub(super) fn taken(&self) -> u64 {
-        self.taken
-    }
-
-    /// The name of the next chain, if a descriptor is free.
-    #[inline]
-    pub(super) fn first(&self) -> u16 {
-        self.first
     }
 
     /// The free name after this one.

@@ -93,7 +93,7 @@ impl Format for Areas {
 
     #[inline]
     fn write(&self, at: &mut At, names: &Names, descs: &[Desc]) -> u16 {
-        let (id, count) = (names.first(), descs.len() as u16);
+        let (id, count) = (names.first, descs.len() as u16);
         let mut place = at.next_avail;
         let mut first = State::new(0, 0, 0);
         for (position, desc) in (0..count).zip(descs) {
@@ -119,7 +119,7 @@ impl Format for Areas {
         let place = at.next_avail;
         // The place is free, as in `write`.
         self.ring.set_addr(place.at, addr);
-        let state = State::available(len, names.first(), flags, place.wrap);
+        let state = State::available(len, names.first, flags, place.wrap);
         self.put_first(at, state, 1, place.forward(1, self.ring.size()));
     }
 

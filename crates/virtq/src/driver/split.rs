@@ -62,7 +62,7 @@ impl Format for Areas {
 
     #[inline(always)]
     fn write(&self, _: &mut At, names: &Names, descs: &[Desc]) -> u16 {
-        let head = names.first();
+        let head = names.first;
         let mut tail = head;
         for (position, desc) in descs.iter().enumerate() {
             if position > 0 {
@@ -78,7 +78,7 @@ impl Format for Areas {
 
     #[inline]
     fn write_one(&self, _: &mut At, names: &Names, (addr, len, flags): (u64, u32, u16)) {
-        let head = names.first();
+        let head = names.first;
         self.desc.store(head, RawDesc { addr, len, flags, next: 0 });
         self.enqueue(names, head);
     }
@@ -93,12 +93,12 @@ impl Format for Areas {
     fn publish(&self, _: &mut At, names: &Names) {
         // Release: a device that reads this index (with Acquire) sees the entries of the ring, the
         // descriptors, indirect tables and the buffers' contents that were stored before.
-        self.avail.idx().store(names.added() as u16, Ordering::Release);
+        self.avail.idx().store(names.added as u16, Ordering::Release);
     }
 
     #[inline]
     fn needs_kick(&self, at: &mut At, names: &Names) -> bool {
-        let (old, new) = (at.judged, names.published());
+        let (old, new) = (at.judged, names.published);
         if old == new {
             return false;
         }
@@ -123,14 +123,14 @@ impl Format for Areas {
     /// Reads the used index, once for as many chains as it announces.
     #[inline]
     fn look(&self, at: &mut At, names: &Names, most: usize) -> Result<(), RingError> {
-        let next = names.taken() as u16;
+        let next = names.taken as u16;
         if usize::from(at.seen.wrapping_sub(next)) >= most {
             return Ok(());
         }
         // Acquire pairs with the device's Release: the loads that follow see the elements up to the
         // index, and what the device wrote into their buffers.
         let idx = self.used.idx().load(Ordering::Acquire);
-        let in_flight = (names.published() - names.taken()) as u16;
+        let in_flight = (names.published - names.taken) as u16;
         if idx.wrapping_sub(next) > in_flight {
             return Err(RingError::UsedJump { next, idx, in_flight });
         }
@@ -140,7 +140,7 @@ impl Format for Areas {
 
     #[inline]
     fn next(&self, at: &At, names: &Names) -> Option<Back> {
-        let index = names.taken() as u16;
+        let index = names.taken as u16;
         (at.seen != index).then(|| {
             let (name, len) = self.used.load(index);
             Back { index, name, len, vague: false }
@@ -155,14 +155,14 @@ impl Format for Areas {
         match self.avail.event() {
             // No event value means never; this one is half a lap of the index away, so that a
             // poller is interrupted once in 2^16 chains.
-            Some(event) => event.store(names.taken() as u16 ^ 0x8000, Ordering::Relaxed),
+            Some(event) => event.store(names.taken as u16 ^ 0x8000, Ordering::Relaxed),
             None => self.avail.flags().store(layout::AVAIL_F_NO_INTERRUPT, Ordering::Relaxed),
         }
     }
 
     fn enable(&self, _: &At, names: &Names) {
         match self.avail.event() {
-            Some(event) => event.store(names.taken() as u16, Ordering::Relaxed),
+            Some(event) => event.store(names.taken as u16, Ordering::Relaxed),
             None => self.avail.flags().store(0, Ordering::Relaxed),
         }
     }
@@ -175,6 +175,6 @@ impl Areas {
         // The entry is free: it was last used `size` chains ago, and as there are never more than
         // `size` in flight, the device has since read it. Relaxed, as the stores to the descriptors
         // are: `publish` orders them all.
-        self.avail.head(names.added() as u16).store(head, Ordering::Relaxed);
+        self.avail.head(names.added as u16).store(head, Ordering::Relaxed);
     }
 }

@@ -118,9 +118,7 @@ impl<T: Address> Clone for BouncePools<T> {
 }
 
 impl<T: Address> fmt::Debug for BouncePools<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BouncePools").field("stats", &self.stats()).finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(BouncePools as it, stats: it.stats());
 }
 
 impl<T: Address> BouncePools<T> {
