@@ -294,8 +294,8 @@ impl<D: RawDevice> Backend<D> {
             Addresses::Iotlb(config) => {
                 // A shootdown of its own: this front end's invalidations wait for no other's.
                 let translation = Translation::new(config, Shootdown::new(device.shares().count()));
-                device.tally().begin(translation.iotlb());
-                (Some(Arc::clone(translation.endpoint())), Some(translation))
+                device.tally().begin(&translation.iotlb);
+                (Some(Arc::clone(&translation.endpoint)), Some(translation))
             }
         };
         Backend { device, endpoint, translation, front: FrontEnd::default(), connection: None }

@@ -37,26 +37,9 @@ pub struct IotlbTotals {
     pub timeouts: u64,
 }
 
-impl std::ops::Add for IotlbTotals {
-    type Output = IotlbTotals;
-
-    fn add(self, more: IotlbTotals) -> IotlbTotals {
-        IotlbTotals {
-            entries: self.entries + more.entries,
-            open: self.open + more.open,
-            hits: self.hits + more.hits,
-            walks: self.walks + more.walks,
-            faults: self.faults + more.faults,
-            misses: self.misses + more.misses,
-            batches: self.batches + more.batches,
-            sent_again: self.sent_again + more.sent_again,
-            updates: self.updates + more.updates,
-            invalidations: self.invalidations + more.invalidations,
-            evictions: self.evictions + more.evictions,
-            refusals: self.refusals + more.refusals,
-            timeouts: self.timeouts + more.timeouts,
-        }
-    }
+ringfence_sync::sums! {
+    IotlbTotals: entries open hits walks faults misses batches sent_again updates invalidations
+    evictions refusals timeouts
 }
 
 /// Sums the counters of a device's IOTLBs, one per connection. Shared by the device's back ends,

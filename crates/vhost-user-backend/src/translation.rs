@@ -6,7 +6,7 @@ use std::{
 };
 
 use ringfence_iommu::{GuestPhys, Iova, Prot, Range, shootdown::Shootdown};
-use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink};
+use ringfence_iotlb::{Binding, Endpoint, Iotlb, IotlbConfig, Miss, MissSink, prot_of};
 use ringfence_mem::{Access, Memory};
 use ringfence_sync::{
     clock::{Clock, MonotonicClock},
@@ -25,8 +25,10 @@ const NAP: Duration = Duration::from_micros(50);
 ///
 /// The views of the device's workers are made from its [`Endpoint`].
 pub(crate) struct Translation {
-    iotlb: Arc<Iotlb>,
-    endpoint: Arc<Endpoint>,
+    /// The table, for its figures.
+    pub(crate) iotlb: Arc<Iotlb>,
+    /// What views are made from.
+    pub(crate) endpoint: Arc<Endpoint>,
     memory: Option<Arc<Memory>>,
     /// The front end's connection, once it is served.
     connection: Option<Shutdown>,
@@ -63,30 +65,12 @@ fn access_of(prot: Prot) -> Access {
     }
 }
 
-fn prot_of(access: Access) -> Prot {
-    match access {
-        Access::Read => Prot::READ,
-        Access::Write => Prot::WRITE,
-        Access::ReadWrite => Prot::RW,
-    }
-}
-
 impl Translation {
     /// An empty IOTLB whose views belong to `shootdown`.
     pub(crate) fn new(config: IotlbConfig, shootdown: Arc<Shootdown>) -> Translation {
         let iotlb = Iotlb::new(config, Arc::clone(&shootdown));
         let endpoint = Endpoint::new(0, shootdown, Binding::Iotlb(Arc::clone(&iotlb)));
         Translation { iotlb, endpoint, memory: None, connection: None, begun: Vec::new() }
-    }
-
-    /// The table, for its figures.
-    pub(crate) fn iotlb(&self) -> &Arc<Iotlb> {
-        &self.iotlb
-    }
-
-    /// What views are made from.
-    pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
-        &self.endpoint
     }
 
     /// Sets the front end whose messages come from now on. Waits for the effect of its messages
@@ -336,11 +320,11 @@ mod tests {
         let memory = Memory::of_ram(&ram).unwrap();
         let mut translation = Translation::new(IotlbConfig::default(), Shootdown::new(1));
         translation.set_memory(&memory).unwrap();
-        let shootdown = Arc::clone(translation.iotlb().shootdown());
+        let shootdown = Arc::clone(translation.iotlb.shootdown());
         let (front, ours) = UnixStream::pair().unwrap();
         let server = Server::new(ours, NoDevice);
         translation.set_connection(server.shutdown_handle());
-        let mut view = View::new(Arc::clone(translation.endpoint()), memory).unwrap();
+        let mut view = View::new(Arc::clone(&translation.endpoint), memory).unwrap();
         let (user_addr, access) = (ram.user_addr(), Some(Access::ReadWrite));
         let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };
         let invalidate = vhost_user::Iotlb::Invalidate { first: 0x5000, last: 0x5fff };
@@ -379,7 +363,7 @@ mod tests {
         let memory = Memory::of_ram(&ram).unwrap();
         let mut translation = Translation::new(IotlbConfig::default(), Shootdown::new(1));
         translation.set_memory(&memory).unwrap();
-        let mut view = View::new(Arc::clone(translation.endpoint()), memory).unwrap();
+        let mut view = View::new(Arc::clone(&translation.endpoint), memory).unwrap();
         let user_addr = ram.user_addr();
         let access = Some(Access::ReadWrite);
         let update = vhost_user::Iotlb::Update { first: 0x5000, last: 0x5fff, user_addr, access };
@@ -405,6 +389,6 @@ mod tests {
         });
         view.quiet();
         assert!(view.write(0x5000, &[2]).is_err());
-        assert_eq!(translation.iotlb().entries(), 0);
+        assert_eq!(translation.iotlb.entries(), 0);
     }
 }

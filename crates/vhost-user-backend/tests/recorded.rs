@@ -141,10 +141,17 @@ fn a_ring_that_stops_while_writes_are_logged_does_what_an_earlier_process_left()
         let (mut earlier, _) = region.split(0, SIZE, 0).unwrap();
         heads.into_iter().for_each(|head| earlier.take(head));
     }
-    rig.main.set_inflight(&place, fd.as_fd()).unwrap();
+    rig.main
+        .request(ringfence_vhost_user::msg::Request::SetInflight(place), &[fd.as_fd()])
+        .unwrap();
     rig.start(true, false);
     let (_log, fd) = SharedFile::create(1 << 20).unwrap();
-    rig.main.set_log_base(fd.as_fd(), 0, 1 << 20).unwrap();
+    rig.main
+        .request(
+            ringfence_vhost_user::msg::Request::SetLogBase { len: 1 << 20, offset: 0 },
+            &[fd.as_fd()],
+        )
+        .unwrap();
     rig.main.set_features(FEATURES | F_PROTOCOL_FEATURES | F_LOG_ALL).unwrap();
     assert!(rig.requests.try_recv().is_err(), "the ring is disabled");
     let base = thread::scope(|scope| {
@@ -171,15 +178,16 @@ fn a_ring_whose_memory_goes_and_comes_back_goes_on() {
         assert_eq!(rig.completed(), round);
         rig.add(10 + round);
         let (ram, main) = (&rig.ram, &mut rig.main);
-        main.remove_mem_region(ram.region()).unwrap();
+        main.request(ringfence_vhost_user::msg::Request::RemMemReg(ram.region()), &[]).unwrap();
         event::signal(&rig.kick);
         thread::sleep(Duration::from_millis(20));
         assert!(rig.requests.try_recv().is_err(), "it is served in memory that is gone");
-        main.add_mem_region(ram.region(), ram.fd()).unwrap();
+        main.request(ringfence_vhost_user::msg::Request::AddMemReg(ram.region()), &[ram.fd()])
+            .unwrap();
         rig.next().complete();
         assert_eq!(rig.completed(), 10 + round);
     }
-    rig.main.remove_mem_region(rig.ram.region()).unwrap();
+    rig.main.request(ringfence_vhost_user::msg::Request::RemMemReg(rig.ram.region()), &[]).unwrap();
     assert_eq!(rig.main.get_vring_base(0).unwrap(), 8);
 }
 

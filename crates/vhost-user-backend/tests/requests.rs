@@ -345,7 +345,11 @@ fn completions_that_wait_for_their_turn_come_when_it_has_come() {
     let (_log, fd) = SharedFile::create(1 << 20).unwrap();
     {
         let mut main = rig.main.lock().unwrap();
-        main.set_log_base(fd.as_fd(), 0, 1 << 20).unwrap();
+        main.request(
+            ringfence_vhost_user::msg::Request::SetLogBase { len: 1 << 20, offset: 0 },
+            &[fd.as_fd()],
+        )
+        .unwrap();
         main.set_features(FEATURES | F_PROTOCOL_FEATURES | F_LOG_ALL).unwrap();
     }
     rig.send(&[Desc::writable(iova(1), 8)], 0);

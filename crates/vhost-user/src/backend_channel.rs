@@ -343,7 +343,7 @@ impl AsFd for BackendChannel {
 /// [`Closer`](ringfence_run::Closer) waits for the thread that does.
 #[derive(Debug)]
 pub(crate) struct Replies {
-    channel: Arc<BackendChannel>,
+    pub(crate) channel: Arc<BackendChannel>,
     /// Readable when there is something to take.
     news: Arc<OwnedFd>,
     end: Arc<Mutex<Option<WireError>>>,
@@ -367,10 +367,6 @@ impl Replies {
             }
         })?;
         Ok(Replies { channel, news, end, reader: Some(reader) })
-    }
-
-    pub(crate) fn channel(&self) -> &Arc<BackendChannel> {
-        &self.channel
     }
 
     /// Calls `each` for every reply that has come: with its message and number, and whether the

@@ -44,7 +44,7 @@ impl Deadline {
 /// One end of a connection.
 #[derive(Debug)]
 pub(crate) struct Channel {
-    stream: Arc<PeerFd>,
+    pub(crate) stream: Arc<PeerFd>,
     /// The time-out for a peer to finish a message that it began, to take one, or to reply.
     timeout: Duration,
     /// Another process takes over the connection.
@@ -61,10 +61,6 @@ impl Channel {
 
     pub(crate) fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
-    }
-
-    pub(crate) fn stream(&self) -> &Arc<PeerFd> {
-        &self.stream
     }
 
     /// Waits until the socket can be read or written.

@@ -74,7 +74,7 @@ impl Frontend {
     /// The usual beginning: SET_OWNER, features and protocol features. Negotiates what both ends
     /// have of `features` and `protocol`, and returns the virtio features; REPLY_ACK is always
     /// negotiated if the back end offers it. Logging is not switched on yet (see
-    /// [`set_log_base`](Self::set_log_base)).
+    /// [`Request::SetLogBase`]).
     ///
     /// # Errors
     /// See [`FrontendError`].
@@ -111,9 +111,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_features(&mut self, features: u64) -> Result<()> {
-        self.send(Request::SetFeatures(features), &[])?;
-        self.link.state().features = features;
-        Ok(())
+        self.request(Request::SetFeatures(features), &[])
     }
 
     /// GET_PROTOCOL_FEATURES. Only if the back end offers
@@ -131,9 +129,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_protocol_features(&mut self, features: ProtocolFeatures) -> Result<()> {
-        self.send(Request::SetProtocolFeatures(features), &[])?;
-        self.link.state().protocol = features;
-        Ok(())
+        self.request(Request::SetProtocolFeatures(features), &[])
     }
 
     /// SET_OWNER.
@@ -141,7 +137,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_owner(&mut self) -> Result<()> {
-        self.send(Request::SetOwner, &[])
+        self.request(Request::SetOwner, &[])
     }
 
     /// GET_QUEUE_NUM: how many rings the device has. Needs MQ.
@@ -162,9 +158,7 @@ impl Frontend {
             return Err(FrontendError::Argument { request: code::SET_MEM_TABLE, why });
         }
         let (table, fds): (Vec<_>, Vec<_>) = regions.iter().copied().unzip();
-        self.send(Request::SetMemTable(table.clone()), &fds)?;
-        self.link.state().regions = table;
-        Ok(())
+        self.request(Request::SetMemTable(table), &fds)
     }
 
     /// GET_MAX_MEM_SLOTS: how many regions the back end takes. Needs CONFIGURE_MEM_SLOTS.
@@ -175,33 +169,13 @@ impl Frontend {
         self.word(Request::GetMaxMemSlots, "regions")
     }
 
-    /// ADD_MEM_REG. Needs CONFIGURE_MEM_SLOTS.
-    ///
-    /// # Errors
-    /// See [`FrontendError`].
-    pub fn add_mem_region(&mut self, region: Region, file: BorrowedFd<'_>) -> Result<()> {
-        self.send(Request::AddMemReg(region), &[file])?;
-        self.link.state().regions.push(region);
-        Ok(())
-    }
-
-    /// REM_MEM_REG. Needs CONFIGURE_MEM_SLOTS.
-    ///
-    /// # Errors
-    /// See [`FrontendError`].
-    pub fn remove_mem_region(&mut self, region: Region) -> Result<()> {
-        self.send(Request::RemMemReg(region), &[])?;
-        self.link.state().regions.retain(|other| other.gpa != region.gpa);
-        Ok(())
-    }
-
     /// SET_BACKEND_REQ_FD: the channel on which the back end makes requests; `channel` is the
     /// back end's side of it. Needs BACKEND_REQ (rule D11).
     ///
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_backend_channel(&mut self, channel: BorrowedFd<'_>) -> Result<()> {
-        self.send(Request::SetBackendReqFd, &[channel])
+        self.request(Request::SetBackendReqFd, &[channel])
     }
 
     /// GET_CONFIG: fills `out` (1 to 256 bytes) from the configuration space. Needs CONFIG.
@@ -235,7 +209,7 @@ impl Frontend {
     pub fn set_config(&mut self, offset: u32, data: &[u8]) -> Result<()> {
         config_size(code::SET_CONFIG, offset, data)?;
         let (why, data) = (ConfigWrite::Driver, data.to_vec());
-        self.send(Request::SetConfig { offset, why, data }, &[])
+        self.request(Request::SetConfig { offset, why, data }, &[])
     }
 
     /// RESET_DEVICE: stops and disables all rings, unsets the features. Needs RESET_DEVICE.
@@ -243,7 +217,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn reset_device(&mut self) -> Result<()> {
-        self.send(Request::ResetDevice, &[])
+        self.request(Request::ResetDevice, &[])
     }
 
     /// SET_STATUS: the driver's device status; 0 resets the device. Needs STATUS.
@@ -251,7 +225,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_status(&mut self, status: u8) -> Result<()> {
-        self.send(Request::SetStatus(status), &[])
+        self.request(Request::SetStatus(status), &[])
     }
 
     /// GET_STATUS. Needs STATUS.
@@ -282,48 +256,41 @@ impl Frontend {
         }
     }
 
-    /// SET_INFLIGHT_FD: hands the region to the back end, or to its successor. Before the rings
-    /// start. Needs INFLIGHT_SHMFD.
-    ///
-    /// # Errors
-    /// See [`FrontendError`].
-    pub fn set_inflight(&mut self, place: &Inflight, file: BorrowedFd<'_>) -> Result<()> {
-        self.send(Request::SetInflight(*place), &[file])
-    }
-
-    /// SET_LOG_BASE: `len` bytes of the file, from `offset` (a multiple of the page size), are the
-    /// dirty log from now on: one bit for 4096 bytes of guest-physical memory. Writes are logged
-    /// while F_LOG_ALL is among the features. Needs LOG_SHMFD.
-    ///
-    /// # Errors
-    /// See [`FrontendError`].
-    pub fn set_log_base(&mut self, file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<()> {
-        self.send(Request::SetLogBase { len, offset }, &[file])
-    }
-
-    /// SET_LOG_FD: the descriptor with which the back end may signal that it has logged something.
-    /// Needs LOG_SHMFD.
-    ///
-    /// # Errors
-    /// See [`FrontendError`].
-    pub fn set_log_event(&mut self, event: BorrowedFd<'_>) -> Result<()> {
-        self.send(Request::SetLogFd, &[event])
-    }
-
     /// SEND_RARP: a guest with this address is here now. Needs RARP.
     ///
     /// # Errors
     /// See [`FrontendError`].
     pub fn send_rarp(&mut self, mac: [u8; 6]) -> Result<()> {
-        self.send(Request::SendRarp(mac), &[])
+        self.request(Request::SendRarp(mac), &[])
     }
 
-    /// NET_SET_MTU. Needs NET_MTU.
+    /// Makes a request whose reply, if it has one or REPLY_ACK was negotiated, is whether it was
+    /// done; `fds` are its descriptors, as many as [`Request::fds`] says.
     ///
     /// # Errors
     /// See [`FrontendError`].
-    pub fn set_mtu(&mut self, mtu: u16) -> Result<()> {
-        self.send(Request::NetSetMtu(mtu), &[])
+    pub fn request(&self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
+        let acks = self.protocol().contains(ProtocolFeatures::REPLY_ACK);
+        if !acks && !request.has_reply() {
+            self.need(&request)?;
+            self.link.send(&request, fds)?;
+        } else {
+            let ack = acks && (!request.has_reply() || matches!(request, Request::Iotlb(_)));
+            match self.link.word(self.exchange(&request, ack, fds)?)? {
+                0 => {}
+                code => return Err(FrontendError::Refused { request: request.code(), code }),
+            }
+        }
+        let mut state = self.link.state();
+        match request {
+            Request::SetFeatures(features) => state.features = features,
+            Request::SetProtocolFeatures(features) => state.protocol = features,
+            Request::SetMemTable(regions) => state.regions = regions,
+            Request::AddMemReg(region) => state.regions.push(region),
+            Request::RemMemReg(gone) => state.regions.retain(|region| region.gpa != gone.gpa),
+            _ => {}
+        }
+        Ok(())
     }
 
     /// SET_VRING_NUM: the ring's size.
@@ -331,7 +298,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_num(&mut self, ring: u16, size: u16) -> Result<()> {
-        self.send(Request::SetVringNum { ring: ring.into(), num: size.into() }, &[])
+        self.request(Request::SetVringNum { ring: ring.into(), num: size.into() }, &[])
     }
 
     /// SET_VRING_ADDR: where the ring's areas are, in addresses of this process, or in IOVAs if
@@ -340,7 +307,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_addr(&mut self, ring: u16, addresses: &RingAddresses) -> Result<()> {
-        self.send(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
+        self.request(Request::SetVringAddr { ring: ring.into(), addresses: *addresses }, &[])
     }
 
     /// SET_VRING_BASE: where the back end begins in the available ring.
@@ -348,7 +315,7 @@ impl Frontend {
     /// # Errors
     /// See [`FrontendError`].
     pub fn set_vring_base(&mut self, ring: u16, base: u32) -> Result<()> {
-        self.send(Request::SetVringBase { ring: ring.into(), base }, &[])
+        self.request(Request::SetVringBase { ring: ring.into(), base }, &[])
     }
 
     /// GET_VRING_BASE: stops the ring; returns its next available index.
@@ -376,7 +343,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_vring_kick(&mut self, ring: u16, kick: Option<BorrowedFd<'_>>) -> Result<()> {
         let (ring, fd) = (short(code::SET_VRING_KICK, ring)?, kick.is_some());
-        self.send(Request::SetVringKick { ring, fd }, kick.as_slice())
+        self.request(Request::SetVringKick { ring, fd }, kick.as_slice())
     }
 
     /// SET_VRING_CALL: the descriptor with which the back end notifies the driver. `None`: the
@@ -386,16 +353,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn set_vring_call(&mut self, ring: u16, call: Option<BorrowedFd<'_>>) -> Result<()> {
         let (ring, fd) = (short(code::SET_VRING_CALL, ring)?, call.is_some());
-        self.send(Request::SetVringCall { ring, fd }, call.as_slice())
-    }
-
-    /// SET_VRING_ERR: the descriptor with which the back end signals that the ring is broken.
-    ///
-    /// # Errors
-    /// See [`FrontendError`].
-    pub fn set_vring_err(&mut self, ring: u16, err: Option<BorrowedFd<'_>>) -> Result<()> {
-        let (ring, fd) = (short(code::SET_VRING_ERR, ring)?, err.is_some());
-        self.send(Request::SetVringErr { ring, fd }, err.as_slice())
+        self.request(Request::SetVringCall { ring, fd }, call.as_slice())
     }
 
     /// SET_VRING_ENABLE. Only with [`F_PROTOCOL_FEATURES`](crate::F_PROTOCOL_FEATURES); without
@@ -408,7 +366,7 @@ impl Frontend {
             let (request, feature) = (code::SET_VRING_ENABLE, "PROTOCOL_FEATURES");
             return Err(FrontendError::NotNegotiated { request, feature });
         }
-        self.send(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
+        self.request(Request::SetVringEnable { ring: ring.into(), enabled }, &[])
     }
 
     /// IOTLB_MSG: an update or an invalidation; `Ok` once the back end has carried it out. Needs
@@ -422,7 +380,7 @@ impl Frontend {
     /// See [`FrontendError`].
     pub fn iotlb(&mut self, message: &Iotlb) -> Result<()> {
         let (wires, _) = self.iotlb_handle().check(std::slice::from_ref(message))?;
-        wires.into_iter().try_for_each(|wire| self.send(Request::Iotlb(wire), &[]))
+        wires.into_iter().try_for_each(|wire| self.request(Request::Iotlb(wire), &[]))
     }
 
     /// A handle that sends IOTLB messages from other threads.
@@ -441,20 +399,6 @@ impl Frontend {
         let value = self.link.word(self.exchange(&request, false, &[])?)?;
         let request = request.code();
         T::try_from(value).map_err(|_| self.link.fail(WireError::Value { request, field, value }))
-    }
-
-    /// A request whose reply, if it has one or REPLY_ACK was negotiated, is whether it was done.
-    fn send(&self, request: Request, fds: &[BorrowedFd<'_>]) -> Result<()> {
-        let acks = self.protocol().contains(ProtocolFeatures::REPLY_ACK);
-        if !acks && !request.has_reply() {
-            self.need(&request)?;
-            return self.link.send(&request, fds);
-        }
-        let ack = acks && (!request.has_reply() || matches!(request, Request::Iotlb(_)));
-        match self.link.word(self.exchange(&request, ack, fds)?)? {
-            0 => Ok(()),
-            code => Err(FrontendError::Refused { request: request.code(), code }),
-        }
     }
 
     /// Refuses a request whose protocol feature was not negotiated.

@@ -210,6 +210,10 @@ impl InflightRegion {
     }
 }
 
+fn broken(what: &'static str, value: u16) -> InflightError {
+    InflightError::Broken { what, value: value.into() }
+}
+
 /// The size of a queue's part, in bytes.
 fn part_len(size: u16, packed: bool) -> usize {
     let (head, each) =
@@ -267,7 +271,7 @@ impl Part {
                 if size == self.size {
                     return Ok(false);
                 }
-                Err(InflightError::Broken { what: "the queue's size", value: size.into() })
+                Err(broken("the queue's size", size))
             }
             other => Err(InflightError::Version(other)),
         }

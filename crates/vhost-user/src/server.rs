@@ -211,7 +211,7 @@ impl<H: Handler> Server<H> {
 
     /// A handle that ends [`serve`](Self::serve).
     pub fn shutdown_handle(&self) -> Shutdown {
-        let stream = Arc::clone(self.channel.stream());
+        let stream = Arc::clone(&self.channel.stream);
         let (stopping, mapped) = (Arc::clone(&self.stopping), Arc::clone(&self.mapped));
         let leave = self.kept.as_ref().map(|kept| Arc::clone(&kept.leave));
         Shutdown { stopping, stream, mapped, leave }
@@ -263,13 +263,13 @@ impl<H: Handler> Server<H> {
             // report it to.
             self.left &= self.stop(ring).is_ok();
         }
-        if self.backend.as_ref().is_some_and(|own| own.channel().is_lost()) {
+        if self.backend.as_ref().is_some_and(|own| own.channel.is_lost()) {
             self.lose_channel();
         }
-        self.left = self.left && self.backend.as_ref().is_none_or(|own| own.channel().leave());
+        self.left = self.left && self.backend.as_ref().is_none_or(|own| own.channel.leave());
         match self.left {
             true => {
-                let to_come = self.backend.as_ref().map_or(Some(0), |own| own.channel().to_come());
+                let to_come = self.backend.as_ref().map_or(Some(0), |own| own.channel.to_come());
                 self.keep_stopped(&ran, to_come);
                 self.channel.leave();
                 // The reader waits, receives nothing, and ends with the process: ending it would
@@ -369,7 +369,7 @@ impl<H: Handler> Server<H> {
         if !together.is_empty() {
             let update = |message: &&Iotlb| matches!(message, Iotlb::Update { .. });
             if let Some(backend) = &self.backend {
-                backend.channel().updates_sent(together.iter().filter(update).count() as u32);
+                backend.channel.updates_sent(together.iter().filter(update).count() as u32);
             }
             self.handler.iotlb_all(&together, &mut outcomes);
             let silent = || Err(HandlerError::new("the device did not report an outcome"));
@@ -401,7 +401,7 @@ impl<H: Handler> Server<H> {
     /// Waits while too many of the front end's descriptors are being closed; false if the
     /// connection is over.
     fn await_closer(&self) -> bool {
-        while self.channel.stream().closer().is_full() {
+        while self.channel.stream.closer().is_full() {
             if self.shutdown_handle().is_over() {
                 return false;
             }
@@ -423,7 +423,7 @@ impl<H: Handler> Server<H> {
                 return Ok(true);
             }
             let spins = self.wait.step(MonotonicClock.now_ns(), || None) == Next::Look;
-            let more = spins && backend.is_some_and(|backend| backend.channel().is_open());
+            let more = spins && backend.is_some_and(|backend| backend.channel.is_open());
             if !more && !mem::replace(&mut settled, true) {
                 self.handler.settled();
             }
@@ -433,10 +433,10 @@ impl<H: Handler> Server<H> {
                 && let Some(backend) = backend
             {
                 // Polled in vain: some misses never get an update.
-                backend.channel().forget();
+                backend.channel.forget();
             }
             // Only its reader polls the channel, unless a message is cut.
-            let cut = backend.map(|backend| backend.channel()).filter(|channel| channel.is_cut());
+            let cut = backend.map(|backend| &backend.channel).filter(|channel| channel.is_cut());
             let zero = Timespec::default();
             let main = || PollFd::new(&self.channel, PollFlags::IN);
             let nothing = || PollFd::new(&self.channel, PollFlags::empty());

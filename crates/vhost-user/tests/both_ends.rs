@@ -6,7 +6,8 @@ use common::{Device, Event, LONG, VERSION_1, connect, serve};
 use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_vhost_user::{
     ConfigWrite, F_ACCESS_PLATFORM, F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, Iotlb,
-    ProtocolFeatures, RingAddresses, ServeError, Server, WireError, msg::code,
+    ProtocolFeatures, RingAddresses, ServeError, Server, WireError,
+    msg::{Request, code},
 };
 use rustix::event::{EventfdFlags, eventfd};
 use std::{
@@ -91,7 +92,7 @@ fn a_ring_starts_with_its_kick_and_stops_with_the_request_for_its_base() {
     let (mut front, served) = negotiated(Device::default());
     described(&mut front);
     front.set_vring_call(0, Some(event().as_fd())).unwrap();
-    front.set_vring_err(0, None).unwrap();
+    front.request(Request::SetVringErr { ring: 0, fd: false }, &[]).unwrap();
     // A ring that never ran has the base that it was given.
     assert_eq!(front.get_vring_base(0).unwrap(), 5);
     front.set_vring_kick(0, Some(event().as_fd())).unwrap();
@@ -198,7 +199,9 @@ fn rings_that_do_not_exist_and_impossible_sizes_end_the_connection() {
     assert!(value(ends_with(|front| front.set_vring_addr(2, &RINGS))));
     assert!(value(ends_with(|front| front.set_vring_kick(2, None))));
     assert!(value(ends_with(|front| front.set_vring_call(255, None))));
-    assert!(value(ends_with(|front| front.set_vring_err(2, None))));
+    assert!(value(ends_with(
+        |front| front.request(Request::SetVringErr { ring: 2, fd: false }, &[])
+    )));
     assert!(value(ends_with(|front| front.set_vring_enable(2, true))));
     assert!(value(ends_with(|front| front.get_vring_base(2).map(drop))));
     assert!(value(ends_with(|front| front.set_vring_base(0, 0x1_0000))));
@@ -261,14 +264,14 @@ fn regions_come_and_go_one_by_one() {
     let (one, two) = (ram(), GuestRam::new(1 << 16, 0x20_0000).unwrap());
     let other = ram();
     assert_eq!(front.max_mem_slots().unwrap(), 509);
-    front.add_mem_region(one.region(), one.fd()).unwrap();
-    front.add_mem_region(two.region(), two.fd()).unwrap();
+    front.request(Request::AddMemReg(one.region()), &[one.fd()]).unwrap();
+    front.request(Request::AddMemReg(two.region()), &[two.fd()]).unwrap();
     // The same again, as for another pair of queues, changes nothing; another file is a conflict.
-    front.add_mem_region(two.region(), two.fd()).unwrap();
-    front.add_mem_region(one.region(), other.fd()).unwrap_err();
-    front.remove_mem_region(one.region()).unwrap();
-    front.remove_mem_region(one.region()).unwrap();
-    front.add_mem_region(one.region(), other.fd()).unwrap();
+    front.request(Request::AddMemReg(two.region()), &[two.fd()]).unwrap();
+    front.request(Request::AddMemReg(one.region()), &[other.fd()]).unwrap_err();
+    front.request(Request::RemMemReg(one.region()), &[]).unwrap();
+    front.request(Request::RemMemReg(one.region()), &[]).unwrap();
+    front.request(Request::AddMemReg(one.region()), &[other.fd()]).unwrap();
     let events = finish(front, served);
     assert_eq!(
         events[1..],
@@ -293,21 +296,23 @@ fn no_more_is_mapped_than_may_be() {
     let mut front = Frontend::new(common::end(stream), LONG);
     front.negotiate(!0, ProtocolFeatures::KNOWN).unwrap();
     let rams = [1, 2, 3].map(|n| GuestRam::new(LEN as usize, n << 20).unwrap());
-    let add = |front: &mut Frontend, n: usize| front.add_mem_region(rams[n].region(), rams[n].fd());
+    let add = |front: &mut Frontend, n: usize| {
+        front.request(Request::AddMemReg(rams[n].region()), &[rams[n].fd()])
+    };
     add(&mut front, 0).unwrap();
     add(&mut front, 1).unwrap();
     let log = GuestRam::new(2 * LEN as usize, 0).unwrap();
-    front.set_log_base(log.fd(), 0, LEN).unwrap();
+    front.request(Request::SetLogBase { len: LEN, offset: 0 }, &[log.fd()]).unwrap();
     assert_eq!(handle.mapped(), 3 * LEN);
     add(&mut front, 2).unwrap_err();
     let table = [0, 1, 2].map(|n| (rams[n].region(), rams[n].fd()));
     front.set_mem_table(&table).unwrap_err();
     assert_eq!(handle.mapped(), 3 * LEN);
-    front.remove_mem_region(rams[0].region()).unwrap();
+    front.request(Request::RemMemReg(rams[0].region()), &[]).unwrap();
     assert_eq!(handle.mapped(), 2 * LEN);
     add(&mut front, 2).unwrap();
     // No reply reports that a log is refused.
-    front.set_log_base(log.fd(), 0, LEN + 1).unwrap_err();
+    front.request(Request::SetLogBase { len: LEN + 1, offset: 0 }, &[log.fd()]).unwrap_err();
     let (ended, device) = served.join().unwrap();
     let Err(ServeError::Refused { request: code::SET_LOG_BASE, why }) = ended else {
         panic!("{ended:?}")

@@ -7,7 +7,7 @@ use ringfence_mem::{Access, GuestRam};
 use ringfence_vhost_user::{
     BackendChannel, BackendMessage, BackendRequest, Frontend, FrontendChannel, FrontendError,
     Iotlb, IotlbWire, ProtocolFeatures, RingAddresses, ServeError, WireError,
-    msg::{Header, code},
+    msg::{Header, Request, code},
 };
 use std::{
     io::{Read, Write},
@@ -395,7 +395,7 @@ fn many_messages_are_in_flight_at_once_and_a_refusal_is_reported() {
     assert!(matches!(handle.post(&[outside]), Err(FrontendError::Argument { .. })));
     // Every reply was read: the next request gets its own.
     assert_eq!(front.queue_num().unwrap(), 2);
-    front.remove_mem_region(ram.region()).unwrap();
+    front.request(Request::RemMemReg(ram.region()), &[]).unwrap();
     assert!(matches!(handle.post(&updates[..1]), Err(FrontendError::Argument { .. })));
     drop(front);
     let (result, device) = served.join().unwrap();

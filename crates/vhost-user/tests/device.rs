@@ -8,7 +8,7 @@ use ringfence_mem::{GuestRam, SharedFile};
 use ringfence_vhost_user::{
     F_LOG_ALL, F_PROTOCOL_FEATURES, Frontend, FrontendError, InflightRegion, ProtocolFeatures,
     RingAddresses, ServeError, Server, WireError,
-    msg::{Header, code},
+    msg::{Header, Request, code},
 };
 use rustix::event::{EventfdFlags, eventfd};
 use std::{
@@ -50,13 +50,15 @@ fn writes_are_logged_while_the_feature_is_on_also_under_a_running_ring() {
     front.set_features(off).unwrap();
     let _ram = started(&mut front);
     let (first, fd) = SharedFile::create(4096).unwrap();
-    front.set_log_base(fd.as_fd(), 0, 4096).unwrap();
-    front.set_log_event(eventfd(0, EventfdFlags::empty()).unwrap().as_fd()).unwrap();
+    front.request(Request::SetLogBase { len: 4096, offset: 0 }, &[fd.as_fd()]).unwrap();
+    front
+        .request(Request::SetLogFd, &[eventfd(0, EventfdFlags::empty()).unwrap().as_fd()])
+        .unwrap();
     front.set_features(on).unwrap();
     front.set_features(on).unwrap();
     // A larger log while writes are logged.
     let (second, fd) = SharedFile::create(8192).unwrap();
-    front.set_log_base(fd.as_fd(), 4096, 4096).unwrap();
+    front.request(Request::SetLogBase { len: 4096, offset: 4096 }, &[fd.as_fd()]).unwrap();
     front.set_features(off).unwrap();
     front.set_features(on).unwrap();
     drop(front);
@@ -105,7 +107,7 @@ fn what_a_device_marks_the_front_end_sees() {
     // rule D26
     let (mut front, served) = negotiated(Device::default());
     let (file, fd) = SharedFile::create(8192).unwrap();
-    front.set_log_base(fd.as_fd(), 4096, 100).unwrap();
+    front.request(Request::SetLogBase { len: 100, offset: 4096 }, &[fd.as_fd()]).unwrap();
     front.set_features(VERSION_1 | F_PROTOCOL_FEATURES | F_LOG_ALL).unwrap();
     let stop: fn(&mut Device) = |device| device.log.as_ref().unwrap().mark(0x5fff, 2);
     // The device is on the other thread: it marks when a ring stops.
@@ -113,7 +115,7 @@ fn what_a_device_marks_the_front_end_sees() {
     let (_, mut device) = served.join().unwrap();
     device.on_stop = Some(stop);
     let (mut front, served) = negotiated(device);
-    front.set_log_base(fd.as_fd(), 4096, 100).unwrap();
+    front.request(Request::SetLogBase { len: 100, offset: 4096 }, &[fd.as_fd()]).unwrap();
     front.set_features(VERSION_1 | F_PROTOCOL_FEATURES | F_LOG_ALL).unwrap();
     let _ram = started(&mut front);
     front.get_vring_base(0).unwrap();
@@ -141,17 +143,18 @@ fn a_ring_that_cannot_be_stopped_ends_the_connection_also_where_replies_are_want
 
 #[test]
 fn a_log_that_cannot_be_used_ends_the_connection() {
-    let (mut front, served) = negotiated(Device::default());
+    let (front, served) = negotiated(Device::default());
     let (_, fd) = SharedFile::create(4096).unwrap();
     // Front ends ignore the reply's value.
-    assert!(front.set_log_base(fd.as_fd(), 0, 4097).is_err());
+    assert!(front.request(Request::SetLogBase { len: 4097, offset: 0 }, &[fd.as_fd()]).is_err());
     let error = served.join().unwrap().0.unwrap_err();
     assert!(matches!(error, ServeError::Refused { request: code::SET_LOG_BASE, .. }), "{error}");
 
     let protocol = ProtocolFeatures::KNOWN - ProtocolFeatures::LOG_SHMFD;
     let (mut front, served) = negotiated(Device { protocol, ..Device::default() });
     assert_eq!(front.features().unwrap() & F_LOG_ALL, 0);
-    let error = front.set_log_base(fd.as_fd(), 0, 4096).unwrap_err();
+    let error =
+        front.request(Request::SetLogBase { len: 4096, offset: 0 }, &[fd.as_fd()]).unwrap_err();
     assert!(matches!(error, FrontendError::NotNegotiated { .. }));
     finish(front, served);
 }
@@ -160,7 +163,7 @@ fn a_log_that_cannot_be_used_ends_the_connection() {
 fn what_is_in_flight_survives_the_back_end() {
     let (mut front, served) = negotiated(Device::default());
     let (place, file) = front.inflight(2, 64).unwrap().unwrap();
-    front.set_inflight(&place, file.as_fd()).unwrap();
+    front.request(Request::SetInflight(place), &[file.as_fd()]).unwrap();
     let _ram = started(&mut front);
     let device = finish(front, served);
     let region = device.inflight.unwrap();
@@ -172,10 +175,10 @@ fn what_is_in_flight_survives_the_back_end() {
     // The process is gone; the next one gets the file.
     drop((queue, region));
     let (mut front, served) = negotiated(Device::default());
-    front.set_inflight(&place, file.as_fd()).unwrap();
+    front.request(Request::SetInflight(place), &[file.as_fd()]).unwrap();
     let _ram = started(&mut front);
     // Not under a running ring.
-    assert!(front.set_inflight(&place, file.as_fd()).is_err());
+    assert!(front.request(Request::SetInflight(place), &[file.as_fd()]).is_err());
     let (result, device) = served.join().unwrap();
     assert!(matches!(result, Err(ServeError::Wire(WireError::State { .. }))));
     let (queue, heads) = device.inflight.unwrap().split(1, 1, 101).unwrap();
@@ -190,13 +193,13 @@ fn an_in_flight_region_for_queues_that_do_not_exist_is_refused() {
         let error = served.join().unwrap().0.unwrap_err();
         assert!(matches!(error, ServeError::Wire(WireError::Value { .. })), "{error}");
     }
-    let (mut front, served) = negotiated(Device::default());
+    let (front, served) = negotiated(Device::default());
     let (made, fd) = InflightRegion::allocate(1, 64, false).unwrap();
     let mut place = made.place();
     place.offset = 4096;
-    let refused = front.set_inflight(&place, fd.as_fd());
+    let refused = front.request(Request::SetInflight(place), &[fd.as_fd()]);
     assert!(matches!(refused, Err(FrontendError::Refused { code: 1, .. })));
-    front.set_inflight(&made.place(), fd.as_fd()).unwrap();
+    front.request(Request::SetInflight(made.place()), &[fd.as_fd()]).unwrap();
     finish(front, served);
 }
 
@@ -218,7 +221,7 @@ fn status_is_kept_and_zero_is_a_reset() {
 #[test]
 fn a_network_device_gets_its_mtu_and_the_address_of_a_guest_that_moved_in() {
     let (mut front, served) = negotiated(Device::default());
-    front.set_mtu(9000).unwrap();
+    front.request(Request::NetSetMtu(9000), &[]).unwrap();
     front.send_rarp([2, 0, 0, 1, 2, 3]).unwrap();
     let events = finish(front, served).events;
     assert_eq!(events[1..], [Event::Mtu(9000), Event::Rarp([2, 0, 0, 1, 2, 3])]);
@@ -271,7 +274,7 @@ fn a_front_end_that_vanishes_leaves_a_device_for_the_next() {
 fn a_reset_ends_logging() {
     let (mut front, served) = negotiated(Device::default());
     let (_file, fd) = SharedFile::create(4096).unwrap();
-    front.set_log_base(fd.as_fd(), 0, 4096).unwrap();
+    front.request(Request::SetLogBase { len: 4096, offset: 0 }, &[fd.as_fd()]).unwrap();
     front.set_features(VERSION_1 | F_PROTOCOL_FEATURES | F_LOG_ALL).unwrap();
     front.reset_device().unwrap();
     let events = finish(front, served).events;

@@ -7,7 +7,7 @@ use ringfence_mem::{Access, GuestRam, Region};
 use ringfence_run::PeerFd;
 use ringfence_vhost_user::{
     BackendRequest, ConnectionState, F_ACCESS_PLATFORM, Frontend, FrontendChannel, Iotlb, Keeper,
-    ProtocolFeatures, RingAddresses, SavedConnection, ServeError, Server, Shutdown,
+    ProtocolFeatures, RingAddresses, SavedConnection, ServeError, Server, Shutdown, msg::Request,
 };
 use rustix::event::{EventfdFlags, eventfd};
 use std::{
@@ -97,7 +97,7 @@ fn begun(stream: UnixStream) -> Frontend {
     for at in 0..2 {
         let ram = GuestRam::new(1 << 20, at << 20).unwrap();
         let region = Region { user_addr: at << 20, ..ram.region() };
-        front.add_mem_region(region, ram.fd()).unwrap();
+        front.request(Request::AddMemReg(region), &[ram.fd()]).unwrap();
     }
     for ring in 0..2 {
         front.set_vring_num(ring, 256).unwrap();
@@ -176,7 +176,7 @@ fn with_channel(stream: UnixStream) -> (Frontend, FrontendChannel, UnixStream) {
     let (channel, back) = UnixStream::pair().unwrap();
     front.set_backend_channel(back.as_fd()).unwrap();
     let ram = GuestRam::new(1 << 20, 0).unwrap();
-    front.add_mem_region(ram.region(), ram.fd()).unwrap();
+    front.request(Request::AddMemReg(ram.region()), &[ram.fd()]).unwrap();
     front.set_vring_num(0, 64).unwrap();
     front.set_vring_addr(0, &ADDRESSES).unwrap();
     front.set_vring_kick(0, Some(event().as_fd())).unwrap();

@@ -20,7 +20,7 @@ use ringfence_drivers::blk::{DriverQueue, QueueLayout};
 use ringfence_mem::{Access, GuestRam, Window};
 use ringfence_run::{PeerFd, event, worker::Notify};
 use ringfence_vhost_user::{
-    BackendMessage, Frontend, FrontendChannel, Iotlb, ProtocolFeatures, RingAddresses,
+    BackendMessage, Frontend, FrontendChannel, Iotlb, ProtocolFeatures, RingAddresses, msg::Request,
 };
 use ringfence_virtq::blk::Kind;
 
@@ -110,7 +110,7 @@ impl Machine {
                 kept.region = main.inflight(self.queues.len() as u16, DEPTH).unwrap();
             }
             let (place, file) = kept.region.as_ref().unwrap();
-            main.set_inflight(place, file.as_fd()).unwrap();
+            main.request(Request::SetInflight(*place), &[file.as_fd()]).unwrap();
         }
         let (main, ended) = (Arc::new(Mutex::new(main)), Arc::new(AtomicBool::new(false)));
         let (front, over) = (Arc::clone(&main), Arc::clone(&ended));

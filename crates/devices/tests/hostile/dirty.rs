@@ -94,7 +94,13 @@ impl Moving {
     /// in which it marked something in the old one.
     fn set_base(&mut self) {
         let (len, file) = (self.log.len() as u64, self.file.try_clone().unwrap());
-        self.front(|front| front.set_log_base(file.as_fd(), 0, len)).unwrap();
+        self.front(|front| {
+            front.request(
+                ringfence_vhost_user::msg::Request::SetLogBase { len, offset: 0 },
+                &[file.as_fd()],
+            )
+        })
+        .unwrap();
     }
 
     fn set(&mut self, on: bool) {

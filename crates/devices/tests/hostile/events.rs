@@ -39,7 +39,14 @@ fn what_is_not_an_eventfd_is_refused_and_the_connection_goes_on() {
     let mut good = rig.queue(1);
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     assert!(rig.blk.set_vring_call(0, Some(writer.as_fd())).is_err());
-    assert!(rig.blk.set_vring_err(0, Some(writer.as_fd())).is_err());
+    assert!(
+        rig.blk
+            .request(
+                ringfence_vhost_user::msg::Request::SetVringErr { ring: 0, fd: true },
+                &[writer.as_fd()]
+            )
+            .is_err()
+    );
     let ring = rig.pages(1);
     let user = rig.ram.user_addr() + (ring.gpa() - rig.ram.gpa());
     let queue = RawQueue::new(0, ring.window().clone(), ring.gpa(), user);

@@ -25,7 +25,7 @@ use ringfence_run::{
     event,
     worker::{Notify, Worker},
 };
-use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses};
+use ringfence_vhost_user::{Frontend, ProtocolFeatures, RingAddresses, msg::Request};
 use ringfence_virtio_iommu::{
     device::DeviceConfig,
     driver::{self, Buffers, Driver, EventReceiver, Transport, ViommuDomain},
@@ -476,7 +476,8 @@ impl RawQueue {
         front.set_vring_base(index, base.into()).unwrap();
         front.set_vring_addr(index, &self.addresses()).unwrap();
         front.set_vring_call(index, Some(self.call.as_fd())).unwrap();
-        front.set_vring_err(index, Some(self.err.as_fd())).unwrap();
+        let err = Request::SetVringErr { ring: index.try_into().unwrap(), fd: true };
+        front.request(err, &[self.err.as_fd()]).unwrap();
         front.set_vring_kick(index, Some(self.kick.as_fd())).unwrap();
     }
 

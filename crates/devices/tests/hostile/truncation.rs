@@ -104,7 +104,9 @@ fn a_queue_whose_record_is_truncated_stops_and_the_reason_is_reported() {
         // A front end's own, which it can make shorter.
         let file = memfd_create("record", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, place.len).unwrap();
-        rig.blk.set_inflight(&place, file.as_fd()).unwrap();
+        rig.blk
+            .request(ringfence_vhost_user::msg::Request::SetInflight(place), &[file.as_fd()])
+            .unwrap();
         let part = rig.pages(1);
         let user = rig.ram.user_addr() + (part.gpa() - rig.ram.gpa());
         let mut queue = RawQueue::new(0, part.window().clone(), part.gpa(), user);

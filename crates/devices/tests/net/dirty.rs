@@ -40,7 +40,13 @@ impl Moving {
     /// in which it marked something in the old one.
     fn set_base(&mut self) {
         let len = self.log.len() as u64;
-        self.driver.front.set_log_base(self.file.as_fd(), 0, len).unwrap();
+        self.driver
+            .front
+            .request(
+                ringfence_vhost_user::msg::Request::SetLogBase { len, offset: 0 },
+                &[self.file.as_fd()],
+            )
+            .unwrap();
     }
 
     fn set(&mut self, on: bool) {

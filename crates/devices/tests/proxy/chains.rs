@@ -80,7 +80,11 @@ impl Guest {
         main.set_vring_base(0, 0).unwrap();
         main.set_vring_addr(0, &RingAddresses { desc, avail, used, log: None }).unwrap();
         main.set_vring_call(0, Some(call.as_fd())).unwrap();
-        main.set_vring_err(0, Some(guest.err.as_fd())).unwrap();
+        main.request(
+            ringfence_vhost_user::msg::Request::SetVringErr { ring: 0, fd: true },
+            &[guest.err.as_fd()],
+        )
+        .unwrap();
         main.set_vring_kick(0, Some(guest.kick.as_fd())).unwrap();
         main.set_vring_enable(0, true).unwrap();
         guest

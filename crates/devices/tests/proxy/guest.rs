@@ -126,7 +126,11 @@ impl Guest {
         main.set_vring_base(0, if config.packed { 0x8000_8000 } else { 0 }).unwrap();
         main.set_vring_addr(0, &RingAddresses { desc, avail, used, log: None }).unwrap();
         main.set_vring_call(0, Some(call.as_fd())).unwrap();
-        main.set_vring_err(0, Some(err.as_fd())).unwrap();
+        main.request(
+            ringfence_vhost_user::msg::Request::SetVringErr { ring: 0, fd: true },
+            &[err.as_fd()],
+        )
+        .unwrap();
         main.set_vring_kick(0, Some(kick.as_fd())).unwrap();
         main.set_vring_enable(0, true).unwrap();
         let mut model = vec![0; (PAGES - RING_PAGES) * PAGE];

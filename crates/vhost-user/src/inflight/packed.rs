@@ -1,6 +1,6 @@
 //! The in-flight region of a packed ring.
 
-use super::{InflightError, Part};
+use super::{InflightError, Part, broken};
 
 /// Bytes before the entries: features, version, size, then these.
 pub(super) const HEAD: usize = 32;
@@ -142,7 +142,7 @@ impl PackedInflight {
                 *seen = true;
                 Ok(())
             }
-            _ => Err(InflightError::Broken { what, value: index.into() }),
+            _ => Err(broken(what, index)),
         };
         let next_of = |index| part.get16(entry(index) + NEXT);
         let mut at = free_head;
@@ -161,8 +161,7 @@ impl PackedInflight {
             }
             let num = part.get16(at + NUM);
             if num == 0 || num > size {
-                let what = "the length of a buffer";
-                return Err(InflightError::Broken { what, value: num.into() }.into());
+                return Err(broken("the length of a buffer", num).into());
             }
             let mut descriptors = Vec::new();
             let (mut index, mut last) = (slot, slot);
@@ -191,8 +190,7 @@ impl PackedInflight {
         // No entry is counted twice, so that this is at most the region's size.
         let taken = buffers.iter().map(|buffer| buffer.descriptors.len()).sum::<usize>() as u16;
         if taken > ring {
-            let what = "the number of descriptors in flight";
-            return Err(InflightError::Broken { what, value: taken.into() }.into());
+            return Err(broken("the number of descriptors in flight", taken).into());
         }
         let available = used.advance(taken, ring);
         let batch = Vec::with_capacity(size.into());
@@ -205,7 +203,7 @@ impl PackedInflight {
         if place.index < size {
             return Ok(place);
         }
-        Err(InflightError::Broken { what: "the used index", value: place.index.into() })
+        Err(broken("the used index", place.index))
     }
 
     fn get_used(part: &Part) -> (RingPos, RingPos) {

@@ -1,6 +1,6 @@
 //! The in-flight region of a split ring.
 
-use super::{InflightError, Part};
+use super::{InflightError, Part, broken};
 
 /// Bytes before the entries: features, version, size, then these two.
 pub(super) const HEAD: usize = 16;
@@ -54,14 +54,12 @@ impl SplitInflight {
         // The driver saw a batch of which not all entries were cleared.
         if published != 0 && !flags(&part).is_empty() {
             if published > size {
-                let what = "the distance to the used index";
-                return Err(InflightError::Broken { what, value: published.into() });
+                return Err(broken("the distance to the used index", published));
             }
             let mut head = last_batch_head;
             for _ in 0..published {
                 if head >= size {
-                    let what = "the head of a completed chain";
-                    return Err(InflightError::Broken { what, value: head.into() });
+                    return Err(broken("the head of a completed chain", head));
                 }
                 part.put8(entry(head) + INFLIGHT, 0);
                 head = part.get16(entry(head) + NEXT);

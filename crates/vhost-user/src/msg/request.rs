@@ -315,16 +315,13 @@ impl Request {
                 Request::GetVringBase { ring }
             }
             code::SET_VRING_KICK => {
-                let (ring, fd) = wire.ring_fd()?;
-                Request::SetVringKick { ring, fd }
+                wire.ring_fd().map(|(ring, fd)| Request::SetVringKick { ring, fd })?
             }
             code::SET_VRING_CALL => {
-                let (ring, fd) = wire.ring_fd()?;
-                Request::SetVringCall { ring, fd }
+                wire.ring_fd().map(|(ring, fd)| Request::SetVringCall { ring, fd })?
             }
             code::SET_VRING_ERR => {
-                let (ring, fd) = wire.ring_fd()?;
-                Request::SetVringErr { ring, fd }
+                wire.ring_fd().map(|(ring, fd)| Request::SetVringErr { ring, fd })?
             }
             code::GET_PROTOCOL_FEATURES => wire.empty(Request::GetProtocolFeatures)?,
             code::SET_PROTOCOL_FEATURES => {

@@ -38,9 +38,7 @@ struct KeptFds {
 }
 
 impl fmt::Debug for Kept {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Kept").field("changed", &self.changed).finish_non_exhaustive()
-    }
+    ringfence_sync::shows!(Kept as it, changed: it.changed);
 }
 
 impl Kept {

@@ -426,7 +426,7 @@ impl<H: Handler> Server<H> {
     /// (rule D27).
     fn speak(&self, now: bool) {
         if let Some(backend) = &self.backend {
-            backend.channel().set_silent(!now && !self.rings.iter().any(|ring| ring.running));
+            backend.channel.set_silent(!now && !self.rings.iter().any(|ring| ring.running));
         }
     }
 }

@@ -38,7 +38,13 @@ impl Packed {
         let mut behind = Behind::connect_with(workers, options, 1 << F_RING_PACKED);
         if recorded {
             let region = behind.main().inflight(4, most).unwrap().unwrap();
-            behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
+            behind
+                .main()
+                .request(
+                    ringfence_vhost_user::msg::Request::SetInflight(region.0),
+                    &[region.1.as_fd()],
+                )
+                .unwrap();
         }
         let (page, window) = behind.mapped();
         let config = driver::QueueConfig { size: SIZE, event_idx: false, packed: true };

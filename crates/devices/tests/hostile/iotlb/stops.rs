@@ -126,7 +126,10 @@ fn requests_on_record_go_on_in_the_next_life_of_the_ring() {
     for overtaken in [false, true] {
         let mut behind = Behind::new(1, config(), ram_disk(1 << 20));
         let region = behind.main().inflight(4, SIZE).unwrap().unwrap();
-        behind.main().set_inflight(&region.0, region.1.as_fd()).unwrap();
+        behind
+            .main()
+            .request(ringfence_vhost_user::msg::Request::SetInflight(region.0), &[region.1.as_fd()])
+            .unwrap();
         let mut queue = behind.queue(0);
         queue.go_round();
         let completed = queue.used_index();
